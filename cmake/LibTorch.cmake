@@ -1,0 +1,25 @@
+# LibTorch out of PyTorch's wheel, as the imported target `shardproof::torch`.
+#
+# The wheel's own CMake package is not used: the wheel is a CUDA build, so that package demands a CUDA toolkit even
+# where nobody wants one, and it edits global flags. Headers and libtorch_cpu are all that the CPU parts need.
+file(GLOB _torch_candidates "${SHARDPROOF_VENV}/lib/python3.*/site-packages/torch")
+list(LENGTH _torch_candidates _torch_count)
+if(NOT _torch_count EQUAL 1)
+  message(FATAL_ERROR "[LibTorch] expected one torch under ${SHARDPROOF_VENV}/lib/python3.*/site-packages, found "
+                      "${_torch_count}. Run ci/setup, or set -DSHARDPROOF_VENV=DIR to an environment with torch==2.11.*")
+endif()
+set(SHARDPROOF_TORCH_DIR "${_torch_candidates}")
+
+file(STRINGS "${SHARDPROOF_TORCH_DIR}/version.py" _torch_version_line REGEX "^__version__")
+string(REGEX MATCH "[0-9]+\\.[0-9]+" SHARDPROOF_TORCH_VERSION "${_torch_version_line}")
+if(NOT SHARDPROOF_TORCH_VERSION VERSION_EQUAL 2.11)
+  message(FATAL_ERROR "[LibTorch] expected torch 2.11, found ${SHARDPROOF_TORCH_VERSION} in ${SHARDPROOF_TORCH_DIR}. "
+                      "Run ci/setup, or install torch==2.11.* there")
+endif()
+
+add_library(shardproof_torch INTERFACE)
+add_library(shardproof::torch ALIAS shardproof_torch)
+target_include_directories(shardproof_torch SYSTEM INTERFACE
+  "${SHARDPROOF_TORCH_DIR}/include" "${SHARDPROOF_TORCH_DIR}/include/torch/csrc/api/include")
+target_link_libraries(shardproof_torch INTERFACE
+  "${SHARDPROOF_TORCH_DIR}/lib/libtorch_cpu.so" "${SHARDPROOF_TORCH_DIR}/lib/libc10.so")

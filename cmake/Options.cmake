@@ -1,0 +1,32 @@
+# Compile options of every target, and the one precompiled header that all Torch users share.
+add_library(shardproof_options INTERFACE)
+target_compile_features(shardproof_options INTERFACE cxx_std_20)
+# -ffp-contract=off and -fno-fast-math: every elementwise kernel of ours must do the same IEEE operations wherever an
+# element lies; -fno-math-errno lets sqrt vectorise and changes no value.
+target_compile_options(shardproof_options INTERFACE -Wall -Wextra -Wno-unused-parameter -ffp-contract=off -fno-math-errno)
+# One fmt in the process: the headers that torch ships, used header-only.
+target_compile_definitions(shardproof_options INTERFACE FMT_HEADER_ONLY=1)
+find_package(Threads REQUIRED)
+target_link_libraries(shardproof_options INTERFACE shardproof::torch Threads::Threads)
+
+find_program(SHARDPROOF_CCACHE ccache)
+if(SHARDPROOF_CCACHE)
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env
+    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}"
+    CCACHE_NOHASHDIR=1 "${SHARDPROOF_CCACHE}")
+  add_compile_options(-fpch-preprocess)
+endif()
+
+# LibTorch's headers cost seconds a file; they are parsed once, here.
+file(WRITE "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp" "")
+add_library(shardproof_pch OBJECT "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp")
+target_link_libraries(shardproof_pch PRIVATE shardproof_options)
+target_precompile_headers(shardproof_pch PRIVATE
+  <ATen/ATen.h> <torch/nn/module.h> <torch/csrc/autograd/function.h> <fmt/format.h> <fmt/ranges.h>
+  <algorithm> <functional> <map> <memory> <string> <vector>)
+
+# Compiled with Torch's headers precompiled.
+function(shardproof_uses_torch target)
+  target_precompile_headers(${target} REUSE_FROM shardproof_pch)
+  target_link_libraries(${target} PRIVATE shardproof_options)
+endfunction()
