@@ -1,0 +1,1 @@
+# Tests of the algebra part; see shardproof_test in CMakeLists.txt.

@@ -1,0 +1,1 @@
+# Tests of the harness part; see shardproof_test in CMakeLists.txt.

@@ -1,0 +1,1 @@
+# Tests of the train part; see shardproof_test in CMakeLists.txt.
