@@ -1,0 +1,77 @@
+// Communication: the ten verbs that everything above is written with. No globals: a communicator is passed in, so many
+// worlds can live in one process. A group of one is a no-op that copies input to output.
+//
+// Every collective must be called by all ranks of the communicator, in the same order, with tensors of the same dtype and
+// the sizes stated below; `checked` (checked.h) verifies that over any backend. Tensors are contiguous and of any shape:
+// only numel counts. The call returns at once; neither inputs nor outputs may be touched until `Work::wait` returned.
+// Sums are taken in fixed rank order, 0 + 1 + ... + (size - 1), in the tensor's dtype, unless the backend was
+// asked for its native order. Never call a collective from a destructor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace shardproof {
+
+enum class Reduce { sum, max, min };
+const char* to_string(Reduce op);
+
+// Completion of one collective on this rank.
+class Work {
+ public:
+  class State {
+   public:
+    virtual ~State() = default;
+    virtual void wait() = 0;
+  };
+
+  Work() = default;  // already complete
+  explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+  // Returns when the outputs of this rank are final and its inputs may be reused. Idempotent. Throws what ended the
+  // world when another rank failed, and a deadlock error when no rank can go on.
+  void wait() {
+    if (state_) state_->wait();
+    state_.reset();
+  }
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+class Comm {
+ public:
+  virtual ~Comm() = default;
+
+  virtual int64_t rank() const = 0;  // within this group
+  virtual int64_t size() const = 0;
+  // Names the group in messages and traces, e.g. "world" or "dp_shard".
+  virtual const std::string& name() const = 0;
+
+  // Collective. Ranks that pass the same color form a group, ordered by (key, rank). A negative color joins none and
+  // returns null. Law: splitting by a mesh axis' other coordinates gives groups whose ranks are Mesh::peers.
+  virtual std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) = 0;
+
+  // output: size() * input.numel() elements; rank r's input lands at r * input.numel(). The input may be that very slice
+  // of the output.
+  virtual Work all_gather(at::Tensor output, at::Tensor input) = 0;
+  // input: size() * output.numel(); rank r receives the sum (max, min) of everybody's r-th slice.
+  virtual Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op = Reduce::sum) = 0;
+  // In place.
+  virtual Work all_reduce(at::Tensor tensor, Reduce op = Reduce::sum) = 0;
+  // Slice r of the input, input_sizes[r] elements, goes to rank r; output_sizes[r] elements arrive from it. Both lists
+  // have size() entries that sum to the tensors' numel.
+  virtual Work all_to_all(at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,
+                          std::vector<int64_t> input_sizes) = 0;
+  virtual Work broadcast(at::Tensor tensor, int64_t root) = 0;
+  // Point to point, matched by (source, target, tag) in order of calls.
+  virtual Work send(at::Tensor tensor, int64_t target, int64_t tag) = 0;
+  virtual Work recv(at::Tensor tensor, int64_t source, int64_t tag) = 0;
+  virtual Work barrier() = 0;
+};
+
+}  // namespace shardproof

@@ -1,0 +1,39 @@
+// Ranks as threads of one process: the embedded default backend, and the simulator. Every rank runs the same body with its
+// own communicator. A body that throws ends every rank; what `run_threads` rethrows is the first real error, prefixed with
+// its rank. Ranks that wait for each other are a deadlock error at once (no time-out), listing each rank's pending call.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "shardproof/comm.h"
+
+namespace shardproof {
+
+struct ThreadsOptions {
+  // `parallel`: rank-threads run freely, for speed. `serial`: one at a time, chosen by `seed` whenever a rank waits, so
+  // that a run repeats exactly.
+  enum class Schedule { parallel, serial };
+  // When an asynchronous collective takes effect: as soon as all ranks have called it, only when it is waited for, or by
+  // the seed. Under `late` and `random`, outputs hold garbage (NaN, or 0x7f bytes) until then, and inputs that change
+  // while in flight are an error naming rank and call: a missing wait is found every time.
+  enum class Completion { eager, late, random };
+  // `rank_order` is the specified sum; `ring` starts slice r at rank r + 1, as ring algorithms do, and so rounds
+  // differently: it stands in for backends that promise no order.
+  enum class Sum { rank_order, ring };
+
+  Schedule schedule = Schedule::parallel;
+  Completion completion = Completion::eager;
+  Sum sum = Sum::rank_order;
+  uint64_t seed = 0;
+};
+
+// More rank-threads than this are refused with an Error.
+constexpr int64_t kThreadsWorldMax = 1024;
+
+// Runs body(comm) on `world` ranks and returns when all have ended. Threads are kept and reused by later calls. Also an
+// error: a rank that returns while collectives it started were never waited for, or while others wait for it.
+void run_threads(int64_t world, const std::function<void(std::shared_ptr<Comm>)>& body, const ThreadsOptions& options = {});
+
+}  // namespace shardproof
