@@ -2,18 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <stdexcept>
+
+#include "golden/validate.h"
 
 namespace golden {
 namespace {
 
 constexpr double kLayerNormEps = 1e-5;
-
-[[noreturn]] void refuse(const std::string& what) {
-  throw std::invalid_argument("golden: " + what);
-}
 
 at::Tensor activate(Activation activation, const at::Tensor& x) {
   switch (activation) {
@@ -26,7 +23,7 @@ at::Tensor activate(Activation activation, const at::Tensor& x) {
     case Activation::gelu:
       return at::gelu(x);
   }
-  refuse("unknown activation");
+  throw std::logic_error("golden: unknown activation");
 }
 
 // The parameters below one prefix, e.g. "h.0.attn.".
@@ -65,44 +62,6 @@ at::Tensor attention(const Scope& block, const at::Tensor& x, int64_t heads) {
 
 at::Tensor feed_forward(const Scope& block, const at::Tensor& x) {
   return block.linear(at::gelu(block.linear(x, "mlp.c_fc")), "mlp.c_proj");
-}
-
-std::string shape_of(const at::Tensor& t) {
-  return t.defined() ? fmt::format("{} {}", c10::toString(t.scalar_type()), fmt::join(t.sizes(), "x"))
-                     : "nothing";
-}
-
-void require_tokens(const at::Tensor& tokens, int64_t vocab, const char* what) {
-  const at::Tensor flat = tokens.contiguous();
-  const int64_t* data = flat.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < flat.numel(); ++i)
-    if (data[i] < 0 || data[i] >= vocab)
-      refuse(fmt::format("{} token {} is {}, expected 0 to vocab - 1 = {}", what, i, data[i], vocab - 1));
-}
-
-void require_mlp_data(const Mlp& mlp, const at::Tensor& input, const at::Tensor& target) {
-  const auto fits = [&](const at::Tensor& t, int64_t width) {
-    return t.defined() && at::isFloatingType(t.scalar_type()) && t.dim() == 2 && t.size(0) > 0 &&
-           t.size(1) == width;
-  };
-  if (!fits(input, mlp.widths.front()) || !fits(target, mlp.widths.back()) || input.size(0) != target.size(0))
-    refuse(
-        fmt::format("mlp data: expected floating input [B, {}] and target [B, {}] with B >= 1, got {} and {}",
-                    mlp.widths.front(), mlp.widths.back(), shape_of(input), shape_of(target)));
-}
-
-void require_gpt_data(const Gpt& gpt, const at::Tensor& input, const at::Tensor& target) {
-  const auto fits = [&](const at::Tensor& t) {
-    return t.defined() && t.scalar_type() == at::kLong && t.dim() == 2 && t.numel() > 0 &&
-           t.size(1) <= gpt.positions;
-  };
-  if (!fits(input) || !fits(target) || input.sizes() != target.sizes())
-    refuse(fmt::format(
-        "gpt data: expected int64 input and target [B, T] with B >= 1 and 1 <= T <= positions = {}, got {} "
-        "and {}",
-        gpt.positions, shape_of(input), shape_of(target)));
-  require_tokens(input, gpt.vocab, "input");
-  require_tokens(target, gpt.vocab, "target");
 }
 
 }  // namespace
@@ -176,32 +135,6 @@ at::Tensor loss(const Model& model, const Parameters& parameters, const Microbat
   return at::cross_entropy_loss(logits.reshape({-1, model.gpt.vocab}), microbatch.target.reshape({-1}), {},
                                 at::Reduction::Sum) *
          microbatch.weight;
-}
-
-void require_valid(const Model& model) {
-  if (model.kind == Model::Kind::mlp) {
-    const auto& widths = model.mlp.widths;
-    if (widths.size() < 2 || *std::min_element(widths.begin(), widths.end()) < 1)
-      refuse(fmt::format("mlp widths: expected at least two, each at least 1, got [{}]",
-                         fmt::join(widths, ", ")));
-    return;
-  }
-  const Gpt& gpt = model.gpt;
-  if (gpt.layers < 0 || gpt.hidden < 1 || gpt.heads < 1 || gpt.vocab < 1 || gpt.positions < 1)
-    refuse(fmt::format(
-        "gpt: expected layers >= 0 and hidden, heads, vocab, positions >= 1, got layers={} hidden={} "
-        "heads={} vocab={} positions={}",
-        gpt.layers, gpt.hidden, gpt.heads, gpt.vocab, gpt.positions));
-  if (gpt.hidden % gpt.heads != 0)
-    refuse(fmt::format("gpt: hidden {} is not divisible by heads {}; choose heads that divide it", gpt.hidden,
-                       gpt.heads));
-}
-
-void require_valid(const Model& model, const Microbatch& microbatch) {
-  if (model.kind == Model::Kind::mlp)
-    require_mlp_data(model.mlp, microbatch.input, microbatch.target);
-  else
-    require_gpt_data(model.gpt, microbatch.input, microbatch.target);
 }
 
 }  // namespace golden

@@ -22,9 +22,4 @@ at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::T
 // weight * the model's loss, 0-dim: forward, sum, then one multiplication.
 at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch);
 
-// Throws std::invalid_argument saying what is wrong and what would be right.
-void require_valid(const Model& model);
-// Also: one input and one target of fitting shape and dtype, no empty dim, every token below vocab.
-void require_valid(const Model& model, const Microbatch& microbatch);
-
 }  // namespace golden

@@ -1,27 +1,12 @@
 #include "golden/optimizer.h"
 
 #include <ATen/ATen.h>
-#include <fmt/format.h>
 
 #include <cmath>
-#include <stdexcept>
+
+#include "golden/validate.h"
 
 namespace golden {
-
-void require_valid(const Optimizer& o) {
-  const auto require = [](bool ok, const char* what, double got) {
-    if (!ok) throw std::invalid_argument(fmt::format("golden: optimizer: expected {}, got {}", what, got));
-  };
-  require(std::isfinite(o.lr) && o.lr >= 0, "a finite lr >= 0", o.lr);
-  require(std::isfinite(o.weight_decay) && o.weight_decay >= 0, "a finite weight_decay >= 0", o.weight_decay);
-  if (o.kind == Optimizer::Kind::sgd) {
-    require(std::isfinite(o.momentum) && o.momentum >= 0, "a finite momentum >= 0", o.momentum);
-    return;
-  }
-  require(o.beta1 >= 0 && o.beta1 < 1, "0 <= beta1 < 1", o.beta1);
-  require(o.beta2 >= 0 && o.beta2 < 1, "0 <= beta2 < 1", o.beta2);
-  require(std::isfinite(o.eps) && o.eps >= 0, "a finite eps >= 0", o.eps);
-}
 
 OptimizerState::OptimizerState(Optimizer optimizer, const Named& parameters) : optimizer_(optimizer) {
   require_valid(optimizer_);

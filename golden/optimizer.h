@@ -10,9 +10,6 @@
 
 namespace golden {
 
-// Throws std::invalid_argument on a value that makes no sense, e.g. a negative lr or a beta of 1.
-void require_valid(const Optimizer& optimizer);
-
 class OptimizerState {
  public:
   OptimizerState(Optimizer optimizer, const Named& parameters);

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
@@ -11,6 +10,7 @@
 
 #include "golden/models.h"
 #include "golden/norm.h"
+#include "golden/validate.h"
 
 namespace golden {
 namespace {
@@ -43,38 +43,12 @@ void add(Tensors& sum, const Tensors& terms) {
 }
 
 Named checked_copy(const Model& model, const Named& parameters, at::ScalarType dtype) {
-  const auto shapes = parameter_shapes(model);
-  if (parameters.size() != shapes.size())
-    refuse(fmt::format("expected {} parameters, got {}", shapes.size(), parameters.size()));
+  require_valid(model, parameters);
   Named copies;
-  for (size_t i = 0; i < shapes.size(); ++i) {
-    const auto& [name, shape] = shapes[i];
-    const auto& [given, value] = parameters[i];
-    if (given != name || !value.defined() || value.scalar_type() != at::kFloat ||
-        value.sizes() != at::IntArrayRef(shape))
-      refuse(fmt::format(
-          "parameter {}: expected {} float32 [{}], got {} {}", i, name, fmt::join(shape, ", "), given,
-          value.defined()
-              ? fmt::format("{} [{}]", c10::toString(value.scalar_type()), fmt::join(value.sizes(), ", "))
-              : "undefined"));
+  for (const auto& [name, value] : parameters)
     copies.emplace_back(
         name, value.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
-  }
   return copies;
-}
-
-void require_valid(const Model& model, const Step& step) {
-  if (step.microbatches.empty() || step.microbatches.front().empty())
-    refuse("a step needs at least one round of at least one rank");
-  for (size_t k = 0; k < step.microbatches.size(); ++k) {
-    if (step.microbatches[k].size() != step.microbatches.front().size())
-      refuse(fmt::format("round {} has {} ranks, round 0 has {}; every round must have all ranks", k,
-                         step.microbatches[k].size(), step.microbatches.front().size()));
-    for (const Microbatch& microbatch : step.microbatches[k]) require_valid(model, microbatch);
-  }
-  if (!(step.divide > 0) || !std::isfinite(step.divide))
-    refuse(fmt::format("divide: expected a finite number above 0, got {}", step.divide));
-  if (!(step.clip_norm >= 0)) refuse(fmt::format("clip_norm: expected at least 0, got {}", step.clip_norm));
 }
 
 void require_one_thread() {
