@@ -102,7 +102,9 @@ TEST(Sharding, every_rank_starts_from_the_values_of_rank_0) {
     if (comms->rank() != 0) initialize_parameters(*net, 1000 + comms->rank());
     Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
     for (const auto& [name, tensor] : sharded.gather_parameters())
-      if (name == "first.weight") EXPECT_TRUE(toy::same_bits(tensor, wanted)) << "rank " << comms->rank();
+      if (name == "first.weight") {
+        EXPECT_TRUE(toy::same_bits(tensor, wanted)) << "rank " << comms->rank();
+      }
   });
 }
 
