@@ -1,0 +1,79 @@
+// The models that come with the library, written with plain LibTorch modules and `call`, so that they run unsharded and
+// sharded alike. Parameter names are those of the headers of each model.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace shardproof {
+
+enum class Activation { identity, relu, tanh, gelu };
+
+struct MlpOptions {
+  std::vector<int64_t> widths;  // at least two; layer i maps widths[i] to widths[i + 1]
+  Activation activation = Activation::tanh;  // between layers, none after the last
+  bool bias = true;
+};
+
+// [B, widths.front()] -> [B, widths.back()]. Parameters "layers.<i>.weight", "layers.<i>.bias".
+class MlpImpl : public torch::nn::Module {
+ public:
+  explicit MlpImpl(MlpOptions options);
+  at::Tensor forward(at::Tensor input);
+
+ private:
+  MlpOptions options_;
+  std::vector<torch::nn::Linear> layers_;
+};
+TORCH_MODULE(Mlp);
+
+struct GptOptions {
+  int64_t layers = 2;
+  int64_t hidden = 64;  // a multiple of heads
+  int64_t heads = 4;
+  int64_t vocab = 256;
+  int64_t positions = 128;  // the longest sequence
+  bool tied = true;         // the head is the token embedding
+};
+
+// One pre-norm transformer block: [B, T, hidden] -> the same.
+class GptBlockImpl : public torch::nn::Module {
+ public:
+  explicit GptBlockImpl(const GptOptions& options);
+  at::Tensor forward(at::Tensor x);
+
+ private:
+  int64_t heads_;
+  torch::nn::LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
+  torch::nn::Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
+};
+TORCH_MODULE(GptBlock);
+
+// Tokens [B, T] int64 -> logits [B, T, vocab]. Learned positions, layer norm, exact GELU, causal attention. Parameters
+// "wte.weight", "wpe.weight", "h.<i>.ln_1.*", "h.<i>.attn.c_attn.*", "h.<i>.attn.c_proj.*", "h.<i>.ln_2.*",
+// "h.<i>.mlp.c_fc.*", "h.<i>.mlp.c_proj.*", "ln_f.*" and, untied, "lm_head.weight".
+class GptImpl : public torch::nn::Module {
+ public:
+  explicit GptImpl(GptOptions options);
+  at::Tensor forward(at::Tensor tokens);
+
+ private:
+  GptOptions options_;
+  torch::nn::Embedding wte_{nullptr}, wpe_{nullptr};
+  std::vector<GptBlock> blocks_;
+  torch::nn::LayerNorm ln_f_{nullptr};
+  torch::nn::Linear lm_head_{nullptr};
+};
+TORCH_MODULE(Gpt);
+
+// Fills parameters from counters, never from a generator's state: element i of the parameter called `name` is a function of
+// (seed, name, i) alone. Matrices get a normal distribution with the given standard deviation, norm weights ones, the rest
+// zeros.
+void initialize_parameters(torch::nn::Module& module, uint64_t seed, double standard_deviation = 0.02);
+
+}  // namespace shardproof
