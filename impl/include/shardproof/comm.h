@@ -3,9 +3,10 @@
 //
 // Every collective must be called by all ranks of the communicator, in the same order, with tensors of the same dtype and
 // the sizes stated below; `checked` (checked.h) verifies that over any backend. Tensors are contiguous and of any shape:
-// only numel counts. The call returns at once; neither inputs nor outputs may be touched until `Work::wait` returned.
-// Sums are taken in fixed rank order, 0 + 1 + ... + (size - 1), in the tensor's dtype, unless the backend was
-// asked for its native order. Never call a collective from a destructor.
+// only numel counts. The call returns at once; neither inputs nor outputs may be touched until `Work::wait` returned
+// (reading an input is harmless). Outputs are written without bumping their autograd version.
+// Sums are taken in fixed rank order, ((x0 + x1) + x2) + ..., each addition rounded to the tensor's dtype, unless the
+// backend was asked for its native order. `max` and `min` propagate NaN. Never call a collective from a destructor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +20,38 @@ namespace shardproof {
 
 enum class Reduce { sum, max, min };
 const char* to_string(Reduce op);
+
+enum class Op {
+  all_gather,
+  reduce_scatter,
+  all_reduce,
+  all_to_all,
+  broadcast,
+  send,
+  recv,
+  barrier,
+  split
+};
+const char* to_string(Op op);
+
+// One call of one rank, as backends and decorators see it.
+struct Call {
+  Op op = Op::barrier;
+  at::Tensor output;             // undefined where the rank receives nothing: send, barrier, the root of a broadcast
+  at::Tensor input;              // undefined where it gives nothing: recv, barrier, a broadcast's other ranks
+  Reduce reduce = Reduce::sum;   // reduce_scatter, all_reduce
+  int64_t peer = -1;             // broadcast: the root; send: the target; recv: the source
+  int64_t tag = 0;               // send, recv
+  std::vector<int64_t> output_sizes = {};  // all_to_all
+  std::vector<int64_t> input_sizes = {};   // all_to_all
+};
+
+// The elements that must agree across ranks: of all_gather the input, of reduce_scatter the output, else the tensor; 0 for
+// barrier and all_to_all.
+int64_t numel(const Call& call);
+at::ScalarType dtype(const Call& call);
+// E.g. "reduce_scatter(sum, float32 x 128)".
+std::string describe(const Call& call);
 
 // Completion of one collective on this rank.
 class Work {
@@ -58,20 +91,29 @@ class Comm {
 
   // output: size() * input.numel() elements; rank r's input lands at r * input.numel(). The input may be that very slice
   // of the output.
-  virtual Work all_gather(at::Tensor output, at::Tensor input) = 0;
-  // input: size() * output.numel(); rank r receives the sum (max, min) of everybody's r-th slice.
-  virtual Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op = Reduce::sum) = 0;
+  Work all_gather(at::Tensor output, at::Tensor input);
+  // input: size() * output.numel(); rank r receives the sum (max, min) of everybody's r-th slice. The output may be that
+  // very slice of the input.
+  Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op = Reduce::sum);
   // In place.
-  virtual Work all_reduce(at::Tensor tensor, Reduce op = Reduce::sum) = 0;
+  Work all_reduce(at::Tensor tensor, Reduce op = Reduce::sum);
   // Slice r of the input, input_sizes[r] elements, goes to rank r; output_sizes[r] elements arrive from it. Both lists
-  // have size() entries that sum to the tensors' numel.
-  virtual Work all_to_all(at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,
-                          std::vector<int64_t> input_sizes) = 0;
-  virtual Work broadcast(at::Tensor tensor, int64_t root) = 0;
-  // Point to point, matched by (source, target, tag) in order of calls.
-  virtual Work send(at::Tensor tensor, int64_t target, int64_t tag) = 0;
-  virtual Work recv(at::Tensor tensor, int64_t source, int64_t tag) = 0;
-  virtual Work barrier() = 0;
+  // have size() entries that sum to the tensors' numel. The tensors must not overlap.
+  Work all_to_all(at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,
+                  std::vector<int64_t> input_sizes);
+  Work broadcast(at::Tensor tensor, int64_t root);
+  // Point to point, matched by (source, target, tag) in order of calls. A send completes when its receive was called.
+  Work send(at::Tensor tensor, int64_t target, int64_t tag = 0);
+  Work recv(at::Tensor tensor, int64_t source, int64_t tag = 0);
+  Work barrier();
+
+  // What every verb comes down to, for decorators: checks the tensors (Error naming the call, the group and the rank),
+  // answers a group of one itself, and hands the rest to `start`.
+  Work issue(Call call);
+
+ private:
+  // The backend. The call is valid on this rank; whether the other ranks' calls fit is not known yet.
+  virtual Work start(Call call) = 0;
 };
 
 }  // namespace shardproof

@@ -44,30 +44,33 @@ void visit_tensors(Value& value, Visit&& visit) {
   }
 }
 
+template <class Module>
+auto& module_of(Module& module) {
+  if constexpr (std::is_base_of_v<torch::nn::Module, std::remove_cvref_t<Module>>) {
+    return module;
+  } else if constexpr (requires { module.ptr(); }) {
+    return *module.ptr();
+  } else {
+    return *module;
+  }
+}
+
 }  // namespace detail
 
-// module.forward(args...), as a unit if the module is one. Tensors in arguments and results are found directly and inside
-// vectors, arrays, pairs and tuples. Every rank of the mesh must call the same units in the same order.
+// module.forward(args...), as a unit if the module is one. `module` is a torch::nn::Module, a LibTorch holder or a shared
+// pointer. Tensors in arguments and results are found directly and inside vectors, arrays, pairs and tuples. Every rank of
+// the mesh must call the same units in the same order.
 template <class Module, class... Args>
-auto call(Module& module, Args... args) {
-  UnitHooks* hooks = unit_hooks(module);
-  if (!hooks) return module.forward(std::move(args)...);
+auto call(Module&& module, Args... args) {
+  auto& callee = detail::module_of(module);
+  UnitHooks* hooks = unit_hooks(callee);
+  if (!hooks) return callee.forward(std::move(args)...);
   hooks->before_forward();
   (detail::visit_tensors(args, [&](at::Tensor& input) { input = hooks->watch_input(input); }), ...);
-  auto result = module.forward(std::move(args)...);
+  auto result = callee.forward(std::move(args)...);
   detail::visit_tensors(result, [&](at::Tensor& output) { hooks->watch_output(output); });
   hooks->after_forward();
   return result;
-}
-
-// The same through a LibTorch holder or a shared pointer.
-template <class Module, class... Args>
-auto call(const torch::nn::ModuleHolder<Module>& holder, Args... args) {
-  return call(*holder.ptr(), std::move(args)...);
-}
-template <class Module, class... Args>
-auto call(const std::shared_ptr<Module>& module, Args... args) {
-  return call(*module, std::move(args)...);
 }
 
 }  // namespace shardproof

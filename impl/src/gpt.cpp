@@ -1,0 +1,68 @@
+#include <ATen/ATen.h>
+
+#include "shardproof/check.h"
+#include "shardproof/models.h"
+#include "shardproof/unit.h"
+
+namespace shardproof {
+namespace {
+
+std::shared_ptr<torch::nn::Module> name_space(torch::nn::Module& parent, const std::string& name) {
+  return parent.register_module(name, std::make_shared<torch::nn::Module>(name));
+}
+
+torch::nn::LayerNorm layer_norm(int64_t size) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({size})); }
+
+}  // namespace
+
+GptBlockImpl::GptBlockImpl(const GptOptions& options) : heads_(options.heads) {
+  const int64_t hidden = options.hidden;
+  ln_1_ = register_module("ln_1", layer_norm(hidden));
+  auto attention = name_space(*this, "attn");
+  c_attn_ = attention->register_module("c_attn", torch::nn::Linear(hidden, 3 * hidden));
+  attn_proj_ = attention->register_module("c_proj", torch::nn::Linear(hidden, hidden));
+  ln_2_ = register_module("ln_2", layer_norm(hidden));
+  auto mlp = name_space(*this, "mlp");
+  c_fc_ = mlp->register_module("c_fc", torch::nn::Linear(hidden, 4 * hidden));
+  mlp_proj_ = mlp->register_module("c_proj", torch::nn::Linear(4 * hidden, hidden));
+}
+
+at::Tensor GptBlockImpl::forward(at::Tensor x) {
+  const int64_t batch = x.size(0), length = x.size(1), hidden = x.size(2);
+  const auto heads = [&](const at::Tensor& part) {
+    return part.view({batch, length, heads_, hidden / heads_}).transpose(1, 2);
+  };
+  const std::vector<at::Tensor> qkv = call(c_attn_, call(ln_1_, x)).split(hidden, -1);
+  const at::Tensor attended = at::scaled_dot_product_attention(heads(qkv[0]), heads(qkv[1]), heads(qkv[2]), {}, 0.0,
+                                                               /*is_causal=*/true);
+  x = x + call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, hidden}));
+  return x + call(mlp_proj_, at::gelu(call(c_fc_, call(ln_2_, x))));
+}
+
+GptImpl::GptImpl(GptOptions options) : options_(options) {
+  SHARD_REQUIRE(options.layers >= 0 && options.hidden > 0 && options.heads > 0 && options.vocab > 0 && options.positions > 0,
+                "gpt", "sizes must be positive, got layers={} hidden={} heads={} vocab={} positions={}", options.layers,
+                options.hidden, options.heads, options.vocab, options.positions);
+  SHARD_REQUIRE(options.hidden % options.heads == 0, "gpt", "hidden={} must be a multiple of heads={}", options.hidden,
+                options.heads);
+  wte_ = register_module("wte", torch::nn::Embedding(options.vocab, options.hidden));
+  wpe_ = register_module("wpe", torch::nn::Embedding(options.positions, options.hidden));
+  auto blocks = name_space(*this, "h");
+  for (int64_t i = 0; i < options.layers; ++i)
+    blocks_.push_back(blocks->register_module(std::to_string(i), GptBlock(options)));
+  ln_f_ = register_module("ln_f", layer_norm(options.hidden));
+  if (!options.tied)
+    lm_head_ = register_module(
+        "lm_head", torch::nn::Linear(torch::nn::LinearOptions(options.hidden, options.vocab).bias(false)));
+}
+
+at::Tensor GptImpl::forward(at::Tensor tokens) {
+  SHARD_REQUIRE(tokens.dim() == 2 && tokens.size(1) <= options_.positions, "gpt",
+                "tokens must be [batch, at most {} positions], got {}", options_.positions, fmt::join(tokens.sizes(), "x"));
+  at::Tensor x = call(wte_, tokens) + call(wpe_, at::arange(tokens.size(1), at::kLong));
+  for (const GptBlock& block : blocks_) x = call(block, x);
+  x = call(ln_f_, x);
+  return options_.tied ? at::linear(x, wte_->weight) : call(lm_head_, x);
+}
+
+}  // namespace shardproof

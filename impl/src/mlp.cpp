@@ -1,0 +1,45 @@
+#include <ATen/ATen.h>
+
+#include "shardproof/check.h"
+#include "shardproof/models.h"
+#include "shardproof/unit.h"
+
+namespace shardproof {
+namespace {
+
+at::Tensor activate(const at::Tensor& x, Activation activation) {
+  switch (activation) {
+    case Activation::identity: return x;
+    case Activation::relu: return at::relu(x);
+    case Activation::tanh: return at::tanh(x);
+    case Activation::gelu: return at::gelu(x);
+  }
+  throw BrokenInvariant("[mlp] unknown activation");
+}
+
+}  // namespace
+
+MlpImpl::MlpImpl(MlpOptions options) : options_(std::move(options)) {
+  const std::vector<int64_t>& widths = options_.widths;
+  SHARD_REQUIRE(widths.size() >= 2, "mlp", "needs at least two widths (input and output), got {}", widths.size());
+  // The intermediate module only spells the names "layers.<i>".
+  auto layers = register_module("layers", std::make_shared<torch::nn::Module>("layers"));
+  for (size_t i = 0; i + 1 < widths.size(); ++i) {
+    SHARD_REQUIRE(widths[i] > 0 && widths[i + 1] > 0, "mlp", "widths must be positive, layer {} is {} -> {}", i, widths[i],
+                  widths[i + 1]);
+    layers_.push_back(layers->register_module(
+        std::to_string(i),
+        torch::nn::Linear(torch::nn::LinearOptions(widths[i], widths[i + 1]).bias(options_.bias))));
+  }
+}
+
+at::Tensor MlpImpl::forward(at::Tensor input) {
+  at::Tensor x = std::move(input);
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    x = call(layers_[i], x);
+    if (i + 1 < layers_.size()) x = activate(x, options_.activation);
+  }
+  return x;
+}
+
+}  // namespace shardproof

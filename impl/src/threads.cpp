@@ -1,0 +1,113 @@
+#include "shardproof/threads.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "shardproof/check.h"
+#include "threads_pool.h"
+#include "threads_world.h"
+
+namespace shardproof {
+namespace threads {
+namespace {
+
+class Ticket final : public Work::State {
+ public:
+  Ticket(std::shared_ptr<World> world, World::Arrival arrival) : world_(std::move(world)), arrival_(std::move(arrival)) {}
+  void wait() override { world_->wait(*arrival_.rendezvous, arrival_.part); }
+
+ private:
+  std::shared_ptr<World> world_;
+  World::Arrival arrival_;
+};
+
+class ThreadComm final : public Comm {
+ public:
+  ThreadComm(std::shared_ptr<World> world, std::shared_ptr<Group> group, int64_t rank)
+      : world_(std::move(world)), group_(std::move(group)), rank_(rank) {}
+
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return static_cast<int64_t>(group_->ranks.size()); }
+  const std::string& name() const override { return group_->name; }
+  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override;
+
+ private:
+  Work start(Call call) override {
+    return Work(std::make_shared<Ticket>(world_, world_->arrive(*group_, rank_, std::move(call))));
+  }
+
+  std::shared_ptr<World> world_;
+  std::shared_ptr<Group> group_;
+  int64_t rank_;
+  uint64_t splits_ = 0;
+};
+
+std::shared_ptr<Comm> ThreadComm::split(int64_t color, int64_t key, std::string name) {
+  at::Tensor mine = at::empty({2}, at::kLong), all = at::empty({2 * size()}, at::kLong);
+  mine.mutable_data_ptr<int64_t>()[0] = color;
+  mine.mutable_data_ptr<int64_t>()[1] = key;
+  issue({.op = Op::split, .output = all, .input = mine}).wait();
+  // The same on every rank of the new group, and on no other: a chain of parent, number of the split, and color.
+  uint64_t id = group_->id;
+  for (uint64_t value : {splits_++, static_cast<uint64_t>(color)}) id = next_random(id) ^ value;
+  id = next_random(id);
+  if (color < 0) return nullptr;
+
+  const int64_t* colors_and_keys = all.const_data_ptr<int64_t>();
+  std::vector<std::pair<int64_t, int64_t>> members;  // key, rank in this group
+  for (int64_t r = 0; r < size(); ++r)
+    if (colors_and_keys[2 * r] == color) members.emplace_back(colors_and_keys[2 * r + 1], r);
+  std::sort(members.begin(), members.end());
+  std::vector<int64_t> ranks;
+  int64_t position = 0;
+  for (const auto& [member_key, r] : members) {
+    if (r == rank_) position = static_cast<int64_t>(ranks.size());
+    ranks.push_back(group_->ranks[r]);
+  }
+  return std::make_shared<ThreadComm>(world_, world_->join_group(id, name, ranks), position);
+}
+
+// Threads from the pool, back to it whatever happens.
+class Loan {
+ public:
+  explicit Loan(int64_t count) : threads_(Pool::instance().acquire(count)) {}
+  ~Loan() { Pool::instance().release(threads_); }
+  Loan(const Loan&) = delete;
+  Loan& operator=(const Loan&) = delete;
+
+  const std::vector<PoolThread*>& threads() const { return threads_; }
+  std::vector<Parker*> parkers() const {
+    std::vector<Parker*> parkers;
+    for (PoolThread* thread : threads_) parkers.push_back(&thread->parker());
+    return parkers;
+  }
+
+ private:
+  std::vector<PoolThread*> threads_;
+};
+
+}  // namespace
+}  // namespace threads
+
+void run_threads(int64_t world_size, const std::function<void(std::shared_ptr<Comm>)>& body,
+                 const ThreadsOptions& options) {
+  SHARD_REQUIRE(world_size >= 1 && world_size <= kThreadsWorldMax, "threads",
+                "a world of {} ranks cannot be run as threads; use 1 to {} ranks, or another backend", world_size,
+                kThreadsWorldMax);
+  const threads::Loan loan(world_size);
+  const auto world = std::make_shared<threads::World>(loan.parkers(), options);
+  // The number of threads that LibTorch uses within an operator is a setting of each thread; a kept one has an old one.
+  const int torch_threads = at::get_num_threads();
+  for (int64_t rank = 0; rank < world_size; ++rank) {
+    loan.threads()[rank]->assign([world, &body, rank, torch_threads] {
+      if (at::get_num_threads() != torch_threads) at::set_num_threads(torch_threads);
+      world->run(rank, [&] { body(std::make_shared<threads::ThreadComm>(world, world->everyone(), rank)); });
+    });
+  }
+  world->start();
+  world->join();
+}
+
+}  // namespace shardproof

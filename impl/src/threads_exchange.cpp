@@ -1,0 +1,137 @@
+#include "threads_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "reduce_kernels.h"
+
+namespace shardproof::threads {
+namespace {
+
+// Large enough that taking a task costs nothing, small enough that two threads end together.
+constexpr int64_t kTaskBytes = 256 << 10;
+// A block of an all-reduce is summed once and copied to every party while it is in the cache.
+constexpr int64_t kBlockBytes = 32 << 10;
+
+int64_t prefix(const std::vector<int64_t>& sizes, int64_t count) {
+  return std::accumulate(sizes.begin(), sizes.begin() + count, int64_t{0});
+}
+
+bool reduces(Op op) { return op == Op::all_reduce || op == Op::reduce_scatter; }
+
+}  // namespace
+
+Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring)
+    : op_(call.op),
+      reduce_(call.reduce),
+      dtype_(dtype(call)),
+      element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
+      root_(call.op == Op::broadcast ? call.peer : 0),
+      ring_(ring),
+      sides_(std::move(sides)) {
+  for (const Side& side : sides_) bytes_ += side.output_numel * element_bytes_;
+  cut_into_tasks();
+}
+
+void Exchange::cut_into_tasks() {
+  task_numel_ = std::max<int64_t>(1, kTaskBytes / element_bytes_);
+  lanes_ = std::make_unique<Lane[]>(sides_.size());
+  const int64_t numel = sides_[0].output_numel, share = (numel + parties() - 1) / parties();
+  int64_t tasks = 0;
+  for (int64_t p = 0; p < parties(); ++p) {
+    Lane& lane = lanes_[p];
+    // An all-reduce is cut by elements, everything else by receiving party.
+    lane.begin = op_ == Op::all_reduce ? std::min(numel, p * share) : 0;
+    lane.end = op_ == Op::all_reduce ? std::min(numel, (p + 1) * share) : sides_[p].output_numel;
+    lane.next = lane.begin;
+    tasks += (lane.end - lane.begin + task_numel_ - 1) / task_numel_;
+  }
+  tasks_left_ = std::max<int64_t>(1, tasks);
+  // A call without elements has one empty task, so that it ends like any other.
+  if (tasks == 0) lanes_[0].end = lanes_[0].begin + 1;
+}
+
+bool Exchange::run_tasks(int64_t party) {
+  bool ended = false;
+  for (int64_t k = 0; k < parties(); ++k) {
+    Lane& lane = lanes_[(party + k) % parties()];
+    while (true) {
+      const int64_t begin = lane.next.fetch_add(task_numel_, std::memory_order_relaxed);
+      if (begin >= lane.end) break;
+      run_task((party + k) % parties(), begin, std::min(begin + task_numel_, lane.end));
+      ended = tasks_left_.fetch_sub(1, std::memory_order_acq_rel) == 1;
+    }
+  }
+  return ended;
+}
+
+void Exchange::run_task(int64_t lane, int64_t begin, int64_t end) const {
+  if (bytes_ == 0) return;
+  if (op_ == Op::all_reduce) return all_reduce(begin, end);
+  produce(lane, begin, end, sides_[lane].output + begin * element_bytes_);
+}
+
+void Exchange::all_reduce(int64_t begin, int64_t end) const {
+  alignas(64) std::byte block[kBlockBytes];
+  const int64_t block_numel = kBlockBytes / element_bytes_;
+  for (int64_t at = begin; at < end; at += block_numel) {
+    const int64_t length = std::min(block_numel, end - at);
+    produce(0, at, at + length, block);
+    for (const Side& side : sides_) std::memcpy(side.output + at * element_bytes_, block, length * element_bytes_);
+  }
+}
+
+void Exchange::produce(int64_t party) const {
+  if (sides_[party].output_numel > 0) produce(party, 0, sides_[party].output_numel, sides_[party].output);
+}
+
+void Exchange::produce(int64_t party, int64_t begin, int64_t end, std::byte* target) const {
+  if (!reduces(op_)) return gather(party, begin, end, target);
+  if (op_ == Op::reduce_scatter) {
+    const int64_t offset = party * sides_[party].output_numel;
+    return reduce(party, offset + begin, offset + end, target);
+  }
+  if (!ring_) return reduce(0, begin, end, target);
+  const int64_t numel = sides_[0].output_numel, share = (numel + parties() - 1) / parties();
+  for (int64_t at = begin; at < end;) {
+    const int64_t slice = at / share, stop = std::min(end, (slice + 1) * share);
+    reduce(slice, at, stop, target + (at - begin) * element_bytes_);
+    at = stop;
+  }
+}
+
+// Elements [begin, end) of the inputs, which belong to slice `slice`.
+void Exchange::reduce(int64_t slice, int64_t begin, int64_t end, std::byte* target) const {
+  const int64_t first = ring_ ? slice + 1 : 0;
+  std::vector<const std::byte*> terms;
+  terms.reserve(sides_.size());
+  for (int64_t k = 0; k < parties(); ++k)
+    terms.push_back(sides_[(first + k) % parties()].input + begin * element_bytes_);
+  reduce_terms(dtype_, reduce_, terms, end - begin, target);
+}
+
+// An output that is made of pieces of inputs, one from each source in order.
+void Exchange::gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const {
+  int64_t piece_begin = 0;  // in the output
+  for (int64_t source = 0; source < parties() && piece_begin < end; ++source) {
+    int64_t offset = 0, length = 0;  // in the source's input
+    if (op_ == Op::all_gather || op_ == Op::split) {
+      length = sides_[party].output_numel / parties();
+    } else if (op_ == Op::all_to_all) {
+      offset = prefix(sides_[source].input_sizes, party);
+      length = sides_[party].output_sizes[source];
+    } else if (source == root_) {
+      length = sides_[party].output_numel;
+    }
+    const int64_t from = std::max(begin, piece_begin), to = std::min(end, piece_begin + length);
+    if (from < to) {
+      const std::byte* data = sides_[source].input + (offset + from - piece_begin) * element_bytes_;
+      std::byte* place = target + (from - begin) * element_bytes_;
+      if (place != data) std::memcpy(place, data, (to - from) * element_bytes_);
+    }
+    piece_begin += length;
+  }
+}
+
+}  // namespace shardproof::threads

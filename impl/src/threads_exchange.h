@@ -1,0 +1,68 @@
+// The bytes of one collective whose calls are all known: which elements of whose inputs make which elements of whose
+// outputs. Knows nothing of threads; `run_task` may be called by several at once.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "shardproof/comm.h"
+
+namespace shardproof::threads {
+
+// One party of the exchange. Of a send and its receive, party 0 is the sender, party 1 the receiver.
+struct Side {
+  const std::byte* input = nullptr;
+  std::byte* output = nullptr;
+  int64_t output_numel = 0;
+  std::vector<int64_t> output_sizes, input_sizes;  // all_to_all
+};
+
+class Exchange {
+ public:
+  // `call` is any party's; `ring`: sums of slice r start at party r + 1.
+  Exchange(const Call& call, std::vector<Side> sides, bool ring);
+
+  // Writes elements [begin, end) of a party's output to `target`.
+  void produce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
+  // All of a party's output, in place.
+  void produce(int64_t party) const;
+
+  // Bytes that all parties receive together.
+  int64_t bytes() const { return bytes_; }
+
+  // The whole, cut into tasks that any thread may take. Takes tasks, the party's own first, until none is left; returns
+  // true to the one thread whose task was the last to end.
+  bool run_tasks(int64_t party);
+
+ private:
+  struct Lane {
+    std::atomic<int64_t> next{0};
+    int64_t begin = 0, end = 0;
+  };
+
+  int64_t parties() const { return static_cast<int64_t>(sides_.size()); }
+  void gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
+  void reduce(int64_t slice, int64_t begin, int64_t end, std::byte* target) const;
+  void run_task(int64_t lane, int64_t begin, int64_t end) const;
+  void all_reduce(int64_t begin, int64_t end) const;
+  void cut_into_tasks();
+
+  Op op_;
+  Reduce reduce_;
+  at::ScalarType dtype_;
+  int64_t element_bytes_;
+  int64_t root_;
+  bool ring_;
+  std::vector<Side> sides_;
+  int64_t bytes_ = 0;
+  int64_t task_numel_ = 1;
+  std::unique_ptr<Lane[]> lanes_;
+  std::atomic<int64_t> tasks_left_{0};
+};
+
+}  // namespace shardproof::threads

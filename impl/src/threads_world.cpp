@@ -1,0 +1,322 @@
+#include "threads_world.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+
+#include "reduce_kernels.h"
+#include "shardproof/check.h"
+
+namespace shardproof::threads {
+namespace {
+
+// From here on the ranks that wait share the work of a collective; below, the last to arrive does it at once, which
+// spares the others a wake-up.
+constexpr int64_t kSharedBytesMin = 256 << 10;
+
+// The world and rank that this thread is.
+struct Current {
+  const World* world = nullptr;
+  int64_t rank = -1;
+};
+thread_local Current current;
+
+void require_own_thread(const World* world, int64_t rank) {
+  SHARD_REQUIRE(current.world == world && current.rank == rank, "threads",
+                "the communicator of rank {} is used {}; call it only on the thread and within the body that it was "
+                "given to",
+                rank, current.world == world ? fmt::format("by rank {}", current.rank) : "outside of its world");
+}
+
+void require_supported(const Call& call) {
+  for (const at::Tensor* tensor : {&call.input, &call.output})
+    SHARD_REQUIRE(!tensor->defined() || tensor->is_cpu(), "threads", "{}: expected a CPU tensor, got one on {}",
+                  describe(call), tensor->device().str());
+  if (call.op == Op::reduce_scatter || call.op == Op::all_reduce)
+    SHARD_REQUIRE(can_reduce(dtype(call)), "threads",
+                  "{}: no reduction of this dtype; use float32, float64, bfloat16, float16, int32, int64 or uint8",
+                  describe(call));
+}
+
+int64_t part_of(const Call& call, int64_t group_rank) {
+  if (call.op == Op::send) return 0;
+  return call.op == Op::recv ? 1 : group_rank;
+}
+
+Stream& stream_of(Group& group, const Call& call, int64_t group_rank) {
+  if (call.op != Op::send && call.op != Op::recv) return group.collectives;
+  const int64_t source = call.op == Op::send ? group_rank : call.peer;
+  const int64_t target = call.op == Op::send ? call.peer : group_rank;
+  const std::vector<int64_t> ranks = {group.ranks[source], group.ranks[target]};
+  return group.channels.try_emplace({source, target, call.tag}, group.name, ranks).first->second;
+}
+
+std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring) {
+  std::vector<Side> sides;
+  for (const Part& part : rendezvous.parts) {
+    Side side{.output_sizes = part.call.output_sizes, .input_sizes = part.call.input_sizes};
+    if (part.call.input.defined())
+      side.input = part.in_flight ? part.in_flight->snapshot()
+                                  : static_cast<const std::byte*>(part.call.input.const_data_ptr());
+    if (part.call.output.defined()) {
+      side.output = static_cast<std::byte*>(part.call.output.mutable_data_ptr());
+      side.output_numel = part.call.output.numel();
+    }
+    sides.push_back(std::move(side));
+  }
+  return std::make_unique<Exchange>(rendezvous.parts[0].call, std::move(sides), ring);
+}
+
+void require_untouched(const Rendezvous& rendezvous, int64_t index) {
+  const Part& part = rendezvous.parts[index];
+  if (!part.in_flight) return;
+  std::optional<std::string> found = part.in_flight->find_input_change(part.call);
+  if (!found && part.late) found = part.in_flight->find_output_write(part.call);
+  SHARD_REQUIRE(!found, "threads", "this rank {} of {} while it was in flight; wait for its Work first", *found,
+                rendezvous.title(index));
+}
+
+}  // namespace
+
+World::World(std::vector<Parker*> parkers, const ThreadsOptions& options)
+    : options_(options),
+      size_(static_cast<int64_t>(parkers.size())),
+      scheduler_(std::move(parkers), options.schedule == ThreadsOptions::Schedule::serial, options.seed,
+                 [this] { end(-1, std::make_exception_ptr(Error(deadlock_message()))); }),
+      open_calls_(size_),
+      blocked_in_(size_) {
+  std::vector<int64_t> ranks(size_);
+  for (int64_t rank = 0; rank < size_; ++rank) ranks[rank] = rank;
+  everyone_ = std::make_shared<Group>(0, "world", std::move(ranks));
+}
+
+void World::start() {
+  Lock lock(mutex_);
+  scheduler_.start();
+}
+
+Part World::make_part(const Group& group, int64_t rank, Call call) const {
+  Part part;
+  part.rank = rank;
+  part.call = std::move(call);
+  if (options_.completion != ThreadsOptions::Completion::eager) part.in_flight.emplace(part.call);
+  return part;
+}
+
+bool World::draw_late(const Group& group, int64_t sequence, int64_t rank) const {
+  if (options_.completion != ThreadsOptions::Completion::random)
+    return options_.completion == ThreadsOptions::Completion::late;
+  // From what the call is, not from when it comes, so that the draw does not depend on the schedule.
+  uint64_t state = options_.seed;
+  for (uint64_t value : {group.id, static_cast<uint64_t>(sequence), static_cast<uint64_t>(rank)})
+    state = next_random(state) ^ value;
+  return next_random(state) & 1;
+}
+
+World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
+  const int64_t rank = group.ranks[group_rank], index = part_of(call, group_rank);
+  require_own_thread(this, rank);
+  require_supported(call);
+  Part part = make_part(group, rank, std::move(call));
+  Lock lock(mutex_);
+  if (ended_) throw WorldEnded();
+  std::shared_ptr<Rendezvous> rendezvous = stream_of(group, part.call, group_rank).join(index);
+  part.arrived = true;
+  part.late = draw_late(group, rendezvous->sequence, rank);
+  rendezvous->parts[index] = std::move(part);
+  ++rendezvous->arrived;
+  if (const auto mismatch = find_mismatch(*rendezvous, index)) throw Error("[threads] " + *mismatch);
+  open_calls_[rank].push_back({rendezvous, index});
+  if (rendezvous->complete()) complete(lock, *rendezvous, index);
+  return {rendezvous, index};
+}
+
+// Called by the last to arrive.
+void World::complete(Lock& lock, Rendezvous& rendezvous, int64_t part) {
+  rendezvous.exchange = make_exchange(rendezvous, options_.sum == ThreadsOptions::Sum::ring);
+  const bool eager = options_.completion == ThreadsOptions::Completion::eager;
+  const bool alone = options_.schedule == ThreadsOptions::Schedule::serial;
+  if (!eager)
+    complete_parts_not_late(lock, rendezvous);
+  else if (alone || rendezvous.exchange->bytes() < kSharedBytesMin)
+    help(lock, rendezvous, part);
+  wake_waiting(rendezvous);
+}
+
+void World::complete_parts_not_late(Lock& lock, Rendezvous& rendezvous) {
+  lock.unlock();
+  for (size_t p = 0; p < rendezvous.parts.size(); ++p)
+    if (!rendezvous.parts[p].late) rendezvous.exchange->produce(static_cast<int64_t>(p));
+  lock.lock();
+  for (Part& part : rendezvous.parts) part.done = !part.late;
+}
+
+// Takes a share of the work; whoever ends last, ends the call for all.
+void World::help(Lock& lock, Rendezvous& rendezvous, int64_t part) {
+  lock.unlock();
+  const bool ended = rendezvous.exchange->run_tasks(part);
+  lock.lock();
+  if (!ended) return;
+  for (Part& each : rendezvous.parts) each.done = true;
+  wake_waiting(rendezvous);
+}
+
+void World::receive_late(Lock& lock, Rendezvous& rendezvous, int64_t part) {
+  lock.unlock();
+  require_untouched(rendezvous, part);
+  rendezvous.exchange->produce(part);
+  lock.lock();
+  rendezvous.parts[part].done = true;
+}
+
+void World::wait(Rendezvous& rendezvous, int64_t index) {
+  Part& part = rendezvous.parts[index];
+  require_own_thread(this, part.rank);
+  Lock lock(mutex_);
+  if (part.waited) return;
+  if (rendezvous.complete()) scheduler_.yield(lock, part.rank);  // else it blocks, which chooses as well
+  bool helped = false;
+  while (true) {
+    if (ended_) throw WorldEnded();
+    if (part.done) break;
+    if (rendezvous.complete() && part.late) {
+      receive_late(lock, rendezvous, index);
+    } else if (rendezvous.complete() && options_.completion == ThreadsOptions::Completion::eager && !helped) {
+      help(lock, rendezvous, index);
+      helped = true;
+    } else {
+      part.waiting = true;
+      blocked_in_[part.rank] = {&rendezvous, index};
+      scheduler_.block(lock, part.rank);
+      blocked_in_[part.rank] = {};
+      part.waiting = false;
+    }
+  }
+  lock.unlock();
+  if (!part.late) require_untouched(rendezvous, index);
+  lock.lock();
+  close_call(rendezvous, index);
+}
+
+void World::close_call(const Rendezvous& rendezvous, int64_t index) {
+  Part& part = const_cast<Rendezvous&>(rendezvous).parts[index];
+  part.waited = true;
+  // The tensors may be freed from now on, although other ranks have not waited yet.
+  part.call.input.reset();
+  part.call.output.reset();
+  auto& open = open_calls_[part.rank];
+  open.erase(std::find_if(open.begin(), open.end(), [&](const Arrival& call) {
+    return call.rendezvous.get() == &rendezvous && call.part == index;
+  }));
+}
+
+void World::wake_waiting(Rendezvous& rendezvous) {
+  for (Part& part : rendezvous.parts)
+    if (part.waiting) scheduler_.ready(part.rank);
+}
+
+std::shared_ptr<Group> World::join_group(uint64_t id, const std::string& name, const std::vector<int64_t>& ranks) {
+  Lock lock(mutex_);
+  std::weak_ptr<Group>& known = groups_[id];
+  std::shared_ptr<Group> group = known.lock();
+  if (!group) known = group = std::make_shared<Group>(id, name, ranks);
+  SHARD_REQUIRE(group->name == name, "threads",
+                "ranks {} split off one group under two names, '{}' and '{}'; pass the same name on each",
+                fmt::join(ranks, ","), group->name, name);
+  return group;
+}
+
+void World::run(int64_t rank, const std::function<void()>& body) {
+  current = {this, rank};
+  try {
+    body();
+    require_no_open_calls(rank);
+  } catch (...) {
+    Lock lock(mutex_);
+    end(rank, std::current_exception());
+  }
+  current = {};
+  Lock lock(mutex_);
+  scheduler_.finish(rank);
+  if (scheduler_.all_finished()) caller_.unpark();
+}
+
+void World::require_no_open_calls(int64_t rank) {
+  Lock lock(mutex_);
+  if (ended_ || open_calls_[rank].empty()) return;
+  std::vector<std::string> titles;
+  for (const Arrival& call : open_calls_[rank]) titles.push_back(call.rendezvous->title(call.part));
+  throw Error(fmt::format("[threads] the body returned but never waited for {}; call Work::wait on every Work",
+                          fmt::join(titles, "; ")));
+}
+
+// Under the lock. The first error counts; what follows from it does not.
+void World::end(int64_t rank, std::exception_ptr error) {
+  if (ended_) return;
+  ended_ = true;
+  error_ = std::move(error);
+  error_rank_ = rank;
+  for (int64_t r = 0; r < size_; ++r) scheduler_.ready(r);
+}
+
+std::string World::deadlock_message() const {
+  std::string message = fmt::format("[threads] deadlock: none of the {} ranks can go on.", size_);
+  for (int64_t rank = 0; rank < size_; ++rank) {
+    if (scheduler_.finished(rank)) {
+      message += fmt::format("\n  rank {} has returned", rank);
+      continue;
+    }
+    const auto [rendezvous, index] = blocked_in_[rank];
+    std::vector<int64_t> here, missing;
+    for (const Part& part : rendezvous->parts) (part.arrived ? here : missing).push_back(part.rank);
+    message += fmt::format("\n  rank {} waits in {}: called by {}, not by {}", rank, rendezvous->title(index),
+                           fmt::join(here, ","), fmt::join(missing, ","));
+  }
+  return message + "\nAll ranks of a group must make the same calls in the same order, and wait for them.";
+}
+
+void World::join() {
+  caller_.park();
+  Lock lock(mutex_);
+  ended_ = true;
+  for (auto& open : open_calls_) open.clear();
+  const std::exception_ptr error = std::move(error_);
+  lock.unlock();
+  if (error) rethrow_with_rank(error, error_rank_, size_);
+}
+
+namespace {
+
+template <typename E>
+[[noreturn]] void rethrow_prefixed(const E& error, const std::string& who) {
+  // A derived type would lose what it adds.
+  if (typeid(error) != typeid(E)) throw;
+  throw E(who + error.what());
+}
+
+}  // namespace
+
+void rethrow_with_rank(const std::exception_ptr& error, int64_t rank, int64_t world) {
+  if (rank < 0) std::rethrow_exception(error);
+  const std::string who = fmt::format("rank {} of {}: ", rank, world);
+  try {
+    std::rethrow_exception(error);
+  } catch (const NonFiniteError& e) {
+    rethrow_prefixed(e, who);
+  } catch (const Error& e) {
+    rethrow_prefixed(e, who);
+  } catch (const BrokenInvariant& e) {
+    rethrow_prefixed(e, who);
+  } catch (c10::Error& e) {
+    e.add_context(who + "LibTorch refused");
+    throw;
+  } catch (const std::invalid_argument& e) {
+    rethrow_prefixed(e, who);
+  } catch (const std::runtime_error& e) {
+    rethrow_prefixed(e, who);
+  }
+}
+
+}  // namespace shardproof::threads

@@ -1,0 +1,88 @@
+// One world of rank-threads: matches calls, completes them, ends every rank when one fails, and finds deadlocks.
+#pragma once
+
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "shardproof/threads.h"
+#include "threads_rendezvous.h"
+#include "threads_scheduler.h"
+
+namespace shardproof::threads {
+
+// Thrown in every other rank once one has failed. Derived from std::exception because LibTorch's backward catches, and
+// passes on, nothing else.
+class WorldEnded : public std::exception {
+ public:
+  const char* what() const noexcept override { return "another rank has failed and ended this world"; }
+};
+
+class World {
+ public:
+  World(std::vector<Parker*> parkers, const ThreadsOptions& options);
+
+  const std::shared_ptr<Group>& everyone() const { return everyone_; }
+  void start();
+
+  struct Arrival {
+    std::shared_ptr<Rendezvous> rendezvous;
+    int64_t part;
+  };
+  // Adds the call of a rank of the group to its rendezvous; the last to arrive may complete it.
+  Arrival arrive(Group& group, int64_t group_rank, Call call);
+  // Returns when the part's output is final and its input may be reused.
+  void wait(Rendezvous& rendezvous, int64_t part);
+
+  // The group that a split made of `ranks`: the first to ask makes it. Only its ranks know `id`.
+  std::shared_ptr<Group> join_group(uint64_t id, const std::string& name, const std::vector<int64_t>& ranks);
+
+  // The calling thread becomes `rank` and runs the body; an exception ends the world.
+  void run(int64_t rank, const std::function<void()>& body);
+  // Caller's thread: waits until all ranks have ended; throws the first error.
+  void join();
+
+ private:
+  using Lock = Scheduler::Lock;
+
+  Part make_part(const Group& group, int64_t rank, Call call) const;
+  bool draw_late(const Group& group, int64_t sequence, int64_t rank) const;
+  void complete(Lock& lock, Rendezvous& rendezvous, int64_t part);
+  void complete_parts_not_late(Lock& lock, Rendezvous& rendezvous);
+  void wait_until_complete(Lock& lock, Rendezvous& rendezvous, int64_t part);
+  void help(Lock& lock, Rendezvous& rendezvous, int64_t part);
+  void receive_late(Lock& lock, Rendezvous& rendezvous, int64_t part);
+  void wake_waiting(Rendezvous& rendezvous);
+  void close_call(const Rendezvous& rendezvous, int64_t part);
+  void require_no_open_calls(int64_t rank);
+  void end(int64_t rank, std::exception_ptr error);
+  std::string deadlock_message() const;
+
+  const ThreadsOptions options_;
+  const int64_t size_;
+  std::shared_ptr<Group> everyone_;
+  mutable std::mutex mutex_;
+  Scheduler scheduler_;
+  std::map<uint64_t, std::weak_ptr<Group>> groups_;
+  // By rank: its calls that were not waited for yet, and the one it is blocked in.
+  std::vector<std::vector<Arrival>> open_calls_;
+  struct Pending {
+    const Rendezvous* rendezvous = nullptr;
+    int64_t part = 0;
+  };
+  std::vector<Pending> blocked_in_;
+  bool ended_ = false;
+  std::exception_ptr error_;
+  int64_t error_rank_ = -1;
+  Parker caller_;
+};
+
+// The error with its rank in the message, its type kept.
+[[noreturn]] void rethrow_with_rank(const std::exception_ptr& error, int64_t rank, int64_t world);
+
+}  // namespace shardproof::threads

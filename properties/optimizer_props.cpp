@@ -1,0 +1,86 @@
+// The update rules against LibTorch's own operations, one IEEE operation at a time, and against torch's optimizers.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include <cmath>
+#include <random>
+
+#include "shardproof/check.h"
+#include "shardproof/optimizer.h"
+
+using namespace shardproof;
+
+namespace {
+
+std::vector<float> normal(size_t count, uint32_t seed) {
+  std::mt19937 engine(seed);
+  std::normal_distribution<float> draw;
+  std::vector<float> values(count);
+  for (float& value : values) value = draw(engine);
+  return values;
+}
+
+// Runs the rule in pieces cut at `cut`, as another mesh would.
+std::vector<float> run(const UpdateRule& rule, size_t count, size_t cut, int64_t steps) {
+  std::vector<float> parameter = normal(count, 1);
+  std::vector<std::vector<float>> state(rule.slots().size(), std::vector<float>(count, 0.0f));
+  for (int64_t step = 1; step <= steps; ++step) {
+    const std::vector<float> gradient = normal(count, 100 + step);
+    for (const auto& [begin, end] : {std::pair<size_t, size_t>{0, cut}, {cut, count}}) {
+      std::vector<std::span<float>> spans;
+      for (auto& slot : state) spans.emplace_back(slot.data() + begin, end - begin);
+      rule.update({parameter.data() + begin, end - begin}, {gradient.data() + begin, end - begin}, spans, step);
+    }
+  }
+  return parameter;
+}
+
+template <class TorchOptimizer, class Options>
+void expect_close_to_torch(const UpdateRule& rule, Options options) {
+  const size_t count = 1000;
+  const std::vector<float> initial = normal(count, 1);
+  at::Tensor parameter = at::tensor(initial).to(at::kDouble).requires_grad_(true);
+  TorchOptimizer optimizer({parameter}, options);
+  for (int64_t step = 1; step <= 7; ++step) {
+    parameter.mutable_grad() = at::tensor(normal(count, 100 + step)).to(at::kDouble);
+    optimizer.step();
+  }
+  const at::Tensor ours = at::tensor(run(rule, count, 0, 7)).to(at::kDouble);
+  const double error = (ours - parameter.detach()).norm().item<double>() / parameter.detach().norm().item<double>();
+  // A handful of float32 roundings a step, in units of 2^-24, over 7 steps.
+  EXPECT_LT(error, 7 * 8 * std::ldexp(1, -24));
+  EXPECT_GT((ours - at::tensor(initial).to(at::kDouble)).norm().item<double>(), 0.01) << "it moved";
+}
+
+}  // namespace
+
+TEST(UpdateRules, results_do_not_depend_on_where_a_shard_is_cut) {
+  for (const bool adam : {true, false}) {
+    const auto rule = adam ? make_rule(AdamWOptions{.lr = 0.01, .weight_decay = 0.1})
+                           : make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
+    for (const size_t count : {1u, 7u, 64u, 257u}) {
+      const std::vector<float> whole = run(*rule, count, 0, 5);
+      for (size_t cut = 1; cut <= count; cut += 3) EXPECT_EQ(run(*rule, count, cut, 5), whole) << "cut at " << cut;
+    }
+  }
+}
+
+TEST(UpdateRules, sgd_is_torch_sgd) {
+  expect_close_to_torch<torch::optim::SGD>(*make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01}),
+                                           torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
+  expect_close_to_torch<torch::optim::SGD>(*make_rule(SgdOptions{.lr = 0.1}), torch::optim::SGDOptions(0.1));
+}
+
+TEST(UpdateRules, adamw_is_torch_adamw) {
+  expect_close_to_torch<torch::optim::AdamW>(
+      *make_rule(AdamWOptions{.lr = 0.01, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.1}),
+      torch::optim::AdamWOptions(0.01).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1));
+}
+
+TEST(UpdateRules, options_out_of_range_are_refused_by_name) {
+  for (const auto& bad : {AdamWOptions{.lr = -1}, AdamWOptions{.beta1 = 1}, AdamWOptions{.beta2 = NAN}, AdamWOptions{.eps = -1}})
+    EXPECT_THROW(make_rule(bad), Error);
+  EXPECT_THROW(make_rule(SgdOptions{.momentum = -0.1}), Error);
+}

@@ -1,0 +1,138 @@
+// Every misuse ends in one error that says what to do.
+#include <gtest/gtest.h>
+
+#include "toy_modules.h"
+
+using namespace shardproof;
+
+namespace {
+
+void expect_says(const std::string& message, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
+}
+
+at::Tensor loss_of(toy::Net& net, int64_t salt) { return call(net, toy::data({4, 7}, salt)).square().sum(); }
+
+}  // namespace
+
+TEST(ShardingErrors, an_unknown_strategy_lists_those_there_are) {
+  expect_says(toy::error_of([] { strategy("zero9"); }), {"zero9", "ddp", "zero1", "zero2", "zero3"});
+}
+
+TEST(ShardingErrors, a_strategy_whose_axis_the_mesh_lacks_names_both) {
+  expect_says(toy::error_of([] {
+                run_threads(2, [](std::shared_ptr<Comm> comm) {
+                  toy::Net net(toy::NetImpl::Options{});
+                  fully_shard(net.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}})), toy::options("zero3"));
+                });
+              }),
+              {"zero3", "dp_shard", "tp=2"});
+}
+
+TEST(ShardingErrors, a_second_backward_after_the_last_one_says_how_to_accumulate) {
+  for (const Strategy& row : strategies())
+    expect_says(toy::error_of([&] {
+                  toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+                    toy::Net net(toy::NetImpl::Options{});
+                    Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
+                    loss_of(net, 1).backward();
+                    loss_of(net, 2).backward();
+                  });
+                }),
+                {"second.", "set_last_microbatch(false)"});
+}
+
+TEST(ShardingErrors, a_step_without_gradients_says_what_is_missing) {
+  expect_says(toy::error_of([] {
+                toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+                  toy::Net net(toy::NetImpl::Options{});
+                  Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero2"));
+                  Optimizer optimizer = sgd(sharded, {});
+                  sharded.set_last_microbatch(false);
+                  loss_of(net, 1).backward();
+                  optimizer.step();
+                });
+              }),
+              {"Optimizer::step", "step 0", "set_last_microbatch(true)"});
+}
+
+TEST(ShardingErrors, a_nan_gradient_names_rank_step_and_parameter_before_any_communication) {
+  for (const Strategy& row : strategies()) {
+    const std::string message = toy::error_of([&] {
+      toy::on_ranks(3, [&](std::shared_ptr<MeshComm> comms) {
+        toy::Net net(toy::NetImpl::Options{});
+        Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
+        Optimizer optimizer = sgd(sharded, {});
+        for (int step = 0; step < 2; ++step) {
+          at::Tensor input = toy::data({4, 7}, comms->rank());
+          if (step == 1 && comms->rank() == 2) input[1][3] = NAN;
+          call(net, input).square().sum().backward();
+          optimizer.step();
+        }
+      });
+    });
+    expect_says(message, {"rank 2", "step 1", "second.", "nan"});
+  }
+}
+
+TEST(ShardingErrors, an_infinite_sum_of_finite_gradients_names_the_parameter) {
+  const std::string message = toy::error_of([] {
+    toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+      toy::Net net(toy::NetImpl::Options{});
+      Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
+      (call(net, toy::data({1, 7}, 0)).sum() * 3e38).backward();
+      sharded.gradient_norm();
+    });
+  });
+  expect_says(message, {"step 0", "second."});
+}
+
+TEST(ShardingErrors, a_module_is_sharded_once) {
+  expect_says(toy::error_of([] {
+                toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
+                  toy::Net net(toy::NetImpl::Options{});
+                  Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
+                  Sharded again = fully_shard(net.ptr(), comms, toy::options("zero3"));
+                });
+              }),
+              {"sharded already"});
+}
+
+TEST(ShardingErrors, a_parameter_of_another_dtype_is_refused_by_name) {
+  expect_says(toy::error_of([] {
+                toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
+                  toy::Net net(toy::NetImpl::Options{});
+                  net->second->to(at::kDouble);
+                  fully_shard(net.ptr(), comms, toy::options("zero3"));
+                });
+              }),
+              {"second.weight", "float32", "Double"});
+}
+
+TEST(ShardingErrors, options_out_of_range_say_what_is_allowed) {
+  const auto error_with = [](const std::function<void(ShardOptions&)>& change) {
+    return toy::error_of([&] {
+      toy::on_ranks(1, [&](std::shared_ptr<MeshComm> comms) {
+        toy::Net net(toy::NetImpl::Options{});
+        ShardOptions options = toy::options("zero3");
+        change(options);
+        fully_shard(net.ptr(), comms, options);
+      });
+    });
+  };
+  expect_says(error_with([](ShardOptions& o) { o.alignment_bytes = 48; }), {"alignment_bytes", "48"});
+  expect_says(error_with([](ShardOptions& o) { o.bucket_bytes_max = -1; }), {"bucket_bytes_max", "-1"});
+  expect_says(error_with([](ShardOptions& o) { o.gradient_divide = -2; }), {"gradient_divide", "-2"});
+}
+
+TEST(ShardingErrors, a_graph_from_before_the_step_is_refused) {
+  toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    Sharded sharded = fully_shard(net.ptr(), comms, toy::options("ddp"));
+    Optimizer optimizer = sgd(sharded, {});
+    at::Tensor old = loss_of(net, 1);
+    loss_of(net, 2).backward();
+    optimizer.step();
+    EXPECT_THROW(old.backward(), c10::Error);
+  });
+}

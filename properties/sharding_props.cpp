@@ -1,0 +1,256 @@
+// What sharding a module does to its memory, its collectives and its gradients. Bit equality of whole training runs is the
+// business of `shardproof verify`.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "shardproof/traced.h"
+#include "toy_modules.h"
+
+using namespace shardproof;
+
+namespace {
+
+bool has_memory(const at::Tensor& parameter) { return parameter.storage().nbytes() > 0; }
+
+void train_once(Sharded& sharded, toy::Net& net, int64_t salt, bool last = true) {
+  sharded.set_last_microbatch(last);
+  call(net, toy::data({4, 7}, salt)).square().sum().backward();
+}
+
+at::Tensor whole_gradient(Sharded& sharded, MeshComm& comms, const std::string& name, const Shape& shape) {
+  at::Tensor whole = at::zeros({numel(shape)});
+  for (const Piece& piece : sharded.gradients())
+    if (piece.name == name) whole.narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data);
+  comms.along({"dp_shard"}).all_reduce(whole).wait();
+  return whole.view(shape);
+}
+
+}  // namespace
+
+TEST(Sharding, a_unit_of_zero3_has_memory_only_while_it_runs) {
+  toy::on_ranks(3, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
+    EXPECT_FALSE(has_memory(net->first->weight));
+    EXPECT_FALSE(has_memory(net->second->weight));
+    bool probed = false;
+    net->between = [&] {
+      probed = true;
+      EXPECT_FALSE(has_memory(net->first->weight)) << "the first unit is freed before the second is gathered";
+      EXPECT_FALSE(has_memory(net->second->weight));
+    };
+    at::Tensor loss = call(net, toy::data({4, 7}, comms->rank())).square().sum();
+    EXPECT_FALSE(has_memory(net->second->weight));
+    bool seen_in_backward = false;
+    loss.register_hook([&](const at::Tensor&) { seen_in_backward = true; });
+    loss.backward();
+    EXPECT_TRUE(probed && seen_in_backward);
+    EXPECT_FALSE(has_memory(net->first->weight));
+    EXPECT_FALSE(has_memory(net->second->weight));
+    EXPECT_FALSE(net->first->weight.grad().defined()) << "whole gradients do not stay";
+  });
+}
+
+TEST(Sharding, strategies_that_keep_parameters_whole_never_free_them) {
+  for (const char* name : {"ddp", "zero1", "zero2"})
+    toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+      toy::Net net(toy::NetImpl::Options{});
+      Sharded sharded = fully_shard(net.ptr(), comms, toy::options(name));
+      train_once(sharded, net, comms->rank());
+      EXPECT_TRUE(has_memory(net->first->weight)) << name;
+    });
+}
+
+TEST(Sharding, reading_a_freed_parameter_is_an_error_that_names_it) {
+  toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
+    try {
+      net->first->weight.sum();
+      ADD_FAILURE() << "read";
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("parameter first.weight is sharded"), std::string::npos) << error.what();
+    }
+    EXPECT_THROW(net->first(toy::data({4, 7}, 0)), c10::Error) << "a unit entered past `call`";
+  });
+}
+
+TEST(Sharding, without_resharding_after_forward_units_stay_whole_until_their_backward) {
+  toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    ShardOptions options = toy::options("zero3");
+    options.reshard_after_forward = false;
+    Sharded sharded = fully_shard(net.ptr(), comms, options);
+    at::Tensor loss = call(net, toy::data({4, 7}, comms->rank())).square().sum();
+    EXPECT_TRUE(has_memory(net->first->weight) && has_memory(net->second->weight));
+    loss.backward();
+    EXPECT_FALSE(has_memory(net->first->weight) || has_memory(net->second->weight));
+  });
+}
+
+TEST(Sharding, an_evaluation_leaves_nothing_gathered) {
+  toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    ShardOptions options = toy::options("zero3");
+    options.reshard_after_forward = false;
+    Sharded sharded = fully_shard(net.ptr(), comms, options);
+    at::NoGradGuard no_grad;
+    call(net, toy::data({4, 7}, 0));
+    EXPECT_FALSE(has_memory(net->first->weight) || has_memory(net->second->weight));
+  });
+}
+
+TEST(Sharding, every_rank_starts_from_the_values_of_rank_0) {
+  toy::on_ranks(4, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    const at::Tensor wanted = net->first->weight.detach().clone();
+    if (comms->rank() != 0) initialize_parameters(*net, 1000 + comms->rank());
+    Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
+    for (const auto& [name, tensor] : sharded.gather_parameters())
+      if (name == "first.weight") {
+        EXPECT_TRUE(toy::same_bits(tensor, wanted)) << "rank " << comms->rank();
+      }
+  });
+}
+
+TEST(Sharding, pieces_of_all_ranks_tile_every_parameter) {
+  for (const char* name : {"zero1", "zero2", "zero3"})
+    for (int64_t world = 1; world <= 8; ++world) {
+      std::vector<std::vector<Piece>> pieces(world);
+      toy::on_ranks(world, [&](std::shared_ptr<MeshComm> comms) {
+        toy::Net net(toy::NetImpl::Options{});
+        Sharded sharded = fully_shard(net.ptr(), comms, toy::options(name));
+        train_once(sharded, net, comms->rank());
+        pieces[comms->rank()] = sharded.gradients();
+      });
+      std::map<std::string, std::vector<int>> times;
+      for (const auto& rank : pieces)
+        for (const Piece& piece : rank) {
+          auto& count = times[piece.name];
+          count.resize(numel(piece.shape));
+          for (int64_t i = piece.run.begin; i < piece.run.end; ++i) ++count[i];
+        }
+      EXPECT_EQ(times.size(), 4u);
+      for (const auto& [parameter, count] : times)
+        for (const int n : count) ASSERT_EQ(n, 1) << name << " world " << world << " " << parameter;
+    }
+}
+
+TEST(Sharding, collectives_of_a_step_are_those_the_layouts_ask_for) {
+  struct Expected {
+    const char* strategy;
+    int64_t gathers, reduce_scatters, all_reduces;
+  };
+  // Two units and an empty root, two microbatches, one step.
+  for (const Expected& expected : {Expected{"ddp", 0, 0, 2}, Expected{"zero1", 2, 2, 0}, Expected{"zero2", 2, 4, 0},
+                                   Expected{"zero3", 8, 4, 0}}) {
+    auto trace = std::make_shared<Trace>();
+    run_threads(3, [&](std::shared_ptr<Comm> comm) {
+      auto comms = std::make_shared<MeshComm>(traced(comm, trace), Mesh({{"dp_shard", 3}}));
+      toy::Net net(toy::NetImpl::Options{});
+      ShardOptions options = toy::options(expected.strategy);
+      options.broadcast_initial_values = false;
+      Sharded sharded = fully_shard(net.ptr(), comms, options);
+      Optimizer optimizer = sgd(sharded, {.lr = 0.1});
+      train_once(sharded, net, comms->rank(), false);
+      train_once(sharded, net, comms->rank(), true);
+      optimizer.step();
+    });
+    std::map<std::string, int64_t> calls;
+    for (const auto& record : trace->of_rank(0)) ++calls[record.op];
+    EXPECT_EQ(calls["all_gather"], expected.gathers) << expected.strategy;
+    EXPECT_EQ(calls["reduce_scatter"], expected.reduce_scatters) << expected.strategy;
+    EXPECT_EQ(calls["all_reduce"], expected.all_reduces) << expected.strategy;
+  }
+}
+
+TEST(Sharding, an_unused_parameter_has_a_zero_gradient) {
+  for (const Strategy& row : strategies())
+    toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+      toy::Net net(toy::NetImpl::Options{.unused = true});
+      Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
+      train_once(sharded, net, comms->rank());
+      bool found = false;
+      for (const Piece& piece : sharded.gradients())
+        if (piece.name == "unused") {
+          found = true;
+          EXPECT_TRUE(toy::same_bits(piece.data, at::zeros({piece.run.size()}))) << row.name;
+        }
+      EXPECT_TRUE(found || row.state.splits("dp_shard"));
+    });
+}
+
+TEST(Sharding, a_frozen_unit_passes_gradients_on_and_has_none) {
+  for (const Strategy& row : strategies())
+    toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+      toy::Net net(toy::NetImpl::Options{.freeze_second = true});
+      Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
+      Optimizer optimizer = sgd(sharded, {.lr = 0.1, .momentum = 0.5});
+      train_once(sharded, net, comms->rank());
+      std::set<std::string> names;
+      for (const Piece& piece : sharded.gradients()) names.insert(piece.name);
+      for (const Piece& piece : optimizer.state("momentum_buffer")) names.insert(piece.name);
+      EXPECT_FALSE(names.contains("second.weight")) << row.name;
+      EXPECT_GT(sharded.gradient_norm(), 0);
+      optimizer.step();
+    });
+}
+
+TEST(Sharding, a_frozen_weight_is_there_for_the_backward_after_the_last_trainable_gradient) {
+  toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+    auto holder = std::make_shared<torch::nn::Module>("holder");
+    toy::Net net(toy::NetImpl::Options{});
+    toy::Adapter adapter(7, 7);
+    holder->register_module("net", net);
+    holder->register_module("adapter", adapter);
+    Sharded sharded = fully_shard(holder, comms, toy::options("zero3"));
+    const at::Tensor hidden = at::tanh(call(net->first, toy::data({4, 7}, comms->rank())));
+    call(adapter, hidden).square().sum().backward();
+    const at::Tensor gradient = whole_gradient(sharded, *comms, "net.first.weight", {7, 7});
+    EXPECT_GT(gradient.abs().sum().item<float>(), 0);
+  });
+}
+
+TEST(Sharding, a_unit_called_several_times_gets_the_sum_of_its_gradients) {
+  at::Tensor wanted;
+  {
+    toy::Net net(toy::NetImpl::Options{.calls_of_first = 3});
+    call(net, toy::data({4, 7}, 0)).square().sum().backward();
+    wanted = net->first->weight.grad();
+  }
+  for (const Strategy& row : strategies())
+    toy::on_ranks(1, [&](std::shared_ptr<MeshComm> comms) {
+      toy::Net net(toy::NetImpl::Options{.calls_of_first = 3});
+      Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
+      train_once(sharded, net, 0);
+      EXPECT_TRUE(toy::same_bits(whole_gradient(sharded, *comms, "first.weight", {7, 7}), wanted)) << row.name;
+    });
+}
+
+TEST(Sharding, a_tensor_under_two_names_is_one_parameter_of_the_root) {
+  toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+    Gpt gpt(GptOptions{.layers = 1, .hidden = 6, .heads = 2, .vocab = 11, .positions = 5, .tied = true});
+    auto tied = std::make_shared<torch::nn::Module>("tied");
+    tied->register_module("gpt", gpt);
+    tied->register_parameter("head", gpt->named_parameters()["wte.weight"]);
+    ShardOptions options = toy::options("zero3");
+    options.units = by_type<GptBlockImpl>();
+    Sharded sharded = fully_shard(tied, comms, options);
+    std::set<std::string> held, named;
+    for (const Piece& piece : sharded.parameters()) held.insert(piece.name);
+    for (const auto& [name, tensor] : sharded.gather_parameters()) named.insert(name);
+    EXPECT_FALSE(held.contains("head") && held.contains("gpt.wte.weight")) << "held once";
+    EXPECT_TRUE(named.contains("head") && named.contains("gpt.wte.weight")) << "known under both names";
+  });
+}
+
+TEST(Sharding, a_destroyed_sharded_leaves_a_module_that_can_be_sharded_again) {
+  toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    { Sharded first = fully_shard(net.ptr(), comms, toy::options("ddp")); }
+    Sharded second = fully_shard(net.ptr(), comms, toy::options("zero3"));
+    train_once(second, net, comms->rank());
+    EXPECT_GT(second.gradient_norm(), 0);
+  });
+}
