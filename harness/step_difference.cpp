@@ -20,8 +20,8 @@ bool same(Float golden, Float sharded) {
 
 template <class Bits, class Float>
 std::string both(Float golden, Float sharded) {
-  return fmt::format("golden {:.17g} (0x{:x}), sharded {:.17g} (0x{:x})", golden, std::bit_cast<Bits>(golden), sharded,
-                     std::bit_cast<Bits>(sharded));
+  return fmt::format("golden {:.17g} (0x{:x}), sharded {:.17g} (0x{:x})", golden, std::bit_cast<Bits>(golden),
+                     sharded, std::bit_cast<Bits>(sharded));
 }
 
 std::string index_of(int64_t position, const at::Tensor& tensor) {
@@ -62,7 +62,8 @@ class Kind {
       const float* sharded = piece.data.const_data_ptr<float>();
       for (int64_t i = piece.run.begin; i < piece.run.end; ++i, ++*compared)
         if (!same<uint32_t>(golden[i], sharded[i - piece.run.begin]))
-          return fmt::format("{} of {}, element {}, on rank {}: {}", name_, piece.name, index_of(i, found->second), rank,
+          return fmt::format("{} of {}, element {}, on rank {}: {}", name_, piece.name,
+                             index_of(i, found->second), rank,
                              both<uint32_t>(golden[i], sharded[i - piece.run.begin]));
       held_[piece.name].push_back(piece.run);
     }
@@ -72,7 +73,8 @@ class Kind {
   Difference missing() {
     for (const auto& [name, tensor] : golden_) {
       std::vector<Interval>& runs = held_[name];
-      std::sort(runs.begin(), runs.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+      std::sort(runs.begin(), runs.end(),
+                [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
       int64_t covered = 0;
       for (const Interval& run : runs)
         if (run.begin <= covered) covered = std::max(covered, run.end);
@@ -99,18 +101,26 @@ Difference tensors(const std::string& name, const golden::Named& golden, const s
 
 }  // namespace
 
-Difference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, int64_t* compared) {
+Difference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks,
+                            int64_t* compared) {
   if (auto difference = losses(golden, ranks, compared)) return difference;
-  const auto gradients = [](const RankStep& step) -> auto& { return step.gradients; };
+  const auto gradients = [](const RankStep& step) -> auto& {
+    return step.gradients;
+  };
   if (auto difference = tensors("gradient", golden.gradients, ranks, gradients, compared)) return difference;
-  const auto parameters = [](const RankStep& step) -> auto& { return step.parameters; };
-  if (auto difference = tensors("parameter", golden.parameters, ranks, parameters, compared)) return difference;
+  const auto parameters = [](const RankStep& step) -> auto& {
+    return step.parameters;
+  };
+  if (auto difference = tensors("parameter", golden.parameters, ranks, parameters, compared))
+    return difference;
   for (size_t slot = 0; slot < golden.state.size(); ++slot) {
     const auto& [name, values] = golden.state[slot];
     for (size_t rank = 0; rank < ranks.size(); ++rank)
       if (slot >= ranks[rank].state.size() || ranks[rank].state[slot].first != name)
         return fmt::format("optimizer state {} on rank {}: there is none", name, rank);
-    const auto state = [slot](const RankStep& step) -> auto& { return step.state[slot].second; };
+    const auto state = [slot](const RankStep& step) -> auto& {
+      return step.state[slot].second;
+    };
     if (auto difference = tensors(name, values, ranks, state, compared)) return difference;
   }
   return {};

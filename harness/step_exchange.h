@@ -1,5 +1,5 @@
-// Hands each training step from the rank threads to the thread that reports and compares it, at most two steps ahead, so
-// that a long checked run needs the memory of a few steps.
+// Hands each training step from the rank threads to the thread that reports and compares it, at most two
+// steps ahead, so that a long checked run needs the memory of a few steps.
 #pragma once
 
 #include <condition_variable>
@@ -31,7 +31,8 @@ class StepExchange {
   // A rank's side. Blocks while the reader is two steps behind; false when it reads no more.
   bool put(size_t rank, RankStep step);
 
-  // The reader's side: the next step of every rank, or nothing when the exchange was closed before all had it.
+  // The reader's side: the next step of every rank, or nothing when the exchange was closed before all had
+  // it.
   std::optional<std::vector<RankStep>> take();
 
   // From either side: nobody waits any longer.

@@ -74,7 +74,8 @@ TextData::TextData(const std::vector<std::string>& paths, int64_t sequence_lengt
   }
   SHARD_REQUIRE(bytes_ > 0, "data", "{} is empty; name a file with text in it", fmt::join(paths, " "));
   SHARD_REQUIRE(bytes_ > sequence_length, "data",
-                "{} bytes in {} are too few for one sequence of {} inputs and targets, which takes {}; give more text or a "
+                "{} bytes in {} are too few for one sequence of {} inputs and targets, which takes {}; give "
+                "more text or a "
                 "smaller --seq",
                 bytes_, fmt::join(paths, " "), sequence_length, sequence_length + 1);
 }
@@ -95,7 +96,8 @@ std::vector<uint8_t> TextData::sequence(int64_t index) const {
     std::ifstream stream(file->path, std::ios::binary);
     stream.seekg(at - file->begin);
     stream.read(reinterpret_cast<char*>(bytes.data() + (at - begin)), until - at);
-    SHARD_REQUIRE(stream.gcount() == until - at, "data", "{} became shorter or unreadable while it was read", file->path);
+    SHARD_REQUIRE(stream.gcount() == until - at, "data", "{} became shorter or unreadable while it was read",
+                  file->path);
     at = until;
   }
   return bytes;
@@ -104,9 +106,11 @@ std::vector<uint8_t> TextData::sequence(int64_t index) const {
 BatchRule::BatchRule(int64_t global_batch, int64_t microbatch, int64_t ranks)
     : global_batch_(global_batch), microbatch_(microbatch), ranks_(ranks) {
   SHARD_REQUIRE(global_batch >= 1 && microbatch >= 1 && ranks >= 1, "data",
-                "global batch, microbatch and ranks are at least 1, got {}, {} and {}", global_batch, microbatch, ranks);
+                "global batch, microbatch and ranks are at least 1, got {}, {} and {}", global_batch,
+                microbatch, ranks);
   SHARD_REQUIRE(global_batch % (microbatch * ranks) == 0, "data",
-                "the global batch of {} sequences must be a multiple of microbatch {} x {} data-parallel ranks = {}; change "
+                "the global batch of {} sequences must be a multiple of microbatch {} x {} data-parallel "
+                "ranks = {}; change "
                 "--global-batch or --microbatch",
                 global_batch, microbatch, ranks, microbatch * ranks);
 }

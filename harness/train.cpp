@@ -35,7 +35,8 @@ void require_valid(const TrainOptions& options, const TextData& data) {
 golden::Named initial_parameters(const TrainOptions& options) {
   const shardproof::Gpt model = make_model(options);
   golden::Named parameters;
-  for (const auto& item : model->named_parameters()) parameters.emplace_back(item.key(), item.value().detach().clone());
+  for (const auto& item : model->named_parameters())
+    parameters.emplace_back(item.key(), item.value().detach().clone());
   return parameters;
 }
 
@@ -96,7 +97,8 @@ class World {
   std::thread thread_;
 };
 
-TrainStep summary(const std::vector<RankStep>& ranks, const BatchRule& rule, const TextData& data, int64_t step) {
+TrainStep summary(const std::vector<RankStep>& ranks, const BatchRule& rule, const TextData& data,
+                  int64_t step) {
   TrainStep result{.step = step,
                    .gradient_norm = ranks[0].gradient_norm,
                    .tokens = rule.global_batch() * data.sequence_length(),
@@ -109,8 +111,8 @@ TrainStep summary(const std::vector<RankStep>& ranks, const BatchRule& rule, con
 
 }  // namespace
 
-golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step, int64_t round,
-                                       int64_t rank) {
+golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
+                                       int64_t round, int64_t rank) {
   const int64_t length = data.sequence_length();
   at::Tensor bytes = at::empty({rule.microbatch(), length + 1}, at::kLong);
   int64_t* next = bytes.mutable_data_ptr<int64_t>();
@@ -121,7 +123,8 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
           1.0 / static_cast<double>(rule.global_batch() * length)};
 }
 
-TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report) {
+TrainResult train(const TrainOptions& options, const TextData& data,
+                  const std::function<void(const TrainStep&)>& report) {
   require_valid(options, data);
   const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size("dp_shard"));
   const auto order = shardproof::accumulates_before_reducing(shardproof::strategy(options.strategy))
@@ -131,8 +134,8 @@ TrainResult train(const TrainOptions& options, const TextData& data, const std::
   const golden::Named initial = initial_parameters(options);
   std::optional<golden::Trainer> golden;
   if (options.check)
-    golden.emplace(golden::Model{.kind = golden::Model::Kind::gpt, .gpt = options.model}, options.optimizer, initial,
-                   order);
+    golden.emplace(golden::Model{.kind = golden::Model::Kind::gpt, .gpt = options.model}, options.optimizer,
+                   initial, order);
 
   TrainResult result;
   World world(options, data, rule);

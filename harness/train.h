@@ -1,5 +1,5 @@
-// Trains a byte-level GPT on text, sharded over the ranks of a mesh that run as threads, and, when asked, the golden run
-// beside it, compared after every step.
+// Trains a byte-level GPT on text, sharded over the ranks of a mesh that run as threads, and, when asked, the
+// golden run beside it, compared after every step.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,8 @@ struct TrainStep {
   double gradient_norm = 0;
   int64_t tokens = 0;
   double tokens_per_s = 0;
-  uint64_t data_checksum = 0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
+  uint64_t data_checksum =
+      0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
 };
 
 struct TrainResult {
@@ -41,13 +42,15 @@ struct TrainResult {
   std::optional<std::string> difference;  // the first one, of step `steps`
 };
 
-// One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of the mean,
-// however the batch is cut.
-golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step, int64_t round,
-                                       int64_t rank);
+// One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
+// the mean, however the batch is cut.
+golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
+                                       int64_t round, int64_t rank);
 
-// Calls `report` after every step, on the calling thread. With a check it stops at the first difference. Throws Error for
-// options that do not fit each other, NonFiniteError when a loss or gradient is NaN or infinite.
-TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report);
+// Calls `report` after every step, on the calling thread. With a check it stops at the first difference.
+// Throws Error for options that do not fit each other, NonFiniteError when a loss or gradient is NaN or
+// infinite.
+TrainResult train(const TrainOptions& options, const TextData& data,
+                  const std::function<void(const TrainStep&)>& report);
 
 }  // namespace harness

@@ -20,7 +20,8 @@ class ReaderStopped : public std::runtime_error {
 // The unsharded model with the run's initial parameters.
 shardproof::Gpt make_model(const TrainOptions& options);
 
-// Collective over the world. Trains all steps and puts each into the exchange, with its tensors if the run is checked.
+// Collective over the world. Trains all steps and puts each into the exchange, with its tensors if the run is
+// checked.
 void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule,
                 const std::shared_ptr<shardproof::Comm>& comm, StepExchange& exchange);
 

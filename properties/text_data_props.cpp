@@ -25,7 +25,9 @@ class Folder {
   }
   ~Folder() { fs::remove_all(path_); }
 
-  std::string path(const std::string& name = "") const { return (name.empty() ? path_ : path_ / name).string(); }
+  std::string path(const std::string& name = "") const {
+    return (name.empty() ? path_ : path_ / name).string();
+  }
   std::string write(const std::string& name, const std::string& text) const {
     fs::create_directories(fs::path(path(name)).parent_path());
     std::ofstream(path(name), std::ios::binary) << text;
@@ -36,7 +38,9 @@ class Folder {
   fs::path path_;
 };
 
-std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+std::string text_of(const std::vector<uint8_t>& bytes) {
+  return {bytes.begin(), bytes.end()};
+}
 
 std::string message_of(const std::function<void()>& act) {
   try {
@@ -54,7 +58,8 @@ void expect_error(const std::vector<std::string>& paths, const std::string& word
 
 std::vector<std::string> names(const Folder& folder, const TextData& data) {
   std::vector<std::string> result;
-  for (const std::string& file : data.files()) result.push_back(fs::path(file).lexically_relative(folder.path()).string());
+  for (const std::string& file : data.files())
+    result.push_back(fs::path(file).lexically_relative(folder.path()).string());
   return result;
 }
 
@@ -104,7 +109,8 @@ TEST(TextData, files_are_sorted_by_their_whole_path_byte_by_byte) {
 
 TEST(TextData, the_order_of_the_paths_given_does_not_matter_and_a_file_named_twice_counts_once) {
   const Folder folder;
-  const std::string a = folder.write("d/a", "first "), b = folder.write("d/b", "second"), c = folder.write("c", "zero  ");
+  const std::string a = folder.write("d/a", "first "), b = folder.write("d/b", "second"),
+                    c = folder.write("c", "zero  ");
   const TextData data({b, c, folder.path("d"), b}, 5);
   EXPECT_EQ(names(folder, data), (std::vector<std::string>{"c", "d/a", "d/b"}));
   EXPECT_EQ(data.bytes(), 18);
@@ -112,7 +118,8 @@ TEST(TextData, the_order_of_the_paths_given_does_not_matter_and_a_file_named_twi
 
 TEST(TextData, a_folder_stands_for_its_text_files_only) {
   const Folder folder;
-  for (const char* name : {"a.py", ".hidden", ".git/config", "__pycache__/a.pyc", "sub/__pycache__/b.py", "sub/b.py"})
+  for (const char* name :
+       {"a.py", ".hidden", ".git/config", "__pycache__/a.pyc", "sub/__pycache__/b.py", "sub/b.py"})
     folder.write(name, "text");
   folder.write("zero.so", std::string("ELF\0binary", 10));
   folder.write("late.txt", std::string(8000, 'x') + std::string("\0", 1));
@@ -173,8 +180,9 @@ RC_GTEST_PROP(BatchRule, every_sequence_is_read_once_whatever_the_number_of_rank
 }
 
 TEST(BatchRule, a_global_batch_that_the_ranks_cannot_share_is_an_error) {
-  EXPECT_NE(message_of([] { BatchRule(10, 2, 2); }).find("multiple of microbatch 2 x 2 data-parallel ranks = 4"),
-            std::string::npos);
+  EXPECT_NE(
+      message_of([] { BatchRule(10, 2, 2); }).find("multiple of microbatch 2 x 2 data-parallel ranks = 4"),
+      std::string::npos);
   EXPECT_NE(message_of([] { BatchRule(0, 1, 1); }).find("at least 1, got 0, 1 and 1"), std::string::npos);
   EXPECT_NE(message_of([] { BatchRule(4, -1, 1); }).find("at least 1"), std::string::npos);
 }
