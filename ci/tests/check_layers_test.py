@@ -122,7 +122,8 @@ class CheckLayers(unittest.TestCase):
         self.assertEqual(self.found({"golden/golden.h": "//" + 108 * "-" + "\n"}), [])
 
     def test_long_files_are_found(self):
-        self.expect({"golden/golden.cpp": '#include "golden.h"\n' + 500 * "\n"}, "golden/golden.cpp", "501 lines")
+        self.expect({"golden/golden.cpp": '#include "golden.h"\n' + 500 * "\n"}, "golden/golden.cpp",
+                    "501 lines")
 
     def test_a_readme_block_must_equal_an_example(self):
         self.expect({"README.md": "text\n```cpp\nint main() {}\n```\n"}, "README.md",
