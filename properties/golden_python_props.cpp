@@ -118,7 +118,7 @@ TEST(GoldenPython, any_thread_may_call_it) {
   for (std::future<double>& a : apart) EXPECT_LE(a.get(), 1e-13);
 }
 
-class Environment : public testing::Test {
+class GoldenEnvironment : public testing::Test {
  protected:
   void SetUp() override {
     std::filesystem::create_directories(venv_ / "bin");
@@ -150,16 +150,16 @@ class Environment : public testing::Test {
   std::string before_;
 };
 
-TEST_F(Environment, without_python_the_message_says_where_it_was_sought) {
+TEST_F(GoldenEnvironment, without_python_the_message_says_where_it_was_sought) {
   expect_missing("no Python at");
 }
 
-TEST_F(Environment, without_torch_the_message_says_where_it_was_sought) {
+TEST_F(GoldenEnvironment, without_torch_the_message_says_where_it_was_sought) {
   add_file("bin/python");
   expect_missing("no torch in");
 }
 
-TEST_F(Environment, another_libtorch_than_the_one_in_the_process_is_refused) {
+TEST_F(GoldenEnvironment, another_libtorch_than_the_one_in_the_process_is_refused) {
   add_file("bin/python");
   add_file(std::filesystem::path("lib") / "python" GOLDEN_PYTHON_VERSION /
            "site-packages/torch/lib/libtorch_cpu.so");
