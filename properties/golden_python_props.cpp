@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <thread>
+#include <future>
 
 #include "golden_runs.h"
 
@@ -15,8 +15,8 @@ using namespace golden_runs;
 // a few units roundoff. What such a change does is up to the run (layer norm of three nearly equal features
 // multiplies it by hundreds, AdamW by up to lr / eps), so it is measured: the same run from parameters
 // disturbed by a few float32 roundings, scaled down. The bound is the effect of 2000 float64 roundings.
-// Measured: 28,000 random runs needed 126 at most; half of the bounds are below 1e-12, and a millionth more of
-// any number of the run (below) is beyond them.
+// Measured: 28,000 random runs needed 126 at most; half of the bounds are below 1e-12, and a millionth more
+// of any number of the run (below) is beyond them.
 constexpr double kDisturbance = 3e-7, kRoundings = 2000, kUnitRoundoff = 0x1p-53;
 
 // How far traces of this run may be apart.
@@ -109,18 +109,16 @@ golden::Run small_run(uint64_t seed) {
 }
 
 TEST(GoldenPython, any_thread_may_call_it) {
-  std::vector<double> apart(6, INFINITY);
-  std::vector<std::thread> threads;
-  for (size_t t = 0; t < apart.size(); ++t)
-    threads.emplace_back([&, t] {
-      const golden::Run run = small_run(t);
-      apart[t] = Widest(golden::train(run, at::kDouble), golden::train_in_python(run)).apart;
-    });
-  for (std::thread& thread : threads) thread.join();
-  for (const double a : apart) EXPECT_LE(a, 1e-13);
+  std::vector<std::future<double>> apart;
+  for (uint64_t seed = 0; seed < 6; ++seed)
+    apart.push_back(std::async(std::launch::async, [seed] {
+      const golden::Run run = small_run(seed);
+      return Widest(golden::train(run, at::kDouble), golden::train_in_python(run)).apart;
+    }));
+  for (std::future<double>& a : apart) EXPECT_LE(a.get(), 1e-13);
 }
 
-class Environment : public testing::Test {
+class GoldenEnvironment : public testing::Test {
  protected:
   void SetUp() override {
     std::filesystem::create_directories(venv_ / "bin");
@@ -152,16 +150,16 @@ class Environment : public testing::Test {
   std::string before_;
 };
 
-TEST_F(Environment, without_python_the_message_says_where_it_was_sought) {
+TEST_F(GoldenEnvironment, without_python_the_message_says_where_it_was_sought) {
   expect_missing("no Python at");
 }
 
-TEST_F(Environment, without_torch_the_message_says_where_it_was_sought) {
+TEST_F(GoldenEnvironment, without_torch_the_message_says_where_it_was_sought) {
   add_file("bin/python");
   expect_missing("no torch in");
 }
 
-TEST_F(Environment, another_libtorch_than_the_one_in_the_process_is_refused) {
+TEST_F(GoldenEnvironment, another_libtorch_than_the_one_in_the_process_is_refused) {
   add_file("bin/python");
   add_file(std::filesystem::path("lib") / "python" GOLDEN_PYTHON_VERSION /
            "site-packages/torch/lib/libtorch_cpu.so");
