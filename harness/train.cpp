@@ -40,6 +40,13 @@ golden::Named initial_parameters(const TrainOptions& options) {
   return parameters;
 }
 
+golden::Model golden_model(const TrainOptions& options) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::gpt;
+  model.gpt = options.model;
+  return model;
+}
+
 uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
   uint64_t hash = 0xcbf29ce484222325;
   for (int64_t rank = 0; rank < rule.ranks(); ++rank)
@@ -52,7 +59,8 @@ uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
 }
 
 golden::Step training_step(const TextData& data, const BatchRule& rule, int64_t step, double clip_norm) {
-  golden::Step result{.clip_norm = clip_norm};
+  golden::Step result;
+  result.clip_norm = clip_norm;
   for (int64_t round = 0; round < rule.rounds(); ++round) {
     result.microbatches.emplace_back();
     for (int64_t rank = 0; rank < rule.ranks(); ++rank)
@@ -133,9 +141,7 @@ TrainResult train(const TrainOptions& options, const TextData& data,
   at::set_num_threads(1);
   const golden::Named initial = initial_parameters(options);
   std::optional<golden::Trainer> golden;
-  if (options.check)
-    golden.emplace(golden::Model{.kind = golden::Model::Kind::gpt, .gpt = options.model}, options.optimizer,
-                   initial, order);
+  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, order);
 
   TrainResult result;
   World world(options, data, rule);
