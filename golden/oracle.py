@@ -1,9 +1,8 @@
-"""The second reference: the models written once more for PyTorch, with its own losses, optimizers and clipping, in
-float64.
+"""The second reference: the models once more for PyTorch, with own losses, optimizers and clipping, in float64.
 
 Embedded into the library at build time. Nothing here is shared with the C++ reference but names and shapes of
-parameters. A tensor arrives as (buffer, dtype name, shape) and leaves as (bytes of float64, shape). Nothing global is
-touched: no seed, no default dtype, no number of threads.
+parameters. A tensor arrives as (buffer, dtype name, shape) and leaves as (bytes of float64, shape). Nothing
+global is touched: no seed, no default dtype, no number of threads.
 """
 
 import math
@@ -147,7 +146,7 @@ def train_step(model, optimizer, microbatches, divide, clip_norm):
         "gradient_norm": norm.item(),
         "gradients": gradients,
         "parameters": [(name, exported(p)) for name, p in named],
-        "state": [(slot, [(name, exported(optimizer.state[p][slot])) for name, p in named]) for slot in slots],
+        "state": [(s, [(name, exported(optimizer.state[p][s])) for name, p in named]) for s in slots],
     }
 
 

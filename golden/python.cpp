@@ -67,10 +67,8 @@ Trace train_in_python(const Run& run) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   static PythonTrain* python_train = nullptr;
   const std::string venv = environment_path();
-  if (python_train == nullptr) {
-    require_environment(venv);
-    python_train = open_library();
-  }
+  require_environment(venv);
+  if (python_train == nullptr) python_train = open_library();
   Trace trace;
   python_train(venv, run, &trace);
   return trace;

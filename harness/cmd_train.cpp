@@ -6,6 +6,7 @@
 #include "harness/commands.h"
 #include "harness/train.h"
 #include "harness/train_progress.h"
+#include "harness/case.h"
 #include "shardproof/check.h"
 
 namespace harness {
@@ -73,7 +74,9 @@ void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& r
 int run_train(const Arguments& arguments) {
   TrainOptions options = arguments.options;
   options.mesh = shardproof::Mesh::parse(arguments.mesh);
-  options.model = parse_gpt(arguments.model);
+  const golden::Model model = parse_model(arguments.model);
+  SHARD_REQUIRE(model.kind == golden::Model::Kind::gpt, "train", "--model must be gpt(...), got {}", arguments.model);
+  options.model = model.gpt;
   options.optimizer = optimizer_of(arguments);
   const TextData data(
       arguments.data.empty() ? std::vector<std::string>{SHARDPROOF_DEFAULT_DATA} : arguments.data,

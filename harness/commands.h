@@ -1,6 +1,5 @@
-// The subcommands of `shardproof`. Each adds itself to the application; when it is the one chosen it runs
-// while the command line is parsed and leaves its exit code: 0 good, 1 a difference or a NaN. Errors of the
-// caller are thrown.
+// The subcommands of `shardproof`. Each adds itself to the parser; its body sets the exit code: 0 all held, 1 a
+// counterexample or a failed check, 2 usage or environment.
 #pragma once
 
 namespace CLI {
@@ -9,6 +8,8 @@ class App;
 
 namespace harness {
 
+void add_verify_command(CLI::App& app, int& exit_code);
+void add_replay_command(CLI::App& app, int& exit_code);
 void add_train_command(CLI::App& app, int& exit_code);
 
 }  // namespace harness

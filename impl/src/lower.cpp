@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <optional>
 
 #include "shardproof/plan.h"
 
@@ -8,34 +7,36 @@ namespace {
 
 using Splits = std::vector<Split>;
 
-// One list of splits (of a dim, or of the flat run) before and after, as their common outer splits and what
-// follows.
-struct Change {
+// A layout seen as "the ranks along `axes` cut `rest` along `dim`, in that order".
+struct Cutting {
+  Layout rest;
+  std::vector<std::string> axes;
   int64_t dim = kFlat;
-  Splits from, to;  // what is left of each after the common prefix
 };
 
-std::vector<std::string> axes_of(const Splits& splits) {
-  std::vector<std::string> axes;
-  for (const Split& split : splits) axes.push_back(split.axis);
-  return axes;
+// The innermost splits along `dim`, or null when nothing can be taken off there. The flat run is cut out of
+// what the splits of dims leave, so a dim is innermost only when nothing is flat. Pieces of dim 0 follow each
+// other in row-major order, so below the flat splits those of dim 0 come off as cuts of the same run.
+Splits* innermost(Layout& layout, int64_t dim) {
+  if (dim == kFlat && !layout.flat.empty()) return &layout.flat;
+  const size_t d = dim == kFlat ? 0 : dim;
+  return layout.flat.empty() && d < layout.dims.size() && !layout.dims[d].empty() ? &layout.dims[d] : nullptr;
 }
 
-std::optional<Change> change_of(int64_t dim, const Splits& from, const Splits& to) {
-  if (from == to) return std::nullopt;
-  const auto [a, b] = std::mismatch(from.begin(), from.end(), to.begin(), to.end());
-  return Change{dim, Splits(a, from.end()), Splits(b, to.end())};
-}
-
-std::vector<Change> changes(const Shape& shape, const Layout& from, const Layout& to) {
-  std::vector<Change> changes;
-  const auto dim_splits = [](const Layout& layout, size_t d) {
-    return d < layout.dims.size() ? layout.dims[d] : Splits{};
-  };
-  for (size_t d = 0; d < shape.size(); ++d)
-    if (auto change = change_of(d, dim_splits(from, d), dim_splits(to, d))) changes.push_back(*change);
-  if (auto change = change_of(kFlat, from.flat, to.flat)) changes.push_back(*change);
-  return changes;
+// Every such view of a canonical layout; along each dim, fewest axes first.
+std::vector<Cutting> cuttings(const Layout& layout) {
+  std::vector<Cutting> views;
+  for (int64_t dim = layout.flat.empty() ? 0 : kFlat; dim < std::ssize(layout.dims); ++dim) {
+    Cutting view{layout, {}, dim};
+    while (Splits* splits = innermost(view.rest, dim)) {
+      view.axes.insert(view.axes.begin(), splits->back().axis);
+      splits->pop_back();
+      views.push_back(view);
+      Layout& rest = views.back().rest;
+      while (!rest.dims.empty() && rest.dims.back().empty()) rest.dims.pop_back();
+    }
+  }
+  return views;
 }
 
 // In `a` and not in `b`, in mesh order.
@@ -50,42 +51,48 @@ std::vector<std::string> only_in(const Mesh& mesh, const std::vector<std::string
   return only;
 }
 
-const Lowered kGeneral{Step::general, {}, kFlat, kFlat};
-
-// Splits only appear or only move; partial axes only appear.
-Lowered lower_without_sum(const std::vector<Change>& changes, const std::vector<std::string>& gained) {
-  const bool grows_only =
-      std::all_of(changes.begin(), changes.end(), [](const Change& c) { return c.from.empty(); });
-  if (grows_only) {
-    Lowered slice{Step::slice, {}, kFlat, kFlat};
-    for (const Change& change : changes)
-      for (const Split& split : change.to) slice.axes.push_back(split.axis);
-    slice.axes.insert(slice.axes.end(), gained.begin(), gained.end());
-    if (!changes.empty()) slice.dim = changes.front().dim;
-    return slice;
-  }
-  if (!gained.empty() || changes.size() > 2) return kGeneral;
-  if (changes.size() == 1) {
-    const Change& only = changes[0];
-    if (only.to.empty()) return {Step::all_gather, axes_of(only.from), only.dim, kFlat};
-    if (axes_of(only.from) != axes_of(only.to)) return kGeneral;
-    return {Step::all_to_all, axes_of(only.from), only.dim, only.dim};
-  }
-  const bool first_shrinks = changes[0].to.empty();
-  const Change& shrinks = changes[first_shrinks ? 0 : 1];
-  const Change& grows = changes[first_shrinks ? 1 : 0];
-  if (!shrinks.to.empty() || !grows.from.empty() || axes_of(shrinks.from) != axes_of(grows.to))
-    return kGeneral;
-  return {Step::all_to_all, axes_of(shrinks.from), shrinks.dim, grows.dim};
+// Whether `to` is `from` with more splits inside and more partial axes, `gained`; then each rank keeps a part
+// of its own.
+bool lower_slice(const Layout& from, const Layout& to, const std::vector<std::string>& gained,
+                 Lowered& lowered) {
+  Lowered slice{Step::slice, {}, kFlat, kFlat};
+  const auto grows = [&](const Splits& before, const Splits& after, int64_t dim) {
+    if (before.size() > after.size() || !std::equal(before.begin(), before.end(), after.begin()))
+      return false;
+    if (slice.axes.empty() && before.size() < after.size()) slice.dim = dim;
+    for (size_t i = before.size(); i < after.size(); ++i) slice.axes.push_back(after[i].axis);
+    return true;
+  };
+  static const Splits none;
+  for (size_t d = 0; d < std::max(from.dims.size(), to.dims.size()); ++d)
+    if (!grows(d < from.dims.size() ? from.dims[d] : none, d < to.dims.size() ? to.dims[d] : none, d))
+      return false;
+  const bool dims_grow = !slice.axes.empty();
+  if (!grows(from.flat, to.flat, kFlat) || (dims_grow && !from.flat.empty())) return false;
+  slice.axes.insert(slice.axes.end(), gained.begin(), gained.end());
+  lowered = slice;
+  return true;
 }
 
-// The terms along `lost` (in mesh order) are summed.
-Lowered lower_sum(const std::vector<Change>& changes, const std::vector<std::string>& lost) {
-  if (changes.empty()) return {Step::all_reduce, lost, kFlat, kFlat};
-  if (changes.size() > 1 || !changes[0].from.empty()) return kGeneral;
-  // Another order of the splits would cut by one order of the group and sum by another.
-  if (axes_of(changes[0].to) != lost) return kGeneral;
-  return {Step::reduce_scatter, lost, changes[0].dim, kFlat};
+// The terms along `lost` are summed.
+Lowered lower_sum(const Layout& from, Layout to, const std::vector<std::string>& lost) {
+  to.partial = from.partial;
+  if (from == to) return {Step::all_reduce, lost, kFlat, kFlat};
+  for (const Cutting& view : cuttings(to))
+    // In another order than the mesh's, the group would cut by one order and sum by another.
+    if (view.rest == from && view.axes == lost) return {Step::reduce_scatter, lost, view.dim, kFlat};
+  return {Step::general, {}, kFlat, kFlat};
+}
+
+Lowered lower_move(const Layout& from, const Layout& to) {
+  const std::vector<Cutting> sources = cuttings(from), targets = cuttings(to);
+  for (const Cutting& source : sources)
+    if (source.rest == to) return {Step::all_gather, source.axes, source.dim, kFlat};
+  for (const Cutting& source : sources)
+    for (const Cutting& target : targets)
+      if (source.rest == target.rest && source.axes == target.axes)
+        return {Step::all_to_all, source.axes, source.dim, target.dim};
+  return {Step::general, {}, kFlat, kFlat};
 }
 
 }  // namespace
@@ -113,17 +120,13 @@ const char* to_string(Step step) {
 Lowered lower(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to) {
   const Layout a = canonical(shape, mesh, from), b = canonical(shape, mesh, to);
   if (a == b) return {};
-  const std::vector<Change> changed = changes(shape, a, b);
-  // A flat split cuts the run that the splits of dims leave, so it means something else once they change.
-  for (const Change& change : changed) {
-    const bool loses = !change.from.empty(), gains = !change.to.empty();
-    if (change.dim != kFlat && ((loses && !a.flat.empty()) || (gains && !b.flat.empty() && !a.flat.empty())))
-      return kGeneral;
-  }
   const std::vector<std::string> lost = only_in(mesh, a.partial, b.partial),
                                  gained = only_in(mesh, b.partial, a.partial);
-  if (lost.empty()) return lower_without_sum(changed, gained);
-  return gained.empty() ? lower_sum(changed, lost) : kGeneral;
+  if (!lost.empty() && !gained.empty()) return {Step::general, {}, kFlat, kFlat};
+  if (!lost.empty()) return lower_sum(a, b, lost);
+  Lowered slice;
+  if (lower_slice(a, b, gained, slice)) return slice;
+  return gained.empty() ? lower_move(a, b) : Lowered{Step::general, {}, kFlat, kFlat};
 }
 
 }  // namespace shardproof

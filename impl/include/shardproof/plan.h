@@ -52,23 +52,20 @@ const char* to_string(Step step);
 
 constexpr int64_t kFlat = -1;  // "the flat run" where a dim is asked for
 
-// One step on one mesh. The group of a rank is mesh.peers(rank, axes), in that order; "piece" is what a rank
-// holds.
-//   none            `to` is `from`; nothing to do.
-//   slice           No rank needs another: each keeps a part of what it has, on any number of dims and the
-//   flat run, and
-//                   zero where a new partial axis says so. Run its own transfers of the plan. `axes` are the
-//                   new ones.
-//   all_gather      The group's pieces, concatenated along `dim` in group order (the flat run: end to end).
-//   all_reduce      The sum of the group's pieces in group order, which is ascending by rank.
-//   reduce_scatter  That sum, cut along `dim` into the group's pieces, in group order.
-//   all_to_all      The group holds one region, cut along `dim`, and cuts it along `dim_to` instead: member i
-//   sends
-//                   member j what i's old piece and j's new one share (between two dims: slice j of its
-//                   piece; from or to the flat run possibly several boxes). `dim_to == dim` moves ragged
-//                   bounds.
-//   general         Anything else: several steps, or a permutation; run the plan.
-// Pieces may be uneven or empty, and `dim` may be split by outer axes, which take no part.
+// One step on one mesh. The group of a rank is mesh.peers(rank, axes), in that order; a piece is what a rank
+// holds. Pieces may be uneven or empty, and `dim` may be split by outer axes too, which take no part.
+//
+// none            `to` is `from`.
+// slice           No rank needs another: each keeps a part of what it has, on any dims and the flat run, and
+//                 zero where a new partial axis says so: run its own transfers of the plan. `axes`: the new.
+// all_gather      The group's pieces, concatenated along `dim` in group order (kFlat: end to end).
+// all_reduce      The sum of the group's pieces in group order, which is ascending by rank.
+// reduce_scatter  That sum, cut along `dim` into the group's pieces, in group order.
+// all_to_all      The group holds one region cut along `dim` and cuts it along `dim_to` instead: member i
+// gives
+//                 j what i's old piece and j's new one share. Between two dims that is one box, slice j of
+//                 the old piece; from or to kFlat it may be several. `dim_to == dim` moves ragged bounds.
+// general         Anything else, such as several steps or a permutation of ranks: run the plan.
 struct Lowered {
   Step step = Step::none;
   std::vector<std::string> axes;  // along which ranks take part, outermost split first (terms: in mesh order)
@@ -78,10 +75,11 @@ struct Lowered {
 };
 
 // Works on canonical layouts: equal ones give none, axes of size 1 do not appear, and a 1-dim tensor is split
-// on dim 0, never flat. One collective needs the axes that change to be the innermost splits of one dim or of
-// the flat run (the same axes in the same order on both sides for an all_to_all), and a dim to change only
-// where nothing is flat. Law: executing any lowered step with a loop over ranks equals executing the plan,
-// order of sums included.
+// on dim 0, never flat. It is one collective when the axes that change are innermost along one dim or the
+// flat run: a dim counts as innermost while nothing is flat, and the splits of dim 0 are cuts of the flat run
+// too once all flat splits are among those that change. For an all_to_all the same axes in the same order are
+// innermost before and after; sums need mesh order. Law: executing any lowered step with a loop over ranks
+// equals executing the plan, order of sums included.
 Lowered lower(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to);
 
 }  // namespace shardproof
