@@ -75,7 +75,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     std::signal(SIGINT, [](int) { interrupted = true; });
     const VerifyResult result = verify(arguments->options, interrupted);
     print(result);
-    exit_code = result.coverage.failures() == 0 && result.oracle_differences.empty() ? 0 : 1;
+    const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
+    exit_code = !held ? 1 : result.interrupted ? 2 : 0;
   });
 }
 

@@ -10,7 +10,8 @@ namespace {
 
 golden::Model generate_mlp(Chooser& choose, bool exact) {
   using enum golden::Activation;
-  golden::Model model{.kind = golden::Model::Kind::mlp};
+  golden::Model model;
+  model.kind = golden::Model::Kind::mlp;
   const int64_t layers = choose.integer(1, exact ? 3 : 4);
   const int64_t width_max = exact ? 9 : choose.one_of<int64_t>({3, 13, 40});
   for (int64_t i = 0; i <= layers; ++i) model.mlp.widths.push_back(choose.integer(1, width_max));
@@ -21,7 +22,8 @@ golden::Model generate_mlp(Chooser& choose, bool exact) {
 }
 
 golden::Model generate_gpt(Chooser& choose) {
-  golden::Model model{.kind = golden::Model::Kind::gpt};
+  golden::Model model;
+  model.kind = golden::Model::Kind::gpt;
   golden::Gpt& g = model.gpt;
   g.layers = choose.chance(0.6) ? 1 : choose.integer(2, 3);
   g.heads = choose.integer(1, 3);
