@@ -25,6 +25,8 @@ void require_valid(const TrainOptions& options, const TextData& data) {
                 "--mesh {} has more ranks than can be run as threads; use at most {}", options.mesh.str(),
                 shardproof::kThreadsWorldMax);
   SHARD_REQUIRE(options.steps >= 1, "train", "--steps must be at least 1, got {}", options.steps);
+  SHARD_REQUIRE(options.clip_norm >= 0, "train", "--clip must not be negative, got {}; 0 does not clip",
+                options.clip_norm);
   SHARD_REQUIRE(options.model.vocab >= 256, "train", "a byte-level model needs vocab=256 or more, got {}",
                 options.model.vocab);
   SHARD_REQUIRE(options.model.positions >= data.sequence_length(), "train",
