@@ -2,6 +2,7 @@
 #pragma once
 
 #include "shardproof/check.h"
+#include "shardproof/checked.h"
 #include "shardproof/comm.h"
 #include "shardproof/fully_shard.h"
 #include "shardproof/layout.h"
@@ -12,4 +13,5 @@
 #include "shardproof/plan.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
+#include "shardproof/traced.h"
 #include "shardproof/unit.h"
