@@ -3,7 +3,8 @@ add_library(shardproof_options INTERFACE)
 target_compile_features(shardproof_options INTERFACE cxx_std_20)
 # -ffp-contract=off and -fno-fast-math: every elementwise kernel of ours must do the same IEEE operations wherever an
 # element lies; -fno-math-errno lets sqrt vectorise and changes no value.
-target_compile_options(shardproof_options INTERFACE -Wall -Wextra -Wno-unused-parameter -ffp-contract=off -fno-math-errno)
+# -fPIC for programs too: a precompiled header serves only files that were compiled with its own settings.
+target_compile_options(shardproof_options INTERFACE -fPIC -Wall -Wextra -Wno-unused-parameter -ffp-contract=off -fno-math-errno)
 # One fmt in the process: the headers that torch ships, used header-only.
 target_compile_definitions(shardproof_options INTERFACE FMT_HEADER_ONLY=1)
 find_package(Threads REQUIRED)

@@ -76,8 +76,8 @@ struct Microbatch {
 };
 
 struct Step {
-  std::vector<std::vector<Microbatch>> microbatches;  // [round][rank], at least one of each
-  double divide = 1;      // the summed gradient is divided by this (no operation when 1)
+  std::vector<std::vector<Microbatch>> microbatches;  // [round][rank], at least one of each, none of them empty
+  double divide = 1;      // the summed gradient is divided by this, a true division (no operation when 1)
   double clip_norm = 0;   // 0: the norm is measured, nothing is clipped
 };
 
@@ -95,7 +95,7 @@ struct StepTrace {
   double gradient_norm = 0;  // of the divided gradients, before clipping: the exact sum of squares rounded once to
                              // double, then its square root
   Named gradients;           // divided and clipped, as the optimizer reads them. Clipping multiplies by
-                             // float(clip_norm / (gradient_norm + 1e-6)) when that is below 1
+                             // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1
   Named parameters;          // after the update
   std::vector<std::pair<std::string, Named>> state;  // after the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ...
 };
@@ -103,6 +103,9 @@ using Trace = std::vector<StepTrace>;
 
 // Trains with C++ LibTorch in the dtype given (at::kFloat, or at::kDouble as the truth for tolerances: every parameter
 // and floating input is converted, data is not redrawn). Each microbatch is a forward and backward of its own.
+// Bits depend on the number of threads, so at::get_num_threads() must be 1: call at::set_num_threads(1) when the process
+// starts. Throws std::invalid_argument on that and on a run that makes no sense. Numbers that overflow or are NaN are
+// carried on, not refused.
 Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 
 // The same run by PyTorch in embedded Python, with its own model definitions, its own losses, torch.optim and

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <random>
 
+#include "shardproof/check.h"
 #include "shardproof/optimizer.h"
 
 using namespace shardproof;

@@ -62,11 +62,17 @@ TEST(Sharding, strategies_that_keep_parameters_whole_never_free_them) {
     });
 }
 
-TEST(Sharding, reading_a_freed_parameter_is_an_error_and_not_garbage) {
+TEST(Sharding, reading_a_freed_parameter_is_an_error_that_names_it) {
   toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
     toy::Net net(toy::NetImpl::Options{});
     Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
-    EXPECT_THROW(net->first->weight.sum(), c10::Error);
+    try {
+      net->first->weight.sum();
+      ADD_FAILURE() << "read";
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("parameter first.weight is sharded"), std::string::npos) << error.what();
+    }
+    EXPECT_THROW(net->first(toy::data({4, 7}, 0)), c10::Error) << "a unit entered past `call`";
   });
 }
 
@@ -102,7 +108,9 @@ TEST(Sharding, every_rank_starts_from_the_values_of_rank_0) {
     if (comms->rank() != 0) initialize_parameters(*net, 1000 + comms->rank());
     Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
     for (const auto& [name, tensor] : sharded.gather_parameters())
-      if (name == "first.weight") EXPECT_TRUE(toy::same_bits(tensor, wanted)) << "rank " << comms->rank();
+      if (name == "first.weight") {
+        EXPECT_TRUE(toy::same_bits(tensor, wanted)) << "rank " << comms->rank();
+      }
   });
 }
 

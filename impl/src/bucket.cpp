@@ -37,28 +37,46 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < views_.size(); ++i) {
     const Slot& slot = layout_.slots()[i];
-    at::Tensor view = compute_.narrow(0, slot.offset, slot.numel).view(slot.shape);
-    view.copy_(views_[i]);
-    views_[i].set_data(view);
+    readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
+    readable_.back().copy_(views_[i]);
   }
+  point_parameters_at(readable_);
   if (options.broadcast_initial_values) comms_->along(sum_axes(options)).broadcast(compute_, 0).wait();
   parameter_ = compute_.narrow(0, layout_.parameter().interval.begin, layout_.parameter().size());
   if (frees_compute()) {
     parameter_ = parameter_.clone();
-    release_storage(compute_);
+    for (const Slot& slot : layout_.slots())
+      unreadable_.push_back(unreadable(
+          slot.shape, compute_.scalar_type(),
+          fmt::format("[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: use "
+                      "Sharded::parameters or gather_parameters",
+                      slot.name)));
+    reshard();
   }
 }
 
-at::Tensor Bucket::allocate(int64_t numel) const { return at::empty({numel}, views_[0].options().requires_grad(false)); }
+void Bucket::point_parameters_at(const std::vector<at::Tensor>& data) {
+  for (size_t i = 0; i < views_.size(); ++i) views_[i].set_data(data[i]);
+}
 
-Work Bucket::start_unshard() {
-  if (!frees_compute()) return {};
+at::Tensor Bucket::allocate(int64_t numel) const { return at::empty({numel}, at::kFloat); }
+
+void Bucket::start_unshard() {
+  if (!frees_compute()) return;
   restore_storage(compute_);
-  return start_transition(*comms_, layout_.unshard(), compute_, parameter_);
+  unshard_work_ = start_transition(*comms_, layout_.unshard(), compute_, parameter_);
+}
+
+void Bucket::finish_unshard() {
+  if (!frees_compute()) return;
+  unshard_work_.wait();
+  point_parameters_at(readable_);
 }
 
 void Bucket::reshard() {
-  if (frees_compute()) release_storage(compute_);
+  if (!frees_compute()) return;
+  point_parameters_at(unreadable_);
+  release_storage(compute_);
 }
 
 void Bucket::add_gradient(int64_t index, const at::Tensor& gradient) {
@@ -92,7 +110,7 @@ void Bucket::add_gradient(int64_t index, const at::Tensor& gradient) {
 
 void Bucket::fill_missing() {
   for (size_t i = 0; i < views_.size(); ++i)
-    if (!arrived_[i]) add_gradient(static_cast<int64_t>(i), at::zeros_like(views_[i], at::TensorOptions().requires_grad(false)));
+    if (!arrived_[i]) add_gradient(static_cast<int64_t>(i), at::zeros({layout_.slots()[i].numel}, compute_.options()));
 }
 
 void Bucket::start_reduce(bool last, const std::string& where) {

@@ -29,8 +29,10 @@ class Bucket {
   bool trainable() const { return trainable_; }
 
   // The whole bucket, gathered. `start` allocates and returns at once.
-  Work start_unshard();
-  // Releases the memory of `compute` while autograd keeps aliases of it; nothing where the strategy keeps it whole.
+  void start_unshard();
+  void finish_unshard();
+  // Releases the memory of `compute` while autograd keeps aliases of it, and makes the module's parameters unreadable;
+  // nothing where the strategy keeps them whole.
   void reshard();
   bool frees_compute() const { return layout_.unshard().step != Step::none; }
 
@@ -60,13 +62,17 @@ class Bucket {
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;
   void check_finite(const std::string& where) const;
   void finalize();
+  void point_parameters_at(const std::vector<at::Tensor>& data);
   at::Tensor allocate(int64_t numel) const;
 
   BucketLayout layout_;
   std::shared_ptr<MeshComm> comms_;
   double divide_;
   bool trainable_;
-  std::vector<at::Tensor> views_;  // the module's parameters
+  std::vector<at::Tensor> views_;       // the module's parameters
+  std::vector<at::Tensor> readable_;    // what they are while the bucket is whole: views of compute_
+  std::vector<at::Tensor> unreadable_;  // what they are while it is not
+  Work unshard_work_;
   at::Tensor compute_, parameter_;
 
   std::vector<bool> arrived_;

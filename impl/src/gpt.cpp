@@ -51,9 +51,13 @@ GptImpl::GptImpl(GptOptions options) : options_(options) {
   for (int64_t i = 0; i < options.layers; ++i)
     blocks_.push_back(blocks->register_module(std::to_string(i), GptBlock(options)));
   ln_f_ = register_module("ln_f", layer_norm(options.hidden));
-  if (!options.tied)
+  if (options.tied) {
+    // The same tensor under a second name, so that whoever shards the model sees that two places use it.
+    name_space(*this, "lm_head")->register_parameter("weight", wte_->weight);
+  } else {
     lm_head_ = register_module(
         "lm_head", torch::nn::Linear(torch::nn::LinearOptions(options.hidden, options.vocab).bias(false)));
+  }
 }
 
 at::Tensor GptImpl::forward(at::Tensor tokens) {

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <set>
 
 #include "shardproof/check.h"
 #include "shardproof/models.h"
@@ -34,8 +35,10 @@ float normal(uint64_t bits) {
 void initialize_parameters(torch::nn::Module& module, uint64_t seed, double standard_deviation) {
   at::NoGradGuard no_grad;
   const auto scale = static_cast<float>(standard_deviation);
+  std::set<const c10::TensorImpl*> seen;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& parameter = item.value();
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
     SHARD_REQUIRE(parameter.scalar_type() == at::kFloat && parameter.is_contiguous(), "initialize_parameters",
                   "parameter {} must be contiguous float32", item.key());
     if (parameter.dim() >= 2) {

@@ -90,14 +90,13 @@ void Unit::after_forward() {
 void Unit::start_unshard() {
   if (residency_ != Residency::sharded) return;
   residency_ = Residency::gathering;
-  for (const auto& bucket : buckets_) gathers_.push_back(bucket->start_unshard());
+  for (const auto& bucket : buckets_) bucket->start_unshard();
 }
 
 void Unit::finish_unshard() {
   start_unshard();
   if (residency_ == Residency::unsharded) return;
-  for (Work& gather : gathers_) gather.wait();
-  gathers_.clear();
+  for (const auto& bucket : buckets_) bucket->finish_unshard();
   residency_ = Residency::unsharded;
 }
 

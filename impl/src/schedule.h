@@ -54,7 +54,6 @@ class Unit final : public UnitHooks {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   bool keeps_after_forward_;
   Residency residency_ = Residency::sharded;
-  std::vector<Work> gathers_;
   int64_t trainable_count_ = 0;  // parameters
   int64_t arrived_count_ = 0;    // of their gradients, in this backward
   int64_t inputs_watched_ = 0;   // backward has still to leave through so many

@@ -1,5 +1,6 @@
 #include "storage.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
@@ -20,6 +21,17 @@ void restore_storage(const at::Tensor& tensor) {
   const size_t bytes = tensor.nbytes();
   storage->set_data_ptr_noswap(c10::GetAllocator(tensor.device().type())->allocate(bytes));
   storage->set_nbytes(bytes);
+}
+
+at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& message) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
+                                                       c10::DataPtr(nullptr, at::kCPU), /*allocator=*/nullptr,
+                                                       /*resizable=*/false);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
 }
 
 bool storage_is_released(const at::Tensor& tensor) { return tensor.storage().nbytes() == 0; }

@@ -1,13 +1,15 @@
 // A layout: which elements of a tensor each rank of a mesh holds. Pure integers, no Torch.
 //
-// A layout is written per tensor dim, not per mesh axis: `dims[d]` lists the splits of dim d, outermost first. Splits of
-// different dims commute, so their order is not stored; splits of one dim do not, so theirs is. After them the row-major
-// run of what is left may be cut once more by `flat` splits (buckets, ragged shards). `partial` names the axes whose
-// ranks hold terms of a sum. An axis named nowhere is replicated. See docs/layout.md.
+// A layout is written per tensor dim, not per mesh axis: `dims[d]` lists the splits of dim d, outermost
+// first. Splits of different dims commute, so their order is not stored; splits of one dim do not, so theirs
+// is. After them the row-major run of what is left may be cut once more by `flat` splits (buckets, ragged
+// shards). `partial` names the axes whose ranks hold terms of a sum. An axis named nowhere is replicated. See
+// docs/layout.md.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "shardproof/mesh.h"
@@ -27,26 +29,36 @@ struct Interval {
 // One interval per tensor dim. The box of a 0-dim tensor has no intervals and one element.
 using Box = std::vector<Interval>;
 int64_t numel(const Box& box);
+// Throws Error when a size is negative or the product exceeds 2^62.
 int64_t numel(const Shape& shape);
 
 // Cuts a length among the ranks along one axis.
 struct Split {
   std::string axis;
-  // Empty: even, in chunks of ceil(length / parts) as torch.chunk cuts (5 over 4 is 2,2,1,0). Otherwise ragged: parts + 1
-  // ascending cut points from 0 to the length.
+  // Empty: even, in chunks of ceil(length / parts) as torch.chunk cuts (5 over 4 is 2,2,1,0). Otherwise
+  // ragged: parts + 1 ascending cut points from 0 to the length. Under an outer uneven split the length
+  // differs from rank to rank: the bounds then end at the longest and are clamped to the shorter ones.
   std::vector<int64_t> bounds;
   bool operator==(const Split&) const = default;
 };
 
-// Piece `part` of [0, length) cut into `parts`. Law: the pieces are disjoint, ascending and cover [0, length).
+// Piece `part` of [0, length) cut into `parts`. Throws Error when the bounds, if any, are not parts + 1
+// ascending points from 0 to `length` or beyond. Law: the pieces are disjoint, ascending and cover [0,
+// length).
 Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part);
 
-struct Layout {
-  std::vector<std::vector<Split>> dims;  // no trailing empty entries; a missing entry means "not split"
-  std::vector<Split> flat;
-  std::vector<std::string> partial;  // sorted, unique
+// The ragged split that cutting [0, length) by `split` makes in the part `window` of it; how a parameter in a
+// bucket sees the cut of the bucket. Law: piece(within(s, l, n, w), |w|, n, i) is piece(s, l, n, i) and w,
+// counted from w.begin.
+Split within(const Split& split, int64_t length, int64_t parts, Interval window);
 
-  // Structural, so equal layouts compare equal once made by `make_layout` or `canonical`.
+struct Layout {
+  std::vector<std::vector<Split>> dims;  // per tensor dim; a missing entry means "not split"
+  std::vector<Split> flat;
+  std::vector<std::string> partial;  // each at most once
+
+  // Structural. Layouts made by the builders below have no trailing empty dims and a sorted `partial`;
+  // `canonical` also removes what only this mesh and shape make equal.
   bool operator==(const Layout&) const = default;
 
   // Whether the axis splits a dim or the flat run.
@@ -63,18 +75,28 @@ Layout split_dim(Layout layout, int64_t dim, Split split);
 Layout split_flat(Layout layout, Split split);
 Layout add_partial(Layout layout, std::string axis);
 
-// Throws Error naming layout, mesh and shape when an axis is unknown, used twice, a dim does not exist, or ragged bounds
-// do not fit. Every function below calls it.
+// Throws Error naming layout, mesh and shape when a size is negative, an axis is unknown or used twice, a
+// split dim does not exist, or ragged bounds do not fit. Every function below calls it.
 void validate(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
-// The layout without what changes nothing on this mesh and shape: axes of size 1, ragged bounds that equal the even cut,
-// trailing empty dims.
-// Law: canonical(a) == canonical(b) implies owned(a) == owned(b) on every rank, and canonical is idempotent.
+// The layout without what changes nothing on this mesh and shape: axes of size 1 go, ragged bounds that equal
+// the even cut become even, the flat splits of a 1-dim tensor become innermost splits of its dim, trailing
+// empty dims go. Laws: canonical(a) == canonical(b) implies owned(a) == owned(b) on every rank; canonical is
+// idempotent; `plan` does not change when its layouts are made canonical.
 Layout canonical(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
-// The boxes of global indices that `rank` holds, in its storage order; none is empty. Without flat splits at most one box;
-// with them at most 2 * dims - 1.
-// Law: over the ranks of one coordinate along every replicated and partial axis, the boxes tile the tensor exactly.
+// The box that the splits of dims leave to `rank`, before any flat split. Unlike those of `owned` it may be
+// empty; its sizes are the shape of the rank's local tensor when nothing is flat.
+Box region(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
+
+// The elements of the row-major order of `region` that the flat splits leave to `rank`; all of them when
+// nothing is flat.
+Interval flat_run(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
+
+// The boxes of global indices that `rank` holds, in its storage order; none is empty. Without flat splits at
+// most one box; with them at most 2 * dims - 1 (and one for a 0-dim tensor). A rank that holds terms of a
+// partial sum holds the indices of those terms. Law: over the ranks of one coordinate along every replicated
+// and partial axis, the boxes tile the tensor exactly.
 std::vector<Box> owned(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
 // Sum of the sizes of `owned`, in constant time a split.

@@ -56,7 +56,7 @@ TORCH_MODULE(GptBlock);
 
 // Tokens [B, T] int64 -> logits [B, T, vocab]. Learned positions, layer norm, exact GELU, causal attention. Parameters
 // "wte.weight", "wpe.weight", "h.<i>.ln_1.*", "h.<i>.attn.c_attn.*", "h.<i>.attn.c_proj.*", "h.<i>.ln_2.*",
-// "h.<i>.mlp.c_fc.*", "h.<i>.mlp.c_proj.*", "ln_f.*" and, untied, "lm_head.weight".
+// "h.<i>.mlp.c_fc.*", "h.<i>.mlp.c_proj.*", "ln_f.*" and "lm_head.weight", which is "wte.weight" itself when tied.
 class GptImpl : public torch::nn::Module {
  public:
   explicit GptImpl(GptOptions options);
@@ -72,7 +72,7 @@ class GptImpl : public torch::nn::Module {
 TORCH_MODULE(Gpt);
 
 // Fills parameters from counters, never from a generator's state: element i of the parameter called `name` is a function of
-// (seed, name, i) alone. Matrices get a normal distribution with the given standard deviation, norm weights ones, the rest
+// (seed, name, i) alone, where a tied parameter goes by its first name. Matrices get a normal distribution with the given standard deviation, norm weights ones, the rest
 // zeros.
 void initialize_parameters(torch::nn::Module& module, uint64_t seed, double standard_deviation = 0.02);
 

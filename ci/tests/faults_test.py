@@ -1,0 +1,163 @@
+"""ci/faults on a toy tree whose build is a copy and whose `verify` compares a file with what it should be."""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+
+FAULTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "faults")
+
+# Answers as `shardproof verify` does: counts to the 7th case, where a wrong value shows.
+VERIFY = """
+import json, os, signal, sys, time
+value = open("built.txt").read().strip()
+report = open(sys.argv[sys.argv.index("--json") + 1], "w")
+assert sys.argv[sys.argv.index("--cases") + 1] == "50"
+assert sys.argv[sys.argv.index("--failures-max") + 1] == "1"
+if value == "crash": os.kill(os.getpid(), signal.SIGSEGV)
+if value == "hang": time.sleep(600)
+if value == "unusable": sys.exit(2)
+if value == "4" or (value == "3" and "--odd" in sys.argv):
+    failure = {"type": "failure", "what": "gradient of w", "case": "tiny case", "cases": 7}
+    print(json.dumps(failure), file=report)
+    sys.exit(1)
+print(json.dumps({"type": "summary", "cases": 50}), file=report)
+"""
+
+
+def patch(fault_id, new, old="2", path="impl/value.txt", extra=""):
+    return (f"# id: {fault_id}\n# title: The value is {new}\n# from: nowhere\n# expect: a case\n{extra}"
+            f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-{old}\n+{new}\n")
+
+
+NO_CHANGE = "# id: NONE\n# title: Nothing\n# from: nowhere\n# expect: survives\n"
+
+
+class Faults(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.write("source/impl/value.txt", "2\n")
+        self.write("source/verify.py", textwrap.dedent(VERIFY))
+
+    def path(self, name):
+        return os.path.join(self.folder.name, name)
+
+    def write(self, name, text):
+        os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+        with open(self.path(name), "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def run_faults(self, patches, *arguments, build="grep -v broken impl/value.txt > built.txt"):
+        """Exit code, rows by id, and everything printed."""
+        for number, text in enumerate(patches):
+            self.write(f"faults/{number}.patch", text)
+        done = subprocess.run(
+            [sys.executable, FAULTS, "--dir", self.path("faults"), "--source", self.path("source"),
+             "--scratch", self.path("scratch"), "--build", build, "--cases", "50",
+             "--verify", f"{sys.executable} verify.py", "--json", self.path("report"), *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        rows = {}
+        if os.path.exists(self.path("report")):
+            with open(self.path("report"), encoding="utf-8") as file:
+                rows = {row["id"]: row for row in map(json.loads, file)}
+        return done.returncode, rows, done.stdout
+
+    def test_a_bug_that_the_check_finds_is_killed_with_its_case(self):
+        code, rows, output = self.run_faults([patch("A", "4")])
+        self.assertEqual((code, rows["A"]["verdict"]), (0, "killed"), output)
+        self.assertEqual((rows["A"]["by"], rows["A"]["cases"]), ("gradient of w", 7))
+        self.assertEqual(rows["A"]["case"], "tiny case")
+        self.assertIn("1 planted bugs: 1 killed, 0 survived, 0 errors", output)
+
+    def test_a_bug_that_no_check_finds_survives(self):
+        code, rows, output = self.run_faults([patch("A", "4"), patch("B", "3")])
+        self.assertEqual(code, 1, output)
+        self.assertEqual((rows["A"]["verdict"], rows["B"]["verdict"]), ("killed", "survived"))
+
+    def test_an_empty_patch_survives(self):
+        code, rows, output = self.run_faults([NO_CHANGE])
+        self.assertEqual((code, rows["NONE"]["verdict"]), (1, "survived"), output)
+
+    def test_each_bug_meets_a_clean_tree(self):
+        code, rows, output = self.run_faults([patch("A", "4"), NO_CHANGE, patch("B", "4")])
+        verdicts = [rows[key]["verdict"] for key in ("A", "NONE", "B")]
+        self.assertEqual((code, verdicts), (1, ["killed", "survived", "killed"]), output)
+        with open(self.path("source/impl/value.txt"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "2\n")
+
+    def test_a_patch_can_name_its_own_check(self):
+        code, rows, output = self.run_faults([patch("A", "3", extra="# check: verify --odd\n")])
+        self.assertEqual((code, rows["A"]["verdict"]), (0, "killed"), output)
+
+    def test_a_patch_that_does_not_apply_is_an_error_that_names_it(self):
+        code, rows, output = self.run_faults([patch("A", "4", old="5"), patch("B", "4")])
+        self.assertEqual((code, rows["A"]["verdict"], rows["B"]["verdict"]), (2, "error", "killed"), output)
+        self.assertRegex(output, r"A +error .*does not apply")
+
+    def test_a_patch_that_does_not_build_is_an_error_that_names_it(self):
+        code, rows, output = self.run_faults([patch("A", "broken"), patch("B", "4")])
+        self.assertEqual((code, rows["A"]["verdict"], rows["B"]["verdict"]), (2, "error", "killed"), output)
+        self.assertRegex(output, r"A +error .*does not build")
+
+    def test_a_check_that_cannot_run_is_an_error(self):
+        code, rows, output = self.run_faults([patch("A", "unusable")])
+        self.assertEqual((code, rows["A"]["verdict"]), (2, "error"), output)
+
+    def test_a_crash_kills(self):
+        code, rows, output = self.run_faults([patch("A", "crash")])
+        self.assertEqual((code, rows["A"]["by"]), (0, "crash (SIGSEGV)"), output)
+
+    def test_a_check_without_an_end_kills(self):
+        code, rows, output = self.run_faults([patch("A", "hang")], "--seconds", "2")
+        self.assertEqual((code, rows["A"]["by"]), (0, "no end within 2 s"), output)
+
+    def test_a_tree_that_fails_by_itself_proves_nothing(self):
+        self.write("source/impl/value.txt", "4\n")
+        code, rows, output = self.run_faults([patch("A", "2", old="4")])
+        self.assertEqual((code, rows), (2, {}), output)
+        self.assertIn("the tree without any planted bug fails `verify`: gradient of w tiny case", output)
+
+    def test_only_picks_by_id_and_an_unknown_id_lists_those_there_are(self):
+        code, rows, output = self.run_faults([patch("A", "4"), patch("B", "3")], "--only", "A")
+        self.assertEqual((code, list(rows)), (0, ["A"]), output)
+        code, _, output = self.run_faults([patch("A", "4"), patch("B", "3")], "--only", "C")
+        self.assertEqual(code, 2)
+        self.assertIn("there is no fault C; there are: A B", output)
+
+    def test_a_patch_must_say_what_it_is(self):
+        code, _, output = self.run_faults([patch("A", "4").replace("# from: nowhere\n", "")])
+        self.assertEqual(code, 2)
+        self.assertIn("lacks `# from: ...`", output)
+
+    def test_two_patches_must_not_share_an_id(self):
+        code, _, output = self.run_faults([patch("A", "4"), patch("A", "3")])
+        self.assertEqual(code, 2)
+        self.assertIn("two patches have the id A", output)
+
+    def test_a_patch_must_not_weaken_the_question(self):
+        code, _, output = self.run_faults([patch("A", "4", path="verify.py")])
+        self.assertEqual(code, 2)
+        self.assertIn("changes verify.py", output)
+
+    def test_a_folder_without_patches_is_an_error(self):
+        code, _, output = self.run_faults([], "--dir", self.path("source"))
+        self.assertEqual(code, 2)
+        self.assertIn("no *.patch", output)
+
+    def test_what_is_equal_is_not_copied_again(self):
+        self.run_faults([patch("A", "4")])
+        before = os.stat(self.path("scratch/src/verify.py")).st_mtime_ns
+        self.write("source/impl/new.txt", "1\n")
+        self.run_faults([patch("A", "4")])
+        self.assertEqual(os.stat(self.path("scratch/src/verify.py")).st_mtime_ns, before)
+        self.assertTrue(os.path.exists(self.path("scratch/src/impl/new.txt")))
+        os.remove(self.path("source/impl/new.txt"))
+        self.run_faults([patch("A", "4")])
+        self.assertFalse(os.path.exists(self.path("scratch/src/impl/new.txt")))
+
+
+if __name__ == "__main__":
+    unittest.main()

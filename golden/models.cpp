@@ -1,0 +1,140 @@
+#include "golden/models.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <stdexcept>
+
+#include "golden/validate.h"
+
+namespace golden {
+namespace {
+
+constexpr double kLayerNormEps = 1e-5;
+
+at::Tensor activate(Activation activation, const at::Tensor& x) {
+  switch (activation) {
+    case Activation::identity:
+      return x;
+    case Activation::relu:
+      return at::relu(x);
+    case Activation::tanh:
+      return at::tanh(x);
+    case Activation::gelu:
+      return at::gelu(x);
+  }
+  throw std::logic_error("golden: unknown activation");
+}
+
+// The parameters below one prefix, e.g. "h.0.attn.".
+class Scope {
+ public:
+  Scope(const Parameters& parameters, std::string prefix)
+      : parameters_(parameters), prefix_(std::move(prefix)) {}
+
+  const at::Tensor& operator()(const char* name) const { return parameters_.at(prefix_ + name); }
+
+  at::Tensor layer_norm(const at::Tensor& x, const std::string& name) const {
+    return at::layer_norm(x, {x.size(-1)}, parameters_.at(prefix_ + name + ".weight"),
+                          parameters_.at(prefix_ + name + ".bias"), kLayerNormEps);
+  }
+  at::Tensor linear(const at::Tensor& x, const std::string& name) const {
+    return at::linear(x, parameters_.at(prefix_ + name + ".weight"),
+                      parameters_.at(prefix_ + name + ".bias"));
+  }
+
+ private:
+  const Parameters& parameters_;
+  std::string prefix_;
+};
+
+at::Tensor attention(const Scope& block, const at::Tensor& x, int64_t heads) {
+  const int64_t batch = x.size(0), length = x.size(1), hidden = x.size(2);
+  const std::vector<at::Tensor> qkv = block.linear(x, "attn.c_attn").split(hidden, -1);
+  const auto by_head = [&](const at::Tensor& t) {
+    return t.view({batch, length, heads, hidden / heads}).transpose(1, 2);
+  };
+  const at::Tensor mixed =
+      at::scaled_dot_product_attention(by_head(qkv[0]), by_head(qkv[1]), by_head(qkv[2]), {}, 0.0,
+                                       /*is_causal=*/true);
+  return block.linear(mixed.transpose(1, 2).reshape({batch, length, hidden}), "attn.c_proj");
+}
+
+at::Tensor feed_forward(const Scope& block, const at::Tensor& x) {
+  return block.linear(at::gelu(block.linear(x, "mlp.c_fc")), "mlp.c_proj");
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, std::vector<int64_t>>> parameter_shapes(const Model& model) {
+  require_valid(model);
+  std::vector<std::pair<std::string, std::vector<int64_t>>> shapes;
+  if (model.kind == Model::Kind::mlp) {
+    const Mlp& mlp = model.mlp;
+    for (size_t i = 0; i + 1 < mlp.widths.size(); ++i) {
+      shapes.push_back({fmt::format("layers.{}.weight", i), {mlp.widths[i + 1], mlp.widths[i]}});
+      if (mlp.bias) shapes.push_back({fmt::format("layers.{}.bias", i), {mlp.widths[i + 1]}});
+    }
+    return shapes;
+  }
+  const Gpt& gpt = model.gpt;
+  const int64_t hidden = gpt.hidden;
+  const auto layer_norm = [&](const std::string& name) {
+    shapes.push_back({name + ".weight", {hidden}});
+    shapes.push_back({name + ".bias", {hidden}});
+  };
+  const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
+    shapes.push_back({name + ".weight", {out, in}});
+    shapes.push_back({name + ".bias", {out}});
+  };
+  shapes.push_back({"wte.weight", {gpt.vocab, hidden}});
+  shapes.push_back({"wpe.weight", {gpt.positions, hidden}});
+  for (int64_t i = 0; i < gpt.layers; ++i) {
+    const std::string block = fmt::format("h.{}.", i);
+    layer_norm(block + "ln_1");
+    linear(block + "attn.c_attn", 3 * hidden, hidden);
+    linear(block + "attn.c_proj", hidden, hidden);
+    layer_norm(block + "ln_2");
+    linear(block + "mlp.c_fc", 4 * hidden, hidden);
+    linear(block + "mlp.c_proj", hidden, 4 * hidden);
+  }
+  layer_norm("ln_f");
+  if (!gpt.tied) shapes.push_back({"lm_head.weight", {gpt.vocab, hidden}});
+  return shapes;
+}
+
+at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::Tensor& input) {
+  at::Tensor x = input;
+  const size_t layers = mlp.widths.size() - 1;
+  for (size_t i = 0; i < layers; ++i) {
+    const Scope layer(parameters, fmt::format("layers.{}.", i));
+    x = mlp.bias ? at::linear(x, layer("weight"), layer("bias")) : at::linear(x, layer("weight"));
+    if (i + 1 < layers) x = activate(mlp.activation, x);
+  }
+  return x;
+}
+
+at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens) {
+  const Scope model(parameters, "");
+  const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
+  at::Tensor x = at::embedding(model("wte.weight"), tokens) + at::embedding(model("wpe.weight"), positions);
+  for (int64_t i = 0; i < gpt.layers; ++i) {
+    const Scope block(parameters, fmt::format("h.{}.", i));
+    x = x + attention(block, block.layer_norm(x, "ln_1"), gpt.heads);
+    x = x + feed_forward(block, block.layer_norm(x, "ln_2"));
+  }
+  return at::linear(model.layer_norm(x, "ln_f"), model(gpt.tied ? "wte.weight" : "lm_head.weight"));
+}
+
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
+  if (model.kind == Model::Kind::mlp) {
+    const at::Tensor error = mlp_forward(model.mlp, parameters, microbatch.input) - microbatch.target;
+    return (error * error).sum() * microbatch.weight;
+  }
+  const at::Tensor logits = gpt_forward(model.gpt, parameters, microbatch.input);
+  return at::cross_entropy_loss(logits.reshape({-1, model.gpt.vocab}), microbatch.target.reshape({-1}), {},
+                                at::Reduction::Sum) *
+         microbatch.weight;
+}
+
+}  // namespace golden

@@ -1,0 +1,25 @@
+// The models as plain functions of their parameters. The sequence of LibTorch calls is part of the contract:
+// a model that makes the same calls on the same shapes has the same bits.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "golden/golden.h"
+
+namespace golden {
+
+// Parameters by name, as `parameter_shapes` names them.
+using Parameters = std::map<std::string, at::Tensor>;
+
+// input [B, widths.front()] -> [B, widths.back()]
+at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::Tensor& input);
+
+// tokens [B, T] int64 -> logits [B, T, vocab]
+at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens);
+
+// weight * the model's loss, 0-dim: forward, sum, then one multiplication.
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch);
+
+}  // namespace golden

@@ -1,0 +1,77 @@
+#include "golden/python.h"
+
+#include <ATen/Parallel.h>
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <mutex>
+
+#include "golden/validate.h"
+
+namespace golden {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void missing(const std::string& what) {
+  throw EnvironmentError(what + ". Run ./ci/setup, or set SHARDPROOF_VENV to a Python " GOLDEN_PYTHON_VERSION
+                                " environment with the torch that this program was built with.");
+}
+
+std::string environment_path() {
+  const char* chosen = std::getenv("SHARDPROOF_VENV");
+  return chosen != nullptr && *chosen != '\0' ? chosen : GOLDEN_VENV;
+}
+
+// The file that the code at `address` was loaded from.
+fs::path loaded_from(const void* address) {
+  Dl_info info{};
+  if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return {};
+  return info.dli_fname;
+}
+
+// Two copies of libtorch_cpu in one process would mix: Python must bring the very file that is already
+// loaded.
+void require_environment(const fs::path& venv) {
+  std::error_code error;
+  if (!fs::exists(venv / "bin" / "python", error))
+    missing(fmt::format("golden: no Python at {}/bin/python", venv.string()));
+  const fs::path torch = venv / "lib" / "python" GOLDEN_PYTHON_VERSION / "site-packages" / "torch";
+  const fs::path library = torch / "lib" / "libtorch_cpu.so";
+  if (!fs::exists(library, error)) missing(fmt::format("golden: no torch in {}", torch.string()));
+  const fs::path loaded = loaded_from(reinterpret_cast<const void*>(&at::get_num_threads));
+  if (!fs::equivalent(library, loaded, error))
+    missing(fmt::format("golden: this program runs with {}, Python would load {}", loaded.string(),
+                        library.string()));
+}
+
+// RTLD_GLOBAL: Python's extension modules take libpython's symbols from the process.
+PythonTrain* open_library() {
+  const fs::path here = loaded_from(reinterpret_cast<const void*>(&open_library)).parent_path();
+  const fs::path library = here / "libgolden_python.so";
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (handle == nullptr) missing(fmt::format("golden: cannot load Python: {}", dlerror()));
+  void* symbol = dlsym(handle, "golden_python_train");
+  if (symbol == nullptr)
+    missing(fmt::format("golden: {} is not what it should be: {}", library.string(), dlerror()));
+  return reinterpret_cast<PythonTrain*>(symbol);
+}
+
+}  // namespace
+
+Trace train_in_python(const Run& run) {
+  require_valid(run);
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  static PythonTrain* python_train = nullptr;
+  const std::string venv = environment_path();
+  require_environment(venv);
+  if (python_train == nullptr) python_train = open_library();
+  Trace trace;
+  python_train(venv, run, &trace);
+  return trace;
+}
+
+}  // namespace golden

@@ -1,0 +1,15 @@
+// Between libgolden and libgolden_python: the second links libpython and is opened on first use, so that a
+// machine without Python gets a message from `train_in_python` and everything else runs.
+#pragma once
+
+#include <string>
+
+#include "golden/golden.h"
+
+namespace golden {
+
+// The symbol "golden_python_train". Starts Python from the environment `venv` and imports torch the first
+// time, then trains. Throws EnvironmentError when either fails. From any thread, one call at a time.
+using PythonTrain = void(const std::string& venv, const Run& run, Trace* trace);
+
+}  // namespace golden

@@ -1,0 +1,173 @@
+// libgolden_python: everything that touches Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+// Python first, as its headers demand.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "golden/python.h"
+#include "golden_oracle.h"
+
+namespace golden {
+namespace {
+
+namespace py = pybind11;
+
+void require_started(const PyStatus& status, const std::string& venv) {
+  if (PyStatus_Exception(status))
+    throw EnvironmentError(fmt::format("golden: Python of {} does not start: {}. Run ./ci/setup.", venv,
+                                       status.err_msg != nullptr ? status.err_msg : "no reason given"));
+}
+
+// Isolated: no PYTHON* variables, no user site, no signal handlers, the caller's standard streams and locale
+// as they are. Being started as the environment's own python makes it find the environment's packages. It is
+// never finalised: threads may still hold tensors at exit, and the process' memory goes anyway.
+void start_python(const std::string& venv) {
+  PyPreConfig before;
+  PyPreConfig_InitIsolatedConfig(&before);
+  before.utf8_mode = 1;
+  require_started(Py_PreInitialize(&before), venv);
+
+  PyConfig config;
+  PyConfig_InitIsolatedConfig(&config);
+  const std::string python = venv + "/bin/python";
+  PyStatus status = PyConfig_SetBytesString(&config, &config.executable, python.c_str());
+  if (!PyStatus_Exception(status))
+    status = PyConfig_SetBytesString(&config, &config.program_name, python.c_str());
+  if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);
+  PyConfig_Clear(&config);
+  require_started(status, venv);
+  PyEval_SaveThread();  // releases the interpreter's lock, which each call takes for itself
+}
+
+// The namespace that oracle.py was run in. Kept for good.
+py::object& oracle(const std::string& venv) {
+  static py::object* loaded = nullptr;
+  if (loaded != nullptr) return *loaded;
+  try {
+    py::dict names;
+    names["__name__"] = "golden_oracle";
+    names["__builtins__"] = py::module_::import("builtins");
+    py::module_::import("builtins")
+        .attr("exec")(
+            py::module_::import("builtins").attr("compile")(kOracleSource, "golden/oracle.py", "exec"),
+            names);
+    loaded = new py::object(names["train"]);
+  } catch (const py::error_already_set& error) {
+    throw EnvironmentError(
+        fmt::format("golden: PyTorch of {} does not load: {}. Run ./ci/setup.", venv, error.what()));
+  }
+  return *loaded;
+}
+
+py::tuple to_python(const at::Tensor& tensor) {
+  const at::Tensor t = tensor.detach().contiguous();
+  const char* dtype = t.scalar_type() == at::kLong    ? "int64"
+                      : t.scalar_type() == at::kFloat ? "float32"
+                                                      : "float64";
+  // Copied: the tensor may be gone before Python is done with it.
+  py::bytearray data(static_cast<const char*>(t.const_data_ptr()), t.nbytes());
+  return py::make_tuple(data, dtype, t.sizes().vec());
+}
+
+py::dict to_python(const Mlp& mlp) {
+  static constexpr const char* kActivations[] = {"identity", "relu", "tanh", "gelu"};
+  py::dict options;
+  options["widths"] = mlp.widths;
+  options["activation"] = kActivations[static_cast<int>(mlp.activation)];
+  options["bias"] = mlp.bias;
+  return options;
+}
+
+py::dict to_python(const Gpt& gpt) {
+  py::dict options;
+  options["layers"] = gpt.layers;
+  options["hidden"] = gpt.hidden;
+  options["heads"] = gpt.heads;
+  options["vocab"] = gpt.vocab;
+  options["positions"] = gpt.positions;
+  options["tied"] = gpt.tied;
+  return options;
+}
+
+py::dict to_python(const Optimizer& o) {
+  py::dict options;
+  options["kind"] = o.kind == Optimizer::Kind::sgd ? "sgd" : "adamw";
+  options["lr"] = o.lr;
+  options["momentum"] = o.momentum;
+  options["weight_decay"] = o.weight_decay;
+  options["beta1"] = o.beta1;
+  options["beta2"] = o.beta2;
+  options["eps"] = o.eps;
+  return options;
+}
+
+py::tuple to_python(const Step& step) {
+  py::list rounds;
+  for (const auto& round : step.microbatches) {
+    py::list ranks;
+    for (const Microbatch& m : round)
+      ranks.append(py::make_tuple(to_python(m.input), to_python(m.target), m.weight));
+    rounds.append(ranks);
+  }
+  return py::make_tuple(rounds, step.divide, step.clip_norm);
+}
+
+at::Tensor tensor_from_python(const py::handle& given) {
+  const auto pair = given.cast<std::pair<std::string, std::vector<int64_t>>>();
+  at::Tensor t = at::empty(pair.second, at::kDouble);
+  if (pair.first.size() != t.nbytes())
+    throw std::logic_error("golden: oracle.py returned a tensor of another size");
+  std::memcpy(t.mutable_data_ptr(), pair.first.data(), t.nbytes());
+  return t;
+}
+
+Named named_from_python(const py::handle& given) {
+  Named named;
+  for (const py::handle pair : given)
+    named.emplace_back(pair[py::int_(0)].cast<std::string>(), tensor_from_python(pair[py::int_(1)]));
+  return named;
+}
+
+StepTrace step_from_python(const py::handle& given) {
+  StepTrace step;
+  step.losses = given["losses"].cast<std::vector<std::vector<double>>>();
+  step.gradient_norm = given["gradient_norm"].cast<double>();
+  step.gradients = named_from_python(given["gradients"]);
+  step.parameters = named_from_python(given["parameters"]);
+  for (const py::handle slot : given["state"])
+    step.state.emplace_back(slot[py::int_(0)].cast<std::string>(), named_from_python(slot[py::int_(1)]));
+  return step;
+}
+
+Trace train_with(py::object& python_train, const Run& run) {
+  const bool is_mlp = run.model.kind == Model::Kind::mlp;
+  py::list parameters, steps;
+  for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
+  for (const Step& step : run.steps) steps.append(to_python(step));
+  const py::object result =
+      python_train(is_mlp ? "mlp" : "gpt", is_mlp ? to_python(run.model.mlp) : to_python(run.model.gpt),
+                   parameters, to_python(run.optimizer), steps);
+  Trace trace;
+  for (const py::handle step : result) trace.push_back(step_from_python(step));
+  return trace;
+}
+
+}  // namespace
+}  // namespace golden
+
+extern "C" __attribute__((visibility("default"))) void golden_python_train(const std::string& venv,
+                                                                           const golden::Run& run,
+                                                                           golden::Trace* trace) {
+  if (!Py_IsInitialized()) golden::start_python(venv);
+  const pybind11::gil_scoped_acquire lock;
+  pybind11::object& train = golden::oracle(venv);
+  try {
+    *trace = golden::train_with(train, run);
+  } catch (const pybind11::error_already_set& error) {
+    throw std::runtime_error(fmt::format("golden: oracle.py failed: {}", error.what()));
+  }
+}

@@ -1,0 +1,18 @@
+// What can be trained. Every function throws std::invalid_argument saying what is wrong and what would be
+// right.
+#pragma once
+
+#include "golden/golden.h"
+
+namespace golden {
+
+void require_valid(const Model& model);
+// Exactly the model's own parameters, float32, in its order.
+void require_valid(const Model& model, const Named& parameters);
+// Input and target of fitting shape and dtype, none empty, every token below vocab.
+void require_valid(const Model& model, const Microbatch& microbatch);
+void require_valid(const Model& model, const Step& step);
+void require_valid(const Optimizer& optimizer);
+void require_valid(const Run& run);
+
+}  // namespace golden

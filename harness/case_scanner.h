@@ -1,0 +1,46 @@
+// Reads the words of a case's text and knows the column of each.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace harness {
+
+class Scanner {
+ public:
+  explicit Scanner(std::string_view text) : text_(text) {}
+
+  // A key with an optional value, inside parentheses.
+  struct Argument {
+    std::string key, value;
+    size_t column;
+    bool has_value;
+  };
+
+  std::string word(const char* expected);  // [A-Za-z_][A-Za-z0-9_]*
+  // "(key=value,flag,...)" or nothing. A mesh is the same.
+  std::vector<Argument> arguments();
+  bool accept(char c);
+  void expect(char c, const char* what);
+  void skip_spaces();
+  bool at_end();
+  size_t column() const { return position_; }
+
+  int64_t integer(const char* what);
+  [[noreturn]] void fail(size_t column, const std::string& expected) const;
+
+  // Values of arguments.
+  int64_t integer(const Argument& argument) const;
+  double number(const Argument& argument) const;
+  bool flag(const Argument& argument) const;  // "tied" or "tied=0|1"
+  std::vector<int64_t> integers(const Argument& argument) const;  // "5-7-3"
+
+ private:
+  std::string_view text_;
+  size_t position_ = 0;
+};
+
+}  // namespace harness

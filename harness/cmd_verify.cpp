@@ -1,0 +1,88 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <csignal>
+#include <memory>
+
+#include "harness/commands.h"
+#include "harness/verify.h"
+#include "shardproof/check.h"
+#include "shardproof/strategy.h"
+#include "shardproof/threads.h"
+
+namespace harness {
+namespace {
+
+std::atomic<bool> interrupted{false};
+
+struct Arguments {
+  VerifyOptions options;
+  std::string strategy, mesh, mode;
+};
+
+void prepare(Arguments& arguments) {
+  VerifyOptions& options = arguments.options;
+  if (!arguments.strategy.empty()) options.limits.strategy = shardproof::strategy(arguments.strategy).name;
+  for (const Mode mode : {Mode::exact, Mode::ordered, Mode::fast})
+    if (arguments.mode == to_string(mode)) options.limits.mode = mode;
+  SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify", "--mode must be exact, ordered or fast, got '{}'",
+                arguments.mode);
+  if (!arguments.mesh.empty()) options.limits.mesh = shardproof::Mesh::parse(arguments.mesh);
+  SHARD_REQUIRE(options.cases >= 1, "verify", "--cases must be at least 1, got {}", options.cases);
+  SHARD_REQUIRE(options.minutes >= 0, "verify", "--minutes must not be negative, got {}", options.minutes);
+  SHARD_REQUIRE(options.jobs >= 0, "verify", "--jobs must not be negative, got {}", options.jobs);
+  SHARD_REQUIRE(options.failures_max >= 1, "verify", "--failures-max must be at least 1, got {}", options.failures_max);
+  SHARD_REQUIRE(options.limits.world_max >= 1 && options.limits.world_max <= shardproof::kThreadsWorldMax, "verify",
+                "--world-max must be between 1 and {} (ranks are threads), got {}", shardproof::kThreadsWorldMax,
+                options.limits.world_max);
+}
+
+void print(const VerifyResult& result) {
+  fmt::print("{}\n{}", result.coverage.table(), result.coverage.summary());
+  if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
+  if (result.oracle_compared > 0)
+    fmt::print("golden run against PyTorch in Python: {} kinds of cases, {} differences\n", result.oracle_compared,
+               result.oracle_differences.size());
+  for (const std::string& difference : result.oracle_differences) fmt::print("\nORACLE {}\n", difference);
+  for (const Failure& failure : result.failures)
+    fmt::print("\nFAILURE after {} cases: {}\n  minimal  {}\n  found as {}\n  replay   build/shardproof replay '{}'\n",
+               failure.cases, failure.what, failure.minimal.str(), failure.original.str(), failure.minimal.str());
+  const int64_t cases = result.coverage.cases();
+  const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
+  fmt::print("\n{}{}: {} of {} cases held, in {:.1f} s ({:.0f} cases a minute)\n",
+             result.interrupted ? "INTERRUPTED, so far " : "", held ? "ALL HELD" : "FAILED",
+             cases - result.coverage.failures(), cases, result.seconds,
+             static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
+}
+
+}  // namespace
+
+void add_verify_command(CLI::App& app, int& exit_code) {
+  auto arguments = std::make_shared<Arguments>();
+  VerifyOptions& options = arguments->options;
+  CLI::App* command = app.add_subcommand("verify", "compare random sharded training with unsharded golden runs");
+  command->add_option("--cases", options.cases, "how many random cases")->capture_default_str();
+  command->add_option("--minutes", options.minutes, "run this long instead");
+  command->add_option("--seed", options.seed, "another seed, other cases")->capture_default_str();
+  command->add_option("--jobs", options.jobs, "cases at a time; 0: one a processor")->capture_default_str();
+  command->add_option("--strategy", arguments->strategy, "only this one: ddp, zero1, zero2, zero3");
+  command->add_option("--mesh", arguments->mesh, "only this mesh, axis=size,axis=size");
+  command->add_option("--mode", arguments->mode, "only this one: exact, ordered, fast");
+  command->add_option("--world-max", options.limits.world_max, "largest world")->capture_default_str();
+  command->add_flag("--tiny", options.limits.tiny, "only the 4-rank MLP that other frameworks' parity tests use");
+  command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();
+  command->add_option("--failures", options.failures_directory, "folder of the failure database")->capture_default_str();
+  command->add_option("--shrink-seconds", options.shrink_seconds, "time to look for a smaller case")->capture_default_str();
+  command->add_flag("!--no-python", options.python, "do not check the golden run against PyTorch in Python");
+  command->add_option("--json", options.json, "also write one JSON object a line here");
+  command->callback([arguments, &exit_code] {
+    prepare(*arguments);
+    std::signal(SIGINT, [](int) { interrupted = true; });
+    const VerifyResult result = verify(arguments->options, interrupted);
+    print(result);
+    const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
+    exit_code = !held ? 1 : result.interrupted ? 2 : 0;
+  });
+}
+
+}  // namespace harness

@@ -1,0 +1,15 @@
+// The subcommands of `shardproof`. Each adds itself to the parser; its body sets the exit code: 0 all held, 1 a
+// counterexample or a failed check, 2 usage or environment.
+#pragma once
+
+namespace CLI {
+class App;
+}
+
+namespace harness {
+
+void add_verify_command(CLI::App& app, int& exit_code);
+void add_replay_command(CLI::App& app, int& exit_code);
+void add_train_command(CLI::App& app, int& exit_code);
+
+}  // namespace harness

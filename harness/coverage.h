@@ -1,0 +1,38 @@
+// Counts what the cases of a run had in them, so that nobody believes in cases that were never drawn.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "harness/run_case.h"
+
+namespace harness {
+
+class Coverage {
+ public:
+  void add(const Case& c, const Verdict& verdict);
+
+  int64_t cases() const { return cases_; }
+  int64_t failures() const { return failures_; }
+  int64_t values_compared() const { return values_compared_; }
+  double ratio_max() const { return ratio_max_; }
+  const std::map<std::string, int64_t>& features() const { return features_; }
+
+  // strategy x model x world: cases and failures.
+  std::string table() const;
+  // What was covered, by feature.
+  std::string summary() const;
+
+ private:
+  struct Row {
+    int64_t cases = 0, failures = 0;
+  };
+  std::map<std::tuple<std::string, std::string, int64_t>, Row> rows_;
+  std::map<std::string, int64_t> features_;
+  int64_t cases_ = 0, failures_ = 0, values_compared_ = 0;
+  double ratio_max_ = 0;
+};
+
+}  // namespace harness

@@ -1,0 +1,53 @@
+#include "harness/failures.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "harness/random.h"
+#include "shardproof/check.h"
+
+namespace harness {
+
+namespace fs = std::filesystem;
+
+std::string Failures::path(const Case& c) const {
+  return (fs::path(directory_) / fmt::format("{:016x}.case", Draws(0, c.str()).bits(0))).string();
+}
+
+std::vector<Case> Failures::all() const {
+  std::vector<fs::path> paths;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(directory_, ignored))
+    if (entry.path().extension() == ".case") paths.push_back(entry.path());
+  std::sort(paths.begin(), paths.end());
+  std::vector<Case> cases;
+  for (const fs::path& path : paths) {
+    std::ifstream file(path);
+    std::string line;
+    std::getline(file, line);
+    try {
+      cases.push_back(Case::parse(line));
+    } catch (const shardproof::Error&) {
+      // Written by another version; verify can still find the failure anew.
+    }
+  }
+  return cases;
+}
+
+void Failures::store(const Case& c, const std::string& what) const {
+  std::error_code error;
+  fs::create_directories(directory_, error);
+  std::ofstream file(path(c));
+  file << c.str() << "\n" << what << "\n";
+  SHARD_REQUIRE(file.good(), "failures", "cannot write {}; choose another place with --failures DIR", path(c));
+}
+
+void Failures::forget(const Case& c) const {
+  std::error_code ignored;
+  fs::remove(path(c), ignored);
+}
+
+}  // namespace harness

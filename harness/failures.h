@@ -1,0 +1,27 @@
+// The failure database: minimal cases that failed before, one file each, tried first the next time.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "harness/case.h"
+
+namespace harness {
+
+class Failures {
+ public:
+  // Nothing is created until a failure is stored.
+  explicit Failures(std::string directory) : directory_(std::move(directory)) {}
+
+  // In the order of their names. A file that no longer parses is left out.
+  std::vector<Case> all() const;
+  void store(const Case& c, const std::string& what) const;
+  // The case holds now.
+  void forget(const Case& c) const;
+
+ private:
+  std::string path(const Case& c) const;
+  std::string directory_;
+};
+
+}  // namespace harness

@@ -1,0 +1,24 @@
+// Random cases, valid by construction. A case is a function of (seed, index) and of the limits alone.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "harness/case.h"
+
+namespace harness {
+
+struct Limits {
+  std::optional<std::string> strategy;   // only this one
+  std::optional<shardproof::Mesh> mesh;  // only this one
+  std::optional<Mode> mode;              // only this one
+  int64_t world_max = 8;
+  bool tiny = false;  // only the small MLP that other frameworks' parity tests use: 4 ranks, zero3, 3 AdamW steps
+};
+
+// Most features are left out of most cases (swarm testing), so that each also occurs without the others. Sizes are small,
+// odd, prime and below the world size; adamw stands beside sgd, because AdamW hides a wrong factor on gradients.
+Case generate(uint64_t seed, int64_t index, const Limits& limits);
+
+}  // namespace harness

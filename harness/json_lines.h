@@ -1,0 +1,22 @@
+// Results as one JSON object a line, for programs.
+#pragma once
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace harness {
+
+class JsonLines {
+ public:
+  // "": writes nothing. Throws Error when the file cannot be written.
+  explicit JsonLines(const std::string& path);
+  // The line is on disk when this returns, so that an interrupted run leaves whole lines.
+  void write(const nlohmann::json& object);
+
+ private:
+  std::string path_;
+  std::ofstream file_;
+};
+
+}  // namespace harness

@@ -1,0 +1,41 @@
+// build/shardproof. Exit codes: 0 all held; 1 a counterexample, a failed check, NaN; 2 usage or environment.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+
+#include "golden/golden.h"
+#include "harness/commands.h"
+#include "shardproof/check.h"
+
+namespace {
+
+int complain(const char* message, int code) {
+  fmt::print(stderr, "shardproof: {}\n", message);
+  return code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Sharded training, and its proof: random models on random meshes against unsharded golden runs");
+  app.require_subcommand(1);
+  int exit_code = 0;
+  harness::add_verify_command(app, exit_code);
+  harness::add_replay_command(app, exit_code);
+  harness::add_train_command(app, exit_code);
+  try {
+    app.parse(argc, argv);
+    return exit_code;
+  } catch (const CLI::Success& success) {
+    return app.exit(success);
+  } catch (const CLI::ParseError& error) {
+    app.exit(error);
+    return 2;
+  } catch (const shardproof::NonFiniteError& error) {
+    return complain(error.what(), 1);
+  } catch (const golden::EnvironmentError& error) {
+    return complain(error.what(), 2);
+  } catch (const std::exception& error) {
+    return complain(error.what(), 2);
+  }
+}

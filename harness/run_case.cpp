@@ -1,0 +1,96 @@
+#include "harness/run_case.h"
+
+#include <ATen/ATen.h>
+
+#include <bit>
+#include <cmath>
+
+#include "harness/problem.h"
+#include "harness/random.h"
+#include "harness/sharded_run.h"
+#include "harness/step_difference.h"
+#include "harness/tolerance.h"
+
+namespace harness {
+namespace {
+
+using Difference = std::optional<std::string>;
+
+std::string first_word(const std::string& text) { return text.substr(0, text.find_first_of(" :")); }
+
+// What the sharded run is held against.
+class Reference {
+ public:
+  Reference(const Case& c, const golden::Run& run) : trace_(golden::train(run)) {
+    if (c.mode != Mode::fast) return;
+    truth_ = golden::train(run, at::kDouble);
+    golden::Run other = run;
+    other.order = run.order == golden::SumOrder::rounds_then_ranks ? golden::SumOrder::ranks_then_rounds
+                                                                    : golden::SumOrder::rounds_then_ranks;
+    other_order_ = golden::train(other);
+  }
+
+  Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict) const {
+    if (truth_.empty()) return first_difference(trace_[step], ranks, &verdict.values_compared);
+    for (const auto& [name, tensor] : trace_[step].parameters) verdict.values_compared += tensor.numel();
+    return first_beyond_tolerance(truth_[step], {&trace_[step], &other_order_[step]}, ranks, &verdict.ratio_max);
+  }
+
+  const golden::Trace& trace() const { return trace_; }
+
+ private:
+  golden::Trace trace_, other_order_, truth_;
+};
+
+// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees.
+void plant_change(const Case& c, std::vector<RankStep>& ranks) {
+  const Draws draws(c.seed, "control");
+  for (size_t offset = 0; offset < ranks.size(); ++offset) {
+    auto& pieces = ranks[(draws.bits(0) + offset) % ranks.size()].parameters;
+    if (pieces.empty()) continue;
+    at::Tensor data = pieces[draws.bits(1) % pieces.size()].data;
+    float& value = data.mutable_data_ptr<float>()[draws.bits(2) % static_cast<uint64_t>(data.numel())];
+    if (c.mode == Mode::fast) value = value * 1.01f + 0.01f;
+    else value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ 1u);
+    return;
+  }
+}
+
+void compare(const Case& c, const Reference& reference, std::vector<std::vector<RankStep>> sharded, Verdict& verdict) {
+  for (size_t step = 0; step < sharded.size(); ++step) {
+    if (c.clip_norm > 0)
+      ++(reference.trace()[step].gradient_norm > c.clip_norm ? verdict.steps_clipped : verdict.steps_not_clipped);
+    if (auto difference = reference.difference(step, sharded[step], verdict)) {
+      verdict.category = first_word(*difference);
+      verdict.what = fmt::format("step {}: {}", step, *difference);
+      return;
+    }
+  }
+  plant_change(c, sharded.back());
+  Verdict control;
+  if (reference.difference(sharded.size() - 1, sharded.back(), control)) {
+    verdict.held = true;
+  } else {
+    verdict.category = "control";
+    verdict.what = "control: a planted change of a parameter after the last step was not noticed";
+  }
+}
+
+}  // namespace
+
+Verdict run_case(const Case& c) {
+  Verdict verdict;
+  const golden::Run run = make_run(c);
+  const Reference reference(c, run);
+  try {
+    compare(c, reference, run_sharded(c, run), verdict);
+  } catch (const std::exception& error) {
+    verdict.category = "error";
+    // LibTorch appends a stack of frames to its messages.
+    const std::string message = error.what();
+    verdict.what = fmt::format("error: {}", message.substr(0, message.find("\nException raised from")));
+  }
+  return verdict;
+}
+
+}  // namespace harness

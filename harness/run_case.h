@@ -1,0 +1,24 @@
+// Runs a case on both sides and compares.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "harness/case.h"
+
+namespace harness {
+
+struct Verdict {
+  bool held = false;
+  std::string what;      // empty when it held; else "step 1: gradient of ..., element [..], on rank 2: golden .., sharded .."
+  std::string category;  // its first word: loss, gradient, parameter, a state's name, error, control
+  int64_t values_compared = 0;
+  double ratio_max = 0;  // fast mode: largest distance from the truth over the unsharded run's
+  int64_t steps_clipped = 0, steps_not_clipped = 0;
+};
+
+// Never throws for what the library under test does wrong: that is a verdict. Every case that held has shown that its
+// comparison can fail, by a planted change of one element of the last step.
+Verdict run_case(const Case& c);
+
+}  // namespace harness

@@ -1,0 +1,50 @@
+// Hands each training step from the rank threads to the thread that reports and compares it, at most two
+// steps ahead, so that a long checked run needs the memory of a few steps.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shardproof/fully_shard.h"
+
+namespace harness {
+
+// What one rank can say about one step. The tensors are copies, and there are none unless the run is checked.
+struct RankStep {
+  std::vector<double> losses;  // [round], the weighted losses of this rank's microbatches
+  double gradient_norm = 0;    // of the whole gradient, before clipping
+  double seconds = 0;
+  std::vector<shardproof::Piece> gradients;  // as the optimizer read them
+  std::vector<shardproof::Piece> parameters;
+  std::vector<std::pair<std::string, std::vector<shardproof::Piece>>> state;  // {"exp_avg", ...}
+};
+
+class StepExchange {
+ public:
+  explicit StepExchange(size_t ranks) : queues_(ranks) {}
+
+  // A rank's side. Blocks while the reader is two steps behind; false when it reads no more.
+  bool put(size_t rank, RankStep step);
+
+  // The reader's side: the next step of every rank, or nothing when the exchange was closed before all had
+  // it.
+  std::optional<std::vector<RankStep>> take();
+
+  // From either side: nobody waits any longer.
+  void close();
+
+ private:
+  bool complete() const;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::deque<RankStep>> queues_;
+  bool closed_ = false;
+};
+
+}  // namespace harness

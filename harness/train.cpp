@@ -1,0 +1,164 @@
+#include "harness/train.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <exception>
+#include <thread>
+
+#include "golden/train.h"
+#include "harness/step_difference.h"
+#include "harness/step_exchange.h"
+#include "harness/train_rank.h"
+#include "shardproof/check.h"
+#include "shardproof/models.h"
+#include "shardproof/strategy.h"
+#include "shardproof/threads.h"
+
+namespace harness {
+namespace {
+
+void require_valid(const TrainOptions& options, const TextData& data) {
+  SHARD_REQUIRE(options.mesh.axes().size() == 1 && options.mesh.has("dp_shard"), "train",
+                "--mesh must have the one axis dp_shard, e.g. dp_shard=2, got '{}'", options.mesh.str());
+  SHARD_REQUIRE(options.mesh.size() <= shardproof::kThreadsWorldMax, "train",
+                "--mesh {} has more ranks than can be run as threads; use at most {}", options.mesh.str(),
+                shardproof::kThreadsWorldMax);
+  SHARD_REQUIRE(options.steps >= 1, "train", "--steps must be at least 1, got {}", options.steps);
+  SHARD_REQUIRE(options.clip_norm >= 0, "train", "--clip must not be negative, got {}; 0 does not clip",
+                options.clip_norm);
+  SHARD_REQUIRE(options.model.vocab >= 256, "train", "a byte-level model needs vocab=256 or more, got {}",
+                options.model.vocab);
+  SHARD_REQUIRE(options.model.positions >= data.sequence_length(), "train",
+                "the model has {} positions, too few for sequences of {}; raise positions or lower --seq",
+                options.model.positions, data.sequence_length());
+}
+
+golden::Named initial_parameters(const TrainOptions& options) {
+  const shardproof::Gpt model = make_model(options);
+  golden::Named parameters;
+  for (const auto& item : model->named_parameters())
+    parameters.emplace_back(item.key(), item.value().detach().clone());
+  return parameters;
+}
+
+golden::Model golden_model(const TrainOptions& options) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::gpt;
+  model.gpt = options.model;
+  return model;
+}
+
+uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (int64_t rank = 0; rank < rule.ranks(); ++rank)
+    for (int64_t round = 0; round < rule.rounds(); ++round) {
+      const SequenceRange range = rule.sequences(step, round, rank);
+      for (int64_t i = range.begin; i < range.end; ++i)
+        for (const uint8_t byte : data.sequence(i)) hash = (hash ^ byte) * 0x100000001b3;
+    }
+  return hash;
+}
+
+golden::Step training_step(const TextData& data, const BatchRule& rule, int64_t step, double clip_norm) {
+  golden::Step result;
+  result.clip_norm = clip_norm;
+  for (int64_t round = 0; round < rule.rounds(); ++round) {
+    result.microbatches.emplace_back();
+    for (int64_t rank = 0; rank < rule.ranks(); ++rank)
+      result.microbatches.back().push_back(training_microbatch(data, rule, step, round, rank));
+  }
+  return result;
+}
+
+// The ranks, on threads of their own, until they are through or the reader has seen enough.
+class World {
+ public:
+  World(const TrainOptions& options, const TextData& data, const BatchRule& rule)
+      : exchange_(static_cast<size_t>(options.mesh.size())), thread_([&options, &data, &rule, this] {
+          try {
+            shardproof::run_threads(options.mesh.size(), [&](std::shared_ptr<shardproof::Comm> comm) {
+              train_rank(options, data, rule, comm, exchange_);
+            });
+          } catch (const ReaderStopped&) {
+          } catch (...) {
+            error_ = std::current_exception();
+          }
+          exchange_.close();
+        }) {}
+  ~World() { stop(); }
+
+  std::optional<std::vector<RankStep>> take() { return exchange_.take(); }
+
+  // Ends the ranks; rethrows what ended them if it was not this.
+  void finish() {
+    stop();
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  void stop() {
+    exchange_.close();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  StepExchange exchange_;
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
+TrainStep summary(const std::vector<RankStep>& ranks, const BatchRule& rule, const TextData& data,
+                  int64_t step) {
+  TrainStep result{.step = step,
+                   .gradient_norm = ranks[0].gradient_norm,
+                   .tokens = rule.global_batch() * data.sequence_length(),
+                   .data_checksum = checksum(data, rule, step)};
+  for (int64_t round = 0; round < rule.rounds(); ++round)
+    for (const RankStep& rank : ranks) result.loss += rank.losses[round];
+  result.tokens_per_s = static_cast<double>(result.tokens) / ranks[0].seconds;
+  return result;
+}
+
+}  // namespace
+
+golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
+                                       int64_t round, int64_t rank) {
+  const int64_t length = data.sequence_length();
+  at::Tensor bytes = at::empty({rule.microbatch(), length + 1}, at::kLong);
+  int64_t* next = bytes.mutable_data_ptr<int64_t>();
+  const SequenceRange range = rule.sequences(step, round, rank);
+  for (int64_t i = range.begin; i < range.end; ++i)
+    for (const uint8_t byte : data.sequence(i)) *next++ = byte;
+  return {bytes.narrow(1, 0, length).contiguous(), bytes.narrow(1, 1, length).contiguous(),
+          1.0 / static_cast<double>(rule.global_batch() * length)};
+}
+
+TrainResult train(const TrainOptions& options, const TextData& data,
+                  const std::function<void(const TrainStep&)>& report) {
+  require_valid(options, data);
+  const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size("dp_shard"));
+  const auto order = shardproof::accumulates_before_reducing(shardproof::strategy(options.strategy))
+                         ? golden::SumOrder::rounds_then_ranks
+                         : golden::SumOrder::ranks_then_rounds;
+  at::set_num_threads(1);
+  const golden::Named initial = initial_parameters(options);
+  std::optional<golden::Trainer> golden;
+  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, order);
+
+  TrainResult result;
+  World world(options, data, rule);
+  while (result.steps < options.steps && !result.difference) {
+    // The golden step first: it computes while the ranks do.
+    std::optional<golden::StepTrace> expected;
+    if (golden) expected = golden->step(training_step(data, rule, result.steps, options.clip_norm));
+    const auto ranks = world.take();
+    if (!ranks) break;
+    if (expected) result.difference = first_difference(*expected, *ranks, &result.values_compared);
+    report(summary(*ranks, rule, data, result.steps));
+    ++result.steps;
+  }
+  world.finish();
+  return result;
+}
+
+}  // namespace harness

@@ -1,0 +1,56 @@
+// Trains a byte-level GPT on text, sharded over the ranks of a mesh that run as threads, and, when asked, the
+// golden run beside it, compared after every step.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "golden/golden.h"
+#include "harness/text_data.h"
+#include "shardproof/mesh.h"
+
+namespace harness {
+
+struct TrainOptions {
+  golden::Gpt model;  // vocab of at least 256, positions of at least the data's sequence length
+  shardproof::Mesh mesh{{{"dp_shard", 2}}};
+  std::string strategy = "zero3";
+  golden::Optimizer optimizer;
+  double clip_norm = 1;  // 0: no clipping
+  int64_t global_batch = 16;
+  int64_t microbatch = 2;
+  int64_t steps = 100;
+  uint64_t seed = 1;  // of the initial parameters; nothing else is random
+  bool check = false;
+};
+
+struct TrainStep {
+  int64_t step = 0;
+  double loss = 0;  // the mean over all tokens of the global batch
+  double gradient_norm = 0;
+  int64_t tokens = 0;
+  double tokens_per_s = 0;
+  uint64_t data_checksum =
+      0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
+};
+
+struct TrainResult {
+  int64_t steps = 0;                      // reported
+  int64_t values_compared = 0;            // 0 unless checked
+  std::optional<std::string> difference;  // the first one, of step `steps`
+};
+
+// One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
+// the mean, however the batch is cut.
+golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
+                                       int64_t round, int64_t rank);
+
+// Calls `report` after every step, on the calling thread. With a check it stops at the first difference.
+// Throws Error for options that do not fit each other, NonFiniteError when a loss or gradient is NaN or
+// infinite.
+TrainResult train(const TrainOptions& options, const TextData& data,
+                  const std::function<void(const TrainStep&)>& report);
+
+}  // namespace harness

@@ -1,0 +1,90 @@
+#include "harness/train_rank.h"
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <cmath>
+
+#include "shardproof/check.h"
+#include "shardproof/fully_shard.h"
+#include "shardproof/mesh_comm.h"
+#include "shardproof/optimizer.h"
+
+namespace harness {
+namespace {
+
+using namespace shardproof;
+
+Optimizer make_optimizer(Sharded& sharded, const golden::Optimizer& o) {
+  if (o.kind == golden::Optimizer::Kind::sgd)
+    return sgd(sharded, {.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay});
+  return adamw(
+      sharded,
+      {.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+}
+
+at::Tensor loss_of(const Gpt& model, const golden::Microbatch& microbatch) {
+  const at::Tensor logits = call(model, microbatch.input);
+  return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), microbatch.target.reshape({-1}), {},
+                                at::Reduction::Sum) *
+         microbatch.weight;
+}
+
+std::vector<Piece> copies(std::vector<Piece> pieces) {
+  for (Piece& piece : pieces) piece.data = piece.data.clone();
+  return pieces;
+}
+
+}  // namespace
+
+Gpt make_model(const TrainOptions& options) {
+  const golden::Gpt& m = options.model;
+  Gpt model(GptOptions{.layers = m.layers,
+                       .hidden = m.hidden,
+                       .heads = m.heads,
+                       .vocab = m.vocab,
+                       .positions = m.positions,
+                       .tied = m.tied});
+  initialize_parameters(*model, options.seed);
+  return model;
+}
+
+void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule,
+                const std::shared_ptr<Comm>& comm, StepExchange& exchange) {
+  const auto comms = std::make_shared<MeshComm>(comm, options.mesh);
+  Gpt model = make_model(options);
+  // The weights already divide by the tokens of the global batch.
+  Sharded sharded = fully_shard(
+      model.ptr(), comms,
+      {.strategy = strategy(options.strategy), .units = by_type<GptBlockImpl>(), .gradient_divide = 1});
+  Optimizer optimizer = make_optimizer(sharded, options.optimizer);
+  const int64_t rank = options.mesh.coordinate(comm->rank(), "dp_shard");
+
+  for (int64_t step = 0; step < options.steps; ++step) {
+    const auto start = std::chrono::steady_clock::now();
+    RankStep result;
+    for (int64_t round = 0; round < rule.rounds(); ++round) {
+      sharded.set_last_microbatch(round + 1 == rule.rounds());
+      const at::Tensor loss = loss_of(model, training_microbatch(data, rule, step, round, rank));
+      result.losses.push_back(loss.item<double>());
+      if (!std::isfinite(result.losses.back()))
+        throw NonFiniteError(
+            fmt::format("[train] step {}, round {}: the loss is {}. Lower --lr, or clip with --clip", step,
+                        round, result.losses.back()));
+      loss.backward();
+    }
+    result.gradient_norm =
+        options.clip_norm > 0 ? sharded.clip_gradients(options.clip_norm) : sharded.gradient_norm();
+    if (options.check) result.gradients = copies(sharded.gradients());
+    optimizer.step();
+    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (options.check) {
+      result.parameters = copies(sharded.parameters());
+      for (const std::string& slot : optimizer.slots())
+        result.state.emplace_back(slot, copies(optimizer.state(slot)));
+    }
+    if (!exchange.put(static_cast<size_t>(comm->rank()), std::move(result))) throw ReaderStopped();
+  }
+}
+
+}  // namespace harness

@@ -1,0 +1,28 @@
+// What every rank of a training run does.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+
+#include "harness/step_exchange.h"
+#include "harness/train.h"
+#include "shardproof/comm.h"
+#include "shardproof/models.h"
+
+namespace harness {
+
+// Thrown by a rank whose steps nobody reads any more.
+class ReaderStopped : public std::runtime_error {
+ public:
+  ReaderStopped() : std::runtime_error("the reader of this run stopped") {}
+};
+
+// The unsharded model with the run's initial parameters.
+shardproof::Gpt make_model(const TrainOptions& options);
+
+// Collective over the world. Trains all steps and puts each into the exchange, with its tensors if the run is
+// checked.
+void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule,
+                const std::shared_ptr<shardproof::Comm>& comm, StepExchange& exchange);
+
+}  // namespace harness

@@ -1,0 +1,180 @@
+#include "harness/verify.h"
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "harness/failures.h"
+#include "harness/json_lines.h"
+#include "harness/oracle.h"
+#include "harness/progress.h"
+#include "harness/shrink.h"
+#include "shardproof/check.h"
+
+namespace harness {
+namespace {
+
+constexpr int64_t kOracleSample = 400;  // the oracle looks for kinds among so many cases
+
+class Campaign {
+ public:
+  Campaign(const VerifyOptions& options, const std::atomic<bool>& interrupted)
+      : options_(options), interrupted_(interrupted), failures_(options.failures_directory), json_(options.json),
+        replays_(failures_.all()) {}
+
+  VerifyResult run() {
+    validate(generate(options_.seed, 0, options_.limits));
+    start_oracle();
+    std::vector<std::thread> workers;
+    running_ = options_.jobs > 0 ? options_.jobs : std::max(1u, std::thread::hardware_concurrency());
+    for (int64_t job = running_; job > 0; --job)
+      workers.emplace_back([this] {
+        at::set_num_threads(1);
+        try {
+          work();
+        } catch (...) {
+          const std::lock_guard lock(mutex_);
+          if (!error_) error_ = std::current_exception();
+          stop_ = true;
+        }
+        --running_;
+      });
+    watch();
+    for (std::thread& worker : workers) worker.join();
+    progress_.clear();
+    if (error_) std::rethrow_exception(error_);
+    finish_oracle();
+    result_.interrupted = interrupted_;
+    result_.seconds = progress_.seconds();
+    write_summary();
+    return std::move(result_);
+  }
+
+ private:
+  void start_oracle() {
+    if (!options_.python) return;
+    std::vector<Case> cases;
+    for (int64_t i = 0; i < (options_.minutes > 0 ? kOracleSample : std::min(options_.cases, kOracleSample)); ++i)
+      cases.push_back(generate(options_.seed, i, options_.limits));
+    oracle_ = std::make_unique<Oracle>(one_of_each_kind(cases));
+  }
+
+  void finish_oracle() {
+    if (!oracle_) return;
+    const Oracle::Outcome outcome = oracle_->finish(interrupted_);
+    result_.oracle_compared = outcome.compared;
+    for (const auto& [c, what] : outcome.differences) {
+      result_.oracle_differences.push_back(fmt::format("{}\n  {}", what, c.str()));
+      json_.write({{"type", "oracle"}, {"case", c.str()}, {"what", what}});
+    }
+  }
+
+  bool over() const {
+    if (stop_ || interrupted_) return true;
+    return options_.minutes > 0 ? progress_.seconds() >= options_.minutes * 60 : next_ >= options_.cases;
+  }
+
+  void work() {
+    for (;;) {
+      const int64_t replay = next_replay_++;
+      if (replay >= static_cast<int64_t>(replays_.size())) break;
+      if (stop_ || interrupted_) return;
+      try_case(replays_[static_cast<size_t>(replay)], true);
+    }
+    while (!over()) {
+      const int64_t index = next_++;
+      if (options_.minutes <= 0 && index >= options_.cases) return;
+      try_case(generate(options_.seed, index, options_.limits), false);
+    }
+  }
+
+  void try_case(const Case& c, bool is_replay) {
+    const auto start = std::chrono::steady_clock::now();
+    const Verdict verdict = run_case(c);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    int64_t cases = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      result_.coverage.add(c, verdict);
+      result_.replayed += is_replay;
+      cases = result_.coverage.cases();
+      json_.write({{"type", "case"}, {"case", c.str()}, {"held", verdict.held}, {"seconds", seconds}, {"cases", cases}});
+      if (is_replay && verdict.held) failures_.forget(c);
+    }
+    if (!verdict.held) add_failure(c, verdict, cases);
+  }
+
+  void add_failure(const Case& c, const Verdict& verdict, int64_t cases) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (failures_found_ == options_.failures_max) return;
+      if (++failures_found_ == options_.failures_max) stop_ = true;
+    }
+    const auto budget = std::chrono::milliseconds(static_cast<int64_t>(options_.shrink_seconds * 1000));
+    const Shrunk shrunk = shrink(c, verdict, budget, [this](const Case& candidate) {
+      Verdict stopped;
+      stopped.held = true;
+      return interrupted_ ? stopped : run_case(candidate);
+    });
+    const std::lock_guard lock(mutex_);
+    result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, cases});
+    failures_.store(shrunk.minimal, shrunk.verdict.what);
+    json_.write({{"type", "failure"}, {"case", shrunk.minimal.str()}, {"what", shrunk.verdict.what},
+                 {"original", c.str()}, {"cases", cases}, {"tried", shrunk.tried},
+                 {"replay", fmt::format("build/shardproof replay '{}'", shrunk.minimal.str())}});
+  }
+
+  // Progress, until all workers are through.
+  void watch() {
+    while (running_ > 0) {
+      int64_t cases = 0, failures = 0;
+      {
+        const std::lock_guard lock(mutex_);
+        cases = result_.coverage.cases();
+        failures = result_.coverage.failures();
+      }
+      const double seconds = progress_.seconds();
+      const double fraction = options_.minutes > 0 ? seconds / (options_.minutes * 60)
+                                                   : static_cast<double>(cases) / static_cast<double>(options_.cases);
+      progress_.show(std::min(fraction, 1.0), fmt::format("{} cases, {:.0f} a minute, {} failures", cases,
+                                                          static_cast<double>(cases) * 60 / std::max(seconds, 1e-3), failures));
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  }
+
+  void write_summary() {
+    nlohmann::json features = result_.coverage.features();
+    json_.write({{"type", "summary"}, {"cases", result_.coverage.cases()}, {"failures", result_.coverage.failures()},
+                 {"seconds", result_.seconds}, {"interrupted", result_.interrupted}, {"covered", features},
+                 {"oracle_compared", result_.oracle_compared}, {"oracle_differences", result_.oracle_differences.size()},
+                 {"values_compared", result_.coverage.values_compared()}, {"ratio_max", result_.coverage.ratio_max()}});
+  }
+
+  const VerifyOptions& options_;
+  const std::atomic<bool>& interrupted_;
+  Failures failures_;
+  JsonLines json_;
+  std::vector<Case> replays_;
+  Progress progress_;
+  std::unique_ptr<Oracle> oracle_;
+
+  std::atomic<int64_t> next_{0}, next_replay_{0}, running_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;  // what follows
+  VerifyResult result_;
+  int64_t failures_found_ = 0;
+  std::exception_ptr error_;
+};
+
+}  // namespace
+
+VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted) {
+  return Campaign(options, interrupted).run();
+}
+
+}  // namespace harness

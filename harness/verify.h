@@ -1,0 +1,47 @@
+// Many random cases on several threads, failures shrunk, everything counted.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "harness/coverage.h"
+#include "harness/generate.h"
+
+namespace harness {
+
+struct VerifyOptions {
+  Limits limits;
+  int64_t cases = 200;
+  double minutes = 0;  // above 0: this long instead of a number of cases
+  uint64_t seed = 1;
+  int64_t jobs = 0;          // 0: one a processor
+  int64_t failures_max = 3;  // stop after so many
+  double shrink_seconds = 20;
+  bool python = true;
+  std::string failures_directory = ".failures";
+  std::string json;
+};
+
+struct Failure {
+  Case original, minimal;
+  std::string what;
+  int64_t cases = 0;  // how many had run when it was found, itself included
+};
+
+struct VerifyResult {
+  Coverage coverage;
+  std::vector<Failure> failures;
+  int64_t replayed = 0;         // of the failure database
+  int64_t oracle_compared = 0;  // against PyTorch in Python
+  std::vector<std::string> oracle_differences;
+  bool interrupted = false;
+  double seconds = 0;
+};
+
+// Shows progress on stderr. `interrupted` may be set from a signal handler: the cases under way are finished, the rest
+// left. Throws Error for limits that cannot be met, golden::EnvironmentError when Python is asked for and missing.
+VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted);
+
+}  // namespace harness

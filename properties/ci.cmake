@@ -1,0 +1,27 @@
+# Tests of the scripts in ci/, and of what the tree itself has to keep to.
+set(_ci_tests_dir "${CMAKE_SOURCE_DIR}/ci/tests")
+
+# shardproof_python_tests(NAME check_layers CLASS CheckLayers): each method of the unittest class in
+# ci/tests/NAME_test.py is its own ctest entry, "Class.method".
+function(shardproof_python_tests)
+  cmake_parse_arguments(ARG "" "NAME;CLASS" "" ${ARGN})
+  set(file "${_ci_tests_dir}/${ARG_NAME}_test.py")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${file}")
+  file(STRINGS "${file}" methods REGEX "^    def test_")
+  foreach(line IN LISTS methods)
+    string(REGEX REPLACE "^    def test_([a-z0-9_]+).*" "\\1" sentence "${line}")
+    add_test(NAME "${ARG_CLASS}.${sentence}"
+      COMMAND "${SHARDPROOF_VENV}/bin/python" "${file}" "${ARG_CLASS}.test_${sentence}")
+    set_tests_properties("${ARG_CLASS}.${sentence}" PROPERTIES LABELS ci
+      ENVIRONMENT "SHARDPROOF_BUILD=${CMAKE_BINARY_DIR};PYTHONDONTWRITEBYTECODE=1")
+  endforeach()
+endfunction()
+
+add_test(NAME Tree.keeps_to_the_layers COMMAND "${CMAKE_SOURCE_DIR}/ci/check_layers")
+set_tests_properties(Tree.keeps_to_the_layers PROPERTIES LABELS ci)
+shardproof_python_tests(NAME check_layers CLASS CheckLayers)
+shardproof_python_tests(NAME faults CLASS Faults)
+shardproof_python_tests(NAME train CLASS Train)
+
+shardproof_test(NAME training_props LABEL train TORCH SOURCES text_data_props.cpp step_difference_props.cpp
+  LIBRARIES harness)

@@ -1,0 +1,248 @@
+#include "gen_layout.h"
+
+#include <algorithm>
+#include <ostream>
+
+namespace shardproof {
+
+void showValue(const Mesh& mesh, std::ostream& os) {
+  os << "mesh(" << mesh.str() << ")";
+}
+void showValue(const Layout& layout, std::ostream& os) {
+  os << layout.str();
+}
+void showValue(const Placement& placement, std::ostream& os) {
+  os << placement.layout.str() << " on mesh(" << placement.mesh.str() << ")";
+}
+void showValue(const Transfer& transfer, std::ostream& os) {
+  os << transfer.source << " -> " << transfer.target << " [";
+  for (const Interval& interval : transfer.box) os << " " << interval.begin << ":" << interval.end;
+  os << " ]";
+}
+
+namespace gen {
+namespace {
+
+using Splits = std::vector<Split>;
+
+// Whatever RapidCheck's size: most of its cases would otherwise be one rank or nothing split.
+rc::Gen<int64_t> in_range(int64_t begin, int64_t end) {
+  return rc::gen::resize(rc::kNominalSize, rc::gen::inRange<int64_t>(begin, end));
+}
+
+int64_t below(int64_t end) {
+  return *in_range(0, end);
+}
+
+void show_shape(const Shape& shape, std::ostream& os) {
+  os << "shape[";
+  for (size_t d = 0; d < shape.size(); ++d) os << (d ? "," : "") << shape[d];
+  os << "] ";
+}
+
+std::vector<int64_t> drawn_bounds(int64_t parts, int64_t length) {
+  std::vector<int64_t> bounds{0, length};
+  for (int64_t i = 1; i < parts; ++i) bounds.push_back(below(length + 1));
+  std::sort(bounds.begin(), bounds.end());
+  return bounds;
+}
+
+// Draws bounds anew where a ragged split does not fit its length; returns the longest piece that is left.
+int64_t fit(Splits& splits, const Mesh& mesh, int64_t length) {
+  for (Split& split : splits) {
+    const int64_t parts = mesh.size(split.axis);
+    if (split.bounds.empty()) {
+      length = (length + parts - 1) / parts;
+      continue;
+    }
+    if (static_cast<int64_t>(split.bounds.size()) != parts + 1 || split.bounds.back() != length)
+      split.bounds = drawn_bounds(parts, length);
+    int64_t longest = 0;
+    for (int64_t part = 0; part < parts; ++part)
+      longest = std::max(longest, split.bounds[part + 1] - split.bounds[part]);
+    length = longest;
+  }
+  return length;
+}
+
+Layout fitted(Layout layout, const Shape& shape, const Mesh& mesh) {
+  layout.dims.resize(shape.size());
+  int64_t region = 1;
+  for (size_t d = 0; d < shape.size(); ++d) region *= fit(layout.dims[d], mesh, shape[d]);
+  fit(layout.flat, mesh, region);
+  while (!layout.dims.empty() && layout.dims.back().empty()) layout.dims.pop_back();
+  std::sort(layout.partial.begin(), layout.partial.end());
+  return layout;
+}
+
+// Ragged one time in three; `fitted` draws the real bounds.
+Split drawn_split(const std::string& axis) {
+  return {axis, below(3) == 2 ? std::vector<int64_t>{0} : std::vector<int64_t>{}};
+}
+
+// One of a few, the earlier the simpler; said more than once, more often.
+int64_t one_of(std::initializer_list<int64_t> choices) {
+  return choices.begin()[below(choices.size())];
+}
+
+// The list of a dim, or of the flat run after the last dim.
+Splits& list(Layout& layout, int64_t at) {
+  return at < std::ssize(layout.dims) ? layout.dims[at] : layout.flat;
+}
+
+Layout drawn_layout(const Shape& shape, const Mesh& mesh, bool may_be_partial) {
+  Layout layout;
+  layout.dims.resize(shape.size());
+  for (const Axis& axis : mesh.axes()) {
+    const int64_t lists = std::ssize(shape) + 1;
+    const int64_t use = below(2 * lists + (may_be_partial ? 2 : 1));  // two in three or more split
+    if (use > 2 * lists) {
+      layout.partial.push_back(axis.name);
+    } else if (use > 0) {
+      Splits& splits = list(layout, (use - 1) % lists);
+      splits.insert(splits.begin() + below(splits.size() + 1), drawn_split(axis.name));
+    }
+  }
+  return fitted(std::move(layout), shape, mesh);
+}
+
+std::vector<std::string> unused(const Mesh& mesh, const Layout& layout) {
+  std::vector<std::string> axes;
+  for (const Axis& axis : mesh.axes())
+    if (!layout.splits(axis.name) && std::count(layout.partial.begin(), layout.partial.end(), axis.name) == 0)
+      axes.push_back(axis.name);
+  return axes;
+}
+
+// Edits in place; one that finds nothing to act on leaves the layout as it is.
+void edit(Layout& layout, const Shape& shape, const Mesh& mesh) {
+  layout.dims.resize(shape.size());
+  const int64_t lists = std::ssize(shape) + 1;
+  const std::vector<std::string> free = unused(mesh, layout);
+  Splits &one = list(layout, below(lists)), &other = list(layout, below(lists));
+  switch (below(8)) {
+    case 0:  // one more split
+      if (!free.empty()) one.push_back(drawn_split(free[below(free.size())]));
+      break;
+    case 1:  // one or more fewer
+      if (!one.empty()) one.resize(below(one.size()));
+      break;
+    case 2: {  // innermost splits move
+      const int64_t kept = one.empty() ? 0 : below(one.size());
+      const Splits moved(one.begin() + kept, one.end());
+      one.resize(kept);
+      other.insert(other.end(), moved.begin(), moved.end());
+      break;
+    }
+    case 3:  // terms are summed and the sum is split
+      if (layout.partial.empty()) break;
+      one.push_back(drawn_split(layout.partial.back()));
+      layout.partial.pop_back();
+      break;
+    case 4:  // terms are summed
+      if (!layout.partial.empty())
+        layout.partial.erase(layout.partial.begin() + below(layout.partial.size()));
+      break;
+    case 5:  // one more partial axis
+      if (!free.empty()) layout.partial.push_back(free[below(free.size())]);
+      break;
+    case 6:  // other bounds
+      if (!one.empty()) one.back().bounds = {0};
+      break;
+    case 7:  // another axis cuts in place of the innermost
+      if (!one.empty() && !free.empty()) one.back() = drawn_split(free[below(free.size())]);
+      break;
+  }
+  layout = fitted(std::move(layout), shape, mesh);
+}
+
+}  // namespace
+
+void showValue(const Placed& placed, std::ostream& os) {
+  show_shape(placed.shape, os);
+  shardproof::showValue(Placement{placed.mesh, placed.layout}, os);
+}
+
+void showValue(const Move& move, std::ostream& os) {
+  show_shape(move.shape, os);
+  shardproof::showValue(move.from, os);
+  os << "  ->  ";
+  shardproof::showValue(move.to, os);
+}
+
+rc::Gen<Mesh> mesh(int64_t ranks_max) {
+  return rc::gen::exec([=] {
+    // Neither in mesh order nor sorted, so that an order taken from the names shows.
+    const std::vector<std::string> names{"tp", "dp_shard", "pp", "cp", "dp_replicate"};
+    const int64_t count = one_of({0, 1, 1, 2, 2, 2, 3, 3}), first = below(names.size());
+    std::vector<Axis> axes;
+    int64_t room = ranks_max;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t size = std::min(one_of({1, 2, 2, 3, 3, 4}), room);
+      axes.push_back({names[(first + i) % names.size()], size});
+      room /= size;
+    }
+    return Mesh(axes);
+  });
+}
+
+rc::Gen<Shape> shape() {
+  return rc::gen::exec([] {
+    Shape shape;
+    for (int64_t d = one_of({0, 1, 1, 2, 2, 2, 3, 3}); d > 0; --d)
+      shape.push_back(*rc::gen::weightedOneOf<int64_t>({
+          {1, rc::gen::just<int64_t>(0)},
+          {9, in_range(1, 9)},
+      }));
+    return shape;
+  });
+}
+
+rc::Gen<Layout> layout(const Shape& shape, const Mesh& mesh) {
+  return rc::gen::exec([=] { return drawn_layout(shape, mesh, true); });
+}
+
+rc::Gen<Layout> whole_layout(const Shape& shape, const Mesh& mesh) {
+  return rc::gen::exec([=] { return drawn_layout(shape, mesh, false); });
+}
+
+rc::Gen<Layout> related_layout(const Shape& shape, const Mesh& mesh, const Layout& layout) {
+  return rc::gen::exec([=] {
+    Layout edited = layout;
+    for (int64_t edits = 1 + below(2); edits > 0; --edits) {
+      const Layout before = edited;
+      for (int attempt = 0; attempt < 8 && edited == before; ++attempt) edit(edited, shape, mesh);
+    }
+    return edited;
+  });
+}
+
+rc::Gen<Placed> placed() {
+  return rc::gen::exec([] {
+    const Shape its_shape = *shape();
+    const Mesh its_mesh = *mesh();
+    return Placed{its_shape, its_mesh, *layout(its_shape, its_mesh)};
+  });
+}
+
+rc::Gen<Move> move() {
+  return rc::gen::exec([] {
+    const Shape its_shape = *shape();
+    const Mesh from = *mesh(), to = below(2) == 0 ? from : *mesh();
+    return Move{its_shape, {from, *layout(its_shape, from)}, {to, *layout(its_shape, to)}};
+  });
+}
+
+rc::Gen<Move> move_on_one_mesh() {
+  return rc::gen::exec([] {
+    const Shape its_shape = *shape();
+    const Mesh its_mesh = *mesh();
+    const Layout from = *layout(its_shape, its_mesh);
+    const Layout to =
+        below(4) == 0 ? *layout(its_shape, its_mesh) : *related_layout(its_shape, its_mesh, from);
+    return Move{its_shape, {its_mesh, from}, {its_mesh, to}};
+  });
+}
+
+}  // namespace gen
+}  // namespace shardproof

@@ -1,0 +1,169 @@
+// The two references against each other. What they share is the LibTorch kernels and the names of parameters;
+// models, losses, optimizers, clipping and accumulation are written twice, so a mistake in one shows.
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <future>
+
+#include "golden_runs.h"
+
+namespace {
+
+using namespace golden_runs;
+
+// Two right programs differ by roundings, which act like a relative change of the numbers they start from by
+// a few units roundoff. What such a change does is up to the run (layer norm of three nearly equal features
+// multiplies it by hundreds, AdamW by up to lr / eps), so it is measured: the same run from parameters
+// disturbed by a few float32 roundings, scaled down. The bound is the effect of 2000 float64 roundings.
+// Measured: 28,000 random runs needed 126 at most; half of the bounds are below 1e-12, and a millionth more
+// of any number of the run (below) is beyond them.
+constexpr double kDisturbance = 3e-7, kRoundings = 2000, kUnitRoundoff = 0x1p-53;
+
+// How far traces of this run may be apart.
+double apart_max(golden::Run run, const golden::Trace& trace) {
+  Tensors tensors(0);
+  for (auto& [name, value] : run.parameters)
+    value = value * (1 + kDisturbance * tensors.normal(value.sizes()));
+  const double moved = Widest(trace, golden::train(run, at::kDouble)).apart;
+  RC_PRE(moved < 0.01);  // a run this sensitive proves nothing
+  return kRoundings * kUnitRoundoff * moved / kDisturbance;
+}
+
+void agree(const golden::Run& run) {
+  const golden::Trace trace = golden::train(run, at::kDouble);
+  const double bound = apart_max(run, trace);
+  const Widest widest(trace, golden::train_in_python(run));
+  RC_LOG() << widest.where << ": " << widest.apart << " apart, at most " << bound << '\n';
+  RC_ASSERT(widest.apart <= bound);
+}
+
+RC_GTEST_PROP(GoldenPython, an_mlp_trains_as_in_pytorch, ()) {
+  agree(random_run(random_mlp()));
+}
+
+RC_GTEST_PROP(GoldenPython, a_gpt_trains_as_in_pytorch, ()) {
+  agree(random_run(random_gpt()));
+}
+
+// The comparison above has teeth: it tells a run from one in which a single number is off by a millionth.
+RC_GTEST_PROP(GoldenPython, a_millionth_more_of_any_number_is_seen, ()) {
+  golden::Run run = random_run(random_mlp());
+  run.optimizer.weight_decay = 0.3;
+  run.optimizer.beta1 = 0.9;
+  run.optimizer.momentum = 0.9;
+  run.steps.push_back(
+      run.steps.front());  // two steps at least: the first one does not see beta1 and momentum
+  for (golden::Step& step : run.steps) step.clip_norm = 1e-3, step.divide = 3;
+  const golden::Trace trace = golden::train_in_python(run);
+  RC_PRE(trace.back().gradient_norm > 0.01);
+  const double bound = apart_max(run, trace);
+
+  golden::Optimizer& o = run.optimizer;
+  std::vector<double*> numbers = {&o.lr, &o.weight_decay, &run.steps[0].clip_norm,
+                                  &run.steps[0].microbatches[0][0].weight};
+  if (o.kind == golden::Optimizer::Kind::sgd)
+    numbers.push_back(&o.momentum);
+  else
+    numbers.insert(numbers.end(), {&o.beta1, &o.beta2, &o.eps});
+  double* number = *rc::gen::elementOf(numbers);
+  *number *= 1 - 1e-6;
+  RC_ASSERT(Widest(golden::train(run, at::kDouble), trace).apart > bound);
+}
+
+// Importing torch into a process that already uses LibTorch replaces the autograd engine, for one.
+TEST(GoldenPython, loading_pytorch_changes_no_bit_of_the_cpp_reference) {
+  golden::Run run;
+  Tensors tensors(1);
+  run.model.kind = golden::Model::Kind::gpt;
+  run.model.gpt = {.layers = 2, .hidden = 12, .heads = 3, .vocab = 11, .positions = 9};
+  run.parameters = random_parameters(run.model, tensors);
+  run.optimizer.kind = golden::Optimizer::Kind::adamw;
+  run.steps.push_back({{{{tensors.tokens({3, 9}, 11), tensors.tokens({3, 9}, 11), 0.5}}}, 1, 0.1});
+  run.steps.push_back(run.steps.front());
+
+  const golden::Trace before = golden::train(run);
+  at::Generator shared = at::detail::getDefaultCPUGenerator();
+  shared.set_current_seed(5);
+  const double expected = at::rand({}, at::kDouble).item<double>();
+  shared.set_current_seed(5);
+  golden::train_in_python(run);
+  EXPECT_EQ(at::rand({}, at::kDouble).item<double>(), expected)
+      << "the oracle drew from the process' random generator";
+  EXPECT_EQ(at::get_num_threads(), 1);
+
+  const golden::Trace after = golden::train(run);
+  for (size_t s = 0; s < before.size(); ++s)
+    for (size_t i = 0; i < before[s].parameters.size(); ++i) {
+      EXPECT_TRUE(same_bits(before[s].gradients[i].second, after[s].gradients[i].second));
+      EXPECT_TRUE(same_bits(before[s].parameters[i].second, after[s].parameters[i].second));
+    }
+}
+
+golden::Run small_run(uint64_t seed) {
+  Tensors tensors(seed);
+  golden::Run run;
+  run.model.mlp.widths = {3, 5, 2};
+  run.parameters = random_parameters(run.model, tensors);
+  run.steps.push_back({{{{tensors.normal({4, 3}), tensors.normal({4, 2}), 1}}}, 1, 0});
+  return run;
+}
+
+TEST(GoldenPython, any_thread_may_call_it) {
+  std::vector<std::future<double>> apart;
+  for (uint64_t seed = 0; seed < 6; ++seed)
+    apart.push_back(std::async(std::launch::async, [seed] {
+      const golden::Run run = small_run(seed);
+      return Widest(golden::train(run, at::kDouble), golden::train_in_python(run)).apart;
+    }));
+  for (std::future<double>& a : apart) EXPECT_LE(a.get(), 1e-13);
+}
+
+class GoldenEnvironment : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::filesystem::create_directories(venv_ / "bin");
+    if (const char* set = std::getenv("SHARDPROOF_VENV")) before_ = set;
+    setenv("SHARDPROOF_VENV", venv_.c_str(), 1);
+  }
+  void TearDown() override {
+    before_.empty() ? unsetenv("SHARDPROOF_VENV") : setenv("SHARDPROOF_VENV", before_.c_str(), 1);
+    std::filesystem::remove_all(venv_);
+  }
+  void expect_missing(const std::string& what) {
+    try {
+      golden::train_in_python(small_run(0));
+      ADD_FAILURE() << "expected an EnvironmentError about: " << what;
+    } catch (const golden::EnvironmentError& error) {
+      const std::string message = error.what();
+      EXPECT_NE(message.find(what), std::string::npos) << message;
+      EXPECT_NE(message.find(venv_.string()), std::string::npos) << message;
+      EXPECT_NE(message.find("ci/setup"), std::string::npos) << message;
+    }
+  }
+  void add_file(const std::filesystem::path& path) {
+    std::filesystem::create_directories((venv_ / path).parent_path());
+    std::ofstream(venv_ / path) << "not what it seems";
+  }
+
+  std::filesystem::path venv_ =
+      std::filesystem::path(testing::TempDir()) / ("shardproof-venv-" + std::to_string(getpid()));
+  std::string before_;
+};
+
+TEST_F(GoldenEnvironment, without_python_the_message_says_where_it_was_sought) {
+  expect_missing("no Python at");
+}
+
+TEST_F(GoldenEnvironment, without_torch_the_message_says_where_it_was_sought) {
+  add_file("bin/python");
+  expect_missing("no torch in");
+}
+
+TEST_F(GoldenEnvironment, another_libtorch_than_the_one_in_the_process_is_refused) {
+  add_file("bin/python");
+  add_file(std::filesystem::path("lib") / "python" GOLDEN_PYTHON_VERSION /
+           "site-packages/torch/lib/libtorch_cpu.so");
+  expect_missing("this program runs with");
+}
+
+}  // namespace

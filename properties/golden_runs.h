@@ -1,0 +1,185 @@
+// Random golden runs, and how far two traces are apart.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "golden/golden.h"
+
+namespace golden_runs {
+
+// Bits depend on the number of threads; golden::train insists on one.
+class OneThread : public testing::Environment {
+ public:
+  void SetUp() override { at::set_num_threads(1); }
+};
+inline testing::Environment* const one_thread = testing::AddGlobalTestEnvironment(new OneThread);
+
+// One random stream of tensors; rapidcheck draws its seed.
+class Tensors {
+ public:
+  explicit Tensors(uint64_t seed) : generator_(at::make_generator<at::CPUGeneratorImpl>(seed)) {}
+  at::Tensor normal(at::IntArrayRef shape, double scale = 1) {
+    return at::randn(shape, generator_, at::TensorOptions(at::kFloat)) * scale;
+  }
+  at::Tensor tokens(at::IntArrayRef shape, int64_t vocab) {
+    return at::randint(0, vocab, shape, generator_, at::TensorOptions(at::kLong));
+  }
+
+ private:
+  at::Generator generator_;
+};
+
+inline int64_t draw(int64_t low, int64_t high) {
+  return *rc::gen::inRange<int64_t>(low, high + 1);
+}
+template <typename T>
+T pick(std::initializer_list<T> values) {
+  return *rc::gen::elementOf(std::vector<T>(values));
+}
+
+inline golden::Model random_mlp() {
+  golden::Model model;
+  model.kind = golden::Model::Kind::mlp;
+  model.mlp.widths.clear();
+  for (int64_t i = 0, layers = draw(1, 4); i <= layers; ++i) model.mlp.widths.push_back(draw(1, 9));
+  using A = golden::Activation;
+  model.mlp.activation = pick({A::identity, A::relu, A::tanh, A::gelu});
+  model.mlp.bias = pick({true, false});
+  return model;
+}
+
+// Hidden sizes from 3: layer norm of one or two features is constant but for eps, so that its gradient is
+// little but rounding noise.
+inline golden::Model random_gpt() {
+  golden::Model model;
+  model.kind = golden::Model::Kind::gpt;
+  golden::Gpt& gpt = model.gpt;
+  gpt.layers = draw(0, 3);
+  gpt.heads = draw(1, 3);
+  gpt.hidden = gpt.heads * draw(gpt.heads == 1 ? 3 : 2, 5);
+  gpt.vocab = draw(2, 13);
+  gpt.positions = draw(1, 7);
+  gpt.tied = pick({true, false});
+  return model;
+}
+
+inline golden::Optimizer random_optimizer() {
+  golden::Optimizer o;
+  o.kind = pick({golden::Optimizer::Kind::sgd, golden::Optimizer::Kind::adamw});
+  o.lr = pick({0.1, 0.01, 0.003});
+  o.momentum = pick({0.0, 0.5, 0.9});
+  o.weight_decay = pick({0.0, 0.01, 0.3});
+  o.beta1 = pick({0.9, 0.5, 0.0});
+  o.beta2 = pick({0.999, 0.9});
+  o.eps = pick({1e-2, 1e-3});
+  return o;
+}
+
+inline golden::Named random_parameters(const golden::Model& model, Tensors& tensors) {
+  golden::Named parameters;
+  for (const auto& [name, shape] : golden::parameter_shapes(model)) {
+    at::Tensor value = tensors.normal(shape, 0.4);
+    if (name.find("ln_") != std::string::npos && name.ends_with("weight")) value += 1;
+    parameters.emplace_back(name, value);
+  }
+  return parameters;
+}
+
+inline golden::Microbatch random_microbatch(const golden::Model& model, Tensors& tensors, double weight) {
+  const int64_t batch = draw(1, 4);
+  if (model.kind == golden::Model::Kind::mlp)
+    return {tensors.normal({batch, model.mlp.widths.front()}),
+            tensors.normal({batch, model.mlp.widths.back()}), weight};
+  const int64_t length = draw(1, model.gpt.positions);
+  return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab),
+          weight};
+}
+
+inline golden::Run random_run(const golden::Model& model) {
+  Tensors tensors(*rc::gen::arbitrary<uint64_t>());
+  golden::Run run;
+  run.model = model;
+  run.optimizer = random_optimizer();
+  run.parameters = random_parameters(model, tensors);
+  run.order = pick({golden::SumOrder::rounds_then_ranks, golden::SumOrder::ranks_then_rounds});
+  const int64_t rounds = draw(1, 3), ranks = draw(1, 4);
+  for (int64_t s = 0, steps = draw(1, 3); s < steps; ++s) {
+    golden::Step step;
+    step.divide = pick({1.0, 3.0, 8.0});
+    step.clip_norm = pick({0.0, 0.05, 1.0, 1e4});
+    for (int64_t k = 0; k < rounds; ++k) {
+      step.microbatches.emplace_back();
+      for (int64_t i = 0; i < ranks; ++i)
+        step.microbatches.back().push_back(random_microbatch(model, tensors, pick({1.0, 0.25, 1.0 / 7})));
+    }
+    run.steps.push_back(std::move(step));
+  }
+  return run;
+}
+
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  return x.scalar_type() == y.scalar_type() && x.sizes() == y.sizes() &&
+         (x.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0);
+}
+
+// |a - b| / max(|a|, |b|) in the Frobenius norm; 0 when both are zero, infinite when shapes differ or one is
+// not finite.
+inline double distance(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes()) return INFINITY;
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  const double scale = std::max(x.norm().item<double>(), y.norm().item<double>());
+  const double apart = (x - y).norm().item<double>();
+  if (!std::isfinite(scale) || !std::isfinite(apart)) return INFINITY;
+  return scale == 0 ? 0 : apart / scale;
+}
+inline double distance(double a, double b) {
+  return distance(at::scalar_tensor(a, at::kDouble), at::scalar_tensor(b, at::kDouble));
+}
+
+// The largest distance between two traces of the same run and where it is.
+class Widest {
+ public:
+  double apart = 0;
+  std::string where = "nowhere";
+
+  Widest(const golden::Trace& a, const golden::Trace& b) {
+    if (a.size() != b.size()) note(INFINITY, "number of steps");
+    for (size_t s = 0; s < std::min(a.size(), b.size()); ++s)
+      steps(a[s], b[s], "step " + std::to_string(s) + " ");
+  }
+
+ private:
+  void note(double distance, const std::string& here) {
+    if (distance > apart) apart = distance, where = here;
+  }
+  void named(const golden::Named& a, const golden::Named& b, const std::string& here) {
+    if (a.size() != b.size()) note(INFINITY, here + "number of tensors");
+    for (size_t i = 0; i < std::min(a.size(), b.size()); ++i)
+      note(a[i].first == b[i].first ? distance(a[i].second, b[i].second) : INFINITY, here + a[i].first);
+  }
+  void steps(const golden::StepTrace& a, const golden::StepTrace& b, const std::string& here) {
+    if (a.losses.size() != b.losses.size()) note(INFINITY, here + "rounds");
+    for (size_t k = 0; k < std::min(a.losses.size(), b.losses.size()); ++k)
+      note(distance(at::tensor(a.losses[k], at::kDouble), at::tensor(b.losses[k], at::kDouble)),
+           here + "losses");
+    note(distance(a.gradient_norm, b.gradient_norm), here + "norm");
+    named(a.gradients, b.gradients, here + "gradient ");
+    named(a.parameters, b.parameters, here + "parameter ");
+    if (a.state.size() != b.state.size()) note(INFINITY, here + "kinds of state");
+    for (size_t i = 0; i < std::min(a.state.size(), b.state.size()); ++i) {
+      if (a.state[i].first != b.state[i].first) note(INFINITY, here + "names of state");
+      named(a.state[i].second, b.state[i].second, here + a.state[i].first + " ");
+    }
+  }
+};
+
+}  // namespace golden_runs
