@@ -25,8 +25,13 @@ namespace {
 
 using Splits = std::vector<Split>;
 
+// Whatever RapidCheck's size: most of its cases would otherwise be one rank or nothing split.
+rc::Gen<int64_t> in_range(int64_t begin, int64_t end) {
+  return rc::gen::resize(rc::kNominalSize, rc::gen::inRange<int64_t>(begin, end));
+}
+
 int64_t below(int64_t end) {
-  return *rc::gen::inRange<int64_t>(0, end);
+  return *in_range(0, end);
 }
 
 void show_shape(const Shape& shape, std::ostream& os) {
@@ -75,6 +80,11 @@ Split drawn_split(const std::string& axis) {
   return {axis, below(3) == 2 ? std::vector<int64_t>{0} : std::vector<int64_t>{}};
 }
 
+// One of a few, the earlier the simpler; said more than once, more often.
+int64_t one_of(std::initializer_list<int64_t> choices) {
+  return choices.begin()[below(choices.size())];
+}
+
 // The list of a dim, or of the flat run after the last dim.
 Splits& list(Layout& layout, int64_t at) {
   return at < std::ssize(layout.dims) ? layout.dims[at] : layout.flat;
@@ -85,11 +95,11 @@ Layout drawn_layout(const Shape& shape, const Mesh& mesh, bool may_be_partial) {
   layout.dims.resize(shape.size());
   for (const Axis& axis : mesh.axes()) {
     const int64_t lists = std::ssize(shape) + 1;
-    const int64_t use = below(lists + (may_be_partial ? 2 : 1));
-    if (use == lists + 1) {
+    const int64_t use = below(2 * lists + (may_be_partial ? 2 : 1));  // two in three or more split
+    if (use > 2 * lists) {
       layout.partial.push_back(axis.name);
     } else if (use > 0) {
-      Splits& splits = list(layout, use - 1);
+      Splits& splits = list(layout, (use - 1) % lists);
       splits.insert(splits.begin() + below(splits.size() + 1), drawn_split(axis.name));
     }
   }
@@ -164,11 +174,11 @@ rc::Gen<Mesh> mesh(int64_t ranks_max) {
   return rc::gen::exec([=] {
     // Neither in mesh order nor sorted, so that an order taken from the names shows.
     const std::vector<std::string> names{"tp", "dp_shard", "pp", "cp", "dp_replicate"};
-    const int64_t count = below(4), first = below(names.size());
+    const int64_t count = one_of({0, 1, 1, 2, 2, 2, 3, 3}), first = below(names.size());
     std::vector<Axis> axes;
     int64_t room = ranks_max;
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t size = std::min<int64_t>(1 + below(4), room);
+      const int64_t size = std::min(one_of({1, 2, 2, 3, 3, 4}), room);
       axes.push_back({names[(first + i) % names.size()], size});
       room /= size;
     }
@@ -179,10 +189,10 @@ rc::Gen<Mesh> mesh(int64_t ranks_max) {
 rc::Gen<Shape> shape() {
   return rc::gen::exec([] {
     Shape shape;
-    for (int64_t d = below(4); d > 0; --d)
+    for (int64_t d = one_of({0, 1, 1, 2, 2, 2, 3, 3}); d > 0; --d)
       shape.push_back(*rc::gen::weightedOneOf<int64_t>({
           {1, rc::gen::just<int64_t>(0)},
-          {9, rc::gen::inRange<int64_t>(1, 9)},
+          {9, in_range(1, 9)},
       }));
     return shape;
   });
@@ -199,7 +209,10 @@ rc::Gen<Layout> whole_layout(const Shape& shape, const Mesh& mesh) {
 rc::Gen<Layout> related_layout(const Shape& shape, const Mesh& mesh, const Layout& layout) {
   return rc::gen::exec([=] {
     Layout edited = layout;
-    for (int64_t edits = 1 + below(2); edits > 0; --edits) edit(edited, shape, mesh);
+    for (int64_t edits = 1 + below(2); edits > 0; --edits) {
+      const Layout before = edited;
+      for (int attempt = 0; attempt < 8 && edited == before; ++attempt) edit(edited, shape, mesh);
+    }
     return edited;
   });
 }

@@ -79,11 +79,11 @@ std::optional<Local> summed(const std::vector<Local>& pieces) {
 // what is there.
 struct Group {
   std::vector<int64_t> ranks;
-  std::vector<Local> pieces, elements, to_elements;
+  std::vector<Local> pieces, elements, elements_to;
 
   std::vector<int64_t> sizes_to(int64_t dim) const {
     std::vector<int64_t> sizes;
-    for (const Local& piece : to_elements) {
+    for (const Local& piece : elements_to) {
       const auto its = strides(piece.shape, dim);
       sizes.push_back(its ? its->along : -1);
     }
@@ -119,14 +119,14 @@ std::optional<std::vector<Local>> exchange_slices(const Group& group, int64_t di
 }
 
 std::optional<std::vector<Local>> all_to_all(const Group& group, int64_t dim, int64_t dim_to) {
-  const auto region = concatenated(group.elements, dim), region_to = concatenated(group.to_elements, dim_to);
+  const auto region = concatenated(group.elements, dim), region_to = concatenated(group.elements_to, dim_to);
   if (!region || !region_to || region->values != region_to->values) return std::nullopt;
   if (dim != dim_to && dim != kFlat && dim_to != kFlat) return exchange_slices(group, dim, dim_to);
   std::map<Terms, Terms> value_of;
   for (size_t i = 0; i < group.pieces.size(); ++i)
     for (size_t e = 0; e < group.pieces[i].values.size(); ++e)
       value_of[group.elements[i].values[e]] = group.pieces[i].values[e];
-  std::vector<Local> results = group.to_elements;
+  std::vector<Local> results = group.elements_to;
   for (Local& result : results)
     for (Terms& value : result.values) value = value_of.at(value);
   return results;
@@ -134,7 +134,7 @@ std::optional<std::vector<Local>> all_to_all(const Group& group, int64_t dim, in
 
 // Each rank for itself; `fresh` says whether it keeps the value along axes that become partial.
 std::optional<std::vector<Local>> slice(const Group& group, bool keeps) {
-  Local result = group.to_elements[0];
+  Local result = group.elements_to[0];
   for (Terms& value : result.values) {
     const auto at = std::find(group.elements[0].values.begin(), group.elements[0].values.end(), value);
     if (at == group.elements[0].values.end()) return std::nullopt;
@@ -143,37 +143,37 @@ std::optional<std::vector<Local>> slice(const Group& group, bool keeps) {
   return std::vector<Local>{result};
 }
 
-bool keeps_value(const Mesh& mesh, const Layout& from, const Layout& to, int64_t rank) {
-  const std::vector<int64_t> at = coordinates(mesh, rank);
+bool keeps_value(const Scene& scene, int64_t rank) {
+  const std::vector<int64_t> at = coordinates(scene.mesh, rank);
   for (size_t i = 0; i < at.size(); ++i) {
     const auto has = [&](const Layout& layout) {
-      return std::count(layout.partial.begin(), layout.partial.end(), mesh.axes()[i].name) > 0;
+      return std::count(layout.partial.begin(), layout.partial.end(), scene.mesh.axes()[i].name) > 0;
     };
-    if (has(to) && !has(from) && at[i] != 0) return false;
+    if (has(scene.to) && !has(scene.from) && at[i] != 0) return false;
   }
   return true;
 }
 
-// The elements of every rank, as if they were values.
-World elements(const Shape& shape, const Mesh& mesh, Layout layout) {
-  layout.partial.clear();
-  return start(shape, {mesh, layout});
-}
-
 }  // namespace
 
-std::optional<World> run(const Lowered& step, const Shape& shape, const Mesh& mesh, const Layout& from,
-                         const Layout& to, const World& world) {
-  const World from_elements = elements(shape, mesh, from), to_elements = elements(shape, mesh, to);
+Scene scene(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to) {
+  const auto elements = [&](Layout layout) {  // as if they were values
+    layout.partial.clear();
+    return start(shape, {mesh, layout});
+  };
+  return {mesh, from, to, start(shape, {mesh, from}), elements(from), elements(to)};
+}
+
+std::optional<World> run(const Lowered& step, const Scene& scene) {
   const bool alone = step.step == Step::none || step.step == Step::slice;
-  World results(world.size());
-  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
-    Group members{group(mesh, rank, alone ? std::vector<std::string>{} : step.axes), {}, {}, {}};
+  World results(scene.values.size());
+  for (int64_t rank = 0; rank < scene.mesh.size(); ++rank) {
+    Group members{group(scene.mesh, rank, alone ? std::vector<std::string>{} : step.axes), {}, {}, {}};
     if (members.ranks[0] != rank) continue;  // the group's first member works for all
     for (const int64_t member : members.ranks) {
-      members.pieces.push_back(world[member]);
-      members.elements.push_back(from_elements[member]);
-      members.to_elements.push_back(to_elements[member]);
+      members.pieces.push_back(scene.values[member]);
+      members.elements.push_back(scene.elements[member]);
+      members.elements_to.push_back(scene.elements_to[member]);
     }
     std::optional<std::vector<Local>> made;
     switch (step.step) {
@@ -181,7 +181,7 @@ std::optional<World> run(const Lowered& step, const Shape& shape, const Mesh& me
         made = members.pieces;
         break;
       case Step::slice:
-        made = slice(members, keeps_value(mesh, from, to, rank));
+        made = slice(members, keeps_value(scene, rank));
         break;
       case Step::all_gather:
         made = everyone(members, concatenated(members.pieces, step.dim));

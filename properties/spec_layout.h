@@ -49,9 +49,16 @@ World wanted(const Shape& shape, const Placement& from, const Placement& to);
 World execute(const Shape& shape, const Placement& from, const Placement& to,
               const std::vector<Transfer>& transfers, const World& world);
 
+// What a step has to work with: the ranks' values before it, and which elements they hold before and after.
+struct Scene {
+  Mesh mesh;
+  Layout from, to;
+  World values, elements, elements_to;
+};
+Scene scene(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to);
+
 // Runs one step by its definition in plan.h, by pieces and group order alone. None when the pieces do not fit
 // it.
-std::optional<World> run(const Lowered& step, const Shape& shape, const Mesh& mesh, const Layout& from,
-                         const Layout& to, const World& world);
+std::optional<World> run(const Lowered& step, const Scene& scene);
 
 }  // namespace shardproof::spec
