@@ -17,12 +17,16 @@ std::atomic<bool> interrupted{false};
 
 struct Arguments {
   VerifyOptions options;
-  std::string strategy, mesh;
+  std::string strategy, mesh, mode;
 };
 
 void prepare(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
   if (!arguments.strategy.empty()) options.limits.strategy = shardproof::strategy(arguments.strategy).name;
+  for (const Mode mode : {Mode::exact, Mode::ordered, Mode::fast})
+    if (arguments.mode == to_string(mode)) options.limits.mode = mode;
+  SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify", "--mode must be exact, ordered or fast, got '{}'",
+                arguments.mode);
   if (!arguments.mesh.empty()) options.limits.mesh = shardproof::Mesh::parse(arguments.mesh);
   SHARD_REQUIRE(options.cases >= 1, "verify", "--cases must be at least 1, got {}", options.cases);
   SHARD_REQUIRE(options.minutes >= 0, "verify", "--minutes must not be negative, got {}", options.minutes);
@@ -63,6 +67,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--jobs", options.jobs, "cases at a time; 0: one a processor")->capture_default_str();
   command->add_option("--strategy", arguments->strategy, "only this one: ddp, zero1, zero2, zero3");
   command->add_option("--mesh", arguments->mesh, "only this mesh, axis=size,axis=size");
+  command->add_option("--mode", arguments->mode, "only this one: exact, ordered, fast");
   command->add_option("--world-max", options.limits.world_max, "largest world")->capture_default_str();
   command->add_flag("--tiny", options.limits.tiny, "only the 4-rank MLP that other frameworks' parity tests use");
   command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();
@@ -75,7 +80,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     std::signal(SIGINT, [](int) { interrupted = true; });
     const VerifyResult result = verify(arguments->options, interrupted);
     print(result);
-    exit_code = result.coverage.failures() == 0 && result.oracle_differences.empty() ? 0 : 1;
+    const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
+    exit_code = !held ? 1 : result.interrupted ? 2 : 0;
   });
 }
 

@@ -29,7 +29,7 @@ void Progress::show(double fraction, const std::string& text) {
   next_ = now + (terminal_ ? std::chrono::milliseconds(100) : std::chrono::milliseconds(5000));
   const double left = fraction > 0 ? seconds() * (1 - fraction) / fraction : 0;
   const std::string line = fmt::format("{} {:3.0f}%  {}  {:.0f} s left", bar(fraction), fraction * 100, text, left);
-  fmt::print(stderr, terminal_ ? "\r\033[K{}" : "{}\n", line);
+  fmt::print(stderr, "{}{}{}", terminal_ ? "\r\033[K" : "", line, terminal_ ? "" : "\n");
   std::fflush(stderr);
 }
 

@@ -52,70 +52,89 @@ Difference assemble(const std::string& what, const golden::Named& names, const s
   return {};
 }
 
+using Traces = std::vector<const golden::StepTrace*>;
+using Rank = std::vector<const std::vector<Piece>*>;
+
 class Step {
  public:
-  explicit Step(double* ratio_max) : ratio_max_(ratio_max) {}
+  Step(const golden::StepTrace& truth, const Traces& references, double* ratio_max)
+      : truth_(truth), references_(references), ratio_max_(ratio_max) {}
 
-  Difference compare(const std::string& what, const at::Tensor& truth, const at::Tensor& reference, const at::Tensor& sharded) {
-    const double allowed = std::max(distance(truth, reference.reshape_as(truth)), kDistanceFloor);
-    const double found = distance(truth, sharded.reshape_as(truth));
-    *ratio_max_ = std::max(*ratio_max_, found / allowed);
-    if (found <= kToleranceFactor * allowed) return {};  // false for NaN
-    return fmt::format("{}: relative distance {:.3g} from the float64 run, {:.3g} times that of the unsharded float32 run "
-                       "(allowed {})", what, found, found / allowed, kToleranceFactor);
+  // `get` takes a value out of a trace.
+  template <class Get>
+  Difference scalar(const std::string& what, double sharded, const Get& get) {
+    const auto tensor = [](double value) { return at::full({1}, value, at::kDouble); };
+    double allowed = 0;
+    for (const auto* reference : references_)
+      allowed = std::max(allowed, distance(tensor(get(truth_)), tensor(get(*reference))));
+    return judge(what, allowed, distance(tensor(get(truth_)), tensor(sharded)));
   }
 
-  Difference compare(const std::string& what, const golden::Named& truth, const golden::Named& reference,
-                     const std::vector<const std::vector<Piece>*>& ranks) {
-    std::map<std::string, Assembled> tensors;
-    if (auto difference = assemble(what, truth, ranks, tensors)) return difference;
-    for (size_t i = 0; i < truth.size(); ++i)
-      if (auto difference = compare(fmt::format("{} of {}", what, truth[i].first), truth[i].second, reference[i].second,
-                                    tensors[truth[i].first].values))
-        return difference;
+  // `get` takes named tensors out of a trace; `pieces` are all ranks' parts of them.
+  template <class Get>
+  Difference tensors(const std::string& what, const Rank& pieces, const Get& get) {
+    const golden::Named& truth = get(truth_);
+    std::map<std::string, Assembled> sharded;
+    if (auto difference = assemble(what, truth, pieces, sharded)) return difference;
+    for (size_t i = 0; i < truth.size(); ++i) {
+      const auto& [name, values] = truth[i];
+      double allowed = 0;
+      for (const auto* reference : references_) allowed = std::max(allowed, distance(values, get(*reference)[i].second));
+      const double found = distance(values, sharded[name].values.reshape_as(values));
+      if (auto difference = judge(fmt::format("{} of {}", what, name), allowed, found)) return difference;
+    }
     return {};
   }
 
  private:
+  Difference judge(const std::string& what, double allowed, double found) {
+    allowed = std::max(allowed, kDistanceFloor);
+    *ratio_max_ = std::max(*ratio_max_, found / allowed);
+    if (found <= kToleranceFactor * allowed) return {};  // false for NaN
+    return fmt::format("{}: relative distance {:.3g} from the float64 run, {:.3g} times that of unsharded float32 runs "
+                       "(allowed {})", what, found, found / allowed, kToleranceFactor);
+  }
+
+  const golden::StepTrace& truth_;
+  const Traces& references_;
   double* ratio_max_;
 };
 
 template <class PiecesOf>
-std::vector<const std::vector<Piece>*> all_ranks(const std::vector<RankStep>& ranks, const PiecesOf& pieces_of) {
-  std::vector<const std::vector<Piece>*> all;
+Rank all_ranks(const std::vector<RankStep>& ranks, const PiecesOf& pieces_of) {
+  Rank all;
   for (const RankStep& rank : ranks) all.push_back(&pieces_of(rank));
   return all;
 }
 
-at::Tensor scalar(double value) { return at::full({1}, value, at::kDouble); }
-
 }  // namespace
 
-Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::StepTrace& reference,
+Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& references,
                                   const std::vector<RankStep>& ranks, double* ratio_max) {
-  Step step(ratio_max);
-  for (size_t rank = 0; rank < ranks.size(); ++rank)
+  using Trace = golden::StepTrace;
+  Step step(truth, references, ratio_max);
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
     for (size_t round = 0; round < truth.losses.size(); ++round)
-      if (auto difference = step.compare(fmt::format("loss of rank {}, round {}", rank, round),
-                                         scalar(truth.losses[round][rank]), scalar(reference.losses[round][rank]),
-                                         scalar(ranks[rank].losses.at(round))))
+      if (auto difference = step.scalar(fmt::format("loss of rank {}, round {}", rank, round), ranks[rank].losses.at(round),
+                                        [&](const Trace& trace) { return trace.losses[round][rank]; }))
         return difference;
-  for (size_t rank = 0; rank < ranks.size(); ++rank)
-    if (auto difference = step.compare(fmt::format("gradient norm on rank {}", rank), scalar(truth.gradient_norm),
-                                       scalar(reference.gradient_norm), scalar(ranks[rank].gradient_norm)))
+    if (auto difference = step.scalar(fmt::format("gradient norm on rank {}", rank), ranks[rank].gradient_norm,
+                                      [](const Trace& trace) { return trace.gradient_norm; }))
       return difference;
-  if (auto difference = step.compare("gradient", truth.gradients, reference.gradients,
-                                     all_ranks(ranks, [](const RankStep& r) -> auto& { return r.gradients; })))
+  }
+  if (auto difference = step.tensors("gradient", all_ranks(ranks, [](const RankStep& r) -> auto& { return r.gradients; }),
+                                     [](const Trace& trace) -> auto& { return trace.gradients; }))
     return difference;
-  if (auto difference = step.compare("parameter", truth.parameters, reference.parameters,
-                                     all_ranks(ranks, [](const RankStep& r) -> auto& { return r.parameters; })))
+  if (auto difference = step.tensors("parameter", all_ranks(ranks, [](const RankStep& r) -> auto& { return r.parameters; }),
+                                     [](const Trace& trace) -> auto& { return trace.parameters; }))
     return difference;
   for (size_t slot = 0; slot < truth.state.size(); ++slot) {
     for (const RankStep& rank : ranks)
       SHARD_REQUIRE(slot < rank.state.size() && rank.state[slot].first == truth.state[slot].first, "harness",
                     "the sharded run lacks optimizer state {}", truth.state[slot].first);
-    if (auto difference = step.compare(truth.state[slot].first, truth.state[slot].second, reference.state[slot].second,
-                                       all_ranks(ranks, [slot](const RankStep& r) -> auto& { return r.state[slot].second; })))
+    const auto pieces = all_ranks(ranks, [slot](const RankStep& r) -> auto& { return r.state[slot].second; });
+    if (auto difference = step.tensors(truth.state[slot].first, pieces,
+                                       [slot](const Trace& trace) -> auto& { return trace.state[slot].second; }))
       return difference;
   }
   return {};

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <exception>
+#include <set>
 #include <thread>
 
 #include "golden/train.h"
@@ -25,6 +26,8 @@ void require_valid(const TrainOptions& options, const TextData& data) {
                 "--mesh {} has more ranks than can be run as threads; use at most {}", options.mesh.str(),
                 shardproof::kThreadsWorldMax);
   SHARD_REQUIRE(options.steps >= 1, "train", "--steps must be at least 1, got {}", options.steps);
+  SHARD_REQUIRE(options.clip_norm >= 0, "train", "--clip must not be negative, got {}; 0 does not clip",
+                options.clip_norm);
   SHARD_REQUIRE(options.model.vocab >= 256, "train", "a byte-level model needs vocab=256 or more, got {}",
                 options.model.vocab);
   SHARD_REQUIRE(options.model.positions >= data.sequence_length(), "train",
@@ -35,9 +38,18 @@ void require_valid(const TrainOptions& options, const TextData& data) {
 golden::Named initial_parameters(const TrainOptions& options) {
   const shardproof::Gpt model = make_model(options);
   golden::Named parameters;
+  std::set<const c10::TensorImpl*> seen;  // a tied parameter counts under its first name
   for (const auto& item : model->named_parameters())
-    parameters.emplace_back(item.key(), item.value().detach().clone());
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+      parameters.emplace_back(item.key(), item.value().detach().clone());
   return parameters;
+}
+
+golden::Model golden_model(const TrainOptions& options) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::gpt;
+  model.gpt = options.model;
+  return model;
 }
 
 uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
@@ -52,7 +64,8 @@ uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
 }
 
 golden::Step training_step(const TextData& data, const BatchRule& rule, int64_t step, double clip_norm) {
-  golden::Step result{.clip_norm = clip_norm};
+  golden::Step result;
+  result.clip_norm = clip_norm;
   for (int64_t round = 0; round < rule.rounds(); ++round) {
     result.microbatches.emplace_back();
     for (int64_t rank = 0; rank < rule.ranks(); ++rank)
@@ -133,9 +146,7 @@ TrainResult train(const TrainOptions& options, const TextData& data,
   at::set_num_threads(1);
   const golden::Named initial = initial_parameters(options);
   std::optional<golden::Trainer> golden;
-  if (options.check)
-    golden.emplace(golden::Model{.kind = golden::Model::Kind::gpt, .gpt = options.model}, options.optimizer,
-                   initial, order);
+  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, order);
 
   TrainResult result;
   World world(options, data, rule);

@@ -117,8 +117,9 @@ class Campaign {
     }
     const auto budget = std::chrono::milliseconds(static_cast<int64_t>(options_.shrink_seconds * 1000));
     const Shrunk shrunk = shrink(c, verdict, budget, [this](const Case& candidate) {
-      if (interrupted_) return Verdict{.held = true};
-      return run_case(candidate);
+      Verdict stopped;
+      stopped.held = true;
+      return interrupted_ ? stopped : run_case(candidate);
     });
     const std::lock_guard lock(mutex_);
     result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, cases});

@@ -26,8 +26,8 @@ CLEAN = {
     "impl/include/shardproof/plan.h": '#include "shardproof/mesh.h"\n',
     "impl/include/shardproof/shardproof.h": '#include "shardproof/plan.h"\n',
     "impl/src/mesh.cpp": '#include "shardproof/mesh.h"\n',
-    "impl/src/plan.cpp": '#include "shardproof/plan.h"\n#include "plan_detail.h"\n',
-    "impl/src/plan_detail.h": '#include "shardproof/mesh.h"\n',
+    "impl/src/plan.cpp": '#include "shardproof/plan.h"\n#include "lower.h"\n',
+    "impl/src/lower.h": '#include "shardproof/mesh.h"\n',
     "golden/CMakeLists.txt": "add_library(golden golden.cpp)\n",
     "golden/golden.h": "#include <ATen/core/Tensor.h>\n",
     "golden/golden.cpp": '#include "golden.h"\n',
@@ -63,21 +63,21 @@ class CheckLayers(unittest.TestCase):
                     "layer mesh must not include impl/include/shardproof/plan.h of layer plan")
 
     def test_a_public_header_must_not_include_a_private_one(self):
-        header = '#include "shardproof/mesh.h"\n#include "plan_detail.h"\n'
+        header = '#include "shardproof/mesh.h"\n#include "lower.h"\n'
         self.expect({"impl/include/shardproof/plan.h": header},
-                    "impl/include/shardproof/plan.h", "must not include the private impl/src/plan_detail.h")
+                    "impl/include/shardproof/plan.h", "must not include the private impl/src/lower.h")
 
     def test_golden_must_not_see_the_library(self):
         self.expect({"golden/golden.cpp": '#include "golden.h"\n#include "shardproof/mesh.h"\n'},
                     "golden/golden.cpp", "golden must not see impl/include/shardproof/mesh.h")
 
     def test_the_library_must_not_see_golden_even_with_angle_brackets(self):
-        self.expect({"impl/src/plan.cpp": '#include "plan_detail.h"\n#include <golden/golden.h>\n'},
+        self.expect({"impl/src/plan.cpp": '#include "lower.h"\n#include <golden/golden.h>\n'},
                     "impl/src/plan.cpp", "impl must not see golden/golden.h")
 
     def test_the_harness_must_not_see_private_headers(self):
-        self.expect({"harness/case.cpp": '#include "case.h"\n#include "plan_detail.h"\n'}, "harness/case.cpp",
-                    "harness must not see impl/src/plan_detail.h")
+        self.expect({"harness/case.cpp": '#include "case.h"\n#include "lower.h"\n'}, "harness/case.cpp",
+                    "harness must not see impl/src/lower.h")
 
     def test_an_example_must_not_see_golden(self):
         example = '#include "golden/golden.h"\n'

@@ -1,0 +1,178 @@
+"""`shardproof train` from outside: its data rule repeated here, its verdict, its messages."""
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import tempfile
+import unittest
+
+SHARDPROOF = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
+MODEL = "gpt(layers=1,hidden=8,heads=2,vocab=256,positions=6,tied)"
+
+
+def data_checksum(files, length, global_batch, microbatch, ranks, step):
+    """FNV-1a of what a step reads, rank by rank and round by round, from the rule as it is documented."""
+    text = b"".join(files[name] for name in sorted(files, key=os.fsencode))
+    sequences = (len(text) - 1) // length
+    value = 0xCBF29CE484222325
+    for rank in range(ranks):
+        for k in range(global_batch // (microbatch * ranks)):
+            for j in range(microbatch):
+                i = (step * global_batch + (k * ranks + rank) * microbatch + j) % sequences
+                for byte in text[i * length:i * length + length + 1]:
+                    value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
+
+
+class Train(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.files = {}
+        for number, name in enumerate(("b.txt", "a/z.txt", "a.txt", "a/y.txt")):
+            self.write(name, bytes((7 * number + i * i) % 251 + 1 for i in range(40 + 31 * number)))
+
+    def write(self, name, content):
+        path = os.path.join(self.folder, "data", name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+        self.files[name] = content
+        return path
+
+    def train(self, *arguments, model=MODEL):
+        """Exit code, JSON lines, output and errors of a small run."""
+        report = os.path.join(self.folder, "report.json")
+        data = () if "--data" in arguments else ("--data", os.path.join(self.folder, "data"))
+        seq = () if "--seq" in arguments else ("--seq", "6")
+        steps = () if "--steps" in arguments else ("--steps", "3")
+        json_file = () if "--json" in arguments else ("--json", report)
+        done = subprocess.run(
+            [SHARDPROOF, "train", "--model", model, *json_file, *data, *seq, *steps, *arguments],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        lines = []
+        if os.path.exists(report):
+            with open(report, encoding="utf-8") as file:
+                lines = file.read().splitlines()
+            os.remove(report)
+        return done.returncode, lines, done.stdout, done.stderr
+
+    def expect_refused(self, words, *arguments, code=2, **options):
+        got, _, output, errors = self.train(*arguments, **options)
+        self.assertEqual(got, code, output + errors)
+        self.assertIn(words, errors)
+        self.assertLessEqual(len(errors.strip().splitlines()), 3, errors)
+        self.assertNotIn("Exception raised from", errors)
+
+    def test_any_program_can_repeat_which_bytes_a_step_reads(self):
+        for ranks, microbatch, batch in ((1, 1, 12), (2, 1, 12), (2, 2, 12), (4, 3, 24), (3, 4, 12)):
+            code, lines, _, errors = self.train(
+                "--mesh", f"dp_shard={ranks}", "--microbatch", str(microbatch), "--global-batch", str(batch))
+            self.assertEqual(code, 0, errors)
+            self.assertEqual(len(lines), 1 + 3 + 1)
+            for step in map(json.loads, lines[1:-1]):
+                self.assertEqual(step["data_fnv1a"],
+                                 data_checksum(self.files, 6, batch, microbatch, ranks, step["step"]))
+
+    def test_every_strategy_trains_to_the_golden_bits(self):
+        for strategy in ("ddp", "zero1", "zero2", "zero3"):
+            for optimizer in (("adamw", "--clip", "0.5"), ("sgd", "--lr", "0.1")):
+                code, lines, output, errors = self.train(
+                    "--strategy", strategy, "--check", "--mesh", "dp_shard=3", "--global-batch", "18",
+                    "--optimizer", *optimizer)
+                self.assertEqual(code, 0, output + errors)
+                self.assertIn("EQUAL in every bit", output.splitlines()[-1])
+                end = json.loads(lines[-1])
+                self.assertTrue(end["equal"] and end["checked"] and end["steps"] == 3)
+                self.assertGreater(end["values_compared"], 3 * 4 * 2000)
+
+    def test_losses_are_token_means_with_17_digits(self):
+        code, lines, _, errors = self.train("--global-batch", "8")
+        self.assertEqual(code, 0, errors)
+        for line in lines[1:-1]:
+            text = re.search(r'"loss":([-+.0-9e]+)', line).group(1)
+            self.assertEqual(text, f"{float(text):.17g}")
+        first = json.loads(lines[1])
+        self.assertEqual(first["tokens"], 8 * 6)
+        # Parameters start small, so the first guess is nearly uniform over 256 bytes.
+        self.assertAlmostEqual(first["loss"], math.log(256), delta=0.05)
+
+    def test_how_the_batch_is_cut_changes_rounding_only(self):
+        runs = []
+        for ranks, microbatch in ((1, 12), (2, 2), (3, 1), (4, 3)):
+            code, lines, _, errors = self.train(
+                "--mesh", f"dp_shard={ranks}", "--microbatch", str(microbatch), "--global-batch", "12",
+                "--optimizer", "sgd", "--lr", "0.5")
+            self.assertEqual(code, 0, errors)
+            steps = [json.loads(line) for line in lines[1:-1]]
+            runs.append([(step["loss"], step["gradient_norm"]) for step in steps])
+        for run in runs[1:]:
+            for (loss, norm), (loss_0, norm_0) in zip(run, runs[0]):
+                self.assertAlmostEqual(loss, loss_0, delta=1e-5)
+                self.assertAlmostEqual(norm, norm_0, delta=1e-4)
+
+    def test_the_same_command_gives_the_same_bits(self):
+        def bits(lines):
+            return [struct.pack("<d", json.loads(line)["loss"]) for line in lines[1:-1]]
+
+        first, second, other = (self.train("--seed", seed)[1] for seed in ("5", "5", "6"))
+        self.assertEqual(bits(first), bits(second))
+        self.assertNotEqual(bits(first), bits(other))
+
+    def test_the_default_data_is_text_that_is_there(self):
+        done = subprocess.run([SHARDPROOF, "train", "--steps", "1", "--model", MODEL, "--seq", "6"],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, r"data +[0-9,]{8,} bytes in [0-9,]+ files")
+
+    def test_data_that_is_missing_empty_or_too_short_is_refused(self):
+        self.expect_refused("there is no /nowhere", "--data", "/nowhere")
+        self.expect_refused("is empty", "--data", self.write("empty", b""))
+        self.expect_refused("are too few for one sequence of 6", "--data", self.write("short", b"abcdef"))
+
+    def test_batches_that_ranks_cannot_share_are_refused(self):
+        self.expect_refused("must be a multiple of microbatch 2 x 3 data-parallel ranks = 6",
+                            "--mesh", "dp_shard=3", "--global-batch", "16")
+        self.expect_refused("at least 1, got 16, 0 and 2", "--microbatch", "0")
+
+    def test_an_unknown_strategy_axis_or_optimizer_is_refused_with_those_there_are(self):
+        self.expect_refused("zero3", "--strategy", "zero4")
+        self.expect_refused("the one axis dp_shard", "--mesh", "tp=2")
+        self.expect_refused("the one axis dp_shard", "--mesh", "dp_shard=2,tp=2")
+        self.expect_refused("adamw or sgd", "--optimizer", "lion")
+
+    def test_a_malformed_mesh_or_model_is_refused_with_the_place(self):
+        self.expect_refused("column", "--mesh", "dp_shard=two")
+        self.expect_refused("^", model="gpt(layers=1,hidden=8,heads=two)")
+        self.expect_refused("must be gpt(...)", model="mlp(widths=3-4)")
+
+    def test_a_model_that_does_not_fit_is_refused(self):
+        self.expect_refused("heads", model="gpt(layers=1,hidden=8,heads=3,vocab=256,positions=6)")
+        self.expect_refused("vocab=256 or more, got 100",
+                            model="gpt(layers=1,hidden=8,heads=2,vocab=100,positions=6)")
+        self.expect_refused("6 positions, too few for sequences of 7", "--seq", "7")
+
+    def test_a_world_larger_than_threads_allow_is_refused(self):
+        self.expect_refused("at most 1024", "--mesh", "dp_shard=2000", "--global-batch", "4000")
+
+    def test_numbers_out_of_range_and_unknown_options_are_refused(self):
+        self.expect_refused("--steps must be at least 1, got 0", "--steps", "0")
+        self.expect_refused("--lr must be above 0", "--lr", "-1")
+        self.expect_refused("--clip must not be negative", "--clip", "-1")
+        self.expect_refused("--nonsense", "--nonsense")
+
+    def test_a_report_that_cannot_be_written_is_refused(self):
+        self.expect_refused("cannot write /nowhere/x.json", "--json", "/nowhere/x.json")
+
+    def test_numbers_that_blow_up_end_the_run_with_step_rank_and_remedy(self):
+        explosive = ("--optimizer", "sgd", "--lr", "1e30", "--steps", "20", "--clip", "0")
+        for words in ("rank ", "step ", "--lr"):
+            self.expect_refused(words, *explosive, code=1)
+        self.expect_refused("step ", *explosive, "--check", code=1)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,136 @@
+// `shardproof train`: a byte-level GPT on any text, sharded, and with --check the golden run beside it.
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+
+#include "harness/commands.h"
+#include "harness/train.h"
+#include "harness/train_progress.h"
+#include "harness/case.h"
+#include "shardproof/check.h"
+
+namespace harness {
+namespace {
+
+struct Arguments {
+  std::string model = "gpt(layers=2,hidden=64,heads=4,vocab=256,positions=64,tied)";
+  std::string mesh = "dp_shard=2";
+  std::vector<std::string> data;
+  int64_t sequence_length = 64;
+  std::string optimizer = "adamw";
+  double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
+  std::string json;
+  TrainOptions options;
+};
+
+golden::Optimizer optimizer_of(const Arguments& arguments) {
+  SHARD_REQUIRE(arguments.optimizer == "adamw" || arguments.optimizer == "sgd", "train",
+                "--optimizer must be adamw or sgd, got '{}'", arguments.optimizer);
+  SHARD_REQUIRE(arguments.lr > 0, "train", "--lr must be above 0, got {}", arguments.lr);
+  golden::Optimizer optimizer{.lr = arguments.lr, .weight_decay = arguments.weight_decay};
+  if (arguments.optimizer == "adamw")
+    optimizer.kind = golden::Optimizer::Kind::adamw;
+  else
+    optimizer.momentum = arguments.momentum;
+  return optimizer;
+}
+
+std::string describe(const Arguments& arguments, const TrainOptions& options) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::gpt;
+  model.gpt = options.model;
+  int64_t parameters = 0;
+  for (const auto& [name, shape] : golden::parameter_shapes(model)) {
+    int64_t elements = 1;
+    for (const int64_t size : shape) elements *= size;
+    parameters += elements;
+  }
+  return fmt::format("{} ({} parameters), {} on {}, {} lr={} clip={} seed={}", arguments.model,
+                     grouped(parameters), options.strategy, options.mesh.str(), arguments.optimizer,
+                     arguments.lr, options.clip_norm, options.seed);
+}
+
+std::string describe(const TextData& data, const TrainOptions& options) {
+  return fmt::format("{} bytes in {} files, {} sequences of {}; {} a step in microbatches of {}",
+                     grouped(data.bytes()), grouped(static_cast<int64_t>(data.files().size())),
+                     grouped(data.sequences()), data.sequence_length(), options.global_batch,
+                     options.microbatch);
+}
+
+void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first,
+               double loss_last) {
+  if (result.difference)
+    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.steps - 1, *result.difference);
+  else if (options.check)
+    fmt::print(
+        out,
+        "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "
+        "parameters, optimizer state ({} values). Loss {:.4f} -> {:.4f}\n",
+        result.steps, grouped(result.values_compared), loss_first, loss_last);
+  else
+    fmt::print(out, "trained {} steps, loss {:.4f} -> {:.4f}\n", result.steps, loss_first, loss_last);
+}
+
+int run_train(const Arguments& arguments) {
+  TrainOptions options = arguments.options;
+  options.mesh = shardproof::Mesh::parse(arguments.mesh);
+  const golden::Model model = parse_model(arguments.model);
+  SHARD_REQUIRE(model.kind == golden::Model::Kind::gpt, "train", "--model must be gpt(...), got {}", arguments.model);
+  options.model = model.gpt;
+  options.optimizer = optimizer_of(arguments);
+  const TextData data(
+      arguments.data.empty() ? std::vector<std::string>{SHARDPROOF_DEFAULT_DATA} : arguments.data,
+      arguments.sequence_length);
+  std::FILE* out = arguments.json == "-" ? stderr : stdout;
+  TrainJson json(arguments.json);
+  const std::string description = describe(arguments, options);
+  fmt::print(out, "train  {}\ndata   {}\n", description, describe(data, options));
+  std::fflush(out);
+  json.run(description, data, options);
+
+  TrainProgress progress(out, options.steps);
+  double loss_first = 0, loss_last = 0;
+  const TrainResult result = train(options, data, [&](const TrainStep& step) {
+    if (step.step == 0) loss_first = step.loss;
+    loss_last = step.loss;
+    progress.show(step);
+    json.step(step);
+  });
+  progress.end_line();
+  print_end(out, options, result, loss_first, loss_last);
+  json.end(result, options.check);
+  return result.difference ? 1 : 0;
+}
+
+}  // namespace
+
+void add_train_command(CLI::App& app, int& exit_code) {
+  CLI::App* command =
+      app.add_subcommand("train",
+                         "Train a byte-level GPT on text, sharded; --check compares every bit "
+                         "with the unsharded golden run");
+  auto a = std::make_shared<Arguments>();
+  TrainOptions& o = a->options;
+  command->add_option("--model", a->model, "gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied])")
+      ->capture_default_str();
+  command->add_option("--mesh", a->mesh, "dp_shard=RANKS")->capture_default_str();
+  command->add_option("--strategy", o.strategy, "ddp, zero1, zero2 or zero3")->capture_default_str();
+  command->add_option("--data", a->data, "text files and folders (the Python standard library's sources)");
+  command->add_option("--steps", o.steps, "optimizer steps")->capture_default_str();
+  command->add_option("--global-batch", o.global_batch, "sequences a step")->capture_default_str();
+  command->add_option("--microbatch", o.microbatch, "sequences a rank takes at once")->capture_default_str();
+  command->add_option("--seq", a->sequence_length, "bytes a sequence")->capture_default_str();
+  command->add_option("--seed", o.seed, "of the initial parameters; nothing else is random")
+      ->capture_default_str();
+  command->add_option("--optimizer", a->optimizer, "adamw or sgd")->capture_default_str();
+  command->add_option("--lr", a->lr, "learning rate")->capture_default_str();
+  command->add_option("--momentum", a->momentum, "of sgd")->capture_default_str();
+  command->add_option("--weight-decay", a->weight_decay, "weight decay")->capture_default_str();
+  command->add_option("--clip", o.clip_norm, "greatest norm of the gradient; 0 does not clip")
+      ->capture_default_str();
+  command->add_flag("--check", o.check, "train the unsharded golden run beside it and compare every bit");
+  command->add_option("--json", a->json, "one JSON object a step into this file; - is standard output");
+  command->callback([a, &exit_code] { exit_code = run_train(*a); });
+}
+
+}  // namespace harness

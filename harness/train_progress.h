@@ -1,0 +1,55 @@
+// What a person sees of a training run, and the JSON lines that a program reads.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "harness/train.h"
+
+namespace harness {
+
+// 1234567 as "1,234,567".
+std::string grouped(int64_t number);
+
+// One line that is rewritten on a terminal; elsewhere a line every tenth of the run or five seconds.
+class TrainProgress {
+ public:
+  TrainProgress(std::FILE* out, int64_t steps);
+  ~TrainProgress() { end_line(); }
+
+  void show(const TrainStep& step);
+  // Ends the line that is being rewritten, if there is one.
+  void end_line();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::FILE* out_;
+  int64_t steps_;
+  bool terminal_;
+  bool open_line_ = false;
+  Clock::time_point start_ = Clock::now(), shown_at_ = start_;
+  int64_t tenth_shown_ = -1;
+};
+
+// One JSON object a line, flushed as it is written. Numbers have 17 significant digits, so they read back
+// exactly.
+class TrainJson {
+ public:
+  // "" writes nothing, "-" is standard output. Throws Error when the file cannot be written.
+  explicit TrainJson(const std::string& path);
+
+  void run(const std::string& description, const TextData& data, const TrainOptions& options);
+  void step(const TrainStep& step);
+  void end(const TrainResult& result, bool checked);
+
+ private:
+  void line(const std::string& text);
+
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
+};
+
+}  // namespace harness

@@ -1,0 +1,33 @@
+// The communicators of a mesh: one group for every axis, or set of axes, along which ranks talk.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shardproof/comm.h"
+#include "shardproof/mesh.h"
+
+namespace shardproof {
+
+class MeshComm {
+ public:
+  // Collective over `world`, whose rank r is rank r of the mesh. Throws Error, naming both, when their sizes differ.
+  MeshComm(std::shared_ptr<Comm> world, Mesh mesh);
+
+  const Mesh& mesh() const { return mesh_; }
+  int64_t rank() const { return world_->rank(); }
+  Comm& world() { return *world_; }
+
+  // The group of this rank's peers along these axes. Law: its ranks are mesh().peers(rank(), axes), in that order. The
+  // first request for a set of axes is collective over the world.
+  Comm& along(const std::vector<std::string>& axes);
+
+ private:
+  std::shared_ptr<Comm> world_;
+  Mesh mesh_;
+  std::map<std::vector<std::string>, std::shared_ptr<Comm>> groups_;
+};
+
+}  // namespace shardproof
