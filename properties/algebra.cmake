@@ -8,6 +8,6 @@ target_link_libraries(layout_testing PUBLIC shardproof_options ${RAPIDCHECK_LIBR
 shardproof_test(NAME algebra_props LABEL layout CASES 1000 ALONE SOURCES
   gen_layout_props.cpp mesh_props.cpp layout_props.cpp plan_props.cpp lower_props.cpp
   LIBRARIES layout_testing shardproof_algebra)
-# Not to load LibTorch, of which it needs nothing and which takes a hundred times as long as most of the tests.
+# Not to load LibTorch, of which it needs nothing and which takes 100 times as long as most tests.
 # The wheel's libraries also export parts of libstdc++, so that one has to come first.
 target_link_options(algebra_props PRIVATE LINKER:--no-as-needed -lstdc++ LINKER:--as-needed)
