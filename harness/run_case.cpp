@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 
@@ -42,18 +43,23 @@ class Reference {
   golden::Trace trace_, other_order_, truth_;
 };
 
-// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees.
+// Flips the lowest bit of one parameter. In fast mode doubles the largest piece of gradient: other tensors may be pure
+// rounding (a key's bias has no gradient), where nothing can be noticed.
 void plant_change(const Case& c, std::vector<RankStep>& ranks) {
   const Draws draws(c.seed, "control");
-  for (size_t offset = 0; offset < ranks.size(); ++offset) {
-    auto& pieces = ranks[(draws.bits(0) + offset) % ranks.size()].parameters;
-    if (pieces.empty()) continue;
-    at::Tensor data = pieces[draws.bits(1) % pieces.size()].data;
-    float& value = data.mutable_data_ptr<float>()[draws.bits(2) % static_cast<uint64_t>(data.numel())];
-    if (c.mode == Mode::fast) value = value * 1.01f + 0.01f;
-    else value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ 1u);
+  std::vector<shardproof::Piece*> pieces;
+  for (RankStep& rank : ranks)
+    for (shardproof::Piece& piece : c.mode == Mode::fast ? rank.gradients : rank.parameters) pieces.push_back(&piece);
+  if (c.mode == Mode::fast) {
+    const auto largest = [](const auto* a, const auto* b) {
+      return a->data.norm().template item<float>() < b->data.norm().template item<float>();
+    };
+    (*std::max_element(pieces.begin(), pieces.end(), largest))->data.mul_(2);
     return;
   }
+  const at::Tensor& data = pieces[draws.bits(1) % pieces.size()]->data;
+  float& value = data.mutable_data_ptr<float>()[draws.bits(2) % static_cast<uint64_t>(data.numel())];
+  value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ 1u);
 }
 
 void compare(const Case& c, const Reference& reference, std::vector<std::vector<RankStep>> sharded, Verdict& verdict) {
@@ -72,7 +78,7 @@ void compare(const Case& c, const Reference& reference, std::vector<std::vector<
     verdict.held = true;
   } else {
     verdict.category = "control";
-    verdict.what = "control: a planted change of a parameter after the last step was not noticed";
+    verdict.what = "control: a planted change in the last step was not noticed";
   }
 }
 
