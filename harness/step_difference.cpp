@@ -113,6 +113,10 @@ Difference first_difference(const golden::StepTrace& golden, const std::vector<R
   };
   if (auto difference = tensors("parameter", golden.parameters, ranks, parameters, compared))
     return difference;
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    if (ranks[rank].state.size() > golden.state.size())
+      return fmt::format("optimizer state {} on rank {}: the golden run has none",
+                         ranks[rank].state[golden.state.size()].first, rank);
   for (size_t slot = 0; slot < golden.state.size(); ++slot) {
     const auto& [name, values] = golden.state[slot];
     for (size_t rank = 0; rank < ranks.size(); ++rank)
