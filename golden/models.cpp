@@ -38,12 +38,9 @@ class Scope {
     return at::layer_norm(x, {x.size(-1)}, parameters_.at(prefix_ + name + ".weight"),
                           parameters_.at(prefix_ + name + ".bias"), kLayerNormEps);
   }
-  // As torch::nn::Linear: above two dims the product first, then the bias. at::linear fuses them, which
-  // rounds otherwise.
   at::Tensor linear(const at::Tensor& x, const std::string& name) const {
-    at::Tensor y = x.matmul(parameters_.at(prefix_ + name + ".weight").t());
-    y += parameters_.at(prefix_ + name + ".bias");
-    return y;
+    return at::linear(x, parameters_.at(prefix_ + name + ".weight"),
+                      parameters_.at(prefix_ + name + ".bias"));
   }
 
  private:
