@@ -43,7 +43,7 @@ std::vector<int64_t> sizes(const Shape& shape, const Mesh& mesh, const Layout& l
 RC_GTEST_PROP(Redistribute, every_rank_gets_what_the_target_layout_means, ()) {
   const gen::Move move = *gen::move_on_one_mesh();
   const Mesh& mesh = move.from.mesh;
-  RC_CLASSIFY(true, to_string(lower(move.shape, mesh, move.from.layout, move.to.layout)));
+  RC_TAG(std::string(to_string(lower(move.shape, mesh, move.from.layout, move.to.layout).step)));
   const spec::World before = spec::start(move.shape, move.from), after = spec::wanted(move.shape, move.from, move.to);
   ThreadsOptions options;
   options.schedule = ThreadsOptions::Schedule::serial;
