@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/fully_shard.h"
+#include "shardproof/piece.h"
 
 namespace harness {
 

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <exception>
+#include <set>
 #include <thread>
 
 #include "golden/train.h"
@@ -37,8 +38,10 @@ void require_valid(const TrainOptions& options, const TextData& data) {
 golden::Named initial_parameters(const TrainOptions& options) {
   const shardproof::Gpt model = make_model(options);
   golden::Named parameters;
+  std::set<const c10::TensorImpl*> seen;  // a tied parameter counts under its first name
   for (const auto& item : model->named_parameters())
-    parameters.emplace_back(item.key(), item.value().detach().clone());
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+      parameters.emplace_back(item.key(), item.value().detach().clone());
   return parameters;
 }
 

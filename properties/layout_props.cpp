@@ -289,6 +289,20 @@ TEST(Layout, every_small_layout_of_two_axes_is_what_dealing_leaves) {
   EXPECT_EQ(checked, 7 * 100 * 6);  // (1+2+3+4)^2 ranks over the pairs of sizes
 }
 
+TEST(Layout, the_worked_examples_of_the_documentation_hold) {
+  EXPECT_EQ(piece({"dp", {0, 1, 1, 4, 5}}, 5, 4, 1).size(), 0);
+  EXPECT_EQ(piece({"dp", {0, 1, 1, 4, 5}}, 5, 4, 2), (Interval{1, 4}));
+  const Mesh three = Mesh::parse("dp_shard=3");
+  const Layout flat = split_flat(replicated(), {"dp_shard", {}});
+  EXPECT_EQ(owned({4, 5}, three, flat, 0), (std::vector<Box>{{{0, 1}, {0, 5}}, {{1, 2}, {0, 2}}}));
+  EXPECT_EQ(owned({4, 5}, three, flat, 1), (std::vector<Box>{{{1, 2}, {2, 5}}, {{2, 3}, {0, 4}}}));
+  EXPECT_EQ(owned({4, 5}, three, flat, 2), (std::vector<Box>{{{2, 3}, {4, 5}}, {{3, 4}, {0, 5}}}));
+  const Layout clamped = split_dim(split_dim(replicated(), 0, {"tp", {}}), 0, {"dp_shard", {0, 1, 3}});
+  EXPECT_EQ(rows(5, clamped), (std::vector<Interval>{{0, 1}, {3, 4}, {1, 3}, {4, 5}}));
+  EXPECT_EQ(within({"dp_shard", {}}, 16, 2, {0, 9}).bounds, (std::vector<int64_t>{0, 8, 9}));
+  EXPECT_EQ(within({"dp_shard", {}}, 16, 2, {10, 13}).bounds, (std::vector<int64_t>{0, 0, 3}));
+}
+
 TEST(Layout, owned_tiles_the_tensor_on_16384_ranks) {
   const Mesh mesh = Mesh::parse("dp_replicate=8,dp_shard=256,tp=8");
   const Shape shape{4099, 1031};  // primes

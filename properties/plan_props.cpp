@@ -205,6 +205,13 @@ TEST(Plan, of_16384_ranks_sums_256_terms_for_each_element_of_a_shard) {
   }
 }
 
+TEST(Plan, the_worked_example_of_the_documentation_holds) {
+  const Placement saved{Mesh::parse("dp=3"), split_flat(replicated(), {"dp", {}})};
+  const Placement wanted{Mesh::parse("tp=2"), split_dim(replicated(), 0, {"tp", {}})};
+  EXPECT_EQ(plan({6}, saved, wanted),
+            (std::vector<Transfer>{{0, 0, {{0, 2}}}, {1, 0, {{2, 3}}}, {1, 1, {{3, 4}}}, {2, 1, {{4, 6}}}}));
+}
+
 TEST(Plan, questions_that_make_no_sense_are_refused) {
   const Placement one{Mesh::parse("dp=2"), replicated()},
       other{Mesh::parse("tp=3"), split_dim(replicated(), 0, {"dp", {}})};

@@ -1,3 +1,18 @@
 # Tests of the data-parallel library; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding_props.cpp sharding_errors_props.cpp toy_modules.cpp)
 shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optimizer_props.cpp)
+
+# The main job, a slice of it for every strategy: random cases against their golden runs.
+set(_failures "${CMAKE_BINARY_DIR}/failures")
+foreach(strategy ddp zero1 zero2 zero3)
+  add_test(NAME Verify.random_cases_of_${strategy}_equal_their_golden_runs
+    COMMAND shardproof_command verify --strategy ${strategy} --cases 150 --seed 7 --no-python --failures ${_failures})
+  add_test(NAME Verify.thousands_of_random_cases_of_${strategy}_equal_their_golden_runs
+    COMMAND shardproof_command verify --strategy ${strategy} --cases 5000 --seed 11 --no-python --failures ${_failures})
+  set_tests_properties(Verify.random_cases_of_${strategy}_equal_their_golden_runs PROPERTIES LABELS train)
+  set_tests_properties(Verify.thousands_of_random_cases_of_${strategy}_equal_their_golden_runs PROPERTIES
+    LABELS nightly TIMEOUT 7200)
+endforeach()
+add_test(NAME Verify.the_golden_run_agrees_with_pytorch_in_python
+  COMMAND shardproof_command verify --cases 100 --seed 3 --failures ${_failures})
+set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERTIES LABELS train)

@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "bucket_layout.h"
+#include "shardproof/mesh_comm.h"
+#include "shardproof/shard_options.h"
 
 namespace shardproof {
 

@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/fully_shard.h"
+#include "shardproof/piece.h"
 #include "shardproof/plan.h"
+#include "shardproof/strategy.h"
 
 namespace shardproof {
 

@@ -172,7 +172,7 @@ class HolderWalk {
     };
     if (fixed_[cut.axis] >= 0) return void(enter(fixed_[cut.axis]));
     for (int64_t at = left.begin; (at = next_offset(region_, shared_, at)) < left.end;)
-      at = enter(cut.part_at(left.size(), at - left.begin));
+      at = past(at, enter(cut.part_at(left.size(), at - left.begin)));
   }
 
   void emit(Interval run, int64_t rank) {
@@ -181,6 +181,11 @@ class HolderWalk {
     append_run(region_, run, boxes_);
     for (Box& box : boxes_)
       if (intersect(box, shared_)) visit_(rank, box);
+  }
+
+  static int64_t past(int64_t at, int64_t end) {
+    SHARD_CHECK(end > at, "layout", "the piece that holds {} ends at {}", at, end);
+    return end;
   }
 
   int64_t rank_with(int64_t rank, const Cut& cut, int64_t part) const {

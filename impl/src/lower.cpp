@@ -125,8 +125,7 @@ Lowered lower(const Shape& shape, const Mesh& mesh, const Layout& from, const La
   if (!lost.empty() && !gained.empty()) return {Step::general, {}, kFlat, kFlat};
   if (!lost.empty()) return lower_sum(a, b, lost);
   Lowered slice;
-  if (lower_slice(a, b, gained, slice)) return slice;
-  return gained.empty() ? lower_move(a, b) : Lowered{Step::general, {}, kFlat, kFlat};
+  return lower_slice(a, b, gained, slice) ? slice : lower_move(a, b);
 }
 
 }  // namespace shardproof

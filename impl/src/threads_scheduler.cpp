@@ -11,6 +11,19 @@ uint64_t next_random(uint64_t& state) {
   return z ^ (z >> 31);
 }
 
+void Scheduler::Lock::lock() {
+  scheduler_.mutex_.lock();
+  held_ = true;
+}
+
+void Scheduler::Lock::unlock() {
+  std::vector<Parker*> to_wake;
+  to_wake.swap(scheduler_.to_wake_);
+  held_ = false;
+  scheduler_.mutex_.unlock();
+  for (Parker* parker : to_wake) parker->unpark();
+}
+
 Scheduler::Scheduler(std::vector<Parker*> parkers, bool serial, uint64_t seed, std::function<void()> stuck)
     : parkers_(std::move(parkers)),
       serial_(serial),
@@ -27,11 +40,13 @@ Scheduler::Scheduler(std::vector<Parker*> parkers, bool serial, uint64_t seed, s
 }
 
 void Scheduler::start() {
-  if (serial_) return let_next_run();
-  for (Parker* parker : parkers_) parker->unpark();
+  if (serial_)
+    draw_next();
+  else
+    to_wake_ = parkers_;
 }
 
-void Scheduler::let_next_run() {
+void Scheduler::draw_next() {
   if (runnable_.empty() && unfinished_ > 0) stuck_();
   if (runnable_.empty()) return;
   const size_t drawn = next_random(random_) % runnable_.size();
@@ -39,18 +54,22 @@ void Scheduler::let_next_run() {
   runnable_[drawn] = runnable_.back();
   runnable_.pop_back();
   states_[rank] = State::running;
-  parkers_[rank]->unpark();
+  to_wake_.push_back(parkers_[rank]);
+}
+
+void Scheduler::sleep(Lock& lock, int64_t rank) {
+  lock.unlock();
+  parkers_[rank]->park();
+  lock.lock();
 }
 
 void Scheduler::block(Lock& lock, int64_t rank) {
   states_[rank] = State::blocked;
   if (serial_)
-    let_next_run();
+    draw_next();
   else if (--running_ == 0)
     stuck_();
-  lock.unlock();
-  parkers_[rank]->park();
-  lock.lock();
+  sleep(lock, rank);
 }
 
 void Scheduler::ready(int64_t rank) {
@@ -61,7 +80,7 @@ void Scheduler::ready(int64_t rank) {
   } else {
     states_[rank] = State::running;
     ++running_;
-    parkers_[rank]->unpark();
+    to_wake_.push_back(parkers_[rank]);
   }
 }
 
@@ -69,18 +88,15 @@ void Scheduler::yield(Lock& lock, int64_t rank) {
   if (!serial_ || runnable_.empty()) return;
   states_[rank] = State::runnable;
   runnable_.push_back(rank);
-  let_next_run();
-  if (states_[rank] == State::running) return parkers_[rank]->park();  // drew itself: takes its own permit
-  lock.unlock();
-  parkers_[rank]->park();
-  lock.lock();
+  draw_next();
+  sleep(lock, rank);
 }
 
 void Scheduler::finish(int64_t rank) {
   states_[rank] = State::finished;
   --unfinished_;
   if (serial_)
-    let_next_run();
+    draw_next();
   else if (--running_ == 0 && unfinished_ > 0)
     stuck_();
 }

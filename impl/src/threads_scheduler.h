@@ -1,5 +1,5 @@
 // Who may run. `parallel`: every rank that is not blocked. `serial`: one rank at a time, drawn by the seed from those that
-// could. Both know when no rank can go on. Everything but `start` is called under the world's lock.
+// could. Both know when no rank can go on.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,28 @@ uint64_t next_random(uint64_t& state);
 
 class Scheduler {
  public:
-  using Lock = std::unique_lock<std::mutex>;
+  // The lock of a world. Ranks that were made ready under it are woken once it is released: woken earlier, they would
+  // only run into it.
+  class Lock {
+   public:
+    explicit Lock(Scheduler& scheduler) : scheduler_(scheduler) { lock(); }
+    ~Lock() {
+      if (held_) unlock();
+    }
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+    void lock();
+    void unlock();
+
+   private:
+    Scheduler& scheduler_;
+    bool held_ = false;
+  };
 
   // `stuck` is called when unfinished ranks are left and all are blocked; it must make one ready.
   Scheduler(std::vector<Parker*> parkers, bool serial, uint64_t seed, std::function<void()> stuck);
+
+  // Everything below is called under the lock.
 
   // Lets the ranks begin. Serial: the first one; the others begin when they are first drawn.
   void start();
@@ -37,9 +55,12 @@ class Scheduler {
  private:
   enum class State { runnable, running, blocked, finished };
 
-  void let_next_run();
+  void draw_next();
+  void sleep(Lock& lock, int64_t rank);
 
+  std::mutex mutex_;
   std::vector<Parker*> parkers_;
+  std::vector<Parker*> to_wake_;
   const bool serial_;
   uint64_t random_;
   std::function<void()> stuck_;

@@ -93,7 +93,7 @@ World::World(std::vector<Parker*> parkers, const ThreadsOptions& options)
 }
 
 void World::start() {
-  Lock lock(mutex_);
+  Lock lock(scheduler_);
   scheduler_.start();
 }
 
@@ -120,7 +120,7 @@ World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
   require_own_thread(this, rank);
   require_supported(call);
   Part part = make_part(group, rank, std::move(call));
-  Lock lock(mutex_);
+  Lock lock(scheduler_);
   if (ended_) throw WorldEnded();
   std::shared_ptr<Rendezvous> rendezvous = stream_of(group, part.call, group_rank).join(index);
   part.arrived = true;
@@ -174,7 +174,7 @@ void World::receive_late(Lock& lock, Rendezvous& rendezvous, int64_t part) {
 void World::wait(Rendezvous& rendezvous, int64_t index) {
   Part& part = rendezvous.parts[index];
   require_own_thread(this, part.rank);
-  Lock lock(mutex_);
+  Lock lock(scheduler_);
   if (part.waited) return;
   if (rendezvous.complete()) scheduler_.yield(lock, part.rank);  // else it blocks, which chooses as well
   bool helped = false;
@@ -218,7 +218,7 @@ void World::wake_waiting(Rendezvous& rendezvous) {
 }
 
 std::shared_ptr<Group> World::join_group(uint64_t id, const std::string& name, const std::vector<int64_t>& ranks) {
-  Lock lock(mutex_);
+  Lock lock(scheduler_);
   std::weak_ptr<Group>& known = groups_[id];
   std::shared_ptr<Group> group = known.lock();
   if (!group) known = group = std::make_shared<Group>(id, name, ranks);
@@ -234,17 +234,19 @@ void World::run(int64_t rank, const std::function<void()>& body) {
     body();
     require_no_open_calls(rank);
   } catch (...) {
-    Lock lock(mutex_);
+    Lock lock(scheduler_);
     end(rank, std::current_exception());
   }
   current = {};
-  Lock lock(mutex_);
+  Lock lock(scheduler_);
   scheduler_.finish(rank);
-  if (scheduler_.all_finished()) caller_.unpark();
+  const bool last = scheduler_.all_finished();
+  lock.unlock();
+  if (last) caller_.unpark();
 }
 
 void World::require_no_open_calls(int64_t rank) {
-  Lock lock(mutex_);
+  Lock lock(scheduler_);
   if (ended_ || open_calls_[rank].empty()) return;
   std::vector<std::string> titles;
   for (const Arrival& call : open_calls_[rank]) titles.push_back(call.rendezvous->title(call.part));
@@ -279,7 +281,7 @@ std::string World::deadlock_message() const {
 
 void World::join() {
   caller_.park();
-  Lock lock(mutex_);
+  Lock lock(scheduler_);
   ended_ = true;
   for (auto& open : open_calls_) open.clear();
   const std::exception_ptr error = std::move(error_);

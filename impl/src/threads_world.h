@@ -4,10 +4,7 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "shardproof/threads.h"
@@ -66,7 +63,6 @@ class World {
   const ThreadsOptions options_;
   const int64_t size_;
   std::shared_ptr<Group> everyone_;
-  mutable std::mutex mutex_;
   Scheduler scheduler_;
   std::map<uint64_t, std::weak_ptr<Group>> groups_;
   // By rank: its calls that were not waited for yet, and the one it is blocked in.

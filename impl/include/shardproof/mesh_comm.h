@@ -23,7 +23,6 @@ class MeshComm {
   // The group of this rank's peers along these axes. Law: its ranks are mesh().peers(rank(), axes), in that order. The
   // first request for a set of axes is collective over the world.
   Comm& along(const std::vector<std::string>& axes);
-  Comm& along(const std::string& axis) { return along(std::vector<std::string>{axis}); }
 
  private:
   std::shared_ptr<Comm> world_;

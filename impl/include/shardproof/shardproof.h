@@ -2,6 +2,7 @@
 #pragma once
 
 #include "shardproof/check.h"
+#include "shardproof/checked.h"
 #include "shardproof/comm.h"
 #include "shardproof/fully_shard.h"
 #include "shardproof/layout.h"
@@ -9,7 +10,10 @@
 #include "shardproof/mesh_comm.h"
 #include "shardproof/models.h"
 #include "shardproof/optimizer.h"
+#include "shardproof/piece.h"
 #include "shardproof/plan.h"
+#include "shardproof/shard_options.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
+#include "shardproof/traced.h"
 #include "shardproof/unit.h"

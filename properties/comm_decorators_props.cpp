@@ -1,0 +1,112 @@
+// `checked` turns mismatches into errors on every rank, over any backend; `traced` writes down what was called.
+#include <gtest/gtest.h>
+
+#include <mutex>
+
+#include "comm_worlds.h"
+#include "golden/collectives.h"
+#include "shardproof/check.h"
+#include "shardproof/checked.h"
+#include "shardproof/traced.h"
+
+using namespace shardproof;
+
+namespace {
+
+// What each rank's own call throws; the world is then ended by rank 0's.
+std::vector<std::string> errors_on_ranks(int64_t world, const std::function<void(Comm&)>& body) {
+  std::vector<std::string> messages(world);
+  run_threads(world, [&](std::shared_ptr<Comm> comm) {
+    const auto guarded = checked(comm);
+    try {
+      body(*guarded);
+    } catch (const Error& error) {
+      messages[comm->rank()] = error.what();
+    }
+  });
+  return messages;
+}
+
+void expect_all_say(const std::vector<std::string>& messages, std::initializer_list<const char*> parts) {
+  for (const std::string& message : messages)
+    for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
+}
+
+}  // namespace
+
+TEST(Checked, every_rank_gets_the_same_error_for_a_mismatch) {
+  expect_all_say(errors_on_ranks(3,
+                                 [](Comm& comm) {
+                                   at::Tensor tensor = at::ones({comm.rank() == 2 ? 5 : 4});
+                                   comm.all_reduce(tensor).wait();
+                                 }),
+                 {"ranks 0 and 2", "x 4", "x 5"});
+  expect_all_say(errors_on_ranks(2,
+                                 [](Comm& comm) {
+                                   at::Tensor tensor = at::ones({4}, comm.rank() == 0 ? at::kFloat : at::kDouble);
+                                   comm.all_reduce(tensor).wait();
+                                 }),
+                 {"Float", "Double"});
+  expect_all_say(errors_on_ranks(2,
+                                 [](Comm& comm) {
+                                   at::Tensor tensor = at::ones({4});
+                                   comm.all_reduce(tensor, comm.rank() == 0 ? Reduce::sum : Reduce::max).wait();
+                                 }),
+                 {"sum", "max"});
+  expect_all_say(errors_on_ranks(2,
+                                 [](Comm& comm) {
+                                   at::Tensor tensor = at::ones({4});
+                                   if (comm.rank() == 0) comm.barrier().wait();
+                                   else comm.all_reduce(tensor).wait();
+                                 }),
+                 {"barrier", "all_reduce", "call 0"});
+  expect_all_say(errors_on_ranks(2,
+                                 [](Comm& comm) {
+                                   at::Tensor input = at::ones({4}), output = at::ones({4});
+                                   const int64_t own = comm.rank() == 0 ? 3 : 2;
+                                   comm.all_to_all(output, input, {2, 2}, {4 - own, own}).wait();
+                                 }),
+                 {"all_to_all", "1+3"});
+}
+
+TEST(Checked, matching_calls_pass_unchanged_in_groups_too) {
+  run_threads(4, [](std::shared_ptr<Comm> comm) {
+    const auto guarded = checked(comm);
+    const auto half = guarded->split(comm->rank() % 2, comm->rank(), "half");
+    golden::Ranks inputs{worlds::values(9, at::kFloat, comm->rank() % 2, 1), worlds::values(9, at::kFloat, comm->rank() % 2 + 2, 1)};
+    at::Tensor tensor = inputs[half->rank()].clone();
+    half->all_reduce(tensor).wait();
+    EXPECT_TRUE(worlds::same_bytes(tensor, golden::all_reduce(inputs)[0]));
+  });
+}
+
+TEST(Traced, calls_are_written_down_by_rank_and_group_with_their_bytes) {
+  auto trace = std::make_shared<Trace>();
+  run_threads(4, [&](std::shared_ptr<Comm> comm) {
+    const auto recorded = traced(comm, trace);
+    at::Tensor tensor = at::ones({10}), gathered = at::empty({6});
+    recorded->all_reduce(tensor).wait();
+    const auto half = recorded->split(comm->rank() / 2, comm->rank(), "half");
+    half->all_gather(gathered, at::ones({3})).wait();
+  });
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    const auto records = trace->of_rank(rank);
+    ASSERT_EQ(records.size(), 2u);
+    EXPECT_EQ(records[0].op, "all_reduce");
+    EXPECT_EQ(records[0].bytes, 40);
+    EXPECT_EQ(records[1].group, "half");
+    EXPECT_EQ(records[1].bytes, 24);
+  }
+  EXPECT_EQ(trace->first_disagreement("world"), "");
+  EXPECT_NE(trace->summary(0).find("all_gather"), std::string::npos);
+}
+
+TEST(Traced, the_first_disagreement_between_ranks_is_named) {
+  Trace trace;
+  trace.add(0, {"all_gather", "world", "all_gather(a)", 4});
+  trace.add(1, {"all_gather", "world", "all_gather(a)", 4});
+  trace.add(0, {"all_reduce", "world", "all_reduce(b)", 4});
+  const std::string message = trace.first_disagreement("world");
+  for (const char* part : {"call 1", "rank 0 all_reduce(b)", "rank 1 nothing"})
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+}

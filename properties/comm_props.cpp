@@ -1,0 +1,202 @@
+// Every collective of the threads backend equals its specification, a loop over the ranks' tensors.
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "comm_worlds.h"
+#include "golden/collectives.h"
+#include "shardproof/mesh_comm.h"
+
+using namespace shardproof;
+using worlds::same_bytes;
+
+namespace {
+
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt, at::kLong};
+
+golden::Ranks inputs_of(int64_t world, int64_t numel, at::ScalarType dtype, int64_t salt) {
+  golden::Ranks inputs;
+  for (int64_t rank = 0; rank < world; ++rank) inputs.push_back(worlds::values(numel, dtype, rank, salt));
+  return inputs;
+}
+
+// Runs the check on worlds of 1 to 8 ranks under every schedule and completion, with sizes from nothing to many.
+void everywhere(const std::function<void(Comm&, int64_t numel, int64_t salt)>& check) {
+  int64_t salt = 0;
+  for (const ThreadsOptions& options : worlds::all_options())
+    for (int64_t world = 1; world <= 8; ++world) {
+      SCOPED_TRACE(fmt::format("world {}, {}", world, worlds::name(options)));
+      run_threads(
+          world, [&, salt](std::shared_ptr<Comm> comm) { for (const int64_t numel : {0, 1, 5, 64, 257}) check(*comm, numel, salt); },
+          options);
+      ++salt;
+    }
+}
+
+}  // namespace
+
+TEST(Comm, all_gather_puts_the_ranks_inputs_side_by_side) {
+  everywhere([](Comm& comm, int64_t numel, int64_t salt) {
+    const golden::Ranks inputs = inputs_of(comm.size(), numel, at::kFloat, salt);
+    at::Tensor output = at::empty({comm.size() * numel});
+    comm.all_gather(output, inputs[comm.rank()]).wait();
+    EXPECT_TRUE(same_bytes(output, golden::all_gather(inputs)[comm.rank()]));
+  });
+}
+
+TEST(Comm, all_gather_may_take_its_input_from_its_own_place_in_the_output) {
+  everywhere([](Comm& comm, int64_t numel, int64_t salt) {
+    const golden::Ranks inputs = inputs_of(comm.size(), numel, at::kFloat, salt);
+    at::Tensor output = at::empty({comm.size() * numel});
+    at::Tensor own = output.narrow(0, comm.rank() * numel, numel);
+    own.copy_(inputs[comm.rank()]);
+    comm.all_gather(output, own).wait();
+    EXPECT_TRUE(same_bytes(output, golden::all_gather(inputs)[comm.rank()]));
+  });
+}
+
+TEST(Comm, reductions_add_in_rank_order_in_every_dtype) {
+  for (const at::ScalarType dtype : kDtypes)
+    everywhere([dtype](Comm& comm, int64_t numel, int64_t salt) {
+      const golden::Ranks inputs = inputs_of(comm.size(), numel * comm.size(), dtype, salt);
+      at::Tensor slice = at::empty({numel}, dtype);
+      comm.reduce_scatter(slice, inputs[comm.rank()]).wait();
+      EXPECT_TRUE(same_bytes(slice, golden::reduce_scatter(inputs)[comm.rank()])) << c10::toString(dtype);
+      at::Tensor whole = inputs[comm.rank()].clone();
+      comm.all_reduce(whole).wait();
+      EXPECT_TRUE(same_bytes(whole, golden::all_reduce(inputs)[comm.rank()])) << c10::toString(dtype);
+    });
+}
+
+TEST(Comm, maximum_and_minimum_pass_nan_on) {
+  everywhere([](Comm& comm, int64_t numel, int64_t salt) {
+    golden::Ranks inputs = inputs_of(comm.size(), numel, at::kFloat, salt);
+    if (numel > 1) inputs[comm.size() / 2][1] = NAN;
+    for (const auto& [op, spec] : {std::pair{Reduce::max, golden::Combine::max}, {Reduce::min, golden::Combine::min}}) {
+      at::Tensor tensor = inputs[comm.rank()].clone();
+      comm.all_reduce(tensor, op).wait();
+      EXPECT_TRUE(tensor.equal(golden::all_reduce(inputs, spec)[0]) || (numel > 1 && tensor[1].isnan().item<bool>()));
+    }
+  });
+}
+
+TEST(Comm, a_ring_adds_in_another_order_and_the_same_numbers) {
+  ThreadsOptions ring;
+  ring.sum = ThreadsOptions::Sum::ring;
+  int64_t different = 0;
+  run_threads(
+      5,
+      [&](std::shared_ptr<Comm> comm) {
+        const golden::Ranks inputs = inputs_of(5, 5 * 100, at::kFloat, 3);
+        at::Tensor slice = at::empty({100});
+        comm->reduce_scatter(slice, inputs[comm->rank()]).wait();
+        const at::Tensor ordered = golden::reduce_scatter(inputs)[comm->rank()];
+        if (comm->rank() == 2) different = (slice != ordered).sum().item<int64_t>();
+        EXPECT_TRUE(at::allclose(slice, ordered, 1e-4, 1e-3));
+      },
+      ring);
+  EXPECT_GT(different, 0) << "with such data the order shows";
+}
+
+TEST(Comm, all_to_all_delivers_unequal_slices_by_sender) {
+  everywhere([](Comm& comm, int64_t numel, int64_t salt) {
+    std::vector<std::vector<int64_t>> sizes(comm.size(), std::vector<int64_t>(comm.size()));
+    for (int64_t from = 0; from < comm.size(); ++from)
+      for (int64_t to = 0; to < comm.size(); ++to) sizes[from][to] = (from * 3 + to * 5 + numel) % 7;
+    golden::Ranks inputs;
+    for (int64_t rank = 0; rank < comm.size(); ++rank)
+      inputs.push_back(worlds::values(std::accumulate(sizes[rank].begin(), sizes[rank].end(), int64_t{0}), at::kFloat, rank, salt));
+    std::vector<int64_t> incoming;
+    for (int64_t from = 0; from < comm.size(); ++from) incoming.push_back(sizes[from][comm.rank()]);
+    at::Tensor output = at::empty({std::accumulate(incoming.begin(), incoming.end(), int64_t{0})});
+    comm.all_to_all(output, inputs[comm.rank()], incoming, sizes[comm.rank()]).wait();
+    EXPECT_TRUE(same_bytes(output, golden::all_to_all(inputs, sizes)[comm.rank()]));
+  });
+}
+
+TEST(Comm, broadcast_send_and_recv_deliver_what_was_given) {
+  everywhere([](Comm& comm, int64_t numel, int64_t salt) {
+    const golden::Ranks inputs = inputs_of(comm.size(), numel, at::kFloat, salt);
+    const int64_t root = salt % comm.size();
+    at::Tensor tensor = inputs[comm.rank()].clone();
+    comm.broadcast(tensor, root).wait();
+    EXPECT_TRUE(same_bytes(tensor, inputs[root]));
+    // Around the ring, twice, told apart by the tag.
+    const int64_t next = (comm.rank() + 1) % comm.size(), previous = (comm.rank() + comm.size() - 1) % comm.size();
+    at::Tensor first = at::empty({numel}), second = at::empty({numel});
+    const at::Tensor doubled = inputs[comm.rank()] * 2;
+    std::vector<Work> works;
+    works.push_back(comm.send(doubled, next, 2));
+    works.push_back(comm.send(inputs[comm.rank()], next, 1));
+    works.push_back(comm.recv(first, previous, 1));
+    works.push_back(comm.recv(second, previous, 2));
+    for (Work& work : works) work.wait();
+    EXPECT_TRUE(same_bytes(first, inputs[previous]));
+    EXPECT_TRUE(same_bytes(second, inputs[previous] * 2));
+  });
+}
+
+TEST(Comm, collectives_in_flight_may_be_awaited_in_any_order) {
+  everywhere([](Comm& comm, int64_t numel, int64_t salt) {
+    const golden::Ranks a = inputs_of(comm.size(), numel, at::kFloat, salt), b = inputs_of(comm.size(), numel, at::kFloat, salt + 1);
+    at::Tensor sum = a[comm.rank()].clone(), gathered = at::empty({comm.size() * numel});
+    Work first = comm.all_reduce(sum), second = comm.all_gather(gathered, b[comm.rank()]);
+    second.wait();
+    first.wait();
+    EXPECT_TRUE(same_bytes(sum, golden::all_reduce(a)[0]));
+    EXPECT_TRUE(same_bytes(gathered, golden::all_gather(b)[0]));
+  });
+}
+
+TEST(Comm, groups_of_a_split_are_ordered_by_key_and_separate) {
+  for (const ThreadsOptions& options : worlds::all_options())
+    run_threads(
+        7,
+        [](std::shared_ptr<Comm> comm) {
+          // Ranks 0..6: colors 0 1 2 0 1 2 0, in reverse; rank 5 joins none.
+          const int64_t rank = comm->rank(), color = rank == 5 ? -1 : rank % 3;
+          const auto group = comm->split(color, -rank, "third");
+          if (color < 0) {
+            EXPECT_EQ(group, nullptr);
+            return;
+          }
+          std::vector<int64_t> members;
+          for (int64_t other = 6; other >= 0; --other)
+            if (other != 5 && other % 3 == color) members.push_back(other);
+          ASSERT_EQ(group->size(), static_cast<int64_t>(members.size()));
+          EXPECT_EQ(members[group->rank()], rank);
+          at::Tensor all = at::empty({group->size()}, at::kLong);
+          group->all_gather(all, at::full({1}, rank, at::kLong)).wait();
+          EXPECT_EQ(std::vector<int64_t>(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()), members);
+        },
+        options);
+}
+
+TEST(Comm, groups_along_mesh_axes_are_the_meshs_peers) {
+  const Mesh mesh = Mesh::parse("dp_replicate=2,dp_shard=3,tp=2");
+  run_threads(12, [&](std::shared_ptr<Comm> comm) {
+    MeshComm comms(comm, mesh);
+    for (const std::vector<std::string>& axes :
+         std::vector<std::vector<std::string>>{{"tp"}, {"dp_shard"}, {"dp_replicate"}, {"dp_replicate", "dp_shard"}, {}}) {
+      Comm& group = comms.along(axes);
+      at::Tensor all = at::empty({group.size()}, at::kLong);
+      group.all_gather(all, at::full({1}, comm->rank(), at::kLong)).wait();
+      EXPECT_EQ(std::vector<int64_t>(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()),
+                mesh.peers(comm->rank(), axes));
+    }
+  });
+}
+
+TEST(Comm, large_collectives_are_shared_among_ranks_and_equal_the_loop) {
+  run_threads(3, [](std::shared_ptr<Comm> comm) {
+    const int64_t numel = 300'001;
+    golden::Ranks inputs;
+    for (int64_t rank = 0; rank < 3; ++rank)
+      inputs.push_back(at::arange(3 * numel, at::kFloat) * (0.1f + static_cast<float>(rank)));
+    at::Tensor slice = at::empty({numel}), gathered = at::empty({9 * numel});
+    comm->reduce_scatter(slice, inputs[comm->rank()]).wait();
+    EXPECT_TRUE(same_bytes(slice, golden::reduce_scatter(inputs)[comm->rank()]));
+    comm->all_gather(gathered, inputs[comm->rank()]).wait();
+    EXPECT_TRUE(same_bytes(gathered, golden::all_gather(inputs)[0]));
+  });
+}
