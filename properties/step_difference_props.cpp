@@ -50,12 +50,13 @@ float* values(std::vector<Piece>& pieces) {
 }
 
 // The difference that a change of either side makes.
-std::string difference_after(const std::function<void(golden::StepTrace&, std::vector<RankStep>&)>& change) {
+std::string difference_after(const std::function<void(golden::StepTrace&, std::vector<RankStep>&)>& change,
+                             Copies copies = {}) {
   golden::StepTrace trace = golden_step();
   std::vector<RankStep> ranks = sharded_step(trace);
   change(trace, ranks);
   int64_t compared = 0;
-  return first_difference(trace, ranks, &compared).value_or("none");
+  return first_difference(trace, ranks, copies, &compared).value_or("none");
 }
 
 void expect_prefix(const std::string& text, const std::string& prefix) {
@@ -67,7 +68,7 @@ void expect_prefix(const std::string& text, const std::string& prefix) {
 TEST(StepDifference, equal_steps_have_none_and_every_value_is_counted) {
   const golden::StepTrace trace = golden_step();
   int64_t compared = 0;
-  EXPECT_EQ(first_difference(trace, sharded_step(trace), &compared), std::nullopt);
+  EXPECT_EQ(first_difference(trace, sharded_step(trace), {}, &compared), std::nullopt);
   EXPECT_EQ(compared, 2 + 2 + 3 * 6);
 }
 
@@ -123,7 +124,7 @@ TEST(StepDifference, a_replica_that_drifts_is_found_though_another_rank_is_right
   expect_prefix(difference_after([](const golden::StepTrace& trace, auto& ranks) {
                   for (RankStep& rank : ranks) rank.parameters = piece(trace.parameters[0].second, 0, 6);
                   values(ranks[1].parameters)[2] = 7;
-                }),
+                }, {.parameter = 2}),
                 "parameter of w, element [0, 2], on rank 1: golden 12 (0x41400000), sharded 7");
 }
 
