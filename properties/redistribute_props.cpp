@@ -78,7 +78,7 @@ TEST(Redistribute, every_kind_of_step_is_taken_by_some_move) {
       {rows, flat, Step::general},
   };
   for (const auto& [from, to, step] : moves)
-    for (const Shape& shape : {Shape{6, 12}, Shape{5, 7}}) {  // equal pieces and unequal ones
+    for (const Shape& shape : {Shape{6, 12}, Shape{6, 3}, Shape{5, 7}}) {  // equal pieces and unequal ones
       EXPECT_STREQ(to_string(lower(shape, mesh, from, to).step), to_string(step)) << from.str() << " -> " << to.str();
       const spec::World before = spec::start(shape, {mesh, from}), after = spec::wanted(shape, {mesh, from}, {mesh, to});
       run_threads(6, [&, from = from, to = to](std::shared_ptr<Comm> comm) {

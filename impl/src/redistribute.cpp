@@ -150,7 +150,7 @@ at::Tensor all_gather(const Task& task, const Lowered& lowered, const at::Tensor
   if (lowered.dim == kFlat) return gathered.view(task.target.sizes());
   std::vector<int64_t> pieces = local.sizes().vec();
   pieces.insert(pieces.begin(), group.size());
-  return gathered.view(pieces).movedim(0, lowered.dim).reshape(task.target.sizes());
+  return gathered.view(pieces).movedim(0, lowered.dim).reshape(task.target.sizes()).contiguous();
 }
 
 at::Tensor reduce_scatter(const Task& task, const Lowered& lowered, const at::Tensor& local) {
