@@ -12,8 +12,8 @@ using shardproof::Piece;
 
 bool fits(const Piece& piece, const at::Tensor& whole) {
   return whole.sizes() == at::IntArrayRef(piece.shape) && 0 <= piece.run.begin && piece.run.begin < piece.run.end &&
-         piece.run.end <= whole.numel() && piece.data.numel() == piece.run.size() &&
-         piece.data.scalar_type() == at::kFloat && piece.data.is_contiguous();
+         piece.run.end <= whole.numel() && piece.data.numel() == piece.run.size() && piece.data.scalar_type() == at::kFloat &&
+         piece.data.is_contiguous();
 }
 
 }  // namespace
@@ -64,7 +64,8 @@ std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::
     for (const Piece& piece : *kind.pieces[rank]) {
       size_t tried = 0;
       for (; tried < golden.size() && golden[at].first != piece.name; ++tried) at = (at + 1) % golden.size();
-      if (tried == golden.size()) return fmt::format("{} of {} on rank {}: the golden run has none", kind.name, piece.name, rank);
+      if (tried == golden.size())
+        return fmt::format("{} of {} on rank {}: the golden run has none", kind.name, piece.name, rank);
       if (!fits(piece, golden[at].second))
         return fmt::format("{} of {} on rank {}: {} values for the elements [{}, {}) of [{}] do not fit into [{}]", kind.name,
                            piece.name, rank, piece.data.numel(), piece.run.begin, piece.run.end, fmt::join(piece.shape, ", "),

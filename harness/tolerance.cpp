@@ -60,8 +60,9 @@ class Judge {
     const double ratio = found / unit;  // infinite when all but the sharded run are zero
     if (!(ratio <= *ratio_max_)) *ratio_max_ = ratio;
     if (ratio <= kToleranceFactor) return {};  // false for NaN
-    return fmt::format("relative distance {:.3g} from the float64 run, {:.3g} times that of unsharded float32 runs (allowed {})",
-                       found / size, ratio, kToleranceFactor);
+    return fmt::format(
+        "relative distance {:.3g} from the float64 run, {:.3g} times that of unsharded float32 runs (allowed {})", found / size,
+        ratio, kToleranceFactor);
   }
 
   Difference scalar(const std::string& what, double truth, const Values& references, double sharded) {
@@ -106,8 +107,8 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
   for (size_t round = 0; round < truth.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       const auto loss = [&](const golden::StepTrace& trace) { return trace.losses[round].at(rank); };
-      if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth), of_references(loss),
-                                         ranks[rank].losses[round]))
+      if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth),
+                                         of_references(loss), ranks[rank].losses[round]))
         return difference;
     }
   const auto gradient_norm = [](const golden::StepTrace& trace) { return trace.gradient_norm; };

@@ -63,6 +63,12 @@ void expect_prefix(const std::string& text, const std::string& prefix) {
   EXPECT_EQ(text.substr(0, prefix.size()), prefix) << text;
 }
 
+RankStep with_loss(double loss) {
+  RankStep step;
+  step.losses = {loss};
+  return step;
+}
+
 }  // namespace
 
 TEST(StepDifference, equal_steps_have_none_and_every_value_is_counted) {
@@ -130,9 +136,9 @@ TEST(StepDifference, a_replica_that_drifts_is_found_though_another_rank_is_right
 
 TEST(StepExchange, a_step_is_complete_when_every_rank_has_put_it) {
   StepExchange exchange(2);
-  EXPECT_TRUE(exchange.put(1, {.losses = {1}}));
-  EXPECT_TRUE(exchange.put(1, {.losses = {3}}));
-  EXPECT_TRUE(exchange.put(0, {.losses = {0}}));
+  EXPECT_TRUE(exchange.put(1, with_loss(1)));
+  EXPECT_TRUE(exchange.put(1, with_loss(3)));
+  EXPECT_TRUE(exchange.put(0, with_loss(0)));
   const auto step = exchange.take();
   ASSERT_TRUE(step.has_value());
   EXPECT_EQ((*step)[0].losses, std::vector<double>{0});
@@ -145,7 +151,7 @@ TEST(StepExchange, a_rank_waits_for_a_reader_that_is_two_steps_behind) {
   StepExchange exchange(1);
   std::thread rank([&] {
     for (int step = 0; step < 50; ++step)
-      EXPECT_TRUE(exchange.put(0, {.losses = {static_cast<double>(step)}}));
+      EXPECT_TRUE(exchange.put(0, with_loss(static_cast<double>(step))));
   });
   for (int step = 0; step < 50; ++step) EXPECT_EQ((*exchange.take())[0].losses[0], step);
   rank.join();
