@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "golden/python.h"
-#include "golden_oracle.h"
+#include <golden_oracle.h>
 
 namespace golden {
 namespace {

@@ -3,14 +3,14 @@
 
 #include <CLI/CLI.hpp>
 
-#include "golden/golden.h"
 #include "harness/commands.h"
+#include "harness/message.h"
 #include "shardproof/check.h"
 
 namespace {
 
-int complain(const char* message, int code) {
-  fmt::print(stderr, "shardproof: {}\n", message);
+int complain(const std::exception& error, int code) {
+  fmt::print(stderr, "shardproof: {}\n", harness::message_of(error));
   return code;
 }
 
@@ -32,10 +32,8 @@ int main(int argc, char** argv) {
     app.exit(error);
     return 2;
   } catch (const shardproof::NonFiniteError& error) {
-    return complain(error.what(), 1);
-  } catch (const golden::EnvironmentError& error) {
-    return complain(error.what(), 2);
+    return complain(error, 1);
   } catch (const std::exception& error) {
-    return complain(error.what(), 2);
+    return complain(error, 2);
   }
 }

@@ -48,7 +48,9 @@ Difference compare_step(const golden::StepTrace& ours, const golden::StepTrace& 
 
 }  // namespace
 
-bool suits_oracle(const Case& c) { return c.model.kind == golden::Model::Kind::mlp || c.model.gpt.hidden >= 3; }
+bool suits_oracle(const Case& c) {
+  return c.model.kind == golden::Model::Kind::mlp || c.model.gpt.hidden >= 3;
+}
 
 Difference oracle_difference(const Case& c) {
   const golden::Run run = make_run(c);
@@ -89,10 +91,10 @@ std::vector<Case> one_of_each_kind(const std::vector<Case>& cases) {
   std::vector<Case> chosen;
   for (const Case& c : cases) {
     const bool gpt = c.model.kind == golden::Model::Kind::gpt;
-    const std::string kind =
-        fmt::format("{} {} {} {} {} {}", gpt, gpt ? static_cast<int>(c.model.gpt.tied) : static_cast<int>(c.model.mlp.activation),
-                    c.optimizer.kind == golden::Optimizer::Kind::adamw, c.optimizer.momentum != 0,
-                    c.optimizer.weight_decay != 0, c.clip_norm > 0);
+    const std::string kind = fmt::format("{} {} {} {} {} {}", gpt,
+                                         gpt ? static_cast<int>(c.model.gpt.tied) : static_cast<int>(c.model.mlp.activation),
+                                         c.optimizer.kind == golden::Optimizer::Kind::adamw, c.optimizer.momentum != 0,
+                                         c.optimizer.weight_decay != 0, c.clip_norm > 0);
     if (suits_oracle(c) && seen.insert(kind).second) chosen.push_back(c);
   }
   return chosen;

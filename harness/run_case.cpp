@@ -2,15 +2,16 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <bit>
 #include <cmath>
 
+#include "harness/message.h"
 #include "harness/problem.h"
 #include "harness/random.h"
 #include "harness/sharded_run.h"
 #include "harness/step_difference.h"
 #include "harness/tolerance.h"
+#include "shardproof/strategy.h"
 
 namespace harness {
 namespace {
@@ -22,7 +23,8 @@ std::string first_word(const std::string& text) { return text.substr(0, text.fin
 // What the sharded run is held against.
 class Reference {
  public:
-  Reference(const Case& c, const golden::Run& run) : trace_(golden::train(run)) {
+  Reference(const Case& c, const golden::Run& run)
+      : copies_(copies_of(shardproof::strategy(c.strategy), c.mesh)), trace_(golden::train(run)) {
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
     golden::Run other = run;
@@ -32,33 +34,44 @@ class Reference {
   }
 
   Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict) const {
-    if (truth_.empty()) return first_difference(trace_[step], ranks, &verdict.values_compared);
-    for (const auto& [name, tensor] : trace_[step].parameters) verdict.values_compared += tensor.numel();
-    return first_beyond_tolerance(truth_[step], {&trace_[step], &other_order_[step]}, ranks, &verdict.ratio_max);
+    if (truth_.empty()) return first_difference(trace_[step], ranks, copies_, &verdict.values_compared);
+    return first_beyond_tolerance(truth_[step], references(step), ranks, copies_, &verdict.ratio_max,
+                                  &verdict.values_compared);
   }
 
   const golden::Trace& trace() const { return trace_; }
 
+  // Where the smallest change has to be noticed.
+  const std::string& best_known_parameter(size_t step) const {
+    const size_t index = truth_.empty() ? 0 : harness::best_known_parameter(truth_[step], references(step));
+    return trace_[step].parameters[index].first;
+  }
+
  private:
+  std::vector<const golden::StepTrace*> references(size_t step) const { return {&trace_[step], &other_order_[step]}; }
+
+  Copies copies_;
   golden::Trace trace_, other_order_, truth_;
 };
 
-// Flips the lowest bit of one parameter. In fast mode doubles the largest piece of gradient: other tensors may be pure
-// rounding (a key's bias has no gradient), where nothing can be noticed.
-void plant_change(const Case& c, std::vector<RankStep>& ranks) {
-  const Draws draws(c.seed, "control");
-  std::vector<shardproof::Piece*> pieces;
+// The longest piece of the named parameter, on any rank.
+shardproof::Piece* longest_piece(std::vector<RankStep>& ranks, const std::string& name) {
+  shardproof::Piece* longest = nullptr;
   for (RankStep& rank : ranks)
-    for (shardproof::Piece& piece : c.mode == Mode::fast ? rank.gradients : rank.parameters) pieces.push_back(&piece);
+    for (shardproof::Piece& piece : rank.parameters)
+      if (piece.name == name && (!longest || piece.run.size() > longest->run.size())) longest = &piece;
+  return longest;
+}
+
+// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees.
+void plant_change(const Case& c, const std::string& parameter, std::vector<RankStep>& ranks) {
+  shardproof::Piece* piece = longest_piece(ranks, parameter);
   if (c.mode == Mode::fast) {
-    const auto largest = [](const auto* a, const auto* b) {
-      return a->data.norm().template item<float>() < b->data.norm().template item<float>();
-    };
-    (*std::max_element(pieces.begin(), pieces.end(), largest))->data.mul_(2);
+    piece->data.mul_(1.01).add_(0.01);
     return;
   }
-  const at::Tensor& data = pieces[draws.bits(1) % pieces.size()]->data;
-  float& value = data.mutable_data_ptr<float>()[draws.bits(2) % static_cast<uint64_t>(data.numel())];
+  float* values = piece->data.mutable_data_ptr<float>();
+  float& value = values[Draws(c.seed, "control").bits(0) % static_cast<uint64_t>(piece->run.size())];
   value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ 1u);
 }
 
@@ -72,19 +85,21 @@ void compare(const Case& c, const Reference& reference, std::vector<std::vector<
       return;
     }
   }
-  plant_change(c, sharded.back());
+  const size_t last = sharded.size() - 1;
+  plant_change(c, reference.best_known_parameter(last), sharded.back());
   Verdict control;
-  if (reference.difference(sharded.size() - 1, sharded.back(), control)) {
+  if (reference.difference(last, sharded.back(), control)) {
     verdict.held = true;
   } else {
     verdict.category = "control";
-    verdict.what = "control: a planted change in the last step was not noticed";
+    verdict.what = "control: a planted change of a parameter after the last step was not noticed";
   }
 }
 
 }  // namespace
 
 Verdict run_case(const Case& c) {
+  validate(c);
   Verdict verdict;
   const golden::Run run = make_run(c);
   const Reference reference(c, run);
@@ -92,9 +107,7 @@ Verdict run_case(const Case& c) {
     compare(c, reference, run_sharded(c, run), verdict);
   } catch (const std::exception& error) {
     verdict.category = "error";
-    // LibTorch appends a stack of frames to its messages.
-    const std::string message = error.what();
-    verdict.what = fmt::format("error: {}", message.substr(0, message.find("\nException raised from")));
+    verdict.what = fmt::format("error: {}", message_of(error));
   }
   return verdict;
 }

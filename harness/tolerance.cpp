@@ -2,142 +2,159 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
-#include <map>
-
-#include "shardproof/check.h"
 
 namespace harness {
 namespace {
 
-using shardproof::Piece;
 using Difference = std::optional<std::string>;
+using Values = std::vector<double>;
+using Traces = std::vector<const golden::StepTrace*>;
 
-double distance(const at::Tensor& truth, const at::Tensor& other) {
-  const double size = truth.norm().item<double>();
-  const double error = (other.to(at::kDouble) - truth).norm().item<double>();
-  return size > 0 ? error / size : error;
+Values doubles(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.to(at::kDouble).contiguous();
+  return {values.const_data_ptr<double>(), values.const_data_ptr<double>() + values.numel()};
 }
 
-// One tensor put together from the ranks' pieces.
-struct Assembled {
-  at::Tensor values;  // 1-D
-  std::vector<bool> held;
-};
+double norm(const Values& values) {
+  double sum = 0;
+  for (const double value : values) sum += value * value;
+  return std::sqrt(sum);
+}
 
-Difference assemble(const std::string& what, const golden::Named& names, const std::vector<const std::vector<Piece>*>& ranks,
-                    std::map<std::string, Assembled>& tensors) {
-  for (const auto& [name, tensor] : names)
-    tensors[name] = {at::empty({tensor.numel()}), std::vector<bool>(static_cast<size_t>(tensor.numel()), false)};
-  for (size_t rank = 0; rank < ranks.size(); ++rank)
-    for (const Piece& piece : *ranks[rank]) {
-      const auto found = tensors.find(piece.name);
-      if (found == tensors.end()) return fmt::format("{} of {} on rank {}: the golden run has none", what, piece.name, rank);
-      Assembled& target = found->second;
-      float* values = target.values.mutable_data_ptr<float>();
-      const float* source = piece.data.const_data_ptr<float>();
-      for (int64_t i = piece.run.begin; i < piece.run.end; ++i) {
-        const float value = source[i - piece.run.begin];
-        const auto at = static_cast<size_t>(i);
-        if (target.held[at] && values[i] != value)
-          return fmt::format("{} of {}, element {}, on rank {}: {:.9g}, but {:.9g} on another rank", what, piece.name, i, rank,
-                             value, values[i]);
-        values[i] = value;
-        target.held[at] = true;
+double distance(const Values& a, const Values& b) {
+  double sum = 0;
+  for (size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+  return std::sqrt(sum);
+}
+
+// Of each element the rank that is farthest from the truth, and of those the farthest.
+struct Farthest {
+  Values distances;
+  const HeldPiece* held = nullptr;
+  int64_t element = 0;
+
+  Farthest(const Values& truth, const std::vector<HeldPiece>& pieces) : distances(truth.size(), 0) {
+    for (const HeldPiece& piece : pieces) {
+      const float* values = piece.piece->data.const_data_ptr<float>();
+      for (int64_t i = piece.piece->run.begin; i < piece.piece->run.end; ++i) {
+        double& most = distances[static_cast<size_t>(i)];
+        const double here = std::abs(values[i - piece.piece->run.begin] - truth[static_cast<size_t>(i)]);
+        if (!held || !(here <= distances[static_cast<size_t>(element)])) held = &piece, element = i;
+        if (!(here <= most)) most = here;
       }
     }
-  for (const auto& [name, tensor] : tensors)
-    for (size_t i = 0; i < tensor.held.size(); ++i)
-      if (!tensor.held[i]) return fmt::format("{} of {}, element {}: held by no rank", what, name, i);
-  return {};
-}
+  }
+  float value() const { return held->piece->data.const_data_ptr<float>()[element - held->piece->run.begin]; }
+};
 
-using Traces = std::vector<const golden::StepTrace*>;
-using Rank = std::vector<const std::vector<Piece>*>;
-
-class Step {
+class Judge {
  public:
-  Step(const golden::StepTrace& truth, const Traces& references, double* ratio_max)
-      : truth_(truth), references_(references), ratio_max_(ratio_max) {}
+  Judge(double* ratio_max, int64_t* compared) : ratio_max_(ratio_max), compared_(compared) {}
 
-  // `get` takes a value out of a trace.
-  template <class Get>
-  Difference scalar(const std::string& what, double sharded, const Get& get) {
-    const auto tensor = [](double value) { return at::full({1}, value, at::kDouble); };
-    double allowed = 0;
-    for (const auto* reference : references_)
-      allowed = std::max(allowed, distance(tensor(get(truth_)), tensor(get(*reference))));
-    return judge(what, allowed, distance(tensor(get(truth_)), tensor(sharded)));
+  // Empty when `found` is near enough; else how far off it is.
+  std::string too_far(double found, double reference, double size) {
+    const double unit = std::max(reference, kDistanceFloor * size);
+    if (found == 0 && std::isfinite(unit)) return {};
+    const double ratio = found / unit;  // infinite when all but the sharded run are zero
+    if (!(ratio <= *ratio_max_)) *ratio_max_ = ratio;
+    if (ratio <= kToleranceFactor) return {};  // false for NaN
+    return fmt::format(
+        "relative distance {:.3g} from the float64 run, {:.3g} times that of unsharded float32 runs (allowed {})", found / size,
+        ratio, kToleranceFactor);
   }
 
-  // `get` takes named tensors out of a trace; `pieces` are all ranks' parts of them.
-  template <class Get>
-  Difference tensors(const std::string& what, const Rank& pieces, const Get& get) {
-    const golden::Named& truth = get(truth_);
-    std::map<std::string, Assembled> sharded;
-    if (auto difference = assemble(what, truth, pieces, sharded)) return difference;
-    for (size_t i = 0; i < truth.size(); ++i) {
-      const auto& [name, values] = truth[i];
-      double allowed = 0;
-      for (const auto* reference : references_) allowed = std::max(allowed, distance(values, get(*reference)[i].second));
-      const double found = distance(values, sharded[name].values.reshape_as(values));
-      if (auto difference = judge(fmt::format("{} of {}", what, name), allowed, found)) return difference;
-    }
-    return {};
+  Difference scalar(const std::string& what, double truth, const Values& references, double sharded) {
+    ++*compared_;
+    double reference = 0;
+    for (const double value : references) reference = std::max(reference, std::abs(value - truth));
+    const std::string far = too_far(std::abs(sharded - truth), reference, std::abs(truth));
+    if (far.empty()) return {};
+    return fmt::format("{}: truth {:.17g}, golden {:.17g}, sharded {:.17g}: {}", what, truth, references[0], sharded, far);
+  }
+
+  Difference tensor(const std::string& what, const at::Tensor& whole, const std::vector<Values>& references,
+                    const std::vector<HeldPiece>& pieces) {
+    const Values truth = doubles(whole);
+    double reference = 0;
+    for (const Values& values : references) reference = std::max(reference, distance(truth, values));
+    const Farthest farthest(truth, pieces);
+    for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
+    const std::string far = too_far(norm(farthest.distances), reference, norm(truth));
+    if (far.empty()) return {};
+    const auto at = static_cast<size_t>(farthest.element);
+    return fmt::format("{}, element {}, on rank {}: truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", what,
+                       index_of(farthest.element, whole), farthest.held->rank, truth[at], references[0][at], farthest.value(),
+                       far);
   }
 
  private:
-  Difference judge(const std::string& what, double allowed, double found) {
-    allowed = std::max(allowed, kDistanceFloor);
-    *ratio_max_ = std::max(*ratio_max_, found / allowed);
-    if (found <= kToleranceFactor * allowed) return {};  // false for NaN
-    return fmt::format("{}: relative distance {:.3g} from the float64 run, {:.3g} times that of unsharded float32 runs "
-                       "(allowed {})", what, found, found / allowed, kToleranceFactor);
-  }
-
-  const golden::StepTrace& truth_;
-  const Traces& references_;
   double* ratio_max_;
+  int64_t* compared_;
 };
 
-template <class PiecesOf>
-Rank all_ranks(const std::vector<RankStep>& ranks, const PiecesOf& pieces_of) {
-  Rank all;
-  for (const RankStep& rank : ranks) all.push_back(&pieces_of(rank));
-  return all;
+Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks) {
+  const auto of_references = [&](const auto& value_of) {
+    Values values;
+    for (const golden::StepTrace* trace : references) values.push_back(value_of(*trace));
+    return values;
+  };
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    if (ranks[rank].losses.size() != truth.losses.size())
+      return fmt::format("loss of rank {}: there are {} rounds, the golden run has {}", rank, ranks[rank].losses.size(),
+                         truth.losses.size());
+  for (size_t round = 0; round < truth.losses.size(); ++round)
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      const auto loss = [&](const golden::StepTrace& trace) { return trace.losses[round].at(rank); };
+      if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth),
+                                         of_references(loss), ranks[rank].losses[round]))
+        return difference;
+    }
+  const auto gradient_norm = [](const golden::StepTrace& trace) { return trace.gradient_norm; };
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    if (auto difference = judge.scalar(fmt::format("gradient norm on rank {}", rank), truth.gradient_norm,
+                                       of_references(gradient_norm), ranks[rank].gradient_norm))
+      return difference;
+  return {};
 }
 
 }  // namespace
 
-Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& references,
-                                  const std::vector<RankStep>& ranks, double* ratio_max) {
-  using Trace = golden::StepTrace;
-  Step step(truth, references, ratio_max);
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    for (size_t round = 0; round < truth.losses.size(); ++round)
-      if (auto difference = step.scalar(fmt::format("loss of rank {}, round {}", rank, round), ranks[rank].losses.at(round),
-                                        [&](const Trace& trace) { return trace.losses[round][rank]; }))
+Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
+                                  Copies copies, double* ratio_max, int64_t* compared) {
+  Judge judge(ratio_max, compared);
+  if (auto difference = scalars(judge, truth, references, ranks)) return difference;
+  std::vector<TensorKind> kinds;
+  if (auto difference = tensor_kinds(truth, ranks, copies, kinds)) return difference;
+  std::vector<std::vector<TensorKind>> reference_kinds(references.size());  // the same kinds in the same order
+  for (size_t r = 0; r < references.size(); ++r)
+    if (auto difference = tensor_kinds(*references[r], ranks, copies, reference_kinds[r])) return difference;
+  std::vector<std::vector<HeldPiece>> sorted;
+  for (size_t k = 0; k < kinds.size(); ++k) {
+    if (auto difference = sort_pieces(kinds[k], sorted)) return difference;
+    for (size_t i = 0; i < sorted.size(); ++i) {
+      const auto& [name, whole] = (*kinds[k].golden)[i];
+      std::vector<Values> of_references;
+      for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles((*trace_kinds[k].golden).at(i).second));
+      if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, of_references, sorted[i]))
         return difference;
-    if (auto difference = step.scalar(fmt::format("gradient norm on rank {}", rank), ranks[rank].gradient_norm,
-                                      [](const Trace& trace) { return trace.gradient_norm; }))
-      return difference;
-  }
-  if (auto difference = step.tensors("gradient", all_ranks(ranks, [](const RankStep& r) -> auto& { return r.gradients; }),
-                                     [](const Trace& trace) -> auto& { return trace.gradients; }))
-    return difference;
-  if (auto difference = step.tensors("parameter", all_ranks(ranks, [](const RankStep& r) -> auto& { return r.parameters; }),
-                                     [](const Trace& trace) -> auto& { return trace.parameters; }))
-    return difference;
-  for (size_t slot = 0; slot < truth.state.size(); ++slot) {
-    for (const RankStep& rank : ranks)
-      SHARD_REQUIRE(slot < rank.state.size() && rank.state[slot].first == truth.state[slot].first, "harness",
-                    "the sharded run lacks optimizer state {}", truth.state[slot].first);
-    const auto pieces = all_ranks(ranks, [slot](const RankStep& r) -> auto& { return r.state[slot].second; });
-    if (auto difference = step.tensors(truth.state[slot].first, pieces,
-                                       [slot](const Trace& trace) -> auto& { return trace.state[slot].second; }))
-      return difference;
+    }
   }
   return {};
+}
+
+size_t best_known_parameter(const golden::StepTrace& truth, const Traces& references) {
+  size_t best = 0;
+  double least = INFINITY;
+  for (size_t i = 0; i < truth.parameters.size(); ++i) {
+    const Values values = doubles(truth.parameters[i].second);
+    double farthest = kDistanceFloor * norm(values);
+    for (const golden::StepTrace* trace : references)
+      farthest = std::max(farthest, distance(values, doubles(trace->parameters[i].second)));
+    if (farthest / norm(values) < least) least = farthest / norm(values), best = i;
+  }
+  return best;
 }
 
 }  // namespace harness

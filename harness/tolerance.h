@@ -1,8 +1,9 @@
 // Comparison in `fast` mode, where the backend adds in an order of its own.
 //
 // The tolerance is derived: the same run in float64 is the truth, and a tensor of the sharded run may be at most
-// kToleranceFactor times as far from it, in relative Frobenius norm, as unsharded float32 runs are: those with either order of
-// sums, whichever is farther. There is no absolute tolerance: it would pass a doubled gradient once gradients are small.
+// kToleranceFactor times as far from it, in the Frobenius norm, as unsharded float32 runs are: those with either order of
+// sums, whichever is farther. There is no absolute tolerance, which would pass a doubled gradient once gradients are small:
+// what is zero in the truth and in every float32 run has to be zero.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +12,27 @@
 #include <vector>
 
 #include "golden/golden.h"
+#include "harness/pieces.h"
 #include "harness/step_exchange.h"
 
 namespace harness {
 
 // Calibrated on healthy cases; docs/testing.md has the figures.
 constexpr double kToleranceFactor = 16;
-// A float32 run can be closer to the truth by luck than float32 can express: below this relative distance it counts as this.
+// A float32 run can be closer to the truth by luck than float32 can express: closer than this, as a part of the norm of the
+// truth, counts as this.
 constexpr double kDistanceFloor = 0x1p-23;
 
-// The first tensor of the step that is too far off, in words, or nothing. `ratio_max` grows to the largest ratio of
-// distances seen. All ranks' pieces of a tensor are put together; replicas must agree bit for bit.
+// The first tensor of the step that is too far off, in words (what, the worst element, its rank, the values, how far), or
+// nothing. `ratio_max` grows to the largest ratio of distances seen. Of each element the rank that is farthest off counts;
+// pieces must tile every tensor as in `first_difference`, and what is not finite is never near. Adds the number of values
+// compared to `*compared`.
 std::optional<std::string> first_beyond_tolerance(const golden::StepTrace& truth,
                                                   const std::vector<const golden::StepTrace*>& references,
-                                                  const std::vector<RankStep>& ranks, double* ratio_max);
+                                                  const std::vector<RankStep>& ranks, Copies copies, double* ratio_max,
+                                                  int64_t* compared);
+
+// The parameter of a step that float32 runs agree best on, relative to its norm: where a planted change has to be noticed.
+size_t best_known_parameter(const golden::StepTrace& truth, const std::vector<const golden::StepTrace*>& references);
 
 }  // namespace harness

@@ -79,7 +79,9 @@ class World {
  public:
   World(const TrainOptions& options, const TextData& data, const BatchRule& rule)
       : exchange_(static_cast<size_t>(options.mesh.size())), thread_([&options, &data, &rule, this] {
-          try {
+          // A new thread begins with LibTorch's own number of threads, and more than one round differently.
+            at::set_num_threads(1);
+            try {
             shardproof::run_threads(options.mesh.size(), [&](std::shared_ptr<shardproof::Comm> comm) {
               train_rank(options, data, rule, comm, exchange_);
             });
@@ -148,6 +150,7 @@ TrainResult train(const TrainOptions& options, const TextData& data,
   std::optional<golden::Trainer> golden;
   if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, order);
 
+  const Copies copies = copies_of(shardproof::strategy(options.strategy), options.mesh);
   TrainResult result;
   World world(options, data, rule);
   while (result.steps < options.steps && !result.difference) {
@@ -156,7 +159,7 @@ TrainResult train(const TrainOptions& options, const TextData& data,
     if (golden) expected = golden->step(training_step(data, rule, result.steps, options.clip_norm));
     const auto ranks = world.take();
     if (!ranks) break;
-    if (expected) result.difference = first_difference(*expected, *ranks, &result.values_compared);
+    if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);
     report(summary(*ranks, rule, data, result.steps));
     ++result.steps;
   }

@@ -56,8 +56,10 @@ TEST(Checked, every_rank_gets_the_same_error_for_a_mismatch) {
   expect_all_say(errors_on_ranks(2,
                                  [](Comm& comm) {
                                    at::Tensor tensor = at::ones({4});
-                                   if (comm.rank() == 0) comm.barrier().wait();
-                                   else comm.all_reduce(tensor).wait();
+                                   if (comm.rank() == 0)
+                                     comm.barrier().wait();
+                                   else
+                                     comm.all_reduce(tensor).wait();
                                  }),
                  {"barrier", "all_reduce", "call 0"});
   expect_all_say(errors_on_ranks(2,
@@ -73,7 +75,8 @@ TEST(Checked, matching_calls_pass_unchanged_in_groups_too) {
   run_threads(4, [](std::shared_ptr<Comm> comm) {
     const auto guarded = checked(comm);
     const auto half = guarded->split(comm->rank() % 2, comm->rank(), "half");
-    golden::Ranks inputs{worlds::values(9, at::kFloat, comm->rank() % 2, 1), worlds::values(9, at::kFloat, comm->rank() % 2 + 2, 1)};
+    golden::Ranks inputs{worlds::values(9, at::kFloat, comm->rank() % 2, 1),
+                         worlds::values(9, at::kFloat, comm->rank() % 2 + 2, 1)};
     at::Tensor tensor = inputs[half->rank()].clone();
     half->all_reduce(tensor).wait();
     EXPECT_TRUE(worlds::same_bytes(tensor, golden::all_reduce(inputs)[0]));

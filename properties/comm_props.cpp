@@ -27,7 +27,10 @@ void everywhere(const std::function<void(Comm&, int64_t numel, int64_t salt)>& c
     for (int64_t world = 1; world <= 8; ++world) {
       SCOPED_TRACE(fmt::format("world {}, {}", world, worlds::name(options)));
       run_threads(
-          world, [&, salt](std::shared_ptr<Comm> comm) { for (const int64_t numel : {0, 1, 5, 64, 257}) check(*comm, numel, salt); },
+          world,
+          [&, salt](std::shared_ptr<Comm> comm) {
+            for (const int64_t numel : {0, 1, 5, 64, 257}) check(*comm, numel, salt);
+          },
           options);
       ++salt;
     }
@@ -105,7 +108,8 @@ TEST(Comm, all_to_all_delivers_unequal_slices_by_sender) {
       for (int64_t to = 0; to < comm.size(); ++to) sizes[from][to] = (from * 3 + to * 5 + numel) % 7;
     golden::Ranks inputs;
     for (int64_t rank = 0; rank < comm.size(); ++rank)
-      inputs.push_back(worlds::values(std::accumulate(sizes[rank].begin(), sizes[rank].end(), int64_t{0}), at::kFloat, rank, salt));
+      inputs.push_back(
+          worlds::values(std::accumulate(sizes[rank].begin(), sizes[rank].end(), int64_t{0}), at::kFloat, rank, salt));
     std::vector<int64_t> incoming;
     for (int64_t from = 0; from < comm.size(); ++from) incoming.push_back(sizes[from][comm.rank()]);
     at::Tensor output = at::empty({std::accumulate(incoming.begin(), incoming.end(), int64_t{0})});
@@ -138,7 +142,8 @@ TEST(Comm, broadcast_send_and_recv_deliver_what_was_given) {
 
 TEST(Comm, collectives_in_flight_may_be_awaited_in_any_order) {
   everywhere([](Comm& comm, int64_t numel, int64_t salt) {
-    const golden::Ranks a = inputs_of(comm.size(), numel, at::kFloat, salt), b = inputs_of(comm.size(), numel, at::kFloat, salt + 1);
+    const golden::Ranks a = inputs_of(comm.size(), numel, at::kFloat, salt),
+                        b = inputs_of(comm.size(), numel, at::kFloat, salt + 1);
     at::Tensor sum = a[comm.rank()].clone(), gathered = at::empty({comm.size() * numel});
     Work first = comm.all_reduce(sum), second = comm.all_gather(gathered, b[comm.rank()]);
     second.wait();

@@ -80,7 +80,8 @@ TEST(UpdateRules, adamw_is_torch_adamw) {
 }
 
 TEST(UpdateRules, options_out_of_range_are_refused_by_name) {
-  for (const auto& bad : {AdamWOptions{.lr = -1}, AdamWOptions{.beta1 = 1}, AdamWOptions{.beta2 = NAN}, AdamWOptions{.eps = -1}})
+  for (const auto& bad :
+       {AdamWOptions{.lr = -1}, AdamWOptions{.beta1 = 1}, AdamWOptions{.beta2 = NAN}, AdamWOptions{.eps = -1}})
     EXPECT_THROW(make_rule(bad), Error);
   EXPECT_THROW(make_rule(SgdOptions{.momentum = -0.1}), Error);
 }

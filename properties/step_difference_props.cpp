@@ -50,16 +50,23 @@ float* values(std::vector<Piece>& pieces) {
 }
 
 // The difference that a change of either side makes.
-std::string difference_after(const std::function<void(golden::StepTrace&, std::vector<RankStep>&)>& change) {
+std::string difference_after(const std::function<void(golden::StepTrace&, std::vector<RankStep>&)>& change,
+                             Copies copies = {}) {
   golden::StepTrace trace = golden_step();
   std::vector<RankStep> ranks = sharded_step(trace);
   change(trace, ranks);
   int64_t compared = 0;
-  return first_difference(trace, ranks, &compared).value_or("none");
+  return first_difference(trace, ranks, copies, &compared).value_or("none");
 }
 
 void expect_prefix(const std::string& text, const std::string& prefix) {
   EXPECT_EQ(text.substr(0, prefix.size()), prefix) << text;
+}
+
+RankStep with_loss(double loss) {
+  RankStep step;
+  step.losses = {loss};
+  return step;
 }
 
 }  // namespace
@@ -67,7 +74,7 @@ void expect_prefix(const std::string& text, const std::string& prefix) {
 TEST(StepDifference, equal_steps_have_none_and_every_value_is_counted) {
   const golden::StepTrace trace = golden_step();
   int64_t compared = 0;
-  EXPECT_EQ(first_difference(trace, sharded_step(trace), &compared), std::nullopt);
+  EXPECT_EQ(first_difference(trace, sharded_step(trace), {}, &compared), std::nullopt);
   EXPECT_EQ(compared, 2 + 2 + 3 * 6);
 }
 
@@ -123,15 +130,15 @@ TEST(StepDifference, a_replica_that_drifts_is_found_though_another_rank_is_right
   expect_prefix(difference_after([](const golden::StepTrace& trace, auto& ranks) {
                   for (RankStep& rank : ranks) rank.parameters = piece(trace.parameters[0].second, 0, 6);
                   values(ranks[1].parameters)[2] = 7;
-                }),
+                }, {.parameter = 2}),
                 "parameter of w, element [0, 2], on rank 1: golden 12 (0x41400000), sharded 7");
 }
 
 TEST(StepExchange, a_step_is_complete_when_every_rank_has_put_it) {
   StepExchange exchange(2);
-  EXPECT_TRUE(exchange.put(1, {.losses = {1}}));
-  EXPECT_TRUE(exchange.put(1, {.losses = {3}}));
-  EXPECT_TRUE(exchange.put(0, {.losses = {0}}));
+  EXPECT_TRUE(exchange.put(1, with_loss(1)));
+  EXPECT_TRUE(exchange.put(1, with_loss(3)));
+  EXPECT_TRUE(exchange.put(0, with_loss(0)));
   const auto step = exchange.take();
   ASSERT_TRUE(step.has_value());
   EXPECT_EQ((*step)[0].losses, std::vector<double>{0});
@@ -144,7 +151,7 @@ TEST(StepExchange, a_rank_waits_for_a_reader_that_is_two_steps_behind) {
   StepExchange exchange(1);
   std::thread rank([&] {
     for (int step = 0; step < 50; ++step)
-      EXPECT_TRUE(exchange.put(0, {.losses = {static_cast<double>(step)}}));
+      EXPECT_TRUE(exchange.put(0, with_loss(static_cast<double>(step))));
   });
   for (int step = 0; step < 50; ++step) EXPECT_EQ((*exchange.take())[0].losses[0], step);
   rank.join();

@@ -82,8 +82,8 @@ void Bucket::reshard() {
 void Bucket::add_gradient(int64_t index, const at::Tensor& gradient) {
   const Slot& slot = layout_.slots()[index];
   SHARD_REQUIRE(!final(), "bucket",
-                "parameter {} got a gradient after the last backward of this step. Call set_last_microbatch(false) before every "
-                "backward but the last, then Optimizer::step or zero_gradients",
+                "parameter {} got a gradient after the last backward of this step. Call set_last_microbatch(false) before "
+                "every backward but the last, then Optimizer::step or zero_gradients",
                 slot.name);
   SHARD_REQUIRE(!reducing_ && !arrived_[index], "bucket",
                 "parameter {} got a second gradient in one backward after its bucket was taken", slot.name);

@@ -70,7 +70,8 @@ class Checked final : public Comm {
 
   std::string str(const Signature& s) const {
     const auto op = static_cast<Op>(s[kOp]);
-    std::string text = fmt::format("{}({} x {}", to_string(op), c10::toString(static_cast<at::ScalarType>(s[kDtype])), s[kNumel]);
+    std::string text =
+        fmt::format("{}({} x {}", to_string(op), c10::toString(static_cast<at::ScalarType>(s[kDtype])), s[kNumel]);
     if (op == Op::reduce_scatter || op == Op::all_reduce)
       text += fmt::format(", {}", to_string(static_cast<Reduce>(s[kReduce])));
     if (op == Op::broadcast) text += fmt::format(", root {}", s[kPeer]);
@@ -81,9 +82,10 @@ class Checked final : public Comm {
   }
 
   [[noreturn]] void complain(const Signature& a, int64_t rank_a, const Signature& b, int64_t rank_b) const {
-    throw Error(fmt::format("[checked] ranks {} and {} of '{}' disagree: rank {} calls {}, rank {} calls {}. All ranks of a "
-                            "group must make the same calls in the same order",
-                            rank_a, rank_b, name(), rank_a, str(a), rank_b, str(b)));
+    throw Error(
+        fmt::format("[checked] ranks {} and {} of '{}' disagree: rank {} calls {}, rank {} calls {}. All ranks of a "
+                    "group must make the same calls in the same order",
+                    rank_a, rank_b, name(), rank_a, str(a), rank_b, str(b)));
   }
 
   std::shared_ptr<Comm> inner_;
@@ -92,6 +94,8 @@ class Checked final : public Comm {
 
 }  // namespace
 
-std::shared_ptr<Comm> checked(std::shared_ptr<Comm> inner) { return std::make_shared<Checked>(std::move(inner)); }
+std::shared_ptr<Comm> checked(std::shared_ptr<Comm> inner) {
+  return std::make_shared<Checked>(std::move(inner));
+}
 
 }  // namespace shardproof

@@ -103,8 +103,8 @@ double plain_sum(ShardedState& state) {
   at::Tensor agreed = at::from_blob(&first, {1}, at::kLong);
   if (!axes.empty()) state.comms().along(axes).all_reduce(agreed, Reduce::min).wait();
   const std::string name = first < static_cast<int64_t>(slots.size()) ? slots[first]->name : "no single parameter";
-  throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. Every "
-                                   "rank's own gradient was finite, so a sum overflowed: scale the loss down",
+  throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
+                                   "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",
                                    state.comms().rank(), state.schedule().step(), norm, name));
 }
 

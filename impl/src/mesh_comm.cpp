@@ -9,7 +9,8 @@
 namespace shardproof {
 
 MeshComm::MeshComm(std::shared_ptr<Comm> world, Mesh mesh) : world_(std::move(world)), mesh_(std::move(mesh)) {
-  SHARD_REQUIRE(mesh_.size() == world_->size(), "mesh", "mesh '{}' has {} ranks, the world '{}' has {} (seen by rank {}). Choose "
+  SHARD_REQUIRE(mesh_.size() == world_->size(), "mesh",
+                "mesh '{}' has {} ranks, the world '{}' has {} (seen by rank {}). Choose "
                 "axis sizes whose product is the world's size",
                 mesh_.str(), mesh_.size(), world_->name(), world_->size(), world_->rank());
 }

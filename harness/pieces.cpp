@@ -1,0 +1,116 @@
+#include "harness/pieces.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace harness {
+namespace {
+
+using shardproof::Interval;
+using shardproof::Piece;
+
+bool fits(const Piece& piece, const at::Tensor& whole) {
+  return whole.sizes() == at::IntArrayRef(piece.shape) && 0 <= piece.run.begin && piece.run.begin < piece.run.end &&
+         piece.run.end <= whole.numel() && piece.data.numel() == piece.run.size() && piece.data.scalar_type() == at::kFloat &&
+         piece.data.is_contiguous();
+}
+
+}  // namespace
+
+Copies copies_of(const shardproof::Strategy& strategy, const shardproof::Mesh& mesh) {
+  const auto copies = [&](const shardproof::Layout& layout) {
+    int64_t ranks = mesh.size();
+    for (const shardproof::Axis& axis : mesh.axes())
+      if (layout.splits(axis.name)) ranks /= axis.size;
+    return ranks;
+  };
+  return {.state = copies(strategy.state), .parameter = copies(strategy.parameter)};
+}
+
+std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+                                        std::vector<TensorKind>& kinds) {
+  TensorKind gradients{"gradient", &golden.gradients, {}, copies.state};
+  TensorKind parameters{"parameter", &golden.parameters, {}, copies.parameter};
+  for (const RankStep& rank : ranks) {
+    gradients.pieces.push_back(&rank.gradients);
+    parameters.pieces.push_back(&rank.parameters);
+  }
+  kinds = {std::move(gradients)};
+  for (size_t slot = 0; slot < golden.state.size(); ++slot) {
+    const auto& [name, values] = golden.state[slot];
+    TensorKind state{name, &values, {}, copies.state};
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      if (slot >= ranks[rank].state.size() || ranks[rank].state[slot].first != name)
+        return fmt::format("optimizer state {} on rank {}: there is none", name, rank);
+      state.pieces.push_back(&ranks[rank].state[slot].second);
+    }
+    kinds.push_back(std::move(state));
+  }
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    if (ranks[rank].state.size() > golden.state.size())
+      return fmt::format("optimizer state {} on rank {}: the golden run has none", ranks[rank].state[golden.state.size()].first,
+                         rank);
+  kinds.push_back(std::move(parameters));
+  return {};
+}
+
+std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted) {
+  const golden::Named& golden = *kind.golden;
+  if (golden.empty()) return fmt::format("{}: the golden run has no tensors, so nothing would be compared", kind.name);
+  sorted.assign(golden.size(), {});
+  for (size_t rank = 0; rank < kind.pieces.size(); ++rank) {
+    size_t at = 0;  // pieces mostly come in the golden order
+    for (const Piece& piece : *kind.pieces[rank]) {
+      size_t tried = 0;
+      for (; tried < golden.size() && golden[at].first != piece.name; ++tried) at = (at + 1) % golden.size();
+      if (tried == golden.size())
+        return fmt::format("{} of {} on rank {}: the golden run has none", kind.name, piece.name, rank);
+      if (!fits(piece, golden[at].second))
+        return fmt::format("{} of {} on rank {}: {} values for the elements [{}, {}) of [{}] do not fit into [{}]", kind.name,
+                           piece.name, rank, piece.data.numel(), piece.run.begin, piece.run.end, fmt::join(piece.shape, ", "),
+                           fmt::join(golden[at].second.sizes(), ", "));
+      sorted[at].push_back({rank, &piece});
+    }
+  }
+  std::vector<Interval> runs;
+  for (size_t i = 0; i < golden.size(); ++i) {
+    const auto& [name, tensor] = golden[i];
+    runs.clear();
+    for (const HeldPiece& held : sorted[i]) runs.push_back(held.piece->run);
+    if (const auto miscount = miscounted(runs, tensor.numel(), kind.copies))
+      return fmt::format("{} of {}, element {}: held by {} ranks, not by {}", kind.name, name,
+                         index_of(miscount->element, tensor), miscount->copies == 0 ? "no" : std::to_string(miscount->copies),
+                         kind.copies);
+  }
+  return {};
+}
+
+std::optional<Miscount> miscounted(const std::vector<Interval>& runs, int64_t length, int64_t copies) {
+  std::vector<std::pair<int64_t, int64_t>> changes;  // position, how many more runs from there on
+  changes.reserve(2 * runs.size());
+  for (const Interval& run : runs) {
+    changes.emplace_back(run.begin, 1);
+    changes.emplace_back(run.end, -1);
+  }
+  std::sort(changes.begin(), changes.end());
+  int64_t depth = 0, position = 0;
+  for (const auto& [next, change] : changes) {
+    if (next > position && depth != copies) return Miscount{position, depth};
+    position = next;
+    depth += change;
+  }
+  if (position < length) return Miscount{position, depth};
+  return {};
+}
+
+std::string index_of(int64_t position, const at::Tensor& tensor) {
+  std::vector<int64_t> index(static_cast<size_t>(tensor.dim()));
+  for (int64_t dim = tensor.dim() - 1; dim >= 0; --dim) {
+    index[static_cast<size_t>(dim)] = position % tensor.size(dim);
+    position /= tensor.size(dim);
+  }
+  return fmt::format("[{}]", fmt::join(index, ", "));
+}
+
+}  // namespace harness

@@ -1,0 +1,58 @@
+// The ranks' pieces of one step, sorted into the golden run's tensors: what both comparisons, of bits and within a
+// tolerance, begin with.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "golden/golden.h"
+#include "harness/step_exchange.h"
+#include "shardproof/mesh.h"
+#include "shardproof/strategy.h"
+
+namespace harness {
+
+// How many ranks hold each element.
+struct Copies {
+  int64_t state = 1;  // of gradients, as the optimizer reads them, and of its state
+  int64_t parameter = 1;
+};
+Copies copies_of(const shardproof::Strategy& strategy, const shardproof::Mesh& mesh);
+
+// One kind of tensor of a step: gradients, a slot of the optimizer's state, parameters.
+struct TensorKind {
+  std::string name;  // "gradient", "exp_avg", "parameter"
+  const golden::Named* golden = nullptr;
+  std::vector<const std::vector<shardproof::Piece>*> pieces;  // [rank]
+  int64_t copies = 1;
+};
+
+// A piece and the rank that holds it.
+struct HeldPiece {
+  size_t rank = 0;
+  const shardproof::Piece* piece = nullptr;
+};
+
+// In the order in which a step makes them: gradients, state, parameters. Instead, in words, what one side has and the
+// other lacks.
+std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
+                                        std::vector<TensorKind>& kinds);
+
+// The pieces of each tensor, in the golden order. Instead, in words, what is wrong with them: a rank holds a piece that
+// does not fit, or an element is held by more or fewer ranks than it should be.
+std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted);
+
+// Of elements [0, length) that should lie in `copies` of the runs each, the first that does not, and in how many it lies.
+struct Miscount {
+  int64_t element = 0;
+  int64_t copies = 0;
+  bool operator==(const Miscount&) const = default;
+};
+std::optional<Miscount> miscounted(const std::vector<shardproof::Interval>& runs, int64_t length, int64_t copies);
+
+// "[3, 5]": where a row-major position is in a tensor.
+std::string index_of(int64_t position, const at::Tensor& tensor);
+
+}  // namespace harness
