@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include "shardproof/plan.h"
 
@@ -51,10 +52,10 @@ std::vector<std::string> only_in(const Mesh& mesh, const std::vector<std::string
   return only;
 }
 
-// Whether `to` is `from` with more splits inside and more partial axes, `gained`; then each rank keeps a part
-// of its own.
-bool lower_slice(const Layout& from, const Layout& to, const std::vector<std::string>& gained,
-                 Lowered& lowered) {
+// When `to` is `from` with more splits inside and more partial axes, `gained`: each rank keeps a part of its
+// own.
+std::optional<Lowered> lower_slice(const Layout& from, const Layout& to,
+                                   const std::vector<std::string>& gained) {
   Lowered slice{Step::slice, {}, kFlat, kFlat};
   const auto grows = [&](const Splits& before, const Splits& after, int64_t dim) {
     if (before.size() > after.size() || !std::equal(before.begin(), before.end(), after.begin()))
@@ -66,12 +67,11 @@ bool lower_slice(const Layout& from, const Layout& to, const std::vector<std::st
   static const Splits none;
   for (size_t d = 0; d < std::max(from.dims.size(), to.dims.size()); ++d)
     if (!grows(d < from.dims.size() ? from.dims[d] : none, d < to.dims.size() ? to.dims[d] : none, d))
-      return false;
+      return std::nullopt;
   const bool dims_grow = !slice.axes.empty();
-  if (!grows(from.flat, to.flat, kFlat) || (dims_grow && !from.flat.empty())) return false;
+  if (!grows(from.flat, to.flat, kFlat) || (dims_grow && !from.flat.empty())) return std::nullopt;
   slice.axes.insert(slice.axes.end(), gained.begin(), gained.end());
-  lowered = slice;
-  return true;
+  return slice;
 }
 
 // The terms along `lost` are summed.
@@ -124,8 +124,7 @@ Lowered lower(const Shape& shape, const Mesh& mesh, const Layout& from, const La
                                  gained = only_in(mesh, b.partial, a.partial);
   if (!lost.empty() && !gained.empty()) return {Step::general, {}, kFlat, kFlat};
   if (!lost.empty()) return lower_sum(a, b, lost);
-  Lowered slice;
-  return lower_slice(a, b, gained, slice) ? slice : lower_move(a, b);
+  return lower_slice(a, b, gained).value_or(lower_move(a, b));
 }
 
 }  // namespace shardproof

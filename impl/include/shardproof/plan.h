@@ -61,10 +61,10 @@ constexpr int64_t kFlat = -1;  // "the flat run" where a dim is asked for
 // all_gather      The group's pieces, concatenated along `dim` in group order (kFlat: end to end).
 // all_reduce      The sum of the group's pieces in group order, which is ascending by rank.
 // reduce_scatter  That sum, cut along `dim` into the group's pieces, in group order.
-// all_to_all      The group holds one region cut along `dim` and cuts it along `dim_to` instead: member i
-// gives
-//                 j what i's old piece and j's new one share. Between two dims that is one box, slice j of
-//                 the old piece; from or to kFlat it may be several. `dim_to == dim` moves ragged bounds.
+// all_to_all      The group holds one region cut along `dim` and cuts it along `dim_to` instead: a member
+//                 gives another what its old piece and the other's new one share. Between two dims that is
+//                 one box, a slice of the old piece; from or to kFlat it may be several. `dim_to == dim`
+//                 moves ragged bounds.
 // general         Anything else, such as several steps or a permutation of ranks: run the plan.
 struct Lowered {
   Step step = Step::none;
