@@ -79,7 +79,9 @@ class World {
  public:
   World(const TrainOptions& options, const TextData& data, const BatchRule& rule)
       : exchange_(static_cast<size_t>(options.mesh.size())), thread_([&options, &data, &rule, this] {
-          try {
+          // A new thread begins with LibTorch's own number of threads, and more than one round differently.
+            at::set_num_threads(1);
+            try {
             shardproof::run_threads(options.mesh.size(), [&](std::shared_ptr<shardproof::Comm> comm) {
               train_rank(options, data, rule, comm, exchange_);
             });

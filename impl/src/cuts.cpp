@@ -21,8 +21,12 @@ Interval Cut::piece(int64_t length, int64_t part) const {
 }
 
 int64_t Cut::part_at(int64_t length, int64_t at) const {
-  if (bounds.empty()) return at / even_chunk(length, parts);
-  return std::upper_bound(bounds.begin(), bounds.end(), at) - bounds.begin() - 1;
+  const int64_t part = bounds.empty()
+                           ? at / even_chunk(length, parts)
+                           : std::upper_bound(bounds.begin(), bounds.end(), at) - bounds.begin() - 1;
+  SHARD_CHECK(0 <= part && part < parts, "layout", "index {} of {} lies in piece {} of {}", at, length, part,
+              parts);
+  return part;
 }
 
 int64_t Cut::piece_size_max(int64_t length) const {
@@ -158,7 +162,8 @@ class HolderWalk {
       return left.begin + piece.end;
     };
     if (fixed_[cut.axis] >= 0) return void(enter(fixed_[cut.axis]));
-    for (int64_t at = want.begin; at < want.end;) at = enter(cut.part_at(left.size(), at - left.begin));
+    for (int64_t at = want.begin; at < want.end;)
+      at = past(at, enter(cut.part_at(left.size(), at - left.begin)));
   }
 
   // `left` in the row-major order of region_.
@@ -171,8 +176,12 @@ class HolderWalk {
       return left.begin + piece.end;
     };
     if (fixed_[cut.axis] >= 0) return void(enter(fixed_[cut.axis]));
-    for (int64_t at = left.begin; (at = next_offset(region_, shared_, at)) < left.end;)
-      at = past(at, enter(cut.part_at(left.size(), at - left.begin)));
+    for (int64_t at = left.begin;;) {
+      const int64_t next = next_offset(region_, shared_, at);
+      SHARD_CHECK(next >= at, "layout", "the element at or after offset {} is at {}", at, next);
+      if (next >= left.end) return;
+      at = past(next, enter(cut.part_at(left.size(), next - left.begin)));
+    }
   }
 
   void emit(Interval run, int64_t rank) {

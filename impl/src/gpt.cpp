@@ -19,12 +19,12 @@ GptBlockImpl::GptBlockImpl(const GptOptions& options) : heads_(options.heads) {
   const int64_t hidden = options.hidden;
   ln_1_ = register_module("ln_1", layer_norm(hidden));
   auto attention = name_space(*this, "attn");
-  c_attn_ = attention->register_module("c_attn", torch::nn::Linear(hidden, 3 * hidden));
-  attn_proj_ = attention->register_module("c_proj", torch::nn::Linear(hidden, hidden));
+  c_attn_ = attention->register_module("c_attn", Linear(hidden, 3 * hidden));
+  attn_proj_ = attention->register_module("c_proj", Linear(hidden, hidden));
   ln_2_ = register_module("ln_2", layer_norm(hidden));
   auto mlp = name_space(*this, "mlp");
-  c_fc_ = mlp->register_module("c_fc", torch::nn::Linear(hidden, 4 * hidden));
-  mlp_proj_ = mlp->register_module("c_proj", torch::nn::Linear(4 * hidden, hidden));
+  c_fc_ = mlp->register_module("c_fc", Linear(hidden, 4 * hidden));
+  mlp_proj_ = mlp->register_module("c_proj", Linear(4 * hidden, hidden));
 }
 
 at::Tensor GptBlockImpl::forward(at::Tensor x) {
@@ -56,7 +56,7 @@ GptImpl::GptImpl(GptOptions options) : options_(options) {
     name_space(*this, "lm_head")->register_parameter("weight", wte_->weight);
   } else {
     lm_head_ = register_module(
-        "lm_head", torch::nn::Linear(torch::nn::LinearOptions(options.hidden, options.vocab).bias(false)));
+        "lm_head", Linear(torch::nn::LinearOptions(options.hidden, options.vocab).bias(false)));
   }
 }
 

@@ -19,6 +19,8 @@ at::Tensor activate(const at::Tensor& x, Activation activation) {
 
 }  // namespace
 
+at::Tensor LinearImpl::forward(const at::Tensor& input) { return at::linear(input, weight, bias); }
+
 MlpImpl::MlpImpl(MlpOptions options) : options_(std::move(options)) {
   const std::vector<int64_t>& widths = options_.widths;
   SHARD_REQUIRE(widths.size() >= 2, "mlp", "needs at least two widths (input and output), got {}", widths.size());
@@ -29,7 +31,7 @@ MlpImpl::MlpImpl(MlpOptions options) : options_(std::move(options)) {
                   widths[i + 1]);
     layers_.push_back(layers->register_module(
         std::to_string(i),
-        torch::nn::Linear(torch::nn::LinearOptions(widths[i], widths[i + 1]).bias(options_.bias))));
+        Linear(torch::nn::LinearOptions(widths[i], widths[i + 1]).bias(options_.bias))));
   }
 }
 

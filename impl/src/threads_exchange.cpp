@@ -125,11 +125,10 @@ void Exchange::gather(int64_t party, int64_t begin, int64_t end, std::byte* targ
       length = sides_[party].output_numel;
     }
     const int64_t from = std::max(begin, piece_begin), to = std::min(end, piece_begin + length);
-    if (from < to) {
-      const std::byte* data = sides_[source].input + (offset + from - piece_begin) * element_bytes_;
-      std::byte* place = target + (from - begin) * element_bytes_;
-      if (place != data) std::memcpy(place, data, (to - from) * element_bytes_);
-    }
+    const bool already_there = source == party && sides_[party].in_place;
+    if (from < to && !already_there)
+      std::memcpy(target + (from - begin) * element_bytes_,
+                  sides_[source].input + (offset + from - piece_begin) * element_bytes_, (to - from) * element_bytes_);
     piece_begin += length;
   }
 }

@@ -19,6 +19,7 @@ struct Side {
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   int64_t output_numel = 0;
+  bool in_place = false;  // all_gather: the party's own piece is in its output already
   std::vector<int64_t> output_sizes, input_sizes;  // all_to_all
 };
 

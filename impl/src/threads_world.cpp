@@ -53,6 +53,13 @@ Stream& stream_of(Group& group, const Call& call, int64_t group_rank) {
   return group.channels.try_emplace({source, target, call.tag}, group.name, ranks).first->second;
 }
 
+// Whether the input lies in the output; a valid call has it in its own place then.
+bool is_alias(const at::Tensor& input, const at::Tensor& output) {
+  auto* begin = static_cast<const std::byte*>(output.const_data_ptr());
+  auto* own = static_cast<const std::byte*>(input.const_data_ptr());
+  return begin <= own && own < begin + output.nbytes();
+}
+
 std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring) {
   std::vector<Side> sides;
   for (const Part& part : rendezvous.parts) {
@@ -63,6 +70,7 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
     if (part.call.output.defined()) {
       side.output = static_cast<std::byte*>(part.call.output.mutable_data_ptr());
       side.output_numel = part.call.output.numel();
+      side.in_place = part.call.op == Op::all_gather && is_alias(part.call.input, part.call.output);
     }
     sides.push_back(std::move(side));
   }

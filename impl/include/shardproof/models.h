@@ -12,6 +12,15 @@
 
 namespace shardproof {
 
+// torch::nn::Linear whose forward is the fused operation that Python's nn.Linear runs. LibTorch's own adds the bias in a
+// second pass for inputs of three dims, which rounds differently and costs time.
+class LinearImpl : public torch::nn::LinearImpl {
+ public:
+  using torch::nn::LinearImpl::LinearImpl;
+  at::Tensor forward(const at::Tensor& input);
+};
+TORCH_MODULE(Linear);
+
 enum class Activation { identity, relu, tanh, gelu };
 
 struct MlpOptions {
@@ -28,7 +37,7 @@ class MlpImpl : public torch::nn::Module {
 
  private:
   MlpOptions options_;
-  std::vector<torch::nn::Linear> layers_;
+  std::vector<Linear> layers_;
 };
 TORCH_MODULE(Mlp);
 
@@ -50,7 +59,7 @@ class GptBlockImpl : public torch::nn::Module {
  private:
   int64_t heads_;
   torch::nn::LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
-  torch::nn::Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
+  Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
 };
 TORCH_MODULE(GptBlock);
 
@@ -67,7 +76,7 @@ class GptImpl : public torch::nn::Module {
   torch::nn::Embedding wte_{nullptr}, wpe_{nullptr};
   std::vector<GptBlock> blocks_;
   torch::nn::LayerNorm ln_f_{nullptr};
-  torch::nn::Linear lm_head_{nullptr};
+  Linear lm_head_{nullptr};
 };
 TORCH_MODULE(Gpt);
 

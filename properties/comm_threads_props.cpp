@@ -1,0 +1,206 @@
+// Rank-threads outlive their worlds: a world starts clean whatever an earlier one left behind, many run at once, and an
+// error finds its way out of a backward pass.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <fstream>
+#include <stdexcept>
+#include <thread>
+
+#include "comm_worlds.h"
+#include "shardproof/check.h"
+
+using namespace shardproof;
+
+TEST(CommThreads, a_body_starts_with_gradients_on_whatever_ran_before) {
+  run_threads(4, [](std::shared_ptr<Comm>) { at::GradMode::set_enabled(false); });
+  const at::NoGradGuard callers_state_is_not_inherited;
+  run_threads(4, [](std::shared_ptr<Comm>) { EXPECT_TRUE(at::GradMode::is_enabled()); });
+}
+
+TEST(CommThreads, ranks_use_as_many_torch_threads_as_their_caller) {
+  const int before = at::get_num_threads();
+  for (const int threads : {1, 2, 1}) {
+    at::set_num_threads(threads);
+    run_threads(3, [&](std::shared_ptr<Comm>) { EXPECT_EQ(at::get_num_threads(), threads); });
+  }
+  at::set_num_threads(before);
+}
+
+TEST(CommThreads, worlds_run_side_by_side_and_inside_each_other) {
+  const auto run_one = [](int64_t world) {
+    for (int64_t i = 0; i < 20; ++i)
+      run_threads(world, [&](std::shared_ptr<Comm> comm) {
+        at::Tensor tensor = at::full({1}, comm->rank());
+        comm->all_reduce(tensor).wait();
+        EXPECT_EQ(tensor.item<int64_t>(), world * (world - 1) / 2);
+      });
+  };
+  std::vector<std::thread> callers;
+  for (int64_t world = 2; world < 6; ++world) callers.emplace_back(run_one, world);
+  for (std::thread& caller : callers) caller.join();
+
+  run_threads(2, [&](std::shared_ptr<Comm> outer) {
+    run_one(3);
+    outer->barrier().wait();
+  });
+}
+
+TEST(CommThreads, tensors_may_be_freed_after_the_own_wait_although_others_have_not_waited) {
+  for (const ThreadsOptions& options : worlds::all_options())
+    run_threads(
+        2,
+        [](std::shared_ptr<Comm> comm) {
+          at::Tensor tensor = at::ones({8});
+          Work work = comm->all_reduce(tensor);
+          if (comm->rank() == 1) comm->barrier().wait();
+          work.wait();
+          EXPECT_EQ(tensor.use_count(), 1) << "the call holds it no longer";
+          if (comm->rank() == 0) comm->barrier().wait();
+        },
+        options);
+}
+
+TEST(CommThreads, waiting_twice_or_for_a_copy_changes_nothing) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    at::Tensor tensor = at::ones({1});
+    Work work = comm->all_reduce(tensor), copy = work;
+    work.wait();
+    work.wait();
+    tensor.zero_();
+    copy.wait();
+    EXPECT_EQ(tensor.item<float>(), 0);
+  });
+}
+
+namespace {
+
+// Identity whose backward runs a function.
+struct OnBackward : torch::autograd::Node {
+  std::function<void()> action;
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    action();
+    return std::move(gradients);
+  }
+};
+
+// Runs `action` in the middle of a backward pass; returns the gradient of sum(3 * x).
+at::Tensor backward_with(const std::function<void()>& action) {
+  const at::Tensor x = at::ones({2}).requires_grad_();
+  at::Tensor product = x * 3;
+  auto node = std::make_shared<OnBackward>();
+  node->action = action;
+  node->set_next_edges(torch::autograd::collect_next_edges(product));
+  at::Tensor tapped = product.detach();
+  torch::autograd::create_gradient_edge(tapped, node);
+  torch::autograd::backward({tapped.sum()}, {});
+  return x.grad();
+}
+
+}  // namespace
+
+TEST(CommThreads, an_error_inside_one_ranks_backward_ends_the_others_backward_and_is_the_one_shown) {
+  for (const ThreadsOptions& options : worlds::all_options()) {
+    const std::string message = worlds::error_of(
+        3,
+        [](std::shared_ptr<Comm> comm) {
+          at::Tensor tensor = at::ones({1});
+          backward_with([&] {
+            if (comm->rank() == 1) throw Error("a hook of rank one failed");
+            comm->all_reduce(tensor).wait();
+          });
+        },
+        options);
+    EXPECT_NE(message.find("rank 1 of 3: a hook of rank one failed"), std::string::npos) << message;
+    // The same threads, and their backward passes, work as before.
+    run_threads(
+        3,
+        [](std::shared_ptr<Comm> comm) {
+          at::Tensor tensor = at::ones({1});
+          EXPECT_TRUE(backward_with([&] { comm->all_reduce(tensor).wait(); }).equal(at::full({2}, 3.f)));
+          EXPECT_EQ(tensor.item<float>(), 3);
+        },
+        options);
+  }
+}
+
+TEST(CommThreads, an_error_that_is_caught_still_ends_the_world_at_the_next_call) {
+  for (const ThreadsOptions& options : worlds::all_options()) {
+    const std::string message = worlds::error_of(
+        2,
+        [](std::shared_ptr<Comm> comm) {
+          at::Tensor tensor = at::ones({1});
+          if (comm->rank() == 0) throw Error("first");
+          for (int64_t attempt = 0; attempt < 3; ++attempt) try {
+              comm->all_reduce(tensor).wait();
+            } catch (const std::exception&) {
+            }
+          throw Error("second");
+        },
+        options);
+    // Under the parallel schedule rank 1 cannot get to its own error before rank 0 has failed, as it needs rank 0.
+    EXPECT_NE(message.find("rank 0 of 2: first"), std::string::npos) << message;
+  }
+}
+
+TEST(CommThreads, an_error_of_torch_keeps_its_type_and_gains_the_rank) {
+  try {
+    run_threads(2, [](std::shared_ptr<Comm> comm) {
+      if (comm->rank() == 1) at::ones({2}).view({3});
+      comm->barrier().wait();
+    });
+    FAIL() << "nothing was thrown";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("rank 1 of 2"), std::string::npos) << error.what();
+  }
+}
+
+TEST(CommThreads, an_error_type_of_the_callers_own_passes_unchanged) {
+  struct Own : Error {
+    using Error::Error;
+    int64_t code = 42;
+  };
+  try {
+    run_threads(2, [](std::shared_ptr<Comm> comm) {
+      if (comm->rank() == 0) throw Own("own");
+      comm->barrier().wait();
+    });
+    FAIL() << "nothing was thrown";
+  } catch (const Own& error) {
+    EXPECT_EQ(error.code, 42);
+  }
+}
+
+namespace {
+
+int64_t address_space_bytes() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * 4096;
+}
+
+// In a process of its own: room for a few stacks of threads and not for a hundred.
+[[noreturn]] void ask_for_more_threads_than_fit() {
+  const auto room = static_cast<rlim_t>(address_space_bytes() + (256 << 20));
+  const rlimit limit{room, room};
+  setrlimit(RLIMIT_AS, &limit);
+  try {
+    run_threads(500, [](std::shared_ptr<Comm>) {});
+  } catch (const Error& error) {
+    fprintf(stderr, "%s\n", error.what());
+    run_threads(2, [](std::shared_ptr<Comm> comm) { comm->barrier().wait(); });  // those that started serve the next world
+    _exit(2);
+  }
+  _exit(0);
+}
+
+}  // namespace
+
+TEST(CommThreadsDeathTest, threads_that_the_system_refuses_are_an_error_that_says_what_to_do) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  EXPECT_EXIT(ask_for_more_threads_than_fit(), testing::ExitedWithCode(2), "of the 500 threads.*smaller world");
+}
