@@ -138,6 +138,20 @@ std::string Case::str() const {
                      optimizer_str(*this), to_string(mode), seed, history_str(rounds));
 }
 
+namespace {
+
+constexpr int64_t kRoundsMax = 100'000;
+
+void validate(const golden::Optimizer& o) {
+  SHARD_REQUIRE(o.lr >= 0 && o.weight_decay >= 0 && o.momentum >= 0 && o.eps >= 0, "case",
+                "lr, decay, momentum and eps must not be negative, got lr={} decay={} momentum={} eps={}", o.lr, o.weight_decay,
+                o.momentum, o.eps);
+  SHARD_REQUIRE(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "case",
+                "beta1 and beta2 must be at least 0 and below 1, got beta1={} beta2={}", o.beta1, o.beta2);
+}
+
+}  // namespace
+
 void validate(const golden::Model& model) {
   if (model.kind == golden::Model::Kind::mlp) {
     const auto& widths = model.mlp.widths;
@@ -167,9 +181,10 @@ void validate(const Case& c) {
   SHARD_REQUIRE(c.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(c.alignment_bytes)), "case",
                 "align={} must be a power of two and at least 64", c.alignment_bytes);
   SHARD_REQUIRE(c.bucket_bytes_max >= 0 && c.clip_norm >= 0, "case", "bucket and clip must not be negative");
+  validate(c.optimizer);
   SHARD_REQUIRE(!c.rounds.empty(), "case", "the history has no step; write ': step'");
   for (const int64_t rounds : c.rounds)
-    SHARD_REQUIRE(rounds >= 1, "case", "accumulate({}) must be at least 1", rounds);
+    SHARD_REQUIRE(rounds >= 1 && rounds <= kRoundsMax, "case", "accumulate({}) must be 1 to {}", rounds, kRoundsMax);
   if (c.mode != Mode::exact) return;
   using golden::Activation;
   const bool linear = c.model.kind == golden::Model::Kind::mlp && (c.model.mlp.activation == Activation::identity ||

@@ -11,6 +11,8 @@ namespace {
 
 using Argument = Scanner::Argument;
 
+constexpr int64_t kStepsMax = 100'000;  // of one command: a slip of the finger must not fill the memory
+
 template <class Value>
 Value choose(const Scanner& scanner, const Argument& argument, const std::vector<std::pair<std::string, Value>>& choices) {
   std::vector<std::string> names;
@@ -18,7 +20,7 @@ Value choose(const Scanner& scanner, const Argument& argument, const std::vector
     if (argument.value == name) return value;
     names.push_back(name);
   }
-  scanner.fail(argument.column, fmt::format("{}={}", argument.key, fmt::join(names, "|")));
+  scanner.fail(argument.value_column, fmt::format("{}={}", argument.key, fmt::join(names, "|")));
 }
 
 [[noreturn]] void unknown(const Scanner& scanner, const Argument& argument, const char* known) {
@@ -77,7 +79,7 @@ void read_strategy(Scanner& scanner, Case& c) {
   try {
     shardproof::strategy(c.strategy);
   } catch (const shardproof::Error& error) {
-    scanner.fail(column, fmt::format("a strategy: {}", error.what()));
+    scanner.fail(column, fmt::format("a strategy ({})", error.what()));
   }
   for (const Argument& a : scanner.arguments()) {
     if (a.key == "units")
@@ -140,6 +142,7 @@ void read_history(Scanner& scanner, Case& c) {
       scanner.expect(')', "after the number of rounds");
     } else if (command == "step") {
       const int64_t times = scanner.accept('*') ? scanner.integer("a number of steps") : 1;
+      if (times < 1 || times > kStepsMax) scanner.fail(column, fmt::format("1 to {} steps", kStepsMax));
       c.rounds.insert(c.rounds.end(), static_cast<size_t>(times), rounds);
     } else {
       scanner.fail(column, fmt::format("step, step*N or accumulate(N), not '{}'", command));

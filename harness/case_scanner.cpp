@@ -60,7 +60,10 @@ std::vector<Scanner::Argument> Scanner::arguments() {
     Argument argument;
     argument.column = position_;
     argument.key = word("a name");
+    for (const Argument& earlier : list)
+      if (earlier.key == argument.key) fail(argument.column, fmt::format("'{}' once only", argument.key));
     argument.has_value = accept('=');
+    argument.value_column = position_;
     if (argument.has_value) {
       const size_t begin = position_;
       while (position_ < text_.size() && text_[position_] != ',' && text_[position_] != ')') ++position_;
@@ -82,20 +85,20 @@ int64_t Scanner::integer(const char* what) {
 
 int64_t Scanner::integer(const Argument& argument) const {
   int64_t value = 0;
-  if (!read_whole(argument.value, value)) fail(argument.column, fmt::format("{}=INTEGER", argument.key));
+  if (!read_whole(argument.value, value)) fail(argument.value_column, fmt::format("{}=INTEGER", argument.key));
   return value;
 }
 
 double Scanner::number(const Argument& argument) const {
   double value = 0;
   if (!read_whole(argument.value, value) || !std::isfinite(value))
-    fail(argument.column, fmt::format("{}=NUMBER", argument.key));
+    fail(argument.value_column, fmt::format("{}=NUMBER", argument.key));
   return value;
 }
 
 bool Scanner::flag(const Argument& argument) const {
   if (argument.has_value && argument.value != "0" && argument.value != "1")
-    fail(argument.column, fmt::format("{0}, {0}=1 or {0}=0", argument.key));
+    fail(argument.value_column, fmt::format("{0}, {0}=1 or {0}=0", argument.key));
   return !argument.has_value || argument.value == "1";
 }
 
@@ -106,7 +109,7 @@ std::vector<int64_t> Scanner::integers(const Argument& argument) const {
     const size_t end = std::min(argument.value.find('-', begin), argument.value.size());
     int64_t value = 0;
     if (!read_whole(std::string_view(argument.value).substr(begin, end - begin), value))
-      fail(argument.column, fmt::format("{}=A-B-C, integers with dashes between", argument.key));
+      fail(argument.value_column + begin, fmt::format("an integer, as in {}=5-7-3", argument.key));
     values.push_back(value);
     begin = end + 1;
   }

@@ -16,12 +16,13 @@ class Scanner {
   // A key with an optional value, inside parentheses.
   struct Argument {
     std::string key, value;
-    size_t column;
+    size_t column;        // of the key
+    size_t value_column;  // of the value; where it should be if there is none
     bool has_value;
   };
 
   std::string word(const char* expected);  // [A-Za-z_][A-Za-z0-9_]*
-  // "(key=value,flag,...)" or nothing. A mesh is the same.
+  // "(key=value,flag,...)" or nothing; no key twice. A mesh is the same.
   std::vector<Argument> arguments();
   bool accept(char c);
   void expect(char c, const char* what);

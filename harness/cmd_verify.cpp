@@ -18,6 +18,7 @@ std::atomic<bool> interrupted{false};
 struct Arguments {
   VerifyOptions options;
   std::string strategy, mesh, mode;
+  bool world_max_given = false;
 };
 
 void prepare(Arguments& arguments) {
@@ -28,6 +29,10 @@ void prepare(Arguments& arguments) {
   SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify", "--mode must be exact, ordered or fast, got '{}'",
                 arguments.mode);
   if (!arguments.mesh.empty()) options.limits.mesh = shardproof::Mesh::parse(arguments.mesh);
+  const auto& mesh = options.limits.mesh;
+  SHARD_REQUIRE(!mesh || !arguments.world_max_given || mesh->size() <= options.limits.world_max, "verify",
+                "--mesh {} has {} ranks, more than --world-max {}; leave one of them out", mesh->str(), mesh->size(),
+                options.limits.world_max);
   SHARD_REQUIRE(options.cases >= 1, "verify", "--cases must be at least 1, got {}", options.cases);
   SHARD_REQUIRE(options.minutes >= 0, "verify", "--minutes must not be negative, got {}", options.minutes);
   SHARD_REQUIRE(options.jobs >= 0, "verify", "--jobs must not be negative, got {}", options.jobs);
@@ -75,7 +80,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--shrink-seconds", options.shrink_seconds, "time to look for a smaller case")->capture_default_str();
   command->add_flag("!--no-python", options.python, "do not check the golden run against PyTorch in Python");
   command->add_option("--json", options.json, "also write one JSON object a line here");
-  command->callback([arguments, &exit_code] {
+  command->callback([arguments, command, &exit_code] {
+    arguments->world_max_given = command->count("--world-max") > 0;
     prepare(*arguments);
     std::signal(SIGINT, [](int) { interrupted = true; });
     const VerifyResult result = verify(arguments->options, interrupted);

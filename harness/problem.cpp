@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "harness/exact_data.h"
 #include "harness/random.h"
 #include "shardproof/strategy.h"
 
@@ -26,18 +27,11 @@ at::Tensor uniform(std::vector<int64_t> sizes, const Draws& draws, double scale,
   });
 }
 
-at::Tensor integers(std::vector<int64_t> sizes, const Draws& draws) {
-  return filled<float>(std::move(sizes), at::kFloat,
-                       [&](int64_t i) { return static_cast<float>(draws.integer(i, -1, 1)); });
-}
-
 golden::Named initial_parameters(const Case& c) {
   golden::Named parameters;
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
     const Draws draws(c.seed, name);
-    if (c.mode == Mode::exact) {
-      parameters.emplace_back(name, integers(shape, draws));
-    } else if (shape.size() == 2) {
+    if (shape.size() == 2) {
       parameters.emplace_back(name, uniform(shape, draws, 1.5 / std::sqrt(static_cast<double>(shape[1]))));
     } else {
       const bool norm_weight = name.find("ln_") != std::string::npos && name.ends_with("weight");
@@ -60,12 +54,11 @@ golden::Microbatch microbatch(const Case& c, int64_t step, int64_t round, int64_
     return {tokens(input), tokens(target), 1.0};
   }
   const std::vector<int64_t> in{samples, c.model.mlp.widths.front()}, out{samples, c.model.mlp.widths.back()};
-  if (c.mode == Mode::exact) return {integers(in, input), integers(out, target), 1.0};
   return {uniform(in, input, 1), uniform(out, target, 1), 1.0};
 }
 
 // Mean over ranks: each microbatch weighs 1 / (its elements * rounds), gradients are divided by the ranks. Otherwise each
-// weighs 1 / (elements of the whole step). Powers of two in `exact` mode.
+// weighs 1 / (elements of the whole step). In `exact` mode the next lower power of two.
 void weigh(const Case& c, golden::Step& step) {
   const auto rounds = static_cast<double>(step.microbatches.size());
   const auto ranks = static_cast<double>(step.microbatches[0].size());
@@ -75,7 +68,7 @@ void weigh(const Case& c, golden::Step& step) {
   for (auto& round : step.microbatches)
     for (golden::Microbatch& m : round) {
       const double share = c.mean_over_ranks ? static_cast<double>(m.target.numel()) * rounds : elements;
-      m.weight = c.mode == Mode::exact ? 0.125 : 1 / share;
+      m.weight = c.mode == Mode::exact ? std::exp2(-std::ceil(std::log2(share))) : 1 / share;
     }
   step.divide = c.mean_over_ranks ? ranks : 1;
 }
@@ -98,6 +91,7 @@ golden::Run make_run(const Case& c) {
     weigh(c, step);
     run.steps.push_back(std::move(step));
   }
+  if (c.mode == Mode::exact) make_exact(run, c.seed);
   return run;
 }
 

@@ -132,6 +132,7 @@ class Campaign {
   // Progress, until all workers are through.
   void watch() {
     while (running_ > 0) {
+      if (oracle_ && oracle_->failed()) stop_ = true;
       int64_t cases = 0, failures = 0;
       {
         const std::lock_guard lock(mutex_);
