@@ -18,7 +18,7 @@ struct Step {
   const golden::StepTrace &ours, &single, &python;
 };
 
-constexpr double kPrecisions = 0x1p-29;    // float64's rounding over float32's
+constexpr double kPrecisions = 0x1p-29;   // float64's rounding over float32's
 constexpr double kSingleFloor = 0x1p-22;  // a float32 run may be right by luck
 
 double distance(const at::Tensor& a, const at::Tensor& b) {
@@ -39,8 +39,8 @@ Difference compare(const std::string& what, const golden::Named& ours, const gol
   if (ours.size() != python.size()) return fmt::format("{}: {} tensors, {} in Python", what, ours.size(), python.size());
   for (size_t i = 0; i < ours.size(); ++i) {
     if (ours[i].first != python[i].first) return fmt::format("{}: {} is {} in Python", what, ours[i].first, python[i].first);
-    if (auto difference = compare(fmt::format("{} of {}", what, ours[i].first), ours[i].second, single[i].second,
-                                  python[i].second))
+    if (auto difference =
+            compare(fmt::format("{} of {}", what, ours[i].first), ours[i].second, single[i].second, python[i].second))
       return difference;
   }
   return {};
@@ -60,12 +60,15 @@ Difference compare_step(const Step& step) {
   const auto named = [&](const std::string& what, const auto& tensors_of) {
     return compare(what, tensors_of(step.ours), tensors_of(step.single), tensors_of(step.python));
   };
-  if (auto difference = named("gradient", [](const auto& trace) -> auto& { return trace.gradients; })) return difference;
+  if (auto difference = named(
+          "gradient", [](const auto& trace) -> auto& { return trace.gradients; }))
+    return difference;
   for (size_t slot = 0; slot < step.ours.state.size(); ++slot)
-    if (auto difference = named(step.ours.state[slot].first,
-                                [slot](const auto& trace) -> auto& { return trace.state.at(slot).second; }))
+    if (auto difference = named(
+            step.ours.state[slot].first, [slot](const auto& trace) -> auto& { return trace.state.at(slot).second; }))
       return difference;
-  return named("parameter", [](const auto& trace) -> auto& { return trace.parameters; });
+  return named(
+      "parameter", [](const auto& trace) -> auto& { return trace.parameters; });
 }
 
 }  // namespace
@@ -76,9 +79,11 @@ bool suits_oracle(const Case& c) {
 
 Difference oracle_difference(const Case& c) {
   const golden::Run run = make_run(c);
-  const golden::Trace ours = golden::train(run, at::kDouble), single = golden::train(run), python = golden::train_in_python(run);
+  const golden::Trace ours = golden::train(run, at::kDouble), single = golden::train(run),
+                      python = golden::train_in_python(run);
   for (size_t step = 0; step < ours.size(); ++step)
-    if (auto difference = compare_step({ours[step], single[step], python.at(step)})) return fmt::format("step {}: {}", step, *difference);
+    if (auto difference = compare_step({ours[step], single[step], python.at(step)}))
+      return fmt::format("step {}: {}", step, *difference);
   return {};
 }
 
