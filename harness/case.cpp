@@ -140,8 +140,6 @@ std::string Case::str() const {
 
 namespace {
 
-constexpr int64_t kRoundsMax = 100'000;
-
 void validate(const golden::Optimizer& o) {
   SHARD_REQUIRE(o.lr >= 0 && o.weight_decay >= 0 && o.momentum >= 0 && o.eps >= 0, "case",
                 "lr, decay, momentum and eps must not be negative, got lr={} decay={} momentum={} eps={}", o.lr, o.weight_decay,
@@ -184,7 +182,7 @@ void validate(const Case& c) {
   validate(c.optimizer);
   SHARD_REQUIRE(!c.rounds.empty(), "case", "the history has no step; write ': step'");
   for (const int64_t rounds : c.rounds)
-    SHARD_REQUIRE(rounds >= 1 && rounds <= kRoundsMax, "case", "accumulate({}) must be 1 to {}", rounds, kRoundsMax);
+    SHARD_REQUIRE(rounds >= 1, "case", "accumulate({}) must be at least 1", rounds);
   if (c.mode != Mode::exact) return;
   using golden::Activation;
   const bool linear = c.model.kind == golden::Model::Kind::mlp && (c.model.mlp.activation == Activation::identity ||

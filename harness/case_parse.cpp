@@ -12,6 +12,7 @@ namespace {
 using Argument = Scanner::Argument;
 
 constexpr int64_t kStepsMax = 100'000;  // of one command: a slip of the finger must not fill the memory
+constexpr int64_t kRoundsMax = 100'000;
 
 template <class Value>
 Value choose(const Scanner& scanner, const Argument& argument, const std::vector<std::pair<std::string, Value>>& choices) {
@@ -138,7 +139,9 @@ void read_history(Scanner& scanner, Case& c) {
     const std::string command = scanner.word("step, step*N or accumulate(N)");
     if (command == "accumulate") {
       scanner.expect('(', "after accumulate");
+      const size_t at = scanner.column();
       rounds = scanner.integer("a number of rounds");
+      if (rounds < 1 || rounds > kRoundsMax) scanner.fail(at, fmt::format("1 to {} rounds", kRoundsMax));
       scanner.expect(')', "after the number of rounds");
     } else if (command == "step") {
       const int64_t times = scanner.accept('*') ? scanner.integer("a number of steps") : 1;

@@ -66,10 +66,11 @@ std::vector<Scanner::Argument> Scanner::arguments() {
     argument.value_column = position_;
     if (argument.has_value) {
       const size_t begin = position_;
-      while (position_ < text_.size() && text_[position_] != ',' && text_[position_] != ')') ++position_;
+      while (position_ < text_.size() && std::string_view(",) ").find(text_[position_]) == std::string_view::npos) ++position_;
       argument.value = std::string(text_.substr(begin, position_ - begin));
     }
     list.push_back(std::move(argument));
+    if (position_ < text_.size() && text_[position_] == ' ') fail(position_, "')' or ',' after an argument");
   } while (accept(','));
   expect(')', "or ',' after an argument");
   return list;

@@ -10,9 +10,9 @@
 namespace harness {
 
 struct Limits {
-  std::optional<std::string> strategy;   // only this one
-  std::optional<shardproof::Mesh> mesh;  // only this one
-  std::optional<Mode> mode;              // only this one
+  std::optional<std::string> strategy = {};   // only this one
+  std::optional<shardproof::Mesh> mesh = {};  // only this one
+  std::optional<Mode> mode = {};              // only this one
   int64_t world_max = 8;
   bool tiny = false;  // only the small MLP that other frameworks' parity tests use: 4 ranks, zero3, 3 AdamW steps
 };

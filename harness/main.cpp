@@ -1,4 +1,5 @@
-// build/shardproof. Exit codes: 0 all held; 1 a counterexample, a failed check, NaN; 2 usage or environment.
+// build/shardproof. Exit codes: 0 all held (of what ran, when interrupted); 1 a counterexample, a failed check, NaN; 2 usage
+// or environment.
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>

@@ -19,9 +19,9 @@ struct RankStep {
   std::vector<double> losses;  // [round], the weighted losses of this rank's microbatches
   double gradient_norm = 0;    // of the whole gradient, before clipping
   double seconds = 0;
-  std::vector<shardproof::Piece> gradients;  // as the optimizer read them
-  std::vector<shardproof::Piece> parameters;
-  std::vector<std::pair<std::string, std::vector<shardproof::Piece>>> state;  // {"exp_avg", ...}
+  std::vector<shardproof::Piece> gradients = {};  // as the optimizer read them
+  std::vector<shardproof::Piece> parameters = {};
+  std::vector<std::pair<std::string, std::vector<shardproof::Piece>>> state = {};  // {"exp_avg", ...}
 };
 
 class StepExchange {

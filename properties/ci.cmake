@@ -22,6 +22,7 @@ set_tests_properties(Tree.keeps_to_the_layers PROPERTIES LABELS ci)
 shardproof_python_tests(NAME check_layers CLASS CheckLayers)
 shardproof_python_tests(NAME faults CLASS Faults)
 shardproof_python_tests(NAME train CLASS Train)
+shardproof_python_tests(NAME verify CLASS Command)
 
 shardproof_test(NAME training_props LABEL train TORCH SOURCES text_data_props.cpp step_difference_props.cpp
   LIBRARIES harness)

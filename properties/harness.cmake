@@ -1,1 +1,19 @@
 # Tests of the harness part; see shardproof_test in CMakeLists.txt.
+shardproof_test(NAME case_props LABEL harness TORCH LIBRARIES harness SOURCES case_props.cpp)
+shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOURCES comparison_props.cpp exact_props.cpp
+  campaign_props.cpp)
+
+# The main property, once a strategy: random sharded training equals its unsharded golden run.
+function(shardproof_verify name label)
+  add_test(NAME "Verify.${name}" COMMAND shardproof_command verify ${ARGN}
+    --failures "${CMAKE_CURRENT_BINARY_DIR}/failures/${name}" WORKING_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
+  set_tests_properties("Verify.${name}" PROPERTIES LABELS "${label}")
+endfunction()
+foreach(strategy ddp zero1 zero2 zero3)
+  shardproof_verify(random_${strategy}_cases_equal_their_golden_runs train --strategy ${strategy} --cases 100 --seed 41
+    --no-python)
+  shardproof_verify(thousands_of_${strategy}_cases_equal_their_golden_runs nightly --strategy ${strategy} --cases 10000
+    --seed 42)
+endforeach()
+shardproof_verify(wide_worlds_equal_their_golden_runs nightly --world-max 64 --cases 500 --seed 43)
+shardproof_verify(tiny_cases_equal_their_golden_runs train --tiny --cases 500 --seed 44 --no-python)

@@ -1,0 +1,127 @@
+"""`shardproof verify` and `replay` from outside: exit codes, messages, reports."""
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import unittest
+
+SHARDPROOF = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
+GOOD = "mlp(widths=5-7-3) mesh(dp_shard=4) zero3 sgd(lr=0.1) ordered seed=3 : accumulate(3) step*2"
+EXPLOSIVE = "mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=1e+30) ordered seed=1 : step*3"
+
+
+class Command(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.report = os.path.join(self.folder, "report.json")
+
+    def run_command(self, *arguments, environment=None):
+        return subprocess.run([SHARDPROOF, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              cwd=self.folder, env=dict(os.environ, **(environment or {})))
+
+    def verify(self, *arguments):
+        done = self.run_command("verify", "--no-python", "--json", self.report, *arguments)
+        lines = []
+        if os.path.exists(self.report):
+            with open(self.report, encoding="utf-8") as file:
+                lines = [json.loads(line) for line in file]
+        return done, lines
+
+    def expect_refused(self, message, *arguments, environment=None):
+        """Exit code 2, one clear message, no stack."""
+        done = self.run_command(*arguments, environment=environment)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertIn(message, done.stderr)
+        for word in ("Exception raised from", "frame #", "terminate called"):
+            self.assertNotIn(word, done.stderr)
+
+    def test_a_healthy_campaign_ends_with_0_a_table_and_a_report(self):
+        done, lines = self.verify("--cases", "30", "--jobs", "2", "--strategy", "zero2", "--world-max", "3")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("ALL HELD: 30 of 30 cases held", done.stdout)
+        self.assertRegex(done.stdout, r"strategy +model +world +cases +failures")
+        cases = [line["case"] for line in lines if line["type"] == "case"]
+        self.assertEqual(len(set(cases)), 30)
+        for case in cases:
+            self.assertRegex(case, r"mesh\(dp_shard=[123]\) zero2")
+        self.assertEqual(lines[-1]["type"], "summary")
+
+    def test_the_same_seed_runs_the_same_cases_and_another_others(self):
+        def cases(seed):
+            return sorted(line["case"] for line in self.verify("--cases", "12", "--seed", seed)[1] if line["type"] == "case")
+
+        self.assertEqual(cases("5"), cases("5"))
+        self.assertNotEqual(cases("5"), cases("6"))
+
+    def test_a_failure_ends_with_1_its_case_and_how_to_replay_it(self):
+        failures = os.path.join(self.folder, "found")
+        os.mkdir(failures)
+        with open(os.path.join(failures, "0.case"), "w", encoding="utf-8") as file:
+            file.write(EXPLOSIVE + "\n")
+        done, lines = self.verify("--cases", "2", "--failures", failures, "--failures-max", "1", "--shrink-seconds", "5")
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        failure = next(line for line in lines if line["type"] == "failure")
+        self.assertIn("the loss is", failure["what"])
+        self.assertIn(f"build/shardproof replay '{failure['case']}'", done.stdout)
+        self.assertEqual(self.run_command("replay", failure["case"]).returncode, 1)
+
+    def test_an_interrupt_prints_what_is_known_so_far(self):
+        process = subprocess.Popen([SHARDPROOF, "verify", "--minutes", "10", "--no-python", "--json", self.report],
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   cwd=self.folder)
+        while not (os.path.exists(self.report) and os.path.getsize(self.report) > 0):
+            self.assertIsNone(process.poll())
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate()
+        self.assertEqual(process.returncode, 0, output)
+        self.assertRegex(output, r"INTERRUPTED, so far ALL HELD: [1-9]")
+
+    def test_replay_gives_the_same_verdict_every_time(self):
+        runs = [self.run_command("replay", GOOD) for _ in range(3)]
+        self.assertEqual({run.returncode for run in runs}, {0})
+        self.assertEqual(len({run.stdout for run in runs}), 1)
+        self.assertIn("HELD", runs[0].stdout)
+        self.assertIn(GOOD, runs[0].stdout)
+
+    def test_numbers_that_blow_up_end_replay_with_1_step_and_rank(self):
+        done = self.run_command("replay", EXPLOSIVE)
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        for word in ("rank ", "step 1", "the loss is"):
+            self.assertIn(word, done.stdout)
+
+    def test_malformed_case_text_is_shown_with_its_column(self):
+        self.expect_refused("column 36: expected a strategy", "replay", GOOD.replace("zero3", "zero9"))
+        self.expect_refused("\n  " + " " * 11 + "^", "replay", GOOD.replace("5-7-3", "x-7-3"))
+
+    def test_an_unknown_strategy_or_axis_is_refused_with_those_there_are(self):
+        self.expect_refused("ddp, zero1, zero2, zero3", "verify", "--strategy", "zero9")
+        self.expect_refused("dp_shard", "verify", "--mesh", "tp=2")
+        self.expect_refused("dp_shard", "replay", GOOD.replace("dp_shard", "tp"))
+        self.expect_refused("exact, ordered or fast", "verify", "--mode", "slow")
+
+    def test_a_malformed_mesh_is_shown_with_its_column(self):
+        self.expect_refused("column 10", "verify", "--mesh", "dp_shard=x")
+
+    def test_sizes_that_do_not_fit_are_refused(self):
+        self.expect_refused("hidden=10 is not divisible by heads=3", "replay",
+                            "gpt(hidden=10,heads=3) mesh(dp_shard=2) ddp sgd(lr=1) ordered seed=1 : step")
+        self.expect_refused("at most 1024", "verify", "--mesh", "dp_shard=2000")
+        self.expect_refused("at most 1024", "replay", GOOD.replace("dp_shard=4", "dp_shard=1025"))
+        self.expect_refused("more than --world-max 2", "verify", "--mesh", "dp_shard=4", "--world-max", "2")
+        self.expect_refused("can't allocate memory", "replay", GOOD.replace("5-7-3", "3000000-3000000"))
+
+    def test_wrong_usage_is_refused(self):
+        for arguments in ((), ("prove",), ("verify", "--case", "3"), ("verify", "--cases", "many"), ("replay",)):
+            self.expect_refused("", *arguments)
+        self.expect_refused("--cases must be at least 1", "verify", "--cases", "0")
+        self.expect_refused("cannot write /nowhere/x", "verify", "--json", "/nowhere/x")
+
+    def test_a_missing_python_is_refused_before_all_cases_have_run(self):
+        self.expect_refused("no Python at", "verify", "--minutes", "10", environment={"SHARDPROOF_VENV": "/nowhere"})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,193 @@
+// Running cases: verdicts, shrinking, the failure database, campaigns.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "expect_error.h"
+#include "harness/failures.h"
+#include "harness/shrink.h"
+#include "harness/verify.h"
+#include "harness_env.h"
+
+using namespace harness;
+using shardproof::expect_error;
+
+namespace {
+
+const std::atomic<bool> kGoOn{false};
+
+Verdict fails(const std::string& category) {
+  Verdict verdict;
+  verdict.category = category;
+  verdict.what = category + ": planted";
+  return verdict;
+}
+
+Verdict holds() {
+  Verdict verdict;
+  verdict.held = true;
+  return verdict;
+}
+
+Case large() {
+  return Case::parse("gpt(layers=3,hidden=24,heads=4,vocab=37,positions=9,tied) mesh(dp_shard=8) zero3(units=some,bucket=64) "
+                     "adamw(lr=0.01,decay=0.1,clip=0.5) ordered seed=7 : accumulate(4) step*2 accumulate(2) step");
+}
+
+std::vector<nlohmann::json> lines_of(const std::string& path) {
+  std::vector<nlohmann::json> lines;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+VerifyOptions options_in(const harness_env::Folder& folder, int64_t cases) {
+  VerifyOptions options;
+  options.cases = cases;
+  options.python = false;
+  options.failures_directory = folder / "failures";
+  options.json = folder / "report.json";
+  return options;
+}
+
+}  // namespace
+
+TEST(Verdict, is_the_same_every_time) {
+  for (int64_t i = 0; i < 20; ++i) {
+    const Case c = generate(2, i, {});
+    const Verdict a = run_case(c), b = run_case(c);
+    EXPECT_TRUE(a.held && b.held) << c.str() << a.what;
+    EXPECT_EQ(a.values_compared, b.values_compared);
+    EXPECT_EQ(a.ratio_max, b.ratio_max);
+  }
+}
+
+TEST(Verdict, a_loss_that_is_not_finite_names_step_and_rank) {
+  const Verdict verdict =
+      run_case(Case::parse("mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=1e+30) ordered seed=1 : step*3"));
+  EXPECT_FALSE(verdict.held);
+  EXPECT_EQ(verdict.category, "error");
+  EXPECT_NE(verdict.what.find("rank "), std::string::npos) << verdict.what;
+  EXPECT_NE(verdict.what.find("step 1"), std::string::npos) << verdict.what;
+}
+
+TEST(Shrink, reaches_the_smallest_case_that_still_fails) {
+  // Fails with at least three ranks, two rounds in some step, and a bucket limit.
+  const auto run = [](const Case& c) {
+    const bool fault = c.mesh.size() >= 3 && *std::max_element(c.rounds.begin(), c.rounds.end()) >= 2 && c.bucket_bytes_max > 0;
+    return fault ? fails("gradient") : holds();
+  };
+  const Shrunk shrunk = shrink(large(), fails("gradient"), std::chrono::minutes(1), run);
+  const Case& c = shrunk.minimal;
+  EXPECT_EQ(c.mesh.size(), 3);
+  EXPECT_EQ(c.rounds, std::vector<int64_t>{2});
+  EXPECT_GT(c.bucket_bytes_max, 0);
+  EXPECT_EQ(c.model.gpt.layers, 1);
+  EXPECT_EQ(c.model.gpt.hidden, 1);
+  EXPECT_EQ(c.model.gpt.positions, 1);
+  EXPECT_FALSE(c.model.gpt.tied);
+  EXPECT_EQ(c.clip_norm, 0);
+  EXPECT_EQ(c.optimizer.kind, golden::Optimizer::Kind::sgd);
+  EXPECT_EQ(c.units, Units::root);
+}
+
+TEST(Shrink, keeps_the_category_of_the_failure) {
+  // Below four ranks something else goes wrong.
+  const auto run = [](const Case& c) { return fails(c.mesh.size() >= 4 ? "gradient" : "error"); };
+  const Shrunk shrunk = shrink(large(), fails("gradient"), std::chrono::minutes(1), run);
+  EXPECT_EQ(shrunk.minimal.mesh.size(), 4);
+  EXPECT_EQ(shrunk.verdict.category, "gradient");
+}
+
+TEST(Shrink, tries_valid_cases_only_and_each_is_simpler) {
+  for (int64_t i = 0; i < 200; ++i) {
+    const Case c = generate(9, i, {});
+    for (const Case& candidate : simpler(c)) {
+      EXPECT_NO_THROW(validate(candidate)) << candidate.str();
+      EXPECT_FALSE(candidate == c) << c.str();
+    }
+  }
+}
+
+TEST(Shrink, stops_when_its_time_is_up) {
+  const Shrunk shrunk = shrink(large(), fails("gradient"), std::chrono::milliseconds(0), [](const Case&) { return fails("gradient"); });
+  EXPECT_EQ(shrunk.tried, 0);
+  EXPECT_TRUE(shrunk.minimal == large());
+}
+
+TEST(Failures, are_kept_until_they_hold) {
+  const harness_env::Folder folder;
+  const Failures failures(folder / "failures");
+  EXPECT_TRUE(failures.all().empty());
+  failures.store(large(), "gradient: planted\nin two lines");
+  failures.store(large(), "again");
+  failures.store(generate(1, 1, {}), "other");
+  const std::vector<Case> all = failures.all();
+  EXPECT_EQ(all.size(), 2u);
+  EXPECT_EQ(std::ranges::count(all, large()), 1);
+  failures.forget(large());
+  ASSERT_EQ(failures.all().size(), 1u);
+  EXPECT_TRUE(failures.all()[0] == generate(1, 1, {}));
+}
+
+TEST(Failures, a_folder_that_cannot_be_written_is_an_error) {
+  const harness_env::Folder folder;
+  std::ofstream(folder / "file") << "no folder";
+  expect_error([&] { Failures(folder / "file").store(large(), "x"); }, {"cannot write", "--failures"});
+}
+
+TEST(Verify, counts_its_cases_and_reports_them_as_json) {
+  const harness_env::Folder folder;
+  const VerifyResult result = verify(options_in(folder, 40), kGoOn);
+  EXPECT_EQ(result.coverage.cases(), 40);
+  EXPECT_TRUE(result.failures.empty());
+  const auto lines = lines_of(folder / "report.json");
+  EXPECT_EQ(std::ranges::count(lines, "case", [](const auto& line) { return line["type"]; }), 40);
+  EXPECT_EQ(lines.back()["type"], "summary");
+  EXPECT_EQ(lines.back()["cases"], 40);
+  EXPECT_EQ(lines.back()["failures"], 0);
+  EXPECT_GT(lines.back()["values_compared"], 10'000);
+}
+
+TEST(Verify, runs_earlier_failures_first_and_finds_those_that_still_fail) {
+  const harness_env::Folder folder;
+  const Case bad = Case::parse("mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=1e+30) ordered seed=1 : step*3");
+  const Case good = generate(1, 3, {});
+  Failures(folder / "failures").store(bad, "nonfinite");
+  Failures(folder / "failures").store(good, "mended");
+  VerifyOptions options = options_in(folder, 5);
+  options.jobs = 1;
+  options.shrink_seconds = 0;
+  options.failures_max = 100;
+  const VerifyResult result = verify(options, kGoOn);
+  EXPECT_EQ(result.replayed, 2);
+  ASSERT_EQ(result.failures.size(), 1u);
+  EXPECT_TRUE(result.failures[0].minimal == bad);
+  EXPECT_LE(result.failures[0].cases, 2) << "not among the first";
+  EXPECT_EQ(result.coverage.cases(), 7);
+  const auto left = Failures(folder / "failures").all();
+  ASSERT_EQ(left.size(), 1u) << "what holds now is forgotten";
+  EXPECT_TRUE(left[0] == bad);
+}
+
+TEST(Verify, an_interrupt_leaves_the_rest) {
+  const harness_env::Folder folder;
+  const std::atomic<bool> interrupted{true};
+  const VerifyResult result = verify(options_in(folder, 1'000'000), interrupted);
+  EXPECT_TRUE(result.interrupted);
+  EXPECT_EQ(result.coverage.cases(), 0);
+}
+
+TEST(Verify, the_table_and_the_coverage_add_up) {
+  const harness_env::Folder folder;
+  const Coverage coverage = verify(options_in(folder, 60), kGoOn).coverage;
+  const auto& features = coverage.features();
+  EXPECT_EQ(features.at("mode exact") + features.at("mode ordered") + features.at("mode fast"), 60);
+  EXPECT_EQ(features.at("optimizer sgd") + features.at("optimizer adamw"), 60);
+  EXPECT_GT(features.at("clip above the norm"), 0);
+  EXPECT_GT(features.at("clip below the norm"), 0);
+  EXPECT_NE(coverage.table().find("all                            60         0"), std::string::npos) << coverage.table();
+}

@@ -1,0 +1,171 @@
+// Cases as text, and the generator of cases.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <rapidcheck/gtest.h>
+#include <set>
+
+#include "expect_error.h"
+#include "harness/generate.h"
+
+using namespace harness;
+using shardproof::expect_error;
+
+namespace {
+
+constexpr const char* kGood = "mlp(widths=5-7-3) mesh(dp_shard=4) zero3 sgd(lr=0.1) ordered seed=3 : step";
+
+// `kGood` with one part replaced.
+std::string with(const std::string& part, const std::string& other) {
+  std::string text = kGood;
+  text.replace(text.find(part), part.size(), other);
+  return text;
+}
+
+// Expects an error at the column where `marked` begins in the text, with a caret below it.
+void expect_column(const std::string& text, const std::string& marked, const std::string& expected) {
+  const size_t column = text.find(marked);
+  ASSERT_NE(column, std::string::npos) << text;
+  expect_error([&] { Case::parse(text); },
+               {"[case] column " + std::to_string(column + 1) + ": ", expected,
+                "\n  " + text + "\n  " + std::string(column, ' ') + "^"});
+}
+
+}  // namespace
+
+RC_GTEST_PROP(Case, text_of_a_case_reads_back_as_the_same_case, ()) {
+  Limits limits;
+  limits.world_max = *rc::gen::inRange<int64_t>(1, 1025);
+  const Case c = generate(*rc::gen::arbitrary<uint64_t>(), *rc::gen::inRange<int64_t>(0, 1'000'000), limits);
+  RC_ASSERT(Case::parse(c.str()) == c);
+}
+
+RC_GTEST_PROP(Case, numbers_read_back_exactly, (double lr, double clip)) {
+  Case c = Case::parse(kGood);
+  c.optimizer.lr = std::abs(lr);
+  c.clip_norm = std::abs(clip);
+  const Case read = Case::parse(c.str());
+  RC_ASSERT(read.optimizer.lr == c.optimizer.lr);
+  RC_ASSERT(read.clip_norm == c.clip_norm);
+}
+
+TEST(Case, every_field_is_in_the_text) {
+  const Case base = Case::parse("gpt(layers=2,hidden=6,heads=3,vocab=7,positions=5) mesh(dp_shard=2) zero1 adamw(lr=0.1) "
+                                "ordered seed=1 : step*2 accumulate(3) step");
+  const std::vector<std::function<void(Case&)>> changes = {
+      [](Case& c) { c.model.gpt.layers = 1; }, [](Case& c) { c.model.gpt.hidden = 9; }, [](Case& c) { c.model.gpt.heads = 2; },
+      [](Case& c) { c.model.gpt.vocab = 8; }, [](Case& c) { c.model.gpt.positions = 4; }, [](Case& c) { c.model.gpt.tied = true; },
+      [](Case& c) { c.mesh = shardproof::Mesh({{"dp_shard", 3}}); }, [](Case& c) { c.strategy = "zero2"; },
+      [](Case& c) { c.units = Units::some; }, [](Case& c) { c.bucket_bytes_max = 64; },
+      [](Case& c) { c.reshard_after_forward = false; }, [](Case& c) { c.alignment_bytes = 128; },
+      [](Case& c) { c.mean_over_ranks = false; }, [](Case& c) { c.optimizer.lr = 0.25; },
+      [](Case& c) { c.optimizer.beta1 = 0.5; }, [](Case& c) { c.optimizer.beta2 = 0.5; }, [](Case& c) { c.optimizer.eps = 1; },
+      [](Case& c) { c.optimizer.weight_decay = 1; }, [](Case& c) { c.clip_norm = 1; }, [](Case& c) { c.mode = Mode::fast; },
+      [](Case& c) { c.seed = 2; }, [](Case& c) { c.rounds = {1, 1, 2}; }, [](Case& c) { c.rounds = {1, 1, 3, 3}; }};
+  std::set<std::string> texts = {base.str()};
+  for (const auto& change : changes) {
+    Case c = base;
+    change(c);
+    EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
+  }
+}
+
+TEST(Case, what_equals_its_default_is_left_out) {
+  const Case c = Case::parse("mlp(widths=5-7-3,act=tanh,bias) mesh(dp_shard=4) zero3(units=block,bucket=0,reshard=1,align=512) "
+                             "sgd(lr=0.1,momentum=0,clip=0) ordered seed=3 : accumulate(1) step step*2");
+  EXPECT_EQ(c.str(), "mlp(widths=5-7-3) mesh(dp_shard=4) zero3 sgd(lr=0.1) ordered seed=3 : step*3");
+}
+
+TEST(Case, rounds_hold_until_they_change) {
+  const Case c = Case::parse(with(": step", ": step*2 accumulate(3) step accumulate(1) step*2"));
+  EXPECT_EQ(c.rounds, (std::vector<int64_t>{1, 1, 3, 1, 1}));
+}
+
+TEST(Case, malformed_text_is_shown_with_its_column) {
+  expect_column(with("mlp", "mpl"), "mpl", "gpt(...) or mlp(...)");
+  expect_column(with("5-7-3", "5-x-3"), "x-3", "an integer");
+  expect_column(with("5-7-3)", "5-7-3,act=sin)"), "sin", "act=identity|relu|tanh|gelu");
+  expect_column(with("5-7-3)", "5-7-3,depth=3)"), "depth", "widths, act, bias");
+  expect_column(with("5-7-3)", "5-7-3,bias,bias)"), "bias)", "'bias' once only");
+  expect_column(with("5-7-3)", "5-7-3"), " mesh", "')'");
+  expect_column(with("mesh", "mash"), "mash", "mesh(axis=size,...)");
+  expect_column(with("dp_shard=4", "dp_shard=0"), "mesh", "size");
+  expect_column(with("zero3", "zero4"), "zero4", "ddp, zero1, zero2, zero3");
+  expect_column(with("zero3", "zero3(reshard=2)"), "2) sgd", "reshard=1 or reshard=0");
+  expect_column(with("lr=0.1", "lr=fast"), "fast", "lr=NUMBER");
+  expect_column(with("lr=0.1", "lr=0.1,beta1=0.5"), "beta1", "lr, momentum, decay, clip");
+  expect_column(with("ordered", "orderly"), "orderly", "exact, ordered or fast");
+  expect_column(with("seed=3", "seed=x"), "x :", "a number");
+  expect_column(with(" : step", " step"), "step", "':'");
+  expect_column(with(": step", ": stop"), "stop", "step, step*N or accumulate(N)");
+  expect_column(with(": step", ": step*0"), "step*0", "steps");
+  expect_column(with(": step", ": accumulate(0) step"), "0) step", "rounds");
+  expect_error([] { Case::parse(""); }, {"[case] column 1: expected a model"});
+  expect_error([] { Case::parse(with(" : step", " :")); }, {"no step"});
+}
+
+TEST(Case, what_cannot_run_is_refused) {
+  const auto refused = [](const std::string& text, std::initializer_list<std::string> parts) {
+    expect_error([&] { Case::parse(text); }, parts);
+  };
+  refused("gpt(hidden=10,heads=3) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"hidden=10", "heads=3", "divisible"});
+  refused(with("dp_shard=4", "tp=4"), {"axis 'tp'", "dp_shard"});
+  refused(with("dp_shard=4", "dp_shard=1025"), {"1025 ranks", "at most 1024"});
+  refused(with("zero3", "zero3(align=100)"), {"align=100", "power of two"});
+  refused(with("lr=0.1", "lr=-1"), {"lr=-1"});
+  refused(with("sgd(lr=0.1)", "adamw(lr=0.1,beta2=1)"), {"beta2=1"});
+  refused(with("5-7-3", "5"), {"two widths"});
+  refused(with("ordered", "exact"), {"exact", "act=identity or act=relu"});
+}
+
+TEST(Generate, every_case_is_valid_and_a_function_of_seed_and_index) {
+  std::set<std::string> texts;
+  for (int64_t i = 0; i < 2000; ++i) {
+    const Case c = generate(7, i, {});
+    EXPECT_NO_THROW(validate(c)) << c.str();
+    EXPECT_TRUE(c == generate(7, i, {}));
+    texts.insert(c.str());
+  }
+  EXPECT_GT(texts.size(), 1990u) << "cases repeat";
+  EXPECT_FALSE(generate(7, 0, {}) == generate(8, 0, {}));
+}
+
+TEST(Generate, limits_hold) {
+  for (int64_t i = 0; i < 300; ++i) {
+    EXPECT_EQ(generate(1, i, {.strategy = "zero2"}).strategy, "zero2");
+    EXPECT_LE(generate(1, i, {.world_max = 3}).mesh.size(), 3);
+    EXPECT_EQ(generate(1, i, {.mesh = shardproof::Mesh({{"dp_shard", 6}})}).mesh.size(), 6);
+    EXPECT_EQ(generate(1, i, {.mode = Mode::exact}).mode, Mode::exact);
+    const Case tiny = generate(1, i, {.tiny = true});
+    EXPECT_EQ(tiny.mesh.str() + " " + tiny.strategy, "dp_shard=4 zero3");
+    EXPECT_EQ(tiny.rounds.size(), 3u);
+    EXPECT_LE(tiny.model.mlp.widths.size(), 5u);
+  }
+}
+
+// Shares in percent that no feature may fall below: nobody should believe in cases that are never drawn.
+TEST(Generate, no_feature_is_rare) {
+  std::map<std::string, int> counts;
+  constexpr int kCases = 4000;
+  for (int64_t i = 0; i < kCases; ++i) {
+    const Case c = generate(3, i, {});
+    const bool gpt = c.model.kind == golden::Model::Kind::gpt;
+    ++counts[std::string("mode ") + to_string(c.mode)];
+    ++counts["strategy " + c.strategy];
+    ++counts["world " + std::to_string(c.mesh.size())];
+    ++counts[std::string("units ") + to_string(c.units)];
+    ++counts[gpt ? (c.model.gpt.tied ? "gpt tied" : "gpt untied") : "mlp"];
+    ++counts[c.optimizer.kind == golden::Optimizer::Kind::sgd ? "sgd" : "adamw"];
+    counts["momentum"] += c.optimizer.momentum != 0;
+    counts["decay"] += c.optimizer.weight_decay != 0;
+    counts["clip"] += c.clip_norm > 0;
+    counts["bucket"] += c.bucket_bytes_max > 0;
+    counts["no reshard"] += !c.reshard_after_forward;
+    counts["global mean"] += !c.mean_over_ranks;
+    counts["three rounds or more"] += *std::max_element(c.rounds.begin(), c.rounds.end()) >= 3;
+    counts["rounds change"] += std::set<int64_t>(c.rounds.begin(), c.rounds.end()).size() > 1;
+    counts["three steps or more"] += c.rounds.size() >= 3;
+  }
+  EXPECT_EQ(counts.size(), 3u + 4 + 8 + 4 + 3 + 2 + 9) << "a kind of case is never drawn";
+  for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 7 * kCases) << feature;
+}

@@ -1,0 +1,218 @@
+// The comparison of sharded runs with golden ones, on real runs with planted differences.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <rapidcheck/gtest.h>
+
+#include "harness/generate.h"
+#include "harness/pieces.h"
+#include "harness/problem.h"
+#include "harness/run_case.h"
+#include "harness/sharded_run.h"
+#include "harness/step_difference.h"
+#include "harness/tolerance.h"
+#include "harness_env.h"
+#include "shardproof/strategy.h"
+
+using namespace harness;
+using shardproof::Interval;
+using shardproof::Piece;
+
+namespace {
+
+// A case, both of its runs, and the comparison of one step of them.
+struct Both {
+  Case c;
+  golden::Run run = make_run(c);
+  golden::Trace golden = golden::train(run), truth = golden::train(run, at::kDouble);
+  std::vector<std::vector<RankStep>> sharded = run_sharded(c, run);
+  double ratio_max = 0;
+
+  explicit Both(Case a_case) : c(std::move(a_case)) {}
+  Copies copies() const { return copies_of(shardproof::strategy(c.strategy), c.mesh); }
+  std::optional<std::string> bits(size_t step) {
+    int64_t compared = 0;
+    return first_difference(golden[step], sharded[step], copies(), &compared);
+  }
+  std::optional<std::string> tolerance(size_t step) {
+    int64_t compared = 0;
+    return first_beyond_tolerance(truth[step], {&golden[step]}, sharded[step], copies(), &ratio_max, &compared);
+  }
+};
+
+Both small(const std::string& strategy) {
+  return Both(Case::parse("gpt(layers=1,hidden=6,heads=2,vocab=7,positions=4) mesh(dp_shard=3) " + strategy +
+                          "(units=leaf) adamw(lr=0.01) ordered seed=5 : accumulate(2) step*2"));
+}
+
+// Every kind of tensor of a step on one rank.
+std::vector<std::vector<Piece>*> kinds(RankStep& step) {
+  std::vector<std::vector<Piece>*> all = {&step.gradients, &step.parameters};
+  for (auto& [name, pieces] : step.state) all.push_back(&pieces);
+  return all;
+}
+
+float* values(Piece& piece) { return piece.data.mutable_data_ptr<float>(); }
+
+const std::vector<const char*> kStrategies = {"ddp", "zero1", "zero2", "zero3"};
+
+}  // namespace
+
+TEST(Comparison, healthy_runs_are_equal_in_every_bit) {
+  for (const char* strategy : kStrategies) {
+    Both both = small(strategy);
+    for (size_t step = 0; step < 2; ++step) EXPECT_EQ(both.bits(step), std::nullopt) << strategy;
+  }
+}
+
+TEST(Comparison, any_single_flipped_bit_is_found) {
+  std::vector<Both> runs;
+  for (const char* strategy : kStrategies) runs.push_back(small(strategy));
+  EXPECT_TRUE(rc::check([&] {
+    Both& both = runs[*rc::gen::inRange<size_t>(0, runs.size())];
+    const auto step = *rc::gen::inRange<size_t>(0, 2);
+    RankStep& rank = both.sharded[step][*rc::gen::inRange<size_t>(0, 3)];
+    std::vector<std::vector<Piece>*> all = kinds(rank);
+    std::vector<Piece>& pieces = *all[*rc::gen::inRange<size_t>(0, all.size())];
+    RC_PRE(!pieces.empty());
+    Piece& piece = pieces[*rc::gen::inRange<size_t>(0, pieces.size())];
+    float& value = values(piece)[*rc::gen::inRange<int64_t>(0, piece.run.size())];
+    const uint32_t bit = 1u << *rc::gen::inRange(0, 32);
+    value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ bit);
+    const auto difference = both.bits(step);
+    value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ bit);
+    RC_ASSERT(difference.has_value());
+    RC_ASSERT(difference->find(" of " + piece.name + ", element [") != std::string::npos);
+    RC_ASSERT(!both.bits(step).has_value());
+  }));
+}
+
+TEST(Comparison, minus_zero_is_not_zero) {
+  Both both(Case::parse("mlp(widths=3-9-4,act=relu) mesh(dp_shard=2) zero3 sgd(lr=0.25) exact seed=2 : step"));
+  for (RankStep& rank : both.sharded[0])
+    for (Piece& piece : rank.gradients)
+      for (int64_t i = 0; i < piece.run.size(); ++i)
+        if (values(piece)[i] == 0) {
+          values(piece)[i] = -values(piece)[i];
+          ASSERT_TRUE(both.bits(0).has_value());
+          return;
+        }
+  FAIL() << "the case has no zero in its gradients; choose another";
+}
+
+TEST(Comparison, a_piece_that_is_missing_or_there_twice_is_found) {
+  for (const char* strategy : kStrategies)
+    for (size_t kind = 0; kind < 4; ++kind) {
+      Both both = small(strategy);
+      std::vector<Piece>& pieces = *kinds(both.sharded[1][1])[kind];
+      const std::vector<Piece> whole = pieces;
+      pieces.pop_back();
+      EXPECT_NE(both.bits(1).value_or("").find("held by "), std::string::npos) << strategy;
+      EXPECT_NE(both.tolerance(1).value_or("").find("held by "), std::string::npos) << strategy;
+      pieces = whole;
+      pieces.push_back(whole.front());
+      EXPECT_NE(both.bits(1).value_or("").find("held by "), std::string::npos) << strategy;
+    }
+}
+
+TEST(Comparison, a_strategy_that_replicates_what_it_should_split_is_found) {
+  Both both = small("zero3");
+  Both ddp = small("ddp");
+  for (size_t rank = 0; rank < 3; ++rank) both.sharded[0][rank].parameters = ddp.sharded[0][rank].parameters;
+  EXPECT_NE(both.bits(0).value_or("").find("held by 3 ranks, not by 1"), std::string::npos) << both.bits(0).value_or("equal");
+}
+
+TEST(Comparison, losses_of_a_round_that_one_side_lacks_are_found) {
+  Both both = small("zero2");
+  both.sharded[0][2].losses.pop_back();
+  EXPECT_TRUE(both.bits(0) && both.tolerance(0));
+}
+
+RC_GTEST_PROP(Comparison, counting_copies_equals_counting_each_element, ()) {
+  const auto length = *rc::gen::inRange<int64_t>(0, 12), copies = *rc::gen::inRange<int64_t>(1, 4);
+  std::vector<Interval> runs;
+  std::vector<int64_t> counts(static_cast<size_t>(length), 0);
+  for (int64_t i = 0, n = length == 0 ? 0 : *rc::gen::inRange<int64_t>(0, 8); i < n; ++i) {
+    const auto begin = *rc::gen::inRange<int64_t>(0, length), end = *rc::gen::inRange<int64_t>(begin + 1, length + 1);
+    runs.push_back({begin, end});
+    for (int64_t k = begin; k < end; ++k) ++counts[static_cast<size_t>(k)];
+  }
+  std::optional<Miscount> wanted;
+  for (int64_t k = 0; k < length && !wanted; ++k)
+    if (counts[static_cast<size_t>(k)] != copies) wanted = Miscount{k, counts[static_cast<size_t>(k)]};
+  RC_ASSERT(miscounted(runs, length, copies) == wanted);
+}
+
+TEST(Tolerance, healthy_runs_are_within_it) {
+  for (int64_t i = 0; i < 60; ++i) {
+    const Case c = generate(11, i, {.mode = Mode::fast});
+    const Verdict verdict = run_case(c);
+    EXPECT_TRUE(verdict.held) << c.str() << "\n" << verdict.what;
+    EXPECT_GT(verdict.ratio_max, 0) << "a ring of more than one rank never rounds like the golden run: " << c.str();
+  }
+}
+
+TEST(Tolerance, a_relative_error_of_a_thousandth_in_any_piece_of_gradient_is_found) {
+  Both both(Case::parse("mlp(widths=9-7-8) mesh(dp_shard=4) zero3 sgd(lr=0.1) fast seed=4 : accumulate(3) step*2"));
+  for (size_t step = 0; step < 2; ++step) {
+    EXPECT_EQ(both.tolerance(step), std::nullopt);
+    for (RankStep& rank : both.sharded[step])
+      for (Piece& piece : rank.gradients) {
+        const at::Tensor healthy = piece.data.clone();
+        piece.data.mul_(1.001);
+        EXPECT_TRUE(both.tolerance(step).has_value()) << piece.name;
+        piece.data.copy_(healthy);
+      }
+  }
+}
+
+TEST(Tolerance, errors_are_found_however_small_the_gradients_are) {
+  Both both(Case::parse("mlp(widths=9-7-8) mesh(dp_shard=4) zero2 sgd(lr=0.1) fast seed=4 : step"));
+  const double scale = 1e-9;
+  for (golden::Trace* trace : {&both.golden, &both.truth})
+    for (auto& [name, tensor] : (*trace)[0].gradients) tensor = tensor * scale;
+  for (RankStep& rank : both.sharded[0])
+    for (Piece& piece : rank.gradients) piece.data.mul_(scale);
+  ASSERT_EQ(both.tolerance(0), std::nullopt);
+  both.sharded[0][0].gradients[0].data.mul_(1.001);
+  EXPECT_TRUE(both.tolerance(0).has_value());
+}
+
+TEST(Tolerance, one_replica_that_drifts_is_found) {
+  Both both(Case::parse("mlp(widths=9-7-8) mesh(dp_shard=4) ddp sgd(lr=0.1) fast seed=4 : step"));
+  ASSERT_EQ(both.tolerance(0), std::nullopt);
+  Piece& piece = both.sharded[0][3].parameters[0];
+  values(piece)[5] += 1e-3f;
+  const std::string difference = both.tolerance(0).value_or("");
+  EXPECT_NE(difference.find(piece.name + ", element [0, 5], on rank 3: truth "), std::string::npos) << difference;
+}
+
+TEST(Tolerance, what_is_not_finite_is_never_near) {
+  for (const float bad : {std::nanf(""), INFINITY}) {
+    Both both(Case::parse("mlp(widths=9-7-8) mesh(dp_shard=2) zero3 sgd(lr=0.1) fast seed=4 : step"));
+    values(both.sharded[0][1].parameters[0])[0] = bad;
+    EXPECT_TRUE(both.tolerance(0).has_value());
+    both.sharded = run_sharded(both.c, both.run);
+    both.sharded[0][0].losses[0] = bad;
+    EXPECT_TRUE(both.tolerance(0).has_value());
+    both.sharded = run_sharded(both.c, both.run);
+    both.truth[0].gradients[0].second.view({-1})[0] = bad;
+    EXPECT_TRUE(both.tolerance(0).has_value());
+  }
+}
+
+TEST(Tolerance, what_is_zero_in_the_golden_runs_has_to_be_zero) {
+  Both both(Case::parse("mlp(widths=9-7-8) mesh(dp_shard=2) zero3 sgd(lr=0.1) fast seed=4 : step"));
+  for (golden::Trace* trace : {&both.golden, &both.truth}) (*trace)[0].gradients[1].second.zero_();
+  const std::string name = both.golden[0].gradients[1].first;
+  for (RankStep& rank : both.sharded[0])
+    for (Piece& piece : rank.gradients)
+      if (piece.name == name) piece.data.fill_(1e-30);
+  EXPECT_NE(both.tolerance(0).value_or("").find(name), std::string::npos);
+  for (RankStep& rank : both.sharded[0])
+    for (Piece& piece : rank.gradients)
+      if (piece.name == name) piece.data.zero_();
+  EXPECT_EQ(both.tolerance(0), std::nullopt);
+}
