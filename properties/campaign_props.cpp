@@ -33,8 +33,9 @@ Verdict holds() {
 }
 
 Case large() {
-  return Case::parse("gpt(layers=3,hidden=24,heads=4,vocab=37,positions=9,tied) mesh(dp_shard=8) zero3(units=some,bucket=64) "
-                     "adamw(lr=0.01,decay=0.1,clip=0.5) ordered seed=7 : accumulate(4) step*2 accumulate(2) step");
+  return Case::parse(
+      "gpt(layers=3,hidden=24,heads=4,vocab=37,positions=9,tied) mesh(dp_shard=8) zero3(units=some,bucket=64) "
+      "adamw(lr=0.01,decay=0.1,clip=0.5) ordered seed=7 : accumulate(4) step*2 accumulate(2) step");
 }
 
 std::vector<nlohmann::json> lines_of(const std::string& path) {
@@ -66,8 +67,7 @@ TEST(Verdict, is_the_same_every_time) {
 }
 
 TEST(Verdict, a_loss_that_is_not_finite_names_step_and_rank) {
-  const Verdict verdict =
-      run_case(Case::parse("mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=1e+30) ordered seed=1 : step*3"));
+  const Verdict verdict = run_case(Case::parse("mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=1e+30) ordered seed=1 : step*3"));
   EXPECT_FALSE(verdict.held);
   EXPECT_EQ(verdict.category, "error");
   EXPECT_NE(verdict.what.find("rank "), std::string::npos) << verdict.what;
@@ -113,7 +113,8 @@ TEST(Shrink, tries_valid_cases_only_and_each_is_simpler) {
 }
 
 TEST(Shrink, stops_when_its_time_is_up) {
-  const Shrunk shrunk = shrink(large(), fails("gradient"), std::chrono::milliseconds(0), [](const Case&) { return fails("gradient"); });
+  const Shrunk shrunk =
+      shrink(large(), fails("gradient"), std::chrono::milliseconds(0), [](const Case&) { return fails("gradient"); });
   EXPECT_EQ(shrunk.tried, 0);
   EXPECT_TRUE(shrunk.minimal == large());
 }

@@ -1,8 +1,8 @@
 // Cases as text, and the generator of cases.
 #include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
 
 #include <map>
-#include <rapidcheck/gtest.h>
 #include <set>
 
 #include "expect_error.h"
@@ -26,9 +26,8 @@ std::string with(const std::string& part, const std::string& other) {
 void expect_column(const std::string& text, const std::string& marked, const std::string& expected) {
   const size_t column = text.find(marked);
   ASSERT_NE(column, std::string::npos) << text;
-  expect_error([&] { Case::parse(text); },
-               {"[case] column " + std::to_string(column + 1) + ": ", expected,
-                "\n  " + text + "\n  " + std::string(column, ' ') + "^"});
+  expect_error([&] { Case::parse(text); }, {"[case] column " + std::to_string(column + 1) + ": ", expected,
+                                            "\n  " + text + "\n  " + std::string(column, ' ') + "^"});
 }
 
 }  // namespace
@@ -50,18 +49,38 @@ RC_GTEST_PROP(Case, numbers_read_back_exactly, (double lr, double clip)) {
 }
 
 TEST(Case, every_field_is_in_the_text) {
-  const Case base = Case::parse("gpt(layers=2,hidden=6,heads=3,vocab=7,positions=5) mesh(dp_shard=2) zero1 adamw(lr=0.1) "
-                                "ordered seed=1 : step*2 accumulate(3) step");
-  const std::vector<std::function<void(Case&)>> changes = {
-      [](Case& c) { c.model.gpt.layers = 1; }, [](Case& c) { c.model.gpt.hidden = 9; }, [](Case& c) { c.model.gpt.heads = 2; },
-      [](Case& c) { c.model.gpt.vocab = 8; }, [](Case& c) { c.model.gpt.positions = 4; }, [](Case& c) { c.model.gpt.tied = true; },
-      [](Case& c) { c.mesh = shardproof::Mesh({{"dp_shard", 3}}); }, [](Case& c) { c.strategy = "zero2"; },
-      [](Case& c) { c.units = Units::some; }, [](Case& c) { c.bucket_bytes_max = 64; },
-      [](Case& c) { c.reshard_after_forward = false; }, [](Case& c) { c.alignment_bytes = 128; },
-      [](Case& c) { c.mean_over_ranks = false; }, [](Case& c) { c.optimizer.lr = 0.25; },
-      [](Case& c) { c.optimizer.beta1 = 0.5; }, [](Case& c) { c.optimizer.beta2 = 0.5; }, [](Case& c) { c.optimizer.eps = 1; },
-      [](Case& c) { c.optimizer.weight_decay = 1; }, [](Case& c) { c.clip_norm = 1; }, [](Case& c) { c.mode = Mode::fast; },
-      [](Case& c) { c.seed = 2; }, [](Case& c) { c.rounds = {1, 1, 2}; }, [](Case& c) { c.rounds = {1, 1, 3, 3}; }};
+  const Case base = Case::parse(
+      "gpt(layers=2,hidden=6,heads=3,vocab=7,positions=5) mesh(dp_shard=2) zero1 adamw(lr=0.1) "
+      "ordered seed=1 : step*2 accumulate(3) step");
+  const std::vector<std::function<void(Case&)>> changes = {[](Case& c) { c.model.gpt.layers = 1; },
+                                                           [](Case& c) { c.model.gpt.hidden = 9; },
+                                                           [](Case& c) { c.model.gpt.heads = 2; },
+                                                           [](Case& c) { c.model.gpt.vocab = 8; },
+                                                           [](Case& c) { c.model.gpt.positions = 4; },
+                                                           [](Case& c) { c.model.gpt.tied = true; },
+                                                           [](Case& c) {
+                                                             c.mesh = shardproof::Mesh({{"dp_shard", 3}});
+                                                           },
+                                                           [](Case& c) { c.strategy = "zero2"; },
+                                                           [](Case& c) { c.units = Units::some; },
+                                                           [](Case& c) { c.bucket_bytes_max = 64; },
+                                                           [](Case& c) { c.reshard_after_forward = false; },
+                                                           [](Case& c) { c.alignment_bytes = 128; },
+                                                           [](Case& c) { c.mean_over_ranks = false; },
+                                                           [](Case& c) { c.optimizer.lr = 0.25; },
+                                                           [](Case& c) { c.optimizer.beta1 = 0.5; },
+                                                           [](Case& c) { c.optimizer.beta2 = 0.5; },
+                                                           [](Case& c) { c.optimizer.eps = 1; },
+                                                           [](Case& c) { c.optimizer.weight_decay = 1; },
+                                                           [](Case& c) { c.clip_norm = 1; },
+                                                           [](Case& c) { c.mode = Mode::fast; },
+                                                           [](Case& c) { c.seed = 2; },
+                                                           [](Case& c) {
+                                                             c.rounds = {1, 1, 2};
+                                                           },
+                                                           [](Case& c) {
+                                                             c.rounds = {1, 1, 3, 3};
+                                                           }};
   std::set<std::string> texts = {base.str()};
   for (const auto& change : changes) {
     Case c = base;
@@ -71,8 +90,9 @@ TEST(Case, every_field_is_in_the_text) {
 }
 
 TEST(Case, what_equals_its_default_is_left_out) {
-  const Case c = Case::parse("mlp(widths=5-7-3,act=tanh,bias) mesh(dp_shard=4) zero3(units=block,bucket=0,reshard=1,align=512) "
-                             "sgd(lr=0.1,momentum=0,clip=0) ordered seed=3 : accumulate(1) step step*2");
+  const Case c = Case::parse(
+      "mlp(widths=5-7-3,act=tanh,bias) mesh(dp_shard=4) zero3(units=block,bucket=0,reshard=1,align=512) "
+      "sgd(lr=0.1,momentum=0,clip=0) ordered seed=3 : accumulate(1) step step*2");
   EXPECT_EQ(c.str(), "mlp(widths=5-7-3) mesh(dp_shard=4) zero3 sgd(lr=0.1) ordered seed=3 : step*3");
 }
 

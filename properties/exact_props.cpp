@@ -37,7 +37,9 @@ bool order_matters(const golden::Run& run) {
   return false;
 }
 
-Case exact_case(int64_t i, int64_t world_max) { return generate(5, i, {.mode = Mode::exact, .world_max = world_max}); }
+Case exact_case(int64_t i, int64_t world_max) {
+  return generate(5, i, {.mode = Mode::exact, .world_max = world_max});
+}
 
 }  // namespace
 
@@ -76,7 +78,8 @@ TEST(Exact, data_are_not_thinned_out_to_nothing) {
   for (int64_t i = 0; i < kCases; ++i) {
     const golden::Trace trace = golden::train(make_run(exact_case(i, 8)));
     int64_t nonzero = 0, all = 0;
-    for (const auto& [name, tensor] : trace[0].gradients) nonzero += tensor.count_nonzero().item<int64_t>(), all += tensor.numel();
+    for (const auto& [name, tensor] : trace[0].gradients)
+      nonzero += tensor.count_nonzero().item<int64_t>(), all += tensor.numel();
     healthy += 2 * nonzero >= all;
   }
   EXPECT_GE(healthy, kCases * 3 / 4);
