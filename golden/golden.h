@@ -58,14 +58,14 @@ struct Conv {
 //   x = input * buffer                   "scales" [width], a buffer, not a parameter: scales[i] = 1 + i / 8
 //   x = tanh(linear(x, shared.weight, shared.bias))        the same module called `calls` times in a row (1 to 3)
 //   x = x * gain                         parameter "gain", 0-dim
-//   x = x + einsum over "cube" [2, width, 1] : x * (cube[0] + cube[1]).squeeze(-1)       an n-dim parameter
+//   x = x + x * (cube[0] + cube[1]).squeeze(-1)            parameter "cube" [2, width, 1], n-dim
 //   "empty" [0, width]                   a parameter of no elements; x = x + empty.sum(0)
 //   x = x + linear(x, side.weight)       "side.weight" [width, width], only where the microbatch says so (Microbatch::branch):
 //                                        unused on some ranks, or on all
 //   "never" [width]                      a parameter that nothing uses
 //   x = linear(tanh(x), shared.weight)   the weight again, under the second name "out.weight" in the library's model
-// Parameters, in this order: "shared.weight" [width, width], "shared.bias" [width], "gain" [], "cube", "empty", "side.weight",
-// "never". Parts can be left out.
+// Parameters, in this order: "gain" [], "cube", "empty", "never", "shared.weight" [width, width], "shared.bias" [width],
+// "side.weight". Parts can be left out.
 struct Odd {
   int64_t width = 3;
   int64_t calls = 1;
@@ -132,7 +132,7 @@ struct SumOrder {
 // Dtypes. at::kFloat everywhere is the plain run. Parameters and optimizer state are float32 (main); the model runs on copies
 // rounded to `compute`, floating inputs are rounded to it too, and its output is converted to float32 before the loss (targets
 // stay float32). The gradient of a microbatch has dtype `compute`. Local sums over rounds are taken in `gradient` (each term converted
-// first); for a reduction the local sum is converted to `reduce`, summed over ranks in rank order, each addition rounded to `reduce` -
+// first); for a reduction over more than one rank the local sum is converted to `reduce`, summed over ranks in rank order, each addition rounded to `reduce` -
 // or, with `float32_sums`, converted to float32, added there in rank order, rounded once to `reduce` - and the result converted to
 // `gradient`, in which sums over reductions are taken. Each of the two reductions (over shards, over replicas) is so; between them the
 // value is in `gradient`. The optimizer reads float32.
@@ -189,8 +189,9 @@ struct StepTrace {
                              // magnitudes rounded once to double; infinity: the largest magnitude
   bool skipped = false;      // by loss scaling; gradients are then empty and the norm is 0
   double loss_scale = 0;     // used in this step
-  Named gradients;           // of the parameters that are not frozen: divided, unscaled and clipped, as the optimizer reads them. Clipping multiplies by
-                             // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1
+  Named gradients;           // of the parameters that are not frozen: divided, unscaled and clipped, as the optimizer reads
+                             // them. Clipping multiplies by clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is
+                             // below 1
   Named parameters;          // after the update, all of them
   std::vector<std::pair<std::string, Named>> state;  // after the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ...
 };
@@ -207,6 +208,8 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 // torch.nn.utils.clip_grad_norm_, in float64. Slow to start (imports torch once a process); calls are serialised.
 // Throws EnvironmentError when Python or torch cannot be loaded, saying what to install.
 Trace train_in_python(const Run& run);
+// Whether Python knows all that the run asks for. It has no low precision, loss scaling, lion or muon.
+bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {
  public:
