@@ -42,6 +42,7 @@ struct OptionRow {
   std::vector<const char*> names;   // of the values 0, 1, ...; empty: the value is a number
   std::vector<int64_t> others;      // values that the generator draws instead of the default
   double probability;               // of one of those
+  int64_t simplest;                 // where the least happens: what shrinking tries
 };
 
 // In the order of the text.

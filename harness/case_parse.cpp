@@ -209,8 +209,10 @@ void read_history(Scanner& scanner, Case& c) {
     else if (word == "step") {
       const int64_t times = scanner.accept('*') ? scanner.integer("a number of steps") : 1;
       if (times < 1 || times > kStepsMax) scanner.fail(column, fmt::format("1 to {} steps", kStepsMax));
-      c.steps.insert(c.steps.end(), static_cast<size_t>(times), plan);
-      plan.eval = plan.discard = plan.unshard = false;
+      for (int64_t i = 0; i < times; ++i) {
+        c.steps.push_back(plan);
+        plan.eval = plan.discard = plan.unshard = false;
+      }
     } else {
       scanner.fail(column, fmt::format("{}, not '{}'", kWords, word));
     }

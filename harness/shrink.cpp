@@ -98,14 +98,9 @@ void simpler_model(std::vector<Case>& list, const Case& c) {
   reset(list, c, [](Case& v) { v.model.mlp.bias = false; });
 }
 
-// Each option alone at its default, or at the one where the least happens.
 void simpler_options(std::vector<Case>& list, const Case& c) {
-  const CaseOptions standard;
   for (const OptionRow& row : option_rows())
-    reset(list, c, [&](Case& v) { v.options.*row.member = standard.*row.member; });
-  reset(list, c, [](Case& v) { v.options.units = units_root; });
-  reset(list, c, [](Case& v) { v.options.alignment_bytes = 64; });
-  reset(list, c, [](Case& v) { v.options.loss = loss_sum; });
+    reset(list, c, [&](Case& v) { v.options.*row.member = row.simplest; });
   reset(list, c, [](Case& v) { v.clip_norm = 0; });
   reset(list, c, [](Case& v) { v.norm_order = 2; });
   reset(list, c, [](Case& v) { v.groups = 0; });
