@@ -7,6 +7,7 @@
 
 #include "shardproof/check.h"
 #include "shardproof/fully_shard.h"
+#include "shardproof/initialize.h"
 #include "shardproof/mesh_comm.h"
 #include "shardproof/optimizer.h"
 

@@ -1,6 +1,7 @@
 // The update rules against LibTorch's own operations, one IEEE operation at a time, and against torch's optimizers.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
@@ -24,14 +25,19 @@ std::vector<float> normal(size_t count, uint32_t seed) {
 
 // Runs the rule in pieces cut at `cut`, as another mesh would.
 std::vector<float> run(const UpdateRule& rule, size_t count, size_t cut, int64_t steps) {
+  const std::string name = "p";
+  const Shape shape{static_cast<int64_t>(count)};
   std::vector<float> parameter = normal(count, 1);
   std::vector<std::vector<float>> state(rule.slots().size(), std::vector<float>(count, 0.0f));
   for (int64_t step = 1; step <= steps; ++step) {
-    const std::vector<float> gradient = normal(count, 100 + step);
+    std::vector<float> gradient = normal(count, 100 + step);
     for (const auto& [begin, end] : {std::pair<size_t, size_t>{0, cut}, {cut, count}}) {
-      std::vector<std::span<float>> spans;
-      for (auto& slot : state) spans.emplace_back(slot.data() + begin, end - begin);
-      rule.update({parameter.data() + begin, end - begin}, {gradient.data() + begin, end - begin}, spans, step);
+      const auto part = [&, begin = begin, end = end](std::vector<float>& values) {
+        return at::from_blob(values.data() + begin, {static_cast<int64_t>(end - begin)});
+      };
+      Update update{.name = name, .shape = shape, .parameter = part(parameter), .gradient = part(gradient), .state = {}, .step = step};
+      for (auto& slot : state) update.state.push_back(part(slot));
+      rule.update(update);
     }
   }
   return parameter;
@@ -57,9 +63,10 @@ void expect_close_to_torch(const UpdateRule& rule, Options options) {
 }  // namespace
 
 TEST(UpdateRules, results_do_not_depend_on_where_a_shard_is_cut) {
-  for (const bool adam : {true, false}) {
-    const auto rule = adam ? make_rule(AdamWOptions{.lr = 0.01, .weight_decay = 0.1})
-                           : make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
+  for (const auto& rule : {make_rule(AdamWOptions{.lr = 0.01, .weight_decay = 0.1}),
+                           make_rule(AdamOptions{.lr = 0.01, .weight_decay = 0.1}),
+                           make_rule(LionOptions{.lr = 0.01, .weight_decay = 0.1}),
+                           make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true, .weight_decay = 0.01})}) {
     for (const size_t count : {1u, 7u, 64u, 257u}) {
       const std::vector<float> whole = run(*rule, count, 0, 5);
       for (size_t cut = 1; cut <= count; cut += 3) EXPECT_EQ(run(*rule, count, cut, 5), whole) << "cut at " << cut;
@@ -71,6 +78,16 @@ TEST(UpdateRules, sgd_is_torch_sgd) {
   expect_close_to_torch<torch::optim::SGD>(*make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01}),
                                            torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.01));
   expect_close_to_torch<torch::optim::SGD>(*make_rule(SgdOptions{.lr = 0.1}), torch::optim::SGDOptions(0.1));
+}
+
+TEST(UpdateRules, nesterov_is_torch_sgd_with_nesterov) {
+  expect_close_to_torch<torch::optim::SGD>(*make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true}),
+                                           torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true));
+}
+
+TEST(UpdateRules, adam_is_torch_adam) {
+  expect_close_to_torch<torch::optim::Adam>(*make_rule(AdamOptions{.lr = 0.01, .weight_decay = 0.1}),
+                                            torch::optim::AdamOptions(0.01).weight_decay(0.1));
 }
 
 TEST(UpdateRules, adamw_is_torch_adamw) {

@@ -99,15 +99,15 @@ TEST(ShardingErrors, a_module_is_sharded_once) {
               {"sharded already"});
 }
 
-TEST(ShardingErrors, a_parameter_of_another_dtype_is_refused_by_name) {
+TEST(ShardingErrors, a_parameter_of_integers_is_refused_by_name) {
   expect_says(toy::error_of([] {
                 toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
                   toy::Net net(toy::NetImpl::Options{});
-                  net->second->to(at::kDouble);
+                  net->second->register_parameter("counts", at::zeros({3}, at::kInt), /*requires_grad=*/false);
                   fully_shard(net.ptr(), comms, toy::options("zero3"));
                 });
               }),
-              {"second.weight", "float32", "Double"});
+              {"second.counts", "floating", "Int"});
 }
 
 TEST(ShardingErrors, options_out_of_range_say_what_is_allowed) {

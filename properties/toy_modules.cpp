@@ -32,7 +32,7 @@ void on_ranks(int64_t world, const std::function<void(std::shared_ptr<shardproof
   shardproof::run_threads(
       world,
       [&](std::shared_ptr<shardproof::Comm> comm) {
-        body(std::make_shared<shardproof::MeshComm>(comm, shardproof::Mesh({{"dp_shard", world}})));
+        body(std::make_shared<shardproof::MeshComm>(comm, shardproof::Mesh({{"dp_replicate", 1}, {"dp_shard", world}})));
       },
       options);
 }

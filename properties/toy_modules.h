@@ -42,7 +42,7 @@ class AdapterImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Adapter);
 
-// Runs `body(comms)` on a mesh of `world` ranks along dp_shard.
+// Runs `body(comms)` on a mesh of `world` ranks along dp_shard and one along dp_replicate.
 void on_ranks(int64_t world, const std::function<void(std::shared_ptr<shardproof::MeshComm>)>& body,
               const shardproof::ThreadsOptions& options = {});
 

@@ -4,199 +4,267 @@
 
 #include "flat_math.h"
 #include "shardproof/check.h"
+#include "shardproof/meta_init.h"
 #include "storage.h"
-#include "transition.h"
 
 namespace shardproof {
-namespace {
-
-// What a whole bucket is summed over: the axes along which gradients are partial.
-const std::vector<std::string>& sum_axes(const ShardOptions& options) { return options.strategy.produced.partial; }
-
-double default_divide(const ShardOptions& options, const Mesh& mesh) {
-  if (options.gradient_divide != 0) return options.gradient_divide;
-  double ranks = 1;
-  for (const std::string& axis : sum_axes(options)) ranks *= static_cast<double>(mesh.size(axis));
-  return ranks;
-}
-
-float* floats(const at::Tensor& tensor) { return tensor.mutable_data_ptr<float>(); }
-
-}  // namespace
 
 Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::shared_ptr<MeshComm> comms,
-               const ShardOptions& options)
+               std::shared_ptr<MemoryLedger> memory, BucketRules rules, const Initializer& initialize)
     : layout_(std::move(layout)),
       comms_(std::move(comms)),
-      divide_(default_divide(options, comms_->mesh())),
-      trainable_(parameters.at(0).requires_grad()),
+      memory_(std::move(memory)),
+      rules_(std::move(rules)),
       views_(std::move(parameters)),
-      arrived_(views_.size(), false) {
-  compute_ = allocate(layout_.numel());
-  compute_.zero_();
+      arrived_(views_.size(), false),
+      holds_(views_.size(), false) {
   at::NoGradGuard no_grad;
-  for (size_t i = 0; i < views_.size(); ++i) {
-    const Slot& slot = layout_.slots()[i];
-    readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
-    readable_.back().copy_(views_[i]);
+  compute_ = without_memory(layout_.numel(), rules_.compute);
+  for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
+  release_storage(compute_);
+  if (!frees_compute()) restore_storage(compute_, *memory_, MemoryKind::parameter);
+  parameter_ = frees_compute() ? memory_->allocate(MemoryKind::parameter, layout_.parameter().size(), rules_.compute) : compute_;
+  main_ = rules_.main == rules_.compute ? state_part_of_parameter()
+                                        : memory_->allocate(MemoryKind::parameter, layout_.state().size(), rules_.main);
+  if (views_.at(0).is_meta()) {
+    fill_from_initializer(initialize);
+  } else {
+    fill_from_values();
   }
-  point_parameters_at(readable_);
-  if (options.broadcast_initial_values) comms_->along(sum_axes(options)).broadcast(compute_, 0).wait();
-  parameter_ = compute_.narrow(0, layout_.parameter().interval.begin, layout_.parameter().size());
-  if (frees_compute()) {
-    parameter_ = parameter_.clone();
+  if (frees_compute())
     for (const Slot& slot : layout_.slots())
       unreadable_.push_back(unreadable(
-          slot.shape, compute_.scalar_type(),
-          fmt::format("[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: use "
-                      "Sharded::parameters or gather_parameters",
+          slot.shape, rules_.compute,
+          fmt::format("[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: enter the unit "
+                      "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
                       slot.name)));
-    reshard();
+  point_parameters_at(frees_compute() ? unreadable_ : readable_);
+}
+
+// In the main dtype, whole for a moment.
+void Bucket::fill_from_values() {
+  at::Tensor whole = at::zeros({layout_.numel()}, rules_.main);
+  for (size_t i = 0; i < views_.size(); ++i) {
+    const Slot& slot = layout_.slots()[i];
+    whole.narrow(0, slot.offset, slot.numel).view(slot.shape).copy_(views_[i]);
   }
+  if (rules_.broadcast)
+    for (const std::string& axis : rules_.sum_axes) comms_->along({axis}).broadcast(whole, 0).wait();
+  const auto part = [&](const LocalView& view) { return whole.narrow(0, view.interval.begin, view.size()); };
+  parameter_.copy_(part(layout_.parameter()));
+  main_.copy_(part(layout_.state()));
+}
+
+void Bucket::fill_from_initializer(const Initializer& initialize) {
+  SHARD_REQUIRE(initialize != nullptr, "fully_shard",
+                "parameter {} is on the meta device, so it has no values. Set ShardOptions::initialize", layout_.slots()[0].name);
+  const auto fill = [&](const LocalView& view, const at::Tensor& local) {
+    local.zero_();
+    for (const Segment& segment : view.segments) {
+      const Slot& slot = layout_.slots()[segment.slot];
+      at::Tensor values = at::empty({segment.run.size()}, rules_.main);
+      initialize(slot.name, slot.shape, segment.run, values);
+      local.narrow(0, segment.local, segment.run.size()).copy_(values);
+    }
+  };
+  fill(layout_.parameter(), parameter_);
+  if (rules_.main != rules_.compute) fill(layout_.state(), main_);
+  for (const at::Tensor& view : views_) materialize(view);
 }
 
 void Bucket::point_parameters_at(const std::vector<at::Tensor>& data) {
   for (size_t i = 0; i < views_.size(); ++i) views_[i].set_data(data[i]);
 }
 
-at::Tensor Bucket::allocate(int64_t numel) const { return at::empty({numel}, at::kFloat); }
+at::Tensor Bucket::state_part_of_parameter() const {
+  const int64_t begin = layout_.state().interval.begin - layout_.parameter().interval.begin;
+  return parameter_.narrow(0, begin, layout_.state().size());
+}
+
+int64_t Bucket::compute_bytes() const { return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.compute)); }
 
 void Bucket::start_unshard() {
   if (!frees_compute()) return;
-  restore_storage(compute_);
-  unshard_work_ = start_transition(*comms_, layout_.unshard(), compute_, parameter_);
+  restore_storage(compute_, *memory_, MemoryKind::gathered);
+  unshard_work_ = kept_.defined() ? comms_->within("dp_shard", kept_ranks_).all_gather(compute_, kept_)
+                                  : comms_->along(layout_.unshard().axes).all_gather(compute_, parameter_);
 }
 
 void Bucket::finish_unshard() {
   if (!frees_compute()) return;
   unshard_work_.wait();
+  kept_.reset();
   point_parameters_at(readable_);
 }
 
 void Bucket::reshard() {
-  if (!frees_compute()) return;
+  kept_.reset();
+  if (!frees_compute() || storage_is_released(compute_)) return;
   point_parameters_at(unreadable_);
   release_storage(compute_);
 }
 
-void Bucket::add_gradient(int64_t index, const at::Tensor& gradient) {
+void Bucket::reshard_within(int64_t ranks) {
+  if (!frees_compute()) return;
+  Comm& group = comms_->within("dp_shard", ranks);
+  const int64_t part = layout_.numel() / group.size();
+  at::Tensor kept = memory_->allocate(MemoryKind::gathered, part, rules_.compute);
+  kept.copy_(compute_.narrow(0, group.rank() * part, part));
+  reshard();
+  kept_ = kept;
+  kept_ranks_ = ranks;
+}
+
+bool Bucket::trainable() const {
+  for (const at::Tensor& view : views_)
+    if (view.requires_grad()) return true;
+  return false;
+}
+
+void Bucket::begin_backward(bool reduces) {
+  reduces_ = reduces;
+  missing_ = 0;
+  for (size_t i = 0; i < views_.size(); ++i) {
+    arrived_[i] = !trains(static_cast<int64_t>(i));
+    missing_ += !arrived_[i];
+  }
+}
+
+// Local sums are taken in the gradient dtype. A microbatch that is reduced at once can be kept as it will be on the wire, where that is
+// the same value: float32 holds what any lower precision produced.
+at::ScalarType Bucket::produced_dtype(bool reduces) const {
+  const ReductionDtypes& dtypes = rules_.reduction;
+  const bool goes_on_the_wire = reduces && !layout_.reduce().empty() && rules_.divide_before == 1;
+  return goes_on_the_wire && dtypes.gradient == at::kFloat ? dtypes.reduce : dtypes.gradient;
+}
+
+void Bucket::add_gradient(int64_t index, const at::Tensor& gradient, bool may_repeat) {
   const Slot& slot = layout_.slots()[index];
   SHARD_REQUIRE(!final(), "bucket",
                 "parameter {} got a gradient after the last backward of this step. Call set_last_microbatch(false) before "
                 "every backward but the last, then Optimizer::step or zero_gradients",
                 slot.name);
-  SHARD_REQUIRE(!reducing_ && !arrived_[index], "bucket",
+  SHARD_REQUIRE(!reducing() && (!arrived_[index] || may_repeat), "bucket",
                 "parameter {} got a second gradient in one backward after its bucket was taken", slot.name);
   if (!produced_.defined()) {
-    produced_ = allocate(layout_.numel());
-    for (const Interval& padding : layout_.produced().padding)
-      std::fill_n(floats(produced_) + padding.begin, padding.size(), 0.0f);
-    produced_has_values_ = false;
+    produced_ = memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
+    for (const Interval& padding : layout_.whole().padding) produced_.narrow(0, padding.begin, padding.size()).zero_();
+    holds_.assign(holds_.size(), false);
+    suspicious_ = false;
   }
-  const at::Tensor source = gradient.contiguous();
-  SHARD_CHECK(source.numel() == slot.numel && source.scalar_type() == produced_.scalar_type(), "bucket",
-              "gradient of {}: {} elements of {}, expected {} of {}", slot.name, source.numel(),
-              c10::toString(source.scalar_type()), slot.numel, c10::toString(produced_.scalar_type()));
+  SHARD_CHECK(gradient.numel() == slot.numel, "bucket", "gradient of {}: {} elements, expected {}", slot.name, gradient.numel(),
+              slot.numel);
+  at::NoGradGuard no_grad;
+  const at::Tensor source = gradient.contiguous().view({-1});
+  const at::Tensor target = produced_.narrow(0, slot.offset, slot.numel);
   // The first term is copied, not added to zero, which would turn -0.0 into +0.0.
-  float* target = floats(produced_) + slot.offset;
-  if (produced_has_values_) {
-    add_to(target, source.const_data_ptr<float>(), slot.numel);
-  } else {
-    std::copy_n(source.const_data_ptr<float>(), slot.numel, target);
-  }
+  const bool fine = holds_[index] ? add_to(target, source, rules_.gradient_magnitude_max)
+                                  : copy_to(target, source, rules_.gradient_magnitude_max);
+  suspicious_ |= !fine;
+  if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = slot.name;
+  holds_[index] = true;
+  missing_ -= !arrived_[index];
   arrived_[index] = true;
-  ++arrived_count_;
 }
 
 void Bucket::fill_missing() {
   for (size_t i = 0; i < views_.size(); ++i)
-    if (!arrived_[i]) add_gradient(static_cast<int64_t>(i), at::zeros({layout_.slots()[i].numel}, compute_.options()));
+    if (!arrived_[i]) add_gradient(static_cast<int64_t>(i), at::zeros({layout_.slots()[i].numel}, rules_.compute), false);
 }
 
 void Bucket::start_reduce(bool last, const std::string& where) {
-  SHARD_CHECK(complete() && !reducing_, "bucket", "a reduce needs every gradient, {} of {} are there", arrived_count_,
-              arrived_.size());
-  check_finite(where);
-  reducing_ = true;
-  reducing_last_ = last;
-  arrived_.assign(arrived_.size(), false);
-  arrived_count_ = 0;
-  if (layout_.reduce().step == Step::none) {
-    reduced_ = produced_;
-    produced_has_values_ = true;
-  } else {
-    reduced_ = allocate(layout_.accumulated().size());
-    reduce_work_ = start_transition(*comms_, layout_.reduce(), reduced_, produced_);
+  SHARD_CHECK(complete() && !reducing() && produced_.defined(), "bucket", "a reduce needs every gradient, {} are missing", missing_);
+  for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
+    if (!holds_[i]) produced_.narrow(0, layout_.slots()[i].offset, layout_.slots()[i].numel).zero_();
+  if (suspicious_ && rules_.check_gradients) check_produced(where);
+  last_ = last;
+  const std::vector<Hop>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
+  if (layout_.reduce().empty() && !last) {
+    holds_.assign(holds_.size(), true);
+    return;
   }
+  if (rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
+  local_ = path.empty();
+  if (!local_) reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_));
 }
 
 void Bucket::finish_reduce() {
-  if (!reducing_) return;
-  reduce_work_.wait();
-  reducing_ = false;
-  check_padding(layout_.accumulated(), reduced_, "reduced gradient");
-  if (layout_.reduce().step == Step::none) {
-    accumulated_ = reduced_;
-  } else {
-    produced_.reset();
-    if (accumulated_.defined()) {
-      add_to(floats(accumulated_), reduced_.const_data_ptr<float>(), reduced_.numel());
-    } else {
-      accumulated_ = reduced_;
-    }
-  }
-  reduced_.reset();
-  if (reducing_last_) finalize();
-}
-
-void Bucket::finalize() {
-  const Lowered& step = layout_.reduce_last();
-  gradient_ = step.step == Step::reduce_scatter ? allocate(layout_.state().size()) : accumulated_;
-  start_transition(*comms_, step, gradient_, accumulated_).wait();
-  accumulated_.reset();
+  if (!reducing()) return;
+  at::Tensor sum = local_ ? std::move(produced_) : reduction_->finish();
   produced_.reset();
-  check_padding(layout_.state(), gradient_, "gradient");
-  if (divide_ != 1) divide_by(floats(gradient_), static_cast<float>(divide_), gradient_.numel());
+  local_ = false;
+  reduction_.reset();
+  if (!layout_.reduce().empty()) {
+    check_padding(layout_.accumulated(), sum, "reduced gradient");
+    if (accumulated_.defined()) {
+      const bool fine = add_to(accumulated_, sum, std::numeric_limits<double>::infinity());
+      SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical", "the sum of gradients of {} and its neighbours leaves the "
+                    "range of fixed-point numbers, {}. Scale the loss down", layout_.slots()[0].name, kFixedPointMax);
+    } else {
+      accumulated_ = std::move(sum);
+    }
+    if (!last_) return;
+    sum = std::move(accumulated_);
+    if (!layout_.reduce_last().empty())
+      sum = Reduction(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, std::move(sum)).finish();
+  }
+  finalize(std::move(sum));
 }
 
-at::Tensor Bucket::state_parameter() const {
-  const int64_t begin = layout_.state().interval.begin - layout_.parameter().interval.begin;
-  return parameter_.narrow(0, begin, layout_.state().size());
+void Bucket::finalize(at::Tensor sum) {
+  check_padding(layout_.state(), sum, "gradient");
+  at::NoGradGuard no_grad;
+  if (sum.scalar_type() == rules_.main) {
+    gradient_ = std::move(sum);
+  } else {
+    gradient_ = memory_->allocate(MemoryKind::gradient, layout_.state().size(), rules_.main);
+    if (sum.scalar_type() == at::kLong) fixed_to_float(gradient_, sum);
+    else gradient_.copy_(sum);
+  }
+  accumulated_.reset();
+  divide_final(rules_.divide_after);
+}
+
+void Bucket::divide_final(double divisor) {
+  if (divisor != 1) divide_by(gradient_, divisor);
 }
 
 void Bucket::zero_gradients() {
-  SHARD_REQUIRE(!reducing_, "bucket", "gradients of {} are still being reduced", layout_.slots()[0].name);
+  SHARD_REQUIRE(!reducing(), "bucket", "gradients of {} are still being reduced", layout_.slots()[0].name);
   produced_.reset();
   accumulated_.reset();
   gradient_.reset();
-  arrived_.assign(arrived_.size(), false);
-  arrived_count_ = 0;
 }
 
 void Bucket::publish() {
-  const at::Tensor updated = state_parameter();
+  at::NoGradGuard no_grad;
+  const at::Tensor updated = state_part_of_parameter();
+  if (rules_.main != rules_.compute) updated.copy_(main_);
   check_padding(layout_.state(), updated, "parameter");
-  start_transition(*comms_, layout_.publish(), parameter_, updated).wait();
+  if (layout_.publish().step == Step::all_gather) comms_->along(layout_.publish().axes).all_gather(parameter_, updated).wait();
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
   for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();
 }
 
 void Bucket::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {
-  const float* data = local.const_data_ptr<float>();
   for (const Interval& padding : view.padding)
-    for (int64_t i = padding.begin; i < padding.end; ++i)
-      SHARD_CHECK(data[i] == 0, "bucket", "padding of the {} after {} holds {} at bucket offset {}", what,
-                  layout_.slots().front().name, data[i], view.interval.begin + i);
+    SHARD_CHECK(all_zero(local.narrow(0, padding.begin, padding.size())), "bucket",
+                "padding of the {} after {} is not zero, at bucket offset {} to {}", what, layout_.slots().front().name,
+                view.interval.begin + padding.begin, view.interval.begin + padding.end);
 }
 
-void Bucket::check_finite(const std::string& where) const {
+void Bucket::check_produced(const std::string& where) const {
+  SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
+                "{}: the gradient of {} has an element that is NaN, infinite or above {}, before any communication. Fixed-point sums cannot "
+                "hold it: look at the loss and the data of this rank, or scale the loss down",
+                where, unrepresentable_, kFixedPointMax);
   for (const Slot& slot : layout_.slots()) {
-    const float* data = produced_.const_data_ptr<float>() + slot.offset;
-    const int64_t bad = first_nonfinite(data, slot.numel);
+    const at::Tensor values = produced_.narrow(0, slot.offset, slot.numel);
+    const int64_t bad = first_beyond(values, rules_.gradient_magnitude_max);
     if (bad < slot.numel)
       throw NonFiniteError(fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, before any communication. "
                                        "Look at the loss and the data of this rank, or lower the learning rate",
-                                       where, slot.name, data[bad], bad, slot.numel));
+                                       where, slot.name, element_of(values, bad), bad, slot.numel));
   }
 }
 

@@ -1,34 +1,54 @@
-// The memory of one bucket: parameters of one unit, one dtype, one requires-grad state, in one flat buffer that modules see
+// The memory of one bucket: parameters of one unit, one dtype, one requires-grad state at first, in one flat buffer that modules see
 // views of. The bucket also holds the gradients, whose accumulation over microbatches is a state of the bucket:
 //
-//   empty -> produced (local terms, added over microbatches if the strategy reduces late)
-//         -> accumulated (reduced over ranks, added over microbatches if the strategy reduces early)
-//         -> final (in the state layout, divided; what the optimizer reads)
+//   empty -> produced (local terms, added over the microbatches since the last reduction)
+//         -> accumulated (reduced over ranks, added over reductions, where the strategy reduces early)
+//         -> final (in the state layout and the main dtype, divided; what the optimizer reads)
 //
 // Buffers by name: `compute` the whole bucket, which parameters are views of; `parameter` what rests between steps (part of
-// the same memory unless the strategy shards it); `produced`, `accumulated`, `gradient` as above, the last three one memory
-// where the layouts are equal.
+// the same memory unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype differs);
+// `kept` what stays of `compute` between forward and backward where that is neither all nor nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "bucket_layout.h"
+#include "memory_ledger.h"
+#include "reduction.h"
 #include "shardproof/mesh_comm.h"
 #include "shardproof/shard_options.h"
 
 namespace shardproof {
 
+// What a bucket does with numbers; `resolve` fills in what options leave open.
+struct BucketRules {
+  at::ScalarType compute = at::kFloat, main = at::kFloat;
+  ReductionDtypes reduction;
+  double divide_before = 1, divide_after = 1;
+  bool check_gradients = true;
+  double gradient_magnitude_max = 0;
+  bool broadcast = true;
+  std::vector<std::string> sum_axes;  // along which gradients are partial
+};
+
+// `stored` is the dtype of the module's parameters. Throws Error where the options contradict each other.
+BucketRules resolve(const ShardOptions& options, const Precision& precision, const Strategy& strategy, const Mesh& mesh,
+                    at::ScalarType stored);
+
 class Bucket {
  public:
-  // Copies the parameters' values into the buffer and turns the parameters into views of it. When `broadcast`, rank 0's
-  // values along the strategy's partial axes win. Collective.
-  Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::shared_ptr<MeshComm> comms, const ShardOptions& options);
+  // Copies the parameters' values into the buffers, or fills those of meta parameters, and turns the parameters into views. When
+  // rules.broadcast, rank 0's values along the axes of the sum win. Collective.
+  Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::shared_ptr<MeshComm> comms,
+         std::shared_ptr<MemoryLedger> memory, BucketRules rules, const Initializer& initialize);
 
   const BucketLayout& layout() const { return layout_; }
-  bool trainable() const { return trainable_; }
+  const BucketRules& rules() const { return rules_; }
+  const std::vector<at::Tensor>& views() const { return views_; }  // the module's parameters
 
   // The whole bucket, gathered. `start` allocates and returns at once.
   void start_unshard();
@@ -36,54 +56,74 @@ class Bucket {
   // Releases the memory of `compute` while autograd keeps aliases of it, and makes the module's parameters unreadable;
   // nothing where the strategy keeps them whole.
   void reshard();
+  // The same, but groups of `ranks` neighbours along dp_shard keep the parameters between them until the next gather.
+  void reshard_within(int64_t ranks);
   bool frees_compute() const { return layout_.unshard().step != Step::none; }
+  int64_t compute_bytes() const;
 
-  // Takes over one parameter's gradient of this microbatch.
-  void add_gradient(int64_t slot, const at::Tensor& gradient);
-  // Every parameter's gradient of this microbatch is there.
-  bool complete() const { return arrived_count_ == static_cast<int64_t>(arrived_.size()); }
+  // Whether any parameter requires a gradient now; they may be frozen and thawed between steps, the same on every rank.
+  bool trainable() const;
+  bool trains(int64_t slot) const { return views_[slot].requires_grad(); }
+
+  // A backward begins: which gradients will come, and whether they are reduced at its end.
+  void begin_backward(bool reduces);
+  // Takes over one parameter's gradient. A second one in the same backward is added, if the caller allows for that.
+  void add_gradient(int64_t slot, const at::Tensor& gradient, bool may_repeat);
+  // Every gradient of this backward is there.
+  bool complete() const { return missing_ == 0; }
   // Parameters that the backward did not reach have zero gradients.
   void fill_missing();
 
-  // Reduces this microbatch; `last` brings the gradient to its final form. `finish` may be called later, once.
+  // Reduces what was added; `last` brings the gradient to its final form. `finish` may be called later, once. `where` is for
+  // messages.
   void start_reduce(bool last, const std::string& where);
   void finish_reduce();
+  bool reducing() const { return reduction_.has_value() || local_; }
+  int64_t bytes_in_flight() const { return reduction_ ? reduction_->bytes_in_flight() : 0; }
 
   bool final() const { return gradient_.defined(); }
+  // In the state layout and the main dtype, divided by everything but what `divide_final` still adds.
   const at::Tensor& gradient() const { return gradient_; }
-  // The part of the parameters that the optimizer updates, the same memory as `parameter` or a slice of it.
-  at::Tensor state_parameter() const;
+  void divide_final(double divisor);
+
   const at::Tensor& parameter() const { return parameter_; }
-  const std::vector<at::Tensor>& views() const { return views_; }
+  const at::Tensor& main() const { return main_; }
 
   void zero_gradients();
-  // After the optimizer wrote state_parameter(): brings `parameter` up to date on every rank.
+  // After main() was written: brings `parameter` up to date on every rank.
   void publish();
 
  private:
+  void fill_from_values();
+  void fill_from_initializer(const Initializer& initialize);
+  at::Tensor state_part_of_parameter() const;
+  at::ScalarType produced_dtype(bool reduces) const;
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;
-  void check_finite(const std::string& where) const;
-  void finalize();
+  void check_produced(const std::string& where) const;
+  void finalize(at::Tensor sum);
   void point_parameters_at(const std::vector<at::Tensor>& data);
-  at::Tensor allocate(int64_t numel) const;
 
   BucketLayout layout_;
   std::shared_ptr<MeshComm> comms_;
-  double divide_;
-  bool trainable_;
-  std::vector<at::Tensor> views_;       // the module's parameters
+  std::shared_ptr<MemoryLedger> memory_;
+  BucketRules rules_;
+  std::vector<at::Tensor> views_;
   std::vector<at::Tensor> readable_;    // what they are while the bucket is whole: views of compute_
   std::vector<at::Tensor> unreadable_;  // what they are while it is not
   Work unshard_work_;
-  at::Tensor compute_, parameter_;
+  at::Tensor compute_, parameter_, main_, kept_;
+  int64_t kept_ranks_ = 0;
 
-  std::vector<bool> arrived_;
-  int64_t arrived_count_ = 0;
-  bool produced_has_values_ = false;
-  bool reducing_ = false;
-  bool reducing_last_ = false;
-  Work reduce_work_;
-  at::Tensor produced_, reduced_, accumulated_, gradient_;
+  std::vector<bool> arrived_;  // in this backward
+  std::vector<bool> holds_;    // produced_ has a value, of this or an earlier backward
+  int64_t missing_ = 0;
+  bool suspicious_ = false;  // produced_ holds something that is not finite or too large
+  std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
+  bool reduces_ = true;
+  bool local_ = false;       // "reducing" without a collective
+  bool last_ = false;
+  at::Tensor produced_, accumulated_, gradient_;
+  std::optional<Reduction> reduction_;
 };
 
 }  // namespace shardproof

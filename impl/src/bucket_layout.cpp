@@ -19,26 +19,31 @@ int64_t chunks(const Layout& layout, const Mesh& mesh) {
   return parts;
 }
 
+void require_movable(const Lowered& lowered, const Strategy& strategy, const char* what) {
+  SHARD_REQUIRE(lowered.step == Step::none || lowered.step == Step::all_gather, "strategy",
+                "{}: {} is a {} step; parameters move by all_gather. Choose layouts that differ by innermost splits",
+                strategy.name, what, to_string(lowered.step));
+}
+
 }  // namespace
 
 BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, const Mesh& mesh, int64_t rank,
-                           int64_t alignment_elements)
+                           int64_t alignment_elements, Granularity granularity)
     : slots_(std::move(slots)) {
-  for (Slot& slot : slots_) {
-    slot.offset = round_up(numel_, alignment_elements);
-    numel_ = slot.offset + slot.numel;
-  }
-  int64_t multiple = 1;
-  for (const Layout* layout : {&strategy.parameter, &strategy.compute, &strategy.accumulated, &strategy.state})
+  int64_t multiple = 1, cuts = 1;
+  for (const Layout* layout : {&strategy.parameter, &strategy.accumulated, &strategy.state}) {
+    cuts = std::max(cuts, chunks(*layout, mesh));
     multiple = std::lcm(multiple, chunks(*layout, mesh));
-  numel_ = round_up(numel_, multiple);
+  }
+  for (const std::string& axis : strategy.produced.partial) multiple = std::lcm(multiple, cuts * mesh.size(axis));
+  place(alignment_elements, cuts, granularity);
+  numel_ = std::max(multiple, round_up(numel_, multiple));
 
+  whole_ = view(strategy.compute, mesh, rank);
   parameter_ = view(strategy.parameter, mesh, rank);
-  compute_ = view(strategy.compute, mesh, rank);
-  produced_ = view(strategy.produced, mesh, rank);
   accumulated_ = view(strategy.accumulated, mesh, rank);
   state_ = view(strategy.state, mesh, rank);
-  SHARD_REQUIRE(compute_.size() == numel_ && produced_.size() == numel_, "strategy",
+  SHARD_REQUIRE(whole_.size() == numel_ && view(strategy.produced, mesh, rank).size() == numel_, "strategy",
                 "{} must compute on whole buckets and produce whole gradients", strategy.name);
   SHARD_REQUIRE(state_.interval.begin >= parameter_.interval.begin && state_.interval.end <= parameter_.interval.end,
                 "strategy", "{}: the optimizer's part [{}, {}) of a bucket must lie in the parameters' part [{}, {})",
@@ -47,9 +52,61 @@ BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, co
 
   const Shape shape{numel_};
   unshard_ = lower(shape, mesh, strategy.parameter, strategy.compute);
-  reduce_ = lower(shape, mesh, strategy.produced, strategy.accumulated);
-  reduce_last_ = lower(shape, mesh, strategy.accumulated, strategy.state);
   publish_ = lower(shape, mesh, strategy.state, strategy.parameter);
+  require_movable(unshard_, strategy, "parameter -> compute");
+  require_movable(publish_, strategy, "state -> parameter");
+  reduce_ = sum_path(strategy.produced, strategy.accumulated, mesh, rank);
+  reduce_last_ = sum_path(strategy.accumulated, strategy.state, mesh, rank);
+}
+
+void BucketLayout::place(int64_t alignment, int64_t cuts, Granularity granularity) {
+  by_offset_.resize(slots_.size());
+  std::iota(by_offset_.begin(), by_offset_.end(), size_t{0});
+  if (granularity == Granularity::element || cuts == 1) {
+    for (Slot& slot : slots_) {
+      slot.offset = round_up(numel_, alignment);
+      numel_ = slot.offset + slot.numel;
+    }
+    return;
+  }
+  // Whole parameters into `cuts` equal chunks: the largest first, each where there is most room.
+  std::stable_sort(by_offset_.begin(), by_offset_.end(), [&](size_t a, size_t b) { return slots_[a].numel > slots_[b].numel; });
+  std::vector<int64_t> filled(static_cast<size_t>(cuts), 0);
+  std::vector<size_t> chunk_of(slots_.size());
+  for (const size_t index : by_offset_) {
+    const auto emptiest = static_cast<size_t>(std::min_element(filled.begin(), filled.end()) - filled.begin());
+    chunk_of[index] = emptiest;
+    slots_[index].offset = filled[emptiest];
+    filled[emptiest] += round_up(slots_[index].numel, alignment);
+  }
+  const int64_t chunk = *std::max_element(filled.begin(), filled.end());
+  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].offset += static_cast<int64_t>(chunk_of[i]) * chunk;
+  std::stable_sort(by_offset_.begin(), by_offset_.end(), [&](size_t a, size_t b) { return slots_[a].offset < slots_[b].offset; });
+  numel_ = cuts * chunk;
+}
+
+std::vector<Hop> BucketLayout::sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const {
+  std::vector<Hop> hops;
+  std::vector<std::string> summed;
+  for (const std::string& axis : from.partial)
+    if (std::find(to.partial.begin(), to.partial.end(), axis) == to.partial.end()) summed.push_back(axis);
+  std::sort(summed.begin(), summed.end(), [&](const std::string& a, const std::string& b) { return mesh.index(a) > mesh.index(b); });
+  for (const std::string& axis : summed) {
+    Layout next = from;
+    std::erase(next.partial, axis);
+    for (const Split& split : to.flat)
+      if (split.axis == axis) next.flat.push_back(split);
+    const Lowered lowered = lower({numel_}, mesh, from, next);
+    SHARD_CHECK(lowered.step == Step::none || lowered.step == Step::all_reduce || lowered.step == Step::reduce_scatter, "bucket",
+                "a sum over {} lowered to {}", axis, to_string(lowered.step));
+    if (lowered.step != Step::none) hops.push_back({lowered, view(next, mesh, rank)});
+    from = std::move(next);
+  }
+  SHARD_REQUIRE(from == to, "strategy",
+                "gradients pass from {} by sums over one mesh axis after the other, innermost first, which ends with {}, not {}. "
+                "Name the splits of a layout innermost mesh axis first",
+                hops.empty() ? "there" : "terms", from.str(), to.str());
+  return hops;
 }
 
 LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t rank) const {
@@ -58,7 +115,7 @@ LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t ran
   LocalView view;
   if (!boxes.empty()) view.interval = boxes[0][0];
   int64_t filled = view.interval.begin;
-  for (size_t i = 0; i < slots_.size(); ++i) {
+  for (const size_t i : by_offset_) {
     const Slot& slot = slots_[i];
     const int64_t begin = std::max(view.interval.begin, slot.offset);
     const int64_t end = std::min(view.interval.end, slot.offset + slot.numel);

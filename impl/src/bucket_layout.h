@@ -1,5 +1,5 @@
 // Where the parameters of one bucket lie, and which part of the bucket each of a strategy's layouts gives this rank.
-// Offsets do not depend on the mesh; only the length of the zero padding at the end does.
+// Offsets do not depend on the mesh, unless parameters must lie whole on a rank; only the zero padding does.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 
 #include "shardproof/piece.h"
 #include "shardproof/plan.h"
+#include "shardproof/shard_options.h"
 #include "shardproof/strategy.h"
 
 namespace shardproof {
@@ -35,34 +36,48 @@ struct LocalView {
   int64_t size() const { return interval.size(); }
 };
 
+// One collective of a transition, and what this rank holds after it.
+struct Hop {
+  Lowered lowered;
+  LocalView to;
+};
+
 class BucketLayout {
  public:
-  // Lays the slots out in order (offsets are set here), each aligned; the total is padded so that every even split that the
-  // strategy makes on this mesh divides it.
-  BucketLayout(std::vector<Slot> slots, const Strategy& strategy, const Mesh& mesh, int64_t rank, int64_t alignment_elements);
+  // Lays the slots out (offsets are set here), each aligned; the total is padded so that every even split that the strategy
+  // makes on this mesh divides it. `strategy` is as `on_mesh` gives it.
+  BucketLayout(std::vector<Slot> slots, const Strategy& strategy, const Mesh& mesh, int64_t rank, int64_t alignment_elements,
+               Granularity granularity);
 
   const std::vector<Slot>& slots() const { return slots_; }
   int64_t numel() const { return numel_; }
 
   // Law: over the ranks along the splitting axes, the intervals are disjoint and cover [0, numel()).
   const LocalView& parameter() const { return parameter_; }
-  const LocalView& compute() const { return compute_; }
-  const LocalView& produced() const { return produced_; }
   const LocalView& accumulated() const { return accumulated_; }
   const LocalView& state() const { return state_; }
+  const LocalView& whole() const { return whole_; }
 
+  // Gathers are one collective.
   const Lowered& unshard() const { return unshard_; }
-  const Lowered& reduce() const { return reduce_; }
-  const Lowered& reduce_last() const { return reduce_last_; }
   const Lowered& publish() const { return publish_; }
+  // Sums go axis by axis, the innermost of the mesh first, so that every strategy adds in the same order.
+  const std::vector<Hop>& reduce() const { return reduce_; }            // produced -> accumulated
+  const std::vector<Hop>& reduce_last() const { return reduce_last_; }  // accumulated -> state
 
- private:
+  // The part of `layout` that this rank holds.
   LocalView view(const Layout& layout, const Mesh& mesh, int64_t rank) const;
 
+ private:
+  void place(int64_t alignment, int64_t chunks, Granularity granularity);
+  std::vector<Hop> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;
+
   std::vector<Slot> slots_;
+  std::vector<size_t> by_offset_;  // slots
   int64_t numel_ = 0;
-  LocalView parameter_, compute_, produced_, accumulated_, state_;
-  Lowered unshard_, reduce_, reduce_last_, publish_;
+  LocalView parameter_, accumulated_, state_, whole_;
+  Lowered unshard_, publish_;
+  std::vector<Hop> reduce_, reduce_last_;
 };
 
 // A view's segments as pieces of the parameters; `local` is the buffer the view describes.

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "shardproof/check.h"
@@ -161,6 +162,13 @@ std::string describe(const Call& call) {
     case Op::recv: return fmt::format("recv({}, from {}, tag {})", elements(), call.peer, call.tag);
   }
   return "?";
+}
+
+std::shared_ptr<Comm> Comm::split_ranks(const std::vector<int64_t>& ranks, std::string name) {
+  const auto own = std::find(ranks.begin(), ranks.end(), rank());
+  SHARD_REQUIRE(own != ranks.end(), "comm", "split_ranks on '{}': rank {} is not among its own group's ranks [{}]", this->name(),
+                rank(), fmt::join(ranks, ","));
+  return split(*std::min_element(ranks.begin(), ranks.end()), own - ranks.begin(), std::move(name));
 }
 
 Work Comm::issue(Call call) {

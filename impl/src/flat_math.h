@@ -1,14 +1,32 @@
-// Loops over contiguous floats. One IEEE operation an element each, in index order; vectorised, never reassociated.
+// Elementwise work on flat buffers: one IEEE operation an element each, vectorised, never reassociated, so results do not depend on
+// where a buffer is cut. All tensors are 1-D, contiguous and without a graph.
+//
+// An int64 buffer holds fixed-point numbers, multiples of 2^-44: their sums are exact, so they do not depend on any order.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
 namespace shardproof {
 
-void add_to(float* target, const float* source, int64_t count);  // target += source
-void divide_by(float* values, float divisor, int64_t count);     // values /= divisor
-void scale_by(float* values, float factor, int64_t count);       // values *= factor
-// Index of the first NaN or infinity, `count` when there is none.
-int64_t first_nonfinite(const float* values, int64_t count);
+constexpr double kFixedPointUnit = 0x1p-44;
+// The magnitude that a fixed-point number, and each sum of them, must stay below.
+constexpr double kFixedPointMax = 0x1p18;
+
+// target = source, or target += source, each element converted to the target's dtype first. Returns whether every element of the result
+// is finite and its magnitude at most the limit (of a fixed-point one: below kFixedPointMax, too).
+bool copy_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max);
+bool add_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max);
+void divide_by(const at::Tensor& values, double divisor);  // rounded to the dtype first
+void scale_by(const at::Tensor& values, double factor);
+// Index of the first element that is NaN, infinite or of a magnitude above the limit; numel when there is none.
+int64_t first_beyond(const at::Tensor& values, double magnitude_max);
+bool all_zero(const at::Tensor& values);
+// An element as text.
+std::string element_of(const at::Tensor& values, int64_t index);
+
+// Of fixed-point values, each rounded once.
+void fixed_to_float(const at::Tensor& target, const at::Tensor& fixed);
 
 }  // namespace shardproof

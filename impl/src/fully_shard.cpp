@@ -1,6 +1,7 @@
 #include "shardproof/fully_shard.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
 
 #include <cmath>
 
@@ -12,8 +13,41 @@
 namespace shardproof {
 
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options) {
-  SHARD_REQUIRE(module != nullptr && comms != nullptr, "fully_shard", "needs a module and a mesh's communicators, got null");
-  return Sharded(std::make_shared<ShardedState>(std::move(module), std::move(comms), std::move(options)));
+  return Sharding(std::move(comms), std::move(options)).shard(std::move(module));
+}
+
+Sharding& Sharding::unit(Modules modules, UnitOptions options) {
+  SHARD_REQUIRE(!modules.empty(), "fully_shard", "a unit needs at least one module, got none");
+  for (const auto& module : modules) SHARD_REQUIRE(module != nullptr, "fully_shard", "a unit's module is null");
+  entries_.push_back({std::move(modules), std::move(options)});
+  return *this;
+}
+
+Sharded Sharding::shard(std::shared_ptr<torch::nn::Module> root) const {
+  SHARD_REQUIRE(root != nullptr && comms_ != nullptr, "fully_shard", "needs a module and a mesh's communicators, got null");
+  auto state = std::make_shared<ShardedState>(std::move(root), comms_, options_, entries_);
+  state->schedule().set_finish([held = std::weak_ptr<ShardedState>(state)] {
+    if (const auto alive = held.lock()) alive->finish(alive);
+  });
+  return Sharded(std::move(state));
+}
+
+const std::string& UnitHandle::name() const { return unit_->name(); }
+bool UnitHandle::is_unsharded() const { return unit_->residency() == Unit::Residency::unsharded; }
+void UnitHandle::start_unshard() { unit_->start_unshard(); }
+void UnitHandle::unshard() { unit_->finish_unshard(); }
+void UnitHandle::reshard() { unit_->reshard(); }
+void UnitHandle::set_reshard_after_forward(Reshard reshard) { unit_->settings.reshard_after_forward = reshard; }
+void UnitHandle::set_reshard_after_backward(bool reshard) { unit_->settings.reshard_after_backward = reshard; }
+
+void UnitHandle::set_forward_prefetch(const std::vector<UnitHandle>& units) {
+  unit_->settings.forward_prefetch.clear();
+  for (const UnitHandle& unit : units) unit_->settings.forward_prefetch.push_back(unit.unit_);
+}
+
+void UnitHandle::set_backward_prefetch(const std::vector<UnitHandle>& units) {
+  unit_->settings.backward_prefetch.clear();
+  for (const UnitHandle& unit : units) unit_->settings.backward_prefetch.push_back(unit.unit_);
 }
 
 Sharded::Sharded(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {}
@@ -22,23 +56,56 @@ Sharded& Sharded::operator=(Sharded&&) noexcept = default;
 Sharded::~Sharded() = default;
 
 void Sharded::set_last_microbatch(bool last) { state_->schedule().set_last_microbatch(last); }
-void Sharded::zero_gradients() { state_->schedule().zero_gradients(); }
+void Sharded::set_gradient_sync(bool sync) { state_->schedule().set_gradient_sync(sync); }
 int64_t Sharded::step() const { return state_->schedule().step(); }
+void Sharded::skip_step() { state_->schedule().end_step(/*parameters_changed=*/false); }
+MemoryUse Sharded::memory() const { return state_->memory().use(); }
+void Sharded::reset_peak_memory() { state_->memory().reset_peak(); }
 
-double Sharded::gradient_norm() {
-  state_->schedule().require_final("the gradient norm");
-  return shardproof::gradient_norm(*state_);
+void Sharded::zero_gradients() {
+  state_->schedule().zero_gradients();
+  state_->tokens = 0;
 }
 
-double Sharded::clip_gradients(double norm_max) {
+void Sharded::add_tokens(int64_t tokens) {
+  SHARD_REQUIRE(tokens >= 0, "add_tokens", "a number of tokens cannot be negative, got {}", tokens);
+  state_->tokens += tokens;
+}
+
+void Sharded::add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step) {
+  SHARD_REQUIRE(step != nullptr && order > 0, "add_finishing_step", "step '{}' needs a function and an order above 0, got order {}", name,
+                order);
+  state_->add_finishing_step({std::move(name), order, std::move(step)});
+}
+
+double Sharded::gradient_norm(double order) {
+  state_->schedule().require_final("the gradient norm");
+  return shardproof::gradient_norm(*state_, order);
+}
+
+double Sharded::clip_gradients(double norm_max, double order) {
   SHARD_REQUIRE(norm_max > 0, "clip_gradients", "norm_max must be above 0, got {}", norm_max);
-  const double norm = gradient_norm();
+  const double norm = gradient_norm(order);
   const double factor = norm_max / (norm + 1e-6);
   if (factor < 1)
     for (Bucket* bucket : state_->schedule().buckets())
-      if (bucket->trainable())
-        scale_by(bucket->gradient().mutable_data_ptr<float>(), static_cast<float>(factor), bucket->gradient().numel());
+      if (bucket->final()) scale_by(bucket->gradient(), factor);
   return norm;
+}
+
+void Sharded::divide_gradients(double divisor) {
+  state_->schedule().require_final("divide_gradients");
+  for (Bucket* bucket : state_->schedule().buckets())
+    if (bucket->final()) bucket->divide_final(divisor);
+}
+
+bool Sharded::gradients_are_finite() {
+  state_->schedule().require_final("gradients_are_finite");
+  at::Tensor bad = at::zeros({1}, at::kLong);
+  for (const Bucket* bucket : state_->schedule().buckets())
+    if (bucket->final() && first_beyond(bucket->gradient(), INFINITY) < bucket->gradient().numel()) bad.fill_(1);
+  state_->comms().world().all_reduce(bad, Reduce::max).wait();
+  return bad.item<int64_t>() == 0;
 }
 
 std::vector<Piece> Sharded::parameters() const {
@@ -48,29 +115,53 @@ std::vector<Piece> Sharded::parameters() const {
   return pieces;
 }
 
-std::vector<Piece> Sharded::gradients() const {
+std::vector<Piece> Sharded::main_parameters() const {
   std::vector<Piece> pieces;
   for (const Bucket* bucket : state_->schedule().buckets())
-    if (bucket->final()) append_pieces(bucket->layout(), bucket->layout().state(), bucket->gradient(), pieces);
+    append_pieces(bucket->layout(), bucket->layout().state(), bucket->main(), pieces);
   return pieces;
+}
+
+std::vector<Piece> Sharded::gradients() const {
+  std::vector<Piece> pieces;
+  for (const Bucket* bucket : state_->schedule().buckets()) {
+    if (!bucket->final()) continue;
+    std::vector<Piece> all;
+    append_pieces(bucket->layout(), bucket->layout().state(), bucket->gradient(), all);
+    const auto& segments = bucket->layout().state().segments;
+    for (size_t i = 0; i < segments.size(); ++i)
+      if (bucket->trains(segments[i].slot)) pieces.push_back(std::move(all[i]));
+  }
+  return pieces;
+}
+
+void Sharded::main_parameters_changed() {
+  for (Bucket* bucket : state_->schedule().buckets()) bucket->publish();
+  for (const auto& unit : state_->schedule().units()) unit->drop();
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
   at::NoGradGuard no_grad;
-  std::vector<std::pair<std::string, at::Tensor>> whole;
+  std::map<std::string, at::Tensor> whole;
   for (const auto& unit : state_->schedule().units()) {
     const bool was_sharded = unit->residency() == Unit::Residency::sharded;
     unit->finish_unshard();
     for (const auto& bucket : unit->buckets())
       for (size_t i = 0; i < bucket->views().size(); ++i)
-        whole.emplace_back(bucket->layout().slots()[i].name, bucket->views()[i].clone());
+        whole[bucket->layout().slots()[i].name] = bucket->views()[i].detach().clone();
     if (was_sharded) unit->reshard();
   }
   std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const auto& [name, sharded_as] : state_->aliases())
-    for (const auto& [candidate, tensor] : whole)
-      if (candidate == sharded_as) named.emplace_back(name, tensor);
+  for (const auto& [name, sharded_as] : state_->aliases()) named.emplace_back(name, whole.at(sharded_as));
   return named;
+}
+
+UnitHandle Sharded::unit(const std::string& name) { return UnitHandle(state_->unit(name)); }
+
+std::vector<UnitHandle> Sharded::units() {
+  std::vector<UnitHandle> handles;
+  for (const auto& unit : state_->schedule().units()) handles.emplace_back(*unit);
+  return handles;
 }
 
 std::string Sharded::describe() const {
@@ -79,8 +170,8 @@ std::string Sharded::describe() const {
     int64_t parameters = 0, rest = 0, compute = 0;
     for (const auto& bucket : unit->buckets()) {
       for (const Slot& slot : bucket->layout().slots()) parameters += slot.numel;
-      rest += bucket->layout().parameter().size() * static_cast<int64_t>(sizeof(float));
-      compute += bucket->layout().compute().size() * static_cast<int64_t>(sizeof(float));
+      rest += static_cast<int64_t>(bucket->parameter().nbytes());
+      compute += bucket->compute_bytes();
     }
     text += fmt::format("{}: {} parameters in {} buckets, {} bytes at rest, {} in compute\n",
                         unit->name().empty() ? "(root)" : unit->name(), parameters, unit->buckets().size(), rest, compute);

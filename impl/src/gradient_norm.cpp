@@ -6,7 +6,6 @@
 #include <bit>
 #include <cmath>
 
-#include "flat_math.h"
 #include "sharded_state.h"
 #include "shardproof/check.h"
 
@@ -52,40 +51,74 @@ std::vector<std::string> split_axes(const Layout& layout) {
   return axes;
 }
 
-// Runs `visit` on every run of owned gradient elements; never on padding.
+// Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding.
 template <class Visit>
 void visit_gradients(const Schedule& schedule, Visit&& visit) {
   for (const Bucket* bucket : schedule.buckets()) {
-    if (!bucket->trainable()) continue;
-    const float* data = bucket->gradient().const_data_ptr<float>();
-    for (const Segment& segment : bucket->layout().state().segments)
-      visit(bucket->layout().slots()[segment.slot],
-            std::span<const float>(data + segment.local, static_cast<size_t>(segment.run.size())));
+    if (!bucket->final()) continue;
+    at::Tensor gradient = bucket->gradient();
+    if (gradient.scalar_type() != at::kDouble) gradient = gradient.to(at::kFloat);  // exact
+    for (const Segment& segment : bucket->layout().state().segments) {
+      if (!bucket->trains(segment.slot)) continue;
+      const auto count = static_cast<size_t>(segment.run.size());
+      const Slot& slot = bucket->layout().slots()[segment.slot];
+      if (gradient.scalar_type() == at::kDouble)
+        visit(slot, std::span(gradient.const_data_ptr<double>() + segment.local, count));
+      else
+        visit(slot, std::span(gradient.const_data_ptr<float>() + segment.local, count));
+    }
   }
 }
 
-double exact_sum(ShardedState& state) {
-  ExactSquares squares;
-  visit_gradients(state.schedule(), [&](const Slot&, std::span<const float> values) { squares.add(values); });
-  const auto axes = split_axes(state.options().strategy.state);
-  if (!axes.empty()) {
-    at::Tensor counters = at::from_blob(squares.counters().data(), {ExactSquares::kCounters}, at::kLong);
-    state.comms().along(axes).all_reduce(counters, Reduce::sum).wait();
-  }
-  return squares.total();
+void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
+  for (const std::string& axis : split_axes(state.strategy().state)) state.comms().along({axis}).all_reduce(values, op).wait();
 }
 
-double plain_sum(ShardedState& state) {
-  double sum = 0;
-  visit_gradients(state.schedule(), [&](const Slot&, std::span<const float> values) {
-    for (const float value : values) sum += static_cast<double>(value) * value;
+double exact_sum(ShardedState& state, ExactSum::Term term) {
+  ExactSum sum(term);
+  double doubles = 0;
+  visit_gradients(state.schedule(), [&](const Slot&, auto values) {
+    if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
+      sum.add(values);
+    } else {
+      for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
+    }
   });
-  const auto axes = split_axes(state.options().strategy.state);
-  if (!axes.empty()) {
-    at::Tensor total = at::from_blob(&sum, {1}, at::kDouble);
-    state.comms().along(axes).all_reduce(total, Reduce::sum).wait();
-  }
+  reduce_over_shards(state, at::from_blob(sum.counters().data(), {ExactSum::kCounters}, at::kLong), Reduce::sum);
+  reduce_over_shards(state, at::from_blob(&doubles, {1}, at::kDouble), Reduce::sum);
+  return sum.total() + doubles;
+}
+
+double plain_sum(ShardedState& state, ExactSum::Term term) {
+  double sum = 0;
+  visit_gradients(state.schedule(), [&](const Slot&, auto values) {
+    for (const auto value : values)
+      sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
+  });
+  reduce_over_shards(state, at::from_blob(&sum, {1}, at::kDouble), Reduce::sum);
   return sum;
+}
+
+double largest_magnitude(ShardedState& state) {
+  double most = 0;
+  bool nan = false;
+  visit_gradients(state.schedule(), [&](const Slot&, auto values) {
+    for (const auto value : values) {
+      nan |= std::isnan(value);
+      most = std::max(most, std::abs(static_cast<double>(value)));
+    }
+  });
+  if (nan) most = std::numeric_limits<double>::quiet_NaN();
+  reduce_over_shards(state, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
+  return most;
+}
+
+double norm_of_order(ShardedState& state, double order) {
+  if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
+  const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
+  const bool exact = state.options().numerics != Numerics::fast;
+  const double sum = exact ? exact_sum(state, term) : plain_sum(state, term);
+  return order == 1 ? sum : std::sqrt(sum);
 }
 
 // All ranks agree on the first parameter whose reduced gradient is not finite, so that each of them can name it.
@@ -94,14 +127,11 @@ double plain_sum(ShardedState& state) {
   for (const Bucket* bucket : state.schedule().buckets())
     for (const Slot& slot : bucket->layout().slots()) slots.push_back(&slot);
   int64_t first = static_cast<int64_t>(slots.size());
-  visit_gradients(state.schedule(), [&](const Slot& slot, std::span<const float> values) {
-    const int64_t count = static_cast<int64_t>(values.size());
-    if (first_nonfinite(values.data(), count) == count) return;
+  visit_gradients(state.schedule(), [&](const Slot& slot, auto values) {
+    if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
     first = std::min<int64_t>(first, std::find(slots.begin(), slots.end(), &slot) - slots.begin());
   });
-  const auto axes = split_axes(state.options().strategy.state);
-  at::Tensor agreed = at::from_blob(&first, {1}, at::kLong);
-  if (!axes.empty()) state.comms().along(axes).all_reduce(agreed, Reduce::min).wait();
+  reduce_over_shards(state, at::from_blob(&first, {1}, at::kLong), Reduce::min);
   const std::string name = first < static_cast<int64_t>(slots.size()) ? slots[first]->name : "no single parameter";
   throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
                                    "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",
@@ -110,31 +140,34 @@ double plain_sum(ShardedState& state) {
 
 }  // namespace
 
-void ExactSquares::add(std::span<const float> values) {
+void ExactSum::add(std::span<const float> values) {
   for (const float value : values) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     const uint32_t exponent = bits >> 23 & 0xff;
     const uint64_t significand = (bits & 0x7fffff) | (exponent != 0 ? 0x800000u : 0u);
-    const uint64_t square = significand * significand;
-    counters_[2 * exponent] += static_cast<int64_t>(square & 0xffffff);
-    counters_[2 * exponent + 1] += static_cast<int64_t>(square >> 24);
+    const uint64_t integer = term_ == Term::square ? significand * significand : significand;
+    counters_[2 * exponent] += static_cast<int64_t>(integer & 0xffffff);
+    counters_[2 * exponent + 1] += static_cast<int64_t>(integer >> 24);
   }
 }
 
-double ExactSquares::total() const {
+double ExactSum::total() const {
   if (counters_[2 * 255] != 0 || counters_[2 * 255 + 1] != 0) return std::numeric_limits<double>::quiet_NaN();
-  // significand * 2^(exponent - 150), where the exponent field 0 means 1; so squares are multiples of 2^(2 * 1 - 300).
+  // A float is significand * 2^(exponent - 150), where the exponent field 0 means 1; so it is a multiple of 2^-149, its square of 2^-298.
+  const int64_t power = term_ == Term::square ? 2 : 1;
   BigSum sum;
   for (int64_t field = 0; field < 255; ++field) {
-    const int64_t bit = 2 * (std::max<int64_t>(field, 1) - 1);
+    const int64_t bit = power * (std::max<int64_t>(field, 1) - 1);
     sum.add(counters_[2 * field], bit);
     sum.add(counters_[2 * field + 1], bit + 24);
   }
-  return sum.round(-298);
+  return sum.round(static_cast<int>(-149 * power));
 }
 
-double gradient_norm(ShardedState& state) {
-  const double norm = std::sqrt(state.options().numerics == Numerics::ordered ? exact_sum(state) : plain_sum(state));
+double gradient_norm(ShardedState& state, double order) {
+  SHARD_REQUIRE(order == 1 || order == 2 || order == std::numeric_limits<double>::infinity(), "gradient_norm",
+                "the order must be 1, 2 or infinity, got {}", order);
+  const double norm = norm_of_order(state, order);
   if (!std::isfinite(norm)) throw_nonfinite(state, norm);
   return norm;
 }

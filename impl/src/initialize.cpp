@@ -1,24 +1,19 @@
+#include "shardproof/initialize.h"
+
 #include <ATen/ATen.h>
 
 #include <cmath>
 #include <set>
 
+#include "counter_random.h"
 #include "shardproof/check.h"
-#include "shardproof/models.h"
 
 namespace shardproof {
 namespace {
 
-uint64_t mix(uint64_t x) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2014)
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
-
 uint64_t key_of(uint64_t seed, const std::string& name) {
-  uint64_t key = mix(seed);
-  for (const char c : name) key = mix(key ^ static_cast<unsigned char>(c));
+  uint64_t key = counter_mix(seed);
+  for (const char c : name) key = counter_mix(key ^ static_cast<unsigned char>(c));
   return key;
 }
 
@@ -32,22 +27,30 @@ float normal(uint64_t bits) {
 
 }  // namespace
 
-void initialize_parameters(torch::nn::Module& module, uint64_t seed, double standard_deviation) {
+Initializer normal_initializer(uint64_t seed, double standard_deviation) {
+  return [=](const std::string& name, const Shape& shape, Interval run, at::Tensor values) {
+    if (shape.size() < 2) {
+      values.fill_(name.ends_with("weight") ? 1.0 : 0.0);
+      return;
+    }
+    const auto scale = static_cast<float>(standard_deviation);
+    const uint64_t key = key_of(seed, name);
+    const at::Tensor floats = at::empty({run.size()}, at::kFloat);
+    float* data = floats.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < run.size(); ++i) data[i] = normal(counter_mix(key ^ static_cast<uint64_t>(run.begin + i))) * scale;
+    values.copy_(floats);
+  };
+}
+
+void initialize_parameters(torch::nn::Module& module, const Initializer& initialize) {
   at::NoGradGuard no_grad;
-  const auto scale = static_cast<float>(standard_deviation);
   std::set<const c10::TensorImpl*> seen;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& parameter = item.value();
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    SHARD_REQUIRE(parameter.scalar_type() == at::kFloat && parameter.is_contiguous(), "initialize_parameters",
-                  "parameter {} must be contiguous float32", item.key());
-    if (parameter.dim() >= 2) {
-      const uint64_t key = key_of(seed, item.key());
-      float* values = parameter.mutable_data_ptr<float>();
-      for (int64_t i = 0; i < parameter.numel(); ++i) values[i] = normal(mix(key ^ static_cast<uint64_t>(i))) * scale;
-    } else {
-      parameter.fill_(item.key().ends_with("weight") ? 1.0 : 0.0);
-    }
+    SHARD_REQUIRE(parameter.is_floating_point() && parameter.is_contiguous() && !parameter.is_meta(), "initialize_parameters",
+                  "parameter {} must be floating, contiguous and have memory", item.key());
+    initialize(item.key(), parameter.sizes().vec(), {0, parameter.numel()}, parameter.detach().view({-1}));
   }
 }
 

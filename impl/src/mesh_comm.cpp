@@ -2,8 +2,6 @@
 
 #include <fmt/ranges.h>
 
-#include <algorithm>
-
 #include "shardproof/check.h"
 
 namespace shardproof {
@@ -18,10 +16,19 @@ MeshComm::MeshComm(std::shared_ptr<Comm> world, Mesh mesh) : world_(std::move(wo
 Comm& MeshComm::along(const std::vector<std::string>& axes) {
   std::shared_ptr<Comm>& group = groups_[axes];
   if (group) return *group;
-  // Peers are named by their first one; the key is this rank's place among them.
-  const std::vector<int64_t> peers = mesh_.peers(rank(), axes);
-  const int64_t key = std::find(peers.begin(), peers.end(), rank()) - peers.begin();
-  group = world_->split(*std::min_element(peers.begin(), peers.end()), key, fmt::format("{}", fmt::join(axes, "+")));
+  group = world_->split_ranks(mesh_.peers(rank(), axes), fmt::format("{}", fmt::join(axes, "+")));
+  return *group;
+}
+
+Comm& MeshComm::within(const std::string& axis, int64_t ranks) {
+  std::shared_ptr<Comm>& group = neighbours_[{axis, ranks}];
+  if (group) return *group;
+  const int64_t size = mesh_.size(axis);
+  SHARD_REQUIRE(ranks >= 1 && size % ranks == 0, "mesh", "groups of {} ranks along {}: its size {} is not a multiple", ranks, axis,
+                size);
+  const std::vector<int64_t> all = mesh_.peers(rank(), {axis});
+  const auto first = all.begin() + mesh_.coordinate(rank(), axis) / ranks * ranks;
+  group = world_->split_ranks({first, first + ranks}, fmt::format("{}/{}", axis, ranks));
   return *group;
 }
 

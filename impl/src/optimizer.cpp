@@ -10,52 +10,125 @@
 namespace shardproof {
 namespace {
 
-std::vector<Bucket*> trainable_buckets(Sharded& sharded) {
-  std::vector<Bucket*> buckets = sharded.state().schedule().buckets();
-  std::erase_if(buckets, [](const Bucket* bucket) { return !bucket->trainable(); });
-  return buckets;
+int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
+  for (size_t i = 0; i < groups.size(); ++i)
+    if (!groups[i].takes || groups[i].takes(slot.name, slot.shape)) return static_cast<int64_t>(i);
+  throw Error(fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", slot.name));
 }
 
 }  // namespace
 
-Optimizer::Optimizer(Sharded& sharded, std::unique_ptr<UpdateRule> rule) : sharded_(sharded), rule_(std::move(rule)) {
-  SHARD_REQUIRE(rule_ != nullptr, "optimizer", "needs an update rule, got null");
-  for (const Bucket* bucket : trainable_buckets(sharded_)) {
-    std::vector<at::Tensor> slots;
-    for (size_t i = 0; i < rule_->slots().size(); ++i)
-      slots.push_back(at::zeros({bucket->layout().state().size()}, bucket->parameter().options()));
-    state_.push_back(std::move(slots));
+Optimizer::Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule)
+    : Optimizer(sharded, std::vector<ParameterGroup>{{.rule = std::move(rule)}}) {}
+
+Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sharded_(sharded), groups_(std::move(groups)) {
+  SHARD_REQUIRE(!groups_.empty(), "optimizer", "needs at least one group, got none");
+  for (const ParameterGroup& group : groups_) SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
+  for (const Bucket* bucket : sharded_.state().schedule().buckets()) {
+    std::vector<Held>& held = held_.emplace_back();
+    for (const Slot& slot : bucket->layout().slots()) held.push_back({group_of(groups_, slot), 0, {}});
+    for (const Segment& segment : bucket->layout().state().segments) {
+      const Slot& slot = bucket->layout().slots()[segment.slot];
+      SHARD_REQUIRE(!groups_[held[segment.slot].group].rule->needs_whole_parameters() || segment.run.size() == slot.numel, "optimizer",
+                    "the rule for parameter {} needs it whole, and this rank holds elements [{}, {}) of {}. Set "
+                    "ShardOptions::granularity to Granularity::tensor",
+                    slot.name, segment.run.begin, segment.run.end, slot.numel);
+      if (bucket->trains(segment.slot)) allocate_state(held_.size() - 1, segment.slot);
+    }
+  }
+}
+
+void Optimizer::allocate_state(size_t index, size_t slot) {
+  Bucket& bucket = *sharded_.state().schedule().buckets()[index];
+  Held& held = held_[index][slot];
+  const size_t wanted = groups_[held.group].rule->slots().size();
+  for (const Segment& segment : bucket.layout().state().segments) {
+    if (segment.slot != static_cast<int64_t>(slot)) continue;
+    while (held.state.size() < wanted)
+      held.state.push_back(
+          sharded_.state().memory().allocate(MemoryKind::optimizer, segment.run.size(), bucket.rules().main).zero_());
   }
 }
 
 void Optimizer::step() {
+  at::NoGradGuard no_grad;
   Schedule& schedule = sharded_.state().schedule();
   schedule.require_final("Optimizer::step");
-  const std::vector<Bucket*> buckets = trainable_buckets(sharded_);
+  const std::vector<Bucket*> buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
-    Bucket& bucket = *buckets[b];
-    float* parameter = bucket.state_parameter().mutable_data_ptr<float>();
-    const float* gradient = bucket.gradient().const_data_ptr<float>();
-    for (const Segment& segment : bucket.layout().state().segments) {
-      const auto count = static_cast<size_t>(segment.run.size());
-      std::vector<std::span<float>> state;
-      for (const at::Tensor& slot : state_[b]) state.emplace_back(slot.mutable_data_ptr<float>() + segment.local, count);
-      rule_->update({parameter + segment.local, count}, {gradient + segment.local, count}, state, schedule.step() + 1);
-    }
-    bucket.publish();
+    if (!buckets[b]->final()) continue;
+    update_bucket(b);
+    buckets[b]->publish();
   }
-  schedule.parameters_changed();
+  schedule.end_step(/*parameters_changed=*/true);
+}
+
+void Optimizer::update_bucket(size_t index) {
+  Bucket& bucket = *sharded_.state().schedule().buckets()[index];
+  for (size_t slot = 0; slot < held_[index].size(); ++slot)
+    if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;
+  for (const Segment& segment : bucket.layout().state().segments) {
+    if (!bucket.trains(segment.slot)) continue;
+    allocate_state(index, segment.slot);
+    const Held& held = held_[index][segment.slot];
+    const ParameterGroup& group = groups_[held.group];
+    const Slot& slot = bucket.layout().slots()[segment.slot];
+    group.rule->update({.name = slot.name,
+                        .shape = slot.shape,
+                        .parameter = bucket.main().narrow(0, segment.local, segment.run.size()),
+                        .gradient = bucket.gradient().narrow(0, segment.local, segment.run.size()),
+                        .state = held.state,
+                        .step = held.updates,
+                        .lr_factor = lr_factor_ * group.lr_factor,
+                        .decay_factor = group.decay_factor});
+  }
+}
+
+void Optimizer::set_lr_factor(double factor) {
+  SHARD_REQUIRE(factor >= 0, "optimizer", "the factor of the learning rate must not be negative, got {}", factor);
+  lr_factor_ = factor;
+}
+
+std::vector<std::string> Optimizer::slots() const {
+  std::vector<std::string> names;
+  for (const ParameterGroup& group : groups_)
+    for (const std::string& name : group.rule->slots())
+      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  return names;
 }
 
 std::vector<Piece> Optimizer::state(const std::string& slot) const {
-  const std::vector<std::string> names = rule_->slots();
-  const auto found = std::find(names.begin(), names.end(), slot);
-  SHARD_REQUIRE(found != names.end(), "optimizer", "no state called '{}': there are {}", slot, fmt::join(names, ", "));
+  const std::vector<std::string> known = slots();
+  SHARD_REQUIRE(std::find(known.begin(), known.end(), slot) != known.end(), "optimizer", "no state called '{}': there are {}", slot,
+                fmt::join(known, ", "));
   std::vector<Piece> pieces;
-  const std::vector<Bucket*> buckets = trainable_buckets(sharded_);
-  for (size_t b = 0; b < buckets.size(); ++b)
-    append_pieces(buckets[b]->layout(), buckets[b]->layout().state(), state_[b][found - names.begin()], pieces);
+  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  for (size_t b = 0; b < buckets.size(); ++b) {
+    for (const Segment& segment : buckets[b]->layout().state().segments) {
+      const Held& held = held_[b][segment.slot];
+      const std::vector<std::string> own = groups_[held.group].rule->slots();
+      const auto found = std::find(own.begin(), own.end(), slot) - own.begin();
+      if (found == std::ssize(own) || held.state.empty()) continue;
+      const Slot& parameter = buckets[b]->layout().slots()[segment.slot];
+      pieces.push_back({parameter.name, parameter.shape, segment.run, held.state[found]});
+    }
+  }
   return pieces;
+}
+
+int64_t Optimizer::updates(const std::string& parameter) const {
+  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  for (size_t b = 0; b < buckets.size(); ++b)
+    for (size_t i = 0; i < held_[b].size(); ++i)
+      if (buckets[b]->layout().slots()[i].name == parameter) return held_[b][i].updates;
+  throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));
+}
+
+std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<UpdateRule> rule) {
+  const auto is_spared = [](const std::string& name, const Shape& shape) {
+    return shape.size() < 2 || name.find("norm") != std::string::npos || name.find("ln_") != std::string::npos;
+  };
+  return {{.takes = is_spared, .rule = rule, .decay_factor = 0}, {.rule = rule}};
 }
 
 }  // namespace shardproof

@@ -1,5 +1,5 @@
 // When things happen: gathers around a unit's forward and backward, reduces as gradients arrive, frees as soon as nobody
-// reads. One Schedule a sharded module, one Unit a wrapped module.
+// reads. One Schedule a sharded module, one Unit a wrapped module or list of them.
 //
 // A backward has no owner in LibTorch, so it is recognised by what it touches: the first output hook or gradient hook that
 // fires begins it and queues one callback for its end, which catches whatever never fired. A unit's parameters are freed
@@ -8,6 +8,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,79 +18,61 @@
 
 namespace shardproof {
 
-class Schedule;
+class Unit;
 
-class Unit final : public UnitHooks {
- public:
-  enum class Residency { sharded, gathering, unsharded };
-
-  Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, bool keeps_after_forward);
-  ~Unit() override;
-
-  const std::string& name() const { return name_; }
-  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
-  Residency residency() const { return residency_; }
-
-  void before_forward() override;
-  at::Tensor watch_input(const at::Tensor& input) override;
-  void watch_output(const at::Tensor& output) override;
-  void after_forward() override;
-
-  // sharded -> gathering -> unsharded; nothing when already there.
-  void start_unshard();
-  void finish_unshard();
-  // unsharded -> sharded; nothing when already there.
-  void reshard();
-
-  void on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient);
-  void on_input_gradient();
-  void end_backward();
-
- private:
-  void before_backward();
-  void reshard_when_done();
-
-  Schedule& schedule_;
-  std::string name_;
-  std::vector<std::unique_ptr<Bucket>> buckets_;
-  bool keeps_after_forward_;
-  Residency residency_ = Residency::sharded;
-  int64_t trainable_count_ = 0;  // parameters
-  int64_t arrived_count_ = 0;    // of their gradients, in this backward
-  int64_t inputs_watched_ = 0;   // backward has still to leave through so many
+struct ScheduleOptions {
+  int64_t rank = 0;  // only named in messages
+  int64_t bytes_in_flight_max = 0;
+  Buffers buffers = Buffers::freed;
 };
 
 class Schedule {
  public:
-  // `rank` is only named in messages.
-  explicit Schedule(int64_t rank) : rank_(rank) {}
+  Schedule(ScheduleOptions options, std::shared_ptr<MemoryLedger> memory);
   Schedule(const Schedule&) = delete;
+  ~Schedule();
 
-  void add(std::unique_ptr<Unit> unit) { units_.push_back(std::move(unit)); }
-  const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
+  void add(std::shared_ptr<Unit> unit) { units_.push_back(std::move(unit)); }
+  const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   // Every bucket, in unit order.
   std::vector<Bucket*> buckets() const;
 
-  void set_last_microbatch(bool last) { last_microbatch_ = last; }
+  void set_last_microbatch(bool last);
+  void set_gradient_sync(bool sync);
+  // Runs at the end of every last backward.
+  void set_finish(std::function<void()> finish) { finish_ = std::move(finish); }
+
   // Throws Error, naming `what`, unless the last backward of this step is over.
   void require_final(const char* what) const;
   void zero_gradients();
-  // The optimizer changed parameters: whatever is gathered is stale.
-  void parameters_changed();
+  // A step is over. The optimizer changed parameters: whatever is gathered is stale.
+  void end_step(bool parameters_changed);
   int64_t step() const { return step_; }
+  int64_t rank() const { return options_.rank; }
 
+  bool in_backward() const { return in_backward_; }
   void begin_backward();
-  void bucket_complete();
+  void bucket_complete() { start_ready_reduces(); }
+
+  // Starts gathering these units, in order, as far as the limits allow.
+  void gather_ahead(const std::vector<Unit*>& units);
+
+  // A forward without a graph whose backward will come: units behave as in training.
+  int64_t recomputed_forwards = 0;
 
  private:
   void end_backward();
   void start_ready_reduces();
   void start_reduce(Bucket& bucket);
+  int64_t bytes_in_flight() const;
+  bool fits(const Unit& unit) const;
 
-  int64_t rank_;
+  ScheduleOptions options_;
+  std::shared_ptr<MemoryLedger> memory_;
   int64_t step_ = 0;
-  bool last_microbatch_ = true;
-  std::vector<std::unique_ptr<Unit>> units_;
+  bool last_microbatch_ = true, sync_ = true;
+  std::function<void()> finish_;
+  std::vector<std::shared_ptr<Unit>> units_;
 
   bool in_backward_ = false;
   std::vector<Bucket*> to_reduce_;  // of this backward, the next one at the back

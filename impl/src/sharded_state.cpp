@@ -1,162 +1,185 @@
 #include "sharded_state.h"
 
-#include <map>
-#include <unordered_map>
+#include <fmt/ranges.h>
+
+#include <algorithm>
 
 #include "shardproof/check.h"
-#include "unit_attachment.h"
+#include "shardproof/meta_init.h"
 
 namespace shardproof {
 namespace {
 
-struct NamedParameter {
-  std::string name;
-  at::Tensor tensor;
-};
-
-// A unit before its buckets exist.
-struct UnitPlan {
-  std::string name;
-  std::shared_ptr<torch::nn::Module> module;
-  std::vector<NamedParameter> parameters;
-};
-
-void require_shardable(const NamedParameter& parameter) {
-  const at::Tensor& tensor = parameter.tensor;
-  SHARD_REQUIRE(tensor.scalar_type() == at::kFloat, "fully_shard", "parameter {} must be float32, got {}", parameter.name,
-                c10::toString(tensor.scalar_type()));
-  SHARD_REQUIRE(tensor.device().is_cpu(), "fully_shard", "parameter {} must be on the CPU, got {}", parameter.name,
-                tensor.device().str());
-  SHARD_REQUIRE(tensor.is_contiguous(), "fully_shard", "parameter {} must be contiguous; assign its .contiguous() first",
-                parameter.name);
-}
+constexpr int64_t kDivisionOrder = 1000;
 
 void validate(const ShardOptions& options, const Mesh& mesh) {
-  const Strategy& strategy = options.strategy;
-  for (const Layout* layout :
-       {&strategy.parameter, &strategy.compute, &strategy.produced, &strategy.accumulated, &strategy.state}) {
-    std::vector<std::string> axes = layout->partial;
-    for (const Split& split : layout->flat) axes.push_back(split.axis);
-    for (const std::string& axis : axes)
-      SHARD_REQUIRE(mesh.has(axis), "fully_shard", "strategy {} shards over the mesh axis {}, which mesh '{}' lacks",
-                    strategy.name, axis, mesh.str());
-  }
   const int64_t alignment = options.alignment_bytes;
   SHARD_REQUIRE(alignment >= 64 && (alignment & (alignment - 1)) == 0, "fully_shard",
                 "alignment_bytes must be a power of two and at least 64, got {}", alignment);
-  SHARD_REQUIRE(options.bucket_bytes_max >= 0, "fully_shard", "bucket_bytes_max must not be negative, got {}",
-                options.bucket_bytes_max);
+  SHARD_REQUIRE(options.bucket_bytes_max >= 0 && options.bucket_count >= 0, "fully_shard",
+                "bucket_bytes_max and bucket_count must not be negative, got {} and {}", options.bucket_bytes_max,
+                options.bucket_count);
+  SHARD_REQUIRE(options.bucket_bytes_max == 0 || options.bucket_count == 0, "fully_shard",
+                "give bucket_bytes_max or bucket_count, not both");
   SHARD_REQUIRE(options.gradient_divide >= 0, "fully_shard", "gradient_divide must not be negative, got {}",
                 options.gradient_divide);
+  SHARD_REQUIRE(!options.divide_by_tokens || (options.gradient_divide == 0 && options.divide == Divide::after), "fully_shard",
+                "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
+  SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",
+                options.gradient_magnitude_max);
+  SHARD_REQUIRE(options.prefetch_forward >= 0 && options.prefetch_backward >= 0 && options.bytes_in_flight_max >= 0, "fully_shard",
+                "prefetch_forward, prefetch_backward and bytes_in_flight_max must not be negative");
+  SHARD_REQUIRE(options.numerics != Numerics::canonical || options.gradient_divide != 0 || options.divide_by_tokens ||
+                    mesh.size() == 1,
+                "fully_shard",
+                "canonical sums cannot divide by the number of ranks, which depends on the mesh. Weigh the losses by the global batch "
+                "and set gradient_divide to 1, or divide by tokens");
 }
 
-bool is_within(const std::string& name, const std::string& prefix) {
-  return prefix.empty() || (name.size() > prefix.size() && name.starts_with(prefix) && name[prefix.size()] == '.');
-}
-
-// Units in order of registration, the root first. A tensor belongs to the innermost unit of its first name; one that other
-// units use as well belongs to the root, which is whole as long as any of them runs.
-std::vector<UnitPlan> plan_units(const std::shared_ptr<torch::nn::Module>& root, const UnitSelector& selects,
-                                 std::vector<std::pair<std::string, std::string>>& aliases) {
-  std::vector<UnitPlan> plans{{"", root, {}}};
-  if (selects)
-    for (const auto& item : root->named_modules("", /*include_self=*/false))
-      if (selects(item.key(), *item.value())) plans.push_back({item.key(), item.value(), {}});
-
-  const auto innermost = [&](const std::string& name) {
-    size_t best = 0;
-    for (size_t i = 1; i < plans.size(); ++i)
-      if (is_within(name, plans[i].name) && plans[i].name.size() >= plans[best].name.size()) best = i;
-    return best;
-  };
-  struct Use {
-    std::string name;
-    at::Tensor tensor;
-    size_t unit;
-  };
-  std::vector<Use> uses;  // one a tensor, in order
-  std::unordered_map<c10::TensorImpl*, size_t> use_of;
-  for (const auto& item : root->named_parameters(/*recurse=*/true)) {
-    const auto [found, is_new] = use_of.try_emplace(item.value().unsafeGetTensorImpl(), uses.size());
-    const size_t unit = innermost(item.key());
-    if (is_new) uses.push_back({item.key(), item.value(), unit});
-    Use& use = uses[found->second];
-    if (use.unit != unit) use.unit = 0;
-    aliases.emplace_back(item.key(), use.name);
-  }
-  for (const Use& use : uses) plans[use.unit].parameters.push_back({use.name, use.tensor});
-  return plans;
-}
-
-// Parameters of one unit, split by requires-grad and by size.
-std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, int64_t bytes_max) {
-  std::vector<std::vector<NamedParameter>> buckets;
-  for (const bool trainable : {true, false}) {
-    int64_t bytes = 0;
-    bool open = false;
-    for (const NamedParameter& parameter : plan.parameters) {
-      if (parameter.tensor.requires_grad() != trainable) continue;
-      const int64_t more = static_cast<int64_t>(parameter.tensor.nbytes());
-      if (!open || (bytes_max > 0 && bytes + more > bytes_max)) {
-        buckets.emplace_back();
-        bytes = 0;
-        open = true;
-      }
-      buckets.back().push_back(parameter);
-      bytes += more;
-    }
-  }
-  return buckets;
+void validate(const Reshard& reshard, const Mesh& mesh) {
+  if (reshard.ranks() == 0) return;
+  const int64_t size = mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
+  SHARD_REQUIRE(size % reshard.ranks() == 0, "fully_shard",
+                "reshard_after_forward within {} ranks: dp_shard has {}, which is not a multiple", reshard.ranks(), size);
 }
 
 std::unique_ptr<Bucket> make_bucket(const std::vector<NamedParameter>& parameters, const std::shared_ptr<MeshComm>& comms,
+                                    const std::shared_ptr<MemoryLedger>& memory, const Strategy& strategy, const Precision& precision,
                                     const ShardOptions& options) {
   std::vector<Slot> slots;
   std::vector<at::Tensor> tensors;
   for (const NamedParameter& parameter : parameters) {
-    require_shardable(parameter);
     slots.push_back({parameter.name, parameter.tensor.sizes().vec(), 0, parameter.tensor.numel()});
     tensors.push_back(parameter.tensor);
   }
-  BucketLayout layout(std::move(slots), options.strategy, comms->mesh(), comms->rank(),
-                      options.alignment_bytes / static_cast<int64_t>(sizeof(float)));
-  return std::make_unique<Bucket>(std::move(tensors), std::move(layout), comms, options);
+  BucketRules rules = resolve(options, precision, strategy, comms->mesh(), tensors.front().scalar_type());
+  const auto alignment = options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
+  BucketLayout layout(std::move(slots), strategy, comms->mesh(), comms->rank(), alignment, options.granularity);
+  return std::make_unique<Bucket>(std::move(tensors), std::move(layout), comms, memory, std::move(rules), options.initialize);
 }
 
-void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const ShardOptions& options) {
+void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
   at::NoGradGuard no_grad;
   for (const at::Tensor& buffer : module.buffers()) {
     at::Tensor values = buffer.contiguous();
-    comms.along(options.strategy.produced.partial).broadcast(values, 0).wait();
+    for (const std::string& axis : strategy.produced.partial) comms.along({axis}).broadcast(values, 0).wait();
     if (values.data_ptr() != buffer.data_ptr()) buffer.copy_(values);
   }
 }
 
 }  // namespace
 
-ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options)
-    : module_(std::move(module)), comms_(std::move(comms)), options_(std::move(options)), schedule_(comms_->rank()) {
+ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options,
+                           const std::vector<Sharding::Entry>& entries)
+    : module_(std::move(module)),
+      comms_(std::move(comms)),
+      options_(std::move(options)),
+      strategy_(on_mesh(options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy)
+                                                                  : options_.strategy,
+                        comms_->mesh())),
+      schedule_({comms_->rank(), options_.bytes_in_flight_max, options_.buffers}, memory_) {
   validate(options_, comms_->mesh());
-  const std::vector<UnitPlan> plans = plan_units(module_, options_.units, aliases_);
-  SHARD_REQUIRE(!aliases_.empty(), "fully_shard", "module {} has no parameters to shard", module_->name());
-  for (const UnitPlan& plan : plans)
-    SHARD_REQUIRE(unit_hooks(*plan.module) == nullptr, "fully_shard",
-                  "module '{}' is sharded already; destroy the Sharded that holds it first", plan.name);
-  for (const UnitPlan& plan : plans) {
-    std::vector<std::unique_ptr<Bucket>> buckets;
-    for (const auto& parameters : split_into_buckets(plan, options_.bucket_bytes_max))
-      buckets.push_back(make_bucket(parameters, comms_, options_));
-    const bool is_root = plan.module == module_;
-    auto unit = std::make_unique<Unit>(schedule_, plan.name, std::move(buckets), is_root || !options_.reshard_after_forward);
-    attach_hooks(*plan.module, *unit);
-    attached_.push_back(plan.module);
-    schedule_.add(std::move(unit));
-  }
-  if (options_.broadcast_initial_values) broadcast_buffers(*module_, *comms_, options_);
+  UnitPlans plans = plan_units(module_, entries, options_);
+  SHARD_REQUIRE(!plans.aliases.empty(), "fully_shard", "module {} has no parameters to shard", module_->name());
+  aliases_ = std::move(plans.aliases);
+  for (const UnitPlan& plan : plans.units)
+    for (const auto& [name, unit_module] : plan.modules)
+      SHARD_REQUIRE(unit_hooks(*unit_module) == nullptr, "fully_shard",
+                    "module '{}' is sharded already; destroy the Sharded that holds it first", name);
+  for (const UnitPlan& plan : plans.units) build_unit(plan);
+  choose_prefetch();
+  sequential_ = std::make_unique<SequentialEntries>(*module_);
+  reset_meta_buffers();
+  if (options_.broadcast_initial_values) broadcast_buffers(*module_, *comms_, strategy_);
+  memory_->reset_peak();
 }
 
-ShardedState::~ShardedState() {
-  for (const auto& module : attached_) detach_hooks(*module);
+void ShardedState::build_unit(const UnitPlan& plan) {
+  Precision precision = options_.precision;
+  if (options_.unit_precision)
+    if (const auto own = options_.unit_precision(plan.name())) precision = *own;
+  if (plan.options.precision) precision = *plan.options.precision;
+
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  for (const auto& parameters : split_into_buckets(plan, options_))
+    buckets.push_back(make_bucket(parameters, comms_, memory_, strategy_, precision, options_));
+  auto unit = std::make_shared<Unit>(schedule_, plan.name(), std::move(buckets), plan.modules.size());
+  UnitSettings& settings = unit->settings;
+  const bool is_root = plan.modules.front().second == module_;
+  settings.reshard_after_forward =
+      plan.options.reshard_after_forward.value_or(is_root ? Reshard::never() : options_.reshard_after_forward);
+  validate(settings.reshard_after_forward, comms_->mesh());
+  settings.reshard_after_backward = options_.reshard_after_backward;
+  settings.recompute = plan.options.recompute;
+  if (precision.cast_inputs) settings.input_dtype = precision.compute;
+  settings.output_dtype = precision.output;
+  unit->hook_parameters();
+  for (const auto& [name, module] : plan.modules) attached_.attach(module, *unit);
+  schedule_.add(std::move(unit));
 }
+
+// The root runs around all others, so it is never ahead of them.
+void ShardedState::choose_prefetch() {
+  const auto& units = schedule_.units();
+  const auto count = std::ssize(units);
+  for (int64_t i = 1; i < count; ++i) {
+    for (int64_t ahead = 1; ahead <= options_.prefetch_forward && i + ahead < count; ++ahead)
+      units[i]->settings.forward_prefetch.push_back(units[i + ahead].get());
+    for (int64_t ahead = 1; ahead <= options_.prefetch_backward && i - ahead >= 1; ++ahead)
+      units[i]->settings.backward_prefetch.push_back(units[i - ahead].get());
+  }
+  for (int64_t ahead = 1; ahead <= options_.prefetch_forward && ahead < count; ++ahead)
+    units[0]->settings.forward_prefetch.push_back(units[ahead].get());
+}
+
+void ShardedState::reset_meta_buffers() {
+  for (const auto& item : module_->named_modules("", /*include_self=*/true)) {
+    bool any = false;
+    for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false)) any |= buffer.value().is_meta();
+    if (!any) continue;
+    auto* owner = dynamic_cast<HasBuffers*>(item.value().get());
+    SHARD_REQUIRE(owner, "fully_shard",
+                  "module '{}' ({}) has a buffer on the meta device, which has no values, and does not say how to compute it. Derive it "
+                  "from HasBuffers, or build it outside MetaInit",
+                  item.key(), item.value()->name());
+    for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false))
+      if (buffer.value().is_meta()) materialize(buffer.value());
+    owner->reset_buffers();
+  }
+}
+
+Unit& ShardedState::unit(const std::string& name) const {
+  std::vector<std::string> names;
+  for (const auto& unit : schedule_.units()) {
+    if (unit->name() == name) return *unit;
+    names.push_back("'" + unit->name() + "'");
+  }
+  throw Error(fmt::format("[fully_shard] there is no unit '{}': there are {}", name, fmt::join(names, ", ")));
+}
+
+void ShardedState::add_finishing_step(FinishingStep step) {
+  const auto later = std::find_if(finishing_.begin(), finishing_.end(), [&](const FinishingStep& s) { return s.order > step.order; });
+  finishing_.insert(later, std::move(step));
+}
+
+void ShardedState::finish(const std::shared_ptr<ShardedState>& self) {
+  Sharded sharded(self);
+  const auto run = [&](bool before_division) {
+    for (const FinishingStep& step : finishing_)
+      if ((step.order < kDivisionOrder) == before_division) step.run(sharded);
+  };
+  run(true);
+  if (options_.divide_by_tokens) {
+    at::Tensor total = at::full({1}, tokens, at::kLong);
+    for (const std::string& axis : strategy_.produced.partial) comms_->along({axis}).all_reduce(total, Reduce::sum).wait();
+    const auto divisor = static_cast<double>(std::max<int64_t>(1, total.item<int64_t>()));
+    for (Bucket* bucket : schedule_.buckets())
+      if (bucket->final()) bucket->divide_final(divisor);
+  }
+  tokens = 0;
+  run(false);
+}
+
+ShardedState::~ShardedState() = default;
 
 }  // namespace shardproof

@@ -1,6 +1,7 @@
 // What a `Sharded` is made of.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -8,28 +9,53 @@
 
 #include "schedule.h"
 #include "shardproof/fully_shard.h"
+#include "unit_attachment.h"
+#include "unit_plan.h"
+#include "unit_runtime.h"
 
 namespace shardproof {
 
 class ShardedState {
  public:
   // Builds the units; see fully_shard.
-  ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
+  ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options,
+               const std::vector<Sharding::Entry>& entries);
   ~ShardedState();
 
   MeshComm& comms() { return *comms_; }
   const ShardOptions& options() const { return options_; }
+  const Strategy& strategy() const { return strategy_; }  // on this mesh
   Schedule& schedule() { return schedule_; }
-  // Every name of a parameter and, for the ones that share a tensor, the name under which it is sharded.
+  MemoryLedger& memory() { return *memory_; }
   const std::vector<std::pair<std::string, std::string>>& aliases() const { return aliases_; }
+  Unit& unit(const std::string& name) const;
+
+  int64_t tokens = 0;  // of this rank, in this step
+
+  struct FinishingStep {
+    std::string name;
+    int64_t order = 0;
+    std::function<void(Sharded&)> run;
+  };
+  void add_finishing_step(FinishingStep step);
+  // Runs them on the gradients of a last backward.
+  void finish(const std::shared_ptr<ShardedState>& self);
 
  private:
+  void build_unit(const UnitPlan& plan);
+  void choose_prefetch();
+  void reset_meta_buffers();
+
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<MeshComm> comms_;
   ShardOptions options_;
+  Strategy strategy_;
+  std::shared_ptr<MemoryLedger> memory_ = std::make_shared<MemoryLedger>();
   std::vector<std::pair<std::string, std::string>> aliases_;
-  std::vector<std::shared_ptr<torch::nn::Module>> attached_;
   Schedule schedule_;
+  UnitAttachments attached_;
+  std::vector<FinishingStep> finishing_;
+  std::unique_ptr<SequentialEntries> sequential_;
 };
 
 }  // namespace shardproof

@@ -1,7 +1,6 @@
 #include "storage.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 
 #include "shardproof/check.h"
@@ -14,13 +13,20 @@ void release_storage(const at::Tensor& tensor) {
   storage->set_nbytes(0);
 }
 
-void restore_storage(const at::Tensor& tensor) {
+void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind kind) {
   SHARD_CHECK(storage_is_released(tensor), "storage", "restoring a storage of {} bytes that was never released",
               tensor.storage().nbytes());
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   const size_t bytes = tensor.nbytes();
-  storage->set_data_ptr_noswap(c10::GetAllocator(tensor.device().type())->allocate(bytes));
+  storage->set_data_ptr_noswap(memory.allocate_bytes(kind, static_cast<int64_t>(bytes)));
   storage->set_nbytes(bytes);
+}
+
+at::Tensor without_memory(int64_t numel, at::ScalarType dtype) {
+  const auto bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, at::kCPU), /*allocator=*/nullptr,
+                       /*resizable=*/false);
+  return at::empty({0}, dtype).set_(std::move(storage), 0, {numel});
 }
 
 at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& message) {

@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "memory_ledger.h"
+
 namespace shardproof {
 
 // Gives the memory back. Every alias of the tensor's storage, those that autograd saved included, is without data until it
@@ -13,7 +15,10 @@ void release_storage(const at::Tensor& tensor);
 
 // New memory of the tensor's size, contents undefined. Version counters do not move: the values that will be written are the
 // ones that were there.
-void restore_storage(const at::Tensor& tensor);
+void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind kind);
+
+// A tensor over a whole storage that has no memory yet. Take views of it first, then release it, and restore it when it is wanted.
+at::Tensor without_memory(int64_t numel, at::ScalarType dtype);
 
 // A tensor of these sizes without memory: reading or writing it throws c10::Error with the message.
 at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& message);

@@ -3,22 +3,36 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 #include "shardproof/check.h"
 
 namespace shardproof {
 namespace {
 
-constexpr const char* kAxis = "dp_shard";
+constexpr const char* kShard = "dp_shard";
+constexpr const char* kReplicate = "dp_replicate";
 
 std::vector<Strategy> make_table() {
   const Layout b = replicated();
-  const Layout shard = split_flat(b, {kAxis, {}});
-  const Layout terms = add_partial(b, kAxis);
-  //       name     parameter  compute  produced  accumulated  state
-  return {{"ddp", b, b, terms, terms, b},
-          {"zero1", b, b, terms, terms, shard},
-          {"zero2", b, b, terms, shard, shard},
-          {"zero3", shard, b, terms, shard, shard}};
+  const Layout shard = split_flat(b, {kShard, {}});
+  const Layout shard_twice = split_flat(shard, {kReplicate, {}});
+  const Layout terms = add_partial(add_partial(b, kReplicate), kShard);
+  const Layout shard_terms = add_partial(shard, kReplicate);
+  //       name     needs                  parameter compute produced accumulated  state
+  return {{"ddp",   {},                    b,        b,      terms,   terms,       b},
+          {"zero1", {kShard},              b,        b,      terms,   terms,       shard},
+          {"zero2", {kShard},              b,        b,      terms,   shard_terms, shard},
+          {"zero3", {kShard},              shard,    b,      terms,   shard_terms, shard},
+          {"hsdp",  {kReplicate, kShard},  shard,    b,      terms,   shard_terms, shard},
+          {"hfsdp", {kReplicate, kShard},  shard,    b,      terms,   shard_terms, shard_twice}};
+}
+
+// The layout without the axes that the mesh lacks.
+Layout on_mesh(Layout layout, const Mesh& mesh) {
+  std::erase_if(layout.flat, [&](const Split& split) { return !mesh.has(split.axis); });
+  std::erase_if(layout.partial, [&](const std::string& axis) { return !mesh.has(axis); });
+  return layout;
 }
 
 }  // namespace
@@ -35,6 +49,25 @@ const Strategy& strategy(std::string_view name) {
     names.push_back(row.name);
   }
   throw Error(fmt::format("[strategy] unknown strategy '{}': there are {}", name, fmt::join(names, ", ")));
+}
+
+Strategy on_mesh(Strategy strategy, const Mesh& mesh) {
+  for (const std::string& axis : strategy.axes)
+    SHARD_REQUIRE(mesh.has(axis), "strategy", "{} needs the mesh axis {}, which mesh '{}' lacks", strategy.name, axis,
+                  mesh.str());
+  const std::vector<std::string> summed = strategy.produced.partial;
+  for (Layout* layout :
+       {&strategy.parameter, &strategy.compute, &strategy.produced, &strategy.accumulated, &strategy.state})
+    *layout = on_mesh(*layout, mesh);
+  SHARD_REQUIRE(summed.empty() || !strategy.produced.partial.empty(), "strategy",
+                "{} sums gradients over {}, and mesh '{}' has none of these axes", strategy.name, fmt::join(summed, ", "),
+                mesh.str());
+  return strategy;
+}
+
+Strategy reducing_replicas_every_time(Strategy strategy) {
+  if (!accumulates_before_reducing(strategy)) strategy.accumulated.partial.clear();
+  return strategy;
 }
 
 bool accumulates_before_reducing(const Strategy& strategy) { return strategy.accumulated == strategy.produced; }

@@ -1,25 +1,37 @@
-// The hidden child module through which `call` finds a module's hooks.
+// Which modules are units: what `call` asks.
 #pragma once
 
 #include <torch/nn/module.h>
+
+#include <memory>
 
 #include "shardproof/unit.h"
 
 namespace shardproof {
 
-inline constexpr const char* kAttachmentName = "shardproof_unit";
-
-class UnitAttachment final : public torch::nn::Module {
+// Attaches hooks to modules, and detaches them when it is destroyed; the hooks must live as long.
+class UnitAttachments {
  public:
-  explicit UnitAttachment(UnitHooks& hooks) : hooks_(hooks) {}
-  UnitHooks* hooks() const { return &hooks_; }
+  UnitAttachments() = default;
+  ~UnitAttachments();
+  UnitAttachments(const UnitAttachments&) = delete;
+  void attach(std::shared_ptr<torch::nn::Module> module, UnitHooks& hooks);
 
  private:
-  UnitHooks& hooks_;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-// The hooks must outlive the attachment.
-void attach_hooks(torch::nn::Module& module, UnitHooks& hooks);
-void detach_hooks(torch::nn::Module& module);
+// A Sequential calls its children's `forward` itself. This makes it enter those that are units through `call`, until the result is
+// destroyed.
+class SequentialEntries {
+ public:
+  explicit SequentialEntries(torch::nn::Module& root);
+  ~SequentialEntries();
+  SequentialEntries(const SequentialEntries&) = delete;
+
+ private:
+  struct Replaced;
+  std::vector<Replaced> replaced_;
+};
 
 }  // namespace shardproof

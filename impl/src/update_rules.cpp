@@ -1,4 +1,7 @@
+#include <ATen/ATen.h>
+
 #include <cmath>
+#include <span>
 
 #include "shardproof/check.h"
 #include "shardproof/optimizer.h"
@@ -10,79 +13,154 @@ void require_in(const char* rule, const char* what, double value, double low, do
   SHARD_REQUIRE(value >= low && value < high, "optimizer", "{}: {} must be in [{}, {}), got {}", rule, what, low, high, value);
 }
 
+void require_rates(const char* rule, double lr, double weight_decay) {
+  require_in(rule, "lr", lr, 0, INFINITY);
+  require_in(rule, "weight_decay", weight_decay, 0, INFINITY);
+}
+
+template <class Options>
+void require_betas(const char* rule, const Options& options) {
+  require_in(rule, "beta1", options.beta1, 0, 1);
+  require_in(rule, "beta2", options.beta2, 0, 1);
+}
+
+// One element after the other: parameter, gradient and up to two states. `Rule::apply<Real>(p, g, m, v)` is the whole rule.
+template <class Real, class Kernel>
+void run(const Update& update, const Kernel& kernel) {
+  Real* __restrict p = update.parameter.mutable_data_ptr<Real>();
+  const Real* __restrict g = update.gradient.const_data_ptr<Real>();
+  Real* __restrict m = !update.state.empty() ? update.state[0].mutable_data_ptr<Real>() : nullptr;
+  Real* __restrict v = update.state.size() > 1 ? update.state[1].mutable_data_ptr<Real>() : nullptr;
+  kernel(p, g, m, v, update.parameter.numel());
+}
+
+// In the dtype of the parameter; low precision is computed in float32 and rounded at the end.
+template <class MakeKernel>
+void dispatch(const Update& update, const MakeKernel& make) {
+  switch (update.parameter.scalar_type()) {
+    case at::kFloat: return run<float>(update, make(float{}));
+    case at::kDouble: return run<double>(update, make(double{}));
+    default: break;
+  }
+  Update wide{update.name, update.shape, update.parameter.to(at::kFloat), update.gradient.to(at::kFloat), {}, update.step,
+              update.lr_factor, update.decay_factor};
+  for (const at::Tensor& state : update.state) wide.state.push_back(state.to(at::kFloat));
+  run<float>(wide, make(float{}));
+  update.parameter.copy_(wide.parameter);
+  for (size_t i = 0; i < update.state.size(); ++i) update.state[i].copy_(wide.state[i]);
+}
+
 class Sgd final : public UpdateRule {
  public:
   explicit Sgd(const SgdOptions& options) : options_(options) {
-    require_in("sgd", "lr", options.lr, 0, INFINITY);
+    require_rates("sgd", options.lr, options.weight_decay);
     require_in("sgd", "momentum", options.momentum, 0, INFINITY);
-    require_in("sgd", "weight_decay", options.weight_decay, 0, INFINITY);
+    SHARD_REQUIRE(!options.nesterov || options.momentum != 0, "optimizer", "sgd: nesterov needs a momentum above 0");
   }
 
   std::vector<std::string> slots() const override {
     return options_.momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
   }
 
-  void update(std::span<float> parameter, std::span<const float> gradient, const std::vector<std::span<float>>& state,
-              int64_t) const override {
-    const auto lr = static_cast<float>(options_.lr);
-    const auto decay = static_cast<float>(options_.weight_decay);
-    const auto momentum = static_cast<float>(options_.momentum);
-    float* __restrict p = parameter.data();
-    const float* __restrict g = gradient.data();
-    float* __restrict m = state.empty() ? nullptr : state[0].data();
-    for (size_t i = 0; i < parameter.size(); ++i) {
-      float direction = g[i];
-      if (decay != 0) direction += decay * p[i];
-      if (m) direction = m[i] = momentum * m[i] + direction;
-      p[i] -= lr * direction;
-    }
+  void update(const Update& u) const override {
+    dispatch(u, [&]<class Real>(Real) {
+      return [lr = static_cast<Real>(options_.lr * u.lr_factor), decay = static_cast<Real>(options_.weight_decay * u.decay_factor),
+              momentum = static_cast<Real>(options_.momentum), nesterov = options_.nesterov](
+                 Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real*, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+          Real direction = g[i];
+          if (decay != 0) direction += decay * p[i];
+          if (m) {
+            m[i] = momentum * m[i] + direction;
+            direction = nesterov ? direction + momentum * m[i] : m[i];
+          }
+          p[i] -= lr * direction;
+        }
+      };
+    });
   }
 
  private:
   SgdOptions options_;
 };
 
-class AdamW final : public UpdateRule {
+// Adam with decay of the parameter or in the gradient.
+class AdamRule final : public UpdateRule {
  public:
-  explicit AdamW(const AdamWOptions& options) : options_(options) {
-    require_in("adamw", "lr", options.lr, 0, INFINITY);
-    require_in("adamw", "beta1", options.beta1, 0, 1);
-    require_in("adamw", "beta2", options.beta2, 0, 1);
-    require_in("adamw", "eps", options.eps, 0, INFINITY);
-    require_in("adamw", "weight_decay", options.weight_decay, 0, INFINITY);
+  AdamRule(const AdamWOptions& options, bool decoupled) : options_(options), decoupled_(decoupled) {
+    const char* name = decoupled ? "adamw" : "adam";
+    require_rates(name, options.lr, options.weight_decay);
+    require_betas(name, options);
+    require_in(name, "eps", options.eps, 0, INFINITY);
   }
 
   std::vector<std::string> slots() const override { return {"exp_avg", "exp_avg_sq"}; }
 
-  void update(std::span<float> parameter, std::span<const float> gradient, const std::vector<std::span<float>>& state,
-              int64_t step) const override {
-    const auto keep = static_cast<float>(1 - options_.lr * options_.weight_decay);
-    const auto beta1 = static_cast<float>(options_.beta1);
-    const auto beta1_rest = static_cast<float>(1 - options_.beta1);
-    const auto beta2 = static_cast<float>(options_.beta2);
-    const auto beta2_rest = static_cast<float>(1 - options_.beta2);
-    const auto eps = static_cast<float>(options_.eps);
-    const auto rate = static_cast<float>(options_.lr / (1 - std::pow(options_.beta1, static_cast<double>(step))));
-    const auto root = static_cast<float>(std::sqrt(1 - std::pow(options_.beta2, static_cast<double>(step))));
-    float* __restrict p = parameter.data();
-    const float* __restrict g = gradient.data();
-    float* __restrict m = state[0].data();
-    float* __restrict v = state[1].data();
-    for (size_t i = 0; i < parameter.size(); ++i) {
-      const float decayed = p[i] * keep;
-      m[i] = beta1 * m[i] + beta1_rest * g[i];
-      v[i] = beta2 * v[i] + beta2_rest * (g[i] * g[i]);
-      p[i] = decayed - rate * (m[i] / (std::sqrt(v[i]) / root + eps));
-    }
+  void update(const Update& u) const override {
+    const double lr = options_.lr * u.lr_factor, weight_decay = options_.weight_decay * u.decay_factor;
+    const auto t = static_cast<double>(u.step);
+    const double rate = lr / (1 - std::pow(options_.beta1, t)), root = std::sqrt(1 - std::pow(options_.beta2, t));
+    dispatch(u, [&]<class Real>(Real) {
+      return [keep = static_cast<Real>(decoupled_ ? 1 - lr * weight_decay : 1),
+              coupled = static_cast<Real>(decoupled_ ? 0 : weight_decay), beta1 = static_cast<Real>(options_.beta1),
+              beta1_rest = static_cast<Real>(1 - options_.beta1), beta2 = static_cast<Real>(options_.beta2),
+              beta2_rest = static_cast<Real>(1 - options_.beta2), eps = static_cast<Real>(options_.eps),
+              rate = static_cast<Real>(rate), root = static_cast<Real>(root)](
+                 Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real* __restrict v, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+          const Real gradient = coupled != 0 ? g[i] + coupled * p[i] : g[i];
+          const Real decayed = p[i] * keep;
+          m[i] = beta1 * m[i] + beta1_rest * gradient;
+          v[i] = beta2 * v[i] + beta2_rest * (gradient * gradient);
+          p[i] = decayed - rate * (m[i] / (std::sqrt(v[i]) / root + eps));
+        }
+      };
+    });
   }
 
  private:
   AdamWOptions options_;
+  bool decoupled_;
+};
+
+class Lion final : public UpdateRule {
+ public:
+  explicit Lion(const LionOptions& options) : options_(options) {
+    require_rates("lion", options.lr, options.weight_decay);
+    require_betas("lion", options);
+  }
+
+  std::vector<std::string> slots() const override { return {"exp_avg"}; }
+
+  void update(const Update& u) const override {
+    const double lr = options_.lr * u.lr_factor;
+    dispatch(u, [&]<class Real>(Real) {
+      return [keep = static_cast<Real>(1 - lr * options_.weight_decay * u.decay_factor), lr = static_cast<Real>(lr),
+              beta1 = static_cast<Real>(options_.beta1), beta1_rest = static_cast<Real>(1 - options_.beta1),
+              beta2 = static_cast<Real>(options_.beta2), beta2_rest = static_cast<Real>(1 - options_.beta2)](
+                 Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real*, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+          const Real decayed = p[i] * keep;
+          const Real blend = beta1 * m[i] + beta1_rest * g[i];
+          const Real sign = blend > 0 ? Real{1} : blend < 0 ? Real{-1} : blend;
+          m[i] = beta2 * m[i] + beta2_rest * g[i];
+          p[i] = decayed - lr * sign;
+        }
+      };
+    });
+  }
+
+ private:
+  LionOptions options_;
 };
 
 }  // namespace
 
-std::unique_ptr<UpdateRule> make_rule(const SgdOptions& options) { return std::make_unique<Sgd>(options); }
-std::unique_ptr<UpdateRule> make_rule(const AdamWOptions& options) { return std::make_unique<AdamW>(options); }
+std::shared_ptr<UpdateRule> make_rule(const SgdOptions& options) { return std::make_shared<Sgd>(options); }
+std::shared_ptr<UpdateRule> make_rule(const AdamWOptions& options) { return std::make_shared<AdamRule>(options, true); }
+std::shared_ptr<UpdateRule> make_rule(const AdamOptions& options) {
+  return std::make_shared<AdamRule>(AdamWOptions{options.lr, options.beta1, options.beta2, options.eps, options.weight_decay}, false);
+}
+std::shared_ptr<UpdateRule> make_rule(const LionOptions& options) { return std::make_shared<Lion>(options); }
 
 }  // namespace shardproof

@@ -17,10 +17,13 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "shardproof/memory.h"
 #include "shardproof/mesh_comm.h"
 #include "shardproof/piece.h"
 #include "shardproof/shard_options.h"
@@ -29,6 +32,33 @@
 namespace shardproof {
 
 class ShardedState;
+class Unit;
+
+// One unit of a sharded module. Valid as long as that is.
+class UnitHandle {
+ public:
+  explicit UnitHandle(Unit& unit) : unit_(&unit) {}
+
+  const std::string& name() const;
+  bool is_unsharded() const;
+
+  // Gathers the parameters by hand. `unshard` returns when they are whole; `start_unshard` at once, and the unit's next forward,
+  // or `unshard`, waits. Collective along the axes that the strategy splits parameters over, as all calls of units are.
+  void start_unshard();
+  void unshard();
+  // Frees them. Nothing when they are not whole; an error while a gather is in flight.
+  void reshard();
+
+  // From the next forward on; the same on every rank.
+  void set_reshard_after_forward(Reshard reshard);
+  void set_reshard_after_backward(bool reshard);
+  // Units to gather while this one runs, in this order; instead of what ShardOptions::prefetch_* chose.
+  void set_forward_prefetch(const std::vector<UnitHandle>& units);
+  void set_backward_prefetch(const std::vector<UnitHandle>& units);
+
+ private:
+  Unit* unit_;
+};
 
 class Sharded {
  public:
@@ -38,29 +68,57 @@ class Sharded {
   // The module stays behind in whatever layout it was; using it afterwards is an error until it is sharded again.
   ~Sharded();
 
-  // Whether the next backward is the last before the optimizer's step; true at first. Backwards that are not last only
-  // accumulate. Running another backward after the last one, without a step or zero_gradients between, is an error.
+  // Whether the next backward is the last before the optimizer's step; true at first. Backwards that are not last accumulate: as
+  // the strategy says, before or after a reduction. Running another backward after the last one, without a step or
+  // zero_gradients between, is an error.
   void set_last_microbatch(bool last);
+  // While false, backwards add to gradients on this rank and nothing is reduced (no_sync). The last one must be true.
+  void set_gradient_sync(bool sync);
+
+  // How many tokens this rank's next backward is about; needed with ShardOptions::divide_by_tokens, before the last backward.
+  void add_tokens(int64_t tokens);
+
+  // Work on the final gradients, at the end of every last backward: what Megatron calls finalize_model_grads. Steps run on every
+  // rank by ascending `order`, which is above 0, equal ones as added. Those of the library: reduction and division by the number of
+  // ranks 0, division by the number of tokens 1000.
+  void add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step);
 
   // Forgets accumulated gradients. `Optimizer::step` does it.
   void zero_gradients();
 
-  // The 2-norm of the whole gradient, each element of each parameter counted once. Collective over the mesh; after the
-  // last backward. Throws NonFiniteError, naming step and parameter, when it is NaN or infinite.
-  double gradient_norm();
+  // The norm of the whole gradient, each element of each parameter counted once; order 1, 2 or infinity. Collective over the
+  // mesh; after the last backward. Throws NonFiniteError, naming step and parameter, when it is NaN or infinite.
+  double gradient_norm(double order = 2);
 
-  // Scales gradients by float(norm_max / (norm + 1e-6)) when that is below 1, and returns the norm before. Collective.
-  double clip_gradients(double norm_max);
+  // Scales gradients by norm_max / (norm + 1e-6), rounded to their dtype, when that is below 1, and returns the norm before.
+  double clip_gradients(double norm_max, double order = 2);
+  // Divides gradients; after the last backward. Not collective.
+  void divide_gradients(double divisor);
+  // Whether any element on any rank is NaN or infinite. Collective over the mesh.
+  bool gradients_are_finite();
+  // Ends a step without an update: gradients are forgotten, parameters stay.
+  void skip_step();
 
-  // What this rank holds between steps: parameters in the strategy's `parameter` layout, gradients in its `state` layout
-  // (empty before the last backward). Ascending by bucket and offset; no padding.
+  // What this rank holds between steps: parameters in the strategy's `parameter` layout and the compute dtype, main parameters
+  // and gradients in its `state` layout and the main dtype (gradients only after the last backward, and only of parameters that
+  // require them). Ascending by bucket and offset; no padding.
   std::vector<Piece> parameters() const;
+  std::vector<Piece> main_parameters() const;
   std::vector<Piece> gradients() const;
+  // After main parameters were written to (loading a checkpoint): brings the parameters up to date. Collective.
+  void main_parameters_changed();
 
-  // Whole parameters by name, tied ones under every name, on every rank. Collective.
+  // Whole parameters by name, tied ones under every name, on every rank, in the compute dtype. Collective.
   std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
 
-  // Steps taken so far.
+  // "" is the root; a unit of several modules goes by the name of the first. Throws Error listing the names there are.
+  UnitHandle unit(const std::string& name);
+  std::vector<UnitHandle> units();
+
+  MemoryUse memory() const;
+  void reset_peak_memory();
+
+  // Steps taken so far, skipped ones included.
   int64_t step() const;
 
   // One line a unit: parameters, buckets, bytes at rest and in compute, on this rank.
@@ -72,9 +130,56 @@ class Sharded {
   std::shared_ptr<ShardedState> state_;
 };
 
+// Backwards in its lifetime reduce nothing.
+class NoSync {
+ public:
+  explicit NoSync(Sharded& sharded) : sharded_(sharded) { sharded_.set_gradient_sync(false); }
+  ~NoSync() { sharded_.set_gradient_sync(true); }
+  NoSync(const NoSync&) = delete;
+
+ private:
+  Sharded& sharded_;
+};
+
 // Collective over all ranks of `comms`. The module's parameters become views into buckets; their values are kept. Throws
-// Error when a parameter is not float32 on CPU, not contiguous, or already sharded; when the strategy names an axis that the
-// mesh lacks; or when the options are out of range.
+// Error when a parameter is not floating, shares memory with another one, is on another device than the CPU, or is already
+// sharded; when the mesh lacks an axis of the strategy; or when options are out of range. A parameter that is not contiguous
+// becomes so.
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
+
+// What one unit has of its own, when units are named one by one.
+struct UnitOptions {
+  std::optional<Reshard> reshard_after_forward = {};
+  std::optional<Precision> precision = {};
+  bool recompute = false;
+};
+
+// The same, unit by unit:
+//
+//   Sharding sharding(comms, options);
+//   for (auto& block : model->blocks) sharding.unit(block.ptr());
+//   sharding.unit({model->norm.ptr(), model->head.ptr()}, {.reshard_after_forward = false});   // two modules, one unit
+//   Sharded sharded = sharding.shard(model.ptr());
+class Sharding {
+ public:
+  using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
+  Sharding(std::shared_ptr<MeshComm> comms, ShardOptions options) : comms_(std::move(comms)), options_(std::move(options)) {}
+
+  // Throws Error when the list is empty, has a null, or a module that is in a unit already.
+  Sharding& unit(std::shared_ptr<torch::nn::Module> module, UnitOptions options = {}) { return unit(Modules{std::move(module)}, options); }
+  Sharding& unit(Modules modules, UnitOptions options = {});
+  // Collective. Units chosen by ShardOptions::units come besides. Throws Error when a module is not below the root.
+  Sharded shard(std::shared_ptr<torch::nn::Module> root) const;
+
+  struct Entry {
+    Modules modules;
+    UnitOptions options;
+  };
+
+ private:
+  std::shared_ptr<MeshComm> comms_;
+  ShardOptions options_;
+  std::vector<Entry> entries_;
+};
 
 }  // namespace shardproof

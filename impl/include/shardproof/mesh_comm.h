@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shardproof/comm.h"
@@ -24,10 +25,15 @@ class MeshComm {
   // first request for a set of axes is collective over the world.
   Comm& along(const std::vector<std::string>& axes);
 
+  // The group of `ranks` neighbours along one axis that this rank is in: coordinates [k * ranks, (k + 1) * ranks). Throws Error
+  // unless the axis' size is a multiple. The first request is collective over the world.
+  Comm& within(const std::string& axis, int64_t ranks);
+
  private:
   std::shared_ptr<Comm> world_;
   Mesh mesh_;
   std::map<std::vector<std::string>, std::shared_ptr<Comm>> groups_;
+  std::map<std::pair<std::string, int64_t>, std::shared_ptr<Comm>> neighbours_;
 };
 
 }  // namespace shardproof

@@ -80,9 +80,4 @@ class GptImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Gpt);
 
-// Fills parameters from counters, never from a generator's state: element i of the parameter called `name` is a function of
-// (seed, name, i) alone, where a tied parameter goes by its first name. Matrices get a normal distribution with the given
-// standard deviation, norm weights ones, the rest zeros.
-void initialize_parameters(torch::nn::Module& module, uint64_t seed, double standard_deviation = 0.02);
-
 }  // namespace shardproof

@@ -3,15 +3,21 @@
 
 #include <torch/nn/module.h>
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
+#include <limits>
+#include <optional>
 #include <string>
+#include <string_view>
 
+#include "shardproof/layout.h"
+#include "shardproof/precision.h"
 #include "shardproof/strategy.h"
 
 namespace shardproof {
 
-// Chooses the units among the descendants of the root. The root is always one; it holds what no other unit does.
+// Chooses modules among the descendants of the root. The root is always a unit; it holds what no other unit does.
 using UnitSelector = std::function<bool(const std::string& name, const torch::nn::Module& module)>;
 
 // Every module of these types, e.g. by_type<GptBlockImpl>().
@@ -22,26 +28,117 @@ UnitSelector by_type() {
   };
 }
 
-// `ordered`: the gradient norm is the exact sum of squares, rounded once, so it does not depend on where shards are cut.
-// `fast`: plain double sums.
-enum class Numerics { ordered, fast };
+// Every module whose name fits the pattern, where * stands for any characters within one part of a name and ** for any: "h.*"
+// is "h.0" and "h.1" but not "h.0.mlp".
+UnitSelector by_name(std::string pattern);
+bool name_matches(std::string_view pattern, std::string_view name);
+
+// Chooses parameters, by their first name.
+using ParameterSelector = std::function<bool(const std::string& name, const at::Tensor& parameter)>;
+
+// What stays gathered between a unit's forward and its backward.
+class Reshard {
+ public:
+  static Reshard always() { return Reshard(int64_t{0}); }  // nothing
+  static Reshard never() { return Reshard(int64_t{-1}); }  // everything
+  // Groups of `ranks` neighbours along dp_shard keep the parameters between them, each an equal part, so that the gather before
+  // the backward stays within such a group. Must divide the axis' size. 1 is `never`, the whole axis is `always`.
+  static Reshard within(int64_t ranks) { return Reshard(ranks); }
+  template <std::same_as<bool> Bool>
+  Reshard(Bool reshard) : ranks_(reshard ? 0 : -1) {}  // so that `reshard_after_forward = true` reads
+
+  bool keeps_everything() const { return ranks_ == -1 || ranks_ == 1; }
+  // 0: not in parts.
+  int64_t ranks() const { return ranks_ > 1 ? ranks_ : 0; }
+  bool operator==(const Reshard&) const = default;
+
+ private:
+  explicit Reshard(int64_t ranks) : ranks_(ranks) {}
+  int64_t ranks_;
+};
+
+// `ordered`: sums in rank order; the gradient norm is exact and rounded once, so it does not depend on where shards are cut.
+// `canonical`: besides, each microbatch's gradient is turned into 64-bit fixed point (a multiple of 2^-44, below 2^18 in
+// magnitude), so sums do not depend on any order: every mesh, strategy and way to deal microbatches to ranks and rounds has the
+// same bits. Needs a loss whose weights do not depend on the mesh (gradient_divide = 1, or by tokens).
+// `fast`: sums as the backend takes them, plain norms.
+enum class Numerics { ordered, canonical, fast };
+
+// Where the division of the summed gradient happens; in total it is always by the same number.
+enum class Divide {
+  after,          // once, after the sum
+  before,         // each rank's term, before the sum
+  split,          // a power of two near the square root before, the rest after, so that float16 neither overflows nor vanishes
+  in_collective   // each reduction divides by the size of its group, in the dtype on the wire, as NCCL's average does
+};
+
+enum class Granularity {
+  element,  // shards are cut anywhere
+  tensor    // a parameter lies whole on one rank, as matrix optimizers want it; offsets then depend on the mesh
+};
+
+// How memory of gathered parameters is given back.
+enum class Buffers {
+  freed,  // to the allocator
+  pooled  // to a pool that keeps two buffers of each size; no gather ahead starts while both are in use
+};
+
+// Fills the row-major elements [run.begin, run.end) of a parameter; called for parameters without memory. Must be a function of
+// its arguments alone.
+using Initializer = std::function<void(const std::string& name, const Shape& shape, Interval run, at::Tensor values)>;
 
 struct ShardOptions {
   Strategy strategy = shardproof::strategy("zero3");
-  UnitSelector units = {};  // empty: the root is the only unit
-  // A unit's parameters go into one bucket, or into several of at most this many bytes each. 0: one.
+
+  // Units. Empty: the root is the only one. Units may nest: a parameter belongs to the innermost.
+  UnitSelector units = {};
+  // Parameters that stay plain tensors: not moved, not reduced, not updated.
+  ParameterSelector ignored = {};
+  // Units whose activations are computed again in the backward instead of kept.
+  UnitSelector recompute = {};
+
+  // A unit's parameters go into one bucket; or into several of at most this many bytes each; or into this many. 0: one.
   int64_t bucket_bytes_max = 0;
+  int64_t bucket_count = 0;
   // Every parameter starts at a multiple of this in its bucket; a power of two and at least 64, because vector kernels
   // round differently at other offsets.
   int64_t alignment_bytes = 512;
-  // Free gathered parameters between a unit's forward and backward. The root keeps its own.
-  bool reshard_after_forward = true;
+  Granularity granularity = Granularity::element;
+
+  // The root keeps its own parameters until its backward, unless it is told otherwise by Sharded::unit("").
+  Reshard reshard_after_forward = Reshard::always();
+  bool reshard_after_backward = true;
+  Buffers buffers = Buffers::freed;
+  // How many units ahead are gathered while one runs, in the order in which units were registered, backwards in the backward.
+  int64_t prefetch_forward = 0;
+  int64_t prefetch_backward = 0;
+  // No gather ahead, and no further reduction, starts while more bytes than this are in flight. 0: no limit.
+  int64_t bytes_in_flight_max = 0;
+
+  Precision precision = {};
+  // Another policy for some units; empty or nothing returned: the one above.
+  std::function<std::optional<Precision>(const std::string& unit)> unit_precision = {};
+
   Numerics numerics = Numerics::ordered;
-  // The reduced gradient is divided by this, once. 0: by the number of ranks it was summed over, which averages losses
-  // that are means over each rank's samples.
+  // The reduced gradient is divided by this, once, however many axes it is summed over. 0: by the number of ranks it was summed
+  // over, which averages losses that are means over each rank's samples.
   double gradient_divide = 0;
+  Divide divide = Divide::after;
+  // Instead: by the number of tokens that all ranks reported with Sharded::add_tokens in this step (at least 1). For losses
+  // that are sums.
+  bool divide_by_tokens = false;
+  // Sum over dp_replicate after every microbatch, instead of once after the last.
+  bool reduce_replicas_every_microbatch = false;
+
+  // Before any communication: NaN, infinity, or a magnitude above this in a gradient is an error that names rank, step and
+  // parameter. `check_gradients = false` leaves that to a LossScaler.
+  bool check_gradients = true;
+  double gradient_magnitude_max = std::numeric_limits<double>::infinity();
+
   // Start from rank 0's parameters and buffers everywhere.
   bool broadcast_initial_values = true;
+  // For a model built under MetaInit; see meta_init.h.
+  Initializer initialize = {};
 };
 
 }  // namespace shardproof

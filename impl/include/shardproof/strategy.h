@@ -7,13 +7,19 @@
 //             accumulated -> state                 after the last one
 //   publish   state -> parameter                   after the optimizer
 //
-//             parameter  compute  produced      accumulated   state
-//   ddp       b          b        b, partial s  b, partial s  b
-//   zero1     b          b        b, partial s  b, partial s  b+s
-//   zero2     b          b        b, partial s  b+s           b+s
-//   zero3     b+s        b        b, partial s  b+s           b+s
+// On the mesh axes r = `dp_replicate` and s = `dp_shard`:
 //
-// b: replicated; +s: split flat over the mesh axis `dp_shard`; partial s: its ranks hold terms of a sum.
+//             parameter  compute  produced        accumulated     state
+//   ddp       b          b        b, partial r,s  b, partial r,s  b
+//   zero1     b          b        b, partial r,s  b, partial r,s  b+s
+//   zero2     b          b        b, partial r,s  b+s, partial r  b+s
+//   zero3     b+s        b        b, partial r,s  b+s, partial r  b+s
+//   hsdp      b+s        b        b, partial r,s  b+s, partial r  b+s       zero3 on a mesh that must have both axes
+//   hfsdp     b+s        b        b, partial r,s  b+s, partial r  b+s+r     the outer axis shards only what the optimizer has
+//
+// b: replicated; +s: split flat over s, +r: each of those pieces split again over r; partial: its ranks hold terms of a sum.
+// A mesh without `dp_replicate` (or, for ddp, without either one) is one where that axis has size 1. docs/strategies.md has
+// the memory and the collectives that follow.
 #pragma once
 
 #include <string>
@@ -26,11 +32,12 @@ namespace shardproof {
 
 struct Strategy {
   std::string name;
-  Layout parameter;    // between steps
-  Layout compute;      // while the unit runs
-  Layout produced;     // a gradient as backward makes it
-  Layout accumulated;  // a gradient between microbatches
-  Layout state;        // the optimizer's state, and the gradient that the optimizer reads
+  std::vector<std::string> axes;  // that a mesh must have
+  Layout parameter;               // between steps
+  Layout compute;                 // while the unit runs
+  Layout produced;                // a gradient as backward makes it
+  Layout accumulated;             // a gradient between microbatches
+  Layout state;                   // the optimizer's state, and the gradient that the optimizer reads
 };
 
 // The table above. A new strategy is a new row here: the harness draws from this list.
@@ -38,6 +45,14 @@ const std::vector<Strategy>& strategies();
 
 // Throws Error listing the names there are.
 const Strategy& strategy(std::string_view name);
+
+// The strategy as it is on this mesh: axes of the rows that the mesh lacks are gone. Throws Error, naming both, when the mesh
+// lacks an axis the strategy needs, or has none of those that it sums over.
+Strategy on_mesh(Strategy strategy, const Mesh& mesh);
+
+// The same strategy with nothing left to be summed over replicas between microbatches: each reduction ends with the all-reduce
+// over the axes that the row leaves to the last one.
+Strategy reducing_replicas_every_time(Strategy strategy);
 
 // True when gradients are added over microbatches before they are reduced over ranks (ddp, zero1): the order of sums that
 // a reference run has to follow.

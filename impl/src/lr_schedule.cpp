@@ -1,0 +1,35 @@
+#include "shardproof/lr_schedule.h"
+
+#include <cmath>
+#include <numbers>
+
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+// How far the fall has come, in [0, 1]; below 0 during the warm-up.
+double progress(int64_t step, int64_t warmup, int64_t total, double last) {
+  SHARD_REQUIRE(0 <= warmup && warmup <= total && last >= 0 && last <= 1 && step >= 0, "lr_schedule",
+                "needs 0 <= warmup <= total, a last factor in [0, 1] and a step of at least 0, got warmup {}, total {}, last {}, step {}",
+                warmup, total, last, step);
+  if (step < warmup) return -1;
+  if (step >= total) return 1;
+  return static_cast<double>(step - warmup) / static_cast<double>(total - warmup);
+}
+
+double rising(int64_t step, int64_t warmup) { return static_cast<double>(step + 1) / static_cast<double>(warmup); }
+
+}  // namespace
+
+double warmup_cosine(int64_t step, int64_t warmup, int64_t total, double last) {
+  const double done = progress(step, warmup, total, last);
+  return done < 0 ? rising(step, warmup) : last + (1 - last) * 0.5 * (1 + std::cos(std::numbers::pi * done));
+}
+
+double warmup_linear(int64_t step, int64_t warmup, int64_t total, double last) {
+  const double done = progress(step, warmup, total, last);
+  return done < 0 ? rising(step, warmup) : last + (1 - last) * (1 - done);
+}
+
+}  // namespace shardproof

@@ -1,0 +1,92 @@
+#include "memory_ledger.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace shardproof {
+
+// What a tensor's storage points back to. It keeps the ledger alive, since tensors may outlive the module that made them.
+struct MemoryLedger::Block {
+  std::shared_ptr<MemoryLedger> ledger;
+  c10::DataPtr memory;
+  MemoryKind kind;
+  int64_t bytes;
+};
+
+const char* to_string(MemoryKind kind) {
+  switch (kind) {
+    case MemoryKind::parameter: return "parameter";
+    case MemoryKind::gathered: return "gathered";
+    case MemoryKind::gradient: return "gradient";
+    case MemoryKind::optimizer: return "optimizer";
+    case MemoryKind::communication: return "communication";
+  }
+  return "?";
+}
+
+int64_t MemoryUse::now_total() const { return std::accumulate(now_bytes.begin(), now_bytes.end(), int64_t{0}); }
+
+at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype) {
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), allocate_bytes(kind, bytes),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  return at::empty({0}, dtype).set_(std::move(storage), 0, {numel});
+}
+
+c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  count(kind, bytes);
+  c10::DataPtr memory;
+  if (auto& kept = free_[bytes]; !kept.empty()) {
+    memory = std::move(kept.back());
+    kept.pop_back();
+  } else {
+    memory = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
+  }
+  void* data = memory.get();
+  auto* block = new Block{shared_from_this(), std::move(memory), kind, bytes};
+  return {data, block, [](void* context) {
+            auto* dead = static_cast<Block*>(context);
+            const std::shared_ptr<MemoryLedger> ledger = dead->ledger;
+            ledger->free(dead);
+          }, at::kCPU};
+}
+
+void MemoryLedger::free(Block* block) {
+  const std::unique_ptr<Block> owned(block);
+  const std::lock_guard lock(mutex_);
+  count(block->kind, -block->bytes);
+  if (block->kind != MemoryKind::gathered) return;
+  auto& kept = free_[block->bytes];
+  if (static_cast<int64_t>(kept.size()) < keep_free_) kept.push_back(std::move(block->memory));
+}
+
+void MemoryLedger::count(MemoryKind kind, int64_t bytes) {
+  const auto index = static_cast<size_t>(kind);
+  use_.now_bytes[index] += bytes;
+  use_.peak_bytes[index] = std::max(use_.peak_bytes[index], use_.now_bytes[index]);
+  use_.peak_total_bytes = std::max(use_.peak_total_bytes, use_.now_total());
+  if (kind == MemoryKind::gathered) gathered_[std::abs(bytes)] += bytes > 0 ? 1 : bytes < 0 ? -1 : 0;
+}
+
+int64_t MemoryLedger::gathered_in_use(int64_t bytes) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = gathered_.find(bytes);
+  return found == gathered_.end() ? 0 : found->second;
+}
+
+MemoryUse MemoryLedger::use() const {
+  const std::lock_guard lock(mutex_);
+  return use_;
+}
+
+void MemoryLedger::reset_peak() {
+  const std::lock_guard lock(mutex_);
+  use_.peak_bytes = use_.now_bytes;
+  use_.peak_total_bytes = use_.now_total();
+}
+
+}  // namespace shardproof

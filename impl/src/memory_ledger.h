@@ -1,0 +1,44 @@
+// Allocates the memory of buckets, counts it until it is freed, and keeps some of it for reuse.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "shardproof/memory.h"
+
+namespace shardproof {
+
+// Safe to use from several threads: tensors may be freed anywhere.
+class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
+ public:
+  // 1-D, contents undefined.
+  at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype);
+  c10::DataPtr allocate_bytes(MemoryKind kind, int64_t bytes);
+
+  // How many free buffers of each size are kept for the next request of that size instead of going back to the allocator; what is
+  // kept does not count as in use.
+  void keep_free(int64_t buffers) { keep_free_ = buffers; }
+  // Buffers of this size in use, of kind `gathered`.
+  int64_t gathered_in_use(int64_t bytes) const;
+
+  MemoryUse use() const;
+  void reset_peak();
+
+ private:
+  struct Block;
+  void count(MemoryKind kind, int64_t bytes);
+  void free(Block* block);
+
+  mutable std::mutex mutex_;
+  MemoryUse use_;
+  int64_t keep_free_ = 0;
+  std::map<int64_t, std::vector<c10::DataPtr>> free_;  // by bytes
+  std::map<int64_t, int64_t> gathered_;                // by bytes
+};
+
+}  // namespace shardproof

@@ -1,0 +1,53 @@
+// One bucket's gradient on its way through a path of sums: reduce-scatters and all-reduces, one mesh axis after the other.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "bucket_layout.h"
+#include "memory_ledger.h"
+#include "shardproof/mesh_comm.h"
+
+namespace shardproof {
+
+struct ReductionDtypes {
+  at::ScalarType gradient = at::kFloat;  // of the result, and between two sums
+  at::ScalarType reduce = at::kFloat;    // on the wire, and of each addition
+  bool float32_sums = false;
+  bool average = false;  // each sum is divided by the size of its group, in `reduce`
+};
+
+class Reduction {
+ public:
+  // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or `reduce`; it is used
+  // up, and may be summed in place. Collective.
+  Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Hop>& path, const ReductionDtypes& dtypes,
+            at::Tensor local);
+
+  // Waits, runs the rest of the path, and returns this rank's part of the last layout, in `gradient`. Once.
+  at::Tensor finish();
+
+  // Of buffers that a backend may be reading or writing.
+  int64_t bytes_in_flight() const;
+
+ private:
+  void start_hop();
+  void finish_hop();
+  void start_wide_sum();
+  at::Tensor cast(const at::Tensor& values, at::ScalarType dtype, MemoryKind kind);
+  const Hop& hop() const { return path_[next_]; }
+  Comm& group() { return comms_.along(hop().lowered.axes); }
+
+  MeshComm& comms_;
+  MemoryLedger& memory_;
+  const std::vector<Hop>& path_;
+  ReductionDtypes dtypes_;
+  size_t next_ = 0;
+  at::Tensor value_;             // between sums
+  at::Tensor wire_, received_;   // during one
+  Work work_;
+};
+
+}  // namespace shardproof

@@ -1,0 +1,146 @@
+#include "unit_plan.h"
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+using torch::nn::Module;
+
+bool is_within(const std::string& name, const std::string& prefix) {
+  return prefix.empty() || (name.size() > prefix.size() && name.starts_with(prefix) && name[prefix.size()] == '.');
+}
+
+// Parameters that look into one memory would each get a copy.
+void require_separate(const std::vector<NamedParameter>& parameters) {
+  std::map<std::pair<const void*, const void*>, std::string> begins;  // [begin, end) -> name
+  for (const NamedParameter& parameter : parameters) {
+    const at::Tensor& tensor = parameter.tensor;
+    if (tensor.is_meta() || tensor.numel() == 0 || !tensor.is_contiguous()) continue;
+    const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
+    const auto* end = begin + tensor.nbytes();
+    for (const auto& [range, name] : begins)
+      SHARD_REQUIRE(begin >= range.second || end <= range.first, "fully_shard",
+                    "parameters {} and {} share memory but are not one tensor. Register the same tensor under both names to tie them",
+                    name, parameter.name);
+    begins[{begin, end}] = parameter.name;
+  }
+}
+
+void require_shardable(const NamedParameter& parameter) {
+  const at::Tensor& tensor = parameter.tensor;
+  SHARD_REQUIRE(tensor.is_floating_point(), "fully_shard",
+                "parameter {} must be floating, got {}; register it as a buffer, or ignore it", parameter.name,
+                c10::toString(tensor.scalar_type()));
+  SHARD_REQUIRE(tensor.device().is_cpu() || tensor.is_meta(), "fully_shard",
+                "parameter {} must be on the CPU or the meta device, got {}", parameter.name, tensor.device().str());
+  SHARD_REQUIRE(tensor.is_leaf(), "fully_shard", "parameter {} is the result of a computation, not a leaf; assign a detached copy",
+                parameter.name);
+}
+
+std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
+                                   const ShardOptions& options) {
+  std::vector<UnitPlan> plans{{{{"", root}}, {}, {}}};
+  std::unordered_map<const Module*, std::string> names;
+  std::vector<const Module*> order;
+  for (const auto& item : root->named_modules("", /*include_self=*/true)) {
+    names.emplace(item.value().get(), item.key());
+    order.push_back(item.value().get());
+  }
+  std::unordered_map<const Module*, bool> taken;
+  for (const Sharding::Entry& entry : entries) {
+    UnitPlan plan{{}, entry.options, {}};
+    for (const auto& module : entry.modules) {
+      const auto found = names.find(module.get());
+      SHARD_REQUIRE(found != names.end(), "fully_shard", "module {} is a unit but not below the root {}", module->name(), root->name());
+      SHARD_REQUIRE(!std::exchange(taken[module.get()], true), "fully_shard", "module '{}' is in two units", found->second);
+      plan.modules.emplace_back(found->second, module);
+    }
+    if (plan.modules.front().second == root && plan.modules.size() == 1) plans[0].options = entry.options;
+    else plans.push_back(std::move(plan));
+  }
+  if (options.units)
+    for (const auto& item : root->named_modules("", /*include_self=*/false))
+      if (!taken[item.value().get()] && options.units(item.key(), *item.value())) plans.push_back({{{item.key(), item.value()}}, {}, {}});
+  const auto place = [&](const UnitPlan& plan) {
+    return std::find(order.begin(), order.end(), plan.modules.front().second.get()) - order.begin();
+  };
+  std::stable_sort(plans.begin() + 1, plans.end(), [&](const UnitPlan& a, const UnitPlan& b) { return place(a) < place(b); });
+  for (UnitPlan& plan : plans)
+    for (const auto& [name, module] : plan.modules)
+      plan.options.recompute |= options.recompute && options.recompute(name, *module);
+  return plans;
+}
+
+}  // namespace
+
+UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries, const ShardOptions& options) {
+  UnitPlans result{choose_units(root, entries, options), {}};
+  const auto innermost = [&](const std::string& name) {
+    size_t best = 0, longest = 0;
+    for (size_t i = 1; i < result.units.size(); ++i)
+      for (const auto& [module_name, module] : result.units[i].modules)
+        if (is_within(name, module_name) && module_name.size() >= longest) best = i, longest = module_name.size();
+    return best;
+  };
+  struct Use {
+    NamedParameter parameter;
+    size_t unit;
+  };
+  std::vector<Use> uses;  // one a tensor, in order
+  std::unordered_map<c10::TensorImpl*, size_t> use_of;
+  for (const auto& item : root->named_parameters(/*recurse=*/true)) {
+    const bool is_new = !use_of.contains(item.value().unsafeGetTensorImpl());
+    if (is_new && options.ignored && options.ignored(item.key(), item.value())) continue;
+    const size_t index = use_of.try_emplace(item.value().unsafeGetTensorImpl(), uses.size()).first->second;
+    const size_t unit = innermost(item.key());
+    if (is_new) uses.push_back({{item.key(), item.value()}, unit});
+    if (uses[index].unit != unit) uses[index].unit = 0;
+    result.aliases.emplace_back(item.key(), uses[index].parameter.name);
+  }
+  std::vector<NamedParameter> all;
+  for (const Use& use : uses) {
+    require_shardable(use.parameter);
+    all.push_back(use.parameter);
+    result.units[use.unit].parameters.push_back(use.parameter);
+  }
+  require_separate(all);
+  return result;
+}
+
+std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options) {
+  using Kind = std::tuple<bool, at::ScalarType, bool>;  // trained ones first
+  const auto kind_of = [](const at::Tensor& tensor) {
+    return Kind{!tensor.requires_grad(), tensor.scalar_type(), tensor.is_meta()};
+  };
+  std::map<Kind, std::vector<NamedParameter>> kinds;
+  for (const NamedParameter& parameter : plan.parameters) kinds[kind_of(parameter.tensor)].push_back(parameter);
+  std::vector<std::vector<NamedParameter>> buckets;
+  for (const auto& [kind, parameters] : kinds) {
+    int64_t bytes_max = options.bucket_bytes_max;
+    if (options.bucket_count > 0) {
+      int64_t total = 0;
+      for (const NamedParameter& parameter : parameters) total += static_cast<int64_t>(parameter.tensor.nbytes());
+      bytes_max = std::max<int64_t>(1, (total + options.bucket_count - 1) / options.bucket_count);
+    }
+    int64_t bytes = 0;
+    bool open = false;
+    for (const NamedParameter& parameter : parameters) {
+      const auto more = static_cast<int64_t>(parameter.tensor.nbytes());
+      if (!open || (bytes_max > 0 && bytes + more > bytes_max)) {
+        buckets.emplace_back();
+        bytes = 0;
+        open = true;
+      }
+      buckets.back().push_back(parameter);
+      bytes += more;
+    }
+  }
+  return buckets;
+}
+
+}  // namespace shardproof

@@ -1,0 +1,43 @@
+// Which modules make up which unit, and whose each parameter is.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shardproof/fully_shard.h"
+
+namespace shardproof {
+
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// A unit before its buckets exist.
+struct UnitPlan {
+  std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules;  // the first one names the unit
+  UnitOptions options;
+  std::vector<NamedParameter> parameters;
+  const std::string& name() const { return modules.front().first; }
+};
+
+struct UnitPlans {
+  std::vector<UnitPlan> units;  // in order of registration, the root first
+  // Every name of a sharded parameter and, for the ones that share a tensor, the name under which it is sharded.
+  std::vector<std::pair<std::string, std::string>> aliases;
+};
+
+// A tensor belongs to the innermost unit of its first name; one that other units use as well belongs to the root, which is whole as
+// long as any of them runs. Throws Error, naming module or parameter, when an entry is not below the root, a module is in two
+// units, or a parameter cannot be sharded.
+UnitPlans plan_units(const std::shared_ptr<torch::nn::Module>& root, const std::vector<Sharding::Entry>& entries,
+                     const ShardOptions& options);
+
+// Parameters of one unit, split by dtype, device and requires-grad, and by size.
+std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options);
+
+}  // namespace shardproof

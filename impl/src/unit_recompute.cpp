@@ -1,0 +1,121 @@
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include "shardproof/check.h"
+#include "shardproof/random.h"
+#include "unit_runtime.h"
+
+namespace shardproof {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+// The generator that LibTorch's own random functions share: all ranks of a process draw from it, so its draws cannot be replayed.
+at::Tensor default_generator_state() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+class ReplayRandom {
+ public:
+  explicit ReplayRandom(RandomStream stream) : before_(random_stream()) { random_stream() = stream; }
+  ~ReplayRandom() { random_stream() = before_; }
+
+ private:
+  RandomStream before_;
+};
+
+class CountedForward {
+ public:
+  explicit CountedForward(Schedule& schedule) : schedule_(schedule) { ++schedule_.recomputed_forwards; }
+  ~CountedForward() { --schedule_.recomputed_forwards; }
+
+ private:
+  Schedule& schedule_;
+};
+
+// The backward of a forward that kept only its inputs: runs it again, with a graph, and goes back through that at once.
+class Recompute final : public torch::autograd::Node {
+ public:
+  Recompute(std::shared_ptr<Unit> unit, Schedule& schedule, UnitHooks::Body body, const variable_list& inputs, RandomStream random)
+      : unit_(unit), schedule_(schedule), body_(std::move(body)), random_(random) {
+    for (const at::Tensor& input : inputs) {
+      inputs_.emplace_back(input, /*is_output=*/false);
+      needs_gradient_.push_back(input.requires_grad());
+      add_next_edge(input.requires_grad() ? torch::autograd::impl::gradient_edge(input) : torch::autograd::Edge());
+    }
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::shared_ptr<Unit> unit = unit_.lock();
+    SHARD_REQUIRE(unit, "unit", "a backward reached a unit whose Sharded was destroyed; keep it until the backward is over");
+    SHARD_REQUIRE(!inputs_.empty() || body_, "unit", "unit '{}' was recomputed already; a second backward needs a second forward",
+                  unit->name());
+    variable_list inputs, roots, root_gradients, input_gradients;
+    for (size_t i = 0; i < inputs_.size(); ++i)
+      inputs.push_back(inputs_[i].unpack().detach().set_requires_grad(needs_gradient_[i]));
+    {
+      const at::AutoGradMode with_graph(true);
+      const ReplayRandom replay(random_);
+      const variable_list outputs = body_(inputs);
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        if (!gradients[i].defined() || !outputs[i].requires_grad()) continue;
+        roots.push_back(outputs[i]);
+        root_gradients.push_back(gradients[i]);
+      }
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, root_gradients);
+    for (const at::Tensor& input : inputs) input_gradients.push_back(input.grad());
+    unit->end_recomputation();
+    return input_gradients;
+  }
+
+  void release_variables() override {
+    inputs_.clear();
+    body_ = nullptr;
+  }
+  std::string name() const override { return "ShardproofRecompute"; }
+
+ private:
+  std::weak_ptr<Unit> unit_;
+  Schedule& schedule_;
+  UnitHooks::Body body_;
+  std::vector<SavedVariable> inputs_;
+  std::vector<bool> needs_gradient_;
+  RandomStream random_;
+};
+
+}  // namespace
+
+std::vector<at::Tensor> Unit::run_without_graph(Body body, std::vector<at::Tensor> inputs) {
+  const RandomStream random = random_stream();
+  const at::Tensor before = default_generator_state();
+  auto node = std::make_shared<Recompute>(shared_from_this(), schedule_, body, inputs, random);
+  variable_list outputs;
+  {
+    const at::NoGradGuard no_graph;
+    const CountedForward counted(schedule_);
+    for (at::Tensor& input : inputs) input = input.detach();
+    outputs = body(inputs);
+  }
+  SHARD_REQUIRE(at::equal(before, default_generator_state()), "unit",
+                "unit '{}' is recomputed in its backward, and its forward drew from LibTorch's default generator, which ranks share and "
+                "nobody can replay. Use shardproof::dropout, or random_stream(), in it",
+                name_);
+  for (at::Tensor& output : outputs) {
+    output = output.detach();
+    if (output.is_floating_point()) torch::autograd::set_history(output, node);
+    else node->add_input_metadata(torch::autograd::Node::undefined_input());
+  }
+  begin_recomputation();
+  return outputs;
+}
+
+}  // namespace shardproof

@@ -1,0 +1,182 @@
+#include "unit_runtime.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+// Graphs may outlive the module's sharding.
+std::shared_ptr<Unit> alive(const std::weak_ptr<Unit>& unit) {
+  std::shared_ptr<Unit> held = unit.lock();
+  SHARD_REQUIRE(held, "unit", "a backward reached a unit whose Sharded was destroyed; keep it until the backward is over");
+  return held;
+}
+
+// Hands a parameter's gradient to its bucket instead of leaving it in `.grad`, so the next backward's is fresh as well.
+class GradientHook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  GradientHook(Unit& unit, Bucket& bucket, int64_t slot) : unit_(unit), bucket_(bucket), slot_(slot) {}
+  void operator()(const Variable& parameter) override {
+    const at::Tensor gradient = parameter.grad();
+    parameter.mutable_grad().reset();
+    unit_.on_gradient(bucket_, slot_, gradient);
+  }
+
+ private:
+  Unit& unit_;
+  Bucket& bucket_;
+  int64_t slot_;
+};
+
+// Identity on a unit's input. Its backward runs after every node of the unit on the way to that input.
+class WatchInput final : public torch::autograd::Node {
+ public:
+  explicit WatchInput(std::weak_ptr<Unit> unit) : unit_(std::move(unit)) {}
+  variable_list apply(variable_list&& gradients) override {
+    alive(unit_)->on_input_gradient();
+    return std::move(gradients);
+  }
+  std::string name() const override { return "ShardproofWatchInput"; }
+
+ private:
+  std::weak_ptr<Unit> unit_;
+};
+
+}  // namespace
+
+Unit::Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules)
+    : schedule_(schedule), name_(std::move(name)), buckets_(std::move(buckets)), modules_(modules) {}
+
+void Unit::hook_parameters() {
+  for (const auto& bucket : buckets_)
+    for (size_t slot = 0; slot < bucket->views().size(); ++slot)
+      torch::autograd::impl::set_post_acc_grad_hooks(bucket->views()[slot],
+                                                     std::make_unique<GradientHook>(*this, *bucket, slot));
+}
+
+Unit::~Unit() {
+  for (const auto& bucket : buckets_)
+    for (const at::Tensor& view : bucket->views()) torch::autograd::impl::set_post_acc_grad_hooks(view, nullptr);
+}
+
+void Unit::before_forward(const torch::nn::Module&) {
+  finish_unshard();
+  if (!schedule_.in_backward()) schedule_.gather_ahead(settings.forward_prefetch);
+}
+
+at::Tensor Unit::watch_input(const at::Tensor& given) {
+  const bool casts = settings.input_dtype && given.is_floating_point() && given.scalar_type() != *settings.input_dtype;
+  const at::Tensor input = casts ? given.to(*settings.input_dtype) : given;
+  if (!c10::GradMode::is_enabled() || !input.requires_grad()) return input;
+  auto node = std::make_shared<WatchInput>(weak_from_this());
+  node->add_next_edge(torch::autograd::impl::gradient_edge(input));
+  node->add_input_metadata(input);
+  at::Tensor watched = input.detach();
+  torch::autograd::impl::set_gradient_edge(watched, {std::move(node), 0});
+  ++inputs_watched_;
+  return watched;
+}
+
+at::Tensor Unit::watch_output(const at::Tensor& given) {
+  if (given.requires_grad())
+    given.register_hook([unit = weak_from_this()](const at::Tensor&) { alive(unit)->before_backward(); });
+  const bool casts = settings.output_dtype && given.is_floating_point() && given.scalar_type() != *settings.output_dtype;
+  return casts ? given.to(*settings.output_dtype) : given;
+}
+
+void Unit::after_forward(const torch::nn::Module& module) {
+  ran_.insert(&module);
+  if (ran_.size() < modules_) return;
+  ran_.clear();
+  // Inside a backward this is a recomputation, and its backward comes next.
+  if (!schedule_.in_backward()) reshard_after_forward();
+}
+
+void Unit::reshard_after_forward() {
+  const Reshard& how = settings.reshard_after_forward;
+  const bool trains = c10::GradMode::is_enabled() || schedule_.recomputed_forwards > 0;
+  if (!trains || (!how.keeps_everything() && how.ranks() == 0)) return reshard();
+  if (how.keeps_everything() || residency_ != Residency::unsharded) return;
+  for (const auto& bucket : buckets_) bucket->reshard_within(how.ranks());
+  residency_ = Residency::sharded;
+}
+
+void Unit::start_unshard() {
+  if (residency_ != Residency::sharded) return;
+  residency_ = Residency::gathering;
+  for (const auto& bucket : buckets_) bucket->start_unshard();
+}
+
+void Unit::finish_unshard() {
+  start_unshard();
+  if (residency_ == Residency::unsharded) return;
+  for (const auto& bucket : buckets_) bucket->finish_unshard();
+  residency_ = Residency::unsharded;
+}
+
+void Unit::reshard() {
+  if (residency_ == Residency::sharded) return;
+  SHARD_REQUIRE(residency_ == Residency::unsharded, "unit", "unit '{}' is resharded while its gather is in flight; unshard() it first",
+                name_);
+  for (const auto& bucket : buckets_) bucket->reshard();
+  residency_ = Residency::sharded;
+}
+
+void Unit::drop() {
+  if (residency_ == Residency::gathering) finish_unshard();
+  for (const auto& bucket : buckets_) bucket->reshard();
+  residency_ = Residency::sharded;
+}
+
+void Unit::before_backward() {
+  schedule_.begin_backward();
+  finish_unshard();
+  schedule_.gather_ahead(settings.backward_prefetch);
+}
+
+void Unit::on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient) {
+  schedule_.begin_backward();
+  bucket.add_gradient(slot, gradient, /*may_repeat=*/recomputations_ > 0);
+  if (recomputations_ == 0 && bucket.complete()) schedule_.bucket_complete();
+  reshard_when_done();
+}
+
+void Unit::on_input_gradient() {
+  --inputs_watched_;
+  reshard_when_done();
+}
+
+bool Unit::complete() const {
+  for (const auto& bucket : buckets_)
+    if (!bucket->complete()) return false;
+  return recomputations_ == 0;
+}
+
+void Unit::reshard_when_done() {
+  if (settings.reshard_after_backward && complete() && inputs_watched_ <= 0) reshard();
+}
+
+void Unit::end_backward() {
+  inputs_watched_ = 0;
+  recomputations_ = 0;
+  if (settings.reshard_after_backward || residency_ == Residency::gathering) drop();
+}
+
+void Unit::begin_recomputation() { ++recomputations_; }
+
+void Unit::end_recomputation() {
+  --recomputations_;
+  if (recomputations_ == 0) schedule_.bucket_complete();
+  reshard_when_done();
+}
+
+}  // namespace shardproof

@@ -1,0 +1,80 @@
+// One unit: its buckets, whether they are gathered, and what its forward and backward do to that.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "bucket.h"
+#include "schedule.h"
+#include "shardproof/unit.h"
+
+namespace shardproof {
+
+struct UnitSettings {
+  Reshard reshard_after_forward = Reshard::always();
+  bool reshard_after_backward = true;
+  bool recompute = false;
+  std::optional<at::ScalarType> input_dtype, output_dtype;
+  std::vector<Unit*> forward_prefetch, backward_prefetch;
+};
+
+class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
+ public:
+  enum class Residency { sharded, gathering, unsharded };
+
+  // `modules`: how many modules make up the unit.
+  Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules);
+  ~Unit() override;
+
+  // Once it is held by a shared pointer: asks autograd to hand over gradients.
+  void hook_parameters();
+
+  const std::string& name() const { return name_; }
+  const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
+  Residency residency() const { return residency_; }
+  UnitSettings settings;
+
+  void before_forward(const torch::nn::Module& module) override;
+  at::Tensor watch_input(const at::Tensor& input) override;
+  at::Tensor watch_output(const at::Tensor& output) override;
+  void after_forward(const torch::nn::Module& module) override;
+  bool recomputes() const override { return settings.recompute; }
+  std::vector<at::Tensor> run_without_graph(Body body, std::vector<at::Tensor> inputs) override;
+
+  // sharded -> gathering -> unsharded; nothing when already there.
+  void start_unshard();
+  void finish_unshard();
+  // unsharded -> sharded; nothing when already there.
+  void reshard();
+  // Whatever is gathered, or being gathered, goes.
+  void drop();
+
+  void before_backward();
+  void on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient);
+  void on_input_gradient();
+  void end_backward();
+
+  // A recomputation is the forward and backward of its own of something that ran before; while any is left to run, gradients
+  // that arrived are not the whole sum yet.
+  void begin_recomputation();
+  void end_recomputation();
+
+ private:
+  void reshard_after_forward();
+  void reshard_when_done();
+  bool complete() const;
+
+  Schedule& schedule_;
+  std::string name_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;
+  size_t modules_;
+  std::set<const torch::nn::Module*> ran_;  // in this forward
+  Residency residency_ = Residency::sharded;
+  int64_t inputs_watched_ = 0;   // backward has still to leave through so many
+  int64_t recomputations_ = 0;   // that the backward has still to run
+};
+
+}  // namespace shardproof
