@@ -103,7 +103,7 @@ at::Tensor combine(const std::vector<std::vector<at::Tensor>>& terms, const Mesh
   const auto rounds = static_cast<int64_t>(terms.front().size());
   std::vector<std::vector<std::vector<at::Tensor>>> at(replicas);  // [replica][shard]
   for (int64_t rank = 0; rank < mesh.size(); ++rank) at[rank / shards].push_back(terms[rank]);
-  std::vector<at::Tensor> of_replica, of_all;
+  std::vector<at::Tensor> of_replica;
   for (int64_t r = 0; r < replicas; ++r) {
     std::vector<at::Tensor> outer;
     if (rounds_first) {
@@ -115,12 +115,9 @@ at::Tensor combine(const std::vector<std::vector<at::Tensor>>& terms, const Mesh
         outer.push_back(sum_of(of_round));
       }
     }
-    of_all.insert(of_all.end(), outer.begin(), outer.end());
     of_replica.push_back(sum_of(outer));
   }
-  // One all-reduce over both axes, where nothing is split, adds rank after rank.
-  const bool in_one = rounds_first && row.state.flat.empty();
-  return sum_of(in_one ? of_all : of_replica) / static_cast<double>(mesh.size());
+  return sum_of(of_replica) / static_cast<double>(mesh.size());
 }
 
 Tensors plain_gradients(const Trainee& plain, int64_t salt) {
