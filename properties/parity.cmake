@@ -3,4 +3,5 @@ shardproof_test(NAME parity_props LABEL train TORCH SOURCES
   parity_fsdp2_training_props.cpp parity_fsdp2_histories_props.cpp
   parity_fsdp2_comm_props.cpp parity_fsdp2_init_props.cpp
   parity_fsdp2_precision_props.cpp parity_fsdp2_autograd_props.cpp
+  parity_megatron_props.cpp parity_megatron_buffers_props.cpp
   parity_models.cpp parity_training.cpp toy_modules.cpp)

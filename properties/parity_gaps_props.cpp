@@ -53,3 +53,11 @@ TEST(Fsdp2Parity, a_module_registered_twice_is_one_unit) {
     expect_trains_like_plain(make, plan);
   }
 }
+
+// "gradients pass from there by sums over one mesh axis after the other ... Name the splits of a layout innermost mesh axis first".
+TEST(MegatronParity, hfsdp_reducing_replicas_every_microbatch_trains_like_plain) {
+  parity::Plan plan{.mesh = Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}), .options = toy::options("hfsdp"), .microbatches = 3};
+  plan.options.reduce_replicas_every_microbatch = true;
+  plan.tolerance = 1e-6;
+  expect_trains_like_plain([] { return parity::trainee(parity::blocks(2, 4), {2, 4}); }, plan);
+}

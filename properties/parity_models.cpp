@@ -4,7 +4,11 @@ namespace parity {
 
 namespace {
 
-void initialize(torch::nn::Module& module) { shardproof::initialize_parameters(module, 5, 0.5); }
+// Under MetaInit there is nothing to fill.
+void initialize(torch::nn::Module& module) {
+  if (!module.parameters().empty() && module.parameters()[0].is_meta()) return;
+  shardproof::initialize_parameters(module, 5, 0.5);
+}
 
 }  // namespace
 

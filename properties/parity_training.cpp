@@ -65,8 +65,14 @@ void run_microbatches(Sharded& sharded, const Trainee& own, const Plan& plan, in
   }
 }
 
+Trainee build(const MakeTrainee& make, bool meta) {
+  if (!meta) return make();
+  const MetaInit without_memory;
+  return make();
+}
+
 void train(const MakeTrainee& make, const Plan& plan, const std::shared_ptr<MeshComm>& comms) {
-  const Trainee own = make(), plain = make();
+  const Trainee own = build(make, plan.meta), plain = make();
   Sharded sharded = plan.shard ? plan.shard(own, comms) : fully_shard(own.module, comms, plan.options);
   if (plan.on_start) plan.on_start(sharded);
   Optimizer optimizer = sgd(sharded, {.lr = 0.1, .momentum = 0.5});

@@ -39,6 +39,7 @@ struct Plan {
   int64_t steps = 2;
   int64_t microbatches = 1;
   bool unsynced = false;     // all but the last microbatch under NoSync, besides
+  bool meta = false;         // the sharded model is built without memory
   double tolerance = 0;      // relative to the largest element; 0: every bit
   shardproof::ThreadsOptions threads = {};
   std::function<Sharded(const Trainee&, std::shared_ptr<MeshComm>)> shard = {};  // empty: fully_shard with the options
