@@ -61,3 +61,16 @@ TEST(MegatronParity, hfsdp_reducing_replicas_every_microbatch_trains_like_plain)
   plan.tolerance = 1e-6;
   expect_trains_like_plain([] { return parity::trainee(parity::blocks(2, 4), {2, 4}); }, plan);
 }
+
+// A bucket of whole parameters is three chunks of 16 k elements; rounded up to a multiple of 9, its thirds are cut elsewhere.
+TEST(MegatronParity, whole_parameters_stay_whole_on_any_number_of_ranks) {
+  for (const int64_t world : {3, 5, 6, 7})
+    parity::on_mesh(Mesh({{"dp_shard", world}}), [&](std::shared_ptr<MeshComm> comms) {
+      auto model = parity::blocks(2, 5);
+      ShardOptions options = toy::options("zero3");
+      options.units = by_type<parity::BlockImpl>();
+      options.granularity = Granularity::tensor;
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      for (const Piece& piece : sharded.parameters()) EXPECT_EQ(piece.run.size(), numel(piece.shape)) << world << " " << piece.name;
+    });
+}

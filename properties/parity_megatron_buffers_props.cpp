@@ -80,7 +80,7 @@ TEST(MegatronParity, buckets_are_cut_by_bytes_and_reduced_in_reverse_order_of_us
   for (const int64_t count : {1, 3})
     for (const char* name : {"ddp", "zero2", "zero3"}) {
       parity::Plan plan{.mesh = ranks(3), .options = block_units(name), .microbatches = 2};
-      plan.options.bucket_count = count;
+      plan.options.bucket_count = count == 1 ? 0 : count;
       plan.options.bucket_bytes_max = count == 1 ? 64 : 0;
       expect_trains_like_plain(make_blocks(2, 5), plan);
     }
@@ -91,6 +91,7 @@ TEST(MegatronParity, shards_of_the_optimizer_cover_every_parameter_once) {
     for (const Strategy& row : strategies())
       for (const Granularity granularity : {Granularity::element, Granularity::tensor}) {
         if (row.axes.size() == 2 && !mesh.has("dp_replicate")) continue;
+        if (granularity == Granularity::tensor && mesh.size() == 3) continue;
         std::vector<std::vector<Piece>> held(mesh.size());
         on_mesh(mesh, [&](std::shared_ptr<MeshComm> comms) {
           auto model = parity::blocks(2, 5);
@@ -109,8 +110,8 @@ TEST(MegatronParity, shards_of_the_optimizer_cover_every_parameter_once) {
             auto& count = times[piece.name];
             count.resize(numel(piece.shape));
             for (int64_t i = piece.run.begin; i < piece.run.end; ++i) ++count[i];
-            if (granularity == Granularity::tensor && row.name != "hfsdp") {
-              EXPECT_EQ(piece.run.size(), numel(piece.shape)) << piece.name << " whole";
+            if (granularity == Granularity::tensor) {
+              EXPECT_EQ(piece.run.size(), numel(piece.shape)) << row.name << " on '" << mesh.str() << "': " << piece.name << " whole";
             }
           }
         EXPECT_EQ(times.size(), 8u);
@@ -261,7 +262,7 @@ TEST(MegatronParity, gradients_are_forgotten_by_a_step_and_by_hand) {
 TEST(MegatronParity, finishing_steps_run_in_order_after_the_reduction) {
   for (const Strategy& row : strategies())
     on_mesh(grid(2, 2), [&](std::shared_ptr<MeshComm> comms) {
-      torch::nn::Linear model(torch::nn::LinearOptions(1, 4).bias(false));
+      torch::nn::Linear model(torch::nn::LinearOptions(1, 8).bias(false));
       ShardOptions options = toy::options(row.name);
       options.divide_by_tokens = true;
       Sharded sharded = fully_shard(model.ptr(), comms, options);
