@@ -117,6 +117,41 @@ TEST(Fsdp2Parity, parameters_of_no_dims_of_no_elements_and_of_other_strides_trai
   }
 }
 
+namespace {
+
+// Trained float32 and float64, frozen bfloat16, float16 and an eight-bit float, all in one unit.
+class DtypesImpl : public torch::nn::Module {
+ public:
+  DtypesImpl() {
+    single = register_parameter("single", toy::data({3, 4}, 1));
+    twice = register_parameter("twice", toy::data({3, 4}, 2).to(at::kDouble));
+    const auto add_frozen = [&](const char* name, at::ScalarType dtype) {
+      frozen.push_back(register_parameter(name, toy::data({3, 4}, 3).to(dtype), /*requires_grad=*/false));
+    };
+    add_frozen("brain", at::kBFloat16);
+    add_frozen("half", at::kHalf);
+    add_frozen("eighth", at::kFloat8_e4m3fn);
+  }
+  at::Tensor forward(at::Tensor x) {
+    at::Tensor y = at::linear(x, single).to(at::kDouble) * at::linear(x.to(at::kDouble), twice);
+    for (const at::Tensor& parameter : frozen) y = y + at::linear(x, parameter.to(at::kFloat)).to(at::kDouble);
+    return y;
+  }
+  at::Tensor single, twice;
+  std::vector<at::Tensor> frozen;
+};
+TORCH_MODULE(Dtypes);
+
+}  // namespace
+
+TEST(Fsdp2Parity, parameters_of_several_dtypes_in_one_unit_train_like_plain) {
+  for (const char* name : {"ddp", "zero1", "zero2", "zero3"}) {
+    parity::Plan plan{.mesh = ranks(3), .options = toy::options(name)};
+    plan.options.ignored = [](const std::string& key, const at::Tensor&) { return key == "eighth"; };  // the library has no arithmetic for it
+    expect_trains_like_plain([] { return parity::trainee(Dtypes(), {2, 4}); }, plan);
+  }
+}
+
 TEST(Fsdp2Parity, a_model_built_without_memory_trains_like_one_built_with_it) {
   for (const int64_t width : {8, 3, 1})
     for (const bool low : {false, true})

@@ -63,6 +63,8 @@ TEST(MegatronParity, every_strategy_trains_like_plain_on_every_mesh) {
       if (row.axes.size() == 2 && !mesh.has("dp_replicate")) continue;
       for (const int64_t microbatches : {1, 3})
         for (const MakeTrainee& make : models) {
+          // Convolutions are slow to set up: once a strategy is enough.
+          if (&make == &models[1] && (mesh.size() != 4 || microbatches == 1)) continue;
           parity::Plan plan{.mesh = mesh, .options = toy::options(row.name), .microbatches = microbatches};
           plan.options.units = by_type<parity::BlockImpl, torch::nn::Conv2dImpl, GptBlockImpl>();
           expect_trains_like_plain(make, plan);

@@ -155,7 +155,13 @@ Tensors whole(const std::vector<Piece>& pieces, const Tensors& like, MeshComm& c
         bits.narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data.to(at::kDouble).view(at::kLong).bitwise_xor(kFlip));
     comms.world().all_reduce(bits, Reduce::max).wait();
     EXPECT_EQ((bits == kNone).sum().item<int64_t>(), 0) << name << ": elements that no rank holds";
-    const at::ScalarType dtype = pieces.empty() ? tensor.scalar_type() : pieces.front().data.scalar_type();
+    int64_t dtype_held = -1;
+    for (const Piece& piece : pieces)
+      if (piece.name == name) dtype_held = static_cast<int64_t>(piece.data.scalar_type());
+    at::Tensor dtypes = at::full({1}, dtype_held, at::kLong);
+    comms.world().all_reduce(dtypes, Reduce::max).wait();
+    const int64_t agreed = dtypes.item<int64_t>();
+    const auto dtype = agreed < 0 ? tensor.scalar_type() : static_cast<at::ScalarType>(agreed);
     all[name] = bits.bitwise_xor(kFlip).view(at::kDouble).to(dtype).view(tensor.sizes());
   }
   return all;
