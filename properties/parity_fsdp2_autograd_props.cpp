@@ -15,7 +15,9 @@ using parity::on_mesh;
 
 namespace {
 
-Mesh ranks(int64_t world) { return Mesh({{"dp_shard", world}}); }
+Mesh ranks(int64_t world) {
+  return Mesh({{"dp_shard", world}});
+}
 const std::vector<Reshard> kReshards{Reshard::always(), Reshard::never(), Reshard::within(2)};
 
 void freeze(const torch::nn::Module& module, const std::function<bool(const std::string&)>& which, bool frozen = true) {
@@ -23,7 +25,9 @@ void freeze(const torch::nn::Module& module, const std::function<bool(const std:
     if (which(item.key())) item.value().requires_grad_(!frozen);
 }
 thread_local int64_t step_of_rank = 0;  // of the rank that runs on this thread
-bool is_weight(const std::string& name) { return name.ends_with("weight"); }
+bool is_weight(const std::string& name) {
+  return name.ends_with("weight");
+}
 
 }  // namespace
 
@@ -203,7 +207,8 @@ TEST(Fsdp2Parity, memory_between_and_within_steps_is_what_the_strategy_needs) {
         options.units = by_type<parity::BlockImpl>();
         options.reshard_after_forward = reshard;
         Sharded sharded = fully_shard(model.ptr(), comms, options);
-        const bool zero3 = std::string(name) == "zero3", ddp = std::string(name) == "ddp", whole_gradient = ddp || std::string(name) == "zero1";
+        const bool zero3 = std::string(name) == "zero3", ddp = std::string(name) == "ddp",
+                   whole_gradient = ddp || std::string(name) == "zero1";
         const int64_t parameters = zero3 ? kModel / kRanks : kModel;
         const auto expect_resting = [&](int64_t gradient, int64_t optimizer, const char* when) {
           const MemoryUse use = sharded.memory();

@@ -1,5 +1,5 @@
-// Scenarios of PyTorch's test_fully_shard_init.py, _state.py, _ignore_params.py: which parameters a unit owns, what they may be,
-// and where their first values come from. See docs/parity.md.
+// Scenarios of PyTorch's test_fully_shard_init.py, _state.py, _ignore_params.py: which parameters a unit owns, what they may
+// be, and where their first values come from. See docs/parity.md.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -15,7 +15,9 @@ using parity::on_mesh;
 
 namespace {
 
-Mesh ranks(int64_t world) { return Mesh({{"dp_shard", world}}); }
+Mesh ranks(int64_t world) {
+  return Mesh({{"dp_shard", world}});
+}
 const Mesh kTwoByTwo({{"dp_replicate", 2}, {"dp_shard", 2}});
 
 std::vector<std::string> names_of(Sharded& sharded) {
@@ -109,7 +111,9 @@ TORCH_MODULE(Shapes);
 TEST(Fsdp2Parity, parameters_of_no_dims_of_no_elements_and_of_other_strides_train_like_plain) {
   const MakeTrainee make = [] {
     Shapes model;
-    return parity::Trainee{model.ptr(), [model](int64_t salt) mutable { return call(model, toy::data({4, 3}, salt)).square() * 0.01; }};
+    return parity::Trainee{model.ptr(), [model](int64_t salt) mutable {
+                             return call(model, toy::data({4, 3}, salt)).square() * 0.01;
+                           }};
   };
   for (const Strategy& row : strategies()) {
     const Mesh mesh = row.axes.size() == 2 ? kTwoByTwo : ranks(3);
@@ -147,7 +151,9 @@ TORCH_MODULE(Dtypes);
 TEST(Fsdp2Parity, parameters_of_several_dtypes_in_one_unit_train_like_plain) {
   for (const char* name : {"ddp", "zero1", "zero2", "zero3"}) {
     parity::Plan plan{.mesh = ranks(3), .options = toy::options(name)};
-    plan.options.ignored = [](const std::string& key, const at::Tensor&) { return key == "eighth"; };  // the library has no arithmetic for it
+    plan.options.ignored = [](const std::string& key, const at::Tensor&) {
+      return key == "eighth";
+    };  // the library has no arithmetic for it
     expect_trains_like_plain([] { return parity::trainee(Dtypes(), {2, 4}); }, plan);
   }
 }
@@ -165,7 +171,8 @@ TEST(Fsdp2Parity, a_model_built_without_memory_trains_like_one_built_with_it) {
           std::shared_ptr<torch::nn::SequentialImpl> empty;
           {
             MetaInit meta;
-            empty = torch::nn::Sequential(torch::nn::Linear(width, width), torch::nn::Tanh(), torch::nn::Linear(width, width)).ptr();
+            empty = torch::nn::Sequential(torch::nn::Linear(width, width), torch::nn::Tanh(), torch::nn::Linear(width, width))
+                        .ptr();
           }
           for (const at::Tensor& parameter : empty->parameters()) EXPECT_TRUE(parameter.is_meta());
           auto full = build();
@@ -254,7 +261,8 @@ TEST(Fsdp2Parity, a_finishing_step_may_reduce_over_an_axis_of_its_own) {
     for (int64_t rank = 0; rank < 4; ++rank)
       for (const auto& [key, gradient] : parity::plain_gradients(parity::trainee(plain, {2, 4}), rank))
         wanted[key] = wanted[key].defined() ? wanted[key] + gradient / 4.0 : gradient / 4.0;
-    for (const auto& [key, gradient] : parity::whole(sharded.gradients(), wanted, *comms)) expect_near(gradient, wanted.at(key), 1e-6, key);
+    for (const auto& [key, gradient] : parity::whole(sharded.gradients(), wanted, *comms))
+      expect_near(gradient, wanted.at(key), 1e-6, key);
   });
 }
 
@@ -274,7 +282,8 @@ TEST(Fsdp2Parity, ignored_parameters_stay_plain_tensors) {
       call(model, toy::data({3, 4}, comms->rank())).square().sum().backward();
       // The caller's own: its gradient is this rank's, and the optimizer leaves it alone.
       const at::Tensor before = weight.detach().clone();
-      expect_near(weight.grad(), parity::plain_gradients(parity::trainee(plain, {3, 4}), comms->rank()).at("0.inner.weight"), 0, "own");
+      expect_near(weight.grad(), parity::plain_gradients(parity::trainee(plain, {3, 4}), comms->rank()).at("0.inner.weight"), 0,
+                  "own");
       optimizer.step();
       expect_near(weight, before, 0, "ignored");
       EXPECT_TRUE(weight.grad().defined());

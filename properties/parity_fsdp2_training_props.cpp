@@ -13,7 +13,9 @@ namespace {
 
 const std::vector<Reshard> kReshards{Reshard::always(), Reshard::never(), Reshard::within(2)};
 
-Mesh ranks(int64_t world) { return Mesh({{"dp_shard", world}}); }
+Mesh ranks(int64_t world) {
+  return Mesh({{"dp_shard", world}});
+}
 
 MakeTrainee make_stack(std::vector<int64_t> widths) {
   return [widths] { return parity::trainee(parity::stack(widths), {4, widths.front()}); };
@@ -30,7 +32,8 @@ ShardOptions root_only(const std::string& strategy) {
 TEST(Fsdp2Parity, a_module_without_inputs_trains_like_plain) {
   const MakeTrainee make = [] {
     parity::WeightOnly model;
-    return parity::Trainee{model.ptr(), [model](int64_t salt) mutable { return call(model).sum() * static_cast<double>(1 + salt % 3); }};
+    return parity::Trainee{model.ptr(),
+                           [model](int64_t salt) mutable { return call(model).sum() * static_cast<double>(1 + salt % 3); }};
   };
   for (const char* name : {"ddp", "zero2", "zero3"})
     expect_trains_like_plain(make, {.mesh = ranks(3), .options = root_only(name)});
@@ -141,8 +144,9 @@ TEST(Fsdp2Parity, several_units_train_like_plain_whenever_collectives_complete) 
         options.reshard_after_forward = reshard;
         options.prefetch_forward = static_cast<int64_t>(seed % 3);
         options.prefetch_backward = static_cast<int64_t>(seed / 2);
-        expect_trains_like_plain(make_stack({5, 7, 7, 3}), {.mesh = ranks(4), .options = options,
-                                                            .threads = {Options::Schedule::serial, completion, {}, seed}});
+        expect_trains_like_plain(
+            make_stack({5, 7, 7, 3}),
+            {.mesh = ranks(4), .options = options, .threads = {Options::Schedule::serial, completion, {}, seed}});
       }
 }
 
@@ -179,8 +183,8 @@ TEST(Fsdp2Parity, an_entry_point_besides_forward_is_a_forward_of_the_unit) {
   const MakeTrainee make = [] {
     parity::ChunkedHead model;
     return parity::Trainee{model.ptr(), [model](int64_t salt) mutable {
-                             const at::Tensor hidden =
-                                 call_as(model, [&](at::Tensor ids) { return model->hidden(std::move(ids)); }, parity::tokens(salt));
+                             const at::Tensor hidden = call_as(
+                                 model, [&](at::Tensor ids) { return model->hidden(std::move(ids)); }, parity::tokens(salt));
                              return call(model->head, hidden).square().sum();
                            }};
   };
@@ -231,7 +235,10 @@ TEST(Fsdp2Parity, two_forwards_before_one_backward_train_like_plain) {
       plan.options.reshard_after_forward = reshard;
       plan.shard = [&](const parity::Trainee& own, std::shared_ptr<MeshComm> comms) {
         auto& model = dynamic_cast<parity::ChunkedHeadImpl&>(*own.module);
-        return Sharding(comms, plan.options).unit(model.body.ptr()).unit({model.norm.ptr(), model.head.ptr()}).shard(own.module);
+        return Sharding(comms, plan.options)
+            .unit(model.body.ptr())
+            .unit({model.norm.ptr(), model.head.ptr()})
+            .shard(own.module);
       };
       expect_trains_like_plain(make_two_forwards(partial), plan);
     }

@@ -54,7 +54,8 @@ TEST(Fsdp2Parity, a_module_registered_twice_is_one_unit) {
   }
 }
 
-// "gradients pass from there by sums over one mesh axis after the other ... Name the splits of a layout innermost mesh axis first".
+// "gradients pass from there by sums over one mesh axis after the other ... Name the splits of a layout innermost mesh axis
+// first".
 TEST(MegatronParity, hfsdp_reducing_replicas_every_microbatch_trains_like_plain) {
   parity::Plan plan{.mesh = Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}), .options = toy::options("hfsdp"), .microbatches = 3};
   plan.options.reduce_replicas_every_microbatch = true;
@@ -71,6 +72,7 @@ TEST(MegatronParity, whole_parameters_stay_whole_on_any_number_of_ranks) {
       options.units = by_type<parity::BlockImpl>();
       options.granularity = Granularity::tensor;
       Sharded sharded = fully_shard(model.ptr(), comms, options);
-      for (const Piece& piece : sharded.parameters()) EXPECT_EQ(piece.run.size(), numel(piece.shape)) << world << " " << piece.name;
+      for (const Piece& piece : sharded.parameters())
+        EXPECT_EQ(piece.run.size(), numel(piece.shape)) << world << " " << piece.name;
     });
 }

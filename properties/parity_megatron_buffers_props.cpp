@@ -16,8 +16,12 @@ using parity::on_mesh;
 
 namespace {
 
-Mesh ranks(int64_t world) { return Mesh({{"dp_shard", world}}); }
-Mesh grid(int64_t replicas, int64_t shards) { return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}}); }
+Mesh ranks(int64_t world) {
+  return Mesh({{"dp_shard", world}});
+}
+Mesh grid(int64_t replicas, int64_t shards) {
+  return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
+}
 
 ShardOptions block_units(const std::string& strategy) {
   ShardOptions options = toy::options(strategy);
@@ -35,7 +39,11 @@ parity::Tensors gradients_of(const Mesh& mesh, const ShardOptions& options, int6
   on_mesh(mesh, [&](std::shared_ptr<MeshComm> comms) {
     auto model = parity::blocks(2, width);
     Sharded sharded = fully_shard(model.ptr(), comms, options);
-    call(model, toy::data({2, width}, comms->rank()).to(options.precision.compute.value_or(at::kFloat))).to(at::kFloat).square().sum().backward();
+    call(model, toy::data({2, width}, comms->rank()).to(options.precision.compute.value_or(at::kFloat)))
+        .to(at::kFloat)
+        .square()
+        .sum()
+        .backward();
     const auto values = sharded.gather_parameters();
     const parity::Tensors like(values.begin(), values.end());
     const parity::Tensors whole = parity::whole(sharded.gradients(), like, *comms);
@@ -53,7 +61,8 @@ void expect_same(const parity::Tensors& actual, const parity::Tensors& wanted, d
 
 TEST(MegatronParity, buckets_are_cut_by_bytes_and_reduced_in_reverse_order_of_use) {
   // Ten linear layers: weights of 100 bytes and biases of 20, in one unit.
-  for (const auto& [bytes_max, buckets] : std::vector<std::pair<int64_t, int64_t>>{{0, 1}, {100, 20}, {120, 10}, {240, 5}, {100000, 1}})
+  for (const auto& [bytes_max, buckets] :
+       std::vector<std::pair<int64_t, int64_t>>{{0, 1}, {100, 20}, {120, 10}, {240, 5}, {100000, 1}})
     for (const char* name : {"ddp", "zero1", "zero3"}) {
       auto trace = std::make_shared<Trace>();
       on_mesh(
@@ -111,7 +120,8 @@ TEST(MegatronParity, shards_of_the_optimizer_cover_every_parameter_once) {
             count.resize(numel(piece.shape));
             for (int64_t i = piece.run.begin; i < piece.run.end; ++i) ++count[i];
             if (granularity == Granularity::tensor) {
-              EXPECT_EQ(piece.run.size(), numel(piece.shape)) << row.name << " on '" << mesh.str() << "': " << piece.name << " whole";
+              EXPECT_EQ(piece.run.size(), numel(piece.shape))
+                  << row.name << " on '" << mesh.str() << "': " << piece.name << " whole";
             }
           }
         EXPECT_EQ(times.size(), 8u);
@@ -143,34 +153,34 @@ TEST(MegatronParity, float32_sums_over_a_low_precision_wire_are_sums_of_rounded_
   for (const char* name : {"ddp", "zero1", "zero3"})
     for (const auto completion : {ThreadsOptions::Completion::eager, ThreadsOptions::Completion::late}) {
       bool any_differs = false;
-      on_mesh(
-          ranks(4),
-          [&](std::shared_ptr<MeshComm> comms) {
-            auto wide = parity::blocks(2, 6), narrow = parity::blocks(2, 6), plain = parity::blocks(2, 6);
-            ShardOptions options = block_units(name);
-            options.precision = {.reduce = at::kBFloat16, .float32_sums = true};
-            Sharded sharded = fully_shard(wide.ptr(), comms, options);
-            options.precision.float32_sums = false;
-            Sharded other = fully_shard(narrow.ptr(), comms, options);
-            call(wide, toy::data({2, 6}, comms->rank())).square().sum().backward();
-            call(narrow, toy::data({2, 6}, comms->rank())).square().sum().backward();
-            parity::Tensors in_float, in_bfloat;
-            for (int64_t rank = 0; rank < 4; ++rank)
-              for (const auto& [key, gradient] : parity::plain_gradients(parity::trainee(plain, {2, 6}), rank)) {
-                const at::Tensor term = gradient.to(at::kBFloat16), wider = term.to(at::kFloat);
-                in_float[key] = rank == 0 ? wider : in_float[key] + wider;
-                in_bfloat[key] = rank == 0 ? term : in_bfloat[key] + term;
-              }
-            for (auto& [key, sum] : in_float) sum = sum.to(at::kBFloat16).to(at::kFloat) / 4.0;
-            for (auto& [key, sum] : in_bfloat) sum = sum.to(at::kFloat) / 4.0;
-            const auto first = parity::whole(sharded.gradients(), in_float, *comms), second = parity::whole(other.gradients(), in_float, *comms);
-            for (const auto& [key, sum] : in_float) {
-              expect_near(first.at(key), sum, 0, key);
-              expect_near(second.at(key), in_bfloat.at(key), 0, key);
-              if (comms->rank() == 0) any_differs |= !toy::same_bits(first.at(key), second.at(key));
-            }
-          },
-          {{}, completion, {}, 2});
+      on_mesh(ranks(4),
+              [&](std::shared_ptr<MeshComm> comms) {
+                auto wide = parity::blocks(2, 6), narrow = parity::blocks(2, 6), plain = parity::blocks(2, 6);
+                ShardOptions options = block_units(name);
+                options.precision = {.reduce = at::kBFloat16, .float32_sums = true};
+                Sharded sharded = fully_shard(wide.ptr(), comms, options);
+                options.precision.float32_sums = false;
+                Sharded other = fully_shard(narrow.ptr(), comms, options);
+                call(wide, toy::data({2, 6}, comms->rank())).square().sum().backward();
+                call(narrow, toy::data({2, 6}, comms->rank())).square().sum().backward();
+                parity::Tensors in_float, in_bfloat;
+                for (int64_t rank = 0; rank < 4; ++rank)
+                  for (const auto& [key, gradient] : parity::plain_gradients(parity::trainee(plain, {2, 6}), rank)) {
+                    const at::Tensor term = gradient.to(at::kBFloat16), wider = term.to(at::kFloat);
+                    in_float[key] = rank == 0 ? wider : in_float[key] + wider;
+                    in_bfloat[key] = rank == 0 ? term : in_bfloat[key] + term;
+                  }
+                for (auto& [key, sum] : in_float) sum = sum.to(at::kBFloat16).to(at::kFloat) / 4.0;
+                for (auto& [key, sum] : in_bfloat) sum = sum.to(at::kFloat) / 4.0;
+                const auto first = parity::whole(sharded.gradients(), in_float, *comms),
+                           second = parity::whole(other.gradients(), in_float, *comms);
+                for (const auto& [key, sum] : in_float) {
+                  expect_near(first.at(key), sum, 0, key);
+                  expect_near(second.at(key), in_bfloat.at(key), 0, key);
+                  if (comms->rank() == 0) any_differs |= !toy::same_bits(first.at(key), second.at(key));
+                }
+              },
+              {{}, completion, {}, 2});
       EXPECT_TRUE(any_differs) << "the two sums are not the same thing";
     }
 }
@@ -189,23 +199,22 @@ TEST(MegatronParity, pooled_buffers_change_no_bit) {
 }
 
 TEST(MegatronParity, units_gathered_ahead_are_freed_by_resharding) {
-  on_mesh(
-      ranks(2),
-      [](std::shared_ptr<MeshComm> comms) {
-        auto model = parity::blocks(2, 4);
-        Sharded sharded = fully_shard(model.ptr(), comms, block_units("zero3"));
-        UnitHandle unit = sharded.unit("1");
-        unit.reshard();  // nothing there: nothing happens
-        unit.start_unshard();
-        EXPECT_THROW(unit.reshard(), Error) << "in flight";
-        unit.unshard();
-        EXPECT_GT(sharded.memory().now(MemoryKind::gathered), 0);
-        unit.reshard();
-        EXPECT_EQ(sharded.memory().now(MemoryKind::gathered), 0);
-        call(model, toy::data({2, 4}, 1)).sum().backward();
-        EXPECT_GT(sharded.gradient_norm(), 0);
-      },
-      {ThreadsOptions::Schedule::serial, ThreadsOptions::Completion::late, {}, 1});
+  on_mesh(ranks(2),
+          [](std::shared_ptr<MeshComm> comms) {
+            auto model = parity::blocks(2, 4);
+            Sharded sharded = fully_shard(model.ptr(), comms, block_units("zero3"));
+            UnitHandle unit = sharded.unit("1");
+            unit.reshard();  // nothing there: nothing happens
+            unit.start_unshard();
+            EXPECT_THROW(unit.reshard(), Error) << "in flight";
+            unit.unshard();
+            EXPECT_GT(sharded.memory().now(MemoryKind::gathered), 0);
+            unit.reshard();
+            EXPECT_EQ(sharded.memory().now(MemoryKind::gathered), 0);
+            call(model, toy::data({2, 4}, 1)).sum().backward();
+            EXPECT_GT(sharded.gradient_norm(), 0);
+          },
+          {ThreadsOptions::Schedule::serial, ThreadsOptions::Completion::late, {}, 1});
 }
 
 TEST(MegatronParity, units_chosen_by_name_add_gradients_in_float32) {

@@ -22,7 +22,9 @@ torch::nn::Sequential stack(const std::vector<int64_t>& widths) {
   return model;
 }
 
-WeightOnlyImpl::WeightOnlyImpl() { weight = register_parameter("weight", toy::data({4, 4}, 1)); }
+WeightOnlyImpl::WeightOnlyImpl() {
+  weight = register_parameter("weight", toy::data({4, 4}, 1));
+}
 
 ChunkedHeadImpl::ChunkedHeadImpl(bool tied) {
   embed = register_module("embed", torch::nn::Embedding(kVocabulary, kWidth));

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <set>
 
 namespace parity {
@@ -17,7 +18,9 @@ at::Tensor sum_of(const std::vector<at::Tensor>& terms) {
   return sum;
 }
 
-int64_t salt_of(int64_t step, int64_t microbatch, int64_t rank) { return 1000 * step + 100 * microbatch + rank; }
+int64_t salt_of(int64_t step, int64_t microbatch, int64_t rank) {
+  return 1000 * step + 100 * microbatch + rank;
+}
 
 // One tensor once, under its first name.
 std::vector<std::pair<std::string, at::Tensor>> distinct(const torch::nn::Module& module) {
@@ -71,35 +74,67 @@ Trainee build(const MakeTrainee& make, bool meta) {
   return make();
 }
 
-void train(const MakeTrainee& make, const Plan& plan, const std::shared_ptr<MeshComm>& comms) {
-  const Trainee own = build(make, plan.meta), plain = make();
+// What rank 0 works out plainly for all ranks, between two barriers.
+struct Wanted {
+  Tensors gradients, parameters;
+};
+
+class PlainTraining {
+ public:
+  PlainTraining(const MakeTrainee& make, const Plan& plan) : plan_(plan), plain_(make()) {}
+
+  Wanted step(int64_t step, const std::vector<std::pair<std::string, at::Tensor>>& before) {
+    if (step == 0)
+      for (const auto& [name, value] : before) expect_near(value, *plain_.module->named_parameters().find(name), 0, name);
+    load(*plain_.module, before);
+    if (plan_.on_plain_step) plan_.on_plain_step(*plain_.module);
+    Wanted wanted;
+    for (const auto& [name, tensor] : distinct(*plain_.module)) wanted.parameters[name] = tensor.detach().clone();
+    wanted.gradients = combined_gradients(plain_, plan_, step);
+    sgd_.step(wanted.parameters, wanted.gradients);
+    return wanted;
+  }
+
+ private:
+  const Plan& plan_;
+  Trainee plain_;
+  PlainSgd sgd_;
+};
+
+void train(const MakeTrainee& make, const Plan& plan, const std::shared_ptr<MeshComm>& comms, Wanted& shared) {
+  const Trainee own = build(make, plan.meta);
+  std::optional<PlainTraining> plain;
+  if (comms->rank() == 0) plain.emplace(make, plan);
   Sharded sharded = plan.shard ? plan.shard(own, comms) : fully_shard(own.module, comms, plan.options);
   if (plan.on_start) plan.on_start(sharded);
   Optimizer optimizer = sgd(sharded, {.lr = 0.1, .momentum = 0.5});
-  PlainSgd plain_sgd;
   for (int64_t step = 0; step < plan.steps; ++step) {
     if (plan.on_step) plan.on_step(sharded, *own.module, step);
     const auto before = sharded.gather_parameters();
-    load(*plain.module, before);
-    if (plan.on_plain_step) plan.on_plain_step(*plain.module);
-    Tensors parameters;
-    for (const auto& [name, tensor] : distinct(*plain.module)) parameters[name] = tensor.detach().clone();
-    const Tensors gradients = combined_gradients(plain, plan, step);
+    if (plain) shared = plain->step(step, before);
+    comms->world().barrier().wait();
+    const Wanted wanted = shared;
+    comms->world().barrier().wait();
     run_microbatches(sharded, own, plan, step, comms->rank());
-    const std::string where = fmt::format("{} on '{}', step {}, gradient of ", plan.options.strategy.name, plan.mesh.str(), step);
-    const Tensors actual = whole(sharded.gradients(), gradients, *comms);
-    for (const auto& [name, wanted] : gradients) expect_near(actual.at(name), wanted, plan.tolerance, where + name);
+    const std::string where =
+        fmt::format("{} on '{}', step {}, rank {}: ", plan.options.strategy.name, plan.mesh.str(), step, comms->rank());
+    for (const Piece& piece : sharded.gradients())  // each replica's own
+      expect_near(piece.data, wanted.gradients.at(piece.name).flatten().narrow(0, piece.run.begin, piece.run.size()),
+                  plan.tolerance, where + "gradient of " + piece.name);
+    whole(sharded.gradients(), wanted.gradients, *comms);  // nothing is missing
     optimizer.step();
-    plain_sgd.step(parameters, gradients);
     for (const auto& [name, now] : sharded.gather_parameters())
-      if (parameters.contains(name)) expect_near(now, parameters.at(name), plan.tolerance, where + name + " after the update");
+      if (wanted.parameters.contains(name))
+        expect_near(now, wanted.parameters.at(name), plan.tolerance, where + "updated " + name);
   }
 }
 
 }  // namespace
 
 void expect_trains_like_plain(const MakeTrainee& make, const Plan& plan) {
-  on_mesh(plan.mesh, [&](std::shared_ptr<MeshComm> comms) { train(make, plan, comms); }, plan.threads);
+  Wanted shared;
+  on_mesh(
+      plan.mesh, [&](std::shared_ptr<MeshComm> comms) { train(make, plan, comms, shared); }, plan.threads);
 }
 
 at::Tensor combine(const std::vector<std::vector<at::Tensor>>& terms, const Mesh& mesh, const Strategy& row) {
@@ -198,6 +233,8 @@ std::map<std::string, int64_t> calls_of(const Trace& trace, int64_t rank, size_t
   return calls;
 }
 
-bool has_memory(const at::Tensor& tensor) { return tensor.storage().nbytes() > 0; }
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.storage().nbytes() > 0;
+}
 
 }  // namespace parity

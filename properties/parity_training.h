@@ -28,9 +28,8 @@ using MakeTrainee = std::function<Trainee()>;
 // Of a module whose forward takes one tensor; the loss is the sum of squares of the output, over data of these sizes.
 template <class Holder>
 Trainee trainee(Holder model, std::vector<int64_t> sizes) {
-  return {model.ptr(), [model, sizes](int64_t salt) mutable {
-            return shardproof::call(model, toy::data(sizes, salt)).square().sum();
-          }};
+  return {model.ptr(),
+          [model, sizes](int64_t salt) mutable { return shardproof::call(model, toy::data(sizes, salt)).square().sum(); }};
 }
 
 struct Plan {
@@ -38,9 +37,9 @@ struct Plan {
   shardproof::ShardOptions options;
   int64_t steps = 2;
   int64_t microbatches = 1;
-  bool unsynced = false;     // all but the last microbatch under NoSync, besides
-  bool meta = false;         // the sharded model is built without memory
-  double tolerance = 0;      // relative to the largest element; 0: every bit
+  bool unsynced = false;  // all but the last microbatch under NoSync, besides
+  bool meta = false;      // the sharded model is built without memory
+  double tolerance = 0;   // relative to the largest element; 0: every bit
   shardproof::ThreadsOptions threads = {};
   std::function<Sharded(const Trainee&, std::shared_ptr<MeshComm>)> shard = {};  // empty: fully_shard with the options
   std::function<void(Sharded&)> on_start = {};
@@ -53,7 +52,8 @@ struct Plan {
 void expect_trains_like_plain(const MakeTrainee& make, const Plan& plan);
 
 // The sum over microbatches and ranks in the order of the strategy, divided by the number of ranks. `terms[rank][microbatch]`.
-at::Tensor combine(const std::vector<std::vector<at::Tensor>>& terms, const shardproof::Mesh& mesh, const shardproof::Strategy& row);
+at::Tensor combine(const std::vector<std::vector<at::Tensor>>& terms, const shardproof::Mesh& mesh,
+                   const shardproof::Strategy& row);
 
 // Gradients of one backward of the plain model, by first name; zeros where autograd gives none.
 Tensors plain_gradients(const Trainee& plain, int64_t salt);
