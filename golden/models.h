@@ -25,8 +25,8 @@ at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at
 // input [B, width] -> the same. `branch` as Microbatch::branch.
 at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::Tensor& input, bool branch);
 
-// weight * the model's loss, 0-dim: forward in the dtype of the parameters, output converted to the dtype of the target (float32 for
-// tokens), sum, then one multiplication.
+// weight * the model's loss, 0-dim: forward in the dtype of the parameters, output converted to the dtype of the target
+// (float32 for tokens), sum, then one multiplication.
 at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch);
 
 }  // namespace golden

@@ -76,7 +76,8 @@ bool oracle_supports(const Run& run) {
 Trace train_in_python(const Run& run) {
   require_valid(run);
   if (!oracle_supports(run))
-    throw std::invalid_argument("golden: PyTorch in Python does not know all that this run asks for; ask oracle_supports first");
+    throw std::invalid_argument(
+        "golden: PyTorch in Python does not know all that this run asks for; ask oracle_supports first");
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   static PythonTrain* python_train = nullptr;

@@ -9,7 +9,8 @@ constexpr double kFixedPointScale = 0x1p44;
 
 Tensors converted(const Tensors& tensors, at::ScalarType dtype) {
   Tensors result;
-  for (const at::Tensor& t : tensors) result.push_back(t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
+  for (const at::Tensor& t : tensors)
+    result.push_back(t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
   return result;
 }
 
@@ -38,7 +39,8 @@ Tensors canonical(const Step& step, const std::function<Tensors(size_t, size_t)>
   for (size_t round = 0; round < step.microbatches.size(); ++round)
     for (size_t rank = 0; rank < step.microbatches[round].size(); ++rank) {
       Tensors terms;
-      for (const at::Tensor& g : gradients(round, rank)) terms.push_back((g.to(at::kDouble) * kFixedPointScale).round().to(at::kLong));
+      for (const at::Tensor& g : gradients(round, rank))
+        terms.push_back((g.to(at::kDouble) * kFixedPointScale).round().to(at::kLong));
       add(sum, terms);
     }
   for (at::Tensor& s : sum) s = s.to(at::kFloat) / kFixedPointScale;

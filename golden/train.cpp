@@ -46,7 +46,8 @@ void require_one_thread() {
                     at::get_num_threads()));
 }
 
-// One forward and backward. `leaves` are the parameters as the model computes with them; the ones without a gradient are frozen.
+// One forward and backward. `leaves` are the parameters as the model computes with them; the ones without a gradient are
+// frozen.
 Tensors backward(const Model& model, const Named& parameters, const std::set<std::string>& frozen, at::ScalarType compute,
                  const Microbatch& microbatch, double scale, double* loss) {
   at::AutoGradMode with_graph(true);
@@ -109,7 +110,8 @@ StepTrace Trainer::step(const Step& step) {
   const std::set<std::string> frozen(step.frozen.begin(), step.frozen.end());
   const at::ScalarType compute = dtype_ == at::kFloat ? precision_.compute : dtype_;
   Tensors gradients = summed_gradients(step, order_, precision_, dtype_, [&](size_t round, size_t rank) {
-    return backward(model_, parameters_, frozen, compute, step.microbatches[round][rank], loss_scale_, &trace.losses[round][rank]);
+    return backward(model_, parameters_, frozen, compute, step.microbatches[round][rank], loss_scale_,
+                    &trace.losses[round][rank]);
   });
   if (step.divide != 1)
     for (at::Tensor& g : gradients) g = g / step.divide;

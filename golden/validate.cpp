@@ -58,11 +58,12 @@ void require_gpt_data(const Gpt& gpt, const at::Tensor& input, const at::Tensor&
 void require_valid(const Model& model) {
   if (model.kind == Model::Kind::conv) {
     const Conv& c = model.conv;
-    if (c.channels.size() < 2 || *std::min_element(c.channels.begin(), c.channels.end()) < 1 || c.kernel < 1 || c.kernel % 2 == 0 ||
-        c.size < 1 || c.classes < 1)
-      refuse(fmt::format("conv: expected two or more channels, each at least 1, an odd kernel, and size and classes >= 1, got channels "
-                         "[{}] kernel={} size={} classes={}",
-                         fmt::join(c.channels, ", "), c.kernel, c.size, c.classes));
+    if (c.channels.size() < 2 || *std::min_element(c.channels.begin(), c.channels.end()) < 1 || c.kernel < 1 ||
+        c.kernel % 2 == 0 || c.size < 1 || c.classes < 1)
+      refuse(fmt::format(
+          "conv: expected two or more channels, each at least 1, an odd kernel, and size and classes >= 1, got channels "
+          "[{}] kernel={} size={} classes={}",
+          fmt::join(c.channels, ", "), c.kernel, c.size, c.classes));
     return;
   }
   if (model.kind == Model::Kind::odd) {
@@ -94,7 +95,8 @@ void require_valid(const Model& model, const Microbatch& microbatch) {
     case Model::Kind::mlp:
       return require_data("mlp", {model.mlp.widths.front()}, {model.mlp.widths.back()}, microbatch);
     case Model::Kind::conv:
-      return require_data("conv", {model.conv.channels.front(), model.conv.size, model.conv.size}, {model.conv.classes}, microbatch);
+      return require_data("conv", {model.conv.channels.front(), model.conv.size, model.conv.size}, {model.conv.classes},
+                          microbatch);
     case Model::Kind::odd: return require_data("odd", {model.odd.width}, {model.odd.width}, microbatch);
   }
 }
@@ -127,7 +129,8 @@ void require_valid(const Model& model, const Step& step) {
   if (!(step.divide_before > 0) || !std::isfinite(step.divide_before))
     refuse(fmt::format("divide_before: expected a finite number above 0, got {}", step.divide_before));
   if (!step.reduce_after.empty() && step.reduce_after.size() != step.microbatches.size())
-    refuse(fmt::format("reduce_after: expected nothing or {} rounds, got {}", step.microbatches.size(), step.reduce_after.size()));
+    refuse(
+        fmt::format("reduce_after: expected nothing or {} rounds, got {}", step.microbatches.size(), step.reduce_after.size()));
   if (step.norm_order != 1 && step.norm_order != 2 && step.norm_order != INFINITY)
     refuse(fmt::format("norm_order: expected 1, 2 or infinity, got {}", step.norm_order));
   if (!(step.clip_norm >= 0)) refuse(fmt::format("clip_norm: expected at least 0, got {}", step.clip_norm));

@@ -194,7 +194,8 @@ const char* to_string(golden::Model::Kind kind) {
 std::vector<golden::Optimizer::Group> optimizer_groups(int64_t number) {
   switch (number) {
     case 1: return {{.pattern = "bias", .lr_factor = 1, .decay_factor = 0}};
-    case 2: return {{.pattern = "0", .lr_factor = 0.5, .decay_factor = 2}, {.pattern = "weight", .lr_factor = 2, .decay_factor = 1}};
+    case 2:
+      return {{.pattern = "0", .lr_factor = 0.5, .decay_factor = 2}, {.pattern = "weight", .lr_factor = 2, .decay_factor = 1}};
     case 3: return {{.pattern = "weight", .lr_factor = 0, .decay_factor = 0}};
     default: return {};
   }
@@ -207,7 +208,8 @@ std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan) 
   // What every output depends on stays.
   const std::string stays = c.model.kind == golden::Model::Kind::odd ? "shared.weight" : shapes[0].first;
   for (size_t i = 0; i < shapes.size(); ++i)
-    if (shapes[i].first != stays && Draws(static_cast<uint64_t>(plan.frozen), shapes[i].first).bits(0) % 3 == 0) names.push_back(shapes[i].first);
+    if (shapes[i].first != stays && Draws(static_cast<uint64_t>(plan.frozen), shapes[i].first).bits(0) % 3 == 0)
+      names.push_back(shapes[i].first);
   return names;
 }
 

@@ -5,7 +5,12 @@ namespace harness {
 const std::vector<OptionRow>& option_rows() {
   using O = CaseOptions;
   static const std::vector<OptionRow> rows = {
-      {"units", &O::units, {"root", "block", "leaf", "some", "listed"}, {units_root, units_leaf, units_some, units_listed}, 0.8, units_root},
+      {"units",
+       &O::units,
+       {"root", "block", "leaf", "some", "listed"},
+       {units_root, units_leaf, units_some, units_listed},
+       0.8,
+       units_root},
       {"bucket", &O::bucket_bytes, {}, {64, 256, 1000, 4096}, 0.2, 0},
       {"buckets", &O::buckets, {}, {2, 3}, 0.1, 0},
       {"align", &O::alignment_bytes, {}, {64, 128}, 0.7, 64},

@@ -185,7 +185,8 @@ int64_t read_setting(Scanner& scanner, const std::string& word, int64_t least, i
   scanner.expect('(', fmt::format("after {}", word).c_str());
   const size_t at = scanner.column();
   const int64_t value = scanner.integer(word == "accumulate" ? "a number of rounds" : "a number");
-  if (value < least || value > most) scanner.fail(at, fmt::format("{} to {}{}", least, most, word == "accumulate" ? " rounds" : ""));
+  if (value < least || value > most)
+    scanner.fail(at, fmt::format("{} to {}{}", least, most, word == "accumulate" ? " rounds" : ""));
   scanner.expect(')', "after the number");
   return value;
 }

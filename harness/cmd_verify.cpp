@@ -26,8 +26,8 @@ void prepare(Arguments& arguments) {
   if (!arguments.strategy.empty()) options.limits.strategy = shardproof::strategy(arguments.strategy).name;
   for (const Mode mode : modes())
     if (arguments.mode == to_string(mode)) options.limits.mode = mode;
-  SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify", "--mode must be exact, ordered, canonical or fast, got '{}'",
-                arguments.mode);
+  SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify",
+                "--mode must be exact, ordered, canonical or fast, got '{}'", arguments.mode);
   if (!arguments.mesh.empty()) options.limits.mesh = shardproof::Mesh::parse(arguments.mesh);
   const auto& mesh = options.limits.mesh;
   SHARD_REQUIRE(!mesh || !arguments.world_max_given || mesh->size() <= options.limits.world_max, "verify",

@@ -20,7 +20,8 @@ at::Tensor squared_error(const at::Tensor& output, const golden::Microbatch& dat
 // A normalised convolution with a relu.
 class ConvLayerImpl : public torch::nn::Module {
  public:
-  ConvLayerImpl(torch::nn::Module& convs, torch::nn::Module* norms, const std::string& name, int64_t in, int64_t out, int64_t kernel) {
+  ConvLayerImpl(torch::nn::Module& convs, torch::nn::Module* norms, const std::string& name, int64_t in, int64_t out,
+                int64_t kernel) {
     conv_ = convs.register_module(
         name, torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2)));
     if (norms) norm_ = norms->register_module(name, torch::nn::GroupNorm(torch::nn::GroupNormOptions(1, out)));
@@ -81,7 +82,8 @@ class OddNetImpl : public torch::nn::Module, public HasBuffers {
     if (options.side)
       side_ = register_module("side", Linear(torch::nn::LinearOptions(width, width).bias(false)));
     if (options.never) register_parameter("never", at::zeros({width}));
-    if (options.tied) register_module("out", std::make_shared<torch::nn::Module>("out"))->register_parameter("weight", shared_->weight);
+    if (options.tied)
+      register_module("out", std::make_shared<torch::nn::Module>("out"))->register_parameter("weight", shared_->weight);
     scales_ = register_buffer("scales", at::empty({width}));
     if (!scales_.is_meta()) reset_buffers();
   }
@@ -154,7 +156,8 @@ Network make_network(const golden::Model& model) {
     }
     case golden::Model::Kind::odd: {
       auto net = std::make_shared<OddNetImpl>(model.odd);
-      return {net, [net](const golden::Microbatch& data) { return call(net, data.input, data.branch); }, squared_error, net->parts()};
+      return {net, [net](const golden::Microbatch& data) { return call(net, data.input, data.branch); }, squared_error,
+              net->parts()};
     }
   }
   return {};

@@ -60,12 +60,14 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
   }
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     for (const auto& [name, pieces] : ranks[rank].state) {
-      const bool known = std::any_of(golden.state.begin(), golden.state.end(), [&](const auto& item) { return item.first == name; });
+      const bool known =
+          std::any_of(golden.state.begin(), golden.state.end(), [&](const auto& item) { return item.first == name; });
       if (!known && !pieces.empty()) return fmt::format("optimizer state {} on rank {}: the golden run has none", name, rank);
     }
   kinds.push_back(std::move(parameters));
   if (copies.compute != at::kFloat) {
-    for (const auto& [name, value] : golden.parameters) rounded.golden.emplace_back(name, value.to(copies.compute).to(at::kFloat));
+    for (const auto& [name, value] : golden.parameters)
+      rounded.golden.emplace_back(name, value.to(copies.compute).to(at::kFloat));
     kinds.push_back(std::move(rounded));
   }
   return {};

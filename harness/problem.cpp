@@ -31,7 +31,8 @@ golden::Named initial_parameters(const Case& c) {
   golden::Named parameters;
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
     const Draws draws(c.seed, name);
-    const bool scales = name == "gain" || ((name.find("ln_") != std::string::npos || name.starts_with("norm")) && name.ends_with("weight"));
+    const bool scales =
+        name == "gain" || ((name.find("ln_") != std::string::npos || name.starts_with("norm")) && name.ends_with("weight"));
     int64_t inputs = 1;
     for (size_t dim = 1; dim < shape.size(); ++dim) inputs *= shape[dim];
     if (shape.size() >= 2 && inputs > 0) {
@@ -75,8 +76,8 @@ golden::Microbatch microbatch(const Case& c, int64_t step, int64_t round, int64_
 }
 
 // Mean over ranks: each microbatch weighs 1 / (its elements * rounds), gradients are divided by the ranks. Or each weighs
-// 1 / (elements of the whole step). Or each weighs 1, and gradients are divided by the elements. In `exact` mode the next lower power
-// of two.
+// 1 / (elements of the whole step). Or each weighs 1, and gradients are divided by the elements. In `exact` mode the next lower
+// power of two.
 void weigh(const Case& c, golden::Step& step) {
   const auto rounds = static_cast<double>(step.microbatches.size());
   const auto ranks = static_cast<double>(step.microbatches[0].size());
@@ -98,7 +99,10 @@ void weigh(const Case& c, golden::Step& step) {
 
 golden::Precision precision(const CaseOptions& o) {
   const auto dtype = [](int64_t value) { return value == bf16 ? at::kBFloat16 : value == fp16 ? at::kHalf : at::kFloat; };
-  return {.compute = dtype(o.compute), .gradient = dtype(o.gradient), .reduce = dtype(o.reduce), .float32_sums = o.float32_sums != 0};
+  return {.compute = dtype(o.compute),
+          .gradient = dtype(o.gradient),
+          .reduce = dtype(o.reduce),
+          .float32_sums = o.float32_sums != 0};
 }
 
 }  // namespace

@@ -82,7 +82,9 @@ ShardOptions shard_options(const Case& c, const golden::Run& run) {
   options.bucket_count = o.buckets;
   options.alignment_bytes = o.alignment_bytes;
   options.granularity = o.whole ? Granularity::tensor : Granularity::element;
-  options.reshard_after_forward = o.reshard == 1 ? Reshard::always() : o.reshard == 0 ? Reshard::never() : Reshard::within(o.reshard);
+  options.reshard_after_forward = o.reshard == 1   ? Reshard::always()
+                                  : o.reshard == 0 ? Reshard::never()
+                                                   : Reshard::within(o.reshard);
   options.reshard_after_backward = o.reshard_backward != 0;
   options.buffers = o.pooled ? Buffers::pooled : Buffers::freed;
   options.prefetch_forward = options.prefetch_backward = o.prefetch;
@@ -101,7 +103,9 @@ ShardOptions shard_options(const Case& c, const golden::Run& run) {
       return own;
     };
   if (c.mode == Mode::canonical) options.precision.gradient = options.precision.reduce = {};
-  options.numerics = c.mode == Mode::fast ? Numerics::fast : c.mode == Mode::canonical ? Numerics::canonical : Numerics::ordered;
+  options.numerics = c.mode == Mode::fast        ? Numerics::fast
+                     : c.mode == Mode::canonical ? Numerics::canonical
+                                                 : Numerics::ordered;
   options.gradient_divide = o.loss == loss_sum ? 1 : 0;
   options.divide_by_tokens = o.loss == loss_tokens;
   options.divide = o.divide == divide_before ? Divide::before : o.divide == divide_split ? Divide::split : Divide::after;
@@ -145,9 +149,11 @@ std::shared_ptr<UpdateRule> adamw_rule(const golden::Optimizer& o) {
 std::shared_ptr<UpdateRule> make_rule_of(const golden::Optimizer& o) {
   using enum golden::Optimizer::Kind;
   switch (o.kind) {
-    case sgd: return make_rule(SgdOptions{.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay});
+    case sgd:
+      return make_rule(SgdOptions{.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay});
     case adam:
-      return make_rule(AdamOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+      return make_rule(
+          AdamOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
     case adamw: return adamw_rule(o);
     case lion: return make_rule(LionOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .weight_decay = o.weight_decay});
     case muon: return make_rule(MuonOptions{.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay});

@@ -23,7 +23,8 @@ namespace {
 void require_valid(const TrainOptions& options, const TextData& data) {
   for (const shardproof::Axis& axis : options.mesh.axes())
     SHARD_REQUIRE(axis.name == "dp_shard" || (axis.name == "dp_replicate" && &axis == &options.mesh.axes().front()), "train",
-                  "--mesh must have the axes dp_replicate and dp_shard, in that order, or one of them, got '{}'", options.mesh.str());
+                  "--mesh must have the axes dp_replicate and dp_shard, in that order, or one of them, got '{}'",
+                  options.mesh.str());
   shardproof::on_mesh(shardproof::strategy(options.strategy), options.mesh);
   SHARD_REQUIRE(options.mesh.size() <= shardproof::kThreadsWorldMax, "train",
                 "--mesh {} has more ranks than can be run as threads; use at most {}", options.mesh.str(),
@@ -155,8 +156,13 @@ TrainResult train(const TrainOptions& options, const TextData& data,
   const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size());
   at::set_num_threads(1);
   const Case plan = as_case(options);
-  golden::Run run{.model = golden_model(options), .optimizer = options.optimizer, .parameters = initial_parameters(options), .steps = {},
-                  .order = {.shards = plan.shards(), .replicas = plan.replicas()}, .precision = {}, .scaling = {}};
+  golden::Run run{.model = golden_model(options),
+                  .optimizer = options.optimizer,
+                  .parameters = initial_parameters(options),
+                  .steps = {},
+                  .order = {.shards = plan.shards(), .replicas = plan.replicas()},
+                  .precision = {},
+                  .scaling = {}};
   std::optional<golden::Trainer> golden;
   if (options.check) golden.emplace(run);
 

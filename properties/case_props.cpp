@@ -94,8 +94,10 @@ TEST(Case, rounds_hold_until_they_change) {
 
 TEST(Case, words_for_the_next_step_hold_for_that_step) {
   const Case c = Case::parse(with(": step", ": eval discard step step sync(2) unshard step freeze(3) lr(50) step"));
-  const std::vector<StepPlan> expected = {
-      {.eval = true, .discard = true}, {}, {.sync_every = 2, .unshard = true}, {.sync_every = 2, .frozen = 3, .lr_percent = 50}};
+  const std::vector<StepPlan> expected = {{.eval = true, .discard = true},
+                                          {},
+                                          {.sync_every = 2, .unshard = true},
+                                          {.sync_every = 2, .frozen = 3, .lr_percent = 50}};
   EXPECT_EQ(c.steps, expected);
 }
 
@@ -185,7 +187,9 @@ TEST(Generate, no_feature_is_rare) {
     counts["groups"] += c.groups != 0;
     counts["clip"] += c.clip_norm > 0;
     counts["another norm"] += c.norm_order != 2;
-    const auto any = [&](const char* name, const auto& has) { counts[name] += std::any_of(c.steps.begin(), c.steps.end(), has); };
+    const auto any = [&](const char* name, const auto& has) {
+      counts[name] += std::any_of(c.steps.begin(), c.steps.end(), has);
+    };
     any("three rounds or more", [](const StepPlan& step) { return step.rounds >= 3; });
     any("no_sync", [](const StepPlan& step) { return step.sync_every > 1 && step.rounds > 1; });
     any("frozen", [](const StepPlan& step) { return step.frozen != 0; });

@@ -35,7 +35,8 @@ std::vector<float> run(const UpdateRule& rule, size_t count, size_t cut, int64_t
       const auto part = [&, begin = begin, end = end](std::vector<float>& values) {
         return at::from_blob(values.data() + begin, {static_cast<int64_t>(end - begin)});
       };
-      Update update{.name = name, .shape = shape, .parameter = part(parameter), .gradient = part(gradient), .state = {}, .step = step};
+      Update update{
+          .name = name, .shape = shape, .parameter = part(parameter), .gradient = part(gradient), .state = {}, .step = step};
       for (auto& slot : state) update.state.push_back(part(slot));
       rule.update(update);
     }

@@ -24,7 +24,8 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
   for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
   release_storage(compute_);
   if (!frees_compute()) restore_storage(compute_, *memory_, MemoryKind::parameter);
-  parameter_ = frees_compute() ? memory_->allocate(MemoryKind::parameter, layout_.parameter().size(), rules_.compute) : compute_;
+  parameter_ =
+      frees_compute() ? memory_->allocate(MemoryKind::parameter, layout_.parameter().size(), rules_.compute) : compute_;
   main_ = rules_.main == rules_.compute ? state_part_of_parameter()
                                         : memory_->allocate(MemoryKind::parameter, layout_.state().size(), rules_.main);
   if (views_.at(0).is_meta()) {
@@ -36,9 +37,10 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
     for (const Slot& slot : layout_.slots())
       unreadable_.push_back(unreadable(
           slot.shape, rules_.compute,
-          fmt::format("[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: enter the unit "
-                      "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
-                      slot.name)));
+          fmt::format(
+              "[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: enter the unit "
+              "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
+              slot.name)));
   point_parameters_at(frees_compute() ? unreadable_ : readable_);
 }
 
@@ -58,7 +60,8 @@ void Bucket::fill_from_values() {
 
 void Bucket::fill_from_initializer(const Initializer& initialize) {
   SHARD_REQUIRE(initialize != nullptr, "fully_shard",
-                "parameter {} is on the meta device, so it has no values. Set ShardOptions::initialize", layout_.slots()[0].name);
+                "parameter {} is on the meta device, so it has no values. Set ShardOptions::initialize",
+                layout_.slots()[0].name);
   const auto fill = [&](const LocalView& view, const at::Tensor& local) {
     local.zero_();
     for (const Segment& segment : view.segments) {
@@ -131,8 +134,8 @@ void Bucket::begin_backward(bool reduces) {
   }
 }
 
-// Local sums are taken in the gradient dtype. A microbatch that is reduced at once can be kept as it will be on the wire, where that is
-// the same value: float32 holds what any lower precision produced.
+// Local sums are taken in the gradient dtype. A microbatch that is reduced at once can be kept as it will be on the wire, where
+// that is the same value: float32 holds what any lower precision produced.
 at::ScalarType Bucket::produced_dtype(bool reduces) const {
   const ReductionDtypes& dtypes = rules_.reduction;
   const bool goes_on_the_wire = reduces && !layout_.reduce().empty() && rules_.divide_before == 1;
@@ -187,7 +190,8 @@ void Bucket::fill_missing() {
 }
 
 void Bucket::start_reduce(bool last, const std::string& where) {
-  SHARD_CHECK(complete() && !reducing() && produced_.defined(), "bucket", "a reduce needs every gradient, {} are missing", missing_);
+  SHARD_CHECK(complete() && !reducing() && produced_.defined(), "bucket", "a reduce needs every gradient, {} are missing",
+              missing_);
   for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
     if (!holds_[i]) produced_.narrow(0, layout_.slots()[i].offset, layout_.slots()[i].numel).zero_();
   if (suspicious_ && rules_.check_gradients) check_produced(where);
@@ -212,8 +216,10 @@ void Bucket::finish_reduce() {
     check_padding(layout_.accumulated(), sum, "reduced gradient");
     if (accumulated_.defined()) {
       const bool fine = add_to(accumulated_, sum, std::numeric_limits<double>::infinity());
-      SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical", "the sum of gradients of {} and its neighbours leaves the "
-                    "range of fixed-point numbers, {}. Scale the loss down", layout_.slots()[0].name, kFixedPointMax);
+      SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical",
+                    "the sum of gradients of {} and its neighbours leaves the "
+                    "range of fixed-point numbers, {}. Scale the loss down",
+                    layout_.slots()[0].name, kFixedPointMax);
     } else {
       accumulated_ = std::move(sum);
     }
@@ -270,7 +276,8 @@ void Bucket::check_padding(const LocalView& view, const at::Tensor& local, const
 
 void Bucket::check_produced(const std::string& where) const {
   SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
-                "{}: the gradient of {} has an element that is NaN, infinite or above {}, before any communication. Fixed-point sums cannot "
+                "{}: the gradient of {} has an element that is NaN, infinite or above {}, before any communication. "
+                "Fixed-point sums cannot "
                 "hold it: look at the loss and the data of this rank, or scale the loss down",
                 where, unrepresentable_, kFixedPointMax);
   for (const Slot& slot : layout_.slots()) {

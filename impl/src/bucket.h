@@ -1,13 +1,13 @@
-// The memory of one bucket: parameters of one unit, one dtype, one requires-grad state at first, in one flat buffer that modules see
-// views of. The bucket also holds the gradients, whose accumulation over microbatches is a state of the bucket:
+// The memory of one bucket: parameters of one unit, one dtype, one requires-grad state at first, in one flat buffer that
+// modules see views of. The bucket also holds the gradients, whose accumulation over microbatches is a state of the bucket:
 //
 //   empty -> produced (local terms, added over the microbatches since the last reduction)
 //         -> accumulated (reduced over ranks, added over reductions, where the strategy reduces early)
 //         -> final (in the state layout and the main dtype, divided; what the optimizer reads)
 //
 // Buffers by name: `compute` the whole bucket, which parameters are views of; `parameter` what rests between steps (part of
-// the same memory unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype differs);
-// `kept` what stays of `compute` between forward and backward where that is neither all nor nothing.
+// the same memory unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype
+// differs); `kept` what stays of `compute` between forward and backward where that is neither all nor nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,8 +41,8 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
 
 class Bucket {
  public:
-  // Copies the parameters' values into the buffers, or fills those of meta parameters, and turns the parameters into views. When
-  // rules.broadcast, rank 0's values along the axes of the sum win. Collective.
+  // Copies the parameters' values into the buffers, or fills those of meta parameters, and turns the parameters into views.
+  // When rules.broadcast, rank 0's values along the axes of the sum win. Collective.
   Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::shared_ptr<MeshComm> comms,
          std::shared_ptr<MemoryLedger> memory, BucketRules rules, const Initializer& initialize);
 
@@ -67,8 +67,8 @@ class Bucket {
 
   // A backward begins: which gradients will come, and whether they are reduced at its end.
   void begin_backward(bool reduces);
-  // Takes over one parameter's gradient. When it may be a part of what this backward makes, parts are added first, as autograd adds
-  // them, and wait for `settle`.
+  // Takes over one parameter's gradient. When it may be a part of what this backward makes, parts are added first, as autograd
+  // adds them, and wait for `settle`.
   void add_gradient(int64_t slot, const at::Tensor& gradient, bool may_be_part);
   // All parts are there.
   void settle();

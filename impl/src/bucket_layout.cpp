@@ -81,7 +81,8 @@ void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Gran
   }
   const int64_t chunk = round_up(*std::max_element(filled.begin(), filled.end()), std::lcm(alignment, multiple / cuts));
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].offset += static_cast<int64_t>(chunk_of[i]) * chunk;
-  std::stable_sort(by_offset_.begin(), by_offset_.end(), [&](size_t a, size_t b) { return slots_[a].offset < slots_[b].offset; });
+  std::stable_sort(by_offset_.begin(), by_offset_.end(),
+                   [&](size_t a, size_t b) { return slots_[a].offset < slots_[b].offset; });
   numel_ = cuts * chunk;
 }
 
@@ -90,22 +91,24 @@ std::vector<Hop> BucketLayout::sum_path(Layout from, const Layout& to, const Mes
   std::vector<std::string> summed;
   for (const std::string& axis : from.partial)
     if (std::find(to.partial.begin(), to.partial.end(), axis) == to.partial.end()) summed.push_back(axis);
-  std::sort(summed.begin(), summed.end(), [&](const std::string& a, const std::string& b) { return mesh.index(a) > mesh.index(b); });
+  std::sort(summed.begin(), summed.end(),
+            [&](const std::string& a, const std::string& b) { return mesh.index(a) > mesh.index(b); });
   for (const std::string& axis : summed) {
     Layout next = from;
     std::erase(next.partial, axis);
     for (const Split& split : to.flat)
       if (split.axis == axis) next.flat.push_back(split);
     const Lowered lowered = lower({numel_}, mesh, from, next);
-    SHARD_CHECK(lowered.step == Step::none || lowered.step == Step::all_reduce || lowered.step == Step::reduce_scatter, "bucket",
-                "a sum over {} lowered to {}", axis, to_string(lowered.step));
+    SHARD_CHECK(lowered.step == Step::none || lowered.step == Step::all_reduce || lowered.step == Step::reduce_scatter,
+                "bucket", "a sum over {} lowered to {}", axis, to_string(lowered.step));
     if (lowered.step != Step::none) hops.push_back({lowered, view(next, mesh, rank)});
     from = std::move(next);
   }
-  SHARD_REQUIRE(from == to, "strategy",
-                "gradients pass from {} by sums over one mesh axis after the other, innermost first, which ends with {}, not {}. "
-                "Name the splits of a layout innermost mesh axis first",
-                hops.empty() ? "there" : "terms", from.str(), to.str());
+  SHARD_REQUIRE(
+      from == to, "strategy",
+      "gradients pass from {} by sums over one mesh axis after the other, innermost first, which ends with {}, not {}. "
+      "Name the splits of a layout innermost mesh axis first",
+      hops.empty() ? "there" : "terms", from.str(), to.str());
   return hops;
 }
 

@@ -42,16 +42,17 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
     case Divide::split: rules.divide_before = near_root(total); break;
     case Divide::in_collective:
       SHARD_REQUIRE(total == ranks, "fully_shard",
-                    "Divide::in_collective averages over the {} ranks; it cannot divide by {}. Use Divide::after", ranks, total);
+                    "Divide::in_collective averages over the {} ranks; it cannot divide by {}. Use Divide::after", ranks,
+                    total);
       rules.reduction.average = true;
       rules.divide_after = 1;
       return rules;
   }
   rules.divide_after = total / rules.divide_before;
   if (options.numerics == Numerics::canonical) {
-    SHARD_REQUIRE(options.divide == Divide::after && !precision.reduce && !precision.gradient && options.check_gradients,
-                  "fully_shard",
-                  "canonical sums are fixed-point: leave the gradient and reduce dtypes open, use Divide::after and check_gradients");
+    SHARD_REQUIRE(
+        options.divide == Divide::after && !precision.reduce && !precision.gradient && options.check_gradients, "fully_shard",
+        "canonical sums are fixed-point: leave the gradient and reduce dtypes open, use Divide::after and check_gradients");
     rules.reduction = {.gradient = at::kLong, .reduce = at::kLong};
   }
   return rules;

@@ -166,8 +166,8 @@ std::string describe(const Call& call) {
 
 std::shared_ptr<Comm> Comm::split_ranks(const std::vector<int64_t>& ranks, std::string name) {
   const auto own = std::find(ranks.begin(), ranks.end(), rank());
-  SHARD_REQUIRE(own != ranks.end(), "comm", "split_ranks on '{}': rank {} is not among its own group's ranks [{}]", this->name(),
-                rank(), fmt::join(ranks, ","));
+  SHARD_REQUIRE(own != ranks.end(), "comm", "split_ranks on '{}': rank {} is not among its own group's ranks [{}]",
+                this->name(), rank(), fmt::join(ranks, ","));
   return split(*std::min_element(ranks.begin(), ranks.end()), own - ranks.begin(), std::move(name));
 }
 

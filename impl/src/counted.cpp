@@ -16,7 +16,8 @@ class Counted final : public Comm {
   const std::string& name() const override { return name_; }
 
   std::shared_ptr<Comm> split(int64_t, int64_t, std::string name) override {
-    throw Error(fmt::format("[comm] '{}' has one rank that cannot know who else joins group '{}'. Use split_ranks", name_, name));
+    throw Error(
+        fmt::format("[comm] '{}' has one rank that cannot know who else joins group '{}'. Use split_ranks", name_, name));
   }
   std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
     const auto own = std::find(ranks.begin(), ranks.end(), rank_);

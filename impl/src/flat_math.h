@@ -1,5 +1,5 @@
-// Elementwise work on flat buffers: one IEEE operation an element each, vectorised, never reassociated, so results do not depend on
-// where a buffer is cut. All tensors are 1-D, contiguous and without a graph.
+// Elementwise work on flat buffers: one IEEE operation an element each, vectorised, never reassociated, so results do not
+// depend on where a buffer is cut. All tensors are 1-D, contiguous and without a graph.
 //
 // An int64 buffer holds fixed-point numbers, multiples of 2^-44: their sums are exact, so they do not depend on any order.
 #pragma once
@@ -14,8 +14,8 @@ constexpr double kFixedPointUnit = 0x1p-44;
 // The magnitude that a fixed-point number, and each sum of them, must stay below.
 constexpr double kFixedPointMax = 0x1p18;
 
-// target = source, or target += source, each element converted to the target's dtype first. Returns whether every element of the result
-// is finite and its magnitude at most the limit (of a fixed-point one: below kFixedPointMax, too).
+// target = source, or target += source, each element converted to the target's dtype first. Returns whether every element of
+// the result is finite and its magnitude at most the limit (of a fixed-point one: below kFixedPointMax, too).
 bool copy_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max);
 bool add_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max);
 void divide_by(const at::Tensor& values, double divisor);  // rounded to the dtype first

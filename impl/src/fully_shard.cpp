@@ -73,8 +73,8 @@ void Sharded::add_tokens(int64_t tokens) {
 }
 
 void Sharded::add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step) {
-  SHARD_REQUIRE(step != nullptr && order > 0, "add_finishing_step", "step '{}' needs a function and an order above 0, got order {}", name,
-                order);
+  SHARD_REQUIRE(step != nullptr && order > 0, "add_finishing_step",
+                "step '{}' needs a function and an order above 0, got order {}", name, order);
   state_->add_finishing_step({std::move(name), order, std::move(step)});
 }
 

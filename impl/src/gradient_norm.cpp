@@ -153,7 +153,8 @@ void ExactSum::add(std::span<const float> values) {
 
 double ExactSum::total() const {
   if (counters_[2 * 255] != 0 || counters_[2 * 255 + 1] != 0) return std::numeric_limits<double>::quiet_NaN();
-  // A float is significand * 2^(exponent - 150), where the exponent field 0 means 1; so it is a multiple of 2^-149, its square of 2^-298.
+  // A float is significand * 2^(exponent - 150), where the exponent field 0 means 1; so it is a multiple of 2^-149, its square
+  // of 2^-298.
   const int64_t power = term_ == Term::square ? 2 : 1;
   BigSum sum;
   for (int64_t field = 0; field < 255; ++field) {

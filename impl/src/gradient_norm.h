@@ -9,9 +9,9 @@ namespace shardproof {
 
 class ShardedState;
 
-// Sum of squares, or of magnitudes, of floats, exactly. Terms are added as integers, one pair of 64-bit counters an exponent, so
-// the sum depends neither on the order nor on where shards are cut, and ranks combine by adding counters.
-// Law: total is the exact sum of all terms, rounded once to double, for up to 2^39 finite values.
+// Sum of squares, or of magnitudes, of floats, exactly. Terms are added as integers, one pair of 64-bit counters an exponent,
+// so the sum depends neither on the order nor on where shards are cut, and ranks combine by adding counters. Law: total is the
+// exact sum of all terms, rounded once to double, for up to 2^39 finite values.
 class ExactSum {
  public:
   enum class Term { square, magnitude };
@@ -29,8 +29,9 @@ class ExactSum {
   std::array<int64_t, kCounters> counters_{};  // [2 * exponent] low 24 bits of the integer term, [.. + 1] the rest
 };
 
-// Of order 1, 2 or infinity, over parameters that require gradients. Collective over the axes that split the strategy's state. Throws
-// NonFiniteError. `ordered` and `canonical` sums are exact for all dtypes but float64, which is added up in double in rank order.
+// Of order 1, 2 or infinity, over parameters that require gradients. Collective over the axes that split the strategy's state.
+// Throws NonFiniteError. `ordered` and `canonical` sums are exact for all dtypes but float64, which is added up in double in
+// rank order.
 double gradient_norm(ShardedState& state, double order);
 
 }  // namespace shardproof

@@ -10,11 +10,12 @@
 namespace shardproof {
 
 LossScaler::LossScaler(LossScalerOptions options) : options_(options), scale_(options.initial) {
-  SHARD_REQUIRE(options.initial > 0 && std::isfinite(options.initial) && options.growth > 1 && options.backoff > 0 &&
-                    options.backoff < 1 && options.growth_interval >= 1 && options.scale_min > 0,
-                "loss_scaler",
-                "needs initial > 0, growth > 1, backoff in (0, 1), growth_interval >= 1 and scale_min > 0, got {}, {}, {}, {}, {}",
-                options.initial, options.growth, options.backoff, options.growth_interval, options.scale_min);
+  SHARD_REQUIRE(
+      options.initial > 0 && std::isfinite(options.initial) && options.growth > 1 && options.backoff > 0 &&
+          options.backoff < 1 && options.growth_interval >= 1 && options.scale_min > 0,
+      "loss_scaler",
+      "needs initial > 0, growth > 1, backoff in (0, 1), growth_interval >= 1 and scale_min > 0, got {}, {}, {}, {}, {}",
+      options.initial, options.growth, options.backoff, options.growth_interval, options.scale_min);
 }
 
 at::Tensor LossScaler::scale(const at::Tensor& loss) const { return loss * scale_; }

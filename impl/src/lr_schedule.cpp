@@ -10,9 +10,10 @@ namespace {
 
 // How far the fall has come, in [0, 1]; below 0 during the warm-up.
 double progress(int64_t step, int64_t warmup, int64_t total, double last) {
-  SHARD_REQUIRE(0 <= warmup && warmup <= total && last >= 0 && last <= 1 && step >= 0, "lr_schedule",
-                "needs 0 <= warmup <= total, a last factor in [0, 1] and a step of at least 0, got warmup {}, total {}, last {}, step {}",
-                warmup, total, last, step);
+  SHARD_REQUIRE(
+      0 <= warmup && warmup <= total && last >= 0 && last <= 1 && step >= 0, "lr_schedule",
+      "needs 0 <= warmup <= total, a last factor in [0, 1] and a step of at least 0, got warmup {}, total {}, last {}, step {}",
+      warmup, total, last, step);
   if (step < warmup) return -1;
   if (step >= total) return 1;
   return static_cast<double>(step - warmup) / static_cast<double>(total - warmup);

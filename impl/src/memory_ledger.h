@@ -20,8 +20,8 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype);
   c10::DataPtr allocate_bytes(MemoryKind kind, int64_t bytes);
 
-  // How many free buffers of each size are kept for the next request of that size instead of going back to the allocator; what is
-  // kept does not count as in use.
+  // How many free buffers of each size are kept for the next request of that size instead of going back to the allocator; what
+  // is kept does not count as in use.
   void keep_free(int64_t buffers) { keep_free_ = buffers; }
   // Buffers of this size in use, of kind `gathered`.
   int64_t gathered_in_use(int64_t bytes) const;

@@ -24,8 +24,8 @@ Comm& MeshComm::within(const std::string& axis, int64_t ranks) {
   std::shared_ptr<Comm>& group = neighbours_[{axis, ranks}];
   if (group) return *group;
   const int64_t size = mesh_.size(axis);
-  SHARD_REQUIRE(ranks >= 1 && size % ranks == 0, "mesh", "groups of {} ranks along {}: its size {} is not a multiple", ranks, axis,
-                size);
+  SHARD_REQUIRE(ranks >= 1 && size % ranks == 0, "mesh", "groups of {} ranks along {}: its size {} is not a multiple", ranks,
+                axis, size);
   const std::vector<int64_t> all = mesh_.peers(rank(), {axis});
   const auto first = all.begin() + mesh_.coordinate(rank(), axis) / ranks * ranks;
   group = world_->split_ranks({first, first + ranks}, fmt::format("{}/{}", axis, ranks));

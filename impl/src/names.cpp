@@ -18,7 +18,8 @@ bool name_matches(std::string_view pattern, std::string_view name) {
 }
 
 UnitSelector by_name(std::string pattern) {
-  return [pattern = std::move(pattern)](const std::string& name, const torch::nn::Module&) { return name_matches(pattern, name); };
+  return
+      [pattern = std::move(pattern)](const std::string& name, const torch::nn::Module&) { return name_matches(pattern, name); };
 }
 
 }  // namespace shardproof

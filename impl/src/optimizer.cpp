@@ -13,7 +13,8 @@ namespace {
 int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
   for (size_t i = 0; i < groups.size(); ++i)
     if (!groups[i].takes || groups[i].takes(slot.name, slot.shape)) return static_cast<int64_t>(i);
-  throw Error(fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", slot.name));
+  throw Error(
+      fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", slot.name));
 }
 
 }  // namespace
@@ -23,13 +24,15 @@ Optimizer::Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule)
 
 Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sharded_(sharded), groups_(std::move(groups)) {
   SHARD_REQUIRE(!groups_.empty(), "optimizer", "needs at least one group, got none");
-  for (const ParameterGroup& group : groups_) SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
+  for (const ParameterGroup& group : groups_)
+    SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
   for (const Bucket* bucket : sharded_.state().schedule().buckets()) {
     std::vector<Held>& held = held_.emplace_back();
     for (const Slot& slot : bucket->layout().slots()) held.push_back({group_of(groups_, slot), 0, {}});
     for (const Segment& segment : bucket->layout().state().segments) {
       const Slot& slot = bucket->layout().slots()[segment.slot];
-      SHARD_REQUIRE(!groups_[held[segment.slot].group].rule->needs_whole_parameters() || segment.run.size() == slot.numel, "optimizer",
+      SHARD_REQUIRE(!groups_[held[segment.slot].group].rule->needs_whole_parameters() || segment.run.size() == slot.numel,
+                    "optimizer",
                     "the rule for parameter {} needs it whole, and this rank holds elements [{}, {}) of {}. Set "
                     "ShardOptions::granularity to Granularity::tensor",
                     slot.name, segment.run.begin, segment.run.end, slot.numel);
@@ -99,8 +102,8 @@ std::vector<std::string> Optimizer::slots() const {
 
 std::vector<Piece> Optimizer::state(const std::string& slot) const {
   const std::vector<std::string> known = slots();
-  SHARD_REQUIRE(std::find(known.begin(), known.end(), slot) != known.end(), "optimizer", "no state called '{}': there are {}", slot,
-                fmt::join(known, ", "));
+  SHARD_REQUIRE(std::find(known.begin(), known.end(), slot) != known.end(), "optimizer", "no state called '{}': there are {}",
+                slot, fmt::join(known, ", "));
   std::vector<Piece> pieces;
   const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {

@@ -21,8 +21,8 @@ struct ReductionDtypes {
 
 class Reduction {
  public:
-  // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or `reduce`; it is used
-  // up, and may be summed in place. Collective.
+  // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or
+  // `reduce`; it is used up, and may be summed in place. Collective.
   Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Hop>& path, const ReductionDtypes& dtypes,
             at::Tensor local);
 

@@ -100,7 +100,8 @@ bool Schedule::fits(const Unit& unit) const {
   for (const auto& bucket : unit.buckets()) {
     if (!bucket->frees_compute()) continue;
     bytes += bucket->compute_bytes();
-    if (options_.buffers == Buffers::pooled && memory_->gathered_in_use(bucket->compute_bytes()) >= kPooledBuffers) return false;
+    if (options_.buffers == Buffers::pooled && memory_->gathered_in_use(bucket->compute_bytes()) >= kPooledBuffers)
+      return false;
   }
   return options_.bytes_in_flight_max == 0 || bytes_in_flight() + bytes <= options_.bytes_in_flight_max;
 }

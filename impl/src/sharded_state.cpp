@@ -27,13 +27,13 @@ void validate(const ShardOptions& options, const Mesh& mesh) {
                 "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
   SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",
                 options.gradient_magnitude_max);
-  SHARD_REQUIRE(options.prefetch_forward >= 0 && options.prefetch_backward >= 0 && options.bytes_in_flight_max >= 0, "fully_shard",
-                "prefetch_forward, prefetch_backward and bytes_in_flight_max must not be negative");
-  SHARD_REQUIRE(options.numerics != Numerics::canonical || options.gradient_divide != 0 || options.divide_by_tokens ||
-                    mesh.size() == 1,
-                "fully_shard",
-                "canonical sums cannot divide by the number of ranks, which depends on the mesh. Weigh the losses by the global batch "
-                "and set gradient_divide to 1, or divide by tokens");
+  SHARD_REQUIRE(options.prefetch_forward >= 0 && options.prefetch_backward >= 0 && options.bytes_in_flight_max >= 0,
+                "fully_shard", "prefetch_forward, prefetch_backward and bytes_in_flight_max must not be negative");
+  SHARD_REQUIRE(
+      options.numerics != Numerics::canonical || options.gradient_divide != 0 || options.divide_by_tokens || mesh.size() == 1,
+      "fully_shard",
+      "canonical sums cannot divide by the number of ranks, which depends on the mesh. Weigh the losses by the global batch "
+      "and set gradient_divide to 1, or divide by tokens");
 }
 
 void validate(const Reshard& reshard, const Mesh& mesh) {
@@ -44,8 +44,8 @@ void validate(const Reshard& reshard, const Mesh& mesh) {
 }
 
 std::unique_ptr<Bucket> make_bucket(const std::vector<NamedParameter>& parameters, const std::shared_ptr<MeshComm>& comms,
-                                    const std::shared_ptr<MemoryLedger>& memory, const Strategy& strategy, const Precision& precision,
-                                    const ShardOptions& options) {
+                                    const std::shared_ptr<MemoryLedger>& memory, const Strategy& strategy,
+                                    const Precision& precision, const ShardOptions& options) {
   std::vector<Slot> slots;
   std::vector<at::Tensor> tensors;
   for (const NamedParameter& parameter : parameters) {
@@ -149,10 +149,11 @@ void ShardedState::reset_meta_buffers() {
     for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false)) any |= buffer.value().is_meta();
     if (!any) continue;
     auto* owner = dynamic_cast<HasBuffers*>(item.value().get());
-    SHARD_REQUIRE(owner, "fully_shard",
-                  "module '{}' ({}) has a buffer on the meta device, which has no values, and does not say how to compute it. Derive it "
-                  "from HasBuffers, or build it outside MetaInit",
-                  item.key(), item.value()->name());
+    SHARD_REQUIRE(
+        owner, "fully_shard",
+        "module '{}' ({}) has a buffer on the meta device, which has no values, and does not say how to compute it. Derive it "
+        "from HasBuffers, or build it outside MetaInit",
+        item.key(), item.value()->name());
     for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false))
       if (buffer.value().is_meta()) materialize(buffer.value());
     owner->reset_buffers();
@@ -169,7 +170,8 @@ Unit& ShardedState::unit(const std::string& name) const {
 }
 
 void ShardedState::add_finishing_step(FinishingStep step) {
-  const auto later = std::find_if(finishing_.begin(), finishing_.end(), [&](const FinishingStep& s) { return s.order > step.order; });
+  const auto later =
+      std::find_if(finishing_.begin(), finishing_.end(), [&](const FinishingStep& s) { return s.order > step.order; });
   finishing_.insert(later, std::move(step));
 }
 

@@ -10,7 +10,7 @@
 #include "schedule.h"
 #include "shardproof/fully_shard.h"
 #include "unit_attachment.h"
-#include "unit_plan.h"
+#include "shard_plan.h"
 #include "unit_runtime.h"
 
 namespace shardproof {

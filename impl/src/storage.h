@@ -17,7 +17,8 @@ void release_storage(const at::Tensor& tensor);
 // ones that were there.
 void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind kind);
 
-// A tensor over a whole storage that has no memory yet. Take views of it first, then release it, and restore it when it is wanted.
+// A tensor over a whole storage that has no memory yet. Take views of it first, then release it, and restore it when it is
+// wanted.
 at::Tensor without_memory(int64_t numel, at::ScalarType dtype);
 
 // A tensor of these sizes without memory: reading or writing it throws c10::Error with the message.

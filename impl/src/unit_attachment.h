@@ -21,8 +21,8 @@ class UnitAttachments {
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-// A Sequential calls its children's `forward` itself. This makes it enter those that are units through `call`, until the result is
-// destroyed.
+// A Sequential calls its children's `forward` itself. This makes it enter those that are units through `call`, until the result
+// is destroyed.
 class SequentialEntries {
  public:
   explicit SequentialEntries(torch::nn::Module& root);

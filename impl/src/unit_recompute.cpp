@@ -30,10 +30,11 @@ void refuse_random(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if ((name == "p" || name == "dropout_p") && value.isDouble()) draws &= value.toDouble() > 0;
       if (name == "train" && value.isBool()) draws &= value.toBool();
     }
-    SHARD_REQUIRE(!draws, "unit",
-                  "{} draws from LibTorch's generator, which ranks share and nobody can replay, in a unit that is recomputed in its "
-                  "backward. Use shardproof::dropout, or random_stream(), in it",
-                  op.schema().name());
+    SHARD_REQUIRE(
+        !draws, "unit",
+        "{} draws from LibTorch's generator, which ranks share and nobody can replay, in a unit that is recomputed in its "
+        "backward. Use shardproof::dropout, or random_stream(), in it",
+        op.schema().name());
   }
   op.callBoxed(stack);
 }
@@ -65,7 +66,8 @@ class CountedForward {
 // The backward of a forward that kept only its inputs: runs it again, with a graph, and goes back through that at once.
 class Recompute final : public torch::autograd::Node {
  public:
-  Recompute(std::shared_ptr<Unit> unit, Schedule& schedule, UnitHooks::Body body, const variable_list& inputs, RandomStream random)
+  Recompute(std::shared_ptr<Unit> unit, Schedule& schedule, UnitHooks::Body body, const variable_list& inputs,
+            RandomStream random)
       : unit_(unit), schedule_(schedule), body_(std::move(body)), random_(random) {
     for (const at::Tensor& input : inputs) {
       inputs_.emplace_back(input, /*is_output=*/false);
@@ -77,8 +79,8 @@ class Recompute final : public torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override {
     const std::shared_ptr<Unit> unit = unit_.lock();
     SHARD_REQUIRE(unit, "unit", "a backward reached a unit whose Sharded was destroyed; keep it until the backward is over");
-    SHARD_REQUIRE(!inputs_.empty() || body_, "unit", "unit '{}' was recomputed already; a second backward needs a second forward",
-                  unit->name());
+    SHARD_REQUIRE(!inputs_.empty() || body_, "unit",
+                  "unit '{}' was recomputed already; a second backward needs a second forward", unit->name());
     variable_list inputs, roots, root_gradients, input_gradients;
     for (size_t i = 0; i < inputs_.size(); ++i)
       inputs.push_back(inputs_[i].unpack().detach().set_requires_grad(needs_gradient_[i]));

@@ -125,8 +125,8 @@ void Unit::finish_unshard() {
 
 void Unit::reshard() {
   if (residency_ == Residency::sharded) return;
-  SHARD_REQUIRE(residency_ == Residency::unsharded, "unit", "unit '{}' is resharded while its gather is in flight; unshard() it first",
-                name_);
+  SHARD_REQUIRE(residency_ == Residency::unsharded, "unit",
+                "unit '{}' is resharded while its gather is in flight; unshard() it first", name_);
   for (const auto& bucket : buckets_) bucket->reshard();
   residency_ = Residency::sharded;
 }

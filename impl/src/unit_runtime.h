@@ -59,9 +59,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void on_input_gradient();
   void end_backward();
 
-  // A recomputation is the forward and backward of its own of something that ran before, so the gradients of one backward come in
-  // several parts: those of the unit, of units inside it, and of the root, whose parameters it may have used. Theirs are complete when
-  // all recomputations are over; the root's, which the rest of the backward may use as well, at the end.
+  // A recomputation is the forward and backward of its own of something that ran before, so the gradients of one backward come
+  // in several parts: those of the unit, of units inside it, and of the root, whose parameters it may have used. Theirs are
+  // complete when all recomputations are over; the root's, which the rest of the backward may use as well, at the end.
   void begin_recomputation();
   void end_recomputation();
   bool expects_more() const { return recomputations_ > 0 || until_the_end_; }

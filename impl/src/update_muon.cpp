@@ -12,8 +12,8 @@ namespace {
 constexpr int kIterations = 5;
 constexpr double kA = 3.4445, kB = -4.7750, kC = 2.0315;  // of the quintic iteration (Jordan 2024)
 
-// Near the orthogonal matrix nearest to `matrix`. Elementwise operations are separate and products are of contiguous operands, so the
-// bits are a function of the matrix alone.
+// Near the orthogonal matrix nearest to `matrix`. Elementwise operations are separate and products are of contiguous operands,
+// so the bits are a function of the matrix alone.
 at::Tensor orthogonalized(const at::Tensor& matrix) {
   const at::Tensor floats = matrix.to(at::kFloat).contiguous();
   ExactSum squares(ExactSum::Term::square);

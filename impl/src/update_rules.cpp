@@ -64,19 +64,20 @@ class Sgd final : public UpdateRule {
 
   void update(const Update& u) const override {
     dispatch(u, [&]<class Real>(Real) {
-      return [lr = static_cast<Real>(options_.lr * u.lr_factor), decay = static_cast<Real>(options_.weight_decay * u.decay_factor),
-              momentum = static_cast<Real>(options_.momentum), nesterov = options_.nesterov](
-                 Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real*, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) {
-          Real direction = g[i];
-          if (decay != 0) direction += decay * p[i];
-          if (m) {
-            m[i] = momentum * m[i] + direction;
-            direction = nesterov ? direction + momentum * m[i] : m[i];
-          }
-          p[i] -= lr * direction;
-        }
-      };
+      return
+          [lr = static_cast<Real>(options_.lr * u.lr_factor), decay = static_cast<Real>(options_.weight_decay * u.decay_factor),
+           momentum = static_cast<Real>(options_.momentum), nesterov = options_.nesterov](
+              Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real*, int64_t count) {
+            for (int64_t i = 0; i < count; ++i) {
+              Real direction = g[i];
+              if (decay != 0) direction += decay * p[i];
+              if (m) {
+                m[i] = momentum * m[i] + direction;
+                direction = nesterov ? direction + momentum * m[i] : m[i];
+              }
+              p[i] -= lr * direction;
+            }
+          };
     });
   }
 
@@ -159,7 +160,8 @@ class Lion final : public UpdateRule {
 std::shared_ptr<UpdateRule> make_rule(const SgdOptions& options) { return std::make_shared<Sgd>(options); }
 std::shared_ptr<UpdateRule> make_rule(const AdamWOptions& options) { return std::make_shared<AdamRule>(options, true); }
 std::shared_ptr<UpdateRule> make_rule(const AdamOptions& options) {
-  return std::make_shared<AdamRule>(AdamWOptions{options.lr, options.beta1, options.beta2, options.eps, options.weight_decay}, false);
+  return std::make_shared<AdamRule>(AdamWOptions{options.lr, options.beta1, options.beta2, options.eps, options.weight_decay},
+                                    false);
 }
 std::shared_ptr<UpdateRule> make_rule(const LionOptions& options) { return std::make_shared<Lion>(options); }
 

@@ -88,8 +88,8 @@ class Comm {
   // Collective. Ranks that pass the same color form a group, ordered by (key, rank). A negative color joins none and
   // returns null. Law: splitting by a mesh axis' other coordinates gives groups whose ranks are Mesh::peers.
   virtual std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) = 0;
-  // The same for groups that every rank can list: `ranks` are those of this rank's group, in their new order, and this rank is one of them.
-  // All ranks must call it, with lists that partition the group.
+  // The same for groups that every rank can list: `ranks` are those of this rank's group, in their new order, and this rank is
+  // one of them. All ranks must call it, with lists that partition the group.
   virtual std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name);
 
   // output: size() * input.numel() elements; rank r's input lands at r * input.numel(). The input may be that very slice

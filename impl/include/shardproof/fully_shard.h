@@ -42,8 +42,9 @@ class UnitHandle {
   const std::string& name() const;
   bool is_unsharded() const;
 
-  // Gathers the parameters by hand. `unshard` returns when they are whole; `start_unshard` at once, and the unit's next forward,
-  // or `unshard`, waits. Collective along the axes that the strategy splits parameters over, as all calls of units are.
+  // Gathers the parameters by hand. `unshard` returns when they are whole; `start_unshard` at once, and the unit's next
+  // forward, or `unshard`, waits. Collective along the axes that the strategy splits parameters over, as all calls of units
+  // are.
   void start_unshard();
   void unshard();
   // Frees them. Nothing when they are not whole; an error while a gather is in flight.
@@ -68,8 +69,8 @@ class Sharded {
   // The module stays behind in whatever layout it was; using it afterwards is an error until it is sharded again.
   ~Sharded();
 
-  // Whether the next backward is the last before the optimizer's step; true at first. Backwards that are not last accumulate: as
-  // the strategy says, before or after a reduction. Running another backward after the last one, without a step or
+  // Whether the next backward is the last before the optimizer's step; true at first. Backwards that are not last accumulate:
+  // as the strategy says, before or after a reduction. Running another backward after the last one, without a step or
   // zero_gradients between, is an error.
   void set_last_microbatch(bool last);
   // While false, backwards add to gradients on this rank and nothing is reduced (no_sync). The last one must be true.
@@ -78,9 +79,9 @@ class Sharded {
   // How many tokens this rank's next backward is about; needed with ShardOptions::divide_by_tokens, before the last backward.
   void add_tokens(int64_t tokens);
 
-  // Work on the final gradients, at the end of every last backward: what Megatron calls finalize_model_grads. Steps run on every
-  // rank by ascending `order`, which is above 0, equal ones as added. Those of the library: reduction and division by the number of
-  // ranks 0, division by the number of tokens 1000.
+  // Work on the final gradients, at the end of every last backward: what Megatron calls finalize_model_grads. Steps run on
+  // every rank by ascending `order`, which is above 0, equal ones as added. Those of the library: reduction and division by the
+  // number of ranks 0, division by the number of tokens 1000.
   void add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step);
 
   // Forgets accumulated gradients. `Optimizer::step` does it.
@@ -166,7 +167,9 @@ class Sharding {
   Sharding(std::shared_ptr<MeshComm> comms, ShardOptions options) : comms_(std::move(comms)), options_(std::move(options)) {}
 
   // Throws Error when the list is empty, has a null, or a module that is in a unit already.
-  Sharding& unit(std::shared_ptr<torch::nn::Module> module, UnitOptions options = {}) { return unit(Modules{std::move(module)}, options); }
+  Sharding& unit(std::shared_ptr<torch::nn::Module> module, UnitOptions options = {}) {
+    return unit(Modules{std::move(module)}, options);
+  }
   Sharding& unit(Modules modules, UnitOptions options = {});
   // Collective. Units chosen by ShardOptions::units come besides. Throws Error when a module is not below the root.
   Sharded shard(std::shared_ptr<torch::nn::Module> root) const;

@@ -9,9 +9,9 @@
 
 namespace shardproof {
 
-// Element i of the parameter called `name` is a function of (seed, name, i) alone, where a tied parameter goes by its first name.
-// Parameters of two and more dims get a normal distribution with the given standard deviation, other ones whose name ends in
-// "weight" ones, the rest zeros.
+// Element i of the parameter called `name` is a function of (seed, name, i) alone, where a tied parameter goes by its first
+// name. Parameters of two and more dims get a normal distribution with the given standard deviation, other ones whose name ends
+// in "weight" ones, the rest zeros.
 Initializer normal_initializer(uint64_t seed, double standard_deviation = 0.02);
 
 // Fills every parameter of a module that has memory.

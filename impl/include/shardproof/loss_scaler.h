@@ -1,5 +1,5 @@
-// Dynamic loss scaling for float16: small gradients would vanish, so the loss is scaled up and the gradient down again. The decision
-// to skip a step is the same on every rank. Use it with ShardOptions::check_gradients = false.
+// Dynamic loss scaling for float16: small gradients would vanish, so the loss is scaled up and the gradient down again. The
+// decision to skip a step is the same on every rank. Use it with ShardOptions::check_gradients = false.
 //
 //   scaler.scale(loss).backward();
 //   if (scaler.unscale(sharded)) { sharded.clip_gradients(1.0); optimizer.step(); }
@@ -31,8 +31,8 @@ class LossScaler {
   double value() const { return scale_; }
   at::Tensor scale(const at::Tensor& loss) const;
 
-  // After the last backward: divides gradients by the scale and returns true; or, when an element on any rank is NaN or infinite,
-  // forgets them (Sharded::skip_step), lowers the scale and returns false. Collective over the mesh.
+  // After the last backward: divides gradients by the scale and returns true; or, when an element on any rank is NaN or
+  // infinite, forgets them (Sharded::skip_step), lowers the scale and returns false. Collective over the mesh.
   bool unscale(Sharded& sharded);
 
  private:

@@ -1,5 +1,5 @@
-// Building a model without memory. While a MetaInit lives, tensors that this thread makes on the CPU are on the meta device instead:
-// they have sizes and no values. Sharding such a model allocates what a rank owns and nothing else, and fills it with
+// Building a model without memory. While a MetaInit lives, tensors that this thread makes on the CPU are on the meta device
+// instead: they have sizes and no values. Sharding such a model allocates what a rank owns and nothing else, and fills it with
 // ShardOptions::initialize.
 //
 //   std::shared_ptr<Gpt> model;

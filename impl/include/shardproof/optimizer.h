@@ -1,6 +1,7 @@
-// Optimizers on the shards that a rank owns. Elementwise rules see the same IEEE operations in the same order wherever an element
-// lies, so results do not depend on the cut. Scalars are computed in double and rounded once to the dtype of the arithmetic:
-// float32, or float64 for float64 parameters; low-precision parameters without main parameters are rounded after each update.
+// Optimizers on the shards that a rank owns. Elementwise rules see the same IEEE operations in the same order wherever an
+// element lies, so results do not depend on the cut. Scalars are computed in double and rounded once to the dtype of the
+// arithmetic: float32, or float64 for float64 parameters; low-precision parameters without main parameters are rounded after
+// each update.
 #pragma once
 
 #include <functional>
@@ -12,8 +13,8 @@
 
 namespace shardproof {
 
-//   g += weight_decay * p (if not 0);  m = momentum * m + g, d = m (d = g without momentum; d = g + momentum * m with nesterov);
-//   p -= lr * d
+//   g += weight_decay * p (if not 0);  m = momentum * m + g, d = m (d = g without momentum; d = g + momentum * m with
+//   nesterov); p -= lr * d
 // As torch.optim.SGD with dampening 0; state "momentum_buffer" when momentum is not 0.
 struct SgdOptions {
   double lr = 0.1;
@@ -97,15 +98,15 @@ struct ParameterGroup {
   double decay_factor = 1;
 };
 
-// The usual two groups: parameters of fewer than two dims (biases and norms) and those with "norm" or "ln_" in their name are not
-// decayed.
+// The usual two groups: parameters of fewer than two dims (biases and norms) and those with "norm" or "ln_" in their name are
+// not decayed.
 std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<UpdateRule> rule);
 
 class Optimizer {
  public:
-  // State is allocated here, for the owned shards of parameters that require gradients; for one that does so later, at its first
-  // update. `sharded` must outlive the optimizer. Throws Error, naming the parameter, when no group takes one, or when a rule needs
-  // whole parameters and the shards cut one.
+  // State is allocated here, for the owned shards of parameters that require gradients; for one that does so later, at its
+  // first update. `sharded` must outlive the optimizer. Throws Error, naming the parameter, when no group takes one, or when a
+  // rule needs whole parameters and the shards cut one.
   Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups);
   Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule);
 

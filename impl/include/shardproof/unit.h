@@ -1,5 +1,5 @@
-// A unit is a module, or several, whose parameters are gathered, freed and reduced together. LibTorch has no forward hooks, so a
-// unit is entered through `call`: a model is written once with `call(block, x)` instead of `block->forward(x)`, and where the
+// A unit is a module, or several, whose parameters are gathered, freed and reduced together. LibTorch has no forward hooks, so
+// a unit is entered through `call`: a model is written once with `call(block, x)` instead of `block->forward(x)`, and where the
 // module is no unit (unsharded, or not chosen) that is all it does. Children of a torch::nn::Sequential need no change: it is
 // told to enter those that are units.
 #pragma once
@@ -104,8 +104,8 @@ auto forward_without_graph(UnitHooks& hooks, const Forward& forward, std::tuple<
 }  // namespace detail
 
 // forward(args...) as a forward of `module`: for entry points other than the method `forward`. Tensors in arguments and results
-// are found directly and inside vectors, arrays, optionals, pairs and tuples. Every rank of the mesh must call the same units in
-// the same order.
+// are found directly and inside vectors, arrays, optionals, pairs and tuples. Every rank of the mesh must call the same units
+// in the same order.
 template <class Module, class Forward, class... Args>
 auto call_as(Module&& module, Forward forward, Args... args) {
   const torch::nn::Module& callee = detail::module_of(module);

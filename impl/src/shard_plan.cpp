@@ -1,4 +1,4 @@
-#include "unit_plan.h"
+#include "shard_plan.h"
 
 #include <algorithm>
 #include <map>
@@ -20,9 +20,10 @@ void require_separate(const std::vector<NamedParameter>& parameters) {
     const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
     const auto* end = begin + tensor.nbytes();
     for (const auto& [range, name] : begins)
-      SHARD_REQUIRE(begin >= range.second || end <= range.first, "fully_shard",
-                    "parameters {} and {} share memory but are not one tensor. Register the same tensor under both names to tie them",
-                    name, parameter.name);
+      SHARD_REQUIRE(
+          begin >= range.second || end <= range.first, "fully_shard",
+          "parameters {} and {} share memory but are not one tensor. Register the same tensor under both names to tie them",
+          name, parameter.name);
     begins[{begin, end}] = parameter.name;
   }
 }
@@ -34,8 +35,8 @@ void require_shardable(const NamedParameter& parameter) {
                 c10::toString(tensor.scalar_type()));
   SHARD_REQUIRE(tensor.device().is_cpu() || tensor.is_meta(), "fully_shard",
                 "parameter {} must be on the CPU or the meta device, got {}", parameter.name, tensor.device().str());
-  SHARD_REQUIRE(tensor.is_leaf(), "fully_shard", "parameter {} is the result of a computation, not a leaf; assign a detached copy",
-                parameter.name);
+  SHARD_REQUIRE(tensor.is_leaf(), "fully_shard",
+                "parameter {} is the result of a computation, not a leaf; assign a detached copy", parameter.name);
 }
 
 std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
@@ -52,7 +53,8 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
     UnitPlan plan{{}, entry.options, {}};
     for (const auto& module : entry.modules) {
       const auto found = names.find(module.get());
-      SHARD_REQUIRE(found != names.end(), "fully_shard", "module {} is a unit but not below the root {}", module->name(), root->name());
+      SHARD_REQUIRE(found != names.end(), "fully_shard", "module {} is a unit but not below the root {}", module->name(),
+                    root->name());
       SHARD_REQUIRE(!std::exchange(taken[module.get()], true), "fully_shard", "module '{}' is in two units", found->second);
       plan.modules.emplace_back(found->second, module);
     }
@@ -61,7 +63,8 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
   }
   if (options.units)
     for (const auto& item : root->named_modules("", /*include_self=*/false))
-      if (!taken[item.value().get()] && options.units(item.key(), *item.value())) plans.push_back({{{item.key(), item.value()}}, {}, {}});
+      if (!taken[item.value().get()] && options.units(item.key(), *item.value()))
+        plans.push_back({{{item.key(), item.value()}}, {}, {}});
   const auto place = [&](const UnitPlan& plan) {
     return std::find(order.begin(), order.end(), plan.modules.front().second.get()) - order.begin();
   };
@@ -78,7 +81,8 @@ bool is_within(const std::string& name, const std::string& prefix) {
   return prefix.empty() || (name.size() > prefix.size() && name.starts_with(prefix) && name[prefix.size()] == '.');
 }
 
-UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries, const ShardOptions& options) {
+UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
+                     const ShardOptions& options) {
   UnitPlans result{choose_units(root, entries, options), {}};
   const auto innermost = [&](const std::string& name) {
     size_t best = 0, longest = 0;

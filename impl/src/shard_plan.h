@@ -34,9 +34,9 @@ struct UnitPlans {
 // Whether a name is that of a descendant of the module called `prefix`.
 bool is_within(const std::string& name, const std::string& prefix);
 
-// A tensor belongs to the innermost unit of its first name; one that other units use as well belongs to the root, which is whole as
-// long as any of them runs. Throws Error, naming module or parameter, when an entry is not below the root, a module is in two
-// units, or a parameter cannot be sharded.
+// A tensor belongs to the innermost unit of its first name; one that other units use as well belongs to the root, which is
+// whole as long as any of them runs. Throws Error, naming module or parameter, when an entry is not below the root, a module is
+// in two units, or a parameter cannot be sharded.
 UnitPlans plan_units(const std::shared_ptr<torch::nn::Module>& root, const std::vector<Sharding::Entry>& entries,
                      const ShardOptions& options);
 
