@@ -41,44 +41,134 @@ struct Gpt {
   bool tied = false;
 };
 
+// Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an odd
+// square kernel, padding kernel / 2, then a group norm with one group (eps 1e-5, over channels, height and width) if `norm`, then
+// relu; after the last one the mean over height and width and a linear head to `classes`. Target [B, classes];
+// loss = sum((output - target)^2). Parameters "conv.<i>.weight" [out, in, k, k], "conv.<i>.bias", "norm.<i>.weight",
+// "norm.<i>.bias" (if norm), "head.weight", "head.bias".
+struct Conv {
+  std::vector<int64_t> channels;
+  int64_t kernel = 3;
+  int64_t size = 4;
+  int64_t classes = 3;
+  bool norm = true;
+};
+
+// A mixture of what real models hide: input and target [B, width]; loss = sum((output - target)^2). In order:
+//   x = input * buffer                   "scales" [width], a buffer, not a parameter: scales[i] = 1 + i / 8
+//   x = tanh(linear(x, shared.weight, shared.bias))        the same module called `calls` times in a row (1 to 3)
+//   x = x * gain                         parameter "gain", 0-dim
+//   x = x + x * (cube[0] + cube[1]).squeeze(-1)            parameter "cube" [2, width, 1], n-dim
+//   "empty" [0, width]                   a parameter of no elements; x = x + empty.sum(0)
+//   x = x + linear(x, side.weight)       "side.weight" [width, width], only where the microbatch says so (Microbatch::branch):
+//                                        unused on some ranks, or on all
+//   "never" [width]                      a parameter that nothing uses
+//   x = linear(tanh(x), shared.weight)   the weight again, under the second name "out.weight" in the library's model
+// Parameters, in this order: "gain" [], "cube", "empty", "never", "shared.weight" [width, width], "shared.bias" [width],
+// "side.weight". Parts can be left out.
+struct Odd {
+  int64_t width = 3;
+  int64_t calls = 1;
+  bool gain = true, cube = true, empty = true, side = true, never = true, tied = true;  // tied: the last line above
+};
+
 struct Model {
-  enum class Kind { mlp, gpt } kind = Kind::mlp;
+  enum class Kind { mlp, gpt, conv, odd } kind = Kind::mlp;
   Mlp mlp;
   Gpt gpt;
+  Conv conv;
+  Odd odd;
 };
 
 // The names and shapes of a model's parameters, in the order above.
 std::vector<std::pair<std::string, std::vector<int64_t>>> parameter_shapes(const Model& model);
 
-// Elementwise, one IEEE operation at a time, scalars computed in double and rounded once to the dtype:
-//   sgd    g += weight_decay * p (if not 0);  m = momentum * m + g (if momentum is not 0), d = m or g;  p -= lr * d
+// One IEEE operation at a time, scalars computed in double and rounded once to the dtype (lr below is lr * the step's factor *
+// the group's factor, weight_decay is weight_decay * the group's factor):
+//   sgd    g += weight_decay * p (if not 0);  m = momentum * m + g (if momentum is not 0), d = m or g;
+//          with nesterov d = g + momentum * m;  p -= lr * d
+//   adam   g += weight_decay * p (if not 0); then as adamw without decay
 //   adamw  p *= 1 - lr * weight_decay;  m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g);
 //          p -= (lr / (1 - beta1^t)) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
-// State starts at zero and is called "momentum_buffer", "exp_avg", "exp_avg_sq".
+//   lion   p *= 1 - lr * weight_decay;  u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g;  p -= lr * u
+//   muon   of parameters with two dims, both above 0: p *= 1 - lr * weight_decay;  m = momentum * m + g;
+//          u = g + momentum * m (nesterov);  X = u / (||u||_F + 1e-7), transposed when it has more rows than columns; five times
+//          A = X X^T, B = b A + c (A A), X = a X + B X with (a, b, c) = (3.4445, -4.7750, 2.0315); back transposed;
+//          p -= lr * sqrt(max(1, rows / columns)) * X.  The norm is the square root of the exact sum of squares, in float32; every
+//          product is one at::mm of contiguous operands, every other operation one elementwise operation in the order written.
+//          Parameters of other shapes: adamw with the same lr, betas, eps and decay.
+// t counts the updates of that parameter. State starts at zero and is called "momentum_buffer" (sgd, muon), "exp_avg" (adam,
+// adamw, lion), "exp_avg_sq"; a parameter whose rule does not use a slot has none there.
 struct Optimizer {
-  enum class Kind { sgd, adamw } kind = Kind::sgd;
+  enum class Kind { sgd, adam, adamw, lion, muon } kind = Kind::sgd;
   double lr = 0.1;
   double momentum = 0;
+  bool nesterov = false;
   double weight_decay = 0;
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;
+  // The first group whose pattern occurs in a parameter's name gives its factors; none: 1 and 1.
+  struct Group {
+    std::string pattern;
+    double lr_factor = 1;
+    double decay_factor = 1;
+  };
+  std::vector<Group> groups;
 };
 
-// Gradients of the microbatches (round k, rank i) are added in one of two orders:
-//   rounds_then_ranks  each rank's rounds first, g[0][i] + g[1][i] + ..., then the ranks in order
-//   ranks_then_rounds  the ranks of each round in order, then the rounds
-enum class SumOrder { rounds_then_ranks, ranks_then_rounds };
+// How gradients of the microbatches (round k, rank i) are added. Ranks are numbered replica * shards + shard, where
+// ranks == replicas * shards.
+struct SumOrder {
+  int64_t shards = 1;    // ranks of one group that is summed first
+  int64_t replicas = 1;  // groups, whose sums are added afterwards
+  // Rounds that end with a reduction over the shards (Step::reduce_after) add their sums round by round. When replicas come
+  // last, each replica adds its own sums over the rounds, and the replicas are added once at the end; else they are added after each
+  // reduction.
+  bool replicas_last = true;
+  // Order does not matter: each microbatch's float32 gradient g becomes the integer round_to_nearest_even(g * 2^44), integers are
+  // added, and the sum is rounded once to float32 (int64 -> float32, then * 2^-44). The rest of this struct is ignored.
+  bool canonical = false;
+};
+
+// Dtypes. at::kFloat everywhere is the plain run. Parameters and optimizer state are float32 (main); the model runs on copies
+// rounded to `compute`, floating inputs are rounded to it too, and its output is converted to float32 before the loss (targets
+// stay float32). The gradient of a microbatch has dtype `compute`. Local sums over rounds are taken in `gradient` (each term converted
+// first); for a reduction over more than one rank the local sum is converted to `reduce`, summed over ranks in rank order, each addition rounded to `reduce` -
+// or, with `float32_sums`, converted to float32, added there in rank order, rounded once to `reduce` - and the result converted to
+// `gradient`, in which sums over reductions are taken. Each of the two reductions (over shards, over replicas) is so; between them the
+// value is in `gradient`. The optimizer reads float32.
+struct Precision {
+  at::ScalarType compute = at::kFloat;
+  at::ScalarType gradient = at::kFloat;
+  at::ScalarType reduce = at::kFloat;
+  bool float32_sums = false;
+};
 
 // loss of a microbatch = weight * the model's loss. Gradients are those of that.
 struct Microbatch {
   at::Tensor input;
   at::Tensor target;
   double weight = 1;
+  bool branch = true;  // Odd: whether this microbatch uses "side.weight"
 };
 
 struct Step {
   std::vector<std::vector<Microbatch>> microbatches;  // [round][rank], at least one of each, none of them empty
+  // [round]: whether a reduction over the shards follows; the last one always does, and an empty list means only the last one.
+  std::vector<bool> reduce_after;
+  double divide_before = 1;  // each local sum is divided by this right before it is reduced over the shards (in `gradient`)
   double divide = 1;      // the summed gradient is divided by this, a true division (no operation when 1)
   double clip_norm = 0;   // 0: the norm is measured, nothing is clipped
+  double norm_order = 2;  // 1, 2 or infinity
+  double lr_factor = 1;
+  std::vector<std::string> frozen;  // names of parameters that have no gradient and are not updated in this step
+};
+
+// Dynamic loss scaling: every loss is multiplied by the scale (after its weight), and the summed gradient divided by the scale
+// after `divide`. If any element of the summed gradient is not finite, the step is skipped (nothing is updated, no t counts) and
+// the scale is halved; after `growth_interval` steps in a row without that it is doubled. 0: no scaling.
+struct LossScaling {
+  double initial = 0;
+  int64_t growth_interval = 2000;
 };
 
 struct Run {
@@ -86,17 +176,23 @@ struct Run {
   Optimizer optimizer;
   Named parameters;  // initial values, float32, as `parameter_shapes` says
   std::vector<Step> steps;
-  SumOrder order = SumOrder::rounds_then_ranks;
+  SumOrder order;
+  Precision precision;
+  LossScaling scaling;
 };
 
 // What one step left behind.
 struct StepTrace {
-  std::vector<std::vector<double>> losses;  // [round][rank], the weighted loss
-  double gradient_norm = 0;  // of the divided gradients, before clipping: the exact sum of squares rounded once to
-                             // double, then its square root
-  Named gradients;           // divided and clipped, as the optimizer reads them. Clipping multiplies by
-                             // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1
-  Named parameters;          // after the update
+  std::vector<std::vector<double>> losses;  // [round][rank], the weighted loss, without the loss scale
+  double gradient_norm = 0;  // of the divided and unscaled gradients of the parameters that are not frozen, before clipping: the
+                             // exact sum of squares rounded once to double, then its square root; order 1: the exact sum of
+                             // magnitudes rounded once to double; infinity: the largest magnitude
+  bool skipped = false;      // by loss scaling; gradients are then empty and the norm is 0
+  double loss_scale = 0;     // used in this step
+  Named gradients;           // of the parameters that are not frozen: divided, unscaled and clipped, as the optimizer reads
+                             // them. Clipping multiplies by clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is
+                             // below 1
+  Named parameters;          // after the update, all of them
   std::vector<std::pair<std::string, Named>> state;  // after the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ...
 };
 using Trace = std::vector<StepTrace>;
@@ -112,6 +208,8 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 // torch.nn.utils.clip_grad_norm_, in float64. Slow to start (imports torch once a process); calls are serialised.
 // Throws EnvironmentError when Python or torch cannot be loaded, saying what to install.
 Trace train_in_python(const Run& run);
+// Whether Python knows all that the run asks for. It has no low precision, loss scaling, lion or muon.
+bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {
  public:

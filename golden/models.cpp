@@ -64,6 +64,37 @@ at::Tensor feed_forward(const Scope& block, const at::Tensor& x) {
   return block.linear(at::gelu(block.linear(x, "mlp.c_fc")), "mlp.c_proj");
 }
 
+std::vector<std::pair<std::string, std::vector<int64_t>>> conv_shapes(const Conv& conv) {
+  std::vector<std::pair<std::string, std::vector<int64_t>>> shapes;
+  for (size_t i = 0; i + 1 < conv.channels.size(); ++i) {
+    shapes.push_back({fmt::format("conv.{}.weight", i), {conv.channels[i + 1], conv.channels[i], conv.kernel, conv.kernel}});
+    shapes.push_back({fmt::format("conv.{}.bias", i), {conv.channels[i + 1]}});
+  }
+  for (size_t i = 0; conv.norm && i + 1 < conv.channels.size(); ++i) {
+    shapes.push_back({fmt::format("norm.{}.weight", i), {conv.channels[i + 1]}});
+    shapes.push_back({fmt::format("norm.{}.bias", i), {conv.channels[i + 1]}});
+  }
+  shapes.push_back({"head.weight", {conv.classes, conv.channels.back()}});
+  shapes.push_back({"head.bias", {conv.classes}});
+  return shapes;
+}
+
+std::vector<std::pair<std::string, std::vector<int64_t>>> odd_shapes(const Odd& odd) {
+  const int64_t width = odd.width;
+  std::vector<std::pair<std::string, std::vector<int64_t>>> shapes;
+  const auto add = [&](bool present, const char* name, std::vector<int64_t> shape) {
+    if (present) shapes.emplace_back(name, std::move(shape));
+  };
+  add(odd.gain, "gain", {});
+  add(odd.cube, "cube", {2, width, 1});
+  add(odd.empty, "empty", {0, width});
+  add(odd.never, "never", {width});
+  add(true, "shared.weight", {width, width});
+  add(true, "shared.bias", {width});
+  add(odd.side, "side.weight", {width, width});
+  return shapes;
+}
+
 }  // namespace
 
 std::vector<std::pair<std::string, std::vector<int64_t>>> parameter_shapes(const Model& model) {
@@ -77,6 +108,8 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> parameter_shapes(const
     }
     return shapes;
   }
+  if (model.kind == Model::Kind::conv) return conv_shapes(model.conv);
+  if (model.kind == Model::Kind::odd) return odd_shapes(model.odd);
   const Gpt& gpt = model.gpt;
   const int64_t hidden = gpt.hidden;
   const auto layer_norm = [&](const std::string& name) {
@@ -126,15 +159,54 @@ at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::T
   return at::linear(model.layer_norm(x, "ln_f"), model(gpt.tied ? "wte.weight" : "lm_head.weight"));
 }
 
-at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
-  if (model.kind == Model::Kind::mlp) {
-    const at::Tensor error = mlp_forward(model.mlp, parameters, microbatch.input) - microbatch.target;
-    return (error * error).sum() * microbatch.weight;
+at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& images) {
+  at::Tensor x = images;
+  for (size_t i = 0; i + 1 < conv.channels.size(); ++i) {
+    const Scope layer(parameters, fmt::format("conv.{}.", i));
+    x = at::conv2d(x, layer("weight"), layer("bias"), /*stride=*/1, /*padding=*/conv.kernel / 2);
+    if (conv.norm) {
+      const Scope norm(parameters, fmt::format("norm.{}.", i));
+      x = at::group_norm(x, 1, norm("weight"), norm("bias"), kLayerNormEps);
+    }
+    x = at::relu(x);
   }
-  const at::Tensor logits = gpt_forward(model.gpt, parameters, microbatch.input);
-  return at::cross_entropy_loss(logits.reshape({-1, model.gpt.vocab}), microbatch.target.reshape({-1}), {},
-                                at::Reduction::Sum) *
-         microbatch.weight;
+  const Scope head(parameters, "head.");
+  return at::linear(x.mean({2, 3}), head("weight"), head("bias"));
+}
+
+at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::Tensor& input, bool branch) {
+  const at::Tensor& weight = parameters.at("shared.weight");
+  const at::Tensor scales = at::arange(odd.width, at::kFloat) / 8 + 1;
+  at::Tensor x = input * scales.to(input.scalar_type());
+  for (int64_t i = 0; i < odd.calls; ++i) x = at::tanh(at::linear(x, weight, parameters.at("shared.bias")));
+  if (odd.gain) x = x * parameters.at("gain");
+  if (odd.cube) {
+    const at::Tensor& cube = parameters.at("cube");
+    x = x + x * (cube.select(0, 0) + cube.select(0, 1)).squeeze(-1);
+  }
+  if (odd.empty) x = x + parameters.at("empty").sum(0);
+  if (odd.side && branch) x = x + at::linear(x, parameters.at("side.weight"));
+  if (odd.tied) x = at::linear(at::tanh(x), weight);
+  return x;
+}
+
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
+  const at::Tensor& input = microbatch.input;
+  at::Tensor output;
+  switch (model.kind) {
+    case Model::Kind::mlp: output = mlp_forward(model.mlp, parameters, input); break;
+    case Model::Kind::gpt: output = gpt_forward(model.gpt, parameters, input); break;
+    case Model::Kind::conv: output = conv_forward(model.conv, parameters, input); break;
+    case Model::Kind::odd: output = odd_forward(model.odd, parameters, input, microbatch.branch); break;
+  }
+  // Low precision ends here.
+  if (output.scalar_type() != at::kDouble) output = output.to(at::kFloat);
+  if (model.kind == Model::Kind::gpt)
+    return at::cross_entropy_loss(output.reshape({-1, model.gpt.vocab}), microbatch.target.reshape({-1}), {},
+                                  at::Reduction::Sum) *
+           microbatch.weight;
+  const at::Tensor error = output - microbatch.target;
+  return (error * error).sum() * microbatch.weight;
 }
 
 }  // namespace golden

@@ -40,34 +40,48 @@ double ExactSum::rounded() const {
 
 namespace {
 
-double sum_of_squares_double(const std::vector<at::Tensor>& tensors) {
-  double sum = 0;
+// term(x) of every element, added exactly for float32, plainly for float64.
+template <class Term>
+double sum_of(const std::vector<at::Tensor>& tensors, const Term& term) {
+  ExactSum exact;
+  double plain = 0, not_finite = 0;
   for (const at::Tensor& tensor : tensors) {
-    const at::Tensor t = tensor.contiguous();
-    const double* data = t.const_data_ptr<double>();
-    for (int64_t i = 0; i < t.numel(); ++i) sum += data[i] * data[i];
+    const bool single = tensor.scalar_type() == at::kFloat;
+    const at::Tensor values = tensor.to(at::kDouble).contiguous();
+    const double* data = values.const_data_ptr<double>();
+    for (int64_t i = 0; i < values.numel(); ++i) {
+      const double value = term(data[i]);
+      if (!std::isfinite(value)) not_finite += value;  // inf + NaN is NaN
+      else if (single && value != 0) exact.add(value);
+      else plain += value;
+    }
   }
-  return sum;
+  return not_finite == 0 ? exact.rounded() + plain : not_finite;
 }
 
 }  // namespace
 
 double sum_of_squares(const std::vector<at::Tensor>& tensors) {
-  if (!tensors.empty() && tensors.front().scalar_type() == at::kDouble) return sum_of_squares_double(tensors);
-  ExactSum sum;
-  double not_finite = 0;
+  return sum_of(tensors, [](double x) { return x * x; });
+}
+
+double sum_of_magnitudes(const std::vector<at::Tensor>& tensors) {
+  return sum_of(tensors, [](double x) { return std::abs(x); });
+}
+
+double largest_magnitude(const std::vector<at::Tensor>& tensors) {
+  double most = 0;
   for (const at::Tensor& tensor : tensors) {
-    const at::Tensor t = tensor.contiguous();
-    const float* data = t.const_data_ptr<float>();
-    for (int64_t i = 0; i < t.numel(); ++i) {
-      const double square = static_cast<double>(data[i]) * data[i];
-      if (!std::isfinite(square))
-        not_finite += square;  // inf + NaN is NaN
-      else if (square != 0)
-        sum.add(square);
-    }
+    if (tensor.numel() == 0) continue;
+    const double here = tensor.abs().max().to(at::kDouble).item<double>();  // NaN if there is one
+    if (!(here <= most)) most = here;
   }
-  return not_finite == 0 ? sum.rounded() : not_finite;
+  return most;
+}
+
+double norm(const std::vector<at::Tensor>& tensors, double order) {
+  if (order == 1) return sum_of_magnitudes(tensors);
+  return order == 2 ? std::sqrt(sum_of_squares(tensors)) : largest_magnitude(tensors);
 }
 
 }  // namespace golden

@@ -25,5 +25,11 @@ class ExactSum {
 //   compared within tolerance
 // NaN if any element is NaN, otherwise infinite if any is infinite.
 double sum_of_squares(const std::vector<at::Tensor>& tensors);
+// Sum of the magnitudes of all elements, likewise.
+double sum_of_magnitudes(const std::vector<at::Tensor>& tensors);
+// NaN if any element is NaN; 0 without elements.
+double largest_magnitude(const std::vector<at::Tensor>& tensors);
+// Of order 1, 2 or infinity.
+double norm(const std::vector<at::Tensor>& tensors, double order);
 
 }  // namespace golden

@@ -1,7 +1,8 @@
-// SGD and AdamW over whole tensors, one IEEE operation at a time, as golden.h states them.
+// The optimizers over whole tensors, one IEEE operation at a time, as golden.h states them.
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,20 +16,26 @@ class OptimizerState {
   OptimizerState(Optimizer optimizer, const Named& parameters);
 
   // Returns the new parameters; neither the old ones nor the gradients are touched, so that traces may keep
-  // them.
-  Named update(const Named& parameters, const Named& gradients);
+  // them. `gradients` are of the parameters that are not frozen, in the same order; the others stay.
+  Named update(const Named& parameters, const Named& gradients, double lr_factor);
 
-  // {"momentum_buffer", ...} or {"exp_avg", ...}, {"exp_avg_sq", ...}; empty for SGD without momentum.
-  const std::vector<std::pair<std::string, Named>>& tensors() const { return tensors_; }
+  // {"momentum_buffer", ...} or {"exp_avg", ...}, {"exp_avg_sq", ...}; empty for SGD without momentum. In each the parameters
+  // that have it.
+  std::vector<std::pair<std::string, Named>> tensors() const;
 
  private:
-  at::Tensor sgd(size_t index, const at::Tensor& parameter, const at::Tensor& gradient);
-  at::Tensor adamw(size_t index, const at::Tensor& parameter, const at::Tensor& gradient);
-  at::Tensor& state(size_t which, size_t index) { return tensors_[which].second[index].second; }
+  // One parameter's.
+  struct Held {
+    std::string name;
+    bool by_muon = false;
+    double lr_factor = 1, decay_factor = 1;
+    int64_t updates = 0;
+    Named state;
+  };
+  at::Tensor update(Held& held, const at::Tensor& parameter, const at::Tensor& gradient, double lr_factor) const;
 
   Optimizer optimizer_;
-  int64_t steps_ = 0;
-  std::vector<std::pair<std::string, Named>> tensors_;
+  std::vector<Held> held_;
 };
 
 }  // namespace golden

@@ -61,8 +61,22 @@ PythonTrain* open_library() {
 
 }  // namespace
 
+bool oracle_supports(const Run& run) {
+  const Optimizer& o = run.optimizer;
+  const bool model = run.model.kind == Model::Kind::mlp || run.model.kind == Model::Kind::gpt;
+  const bool plain = run.precision.compute == at::kFloat && run.precision.gradient == at::kFloat &&
+                     run.precision.reduce == at::kFloat && run.scaling.initial == 0;
+  const bool known = (o.kind == Optimizer::Kind::sgd && !o.nesterov) || o.kind == Optimizer::Kind::adamw;
+  bool steps = true;
+  for (const Step& step : run.steps)
+    steps &= step.frozen.empty() && step.lr_factor == 1 && step.norm_order == 2 && step.divide_before == 1;
+  return model && plain && known && o.groups.empty() && steps;
+}
+
 Trace train_in_python(const Run& run) {
   require_valid(run);
+  if (!oracle_supports(run))
+    throw std::invalid_argument("golden: PyTorch in Python does not know all that this run asks for; ask oracle_supports first");
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   static PythonTrain* python_train = nullptr;

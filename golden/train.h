@@ -1,6 +1,10 @@
 // The golden run, one step at a time.
 #pragma once
 
+#include <set>
+#include <string>
+#include <vector>
+
 #include "golden/golden.h"
 #include "golden/optimizer.h"
 
@@ -10,25 +14,25 @@ namespace golden {
 // as they come. Every tensor of a StepTrace is final: later steps make new ones.
 class Trainer {
  public:
-  // `parameters` are copied. Throws std::invalid_argument as `train` does.
-  Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order,
-          at::ScalarType dtype = at::kFloat);
+  // Of the run everything but its steps; parameters are copied. Throws std::invalid_argument as `train` does.
+  explicit Trainer(const Run& run, at::ScalarType dtype = at::kFloat);
 
   StepTrace step(const Step& step);
 
   const Named& parameters() const { return parameters_; }
 
  private:
-  // Gradients of one microbatch, new tensors in the order of the parameters.
-  std::vector<at::Tensor> gradients(const Microbatch& microbatch, double* loss) const;
-  // Their sum over all microbatches in the prescribed order.
-  std::vector<at::Tensor> summed_gradients(const Step& step, std::vector<std::vector<double>>* losses) const;
+  void update(const Step& step, const std::set<std::string>& frozen, std::vector<at::Tensor> gradients, StepTrace& trace);
 
   Model model_;
   SumOrder order_;
+  Precision precision_;
   at::ScalarType dtype_;
   Named parameters_;
   OptimizerState optimizer_;
+  LossScaling scaling_;
+  double loss_scale_ = 0;
+  int64_t good_steps_ = 0;
 };
 
 }  // namespace golden

@@ -28,15 +28,15 @@ void require_tokens(const at::Tensor& tokens, int64_t vocab, const char* what) {
       refuse(fmt::format("{} token {} is {}, expected 0 to vocab - 1 = {}", what, i, data[i], vocab - 1));
 }
 
-void require_mlp_data(const Mlp& mlp, const at::Tensor& input, const at::Tensor& target) {
-  const auto fits = [&](const at::Tensor& t, int64_t width) {
-    return t.defined() && at::isFloatingType(t.scalar_type()) && t.dim() == 2 && t.size(0) > 0 &&
-           t.size(1) == width;
+// Input [B, in...] and target [B, out...] with the same B.
+void require_data(const char* model, const std::vector<int64_t>& in, const std::vector<int64_t>& out, const Microbatch& data) {
+  const auto fits = [](const at::Tensor& t, const std::vector<int64_t>& rest) {
+    return t.defined() && at::isFloatingType(t.scalar_type()) && t.dim() == std::ssize(rest) + 1 && t.size(0) > 0 &&
+           t.sizes().slice(1) == at::IntArrayRef(rest);
   };
-  if (!fits(input, mlp.widths.front()) || !fits(target, mlp.widths.back()) || input.size(0) != target.size(0))
-    refuse(
-        fmt::format("mlp data: expected floating input [B, {}] and target [B, {}] with B >= 1, got {} and {}",
-                    mlp.widths.front(), mlp.widths.back(), shape_of(input), shape_of(target)));
+  if (!fits(data.input, in) || !fits(data.target, out) || data.input.size(0) != data.target.size(0))
+    refuse(fmt::format("{} data: expected floating input [B, {}] and target [B, {}] with B >= 1, got {} and {}", model,
+                       fmt::join(in, ", "), fmt::join(out, ", "), shape_of(data.input), shape_of(data.target)));
 }
 
 void require_gpt_data(const Gpt& gpt, const at::Tensor& input, const at::Tensor& target) {
@@ -56,6 +56,20 @@ void require_gpt_data(const Gpt& gpt, const at::Tensor& input, const at::Tensor&
 }  // namespace
 
 void require_valid(const Model& model) {
+  if (model.kind == Model::Kind::conv) {
+    const Conv& c = model.conv;
+    if (c.channels.size() < 2 || *std::min_element(c.channels.begin(), c.channels.end()) < 1 || c.kernel < 1 || c.kernel % 2 == 0 ||
+        c.size < 1 || c.classes < 1)
+      refuse(fmt::format("conv: expected two or more channels, each at least 1, an odd kernel, and size and classes >= 1, got channels "
+                         "[{}] kernel={} size={} classes={}",
+                         fmt::join(c.channels, ", "), c.kernel, c.size, c.classes));
+    return;
+  }
+  if (model.kind == Model::Kind::odd) {
+    if (model.odd.width < 1 || model.odd.calls < 1 || model.odd.calls > 3)
+      refuse(fmt::format("odd: expected width >= 1 and calls 1 to 3, got width={} calls={}", model.odd.width, model.odd.calls));
+    return;
+  }
   if (model.kind == Model::Kind::mlp) {
     const auto& widths = model.mlp.widths;
     if (widths.size() < 2 || *std::min_element(widths.begin(), widths.end()) < 1)
@@ -75,10 +89,14 @@ void require_valid(const Model& model) {
 }
 
 void require_valid(const Model& model, const Microbatch& microbatch) {
-  if (model.kind == Model::Kind::mlp)
-    require_mlp_data(model.mlp, microbatch.input, microbatch.target);
-  else
-    require_gpt_data(model.gpt, microbatch.input, microbatch.target);
+  switch (model.kind) {
+    case Model::Kind::gpt: return require_gpt_data(model.gpt, microbatch.input, microbatch.target);
+    case Model::Kind::mlp:
+      return require_data("mlp", {model.mlp.widths.front()}, {model.mlp.widths.back()}, microbatch);
+    case Model::Kind::conv:
+      return require_data("conv", {model.conv.channels.front(), model.conv.size, model.conv.size}, {model.conv.classes}, microbatch);
+    case Model::Kind::odd: return require_data("odd", {model.odd.width}, {model.odd.width}, microbatch);
+  }
 }
 
 void require_valid(const Model& model, const Named& parameters) {
@@ -106,6 +124,12 @@ void require_valid(const Model& model, const Step& step) {
   }
   if (!(step.divide > 0) || !std::isfinite(step.divide))
     refuse(fmt::format("divide: expected a finite number above 0, got {}", step.divide));
+  if (!(step.divide_before > 0) || !std::isfinite(step.divide_before))
+    refuse(fmt::format("divide_before: expected a finite number above 0, got {}", step.divide_before));
+  if (!step.reduce_after.empty() && step.reduce_after.size() != step.microbatches.size())
+    refuse(fmt::format("reduce_after: expected nothing or {} rounds, got {}", step.microbatches.size(), step.reduce_after.size()));
+  if (step.norm_order != 1 && step.norm_order != 2 && step.norm_order != INFINITY)
+    refuse(fmt::format("norm_order: expected 1, 2 or infinity, got {}", step.norm_order));
   if (!(step.clip_norm >= 0)) refuse(fmt::format("clip_norm: expected at least 0, got {}", step.clip_norm));
 }
 
@@ -115,10 +139,9 @@ void require_valid(const Optimizer& o) {
   };
   require(std::isfinite(o.lr) && o.lr >= 0, "a finite lr >= 0", o.lr);
   require(std::isfinite(o.weight_decay) && o.weight_decay >= 0, "a finite weight_decay >= 0", o.weight_decay);
-  if (o.kind == Optimizer::Kind::sgd) {
-    require(std::isfinite(o.momentum) && o.momentum >= 0, "a finite momentum >= 0", o.momentum);
-    return;
-  }
+  require(std::isfinite(o.momentum) && o.momentum >= 0, "a finite momentum >= 0", o.momentum);
+  require(!o.nesterov || o.momentum > 0, "a momentum above 0 with nesterov", o.momentum);
+  if (o.kind == Optimizer::Kind::sgd) return;
   require(o.beta1 >= 0 && o.beta1 < 1, "0 <= beta1 < 1", o.beta1);
   require(o.beta2 >= 0 && o.beta2 < 1, "0 <= beta2 < 1", o.beta2);
   require(std::isfinite(o.eps) && o.eps >= 0, "a finite eps >= 0", o.eps);

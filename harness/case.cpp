@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 
+#include "harness/random.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
@@ -39,7 +41,7 @@ class Group {
   std::vector<std::string> arguments_;
 };
 
-const char* to_string(golden::Activation activation) {
+const char* activation_name(golden::Activation activation) {
   switch (activation) {
     case golden::Activation::identity: return "identity";
     case golden::Activation::relu: return "relu";
@@ -49,63 +51,49 @@ const char* to_string(golden::Activation activation) {
   return "?";
 }
 
-std::string str(const golden::Model& model) {
-  if (model.kind == golden::Model::Kind::mlp)
-    return Group("mlp")
-        .add("widths", fmt::format("{}", fmt::join(model.mlp.widths, "-")))
-        .add("act", std::string(to_string(model.mlp.activation)), std::string("tanh"))
-        .flag("bias", model.mlp.bias, true)
-        .str();
-  const golden::Gpt& g = model.gpt;
-  return Group("gpt")
-      .add("layers", g.layers)
-      .add("hidden", g.hidden)
-      .add("heads", g.heads)
-      .add("vocab", g.vocab)
-      .add("positions", g.positions)
-      .flag("tied", g.tied, false)
-      .str();
-}
-
 std::string strategy_str(const Case& c) {
-  const Case standard;
-  return Group(c.strategy)
-      .add("units", std::string(to_string(c.units)), std::string(to_string(standard.units)))
-      .add("bucket", c.bucket_bytes_max, standard.bucket_bytes_max)
-      .flag("reshard", c.reshard_after_forward, standard.reshard_after_forward)
-      .add("align", c.alignment_bytes, standard.alignment_bytes)
-      .add("loss", std::string(c.mean_over_ranks ? "mean" : "sum"), std::string("mean"))
-      .str();
+  const CaseOptions standard;
+  Group group(c.strategy);
+  for (const OptionRow& row : option_rows())
+    group.add(row.key, value_text(row, c.options.*row.member), value_text(row, standard.*row.member));
+  return group.str();
 }
 
 std::string optimizer_str(const Case& c) {
   const golden::Optimizer& o = c.optimizer;
   const golden::Optimizer standard;
-  if (o.kind == golden::Optimizer::Kind::sgd)
-    return Group("sgd")
-        .add("lr", o.lr)
-        .add("momentum", o.momentum, standard.momentum)
-        .add("decay", o.weight_decay, standard.weight_decay)
-        .add("clip", c.clip_norm, 0.0)
-        .str();
-  return Group("adamw")
-      .add("lr", o.lr)
-      .add("beta1", o.beta1, standard.beta1)
-      .add("beta2", o.beta2, standard.beta2)
-      .add("eps", o.eps, standard.eps)
-      .add("decay", o.weight_decay, standard.weight_decay)
+  Group group(to_string(o.kind));
+  group.add("lr", o.lr);
+  if (o.kind == golden::Optimizer::Kind::sgd || o.kind == golden::Optimizer::Kind::muon)
+    group.add("momentum", o.momentum, standard.momentum);
+  if (o.kind == golden::Optimizer::Kind::sgd) group.flag("nesterov", o.nesterov, standard.nesterov);
+  else group.add("beta1", o.beta1, standard.beta1).add("beta2", o.beta2, standard.beta2).add("eps", o.eps, standard.eps);
+  return group.add("decay", o.weight_decay, standard.weight_decay)
+      .add("groups", c.groups, int64_t{0})
       .add("clip", c.clip_norm, 0.0)
+      .add("norm", std::string(c.norm_order == 0 ? "inf" : std::to_string(c.norm_order)), std::string("2"))
       .str();
 }
 
-std::string history_str(const std::vector<int64_t>& rounds) {
+std::string history_str(const std::vector<StepPlan>& steps) {
   std::string text;
-  int64_t current = 1;
-  for (size_t i = 0; i < rounds.size();) {
-    size_t end = i;
-    while (end < rounds.size() && rounds[end] == rounds[i]) ++end;
-    if (rounds[i] != current) text += fmt::format(" accumulate({})", rounds[i]);
-    current = rounds[i];
+  StepPlan current;
+  const auto set = [&](const char* word, int64_t StepPlan::* member, int64_t value) {
+    if (current.*member != value) text += fmt::format(" {}({})", word, value);
+    current.*member = value;
+  };
+  for (size_t i = 0; i < steps.size();) {
+    size_t end = i + 1;
+    const StepPlan& step = steps[i];
+    const bool repeats = !step.eval && !step.discard && !step.unshard;
+    while (repeats && end < steps.size() && steps[end] == step) ++end;
+    set("accumulate", &StepPlan::rounds, step.rounds);
+    set("sync", &StepPlan::sync_every, step.sync_every);
+    set("freeze", &StepPlan::frozen, step.frozen);
+    set("lr", &StepPlan::lr_percent, step.lr_percent);
+    if (step.eval) text += " eval";
+    if (step.discard) text += " discard";
+    if (step.unshard) text += " unshard";
     text += end - i == 1 ? " step" : fmt::format(" step*{}", end - i);
     i = end;
   }
@@ -114,81 +102,118 @@ std::string history_str(const std::vector<int64_t>& rounds) {
 
 }  // namespace
 
+std::string str(const golden::Model& model) {
+  using Kind = golden::Model::Kind;
+  Group group(to_string(model.kind));
+  const auto list = [](const std::vector<int64_t>& values) { return fmt::format("{}", fmt::join(values, "-")); };
+  switch (model.kind) {
+    case Kind::mlp:
+      return group.add("widths", list(model.mlp.widths))
+          .add("act", std::string(activation_name(model.mlp.activation)), std::string("tanh"))
+          .flag("bias", model.mlp.bias, true)
+          .str();
+    case Kind::gpt: {
+      const golden::Gpt& g = model.gpt;
+      return group.add("layers", g.layers)
+          .add("hidden", g.hidden)
+          .add("heads", g.heads)
+          .add("vocab", g.vocab)
+          .add("positions", g.positions)
+          .flag("tied", g.tied, false)
+          .str();
+    }
+    case Kind::conv: {
+      const golden::Conv& v = model.conv;
+      return group.add("channels", list(v.channels))
+          .add("kernel", v.kernel)
+          .add("size", v.size)
+          .add("classes", v.classes)
+          .flag("norm", v.norm, true)
+          .str();
+    }
+    case Kind::odd: {
+      const golden::Odd& d = model.odd;
+      return group.add("width", d.width)
+          .add("calls", d.calls, int64_t{1})
+          .flag("gain", d.gain, true)
+          .flag("cube", d.cube, true)
+          .flag("empty", d.empty, true)
+          .flag("side", d.side, true)
+          .flag("never", d.never, true)
+          .flag("tied", d.tied, true)
+          .str();
+    }
+  }
+  return "?";
+}
+
 const char* to_string(Mode mode) {
   switch (mode) {
     case Mode::exact: return "exact";
     case Mode::ordered: return "ordered";
+    case Mode::canonical: return "canonical";
     case Mode::fast: return "fast";
   }
   return "?";
 }
 
-const char* to_string(Units units) {
-  switch (units) {
-    case Units::root: return "root";
-    case Units::block: return "block";
-    case Units::leaf: return "leaf";
-    case Units::some: return "some";
+const std::vector<Mode>& modes() {
+  static const std::vector<Mode> all = {Mode::exact, Mode::ordered, Mode::canonical, Mode::fast};
+  return all;
+}
+
+const char* to_string(golden::Optimizer::Kind kind) {
+  using Kind = golden::Optimizer::Kind;
+  switch (kind) {
+    case Kind::sgd: return "sgd";
+    case Kind::adam: return "adam";
+    case Kind::adamw: return "adamw";
+    case Kind::lion: return "lion";
+    case Kind::muon: return "muon";
   }
   return "?";
 }
 
+const std::vector<golden::Optimizer::Kind>& optimizer_kinds() {
+  using enum golden::Optimizer::Kind;
+  static const std::vector<golden::Optimizer::Kind> all = {sgd, adam, adamw, lion, muon};
+  return all;
+}
+
+const char* to_string(golden::Model::Kind kind) {
+  using Kind = golden::Model::Kind;
+  switch (kind) {
+    case Kind::mlp: return "mlp";
+    case Kind::gpt: return "gpt";
+    case Kind::conv: return "conv";
+    case Kind::odd: return "odd";
+  }
+  return "?";
+}
+
+std::vector<golden::Optimizer::Group> optimizer_groups(int64_t number) {
+  switch (number) {
+    case 1: return {{.pattern = "bias", .lr_factor = 1, .decay_factor = 0}};
+    case 2: return {{.pattern = "0", .lr_factor = 0.5, .decay_factor = 2}, {.pattern = "weight", .lr_factor = 2, .decay_factor = 1}};
+    case 3: return {{.pattern = "weight", .lr_factor = 0, .decay_factor = 0}};
+    default: return {};
+  }
+}
+
+std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan) {
+  std::vector<std::string> names;
+  if (plan.frozen == 0) return names;
+  const auto shapes = golden::parameter_shapes(c.model);
+  // What every output depends on stays.
+  const std::string stays = c.model.kind == golden::Model::Kind::odd ? "shared.weight" : shapes[0].first;
+  for (size_t i = 0; i < shapes.size(); ++i)
+    if (shapes[i].first != stays && Draws(static_cast<uint64_t>(plan.frozen), shapes[i].first).bits(0) % 3 == 0) names.push_back(shapes[i].first);
+  return names;
+}
+
 std::string Case::str() const {
   return fmt::format("{} mesh({}) {} {} {} seed={} :{}", harness::str(model), mesh.str(), strategy_str(*this),
-                     optimizer_str(*this), to_string(mode), seed, history_str(rounds));
-}
-
-namespace {
-
-void validate(const golden::Optimizer& o) {
-  SHARD_REQUIRE(o.lr >= 0 && o.weight_decay >= 0 && o.momentum >= 0 && o.eps >= 0, "case",
-                "lr, decay, momentum and eps must not be negative, got lr={} decay={} momentum={} eps={}", o.lr, o.weight_decay,
-                o.momentum, o.eps);
-  SHARD_REQUIRE(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "case",
-                "beta1 and beta2 must be at least 0 and below 1, got beta1={} beta2={}", o.beta1, o.beta2);
-}
-
-}  // namespace
-
-void validate(const golden::Model& model) {
-  if (model.kind == golden::Model::Kind::mlp) {
-    const auto& widths = model.mlp.widths;
-    SHARD_REQUIRE(widths.size() >= 2, "case", "mlp needs at least two widths, e.g. widths=5-7-3, got {}", widths.size());
-    for (const int64_t width : widths) SHARD_REQUIRE(width >= 1, "case", "mlp: widths must be at least 1, got {}", width);
-    return;
-  }
-  const golden::Gpt& g = model.gpt;
-  for (const auto& [name, value] : {std::pair{"layers", g.layers}, {"hidden", g.hidden}, {"heads", g.heads},
-                                    {"vocab", g.vocab}, {"positions", g.positions}})
-    SHARD_REQUIRE(value >= 1, "case", "gpt: {} must be at least 1, got {}", name, value);
-  SHARD_REQUIRE(g.hidden % g.heads == 0, "case", "gpt: hidden={} is not divisible by heads={}. Choose hidden={} or heads={}",
-                g.hidden, g.heads, (g.hidden / g.heads + 1) * g.heads, 1);
-}
-
-void validate(const Case& c) {
-  validate(c.model);
-  shardproof::strategy(c.strategy);  // throws for unknown ones
-  for (const shardproof::Axis& axis : c.mesh.axes())
-    SHARD_REQUIRE(axis.name == "dp_shard", "case", "mesh axis '{}' is not used by strategy {}; it shards over dp_shard",
-                  axis.name, c.strategy);
-  SHARD_REQUIRE(c.mesh.has("dp_shard"), "case", "mesh '{}' lacks the axis dp_shard that strategy {} shards over; write "
-                "mesh(dp_shard=N)", c.mesh.str(), c.strategy);
-  SHARD_REQUIRE(c.mesh.size() <= shardproof::kThreadsWorldMax, "case",
-                "mesh {} has {} ranks; the threads backend runs at most {}", c.mesh.str(), c.mesh.size(),
-                shardproof::kThreadsWorldMax);
-  SHARD_REQUIRE(c.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(c.alignment_bytes)), "case",
-                "align={} must be a power of two and at least 64", c.alignment_bytes);
-  SHARD_REQUIRE(c.bucket_bytes_max >= 0 && c.clip_norm >= 0, "case", "bucket and clip must not be negative");
-  validate(c.optimizer);
-  SHARD_REQUIRE(!c.rounds.empty(), "case", "the history has no step; write ': step'");
-  for (const int64_t rounds : c.rounds)
-    SHARD_REQUIRE(rounds >= 1, "case", "accumulate({}) must be at least 1", rounds);
-  if (c.mode != Mode::exact) return;
-  using golden::Activation;
-  const bool linear = c.model.kind == golden::Model::Kind::mlp && (c.model.mlp.activation == Activation::identity ||
-                                                                    c.model.mlp.activation == Activation::relu);
-  SHARD_REQUIRE(linear && c.rounds.size() == 1, "case",
-                "exact needs sums that are exact in any order: an mlp with act=identity or act=relu and one step");
+                     optimizer_str(*this), to_string(mode), seed, history_str(steps));
 }
 
 }  // namespace harness

@@ -1,7 +1,7 @@
 // A case: one experiment as a value that prints, parses, shrinks and replays on one line.
 //
-//   gpt(layers=2,hidden=24,heads=3,vocab=37,positions=7,tied) mesh(dp_shard=4) zero3(units=block,bucket=4096)
-//   adamw(lr=0.01,clip=1) ordered seed=7 : step*2 accumulate(3) step
+//   gpt(layers=2,hidden=24,heads=3,vocab=37,positions=7,tied) mesh(dp_replicate=2,dp_shard=4) hsdp(units=leaf,prefetch=2)
+//   adamw(lr=0.01,clip=1) ordered seed=7 : step*2 accumulate(3) eval step
 //
 // Model, mesh, strategy with its options, optimizer, mode, seed, and after the colon the history. Data, initial values,
 // microbatch sizes and the schedule of ranks follow from the seed.
@@ -13,40 +13,51 @@
 #include <vector>
 
 #include "golden/golden.h"
+#include "harness/case_options.h"
 #include "shardproof/mesh.h"
 
 namespace harness {
 
 // How the sharded run is compared with the golden one.
 enum class Mode {
-  exact,    // data whose sums are exact in any order: bit for bit, whatever order the backend adds in
-  ordered,  // bit for bit, both told the order of sums
-  fast      // backend order and plain norms, within a tolerance derived from a float64 run
+  exact,      // data whose sums are exact in any order: bit for bit, whatever order the backend adds in
+  ordered,    // bit for bit, both told the order of sums
+  canonical,  // bit for bit, sums in fixed point: no order matters, backend's included
+  fast        // backend order and plain norms, within a tolerance derived from a float64 run
 };
 
-// Which modules are units besides the root.
-enum class Units { root, block, leaf, some };
+// One optimizer step and what happens before and in it. In the text, words that hold until they change: accumulate(N), sync(N),
+// freeze(N), lr(PERCENT); words for the next step: eval, discard, unshard.
+struct StepPlan {
+  int64_t rounds = 1;      // of accumulation
+  int64_t sync_every = 1;  // rounds: the others run without gradient sync. The last round is always synced
+  int64_t frozen = 0;      // 0: nothing; else about a third of the parameters, chosen by this number
+  int64_t lr_percent = 100;
+  bool eval = false;     // an evaluation first
+  bool discard = false;  // a forward and backward first, whose gradients are forgotten
+  bool unshard = false;  // units are gathered by hand first, and some of them freed again
+  bool operator==(const StepPlan&) const = default;
+};
 
 struct Case {
   golden::Model model;
   shardproof::Mesh mesh;
-
   std::string strategy = "zero3";
-  Units units = Units::block;
-  int64_t bucket_bytes_max = 0;    // 0: a bucket a unit
-  bool reshard_after_forward = true;
-  int64_t alignment_bytes = 512;
-  // Losses are means over each rank's samples and gradients the mean over ranks; or losses are shares of one global mean
-  // and gradients their sum.
-  bool mean_over_ranks = true;
+  CaseOptions options;
 
-  golden::Optimizer optimizer;
-  double clip_norm = 0;  // 0: no clipping
+  golden::Optimizer optimizer;  // without groups
+  int64_t groups = 0;           // which of `optimizer_groups`
+  double clip_norm = 0;         // 0: no clipping
+  int64_t norm_order = 2;       // 1, 2, or 0 for infinity
   Mode mode = Mode::ordered;
   uint64_t seed = 0;
-  std::vector<int64_t> rounds = {1};  // accumulation rounds of each step
+  std::vector<StepPlan> steps = {StepPlan{}};
 
   bool operator==(const Case& other) const { return str() == other.str(); }
+
+  // Of each mesh axis; 1 when the mesh lacks it.
+  int64_t shards() const { return mesh.has("dp_shard") ? mesh.size("dp_shard") : 1; }
+  int64_t replicas() const { return mesh.has("dp_replicate") ? mesh.size("dp_replicate") : 1; }
 
   // Law: parse(str()).str() == str().
   std::string str() const;
@@ -55,10 +66,21 @@ struct Case {
 };
 
 const char* to_string(Mode mode);
-const char* to_string(Units units);
+const std::vector<Mode>& modes();
+const char* to_string(golden::Optimizer::Kind kind);
+const std::vector<golden::Optimizer::Kind>& optimizer_kinds();
+const char* to_string(golden::Model::Kind kind);
 
-// Reads "gpt(...)" or "mlp(...)" alone.
+// Parameter groups by number; 0 has none.
+std::vector<golden::Optimizer::Group> optimizer_groups(int64_t number);
+constexpr int64_t kOptimizerGroups = 3;
+
+// Names of the parameters that a plan freezes; one that every loss depends on never is.
+std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan);
+
+// Reads "gpt(...)", "mlp(...)", ... alone.
 golden::Model parse_model(std::string_view text);
+std::string str(const golden::Model& model);
 
 // Throws Error, naming what does not fit and what would, unless the case can be run.
 void validate(const Case& c);

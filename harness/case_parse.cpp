@@ -1,6 +1,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 #include "harness/case.h"
 #include "harness/case_scanner.h"
 #include "shardproof/check.h"
@@ -28,34 +30,65 @@ Value choose(const Scanner& scanner, const Argument& argument, const std::vector
   scanner.fail(argument.column, fmt::format("one of {}, not '{}'", known, argument.key));
 }
 
+void read_mlp(const Scanner& scanner, const Argument& a, golden::Mlp& mlp) {
+  using enum golden::Activation;
+  if (a.key == "widths") mlp.widths = scanner.integers(a);
+  else if (a.key == "act")
+    mlp.activation =
+        choose<golden::Activation>(scanner, a, {{"identity", identity}, {"relu", relu}, {"tanh", tanh}, {"gelu", gelu}});
+  else if (a.key == "bias") mlp.bias = scanner.flag(a);
+  else unknown(scanner, a, "widths, act, bias");
+}
+
+void read_gpt(const Scanner& scanner, const Argument& a, golden::Gpt& gpt) {
+  if (a.key == "layers") gpt.layers = scanner.integer(a);
+  else if (a.key == "hidden") gpt.hidden = scanner.integer(a);
+  else if (a.key == "heads") gpt.heads = scanner.integer(a);
+  else if (a.key == "vocab") gpt.vocab = scanner.integer(a);
+  else if (a.key == "positions") gpt.positions = scanner.integer(a);
+  else if (a.key == "tied") gpt.tied = scanner.flag(a);
+  else unknown(scanner, a, "layers, hidden, heads, vocab, positions, tied");
+}
+
+void read_conv(const Scanner& scanner, const Argument& a, golden::Conv& conv) {
+  if (a.key == "channels") conv.channels = scanner.integers(a);
+  else if (a.key == "kernel") conv.kernel = scanner.integer(a);
+  else if (a.key == "size") conv.size = scanner.integer(a);
+  else if (a.key == "classes") conv.classes = scanner.integer(a);
+  else if (a.key == "norm") conv.norm = scanner.flag(a);
+  else unknown(scanner, a, "channels, kernel, size, classes, norm");
+}
+
+void read_odd(const Scanner& scanner, const Argument& a, golden::Odd& odd) {
+  if (a.key == "width") odd.width = scanner.integer(a);
+  else if (a.key == "calls") odd.calls = scanner.integer(a);
+  else if (a.key == "gain") odd.gain = scanner.flag(a);
+  else if (a.key == "cube") odd.cube = scanner.flag(a);
+  else if (a.key == "empty") odd.empty = scanner.flag(a);
+  else if (a.key == "side") odd.side = scanner.flag(a);
+  else if (a.key == "never") odd.never = scanner.flag(a);
+  else if (a.key == "tied") odd.tied = scanner.flag(a);
+  else unknown(scanner, a, "width, calls, gain, cube, empty, side, never, tied");
+}
+
 golden::Model read_model(Scanner& scanner) {
+  using Kind = golden::Model::Kind;
+  constexpr const char* kModels = "a model, gpt(...), mlp(...), conv(...) or odd(...)";
   golden::Model model;
   scanner.skip_spaces();
   const size_t column = scanner.column();
-  const std::string kind = scanner.word("a model, gpt(...) or mlp(...)");
-  if (kind == "mlp") {
-    model.kind = golden::Model::Kind::mlp;
-    for (const Argument& a : scanner.arguments()) {
-      using enum golden::Activation;
-      if (a.key == "widths") model.mlp.widths = scanner.integers(a);
-      else if (a.key == "act")
-        model.mlp.activation = choose<golden::Activation>(
-            scanner, a, {{"identity", identity}, {"relu", relu}, {"tanh", tanh}, {"gelu", gelu}});
-      else if (a.key == "bias") model.mlp.bias = scanner.flag(a);
-      else unknown(scanner, a, "widths, act, bias");
-    }
-    return model;
-  }
-  if (kind != "gpt") scanner.fail(column, fmt::format("a model, gpt(...) or mlp(...), not '{}'", kind));
-  model.kind = golden::Model::Kind::gpt;
+  const std::string kind = scanner.word(kModels);
+  bool known = false;
+  for (const Kind candidate : {Kind::mlp, Kind::gpt, Kind::conv, Kind::odd})
+    if (kind == to_string(candidate)) model.kind = candidate, known = true;
+  if (!known) scanner.fail(column, fmt::format("{}, not '{}'", kModels, kind));
   for (const Argument& a : scanner.arguments()) {
-    if (a.key == "layers") model.gpt.layers = scanner.integer(a);
-    else if (a.key == "hidden") model.gpt.hidden = scanner.integer(a);
-    else if (a.key == "heads") model.gpt.heads = scanner.integer(a);
-    else if (a.key == "vocab") model.gpt.vocab = scanner.integer(a);
-    else if (a.key == "positions") model.gpt.positions = scanner.integer(a);
-    else if (a.key == "tied") model.gpt.tied = scanner.flag(a);
-    else unknown(scanner, a, "layers, hidden, heads, vocab, positions, tied");
+    switch (model.kind) {
+      case Kind::mlp: read_mlp(scanner, a, model.mlp); break;
+      case Kind::gpt: read_gpt(scanner, a, model.gpt); break;
+      case Kind::conv: read_conv(scanner, a, model.conv); break;
+      case Kind::odd: read_odd(scanner, a, model.odd); break;
+    }
   }
   return model;
 }
@@ -83,45 +116,63 @@ void read_strategy(Scanner& scanner, Case& c) {
     scanner.fail(column, fmt::format("a strategy ({})", error.what()));
   }
   for (const Argument& a : scanner.arguments()) {
-    if (a.key == "units")
-      c.units = choose<Units>(scanner, a, {{"root", Units::root}, {"block", Units::block}, {"leaf", Units::leaf},
-                                           {"some", Units::some}});
-    else if (a.key == "bucket") c.bucket_bytes_max = scanner.integer(a);
-    else if (a.key == "reshard") c.reshard_after_forward = scanner.flag(a);
-    else if (a.key == "align") c.alignment_bytes = scanner.integer(a);
-    else if (a.key == "loss") c.mean_over_ranks = choose<bool>(scanner, a, {{"mean", true}, {"sum", false}});
-    else unknown(scanner, a, "units, bucket, reshard, align, loss");
+    const auto& rows = option_rows();
+    const auto row = std::find_if(rows.begin(), rows.end(), [&](const OptionRow& r) { return a.key == r.key; });
+    if (row == rows.end()) {
+      std::vector<std::string> keys;
+      for (const OptionRow& known : rows) keys.push_back(known.key);
+      unknown(scanner, a, fmt::format("{}", fmt::join(keys, ", ")).c_str());
+    }
+    if (row->names.empty()) {
+      c.options.*row->member = scanner.integer(a);
+      continue;
+    }
+    std::vector<std::pair<std::string, int64_t>> choices;
+    for (size_t i = 0; i < row->names.size(); ++i) choices.emplace_back(row->names[i], static_cast<int64_t>(i));
+    c.options.*row->member = choose<int64_t>(scanner, a, choices);
   }
 }
 
 void read_optimizer(Scanner& scanner, Case& c) {
+  using Kind = golden::Optimizer::Kind;
   scanner.skip_spaces();
   const size_t column = scanner.column();
   const std::string kind = scanner.word("an optimizer, sgd(...) or adamw(...)");
-  const bool adam = kind == "adamw";
-  if (!adam && kind != "sgd") scanner.fail(column, fmt::format("sgd(...) or adamw(...), not '{}'", kind));
   golden::Optimizer& o = c.optimizer;
-  o.kind = adam ? golden::Optimizer::Kind::adamw : golden::Optimizer::Kind::sgd;
+  std::vector<std::string> names;
+  for (const Kind known : optimizer_kinds()) {
+    names.push_back(fmt::format("{}(...)", to_string(known)));
+    if (kind == to_string(known)) o.kind = known, names.clear();
+    if (names.empty()) break;
+  }
+  if (!names.empty()) scanner.fail(column, fmt::format("{}, not '{}'", fmt::join(names, ", "), kind));
+  const bool has_momentum = o.kind == Kind::sgd || o.kind == Kind::muon, has_betas = o.kind != Kind::sgd;
   for (const Argument& a : scanner.arguments()) {
     if (a.key == "lr") o.lr = scanner.number(a);
     else if (a.key == "decay") o.weight_decay = scanner.number(a);
+    else if (a.key == "groups") c.groups = scanner.integer(a);
     else if (a.key == "clip") c.clip_norm = scanner.number(a);
-    else if (!adam && a.key == "momentum") o.momentum = scanner.number(a);
-    else if (adam && a.key == "beta1") o.beta1 = scanner.number(a);
-    else if (adam && a.key == "beta2") o.beta2 = scanner.number(a);
-    else if (adam && a.key == "eps") o.eps = scanner.number(a);
-    else unknown(scanner, a, adam ? "lr, beta1, beta2, eps, decay, clip" : "lr, momentum, decay, clip");
+    else if (a.key == "norm") c.norm_order = choose<int64_t>(scanner, a, {{"1", 1}, {"2", 2}, {"inf", 0}});
+    else if (has_momentum && a.key == "momentum") o.momentum = scanner.number(a);
+    else if (o.kind == Kind::sgd && a.key == "nesterov") o.nesterov = scanner.flag(a);
+    else if (has_betas && a.key == "beta1") o.beta1 = scanner.number(a);
+    else if (has_betas && a.key == "beta2") o.beta2 = scanner.number(a);
+    else if (has_betas && a.key == "eps") o.eps = scanner.number(a);
+    else unknown(scanner, a, has_betas ? (has_momentum ? "lr, momentum, beta1, beta2, eps, decay, groups, clip, norm"
+                                                       : "lr, beta1, beta2, eps, decay, groups, clip, norm")
+                                       : "lr, momentum, nesterov, decay, groups, clip, norm");
   }
 }
 
 void read_mode_and_seed(Scanner& scanner, Case& c) {
+  constexpr const char* kModes = "a mode, exact, ordered, canonical or fast";
   scanner.skip_spaces();
   size_t column = scanner.column();
-  const std::string mode = scanner.word("a mode, exact, ordered or fast");
-  if (mode == "exact") c.mode = Mode::exact;
-  else if (mode == "ordered") c.mode = Mode::ordered;
-  else if (mode == "fast") c.mode = Mode::fast;
-  else scanner.fail(column, fmt::format("a mode, exact, ordered or fast, not '{}'", mode));
+  const std::string mode = scanner.word(kModes);
+  bool known = false;
+  for (const Mode candidate : modes())
+    if (mode == to_string(candidate)) c.mode = candidate, known = true;
+  if (!known) scanner.fail(column, fmt::format("{}, not '{}'", kModes, mode));
   scanner.skip_spaces();
   column = scanner.column();
   if (scanner.word("seed=N") != "seed") scanner.fail(column, "seed=N");
@@ -129,26 +180,41 @@ void read_mode_and_seed(Scanner& scanner, Case& c) {
   c.seed = static_cast<uint64_t>(scanner.integer("a number below 2^63"));
 }
 
+// "(N)" after a word that holds until it changes.
+int64_t read_setting(Scanner& scanner, const std::string& word, int64_t least, int64_t most) {
+  scanner.expect('(', fmt::format("after {}", word).c_str());
+  const size_t at = scanner.column();
+  const int64_t value = scanner.integer(word == "accumulate" ? "a number of rounds" : "a number");
+  if (value < least || value > most) scanner.fail(at, fmt::format("{} to {}{}", least, most, word == "accumulate" ? " rounds" : ""));
+  scanner.expect(')', "after the number");
+  return value;
+}
+
 void read_history(Scanner& scanner, Case& c) {
+  constexpr const char* kWords = "step, step*N, accumulate(N), sync(N), freeze(N), lr(PERCENT), eval, discard or unshard";
   scanner.skip_spaces();
   scanner.expect(':', "before the history");
-  c.rounds.clear();
-  int64_t rounds = 1;
+  c.steps.clear();
+  StepPlan plan;
   while (!scanner.at_end()) {
     const size_t column = scanner.column();
-    const std::string command = scanner.word("step, step*N or accumulate(N)");
-    if (command == "accumulate") {
-      scanner.expect('(', "after accumulate");
-      const size_t at = scanner.column();
-      rounds = scanner.integer("a number of rounds");
-      if (rounds < 1 || rounds > kRoundsMax) scanner.fail(at, fmt::format("1 to {} rounds", kRoundsMax));
-      scanner.expect(')', "after the number of rounds");
-    } else if (command == "step") {
+    const std::string word = scanner.word(kWords);
+    if (word == "accumulate") plan.rounds = read_setting(scanner, word, 1, kRoundsMax);
+    else if (word == "sync") plan.sync_every = read_setting(scanner, word, 1, kRoundsMax);
+    else if (word == "freeze") plan.frozen = read_setting(scanner, word, 0, kRoundsMax);
+    else if (word == "lr") plan.lr_percent = read_setting(scanner, word, 0, kRoundsMax);
+    else if (word == "eval") plan.eval = true;
+    else if (word == "discard") plan.discard = true;
+    else if (word == "unshard") plan.unshard = true;
+    else if (word == "step") {
       const int64_t times = scanner.accept('*') ? scanner.integer("a number of steps") : 1;
       if (times < 1 || times > kStepsMax) scanner.fail(column, fmt::format("1 to {} steps", kStepsMax));
-      c.rounds.insert(c.rounds.end(), static_cast<size_t>(times), rounds);
+      for (int64_t i = 0; i < times; ++i) {
+        c.steps.push_back(plan);
+        plan.eval = plan.discard = plan.unshard = false;
+      }
     } else {
-      scanner.fail(column, fmt::format("step, step*N or accumulate(N), not '{}'", command));
+      scanner.fail(column, fmt::format("{}, not '{}'", kWords, word));
     }
   }
 }

@@ -113,8 +113,8 @@ void add_train_command(CLI::App& app, int& exit_code) {
   TrainOptions& o = a->options;
   command->add_option("--model", a->model, "gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied])")
       ->capture_default_str();
-  command->add_option("--mesh", a->mesh, "dp_shard=RANKS")->capture_default_str();
-  command->add_option("--strategy", o.strategy, "ddp, zero1, zero2 or zero3")->capture_default_str();
+  command->add_option("--mesh", a->mesh, "dp_replicate=RANKS,dp_shard=RANKS, or one of them")->capture_default_str();
+  command->add_option("--strategy", o.strategy, "ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
   command->add_option("--data", a->data, "text files and folders (the Python standard library's sources)");
   command->add_option("--steps", o.steps, "optimizer steps")->capture_default_str();
   command->add_option("--global-batch", o.global_batch, "sequences a step")->capture_default_str();

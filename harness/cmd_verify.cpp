@@ -24,9 +24,9 @@ struct Arguments {
 void prepare(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
   if (!arguments.strategy.empty()) options.limits.strategy = shardproof::strategy(arguments.strategy).name;
-  for (const Mode mode : {Mode::exact, Mode::ordered, Mode::fast})
+  for (const Mode mode : modes())
     if (arguments.mode == to_string(mode)) options.limits.mode = mode;
-  SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify", "--mode must be exact, ordered or fast, got '{}'",
+  SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify", "--mode must be exact, ordered, canonical or fast, got '{}'",
                 arguments.mode);
   if (!arguments.mesh.empty()) options.limits.mesh = shardproof::Mesh::parse(arguments.mesh);
   const auto& mesh = options.limits.mesh;
@@ -70,7 +70,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--minutes", options.minutes, "run this long instead");
   command->add_option("--seed", options.seed, "another seed, other cases")->capture_default_str();
   command->add_option("--jobs", options.jobs, "cases at a time; 0: one a processor")->capture_default_str();
-  command->add_option("--strategy", arguments->strategy, "only this one: ddp, zero1, zero2, zero3");
+  command->add_option("--strategy", arguments->strategy, "only this one: ddp, zero1, zero2, zero3, hsdp, hfsdp");
   command->add_option("--mesh", arguments->mesh, "only this mesh, axis=size,axis=size");
   command->add_option("--mode", arguments->mode, "only this one: exact, ordered, fast");
   command->add_option("--world-max", options.limits.world_max, "largest world")->capture_default_str();

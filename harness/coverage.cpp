@@ -3,48 +3,83 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <set>
 
 namespace harness {
 
 void Coverage::add(const Case& c, const Verdict& verdict) {
-  const bool gpt = c.model.kind == golden::Model::Kind::gpt;
-  const bool adam = c.optimizer.kind == golden::Optimizer::Kind::adamw;
   const int64_t world = c.mesh.size();
   ++cases_;
   failures_ += !verdict.held;
   values_compared_ += verdict.values_compared;
   ratio_max_ = std::max(ratio_max_, verdict.ratio_max);
-  Row& row = rows_[{c.strategy, gpt ? "gpt" : "mlp", world}];
+  Row& row = rows_[{c.strategy, to_string(c.model.kind), world}];
   ++row.cases;
   row.failures += !verdict.held;
 
   const auto count = [&](const std::string& feature, bool present) { features_[feature] += present; };
-  for (const Mode mode : {Mode::exact, Mode::ordered, Mode::fast})
-    count(fmt::format("mode {}", to_string(mode)), c.mode == mode);
-  for (const Units units : {Units::root, Units::block, Units::leaf, Units::some})
-    count(fmt::format("units {}", to_string(units)), c.units == units);
-  count("optimizer adamw", adam);
-  count("optimizer sgd", !adam);
-  count("optimizer momentum", !adam && c.optimizer.momentum != 0);
-  count("optimizer weight decay", c.optimizer.weight_decay != 0);
+  for (const Mode mode : modes()) count(fmt::format("mode {}", to_string(mode)), c.mode == mode);
+  for (const auto kind : optimizer_kinds()) count(fmt::format("optimizer {}", to_string(kind)), c.optimizer.kind == kind);
+  const CaseOptions standard;
+  for (const OptionRow& option : option_rows()) {
+    const int64_t value = c.options.*option.member;
+    if (option.names.empty()) {
+      count(option.key, value != standard.*option.member);
+    } else {
+      for (size_t i = 0; i < option.names.size(); ++i)
+        if (static_cast<int64_t>(i) != standard.*option.member)
+          count(fmt::format("{}={}", option.key, option.names[i]), value == static_cast<int64_t>(i));
+    }
+  }
+  count("momentum", c.optimizer.momentum != 0);
+  count("nesterov", c.optimizer.nesterov);
+  count("weight decay", c.optimizer.weight_decay != 0);
+  count("parameter groups", c.groups != 0);
+  count("norm of order 1", c.norm_order == 1);
+  count("norm of order inf", c.norm_order == 0);
   count("clip above the norm", verdict.steps_not_clipped > 0);
   count("clip below the norm", verdict.steps_clipped > 0);
-  count("rounds 3 or more", *std::max_element(c.rounds.begin(), c.rounds.end()) >= 3);
-  count("rounds change", std::set<int64_t>(c.rounds.begin(), c.rounds.end()).size() > 1);
-  count("steps 2 or more", c.rounds.size() >= 2);
+  count("step skipped by loss scaling", verdict.steps_skipped > 0);
+  add_history(c);
+  count("mesh of two axes", c.mesh.axes().size() == 2);
+  count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
+  count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);
   count("world odd, above 1", world > 1 && world % 2 == 1);
   count("world even", world % 2 == 0);
-  count("buckets split by bytes", c.bucket_bytes_max > 0);
-  count("no reshard after forward", !c.reshard_after_forward);
-  count("loss a global mean", !c.mean_over_ranks);
-  count("tied embedding", gpt && c.model.gpt.tied);
+  add_model(c);
+}
+
+void Coverage::add_history(const Case& c) {
+  const auto any = [&](const std::string& feature, const auto& has) {
+    features_[feature] += std::any_of(c.steps.begin(), c.steps.end(), has);
+  };
+  any("rounds 3 or more", [](const StepPlan& step) { return step.rounds >= 3; });
+  any("rounds change", [&](const StepPlan& step) { return step.rounds != c.steps[0].rounds; });
+  any("no_sync", [](const StepPlan& step) { return step.sync_every > 1 && step.rounds > 1; });
+  any("frozen", [](const StepPlan& step) { return step.frozen != 0; });
+  any("freezing changes", [&](const StepPlan& step) { return step.frozen != c.steps[0].frozen; });
+  any("learning rate changes", [&](const StepPlan& step) { return step.lr_percent != c.steps[0].lr_percent; });
+  any("eval forward", [](const StepPlan& step) { return step.eval; });
+  any("gradients discarded", [](const StepPlan& step) { return step.discard; });
+  any("unshard by hand", [](const StepPlan& step) { return step.unshard; });
+  features_["steps 2 or more"] += c.steps.size() >= 2;
+}
+
+void Coverage::add_model(const Case& c) {
+  using Kind = golden::Model::Kind;
+  const bool odd = c.model.kind == Kind::odd;
+  const auto count = [&](const std::string& feature, bool present) { features_[feature] += present; };
+  count("tied parameter", (c.model.kind == Kind::gpt && c.model.gpt.tied) || (odd && c.model.odd.tied));
+  count("module called twice or more", odd && c.model.odd.calls > 1);
+  count("0-dim parameter", odd && c.model.odd.gain);
+  count("parameter of no elements", odd && c.model.odd.empty);
+  count("parameter never used", odd && c.model.odd.never);
+  count("parameter used on some ranks", odd && c.model.odd.side);
   bool below_world = false;
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
     int64_t numel = 1;
     for (const int64_t size : shape) numel *= size;
-    below_world |= numel < world;
+    below_world |= numel < c.mesh.size();
   }
   count("parameter below the world size", below_world);
 }

@@ -26,6 +26,9 @@ class Coverage {
   std::string summary() const;
 
  private:
+  void add_history(const Case& c);
+  void add_model(const Case& c);
+
   struct Row {
     int64_t cases = 0, failures = 0;
   };

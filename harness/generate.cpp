@@ -3,10 +3,13 @@
 #include <cmath>
 
 #include "harness/random.h"
+#include "shardproof/check.h"
 #include "shardproof/strategy.h"
 
 namespace harness {
 namespace {
+
+using shardproof::Mesh;
 
 golden::Model generate_mlp(Chooser& choose, bool exact) {
   using enum golden::Activation;
@@ -41,41 +44,111 @@ golden::Model generate_gpt(Chooser& choose, int64_t head_min) {
   return model;
 }
 
+// A norm over few values, as small images have, is as hard to judge as a narrow layer norm.
+golden::Model generate_conv(Chooser& choose, bool norms_allowed) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::conv;
+  golden::Conv& v = model.conv;
+  const int64_t layers = choose.integer(1, 2);
+  for (int64_t i = 0; i <= layers; ++i) v.channels.push_back(choose.integer(1, 5));
+  v.kernel = choose.one_of<int64_t>({1, 3});
+  v.size = choose.integer(2, 5);
+  v.classes = choose.integer(1, 4);
+  v.norm = norms_allowed && choose.chance(0.5);
+  return model;
+}
+
+golden::Model generate_odd(Chooser& choose) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::odd;
+  golden::Odd& d = model.odd;
+  d.width = choose.integer(1, 7);
+  d.calls = choose.integer(1, 3);
+  for (bool* part : {&d.gain, &d.cube, &d.empty, &d.side, &d.never, &d.tied}) *part = choose.chance(0.6);
+  return model;
+}
+
+golden::Model generate_model(Chooser& choose, Mode mode) {
+  if (mode == Mode::exact) return generate_mlp(choose, true);
+  const double kind = choose.unit();
+  if (kind < 0.35) return generate_mlp(choose, false);
+  if (kind < 0.65) return generate_gpt(choose, mode == Mode::fast ? 4 : 1);
+  if (kind < 0.8) return generate_conv(choose, mode != Mode::fast);
+  return generate_odd(choose);
+}
+
 void generate_optimizer(Chooser& choose, Case& c) {
+  using enum golden::Optimizer::Kind;
   golden::Optimizer& o = c.optimizer;
-  const bool decays = choose.chance(0.4);
-  if (choose.chance(0.5)) {
-    o.kind = golden::Optimizer::Kind::sgd;
+  const bool exact = c.mode == Mode::exact;
+  o.kind = exact ? choose.one_of<golden::Optimizer::Kind>({sgd, adamw})
+                 : choose.one_of<golden::Optimizer::Kind>({sgd, sgd, sgd, adamw, adamw, adam, lion, muon});
+  // A sign, or a direction of unit size, turns the rounding of a small value into a step: no tolerance can judge that.
+  if (c.mode == Mode::fast && (o.kind == lion || o.kind == muon)) o.kind = sgd;
+  if (choose.chance(0.4)) o.weight_decay = choose.one_of<double>({0.01, 0.1});
+  if (o.kind == sgd) {
     o.lr = choose.one_of<double>({0.01, 0.1, 0.3});
     if (choose.chance(0.5)) o.momentum = choose.one_of<double>({0.5, 0.9});
-    if (decays) o.weight_decay = choose.one_of<double>({0.01, 0.1});
+    o.nesterov = o.momentum > 0 && choose.chance(0.3);
   } else {
-    o.kind = golden::Optimizer::Kind::adamw;
     o.lr = choose.one_of<double>({0.001, 0.01, 0.1});
+    if (o.kind == muon) o.momentum = choose.one_of<double>({0, 0.5, 0.95});
     if (choose.chance(0.3)) o.beta1 = choose.one_of<double>({0, 0.5, 0.8});
     if (choose.chance(0.3)) o.beta2 = choose.one_of<double>({0.5, 0.9, 0.95});
     if (choose.chance(0.2)) o.eps = 1e-6;
-    if (decays) o.weight_decay = choose.one_of<double>({0.01, 0.1});
   }
+  if (choose.chance(0.25)) c.groups = choose.integer(1, kOptimizerGroups);
   // Norms of generated gradients spread around 1: a third of these clips bites, the rest does not.
   if (choose.chance(0.4)) c.clip_norm = std::ldexp(1.0, static_cast<int>(choose.integer(-5, 6)));
+  if (choose.chance(0.3)) c.norm_order = choose.one_of<int64_t>({1, 0});
 }
 
-void generate_strategy(Chooser& choose, const Limits& limits, Case& c) {
-  c.strategy = limits.strategy.value_or(choose.one_of(shardproof::strategies()).name);
-  c.units = choose.one_of<Units>({Units::root, Units::block, Units::leaf, Units::some});
-  if (choose.chance(0.25)) c.bucket_bytes_max = choose.one_of<int64_t>({64, 256, 1000, 4096});
-  if (choose.chance(0.2)) c.reshard_after_forward = false;
-  c.alignment_bytes = choose.one_of<int64_t>({64, 64, 128, 512});
-  c.mean_over_ranks = choose.chance(0.7);
+Mesh generate_mesh(Chooser& choose, const Limits& limits, const std::string& strategy) {
+  if (limits.mesh) return *limits.mesh;
+  const bool needs_both = shardproof::strategy(strategy).axes.size() == 2;
+  if (!needs_both && choose.chance(0.6)) return Mesh({{"dp_shard", choose.integer(1, limits.world_max)}});
+  if (strategy == "ddp" && choose.chance(0.3)) return Mesh({{"dp_replicate", choose.integer(1, limits.world_max)}});
+  const int64_t replicas = choose.integer(1, std::min<int64_t>(4, limits.world_max));
+  return Mesh({{"dp_replicate", replicas}, {"dp_shard", choose.integer(1, std::max<int64_t>(1, limits.world_max / replicas))}});
 }
 
-std::vector<int64_t> generate_history(Chooser& choose, int64_t steps_max) {
-  std::vector<int64_t> rounds;
-  const int64_t steps = choose.integer(1, steps_max);
-  const bool accumulates = choose.chance(0.5);
-  for (int64_t i = 0; i < steps; ++i) rounds.push_back(accumulates ? choose.one_of<int64_t>({1, 2, 3, 3, 4}) : 1);
-  return rounds;
+// Sets an option, unless the case would not be valid with it.
+void try_option(Case& c, const OptionRow& row, int64_t value) {
+  const int64_t before = c.options.*row.member;
+  c.options.*row.member = value;
+  try {
+    validate(c);
+  } catch (const shardproof::Error&) {
+    c.options.*row.member = before;
+  }
+}
+
+// Every second case has few options, so that each also occurs without the others.
+void generate_options(Chooser& choose, Case& c) {
+  const double scale = choose.chance(0.5) ? 1 : 0.4;
+  for (const OptionRow& row : option_rows()) {
+    const bool draws = choose.chance(row.probability * scale);
+    const int64_t value = choose.one_of(row.others);
+    if (draws) try_option(c, row, value);
+  }
+}
+
+std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
+  const bool exact = c.mode == Mode::exact;
+  std::vector<StepPlan> steps(static_cast<size_t>(exact ? 1 : choose.integer(1, c.mode == Mode::fast ? 2 : 4)));
+  const bool accumulates = choose.chance(0.5), skips_sync = choose.chance(0.3), freezes = choose.chance(0.25);
+  const bool changes_lr = choose.chance(0.25), by_hand = choose.chance(0.25), evaluates = choose.chance(0.25);
+  const bool discards = !exact && choose.chance(0.2);
+  for (StepPlan& step : steps) {
+    if (accumulates) step.rounds = choose.one_of<int64_t>({1, 2, 3, 3, 4});
+    if (skips_sync) step.sync_every = choose.one_of<int64_t>({1, 2, 3});
+    if (freezes && choose.chance(0.6)) step.frozen = choose.integer(1, 9);
+    if (changes_lr) step.lr_percent = choose.one_of<int64_t>({100, 50, 0, 200});
+    step.unshard = by_hand && choose.chance(0.6);
+    step.eval = evaluates && choose.chance(0.6);
+    step.discard = discards && choose.chance(0.6);
+  }
+  return steps;
 }
 
 Case generate_tiny(Chooser& choose) {
@@ -83,11 +156,11 @@ Case generate_tiny(Chooser& choose) {
   c.model.kind = golden::Model::Kind::mlp;
   const int64_t layers = choose.integer(1, 4);
   for (int64_t i = 0; i <= layers; ++i) c.model.mlp.widths.push_back(choose.integer(1, 32));
-  c.mesh = shardproof::Mesh({{"dp_shard", 4}});
+  c.mesh = Mesh({{"dp_shard", 4}});
   c.strategy = "zero3";
-  c.units = Units::leaf;
+  c.options.units = units_leaf;
   c.optimizer = {.kind = golden::Optimizer::Kind::adamw, .lr = 0.01, .weight_decay = 0.01};
-  c.rounds = {1, 1, 1};
+  c.steps = {3, StepPlan{}};
   return c;
 }
 
@@ -99,14 +172,17 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
   if (limits.tiny) {
     c = generate_tiny(choose);
   } else {
-    c.mode = limits.mode.value_or(
-        choose.one_of<Mode>({Mode::exact, Mode::ordered, Mode::ordered, Mode::ordered, Mode::fast}));
-    const bool exact = c.mode == Mode::exact;
-    c.model = exact || choose.chance(0.5) ? generate_mlp(choose, exact) : generate_gpt(choose, c.mode == Mode::fast ? 4 : 1);
-    c.mesh = limits.mesh.value_or(shardproof::Mesh({{"dp_shard", choose.integer(1, limits.world_max)}}));
-    generate_strategy(choose, limits, c);
+    using enum Mode;
+    c.mode = limits.mode.value_or(choose.one_of<Mode>({exact, ordered, ordered, ordered, ordered, canonical, fast}));
+    c.strategy = limits.strategy.value_or(choose.one_of(shardproof::strategies()).name);
+    c.model = generate_model(choose, c.mode);
+    c.mesh = generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
-    c.rounds = generate_history(choose, exact ? 1 : c.mode == Mode::fast ? 2 : 4);
+    // What the rest of the case needs.
+    if (c.mode == canonical) c.options.loss = loss_sum;
+    if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;
+    c.steps = generate_history(choose, c);
+    generate_options(choose, c);
   }
   c.seed = choose.bits() % 1'000'000;
   return c;

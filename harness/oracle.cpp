@@ -74,7 +74,8 @@ Difference compare_step(const Step& step) {
 }  // namespace
 
 bool suits_oracle(const Case& c) {
-  return c.model.kind == golden::Model::Kind::mlp || c.model.gpt.hidden >= 3;
+  const bool judged = c.model.kind != golden::Model::Kind::gpt || c.model.gpt.hidden >= 3;
+  return judged && c.mode != Mode::canonical && golden::oracle_supports(make_run(c));
 }
 
 Difference oracle_difference(const Case& c) {
@@ -119,11 +120,11 @@ std::vector<Case> one_of_each_kind(const std::vector<Case>& cases) {
   std::vector<Case> chosen;
   for (const Case& c : cases) {
     const bool gpt = c.model.kind == golden::Model::Kind::gpt;
-    const std::string kind = fmt::format("{} {} {} {} {} {}", gpt,
+    const std::string kind = fmt::format("{} {} {} {} {} {}", to_string(c.model.kind),
                                          gpt ? static_cast<int>(c.model.gpt.tied) : static_cast<int>(c.model.mlp.activation),
-                                         c.optimizer.kind == golden::Optimizer::Kind::adamw, c.optimizer.momentum != 0,
-                                         c.optimizer.weight_decay != 0, c.clip_norm > 0);
-    if (suits_oracle(c) && seen.insert(kind).second) chosen.push_back(c);
+                                         to_string(c.optimizer.kind), c.optimizer.momentum != 0, c.optimizer.weight_decay != 0,
+                                         c.clip_norm > 0);
+    if (!seen.contains(kind) && suits_oracle(c)) seen.insert(kind), chosen.push_back(c);
   }
   return chosen;
 }

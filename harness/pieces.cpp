@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "shardproof/strategy.h"
+
 namespace harness {
 namespace {
 
@@ -18,45 +20,59 @@ bool fits(const Piece& piece, const at::Tensor& whole) {
 
 }  // namespace
 
-Copies copies_of(const shardproof::Strategy& strategy, const shardproof::Mesh& mesh) {
+Copies copies_of(const Case& c) {
+  const shardproof::Strategy strategy = shardproof::on_mesh(shardproof::strategy(c.strategy), c.mesh);
   const auto copies = [&](const shardproof::Layout& layout) {
-    int64_t ranks = mesh.size();
-    for (const shardproof::Axis& axis : mesh.axes())
+    int64_t ranks = c.mesh.size();
+    for (const shardproof::Axis& axis : c.mesh.axes())
       if (layout.splits(axis.name)) ranks /= axis.size;
     return ranks;
   };
-  return {.state = copies(strategy.state), .parameter = copies(strategy.parameter)};
+  const bool has_main = c.options.compute != fp32;
+  return {.state = copies(strategy.state),
+          .parameter = copies(has_main ? strategy.state : strategy.parameter),
+          .compute_parameter = copies(strategy.parameter),
+          .compute = c.options.compute == bf16 ? at::kBFloat16 : c.options.compute == fp16 ? at::kHalf : at::kFloat};
 }
 
 std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                         std::vector<TensorKind>& kinds) {
-  TensorKind gradients{"gradient", &golden.gradients, {}, copies.state};
-  TensorKind parameters{"parameter", &golden.parameters, {}, copies.parameter};
+  TensorKind gradients{"gradient", golden.gradients, {}, copies.state};
+  TensorKind parameters{"parameter", golden.parameters, {}, copies.parameter};
+  TensorKind rounded{"compute", {}, {}, copies.compute_parameter};
   for (const RankStep& rank : ranks) {
     gradients.pieces.push_back(&rank.gradients);
     parameters.pieces.push_back(&rank.parameters);
+    rounded.pieces.push_back(&rank.compute_parameters);
   }
-  kinds = {std::move(gradients)};
+  kinds.clear();
+  if (!golden.skipped) kinds.push_back(std::move(gradients));
   for (size_t slot = 0; slot < golden.state.size(); ++slot) {
     const auto& [name, values] = golden.state[slot];
-    TensorKind state{name, &values, {}, copies.state};
+    TensorKind state{name, values, {}, copies.state};
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
-      if (slot >= ranks[rank].state.size() || ranks[rank].state[slot].first != name)
-        return fmt::format("optimizer state {} on rank {}: there is none", name, rank);
-      state.pieces.push_back(&ranks[rank].state[slot].second);
+      const auto& states = ranks[rank].state;
+      const auto found = std::find_if(states.begin(), states.end(), [&](const auto& item) { return item.first == name; });
+      if (found == states.end()) return fmt::format("optimizer state {} on rank {}: there is none", name, rank);
+      state.pieces.push_back(&found->second);
     }
-    kinds.push_back(std::move(state));
+    if (!values.empty()) kinds.push_back(std::move(state));
   }
   for (size_t rank = 0; rank < ranks.size(); ++rank)
-    if (ranks[rank].state.size() > golden.state.size())
-      return fmt::format("optimizer state {} on rank {}: the golden run has none", ranks[rank].state[golden.state.size()].first,
-                         rank);
+    for (const auto& [name, pieces] : ranks[rank].state) {
+      const bool known = std::any_of(golden.state.begin(), golden.state.end(), [&](const auto& item) { return item.first == name; });
+      if (!known && !pieces.empty()) return fmt::format("optimizer state {} on rank {}: the golden run has none", name, rank);
+    }
   kinds.push_back(std::move(parameters));
+  if (copies.compute != at::kFloat) {
+    for (const auto& [name, value] : golden.parameters) rounded.golden.emplace_back(name, value.to(copies.compute).to(at::kFloat));
+    kinds.push_back(std::move(rounded));
+  }
   return {};
 }
 
 std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::vector<HeldPiece>>& sorted) {
-  const golden::Named& golden = *kind.golden;
+  const golden::Named& golden = kind.golden;
   if (golden.empty()) return fmt::format("{}: the golden run has no tensors, so nothing would be compared", kind.name);
   sorted.assign(golden.size(), {});
   for (size_t rank = 0; rank < kind.pieces.size(); ++rank) {

@@ -8,23 +8,24 @@
 #include <vector>
 
 #include "golden/golden.h"
+#include "harness/case.h"
 #include "harness/step_exchange.h"
-#include "shardproof/mesh.h"
-#include "shardproof/strategy.h"
 
 namespace harness {
 
 // How many ranks hold each element.
 struct Copies {
   int64_t state = 1;  // of gradients, as the optimizer reads them, and of its state
-  int64_t parameter = 1;
+  int64_t parameter = 1;          // of parameters as they are compared: main ones, if there are
+  int64_t compute_parameter = 1;  // of those to compute with
+  at::ScalarType compute = at::kFloat;
 };
-Copies copies_of(const shardproof::Strategy& strategy, const shardproof::Mesh& mesh);
+Copies copies_of(const Case& c);
 
 // One kind of tensor of a step: gradients, a slot of the optimizer's state, parameters.
 struct TensorKind {
   std::string name;  // "gradient", "exp_avg", "parameter"
-  const golden::Named* golden = nullptr;
+  golden::Named golden;
   std::vector<const std::vector<shardproof::Piece>*> pieces;  // [rank]
   int64_t copies = 1;
 };

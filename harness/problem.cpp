@@ -31,21 +31,27 @@ golden::Named initial_parameters(const Case& c) {
   golden::Named parameters;
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
     const Draws draws(c.seed, name);
-    if (shape.size() == 2) {
-      parameters.emplace_back(name, uniform(shape, draws, 1.5 / std::sqrt(static_cast<double>(shape[1]))));
+    const bool scales = name == "gain" || ((name.find("ln_") != std::string::npos || name.starts_with("norm")) && name.ends_with("weight"));
+    int64_t inputs = 1;
+    for (size_t dim = 1; dim < shape.size(); ++dim) inputs *= shape[dim];
+    if (shape.size() >= 2 && inputs > 0) {
+      parameters.emplace_back(name, uniform(shape, draws, 1.5 / std::sqrt(static_cast<double>(inputs))));
     } else {
-      const bool norm_weight = name.find("ln_") != std::string::npos && name.ends_with("weight");
-      parameters.emplace_back(name, uniform(shape, draws, 0.2, norm_weight ? 1 : 0));
+      parameters.emplace_back(name, uniform(shape, draws, 0.2, scales ? 1 : 0));
     }
   }
   return parameters;
 }
 
+// 0: always, 1: never, else now and then.
+uint64_t branch_habit(const Case& c) { return Draws(c.seed, "branch").bits(0) % 4; }
+
 golden::Microbatch microbatch(const Case& c, int64_t step, int64_t round, int64_t rank) {
+  using Kind = golden::Model::Kind;
   const Draws here = Draws(c.seed, "data").at(step).at(round).at(rank);
   const Draws input = here.at(1), target = here.at(2);
   const int64_t samples = here.integer(0, 1, kSamplesMax);
-  if (c.model.kind == golden::Model::Kind::gpt) {
+  if (c.model.kind == Kind::gpt) {
     const int64_t length = here.integer(1, 1, c.model.gpt.positions);
     const auto tokens = [&](const Draws& draws) {
       return filled<int64_t>({samples, length}, at::kLong,
@@ -53,12 +59,24 @@ golden::Microbatch microbatch(const Case& c, int64_t step, int64_t round, int64_
     };
     return {tokens(input), tokens(target), 1.0};
   }
-  const std::vector<int64_t> in{samples, c.model.mlp.widths.front()}, out{samples, c.model.mlp.widths.back()};
-  return {uniform(in, input, 1), uniform(out, target, 1), 1.0};
+  std::vector<int64_t> in, out;
+  switch (c.model.kind) {
+    case Kind::conv:
+      in = {samples, c.model.conv.channels.front(), c.model.conv.size, c.model.conv.size};
+      out = {samples, c.model.conv.classes};
+      break;
+    case Kind::odd: in = out = {samples, c.model.odd.width}; break;
+    default: in = {samples, c.model.mlp.widths.front()}, out = {samples, c.model.mlp.widths.back()};
+  }
+  golden::Microbatch result{uniform(in, input, 1), uniform(out, target, 1), 1.0};
+  // The side branch: taken everywhere, nowhere, or by some of the microbatches.
+  result.branch = branches_differ(c) ? here.bits(7) % 2 == 0 : branch_habit(c) == 0;
+  return result;
 }
 
-// Mean over ranks: each microbatch weighs 1 / (its elements * rounds), gradients are divided by the ranks. Otherwise each
-// weighs 1 / (elements of the whole step). In `exact` mode the next lower power of two.
+// Mean over ranks: each microbatch weighs 1 / (its elements * rounds), gradients are divided by the ranks. Or each weighs
+// 1 / (elements of the whole step). Or each weighs 1, and gradients are divided by the elements. In `exact` mode the next lower power
+// of two.
 void weigh(const Case& c, golden::Step& step) {
   const auto rounds = static_cast<double>(step.microbatches.size());
   const auto ranks = static_cast<double>(step.microbatches[0].size());
@@ -67,27 +85,57 @@ void weigh(const Case& c, golden::Step& step) {
     for (const golden::Microbatch& m : round) elements += static_cast<double>(m.target.numel());
   for (auto& round : step.microbatches)
     for (golden::Microbatch& m : round) {
-      const double share = c.mean_over_ranks ? static_cast<double>(m.target.numel()) * rounds : elements;
+      const double share = c.options.loss == loss_mean ? static_cast<double>(m.target.numel()) * rounds
+                           : c.options.loss == loss_sum ? elements
+                                                         : 1;
       m.weight = c.mode == Mode::exact ? std::exp2(-std::ceil(std::log2(share))) : 1 / share;
     }
-  step.divide = c.mean_over_ranks ? ranks : 1;
+  const double total = c.options.loss == loss_mean ? ranks : c.options.loss == loss_sum ? 1 : elements;
+  if (c.options.divide == divide_before) step.divide_before = total;
+  if (c.options.divide == divide_split) step.divide_before = std::exp2(std::round(std::log2(std::sqrt(total))));
+  step.divide = total / step.divide_before;
+}
+
+golden::Precision precision(const CaseOptions& o) {
+  const auto dtype = [](int64_t value) { return value == bf16 ? at::kBFloat16 : value == fp16 ? at::kHalf : at::kFloat; };
+  return {.compute = dtype(o.compute), .gradient = dtype(o.gradient), .reduce = dtype(o.reduce), .float32_sums = o.float32_sums != 0};
 }
 
 }  // namespace
 
+bool branches_differ(const Case& c) {
+  return c.model.kind == golden::Model::Kind::odd && c.model.odd.side && branch_habit(c) > 1;
+}
+
+std::vector<bool> reductions(const Case& c, const StepPlan& plan) {
+  const shardproof::Strategy strategy = shardproof::on_mesh(shardproof::strategy(c.strategy), c.mesh);
+  const bool sums = c.shards() > 1 || (c.options.replicas_each && c.replicas() > 1);
+  if (shardproof::accumulates_before_reducing(strategy) || !sums) return {};
+  std::vector<bool> after;
+  for (int64_t round = 1; round <= plan.rounds; ++round) after.push_back(round % plan.sync_every == 0 || round == plan.rounds);
+  return after;
+}
+
 golden::Run make_run(const Case& c) {
-  golden::Run run{.model = c.model, .optimizer = c.optimizer, .parameters = initial_parameters(c), .steps = {}, .order = {}};
-  run.order = shardproof::accumulates_before_reducing(shardproof::strategy(c.strategy))
-                  ? golden::SumOrder::rounds_then_ranks
-                  : golden::SumOrder::ranks_then_rounds;
-  for (size_t s = 0; s < c.rounds.size(); ++s) {
+  golden::Run run{.model = c.model, .optimizer = c.optimizer, .parameters = initial_parameters(c), .steps = {}, .order = {},
+                  .precision = precision(c.options), .scaling = {}};
+  run.optimizer.groups = optimizer_groups(c.groups);
+  run.order = {.shards = c.shards(), .replicas = c.replicas(), .replicas_last = c.options.replicas_each == 0,
+               .canonical = c.mode == Mode::canonical};
+  run.scaling = {.initial = static_cast<double>(c.options.loss_scale), .growth_interval = 2};
+  for (size_t s = 0; s < c.steps.size(); ++s) {
+    const StepPlan& plan = c.steps[s];
     golden::Step step;
-    for (int64_t round = 0; round < c.rounds[s]; ++round) {
+    for (int64_t round = 0; round < plan.rounds; ++round) {
       step.microbatches.emplace_back();
       for (int64_t rank = 0; rank < c.mesh.size(); ++rank)
         step.microbatches.back().push_back(microbatch(c, static_cast<int64_t>(s), round, rank));
     }
+    step.reduce_after = reductions(c, plan);
     step.clip_norm = c.clip_norm;
+    step.norm_order = c.norm_order == 0 ? INFINITY : static_cast<double>(c.norm_order);
+    step.lr_factor = static_cast<double>(plan.lr_percent) / 100;
+    step.frozen = frozen_parameters(c, plan);
     weigh(c, step);
     run.steps.push_back(std::move(step));
   }

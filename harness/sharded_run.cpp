@@ -1,10 +1,14 @@
 #include "harness/sharded_run.h"
 
 #include <ATen/ATen.h>
+#include <torch/nn/modules/conv.h>
 
 #include <cmath>
+#include <optional>
 #include <set>
 
+#include "harness/network.h"
+#include "harness/problem.h"
 #include "harness/random.h"
 #include "shardproof/shardproof.h"
 
@@ -13,34 +17,8 @@ namespace {
 
 using namespace shardproof;
 
-// The library's model, called as a user would.
-struct Network {
-  std::shared_ptr<torch::nn::Module> module;
-  std::function<at::Tensor(const golden::Microbatch&)> loss;
-};
-
-Network make_mlp(const golden::Mlp& m) {
-  Mlp mlp(MlpOptions{.widths = m.widths, .activation = static_cast<Activation>(m.activation), .bias = m.bias});
-  return {mlp.ptr(), [mlp](const golden::Microbatch& data) {
-            const at::Tensor difference = call(mlp, data.input) - data.target;
-            return (difference * difference).sum() * data.weight;
-          }};
-}
-
-Network make_gpt(const golden::Gpt& g) {
-  Gpt gpt(GptOptions{.layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions,
-                     .tied = g.tied});
-  return {gpt.ptr(), [gpt](const golden::Microbatch& data) {
-            const at::Tensor logits = call(gpt, data.input);
-            return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), data.target.reshape({-1}), {},
-                                          at::Reduction::Sum) *
-                   data.weight;
-          }};
-}
-
-Network make_network(const golden::Model& model) {
-  static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
-  return model.kind == golden::Model::Kind::mlp ? make_mlp(model.mlp) : make_gpt(model.gpt);
+at::ScalarType dtype_of(int64_t dtype) {
+  return dtype == bf16 ? at::kBFloat16 : dtype == fp16 ? at::kHalf : at::kFloat;
 }
 
 void set_parameters(torch::nn::Module& module, const golden::Named& values, int64_t rank) {
@@ -56,32 +34,97 @@ void set_parameters(torch::nn::Module& module, const golden::Named& values, int6
   }
 }
 
-UnitSelector selector(const Case& c) {
-  switch (c.units) {
-    case Units::root: return {};
-    case Units::block: return by_type<GptBlockImpl>();
-    case Units::leaf:
-      return by_type<torch::nn::LinearImpl, torch::nn::LayerNormImpl, torch::nn::EmbeddingImpl>();
-    case Units::some:
-      // The same on every rank: by the names' hashes. Name spaces ("h", "attn") are never called, so they cannot be units.
-      return [seed = c.seed](const std::string& name, const torch::nn::Module& module) {
-        const bool callable = !module.parameters(/*recurse=*/false).empty() || by_type<GptBlockImpl>()(name, module);
-        return callable && Draws(seed, name).bits(0) % 2 == 0;
-      };
-  }
-  return {};
+// Chooses modules by the hashes of their names, the same on every rank.
+bool chosen(const Case& c, const char* what, const std::string& name) {
+  return Draws(c.seed, name + what).bits(0) % 2 == 0;
 }
 
-ShardOptions shard_options(const Case& c) {
+UnitSelector any_unit(const Case& c) {
+  switch (c.options.units) {
+    case units_block: return by_type<GptBlockImpl>();
+    case units_leaf:
+      return by_type<torch::nn::LinearImpl, torch::nn::LayerNormImpl, torch::nn::EmbeddingImpl, torch::nn::Conv2dImpl,
+                     torch::nn::GroupNormImpl>();
+    case units_some:
+      // Name spaces ("h", "attn") are never called, so they cannot be units.
+      return [c](const std::string& name, const torch::nn::Module& module) {
+        const bool name_space = name == "out" || name == "lm_head";
+        const bool callable = !module.parameters(/*recurse=*/false).empty() || by_type<GptBlockImpl>()(name, module);
+        return callable && !name_space && chosen(c, "unit", name);
+      };
+    default: return {};
+  }
+}
+
+UnitSelector selector(const Case& c) {
+  UnitSelector any = any_unit(c);
+  if (!any || !branches_differ(c)) return any;
+  return [any](const std::string& name, const torch::nn::Module& module) { return name != "side" && any(name, module); };
+}
+
+Initializer initializer(const golden::Named& parameters) {
+  return [&parameters](const std::string& name, const Shape&, Interval run, at::Tensor values) {
+    for (const auto& [known, value] : parameters)
+      if (known == name) values.copy_(value.contiguous().view({-1}).narrow(0, run.begin, run.size()));
+  };
+}
+
+ShardOptions shard_options(const Case& c, const golden::Run& run) {
+  const CaseOptions& o = c.options;
   ShardOptions options;
   options.strategy = strategy(c.strategy);
   options.units = selector(c);
-  options.bucket_bytes_max = c.bucket_bytes_max;
-  options.alignment_bytes = c.alignment_bytes;
-  options.reshard_after_forward = c.reshard_after_forward;
-  options.numerics = c.mode == Mode::fast ? Numerics::fast : Numerics::ordered;
-  options.gradient_divide = c.mean_over_ranks ? 0 : 1;
+  if (o.recompute > 0)
+    options.recompute = [c](const std::string& name, const torch::nn::Module&) {
+      return !name.empty() && (c.options.recompute == 1 || chosen(c, "recompute", name));
+    };
+  options.bucket_bytes_max = o.bucket_bytes;
+  options.bucket_count = o.buckets;
+  options.alignment_bytes = o.alignment_bytes;
+  options.granularity = o.whole ? Granularity::tensor : Granularity::element;
+  options.reshard_after_forward = o.reshard == 1 ? Reshard::always() : o.reshard == 0 ? Reshard::never() : Reshard::within(o.reshard);
+  options.reshard_after_backward = o.reshard_backward != 0;
+  options.buffers = o.pooled ? Buffers::pooled : Buffers::freed;
+  options.prefetch_forward = options.prefetch_backward = o.prefetch;
+  options.bytes_in_flight_max = o.in_flight_bytes;
+  if (o.compute != fp32) {
+    options.precision.compute = dtype_of(o.compute);
+    options.precision.main = at::kFloat;
+  }
+  if (o.gradient != fp32) options.precision.gradient = dtype_of(o.gradient);
+  if (o.reduce != o.gradient) options.precision.reduce = dtype_of(o.reduce);
+  options.precision.float32_sums = o.float32_sums != 0;
+  if (o.compute != fp32)
+    options.unit_precision = [precision = options.precision](const std::string& unit) {
+      Precision own = precision;
+      if (unit.empty()) own.output = at::kFloat;
+      return own;
+    };
+  if (c.mode == Mode::canonical) options.precision.gradient = options.precision.reduce = {};
+  options.numerics = c.mode == Mode::fast ? Numerics::fast : c.mode == Mode::canonical ? Numerics::canonical : Numerics::ordered;
+  options.gradient_divide = o.loss == loss_sum ? 1 : 0;
+  options.divide_by_tokens = o.loss == loss_tokens;
+  options.divide = o.divide == divide_before ? Divide::before : o.divide == divide_split ? Divide::split : Divide::after;
+  options.reduce_replicas_every_microbatch = o.replicas_each != 0;
+  options.check_gradients = o.loss_scale == 0;
+  if (o.meta) {
+    options.initialize = initializer(run.parameters);
+    options.broadcast_initial_values = false;
+  }
   return options;
+}
+
+Sharded shard(const Case& c, const golden::Run& run, const Network& network, std::shared_ptr<MeshComm> comms) {
+  const ShardOptions options = shard_options(c, run);
+  if (c.options.units != units_listed) return fully_shard(network.module, std::move(comms), options);
+  Sharding sharding(std::move(comms), options);
+  const size_t parts = network.parts.size() - branches_differ(c);  // the last one is the one that differs
+  for (size_t i = 0; i < parts; i += 2) {
+    Sharding::Modules modules{network.parts[i]};
+    if (i + 1 < parts) modules.push_back(network.parts[i + 1]);
+    sharding.unit(modules);
+  }
+  return sharding.shard(network.module);
 }
 
 ThreadsOptions threads_options(const Case& c) {
@@ -90,40 +133,157 @@ ThreadsOptions threads_options(const Case& c) {
   ThreadsOptions options;
   options.schedule = ThreadsOptions::Schedule::serial;
   options.completion = std::vector{Completion::eager, Completion::late, Completion::random}[draws.bits(0) % 3];
-  options.sum = c.mode == Mode::ordered ? ThreadsOptions::Sum::rank_order : ThreadsOptions::Sum::ring;
+  options.sum = c.mode == Mode::ordered ? ThreadsOptions::Sum::rank_order : ThreadsOptions::Sum::ring;  // canonical: any order
   options.seed = c.seed;
   return options;
 }
 
-Optimizer make_optimizer(Sharded& sharded, const golden::Optimizer& o) {
-  if (o.kind == golden::Optimizer::Kind::sgd)
-    return sgd(sharded, {.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay});
-  return adamw(sharded, {.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+std::shared_ptr<UpdateRule> adamw_rule(const golden::Optimizer& o) {
+  return make_rule(AdamWOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+}
+
+std::shared_ptr<UpdateRule> make_rule_of(const golden::Optimizer& o) {
+  using enum golden::Optimizer::Kind;
+  switch (o.kind) {
+    case sgd: return make_rule(SgdOptions{.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay});
+    case adam:
+      return make_rule(AdamOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+    case adamw: return adamw_rule(o);
+    case lion: return make_rule(LionOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .weight_decay = o.weight_decay});
+    case muon: return make_rule(MuonOptions{.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay});
+  }
+  return nullptr;
+}
+
+bool is_matrix(const Shape& shape) { return shape.size() == 2 && shape[0] > 0 && shape[1] > 0; }
+
+// The case's groups in order, then one for all others; with muon each of them twice, for matrices and for the rest.
+Optimizer make_optimizer(Sharded& sharded, const Case& c) {
+  std::vector<golden::Optimizer::Group> groups = optimizer_groups(c.groups);
+  groups.push_back({});  // every name has the empty pattern
+  const bool muon = c.optimizer.kind == golden::Optimizer::Kind::muon;
+  const auto rule = make_rule_of(c.optimizer), others = adamw_rule(c.optimizer);
+  std::vector<ParameterGroup> result;
+  for (const golden::Optimizer::Group& group : groups) {
+    const auto named = [pattern = group.pattern](const std::string& name) { return name.find(pattern) != std::string::npos; };
+    const auto add = [&](auto takes, const std::shared_ptr<UpdateRule>& its_rule) {
+      result.push_back({.takes = takes, .rule = its_rule, .lr_factor = group.lr_factor, .decay_factor = group.decay_factor});
+    };
+    if (muon) add([named](const std::string& name, const Shape& shape) { return named(name) && is_matrix(shape); }, rule);
+    add([named](const std::string& name, const Shape&) { return named(name); }, muon ? others : rule);
+  }
+  return {sharded, std::move(result)};
 }
 
 std::vector<Piece> copies(std::vector<Piece> pieces) {
-  for (Piece& piece : pieces) piece.data = piece.data.clone();
+  for (Piece& piece : pieces) piece.data = piece.data.to(at::kFloat).clone();
   return pieces;
 }
 
-RankStep train_step(const golden::Step& step, int64_t rank, const Network& network, Sharded& sharded, Optimizer& optimizer) {
-  RankStep result;
-  for (size_t round = 0; round < step.microbatches.size(); ++round) {
-    sharded.set_last_microbatch(round + 1 == step.microbatches.size());
-    const at::Tensor loss = network.loss(step.microbatches[round][static_cast<size_t>(rank)]);
+// One rank through the whole history.
+class RankRun {
+ public:
+  RankRun(const Case& c, const golden::Run& run, const std::shared_ptr<Comm>& comm)
+      : case_(c), run_(run), rank_(comm->rank()), network_(build()),
+        sharded_(shard(c, run, network_, std::make_shared<MeshComm>(comm, c.mesh))), optimizer_(make_optimizer(sharded_, c)) {
+    if (c.options.loss_scale > 0)
+      scaler_.emplace(LossScalerOptions{.initial = run.scaling.initial, .growth_interval = run.scaling.growth_interval});
+  }
+
+  RankStep step(size_t index) {
+    const StepPlan& plan = case_.steps[index];
+    const golden::Step& step = run_.steps[index];
+    set_frozen(plan);
+    optimizer_.set_lr_factor(static_cast<double>(plan.lr_percent) / 100);
+    before(plan, step);
+    RankStep result;
+    for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, round, result);
+    finish(step, result);
+    return result;
+  }
+
+ private:
+  Network build() {
+    if (case_.options.meta) {
+      const MetaInit meta;
+      return make_network(case_.model);
+    }
+    Network network = make_network(case_.model);
+    set_parameters(*network.module, run_.parameters, rank_);
+    return network;
+  }
+
+  const golden::Microbatch& microbatch(const golden::Step& step, size_t round) const {
+    return step.microbatches[round][static_cast<size_t>(rank_)];
+  }
+
+  void set_frozen(const StepPlan& plan) {
+    const std::vector<std::string> frozen = frozen_parameters(case_, plan);
+    auto parameters = network_.module->named_parameters();
+    for (const auto& [name, value] : run_.parameters)
+      parameters[name].set_requires_grad(std::find(frozen.begin(), frozen.end(), name) == frozen.end());
+  }
+
+  // What must leave no trace in the step.
+  void before(const StepPlan& plan, const golden::Step& step) {
+    if (plan.unshard) {
+      for (UnitHandle unit : sharded_.units()) unit.start_unshard();
+      for (UnitHandle unit : sharded_.units()) unit.unshard();
+      for (UnitHandle unit : sharded_.units())
+        if (chosen(case_, "free", unit.name())) unit.reshard();
+    }
+    if (plan.eval) {
+      const at::NoGradGuard no_grad;
+      network_.loss(microbatch(step, 0));
+    }
+    if (plan.discard) {
+      sharded_.set_last_microbatch(case_.seed % 2 == 0);
+      sharded_.set_gradient_sync(case_.seed % 3 != 0);
+      network_.loss(microbatch(step, 0)).backward();
+      sharded_.zero_gradients();
+      sharded_.set_gradient_sync(true);
+    }
+  }
+
+  void backward(const golden::Step& step, size_t round, RankStep& result) {
+    const bool last = round + 1 == step.microbatches.size();
+    const int64_t every = case_.steps[static_cast<size_t>(sharded_.step())].sync_every;
+    sharded_.set_last_microbatch(last);
+    sharded_.set_gradient_sync(last || (static_cast<int64_t>(round) + 1) % every == 0);
+    if (case_.options.loss == loss_tokens) sharded_.add_tokens(microbatch(step, round).target.numel());
+    const at::Tensor loss = network_.loss(microbatch(step, round));
     result.losses.push_back(static_cast<double>(loss.item<float>()));
     if (!std::isfinite(result.losses.back()))
-      throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank, sharded.step(), round,
+      throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, sharded_.step(), round,
                                        result.losses.back()));
-    loss.backward();
+    (scaler_ ? scaler_->scale(loss) : loss).backward();
   }
-  result.gradient_norm = step.clip_norm > 0 ? sharded.clip_gradients(step.clip_norm) : sharded.gradient_norm();
-  result.gradients = copies(sharded.gradients());
-  optimizer.step();
-  result.parameters = copies(sharded.parameters());
-  for (const std::string& slot : optimizer.slots()) result.state.emplace_back(slot, copies(optimizer.state(slot)));
-  return result;
-}
+
+  void finish(const golden::Step& step, RankStep& result) {
+    if (scaler_) {
+      result.loss_scale = scaler_->value();
+      result.skipped = !scaler_->unscale(sharded_);
+    }
+    if (!result.skipped) {
+      result.gradient_norm = step.clip_norm > 0 ? sharded_.clip_gradients(step.clip_norm, step.norm_order)
+                                                : sharded_.gradient_norm(step.norm_order);
+      result.gradients = copies(sharded_.gradients());
+      optimizer_.step();
+    }
+    const bool has_main = case_.options.compute != fp32;
+    result.parameters = copies(has_main ? sharded_.main_parameters() : sharded_.parameters());
+    if (has_main) result.compute_parameters = copies(sharded_.parameters());
+    for (const std::string& slot : optimizer_.slots()) result.state.emplace_back(slot, copies(optimizer_.state(slot)));
+  }
+
+  const Case& case_;
+  const golden::Run& run_;
+  int64_t rank_;
+  Network network_;
+  Sharded sharded_;
+  Optimizer optimizer_;
+  std::optional<LossScaler> scaler_;
+};
 
 }  // namespace
 
@@ -132,13 +292,8 @@ std::vector<std::vector<RankStep>> run_sharded(const Case& c, const golden::Run&
   run_threads(
       c.mesh.size(),
       [&](std::shared_ptr<Comm> comm) {
-        const int64_t rank = comm->rank();
-        const Network network = make_network(c.model);
-        set_parameters(*network.module, run.parameters, rank);
-        Sharded sharded = fully_shard(network.module, std::make_shared<MeshComm>(comm, c.mesh), shard_options(c));
-        Optimizer optimizer = make_optimizer(sharded, c.optimizer);
-        for (size_t s = 0; s < run.steps.size(); ++s)
-          steps[s][static_cast<size_t>(rank)] = train_step(run.steps[s], rank, network, sharded, optimizer);
+        RankRun rank_run(c, run, comm);
+        for (size_t s = 0; s < run.steps.size(); ++s) steps[s][static_cast<size_t>(comm->rank())] = rank_run.step(s);
       },
       threads_options(c));
   return steps;

@@ -25,13 +25,42 @@ void reset(std::vector<Case>& list, const Case& c, const Set& set) {
   if (!(variant == c)) list.push_back(std::move(variant));
 }
 
+void simpler_mesh(std::vector<Case>& list, const Case& c) {
+  for (const shardproof::Axis& axis : c.mesh.axes()) {
+    const auto with_size = [&](int64_t size) {
+      std::vector<shardproof::Axis> axes = c.mesh.axes();
+      std::erase_if(axes, [&](const shardproof::Axis& a) { return size == 0 && a.name == axis.name; });
+      for (shardproof::Axis& a : axes)
+        if (a.name == axis.name) a.size = size;
+      return shardproof::Mesh(std::move(axes));
+    };
+    lower(list, c, axis.size, 0, [&](Case& v, int64_t n) { v.mesh = with_size(n); });
+    lower(list, c, axis.size, 1, [&](Case& v, int64_t n) { v.mesh = with_size(n); });
+  }
+}
+
 void simpler_history(std::vector<Case>& list, const Case& c) {
-  lower(list, c, static_cast<int64_t>(c.rounds.size()), 1,
-        [](Case& v, int64_t n) { v.rounds.resize(static_cast<size_t>(n)); });
-  if (c.rounds.size() > 1)
-    reset(list, c, [](Case& v) { v.rounds.erase(v.rounds.begin()); });
-  for (size_t i = 0; i < c.rounds.size(); ++i)
-    lower(list, c, c.rounds[i], 1, [i](Case& v, int64_t n) { v.rounds[i] = n; });
+  lower(list, c, static_cast<int64_t>(c.steps.size()), 1,
+        [](Case& v, int64_t n) { v.steps.resize(static_cast<size_t>(n)); });
+  if (c.steps.size() > 1)
+    reset(list, c, [](Case& v) { v.steps.erase(v.steps.begin()); });
+  for (size_t i = 0; i < c.steps.size(); ++i) {
+    lower(list, c, c.steps[i].rounds, 1, [i](Case& v, int64_t n) { v.steps[i].rounds = n; });
+    lower(list, c, c.steps[i].sync_every, 1, [i](Case& v, int64_t n) { v.steps[i].sync_every = n; });
+    reset(list, c, [i](Case& v) { v.steps[i].frozen = 0; });
+    reset(list, c, [i](Case& v) { v.steps[i].lr_percent = 100; });
+    for (bool StepPlan::* flag : {&StepPlan::eval, &StepPlan::discard, &StepPlan::unshard})
+      reset(list, c, [i, flag](Case& v) { v.steps[i].*flag = false; });
+  }
+}
+
+template <class Sizes>
+void simpler_list(std::vector<Case>& list, const Case& c, const Sizes& sizes) {
+  const std::vector<int64_t>& values = sizes(c);
+  for (size_t i = 0; values.size() > 2 && i < values.size(); ++i)
+    reset(list, c, [&, i](Case& v) { sizes(v).erase(sizes(v).begin() + static_cast<int64_t>(i)); });
+  for (size_t i = 0; i < values.size(); ++i)
+    lower(list, c, values[i], 1, [&, i](Case& v, int64_t n) { sizes(v)[i] = n; });
 }
 
 void simpler_model(std::vector<Case>& list, const Case& c) {
@@ -48,32 +77,45 @@ void simpler_model(std::vector<Case>& list, const Case& c) {
     reset(list, c, [](Case& v) { v.model.gpt.tied = false; });
     return;
   }
-  const golden::Mlp& m = c.model.mlp;
-  for (size_t i = 0; m.widths.size() > 2 && i < m.widths.size(); ++i)
-    reset(list, c, [i](Case& v) { v.model.mlp.widths.erase(v.model.mlp.widths.begin() + static_cast<int64_t>(i)); });
-  for (size_t i = 0; i < m.widths.size(); ++i)
-    lower(list, c, m.widths[i], 1, [i](Case& v, int64_t n) { v.model.mlp.widths[i] = n; });
+  if (c.model.kind == golden::Model::Kind::conv) {
+    simpler_list(list, c, [](auto& v) -> auto& { return v.model.conv.channels; });
+    reset(list, c, [](Case& v) { v.model.conv.kernel = 1; });
+    lower(list, c, c.model.conv.size, 1, [](Case& v, int64_t n) { v.model.conv.size = n; });
+    lower(list, c, c.model.conv.classes, 1, [](Case& v, int64_t n) { v.model.conv.classes = n; });
+    reset(list, c, [](Case& v) { v.model.conv.norm = false; });
+    return;
+  }
+  if (c.model.kind == golden::Model::Kind::odd) {
+    lower(list, c, c.model.odd.width, 1, [](Case& v, int64_t n) { v.model.odd.width = n; });
+    lower(list, c, c.model.odd.calls, 1, [](Case& v, int64_t n) { v.model.odd.calls = n; });
+    using golden::Odd;
+    for (bool Odd::* part : {&Odd::gain, &Odd::cube, &Odd::empty, &Odd::side, &Odd::never, &Odd::tied})
+      reset(list, c, [part](Case& v) { v.model.odd.*part = false; });
+    return;
+  }
+  simpler_list(list, c, [](auto& v) -> auto& { return v.model.mlp.widths; });
   reset(list, c, [](Case& v) { v.model.mlp.activation = golden::Activation::identity; });
   reset(list, c, [](Case& v) { v.model.mlp.bias = false; });
 }
 
 void simpler_options(std::vector<Case>& list, const Case& c) {
-  reset(list, c, [](Case& v) { v.units = Units::root; });
-  reset(list, c, [](Case& v) { v.bucket_bytes_max = 0; });
-  reset(list, c, [](Case& v) { v.reshard_after_forward = true; });
-  reset(list, c, [](Case& v) { v.alignment_bytes = 64; });
-  reset(list, c, [](Case& v) { v.mean_over_ranks = false; });
+  for (const OptionRow& row : option_rows())
+    reset(list, c, [&](Case& v) { v.options.*row.member = row.simplest; });
   reset(list, c, [](Case& v) { v.clip_norm = 0; });
+  reset(list, c, [](Case& v) { v.norm_order = 2; });
+  reset(list, c, [](Case& v) { v.groups = 0; });
   reset(list, c, [](Case& v) { v.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0.1}; });
   reset(list, c, [](Case& v) { v.optimizer.weight_decay = 0; });
-  reset(list, c, [](Case& v) { v.optimizer.momentum = 0; });
+  reset(list, c, [](Case& v) { v.optimizer.nesterov = false; });
+  reset(list, c, [](Case& v) { v.optimizer.momentum = 0; v.optimizer.nesterov = false; });
+  if (c.strategy != "zero3" && c.strategy != "ddp") reset(list, c, [](Case& v) { v.strategy = "zero3"; });
 }
 
 }  // namespace
 
 std::vector<Case> simpler(const Case& c) {
   std::vector<Case> list;
-  lower(list, c, c.mesh.size(), 1, [](Case& v, int64_t n) { v.mesh = shardproof::Mesh({{"dp_shard", n}}); });
+  simpler_mesh(list, c);
   simpler_history(list, c);
   simpler_model(list, c);
   simpler_options(list, c);

@@ -32,6 +32,10 @@ Difference losses(const golden::StepTrace& golden, const std::vector<RankStep>& 
       if (!same<uint64_t>(golden.losses[round].at(rank), ranks[rank].losses[round]))
         return fmt::format("loss of rank {}, round {}: {}", rank, round,
                            both<uint64_t>(golden.losses[round][rank], ranks[rank].losses[round]));
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    if (ranks[rank].skipped != golden.skipped || ranks[rank].loss_scale != golden.loss_scale)
+      return fmt::format("loss scale on rank {}: golden {}{}, sharded {}{}", rank, golden.loss_scale,
+                         golden.skipped ? ", skipped" : "", ranks[rank].loss_scale, ranks[rank].skipped ? ", skipped" : "");
   for (size_t rank = 0; rank < ranks.size(); ++rank, ++*compared)
     if (!same<uint64_t>(golden.gradient_norm, ranks[rank].gradient_norm))
       return fmt::format("gradient norm on rank {}: {}", rank,
@@ -80,7 +84,7 @@ Difference first_difference(const golden::StepTrace& golden, const std::vector<R
   for (const TensorKind& kind : kinds) {
     if (auto difference = sort_pieces(kind, sorted)) return difference;
     for (size_t i = 0; i < sorted.size(); ++i)
-      if (auto difference = tensor(kind, (*kind.golden)[i].first, (*kind.golden)[i].second, sorted[i], compared))
+      if (auto difference = tensor(kind, kind.golden[i].first, kind.golden[i].second, sorted[i], compared))
         return difference;
   }
   return {};

@@ -19,8 +19,11 @@ struct RankStep {
   std::vector<double> losses;  // [round], the weighted losses of this rank's microbatches
   double gradient_norm = 0;    // of the whole gradient, before clipping
   double seconds = 0;
+  bool skipped = false;   // by loss scaling, which has no gradients and no norm then
+  double loss_scale = 0;  // 0: none
   std::vector<shardproof::Piece> gradients = {};  // as the optimizer read them
-  std::vector<shardproof::Piece> parameters = {};
+  std::vector<shardproof::Piece> parameters = {};          // main ones, if there are others to compute with
+  std::vector<shardproof::Piece> compute_parameters = {};  // those
   std::vector<std::pair<std::string, std::vector<shardproof::Piece>>> state = {};  // {"exp_avg", ...}
 };
 

@@ -134,9 +134,9 @@ Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& 
   for (size_t k = 0; k < kinds.size(); ++k) {
     if (auto difference = sort_pieces(kinds[k], sorted)) return difference;
     for (size_t i = 0; i < sorted.size(); ++i) {
-      const auto& [name, whole] = (*kinds[k].golden)[i];
+      const auto& [name, whole] = kinds[k].golden[i];
       std::vector<Values> of_references;
-      for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles((*trace_kinds[k].golden).at(i).second));
+      for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
       if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, of_references, sorted[i]))
         return difference;
     }

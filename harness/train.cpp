@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "golden/train.h"
+#include "harness/problem.h"
 #include "harness/step_difference.h"
 #include "harness/step_exchange.h"
 #include "harness/train_rank.h"
@@ -20,8 +21,10 @@ namespace harness {
 namespace {
 
 void require_valid(const TrainOptions& options, const TextData& data) {
-  SHARD_REQUIRE(options.mesh.axes().size() == 1 && options.mesh.has("dp_shard"), "train",
-                "--mesh must have the one axis dp_shard, e.g. dp_shard=2, got '{}'", options.mesh.str());
+  for (const shardproof::Axis& axis : options.mesh.axes())
+    SHARD_REQUIRE(axis.name == "dp_shard" || (axis.name == "dp_replicate" && &axis == &options.mesh.axes().front()), "train",
+                  "--mesh must have the axes dp_replicate and dp_shard, in that order, or one of them, got '{}'", options.mesh.str());
+  shardproof::on_mesh(shardproof::strategy(options.strategy), options.mesh);
   SHARD_REQUIRE(options.mesh.size() <= shardproof::kThreadsWorldMax, "train",
                 "--mesh {} has more ranks than can be run as threads; use at most {}", options.mesh.str(),
                 shardproof::kThreadsWorldMax);
@@ -43,6 +46,14 @@ golden::Named initial_parameters(const TrainOptions& options) {
     if (seen.insert(item.value().unsafeGetTensorImpl()).second)
       parameters.emplace_back(item.key(), item.value().detach().clone());
   return parameters;
+}
+
+// What of a run decides who holds what, and how sums are taken.
+Case as_case(const TrainOptions& options) {
+  Case c;
+  c.mesh = options.mesh;
+  c.strategy = options.strategy;
+  return c;
 }
 
 golden::Model golden_model(const TrainOptions& options) {
@@ -141,22 +152,25 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 TrainResult train(const TrainOptions& options, const TextData& data,
                   const std::function<void(const TrainStep&)>& report) {
   require_valid(options, data);
-  const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size("dp_shard"));
-  const auto order = shardproof::accumulates_before_reducing(shardproof::strategy(options.strategy))
-                         ? golden::SumOrder::rounds_then_ranks
-                         : golden::SumOrder::ranks_then_rounds;
+  const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size());
   at::set_num_threads(1);
-  const golden::Named initial = initial_parameters(options);
+  const Case plan = as_case(options);
+  golden::Run run{.model = golden_model(options), .optimizer = options.optimizer, .parameters = initial_parameters(options), .steps = {},
+                  .order = {.shards = plan.shards(), .replicas = plan.replicas()}, .precision = {}, .scaling = {}};
   std::optional<golden::Trainer> golden;
-  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, order);
+  if (options.check) golden.emplace(run);
 
-  const Copies copies = copies_of(shardproof::strategy(options.strategy), options.mesh);
+  const Copies copies = copies_of(plan);
   TrainResult result;
   World world(options, data, rule);
   while (result.steps < options.steps && !result.difference) {
     // The golden step first: it computes while the ranks do.
     std::optional<golden::StepTrace> expected;
-    if (golden) expected = golden->step(training_step(data, rule, result.steps, options.clip_norm));
+    if (golden) {
+      golden::Step step = training_step(data, rule, result.steps, options.clip_norm);
+      step.reduce_after = reductions(plan, {.rounds = rule.rounds()});
+      expected = golden->step(step);
+    }
     const auto ranks = world.take();
     if (!ranks) break;
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);

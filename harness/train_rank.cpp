@@ -59,7 +59,7 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
       model.ptr(), comms,
       {.strategy = strategy(options.strategy), .units = by_type<GptBlockImpl>(), .gradient_divide = 1});
   Optimizer optimizer = make_optimizer(sharded, options.optimizer);
-  const int64_t rank = options.mesh.coordinate(comm->rank(), "dp_shard");
+  const int64_t rank = comm->rank();
 
   for (int64_t step = 0; step < options.steps; ++step) {
     const auto start = std::chrono::steady_clock::now();

@@ -50,37 +50,26 @@ RC_GTEST_PROP(Case, numbers_read_back_exactly, (double lr, double clip)) {
 
 TEST(Case, every_field_is_in_the_text) {
   const Case base = Case::parse(
-      "gpt(layers=2,hidden=6,heads=3,vocab=7,positions=5) mesh(dp_shard=2) zero1 adamw(lr=0.1) "
+      "gpt(layers=2,hidden=6,heads=3,vocab=7,positions=5) mesh(dp_replicate=2,dp_shard=2) zero1 adamw(lr=0.1) "
       "ordered seed=1 : step*2 accumulate(3) step");
-  const std::vector<std::function<void(Case&)>> changes = {[](Case& c) { c.model.gpt.layers = 1; },
-                                                           [](Case& c) { c.model.gpt.hidden = 9; },
-                                                           [](Case& c) { c.model.gpt.heads = 2; },
-                                                           [](Case& c) { c.model.gpt.vocab = 8; },
-                                                           [](Case& c) { c.model.gpt.positions = 4; },
-                                                           [](Case& c) { c.model.gpt.tied = true; },
-                                                           [](Case& c) {
-                                                             c.mesh = shardproof::Mesh({{"dp_shard", 3}});
-                                                           },
-                                                           [](Case& c) { c.strategy = "zero2"; },
-                                                           [](Case& c) { c.units = Units::some; },
-                                                           [](Case& c) { c.bucket_bytes_max = 64; },
-                                                           [](Case& c) { c.reshard_after_forward = false; },
-                                                           [](Case& c) { c.alignment_bytes = 128; },
-                                                           [](Case& c) { c.mean_over_ranks = false; },
-                                                           [](Case& c) { c.optimizer.lr = 0.25; },
-                                                           [](Case& c) { c.optimizer.beta1 = 0.5; },
-                                                           [](Case& c) { c.optimizer.beta2 = 0.5; },
-                                                           [](Case& c) { c.optimizer.eps = 1; },
-                                                           [](Case& c) { c.optimizer.weight_decay = 1; },
-                                                           [](Case& c) { c.clip_norm = 1; },
-                                                           [](Case& c) { c.mode = Mode::fast; },
-                                                           [](Case& c) { c.seed = 2; },
-                                                           [](Case& c) {
-                                                             c.rounds = {1, 1, 2};
-                                                           },
-                                                           [](Case& c) {
-                                                             c.rounds = {1, 1, 3, 3};
-                                                           }};
+  std::vector<std::function<void(Case&)>> changes = {
+      [](Case& c) { c.model.gpt.layers = 1; },       [](Case& c) { c.model.gpt.hidden = 9; },
+      [](Case& c) { c.model.gpt.heads = 2; },        [](Case& c) { c.model.gpt.vocab = 8; },
+      [](Case& c) { c.model.gpt.positions = 4; },    [](Case& c) { c.model.gpt.tied = true; },
+      [](Case& c) { c.mesh = shardproof::Mesh({{"dp_shard", 3}}); },
+      [](Case& c) { c.strategy = "zero2"; },         [](Case& c) { c.optimizer.lr = 0.25; },
+      [](Case& c) { c.optimizer.beta1 = 0.5; },      [](Case& c) { c.optimizer.beta2 = 0.5; },
+      [](Case& c) { c.optimizer.eps = 1; },          [](Case& c) { c.optimizer.weight_decay = 1; },
+      [](Case& c) { c.optimizer.kind = golden::Optimizer::Kind::lion; },
+      [](Case& c) { c.groups = 1; },                 [](Case& c) { c.norm_order = 0; },
+      [](Case& c) { c.clip_norm = 1; },              [](Case& c) { c.mode = Mode::fast; },
+      [](Case& c) { c.seed = 2; },                   [](Case& c) { c.steps.pop_back(); },
+      [](Case& c) { c.steps[0].rounds = 2; },        [](Case& c) { c.steps[1].sync_every = 2; },
+      [](Case& c) { c.steps[1].frozen = 2; },        [](Case& c) { c.steps[1].lr_percent = 2; },
+      [](Case& c) { c.steps[1].eval = true; },       [](Case& c) { c.steps[1].discard = true; },
+      [](Case& c) { c.steps[1].unshard = true; }};
+  for (const OptionRow& row : option_rows())
+    changes.push_back([&row](Case& c) { c.options.*row.member = row.others.front(); });
   std::set<std::string> texts = {base.str()};
   for (const auto& change : changes) {
     Case c = base;
@@ -98,11 +87,20 @@ TEST(Case, what_equals_its_default_is_left_out) {
 
 TEST(Case, rounds_hold_until_they_change) {
   const Case c = Case::parse(with(": step", ": step*2 accumulate(3) step accumulate(1) step*2"));
-  EXPECT_EQ(c.rounds, (std::vector<int64_t>{1, 1, 3, 1, 1}));
+  std::vector<int64_t> rounds;
+  for (const StepPlan& step : c.steps) rounds.push_back(step.rounds);
+  EXPECT_EQ(rounds, (std::vector<int64_t>{1, 1, 3, 1, 1}));
+}
+
+TEST(Case, words_for_the_next_step_hold_for_that_step) {
+  const Case c = Case::parse(with(": step", ": eval discard step step sync(2) unshard step freeze(3) lr(50) step"));
+  const std::vector<StepPlan> expected = {
+      {.eval = true, .discard = true}, {}, {.sync_every = 2, .unshard = true}, {.sync_every = 2, .frozen = 3, .lr_percent = 50}};
+  EXPECT_EQ(c.steps, expected);
 }
 
 TEST(Case, malformed_text_is_shown_with_its_column) {
-  expect_column(with("mlp", "mpl"), "mpl", "gpt(...) or mlp(...)");
+  expect_column(with("mlp", "mpl"), "mpl", "gpt(...), mlp(...), conv(...) or odd(...)");
   expect_column(with("5-7-3", "5-x-3"), "x-3", "an integer");
   expect_column(with("5-7-3)", "5-7-3,act=sin)"), "sin", "act=identity|relu|tanh|gelu");
   expect_column(with("5-7-3)", "5-7-3,depth=3)"), "depth", "widths, act, bias");
@@ -111,13 +109,15 @@ TEST(Case, malformed_text_is_shown_with_its_column) {
   expect_column(with("mesh", "mash"), "mash", "mesh(axis=size,...)");
   expect_column(with("dp_shard=4", "dp_shard=0"), "mesh", "size");
   expect_column(with("zero3", "zero4"), "zero4", "ddp, zero1, zero2, zero3");
-  expect_column(with("zero3", "zero3(reshard=2)"), "2) sgd", "reshard=1 or reshard=0");
+  expect_column(with("zero3", "zero3(reshard=x)"), "x) sgd", "reshard=INTEGER");
+  expect_column(with("zero3", "zero3(loss=most)"), "most", "loss=mean|sum|tokens");
+  expect_column(with("zero3", "zero3(speed=1)"), "speed", "units, bucket");
   expect_column(with("lr=0.1", "lr=fast"), "fast", "lr=NUMBER");
-  expect_column(with("lr=0.1", "lr=0.1,beta1=0.5"), "beta1", "lr, momentum, decay, clip");
-  expect_column(with("ordered", "orderly"), "orderly", "exact, ordered or fast");
+  expect_column(with("lr=0.1", "lr=0.1,beta1=0.5"), "beta1", "lr, momentum, nesterov, decay, groups, clip, norm");
+  expect_column(with("ordered", "orderly"), "orderly", "exact, ordered, canonical or fast");
   expect_column(with("seed=3", "seed=x"), "x :", "a number");
   expect_column(with(" : step", " step"), "step", "':'");
-  expect_column(with(": step", ": stop"), "stop", "step, step*N or accumulate(N)");
+  expect_column(with(": step", ": stop"), "stop", "step, step*N, accumulate(N)");
   expect_column(with(": step", ": step*0"), "step*0", "steps");
   expect_column(with(": step", ": accumulate(0) step"), "0) step", "rounds");
   expect_error([] { Case::parse(""); }, {"[case] column 1: expected a model"});
@@ -130,6 +130,12 @@ TEST(Case, what_cannot_run_is_refused) {
   };
   refused("gpt(hidden=10,heads=3) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"hidden=10", "heads=3", "divisible"});
   refused(with("dp_shard=4", "tp=4"), {"axis 'tp'", "dp_shard"});
+  refused(with("dp_shard=4", "dp_shard=4,dp_replicate=2"), {"dp_replicate before dp_shard"});
+  refused(with("zero3", "hsdp"), {"hsdp", "dp_replicate"});
+  refused(with("zero3", "zero3(reshard=3)"), {"reshard=3", "dp_shard=4"});
+  refused(with("sgd(lr=0.1)", "muon(lr=0.1)"), {"whole=1"});
+  refused(with("ordered", "canonical"), {"loss=sum or loss=tokens"});
+  refused("conv(channels=1-2,kernel=2) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"kernel must be odd"});
   refused(with("dp_shard=4", "dp_shard=1025"), {"1025 ranks", "at most 1024"});
   refused(with("zero3", "zero3(align=100)"), {"align=100", "power of two"});
   refused(with("lr=0.1", "lr=-1"), {"lr=-1"});
@@ -158,7 +164,7 @@ TEST(Generate, limits_hold) {
     EXPECT_EQ(generate(1, i, {.mode = Mode::exact}).mode, Mode::exact);
     const Case tiny = generate(1, i, {.tiny = true});
     EXPECT_EQ(tiny.mesh.str() + " " + tiny.strategy, "dp_shard=4 zero3");
-    EXPECT_EQ(tiny.rounds.size(), 3u);
+    EXPECT_EQ(tiny.steps.size(), 3u);
     EXPECT_LE(tiny.model.mlp.widths.size(), 5u);
   }
 }
@@ -169,23 +175,28 @@ TEST(Generate, no_feature_is_rare) {
   constexpr int kCases = 4000;
   for (int64_t i = 0; i < kCases; ++i) {
     const Case c = generate(3, i, {});
-    const bool gpt = c.model.kind == golden::Model::Kind::gpt;
     ++counts[std::string("mode ") + to_string(c.mode)];
     ++counts["strategy " + c.strategy];
-    ++counts["world " + std::to_string(c.mesh.size())];
-    ++counts[std::string("units ") + to_string(c.units)];
-    ++counts[gpt ? (c.model.gpt.tied ? "gpt tied" : "gpt untied") : "mlp"];
-    ++counts[c.optimizer.kind == golden::Optimizer::Kind::sgd ? "sgd" : "adamw"];
+    ++counts[std::string("model ") + to_string(c.model.kind)];
+    ++counts[std::string("optimizer ") + to_string(c.optimizer.kind)];
+    counts["mesh of two axes"] += c.mesh.axes().size() == 2;
     counts["momentum"] += c.optimizer.momentum != 0;
     counts["decay"] += c.optimizer.weight_decay != 0;
+    counts["groups"] += c.groups != 0;
     counts["clip"] += c.clip_norm > 0;
-    counts["bucket"] += c.bucket_bytes_max > 0;
-    counts["no reshard"] += !c.reshard_after_forward;
-    counts["global mean"] += !c.mean_over_ranks;
-    counts["three rounds or more"] += *std::max_element(c.rounds.begin(), c.rounds.end()) >= 3;
-    counts["rounds change"] += std::set<int64_t>(c.rounds.begin(), c.rounds.end()).size() > 1;
-    counts["three steps or more"] += c.rounds.size() >= 3;
+    counts["another norm"] += c.norm_order != 2;
+    const auto any = [&](const char* name, const auto& has) { counts[name] += std::any_of(c.steps.begin(), c.steps.end(), has); };
+    any("three rounds or more", [](const StepPlan& step) { return step.rounds >= 3; });
+    any("no_sync", [](const StepPlan& step) { return step.sync_every > 1 && step.rounds > 1; });
+    any("frozen", [](const StepPlan& step) { return step.frozen != 0; });
+    any("rate", [](const StepPlan& step) { return step.lr_percent != 100; });
+    any("eval", [](const StepPlan& step) { return step.eval; });
+    any("discard", [](const StepPlan& step) { return step.discard; });
+    any("unshard", [](const StepPlan& step) { return step.unshard; });
+    counts["three steps or more"] += c.steps.size() >= 3;
+    for (const OptionRow& row : option_rows())
+      counts[std::string("option ") + row.key] += c.options.*row.member != CaseOptions{}.*row.member;
   }
-  EXPECT_EQ(counts.size(), 3u + 4 + 8 + 4 + 3 + 2 + 9) << "a kind of case is never drawn";
-  for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 7 * kCases) << feature;
+  EXPECT_EQ(counts.size(), 4u + 6 + 4 + 5 + 6 + 7 + 1 + option_rows().size()) << "a kind of case is never drawn";
+  for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 2 * kCases) << feature;
 }

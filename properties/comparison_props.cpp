@@ -31,7 +31,7 @@ struct Both {
   double ratio_max = 0;
 
   explicit Both(Case a_case) : c(std::move(a_case)) {}
-  Copies copies() const { return copies_of(shardproof::strategy(c.strategy), c.mesh); }
+  Copies copies() const { return copies_of(c); }
   std::optional<std::string> bits(size_t step) {
     int64_t compared = 0;
     return first_difference(golden[step], sharded[step], copies(), &compared);

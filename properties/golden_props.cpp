@@ -47,7 +47,8 @@ bool same_bits(const golden::Trace& a, const golden::Trace& b) {
 // The run with one step of the one microbatch, nothing divided and nothing clipped.
 golden::StepTrace alone(const golden::Run& run, const golden::Microbatch& microbatch) {
   golden::Run single = run;
-  single.steps = {{{{microbatch}}, 1, 0}};
+  single.steps = {step_of({{microbatch}})};
+  set_order(single, true);
   return golden::train(single).front();
 }
 
@@ -58,11 +59,11 @@ Floats plus(Floats a, const Floats& b) {
 
 // Sum over [k][i] of parameter p's gradients; both orders written out.
 Floats expected_sum(const std::vector<std::vector<golden::StepTrace>>& parts, size_t p,
-                    golden::SumOrder order) {
+                    bool rounds_first) {
   const auto part = [&](size_t k, size_t i) { return floats(parts[k][i].gradients[p].second); };
   const size_t rounds = parts.size(), ranks = parts.front().size();
   Floats sum;
-  if (order == golden::SumOrder::rounds_then_ranks) {
+  if (rounds_first) {
     for (size_t i = 0; i < ranks; ++i) {
       Floats rank = part(0, i);
       for (size_t k = 1; k < rounds; ++k) rank = plus(rank, part(k, i));
@@ -95,7 +96,7 @@ RC_GTEST_PROP(Golden, gradients_are_summed_in_the_order_named_then_divided_then_
   const double factor = step.clip_norm / (trace.gradient_norm + 1e-6);
   long double squares = 0;
   for (size_t p = 0; p < run.parameters.size(); ++p) {
-    Floats expected = expected_sum(parts, p, run.order);
+    Floats expected = expected_sum(parts, p, step.reduce_after.empty());
     for (float& g : expected) {
       g = g / static_cast<float>(step.divide);
       squares += static_cast<long double>(g) * g;
@@ -115,9 +116,9 @@ RC_GTEST_PROP(Golden, with_one_round_or_one_rank_both_orders_are_one, ()) {
     if (!one_round)
       for (auto& round : step.microbatches) round.resize(1);
   }
-  run.order = golden::SumOrder::rounds_then_ranks;
+  set_order(run, true);
   const golden::Trace a = golden::train(run);
-  run.order = golden::SumOrder::ranks_then_rounds;
+  set_order(run, false);
   RC_ASSERT(same_bits(a, golden::train(run)));
 }
 
@@ -132,8 +133,9 @@ TEST(Golden, with_three_rounds_of_three_ranks_the_orders_differ) {
     for (int i = 0; i < 3; ++i)
       run.steps[0].microbatches[k].push_back({tensors.normal({4, 7}), tensors.normal({4, 3}), 1});
   }
+  set_order(run, true);
   const golden::Trace a = golden::train(run);
-  run.order = golden::SumOrder::ranks_then_rounds;
+  set_order(run, false);
   EXPECT_FALSE(same_bits(a, golden::train(run)));
 }
 
@@ -208,7 +210,7 @@ RC_GTEST_PROP(Golden, a_trainer_step_by_step_is_the_run_and_touches_nothing_give
   golden::Named given;
   for (const auto& [name, value] : run.parameters) given.emplace_back(name, value.clone());
   const golden::Trace trace = golden::train(run);
-  golden::Trainer trainer(run.model, run.optimizer, run.parameters, run.order);
+  golden::Trainer trainer(run);
   golden::Trace stepped;
   for (const golden::Step& step : run.steps) stepped.push_back(trainer.step(step));
   RC_ASSERT(same_bits(trace, stepped));  // also: a later step left the traces of earlier ones alone
@@ -229,9 +231,9 @@ TEST(Golden, a_negative_zero_gradient_stays_negative) {
       const at::Tensor single = alone(run, tiny).gradients[0].second;
       ASSERT_TRUE(at::all(single == 0).item<bool>());
       negative_zeros += at::signbit(single).sum().item<int64_t>();
-      run.steps = {{{{tiny, tiny}, {tiny, tiny}}, 1, 0}};
-      for (const auto order : {golden::SumOrder::rounds_then_ranks, golden::SumOrder::ranks_then_rounds}) {
-        run.order = order;
+      run.steps = {step_of({{tiny, tiny}, {tiny, tiny}})};
+      for (const bool rounds_first : {true, false}) {
+        set_order(run, rounds_first);
         EXPECT_TRUE(same_bits(golden::train(run)[0].gradients[0].second, single));
       }
     }
@@ -244,7 +246,7 @@ TEST(Golden, tied_weights_are_one_parameter_with_the_gradient_of_both_uses) {
   tied.model.kind = golden::Model::Kind::gpt;
   tied.model.gpt = {.layers = 1, .hidden = 6, .heads = 2, .vocab = 7, .positions = 4, .tied = true};
   tied.parameters = random_parameters(tied.model, tensors);
-  tied.steps = {{{{{tensors.tokens({2, 4}, 7), tensors.tokens({2, 4}, 7), 1}}}, 1, 0}};
+  tied.steps = {step_of({{{tensors.tokens({2, 4}, 7), tensors.tokens({2, 4}, 7), 1}}})};
   golden::Run untied = tied;
   untied.model.gpt.tied = false;
   untied.parameters.emplace_back("lm_head.weight", tied.parameters[0].second);
@@ -263,7 +265,7 @@ TEST(Golden, one_token_through_no_layers_costs_log_vocab_times_weight) {
   run.model.gpt = {.layers = 0, .hidden = 1, .heads = 1, .vocab = 5, .positions = 1};
   for (const auto& [name, shape] : golden::parameter_shapes(run.model))
     run.parameters.emplace_back(name, at::zeros(shape));
-  run.steps = {{{{{at::zeros({1, 1}, at::kLong), at::zeros({1, 1}, at::kLong), 0.5}}}, 1, 0}};
+  run.steps = {step_of({{{at::zeros({1, 1}, at::kLong), at::zeros({1, 1}, at::kLong), 0.5}}})};
   EXPECT_NEAR(golden::train(run)[0].losses[0][0], std::log(5.0) / 2, 1e-7);
 }
 
@@ -271,7 +273,7 @@ TEST(Golden, not_a_number_is_carried_on) {
   golden::Run run;
   run.model.mlp.widths = {2, 1};
   run.parameters = {{"layers.0.weight", at::ones({1, 2})}, {"layers.0.bias", at::zeros({1})}};
-  run.steps = {{{{{at::full({1, 2}, NAN), at::zeros({1, 1}), 1}}}, 1, 1}};
+  run.steps = {step_of({{{at::full({1, 2}, NAN), at::zeros({1, 1}), 1}}}, 1)};
   const golden::StepTrace step = golden::train(run).front();
   EXPECT_TRUE(std::isnan(step.losses[0][0]));
   EXPECT_TRUE(std::isnan(step.gradient_norm));
@@ -332,7 +334,7 @@ golden::Run gpt_run() {
   Tensors tensors(1);
   run.model.kind = golden::Model::Kind::gpt;
   run.parameters = random_parameters(run.model, tensors);
-  run.steps = {{{{{tensors.tokens({2, 3}, 16), tensors.tokens({2, 3}, 16), 1}}}, 1, 0}};
+  run.steps = {step_of({{{tensors.tokens({2, 3}, 16), tensors.tokens({2, 3}, 16), 1}}})};
   return run;
 }
 

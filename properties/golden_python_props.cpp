@@ -78,7 +78,7 @@ TEST(GoldenPython, loading_pytorch_changes_no_bit_of_the_cpp_reference) {
   run.model.gpt = {.layers = 2, .hidden = 12, .heads = 3, .vocab = 11, .positions = 9};
   run.parameters = random_parameters(run.model, tensors);
   run.optimizer.kind = golden::Optimizer::Kind::adamw;
-  run.steps.push_back({{{{tensors.tokens({3, 9}, 11), tensors.tokens({3, 9}, 11), 0.5}}}, 1, 0.1});
+  run.steps.push_back(step_of({{{tensors.tokens({3, 9}, 11), tensors.tokens({3, 9}, 11), 0.5}}}, 0.1));
   run.steps.push_back(run.steps.front());
 
   const golden::Trace before = golden::train(run);
@@ -104,7 +104,7 @@ golden::Run small_run(uint64_t seed) {
   golden::Run run;
   run.model.mlp.widths = {3, 5, 2};
   run.parameters = random_parameters(run.model, tensors);
-  run.steps.push_back({{{{tensors.normal({4, 3}), tensors.normal({4, 2}), 1}}}, 1, 0});
+  run.steps.push_back(step_of({{{tensors.normal({4, 3}), tensors.normal({4, 2}), 1}}}, 0));
   return run;
 }
 

@@ -103,13 +103,27 @@ inline golden::Microbatch random_microbatch(const golden::Model& model, Tensors&
           weight};
 }
 
+// Each rank's rounds first, then the ranks; or the ranks of each round first, then the rounds. Every step has the same ranks.
+inline void set_order(golden::Run& run, bool rounds_first) {
+  run.order = {.shards = static_cast<int64_t>(run.steps.at(0).microbatches.at(0).size())};
+  for (golden::Step& step : run.steps)
+    step.reduce_after = rounds_first ? std::vector<bool>{} : std::vector<bool>(step.microbatches.size(), true);
+}
+
+inline golden::Step step_of(std::vector<std::vector<golden::Microbatch>> microbatches, double clip_norm = 0) {
+  golden::Step step;
+  step.microbatches = std::move(microbatches);
+  step.clip_norm = clip_norm;
+  return step;
+}
+
 inline golden::Run random_run(const golden::Model& model) {
   Tensors tensors(*rc::gen::arbitrary<uint64_t>());
   golden::Run run;
   run.model = model;
   run.optimizer = random_optimizer();
   run.parameters = random_parameters(model, tensors);
-  run.order = pick({golden::SumOrder::rounds_then_ranks, golden::SumOrder::ranks_then_rounds});
+  const bool rounds_first = pick({true, false});
   const int64_t rounds = draw(1, 3), ranks = draw(1, 4);
   for (int64_t s = 0, steps = draw(1, 3); s < steps; ++s) {
     golden::Step step;
@@ -122,6 +136,7 @@ inline golden::Run random_run(const golden::Model& model) {
     }
     run.steps.push_back(std::move(step));
   }
+  set_order(run, rounds_first);
   return run;
 }
 

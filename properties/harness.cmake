@@ -9,11 +9,5 @@ function(shardproof_verify name label)
     --failures "${CMAKE_CURRENT_BINARY_DIR}/failures/${name}" WORKING_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
   set_tests_properties("Verify.${name}" PROPERTIES LABELS "${label}")
 endfunction()
-foreach(strategy ddp zero1 zero2 zero3)
-  shardproof_verify(random_${strategy}_cases_equal_their_golden_runs train --strategy ${strategy} --cases 100 --seed 41
-    --no-python)
-  shardproof_verify(thousands_of_${strategy}_cases_equal_their_golden_runs nightly --strategy ${strategy} --cases 10000
-    --seed 42)
-endforeach()
 shardproof_verify(wide_worlds_equal_their_golden_runs nightly --world-max 64 --cases 500 --seed 43)
 shardproof_verify(tiny_cases_equal_their_golden_runs train --tiny --cases 500 --seed 44 --no-python)

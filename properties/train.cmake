@@ -4,7 +4,7 @@ shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optimizer_props.c
 
 # The main job, a slice of it for every strategy: random cases against their golden runs.
 set(_failures "${CMAKE_BINARY_DIR}/failures")
-foreach(strategy ddp zero1 zero2 zero3)
+foreach(strategy ddp zero1 zero2 zero3 hsdp hfsdp)
   add_test(NAME Verify.random_cases_of_${strategy}_equal_their_golden_runs
     COMMAND shardproof_command verify --strategy ${strategy} --cases 150 --seed 7 --no-python --failures ${_failures})
   add_test(NAME Verify.thousands_of_random_cases_of_${strategy}_equal_their_golden_runs
@@ -13,6 +13,14 @@ foreach(strategy ddp zero1 zero2 zero3)
   set_tests_properties(Verify.thousands_of_random_cases_of_${strategy}_equal_their_golden_runs PROPERTIES
     LABELS nightly TIMEOUT 7200)
 endforeach()
+# One answer on every mesh, whatever the backend's order of sums.
+add_test(NAME Verify.canonical_cases_equal_their_golden_runs
+  COMMAND shardproof_command verify --mode canonical --cases 300 --seed 13 --no-python --failures ${_failures})
+add_test(NAME Verify.thousands_of_canonical_cases_equal_their_golden_runs
+  COMMAND shardproof_command verify --mode canonical --cases 5000 --seed 17 --no-python --failures ${_failures})
+set_tests_properties(Verify.canonical_cases_equal_their_golden_runs PROPERTIES LABELS train)
+set_tests_properties(Verify.thousands_of_canonical_cases_equal_their_golden_runs PROPERTIES LABELS nightly TIMEOUT 7200)
+
 add_test(NAME Verify.the_golden_run_agrees_with_pytorch_in_python
   COMMAND shardproof_command verify --cases 100 --seed 3 --failures ${_failures})
 set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERTIES LABELS train)

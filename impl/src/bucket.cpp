@@ -17,7 +17,8 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
       rules_(std::move(rules)),
       views_(std::move(parameters)),
       arrived_(views_.size(), false),
-      holds_(views_.size(), false) {
+      holds_(views_.size(), false),
+      parts_(views_.size()) {
   at::NoGradGuard no_grad;
   compute_ = without_memory(layout_.numel(), rules_.compute);
   for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
@@ -138,22 +139,37 @@ at::ScalarType Bucket::produced_dtype(bool reduces) const {
   return goes_on_the_wire && dtypes.gradient == at::kFloat ? dtypes.reduce : dtypes.gradient;
 }
 
-void Bucket::add_gradient(int64_t index, const at::Tensor& gradient, bool may_repeat) {
+void Bucket::add_gradient(int64_t index, const at::Tensor& gradient, bool may_be_part) {
   const Slot& slot = layout_.slots()[index];
   SHARD_REQUIRE(!final(), "bucket",
                 "parameter {} got a gradient after the last backward of this step. Call set_last_microbatch(false) before "
                 "every backward but the last, then Optimizer::step or zero_gradients",
                 slot.name);
-  SHARD_REQUIRE(!reducing() && (!arrived_[index] || may_repeat), "bucket",
+  SHARD_REQUIRE(!reducing() && (!arrived_[index] || may_be_part), "bucket",
                 "parameter {} got a second gradient in one backward after its bucket was taken", slot.name);
+  SHARD_CHECK(gradient.numel() == slot.numel, "bucket", "gradient of {}: {} elements, expected {}", slot.name, gradient.numel(),
+              slot.numel);
+  missing_ -= !arrived_[index];
+  arrived_[index] = true;
+  if (!may_be_part) return take(index, gradient);
+  at::NoGradGuard no_grad;
+  at::Tensor& sum = parts_[index];
+  sum = sum.defined() ? sum + gradient : gradient;
+}
+
+void Bucket::settle() {
+  for (size_t i = 0; i < parts_.size(); ++i)
+    if (parts_[i].defined()) take(static_cast<int64_t>(i), std::exchange(parts_[i], at::Tensor()));
+}
+
+void Bucket::take(int64_t index, const at::Tensor& gradient) {
+  const Slot& slot = layout_.slots()[index];
   if (!produced_.defined()) {
     produced_ = memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
     for (const Interval& padding : layout_.whole().padding) produced_.narrow(0, padding.begin, padding.size()).zero_();
     holds_.assign(holds_.size(), false);
     suspicious_ = false;
   }
-  SHARD_CHECK(gradient.numel() == slot.numel, "bucket", "gradient of {}: {} elements, expected {}", slot.name, gradient.numel(),
-              slot.numel);
   at::NoGradGuard no_grad;
   const at::Tensor source = gradient.contiguous().view({-1});
   const at::Tensor target = produced_.narrow(0, slot.offset, slot.numel);
@@ -163,8 +179,6 @@ void Bucket::add_gradient(int64_t index, const at::Tensor& gradient, bool may_re
   suspicious_ |= !fine;
   if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = slot.name;
   holds_[index] = true;
-  missing_ -= !arrived_[index];
-  arrived_[index] = true;
 }
 
 void Bucket::fill_missing() {
@@ -234,6 +248,7 @@ void Bucket::zero_gradients() {
   produced_.reset();
   accumulated_.reset();
   gradient_.reset();
+  parts_.assign(parts_.size(), at::Tensor());
 }
 
 void Bucket::publish() {

@@ -67,8 +67,11 @@ class Bucket {
 
   // A backward begins: which gradients will come, and whether they are reduced at its end.
   void begin_backward(bool reduces);
-  // Takes over one parameter's gradient. A second one in the same backward is added, if the caller allows for that.
-  void add_gradient(int64_t slot, const at::Tensor& gradient, bool may_repeat);
+  // Takes over one parameter's gradient. When it may be a part of what this backward makes, parts are added first, as autograd adds
+  // them, and wait for `settle`.
+  void add_gradient(int64_t slot, const at::Tensor& gradient, bool may_be_part);
+  // All parts are there.
+  void settle();
   // Every gradient of this backward is there.
   bool complete() const { return missing_ == 0; }
   // Parameters that the backward did not reach have zero gradients.
@@ -98,6 +101,7 @@ class Bucket {
   void fill_from_initializer(const Initializer& initialize);
   at::Tensor state_part_of_parameter() const;
   at::ScalarType produced_dtype(bool reduces) const;
+  void take(int64_t slot, const at::Tensor& gradient);
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;
   void check_produced(const std::string& where) const;
   void finalize(at::Tensor sum);
@@ -116,6 +120,7 @@ class Bucket {
 
   std::vector<bool> arrived_;  // in this backward
   std::vector<bool> holds_;    // produced_ has a value, of this or an earlier backward
+  std::vector<at::Tensor> parts_;  // sums of parts that are not settled; undefined where there are none
   int64_t missing_ = 0;
   bool suspicious_ = false;  // produced_ holds something that is not finite or too large
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold

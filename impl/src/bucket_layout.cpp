@@ -36,7 +36,7 @@ BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, co
     multiple = std::lcm(multiple, chunks(*layout, mesh));
   }
   for (const std::string& axis : strategy.produced.partial) multiple = std::lcm(multiple, cuts * mesh.size(axis));
-  place(alignment_elements, cuts, granularity);
+  place(alignment_elements, cuts, multiple, granularity);
   numel_ = std::max(multiple, round_up(numel_, multiple));
 
   whole_ = view(strategy.compute, mesh, rank);
@@ -59,7 +59,7 @@ BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, co
   reduce_last_ = sum_path(strategy.accumulated, strategy.state, mesh, rank);
 }
 
-void BucketLayout::place(int64_t alignment, int64_t cuts, Granularity granularity) {
+void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity) {
   by_offset_.resize(slots_.size());
   std::iota(by_offset_.begin(), by_offset_.end(), size_t{0});
   if (granularity == Granularity::element || cuts == 1) {
@@ -79,7 +79,7 @@ void BucketLayout::place(int64_t alignment, int64_t cuts, Granularity granularit
     slots_[index].offset = filled[emptiest];
     filled[emptiest] += round_up(slots_[index].numel, alignment);
   }
-  const int64_t chunk = *std::max_element(filled.begin(), filled.end());
+  const int64_t chunk = round_up(*std::max_element(filled.begin(), filled.end()), std::lcm(alignment, multiple / cuts));
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].offset += static_cast<int64_t>(chunk_of[i]) * chunk;
   std::stable_sort(by_offset_.begin(), by_offset_.end(), [&](size_t a, size_t b) { return slots_[a].offset < slots_[b].offset; });
   numel_ = cuts * chunk;

@@ -69,7 +69,7 @@ class BucketLayout {
   LocalView view(const Layout& layout, const Mesh& mesh, int64_t rank) const;
 
  private:
-  void place(int64_t alignment, int64_t chunks, Granularity granularity);
+  void place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity);
   std::vector<Hop> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;
 
   std::vector<Slot> slots_;

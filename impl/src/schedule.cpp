@@ -44,17 +44,18 @@ void Schedule::begin_backward() {
   if (in_backward_) return;
   in_backward_ = true;
   to_reduce_.clear();
-  for (Bucket* bucket : buckets()) {
-    if (!bucket->trainable()) continue;
-    bucket->begin_backward(sync_);
-    to_reduce_.push_back(bucket);
-  }
+  for (const auto& unit : units_)
+    for (const auto& bucket : unit->buckets()) {
+      if (!bucket->trainable()) continue;
+      bucket->begin_backward(sync_);
+      to_reduce_.push_back({unit.get(), bucket.get()});
+    }
   torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
 }
 
 void Schedule::start_ready_reduces() {
-  while (sync_ && !to_reduce_.empty() && to_reduce_.back()->complete()) {
-    start_reduce(*to_reduce_.back());
+  while (sync_ && !to_reduce_.empty() && to_reduce_.back().bucket->complete() && !to_reduce_.back().unit->expects_more()) {
+    start_reduce(*to_reduce_.back().bucket);
     to_reduce_.pop_back();
   }
 }
@@ -71,9 +72,10 @@ void Schedule::start_reduce(Bucket& bucket) {
 }
 
 void Schedule::end_backward() {
+  for (const auto& unit : units_) unit->expect_no_more();
   if (sync_) {
-    for (Bucket* bucket : to_reduce_)
-      if (!bucket->complete()) bucket->fill_missing();
+    for (const Waiting& waiting : to_reduce_)
+      if (!waiting.bucket->complete()) waiting.bucket->fill_missing();
     start_ready_reduces();
     SHARD_CHECK(to_reduce_.empty(), "schedule", "{} buckets were not reduced", to_reduce_.size());
     for (Bucket* bucket : reducing_) bucket->finish_reduce();

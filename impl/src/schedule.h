@@ -75,7 +75,11 @@ class Schedule {
   std::vector<std::shared_ptr<Unit>> units_;
 
   bool in_backward_ = false;
-  std::vector<Bucket*> to_reduce_;  // of this backward, the next one at the back
+  struct Waiting {
+    Unit* unit;
+    Bucket* bucket;
+  };
+  std::vector<Waiting> to_reduce_;  // of this backward, the next one at the back
   std::deque<Bucket*> reducing_;
 };
 

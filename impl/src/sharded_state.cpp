@@ -87,6 +87,7 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
       SHARD_REQUIRE(unit_hooks(*unit_module) == nullptr, "fully_shard",
                     "module '{}' is sharded already; destroy the Sharded that holds it first", name);
   for (const UnitPlan& plan : plans.units) build_unit(plan);
+  relate_units(plans.units);
   choose_prefetch();
   sequential_ = std::make_unique<SequentialEntries>(*module_);
   reset_meta_buffers();
@@ -116,6 +117,16 @@ void ShardedState::build_unit(const UnitPlan& plan) {
   unit->hook_parameters();
   for (const auto& [name, module] : plan.modules) attached_.attach(module, *unit);
   schedule_.add(std::move(unit));
+}
+
+void ShardedState::relate_units(const std::vector<UnitPlan>& plans) {
+  const auto& units = schedule_.units();
+  for (size_t outer = 1; outer < units.size(); ++outer) {
+    units[outer]->settings.root = units[0].get();
+    for (size_t inner = 1; inner < units.size(); ++inner)
+      for (const auto& [name, module] : plans[outer].modules)
+        if (inner != outer && is_within(plans[inner].name(), name)) units[outer]->settings.inside.push_back(units[inner].get());
+  }
 }
 
 // The root runs around all others, so it is never ahead of them.

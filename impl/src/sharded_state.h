@@ -43,6 +43,7 @@ class ShardedState {
 
  private:
   void build_unit(const UnitPlan& plan);
+  void relate_units(const std::vector<UnitPlan>& plans);
   void choose_prefetch();
   void reset_meta_buffers();
 

@@ -66,7 +66,7 @@ Strategy on_mesh(Strategy strategy, const Mesh& mesh) {
 }
 
 Strategy reducing_replicas_every_time(Strategy strategy) {
-  if (!accumulates_before_reducing(strategy)) strategy.accumulated.partial.clear();
+  if (!accumulates_before_reducing(strategy)) strategy.accumulated = strategy.state;
   return strategy;
 }
 

@@ -11,10 +11,6 @@ namespace {
 
 using torch::nn::Module;
 
-bool is_within(const std::string& name, const std::string& prefix) {
-  return prefix.empty() || (name.size() > prefix.size() && name.starts_with(prefix) && name[prefix.size()] == '.');
-}
-
 // Parameters that look into one memory would each get a copy.
 void require_separate(const std::vector<NamedParameter>& parameters) {
   std::map<std::pair<const void*, const void*>, std::string> begins;  // [begin, end) -> name
@@ -77,6 +73,10 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
 }
 
 }  // namespace
+
+bool is_within(const std::string& name, const std::string& prefix) {
+  return prefix.empty() || (name.size() > prefix.size() && name.starts_with(prefix) && name[prefix.size()] == '.');
+}
 
 UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries, const ShardOptions& options) {
   UnitPlans result{choose_units(root, entries, options), {}};

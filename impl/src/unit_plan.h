@@ -31,6 +31,9 @@ struct UnitPlans {
   std::vector<std::pair<std::string, std::string>> aliases;
 };
 
+// Whether a name is that of a descendant of the module called `prefix`.
+bool is_within(const std::string& name, const std::string& prefix);
+
 // A tensor belongs to the innermost unit of its first name; one that other units use as well belongs to the root, which is whole as
 // long as any of them runs. Throws Error, naming module or parameter, when an entry is not below the root, a module is in two
 // units, or a parameter cannot be sharded.

@@ -1,10 +1,11 @@
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
 
 #include "shardproof/check.h"
 #include "shardproof/random.h"
@@ -16,12 +17,32 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-// The generator that LibTorch's own random functions share: all ranks of a process draw from it, so its draws cannot be replayed.
-at::Tensor default_generator_state() {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  return generator.get_state();
+// LibTorch's random operators draw from one generator that all ranks of a process share, so nobody can replay them. While a
+// ReplayableOnly lives, those of this thread are errors.
+void refuse_random(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::Fake);
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    bool draws = true;
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const c10::IValue& value = (*stack)[stack->size() - arguments.size() + i];
+      const std::string& name = arguments[i].name();
+      if ((name == "p" || name == "dropout_p") && value.isDouble()) draws &= value.toDouble() > 0;
+      if (name == "train" && value.isBool()) draws &= value.toBool();
+    }
+    SHARD_REQUIRE(!draws, "unit",
+                  "{} draws from LibTorch's generator, which ranks share and nobody can replay, in a unit that is recomputed in its "
+                  "backward. Use shardproof::dropout, or random_stream(), in it",
+                  op.schema().name());
+  }
+  op.callBoxed(stack);
 }
+
+TORCH_LIBRARY_IMPL(_, Fake, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_random>()); }
+
+class ReplayableOnly {
+  c10::impl::IncludeDispatchKeyGuard guard_{c10::DispatchKeySet(c10::DispatchKey::Fake)};
+};
 
 class ReplayRandom {
  public:
@@ -96,19 +117,15 @@ class Recompute final : public torch::autograd::Node {
 
 std::vector<at::Tensor> Unit::run_without_graph(Body body, std::vector<at::Tensor> inputs) {
   const RandomStream random = random_stream();
-  const at::Tensor before = default_generator_state();
   auto node = std::make_shared<Recompute>(shared_from_this(), schedule_, body, inputs, random);
   variable_list outputs;
   {
     const at::NoGradGuard no_graph;
     const CountedForward counted(schedule_);
+    const ReplayableOnly replayable;
     for (at::Tensor& input : inputs) input = input.detach();
     outputs = body(inputs);
   }
-  SHARD_REQUIRE(at::equal(before, default_generator_state()), "unit",
-                "unit '{}' is recomputed in its backward, and its forward drew from LibTorch's default generator, which ranks share and "
-                "nobody can replay. Use shardproof::dropout, or random_stream(), in it",
-                name_);
   for (at::Tensor& output : outputs) {
     output = output.detach();
     if (output.is_floating_point()) torch::autograd::set_history(output, node);

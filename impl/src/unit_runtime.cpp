@@ -145,8 +145,8 @@ void Unit::before_backward() {
 
 void Unit::on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient) {
   schedule_.begin_backward();
-  bucket.add_gradient(slot, gradient, /*may_repeat=*/recomputations_ > 0);
-  if (recomputations_ == 0 && bucket.complete()) schedule_.bucket_complete();
+  bucket.add_gradient(slot, gradient, /*may_be_part=*/expects_more());
+  if (bucket.complete()) schedule_.bucket_complete();
   reshard_when_done();
 }
 
@@ -158,7 +158,7 @@ void Unit::on_input_gradient() {
 bool Unit::complete() const {
   for (const auto& bucket : buckets_)
     if (!bucket->complete()) return false;
-  return recomputations_ == 0;
+  return !expects_more();
 }
 
 void Unit::reshard_when_done() {
@@ -167,16 +167,36 @@ void Unit::reshard_when_done() {
 
 void Unit::end_backward() {
   inputs_watched_ = 0;
-  recomputations_ = 0;
   if (settings.reshard_after_backward || residency_ == Residency::gathering) drop();
 }
 
-void Unit::begin_recomputation() { ++recomputations_; }
+void Unit::begin_recomputation() {
+  ++recomputations_;
+  for (Unit* unit : settings.inside) ++unit->recomputations_;
+  if (settings.root) settings.root->until_the_end_ = true;
+}
 
 void Unit::end_recomputation() {
   --recomputations_;
-  if (recomputations_ == 0) schedule_.bucket_complete();
+  settle();
+  for (Unit* unit : settings.inside) {
+    --unit->recomputations_;
+    unit->settle();
+  }
+  schedule_.bucket_complete();
+  for (Unit* unit : settings.inside) unit->reshard_when_done();
   reshard_when_done();
+}
+
+void Unit::settle() {
+  if (expects_more()) return;
+  for (const auto& bucket : buckets_) bucket->settle();
+}
+
+void Unit::expect_no_more() {
+  recomputations_ = 0;
+  until_the_end_ = false;
+  settle();
 }
 
 }  // namespace shardproof

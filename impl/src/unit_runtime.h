@@ -19,6 +19,8 @@ struct UnitSettings {
   bool recompute = false;
   std::optional<at::ScalarType> input_dtype, output_dtype;
   std::vector<Unit*> forward_prefetch, backward_prefetch;
+  std::vector<Unit*> inside;  // units within this one
+  Unit* root = nullptr;       // null for the root itself
 };
 
 class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
@@ -57,15 +59,19 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void on_input_gradient();
   void end_backward();
 
-  // A recomputation is the forward and backward of its own of something that ran before; while any is left to run, gradients
-  // that arrived are not the whole sum yet.
+  // A recomputation is the forward and backward of its own of something that ran before, so the gradients of one backward come in
+  // several parts: those of the unit, of units inside it, and of the root, whose parameters it may have used. Theirs are complete when
+  // all recomputations are over; the root's, which the rest of the backward may use as well, at the end.
   void begin_recomputation();
   void end_recomputation();
+  bool expects_more() const { return recomputations_ > 0 || until_the_end_; }
+  void expect_no_more();
 
  private:
   void reshard_after_forward();
   void reshard_when_done();
   bool complete() const;
+  void settle();
 
   Schedule& schedule_;
   std::string name_;
@@ -74,7 +80,8 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   std::set<const torch::nn::Module*> ran_;  // in this forward
   Residency residency_ = Residency::sharded;
   int64_t inputs_watched_ = 0;   // backward has still to leave through so many
-  int64_t recomputations_ = 0;   // that the backward has still to run
+  int64_t recomputations_ = 0;   // of it, or around it, that the backward has still to run
+  bool until_the_end_ = false;
 };
 
 }  // namespace shardproof

@@ -50,8 +50,8 @@ const Strategy& strategy(std::string_view name);
 // lacks an axis the strategy needs, or has none of those that it sums over.
 Strategy on_mesh(Strategy strategy, const Mesh& mesh);
 
-// The same strategy with nothing left to be summed over replicas between microbatches: each reduction ends with the all-reduce
-// over the axes that the row leaves to the last one.
+// The same strategy with nothing left to be summed between microbatches: each reduction goes all the way to the layout that the
+// optimizer reads. Rows that add locally first (ddp, zero1) stay as they are.
 Strategy reducing_replicas_every_time(Strategy strategy);
 
 // True when gradients are added over microbatches before they are reduced over ranks (ddp, zero1): the order of sums that

@@ -1,0 +1,37 @@
+#include "harness/case_options.h"
+
+namespace harness {
+
+const std::vector<OptionRow>& option_rows() {
+  using O = CaseOptions;
+  static const std::vector<OptionRow> rows = {
+      {"units", &O::units, {"root", "block", "leaf", "some", "listed"}, {units_root, units_leaf, units_some, units_listed}, 0.8, units_root},
+      {"bucket", &O::bucket_bytes, {}, {64, 256, 1000, 4096}, 0.2, 0},
+      {"buckets", &O::buckets, {}, {2, 3}, 0.1, 0},
+      {"align", &O::alignment_bytes, {}, {64, 128}, 0.7, 64},
+      {"reshard", &O::reshard, {}, {0, 2, 2, 3}, 0.3, 1},
+      {"reshard_backward", &O::reshard_backward, {}, {0}, 0.1, 1},
+      {"prefetch", &O::prefetch, {}, {1, 2, 3}, 0.3, 0},
+      {"pooled", &O::pooled, {}, {1}, 0.2, 0},
+      {"in_flight", &O::in_flight_bytes, {}, {1, 700, 5000}, 0.15, 0},
+      {"recompute", &O::recompute, {}, {1, 2}, 0.2, 0},
+      {"whole", &O::whole, {}, {1}, 0.12, 0},
+      {"meta", &O::meta, {}, {1}, 0.12, 0},
+      {"loss", &O::loss, {"mean", "sum", "tokens"}, {loss_sum, loss_tokens}, 0.45, loss_sum},
+      {"divide", &O::divide, {"after", "before", "split"}, {divide_before, divide_split}, 0.2, 0},
+      {"replicas_each", &O::replicas_each, {}, {1}, 0.15, 0},
+      {"compute", &O::compute, {"fp32", "bf16", "fp16"}, {bf16, bf16, fp16}, 0.15, 0},
+      {"gradient", &O::gradient, {"fp32", "bf16"}, {bf16}, 0.06, 0},
+      {"reduce", &O::reduce, {"fp32", "bf16", "fp16"}, {bf16, bf16, fp16}, 0.15, 0},
+      {"float32_sums", &O::float32_sums, {}, {1}, 0.08, 0},
+      {"scale", &O::loss_scale, {}, {4, 1024, 1'000'000'000}, 0.1, 0},
+  };
+  return rows;
+}
+
+std::string value_text(const OptionRow& row, int64_t value) {
+  const bool named = value >= 0 && value < static_cast<int64_t>(row.names.size());
+  return named ? row.names[static_cast<size_t>(value)] : std::to_string(value);
+}
+
+}  // namespace harness

@@ -1,0 +1,54 @@
+// What a case chooses about sharding, as a table: an option that is a row here is printed, parsed, drawn, shrunk and counted.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace harness {
+
+enum Units : int64_t { units_root, units_block, units_leaf, units_some, units_listed };
+enum Loss : int64_t { loss_mean, loss_sum, loss_tokens };
+enum Dividing : int64_t { divide_after, divide_before, divide_split };
+enum Dtype : int64_t { fp32, bf16, fp16 };
+
+struct CaseOptions {
+  int64_t units = units_block;    // which modules are units besides the root; listed: named one by one, two a unit
+  int64_t bucket_bytes = 0;       // 0: a bucket a unit
+  int64_t buckets = 0;            // or that many a unit
+  int64_t alignment_bytes = 512;
+  int64_t reshard = 1;            // after forward: 1 yes, 0 no, n: within n ranks
+  int64_t reshard_backward = 1;
+  int64_t prefetch = 0;           // units ahead, in both directions
+  int64_t pooled = 0;
+  int64_t in_flight_bytes = 0;
+  int64_t recompute = 0;          // 1: every unit, 2: some
+  int64_t whole = 0;              // parameters lie whole on a rank
+  int64_t meta = 0;               // built without memory
+  // Losses are means over each rank's samples and gradients the mean over ranks; or losses are shares of one global mean and
+  // gradients their sum; or losses are sums, divided by the number of tokens of the step.
+  int64_t loss = loss_mean;
+  int64_t divide = divide_after;
+  int64_t replicas_each = 0;      // replicas are reduced after every microbatch
+  int64_t compute = fp32, gradient = fp32, reduce = fp32;
+  int64_t float32_sums = 0;
+  int64_t loss_scale = 0;         // 0: none; else its first value
+  bool operator==(const CaseOptions&) const = default;
+};
+
+struct OptionRow {
+  const char* key;
+  int64_t CaseOptions::* member;
+  std::vector<const char*> names;   // of the values 0, 1, ...; empty: the value is a number
+  std::vector<int64_t> others;      // values that the generator draws instead of the default
+  double probability;               // of one of those
+  int64_t simplest;                 // where the least happens: what shrinking tries
+};
+
+// In the order of the text.
+const std::vector<OptionRow>& option_rows();
+
+// A value as text: its name, or the number.
+std::string value_text(const OptionRow& row, int64_t value);
+
+}  // namespace harness

@@ -1,0 +1,129 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
+
+#include "harness/case.h"
+#include "shardproof/check.h"
+#include "shardproof/strategy.h"
+#include "shardproof/threads.h"
+
+namespace harness {
+namespace {
+
+using Kind = golden::Model::Kind;
+
+void validate(const golden::Optimizer& o) {
+  SHARD_REQUIRE(o.lr >= 0 && o.weight_decay >= 0 && o.momentum >= 0 && o.eps >= 0, "case",
+                "lr, decay, momentum and eps must not be negative, got lr={} decay={} momentum={} eps={}", o.lr, o.weight_decay,
+                o.momentum, o.eps);
+  SHARD_REQUIRE(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "case",
+                "beta1 and beta2 must be at least 0 and below 1, got beta1={} beta2={}", o.beta1, o.beta2);
+  SHARD_REQUIRE(!o.nesterov || o.momentum > 0, "case", "nesterov needs a momentum above 0");
+  SHARD_REQUIRE(o.kind != golden::Optimizer::Kind::muon || o.momentum < 1, "case", "muon: momentum must be below 1, got {}", o.momentum);
+}
+
+void validate_mesh(const Case& c) {
+  const shardproof::Strategy& strategy = shardproof::strategy(c.strategy);  // throws for unknown ones
+  std::string last;
+  for (const shardproof::Axis& axis : c.mesh.axes()) {
+    SHARD_REQUIRE(axis.name == "dp_shard" || axis.name == "dp_replicate", "case",
+                  "mesh axis '{}' is not used by strategy {}; it shards over dp_shard and replicates over dp_replicate", axis.name,
+                  c.strategy);
+    SHARD_REQUIRE(last != "dp_shard", "case", "write dp_replicate before dp_shard: the outer axis comes first");
+    last = axis.name;
+  }
+  shardproof::on_mesh(strategy, c.mesh);
+  SHARD_REQUIRE(c.mesh.size() <= shardproof::kThreadsWorldMax, "case",
+                "mesh {} has {} ranks; the threads backend runs at most {}", c.mesh.str(), c.mesh.size(),
+                shardproof::kThreadsWorldMax);
+}
+
+void validate_options(const Case& c) {
+  const CaseOptions& o = c.options;
+  SHARD_REQUIRE(o.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(o.alignment_bytes)), "case",
+                "align={} must be a power of two and at least 64", o.alignment_bytes);
+  SHARD_REQUIRE(o.bucket_bytes == 0 || o.buckets == 0, "case", "give bucket or buckets, not both");
+  SHARD_REQUIRE(o.reshard <= 1 || c.shards() % o.reshard == 0, "case", "reshard={} must divide dp_shard={}", o.reshard, c.shards());
+  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.whole || c.strategy == "ddp" || c.mesh.size() == 1, "case",
+                "muon needs whole parameters: write {}(whole=1)", c.strategy);
+  SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case", "loss=tokens divides after the sum; leave out divide");
+  SHARD_REQUIRE(o.loss_scale == 0 || c.mode == Mode::ordered, "case", "scale needs the mode ordered");
+  const bool plain = o.compute == fp32 && o.gradient == fp32 && o.reduce == fp32;
+  SHARD_REQUIRE(plain || c.mode == Mode::ordered, "case", "compute, gradient and reduce other than fp32 need the mode ordered");
+}
+
+void validate_mode(const Case& c) {
+  const CaseOptions& o = c.options;
+  if (c.mode == Mode::canonical) {
+    SHARD_REQUIRE(o.loss != loss_mean, "case", "canonical sums need losses that do not depend on the mesh: loss=sum or loss=tokens");
+    SHARD_REQUIRE(o.divide == divide_after && o.float32_sums == 0, "case", "canonical sums are in fixed point: leave out divide");
+  }
+  if (c.mode != Mode::exact) return;
+  using golden::Activation;
+  const bool linear = c.model.kind == Kind::mlp && (c.model.mlp.activation == Activation::identity ||
+                                                     c.model.mlp.activation == Activation::relu);
+  const bool powers = c.optimizer.kind == golden::Optimizer::Kind::sgd || c.optimizer.kind == golden::Optimizer::Kind::adamw;
+  SHARD_REQUIRE(linear && powers && c.steps.size() == 1 && !c.steps[0].discard && o.divide == divide_after && o.loss != loss_tokens,
+                "case",
+                "exact needs sums that are exact in any order: an mlp with act=identity or act=relu, sgd or adamw, one step, and no "
+                "division before a sum");
+}
+
+}  // namespace
+
+void validate(const golden::Model& model) {
+  const auto positive = [&](std::initializer_list<std::pair<const char*, int64_t>> values) {
+    for (const auto& [name, value] : values)
+      SHARD_REQUIRE(value >= 1, "case", "{}: {} must be at least 1, got {}", to_string(model.kind), name, value);
+  };
+  switch (model.kind) {
+    case Kind::mlp:
+      SHARD_REQUIRE(model.mlp.widths.size() >= 2, "case", "mlp needs at least two widths, e.g. widths=5-7-3, got {}",
+                    model.mlp.widths.size());
+      for (const int64_t width : model.mlp.widths) positive({{"widths", width}});
+      return;
+    case Kind::gpt: {
+      const golden::Gpt& g = model.gpt;
+      positive({{"layers", g.layers}, {"hidden", g.hidden}, {"heads", g.heads}, {"vocab", g.vocab}, {"positions", g.positions}});
+      SHARD_REQUIRE(g.hidden % g.heads == 0, "case", "gpt: hidden={} is not divisible by heads={}. Choose hidden={} or heads={}",
+                    g.hidden, g.heads, (g.hidden / g.heads + 1) * g.heads, 1);
+      return;
+    }
+    case Kind::conv: {
+      const golden::Conv& v = model.conv;
+      SHARD_REQUIRE(v.channels.size() >= 2, "case", "conv needs at least two channels, e.g. channels=1-4, got {}", v.channels.size());
+      for (const int64_t channels : v.channels) positive({{"channels", channels}});
+      positive({{"kernel", v.kernel}, {"size", v.size}, {"classes", v.classes}});
+      SHARD_REQUIRE(v.kernel % 2 == 1, "case", "conv: kernel must be odd, got {}", v.kernel);
+      return;
+    }
+    case Kind::odd:
+      positive({{"width", model.odd.width}, {"calls", model.odd.calls}});
+      SHARD_REQUIRE(model.odd.calls <= 3, "case", "odd: calls must be at most 3, got {}", model.odd.calls);
+      return;
+  }
+}
+
+void validate(const Case& c) {
+  validate(c.model);
+  validate_mesh(c);
+  for (const OptionRow& row : option_rows()) {
+    const int64_t value = c.options.*row.member;
+    SHARD_REQUIRE(value >= 0, "case", "{}={} must not be negative", row.key, value);
+  }
+  validate(c.optimizer);
+  SHARD_REQUIRE(c.clip_norm >= 0 && c.groups >= 0 && c.groups <= kOptimizerGroups, "case",
+                "clip must not be negative, and groups 0 to {}, got clip={} groups={}", kOptimizerGroups, c.clip_norm, c.groups);
+  SHARD_REQUIRE(!c.steps.empty(), "case", "the history has no step; write ': step'");
+  for (const StepPlan& step : c.steps) {
+    SHARD_REQUIRE(step.rounds >= 1 && step.sync_every >= 1 && step.lr_percent >= 0 && step.frozen >= 0, "case",
+                  "accumulate({}) and sync({}) must be at least 1, lr({}) and freeze({}) at least 0", step.rounds, step.sync_every,
+                  step.lr_percent, step.frozen);
+    SHARD_REQUIRE(frozen_parameters(c, step).size() < golden::parameter_shapes(c.model).size(), "case", "freeze({}) freezes all",
+                  step.frozen);
+  }
+  validate_options(c);
+  validate_mode(c);
+}
+
+}  // namespace harness

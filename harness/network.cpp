@@ -1,0 +1,163 @@
+#include "harness/network.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/modules/conv.h>
+
+#include "shardproof/meta_init.h"
+#include "shardproof/models.h"
+#include "shardproof/unit.h"
+
+namespace harness {
+namespace {
+
+using namespace shardproof;
+
+at::Tensor squared_error(const at::Tensor& output, const golden::Microbatch& data) {
+  const at::Tensor difference = output - data.target;
+  return (difference * difference).sum() * data.weight;
+}
+
+// A normalised convolution with a relu.
+class ConvLayerImpl : public torch::nn::Module {
+ public:
+  ConvLayerImpl(torch::nn::Module& convs, torch::nn::Module* norms, const std::string& name, int64_t in, int64_t out, int64_t kernel) {
+    conv_ = convs.register_module(
+        name, torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2)));
+    if (norms) norm_ = norms->register_module(name, torch::nn::GroupNorm(torch::nn::GroupNormOptions(1, out)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    x = call(conv_, x);
+    if (norm_) x = call(norm_, x);
+    return at::relu(x);
+  }
+  std::vector<std::shared_ptr<torch::nn::Module>> parts() {
+    std::vector<std::shared_ptr<torch::nn::Module>> list{conv_.ptr()};
+    if (norm_) list.push_back(norm_.ptr());
+    return list;
+  }
+
+ private:
+  torch::nn::Conv2d conv_{nullptr};
+  torch::nn::GroupNorm norm_{nullptr};
+};
+
+class ConvNetImpl : public torch::nn::Module {
+ public:
+  explicit ConvNetImpl(const golden::Conv& options) {
+    auto convs = register_module("conv", std::make_shared<torch::nn::Module>("conv"));
+    std::shared_ptr<torch::nn::Module> norms;
+    if (options.norm) norms = register_module("norm", std::make_shared<torch::nn::Module>("norm"));
+    for (size_t i = 0; i + 1 < options.channels.size(); ++i)
+      layers_.push_back(std::make_shared<ConvLayerImpl>(*convs, norms.get(), std::to_string(i), options.channels[i],
+                                                        options.channels[i + 1], options.kernel));
+    head_ = register_module("head", Linear(options.channels.back(), options.classes));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers_) x = layer->forward(x);
+    return call(head_, x.mean({2, 3}));
+  }
+  std::vector<std::shared_ptr<torch::nn::Module>> parts() {
+    std::vector<std::shared_ptr<torch::nn::Module>> list;
+    for (auto& layer : layers_)
+      for (auto& part : layer->parts()) list.push_back(part);
+    list.push_back(head_.ptr());
+    return list;
+  }
+
+ private:
+  std::vector<std::shared_ptr<ConvLayerImpl>> layers_;
+  Linear head_{nullptr};
+};
+
+// See golden::Odd.
+class OddNetImpl : public torch::nn::Module, public HasBuffers {
+ public:
+  explicit OddNetImpl(const golden::Odd& options) : options_(options) {
+    const int64_t width = options.width;
+    shared_ = register_module("shared", Linear(width, width));
+    if (options.gain) gain_ = register_parameter("gain", at::ones({}));
+    if (options.cube) cube_ = register_parameter("cube", at::zeros({2, width, 1}));
+    if (options.empty) empty_ = register_parameter("empty", at::zeros({0, width}));
+    if (options.side)
+      side_ = register_module("side", Linear(torch::nn::LinearOptions(width, width).bias(false)));
+    if (options.never) register_parameter("never", at::zeros({width}));
+    if (options.tied) register_module("out", std::make_shared<torch::nn::Module>("out"))->register_parameter("weight", shared_->weight);
+    scales_ = register_buffer("scales", at::empty({width}));
+    if (!scales_.is_meta()) reset_buffers();
+  }
+
+  void reset_buffers() override {
+    float* scales = scales_.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < options_.width; ++i) scales[i] = 1 + static_cast<float>(i) / 8;
+  }
+
+  at::Tensor forward(at::Tensor x, bool branch) {
+    x = x * scales_.to(x.scalar_type());
+    for (int64_t i = 0; i < options_.calls; ++i) x = at::tanh(call(shared_, x));
+    if (gain_.defined()) x = x * gain_;
+    if (cube_.defined()) x = x + x * (cube_.select(0, 0) + cube_.select(0, 1)).squeeze(-1);
+    if (empty_.defined()) x = x + empty_.sum(0);
+    if (side_ && branch) x = x + call(side_, x);
+    if (options_.tied) x = at::linear(at::tanh(x), shared_->weight);
+    return x;
+  }
+  std::vector<std::shared_ptr<torch::nn::Module>> parts() {
+    std::vector<std::shared_ptr<torch::nn::Module>> list{shared_.ptr()};
+    if (side_) list.push_back(side_.ptr());
+    return list;
+  }
+
+ private:
+  golden::Odd options_;
+  Linear shared_{nullptr}, side_{nullptr};
+  at::Tensor gain_, cube_, empty_, scales_;
+};
+
+Network make_mlp(const golden::Mlp& m) {
+  Mlp mlp(MlpOptions{.widths = m.widths, .activation = static_cast<Activation>(m.activation), .bias = m.bias});
+  Network network{mlp.ptr(), [mlp](const golden::Microbatch& data) { return call(mlp, data.input); }, squared_error, {}};
+  for (const auto& module : mlp->modules(/*include_self=*/false))
+    if (module->as<LinearImpl>()) network.parts.push_back(module);
+  return network;
+}
+
+Network make_gpt(const golden::Gpt& g) {
+  Gpt gpt(GptOptions{.layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions,
+                     .tied = g.tied});
+  Network network{gpt.ptr(), [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
+                  [](const at::Tensor& logits, const golden::Microbatch& data) {
+                    return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), data.target.reshape({-1}), {},
+                                                  at::Reduction::Sum) *
+                           data.weight;
+                  },
+                  {}};
+  for (const auto& item : gpt->named_modules("", /*include_self=*/false)) {
+    const bool is_block = item.value()->as<GptBlockImpl>() != nullptr;
+    const bool is_inside = item.key().starts_with("h.") && item.key().find('.', 2) != std::string::npos;
+    if (is_block || (!is_inside && item.value()->as<torch::nn::EmbeddingImpl>()) ||
+        (!is_inside && item.value()->as<torch::nn::LayerNormImpl>()))
+      network.parts.push_back(item.value());
+  }
+  return network;
+}
+
+}  // namespace
+
+Network make_network(const golden::Model& model) {
+  static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
+  switch (model.kind) {
+    case golden::Model::Kind::mlp: return make_mlp(model.mlp);
+    case golden::Model::Kind::gpt: return make_gpt(model.gpt);
+    case golden::Model::Kind::conv: {
+      auto net = std::make_shared<ConvNetImpl>(model.conv);
+      return {net, [net](const golden::Microbatch& data) { return call(net, data.input); }, squared_error, net->parts()};
+    }
+    case golden::Model::Kind::odd: {
+      auto net = std::make_shared<OddNetImpl>(model.odd);
+      return {net, [net](const golden::Microbatch& data) { return call(net, data.input, data.branch); }, squared_error, net->parts()};
+    }
+  }
+  return {};
+}
+
+}  // namespace harness

@@ -1,0 +1,28 @@
+// The models under test as a user would write and call them: those of the library, and some of the harness' own with parts that
+// real models hide.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "golden/golden.h"
+
+namespace harness {
+
+struct Network {
+  std::shared_ptr<torch::nn::Module> module;
+  std::function<at::Tensor(const golden::Microbatch&)> output;
+  std::function<at::Tensor(const at::Tensor& output, const golden::Microbatch&)> loss_of;
+  // The modules that can be units and together hold every parameter but the root's own, in order.
+  std::vector<std::shared_ptr<torch::nn::Module>> parts;
+
+  // The weighted loss, in float32.
+  at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data); }
+};
+
+Network make_network(const golden::Model& model);
+
+}  // namespace harness
