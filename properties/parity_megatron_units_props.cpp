@@ -79,6 +79,13 @@ TEST(MegatronParity, replicas_are_reduced_once_after_the_last_microbatch) {
     }
 }
 
+TEST(MegatronParity, hfsdp_reducing_replicas_every_microbatch_trains_like_plain) {
+  parity::Plan plan{.mesh = Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}), .options = toy::options("hfsdp"), .microbatches = 3};
+  plan.options.reduce_replicas_every_microbatch = true;
+  plan.tolerance = 1e-6;
+  expect_trains_like_plain([] { return parity::trainee(parity::blocks(2, 4), {2, 4}); }, plan);
+}
+
 TEST(MegatronParity, a_parent_without_parameters_of_its_own_trains) {
   parity::Plan plan{.mesh = ranks(2), .options = toy::options("zero3")};
   plan.on_start = [](Sharded& sharded) {
