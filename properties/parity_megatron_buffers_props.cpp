@@ -131,6 +131,23 @@ TEST(MegatronParity, pooled_buffers_change_no_bit) {
       }
 }
 
+TEST(MegatronParity, pooled_buffers_are_two) {
+  for (const Buffers buffers : {Buffers::freed, Buffers::pooled})
+    on_mesh(ranks(2), [&](std::shared_ptr<MeshComm> comms) {
+      auto model = parity::blocks(5, 4);
+      ShardOptions options = block_units("zero3");
+      options.buffers = buffers;
+      options.prefetch_forward = 3;
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      sharded.unit("0").unshard();
+      const int64_t one = sharded.memory().now(MemoryKind::gathered);
+      sharded.unit("0").reshard();
+      sharded.reset_peak_memory();
+      call(model, toy::data({2, 4}, 1)).sum().backward();
+      EXPECT_EQ(sharded.memory().peak(MemoryKind::gathered), one * (buffers == Buffers::pooled ? 2 : 4));
+    });
+}
+
 TEST(MegatronParity, units_gathered_ahead_are_freed_by_resharding) {
   on_mesh(ranks(2),
           [](std::shared_ptr<MeshComm> comms) {
