@@ -175,6 +175,11 @@ TEST(Fsdp2Parity, hsdp_trains_like_plain) {
           plan.threads = {ThreadsOptions::Schedule::serial, ThreadsOptions::Completion::random, {}, 3};
           expect_trains_like_plain(make_blocks(2, width), plan);
         }
+  for (const char* name : {"hsdp", "hfsdp", "zero3"}) {
+    parity::Plan plan{.mesh = Mesh({{"dp_replicate", 2}, {"dp_shard", 4}}), .options = block_units(name)};
+    plan.options.reshard_after_forward = Reshard::within(2);
+    expect_trains_like_plain(make_blocks(2, 5), plan);
+  }
 }
 
 TEST(Fsdp2Parity, roots_sharded_one_by_one_train_like_plain) {

@@ -95,6 +95,7 @@ TEST(Fsdp2Parity, gathers_ahead_start_in_the_order_asked_for) {
     EXPECT_EQ(gather_orders(1, 0, recompute).forward, "|01|2|3|") << "each block starts the next one's";
     EXPECT_EQ(gather_orders(2, 0, recompute).forward, "|012|3||");
     EXPECT_EQ(gather_orders(0, 0, recompute).backward, "3r2r1r0r");
+    EXPECT_EQ(gather_orders(2, 0, recompute).backward, "3r2r1r0r") << "a recomputed forward gathers nothing ahead";
     EXPECT_EQ(gather_orders(0, 1, recompute).backward, "32r1r0rr");
     EXPECT_EQ(gather_orders(0, 2, recompute).backward, "321r0rrr");
   }

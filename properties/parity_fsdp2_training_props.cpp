@@ -243,3 +243,18 @@ TEST(Fsdp2Parity, two_forwards_before_one_backward_train_like_plain) {
       expect_trains_like_plain(make_two_forwards(partial), plan);
     }
 }
+
+TEST(Fsdp2Parity, two_forwards_of_recomputed_units_before_one_backward_train_like_plain) {
+  const MakeTrainee make = [] {
+    parity::ChunkedHead model;
+    return parity::Trainee{model.ptr(), [model](int64_t salt) mutable {
+                             const at::Tensor a = call(model->head, call(model, parity::tokens(salt)));
+                             const at::Tensor b = call(model->head, call(model, parity::tokens(salt + 1)));
+                             return (a.sum() - b.square().sum()).square();
+                           }};
+  };
+  parity::Plan plan{.mesh = Mesh({{"dp_shard", 2}}), .options = toy::options("zero3")};
+  plan.options.units = [](const std::string& name, const torch::nn::Module&) { return name == "body" || name == "head"; };
+  plan.options.recompute = by_name("body");
+  expect_trains_like_plain(make, plan);
+}

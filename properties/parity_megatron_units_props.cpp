@@ -46,6 +46,28 @@ TEST(MegatronParity, recomputation_leaves_every_unit_sharded) {
     });
 }
 
+TEST(MegatronParity, recomputation_gathers_nothing_ahead) {
+  // Units within recomputed units, which would otherwise gather the next ones once more.
+  std::vector<int64_t> gathers;
+  for (const int64_t ahead : {0, 1, 2}) {
+    auto trace = std::make_shared<Trace>();
+    on_mesh(
+        ranks(2),
+        [&](std::shared_ptr<MeshComm> comms) {
+          auto model = parity::blocks(3, 4);
+          ShardOptions options = toy::options("zero3");
+          options.units = by_type<parity::BlockImpl, torch::nn::LinearImpl>();
+          options.recompute = by_type<parity::BlockImpl>();
+          options.prefetch_forward = ahead;
+          Sharded sharded = fully_shard(model.ptr(), comms, options);
+          call(model, toy::data({2, 4}, 1)).sum().backward();
+        },
+        {}, trace);
+    gathers.push_back(calls_of(*trace, 0)["all_gather"]);
+  }
+  EXPECT_EQ(gathers, std::vector<int64_t>(3, gathers[0]));
+}
+
 TEST(MegatronParity, replicas_are_reduced_once_after_the_last_microbatch) {
   constexpr int64_t kUnits = 3, kMicrobatches = 3;
   for (const char* name : {"hsdp", "hfsdp"})
@@ -77,6 +99,13 @@ TEST(MegatronParity, replicas_are_reduced_once_after_the_last_microbatch) {
         EXPECT_EQ(calls["all_reduce"], 0);
       }
     }
+}
+
+TEST(MegatronParity, hfsdp_reducing_replicas_every_microbatch_trains_like_plain) {
+  parity::Plan plan{.mesh = Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}), .options = toy::options("hfsdp"), .microbatches = 3};
+  plan.options.reduce_replicas_every_microbatch = true;
+  plan.tolerance = 1e-6;
+  expect_trains_like_plain([] { return parity::trainee(parity::blocks(2, 4), {2, 4}); }, plan);
 }
 
 TEST(MegatronParity, a_parent_without_parameters_of_its_own_trains) {

@@ -1,0 +1,87 @@
+// Scenarios of PyTorch's test_fully_shard_init.py: what parameters may be. See docs/parity.md.
+#include <gtest/gtest.h>
+
+#include "parity_models.h"
+#include "parity_training.h"
+
+using namespace shardproof;
+using parity::expect_trains_like_plain;
+using parity::MakeTrainee;
+
+namespace {
+
+Mesh ranks(int64_t world) {
+  return Mesh({{"dp_shard", world}});
+}
+const Mesh kTwoByTwo({{"dp_replicate", 2}, {"dp_shard", 2}});
+
+// Parameters of no dims, one element, no elements, five dims and other strides than row-major.
+class ShapesImpl : public torch::nn::Module {
+ public:
+  ShapesImpl() {
+    scalar = register_parameter("scalar", at::full({}, 0.75));
+    one = register_parameter("one", at::full({1}, -0.5));
+    none = register_parameter("none", at::zeros({0, 3}));
+    deep = register_parameter("deep", toy::data({2, 1, 3, 1, 2}, 4));
+    strided = register_parameter("strided", toy::data({4, 3}, 5).t());
+    channels = register_parameter("channels", toy::data({2, 3, 2, 2}, 6).contiguous(at::MemoryFormat::ChannelsLast));
+  }
+  at::Tensor forward(at::Tensor x) {
+    const at::Tensor y = at::tanh(at::mm(x, strided) * scalar + one);
+    return y.sum() * deep.square().sum() + none.sum() + at::conv2d(x.view({1, 3, 2, 2}), channels).square().sum();
+  }
+  at::Tensor scalar, one, none, deep, strided, channels;
+};
+TORCH_MODULE(Shapes);
+
+}  // namespace
+
+TEST(Fsdp2Parity, parameters_of_no_dims_of_no_elements_and_of_other_strides_train_like_plain) {
+  const MakeTrainee make = [] {
+    Shapes model;
+    return parity::Trainee{model.ptr(), [model](int64_t salt) mutable {
+                             return call(model, toy::data({4, 3}, salt)).square() * 0.01;
+                           }};
+  };
+  for (const Strategy& row : strategies()) {
+    const Mesh mesh = row.axes.size() == 2 ? kTwoByTwo : ranks(3);
+    expect_trains_like_plain(make, {.mesh = mesh, .options = toy::options(row.name), .tolerance = 1e-6});
+  }
+}
+
+namespace {
+
+// Trained float32 and float64, frozen bfloat16, float16 and an eight-bit float, all in one unit.
+class DtypesImpl : public torch::nn::Module {
+ public:
+  DtypesImpl() {
+    single = register_parameter("single", toy::data({3, 4}, 1));
+    twice = register_parameter("twice", toy::data({3, 4}, 2).to(at::kDouble));
+    const auto add_frozen = [&](const char* name, at::ScalarType dtype) {
+      frozen.push_back(register_parameter(name, toy::data({3, 4}, 3).to(dtype), /*requires_grad=*/false));
+    };
+    add_frozen("brain", at::kBFloat16);
+    add_frozen("half", at::kHalf);
+    add_frozen("eighth", at::kFloat8_e4m3fn);
+  }
+  at::Tensor forward(at::Tensor x) {
+    at::Tensor y = at::linear(x, single).to(at::kDouble) * at::linear(x.to(at::kDouble), twice);
+    for (const at::Tensor& parameter : frozen) y = y + at::linear(x, parameter.to(at::kFloat)).to(at::kDouble);
+    return y;
+  }
+  at::Tensor single, twice;
+  std::vector<at::Tensor> frozen;
+};
+TORCH_MODULE(Dtypes);
+
+}  // namespace
+
+TEST(Fsdp2Parity, parameters_of_several_dtypes_in_one_unit_train_like_plain) {
+  for (const char* name : {"ddp", "zero1", "zero2", "zero3"}) {
+    parity::Plan plan{.mesh = ranks(3), .options = toy::options(name)};
+    plan.options.ignored = [](const std::string& key, const at::Tensor&) {
+      return key == "eighth";
+    };  // the library has no arithmetic for it
+    expect_trains_like_plain([] { return parity::trainee(Dtypes(), {2, 4}); }, plan);
+  }
+}
