@@ -58,6 +58,7 @@ Sharded::~Sharded() = default;
 void Sharded::set_last_microbatch(bool last) { state_->schedule().set_last_microbatch(last); }
 void Sharded::set_gradient_sync(bool sync) { state_->schedule().set_gradient_sync(sync); }
 int64_t Sharded::step() const { return state_->schedule().step(); }
+int64_t Sharded::rank() const { return state_->schedule().rank(); }
 void Sharded::skip_step() { state_->schedule().end_step(/*parameters_changed=*/false); }
 MemoryUse Sharded::memory() const { return state_->memory().use(); }
 void Sharded::reset_peak_memory() { state_->memory().reset_peak(); }

@@ -121,6 +121,8 @@ class Sharded {
 
   // Steps taken so far, skipped ones included.
   int64_t step() const;
+  // Of this rank in the mesh.
+  int64_t rank() const;
 
   // One line a unit: parameters, buckets, bytes at rest and in compute, on this rank.
   std::string describe() const;
