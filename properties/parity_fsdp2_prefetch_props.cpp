@@ -42,7 +42,7 @@ TORCH_MODULE(Widths);
 struct Orders {
   std::string forward, backward;
 };
-Orders gather_orders(int64_t forward_ahead, int64_t backward_ahead, bool recompute = false) {
+Orders gather_orders(int64_t forward_ahead, int64_t backward_ahead, bool recompute = false, int64_t bytes_in_flight_max = 0) {
   auto trace = std::make_shared<Trace>();
   std::vector<size_t> marks;
   size_t forward_ends = 0;
@@ -52,6 +52,7 @@ Orders gather_orders(int64_t forward_ahead, int64_t backward_ahead, bool recompu
         Widths model;
         ShardOptions options = toy::options("zero3");
         options.broadcast_initial_values = false;
+        options.bytes_in_flight_max = bytes_in_flight_max;
         if (recompute) options.recompute = options.units;
         Sharded sharded = fully_shard(model.ptr(), comms, options);
         for (int64_t i = 0; i < kLayers; ++i) {
@@ -99,6 +100,12 @@ TEST(Fsdp2Parity, gathers_ahead_start_in_the_order_asked_for) {
     EXPECT_EQ(gather_orders(0, 1, recompute).backward, "32r1r0rr");
     EXPECT_EQ(gather_orders(0, 2, recompute).backward, "321r0rrr");
   }
+}
+
+TEST(Fsdp2Parity, gathers_ahead_keep_to_the_limit_on_bytes_in_flight) {
+  EXPECT_EQ(gather_orders(2, 2, false, 1).forward, "|0|1|2|3") << "less than any";
+  EXPECT_EQ(gather_orders(2, 2, false, 1).backward, "3r2r1r0r");
+  EXPECT_EQ(gather_orders(2, 2, false, 1000000).forward, "|012|3||") << "more than all";
 }
 
 TEST(Fsdp2Parity, a_gather_ahead_of_a_unit_that_does_not_come_changes_no_bit) {
