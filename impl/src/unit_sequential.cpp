@@ -22,7 +22,7 @@ class EntryImpl final : public torch::nn::Module {
     try {
       return child_.forward(std::move(value));
     } catch (const c10::Error& error) {
-      if (std::string(error.what_without_backtrace()).find("expected") == std::string::npos) throw;
+      if (std::string(error.what_without_backtrace()).find("to be of type") == std::string::npos) throw;
       throw Error(fmt::format("[unit] a unit in a Sequential must take one tensor and return one; module {} does not: {}",
                               child_.ptr()->name(), error.what_without_backtrace()));
     }

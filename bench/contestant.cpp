@@ -1,0 +1,158 @@
+#include "bench/contestant.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <malloc.h>
+
+#include <chrono>
+#include <fstream>
+
+#include "shardproof/shardproof.h"
+
+namespace bench {
+namespace {
+
+using namespace shardproof;
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kSeed = 1234;
+
+double milliseconds_since(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
+
+double memory_mib(const std::string& key) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with(key)) return std::stod(line.substr(key.size() + 1)) / 1024;
+  return 0;
+}
+
+void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+
+at::Tensor loss_of(const Model& model, const at::Tensor& tokens, double weight) {
+  const at::Tensor logits = call(model, tokens.narrow(1, 0, tokens.size(1) - 1).contiguous());
+  const at::Tensor targets = tokens.narrow(1, 1, tokens.size(1) - 1).reshape({-1});
+  return at::cross_entropy_loss(logits.flatten(0, 1), targets, {}, at::Reduction::Mean) * weight;
+}
+
+// AdamW as PyTorch fuses it, on whole tensors.
+class FusedAdamW {
+ public:
+  FusedAdamW(Model& model, double lr) : lr_(lr), parameters_(model->parameters()) {
+    for (const at::Tensor& p : parameters_) {
+      m_.push_back(at::zeros_like(p));
+      v_.push_back(at::zeros_like(p));
+      steps_.push_back(at::zeros({}));
+    }
+  }
+  void step() {
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> gradients;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      gradients.push_back(parameters_[i].grad());
+      steps_[i].add_(1);
+    }
+    at::_fused_adamw_(parameters_, gradients, m_, v_, {}, steps_, lr_, 0.9, 0.999, 0.01, 1e-8, /*amsgrad=*/false, /*maximize=*/false);
+    for (at::Tensor& p : parameters_) p.mutable_grad().reset();
+  }
+
+ private:
+  double lr_;
+  std::vector<at::Tensor> parameters_, m_, v_, steps_;
+};
+
+nlohmann::json run_single(const Task& task) {
+  at::set_num_threads(2);
+  Model model(task.size);
+  initialize_parameters(*model, kSeed);
+  FusedAdamW optimizer(model, task.lr);
+  std::vector<double> times, losses;
+  reset_peak();
+  for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
+    const at::Tensor tokens = tokens_of(task.size, step);
+    const auto start = Clock::now();
+    const at::Tensor loss = loss_of(model, tokens, 1);
+    loss.backward();
+    optimizer.step();
+    times.push_back(milliseconds_since(start));
+    losses.push_back(loss.item<double>());
+  }
+  return {{"step_ms", times}, {"losses", losses}, {"calls", 0}, {"bytes", 0}, {"live_mib", 0}};
+}
+
+nlohmann::json run_ours(const Task& task) {
+  at::set_num_threads(1);
+  const int64_t per_rank = task.size.batch / task.ranks;
+  auto trace = std::make_shared<Trace>();
+  std::vector<std::vector<double>> losses(static_cast<size_t>(task.ranks));
+  std::vector<double> times;
+  size_t calls_before_last = 0;
+  int64_t live_bytes = 0;
+  reset_peak();
+  run_threads(task.ranks, [&](std::shared_ptr<Comm> comm) {
+    const int64_t rank = comm->rank();
+    Model model(task.size);
+    initialize_parameters(*model, kSeed);
+    const Mesh mesh = task.strategy == "hsdp" || task.strategy == "hfsdp" ? Mesh({{"dp_replicate", 1}, {"dp_shard", task.ranks}})
+                                                                          : Mesh({{"dp_shard", task.ranks}});
+    auto comms = std::make_shared<MeshComm>(traced(comm, trace), mesh);
+    Sharded sharded = fully_shard(model.ptr(), comms,
+                                  {.strategy = strategy(task.strategy), .units = by_type<BlockImpl>(), .buffers = Buffers::pooled,
+                                   .numerics = Numerics::fast, .broadcast_initial_values = false});
+    Optimizer optimizer = adamw(sharded, {.lr = task.lr});
+    for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
+      const at::Tensor tokens = tokens_of(task.size, step).narrow(0, rank * per_rank, per_rank);
+      comm->barrier().wait();
+      if (rank == 0) calls_before_last = trace->of_rank(0).size();
+      const auto start = Clock::now();
+      const at::Tensor loss = loss_of(model, tokens, 1);
+      loss.backward();
+      optimizer.step();
+      comm->barrier().wait();
+      if (rank == 0) times.push_back(milliseconds_since(start));
+      losses[static_cast<size_t>(rank)].push_back(loss.item<double>());
+    }
+    if (rank == 0) live_bytes = sharded.memory().peak_total_bytes;
+    comm->barrier().wait();
+  });
+  std::vector<double> mean(losses[0].size(), 0);
+  for (const auto& of_rank : losses)
+    for (size_t i = 0; i < mean.size(); ++i) mean[i] += of_rank[i] / static_cast<double>(task.ranks);
+  int64_t calls = 0, bytes = 0;
+  const auto records = trace->of_rank(0);
+  for (size_t i = calls_before_last; i < records.size(); ++i) {
+    if (records[i].op == "barrier") continue;
+    ++calls;
+    bytes += records[i].bytes;
+  }
+  return {{"step_ms", times}, {"losses", mean}, {"calls", calls}, {"bytes", bytes},
+          {"live_mib", static_cast<double>(live_bytes) / 1048576}};
+}
+
+}  // namespace
+
+nlohmann::json run(const Task& task) {
+  at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
+  const double base = memory_mib("VmRSS:");
+  nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task);
+  const auto ranks = static_cast<double>(task.contestant == "single" ? 1 : task.ranks);
+  result["peak_mib"] = (memory_mib("VmHWM:") - base) / ranks;
+  auto& times = result["step_ms"];
+  times.erase(times.begin(), times.begin() + task.warmup);
+  return result;
+}
+
+void write_data(const Task& task, const std::string& path) {
+  Model model(task.size);
+  initialize_parameters(*model, kSeed);
+  std::ofstream file(path, std::ios::binary);
+  const auto write = [&](const at::Tensor& values) {
+    file.write(static_cast<const char*>(values.const_data_ptr()), static_cast<std::streamsize>(values.nbytes()));
+  };
+  for (const at::Tensor& parameter : model->parameters()) write(parameter.detach().contiguous());
+  for (int64_t step = 0; step < task.warmup + task.steps; ++step) write(tokens_of(task.size, step));
+  file.flush();
+  SHARD_REQUIRE(file.good(), "bench", "cannot write {}", path);
+}
+
+}  // namespace bench

@@ -1,0 +1,28 @@
+// One contestant of the benchmark: trains and measures itself, in a process of its own.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "bench/model.h"
+
+namespace bench {
+
+struct Task {
+  std::string contestant;  // "ours", "single"
+  std::string strategy = "zero3";
+  int64_t ranks = 2;
+  Size size;
+  int64_t steps = 10, warmup = 2;
+  double lr = 3e-4;
+};
+
+// {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": above the process before the model, of one rank, "calls",
+// "bytes": of collectives in a step, "live_mib": largest bytes of parameters, gradients, optimizer and communication of one rank}
+nlohmann::json run(const Task& task);
+
+// What PyTorch's contestants read: initial parameters, then tokens.
+void write_data(const Task& task, const std::string& path);
+
+}  // namespace bench

@@ -1,0 +1,53 @@
+// The GPT of the benchmark: no biases in its linear layers, learned positions, an untied head. Parameters "tok.weight", "pos.weight",
+// "blocks.<i>.{ln1,wq,wk,wv,wo,ln2,fc1,fc2}.*", "lnf.*", "head.weight"; bench/peers/peer.py has the same model for PyTorch.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardproof/models.h"
+
+namespace bench {
+
+struct Size {
+  std::string name;
+  int64_t layers, hidden, heads, vocab, seq, batch;  // batch: sequences of a step over all ranks
+};
+// gpt33m (33.6 million parameters) and tiny. Throws shardproof::Error for another name.
+Size size_of(const std::string& name);
+
+class BlockImpl : public torch::nn::Module {
+ public:
+  explicit BlockImpl(const Size& size);
+  at::Tensor forward(at::Tensor x);
+
+ private:
+  int64_t heads_;
+  torch::nn::LayerNorm ln1_{nullptr}, ln2_{nullptr};
+  shardproof::Linear wq_{nullptr}, wk_{nullptr}, wv_{nullptr}, wo_{nullptr}, fc1_{nullptr}, fc2_{nullptr};
+};
+TORCH_MODULE(Block);
+
+class ModelImpl : public torch::nn::Module {
+ public:
+  explicit ModelImpl(const Size& size);
+  at::Tensor forward(at::Tensor tokens);
+
+ private:
+  torch::nn::Embedding tok_{nullptr}, pos_{nullptr};
+  std::vector<Block> blocks_;
+  torch::nn::LayerNorm lnf_{nullptr};
+  shardproof::Linear head_{nullptr};
+};
+TORCH_MODULE(Model);
+
+// Tokens [batch, seq + 1] of a step: a function of (step, index) alone. Half of them continue the one before, so that there is
+// something to learn.
+at::Tensor tokens_of(const Size& size, int64_t step);
+
+}  // namespace bench

@@ -1,0 +1,198 @@
+"""PyTorch's own strategies on the model, weights and data of `shardproof bench`. One JSON line on stdout.
+
+Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, fsdp2), ranks, layers, hidden, heads, vocab, seq, batch, lr,
+steps, warmup, data (a file: float32 parameters in the order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
+Starts its own ranks over gloo on loopback, one thread each.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+
+def parameters(spec):
+    hidden, out = spec["hidden"], []
+    out.append(("tok.weight", (spec["vocab"], hidden)))
+    out.append(("pos.weight", (spec["seq"], hidden)))
+    for i in range(spec["layers"]):
+        block = f"blocks.{i}."
+        out += [(block + "ln1.weight", (hidden,)), (block + "ln1.bias", (hidden,))]
+        out += [(block + name + ".weight", (hidden, hidden)) for name in ("wq", "wk", "wv", "wo")]
+        out += [(block + "ln2.weight", (hidden,)), (block + "ln2.bias", (hidden,))]
+        out += [(block + "fc1.weight", (4 * hidden, hidden)), (block + "fc2.weight", (hidden, 4 * hidden))]
+    out += [("lnf.weight", (hidden,)), ("lnf.bias", (hidden,)), ("head.weight", (spec["vocab"], hidden))]
+    return out
+
+
+def make_model(spec):
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    hidden, heads = spec["hidden"], spec["heads"]
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ln1, self.ln2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+            for name in ("wq", "wk", "wv", "wo"):
+                setattr(self, name, nn.Linear(hidden, hidden, bias=False))
+            self.fc1 = nn.Linear(hidden, 4 * hidden, bias=False)
+            self.fc2 = nn.Linear(4 * hidden, hidden, bias=False)
+
+        def forward(self, x):
+            y = self.ln1(x)
+            q, k, v = (w(y).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.wo(mixed.transpose(1, 2).flatten(2))
+            return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tok = nn.Embedding(spec["vocab"], hidden)
+            self.pos = nn.Embedding(spec["seq"], hidden)
+            self.blocks = nn.ModuleList(Block() for _ in range(spec["layers"]))
+            self.lnf = nn.LayerNorm(hidden)
+            self.head = nn.Linear(hidden, spec["vocab"], bias=False)
+
+        def forward(self, tokens):
+            x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.lnf(x))
+
+    return Model()
+
+
+def load(spec, model):
+    """Fills the model and returns the tokens."""
+    import torch
+
+    with open(spec["data"], "rb") as file:
+        blob = bytearray(file.read())
+    own, at = dict(model.named_parameters()), 0
+    with torch.no_grad():
+        for name, shape in parameters(spec):
+            count = own[name].numel()
+            own[name].copy_(torch.frombuffer(blob, dtype=torch.float32, count=count, offset=at).view(shape))
+            at += 4 * count
+    return torch.frombuffer(blob, dtype=torch.int64, offset=at).view(-1, spec["batch"], spec["seq"] + 1)
+
+
+def memory_mib(key):
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
+
+
+def count_collectives():
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        calls, bytes = 0, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            name = func._schema.name
+            if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
+                sizes = [0]
+
+                def visit(value):
+                    if isinstance(value, torch.Tensor):
+                        sizes.append(value.numel() * value.element_size())
+                    elif isinstance(value, (list, tuple)):
+                        for item in value:
+                            visit(item)
+
+                visit([args, result])
+                self.calls += 1
+                self.bytes += max(sizes)
+            return result
+
+    return Counter()
+
+
+def wrap(spec, model):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if spec["strategy"] == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (spec["ranks"],))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def worker(spec):
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.fsdp  # noqa: F401  so that the baseline of memory has it
+    import torch.nn.parallel  # noqa: F401
+    from torch.nn import functional as F
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, per = dist.get_rank(), spec["batch"] // spec["ranks"]
+    base = memory_mib("VmRSS")
+    model = make_model(spec)
+    tokens = load(spec, model)
+    model = wrap(spec, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], foreach=True)
+
+    def step(index):
+        mine = tokens[index, rank * per : (rank + 1) * per]
+        optimizer.zero_grad()
+        logits = model(mine[:, :-1].contiguous())
+        loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].reshape(-1))
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        return total.item() / spec["ranks"]
+
+    losses, times = [], []
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    for index in range(spec["warmup"] + spec["steps"]):
+        dist.barrier()
+        start = time.perf_counter()
+        losses.append(step(index))
+        times.append((time.perf_counter() - start) * 1e3)
+    peak = memory_mib("VmHWM") - base
+    with count_collectives() as counter:
+        step(len(losses) - 1)
+    peaks = [None] * spec["ranks"]
+    dist.all_gather_object(peaks, peak)
+    if rank == 0:
+        print(json.dumps({"step_ms": times[spec["warmup"] :], "losses": losses, "peak_mib": max(peaks),
+                          "calls": counter.calls - 1, "bytes": counter.bytes - 8}), flush=True)
+    dist.barrier()
+    os._exit(0)  # gloo's threads sometimes abort a normal exit
+
+
+def main():
+    spec = json.loads(sys.argv[1])
+    if "RANK" in os.environ:
+        return worker(spec)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(spec["ranks"]):
+        env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(spec["ranks"]), MASTER_ADDR="127.0.0.1",
+                   MASTER_PORT=str(port), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        ranks.append(subprocess.Popen([sys.executable, __file__, sys.argv[1]], env=env))
+    codes = [rank.wait() for rank in ranks]
+    return 1 if any(codes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

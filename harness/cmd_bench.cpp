@@ -1,0 +1,182 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "bench/contestant.h"
+#include "harness/commands.h"
+#include "harness/json_lines.h"
+#include "shardproof/check.h"
+#include "shardproof/strategy.h"
+
+namespace harness {
+namespace {
+
+using nlohmann::json;
+
+// Sums in another order round differently, and training carries that on: losses may be so far apart, relatively. A wrong factor on the
+// gradients is visible after two steps of this model, at 1e-3 and more.
+constexpr double kLossTolerance = 0x1p-14;
+
+struct Arguments {
+  std::string against = "single", model = "gpt33m", worker, data, json;
+  bench::Task task;
+  int64_t rounds = 3;
+};
+
+json spec_of(const Arguments& a, const std::string& contestant) {
+  const bench::Size& s = a.task.size;
+  return {{"strategy", contestant}, {"ranks", a.task.ranks}, {"layers", s.layers}, {"hidden", s.hidden}, {"heads", s.heads},
+          {"vocab", s.vocab}, {"seq", s.seq}, {"batch", s.batch}, {"lr", a.task.lr}, {"steps", a.task.steps},
+          {"warmup", a.task.warmup}, {"data", a.data}};
+}
+
+// The command that runs one contestant in a process of its own and prints one JSON object.
+std::string command_of(const Arguments& a, const std::string& contestant) {
+  if (contestant == "ddp" || contestant == "fsdp2")
+    return fmt::format("'{}/bin/python' '{}/bench/peers/peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE, spec_of(a, contestant).dump());
+  // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
+  const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
+  return fmt::format("{}'{}' bench --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
+                     std::filesystem::read_symlink("/proc/self/exe").string(), contestant == "ours" ? "ours" : "single",
+                     a.task.strategy, a.task.ranks, a.model, a.task.steps, a.task.warmup);
+}
+
+json run_process(const std::string& command, const std::string& contestant) {
+  FILE* pipe = popen(command.c_str(), "r");
+  SHARD_REQUIRE(pipe, "bench", "cannot start {}", command);
+  std::string output;
+  std::array<char, 65536> buffer;
+  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) output.append(buffer.data(), count);
+  const int status = pclose(pipe);
+  const size_t begin = output.find('{');
+  SHARD_REQUIRE(status == 0 && begin != std::string::npos, "bench", "{} did not finish (status {}). Run it alone: {}", contestant,
+                status, command);
+  return json::parse(output.substr(begin, output.find('\n', begin) - begin));
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+struct Row {
+  std::vector<double> step_ms, ratios, losses;  // ratios: a round's median step over that of `single` in the same round
+  double peak_mib = 0, live_mib = 0;
+  int64_t calls = 0, bytes = 0;
+};
+
+double worst_difference(const Row& row, const Row& single) {
+  double worst = 0;
+  for (size_t i = 0; i < row.losses.size(); ++i)
+    worst = std::max(worst, std::abs(row.losses[i] - single.losses.at(i)) / std::abs(single.losses.at(i)));
+  return worst;
+}
+
+bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows, JsonLines& out) {
+  fmt::print("{:<14} {:>10} {:>21} {:>9} {:>9} {:>6} {:>10} {:>10}\n", "", "step ms", "x single (range)", "peak MiB", "live MiB",
+             "calls", "MiB moved", "loss diff");
+  bool held = true;
+  for (const std::string& name : order) {
+    const Row& row = rows.at(name);
+    const auto [low, high] = std::minmax_element(row.ratios.begin(), row.ratios.end());
+    const double difference = worst_difference(row, rows.at("single"));
+    const bool agrees = difference <= kLossTolerance;
+    held &= agrees;
+    const std::string label = name == "ours" ? a.task.strategy : name;
+    fmt::print("{:<14} {:>10.1f} {:>7.3f} ({:.3f}-{:.3f}) {:>9.0f} {:>9.1f} {:>6} {:>10.1f} {:>10.1e}{}\n", label, median(row.step_ms),
+               median(row.ratios), *low, *high, row.peak_mib, row.live_mib, row.calls, static_cast<double>(row.bytes) / 1048576,
+               difference, agrees ? "" : "  TOO FAR");
+    out.write({{"type", "bench"}, {"contestant", label}, {"model", a.model}, {"ranks", name.starts_with("single") ? 1 : a.task.ranks},
+               {"step_ms_median", median(row.step_ms)}, {"ratio_median", median(row.ratios)}, {"ratio_min", *low}, {"ratio_max", *high},
+               {"peak_mib", row.peak_mib}, {"live_mib", row.live_mib}, {"calls", row.calls}, {"bytes", row.bytes},
+               {"loss_difference_max", difference}, {"losses", row.losses}});
+  }
+  fmt::print("{} rounds of {} steps after {} of warm-up; peak: of a rank, above the process before the model; loss diff: relative, at most "
+             "{:.1e}\n",
+             a.rounds, a.task.steps, a.task.warmup, kLossTolerance);
+  return held;
+}
+
+std::vector<std::string> contestants(const std::string& against) {
+  std::vector<std::string> order = {"single", "single_cached", "ours"};
+  size_t begin = 0;
+  while (begin <= against.size()) {
+    const size_t end = std::min(against.find(',', begin), against.size());
+    const std::string name = against.substr(begin, end - begin);
+    SHARD_REQUIRE(name == "single" || name == "ddp" || name == "fsdp2", "bench", "--against takes single, ddp and fsdp2, got '{}'", name);
+    if (std::find(order.begin(), order.end(), name) == order.end()) order.push_back(name);
+    begin = end + 1;
+  }
+  return order;
+}
+
+int compete(Arguments& a) {
+  SHARD_REQUIRE(a.task.ranks >= 1 && a.task.size.batch % a.task.ranks == 0, "bench", "--ranks must divide the batch of {}, got {}",
+                a.task.size.batch, a.task.ranks);
+  SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
+  shardproof::strategy(a.task.strategy);
+  const std::vector<std::string> order = contestants(a.against);
+  JsonLines out(a.json);
+  std::string folder = (std::filesystem::temp_directory_path() / "shardproof_bench_XXXXXX").string();
+  SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder in {}", std::filesystem::temp_directory_path().string());
+  const std::shared_ptr<void> removed(nullptr, [folder](void*) { std::filesystem::remove_all(folder); });
+  a.data = folder + "/data";
+  if (order.size() > 3) bench::write_data(a.task, a.data);
+
+  std::map<std::string, Row> rows;
+  for (int64_t round = 0; round < a.rounds; ++round) {
+    double single_ms = 0;
+    for (const std::string& name : order) {
+      const json result = run_process(command_of(a, name), name);
+      Row& row = rows[name];
+      const auto times = result["step_ms"].get<std::vector<double>>();
+      if (name == "single") single_ms = median(times);
+      row.step_ms.push_back(median(times));
+      row.ratios.push_back(median(times) / single_ms);
+      row.losses = result["losses"].get<std::vector<double>>();
+      row.peak_mib = std::max(row.peak_mib, result["peak_mib"].get<double>());
+      row.live_mib = result.value("live_mib", 0.0);
+      row.calls = result["calls"];
+      row.bytes = result["bytes"];
+    }
+  }
+  return report(a, order, rows, out) ? 0 : 1;
+}
+
+}  // namespace
+
+void add_bench_command(CLI::App& app, int& exit_code) {
+  auto arguments = std::make_shared<Arguments>();
+  Arguments* a = arguments.get();
+  CLI::App* command = app.add_subcommand("bench", "time a training step beside the unsharded one and PyTorch's, in interleaved rounds");
+  command->add_option("--against", a->against, "single, ddp, fsdp2, separated by commas")->capture_default_str();
+  command->add_option("--strategy", a->task.strategy, "ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
+  command->add_option("--ranks", a->task.ranks, "of every contestant but single, which has two threads")->capture_default_str();
+  command->add_option("--model", a->model, "gpt33m or tiny")->capture_default_str();
+  command->add_option("--steps", a->task.steps, "timed in a round")->capture_default_str();
+  command->add_option("--warmup", a->task.warmup, "untimed before them")->capture_default_str();
+  command->add_option("--rounds", a->rounds, "each runs every contestant once")->capture_default_str();
+  command->add_option("--json", a->json, "also write one JSON object a contestant here");
+  command->add_option("--worker", a->worker, "run this contestant in this process")->group("");
+  command->callback([arguments, a, &exit_code] {
+    a->task.size = bench::size_of(a->model);
+    if (a->worker.empty()) {
+      exit_code = compete(*a);
+      return;
+    }
+    a->task.contestant = a->worker;
+    fmt::print("{}\n", bench::run(a->task).dump());
+  });
+}
+
+}  // namespace harness
