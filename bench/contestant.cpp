@@ -18,7 +18,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kSeed = 1234;
 
-double milliseconds_since(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
+double milliseconds_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 double memory_mib(const std::string& key) {
   std::ifstream status("/proc/self/status");
@@ -52,7 +54,8 @@ class FusedAdamW {
       gradients.push_back(parameters_[i].grad());
       steps_[i].add_(1);
     }
-    at::_fused_adamw_(parameters_, gradients, m_, v_, {}, steps_, lr_, 0.9, 0.999, 0.01, 1e-8, /*amsgrad=*/false, /*maximize=*/false);
+    at::_fused_adamw_(parameters_, gradients, m_, v_, {}, steps_, lr_, 0.9, 0.999, 0.01, 1e-8, /*amsgrad=*/false,
+                      /*maximize=*/false);
     for (at::Tensor& p : parameters_) p.mutable_grad().reset();
   }
 
@@ -93,12 +96,16 @@ nlohmann::json run_ours(const Task& task) {
     const int64_t rank = comm->rank();
     Model model(task.size);
     initialize_parameters(*model, kSeed);
-    const Mesh mesh = task.strategy == "hsdp" || task.strategy == "hfsdp" ? Mesh({{"dp_replicate", 1}, {"dp_shard", task.ranks}})
-                                                                          : Mesh({{"dp_shard", task.ranks}});
+    const Mesh mesh = task.strategy == "hsdp" || task.strategy == "hfsdp"
+                          ? Mesh({{"dp_replicate", 1}, {"dp_shard", task.ranks}})
+                          : Mesh({{"dp_shard", task.ranks}});
     auto comms = std::make_shared<MeshComm>(traced(comm, trace), mesh);
     Sharded sharded = fully_shard(model.ptr(), comms,
-                                  {.strategy = strategy(task.strategy), .units = by_type<BlockImpl>(), .buffers = Buffers::pooled,
-                                   .numerics = Numerics::fast, .broadcast_initial_values = false});
+                                  {.strategy = strategy(task.strategy),
+                                   .units = by_type<BlockImpl>(),
+                                   .buffers = Buffers::pooled,
+                                   .numerics = Numerics::fast,
+                                   .broadcast_initial_values = false});
     Optimizer optimizer = adamw(sharded, {.lr = task.lr});
     for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
       const at::Tensor tokens = tokens_of(task.size, step).narrow(0, rank * per_rank, per_rank);

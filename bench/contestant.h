@@ -19,7 +19,8 @@ struct Task {
 };
 
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": above the process before the model, of one rank, "calls",
-// "bytes": of collectives in a step, "live_mib": largest bytes of parameters, gradients, optimizer and communication of one rank}
+// "bytes": of collectives in a step, "live_mib": largest bytes of parameters, gradients, optimizer and communication of one
+// rank}
 nlohmann::json run(const Task& task);
 
 // What PyTorch's contestants read: initial parameters, then tokens.

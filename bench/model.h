@@ -1,5 +1,6 @@
-// The GPT of the benchmark: no biases in its linear layers, learned positions, an untied head. Parameters "tok.weight", "pos.weight",
-// "blocks.<i>.{ln1,wq,wk,wv,wo,ln2,fc1,fc2}.*", "lnf.*", "head.weight"; bench/peers/peer.py has the same model for PyTorch.
+// The GPT of the benchmark: no biases in its linear layers, learned positions, an untied head. Parameters "tok.weight",
+// "pos.weight", "blocks.<i>.{ln1,wq,wk,wv,wo,ln2,fc1,fc2}.*", "lnf.*", "head.weight"; bench/peers/peer.py has the same model
+// for PyTorch.
 #pragma once
 
 #include <torch/nn/module.h>

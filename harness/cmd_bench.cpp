@@ -22,8 +22,8 @@ namespace {
 
 using nlohmann::json;
 
-// Sums in another order round differently, and training carries that on: losses may be so far apart, relatively. A wrong factor on the
-// gradients is visible after two steps of this model, at 1e-3 and more.
+// Sums in another order round differently, and training carries that on: losses may be so far apart, relatively. A wrong factor
+// on the gradients is visible after two steps of this model, at 1e-3 and more.
 constexpr double kLossTolerance = 0x1p-14;
 
 struct Arguments {
@@ -42,7 +42,8 @@ json spec_of(const Arguments& a, const std::string& contestant) {
 // The command that runs one contestant in a process of its own and prints one JSON object.
 std::string command_of(const Arguments& a, const std::string& contestant) {
   if (contestant == "ddp" || contestant == "fsdp2")
-    return fmt::format("'{}/bin/python' '{}/bench/peers/peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE, spec_of(a, contestant).dump());
+    return fmt::format("'{}/bin/python' '{}/bench/peers/peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE,
+                       spec_of(a, contestant).dump());
   // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
   const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
   return fmt::format("{}'{}' bench --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
@@ -58,8 +59,8 @@ json run_process(const std::string& command, const std::string& contestant) {
   while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) output.append(buffer.data(), count);
   const int status = pclose(pipe);
   const size_t begin = output.find('{');
-  SHARD_REQUIRE(status == 0 && begin != std::string::npos, "bench", "{} did not finish (status {}). Run it alone: {}", contestant,
-                status, command);
+  SHARD_REQUIRE(status == 0 && begin != std::string::npos, "bench", "{} did not finish (status {}). Run it alone: {}",
+                contestant, status, command);
   return json::parse(output.substr(begin, output.find('\n', begin) - begin));
 }
 
@@ -83,8 +84,8 @@ double worst_difference(const Row& row, const Row& single) {
 }
 
 bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows, JsonLines& out) {
-  fmt::print("{:<14} {:>10} {:>21} {:>9} {:>9} {:>6} {:>10} {:>10}\n", "", "step ms", "x single (range)", "peak MiB", "live MiB",
-             "calls", "MiB moved", "loss diff");
+  fmt::print("{:<14} {:>10} {:>21} {:>9} {:>9} {:>6} {:>10} {:>10}\n", "", "step ms", "x single (range)", "peak MiB",
+             "live MiB", "calls", "MiB moved", "loss diff");
   bool held = true;
   for (const std::string& name : order) {
     const Row& row = rows.at(name);
@@ -93,17 +94,29 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
     const bool agrees = difference <= kLossTolerance;
     held &= agrees;
     const std::string label = name == "ours" ? a.task.strategy : name;
-    fmt::print("{:<14} {:>10.1f} {:>7.3f} ({:.3f}-{:.3f}) {:>9.0f} {:>9.1f} {:>6} {:>10.1f} {:>10.1e}{}\n", label, median(row.step_ms),
-               median(row.ratios), *low, *high, row.peak_mib, row.live_mib, row.calls, static_cast<double>(row.bytes) / 1048576,
-               difference, agrees ? "" : "  TOO FAR");
-    out.write({{"type", "bench"}, {"contestant", label}, {"model", a.model}, {"ranks", name.starts_with("single") ? 1 : a.task.ranks},
-               {"step_ms_median", median(row.step_ms)}, {"ratio_median", median(row.ratios)}, {"ratio_min", *low}, {"ratio_max", *high},
-               {"peak_mib", row.peak_mib}, {"live_mib", row.live_mib}, {"calls", row.calls}, {"bytes", row.bytes},
-               {"loss_difference_max", difference}, {"losses", row.losses}});
+    fmt::print("{:<14} {:>10.1f} {:>7.3f} ({:.3f}-{:.3f}) {:>9.0f} {:>9.1f} {:>6} {:>10.1f} {:>10.1e}{}\n", label,
+               median(row.step_ms), median(row.ratios), *low, *high, row.peak_mib, row.live_mib, row.calls,
+               static_cast<double>(row.bytes) / 1048576, difference, agrees ? "" : "  TOO FAR");
+    out.write({{"type", "bench"},
+               {"contestant", label},
+               {"model", a.model},
+               {"ranks", name.starts_with("single") ? 1 : a.task.ranks},
+               {"step_ms_median", median(row.step_ms)},
+               {"ratio_median", median(row.ratios)},
+               {"ratio_min", *low},
+               {"ratio_max", *high},
+               {"peak_mib", row.peak_mib},
+               {"live_mib", row.live_mib},
+               {"calls", row.calls},
+               {"bytes", row.bytes},
+               {"loss_difference_max", difference},
+               {"losses", row.losses}});
   }
-  fmt::print("{} rounds of {} steps after {} of warm-up; peak: of a rank, above the process before the model; loss diff: relative, at most "
-             "{:.1e}\n",
-             a.rounds, a.task.steps, a.task.warmup, kLossTolerance);
+  fmt::print(
+      "{} rounds of {} steps after {} of warm-up; peak: of a rank, above the process before the model; loss diff: relative, at "
+      "most "
+      "{:.1e}\n",
+      a.rounds, a.task.steps, a.task.warmup, kLossTolerance);
   return held;
 }
 
@@ -113,7 +126,8 @@ std::vector<std::string> contestants(const std::string& against) {
   while (begin <= against.size()) {
     const size_t end = std::min(against.find(',', begin), against.size());
     const std::string name = against.substr(begin, end - begin);
-    SHARD_REQUIRE(name == "single" || name == "ddp" || name == "fsdp2", "bench", "--against takes single, ddp and fsdp2, got '{}'", name);
+    SHARD_REQUIRE(name == "single" || name == "ddp" || name == "fsdp2", "bench",
+                  "--against takes single, ddp and fsdp2, got '{}'", name);
     if (std::find(order.begin(), order.end(), name) == order.end()) order.push_back(name);
     begin = end + 1;
   }
@@ -121,8 +135,8 @@ std::vector<std::string> contestants(const std::string& against) {
 }
 
 int compete(Arguments& a) {
-  SHARD_REQUIRE(a.task.ranks >= 1 && a.task.size.batch % a.task.ranks == 0, "bench", "--ranks must divide the batch of {}, got {}",
-                a.task.size.batch, a.task.ranks);
+  SHARD_REQUIRE(a.task.ranks >= 1 && a.task.size.batch % a.task.ranks == 0, "bench",
+                "--ranks must divide the batch of {}, got {}", a.task.size.batch, a.task.ranks);
   SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
   shardproof::strategy(a.task.strategy);
   const std::vector<std::string> order = contestants(a.against);
@@ -158,7 +172,8 @@ int compete(Arguments& a) {
 void add_bench_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
-  CLI::App* command = app.add_subcommand("bench", "time a training step beside the unsharded one and PyTorch's, in interleaved rounds");
+  CLI::App* command =
+      app.add_subcommand("bench", "time a training step beside the unsharded one and PyTorch's, in interleaved rounds");
   command->add_option("--against", a->against, "single, ddp, fsdp2, separated by commas")->capture_default_str();
   command->add_option("--strategy", a->task.strategy, "ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
   command->add_option("--ranks", a->task.ranks, "of every contestant but single, which has two threads")->capture_default_str();

@@ -6,11 +6,5 @@ shardproof_test(NAME parity_props LABEL train TORCH SOURCES
   parity_fsdp2_precision_props.cpp parity_fsdp2_casts_props.cpp parity_fsdp2_autograd_props.cpp
   parity_megatron_props.cpp parity_megatron_units_props.cpp parity_megatron_buffers_props.cpp
   parity_megatron_wire_props.cpp
+  parity_fsdp2_aliases_props.cpp
   parity_models.cpp parity_training.cpp toy_modules.cpp)
-
-# Those that fail are built on request, until they hold.
-option(SHARDPROOF_PARITY_GAPS "build the peers' scenarios that the library does not pass yet" OFF)
-if(SHARDPROOF_PARITY_GAPS)
-  shardproof_test(NAME parity_gaps_props LABEL train TORCH SOURCES
-    parity_gaps_props.cpp parity_models.cpp parity_training.cpp toy_modules.cpp)
-endif()

@@ -46,7 +46,8 @@ ShardOptions options_of(const Plan& run) {
 void train(const Plan& run, const std::shared_ptr<Trace>& trace, const std::function<void(Sharded&)>& look) {
   run_threads(run.replicas * run.shards, [&](std::shared_ptr<Comm> comm) {
     Mlp model = chain();
-    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(trace ? traced(comm, trace) : comm, run.mesh()), options_of(run));
+    Sharded sharded =
+        fully_shard(model.ptr(), std::make_shared<MeshComm>(trace ? traced(comm, trace) : comm, run.mesh()), options_of(run));
     Optimizer optimizer = adamw(sharded, {});
     for (int64_t step = 0; step < run.steps; ++step) {
       for (int64_t round = 0; round < run.rounds; ++round) {
@@ -100,7 +101,8 @@ Bytes expected_memory(const Plan& run) {
 }
 
 std::string name(const Plan& run) {
-  return run.strategy + " " + run.mesh().str() + " rounds " + std::to_string(run.rounds) + " prefetch " + std::to_string(run.prefetch);
+  return run.strategy + " " + run.mesh().str() + " rounds " + std::to_string(run.rounds) + " prefetch " +
+         std::to_string(run.prefetch);
 }
 
 }  // namespace

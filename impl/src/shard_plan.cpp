@@ -69,6 +69,10 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
     return std::find(order.begin(), order.end(), plan.modules.front().second.get()) - order.begin();
   };
   std::stable_sort(plans.begin() + 1, plans.end(), [&](const UnitPlan& a, const UnitPlan& b) { return place(a) < place(b); });
+  for (const auto& item : root->named_modules("", /*include_self=*/true))
+    for (UnitPlan& plan : plans)
+      for (const auto& [name, module] : plan.modules)
+        if (module == item.value()) plan.names.push_back(item.key());
   for (UnitPlan& plan : plans)
     for (const auto& [name, module] : plan.modules)
       plan.options.recompute |= options.recompute && options.recompute(name, *module);
@@ -87,7 +91,7 @@ UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Shar
   const auto innermost = [&](const std::string& name) {
     size_t best = 0, longest = 0;
     for (size_t i = 1; i < result.units.size(); ++i)
-      for (const auto& [module_name, module] : result.units[i].modules)
+      for (const std::string& module_name : result.units[i].names)
         if (is_within(name, module_name) && module_name.size() >= longest) best = i, longest = module_name.size();
     return best;
   };

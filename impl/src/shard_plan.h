@@ -22,6 +22,7 @@ struct UnitPlan {
   std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules;  // the first one names the unit
   UnitOptions options;
   std::vector<NamedParameter> parameters;
+  std::vector<std::string> names = {};  // every name under which its modules are registered
   const std::string& name() const { return modules.front().first; }
 };
 

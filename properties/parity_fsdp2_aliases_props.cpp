@@ -1,4 +1,4 @@
-// Scenarios of docs/parity.md that the library does not pass yet; not in the build until it does.
+// Scenarios of docs/parity.md: one module, or one tensor, under several names.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -10,7 +10,7 @@ using namespace shardproof;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
 
-// Chosen by type, the module is found under both names: "module torch::nn::LinearImpl has hooks already".
+// Chosen by type, the module is found under both names.
 TEST(Fsdp2Parity, a_module_registered_twice_is_one_unit) {
   const MakeTrainee make = [] {
     auto model = std::make_shared<torch::nn::Module>("twice");
