@@ -140,8 +140,8 @@ class Train(unittest.TestCase):
 
     def test_an_unknown_strategy_axis_or_optimizer_is_refused_with_those_there_are(self):
         self.expect_refused("zero3", "--strategy", "zero4")
-        self.expect_refused("the one axis dp_shard", "--mesh", "tp=2")
-        self.expect_refused("the one axis dp_shard", "--mesh", "dp_shard=2,tp=2")
+        self.expect_refused("the axes dp_replicate and dp_shard", "--mesh", "tp=2")
+        self.expect_refused("the axes dp_replicate and dp_shard", "--mesh", "dp_shard=2,tp=2")
         self.expect_refused("adamw or sgd", "--optimizer", "lion")
 
     def test_a_malformed_mesh_or_model_is_refused_with_the_place(self):

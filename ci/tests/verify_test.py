@@ -46,7 +46,7 @@ class Command(unittest.TestCase):
         cases = [line["case"] for line in lines if line["type"] == "case"]
         self.assertEqual(len(set(cases)), 30)
         for case in cases:
-            self.assertRegex(case, r"mesh\(dp_shard=[123]\) zero2")
+            self.assertRegex(case, r"mesh\((dp_replicate=[123],)?dp_shard=[123]\) zero2")
         self.assertEqual(lines[-1]["type"], "summary")
 
     def test_the_same_seed_runs_the_same_cases_and_another_others(self):
@@ -100,7 +100,7 @@ class Command(unittest.TestCase):
         self.expect_refused("ddp, zero1, zero2, zero3", "verify", "--strategy", "zero9")
         self.expect_refused("dp_shard", "verify", "--mesh", "tp=2")
         self.expect_refused("dp_shard", "replay", GOOD.replace("dp_shard", "tp"))
-        self.expect_refused("exact, ordered or fast", "verify", "--mode", "slow")
+        self.expect_refused("exact, ordered, canonical or fast", "verify", "--mode", "slow")
 
     def test_a_malformed_mesh_is_shown_with_its_column(self):
         self.expect_refused("column 10", "verify", "--mesh", "dp_shard=x")

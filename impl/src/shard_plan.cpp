@@ -63,7 +63,7 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
   }
   if (options.units)
     for (const auto& item : root->named_modules("", /*include_self=*/false))
-      if (!taken[item.value().get()] && options.units(item.key(), *item.value()))
+      if (options.units(item.key(), *item.value()) && !std::exchange(taken[item.value().get()], true))
         plans.push_back({{{item.key(), item.value()}}, {}, {}});
   const auto place = [&](const UnitPlan& plan) {
     return std::find(order.begin(), order.end(), plan.modules.front().second.get()) - order.begin();

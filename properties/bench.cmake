@@ -1,0 +1,9 @@
+# The benchmark runs end to end, and its contestants agree on the losses. Times are not judged.
+add_test(NAME Bench.zero3_trains_like_the_unsharded_step
+  COMMAND shardproof_command bench --model tiny --steps 2 --warmup 1 --rounds 1)
+add_test(NAME Bench.pytorch_trains_like_the_unsharded_step
+  COMMAND shardproof_command bench --model tiny --steps 2 --warmup 1 --rounds 1 --against ddp,fsdp2)
+add_test(NAME Bench.an_unknown_contestant_is_refused COMMAND shardproof_command bench --against deepspeed)
+set_tests_properties(Bench.an_unknown_contestant_is_refused PROPERTIES WILL_FAIL TRUE)
+set_tests_properties(Bench.zero3_trains_like_the_unsharded_step Bench.pytorch_trains_like_the_unsharded_step
+  Bench.an_unknown_contestant_is_refused PROPERTIES LABELS train)
