@@ -41,9 +41,9 @@ struct Gpt {
   bool tied = false;
 };
 
-// Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an odd
-// square kernel, padding kernel / 2, then a group norm with one group (eps 1e-5, over channels, height and width) if `norm`, then
-// relu; after the last one the mean over height and width and a linear head to `classes`. Target [B, classes];
+// Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an
+// odd square kernel, padding kernel / 2, then a group norm with one group (eps 1e-5, over channels, height and width) if
+// `norm`, then relu; after the last one the mean over height and width and a linear head to `classes`. Target [B, classes];
 // loss = sum((output - target)^2). Parameters "conv.<i>.weight" [out, in, k, k], "conv.<i>.bias", "norm.<i>.weight",
 // "norm.<i>.bias" (if norm), "head.weight", "head.bias".
 struct Conv {
@@ -90,12 +90,14 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> parameter_shapes(const
 //   adam   g += weight_decay * p (if not 0); then as adamw without decay
 //   adamw  p *= 1 - lr * weight_decay;  m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g);
 //          p -= (lr / (1 - beta1^t)) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
-//   lion   p *= 1 - lr * weight_decay;  u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g;  p -= lr * u
+//   lion   p *= 1 - lr * weight_decay;  u = sign(beta1 * m + (1 - beta1) * g), where the sign of a zero or NaN is itself;
+//          m = beta2 * m + (1 - beta2) * g;  p -= lr * u
 //   muon   of parameters with two dims, both above 0: p *= 1 - lr * weight_decay;  m = momentum * m + g;
-//          u = g + momentum * m (nesterov);  X = u / (||u||_F + 1e-7), transposed when it has more rows than columns; five times
-//          A = X X^T, B = b A + c (A A), X = a X + B X with (a, b, c) = (3.4445, -4.7750, 2.0315); back transposed;
-//          p -= lr * sqrt(max(1, rows / columns)) * X.  The norm is the square root of the exact sum of squares, in float32; every
-//          product is one at::mm of contiguous operands, every other operation one elementwise operation in the order written.
+//          u = g + momentum * m (nesterov);  X = u / (||u||_F + 1e-7), transposed when it has more rows than columns; five
+//          times A = X X^T, B = b A + c (A A), X = a X + B X with (a, b, c) = (3.4445, -4.7750, 2.0315); back transposed;
+//          p -= lr * sqrt(max(1, rows / columns)) * X.  The norm is the square root of the exact sum of squares, in float32;
+//          every product is one at::mm of contiguous operands, every other operation one elementwise operation in the order
+//          written.
 //          Parameters of other shapes: adamw with the same lr, betas, eps and decay.
 // t counts the updates of that parameter. State starts at zero and is called "momentum_buffer" (sgd, muon), "exp_avg" (adam,
 // adamw, lion), "exp_avg_sq"; a parameter whose rule does not use a slot has none there.
@@ -112,7 +114,7 @@ struct Optimizer {
     double lr_factor = 1;
     double decay_factor = 1;
   };
-  std::vector<Group> groups;
+  std::vector<Group> groups = {};
 };
 
 // How gradients of the microbatches (round k, rank i) are added. Ranks are numbered replica * shards + shard, where
@@ -121,21 +123,23 @@ struct SumOrder {
   int64_t shards = 1;    // ranks of one group that is summed first
   int64_t replicas = 1;  // groups, whose sums are added afterwards
   // Rounds that end with a reduction over the shards (Step::reduce_after) add their sums round by round. When replicas come
-  // last, each replica adds its own sums over the rounds, and the replicas are added once at the end; else they are added after each
-  // reduction.
+  // last, each replica adds its own sums over the rounds, and the replicas are added once at the end; else they are added after
+  // each reduction.
   bool replicas_last = true;
-  // Order does not matter: each microbatch's float32 gradient g becomes the integer round_to_nearest_even(g * 2^44), integers are
-  // added, and the sum is rounded once to float32 (int64 -> float32, then * 2^-44). The rest of this struct is ignored.
+  // Order does not matter: each microbatch's float32 gradient g becomes the integer round_to_nearest_even(g * 2^44), integers
+  // are added, and the sum is rounded once to float32 (int64 -> float32, then * 2^-44). A term of 2^18 or more, or NaN, makes
+  // the sum NaN. The rest of this struct, and all of Precision but `compute`, is ignored; divide_before must be 1.
   bool canonical = false;
 };
 
 // Dtypes. at::kFloat everywhere is the plain run. Parameters and optimizer state are float32 (main); the model runs on copies
 // rounded to `compute`, floating inputs are rounded to it too, and its output is converted to float32 before the loss (targets
-// stay float32). The gradient of a microbatch has dtype `compute`. Local sums over rounds are taken in `gradient` (each term converted
-// first); for a reduction the local sum is converted to `reduce`, summed over ranks in rank order, each addition rounded to `reduce` -
-// or, with `float32_sums`, converted to float32, added there in rank order, rounded once to `reduce` - and the result converted to
-// `gradient`, in which sums over reductions are taken. Each of the two reductions (over shards, over replicas) is so; between them the
-// value is in `gradient`. The optimizer reads float32.
+// stay float32). The gradient of a microbatch has dtype `compute`. Local sums over rounds are taken in `gradient` (each term
+// converted first); for a reduction the local sum is converted to `reduce`, summed over ranks in rank order, each addition
+// rounded to `reduce` - or, with `float32_sums`, converted to float32, added there in rank order, rounded once to `reduce` -
+// and the result converted to `gradient`, in which sums over reductions are taken. Each of the two reductions (over shards,
+// over replicas) is so; between them the value is in `gradient`. A reduction over a group of one rank is none: nothing is
+// rounded to `reduce`. The optimizer reads float32.
 struct Precision {
   at::ScalarType compute = at::kFloat;
   at::ScalarType gradient = at::kFloat;
@@ -154,18 +158,18 @@ struct Microbatch {
 struct Step {
   std::vector<std::vector<Microbatch>> microbatches;  // [round][rank], at least one of each, none of them empty
   // [round]: whether a reduction over the shards follows; the last one always does, and an empty list means only the last one.
-  std::vector<bool> reduce_after;
+  std::vector<bool> reduce_after = {};
   double divide_before = 1;  // each local sum is divided by this right before it is reduced over the shards (in `gradient`)
-  double divide = 1;      // the summed gradient is divided by this, a true division (no operation when 1)
-  double clip_norm = 0;   // 0: the norm is measured, nothing is clipped
-  double norm_order = 2;  // 1, 2 or infinity
+  double divide = 1;         // the summed gradient, in float32, is divided by this, a true division (no operation when 1)
+  double clip_norm = 0;      // 0: the norm is measured, nothing is clipped
+  double norm_order = 2;     // 1, 2 or infinity
   double lr_factor = 1;
-  std::vector<std::string> frozen;  // names of parameters that have no gradient and are not updated in this step
+  std::vector<std::string> frozen = {};  // names of parameters that have no gradient and are not updated in this step
 };
 
 // Dynamic loss scaling: every loss is multiplied by the scale (after its weight), and the summed gradient divided by the scale
-// after `divide`. If any element of the summed gradient is not finite, the step is skipped (nothing is updated, no t counts) and
-// the scale is halved; after `growth_interval` steps in a row without that it is doubled. 0: no scaling.
+// after `divide`. If any element of the summed gradient is not finite, the step is skipped (nothing is updated, no t counts)
+// and the scale is halved; after `growth_interval` steps in a row without that it is doubled. 0: no scaling.
 struct LossScaling {
   double initial = 0;
   int64_t growth_interval = 2000;
@@ -184,14 +188,15 @@ struct Run {
 // What one step left behind.
 struct StepTrace {
   std::vector<std::vector<double>> losses;  // [round][rank], the weighted loss, without the loss scale
-  double gradient_norm = 0;  // of the divided and unscaled gradients of the parameters that are not frozen, before clipping: the
-                             // exact sum of squares rounded once to double, then its square root; order 1: the exact sum of
+  double gradient_norm = 0;  // of the divided and unscaled gradients of the parameters that are not frozen, before clipping:
+                             // the exact sum of squares rounded once to double, then its square root; order 1: the exact sum of
                              // magnitudes rounded once to double; infinity: the largest magnitude
   bool skipped = false;      // by loss scaling; gradients are then empty and the norm is 0
   double loss_scale = 0;     // used in this step
-  Named gradients;           // of the parameters that are not frozen: divided, unscaled and clipped, as the optimizer reads them. Clipping multiplies by
-                             // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1
-  Named parameters;          // after the update, all of them
+  // Of the parameters that are not frozen: divided, unscaled and clipped, as the optimizer reads them. Clipping multiplies by
+  // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1.
+  Named gradients;
+  Named parameters;                                  // after the update, all of them
   std::vector<std::pair<std::string, Named>> state;  // after the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ...
 };
 using Trace = std::vector<StepTrace>;

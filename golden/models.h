@@ -19,7 +19,13 @@ at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::T
 // tokens [B, T] int64 -> logits [B, T, vocab]
 at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens);
 
-// weight * the model's loss, 0-dim: forward, sum, then one multiplication.
+// input [B, channels.front(), size, size] -> [B, classes]
+at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input);
+
+// input [B, width] -> [B, width]; `branch`: Microbatch::branch
+at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::Tensor& input, bool branch);
+
+// weight * the model's loss, 0-dim, float32 or float64: forward, sum, then one multiplication.
 at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch);
 
 }  // namespace golden

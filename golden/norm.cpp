@@ -40,34 +40,54 @@ double ExactSum::rounded() const {
 
 namespace {
 
-double sum_of_squares_double(const std::vector<at::Tensor>& tensors) {
-  double sum = 0;
+// `term` of an element is a double: exact for elements that are floats, rounded for doubles, which are then added with
+// rounding, too.
+template <class Term>
+double sum_of(const std::vector<at::Tensor>& tensors, const Term& term) {
+  ExactSum exact;
+  double rounded = 0, not_finite = 0;
   for (const at::Tensor& tensor : tensors) {
-    const at::Tensor t = tensor.contiguous();
+    const bool is_double = tensor.scalar_type() == at::kDouble;
+    const at::Tensor t = tensor.to(at::kDouble).contiguous();
     const double* data = t.const_data_ptr<double>();
-    for (int64_t i = 0; i < t.numel(); ++i) sum += data[i] * data[i];
+    for (int64_t i = 0; i < t.numel(); ++i) {
+      const double value = term(data[i]);
+      if (is_double)
+        rounded += value;
+      else if (!std::isfinite(value))
+        not_finite += value;  // inf + NaN is NaN
+      else if (value != 0)
+        exact.add(value);
+    }
   }
-  return sum;
+  return not_finite == 0 ? exact.rounded() + rounded : not_finite;
 }
 
 }  // namespace
 
 double sum_of_squares(const std::vector<at::Tensor>& tensors) {
-  if (!tensors.empty() && tensors.front().scalar_type() == at::kDouble) return sum_of_squares_double(tensors);
-  ExactSum sum;
-  double not_finite = 0;
+  return sum_of(tensors, [](double x) { return x * x; });
+}
+
+double sum_of_magnitudes(const std::vector<at::Tensor>& tensors) {
+  return sum_of(tensors, [](double x) { return std::abs(x); });
+}
+
+double largest_magnitude(const std::vector<at::Tensor>& tensors) {
+  double largest = 0;
   for (const at::Tensor& tensor : tensors) {
-    const at::Tensor t = tensor.contiguous();
-    const float* data = t.const_data_ptr<float>();
-    for (int64_t i = 0; i < t.numel(); ++i) {
-      const double square = static_cast<double>(data[i]) * data[i];
-      if (!std::isfinite(square))
-        not_finite += square;  // inf + NaN is NaN
-      else if (square != 0)
-        sum.add(square);
-    }
+    const at::Tensor t = tensor.to(at::kDouble).contiguous();
+    const double* data = t.const_data_ptr<double>();
+    for (int64_t i = 0; i < t.numel(); ++i)
+      if (!(std::abs(data[i]) <= largest)) largest = std::isnan(largest) ? largest : std::abs(data[i]);
   }
-  return not_finite == 0 ? sum.rounded() : not_finite;
+  return largest;
+}
+
+double norm(const std::vector<at::Tensor>& tensors, double order) {
+  if (order == 1) return sum_of_magnitudes(tensors);
+  if (order == 2) return std::sqrt(sum_of_squares(tensors));
+  return largest_magnitude(tensors);
 }
 
 }  // namespace golden

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 
@@ -15,8 +16,6 @@
 
 namespace golden {
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::invalid_argument("golden: " + what);
@@ -29,26 +28,18 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 64 == 0 ? t : t.clone();
 }
 
-Microbatch prepared(const Microbatch& microbatch, at::ScalarType dtype) {
-  const auto convert = [&](const at::Tensor& t) { return aligned(t.is_floating_point() ? t.to(dtype) : t); };
-  return {convert(microbatch.input), convert(microbatch.target), microbatch.weight};
-}
-
-// The first term is copied, the rest are added: zeros keep their sign.
-void add(Tensors& sum, const Tensors& terms) {
-  if (sum.empty()) {
-    for (const at::Tensor& term : terms) sum.push_back(term.clone(at::MemoryFormat::Contiguous));
-    return;
-  }
-  for (size_t i = 0; i < terms.size(); ++i) sum[i].add_(terms[i]);
+Microbatch prepared(const Microbatch& microbatch, at::ScalarType compute, at::ScalarType main) {
+  const auto convert = [](const at::Tensor& t, at::ScalarType dtype) {
+    return aligned(t.is_floating_point() ? t.to(dtype) : t);
+  };
+  return {convert(microbatch.input, compute), convert(microbatch.target, main), microbatch.weight, microbatch.branch};
 }
 
 Named checked_copy(const Model& model, const Named& parameters, at::ScalarType dtype) {
   require_valid(model, parameters);
   Named copies;
   for (const auto& [name, value] : parameters)
-    copies.emplace_back(
-        name, value.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
+    copies.emplace_back(name, value.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
   return copies;
 }
 
@@ -60,77 +51,162 @@ void require_one_thread() {
                     at::get_num_threads()));
 }
 
-}  // namespace
-
-Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order,
-                 at::ScalarType dtype)
-    : model_(std::move(model)),
-      order_(order),
-      dtype_(dtype),
-      parameters_(checked_copy(model_, parameters, dtype)),
-      optimizer_(optimizer, parameters_) {
-  if (dtype != at::kFloat && dtype != at::kDouble)
-    refuse(fmt::format("dtype: expected Float or Double, got {}", c10::toString(dtype)));
+bool all_finite(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& t) { return at::isfinite(t).all().item<bool>(); });
 }
 
-Tensors Trainer::gradients(const Microbatch& microbatch, double* loss) const {
+bool is_frozen(const Step& step, const std::string& name) {
+  return std::find(step.frozen.begin(), step.frozen.end(), name) != step.frozen.end();
+}
+
+// The truth is not rounded to anything.
+Precision in_dtype(const Precision& precision, at::ScalarType dtype) {
+  if (dtype == at::kFloat) return precision;
+  return {.compute = dtype, .gradient = dtype, .reduce = dtype, .float32_sums = false};
+}
+
+}  // namespace
+
+struct Trainer::Collected {
+  const Step& step;
+  std::vector<std::vector<double>>& losses;
+  double loss_scale;
+};
+
+Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
+                 LossScaling scaling, at::ScalarType dtype)
+    : model_(std::move(model)),
+      order_(order),
+      precision_(in_dtype(precision, dtype)),
+      scaling_(scaling),
+      main_(dtype),
+      parameters_(checked_copy(model_, parameters, dtype)),
+      optimizer_(std::move(optimizer), parameters_),
+      loss_scale_(scaling.initial) {
+  if (dtype != at::kFloat && dtype != at::kDouble)
+    refuse(fmt::format("dtype: expected Float or Double, got {}", c10::toString(dtype)));
+  require_valid(order);
+  require_valid(precision);
+  require_valid(scaling);
+}
+
+Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {
   at::AutoGradMode with_graph(true);
   Parameters leaves;
-  Tensors inputs;
+  Tensors trained;
   for (const auto& [name, value] : parameters_) {
-    inputs.push_back(value.detach().set_requires_grad(true));
-    leaves.emplace(name, inputs.back());
+    const bool frozen = is_frozen(collected.step, name);
+    const at::Tensor leaf = value.detach().to(precision_.compute).set_requires_grad(!frozen);
+    leaves.emplace(name, leaf);
+    if (!frozen) trained.push_back(leaf);
   }
-  const at::Tensor output = golden::loss(model_, leaves, prepared(microbatch, dtype_));
-  *loss = output.item<double>();
-  Tensors gradients =
-      torch::autograd::grad({output}, inputs, {}, /*retain_graph=*/false, /*create_graph=*/false,
-                            /*allow_unused=*/true);
+  const Microbatch microbatch = prepared(collected.step.microbatches[round][rank], precision_.compute, main_);
+  at::Tensor output = golden::loss(model_, leaves, microbatch);
+  collected.losses[round][rank] = output.item<double>();
+  if (collected.loss_scale != 0) output = output * collected.loss_scale;
+
+  Tensors gradients(trained.size());
+  if (output.requires_grad())
+    gradients = torch::autograd::grad({output}, trained, {}, /*retain_graph=*/false, /*create_graph=*/false,
+                                      /*allow_unused=*/true);
   for (size_t i = 0; i < gradients.size(); ++i)
-    if (!gradients[i].defined()) gradients[i] = at::zeros_like(parameters_[i].second);
+    if (!gradients[i].defined()) gradients[i] = at::zeros_like(trained[i]);
   return gradients;
 }
 
-Tensors Trainer::summed_gradients(const Step& step, std::vector<std::vector<double>>* losses) const {
-  const size_t rounds = step.microbatches.size(), ranks = step.microbatches.front().size();
-  losses->assign(rounds, std::vector<double>(ranks));
-  const bool ranks_outside = order_ == SumOrder::rounds_then_ranks;
+Tensors Trainer::local_sum(Collected& collected, size_t begin, size_t end, size_t rank) const {
   Tensors sum;
-  for (size_t outer = 0; outer < (ranks_outside ? ranks : rounds); ++outer) {
-    Tensors partial;
-    for (size_t inner = 0; inner < (ranks_outside ? rounds : ranks); ++inner) {
-      const size_t round = ranks_outside ? inner : outer, rank = ranks_outside ? outer : inner;
-      add(partial, gradients(step.microbatches[round][rank], &(*losses)[round][rank]));
-    }
-    add(sum, partial);
-  }
+  for (size_t round = begin; round < end; ++round) accumulate(sum, gradients(collected, round, rank), precision_.gradient);
+  const double divide = collected.step.divide_before;
+  if (divide != 1)
+    for (at::Tensor& t : sum) t = t / at::scalar_tensor(divide, at::kDouble).to(t.scalar_type());
   return sum;
+}
+
+Tensors Trainer::summed_gradients(Collected& collected) const {
+  const Step& step = collected.step;
+  const size_t rounds = step.microbatches.size(), ranks = step.microbatches.front().size();
+  const size_t shards = order_.canonical ? ranks : static_cast<size_t>(order_.shards), replicas = ranks / shards;
+  std::vector<Tensors> by_replica(replicas);
+  Tensors total;
+  for (size_t begin = 0, end = 0; end < rounds; begin = end) {
+    do ++end;
+    while (end < rounds && (step.reduce_after.empty() || !step.reduce_after[end - 1]));
+    Reduction over_replicas(static_cast<int64_t>(replicas), precision_);
+    for (size_t replica = 0; replica < replicas; ++replica) {
+      Reduction over_shards(static_cast<int64_t>(shards), precision_);
+      for (size_t shard = 0; shard < shards; ++shard)
+        over_shards.add(local_sum(collected, begin, end, replica * shards + shard));
+      if (order_.replicas_last)
+        accumulate(by_replica[replica], over_shards.result(), precision_.gradient);
+      else
+        over_replicas.add(over_shards.result());
+    }
+    if (!order_.replicas_last) accumulate(total, over_replicas.result(), precision_.gradient);
+  }
+  if (!order_.replicas_last) return total;
+  Reduction over_replicas(static_cast<int64_t>(replicas), precision_);
+  for (const Tensors& sum : by_replica) over_replicas.add(sum);
+  return over_replicas.result();
+}
+
+Tensors Trainer::canonical_gradients(Collected& collected) const {
+  CanonicalSum sum;
+  for (size_t round = 0; round < collected.step.microbatches.size(); ++round)
+    for (size_t rank = 0; rank < collected.step.microbatches[round].size(); ++rank) sum.add(gradients(collected, round, rank));
+  return sum.result();
+}
+
+void Trainer::adapt_scale(bool finite) {
+  if (!finite) {
+    loss_scale_ /= 2;
+    good_steps_ = 0;
+  } else if (++good_steps_ == scaling_.growth_interval) {
+    loss_scale_ *= 2;
+    good_steps_ = 0;
+  }
 }
 
 StepTrace Trainer::step(const Step& step) {
   require_one_thread();
   require_valid(model_, step);
+  require_valid(order_, step);
   at::NoGradGuard no_graph;
   StepTrace trace;
-  Tensors gradients = summed_gradients(step, &trace.losses);
-  if (step.divide != 1)
-    for (at::Tensor& g : gradients) g = g / step.divide;
+  trace.loss_scale = loss_scale_;
+  trace.losses.assign(step.microbatches.size(), std::vector<double>(step.microbatches.front().size()));
+  Collected collected{step, trace.losses, loss_scale_};
+  const bool integers = order_.canonical && main_ == at::kFloat;
+  Tensors gradients = integers ? canonical_gradients(collected) : summed_gradients(collected);
+  for (at::Tensor& g : gradients) g = g.to(main_);
+  if (scaling_.initial != 0) {
+    const bool finite = all_finite(gradients);
+    adapt_scale(finite);
+    trace.skipped = !finite;
+  }
+  if (!trace.skipped) {
+    if (step.divide != 1)
+      for (at::Tensor& g : gradients) g = g / step.divide;
+    if (scaling_.initial != 0)
+      for (at::Tensor& g : gradients) g = g / trace.loss_scale;
 
-  trace.gradient_norm = std::sqrt(sum_of_squares(gradients));
-  const double factor = step.clip_norm / (trace.gradient_norm + 1e-6);
-  if (step.clip_norm != 0 && factor < 1)
-    for (at::Tensor& g : gradients) g = g * factor;
+    trace.gradient_norm = norm(gradients, step.norm_order);
+    const double factor = step.clip_norm / (trace.gradient_norm + 1e-6);
+    if (step.clip_norm != 0 && factor < 1)
+      for (at::Tensor& g : gradients) g = g * factor;
 
-  for (size_t i = 0; i < gradients.size(); ++i)
-    trace.gradients.emplace_back(parameters_[i].first, gradients[i]);
-  parameters_ = optimizer_.update(parameters_, trace.gradients);
+    size_t next = 0;
+    for (const auto& [name, value] : parameters_)
+      if (!is_frozen(step, name)) trace.gradients.emplace_back(name, gradients[next++]);
+    parameters_ = optimizer_.update(parameters_, trace.gradients, step.lr_factor);
+  }
   trace.parameters = parameters_;
   trace.state = optimizer_.tensors();
   return trace;
 }
 
 Trace train(const Run& run, at::ScalarType dtype) {
-  Trainer trainer(run.model, run.optimizer, run.parameters, run.order, dtype);
+  Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype);
   Trace trace;
   for (const Step& step : run.steps) trace.push_back(trainer.step(step));
   return trace;

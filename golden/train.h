@@ -3,6 +3,7 @@
 
 #include "golden/golden.h"
 #include "golden/optimizer.h"
+#include "golden/sums.h"
 
 namespace golden {
 
@@ -11,24 +12,36 @@ namespace golden {
 class Trainer {
  public:
   // `parameters` are copied. Throws std::invalid_argument as `train` does.
-  Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order,
-          at::ScalarType dtype = at::kFloat);
+  Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision = {},
+          LossScaling scaling = {}, at::ScalarType dtype = at::kFloat);
 
   StepTrace step(const Step& step);
 
   const Named& parameters() const { return parameters_; }
 
  private:
-  // Gradients of one microbatch, new tensors in the order of the parameters.
-  std::vector<at::Tensor> gradients(const Microbatch& microbatch, double* loss) const;
-  // Their sum over all microbatches in the prescribed order.
-  std::vector<at::Tensor> summed_gradients(const Step& step, std::vector<std::vector<double>>* losses) const;
+  struct Collected;  // what a step's forwards and backwards need and leave
+
+  // Gradients of one microbatch, in the order of the trained parameters.
+  Tensors gradients(Collected& collected, size_t round, size_t rank) const;
+  // A rank's sum over rounds [begin, end).
+  Tensors local_sum(Collected& collected, size_t begin, size_t end, size_t rank) const;
+  // Their sum over all microbatches in the prescribed order, before any final division.
+  Tensors summed_gradients(Collected& collected) const;
+  Tensors canonical_gradients(Collected& collected) const;
+
+  // Adapts the scale to whether this step's gradients are finite.
+  void adapt_scale(bool finite);
 
   Model model_;
   SumOrder order_;
-  at::ScalarType dtype_;
+  Precision precision_;
+  LossScaling scaling_;
+  at::ScalarType main_;  // dtype of parameters, optimizer state and losses
   Named parameters_;
   OptimizerState optimizer_;
+  double loss_scale_;
+  int64_t good_steps_ = 0;
 };
 
 }  // namespace golden

@@ -76,10 +76,12 @@ void weigh(const Case& c, golden::Step& step) {
 }  // namespace
 
 golden::Run make_run(const Case& c) {
-  golden::Run run{.model = c.model, .optimizer = c.optimizer, .parameters = initial_parameters(c), .steps = {}, .order = {}};
-  run.order = shardproof::accumulates_before_reducing(shardproof::strategy(c.strategy))
-                  ? golden::SumOrder::rounds_then_ranks
-                  : golden::SumOrder::ranks_then_rounds;
+  golden::Run run;
+  run.model = c.model;
+  run.optimizer = c.optimizer;
+  run.parameters = initial_parameters(c);
+  run.order.shards = c.mesh.size();
+  const bool accumulates = shardproof::accumulates_before_reducing(shardproof::strategy(c.strategy));
   for (size_t s = 0; s < c.rounds.size(); ++s) {
     golden::Step step;
     for (int64_t round = 0; round < c.rounds[s]; ++round) {
@@ -87,6 +89,7 @@ golden::Run make_run(const Case& c) {
       for (int64_t rank = 0; rank < c.mesh.size(); ++rank)
         step.microbatches.back().push_back(microbatch(c, static_cast<int64_t>(s), round, rank));
     }
+    if (!accumulates) step.reduce_after.assign(step.microbatches.size(), true);
     step.clip_norm = c.clip_norm;
     weigh(c, step);
     run.steps.push_back(std::move(step));

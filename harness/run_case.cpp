@@ -28,8 +28,8 @@ class Reference {
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
     golden::Run other = run;
-    other.order = run.order == golden::SumOrder::rounds_then_ranks ? golden::SumOrder::ranks_then_rounds
-                                                                    : golden::SumOrder::rounds_then_ranks;
+    for (golden::Step& step : other.steps)
+      step.reduce_after.empty() ? step.reduce_after.assign(step.microbatches.size(), true) : step.reduce_after.clear();
     other_order_ = golden::train(other);
   }
 

@@ -63,9 +63,11 @@ uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
   return hash;
 }
 
-golden::Step training_step(const TextData& data, const BatchRule& rule, int64_t step, double clip_norm) {
+golden::Step training_step(const TextData& data, const BatchRule& rule, int64_t step, const TrainOptions& options) {
   golden::Step result;
-  result.clip_norm = clip_norm;
+  result.clip_norm = options.clip_norm;
+  if (!shardproof::accumulates_before_reducing(shardproof::strategy(options.strategy)))
+    result.reduce_after.assign(rule.rounds(), true);
   for (int64_t round = 0; round < rule.rounds(); ++round) {
     result.microbatches.emplace_back();
     for (int64_t rank = 0; rank < rule.ranks(); ++rank)
@@ -142,13 +144,10 @@ TrainResult train(const TrainOptions& options, const TextData& data,
                   const std::function<void(const TrainStep&)>& report) {
   require_valid(options, data);
   const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size("dp_shard"));
-  const auto order = shardproof::accumulates_before_reducing(shardproof::strategy(options.strategy))
-                         ? golden::SumOrder::rounds_then_ranks
-                         : golden::SumOrder::ranks_then_rounds;
   at::set_num_threads(1);
   const golden::Named initial = initial_parameters(options);
   std::optional<golden::Trainer> golden;
-  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, order);
+  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, golden::SumOrder{.shards = options.mesh.size()});
 
   const Copies copies = copies_of(shardproof::strategy(options.strategy), options.mesh);
   TrainResult result;
@@ -156,7 +155,7 @@ TrainResult train(const TrainOptions& options, const TextData& data,
   while (result.steps < options.steps && !result.difference) {
     // The golden step first: it computes while the ranks do.
     std::optional<golden::StepTrace> expected;
-    if (golden) expected = golden->step(training_step(data, rule, result.steps, options.clip_norm));
+    if (golden) expected = golden->step(training_step(data, rule, result.steps, options));
     const auto ranks = world.take();
     if (!ranks) break;
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);

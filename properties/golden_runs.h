@@ -96,11 +96,14 @@ inline golden::Named random_parameters(const golden::Model& model, Tensors& tens
 inline golden::Microbatch random_microbatch(const golden::Model& model, Tensors& tensors, double weight) {
   const int64_t batch = draw(1, 4);
   if (model.kind == golden::Model::Kind::mlp)
-    return {tensors.normal({batch, model.mlp.widths.front()}),
-            tensors.normal({batch, model.mlp.widths.back()}), weight};
+    return {tensors.normal({batch, model.mlp.widths.front()}), tensors.normal({batch, model.mlp.widths.back()}), weight};
   const int64_t length = draw(1, model.gpt.positions);
-  return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab),
-          weight};
+  return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab), weight};
+}
+
+enum class When { last_round, each_round };
+inline void reduce(golden::Run& run, When when) {
+  for (golden::Step& step : run.steps) step.reduce_after.assign(when == When::each_round ? step.microbatches.size() : 0, true);
 }
 
 inline golden::Run random_run(const golden::Model& model) {
@@ -109,8 +112,8 @@ inline golden::Run random_run(const golden::Model& model) {
   run.model = model;
   run.optimizer = random_optimizer();
   run.parameters = random_parameters(model, tensors);
-  run.order = pick({golden::SumOrder::rounds_then_ranks, golden::SumOrder::ranks_then_rounds});
   const int64_t rounds = draw(1, 3), ranks = draw(1, 4);
+  run.order.shards = ranks;
   for (int64_t s = 0, steps = draw(1, 3); s < steps; ++s) {
     golden::Step step;
     step.divide = pick({1.0, 3.0, 8.0});
@@ -122,6 +125,7 @@ inline golden::Run random_run(const golden::Model& model) {
     }
     run.steps.push_back(std::move(step));
   }
+  reduce(run, pick({When::last_round, When::each_round}));
   return run;
 }
 
@@ -153,8 +157,7 @@ class Widest {
 
   Widest(const golden::Trace& a, const golden::Trace& b) {
     if (a.size() != b.size()) note(INFINITY, "number of steps");
-    for (size_t s = 0; s < std::min(a.size(), b.size()); ++s)
-      steps(a[s], b[s], "step " + std::to_string(s) + " ");
+    for (size_t s = 0; s < std::min(a.size(), b.size()); ++s) steps(a[s], b[s], "step " + std::to_string(s) + " ");
   }
 
  private:
@@ -169,8 +172,7 @@ class Widest {
   void steps(const golden::StepTrace& a, const golden::StepTrace& b, const std::string& here) {
     if (a.losses.size() != b.losses.size()) note(INFINITY, here + "rounds");
     for (size_t k = 0; k < std::min(a.losses.size(), b.losses.size()); ++k)
-      note(distance(at::tensor(a.losses[k], at::kDouble), at::tensor(b.losses[k], at::kDouble)),
-           here + "losses");
+      note(distance(at::tensor(a.losses[k], at::kDouble), at::tensor(b.losses[k], at::kDouble)), here + "losses");
     note(distance(a.gradient_norm, b.gradient_norm), here + "norm");
     named(a.gradients, b.gradients, here + "gradient ");
     named(a.parameters, b.parameters, here + "parameter ");
