@@ -210,8 +210,13 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 
 // The same run by PyTorch in embedded Python, with its own model definitions, its own losses, torch.optim and
 // torch.nn.utils.clip_grad_norm_, in float64. Slow to start (imports torch once a process); calls are serialised.
-// Throws EnvironmentError when Python or torch cannot be loaded, saying what to install.
+// Throws EnvironmentError when Python or torch cannot be loaded, saying what to install, and std::invalid_argument for a run
+// that the oracle does not support.
 Trace train_in_python(const Run& run);
+
+// Not lion and muon, which torch.optim lacks or has otherwise, and not what float64 knows nothing of: other dtypes than float32
+// and loss scaling. Any order of sums is supported: none matters in float64 but for rounding.
+bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {
  public:

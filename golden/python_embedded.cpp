@@ -87,26 +87,72 @@ py::dict to_python(const Gpt& gpt) {
   return options;
 }
 
-py::dict to_python(const Optimizer& o) {
+py::dict to_python(const Conv& conv) {
   py::dict options;
-  options["kind"] = o.kind == Optimizer::Kind::sgd ? "sgd" : "adamw";
+  options["channels"] = conv.channels;
+  options["kernel"] = conv.kernel;
+  options["classes"] = conv.classes;
+  options["norm"] = conv.norm;
+  return options;
+}
+
+py::dict to_python(const Odd& odd) {
+  py::dict options;
+  options["width"] = odd.width;
+  options["calls"] = odd.calls;
+  options["gain"] = odd.gain;
+  options["cube"] = odd.cube;
+  options["empty"] = odd.empty;
+  options["side"] = odd.side;
+  options["never"] = odd.never;
+  options["tied"] = odd.tied;
+  return options;
+}
+
+std::pair<const char*, py::dict> to_python(const Model& model) {
+  switch (model.kind) {
+    case Model::Kind::mlp: return {"mlp", to_python(model.mlp)};
+    case Model::Kind::gpt: return {"gpt", to_python(model.gpt)};
+    case Model::Kind::conv: return {"conv", to_python(model.conv)};
+    case Model::Kind::odd: return {"odd", to_python(model.odd)};
+  }
+  throw std::logic_error("golden: unknown model");
+}
+
+py::dict to_python(const Optimizer& o) {
+  py::list groups;
+  for (const Optimizer::Group& group : o.groups)
+    groups.append(py::make_tuple(group.pattern, group.lr_factor, group.decay_factor));
+  py::dict options;
+  options["kind"] = o.kind == Optimizer::Kind::sgd ? "sgd" : o.kind == Optimizer::Kind::adam ? "adam" : "adamw";
   options["lr"] = o.lr;
   options["momentum"] = o.momentum;
+  options["nesterov"] = o.nesterov;
   options["weight_decay"] = o.weight_decay;
   options["beta1"] = o.beta1;
   options["beta2"] = o.beta2;
   options["eps"] = o.eps;
+  options["groups"] = groups;
   return options;
 }
 
-py::tuple to_python(const Step& step) {
+py::dict to_python(const Step& step) {
   py::list rounds;
   for (const auto& round : step.microbatches) {
     py::list ranks;
-    for (const Microbatch& m : round) ranks.append(py::make_tuple(to_python(m.input), to_python(m.target), m.weight));
+    for (const Microbatch& m : round)
+      ranks.append(py::make_tuple(to_python(m.input), to_python(m.target), m.weight, m.branch));
     rounds.append(ranks);
   }
-  return py::make_tuple(rounds, step.divide, step.clip_norm);
+  py::dict options;
+  options["microbatches"] = rounds;
+  // Each local sum is divided before, and sums are linear.
+  options["divide"] = step.divide * step.divide_before;
+  options["clip_norm"] = step.clip_norm;
+  options["norm_order"] = step.norm_order;
+  options["lr_factor"] = step.lr_factor;
+  options["frozen"] = step.frozen;
+  return options;
 }
 
 at::Tensor tensor_from_python(const py::handle& given) {
@@ -136,12 +182,11 @@ StepTrace step_from_python(const py::handle& given) {
 }
 
 Trace train_with(py::object& python_train, const Run& run) {
-  const bool is_mlp = run.model.kind == Model::Kind::mlp;
   py::list parameters, steps;
   for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
   for (const Step& step : run.steps) steps.append(to_python(step));
-  const py::object result = python_train(is_mlp ? "mlp" : "gpt", is_mlp ? to_python(run.model.mlp) : to_python(run.model.gpt),
-                                         parameters, to_python(run.optimizer), steps);
+  const auto [kind, options] = to_python(run.model);
+  const py::object result = python_train(kind, options, parameters, to_python(run.optimizer), steps);
   Trace trace;
   for (const py::handle step : result) trace.push_back(step_from_python(step));
   return trace;

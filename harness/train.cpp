@@ -147,7 +147,8 @@ TrainResult train(const TrainOptions& options, const TextData& data,
   at::set_num_threads(1);
   const golden::Named initial = initial_parameters(options);
   std::optional<golden::Trainer> golden;
-  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial, golden::SumOrder{.shards = options.mesh.size()});
+  if (options.check)
+    golden.emplace(golden_model(options), options.optimizer, initial, golden::SumOrder{.shards = options.mesh.size()});
 
   const Copies copies = copies_of(shardproof::strategy(options.strategy), options.mesh);
   TrainResult result;

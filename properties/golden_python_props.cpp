@@ -44,6 +44,34 @@ RC_GTEST_PROP(GoldenPython, a_gpt_trains_as_in_pytorch, ()) {
   agree(random_run(random_gpt()));
 }
 
+golden::Optimizer::Kind known_to_torch() {
+  using enum golden::Optimizer::Kind;
+  return pick({sgd, adam, adamw});
+}
+
+RC_GTEST_PROP(GoldenPython, convolutions_train_as_in_pytorch, ()) { agree(random_family_run(random_conv(), known_to_torch())); }
+
+RC_GTEST_PROP(GoldenPython, odd_parameters_train_as_in_pytorch, ()) { agree(random_family_run(random_odd(), known_to_torch())); }
+
+RC_GTEST_PROP(GoldenPython, groups_frozen_parameters_replicas_and_other_norms_train_as_in_pytorch, ()) {
+  agree(random_family_run(pick({true, false}) ? random_mlp() : random_gpt(), known_to_torch()));
+}
+
+TEST(GoldenPython, what_the_oracle_does_not_know_it_refuses) {
+  const auto refuses = [](auto change) {
+    golden::Run run = one_microbatch_run();
+    EXPECT_TRUE(golden::oracle_supports(run));
+    change(run);
+    EXPECT_FALSE(golden::oracle_supports(run));
+    EXPECT_THROW(golden::train_in_python(run), std::invalid_argument);
+  };
+  refuses([](golden::Run& run) { run.optimizer.kind = golden::Optimizer::Kind::lion; });
+  refuses([](golden::Run& run) { run.optimizer.kind = golden::Optimizer::Kind::muon; });
+  refuses([](golden::Run& run) { run.precision.compute = at::kBFloat16; });
+  refuses([](golden::Run& run) { run.precision.reduce = at::kHalf; });
+  refuses([](golden::Run& run) { run.scaling.initial = 4; });
+}
+
 // The comparison above has teeth: it tells a run from one in which a single number is off by a millionth.
 RC_GTEST_PROP(GoldenPython, a_millionth_more_of_any_number_is_seen, ()) {
   golden::Run run = random_run(random_mlp());
@@ -95,20 +123,11 @@ TEST(GoldenPython, loading_pytorch_changes_no_bit_of_the_cpp_reference) {
     }
 }
 
-golden::Run small_run(uint64_t seed) {
-  Tensors tensors(seed);
-  golden::Run run;
-  run.model.mlp.widths = {3, 5, 2};
-  run.parameters = random_parameters(run.model, tensors);
-  run.steps.push_back({.microbatches = {{{tensors.normal({4, 3}), tensors.normal({4, 2}), 1}}}});
-  return run;
-}
-
 TEST(GoldenPython, any_thread_may_call_it) {
   std::vector<std::future<double>> apart;
   for (uint64_t seed = 0; seed < 6; ++seed)
     apart.push_back(std::async(std::launch::async, [seed] {
-      const golden::Run run = small_run(seed);
+      const golden::Run run = one_microbatch_run(seed);
       return Widest(golden::train(run, at::kDouble), golden::train_in_python(run)).apart;
     }));
   for (std::future<double>& a : apart) EXPECT_LE(a.get(), 1e-13);
@@ -127,7 +146,7 @@ class GoldenEnvironment : public testing::Test {
   }
   void expect_missing(const std::string& what) {
     try {
-      golden::train_in_python(small_run(0));
+      golden::train_in_python(one_microbatch_run());
       ADD_FAILURE() << "expected an EnvironmentError about: " << what;
     } catch (const golden::EnvironmentError& error) {
       const std::string message = error.what();

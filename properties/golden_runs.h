@@ -71,6 +71,39 @@ inline golden::Model random_gpt() {
   return model;
 }
 
+// Features of at least four numbers under a group norm, for the same reason.
+inline golden::Model random_conv() {
+  golden::Model model;
+  model.kind = golden::Model::Kind::conv;
+  golden::Conv& conv = model.conv;
+  conv.channels.clear();
+  for (int64_t i = 0, layers = draw(1, 3); i <= layers; ++i) conv.channels.push_back(draw(1, 4));
+  conv.kernel = pick<int64_t>({1, 3, 5});
+  conv.size = draw(2, 5);
+  conv.classes = draw(1, 4);
+  conv.norm = pick({true, false});
+  return model;
+}
+
+inline golden::Model random_odd() {
+  golden::Model model;
+  model.kind = golden::Model::Kind::odd;
+  golden::Odd& odd = model.odd;
+  odd.width = draw(1, 6);
+  odd.calls = draw(1, 3);
+  for (bool* part : {&odd.gain, &odd.cube, &odd.empty, &odd.side, &odd.never, &odd.tied}) *part = draw(0, 3) > 0;
+  return model;
+}
+
+inline golden::Model any_model() {
+  switch (draw(0, 3)) {
+    case 0: return random_mlp();
+    case 1: return random_gpt();
+    case 2: return random_conv();
+    default: return random_odd();
+  }
+}
+
 inline golden::Optimizer random_optimizer() {
   golden::Optimizer o;
   o.kind = pick({golden::Optimizer::Kind::sgd, golden::Optimizer::Kind::adamw});
@@ -87,7 +120,8 @@ inline golden::Named random_parameters(const golden::Model& model, Tensors& tens
   golden::Named parameters;
   for (const auto& [name, shape] : golden::parameter_shapes(model)) {
     at::Tensor value = tensors.normal(shape, 0.4);
-    if (name.find("ln_") != std::string::npos && name.ends_with("weight")) value += 1;
+    const bool norm = name.find("ln_") != std::string::npos || name.find("norm.") != std::string::npos;
+    if (norm && name.ends_with("weight")) value += 1;
     parameters.emplace_back(name, value);
   }
   return parameters;
@@ -95,10 +129,28 @@ inline golden::Named random_parameters(const golden::Model& model, Tensors& tens
 
 inline golden::Microbatch random_microbatch(const golden::Model& model, Tensors& tensors, double weight) {
   const int64_t batch = draw(1, 4);
-  if (model.kind == golden::Model::Kind::mlp)
-    return {tensors.normal({batch, model.mlp.widths.front()}), tensors.normal({batch, model.mlp.widths.back()}), weight};
+  const auto floats = [&](std::vector<int64_t> in, int64_t out) -> golden::Microbatch {
+    in.insert(in.begin(), batch);
+    return {tensors.normal(in), tensors.normal({batch, out}), weight, pick({true, false})};
+  };
+  const golden::Conv& conv = model.conv;
+  switch (model.kind) {
+    case golden::Model::Kind::mlp: return floats({model.mlp.widths.front()}, model.mlp.widths.back());
+    case golden::Model::Kind::conv: return floats({conv.channels.front(), conv.size, conv.size}, conv.classes);
+    case golden::Model::Kind::odd: return floats({model.odd.width}, model.odd.width);
+    case golden::Model::Kind::gpt: break;
+  }
   const int64_t length = draw(1, model.gpt.positions);
   return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab), weight};
+}
+
+inline golden::Run one_microbatch_run(uint64_t seed = 0) {
+  Tensors tensors(seed);
+  golden::Run run;
+  run.model.mlp.widths = {3, 5, 2};
+  run.parameters = random_parameters(run.model, tensors);
+  run.steps.push_back({.microbatches = {{{tensors.normal({4, 3}), tensors.normal({4, 2}), 1}}}});
+  return run;
 }
 
 enum class When { last_round, each_round };
@@ -126,6 +178,31 @@ inline golden::Run random_run(const golden::Model& model) {
     run.steps.push_back(std::move(step));
   }
   reduce(run, pick({When::last_round, When::each_round}));
+  return run;
+}
+
+// The same with what the whole family adds: other optimizers, groups, rates, replicas, norms, and parameters that are frozen now
+// and then.
+inline golden::Run random_family_run(const golden::Model& model, golden::Optimizer::Kind kind) {
+  golden::Run run = random_run(model);
+  run.optimizer.kind = kind;
+  run.optimizer.nesterov = kind == golden::Optimizer::Kind::sgd && run.optimizer.momentum != 0 && pick({true, false});
+  run.optimizer.groups.clear();
+  for (const char* pattern : {"weight", "bias", "0", "sha"})
+    if (pick({true, false}))
+      run.optimizer.groups.push_back({pattern, pick({0.0, 0.5, 1.0, 1.3}), pick({0.0, 1.0, 0.3})});
+  const int64_t ranks = run.order.shards;
+  while (ranks % (run.order.replicas = draw(1, ranks)) != 0) continue;
+  run.order.shards = ranks / run.order.replicas;
+  run.order.replicas_last = pick({true, false});
+  for (golden::Step& step : run.steps) {
+    for (size_t k = 0; k < step.reduce_after.size(); ++k) step.reduce_after[k] = pick({true, false});
+    step.divide_before = pick({1.0, 2.0, 3.0});
+    step.norm_order = pick({1.0, 2.0, double{INFINITY}});
+    step.lr_factor = pick({1.0, 0.25, 0.7});
+    for (const auto& [name, value] : run.parameters)
+      if (draw(0, 5) == 0) step.frozen.push_back(name);
+  }
   return run;
 }
 
