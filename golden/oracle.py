@@ -71,9 +71,7 @@ class Oddities(nn.Module):
         self.empty = parameter(empty, 0, width)
         self.side = nn.Linear(width, width, bias=False, **MADE) if side else None
         self.never = parameter(never, width)
-        self.out = nn.Linear(width, width, bias=False, **MADE) if tied else None
-        if tied:
-            self.out.weight = self.shared.weight
+        self.tied = tied
 
     def in_order(self):
         own = ("shared.weight", "shared.bias", "gain", "cube", "empty", "side.weight", "never")
@@ -92,8 +90,8 @@ class Oddities(nn.Module):
             x = x + torch.einsum("ew->w", self.empty)
         if self.side is not None and branch:
             x = x + self.side(x)
-        if self.out is not None:
-            x = self.out(torch.tanh(x))
+        if self.tied:
+            x = torch.tanh(x) @ self.shared.weight.mT
         return F.mse_loss(x, target, reduction="sum")
 
 

@@ -111,10 +111,14 @@ py::dict to_python(const Odd& odd) {
 
 std::pair<const char*, py::dict> to_python(const Model& model) {
   switch (model.kind) {
-    case Model::Kind::mlp: return {"mlp", to_python(model.mlp)};
-    case Model::Kind::gpt: return {"gpt", to_python(model.gpt)};
-    case Model::Kind::conv: return {"conv", to_python(model.conv)};
-    case Model::Kind::odd: return {"odd", to_python(model.odd)};
+    case Model::Kind::mlp:
+      return {"mlp", to_python(model.mlp)};
+    case Model::Kind::gpt:
+      return {"gpt", to_python(model.gpt)};
+    case Model::Kind::conv:
+      return {"conv", to_python(model.conv)};
+    case Model::Kind::odd:
+      return {"odd", to_python(model.odd)};
   }
   throw std::logic_error("golden: unknown model");
 }
@@ -140,8 +144,7 @@ py::dict to_python(const Step& step) {
   py::list rounds;
   for (const auto& round : step.microbatches) {
     py::list ranks;
-    for (const Microbatch& m : round)
-      ranks.append(py::make_tuple(to_python(m.input), to_python(m.target), m.weight, m.branch));
+    for (const Microbatch& m : round) ranks.append(py::make_tuple(to_python(m.input), to_python(m.target), m.weight, m.branch));
     rounds.append(ranks);
   }
   py::dict options;

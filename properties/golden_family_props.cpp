@@ -8,7 +8,9 @@ namespace {
 using namespace golden_runs;
 using Kind = golden::Optimizer::Kind;
 
-Kind any_kind() { return pick({Kind::sgd, Kind::adam, Kind::adamw, Kind::lion, Kind::muon}); }
+Kind any_kind() {
+  return pick({Kind::sgd, Kind::adam, Kind::adamw, Kind::lion, Kind::muon});
+}
 
 const at::Tensor* find(const golden::Named& tensors, const std::string& name) {
   for (const auto& [key, value] : tensors)

@@ -49,9 +49,13 @@ golden::Optimizer::Kind known_to_torch() {
   return pick({sgd, adam, adamw});
 }
 
-RC_GTEST_PROP(GoldenPython, convolutions_train_as_in_pytorch, ()) { agree(random_family_run(random_conv(), known_to_torch())); }
+RC_GTEST_PROP(GoldenPython, convolutions_train_as_in_pytorch, ()) {
+  agree(random_family_run(random_conv(), known_to_torch()));
+}
 
-RC_GTEST_PROP(GoldenPython, odd_parameters_train_as_in_pytorch, ()) { agree(random_family_run(random_odd(), known_to_torch())); }
+RC_GTEST_PROP(GoldenPython, odd_parameters_train_as_in_pytorch, ()) {
+  agree(random_family_run(random_odd(), known_to_torch()));
+}
 
 RC_GTEST_PROP(GoldenPython, groups_frozen_parameters_replicas_and_other_norms_train_as_in_pytorch, ()) {
   agree(random_family_run(pick({true, false}) ? random_mlp() : random_gpt(), known_to_torch()));

@@ -97,10 +97,14 @@ inline golden::Model random_odd() {
 
 inline golden::Model any_model() {
   switch (draw(0, 3)) {
-    case 0: return random_mlp();
-    case 1: return random_gpt();
-    case 2: return random_conv();
-    default: return random_odd();
+    case 0:
+      return random_mlp();
+    case 1:
+      return random_gpt();
+    case 2:
+      return random_conv();
+    default:
+      return random_odd();
   }
 }
 
@@ -135,10 +139,14 @@ inline golden::Microbatch random_microbatch(const golden::Model& model, Tensors&
   };
   const golden::Conv& conv = model.conv;
   switch (model.kind) {
-    case golden::Model::Kind::mlp: return floats({model.mlp.widths.front()}, model.mlp.widths.back());
-    case golden::Model::Kind::conv: return floats({conv.channels.front(), conv.size, conv.size}, conv.classes);
-    case golden::Model::Kind::odd: return floats({model.odd.width}, model.odd.width);
-    case golden::Model::Kind::gpt: break;
+    case golden::Model::Kind::mlp:
+      return floats({model.mlp.widths.front()}, model.mlp.widths.back());
+    case golden::Model::Kind::conv:
+      return floats({conv.channels.front(), conv.size, conv.size}, conv.classes);
+    case golden::Model::Kind::odd:
+      return floats({model.odd.width}, model.odd.width);
+    case golden::Model::Kind::gpt:
+      break;
   }
   const int64_t length = draw(1, model.gpt.positions);
   return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab), weight};
@@ -181,16 +189,15 @@ inline golden::Run random_run(const golden::Model& model) {
   return run;
 }
 
-// The same with what the whole family adds: other optimizers, groups, rates, replicas, norms, and parameters that are frozen now
-// and then.
+// The same with what the whole family adds: other optimizers, groups, rates, replicas, norms, and parameters that are frozen
+// now and then.
 inline golden::Run random_family_run(const golden::Model& model, golden::Optimizer::Kind kind) {
   golden::Run run = random_run(model);
   run.optimizer.kind = kind;
   run.optimizer.nesterov = kind == golden::Optimizer::Kind::sgd && run.optimizer.momentum != 0 && pick({true, false});
   run.optimizer.groups.clear();
   for (const char* pattern : {"weight", "bias", "0", "sha"})
-    if (pick({true, false}))
-      run.optimizer.groups.push_back({pattern, pick({0.0, 0.5, 1.0, 1.3}), pick({0.0, 1.0, 0.3})});
+    if (pick({true, false})) run.optimizer.groups.push_back({pattern, pick({0.0, 0.5, 1.0, 1.3}), pick({0.0, 1.0, 0.3})});
   const int64_t ranks = run.order.shards;
   while (ranks % (run.order.replicas = draw(1, ranks)) != 0) continue;
   run.order.shards = ranks / run.order.replicas;

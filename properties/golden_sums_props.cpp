@@ -101,7 +101,8 @@ RC_GTEST_PROP(GoldenSums, shards_replicas_rounds_and_dtypes_are_added_as_the_hea
   const int64_t shards = draw(1, 3), replicas = draw(1, 3), rounds = draw(1, 4);
   golden::Run run = one_step_run(any_model(), rounds, shards * replicas);
   run.order = {.shards = shards, .replicas = replicas, .replicas_last = pick({true, false})};
-  run.precision = {.compute = pick(kFloats), .gradient = pick(kFloats), .reduce = pick(kFloats), .float32_sums = pick({true, false})};
+  run.precision = {
+      .compute = pick(kFloats), .gradient = pick(kFloats), .reduce = pick(kFloats), .float32_sums = pick({true, false})};
   run.steps[0].divide_before = pick({1.0, 2.0, 4.0});
   if (pick({true, false}))
     for (int64_t k = 0; k < rounds; ++k) run.steps[0].reduce_after.push_back(pick({true, false}));
@@ -120,7 +121,8 @@ golden::Run dealt_anew(golden::Run run) {
     for (auto& round : step.microbatches) all.insert(all.end(), round.begin(), round.end());
     all = *rc::gen::map(rc::gen::arbitrary<uint32_t>(), [all](uint32_t seed) {
       auto shuffled = all;
-      for (size_t i = shuffled.size(); i > 1; --i) std::swap(shuffled[i - 1], shuffled[(seed = seed * 1664525u + 1013904223u) % i]);
+      for (size_t i = shuffled.size(); i > 1; --i)
+        std::swap(shuffled[i - 1], shuffled[(seed = seed * 1664525u + 1013904223u) % i]);
       return shuffled;
     });
     size_t ranks = static_cast<size_t>(draw(1, static_cast<int64_t>(all.size())));
@@ -182,8 +184,7 @@ TEST(GoldenSums, replicas_last_differs_from_replicas_each_time_and_from_one_flat
   run.steps.emplace_back();
   for (int k = 0; k < 3; ++k) {
     run.steps[0].microbatches.emplace_back();
-    for (int i = 0; i < 9; ++i)
-      run.steps[0].microbatches.back().push_back({tensors.normal({4, 7}), tensors.normal({4, 3}), 1});
+    for (int i = 0; i < 9; ++i) run.steps[0].microbatches.back().push_back({tensors.normal({4, 7}), tensors.normal({4, 3}), 1});
   }
   reduce(run, When::each_round);
   run.order = {.shards = 9};
@@ -251,8 +252,8 @@ TEST(GoldenScaling, a_skipped_step_changes_nothing_but_the_scale) {
       for (size_t i = 0; i < parameters.size(); ++i)
         EXPECT_TRUE(same_bits(trace[s].parameters[i].second, parameters[i].second));
       for (size_t slot = 0; s > 0 && slot < trace[s].state.size(); ++slot)
-          for (size_t i = 0; i < parameters.size(); ++i)
-            EXPECT_TRUE(same_bits(trace[s].state[slot].second[i].second, trace[s - 1].state[slot].second[i].second));
+        for (size_t i = 0; i < parameters.size(); ++i)
+          EXPECT_TRUE(same_bits(trace[s].state[slot].second[i].second, trace[s - 1].state[slot].second[i].second));
     } else if (++good == 3) {
       good = 0, scale *= 2, ++doubled;
     }
@@ -281,8 +282,8 @@ TEST(GoldenScaling, a_skipped_step_does_not_count_as_an_update) {
 }
 
 RC_GTEST_PROP(GoldenNorm, of_order_1_is_the_exact_sum_and_of_order_inf_the_largest, ()) {
-  const auto values = *rc::gen::container<std::vector<float>>(
-      rc::gen::map(rc::gen::inRange<int64_t>(-(1 << 23), 1 << 23), [](int64_t i) { return std::ldexp(static_cast<float>(i), -9); }));
+  const auto values = *rc::gen::container<std::vector<float>>(rc::gen::map(
+      rc::gen::inRange<int64_t>(-(1 << 23), 1 << 23), [](int64_t i) { return std::ldexp(static_cast<float>(i), -9); }));
   double sum = 0, largest = 0;  // exact: integers over 2^9, a hundred of them at most
   for (const float f : values) sum += std::abs(f), largest = std::max(largest, double{std::abs(f)});
   const std::vector<at::Tensor> tensors = {at::tensor(values), at::zeros({0})};
