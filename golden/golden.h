@@ -58,14 +58,14 @@ struct Conv {
 //   x = input * buffer                   "scales" [width], a buffer, not a parameter: scales[i] = 1 + i / 8
 //   x = tanh(linear(x, shared.weight, shared.bias))        the same module called `calls` times in a row (1 to 3)
 //   x = x * gain                         parameter "gain", 0-dim
-//   x = x + x * (cube[0] + cube[1]).squeeze(-1)            parameter "cube" [2, width, 1], n-dim
+//   x = x + einsum over "cube" [2, width, 1] : x * (cube[0] + cube[1]).squeeze(-1)       an n-dim parameter
 //   "empty" [0, width]                   a parameter of no elements; x = x + empty.sum(0)
 //   x = x + linear(x, side.weight)       "side.weight" [width, width], only where the microbatch says so (Microbatch::branch):
 //                                        unused on some ranks, or on all
 //   "never" [width]                      a parameter that nothing uses
 //   x = linear(tanh(x), shared.weight)   the weight again, under the second name "out.weight" in the library's model
-// Parameters, in this order: "gain" [], "cube", "empty", "never", "shared.weight" [width, width], "shared.bias" [width],
-// "side.weight". Parts can be left out.
+// Parameters, in this order: "shared.weight" [width, width], "shared.bias" [width], "gain" [], "cube", "empty", "side.weight",
+// "never". Parts can be left out.
 struct Odd {
   int64_t width = 3;
   int64_t calls = 1;
@@ -90,12 +90,14 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> parameter_shapes(const
 //   adam   g += weight_decay * p (if not 0); then as adamw without decay
 //   adamw  p *= 1 - lr * weight_decay;  m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g);
 //          p -= (lr / (1 - beta1^t)) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
-//   lion   p *= 1 - lr * weight_decay;  u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g;  p -= lr * u
+//   lion   p *= 1 - lr * weight_decay;  u = sign(beta1 * m + (1 - beta1) * g), where the sign of a zero or NaN is itself;
+//          m = beta2 * m + (1 - beta2) * g;  p -= lr * u
 //   muon   of parameters with two dims, both above 0: p *= 1 - lr * weight_decay;  m = momentum * m + g;
 //          u = g + momentum * m (nesterov);  X = u / (||u||_F + 1e-7), transposed when it has more rows than columns; five
-//          times A = X X^T, B = b A + c (A A), X = a X + B X with (a, b, c) = (3.4445, -4.7750, 2.0315); back transposed; p -=
-//          lr * sqrt(max(1, rows / columns)) * X.  The norm is the square root of the exact sum of squares, in float32; every
-//          product is one at::mm of contiguous operands, every other operation one elementwise operation in the order written.
+//          times A = X X^T, B = b A + c (A A), X = a X + B X with (a, b, c) = (3.4445, -4.7750, 2.0315); back transposed;
+//          p -= lr * sqrt(max(1, rows / columns)) * X.  The norm is the square root of the exact sum of squares, in float32;
+//          every product is one at::mm of contiguous operands, every other operation one elementwise operation in the order
+//          written.
 //          Parameters of other shapes: adamw with the same lr, betas, eps and decay.
 // t counts the updates of that parameter. State starts at zero and is called "momentum_buffer" (sgd, muon), "exp_avg" (adam,
 // adamw, lion), "exp_avg_sq"; a parameter whose rule does not use a slot has none there.
@@ -112,7 +114,7 @@ struct Optimizer {
     double lr_factor = 1;
     double decay_factor = 1;
   };
-  std::vector<Group> groups;
+  std::vector<Group> groups = {};
 };
 
 // How gradients of the microbatches (round k, rank i) are added. Ranks are numbered replica * shards + shard, where
@@ -125,17 +127,19 @@ struct SumOrder {
   // each reduction.
   bool replicas_last = true;
   // Order does not matter: each microbatch's float32 gradient g becomes the integer round_to_nearest_even(g * 2^44), integers
-  // are added, and the sum is rounded once to float32 (int64 -> float32, then * 2^-44). The rest of this struct is ignored.
+  // are added, and the sum is rounded once to float32 (int64 -> float32, then * 2^-44). A term of 2^18 or more, or NaN, makes
+  // the sum NaN. The rest of this struct, and all of Precision but `compute`, is ignored; divide_before must be 1.
   bool canonical = false;
 };
 
 // Dtypes. at::kFloat everywhere is the plain run. Parameters and optimizer state are float32 (main); the model runs on copies
 // rounded to `compute`, floating inputs are rounded to it too, and its output is converted to float32 before the loss (targets
 // stay float32). The gradient of a microbatch has dtype `compute`. Local sums over rounds are taken in `gradient` (each term
-// converted first); for a reduction over more than one rank the local sum is converted to `reduce`, summed over ranks in rank
-// order, each addition rounded to `reduce` - or, with `float32_sums`, converted to float32, added there in rank order, rounded
-// once to `reduce` - and the result converted to `gradient`, in which sums over reductions are taken. Each of the two
-// reductions (over shards, over replicas) is so; between them the value is in `gradient`. The optimizer reads float32.
+// converted first); for a reduction the local sum is converted to `reduce`, summed over ranks in rank order, each addition
+// rounded to `reduce` - or, with `float32_sums`, converted to float32, added there in rank order, rounded once to `reduce` -
+// and the result converted to `gradient`, in which sums over reductions are taken. Each of the two reductions (over shards,
+// over replicas) is so; between them the value is in `gradient`. A reduction over a group of one rank is none: nothing is
+// rounded to `reduce`. The optimizer reads float32.
 struct Precision {
   at::ScalarType compute = at::kFloat;
   at::ScalarType gradient = at::kFloat;
@@ -154,13 +158,13 @@ struct Microbatch {
 struct Step {
   std::vector<std::vector<Microbatch>> microbatches;  // [round][rank], at least one of each, none of them empty
   // [round]: whether a reduction over the shards follows; the last one always does, and an empty list means only the last one.
-  std::vector<bool> reduce_after;
+  std::vector<bool> reduce_after = {};
   double divide_before = 1;  // each local sum is divided by this right before it is reduced over the shards (in `gradient`)
-  double divide = 1;      // the summed gradient is divided by this, a true division (no operation when 1)
-  double clip_norm = 0;   // 0: the norm is measured, nothing is clipped
-  double norm_order = 2;  // 1, 2 or infinity
+  double divide = 1;         // the summed gradient, in float32, is divided by this, a true division (no operation when 1)
+  double clip_norm = 0;      // 0: the norm is measured, nothing is clipped
+  double norm_order = 2;     // 1, 2 or infinity
   double lr_factor = 1;
-  std::vector<std::string> frozen;  // names of parameters that have no gradient and are not updated in this step
+  std::vector<std::string> frozen = {};  // names of parameters that have no gradient and are not updated in this step
 };
 
 // Dynamic loss scaling: every loss is multiplied by the scale (after its weight), and the summed gradient divided by the scale
@@ -189,10 +193,10 @@ struct StepTrace {
                              // magnitudes rounded once to double; infinity: the largest magnitude
   bool skipped = false;      // by loss scaling; gradients are then empty and the norm is 0
   double loss_scale = 0;     // used in this step
-  Named gradients;           // of the parameters that are not frozen: divided, unscaled and clipped, as the optimizer reads
-                    // them. Clipping multiplies by clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is
-                    // below 1
-  Named parameters;          // after the update, all of them
+  // Of the parameters that are not frozen: divided, unscaled and clipped, as the optimizer reads them. Clipping multiplies by
+  // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1.
+  Named gradients;
+  Named parameters;                                  // after the update, all of them
   std::vector<std::pair<std::string, Named>> state;  // after the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ...
 };
 using Trace = std::vector<StepTrace>;
@@ -206,9 +210,12 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 
 // The same run by PyTorch in embedded Python, with its own model definitions, its own losses, torch.optim and
 // torch.nn.utils.clip_grad_norm_, in float64. Slow to start (imports torch once a process); calls are serialised.
-// Throws EnvironmentError when Python or torch cannot be loaded, saying what to install.
+// Throws EnvironmentError when Python or torch cannot be loaded, saying what to install, and std::invalid_argument for a run
+// that the oracle does not support.
 Trace train_in_python(const Run& run);
-// Whether Python knows all that the run asks for. It has no low precision, loss scaling, lion or muon.
+
+// Not lion and muon, which torch.optim lacks or has otherwise, and not what float64 knows nothing of: other dtypes than float32
+// and loss scaling. Any order of sums is supported: none matters in float64 but for rounding.
 bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {

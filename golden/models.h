@@ -19,14 +19,13 @@ at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::T
 // tokens [B, T] int64 -> logits [B, T, vocab]
 at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens);
 
-// images [B, channels.front(), size, size] -> [B, classes]
-at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& images);
+// input [B, channels.front(), size, size] -> [B, classes]
+at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input);
 
-// input [B, width] -> the same. `branch` as Microbatch::branch.
+// input [B, width] -> [B, width]; `branch`: Microbatch::branch
 at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::Tensor& input, bool branch);
 
-// weight * the model's loss, 0-dim: forward in the dtype of the parameters, output converted to the dtype of the target
-// (float32 for tokens), sum, then one multiplication.
+// weight * the model's loss, 0-dim, float32 or float64: forward, sum, then one multiplication.
 at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch);
 
 }  // namespace golden

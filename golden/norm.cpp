@@ -40,23 +40,27 @@ double ExactSum::rounded() const {
 
 namespace {
 
-// term(x) of every element, added exactly for float32, plainly for float64.
+// `term` of an element is a double: exact for elements that are floats, rounded for doubles, which are then added with
+// rounding, too.
 template <class Term>
 double sum_of(const std::vector<at::Tensor>& tensors, const Term& term) {
   ExactSum exact;
-  double plain = 0, not_finite = 0;
+  double rounded = 0, not_finite = 0;
   for (const at::Tensor& tensor : tensors) {
-    const bool single = tensor.scalar_type() == at::kFloat;
-    const at::Tensor values = tensor.to(at::kDouble).contiguous();
-    const double* data = values.const_data_ptr<double>();
-    for (int64_t i = 0; i < values.numel(); ++i) {
+    const bool is_double = tensor.scalar_type() == at::kDouble;
+    const at::Tensor t = tensor.to(at::kDouble).contiguous();
+    const double* data = t.const_data_ptr<double>();
+    for (int64_t i = 0; i < t.numel(); ++i) {
       const double value = term(data[i]);
-      if (!std::isfinite(value)) not_finite += value;  // inf + NaN is NaN
-      else if (single && value != 0) exact.add(value);
-      else plain += value;
+      if (is_double)
+        rounded += value;
+      else if (!std::isfinite(value))
+        not_finite += value;  // inf + NaN is NaN
+      else if (value != 0)
+        exact.add(value);
     }
   }
-  return not_finite == 0 ? exact.rounded() + plain : not_finite;
+  return not_finite == 0 ? exact.rounded() + rounded : not_finite;
 }
 
 }  // namespace
@@ -70,18 +74,20 @@ double sum_of_magnitudes(const std::vector<at::Tensor>& tensors) {
 }
 
 double largest_magnitude(const std::vector<at::Tensor>& tensors) {
-  double most = 0;
+  double largest = 0;
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.numel() == 0) continue;
-    const double here = tensor.abs().max().to(at::kDouble).item<double>();  // NaN if there is one
-    if (!(here <= most)) most = here;
+    const at::Tensor t = tensor.to(at::kDouble).contiguous();
+    const double* data = t.const_data_ptr<double>();
+    for (int64_t i = 0; i < t.numel(); ++i)
+      if (!(std::abs(data[i]) <= largest)) largest = std::isnan(largest) ? largest : std::abs(data[i]);
   }
-  return most;
+  return largest;
 }
 
 double norm(const std::vector<at::Tensor>& tensors, double order) {
   if (order == 1) return sum_of_magnitudes(tensors);
-  return order == 2 ? std::sqrt(sum_of_squares(tensors)) : largest_magnitude(tensors);
+  if (order == 2) return std::sqrt(sum_of_squares(tensors));
+  return largest_magnitude(tensors);
 }
 
 }  // namespace golden

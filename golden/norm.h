@@ -20,16 +20,16 @@ class ExactSum {
 };
 
 // Sum of the squares of all elements.
-//   float32  the exact sum rounded once to double (a square of a float32 is exact in double): the same for
-//   every order float64  sums of products in double, good to some units in the last place: those runs are
-//   compared within tolerance
+//   float32  the exact sum rounded once to double (a square of a float32 is exact in double): the same for every order
+//   float64  sums of products in double, good to some units in the last place: those runs are compared within tolerance
 // NaN if any element is NaN, otherwise infinite if any is infinite.
 double sum_of_squares(const std::vector<at::Tensor>& tensors);
-// Sum of the magnitudes of all elements, likewise.
+// The same of magnitudes.
 double sum_of_magnitudes(const std::vector<at::Tensor>& tensors);
-// NaN if any element is NaN; 0 without elements.
+// 0 of no elements; NaN if any element is NaN.
 double largest_magnitude(const std::vector<at::Tensor>& tensors);
-// Of order 1, 2 or infinity.
-double norm(const std::vector<at::Tensor>& tensors, double order);
+
+// `order` 1, 2 or infinity: one of the above, and the square root of the first one.
+double norm(const std::vector<at::Tensor>& tensors, double order = 2);
 
 }  // namespace golden

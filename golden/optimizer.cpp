@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "golden/norm.h"
 #include "golden/validate.h"
@@ -11,8 +13,6 @@ namespace golden {
 
 namespace {
 
-using Kind = Optimizer::Kind;
-
 // at::sqrt of floats is a vector library's, one ulp off in a fifth of all values. The double root of a float is so close to
 // exact that rounding it to float gives the correctly rounded root.
 at::Tensor rounded_sqrt(const at::Tensor& values) {
@@ -20,125 +20,147 @@ at::Tensor rounded_sqrt(const at::Tensor& values) {
   return values.to(at::kDouble).sqrt().to(at::kFloat);
 }
 
-std::vector<std::string> slots(const Optimizer& optimizer, bool by_muon) {
-  if (by_muon) return {"momentum_buffer"};
-  switch (optimizer.kind) {
-    case Kind::sgd: return optimizer.momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
-    case Kind::lion: return {"exp_avg"};
-    default: return {"exp_avg", "exp_avg_sq"};
-  }
+bool is_matrix(const at::Tensor& parameter) {
+  return parameter.dim() == 2 && parameter.numel() > 0;
 }
 
-// What a step of one parameter needs to know.
-struct Rates {
-  const Optimizer& o;
-  double lr, decay;
-  double t;
-};
-
-at::Tensor sgd(const Rates& r, const at::Tensor& p, at::Tensor g, Named& state) {
-  if (r.decay != 0) g = g + p * r.decay;
-  if (r.o.momentum != 0) {
-    at::Tensor& m = state[0].second;
-    m = m * r.o.momentum + g;
-    g = r.o.nesterov ? g + m * r.o.momentum : m;
-  }
-  return p - g * r.lr;
-}
-
-at::Tensor adam(const Rates& r, at::Tensor p, at::Tensor g, Named& state, bool decoupled) {
-  const double step_size = r.lr / (1 - std::pow(r.o.beta1, r.t));
-  const double root_correction = std::sqrt(1 - std::pow(r.o.beta2, r.t));
-  if (decoupled) p = p * (1 - r.lr * r.decay);
-  else if (r.decay != 0) g = g + p * r.decay;
-  at::Tensor& m = state[0].second;
-  at::Tensor& v = state[1].second;
-  m = m * r.o.beta1 + g * (1 - r.o.beta1);
-  v = v * r.o.beta2 + (g * g) * (1 - r.o.beta2);
-  return p - (m / (rounded_sqrt(v) / root_correction + r.o.eps)) * step_size;
-}
-
-at::Tensor lion(const Rates& r, const at::Tensor& p, const at::Tensor& g, Named& state) {
-  at::Tensor& m = state[0].second;
-  const at::Tensor direction = (m * r.o.beta1 + g * (1 - r.o.beta1)).sign();
-  m = m * r.o.beta2 + g * (1 - r.o.beta2);
-  return p * (1 - r.lr * r.decay) - direction * r.lr;
-}
-
-// Five Newton-Schulz steps, as golden.h spells them.
-at::Tensor orthogonalized(const at::Tensor& u) {
-  constexpr double a = 3.4445, b = -4.7750, c = 2.0315;
-  const double size = std::sqrt(sum_of_squares({u}));
-  at::Tensor x = u / (at::scalar_tensor(size, u.scalar_type()) + 1e-7);
-  const bool tall = x.size(0) > x.size(1);
-  if (tall) x = x.t().contiguous();
-  for (int i = 0; i < 5; ++i) {
-    const at::Tensor gram = at::mm(x, x.t().contiguous());
-    x = x * a + at::mm(gram * b + at::mm(gram, gram) * c, x);
-  }
-  return tall ? x.t().contiguous() : x;
-}
-
-at::Tensor muon(const Rates& r, const at::Tensor& parameter, const at::Tensor& g, Named& state) {
-  at::Tensor& m = state[0].second;
-  const at::Tensor p = parameter * (1 - r.lr * r.decay);
-  m = m * r.o.momentum + g;
-  const double shape = std::sqrt(std::max(1.0, static_cast<double>(p.size(0)) / static_cast<double>(p.size(1))));
-  return p - orthogonalized(g + m * r.o.momentum) * (r.lr * shape);
+// 1, -1, or the value itself, which is a zero or NaN.
+at::Tensor sign_of(const at::Tensor& values) {
+  return at::where(values > 0, at::ones_like(values), at::where(values < 0, -at::ones_like(values), values));
 }
 
 }  // namespace
 
+at::Tensor orthogonalized(const at::Tensor& matrix) {
+  constexpr double a = 3.4445, b = -4.7750, c = 2.0315;
+  const at::Tensor length = at::scalar_tensor(norm({matrix}), at::kDouble).to(matrix.scalar_type());
+  at::Tensor x = matrix / (length + 1e-7);
+  const bool tall = x.size(0) > x.size(1);
+  if (tall) x = x.t().contiguous();
+  for (int i = 0; i < 5; ++i) {
+    const at::Tensor gram = at::mm(x, x.t().contiguous());
+    const at::Tensor correction = gram * b + at::mm(gram, gram) * c;
+    x = x * a + at::mm(correction, x);
+  }
+  return tall ? x.t().contiguous() : x;
+}
+
 OptimizerState::OptimizerState(Optimizer optimizer, const Named& parameters) : optimizer_(std::move(optimizer)) {
   require_valid(optimizer_);
-  for (const auto& [name, value] : parameters) {
-    Held held{.name = name, .by_muon = optimizer_.kind == Kind::muon && value.dim() == 2 && value.numel() > 0, .state = {}};
-    for (const Optimizer::Group& group : optimizer_.groups)
-      if (name.find(group.pattern) != std::string::npos) {
-        held.lr_factor = group.lr_factor;
-        held.decay_factor = group.decay_factor;
-        break;
-      }
-    for (const std::string& slot : slots(optimizer_, held.by_muon)) held.state.emplace_back(slot, at::zeros_like(value));
-    held_.push_back(std::move(held));
+  for (const char* slot : {"momentum_buffer", "exp_avg", "exp_avg_sq"}) {
+    Named state;
+    for (const auto& [name, value] : parameters) {
+      const std::vector<std::string> slots = slots_of(value);
+      if (std::find(slots.begin(), slots.end(), slot) != slots.end()) state.emplace_back(name, at::zeros_like(value));
+    }
+    if (!state.empty()) tensors_.emplace_back(slot, std::move(state));
   }
+}
+
+std::vector<std::string> OptimizerState::slots_of(const at::Tensor& parameter) const {
+  switch (optimizer_.kind) {
+    case Optimizer::Kind::sgd:
+      return optimizer_.momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
+    case Optimizer::Kind::lion:
+      return {"exp_avg"};
+    case Optimizer::Kind::muon:
+      if (is_matrix(parameter)) return {"momentum_buffer"};
+      return {"exp_avg", "exp_avg_sq"};
+    case Optimizer::Kind::adam:
+    case Optimizer::Kind::adamw:
+      return {"exp_avg", "exp_avg_sq"};
+  }
+  throw std::logic_error("golden: unknown optimizer");
+}
+
+at::Tensor& OptimizerState::state(const char* slot, const std::string& parameter) {
+  for (auto& [key, tensors] : tensors_)
+    if (key == slot)
+      for (auto& [name, value] : tensors)
+        if (name == parameter) return value;
+  throw std::logic_error("golden: no state " + std::string(slot) + " of " + parameter);
 }
 
 Named OptimizerState::update(const Named& parameters, const Named& gradients, double lr_factor) {
-  Named updated;
+  Named result;
   size_t next = 0;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto& [name, p] = parameters[i];
-    const bool frozen = next == gradients.size() || gradients[next].first != name;
-    updated.emplace_back(name, frozen ? p : update(held_[i], p, gradients[next].second, lr_factor));
-    next += !frozen;
-  }
-  return updated;
-}
-
-at::Tensor OptimizerState::update(Held& held, const at::Tensor& p, const at::Tensor& g, double lr_factor) const {
-  ++held.updates;
-  const Rates rates{optimizer_, optimizer_.lr * (lr_factor * held.lr_factor), optimizer_.weight_decay * held.decay_factor,
-                    static_cast<double>(held.updates)};
-  if (held.by_muon) return muon(rates, p, g, held.state);
-  switch (optimizer_.kind) {
-    case Kind::sgd: return sgd(rates, p, g, held.state);
-    case Kind::adam: return adam(rates, p, g, held.state, /*decoupled=*/false);
-    case Kind::lion: return lion(rates, p, g, held.state);
-    default: return adam(rates, p, g, held.state, /*decoupled=*/true);
-  }
-}
-
-std::vector<std::pair<std::string, Named>> OptimizerState::tensors() const {
-  std::vector<std::pair<std::string, Named>> result;
-  for (const char* slot : {"momentum_buffer", "exp_avg", "exp_avg_sq"}) {
-    Named named;
-    for (const Held& held : held_)
-      for (const auto& [name, value] : held.state)
-        if (name == slot) named.emplace_back(held.name, value);
-    if (!named.empty()) result.emplace_back(slot, std::move(named));
+  for (const auto& [name, p] : parameters) {
+    if (next == gradients.size() || gradients[next].first != name) {
+      result.emplace_back(name, p);
+      continue;
+    }
+    Optimizer::Group group;
+    for (const Optimizer::Group& candidate : optimizer_.groups)
+      if (name.find(candidate.pattern) != std::string::npos) {
+        group = candidate;
+        break;
+      }
+    result.emplace_back(name, updated({.name = name,
+                                       .parameter = p,
+                                       .gradient = gradients[next++].second,
+                                       .lr = optimizer_.lr * lr_factor * group.lr_factor,
+                                       .weight_decay = optimizer_.weight_decay * group.decay_factor}));
   }
   return result;
+}
+
+at::Tensor OptimizerState::updated(const Update& u) {
+  ++updates_[u.name];
+  switch (optimizer_.kind) {
+    case Optimizer::Kind::sgd:
+      return sgd(u);
+    case Optimizer::Kind::adam:
+      return adam(u, /*decoupled=*/false);
+    case Optimizer::Kind::adamw:
+      return adam(u, /*decoupled=*/true);
+    case Optimizer::Kind::lion:
+      return lion(u);
+    case Optimizer::Kind::muon:
+      return is_matrix(u.parameter) ? muon(u) : adam(u, /*decoupled=*/true);
+  }
+  throw std::logic_error("golden: unknown optimizer");
+}
+
+at::Tensor OptimizerState::sgd(const Update& u) {
+  at::Tensor g = u.gradient;
+  if (u.weight_decay != 0) g = g + u.parameter * u.weight_decay;
+  if (optimizer_.momentum != 0) {
+    at::Tensor& m = state("momentum_buffer", u.name);
+    m = m * optimizer_.momentum + g;
+    g = optimizer_.nesterov ? g + m * optimizer_.momentum : m;
+  }
+  return u.parameter - g * u.lr;
+}
+
+at::Tensor OptimizerState::adam(const Update& u, bool decoupled) {
+  const double beta1 = optimizer_.beta1, beta2 = optimizer_.beta2, t = static_cast<double>(updates_[u.name]);
+  const double step_size = u.lr / (1 - std::pow(beta1, t));
+  const double root_correction = std::sqrt(1 - std::pow(beta2, t));
+
+  at::Tensor p = u.parameter, g = u.gradient;
+  if (decoupled) p = p * (1 - u.lr * u.weight_decay);
+  if (!decoupled && u.weight_decay != 0) g = g + p * u.weight_decay;
+  at::Tensor& m = state("exp_avg", u.name);
+  at::Tensor& v = state("exp_avg_sq", u.name);
+  m = m * beta1 + g * (1 - beta1);
+  v = v * beta2 + (g * g) * (1 - beta2);
+  return p - (m / (rounded_sqrt(v) / root_correction + optimizer_.eps)) * step_size;
+}
+
+at::Tensor OptimizerState::lion(const Update& u) {
+  const double beta1 = optimizer_.beta1, beta2 = optimizer_.beta2;
+  at::Tensor& m = state("exp_avg", u.name);
+  const at::Tensor direction = sign_of(m * beta1 + u.gradient * (1 - beta1));
+  m = m * beta2 + u.gradient * (1 - beta2);
+  return u.parameter * (1 - u.lr * u.weight_decay) - direction * u.lr;
+}
+
+at::Tensor OptimizerState::muon(const Update& u) {
+  at::Tensor& m = state("momentum_buffer", u.name);
+  m = m * optimizer_.momentum + u.gradient;
+  const at::Tensor x = orthogonalized(u.gradient + m * optimizer_.momentum);
+  const double rows = static_cast<double>(x.size(0)), columns = static_cast<double>(x.size(1));
+  return u.parameter * (1 - u.lr * u.weight_decay) - x * (u.lr * std::sqrt(std::max(1.0, rows / columns)));
 }
 
 }  // namespace golden

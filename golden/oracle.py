@@ -30,8 +30,69 @@ class Perceptron(nn.Module):
             x = self.between(layer(x))
         return last(x)
 
-    def loss(self, x, target):
+    def loss(self, x, target, branch):
         return F.mse_loss(self(x), target, reduction="sum")
+
+
+class Convolutions(nn.Module):
+    def __init__(self, channels, kernel, classes, norm):
+        super().__init__()
+        self.layers = len(channels) - 1
+        pairs = list(zip(channels[:-1], channels[1:]))
+        self.conv = nn.ModuleList(nn.Conv2d(a, b, kernel, padding="same", **MADE) for a, b in pairs)
+        self.norm = nn.ModuleList(nn.GroupNorm(1, b, **MADE) for _, b in pairs) if norm else None
+        self.head = nn.Linear(channels[-1], classes, **MADE)
+
+    def in_order(self):
+        """Layer by layer: what the run calls its order."""
+        named = dict(self.named_parameters())
+        prefixes = [f"{kind}.{i}." for i in range(self.layers) for kind in ("conv", "norm")] + ["head."]
+        return [(n, p) for prefix in prefixes for n, p in named.items() if n.startswith(prefix)]
+
+    def loss(self, x, target, branch):
+        for i, conv in enumerate(self.conv):
+            x = conv(x)
+            x = F.relu(self.norm[i](x) if self.norm is not None else x)
+        out = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return F.mse_loss(out, target, reduction="sum")
+
+
+class Oddities(nn.Module):
+    def __init__(self, width, calls, gain, cube, empty, side, never, tied):
+        super().__init__()
+
+        def parameter(present, *shape):
+            return nn.Parameter(torch.empty(shape, **MADE)) if present else None
+
+        self.calls = calls
+        self.shared = nn.Linear(width, width, **MADE)
+        self.gain = parameter(gain)
+        self.cube = parameter(cube, 2, width, 1)
+        self.empty = parameter(empty, 0, width)
+        self.side = nn.Linear(width, width, bias=False, **MADE) if side else None
+        self.never = parameter(never, width)
+        self.tied = tied
+
+    def in_order(self):
+        own = ("shared.weight", "shared.bias", "gain", "cube", "empty", "side.weight", "never")
+        named = dict(self.named_parameters())
+        return [(n, named[n]) for n in own if n in named]
+
+    def loss(self, x, target, branch):
+        x = x * torch.tensor([1 + i / 8 for i in range(x.shape[1])], dtype=x.dtype)
+        for _ in range(self.calls):
+            x = torch.tanh(self.shared(x))
+        if self.gain is not None:
+            x = self.gain * x
+        if self.cube is not None:
+            x = x + torch.einsum("bw,cwo->bw", x, self.cube)
+        if self.empty is not None:
+            x = x + torch.einsum("ew->w", self.empty)
+        if self.side is not None and branch:
+            x = x + self.side(x)
+        if self.tied:
+            x = torch.tanh(x) @ self.shared.weight.mT
+        return F.mse_loss(x, target, reduction="sum")
 
 
 class Attention(nn.Module):
@@ -85,72 +146,117 @@ class Gpt(nn.Module):
         x = self.ln_f(x)
         return x @ self.wte.weight.mT if self.lm_head is None else self.lm_head(x)
 
-    def loss(self, tokens, targets):
+    def loss(self, tokens, targets, branch):
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def tensor(given):
     buffer, dtype, shape = given
+    if len(buffer) == 0:  # which frombuffer refuses
+        return torch.empty(shape, dtype=torch.float64)
     values = torch.frombuffer(buffer, dtype=getattr(torch, dtype)).reshape(shape)
     return values.to(torch.float64) if values.is_floating_point() else values.clone()
 
 
 def exported(values):
     out = bytearray(8 * values.numel())
-    torch.frombuffer(out, dtype=torch.float64).copy_(values.detach().flatten())
+    if out:
+        torch.frombuffer(out, dtype=torch.float64).copy_(values.detach().flatten())
     return bytes(out), list(values.shape)
+
+
+def parameters_of(model):
+    """(name, parameter) in the order of the run."""
+    return model.in_order() if hasattr(model, "in_order") else list(model.named_parameters())
 
 
 def make_model(kind, options, given):
     """The model with the given values in it; `given` must be exactly its own parameters, in their order."""
-    model = {"mlp": Perceptron, "gpt": Gpt}[kind](**options).to_empty(device="cpu")
+    kinds = {"mlp": Perceptron, "gpt": Gpt, "conv": Convolutions, "odd": Oddities}
+    model = kinds[kind](**options).to_empty(device="cpu")
     values = [(name, tensor(value)) for name, value in given]
-    own = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    if own != [(name, tuple(value.shape)) for name, value in values]:
-        raise ValueError(f"the model has the parameters {own}, which are not those of the run")
+    own = parameters_of(model)
+    shapes = [(name, tuple(p.shape)) for name, p in own]
+    if shapes != [(name, tuple(value.shape)) for name, value in values]:
+        raise ValueError(f"the model has the parameters {shapes}, which are not those of the run")
     with torch.no_grad():
-        for parameter, (_, value) in zip(model.parameters(), values):
+        for (_, parameter), (_, value) in zip(own, values):
             parameter.copy_(value)
     return model
 
 
-def make_optimizer(parameters, kind, lr, momentum, weight_decay, beta1, beta2, eps):
-    common = {"lr": lr, "weight_decay": weight_decay, "foreach": False}
+def factors_of(name, groups):
+    """The learning rate's and the decay's."""
+    return next(((lr, decay) for pattern, lr, decay in groups if pattern in name), (1, 1))
+
+
+def make_optimizer(named, kind, lr, momentum, nesterov, weight_decay, beta1, beta2, eps, groups):
+    """One group a pair of factors; "base_lr" is the rate that a step's own factor multiplies."""
+    by_factors = {}
+    for name, parameter in named:
+        by_factors.setdefault(factors_of(name, groups), []).append(parameter)
+    options = [
+        {"params": own, "lr": lr * f, "base_lr": lr * f, "weight_decay": weight_decay * decay}
+        for (f, decay), own in by_factors.items()
+    ]
     if kind == "sgd":
-        return torch.optim.SGD(parameters, momentum=momentum, **common)
-    return torch.optim.AdamW(parameters, betas=(beta1, beta2), eps=eps, **common)
+        return torch.optim.SGD(options, momentum=momentum, nesterov=nesterov, foreach=False)
+    made = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
+    return made(options, betas=(beta1, beta2), eps=eps, foreach=False)
 
 
-def train_step(model, optimizer, microbatches, divide, clip_norm):
-    optimizer.zero_grad(set_to_none=False)
+def backward(model, microbatches):
     losses = []
     for ranks in microbatches:
         losses.append([])
-        for given, target, weight in ranks:
-            loss = weight * model.loss(tensor(given), tensor(target))
-            loss.backward()
+        for given, target, weight, branch in ranks:
+            loss = weight * model.loss(tensor(given), tensor(target), branch)
+            if loss.requires_grad:
+                loss.backward()
             losses[-1].append(loss.item())
-    for parameter in model.parameters():
+    return losses
+
+
+def exported_state(optimizer, named, kind, momentum):
+    """Slots of all parameters; of one that was never updated they are zero."""
+    slots = ["exp_avg", "exp_avg_sq"] if kind != "sgd" else ["momentum_buffer"] if momentum != 0 else []
+
+    def value(parameter, slot):
+        held = optimizer.state.get(parameter, {}).get(slot)
+        return torch.zeros_like(parameter) if held is None else held
+
+    return [(slot, [(name, exported(value(p, slot))) for name, p in named]) for slot in slots]
+
+
+def train_step(model, optimizer, options, microbatches, divide, clip_norm, norm_order, lr_factor, frozen):
+    named = parameters_of(model)
+    for name, parameter in named:
+        parameter.requires_grad_(name not in frozen)
+        parameter.grad = None
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * lr_factor
+    losses = backward(model, microbatches)
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    for _, parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         parameter.grad /= divide
+    # A largest magnitude of no elements is an error there.
+    counted = [p for _, p in trained if p.numel() > 0]
     norm_max = clip_norm if clip_norm > 0 else math.inf
-    norm = nn.utils.clip_grad_norm_(model.parameters(), norm_max, foreach=False)
-    gradients = [(name, exported(p.grad)) for name, p in model.named_parameters()]
+    norm = nn.utils.clip_grad_norm_(counted, norm_max, norm_type=norm_order, foreach=False)
+    gradients = [(name, exported(p.grad)) for name, p in trained]
     optimizer.step()
-
-    named = list(model.named_parameters())
-    slots = [s for s in ("momentum_buffer", "exp_avg", "exp_avg_sq") if s in optimizer.state[named[0][1]]]
     return {
         "losses": losses,
         "gradient_norm": norm.item(),
         "gradients": gradients,
         "parameters": [(name, exported(p)) for name, p in named],
-        "state": [(s, [(name, exported(optimizer.state[p][s])) for name, p in named]) for s in slots],
+        "state": exported_state(optimizer, named, options["kind"], options["momentum"]),
     }
 
 
 def train(kind, model_options, parameters, optimizer_options, steps):
     model = make_model(kind, model_options, parameters)
-    optimizer = make_optimizer(model.parameters(), **optimizer_options)
-    return [train_step(model, optimizer, *step) for step in steps]
+    optimizer = make_optimizer(parameters_of(model), **optimizer_options)
+    return [train_step(model, optimizer, optimizer_options, **step) for step in steps]

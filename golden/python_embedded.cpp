@@ -4,12 +4,12 @@
 // Python first, as its headers demand.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <golden_oracle.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "golden/python.h"
-#include <golden_oracle.h>
 
 namespace golden {
 namespace {
@@ -35,8 +35,7 @@ void start_python(const std::string& venv) {
   PyConfig_InitIsolatedConfig(&config);
   const std::string python = venv + "/bin/python";
   PyStatus status = PyConfig_SetBytesString(&config, &config.executable, python.c_str());
-  if (!PyStatus_Exception(status))
-    status = PyConfig_SetBytesString(&config, &config.program_name, python.c_str());
+  if (!PyStatus_Exception(status)) status = PyConfig_SetBytesString(&config, &config.program_name, python.c_str());
   if (!PyStatus_Exception(status)) status = Py_InitializeFromConfig(&config);
   PyConfig_Clear(&config);
   require_started(status, venv);
@@ -52,22 +51,17 @@ py::object& oracle(const std::string& venv) {
     names["__name__"] = "golden_oracle";
     names["__builtins__"] = py::module_::import("builtins");
     py::module_::import("builtins")
-        .attr("exec")(
-            py::module_::import("builtins").attr("compile")(kOracleSource, "golden/oracle.py", "exec"),
-            names);
+        .attr("exec")(py::module_::import("builtins").attr("compile")(kOracleSource, "golden/oracle.py", "exec"), names);
     loaded = new py::object(names["train"]);
   } catch (const py::error_already_set& error) {
-    throw EnvironmentError(
-        fmt::format("golden: PyTorch of {} does not load: {}. Run ./ci/setup.", venv, error.what()));
+    throw EnvironmentError(fmt::format("golden: PyTorch of {} does not load: {}. Run ./ci/setup.", venv, error.what()));
   }
   return *loaded;
 }
 
 py::tuple to_python(const at::Tensor& tensor) {
   const at::Tensor t = tensor.detach().contiguous();
-  const char* dtype = t.scalar_type() == at::kLong    ? "int64"
-                      : t.scalar_type() == at::kFloat ? "float32"
-                                                      : "float64";
+  const char* dtype = t.scalar_type() == at::kLong ? "int64" : t.scalar_type() == at::kFloat ? "float32" : "float64";
   // Copied: the tensor may be gone before Python is done with it.
   py::bytearray data(static_cast<const char*>(t.const_data_ptr()), t.nbytes());
   return py::make_tuple(data, dtype, t.sizes().vec());
@@ -93,34 +87,81 @@ py::dict to_python(const Gpt& gpt) {
   return options;
 }
 
-py::dict to_python(const Optimizer& o) {
+py::dict to_python(const Conv& conv) {
   py::dict options;
-  options["kind"] = o.kind == Optimizer::Kind::sgd ? "sgd" : "adamw";
+  options["channels"] = conv.channels;
+  options["kernel"] = conv.kernel;
+  options["classes"] = conv.classes;
+  options["norm"] = conv.norm;
+  return options;
+}
+
+py::dict to_python(const Odd& odd) {
+  py::dict options;
+  options["width"] = odd.width;
+  options["calls"] = odd.calls;
+  options["gain"] = odd.gain;
+  options["cube"] = odd.cube;
+  options["empty"] = odd.empty;
+  options["side"] = odd.side;
+  options["never"] = odd.never;
+  options["tied"] = odd.tied;
+  return options;
+}
+
+std::pair<const char*, py::dict> to_python(const Model& model) {
+  switch (model.kind) {
+    case Model::Kind::mlp:
+      return {"mlp", to_python(model.mlp)};
+    case Model::Kind::gpt:
+      return {"gpt", to_python(model.gpt)};
+    case Model::Kind::conv:
+      return {"conv", to_python(model.conv)};
+    case Model::Kind::odd:
+      return {"odd", to_python(model.odd)};
+  }
+  throw std::logic_error("golden: unknown model");
+}
+
+py::dict to_python(const Optimizer& o) {
+  py::list groups;
+  for (const Optimizer::Group& group : o.groups)
+    groups.append(py::make_tuple(group.pattern, group.lr_factor, group.decay_factor));
+  py::dict options;
+  options["kind"] = o.kind == Optimizer::Kind::sgd ? "sgd" : o.kind == Optimizer::Kind::adam ? "adam" : "adamw";
   options["lr"] = o.lr;
   options["momentum"] = o.momentum;
+  options["nesterov"] = o.nesterov;
   options["weight_decay"] = o.weight_decay;
   options["beta1"] = o.beta1;
   options["beta2"] = o.beta2;
   options["eps"] = o.eps;
+  options["groups"] = groups;
   return options;
 }
 
-py::tuple to_python(const Step& step) {
+py::dict to_python(const Step& step) {
   py::list rounds;
   for (const auto& round : step.microbatches) {
     py::list ranks;
-    for (const Microbatch& m : round)
-      ranks.append(py::make_tuple(to_python(m.input), to_python(m.target), m.weight));
+    for (const Microbatch& m : round) ranks.append(py::make_tuple(to_python(m.input), to_python(m.target), m.weight, m.branch));
     rounds.append(ranks);
   }
-  return py::make_tuple(rounds, step.divide, step.clip_norm);
+  py::dict options;
+  options["microbatches"] = rounds;
+  // Each local sum is divided before, and sums are linear.
+  options["divide"] = step.divide * step.divide_before;
+  options["clip_norm"] = step.clip_norm;
+  options["norm_order"] = step.norm_order;
+  options["lr_factor"] = step.lr_factor;
+  options["frozen"] = step.frozen;
+  return options;
 }
 
 at::Tensor tensor_from_python(const py::handle& given) {
   const auto pair = given.cast<std::pair<std::string, std::vector<int64_t>>>();
   at::Tensor t = at::empty(pair.second, at::kDouble);
-  if (pair.first.size() != t.nbytes())
-    throw std::logic_error("golden: oracle.py returned a tensor of another size");
+  if (pair.first.size() != t.nbytes()) throw std::logic_error("golden: oracle.py returned a tensor of another size");
   std::memcpy(t.mutable_data_ptr(), pair.first.data(), t.nbytes());
   return t;
 }
@@ -144,13 +185,11 @@ StepTrace step_from_python(const py::handle& given) {
 }
 
 Trace train_with(py::object& python_train, const Run& run) {
-  const bool is_mlp = run.model.kind == Model::Kind::mlp;
   py::list parameters, steps;
   for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
   for (const Step& step : run.steps) steps.append(to_python(step));
-  const py::object result =
-      python_train(is_mlp ? "mlp" : "gpt", is_mlp ? to_python(run.model.mlp) : to_python(run.model.gpt),
-                   parameters, to_python(run.optimizer), steps);
+  const auto [kind, options] = to_python(run.model);
+  const py::object result = python_train(kind, options, parameters, to_python(run.optimizer), steps);
   Trace trace;
   for (const py::handle step : result) trace.push_back(step_from_python(step));
   return trace;
@@ -159,8 +198,7 @@ Trace train_with(py::object& python_train, const Run& run) {
 }  // namespace
 }  // namespace golden
 
-extern "C" __attribute__((visibility("default"))) void golden_python_train(const std::string& venv,
-                                                                           const golden::Run& run,
+extern "C" __attribute__((visibility("default"))) void golden_python_train(const std::string& venv, const golden::Run& run,
                                                                            golden::Trace* trace) {
   if (!Py_IsInitialized()) golden::start_python(venv);
   const pybind11::gil_scoped_acquire lock;

@@ -2,80 +2,72 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+
 namespace golden {
-namespace {
 
-constexpr double kFixedPointScale = 0x1p44;
+void accumulate(Tensors& sum, const Tensors& terms, at::ScalarType dtype) {
+  if (sum.empty()) {
+    for (const at::Tensor& term : terms)
+      sum.push_back(term.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
+    return;
+  }
+  for (size_t i = 0; i < terms.size(); ++i) sum[i].add_(terms[i].to(dtype));
+}
 
-Tensors converted(const Tensors& tensors, at::ScalarType dtype) {
+void Reduction::add(const Tensors& local) {
+  if (ranks_ == 1) return accumulate(sum_, local, precision_.gradient);
+  Tensors wire;
+  for (const at::Tensor& t : local) wire.push_back(t.to(precision_.reduce));
+  accumulate(sum_, wire, precision_.float32_sums ? at::kFloat : precision_.reduce);
+}
+
+Tensors Reduction::result() const {
+  if (ranks_ == 1) return sum_;
   Tensors result;
-  for (const at::Tensor& t : tensors)
-    result.push_back(t.to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
+  for (const at::Tensor& t : sum_) result.push_back(t.to(precision_.reduce).to(precision_.gradient));
   return result;
 }
 
-// The first term is taken as it is, the rest are added: zeros keep their sign.
-void add(Tensors& sum, const Tensors& terms) {
-  if (sum.empty()) {
-    sum = terms;
-    return;
-  }
-  for (size_t i = 0; i < terms.size(); ++i) sum[i] = sum[i] + terms[i];
-}
+namespace {
 
-// The sum of what ranks hold, as it comes off the wire, in `gradient`.
-Tensors reduced(const std::vector<Tensors>& ranks, const Precision& precision) {
-  if (ranks.size() == 1) return ranks[0];
-  Tensors sum;
-  for (const Tensors& terms : ranks) {
-    const Tensors wire = converted(terms, precision.reduce);
-    add(sum, precision.float32_sums ? converted(wire, at::kFloat) : wire);
-  }
-  return converted(converted(sum, precision.reduce), precision.gradient);
-}
-
-Tensors canonical(const Step& step, const std::function<Tensors(size_t, size_t)>& gradients) {
-  Tensors sum;
-  for (size_t round = 0; round < step.microbatches.size(); ++round)
-    for (size_t rank = 0; rank < step.microbatches[round].size(); ++rank) {
-      Tensors terms;
-      for (const at::Tensor& g : gradients(round, rank))
-        terms.push_back((g.to(at::kDouble) * kFixedPointScale).round().to(at::kLong));
-      add(sum, terms);
-    }
-  for (at::Tensor& s : sum) s = s.to(at::kFloat) / kFixedPointScale;
-  return sum;
-}
+constexpr double kUnit = 0x1p-44;
+constexpr double kTermMax = 0x1p62;  // in units; anything above is no number that could be added
 
 }  // namespace
 
-Tensors summed_gradients(const Step& step, const SumOrder& order, const Precision& given, at::ScalarType dtype,
-                         const std::function<Tensors(size_t round, size_t rank)>& gradients) {
-  if (order.canonical && dtype == at::kFloat) return canonical(step, gradients);
-  const Precision precision = dtype == at::kFloat ? given : Precision{dtype, dtype, dtype, false};
-  const size_t rounds = step.microbatches.size(), ranks = step.microbatches.front().size();
-  const auto shards = static_cast<size_t>(order.shards);
-  std::vector<Tensors> local(ranks);            // since the last reduction
-  std::vector<Tensors> replicas(ranks / shards);  // over reductions, when replicas come last
-  Tensors total;
-  for (size_t round = 0; round < rounds; ++round) {
-    for (size_t rank = 0; rank < ranks; ++rank) add(local[rank], converted(gradients(round, rank), precision.gradient));
-    const bool reduces = round + 1 == rounds || (!step.reduce_after.empty() && step.reduce_after[round]);
-    if (!reduces) continue;
-    if (step.divide_before != 1)
-      for (Tensors& terms : local)
-        for (at::Tensor& term : terms) term = term / at::scalar_tensor(step.divide_before, at::kDouble).to(term.scalar_type());
-    std::vector<Tensors> sums;
-    for (size_t replica = 0; replica < replicas.size(); ++replica)
-      sums.push_back(reduced({local.begin() + static_cast<int64_t>(replica * shards),
-                              local.begin() + static_cast<int64_t>((replica + 1) * shards)}, precision));
-    local.assign(ranks, {});
-    if (!order.replicas_last) add(total, reduced(sums, precision));
-    else
-      for (size_t replica = 0; replica < replicas.size(); ++replica) add(replicas[replica], sums[replica]);
+void CanonicalSum::add(const Tensors& gradients) {
+  if (integers_.empty())
+    for (const at::Tensor& g : gradients) {
+      integers_.push_back(at::zeros(g.sizes(), at::kLong));
+      lost_.push_back(at::zeros(g.sizes(), at::kBool));
+    }
+  for (size_t p = 0; p < gradients.size(); ++p) {
+    const at::Tensor values = gradients[p].to(at::kDouble).contiguous();
+    const double* value = values.const_data_ptr<double>();
+    int64_t* sum = integers_[p].mutable_data_ptr<int64_t>();
+    bool* lost = lost_[p].mutable_data_ptr<bool>();
+    for (int64_t i = 0; i < values.numel(); ++i) {
+      const double units = value[i] / kUnit;  // exact
+      // NaN fails both comparisons. nearbyint rounds half to even.
+      const bool fits = std::abs(units) < kTermMax;
+      if (!fits || __builtin_add_overflow(sum[i], static_cast<int64_t>(std::nearbyint(units)), &sum[i])) lost[i] = true;
+    }
   }
-  if (order.replicas_last) total = reduced(replicas, precision);
-  return converted(total, dtype);
+}
+
+Tensors CanonicalSum::result() const {
+  Tensors result;
+  for (size_t p = 0; p < integers_.size(); ++p) {
+    const at::Tensor rounded = at::empty(integers_[p].sizes(), at::kFloat);
+    const int64_t* sum = integers_[p].const_data_ptr<int64_t>();
+    const bool* lost = lost_[p].const_data_ptr<bool>();
+    float* out = rounded.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < rounded.numel(); ++i)
+      out[i] = lost[i] ? NAN : static_cast<float>(sum[i]) * static_cast<float>(kUnit);
+    result.push_back(rounded);
+  }
+  return result;
 }
 
 }  // namespace golden

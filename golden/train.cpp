@@ -6,13 +6,12 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
-#include <set>
 #include <stdexcept>
 
 #include "golden/models.h"
 #include "golden/norm.h"
-#include "golden/sums.h"
 #include "golden/validate.h"
 
 namespace golden {
@@ -29,12 +28,18 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 64 == 0 ? t : t.clone();
 }
 
+Microbatch prepared(const Microbatch& microbatch, at::ScalarType compute, at::ScalarType main) {
+  const auto convert = [](const at::Tensor& t, at::ScalarType dtype) {
+    return aligned(t.is_floating_point() ? t.to(dtype) : t);
+  };
+  return {convert(microbatch.input, compute), convert(microbatch.target, main), microbatch.weight, microbatch.branch};
+}
+
 Named checked_copy(const Model& model, const Named& parameters, at::ScalarType dtype) {
   require_valid(model, parameters);
   Named copies;
   for (const auto& [name, value] : parameters)
-    copies.emplace_back(
-        name, value.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
+    copies.emplace_back(name, value.detach().to(dtype, /*non_blocking=*/false, /*copy=*/true, at::MemoryFormat::Contiguous));
   return copies;
 }
 
@@ -46,102 +51,162 @@ void require_one_thread() {
                     at::get_num_threads()));
 }
 
-// One forward and backward. `leaves` are the parameters as the model computes with them; the ones without a gradient are
-// frozen.
-Tensors backward(const Model& model, const Named& parameters, const std::set<std::string>& frozen, at::ScalarType compute,
-                 const Microbatch& microbatch, double scale, double* loss) {
-  at::AutoGradMode with_graph(true);
-  Parameters leaves;
-  Tensors inputs;
-  std::vector<size_t> trained;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto& [name, value] = parameters[i];
-    const at::Tensor leaf = aligned(value.detach().to(compute)).set_requires_grad(!frozen.contains(name));
-    leaves.emplace(name, leaf);
-    if (!leaf.requires_grad()) continue;
-    inputs.push_back(leaf);
-    trained.push_back(i);
-  }
-  Microbatch data = microbatch;
-  data.input = aligned(microbatch.input.is_floating_point() ? microbatch.input.to(compute) : microbatch.input);
-  data.target = aligned(microbatch.target.is_floating_point() && compute == at::kDouble ? microbatch.target.to(compute)
-                                                                                        : microbatch.target);
-  at::Tensor output = golden::loss(model, leaves, data);
-  *loss = output.item<double>();
-  if (scale != 0) output = output * scale;
-  Tensors gradients = torch::autograd::grad({output}, inputs, {}, /*retain_graph=*/false, /*create_graph=*/false,
-                                            /*allow_unused=*/true);
-  for (size_t i = 0; i < gradients.size(); ++i)
-    if (!gradients[i].defined()) gradients[i] = at::zeros_like(inputs[i]);
-  return gradients;
+bool all_finite(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& t) { return at::isfinite(t).all().item<bool>(); });
 }
 
-bool all_finite(const Tensors& tensors) {
-  for (const at::Tensor& t : tensors)
-    if (!at::isfinite(t).all().item<bool>()) return false;
-  return true;
+bool is_frozen(const Step& step, const std::string& name) {
+  return std::find(step.frozen.begin(), step.frozen.end(), name) != step.frozen.end();
+}
+
+// The truth is not rounded to anything.
+Precision in_dtype(const Precision& precision, at::ScalarType dtype) {
+  if (dtype == at::kFloat) return precision;
+  return {.compute = dtype, .gradient = dtype, .reduce = dtype, .float32_sums = false};
 }
 
 }  // namespace
 
-Trainer::Trainer(const Run& run, at::ScalarType dtype)
-    : model_(run.model),
-      order_(run.order),
-      precision_(run.precision),
-      dtype_(dtype),
-      parameters_(checked_copy(model_, run.parameters, dtype)),
-      optimizer_(run.optimizer, parameters_),
-      scaling_(run.scaling),
-      loss_scale_(run.scaling.initial) {
+struct Trainer::Collected {
+  const Step& step;
+  std::vector<std::vector<double>>& losses;
+  double loss_scale;
+};
+
+Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
+                 LossScaling scaling, at::ScalarType dtype)
+    : model_(std::move(model)),
+      order_(order),
+      precision_(in_dtype(precision, dtype)),
+      scaling_(scaling),
+      main_(dtype),
+      parameters_(checked_copy(model_, parameters, dtype)),
+      optimizer_(std::move(optimizer), parameters_),
+      loss_scale_(scaling.initial) {
   if (dtype != at::kFloat && dtype != at::kDouble)
     refuse(fmt::format("dtype: expected Float or Double, got {}", c10::toString(dtype)));
+  require_valid(order);
+  require_valid(precision);
+  require_valid(scaling);
+}
+
+Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {
+  at::AutoGradMode with_graph(true);
+  Parameters leaves;
+  Tensors trained;
+  for (const auto& [name, value] : parameters_) {
+    const bool frozen = is_frozen(collected.step, name);
+    const at::Tensor leaf = value.detach().to(precision_.compute).set_requires_grad(!frozen);
+    leaves.emplace(name, leaf);
+    if (!frozen) trained.push_back(leaf);
+  }
+  const Microbatch microbatch = prepared(collected.step.microbatches[round][rank], precision_.compute, main_);
+  at::Tensor output = golden::loss(model_, leaves, microbatch);
+  collected.losses[round][rank] = output.item<double>();
+  if (collected.loss_scale != 0) output = output * collected.loss_scale;
+
+  Tensors gradients(trained.size());
+  if (output.requires_grad())
+    gradients = torch::autograd::grad({output}, trained, {}, /*retain_graph=*/false, /*create_graph=*/false,
+                                      /*allow_unused=*/true);
+  for (size_t i = 0; i < gradients.size(); ++i)
+    if (!gradients[i].defined()) gradients[i] = at::zeros_like(trained[i]);
+  return gradients;
+}
+
+Tensors Trainer::local_sum(Collected& collected, size_t begin, size_t end, size_t rank) const {
+  Tensors sum;
+  for (size_t round = begin; round < end; ++round) accumulate(sum, gradients(collected, round, rank), precision_.gradient);
+  const double divide = collected.step.divide_before;
+  if (divide != 1)
+    for (at::Tensor& t : sum) t = t / at::scalar_tensor(divide, at::kDouble).to(t.scalar_type());
+  return sum;
+}
+
+Tensors Trainer::summed_gradients(Collected& collected) const {
+  const Step& step = collected.step;
+  const size_t rounds = step.microbatches.size(), ranks = step.microbatches.front().size();
+  const size_t shards = order_.canonical ? ranks : static_cast<size_t>(order_.shards), replicas = ranks / shards;
+  std::vector<Tensors> by_replica(replicas);
+  Tensors total;
+  for (size_t begin = 0, end = 0; end < rounds; begin = end) {
+    do ++end;
+    while (end < rounds && (step.reduce_after.empty() || !step.reduce_after[end - 1]));
+    Reduction over_replicas(static_cast<int64_t>(replicas), precision_);
+    for (size_t replica = 0; replica < replicas; ++replica) {
+      Reduction over_shards(static_cast<int64_t>(shards), precision_);
+      for (size_t shard = 0; shard < shards; ++shard)
+        over_shards.add(local_sum(collected, begin, end, replica * shards + shard));
+      if (order_.replicas_last)
+        accumulate(by_replica[replica], over_shards.result(), precision_.gradient);
+      else
+        over_replicas.add(over_shards.result());
+    }
+    if (!order_.replicas_last) accumulate(total, over_replicas.result(), precision_.gradient);
+  }
+  if (!order_.replicas_last) return total;
+  Reduction over_replicas(static_cast<int64_t>(replicas), precision_);
+  for (const Tensors& sum : by_replica) over_replicas.add(sum);
+  return over_replicas.result();
+}
+
+Tensors Trainer::canonical_gradients(Collected& collected) const {
+  CanonicalSum sum;
+  for (size_t round = 0; round < collected.step.microbatches.size(); ++round)
+    for (size_t rank = 0; rank < collected.step.microbatches[round].size(); ++rank) sum.add(gradients(collected, round, rank));
+  return sum.result();
+}
+
+void Trainer::adapt_scale(bool finite) {
+  if (!finite) {
+    loss_scale_ /= 2;
+    good_steps_ = 0;
+  } else if (++good_steps_ == scaling_.growth_interval) {
+    loss_scale_ *= 2;
+    good_steps_ = 0;
+  }
 }
 
 StepTrace Trainer::step(const Step& step) {
   require_one_thread();
   require_valid(model_, step);
-  if (order_.shards * order_.replicas != static_cast<int64_t>(step.microbatches.front().size()))
-    refuse(fmt::format("a round has {} ranks, the order of sums {} x {}", step.microbatches.front().size(), order_.replicas,
-                       order_.shards));
+  require_valid(order_, step);
   at::NoGradGuard no_graph;
   StepTrace trace;
   trace.loss_scale = loss_scale_;
   trace.losses.assign(step.microbatches.size(), std::vector<double>(step.microbatches.front().size()));
-  const std::set<std::string> frozen(step.frozen.begin(), step.frozen.end());
-  const at::ScalarType compute = dtype_ == at::kFloat ? precision_.compute : dtype_;
-  Tensors gradients = summed_gradients(step, order_, precision_, dtype_, [&](size_t round, size_t rank) {
-    return backward(model_, parameters_, frozen, compute, step.microbatches[round][rank], loss_scale_,
-                    &trace.losses[round][rank]);
-  });
-  if (step.divide != 1)
-    for (at::Tensor& g : gradients) g = g / step.divide;
-  if (loss_scale_ != 0) {
-    trace.skipped = !all_finite(gradients);
-    good_steps_ = trace.skipped ? 0 : good_steps_ + 1;
-    if (!trace.skipped)
-      for (at::Tensor& g : gradients) g = g / loss_scale_;
-    if (trace.skipped) loss_scale_ /= 2;
-    else if (good_steps_ == scaling_.growth_interval) loss_scale_ *= 2, good_steps_ = 0;
+  Collected collected{step, trace.losses, loss_scale_};
+  const bool integers = order_.canonical && main_ == at::kFloat;
+  Tensors gradients = integers ? canonical_gradients(collected) : summed_gradients(collected);
+  for (at::Tensor& g : gradients) g = g.to(main_);
+  if (scaling_.initial != 0) {
+    const bool finite = all_finite(gradients);
+    adapt_scale(finite);
+    trace.skipped = !finite;
   }
-  if (!trace.skipped) update(step, frozen, gradients, trace);
+  if (!trace.skipped) {
+    if (step.divide != 1)
+      for (at::Tensor& g : gradients) g = g / step.divide;
+    if (scaling_.initial != 0)
+      for (at::Tensor& g : gradients) g = g / trace.loss_scale;
+
+    trace.gradient_norm = norm(gradients, step.norm_order);
+    const double factor = step.clip_norm / (trace.gradient_norm + 1e-6);
+    if (step.clip_norm != 0 && factor < 1)
+      for (at::Tensor& g : gradients) g = g * factor;
+
+    size_t next = 0;
+    for (const auto& [name, value] : parameters_)
+      if (!is_frozen(step, name)) trace.gradients.emplace_back(name, gradients[next++]);
+    parameters_ = optimizer_.update(parameters_, trace.gradients, step.lr_factor);
+  }
   trace.parameters = parameters_;
   trace.state = optimizer_.tensors();
   return trace;
 }
 
-void Trainer::update(const Step& step, const std::set<std::string>& frozen, Tensors gradients, StepTrace& trace) {
-  trace.gradient_norm = norm(gradients, step.norm_order);
-  const double factor = step.clip_norm / (trace.gradient_norm + 1e-6);
-  if (step.clip_norm != 0 && factor < 1)
-    for (at::Tensor& g : gradients) g = g * factor;
-  size_t next = 0;
-  for (const auto& [name, value] : parameters_)
-    if (!frozen.contains(name)) trace.gradients.emplace_back(name, gradients[next++]);
-  parameters_ = optimizer_.update(parameters_, trace.gradients, step.lr_factor);
-}
-
 Trace train(const Run& run, at::ScalarType dtype) {
-  Trainer trainer(run, dtype);
+  Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype);
   Trace trace;
   for (const Step& step : run.steps) trace.push_back(trainer.step(step));
   return trace;

@@ -1,12 +1,9 @@
 // The golden run, one step at a time.
 #pragma once
 
-#include <set>
-#include <string>
-#include <vector>
-
 #include "golden/golden.h"
 #include "golden/optimizer.h"
+#include "golden/sums.h"
 
 namespace golden {
 
@@ -14,24 +11,36 @@ namespace golden {
 // as they come. Every tensor of a StepTrace is final: later steps make new ones.
 class Trainer {
  public:
-  // Of the run everything but its steps; parameters are copied. Throws std::invalid_argument as `train` does.
-  explicit Trainer(const Run& run, at::ScalarType dtype = at::kFloat);
+  // `parameters` are copied. Throws std::invalid_argument as `train` does.
+  Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision = {},
+          LossScaling scaling = {}, at::ScalarType dtype = at::kFloat);
 
   StepTrace step(const Step& step);
 
   const Named& parameters() const { return parameters_; }
 
  private:
-  void update(const Step& step, const std::set<std::string>& frozen, std::vector<at::Tensor> gradients, StepTrace& trace);
+  struct Collected;  // what a step's forwards and backwards need and leave
+
+  // Gradients of one microbatch, in the order of the trained parameters.
+  Tensors gradients(Collected& collected, size_t round, size_t rank) const;
+  // A rank's sum over rounds [begin, end).
+  Tensors local_sum(Collected& collected, size_t begin, size_t end, size_t rank) const;
+  // Their sum over all microbatches in the prescribed order, before any final division.
+  Tensors summed_gradients(Collected& collected) const;
+  Tensors canonical_gradients(Collected& collected) const;
+
+  // Adapts the scale to whether this step's gradients are finite.
+  void adapt_scale(bool finite);
 
   Model model_;
   SumOrder order_;
   Precision precision_;
-  at::ScalarType dtype_;
+  LossScaling scaling_;
+  at::ScalarType main_;  // dtype of parameters, optimizer state and losses
   Named parameters_;
   OptimizerState optimizer_;
-  LossScaling scaling_;
-  double loss_scale_ = 0;
+  double loss_scale_;
   int64_t good_steps_ = 0;
 };
 

@@ -16,8 +16,7 @@ namespace {
 }
 
 std::string shape_of(const at::Tensor& t) {
-  return t.defined() ? fmt::format("{} [{}]", c10::toString(t.scalar_type()), fmt::join(t.sizes(), ", "))
-                     : "nothing";
+  return t.defined() ? fmt::format("{} [{}]", c10::toString(t.scalar_type()), fmt::join(t.sizes(), ", ")) : "nothing";
 }
 
 void require_tokens(const at::Tensor& tokens, int64_t vocab, const char* what) {
@@ -28,76 +27,85 @@ void require_tokens(const at::Tensor& tokens, int64_t vocab, const char* what) {
       refuse(fmt::format("{} token {} is {}, expected 0 to vocab - 1 = {}", what, i, data[i], vocab - 1));
 }
 
-// Input [B, in...] and target [B, out...] with the same B.
-void require_data(const char* model, const std::vector<int64_t>& in, const std::vector<int64_t>& out, const Microbatch& data) {
-  const auto fits = [](const at::Tensor& t, const std::vector<int64_t>& rest) {
-    return t.defined() && at::isFloatingType(t.scalar_type()) && t.dim() == std::ssize(rest) + 1 && t.size(0) > 0 &&
-           t.sizes().slice(1) == at::IntArrayRef(rest);
-  };
-  if (!fits(data.input, in) || !fits(data.target, out) || data.input.size(0) != data.target.size(0))
-    refuse(fmt::format("{} data: expected floating input [B, {}] and target [B, {}] with B >= 1, got {} and {}", model,
-                       fmt::join(in, ", "), fmt::join(out, ", "), shape_of(data.input), shape_of(data.target)));
-}
-
 void require_gpt_data(const Gpt& gpt, const at::Tensor& input, const at::Tensor& target) {
   const auto fits = [&](const at::Tensor& t) {
-    return t.defined() && t.scalar_type() == at::kLong && t.dim() == 2 && t.numel() > 0 &&
-           t.size(1) <= gpt.positions;
+    return t.defined() && t.scalar_type() == at::kLong && t.dim() == 2 && t.numel() > 0 && t.size(1) <= gpt.positions;
   };
   if (!fits(input) || !fits(target) || input.sizes() != target.sizes())
-    refuse(fmt::format(
-        "gpt data: expected int64 input and target [B, T] with B >= 1 and 1 <= T <= positions = {}, got {} "
-        "and {}",
-        gpt.positions, shape_of(input), shape_of(target)));
+    refuse(
+        fmt::format("gpt data: expected int64 input and target [B, T] with B >= 1 and 1 <= T <= positions = {}, got {} "
+                    "and {}",
+                    gpt.positions, shape_of(input), shape_of(target)));
   require_tokens(input, gpt.vocab, "input");
   require_tokens(target, gpt.vocab, "target");
+}
+
+// Floating input and target [B, <sizes>].
+void require_floating_data(const char* kind, const std::vector<int64_t>& input_sizes, const std::vector<int64_t>& target_sizes,
+                           const Microbatch& m) {
+  const auto fits = [&](const at::Tensor& t, const std::vector<int64_t>& sizes) {
+    return t.defined() && at::isFloatingType(t.scalar_type()) && t.dim() > 0 && t.size(0) > 0 &&
+           t.sizes().slice(1) == at::IntArrayRef(sizes);
+  };
+  if (!fits(m.input, input_sizes) || !fits(m.target, target_sizes) || m.input.size(0) != m.target.size(0))
+    refuse(fmt::format("{} data: expected floating input [B, {}] and target [B, {}] with B >= 1, got {} and {}", kind,
+                       fmt::join(input_sizes, ", "), fmt::join(target_sizes, ", "), shape_of(m.input), shape_of(m.target)));
+}
+
+void require_widths(const char* what, const std::vector<int64_t>& widths) {
+  if (widths.size() < 2 || *std::min_element(widths.begin(), widths.end()) < 1)
+    refuse(fmt::format("{}: expected at least two, each at least 1, got [{}]", what, fmt::join(widths, ", ")));
+}
+
+void require_gpt(const Gpt& gpt) {
+  if (gpt.layers < 0 || gpt.hidden < 1 || gpt.heads < 1 || gpt.vocab < 1 || gpt.positions < 1)
+    refuse(
+        fmt::format("gpt: expected layers >= 0 and hidden, heads, vocab, positions >= 1, got layers={} hidden={} "
+                    "heads={} vocab={} positions={}",
+                    gpt.layers, gpt.hidden, gpt.heads, gpt.vocab, gpt.positions));
+  if (gpt.hidden % gpt.heads != 0)
+    refuse(fmt::format("gpt: hidden {} is not divisible by heads {}; choose heads that divide it", gpt.hidden, gpt.heads));
+}
+
+void require_conv(const Conv& conv) {
+  require_widths("conv channels", conv.channels);
+  if (conv.kernel < 1 || conv.kernel % 2 == 0 || conv.size < 1 || conv.classes < 1)
+    refuse(fmt::format("conv: expected an odd kernel and size, classes >= 1, got kernel={} size={} classes={}", conv.kernel,
+                       conv.size, conv.classes));
+}
+
+void require_odd(const Odd& odd) {
+  if (odd.width < 1 || odd.calls < 1 || odd.calls > 3)
+    refuse(fmt::format("odd: expected width >= 1 and 1 to 3 calls, got width={} calls={}", odd.width, odd.calls));
 }
 
 }  // namespace
 
 void require_valid(const Model& model) {
-  if (model.kind == Model::Kind::conv) {
-    const Conv& c = model.conv;
-    if (c.channels.size() < 2 || *std::min_element(c.channels.begin(), c.channels.end()) < 1 || c.kernel < 1 ||
-        c.kernel % 2 == 0 || c.size < 1 || c.classes < 1)
-      refuse(fmt::format(
-          "conv: expected two or more channels, each at least 1, an odd kernel, and size and classes >= 1, got channels "
-          "[{}] kernel={} size={} classes={}",
-          fmt::join(c.channels, ", "), c.kernel, c.size, c.classes));
-    return;
+  switch (model.kind) {
+    case Model::Kind::mlp:
+      return require_widths("mlp widths", model.mlp.widths);
+    case Model::Kind::gpt:
+      return require_gpt(model.gpt);
+    case Model::Kind::conv:
+      return require_conv(model.conv);
+    case Model::Kind::odd:
+      return require_odd(model.odd);
   }
-  if (model.kind == Model::Kind::odd) {
-    if (model.odd.width < 1 || model.odd.calls < 1 || model.odd.calls > 3)
-      refuse(fmt::format("odd: expected width >= 1 and calls 1 to 3, got width={} calls={}", model.odd.width, model.odd.calls));
-    return;
-  }
-  if (model.kind == Model::Kind::mlp) {
-    const auto& widths = model.mlp.widths;
-    if (widths.size() < 2 || *std::min_element(widths.begin(), widths.end()) < 1)
-      refuse(fmt::format("mlp widths: expected at least two, each at least 1, got [{}]",
-                         fmt::join(widths, ", ")));
-    return;
-  }
-  const Gpt& gpt = model.gpt;
-  if (gpt.layers < 0 || gpt.hidden < 1 || gpt.heads < 1 || gpt.vocab < 1 || gpt.positions < 1)
-    refuse(fmt::format(
-        "gpt: expected layers >= 0 and hidden, heads, vocab, positions >= 1, got layers={} hidden={} "
-        "heads={} vocab={} positions={}",
-        gpt.layers, gpt.hidden, gpt.heads, gpt.vocab, gpt.positions));
-  if (gpt.hidden % gpt.heads != 0)
-    refuse(fmt::format("gpt: hidden {} is not divisible by heads {}; choose heads that divide it", gpt.hidden,
-                       gpt.heads));
+  refuse("unknown model");
 }
 
-void require_valid(const Model& model, const Microbatch& microbatch) {
+void require_valid(const Model& model, const Microbatch& m) {
   switch (model.kind) {
-    case Model::Kind::gpt: return require_gpt_data(model.gpt, microbatch.input, microbatch.target);
     case Model::Kind::mlp:
-      return require_data("mlp", {model.mlp.widths.front()}, {model.mlp.widths.back()}, microbatch);
+      return require_floating_data("mlp", {model.mlp.widths.front()}, {model.mlp.widths.back()}, m);
+    case Model::Kind::gpt:
+      return require_gpt_data(model.gpt, m.input, m.target);
     case Model::Kind::conv:
-      return require_data("conv", {model.conv.channels.front(), model.conv.size, model.conv.size}, {model.conv.classes},
-                          microbatch);
-    case Model::Kind::odd: return require_data("odd", {model.odd.width}, {model.odd.width}, microbatch);
+      return require_floating_data("conv", {model.conv.channels.front(), model.conv.size, model.conv.size},
+                                   {model.conv.classes}, m);
+    case Model::Kind::odd:
+      return require_floating_data("odd", {model.odd.width}, {model.odd.width}, m);
   }
 }
 
@@ -108,10 +116,9 @@ void require_valid(const Model& model, const Named& parameters) {
   for (size_t i = 0; i < shapes.size(); ++i) {
     const auto& [name, shape] = shapes[i];
     const auto& [given, value] = parameters[i];
-    if (given != name || !value.defined() || value.scalar_type() != at::kFloat ||
-        value.sizes() != at::IntArrayRef(shape))
-      refuse(fmt::format("parameter {}: expected {} Float [{}], got {} {}", i, name, fmt::join(shape, ", "),
-                         given, shape_of(value)));
+    if (given != name || !value.defined() || value.scalar_type() != at::kFloat || value.sizes() != at::IntArrayRef(shape))
+      refuse(fmt::format("parameter {}: expected {} Float [{}], got {} {}", i, name, fmt::join(shape, ", "), given,
+                         shape_of(value)));
   }
 }
 
@@ -124,16 +131,24 @@ void require_valid(const Model& model, const Step& step) {
                          step.microbatches[k].size(), step.microbatches.front().size()));
     for (const Microbatch& microbatch : step.microbatches[k]) require_valid(model, microbatch);
   }
-  if (!(step.divide > 0) || !std::isfinite(step.divide))
-    refuse(fmt::format("divide: expected a finite number above 0, got {}", step.divide));
-  if (!(step.divide_before > 0) || !std::isfinite(step.divide_before))
-    refuse(fmt::format("divide_before: expected a finite number above 0, got {}", step.divide_before));
   if (!step.reduce_after.empty() && step.reduce_after.size() != step.microbatches.size())
-    refuse(
-        fmt::format("reduce_after: expected nothing or {} rounds, got {}", step.microbatches.size(), step.reduce_after.size()));
+    refuse(fmt::format("reduce_after: expected nothing or one of each of {} rounds, got {}", step.microbatches.size(),
+                       step.reduce_after.size()));
+  const auto require_divisor = [](const char* what, double divisor) {
+    if (!(divisor > 0) || !std::isfinite(divisor))
+      refuse(fmt::format("{}: expected a finite number above 0, got {}", what, divisor));
+  };
+  require_divisor("divide", step.divide);
+  require_divisor("divide_before", step.divide_before);
+  if (!(step.clip_norm >= 0)) refuse(fmt::format("clip_norm: expected at least 0, got {}", step.clip_norm));
   if (step.norm_order != 1 && step.norm_order != 2 && step.norm_order != INFINITY)
     refuse(fmt::format("norm_order: expected 1, 2 or infinity, got {}", step.norm_order));
-  if (!(step.clip_norm >= 0)) refuse(fmt::format("clip_norm: expected at least 0, got {}", step.clip_norm));
+  if (!(step.lr_factor >= 0) || !std::isfinite(step.lr_factor))
+    refuse(fmt::format("lr_factor: expected a finite number >= 0, got {}", step.lr_factor));
+  const auto shapes = parameter_shapes(model);
+  for (const std::string& name : step.frozen)
+    if (std::none_of(shapes.begin(), shapes.end(), [&](const auto& shape) { return shape.first == name; }))
+      refuse(fmt::format("frozen: the model has no parameter {}", name));
 }
 
 void require_valid(const Optimizer& o) {
@@ -142,18 +157,63 @@ void require_valid(const Optimizer& o) {
   };
   require(std::isfinite(o.lr) && o.lr >= 0, "a finite lr >= 0", o.lr);
   require(std::isfinite(o.weight_decay) && o.weight_decay >= 0, "a finite weight_decay >= 0", o.weight_decay);
-  require(std::isfinite(o.momentum) && o.momentum >= 0, "a finite momentum >= 0", o.momentum);
-  require(!o.nesterov || o.momentum > 0, "a momentum above 0 with nesterov", o.momentum);
-  if (o.kind == Optimizer::Kind::sgd) return;
+  for (const Optimizer::Group& group : o.groups) {
+    require(std::isfinite(group.lr_factor) && group.lr_factor >= 0, "a finite lr_factor >= 0", group.lr_factor);
+    require(std::isfinite(group.decay_factor) && group.decay_factor >= 0, "a finite decay_factor >= 0", group.decay_factor);
+  }
+  if (o.kind == Optimizer::Kind::sgd || o.kind == Optimizer::Kind::muon)
+    require(std::isfinite(o.momentum) && o.momentum >= 0, "a finite momentum >= 0", o.momentum);
+  if (o.kind == Optimizer::Kind::sgd) {
+    require(!o.nesterov || o.momentum > 0, "a momentum above 0 with nesterov", o.momentum);
+    return;
+  }
   require(o.beta1 >= 0 && o.beta1 < 1, "0 <= beta1 < 1", o.beta1);
   require(o.beta2 >= 0 && o.beta2 < 1, "0 <= beta2 < 1", o.beta2);
   require(std::isfinite(o.eps) && o.eps >= 0, "a finite eps >= 0", o.eps);
 }
 
+void require_valid(const SumOrder& order) {
+  if (order.shards < 1 || order.replicas < 1)
+    refuse(fmt::format("order: expected shards and replicas >= 1, got {} and {}", order.shards, order.replicas));
+}
+
+void require_valid(const SumOrder& order, const Step& step) {
+  const auto ranks = static_cast<int64_t>(step.microbatches.front().size());
+  if (!order.canonical && order.shards * order.replicas != ranks)
+    refuse(fmt::format("order: {} shards times {} replicas are not the {} ranks of the step", order.shards, order.replicas,
+                       ranks));
+  if (order.canonical && step.divide_before != 1)
+    refuse(fmt::format("divide_before: canonical sums are of integers, which cannot be divided before; got {}, use divide",
+                       step.divide_before));
+}
+
+void require_valid(const Precision& precision) {
+  const auto require = [](const char* what, at::ScalarType dtype) {
+    if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf)
+      refuse(fmt::format("precision: {}: expected Float, BFloat16 or Half, got {}", what, c10::toString(dtype)));
+  };
+  require("compute", precision.compute);
+  require("gradient", precision.gradient);
+  require("reduce", precision.reduce);
+}
+
+void require_valid(const LossScaling& scaling) {
+  if (!(scaling.initial >= 0) || !std::isfinite(scaling.initial))
+    refuse(fmt::format("loss scaling: expected a finite initial >= 0, got {}", scaling.initial));
+  if (scaling.growth_interval < 1)
+    refuse(fmt::format("loss scaling: expected a growth_interval of at least 1, got {}", scaling.growth_interval));
+}
+
 void require_valid(const Run& run) {
   require_valid(run.model, run.parameters);
   require_valid(run.optimizer);
-  for (const Step& step : run.steps) require_valid(run.model, step);
+  require_valid(run.order);
+  require_valid(run.precision);
+  require_valid(run.scaling);
+  for (const Step& step : run.steps) {
+    require_valid(run.model, step);
+    require_valid(run.order, step);
+  }
 }
 
 }  // namespace golden

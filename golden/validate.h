@@ -13,6 +13,11 @@ void require_valid(const Model& model, const Named& parameters);
 void require_valid(const Model& model, const Microbatch& microbatch);
 void require_valid(const Model& model, const Step& step);
 void require_valid(const Optimizer& optimizer);
+void require_valid(const SumOrder& order);
+// That the step has the ranks which the order wants.
+void require_valid(const SumOrder& order, const Step& step);
+void require_valid(const Precision& precision);
+void require_valid(const LossScaling& scaling);
 void require_valid(const Run& run);
 
 }  // namespace golden

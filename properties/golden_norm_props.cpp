@@ -82,8 +82,7 @@ RC_GTEST_PROP(GoldenNorm, does_not_depend_on_order_or_cuts, ()) {
   std::shuffle(values.begin(), values.end(), std::mt19937_64(*rc::gen::arbitrary<uint64_t>()));
   const at::Tensor all = at::tensor(values);
   const int64_t cut = draw(0, all.numel());
-  RC_ASSERT(golden::sum_of_squares({all.narrow(0, 0, cut), all.narrow(0, cut, all.numel() - cut)}) ==
-            expected);
+  RC_ASSERT(golden::sum_of_squares({all.narrow(0, 0, cut), all.narrow(0, cut, all.numel() - cut)}) == expected);
 }
 
 TEST(GoldenNorm, ties_go_to_even_and_the_smallest_rest_breaks_them) {
@@ -94,10 +93,8 @@ TEST(GoldenNorm, ties_go_to_even_and_the_smallest_rest_breaks_them) {
   EXPECT_EQ(by_golden({rest, half, big, half}), 0x1p54 + 4);
   EXPECT_EQ(by_golden({big, 2 * half, half, half}), 0x1p54 + 8);  // 2^54 + 6, the even one is above
   EXPECT_EQ(by_golden({big, 2 * half, half, 0.5f}), 0x1p54 + 4);
-  for (const std::vector<float>& values : {std::vector<float>{big, half, half},
-                                           {big, half, half, rest},
-                                           {big, 2 * half, half, half},
-                                           {big, 2 * half, half, 0.5f}})
+  for (const std::vector<float>& values :
+       {std::vector<float>{big, half, half}, {big, half, half, rest}, {big, 2 * half, half, half}, {big, 2 * half, half, 0.5f}})
     EXPECT_EQ(by_golden(values), by_integers(values));
 }
 
@@ -108,14 +105,12 @@ TEST(GoldenNorm, exact_sums_of_either_sign_round_once) {
   EXPECT_EQ(sum.rounded(), 0x1p-53);
   for (const double term : {-0x1p-53, -0x1p-300}) sum.add(term);
   EXPECT_EQ(sum.rounded(), 0);
-  for (const double term : {1.0, -0x1p-54, -0x1p-300})
-    sum.add(term);  // just below the tie between 1 and 1 - 2^-53
+  for (const double term : {1.0, -0x1p-54, -0x1p-300}) sum.add(term);  // just below the tie between 1 and 1 - 2^-53
   EXPECT_EQ(sum.rounded(), 1 - 0x1p-53);
 }
 
 TEST(GoldenNorm, extremes_and_what_is_not_finite) {
-  const float largest = std::numeric_limits<float>::max(),
-              smallest = std::numeric_limits<float>::denorm_min();
+  const float largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::denorm_min();
   const std::vector<float> both{largest, smallest, largest};
   EXPECT_EQ(by_golden(both), by_integers(both));
   EXPECT_EQ(by_golden({smallest}), 0x1p-298);

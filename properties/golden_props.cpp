@@ -26,29 +26,26 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 
 bool same_bits(const golden::Named& a, const golden::Named& b) {
   bool same = a.size() == b.size();
-  for (size_t i = 0; same && i < a.size(); ++i)
-    same = a[i].first == b[i].first && same_bits(a[i].second, b[i].second);
+  for (size_t i = 0; same && i < a.size(); ++i) same = a[i].first == b[i].first && same_bits(a[i].second, b[i].second);
   return same;
 }
 
 bool same_bits(const golden::StepTrace& a, const golden::StepTrace& b) {
-  bool same = a.losses == b.losses && a.gradient_norm == b.gradient_norm &&
-              a.state.size() == b.state.size() && same_bits(a.gradients, b.gradients) &&
-              same_bits(a.parameters, b.parameters);
+  bool same = a.losses == b.losses && a.gradient_norm == b.gradient_norm && a.state.size() == b.state.size() &&
+              same_bits(a.gradients, b.gradients) && same_bits(a.parameters, b.parameters);
   for (size_t i = 0; same && i < a.state.size(); ++i) same = same_bits(a.state[i].second, b.state[i].second);
   return same;
 }
 
 bool same_bits(const golden::Trace& a, const golden::Trace& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& x, const auto& y) { return same_bits(x, y); });
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) { return same_bits(x, y); });
 }
 
 // The run with one step of the one microbatch, nothing divided and nothing clipped.
 golden::StepTrace alone(const golden::Run& run, const golden::Microbatch& microbatch) {
   golden::Run single = run;
-  single.steps = {step_of({{microbatch}})};
-  set_order(single, true);
+  single.order = {};
+  single.steps = {{.microbatches = {{microbatch}}}};
   return golden::train(single).front();
 }
 
@@ -58,12 +55,11 @@ Floats plus(Floats a, const Floats& b) {
 }
 
 // Sum over [k][i] of parameter p's gradients; both orders written out.
-Floats expected_sum(const std::vector<std::vector<golden::StepTrace>>& parts, size_t p,
-                    bool rounds_first) {
+Floats expected_sum(const std::vector<std::vector<golden::StepTrace>>& parts, size_t p, bool reduces_each_round) {
   const auto part = [&](size_t k, size_t i) { return floats(parts[k][i].gradients[p].second); };
   const size_t rounds = parts.size(), ranks = parts.front().size();
   Floats sum;
-  if (rounds_first) {
+  if (!reduces_each_round) {
     for (size_t i = 0; i < ranks; ++i) {
       Floats rank = part(0, i);
       for (size_t k = 1; k < rounds; ++k) rank = plus(rank, part(k, i));
@@ -96,7 +92,7 @@ RC_GTEST_PROP(Golden, gradients_are_summed_in_the_order_named_then_divided_then_
   const double factor = step.clip_norm / (trace.gradient_norm + 1e-6);
   long double squares = 0;
   for (size_t p = 0; p < run.parameters.size(); ++p) {
-    Floats expected = expected_sum(parts, p, step.reduce_after.empty());
+    Floats expected = expected_sum(parts, p, !step.reduce_after.empty());
     for (float& g : expected) {
       g = g / static_cast<float>(step.divide);
       squares += static_cast<long double>(g) * g;
@@ -104,8 +100,7 @@ RC_GTEST_PROP(Golden, gradients_are_summed_in_the_order_named_then_divided_then_
     }
     RC_ASSERT(same_bits(trace.gradients[p].second, expected));
   }
-  RC_ASSERT(std::abs(trace.gradient_norm - std::sqrt(static_cast<double>(squares))) <=
-            2e-16 * trace.gradient_norm);
+  RC_ASSERT(std::abs(trace.gradient_norm - std::sqrt(static_cast<double>(squares))) <= 2e-16 * trace.gradient_norm);
 }
 
 RC_GTEST_PROP(Golden, with_one_round_or_one_rank_both_orders_are_one, ()) {
@@ -116,9 +111,10 @@ RC_GTEST_PROP(Golden, with_one_round_or_one_rank_both_orders_are_one, ()) {
     if (!one_round)
       for (auto& round : step.microbatches) round.resize(1);
   }
-  set_order(run, true);
+  if (!one_round) run.order.shards = 1;
+  reduce(run, When::last_round);
   const golden::Trace a = golden::train(run);
-  set_order(run, false);
+  reduce(run, When::each_round);
   RC_ASSERT(same_bits(a, golden::train(run)));
 }
 
@@ -130,12 +126,11 @@ TEST(Golden, with_three_rounds_of_three_ranks_the_orders_differ) {
   run.steps.emplace_back();
   for (int k = 0; k < 3; ++k) {
     run.steps[0].microbatches.emplace_back();
-    for (int i = 0; i < 3; ++i)
-      run.steps[0].microbatches[k].push_back({tensors.normal({4, 7}), tensors.normal({4, 3}), 1});
+    for (int i = 0; i < 3; ++i) run.steps[0].microbatches[k].push_back({tensors.normal({4, 7}), tensors.normal({4, 3}), 1});
   }
-  set_order(run, true);
+  run.order.shards = 3;
   const golden::Trace a = golden::train(run);
-  set_order(run, false);
+  reduce(run, When::each_round);
   EXPECT_FALSE(same_bits(a, golden::train(run)));
 }
 
@@ -160,12 +155,10 @@ struct Element {
     p = p * static_cast<float>(1 - o.lr * o.weight_decay);
     const float kept_m = static_cast<float>(o.beta1) * m, new_m = static_cast<float>(1 - o.beta1) * g;
     m = kept_m + new_m;
-    const float kept_v = static_cast<float>(o.beta2) * v, square = g * g,
-                new_v = static_cast<float>(1 - o.beta2) * square;
+    const float kept_v = static_cast<float>(o.beta2) * v, square = g * g, new_v = static_cast<float>(1 - o.beta2) * square;
     v = kept_v + new_v;
     const float root = std::sqrt(v);
-    const float corrected =
-        root / static_cast<float>(std::sqrt(1 - std::pow(o.beta2, static_cast<double>(t))));
+    const float corrected = root / static_cast<float>(std::sqrt(1 - std::pow(o.beta2, static_cast<double>(t))));
     const float below = corrected + static_cast<float>(o.eps);
     const float ratio = m / below;
     const float change = static_cast<float>(o.lr / (1 - std::pow(o.beta1, static_cast<double>(t)))) * ratio;
@@ -190,8 +183,7 @@ RC_GTEST_PROP(Golden, the_update_is_the_formula_of_the_header_one_operation_at_a
       const Floats g = floats(trace[s].gradients[p].second);
       Floats parameters, m, v;
       for (size_t e = 0; e < elements.size(); ++e) {
-        adamw ? elements[e].adamw(run.optimizer, static_cast<int64_t>(s) + 1, g[e])
-              : elements[e].sgd(run.optimizer, g[e]);
+        adamw ? elements[e].adamw(run.optimizer, static_cast<int64_t>(s) + 1, g[e]) : elements[e].sgd(run.optimizer, g[e]);
         parameters.push_back(elements[e].p), m.push_back(elements[e].m), v.push_back(elements[e].v);
       }
       RC_ASSERT(same_bits(trace[s].parameters[p].second, parameters));
@@ -210,7 +202,7 @@ RC_GTEST_PROP(Golden, a_trainer_step_by_step_is_the_run_and_touches_nothing_give
   golden::Named given;
   for (const auto& [name, value] : run.parameters) given.emplace_back(name, value.clone());
   const golden::Trace trace = golden::train(run);
-  golden::Trainer trainer(run);
+  golden::Trainer trainer(run.model, run.optimizer, run.parameters, run.order);
   golden::Trace stepped;
   for (const golden::Step& step : run.steps) stepped.push_back(trainer.step(step));
   RC_ASSERT(same_bits(trace, stepped));  // also: a later step left the traces of earlier ones alone
@@ -231,9 +223,10 @@ TEST(Golden, a_negative_zero_gradient_stays_negative) {
       const at::Tensor single = alone(run, tiny).gradients[0].second;
       ASSERT_TRUE(at::all(single == 0).item<bool>());
       negative_zeros += at::signbit(single).sum().item<int64_t>();
-      run.steps = {step_of({{tiny, tiny}, {tiny, tiny}})};
-      for (const bool rounds_first : {true, false}) {
-        set_order(run, rounds_first);
+      run.steps = {{.microbatches = {{tiny, tiny}, {tiny, tiny}}}};
+      run.order.shards = 2;
+      for (const auto when : {When::last_round, When::each_round}) {
+        reduce(run, when);
         EXPECT_TRUE(same_bits(golden::train(run)[0].gradients[0].second, single));
       }
     }
@@ -246,7 +239,7 @@ TEST(Golden, tied_weights_are_one_parameter_with_the_gradient_of_both_uses) {
   tied.model.kind = golden::Model::Kind::gpt;
   tied.model.gpt = {.layers = 1, .hidden = 6, .heads = 2, .vocab = 7, .positions = 4, .tied = true};
   tied.parameters = random_parameters(tied.model, tensors);
-  tied.steps = {step_of({{{tensors.tokens({2, 4}, 7), tensors.tokens({2, 4}, 7), 1}}})};
+  tied.steps = {{.microbatches = {{{tensors.tokens({2, 4}, 7), tensors.tokens({2, 4}, 7), 1}}}}};
   golden::Run untied = tied;
   untied.model.gpt.tied = false;
   untied.parameters.emplace_back("lm_head.weight", tied.parameters[0].second);
@@ -263,9 +256,8 @@ TEST(Golden, one_token_through_no_layers_costs_log_vocab_times_weight) {
   golden::Run run;
   run.model.kind = golden::Model::Kind::gpt;
   run.model.gpt = {.layers = 0, .hidden = 1, .heads = 1, .vocab = 5, .positions = 1};
-  for (const auto& [name, shape] : golden::parameter_shapes(run.model))
-    run.parameters.emplace_back(name, at::zeros(shape));
-  run.steps = {step_of({{{at::zeros({1, 1}, at::kLong), at::zeros({1, 1}, at::kLong), 0.5}}})};
+  for (const auto& [name, shape] : golden::parameter_shapes(run.model)) run.parameters.emplace_back(name, at::zeros(shape));
+  run.steps = {{.microbatches = {{{at::zeros({1, 1}, at::kLong), at::zeros({1, 1}, at::kLong), 0.5}}}}};
   EXPECT_NEAR(golden::train(run)[0].losses[0][0], std::log(5.0) / 2, 1e-7);
 }
 
@@ -273,7 +265,7 @@ TEST(Golden, not_a_number_is_carried_on) {
   golden::Run run;
   run.model.mlp.widths = {2, 1};
   run.parameters = {{"layers.0.weight", at::ones({1, 2})}, {"layers.0.bias", at::zeros({1})}};
-  run.steps = {step_of({{{at::full({1, 2}, NAN), at::zeros({1, 1}), 1}}}, 1)};
+  run.steps = {{.microbatches = {{{at::full({1, 2}, NAN), at::zeros({1, 1}), 1}}}, .clip_norm = 1}};
   const golden::StepTrace step = golden::train(run).front();
   EXPECT_TRUE(std::isnan(step.losses[0][0]));
   EXPECT_TRUE(std::isnan(step.gradient_norm));
@@ -292,7 +284,7 @@ RC_GTEST_PROP(Golden, where_the_data_lies_does_not_matter, ()) {
   for (auto& [name, value] : run.parameters) value = pick({true, false}) ? elsewhere(value) : strided(value);
   for (golden::Step& step : run.steps)
     for (auto& round : step.microbatches)
-      for (golden::Microbatch& m : round) m = {elsewhere(m.input), strided(m.target), m.weight};
+      for (golden::Microbatch& m : round) m = {elsewhere(m.input), strided(m.target), m.weight, m.branch};
   RC_ASSERT(same_bits(trace, golden::train(run)));
 }
 
@@ -334,7 +326,7 @@ golden::Run gpt_run() {
   Tensors tensors(1);
   run.model.kind = golden::Model::Kind::gpt;
   run.parameters = random_parameters(run.model, tensors);
-  run.steps = {step_of({{{tensors.tokens({2, 3}, 16), tensors.tokens({2, 3}, 16), 1}}})};
+  run.steps = {{.microbatches = {{{tensors.tokens({2, 3}, 16), tensors.tokens({2, 3}, 16), 1}}}}};
   return run;
 }
 

@@ -22,8 +22,7 @@ constexpr double kDisturbance = 3e-7, kRoundings = 2000, kUnitRoundoff = 0x1p-53
 // How far traces of this run may be apart.
 double apart_max(golden::Run run, const golden::Trace& trace) {
   Tensors tensors(0);
-  for (auto& [name, value] : run.parameters)
-    value = value * (1 + kDisturbance * tensors.normal(value.sizes()));
+  for (auto& [name, value] : run.parameters) value = value * (1 + kDisturbance * tensors.normal(value.sizes()));
   const double moved = Widest(trace, golden::train(run, at::kDouble)).apart;
   RC_PRE(moved < 0.01);  // a run this sensitive proves nothing
   return kRoundings * kUnitRoundoff * moved / kDisturbance;
@@ -45,22 +44,52 @@ RC_GTEST_PROP(GoldenPython, a_gpt_trains_as_in_pytorch, ()) {
   agree(random_run(random_gpt()));
 }
 
+golden::Optimizer::Kind known_to_torch() {
+  using enum golden::Optimizer::Kind;
+  return pick({sgd, adam, adamw});
+}
+
+RC_GTEST_PROP(GoldenPython, convolutions_train_as_in_pytorch, ()) {
+  agree(random_family_run(random_conv(), known_to_torch()));
+}
+
+RC_GTEST_PROP(GoldenPython, odd_parameters_train_as_in_pytorch, ()) {
+  agree(random_family_run(random_odd(), known_to_torch()));
+}
+
+RC_GTEST_PROP(GoldenPython, groups_frozen_parameters_replicas_and_other_norms_train_as_in_pytorch, ()) {
+  agree(random_family_run(pick({true, false}) ? random_mlp() : random_gpt(), known_to_torch()));
+}
+
+TEST(GoldenPython, what_the_oracle_does_not_know_it_refuses) {
+  const auto refuses = [](auto change) {
+    golden::Run run = one_microbatch_run();
+    EXPECT_TRUE(golden::oracle_supports(run));
+    change(run);
+    EXPECT_FALSE(golden::oracle_supports(run));
+    EXPECT_THROW(golden::train_in_python(run), std::invalid_argument);
+  };
+  refuses([](golden::Run& run) { run.optimizer.kind = golden::Optimizer::Kind::lion; });
+  refuses([](golden::Run& run) { run.optimizer.kind = golden::Optimizer::Kind::muon; });
+  refuses([](golden::Run& run) { run.precision.compute = at::kBFloat16; });
+  refuses([](golden::Run& run) { run.precision.reduce = at::kHalf; });
+  refuses([](golden::Run& run) { run.scaling.initial = 4; });
+}
+
 // The comparison above has teeth: it tells a run from one in which a single number is off by a millionth.
 RC_GTEST_PROP(GoldenPython, a_millionth_more_of_any_number_is_seen, ()) {
   golden::Run run = random_run(random_mlp());
   run.optimizer.weight_decay = 0.3;
   run.optimizer.beta1 = 0.9;
   run.optimizer.momentum = 0.9;
-  run.steps.push_back(
-      run.steps.front());  // two steps at least: the first one does not see beta1 and momentum
+  run.steps.push_back(run.steps.front());  // two steps at least: the first one does not see beta1 and momentum
   for (golden::Step& step : run.steps) step.clip_norm = 1e-3, step.divide = 3;
   const golden::Trace trace = golden::train_in_python(run);
   RC_PRE(trace.back().gradient_norm > 0.01);
   const double bound = apart_max(run, trace);
 
   golden::Optimizer& o = run.optimizer;
-  std::vector<double*> numbers = {&o.lr, &o.weight_decay, &run.steps[0].clip_norm,
-                                  &run.steps[0].microbatches[0][0].weight};
+  std::vector<double*> numbers = {&o.lr, &o.weight_decay, &run.steps[0].clip_norm, &run.steps[0].microbatches[0][0].weight};
   if (o.kind == golden::Optimizer::Kind::sgd)
     numbers.push_back(&o.momentum);
   else
@@ -78,7 +107,7 @@ TEST(GoldenPython, loading_pytorch_changes_no_bit_of_the_cpp_reference) {
   run.model.gpt = {.layers = 2, .hidden = 12, .heads = 3, .vocab = 11, .positions = 9};
   run.parameters = random_parameters(run.model, tensors);
   run.optimizer.kind = golden::Optimizer::Kind::adamw;
-  run.steps.push_back(step_of({{{tensors.tokens({3, 9}, 11), tensors.tokens({3, 9}, 11), 0.5}}}, 0.1));
+  run.steps.push_back({.microbatches = {{{tensors.tokens({3, 9}, 11), tensors.tokens({3, 9}, 11), 0.5}}}, .clip_norm = 0.1});
   run.steps.push_back(run.steps.front());
 
   const golden::Trace before = golden::train(run);
@@ -87,8 +116,7 @@ TEST(GoldenPython, loading_pytorch_changes_no_bit_of_the_cpp_reference) {
   const double expected = at::rand({}, at::kDouble).item<double>();
   shared.set_current_seed(5);
   golden::train_in_python(run);
-  EXPECT_EQ(at::rand({}, at::kDouble).item<double>(), expected)
-      << "the oracle drew from the process' random generator";
+  EXPECT_EQ(at::rand({}, at::kDouble).item<double>(), expected) << "the oracle drew from the process' random generator";
   EXPECT_EQ(at::get_num_threads(), 1);
 
   const golden::Trace after = golden::train(run);
@@ -99,20 +127,11 @@ TEST(GoldenPython, loading_pytorch_changes_no_bit_of_the_cpp_reference) {
     }
 }
 
-golden::Run small_run(uint64_t seed) {
-  Tensors tensors(seed);
-  golden::Run run;
-  run.model.mlp.widths = {3, 5, 2};
-  run.parameters = random_parameters(run.model, tensors);
-  run.steps.push_back(step_of({{{tensors.normal({4, 3}), tensors.normal({4, 2}), 1}}}, 0));
-  return run;
-}
-
 TEST(GoldenPython, any_thread_may_call_it) {
   std::vector<std::future<double>> apart;
   for (uint64_t seed = 0; seed < 6; ++seed)
     apart.push_back(std::async(std::launch::async, [seed] {
-      const golden::Run run = small_run(seed);
+      const golden::Run run = one_microbatch_run(seed);
       return Widest(golden::train(run, at::kDouble), golden::train_in_python(run)).apart;
     }));
   for (std::future<double>& a : apart) EXPECT_LE(a.get(), 1e-13);
@@ -131,7 +150,7 @@ class GoldenEnvironment : public testing::Test {
   }
   void expect_missing(const std::string& what) {
     try {
-      golden::train_in_python(small_run(0));
+      golden::train_in_python(one_microbatch_run());
       ADD_FAILURE() << "expected an EnvironmentError about: " << what;
     } catch (const golden::EnvironmentError& error) {
       const std::string message = error.what();
@@ -145,8 +164,7 @@ class GoldenEnvironment : public testing::Test {
     std::ofstream(venv_ / path) << "not what it seems";
   }
 
-  std::filesystem::path venv_ =
-      std::filesystem::path(testing::TempDir()) / ("shardproof-venv-" + std::to_string(getpid()));
+  std::filesystem::path venv_ = std::filesystem::path(testing::TempDir()) / ("shardproof-venv-" + std::to_string(getpid()));
   std::string before_;
 };
 
@@ -161,8 +179,7 @@ TEST_F(GoldenEnvironment, without_torch_the_message_says_where_it_was_sought) {
 
 TEST_F(GoldenEnvironment, another_libtorch_than_the_one_in_the_process_is_refused) {
   add_file("bin/python");
-  add_file(std::filesystem::path("lib") / "python" GOLDEN_PYTHON_VERSION /
-           "site-packages/torch/lib/libtorch_cpu.so");
+  add_file(std::filesystem::path("lib") / "python" GOLDEN_PYTHON_VERSION / "site-packages/torch/lib/libtorch_cpu.so");
   expect_missing("this program runs with");
 }
 

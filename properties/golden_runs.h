@@ -71,6 +71,43 @@ inline golden::Model random_gpt() {
   return model;
 }
 
+// Features of at least four numbers under a group norm, for the same reason.
+inline golden::Model random_conv() {
+  golden::Model model;
+  model.kind = golden::Model::Kind::conv;
+  golden::Conv& conv = model.conv;
+  conv.channels.clear();
+  for (int64_t i = 0, layers = draw(1, 3); i <= layers; ++i) conv.channels.push_back(draw(1, 4));
+  conv.kernel = pick<int64_t>({1, 3, 5});
+  conv.size = draw(2, 5);
+  conv.classes = draw(1, 4);
+  conv.norm = pick({true, false});
+  return model;
+}
+
+inline golden::Model random_odd() {
+  golden::Model model;
+  model.kind = golden::Model::Kind::odd;
+  golden::Odd& odd = model.odd;
+  odd.width = draw(1, 6);
+  odd.calls = draw(1, 3);
+  for (bool* part : {&odd.gain, &odd.cube, &odd.empty, &odd.side, &odd.never, &odd.tied}) *part = draw(0, 3) > 0;
+  return model;
+}
+
+inline golden::Model any_model() {
+  switch (draw(0, 3)) {
+    case 0:
+      return random_mlp();
+    case 1:
+      return random_gpt();
+    case 2:
+      return random_conv();
+    default:
+      return random_odd();
+  }
+}
+
 inline golden::Optimizer random_optimizer() {
   golden::Optimizer o;
   o.kind = pick({golden::Optimizer::Kind::sgd, golden::Optimizer::Kind::adamw});
@@ -87,7 +124,8 @@ inline golden::Named random_parameters(const golden::Model& model, Tensors& tens
   golden::Named parameters;
   for (const auto& [name, shape] : golden::parameter_shapes(model)) {
     at::Tensor value = tensors.normal(shape, 0.4);
-    if (name.find("ln_") != std::string::npos && name.ends_with("weight")) value += 1;
+    const bool norm = name.find("ln_") != std::string::npos || name.find("norm.") != std::string::npos;
+    if (norm && name.ends_with("weight")) value += 1;
     parameters.emplace_back(name, value);
   }
   return parameters;
@@ -95,26 +133,37 @@ inline golden::Named random_parameters(const golden::Model& model, Tensors& tens
 
 inline golden::Microbatch random_microbatch(const golden::Model& model, Tensors& tensors, double weight) {
   const int64_t batch = draw(1, 4);
-  if (model.kind == golden::Model::Kind::mlp)
-    return {tensors.normal({batch, model.mlp.widths.front()}),
-            tensors.normal({batch, model.mlp.widths.back()}), weight};
+  const auto floats = [&](std::vector<int64_t> in, int64_t out) -> golden::Microbatch {
+    in.insert(in.begin(), batch);
+    return {tensors.normal(in), tensors.normal({batch, out}), weight, pick({true, false})};
+  };
+  const golden::Conv& conv = model.conv;
+  switch (model.kind) {
+    case golden::Model::Kind::mlp:
+      return floats({model.mlp.widths.front()}, model.mlp.widths.back());
+    case golden::Model::Kind::conv:
+      return floats({conv.channels.front(), conv.size, conv.size}, conv.classes);
+    case golden::Model::Kind::odd:
+      return floats({model.odd.width}, model.odd.width);
+    case golden::Model::Kind::gpt:
+      break;
+  }
   const int64_t length = draw(1, model.gpt.positions);
-  return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab),
-          weight};
+  return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab), weight};
 }
 
-// Each rank's rounds first, then the ranks; or the ranks of each round first, then the rounds. Every step has the same ranks.
-inline void set_order(golden::Run& run, bool rounds_first) {
-  run.order = {.shards = static_cast<int64_t>(run.steps.at(0).microbatches.at(0).size())};
-  for (golden::Step& step : run.steps)
-    step.reduce_after = rounds_first ? std::vector<bool>{} : std::vector<bool>(step.microbatches.size(), true);
+inline golden::Run one_microbatch_run(uint64_t seed = 0) {
+  Tensors tensors(seed);
+  golden::Run run;
+  run.model.mlp.widths = {3, 5, 2};
+  run.parameters = random_parameters(run.model, tensors);
+  run.steps.push_back({.microbatches = {{{tensors.normal({4, 3}), tensors.normal({4, 2}), 1}}}});
+  return run;
 }
 
-inline golden::Step step_of(std::vector<std::vector<golden::Microbatch>> microbatches, double clip_norm = 0) {
-  golden::Step step;
-  step.microbatches = std::move(microbatches);
-  step.clip_norm = clip_norm;
-  return step;
+enum class When { last_round, each_round };
+inline void reduce(golden::Run& run, When when) {
+  for (golden::Step& step : run.steps) step.reduce_after.assign(when == When::each_round ? step.microbatches.size() : 0, true);
 }
 
 inline golden::Run random_run(const golden::Model& model) {
@@ -123,8 +172,8 @@ inline golden::Run random_run(const golden::Model& model) {
   run.model = model;
   run.optimizer = random_optimizer();
   run.parameters = random_parameters(model, tensors);
-  const bool rounds_first = pick({true, false});
   const int64_t rounds = draw(1, 3), ranks = draw(1, 4);
+  run.order.shards = ranks;
   for (int64_t s = 0, steps = draw(1, 3); s < steps; ++s) {
     golden::Step step;
     step.divide = pick({1.0, 3.0, 8.0});
@@ -136,7 +185,31 @@ inline golden::Run random_run(const golden::Model& model) {
     }
     run.steps.push_back(std::move(step));
   }
-  set_order(run, rounds_first);
+  reduce(run, pick({When::last_round, When::each_round}));
+  return run;
+}
+
+// The same with what the whole family adds: other optimizers, groups, rates, replicas, norms, and parameters that are frozen
+// now and then.
+inline golden::Run random_family_run(const golden::Model& model, golden::Optimizer::Kind kind) {
+  golden::Run run = random_run(model);
+  run.optimizer.kind = kind;
+  run.optimizer.nesterov = kind == golden::Optimizer::Kind::sgd && run.optimizer.momentum != 0 && pick({true, false});
+  run.optimizer.groups.clear();
+  for (const char* pattern : {"weight", "bias", "0", "sha"})
+    if (pick({true, false})) run.optimizer.groups.push_back({pattern, pick({0.0, 0.5, 1.0, 1.3}), pick({0.0, 1.0, 0.3})});
+  const int64_t ranks = run.order.shards;
+  while (ranks % (run.order.replicas = draw(1, ranks)) != 0) continue;
+  run.order.shards = ranks / run.order.replicas;
+  run.order.replicas_last = pick({true, false});
+  for (golden::Step& step : run.steps) {
+    for (size_t k = 0; k < step.reduce_after.size(); ++k) step.reduce_after[k] = pick({true, false});
+    step.divide_before = pick({1.0, 2.0, 3.0});
+    step.norm_order = pick({1.0, 2.0, double{INFINITY}});
+    step.lr_factor = pick({1.0, 0.25, 0.7});
+    for (const auto& [name, value] : run.parameters)
+      if (draw(0, 5) == 0) step.frozen.push_back(name);
+  }
   return run;
 }
 
@@ -168,8 +241,7 @@ class Widest {
 
   Widest(const golden::Trace& a, const golden::Trace& b) {
     if (a.size() != b.size()) note(INFINITY, "number of steps");
-    for (size_t s = 0; s < std::min(a.size(), b.size()); ++s)
-      steps(a[s], b[s], "step " + std::to_string(s) + " ");
+    for (size_t s = 0; s < std::min(a.size(), b.size()); ++s) steps(a[s], b[s], "step " + std::to_string(s) + " ");
   }
 
  private:
@@ -184,8 +256,7 @@ class Widest {
   void steps(const golden::StepTrace& a, const golden::StepTrace& b, const std::string& here) {
     if (a.losses.size() != b.losses.size()) note(INFINITY, here + "rounds");
     for (size_t k = 0; k < std::min(a.losses.size(), b.losses.size()); ++k)
-      note(distance(at::tensor(a.losses[k], at::kDouble), at::tensor(b.losses[k], at::kDouble)),
-           here + "losses");
+      note(distance(at::tensor(a.losses[k], at::kDouble), at::tensor(b.losses[k], at::kDouble)), here + "losses");
     note(distance(a.gradient_norm, b.gradient_norm), here + "norm");
     named(a.gradients, b.gradients, here + "gradient ");
     named(a.parameters, b.parameters, here + "parameter ");
