@@ -60,6 +60,7 @@ void Optimizer::step() {
   const std::vector<Bucket*> buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!buckets[b]->final()) continue;
+    buckets[b]->begin_update();
     update_bucket(b);
     buckets[b]->publish();
   }

@@ -18,6 +18,7 @@
 #include "shardproof/optimizer.h"
 #include "shardproof/piece.h"
 #include "shardproof/plan.h"
+#include "shardproof/random.h"
 #include "shardproof/shard_options.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
