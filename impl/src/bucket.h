@@ -33,6 +33,7 @@ struct BucketRules {
   double gradient_magnitude_max = 0;
   bool broadcast = true;
   Gather gather = Gather::copied;
+  int64_t parallel_terms = 1;  // so many neighbours along the tensor-parallel axis hold terms of the gradients
   std::vector<std::string> sum_axes;  // along which gradients are partial
 };
 

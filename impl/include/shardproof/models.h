@@ -8,7 +8,10 @@
 #include <torch/nn/modules/normalization.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
+
+#include "shardproof/tensor_parallel.h"
 
 namespace shardproof {
 
@@ -57,7 +60,7 @@ class GptBlockImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor x);
 
  private:
-  int64_t heads_;
+  int64_t head_size_;
   torch::nn::LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
   Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
 };
@@ -77,7 +80,13 @@ class GptImpl : public torch::nn::Module {
   std::vector<GptBlock> blocks_;
   torch::nn::LayerNorm ln_f_{nullptr};
   Linear lm_head_{nullptr};
+  std::shared_ptr<torch::nn::Module> tied_head_;  // has the name and the tied weight
 };
 TORCH_MODULE(Gpt);
+
+// For parallelize. Heads, the MLP's width and the vocabulary are cut over the axis; the logits that come out are this rank's
+// entries of the vocabulary, for vocab_parallel_cross_entropy. Sequences [B, T, ..] are split along T between blocks when
+// `sequence_parallel`.
+ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel = false);
 
 }  // namespace shardproof
