@@ -47,8 +47,9 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
   const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
   return fmt::format("{}'{}' bench --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
-                     std::filesystem::read_symlink("/proc/self/exe").string(), contestant == "single_cached" ? "single" : contestant,
-                     a.task.strategy, a.task.ranks, a.model, a.task.steps, a.task.warmup);
+                     std::filesystem::read_symlink("/proc/self/exe").string(),
+                     contestant == "single_cached" ? "single" : contestant, a.task.strategy, a.task.ranks, a.model,
+                     a.task.steps, a.task.warmup);
 }
 
 json run_process(const std::string& command, const std::string& contestant) {

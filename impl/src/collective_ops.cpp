@@ -41,8 +41,8 @@ at::Tensor own_piece(const at::Tensor& x, int64_t dim, const Comm& group) {
 void require_piece(const at::Tensor& x, int64_t dim, int64_t length, const Comm& group, const char* name) {
   const int64_t expected = piece_of(length, group).size();
   SHARD_REQUIRE(x.size(dim) == expected, "collective",
-                "{}: rank {} of {} in '{}' must hold {} of the {} rows along dim {}, and holds {}. Cut as torch.chunk does", name,
-                group.rank(), group.size(), group.name(), expected, length, dim, x.size(dim));
+                "{}: rank {} of {} in '{}' must hold {} of the {} rows along dim {}, and holds {}. Cut as torch.chunk does",
+                name, group.rank(), group.size(), group.name(), expected, length, dim, x.size(dim));
 }
 
 at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group) {

@@ -52,8 +52,8 @@ std::vector<std::string> split_axes(const Layout& layout) {
   return axes;
 }
 
-// Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding, nor on what a
-// lower rank along the tensor-parallel axis has as well.
+// Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding, nor on what
+// a lower rank along the tensor-parallel axis has as well.
 template <class Visit>
 void visit_gradients(const Schedule& schedule, Visit&& visit) {
   for (const Bucket* bucket : schedule.buckets()) {

@@ -32,10 +32,11 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sha
     for (const Segment& segment : bucket->layout().state().segments) {
       const Slot& slot = bucket->layout().slots()[segment.slot];
       const bool needs_whole = groups_[held[segment.slot].group].rule->needs_whole_parameters();
-      SHARD_REQUIRE(!needs_whole || !slot.cut || slot.parts == 1, "optimizer",
-                    "the rule for parameter {} needs it whole, and tensor parallelism has cut it. Choose another rule for it, by "
-                    "ParameterGroup::takes",
-                    slot.name);
+      SHARD_REQUIRE(
+          !needs_whole || !slot.cut || slot.parts == 1, "optimizer",
+          "the rule for parameter {} needs it whole, and tensor parallelism has cut it. Choose another rule for it, by "
+          "ParameterGroup::takes",
+          slot.name);
       SHARD_REQUIRE(!needs_whole || segment.run.size() == slot.numel,
                     "optimizer",
                     "the rule for parameter {} needs it whole, and this rank holds elements [{}, {}) of {}. Set "

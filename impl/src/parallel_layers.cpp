@@ -57,7 +57,8 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   static Variable forward(AutogradContext* ctx, const Variable& given, const Variable& targets, int64_t first, int64_t real,
                           int64_t vocab, bool mean, double smoothing, int64_t ignore, Comm* group) {
     const at::Tensor logits = rows_of(given).narrow(1, 0, real), target = targets.reshape({-1});
-    at::Tensor most = real > 0 ? logits.amax({1}) : at::full({target.numel()}, -std::numeric_limits<double>::infinity(), given.options());
+    at::Tensor most =
+        real > 0 ? logits.amax({1}) : at::full({target.numel()}, -std::numeric_limits<double>::infinity(), given.options());
     group->all_reduce(most, Reduce::max).wait();
     const at::Tensor shifted = logits - most.unsqueeze(1), powers = shifted.exp();
     const at::Tensor counts = target != ignore, local = target - first;
@@ -92,9 +93,10 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, Comm& group,
                                   std::optional<SequenceSplit> sequence) {
-  SHARD_REQUIRE(x.size(-1) == weight.size(1), "column_parallel_linear",
-                "rank {} of '{}': the input has {} features, the weight takes {}; an input that is cut belongs in a row-parallel layer",
-                group.rank(), group.name(), x.size(-1), weight.size(1));
+  SHARD_REQUIRE(
+      x.size(-1) == weight.size(1), "column_parallel_linear",
+      "rank {} of '{}': the input has {} features, the weight takes {}; an input that is cut belongs in a row-parallel layer",
+      group.rank(), group.name(), x.size(-1), weight.size(1));
   const c10::optional<at::Tensor> optional_bias = bias.defined() ? c10::make_optional(bias) : c10::nullopt;
   if (group.size() == 1) return at::linear(x, weight, optional_bias);
   const int64_t dim = !sequence ? -1 : sequence->dim < 0 ? sequence->dim + x.dim() : sequence->dim;
@@ -104,8 +106,8 @@ at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, Comm& group,
                                std::optional<int64_t> sequence_dim) {
   SHARD_REQUIRE(x.size(-1) == weight.size(1), "row_parallel_linear",
-                "rank {} of '{}': the input has {} features, this rank's columns of the weight take {}", group.rank(), group.name(),
-                x.size(-1), weight.size(1));
+                "rank {} of '{}': the input has {} features, this rank's columns of the weight take {}", group.rank(),
+                group.name(), x.size(-1), weight.size(1));
   if (group.size() == 1) return at::linear(x, weight, bias.defined() ? c10::make_optional(bias) : c10::nullopt);
   const at::Tensor terms = at::linear(x, weight);
   const at::Tensor sum =
@@ -134,21 +136,24 @@ at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tens
                                         const CrossEntropyOptions& options) {
   const Interval own = piece({}, entries, group.size(), group.rank());
   const int64_t vocab = options.vocab > 0 ? options.vocab : entries;
-  SHARD_REQUIRE(logits.dim() >= 1 && logits.size(-1) == own.size() && logits.sizes().slice(0, logits.dim() - 1) == targets.sizes(),
-                "vocab_parallel_cross_entropy",
-                "rank {} of {} in '{}': expected logits [.., {}] of {} entries beside targets [..], got {} and {}. Whole logits on "
-                "each rank would add log({}) to the loss",
-                group.rank(), group.size(), group.name(), own.size(), entries, fmt::join(logits.sizes(), "x"),
-                fmt::join(targets.sizes(), "x"), group.size());
-  SHARD_REQUIRE(vocab <= entries && options.label_smoothing >= 0 && options.label_smoothing <= 1, "vocab_parallel_cross_entropy",
-                "vocab {} of {} entries, label_smoothing {}: out of range", vocab, entries, options.label_smoothing);
+  SHARD_REQUIRE(
+      logits.dim() >= 1 && logits.size(-1) == own.size() && logits.sizes().slice(0, logits.dim() - 1) == targets.sizes(),
+      "vocab_parallel_cross_entropy",
+      "rank {} of {} in '{}': expected logits [.., {}] of {} entries beside targets [..], got {} and {}. Whole logits on "
+      "each rank would add log({}) to the loss",
+      group.rank(), group.size(), group.name(), own.size(), entries, fmt::join(logits.sizes(), "x"),
+      fmt::join(targets.sizes(), "x"), group.size());
+  SHARD_REQUIRE(vocab <= entries && options.label_smoothing >= 0 && options.label_smoothing <= 1,
+                "vocab_parallel_cross_entropy", "vocab {} of {} entries, label_smoothing {}: out of range", vocab, entries,
+                options.label_smoothing);
   const at::Tensor wrong = (targets != options.ignore_index).logical_and((targets < 0).logical_or(targets >= vocab));
-  SHARD_REQUIRE(!wrong.any().item<bool>(), "vocab_parallel_cross_entropy",
-                "a target is outside the vocabulary of {} and not the ignored {}; targets are in the whole vocabulary's numbering", vocab,
-                options.ignore_index);
+  SHARD_REQUIRE(
+      !wrong.any().item<bool>(), "vocab_parallel_cross_entropy",
+      "a target is outside the vocabulary of {} and not the ignored {}; targets are in the whole vocabulary's numbering", vocab,
+      options.ignore_index);
   const int64_t real = std::clamp<int64_t>(vocab - own.begin, 0, own.size());
-  return CrossEntropy::apply(logits, targets, own.begin, real, vocab, options.mean, options.label_smoothing, options.ignore_index,
-                             &group);
+  return CrossEntropy::apply(logits, targets, own.begin, real, vocab, options.mean, options.label_smoothing,
+                             options.ignore_index, &group);
 }
 
 }  // namespace shardproof

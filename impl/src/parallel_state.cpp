@@ -68,8 +68,8 @@ std::shared_ptr<ParallelState> parallel_state(const torch::nn::Module& root) {
     if (!style) continue;
     const std::shared_ptr<ParallelState> state = style->state();
     SHARD_REQUIRE(!found || found == state, "fully_shard",
-                  "module {} and another one below {} were made parallel by two calls; give parallelize their common root", module->name(),
-                  root.name());
+                  "module {} and another one below {} were made parallel by two calls; give parallelize their common root",
+                  module->name(), root.name());
     found = state;
   }
   return found;

@@ -30,7 +30,8 @@ std::string name_in(const ParallelState& state, const at::Tensor& parameter) {
 void cut_parameter(ParallelState& state, const at::Tensor& parameter, TensorCut cut) {
   const std::string name = name_in(state, parameter);
   if (const ParallelParameter* known = state.find(parameter)) {
-    SHARD_REQUIRE(known->cut && known->cut->dim == cut.dim, "tensor_parallel", "parameter {} is shared, and cut in two ways", name);
+    SHARD_REQUIRE(known->cut && known->cut->dim == cut.dim, "tensor_parallel", "parameter {} is shared, and cut in two ways",
+                  name);
     return;
   }
   const Shape shape = parameter.sizes().vec();

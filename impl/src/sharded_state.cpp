@@ -73,10 +73,11 @@ void require_axes_in_use(const Mesh& mesh, const Strategy& strategy, const Paral
     const auto& summed = strategy.produced.partial;
     const bool used = axis.size == 1 || std::find(summed.begin(), summed.end(), axis.name) != summed.end() ||
                       (parallel && parallel->axis() == axis.name);
-    SHARD_REQUIRE(used, "fully_shard",
-                  "mesh '{}' has {} ranks along {}, which neither strategy {} sums over nor parallelize has cut anything along. Call "
-                  "parallelize first, or leave the axis out",
-                  mesh.str(), axis.size, axis.name, strategy.name);
+    SHARD_REQUIRE(
+        used, "fully_shard",
+        "mesh '{}' has {} ranks along {}, which neither strategy {} sums over nor parallelize has cut anything along. Call "
+        "parallelize first, or leave the axis out",
+        mesh.str(), axis.size, axis.name, strategy.name);
   }
 }
 

@@ -39,7 +39,8 @@ int64_t TensorCut::copies(int64_t parts) const {
   for (const CutSegment& segment : segments) {
     const int64_t own = copies_of(segment, parts);
     SHARD_REQUIRE(copies == 1 || own == 1 || own == copies, "tensor_cut",
-                  "segments are held in {} and in {} copies on {} ranks; give them the same number of granules", copies, own, parts);
+                  "segments are held in {} and in {} copies on {} ranks; give them the same number of granules", copies, own,
+                  parts);
     copies = std::max(copies, own);
   }
   return copies;
@@ -78,10 +79,11 @@ void validate(const TensorCut& cut, const Shape& whole, int64_t parts, const std
     SHARD_REQUIRE(segment.length >= 0 && segment.granule >= 1 && segment.length % segment.granule == 0, "tensor_parallel",
                   "{}: a segment of {} rows cannot be cut in granules of {}", what, segment.length, segment.granule);
     const int64_t count = granules(segment);
-    SHARD_REQUIRE(!segment.copied || count == 0 || count >= parts || parts % count == 0, "tensor_parallel",
-                  "{}: {} granules (heads) on {} ranks; where there are fewer, they must divide the ranks so that each is held by "
-                  "as many",
-                  what, count, parts);
+    SHARD_REQUIRE(
+        !segment.copied || count == 0 || count >= parts || parts % count == 0, "tensor_parallel",
+        "{}: {} granules (heads) on {} ranks; where there are fewer, they must divide the ranks so that each is held by "
+        "as many",
+        what, count, parts);
     total += segment.length;
   }
   SHARD_REQUIRE(total == whole[cut.dim], "tensor_parallel", "{}: segments have {} rows in total, dim {} has {}", what, total,

@@ -26,10 +26,11 @@ void require_styles_everywhere(const torch::nn::Module& root, const std::set<std
     if (item.value()->parameters(/*recurse=*/false).empty()) continue;
     bool covered = styled.contains(item.key());
     for (const std::string& name : styled) covered |= item.key().starts_with(name + ".");
-    SHARD_REQUIRE(covered, "tensor_parallel",
-                  "module '{}' ({}) has parameters and no style. With a sequence_dim it may see a piece of the sequence: give it "
-                  "SequenceParallel, or ScatterOutput if it sees all of it",
-                  item.key(), item.value()->name());
+    SHARD_REQUIRE(
+        covered, "tensor_parallel",
+        "module '{}' ({}) has parameters and no style. With a sequence_dim it may see a piece of the sequence: give it "
+        "SequenceParallel, or ScatterOutput if it sees all of it",
+        item.key(), item.value()->name());
   }
 }
 
@@ -57,12 +58,14 @@ TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::share
   std::vector<bool> used(plan.styles.size(), false);
   for (const auto& item : module->named_modules("", /*include_self=*/true)) {
     SHARD_REQUIRE(!parallel_hooks(*item.value()) && !unit_hooks(*item.value()), "tensor_parallel",
-                  "module '{}' is parallel or sharded already; call parallelize once, on the root, before fully_shard", item.key());
+                  "module '{}' is parallel or sharded already; call parallelize once, on the root, before fully_shard",
+                  item.key());
     for (size_t i = 0; i < plan.styles.size(); ++i) {
       const auto& [pattern, style] = plan.styles[i];
       if (!name_matches(pattern, item.key())) continue;
       used[i] = true;
-      if (styled.insert(item.key()).second) state->attached.attach(item.value(), make_style(state, item.key(), *item.value(), style));
+      if (styled.insert(item.key()).second)
+        state->attached.attach(item.value(), make_style(state, item.key(), *item.value(), style));
       break;
     }
   }

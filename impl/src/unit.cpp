@@ -64,10 +64,11 @@ void ParallelAttachments::attach(std::shared_ptr<torch::nn::Module> module, std:
 ParallelAttachments::~ParallelAttachments() { Attachments<ParallelHooks>::all().remove(modules_); }
 
 void detail::refuse_parallel_call(const torch::nn::Module& module) {
-  throw Error(fmt::format(
-      "[tensor_parallel] module {} has a style and is called with something else than one tensor for one tensor; give the style to "
-      "its parts",
-      module.name()));
+  throw Error(
+      fmt::format("[tensor_parallel] module {} has a style and is called with something else than one tensor for one tensor; "
+                  "give the style to "
+                  "its parts",
+                  module.name()));
 }
 
 }  // namespace shardproof

@@ -35,8 +35,8 @@ class ParallelAttachments {
   std::vector<std::shared_ptr<ParallelHooks>> hooks_;
 };
 
-// A Sequential calls its children's `forward` itself. This makes it enter those that are units, or parallel, through `call`, until
-// the result is destroyed.
+// A Sequential calls its children's `forward` itself. This makes it enter those that are units, or parallel, through `call`,
+// until the result is destroyed.
 class SequentialEntries {
  public:
   explicit SequentialEntries(torch::nn::Module& root);

@@ -4,17 +4,18 @@
 //
 //   name            forward                    backward                        input -> output              gradient out -> in
 //   copy            nothing                    all-reduce                      replicated -> replicated     terms -> replicated
-//   reduce          all-reduce                 nothing                         terms -> replicated          replicated -> replicated
-//   gather          all-gather along dim       own piece                       split -> replicated          replicated -> split
-//   scatter         own piece of dim           all-gather                      replicated -> split          split -> replicated
-//   all_gather      all-gather along dim       reduce-scatter                  split -> replicated          terms -> split
-//   reduce_scatter  sum, own piece of dim      all-gather                      terms -> split               split -> replicated
-//   all_to_all      splits one dim, joins one  the same, dims swapped          split -> split               split -> split
+//   reduce          all-reduce                 nothing                         terms -> replicated          replicated ->
+//   replicated gather          all-gather along dim       own piece                       split -> replicated replicated ->
+//   split scatter         own piece of dim           all-gather                      replicated -> split          split ->
+//   replicated all_gather      all-gather along dim       reduce-scatter                  split -> replicated          terms ->
+//   split reduce_scatter  sum, own piece of dim      all-gather                      terms -> split               split ->
+//   replicated all_to_all      splits one dim, joins one  the same, dims swapped          split -> split               split ->
+//   split
 //
 // "Split" is cut evenly along `dim` as torch.chunk cuts, 5 over 4 ranks is 2,2,1,0; `length` is of the whole. Every rank of
-// the group must call, and run the backward, in the same order, on tensors of equal dtype and, but for the cut dim, equal sizes.
-// `group` must live until the backward is over. In a group of one each returns its input. Throws Error when a size does not fit
-// the cut.
+// the group must call, and run the backward, in the same order, on tensors of equal dtype and, but for the cut dim, equal
+// sizes. `group` must live until the backward is over. In a group of one each returns its input. Throws Error when a size does
+// not fit the cut.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +32,8 @@ at::Tensor gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group)
 at::Tensor scatter(const at::Tensor& x, int64_t dim, Comm& group);
 at::Tensor all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group);
 at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group);
-// x is whole along `split_dim` and cut along `concat_dim`, whose whole length is `concat_length`; the result the other way round.
+// x is whole along `split_dim` and cut along `concat_dim`, whose whole length is `concat_length`; the result the other way
+// round.
 at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group);
 
 // The same without a graph, and asynchronous: `result` has the output once, after the collective. Not to be dropped without it.

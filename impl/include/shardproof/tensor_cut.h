@@ -34,12 +34,12 @@ struct TensorCut {
   int64_t dim = 0;
   std::vector<CutSegment> segments;  // their lengths add up to the size of the dim
 
-  // Granules are dealt out evenly, as torch.chunk cuts. `copied` ones that are fewer than the parts, which they must divide, are
-  // held by parts / granules neighbours each.
-  // Law: over the parts, the rows that are first copies tile the dim exactly.
+  // Granules are dealt out evenly, as torch.chunk cuts. `copied` ones that are fewer than the parts, which they must divide,
+  // are held by parts / granules neighbours each. Law: over the parts, the rows that are first copies tile the dim exactly.
   std::vector<CutRows> rows(int64_t parts, int64_t part) const;
 
-  // How many ranks hold the same rows of the segments that are held in copies; 1 where none are. Throws Error when segments differ.
+  // How many ranks hold the same rows of the segments that are held in copies; 1 where none are. Throws Error when segments
+  // differ.
   int64_t copies(int64_t parts) const;
 
   // Of the tensor that `part` holds.
@@ -50,7 +50,8 @@ struct TensorCut {
   std::vector<CutRun> runs(const Shape& whole, int64_t parts, int64_t part, Interval local) const;
 };
 
-// Throws Error, naming `what`, when dim or segments do not fit the shape, or a segment's granules and the parts do not go together.
+// Throws Error, naming `what`, when dim or segments do not fit the shape, or a segment's granules and the parts do not go
+// together.
 void validate(const TensorCut& cut, const Shape& whole, int64_t parts, const std::string& what);
 
 }  // namespace shardproof

@@ -5,9 +5,9 @@
 //   Sharded sharded = fully_shard(model.ptr(), comms, {...});      // knows what parallelize did
 //
 // Every rank along `axis` keeps a cut of the parameters; the module computes on what it has, and the styles put collectives
-// around. A module written with `call` needs no change as long as its forward takes sizes from its parameters and inputs (heads =
-// width / head size), not from the options of the whole. Where the semantics come from: Megatron-LM's layers, whose names these
-// are.
+// around. A module written with `call` needs no change as long as its forward takes sizes from its parameters and inputs (heads
+// = width / head size), not from the options of the whole. Where the semantics come from: Megatron-LM's layers, whose names
+// these are.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -40,8 +40,8 @@ struct RowParallel {
 };
 // Cuts the rows of a torch::nn::Embedding. Tokens replicated in, replicated (or split along sequence_dim) out.
 struct VocabParallel {};
-// A module without a cut whose input is split along sequence_dim, e.g. a norm: its parameters are whole, their gradients terms of
-// a sum over the axis. Nothing without sequence_dim.
+// A module without a cut whose input is split along sequence_dim, e.g. a norm: its parameters are whole, their gradients terms
+// of a sum over the axis. Nothing without sequence_dim.
 struct SequenceParallel {};
 // A module without a cut that runs on what is whole; its output is then split along `dim`, when the plan has a sequence_dim.
 // For position embeddings [T, hidden], dim is 0.
@@ -93,8 +93,9 @@ class [[nodiscard]] TensorParallel {
 
 // Collective along the axis. Parameters keep their identity and get the rank's cut of rank 0's values along the axis; those on
 // the meta device stay there. Shard the module afterwards, not before. Throws Error, naming module or parameter, when the mesh
-// lacks the axis, a pattern fits no module, a style does not fit its module, a size does not fit the axis, the module is parallel
-// or sharded already, or, with a sequence_dim, when a module has parameters and no style, whose gradients would be wrong.
+// lacks the axis, a pattern fits no module, a style does not fit its module, a size does not fit the axis, the module is
+// parallel or sharded already, or, with a sequence_dim, when a module has parameters and no style, whose gradients would be
+// wrong.
 TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan);
 
 }  // namespace shardproof
