@@ -2,15 +2,15 @@
 // that every rank holds has the same gradient everywhere when every rank did the same work with it, and terms of a sum when
 // they did different work. So each name below stands for a pair, forward and backward:
 //
-//   name            forward                    backward                        input -> output              gradient out -> in
-//   copy            nothing                    all-reduce                      replicated -> replicated     terms -> replicated
-//   reduce          all-reduce                 nothing                         terms -> replicated          replicated ->
-//   replicated gather          all-gather along dim       own piece                       split -> replicated replicated ->
-//   split scatter         own piece of dim           all-gather                      replicated -> split          split ->
-//   replicated all_gather      all-gather along dim       reduce-scatter                  split -> replicated          terms ->
-//   split reduce_scatter  sum, own piece of dim      all-gather                      terms -> split               split ->
-//   replicated all_to_all      splits one dim, joins one  the same, dims swapped          split -> split               split ->
-//   split
+//   name            forward               backward            input -> output            gradient out -> in
+//   copy            nothing               all-reduce          replicated -> replicated   terms -> replicated
+//   reduce          all-reduce            nothing             terms -> replicated        replicated -> replicated
+//   gather          all-gather            own piece           split -> replicated        replicated -> split
+//   scatter         own piece             all-gather          replicated -> split        split -> replicated
+//   all_gather      all-gather            reduce-scatter      split -> replicated        terms -> split
+//   reduce_scatter  reduce-scatter        all-gather          terms -> split             split -> replicated
+//   all_to_all      cuts one dim, joins   the same, dims      split -> split             split -> split
+//                   another               swapped
 //
 // "Split" is cut evenly along `dim` as torch.chunk cuts, 5 over 4 ranks is 2,2,1,0; `length` is of the whole. Every rank of
 // the group must call, and run the backward, in the same order, on tensors of equal dtype and, but for the cut dim, equal
