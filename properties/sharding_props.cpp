@@ -295,10 +295,19 @@ TEST(Sharding, side_by_side_nothing_is_gathered_and_a_step_only_meets) {
     options.gather = Gather::side_by_side;
     Sharded sharded = fully_shard(net.ptr(), comms, options);
     Optimizer optimizer = sgd(sharded, {.lr = 0.1});
+    const auto meetings = [&] {
+      const auto records = trace->of_rank(comm->rank());
+      return std::count_if(records.begin(), records.end(), [](const auto& record) { return record.op == "barrier"; });
+    };
+    int64_t buckets = 0;
     for (int step = 0; step < 2; ++step) {
+      const int64_t before = meetings();
       call(net, toy::data({4, 7}, comm->rank())).square().sum().backward();
+      buckets = meetings() - before;
       optimizer.step();
+      EXPECT_EQ(meetings() - before, 2 * buckets) << "each bucket before its first use, and before its update";
     }
+    EXPECT_EQ(buckets, 2);
     EXPECT_EQ(sharded.memory().peak_bytes[static_cast<size_t>(MemoryKind::gathered)], 0);
   });
   for (const auto& record : trace->of_rank(0)) EXPECT_NE(record.op, "all_gather");
