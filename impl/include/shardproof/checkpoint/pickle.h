@@ -31,8 +31,9 @@ class Value {
   static Value global(std::string module, std::string name);
   // What `name(*args)` returned, and the state that was then given to it, if any.
   static Value reduced(std::string module, std::string name, Items args);
-  // An instance made without its constructor, as dataclasses are pickled: fields by name.
+  // An instance made without its constructor, as dataclasses are pickled: fields by name, or any other state.
   static Value instance(std::string module, std::string name, Pairs fields);
+  static Value instance(std::string module, std::string name, Value state);
   // What torch.save writes for a storage.
   static Value persistent(Value id);
 
@@ -70,7 +71,7 @@ class Value {
 struct PickleLimits {
   uint64_t bytes_max = uint64_t{1} << 31;
   int64_t depth_max = 64;
-  int64_t nodes_max = int64_t{1} << 27;  // counted as a tree: shared values count each time
+  int64_t nodes_max = int64_t{1} << 26;  // counted as a tree: shared values count each time
 };
 
 // Names "module.name" that may occur.
@@ -79,7 +80,7 @@ using AllowedGlobals = std::set<std::string, std::less<>>;
 const AllowedGlobals& metadata_globals();
 const AllowedGlobals& tensor_globals();
 
-// Reads one pickle of protocol 0 header-less 2 to 5. Throws Error, and nothing else, naming `name`, the position and what is
+// Reads one pickle of protocol 2 to 5. Throws Error, and nothing else, naming `name`, the position and what is
 // wrong; a global outside `allowed` is refused by its name. `consumed`, when given, is where the pickle ends; else nothing may
 // follow it.
 Value read_pickle(std::string_view bytes, const AllowedGlobals& allowed, const std::string& name,
