@@ -3,7 +3,7 @@
 #include <array>
 #include <cstring>
 #if defined(__x86_64__)
-#include <immintrin.h>
+#  include <immintrin.h>
 #endif
 
 namespace shardproof::checkpoint {
@@ -62,7 +62,9 @@ constexpr uint32_t power(uint64_t bits) {
 
 #if defined(__x86_64__)
 // x^bits in the place that a carry-less product of reversed operands wants it: one bit up.
-constexpr uint64_t fold_constant(uint64_t bits) { return static_cast<uint64_t>(power(bits)) << 1; }
+constexpr uint64_t fold_constant(uint64_t bits) {
+  return static_cast<uint64_t>(power(bits)) << 1;
+}
 
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold(__m128i value, __m128i constants, __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(value, constants, 0x00);
@@ -70,8 +72,8 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i fold(__m128i value, __m1
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// Four lanes of 16 bytes are carried forward over 64 bytes a round by two carry-less products each; what is left of them has the
-// same remainder as the data, so the table finishes it. A multiple of 64 bytes, at least 64.
+// Four lanes of 16 bytes are carried forward over 64 bytes a round by two carry-less products each; what is left of them has
+// the same remainder as the data, so the table finishes it. A multiple of 64 bytes, at least 64.
 __attribute__((target("pclmul,sse4.1"))) uint32_t by_products(uint32_t crc, const unsigned char* data, size_t bytes) {
   const auto load = [](const unsigned char* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); };
   const __m128i by_64 = _mm_set_epi64x(fold_constant(512 - 32), fold_constant(512 + 32));

@@ -1,7 +1,9 @@
 #include <fmt/ranges.h>
 
+#include "dcp_validate.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/dcp.h"
+#include "shardproof/checkpoint/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -25,6 +27,10 @@ class MetadataReader {
     }
     where_.clear();
     if (const Value* paths = root.find("planner_data"); paths && !paths->is_none()) read_paths(*paths);
+    const Value* meta = root.find("storage_meta");
+    const Value* mark = meta ? meta->find("checkpoint_id") : nullptr;
+    checkpoint_.has_checksums =
+        mark && mark->kind() == Value::Kind::kString && mark->as_string("checkpoint_id") == kChecksumsMark;
     return std::move(checkpoint_);
   }
 
@@ -62,8 +68,8 @@ class MetadataReader {
       const Value* transforms = info.find("transform_descriptors");
       require(!transforms || transforms->is_none() || transforms->as_list("transform_descriptors").empty(),
               "is stored compressed or transformed, which is not read");
-      Extent extent{field(info, "relative_path").as_string("relative_path"),
-                    natural(field(info, "offset"), "offset"), natural(field(info, "length"), "length")};
+      Extent extent{field(info, "relative_path").as_string("relative_path"), natural(field(info, "offset"), "offset"),
+                    natural(field(info, "length"), "length")};
       const Value* offsets = index.find("offset");
       if (!offsets || offsets->is_none()) {
         require(places_of_values_.emplace(where_, extent).second, "is stored twice");
@@ -104,8 +110,8 @@ class MetadataReader {
       chunk.offsets = shape(field(item, "offsets"), "the offsets of a chunk");
       chunk.sizes = shape(field(item, "sizes"), "the sizes of a chunk");
       const auto found = places_.find({where_, chunk.offsets});
-      require(found != places_.end(), fmt::format("lies nowhere at [{}]: storage_data does not name that chunk",
-                                                  fmt::join(chunk.offsets, ", ")));
+      require(found != places_.end(),
+              fmt::format("lies nowhere at [{}]: storage_data does not name that chunk", fmt::join(chunk.offsets, ", ")));
       chunk.extent = found->second;
       tensor.chunks.push_back(std::move(chunk));
     }

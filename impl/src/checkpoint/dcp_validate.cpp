@@ -1,10 +1,11 @@
+#include "dcp_validate.h"
+
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <set>
 #include <tuple>
 
-#include "dcp_validate.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/dcp.h"
 

@@ -8,6 +8,9 @@
 
 namespace shardproof::checkpoint {
 
+// The checkpoint_id of a `.metadata` whose folder has a sidecar, so that one that was lost is missed.
+inline constexpr const char* kChecksumsMark = "shardproof";
+
 struct Owned {
   const Extent* extent;
   const StoredTensor* tensor;  // null for a value

@@ -1,5 +1,6 @@
 #include <random>
 
+#include "dcp_validate.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/dcp.h"
 
@@ -14,23 +15,25 @@ Value size_value(const Shape& sizes) {
   return Value::reduced("torch", "Size", {Value::tuple(std::move(items))});
 }
 
-Value field(const char* name) { return Value::string(name); }
+Value field(const char* name) {
+  return Value::string(name);
+}
 
 Value properties(Dtype dtype) {
   // Its state is a tuple: dtype, layout, requires_grad, memory format (0: contiguous), pin_memory.
-  const Value state = Value::tuple({Value::global("torch", std::string(names_of(dtype).torch)),
-                                    Value::reduced("torch.serialization", "_get_layout", {Value::string("torch.strided")}),
-                                    Value::boolean(false), Value::reduced(kMetadata, "_MEM_FORMAT_ENCODING", {Value::integer(0)}),
-                                    Value::boolean(false)});
+  const Value state = Value::tuple(
+      {Value::global("torch", std::string(names_of(dtype).torch)),
+       Value::reduced("torch.serialization", "_get_layout", {Value::string("torch.strided")}), Value::boolean(false),
+       Value::reduced(kMetadata, "_MEM_FORMAT_ENCODING", {Value::integer(0)}), Value::boolean(false)});
   return Value::instance(kMetadata, "TensorProperties", state);
 }
 
 Value tensor_value(const StoredTensor& tensor) {
   Value::Items chunks;
   for (const Chunk& chunk : tensor.chunks)
-    chunks.push_back(Value::instance(kMetadata, "ChunkStorageMetadata",
-                                     Value::Pairs{{field("offsets"), size_value(chunk.offsets)},
-                                                  {field("sizes"), size_value(chunk.sizes)}}));
+    chunks.push_back(Value::instance(
+        kMetadata, "ChunkStorageMetadata",
+        Value::Pairs{{field("offsets"), size_value(chunk.offsets)}, {field("sizes"), size_value(chunk.sizes)}}));
   return Value::instance(kMetadata, "TensorStorageMetadata",
                          Value::Pairs{{field("properties"), properties(tensor.dtype)},
                                       {field("size"), size_value(tensor.sizes)},
@@ -93,11 +96,12 @@ std::string write_metadata(const Checkpoint& checkpoint) {
     const std::string& name = entry.first.as_string("a name");
     paths.emplace_back(entry.first, path_value(name, checkpoint));
   }
-  const Value storage_meta = Value::instance(kMetadata, "StorageMeta",
-                                             Value::Pairs{{field("checkpoint_id"), Value()},
-                                                          {field("save_id"), Value::string(save_id())},
-                                                          {field("load_id"), Value()},
-                                                          {field("modules"), Value::list({})}});
+  const Value storage_meta =
+      Value::instance(kMetadata, "StorageMeta",
+                      Value::Pairs{{field("checkpoint_id"), checkpoint.has_checksums ? Value::string(kChecksumsMark) : Value()},
+                                   {field("save_id"), Value::string(save_id())},
+                                   {field("load_id"), Value()},
+                                   {field("modules"), Value::list({})}});
   return write_pickle(Value::instance(kMetadata, "Metadata",
                                       Value::Pairs{{field("state_dict_metadata"), Value::dict(std::move(names))},
                                                    {field("planner_data"), Value::dict(std::move(paths))},

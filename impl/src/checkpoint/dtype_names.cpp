@@ -25,7 +25,8 @@ const std::vector<DtypeNames>& dtype_table() {
 const DtypeNames& names_of(Dtype dtype) {
   for (const DtypeNames& names : dtype_table())
     if (names.dtype == dtype) return names;
-  throw Error(fmt::format("[checkpoint] dtype {} has no place in a checkpoint; convert the tensor first", c10::toString(dtype)));
+  throw Error(
+      fmt::format("[checkpoint] dtype {} has no place in a checkpoint; convert the tensor first", c10::toString(dtype)));
 }
 
 namespace {
@@ -37,9 +38,15 @@ const DtypeNames* find(std::string_view DtypeNames::*name, std::string_view want
 }
 }  // namespace
 
-const DtypeNames* find_torch_dtype(std::string_view torch) { return find(&DtypeNames::torch, torch); }
-const DtypeNames* find_storage(std::string_view storage) { return find(&DtypeNames::storage, storage); }
-const DtypeNames* find_safetensors_dtype(std::string_view name) { return find(&DtypeNames::safetensors, name); }
+const DtypeNames* find_torch_dtype(std::string_view torch) {
+  return find(&DtypeNames::torch, torch);
+}
+const DtypeNames* find_storage(std::string_view storage) {
+  return find(&DtypeNames::storage, storage);
+}
+const DtypeNames* find_safetensors_dtype(std::string_view name) {
+  return find(&DtypeNames::safetensors, name);
+}
 
 uint64_t bytes_of(Dtype dtype, const Shape& sizes) {
   return static_cast<uint64_t>(numel(sizes)) * static_cast<uint64_t>(names_of(dtype).bytes);

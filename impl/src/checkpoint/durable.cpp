@@ -20,7 +20,9 @@ constexpr const char* kSaving = ".saving-";
 constexpr const char* kRemoving = ".removing-";
 constexpr const char* kStep = "step_";
 
-std::string cause(int64_t error) { return std::strerror(static_cast<int>(-error)); }
+std::string cause(int64_t error) {
+  return std::strerror(static_cast<int>(-error));
+}
 
 std::string without_slashes(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -143,7 +145,8 @@ int64_t remove_leftovers(FileSystem& files, const std::string& parent) {
   int64_t removed = 0;
   if (!is_folder(parent)) return removed;
   for (const std::string& name : list_folder(parent)) {
-    const bool leftover = name[0] == '.' && (name.find(kSaving) != std::string::npos || name.find(kRemoving) != std::string::npos);
+    const bool leftover =
+        name[0] == '.' && (name.find(kSaving) != std::string::npos || name.find(kRemoving) != std::string::npos);
     if (!leftover || !is_folder(parent + "/" + name)) continue;
     remove_tree(files, parent + "/" + name);
     ++removed;
@@ -172,7 +175,9 @@ std::optional<int64_t> latest_step(const std::string& parent) {
   return steps.empty() ? std::nullopt : std::optional(steps.back());
 }
 
-std::string step_folder(const std::string& parent, int64_t step) { return fmt::format("{}/{}{}", parent, kStep, step); }
+std::string step_folder(const std::string& parent, int64_t step) {
+  return fmt::format("{}/{}{}", parent, kStep, step);
+}
 
 void retain_steps(FileSystem& files, const std::string& parent, int64_t keep) {
   SHARD_REQUIRE(keep >= 1, "checkpoint", "at least one checkpoint must be kept, got {}", keep);

@@ -1,13 +1,18 @@
+#include <algorithm>
+
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/crc32.h"
 #include "shardproof/checkpoint/dcp.h"
+#include "shardproof/checkpoint/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 
 // Summed and written while it lies in the cache.
 constexpr size_t kPieceBytes = size_t{1} << 20;
 
-std::string entry_file_name(int64_t rank, int64_t index) { return fmt::format("__{}_{}.distcp", rank, index); }
+std::string entry_file_name(int64_t rank, int64_t index) {
+  return fmt::format("__{}_{}.distcp", rank, index);
+}
 
 EntryFile::EntryFile(FileSystem& files, const std::string& folder, std::string file)
     : file_(std::move(file)), output_(files, folder + "/" + file_) {}
@@ -38,6 +43,8 @@ EntryFile::Written EntryFile::add_tensor(Dtype dtype, const Shape& sizes, const 
   return {extent, crc32(front_crc, tail.data(), tail.size())};
 }
 
-void EntryFile::finish() { output_.finish(); }
+void EntryFile::finish() {
+  output_.finish();
+}
 
 }  // namespace shardproof::checkpoint

@@ -24,26 +24,44 @@ Result or_errno(Result result) {
   return result < 0 ? static_cast<Result>(-errno) : result;
 }
 
-std::string cause(int64_t error) { return std::strerror(static_cast<int>(-error)); }
+std::string cause(int64_t error) {
+  return std::strerror(static_cast<int>(-error));
+}
 
 }  // namespace
 
-int FileSystem::open(const std::string& path, int flags, mode_t mode) { return or_errno(::open(path.c_str(), flags, mode)); }
-ssize_t FileSystem::write(int fd, const void* data, size_t bytes) { return or_errno(::write(fd, data, bytes)); }
+int FileSystem::open(const std::string& path, int flags, mode_t mode) {
+  return or_errno(::open(path.c_str(), flags, mode));
+}
+ssize_t FileSystem::write(int fd, const void* data, size_t bytes) {
+  return or_errno(::write(fd, data, bytes));
+}
 ssize_t FileSystem::pread(int fd, void* data, size_t bytes, off_t offset) {
   return or_errno(::pread(fd, data, bytes, offset));
 }
-int FileSystem::fsync(int fd) { return or_errno(::fsync(fd)); }
-int FileSystem::close(int fd) { return or_errno(::close(fd)); }
+int FileSystem::fsync(int fd) {
+  return or_errno(::fsync(fd));
+}
+int FileSystem::close(int fd) {
+  return or_errno(::close(fd));
+}
 int FileSystem::rename(const std::string& from, const std::string& to) {
-  return or_errno(::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE));
+  const int done = or_errno(::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE));
+  // Where the flag is unknown a plain rename still refuses to replace a folder that holds something.
+  return done == -EINVAL || done == -ENOSYS ? or_errno(::rename(from.c_str(), to.c_str())) : done;
 }
 int FileSystem::exchange(const std::string& one, const std::string& two) {
   return or_errno(::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, two.c_str(), RENAME_EXCHANGE));
 }
-int FileSystem::mkdir(const std::string& path, mode_t mode) { return or_errno(::mkdir(path.c_str(), mode)); }
-int FileSystem::unlink(const std::string& path) { return or_errno(::unlink(path.c_str())); }
-int FileSystem::rmdir(const std::string& path) { return or_errno(::rmdir(path.c_str())); }
+int FileSystem::mkdir(const std::string& path, mode_t mode) {
+  return or_errno(::mkdir(path.c_str(), mode));
+}
+int FileSystem::unlink(const std::string& path) {
+  return or_errno(::unlink(path.c_str()));
+}
+int FileSystem::rmdir(const std::string& path) {
+  return or_errno(::rmdir(path.c_str()));
+}
 
 FileSystem& system_files() {
   static FileSystem files;
@@ -109,7 +127,9 @@ FileSource::FileSource(FileSystem& files, std::string path) : files_(files), pat
   size_ = static_cast<uint64_t>(status.st_size);
 }
 
-FileSource::~FileSource() { files_.close(fd_); }
+FileSource::~FileSource() {
+  files_.close(fd_);
+}
 
 void FileSource::read(uint64_t offset, void* data, size_t bytes) const {
   SHARD_REQUIRE(offset <= size_ && bytes <= size_ - offset, "checkpoint",
@@ -138,8 +158,8 @@ SliceSource::SliceSource(const ByteSource& whole, uint64_t offset, uint64_t byte
 }
 
 void SliceSource::read(uint64_t offset, void* data, size_t bytes) const {
-  SHARD_REQUIRE(offset <= size_ && bytes <= size_ - offset, "checkpoint",
-                "{}: {} bytes at {} lie behind its end, it has {}", name_, bytes, offset, size_);
+  SHARD_REQUIRE(offset <= size_ && bytes <= size_ - offset, "checkpoint", "{}: {} bytes at {} lie behind its end, it has {}",
+                name_, bytes, offset, size_);
   if (bytes == 0) return;
   if (offset + bytes <= head_.size())
     std::memcpy(data, head_.data() + offset, bytes);

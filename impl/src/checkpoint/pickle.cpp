@@ -35,7 +35,7 @@ void set_global(Value::Node& node, const std::string& module, const std::string&
 }
 
 const char* noun(Kind kind) {
-  static constexpr const char* kNouns[] = {"None", "a bool",  "an int", "a float", "a string", "bytes",
+  static constexpr const char* kNouns[] = {"None",   "a bool",  "an int", "a float",  "a string", "bytes",
                                            "a list", "a tuple", "a dict", "a global", "an object"};
   return kNouns[static_cast<int>(kind)];
 }
@@ -72,10 +72,18 @@ Value Value::real(double value) {
   return Value(std::move(node));
 }
 
-Value Value::string(std::string value) { return with_text(Kind::kString, std::move(value)); }
-Value Value::bytes(std::string value) { return with_text(Kind::kBytes, std::move(value)); }
-Value Value::list(Items items) { return with_items(Kind::kList, std::move(items)); }
-Value Value::tuple(Items items) { return with_items(Kind::kTuple, std::move(items)); }
+Value Value::string(std::string value) {
+  return with_text(Kind::kString, std::move(value));
+}
+Value Value::bytes(std::string value) {
+  return with_text(Kind::kBytes, std::move(value));
+}
+Value Value::list(Items items) {
+  return with_items(Kind::kList, std::move(items));
+}
+Value Value::tuple(Items items) {
+  return with_items(Kind::kTuple, std::move(items));
+}
 
 Value Value::dict(Pairs pairs) {
   auto node = node_of(Kind::kDict);
@@ -116,7 +124,9 @@ Value Value::persistent(Value id) {
   return Value(std::move(node));
 }
 
-Value::Kind Value::kind() const { return node_->kind; }
+Value::Kind Value::kind() const {
+  return node_->kind;
+}
 
 bool Value::as_bool(std::string_view what) const {
   if (kind() != Kind::kBool) wrong_kind(*this, what, "a bool");
@@ -159,8 +169,12 @@ const std::string& Value::as_global(std::string_view what) const {
   return node_->text;
 }
 
-const std::string& Value::type_name() const { return kind() == Kind::kObject ? node_->text : kNoName; }
-const Value::Items& Value::args() const { return kind() == Kind::kObject ? node_->items : kNoItems; }
+const std::string& Value::type_name() const {
+  return kind() == Kind::kObject ? node_->text : kNoName;
+}
+const Value::Items& Value::args() const {
+  return kind() == Kind::kObject ? node_->items : kNoItems;
+}
 
 const Value& Value::state() const {
   static const Value none;
@@ -190,15 +204,33 @@ void print(const Value& value, size_t chars_max, std::string& out) {
     out += close;
   };
   switch (node.kind) {
-    case Kind::kNone: out += "None"; break;
-    case Kind::kBool: out += node.integer ? "True" : "False"; break;
-    case Kind::kInt: out += fmt::format("{}", node.integer); break;
-    case Kind::kFloat: out += fmt::format("{}", node.real); break;
-    case Kind::kString: out += "'" + node.text.substr(0, chars_max) + "'"; break;
-    case Kind::kBytes: out += fmt::format("<{} bytes>", node.text.size()); break;
-    case Kind::kList: print_items("[", "]"); break;
-    case Kind::kTuple: print_items("(", node.items.size() == 1 ? ",)" : ")"); break;
-    case Kind::kGlobal: out += node.text; break;
+    case Kind::kNone:
+      out += "None";
+      break;
+    case Kind::kBool:
+      out += node.integer ? "True" : "False";
+      break;
+    case Kind::kInt:
+      out += fmt::format("{}", node.integer);
+      break;
+    case Kind::kFloat:
+      out += fmt::format("{}", node.real);
+      break;
+    case Kind::kString:
+      out += "'" + node.text.substr(0, chars_max) + "'";
+      break;
+    case Kind::kBytes:
+      out += fmt::format("<{} bytes>", node.text.size());
+      break;
+    case Kind::kList:
+      print_items("[", "]");
+      break;
+    case Kind::kTuple:
+      print_items("(", node.items.size() == 1 ? ",)" : ")");
+      break;
+    case Kind::kGlobal:
+      out += node.text;
+      break;
     case Kind::kObject:
       out += node.text;
       print_items("(", ")");
@@ -245,8 +277,9 @@ AllowedGlobals with(AllowedGlobals names, std::initializer_list<const char*> mor
 AllowedGlobals dtype_globals() {
   AllowedGlobals names;
   for (const char* dtype :
-       {"float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64",
-        "bool", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+       {"float32",   "float64",    "float16",       "bfloat16",    "int64",           "int32",          "int16",
+        "int8",      "uint8",      "uint16",        "uint32",      "uint64",          "bool",           "complex32",
+        "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
     names.insert(fmt::format("torch.{}", dtype));
   return names;
 }
@@ -268,20 +301,27 @@ const AllowedGlobals& metadata_globals() {
                              "torch.distributed.checkpoint.filesystem._StorageInfo",
                              "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
                              "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-                             "torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath",
-                             "pathlib.PurePosixPath", "pathlib._local.PosixPath", "collections.OrderedDict",
-                             "torch.strided", "torch.contiguous_format", "torch.preserve_format", "torch.channels_last"});
+                             "torch.Size",
+                             "torch.serialization._get_layout",
+                             "pathlib.PosixPath",
+                             "pathlib.WindowsPath",
+                             "pathlib.PurePosixPath",
+                             "pathlib._local.PosixPath",
+                             "collections.OrderedDict",
+                             "torch.strided",
+                             "torch.contiguous_format",
+                             "torch.preserve_format",
+                             "torch.channels_last"});
   return names;
 }
 
 const AllowedGlobals& tensor_globals() {
   static const AllowedGlobals names = with(
-      dtype_globals(),
-      {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "collections.OrderedDict", "torch.Size",
-       "torch.FloatStorage", "torch.DoubleStorage", "torch.HalfStorage", "torch.BFloat16Storage", "torch.LongStorage",
-       "torch.IntStorage", "torch.ShortStorage", "torch.CharStorage", "torch.ByteStorage", "torch.BoolStorage",
-       "torch.ComplexFloatStorage", "torch.ComplexDoubleStorage", "torch.storage.UntypedStorage",
-       "torch.serialization._get_layout", "_codecs.encode"});
+      dtype_globals(), {"torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "collections.OrderedDict",
+                        "torch.Size", "torch.FloatStorage", "torch.DoubleStorage", "torch.HalfStorage", "torch.BFloat16Storage",
+                        "torch.LongStorage", "torch.IntStorage", "torch.ShortStorage", "torch.CharStorage", "torch.ByteStorage",
+                        "torch.BoolStorage", "torch.ComplexFloatStorage", "torch.ComplexDoubleStorage",
+                        "torch.storage.UntypedStorage", "torch.serialization._get_layout", "_codecs.encode"});
   return names;
 }
 

@@ -15,7 +15,7 @@ struct Value::Node {
   Items items;  // of lists and tuples; arguments of objects
   Pairs pairs;
   Value state{nullptr};  // null pointer: none
-  bool sealed = false;  // while reading: has a parent, so it cannot change any more
+  bool sealed = false;   // while reading: has a parent, so it cannot change any more
   // Of the finished tree below.
   int64_t depth = 1, nodes = 1;
 };

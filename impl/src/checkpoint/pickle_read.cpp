@@ -148,8 +148,8 @@ class Machine {
   void push_global(const std::string& module, const std::string& name) {
     const std::string whole = module + "." + name;
     if (!allowed_.contains(whole))
-      throw Error(fmt::format("[pickle] {}: refuses the global '{}' at byte {}; it is none of those that checkpoints need", name_,
-                              whole.substr(0, 200), opcode_at_));
+      throw Error(fmt::format("[pickle] {}: refuses the global '{}' at byte {}; it is none of those that checkpoints need",
+                              name_, whole.substr(0, 200), opcode_at_));
     NodePtr node = make(Kind::kGlobal);
     node->text = whole;
     node->module_chars = module.size();
@@ -240,35 +240,82 @@ class Machine {
 
   bool push_plain(char opcode) {
     switch (opcode) {
-      case 'N': push(make(Kind::kNone)); return true;
-      case '\x88': push_int(1, Kind::kBool); return true;
-      case '\x89': push_int(0, Kind::kBool); return true;
-      case 'J': push_int(static_cast<int32_t>(number(4))); return true;
-      case 'K': push_int(static_cast<int64_t>(number(1))); return true;
-      case 'M': push_int(static_cast<int64_t>(number(2))); return true;
-      case '\x8a': push_long(number(1)); return true;
-      case '\x8b': push_long(number(4)); return true;
-      case 'G': push_real(); return true;
-      case '\x8c': push_text(Kind::kString, take(number(1))); return true;
-      case 'X': push_text(Kind::kString, take(number(4))); return true;
-      case '\x8d': push_text(Kind::kString, take(number(8))); return true;
-      case 'C': push_text(Kind::kBytes, take(number(1))); return true;
-      case 'B': push_text(Kind::kBytes, take(number(4))); return true;
-      case '\x8e': push_text(Kind::kBytes, take(number(8))); return true;
-      case ']': push(make(Kind::kList)); return true;
-      case '}': push(make(Kind::kDict)); return true;
-      case ')': push(make(Kind::kTuple)); return true;
-      default: return false;
+      case 'N':
+        push(make(Kind::kNone));
+        return true;
+      case '\x88':
+        push_int(1, Kind::kBool);
+        return true;
+      case '\x89':
+        push_int(0, Kind::kBool);
+        return true;
+      case 'J':
+        push_int(static_cast<int32_t>(number(4)));
+        return true;
+      case 'K':
+        push_int(static_cast<int64_t>(number(1)));
+        return true;
+      case 'M':
+        push_int(static_cast<int64_t>(number(2)));
+        return true;
+      case '\x8a':
+        push_long(number(1));
+        return true;
+      case '\x8b':
+        push_long(number(4));
+        return true;
+      case 'G':
+        push_real();
+        return true;
+      case '\x8c':
+        push_text(Kind::kString, take(number(1)));
+        return true;
+      case 'X':
+        push_text(Kind::kString, take(number(4)));
+        return true;
+      case '\x8d':
+        push_text(Kind::kString, take(number(8)));
+        return true;
+      case 'C':
+        push_text(Kind::kBytes, take(number(1)));
+        return true;
+      case 'B':
+        push_text(Kind::kBytes, take(number(4)));
+        return true;
+      case '\x8e':
+        push_text(Kind::kBytes, take(number(8)));
+        return true;
+      case ']':
+        push(make(Kind::kList));
+        return true;
+      case '}':
+        push(make(Kind::kDict));
+        return true;
+      case ')':
+        push(make(Kind::kTuple));
+        return true;
+      default:
+        return false;
     }
   }
 
   bool collect(char opcode) {
     switch (opcode) {
-      case '(': marks_.push_back(stack_.size()); return true;
-      case 't': push_tuple(pop_mark()); return true;
-      case '\x85': push_top_tuple(1); return true;
-      case '\x86': push_top_tuple(2); return true;
-      case '\x87': push_top_tuple(3); return true;
+      case '(':
+        marks_.push_back(stack_.size());
+        return true;
+      case 't':
+        push_tuple(pop_mark());
+        return true;
+      case '\x85':
+        push_top_tuple(1);
+        return true;
+      case '\x86':
+        push_top_tuple(2);
+        return true;
+      case '\x87':
+        push_top_tuple(3);
+        return true;
       case 'a': {
         const NodePtr item = pop();
         append_items(top(), {item});
@@ -289,7 +336,8 @@ class Machine {
         set_items(top(), items);
         return true;
       }
-      default: return false;
+      default:
+        return false;
     }
   }
 
@@ -300,7 +348,9 @@ class Machine {
         require(protocol >= 2 && protocol <= 5, fmt::format("has pickle protocol {}; 2 to 5 are read", protocol));
         return true;
       }
-      case '\x95': require(number(8) <= bytes_.size() - at_, "is cut off"); return true;
+      case '\x95':
+        require(number(8) <= bytes_.size() - at_, "is cut off");
+        return true;
       case 'c': {
         const std::string module = line(), name = line();
         push_global(module, name);
@@ -312,17 +362,38 @@ class Machine {
         push_global(module->text, name->text);
         return true;
       }
-      case 'R': construct(false); return true;
-      case '\x81': construct(true); return true;
-      case 'b': build(); return true;
-      case 'Q': push_persistent(); return true;
-      case 'q': put(number(1)); return true;
-      case 'r': put(number(4)); return true;
-      case '\x94': put(memo_.size()); return true;
-      case 'h': get(number(1)); return true;
-      case 'j': get(number(4)); return true;
-      case '0': pop(); return true;
-      default: return false;
+      case 'R':
+        construct(false);
+        return true;
+      case '\x81':
+        construct(true);
+        return true;
+      case 'b':
+        build();
+        return true;
+      case 'Q':
+        push_persistent();
+        return true;
+      case 'q':
+        put(number(1));
+        return true;
+      case 'r':
+        put(number(4));
+        return true;
+      case '\x94':
+        put(memo_.size());
+        return true;
+      case 'h':
+        get(number(1));
+        return true;
+      case 'j':
+        get(number(4));
+        return true;
+      case '0':
+        pop();
+        return true;
+      default:
+        return false;
     }
   }
 

@@ -173,17 +173,39 @@ class Writer {
   void write(const Value& value) {
     const Value::Node& node = value.node();
     switch (node.kind) {
-      case Kind::kNone: out_ += 'N'; break;
-      case Kind::kBool: out_ += node.integer ? '\x88' : '\x89'; break;
-      case Kind::kInt: write_int(node.integer); break;
-      case Kind::kFloat: write_real(node.real); break;
-      case Kind::kString: write_string(node.text); break;
-      case Kind::kBytes: write_bytes(node.text); break;
-      case Kind::kList: write_list(node.items); break;
-      case Kind::kTuple: write_tuple(node.items); break;
-      case Kind::kDict: write_dict(node.pairs); break;
-      case Kind::kGlobal: write_global(node); break;
-      case Kind::kObject: write_object(node); break;
+      case Kind::kNone:
+        out_ += 'N';
+        break;
+      case Kind::kBool:
+        out_ += node.integer ? '\x88' : '\x89';
+        break;
+      case Kind::kInt:
+        write_int(node.integer);
+        break;
+      case Kind::kFloat:
+        write_real(node.real);
+        break;
+      case Kind::kString:
+        write_string(node.text);
+        break;
+      case Kind::kBytes:
+        write_bytes(node.text);
+        break;
+      case Kind::kList:
+        write_list(node.items);
+        break;
+      case Kind::kTuple:
+        write_tuple(node.items);
+        break;
+      case Kind::kDict:
+        write_dict(node.pairs);
+        break;
+      case Kind::kGlobal:
+        write_global(node);
+        break;
+      case Kind::kObject:
+        write_object(node);
+        break;
     }
   }
 
@@ -194,6 +216,8 @@ class Writer {
 
 }  // namespace
 
-std::string write_pickle(const Value& value, int protocol) { return Writer(protocol).finish(value); }
+std::string write_pickle(const Value& value, int protocol) {
+  return Writer(protocol).finish(value);
+}
 
 }  // namespace shardproof::checkpoint

@@ -24,6 +24,8 @@ void add_torch_records(ZipWriter& zip, const std::string& pickle) {
   zip.add("archive/byteorder", "little");
 }
 
-void add_torch_version(ZipWriter& zip) { zip.add("archive/version", "3\n"); }
+void add_torch_version(ZipWriter& zip) {
+  zip.add("archive/version", "3\n");
+}
 
 }  // namespace shardproof::checkpoint

@@ -26,8 +26,12 @@ class Bytes {
   std::string text_;
 };
 
-bool wide(uint64_t number) { return number >= kNoBytes; }
-uint64_t narrow(uint64_t number) { return wide(number) ? kNoBytes : number; }
+bool wide(uint64_t number) {
+  return number >= kNoBytes;
+}
+uint64_t narrow(uint64_t number) {
+  return wide(number) ? kNoBytes : number;
+}
 
 }  // namespace
 

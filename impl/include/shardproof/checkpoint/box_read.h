@@ -16,13 +16,15 @@ namespace shardproof::checkpoint {
 
 struct ReadOptions {
   uint64_t bytes_max = uint64_t{32} << 20;  // of buffers at a time
-  uint64_t gap_max = 64 << 10;              // unwanted bytes that are read rather than skipped by another call
+  uint64_t gap_max = 16 << 10;              // unwanted bytes that are read rather than skipped by another call
+  // The CRC of an entry is checked whenever all of it is read. True: of one that is read in part too, by reading the rest.
+  bool check_parts = false;
 };
 
 struct ReadCounts {
-  int64_t reads = 0;         // of payloads
-  uint64_t bytes_read = 0;   // by them
-  uint64_t bytes_used = 0;   // of them
+  int64_t reads = 0;          // of payloads
+  uint64_t bytes_read = 0;    // by them
+  uint64_t bytes_used = 0;    // of them
   uint64_t buffer_bytes = 0;  // most held at a time
 };
 
@@ -32,7 +34,7 @@ class BoxReader {
   BoxReader(FileSystem& files, std::string folder, const Checkpoint& checkpoint, ReadOptions options = {});
   ~BoxReader();
 
-  // Elements of `box` of tensor `name` into `destination`: a CPU tensor, contiguous, of the box's sizes and the stored dtype.
+  // Elements of `box` of tensor `name` into `destination`: a CPU tensor of the box's sizes and the stored dtype.
   // Law: equals that slice of the whole tensor. Throws Error naming tensor, box and file; the destination is then undefined.
   void read(const std::string& name, const Box& box, const at::Tensor& destination);
   // The same into memory whose elements lie `strides` apart.
@@ -44,9 +46,10 @@ class BoxReader {
 
  private:
   struct Entry;
-  const Entry& entry(const std::string& name, const StoredTensor& tensor, size_t chunk);
+  Entry& entry(const std::string& name, const StoredTensor& tensor, size_t chunk);
   const FileSource& source(const std::string& file);
-  void read_chunk(const Entry& entry, const Chunk& chunk, const Box& part, char* destination, const Shape& strides);
+  void read_part(const std::string& name, const StoredTensor& tensor, size_t chunk, const Box& box, char* destination,
+                 const Shape& strides);
 
   FileSystem& files_;
   std::string folder_;

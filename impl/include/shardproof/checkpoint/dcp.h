@@ -45,6 +45,7 @@ struct Checkpoint {
   std::map<std::string, StoredTensor> tensors;
   std::map<std::string, Extent> values;  // what is no tensor: one entry each
   std::map<std::string, Path> paths;     // names that are absent here are their own path
+  bool has_checksums = false;            // a sidecar belongs to it; see checksums.h
   bool operator==(const Checkpoint&) const = default;
 };
 

@@ -45,8 +45,8 @@ class Value {
   double as_float(std::string_view what) const;  // an int too
   const std::string& as_string(std::string_view what) const;
   const std::string& as_bytes(std::string_view what) const;
-  const Items& as_list(std::string_view what) const;      // a tuple too
-  const Pairs& as_dict(std::string_view what) const;      // an OrderedDict too
+  const Items& as_list(std::string_view what) const;          // a tuple too
+  const Pairs& as_dict(std::string_view what) const;          // an OrderedDict too
   const std::string& as_global(std::string_view what) const;  // "module.name" of a global
   // Of an object: "module.name", or "persistent id"; "" for other kinds.
   const std::string& type_name() const;

@@ -9,13 +9,8 @@
 
 namespace shardproof::checkpoint {
 
-struct TorchFileItem {
-  Path path;  // where in the nested dict
-  std::string name;
-};
-
-// One durable file. Tensors are streamed one at a time in the order of names; paths say where in nested dicts an item lies (lists
-// for integer elements). Throws Error.
+// One durable file. Tensors are streamed one at a time in the order of names; paths say where in nested dicts an item lies
+// (lists for integer elements). Throws Error.
 void write_torch_file(FileSystem& files, const std::string& path, const std::map<std::string, SafeTensorSpec>& tensors,
                       const std::map<std::string, Value>& values, const std::map<std::string, Path>& paths,
                       const TensorBytes& data);
