@@ -39,6 +39,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("clip above the norm", verdict.steps_not_clipped > 0);
   count("clip below the norm", verdict.steps_clipped > 0);
   count("step skipped by loss scaling", verdict.steps_skipped > 0);
+  count("diverged", verdict.diverged);
   add_history(c);
   count("mesh of two axes", c.mesh.axes().size() == 2);
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);

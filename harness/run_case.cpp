@@ -11,6 +11,7 @@
 #include "harness/sharded_run.h"
 #include "harness/step_difference.h"
 #include "harness/tolerance.h"
+#include "shardproof/check.h"
 #include "shardproof/strategy.h"
 
 namespace harness {
@@ -99,6 +100,30 @@ void compare(const Case& c, const Reference& reference, std::vector<std::vector<
   }
 }
 
+bool is_finite(const golden::StepTrace& step) {
+  for (const std::vector<double>& round : step.losses)
+    for (const double loss : round)
+      if (!std::isfinite(loss)) return false;
+  return std::isfinite(step.gradient_norm);
+}
+
+// Some runs diverge, unsharded as well. The sharded one then has to say so; what came before is compared as always.
+void compare_until_divergence(Case c, golden::Run run, size_t steps, Verdict& verdict) {
+  verdict.diverged = true;
+  try {
+    run_sharded(c, run);
+    verdict.category = "error";
+    verdict.what = fmt::format("error: the unsharded run is not finite in step {}, and the sharded run did not notice", steps);
+    return;
+  } catch (const shardproof::NonFiniteError&) {
+  }
+  verdict.held = steps == 0;
+  if (steps == 0) return;
+  c.steps.resize(steps);
+  run.steps.resize(steps);
+  compare(c, Reference(c, run), run_sharded(c, run), verdict);
+}
+
 }  // namespace
 
 Verdict run_case(const Case& c) {
@@ -106,8 +131,13 @@ Verdict run_case(const Case& c) {
   Verdict verdict;
   const golden::Run run = make_run(c);
   const Reference reference(c, run);
+  const golden::Trace& trace = reference.trace();
+  const size_t finite = std::find_if_not(trace.begin(), trace.end(), is_finite) - trace.begin();
   try {
-    compare(c, reference, run_sharded(c, run), verdict);
+    if (finite < trace.size())
+      compare_until_divergence(c, run, finite, verdict);
+    else
+      compare(c, reference, run_sharded(c, run), verdict);
   } catch (const std::exception& error) {
     verdict.category = "error";
     verdict.what = fmt::format("error: {}", message_of(error));

@@ -14,6 +14,7 @@ struct Verdict {
   std::string category;  // its first word: loss, gradient, parameter, a state's name, error, control
   int64_t values_compared = 0;
   double ratio_max = 0;  // fast mode: largest distance from the truth over the unsharded run's
+  bool diverged = false;  // the unsharded run too: the sharded one must throw NonFiniteError, and equal it up to there
   int64_t steps_clipped = 0, steps_not_clipped = 0, steps_skipped = 0;
 };
 

@@ -164,7 +164,7 @@ TrainResult train(const TrainOptions& options, const TextData& data,
                   .precision = {},
                   .scaling = {}};
   std::optional<golden::Trainer> golden;
-  if (options.check) golden.emplace(run);
+  if (options.check) golden.emplace(run.model, run.optimizer, run.parameters, run.order);
 
   const Copies copies = copies_of(plan);
   TrainResult result;

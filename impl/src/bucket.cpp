@@ -125,6 +125,12 @@ bool Bucket::trainable() const {
   return false;
 }
 
+bool Bucket::all_train() const {
+  for (const at::Tensor& view : views_)
+    if (!view.requires_grad()) return false;
+  return true;
+}
+
 void Bucket::begin_backward(bool reduces) {
   reduces_ = reduces;
   missing_ = 0;

@@ -63,6 +63,8 @@ class Bucket {
 
   // Whether any parameter requires a gradient now; they may be frozen and thawed between steps, the same on every rank.
   bool trainable() const;
+  // Whether every one does. Otherwise the backward may still read parameters when all gradients have arrived.
+  bool all_train() const;
   bool trains(int64_t slot) const { return views_[slot].requires_grad(); }
 
   // A backward begins: which gradients will come, and whether they are reduced at its end.

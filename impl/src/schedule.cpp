@@ -53,9 +53,13 @@ void Schedule::begin_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
 }
 
+// Not when gradients have arrived, which ranks may see at other times where they use other parameters, but when the backward
+// has left the unit: then what has not arrived never will.
 void Schedule::start_ready_reduces() {
-  while (sync_ && !to_reduce_.empty() && to_reduce_.back().bucket->complete() && !to_reduce_.back().unit->expects_more()) {
-    start_reduce(*to_reduce_.back().bucket);
+  while (sync_ && !to_reduce_.empty() && (ending_ || to_reduce_.back().unit->left())) {
+    Bucket& bucket = *to_reduce_.back().bucket;
+    if (!bucket.complete()) bucket.fill_missing();
+    start_reduce(bucket);
     to_reduce_.pop_back();
   }
 }
@@ -74,9 +78,9 @@ void Schedule::start_reduce(Bucket& bucket) {
 void Schedule::end_backward() {
   for (const auto& unit : units_) unit->expect_no_more();
   if (sync_) {
-    for (const Waiting& waiting : to_reduce_)
-      if (!waiting.bucket->complete()) waiting.bucket->fill_missing();
+    ending_ = true;
     start_ready_reduces();
+    ending_ = false;
     SHARD_CHECK(to_reduce_.empty(), "schedule", "{} buckets were not reduced", to_reduce_.size());
     for (Bucket* bucket : reducing_) bucket->finish_reduce();
     reducing_.clear();

@@ -52,7 +52,7 @@ class Schedule {
 
   bool in_backward() const { return in_backward_; }
   void begin_backward();
-  void bucket_complete() { start_ready_reduces(); }
+  void unit_left() { start_ready_reduces(); }
 
   // Starts gathering these units, in order, as far as the limits allow.
   void gather_ahead(const std::vector<Unit*>& units);
@@ -74,7 +74,7 @@ class Schedule {
   std::function<void()> finish_;
   std::vector<std::shared_ptr<Unit>> units_;
 
-  bool in_backward_ = false;
+  bool in_backward_ = false, ending_ = false;
   struct Waiting {
     Unit* unit;
     Bucket* bucket;

@@ -70,6 +70,7 @@ Unit::~Unit() {
 
 void Unit::before_forward(const torch::nn::Module&) {
   finish_unshard();
+  call_watched_ = false;
   if (!schedule_.in_backward()) schedule_.gather_ahead(settings.forward_prefetch);
 }
 
@@ -83,6 +84,7 @@ at::Tensor Unit::watch_input(const at::Tensor& given) {
   at::Tensor watched = input.detach();
   torch::autograd::impl::set_gradient_edge(watched, {std::move(node), 0});
   ++inputs_watched_;
+  call_watched_ = true;
   return watched;
 }
 
@@ -94,6 +96,7 @@ at::Tensor Unit::watch_output(const at::Tensor& given) {
 }
 
 void Unit::after_forward(const torch::nn::Module& module) {
+  if (c10::GradMode::is_enabled() && !call_watched_) leaves_unseen_ = true;
   ran_.insert(&module);
   if (ran_.size() < modules_) return;
   ran_.clear();
@@ -146,27 +149,30 @@ void Unit::before_backward() {
 void Unit::on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient) {
   schedule_.begin_backward();
   bucket.add_gradient(slot, gradient, /*may_be_part=*/expects_more());
-  if (bucket.complete()) schedule_.bucket_complete();
   reshard_when_done();
 }
 
 void Unit::on_input_gradient() {
   --inputs_watched_;
+  left_ = inputs_watched_ == 0;
+  if (left()) schedule_.unit_left();
   reshard_when_done();
 }
 
 bool Unit::complete() const {
   for (const auto& bucket : buckets_)
-    if (!bucket->complete()) return false;
-  return !expects_more();
+    if (!bucket->complete() || !bucket->all_train()) return false;
+  return !expects_more() && inputs_watched_ <= 0;
 }
 
+// A gradient arrives after the last use of its parameter, but a frozen parameter has none.
 void Unit::reshard_when_done() {
-  if (settings.reshard_after_backward && complete() && inputs_watched_ <= 0) reshard();
+  if (settings.reshard_after_backward && (left() || complete())) reshard();
 }
 
 void Unit::end_backward() {
   inputs_watched_ = 0;
+  left_ = leaves_unseen_ = false;
   if (settings.reshard_after_backward || residency_ == Residency::gathering) drop();
 }
 
@@ -183,7 +189,7 @@ void Unit::end_recomputation() {
     --unit->recomputations_;
     unit->settle();
   }
-  schedule_.bucket_complete();
+  schedule_.unit_left();
   for (Unit* unit : settings.inside) unit->reshard_when_done();
   reshard_when_done();
 }

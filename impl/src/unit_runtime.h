@@ -66,6 +66,8 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void end_recomputation();
   bool expects_more() const { return recomputations_ > 0 || until_the_end_; }
   void expect_no_more();
+  // The backward of this unit is over, recomputations included. Only known when each of its calls had an input with a gradient.
+  bool left() const { return left_ && !leaves_unseen_ && !expects_more(); }
 
  private:
   void reshard_after_forward();
@@ -82,6 +84,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   int64_t inputs_watched_ = 0;   // backward has still to leave through so many
   int64_t recomputations_ = 0;   // of it, or around it, that the backward has still to run
   bool until_the_end_ = false;
+  bool call_watched_ = false;   // the current call has an input whose gradient will come
+  bool leaves_unseen_ = false;  // some call has none
+  bool left_ = false;           // through all that were watched
 };
 
 }  // namespace shardproof
