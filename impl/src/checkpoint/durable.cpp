@@ -133,6 +133,17 @@ void StagedFolder::commit() {
   flush_folder(files_, parent_);
 }
 
+void write_staged_file(FileSystem& files, const std::string& target,
+                       const std::function<void(const std::string& path)>& write) {
+  SHARD_REQUIRE(!exists(target), "checkpoint", "{} exists already; choose another name", target);
+  StagedFolder folder(files, target + ".folder");
+  const std::string path = folder.path() + "/file";
+  write(path);
+  const int done = files.rename(path, target);
+  SHARD_REQUIRE(done >= 0, "checkpoint", "cannot rename {} to {}: {}", path, target, cause(done));
+  flush_folder(files, parent_of(target));
+}
+
 void remove_folder(FileSystem& files, const std::string& given) {
   const std::string path = without_slashes(given), hidden = hidden_beside(path, kRemoving);
   const int renamed = files.rename(path, hidden);

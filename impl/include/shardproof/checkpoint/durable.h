@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -34,6 +35,10 @@ class StagedFolder {
   bool overwrite_;
   bool renamed_ = false;
 };
+
+// One file, whole or not at all: `write` makes it at the path that it is given, flushed; it is then renamed. Refuses a target
+// that exists.
+void write_staged_file(FileSystem& files, const std::string& target, const std::function<void(const std::string& path)>& write);
 
 // Removes a folder so that nobody ever sees a part of it: it is renamed first. Subfolders too.
 void remove_folder(FileSystem& files, const std::string& path);
