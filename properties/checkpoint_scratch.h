@@ -9,6 +9,7 @@
 #include <random>
 #include <string>
 
+#include "shardproof/check.h"
 #include "shardproof/checkpoint/checksums.h"
 #include "shardproof/checkpoint/dcp.h"
 

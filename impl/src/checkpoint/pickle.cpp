@@ -287,9 +287,11 @@ AllowedGlobals dtype_globals() {
 }  // namespace
 
 const AllowedGlobals& metadata_globals() {
+  // Python 3.11 pickles an enumerator as getattr(type, name). Like all here it is data, never called.
   // The second home of TensorProperties is that of PyTorch up to 2.3.
   static const AllowedGlobals names =
-      with(dtype_globals(), {"torch.distributed.checkpoint.metadata.Metadata",
+      with(dtype_globals(), {"builtins.getattr",
+                             "torch.distributed.checkpoint.metadata.Metadata",
                              "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
                              "torch.distributed.checkpoint.metadata.TensorProperties",
                              "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",

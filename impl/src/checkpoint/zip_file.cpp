@@ -62,11 +62,14 @@ Directory find_directory(const ByteSource& source) {
   found.offset = fields.number(4);
   SHARD_REQUIRE(records_here == found.records && fields.number(2) == 0, "zip", "{}: its end record is damaged", name);
   uint64_t directory_end = end_at;
-  if (found.records == 0xFFFF || found.bytes == kNoBytes || found.offset == kNoBytes) {
-    SHARD_REQUIRE(end_at >= kLocatorBytes, "zip", "{}: its zip64 locator is missing", name);
-    const std::string locator = source.read_string(end_at - kLocatorBytes, kLocatorBytes, kLocatorBytes);
-    Fields where(locator, name);
-    SHARD_REQUIRE(where.number(4) == kLocatorMagic, "zip", "{}: its zip64 locator is damaged", name);
+  // torch.save writes the wide end record always, needed or not.
+  const std::string locator =
+      end_at >= kLocatorBytes ? source.read_string(end_at - kLocatorBytes, kLocatorBytes, kLocatorBytes) : std::string(4, '\0');
+  Fields where(locator, name);
+  const bool is_wide = where.number(4) == kLocatorMagic;
+  SHARD_REQUIRE(is_wide || (found.records != 0xFFFF && found.bytes != kNoBytes && found.offset != kNoBytes), "zip",
+                "{}: its zip64 locator is damaged", name);
+  if (is_wide) {
     where.number(4);
     directory_end = where.number(8);
     const std::string end64 = source.read_string(directory_end, kEnd64Bytes, kEnd64Bytes);
