@@ -105,7 +105,7 @@ TEST(Durable, whichever_call_of_a_save_fails_the_latest_checkpoint_is_whole) {
                                 const auto latest = latest_step(root);
                                 ASSERT_TRUE(latest);
                                 EXPECT_EQ(step_in(step_folder(root, *latest)), *latest);
-                                if (!threw) EXPECT_EQ(*latest, 2);
+                                EXPECT_TRUE(threw || *latest == 2);
                                 for (const int64_t step : committed_steps(root))
                                   EXPECT_EQ(step_in(step_folder(root, step)), step);
                                 remove_leftovers(system_files(), root);
@@ -119,7 +119,7 @@ TEST(Durable, whichever_call_of_an_overwrite_fails_old_or_new_is_there_whole) {
                               [](const std::string& root, bool threw) {
                                 const int64_t step = step_in(step_folder(root, 1));
                                 EXPECT_TRUE(step == 1 || step == 2);
-                                if (!threw) EXPECT_EQ(step, 2);
+                                EXPECT_TRUE(threw || step == 2);
                               });
   EXPECT_GT(calls, 30);
 }
@@ -128,7 +128,7 @@ TEST(Durable, whichever_call_of_a_removal_fails_no_half_checkpoint_is_seen) {
   sweep([](FileSystem& files, const std::string& root) { remove_folder(files, step_folder(root, 1)); },
         [](const std::string& root, bool threw) {
           for (const int64_t step : committed_steps(root)) EXPECT_EQ(step_in(step_folder(root, step)), step);
-          if (!threw) EXPECT_TRUE(committed_steps(root).empty());
+          EXPECT_TRUE(threw || committed_steps(root).empty());
         });
 }
 

@@ -108,30 +108,16 @@ TEST(Pickle, refuses_an_unknown_global_by_its_name) {
 }
 
 TEST(Pickle, refuses_cycles_depth_and_values_that_unfold_without_end) {
-  expect_error(
-      [] {
-        read_pickle(
-            "\x80\x02]q\x01h\x01"
-            "a.",
-            {}, "cycle");
-      },
-      {"cycle"});
-  expect_error(
-      [] {
-        read_pickle(
-            "\x80\x02]q\x01(h\x01"
-            "e.",
-            {}, "cycle");
-      },
-      {"cycle"});
-  expect_error(
-      [] {
-        read_pickle(
-            "\x80\x02]q\x01h\x01\x85"
-            "a.",
-            {}, "cycle");
-      },
-      {"part of another"});
+  const auto memo = [](const std::string& text) {  // 'm' and 'g': put into entry 0 of the memo, and get it
+    std::string bytes = "\x80\x02";
+    for (const char c : text) bytes += c == 'm' ? std::string("q\0", 2) : c == 'g' ? std::string("h\0", 2) : std::string(1, c);
+    return bytes;
+  };
+  const std::string tuple = "\x85";
+  for (const std::string& cycle : {std::string("]mga."), std::string("]m(ge."), "]mg" + tuple + "a.", std::string("}mgNs."),
+                                   std::string("}mNgs."), "]m]ga" + tuple + "ga."})
+    expect_error([&] { read_pickle(memo(cycle), {}, "cycle"); }, {"[pickle] cycle"});
+  EXPECT_EQ(read_pickle(memo("]mg\x86."), {}, "shared").str(), "([], [])");
   std::string deep = "\x80\x02", laughs = "\x80\x04]\x94";
   for (int i = 0; i < 100; ++i) deep += "]";
   for (int i = 0; i < 99; ++i) deep += "a";

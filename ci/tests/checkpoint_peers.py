@@ -35,8 +35,8 @@ def plain(seed):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one = nn.Linear(6, 9)
-        self.two = nn.Linear(9, 3)
+        self.one = nn.Linear(6, 10)
+        self.two = nn.Linear(10, 3)
         self.norm = nn.LayerNorm(3)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
