@@ -1,4 +1,4 @@
-"""Checkpoints of real PyTorch through `shardproof checkpoint`, and ours through real PyTorch; checkpoint_peers.py is its ranks."""
+"""Checkpoints of real PyTorch through `shardproof checkpoint`, and ours through real PyTorch."""
 import json
 import os
 import socket

@@ -128,6 +128,7 @@ class MetadataReader {
         else
           path.emplace_back(element.as_string("a path"));
       }
+      if (!checkpoint_.tensors.contains(where_) && !checkpoint_.values.contains(where_)) continue;  // of nothing that is stored
       if (path != Path{where_}) checkpoint_.paths.emplace(where_, std::move(path));
     }
   }
