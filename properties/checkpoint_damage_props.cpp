@@ -78,7 +78,7 @@ TEST(Damage, every_single_bit_of_a_small_checkpoint_counts) {
   }
 }
 
-TEST(Damage, missing_and_swapped_files_are_found) {
+TEST(Damage, missing_longer_and_swapped_files_are_found) {
   Random random(4);
   const Written written(random, 2);
   const std::vector<std::string> names = names_in(written.scratch.path());
@@ -86,6 +86,8 @@ TEST(Damage, missing_and_swapped_files_are_found) {
     const std::string before = slurp(written.scratch / name);
     fs::remove(written.scratch / name);
     EXPECT_TRUE(found(written.scratch.path())) << name;
+    spill(written.scratch / name, before + "x");
+    EXPECT_TRUE(found(written.scratch.path())) << name << " is longer";
     spill(written.scratch / name, before);
   }
   const std::string a = written.scratch / "__0_0.distcp", b = written.scratch / "__1_0.distcp";
