@@ -104,6 +104,7 @@ nlohmann::json run_ours(const Task& task) {
                                   {.strategy = strategy(task.strategy),
                                    .units = by_type<BlockImpl>(),
                                    .buffers = Buffers::pooled,
+                                   .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
                                    .numerics = Numerics::fast,
                                    .broadcast_initial_values = false});
     Optimizer optimizer = adamw(sharded, {.lr = task.lr});

@@ -10,7 +10,7 @@
 namespace bench {
 
 struct Task {
-  std::string contestant;  // "ours", "single"
+  std::string contestant;  // "ours", "side_by_side": ours without copies, "single"
   std::string strategy = "zero3";
   int64_t ranks = 2;
   Size size;

@@ -18,6 +18,7 @@ const std::vector<OptionRow>& option_rows() {
       {"reshard_backward", &O::reshard_backward, {}, {0}, 0.1, 1},
       {"prefetch", &O::prefetch, {}, {1, 2, 3}, 0.3, 0},
       {"pooled", &O::pooled, {}, {1}, 0.2, 0},
+      {"side_by_side", &O::side_by_side, {}, {1}, 0.15, 0},
       {"in_flight", &O::in_flight_bytes, {}, {1, 700, 5000}, 0.15, 0},
       {"recompute", &O::recompute, {}, {1, 2}, 0.2, 0},
       {"whole", &O::whole, {}, {1}, 0.12, 0},

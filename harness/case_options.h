@@ -21,6 +21,7 @@ struct CaseOptions {
   int64_t reshard_backward = 1;
   int64_t prefetch = 0;           // units ahead, in both directions
   int64_t pooled = 0;
+  int64_t side_by_side = 0;
   int64_t in_flight_bytes = 0;
   int64_t recompute = 0;          // 1: every unit, 2: some
   int64_t whole = 0;              // parameters lie whole on a rank

@@ -47,8 +47,9 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
   const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
   return fmt::format("{}'{}' bench --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
-                     std::filesystem::read_symlink("/proc/self/exe").string(), contestant == "ours" ? "ours" : "single",
-                     a.task.strategy, a.task.ranks, a.model, a.task.steps, a.task.warmup);
+                     std::filesystem::read_symlink("/proc/self/exe").string(),
+                     contestant == "single_cached" ? "single" : contestant, a.task.strategy, a.task.ranks, a.model,
+                     a.task.steps, a.task.warmup);
 }
 
 json run_process(const std::string& command, const std::string& contestant) {
@@ -121,7 +122,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
 }
 
 std::vector<std::string> contestants(const std::string& against) {
-  std::vector<std::string> order = {"single", "single_cached", "ours"};
+  std::vector<std::string> order = {"single", "single_cached", "ours", "side_by_side"};
   size_t begin = 0;
   while (begin <= against.size()) {
     const size_t end = std::min(against.find(',', begin), against.size());
@@ -145,7 +146,7 @@ int compete(Arguments& a) {
   SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder in {}", std::filesystem::temp_directory_path().string());
   const std::shared_ptr<void> removed(nullptr, [folder](void*) { std::filesystem::remove_all(folder); });
   a.data = folder + "/data";
-  if (order.size() > 3) bench::write_data(a.task, a.data);
+  if (order.size() > 4) bench::write_data(a.task, a.data);
 
   std::map<std::string, Row> rows;
   for (int64_t round = 0; round < a.rounds; ++round) {

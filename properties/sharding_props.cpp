@@ -254,3 +254,52 @@ TEST(Sharding, a_destroyed_sharded_leaves_a_module_that_can_be_sharded_again) {
     EXPECT_GT(second.gradient_norm(), 0);
   });
 }
+
+// A unit with dropout, in which masks of two microbatches differ.
+class DropsImpl : public torch::nn::Module {
+ public:
+  DropsImpl() : linear(register_module("linear", torch::nn::Linear(7, 7))) {}
+  at::Tensor forward(const at::Tensor& x) { return shardproof::dropout(at::tanh(linear(x)), 0.4, is_training()); }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Drops);
+
+TEST(Sharding, a_recomputed_unit_drops_the_elements_that_it_dropped_first) {
+  std::map<bool, at::Tensor> gradients;
+  for (const bool recompute : {false, true})
+    toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+      auto holder = std::make_shared<torch::nn::Module>("holder");
+      Drops first, second;
+      holder->register_module("first", first);
+      holder->register_module("second", second);
+      initialize_parameters(*holder, 3);
+      ShardOptions options = toy::options("zero3");
+      options.units = by_type<DropsImpl>();
+      if (recompute) options.recompute = by_type<DropsImpl>();
+      Sharded sharded = fully_shard(holder, comms, options);
+      random_stream() = {.seed = 5 + static_cast<uint64_t>(comms->rank())};
+      call(second, call(first, toy::data({64, 7}, comms->rank()))).square().sum().backward();
+      const at::Tensor gradient = whole_gradient(sharded, *comms, "first.linear.weight", {7, 7});
+      if (comms->rank() == 0) gradients[recompute] = gradient;
+    });
+  EXPECT_TRUE(toy::same_bits(gradients[false], gradients[true]));
+  EXPECT_GT(gradients[true].abs().sum().item<float>(), 0);
+}
+
+TEST(Sharding, side_by_side_nothing_is_gathered_and_a_step_only_meets) {
+  auto trace = std::make_shared<Trace>();
+  run_threads(2, [&](std::shared_ptr<Comm> comm) {
+    auto comms = std::make_shared<MeshComm>(traced(comm, trace), Mesh({{"dp_shard", 2}}));
+    toy::Net net(toy::NetImpl::Options{});
+    ShardOptions options = toy::options("zero3");
+    options.gather = Gather::side_by_side;
+    Sharded sharded = fully_shard(net.ptr(), comms, options);
+    Optimizer optimizer = sgd(sharded, {.lr = 0.1});
+    for (int step = 0; step < 2; ++step) {
+      call(net, toy::data({4, 7}, comm->rank())).square().sum().backward();
+      optimizer.step();
+    }
+    EXPECT_EQ(sharded.memory().peak_bytes[static_cast<size_t>(MemoryKind::gathered)], 0);
+  });
+  for (const auto& record : trace->of_rank(0)) EXPECT_NE(record.op, "all_gather");
+}

@@ -25,3 +25,5 @@ set_tests_properties(Verify.thousands_of_canonical_cases_equal_their_golden_runs
 add_test(NAME Verify.the_golden_run_agrees_with_pytorch_in_python
   COMMAND shardproof_command verify --cases 100 --seed 3 --failures ${_failures})
 set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERTIES LABELS train)
+
+shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES parallel_props.cpp toy_modules.cpp)

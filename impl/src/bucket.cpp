@@ -20,12 +20,7 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
       holds_(views_.size(), false),
       parts_(views_.size()) {
   at::NoGradGuard no_grad;
-  compute_ = without_memory(layout_.numel(), rules_.compute);
-  for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
-  release_storage(compute_);
-  if (!frees_compute()) restore_storage(compute_, *memory_, MemoryKind::parameter);
-  parameter_ =
-      frees_compute() ? memory_->allocate(MemoryKind::parameter, layout_.parameter().size(), rules_.compute) : compute_;
+  allocate_parameters();
   main_ = rules_.main == rules_.compute ? state_part_of_parameter()
                                         : memory_->allocate(MemoryKind::parameter, layout_.state().size(), rules_.main);
   if (views_.at(0).is_meta()) {
@@ -42,6 +37,26 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
               "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
               slot.name)));
   point_parameters_at(frees_compute() ? unreadable_ : readable_);
+}
+
+void Bucket::allocate_parameters() {
+  const LocalView& own = layout_.parameter();
+  if (side_by_side()) {
+    Comm& group = comms_->along(layout_.unshard().axes);
+    const at::Tensor memory = group.shared_memory(compute_bytes());
+    SHARD_REQUIRE(memory.defined(), "fully_shard",
+                  "Gather::side_by_side: the ranks of '{}' have no memory in common. Use Gather::copied", group.name());
+    const int64_t bytes = own.size() * static_cast<int64_t>(c10::elementSize(rules_.compute));
+    compute_ = memory_->adopt(MemoryKind::parameter, memory.view(rules_.compute), bytes);
+    parameter_ = compute_.narrow(0, own.interval.begin, own.size());
+  } else {
+    compute_ = without_memory(layout_.numel(), rules_.compute);
+  }
+  for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
+  if (side_by_side()) return;
+  release_storage(compute_);
+  if (!frees_compute()) restore_storage(compute_, *memory_, MemoryKind::parameter);
+  parameter_ = frees_compute() ? memory_->allocate(MemoryKind::parameter, own.size(), rules_.compute) : compute_;
 }
 
 // In the main dtype, whole for a moment.
@@ -87,7 +102,13 @@ at::Tensor Bucket::state_part_of_parameter() const {
 
 int64_t Bucket::compute_bytes() const { return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.compute)); }
 
+void Bucket::begin_update() {
+  if (side_by_side()) comms_->along(layout_.unshard().axes).barrier().wait();
+}
+
 void Bucket::start_unshard() {
+  if (side_by_side() && std::exchange(neighbours_write_, false))
+    unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   if (!frees_compute()) return;
   restore_storage(compute_, *memory_, MemoryKind::gathered);
   unshard_work_ = kept_.defined() ? comms_->within("dp_shard", kept_ranks_).all_gather(compute_, kept_)
@@ -95,8 +116,8 @@ void Bucket::start_unshard() {
 }
 
 void Bucket::finish_unshard() {
-  if (!frees_compute()) return;
   unshard_work_.wait();
+  if (!frees_compute()) return;
   kept_.reset();
   point_parameters_at(readable_);
 }
@@ -271,6 +292,7 @@ void Bucket::publish() {
   if (layout_.publish().step == Step::all_gather) comms_->along(layout_.publish().axes).all_gather(parameter_, updated).wait();
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
   for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();
+  neighbours_write_ = true;
 }
 
 void Bucket::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {

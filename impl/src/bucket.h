@@ -32,6 +32,8 @@ struct BucketRules {
   bool check_gradients = true;
   double gradient_magnitude_max = 0;
   bool broadcast = true;
+  Gather gather = Gather::copied;
+  int64_t parallel_terms = 1;  // so many neighbours along the tensor-parallel axis hold terms of the gradients
   std::vector<std::string> sum_axes;  // along which gradients are partial
 };
 
@@ -50,6 +52,9 @@ class Bucket {
   const BucketRules& rules() const { return rules_; }
   const std::vector<at::Tensor>& views() const { return views_; }  // the module's parameters
 
+  // Before main() is written: waits until no rank reads the parameters of this step any more. Collective.
+  void begin_update();
+
   // The whole bucket, gathered. `start` allocates and returns at once.
   void start_unshard();
   void finish_unshard();
@@ -58,7 +63,9 @@ class Bucket {
   void reshard();
   // The same, but groups of `ranks` neighbours along dp_shard keep the parameters between them until the next gather.
   void reshard_within(int64_t ranks);
-  bool frees_compute() const { return layout_.unshard().step != Step::none; }
+  bool frees_compute() const { return layout_.unshard().step != Step::none && !side_by_side(); }
+  // Parameters are sharded, and whole all the time.
+  bool side_by_side() const { return layout_.unshard().step != Step::none && rules_.gather == Gather::side_by_side; }
   int64_t compute_bytes() const;
 
   // Whether any parameter requires a gradient now; they may be frozen and thawed between steps, the same on every rank.
@@ -99,6 +106,7 @@ class Bucket {
   void publish();
 
  private:
+  void allocate_parameters();
   void fill_from_values();
   void fill_from_initializer(const Initializer& initialize);
   at::Tensor state_part_of_parameter() const;
@@ -119,6 +127,7 @@ class Bucket {
   Work unshard_work_;
   at::Tensor compute_, parameter_, main_, kept_;
   int64_t kept_ranks_ = 0;
+  bool neighbours_write_ = true;  // side by side: no collective since parameters were written
 
   std::vector<bool> arrived_;  // in this backward
   std::vector<bool> holds_;    // produced_ has a value, of this or an earlier backward

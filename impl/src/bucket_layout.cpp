@@ -131,11 +131,20 @@ LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t ran
   return view;
 }
 
+std::vector<CutRun> Slot::runs(Interval local) const {
+  if (cut) return cut->runs(whole, parts, part, local);
+  return {{local, local.begin, part == 0}};
+}
+
+void append_pieces(const Slot& slot, Interval run, const at::Tensor& local, std::vector<Piece>& pieces) {
+  for (const CutRun& part : slot.runs(run))
+    pieces.push_back({slot.name, slot.whole, part.whole, local.narrow(0, part.local - run.begin, part.whole.size())});
+}
+
 void append_pieces(const BucketLayout& layout, const LocalView& view, const at::Tensor& local, std::vector<Piece>& pieces) {
   SHARD_CHECK(local.numel() == view.size(), "bucket", "a buffer of {} elements for a view of {}", local.numel(), view.size());
   for (const Segment& segment : view.segments) {
-    const Slot& slot = layout.slots()[segment.slot];
-    pieces.push_back({slot.name, slot.shape, segment.run, local.narrow(0, segment.local, segment.run.size())});
+    append_pieces(layout.slots()[segment.slot], segment.run, local.narrow(0, segment.local, segment.run.size()), pieces);
   }
 }
 

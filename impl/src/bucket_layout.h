@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,15 +11,22 @@
 #include "shardproof/plan.h"
 #include "shardproof/shard_options.h"
 #include "shardproof/strategy.h"
+#include "shardproof/tensor_cut.h"
 
 namespace shardproof {
 
-// One parameter in the bucket.
+// One parameter in the bucket, as far as this rank's part along the tensor-parallel axis holds it.
 struct Slot {
   std::string name;
   Shape shape;
   int64_t offset = 0;  // in elements
   int64_t numel = 0;
+  Shape whole;                          // shape of the whole parameter
+  std::optional<TensorCut> cut = {};    // how `shape` comes from it
+  int64_t parts = 1, part = 0;          // along the tensor-parallel axis
+
+  // A run of the slot's elements as runs of the whole parameter. `first_copy`: no lower part holds the same.
+  std::vector<CutRun> runs(Interval local) const;
 };
 
 // The part of one slot that lies in a local interval.
@@ -80,7 +88,9 @@ class BucketLayout {
   std::vector<Hop> reduce_, reduce_last_;
 };
 
-// A view's segments as pieces of the parameters; `local` is the buffer the view describes.
+// A run of a slot, in `local`, as pieces of the whole parameter.
+void append_pieces(const Slot& slot, Interval run, const at::Tensor& local, std::vector<Piece>& pieces);
+// A view's segments; `local` is the buffer the view describes.
 void append_pieces(const BucketLayout& layout, const LocalView& view, const at::Tensor& local, std::vector<Piece>& pieces);
 
 }  // namespace shardproof

@@ -31,6 +31,7 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
   rules.check_gradients = options.check_gradients;
   rules.gradient_magnitude_max = options.gradient_magnitude_max;
   rules.broadcast = options.broadcast_initial_values;
+  rules.gather = options.gather;
   rules.sum_axes = strategy.produced.partial;
 
   double ranks = 1;

@@ -21,6 +21,8 @@ class Checked final : public Comm {
   int64_t size() const override { return inner_->size(); }
   const std::string& name() const override { return inner_->name(); }
 
+  at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
+
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
     compare({.op = Op::split, .output = {}, .input = {}});
     auto group = inner_->split(color, key, std::move(name));

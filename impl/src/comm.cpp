@@ -164,6 +164,8 @@ std::string describe(const Call& call) {
   return "?";
 }
 
+at::Tensor Comm::shared_memory(int64_t bytes) { return size() == 1 ? at::zeros({bytes}, at::kByte) : at::Tensor(); }
+
 std::shared_ptr<Comm> Comm::split_ranks(const std::vector<int64_t>& ranks, std::string name) {
   const auto own = std::find(ranks.begin(), ranks.end(), rank());
   SHARD_REQUIRE(own != ranks.end(), "comm", "split_ranks on '{}': rank {} is not among its own group's ranks [{}]",

@@ -127,11 +127,10 @@ std::vector<Piece> Sharded::gradients() const {
   std::vector<Piece> pieces;
   for (const Bucket* bucket : state_->schedule().buckets()) {
     if (!bucket->final()) continue;
-    std::vector<Piece> all;
-    append_pieces(bucket->layout(), bucket->layout().state(), bucket->gradient(), all);
-    const auto& segments = bucket->layout().state().segments;
-    for (size_t i = 0; i < segments.size(); ++i)
-      if (bucket->trains(segments[i].slot)) pieces.push_back(std::move(all[i]));
+    for (const Segment& segment : bucket->layout().state().segments)
+      if (bucket->trains(segment.slot))
+        append_pieces(bucket->layout().slots()[segment.slot], segment.run,
+                      bucket->gradient().narrow(0, segment.local, segment.run.size()), pieces);
   }
   return pieces;
 }
@@ -149,7 +148,7 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() con
     unit->finish_unshard();
     for (const auto& bucket : unit->buckets())
       for (size_t i = 0; i < bucket->views().size(); ++i)
-        whole[bucket->layout().slots()[i].name] = bucket->views()[i].detach().clone();
+        whole[bucket->layout().slots()[i].name] = state_->join(bucket->layout().slots()[i], bucket->views()[i]);
     if (was_sharded) unit->reshard();
   }
   std::vector<std::pair<std::string, at::Tensor>> named;

@@ -15,7 +15,7 @@ torch::nn::LayerNorm layer_norm(int64_t size) { return torch::nn::LayerNorm(torc
 
 }  // namespace
 
-GptBlockImpl::GptBlockImpl(const GptOptions& options) : heads_(options.heads) {
+GptBlockImpl::GptBlockImpl(const GptOptions& options) : head_size_(options.hidden / options.heads) {
   const int64_t hidden = options.hidden;
   ln_1_ = register_module("ln_1", layer_norm(hidden));
   auto attention = name_space(*this, "attn");
@@ -28,14 +28,16 @@ GptBlockImpl::GptBlockImpl(const GptOptions& options) : heads_(options.heads) {
 }
 
 at::Tensor GptBlockImpl::forward(at::Tensor x) {
-  const int64_t batch = x.size(0), length = x.size(1), hidden = x.size(2);
+  // Sizes come from what the projection gives, so that it may give some heads and a piece of a sequence may have come in.
+  const at::Tensor fused = call(c_attn_, call(ln_1_, x));
+  const int64_t batch = fused.size(0), length = fused.size(1), width = fused.size(2) / 3;
   const auto heads = [&](const at::Tensor& part) {
-    return part.view({batch, length, heads_, hidden / heads_}).transpose(1, 2);
+    return part.view({batch, length, width / head_size_, head_size_}).transpose(1, 2);
   };
-  const std::vector<at::Tensor> qkv = call(c_attn_, call(ln_1_, x)).split(hidden, -1);
+  const std::vector<at::Tensor> qkv = fused.split(width, -1);
   const at::Tensor attended = at::scaled_dot_product_attention(heads(qkv[0]), heads(qkv[1]), heads(qkv[2]), {}, 0.0,
                                                                /*is_causal=*/true);
-  x = x + call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, hidden}));
+  x = x + call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, width}));
   return x + call(mlp_proj_, at::gelu(call(c_fc_, call(ln_2_, x))));
 }
 
@@ -53,7 +55,8 @@ GptImpl::GptImpl(GptOptions options) : options_(options) {
   ln_f_ = register_module("ln_f", layer_norm(options.hidden));
   if (options.tied) {
     // The same tensor under a second name, so that whoever shards the model sees that two places use it.
-    name_space(*this, "lm_head")->register_parameter("weight", wte_->weight);
+    tied_head_ = name_space(*this, "lm_head");
+    tied_head_->register_parameter("weight", wte_->weight);
   } else {
     lm_head_ = register_module(
         "lm_head", Linear(torch::nn::LinearOptions(options.hidden, options.vocab).bias(false)));
@@ -66,7 +69,26 @@ at::Tensor GptImpl::forward(at::Tensor tokens) {
   at::Tensor x = call(wte_, tokens) + call(wpe_, at::arange(tokens.size(1), at::kLong));
   for (const GptBlock& block : blocks_) x = call(block, x);
   x = call(ln_f_, x);
-  return options_.tied ? at::linear(x, wte_->weight) : call(lm_head_, x);
+  if (!options_.tied) return call(lm_head_, x);
+  return call_as(*tied_head_, [this](at::Tensor hidden) { return at::linear(hidden, wte_->weight); }, x);
+}
+
+ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel) {
+  const int64_t head = options.hidden / options.heads;
+  const CutSegment heads{options.hidden, head};
+  ParallelPlan plan{.styles = {{"wte", VocabParallel{}},
+                               {"wpe", ScatterOutput{0}},
+                               {"h.*.ln_*", SequenceParallel{}},
+                               {"h.*.attn.c_attn", ColumnParallel{.segments = {heads, heads, heads}}},
+                               {"h.*.attn.c_proj", RowParallel{.segments = {heads}}},
+                               {"h.*.mlp.c_fc", ColumnParallel{}},
+                               {"h.*.mlp.c_proj", RowParallel{}},
+                               {"ln_f", SequenceParallel{}}}};
+  if (options.layers == 0) plan.styles.erase(plan.styles.begin() + 2, plan.styles.begin() + 7);
+  if (options.tied) plan.styles.emplace_back("lm_head", ColumnInput{});
+  else plan.styles.emplace_back("lm_head", ColumnParallel{});
+  if (sequence_parallel) plan.sequence_dim = 1;
+  return plan;
 }
 
 }  // namespace shardproof

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 
+#include "parallel_state.h"
 #include "sharded_state.h"
 #include "shardproof/check.h"
 
@@ -51,7 +52,8 @@ std::vector<std::string> split_axes(const Layout& layout) {
   return axes;
 }
 
-// Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding.
+// Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding, nor on what
+// a lower rank along the tensor-parallel axis has as well.
 template <class Visit>
 void visit_gradients(const Schedule& schedule, Visit&& visit) {
   for (const Bucket* bucket : schedule.buckets()) {
@@ -60,18 +62,22 @@ void visit_gradients(const Schedule& schedule, Visit&& visit) {
     if (gradient.scalar_type() != at::kDouble) gradient = gradient.to(at::kFloat);  // exact
     for (const Segment& segment : bucket->layout().state().segments) {
       if (!bucket->trains(segment.slot)) continue;
-      const auto count = static_cast<size_t>(segment.run.size());
       const Slot& slot = bucket->layout().slots()[segment.slot];
-      if (gradient.scalar_type() == at::kDouble)
-        visit(slot, std::span(gradient.const_data_ptr<double>() + segment.local, count));
-      else
-        visit(slot, std::span(gradient.const_data_ptr<float>() + segment.local, count));
+      for (const CutRun& run : slot.runs(segment.run)) {
+        if (!run.first_copy) continue;
+        const int64_t begin = segment.local + run.local - segment.run.begin;
+        const auto count = static_cast<size_t>(run.whole.size());
+        if (gradient.scalar_type() == at::kDouble) visit(slot, std::span(gradient.const_data_ptr<double>() + begin, count));
+        else visit(slot, std::span(gradient.const_data_ptr<float>() + begin, count));
+      }
     }
   }
 }
 
 void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
-  for (const std::string& axis : split_axes(state.strategy().state)) state.comms().along({axis}).all_reduce(values, op).wait();
+  std::vector<std::string> axes = split_axes(state.strategy().state);
+  if (state.parallel()) axes.push_back(state.parallel()->axis());
+  for (const std::string& axis : axes) state.comms().along({axis}).all_reduce(values, op).wait();
 }
 
 double exact_sum(ShardedState& state, ExactSum::Term term) {

@@ -29,7 +29,8 @@ class ExactSum {
   std::array<int64_t, kCounters> counters_{};  // [2 * exponent] low 24 bits of the integer term, [.. + 1] the rest
 };
 
-// Of order 1, 2 or infinity, over parameters that require gradients. Collective over the axes that split the strategy's state.
+// Of order 1, 2 or infinity, over parameters that require gradients. Collective over the axes that split the strategy's state
+// and the tensor-parallel one.
 // Throws NonFiniteError. `ordered` and `canonical` sums are exact for all dtypes but float64, which is added up in double in
 // rank order.
 double gradient_norm(ShardedState& state, double order);

@@ -36,6 +36,16 @@ at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType
   return at::empty({0}, dtype).set_(std::move(storage), 0, {numel});
 }
 
+at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  count(kind, bytes);
+  const auto forget = [ledger = shared_from_this(), tensor, kind, bytes](void*) {
+    const std::lock_guard held(ledger->mutex_);
+    ledger->count(kind, -bytes);
+  };
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), forget, tensor.options());
+}
+
 c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
   const std::lock_guard lock(mutex_);
   count(kind, bytes);

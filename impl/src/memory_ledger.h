@@ -18,6 +18,8 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
  public:
   // 1-D, contents undefined.
   at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype);
+  // The same tensor, counted as `bytes` as long as its storage lives.
+  at::Tensor adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes);
   c10::DataPtr allocate_bytes(MemoryKind kind, int64_t bytes);
 
   // How many free buffers of each size are kept for the next request of that size instead of going back to the allocator; what

@@ -12,7 +12,7 @@ namespace {
 
 int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
   for (size_t i = 0; i < groups.size(); ++i)
-    if (!groups[i].takes || groups[i].takes(slot.name, slot.shape)) return static_cast<int64_t>(i);
+    if (!groups[i].takes || groups[i].takes(slot.name, slot.whole)) return static_cast<int64_t>(i);
   throw Error(
       fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", slot.name));
 }
@@ -31,7 +31,13 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sha
     for (const Slot& slot : bucket->layout().slots()) held.push_back({group_of(groups_, slot), 0, {}});
     for (const Segment& segment : bucket->layout().state().segments) {
       const Slot& slot = bucket->layout().slots()[segment.slot];
-      SHARD_REQUIRE(!groups_[held[segment.slot].group].rule->needs_whole_parameters() || segment.run.size() == slot.numel,
+      const bool needs_whole = groups_[held[segment.slot].group].rule->needs_whole_parameters();
+      SHARD_REQUIRE(
+          !needs_whole || !slot.cut || slot.parts == 1, "optimizer",
+          "the rule for parameter {} needs it whole, and tensor parallelism has cut it. Choose another rule for it, by "
+          "ParameterGroup::takes",
+          slot.name);
+      SHARD_REQUIRE(!needs_whole || segment.run.size() == slot.numel,
                     "optimizer",
                     "the rule for parameter {} needs it whole, and this rank holds elements [{}, {}) of {}. Set "
                     "ShardOptions::granularity to Granularity::tensor",
@@ -60,6 +66,7 @@ void Optimizer::step() {
   const std::vector<Bucket*> buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!buckets[b]->final()) continue;
+    buckets[b]->begin_update();
     update_bucket(b);
     buckets[b]->publish();
   }
@@ -113,7 +120,7 @@ std::vector<Piece> Optimizer::state(const std::string& slot) const {
       const auto found = std::find(own.begin(), own.end(), slot) - own.begin();
       if (found == std::ssize(own) || held.state.empty()) continue;
       const Slot& parameter = buckets[b]->layout().slots()[segment.slot];
-      pieces.push_back({parameter.name, parameter.shape, segment.run, held.state[found]});
+      append_pieces(parameter, segment.run, held.state[found], pieces);
     }
   }
   return pieces;

@@ -121,12 +121,13 @@ UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Shar
 }
 
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options) {
-  using Kind = std::tuple<bool, at::ScalarType, bool>;  // trained ones first
-  const auto kind_of = [](const at::Tensor& tensor) {
-    return Kind{!tensor.requires_grad(), tensor.scalar_type(), tensor.is_meta()};
+  using Kind = std::tuple<bool, at::ScalarType, bool, int64_t>;  // trained ones first
+  const auto kind_of = [](const NamedParameter& parameter) {
+    const at::Tensor& tensor = parameter.tensor;
+    return Kind{!tensor.requires_grad(), tensor.scalar_type(), tensor.is_meta(), parameter.terms};
   };
   std::map<Kind, std::vector<NamedParameter>> kinds;
-  for (const NamedParameter& parameter : plan.parameters) kinds[kind_of(parameter.tensor)].push_back(parameter);
+  for (const NamedParameter& parameter : plan.parameters) kinds[kind_of(parameter)].push_back(parameter);
   std::vector<std::vector<NamedParameter>> buckets;
   for (const auto& [kind, parameters] : kinds) {
     int64_t bytes_max = options.bucket_bytes_max;

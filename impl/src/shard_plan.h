@@ -15,6 +15,7 @@ namespace shardproof {
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
+  int64_t terms = 1;  // so many ranks along the tensor-parallel axis hold terms of its gradient
 };
 
 // A unit before its buckets exist.
@@ -41,7 +42,7 @@ bool is_within(const std::string& name, const std::string& prefix);
 UnitPlans plan_units(const std::shared_ptr<torch::nn::Module>& root, const std::vector<Sharding::Entry>& entries,
                      const ShardOptions& options);
 
-// Parameters of one unit, split by dtype, device and requires-grad, and by size.
+// Parameters of one unit, split by dtype, device, requires-grad and terms, and by size.
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options);
 
 }  // namespace shardproof

@@ -4,13 +4,14 @@
 
 #include <algorithm>
 
+#include "parallel_state.h"
 #include "shardproof/check.h"
 #include "shardproof/meta_init.h"
 
 namespace shardproof {
 namespace {
 
-constexpr int64_t kDivisionOrder = 1000;
+constexpr int64_t kParallelOrder = 100, kDivisionOrder = 1000;
 
 void validate(const ShardOptions& options, const Mesh& mesh) {
   const int64_t alignment = options.alignment_bytes;
@@ -43,19 +44,41 @@ void validate(const Reshard& reshard, const Mesh& mesh) {
                 "reshard_after_forward within {} ranks: dp_shard has {}, which is not a multiple", reshard.ranks(), size);
 }
 
-std::unique_ptr<Bucket> make_bucket(const std::vector<NamedParameter>& parameters, const std::shared_ptr<MeshComm>& comms,
-                                    const std::shared_ptr<MemoryLedger>& memory, const Strategy& strategy,
-                                    const Precision& precision, const ShardOptions& options) {
-  std::vector<Slot> slots;
-  std::vector<at::Tensor> tensors;
-  for (const NamedParameter& parameter : parameters) {
-    slots.push_back({parameter.name, parameter.tensor.sizes().vec(), 0, parameter.tensor.numel()});
-    tensors.push_back(parameter.tensor);
+// Values of a rank's slots, from an initializer of whole parameters.
+Initializer of_slots(const Initializer& of_whole, const std::vector<Slot>& slots) {
+  if (!of_whole) return {};
+  return [of_whole, slots](const std::string& name, const Shape&, Interval run, at::Tensor values) {
+    const Slot& slot = *std::find_if(slots.begin(), slots.end(), [&](const Slot& s) { return s.name == name; });
+    for (const CutRun& part : slot.runs(run))
+      of_whole(name, slot.whole, part.whole, values.narrow(0, part.local - run.begin, part.whole.size()));
+  };
+}
+
+Slot slot_of(const NamedParameter& parameter, const ParallelState* parallel) {
+  const Shape shape = parameter.tensor.sizes().vec();
+  Slot slot{.name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .whole = shape};
+  if (!parallel) return slot;
+  slot.parts = parallel->parts();
+  slot.part = parallel->part();
+  if (const ParallelParameter* cut = parallel->find(parameter.tensor)) {
+    slot.whole = cut->shape;
+    slot.cut = cut->cut;
   }
-  BucketRules rules = resolve(options, precision, strategy, comms->mesh(), tensors.front().scalar_type());
-  const auto alignment = options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
-  BucketLayout layout(std::move(slots), strategy, comms->mesh(), comms->rank(), alignment, options.granularity);
-  return std::make_unique<Bucket>(std::move(tensors), std::move(layout), comms, memory, std::move(rules), options.initialize);
+  return slot;
+}
+
+// Along an axis that nothing is cut over, ranks would do the same work, or different work that nobody adds up.
+void require_axes_in_use(const Mesh& mesh, const Strategy& strategy, const ParallelState* parallel) {
+  for (const Axis& axis : mesh.axes()) {
+    const auto& summed = strategy.produced.partial;
+    const bool used = axis.size == 1 || std::find(summed.begin(), summed.end(), axis.name) != summed.end() ||
+                      (parallel && parallel->axis() == axis.name);
+    SHARD_REQUIRE(
+        used, "fully_shard",
+        "mesh '{}' has {} ranks along {}, which neither strategy {} sums over nor parallelize has cut anything along. Call "
+        "parallelize first, or leave the axis out",
+        mesh.str(), axis.size, axis.name, strategy.name);
+  }
 }
 
 void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
@@ -79,7 +102,15 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
                         comms_->mesh())),
       schedule_({comms_->rank(), options_.bytes_in_flight_max, options_.buffers}, memory_) {
   validate(options_, comms_->mesh());
+  parallel_ = parallel_state(*module_);
+  require_axes_in_use(comms_->mesh(), strategy_, parallel_.get());
   UnitPlans plans = plan_units(module_, entries, options_);
+  if (parallel_) {
+    for (UnitPlan& plan : plans.units)
+      for (NamedParameter& parameter : plan.parameters)
+        if (const ParallelParameter* known = parallel_->find(parameter.tensor)) parameter.terms = known->terms;
+    add_finishing_step({"parallel terms", kParallelOrder, [this](Sharded&) { sum_parallel_terms(); }});
+  }
   SHARD_REQUIRE(!plans.aliases.empty(), "fully_shard", "module {} has no parameters to shard", module_->name());
   aliases_ = std::move(plans.aliases);
   for (const UnitPlan& plan : plans.units)
@@ -95,6 +126,33 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
   memory_->reset_peak();
 }
 
+std::unique_ptr<Bucket> ShardedState::make_bucket(const std::vector<NamedParameter>& parameters, const Precision& precision) {
+  std::vector<Slot> slots;
+  std::vector<at::Tensor> tensors;
+  for (const NamedParameter& parameter : parameters) {
+    slots.push_back(slot_of(parameter, parallel_.get()));
+    tensors.push_back(parameter.tensor);
+  }
+  BucketRules rules = resolve(options_, precision, strategy_, comms_->mesh(), tensors.front().scalar_type());
+  rules.parallel_terms = parameters.front().terms;
+  const auto alignment = options_.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
+  BucketLayout layout(std::move(slots), strategy_, comms_->mesh(), comms_->rank(), alignment, options_.granularity);
+  const Initializer initialize = of_slots(options_.initialize, layout.slots());
+  return std::make_unique<Bucket>(std::move(tensors), std::move(layout), comms_, memory_, std::move(rules), initialize);
+}
+
+// Buckets of terms hold nothing else, so their offsets, and what each rank has of them, are the same all along the axis.
+void ShardedState::sum_parallel_terms() {
+  for (Bucket* bucket : schedule_.buckets())
+    if (bucket->final() && bucket->rules().parallel_terms > 1)
+      comms_->within(parallel_->axis(), bucket->rules().parallel_terms).all_reduce(bucket->gradient()).wait();
+}
+
+at::Tensor ShardedState::join(const Slot& slot, const at::Tensor& local) const {
+  if (!slot.cut) return local.detach().clone();
+  return parallel_->join({slot.name, slot.whole, slot.cut}, local);
+}
+
 void ShardedState::build_unit(const UnitPlan& plan) {
   Precision precision = options_.precision;
   if (options_.unit_precision)
@@ -103,7 +161,7 @@ void ShardedState::build_unit(const UnitPlan& plan) {
 
   std::vector<std::unique_ptr<Bucket>> buckets;
   for (const auto& parameters : split_into_buckets(plan, options_))
-    buckets.push_back(make_bucket(parameters, comms_, memory_, strategy_, precision, options_));
+    buckets.push_back(make_bucket(parameters, precision));
   auto unit = std::make_shared<Unit>(schedule_, plan.name(), std::move(buckets), plan.modules.size());
   UnitSettings& settings = unit->settings;
   const bool is_root = plan.modules.front().second == module_;

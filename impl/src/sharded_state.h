@@ -15,6 +15,8 @@
 
 namespace shardproof {
 
+class ParallelState;
+
 class ShardedState {
  public:
   // Builds the units; see fully_shard.
@@ -29,6 +31,10 @@ class ShardedState {
   MemoryLedger& memory() { return *memory_; }
   const std::vector<std::pair<std::string, std::string>>& aliases() const { return aliases_; }
   Unit& unit(const std::string& name) const;
+  // Null when the module is not tensor parallel.
+  const ParallelState* parallel() const { return parallel_.get(); }
+  // The whole parameter of what a slot holds. Collective along the tensor-parallel axis.
+  at::Tensor join(const Slot& slot, const at::Tensor& local) const;
 
   int64_t tokens = 0;  // of this rank, in this step
 
@@ -43,6 +49,8 @@ class ShardedState {
 
  private:
   void build_unit(const UnitPlan& plan);
+  std::unique_ptr<Bucket> make_bucket(const std::vector<NamedParameter>& parameters, const Precision& precision);
+  void sum_parallel_terms();
   void relate_units(const std::vector<UnitPlan>& plans);
   void choose_prefetch();
   void reset_meta_buffers();
@@ -51,6 +59,7 @@ class ShardedState {
   std::shared_ptr<MeshComm> comms_;
   ShardOptions options_;
   Strategy strategy_;
+  std::shared_ptr<ParallelState> parallel_;
   std::shared_ptr<MemoryLedger> memory_ = std::make_shared<MemoryLedger>();
   std::vector<std::pair<std::string, std::string>> aliases_;
   Schedule schedule_;

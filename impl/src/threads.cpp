@@ -32,6 +32,7 @@ class ThreadComm final : public Comm {
   int64_t size() const override { return static_cast<int64_t>(group_->ranks.size()); }
   const std::string& name() const override { return group_->name; }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override;
+  at::Tensor shared_memory(int64_t bytes) override;
 
  private:
   Work start(Call call) override {
@@ -67,6 +68,21 @@ std::shared_ptr<Comm> ThreadComm::split(int64_t color, int64_t key, std::string 
     ranks.push_back(group_->ranks[r]);
   }
   return std::make_shared<ThreadComm>(world_, world_->join_group(id, name, ranks), position);
+}
+
+// The first rank's allocation; the others learn its address, and each has a tensor of its own that keeps it alive.
+at::Tensor ThreadComm::shared_memory(int64_t bytes) {
+  at::Tensor memory, address = at::zeros({1}, at::kLong);
+  if (rank_ == 0) {
+    memory = at::zeros({bytes}, at::kByte);
+    *address.mutable_data_ptr<int64_t>() = reinterpret_cast<int64_t>(&memory);
+  }
+  broadcast(address, 0).wait();
+  const auto* first = reinterpret_cast<const at::Tensor*>(*address.const_data_ptr<int64_t>());
+  const at::Tensor mine =
+      at::from_blob(first->data_ptr(), {bytes}, [storage = first->storage()](void*) {}, at::TensorOptions(at::kByte));
+  barrier().wait();  // `memory` of the first rank is on its stack
+  return mine;
 }
 
 // Threads from the pool, back to it whatever happens.

@@ -20,6 +20,8 @@ class Traced final : public Comm {
     auto group = inner_->split(color, key, std::move(name));
     return group ? std::make_shared<Traced>(std::move(group), trace_, world_rank_) : nullptr;
   }
+  at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
+
   std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
     return std::make_shared<Traced>(inner_->split_ranks(ranks, std::move(name)), trace_, world_rank_);
   }

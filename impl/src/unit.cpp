@@ -12,39 +12,63 @@ namespace shardproof {
 namespace {
 
 // By address, so that a module's children, names and copies stay what they were. Rank-threads share it.
-struct Attachments {
-  std::atomic<int64_t> count{0};
-  std::shared_mutex mutex;
-  std::unordered_map<const torch::nn::Module*, UnitHooks*> hooks;
+template <class Hooks>
+class Attachments {
+ public:
+  static Attachments& all() {
+    static Attachments one;
+    return one;
+  }
+
+  Hooks* find(const torch::nn::Module& module) {
+    if (count_.load(std::memory_order_relaxed) == 0) return nullptr;
+    const std::shared_lock lock(mutex_);
+    const auto found = hooks_.find(&module);
+    return found == hooks_.end() ? nullptr : found->second;
+  }
+
+  void add(const torch::nn::Module& module, Hooks& hooks) {
+    const std::unique_lock lock(mutex_);
+    const bool is_new = hooks_.emplace(&module, &hooks).second;
+    SHARD_CHECK(is_new, "unit", "module {} has hooks already", module.name());
+    ++count_;
+  }
+
+  void remove(const std::vector<std::shared_ptr<torch::nn::Module>>& modules) {
+    const std::unique_lock lock(mutex_);
+    for (const auto& module : modules) count_ -= static_cast<int64_t>(hooks_.erase(module.get()));
+  }
+
+ private:
+  std::atomic<int64_t> count_{0};
+  std::shared_mutex mutex_;
+  std::unordered_map<const torch::nn::Module*, Hooks*> hooks_;
 };
-Attachments& attachments() {
-  static Attachments all;
-  return all;
-}
 
 }  // namespace
 
-UnitHooks* unit_hooks(const torch::nn::Module& module) {
-  Attachments& all = attachments();
-  if (all.count.load(std::memory_order_relaxed) == 0) return nullptr;
-  const std::shared_lock lock(all.mutex);
-  const auto found = all.hooks.find(&module);
-  return found == all.hooks.end() ? nullptr : found->second;
-}
+UnitHooks* unit_hooks(const torch::nn::Module& module) { return Attachments<UnitHooks>::all().find(module); }
+ParallelHooks* parallel_hooks(const torch::nn::Module& module) { return Attachments<ParallelHooks>::all().find(module); }
 
 void UnitAttachments::attach(std::shared_ptr<torch::nn::Module> module, UnitHooks& hooks) {
-  Attachments& all = attachments();
-  const std::unique_lock lock(all.mutex);
-  const bool is_new = all.hooks.emplace(module.get(), &hooks).second;
-  SHARD_CHECK(is_new, "unit", "module {} has hooks already", module->name());
-  ++all.count;
+  Attachments<UnitHooks>::all().add(*module, hooks);
   modules_.push_back(std::move(module));
 }
+UnitAttachments::~UnitAttachments() { Attachments<UnitHooks>::all().remove(modules_); }
 
-UnitAttachments::~UnitAttachments() {
-  Attachments& all = attachments();
-  const std::unique_lock lock(all.mutex);
-  for (const auto& module : modules_) all.count -= static_cast<int64_t>(all.hooks.erase(module.get()));
+void ParallelAttachments::attach(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ParallelHooks> hooks) {
+  Attachments<ParallelHooks>::all().add(*module, *hooks);
+  modules_.push_back(std::move(module));
+  hooks_.push_back(std::move(hooks));
+}
+ParallelAttachments::~ParallelAttachments() { Attachments<ParallelHooks>::all().remove(modules_); }
+
+void detail::refuse_parallel_call(const torch::nn::Module& module) {
+  throw Error(
+      fmt::format("[tensor_parallel] module {} has a style and is called with something else than one tensor for one tensor; "
+                  "give the style to "
+                  "its parts",
+                  module.name()));
 }
 
 }  // namespace shardproof

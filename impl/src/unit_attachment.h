@@ -21,8 +21,22 @@ class UnitAttachments {
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-// A Sequential calls its children's `forward` itself. This makes it enter those that are units through `call`, until the result
-// is destroyed.
+// The same for styles, which it owns.
+class ParallelAttachments {
+ public:
+  ParallelAttachments() = default;
+  ~ParallelAttachments();
+  ParallelAttachments(const ParallelAttachments&) = delete;
+  void attach(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ParallelHooks> hooks);
+  const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const { return modules_; }
+
+ private:
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
+  std::vector<std::shared_ptr<ParallelHooks>> hooks_;
+};
+
+// A Sequential calls its children's `forward` itself. This makes it enter those that are units, or parallel, through `call`,
+// until the result is destroyed.
 class SequentialEntries {
  public:
   explicit SequentialEntries(torch::nn::Module& root);

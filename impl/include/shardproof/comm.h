@@ -92,6 +92,10 @@ class Comm {
   // one of them. All ranks must call it, with lists that partition the group.
   virtual std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name);
 
+  // Memory that every rank of the group reads and writes, `bytes` of uint8, aligned to 64 and zero at first; undefined where
+  // the backend has none. Collective, with equal `bytes`. Reads of what another rank wrote need a collective between.
+  virtual at::Tensor shared_memory(int64_t bytes);
+
   // output: size() * input.numel() elements; rank r's input lands at r * input.numel(). The input may be that very slice
   // of the output.
   Work all_gather(at::Tensor output, at::Tensor input);

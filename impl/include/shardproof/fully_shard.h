@@ -81,7 +81,7 @@ class Sharded {
 
   // Work on the final gradients, at the end of every last backward: what Megatron calls finalize_model_grads. Steps run on
   // every rank by ascending `order`, which is above 0, equal ones as added. Those of the library: reduction and division by the
-  // number of ranks 0, division by the number of tokens 1000.
+  // number of ranks 0, sums over the tensor-parallel axis 100, division by the number of tokens 1000.
   void add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step);
 
   // Forgets accumulated gradients. `Optimizer::step` does it.

@@ -8,7 +8,10 @@
 #include <torch/nn/modules/normalization.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
+
+#include "shardproof/tensor_parallel.h"
 
 namespace shardproof {
 
@@ -57,7 +60,7 @@ class GptBlockImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor x);
 
  private:
-  int64_t heads_;
+  int64_t head_size_;
   torch::nn::LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
   Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
 };
@@ -77,7 +80,96 @@ class GptImpl : public torch::nn::Module {
   std::vector<GptBlock> blocks_;
   torch::nn::LayerNorm ln_f_{nullptr};
   Linear lm_head_{nullptr};
+  std::shared_ptr<torch::nn::Module> tied_head_;  // has the name and the tied weight
 };
 TORCH_MODULE(Gpt);
+
+// For parallelize. Heads, the MLP's width and the vocabulary are cut over the axis; the logits that come out are this rank's
+// entries of the vocabulary, for vocab_parallel_cross_entropy. Sequences [B, T, ..] are split along T between blocks when
+// `sequence_parallel`.
+ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel = false);
+
+struct LlamaOptions {
+  int64_t layers = 2;
+  int64_t hidden = 64;        // a multiple of heads, by an even number
+  int64_t heads = 4;          // of queries; a multiple of kv_heads
+  int64_t kv_heads = 2;       // of keys and values
+  int64_t intermediate = 128;  // width of the gated MLP
+  int64_t vocab = 256;
+  double rope_theta = 10000;
+  double norm_eps = 1e-5;
+  bool tied = false;
+};
+
+// [.., size] -> the same, divided by the root of its mean square, times "weight".
+class RmsNormImpl : public torch::nn::Module {
+ public:
+  RmsNormImpl(int64_t size, double eps);
+  at::Tensor forward(at::Tensor x);
+  at::Tensor weight;
+
+ private:
+  double eps_;
+};
+TORCH_MODULE(RmsNorm);
+
+// Causal, with rotary positions and grouped queries: [B, T, hidden] -> the same.
+class LlamaAttentionImpl : public torch::nn::Module {
+ public:
+  explicit LlamaAttentionImpl(const LlamaOptions& options);
+  at::Tensor forward(at::Tensor x);
+
+ private:
+  int64_t head_size_;
+  double theta_;
+  Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
+};
+TORCH_MODULE(LlamaAttention);
+
+// down(silu(gate(x)) * up(x)).
+class LlamaMlpImpl : public torch::nn::Module {
+ public:
+  explicit LlamaMlpImpl(const LlamaOptions& options);
+  at::Tensor forward(at::Tensor x);
+
+ private:
+  Linear gate_proj_{nullptr}, up_proj_{nullptr}, down_proj_{nullptr};
+};
+TORCH_MODULE(LlamaMlp);
+
+class LlamaLayerImpl : public torch::nn::Module {
+ public:
+  explicit LlamaLayerImpl(const LlamaOptions& options);
+  at::Tensor forward(at::Tensor x);
+
+ private:
+  LlamaAttention attention_{nullptr};
+  LlamaMlp mlp_{nullptr};
+  RmsNorm input_norm_{nullptr}, attention_norm_{nullptr};
+};
+TORCH_MODULE(LlamaLayer);
+
+// Tokens [B, T] int64 -> logits [B, T, vocab]. Parameters have the names and layouts of LlamaForCausalLM in Hugging Face's
+// transformers: "model.embed_tokens.weight", "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight",
+// "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight",
+// "model.norm.weight" and "lm_head.weight", which is the embedding itself when tied.
+class LlamaImpl : public torch::nn::Module {
+ public:
+  explicit LlamaImpl(LlamaOptions options);
+  at::Tensor forward(at::Tensor tokens);
+
+ private:
+  LlamaOptions options_;
+  torch::nn::Embedding tokens_{nullptr};
+  std::vector<LlamaLayer> layers_;
+  RmsNorm norm_{nullptr};
+  Linear head_{nullptr};
+  std::shared_ptr<torch::nn::Module> tied_head_;  // has the name and the tied weight
+};
+TORCH_MODULE(Llama);
+
+// The same for `ranks` along the axis. Key and value heads that are fewer than the ranks are held in copies. Throws Error when
+// the heads cannot be dealt out so that each rank has the key heads of its queries.
+ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequence_parallel = false);
 
 }  // namespace shardproof

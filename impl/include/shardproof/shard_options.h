@@ -83,6 +83,14 @@ enum class Buffers {
   pooled  // to a pool that keeps two buffers of each size; no gather ahead starts while both are in use
 };
 
+// How a rank comes to see whole parameters that are sharded.
+enum class Gather {
+  copied,       // by an all-gather into a buffer of its own
+  side_by_side  // the shards of all ranks lie beside each other in memory that the ranks share, so that nothing is moved and
+                // nothing freed; needs Comm::shared_memory. The optimizer's step then waits for the other ranks; who writes
+                // main parameters by hand lets all ranks meet before.
+};
+
 // Fills the row-major elements [run.begin, run.end) of a parameter; called for parameters without memory. Must be a function of
 // its arguments alone.
 using Initializer = std::function<void(const std::string& name, const Shape& shape, Interval run, at::Tensor values)>;
@@ -109,6 +117,7 @@ struct ShardOptions {
   Reshard reshard_after_forward = Reshard::always();
   bool reshard_after_backward = true;
   Buffers buffers = Buffers::freed;
+  Gather gather = Gather::copied;
   // How many units ahead are gathered while one runs, in the order in which units were registered, backwards in the backward.
   int64_t prefetch_forward = 0;
   int64_t prefetch_backward = 0;

@@ -36,8 +36,17 @@ class UnitHooks {
   virtual std::vector<at::Tensor> run_without_graph(Body body, std::vector<at::Tensor> inputs) = 0;
 };
 
-// The hooks of a module, null when it is not a unit. Free where nothing in the process is sharded.
+// What `parallelize` put around the forward of a module that takes one tensor and returns one. Private to the library as well.
+class ParallelHooks {
+ public:
+  virtual ~ParallelHooks() = default;
+  using Forward = std::function<at::Tensor(at::Tensor)>;
+  virtual at::Tensor run(const Forward& forward, at::Tensor input) = 0;
+};
+
+// The hooks of a module, null when it is not a unit, or not parallel. Free where nothing in the process is.
 UnitHooks* unit_hooks(const torch::nn::Module& module);
+ParallelHooks* parallel_hooks(const torch::nn::Module& module);
 
 namespace detail {
 
@@ -80,6 +89,21 @@ void set_tensors(Value& value, const std::vector<at::Tensor>& tensors) {
   visit_tensors(value, [&](at::Tensor& tensor) { tensor = tensors.at(next++); });
 }
 
+[[noreturn]] void refuse_parallel_call(const torch::nn::Module& module);
+
+// forward(args...), within the module's style.
+template <class Forward, class... Args>
+auto forward_in_parallel(const torch::nn::Module& module, const Forward& forward, Args... args) {
+  if (ParallelHooks* hooks = parallel_hooks(module)) {
+    using Result = decltype(forward(args...));
+    if constexpr (sizeof...(Args) == 1 && (std::is_same_v<Args, at::Tensor> && ...) && std::is_same_v<Result, at::Tensor>)
+      return hooks->run(forward, std::move(args)...);
+    else
+      refuse_parallel_call(module);
+  }
+  return forward(std::move(args)...);
+}
+
 template <class Forward, class... Args>
 auto forward_without_graph(UnitHooks& hooks, const Forward& forward, std::tuple<Args...> args) {
   using Result = std::remove_cvref_t<decltype(std::apply(forward, args))>;
@@ -109,13 +133,16 @@ auto forward_without_graph(UnitHooks& hooks, const Forward& forward, std::tuple<
 template <class Module, class Forward, class... Args>
 auto call_as(Module&& module, Forward forward, Args... args) {
   const torch::nn::Module& callee = detail::module_of(module);
+  const auto run = [&callee, forward](Args... values) {
+    return detail::forward_in_parallel(callee, forward, std::move(values)...);
+  };
   UnitHooks* hooks = unit_hooks(callee);
-  if (!hooks) return forward(std::move(args)...);
+  if (!hooks) return run(std::move(args)...);
   hooks->before_forward(callee);
   (detail::visit_tensors(args, [&](at::Tensor& input) { input = hooks->watch_input(input); }), ...);
   auto result = hooks->recomputes() && c10::GradMode::is_enabled()
-                    ? detail::forward_without_graph(*hooks, forward, std::make_tuple(std::move(args)...))
-                    : forward(std::move(args)...);
+                    ? detail::forward_without_graph(*hooks, run, std::make_tuple(std::move(args)...))
+                    : run(std::move(args)...);
   detail::visit_tensors(result, [&](at::Tensor& output) { output = hooks->watch_output(output); });
   hooks->after_forward(callee);
   return result;
@@ -126,7 +153,7 @@ auto call_as(Module&& module, Forward forward, Args... args) {
 template <class Module, class... Args>
 auto call(Module&& module, Args... args) {
   auto& callee = detail::module_of(module);
-  if (!unit_hooks(callee)) return callee.forward(std::move(args)...);
+  if (!unit_hooks(callee) && !parallel_hooks(callee)) return callee.forward(std::move(args)...);
   return call_as(callee, [&callee](Args... values) { return callee.forward(std::move(values)...); }, std::move(args)...);
 }
 

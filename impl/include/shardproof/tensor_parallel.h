@@ -1,0 +1,101 @@
+// Tensor and sequence parallelism of a plain module: name patterns to styles.
+//
+//   Gpt model(options);
+//   TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
+//   Sharded sharded = fully_shard(model.ptr(), comms, {...});      // knows what parallelize did
+//
+// Every rank along `axis` keeps a cut of the parameters; the module computes on what it has, and the styles put collectives
+// around. A module written with `call` needs no change as long as its forward takes sizes from its parameters and inputs (heads
+// = width / head size), not from the options of the whole. Where the semantics come from: Megatron-LM's layers, whose names
+// these are.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "shardproof/mesh_comm.h"
+#include "shardproof/tensor_cut.h"
+
+namespace shardproof {
+
+// Cuts the rows of a torch::nn::Linear, weight and bias, by its outputs: replicated in (or, with sequence_dim, split along it),
+// split in the last dim out. The reduction of the input's gradient overlaps with the weight's gradient. With `gather_output`
+// replicated out. `segments`: of the rows, when they are more than one thing; empty: all rows alike.
+struct ColumnParallel {
+  bool gather_output = false;
+  std::vector<CutSegment> segments = {};
+};
+// Cuts a torch::nn::Linear by its inputs: split in the last dim in, replicated (or split along sequence_dim) out. The bias is
+// whole on every rank and added once, after the sum. Without `input_is_parallel` a replicated input is cut first.
+struct RowParallel {
+  bool input_is_parallel = true;
+  std::vector<CutSegment> segments = {};  // of the columns; as the outputs of the layer before are cut
+};
+// Cuts the rows of a torch::nn::Embedding. Tokens replicated in, replicated (or split along sequence_dim) out.
+struct VocabParallel {};
+// A module without a cut whose input is split along sequence_dim, e.g. a norm: its parameters are whole, their gradients terms
+// of a sum over the axis. Nothing without sequence_dim.
+struct SequenceParallel {};
+// A module without a cut that runs on what is whole; its output is then split along `dim`, when the plan has a sequence_dim.
+// For position embeddings [T, hidden], dim is 0.
+struct ScatterOutput {
+  int64_t dim = 0;
+};
+// What a column-parallel layer does to its input, for a computation that is entered with call_as and uses a weight that is cut
+// elsewhere: a tied head.
+struct ColumnInput {};
+
+using ParallelStyle =
+    std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, ScatterOutput, ColumnInput>;
+
+struct ParallelPlan {
+  // Pattern of module names (see name_matches) -> style; the first that fits counts. A pattern that fits no module is an error.
+  std::vector<std::pair<std::string, ParallelStyle>> styles;
+  std::string axis = "tp";
+  // Between parallel blocks activations are split along this dim (sequence parallelism). Lengths that the axis does not divide
+  // are cut as torch.chunk cuts, and must be at least such that no rank is left without a row.
+  std::optional<int64_t> sequence_dim = {};
+};
+
+// A parameter that was cut, or whose gradient is a term of a sum over the axis.
+struct ParallelParameter {
+  std::string name;  // its first
+  Shape shape;       // of the whole
+  std::optional<TensorCut> cut = {};
+  int64_t terms = 1;  // so many neighbours along the axis hold terms of its gradient
+};
+
+class ParallelState;
+
+// Keeps the styles at the module's parts; the module computes on its cut only as long as this lives.
+class [[nodiscard]] TensorParallel {
+ public:
+  explicit TensorParallel(std::shared_ptr<ParallelState> state) : state_(std::move(state)) {}
+  TensorParallel(TensorParallel&&) noexcept;
+  TensorParallel& operator=(TensorParallel&&) noexcept;
+  ~TensorParallel();
+
+  // Of parameters that are cut, or have terms.
+  const std::vector<ParallelParameter>& parameters() const;
+  // Every parameter whole, by its first name, on every rank. Collective along the axis; not of a module that is sharded.
+  std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
+
+ private:
+  std::shared_ptr<ParallelState> state_;
+};
+
+// Collective along the axis. Parameters keep their identity and get the rank's cut of rank 0's values along the axis; those on
+// the meta device stay there. Shard the module afterwards, not before. Throws Error, naming module or parameter, when the mesh
+// lacks the axis, a pattern fits no module, a style does not fit its module, a size does not fit the axis, the module is
+// parallel or sharded already, or, with a sequence_dim, when a module has parameters and no style, whose gradients would be
+// wrong.
+TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan);
+
+}  // namespace shardproof

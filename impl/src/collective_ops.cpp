@@ -1,0 +1,200 @@
+#include "shardproof/collective_ops.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "shardproof/check.h"
+#include "shardproof/layout.h"
+
+namespace shardproof::collective {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+int64_t normal_dim(const at::Tensor& x, int64_t dim, const char* name) {
+  SHARD_REQUIRE(dim >= -x.dim() && dim < x.dim(), "collective", "{} of a tensor of {} dims along dim {}", name,
+                x.dim(), dim);
+  return dim < 0 ? dim + x.dim() : dim;
+}
+
+Interval piece_of(int64_t length, const Comm& group) { return piece({}, length, group.size(), group.rank()); }
+int64_t chunk_of(int64_t length, const Comm& group) { return (length + group.size() - 1) / group.size(); }
+
+// The cut dim first, contiguous, with zeros up to `rows`.
+at::Tensor rows_first(const at::Tensor& x, int64_t dim, int64_t rows) {
+  const at::Tensor moved = x.movedim(dim, 0);
+  if (moved.size(0) == rows) return moved.contiguous();
+  std::vector<int64_t> sizes = moved.sizes().vec();
+  sizes[0] = rows;
+  at::Tensor padded = at::zeros(sizes, x.options());
+  padded.narrow(0, 0, moved.size(0)).copy_(moved);
+  return padded;
+}
+
+at::Tensor own_piece(const at::Tensor& x, int64_t dim, const Comm& group) {
+  const Interval own = piece_of(x.size(dim), group);
+  return x.narrow(dim, own.begin, own.size()).contiguous();
+}
+
+void require_piece(const at::Tensor& x, int64_t dim, int64_t length, const Comm& group, const char* name) {
+  const int64_t expected = piece_of(length, group).size();
+  SHARD_REQUIRE(x.size(dim) == expected, "collective",
+                "{}: rank {} of {} in '{}' must hold {} of the {} rows along dim {}, and holds {}. Cut as torch.chunk does",
+                name, group.rank(), group.size(), group.name(), expected, length, dim, x.size(dim));
+}
+
+at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group) {
+  const int64_t split_length = x.size(split_dim), ranks = group.size();
+  std::vector<at::Tensor> parts;
+  std::vector<int64_t> sent, received;
+  std::vector<std::vector<int64_t>> shapes;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const Interval to = piece({}, split_length, ranks, r);
+    parts.push_back(x.narrow(split_dim, to.begin, to.size()).reshape({-1}));
+    sent.push_back(parts.back().numel());
+    std::vector<int64_t> shape = x.sizes().vec();
+    shape[split_dim] = piece_of(split_length, group).size();
+    shape[concat_dim] = piece({}, concat_length, ranks, r).size();
+    received.push_back(c10::multiply_integers(shape));
+    shapes.push_back(std::move(shape));
+  }
+  int64_t total = 0;
+  for (const int64_t count : received) total += count;
+  at::Tensor output = at::empty({total}, x.options());
+  group.all_to_all(output, at::cat(parts), received, sent).wait();
+  std::vector<at::Tensor> pieces = output.split_with_sizes(received);
+  for (int64_t r = 0; r < ranks; ++r) pieces[r] = pieces[r].view(shapes[r]);
+  return at::cat(pieces, concat_dim);
+}
+
+Comm& group_in(AutogradContext* ctx) { return *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt()); }
+void keep_group(AutogradContext* ctx, Comm& group) { ctx->saved_data["group"] = reinterpret_cast<int64_t>(&group); }
+int64_t kept(AutogradContext* ctx, const char* name) { return ctx->saved_data[name].toInt(); }
+
+struct Copy : torch::autograd::Function<Copy> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, Comm* group) {
+    keep_group(ctx, *group);
+    return x.view_as(x);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    return {start_all_reduce(dy[0], group_in(ctx)).result(), {}};
+  }
+};
+
+struct ReduceSum : torch::autograd::Function<ReduceSum> {
+  static Variable forward(AutogradContext*, const Variable& x, Comm* group) { return start_all_reduce(x, *group).result(); }
+  static variable_list backward(AutogradContext*, variable_list dy) { return {dy[0], {}}; }
+};
+
+struct Gather : torch::autograd::Function<Gather> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t dim, int64_t length, bool terms, Comm* group) {
+    keep_group(ctx, *group);
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["terms"] = terms;
+    return start_all_gather(x, dim, length, *group).result();
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    const int64_t dim = kept(ctx, "dim");
+    Comm& group = group_in(ctx);
+    const bool terms = ctx->saved_data["terms"].toBool();
+    return {terms ? start_reduce_scatter(dy[0], dim, group).result() : own_piece(dy[0], dim, group), {}, {}, {}, {}};
+  }
+};
+
+struct Scatter : torch::autograd::Function<Scatter> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t dim, bool terms, Comm* group) {
+    keep_group(ctx, *group);
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["length"] = x.size(dim);
+    return terms ? start_reduce_scatter(x, dim, *group).result() : own_piece(x, dim, *group);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    return {start_all_gather(dy[0], kept(ctx, "dim"), kept(ctx, "length"), group_in(ctx)).result(), {}, {}, {}};
+  }
+};
+
+struct AllToAll : torch::autograd::Function<AllToAll> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t split, int64_t concat, int64_t length, Comm* group) {
+    keep_group(ctx, *group);
+    ctx->saved_data["split"] = split;
+    ctx->saved_data["concat"] = concat;
+    ctx->saved_data["length"] = x.size(split);
+    return raw_all_to_all(x, split, concat, length, *group);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    return {raw_all_to_all(dy[0], kept(ctx, "concat"), kept(ctx, "split"), kept(ctx, "length"), group_in(ctx)), {}, {}, {}, {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor Pending::result() {
+  work_.wait();
+  if (dim_ < 0) return buffer_;
+  return buffer_.narrow(0, 0, rows_).movedim(0, dim_).contiguous();
+}
+
+Pending start_all_reduce(const at::Tensor& x, Comm& group) {
+  at::Tensor sum = x.detach().clone(at::MemoryFormat::Contiguous);
+  Work work = group.all_reduce(sum);
+  return {std::move(work), sum, -1, 0};
+}
+
+// The pieces are whole chunks but for the last ones, so the padding ends up behind the rows.
+Pending start_all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
+  const int64_t chunk = chunk_of(length, group);
+  const at::Tensor mine = rows_first(x.detach(), dim, chunk);
+  std::vector<int64_t> sizes = mine.sizes().vec();
+  sizes[0] = chunk * group.size();
+  at::Tensor whole = at::empty(sizes, x.options());
+  Work work = group.all_gather(whole, mine);
+  return {std::move(work), whole, dim, length};
+}
+
+Pending start_reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group) {
+  const int64_t length = x.size(dim), chunk = chunk_of(length, group);
+  const at::Tensor whole = rows_first(x.detach(), dim, chunk * group.size());
+  std::vector<int64_t> sizes = whole.sizes().vec();
+  sizes[0] = chunk;
+  at::Tensor mine = at::empty(sizes, x.options());
+  Work work = group.reduce_scatter(mine, whole);
+  return {std::move(work), mine, dim, piece_of(length, group).size()};
+}
+
+at::Tensor copy(const at::Tensor& x, Comm& group) { return group.size() == 1 ? x : Copy::apply(x, &group); }
+
+at::Tensor reduce(const at::Tensor& x, Comm& group) { return group.size() == 1 ? x : ReduceSum::apply(x, &group); }
+
+at::Tensor gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
+  dim = normal_dim(x, dim, "gather");
+  require_piece(x, dim, length, group, "gather");
+  return group.size() == 1 ? x : Gather::apply(x, dim, length, /*terms=*/false, &group);
+}
+
+at::Tensor scatter(const at::Tensor& x, int64_t dim, Comm& group) {
+  dim = normal_dim(x, dim, "scatter");
+  return group.size() == 1 ? x : Scatter::apply(x, dim, /*terms=*/false, &group);
+}
+
+at::Tensor all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
+  dim = normal_dim(x, dim, "all_gather");
+  require_piece(x, dim, length, group, "all_gather");
+  return group.size() == 1 ? x : Gather::apply(x, dim, length, /*terms=*/true, &group);
+}
+
+at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group) {
+  dim = normal_dim(x, dim, "reduce_scatter");
+  return group.size() == 1 ? x : Scatter::apply(x, dim, /*terms=*/true, &group);
+}
+
+at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group) {
+  split_dim = normal_dim(x, split_dim, "all_to_all");
+  concat_dim = normal_dim(x, concat_dim, "all_to_all");
+  SHARD_REQUIRE(split_dim != concat_dim, "all_to_all", "splits and joins one dim, {}; give two", split_dim);
+  require_piece(x, concat_dim, concat_length, group, "all_to_all");
+  return group.size() == 1 ? x : AllToAll::apply(x, split_dim, concat_dim, concat_length, &group);
+}
+
+}  // namespace shardproof::collective

@@ -1,0 +1,139 @@
+#include <ATen/ATen.h>
+
+#include "shardproof/check.h"
+#include "shardproof/models.h"
+#include "shardproof/unit.h"
+
+namespace shardproof {
+namespace {
+
+torch::nn::LinearOptions plain(int64_t in, int64_t out) { return torch::nn::LinearOptions(in, out).bias(false); }
+
+// Angles [T, head / 2] of rotary embeddings: position / theta^(2i / head).
+at::Tensor angles(int64_t length, int64_t head_size, double theta, at::ScalarType dtype) {
+  const at::Tensor exponents = at::arange(0, head_size, 2, at::kFloat) / static_cast<double>(head_size);
+  const at::Tensor frequencies = at::pow(at::scalar_tensor(theta, at::kFloat), exponents).reciprocal();
+  return at::outer(at::arange(length, at::kFloat), frequencies).to(dtype);
+}
+
+// x [B, heads, T, head]: element i turns with element i + head / 2.
+at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine) {
+  const std::vector<at::Tensor> halves = x.chunk(2, -1);
+  return at::cat({halves[0] * cosine - halves[1] * sine, halves[1] * cosine + halves[0] * sine}, -1);
+}
+
+void require_valid(const LlamaOptions& o) {
+  SHARD_REQUIRE(o.layers >= 0 && o.hidden > 0 && o.heads > 0 && o.kv_heads > 0 && o.intermediate > 0 && o.vocab > 0, "llama",
+                "sizes must be positive, got layers={} hidden={} heads={} kv_heads={} intermediate={} vocab={}", o.layers,
+                o.hidden, o.heads, o.kv_heads, o.intermediate, o.vocab);
+  SHARD_REQUIRE(o.hidden % o.heads == 0 && o.hidden / o.heads % 2 == 0 && o.heads % o.kv_heads == 0, "llama",
+                "hidden={} must be a multiple of heads={} with an even quotient, and heads of kv_heads={}", o.hidden, o.heads,
+                o.kv_heads);
+}
+
+}  // namespace
+
+RmsNormImpl::RmsNormImpl(int64_t size, double eps) : eps_(eps) { weight = register_parameter("weight", at::ones({size})); }
+
+at::Tensor RmsNormImpl::forward(at::Tensor x) {
+  return x * at::rsqrt(x.square().mean(-1, /*keepdim=*/true) + eps_) * weight;
+}
+
+LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
+    : head_size_(options.hidden / options.heads), theta_(options.rope_theta) {
+  q_proj_ = register_module("q_proj", Linear(plain(options.hidden, options.hidden)));
+  k_proj_ = register_module("k_proj", Linear(plain(options.hidden, options.kv_heads * head_size_)));
+  v_proj_ = register_module("v_proj", Linear(plain(options.hidden, options.kv_heads * head_size_)));
+  o_proj_ = register_module("o_proj", Linear(plain(options.hidden, options.hidden)));
+}
+
+// Heads are counted from what the projections give, which may be some of them.
+at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
+  const at::Tensor q = call(q_proj_, x), k = call(k_proj_, x), v = call(v_proj_, x);
+  const int64_t batch = q.size(0), length = q.size(1);
+  const auto heads = [&](const at::Tensor& part) {
+    return part.view({batch, length, part.size(-1) / head_size_, head_size_}).transpose(1, 2);
+  };
+  const at::Tensor turn = angles(length, head_size_, theta_, q.scalar_type()), cosine = turn.cos(), sine = turn.sin();
+  const int64_t shared = q.size(-1) / k.size(-1);  // query heads of a key head
+  const auto repeated = [&](const at::Tensor& part) { return part.repeat_interleave(shared, 1); };
+  const at::Tensor attended =
+      at::scaled_dot_product_attention(rotated(heads(q), cosine, sine), repeated(rotated(heads(k), cosine, sine)),
+                                       repeated(heads(v)), {}, 0.0, /*is_causal=*/true);
+  return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
+}
+
+LlamaMlpImpl::LlamaMlpImpl(const LlamaOptions& options) {
+  gate_proj_ = register_module("gate_proj", Linear(plain(options.hidden, options.intermediate)));
+  up_proj_ = register_module("up_proj", Linear(plain(options.hidden, options.intermediate)));
+  down_proj_ = register_module("down_proj", Linear(plain(options.intermediate, options.hidden)));
+}
+
+at::Tensor LlamaMlpImpl::forward(at::Tensor x) {
+  return call(down_proj_, at::silu(call(gate_proj_, x)) * call(up_proj_, x));
+}
+
+LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options) {
+  attention_ = register_module("self_attn", LlamaAttention(options));
+  mlp_ = register_module("mlp", LlamaMlp(options));
+  input_norm_ = register_module("input_layernorm", RmsNorm(options.hidden, options.norm_eps));
+  attention_norm_ = register_module("post_attention_layernorm", RmsNorm(options.hidden, options.norm_eps));
+}
+
+at::Tensor LlamaLayerImpl::forward(at::Tensor x) {
+  x = x + call(attention_, call(input_norm_, x));
+  return x + call(mlp_, call(attention_norm_, x));
+}
+
+LlamaImpl::LlamaImpl(LlamaOptions options) : options_(options) {
+  require_valid(options);
+  auto model = register_module("model", std::make_shared<torch::nn::Module>("model"));
+  tokens_ = model->register_module("embed_tokens", torch::nn::Embedding(options.vocab, options.hidden));
+  auto layers = model->register_module("layers", std::make_shared<torch::nn::Module>("layers"));
+  for (int64_t i = 0; i < options.layers; ++i)
+    layers_.push_back(layers->register_module(std::to_string(i), LlamaLayer(options)));
+  norm_ = model->register_module("norm", RmsNorm(options.hidden, options.norm_eps));
+  if (options.tied) {
+    tied_head_ = register_module("lm_head", std::make_shared<torch::nn::Module>("lm_head"));
+    tied_head_->register_parameter("weight", tokens_->weight);
+  } else {
+    head_ = register_module("lm_head", Linear(plain(options.hidden, options.vocab)));
+  }
+}
+
+at::Tensor LlamaImpl::forward(at::Tensor tokens) {
+  SHARD_REQUIRE(tokens.dim() == 2, "llama", "tokens must be [batch, length], got {}", fmt::join(tokens.sizes(), "x"));
+  at::Tensor x = call(tokens_, tokens);
+  for (const LlamaLayer& layer : layers_) x = call(layer, x);
+  x = call(norm_, x);
+  if (!options_.tied) return call(head_, x);
+  return call_as(*tied_head_, [this](at::Tensor hidden) { return at::linear(hidden, tokens_->weight); }, x);
+}
+
+ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequence_parallel) {
+  SHARD_REQUIRE(ranks <= options.kv_heads || options.heads % ranks == 0, "llama",
+                "{} heads over {} ranks, which share {} key-value heads: each rank must have as many", options.heads, ranks,
+                options.kv_heads);
+  const int64_t head = options.hidden / options.heads;
+  // Query heads go where their key head is.
+  const int64_t together = ranks <= options.kv_heads ? options.heads / options.kv_heads : 1;
+  const std::vector<CutSegment> heads = {{options.hidden, together * head}};
+  const std::vector<CutSegment> kv_heads = {{options.kv_heads * head, head, /*copied=*/true}};
+  ParallelPlan plan{.styles = {{"model.embed_tokens", VocabParallel{}},
+                               {"model.layers.*.*_layernorm", SequenceParallel{}},
+                               {"model.layers.*.self_attn.q_proj", ColumnParallel{.segments = heads}},
+                               {"model.layers.*.self_attn.k_proj", ColumnParallel{.segments = kv_heads}},
+                               {"model.layers.*.self_attn.v_proj", ColumnParallel{.segments = kv_heads}},
+                               {"model.layers.*.self_attn.o_proj", RowParallel{.segments = heads}},
+                               {"model.layers.*.mlp.gate_proj", ColumnParallel{}},
+                               {"model.layers.*.mlp.up_proj", ColumnParallel{}},
+                               {"model.layers.*.mlp.down_proj", RowParallel{}},
+                               {"model.norm", SequenceParallel{}}}};
+  if (options.layers == 0) plan.styles.erase(plan.styles.begin() + 1, plan.styles.begin() + 9);
+  if (options.tied) plan.styles.emplace_back("lm_head", ColumnInput{});
+  else plan.styles.emplace_back("lm_head", ColumnParallel{});
+  if (sequence_parallel) plan.sequence_dim = 1;
+  return plan;
+}
+
+}  // namespace shardproof

@@ -1,0 +1,59 @@
+// What is known of a module that was made parallel.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "shardproof/tensor_parallel.h"
+#include "unit_attachment.h"
+
+namespace shardproof {
+
+class ParallelState {
+ public:
+  ParallelState(std::shared_ptr<MeshComm> comms, ParallelPlan plan);
+
+  const std::string& axis() const { return plan_.axis; }
+  const ParallelPlan& plan() const { return plan_; }
+  MeshComm& comms() const { return *comms_; }
+  Comm& group() const { return *group_; }
+  int64_t parts() const { return group_->size(); }
+  int64_t part() const { return group_->rank(); }
+
+  void add(const at::Tensor& parameter, ParallelParameter description);
+  // Null when the parameter is whole on every rank and its gradient is, too.
+  const ParallelParameter* find(const at::Tensor& parameter) const;
+  const ParallelParameter* find(const std::string& name) const;
+  const std::vector<ParallelParameter>& parameters() const { return parameters_; }
+
+  // The rank's cut of a whole parameter, and back.
+  at::Tensor cut(const TensorCut& cut, const at::Tensor& whole) const;
+  at::Tensor join(const ParallelParameter& parameter, const at::Tensor& local) const;  // collective
+
+  // Whole length of the activations that are split along the sequence: what the last module that saw them whole saw.
+  int64_t sequence_length(int64_t local) const { return sequence_length_ > 0 ? sequence_length_ : local * parts(); }
+  void saw_sequence(int64_t length) { sequence_length_ = length; }
+
+  std::vector<std::pair<std::string, at::Tensor>> named;  // every parameter of the module, by its first name
+  ParallelAttachments attached;
+  void enter_sequentials(torch::nn::Module& root) { sequential_ = std::make_unique<SequentialEntries>(root); }
+
+ private:
+  std::unique_ptr<SequentialEntries> sequential_;
+  std::shared_ptr<MeshComm> comms_;
+  ParallelPlan plan_;
+  Comm* group_;
+  std::vector<ParallelParameter> parameters_;
+  std::unordered_map<const c10::TensorImpl*, size_t> of_tensor_;
+  std::unordered_map<std::string, size_t> of_name_;
+  int64_t sequence_length_ = 0;
+};
+
+// That of the modules below root; null where none is parallel. Throws Error when they belong to several.
+std::shared_ptr<ParallelState> parallel_state(const torch::nn::Module& root);
+
+}  // namespace shardproof

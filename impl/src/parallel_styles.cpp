@@ -1,0 +1,186 @@
+#include "parallel_styles.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+
+#include "parallel_state.h"
+#include "shardproof/check.h"
+#include "shardproof/collective_ops.h"
+#include "shardproof/parallel_layers.h"
+
+namespace shardproof {
+namespace {
+
+template <class Wanted>
+Wanted& require_type(torch::nn::Module& module, const std::string& name, const char* style, const char* type) {
+  auto* wanted = dynamic_cast<Wanted*>(&module);
+  SHARD_REQUIRE(wanted, "tensor_parallel", "style {} needs a {}, and module '{}' is {}", style, type, name, module.name());
+  return *wanted;
+}
+
+// The name in the whole module, which a parameter that was cut already has kept.
+std::string name_in(const ParallelState& state, const at::Tensor& parameter) {
+  for (const auto& [name, tensor] : state.named)
+    if (tensor.is_same(parameter)) return name;
+  throw BrokenInvariant("[tensor_parallel] a parameter is not of the module");
+}
+
+// A parameter that two modules share is cut once, and must be cut alike.
+void cut_parameter(ParallelState& state, const at::Tensor& parameter, TensorCut cut) {
+  const std::string name = name_in(state, parameter);
+  if (const ParallelParameter* known = state.find(parameter)) {
+    SHARD_REQUIRE(known->cut && known->cut->dim == cut.dim, "tensor_parallel", "parameter {} is shared, and cut in two ways",
+                  name);
+    return;
+  }
+  const Shape shape = parameter.sizes().vec();
+  const int64_t length = cut.dim < std::ssize(shape) ? shape[cut.dim] : 0;
+  if (cut.segments.empty()) cut.segments = {{length}};
+  validate(cut, shape, state.parts(), fmt::format("parameter {}", name));
+  const int64_t terms = cut.copies(state.parts());
+  at::NoGradGuard no_grad;
+  at::Tensor& target = const_cast<at::Tensor&>(parameter);
+  if (!parameter.is_meta()) {
+    at::Tensor whole = parameter.detach().contiguous();
+    state.group().broadcast(whole, 0).wait();
+    target.set_data(state.cut(cut, whole));
+  } else {
+    target.set_data(at::empty(cut.local_shape(shape, state.parts(), state.part()), parameter.options()));
+  }
+  state.add(parameter, {name, shape, std::move(cut), terms});
+}
+
+// Whole on every rank, each of which computes a term of its gradient.
+void describe_terms(ParallelState& state, const at::Tensor& parameter) {
+  if (!state.find(parameter))
+    state.add(parameter, {name_in(state, parameter), parameter.sizes().vec(), std::nullopt, state.parts()});
+}
+
+at::Tensor into_parallel(ParallelState& state, const at::Tensor& x) {
+  const auto dim = state.plan().sequence_dim;
+  return dim ? collective::all_gather(x, *dim, state.sequence_length(x.size(*dim)), state.group())
+             : collective::copy(x, state.group());
+}
+
+class Column final : public StyleHooks {
+ public:
+  Column(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module, ColumnParallel style)
+      : StyleHooks(owner),
+        linear_(require_type<torch::nn::LinearImpl>(module, name, "ColumnParallel", "torch::nn::Linear")),
+        style_(std::move(style)),
+        outputs_(linear_.weight.size(0)) {
+    SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
+                  "module '{}': outputs of several segments cannot be gathered into one", name);
+    cut_parameter(*owner, linear_.weight, {0, style_.segments});
+    if (linear_.bias.defined()) cut_parameter(*owner, linear_.bias, {0, style_.segments});
+  }
+  at::Tensor run(const Forward&, at::Tensor x) override {
+    const auto owner = state();
+    std::optional<SequenceSplit> sequence;
+    if (const auto dim = owner->plan().sequence_dim) sequence = {*dim, owner->sequence_length(x.size(*dim))};
+    const at::Tensor y = column_parallel_linear(x, linear_.weight, linear_.bias, owner->group(), sequence);
+    return style_.gather_output ? collective::gather(y, -1, outputs_, owner->group()) : y;
+  }
+
+ private:
+  torch::nn::LinearImpl& linear_;
+  ColumnParallel style_;
+  int64_t outputs_;
+};
+
+class Row final : public StyleHooks {
+ public:
+  Row(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module, RowParallel style)
+      : StyleHooks(owner),
+        linear_(require_type<torch::nn::LinearImpl>(module, name, "RowParallel", "torch::nn::Linear")),
+        style_(std::move(style)) {
+    SHARD_REQUIRE(style_.input_is_parallel || style_.segments.size() <= 1, "tensor_parallel",
+                  "module '{}': a replicated input is cut evenly, not in segments", name);
+    cut_parameter(*owner, linear_.weight, {1, style_.segments});
+    if (linear_.bias.defined() && owner->plan().sequence_dim) describe_terms(*owner, linear_.bias);
+  }
+  at::Tensor run(const Forward&, at::Tensor x) override {
+    const auto owner = state();
+    const auto dim = owner->plan().sequence_dim;
+    if (!style_.input_is_parallel) x = collective::scatter(x, -1, owner->group());
+    if (dim) owner->saw_sequence(x.size(*dim));
+    return row_parallel_linear(x, linear_.weight, linear_.bias, owner->group(), dim);
+  }
+
+ private:
+  torch::nn::LinearImpl& linear_;
+  RowParallel style_;
+};
+
+class Vocab final : public StyleHooks {
+ public:
+  Vocab(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module)
+      : StyleHooks(owner),
+        embedding_(require_type<torch::nn::EmbeddingImpl>(module, name, "VocabParallel", "torch::nn::Embedding")) {
+    const int64_t rows = embedding_.weight.size(0);
+    SHARD_REQUIRE(!embedding_.options.max_norm() && !embedding_.options.scale_grad_by_freq() && !embedding_.options.sparse(),
+                  "tensor_parallel", "module '{}': max_norm, scale_grad_by_freq and sparse cannot be cut by rows", name);
+    first_row_ = piece({}, rows, owner->parts(), owner->part()).begin;
+    cut_parameter(*owner, embedding_.weight, {0, {}});
+  }
+  at::Tensor run(const Forward&, at::Tensor tokens) override {
+    const auto owner = state();
+    const auto dim = owner->plan().sequence_dim;
+    if (dim) owner->saw_sequence(tokens.size(*dim));
+    return vocab_parallel_embedding(tokens, embedding_.weight, first_row_, owner->group(), dim,
+                                    embedding_.options.padding_idx().value_or(-1));
+  }
+
+ private:
+  torch::nn::EmbeddingImpl& embedding_;
+  int64_t first_row_;
+};
+
+class Sequence final : public StyleHooks {
+ public:
+  Sequence(const std::shared_ptr<ParallelState>& owner, torch::nn::Module& module) : StyleHooks(owner) {
+    if (!owner->plan().sequence_dim) return;
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/true)) describe_terms(*owner, parameter);
+  }
+  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
+};
+
+class Scattered final : public StyleHooks {
+ public:
+  Scattered(const std::shared_ptr<ParallelState>& owner, ScatterOutput style) : StyleHooks(owner), style_(style) {}
+  at::Tensor run(const Forward& forward, at::Tensor x) override {
+    const auto owner = state();
+    const at::Tensor y = forward(std::move(x));
+    return owner->plan().sequence_dim ? collective::scatter(y, style_.dim, owner->group()) : y;
+  }
+
+ private:
+  ScatterOutput style_;
+};
+
+class Input final : public StyleHooks {
+ public:
+  using StyleHooks::StyleHooks;
+  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(into_parallel(*state(), x)); }
+};
+
+}  // namespace
+
+std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& state, const std::string& name,
+                                       torch::nn::Module& module, const ParallelStyle& style) {
+  struct Make {
+    const std::shared_ptr<ParallelState>& state;
+    const std::string& name;
+    torch::nn::Module& module;
+    std::shared_ptr<StyleHooks> operator()(const ColumnParallel& s) { return std::make_shared<Column>(state, name, module, s); }
+    std::shared_ptr<StyleHooks> operator()(const RowParallel& s) { return std::make_shared<Row>(state, name, module, s); }
+    std::shared_ptr<StyleHooks> operator()(const VocabParallel&) { return std::make_shared<Vocab>(state, name, module); }
+    std::shared_ptr<StyleHooks> operator()(const SequenceParallel&) { return std::make_shared<Sequence>(state, module); }
+    std::shared_ptr<StyleHooks> operator()(const ScatterOutput& s) { return std::make_shared<Scattered>(state, s); }
+    std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state); }
+  };
+  return std::visit(Make{state, name, module}, style);
+}
+
+}  // namespace shardproof

@@ -1,0 +1,79 @@
+#include "shardproof/tensor_parallel.h"
+
+#include <ATen/ATen.h>
+
+#include <set>
+
+#include "parallel_state.h"
+#include "parallel_styles.h"
+#include "shardproof/check.h"
+#include "shardproof/shard_options.h"
+
+namespace shardproof {
+namespace {
+
+std::vector<std::pair<std::string, at::Tensor>> distinct_parameters(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  std::set<const c10::TensorImpl*> seen;
+  for (const auto& item : module.named_parameters())
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second) named.emplace_back(item.key(), item.value());
+  return named;
+}
+
+// Without a style a module computes on its piece of the sequence, and its gradients would be terms that nobody sums.
+void require_styles_everywhere(const torch::nn::Module& root, const std::set<std::string>& styled) {
+  for (const auto& item : root.named_modules("", /*include_self=*/true)) {
+    if (item.value()->parameters(/*recurse=*/false).empty()) continue;
+    bool covered = styled.contains(item.key());
+    for (const std::string& name : styled) covered |= item.key().starts_with(name + ".");
+    SHARD_REQUIRE(
+        covered, "tensor_parallel",
+        "module '{}' ({}) has parameters and no style. With a sequence_dim it may see a piece of the sequence: give it "
+        "SequenceParallel, or ScatterOutput if it sees all of it",
+        item.key(), item.value()->name());
+  }
+}
+
+}  // namespace
+
+TensorParallel::TensorParallel(TensorParallel&&) noexcept = default;
+TensorParallel& TensorParallel::operator=(TensorParallel&&) noexcept = default;
+TensorParallel::~TensorParallel() = default;
+
+const std::vector<ParallelParameter>& TensorParallel::parameters() const { return state_->parameters(); }
+
+std::vector<std::pair<std::string, at::Tensor>> TensorParallel::gather_parameters() const {
+  std::vector<std::pair<std::string, at::Tensor>> whole;
+  for (const auto& [name, tensor] : state_->named) {
+    const ParallelParameter* parallel = state_->find(tensor);
+    whole.emplace_back(name, parallel ? state_->join(*parallel, tensor) : tensor.detach().clone());
+  }
+  return whole;
+}
+
+TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan) {
+  auto state = std::make_shared<ParallelState>(std::move(comms), plan);
+  state->named = distinct_parameters(*module);
+  std::set<std::string> styled;
+  std::vector<bool> used(plan.styles.size(), false);
+  for (const auto& item : module->named_modules("", /*include_self=*/true)) {
+    SHARD_REQUIRE(!parallel_hooks(*item.value()) && !unit_hooks(*item.value()), "tensor_parallel",
+                  "module '{}' is parallel or sharded already; call parallelize once, on the root, before fully_shard",
+                  item.key());
+    for (size_t i = 0; i < plan.styles.size(); ++i) {
+      const auto& [pattern, style] = plan.styles[i];
+      if (!name_matches(pattern, item.key())) continue;
+      used[i] = true;
+      if (styled.insert(item.key()).second)
+        state->attached.attach(item.value(), make_style(state, item.key(), *item.value(), style));
+      break;
+    }
+  }
+  for (size_t i = 0; i < used.size(); ++i)
+    SHARD_REQUIRE(used[i], "tensor_parallel", "pattern '{}' fits no module of {}", plan.styles[i].first, module->name());
+  if (plan.sequence_dim && state->parts() > 1) require_styles_everywhere(*module, styled);
+  state->enter_sequentials(*module);
+  return TensorParallel(std::move(state));
+}
+
+}  // namespace shardproof
