@@ -1,0 +1,179 @@
+"""Checkpoints of real PyTorch through `shardproof checkpoint`, and ours through real PyTorch."""
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import numpy
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def ranks(world, *arguments):
+    port = free_port()
+    processes = []
+    for rank in range(world):
+        env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                   MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        processes.append(subprocess.Popen([sys.executable, os.path.join(HERE, "checkpoint_peers.py"), *arguments], env=env,
+                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs = [p.communicate()[0] for p in processes]
+    if any(p.returncode for p in processes):
+        raise AssertionError(f"{arguments} on {world} ranks failed:\n" + outputs[0][-3000:])
+
+
+def shardproof(*arguments, code=0):
+    done = subprocess.run([COMMAND, "checkpoint", *arguments], capture_output=True, text=True)
+    if done.returncode != code:
+        raise AssertionError(f"checkpoint {arguments}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout + done.stderr
+
+
+class Checkpoint(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = folder.name
+
+    def path(self, name):
+        return os.path.join(self.root, name)
+
+    def there_and_back(self, kind, save_ranks, load_ranks):
+        """PyTorch saves; we verify, copy, and cut anew; PyTorch loads each, on other ranks, to the same bits."""
+        theirs, ours, cut = self.path("theirs"), self.path("ours"), self.path("cut")
+        ranks(save_ranks, "save", kind, theirs)
+        shardproof("verify", theirs)
+        shardproof("convert", theirs, ours)
+        shardproof("reshard", theirs, cut, "--mesh", "dp_shard=3")
+        for folder in (ours, cut):
+            self.assertIn("sidecar's checksums", shardproof("verify", folder))
+            self.assertIn(" 0 differ", shardproof("diff", theirs, folder))
+            ranks(load_ranks, "load", kind, folder, theirs + ".expected")
+        return theirs
+
+    def test_plain_dicts_come_back(self):
+        self.there_and_back("plain", 1, 1)
+
+    def test_fsdp2_on_2_comes_back_on_4(self):
+        self.there_and_back("fsdp2", 2, 4)
+
+    def test_fsdp2_on_4_with_empty_shards_comes_back_on_2(self):
+        self.there_and_back("fsdp2", 4, 2)
+
+    def test_hsdp_with_replicas_saved_once_comes_back(self):
+        self.there_and_back("hsdp", 4, 2)
+
+    def test_fsdp2_with_tensor_parallel_comes_back(self):
+        self.there_and_back("fsdp2_tp", 4, 2)
+
+    def test_our_folder_is_what_dcp_to_torch_save_reads_and_our_file_what_torch_load_does(self):
+        theirs, ours = self.path("theirs"), self.path("ours")
+        ranks(1, "save", "plain", theirs)
+        shardproof("convert", theirs, ours)
+        shardproof("convert", theirs, self.path("full.pt"), "--to", "torch")
+        for folder in (theirs, ours):
+            dcp_to_torch_save(folder, folder + ".pt")
+        sys.path.insert(0, HERE)
+        import checkpoint_peers
+        expected = dict(checkpoint_peers.flat(torch.load(theirs + ".pt", weights_only=False)))
+        for name, safe in (("ours.pt", False), ("full.pt", True)):
+            got = dict(checkpoint_peers.flat(torch.load(self.path(name), weights_only=safe)))
+            self.assertEqual(set(expected), set(got))
+            for key, value in expected.items():
+                self.assertTrue(checkpoint_peers.same(value, got[key]), (name, key, value, got[key]))
+
+    def test_every_tensor_entry_is_what_torch_load_reads_with_weights_only(self):
+        theirs, ours, listing = self.path("theirs"), self.path("ours"), self.path("list.json")
+        ranks(1, "save", "plain", theirs)
+        shardproof("convert", theirs, ours)
+        shardproof("inspect", ours, "--json", listing)
+        with open(listing, encoding="utf-8") as file:
+            tensors = [entry for entry in map(json.loads, file) if entry["type"] == "tensor"]
+        self.assertGreater(len(tensors), 7)
+        for tensor in tensors:
+            for box in tensor["boxes"]:
+                with open(os.path.join(ours, box["file"]), "rb") as file:
+                    file.seek(box["offset"])
+                    data = file.read(box["length"])
+                piece = self.path("entry.pt")
+                with open(piece, "wb") as file:
+                    file.write(data)
+                loaded = torch.load(piece, weights_only=True)
+                self.assertEqual(list(loaded.shape), box["sizes"])
+                self.assertEqual(str(loaded.dtype), "torch." + tensor["dtype"])
+
+    def test_safetensors_are_laid_out_as_the_format_says(self):
+        theirs, one, many, back = (self.path(n) for n in ("theirs", "one", "many", "back"))
+        ranks(2, "save", "fsdp2", theirs)
+        shardproof("convert", theirs, one, "--to", "safetensors")
+        shardproof("convert", theirs, many, "--to", "safetensors", "--file-bytes-max", "300")
+        shardproof("diff", one, many)
+        shardproof("convert", many, back)
+        shardproof("verify", back)
+        expected = torch.load(theirs + ".expected", weights_only=False)
+        with open(os.path.join(one, "model.safetensors"), "rb") as file:
+            data = file.read()
+        length = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:8 + length])
+        self.assertEqual(header.pop("__metadata__"), {"format": "pt"})
+        for name, entry in header.items():
+            tensor = expected["." + name] if "." + name in expected else None
+            if tensor is None or entry["dtype"] != "F32":
+                continue
+            begin, end = entry["data_offsets"]
+            got = numpy.frombuffer(data[8 + length + begin:8 + length + end], dtype="<f4").reshape(entry["shape"])
+            numpy.testing.assert_array_equal(got.view("u4"), tensor.numpy().view("u4"))
+        with open(os.path.join(many, "model.safetensors.index.json"), encoding="utf-8") as file:
+            self.assertGreater(len(set(json.load(file)["weight_map"].values())), 2)
+
+    def test_a_flipped_bit_that_pytorch_loads_silently_is_found(self):
+        theirs = self.path("theirs")
+        ranks(1, "save", "plain", theirs)
+        listing = self.path("list.json")
+        shardproof("inspect", theirs, "--json", listing)
+        with open(listing, encoding="utf-8") as file:
+            box = next(e for e in map(json.loads, file) if e.get("name") == "model.double")["boxes"][0]
+        path = os.path.join(theirs, box["file"])
+        expected = torch.load(theirs + ".expected", weights_only=False)
+        payload = expected[".model.double"].numpy().tobytes()
+        with open(path, "rb") as file:
+            data = bytearray(file.read())
+        data[data.find(payload) + 6] ^= 1
+        with open(path, "wb") as file:
+            file.write(data)
+        with self.assertRaisesRegex(AssertionError, "differ: .*model.double"):
+            ranks(1, "load", "plain", theirs, theirs + ".expected")  # PyTorch gives the wrong values without a word
+        output = shardproof("verify", theirs, code=1)
+        self.assertIn("model.double", output)
+        self.assertIn("data/0 is damaged", output)
+        self.assertIn("model.double", shardproof("convert", theirs, self.path("copy"), code=2))
+        self.assertFalse(os.path.exists(self.path("copy")))
+
+    def test_differences_are_named_and_wrong_usage_is_told(self):
+        one, two = self.path("theirs"), self.path("two")
+        ranks(1, "save", "plain", one)
+        shardproof("convert", one, two)
+        shardproof("convert", one, two, code=2)
+        shardproof("convert", one, two, "--overwrite")
+        shardproof("verify", self.path("absent"), code=2)
+        shardproof("convert", one, self.path("three"), "--to", "onnx", code=2)
+        shardproof("reshard", one, self.path("three"), "--mesh", "tp=2", code=2)
+        os.remove(os.path.join(two, ".metadata"))
+        self.assertIn("is missing", shardproof("verify", two, code=1))
+
+
+if __name__ == "__main__":
+    unittest.main()

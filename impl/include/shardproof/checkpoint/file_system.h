@@ -1,0 +1,119 @@
+// Every system call of a checkpoint goes through here, so that a test can make each of them fail. No Torch.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace shardproof::checkpoint {
+
+// As the calls of the same names, but what fails returns -errno. Those of the base class are the system's own.
+class FileSystem {
+ public:
+  virtual ~FileSystem() = default;
+  virtual int open(const std::string& path, int flags, mode_t mode);
+  virtual ssize_t write(int fd, const void* data, size_t bytes);
+  virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset);
+  virtual int fsync(int fd);
+  virtual int close(int fd);
+  virtual int rename(const std::string& from, const std::string& to);    // refuses to replace: RENAME_NOREPLACE
+  virtual int exchange(const std::string& one, const std::string& two);  // atomically: RENAME_EXCHANGE
+  virtual int mkdir(const std::string& path, mode_t mode);
+  virtual int unlink(const std::string& path);
+  virtual int rmdir(const std::string& path);
+};
+
+// The real one.
+FileSystem& system_files();
+
+// A file to write, fresh: the path must not exist. Every member throws Error naming path and cause.
+class OutputFile {
+ public:
+  OutputFile(FileSystem& files, std::string path);
+  ~OutputFile();  // closes; what was not finished is not durable
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+  void write(const void* data, size_t bytes);
+  void write(std::string_view data) { write(data.data(), data.size()); }
+  uint64_t position() const { return position_; }
+  // Flushed to the disk and closed.
+  void finish();
+
+ private:
+  FileSystem& files_;
+  std::string path_;
+  int fd_ = -1;
+  uint64_t position_ = 0;
+};
+
+// Bytes that can be read at any place.
+class ByteSource {
+ public:
+  virtual ~ByteSource() = default;
+  virtual uint64_t size() const = 0;
+  // Throws Error naming the source when the range is not inside [0, size()) or cannot be read.
+  virtual void read(uint64_t offset, void* data, size_t bytes) const = 0;
+  virtual std::string name() const = 0;
+  // Throws Error when it has more than `bytes_max`.
+  std::string read_string(uint64_t offset, uint64_t bytes, uint64_t bytes_max) const;
+};
+
+class MemorySource : public ByteSource {
+ public:
+  // Views the data.
+  MemorySource(std::string_view data, std::string name) : data_(data), name_(std::move(name)) {}
+  uint64_t size() const override { return data_.size(); }
+  void read(uint64_t offset, void* data, size_t bytes) const override;
+  std::string name() const override { return name_; }
+
+ private:
+  std::string_view data_;
+  std::string name_;
+};
+
+class FileSource : public ByteSource {
+ public:
+  // Throws Error naming the path when it is not a readable regular file.
+  FileSource(FileSystem& files, std::string path);
+  ~FileSource() override;
+  FileSource(const FileSource&) = delete;
+  FileSource& operator=(const FileSource&) = delete;
+  uint64_t size() const override { return size_; }
+  void read(uint64_t offset, void* data, size_t bytes) const override;
+  std::string name() const override { return path_; }
+
+ private:
+  FileSystem& files_;
+  std::string path_;
+  int fd_ = -1;
+  uint64_t size_ = 0;
+};
+
+// The range [offset, offset + bytes) of another source, which it outlives not. Its first and last KiB, where zip files keep
+// what describes them, are read once.
+class SliceSource : public ByteSource {
+ public:
+  SliceSource(const ByteSource& whole, uint64_t offset, uint64_t bytes, std::string name);
+  uint64_t size() const override { return size_; }
+  void read(uint64_t offset, void* data, size_t bytes) const override;
+  std::string name() const override { return name_; }
+
+ private:
+  const ByteSource& whole_;
+  uint64_t offset_, size_;
+  std::string name_;
+  std::string head_, tail_;
+};
+
+// The whole of a file of at most `bytes_max`.
+std::string read_file(FileSystem& files, const std::string& path, uint64_t bytes_max);
+// A fresh file, flushed to the disk.
+void write_file(FileSystem& files, const std::string& path, std::string_view data);
+// Names in a folder, ascending, without "." and "..". Throws Error when it cannot be listed.
+std::vector<std::string> list_folder(const std::string& path);
+
+}  // namespace shardproof::checkpoint

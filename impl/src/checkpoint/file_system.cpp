@@ -1,0 +1,196 @@
+#include "shardproof/checkpoint/file_system.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "shardproof/check.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+constexpr uint64_t kEnd = 2048;  // of a slice, kept
+constexpr size_t kCallBytes = size_t{1} << 30;
+
+template <typename Result>
+Result or_errno(Result result) {
+  return result < 0 ? static_cast<Result>(-errno) : result;
+}
+
+std::string cause(int64_t error) {
+  return std::strerror(static_cast<int>(-error));
+}
+
+}  // namespace
+
+int FileSystem::open(const std::string& path, int flags, mode_t mode) {
+  return or_errno(::open(path.c_str(), flags, mode));
+}
+ssize_t FileSystem::write(int fd, const void* data, size_t bytes) {
+  return or_errno(::write(fd, data, bytes));
+}
+ssize_t FileSystem::pread(int fd, void* data, size_t bytes, off_t offset) {
+  return or_errno(::pread(fd, data, bytes, offset));
+}
+int FileSystem::fsync(int fd) {
+  return or_errno(::fsync(fd));
+}
+int FileSystem::close(int fd) {
+  return or_errno(::close(fd));
+}
+int FileSystem::rename(const std::string& from, const std::string& to) {
+  const int done = or_errno(::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE));
+  // Where the flag is unknown a plain rename still refuses to replace a folder that holds something.
+  return done == -EINVAL || done == -ENOSYS ? or_errno(::rename(from.c_str(), to.c_str())) : done;
+}
+int FileSystem::exchange(const std::string& one, const std::string& two) {
+  return or_errno(::renameat2(AT_FDCWD, one.c_str(), AT_FDCWD, two.c_str(), RENAME_EXCHANGE));
+}
+int FileSystem::mkdir(const std::string& path, mode_t mode) {
+  return or_errno(::mkdir(path.c_str(), mode));
+}
+int FileSystem::unlink(const std::string& path) {
+  return or_errno(::unlink(path.c_str()));
+}
+int FileSystem::rmdir(const std::string& path) {
+  return or_errno(::rmdir(path.c_str()));
+}
+
+FileSystem& system_files() {
+  static FileSystem files;
+  return files;
+}
+
+OutputFile::OutputFile(FileSystem& files, std::string path) : files_(files), path_(std::move(path)) {
+  fd_ = files_.open(path_, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  SHARD_REQUIRE(fd_ >= 0, "checkpoint", "cannot create {}: {}. Is its folder there and writable?", path_, cause(fd_));
+}
+
+OutputFile::~OutputFile() {
+  if (fd_ >= 0) files_.close(fd_);
+}
+
+void OutputFile::write(const void* data, size_t bytes) {
+  SHARD_CHECK(fd_ >= 0, "checkpoint", "{} is already finished", path_);
+  const char* from = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t count = files_.write(fd_, from, std::min(bytes, kCallBytes));
+    if (count == -EINTR) continue;
+    SHARD_REQUIRE(count > 0, "checkpoint", "cannot write {} at byte {}: {}", path_, position_,
+                  count == 0 ? "nothing was accepted" : cause(count));
+    from += count;
+    bytes -= static_cast<size_t>(count);
+    position_ += static_cast<uint64_t>(count);
+  }
+}
+
+void OutputFile::finish() {
+  SHARD_CHECK(fd_ >= 0, "checkpoint", "{} is already finished", path_);
+  const int flushed = files_.fsync(fd_);
+  SHARD_REQUIRE(flushed >= 0, "checkpoint", "cannot flush {} to the disk: {}", path_, cause(flushed));
+  const int closed = files_.close(std::exchange(fd_, -1));
+  SHARD_REQUIRE(closed >= 0, "checkpoint", "cannot close {}: {}", path_, cause(closed));
+}
+
+std::string ByteSource::read_string(uint64_t offset, uint64_t bytes, uint64_t bytes_max) const {
+  SHARD_REQUIRE(bytes <= bytes_max, "checkpoint", "{}: {} bytes at {} are more than the {} allowed here", name(), bytes, offset,
+                bytes_max);
+  SHARD_REQUIRE(offset <= size() && bytes <= size() - offset, "checkpoint",
+                "{}: bytes {} to {} lie behind its end, it has {}. Was it cut off?", name(), offset, offset + bytes, size());
+  std::string data(bytes, '\0');
+  read(offset, data.data(), bytes);
+  return data;
+}
+
+void MemorySource::read(uint64_t offset, void* data, size_t bytes) const {
+  SHARD_REQUIRE(offset <= data_.size() && bytes <= data_.size() - offset, "checkpoint",
+                "{}: {} bytes at {} lie behind its end, it has {}", name_, bytes, offset, data_.size());
+  if (bytes > 0) std::memcpy(data, data_.data() + offset, bytes);
+}
+
+FileSource::FileSource(FileSystem& files, std::string path) : files_(files), path_(std::move(path)) {
+  // A named pipe would block until somebody writes to it.
+  fd_ = files_.open(path_, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
+  SHARD_REQUIRE(fd_ >= 0, "checkpoint", "cannot open {}: {}", path_, cause(fd_));
+  struct stat status {};
+  if (::fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
+    files_.close(fd_);
+    throw Error(fmt::format("[checkpoint] {} is no regular file", path_));
+  }
+  size_ = static_cast<uint64_t>(status.st_size);
+}
+
+FileSource::~FileSource() {
+  files_.close(fd_);
+}
+
+void FileSource::read(uint64_t offset, void* data, size_t bytes) const {
+  SHARD_REQUIRE(offset <= size_ && bytes <= size_ - offset, "checkpoint",
+                "{}: {} bytes at {} lie behind its end, it has {}. Was it cut off?", path_, bytes, offset, size_);
+  char* to = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t count = files_.pread(fd_, to, std::min(bytes, kCallBytes), static_cast<off_t>(offset));
+    if (count == -EINTR) continue;
+    SHARD_REQUIRE(count > 0, "checkpoint", "cannot read {} at byte {}: {}", path_, offset,
+                  count == 0 ? "it ends there now" : cause(count));
+    to += count;
+    bytes -= static_cast<size_t>(count);
+    offset += static_cast<uint64_t>(count);
+  }
+}
+
+SliceSource::SliceSource(const ByteSource& whole, uint64_t offset, uint64_t bytes, std::string name)
+    : whole_(whole), offset_(offset), size_(bytes), name_(std::move(name)) {
+  SHARD_REQUIRE(offset <= whole.size() && bytes <= whole.size() - offset, "checkpoint",
+                "{}: bytes {} to {} lie behind the end of {}, which has {}. Was it cut off?", name_, offset, offset + bytes,
+                whole.name(), whole.size());
+  head_.resize(std::min(bytes, kEnd));
+  whole_.read(offset_, head_.data(), head_.size());
+  tail_.resize(std::min(bytes - head_.size(), kEnd));
+  whole_.read(offset_ + size_ - tail_.size(), tail_.data(), tail_.size());
+}
+
+void SliceSource::read(uint64_t offset, void* data, size_t bytes) const {
+  SHARD_REQUIRE(offset <= size_ && bytes <= size_ - offset, "checkpoint", "{}: {} bytes at {} lie behind its end, it has {}",
+                name_, bytes, offset, size_);
+  if (bytes == 0) return;
+  if (offset + bytes <= head_.size())
+    std::memcpy(data, head_.data() + offset, bytes);
+  else if (offset >= size_ - tail_.size())
+    std::memcpy(data, tail_.data() + (offset - (size_ - tail_.size())), bytes);
+  else
+    whole_.read(offset_ + offset, data, bytes);
+}
+
+std::string read_file(FileSystem& files, const std::string& path, uint64_t bytes_max) {
+  const FileSource source(files, path);
+  return source.read_string(0, source.size(), bytes_max);
+}
+
+void write_file(FileSystem& files, const std::string& path, std::string_view data) {
+  OutputFile file(files, path);
+  file.write(data);
+  file.finish();
+}
+
+std::vector<std::string> list_folder(const std::string& path) {
+  DIR* folder = ::opendir(path.c_str());
+  SHARD_REQUIRE(folder, "checkpoint", "cannot list {}: {}", path, cause(-errno));
+  std::vector<std::string> names;
+  while (const dirent* entry = ::readdir(folder)) {
+    const std::string name = entry->d_name;
+    if (name != "." && name != "..") names.push_back(name);
+  }
+  ::closedir(folder);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+}  // namespace shardproof::checkpoint

@@ -1,0 +1,16 @@
+// What torch.save puts into its zips besides payloads.
+#pragma once
+
+#include "shardproof/checkpoint/dtype_names.h"
+#include "shardproof/checkpoint/pickle.h"
+#include "shardproof/checkpoint/zip_file.h"
+
+namespace shardproof::checkpoint {
+
+// A contiguous tensor whose storage is the record "data/KEY".
+Value torch_tensor(Dtype dtype, const Shape& sizes, const std::string& key);
+// data.pkl and byteorder, before the payloads; version, after them.
+void add_torch_records(ZipWriter& zip, const std::string& pickle);
+void add_torch_version(ZipWriter& zip);
+
+}  // namespace shardproof::checkpoint

@@ -1,0 +1,164 @@
+#include <fmt/ranges.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "dcp_validate.h"
+#include "shardproof/check.h"
+#include "shardproof/checkpoint/checksums.h"
+#include "shardproof/checkpoint/crc32.h"
+#include "shardproof/checkpoint/tensor_entry.h"
+#include "shardproof/checkpoint/zip_file.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
+constexpr uint64_t kMetadataBytesMax = uint64_t{1} << 31;
+
+bool exists(const std::string& path) {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0;
+}
+
+class Verifier {
+ public:
+  Verifier(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress)
+      : files_(files), folder_(folder), progress_(progress) {}
+
+  Verified run() {
+    result_.sidecar = exists(folder_ + "/" + kSidecarFile);
+    if (result_.sidecar) read_sidecar();
+    if (!read_metadata_file()) return std::move(result_);
+    const std::vector<Owned> all = owned_extents(checkpoint_);
+    for (const Owned& owned : all) bytes_all_ += owned.extent->length;
+    for (const Owned& owned : all) check(owned);
+    if (sums_) check_files(all);
+    return std::move(result_);
+  }
+
+ private:
+  void report(const std::string& file, const std::string& what) { result_.problems.push_back({file, "", "", what}); }
+  void report(const Owned& owned, const std::string& what) {
+    result_.problems.push_back(
+        {owned.extent->file, *owned.name, owned.chunk ? box_text(owned.chunk->offsets, owned.chunk->sizes) : "", what});
+  }
+
+  void read_sidecar() {
+    const std::string path = folder_ + "/" + kSidecarFile;
+    try {
+      sums_ = read_checksums(read_file(files_, path, kMetadataBytesMax), path);
+    } catch (const Error& error) {
+      report(kSidecarFile, error.what());
+    }
+  }
+
+  bool read_metadata_file() {
+    const std::string path = folder_ + "/" + kMetadataFile;
+    if (!exists(path)) {
+      report(kMetadataFile, "is missing, so this is no checkpoint, or one that was never finished");
+      return false;
+    }
+    try {
+      const std::string bytes = read_file(files_, path, kMetadataBytesMax);
+      result_.bytes += bytes.size();
+      if (sums_ && (bytes.size() != sums_->metadata_bytes || crc32(0, bytes.data(), bytes.size()) != sums_->metadata_crc))
+        report(kMetadataFile, "is damaged, its checksum does not agree");
+      checkpoint_ = read_metadata(bytes, path);
+      validate(checkpoint_, path);
+    } catch (const Error& error) {
+      report(kMetadataFile, error.what());
+      return false;
+    }
+    if (checkpoint_.has_checksums && !result_.sidecar) report(kSidecarFile, "is missing, the sidecar of checksums");
+    return true;
+  }
+
+  void check(const Owned& owned) {
+    ++result_.entries;
+    const Extent& extent = *owned.extent;
+    try {
+      if (extent.file != open_name_) {
+        open_.reset();
+        open_name_ = extent.file;
+        open_ = std::make_unique<FileSource>(files_, folder_ + "/" + extent.file);
+      }
+      SHARD_REQUIRE(open_, "checkpoint", "{} cannot be read", extent.file);
+      const SliceSource slice(*open_, extent.offset, extent.length, folder_ + "/" + extent.file);
+      if (sums_) check_sum(owned, slice);
+      check_entry(owned, slice, !sums_);
+    } catch (const Error& error) {
+      report(owned, error.what());
+    }
+    bytes_done_ += extent.length;
+    result_.bytes += extent.length;
+    if (progress_) progress_(static_cast<double>(bytes_done_) / static_cast<double>(bytes_all_));
+  }
+
+  void check_sum(const Owned& owned, const ByteSource& slice) {
+    const auto found = sums_->entries.find({owned.extent->file, owned.extent->offset});
+    if (found == sums_->entries.end()) return report(owned, "has no checksum in the sidecar");
+    piece_.resize(std::min(kPieceBytes, slice.size()));
+    uint32_t crc = 0;
+    for (uint64_t done = 0; done < slice.size();) {
+      const uint64_t bytes = std::min<uint64_t>(piece_.size(), slice.size() - done);
+      slice.read(done, piece_.data(), bytes);
+      crc = crc32(crc, piece_.data(), bytes);
+      done += bytes;
+    }
+    if (crc != found->second) report(owned, fmt::format("is damaged: checksum {:08x}, expected {:08x}", crc, found->second));
+  }
+
+  // What the entry says of itself; with `records` all its CRCs too.
+  void check_entry(const Owned& owned, const ByteSource& slice, bool records) {
+    if (owned.chunk) {
+      const TensorEntry entry = parse_tensor_entry(slice);
+      if (entry.dtype != owned.tensor->dtype || entry.sizes != owned.chunk->sizes)
+        report(owned, fmt::format("holds {} of [{}], but .metadata says {} of [{}]", names_of(entry.dtype).torch,
+                                  fmt::join(entry.sizes, ", "), names_of(owned.tensor->dtype).torch,
+                                  fmt::join(owned.chunk->sizes, ", ")));
+    }
+    if (!records) return;
+    for (const ZipRecord& record : read_zip(slice)) check_record(slice, record);
+  }
+
+  void check_files(const std::vector<Owned>& all) {
+    for (const auto& [file, bytes] : sums_->file_bytes) {
+      try {
+        const uint64_t size = FileSource(files_, folder_ + "/" + file).size();
+        if (size != bytes) report(file, fmt::format("has {} bytes, expected {}", size, bytes));
+      } catch (const Error& error) {
+        report(file, error.what());
+      }
+    }
+    if (sums_->entries.size() != all.size())
+      report(kSidecarFile, fmt::format("names {} entries, .metadata names {}", sums_->entries.size(), all.size()));
+  }
+
+  FileSystem& files_;
+  const std::string& folder_;
+  const std::function<void(double)>& progress_;
+  Verified result_;
+  std::optional<Checksums> sums_;
+  Checkpoint checkpoint_;
+  std::unique_ptr<FileSource> open_;
+  std::string open_name_, piece_;
+  uint64_t bytes_all_ = 0, bytes_done_ = 0;
+};
+
+}  // namespace
+
+std::string Problem::str() const {
+  std::string text = file;
+  if (!tensor.empty()) text += fmt::format(": {}{}{}", tensor, box.empty() ? "" : " ", box);
+  return text + ": " + what;
+}
+
+Verified verify_checkpoint(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress) {
+  struct stat status {};
+  SHARD_REQUIRE(::stat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "checkpoint", "there is no folder {}", folder);
+  return Verifier(files, folder, progress).run();
+}
+
+}  // namespace shardproof::checkpoint

@@ -1,0 +1,178 @@
+// A save is there whole or not at all, whichever system call fails and wherever the process dies.
+#include <gtest/gtest.h>
+
+#include <cerrno>
+
+#include "checkpoint_scratch.h"
+#include "expect_error.h"
+#include "shardproof/checkpoint/box_read.h"
+#include "shardproof/checkpoint/durable.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+// The call of this number fails; or all from it on (`dead`: the process is gone, so nothing is cleaned up either).
+class FailingFiles : public FileSystem {
+ public:
+  FailingFiles(int64_t failing, int error, bool dead) : failing_(failing), error_(error), dead_(dead) {}
+  int64_t calls() const { return calls_; }
+
+  int open(const std::string& path, int flags, mode_t mode) override {
+    return fails() ? -error_ : FileSystem::open(path, flags, mode);
+  }
+  ssize_t write(int fd, const void* data, size_t bytes) override {
+    if (!fails()) return FileSystem::write(fd, data, bytes);
+    if (bytes > 1 && !dead_) FileSystem::write(fd, data, bytes / 2);  // a part may have come through
+    return -error_;
+  }
+  int fsync(int fd) override { return fails() ? -error_ : FileSystem::fsync(fd); }
+  int close(int fd) override {
+    const int closed = FileSystem::close(fd);  // as the system does, whatever it says
+    return fails() ? -error_ : closed;
+  }
+  int rename(const std::string& from, const std::string& to) override {
+    return fails() ? -error_ : FileSystem::rename(from, to);
+  }
+  int exchange(const std::string& one, const std::string& two) override {
+    return fails() ? -error_ : FileSystem::exchange(one, two);
+  }
+  int mkdir(const std::string& path, mode_t mode) override { return fails() ? -error_ : FileSystem::mkdir(path, mode); }
+  int unlink(const std::string& path) override { return fails() ? -error_ : FileSystem::unlink(path); }
+  int rmdir(const std::string& path) override { return fails() ? -error_ : FileSystem::rmdir(path); }
+
+ private:
+  bool fails() {
+    const int64_t call = calls_++;
+    return dead_ ? call >= failing_ : call == failing_;
+  }
+  int64_t failing_, calls_ = 0;
+  int error_;
+  bool dead_;
+};
+
+Sample sample_of(int64_t step) {
+  Random random(7);
+  Sample sample;
+  sample.tensors["w"] = at::full({3, 2}, static_cast<double>(step));
+  sample.tensors["v"] = random_tensor(random, {5}, Dtype::BFloat16);
+  sample.values["step"] = Value::integer(step);
+  return sample;
+}
+
+void save(FileSystem& files, const std::string& target, int64_t step, bool overwrite = false) {
+  Random random(8);
+  StagedFolder staged(files, target, overwrite);
+  write_sample(files, random, sample_of(step), staged.path(), 2);
+  staged.commit();
+}
+
+// The step that the folder holds, every byte of it verified.
+int64_t step_in(const std::string& folder) {
+  const Verified verified = verify_checkpoint(system_files(), folder);
+  EXPECT_TRUE(verified.problems.empty()) << verified.problems[0].str();
+  const Checkpoint checkpoint = open_checkpoint(system_files(), folder);
+  const int64_t step = read_value(system_files(), folder, "step", checkpoint.values.at("step")).as_int("step");
+  BoxReader reader(system_files(), folder, checkpoint);
+  EXPECT_TRUE(reader.read("w").equal(at::full({3, 2}, static_cast<double>(step))));
+  return step;
+}
+
+// Calls save with each of its system calls failing in turn, as long as there are any.
+template <typename Save, typename Look>
+int64_t sweep(const Save& save_with, const Look& look) {
+  int64_t failing = 0;
+  for (const bool dead : {false, true})
+    for (const int error : {EIO, ENOSPC})
+      for (failing = 0;; ++failing) {
+        const Scratch scratch;
+        save(system_files(), step_folder(scratch.path(), 1), 1);
+        FailingFiles files(failing, error, dead);
+        bool threw = false;
+        try {
+          save_with(files, scratch.path());
+        } catch (const Error&) {
+          threw = true;
+        }
+        look(scratch.path(), threw);
+        if (files.calls() <= failing) break;  // nothing failed: the end of the sweep
+      }
+  return failing;
+}
+
+TEST(Durable, whichever_call_of_a_save_fails_the_latest_checkpoint_is_whole) {
+  const int64_t calls = sweep([](FileSystem& files, const std::string& root) { save(files, step_folder(root, 2), 2); },
+                              [](const std::string& root, bool threw) {
+                                const auto latest = latest_step(root);
+                                ASSERT_TRUE(latest);
+                                EXPECT_EQ(step_in(step_folder(root, *latest)), *latest);
+                                EXPECT_TRUE(threw || *latest == 2);
+                                for (const int64_t step : committed_steps(root))
+                                  EXPECT_EQ(step_in(step_folder(root, step)), step);
+                                remove_leftovers(system_files(), root);
+                                EXPECT_EQ(list_folder(root).size(), committed_steps(root).size());
+                              });
+  EXPECT_GT(calls, 30);
+}
+
+TEST(Durable, whichever_call_of_an_overwrite_fails_old_or_new_is_there_whole) {
+  const int64_t calls = sweep([](FileSystem& files, const std::string& root) { save(files, step_folder(root, 1), 2, true); },
+                              [](const std::string& root, bool threw) {
+                                const int64_t step = step_in(step_folder(root, 1));
+                                EXPECT_TRUE(step == 1 || step == 2);
+                                EXPECT_TRUE(threw || step == 2);
+                              });
+  EXPECT_GT(calls, 30);
+}
+
+TEST(Durable, whichever_call_of_a_removal_fails_no_half_checkpoint_is_seen) {
+  sweep([](FileSystem& files, const std::string& root) { remove_folder(files, step_folder(root, 1)); },
+        [](const std::string& root, bool threw) {
+          for (const int64_t step : committed_steps(root)) EXPECT_EQ(step_in(step_folder(root, step)), step);
+          EXPECT_TRUE(threw || committed_steps(root).empty());
+        });
+}
+
+TEST(Durable, what_exists_is_not_overwritten_unasked) {
+  const Scratch scratch;
+  save(system_files(), scratch / "a", 1);
+  expect_error([&] { save(system_files(), scratch / "a", 2); }, {"exists already"});
+  EXPECT_EQ(step_in(scratch / "a"), 1);
+  save(system_files(), scratch / "a/", 2, true);
+  EXPECT_EQ(step_in(scratch / "a"), 2);
+  EXPECT_EQ(list_folder(scratch.path()).size(), 1U);
+}
+
+TEST(Durable, an_abandoned_save_leaves_nothing) {
+  const Scratch scratch;
+  { StagedFolder staged(system_files(), scratch / "deep/er/step_1"); }
+  EXPECT_TRUE(list_folder(scratch / "deep/er").empty());
+  EXPECT_FALSE(latest_step(scratch / "deep/er"));
+}
+
+TEST(Durable, retention_keeps_the_newest) {
+  const Scratch scratch;
+  for (const int64_t step : {9, 10, 100, 2}) save(system_files(), step_folder(scratch.path(), step), step);
+  std::filesystem::create_directory(scratch / "step_7");     // nothing in it: not committed by us
+  std::filesystem::create_directory(scratch / "step_0100");  // not a name of ours
+  EXPECT_EQ(committed_steps(scratch.path()), (std::vector<int64_t>{2, 9, 10, 100}));
+  retain_steps(system_files(), scratch.path(), 2);
+  EXPECT_EQ(committed_steps(scratch.path()), (std::vector<int64_t>{10, 100}));
+  expect_error([&] { retain_steps(system_files(), scratch.path(), 0); }, {"at least one"});
+}
+
+// A write may take less than it is given.
+TEST(Durable, short_writes_are_carried_on) {
+  struct ShortWrites : FileSystem {
+    ssize_t write(int fd, const void* data, size_t bytes) override {
+      if (calls++ % 3 == 0) return -EINTR;
+      return FileSystem::write(fd, data, std::min<size_t>(bytes, 7));
+    }
+    int64_t calls = 0;
+  } files;
+  const Scratch scratch;
+  save(files, scratch / "a", 5);
+  EXPECT_EQ(step_in(scratch / "a"), 5);
+}
+
+}  // namespace
+}  // namespace shardproof::checkpoint

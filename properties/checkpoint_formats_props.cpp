@@ -1,0 +1,210 @@
+// Laws of the formats: what is written is read again, and what is wrong is refused by a message.
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include "checkpoint_scratch.h"
+#include "expect_error.h"
+#include "shardproof/checkpoint/crc32.h"
+#include "shardproof/checkpoint/pickle.h"
+#include "shardproof/checkpoint/tensor_entry.h"
+#include "shardproof/checkpoint/zip_file.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+uint32_t bit_by_bit(const std::string& text) {
+  uint32_t crc = 0xFFFFFFFF;
+  for (const char byte : text) {
+    crc ^= static_cast<unsigned char>(byte);
+    for (int i = 0; i < 8; ++i) crc = crc >> 1 ^ (crc & 1 ? 0xEDB88320 : 0);
+  }
+  return ~crc;
+}
+
+std::string random_bytes(Random& random, int64_t count) {
+  std::string text(static_cast<size_t>(count), '\0');
+  for (char& byte : text) byte = static_cast<char>(random());
+  return text;
+}
+
+TEST(Crc32, is_that_of_zip) {
+  EXPECT_EQ(crc32(0, "123456789", 9), 0xCBF43926U);
+}
+
+RC_GTEST_PROP(Crc32, equals_its_definition_and_joins, (uint64_t seed)) {
+  Random random(seed);
+  const std::string a = random_bytes(random, draw(random, 700)), b = random_bytes(random, draw(random, 700));
+  const uint32_t first = crc32(0, a.data(), a.size()), second = crc32(0, b.data(), b.size());
+  RC_ASSERT(first == bit_by_bit(a));
+  RC_ASSERT(crc32(first, b.data(), b.size()) == bit_by_bit(a + b));
+  RC_ASSERT(crc32_join(first, second, b.size()) == bit_by_bit(a + b));
+}
+
+Value random_value(Random& random, int depth) {
+  switch (draw(random, depth > 0 ? 12 : 7)) {
+    case 0:
+      return Value();
+    case 1:
+      return Value::boolean(draw(random, 2) == 1);
+    case 2:
+      return Value::integer(static_cast<int64_t>(random()) >> draw(random, 64));
+    case 3:
+      return Value::real(std::ldexp(static_cast<double>(draw(random, 1000)), static_cast<int>(draw(random, 40)) - 20));
+    case 4:
+      return Value::string(fmt::format("text {}", draw(random, 4)));
+    case 5:
+      return Value::bytes(random_bytes(random, draw(random, 20)));
+    case 6:
+      return Value::global("torch", "float32");
+    case 7:
+    case 8: {
+      Value::Items items;
+      for (int64_t i = draw(random, 6); i > 0; --i) items.push_back(random_value(random, depth - 1));
+      return draw(random, 2) == 0 ? Value::list(items) : Value::tuple(items);
+    }
+    case 9:
+      return Value::reduced("torch", "Size", {random_value(random, depth - 1)});
+    default: {
+      Value::Pairs pairs;
+      for (int64_t i = draw(random, 5); i > 0; --i)
+        pairs.emplace_back(Value::string(fmt::format("key {}", i)), random_value(random, depth - 1));
+      return draw(random, 2) == 0 ? Value::dict(pairs)
+                                  : Value::instance("torch.distributed.checkpoint.metadata", "StorageMeta", pairs);
+    }
+  }
+}
+
+AllowedGlobals all_globals() {
+  AllowedGlobals names = metadata_globals();
+  names.insert(tensor_globals().begin(), tensor_globals().end());
+  return names;
+}
+
+RC_GTEST_PROP(Pickle, reads_what_it_wrote, (uint64_t seed)) {
+  Random random(seed);
+  const Value value = random_value(random, 4);
+  for (const int protocol : {2, 4}) RC_ASSERT(read_pickle(write_pickle(value, protocol), all_globals(), "test") == value);
+}
+
+// Every result of damage is a value or an Error: a crash, or anything else thrown, fails the test.
+RC_GTEST_PROP(Pickle, damaged_bytes_are_data_or_an_error, (uint64_t seed)) {
+  Random random(seed);
+  std::string text = write_pickle(random_value(random, 4), draw(random, 2) == 0 ? 2 : 4);
+  for (int64_t i = 1 + draw(random, 4); i > 0; --i)
+    text[static_cast<size_t>(draw(random, static_cast<int64_t>(text.size())))] = static_cast<char>(random());
+  try {
+    read_pickle(text, all_globals(), "test");
+  } catch (const Error&) {
+  }
+}
+
+TEST(Pickle, refuses_an_unknown_global_by_its_name) {
+  const std::string whole = std::string(
+      "\x80\x02"
+      "cposix\nsystem\nX\x02\0\0\0ls\x85R.",
+      27);
+  for (const auto* allowed : {&metadata_globals(), &tensor_globals()})
+    expect_error([&] { read_pickle(whole, *allowed, "evil.pkl"); }, {"posix.system", "evil.pkl"});
+}
+
+TEST(Pickle, refuses_cycles_depth_and_values_that_unfold_without_end) {
+  const auto memo = [](const std::string& text) {  // 'm' and 'g': put into entry 0 of the memo, and get it
+    std::string bytes = "\x80\x02";
+    for (const char c : text) bytes += c == 'm' ? std::string("q\0", 2) : c == 'g' ? std::string("h\0", 2) : std::string(1, c);
+    return bytes;
+  };
+  const std::string tuple = "\x85";
+  for (const std::string& cycle : {std::string("]mga."), std::string("]m(ge."), "]mg" + tuple + "a.", std::string("}mgNs."),
+                                   std::string("}mNgs."), "]m]ga" + tuple + "ga."})
+    expect_error([&] { read_pickle(memo(cycle), {}, "cycle"); }, {"[pickle] cycle"});
+  EXPECT_EQ(read_pickle(memo("]mg\x86."), {}, "shared").str(), "([], [])");
+  std::string deep = "\x80\x02", laughs = "\x80\x04]\x94";
+  for (int i = 0; i < 100; ++i) deep += "]";
+  for (int i = 0; i < 99; ++i) deep += "a";
+  expect_error([&] { read_pickle(deep + ".", {}, "deep"); }, {"too deeply"});
+  for (char i = 0; i < 40; ++i) laughs += std::string("](h") + i + "h" + i + "e\x94";
+  expect_error([&] { read_pickle(laughs + ".", {}, "laughs"); }, {"too many"});
+}
+
+RC_GTEST_PROP(TensorEntry, is_parsed_as_it_was_laid_out, (uint64_t seed)) {
+  Random random(seed);
+  const Sample sample = random_sample(random, 1);
+  const at::Tensor& tensor = sample.tensors.begin()->second;
+  const std::string payload = bytes_in(tensor);
+  const TensorEntryLayout layout = lay_out_tensor_entry(tensor.scalar_type(), tensor.sizes().vec());
+  const std::string entry = layout.head + payload + layout.tail(crc32(0, payload.data(), payload.size()));
+  RC_ASSERT(entry.size() == layout.length);
+  const MemorySource source(entry, "entry");
+  const TensorEntry parsed = parse_tensor_entry(source);
+  RC_ASSERT(parsed.dtype == tensor.scalar_type());
+  RC_ASSERT(parsed.sizes == tensor.sizes().vec());
+  RC_ASSERT(parsed.payload_offset == layout.head.size());
+  RC_ASSERT(parsed.payload_offset % 64 == 0U);
+  RC_ASSERT(tensor.numel() == 0 || parsed.contiguous());
+  for (const ZipRecord& record : read_zip(source)) check_record(source, record);
+}
+
+// The sizes of zip64 fields, without 5 GiB of payload: what surrounds it is enough to find it.
+TEST(ZipFile, a_record_beyond_4_gib_is_found) {
+  struct Sparse : ByteSource {
+    std::string head, tail;
+    uint64_t hole = uint64_t{5} << 30;
+    uint64_t size() const override { return head.size() + hole + tail.size(); }
+    std::string name() const override { return "sparse"; }
+    void read(uint64_t offset, void* data, size_t bytes) const override {
+      const bool front = offset + bytes <= head.size();
+      if (!front && offset < head.size() + hole) throw Error("reads the hole");
+      std::memcpy(data, front ? head.data() + offset : tail.data() + (offset - head.size() - hole), bytes);
+    }
+  } sparse;
+  const TensorEntryLayout layout = lay_out_tensor_entry(Dtype::Char, {5, 1 << 30});
+  sparse.head = layout.head;
+  sparse.tail = layout.tail(42);
+  const TensorEntry entry = parse_tensor_entry(sparse);
+  EXPECT_EQ(entry.payload_bytes, uint64_t{5} << 30);
+  EXPECT_EQ(entry.payload_offset, layout.head.size());
+  EXPECT_EQ(entry.payload_crc, 42U);
+  EXPECT_EQ(sparse.size(), layout.length);
+}
+
+RC_GTEST_PROP(Metadata, reads_what_it_wrote, (uint64_t seed)) {
+  Random random(seed);
+  const Scratch scratch;
+  const Checkpoint checkpoint =
+      write_sample(system_files(), random, random_sample(random, 6), scratch.path(), 1 + draw(random, 4), false);
+  RC_ASSERT(read_metadata(write_metadata(checkpoint), "test") == checkpoint);
+  RC_ASSERT(open_checkpoint(system_files(), scratch.path()) == checkpoint);
+}
+
+Checkpoint one_tensor() {
+  Checkpoint checkpoint;
+  checkpoint.tensors["w"] = {Dtype::Float, {4, 4}, {{{0, 0}, {2, 4}, {"a", 0, 10}}, {{2, 0}, {2, 4}, {"a", 10, 10}}}};
+  return checkpoint;
+}
+
+TEST(Metadata, what_cannot_be_is_refused_with_tensor_box_and_file) {
+  using Change = std::function<void(StoredTensor&)>;
+  const std::vector<std::pair<Change, std::string>> changes = {
+      {[](auto& w) { w.chunks[1].offsets[0] = 1; }, "overlap"},
+      {[](auto& w) { w.chunks[1].offsets[0] = 3; }, "inside"},
+      {[](auto& w) { w.chunks[1].offsets[0] = -1; }, "inside"},
+      {[](auto& w) { w.chunks[1].sizes[1] = int64_t{1} << 62; }, "inside"},
+      {[](auto& w) { w.chunks[1].sizes.pop_back(); }, "inside"},
+      {[](auto& w) { w.chunks.pop_back(); }, "8 of 16"},
+      {[](auto& w) { w.sizes[0] = -4; }, "-4"},
+      {[](auto& w) { w.chunks[1].extent.offset = 9; }, "overlap"},
+      {[](auto& w) { w.chunks[1].extent.file = "../a"; }, "outside"},
+      {[](auto& w) { w.chunks[1].extent.file = "/a"; }, "outside"},
+      {[](auto& w) { w.chunks[1].extent.file = "b/../../a"; }, "outside"},
+      {[](auto& w) { w.chunks[1].extent.length = 0; }, "0 bytes"},
+  };
+  validate(one_tensor(), "test");
+  for (const auto& [change, message] : changes) {
+    Checkpoint checkpoint = one_tensor();
+    change(checkpoint.tensors["w"]);
+    expect_error([&] { validate(checkpoint, "test"); }, {message});
+  }
+}
+
+}  // namespace
+}  // namespace shardproof::checkpoint
