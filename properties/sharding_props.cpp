@@ -312,3 +312,22 @@ TEST(Sharding, side_by_side_nothing_is_gathered_and_a_step_only_meets) {
   });
   for (const auto& record : trace->of_rank(0)) EXPECT_NE(record.op, "all_gather");
 }
+
+TEST(Sharding, recomputation_gathers_nothing_a_second_time) {
+  std::map<bool, int64_t> gathers;
+  for (const bool recompute : {false, true}) {
+    auto trace = std::make_shared<Trace>();
+    run_threads(2, [&](std::shared_ptr<Comm> comm) {
+      auto comms = std::make_shared<MeshComm>(traced(comm, trace), Mesh({{"dp_shard", 2}}));
+      toy::Net net(toy::NetImpl::Options{});
+      ShardOptions options = toy::options("zero3");
+      if (recompute) options.recompute = options.units;
+      Sharded sharded = fully_shard(net.ptr(), comms, options);
+      call(net, toy::data({4, 7}, comm->rank()).set_requires_grad(true)).square().sum().backward();
+      sharded.zero_gradients();
+    });
+    for (const auto& record : trace->of_rank(0)) gathers[recompute] += record.op == "all_gather";
+  }
+  EXPECT_GT(gathers[false], 0);
+  EXPECT_EQ(gathers[true], gathers[false]);
+}
