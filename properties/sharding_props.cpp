@@ -319,10 +319,13 @@ TEST(Sharding, recomputation_gathers_nothing_a_second_time) {
     auto trace = std::make_shared<Trace>();
     run_threads(2, [&](std::shared_ptr<Comm> comm) {
       auto comms = std::make_shared<MeshComm>(traced(comm, trace), Mesh({{"dp_shard", 2}}));
+      auto holder = std::make_shared<torch::nn::Module>("holder");
       toy::Net net(toy::NetImpl::Options{});
+      holder->register_module("net", net);
       ShardOptions options = toy::options("zero3");
-      if (recompute) options.recompute = options.units;
-      Sharded sharded = fully_shard(net.ptr(), comms, options);
+      options.units = by_type<toy::NetImpl, torch::nn::LinearImpl>();  // units within a recomputed one
+      if (recompute) options.recompute = by_type<toy::NetImpl>();
+      Sharded sharded = fully_shard(holder, comms, options);
       call(net, toy::data({4, 7}, comm->rank()).set_requires_grad(true)).square().sum().backward();
       sharded.zero_gradients();
     });
