@@ -26,4 +26,5 @@ add_test(NAME Verify.the_golden_run_agrees_with_pytorch_in_python
   COMMAND shardproof_command verify --cases 100 --seed 3 --failures ${_failures})
 set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERTIES LABELS train)
 
-shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES parallel_props.cpp toy_modules.cpp)
+shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
+  collective_ops_props.cpp parallel_layers_props.cpp parallel_models_props.cpp toy_modules.cpp)

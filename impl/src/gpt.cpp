@@ -84,7 +84,7 @@ ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel) {
                                {"h.*.mlp.c_fc", ColumnParallel{}},
                                {"h.*.mlp.c_proj", RowParallel{}},
                                {"ln_f", SequenceParallel{}}}};
-  if (options.layers == 0) plan.styles.erase(plan.styles.begin() + 2, plan.styles.begin() + 7);
+  if (options.layers == 0) std::erase_if(plan.styles, [](const auto& style) { return style.first.starts_with("h."); });
   if (options.tied) plan.styles.emplace_back("lm_head", ColumnInput{});
   else plan.styles.emplace_back("lm_head", ColumnParallel{});
   if (sequence_parallel) plan.sequence_dim = 1;

@@ -129,7 +129,8 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
                                {"model.layers.*.mlp.up_proj", ColumnParallel{}},
                                {"model.layers.*.mlp.down_proj", RowParallel{}},
                                {"model.norm", SequenceParallel{}}}};
-  if (options.layers == 0) plan.styles.erase(plan.styles.begin() + 1, plan.styles.begin() + 9);
+  if (options.layers == 0)
+    std::erase_if(plan.styles, [](const auto& style) { return style.first.starts_with("model.layers."); });
   if (options.tied) plan.styles.emplace_back("lm_head", ColumnInput{});
   else plan.styles.emplace_back("lm_head", ColumnParallel{});
   if (sequence_parallel) plan.sequence_dim = 1;
