@@ -150,7 +150,8 @@ RC_GTEST_PROP(SavedState, training_on_after_a_load_elsewhere_is_training_through
     const TrainerState got = load(scratch / "at", *run.sharded, &*run.optimizer).trainer;
     const bool mine = comm->rank() < ranks_from;
     if (got.step != before || got.schedule_step != 2 * before || !got.scaler || got.scaler->scale != 1024 ||
-        !(got.values.at("note") == Value::string("hello")) || got.random.has_value() != mine || got.of_rank.size() != (mine ? 1 : 0) ||
+        !(got.values.at("note") == Value::string("hello")) || got.random.has_value() != mine ||
+        got.of_rank.size() != (mine ? 1 : 0) ||
         (mine && (got.random->seed != ~uint64_t{0} - static_cast<uint64_t>(comm->rank()) || got.random->sites != 7 ||
                   !(got.of_rank.at("mine") == Value::integer(comm->rank() * 10)))))
       ++wrong_trainers;

@@ -10,7 +10,8 @@
 namespace shardproof::checkpoint {
 
 std::vector<std::string> gather_texts(Comm& comm, const std::string& mine) {
-  at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong), lengths = at::zeros({comm.size()}, at::kLong);
+  at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong);
+  at::Tensor lengths = at::zeros({comm.size()}, at::kLong);
   comm.all_gather(lengths, length).wait();
   const int64_t longest = lengths.max().item<int64_t>();
   std::vector<std::string> texts(static_cast<size_t>(comm.size()));

@@ -235,7 +235,8 @@ Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer
   sharded.zero_gradients();
   for (Bucket* bucket : state.schedule().buckets()) bucket->begin_update();
   const std::string error = error_of([&] { loader.fill(); });
-  agree(world, error.empty() ? "" : error + " This was found while loading: the model now has some of the checkpoint's values.");
+  agree(world, error.empty() ? ""
+                             : error + " This was found while loading: the model now has some of the checkpoint's values.");
   sharded.main_parameters_changed();
   Loaded loaded = loader.take();
   state.schedule().set_step(loaded.trainer.step);

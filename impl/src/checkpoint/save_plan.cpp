@@ -46,7 +46,8 @@ bool append_box(PlannedBox& last, const PlannedBox& next) {
       continue;
     }
     if (!outermost || last.box[d].end != next.box[d].begin ||
-        !std::equal(last.box.begin() + static_cast<int64_t>(d) + 1, last.box.end(), next.box.begin() + static_cast<int64_t>(d) + 1))
+        !std::equal(last.box.begin() + static_cast<int64_t>(d) + 1, last.box.end(),
+                    next.box.begin() + static_cast<int64_t>(d) + 1))
       return false;
     last.box[d].end = next.box[d].end;
     if (last.runs.back().end == next.runs.front().begin)

@@ -23,7 +23,8 @@ struct HeldTensor {
   std::vector<HeldRun> held;
 };
 
-// A box, and the runs that make up its elements, in that order. Most have one run; parts of the rows of a matrix have one a row.
+// A box, and the runs that make up its elements, in that order. Most have one run; parts of the rows of a matrix have one
+// a row.
 struct PlannedBox {
   std::string name;
   Box box;

@@ -290,7 +290,8 @@ void SaveJob::write() {
 void SaveJob::commit() {
   Parts& parts = *parts_;
   agree(*parts.world, parts.error);
-  const Value record = Value::tuple({Value::list(std::move(parts.written_tensors)), Value::list(std::move(parts.written_values))});
+  const Value record =
+      Value::tuple({Value::list(std::move(parts.written_tensors)), Value::list(std::move(parts.written_values))});
   const std::vector<std::string> records = gather_texts(*parts.world, write_pickle(record, 4));
   agree_on(*parts.world, [&] {
     if (parts.world->rank() != 0) return;
