@@ -72,7 +72,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--jobs", options.jobs, "cases at a time; 0: one a processor")->capture_default_str();
   command->add_option("--strategy", arguments->strategy, "only this one: ddp, zero1, zero2, zero3, hsdp, hfsdp");
   command->add_option("--mesh", arguments->mesh, "only this mesh, axis=size,axis=size");
-  command->add_option("--mode", arguments->mode, "only this one: exact, ordered, fast");
+  command->add_option("--mode", arguments->mode, "only this one: exact, ordered, canonical, fast");
   command->add_option("--world-max", options.limits.world_max, "largest world")->capture_default_str();
   command->add_flag("--tiny", options.limits.tiny, "only the 4-rank MLP that other frameworks' parity tests use");
   command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();

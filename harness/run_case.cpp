@@ -107,21 +107,28 @@ bool is_finite(const golden::StepTrace& step) {
   return std::isfinite(step.gradient_norm);
 }
 
-// Some runs diverge, unsharded as well. The sharded one then has to say so; what came before is compared as always.
+// Some runs diverge, unsharded as well. That is no proof of anything, so the case does not hold; but the sharded run has to say
+// so, and what came before is compared as always.
 void compare_until_divergence(Case c, golden::Run run, size_t steps, Verdict& verdict) {
-  verdict.diverged = true;
+  std::string refusal;
   try {
     run_sharded(c, run);
     verdict.category = "error";
     verdict.what = fmt::format("error: the unsharded run is not finite in step {}, and the sharded run did not notice", steps);
     return;
-  } catch (const shardproof::NonFiniteError&) {
+  } catch (const shardproof::NonFiniteError& error) {
+    refusal = message_of(error);
   }
-  verdict.held = steps == 0;
-  if (steps == 0) return;
-  c.steps.resize(steps);
-  run.steps.resize(steps);
-  compare(c, Reference(c, run), run_sharded(c, run), verdict);
+  if (steps > 0) {
+    c.steps.resize(steps);
+    run.steps.resize(steps);
+    compare(c, Reference(c, run), run_sharded(c, run), verdict);
+    if (!verdict.held) return;
+  }
+  verdict.held = false;
+  verdict.diverged = true;
+  verdict.category = "diverged";
+  verdict.what = fmt::format("diverged, as the unsharded run does: {}", refusal);
 }
 
 }  // namespace

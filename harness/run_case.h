@@ -14,7 +14,9 @@ struct Verdict {
   std::string category;  // its first word: loss, gradient, parameter, a state's name, error, control
   int64_t values_compared = 0;
   double ratio_max = 0;  // fast mode: largest distance from the truth over the unsharded run's
-  bool diverged = false;  // the unsharded run too: the sharded one must throw NonFiniteError, and equal it up to there
+  // It did not hold, but only because the unsharded run is not finite either: the sharded one threw NonFiniteError where it had
+  // to, and equals it up to there.
+  bool diverged = false;
   int64_t steps_clipped = 0, steps_not_clipped = 0, steps_skipped = 0;
 };
 

@@ -373,13 +373,13 @@ TEST(TensorParallel, cross_entropy_of_cut_logits_is_that_of_whole_ones) {
   }, {"vocab_parallel_cross_entropy", "log(2)"});
 }
 
-TEST(TensorParallel, a_mesh_axis_that_nothing_uses_is_refused) {
+TEST(TensorParallel, a_mesh_with_ranks_along_tp_that_nothing_was_cut_along_is_refused) {
   expect_error([] {
     run_threads(2, [](std::shared_ptr<Comm> comm) {
       torch::nn::Linear linear(3, 4);
       fully_shard(linear.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}, {"tp", 2}})), toy::options("zero3"));
     });
-  }, {"tp", "parallelize first"});
+  }, {"tp", "Call parallelize before fully_shard"});
 }
 
 TEST(TensorParallel, a_module_without_a_style_is_refused_when_the_sequence_is_split) {

@@ -295,11 +295,42 @@ TEST(Sharding, side_by_side_nothing_is_gathered_and_a_step_only_meets) {
     options.gather = Gather::side_by_side;
     Sharded sharded = fully_shard(net.ptr(), comms, options);
     Optimizer optimizer = sgd(sharded, {.lr = 0.1});
+    const auto meetings = [&] {
+      const auto records = trace->of_rank(comm->rank());
+      return std::count_if(records.begin(), records.end(), [](const auto& record) { return record.op == "barrier"; });
+    };
+    int64_t buckets = 0;
     for (int step = 0; step < 2; ++step) {
+      const int64_t before = meetings();
       call(net, toy::data({4, 7}, comm->rank())).square().sum().backward();
+      buckets = meetings() - before;
       optimizer.step();
+      EXPECT_EQ(meetings() - before, 2 * buckets) << "each bucket before its first use, and before its update";
     }
+    EXPECT_EQ(buckets, 2);
     EXPECT_EQ(sharded.memory().peak_bytes[static_cast<size_t>(MemoryKind::gathered)], 0);
   });
   for (const auto& record : trace->of_rank(0)) EXPECT_NE(record.op, "all_gather");
+}
+
+TEST(Sharding, recomputation_gathers_nothing_a_second_time) {
+  std::map<bool, int64_t> gathers;
+  for (const bool recompute : {false, true}) {
+    auto trace = std::make_shared<Trace>();
+    run_threads(2, [&](std::shared_ptr<Comm> comm) {
+      auto comms = std::make_shared<MeshComm>(traced(comm, trace), Mesh({{"dp_shard", 2}}));
+      auto holder = std::make_shared<torch::nn::Module>("holder");
+      toy::Net net(toy::NetImpl::Options{});
+      holder->register_module("net", net);
+      ShardOptions options = toy::options("zero3");
+      options.units = by_type<toy::NetImpl, torch::nn::LinearImpl>();  // units within a recomputed one
+      if (recompute) options.recompute = by_type<toy::NetImpl>();
+      Sharded sharded = fully_shard(holder, comms, options);
+      call(net, toy::data({4, 7}, comm->rank()).set_requires_grad(true)).square().sum().backward();
+      sharded.zero_gradients();
+    });
+    for (const auto& record : trace->of_rank(0)) gathers[recompute] += record.op == "all_gather";
+  }
+  EXPECT_GT(gathers[false], 0);
+  EXPECT_EQ(gathers[true], gathers[false]);
 }

@@ -57,6 +57,7 @@ Sharded::~Sharded() = default;
 
 void Sharded::set_last_microbatch(bool last) { state_->schedule().set_last_microbatch(last); }
 void Sharded::set_gradient_sync(bool sync) { state_->schedule().set_gradient_sync(sync); }
+bool Sharded::gradient_sync() const { return state_->schedule().gradient_sync(); }
 int64_t Sharded::step() const { return state_->schedule().step(); }
 int64_t Sharded::rank() const { return state_->schedule().rank(); }
 void Sharded::skip_step() { state_->schedule().end_step(/*parameters_changed=*/false); }

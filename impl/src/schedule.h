@@ -39,6 +39,7 @@ class Schedule {
 
   void set_last_microbatch(bool last);
   void set_gradient_sync(bool sync);
+  bool gradient_sync() const { return sync_; }
   // Runs at the end of every last backward.
   void set_finish(std::function<void()> finish) { finish_ = std::move(finish); }
 

@@ -67,18 +67,14 @@ Slot slot_of(const NamedParameter& parameter, const ParallelState* parallel) {
   return slot;
 }
 
-// Along an axis that nothing is cut over, ranks would do the same work, or different work that nobody adds up.
-void require_axes_in_use(const Mesh& mesh, const Strategy& strategy, const ParallelState* parallel) {
-  for (const Axis& axis : mesh.axes()) {
-    const auto& summed = strategy.produced.partial;
-    const bool used = axis.size == 1 || std::find(summed.begin(), summed.end(), axis.name) != summed.end() ||
-                      (parallel && parallel->axis() == axis.name);
-    SHARD_REQUIRE(
-        used, "fully_shard",
-        "mesh '{}' has {} ranks along {}, which neither strategy {} sums over nor parallelize has cut anything along. Call "
-        "parallelize first, or leave the axis out",
-        mesh.str(), axis.size, axis.name, strategy.name);
-  }
+// Parameters that tensor parallelism was to cut would be taken for replicated ones.
+void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
+  constexpr const char* kAxis = "tp";
+  SHARD_REQUIRE(
+      !mesh.has(kAxis) || mesh.size(kAxis) == 1 || (parallel && parallel->axis() == kAxis), "fully_shard",
+      "mesh '{}' has {} ranks along {}, and no module was cut along it. Call parallelize before fully_shard, or leave the "
+      "axis out",
+      mesh.str(), mesh.size(kAxis), kAxis);
 }
 
 void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
@@ -103,7 +99,7 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
       schedule_({comms_->rank(), options_.bytes_in_flight_max, options_.buffers}, memory_) {
   validate(options_, comms_->mesh());
   parallel_ = parallel_state(*module_);
-  require_axes_in_use(comms_->mesh(), strategy_, parallel_.get());
+  require_parallel(comms_->mesh(), parallel_.get());
   UnitPlans plans = plan_units(module_, entries, options_);
   if (parallel_) {
     for (UnitPlan& plan : plans.units)

@@ -1,4 +1,4 @@
-// Communication: the ten verbs that everything above is written with. No globals: a communicator is passed in, so many
+// Communication: the verbs that everything above is written with. No globals: a communicator is passed in, so many
 // worlds can live in one process. A group of one is a no-op that copies input to output.
 //
 // Every collective must be called by all ranks of the communicator, in the same order, with tensors of the same dtype and

@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -75,6 +76,7 @@ class Sharded {
   void set_last_microbatch(bool last);
   // While false, backwards add to gradients on this rank and nothing is reduced (no_sync). The last one must be true.
   void set_gradient_sync(bool sync);
+  bool gradient_sync() const;
 
   // How many tokens this rank's next backward is about; needed with ShardOptions::divide_by_tokens, before the last backward.
   void add_tokens(int64_t tokens);
@@ -109,7 +111,8 @@ class Sharded {
   // After main parameters were written to (loading a checkpoint): brings the parameters up to date. Collective.
   void main_parameters_changed();
 
-  // Whole parameters by name, tied ones under every name, on every rank, in the compute dtype. Collective.
+  // Whole parameters by name, joined over tensor parallelism as well, tied ones under every name, on every rank, in the compute
+  // dtype. Collective.
   std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
 
   // "" is the root; a unit of several modules goes by the name of the first. Throws Error listing the names there are.
@@ -136,18 +139,19 @@ class Sharded {
 // Backwards in its lifetime reduce nothing.
 class NoSync {
  public:
-  explicit NoSync(Sharded& sharded) : sharded_(sharded) { sharded_.set_gradient_sync(false); }
-  ~NoSync() { sharded_.set_gradient_sync(true); }
+  explicit NoSync(Sharded& sharded) : sharded_(sharded), before_(sharded.gradient_sync()) { sharded_.set_gradient_sync(false); }
+  ~NoSync() { sharded_.set_gradient_sync(before_); }
   NoSync(const NoSync&) = delete;
 
  private:
   Sharded& sharded_;
+  bool before_;
 };
 
 // Collective over all ranks of `comms`. The module's parameters become views into buckets; their values are kept. Throws
 // Error when a parameter is not floating, shares memory with another one, is on another device than the CPU, or is already
-// sharded; when the mesh lacks an axis of the strategy; or when options are out of range. A parameter that is not contiguous
-// becomes so.
+// sharded; when the mesh lacks an axis of the strategy, or has ranks along "tp" along which parallelize has cut nothing; or
+// when options are out of range. A parameter that is not contiguous becomes so.
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
 
 // What one unit has of its own, when units are named one by one.

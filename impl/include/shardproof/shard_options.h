@@ -43,16 +43,17 @@ class Reshard {
   static Reshard never() { return Reshard(int64_t{-1}); }  // everything
   // Groups of `ranks` neighbours along dp_shard keep the parameters between them, each an equal part, so that the gather before
   // the backward stays within such a group. Must divide the axis' size. 1 is `never`, the whole axis is `always`.
-  static Reshard within(int64_t ranks) { return Reshard(ranks); }
+  static Reshard within(int64_t ranks) { return Reshard(ranks == 1 ? -1 : ranks > 1 ? ranks : kImpossible); }
   template <std::same_as<bool> Bool>
   Reshard(Bool reshard) : ranks_(reshard ? 0 : -1) {}  // so that `reshard_after_forward = true` reads
 
-  bool keeps_everything() const { return ranks_ == -1 || ranks_ == 1; }
-  // 0: not in parts.
+  bool keeps_everything() const { return ranks_ == -1; }
+  // 0: not in parts. A number below 1 that `within` was given divides no axis, and is refused where one is known.
   int64_t ranks() const { return ranks_ > 1 ? ranks_ : 0; }
   bool operator==(const Reshard&) const = default;
 
  private:
+  static constexpr int64_t kImpossible = int64_t{1} << 40;
   explicit Reshard(int64_t ranks) : ranks_(ranks) {}
   int64_t ranks_;
 };

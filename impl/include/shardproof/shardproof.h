@@ -21,6 +21,7 @@
 #include "shardproof/piece.h"
 #include "shardproof/plan.h"
 #include "shardproof/random.h"
+#include "shardproof/redistribute.h"
 #include "shardproof/shard_options.h"
 #include "shardproof/strategy.h"
 #include "shardproof/tensor_cut.h"

@@ -6,8 +6,8 @@
 //
 // Every rank along `axis` keeps a cut of the parameters; the module computes on what it has, and the styles put collectives
 // around. A module written with `call` needs no change as long as its forward takes sizes from its parameters and inputs (heads
-// = width / head size), not from the options of the whole. Where the semantics come from: Megatron-LM's layers, whose names
-// these are.
+// = width / head size), not from the options of the whole, and the modules with a style take one tensor and return one. Where
+// the semantics come from: Megatron-LM's layers, whose names these are.
 #pragma once
 
 #include <torch/nn/module.h>
