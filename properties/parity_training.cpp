@@ -246,8 +246,4 @@ std::map<std::string, int64_t> calls_of(const Trace& trace, int64_t rank, size_t
   return calls;
 }
 
-bool has_memory(const at::Tensor& tensor) {
-  return tensor.storage().nbytes() > 0;
-}
-
 }  // namespace parity

@@ -78,6 +78,6 @@ void on_mesh(const shardproof::Mesh& mesh, const std::function<void(std::shared_
 // Calls by name since the trace's first `from` records.
 std::map<std::string, int64_t> calls_of(const shardproof::Trace& trace, int64_t rank, size_t from = 0);
 
-bool has_memory(const at::Tensor& tensor);
+using toy::has_memory;
 
 }  // namespace parity

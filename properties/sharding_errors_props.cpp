@@ -1,6 +1,7 @@
 // Every misuse ends in one error that says what to do.
 #include <gtest/gtest.h>
 
+#include "expect_error.h"
 #include "toy_modules.h"
 
 using namespace shardproof;
@@ -136,4 +137,51 @@ TEST(ShardingErrors, a_graph_from_before_the_step_is_refused) {
     optimizer.step();
     EXPECT_THROW(old.backward(), c10::Error);
   });
+}
+
+// Of all ranks at the same point: early, in the middle, or when everything was reduced already.
+TEST(ShardingErrors, a_backward_that_failed_is_forgotten_and_training_goes_on_with_the_same_bits) {
+  enum class Fails { nowhere, at_the_loss, between_units, at_the_input };
+  const auto train = [](const char* name, Fails where) {
+    std::vector<std::pair<std::string, at::Tensor>> result;
+    toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+      toy::Net net(toy::NetImpl::Options{});
+      Sharded sharded = fully_shard(net.ptr(), comms, toy::options(name));
+      Optimizer optimizer = adamw(sharded, {.lr = 0.1});
+      const auto step = [&](Fails fails) {
+        const auto fail_at = [](const at::Tensor& x) {
+          x.register_hook([](const at::Tensor&) { throw std::runtime_error("planted"); });
+        };
+        at::Tensor x = toy::data({4, 7}, comms->rank()).set_requires_grad(true);
+        if (fails == Fails::at_the_input) fail_at(x);
+        at::Tensor hidden = at::tanh(call(net->first, x));
+        if (fails == Fails::between_units) fail_at(hidden);
+        const at::Tensor y = call(net->second, hidden);
+        if (fails == Fails::at_the_loss) fail_at(y);
+        y.square().sum().backward();
+      };
+      step(Fails::nowhere);
+      optimizer.step();
+      if (where != Fails::nowhere) {
+        EXPECT_THROW(step(where), std::runtime_error);
+        expect_error([&] { step(Fails::nowhere); }, {"ended in an exception", "zero_gradients"});
+        expect_error([&] { optimizer.step(); }, {"ended in an exception", "zero_gradients"});
+        sharded.zero_gradients();
+      }
+      step(Fails::nowhere);
+      optimizer.step();
+      const auto whole = sharded.gather_parameters();
+      if (comms->rank() == 0) result = whole;
+    });
+    return result;
+  };
+  for (const char* name : {"ddp", "zero1", "zero3"}) {
+    const auto expected = train(name, Fails::nowhere);
+    for (const Fails where : {Fails::at_the_loss, Fails::between_units, Fails::at_the_input}) {
+      const auto seen = train(name, where);
+      ASSERT_EQ(seen.size(), expected.size());
+      for (size_t i = 0; i < seen.size(); ++i)
+        EXPECT_TRUE(toy::same_bits(seen[i].second, expected[i].second)) << name << " " << seen[i].first;
+    }
+  }
 }

@@ -8,10 +8,9 @@
 #include "toy_modules.h"
 
 using namespace shardproof;
+using toy::has_memory;
 
 namespace {
-
-bool has_memory(const at::Tensor& parameter) { return parameter.storage().nbytes() > 0; }
 
 void train_once(Sharded& sharded, toy::Net& net, int64_t salt, bool last = true) {
   sharded.set_last_microbatch(last);
@@ -66,13 +65,18 @@ TEST(Sharding, reading_a_freed_parameter_is_an_error_that_names_it) {
   toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
     toy::Net net(toy::NetImpl::Options{});
     Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
-    try {
-      net->first->weight.sum();
-      ADD_FAILURE() << "read";
-    } catch (const c10::Error& error) {
-      EXPECT_NE(std::string(error.what()).find("parameter first.weight is sharded"), std::string::npos) << error.what();
-    }
-    EXPECT_THROW(net->first(toy::data({4, 7}, 0)), c10::Error) << "a unit entered past `call`";
+    const auto expect_named = [](const std::function<void()>& read, const char* name = "parameter first.weight is sharded") {
+      try {
+        read();
+        ADD_FAILURE() << "read";
+      } catch (const c10::Error& error) {
+        EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
+      }
+    };
+    expect_named([&] { net->first->weight.sum(); });
+    expect_named([&] { net->first->weight.t().narrow(0, 1, 2).clone(); });
+    expect_named([&] { net->first(toy::data({4, 7}, 0)); }, "parameter first.");  // a unit entered past `call`
+    expect_named([&] { net->first->weight.detach().zero_(); });
   });
 }
 

@@ -37,6 +37,14 @@ void on_ranks(int64_t world, const std::function<void(std::shared_ptr<shardproof
       options);
 }
 
+bool has_memory(const at::Tensor& tensor) {
+  try {
+    return tensor.const_data_ptr() != nullptr;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 at::Tensor data(std::vector<int64_t> sizes, int64_t salt) {
   at::Tensor tensor = at::empty(sizes);
   float* values = tensor.mutable_data_ptr<float>();

@@ -41,9 +41,7 @@ void cut_parameter(ParallelState& state, const at::Tensor& parameter, TensorCut 
   const int64_t terms = cut.copies(state.parts());
   at::NoGradGuard no_grad;
   if (!parameter.is_meta()) {
-    at::Tensor whole = parameter.detach().contiguous();
-    state.group().broadcast(whole, 0).wait();
-    parameter.set_data(state.cut(cut, whole));
+    parameter.set_data(state.cut(cut, parameter.detach().contiguous()));
   } else {
     parameter.set_data(at::empty(cut.local_shape(shape, state.parts(), state.part()), parameter.options()));
   }

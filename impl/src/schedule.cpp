@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "shardproof/check.h"
 #include "unit_runtime.h"
@@ -31,13 +32,39 @@ std::vector<Bucket*> Schedule::buckets() const {
 }
 
 void Schedule::set_last_microbatch(bool last) {
-  SHARD_REQUIRE(!in_backward_, "schedule", "set_last_microbatch inside a backward (rank {}); call it before", rank());
+  SHARD_REQUIRE(!in_backward(), "schedule", "set_last_microbatch inside a backward (rank {}); call it before", rank());
   last_microbatch_ = last;
 }
 
 void Schedule::set_gradient_sync(bool sync) {
-  SHARD_REQUIRE(!in_backward_, "schedule", "set_gradient_sync inside a backward (rank {}); call it before", rank());
+  SHARD_REQUIRE(!in_backward(), "schedule", "set_gradient_sync inside a backward (rank {}); call it before", rank());
   sync_ = sync;
+}
+
+// An exception inside a backward leaves it without its end.
+bool Schedule::interrupted() const {
+  return in_backward_ && torch::autograd::get_current_graph_task_id() < 0;
+}
+
+bool Schedule::in_backward() const {
+  SHARD_REQUIRE(
+      !interrupted(), "schedule",
+      "the last backward of step {} ended in an exception (rank {}). Call zero_gradients on every rank to forget what "
+      "it left, then go on",
+      step_, rank());
+  return in_backward_;
+}
+
+// What was started in common is awaited, the rest dropped.
+void Schedule::abandon_backward() {
+  for (Bucket* bucket : reducing_) bucket->finish_reduce();
+  reducing_.clear();
+  to_reduce_.clear();
+  for (const auto& unit : units_) {
+    unit->expect_no_more();
+    unit->end_backward();
+  }
+  in_backward_ = ending_ = false;
 }
 
 void Schedule::begin_backward() {
@@ -66,8 +93,7 @@ void Schedule::start_ready_reduces() {
 
 void Schedule::start_reduce(Bucket& bucket) {
   const int64_t limit = options_.bytes_in_flight_max, more = bucket.compute_bytes();
-  while (reducing_.size() >= kReducesInFlightMax ||
-         (!reducing_.empty() && limit > 0 && bytes_in_flight() + more > limit)) {
+  while (reducing_.size() >= kReducesInFlightMax || (!reducing_.empty() && limit > 0 && bytes_in_flight() + more > limit)) {
     reducing_.front()->finish_reduce();
     reducing_.pop_front();
   }
@@ -119,6 +145,7 @@ void Schedule::gather_ahead(const std::vector<Unit*>& units) {
 }
 
 void Schedule::require_final(const char* what) const {
+  SHARD_REQUIRE(!in_backward(), "schedule", "{} inside a backward (rank {}); call it after", what, rank());
   bool any = false;
   for (const Bucket* bucket : buckets()) {
     any |= bucket->trainable();
@@ -131,7 +158,8 @@ void Schedule::require_final(const char* what) const {
 }
 
 void Schedule::zero_gradients() {
-  SHARD_REQUIRE(!in_backward_, "schedule", "zero_gradients inside a backward (rank {}); call it after", rank());
+  if (interrupted()) abandon_backward();
+  SHARD_REQUIRE(!in_backward(), "schedule", "zero_gradients inside a backward (rank {}); call it after", rank());
   for (Bucket* bucket : buckets()) bucket->zero_gradients();
 }
 

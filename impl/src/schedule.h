@@ -52,7 +52,8 @@ class Schedule {
   void set_step(int64_t step) { step_ = step; }  // of a run that is resumed
   int64_t rank() const { return options_.rank; }
 
-  bool in_backward() const { return in_backward_; }
+  // Throws Error after a backward that ended in an exception, until zero_gradients.
+  bool in_backward() const;
   void begin_backward();
   void unit_left() { start_ready_reduces(); }
 
@@ -64,6 +65,8 @@ class Schedule {
 
  private:
   void end_backward();
+  bool interrupted() const;
+  void abandon_backward();
   void start_ready_reduces();
   void start_reduce(Bucket& bucket);
   int64_t bytes_in_flight() const;

@@ -34,6 +34,8 @@ at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, const std::st
                                                        c10::DataPtr(nullptr, at::kCPU), /*allocator=*/nullptr,
                                                        /*resizable=*/false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+  // As large as it says: views can be taken, and it is the read that fails, with the message.
+  storage->set_nbytes(static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype));
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);

@@ -34,13 +34,28 @@ void require_styles_everywhere(const torch::nn::Module& root, const std::set<std
   }
 }
 
+// Of parameters that no style cuts, too, and of buffers: they are whole on every rank, and must be the same.
+void take_values_of_rank_0(const ParallelState& state, const torch::nn::Module& module) {
+  const at::NoGradGuard no_grad;
+  const auto take = [&](const at::Tensor& tensor) {
+    if (tensor.is_meta()) return;
+    at::Tensor values = tensor.detach().contiguous();
+    state.group().broadcast(values, 0).wait();
+    if (values.const_data_ptr() != tensor.const_data_ptr()) tensor.detach().copy_(values);
+  };
+  for (const auto& [name, parameter] : state.named) take(parameter);
+  for (const at::Tensor& buffer : module.buffers()) take(buffer);
+}
+
 }  // namespace
 
 TensorParallel::TensorParallel(TensorParallel&&) noexcept = default;
 TensorParallel& TensorParallel::operator=(TensorParallel&&) noexcept = default;
 TensorParallel::~TensorParallel() = default;
 
-const std::vector<ParallelParameter>& TensorParallel::parameters() const { return state_->parameters(); }
+const std::vector<ParallelParameter>& TensorParallel::parameters() const {
+  return state_->parameters();
+}
 
 std::vector<std::pair<std::string, at::Tensor>> TensorParallel::gather_parameters() const {
   std::vector<std::pair<std::string, at::Tensor>> whole;
@@ -54,6 +69,7 @@ std::vector<std::pair<std::string, at::Tensor>> TensorParallel::gather_parameter
 TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan) {
   auto state = std::make_shared<ParallelState>(std::move(comms), plan);
   state->named = distinct_parameters(*module);
+  take_values_of_rank_0(*state, *module);
   std::set<std::string> styled;
   std::vector<bool> used(plan.styles.size(), false);
   for (const auto& item : module->named_modules("", /*include_self=*/true)) {

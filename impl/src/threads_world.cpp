@@ -134,8 +134,9 @@ World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
   part.arrived = true;
   part.late = draw_late(group, rendezvous->sequence, rank);
   rendezvous->parts[index] = std::move(part);
-  ++rendezvous->arrived;
+  // Before it counts as arrived: a rank on its way into `wait` would take a mismatched call for a complete one.
   if (const auto mismatch = find_mismatch(*rendezvous, index)) throw Error("[threads] " + *mismatch);
+  ++rendezvous->arrived;
   open_calls_[rank].push_back({rendezvous, index});
   if (rendezvous->complete()) complete(lock, *rendezvous, index);
   return {rendezvous, index};

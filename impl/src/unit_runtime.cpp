@@ -171,6 +171,7 @@ void Unit::reshard_when_done() {
 }
 
 void Unit::end_backward() {
+  ran_.clear();
   inputs_watched_ = 0;
   left_ = leaves_unseen_ = false;
   if (settings.reshard_after_backward || residency_ == Residency::gathering) drop();

@@ -86,7 +86,8 @@ class Sharded {
   // number of ranks 0, sums over the tensor-parallel axis 100, division by the number of tokens 1000.
   void add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step);
 
-  // Forgets accumulated gradients. `Optimizer::step` does it.
+  // Forgets accumulated gradients. `Optimizer::step` does it. After a backward that ended in an exception it also forgets what
+  // that left half done, provided that it ended at the same point on every rank, and the model can be trained on.
   void zero_gradients();
 
   // The norm of the whole gradient, each element of each parameter counted once; order 1, 2 or infinity. Collective over the
