@@ -2,6 +2,7 @@
 //
 //   gpt(layers=2,hidden=24,heads=3,vocab=37,positions=7,tied) mesh(dp_replicate=2,dp_shard=4) hsdp(units=leaf,prefetch=2)
 //   adamw(lr=0.01,clip=1) ordered seed=7 : step*2 accumulate(3) eval step
+//   mlp(widths=5-3-4) mesh(dp_shard=2,tp=3) zero3 sgd(lr=0.1) exact seed=8 : step
 //
 // Model, mesh, strategy with its options, optimizer, mode, seed, and after the colon the history. Data, initial values,
 // microbatch sizes and the schedule of ranks follow from the seed.
@@ -58,6 +59,9 @@ struct Case {
   // Of each mesh axis; 1 when the mesh lacks it.
   int64_t shards() const { return mesh.has("dp_shard") ? mesh.size("dp_shard") : 1; }
   int64_t replicas() const { return mesh.has("dp_replicate") ? mesh.size("dp_replicate") : 1; }
+  int64_t tensor_ranks() const { return mesh.has("tp") ? mesh.size("tp") : 1; }
+  // Ranks with data of their own; `tensor_ranks` neighbours share it.
+  int64_t data_ranks() const { return mesh.size() / tensor_ranks(); }
 
   // Law: parse(str()).str() == str().
   std::string str() const;

@@ -34,6 +34,7 @@ struct CaseOptions {
   int64_t compute = fp32, gradient = fp32, reduce = fp32;
   int64_t float32_sums = 0;
   int64_t loss_scale = 0;         // 0: none; else its first value
+  int64_t sequence_parallel = 0;  // between parallel blocks activations are split along the sequence
   bool operator==(const CaseOptions&) const = default;
 };
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "harness/case.h"
+#include "harness/parallel.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
@@ -27,16 +28,36 @@ void validate_mesh(const Case& c) {
   const shardproof::Strategy& strategy = shardproof::strategy(c.strategy);  // throws for unknown ones
   std::string last;
   for (const shardproof::Axis& axis : c.mesh.axes()) {
-    SHARD_REQUIRE(axis.name == "dp_shard" || axis.name == "dp_replicate", "case",
-                  "mesh axis '{}' is not used by strategy {}; it shards over dp_shard and replicates over dp_replicate",
+    SHARD_REQUIRE(axis.name == "dp_shard" || axis.name == "dp_replicate" || axis.name == "tp", "case",
+                  "mesh axis '{}' is not used by strategy {}; it shards over dp_shard and replicates over dp_replicate, and "
+                  "tensor parallelism cuts over tp",
                   axis.name, c.strategy);
-    SHARD_REQUIRE(last != "dp_shard", "case", "write dp_replicate before dp_shard: the outer axis comes first");
+    SHARD_REQUIRE(last < axis.name, "case", "write dp_replicate, dp_shard, tp in this order: the outer axis comes first");
     last = axis.name;
   }
   shardproof::on_mesh(strategy, c.mesh);
   SHARD_REQUIRE(c.mesh.size() <= shardproof::kThreadsWorldMax, "case",
                 "mesh {} has {} ranks; the threads backend runs at most {}", c.mesh.str(), c.mesh.size(),
                 shardproof::kThreadsWorldMax);
+}
+
+void validate_parallel(const Case& c) {
+  const int64_t ranks = c.tensor_ranks();
+  SHARD_REQUIRE(c.options.sequence_parallel == 0 || (c.mesh.has("tp") && c.model.kind == Kind::gpt), "case",
+                "sp splits the sequence of a gpt over the mesh axis tp");
+  if (ranks == 1) return;
+  SHARD_REQUIRE(c.mode == Mode::exact || c.mode == Mode::fast, "case",
+                "tp={} splits sums inside of a model, which keep their bits in the mode exact and are judged by a tolerance in "
+                "the mode fast",
+                ranks);
+  SHARD_REQUIRE(c.model.kind == Kind::mlp || c.model.kind == Kind::gpt, "case", "tp={} needs an mlp or a gpt", ranks);
+  if (c.model.kind == Kind::mlp) return;
+  const golden::Gpt& g = c.model.gpt;
+  SHARD_REQUIRE(all_get_some(g.heads, ranks) && all_get_some(g.vocab, ranks), "case",
+                "gpt: heads={} and vocab={} must leave none of tp={} ranks without one", g.heads, g.vocab, ranks);
+  SHARD_REQUIRE(c.options.sequence_parallel == 0 || all_get_some(g.positions, ranks), "case",
+                "sp needs sequences that leave none of tp={} ranks without a token, and positions={} allows no such", ranks,
+                g.positions);
 }
 
 void validate_options(const Case& c) {
@@ -134,6 +155,7 @@ void validate(const Case& c) {
   }
   validate_options(c);
   validate_mode(c);
+  validate_parallel(c);
 }
 
 }  // namespace harness

@@ -1,10 +1,55 @@
 #include "harness/coverage.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "shardproof/strategy.h"
 
 namespace harness {
+namespace {
+
+// What a case is in one respect: one of `values`.
+struct Facet {
+  std::vector<std::string> values;
+  std::function<std::string(const Case&)> of;
+};
+
+bool has_ties(const Case& c) {
+  return (c.model.kind == golden::Model::Kind::gpt && c.model.gpt.tied) ||
+         (c.model.kind == golden::Model::Kind::odd && c.model.odd.tied);
+}
+
+// Some dim that the mesh cuts is no multiple of the ranks that cut it.
+bool has_odd_sizes(const Case& c) {
+  for (const auto& [name, shape] : golden::parameter_shapes(c.model))
+    if (!shape.empty() && (shape[0] % c.tensor_ranks() != 0 || shape[0] % c.shards() != 0)) return true;
+  return false;
+}
+
+const std::vector<Facet>& facets() {
+  const auto flag = [](const std::string& name, bool (*is)(const Case&)) {
+    return Facet{{name, "no " + name}, [name, is](const Case& c) { return is(c) ? name : "no " + name; }};
+  };
+  static const std::vector<Facet> all = {
+      {[] {
+         std::vector<std::string> names;
+         for (const shardproof::Strategy& strategy : shardproof::strategies()) names.push_back(strategy.name);
+         return names;
+       }(),
+       [](const Case& c) { return c.strategy; }},
+      flag("tp", [](const Case& c) { return c.tensor_ranks() > 1; }),
+      flag("sp", [](const Case& c) { return c.options.sequence_parallel != 0; }),
+      flag("low precision", [](const Case& c) { return c.options.compute != fp32 || c.options.reduce != fp32; }),
+      flag("ties", has_ties),
+      flag("odd sizes", has_odd_sizes)};
+  return all;
+}
+
+}  // namespace
 
 void Coverage::add(const Case& c, const Verdict& verdict) {
   const int64_t world = c.mesh.size();
@@ -42,12 +87,17 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("diverged", verdict.diverged);
   add_history(c);
   count("mesh of two axes", c.mesh.axes().size() == 2);
+  count("mesh of three axes", c.mesh.axes().size() == 3);
+  count("tp", c.tensor_ranks() > 1);
+  count("tp with sharding", c.tensor_ranks() > 1 && c.shards() > 1);
+  count("tp of 3", c.tensor_ranks() == 3);
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
   count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);
   count("world odd, above 1", world > 1 && world % 2 == 1);
   count("world even", world % 2 == 0);
   add_model(c);
+  add_pairs(c);
 }
 
 void Coverage::add_history(const Case& c) {
@@ -70,7 +120,7 @@ void Coverage::add_model(const Case& c) {
   using Kind = golden::Model::Kind;
   const bool odd = c.model.kind == Kind::odd;
   const auto count = [&](const std::string& feature, bool present) { features_[feature] += present; };
-  count("tied parameter", (c.model.kind == Kind::gpt && c.model.gpt.tied) || (odd && c.model.odd.tied));
+  count("tied parameter", has_ties(c));
   count("module called twice or more", odd && c.model.odd.calls > 1);
   count("0-dim parameter", odd && c.model.odd.gain);
   count("parameter of no elements", odd && c.model.odd.empty);
@@ -83,6 +133,31 @@ void Coverage::add_model(const Case& c) {
     below_world |= numel < c.mesh.size();
   }
   count("parameter below the world size", below_world);
+}
+
+void Coverage::add_pairs(const Case& c) {
+  const std::vector<Facet>& all = facets();
+  for (size_t a = 0; a < all.size(); ++a)
+    for (size_t b = a + 1; b < all.size(); ++b) ++pairs_[{all[a].of(c), all[b].of(c)}];
+}
+
+std::string Coverage::pairs_summary() const {
+  const std::vector<Facet>& all = facets();
+  int64_t pairs = 0, drawn = 0;
+  std::vector<std::string> never;
+  for (size_t a = 0; a < all.size(); ++a)
+    for (size_t b = a + 1; b < all.size(); ++b)
+      for (const std::string& first : all[a].values)
+        for (const std::string& second : all[b].values) {
+          ++pairs;
+          const bool seen = pairs_.contains({first, second});
+          drawn += seen;
+          if (!seen) never.push_back(first + " with " + second);
+        }
+  std::string text = fmt::format("pairs of strategy, tp, sp, precision, ties and sizes: {} of {} drawn\n", drawn, pairs);
+  constexpr size_t kListed = 12;
+  if (never.empty() || never.size() > kListed) return text;
+  return text + fmt::format("  never: {}\n", fmt::join(never, ", "));
 }
 
 std::string Coverage::table() const {
@@ -106,7 +181,7 @@ std::string Coverage::summary() const {
     line += (line.empty() ? "" : ", ") + item;
   }
   text += "  " + line + "\n";
-  text += fmt::format("compared: {} values", values_compared_);
+  text += pairs_summary() + fmt::format("compared: {} values", values_compared_);
   if (ratio_max_ > 0) text += fmt::format("; fast mode: at most {:.2f} times the unsharded run's distance", ratio_max_);
   return text + "\n";
 }

@@ -5,6 +5,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "harness/run_case.h"
 
@@ -28,12 +29,15 @@ class Coverage {
  private:
   void add_history(const Case& c);
   void add_model(const Case& c);
+  void add_pairs(const Case& c);
+  std::string pairs_summary() const;
 
   struct Row {
     int64_t cases = 0, failures = 0;
   };
   std::map<std::tuple<std::string, std::string, int64_t>, Row> rows_;
   std::map<std::string, int64_t> features_;
+  std::map<std::pair<std::string, std::string>, int64_t> pairs_;  // of values of two facets
   int64_t cases_ = 0, failures_ = 0, values_compared_ = 0;
   double ratio_max_ = 0;
 };

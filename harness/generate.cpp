@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "harness/parallel.h"
 #include "harness/random.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
@@ -25,12 +26,12 @@ golden::Model generate_mlp(Chooser& choose, bool exact) {
 }
 
 // Layer norm over a few features turns rounding into values, which no tolerance can judge: `head_min` keeps clear of that.
-golden::Model generate_gpt(Chooser& choose, int64_t head_min) {
+golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max = 3) {
   golden::Model model;
   model.kind = golden::Model::Kind::gpt;
   golden::Gpt& g = model.gpt;
   g.layers = choose.chance(0.6) ? 1 : choose.integer(2, 3);
-  g.heads = choose.integer(1, 3);
+  g.heads = choose.integer(1, heads_max);
   g.hidden = g.heads * choose.integer(head_min, 8);
   g.vocab = choose.integer(2, 37);
   g.positions = choose.integer(1, 9);
@@ -68,8 +69,9 @@ golden::Model generate_odd(Chooser& choose) {
   return model;
 }
 
-golden::Model generate_model(Chooser& choose, Mode mode) {
+golden::Model generate_model(Chooser& choose, Mode mode, bool tensor_parallel) {
   if (mode == Mode::exact) return generate_mlp(choose, true);
+  if (tensor_parallel) return choose.chance(0.3) ? generate_mlp(choose, false) : generate_gpt(choose, 4, 6);
   const double kind = choose.unit();
   if (kind < 0.35) return generate_mlp(choose, false);
   if (kind < 0.65) return generate_gpt(choose, mode == Mode::fast ? 4 : 1);
@@ -103,6 +105,20 @@ void generate_optimizer(Chooser& choose, Case& c) {
   if (choose.chance(0.3)) c.norm_order = choose.one_of<int64_t>({1, 0});
 }
 
+// Names of those that the mesh allows, if there is one.
+std::vector<std::string> strategies_on(const std::optional<Mesh>& mesh) {
+  std::vector<std::string> names;
+  for (const shardproof::Strategy& strategy : shardproof::strategies()) {
+    try {
+      if (mesh) shardproof::on_mesh(strategy, *mesh);
+      names.push_back(strategy.name);
+    } catch (const shardproof::Error&) {
+    }
+  }
+  SHARD_REQUIRE(!names.empty(), "case", "no strategy runs on mesh {}; give it an axis dp_shard or dp_replicate", mesh->str());
+  return names;
+}
+
 Mesh generate_mesh(Chooser& choose, const Limits& limits, const std::string& strategy) {
   if (limits.mesh) return *limits.mesh;
   const bool needs_both = shardproof::strategy(strategy).axes.size() == 2;
@@ -110,6 +126,24 @@ Mesh generate_mesh(Chooser& choose, const Limits& limits, const std::string& str
   if (strategy == "ddp" && choose.chance(0.3)) return Mesh({{"dp_replicate", choose.integer(1, limits.world_max)}});
   const int64_t replicas = choose.integer(1, std::min<int64_t>(4, limits.world_max));
   return Mesh({{"dp_replicate", replicas}, {"dp_shard", choose.integer(1, std::max<int64_t>(1, limits.world_max / replicas))}});
+}
+
+// With an axis tp of up to four ranks besides, within the limit on the world.
+Mesh generate_tensor_mesh(Chooser& choose, Limits limits, const std::string& strategy) {
+  const int64_t ranks = choose.integer(2, std::min<int64_t>(4, limits.world_max));
+  limits.world_max /= ranks;
+  std::vector<shardproof::Axis> axes = generate_mesh(choose, limits, strategy).axes();
+  axes.push_back({"tp", ranks});
+  return Mesh(axes);
+}
+
+// Sizes that leave no rank along tp without a head, a token of the vocabulary or a piece of a sequence.
+void fit_to_tensor_ranks(Case& c) {
+  golden::Gpt& g = c.model.gpt;
+  const int64_t ranks = c.tensor_ranks(), head = g.hidden / g.heads;
+  for (int64_t* size : {&g.heads, &g.vocab, &g.positions})
+    while (!all_get_some(*size, ranks)) ++*size;
+  g.hidden = g.heads * head;
 }
 
 // Sets an option, unless the case would not be valid with it.
@@ -173,11 +207,21 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     c = generate_tiny(choose);
   } else {
     using enum Mode;
-    c.mode = limits.mode.value_or(choose.one_of<Mode>({exact, ordered, ordered, ordered, ordered, canonical, fast}));
-    c.strategy = limits.strategy.value_or(choose.one_of(shardproof::strategies()).name);
-    c.model = generate_model(choose, c.mode);
-    c.mesh = generate_mesh(choose, limits, c.strategy);
+    // Tensor parallelism cuts sums inside of models: for modes in which that leaves no trace, or is judged.
+    const bool given = limits.mesh && limits.mesh->has("tp");
+    c.mode = limits.mode.value_or(
+        given ? choose.one_of<Mode>({exact, fast})
+              : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, fast, fast}));
+    c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
+    const bool draws_tensor_ranks =
+        !limits.mesh && limits.world_max > 1 && (c.mode == exact || c.mode == fast) && choose.chance(0.5);
+    c.model = generate_model(choose, c.mode, given || draws_tensor_ranks);
+    c.mesh = draws_tensor_ranks ? generate_tensor_mesh(choose, limits, c.strategy) : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
+    if (c.tensor_ranks() > 1) fit_to_tensor_ranks(c);
+    // Kernels on cut sizes round more differently than sums over ranks do; Adam's first step makes that of a tiny gradient a
+    // whole step, unless eps is well above it.
+    if (c.mode == fast && c.tensor_ranks() > 1) c.optimizer.eps = 0.01;
     // What the rest of the case needs.
     if (c.mode == canonical) c.options.loss = loss_sum;
     if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;

@@ -5,6 +5,7 @@
 
 #include "shardproof/meta_init.h"
 #include "shardproof/models.h"
+#include "shardproof/parallel_layers.h"
 #include "shardproof/unit.h"
 
 namespace harness {
@@ -123,14 +124,18 @@ Network make_mlp(const golden::Mlp& m) {
   return network;
 }
 
-Network make_gpt(const golden::Gpt& g) {
+// The sum over tokens of the cross entropy.
+at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& target, int64_t vocab, Comm* tensor_group) {
+  if (tensor_group) return vocab_parallel_cross_entropy(logits, target, vocab, *tensor_group, {.mean = false});
+  return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), target.reshape({-1}), {}, at::Reduction::Sum);
+}
+
+Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
   Gpt gpt(GptOptions{.layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions,
                      .tied = g.tied});
   Network network{gpt.ptr(), [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
-                  [](const at::Tensor& logits, const golden::Microbatch& data) {
-                    return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), data.target.reshape({-1}), {},
-                                                  at::Reduction::Sum) *
-                           data.weight;
+                  [vocab = g.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
+                    return token_loss(logits, data.target, vocab, tensor_group) * data.weight;
                   },
                   {}};
   for (const auto& item : gpt->named_modules("", /*include_self=*/false)) {
@@ -145,11 +150,11 @@ Network make_gpt(const golden::Gpt& g) {
 
 }  // namespace
 
-Network make_network(const golden::Model& model) {
+Network make_network(const golden::Model& model, Comm* tensor_group) {
   static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
   switch (model.kind) {
     case golden::Model::Kind::mlp: return make_mlp(model.mlp);
-    case golden::Model::Kind::gpt: return make_gpt(model.gpt);
+    case golden::Model::Kind::gpt: return make_gpt(model.gpt, tensor_group);
     case golden::Model::Kind::conv: {
       auto net = std::make_shared<ConvNetImpl>(model.conv);
       return {net, [net](const golden::Microbatch& data) { return call(net, data.input); }, squared_error, net->parts()};

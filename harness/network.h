@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "golden/golden.h"
+#include "shardproof/comm.h"
 
 namespace harness {
 
@@ -23,6 +24,7 @@ struct Network {
   at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data); }
 };
 
-Network make_network(const golden::Model& model);
+// `tensor_group`: the ranks that a GPT's logits will be cut over; null: they are whole.
+Network make_network(const golden::Model& model, shardproof::Comm* tensor_group = nullptr);
 
 }  // namespace harness

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "harness/parallel.h"
 #include "shardproof/strategy.h"
 
 namespace harness {
@@ -32,14 +33,23 @@ Copies copies_of(const Case& c) {
   return {.state = copies(strategy.state),
           .parameter = copies(has_main ? strategy.state : strategy.parameter),
           .compute_parameter = copies(strategy.parameter),
-          .compute = c.options.compute == bf16 ? at::kBFloat16 : c.options.compute == fp16 ? at::kHalf : at::kFloat};
+          .compute = c.options.compute == bf16 ? at::kBFloat16 : c.options.compute == fp16 ? at::kHalf : at::kFloat,
+          .tensor_ranks = c.tensor_ranks(),
+          .cut = cut_parameters(c)};
 }
 
 std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                         std::vector<TensorKind>& kinds) {
-  TensorKind gradients{"gradient", golden.gradients, {}, copies.state};
-  TensorKind parameters{"parameter", golden.parameters, {}, copies.parameter};
-  TensorKind rounded{"compute", {}, {}, copies.compute_parameter};
+  const auto kind = [&](const std::string& name, golden::Named tensors, int64_t held) {
+    TensorKind made{name, std::move(tensors), {}, {}};
+    for (const auto& [parameter, value] : made.golden) made.copies.push_back(copies.of(parameter, held));
+    return made;
+  };
+  golden::Named as_computed;
+  for (const auto& [name, value] : golden.parameters) as_computed.emplace_back(name, value.to(copies.compute).to(at::kFloat));
+  TensorKind gradients = kind("gradient", golden.gradients, copies.state);
+  TensorKind parameters = kind("parameter", golden.parameters, copies.parameter);
+  TensorKind rounded = kind("compute", std::move(as_computed), copies.compute_parameter);
   for (const RankStep& rank : ranks) {
     gradients.pieces.push_back(&rank.gradients);
     parameters.pieces.push_back(&rank.parameters);
@@ -49,7 +59,7 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
   if (!golden.skipped) kinds.push_back(std::move(gradients));
   for (size_t slot = 0; slot < golden.state.size(); ++slot) {
     const auto& [name, values] = golden.state[slot];
-    TensorKind state{name, values, {}, copies.state};
+    TensorKind state = kind(name, values, copies.state);
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       const auto& states = ranks[rank].state;
       const auto found = std::find_if(states.begin(), states.end(), [&](const auto& item) { return item.first == name; });
@@ -65,11 +75,7 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
       if (!known && !pieces.empty()) return fmt::format("optimizer state {} on rank {}: the golden run has none", name, rank);
     }
   kinds.push_back(std::move(parameters));
-  if (copies.compute != at::kFloat) {
-    for (const auto& [name, value] : golden.parameters)
-      rounded.golden.emplace_back(name, value.to(copies.compute).to(at::kFloat));
-    kinds.push_back(std::move(rounded));
-  }
+  if (copies.compute != at::kFloat) kinds.push_back(std::move(rounded));
   return {};
 }
 
@@ -96,10 +102,10 @@ std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::
     const auto& [name, tensor] = golden[i];
     runs.clear();
     for (const HeldPiece& held : sorted[i]) runs.push_back(held.piece->run);
-    if (const auto miscount = miscounted(runs, tensor.numel(), kind.copies))
+    if (const auto miscount = miscounted(runs, tensor.numel(), kind.copies[i]))
       return fmt::format("{} of {}, element {}: held by {} ranks, not by {}", kind.name, name,
                          index_of(miscount->element, tensor), miscount->copies == 0 ? "no" : std::to_string(miscount->copies),
-                         kind.copies);
+                         kind.copies[i]);
   }
   return {};
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,6 +20,13 @@ struct Copies {
   int64_t parameter = 1;          // of parameters as they are compared: main ones, if there are
   int64_t compute_parameter = 1;  // of those to compute with
   at::ScalarType compute = at::kFloat;
+  // Ranks that train on one microbatch, and the parameters of which they hold different pieces.
+  int64_t tensor_ranks = 1;
+  std::vector<std::string> cut = {};
+
+  int64_t of(const std::string& parameter, int64_t copies) const {
+    return std::find(cut.begin(), cut.end(), parameter) == cut.end() ? copies : copies / tensor_ranks;
+  }
 };
 Copies copies_of(const Case& c);
 
@@ -27,7 +35,7 @@ struct TensorKind {
   std::string name;  // "gradient", "exp_avg", "parameter"
   golden::Named golden;
   std::vector<const std::vector<shardproof::Piece>*> pieces;  // [rank]
-  int64_t copies = 1;
+  std::vector<int64_t> copies = {};  // of each golden tensor
 };
 
 // A piece and the rank that holds it.

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "harness/exact_data.h"
+#include "harness/parallel.h"
 #include "harness/random.h"
 #include "shardproof/strategy.h"
 
@@ -53,7 +54,9 @@ golden::Microbatch microbatch(const Case& c, int64_t step, int64_t round, int64_
   const Draws input = here.at(1), target = here.at(2);
   const int64_t samples = here.integer(0, 1, kSamplesMax);
   if (c.model.kind == Kind::gpt) {
-    const int64_t length = here.integer(1, 1, c.model.gpt.positions);
+    const int64_t parts = c.options.sequence_parallel ? c.tensor_ranks() : 1;
+    int64_t length = here.integer(1, 1, c.model.gpt.positions);
+    while (!all_get_some(length, parts)) ++length;
     const auto tokens = [&](const Draws& draws) {
       return filled<int64_t>({samples, length}, at::kLong,
                              [&](int64_t i) { return draws.integer(i, 0, c.model.gpt.vocab - 1); });
@@ -132,7 +135,7 @@ golden::Run make_run(const Case& c) {
     golden::Step step;
     for (int64_t round = 0; round < plan.rounds; ++round) {
       step.microbatches.emplace_back();
-      for (int64_t rank = 0; rank < c.mesh.size(); ++rank)
+      for (int64_t rank = 0; rank < c.data_ranks(); ++rank)
         step.microbatches.back().push_back(microbatch(c, static_cast<int64_t>(s), round, rank));
     }
     step.reduce_after = reductions(c, plan);

@@ -19,7 +19,21 @@ namespace {
 
 using Difference = std::optional<std::string>;
 
+constexpr int64_t kJitteredRuns = 3;
+
 std::string first_word(const std::string& text) { return text.substr(0, text.find_first_of(" :")); }
+
+// The same run from parameters of which each is one float off, up or down.
+golden::Run jittered(golden::Run run, const Draws& draws) {
+  for (size_t i = 0; i < run.parameters.size(); ++i) {
+    at::Tensor& value = run.parameters[i].second;
+    value = value.clone();
+    float* data = value.mutable_data_ptr<float>();
+    const Draws here = draws.at(static_cast<int64_t>(i));
+    for (int64_t k = 0; k < value.numel(); ++k) data[k] = std::nextafter(data[k], here.bits(k) % 2 ? INFINITY : -INFINITY);
+  }
+  return run;
+}
 
 // What the sharded run is held against.
 class Reference {
@@ -31,7 +45,11 @@ class Reference {
     golden::Run other = run;
     for (golden::Step& step : other.steps)
       step.reduce_after = step.reduce_after.empty() ? std::vector<bool>(step.microbatches.size(), true) : std::vector<bool>{};
-    other_order_ = golden::train(other);
+    others_.push_back(golden::train(other));
+    // Roundings may come anywhere, and tensor parallelism has them inside of the model: how far they carry is seen from others
+    // of their size.
+    for (int64_t k = 0; k < kJitteredRuns; ++k)
+      others_.push_back(golden::train(jittered(run, Draws(c.seed, "jitter").at(k))));
   }
 
   Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict) const {
@@ -51,10 +69,15 @@ class Reference {
   }
 
  private:
-  std::vector<const golden::StepTrace*> references(size_t step) const { return {&trace_[step], &other_order_[step]}; }
+  std::vector<const golden::StepTrace*> references(size_t step) const {
+    std::vector<const golden::StepTrace*> steps = {&trace_[step]};
+    for (const golden::Trace& other : others_) steps.push_back(&other[step]);
+    return steps;
+  }
 
   Copies copies_;
-  golden::Trace trace_, other_order_, truth_;
+  golden::Trace trace_, truth_;
+  std::vector<golden::Trace> others_;
 };
 
 // The longest piece of the named parameter, on any rank.

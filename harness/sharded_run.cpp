@@ -8,6 +8,7 @@
 #include <set>
 
 #include "harness/network.h"
+#include "harness/parallel.h"
 #include "harness/problem.h"
 #include "harness/random.h"
 #include "shardproof/shardproof.h"
@@ -191,8 +192,8 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
 class RankRun {
  public:
   RankRun(const Case& c, const golden::Run& run, const std::shared_ptr<Comm>& comm)
-      : case_(c), run_(run), rank_(comm->rank()), network_(build()),
-        sharded_(shard(c, run, network_, std::make_shared<MeshComm>(comm, c.mesh))), optimizer_(make_optimizer(sharded_, c)) {
+      : case_(c), run_(run), rank_(comm->rank()), comms_(std::make_shared<MeshComm>(comm, c.mesh)), network_(build()),
+        sharded_(shard(c, run, network_, comms_)), optimizer_(make_optimizer(sharded_, c)) {
     if (c.options.loss_scale > 0)
       scaler_.emplace(LossScalerOptions{.initial = run.scaling.initial, .growth_interval = run.scaling.growth_interval});
   }
@@ -211,17 +212,22 @@ class RankRun {
 
  private:
   Network build() {
+    const bool parallel = case_.tensor_ranks() > 1;
+    Comm* const tensor_group = parallel ? &comms_->along({"tp"}) : nullptr;
+    Network network;
     if (case_.options.meta) {
       const MetaInit meta;
-      return make_network(case_.model);
+      network = make_network(case_.model, tensor_group);
+    } else {
+      network = make_network(case_.model, tensor_group);
+      set_parameters(*network.module, run_.parameters, rank_);
     }
-    Network network = make_network(case_.model);
-    set_parameters(*network.module, run_.parameters, rank_);
+    if (parallel) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
     return network;
   }
 
   const golden::Microbatch& microbatch(const golden::Step& step, size_t round) const {
-    return step.microbatches[round][static_cast<size_t>(rank_)];
+    return step.microbatches[round][static_cast<size_t>(rank_ / case_.tensor_ranks())];
   }
 
   void set_frozen(const StepPlan& plan) {
@@ -286,6 +292,8 @@ class RankRun {
   const Case& case_;
   const golden::Run& run_;
   int64_t rank_;
+  std::shared_ptr<MeshComm> comms_;
+  std::optional<TensorParallel> parallel_;
   Network network_;
   Sharded sharded_;
   Optimizer optimizer_;

@@ -94,7 +94,8 @@ class Judge {
   int64_t* compared_;
 };
 
-Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks) {
+Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
+                   int64_t tensor_ranks) {
   const auto of_references = [&](const auto& value_of) {
     Values values;
     for (const golden::StepTrace* trace : references) values.push_back(value_of(*trace));
@@ -106,7 +107,9 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
                          truth.losses.size());
   for (size_t round = 0; round < truth.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
-      const auto loss = [&](const golden::StepTrace& trace) { return trace.losses[round].at(rank); };
+      const auto loss = [&](const golden::StepTrace& trace) {
+        return trace.losses[round].at(rank / static_cast<size_t>(tensor_ranks));
+      };
       if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth),
                                          of_references(loss), ranks[rank].losses[round]))
         return difference;
@@ -124,7 +127,7 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
 Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
                                   Copies copies, double* ratio_max, int64_t* compared) {
   Judge judge(ratio_max, compared);
-  if (auto difference = scalars(judge, truth, references, ranks)) return difference;
+  if (auto difference = scalars(judge, truth, references, ranks, copies.tensor_ranks)) return difference;
   std::vector<TensorKind> kinds;
   if (auto difference = tensor_kinds(truth, ranks, copies, kinds)) return difference;
   std::vector<std::vector<TensorKind>> reference_kinds(references.size());  // the same kinds in the same order

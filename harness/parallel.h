@@ -1,0 +1,22 @@
+// How a case is cut over the mesh axis "tp".
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "harness/case.h"
+#include "shardproof/tensor_parallel.h"
+
+namespace harness {
+
+// Whether every one of `parts` gets some of `length` rows, cut as evenly as torch.chunk cuts.
+bool all_get_some(int64_t length, int64_t parts);
+
+// The library's plan for a GPT; for an MLP styles drawn layer by layer from the seed: pairs of a column- and a row-parallel
+// layer, layers alone that gather or cut for themselves, and layers that stay whole.
+shardproof::ParallelPlan parallel_plan(const Case& c);
+
+// Names of the parameters of which the ranks along tp hold different pieces; the others are whole on each.
+std::vector<std::string> cut_parameters(const Case& c);
+
+}  // namespace harness
