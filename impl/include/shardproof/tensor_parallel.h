@@ -91,11 +91,11 @@ class [[nodiscard]] TensorParallel {
   std::shared_ptr<ParallelState> state_;
 };
 
-// Collective along the axis. Parameters keep their identity and get rank 0's values along the axis, or the rank's cut of
-// them; those on the meta device stay there. Shard the module afterwards, not before. Throws Error, naming module or
-// parameter, when the mesh lacks the axis, a pattern fits no module, a style does not fit its module, a size does not fit the
-// axis, the module is parallel or sharded already, or, with a sequence_dim, when a module has parameters and no style, whose
-// gradients would be wrong.
+// Collective along the axis. Parameters keep their identity and get rank 0's values along the axis, or the rank's cut of them;
+// those on the meta device stay there. Shard the module afterwards, not before. Throws Error, naming module or parameter, when
+// the mesh lacks the axis, a pattern fits no module, a style does not fit its module, a size does not fit the axis, the module
+// is parallel or sharded already, or, with a sequence_dim, when a module has parameters and no style, whose gradients would be
+// wrong.
 TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan);
 
 }  // namespace shardproof
