@@ -1,5 +1,5 @@
-// Dropout by global position: whatever part of a tensor a rank has, its mask is that part of the mask of the whole. And the data
-// of ranks that share a batch.
+// Dropout by global position: whatever part of a tensor a rank has, its mask is that part of the mask of the whole. And data of
+// ranks that share a batch.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
