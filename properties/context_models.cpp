@@ -25,7 +25,8 @@ Data data_of(int64_t step, int64_t length) {
 }  // namespace
 
 std::string Setting::str() const {
-  return fmt::format("dp {} cp {} tp {} sequence {} {} {} {} recompute {}", dp, cp, tp, sequence_parallel, strategy,
+  return fmt::format("replicate {} dp {} cp {} tp {} sequence {} {} {} {} recompute {}", replicate, dp, cp, tp,
+                     sequence_parallel, strategy,
                      context.attention == ContextAttention::ring ? "ring" : "gathered",
                      context.split == ContextSplit::balanced ? "balanced" : "contiguous", recompute);
 }
@@ -58,7 +59,7 @@ MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout) {
 
 Trained train(const MakeModel& make, const Setting& setting, int64_t length) {
   Trained run;
-  const Mesh mesh({{"dp_shard", setting.dp}, {"cp", setting.cp}, {"tp", setting.tp}});
+  const Mesh mesh({{"dp_replicate", setting.replicate}, {"dp_shard", setting.dp}, {"cp", setting.cp}, {"tp", setting.tp}});
   run_threads(mesh.size(), [&](std::shared_ptr<Comm> comm) {
     auto comms = std::make_shared<MeshComm>(comm, mesh);
     Model model = make(setting);
@@ -74,8 +75,8 @@ Trained train(const MakeModel& make, const Setting& setting, int64_t length) {
                                    .divide_by_tokens = true});
     Optimizer optimizer = adamw(sharded, {.lr = 0.01});
     // Two microbatches, or one where a rank has one sample.
-    const int64_t own = kBatch / setting.dp, count = std::max<int64_t>(1, own / 2);
-    const int64_t first = mesh.coordinate(comm->rank(), "dp_shard") * own;
+    const int64_t own = kBatch / (setting.replicate * setting.dp), count = std::max<int64_t>(1, own / 2);
+    const int64_t first = comm->rank() / (setting.cp * setting.tp) * own;
     for (int64_t step = 0; step < 3; ++step) {
       const Data data = data_of(step, length);
       at::Tensor sum = at::zeros({1}, at::kDouble);
@@ -90,7 +91,7 @@ Trained train(const MakeModel& make, const Setting& setting, int64_t length) {
         loss.backward();
         sum += loss.detach();
       }
-      comms->along({"dp_shard", "cp"}).all_reduce(sum).wait();
+      comms->along({"dp_replicate", "dp_shard", "cp"}).all_reduce(sum).wait();
       const double norm = sharded.clip_gradients(0.5);
       optimizer.step();
       if (comm->rank() == 0) run.losses.push_back(sum.item<double>()), run.norms.push_back(norm);

@@ -1,4 +1,4 @@
-// Library models trained on meshes dp_shard x cp x tp, to be compared with the run on one rank.
+// Library models trained on meshes dp_replicate x dp_shard x cp x tp, to be compared with the run on one rank.
 #pragma once
 
 #include <functional>
@@ -17,6 +17,7 @@ struct Setting {
   const char* strategy = "zero3";
   shardproof::ContextOptions context = {};
   bool recompute = false;
+  int64_t replicate = 1;
   std::string str() const;
 };
 
@@ -35,7 +36,7 @@ struct Trained {
   std::vector<std::pair<std::string, at::Tensor>> parameters;
 };
 
-// Three steps of a global batch of four samples, a part of whose targets is ignored, in double. dp divides 4.
+// Three steps of a global batch of four samples, a part of whose targets is ignored, in double. replicate x dp divides 4.
 Trained train(const MakeModel& make, const Setting& setting, int64_t length);
 
 // Fails the test where they differ by more than other orders of sums do.

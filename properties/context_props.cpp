@@ -150,6 +150,38 @@ RC_GTEST_PROP(Context, attention_over_ranks_is_that_of_the_whole_sequence, ()) {
   RC_ASSERT(apart(run.v, v_whole.grad()) < 1e-12);
 }
 
+TEST(Context, attention_in_bfloat16_is_as_near_as_one_rounding_of_its_result) {
+  const at::Tensor q = waves({2, 4, 11, 8}, 1.3).to(at::kBFloat16), k = waves({2, 2, 11, 8}, 0.7).to(at::kBFloat16),
+                   v = waves({2, 2, 11, 8}, 2.1).to(at::kBFloat16), dy = waves({2, 4, 11, 8}, 0.9).to(at::kBFloat16);
+  const at::Tensor expected = plain_attention(q.to(at::kDouble), k.to(at::kDouble), v.to(at::kDouble), true);
+  const Attended run = attend_on_ranks({3, 11, 4, 2, true, true, ContextSplit::balanced}, q, k, v, dy);
+  EXPECT_EQ(run.output.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(run.k.scalar_type(), at::kBFloat16);
+  // Half a unit in the last of 8 bits, and float32's roundings.
+  EXPECT_TRUE(at::all((run.output.to(at::kDouble) - expected).abs() <= expected.abs() * 0x1p-8 + 1e-5).item<bool>());
+}
+
+TEST(Context, the_ring_sends_each_ranks_keys_around_and_gathers_nothing) {
+  constexpr int64_t kLength = 12, kRanks = 3;
+  auto trace = std::make_shared<Trace>();
+  run_threads(kRanks, [&](std::shared_ptr<Comm> comm) {
+    const auto recorded = traced(comm, trace);
+    const ContextCut cut{ContextSplit::balanced, kLength, kRanks};
+    const at::Tensor q = waves({1, 4, 4, 2}, comm->rank() + 1).set_requires_grad(true), k = waves({1, 2, 4, 2}, 2);
+    ring_attention(q, k, k, cut, true, {}, *recorded).sum().backward();
+  });
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    int64_t sent = 0, bytes = 0;
+    for (const TraceRecord& record : trace->of_rank(rank)) {
+      EXPECT_TRUE(record.op == "send" || record.op == "recv") << record.call;
+      if (record.op == "send") ++sent, bytes += record.bytes;
+    }
+    // Keys and values twice n - 1 times, their gradients n times.
+    EXPECT_EQ(sent, 2 * (kRanks - 1) + kRanks);
+    EXPECT_EQ(bytes, sent * 2 * 2 * 4 * 2 * 8);
+  }
+}
+
 // Scores of hundreds overflow exp unless the maximum is taken off, and running maxima grow and shrink from block to block.
 TEST(Context, ring_attention_merges_blocks_of_very_different_scores) {
   for (const double scale : {30.0, -30.0}) {
@@ -182,6 +214,14 @@ TEST(Context, a_llama_on_any_mesh_trains_as_the_unsharded_one) {
                          {{1, 2, 1}, {2, 2, 1, false, "zero2", gathered}, {1, 2, 3, true, "zero3"}}, {8, 7});
   expect_equal_on_meshes(context_models::llama(true, 2),
                          {{2, 3, 1, false, "ddp"}, {1, 2, 6, false, "zero3", gathered}, {1, 4, 2, true, "zero3"}}, {16, 13});
+}
+
+TEST(Context, replicas_of_shards_over_dp_and_cp_train_as_the_unsharded_one) {
+  expect_equal_on_meshes(context_models::gpt(true),
+                         {{1, 2, 1, false, "hsdp", {}, false, 2},
+                          {2, 2, 2, true, "hfsdp", {}, false, 2},
+                          {2, 2, 1, false, "ddp", {}, false, 2}},
+                         {7});
 }
 
 TEST(Context, units_that_are_computed_again_run_the_ring_again) {
