@@ -1,9 +1,8 @@
 // Rank-threads outlive their worlds: a world starts clean whatever an earlier one left behind, many run at once, and an
 // error finds its way out of a backward pass.
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
-
-#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -29,6 +28,32 @@ TEST(CommThreads, ranks_use_as_many_torch_threads_as_their_caller) {
     run_threads(3, [&](std::shared_ptr<Comm>) { EXPECT_EQ(at::get_num_threads(), threads); });
   }
   at::set_num_threads(before);
+}
+
+// Also in groups of the world, and when the rank that allocated it lets go first.
+TEST(CommThreads, shared_memory_is_zero_aligned_and_written_for_all) {
+  run_threads(4, [](std::shared_ptr<Comm> world) {
+    const auto pair = world->split(world->rank() / 2, world->rank(), "pair");
+    for (const auto& group : {world, pair})
+      for (const int64_t bytes : {0, 5, 1 << 16}) {
+        at::Tensor memory = group->shared_memory(bytes);
+        ASSERT_EQ(memory.numel(), bytes);
+        EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.data_ptr()) % 64, 0u);
+        EXPECT_EQ(memory.count_nonzero().item<int64_t>(), 0);
+        group->barrier().wait();
+        const auto own = [&](int64_t rank) {
+          return memory.slice(0, bytes * rank / group->size(), bytes * (rank + 1) / group->size());
+        };
+        own(group->rank()).fill_(world->rank() + 1);
+        group->barrier().wait();
+        const int64_t first = world->rank() - group->rank();
+        for (int64_t r = 0; r < group->size(); ++r) EXPECT_TRUE((own(r) == first + r + 1).all().item<bool>());
+        group->barrier().wait();
+        if (group->rank() == 0) memory.reset();
+        group->barrier().wait();
+        if (group->rank() > 0 && bytes > 0) EXPECT_EQ(memory[bytes - 1].item<int64_t>(), first + group->size());
+      }
+  });
 }
 
 TEST(CommThreads, worlds_run_side_by_side_and_inside_each_other) {

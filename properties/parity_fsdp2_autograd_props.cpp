@@ -12,12 +12,10 @@ using parity::expect_near;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 const std::vector<Reshard> kReshards{Reshard::always(), Reshard::never(), Reshard::within(2)};
 
 void freeze(const torch::nn::Module& module, const std::function<bool(const std::string&)>& which, bool frozen = true) {

@@ -10,12 +10,9 @@
 
 using namespace shardproof;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
-
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 
 ShardOptions with(const std::string& strategy, const Precision& precision) {
   ShardOptions options = toy::options(strategy);

@@ -8,12 +8,10 @@
 using namespace shardproof;
 using parity::calls_of;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 constexpr int64_t kWorld = 4;
 
 // A forward without the head; then the head on the output in chunks, each with a backward of its own; then the rest.

@@ -11,12 +11,10 @@ using parity::expect_near;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 const Mesh kTwoByTwo({{"dp_replicate", 2}, {"dp_shard", 2}});
 constexpr int64_t kBlocks = 4, kWidth = 4;
 

@@ -6,27 +6,20 @@
 #include "shardproof/traced.h"
 
 using namespace shardproof;
+using parity::block_units;
 using parity::calls_of;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 constexpr int64_t kWorld = 4, kRows = 4 * kWorld + 1;
 const Mesh kTwoByTwo({{"dp_replicate", 2}, {"dp_shard", 2}});
 
 MakeTrainee make_blocks(int64_t count, int64_t width) {
   return [=] { return parity::trainee(parity::blocks(count, width), {3, width}); };
-}
-
-ShardOptions block_units(const std::string& strategy) {
-  ShardOptions options = toy::options(strategy);
-  options.units = by_type<parity::BlockImpl>();
-  return options;
 }
 
 }  // namespace

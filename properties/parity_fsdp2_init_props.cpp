@@ -12,12 +12,10 @@ using parity::expect_near;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 const Mesh kTwoByTwo({{"dp_replicate", 2}, {"dp_shard", 2}});
 
 std::vector<std::string> names_of(Sharded& sharded) {
@@ -60,19 +58,6 @@ TEST(Fsdp2Parity, units_own_what_no_inner_unit_does) {
 }
 
 TEST(Fsdp2Parity, a_module_registered_twice_trains_like_plain) {
-  const MakeTrainee make = [] {
-    auto model = std::make_shared<torch::nn::Module>("twice");
-    torch::nn::Linear shared(4, 4), own(4, 4);
-    model->register_module("a", shared);
-    model->register_module("b", shared);
-    model->register_module("c", own);
-    initialize_parameters(*model, 4, 0.5);
-    const auto forward = [shared = shared.ptr(), own = own.ptr()](at::Tensor x) {
-      for (int64_t i = 0; i < 2; ++i) x = at::tanh(call(shared, x));
-      return call(own, x).square().sum();
-    };
-    return parity::Trainee{model, [model, forward](int64_t salt) { return call_as(*model, forward, toy::data({3, 4}, salt)); }};
-  };
   for (const char* name : {"ddp", "zero3"}) {
     parity::Plan plan{.mesh = ranks(2), .options = toy::options(name)};
     plan.options.units = by_name("c");
@@ -81,7 +66,7 @@ TEST(Fsdp2Parity, a_module_registered_twice_trains_like_plain) {
       for (const auto& [key, value] : sharded.gather_parameters()) known.insert(key);
       EXPECT_TRUE(known.contains("a.weight") && known.contains("b.weight")) << "every name is known";
     };
-    expect_trains_like_plain(make, plan);
+    expect_trains_like_plain(parity::registered_twice, plan);
   }
 }
 

@@ -7,12 +7,10 @@
 using namespace shardproof;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
+using parity::ranks;
 
 namespace {
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 const Mesh kTwoByTwo({{"dp_replicate", 2}, {"dp_shard", 2}});
 
 // Parameters of no dims, one element, no elements, five dims and other strides than row-major.

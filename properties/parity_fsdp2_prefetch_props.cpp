@@ -9,12 +9,10 @@ using namespace shardproof;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 constexpr int64_t kLayers = 4;
 
 // Layers that all differ in size, so that the bytes of a gather tell whose it is.

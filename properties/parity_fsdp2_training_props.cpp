@@ -8,14 +8,12 @@ using namespace shardproof;
 using parity::expect_trains_like_plain;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
 
 const std::vector<Reshard> kReshards{Reshard::always(), Reshard::never(), Reshard::within(2)};
 
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
 
 MakeTrainee make_stack(std::vector<int64_t> widths) {
   return [widths] { return parity::trainee(parity::stack(widths), {4, widths.front()}); };

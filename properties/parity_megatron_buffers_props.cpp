@@ -9,25 +9,15 @@
 #include "shardproof/traced.h"
 
 using namespace shardproof;
+using parity::block_units;
 using parity::expect_near;
 using parity::expect_trains_like_plain;
+using parity::grid;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
-
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
-Mesh grid(int64_t replicas, int64_t shards) {
-  return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
-}
-
-ShardOptions block_units(const std::string& strategy) {
-  ShardOptions options = toy::options(strategy);
-  options.units = by_type<parity::BlockImpl>();
-  return options;
-}
 
 MakeTrainee make_blocks(int64_t count, int64_t width) {
   return [=] { return parity::trainee(parity::blocks(count, width), {3, width}); };

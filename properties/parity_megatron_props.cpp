@@ -10,17 +10,12 @@
 using namespace shardproof;
 using parity::expect_near;
 using parity::expect_trains_like_plain;
+using parity::grid;
 using parity::MakeTrainee;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
-
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
-Mesh grid(int64_t replicas, int64_t shards) {
-  return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
-}
 
 // Convolutions, then a linear map of the channels.
 class ConvNetImpl : public torch::nn::Module {

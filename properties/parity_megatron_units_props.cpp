@@ -13,19 +13,10 @@ using namespace shardproof;
 using parity::calls_of;
 using parity::expect_near;
 using parity::expect_trains_like_plain;
+using parity::grid;
 using parity::MakeTrainee;
 using parity::on_mesh;
-
-namespace {
-
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
-Mesh grid(int64_t replicas, int64_t shards) {
-  return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
-}
-
-}  // namespace
+using parity::ranks;
 
 TEST(MegatronParity, recomputation_leaves_every_unit_sharded) {
   for (const int64_t ahead : {0, 1, 2})

@@ -6,23 +6,13 @@
 #include "parity_training.h"
 
 using namespace shardproof;
+using parity::block_units;
 using parity::expect_near;
+using parity::grid;
 using parity::on_mesh;
+using parity::ranks;
 
 namespace {
-
-Mesh ranks(int64_t world) {
-  return Mesh({{"dp_shard", world}});
-}
-Mesh grid(int64_t replicas, int64_t shards) {
-  return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
-}
-
-ShardOptions block_units(const std::string& strategy) {
-  ShardOptions options = toy::options(strategy);
-  options.units = by_type<parity::BlockImpl>();
-  return options;
-}
 
 // The gradient of one sharded backward over the data of all ranks.
 parity::Tensors gradients_of(const Mesh& mesh, const ShardOptions& options, int64_t width = 6) {

@@ -86,4 +86,11 @@ TORCH_MODULE(Block);
 // `count` blocks, one after the other: "0", "1", ...
 torch::nn::Sequential blocks(int64_t count, int64_t width);
 
+// Every Block a unit of its own.
+inline shardproof::ShardOptions block_units(const std::string& strategy) {
+  shardproof::ShardOptions options = toy::options(strategy);
+  options.units = shardproof::by_type<BlockImpl>();
+  return options;
+}
+
 }  // namespace parity

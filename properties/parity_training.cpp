@@ -131,10 +131,23 @@ void train(const MakeTrainee& make, const Plan& plan, const std::shared_ptr<Mesh
 
 }  // namespace
 
+Trainee registered_twice() {
+  auto model = std::make_shared<torch::nn::Module>("twice");
+  torch::nn::Linear shared(4, 4), own(4, 4);
+  model->register_module("a", shared);
+  model->register_module("b", shared);
+  model->register_module("c", own);
+  initialize_parameters(*model, 4, 0.5);
+  const auto forward = [shared = shared.ptr(), own = own.ptr()](at::Tensor x) {
+    for (int64_t i = 0; i < 2; ++i) x = at::tanh(call(shared, x));
+    return call(own, x).square().sum();
+  };
+  return {model, [model, forward](int64_t salt) { return call_as(*model, forward, toy::data({3, 4}, salt)); }};
+}
+
 void expect_trains_like_plain(const MakeTrainee& make, const Plan& plan) {
   Wanted shared;
-  on_mesh(
-      plan.mesh, [&](std::shared_ptr<MeshComm> comms) { train(make, plan, comms, shared); }, plan.threads);
+  on_mesh(plan.mesh, [&](std::shared_ptr<MeshComm> comms) { train(make, plan, comms, shared); }, plan.threads);
 }
 
 at::Tensor combine(const std::vector<std::vector<at::Tensor>>& terms, const Mesh& mesh, const Strategy& row) {

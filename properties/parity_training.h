@@ -18,6 +18,11 @@ using shardproof::MeshComm;
 using shardproof::Sharded;
 using Tensors = std::map<std::string, at::Tensor>;
 
+inline shardproof::Mesh ranks(int64_t world) { return shardproof::Mesh({{"dp_shard", world}}); }
+inline shardproof::Mesh grid(int64_t replicas, int64_t shards) {
+  return shardproof::Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
+}
+
 // A model and its loss on the data that `salt` stands for. Made anew for every run, with the same values every time.
 struct Trainee {
   std::shared_ptr<torch::nn::Module> module;
@@ -31,6 +36,9 @@ Trainee trainee(Holder model, std::vector<int64_t> sizes) {
   return {model.ptr(),
           [model, sizes](int64_t salt) mutable { return shardproof::call(model, toy::data(sizes, salt)).square().sum(); }};
 }
+
+// One Linear registered as "a" and "b" and run twice, another as "c"; the loss is computed outside of any module's forward.
+Trainee registered_twice();
 
 struct Plan {
   shardproof::Mesh mesh{{{"dp_shard", 2}}};

@@ -128,6 +128,18 @@ struct AllToAll : torch::autograd::Function<AllToAll> {
   }
 };
 
+// `terms`: what is whole, forward or backward, are terms of a sum.
+at::Tensor joined(const at::Tensor& x, int64_t dim, int64_t length, bool terms, const char* name, Comm& group) {
+  dim = normal_dim(x, dim, name);
+  require_piece(x, dim, length, group, name);
+  return group.size() == 1 ? x : Gather::apply(x, dim, length, terms, &group);
+}
+
+at::Tensor cut(const at::Tensor& x, int64_t dim, bool terms, const char* name, Comm& group) {
+  dim = normal_dim(x, dim, name);
+  return group.size() == 1 ? x : Scatter::apply(x, dim, terms, &group);
+}
+
 }  // namespace
 
 at::Tensor Pending::result() {
@@ -168,25 +180,17 @@ at::Tensor copy(const at::Tensor& x, Comm& group) { return group.size() == 1 ? x
 at::Tensor reduce(const at::Tensor& x, Comm& group) { return group.size() == 1 ? x : ReduceSum::apply(x, &group); }
 
 at::Tensor gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
-  dim = normal_dim(x, dim, "gather");
-  require_piece(x, dim, length, group, "gather");
-  return group.size() == 1 ? x : Gather::apply(x, dim, length, /*terms=*/false, &group);
-}
-
-at::Tensor scatter(const at::Tensor& x, int64_t dim, Comm& group) {
-  dim = normal_dim(x, dim, "scatter");
-  return group.size() == 1 ? x : Scatter::apply(x, dim, /*terms=*/false, &group);
+  return joined(x, dim, length, /*terms=*/false, "gather", group);
 }
 
 at::Tensor all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
-  dim = normal_dim(x, dim, "all_gather");
-  require_piece(x, dim, length, group, "all_gather");
-  return group.size() == 1 ? x : Gather::apply(x, dim, length, /*terms=*/true, &group);
+  return joined(x, dim, length, /*terms=*/true, "all_gather", group);
 }
 
+at::Tensor scatter(const at::Tensor& x, int64_t dim, Comm& group) { return cut(x, dim, /*terms=*/false, "scatter", group); }
+
 at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group) {
-  dim = normal_dim(x, dim, "reduce_scatter");
-  return group.size() == 1 ? x : Scatter::apply(x, dim, /*terms=*/true, &group);
+  return cut(x, dim, /*terms=*/true, "reduce_scatter", group);
 }
 
 at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group) {

@@ -18,6 +18,13 @@ LossScaler::LossScaler(LossScalerOptions options) : options_(options), scale_(op
       options.initial, options.growth, options.backoff, options.growth_interval, options.scale_min);
 }
 
+void LossScaler::set_state(const State& state) {
+  SHARD_REQUIRE(state.scale > 0 && std::isfinite(state.scale) && state.good_steps >= 0, "loss_scaler",
+                "a state needs a scale above 0 and good_steps of at least 0, got {} and {}", state.scale, state.good_steps);
+  scale_ = state.scale;
+  good_steps_ = state.good_steps;
+}
+
 at::Tensor LossScaler::scale(const at::Tensor& loss) const { return loss * scale_; }
 
 bool LossScaler::unscale(Sharded& sharded) {

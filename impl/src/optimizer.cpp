@@ -134,6 +134,38 @@ int64_t Optimizer::updates(const std::string& parameter) const {
   throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));
 }
 
+std::vector<Optimizer::Group> Optimizer::groups() const {
+  std::vector<Group> result(groups_.size());
+  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  for (size_t b = 0; b < buckets.size(); ++b)
+    for (size_t i = 0; i < held_[b].size(); ++i)
+      result[held_[b][i].group].parameters.push_back(buckets[b]->layout().slots()[i].name);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    result[g].slots = groups_[g].rule->slots();
+    result[g].settings = groups_[g].rule->settings();
+    for (auto& [name, value] : result[g].settings)
+      if (auto* number = std::get_if<double>(&value))
+        *number *= name == "lr" ? lr_factor_ * groups_[g].lr_factor : name == "weight_decay" ? groups_[g].decay_factor : 1;
+  }
+  std::erase_if(result, [](const Group& group) { return group.parameters.empty(); });
+  return result;
+}
+
+void Optimizer::restore(const std::string& parameter, int64_t updates, bool with_state) {
+  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  for (size_t b = 0; b < buckets.size(); ++b)
+    for (size_t i = 0; i < held_[b].size(); ++i) {
+      if (buckets[b]->layout().slots()[i].name != parameter) continue;
+      held_[b][i].updates = updates;
+      if (with_state)
+        allocate_state(b, i);
+      else
+        held_[b][i].state.clear();
+      return;
+    }
+  throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));
+}
+
 std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<UpdateRule> rule) {
   const auto is_spared = [](const std::string& name, const Shape& shape) {
     return shape.size() < 2 || name.find("norm") != std::string::npos || name.find("ln_") != std::string::npos;

@@ -23,18 +23,12 @@ ParallelState::ParallelState(std::shared_ptr<MeshComm> comms, ParallelPlan plan)
 
 void ParallelState::add(const at::Tensor& parameter, ParallelParameter description) {
   of_tensor_[parameter.unsafeGetTensorImpl()] = parameters_.size();
-  of_name_[description.name] = parameters_.size();
   parameters_.push_back(std::move(description));
 }
 
 const ParallelParameter* ParallelState::find(const at::Tensor& parameter) const {
   const auto found = of_tensor_.find(parameter.unsafeGetTensorImpl());
   return found == of_tensor_.end() ? nullptr : &parameters_[found->second];
-}
-
-const ParallelParameter* ParallelState::find(const std::string& name) const {
-  const auto found = of_name_.find(name);
-  return found == of_name_.end() ? nullptr : &parameters_[found->second];
 }
 
 at::Tensor ParallelState::cut(const TensorCut& cut, const at::Tensor& whole) const {

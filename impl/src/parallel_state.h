@@ -27,7 +27,6 @@ class ParallelState {
   void add(const at::Tensor& parameter, ParallelParameter description);
   // Null when the parameter is whole on every rank and its gradient is, too.
   const ParallelParameter* find(const at::Tensor& parameter) const;
-  const ParallelParameter* find(const std::string& name) const;
   const std::vector<ParallelParameter>& parameters() const { return parameters_; }
 
   // The rank's cut of a whole parameter, and back.
@@ -49,7 +48,6 @@ class ParallelState {
   Comm* group_;
   std::vector<ParallelParameter> parameters_;
   std::unordered_map<const c10::TensorImpl*, size_t> of_tensor_;
-  std::unordered_map<std::string, size_t> of_name_;
   int64_t sequence_length_ = 0;
 };
 

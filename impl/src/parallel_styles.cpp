@@ -41,13 +41,12 @@ void cut_parameter(ParallelState& state, const at::Tensor& parameter, TensorCut 
   validate(cut, shape, state.parts(), fmt::format("parameter {}", name));
   const int64_t terms = cut.copies(state.parts());
   at::NoGradGuard no_grad;
-  at::Tensor& target = const_cast<at::Tensor&>(parameter);
   if (!parameter.is_meta()) {
     at::Tensor whole = parameter.detach().contiguous();
     state.group().broadcast(whole, 0).wait();
-    target.set_data(state.cut(cut, whole));
+    parameter.set_data(state.cut(cut, whole));
   } else {
-    target.set_data(at::empty(cut.local_shape(shape, state.parts(), state.part()), parameter.options()));
+    parameter.set_data(at::empty(cut.local_shape(shape, state.parts(), state.part()), parameter.options()));
   }
   state.add(parameter, {name, shape, std::move(cut), terms});
 }

@@ -49,6 +49,7 @@ class Schedule {
   // A step is over. The optimizer changed parameters: whatever is gathered is stale.
   void end_step(bool parameters_changed);
   int64_t step() const { return step_; }
+  void set_step(int64_t step) { step_ = step; }  // of a run that is resumed
   int64_t rank() const { return options_.rank; }
 
   bool in_backward() const { return in_backward_; }

@@ -24,6 +24,7 @@ class ShardedState {
                const std::vector<Sharding::Entry>& entries);
   ~ShardedState();
 
+  const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   MeshComm& comms() { return *comms_; }
   const ShardOptions& options() const { return options_; }
   const Strategy& strategy() const { return strategy_; }  // on this mesh

@@ -70,18 +70,15 @@ std::shared_ptr<Comm> ThreadComm::split(int64_t color, int64_t key, std::string 
   return std::make_shared<ThreadComm>(world_, world_->join_group(id, name, ranks), position);
 }
 
-// The first rank's allocation; the others learn its address, and each has a tensor of its own that keeps it alive.
+// The first rank's allocation, left with the group until the others, too, have a tensor of their own that keeps it alive.
 at::Tensor ThreadComm::shared_memory(int64_t bytes) {
-  at::Tensor memory, address = at::zeros({1}, at::kLong);
-  if (rank_ == 0) {
-    memory = at::zeros({bytes}, at::kByte);
-    *address.mutable_data_ptr<int64_t>() = reinterpret_cast<int64_t>(&memory);
-  }
-  broadcast(address, 0).wait();
-  const auto* first = reinterpret_cast<const at::Tensor*>(*address.const_data_ptr<int64_t>());
+  if (rank_ == 0) group_->shared = at::zeros({bytes}, at::kByte);
+  barrier().wait();
+  const at::Tensor& memory = group_->shared;
   const at::Tensor mine =
-      at::from_blob(first->data_ptr(), {bytes}, [storage = first->storage()](void*) {}, at::TensorOptions(at::kByte));
-  barrier().wait();  // `memory` of the first rank is on its stack
+      at::from_blob(memory.data_ptr(), {bytes}, [storage = memory.storage()](void*) {}, at::TensorOptions(at::kByte));
+  barrier().wait();
+  if (rank_ == 0) group_->shared.reset();
   return mine;
 }
 

@@ -82,6 +82,7 @@ struct Group {
   const std::vector<int64_t> ranks;  // in the world
   Stream collectives;
   std::map<std::tuple<int64_t, int64_t, int64_t>, Stream> channels;  // by source, target, tag
+  at::Tensor shared;  // while ranks take it over; written by the first of them, between barriers
 };
 
 }  // namespace shardproof::threads

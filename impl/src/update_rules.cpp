@@ -62,6 +62,14 @@ class Sgd final : public UpdateRule {
     return options_.momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
   }
 
+  std::vector<Setting> settings() const override {
+    return {{"lr", options_.lr},           {"momentum", options_.momentum},
+            {"dampening", 0.0},            {"weight_decay", options_.weight_decay},
+            {"nesterov", options_.nesterov}, {"maximize", false},
+            {"foreach", std::monostate()}, {"differentiable", false},
+            {"fused", std::monostate()}};
+  }
+
   void update(const Update& u) const override {
     dispatch(u, [&]<class Real>(Real) {
       return
@@ -96,6 +104,20 @@ class AdamRule final : public UpdateRule {
   }
 
   std::vector<std::string> slots() const override { return {"exp_avg", "exp_avg_sq"}; }
+
+  std::vector<Setting> settings() const override {
+    return {{"lr", options_.lr},
+            {"betas", std::pair(options_.beta1, options_.beta2)},
+            {"eps", options_.eps},
+            {"weight_decay", options_.weight_decay},
+            {"amsgrad", false},
+            {"maximize", false},
+            {"foreach", std::monostate()},
+            {"capturable", false},
+            {"differentiable", false},
+            {"fused", std::monostate()},
+            {"decoupled_weight_decay", decoupled_}};
+  }
 
   void update(const Update& u) const override {
     const double lr = options_.lr * u.lr_factor, weight_decay = options_.weight_decay * u.decay_factor;
@@ -132,6 +154,10 @@ class Lion final : public UpdateRule {
   }
 
   std::vector<std::string> slots() const override { return {"exp_avg"}; }
+
+  std::vector<Setting> settings() const override {
+    return {{"lr", options_.lr}, {"betas", std::pair(options_.beta1, options_.beta2)}, {"weight_decay", options_.weight_decay}};
+  }
 
   void update(const Update& u) const override {
     const double lr = options_.lr * u.lr_factor;

@@ -29,6 +29,16 @@ class LossScaler {
   explicit LossScaler(LossScalerOptions options);
 
   double value() const { return scale_; }
+  // What a resumed run needs.
+  struct State {
+    double scale = 0;
+    int64_t good_steps = 0;  // in a row
+    bool operator==(const State&) const = default;
+  };
+  State state() const { return {scale_, good_steps_}; }
+  // Throws Error when it is out of range.
+  void set_state(const State& state);
+
   at::Tensor scale(const at::Tensor& loss) const;
 
   // After the last backward: divides gradients by the scale and returns true; or, when an element on any rank is NaN or

@@ -7,6 +7,8 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "shardproof/fully_shard.h"
@@ -73,6 +75,9 @@ struct Update {
   double decay_factor = 1;
 };
 
+// A setting by its name; nothing is Python's None.
+using Setting = std::pair<std::string, std::variant<std::monostate, bool, double, std::pair<double, double>>>;
+
 // A new optimizer is a subclass.
 class UpdateRule {
  public:
@@ -81,6 +86,9 @@ class UpdateRule {
   virtual std::vector<std::string> slots() const = 0;
   // Whether runs must be whole parameters.
   virtual bool needs_whole_parameters() const { return false; }
+  // What PyTorch's optimizer of this kind has in its param_groups, so that it reads our checkpoints. Of a rule without a
+  // counterpart there: its numbers.
+  virtual std::vector<Setting> settings() const { return {}; }
   // May depend on its arguments alone.
   virtual void update(const Update& update) const = 0;
 };
@@ -122,6 +130,16 @@ class Optimizer {
   std::vector<Piece> state(const std::string& slot) const;
   // Updates of a parameter so far. Throws Error for an unknown one.
   int64_t updates(const std::string& parameter) const;
+
+  // For checkpoints. Groups with the parameters that they took, in order; those without any are left out.
+  struct Group {
+    std::vector<std::string> parameters;
+    std::vector<std::string> slots;
+    std::vector<Setting> settings;  // rates and decays times the factors of now
+  };
+  std::vector<Group> groups() const;
+  // After `updates` updates: with state (zero where there was none; this rank's part of it), or without.
+  void restore(const std::string& parameter, int64_t updates, bool with_state);
 
  private:
   // State of one run of a parameter.

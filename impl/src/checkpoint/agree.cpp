@@ -1,0 +1,48 @@
+#include "agree.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "shardproof/check.h"
+
+namespace shardproof::checkpoint {
+
+std::vector<std::string> gather_texts(Comm& comm, const std::string& mine) {
+  at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong);
+  at::Tensor lengths = at::zeros({comm.size()}, at::kLong);
+  comm.all_gather(lengths, length).wait();
+  const int64_t longest = lengths.max().item<int64_t>();
+  std::vector<std::string> texts(static_cast<size_t>(comm.size()));
+  if (longest == 0) return texts;
+  at::Tensor text = at::zeros({longest}, at::kByte), all = at::zeros({comm.size() * longest}, at::kByte);
+  std::memcpy(text.mutable_data_ptr(), mine.data(), mine.size());
+  comm.all_gather(all, text).wait();
+  for (int64_t rank = 0; rank < comm.size(); ++rank)
+    texts[static_cast<size_t>(rank)].assign(static_cast<const char*>(all.const_data_ptr()) + rank * longest,
+                                            static_cast<size_t>(lengths.const_data_ptr<int64_t>()[rank]));
+  return texts;
+}
+
+void agree(Comm& comm, const std::string& error) {
+  at::Tensor failed = at::full({1}, static_cast<int64_t>(!error.empty()), at::kLong);
+  comm.all_reduce(failed, Reduce::max).wait();
+  if (failed.item<int64_t>() == 0) return;
+  const std::vector<std::string> errors = gather_texts(comm, error);
+  const auto first = std::find_if(errors.begin(), errors.end(), [](const std::string& e) { return !e.empty(); });
+  throw Error(comm.size() == 1 ? *first : fmt::format("{} (rank {})", *first, first - errors.begin()));
+}
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const BrokenInvariant&) {
+    throw;
+  } catch (const std::exception& error) {
+    return error.what()[0] == '\0' ? "[checkpoint] an error without a message" : error.what();
+  }
+  return "";
+}
+
+}  // namespace shardproof::checkpoint

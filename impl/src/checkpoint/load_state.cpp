@@ -1,0 +1,246 @@
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../sharded_state.h"
+#include "agree.h"
+#include "save_plan.h"
+#include "shardproof/check.h"
+#include "shardproof/checkpoint/saved_state.h"
+#include "state_names.h"
+#include "trainer_values.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+// What becomes of the optimizer's state of a parameter.
+struct Restored {
+  std::string parameter;
+  int64_t updates = 0;
+  std::vector<std::string> slots;  // none: it has no state in the checkpoint
+};
+
+// What is loaded, and what does not fit. The same on every rank.
+struct Matched {
+  std::vector<std::pair<std::string, std::string>> parameters;  // name, key
+  std::vector<std::string> plain;
+  std::vector<Restored> states;
+  std::vector<std::string> misfits;
+};
+
+class Matcher {
+ public:
+  Matcher(const Checkpoint& checkpoint, const ModelNames& names) : checkpoint_(checkpoint), names_(names) {}
+
+  Matched match(const std::vector<Optimizer::Group>* groups, const std::function<int64_t(const std::string&)>& updates_of) {
+    for (const auto& [name, parameter] : names_.parameters) match_parameter(name, parameter);
+    for (const auto& [name, tensor] : names_.plain)
+      if (fits(model_key(name), tensor.scalar_type(), tensor.sizes().vec())) result_.plain.push_back(name);
+    if (groups)
+      for (const Optimizer::Group& group : *groups)
+        for (const std::string& name : group.parameters) match_state(name, group.slots, updates_of);
+    find_extra(groups != nullptr);
+    return std::move(result_);
+  }
+
+ private:
+  bool fits(const std::string& key, Dtype dtype, const Shape& sizes) {
+    known_.insert(key);
+    const auto found = checkpoint_.tensors.find(key);
+    if (found == checkpoint_.tensors.end()) {
+      result_.misfits.push_back(fmt::format("{} is missing from the checkpoint", key));
+      return false;
+    }
+    const StoredTensor& stored = found->second;
+    if (stored.sizes != sizes)
+      result_.misfits.push_back(fmt::format("{} has shape [{}] in the checkpoint and [{}] here", key,
+                                            fmt::join(stored.sizes, ", "), fmt::join(sizes, ", ")));
+    else if (stored.dtype != dtype)
+      result_.misfits.push_back(
+          fmt::format("{} is {} in the checkpoint and {} here", key, names_of(stored.dtype).torch, names_of(dtype).torch));
+    return stored.sizes == sizes && stored.dtype == dtype;
+  }
+
+  // A tied parameter is there if it is under any of its names.
+  void match_parameter(const std::string& name, const ModelParameter& parameter) {
+    std::string chosen = name;
+    for (const std::string& other : parameter.other_names) {
+      known_.insert(model_key(other));
+      if (!checkpoint_.tensors.contains(model_key(chosen)) && checkpoint_.tensors.contains(model_key(other))) chosen = other;
+    }
+    known_.insert(model_key(name));
+    if (fits(model_key(chosen), parameter.dtype, parameter.sizes)) result_.parameters.emplace_back(name, model_key(chosen));
+  }
+
+  void match_state(const std::string& name, const std::vector<std::string>& slots,
+                   const std::function<int64_t(const std::string&)>& updates_of) {
+    known_.insert(state_key(name, "step"));
+    const ModelParameter& parameter = names_.parameters.at(name);
+    const bool saved = std::any_of(slots.begin(), slots.end(), [&](const std::string& slot) {
+      return checkpoint_.tensors.contains(state_key(name, slot));
+    });
+    // Before the first update state is zero, or is not there yet.
+    if (!saved && (!parameter.trains || updates_of(name) == 0)) return result_.states.push_back({name, 0, {}});
+    bool all = true;
+    for (const std::string& slot : slots) all &= fits(state_key(name, slot), parameter.dtype, parameter.sizes);
+    if (all) result_.states.push_back({name, std::max<int64_t>(0, updates_of(name)), slots});
+  }
+
+  void find_extra(bool with_optimizer) {
+    const auto check = [&](const std::string& key) {
+      const bool ours = key.starts_with("model.") || (with_optimizer && key.starts_with("optim.state."));
+      if (ours && !known_.contains(key))
+        result_.misfits.push_back(fmt::format("{} is in the checkpoint and nothing here has that name", key));
+    };
+    for (const auto& [key, tensor] : checkpoint_.tensors) check(key);
+    for (const auto& [key, extent] : checkpoint_.values) check(key);
+  }
+
+  const Checkpoint& checkpoint_;
+  const ModelNames& names_;
+  std::set<std::string> known_;
+  Matched result_;
+};
+
+// One load, on one rank.
+class Loader {
+ public:
+  Loader(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options)
+      : directory_(directory), sharded_(sharded), optimizer_(optimizer), options_(options) {}
+
+  // Reads what describes the checkpoint. Throws when it does not fit.
+  void match() {
+    checkpoint_ = open_checkpoint(*options_.files, directory_);
+    names_ = names_of_model(sharded_);
+    std::map<std::string, int64_t> updates;
+    if (checkpoint_.values.contains(kUpdates)) {
+      const Value saved = value(kUpdates);
+      for (const auto& [name, count] : saved.as_dict(kUpdates)) updates[name.as_string(kUpdates)] = count.as_int(kUpdates);
+    }
+    BoxReader reader(*options_.files, directory_, checkpoint_, options_.read);
+    const auto updates_of = [&](const std::string& name) -> int64_t {
+      const std::string step = state_key(name, "step");
+      if (const auto found = updates.find(name); found != updates.end()) return found->second;
+      if (checkpoint_.tensors.contains(step)) return static_cast<int64_t>(reader.read(step).item<double>());
+      return -1;
+    };
+    std::vector<Optimizer::Group> groups;
+    if (optimizer_) groups = optimizer_->groups();
+    matched_ = Matcher(checkpoint_, names_).match(optimizer_ ? &groups : nullptr, updates_of);
+    loaded_.trainer = trainer_of(checkpoint_, sharded_.rank(), [&](const std::string& name) { return value(name); });
+    const auto& misfits = matched_.misfits;
+    SHARD_REQUIRE(options_.partial || misfits.empty(), "checkpoint",
+                  "{} does not fit this model, and nothing was loaded: {}{}. LoadOptions::partial loads what fits", directory_,
+                  fmt::join(misfits.begin(), misfits.begin() + std::min<int64_t>(8, std::ssize(misfits)), "; "),
+                  misfits.size() > 8 ? fmt::format("; and {} more", misfits.size() - 8) : "");
+    loaded_.skipped = misfits;
+  }
+
+  // Reads everything into memory of its own.
+  void check() {
+    BoxReader reader(*options_.files, directory_, checkpoint_, options_.read);
+    std::vector<char> memory;
+    const auto read_runs = [&](const std::string& key, const std::vector<Interval>& runs) {
+      const StoredTensor& stored = checkpoint_.tensors.at(key);
+      for (const PlannedBox& part : boxes_of(key, stored.sizes, runs)) {
+        memory.resize(static_cast<size_t>(numel(part.box) * names_of(stored.dtype).bytes));
+        read_box(reader, key, part.box, memory.data());
+      }
+    };
+    const std::map<std::string, std::vector<Interval>> runs = local_runs();
+    for (const auto& [name, key] : matched_.parameters)
+      if (const auto held = runs.find(name); held != runs.end()) read_runs(key, held->second);
+    for (const Restored& state : matched_.states)
+      for (const std::string& slot : state.slots)
+        if (const auto held = runs.find(state.parameter); held != runs.end())
+          read_runs(state_key(state.parameter, slot), held->second);
+    for (const std::string& name : matched_.plain)
+      read_runs(model_key(name), {{0, numel(checkpoint_.tensors.at(model_key(name)).sizes)}});
+  }
+
+  // Into the model.
+  void fill() {
+    at::NoGradGuard no_grad;
+    BoxReader reader(*options_.files, directory_, checkpoint_, options_.read);
+    std::map<std::string, std::string> keys(matched_.parameters.begin(), matched_.parameters.end());
+    for (const Piece& piece : sharded_.main_parameters())
+      if (const auto key = keys.find(piece.name); key != keys.end()) read_piece(reader, key->second, piece);
+    for (const std::string& name : matched_.plain) {
+      const at::Tensor& tensor = names_.plain.at(name);
+      if (tensor.numel() > 0) tensor.copy_(reader.read(model_key(name)));
+    }
+    std::set<std::string> restored;
+    for (const Restored& state : matched_.states) {
+      optimizer_->restore(state.parameter, state.updates, !state.slots.empty());
+      for (const std::string& slot : state.slots) restored.insert(state_key(state.parameter, slot));
+    }
+    if (optimizer_)
+      for (const std::string& slot : optimizer_->slots())
+        for (const Piece& piece : optimizer_->state(slot))
+          if (const std::string key = state_key(piece.name, slot); restored.contains(key)) read_piece(reader, key, piece);
+    loaded_.counts = reader.counts();
+  }
+
+  Loaded take() { return std::move(loaded_); }
+
+ private:
+  Value value(const std::string& name) {
+    return read_value(*options_.files, directory_, name, checkpoint_.values.at(name));
+  }
+
+  static void read_box(BoxReader& reader, const std::string& key, const Box& box, char* to) {
+    Shape strides(box.size());
+    int64_t stride = 1;
+    for (size_t d = box.size(); d-- > 0; stride *= box[d].size()) strides[d] = stride;
+    reader.read(key, box, to, strides);
+  }
+
+  void read_piece(BoxReader& reader, const std::string& key, const Piece& piece) {
+    auto* to = static_cast<char*>(piece.data.data_ptr());
+    for (const PlannedBox& part : boxes_of(key, piece.shape, {piece.run})) {
+      read_box(reader, key, part.box, to);
+      to += numel(part.box) * static_cast<int64_t>(piece.data.element_size());
+    }
+  }
+
+  // What this rank holds of each parameter, and of its state, allocated or not.
+  std::map<std::string, std::vector<Interval>> local_runs() {
+    std::map<std::string, std::vector<Interval>> runs;
+    for (const Piece& piece : sharded_.main_parameters()) runs[piece.name].push_back(piece.run);
+    for (auto& [name, held] : runs)
+      std::sort(held.begin(), held.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
+    return runs;
+  }
+
+  const std::string& directory_;
+  Sharded& sharded_;
+  Optimizer* optimizer_;
+  const LoadOptions& options_;
+  Checkpoint checkpoint_;
+  ModelNames names_;
+  Matched matched_;
+  Loaded loaded_;
+};
+
+}  // namespace
+
+Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
+  ShardedState& state = sharded.state();
+  Comm& world = state.comms().world();
+  Loader loader(directory, sharded, optimizer, options);
+  agree_on(world, [&] { loader.match(); });
+  if (options.check_before) agree_on(world, [&] { loader.check(); });
+  sharded.zero_gradients();
+  for (Bucket* bucket : state.schedule().buckets()) bucket->begin_update();
+  const std::string error = error_of([&] { loader.fill(); });
+  agree(world, error.empty() ? ""
+                             : error + " This was found while loading: the model now has some of the checkpoint's values.");
+  sharded.main_parameters_changed();
+  Loaded loaded = loader.take();
+  state.schedule().set_step(loaded.trainer.step);
+  return loaded;
+}
+
+}  // namespace shardproof::checkpoint

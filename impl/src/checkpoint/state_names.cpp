@@ -1,0 +1,34 @@
+#include "state_names.h"
+
+#include "../sharded_state.h"
+
+namespace shardproof::checkpoint {
+
+ModelNames names_of_model(Sharded& sharded) {
+  ShardedState& state = sharded.state();
+  ModelNames names;
+  for (const Bucket* bucket : state.schedule().buckets())
+    for (size_t i = 0; i < bucket->layout().slots().size(); ++i) {
+      const Slot& slot = bucket->layout().slots()[i];
+      names.parameters[slot.name] = {bucket->rules().main, slot.whole, bucket->trains(static_cast<int64_t>(i)), {}};
+    }
+  std::set<std::string> sharded_names;
+  for (const auto& [name, first] : state.aliases()) {
+    sharded_names.insert(name);
+    if (name != first) names.parameters.at(first).other_names.push_back(name);
+  }
+  for (const auto& item : state.module()->named_parameters())
+    if (item.value().defined() && !sharded_names.contains(item.key())) names.plain[item.key()] = item.value();
+  for (const auto& item : state.module()->named_buffers())
+    if (item.value().defined()) names.plain[item.key()] = item.value();
+  return names;
+}
+
+std::string model_key(const std::string& name) { return "model." + name; }
+std::string state_key(const std::string& parameter, const std::string& slot) {
+  return "optim.state." + parameter + "." + slot;
+}
+Path model_path(const std::string& name) { return {"model", name}; }
+Path state_path(const std::string& parameter, const std::string& slot) { return {"optim", "state", parameter, slot}; }
+
+}  // namespace shardproof::checkpoint

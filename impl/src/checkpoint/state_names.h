@@ -1,0 +1,34 @@
+// What a model and its optimizer have, by the names that checkpoints use.
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "shardproof/checkpoint/dcp.h"
+#include "shardproof/fully_shard.h"
+#include "shardproof/optimizer.h"
+
+namespace shardproof::checkpoint {
+
+struct ModelParameter {
+  Dtype dtype = Dtype::Float;  // of the main parameter
+  Shape sizes;
+  bool trains = false;
+  std::vector<std::string> other_names;  // of a tied one
+};
+
+// The same on every rank.
+struct ModelNames {
+  std::map<std::string, ModelParameter> parameters;  // sharded ones, by their first name
+  std::map<std::string, at::Tensor> plain;           // buffers, and parameters that are not sharded: whole on every rank
+};
+ModelNames names_of_model(Sharded& sharded);
+
+std::string model_key(const std::string& name);
+std::string state_key(const std::string& parameter, const std::string& slot);
+Path model_path(const std::string& name);
+Path state_path(const std::string& parameter, const std::string& slot);
+
+}  // namespace shardproof::checkpoint

@@ -1,0 +1,29 @@
+// TrainerState and settings of the optimizer as values of a checkpoint.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "shardproof/checkpoint/saved_state.h"
+#include "state_names.h"
+
+namespace shardproof::checkpoint {
+
+struct NamedValue {
+  std::string name;
+  Path path;
+  Value value;
+};
+
+inline constexpr const char* kUpdates = "shardproof.updates";  // of each parameter, by name
+
+// What this rank writes.
+std::vector<NamedValue> trainer_values(const TrainerState& trainer, int64_t rank);
+std::vector<NamedValue> optimizer_values(const Optimizer& optimizer);
+
+// `read` is called with names of values only. Names that are unknown are ignored.
+TrainerState trainer_of(const Checkpoint& checkpoint, int64_t rank, const std::function<Value(const std::string&)>& read);
+
+}  // namespace shardproof::checkpoint

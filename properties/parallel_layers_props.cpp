@@ -1,0 +1,155 @@
+// Layers of tensor parallelism, and modules made of them, beside their plain selves.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
+
+#include "expect_error.h"
+#include "parallel_pieces.h"
+#include "shardproof/shardproof.h"
+#include "toy_modules.h"
+
+using namespace shardproof;
+using pieces::integers;
+using pieces::piece_of;
+
+// The case that DTensor got wrong: tensor parallelism cuts dim 0, and the data-parallel strategy cuts what is left of it.
+TEST(TensorParallel, what_tp_and_dp_both_cut_along_dim_0_is_gathered_exactly) {
+  for (const auto& [tp, dp] : std::vector<std::pair<int64_t, int64_t>>{{2, 2}, {2, 3}, {3, 2}, {4, 2}})
+    for (int64_t rows = 1; rows <= 3 * tp * dp; ++rows)
+      run_threads(tp * dp, [&](std::shared_ptr<Comm> comm) {
+        auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", dp}, {"tp", tp}}));
+        torch::nn::Linear linear(3, rows);
+        const at::Tensor weight = integers({rows, 3}, rows), bias = integers({rows}, 1);
+        {
+          const at::NoGradGuard no_grad;
+          linear->weight.copy_(weight);
+          linear->bias.copy_(bias);
+        }
+        const TensorParallel parallel = parallelize(linear.ptr(), comms, {.styles = {{"", ColumnParallel{}}}});
+        EXPECT_EQ(linear->weight.size(0), piece({}, rows, tp, comms->mesh().coordinate(comm->rank(), "tp")).size());
+        Sharded sharded = fully_shard(linear.ptr(), comms, toy::options("zero3"));
+        const auto whole = sharded.gather_parameters();
+        EXPECT_TRUE(at::equal(whole[0].second, weight)) << rows;
+        EXPECT_TRUE(at::equal(whole[1].second, bias)) << rows;
+        int64_t elements = 0;
+        for (const Piece& piece : sharded.parameters()) {
+          const at::Tensor& from = piece.name == "weight" ? weight : bias;
+          EXPECT_EQ(piece.shape, from.sizes().vec());
+          EXPECT_TRUE(at::equal(piece.data, from.view({-1}).narrow(0, piece.run.begin, piece.run.size())));
+          elements += piece.run.size();
+        }
+        at::Tensor sum = at::full({1}, elements, at::kLong);
+        comm->all_reduce(sum).wait();
+        EXPECT_EQ(sum.item<int64_t>(), rows * 4);
+      });
+}
+TEST(TensorParallel, cross_entropy_of_cut_logits_is_that_of_whole_ones) {
+  const at::Tensor logits = at::sin(at::arange(6 * 13, at::kDouble)).view({6, 13}) * 3;
+  const at::Tensor targets = at::tensor({3, 0, -100, 9, 5, 2}, at::kLong);
+  for (const int64_t n : {1, 2, 4, 5})
+    for (const double smoothing : {0.0, 0.2})
+      for (const int64_t vocab : {13, 10})
+        for (const bool mean : {true, false}) {
+          const at::Tensor whole = logits.clone().set_requires_grad(true);
+          const at::Tensor expected =
+              at::cross_entropy_loss(whole.narrow(1, 0, vocab), targets, {}, mean ? 1 : 2, -100, smoothing);
+          expected.backward();
+          run_threads(n, [&](std::shared_ptr<Comm> comm) {
+            const at::Tensor own = piece_of(logits, 1, n, comm->rank()).clone().set_requires_grad(true);
+            const at::Tensor loss = vocab_parallel_cross_entropy(own, targets, 13, *comm,
+                                                                 {.mean = mean, .label_smoothing = smoothing, .vocab = vocab});
+            loss.backward();
+            EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-12);
+            const at::Tensor gradient = piece_of(whole.grad(), 1, n, comm->rank());
+            if (gradient.numel() > 0) EXPECT_LT((own.grad() - gradient).abs().max().item<double>(), 1e-14);
+          });
+        }
+  expect_error(
+      [&] { run_threads(2, [&](std::shared_ptr<Comm> comm) { vocab_parallel_cross_entropy(logits, targets, 13, *comm); }); },
+      {"vocab_parallel_cross_entropy", "log(2)"});
+}
+
+TEST(TensorParallel, a_mesh_with_ranks_along_tp_that_nothing_was_cut_along_is_refused) {
+  expect_error(
+      [] {
+        run_threads(2, [](std::shared_ptr<Comm> comm) {
+          torch::nn::Linear linear(3, 4);
+          fully_shard(linear.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}, {"tp", 2}})),
+                      toy::options("zero3"));
+        });
+      },
+      {"tp", "Call parallelize before fully_shard"});
+}
+
+namespace {
+
+// What a module made parallel computes, and the gradients of its whole parameters, beside the same of the plain one. Integers:
+// every bit must agree.
+void expect_as_plain(const std::function<std::shared_ptr<torch::nn::Module>()>& make, const ParallelPlan& plan,
+                     const std::function<at::Tensor(torch::nn::Module&, const at::Tensor&)>& forward, const at::Tensor& x) {
+  const auto fill = [](torch::nn::Module& module) {
+    const at::NoGradGuard no_grad;
+    int64_t salt = 1;
+    for (at::Tensor& p : module.parameters()) p.copy_(integers(p.sizes().vec(), salt++));
+  };
+  const auto input = [&] { return x.is_floating_point() ? x.clone().set_requires_grad(true) : x; };
+  const auto plain = make();
+  fill(*plain);
+  const at::Tensor plain_x = input(), expected = forward(*plain, plain_x), dy = integers(expected.sizes().vec(), 5);
+  expected.backward(dy);
+  for (const int64_t tp : {1, 2, 3})
+    run_threads(tp, [&](std::shared_ptr<Comm> comm) {
+      const auto module = make();
+      fill(*module);
+      const auto parallel = parallelize(module, std::make_shared<MeshComm>(comm, Mesh({{"tp", tp}})), plan);
+      const at::Tensor own_x = input(), y = forward(*module, own_x);
+      EXPECT_TRUE(at::equal(y, expected)) << tp;
+      y.backward(dy);
+      if (x.is_floating_point()) EXPECT_TRUE(at::equal(own_x.grad(), plain_x.grad())) << tp;
+      const auto whole = plain->named_parameters();
+      for (const auto& item : module->named_parameters()) {
+        at::Tensor gradient = whole[item.key()].grad();
+        for (const ParallelParameter& known : parallel.parameters())
+          if (known.name == item.key() && known.cut) gradient = piece_of(gradient, known.cut->dim, tp, comm->rank());
+        EXPECT_TRUE(at::equal(item.value().grad(), gradient)) << item.key() << " tp " << tp;
+      }
+    });
+}
+
+at::Tensor forward_linear(torch::nn::Module& module, const at::Tensor& x) {
+  return call(dynamic_cast<torch::nn::LinearImpl&>(module), x);
+}
+
+}  // namespace
+
+TEST(TensorParallel, a_column_layer_that_gathers_its_output_is_the_plain_one) {
+  for (const int64_t outputs : {5, 6, 2})
+    expect_as_plain([=] { return torch::nn::Linear(3, outputs).ptr(); },
+                    {.styles = {{"", ColumnParallel{.gather_output = true}}}}, forward_linear, integers({4, 3}, 2));
+}
+
+TEST(TensorParallel, a_row_layer_that_cuts_its_own_input_is_the_plain_one) {
+  for (const int64_t inputs : {5, 6, 2})
+    expect_as_plain([=] { return torch::nn::Linear(inputs, 4).ptr(); },
+                    {.styles = {{"", RowParallel{.input_is_parallel = false}}}}, forward_linear, integers({2, 3, inputs}, 2));
+}
+
+TEST(TensorParallel, a_sequential_is_made_parallel_without_a_change) {
+  expect_as_plain(
+      [] { return torch::nn::Sequential(torch::nn::Linear(3, 7), torch::nn::ReLU(), torch::nn::Linear(7, 4)).ptr(); },
+      {.styles = {{"0", ColumnParallel{}}, {"2", RowParallel{}}}},
+      [](torch::nn::Module& module, const at::Tensor& x) { return call(dynamic_cast<torch::nn::SequentialImpl&>(module), x); },
+      integers({5, 3}, 2));
+}
+
+TEST(TensorParallel, the_padding_row_of_a_cut_embedding_is_read_and_gets_no_gradient) {
+  for (const int64_t padding : {0, 3, 6})
+    expect_as_plain([=] { return torch::nn::Embedding(torch::nn::EmbeddingOptions(7, 3).padding_idx(padding)).ptr(); },
+                    {.styles = {{"", VocabParallel{}}}},
+                    [](torch::nn::Module& module, const at::Tensor& tokens) {
+                      return call(dynamic_cast<torch::nn::EmbeddingImpl&>(module), tokens);
+                    },
+                    at::tensor({0, 6, 3, 2, 3, 1, 0, 5}, at::kLong).view({2, 4}));
+}
