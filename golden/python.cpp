@@ -47,14 +47,24 @@ void require_environment(const fs::path& venv) {
 }
 
 // RTLD_GLOBAL: Python's extension modules take libpython's symbols from the process.
-PythonTrain* open_library() {
-  const fs::path here = loaded_from(reinterpret_cast<const void*>(&open_library)).parent_path();
+void* find_in_library(const char* name) {
+  const fs::path here = loaded_from(reinterpret_cast<const void*>(&find_in_library)).parent_path();
   const fs::path library = here / "libgolden_python.so";
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (handle == nullptr) missing(fmt::format("golden: cannot load Python: {}", dlerror()));
-  void* symbol = dlsym(handle, "golden_python_train");
+  void* symbol = dlsym(handle, name);
   if (symbol == nullptr) missing(fmt::format("golden: {} is not what it should be: {}", library.string(), dlerror()));
-  return reinterpret_cast<PythonTrain*>(symbol);
+  return symbol;
+}
+
+// Calls into Python, one at a time, with the environment's path.
+template <class Function, class... Args>
+void call_python(const char* name, const Args&... args) {
+  static std::mutex one_at_a_time;
+  const std::lock_guard<std::mutex> lock(one_at_a_time);
+  const std::string venv = environment_path();
+  require_environment(venv);
+  reinterpret_cast<Function*>(find_in_library(name))(venv, args...);
 }
 
 }  // namespace
@@ -73,15 +83,15 @@ Trace train_in_python(const Run& run) {
         "golden: the oracle in Python trains with sgd, adam or adamw, in float64, without loss scaling; it cannot check lion, "
         "muon, "
         "other dtypes or loss scaling. Ask oracle_supports first");
-  static std::mutex one_at_a_time;
-  const std::lock_guard<std::mutex> lock(one_at_a_time);
-  static PythonTrain* python_train = nullptr;
-  const std::string venv = environment_path();
-  require_environment(venv);
-  if (python_train == nullptr) python_train = open_library();
   Trace trace;
-  python_train(venv, run, &trace);
+  call_python<PythonTrain>("golden_python_train", run, &trace);
   return trace;
+}
+
+PeerResult run_in_transformers(const PeerRun& run) {
+  PeerResult result;
+  call_python<PythonTransformers>("golden_python_transformers", run, &result);
+  return result;
 }
 
 }  // namespace golden

@@ -5,11 +5,14 @@
 #include <string>
 
 #include "golden/golden.h"
+#include "golden/hugging_face.h"
 
 namespace golden {
 
 // The symbol "golden_python_train". Starts Python from the environment `venv` and imports torch the first
 // time, then trains. Throws EnvironmentError when either fails. From any thread, one call at a time.
 using PythonTrain = void(const std::string& venv, const Run& run, Trace* trace);
+// The symbol "golden_python_transformers", which besides imports transformers.
+using PythonTransformers = void(const std::string& venv, const PeerRun& run, PeerResult* result);
 
 }  // namespace golden

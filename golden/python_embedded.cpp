@@ -42,20 +42,27 @@ void start_python(const std::string& venv) {
   PyEval_SaveThread();  // releases the interpreter's lock, which each call takes for itself
 }
 
-// The namespace that oracle.py was run in. Kept for good.
-py::object& oracle(const std::string& venv) {
-  static py::object* loaded = nullptr;
-  if (loaded != nullptr) return *loaded;
+// A function of a source, which needs `package`. Kept for good.
+py::object* load(const std::string& venv, const char* source, const char* file, const char* function, const char* package) {
   try {
     py::dict names;
     names["__name__"] = "golden_oracle";
     names["__builtins__"] = py::module_::import("builtins");
     py::module_::import("builtins")
-        .attr("exec")(py::module_::import("builtins").attr("compile")(kOracleSource, "golden/oracle.py", "exec"), names);
-    loaded = new py::object(names["train"]);
+        .attr("exec")(py::module_::import("builtins").attr("compile")(source, file, "exec"), names);
+    return new py::object(names[function]);
   } catch (const py::error_already_set& error) {
-    throw EnvironmentError(fmt::format("golden: PyTorch of {} does not load: {}. Run ./ci/setup.", venv, error.what()));
+    throw EnvironmentError(fmt::format("golden: {} of {} does not load: {}. Run ./ci/setup.", package, venv, error.what()));
   }
+}
+
+py::object& oracle(const std::string& venv) {
+  static py::object* loaded = load(venv, kOracleSource, "golden/oracle.py", "train", "PyTorch");
+  return *loaded;
+}
+
+py::object& hugging_face(const std::string& venv) {
+  static py::object* loaded = load(venv, kHuggingFaceSource, "golden/hugging_face.py", "run", "transformers");
   return *loaded;
 }
 
@@ -195,6 +202,19 @@ Trace train_with(py::object& python_train, const Run& run) {
   return trace;
 }
 
+PeerResult run_with(py::object& python_run, const PeerRun& run) {
+  py::dict options;
+  for (const auto& [name, value] : run.sizes) options[name.c_str()] = value;
+  for (const auto& [name, value] : run.numbers) options[name.c_str()] = value;
+  for (const auto& [name, value] : run.words) options[name.c_str()] = value;
+  options["tie_word_embeddings"] = run.tied;
+  py::list parameters;
+  for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
+  const py::object result = python_run(run.family, options, parameters, to_python(run.tokens), to_python(run.targets),
+                                       run.dtype == at::kDouble ? "float64" : "float32");
+  return {tensor_from_python(result["logits"]), named_from_python(result["gradients"])};
+}
+
 }  // namespace
 }  // namespace golden
 
@@ -207,5 +227,18 @@ extern "C" __attribute__((visibility("default"))) void golden_python_train(const
     *trace = golden::train_with(train, run);
   } catch (const pybind11::error_already_set& error) {
     throw std::runtime_error(fmt::format("golden: oracle.py failed: {}", error.what()));
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) void golden_python_transformers(const std::string& venv,
+                                                                                  const golden::PeerRun& run,
+                                                                                  golden::PeerResult* result) {
+  if (!Py_IsInitialized()) golden::start_python(venv);
+  const pybind11::gil_scoped_acquire lock;
+  pybind11::object& peer = golden::hugging_face(venv);
+  try {
+    *result = golden::run_with(peer, run);
+  } catch (const pybind11::error_already_set& error) {
+    throw std::runtime_error(fmt::format("golden: hugging_face.py failed: {}", error.what()));
   }
 }

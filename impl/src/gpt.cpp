@@ -20,11 +20,14 @@ GptBlockImpl::GptBlockImpl(const GptOptions& options) : head_size_(options.hidde
   ln_1_ = register_module("ln_1", layer_norm(hidden));
   auto attention = name_space(*this, "attn");
   c_attn_ = attention->register_module("c_attn", Linear(hidden, 3 * hidden));
+  attend_ = attention->register_module("attend", Attention(/*causal=*/true, options.dropout));
   attn_proj_ = attention->register_module("c_proj", Linear(hidden, hidden));
+  attn_dropout_ = attention->register_module("resid_dropout", Dropout(options.dropout));
   ln_2_ = register_module("ln_2", layer_norm(hidden));
   auto mlp = name_space(*this, "mlp");
   c_fc_ = mlp->register_module("c_fc", Linear(hidden, 4 * hidden));
   mlp_proj_ = mlp->register_module("c_proj", Linear(4 * hidden, hidden));
+  mlp_dropout_ = mlp->register_module("dropout", Dropout(options.dropout));
 }
 
 at::Tensor GptBlockImpl::forward(at::Tensor x) {
@@ -35,10 +38,9 @@ at::Tensor GptBlockImpl::forward(at::Tensor x) {
     return part.view({batch, length, width / head_size_, head_size_}).transpose(1, 2);
   };
   const std::vector<at::Tensor> qkv = fused.split(width, -1);
-  const at::Tensor attended = at::scaled_dot_product_attention(heads(qkv[0]), heads(qkv[1]), heads(qkv[2]), {}, 0.0,
-                                                               /*is_causal=*/true);
-  x = x + call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, width}));
-  return x + call(mlp_proj_, at::gelu(call(c_fc_, call(ln_2_, x))));
+  const at::Tensor attended = attend_->forward(heads(qkv[0]), heads(qkv[1]), heads(qkv[2]));
+  x = x + call(attn_dropout_, call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, width})));
+  return x + call(mlp_dropout_, call(mlp_proj_, at::gelu(call(c_fc_, call(ln_2_, x)))));
 }
 
 GptImpl::GptImpl(GptOptions options) : options_(options) {
@@ -49,6 +51,8 @@ GptImpl::GptImpl(GptOptions options) : options_(options) {
                 options.heads);
   wte_ = register_module("wte", torch::nn::Embedding(options.vocab, options.hidden));
   wpe_ = register_module("wpe", torch::nn::Embedding(options.positions, options.hidden));
+  positions_ = register_module("positions", Positions());
+  drop_ = register_module("drop", Dropout(options.dropout));
   auto blocks = name_space(*this, "h");
   for (int64_t i = 0; i < options.layers; ++i)
     blocks_.push_back(blocks->register_module(std::to_string(i), GptBlock(options)));
@@ -66,7 +70,10 @@ GptImpl::GptImpl(GptOptions options) : options_(options) {
 at::Tensor GptImpl::forward(at::Tensor tokens) {
   SHARD_REQUIRE(tokens.dim() == 2 && tokens.size(1) <= options_.positions, "gpt",
                 "tokens must be [batch, at most {} positions], got {}", options_.positions, fmt::join(tokens.sizes(), "x"));
-  at::Tensor x = call(wte_, tokens) + call(wpe_, at::arange(tokens.size(1), at::kLong));
+  const at::Tensor positions = positions_->forward(tokens.size(1));  // in the whole sequence, ascending
+  SHARD_REQUIRE(positions.numel() == 0 || positions[-1].item<int64_t>() < options_.positions, "gpt",
+                "a sequence reaches position {}, and there are {}", positions[-1].item<int64_t>(), options_.positions);
+  at::Tensor x = call(drop_, call(wte_, tokens) + call(wpe_, positions));
   for (const GptBlock& block : blocks_) x = call(block, x);
   x = call(ln_f_, x);
   if (!options_.tied) return call(lm_head_, x);
@@ -78,11 +85,15 @@ ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel) {
   const CutSegment heads{options.hidden, head};
   ParallelPlan plan{.styles = {{"wte", VocabParallel{}},
                                {"wpe", ScatterOutput{0}},
+                               {"drop", SequenceParallel{}},
                                {"h.*.ln_*", SequenceParallel{}},
                                {"h.*.attn.c_attn", ColumnParallel{.segments = {heads, heads, heads}}},
+                               {"h.*.attn.attend", CutDropout{1, {{options.heads, 1}}}},
                                {"h.*.attn.c_proj", RowParallel{.segments = {heads}}},
+                               {"h.*.attn.resid_dropout", SequenceParallel{}},
                                {"h.*.mlp.c_fc", ColumnParallel{}},
                                {"h.*.mlp.c_proj", RowParallel{}},
+                               {"h.*.mlp.dropout", SequenceParallel{}},
                                {"ln_f", SequenceParallel{}}}};
   if (options.layers == 0) std::erase_if(plan.styles, [](const auto& style) { return style.first.starts_with("h."); });
   if (options.tied) plan.styles.emplace_back("lm_head", ColumnInput{});

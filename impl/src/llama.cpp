@@ -10,10 +10,10 @@ namespace {
 torch::nn::LinearOptions plain(int64_t in, int64_t out) { return torch::nn::LinearOptions(in, out).bias(false); }
 
 // Angles [T, head / 2] of rotary embeddings: position / theta^(2i / head).
-at::Tensor angles(int64_t length, int64_t head_size, double theta, at::ScalarType dtype) {
+at::Tensor angles(const at::Tensor& positions, int64_t head_size, double theta, at::ScalarType dtype) {
   const at::Tensor exponents = at::arange(0, head_size, 2, at::kFloat) / static_cast<double>(head_size);
   const at::Tensor frequencies = at::pow(at::scalar_tensor(theta, at::kFloat), exponents).reciprocal();
-  return at::outer(at::arange(length, at::kFloat), frequencies).to(dtype);
+  return at::outer(positions.to(at::kFloat), frequencies).to(dtype);
 }
 
 // x [B, heads, T, head]: element i turns with element i + head / 2.
@@ -44,6 +44,8 @@ LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
   q_proj_ = register_module("q_proj", Linear(plain(options.hidden, options.hidden)));
   k_proj_ = register_module("k_proj", Linear(plain(options.hidden, options.kv_heads * head_size_)));
   v_proj_ = register_module("v_proj", Linear(plain(options.hidden, options.kv_heads * head_size_)));
+  positions_ = register_module("positions", Positions());
+  attend_ = register_module("attend", Attention(/*causal=*/true, options.attention_dropout));
   o_proj_ = register_module("o_proj", Linear(plain(options.hidden, options.hidden)));
 }
 
@@ -54,12 +56,10 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
   const auto heads = [&](const at::Tensor& part) {
     return part.view({batch, length, part.size(-1) / head_size_, head_size_}).transpose(1, 2);
   };
-  const at::Tensor turn = angles(length, head_size_, theta_, q.scalar_type()), cosine = turn.cos(), sine = turn.sin();
-  const int64_t shared = q.size(-1) / k.size(-1);  // query heads of a key head
-  const auto repeated = [&](const at::Tensor& part) { return part.repeat_interleave(shared, 1); };
+  const at::Tensor turn = angles(positions_->forward(length), head_size_, theta_, q.scalar_type());
+  const at::Tensor cosine = turn.cos(), sine = turn.sin();
   const at::Tensor attended =
-      at::scaled_dot_product_attention(rotated(heads(q), cosine, sine), repeated(rotated(heads(k), cosine, sine)),
-                                       repeated(heads(v)), {}, 0.0, /*is_causal=*/true);
+      attend_->forward(rotated(heads(q), cosine, sine), rotated(heads(k), cosine, sine), heads(v));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }
 
@@ -124,6 +124,7 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
                                {"model.layers.*.self_attn.q_proj", ColumnParallel{.segments = heads}},
                                {"model.layers.*.self_attn.k_proj", ColumnParallel{.segments = kv_heads}},
                                {"model.layers.*.self_attn.v_proj", ColumnParallel{.segments = kv_heads}},
+                               {"model.layers.*.self_attn.attend", CutDropout{1, {{options.heads, together}}}},
                                {"model.layers.*.self_attn.o_proj", RowParallel{.segments = heads}},
                                {"model.layers.*.mlp.gate_proj", ColumnParallel{}},
                                {"model.layers.*.mlp.up_proj", ColumnParallel{}},

@@ -7,6 +7,7 @@
 #include "parallel_state.h"
 #include "shardproof/check.h"
 #include "shardproof/collective_ops.h"
+#include "shardproof/dropout.h"
 #include "shardproof/parallel_layers.h"
 
 namespace shardproof {
@@ -134,10 +135,81 @@ class Vocab final : public StyleHooks {
   int64_t first_row_;
 };
 
+std::shared_ptr<ParallelState> alive(const std::weak_ptr<ParallelState>& state) {
+  const auto owner = state.lock();
+  SHARD_REQUIRE(owner, "tensor_parallel", 
+                "dropout on a cut whose TensorParallel was destroyed; keep it as long as the module runs");
+  return owner;
+}
+
+void require_dim(const std::vector<DimRows>& dims, int64_t dim, int64_t expected) {
+  SHARD_REQUIRE(dim >= 0 && dim < std::ssize(dims) && dims[dim].length == expected, "tensor_parallel",
+                "dropout on a tensor of {} dims that must have {} rows along dim {}, and has {}", dims.size(), expected, dim,
+                dim >= 0 && dim < std::ssize(dims) ? dims[dim].length : -1);
+}
+
+// A piece of the sequence.
+class SequencePlacement final : public RowPlacement {
+ public:
+  explicit SequencePlacement(std::weak_ptr<ParallelState> state) : state_(std::move(state)) {}
+  void widen(std::vector<DimRows>& dims) const override {
+    const auto owner = alive(state_);
+    const int64_t dim = *owner->plan().sequence_dim;
+    const int64_t local = dim < std::ssize(dims) ? dims[dim].length : 0, length = owner->sequence_length(local);
+    const Interval own = piece({}, length, owner->parts(), owner->part());
+    require_dim(dims, dim, own.size());
+    for (int64_t& row : dims[dim].rows) row += own.begin;
+    dims[dim].length = length;
+  }
+
+ private:
+  std::weak_ptr<ParallelState> state_;
+};
+
+// What a column-parallel layer gave.
+class CutPlacement final : public RowPlacement {
+ public:
+  CutPlacement(std::weak_ptr<ParallelState> state, CutDropout style) : state_(std::move(state)), style_(std::move(style)) {}
+  void widen(std::vector<DimRows>& dims) const override {
+    const auto owner = alive(state_);
+    const int64_t dim = style_.dim < 0 ? style_.dim + std::ssize(dims) : style_.dim;
+    DimRows whole;
+    for (const CutSegment& segment : style_.segments) whole.length += segment.length;
+    for (const CutRows& rows : TensorCut{0, style_.segments}.rows(owner->parts(), owner->part()))
+      for (int64_t row = rows.whole.begin; row < rows.whole.end; ++row) whole.rows.push_back(row);
+    require_dim(dims, dim, std::ssize(whole.rows));
+    for (int64_t& row : dims[dim].rows) row = whole.rows[static_cast<size_t>(row)];
+    dims[dim].length = whole.length;
+  }
+
+ private:
+  std::weak_ptr<ParallelState> state_;
+  CutDropout style_;
+};
+
+class CutDropoutHooks final : public StyleHooks {
+ public:
+  CutDropoutHooks(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module,
+                  const CutDropout& style)
+      : StyleHooks(owner) {
+    auto* placed = dynamic_cast<Placed*>(&module);
+    SHARD_REQUIRE(placed, "tensor_parallel", "style CutDropout needs a Dropout or an Attention, and module '{}' is {}", name,
+                  module.name());
+    int64_t length = 0;
+    for (const CutSegment& segment : style.segments) length += segment.length;
+    validate({0, style.segments}, {length}, owner->parts(), fmt::format("dropout of module '{}'", name));
+    placed->tensor_placement = std::make_shared<CutPlacement>(owner, style);
+  }
+  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
+};
+
 class Sequence final : public StyleHooks {
  public:
   Sequence(const std::shared_ptr<ParallelState>& owner, torch::nn::Module& module) : StyleHooks(owner) {
     if (!owner->plan().sequence_dim) return;
+    for (const auto& part : module.modules(/*include_self=*/true))
+      if (auto* dropout = dynamic_cast<DropoutImpl*>(part.get()))
+        dropout->tensor_placement = std::make_shared<SequencePlacement>(owner);
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/true)) describe_terms(*owner, parameter);
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
@@ -176,6 +248,9 @@ std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& sta
     std::shared_ptr<StyleHooks> operator()(const SequenceParallel&) { return std::make_shared<Sequence>(state, module); }
     std::shared_ptr<StyleHooks> operator()(const ScatterOutput& s) { return std::make_shared<Scattered>(state, s); }
     std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state); }
+    std::shared_ptr<StyleHooks> operator()(const CutDropout& s) {
+      return std::make_shared<CutDropoutHooks>(state, name, module, s);
+    }
   };
   return std::visit(Make{state, name, module}, style);
 }

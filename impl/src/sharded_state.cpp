@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "parallel_state.h"
+#include "shardproof/attention.h"
 #include "shardproof/check.h"
 #include "shardproof/meta_init.h"
 
@@ -77,6 +78,22 @@ void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
       mesh.str(), mesh.size(kAxis), kAxis);
 }
 
+// Ranks along cp that compute on their own positions sum gradients as those along dp_shard do.
+std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, std::shared_ptr<MeshComm> comms) {
+  constexpr const char* kAxis = "cp";
+  const Mesh& mesh = comms->mesh();
+  if (!mesh.has(kAxis)) return comms;
+  if (mesh.size(kAxis) > 1)
+    for (const auto& item : root.named_modules("", /*include_self=*/true)) {
+      const auto* part = dynamic_cast<const SequencePart*>(item.value().get());
+      SHARD_REQUIRE(!part || part->rule, "fully_shard",
+                    "mesh '{}' has {} ranks along {}, and module '{}' sees the positions of one rank. Call context_parallel "
+                    "before fully_shard, or leave the axis out",
+                    mesh.str(), mesh.size(kAxis), kAxis, item.key());
+    }
+  return comms->on(data_parallel_mesh(mesh));
+}
+
 void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
   at::NoGradGuard no_grad;
   for (const at::Tensor& buffer : module.buffers()) {
@@ -91,7 +108,7 @@ void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const S
 ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options,
                            const std::vector<Sharding::Entry>& entries)
     : module_(std::move(module)),
-      comms_(std::move(comms)),
+      comms_(data_parallel_comms(*module_, std::move(comms))),
       options_(std::move(options)),
       strategy_(on_mesh(options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy)
                                                                   : options_.strategy,

@@ -65,6 +65,24 @@ Strategy on_mesh(Strategy strategy, const Mesh& mesh) {
   return strategy;
 }
 
+Mesh data_parallel_mesh(const Mesh& mesh) {
+  constexpr const char* kContext = "cp";
+  if (!mesh.has(kContext)) return mesh;
+  std::vector<Axis> axes = mesh.axes();
+  const auto context = static_cast<size_t>(mesh.index(kContext));
+  if (!mesh.has(kShard)) {
+    axes[context].name = kShard;
+    return Mesh(axes);
+  }
+  const auto shard = static_cast<size_t>(mesh.index(kShard));
+  SHARD_REQUIRE(context == shard + 1, "strategy",
+                "mesh '{}': parameters are split over {} and {} together, so {} must follow {}", mesh.str(), kShard, kContext,
+                kContext, kShard);
+  axes[shard].size *= axes[context].size;
+  axes.erase(axes.begin() + static_cast<std::ptrdiff_t>(context));
+  return Mesh(axes);
+}
+
 Strategy reducing_replicas_every_time(Strategy strategy) {
   if (!accumulates_before_reducing(strategy)) strategy.accumulated = strategy.state;
   return strategy;

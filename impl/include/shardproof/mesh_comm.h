@@ -17,6 +17,9 @@ class MeshComm {
   // Collective over `world`, whose rank r is rank r of the mesh. Throws Error, naming both, when their sizes differ.
   MeshComm(std::shared_ptr<Comm> world, Mesh mesh);
 
+  // The same ranks along other axes. Throws Error as above.
+  std::shared_ptr<MeshComm> on(const Mesh& mesh) const { return std::make_shared<MeshComm>(world_, mesh); }
+
   const Mesh& mesh() const { return mesh_; }
   int64_t rank() const { return world_->rank(); }
   Comm& world() { return *world_; }

@@ -11,6 +11,8 @@
 #include <memory>
 #include <vector>
 
+#include "shardproof/attention.h"
+#include "shardproof/dropout.h"
 #include "shardproof/tensor_parallel.h"
 
 namespace shardproof {
@@ -51,6 +53,7 @@ struct GptOptions {
   int64_t vocab = 256;
   int64_t positions = 128;  // the longest sequence
   bool tied = true;         // the head is the token embedding
+  double dropout = 0;       // of embeddings, attention's probabilities and what the branches of a block give
 };
 
 // One pre-norm transformer block: [B, T, hidden] -> the same.
@@ -63,6 +66,8 @@ class GptBlockImpl : public torch::nn::Module {
   int64_t head_size_;
   torch::nn::LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
   Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
+  Attention attend_{nullptr};
+  Dropout attn_dropout_{nullptr}, mlp_dropout_{nullptr};
 };
 TORCH_MODULE(GptBlock);
 
@@ -77,6 +82,8 @@ class GptImpl : public torch::nn::Module {
  private:
   GptOptions options_;
   torch::nn::Embedding wte_{nullptr}, wpe_{nullptr};
+  Positions positions_{nullptr};
+  Dropout drop_{nullptr};
   std::vector<GptBlock> blocks_;
   torch::nn::LayerNorm ln_f_{nullptr};
   Linear lm_head_{nullptr};
@@ -99,6 +106,7 @@ struct LlamaOptions {
   double rope_theta = 10000;
   double norm_eps = 1e-5;
   bool tied = false;
+  double attention_dropout = 0;  // of probabilities
 };
 
 // [.., size] -> the same, divided by the root of its mean square, times "weight".
@@ -123,6 +131,8 @@ class LlamaAttentionImpl : public torch::nn::Module {
   int64_t head_size_;
   double theta_;
   Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
+  Positions positions_{nullptr};
+  Attention attend_{nullptr};
 };
 TORCH_MODULE(LlamaAttention);
 

@@ -1,11 +1,17 @@
 // Everything a user of the library includes.
 #pragma once
 
+#include "shardproof/attention.h"
 #include "shardproof/check.h"
 #include "shardproof/checked.h"
 #include "shardproof/collective_ops.h"
 #include "shardproof/comm.h"
+#include "shardproof/context_attention.h"
+#include "shardproof/context_cut.h"
+#include "shardproof/context_parallel.h"
 #include "shardproof/counted.h"
+#include "shardproof/data_group.h"
+#include "shardproof/dropout.h"
 #include "shardproof/fully_shard.h"
 #include "shardproof/initialize.h"
 #include "shardproof/layout.h"

@@ -50,6 +50,11 @@ const Strategy& strategy(std::string_view name);
 // lacks an axis the strategy needs, or has none of those that it sums over.
 Strategy on_mesh(Strategy strategy, const Mesh& mesh);
 
+// The mesh as strategies see it: the ranks along `cp` compute on other tokens, so gradients are summed over them as over
+// `dp_shard`, and parameters split over both; the two axes become one, `dp_shard`. Throws Error when `cp` does not follow
+// `dp_shard`.
+Mesh data_parallel_mesh(const Mesh& mesh);
+
 // The same strategy with nothing left to be summed between microbatches: each reduction goes all the way to the layout that the
 // optimizer reads. Rows that add locally first (ddp, zero1) stay as they are.
 Strategy reducing_replicas_every_time(Strategy strategy);

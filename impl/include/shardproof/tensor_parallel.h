@@ -41,7 +41,7 @@ struct RowParallel {
 // Cuts the rows of a torch::nn::Embedding. Tokens replicated in, replicated (or split along sequence_dim) out.
 struct VocabParallel {};
 // A module without a cut whose input is split along sequence_dim, e.g. a norm: its parameters are whole, their gradients terms
-// of a sum over the axis. Nothing without sequence_dim.
+// of a sum over the axis. Of a Dropout the mask is this rank's part of that of the whole. Nothing without sequence_dim.
 struct SequenceParallel {};
 // A module without a cut that runs on what is whole; its output is then split along `dim`, when the plan has a sequence_dim.
 // For position embeddings [T, hidden], dim is 0.
@@ -51,9 +51,15 @@ struct ScatterOutput {
 // What a column-parallel layer does to its input, for a computation that is entered with call_as and uses a weight that is cut
 // elsewhere: a tied head.
 struct ColumnInput {};
+// For a Dropout on what a ColumnParallel gives, whose dim `dim` is cut in `segments` as its outputs are; for an Attention with
+// dropout, dim 1 and segments counted in heads. The mask is this rank's part of that of the whole.
+struct CutDropout {
+  int64_t dim = -1;
+  std::vector<CutSegment> segments;
+};
 
 using ParallelStyle =
-    std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, ScatterOutput, ColumnInput>;
+    std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, ScatterOutput, ColumnInput, CutDropout>;
 
 struct ParallelPlan {
   // Pattern of module names (see name_matches) -> style; the first that fits counts. A pattern that fits no module is an error.

@@ -1,0 +1,32 @@
+// The models of the transformers package, run by embedded Python on given weights.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "golden/golden.h"
+
+namespace golden {
+
+struct PeerRun {
+  std::string family;  // "gpt2" or "llama"
+  // Of the family's configuration class, under its names.
+  std::map<std::string, int64_t> sizes;
+  std::map<std::string, double> numbers;
+  std::map<std::string, std::string> words;
+  bool tied = false;
+  Named parameters;                   // of GPT-2 without "transformer." before the names; matrices are outputs x inputs
+  at::Tensor tokens, targets;         // int64 [B, T]
+  at::ScalarType dtype = at::kFloat;  // or double
+};
+
+struct PeerResult {
+  at::Tensor logits;  // these and gradients as float64
+  Named gradients;    // of the mean cross entropy, as the parameters are given
+};
+
+// Throws EnvironmentError as train_in_python does, or without the package, and std::runtime_error with Python's words, e.g.
+// when the package's parameters have other names, or another order, than those given.
+PeerResult run_in_transformers(const PeerRun& run);
+
+}  // namespace golden

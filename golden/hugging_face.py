@@ -1,0 +1,52 @@
+"""The language models of the transformers package on given weights: logits and gradients.
+
+Embedded into the library at build time, as oracle.py is, whose forms of tensors these are. Gradients go by the names,
+and have the shapes, of the weights that were given.
+"""
+
+import torch
+import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+FAMILIES = {"gpt2": (GPT2Config, GPT2LMHeadModel), "llama": (LlamaConfig, LlamaForCausalLM)}
+# Of texts that these models have none of.
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
+def tensor(given, dtype):
+    buffer, kind, shape = given
+    values = torch.frombuffer(buffer, dtype=getattr(torch, kind)).reshape(shape)
+    return values.to(dtype) if values.is_floating_point() else values.clone()
+
+
+def exported(values):
+    out = bytearray(8 * values.numel())
+    torch.frombuffer(out, dtype=torch.float64).copy_(values.detach().flatten())
+    return bytes(out), list(values.shape)
+
+
+def weights_of(model):
+    """(name without the base model's prefix of GPT-2, parameter as outputs x inputs); a Conv1D has inputs x outputs."""
+    turned = {name + ".weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("transformer."), parameter, name in turned
+
+
+def run(family, options, parameters, tokens, targets, dtype):
+    config, kind = FAMILIES[family]
+    dtype = getattr(torch, dtype)
+    with torch.random.fork_rng(devices=[]):  # C++ shares the generator
+        model = kind(config(**options, **NO_TOKENS, attn_implementation="eager")).to(dtype).eval()
+    own = list(weights_of(model))
+    names = [name for name, _, _ in own]
+    if names != [name for name, _ in parameters]:
+        raise ValueError(f"the package's model has the parameters {names}, given were {[name for name, _ in parameters]}")
+    with torch.no_grad():
+        for (_, parameter, turned), (_, value) in zip(own, parameters):
+            value = tensor(value, dtype)
+            parameter.copy_(value.mT if turned else value)
+    logits = model(input_ids=tensor(tokens, dtype)).logits
+    F.cross_entropy(logits.flatten(0, 1), tensor(targets, dtype).flatten()).backward()
+    gradients = [(name, exported(p.grad.mT if turned else p.grad)) for name, p, turned in own]
+    return {"logits": exported(logits), "gradients": gradients}

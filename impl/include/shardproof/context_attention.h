@@ -1,0 +1,35 @@
+// Attention over a sequence that is dealt out over a group of ranks, for models of your own; `context_parallel` puts it
+// into models that use `Attention`. q [B, heads, T, head], k and v [B, kv_heads, T, head] at this rank's positions of the
+// cut -> the output at the same positions, as if computed on the whole sequence. Every rank of the group must call, and run
+// the backward, in the same order, a rank without positions as well; the group must live until the backward is over. Any
+// length, head count and number of ranks. Throws Error, naming the rank, when the sizes do not fit the cut.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "shardproof/attention.h"
+#include "shardproof/comm.h"
+#include "shardproof/context_cut.h"
+
+namespace shardproof {
+
+// Keys and values of the whole sequence are gathered, and their gradients reduce-scattered. Memory for scores of own queries by
+// all keys.
+at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
+                              const std::optional<AttentionDropout>& dropout, Comm& group);
+
+// Keys and values travel around the ranks, in the backward with their gradients, while each rank computes on what it has: no
+// rank ever holds more than two ranks' keys and values. What a causal mask hides is not computed. Accumulates in float32 at
+// least. No second derivative.
+at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
+                          const std::optional<AttentionDropout>& dropout, Comm& group);
+
+// x whole along dim -> the rank's positions, ascending.
+at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut, int64_t rank);
+// The inverse, from every rank's own. Differentiable: gradients of the whole are summed over the ranks, each of which gets
+// its own positions of the sum. Collective.
+at::Tensor context_gather(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group);
+
+}  // namespace shardproof

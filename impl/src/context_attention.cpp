@@ -1,0 +1,125 @@
+#include "shardproof/context_attention.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "context_ring.h"
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+void require_own(const at::Tensor& x, int64_t dim, const ContextCut& cut, const Comm& group, const char* what) {
+  SHARD_REQUIRE(cut.ranks == group.size(), "context_parallel", "a cut for {} ranks on the {} ranks of '{}'", cut.ranks,
+                group.size(), group.name());
+  SHARD_REQUIRE(dim >= 0 && dim < x.dim() && x.size(dim) == cut.count(group.rank()), "context_parallel",
+                "{}: rank {} of {} in '{}' must hold {} of the {} positions along dim {}, and holds sizes {}. Cut whole "
+                "sequences with ContextParallel::cut, which also says how long they are",
+                what, group.rank(), group.size(), group.name(), cut.count(group.rank()), cut.length, dim,
+                fmt::join(x.sizes(), "x"));
+}
+
+int64_t most_positions(const ContextCut& cut) {
+  int64_t most = 0;
+  for (int64_t rank = 0; rank < cut.ranks; ++rank) most = std::max(most, cut.count(rank));
+  return most;
+}
+
+// Where each position is among the ranks' rows behind each other, `most` of each.
+at::Tensor places(const ContextCut& cut, int64_t most) {
+  std::vector<int64_t> place(static_cast<size_t>(cut.length));
+  for (int64_t rank = 0; rank < cut.ranks; ++rank) {
+    int64_t row = rank * most;
+    for (const int64_t position : cut.positions(rank)) place[static_cast<size_t>(position)] = row++;
+  }
+  return at::tensor(place, at::kLong);
+}
+
+struct ContextGather : torch::autograd::Function<ContextGather> {
+  static Variable forward(AutogradContext* ctx, const Variable& own, int64_t dim, const ContextCut& cut, Comm* group) {
+    const int64_t most = most_positions(cut);
+    ctx->saved_data["group"] = reinterpret_cast<int64_t>(group);
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["most"] = most;
+    ctx->saved_data["places"] = places(cut, most);
+    const at::Tensor moved = own.movedim(dim, 0);
+    std::vector<int64_t> sizes = moved.sizes().vec();
+    sizes[0] = most;
+    at::Tensor mine = at::zeros(sizes, own.options());
+    mine.narrow(0, 0, moved.size(0)).copy_(moved);
+    sizes[0] = most * group->size();
+    at::Tensor all = at::empty(sizes, own.options());
+    group->all_gather(all, mine).wait();
+    ctx->saved_data["rows"] = moved.size(0);
+    return all.index_select(0, ctx->saved_data["places"].toTensor()).movedim(0, dim);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    Comm& group = *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt());
+    const int64_t dim = ctx->saved_data["dim"].toInt(), most = ctx->saved_data["most"].toInt();
+    const at::Tensor moved = dy[0].movedim(dim, 0);
+    std::vector<int64_t> sizes = moved.sizes().vec();
+    sizes[0] = most * group.size();
+    at::Tensor all = at::zeros(sizes, dy[0].options());
+    all.index_copy_(0, ctx->saved_data["places"].toTensor(), moved);
+    sizes[0] = most;
+    at::Tensor mine = at::empty(sizes, dy[0].options());
+    group.reduce_scatter(mine, all).wait();
+    return {mine.narrow(0, 0, ctx->saved_data["rows"].toInt()).movedim(0, dim), {}, {}, {}};
+  }
+};
+
+struct RingAttention : torch::autograd::Function<RingAttention> {
+  static Variable forward(AutogradContext* ctx, const Variable& q, const Variable& k, const Variable& v,
+                          const c10::intrusive_ptr<ContextRing>& ring) {
+    const auto [output, log_sum] = ring->forward(q, k, v);
+    ctx->save_for_backward({q, k, v, output, log_sum});
+    ctx->saved_data["ring"] = c10::IValue::make_capsule(ring);
+    return output;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto ring = c10::static_intrusive_pointer_cast<ContextRing>(ctx->saved_data["ring"].toCapsule());
+    const ContextRing::Gradients gradients = ring->backward({saved[0], saved[1], saved[2], saved[3], saved[4]}, dy[0]);
+    return {gradients.q, gradients.k, gradients.v, {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut, int64_t rank) {
+  SHARD_REQUIRE(dim >= -x.dim() && dim < x.dim() && x.size(dim) == cut.length, "context_parallel",
+                "a tensor of sizes {} does not have {} positions along dim {}", fmt::join(x.sizes(), "x"), cut.length, dim);
+  return x.index_select(dim, at::tensor(cut.positions(rank), at::kLong));
+}
+
+at::Tensor context_gather(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group) {
+  if (dim < 0) dim += own.dim();
+  require_own(own, dim, cut, group, "context_gather");
+  return group.size() == 1 ? own : ContextGather::apply(own, dim, cut, &group);
+}
+
+at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
+                              const std::optional<AttentionDropout>& dropout, Comm& group) {
+  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "gathered_attention");
+  // In one collective, for the order in which a backward would enter two is not the same on every rank.
+  const at::Tensor both = context_gather(at::cat({k, v}, 1), 2, cut, group);
+  const DimRows own{cut.positions(group.rank()), cut.length}, all = whole_rows(cut.length);
+  at::Tensor allowed;
+  if (causal) {
+    const at::Tensor positions = at::tensor(own.rows, at::kLong);
+    allowed = at::arange(cut.length, at::kLong).unsqueeze(0) <= positions.unsqueeze(1);
+  }
+  return masked_attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), allowed, dropout, own, all);
+}
+
+at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
+                          const std::optional<AttentionDropout>& dropout, Comm& group) {
+  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "ring_attention");
+  return RingAttention::apply(q, k, v, c10::make_intrusive<ContextRing>(cut, causal, dropout, group));
+}
+
+}  // namespace shardproof

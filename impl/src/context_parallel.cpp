@@ -1,0 +1,119 @@
+#include "shardproof/context_parallel.h"
+
+#include <ATen/ATen.h>
+
+#include "shardproof/check.h"
+#include "shardproof/unit.h"
+
+namespace shardproof {
+
+// What the parts of the module ask about sequences.
+class ContextState final : public SequenceRule, public RowPlacement {
+ public:
+  ContextState(std::shared_ptr<MeshComm> comms, ContextOptions options)
+      : comms_(std::move(comms)), options_(std::move(options)), group_(comms_->along({options_.axis})) {
+    cut_ = {options_.split, 0, group_.size()};
+  }
+  ~ContextState() override {
+    for (SequencePart* part : parts_) part->rule = nullptr;
+    for (Placed* placed : placed_) placed->context_placement = nullptr;
+  }
+
+  void attach(const std::shared_ptr<torch::nn::Module>& root);
+
+  const ContextCut& cut() const { return cut_; }
+  Comm& group() const { return group_; }
+  void set_length(int64_t length) { cut_.length = length; }
+
+  std::vector<int64_t> positions(int64_t length) override {
+    require_length(length);
+    return cut_.positions(group_.rank());
+  }
+
+  at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                    const std::optional<AttentionDropout>& dropout) override {
+    require_length(q.size(2));
+    const auto attention = options_.attention == ContextAttention::ring ? ring_attention : gathered_attention;
+    return attention(q, k, v, cut_, causal, dropout, group_);
+  }
+
+  // Positions are dim 1 of what is dropped out.
+  void widen(std::vector<DimRows>& dims) const override {
+    if (dims.size() < 2) return;
+    require_length(dims[1].length);
+    const std::vector<int64_t> positions = cut_.positions(group_.rank());
+    for (int64_t& row : dims[1].rows) row = positions.at(static_cast<size_t>(row));
+    dims[1].length = cut_.length;
+  }
+
+ private:
+  void require_length(int64_t length) const {
+    SHARD_REQUIRE(length == cut_.count(group_.rank()), "context_parallel",
+                  "rank {} of {} along {} has {} of the {} positions of a sequence, and was given {}. Cut every batch with "
+                  "ContextParallel::cut",
+                  group_.rank(), group_.size(), options_.axis, cut_.count(group_.rank()), cut_.length, length);
+  }
+
+  std::shared_ptr<MeshComm> comms_;
+  ContextOptions options_;
+  Comm& group_;
+  ContextCut cut_;
+  // They point here without owning, so that the ContextParallel alone says how long this lives.
+  std::shared_ptr<torch::nn::Module> root_;
+  std::vector<SequencePart*> parts_;
+  std::vector<Placed*> placed_;
+};
+
+void ContextState::attach(const std::shared_ptr<torch::nn::Module>& root) {
+  root_ = root;
+  const auto unowned = std::shared_ptr<ContextState>(std::shared_ptr<void>(), this);
+  for (const auto& item : root->named_modules("", /*include_self=*/true)) {
+    torch::nn::Module& module = *item.value();
+    SHARD_REQUIRE(!unit_hooks(module), "context_parallel",
+                  "module '{}' is sharded already; call context_parallel before fully_shard", item.key());
+    if (auto* part = dynamic_cast<SequencePart*>(&module)) {
+      SHARD_REQUIRE(!part->rule, "context_parallel", "module '{}' is context parallel already", item.key());
+      parts_.push_back(part);
+      part->rule = unowned;
+    } else if (auto* dropout = dynamic_cast<DropoutImpl*>(&module)) {
+      placed_.push_back(dropout);
+      dropout->context_placement = unowned;
+    }
+  }
+  SHARD_REQUIRE(!parts_.empty(), "context_parallel",
+                "module {} has no Attention or Positions below it, so that its tokens would not see those of other ranks; "
+                "write it with those of attention.h",
+                root->name());
+}
+
+ContextParallel::ContextParallel(ContextParallel&&) noexcept = default;
+ContextParallel& ContextParallel::operator=(ContextParallel&&) noexcept = default;
+ContextParallel::~ContextParallel() = default;
+
+at::Tensor ContextParallel::cut(const at::Tensor& whole, int64_t dim) {
+  SHARD_REQUIRE(dim >= -whole.dim() && dim < whole.dim(), "context_parallel", "a tensor of sizes {} has no dim {}",
+                fmt::join(whole.sizes(), "x"), dim);
+  state_->set_length(whole.size(dim));
+  return context_piece(whole, dim, state_->cut(), state_->group().rank());
+}
+
+at::Tensor ContextParallel::join(const at::Tensor& own, int64_t dim) const {
+  return context_gather(own, dim, state_->cut(), state_->group());
+}
+
+ContextCut ContextParallel::layout() const {
+  return state_->cut();
+}
+
+ContextParallel context_parallel(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms,
+                                 ContextOptions options) {
+  SHARD_REQUIRE(module != nullptr && comms != nullptr, "context_parallel",
+                "needs a module and a mesh's communicators, got null");
+  SHARD_REQUIRE(comms->mesh().has(options.axis), "context_parallel",
+                "mesh '{}' has no axis {}; name it in ContextOptions::axis", comms->mesh().str(), options.axis);
+  auto state = std::make_shared<ContextState>(std::move(comms), std::move(options));
+  state->attach(module);
+  return ContextParallel(std::move(state));
+}
+
+}  // namespace shardproof

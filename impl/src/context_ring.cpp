@@ -1,0 +1,135 @@
+#include "context_ring.h"
+
+#include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
+
+#include <cmath>
+
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+// q in the dtype of sums, times what scores are scaled by.
+at::Tensor scaled(const at::Tensor& q, double scale) {
+  return q.to(at::toOpMathType(q.scalar_type())) * scale;
+}
+double scale_of(const at::Tensor& q) {
+  return 1 / std::sqrt(static_cast<double>(q.size(-1)));
+}
+
+}  // namespace
+
+class ContextRing::Passing {
+ public:
+  Passing(at::Tensor arriving, Work sent, Work received)
+      : arriving_(std::move(arriving)), sent_(std::move(sent)), received_(std::move(received)) {}
+  at::Tensor wait() {
+    sent_.wait();
+    received_.wait();
+    return arriving_;
+  }
+
+ private:
+  at::Tensor arriving_;
+  Work sent_, received_;
+};
+
+ContextRing::ContextRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group)
+    : cut_(cut), causal_(causal), dropout_(std::move(dropout)), group_(group) {}
+
+std::vector<ContextRing::Run> ContextRing::runs_of(int64_t rank) const {
+  std::vector<Run> runs;
+  int64_t local = 0;
+  for (const Interval& positions : cut_.runs(rank)) {
+    runs.push_back({positions, local});
+    local += positions.size();
+  }
+  return runs;
+}
+
+ContextRing::Sees ContextRing::sees(const Run& queries, const Run& keys) const {
+  if (!causal_ || keys.positions.end <= queries.positions.begin) return Sees::all;
+  if (queries.positions.end <= keys.positions.begin) return Sees::nothing;
+  SHARD_CHECK(queries.positions == keys.positions, "context_parallel", "positions [{}, {}) and [{}, {}) overlap",
+              queries.positions.begin, queries.positions.end, keys.positions.begin, keys.positions.end);
+  return Sees::diagonal;
+}
+
+Block ContextRing::block(const Run& queries, const Run& keys, const at::Tensor& both, Sees sees) const {
+  const auto dtype = at::toOpMathType(both.scalar_type());
+  Block block{keys.of(both[0]).to(dtype), keys.of(both[1]).to(dtype), sees == Sees::diagonal};
+  if (!dropout_) return block;
+  const auto rows = [&](const Run& run) {
+    DimRows dim{{}, cut_.length};
+    for (int64_t position = run.positions.begin; position < run.positions.end; ++position) dim.rows.push_back(position);
+    return dim;
+  };
+  block.mask = grouped_rows(
+      dropout_mask(dropout_->site, {dropout_->samples, dropout_->heads, rows(queries), rows(keys)}, dtype), both.size(2));
+  return block;
+}
+
+ContextRing::Passing ContextRing::pass_on(const at::Tensor& mine, int64_t arriving_count) const {
+  std::vector<int64_t> sizes = mine.sizes().vec();
+  sizes[3] = arriving_count;
+  at::Tensor arriving = at::empty(sizes, mine.options());
+  Work sent = group_.send(mine, (group_.rank() + 1) % group_.size());
+  Work received = group_.recv(arriving, before(group_.rank()));
+  return {arriving, std::move(sent), std::move(received)};
+}
+
+std::pair<at::Tensor, at::Tensor> ContextRing::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
+  const std::vector<Run> own = runs_of(group_.rank());
+  const at::Tensor queries = scaled(q, scale_of(q));
+  std::vector<RunningSoftmax> softmax;
+  for (const Run& run : own) softmax.emplace_back(grouped_rows(run.of(queries), k.size(1)));
+  at::Tensor both = at::stack({k, v});
+  for (int64_t source = group_.rank(), step = 0; step < group_.size(); ++step, source = before(source)) {
+    std::optional<Passing> passing;
+    if (step + 1 < group_.size()) passing = pass_on(both, cut_.count(before(source)));
+    for (const Run& keys : runs_of(source))
+      for (size_t i = 0; i < own.size(); ++i)
+        if (const Sees seen = sees(own[i], keys); seen != Sees::nothing) softmax[i].add(block(own[i], keys, both, seen));
+    if (passing) both = passing->wait();
+  }
+  at::Tensor output = at::empty_like(q, at::MemoryFormat::Contiguous);
+  at::Tensor log_sum = at::empty({q.size(0), q.size(1), q.size(2), 1}, queries.options());
+  for (size_t i = 0; i < own.size(); ++i) {
+    own[i].of(output).copy_(heads_of_rows(softmax[i].output(), q.size(1)));
+    own[i].of(log_sum).copy_(heads_of_rows(softmax[i].log_sum(), q.size(1)));
+  }
+  return {output, log_sum};
+}
+
+ContextRing::Gradients ContextRing::backward(const Kept& kept, const at::Tensor& output_gradient) const {
+  const int64_t kv_heads = kept.k.size(1), heads = kept.q.size(1), ranks = group_.size();
+  const double scale = scale_of(kept.q);
+  const at::Tensor queries = scaled(kept.q, scale), gradient = output_gradient.to(queries.scalar_type());
+  const at::Tensor delta = (gradient * kept.output).sum(-1, /*keepdim=*/true);
+  const std::vector<Run> own = runs_of(group_.rank());
+  at::Tensor both = at::stack({kept.k, kept.v}), of_queries = at::zeros_like(queries, at::MemoryFormat::Contiguous);
+  // The gradients of a rank's keys and values travel with them, and one step on, home.
+  at::Tensor of_both = at::zeros(both.sizes(), queries.options());
+  for (int64_t source = group_.rank(), step = 0; step < ranks; ++step, source = before(source)) {
+    std::optional<Passing> passing;
+    if (step + 1 < ranks) passing = pass_on(both, cut_.count(before(source)));
+    for (const Run& keys : runs_of(source))
+      for (const Run& run : own) {
+        const Sees seen = sees(run, keys);
+        if (seen == Sees::nothing) continue;
+        const auto rows = [&](const at::Tensor& x) { return grouped_rows(run.of(x), kv_heads); };
+        const BlockGradients add =
+            block_backward(rows(queries), block(run, keys, both, seen), rows(kept.log_sum), rows(delta), rows(gradient));
+        run.of(of_queries).add_(heads_of_rows(add.q, heads), scale);
+        keys.of(of_both[0]).add_(add.k);
+        keys.of(of_both[1]).add_(add.v);
+      }
+    if (passing) both = passing->wait();
+    if (ranks > 1) of_both = pass_on(of_both, cut_.count(before(source))).wait();
+  }
+  const auto dtype = kept.q.scalar_type();
+  return {of_queries.to(dtype), of_both[0].to(dtype), of_both[1].to(dtype)};
+}
+
+}  // namespace shardproof

@@ -1,0 +1,57 @@
+// Attention whose keys and values travel around a group of ranks, from each to the next.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "block_attention.h"
+#include "shardproof/attention.h"
+#include "shardproof/comm.h"
+#include "shardproof/context_cut.h"
+
+namespace shardproof {
+
+class ContextRing : public torch::CustomClassHolder {
+ public:
+  ContextRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group);
+
+  // The output, and the logarithm of each row's sum [B, heads, T, 1]. Collective.
+  std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
+
+  struct Kept {
+    at::Tensor q, k, v, output, log_sum;
+  };
+  struct Gradients {
+    at::Tensor q, k, v;
+  };
+  Gradients backward(const Kept& kept, const at::Tensor& output_gradient) const;
+
+ private:
+  // Consecutive positions of one rank, and where its tensors have them.
+  struct Run {
+    Interval positions;
+    int64_t local = 0;
+    at::Tensor of(const at::Tensor& x) const { return x.narrow(-2, local, positions.size()); }
+  };
+  std::vector<Run> runs_of(int64_t rank) const;
+  int64_t before(int64_t rank) const { return (rank + group_.size() - 1) % group_.size(); }
+  // Whether queries see keys, all or on and below the diagonal.
+  enum class Sees { nothing, all, diagonal };
+  Sees sees(const Run& queries, const Run& keys) const;
+  Block block(const Run& queries, const Run& keys, const at::Tensor& both, Sees sees) const;
+
+  // Sends what this rank has to the next; the result, which the rank before sent, may be read after wait().
+  class Passing;
+  Passing pass_on(const at::Tensor& mine, int64_t arriving_count) const;
+
+  ContextCut cut_;
+  bool causal_;
+  std::optional<AttentionDropout> dropout_;
+  Comm& group_;
+};
+
+}  // namespace shardproof

@@ -1,0 +1,23 @@
+#include "shardproof/dropout.h"
+
+#include <ATen/ATen.h>
+
+namespace shardproof {
+
+std::vector<DimRows> Placed::place_of(at::IntArrayRef sizes) const {
+  std::vector<DimRows> dims;
+  for (const int64_t size : sizes) dims.push_back(whole_rows(size));
+  for (const auto& placement : {tensor_placement, context_placement})
+    if (placement) placement->widen(dims);
+  if (!dims.empty())
+    for (int64_t& row : dims[0].rows) row += random_stream().first_sample;
+  return dims;
+}
+
+at::Tensor DropoutImpl::forward(at::Tensor x) {
+  if (!is_training() || probability_ == 0) return x;
+  const DropoutSite site = next_dropout_site(probability_);
+  return x * dropout_mask(site, place_of(x.sizes()), x.scalar_type());
+}
+
+}  // namespace shardproof

@@ -1,0 +1,48 @@
+// Library models trained on meshes dp_replicate x dp_shard x cp x tp, to be compared with the run on one rank.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shardproof/shardproof.h"
+
+namespace context_models {
+
+struct Setting {
+  int64_t dp = 1, cp = 1, tp = 1;
+  bool sequence_parallel = false;
+  const char* strategy = "zero3";
+  shardproof::ContextOptions context = {};
+  bool recompute = false;
+  int64_t replicate = 1;
+  std::string str() const;
+};
+
+// A model after parallelize, if tp is above 1, and its forward.
+struct Model {
+  std::shared_ptr<torch::nn::Module> module;
+  std::function<at::Tensor(at::Tensor)> forward;
+  shardproof::ParallelPlan plan;
+};
+using MakeModel = std::function<Model(const Setting&)>;
+MakeModel gpt(bool tied, double dropout = 0);
+MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout = 0);
+
+struct Trained {
+  std::vector<double> losses, norms;  // by step; losses are sums over the tokens that count
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+};
+
+// Three steps of a global batch of four samples, a part of whose targets is ignored, in double. replicate x dp divides 4.
+Trained train(const MakeModel& make, const Setting& setting, int64_t length);
+
+// Fails the test where they differ by more than other orders of sums do.
+void expect_same(const Trained& golden, const Trained& run, const std::string& where);
+
+// For lengths that the ranks do and do not divide.
+void expect_equal_on_meshes(const MakeModel& make, const std::vector<Setting>& settings, const std::vector<int64_t>& lengths);
+
+}  // namespace context_models
