@@ -57,11 +57,15 @@ struct Case {
   bool operator==(const Case& other) const { return str() == other.str(); }
 
   // Of each mesh axis; 1 when the mesh lacks it.
-  int64_t shards() const { return mesh.has("dp_shard") ? mesh.size("dp_shard") : 1; }
-  int64_t replicas() const { return mesh.has("dp_replicate") ? mesh.size("dp_replicate") : 1; }
-  int64_t tensor_ranks() const { return mesh.has("tp") ? mesh.size("tp") : 1; }
-  // Ranks with data of their own; `tensor_ranks` neighbours share it.
-  int64_t data_ranks() const { return mesh.size() / tensor_ranks(); }
+  int64_t shards() const { return along("dp_shard"); }
+  int64_t replicas() const { return along("dp_replicate"); }
+  int64_t context_ranks() const { return along("cp"); }
+  int64_t tensor_ranks() const { return along("tp"); }
+  // Neighbours that work on one microbatch, and how many such groups there are.
+  int64_t microbatch_ranks() const { return context_ranks() * tensor_ranks(); }
+  int64_t data_ranks() const { return mesh.size() / microbatch_ranks(); }
+
+  int64_t along(const char* axis) const { return mesh.has(axis) ? mesh.size(axis) : 1; }
 
   // Law: parse(str()).str() == str().
   std::string str() const;

@@ -26,38 +26,44 @@ void validate(const golden::Optimizer& o) {
 
 void validate_mesh(const Case& c) {
   const shardproof::Strategy& strategy = shardproof::strategy(c.strategy);  // throws for unknown ones
-  std::string last;
+  const std::vector<std::string> order = {"dp_replicate", "dp_shard", "cp", "tp"};
+  size_t next = 0;
   for (const shardproof::Axis& axis : c.mesh.axes()) {
-    SHARD_REQUIRE(axis.name == "dp_shard" || axis.name == "dp_replicate" || axis.name == "tp", "case",
-                  "mesh axis '{}' is not used by strategy {}; it shards over dp_shard and replicates over dp_replicate, and "
-                  "tensor parallelism cuts over tp",
-                  axis.name, c.strategy);
-    SHARD_REQUIRE(last < axis.name, "case", "write dp_replicate, dp_shard, tp in this order: the outer axis comes first");
-    last = axis.name;
+    const auto at = static_cast<size_t>(std::ranges::find(order, axis.name) - order.begin());
+    SHARD_REQUIRE(
+        at < order.size(), "case",
+        "mesh axis '{}' is not used by strategy {}; it shards over dp_shard and replicates over dp_replicate, context "
+        "parallelism cuts over cp and tensor parallelism over tp",
+        axis.name, c.strategy);
+    SHARD_REQUIRE(at >= next, "case", "write dp_replicate, dp_shard, cp, tp in this order: the outer axis comes first");
+    next = at + 1;
   }
-  shardproof::on_mesh(strategy, c.mesh);
+  shardproof::on_mesh(strategy, shardproof::data_parallel_mesh(c.mesh));
   SHARD_REQUIRE(c.mesh.size() <= shardproof::kThreadsWorldMax, "case",
                 "mesh {} has {} ranks; the threads backend runs at most {}", c.mesh.str(), c.mesh.size(),
                 shardproof::kThreadsWorldMax);
 }
 
 void validate_parallel(const Case& c) {
-  const int64_t ranks = c.tensor_ranks();
-  SHARD_REQUIRE(c.options.sequence_parallel == 0 || (c.mesh.has("tp") && c.model.kind == Kind::gpt), "case",
+  const int64_t tp = c.tensor_ranks(), cp = c.context_ranks();
+  const CaseOptions& o = c.options;
+  SHARD_REQUIRE(o.sequence_parallel == 0 || (c.mesh.has("tp") && c.model.kind == Kind::gpt), "case",
                 "sp splits the sequence of a gpt over the mesh axis tp");
-  if (ranks == 1) return;
+  SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || c.mesh.has("cp"), "case",
+                "attention and context say how sequences are cut over the mesh axis cp");
+  if (c.microbatch_ranks() == 1) return;
   SHARD_REQUIRE(c.mode == Mode::exact || c.mode == Mode::fast, "case",
-                "tp={} splits sums inside of a model, which keep their bits in the mode exact and are judged by a tolerance in "
-                "the mode fast",
-                ranks);
-  SHARD_REQUIRE(c.model.kind == Kind::mlp || c.model.kind == Kind::gpt, "case", "tp={} needs an mlp or a gpt", ranks);
+                "cp={} and tp={} split sums inside of a model, which keep their bits in the mode exact and are judged by a "
+                "tolerance in the mode fast",
+                cp, tp);
+  SHARD_REQUIRE(c.model.kind == Kind::gpt || (c.model.kind == Kind::mlp && cp == 1), "case",
+                "tp={} needs an mlp or a gpt, cp={} a gpt", tp, cp);
   if (c.model.kind == Kind::mlp) return;
   const golden::Gpt& g = c.model.gpt;
-  SHARD_REQUIRE(all_get_some(g.heads, ranks) && all_get_some(g.vocab, ranks), "case",
-                "gpt: heads={} and vocab={} must leave none of tp={} ranks without one", g.heads, g.vocab, ranks);
-  SHARD_REQUIRE(c.options.sequence_parallel == 0 || all_get_some(g.positions, ranks), "case",
-                "sp needs sequences that leave none of tp={} ranks without a token, and positions={} allows no such", ranks,
-                g.positions);
+  SHARD_REQUIRE(all_get_some(g.heads, tp) && all_get_some(g.vocab, tp), "case",
+                "gpt: heads={} and vocab={} must leave none of tp={} ranks without one", g.heads, g.vocab, tp);
+  SHARD_REQUIRE(sequence_fits(c, g.positions), "case",
+                "positions={} allows no sequence that gives each of cp={} x tp={} ranks a token", g.positions, cp, tp);
 }
 
 void validate_options(const Case& c) {
@@ -65,8 +71,8 @@ void validate_options(const Case& c) {
   SHARD_REQUIRE(o.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(o.alignment_bytes)), "case",
                 "align={} must be a power of two and at least 64", o.alignment_bytes);
   SHARD_REQUIRE(o.bucket_bytes == 0 || o.buckets == 0, "case", "give bucket or buckets, not both");
-  SHARD_REQUIRE(o.reshard <= 1 || c.shards() % o.reshard == 0, "case", "reshard={} must divide dp_shard={}", o.reshard,
-                c.shards());
+  const int64_t split = c.shards() * c.context_ranks();
+  SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard, split);
   SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.whole || c.strategy == "ddp" || c.mesh.size() == 1,
                 "case", "muon needs whole parameters: write {}(whole=1)", c.strategy);
   SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case",

@@ -26,7 +26,7 @@ bool has_ties(const Case& c) {
 // Some dim that the mesh cuts is no multiple of the ranks that cut it.
 bool has_odd_sizes(const Case& c) {
   for (const auto& [name, shape] : golden::parameter_shapes(c.model))
-    if (!shape.empty() && (shape[0] % c.tensor_ranks() != 0 || shape[0] % c.shards() != 0)) return true;
+    if (!shape.empty() && (shape[0] % c.tensor_ranks() != 0 || shape[0] % (c.shards() * c.context_ranks()) != 0)) return true;
   return false;
 }
 
@@ -42,6 +42,7 @@ const std::vector<Facet>& facets() {
        }(),
        [](const Case& c) { return c.strategy; }},
       flag("tp", [](const Case& c) { return c.tensor_ranks() > 1; }),
+      flag("cp", [](const Case& c) { return c.context_ranks() > 1; }),
       flag("sp", [](const Case& c) { return c.options.sequence_parallel != 0; }),
       flag("low precision", [](const Case& c) { return c.options.compute != fp32 || c.options.reduce != fp32; }),
       flag("ties", has_ties),
@@ -91,6 +92,9 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("tp", c.tensor_ranks() > 1);
   count("tp with sharding", c.tensor_ranks() > 1 && c.shards() > 1);
   count("tp of 3", c.tensor_ranks() == 3);
+  count("cp", c.context_ranks() > 1);
+  count("cp with sharding", c.context_ranks() > 1 && c.shards() > 1);
+  count("cp with tp", c.context_ranks() > 1 && c.tensor_ranks() > 1);
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
   count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);
@@ -154,7 +158,7 @@ std::string Coverage::pairs_summary() const {
           drawn += seen;
           if (!seen) never.push_back(first + " with " + second);
         }
-  std::string text = fmt::format("pairs of strategy, tp, sp, precision, ties and sizes: {} of {} drawn\n", drawn, pairs);
+  std::string text = fmt::format("pairs of strategy, tp, cp, sp, precision, ties and sizes: {} of {} drawn\n", drawn, pairs);
   constexpr size_t kListed = 12;
   if (never.empty() || never.size() > kListed) return text;
   return text + fmt::format("  never: {}\n", fmt::join(never, ", "));

@@ -69,9 +69,9 @@ golden::Model generate_odd(Chooser& choose) {
   return model;
 }
 
-golden::Model generate_model(Chooser& choose, Mode mode, bool tensor_parallel) {
+golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
   if (mode == Mode::exact) return generate_mlp(choose, true);
-  if (tensor_parallel) return choose.chance(0.3) ? generate_mlp(choose, false) : generate_gpt(choose, 4, 6);
+  if (parallel) return choose.chance(0.25) ? generate_mlp(choose, false) : generate_gpt(choose, 4, 6);
   const double kind = choose.unit();
   if (kind < 0.35) return generate_mlp(choose, false);
   if (kind < 0.65) return generate_gpt(choose, mode == Mode::fast ? 4 : 1);
@@ -110,7 +110,7 @@ std::vector<std::string> strategies_on(const std::optional<Mesh>& mesh) {
   std::vector<std::string> names;
   for (const shardproof::Strategy& strategy : shardproof::strategies()) {
     try {
-      if (mesh) shardproof::on_mesh(strategy, *mesh);
+      if (mesh) shardproof::on_mesh(strategy, shardproof::data_parallel_mesh(*mesh));
       names.push_back(strategy.name);
     } catch (const shardproof::Error&) {
     }
@@ -128,21 +128,30 @@ Mesh generate_mesh(Chooser& choose, const Limits& limits, const std::string& str
   return Mesh({{"dp_replicate", replicas}, {"dp_shard", choose.integer(1, std::max<int64_t>(1, limits.world_max / replicas))}});
 }
 
-// With an axis tp of up to four ranks besides, within the limit on the world.
-Mesh generate_tensor_mesh(Chooser& choose, Limits limits, const std::string& strategy) {
-  const int64_t ranks = choose.integer(2, std::min<int64_t>(4, limits.world_max));
-  limits.world_max /= ranks;
+// With axes cp and tp besides, within the limit on the world.
+Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& strategy, bool context_allowed) {
+  std::vector<shardproof::Axis> inner;
+  const double kind = choose.unit();
+  const auto add = [&](const char* name, int64_t most) {
+    const int64_t ranks = choose.integer(2, most);
+    if (ranks > limits.world_max) return;
+    limits.world_max /= ranks;
+    inner.push_back({name, ranks});
+  };
+  if (context_allowed && kind < 0.5) add("cp", 4);
+  if (!context_allowed || kind > 0.3) add("tp", 4);
   std::vector<shardproof::Axis> axes = generate_mesh(choose, limits, strategy).axes();
-  axes.push_back({"tp", ranks});
+  axes.insert(axes.end(), inner.begin(), inner.end());
   return Mesh(axes);
 }
 
-// Sizes that leave no rank along tp without a head, a token of the vocabulary or a piece of a sequence.
-void fit_to_tensor_ranks(Case& c) {
+// Sizes that leave no rank along tp without a head or a token of the vocabulary, and none along cp without a token.
+void fit_to_parallel_ranks(Case& c) {
   golden::Gpt& g = c.model.gpt;
-  const int64_t ranks = c.tensor_ranks(), head = g.hidden / g.heads;
-  for (int64_t* size : {&g.heads, &g.vocab, &g.positions})
-    while (!all_get_some(*size, ranks)) ++*size;
+  const int64_t head = g.hidden / g.heads;
+  for (int64_t* size : {&g.heads, &g.vocab})
+    while (!all_get_some(*size, c.tensor_ranks())) ++*size;
+  while (!sequence_fits(c, g.positions)) ++g.positions;
   g.hidden = g.heads * head;
 }
 
@@ -207,21 +216,25 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     c = generate_tiny(choose);
   } else {
     using enum Mode;
-    // Tensor parallelism cuts sums inside of models: for modes in which that leaves no trace, or is judged.
-    const bool given = limits.mesh && limits.mesh->has("tp");
+    // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
+    const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
     c.mode = limits.mode.value_or(
         given ? choose.one_of<Mode>({exact, fast})
               : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, fast, fast}));
+    if (given && limits.mesh->has("cp") && !limits.mode) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
-    const bool draws_tensor_ranks =
-        !limits.mesh && limits.world_max > 1 && (c.mode == exact || c.mode == fast) && choose.chance(0.5);
-    c.model = generate_model(choose, c.mode, given || draws_tensor_ranks);
-    c.mesh = draws_tensor_ranks ? generate_tensor_mesh(choose, limits, c.strategy) : generate_mesh(choose, limits, c.strategy);
+    const bool parallel = given || (!limits.mesh && (c.mode == exact || c.mode == fast) && choose.chance(0.65));
+    c.model = given && limits.mesh->has("cp") ? generate_gpt(choose, 4, 6) : generate_model(choose, c.mode, parallel);
+    const bool is_gpt = c.model.kind == golden::Model::Kind::gpt;
+    c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, is_gpt)
+                                : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
-    if (c.tensor_ranks() > 1) fit_to_tensor_ranks(c);
-    // Kernels on cut sizes round more differently than sums over ranks do; Adam's first step makes that of a tiny gradient a
-    // whole step, unless eps is well above it.
-    if (c.mode == fast && c.tensor_ranks() > 1) c.optimizer.eps = 0.01;
+    if (c.microbatch_ranks() > 1) {
+      fit_to_parallel_ranks(c);
+      // Kernels on cut sizes round more differently than sums over ranks do; Adam's first step makes that of a tiny gradient a
+      // whole step, unless eps is well above it.
+      if (c.mode == fast) c.optimizer.eps = 0.01;
+    }
     // What the rest of the case needs.
     if (c.mode == canonical) c.options.loss = loss_sum;
     if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;

@@ -53,6 +53,19 @@ ParallelPlan parallel_plan(const Case& c) {
   return gpt_plan(options, c.options.sequence_parallel != 0);
 }
 
+ContextOptions context_options(const Case& c) {
+  return {.attention = c.options.context_gathered ? ContextAttention::gathered : ContextAttention::ring,
+          .split = c.options.context_contiguous ? ContextSplit::contiguous : ContextSplit::balanced};
+}
+
+bool sequence_fits(const Case& c, int64_t length) {
+  const int64_t cp = c.context_ranks(), tp = c.options.sequence_parallel ? c.tensor_ranks() : 1;
+  const ContextCut cut{context_options(c).split, length, cp};
+  for (int64_t rank = 0; rank < cp; ++rank)
+    if (cut.count(rank) == 0 || !all_get_some(cut.count(rank), tp)) return false;
+  return true;
+}
+
 std::vector<std::string> cut_parameters(const Case& c) {
   std::vector<std::string> names;
   if (c.tensor_ranks() == 1) return names;

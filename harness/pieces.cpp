@@ -22,10 +22,11 @@ bool fits(const Piece& piece, const at::Tensor& whole) {
 }  // namespace
 
 Copies copies_of(const Case& c) {
-  const shardproof::Strategy strategy = shardproof::on_mesh(shardproof::strategy(c.strategy), c.mesh);
+  const shardproof::Mesh mesh = shardproof::data_parallel_mesh(c.mesh);
+  const shardproof::Strategy strategy = shardproof::on_mesh(shardproof::strategy(c.strategy), mesh);
   const auto copies = [&](const shardproof::Layout& layout) {
-    int64_t ranks = c.mesh.size();
-    for (const shardproof::Axis& axis : c.mesh.axes())
+    int64_t ranks = mesh.size();
+    for (const shardproof::Axis& axis : mesh.axes())
       if (layout.splits(axis.name)) ranks /= axis.size;
     return ranks;
   };
@@ -33,7 +34,10 @@ Copies copies_of(const Case& c) {
   return {.state = copies(strategy.state),
           .parameter = copies(has_main ? strategy.state : strategy.parameter),
           .compute_parameter = copies(strategy.parameter),
-          .compute = c.options.compute == bf16 ? at::kBFloat16 : c.options.compute == fp16 ? at::kHalf : at::kFloat,
+          .compute = c.options.compute == bf16   ? at::kBFloat16
+                     : c.options.compute == fp16 ? at::kHalf
+                                                 : at::kFloat,
+          .microbatch_ranks = c.microbatch_ranks(),
           .tensor_ranks = c.tensor_ranks(),
           .cut = cut_parameters(c)};
 }

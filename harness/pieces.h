@@ -20,7 +20,8 @@ struct Copies {
   int64_t parameter = 1;          // of parameters as they are compared: main ones, if there are
   int64_t compute_parameter = 1;  // of those to compute with
   at::ScalarType compute = at::kFloat;
-  // Ranks that train on one microbatch, and the parameters of which they hold different pieces.
+  int64_t microbatch_ranks = 1;  // neighbours that train on one microbatch
+  // Those of them along tp, and the parameters of which they hold different pieces.
   int64_t tensor_ranks = 1;
   std::vector<std::string> cut = {};
 

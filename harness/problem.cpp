@@ -54,9 +54,8 @@ golden::Microbatch microbatch(const Case& c, int64_t step, int64_t round, int64_
   const Draws input = here.at(1), target = here.at(2);
   const int64_t samples = here.integer(0, 1, kSamplesMax);
   if (c.model.kind == Kind::gpt) {
-    const int64_t parts = c.options.sequence_parallel ? c.tensor_ranks() : 1;
     int64_t length = here.integer(1, 1, c.model.gpt.positions);
-    while (!all_get_some(length, parts)) ++length;
+    while (!sequence_fits(c, length)) ++length;
     const auto tokens = [&](const Draws& draws) {
       return filled<int64_t>({samples, length}, at::kLong,
                              [&](int64_t i) { return draws.integer(i, 0, c.model.gpt.vocab - 1); });
@@ -115,7 +114,8 @@ bool branches_differ(const Case& c) {
 }
 
 std::vector<bool> reductions(const Case& c, const StepPlan& plan) {
-  const shardproof::Strategy strategy = shardproof::on_mesh(shardproof::strategy(c.strategy), c.mesh);
+  const shardproof::Strategy strategy =
+      shardproof::on_mesh(shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh));
   const bool sums = c.shards() > 1 || (c.options.replicas_each && c.replicas() > 1);
   if (shardproof::accumulates_before_reducing(strategy) || !sums) return {};
   std::vector<bool> after;

@@ -108,7 +108,11 @@ ShardOptions shard_options(const Case& c, const golden::Run& run) {
   options.numerics = c.mode == Mode::fast        ? Numerics::fast
                      : c.mode == Mode::canonical ? Numerics::canonical
                                                  : Numerics::ordered;
-  options.gradient_divide = o.loss == loss_sum ? 1 : 0;
+  // By default gradients are a mean over all ranks whose sum they are, but those along cp make one mean between them.
+  if (o.loss == loss_sum)
+    options.gradient_divide = 1;
+  else if (o.loss == loss_mean && c.context_ranks() > 1)
+    options.gradient_divide = static_cast<double>(c.data_ranks());
   options.divide_by_tokens = o.loss == loss_tokens;
   options.divide = o.divide == divide_before ? Divide::before : o.divide == divide_split ? Divide::split : Divide::after;
   options.reduce_replicas_every_microbatch = o.replicas_each != 0;
@@ -223,11 +227,23 @@ class RankRun {
       set_parameters(*network.module, run_.parameters, rank_);
     }
     if (parallel) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
+    if (case_.context_ranks() > 1) context_ = context_parallel(network.module, comms_, context_options(case_));
     return network;
   }
 
-  const golden::Microbatch& microbatch(const golden::Step& step, size_t round) const {
-    return step.microbatches[round][static_cast<size_t>(rank_ / case_.tensor_ranks())];
+  // With the rank's positions of its sequences.
+  golden::Microbatch microbatch(const golden::Step& step, size_t round) {
+    golden::Microbatch data = step.microbatches[round][static_cast<size_t>(rank_ / case_.microbatch_ranks())];
+    if (context_) data.input = context_->cut(data.input), data.target = context_->cut(data.target);
+    return data;
+  }
+
+  // Of the whole microbatch.
+  double value_of(const at::Tensor& loss) {
+    if (!context_) return static_cast<double>(loss.item<float>());
+    at::Tensor sum = loss.detach().to(at::kDouble).reshape({1});
+    comms_->along({"cp"}).all_reduce(sum).wait();
+    return sum.item<double>();
   }
 
   void set_frozen(const StepPlan& plan) {
@@ -263,9 +279,10 @@ class RankRun {
     const int64_t every = case_.steps[static_cast<size_t>(sharded_.step())].sync_every;
     sharded_.set_last_microbatch(last);
     sharded_.set_gradient_sync(last || (static_cast<int64_t>(round) + 1) % every == 0);
-    if (case_.options.loss == loss_tokens) sharded_.add_tokens(microbatch(step, round).target.numel());
-    const at::Tensor loss = network_.loss(microbatch(step, round));
-    result.losses.push_back(static_cast<double>(loss.item<float>()));
+    const golden::Microbatch data = microbatch(step, round);
+    if (case_.options.loss == loss_tokens) sharded_.add_tokens(data.target.numel());
+    const at::Tensor loss = network_.loss(data);
+    result.losses.push_back(value_of(loss));
     if (!std::isfinite(result.losses.back()))
       throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, sharded_.step(), round,
                                        result.losses.back()));
@@ -294,6 +311,7 @@ class RankRun {
   int64_t rank_;
   std::shared_ptr<MeshComm> comms_;
   std::optional<TensorParallel> parallel_;
+  std::optional<ContextParallel> context_;
   Network network_;
   Sharded sharded_;
   Optimizer optimizer_;

@@ -95,7 +95,7 @@ class Judge {
 };
 
 Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
-                   int64_t tensor_ranks) {
+                   int64_t microbatch_ranks) {
   const auto of_references = [&](const auto& value_of) {
     Values values;
     for (const golden::StepTrace* trace : references) values.push_back(value_of(*trace));
@@ -108,7 +108,7 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
   for (size_t round = 0; round < truth.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       const auto loss = [&](const golden::StepTrace& trace) {
-        return trace.losses[round].at(rank / static_cast<size_t>(tensor_ranks));
+        return trace.losses[round].at(rank / static_cast<size_t>(microbatch_ranks));
       };
       if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth),
                                          of_references(loss), ranks[rank].losses[round]))
@@ -127,7 +127,7 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
 Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
                                   Copies copies, double* ratio_max, int64_t* compared) {
   Judge judge(ratio_max, compared);
-  if (auto difference = scalars(judge, truth, references, ranks, copies.tensor_ranks)) return difference;
+  if (auto difference = scalars(judge, truth, references, ranks, copies.microbatch_ranks)) return difference;
   std::vector<TensorKind> kinds;
   if (auto difference = tensor_kinds(truth, ranks, copies, kinds)) return difference;
   std::vector<std::vector<TensorKind>> reference_kinds(references.size());  // the same kinds in the same order

@@ -132,13 +132,13 @@ TEST(Case, what_cannot_run_is_refused) {
   };
   refused("gpt(hidden=10,heads=3) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"hidden=10", "heads=3", "divisible"});
   refused(with("dp_shard=4", "ep=4"), {"axis 'ep'", "dp_shard"});
-  refused(with("dp_shard=4", "dp_shard=4,dp_replicate=2"), {"dp_replicate, dp_shard, tp in this order"});
+  refused(with("dp_shard=4", "dp_shard=4,dp_replicate=2"), {"dp_replicate, dp_shard, cp, tp in this order"});
   refused(with("dp_shard=4", "dp_shard=4,tp=2"), {"tp=2", "exact", "fast"});
   refused("gpt(hidden=8,heads=2) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step", {"heads=2", "tp=3"});
   refused("gpt(hidden=9,heads=3,positions=4) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"positions=4"});
   refused("mlp(widths=3-3) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"sp", "gpt"});
   refused(with("zero3", "hsdp"), {"hsdp", "dp_replicate"});
-  refused(with("zero3", "zero3(reshard=3)"), {"reshard=3", "dp_shard=4"});
+  refused(with("zero3", "zero3(reshard=3)"), {"reshard=3", "dp_shard x cp=4"});
   refused(with("sgd(lr=0.1)", "muon(lr=0.1)"), {"whole=1"});
   refused(with("ordered", "canonical"), {"loss=sum or loss=tokens"});
   refused("conv(channels=1-2,kernel=2) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"kernel must be odd"});
