@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <optional>
+
 namespace context_models {
 
 using namespace shardproof;
@@ -65,8 +67,10 @@ Trained train(const MakeModel& make, const Setting& setting, int64_t length) {
     Model model = make(setting);
     initialize_parameters(*model.module, 3, 0.3);
     model.module->to(at::kDouble);
+    std::optional<ContextParallel> early;
+    if (setting.recompute) early = context_parallel(model.module, comms, setting.context);
     const TensorParallel parallel = parallelize(model.module, comms, model.plan);
-    ContextParallel context = context_parallel(model.module, comms, setting.context);
+    ContextParallel context = early ? std::move(*early) : context_parallel(model.module, comms, setting.context);
     const auto blocks = by_type<GptBlockImpl, LlamaLayerImpl>();
     Sharded sharded = fully_shard(model.module, comms,
                                   {.strategy = strategy(setting.strategy),

@@ -16,7 +16,7 @@ struct Setting {
   bool sequence_parallel = false;
   const char* strategy = "zero3";
   shardproof::ContextOptions context = {};
-  bool recompute = false;
+  bool recompute = false;  // and context_parallel before parallelize
   int64_t replicate = 1;
   std::string str() const;
 };
