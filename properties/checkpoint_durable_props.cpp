@@ -25,6 +25,7 @@ class FailingFiles : public FileSystem {
     if (bytes > 1 && !dead_) FileSystem::write(fd, data, bytes / 2);  // a part may have come through
     return -error_;
   }
+  int set_direct(int fd, bool direct) override { return fails() ? -error_ : FileSystem::set_direct(fd, direct); }
   int fsync(int fd) override { return fails() ? -error_ : FileSystem::fsync(fd); }
   int close(int fd) override {
     const int closed = FileSystem::close(fd);  // as the system does, whatever it says
