@@ -99,7 +99,8 @@ void save_all(const CheckpointTask& task, Run& run, Times& times) {
       });
 }
 
-void load_all(const CheckpointTask& task, int64_t ranks, std::vector<double>& checked, std::vector<double>* once, Times& times) {
+void load_all(const CheckpointTask& task, int64_t ranks, std::vector<double>& checked, std::vector<double>* once,
+              Times& times) {
   run_threads(ranks, [&](std::shared_ptr<Comm> comm) {
     Run run(task.size, comm, 99);
     run.train(0);  // so that the optimizer's state is there
@@ -131,9 +132,9 @@ nlohmann::json run_checkpoint(const CheckpointTask& task) {
   load_all(task, task.ranks, times.load, &times.load_once, times);
   load_all(task, task.load_ranks, times.load_resharded, nullptr, times);
   fs::remove_all(task.folder + "/save0");
-  return {{"save", times.save},           {"async_blocking", times.async_blocking},
-          {"load", times.load},           {"load_once", times.load_once},
-          {"load_resharded", times.load_resharded}, {"losses", times.losses}, {"disk_bytes", bytes}};
+  return {{"save", times.save},           {"async_blocking", times.async_blocking}, {"load", times.load},
+          {"load_once", times.load_once}, {"load_resharded", times.load_resharded}, {"losses", times.losses},
+          {"disk_bytes", bytes}};
 }
 
 }  // namespace bench

@@ -40,9 +40,16 @@ const std::vector<std::string> kTimed = {"save", "async_blocking", "load", "load
 
 std::string peer_command(const Arguments& a, const std::string& folder) {
   const bench::Size& s = a.task.size;
-  const json spec = {{"ranks", a.task.ranks}, {"load_ranks", a.task.load_ranks}, {"layers", s.layers}, {"hidden", s.hidden},
-                     {"heads", s.heads}, {"vocab", s.vocab}, {"seq", s.seq}, {"batch", s.batch},
-                     {"repeats", a.task.repeats}, {"folder", folder}};
+  const json spec = {{"ranks", a.task.ranks},
+                     {"load_ranks", a.task.load_ranks},
+                     {"layers", s.layers},
+                     {"hidden", s.hidden},
+                     {"heads", s.heads},
+                     {"vocab", s.vocab},
+                     {"seq", s.seq},
+                     {"batch", s.batch},
+                     {"repeats", a.task.repeats},
+                     {"folder", folder}};
   return fmt::format("'{}/bin/python' '{}/bench/peers/checkpoint_peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE,
                      spec.dump());
 }
@@ -61,7 +68,8 @@ bool run_round(Contestant& contestant) {
   const auto losses = result["losses"].get<std::vector<double>>();
   const bool same = losses[0] == losses[1] && std::abs(losses[0] - losses[2]) <= kLossTolerance * std::abs(losses[0]);
   if (!same)
-    fmt::print("{}: the loss after its loads is {} and {}, without them {}\n", contestant.name, losses[1], losses[2], losses[0]);
+    fmt::print("{}: the loss after its loads is {} and {}, without them {}\n", contestant.name, losses[1], losses[2],
+               losses[0]);
   return same;
 }
 
@@ -75,8 +83,13 @@ void report(const Contestant& ours, const Contestant& theirs, JsonLines& out) {
     const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
     fmt::print("{:<16} {:>10.1f} {:>10.1f} {:>8.2f} ({:.2f}-{:.2f})\n", timed, median(mine), median(other), median(ratios),
                *low, *high);
-    out.write({{"type", "bench_checkpoint"}, {"timed", timed}, {"ours_ms", mine}, {"pytorch_ms", other},
-               {"ratio_median", median(ratios)}, {"ratio_min", *low}, {"ratio_max", *high}});
+    out.write({{"type", "bench_checkpoint"},
+               {"timed", timed},
+               {"ours_ms", mine},
+               {"pytorch_ms", other},
+               {"ratio_median", median(ratios)},
+               {"ratio_min", *low},
+               {"ratio_max", *high}});
   }
   const double blocked = median(ours.milliseconds.at("async_blocking"));
   fmt::print("async blocks for {:.3f} of our save and {:.3f} of PyTorch's; {:.0f} MiB on disk, PyTorch's {:.0f}\n",
@@ -87,12 +100,12 @@ void report(const Contestant& ours, const Contestant& theirs, JsonLines& out) {
 int compete(Arguments& a) {
   SHARD_REQUIRE(a.task.ranks >= 1 && a.task.load_ranks >= 1 && a.task.size.batch % a.task.ranks == 0 &&
                     a.task.size.batch % a.task.load_ranks == 0,
-                "bench", "--ranks and --load-ranks must divide the batch of {}, got {} and {}", a.task.size.batch,
-                a.task.ranks, a.task.load_ranks);
+                "bench", "--ranks and --load-ranks must divide the batch of {}, got {} and {}", a.task.size.batch, a.task.ranks,
+                a.task.load_ranks);
   SHARD_REQUIRE(a.rounds >= 1 && a.task.repeats >= 1, "bench", "--rounds and --repeats must be at least 1");
   JsonLines out(a.json);
-  std::string folder = (fs::path(a.directory.empty() ? fs::temp_directory_path().string() : a.directory) /
-                        "shardproof_bench_XXXXXX").string();
+  std::string folder =
+      (fs::path(a.directory.empty() ? fs::temp_directory_path().string() : a.directory) / "shardproof_bench_XXXXXX").string();
   SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder like {}", folder);
   const std::shared_ptr<void> removed(nullptr, [folder](void*) { fs::remove_all(folder); });
   for (const char* inner : {"/ours", "/pytorch"}) fs::create_directory(folder + inner);
@@ -112,7 +125,8 @@ int compete(Arguments& a) {
 void add_bench_checkpoint_command(CLI::App& bench_command, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
-  CLI::App* command = bench_command.add_subcommand("checkpoint", "time saves and loads beside PyTorch's, in interleaved rounds");
+  CLI::App* command =
+      bench_command.add_subcommand("checkpoint", "time saves and loads beside PyTorch's, in interleaved rounds");
   command->add_option("--model", a->model, "gpt33m or tiny")->capture_default_str();
   command->add_option("--ranks", a->task.ranks, "that save, and load")->capture_default_str();
   command->add_option("--load-ranks", a->task.load_ranks, "that load what was saved by --ranks")->capture_default_str();

@@ -149,8 +149,9 @@ class Loader {
     const VerifiedPart part{[&](const std::string& key) { return keys.contains(key); }, sharded_.rank(),
                             sharded_.state().comms().world().size()};
     const Verified verified = verify_checkpoint(*options_.files, directory_, {}, part);
-    SHARD_REQUIRE(verified.problems.empty(), "checkpoint", "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`",
-                  directory_, verified.problems.front().str());
+    SHARD_REQUIRE(verified.problems.empty(), "checkpoint",
+                  "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`", directory_,
+                  verified.problems.front().str());
     checked_ = true;
   }
 
@@ -182,9 +183,7 @@ class Loader {
   Loaded take() { return std::move(loaded_); }
 
  private:
-  Value value(const std::string& name) {
-    return read_value(*options_.files, directory_, name, checkpoint_.values.at(name));
-  }
+  Value value(const std::string& name) { return read_value(*options_.files, directory_, name, checkpoint_.values.at(name)); }
 
   static void read_box(BoxReader& reader, const std::string& key, const Box& box, char* to) {
     Shape strides(box.size());
@@ -223,8 +222,8 @@ Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer
   sharded.zero_gradients();
   for (Bucket* bucket : state.schedule().buckets()) bucket->begin_update();
   const std::string error = error_of([&] { loader.fill(); });
-  agree(world, error.empty() ? ""
-                             : error + " This was found while loading: the model now has some of the checkpoint's values.");
+  agree(world,
+        error.empty() ? "" : error + " This was found while loading: the model now has some of the checkpoint's values.");
   sharded.main_parameters_changed();
   Loaded loaded = loader.take();
   state.schedule().set_step(loaded.trainer.step);

@@ -21,7 +21,7 @@ class FileSystem {
   virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset);
   virtual int fsync(int fd);
   virtual int close(int fd);
-  virtual int set_direct(int fd, bool direct);  // O_DIRECT: around the page cache, in whole aligned blocks
+  virtual int set_direct(int fd, bool direct);  // around the page cache: O_DIRECT
   virtual int rename(const std::string& from, const std::string& to);    // refuses to replace: RENAME_NOREPLACE
   virtual int exchange(const std::string& one, const std::string& two);  // atomically: RENAME_EXCHANGE
   virtual int mkdir(const std::string& path, mode_t mode);
@@ -32,9 +32,9 @@ class FileSystem {
 // The real one.
 FileSystem& system_files();
 
-// A file to write, fresh: the path must not exist. Every member throws Error naming path and cause; what was written may fail
-// in a later call, `finish` at the latest. Large files go around the page cache where that can be done: a copy less, and what is
-// in the cache stays. Blocks are written by a thread of their own while the next is filled, one at a time.
+// A file to write, fresh: the path must not exist. Every member throws Error naming path and cause; a write may fail in a later
+// call, `finish` at the latest. Large files go around the page cache where that can be done: a copy less, and what is cached
+// stays. Blocks are written by a thread of their own while the next is filled, one at a time.
 class OutputFile {
  public:
   OutputFile(FileSystem& files, std::string path);
