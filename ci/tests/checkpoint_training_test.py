@@ -33,7 +33,7 @@ def pytorch(ranks, kind, begin, end, **options):
 
 def ours(mesh, strategy, begin, end, **options):
     arguments = [mesh, strategy, str(begin), str(end)] + [word for option in options.items() for word in option]
-    done = subprocess.run([os.path.join(BUILD, "properties", "checkpoint_driver"), *arguments], capture_output=True, text=True)
+    done = subprocess.run([os.path.join(BUILD, "checkpoint_driver"), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(f"{arguments}: {done.stderr[-2000:]}")
     return [float(line) for line in done.stdout.split()]
