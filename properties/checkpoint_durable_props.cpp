@@ -122,6 +122,63 @@ TEST(Durable, retention_keeps_the_newest) {
   expect_error([&] { retain_steps(system_files(), scratch.path(), 0); }, {"at least one"});
 }
 
+// Three blocks and some, written in uneven parts.
+std::string large_bytes() {
+  std::string bytes(13'000'001, '\0');
+  Random random(9);
+  for (size_t i = 0; i + 8 <= bytes.size(); i += 8) {
+    const uint64_t word = random();
+    std::memcpy(bytes.data() + i, &word, 8);
+  }
+  return bytes;
+}
+
+void write_in_parts(FileSystem& files, const std::string& path, const std::string& bytes) {
+  OutputFile file(files, path);
+  for (size_t at = 0, part = 1; at < bytes.size(); at += part, part = part * 3 % 4'000'037)
+    file.write(std::string_view(bytes).substr(at, part));
+  EXPECT_EQ(file.position(), bytes.size());
+  file.finish();
+}
+
+TEST(Durable, whichever_call_of_a_large_file_fails_is_an_error_unless_all_is_there) {
+  const std::string bytes = large_bytes();
+  int64_t errors = 0;
+  for (const int error : {EIO, ENOSPC, EINVAL})
+    for (int64_t failing = 0;; ++failing) {
+      const Scratch scratch;
+      FailingFiles files(failing, error);
+      try {
+        write_in_parts(files, scratch / "file", bytes);
+        EXPECT_TRUE(slurp(scratch / "file") == bytes) << "call " << failing << ", error " << error;
+      } catch (const Error&) {
+        ++errors;
+      }
+      if (files.calls() <= failing) break;
+    }
+  EXPECT_GE(errors, 12);
+}
+
+TEST(Durable, a_file_system_without_direct_writes_gets_every_byte) {
+  struct Refusing : FileSystem {
+    int set_direct(int fd, bool wanted) override {
+      return direct = wanted, refuses_all ? -EINVAL : FileSystem::set_direct(fd, wanted);
+    }
+    ssize_t write(int fd, const void* data, size_t count) override {
+      return direct && !refuses_all ? -EINVAL : FileSystem::write(fd, data, count);
+    }
+    bool direct = false, refuses_all = false;
+  } files;
+  const std::string bytes = large_bytes();
+  const Scratch scratch;
+  for (const bool all : {false, true}) {
+    files.refuses_all = all;
+    const std::string path = scratch / (all ? "all" : "some");
+    write_in_parts(files, path, bytes);
+    EXPECT_TRUE(slurp(path) == bytes);
+  }
+}
+
 // A write may take less than it is given.
 TEST(Durable, short_writes_are_carried_on) {
   struct ShortWrites : FileSystem {
