@@ -3,7 +3,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -12,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/contestant.h"
+#include "harness/bench_process.h"
 #include "harness/commands.h"
 #include "harness/json_lines.h"
 #include "shardproof/check.h"
@@ -50,25 +50,6 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
                      std::filesystem::read_symlink("/proc/self/exe").string(),
                      contestant == "single_cached" ? "single" : contestant, a.task.strategy, a.task.ranks, a.model,
                      a.task.steps, a.task.warmup);
-}
-
-json run_process(const std::string& command, const std::string& contestant) {
-  FILE* pipe = popen(command.c_str(), "r");
-  SHARD_REQUIRE(pipe, "bench", "cannot start {}", command);
-  std::string output;
-  std::array<char, 65536> buffer;
-  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) output.append(buffer.data(), count);
-  const int status = pclose(pipe);
-  const size_t begin = output.find('{');
-  SHARD_REQUIRE(status == 0 && begin != std::string::npos, "bench", "{} did not finish (status {}). Run it alone: {}",
-                contestant, status, command);
-  return json::parse(output.substr(begin, output.find('\n', begin) - begin));
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
 struct Row {
@@ -184,7 +165,9 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command->add_option("--rounds", a->rounds, "each runs every contestant once")->capture_default_str();
   command->add_option("--json", a->json, "also write one JSON object a contestant here");
   command->add_option("--worker", a->worker, "run this contestant in this process")->group("");
-  command->callback([arguments, a, &exit_code] {
+  add_bench_checkpoint_command(*command, exit_code);
+  command->callback([arguments, a, command, &exit_code] {
+    if (!command->get_subcommands().empty()) return;  // which ran instead
     a->task.size = bench::size_of(a->model);
     if (a->worker.empty()) {
       exit_code = compete(*a);

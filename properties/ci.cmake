@@ -21,6 +21,8 @@ add_test(NAME Tree.keeps_to_the_layers COMMAND "${CMAKE_SOURCE_DIR}/ci/check_lay
 set_tests_properties(Tree.keeps_to_the_layers PROPERTIES LABELS ci)
 shardproof_python_tests(NAME check_layers CLASS CheckLayers)
 shardproof_python_tests(NAME checkpoint CLASS Checkpoint)
+shardproof_python_tests(NAME checkpoint_releases CLASS CheckpointReleases)
+shardproof_python_tests(NAME checkpoint_training CLASS CheckpointTraining)
 shardproof_python_tests(NAME faults CLASS Faults)
 shardproof_python_tests(NAME train CLASS Train)
 shardproof_python_tests(NAME verify CLASS Command)

@@ -7,8 +7,8 @@
 
 namespace shardproof::checkpoint {
 
-// Summed and written while it lies in the cache.
-constexpr size_t kPieceBytes = size_t{1} << 20;
+// Summed and copied while it lies in the cache.
+constexpr size_t kPieceBytes = size_t{128} << 10;
 
 std::string entry_file_name(int64_t rank, int64_t index) {
   return fmt::format("__{}_{}.distcp", rank, index);

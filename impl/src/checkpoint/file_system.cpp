@@ -8,16 +8,20 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "shardproof/check.h"
+#include "stream_copy.h"
 
 namespace shardproof::checkpoint {
 namespace {
 
 constexpr uint64_t kEnd = 2048;  // of a slice, kept
 constexpr size_t kCallBytes = size_t{1} << 30;
+constexpr size_t kBlockBytes = size_t{4} << 20;  // of output files; a file holds two in memory
 
 template <typename Result>
 Result or_errno(Result result) {
@@ -44,6 +48,11 @@ int FileSystem::fsync(int fd) {
 }
 int FileSystem::close(int fd) {
   return or_errno(::close(fd));
+}
+int FileSystem::set_direct(int fd, bool direct) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0) return -errno;
+  return or_errno(::fcntl(fd, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT));
 }
 int FileSystem::rename(const std::string& from, const std::string& to) {
   const int done = or_errno(::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE));
@@ -74,25 +83,71 @@ OutputFile::OutputFile(FileSystem& files, std::string path) : files_(files), pat
 }
 
 OutputFile::~OutputFile() {
+  if (pending_.valid()) pending_.wait();
   if (fd_ >= 0) files_.close(fd_);
+}
+
+void OutputFile::Free::operator()(char* memory) const {
+  std::free(memory);
+}
+
+OutputFile::Block OutputFile::make_block() {
+  Block block(static_cast<char*>(std::aligned_alloc(kBlockBytes, kBlockBytes)));
+  if (!block) throw std::bad_alloc();
+  prefer_large_pages(block.get(), kBlockBytes);  // and the disk gets fewer pieces
+  return block;
 }
 
 void OutputFile::write(const void* data, size_t bytes) {
   SHARD_CHECK(fd_ >= 0, "checkpoint", "{} is already finished", path_);
   const char* from = static_cast<const char*>(data);
   while (bytes > 0) {
-    const ssize_t count = files_.write(fd_, from, std::min(bytes, kCallBytes));
+    if (!filling_) filling_ = make_block();
+    const size_t count = std::min(bytes, kBlockBytes - filled_);
+    std::memcpy(filling_.get() + filled_, from, count);
+    filled_ += count;
+    from += count;
+    bytes -= count;
+    position_ += count;
+    if (filled_ == kBlockBytes) start_block();
+  }
+}
+
+// Only whole blocks may go around the cache; a file that has one is large.
+void OutputFile::start_block() {
+  if (pending_.valid()) pending_.get();
+  if (written_ == 0) direct_ = files_.set_direct(fd_, true) >= 0;
+  std::swap(filling_, leaving_);
+  filled_ = 0;
+  pending_ = std::async(std::launch::async, [this] { write_out(leaving_.get(), kBlockBytes); });
+}
+
+void OutputFile::write_out(const char* from, size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t count = files_.write(fd_, from, bytes);
     if (count == -EINTR) continue;
-    SHARD_REQUIRE(count > 0, "checkpoint", "cannot write {} at byte {}: {}", path_, position_,
+    if (direct_ && (count == -EINVAL || (count > 0 && static_cast<size_t>(count) < bytes))) {
+      direct_ = false;  // blocks here are larger than ours, or what is left is none
+      SHARD_REQUIRE(files_.set_direct(fd_, false) >= 0, "checkpoint", "cannot write {} through the page cache", path_);
+      if (count == -EINVAL) continue;
+    }
+    SHARD_REQUIRE(count > 0, "checkpoint", "cannot write {} at byte {}: {}", path_, written_,
                   count == 0 ? "nothing was accepted" : cause(count));
     from += count;
     bytes -= static_cast<size_t>(count);
-    position_ += static_cast<uint64_t>(count);
+    written_ += static_cast<uint64_t>(count);
   }
 }
 
 void OutputFile::finish() {
   SHARD_CHECK(fd_ >= 0, "checkpoint", "{} is already finished", path_);
+  if (pending_.valid()) pending_.get();
+  if (direct_) {
+    const int cached = files_.set_direct(fd_, false);
+    SHARD_REQUIRE(cached >= 0, "checkpoint", "cannot write {} through the page cache: {}", path_, cause(cached));
+    direct_ = false;
+  }
+  write_out(filling_.get(), filled_);
   const int flushed = files_.fsync(fd_);
   SHARD_REQUIRE(flushed >= 0, "checkpoint", "cannot flush {} to the disk: {}", path_, cause(flushed));
   const int closed = files_.close(std::exchange(fd_, -1));

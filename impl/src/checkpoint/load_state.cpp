@@ -8,6 +8,7 @@
 #include "agree.h"
 #include "save_plan.h"
 #include "shardproof/check.h"
+#include "shardproof/checkpoint/checksums.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "state_names.h"
 #include "trainer_values.h"
@@ -138,32 +139,28 @@ class Loader {
     loaded_.skipped = misfits;
   }
 
-  // Reads everything into memory of its own.
+  // Every byte that any rank will read, against its checksum; each by one rank, whichever parts of it are wanted where.
   void check() {
-    BoxReader reader(*options_.files, directory_, checkpoint_, options_.read);
-    std::vector<char> memory;
-    const auto read_runs = [&](const std::string& key, const std::vector<Interval>& runs) {
-      const StoredTensor& stored = checkpoint_.tensors.at(key);
-      for (const PlannedBox& part : boxes_of(key, stored.sizes, runs)) {
-        memory.resize(static_cast<size_t>(numel(part.box) * names_of(stored.dtype).bytes));
-        read_box(reader, key, part.box, memory.data());
-      }
-    };
-    const std::map<std::string, std::vector<Interval>> runs = local_runs();
-    for (const auto& [name, key] : matched_.parameters)
-      if (const auto held = runs.find(name); held != runs.end()) read_runs(key, held->second);
+    std::set<std::string> keys;
+    for (const auto& [name, key] : matched_.parameters) keys.insert(key);
     for (const Restored& state : matched_.states)
-      for (const std::string& slot : state.slots)
-        if (const auto held = runs.find(state.parameter); held != runs.end())
-          read_runs(state_key(state.parameter, slot), held->second);
-    for (const std::string& name : matched_.plain)
-      read_runs(model_key(name), {{0, numel(checkpoint_.tensors.at(model_key(name)).sizes)}});
+      for (const std::string& slot : state.slots) keys.insert(state_key(state.parameter, slot));
+    for (const std::string& name : matched_.plain) keys.insert(model_key(name));
+    const VerifiedPart part{[&](const std::string& key) { return keys.contains(key); }, sharded_.rank(),
+                            sharded_.state().comms().world().size()};
+    const Verified verified = verify_checkpoint(*options_.files, directory_, {}, part);
+    SHARD_REQUIRE(verified.problems.empty(), "checkpoint",
+                  "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`", directory_,
+                  verified.problems.front().str());
+    checked_ = true;
   }
 
   // Into the model.
   void fill() {
     at::NoGradGuard no_grad;
-    BoxReader reader(*options_.files, directory_, checkpoint_, options_.read);
+    ReadOptions read = options_.read;
+    read.check &= !checked_;
+    BoxReader reader(*options_.files, directory_, checkpoint_, read);
     std::map<std::string, std::string> keys(matched_.parameters.begin(), matched_.parameters.end());
     for (const Piece& piece : sharded_.main_parameters())
       if (const auto key = keys.find(piece.name); key != keys.end()) read_piece(reader, key->second, piece);
@@ -186,9 +183,7 @@ class Loader {
   Loaded take() { return std::move(loaded_); }
 
  private:
-  Value value(const std::string& name) {
-    return read_value(*options_.files, directory_, name, checkpoint_.values.at(name));
-  }
+  Value value(const std::string& name) { return read_value(*options_.files, directory_, name, checkpoint_.values.at(name)); }
 
   static void read_box(BoxReader& reader, const std::string& key, const Box& box, char* to) {
     Shape strides(box.size());
@@ -205,15 +200,6 @@ class Loader {
     }
   }
 
-  // What this rank holds of each parameter, and of its state, allocated or not.
-  std::map<std::string, std::vector<Interval>> local_runs() {
-    std::map<std::string, std::vector<Interval>> runs;
-    for (const Piece& piece : sharded_.main_parameters()) runs[piece.name].push_back(piece.run);
-    for (auto& [name, held] : runs)
-      std::sort(held.begin(), held.end(), [](Interval a, Interval b) { return a.begin < b.begin; });
-    return runs;
-  }
-
   const std::string& directory_;
   Sharded& sharded_;
   Optimizer* optimizer_;
@@ -222,6 +208,7 @@ class Loader {
   ModelNames names_;
   Matched matched_;
   Loaded loaded_;
+  bool checked_ = false;
 };
 
 }  // namespace
@@ -235,8 +222,8 @@ Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer
   sharded.zero_gradients();
   for (Bucket* bucket : state.schedule().buckets()) bucket->begin_update();
   const std::string error = error_of([&] { loader.fill(); });
-  agree(world, error.empty() ? ""
-                             : error + " This was found while loading: the model now has some of the checkpoint's values.");
+  agree(world,
+        error.empty() ? "" : error + " This was found while loading: the model now has some of the checkpoint's values.");
   sharded.main_parameters_changed();
   Loaded loaded = loader.take();
   state.schedule().set_step(loaded.trainer.step);

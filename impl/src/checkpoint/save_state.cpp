@@ -11,6 +11,7 @@
 #include "shardproof/checkpoint/durable.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "state_names.h"
+#include "stream_copy.h"
 #include "trainer_values.h"
 
 namespace shardproof::checkpoint {
@@ -177,7 +178,7 @@ void SaveJob::Parts::copy_box(const PlannedBox& box, char* to) const {
           std::find_if(held.begin(), held.end(), [&](const LocalRun& l) { return l.run.begin <= at && at < l.run.end; });
       SHARD_CHECK(local != held.end(), "checkpoint", "element {} of {} is not here", at, box.name);
       const int64_t end = std::min(wanted.end, local->run.end);
-      std::memcpy(to, static_cast<const char*>(local->data.const_data_ptr()) + (at - local->run.begin) * item,
+      stream_copy(to, static_cast<const char*>(local->data.const_data_ptr()) + (at - local->run.begin) * item,
                   static_cast<size_t>((end - at) * item));
       to += (end - at) * item;
       at = end;
@@ -190,7 +191,12 @@ void SaveJob::Parts::fill(Snapshot& memory) {
     offsets.push_back(bytes);
     bytes += bytes_of_box(box);
   }
-  if (memory.bytes.size() < bytes) memory.bytes.resize(bytes);
+  if (memory.bytes.size() < bytes) {
+    memory.bytes.clear();
+    memory.bytes.reserve(bytes);
+    prefer_large_pages(memory.bytes.data(), bytes);
+    memory.bytes.resize(bytes);
+  }
   for (size_t i = 0; i < own().size(); ++i) copy_box(own()[i], memory.bytes.data() + offsets[i]);
   snapshot = &memory;
   runs.clear();

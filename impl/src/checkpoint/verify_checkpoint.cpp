@@ -15,7 +15,7 @@
 namespace shardproof::checkpoint {
 namespace {
 
-constexpr uint64_t kPieceBytes = uint64_t{4} << 20;
+constexpr uint64_t kPieceBytes = uint64_t{256} << 10;  // summed while it lies in the cache
 constexpr uint64_t kMetadataBytesMax = uint64_t{1} << 31;
 
 bool exists(const std::string& path) {
@@ -25,16 +25,17 @@ bool exists(const std::string& path) {
 
 class Verifier {
  public:
-  Verifier(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress)
-      : files_(files), folder_(folder), progress_(progress) {}
+  Verifier(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress, const VerifiedPart& part)
+      : files_(files), folder_(folder), progress_(progress), part_(part) {}
 
   Verified run() {
     result_.sidecar = exists(folder_ + "/" + kSidecarFile);
     if (result_.sidecar) read_sidecar();
     if (!read_metadata_file()) return std::move(result_);
     const std::vector<Owned> all = owned_extents(checkpoint_);
-    for (const Owned& owned : all) bytes_all_ += owned.extent->length;
-    for (const Owned& owned : all) check(owned);
+    const std::vector<const Owned*> part = part_of(all);
+    for (const Owned* owned : part) bytes_all_ += owned->extent->length;
+    for (const Owned* owned : part) check(*owned);
     if (sums_) check_files(all);
     return std::move(result_);
   }
@@ -44,6 +45,23 @@ class Verifier {
   void report(const Owned& owned, const std::string& what) {
     result_.problems.push_back(
         {owned.extent->file, *owned.name, owned.chunk ? box_text(owned.chunk->offsets, owned.chunk->sizes) : "", what});
+  }
+
+  std::vector<const Owned*> part_of(const std::vector<Owned>& all) const {
+    std::vector<const Owned*> wanted, part;
+    uint64_t bytes = 0, before = 0;
+    for (const Owned& owned : all)
+      if (!part_.wanted || (owned.chunk && part_.wanted(*owned.name))) {
+        wanted.push_back(&owned);
+        bytes += owned.extent->length;
+      }
+    for (const Owned* owned : wanted) {
+      const double middle = static_cast<double>(before) + static_cast<double>(owned->extent->length) / 2;
+      const auto index = static_cast<int64_t>(middle / static_cast<double>(bytes) * static_cast<double>(part_.count));
+      if (std::min(index, part_.count - 1) == part_.index) part.push_back(owned);
+      before += owned->extent->length;
+    }
+    return part;
   }
 
   void read_sidecar() {
@@ -142,6 +160,7 @@ class Verifier {
   FileSystem& files_;
   const std::string& folder_;
   const std::function<void(double)>& progress_;
+  const VerifiedPart& part_;
   Verified result_;
   std::optional<Checksums> sums_;
   Checkpoint checkpoint_;
@@ -158,10 +177,11 @@ std::string Problem::str() const {
   return text + ": " + what;
 }
 
-Verified verify_checkpoint(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress) {
+Verified verify_checkpoint(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress,
+                           const VerifiedPart& part) {
   struct stat status {};
   SHARD_REQUIRE(::stat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "checkpoint", "there is no folder {}", folder);
-  return Verifier(files, folder, progress).run();
+  return Verifier(files, folder, progress, part).run();
 }
 
 }  // namespace shardproof::checkpoint

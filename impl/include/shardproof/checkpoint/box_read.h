@@ -17,7 +17,9 @@ namespace shardproof::checkpoint {
 struct ReadOptions {
   uint64_t bytes_max = uint64_t{32} << 20;  // of buffers at a time
   uint64_t gap_max = 16 << 10;              // unwanted bytes that are read rather than skipped by another call
-  // The CRC of an entry is checked whenever all of it is read. True: of one that is read in part too, by reading the rest.
+  // The CRC of an entry is checked whenever all of it is read. False: never, where somebody has done so already.
+  bool check = true;
+  // Of one that is read in part too, by reading the rest.
   bool check_parts = false;
 };
 

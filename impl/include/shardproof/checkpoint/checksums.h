@@ -43,8 +43,15 @@ struct Verified {
   int64_t entries = 0;
   uint64_t bytes = 0;
 };
-// Reads every byte. Damage is a problem, not an exception; Error only when the folder cannot be read at all. `progress` is told
-// the fraction done.
-Verified verify_checkpoint(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress = {});
+// Which entries: those of the tensors that are wanted, and of these the bytes' `index`th of `count` equal parts, cut between
+// entries. Every entry is in one part. What is no entry is in all of them.
+struct VerifiedPart {
+  std::function<bool(const std::string& tensor)> wanted = {};  // none: all, and values
+  int64_t index = 0, count = 1;
+};
+// Reads every byte of the part. Damage is a problem, not an exception; Error only when the folder cannot be read at all.
+// `progress` is told the fraction done.
+Verified verify_checkpoint(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress = {},
+                           const VerifiedPart& part = {});
 
 }  // namespace shardproof::checkpoint

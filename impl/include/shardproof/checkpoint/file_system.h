@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -20,6 +21,7 @@ class FileSystem {
   virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset);
   virtual int fsync(int fd);
   virtual int close(int fd);
+  virtual int set_direct(int fd, bool direct);  // around the page cache: O_DIRECT
   virtual int rename(const std::string& from, const std::string& to);    // refuses to replace: RENAME_NOREPLACE
   virtual int exchange(const std::string& one, const std::string& two);  // atomically: RENAME_EXCHANGE
   virtual int mkdir(const std::string& path, mode_t mode);
@@ -30,7 +32,9 @@ class FileSystem {
 // The real one.
 FileSystem& system_files();
 
-// A file to write, fresh: the path must not exist. Every member throws Error naming path and cause.
+// A file to write, fresh: the path must not exist. Every member throws Error naming path and cause; a write may fail in a later
+// call, `finish` at the latest. Large files go around the page cache where that can be done: a copy less, and what is cached
+// stays. Blocks are written by a thread of their own while the next is filled, one at a time.
 class OutputFile {
  public:
   OutputFile(FileSystem& files, std::string path);
@@ -48,6 +52,19 @@ class OutputFile {
   std::string path_;
   int fd_ = -1;
   uint64_t position_ = 0;
+
+  struct Free {
+    void operator()(char* memory) const;
+  };
+  using Block = std::unique_ptr<char, Free>;
+  static Block make_block();
+  void start_block();
+  void write_out(const char* from, size_t bytes);
+  Block filling_, leaving_;
+  size_t filled_ = 0;
+  uint64_t written_ = 0;
+  bool direct_ = false;
+  std::future<void> pending_;  // the write of leaving_
 };
 
 // Bytes that can be read at any place.

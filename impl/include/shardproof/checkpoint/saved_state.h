@@ -71,8 +71,9 @@ class SaveJob {
 struct LoadOptions {
   // Load what fits, and list the rest in Loaded::skipped: missing and extra names, and those of another shape or dtype.
   bool partial = false;
-  // Everything is read, and what can be checked is, before anything is changed; then it is read again. False: read once; an
-  // error while reading then leaves the model in part loaded, and says so.
+  // Every entry that is wanted is compared with its checksum, by one of the ranks, before anything is changed; then each rank
+  // reads its boxes. False: read once; entries of which a rank reads a part only are then not checked unless
+  // ReadOptions::check_parts says so, and an error while reading leaves the model in part loaded, and says so.
   bool check_before = true;
   ReadOptions read = {};
   FileSystem* files = &system_files();

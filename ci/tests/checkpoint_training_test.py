@@ -1,0 +1,86 @@
+"""Runs that PyTorch began and we go on with, and the other way round: sharded model and optimizer through one checkpoint."""
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+BUILD = os.environ["SHARDPROOF_BUILD"]
+STEPS = 3
+
+
+def pytorch(ranks, kind, begin, end, **options):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = [kind, str(begin), str(end)] + [word for option in options.items() for word in option]
+    started = []
+    for rank in range(ranks):
+        env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                   MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        started.append(subprocess.Popen([sys.executable, os.path.join(HERE, "checkpoint_training_peers.py"), *arguments],
+                                        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    outputs = [process.communicate() for process in started]
+    if any(process.returncode for process in started):
+        raise AssertionError(f"{arguments}: " + "\n".join(error[-1500:] for _, error in outputs))
+    return [float(line) for line in outputs[0][0].split() if line[0].isdigit()]
+
+
+def ours(mesh, strategy, begin, end, **options):
+    arguments = [mesh, strategy, str(begin), str(end)] + [word for option in options.items() for word in option]
+    done = subprocess.run([os.path.join(BUILD, "checkpoint_driver"), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(f"{arguments}: {done.stderr[-2000:]}")
+    return [float(line) for line in done.stdout.split()]
+
+
+class CheckpointTraining(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = folder.name
+
+    def path(self, name):
+        return os.path.join(self.root, name)
+
+    def same_losses(self, got, expected):
+        self.assertEqual(len(got), STEPS)
+        self.assertEqual(len(set(expected)), STEPS)
+        for one, other in zip(got, expected):
+            self.assertTrue(math.isclose(one, other, rel_tol=2e-6), (got, expected))
+
+    def theirs_goes_on_here(self, ranks, kind):
+        at, later = self.path("at"), self.path("later")
+        pytorch(ranks, kind, 0, STEPS, save=at)
+        expected = pytorch(ranks, kind, STEPS, 2 * STEPS, load=at, save=later)
+        for mesh, strategy in (("dp_shard=4", "zero3"), ("dp_shard=2", "zero1"), ("dp_replicate=2,dp_shard=2", "hsdp"),
+                               ("dp_shard=1", "ddp")):
+            self.same_losses(ours(mesh, strategy, STEPS, 2 * STEPS, load=at), expected)
+
+    def test_what_fsdp2_trained_on_2_ranks_trains_on_here_on_any_mesh(self):
+        self.theirs_goes_on_here(2, "fsdp2")
+
+    def test_what_fsdp2_over_tensor_parallelism_trained_trains_on_here_on_any_mesh(self):
+        self.theirs_goes_on_here(4, "fsdp2_tp")
+
+    def ours_goes_on_there(self, ranks, kind):
+        at, full = self.path("at"), self.path("full.pt")
+        ours("dp_shard=4", "zero3", 0, STEPS, save=at)
+        expected = ours("dp_shard=2", "zero2", STEPS, 2 * STEPS, load=at)
+        dcp_to_torch_save(at, full)
+        self.same_losses(pytorch(ranks, kind, STEPS, 2 * STEPS, load=at, expect=full), expected)
+
+    def test_what_was_trained_here_trains_on_under_fsdp2_on_2_ranks_with_equal_bits(self):
+        self.ours_goes_on_there(2, "fsdp2")
+
+    def test_what_was_trained_here_trains_on_under_fsdp2_over_tensor_parallelism_with_equal_bits(self):
+        self.ours_goes_on_there(4, "fsdp2_tp")
+
+
+if __name__ == "__main__":
+    unittest.main()

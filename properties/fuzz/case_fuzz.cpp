@@ -1,0 +1,16 @@
+// The parser of reproduction lines under libFuzzer: any text is a case or an Error, and a case prints as what parses back.
+#include <cstdlib>
+#include <string>
+
+#include "harness/case.h"
+#include "shardproof/check.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
+  try {
+    const harness::Case parsed = harness::Case::parse({reinterpret_cast<const char*>(data), bytes});
+    const std::string text = parsed.str();
+    if (harness::Case::parse(text).str() != text) std::abort();
+  } catch (const shardproof::Error&) {
+  }
+  return 0;
+}
