@@ -25,7 +25,8 @@ std::string first_word(const std::string& text) { return text.substr(0, text.fin
 class Reference {
  public:
   Reference(const Case& c, const golden::Run& run)
-      : copies_(copies_of(c)), trace_(golden::train(run)) {
+      : trace_(golden::train(run)) {
+    for (size_t s = 0; s < c.steps.size(); ++s) copies_.push_back(copies_of(c.at(s)));
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
     golden::Run other = run;
@@ -35,8 +36,8 @@ class Reference {
   }
 
   Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict) const {
-    if (truth_.empty()) return first_difference(trace_[step], ranks, copies_, &verdict.values_compared);
-    return first_beyond_tolerance(truth_[step], references(step), ranks, copies_, &verdict.ratio_max,
+    if (truth_.empty()) return first_difference(trace_[step], ranks, copies_[step], &verdict.values_compared);
+    return first_beyond_tolerance(truth_[step], references(step), ranks, copies_[step], &verdict.ratio_max,
                                   &verdict.values_compared);
   }
 
@@ -53,7 +54,7 @@ class Reference {
  private:
   std::vector<const golden::StepTrace*> references(size_t step) const { return {&trace_[step], &other_order_[step]}; }
 
-  Copies copies_;
+  std::vector<Copies> copies_;  // by step
   golden::Trace trace_, other_order_, truth_;
 };
 

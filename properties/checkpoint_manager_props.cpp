@@ -167,7 +167,9 @@ TEST(Manager, a_save_that_nobody_waited_for_is_lost_aloud_and_leaves_nothing) {
 class DyingDisk : public FileSystem {
  public:
   explicit DyingDisk(int64_t calls) : left_(calls) {}
-  int open(const std::string& path, int flags, mode_t mode) override { return dead() ? -EIO : FileSystem::open(path, flags, mode); }
+  int open(const std::string& path, int flags, mode_t mode) override {
+    return dead() ? -EIO : FileSystem::open(path, flags, mode);
+  }
   ssize_t write(int fd, const void* data, size_t bytes) override { return dead() ? -EIO : FileSystem::write(fd, data, bytes); }
   int fsync(int fd) override { return dead() ? -EIO : FileSystem::fsync(fd); }
   int rename(const std::string& a, const std::string& b) override { return dead() ? -EIO : FileSystem::rename(a, b); }

@@ -26,12 +26,12 @@ RC_GTEST_PROP(SavedState, training_on_after_a_load_elsewhere_is_training_through
   std::atomic<int64_t> wrong_trainers = 0;
   const int64_t ranks_from = Mesh::parse(from.mesh).size();
   on(to, [&](std::shared_ptr<Comm> comm) {
-    Trained run(setup, to, comm, 0.75);  // starts elsewhere
+    Trained run(setup, to, comm, 0.75);    // starts elsewhere
     if (before % 2 == 0) run.train(0, 1);  // and may have trained
     const TrainerState got = load(scratch / "at", *run.sharded, &*run.optimizer).trainer;
     const bool mine = comm->rank() < ranks_from;
-    if (got.step != before || got.schedule_step != 2 * before || !got.scaler || got.scaler->scale != 1024 ||
-        !(got.values.at("note") == Value::string("hello")) || got.random.has_value() != mine ||
+    if (got.step != before || got.schedule_step != 2 * before || got.data_position != 12 * before || !got.scaler ||
+        got.scaler->scale != 1024 || !(got.values.at("note") == Value::string("hello")) || got.random.has_value() != mine ||
         got.of_rank.size() != (mine ? 1 : 0) ||
         (mine && (got.random->seed != ~uint64_t{0} - static_cast<uint64_t>(comm->rank()) || got.random->sites != 7 ||
                   !(got.of_rank.at("mine") == Value::integer(comm->rank() * 10)))))
@@ -77,6 +77,35 @@ TEST(SavedState, what_does_not_fit_or_is_damaged_is_an_error_on_every_rank_and_c
   const std::string path = scratch / "at/__1_0.distcp", bytes = slurp(path);
   spill(path, bytes.substr(0, bytes.size() / 2));
   expect_refused(scratch / "at", {}, {"__1_0.distcp"});
+}
+
+struct WithEmptyImpl : torch::nn::Module {
+  WithEmptyImpl() {
+    weight = register_parameter("weight", at::full({5}, 0.5));
+    empty = register_parameter("empty", at::zeros({0, 3}));
+  }
+  at::Tensor weight, empty;
+};
+
+TEST(SavedState, a_parameter_of_no_elements_has_its_state_in_the_checkpoint) {
+  const Scratch scratch;
+  const auto run = [&](const char* mesh, bool saves) {
+    on({mesh, "zero3"}, [&](std::shared_ptr<Comm> comm) {
+      const auto module = std::make_shared<WithEmptyImpl>();
+      Sharded sharded = fully_shard(module, std::make_shared<MeshComm>(comm, Mesh::parse(mesh)), {});
+      Optimizer optimizer = adamw(sharded, {.lr = 0.01});
+      optimizer.restore("weight", 1, true);
+      optimizer.restore("empty", 1, true);
+      if (saves) return save(scratch / "at", sharded, &optimizer, {.step = 1});
+      optimizer.restore("empty", 0, true);
+      load(scratch / "at", sharded, &optimizer);
+      EXPECT_EQ(optimizer.updates("empty"), 1);
+    });
+  };
+  run("dp_shard=2", true);
+  const Checkpoint checkpoint = open_checkpoint(system_files(), scratch / "at");
+  EXPECT_EQ(checkpoint.tensors.at("optim.state.empty.exp_avg").sizes, (Shape{0, 3}));
+  run("dp_shard=3", false);
 }
 
 TEST(SavedState, a_partial_load_lists_what_it_skipped_and_leaves_it) {

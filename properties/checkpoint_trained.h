@@ -12,9 +12,14 @@ namespace shardproof::checkpoint {
 struct Place {
   std::string mesh, strategy;
 };
-inline const std::vector<Place> kPlaces = {{"dp_shard=1", "zero3"}, {"dp_shard=2", "zero3"}, {"dp_shard=4", "zero3"},
-                                    {"dp_shard=3", "zero2"}, {"dp_shard=2", "ddp"},   {"dp_shard=4", "zero1"},
-                                    {"dp_replicate=2,dp_shard=2", "hsdp"}, {"dp_replicate=2,dp_shard=3", "hfsdp"}};
+inline const std::vector<Place> kPlaces = {{"dp_shard=1", "zero3"},
+                                           {"dp_shard=2", "zero3"},
+                                           {"dp_shard=4", "zero3"},
+                                           {"dp_shard=3", "zero2"},
+                                           {"dp_shard=2", "ddp"},
+                                           {"dp_shard=4", "zero1"},
+                                           {"dp_replicate=2,dp_shard=2", "hsdp"},
+                                           {"dp_replicate=2,dp_shard=3", "hfsdp"}};
 
 struct Recipe {
   std::vector<int64_t> widths{3, 5, 2};
@@ -37,8 +42,8 @@ struct Trained {
         p.copy_(at::sin(at::arange(p.numel(), at::kFloat) * 0.37 + (start += fill)).view(p.sizes()) * 0.5);
     }
     comms = std::make_shared<MeshComm>(world, Mesh::parse(place.mesh));
-    sharded.emplace(fully_shard(
-        module, comms, {.strategy = strategy(place.strategy), .numerics = Numerics::canonical, .gradient_divide = 1}));
+    sharded.emplace(fully_shard(module, comms,
+                                {.strategy = strategy(place.strategy), .numerics = Numerics::canonical, .gradient_divide = 1}));
     if (setup.optimizer == "adamw") optimizer.emplace(adamw(*sharded, {.lr = 0.01}));
     if (setup.optimizer == "sgd") optimizer.emplace(sgd(*sharded, {.lr = 0.1, .momentum = 0.9}));
     if (setup.optimizer == "lion") optimizer.emplace(lion(*sharded, {.lr = 0.01}));
@@ -69,8 +74,7 @@ struct Trained {
     for (const auto& [name, value] : sharded->gather_parameters()) all[name] = bytes_in(value);
     for (const std::string& slot : optimizer->slots()) {
       std::map<std::string, at::Tensor> whole;
-      for (const auto& [name, value] : sharded->gather_parameters())
-        whole[name] = at::zeros({value.numel()}, at::kInt);
+      for (const auto& [name, value] : sharded->gather_parameters()) whole[name] = at::zeros({value.numel()}, at::kInt);
       for (const Piece& piece : optimizer->state(slot))
         whole[piece.name].narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data.view(at::kInt));
       for (auto& [name, value] : whole) {
@@ -103,7 +107,9 @@ inline void on(const Place& place, const std::function<void(std::shared_ptr<Comm
 
 using Bits = std::map<std::string, std::string>;
 
-inline Place any_place() { return *rc::gen::elementOf(kPlaces); }
+inline Place any_place() {
+  return *rc::gen::elementOf(kPlaces);
+}
 inline Recipe any_setup() {
   Recipe setup;
   setup.widths = *rc::gen::container<std::vector<int64_t>>(3, rc::gen::inRange<int64_t>(1, 8));
@@ -118,7 +124,8 @@ inline Bits trained(const Recipe& setup, const Place& place, int64_t steps, cons
   on(place, [&](std::shared_ptr<Comm> comm) {
     Trained run(setup, place, comm);
     run.train(0, steps);
-    TrainerState trainer{.step = steps, .schedule_step = 2 * steps, .scaler = LossScaler::State{1024, 3}};
+    TrainerState trainer{
+        .step = steps, .schedule_step = 2 * steps, .data_position = 12 * steps, .scaler = LossScaler::State{1024, 3}};
     trainer.values["note"] = Value::string("hello");
     trainer.random = RandomStream{~uint64_t{0} - static_cast<uint64_t>(comm->rank()), 7};
     trainer.of_rank["mine"] = Value::integer(comm->rank() * 10);
