@@ -94,7 +94,8 @@ TrainHistory read_history(const TrainOptions& options, const TextData& data) {
       return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
     };
     require_same_run(value(kRun), describe_run(options, data), folder);
-    for (const Value& stretch : value(kHistory).as_list(kHistory)) history.stretches.push_back(stretch_of(stretch));
+    const Value saved = value(kHistory);
+    for (const Value& stretch : saved.as_list(kHistory)) history.stretches.push_back(stretch_of(stretch));
     history.first_step = *latest;
     SHARD_REQUIRE(!history.stretches.empty() && history.stretches.back().end == *latest, "train",
                   "the history in {} does not end with its step", folder);

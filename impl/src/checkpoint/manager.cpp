@@ -125,8 +125,12 @@ std::optional<Loaded> Manager::load_latest(Sharded& sharded, Optimizer* optimize
   return load(step_folder(directory_, std::stoll(found)), sharded, optimizer, options);
 }
 
-std::vector<int64_t> Manager::steps() const { return committed_steps(directory_); }
+std::vector<int64_t> Manager::steps() const {
+  return committed_steps(directory_);
+}
 
-std::optional<int64_t> Manager::latest() const { return latest_step(directory_); }
+std::optional<int64_t> Manager::latest() const {
+  return latest_step(directory_);
+}
 
 }  // namespace shardproof::checkpoint

@@ -22,8 +22,8 @@ namespace shardproof::checkpoint {
 enum class WhenBusy { wait, refuse };
 
 struct ManagerOptions {
-  int64_t keep = 0;    // checkpoints, besides one that is being saved; 0: all
-  bool async = false;  // save returns when the values are copied, and a thread writes them
+  int64_t keep = 0;                     // checkpoints, besides one that is being saved; 0: all
+  bool async = false;                   // save returns when the values are copied, and a thread writes them
   WhenBusy when_busy = WhenBusy::wait;  // what becomes of a save while the one before is being written
   bool overwrite = false;               // a step that is there already
   FileSystem* files = &system_files();
