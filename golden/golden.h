@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -165,6 +166,8 @@ struct Step {
   double norm_order = 2;     // 1, 2 or infinity
   double lr_factor = 1;
   std::vector<std::string> frozen = {};  // names of parameters that have no gradient and are not updated in this step
+  std::optional<SumOrder> order = {};    // instead of the run's
+  std::optional<int64_t> after = {};  // begins where that earlier step ended, -1 being the start, instead of the one before
 };
 
 // Dynamic loss scaling: every loss is multiplied by the scale (after its weight), and the summed gradient divided by the scale
@@ -215,7 +218,7 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 Trace train_in_python(const Run& run);
 
 // Not lion and muon, which torch.optim lacks or has otherwise, and not what float64 knows nothing of: other dtypes than float32
-// and loss scaling. Any order of sums is supported: none matters in float64 but for rounding.
+// loss scaling, and steps that go back. Any order of sums is supported: none matters in float64 but for rounding.
 bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {

@@ -125,8 +125,9 @@ Tensors Trainer::local_sum(Collected& collected, size_t begin, size_t end, size_
 
 Tensors Trainer::summed_gradients(Collected& collected) const {
   const Step& step = collected.step;
+  const SumOrder& order = order_of(step);
   const size_t rounds = step.microbatches.size(), ranks = step.microbatches.front().size();
-  const size_t shards = order_.canonical ? ranks : static_cast<size_t>(order_.shards), replicas = ranks / shards;
+  const size_t shards = order.canonical ? ranks : static_cast<size_t>(order.shards), replicas = ranks / shards;
   std::vector<Tensors> by_replica(replicas);
   Tensors total;
   for (size_t begin = 0, end = 0; end < rounds; begin = end) {
@@ -137,14 +138,14 @@ Tensors Trainer::summed_gradients(Collected& collected) const {
       Reduction over_shards(static_cast<int64_t>(shards), precision_);
       for (size_t shard = 0; shard < shards; ++shard)
         over_shards.add(local_sum(collected, begin, end, replica * shards + shard));
-      if (order_.replicas_last)
+      if (order.replicas_last)
         accumulate(by_replica[replica], over_shards.result(), precision_.gradient);
       else
         over_replicas.add(over_shards.result());
     }
-    if (!order_.replicas_last) accumulate(total, over_replicas.result(), precision_.gradient);
+    if (!order.replicas_last) accumulate(total, over_replicas.result(), precision_.gradient);
   }
-  if (!order_.replicas_last) return total;
+  if (!order.replicas_last) return total;
   Reduction over_replicas(static_cast<int64_t>(replicas), precision_);
   for (const Tensors& sum : by_replica) over_replicas.add(sum);
   return over_replicas.result();
@@ -170,13 +171,13 @@ void Trainer::adapt_scale(bool finite) {
 StepTrace Trainer::step(const Step& step) {
   require_one_thread();
   require_valid(model_, step);
-  require_valid(order_, step);
+  require_valid(order_of(step), step);
   at::NoGradGuard no_graph;
   StepTrace trace;
   trace.loss_scale = loss_scale_;
   trace.losses.assign(step.microbatches.size(), std::vector<double>(step.microbatches.front().size()));
   Collected collected{step, trace.losses, loss_scale_};
-  const bool integers = order_.canonical && main_ == at::kFloat;
+  const bool integers = order_of(step).canonical && main_ == at::kFloat;
   Tensors gradients = integers ? canonical_gradients(collected) : summed_gradients(collected);
   for (at::Tensor& g : gradients) g = g.to(main_);
   if (scaling_.initial != 0) {
@@ -208,7 +209,12 @@ StepTrace Trainer::step(const Step& step) {
 Trace train(const Run& run, at::ScalarType dtype) {
   Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype);
   Trace trace;
-  for (const Step& step : run.steps) trace.push_back(trainer.step(step));
+  std::vector<Trainer> ends{trainer};  // before the first step, and after each
+  for (const Step& step : run.steps) {
+    if (step.after) trainer = ends[static_cast<size_t>(*step.after + 1)];
+    trace.push_back(trainer.step(step));
+    ends.push_back(trainer);
+  }
   return trace;
 }
 

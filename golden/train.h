@@ -33,6 +33,8 @@ class Trainer {
   // Adapts the scale to whether this step's gradients are finite.
   void adapt_scale(bool finite);
 
+  const SumOrder& order_of(const Step& step) const { return step.order ? *step.order : order_; }
+
   Model model_;
   SumOrder order_;
   Precision precision_;

@@ -178,6 +178,7 @@ void require_valid(const SumOrder& order) {
 }
 
 void require_valid(const SumOrder& order, const Step& step) {
+  require_valid(order);
   const auto ranks = static_cast<int64_t>(step.microbatches.front().size());
   if (!order.canonical && order.shards * order.replicas != ranks)
     refuse(fmt::format("order: {} shards times {} replicas are not the {} ranks of the step", order.shards, order.replicas,
@@ -211,8 +212,11 @@ void require_valid(const Run& run) {
   require_valid(run.precision);
   require_valid(run.scaling);
   for (const Step& step : run.steps) {
+    const int64_t index = &step - run.steps.data();
+    if (step.after && (*step.after < -1 || *step.after >= index))
+      refuse(fmt::format("step {} begins after step {}, expected -1 or an earlier one", index, *step.after));
     require_valid(run.model, step);
-    require_valid(run.order, step);
+    require_valid(step.order.value_or(run.order), step);
   }
 }
 

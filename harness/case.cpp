@@ -85,12 +85,16 @@ std::string history_str(const std::vector<StepPlan>& steps) {
   for (size_t i = 0; i < steps.size();) {
     size_t end = i + 1;
     const StepPlan& step = steps[i];
-    const bool repeats = !step.eval && !step.discard && !step.unshard;
+    const bool repeats = !step.eval && !step.discard && !step.unshard && !step.save && !step.crash && !step.loads();
     while (repeats && end < steps.size() && steps[end] == step) ++end;
     set("accumulate", &StepPlan::rounds, step.rounds);
     set("sync", &StepPlan::sync_every, step.sync_every);
     set("freeze", &StepPlan::frozen, step.frozen);
     set("lr", &StepPlan::lr_percent, step.lr_percent);
+    if (step.save) text += " save";
+    if (step.crash) text += " crash-during-save";
+    if (step.load_mesh) text += fmt::format(" load@mesh({})", step.load_mesh->str());
+    if (!step.load_strategy.empty()) text += fmt::format(" load@strategy({})", step.load_strategy);
     if (step.eval) text += " eval";
     if (step.discard) text += " discard";
     if (step.unshard) text += " unshard";
@@ -211,6 +215,21 @@ std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan) 
     if (shapes[i].first != stays && Draws(static_cast<uint64_t>(plan.frozen), shapes[i].first).bits(0) % 3 == 0)
       names.push_back(shapes[i].first);
   return names;
+}
+
+Case Case::at(size_t step) const {
+  Case result = *this;
+  for (size_t i = 0; i <= step; ++i) {
+    if (steps[i].load_mesh) result.mesh = *steps[i].load_mesh;
+    if (!steps[i].load_strategy.empty()) result.strategy = steps[i].load_strategy;
+  }
+  return result;
+}
+
+int64_t Case::loaded_after(size_t step) const {
+  for (size_t i = step + 1; i-- > 0;)
+    if (steps[i].save) return static_cast<int64_t>(i) - 1;
+  return -2;
 }
 
 std::string Case::str() const {

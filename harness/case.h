@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,7 +29,8 @@ enum class Mode {
 };
 
 // One optimizer step and what happens before and in it. In the text, words that hold until they change: accumulate(N), sync(N),
-// freeze(N), lr(PERCENT); words for the next step: eval, discard, unshard.
+// freeze(N), lr(PERCENT); words for the next step: eval, discard, unshard,
+// and, what happens first and in this order, save, crash-during-save, load@mesh(AXIS=SIZE,...), load@strategy(NAME).
 struct StepPlan {
   int64_t rounds = 1;      // of accumulation
   int64_t sync_every = 1;  // rounds: the others run without gradient sync. The last round is always synced
@@ -37,6 +39,12 @@ struct StepPlan {
   bool eval = false;     // an evaluation first
   bool discard = false;  // a forward and backward first, whose gradients are forgotten
   bool unshard = false;  // units are gathered by hand first, and some of them freed again
+  bool save = false;     // a checkpoint
+  bool crash = false;    // another one, during which every rank, or the first, dies
+  // A new run, on this mesh and under this strategy from here on, loads the last checkpoint. What is not given stays.
+  std::optional<shardproof::Mesh> load_mesh = {};
+  std::string load_strategy = {};
+  bool loads() const { return load_mesh.has_value() || !load_strategy.empty(); }
   bool operator==(const StepPlan&) const = default;
 };
 
@@ -53,6 +61,11 @@ struct Case {
   Mode mode = Mode::ordered;
   uint64_t seed = 0;
   std::vector<StepPlan> steps = {StepPlan{}};
+
+  // The case with the mesh and strategy that it has in that step.
+  Case at(size_t step) const;
+  // The step after which the checkpoint was saved that this step loads, -1 being the start; -2: there is none.
+  int64_t loaded_after(size_t step) const;
 
   bool operator==(const Case& other) const { return str() == other.str(); }
 

@@ -93,10 +93,7 @@ golden::Model read_model(Scanner& scanner) {
   return model;
 }
 
-shardproof::Mesh read_mesh(Scanner& scanner) {
-  scanner.skip_spaces();
-  const size_t column = scanner.column();
-  if (scanner.word("mesh(axis=size,...)") != "mesh") scanner.fail(column, "mesh(axis=size,...)");
+shardproof::Mesh read_axes(Scanner& scanner, size_t column) {
   std::vector<shardproof::Axis> axes;
   for (const Argument& a : scanner.arguments()) axes.push_back({a.key, scanner.integer(a)});
   try {
@@ -106,15 +103,27 @@ shardproof::Mesh read_mesh(Scanner& scanner) {
   }
 }
 
-void read_strategy(Scanner& scanner, Case& c) {
+shardproof::Mesh read_mesh(Scanner& scanner) {
   scanner.skip_spaces();
   const size_t column = scanner.column();
-  c.strategy = scanner.word("a strategy");
+  if (scanner.word("mesh(axis=size,...)") != "mesh") scanner.fail(column, "mesh(axis=size,...)");
+  return read_axes(scanner, column);
+}
+
+std::string read_strategy_name(Scanner& scanner) {
+  scanner.skip_spaces();
+  const size_t column = scanner.column();
+  const std::string name = scanner.word("a strategy");
   try {
-    shardproof::strategy(c.strategy);
+    shardproof::strategy(name);
   } catch (const shardproof::Error& error) {
     scanner.fail(column, fmt::format("a strategy ({})", error.what()));
   }
+  return name;
+}
+
+void read_strategy(Scanner& scanner, Case& c) {
+  c.strategy = read_strategy_name(scanner);
   for (const Argument& a : scanner.arguments()) {
     const auto& rows = option_rows();
     const auto row = std::find_if(rows.begin(), rows.end(), [&](const OptionRow& r) { return a.key == r.key; });
@@ -191,8 +200,29 @@ int64_t read_setting(Scanner& scanner, const std::string& word, int64_t least, i
   return value;
 }
 
+// "@mesh(...)" or "@strategy(...)" after load.
+void read_load(Scanner& scanner, StepPlan& plan) {
+  scanner.expect('@', "after load, as in load@mesh(dp_shard=2)");
+  const size_t column = scanner.column();
+  const std::string what = scanner.word("mesh(...) or strategy(...)");
+  if (what == "mesh") {
+    plan.load_mesh = read_axes(scanner, column);
+    return;
+  }
+  if (what != "strategy") scanner.fail(column, fmt::format("mesh(...) or strategy(...), not '{}'", what));
+  scanner.expect('(', "after strategy");
+  plan.load_strategy = read_strategy_name(scanner);
+  scanner.expect(')', "after the strategy");
+}
+
+StepPlan without_events(StepPlan plan) {
+  return {.rounds = plan.rounds, .sync_every = plan.sync_every, .frozen = plan.frozen, .lr_percent = plan.lr_percent};
+}
+
 void read_history(Scanner& scanner, Case& c) {
-  constexpr const char* kWords = "step, step*N, accumulate(N), sync(N), freeze(N), lr(PERCENT), eval, discard or unshard";
+  constexpr const char* kWords =
+      "step, step*N, accumulate(N), sync(N), freeze(N), lr(PERCENT), eval, discard, unshard, save, crash-during-save, "
+      "load@mesh(...) or load@strategy(...)";
   scanner.skip_spaces();
   scanner.expect(':', "before the history");
   c.steps.clear();
@@ -207,12 +237,18 @@ void read_history(Scanner& scanner, Case& c) {
     else if (word == "eval") plan.eval = true;
     else if (word == "discard") plan.discard = true;
     else if (word == "unshard") plan.unshard = true;
+    else if (word == "save") plan.save = true;
+    else if (word == "crash") {
+      for (const char c : std::string("-during-save")) scanner.expect(c, "as in crash-during-save");
+      plan.crash = true;
+    }
+    else if (word == "load") read_load(scanner, plan);
     else if (word == "step") {
       const int64_t times = scanner.accept('*') ? scanner.integer("a number of steps") : 1;
       if (times < 1 || times > kStepsMax) scanner.fail(column, fmt::format("1 to {} steps", kStepsMax));
       for (int64_t i = 0; i < times; ++i) {
         c.steps.push_back(plan);
-        plan.eval = plan.discard = plan.unshard = false;
+        plan = without_events(plan);
       }
     } else {
       scanner.fail(column, fmt::format("{}, not '{}'", kWords, word));

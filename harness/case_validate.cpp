@@ -102,6 +102,18 @@ void validate_mode(const Case& c) {
       "division before a sum");
 }
 
+// Each place where the run goes on has to suit the rest of the case.
+void validate_loads(const Case& c) {
+  for (size_t s = 0; s < c.steps.size(); ++s) {
+    if (!c.steps[s].loads()) continue;
+    SHARD_REQUIRE(c.loaded_after(s) >= -1, "case", "load@ before step {} needs a save before it", s);
+    const Case there = c.at(s);
+    validate_mesh(there);
+    validate_options(there);
+    validate_parallel(there);
+  }
+}
+
 }  // namespace
 
 void validate(const golden::Model& model) {
@@ -162,6 +174,7 @@ void validate(const Case& c) {
   validate_options(c);
   validate_mode(c);
   validate_parallel(c);
+  validate_loads(c);
 }
 
 }  // namespace harness

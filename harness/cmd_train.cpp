@@ -8,6 +8,7 @@
 #include "harness/train_progress.h"
 #include "harness/case.h"
 #include "shardproof/check.h"
+#include "shardproof/checkpoint/durable.h"
 
 namespace harness {
 namespace {
@@ -60,15 +61,29 @@ std::string describe(const TextData& data, const TrainOptions& options) {
 void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first,
                double loss_last) {
   if (result.difference)
-    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.steps - 1, *result.difference);
-  else if (options.check)
+    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps - 1, *result.difference);
+  else if (options.check && result.steps > 0)
     fmt::print(
         out,
         "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "
         "parameters, optimizer state ({} values). Loss {:.4f} -> {:.4f}\n",
         result.steps, grouped(result.values_compared), loss_first, loss_last);
+  else if (result.steps == 0)
+    fmt::print(out, "nothing is left to train\n");
   else
     fmt::print(out, "trained {} steps, loss {:.4f} -> {:.4f}\n", result.steps, loss_first, loss_last);
+}
+
+void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
+  const std::string& directory = options.checkpoints.directory;
+  if (first > 0)
+    fmt::print(out, "resume from {} after {} of {} steps\n", shardproof::checkpoint::step_folder(directory, first), first,
+               options.steps);
+  else if (options.checkpoints.resume)
+    fmt::print(out, "resume no checkpoint in {}: starting from step 0\n", directory);
+  if (!directory.empty() && first < options.steps)
+    fmt::print(out, "save   into {}, {}after the last step\n", directory,
+               options.checkpoints.save_every ? fmt::format("every {} steps and ", options.checkpoints.save_every) : "");
 }
 
 int run_train(const Arguments& arguments) {
@@ -88,10 +103,12 @@ int run_train(const Arguments& arguments) {
   std::fflush(out);
   json.run(description, data, options);
 
-  TrainProgress progress(out, options.steps);
+  const int64_t first = first_step(options, data);
+  print_begin(out, options, first);
+  TrainProgress progress(out, first, options.steps);
   double loss_first = 0, loss_last = 0;
   const TrainResult result = train(options, data, [&](const TrainStep& step) {
-    if (step.step == 0) loss_first = step.loss;
+    if (step.step == first) loss_first = step.loss;
     loss_last = step.loss;
     progress.show(step);
     json.step(step);
@@ -129,6 +146,13 @@ void add_train_command(CLI::App& app, int& exit_code) {
   command->add_option("--clip", o.clip_norm, "greatest norm of the gradient; 0 does not clip")
       ->capture_default_str();
   command->add_flag("--check", o.check, "train the unsharded golden run beside it and compare every bit");
+  command->add_flag("--canonical", o.canonical, "sums whose bits are the same on every mesh");
+  TrainCheckpoints& c = o.checkpoints;
+  command->add_option("--checkpoint-dir", c.directory, "where checkpoints step_N go");
+  command->add_option("--save-every", c.save_every, "steps; 0: only after the last")->capture_default_str();
+  command->add_option("--keep", c.keep, "checkpoints; 0: all")->capture_default_str();
+  command->add_flag("--resume", c.resume, "go on from the last checkpoint, on any mesh and strategy");
+  command->add_flag("--async-save", c.async, "write checkpoints in the background");
   command->add_option("--json", a->json, "one JSON object a step into this file; - is standard output");
   command->callback([a, &exit_code] { exit_code = run_train(*a); });
 }

@@ -117,6 +117,15 @@ void Coverage::add_history(const Case& c) {
   any("eval forward", [](const StepPlan& step) { return step.eval; });
   any("gradients discarded", [](const StepPlan& step) { return step.discard; });
   any("unshard by hand", [](const StepPlan& step) { return step.unshard; });
+  any("saved", [](const StepPlan& step) { return step.save; });
+  any("crash during a save", [](const StepPlan& step) { return step.crash; });
+  any("loaded on a mesh", [](const StepPlan& step) { return step.load_mesh.has_value(); });
+  any("loaded under a strategy", [](const StepPlan& step) { return !step.load_strategy.empty(); });
+  for (size_t s = 0; s < c.steps.size(); ++s)
+    if (c.steps[s].loads() && c.loaded_after(s) + 1 < static_cast<int64_t>(s)) {
+      ++features_["went back to a checkpoint"];
+      break;
+    }
   features_["steps 2 or more"] += c.steps.size() >= 2;
 }
 

@@ -194,6 +194,37 @@ std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
   return steps;
 }
 
+// Sets what a plan saves and loads, unless the case would not be valid with it.
+void try_plan(Case& c, size_t step, const StepPlan& plan) {
+  const StepPlan before = c.steps[step];
+  c.steps[step] = plan;
+  try {
+    validate(c);
+  } catch (const shardproof::Error&) {
+    c.steps[step] = before;
+  }
+}
+
+// Saves, saves that die, and loads elsewhere, of one case in six.
+void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
+  if (!choose.chance(1.0 / 6)) return;
+  for (size_t s = 0; s < c.steps.size(); ++s) {
+    StepPlan plan = c.steps[s];
+    plan.save = choose.chance(s == 0 ? 0.8 : 0.4);
+    plan.crash = choose.chance(0.3);
+    c.steps[s] = plan;
+    if (!choose.chance(0.6)) continue;
+    const std::string strategy = limits.strategy.value_or(choose.one_of(shardproof::strategies()).name);
+    if (choose.chance(0.6)) plan.load_strategy = strategy;
+    const std::string& there = plan.load_strategy.empty() ? c.at(s).strategy : strategy;
+    const Mesh mesh = c.microbatch_ranks() > 1 && !limits.mesh
+                          ? generate_parallel_mesh(choose, limits, there, c.model.kind == golden::Model::Kind::gpt)
+                          : generate_mesh(choose, limits, there);
+    if (plan.load_strategy.empty() || choose.chance(0.7)) plan.load_mesh = mesh;
+    try_plan(c, s, plan);
+  }
+}
+
 Case generate_tiny(Chooser& choose) {
   Case c;
   c.model.kind = golden::Model::Kind::mlp;
@@ -239,6 +270,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     if (c.mode == canonical) c.options.loss = loss_sum;
     if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;
     c.steps = generate_history(choose, c);
+    generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
     generate_options(choose, c);
   }
   c.seed = choose.bits() % 1'000'000;

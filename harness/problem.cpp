@@ -132,13 +132,18 @@ golden::Run make_run(const Case& c) {
   run.scaling = {.initial = static_cast<double>(c.options.loss_scale), .growth_interval = 2};
   for (size_t s = 0; s < c.steps.size(); ++s) {
     const StepPlan& plan = c.steps[s];
+    const Case here = c.at(s);
     golden::Step step;
+    step.order = run.order;
+    step.order->shards = here.shards();
+    step.order->replicas = here.replicas();
+    if (plan.loads()) step.after = c.loaded_after(s);
     for (int64_t round = 0; round < plan.rounds; ++round) {
       step.microbatches.emplace_back();
-      for (int64_t rank = 0; rank < c.data_ranks(); ++rank)
-        step.microbatches.back().push_back(microbatch(c, static_cast<int64_t>(s), round, rank));
+      for (int64_t rank = 0; rank < here.data_ranks(); ++rank)
+        step.microbatches.back().push_back(microbatch(here, static_cast<int64_t>(s), round, rank));
     }
-    step.reduce_after = reductions(c, plan);
+    step.reduce_after = reductions(here, plan);
     step.clip_norm = c.clip_norm;
     step.norm_order = c.norm_order == 0 ? INFINITY : static_cast<double>(c.norm_order);
     step.lr_factor = static_cast<double>(plan.lr_percent) / 100;

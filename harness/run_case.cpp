@@ -39,7 +39,8 @@ golden::Run jittered(golden::Run run, const Draws& draws) {
 class Reference {
  public:
   Reference(const Case& c, const golden::Run& run)
-      : copies_(copies_of(c)), trace_(golden::train(run)) {
+      : trace_(golden::train(run)) {
+    for (size_t s = 0; s < c.steps.size(); ++s) copies_.push_back(copies_of(c.at(s)));
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
     golden::Run other = run;
@@ -53,8 +54,8 @@ class Reference {
   }
 
   Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict) const {
-    if (truth_.empty()) return first_difference(trace_[step], ranks, copies_, &verdict.values_compared);
-    return first_beyond_tolerance(truth_[step], references(step), ranks, copies_, &verdict.ratio_max,
+    if (truth_.empty()) return first_difference(trace_[step], ranks, copies_[step], &verdict.values_compared);
+    return first_beyond_tolerance(truth_[step], references(step), ranks, copies_[step], &verdict.ratio_max,
                                   &verdict.values_compared);
   }
 
@@ -75,7 +76,7 @@ class Reference {
     return steps;
   }
 
-  Copies copies_;
+  std::vector<Copies> copies_;  // by step
   golden::Trace trace_, truth_;
   std::vector<golden::Trace> others_;
 };

@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 
+#include "harness/case_checkpoints.h"
 #include "harness/network.h"
 #include "harness/parallel.h"
 #include "harness/problem.h"
@@ -192,14 +193,43 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
   return pieces;
 }
 
-// One rank through the whole history.
+// One rank through the history, or through what lies between two loads.
 class RankRun {
  public:
-  RankRun(const Case& c, const golden::Run& run, const std::shared_ptr<Comm>& comm)
-      : case_(c), run_(run), rank_(comm->rank()), comms_(std::make_shared<MeshComm>(comm, c.mesh)), network_(build()),
-        sharded_(shard(c, run, network_, comms_)), optimizer_(make_optimizer(sharded_, c)) {
+  // `resumes`: begins with values of its own, which a load has to replace.
+  RankRun(const Case& c, const golden::Run& run, const std::shared_ptr<Comm>& comm, CaseCheckpoints& checkpoints, bool resumes)
+      : case_(c), run_(run), rank_(comm->rank()), resumes_(resumes), comms_(std::make_shared<MeshComm>(comm, c.mesh)),
+        network_(build()), sharded_(shard(c, run, network_, comms_)), optimizer_(make_optimizer(sharded_, c)),
+        checkpoints_(checkpoints) {
+    if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
     if (c.options.loss_scale > 0)
       scaler_.emplace(LossScalerOptions{.initial = run.scaling.initial, .growth_interval = run.scaling.growth_interval});
+  }
+
+  // Before that step.
+  void save(size_t index) {
+    const StepPlan& plan = case_.steps[index];
+    if (plan.save) {
+      checkpoint::TrainerState trainer{.step = CaseCheckpoints::number(index)};
+      if (scaler_) trainer.scaler = scaler_->state();
+      manager_->save(sharded_, &optimizer_, trainer);
+    }
+    if (!plan.crash) return;
+    manager_->wait();
+    checkpoints_.crash(index, sharded_, optimizer_);
+  }
+
+  void load(size_t index) {
+    const auto loaded = manager_->load_latest(sharded_, &optimizer_);
+    const int64_t expected = CaseCheckpoints::number(static_cast<size_t>(case_.loaded_after(index) + 1));
+    SHARD_REQUIRE(loaded && loaded->trainer.step == expected, "harness", "checkpoint {} was loaded instead of {}",
+                  loaded ? loaded->trainer.step : -1, expected);
+    if (scaler_) scaler_->set_state(loaded->trainer.scaler.value());
+  }
+
+  // What is being saved is there when this returns.
+  void end() {
+    if (manager_) manager_->wait();
   }
 
   RankStep step(size_t index) {
@@ -209,7 +239,7 @@ class RankRun {
     optimizer_.set_lr_factor(static_cast<double>(plan.lr_percent) / 100);
     before(plan, step);
     RankStep result;
-    for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, round, result);
+    for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, index, round, result);
     finish(step, result);
     return result;
   }
@@ -224,7 +254,7 @@ class RankRun {
       network = make_network(case_.model, tensor_group);
     } else {
       network = make_network(case_.model, tensor_group);
-      set_parameters(*network.module, run_.parameters, rank_);
+      set_parameters(*network.module, run_.parameters, resumes_ ? rank_ + 1 : rank_);
     }
     if (parallel) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
     if (case_.context_ranks() > 1) context_ = context_parallel(network.module, comms_, context_options(case_));
@@ -274,9 +304,9 @@ class RankRun {
     }
   }
 
-  void backward(const golden::Step& step, size_t round, RankStep& result) {
+  void backward(const golden::Step& step, size_t index, size_t round, RankStep& result) {
     const bool last = round + 1 == step.microbatches.size();
-    const int64_t every = case_.steps[static_cast<size_t>(sharded_.step())].sync_every;
+    const int64_t every = case_.steps[index].sync_every;
     sharded_.set_last_microbatch(last);
     sharded_.set_gradient_sync(last || (static_cast<int64_t>(round) + 1) % every == 0);
     const golden::Microbatch data = microbatch(step, round);
@@ -284,7 +314,7 @@ class RankRun {
     const at::Tensor loss = network_.loss(data);
     result.losses.push_back(value_of(loss));
     if (!std::isfinite(result.losses.back()))
-      throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, sharded_.step(), round,
+      throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index, round,
                                        result.losses.back()));
     (scaler_ ? scaler_->scale(loss) : loss).backward();
   }
@@ -309,6 +339,7 @@ class RankRun {
   const Case& case_;
   const golden::Run& run_;
   int64_t rank_;
+  bool resumes_;
   std::shared_ptr<MeshComm> comms_;
   std::optional<TensorParallel> parallel_;
   std::optional<ContextParallel> context_;
@@ -316,19 +347,43 @@ class RankRun {
   Sharded sharded_;
   Optimizer optimizer_;
   std::optional<LossScaler> scaler_;
+  CaseCheckpoints& checkpoints_;
+  std::optional<checkpoint::Manager> manager_;
 };
+
+using Steps = std::vector<std::vector<RankStep>>;
+
+// Steps [first, last) in one world, and the saves before step `last`.
+void run_stretch(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, bool resumes, size_t first, size_t last,
+                 Steps& steps) {
+  for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
+  run_threads(
+      c.mesh.size(),
+      [&](std::shared_ptr<Comm> comm) {
+        RankRun rank_run(c, run, comm, checkpoints, resumes);
+        if (resumes) rank_run.load(first);
+        for (size_t s = first; s < last; ++s) {
+          if (s != first || !resumes) rank_run.save(s);
+          steps[s][static_cast<size_t>(comm->rank())] = rank_run.step(s);
+        }
+        if (last < c.steps.size()) rank_run.save(last);
+        rank_run.end();
+      },
+      threads_options(c));
+}
 
 }  // namespace
 
 std::vector<std::vector<RankStep>> run_sharded(const Case& c, const golden::Run& run) {
-  std::vector<std::vector<RankStep>> steps(run.steps.size(), std::vector<RankStep>(static_cast<size_t>(c.mesh.size())));
-  run_threads(
-      c.mesh.size(),
-      [&](std::shared_ptr<Comm> comm) {
-        RankRun rank_run(c, run, comm);
-        for (size_t s = 0; s < run.steps.size(); ++s) steps[s][static_cast<size_t>(comm->rank())] = rank_run.step(s);
-      },
-      threads_options(c));
+  CaseCheckpoints checkpoints(c);
+  Steps steps(run.steps.size());
+  bool resumes = false;
+  for (size_t first = 0; first < steps.size() || !resumes;) {
+    size_t last = resumes ? first + 1 : first;
+    while (last < steps.size() && !c.steps[last].loads()) ++last;
+    run_stretch(resumes ? c.at(first) : c, run, checkpoints, resumes, first, last, steps);
+    first = last, resumes = true;
+  }
   return steps;
 }
 

@@ -39,6 +39,21 @@ void simpler_mesh(std::vector<Case>& list, const Case& c) {
   }
 }
 
+void simpler_load(std::vector<Case>& list, const Case& c, size_t step) {
+  const StepPlan& plan = c.steps[step];
+  if (plan.loads())
+    reset(list, c, [step](Case& v) { v.steps[step].load_mesh = {}, v.steps[step].load_strategy.clear(); });
+  if (!plan.load_mesh) return;
+  if (!plan.load_strategy.empty()) reset(list, c, [step](Case& v) { v.steps[step].load_mesh = {}; });
+  reset(list, c, [step](Case& v) { v.steps[step].load_strategy.clear(); });
+  const int64_t last = plan.load_mesh->axes().empty() ? 0 : plan.load_mesh->axes().back().size;
+  lower(list, c, last, 1, [step](Case& v, int64_t n) {
+    std::vector<shardproof::Axis> axes = v.steps[step].load_mesh->axes();
+    axes.back().size = n;
+    v.steps[step].load_mesh = shardproof::Mesh(std::move(axes));
+  });
+}
+
 void simpler_history(std::vector<Case>& list, const Case& c) {
   lower(list, c, static_cast<int64_t>(c.steps.size()), 1,
         [](Case& v, int64_t n) { v.steps.resize(static_cast<size_t>(n)); });
@@ -49,8 +64,9 @@ void simpler_history(std::vector<Case>& list, const Case& c) {
     lower(list, c, c.steps[i].sync_every, 1, [i](Case& v, int64_t n) { v.steps[i].sync_every = n; });
     reset(list, c, [i](Case& v) { v.steps[i].frozen = 0; });
     reset(list, c, [i](Case& v) { v.steps[i].lr_percent = 100; });
-    for (bool StepPlan::* flag : {&StepPlan::eval, &StepPlan::discard, &StepPlan::unshard})
+    for (bool StepPlan::* flag : {&StepPlan::eval, &StepPlan::discard, &StepPlan::unshard, &StepPlan::crash, &StepPlan::save})
       reset(list, c, [i, flag](Case& v) { v.steps[i].*flag = false; });
+    simpler_load(list, c, i);
   }
 }
 

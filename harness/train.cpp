@@ -11,8 +11,10 @@
 #include "harness/problem.h"
 #include "harness/step_difference.h"
 #include "harness/step_exchange.h"
+#include "harness/train_checkpoint.h"
 #include "harness/train_rank.h"
 #include "shardproof/check.h"
+#include "shardproof/checkpoint/durable.h"
 #include "shardproof/models.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
@@ -49,11 +51,11 @@ golden::Named initial_parameters(const TrainOptions& options) {
   return parameters;
 }
 
-// What of a run decides who holds what, and how sums are taken.
-Case as_case(const TrainOptions& options) {
+// What decides who holds what, and how sums are taken.
+Case as_case(const Stretch& stretch) {
   Case c;
-  c.mesh = options.mesh;
-  c.strategy = options.strategy;
+  c.mesh = stretch.mesh;
+  c.strategy = stretch.strategy;
   return c;
 }
 
@@ -75,9 +77,13 @@ uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
   return hash;
 }
 
-golden::Step training_step(const TextData& data, const BatchRule& rule, int64_t step, double clip_norm) {
+golden::Step training_step(const TrainOptions& options, const TextData& data, const Stretch& stretch, int64_t step) {
+  const BatchRule rule(options.global_batch, stretch.microbatch, stretch.mesh.size());
+  const Case plan = as_case(stretch);
   golden::Step result;
-  result.clip_norm = clip_norm;
+  result.clip_norm = options.clip_norm;
+  result.order = {.shards = plan.shards(), .replicas = plan.replicas(), .canonical = stretch.canonical};
+  result.reduce_after = reductions(plan, {.rounds = rule.rounds()});
   for (int64_t round = 0; round < rule.rounds(); ++round) {
     result.microbatches.emplace_back();
     for (int64_t rank = 0; rank < rule.ranks(); ++rank)
@@ -89,13 +95,13 @@ golden::Step training_step(const TextData& data, const BatchRule& rule, int64_t 
 // The ranks, on threads of their own, until they are through or the reader has seen enough.
 class World {
  public:
-  World(const TrainOptions& options, const TextData& data, const BatchRule& rule)
-      : exchange_(static_cast<size_t>(options.mesh.size())), thread_([&options, &data, &rule, this] {
+  World(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history)
+      : exchange_(static_cast<size_t>(options.mesh.size())), thread_([&options, &data, &rule, &history, this] {
           // A new thread begins with LibTorch's own number of threads, and more than one round differently.
             at::set_num_threads(1);
             try {
             shardproof::run_threads(options.mesh.size(), [&](std::shared_ptr<shardproof::Comm> comm) {
-              train_rank(options, data, rule, comm, exchange_);
+              train_rank(options, data, rule, history, comm, exchange_);
             });
           } catch (const ReaderStopped&) {
           } catch (...) {
@@ -154,33 +160,27 @@ TrainResult train(const TrainOptions& options, const TextData& data,
                   const std::function<void(const TrainStep&)>& report) {
   require_valid(options, data);
   const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size());
+  const TrainHistory history = read_history(options, data);
   at::set_num_threads(1);
-  const Case plan = as_case(options);
-  golden::Run run{.model = golden_model(options),
-                  .optimizer = options.optimizer,
-                  .parameters = initial_parameters(options),
-                  .steps = {},
-                  .order = {.shards = plan.shards(), .replicas = plan.replicas()},
-                  .precision = {},
-                  .scaling = {}};
+  // Whether it can be written to had better be known before the training.
+  if (const std::string& directory = options.checkpoints.directory; !directory.empty())
+    const shardproof::checkpoint::StagedFolder probe(shardproof::checkpoint::system_files(), directory + "/probe");
   std::optional<golden::Trainer> golden;
-  if (options.check) golden.emplace(run.model, run.optimizer, run.parameters, run.order);
+  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial_parameters(options), golden::SumOrder{});
+  const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };
 
-  const Copies copies = copies_of(plan);
-  TrainResult result;
-  World world(options, data, rule);
-  while (result.steps < options.steps && !result.difference) {
+  const Copies copies = copies_of(as_case(history.stretches.back()));
+  TrainResult result{.first_step = history.first_step};
+  for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
+  World world(options, data, rule, history);
+  for (int64_t step = history.first_step; step < options.steps && !result.difference; ++step) {
     // The golden step first: it computes while the ranks do.
     std::optional<golden::StepTrace> expected;
-    if (golden) {
-      golden::Step step = training_step(data, rule, result.steps, options.clip_norm);
-      step.reduce_after = reductions(plan, {.rounds = rule.rounds()});
-      expected = golden->step(step);
-    }
+    if (golden) expected = golden_step(step);
     const auto ranks = world.take();
     if (!ranks) break;
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);
-    report(summary(*ranks, rule, data, result.steps));
+    report(summary(*ranks, rule, data, step));
     ++result.steps;
   }
   world.finish();

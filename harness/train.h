@@ -13,6 +13,15 @@
 
 namespace harness {
 
+// Where a run's checkpoints go; an empty directory: nowhere.
+struct TrainCheckpoints {
+  std::string directory;
+  int64_t save_every = 0;  // steps, besides a save after the last one; 0: only that
+  int64_t keep = 0;        // 0: all
+  bool resume = false;     // go on from the last one that is there
+  bool async = false;
+};
+
 struct TrainOptions {
   golden::Gpt model;  // vocab of at least 256, positions of at least the data's sequence length
   shardproof::Mesh mesh{{{"dp_shard", 2}}};
@@ -24,6 +33,8 @@ struct TrainOptions {
   int64_t steps = 100;
   uint64_t seed = 1;  // of the initial parameters; nothing else is random
   bool check = false;
+  bool canonical = false;  // sums whose bits do not depend on the mesh
+  TrainCheckpoints checkpoints;
 };
 
 struct TrainStep {
@@ -37,15 +48,22 @@ struct TrainStep {
 };
 
 struct TrainResult {
+  int64_t first_step = 0;                 // where it began
   int64_t steps = 0;                      // reported
   int64_t values_compared = 0;            // 0 unless checked
-  std::optional<std::string> difference;  // the first one, of step `steps`
+  std::optional<std::string> difference;  // the first one, of the last step
 };
 
 // One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
 // the mean, however the batch is cut.
 golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
                                        int64_t round, int64_t rank);
+
+// The step at which the run goes on: that of the last checkpoint when it resumes and there is one, else 0. Throws Error when
+// options of checkpoints do not fit each other, when there are checkpoints and the run does not resume, or the last one is of
+// another run. A run is its model, data, batches, optimizer and seed; mesh, strategy, microbatch and the kind of sums may
+// change.
+int64_t first_step(const TrainOptions& options, const TextData& data);
 
 // Calls `report` after every step, on the calling thread. With a check it stops at the first difference.
 // Throws Error for options that do not fit each other, NonFiniteError when a loss or gradient is NaN or

@@ -41,17 +41,17 @@ std::string grouped(int64_t number) {
   return digits;
 }
 
-TrainProgress::TrainProgress(std::FILE* out, int64_t steps)
-    : out_(out), steps_(steps), terminal_(::isatty(::fileno(out)) == 1) {}
+TrainProgress::TrainProgress(std::FILE* out, int64_t first, int64_t steps)
+    : out_(out), first_(first), steps_(steps), terminal_(::isatty(::fileno(out)) == 1) {}
 
 void TrainProgress::show(const TrainStep& step) {
   const int64_t done = step.step + 1, tenth = done * 10 / steps_;
   const auto now = Clock::now();
-  if (!terminal_ && done > 1 && tenth == tenth_shown_ && now - shown_at_ < kBetweenLines) return;
+  if (!terminal_ && done > first_ + 1 && tenth == tenth_shown_ && now - shown_at_ < kBetweenLines) return;
   const double elapsed = std::chrono::duration<double>(now - start_).count();
   const std::string left = done == steps_
                                ? ""
-                               : fmt::format("  {} left", duration(elapsed / static_cast<double>(done) *
+                               : fmt::format("  {} left", duration(elapsed / static_cast<double>(done - first_) *
                                                                    static_cast<double>(steps_ - done)));
   fmt::print(out_, "{}step {:>{}}/{}  loss {:.4f}  gradient norm {:.4f}  {:>7} tokens/s{}{}",
              terminal_ ? "\r\033[K" : "", done, std::to_string(steps_).size(), steps_, step.loss,
@@ -94,8 +94,8 @@ void TrainJson::step(const TrainStep& step) {
 
 void TrainJson::end(const TrainResult& result, bool checked) {
   line(fmt::format(
-      R"({{"type":"end","steps":{},"checked":{},"equal":{},"values_compared":{},"difference":{}}})",
-      result.steps, checked, checked ? (result.difference ? "false" : "true") : "null",
+      R"({{"type":"end","first_step":{},"steps":{},"checked":{},"equal":{},"values_compared":{},"difference":{}}})",
+      result.first_step, result.steps, checked, checked ? (result.difference ? "false" : "true") : "null",
       result.values_compared, result.difference ? quoted(*result.difference) : "null"));
 }
 

@@ -17,7 +17,8 @@ std::string grouped(int64_t number);
 // One line that is rewritten on a terminal; elsewhere a line every tenth of the run or five seconds.
 class TrainProgress {
  public:
-  TrainProgress(std::FILE* out, int64_t steps);
+  // Of steps [first, steps).
+  TrainProgress(std::FILE* out, int64_t first, int64_t steps);
   ~TrainProgress() { end_line(); }
 
   void show(const TrainStep& step);
@@ -28,7 +29,7 @@ class TrainProgress {
   using Clock = std::chrono::steady_clock;
 
   std::FILE* out_;
-  int64_t steps_;
+  int64_t first_, steps_;
   bool terminal_;
   bool open_line_ = false;
   Clock::time_point start_ = Clock::now(), shown_at_ = start_;

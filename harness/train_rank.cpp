@@ -4,8 +4,10 @@
 
 #include <chrono>
 #include <cmath>
+#include <optional>
 
 #include "shardproof/check.h"
+#include "shardproof/checkpoint/manager.h"
 #include "shardproof/fully_shard.h"
 #include "shardproof/initialize.h"
 #include "shardproof/mesh_comm.h"
@@ -36,6 +38,12 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
   return pieces;
 }
 
+void resume(checkpoint::Manager& manager, Sharded& sharded, Optimizer& optimizer, const TrainHistory& history) {
+  const auto loaded = manager.load_latest(sharded, &optimizer);
+  SHARD_REQUIRE(loaded && loaded->trainer.step == history.first_step, "train",
+                "the last checkpoint in {} changed while the run began; is another run saving there?", manager.directory());
+}
+
 }  // namespace
 
 Gpt make_model(const TrainOptions& options) {
@@ -50,18 +58,24 @@ Gpt make_model(const TrainOptions& options) {
   return model;
 }
 
-void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule,
+void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<Comm>& comm, StepExchange& exchange) {
   const auto comms = std::make_shared<MeshComm>(comm, options.mesh);
   Gpt model = make_model(options);
   // The weights already divide by the tokens of the global batch.
   Sharded sharded = fully_shard(
       model.ptr(), comms,
-      {.strategy = strategy(options.strategy), .units = by_type<GptBlockImpl>(), .gradient_divide = 1});
+      {.strategy = strategy(options.strategy), .units = by_type<GptBlockImpl>(),
+       .numerics = options.canonical ? Numerics::canonical : Numerics::ordered, .gradient_divide = 1});
   Optimizer optimizer = make_optimizer(sharded, options.optimizer);
   const int64_t rank = comm->rank();
+  const TrainCheckpoints& asked = options.checkpoints;
+  std::optional<checkpoint::Manager> manager;
+  if (!asked.directory.empty()) 
+    manager.emplace(asked.directory, checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async});
+  if (history.first_step > 0) resume(*manager, sharded, optimizer, history);
 
-  for (int64_t step = 0; step < options.steps; ++step) {
+  for (int64_t step = history.first_step; step < options.steps; ++step) {
     const auto start = std::chrono::steady_clock::now();
     RankStep result;
     for (int64_t round = 0; round < rule.rounds(); ++round) {
@@ -78,6 +92,11 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
         options.clip_norm > 0 ? sharded.clip_gradients(options.clip_norm) : sharded.gradient_norm();
     if (options.check) result.gradients = copies(sharded.gradients());
     optimizer.step();
+    const int64_t done = step + 1;
+    if (manager) manager->poll();
+    if (manager && (done == options.steps || (asked.save_every > 0 && done % asked.save_every == 0)))
+      manager->save(sharded, &optimizer, trainer_state(options, data, history, done));
+    if (manager && done == options.steps) manager->wait();
     result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (options.check) {
       result.parameters = copies(sharded.parameters());

@@ -6,6 +6,7 @@
 
 #include "harness/step_exchange.h"
 #include "harness/train.h"
+#include "harness/train_checkpoint.h"
 #include "shardproof/comm.h"
 #include "shardproof/models.h"
 
@@ -20,9 +21,9 @@ class ReaderStopped : public std::runtime_error {
 // The unsharded model with the run's initial parameters.
 shardproof::Gpt make_model(const TrainOptions& options);
 
-// Collective over the world. Trains all steps and puts each into the exchange, with its tensors if the run is
-// checked.
-void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule,
+// Collective over the world. Trains the steps from the history's first on, saving as asked, and puts each into the exchange,
+// with its tensors if the run is checked.
+void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<shardproof::Comm>& comm, StepExchange& exchange);
 
 }  // namespace harness

@@ -67,7 +67,9 @@ TEST(Case, every_field_is_in_the_text) {
       [](Case& c) { c.steps[0].rounds = 2; },        [](Case& c) { c.steps[1].sync_every = 2; },
       [](Case& c) { c.steps[1].frozen = 2; },        [](Case& c) { c.steps[1].lr_percent = 2; },
       [](Case& c) { c.steps[1].eval = true; },       [](Case& c) { c.steps[1].discard = true; },
-      [](Case& c) { c.steps[1].unshard = true; }};
+      [](Case& c) { c.steps[1].unshard = true; },    [](Case& c) { c.steps[1].save = true; },
+      [](Case& c) { c.steps[1].crash = true; },      [](Case& c) { c.steps[1].load_strategy = "zero2"; },
+      [](Case& c) { c.steps[1].load_mesh = shardproof::Mesh({{"dp_shard", 3}}); }};
   for (const OptionRow& row : option_rows())
     changes.push_back([&row](Case& c) { c.options.*row.member = row.others.front(); });
   std::set<std::string> texts = {base.str()};
@@ -99,6 +101,23 @@ TEST(Case, words_for_the_next_step_hold_for_that_step) {
                                           {.sync_every = 2, .unshard = true},
                                           {.sync_every = 2, .frozen = 3, .lr_percent = 50}};
   EXPECT_EQ(c.steps, expected);
+}
+
+TEST(Case, a_load_goes_on_elsewhere_from_the_last_save) {
+  const Case c = Case::parse(with(": step", ": save step crash-during-save load@mesh(dp_shard=3) step*2 "
+                                            "load@strategy(ddp) load@mesh(dp_shard=2) save step"));
+  EXPECT_EQ(Case::parse(c.str()), c);
+  EXPECT_EQ(c.at(0).mesh, c.mesh);
+  EXPECT_EQ(c.at(2).mesh.str(), "dp_shard=3");
+  EXPECT_EQ(c.at(2).strategy, c.strategy);
+  EXPECT_EQ(c.at(3).strategy + c.at(3).mesh.str(), "ddpdp_shard=2");
+  EXPECT_EQ(c.loaded_after(1), -1);
+  EXPECT_EQ(c.loaded_after(3), 2);  // a save comes before the load that follows it in the same step
+  EXPECT_TRUE(c.steps[1].crash && c.steps[3].save && !c.steps[2].loads());
+  expect_error([] { Case::parse(with(": step", ": step load@mesh(dp_shard=2) step")); }, {"needs a save before it"});
+  expect_column(with(": step", ": save load@world(2) step"), "world", "mesh(...) or strategy(...)");
+  expect_column(with(": step", ": save load@strategy(zero9) step"), "zero9", "a strategy");
+  expect_column(with(": step", ": crash step"), " step", "'-'");
 }
 
 TEST(Case, malformed_text_is_shown_with_its_column) {
@@ -201,10 +220,14 @@ TEST(Generate, no_feature_is_rare) {
     any("eval", [](const StepPlan& step) { return step.eval; });
     any("discard", [](const StepPlan& step) { return step.discard; });
     any("unshard", [](const StepPlan& step) { return step.unshard; });
+    any("save", [](const StepPlan& step) { return step.save; });
+    any("crash", [](const StepPlan& step) { return step.crash; });
+    any("load@mesh", [](const StepPlan& step) { return step.load_mesh.has_value(); });
+    any("load@strategy", [](const StepPlan& step) { return !step.load_strategy.empty(); });
     counts["three steps or more"] += c.steps.size() >= 3;
     for (const OptionRow& row : option_rows())
       counts[std::string("option ") + row.key] += c.options.*row.member != CaseOptions{}.*row.member;
   }
-  EXPECT_EQ(counts.size(), 4u + 6 + 4 + 5 + 6 + 7 + 1 + option_rows().size()) << "a kind of case is never drawn";
+  EXPECT_EQ(counts.size(), 4u + 6 + 4 + 5 + 6 + 11 + 1 + option_rows().size()) << "a kind of case is never drawn";
   for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 2 * kCases) << feature;
 }

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cerrno>
 
-#include "checkpoint_scratch.h"
+#include "checkpoint_trained.h"
 #include "expect_error.h"
 #include "shardproof/checkpoint/durable.h"
 #include "shardproof/checkpoint/saved_state.h"
@@ -13,125 +13,6 @@
 
 namespace shardproof::checkpoint {
 namespace {
-
-struct Place {
-  std::string mesh, strategy;
-};
-const std::vector<Place> kPlaces = {{"dp_shard=1", "zero3"}, {"dp_shard=2", "zero3"}, {"dp_shard=4", "zero3"},
-                                    {"dp_shard=3", "zero2"}, {"dp_shard=2", "ddp"},   {"dp_shard=4", "zero1"},
-                                    {"dp_replicate=2,dp_shard=2", "hsdp"}, {"dp_replicate=2,dp_shard=3", "hfsdp"}};
-
-struct Recipe {
-  std::vector<int64_t> widths{3, 5, 2};
-  bool tied = false;  // a small Gpt with a tied head instead
-  std::string optimizer = "adamw";
-};
-
-// One rank's model in training.
-struct Trained {
-  Trained(const Recipe& setup, const Place& place, std::shared_ptr<Comm> world, double fill = 0.125) : setup_(setup) {
-    if (setup.tied)
-      gpt_ = Gpt(GptOptions{.layers = 1, .hidden = 8, .heads = 2, .vocab = 11, .positions = 4, .tied = true});
-    else
-      mlp_ = Mlp(MlpOptions{.widths = setup.widths});
-    module = setup.tied ? std::static_pointer_cast<torch::nn::Module>(gpt_.ptr()) : mlp_.ptr();
-    {
-      at::NoGradGuard no_grad;
-      double start = fill;
-      for (const at::Tensor& p : module->parameters())
-        p.copy_(at::sin(at::arange(p.numel(), at::kFloat) * 0.37 + (start += fill)).view(p.sizes()) * 0.5);
-    }
-    comms = std::make_shared<MeshComm>(world, Mesh::parse(place.mesh));
-    sharded.emplace(fully_shard(
-        module, comms, {.strategy = strategy(place.strategy), .numerics = Numerics::canonical, .gradient_divide = 1}));
-    if (setup.optimizer == "adamw") optimizer.emplace(adamw(*sharded, {.lr = 0.01}));
-    if (setup.optimizer == "sgd") optimizer.emplace(sgd(*sharded, {.lr = 0.1, .momentum = 0.9}));
-    if (setup.optimizer == "lion") optimizer.emplace(lion(*sharded, {.lr = 0.01}));
-  }
-
-  // Twelve samples a step, one at a time, dealt to the ranks.
-  void train(int64_t begin, int64_t end) {
-    const int64_t ranks = comms->mesh().size(), rounds = 12 / ranks;
-    for (int64_t step = begin; step < end; ++step) {
-      for (int64_t round = 0; round < rounds; ++round) {
-        sharded->set_last_microbatch(round + 1 == rounds);
-        const int64_t sample = step * 12 + round * ranks + comms->rank();
-        if (setup_.tied) {
-          const at::Tensor tokens = (at::arange(4, at::kLong) * 3 + sample).remainder(11).view({1, 4});
-          call(gpt_, tokens).square().sum().mul(0.01).backward();
-        } else {
-          const at::Tensor x = at::cos(at::arange(setup_.widths.front(), at::kFloat) + static_cast<double>(sample));
-          call(mlp_, x.view({1, -1})).square().sum().mul(0.1).backward();
-        }
-      }
-      optimizer->step();
-    }
-  }
-
-  // All bits of all that a run is, by name.
-  std::map<std::string, std::string> bits() {
-    std::map<std::string, std::string> all;
-    for (const auto& [name, value] : sharded->gather_parameters()) all[name] = bytes_in(value);
-    for (const std::string& slot : optimizer->slots()) {
-      std::map<std::string, at::Tensor> whole;
-      for (const auto& [name, value] : sharded->gather_parameters())
-        whole[name] = at::zeros({value.numel()}, at::kInt);
-      for (const Piece& piece : optimizer->state(slot))
-        whole[piece.name].narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data.view(at::kInt));
-      for (auto& [name, value] : whole) {
-        // Replicas hold the same: of positive and negative bit patterns, one of max and min is the value, the other 0.
-        at::Tensor high = value.clone(), low = value.clone();
-        comms->world().all_reduce(high, Reduce::max).wait();
-        comms->world().all_reduce(low, Reduce::min).wait();
-        all[slot + " of " + name] = bytes_in(high.add(low).sub(high.eq(low).to(at::kInt).mul(low)));
-      }
-    }
-    for (const auto& group : optimizer->groups())
-      for (const std::string& name : group.parameters) all["updates of " + name] = std::to_string(optimizer->updates(name));
-    return all;
-  }
-
-  std::shared_ptr<torch::nn::Module> module;
-  std::shared_ptr<MeshComm> comms;
-  std::optional<Sharded> sharded;
-  std::optional<Optimizer> optimizer;
-
- private:
-  Recipe setup_;
-  Gpt gpt_{nullptr};
-  Mlp mlp_{nullptr};
-};
-
-void on(const Place& place, const std::function<void(std::shared_ptr<Comm>)>& body) {
-  run_threads(Mesh::parse(place.mesh).size(), body);
-}
-
-using Bits = std::map<std::string, std::string>;
-
-Bits trained(const Recipe& setup, const Place& place, int64_t steps, const std::string& directory) {
-  Bits bits;
-  on(place, [&](std::shared_ptr<Comm> comm) {
-    Trained run(setup, place, comm);
-    run.train(0, steps);
-    TrainerState trainer{.step = steps, .schedule_step = 2 * steps, .scaler = LossScaler::State{1024, 3}};
-    trainer.values["note"] = Value::string("hello");
-    trainer.random = RandomStream{~uint64_t{0} - static_cast<uint64_t>(comm->rank()), 7};
-    trainer.of_rank["mine"] = Value::integer(comm->rank() * 10);
-    if (!directory.empty()) save(directory, *run.sharded, &*run.optimizer, trainer);
-    Bits own = run.bits();
-    if (comm->rank() == 0) bits = std::move(own);
-  });
-  return bits;
-}
-
-Place any_place() { return *rc::gen::elementOf(kPlaces); }
-Recipe any_setup() {
-  Recipe setup;
-  setup.widths = *rc::gen::container<std::vector<int64_t>>(3, rc::gen::inRange<int64_t>(1, 8));
-  setup.tied = *rc::gen::inRange(0, 3) == 0;
-  setup.optimizer = *rc::gen::element<std::string>("adamw", "sgd", "lion");
-  return setup;
-}
 
 RC_GTEST_PROP(SavedState, training_on_after_a_load_elsewhere_is_training_through, ()) {
   const Recipe setup = any_setup();
@@ -145,12 +26,12 @@ RC_GTEST_PROP(SavedState, training_on_after_a_load_elsewhere_is_training_through
   std::atomic<int64_t> wrong_trainers = 0;
   const int64_t ranks_from = Mesh::parse(from.mesh).size();
   on(to, [&](std::shared_ptr<Comm> comm) {
-    Trained run(setup, to, comm, 0.75);  // starts elsewhere
+    Trained run(setup, to, comm, 0.75);    // starts elsewhere
     if (before % 2 == 0) run.train(0, 1);  // and may have trained
     const TrainerState got = load(scratch / "at", *run.sharded, &*run.optimizer).trainer;
     const bool mine = comm->rank() < ranks_from;
-    if (got.step != before || got.schedule_step != 2 * before || !got.scaler || got.scaler->scale != 1024 ||
-        !(got.values.at("note") == Value::string("hello")) || got.random.has_value() != mine ||
+    if (got.step != before || got.schedule_step != 2 * before || got.data_position != 12 * before || !got.scaler ||
+        got.scaler->scale != 1024 || !(got.values.at("note") == Value::string("hello")) || got.random.has_value() != mine ||
         got.of_rank.size() != (mine ? 1 : 0) ||
         (mine && (got.random->seed != ~uint64_t{0} - static_cast<uint64_t>(comm->rank()) || got.random->sites != 7 ||
                   !(got.of_rank.at("mine") == Value::integer(comm->rank() * 10)))))
@@ -196,6 +77,35 @@ TEST(SavedState, what_does_not_fit_or_is_damaged_is_an_error_on_every_rank_and_c
   const std::string path = scratch / "at/__1_0.distcp", bytes = slurp(path);
   spill(path, bytes.substr(0, bytes.size() / 2));
   expect_refused(scratch / "at", {}, {"__1_0.distcp"});
+}
+
+struct WithEmptyImpl : torch::nn::Module {
+  WithEmptyImpl() {
+    weight = register_parameter("weight", at::full({5}, 0.5));
+    empty = register_parameter("empty", at::zeros({0, 3}));
+  }
+  at::Tensor weight, empty;
+};
+
+TEST(SavedState, a_parameter_of_no_elements_has_its_state_in_the_checkpoint) {
+  const Scratch scratch;
+  const auto run = [&](const char* mesh, bool saves) {
+    on({mesh, "zero3"}, [&](std::shared_ptr<Comm> comm) {
+      const auto module = std::make_shared<WithEmptyImpl>();
+      Sharded sharded = fully_shard(module, std::make_shared<MeshComm>(comm, Mesh::parse(mesh)), {});
+      Optimizer optimizer = adamw(sharded, {.lr = 0.01});
+      optimizer.restore("weight", 1, true);
+      optimizer.restore("empty", 1, true);
+      if (saves) return save(scratch / "at", sharded, &optimizer, {.step = 1});
+      optimizer.restore("empty", 0, true);
+      load(scratch / "at", sharded, &optimizer);
+      EXPECT_EQ(optimizer.updates("empty"), 1);
+    });
+  };
+  run("dp_shard=2", true);
+  const Checkpoint checkpoint = open_checkpoint(system_files(), scratch / "at");
+  EXPECT_EQ(checkpoint.tensors.at("optim.state.empty.exp_avg").sizes, (Shape{0, 3}));
+  run("dp_shard=3", false);
 }
 
 TEST(SavedState, a_partial_load_lists_what_it_skipped_and_leaves_it) {

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import shutil
 import struct
 import subprocess
 import tempfile
@@ -121,6 +122,87 @@ class Train(unittest.TestCase):
         first, second, other = (self.train("--seed", seed)[1] for seed in ("5", "5", "6"))
         self.assertEqual(bits(first), bits(second))
         self.assertNotEqual(bits(first), bits(other))
+
+    def expect_same_end(self, one, two):
+        """The checkpoints have the same bits, but for the value that says on which meshes they were trained."""
+        done = subprocess.run([SHARDPROOF, "checkpoint", "diff", one, two], capture_output=True, text=True)
+        self.assertRegex(done.stdout.splitlines()[-1], r"^[0-9]+ names, [01] differ$", done.stdout + done.stderr)
+        for line in done.stdout.splitlines()[:-1]:
+            self.assertIn("trainer.values.history", line)
+
+    def losses(self, lines):
+        return {json.loads(line)["step"]: line.split('"tokens"')[0] for line in lines[1:-1]}
+
+    def test_a_run_resumed_on_another_mesh_is_the_run_that_never_stopped_bit_for_bit(self):
+        canonical = ("--global-batch", "12", "--canonical", "--save-every", "3")
+        whole, resumed = (os.path.join(self.folder, name) for name in ("whole", "resumed"))
+        code, through, _, errors = self.train(*canonical, "--steps", "6", "--checkpoint-dir", whole)
+        self.assertEqual(code, 0, errors)
+        for before, after in ((("dp_shard=3", "zero3"), ("dp_shard=2", "ddp")),
+                              (("dp_shard=1", "zero1"), ("dp_replicate=2,dp_shard=3", "hsdp")),
+                              (("dp_shard=6", "zero2"), ("dp_shard=4", "zero3"))):
+            with tempfile.TemporaryDirectory() as folder:
+                for (mesh, strategy), steps, more in ((before, "3", ()), (after, "6", ("--resume", "--check", "--async-save"))):
+                    code, lines, output, errors = self.train(
+                        *canonical, "--steps", steps, "--mesh", mesh, "--strategy", strategy, "--microbatch", "1",
+                        "--checkpoint-dir", folder, *more)
+                    self.assertEqual(code, 0, output + errors)
+                self.assertIn("step_3 after 3 of 6 steps", output)
+                self.assertIn("EQUAL in every bit", output)
+                self.assertEqual(sorted(os.listdir(folder)), ["step_3", "step_6"])
+                self.assertEqual(self.losses(lines).keys(), {3, 4, 5})
+        # Microbatches as in the run that never stopped: losses, norms and all that is saved are the same.
+        for mesh, steps, more in (("dp_shard=3", "3", ()), ("dp_shard=1", "6", ("--resume",))):
+            code, lines, output, errors = self.train(
+                *canonical, "--steps", steps, "--mesh", mesh, "--checkpoint-dir", resumed, *more)
+            self.assertEqual(code, 0, output + errors)
+        for step, text in self.losses(lines).items():
+            self.assertEqual(text, self.losses(through)[step])
+        self.expect_same_end(os.path.join(whole, "step_6"), os.path.join(resumed, "step_6"))
+
+    def test_the_check_of_a_resumed_run_knows_in_which_order_each_step_was_summed(self):
+        directory = os.path.join(self.folder, "history")
+        legs = (("dp_shard=3", "zero3", "2"), ("dp_replicate=2,dp_shard=2", "hsdp", "1"), ("dp_shard=2", "zero1", "3"))
+        for number, (mesh, strategy, microbatch) in enumerate(legs):
+            code, lines, output, errors = self.train(
+                "--steps", str(2 * number + 2), "--mesh", mesh, "--strategy", strategy, "--microbatch", microbatch,
+                "--global-batch", "12", "--checkpoint-dir", directory, "--keep", "2", "--resume", "--check")
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output)
+            self.assertIn("after" if number else "starting from step 0", output)
+            self.assertEqual(json.loads(lines[-1])["first_step"], 2 * number)
+        self.assertEqual(sorted(os.listdir(directory)), ["step_4", "step_6"])
+        code, _, output, _ = self.train("--steps", "6", "--global-batch", "12", "--checkpoint-dir", directory, "--resume")
+        self.assertEqual((code, output.splitlines()[-1]), (0, "nothing is left to train"))
+
+    def test_checkpoint_options_that_make_no_sense_are_refused(self):
+        directory = os.path.join(self.folder, "taken")
+        for option in ("--resume", "--async-save"):
+            self.expect_refused(f"{option} needs --checkpoint-dir", option)
+        for option in ("--save-every", "--keep"):
+            self.expect_refused(f"{option} needs --checkpoint-dir", option, "2")
+            self.expect_refused(f"{option} must be at least 1", option, "-1", "--checkpoint-dir", directory)
+        self.expect_refused("no folder", "--checkpoint-dir", os.path.join(self.write("a_file", b"x"), "below"))
+        self.assertEqual(self.train("--checkpoint-dir", directory)[0], 0)
+        self.expect_refused("go on from it with --resume", "--checkpoint-dir", directory)
+        again = ("--checkpoint-dir", directory, "--resume")
+        self.expect_refused("beyond --steps 2", "--steps", "2", *again)
+        for option, value in (("--lr", "0.5"), ("--seed", "4"), ("--global-batch", "8"), ("--seq", "5")):
+            self.expect_refused(f"a run with {option} = ", option, value, *again)
+        self.expect_refused("a run with --model = ", *again, model=MODEL.replace("heads=2", "heads=4"))
+
+    def test_damage_is_named_and_the_checkpoint_before_still_resumes(self):
+        directory = os.path.join(self.folder, "damaged")
+        code, _, output, errors = self.train("--checkpoint-dir", directory, "--save-every", "1", "--mesh", "dp_shard=2")
+        self.assertEqual(code, 0, output + errors)
+        data = os.path.join(directory, "step_3", "__1_0.distcp")
+        with open(data, "r+b") as file:
+            file.truncate(os.path.getsize(data) // 2)
+        self.expect_refused("__1_0.distcp", "--checkpoint-dir", directory, "--steps", "4", "--resume")
+        shutil.rmtree(os.path.join(directory, "step_3"))
+        code, _, output, errors = self.train("--checkpoint-dir", directory, "--resume", "--check")
+        self.assertEqual(code, 0, output + errors)
+        self.assertIn("after 2 of 3 steps", output)
 
     def test_the_default_data_is_text_that_is_there(self):
         done = subprocess.run([SHARDPROOF, "train", "--steps", "1", "--model", MODEL, "--seq", "6"],

@@ -293,6 +293,8 @@ void SaveJob::write() {
   parts_->error = error_of([this] { parts_->write_entries(); });
 }
 
+const std::string& SaveJob::error() const { return parts_->error; }
+
 void SaveJob::commit() {
   Parts& parts = *parts_;
   agree(*parts.world, parts.error);

@@ -60,6 +60,8 @@ class SaveJob {
   ~SaveJob();
   // Writes this rank's file. Does not communicate, does not throw, on any thread.
   void write();
+  // Of `write`; "" when it did not fail.
+  const std::string& error() const;
   // Collective. Throws what went wrong anywhere; then nothing is saved.
   void commit();
 

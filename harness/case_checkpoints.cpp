@@ -1,0 +1,91 @@
+#include "harness/case_checkpoints.h"
+
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+
+#include "harness/random.h"
+#include "shardproof/check.h"
+#include "shardproof/checkpoint/durable.h"
+
+namespace harness {
+namespace {
+
+using shardproof::checkpoint::FileSystem;
+
+constexpr int64_t kCallsMax = 30;  // about what a small save takes
+
+// Cases are many and test what is written, not that it lasts.
+class HastyFiles : public FileSystem {
+ public:
+  int fsync(int) override { return 0; }
+};
+
+FileSystem& hasty_files() {
+  static HastyFiles files;
+  return files;
+}
+
+}  // namespace
+
+int DyingFiles::open(const std::string& path, int flags, mode_t mode) {
+  return dead() ? -EIO : FileSystem::open(path, flags, mode);
+}
+ssize_t DyingFiles::write(int fd, const void* data, size_t bytes) {
+  return dead() ? -EIO : FileSystem::write(fd, data, bytes);
+}
+int DyingFiles::fsync(int) {
+  return dead() ? -EIO : 0;
+}
+int DyingFiles::rename(const std::string&, const std::string&) {
+  left_ = 0;
+  return -EIO;
+}
+int DyingFiles::exchange(const std::string& one, const std::string& two) {
+  return rename(one, two);
+}
+int DyingFiles::mkdir(const std::string& path, mode_t mode) {
+  return dead() ? -EIO : FileSystem::mkdir(path, mode);
+}
+int DyingFiles::unlink(const std::string& path) {
+  return dead() ? -EIO : FileSystem::unlink(path);
+}
+int DyingFiles::rmdir(const std::string& path) {
+  return dead() ? -EIO : FileSystem::rmdir(path);
+}
+
+CaseCheckpoints::CaseCheckpoints(const Case& c) : seed_(c.seed) {
+  bool needed = false;
+  for (size_t s = 0; s < c.steps.size(); ++s) {
+    needed |= c.steps[s].save || c.steps[s].crash;
+    if (c.steps[s].crash) crashes_.try_emplace(s, Draws(seed_, "crash").integer(static_cast<int64_t>(s), 0, kCallsMax));
+  }
+  if (!needed) return;
+  directory_ = (std::filesystem::temp_directory_path() / "shardproof_case_XXXXXX").string();
+  SHARD_REQUIRE(::mkdtemp(directory_.data()), "harness", "cannot make the folder {} for checkpoints; is TMPDIR writable?",
+                directory_);
+}
+
+CaseCheckpoints::~CaseCheckpoints() {
+  std::error_code ignored;
+  if (!directory_.empty()) std::filesystem::remove_all(directory_, ignored);
+}
+
+shardproof::checkpoint::ManagerOptions CaseCheckpoints::options() const {
+  return {.keep = 2, .async = Draws(seed_, "async").bits(0) % 2 == 0, .files = &hasty_files()};
+}
+
+void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, const shardproof::Optimizer& optimizer) {
+  const bool all_die = Draws(seed_, "who dies").bits(static_cast<int64_t>(step)) % 2 == 0;
+  const std::string folder = shardproof::checkpoint::step_folder(directory_, number(step) + 1);
+  FileSystem& files = all_die || sharded.rank() == 0 ? crashes_.at(step) : hasty_files();
+  try {
+    shardproof::checkpoint::save(folder, sharded, &optimizer, {.step = number(step) + 1}, {.files = &files});
+  } catch (const shardproof::Error&) {
+    return;
+  }
+  throw shardproof::Error(
+      fmt::format("[harness] the save before step {} died, and rank {} was told that it is there", step, sharded.rank()));
+}
+
+}  // namespace harness

@@ -1,0 +1,56 @@
+// The checkpoints of a case's history: where they are, and saves that die.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <string>
+
+#include "harness/case.h"
+#include "shardproof/checkpoint/manager.h"
+
+namespace harness {
+
+// Every call after the first few fails, and every rename: what was written never becomes a checkpoint. What a process that died
+// did not do is not done afterwards either. No call reaches the disk any sooner than the system likes.
+class DyingFiles : public shardproof::checkpoint::FileSystem {
+ public:
+  explicit DyingFiles(int64_t calls) : left_(calls) {}
+  int open(const std::string& path, int flags, mode_t mode) override;
+  ssize_t write(int fd, const void* data, size_t bytes) override;
+  int fsync(int fd) override;
+  int rename(const std::string& from, const std::string& to) override;
+  int exchange(const std::string& one, const std::string& two) override;
+  int mkdir(const std::string& path, mode_t mode) override;
+  int unlink(const std::string& path) override;
+  int rmdir(const std::string& path) override;
+
+ private:
+  bool dead() { return left_-- <= 0; }
+  std::atomic<int64_t> left_;
+};
+
+// A folder of its own, gone with this object; shared by all ranks. Without a save in the case there is none.
+class CaseCheckpoints {
+ public:
+  explicit CaseCheckpoints(const Case& c);
+  ~CaseCheckpoints();
+  CaseCheckpoints(const CaseCheckpoints&) = delete;
+  CaseCheckpoints& operator=(const CaseCheckpoints&) = delete;
+
+  // What a rank's run saves and loads with; in the background by the case's seed.
+  shardproof::checkpoint::ManagerOptions options() const;
+  const std::string& directory() const { return directory_; }
+  // The numbers of the checkpoints before a step.
+  static int64_t number(size_t step) { return 2 * static_cast<int64_t>(step); }
+
+  // Collective: a save before that step, during which every rank dies at some call, or the first does. Throws Error unless it
+  // was refused on this rank.
+  void crash(size_t step, shardproof::Sharded& sharded, const shardproof::Optimizer& optimizer);
+
+ private:
+  uint64_t seed_;
+  std::string directory_;
+  std::map<size_t, DyingFiles> crashes_;  // by step
+};
+
+}  // namespace harness

@@ -1,0 +1,125 @@
+#include "harness/train_checkpoint.h"
+
+#include <fmt/format.h>
+
+#include "harness/case.h"
+#include "shardproof/check.h"
+#include "shardproof/checkpoint/dcp.h"
+#include "shardproof/checkpoint/durable.h"
+
+namespace harness {
+namespace {
+
+using shardproof::checkpoint::Value;
+
+constexpr const char* kRun = "run";
+constexpr const char* kHistory = "history";
+
+// What must not change, with the options that say it.
+Value describe_run(const TrainOptions& options, const TextData& data) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::gpt;
+  model.gpt = options.model;
+  const golden::Optimizer& o = options.optimizer;
+  return Value::dict({
+      {Value::string("--model"), Value::string(str(model))},
+      {Value::string("--data (bytes)"), Value::integer(data.bytes())},
+      {Value::string("--seq"), Value::integer(data.sequence_length())},
+      {Value::string("--global-batch"), Value::integer(options.global_batch)},
+      {Value::string("--seed"), Value::integer(static_cast<int64_t>(options.seed))},
+      {Value::string("--optimizer"), Value::string(to_string(o.kind))},
+      {Value::string("--lr"), Value::real(o.lr)},
+      {Value::string("--momentum"), Value::real(o.momentum)},
+      {Value::string("--weight-decay"), Value::real(o.weight_decay)},
+      {Value::string("--clip"), Value::real(options.clip_norm)},
+  });
+}
+
+Value value_of(const Stretch& stretch) {
+  return Value::tuple({Value::integer(stretch.end), Value::string(stretch.mesh.str()), Value::string(stretch.strategy),
+                       Value::integer(stretch.microbatch), Value::boolean(stretch.canonical)});
+}
+
+Stretch stretch_of(const Value& value) {
+  const Value::Items& fields = value.as_list(kHistory);
+  SHARD_REQUIRE(fields.size() == 5, "train", "the history in the checkpoint is not one that this program wrote");
+  return {fields[0].as_int("steps"), shardproof::Mesh::parse(fields[1].as_string("mesh")), fields[2].as_string("strategy"),
+          fields[3].as_int("microbatch"), fields[4].as_bool("canonical")};
+}
+
+void require_same_run(const Value& saved, const Value& here, const std::string& folder) {
+  for (const auto& [option, value] : here.as_dict(kRun)) {
+    const Value* before = saved.find(option.as_string(kRun));
+    SHARD_REQUIRE(before && *before == value, "train",
+                  "{} is of a run with {} = {}, this one has {}. A resumed run must have the same", folder,
+                  option.as_string(kRun), before ? before->str() : "nothing", value.str());
+  }
+}
+
+void require_valid(const TrainCheckpoints& checkpoints) {
+  SHARD_REQUIRE(checkpoints.save_every >= 0, "train", "--save-every must be at least 1, or 0 for the last step only, got {}",
+                checkpoints.save_every);
+  SHARD_REQUIRE(checkpoints.keep >= 0, "train", "--keep must be at least 1, or 0 to keep all, got {}", checkpoints.keep);
+  const char* needs = checkpoints.resume       ? "--resume"
+                      : checkpoints.save_every ? "--save-every"
+                      : checkpoints.keep       ? "--keep"
+                      : checkpoints.async      ? "--async-save"
+                                               : nullptr;
+  SHARD_REQUIRE(!needs || !checkpoints.directory.empty(), "train", "{} needs --checkpoint-dir", needs);
+}
+
+}  // namespace
+
+const Stretch& TrainHistory::of(int64_t step) const {
+  for (const Stretch& stretch : stretches)
+    if (step < stretch.end) return stretch;
+  return stretches.back();
+}
+
+TrainHistory read_history(const TrainOptions& options, const TextData& data) {
+  const TrainCheckpoints& checkpoints = options.checkpoints;
+  require_valid(checkpoints);
+  TrainHistory history;
+  std::optional<int64_t> latest;
+  if (!checkpoints.directory.empty()) latest = shardproof::checkpoint::latest_step(checkpoints.directory);
+  if (latest) {
+    const std::string folder = shardproof::checkpoint::step_folder(checkpoints.directory, *latest);
+    SHARD_REQUIRE(checkpoints.resume, "train",
+                  "there is {} already; go on from it with --resume, or choose another --checkpoint-dir", folder);
+    auto& files = shardproof::checkpoint::system_files();
+    const auto checkpoint = shardproof::checkpoint::open_checkpoint(files, folder);
+    const auto value = [&](const char* name) {
+      const auto found = checkpoint.values.find(fmt::format("trainer.values.{}", name));
+      SHARD_REQUIRE(found != checkpoint.values.end(), "train", "{} was not written by `train`: it has no {}", folder, name);
+      return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
+    };
+    require_same_run(value(kRun), describe_run(options, data), folder);
+    const Value saved = value(kHistory);
+    for (const Value& stretch : saved.as_list(kHistory)) history.stretches.push_back(stretch_of(stretch));
+    history.first_step = *latest;
+    SHARD_REQUIRE(!history.stretches.empty() && history.stretches.back().end == *latest, "train",
+                  "the history in {} does not end with its step", folder);
+    SHARD_REQUIRE(options.steps >= *latest, "train", "{} is beyond --steps {}", folder, options.steps);
+  }
+  history.stretches.push_back({options.steps, options.mesh, options.strategy, options.microbatch, options.canonical});
+  return history;
+}
+
+int64_t first_step(const TrainOptions& options, const TextData& data) {
+  return read_history(options, data).first_step;
+}
+
+shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TextData& data,
+                                                   const TrainHistory& history, int64_t step) {
+  Value::Items stretches;
+  for (Stretch stretch : history.stretches) {
+    stretch.end = std::min(stretch.end, step);
+    stretches.push_back(value_of(stretch));
+  }
+  shardproof::checkpoint::TrainerState state{.step = step, .schedule_step = step, .data_position = step * options.global_batch};
+  state.values[kRun] = describe_run(options, data);
+  state.values[kHistory] = Value::list(std::move(stretches));
+  return state;
+}
+
+}  // namespace harness

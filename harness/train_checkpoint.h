@@ -1,0 +1,39 @@
+// What `train` puts into its checkpoints besides the library's own: what run it is, and how each of its steps was summed, so
+// that the golden run can be trained again from the start.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "harness/train.h"
+#include "shardproof/checkpoint/pickle.h"
+#include "shardproof/checkpoint/saved_state.h"
+
+namespace harness {
+
+// Steps up to `end` were taken so.
+struct Stretch {
+  int64_t end = 0;
+  shardproof::Mesh mesh;
+  std::string strategy;
+  int64_t microbatch = 0;
+  bool canonical = false;
+};
+
+// Of the whole run: those of the checkpoint that it goes on from, if any, then its own.
+struct TrainHistory {
+  std::vector<Stretch> stretches;
+  int64_t first_step = 0;  // of the last stretch
+  const Stretch& of(int64_t step) const;
+};
+
+// As `first_step` says. Throws Error as it does.
+TrainHistory read_history(const TrainOptions& options, const TextData& data);
+
+// After `step` steps.
+shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TextData& data,
+                                                   const TrainHistory& history, int64_t step);
+
+}  // namespace harness

@@ -1,0 +1,136 @@
+#include "shardproof/checkpoint/manager.h"
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <cstdio>
+#include <exception>
+#include <thread>
+
+#include "../sharded_state.h"
+#include "agree.h"
+#include "shardproof/check.h"
+#include "shardproof/checkpoint/durable.h"
+
+namespace shardproof::checkpoint {
+
+// A save whose files a thread writes.
+struct Manager::Pending {
+  Pending(Comm& comm, int64_t its_step, std::unique_ptr<SaveJob> its_job)
+      : world(comm), step(its_step), job(std::move(its_job)), thread([this] {
+          try {
+            job->write();
+          } catch (...) {
+            broken = std::current_exception();
+          }
+          written = true;
+        }) {}
+  ~Pending() { join(); }
+  void join() {
+    if (thread.joinable()) thread.join();
+  }
+
+  Comm& world;
+  int64_t step;
+  std::unique_ptr<SaveJob> job;
+  std::exception_ptr broken;  // an invariant
+  std::atomic<bool> written{false};
+  std::thread thread;  // the last member: it uses the others
+};
+
+Manager::Manager(std::string directory, ManagerOptions options) : directory_(std::move(directory)), options_(options) {
+  SHARD_REQUIRE(!directory_.empty(), "checkpoint", "the directory of checkpoints has no name");
+  SHARD_REQUIRE(options_.keep >= 0, "checkpoint", "keep must be at least 1, or 0 to keep all, got {}", options_.keep);
+}
+
+Manager::~Manager() {
+  if (!pending_) return;
+  pending_->join();
+  const std::string why = pending_->broken ? "an invariant is broken" : pending_->job->error();
+  std::fprintf(stderr, "[checkpoint] %s was not committed and is lost%s%s: call Manager::wait before the manager goes\n",
+               step_folder(directory_, pending_->step).c_str(), why.empty() ? "" : "; writing it failed: ", why.c_str());
+}
+
+// Before the first save or load: what dead runs left; before each save: that it comes after those that are there.
+void Manager::begin(Comm& world, int64_t step) {
+  agree_on(world, [&] {
+    if (world.rank() != 0) return;
+    if (!begun_) remove_leftovers(*options_.files, directory_);
+    const std::optional<int64_t> last = latest();
+    SHARD_REQUIRE(step >= 0, "checkpoint", "a step to save must not be negative, got {}", step);
+    SHARD_REQUIRE(!last || step > *last || (step == *last && options_.overwrite), "checkpoint",
+                  "step {} does not come after step {}, which {} has already; resume from it, or save elsewhere", step, *last,
+                  directory_);
+  });
+  begun_ = true;
+}
+
+void Manager::remove_old(Comm& world) {
+  agree_on(world, [&] {
+    if (options_.keep > 0 && world.rank() == 0) retain_steps(*options_.files, directory_, options_.keep);
+  });
+}
+
+bool Manager::save(Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer) {
+  if (options_.when_busy == WhenBusy::wait) wait();
+  if (!poll()) return false;
+  Comm& world = sharded.state().comms().world();
+  begin(world, trainer.step);
+  auto job = std::make_unique<SaveJob>(step_folder(directory_, trainer.step), sharded, optimizer, trainer,
+                                       SaveOptions{options_.overwrite, options_.files}, options_.async ? &snapshot_ : nullptr);
+  if (options_.async) {
+    pending_ = std::make_unique<Pending>(world, trainer.step, std::move(job));
+    return true;
+  }
+  job->write();
+  job->commit();
+  remove_old(world);
+  return true;
+}
+
+bool Manager::poll() {
+  if (!pending_) return true;
+  at::Tensor busy = at::full({1}, static_cast<int64_t>(!pending_->written), at::kLong);
+  pending_->world.all_reduce(busy, Reduce::max).wait();
+  if (busy.item<int64_t>() != 0) return false;
+  commit();
+  return true;
+}
+
+void Manager::wait() {
+  if (pending_) commit();
+}
+
+void Manager::commit() {
+  // Whatever becomes of it, it is reported once.
+  const std::unique_ptr<Pending> pending = std::move(pending_);
+  pending->join();
+  if (pending->broken) std::rethrow_exception(pending->broken);
+  pending->job->commit();
+  remove_old(pending->world);
+}
+
+std::optional<Loaded> Manager::load_latest(Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
+  wait();
+  Comm& world = sharded.state().comms().world();
+  std::string found;  // rank 0's view, so that all load the same
+  agree_on(world, [&] {
+    if (world.rank() != 0) return;
+    if (!begun_) remove_leftovers(*options_.files, directory_);
+    if (const std::optional<int64_t> last = latest()) found = std::to_string(*last);
+  });
+  begun_ = true;
+  found = gather_texts(world, found).front();
+  if (found.empty()) return std::nullopt;
+  return load(step_folder(directory_, std::stoll(found)), sharded, optimizer, options);
+}
+
+std::vector<int64_t> Manager::steps() const {
+  return committed_steps(directory_);
+}
+
+std::optional<int64_t> Manager::latest() const {
+  return latest_step(directory_);
+}
+
+}  // namespace shardproof::checkpoint
