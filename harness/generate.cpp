@@ -145,14 +145,16 @@ Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& s
   return Mesh(axes);
 }
 
-// Sizes that leave no rank along tp without a head or a token of the vocabulary, and none along cp without a token.
+// Sizes that leave no rank along tp without a head or a token of the vocabulary, and none at all without a token.
 void fit_to_parallel_ranks(Case& c) {
   golden::Gpt& g = c.model.gpt;
   const int64_t head = g.hidden / g.heads;
   for (int64_t* size : {&g.heads, &g.vocab})
     while (!all_get_some(*size, c.tensor_ranks())) ++*size;
-  while (!sequence_fits(c, g.positions)) ++g.positions;
   g.hidden = g.heads * head;
+  Case with_sequence_parallelism = c;
+  with_sequence_parallelism.options.sequence_parallel = 1;
+  while (!sequence_fits(with_sequence_parallelism, g.positions)) ++g.positions;
 }
 
 // Sets an option, unless the case would not be valid with it.
