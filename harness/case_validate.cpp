@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "harness/case.h"
-#include "harness/parallel.h"
+#include "harness/parallel_sizes.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
@@ -12,6 +12,9 @@ namespace harness {
 namespace {
 
 using Kind = golden::Model::Kind;
+
+// Products of two sizes, or of a size and a world, are far from overflowing.
+constexpr int64_t kSizeMax = int64_t{1} << 30;
 
 void validate(const golden::Optimizer& o) {
   SHARD_REQUIRE(o.lr >= 0 && o.weight_decay >= 0 && o.momentum >= 0 && o.eps >= 0, "case",
@@ -119,7 +122,8 @@ void validate_loads(const Case& c) {
 void validate(const golden::Model& model) {
   const auto positive = [&](std::initializer_list<std::pair<const char*, int64_t>> values) {
     for (const auto& [name, value] : values)
-      SHARD_REQUIRE(value >= 1, "case", "{}: {} must be at least 1, got {}", to_string(model.kind), name, value);
+      SHARD_REQUIRE(value >= 1 && value <= kSizeMax, "case", "{}: {} must be at least 1 and at most {}, got {}",
+                    to_string(model.kind), name, kSizeMax, value);
   };
   switch (model.kind) {
     case Kind::mlp:

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "harness/parallel.h"
+#include "harness/parallel_sizes.h"
 #include "harness/random.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "harness/parallel_sizes.h"
 #include "harness/random.h"
 #include "shardproof/models.h"
 #include "shardproof/shard_options.h"
@@ -41,10 +42,6 @@ bool cut_by(const ParallelStyle& style, const std::string& parameter) {
 
 }  // namespace
 
-bool all_get_some(int64_t length, int64_t parts) {
-  return (length + parts - 1) / parts * (parts - 1) < length;
-}
-
 ParallelPlan parallel_plan(const Case& c) {
   if (c.model.kind == golden::Model::Kind::mlp) return mlp_plan(c);
   const golden::Gpt& g = c.model.gpt;
@@ -55,15 +52,7 @@ ParallelPlan parallel_plan(const Case& c) {
 
 ContextOptions context_options(const Case& c) {
   return {.attention = c.options.context_gathered ? ContextAttention::gathered : ContextAttention::ring,
-          .split = c.options.context_contiguous ? ContextSplit::contiguous : ContextSplit::balanced};
-}
-
-bool sequence_fits(const Case& c, int64_t length) {
-  const int64_t cp = c.context_ranks(), tp = c.options.sequence_parallel ? c.tensor_ranks() : 1;
-  const ContextCut cut{context_options(c).split, length, cp};
-  for (int64_t rank = 0; rank < cp; ++rank)
-    if (cut.count(rank) == 0 || !all_get_some(cut.count(rank), tp)) return false;
-  return true;
+          .split = context_split(c)};
 }
 
 std::vector<std::string> cut_parameters(const Case& c) {

@@ -10,17 +10,11 @@
 
 namespace harness {
 
-// Whether every one of `parts` gets some of `length` rows, cut as evenly as torch.chunk cuts.
-bool all_get_some(int64_t length, int64_t parts);
-
 // The library's plan for a GPT; for an MLP styles drawn layer by layer from the seed: pairs of a column- and a row-parallel
 // layer, layers alone that gather or cut for themselves, and layers that stay whole.
 shardproof::ParallelPlan parallel_plan(const Case& c);
 
 shardproof::ContextOptions context_options(const Case& c);
-
-// Whether a sequence of this length gives every rank along cp, and with sequence parallelism along tp, a token.
-bool sequence_fits(const Case& c, int64_t length);
 
 // Names of the parameters of which the ranks along tp hold different pieces; the others are whole on each.
 std::vector<std::string> cut_parameters(const Case& c);

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "harness/exact_data.h"
-#include "harness/parallel.h"
+#include "harness/parallel_sizes.h"
 #include "harness/random.h"
 #include "shardproof/strategy.h"
 

@@ -1,0 +1,19 @@
+// Which sizes can be cut over the mesh axes "tp" and "cp". Knows nothing of modules.
+#pragma once
+
+#include <cstdint>
+
+#include "harness/case.h"
+#include "shardproof/context_cut.h"
+
+namespace harness {
+
+// Whether every one of `parts` gets some of `length` rows, cut as evenly as torch.chunk cuts; both at least 1.
+bool all_get_some(int64_t length, int64_t parts);
+
+shardproof::ContextSplit context_split(const Case& c);
+
+// Whether a sequence of this length gives every rank along cp, and with sequence parallelism along tp, a token.
+bool sequence_fits(const Case& c, int64_t length);
+
+}  // namespace harness
