@@ -64,7 +64,7 @@ TEST(Exact, float32_and_float64_agree_on_undivided_gradients) {
 
 TEST(Exact, ordinary_data_do_depend_on_the_order) {
   int depends = 0;
-  for (int64_t i = 0; i < 60; ++i) {
+  for (int64_t i = 0; i < 100; ++i) {
     Case c = exact_case(i, 8);
     c.mode = Mode::ordered;
     depends += order_matters(make_run(c));
