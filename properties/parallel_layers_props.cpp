@@ -153,3 +153,27 @@ TEST(TensorParallel, the_padding_row_of_a_cut_embedding_is_read_and_gets_no_grad
                     },
                     at::tensor({0, 6, 3, 2, 3, 1, 0, 5}, at::kLong).view({2, 4}));
 }
+
+// Of a cut weight, so that only one rank of the four has it, before and after the reduction.
+TEST(TensorParallel, an_infinite_gradient_in_one_cut_skips_the_step_on_all_ranks) {
+  for (const bool infinite : {true, false})
+    for (const char* name : {"ddp", "zero1", "zero3"})
+      run_threads(4, [&](std::shared_ptr<Comm> comm) {
+        auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}, {"tp", 2}}));
+        torch::nn::Linear linear(3, 4);
+        const TensorParallel parallel =
+            parallelize(linear.ptr(), comms, {.styles = {{"", ColumnParallel{.gather_output = true}}}});
+        ShardOptions options = toy::options(name);
+        options.check_gradients = false;
+        if (infinite && comm->rank() == 3)
+          linear->weight.register_hook([](const at::Tensor& gradient) { return gradient / 0; });
+        Sharded sharded = fully_shard(linear.ptr(), comms, options);
+        Optimizer optimizer = adamw(sharded, {.lr = 0.01});
+        LossScaler scaler({.initial = 2});
+        scaler.scale(call(linear, integers({2, 3}, comm->rank() / 2)).square().sum()).backward();
+        EXPECT_EQ(scaler.unscale(sharded), !infinite) << "rank " << comm->rank();
+        EXPECT_EQ(scaler.value(), infinite ? 1 : 2);
+        if (!infinite) optimizer.step();
+        EXPECT_EQ(sharded.step(), 1);
+      });
+}
