@@ -1,0 +1,170 @@
+#include "harness/sharded_options.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/modules/conv.h>
+
+#include "harness/problem.h"
+#include "harness/random.h"
+
+namespace harness {
+namespace {
+
+using namespace shardproof;
+
+at::ScalarType dtype_of(int64_t dtype) {
+  return dtype == bf16 ? at::kBFloat16 : dtype == fp16 ? at::kHalf : at::kFloat;
+}
+
+UnitSelector any_unit(const Case& c) {
+  switch (c.options.units) {
+    case units_block: return by_type<GptBlockImpl>();
+    case units_leaf:
+      return by_type<torch::nn::LinearImpl, torch::nn::LayerNormImpl, torch::nn::EmbeddingImpl, torch::nn::Conv2dImpl,
+                     torch::nn::GroupNormImpl>();
+    case units_some:
+      // Name spaces ("h", "attn") are never called, so they cannot be units.
+      return [c](const std::string& name, const torch::nn::Module& module) {
+        const bool name_space = name == "out" || name == "lm_head";
+        const bool callable = !module.parameters(/*recurse=*/false).empty() || by_type<GptBlockImpl>()(name, module);
+        return callable && !name_space && chosen(c, "unit", name);
+      };
+    default: return {};
+  }
+}
+
+UnitSelector selector(const Case& c) {
+  UnitSelector any = any_unit(c);
+  if (!any || !branches_differ(c)) return any;
+  return [any](const std::string& name, const torch::nn::Module& module) { return name != "side" && any(name, module); };
+}
+
+Initializer initializer(const golden::Named& parameters) {
+  return [&parameters](const std::string& name, const Shape&, Interval run, at::Tensor values) {
+    for (const auto& [known, value] : parameters)
+      if (known == name) values.copy_(value.contiguous().view({-1}).narrow(0, run.begin, run.size()));
+  };
+}
+
+ShardOptions shard_options(const Case& c, const golden::Run& run) {
+  const CaseOptions& o = c.options;
+  ShardOptions options;
+  options.strategy = strategy(c.strategy);
+  options.units = selector(c);
+  if (o.recompute > 0)
+    options.recompute = [c](const std::string& name, const torch::nn::Module&) {
+      return !name.empty() && (c.options.recompute == 1 || chosen(c, "recompute", name));
+    };
+  options.bucket_bytes_max = o.bucket_bytes;
+  options.bucket_count = o.buckets;
+  options.alignment_bytes = o.alignment_bytes;
+  options.granularity = o.whole ? Granularity::tensor : Granularity::element;
+  options.reshard_after_forward = o.reshard == 1   ? Reshard::always()
+                                  : o.reshard == 0 ? Reshard::never()
+                                                   : Reshard::within(o.reshard);
+  options.reshard_after_backward = o.reshard_backward != 0;
+  options.buffers = o.pooled ? Buffers::pooled : Buffers::freed;
+  options.gather = o.side_by_side ? Gather::side_by_side : Gather::copied;
+  options.prefetch_forward = options.prefetch_backward = o.prefetch;
+  options.bytes_in_flight_max = o.in_flight_bytes;
+  if (o.compute != fp32) {
+    options.precision.compute = dtype_of(o.compute);
+    options.precision.main = at::kFloat;
+  }
+  if (o.gradient != fp32) options.precision.gradient = dtype_of(o.gradient);
+  if (o.reduce != o.gradient) options.precision.reduce = dtype_of(o.reduce);
+  options.precision.float32_sums = o.float32_sums != 0;
+  if (o.compute != fp32)
+    options.unit_precision = [precision = options.precision](const std::string& unit) {
+      Precision own = precision;
+      if (unit.empty()) own.output = at::kFloat;
+      return own;
+    };
+  if (c.mode == Mode::canonical) options.precision.gradient = options.precision.reduce = {};
+  options.numerics = c.mode == Mode::fast        ? Numerics::fast
+                     : c.mode == Mode::canonical ? Numerics::canonical
+                                                 : Numerics::ordered;
+  // By default gradients are a mean over all ranks whose sum they are, but those along cp make one mean between them.
+  if (o.loss == loss_sum)
+    options.gradient_divide = 1;
+  else if (o.loss == loss_mean && c.context_ranks() > 1)
+    options.gradient_divide = static_cast<double>(c.data_ranks());
+  options.divide_by_tokens = o.loss == loss_tokens;
+  options.divide = o.divide == divide_before ? Divide::before : o.divide == divide_split ? Divide::split : Divide::after;
+  options.reduce_replicas_every_microbatch = o.replicas_each != 0;
+  options.check_gradients = o.loss_scale == 0;
+  if (o.meta) {
+    options.initialize = initializer(run.parameters);
+    options.broadcast_initial_values = false;
+  }
+  return options;
+}
+
+std::shared_ptr<UpdateRule> adamw_rule(const golden::Optimizer& o) {
+  return make_rule(AdamWOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+}
+
+std::shared_ptr<UpdateRule> make_rule_of(const golden::Optimizer& o) {
+  using enum golden::Optimizer::Kind;
+  switch (o.kind) {
+    case sgd:
+      return make_rule(SgdOptions{.lr = o.lr, .momentum = o.momentum, .nesterov = o.nesterov, .weight_decay = o.weight_decay});
+    case adam:
+      return make_rule(
+          AdamOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+    case adamw: return adamw_rule(o);
+    case lion: return make_rule(LionOptions{.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .weight_decay = o.weight_decay});
+    case muon: return make_rule(MuonOptions{.lr = o.lr, .momentum = o.momentum, .weight_decay = o.weight_decay});
+  }
+  return nullptr;
+}
+
+bool is_matrix(const Shape& shape) { return shape.size() == 2 && shape[0] > 0 && shape[1] > 0; }
+
+}  // namespace
+
+bool chosen(const Case& c, const char* what, const std::string& name) {
+  return Draws(c.seed, name + what).bits(0) % 2 == 0;
+}
+
+Sharded shard(const Case& c, const golden::Run& run, const Network& network, std::shared_ptr<MeshComm> comms) {
+  const ShardOptions options = shard_options(c, run);
+  if (c.options.units != units_listed) return fully_shard(network.module, std::move(comms), options);
+  Sharding sharding(std::move(comms), options);
+  const size_t parts = network.parts.size() - branches_differ(c);  // the last one is the one that differs
+  for (size_t i = 0; i < parts; i += 2) {
+    Sharding::Modules modules{network.parts[i]};
+    if (i + 1 < parts) modules.push_back(network.parts[i + 1]);
+    sharding.unit(modules);
+  }
+  return sharding.shard(network.module);
+}
+
+ThreadsOptions threads_options(const Case& c) {
+  using Completion = ThreadsOptions::Completion;
+  const Draws draws(c.seed, "threads");
+  ThreadsOptions options;
+  options.schedule = ThreadsOptions::Schedule::serial;
+  options.completion = std::vector{Completion::eager, Completion::late, Completion::random}[draws.bits(0) % 3];
+  options.sum = c.mode == Mode::ordered ? ThreadsOptions::Sum::rank_order : ThreadsOptions::Sum::ring;  // canonical: any order
+  options.seed = c.seed;
+  return options;
+}
+
+Optimizer make_optimizer(Sharded& sharded, const Case& c) {
+  std::vector<golden::Optimizer::Group> groups = optimizer_groups(c.groups);
+  groups.push_back({});  // every name has the empty pattern
+  const bool muon = c.optimizer.kind == golden::Optimizer::Kind::muon;
+  const auto rule = make_rule_of(c.optimizer), others = adamw_rule(c.optimizer);
+  std::vector<ParameterGroup> result;
+  for (const golden::Optimizer::Group& group : groups) {
+    const auto named = [pattern = group.pattern](const std::string& name) { return name.find(pattern) != std::string::npos; };
+    const auto add = [&](auto takes, const std::shared_ptr<UpdateRule>& its_rule) {
+      result.push_back({.takes = takes, .rule = its_rule, .lr_factor = group.lr_factor, .decay_factor = group.decay_factor});
+    };
+    if (muon) add([named](const std::string& name, const Shape& shape) { return named(name) && is_matrix(shape); }, rule);
+    add([named](const std::string& name, const Shape&) { return named(name); }, muon ? others : rule);
+  }
+  return {sharded, std::move(result)};
+}
+
+}  // namespace harness

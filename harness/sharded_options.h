@@ -1,0 +1,28 @@
+// What a case says about sharding, in the library's words.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "golden/golden.h"
+#include "harness/case.h"
+#include "harness/network.h"
+#include "shardproof/shardproof.h"
+
+namespace harness {
+
+// Chooses modules by the hashes of their names, the same on every rank.
+bool chosen(const Case& c, const char* what, const std::string& name);
+
+// The network's module with the case's units, strategy and options; `run` has the values of parameters made without memory.
+// Collective over the mesh.
+shardproof::Sharded shard(const Case& c, const golden::Run& run, const Network& network,
+                          std::shared_ptr<shardproof::MeshComm> comms);
+
+// The case's groups in order, then one for all others; with muon each of them twice, for matrices and for the rest.
+shardproof::Optimizer make_optimizer(shardproof::Sharded& sharded, const Case& c);
+
+// The order in which ranks run, and when collectives complete.
+shardproof::ThreadsOptions threads_options(const Case& c);
+
+}  // namespace harness
