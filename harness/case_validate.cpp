@@ -15,6 +15,7 @@ using Kind = golden::Model::Kind;
 
 // Products of two sizes, or of a size and a world, are far from overflowing.
 constexpr int64_t kSizeMax = int64_t{1} << 30;
+constexpr int64_t kLayersMax = 1000;
 
 void validate(const golden::Optimizer& o) {
   SHARD_REQUIRE(o.lr >= 0 && o.weight_decay >= 0 && o.momentum >= 0 && o.eps >= 0, "case",
@@ -135,6 +136,7 @@ void validate(const golden::Model& model) {
       const golden::Gpt& g = model.gpt;
       positive(
           {{"layers", g.layers}, {"hidden", g.hidden}, {"heads", g.heads}, {"vocab", g.vocab}, {"positions", g.positions}});
+      SHARD_REQUIRE(g.layers <= kLayersMax, "case", "gpt: layers must be at most {}, got {}", kLayersMax, g.layers);
       SHARD_REQUIRE(g.hidden % g.heads == 0, "case",
                     "gpt: hidden={} is not divisible by heads={}. Choose hidden={} or heads={}", g.hidden, g.heads,
                     (g.hidden / g.heads + 1) * g.heads, 1);
