@@ -94,7 +94,7 @@ def same(a, b):
 def main():
     action, kind, folder = sys.argv[1:4]
     torch.set_num_threads(1)
-    join()
+    store = join()
     if action == "save":
         saved, _, _ = state(kind, 3)
         dcp.save(saved, checkpoint_id=folder)
@@ -113,7 +113,7 @@ def main():
         wrong = [k for k in expected if k not in got or not same(expected[k], got[k])] + [k for k in got if k not in expected]
         if wrong:
             sys.exit(f"differ: {wrong[:5]} {[(expected.get(k), got.get(k)) for k in wrong[:2]]}")
-    leave()
+    leave(store)
 
 
 if __name__ == "__main__":

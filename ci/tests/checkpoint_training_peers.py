@@ -78,7 +78,7 @@ def main():
     kind, begin, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
     torch.set_num_threads(1)
-    join()
+    store = join()
     model, optimizer, share, shares = build(kind)
     if "load" in options:
         train(model, optimizer, share, shares, 50)
@@ -94,7 +94,7 @@ def main():
         dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=options["save"])
     if dist.get_rank() == 0:
         print("\n".join(f"{loss:.17g}" for loss in losses), flush=True)
-    leave()
+    leave(store)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A script of PyTorch's as the ranks of one job: `run_ranks` starts it, `join` and `leave` are its first and last calls.
 
-Ranks meet in a file, as a port probed free may be taken by the next test, and they leave when all have come to the end by
-that file's word: a rank that closes its connections while a neighbour is still in a collective makes that neighbour fail.
+Rank 0 serves the store at a port that the system gives it and tells the others by a file: a port probed free beforehand may be
+taken by the next test. Ranks leave when all have come to the end by the store's word: a rank that closes its connections while
+a neighbour is still in a collective makes that neighbour fail.
 """
 import os
 import pathlib
@@ -19,7 +20,7 @@ def run_ranks(script, world, arguments):
         started = []
         for rank in range(world):
             env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
-                       PEER_STORE=os.path.join(folder, "store"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+                       PEER_PORT=os.path.join(folder, "port"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
             with open(os.path.join(folder, f"out{rank}"), "w") as out, open(os.path.join(folder, f"err{rank}"), "w") as err:
                 started.append(subprocess.Popen([sys.executable, os.path.join(HERE, script), *arguments], env=env, stdout=out,
                                                 stderr=err))
@@ -38,21 +39,39 @@ def run_ranks(script, world, arguments):
     return outputs
 
 
-def store():
-    import torch.distributed as dist
-    return dist.FileStore(os.environ["PEER_STORE"], int(os.environ["WORLD_SIZE"]))
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+
+def serve_or_connect():
+    from torch.distributed import TCPStore
+    path, world = os.environ["PEER_PORT"], int(os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] == "0":
+        serving = TCPStore("127.0.0.1", 0, world, True, wait_for_workers=False)
+        pathlib.Path(path + ".new").write_text(str(serving.port))
+        os.rename(path + ".new", path)
+        return serving
+    until(lambda: os.path.exists(path))
+    return TCPStore("127.0.0.1", int(pathlib.Path(path).read_text()), world, False)
 
 
 def join():
+    """The store of all ranks, beside the process group that it begins."""
     import torch.distributed as dist
-    dist.init_process_group("gloo", store=store(), rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    store = serve_or_connect()
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=int(os.environ["RANK"]),
+                            world_size=int(os.environ["WORLD_SIZE"]))
+    return store
 
 
-def leave():
-    """Ends this process with 0 once every rank has come here; gloo's threads sometimes abort a normal exit."""
+def leave(store):
+    """Ends this process with 0 once every rank has come here, the server last; gloo's threads sometimes abort a normal exit."""
     sys.stdout.flush()
-    meeting = store()
-    meeting.add("leaving", 1)
-    while meeting.add("leaving", 0) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
+    world = int(os.environ["WORLD_SIZE"])
+    store.add("here", 1)
+    until(lambda: store.add("here", 0) == world)
+    store.add("leaving", 1)
+    if os.environ["RANK"] == "0":
+        until(lambda: store.add("leaving", 0) == world)
     os._exit(0)
