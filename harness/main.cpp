@@ -24,6 +24,7 @@ int main(int argc, char** argv) {
   harness::add_verify_command(app, exit_code);
   harness::add_replay_command(app, exit_code);
   harness::add_train_command(app, exit_code);
+  harness::add_plan_command(app, exit_code);
   harness::add_bench_command(app, exit_code);
   harness::add_checkpoint_command(app, exit_code);
   try {

@@ -25,6 +25,7 @@ shardproof_python_tests(NAME checkpoint CLASS Checkpoint)
 shardproof_python_tests(NAME checkpoint_releases CLASS CheckpointReleases)
 shardproof_python_tests(NAME checkpoint_training CLASS CheckpointTraining)
 shardproof_python_tests(NAME faults CLASS Faults)
+shardproof_python_tests(NAME plan CLASS Plan)
 shardproof_python_tests(NAME train CLASS Train)
 shardproof_python_tests(NAME verify CLASS Command)
 

@@ -7,6 +7,7 @@
 #include "golden/collectives.h"
 #include "shardproof/check.h"
 #include "shardproof/checked.h"
+#include "shardproof/counted.h"
 #include "shardproof/traced.h"
 
 using namespace shardproof;
@@ -112,4 +113,24 @@ TEST(Traced, the_first_disagreement_between_ranks_is_named) {
   const std::string message = trace.first_disagreement("world");
   for (const char* part : {"call 1", "rank 0 all_reduce(b)", "rank 1 nothing"})
     EXPECT_NE(message.find(part), std::string::npos) << message;
+}
+
+TEST(Counted, other_ranks_count_as_zeros) {
+  const auto comm = counted(4, 2);
+  at::Tensor own = at::arange(1, 4, at::kFloat), gathered = at::full({12}, 7.F), wide = at::arange(12, at::kFloat),
+             slice = at::full({3}, 7.F), sum = own.clone(), exchanged = at::full({7}, 7.F), told = at::full({3}, 7.F);
+  const auto version = gathered._version();
+  comm->all_gather(gathered, own).wait();
+  EXPECT_TRUE(gathered.equal(at::cat({at::zeros({6}), own, at::zeros({3})})));
+  comm->all_gather(gathered, gathered.narrow(0, 6, 3)).wait();
+  EXPECT_TRUE(gathered.narrow(0, 6, 3).equal(own));
+  comm->reduce_scatter(slice, wide).wait();
+  EXPECT_TRUE(slice.equal(wide.narrow(0, 6, 3)));
+  comm->all_reduce(sum).wait();
+  EXPECT_TRUE(sum.equal(own));
+  comm->all_to_all(exchanged, wide, {1, 2, 3, 1}, {4, 2, 3, 3}).wait();
+  EXPECT_TRUE(exchanged.equal(at::tensor({0.F, 0.F, 0.F, 6.F, 7.F, 8.F, 0.F})));
+  comm->broadcast(told, 0).wait();
+  EXPECT_TRUE(told.equal(at::zeros({3})));
+  EXPECT_EQ(gathered._version(), version);
 }

@@ -1,6 +1,8 @@
 #include "shardproof/counted.h"
 
-#include <numeric>
+#include <ATen/ATen.h>
+
+#include <algorithm>
 
 #include "shardproof/check.h"
 
@@ -26,7 +28,35 @@ class Counted final : public Comm {
   }
 
  private:
-  Work start(Call) override { return Work(); }
+  Work start(Call call) override {
+    if (call.output.defined() && call.op != Op::all_reduce) fill(call);
+    return Work();
+  }
+
+  // The part that a rank gets from itself; zero elsewhere.
+  void fill(const Call& call) const {
+    at::Tensor output = flat(call.output);
+    if (call.op == Op::reduce_scatter) {
+      const at::Tensor own = flat(call.input).narrow(0, rank_ * output.numel(), output.numel());
+      if (own.const_data_ptr() != output.const_data_ptr()) output.copy_(own);
+      return;
+    }
+    int64_t begin = 0, own_begin = 0, numel = 0;  // in the output, in the input
+    if (call.op == Op::all_gather) begin = rank_ * call.input.numel(), numel = call.input.numel();
+    if (call.op == Op::all_to_all) {
+      for (int64_t r = 0; r < rank_; ++r)
+        begin += call.output_sizes[static_cast<size_t>(r)], own_begin += call.input_sizes[static_cast<size_t>(r)];
+      numel = std::min(call.output_sizes[static_cast<size_t>(rank_)], call.input_sizes[static_cast<size_t>(rank_)]);
+    }
+    output.narrow(0, 0, begin).zero_();
+    output.narrow(0, begin + numel, output.numel() - begin - numel).zero_();
+    if (numel == 0) return;
+    at::Tensor place = output.narrow(0, begin, numel);
+    const at::Tensor own = flat(call.input).narrow(0, own_begin, numel);
+    if (own.const_data_ptr() != place.const_data_ptr()) place.copy_(own);
+  }
+
+  static at::Tensor flat(const at::Tensor& tensor) { return tensor.variable_data().view({-1}); }
 
   int64_t rank_, size_;
   std::string name_;

@@ -1,5 +1,5 @@
-// A world of any size with one rank in it: collectives are checked, counted and do nothing. For memory, calls and bytes of
-// meshes far beyond this machine; results of gathers and sums are undefined.
+// A world of any size with one rank in it: collectives are checked, and come out as if every other rank gave zeros. For memory,
+// calls and bytes of meshes far beyond this machine. (A maximum or minimum over ranks is the rank's own.)
 #pragma once
 
 #include <cstdint>

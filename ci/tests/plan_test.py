@@ -1,0 +1,94 @@
+"""`shardproof plan`: what one rank of a mesh would hold and call, against the closed forms of docs/strategies.md."""
+import json
+import os
+import subprocess
+import tempfile
+import unittest
+
+COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
+WIDTH, UNITS = 16, 5
+BYTES = WIDTH * WIDTH * 4  # of a unit
+CHAIN = f"mlp(widths={'-'.join([str(WIDTH)] * (UNITS + 1))},bias=0)"
+
+
+def plan(*arguments, code=0):
+    """The lines of --json, and what was printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "plan.json")
+        done = subprocess.run([COMMAND, "plan", *arguments, "--json", path], capture_output=True, text=True)
+        if done.returncode != code:
+            raise AssertionError(f"exit {done.returncode}, expected {code}: {done.stdout}{done.stderr}")
+        lines = []
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                lines = [json.loads(line) for line in file]
+        return lines, done.stdout + done.stderr
+
+
+def traffic(lines):
+    return {(line["op"], line["group"]): (line["calls"], line["bytes"]) for line in lines if line["type"] == "plan_traffic"}
+
+
+def memory(lines):
+    return {line["kind"]: (line["now_bytes"], line["peak_bytes"]) for line in lines if line["type"] == "plan_memory"}
+
+
+class Plan(unittest.TestCase):
+    def test_calls_and_bytes_are_those_of_the_strategy(self):
+        for rounds in (1, 3):
+            lines, _ = plan("--model", CHAIN, "--mesh", "dp_shard=4", "--strategy", "zero3", "--rounds", str(rounds))
+            self.assertEqual(traffic(lines), {
+                ("all_gather", "dp_shard"): (2 * rounds * UNITS, 2 * rounds * UNITS * BYTES),
+                ("reduce_scatter", "dp_shard"): (rounds * UNITS, rounds * UNITS * BYTES)})
+            self.assertEqual(memory(lines)["parameter"][0], UNITS * BYTES // 4)
+            self.assertEqual(memory(lines)["optimizer"], (2 * UNITS * BYTES // 4,) * 2)
+            self.assertEqual(memory(lines)["gathered"], (0, BYTES))
+        lines, _ = plan("--model", CHAIN, "--mesh", "dp_shard=4", "--strategy", "ddp")
+        self.assertEqual(traffic(lines), {("all_reduce", "dp_shard"): (UNITS, UNITS * BYTES)})
+        self.assertEqual(memory(lines)["parameter"][0], UNITS * BYTES)
+
+    def test_a_rank_of_ten_thousand_is_counted_in_its_own_memory(self):
+        model = "mlp(widths=4096-4096-4096-4096,bias=0)"
+        lines, said = plan("--model", model, "--mesh", "dp_replicate=4,dp_shard=4096", "--strategy", "hsdp", "--rank", "16383")
+        self.assertEqual(memory(lines)["parameter"][0], 3 * 4096 * 4096 * 4 // 4096)
+        self.assertIn("rank 16383 of 16384", said)
+        self.assertEqual(traffic(lines)["all_reduce", "dp_replicate"], (3, 3 * 4096 * 4))
+
+    def test_the_pieces_of_all_ranks_tile_the_parameters(self):
+        model = "gpt(layers=1,hidden=8,heads=2,vocab=11,positions=5,tied=1)"
+        taken = {}
+        for rank in range(3):
+            lines, _ = plan("--model", model, "--mesh", "dp_shard=3", "--rank", str(rank), "--pieces")
+            for line in lines:
+                if line["type"] == "plan_piece":
+                    numel = 1
+                    for size in line["shape"]:
+                        numel *= size
+                    taken.setdefault((line["parameter"], numel), []).append((line["begin"], line["end"]))
+        self.assertIn(("wte.weight", 88), taken)
+        for (name, numel), runs in taken.items():
+            runs.sort()
+            self.assertEqual([runs[0][0]] + [end for _, end in runs], [begin for begin, _ in runs] + [numel], name)
+
+    def test_parallel_axes_have_their_calls(self):
+        model = "gpt(layers=2,hidden=16,heads=4,vocab=12,positions=8,tied=1)"
+        lines, _ = plan("--model", model, "--mesh", "dp_shard=2,cp=2,tp=2", "--sequence-parallel")
+        groups = {group for _, group in traffic(lines)}
+        self.assertTrue({"tp", "cp"} <= groups, groups)
+        self.assertTrue(any("dp_shard" in group for group in groups), groups)
+
+    def test_what_does_not_fit_is_refused_with_what_would(self):
+        for arguments, words in (
+                (["--strategy", "zero9"], ["zero9", "zero3"]),
+                (["--mesh", "dp_shard=4", "--strategy", "hsdp"], ["hsdp", "dp_replicate"]),
+                (["--mesh", "dp_shard=4", "--rank", "4"], ["0 to 3", "4"]),
+                (["--mesh", "dp_shard=x"], ["dp_shard=x"]),
+                (["--dtype", "int8"], ["int8", "bf16"]),
+                (["--model", "gpt(layers=2,hidden=7,heads=2)"], ["hidden", "heads"])):
+            _, said = plan(*arguments, code=2)
+            for word in words:
+                self.assertIn(word, said)
+
+
+if __name__ == "__main__":
+    unittest.main()

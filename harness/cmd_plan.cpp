@@ -1,0 +1,128 @@
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "harness/commands.h"
+#include "harness/dry_run.h"
+#include "harness/json_lines.h"
+#include "shardproof/check.h"
+#include "shardproof/strategy.h"
+
+namespace harness {
+namespace {
+
+using nlohmann::json;
+using shardproof::MemoryKind;
+
+struct Arguments {
+  std::string model = "gpt(layers=12,hidden=768,heads=12,vocab=50257,positions=1024,tied=1)", mesh = "dp_shard=8";
+  std::string strategy = "zero3", json;
+  bool sequence_parallel = false, pieces = false;
+  DryRun run;
+};
+
+// "1.50 MiB"
+std::string size_of(int64_t bytes) {
+  const char* const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  auto size = static_cast<double>(bytes);
+  int unit = 0;
+  for (; size >= 1024 && unit < 4; ++unit) size /= 1024;
+  return fmt::format("{:.{}f} {}", size, unit == 0 ? 0 : 2, units[unit]);
+}
+
+// What the rank holds: between steps, and at most during one.
+void report_memory(const DryRunResult& result, JsonLines& out) {
+  fmt::print("\n{:<16}{:>14}{:>14}\n", "", "between steps", "at most");
+  for (int i = 0; i < shardproof::kMemoryKinds; ++i) {
+    const auto kind = static_cast<MemoryKind>(i);
+    const int64_t now = result.stepped.now(kind), peak = result.stepped.peak(kind);
+    fmt::print("{:<16}{:>14}{:>14}\n", to_string(kind), size_of(now), size_of(peak));
+    out.write({{"type", "plan_memory"}, {"kind", to_string(kind)}, {"now_bytes", now}, {"peak_bytes", peak}});
+  }
+  fmt::print("{:<16}{:>14}{:>14}\n", "together", size_of(result.stepped.now_total()), size_of(result.stepped.peak_total_bytes));
+  out.write({{"type", "plan_memory"},
+             {"kind", "together"},
+             {"now_bytes", result.stepped.now_total()},
+             {"peak_bytes", result.stepped.peak_total_bytes}});
+}
+
+void report_traffic(const DryRunResult& result, JsonLines& out) {
+  fmt::print("\n{:<16}{:<22}{:>8}{:>8}{:>14}   of a step; whole buffers\n", "call", "group", "ranks", "calls", "bytes");
+  for (const Traffic& traffic : result.traffic) {
+    fmt::print("{:<16}{:<22}{:>8}{:>8}{:>14}\n", traffic.op, traffic.group,
+               traffic.ranks > 0 ? std::to_string(traffic.ranks) : "", traffic.calls, size_of(traffic.bytes));
+    out.write({{"type", "plan_traffic"},
+               {"op", traffic.op},
+               {"group", traffic.group},
+               {"calls", traffic.calls},
+               {"bytes", traffic.bytes}});
+  }
+  if (result.traffic.empty()) fmt::print("none\n");
+}
+
+void report_pieces(const DryRunResult& result, JsonLines& out) {
+  fmt::print("\n{:<40}{:>24}{:>14}{:>14}   elements of this rank, row-major\n", "parameter", "of shape", "from", "to");
+  for (const auto& piece : result.pieces) {
+    fmt::print("{:<40}{:>24}{:>14}{:>14}\n", piece.name, json(piece.shape).dump(), piece.run.begin, piece.run.end);
+    out.write({{"type", "plan_piece"},
+               {"parameter", piece.name},
+               {"shape", piece.shape},
+               {"begin", piece.run.begin},
+               {"end", piece.run.end}});
+  }
+}
+
+void run(Arguments& a) {
+  DryRun& dry = a.run;
+  dry.what.model = parse_model(a.model);
+  validate(dry.what.model);
+  dry.what.mesh = shardproof::Mesh::parse(a.mesh);
+  dry.what.strategy = shardproof::strategy(a.strategy).name;
+  dry.what.options.sequence_parallel = a.sequence_parallel;
+  SHARD_REQUIRE(dry.rank >= 0 && dry.rank < dry.what.mesh.size(), "plan", "mesh '{}' has ranks 0 to {}, --rank is {}", a.mesh,
+                dry.what.mesh.size() - 1, dry.rank);
+  JsonLines out(a.json);
+  at::set_num_threads(1);
+  const DryRunResult result = dry_run(dry);
+  fmt::print("{}\n{} on {}, rank {} of {}: {} of {} parameters\n", str(dry.what.model), dry.what.strategy,
+             dry.what.mesh.str(), dry.rank, dry.what.mesh.size(), result.own_parameters, result.parameters);
+  out.write({{"type", "plan"},
+             {"model", str(dry.what.model)},
+             {"mesh", dry.what.mesh.str()},
+             {"strategy", dry.what.strategy},
+             {"rank", dry.rank},
+             {"parameters", result.parameters},
+             {"own_parameters", result.own_parameters}});
+  report_memory(result, out);
+  report_traffic(result, out);
+  if (a.pieces) report_pieces(result, out);
+}
+
+}  // namespace
+
+void add_plan_command(CLI::App& app, int& exit_code) {
+  auto arguments = std::make_shared<Arguments>();
+  Arguments* a = arguments.get();
+  CLI::App* command = app.add_subcommand(
+      "plan", "what one rank of a mesh of any size holds, calls and moves in a step, counted while it computes alone");
+  command->add_option("--model", a->model, "as in a case: gpt(...), mlp(...), ...")->capture_default_str();
+  command->add_option("--mesh", a->mesh, "axis=size,axis=size; thousands of ranks are fine")->capture_default_str();
+  command->add_option("--strategy", a->strategy, "ddp, zero1, zero2, zero3, hsdp, hfsdp")->capture_default_str();
+  command->add_option("--rank", a->run.rank, "whose view")->capture_default_str();
+  command->add_option("--rounds", a->run.rounds, "microbatches of a step")->capture_default_str();
+  command->add_option("--samples", a->run.samples, "of a microbatch")->capture_default_str();
+  command->add_option("--length", a->run.length, "of a sequence; 0: as long as the model takes")->capture_default_str();
+  command->add_option("--dtype", a->run.dtype, "of computation and reduction: float32, bf16, fp16")->capture_default_str();
+  command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between the layers");
+  command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
+  command->add_option("--json", a->json, "also write one JSON object a line here");
+  command->callback([arguments, a, &exit_code] {
+    run(*a);
+    exit_code = 0;
+  });
+}
+
+}  // namespace harness
