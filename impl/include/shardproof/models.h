@@ -126,7 +126,7 @@ struct LlamaOptions {
 };
 
 // [.., size] -> the same, divided by the root of its mean square, times "weight".
-class RmsNormImpl : public torch::nn::Module {
+class RmsNormImpl : public torch::nn::Module, public CanonicalPart {
  public:
   RmsNormImpl(int64_t size, double eps);
   at::Tensor forward(at::Tensor x);
@@ -138,7 +138,7 @@ class RmsNormImpl : public torch::nn::Module {
 TORCH_MODULE(RmsNorm);
 
 // Causal, with rotary positions and grouped queries: [B, T, hidden] -> the same.
-class LlamaAttentionImpl : public torch::nn::Module {
+class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaAttentionImpl(const LlamaOptions& options);
   at::Tensor forward(at::Tensor x);
@@ -153,7 +153,7 @@ class LlamaAttentionImpl : public torch::nn::Module {
 TORCH_MODULE(LlamaAttention);
 
 // down(silu(gate(x)) * up(x)).
-class LlamaMlpImpl : public torch::nn::Module {
+class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaMlpImpl(const LlamaOptions& options);
   at::Tensor forward(at::Tensor x);
@@ -179,14 +179,14 @@ TORCH_MODULE(LlamaLayer);
 // transformers: "model.embed_tokens.weight", "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight",
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight",
 // "model.norm.weight" and "lm_head.weight", which is the embedding itself when tied.
-class LlamaImpl : public torch::nn::Module {
+class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaImpl(LlamaOptions options);
   at::Tensor forward(at::Tensor tokens);
 
  private:
   LlamaOptions options_;
-  torch::nn::Embedding tokens_{nullptr};
+  Embedding tokens_{nullptr};
   std::vector<LlamaLayer> layers_;
   RmsNorm norm_{nullptr};
   Linear head_{nullptr};
