@@ -52,7 +52,9 @@ struct AddBias : torch::autograd::Function<AddBias> {
     at::Tensor db;
     if (ctx->needs_input_grad(1)) {
       const std::vector<int64_t> sizes = ctx->saved_data["sizes"].toIntVector();
-      const at::Tensor rows = dy[0].reshape({-1, c10::multiply_integers(sizes)});
+      const int64_t leading = dy[0].dim() - std::ssize(sizes);  // a rank may have no features
+      const at::Tensor rows =
+          dy[0].reshape({c10::multiply_integers(dy[0].sizes().slice(0, leading)), c10::multiply_integers(sizes)});
       db = fixed::sum_of_rows(rows, kept_name(ctx) + ", gradient of the bias").view(sizes);
     }
     return {dy[0], db, {}};
