@@ -112,12 +112,16 @@ void attend_backward(const Head& head, const Matrix& output, const Matrix& dy, s
 
 }  // namespace
 
-double rounded(double x) { return std::nearbyint(x * kPerUnit) / kPerUnit + 0.0; }
+double rounded(double x) {
+  return std::nearbyint(x * kPerUnit) / kPerUnit + 0.0;
+}
 
 void Sum::add(double term) {
   const double units = std::nearbyint(term * kPerUnit);
-  if (units >= -128 * kPerUnit && units < 128 * kPerUnit) units_ += static_cast<int64_t>(units);
-  else lost_ = true;
+  if (units >= -128 * kPerUnit && units < 128 * kPerUnit)
+    units_ += static_cast<int64_t>(units);
+  else
+    lost_ = true;
 }
 
 double Sum::value() const {

@@ -130,7 +130,8 @@ Matrix block_forward(const Gpt& gpt, const Store& store, const std::string& name
   return b.middle + store.linear(name + "mlp.c_proj", curve(b.wide, Curve::gelu));
 }
 
-Matrix block_backward(const Gpt& gpt, Store& store, const std::string& name, int64_t samples, const Block& b, const Matrix& dy) {
+Matrix block_backward(const Gpt& gpt, Store& store, const std::string& name, int64_t samples, const Block& b,
+                      const Matrix& dy) {
   const Matrix d_curved = store.linear_backward(name + "mlp.c_proj", curve(b.wide, Curve::gelu), dy);
   const Matrix d_wide = curve_backward(b.wide, d_curved, Curve::gelu);
   const Matrix d_normed = store.linear_backward(name + "mlp.c_fc", b.normed_again, d_wide);

@@ -9,7 +9,7 @@
 namespace golden {
 
 struct CanonicalPass {
-  double loss = 0;  // weighted
+  double loss = 0;                              // weighted
   std::map<std::string, at::Tensor> gradients;  // of every parameter, float64
 };
 

@@ -52,10 +52,11 @@ void validate_parallel(const Case& c) {
   const int64_t tp = c.tensor_ranks(), cp = c.context_ranks();
   const CaseOptions& o = c.options;
   if (c.microbatch_ranks() == 1) return;
-  SHARD_REQUIRE(c.mode == Mode::exact || c.mode == Mode::fast || o.arithmetic != 0, "case",
-                "cp={} and tp={} split sums inside of a model, which keep their bits in the mode exact, and in the mode canonical "
-                "with arithmetic=canonical, and are judged by a tolerance in the mode fast",
-                cp, tp);
+  SHARD_REQUIRE(
+      c.mode == Mode::exact || c.mode == Mode::fast || o.arithmetic != 0, "case",
+      "cp={} and tp={} split sums inside of a model, which keep their bits in the mode exact, and in the mode canonical "
+      "with arithmetic=canonical, and are judged by a tolerance in the mode fast",
+      cp, tp);
   SHARD_REQUIRE(o.arithmetic == 0 || cp == 1 || o.context_gathered != 0, "case",
                 "cp={} with arithmetic=canonical needs attention=gathered; a ring's sums depend on its order", cp);
   SHARD_REQUIRE(tp == 1 || c.optimizer.kind != golden::Optimizer::Kind::muon, "case",
@@ -74,9 +75,8 @@ void validate_parallel(const Case& c) {
 void validate_axes(const Case& c) {
   const CaseOptions& o = c.options;
   const auto any_has = [&](const std::string& axis) {
-    return c.mesh.has(axis) || std::ranges::any_of(c.steps, [&](const StepPlan& step) {
-             return step.load_mesh && step.load_mesh->has(axis);
-           });
+    return c.mesh.has(axis) ||
+           std::ranges::any_of(c.steps, [&](const StepPlan& step) { return step.load_mesh && step.load_mesh->has(axis); });
   };
   SHARD_REQUIRE(o.sequence_parallel == 0 || (any_has("tp") && c.model.kind == Kind::gpt), "case",
                 "sp splits the sequence of a gpt over the mesh axis tp");

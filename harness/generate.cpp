@@ -261,7 +261,8 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
     const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
-    c.model = given && limits.mesh->has("cp") ? generate_gpt(choose, 4, 6, c.mode != canonical) : generate_model(choose, c.mode, parallel);
+    c.model = given && limits.mesh->has("cp") ? generate_gpt(choose, 4, 6, c.mode != canonical)
+                                              : generate_model(choose, c.mode, parallel);
     const bool is_gpt = c.model.kind == golden::Model::Kind::gpt;
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, is_gpt)
                                 : generate_mesh(choose, limits, c.strategy);

@@ -134,7 +134,8 @@ at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& target, int64_
 Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
   Gpt gpt(GptOptions{.layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions,
                      .tied = g.tied});
-  Network network{gpt.ptr(), [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
+  Network network{gpt.ptr(),
+                  [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
                   [vocab = g.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
                     return token_loss(logits, data.target, vocab, tensor_group);
                   },

@@ -47,9 +47,11 @@ TEST(Canonical, operations_and_their_gradients_are_those_of_plain_arithmetic_but
   expect_close([](const Inputs& i) { return ops::linear(i[0], i[1], i[2], "l"); },
                [](const Inputs& i) { return at::linear(i[0], i[1], i[2]); }, {x, square, values({6}, 4)}, "linear");
   expect_close([](const Inputs& i) { return ops::layer_norm(i[0], i[1], i[2], 1e-5, "n"); },
-               [](const Inputs& i) { return at::layer_norm(i[0], {8}, i[1], i[2], 1e-5); }, {x, vector, values({8}, 4)}, "norm");
+               [](const Inputs& i) { return at::layer_norm(i[0], {8}, i[1], i[2], 1e-5); }, {x, vector, values({8}, 4)},
+               "norm");
   expect_close([](const Inputs& i) { return ops::rms_norm(i[0], i[1], 1e-5, "n"); },
-               [](const Inputs& i) { return i[0] * at::rsqrt(i[0].square().mean(-1, true) + 1e-5) * i[1]; }, {x, vector}, "rms");
+               [](const Inputs& i) { return i[0] * at::rsqrt(i[0].square().mean(-1, true) + 1e-5) * i[1]; }, {x, vector},
+               "rms");
   expect_close([](const Inputs& i) { return ops::gelu(i[0]); }, [](const Inputs& i) { return at::gelu(i[0]); }, {x}, "gelu");
   expect_close([](const Inputs& i) { return ops::silu(i[0]); }, [](const Inputs& i) { return at::silu(i[0]); }, {x}, "silu");
   expect_close([](const Inputs& i) { return ops::tanh(i[0]); }, [](const Inputs& i) { return at::tanh(i[0]); }, {x}, "tanh");
@@ -57,11 +59,10 @@ TEST(Canonical, operations_and_their_gradients_are_those_of_plain_arithmetic_but
   const at::Tensor tokens = at::arange(15, at::kLong).remainder(6).view({3, 5});
   expect_close([&](const Inputs& i) { return ops::embedding(i[0], tokens, "e"); },
                [&](const Inputs& i) { return at::embedding(i[0], tokens); }, {square}, "embedding");
-  expect_close([&](const Inputs& i) { return ops::cross_entropy(i[0], tokens, 8); },
-               [&](const Inputs& i) {
-                 return at::cross_entropy_loss(i[0].view({15, 8}), tokens.view({15}), {}, at::Reduction::Sum);
-               },
-               {x}, "cross entropy");
+  expect_close(
+      [&](const Inputs& i) { return ops::cross_entropy(i[0], tokens, 8); },
+      [&](const Inputs& i) { return at::cross_entropy_loss(i[0].view({15, 8}), tokens.view({15}), {}, at::Reduction::Sum); },
+      {x}, "cross entropy");
   expect_close([&](const Inputs& i) { return ops::squared_error(i[0], x); },
                [&](const Inputs& i) { return (i[0] - x).square().sum(); }, {values({3, 5, 8}, 9)}, "squared error");
 }
@@ -69,13 +70,12 @@ TEST(Canonical, operations_and_their_gradients_are_those_of_plain_arithmetic_but
 TEST(Canonical, attention_is_that_of_plain_arithmetic_with_grouped_heads_too) {
   const std::vector<at::Tensor> inputs = {values({2, 4, 5, 3}, 1), values({2, 2, 5, 3}, 2), values({2, 2, 5, 3}, 3)};
   for (const bool causal : {true, false})
-    expect_close(
-        [&](const auto& i) { return canonical_ops::attention(i[0], i[1], i[2], {0, 1, 2, 3, 4}, causal, "a"); },
-        [&](const auto& i) {
-          return at::scaled_dot_product_attention(i[0], i[1].repeat_interleave(2, 1), i[2].repeat_interleave(2, 1), {}, 0.0,
-                                                  causal);
-        },
-        inputs, "attention");
+    expect_close([&](const auto& i) { return canonical_ops::attention(i[0], i[1], i[2], {0, 1, 2, 3, 4}, causal, "a"); },
+                 [&](const auto& i) {
+                   return at::scaled_dot_product_attention(i[0], i[1].repeat_interleave(2, 1), i[2].repeat_interleave(2, 1), {},
+                                                           0.0, causal);
+                 },
+                 inputs, "attention");
 }
 
 TEST(Canonical, a_product_has_the_same_bits_however_what_is_summed_is_cut) {
@@ -83,8 +83,8 @@ TEST(Canonical, a_product_has_the_same_bits_however_what_is_summed_is_cut) {
   const auto product = [](const at::Tensor& a, const at::Tensor& b) { return canonical_ops::linear(a, b, {}, "p"); };
   const at::Tensor whole = product(x, w), rows = product(dy.t(), x.t());
   for (int64_t cut = 0; cut <= 37; ++cut) {
-    const at::Tensor sum = product(x.narrow(1, 0, cut), w.narrow(1, 0, cut)) +
-                           product(x.narrow(1, cut, 37 - cut), w.narrow(1, cut, 37 - cut));
+    const at::Tensor sum =
+        product(x.narrow(1, 0, cut), w.narrow(1, 0, cut)) + product(x.narrow(1, cut, 37 - cut), w.narrow(1, cut, 37 - cut));
     EXPECT_TRUE(same_bits(whole, sum)) << cut;
   }
   for (int64_t cut = 0; cut <= 4; ++cut) {
@@ -107,7 +107,8 @@ TEST(Canonical, what_exact_sums_cannot_hold_is_refused_naming_the_tensor) {
   canonical_ops::linear(one * -128.0, one, {}, "fits");
   const at::Tensor many = at::zeros({1, 65536}, at::kDouble);
   expect_error([&] { canonical_ops::linear(many, many, {}, "lm_head"); }, {"lm_head", "65536", "65535"});
-  expect_error([&] { canonical_ops::linear(one.to(at::kFloat), one, {}, "lm_head"); }, {"lm_head", "float64", "Precision::compute"});
+  expect_error([&] { canonical_ops::linear(one.to(at::kFloat), one, {}, "lm_head"); },
+               {"lm_head", "float64", "Precision::compute"});
 }
 
 // Five steps of GPT or Llama on four samples; whole parameters and losses at the end.
@@ -134,9 +135,10 @@ struct Model {
 Model model_of(const Setting& s) {
   if (s.llama) {
     const LlamaOptions options{
-        .layers = 1, .hidden = 32, .heads = 8, .kv_heads = 2, .intermediate = 10, .vocab = kVocab, .tied = s.tied};
+        .layers = 1, .hidden = 32, .heads = 8, .kv_heads = 4, .intermediate = 10, .vocab = kVocab, .tied = s.tied};
     Llama llama(options);
-    return {llama.ptr(), [llama](at::Tensor tokens) mutable { return call(llama, tokens); }, llama_plan(options, s.tp, s.sequence)};
+    return {llama.ptr(), [llama](at::Tensor tokens) mutable { return call(llama, tokens); },
+            llama_plan(options, s.tp, s.sequence)};
   }
   const GptOptions options{.layers = 2, .hidden = 21, .heads = 7, .vocab = kVocab, .positions = kLength, .tied = s.tied};
   Gpt gpt(options);
@@ -168,7 +170,8 @@ Trained train(const Setting& s) {
       at::Tensor total = at::zeros({1}, at::kDouble);
       for (int64_t k = 0; k < samples; ++k) {
         sharded.set_last_microbatch(k + 1 == samples);
-        at::Tensor tokens = (at::arange(kLength, at::kLong) * 5 + step * 3 + (first + k) * 7).remainder(kVocab).view({1, kLength});
+        at::Tensor tokens =
+            (at::arange(kLength, at::kLong) * 5 + step * 3 + (first + k) * 7).remainder(kVocab).view({1, kLength});
         at::Tensor targets = tokens.roll(1, 1);
         if (context) tokens = context->cut(tokens), targets = context->cut(targets);
         const at::Tensor loss =
@@ -198,7 +201,8 @@ void expect_same_bits_on_every_mesh(bool tied, bool llama, const std::vector<Set
                                           setting.cp, setting.tp, setting.sequence, setting.strategy);
     EXPECT_EQ(golden.losses, run.losses) << where;
     for (size_t i = 0; i < golden.parameters.size(); ++i)
-      EXPECT_TRUE(same_bits(golden.parameters[i].second, run.parameters[i].second)) << where << " " << golden.parameters[i].first;
+      EXPECT_TRUE(same_bits(golden.parameters[i].second, run.parameters[i].second))
+          << where << " " << golden.parameters[i].first;
   }
 }
 
@@ -215,8 +219,8 @@ TEST(Canonical, a_gpt_trains_to_the_same_bits_on_every_mesh) {
 
 TEST(Canonical, a_llama_trains_to_the_same_bits_on_every_mesh) {
   for (const bool tied : {false, true})
-    expect_same_bits_on_every_mesh(tied, true,
-                                   {{.tp = 2, .sequence = true}, {.tp = 4}, {.cp = 2, .tp = 2}, {.dp = 4, .cp = 2, .strategy = "ddp"}});
+    expect_same_bits_on_every_mesh(
+        tied, true, {{.tp = 2, .sequence = true}, {.tp = 4}, {.cp = 2, .tp = 2}, {.dp = 4, .cp = 2, .strategy = "ddp"}});
 }
 
 TEST(Canonical, what_would_depend_on_the_mesh_is_refused) {
@@ -234,6 +238,14 @@ TEST(Canonical, what_would_depend_on_the_mesh_is_refused) {
     ContextParallel context = context_parallel(ring.ptr(), sequence);
     const at::Tensor tokens = context.cut(at::zeros({1, 4}, at::kLong));
     expect_error([&] { call(ring, tokens); }, {"ring", "gathered"});
+  });
+  run_threads(2, [&](std::shared_ptr<Comm> comm) {
+    auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+    const LlamaOptions options{.layers = 1, .hidden = 8, .heads = 2, .kv_heads = 1, .intermediate = 4, .vocab = 5};
+    Llama copied(options);
+    use_canonical_arithmetic(*copied);
+    expect_error([&] { (void)parallelize(copied.ptr(), comms, llama_plan(options, 2)); },
+                 {"k_proj", "key-value heads", "2 ranks"});
   });
   Gpt dropping(GptOptions{.layers = 1, .hidden = 4, .heads = 2, .vocab = 5, .positions = 4, .dropout = 0.1});
   expect_error([&] { use_canonical_arithmetic(*dropping); }, {"drops out", "0.1"});

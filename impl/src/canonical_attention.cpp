@@ -90,7 +90,8 @@ struct Attend : torch::autograd::Function<Attend> {
       for (int64_t h = 0; h < s.heads; ++h)
         for (int64_t i = 0; i < s.queries; ++i) {
           const int64_t row = s.query_row(b, h, i);
-          const double *above = dy.const_data_ptr<double>() + row * s.width, *own = output.const_data_ptr<double>() + row * s.width;
+          const double *above = dy.const_data_ptr<double>() + row * s.width,
+                       *own = output.const_data_ptr<double>() + row * s.width;
           double along = 0;
           for (int64_t d = 0; d < s.width; ++d) along += above[d] * own[d];
           for (int64_t j = 0; j < s.keys; ++j) {
@@ -108,7 +109,8 @@ struct Attend : torch::autograd::Function<Attend> {
     terms.require_fit(what);
     const auto total = [](const std::vector<uint64_t>& sums, const at::Tensor& like) {
       at::Tensor result = at::empty(like.sizes(), like.options());
-      for (int64_t i = 0; i < result.numel(); ++i) result.mutable_data_ptr<double>()[i] = fixed::value(sums[static_cast<size_t>(i)]);
+      for (int64_t i = 0; i < result.numel(); ++i)
+        result.mutable_data_ptr<double>()[i] = fixed::value(sums[static_cast<size_t>(i)]);
       return result;
     };
     return {total(q_sums, q), total(k_sums, k), total(v_sums, v), {}, {}, {}};

@@ -7,8 +7,8 @@
 #include "shardproof/canonical.h"
 #include "shardproof/check.h"
 
-// One element at a time through the C library: LibTorch's vector bodies and scalar tails differ, so its activations would depend
-// on where a tensor is cut.
+// One element at a time through the C library: LibTorch's vector bodies and scalar tails differ, so its activations would
+// depend on where a tensor is cut.
 namespace shardproof::canonical_ops {
 namespace {
 
@@ -43,9 +43,7 @@ struct Gelu {
   static constexpr double kRootHalf = 0.7071067811865476, kPeak = 0.3989422804014327;  // sqrt(1/2), 1 / sqrt(2 pi)
   static double below(double x) { return 0.5 * (1 + std::erf(x * kRootHalf)); }
   static double value(double x) { return x * below(x); }
-  static double derivative(double x) {
-    return below(x) + x * (std::exp(-0.5 * x * x) * kPeak);
-  }
+  static double derivative(double x) { return below(x) + x * (std::exp(-0.5 * x * x) * kPeak); }
 };
 
 struct Silu {
@@ -106,11 +104,21 @@ struct SquaredError : torch::autograd::Function<SquaredError> {
 
 }  // namespace
 
-at::Tensor round(const at::Tensor& x) { return Elementwise<Rounding>::apply(x); }
-at::Tensor relu(const at::Tensor& x) { return Elementwise<Relu>::apply(x); }
-at::Tensor tanh(const at::Tensor& x) { return Elementwise<Tanh>::apply(x); }
-at::Tensor gelu(const at::Tensor& x) { return Elementwise<Gelu>::apply(x); }
-at::Tensor silu(const at::Tensor& x) { return Elementwise<Silu>::apply(x); }
+at::Tensor round(const at::Tensor& x) {
+  return Elementwise<Rounding>::apply(x);
+}
+at::Tensor relu(const at::Tensor& x) {
+  return Elementwise<Relu>::apply(x);
+}
+at::Tensor tanh(const at::Tensor& x) {
+  return Elementwise<Tanh>::apply(x);
+}
+at::Tensor gelu(const at::Tensor& x) {
+  return Elementwise<Gelu>::apply(x);
+}
+at::Tensor silu(const at::Tensor& x) {
+  return Elementwise<Silu>::apply(x);
+}
 
 at::Tensor squared_error(const at::Tensor& output, const at::Tensor& target) {
   SHARD_REQUIRE(output.sizes() == target.sizes(), "canonical", "squared_error of sizes {} and {}",

@@ -12,7 +12,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-std::string kept_name(AutogradContext* ctx) { return ctx->saved_data["name"].toStringRef(); }
+std::string kept_name(AutogradContext* ctx) {
+  return ctx->saved_data["name"].toStringRef();
+}
 
 at::Tensor rows_of(const at::Tensor& x) {
   return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
@@ -62,7 +64,8 @@ struct AddBias : torch::autograd::Function<AddBias> {
 };
 
 struct Embedding : torch::autograd::Function<Embedding> {
-  static Variable forward(AutogradContext* ctx, const Variable& given, const at::Tensor& given_tokens, const std::string& name) {
+  static Variable forward(AutogradContext* ctx, const Variable& given, const at::Tensor& given_tokens,
+                          const std::string& name) {
     const at::Tensor weight = fixed::require_double(given, name), tokens = given_tokens.contiguous();
     ctx->save_for_backward({tokens});
     ctx->saved_data["name"] = name;

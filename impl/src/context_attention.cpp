@@ -129,7 +129,7 @@ at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k
   at::Tensor both = at::cat({k, v}, 1);
   if (group.size() > 1) both = ContextGather::apply(both, 2, cut, name + ", gradients of keys and values", &group);
   return canonical_ops::attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)),
-                              cut.positions(group.rank()), causal, name);
+                                  cut.positions(group.rank()), causal, name);
 }
 
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,

@@ -26,9 +26,15 @@ void keep(AutogradContext* ctx, Comm* group, int64_t dim, int64_t length, const 
   ctx->saved_data["length"] = length;
   ctx->saved_data["what"] = what + ", gradient of the input";
 }
-Comm& group_in(AutogradContext* ctx) { return *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt()); }
-int64_t dim_in(AutogradContext* ctx) { return ctx->saved_data["dim"].toInt(); }
-std::string what_in(AutogradContext* ctx) { return ctx->saved_data["what"].toStringRef(); }
+Comm& group_in(AutogradContext* ctx) {
+  return *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt());
+}
+int64_t dim_in(AutogradContext* ctx) {
+  return ctx->saved_data["dim"].toInt();
+}
+std::string what_in(AutogradContext* ctx) {
+  return ctx->saved_data["what"].toStringRef();
+}
 
 struct Copy : torch::autograd::Function<Copy> {
   static Variable forward(AutogradContext* ctx, const Variable& x, Comm* group, const std::string& what) {
@@ -69,7 +75,9 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
   }
 };
 
-int64_t normal_dim(const at::Tensor& x, int64_t dim) { return dim < 0 ? dim + x.dim() : dim; }
+int64_t normal_dim(const at::Tensor& x, int64_t dim) {
+  return dim < 0 ? dim + x.dim() : dim;
+}
 
 }  // namespace
 

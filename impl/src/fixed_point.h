@@ -20,7 +20,9 @@ constexpr int64_t kTermsMax = (int64_t{1} << 16) - 1;
 constexpr double kTotalMax = 0x1p13;
 
 // The nearest multiple, ties to even; never -0.
-inline double grid(double value) { return std::nearbyint(value * kUnits) * kUnit + 0.0; }
+inline double grid(double value) {
+  return std::nearbyint(value * kUnits) * kUnit + 0.0;
+}
 
 // Of one kind of sum: remembers whether any term was out of range.
 class Terms {
@@ -47,7 +49,9 @@ class Terms {
   uint64_t beyond_ = 0;
 };
 
-inline double value(uint64_t sum) { return static_cast<double>(static_cast<int64_t>(sum)) * kUnit; }
+inline double value(uint64_t sum) {
+  return static_cast<double>(static_cast<int64_t>(sum)) * kUnit;
+}
 
 // Throws Error.
 void require_terms(int64_t count, const std::string& what);

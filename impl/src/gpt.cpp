@@ -11,7 +11,9 @@ std::shared_ptr<torch::nn::Module> name_space(torch::nn::Module& parent, const s
   return parent.register_module(name, std::make_shared<torch::nn::Module>(name));
 }
 
-LayerNorm layer_norm(int64_t size) { return LayerNorm(torch::nn::LayerNormOptions({size})); }
+LayerNorm layer_norm(int64_t size) {
+  return LayerNorm(torch::nn::LayerNormOptions({size}));
+}
 
 }  // namespace
 

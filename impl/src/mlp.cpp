@@ -9,10 +9,14 @@ namespace {
 
 at::Tensor activate_canonically(const at::Tensor& x, Activation activation) {
   switch (activation) {
-    case Activation::identity: return x;
-    case Activation::relu: return canonical_ops::relu(x);
-    case Activation::tanh: return canonical_ops::tanh(x);
-    case Activation::gelu: return canonical_ops::gelu(x);
+    case Activation::identity:
+      return x;
+    case Activation::relu:
+      return canonical_ops::relu(x);
+    case Activation::tanh:
+      return canonical_ops::tanh(x);
+    case Activation::gelu:
+      return canonical_ops::gelu(x);
   }
   throw BrokenInvariant("[mlp] unknown activation");
 }
@@ -62,7 +66,8 @@ at::Tensor MlpImpl::forward(at::Tensor input) {
   at::Tensor x = std::move(input);
   for (size_t i = 0; i < layers_.size(); ++i) {
     x = call(layers_[i], x);
-    if (i + 1 < layers_.size()) x = is_canonical() ? activate_canonically(x, options_.activation) : activate(x, options_.activation);
+    if (i + 1 < layers_.size())
+      x = is_canonical() ? activate_canonically(x, options_.activation) : activate(x, options_.activation);
   }
   return x;
 }

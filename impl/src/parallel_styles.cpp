@@ -76,6 +76,11 @@ class Column final : public StyleHooks {
         outputs_(linear_.weight.size(0)) {
     SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': outputs of several segments cannot be gathered into one", name);
+    SHARD_REQUIRE(!owner->canonical || style_.segments.empty() || TensorCut{0, style_.segments}.copies(owner->parts()) == 1,
+                  "canonical",
+                  "module '{}': there are fewer key-value heads than the {} ranks along {}, so that each rank would round "
+                  "gradients of some of a head's queries. Use fewer ranks or more heads",
+                  name, owner->parts(), owner->axis());
     cut_parameter(*owner, linear_.weight, {0, style_.segments});
     if (linear_.bias.defined()) cut_parameter(*owner, linear_.bias, {0, style_.segments});
   }

@@ -83,10 +83,11 @@ void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
 void require_canonical(const torch::nn::Module& root, const Mesh& mesh, const ShardOptions& options) {
   if (options.numerics != Numerics::canonical || uses_canonical_arithmetic(root)) return;
   for (const char* axis : {"cp", "tp"})
-    SHARD_REQUIRE(!mesh.has(axis) || mesh.size(axis) == 1, "fully_shard",
-                  "Numerics::canonical on mesh '{}' with {} ranks along {}: sums inside of the module would depend on the mesh. "
-                  "Call use_canonical_arithmetic on it first",
-                  mesh.str(), mesh.size(axis), axis);
+    SHARD_REQUIRE(
+        !mesh.has(axis) || mesh.size(axis) == 1, "fully_shard",
+        "Numerics::canonical on mesh '{}' with {} ranks along {}: sums inside of the module would depend on the mesh. "
+        "Call use_canonical_arithmetic on it first",
+        mesh.str(), mesh.size(axis), axis);
 }
 
 // Ranks along cp that compute on their own positions sum gradients as those along dp_shard do.
@@ -123,9 +124,9 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
     : module_(std::move(module)),
       comms_(data_parallel_comms(*module_, options, std::move(comms))),
       options_(std::move(options)),
-      strategy_(on_mesh(options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy)
-                                                                  : options_.strategy,
-                        comms_->mesh())),
+      strategy_(on_mesh(
+          options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy) : options_.strategy,
+          comms_->mesh())),
       schedule_({comms_->rank(), options_.bytes_in_flight_max, options_.buffers}, memory_) {
   validate(options_, comms_->mesh());
   parallel_ = parallel_state(*module_);

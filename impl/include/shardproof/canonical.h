@@ -11,8 +11,9 @@
 // Then parameters, gradients, norms, optimizer state and losses have the same bits on every mesh. How: sums that a cut can
 // split (products over features, sums over rows and positions for weights, softmax over keys or the vocabulary, sums over
 // ranks) round each term to a multiple of 2^-40 and add integers, so their order does not matter; sums within a token's
-// features, which nothing cuts, go by index; all else is one float64 operation an element. Terms of 128 or more and sums of more
-// than 65,535 terms are errors that name the tensor, NonFiniteError and Error, on every mesh alike. Everything is in float64.
+// features, which nothing cuts, go by index; all else is one float64 operation an element. Terms of 128 or more and sums of
+// more than 65,535 terms are errors that name the tensor, NonFiniteError and Error, on every mesh alike. Everything is in
+// float64.
 #pragma once
 
 #include <ATen/core/Tensor.h>
