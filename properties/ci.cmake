@@ -19,6 +19,7 @@ endfunction()
 
 add_test(NAME Tree.keeps_to_the_layers COMMAND "${CMAKE_SOURCE_DIR}/ci/check_layers")
 set_tests_properties(Tree.keeps_to_the_layers PROPERTIES LABELS ci)
+shardproof_python_tests(NAME c10d CLASS ProcessGroup)
 shardproof_python_tests(NAME check_layers CLASS CheckLayers)
 shardproof_python_tests(NAME checkpoint CLASS Checkpoint)
 shardproof_python_tests(NAME checkpoint_releases CLASS CheckpointReleases)

@@ -4,3 +4,13 @@ shardproof_test(NAME comm_props LABEL comm TORCH LIBRARIES golden SOURCES
   comm_threads_props.cpp)
 shardproof_test(NAME redistribute_props LABEL comm CASES 1000 TORCH LIBRARIES layout_testing SOURCES
   comm_worlds.cpp redistribute_props.cpp)
+
+# A Python module of ci/tests/c10d_ranks.py. Python brings its own symbols, and torch those of libtorch_python.
+set(Python3_EXECUTABLE "${SHARDPROOF_VENV}/bin/python")
+find_package(Python3 REQUIRED COMPONENTS Interpreter Development.Embed)
+add_library(c10d_driver MODULE c10d_driver.cpp comm_worlds.cpp)
+set_target_properties(c10d_driver PROPERTIES PREFIX "")
+target_include_directories(c10d_driver PRIVATE "${PROJECT_SOURCE_DIR}" ${Python3_INCLUDE_DIRS})
+target_link_libraries(c10d_driver PRIVATE shardproof shardproof_options golden GTest::gtest
+  "${SHARDPROOF_TORCH_DIR}/lib/libtorch_python.so")
+shardproof_uses_torch(c10d_driver)

@@ -1,0 +1,351 @@
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <numeric>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "reduce_kernels.h"
+#include "shardproof/c10d.h"
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+using Pending = c10::intrusive_ptr<c10d::Work>;
+
+// A tag on the wire is the group's number, and behind it the caller's tag, or none for what a collective sends.
+constexpr int64_t kGroupsMax = 1 << 12, kTagsMax = (int64_t{1} << 31) / kGroupsMax - 1;
+
+// No autograd, no versions, and nothing that a backend could know of the dtype.
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.variable_data().view({-1});
+}
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return plain(tensor).view(at::kByte);
+}
+
+// A collective under way: the group's, and what is left to do with what it brings.
+class C10dWork : public Work::State {
+ public:
+  C10dWork(std::vector<Pending> pending, std::string where, std::function<void()> finish, std::vector<at::Tensor> alive)
+      : pending_(std::move(pending)), where_(std::move(where)), finish_(std::move(finish)), alive_(std::move(alive)) {}
+
+  void wait() override {
+    if (done_) return;
+    done_ = true;
+    try {
+      for (const Pending& part : pending_) part->wait();
+    } catch (const std::exception& error) {
+      throw Error(fmt::format("[c10d] {} failed: {}. Did another rank die, or come later than the group's timeout?", where_,
+                              error.what()));
+    }
+    if (finish_) finish_();
+    alive_.clear();
+  }
+
+ private:
+  std::vector<Pending> pending_;
+  std::string where_;
+  std::function<void()> finish_;
+  std::vector<at::Tensor> alive_;
+  bool done_ = false;
+};
+
+// Messages of a rank to itself, which process groups refuse. A receive may come before its send.
+class OwnMessages {
+ public:
+  void send(int64_t tag, const at::Tensor& tensor) {
+    Queue& queue = queues_[tag];
+    if (queue.receives.empty()) return queue.sends.push_back(tensor.clone());
+    *queue.receives.front() = tensor.clone();
+    queue.receives.pop_front();
+  }
+  std::shared_ptr<at::Tensor> receive(int64_t tag) {
+    Queue& queue = queues_[tag];
+    auto place = std::make_shared<at::Tensor>();
+    if (queue.sends.empty()) {
+      queue.receives.push_back(place);
+    } else {
+      *place = queue.sends.front();
+      queue.sends.pop_front();
+    }
+    return place;
+  }
+
+ private:
+  struct Queue {
+    std::deque<at::Tensor> sends;
+    std::deque<std::shared_ptr<at::Tensor>> receives;
+  };
+  std::map<int64_t, Queue> queues_;
+};
+
+// What a rank gives to and takes from every rank of its group, as bytes; nothing where undefined or empty.
+struct Exchange {
+  std::vector<at::Tensor> give, take;
+};
+
+class C10dComm : public Comm {
+ public:
+  // `members`: of this group in `group`, which is all of it when `whole`.
+  C10dComm(C10dGroup group, std::vector<int> members, bool whole, int64_t number, C10dOptions options, std::string name)
+      : group_(std::move(group)),
+        members_(std::move(members)),
+        whole_(whole),
+        number_(number),
+        options_(std::move(options)),
+        name_(std::move(name)),
+        rank_(std::find(members_.begin(), members_.end(), group_->getRank()) - members_.begin()) {}
+
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return std::ssize(members_); }
+  const std::string& name() const override { return name_; }
+  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override;
+
+ private:
+  Work start(Call call) override;
+  Work begin(const Call& call);
+  Work gather(const Call& call);
+  Work all_to_all_bytes(const Call& call);
+  Work broadcast_bytes(const Call& call);
+  Work reduce_natively(const Call& call);
+  Work reduce_in_rank_order(const Call& call);
+  Work message(const Call& call);
+  Work exchange(const Call& call, const Exchange& parts, std::function<void()> finish = {});
+
+  std::string where(const Call& call) const {
+    return fmt::format("{} on '{}' (rank {} of {})", describe(call), name_, rank(), size());
+  }
+  Work work(const Call& call, std::vector<Pending> pending, std::function<void()> finish = {},
+            std::vector<at::Tensor> alive = {}) {
+    alive.insert(alive.end(), {call.input, call.output});
+    return Work(std::make_shared<C10dWork>(std::move(pending), where(call), std::move(finish), std::move(alive)));
+  }
+  bool native() const { return options_.sum == C10dOptions::Sum::native; }
+
+  C10dGroup group_;
+  std::vector<int> members_;
+  bool whole_;
+  int64_t number_;
+  C10dOptions options_;
+  std::string name_;
+  int64_t rank_;
+  OwnMessages own_;
+};
+
+Work C10dComm::start(Call call) {
+  try {
+    return begin(call);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw Error(fmt::format("[c10d] {} could not be started: {}", where(call), error.what()));
+  }
+}
+
+Work C10dComm::begin(const Call& call) {
+  const bool empty = call.op != Op::barrier && call.op != Op::all_to_all && numel(call) == 0;
+  if (empty && call.op != Op::send && call.op != Op::recv) return Work();
+  switch (call.op) {
+    case Op::all_gather:
+      return gather(call);
+    case Op::all_to_all:
+      return all_to_all_bytes(call);
+    case Op::reduce_scatter:
+    case Op::all_reduce:
+      return whole_ && native() ? reduce_natively(call) : reduce_in_rank_order(call);
+    case Op::broadcast:
+      return broadcast_bytes(call);
+    case Op::send:
+    case Op::recv:
+      return message(call);
+    case Op::barrier: {
+      const at::Tensor all = at::zeros({size()}, at::kByte), own = at::zeros({1}, at::kByte);
+      return gather({.op = Op::all_gather, .output = all, .input = own});
+    }
+    case Op::split:
+      break;
+  }
+  SHARD_CHECK(false, "c10d", "{} is no call of a backend", to_string(call.op));
+  return Work();
+}
+
+// Everything to and from everybody is under way when this returns; the part for itself is copied.
+Work C10dComm::exchange(const Call& call, const Exchange& parts, std::function<void()> finish) {
+  std::vector<Pending> pending;
+  std::vector<at::Tensor> alive;
+  for (const bool takes : {true, false})
+    for (int64_t r = 0; r < size(); ++r) {
+      const at::Tensor& part = (takes ? parts.take : parts.give)[static_cast<size_t>(r)];
+      if (r == rank_ || !part.defined() || part.numel() == 0) continue;
+      std::vector<at::Tensor> tensors = {part};
+      const int peer = members_[static_cast<size_t>(r)], tag = static_cast<int>(number_);
+      pending.push_back(takes ? group_->recv(tensors, peer, tag) : group_->send(tensors, peer, tag));
+      alive.push_back(part);
+    }
+  const at::Tensor &own = parts.give[static_cast<size_t>(rank_)], &place = parts.take[static_cast<size_t>(rank_)];
+  if (own.defined() && place.defined() && own.numel() > 0 && own.const_data_ptr() != place.const_data_ptr()) place.copy_(own);
+  return work(call, std::move(pending), std::move(finish), std::move(alive));
+}
+
+// Equal parts, one for each rank.
+std::vector<at::Tensor> rows_of(const at::Tensor& bytes, int64_t ranks) {
+  return bytes.chunk(ranks);
+}
+
+std::vector<at::Tensor> parts_of(const at::Tensor& bytes, const std::vector<int64_t>& sizes) {
+  return bytes.split_with_sizes(sizes);
+}
+
+Work C10dComm::gather(const Call& call) {
+  at::Tensor output = bytes_of(call.output), input = bytes_of(call.input);
+  if (!whole_) return exchange(call, {std::vector<at::Tensor>(members_.size(), input), rows_of(output, size())});
+  if (output.const_data_ptr() == static_cast<const std::byte*>(input.const_data_ptr()) - rank() * input.numel())
+    input = input.clone();  // process groups do not promise to gather in place
+  return work(call, {group_->_allgather_base(output, input)}, {}, {output, input});
+}
+
+Work C10dComm::all_to_all_bytes(const Call& call) {
+  at::Tensor output = bytes_of(call.output), input = bytes_of(call.input);
+  std::vector<int64_t> outputs = call.output_sizes, inputs = call.input_sizes;
+  for (std::vector<int64_t>* sizes : {&outputs, &inputs})
+    for (int64_t& size : *sizes) size *= call.input.element_size();
+  if (!whole_) return exchange(call, {parts_of(input, inputs), parts_of(output, outputs)});
+  return work(call, {group_->alltoall_base(output, input, outputs, inputs)}, {}, {output, input});
+}
+
+Work C10dComm::broadcast_bytes(const Call& call) {
+  const bool gives = call.peer == rank();
+  std::vector<at::Tensor> tensors = {bytes_of(gives ? call.input : call.output)};
+  if (whole_) {
+    c10d::BroadcastOptions options;
+    options.rootRank = call.peer;
+    return work(call, {group_->broadcast(tensors, options)}, {}, tensors);
+  }
+  Exchange parts{std::vector<at::Tensor>(members_.size()), std::vector<at::Tensor>(members_.size())};
+  if (gives)
+    parts.give.assign(members_.size(), tensors[0]);
+  else
+    parts.take[static_cast<size_t>(call.peer)] = tensors[0];
+  return exchange(call, parts);
+}
+
+c10d::ReduceOp native_op(Reduce op) {
+  if (op == Reduce::max) return c10d::ReduceOp::MAX;
+  return op == Reduce::min ? c10d::ReduceOp::MIN : c10d::ReduceOp::SUM;
+}
+
+Work C10dComm::reduce_natively(const Call& call) {
+  if (call.op == Op::all_reduce) {
+    std::vector<at::Tensor> tensors = {plain(call.output)};
+    c10d::AllreduceOptions options;
+    options.reduceOp = native_op(call.reduce);
+    return work(call, {group_->allreduce(tensors, options)}, {}, tensors);
+  }
+  at::Tensor output = plain(call.output), input = plain(call.input);
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = native_op(call.reduce);
+  at::Tensor apart = at::empty_like(output);  // the output may be a part of the input
+  return work(call, {group_->_reduce_scatter_base(apart, input, options)}, [output, apart] { output.copy_(apart); }, {input});
+}
+
+// Everybody's terms of what this rank needs come together in one exchange, and are summed here.
+Work C10dComm::reduce_in_rank_order(const Call& call) {
+  SHARD_REQUIRE(can_reduce(dtype(call)), "c10d", "{}: {} cannot be reduced", where(call), c10::toString(dtype(call)));
+  const at::Tensor output = plain(call.output);
+  at::Tensor terms = at::empty({size() * output.numel()}, output.options());
+  const auto finish = [output, terms, op = call.reduce] {
+    std::vector<const std::byte*> places;
+    const auto* data = static_cast<const std::byte*>(terms.const_data_ptr());
+    for (size_t at = 0; at < terms.nbytes(); at += output.nbytes()) places.push_back(data + at);
+    reduce_terms(output.scalar_type(), op, places, output.numel(), static_cast<std::byte*>(output.mutable_data_ptr()));
+  };
+  at::Tensor received = bytes_of(terms), given = bytes_of(call.input);
+  const bool scatters = call.op == Op::reduce_scatter;
+  if (!whole_) {
+    std::vector<at::Tensor> give = scatters ? rows_of(given, size()) : std::vector<at::Tensor>(members_.size(), given);
+    return exchange(call, {std::move(give), rows_of(received, size())}, finish);
+  }
+  std::vector<int64_t> equal;
+  if (scatters) equal.assign(members_.size(), static_cast<int64_t>(output.nbytes()));
+  Pending pending = scatters ? group_->alltoall_base(received, given, equal, equal) : group_->_allgather_base(received, given);
+  return work(call, {std::move(pending)}, finish, {received, given});
+}
+
+Work C10dComm::message(const Call& call) {
+  const bool sends = call.op == Op::send;
+  SHARD_REQUIRE(call.tag >= 0 && call.tag < kTagsMax, "c10d", "{}: a tag must lie between 0 and {}", where(call), kTagsMax - 1);
+  const at::Tensor tensor = bytes_of(sends ? call.input : call.output);
+  if (call.peer == rank()) {
+    if (sends) {
+      own_.send(call.tag, tensor);
+      return Work();
+    }
+    const auto finish = [place = own_.receive(call.tag), tensor, text = where(call)] {
+      SHARD_REQUIRE(place->defined() && place->numel() == tensor.numel(), "c10d",
+                    "{}: the rank waits for a message of {} bytes of its own, {}", text, tensor.numel(),
+                    place->defined() ? fmt::format("and sent {}", place->numel()) : "which it has not sent");
+      tensor.copy_(*place);
+    };
+    return work(call, {}, finish);
+  }
+  std::vector<at::Tensor> tensors = {tensor};
+  const int peer = members_[static_cast<size_t>(call.peer)];
+  const int tag = static_cast<int>((call.tag + 1) * kGroupsMax + number_);
+  return work(call, {sends ? group_->send(tensors, peer, tag) : group_->recv(tensors, peer, tag)}, {}, tensors);
+}
+
+// The groups that this process has been in: no two that share a rank may have one number.
+std::atomic<int64_t> groups{0};
+
+std::shared_ptr<Comm> C10dComm::split(int64_t color, int64_t key, std::string name) {
+  at::Tensor own = at::tensor({color, key, groups.load()}, at::kLong), all = at::empty({3 * size()}, at::kLong);
+  all_gather(all, own).wait();
+  if (color < 0) return nullptr;
+  const int64_t* rows = all.const_data_ptr<int64_t>();
+  std::vector<std::pair<int64_t, int>> keyed;  // key, rank here
+  int64_t number = 0;
+  for (int64_t r = 0; r < size(); ++r) {
+    if (rows[3 * r] != color) continue;
+    keyed.emplace_back(rows[3 * r + 1], static_cast<int>(r));
+    number = std::max(number, rows[3 * r + 2] + 1);
+  }
+  groups = number;
+  SHARD_REQUIRE(number < kGroupsMax, "c10d", "split of '{}': a process group has at most {} groups in its life; reuse them",
+                name_, kGroupsMax);
+  std::sort(keyed.begin(), keyed.end());
+  std::vector<int> members;
+  for (const auto& [member_key, member] : keyed) members.push_back(members_[static_cast<size_t>(member)]);
+  if (!options_.make_group) return std::make_shared<C10dComm>(group_, members, false, number, options_, std::move(name));
+  SHARD_REQUIRE(std::is_sorted(members.begin(), members.end()), "c10d",
+                "split of '{}': process groups keep their ranks' order, the keys ask for [{}]", name_, fmt::join(members, ","));
+  C10dOptions options = options_;
+  const C10dGroup group = options.make_group(members, fmt::format("{}.{}", name, number));
+  SHARD_REQUIRE(group && group->getSize() == std::ssize(members), "c10d",
+                "C10dOptions::make_group made a group of {} ranks for '{}', it was asked for [{}]",
+                group ? group->getSize() : 0, name, fmt::join(members, ","));
+  std::vector<int> inside(members.size());
+  std::iota(inside.begin(), inside.end(), 0);
+  // Groups of this one are numbered by ranks of its own.
+  options.make_group = [make = options_.make_group, members](const std::vector<int>& ranks, const std::string& of) {
+    std::vector<int> outside;
+    for (const int r : ranks) outside.push_back(members[static_cast<size_t>(r)]);
+    return make(outside, of);
+  };
+  return std::make_shared<C10dComm>(group, std::move(inside), true, number, std::move(options), std::move(name));
+}
+
+}  // namespace
+
+std::shared_ptr<Comm> comm_of(C10dGroup group, C10dOptions options, std::string name) {
+  SHARD_REQUIRE(group, "c10d", "comm_of: the process group is null; call init_process_group first");
+  std::vector<int> members(static_cast<size_t>(group->getSize()));
+  std::iota(members.begin(), members.end(), 0);
+  return std::make_shared<C10dComm>(std::move(group), std::move(members), true, 0, std::move(options), std::move(name));
+}
+
+}  // namespace shardproof
