@@ -10,6 +10,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "golden/canonical_models.h"
 #include "golden/models.h"
 #include "golden/norm.h"
 #include "golden/validate.h"
@@ -91,6 +92,14 @@ Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumO
 }
 
 Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {
+  if (model_.canonical) {
+    const CanonicalPass pass = canonical_pass(model_, parameters_, collected.step.microbatches[round][rank]);
+    collected.losses[round][rank] = pass.loss;
+    Tensors gradients;
+    for (const auto& [name, value] : parameters_)
+      if (!is_frozen(collected.step, name)) gradients.push_back(pass.gradients.at(name));
+    return gradients;
+  }
   at::AutoGradMode with_graph(true);
   Parameters leaves;
   Tensors trained;
@@ -172,6 +181,8 @@ StepTrace Trainer::step(const Step& step) {
   require_one_thread();
   require_valid(model_, step);
   require_valid(order_of(step), step);
+  if (model_.canonical && (!order_of(step).canonical || loss_scale_ != 0))
+    refuse("a model with canonical arithmetic needs canonical sums, and no loss scaling");
   at::NoGradGuard no_graph;
   StepTrace trace;
   trace.loss_scale = loss_scale_;

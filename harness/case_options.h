@@ -34,6 +34,7 @@ struct CaseOptions {
   int64_t compute = fp32, gradient = fp32, reduce = fp32;
   int64_t float32_sums = 0;
   int64_t loss_scale = 0;          // 0: none; else its first value
+  int64_t arithmetic = 0;          // 1: canonical inside of the model, too
   int64_t sequence_parallel = 0;   // between parallel blocks activations are split along the sequence
   int64_t context_gathered = 0;    // context parallelism gathers keys and values; else they go round in a ring
   int64_t context_contiguous = 0;  // and cuts sequences into one run a rank; else it balances a causal mask's work

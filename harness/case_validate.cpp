@@ -51,15 +51,16 @@ void validate_mesh(const Case& c) {
 void validate_parallel(const Case& c) {
   const int64_t tp = c.tensor_ranks(), cp = c.context_ranks();
   const CaseOptions& o = c.options;
-  SHARD_REQUIRE(o.sequence_parallel == 0 || (c.mesh.has("tp") && c.model.kind == Kind::gpt), "case",
-                "sp splits the sequence of a gpt over the mesh axis tp");
-  SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || c.mesh.has("cp"), "case",
-                "attention and context say how sequences are cut over the mesh axis cp");
   if (c.microbatch_ranks() == 1) return;
-  SHARD_REQUIRE(c.mode == Mode::exact || c.mode == Mode::fast, "case",
-                "cp={} and tp={} split sums inside of a model, which keep their bits in the mode exact and are judged by a "
-                "tolerance in the mode fast",
-                cp, tp);
+  SHARD_REQUIRE(
+      c.mode == Mode::exact || c.mode == Mode::fast || o.arithmetic != 0, "case",
+      "cp={} and tp={} split sums inside of a model, which keep their bits in the mode exact, and in the mode canonical "
+      "with arithmetic=canonical, and are judged by a tolerance in the mode fast",
+      cp, tp);
+  SHARD_REQUIRE(o.arithmetic == 0 || cp == 1 || o.context_gathered != 0, "case",
+                "cp={} with arithmetic=canonical needs attention=gathered; a ring's sums depend on its order", cp);
+  SHARD_REQUIRE(tp == 1 || c.optimizer.kind != golden::Optimizer::Kind::muon, "case",
+                "muon needs whole matrices, and tp={} cuts them", tp);
   SHARD_REQUIRE(c.model.kind == Kind::gpt || (c.model.kind == Kind::mlp && cp == 1), "case",
                 "tp={} needs an mlp or a gpt, cp={} a gpt", tp, cp);
   if (c.model.kind == Kind::mlp) return;
@@ -68,6 +69,19 @@ void validate_parallel(const Case& c) {
                 "gpt: heads={} and vocab={} must leave none of tp={} ranks without one", g.heads, g.vocab, tp);
   SHARD_REQUIRE(sequence_fits(c, g.positions), "case",
                 "positions={} allows no sequence that gives each of cp={} x tp={} ranks a token", g.positions, cp, tp);
+}
+
+// Options of axes that no mesh of the history has.
+void validate_axes(const Case& c) {
+  const CaseOptions& o = c.options;
+  const auto any_has = [&](const std::string& axis) {
+    return c.mesh.has(axis) ||
+           std::ranges::any_of(c.steps, [&](const StepPlan& step) { return step.load_mesh && step.load_mesh->has(axis); });
+  };
+  SHARD_REQUIRE(o.sequence_parallel == 0 || (any_has("tp") && c.model.kind == Kind::gpt), "case",
+                "sp splits the sequence of a gpt over the mesh axis tp");
+  SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || any_has("cp"), "case",
+                "attention and context say how sequences are cut over the mesh axis cp");
 }
 
 void validate_options(const Case& c) {
@@ -94,6 +108,8 @@ void validate_mode(const Case& c) {
     SHARD_REQUIRE(o.divide == divide_after && o.float32_sums == 0, "case",
                   "canonical sums are in fixed point: leave out divide");
   }
+  SHARD_REQUIRE(o.arithmetic == 0 || (c.mode == Mode::canonical && (c.model.kind == Kind::mlp || c.model.kind == Kind::gpt)),
+                "case", "arithmetic=canonical needs the mode canonical, and an mlp or a gpt");
   if (c.mode != Mode::exact) return;
   using golden::Activation;
   const bool linear = c.model.kind == Kind::mlp && (c.model.mlp.activation == Activation::identity ||
@@ -179,6 +195,7 @@ void validate(const Case& c) {
   }
   validate_options(c);
   validate_mode(c);
+  validate_axes(c);
   validate_parallel(c);
   validate_loads(c);
 }

@@ -95,6 +95,14 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("cp", c.context_ranks() > 1);
   count("cp with sharding", c.context_ranks() > 1 && c.shards() > 1);
   count("cp with tp", c.context_ranks() > 1 && c.tensor_ranks() > 1);
+  const bool canonical = c.options.arithmetic != 0;
+  count("canonical tp", canonical && c.tensor_ranks() > 1);
+  count("canonical sp", canonical && c.tensor_ranks() > 1 && c.options.sequence_parallel != 0);
+  count("canonical cp", canonical && c.context_ranks() > 1);
+  count("canonical cp with tp", canonical && c.context_ranks() > 1 && c.tensor_ranks() > 1);
+  count("canonical on another mesh", canonical && std::any_of(c.steps.begin(), c.steps.end(), [&](const StepPlan& step) {
+                                       return step.load_mesh && step.load_mesh->str() != c.mesh.str();
+                                     }));
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
   count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);

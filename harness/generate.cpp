@@ -26,7 +26,8 @@ golden::Model generate_mlp(Chooser& choose, bool exact) {
 }
 
 // Layer norm over a few features turns rounding into values, which no tolerance can judge: `head_min` keeps clear of that.
-golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max = 3) {
+// `large_allowed`: canonical products are plain loops in the golden run.
+golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max = 3, bool large_allowed = true) {
   golden::Model model;
   model.kind = golden::Model::Kind::gpt;
   golden::Gpt& g = model.gpt;
@@ -36,7 +37,7 @@ golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max 
   g.vocab = choose.integer(2, 37);
   g.positions = choose.integer(1, 9);
   g.tied = choose.chance(0.4);
-  if (choose.chance(0.03)) {
+  if (choose.chance(0.03) && large_allowed) {
     // Large enough that kernels take the paths of real models: one of them rounded differently only here.
     g.hidden = g.heads * choose.integer(16, 48);
     g.vocab = choose.integer(100, 300);
@@ -71,10 +72,11 @@ golden::Model generate_odd(Chooser& choose) {
 
 golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
   if (mode == Mode::exact) return generate_mlp(choose, true);
-  if (parallel) return choose.chance(0.25) ? generate_mlp(choose, false) : generate_gpt(choose, 4, 6);
+  const bool plain = mode != Mode::canonical;
+  if (parallel) return choose.chance(0.25) ? generate_mlp(choose, false) : generate_gpt(choose, plain ? 4 : 1, 6, plain);
   const double kind = choose.unit();
   if (kind < 0.35) return generate_mlp(choose, false);
-  if (kind < 0.65) return generate_gpt(choose, mode == Mode::fast ? 4 : 1);
+  if (kind < 0.65) return generate_gpt(choose, mode == Mode::fast ? 4 : 1, 3, plain);
   if (kind < 0.8) return generate_conv(choose, mode != Mode::fast);
   return generate_odd(choose);
 }
@@ -219,7 +221,9 @@ void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
     const std::string strategy = limits.strategy.value_or(choose.one_of(shardproof::strategies()).name);
     if (choose.chance(0.6)) plan.load_strategy = strategy;
     const std::string& there = plan.load_strategy.empty() ? c.at(s).strategy : strategy;
-    const Mesh mesh = c.microbatch_ranks() > 1 && !limits.mesh
+    // Canonical arithmetic goes on anywhere, other parallel runs on a parallel mesh again.
+    const bool parallel = c.microbatch_ranks() > 1 && (c.options.arithmetic == 0 || choose.chance(0.6));
+    const Mesh mesh = parallel && !limits.mesh
                           ? generate_parallel_mesh(choose, limits, there, c.model.kind == golden::Model::Kind::gpt)
                           : generate_mesh(choose, limits, there);
     if (plan.load_strategy.empty() || choose.chance(0.7)) plan.load_mesh = mesh;
@@ -252,12 +256,13 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
     const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
     c.mode = limits.mode.value_or(
-        given ? choose.one_of<Mode>({exact, fast})
-              : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, fast, fast}));
-    if (given && limits.mesh->has("cp") && !limits.mode) c.mode = fast;
+        given ? choose.one_of<Mode>({exact, canonical, fast})
+              : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
+    if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
-    const bool parallel = given || (!limits.mesh && (c.mode == exact || c.mode == fast) && choose.chance(0.65));
-    c.model = given && limits.mesh->has("cp") ? generate_gpt(choose, 4, 6) : generate_model(choose, c.mode, parallel);
+    const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
+    c.model = given && limits.mesh->has("cp") ? generate_gpt(choose, 4, 6, c.mode != canonical)
+                                              : generate_model(choose, c.mode, parallel);
     const bool is_gpt = c.model.kind == golden::Model::Kind::gpt;
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, is_gpt)
                                 : generate_mesh(choose, limits, c.strategy);
@@ -267,6 +272,9 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       // Kernels on cut sizes round more differently than sums over ranks do; Adam's first step makes that of a tiny gradient a
       // whole step, unless eps is well above it.
       if (c.mode == fast) c.optimizer.eps = 0.01;
+      if (c.mode == canonical) c.options.arithmetic = 1, c.options.context_gathered = c.context_ranks() > 1;
+      if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.tensor_ranks() > 1)
+        c.optimizer.kind = golden::Optimizer::Kind::adamw;
     }
     // What the rest of the case needs.
     if (c.mode == canonical) c.options.loss = loss_sum;

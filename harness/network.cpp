@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/conv.h>
 
+#include "shardproof/canonical.h"
 #include "shardproof/meta_init.h"
 #include "shardproof/models.h"
 #include "shardproof/parallel_layers.h"
@@ -15,7 +16,7 @@ using namespace shardproof;
 
 at::Tensor squared_error(const at::Tensor& output, const golden::Microbatch& data) {
   const at::Tensor difference = output - data.target;
-  return (difference * difference).sum() * data.weight;
+  return (difference * difference).sum();
 }
 
 // A normalised convolution with a relu.
@@ -133,9 +134,10 @@ at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& target, int64_
 Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
   Gpt gpt(GptOptions{.layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions,
                      .tied = g.tied});
-  Network network{gpt.ptr(), [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
+  Network network{gpt.ptr(),
+                  [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
                   [vocab = g.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
-                    return token_loss(logits, data.target, vocab, tensor_group) * data.weight;
+                    return token_loss(logits, data.target, vocab, tensor_group);
                   },
                   {}};
   for (const auto& item : gpt->named_modules("", /*include_self=*/false)) {
@@ -148,10 +150,22 @@ Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
   return network;
 }
 
+Network make_canonical(const golden::Model& model, Comm* tensor_group) {
+  const bool is_gpt = model.kind == golden::Model::Kind::gpt;
+  Network network = is_gpt ? make_gpt(model.gpt, nullptr) : make_mlp(model.mlp);
+  use_canonical_arithmetic(*network.module);
+  network.loss_of = [is_gpt, vocab = model.gpt.vocab, tensor_group](const at::Tensor& output, const golden::Microbatch& data) {
+    return is_gpt ? canonical_ops::cross_entropy(output, data.target, vocab, tensor_group)
+                  : canonical_ops::squared_error(output, data.target);
+  };
+  return network;
+}
+
 }  // namespace
 
 Network make_network(const golden::Model& model, Comm* tensor_group) {
   static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
+  if (model.canonical) return make_canonical(model, tensor_group);
   switch (model.kind) {
     case golden::Model::Kind::mlp: return make_mlp(model.mlp);
     case golden::Model::Kind::gpt: return make_gpt(model.gpt, tensor_group);

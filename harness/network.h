@@ -16,12 +16,11 @@ namespace harness {
 struct Network {
   std::shared_ptr<torch::nn::Module> module;
   std::function<at::Tensor(const golden::Microbatch&)> output;
-  std::function<at::Tensor(const at::Tensor& output, const golden::Microbatch&)> loss_of;
+  std::function<at::Tensor(const at::Tensor& output, const golden::Microbatch&)> loss_of;  // without its weight
   // The modules that can be units and together hold every parameter but the root's own, in order.
   std::vector<std::shared_ptr<torch::nn::Module>> parts;
 
-  // The weighted loss, in float32.
-  at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data); }
+  at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data) * data.weight; }
 };
 
 // `tensor_group`: the ranks that a GPT's logits will be cut over; null: they are whole.

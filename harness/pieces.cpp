@@ -30,11 +30,12 @@ Copies copies_of(const Case& c) {
       if (layout.splits(axis.name)) ranks /= axis.size;
     return ranks;
   };
-  const bool has_main = c.options.compute != fp32;
+  const bool canonical = c.options.arithmetic != 0, has_main = c.options.compute != fp32 || canonical;
   return {.state = copies(strategy.state),
           .parameter = copies(has_main ? strategy.state : strategy.parameter),
           .compute_parameter = copies(strategy.parameter),
-          .compute = c.options.compute == bf16   ? at::kBFloat16
+          .compute = canonical                   ? at::kDouble
+                     : c.options.compute == bf16 ? at::kBFloat16
                      : c.options.compute == fp16 ? at::kHalf
                                                  : at::kFloat,
           .microbatch_ranks = c.microbatch_ranks(),

@@ -126,6 +126,7 @@ std::vector<bool> reductions(const Case& c, const StepPlan& plan) {
 golden::Run make_run(const Case& c) {
   golden::Run run{.model = c.model, .optimizer = c.optimizer, .parameters = initial_parameters(c), .steps = {}, .order = {},
                   .precision = precision(c.options), .scaling = {}};
+  run.model.canonical = c.options.arithmetic != 0;
   run.optimizer.groups = optimizer_groups(c.groups);
   run.order = {.shards = c.shards(), .replicas = c.replicas(), .replicas_last = c.options.replicas_each == 0,
                .canonical = c.mode == Mode::canonical};

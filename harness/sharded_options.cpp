@@ -79,6 +79,7 @@ ShardOptions shard_options(const Case& c, const golden::Run& run) {
       if (unit.empty()) own.output = at::kFloat;
       return own;
     };
+  if (o.arithmetic != 0) options.precision = {.main = at::kFloat, .compute = at::kDouble};
   if (c.mode == Mode::canonical) options.precision.gradient = options.precision.reduce = {};
   options.numerics = c.mode == Mode::fast        ? Numerics::fast
                      : c.mode == Mode::canonical ? Numerics::canonical

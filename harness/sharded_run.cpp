@@ -88,14 +88,15 @@ class RankRun {
 
  private:
   Network build() {
+    const golden::Model& model = run_.model;
     const bool parallel = case_.tensor_ranks() > 1;
     Comm* const tensor_group = parallel ? &comms_->along({"tp"}) : nullptr;
     Network network;
     if (case_.options.meta) {
       const MetaInit meta;
-      network = make_network(case_.model, tensor_group);
+      network = make_network(model, tensor_group);
     } else {
-      network = make_network(case_.model, tensor_group);
+      network = make_network(model, tensor_group);
       set_parameters(*network.module, run_.parameters, resumes_ ? rank_ + 1 : rank_);
     }
     if (parallel) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
@@ -110,12 +111,14 @@ class RankRun {
     return data;
   }
 
-  // Of the whole microbatch.
-  double value_of(const at::Tensor& loss) {
-    if (!context_) return static_cast<double>(loss.item<float>());
-    at::Tensor sum = loss.detach().to(at::kDouble).reshape({1});
-    comms_->along({"cp"}).all_reduce(sum).wait();
-    return sum.item<double>();
+  // Of the whole microbatch. A sum with canonical arithmetic is exact, and weighed once.
+  double value_of(const at::Tensor& sum_of_losses, double weight) {
+    const bool canonical = case_.options.arithmetic != 0;
+    if (!context_ && !canonical) return static_cast<double>((sum_of_losses.detach() * weight).item<float>());
+    at::Tensor sum = sum_of_losses.detach().to(at::kDouble).reshape({1});
+    if (!canonical) sum *= weight;
+    if (context_) comms_->along({"cp"}).all_reduce(sum).wait();
+    return canonical ? sum.item<double>() * weight : sum.item<double>();
   }
 
   void set_frozen(const StepPlan& plan) {
@@ -153,8 +156,8 @@ class RankRun {
     sharded_.set_gradient_sync(last || (static_cast<int64_t>(round) + 1) % every == 0);
     const golden::Microbatch data = microbatch(step, round);
     if (case_.options.loss == loss_tokens) sharded_.add_tokens(data.target.numel());
-    const at::Tensor loss = network_.loss(data);
-    result.losses.push_back(value_of(loss));
+    const at::Tensor sum = network_.loss_of(network_.output(data), data), loss = sum * data.weight;
+    result.losses.push_back(value_of(sum, data.weight));
     if (!std::isfinite(result.losses.back()))
       throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index, round,
                                        result.losses.back()));
@@ -172,9 +175,9 @@ class RankRun {
       result.gradients = copies(sharded_.gradients());
       optimizer_.step();
     }
-    const bool has_main = case_.options.compute != fp32;
-    result.parameters = copies(has_main ? sharded_.main_parameters() : sharded_.parameters());
-    if (has_main) result.compute_parameters = copies(sharded_.parameters());
+    const bool low_precision = case_.options.compute != fp32, canonical = case_.options.arithmetic != 0;
+    result.parameters = copies(low_precision || canonical ? sharded_.main_parameters() : sharded_.parameters());
+    if (low_precision || canonical) result.compute_parameters = copies(sharded_.parameters());
     for (const std::string& slot : optimizer_.slots()) result.state.emplace_back(slot, copies(optimizer_.state(slot)));
   }
 

@@ -83,8 +83,9 @@ Difference first_difference(const golden::StepTrace& golden, const std::vector<R
   if (auto difference = losses(golden, ranks, copies.microbatch_ranks, compared)) return difference;
   std::vector<TensorKind> kinds;
   if (auto difference = tensor_kinds(golden, ranks, copies, kinds)) return difference;
-  // A product over one sample is -0 in one kernel and +0 in another, and a cut product takes another kernel.
-  const bool zeros_alike = copies.tensor_ranks > 1;
+  // A product over one sample is -0 in one kernel and +0 in another, and a cut product takes another kernel. Canonical products
+  // are our own.
+  const bool zeros_alike = copies.tensor_ranks > 1 && copies.compute != at::kDouble;
   std::vector<std::vector<HeldPiece>> sorted;
   for (const TensorKind& kind : kinds) {
     if (auto difference = sort_pieces(kind, sorted)) return difference;

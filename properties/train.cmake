@@ -26,6 +26,7 @@ add_test(NAME Verify.the_golden_run_agrees_with_pytorch_in_python
   COMMAND shardproof_command verify --cases 100 --seed 3 --failures ${_failures})
 set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERTIES LABELS train)
 
+shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES canonical_props.cpp)
 shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES context_props.cpp parallel_models.cpp)
 shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES dropout_props.cpp parallel_models.cpp)
 shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES transformers_props.cpp)

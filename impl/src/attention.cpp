@@ -47,6 +47,11 @@ at::Tensor AttentionImpl::forward(const at::Tensor& q, const at::Tensor& k, cons
     const std::vector<DimRows> place = place_of({q.size(0), q.size(1)});
     dropout = {next_dropout_site(dropout_), place[0], place[1]};
   }
+  if (is_canonical()) {
+    SHARD_REQUIRE(!dropout, "canonical", "{} drops out; canonical arithmetic is without dropout", canonical_name());
+    if (rule) return rule->attend_canonically(q, k, v, causal_, canonical_name());
+    return canonical_ops::attention(q, k, v, whole_rows(q.size(2)).rows, causal_, canonical_name());
+  }
   if (rule) return rule->attend(q, k, v, causal_, dropout);
   if (!dropout) return at::scaled_dot_product_attention(q, repeated(k, q.size(1)), repeated(v, q.size(1)), {}, 0.0, causal_);
   const DimRows positions = whole_rows(q.size(2));

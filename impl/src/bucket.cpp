@@ -265,10 +265,21 @@ void Bucket::finalize(at::Tensor sum) {
     gradient_ = std::move(sum);
   } else {
     gradient_ = memory_->allocate(MemoryKind::gradient, layout_.state().size(), rules_.main);
+    if (sum.scalar_type() == at::kLong && rules_.parallel_terms > 1) fixed_ = sum;
     if (sum.scalar_type() == at::kLong) fixed_to_float(gradient_, sum);
     else gradient_.copy_(sum);
   }
   accumulated_.reset();
+  divide_final(rules_.divide_after);
+}
+
+void Bucket::sum_terms(Comm& group) {
+  if (!fixed_.defined()) {
+    group.all_reduce(gradient_).wait();
+    return;
+  }
+  group.all_reduce(fixed_).wait();
+  fixed_to_float(gradient_, std::exchange(fixed_, at::Tensor()));
   divide_final(rules_.divide_after);
 }
 
@@ -281,6 +292,7 @@ void Bucket::zero_gradients() {
   produced_.reset();
   accumulated_.reset();
   gradient_.reset();
+  fixed_.reset();
   parts_.assign(parts_.size(), at::Tensor());
 }
 

@@ -97,6 +97,8 @@ class Bucket {
   // In the state layout and the main dtype, divided by everything but what `divide_final` still adds.
   const at::Tensor& gradient() const { return gradient_; }
   void divide_final(double divisor);
+  // Adds up what the ranks of the group have of the final gradient: terms along the tensor-parallel axis. Collective.
+  void sum_terms(Comm& group);
 
   const at::Tensor& parameter() const { return parameter_; }
   const at::Tensor& main() const { return main_; }
@@ -139,6 +141,7 @@ class Bucket {
   bool local_ = false;       // "reducing" without a collective
   bool last_ = false;
   at::Tensor produced_, accumulated_, gradient_;
+  at::Tensor fixed_;  // the final gradient in fixed point, while terms of it are to be added
   std::optional<Reduction> reduction_;
 };
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "context_ring.h"
+#include "fixed_point.h"
 #include "shardproof/check.h"
 
 namespace shardproof {
@@ -40,7 +41,10 @@ at::Tensor places(const ContextCut& cut, int64_t most) {
 }
 
 struct ContextGather : torch::autograd::Function<ContextGather> {
-  static Variable forward(AutogradContext* ctx, const Variable& own, int64_t dim, const ContextCut& cut, Comm* group) {
+  // `exact`: names what is gathered when gradients are to be summed exactly.
+  static Variable forward(AutogradContext* ctx, const Variable& own, int64_t dim, const ContextCut& cut,
+                          const std::string& exact, Comm* group) {
+    ctx->saved_data["exact"] = exact;
     const int64_t most = most_positions(cut);
     ctx->saved_data["group"] = reinterpret_cast<int64_t>(group);
     ctx->saved_data["dim"] = dim;
@@ -66,9 +70,12 @@ struct ContextGather : torch::autograd::Function<ContextGather> {
     at::Tensor all = at::zeros(sizes, dy[0].options());
     all.index_copy_(0, ctx->saved_data["places"].toTensor(), moved);
     sizes[0] = most;
-    at::Tensor mine = at::empty(sizes, dy[0].options());
+    const std::string exact = ctx->saved_data["exact"].toStringRef();
+    if (!exact.empty()) all = fixed::to_units(all, exact);
+    at::Tensor mine = at::empty(sizes, all.options());
     group.reduce_scatter(mine, all).wait();
-    return {mine.narrow(0, 0, ctx->saved_data["rows"].toInt()).movedim(0, dim), {}, {}, {}};
+    if (!exact.empty()) mine = fixed::from_units(mine);
+    return {mine.narrow(0, 0, ctx->saved_data["rows"].toInt()).movedim(0, dim), {}, {}, {}, {}};
   }
 };
 
@@ -99,7 +106,7 @@ at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut
 at::Tensor context_gather(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group) {
   if (dim < 0) dim += own.dim();
   require_own(own, dim, cut, group, "context_gather");
-  return group.size() == 1 ? own : ContextGather::apply(own, dim, cut, &group);
+  return group.size() == 1 ? own : ContextGather::apply(own, dim, cut, std::string(), &group);
 }
 
 at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
@@ -114,6 +121,15 @@ at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at
     allowed = at::arange(cut.length, at::kLong).unsqueeze(0) <= positions.unsqueeze(1);
   }
   return masked_attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), allowed, dropout, own, all);
+}
+
+at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
+                                        bool causal, const std::string& name, Comm& group) {
+  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_gathered_attention");
+  at::Tensor both = at::cat({k, v}, 1);
+  if (group.size() > 1) both = ContextGather::apply(both, 2, cut, name + ", gradients of keys and values", &group);
+  return canonical_ops::attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)),
+                                  cut.positions(group.rank()), causal, name);
 }
 
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,

@@ -37,6 +37,15 @@ class ContextState final : public SequenceRule, public RowPlacement {
     return attention(q, k, v, cut_, causal, dropout, group_);
   }
 
+  at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                                const std::string& name) override {
+    require_length(q.size(2));
+    SHARD_REQUIRE(options_.attention == ContextAttention::gathered, "context_parallel",
+                  "{}: ring attention merges sums by running maxima, which is not canonical. Use ContextAttention::gathered",
+                  name);
+    return canonical_gathered_attention(q, k, v, cut_, causal, name, group_);
+  }
+
   // Positions are dim 1 of what is dropped out.
   void widen(std::vector<DimRows>& dims) const override {
     if (dims.size() < 2) return;

@@ -11,7 +11,9 @@ std::shared_ptr<torch::nn::Module> name_space(torch::nn::Module& parent, const s
   return parent.register_module(name, std::make_shared<torch::nn::Module>(name));
 }
 
-torch::nn::LayerNorm layer_norm(int64_t size) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({size})); }
+LayerNorm layer_norm(int64_t size) {
+  return LayerNorm(torch::nn::LayerNormOptions({size}));
+}
 
 }  // namespace
 
@@ -40,7 +42,8 @@ at::Tensor GptBlockImpl::forward(at::Tensor x) {
   const std::vector<at::Tensor> qkv = fused.split(width, -1);
   const at::Tensor attended = attend_->forward(heads(qkv[0]), heads(qkv[1]), heads(qkv[2]));
   x = x + call(attn_dropout_, call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, width})));
-  return x + call(mlp_dropout_, call(mlp_proj_, at::gelu(call(c_fc_, call(ln_2_, x)))));
+  const at::Tensor wide = call(c_fc_, call(ln_2_, x));
+  return x + call(mlp_dropout_, call(mlp_proj_, is_canonical() ? canonical_ops::gelu(wide) : at::gelu(wide)));
 }
 
 GptImpl::GptImpl(GptOptions options) : options_(options) {
@@ -49,8 +52,8 @@ GptImpl::GptImpl(GptOptions options) : options_(options) {
                 options.hidden, options.heads, options.vocab, options.positions);
   SHARD_REQUIRE(options.hidden % options.heads == 0, "gpt", "hidden={} must be a multiple of heads={}", options.hidden,
                 options.heads);
-  wte_ = register_module("wte", torch::nn::Embedding(options.vocab, options.hidden));
-  wpe_ = register_module("wpe", torch::nn::Embedding(options.positions, options.hidden));
+  wte_ = register_module("wte", Embedding(options.vocab, options.hidden));
+  wpe_ = register_module("wpe", Embedding(options.positions, options.hidden));
   positions_ = register_module("positions", Positions());
   drop_ = register_module("drop", Dropout(options.dropout));
   auto blocks = name_space(*this, "h");
@@ -73,11 +76,15 @@ at::Tensor GptImpl::forward(at::Tensor tokens) {
   const at::Tensor positions = positions_->forward(tokens.size(1));  // in the whole sequence, ascending
   SHARD_REQUIRE(positions.numel() == 0 || positions[-1].item<int64_t>() < options_.positions, "gpt",
                 "a sequence reaches position {}, and there are {}", positions[-1].item<int64_t>(), options_.positions);
-  at::Tensor x = call(drop_, call(wte_, tokens) + call(wpe_, positions));
+  const at::Tensor found = call(wte_, tokens), placed = call(wpe_, positions);
+  at::Tensor x = call(drop_, is_canonical() ? canonical_ops::add_bias(found, placed, "wpe") : found + placed);
   for (const GptBlock& block : blocks_) x = call(block, x);
   x = call(ln_f_, x);
   if (!options_.tied) return call(lm_head_, x);
-  return call_as(*tied_head_, [this](at::Tensor hidden) { return at::linear(hidden, wte_->weight); }, x);
+  const auto head = [this](at::Tensor hidden) {
+    return is_canonical() ? canonical_ops::linear(hidden, wte_->weight, {}, "lm_head") : at::linear(hidden, wte_->weight);
+  };
+  return call_as(*tied_head_, head, x);
 }
 
 ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel) {

@@ -1,5 +1,7 @@
 #include <ATen/ATen.h>
 
+#include <cmath>
+
 #include "shardproof/check.h"
 #include "shardproof/models.h"
 #include "shardproof/unit.h"
@@ -14,6 +16,14 @@ at::Tensor angles(const at::Tensor& positions, int64_t head_size, double theta, 
   const at::Tensor exponents = at::arange(0, head_size, 2, at::kFloat) / static_cast<double>(head_size);
   const at::Tensor frequencies = at::pow(at::scalar_tensor(theta, at::kFloat), exponents).reciprocal();
   return at::outer(positions.to(at::kFloat), frequencies).to(dtype);
+}
+
+// cos and sin, of each element by itself: LibTorch's vectors and their tails may differ.
+at::Tensor each(const at::Tensor& x, double (*f)(double)) {
+  at::Tensor y = x.to(at::kDouble).clone(at::MemoryFormat::Contiguous);
+  double* values = y.mutable_data_ptr<double>();
+  for (int64_t i = 0; i < y.numel(); ++i) values[i] = f(values[i]);
+  return y;
 }
 
 // x [B, heads, T, head]: element i turns with element i + head / 2.
@@ -36,6 +46,7 @@ void require_valid(const LlamaOptions& o) {
 RmsNormImpl::RmsNormImpl(int64_t size, double eps) : eps_(eps) { weight = register_parameter("weight", at::ones({size})); }
 
 at::Tensor RmsNormImpl::forward(at::Tensor x) {
+  if (is_canonical()) return canonical_ops::rms_norm(x, weight, eps_, canonical_name());
   return x * at::rsqrt(x.square().mean(-1, /*keepdim=*/true) + eps_) * weight;
 }
 
@@ -57,7 +68,8 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
     return part.view({batch, length, part.size(-1) / head_size_, head_size_}).transpose(1, 2);
   };
   const at::Tensor turn = angles(positions_->forward(length), head_size_, theta_, q.scalar_type());
-  const at::Tensor cosine = turn.cos(), sine = turn.sin();
+  const at::Tensor cosine = is_canonical() ? each(turn, std::cos) : turn.cos();
+  const at::Tensor sine = is_canonical() ? each(turn, std::sin) : turn.sin();
   const at::Tensor attended =
       attend_->forward(rotated(heads(q), cosine, sine), rotated(heads(k), cosine, sine), heads(v));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
@@ -70,7 +82,8 @@ LlamaMlpImpl::LlamaMlpImpl(const LlamaOptions& options) {
 }
 
 at::Tensor LlamaMlpImpl::forward(at::Tensor x) {
-  return call(down_proj_, at::silu(call(gate_proj_, x)) * call(up_proj_, x));
+  const at::Tensor gate = call(gate_proj_, x);
+  return call(down_proj_, (is_canonical() ? canonical_ops::silu(gate) : at::silu(gate)) * call(up_proj_, x));
 }
 
 LlamaLayerImpl::LlamaLayerImpl(const LlamaOptions& options) {
@@ -88,7 +101,7 @@ at::Tensor LlamaLayerImpl::forward(at::Tensor x) {
 LlamaImpl::LlamaImpl(LlamaOptions options) : options_(options) {
   require_valid(options);
   auto model = register_module("model", std::make_shared<torch::nn::Module>("model"));
-  tokens_ = model->register_module("embed_tokens", torch::nn::Embedding(options.vocab, options.hidden));
+  tokens_ = model->register_module("embed_tokens", Embedding(options.vocab, options.hidden));
   auto layers = model->register_module("layers", std::make_shared<torch::nn::Module>("layers"));
   for (int64_t i = 0; i < options.layers; ++i)
     layers_.push_back(layers->register_module(std::to_string(i), LlamaLayer(options)));
@@ -107,7 +120,10 @@ at::Tensor LlamaImpl::forward(at::Tensor tokens) {
   for (const LlamaLayer& layer : layers_) x = call(layer, x);
   x = call(norm_, x);
   if (!options_.tied) return call(head_, x);
-  return call_as(*tied_head_, [this](at::Tensor hidden) { return at::linear(hidden, tokens_->weight); }, x);
+  const auto head = [this](at::Tensor hidden) {
+    return is_canonical() ? canonical_ops::linear(hidden, tokens_->weight, {}, "lm_head") : at::linear(hidden, tokens_->weight);
+  };
+  return call_as(*tied_head_, head, x);
 }
 
 ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequence_parallel) {

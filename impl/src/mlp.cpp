@@ -7,6 +7,20 @@
 namespace shardproof {
 namespace {
 
+at::Tensor activate_canonically(const at::Tensor& x, Activation activation) {
+  switch (activation) {
+    case Activation::identity:
+      return x;
+    case Activation::relu:
+      return canonical_ops::relu(x);
+    case Activation::tanh:
+      return canonical_ops::tanh(x);
+    case Activation::gelu:
+      return canonical_ops::gelu(x);
+  }
+  throw BrokenInvariant("[mlp] unknown activation");
+}
+
 at::Tensor activate(const at::Tensor& x, Activation activation) {
   switch (activation) {
     case Activation::identity: return x;
@@ -19,7 +33,20 @@ at::Tensor activate(const at::Tensor& x, Activation activation) {
 
 }  // namespace
 
-at::Tensor LinearImpl::forward(const at::Tensor& input) { return at::linear(input, weight, bias); }
+at::Tensor LinearImpl::forward(const at::Tensor& input) {
+  if (is_canonical()) return canonical_ops::linear(input, weight, bias, canonical_name());
+  return at::linear(input, weight, bias);
+}
+
+at::Tensor LayerNormImpl::forward(const at::Tensor& input) {
+  if (is_canonical()) return canonical_ops::layer_norm(input, weight, bias, options.eps(), canonical_name());
+  return torch::nn::LayerNormImpl::forward(input);
+}
+
+at::Tensor EmbeddingImpl::forward(const at::Tensor& tokens) {
+  if (is_canonical()) return canonical_ops::embedding(weight, tokens, canonical_name());
+  return torch::nn::EmbeddingImpl::forward(tokens);
+}
 
 MlpImpl::MlpImpl(MlpOptions options) : options_(std::move(options)) {
   const std::vector<int64_t>& widths = options_.widths;
@@ -39,7 +66,8 @@ at::Tensor MlpImpl::forward(at::Tensor input) {
   at::Tensor x = std::move(input);
   for (size_t i = 0; i < layers_.size(); ++i) {
     x = call(layers_[i], x);
-    if (i + 1 < layers_.size()) x = activate(x, options_.activation);
+    if (i + 1 < layers_.size())
+      x = is_canonical() ? activate_canonically(x, options_.activation) : activate(x, options_.activation);
   }
   return x;
 }

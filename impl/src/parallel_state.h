@@ -37,6 +37,7 @@ class ParallelState {
   int64_t sequence_length(int64_t local) const { return sequence_length_ > 0 ? sequence_length_ : local * parts(); }
   void saw_sequence(int64_t length) { sequence_length_ = length; }
 
+  bool canonical = false;  // the module computes with canonical arithmetic
   std::vector<std::pair<std::string, at::Tensor>> named;  // every parameter of the module, by its first name
   ParallelAttachments attached;
   void enter_sequentials(torch::nn::Module& root) { sequential_ = std::make_unique<SequentialEntries>(root); }

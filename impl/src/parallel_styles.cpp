@@ -4,7 +4,9 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include "exact_collectives.h"
 #include "parallel_state.h"
+#include "shardproof/canonical.h"
 #include "shardproof/check.h"
 #include "shardproof/collective_ops.h"
 #include "shardproof/dropout.h"
@@ -55,8 +57,11 @@ void describe_terms(ParallelState& state, const at::Tensor& parameter) {
     state.add(parameter, {name_in(state, parameter), parameter.sizes().vec(), std::nullopt, state.parts()});
 }
 
-at::Tensor into_parallel(ParallelState& state, const at::Tensor& x) {
+at::Tensor into_parallel(ParallelState& state, const std::string& name, const at::Tensor& x) {
   const auto dim = state.plan().sequence_dim;
+  if (state.canonical)
+    return dim ? exact::all_gather(x, *dim, state.sequence_length(x.size(*dim)), state.group(), name)
+               : exact::copy(x, state.group(), name);
   return dim ? collective::all_gather(x, *dim, state.sequence_length(x.size(*dim)), state.group())
              : collective::copy(x, state.group());
 }
@@ -65,23 +70,35 @@ class Column final : public StyleHooks {
  public:
   Column(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module, ColumnParallel style)
       : StyleHooks(owner),
+        name_(name),
         linear_(require_type<torch::nn::LinearImpl>(module, name, "ColumnParallel", "torch::nn::Linear")),
         style_(std::move(style)),
         outputs_(linear_.weight.size(0)) {
     SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': outputs of several segments cannot be gathered into one", name);
+    SHARD_REQUIRE(!owner->canonical || style_.segments.empty() || TensorCut{0, style_.segments}.copies(owner->parts()) == 1,
+                  "canonical",
+                  "module '{}': there are fewer key-value heads than the {} ranks along {}, so that each rank would round "
+                  "gradients of some of a head's queries. Use fewer ranks or more heads",
+                  name, owner->parts(), owner->axis());
     cut_parameter(*owner, linear_.weight, {0, style_.segments});
     if (linear_.bias.defined()) cut_parameter(*owner, linear_.bias, {0, style_.segments});
   }
   at::Tensor run(const Forward&, at::Tensor x) override {
     const auto owner = state();
-    std::optional<SequenceSplit> sequence;
-    if (const auto dim = owner->plan().sequence_dim) sequence = {*dim, owner->sequence_length(x.size(*dim))};
-    const at::Tensor y = column_parallel_linear(x, linear_.weight, linear_.bias, owner->group(), sequence);
+    const at::Tensor y = own_outputs(*owner, x);
     return style_.gather_output ? collective::gather(y, -1, outputs_, owner->group()) : y;
   }
 
  private:
+  at::Tensor own_outputs(ParallelState& owner, const at::Tensor& x) const {
+    if (owner.canonical) return canonical_ops::linear(into_parallel(owner, name_, x), linear_.weight, linear_.bias, name_);
+    std::optional<SequenceSplit> sequence;
+    if (const auto dim = owner.plan().sequence_dim) sequence = {*dim, owner.sequence_length(x.size(*dim))};
+    return column_parallel_linear(x, linear_.weight, linear_.bias, owner.group(), sequence);
+  }
+
+  std::string name_;
   torch::nn::LinearImpl& linear_;
   ColumnParallel style_;
   int64_t outputs_;
@@ -91,6 +108,7 @@ class Row final : public StyleHooks {
  public:
   Row(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module, RowParallel style)
       : StyleHooks(owner),
+        name_(name),
         linear_(require_type<torch::nn::LinearImpl>(module, name, "RowParallel", "torch::nn::Linear")),
         style_(std::move(style)) {
     SHARD_REQUIRE(style_.input_is_parallel || style_.segments.size() <= 1, "tensor_parallel",
@@ -103,10 +121,15 @@ class Row final : public StyleHooks {
     const auto dim = owner->plan().sequence_dim;
     if (!style_.input_is_parallel) x = collective::scatter(x, -1, owner->group());
     if (dim) owner->saw_sequence(x.size(*dim));
-    return row_parallel_linear(x, linear_.weight, linear_.bias, owner->group(), dim);
+    if (!owner->canonical) return row_parallel_linear(x, linear_.weight, linear_.bias, owner->group(), dim);
+    const at::Tensor terms = canonical_ops::linear(x, linear_.weight, {}, name_);
+    const at::Tensor sum =
+        dim ? exact::reduce_scatter(terms, *dim, owner->group(), name_) : exact::reduce(terms, owner->group(), name_);
+    return linear_.bias.defined() ? canonical_ops::add_bias(sum, linear_.bias, name_) : sum;
   }
 
  private:
+  std::string name_;
   torch::nn::LinearImpl& linear_;
   RowParallel style_;
 };
@@ -115,6 +138,7 @@ class Vocab final : public StyleHooks {
  public:
   Vocab(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module)
       : StyleHooks(owner),
+        name_(name),
         embedding_(require_type<torch::nn::EmbeddingImpl>(module, name, "VocabParallel", "torch::nn::Embedding")) {
     const int64_t rows = embedding_.weight.size(0);
     SHARD_REQUIRE(!embedding_.options.max_norm() && !embedding_.options.scale_grad_by_freq() && !embedding_.options.sparse(),
@@ -126,11 +150,17 @@ class Vocab final : public StyleHooks {
     const auto owner = state();
     const auto dim = owner->plan().sequence_dim;
     if (dim) owner->saw_sequence(tokens.size(*dim));
+    if (owner->canonical) {
+      // One rank has the row, the others zeros: this sum is exact as it is.
+      const at::Tensor found = canonical_ops::embedding(embedding_.weight, tokens - first_row_, name_);
+      return dim ? collective::reduce_scatter(found, *dim, owner->group()) : collective::reduce(found, owner->group());
+    }
     return vocab_parallel_embedding(tokens, embedding_.weight, first_row_, owner->group(), dim,
                                     embedding_.options.padding_idx().value_or(-1));
   }
 
  private:
+  std::string name_;
   torch::nn::EmbeddingImpl& embedding_;
   int64_t first_row_;
 };
@@ -230,8 +260,11 @@ class Scattered final : public StyleHooks {
 
 class Input final : public StyleHooks {
  public:
-  using StyleHooks::StyleHooks;
-  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(into_parallel(*state(), x)); }
+  Input(const std::shared_ptr<ParallelState>& owner, std::string name) : StyleHooks(owner), name_(std::move(name)) {}
+  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(into_parallel(*state(), name_, x)); }
+
+ private:
+  std::string name_;
 };
 
 }  // namespace
@@ -247,7 +280,7 @@ std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& sta
     std::shared_ptr<StyleHooks> operator()(const VocabParallel&) { return std::make_shared<Vocab>(state, name, module); }
     std::shared_ptr<StyleHooks> operator()(const SequenceParallel&) { return std::make_shared<Sequence>(state, module); }
     std::shared_ptr<StyleHooks> operator()(const ScatterOutput& s) { return std::make_shared<Scattered>(state, s); }
-    std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state); }
+    std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state, name); }
     std::shared_ptr<StyleHooks> operator()(const CutDropout& s) {
       return std::make_shared<CutDropoutHooks>(state, name, module, s);
     }

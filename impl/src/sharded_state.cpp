@@ -6,6 +6,7 @@
 
 #include "parallel_state.h"
 #include "shardproof/attention.h"
+#include "shardproof/canonical.h"
 #include "shardproof/check.h"
 #include "shardproof/meta_init.h"
 
@@ -78,10 +79,23 @@ void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
       mesh.str(), mesh.size(kAxis), kAxis);
 }
 
+// Sums that tensor and context parallelism cut inside of a module depend on the cut, unless it computes them exactly.
+void require_canonical(const torch::nn::Module& root, const Mesh& mesh, const ShardOptions& options) {
+  if (options.numerics != Numerics::canonical || uses_canonical_arithmetic(root)) return;
+  for (const char* axis : {"cp", "tp"})
+    SHARD_REQUIRE(
+        !mesh.has(axis) || mesh.size(axis) == 1, "fully_shard",
+        "Numerics::canonical on mesh '{}' with {} ranks along {}: sums inside of the module would depend on the mesh. "
+        "Call use_canonical_arithmetic on it first",
+        mesh.str(), mesh.size(axis), axis);
+}
+
 // Ranks along cp that compute on their own positions sum gradients as those along dp_shard do.
-std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, std::shared_ptr<MeshComm> comms) {
+std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, const ShardOptions& options,
+                                              std::shared_ptr<MeshComm> comms) {
   constexpr const char* kAxis = "cp";
   const Mesh& mesh = comms->mesh();
+  require_canonical(root, mesh, options);
   if (!mesh.has(kAxis)) return comms;
   if (mesh.size(kAxis) > 1)
     for (const auto& item : root.named_modules("", /*include_self=*/true)) {
@@ -108,11 +122,11 @@ void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const S
 ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options,
                            const std::vector<Sharding::Entry>& entries)
     : module_(std::move(module)),
-      comms_(data_parallel_comms(*module_, std::move(comms))),
+      comms_(data_parallel_comms(*module_, options, std::move(comms))),
       options_(std::move(options)),
-      strategy_(on_mesh(options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy)
-                                                                  : options_.strategy,
-                        comms_->mesh())),
+      strategy_(on_mesh(
+          options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy) : options_.strategy,
+          comms_->mesh())),
       schedule_({comms_->rank(), options_.bytes_in_flight_max, options_.buffers}, memory_) {
   validate(options_, comms_->mesh());
   parallel_ = parallel_state(*module_);
@@ -158,7 +172,7 @@ std::unique_ptr<Bucket> ShardedState::make_bucket(const std::vector<NamedParamet
 void ShardedState::sum_parallel_terms() {
   for (Bucket* bucket : schedule_.buckets())
     if (bucket->final() && bucket->rules().parallel_terms > 1)
-      comms_->within(parallel_->axis(), bucket->rules().parallel_terms).all_reduce(bucket->gradient()).wait();
+      bucket->sum_terms(comms_->within(parallel_->axis(), bucket->rules().parallel_terms));
 }
 
 at::Tensor ShardedState::join(const Slot& slot, const at::Tensor& local) const {

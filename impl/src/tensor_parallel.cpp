@@ -6,6 +6,7 @@
 
 #include "parallel_state.h"
 #include "parallel_styles.h"
+#include "shardproof/canonical.h"
 #include "shardproof/check.h"
 #include "shardproof/shard_options.h"
 
@@ -69,6 +70,7 @@ std::vector<std::pair<std::string, at::Tensor>> TensorParallel::gather_parameter
 TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan) {
   auto state = std::make_shared<ParallelState>(std::move(comms), plan);
   state->named = distinct_parameters(*module);
+  state->canonical = uses_canonical_arithmetic(*module);
   take_values_of_rank_0(*state, *module);
   std::set<std::string> styled;
   std::vector<bool> used(plan.styles.size(), false);

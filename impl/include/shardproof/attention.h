@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 
+#include "shardproof/canonical.h"
 #include "shardproof/dropout.h"
 
 namespace shardproof {
@@ -27,6 +28,9 @@ class SequenceRule {
   virtual std::vector<int64_t> positions(int64_t length) = 0;
   virtual at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                             const std::optional<AttentionDropout>& dropout) = 0;
+  // With canonical arithmetic; `name` is for messages.
+  virtual at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                                        const std::string& name) = 0;
 };
 
 class SequencePart : public Placed {
@@ -48,7 +52,7 @@ TORCH_MODULE(Positions);
 // and a key head serves neighbouring query heads -> [B, heads, T, head]. Dropout is of the probabilities. Where tensor
 // parallelism cuts the heads and there is dropout, its style is CutDropout{1, ..} in heads; it is then to be entered by
 // `forward`, not by `call`.
-class AttentionImpl : public torch::nn::Module, public SequencePart {
+class AttentionImpl : public torch::nn::Module, public SequencePart, public CanonicalPart {
  public:
   explicit AttentionImpl(bool causal = true, double dropout = 0) : causal_(causal), dropout_(dropout) {}
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);

@@ -26,6 +26,10 @@ at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
                           const std::optional<AttentionDropout>& dropout, Comm& group);
 
+// The first one with canonical arithmetic: gradients of keys and values are summed exactly. `name` is for messages.
+at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
+                                        bool causal, const std::string& name, Comm& group);
+
 // x whole along dim -> the rank's positions, ascending.
 at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut, int64_t rank);
 // The inverse, from every rank's own. Differentiable: gradients of the whole are summed over the ranks, each of which gets

@@ -38,6 +38,7 @@ class DropoutImpl : public torch::nn::Module, public Placed {
  public:
   explicit DropoutImpl(double probability) : probability_(probability) {}
   at::Tensor forward(at::Tensor x);
+  double probability() const { return probability_; }
 
  private:
   double probability_;

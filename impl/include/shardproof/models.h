@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "shardproof/attention.h"
+#include "shardproof/canonical.h"
 #include "shardproof/dropout.h"
 #include "shardproof/tensor_parallel.h"
 
@@ -19,12 +20,27 @@ namespace shardproof {
 
 // torch::nn::Linear whose forward is the fused operation that Python's nn.Linear runs. LibTorch's own adds the bias in a
 // second pass for inputs of three dims, which rounds differently and costs time.
-class LinearImpl : public torch::nn::LinearImpl {
+class LinearImpl : public torch::nn::LinearImpl, public CanonicalPart {
  public:
   using torch::nn::LinearImpl::LinearImpl;
   at::Tensor forward(const at::Tensor& input);
 };
 TORCH_MODULE(Linear);
+
+// torch::nn::LayerNorm over the last dim, and torch::nn::Embedding, which know canonical arithmetic.
+class LayerNormImpl : public torch::nn::LayerNormImpl, public CanonicalPart {
+ public:
+  using torch::nn::LayerNormImpl::LayerNormImpl;
+  at::Tensor forward(const at::Tensor& input);
+};
+TORCH_MODULE(LayerNorm);
+
+class EmbeddingImpl : public torch::nn::EmbeddingImpl, public CanonicalPart {
+ public:
+  using torch::nn::EmbeddingImpl::EmbeddingImpl;
+  at::Tensor forward(const at::Tensor& tokens);
+};
+TORCH_MODULE(Embedding);
 
 enum class Activation { identity, relu, tanh, gelu };
 
@@ -35,7 +51,7 @@ struct MlpOptions {
 };
 
 // [B, widths.front()] -> [B, widths.back()]. Parameters "layers.<i>.weight", "layers.<i>.bias".
-class MlpImpl : public torch::nn::Module {
+class MlpImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit MlpImpl(MlpOptions options);
   at::Tensor forward(at::Tensor input);
@@ -57,14 +73,14 @@ struct GptOptions {
 };
 
 // One pre-norm transformer block: [B, T, hidden] -> the same.
-class GptBlockImpl : public torch::nn::Module {
+class GptBlockImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit GptBlockImpl(const GptOptions& options);
   at::Tensor forward(at::Tensor x);
 
  private:
   int64_t head_size_;
-  torch::nn::LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
+  LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
   Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
   Attention attend_{nullptr};
   Dropout attn_dropout_{nullptr}, mlp_dropout_{nullptr};
@@ -74,18 +90,18 @@ TORCH_MODULE(GptBlock);
 // Tokens [B, T] int64 -> logits [B, T, vocab]. Learned positions, layer norm, exact GELU, causal attention. Parameters
 // "wte.weight", "wpe.weight", "h.<i>.ln_1.*", "h.<i>.attn.c_attn.*", "h.<i>.attn.c_proj.*", "h.<i>.ln_2.*",
 // "h.<i>.mlp.c_fc.*", "h.<i>.mlp.c_proj.*", "ln_f.*" and "lm_head.weight", which is "wte.weight" itself when tied.
-class GptImpl : public torch::nn::Module {
+class GptImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit GptImpl(GptOptions options);
   at::Tensor forward(at::Tensor tokens);
 
  private:
   GptOptions options_;
-  torch::nn::Embedding wte_{nullptr}, wpe_{nullptr};
+  Embedding wte_{nullptr}, wpe_{nullptr};
   Positions positions_{nullptr};
   Dropout drop_{nullptr};
   std::vector<GptBlock> blocks_;
-  torch::nn::LayerNorm ln_f_{nullptr};
+  LayerNorm ln_f_{nullptr};
   Linear lm_head_{nullptr};
   std::shared_ptr<torch::nn::Module> tied_head_;  // has the name and the tied weight
 };
@@ -110,7 +126,7 @@ struct LlamaOptions {
 };
 
 // [.., size] -> the same, divided by the root of its mean square, times "weight".
-class RmsNormImpl : public torch::nn::Module {
+class RmsNormImpl : public torch::nn::Module, public CanonicalPart {
  public:
   RmsNormImpl(int64_t size, double eps);
   at::Tensor forward(at::Tensor x);
@@ -122,7 +138,7 @@ class RmsNormImpl : public torch::nn::Module {
 TORCH_MODULE(RmsNorm);
 
 // Causal, with rotary positions and grouped queries: [B, T, hidden] -> the same.
-class LlamaAttentionImpl : public torch::nn::Module {
+class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaAttentionImpl(const LlamaOptions& options);
   at::Tensor forward(at::Tensor x);
@@ -137,7 +153,7 @@ class LlamaAttentionImpl : public torch::nn::Module {
 TORCH_MODULE(LlamaAttention);
 
 // down(silu(gate(x)) * up(x)).
-class LlamaMlpImpl : public torch::nn::Module {
+class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaMlpImpl(const LlamaOptions& options);
   at::Tensor forward(at::Tensor x);
@@ -163,14 +179,14 @@ TORCH_MODULE(LlamaLayer);
 // transformers: "model.embed_tokens.weight", "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight",
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight",
 // "model.norm.weight" and "lm_head.weight", which is the embedding itself when tied.
-class LlamaImpl : public torch::nn::Module {
+class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaImpl(LlamaOptions options);
   at::Tensor forward(at::Tensor tokens);
 
  private:
   LlamaOptions options_;
-  torch::nn::Embedding tokens_{nullptr};
+  Embedding tokens_{nullptr};
   std::vector<LlamaLayer> layers_;
   RmsNorm norm_{nullptr};
   Linear head_{nullptr};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "shardproof/attention.h"
+#include "shardproof/canonical.h"
 #include "shardproof/check.h"
 #include "shardproof/checked.h"
 #include "shardproof/collective_ops.h"

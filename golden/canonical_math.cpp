@@ -1,0 +1,236 @@
+#include "golden/canonical_math.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace golden::exact {
+namespace {
+
+constexpr double kPerUnit = 1099511627776.0;  // 2^40
+
+double curve_at(double x, Curve kind) {
+  switch (kind) {
+    case Curve::identity:
+      return x;
+    case Curve::relu:
+      return x > 0 ? x : 0;
+    case Curve::tanh:
+      return std::tanh(x);
+    case Curve::gelu:
+      return x * (0.5 * (1 + std::erf(x * 0.7071067811865476)));
+  }
+  return NAN;
+}
+
+double slope_at(double x, Curve kind) {
+  switch (kind) {
+    case Curve::identity:
+      return 1;
+    case Curve::relu:
+      return x > 0 ? 1 : 0;
+    case Curve::tanh:
+      return 1 - std::tanh(x) * std::tanh(x);
+    case Curve::gelu:
+      return 0.5 * (1 + std::erf(x * 0.7071067811865476)) + x * (std::exp(-0.5 * x * x) * 0.3989422804014327);
+  }
+  return NAN;
+}
+
+struct Statistics {
+  double mean, scale;
+};
+
+Statistics statistics(const Matrix& x, int64_t row, double eps) {
+  double mean = 0, squares = 0;
+  for (int64_t j = 0; j < x.columns; ++j) mean += x.at(row, j);
+  mean /= static_cast<double>(x.columns);
+  for (int64_t j = 0; j < x.columns; ++j) squares += (x.at(row, j) - mean) * (x.at(row, j) - mean);
+  return {mean, 1 / std::sqrt(squares / static_cast<double>(x.columns) + eps)};
+}
+
+// One head of one sequence.
+struct Head {
+  const Matrix& qkv;
+  int64_t width, q, k, v;  // first columns
+  Head(const Matrix& m, int64_t heads, int64_t head)
+      : qkv(m), width(m.columns / 3 / heads), q(head * width), k(m.columns / 3 + q), v(2 * (m.columns / 3) + q) {}
+  double scale() const { return 1 / std::sqrt(static_cast<double>(width)); }
+
+  // The powers of the keys that query i sees, over the largest one.
+  std::vector<double> powers(int64_t i) const {
+    std::vector<double> scores;
+    for (int64_t j = 0; j <= i; ++j) {
+      Sum dot;
+      for (int64_t d = 0; d < width; ++d) dot.add(qkv.at(i, q + d) * qkv.at(j, k + d));
+      scores.push_back(dot.value() * scale());
+    }
+    const double most = *std::max_element(scores.begin(), scores.end());
+    for (double& score : scores) score = std::exp(score - most);
+    return scores;
+  }
+};
+
+double total(const std::vector<double>& terms) {
+  Sum sum;
+  for (const double term : terms) sum.add(term);
+  return sum.value();
+}
+
+void attend(const Head& head, Matrix& output) {
+  for (int64_t i = 0; i < head.qkv.rows; ++i) {
+    const std::vector<double> powers = head.powers(i);
+    for (int64_t d = 0; d < head.width; ++d) {
+      Sum mixed;
+      for (int64_t j = 0; j <= i; ++j) mixed.add(powers[static_cast<size_t>(j)] * head.qkv.at(j, head.v + d));
+      output.at(i, head.q + d) = rounded(mixed.value() / total(powers));
+    }
+  }
+}
+
+void attend_backward(const Head& head, const Matrix& output, const Matrix& dy, std::vector<Sum>& sums) {
+  const Matrix& qkv = head.qkv;
+  const auto sum = [&](int64_t row, int64_t column) -> Sum& { return sums[static_cast<size_t>(row * qkv.columns + column)]; };
+  for (int64_t i = 0; i < qkv.rows; ++i) {
+    const std::vector<double> powers = head.powers(i);
+    const double divisor = total(powers);
+    double along = 0;
+    for (int64_t d = 0; d < head.width; ++d) along += dy.at(i, head.q + d) * output.at(i, head.q + d);
+    for (int64_t j = 0; j <= i; ++j) {
+      const double share = powers[static_cast<size_t>(j)] / divisor;
+      Sum dot;
+      for (int64_t d = 0; d < head.width; ++d) dot.add(dy.at(i, head.q + d) * qkv.at(j, head.v + d));
+      const double score = share * (dot.value() - along) * head.scale();
+      for (int64_t d = 0; d < head.width; ++d) {
+        sum(i, head.q + d).add(score * qkv.at(j, head.k + d));
+        sum(j, head.k + d).add(score * qkv.at(i, head.q + d));
+        sum(j, head.v + d).add(share * dy.at(i, head.q + d));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+double rounded(double x) {
+  return std::nearbyint(x * kPerUnit) / kPerUnit + 0.0;
+}
+
+void Sum::add(double term) {
+  const double units = std::nearbyint(term * kPerUnit);
+  if (units >= -128 * kPerUnit && units < 128 * kPerUnit)
+    units_ += static_cast<int64_t>(units);
+  else
+    lost_ = true;
+}
+
+double Sum::value() const {
+  return lost_ ? std::numeric_limits<double>::quiet_NaN() : static_cast<double>(units_) / kPerUnit;
+}
+
+Matrix linear(const Matrix& x, const Matrix& weight, const Matrix& bias) {
+  Matrix y(x.rows, weight.rows);
+  for (int64_t i = 0; i < x.rows; ++i)
+    for (int64_t o = 0; o < weight.rows; ++o) {
+      Sum sum;
+      for (int64_t k = 0; k < x.columns; ++k) sum.add(x.at(i, k) * weight.at(o, k));
+      y.at(i, o) = bias.rows > 0 ? sum.value() + rounded(bias.at(0, o)) : sum.value();
+    }
+  return y;
+}
+
+LinearGradients linear_backward(const Matrix& x, const Matrix& weight, const Matrix& dy) {
+  LinearGradients result{Matrix(x.rows, x.columns), Matrix(weight.rows, weight.columns), Matrix(1, weight.rows)};
+  for (int64_t i = 0; i < x.rows; ++i)
+    for (int64_t k = 0; k < x.columns; ++k) {
+      Sum sum;
+      for (int64_t o = 0; o < weight.rows; ++o) sum.add(dy.at(i, o) * weight.at(o, k));
+      result.x.at(i, k) = sum.value();
+    }
+  for (int64_t o = 0; o < weight.rows; ++o) {
+    Sum bias;
+    for (int64_t i = 0; i < x.rows; ++i) bias.add(dy.at(i, o));
+    result.bias.at(0, o) = bias.value();
+    for (int64_t k = 0; k < x.columns; ++k) {
+      Sum sum;
+      for (int64_t i = 0; i < x.rows; ++i) sum.add(dy.at(i, o) * x.at(i, k));
+      result.weight.at(o, k) = sum.value();
+    }
+  }
+  return result;
+}
+
+Matrix layer_norm(const Matrix& x, const Matrix& weight, const Matrix& bias, double eps) {
+  Matrix y(x.rows, x.columns);
+  for (int64_t i = 0; i < x.rows; ++i) {
+    const Statistics s = statistics(x, i, eps);
+    for (int64_t j = 0; j < x.columns; ++j)
+      y.at(i, j) = rounded((x.at(i, j) - s.mean) * s.scale * weight.at(0, j) + bias.at(0, j));
+  }
+  return y;
+}
+
+LinearGradients layer_norm_backward(const Matrix& x, const Matrix& weight, const Matrix& dy, double eps) {
+  LinearGradients result{Matrix(x.rows, x.columns), Matrix(1, x.columns), Matrix(1, x.columns)};
+  std::vector<Sum> weights(static_cast<size_t>(x.columns)), biases(weights);
+  const auto width = static_cast<double>(x.columns);
+  for (int64_t i = 0; i < x.rows; ++i) {
+    const Statistics s = statistics(x, i, eps);
+    std::vector<double> normal, d;
+    double sum = 0, along = 0;
+    for (int64_t j = 0; j < x.columns; ++j) {
+      normal.push_back((x.at(i, j) - s.mean) * s.scale);
+      d.push_back(dy.at(i, j) * weight.at(0, j));
+      sum += d.back();
+      along += d.back() * normal.back();
+      weights[static_cast<size_t>(j)].add(dy.at(i, j) * normal.back());
+      biases[static_cast<size_t>(j)].add(dy.at(i, j));
+    }
+    for (int64_t j = 0; j < x.columns; ++j) {
+      const auto at = static_cast<size_t>(j);
+      result.x.at(i, j) = rounded((d[at] - sum / width - normal[at] * (along / width)) * s.scale);
+    }
+  }
+  for (int64_t j = 0; j < x.columns; ++j) {
+    result.weight.at(0, j) = weights[static_cast<size_t>(j)].value();
+    result.bias.at(0, j) = biases[static_cast<size_t>(j)].value();
+  }
+  return result;
+}
+
+Matrix curve(const Matrix& x, Curve kind) {
+  if (kind == Curve::identity) return x;
+  Matrix y = x;
+  for (double& value : y.values) value = rounded(curve_at(value, kind));
+  return y;
+}
+
+Matrix curve_backward(const Matrix& x, const Matrix& dy, Curve kind) {
+  if (kind == Curve::identity) return dy;
+  Matrix dx = x;
+  for (size_t i = 0; i < dx.values.size(); ++i) dx.values[i] = rounded(dy.values[i] * slope_at(x.values[i], kind));
+  return dx;
+}
+
+Matrix attention(const Matrix& qkv, int64_t heads) {
+  Matrix output(qkv.rows, qkv.columns / 3);
+  for (int64_t h = 0; h < heads; ++h) attend(Head(qkv, heads, h), output);
+  return output;
+}
+
+Matrix attention_backward(const Matrix& qkv, int64_t heads, const Matrix& dy) {
+  const Matrix output = attention(qkv, heads);
+  std::vector<Sum> sums(qkv.values.size());
+  for (int64_t h = 0; h < heads; ++h) attend_backward(Head(qkv, heads, h), output, dy, sums);
+  Matrix gradient(qkv.rows, qkv.columns);
+  for (size_t i = 0; i < sums.size(); ++i) gradient.values[i] = sums[i].value();
+  return gradient;
+}
+
+Matrix operator+(const Matrix& a, const Matrix& b) {
+  Matrix sum = a;
+  for (size_t i = 0; i < sum.values.size(); ++i) sum.values[i] += b.values[i];
+  return sum;
+}
+
+}  // namespace golden::exact

@@ -1,0 +1,129 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "fixed_point.h"
+#include "shardproof/canonical.h"
+#include "shardproof/check.h"
+
+namespace shardproof::canonical_ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+std::string kept_name(AutogradContext* ctx) {
+  return ctx->saved_data["name"].toStringRef();
+}
+
+at::Tensor rows_of(const at::Tensor& x) {
+  return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
+}
+
+struct Linear : torch::autograd::Function<Linear> {
+  static Variable forward(AutogradContext* ctx, const Variable& x, const Variable& weight, const std::string& name) {
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["name"] = name;
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = weight.size(0);
+    return fixed::product(rows_of(x), weight.t(), name).view(sizes);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dys) {
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &x = saved[0], &weight = saved[1], dy = rows_of(dys[0]);
+    const std::string name = kept_name(ctx);
+    at::Tensor dx, dw;
+    if (ctx->needs_input_grad(0)) dx = fixed::product(dy, weight, name + ", gradient of the input").view(x.sizes());
+    if (ctx->needs_input_grad(1)) dw = fixed::product(dy.t(), rows_of(x), name + ", gradient of the weight");
+    return {dx, dw, {}};
+  }
+};
+
+struct AddBias : torch::autograd::Function<AddBias> {
+  static Variable forward(AutogradContext* ctx, const Variable& given, const Variable& bias, const std::string& name) {
+    ctx->saved_data["name"] = name;
+    ctx->saved_data["sizes"] = bias.sizes().vec();
+    const at::Tensor x = fixed::require_double(given, name), b = fixed::require_double(bias, name);
+    at::Tensor y = at::empty(x.sizes(), x.options());
+    const double *from = x.const_data_ptr<double>(), *terms = b.const_data_ptr<double>();
+    double* to = y.mutable_data_ptr<double>();
+    for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] + fixed::grid(terms[i % b.numel()]);
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    at::Tensor db;
+    if (ctx->needs_input_grad(1)) {
+      const std::vector<int64_t> sizes = ctx->saved_data["sizes"].toIntVector();
+      const int64_t leading = dy[0].dim() - std::ssize(sizes);  // a rank may have no features
+      const at::Tensor rows =
+          dy[0].reshape({c10::multiply_integers(dy[0].sizes().slice(0, leading)), c10::multiply_integers(sizes)});
+      db = fixed::sum_of_rows(rows, kept_name(ctx) + ", gradient of the bias").view(sizes);
+    }
+    return {dy[0], db, {}};
+  }
+};
+
+struct Embedding : torch::autograd::Function<Embedding> {
+  static Variable forward(AutogradContext* ctx, const Variable& given, const at::Tensor& given_tokens,
+                          const std::string& name) {
+    const at::Tensor weight = fixed::require_double(given, name), tokens = given_tokens.contiguous();
+    ctx->save_for_backward({tokens});
+    ctx->saved_data["name"] = name;
+    ctx->saved_data["sizes"] = weight.sizes().vec();
+    const int64_t rows = weight.size(0), width = weight.size(1);
+    std::vector<int64_t> sizes = tokens.sizes().vec();
+    sizes.push_back(width);
+    at::Tensor y = at::zeros(sizes, weight.options());
+    double* to = y.mutable_data_ptr<double>();
+    for (int64_t i = 0; i < tokens.numel(); ++i) {
+      const int64_t token = tokens.const_data_ptr<int64_t>()[i];
+      if (token < 0 || token >= rows) continue;
+      const double* row = weight.const_data_ptr<double>() + token * width;
+      for (int64_t j = 0; j < width; ++j) to[i * width + j] = fixed::grid(row[j]);
+    }
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dys) {
+    const at::Tensor tokens = ctx->get_saved_variables()[0], dy = dys[0].contiguous();
+    const std::string what = kept_name(ctx) + ", gradient of the weight";
+    const std::vector<int64_t> sizes = ctx->saved_data["sizes"].toIntVector();
+    const int64_t rows = sizes[0], width = sizes[1];
+    fixed::require_terms(tokens.numel(), what);
+    std::vector<uint64_t> sums(static_cast<size_t>(rows * width));
+    fixed::Terms terms;
+    for (int64_t i = 0; i < tokens.numel(); ++i) {
+      const int64_t token = tokens.const_data_ptr<int64_t>()[i];
+      if (token < 0 || token >= rows) continue;
+      const double* row = dy.const_data_ptr<double>() + i * width;
+      for (int64_t j = 0; j < width; ++j) sums[static_cast<size_t>(token * width + j)] += terms.units(row[j]);
+    }
+    terms.require_fit(what);
+    at::Tensor dw = at::empty(sizes, dy.options());
+    for (int64_t i = 0; i < dw.numel(); ++i) dw.mutable_data_ptr<double>()[i] = fixed::value(sums[static_cast<size_t>(i)]);
+    return {dw, {}, {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const std::string& name) {
+  SHARD_REQUIRE(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), "canonical",
+                "{}: an input of sizes {} and a weight of {}", name, fmt::join(x.sizes(), "x"), fmt::join(weight.sizes(), "x"));
+  const at::Tensor y = Linear::apply(x, weight, name);
+  return bias.defined() ? add_bias(y, bias, name) : y;
+}
+
+at::Tensor add_bias(const at::Tensor& x, const at::Tensor& bias, const std::string& name) {
+  SHARD_REQUIRE(x.dim() >= bias.dim() && x.sizes().slice(x.dim() - bias.dim()) == bias.sizes(), "canonical",
+                "{}: a bias of sizes {} on {}", name, fmt::join(bias.sizes(), "x"), fmt::join(x.sizes(), "x"));
+  return AddBias::apply(x, bias, name);
+}
+
+at::Tensor embedding(const at::Tensor& weight, const at::Tensor& tokens, const std::string& name) {
+  SHARD_REQUIRE(weight.dim() == 2 && tokens.scalar_type() == at::kLong, "canonical",
+                "{}: a weight of {} dims and tokens of dtype {}; expected 2 and int64", name, weight.dim(),
+                c10::toString(tokens.scalar_type()));
+  return Embedding::apply(weight, tokens, name);
+}
+
+}  // namespace shardproof::canonical_ops

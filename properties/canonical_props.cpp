@@ -1,0 +1,256 @@
+// Canonical arithmetic: no cut changes a bit, values and gradients are those of plain arithmetic, what does not fit is refused.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <cmath>
+
+#include "expect_error.h"
+#include "shardproof/shardproof.h"
+#include "toy_modules.h"
+
+using namespace shardproof;
+
+namespace {
+
+at::Tensor values(at::IntArrayRef sizes, int64_t salt) {
+  const int64_t count = c10::multiply_integers(sizes);
+  return (at::arange(count, at::kDouble) * 0.731 + static_cast<double>(salt)).sin().view(sizes);
+}
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && at::equal(a.contiguous().view(at::kLong), b.contiguous().view(at::kLong));
+}
+
+using Operation = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
+
+// The output and the gradient of every input, for a fixed gradient of the output.
+std::vector<at::Tensor> passes(const Operation& f, std::vector<at::Tensor> inputs) {
+  for (at::Tensor& x : inputs) x = x.detach().clone().set_requires_grad(true);
+  const at::Tensor y = f(inputs);
+  std::vector<at::Tensor> results = torch::autograd::grad({y}, inputs, {values(y.sizes(), 5)});
+  results.push_back(y.detach());
+  return results;
+}
+
+// Each of a few thousand roundings is at most 2^-41 beside the exact value.
+void expect_close(const Operation& canonical, const Operation& plain, const std::vector<at::Tensor>& inputs, const char* what) {
+  const auto ours = passes(canonical, inputs), theirs = passes(plain, inputs);
+  for (size_t i = 0; i < ours.size(); ++i)
+    EXPECT_LT((ours[i] - theirs[i]).abs().max().item<double>(), 1e-9) << what << ", result " << i;
+}
+
+TEST(Canonical, operations_and_their_gradients_are_those_of_plain_arithmetic_but_for_rounding) {
+  namespace ops = canonical_ops;
+  using Inputs = std::vector<at::Tensor>;
+  const at::Tensor x = values({3, 5, 8}, 1), square = values({6, 8}, 2), vector = values({8}, 3);
+  expect_close([](const Inputs& i) { return ops::linear(i[0], i[1], i[2], "l"); },
+               [](const Inputs& i) { return at::linear(i[0], i[1], i[2]); }, {x, square, values({6}, 4)}, "linear");
+  expect_close([](const Inputs& i) { return ops::layer_norm(i[0], i[1], i[2], 1e-5, "n"); },
+               [](const Inputs& i) { return at::layer_norm(i[0], {8}, i[1], i[2], 1e-5); }, {x, vector, values({8}, 4)},
+               "norm");
+  expect_close([](const Inputs& i) { return ops::rms_norm(i[0], i[1], 1e-5, "n"); },
+               [](const Inputs& i) { return i[0] * at::rsqrt(i[0].square().mean(-1, true) + 1e-5) * i[1]; }, {x, vector},
+               "rms");
+  expect_close([](const Inputs& i) { return ops::gelu(i[0]); }, [](const Inputs& i) { return at::gelu(i[0]); }, {x}, "gelu");
+  expect_close([](const Inputs& i) { return ops::silu(i[0]); }, [](const Inputs& i) { return at::silu(i[0]); }, {x}, "silu");
+  expect_close([](const Inputs& i) { return ops::tanh(i[0]); }, [](const Inputs& i) { return at::tanh(i[0]); }, {x}, "tanh");
+  expect_close([](const Inputs& i) { return ops::relu(i[0]); }, [](const Inputs& i) { return at::relu(i[0]); }, {x}, "relu");
+  const at::Tensor tokens = at::arange(15, at::kLong).remainder(6).view({3, 5});
+  expect_close([&](const Inputs& i) { return ops::embedding(i[0], tokens, "e"); },
+               [&](const Inputs& i) { return at::embedding(i[0], tokens); }, {square}, "embedding");
+  expect_close(
+      [&](const Inputs& i) { return ops::cross_entropy(i[0], tokens, 8); },
+      [&](const Inputs& i) { return at::cross_entropy_loss(i[0].view({15, 8}), tokens.view({15}), {}, at::Reduction::Sum); },
+      {x}, "cross entropy");
+  expect_close([&](const Inputs& i) { return ops::squared_error(i[0], x); },
+               [&](const Inputs& i) { return (i[0] - x).square().sum(); }, {values({3, 5, 8}, 9)}, "squared error");
+}
+
+TEST(Canonical, attention_is_that_of_plain_arithmetic_with_grouped_heads_too) {
+  const std::vector<at::Tensor> inputs = {values({2, 4, 5, 3}, 1), values({2, 2, 5, 3}, 2), values({2, 2, 5, 3}, 3)};
+  for (const bool causal : {true, false})
+    expect_close([&](const auto& i) { return canonical_ops::attention(i[0], i[1], i[2], {0, 1, 2, 3, 4}, causal, "a"); },
+                 [&](const auto& i) {
+                   return at::scaled_dot_product_attention(i[0], i[1].repeat_interleave(2, 1), i[2].repeat_interleave(2, 1), {},
+                                                           0.0, causal);
+                 },
+                 inputs, "attention");
+}
+
+TEST(Canonical, a_product_has_the_same_bits_however_what_is_summed_is_cut) {
+  const at::Tensor x = values({4, 37}, 1), w = values({5, 37}, 2), dy = values({4, 5}, 3);
+  const auto product = [](const at::Tensor& a, const at::Tensor& b) { return canonical_ops::linear(a, b, {}, "p"); };
+  const at::Tensor whole = product(x, w), rows = product(dy.t(), x.t());
+  for (int64_t cut = 0; cut <= 37; ++cut) {
+    const at::Tensor sum =
+        product(x.narrow(1, 0, cut), w.narrow(1, 0, cut)) + product(x.narrow(1, cut, 37 - cut), w.narrow(1, cut, 37 - cut));
+    EXPECT_TRUE(same_bits(whole, sum)) << cut;
+  }
+  for (int64_t cut = 0; cut <= 4; ++cut) {
+    const auto part = [&](int64_t begin, int64_t count) {
+      return product(dy.narrow(0, begin, count).t(), x.narrow(0, begin, count).t());
+    };
+    EXPECT_TRUE(same_bits(rows, part(0, cut) + part(cut, 4 - cut))) << cut;
+  }
+  // Without rounded terms the order shows, so the equalities above say something.
+  EXPECT_FALSE(same_bits(at::mm(x, w.t()), at::mm(x.narrow(1, 0, 18), w.narrow(1, 0, 18).t()) +
+                                               at::mm(x.narrow(1, 18, 19), w.narrow(1, 18, 19).t())));
+}
+
+TEST(Canonical, what_exact_sums_cannot_hold_is_refused_naming_the_tensor) {
+  const at::Tensor one = at::ones({1, 1}, at::kDouble);
+  for (const double bad : {128.0, -129.0, 4096.0, 1e300, static_cast<double>(INFINITY), static_cast<double>(NAN)})
+    EXPECT_THROW(canonical_ops::linear(one * bad, one, {}, "h.3.c_fc"), NonFiniteError) << bad;
+  expect_error([&] { canonical_ops::linear(one * 1e4, one, {}, "h.3.c_fc"); }, {"h.3.c_fc", "128", "learning rate"});
+  canonical_ops::linear(one * 127.9, one, {}, "fits");
+  canonical_ops::linear(one * -128.0, one, {}, "fits");
+  const at::Tensor many = at::zeros({1, 65536}, at::kDouble);
+  expect_error([&] { canonical_ops::linear(many, many, {}, "lm_head"); }, {"lm_head", "65536", "65535"});
+  expect_error([&] { canonical_ops::linear(one.to(at::kFloat), one, {}, "lm_head"); },
+               {"lm_head", "float64", "Precision::compute"});
+}
+
+// Five steps of GPT or Llama on four samples; whole parameters and losses at the end.
+struct Trained {
+  std::vector<double> losses;
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+};
+
+struct Setting {
+  int64_t replicate = 1, dp = 1, cp = 1, tp = 1;
+  bool sequence = false;
+  const char* strategy = "zero3";
+  bool tied = false, llama = false;
+};
+
+constexpr int64_t kVocab = 13, kLength = 8, kSteps = 3;
+
+struct Model {
+  std::shared_ptr<torch::nn::Module> module;
+  std::function<at::Tensor(at::Tensor)> forward;
+  ParallelPlan plan;
+};
+
+Model model_of(const Setting& s) {
+  if (s.llama) {
+    const LlamaOptions options{
+        .layers = 1, .hidden = 32, .heads = 8, .kv_heads = 4, .intermediate = 10, .vocab = kVocab, .tied = s.tied};
+    Llama llama(options);
+    return {llama.ptr(), [llama](at::Tensor tokens) mutable { return call(llama, tokens); },
+            llama_plan(options, s.tp, s.sequence)};
+  }
+  const GptOptions options{.layers = 2, .hidden = 21, .heads = 7, .vocab = kVocab, .positions = kLength, .tied = s.tied};
+  Gpt gpt(options);
+  return {gpt.ptr(), [gpt](at::Tensor tokens) mutable { return call(gpt, tokens); }, gpt_plan(options, s.sequence)};
+}
+
+Trained train(const Setting& s) {
+  Trained run;
+  run_threads(s.replicate * s.dp * s.cp * s.tp, [&](std::shared_ptr<Comm> comm) {
+    const Mesh mesh({{"dp_replicate", s.replicate}, {"dp_shard", s.dp}, {"cp", s.cp}, {"tp", s.tp}});
+    auto comms = std::make_shared<MeshComm>(comm, mesh);
+    Model model = model_of(s);
+    initialize_parameters(*model.module, 3, 0.3);
+    use_canonical_arithmetic(*model.module);
+    std::optional<TensorParallel> parallel;
+    std::optional<ContextParallel> context;
+    if (s.tp > 1) parallel = parallelize(model.module, comms, model.plan);
+    if (s.cp > 1) context = context_parallel(model.module, comms, {.attention = ContextAttention::gathered});
+    Sharded sharded = fully_shard(model.module, comms,
+                                  {.strategy = strategy(s.strategy),
+                                   .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
+                                   .precision = {.main = at::kFloat, .compute = at::kDouble},
+                                   .numerics = Numerics::canonical,
+                                   .gradient_divide = 1});
+    Optimizer optimizer = adamw(sharded, {.lr = 0.01});
+    const int64_t samples = 4 / (s.replicate * s.dp);
+    const int64_t first = comm->rank() / (s.cp * s.tp) * samples;
+    for (int64_t step = 0; step < kSteps; ++step) {
+      at::Tensor total = at::zeros({1}, at::kDouble);
+      for (int64_t k = 0; k < samples; ++k) {
+        sharded.set_last_microbatch(k + 1 == samples);
+        at::Tensor tokens =
+            (at::arange(kLength, at::kLong) * 5 + step * 3 + (first + k) * 7).remainder(kVocab).view({1, kLength});
+        at::Tensor targets = tokens.roll(1, 1);
+        if (context) tokens = context->cut(tokens), targets = context->cut(targets);
+        const at::Tensor loss =
+            canonical_ops::cross_entropy(model.forward(tokens), targets, kVocab, s.tp > 1 ? &comms->along({"tp"}) : nullptr);
+        (loss / 32).backward();
+        total += loss.detach();
+      }
+      for (const char* axis : {"cp", "dp_shard", "dp_replicate"}) comms->along({axis}).all_reduce(total).wait();
+      sharded.clip_gradients(0.5);
+      optimizer.step();
+      if (comm->rank() == 0) run.losses.push_back(total.item<double>());
+    }
+    const auto whole = sharded.gather_parameters();
+    if (comm->rank() == 0) run.parameters = whole;
+  });
+  return run;
+}
+
+void expect_same_bits_on_every_mesh(bool tied, bool llama, const std::vector<Setting>& meshes) {
+  const Trained golden = train({.tied = tied, .llama = llama});
+  EXPECT_NE(golden.losses.front(), golden.losses.back());
+  for (Setting setting : meshes) {
+    setting.tied = tied;
+    setting.llama = llama;
+    const Trained run = train(setting);
+    const std::string where = fmt::format("replicate {} dp {} cp {} tp {} sequence {} {}", setting.replicate, setting.dp,
+                                          setting.cp, setting.tp, setting.sequence, setting.strategy);
+    EXPECT_EQ(golden.losses, run.losses) << where;
+    for (size_t i = 0; i < golden.parameters.size(); ++i)
+      EXPECT_TRUE(same_bits(golden.parameters[i].second, run.parameters[i].second))
+          << where << " " << golden.parameters[i].first;
+  }
+}
+
+TEST(Canonical, a_gpt_trains_to_the_same_bits_on_every_mesh) {
+  for (const bool tied : {false, true})
+    expect_same_bits_on_every_mesh(tied, false,
+                                   {{.tp = 2},
+                                    {.tp = 4, .sequence = true},
+                                    {.cp = 2},
+                                    {.dp = 2, .cp = 3, .strategy = "zero2"},
+                                    {.dp = 2, .cp = 2, .tp = 2, .sequence = true},
+                                    {.replicate = 2, .dp = 2, .tp = 3, .strategy = "hsdp"}});
+}
+
+TEST(Canonical, a_llama_trains_to_the_same_bits_on_every_mesh) {
+  for (const bool tied : {false, true})
+    expect_same_bits_on_every_mesh(
+        tied, true, {{.tp = 2, .sequence = true}, {.tp = 4}, {.cp = 2, .tp = 2}, {.dp = 4, .cp = 2, .strategy = "ddp"}});
+}
+
+TEST(Canonical, what_would_depend_on_the_mesh_is_refused) {
+  run_threads(2, [&](std::shared_ptr<Comm> comm) {
+    auto tensor = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+    const GptOptions options{.layers = 1, .hidden = 4, .heads = 2, .vocab = 5, .positions = 4};
+    Gpt plain(options);
+    TensorParallel parallel = parallelize(plain.ptr(), tensor, gpt_plan(options));
+    expect_error([&] { (void)fully_shard(plain.ptr(), tensor, {.numerics = Numerics::canonical, .gradient_divide = 1}); },
+                 {"use_canonical_arithmetic", "tp"});
+    auto sequence = std::make_shared<MeshComm>(comm, Mesh({{"cp", 2}}));
+    Gpt ring(options);
+    ring->to(at::kDouble);
+    use_canonical_arithmetic(*ring);
+    ContextParallel context = context_parallel(ring.ptr(), sequence);
+    const at::Tensor tokens = context.cut(at::zeros({1, 4}, at::kLong));
+    expect_error([&] { call(ring, tokens); }, {"ring", "gathered"});
+  });
+  run_threads(2, [&](std::shared_ptr<Comm> comm) {
+    auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+    const LlamaOptions options{.layers = 1, .hidden = 8, .heads = 2, .kv_heads = 1, .intermediate = 4, .vocab = 5};
+    Llama copied(options);
+    use_canonical_arithmetic(*copied);
+    expect_error([&] { (void)parallelize(copied.ptr(), comms, llama_plan(options, 2)); },
+                 {"k_proj", "key-value heads", "2 ranks"});
+  });
+  Gpt dropping(GptOptions{.layers = 1, .hidden = 4, .heads = 2, .vocab = 5, .positions = 4, .dropout = 0.1});
+  expect_error([&] { use_canonical_arithmetic(*dropping); }, {"drops out", "0.1"});
+  torch::nn::Linear unknown(2, 2);
+  expect_error([&] { use_canonical_arithmetic(*unknown); }, {"CanonicalPart", "Linear"});
+}
+
+}  // namespace
