@@ -32,7 +32,8 @@ Microbatch prepared(const Microbatch& microbatch, at::ScalarType compute, at::Sc
   const auto convert = [](const at::Tensor& t, at::ScalarType dtype) {
     return aligned(t.is_floating_point() ? t.to(dtype) : t);
   };
-  return {convert(microbatch.input, compute), convert(microbatch.target, main), microbatch.weight, microbatch.branch};
+  return {convert(microbatch.input, compute), convert(microbatch.target, main), microbatch.weight, microbatch.branch,
+          microbatch.dropout_seed};
 }
 
 Named checked_copy(const Model& model, const Named& parameters, at::ScalarType dtype) {

@@ -25,6 +25,8 @@ golden::Model generate_mlp(Chooser& choose, bool exact) {
   return model;
 }
 
+double generate_dropout(Chooser& choose) { return choose.chance(0.3) ? choose.one_of<double>({0.1, 0.25, 0.5}) : 0; }
+
 // Layer norm over a few features turns rounding into values, which no tolerance can judge: `head_min` keeps clear of that.
 golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max = 3) {
   golden::Model model;
@@ -42,6 +44,23 @@ golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max 
     g.vocab = choose.integer(100, 300);
     g.positions = choose.integer(32, 70);
   }
+  g.dropout = generate_dropout(choose);
+  return model;
+}
+
+golden::Model generate_llama(Chooser& choose, int64_t head_min) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::llama;
+  golden::Llama& m = model.llama;
+  m.layers = choose.chance(0.6) ? 1 : choose.integer(2, 3);
+  m.kv_heads = choose.integer(1, 3);
+  m.heads = m.kv_heads * choose.integer(1, 3);
+  m.hidden = m.heads * 2 * choose.integer(head_min / 2, 4);
+  m.intermediate = choose.integer(1, 23);
+  m.vocab = choose.integer(2, 37);
+  m.positions = choose.integer(1, 9);
+  m.tied = choose.chance(0.4);
+  m.dropout = generate_dropout(choose);
   return model;
 }
 
@@ -69,12 +88,18 @@ golden::Model generate_odd(Chooser& choose) {
   return model;
 }
 
+// To be cut over tp or cp.
+golden::Model generate_language_model(Chooser& choose) {
+  return choose.chance(0.5) ? generate_llama(choose, 4) : generate_gpt(choose, 4, 6);
+}
+
 golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
   if (mode == Mode::exact) return generate_mlp(choose, true);
-  if (parallel) return choose.chance(0.25) ? generate_mlp(choose, false) : generate_gpt(choose, 4, 6);
+  if (parallel) return choose.chance(0.2) ? generate_mlp(choose, false) : generate_language_model(choose);
   const double kind = choose.unit();
-  if (kind < 0.35) return generate_mlp(choose, false);
-  if (kind < 0.65) return generate_gpt(choose, mode == Mode::fast ? 4 : 1);
+  if (kind < 0.3) return generate_mlp(choose, false);
+  if (kind < 0.5) return generate_gpt(choose, mode == Mode::fast ? 4 : 1);
+  if (kind < 0.65) return generate_llama(choose, mode == Mode::fast ? 4 : 2);
   if (kind < 0.8) return generate_conv(choose, mode != Mode::fast);
   return generate_odd(choose);
 }
@@ -145,16 +170,30 @@ Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& s
   return Mesh(axes);
 }
 
+void fit_heads(golden::Llama& m, int64_t ranks) {
+  const int64_t head = m.hidden / m.heads;
+  int64_t group = m.heads / m.kv_heads;
+  while (m.kv_heads < ranks && ranks % m.kv_heads != 0) --m.kv_heads;
+  while (m.kv_heads >= ranks && !all_get_some(m.kv_heads, ranks)) ++m.kv_heads;
+  while (m.kv_heads < ranks && m.kv_heads * group % ranks != 0) ++group;
+  m.heads = m.kv_heads * group;
+  m.hidden = m.heads * head;
+}
+
 // Sizes that leave no rank along tp without a head or a token of the vocabulary, and none at all without a token.
 void fit_to_parallel_ranks(Case& c) {
+  const int64_t ranks = c.tensor_ranks();
   golden::Gpt& g = c.model.gpt;
+  golden::Llama& m = c.model.llama;
   const int64_t head = g.hidden / g.heads;
-  for (int64_t* size : {&g.heads, &g.vocab})
-    while (!all_get_some(*size, c.tensor_ranks())) ++*size;
+  for (int64_t* size : {&g.heads, &g.vocab, &m.intermediate, &m.vocab})
+    while (!all_get_some(*size, ranks)) ++*size;
   g.hidden = g.heads * head;
+  fit_heads(m, ranks);
   Case with_sequence_parallelism = c;
   with_sequence_parallelism.options.sequence_parallel = 1;
-  while (!sequence_fits(with_sequence_parallelism, g.positions)) ++g.positions;
+  for (int64_t* length : {&g.positions, &m.positions})
+    while (!sequence_fits(with_sequence_parallelism, *length)) ++*length;
 }
 
 // Sets an option, unless the case would not be valid with it.
@@ -220,7 +259,7 @@ void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
     if (choose.chance(0.6)) plan.load_strategy = strategy;
     const std::string& there = plan.load_strategy.empty() ? c.at(s).strategy : strategy;
     const Mesh mesh = c.microbatch_ranks() > 1 && !limits.mesh
-                          ? generate_parallel_mesh(choose, limits, there, c.model.kind == golden::Model::Kind::gpt)
+                          ? generate_parallel_mesh(choose, limits, there, c.model.of_tokens())
                           : generate_mesh(choose, limits, there);
     if (plan.load_strategy.empty() || choose.chance(0.7)) plan.load_mesh = mesh;
     try_plan(c, s, plan);
@@ -257,9 +296,8 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     if (given && limits.mesh->has("cp") && !limits.mode) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
     const bool parallel = given || (!limits.mesh && (c.mode == exact || c.mode == fast) && choose.chance(0.65));
-    c.model = given && limits.mesh->has("cp") ? generate_gpt(choose, 4, 6) : generate_model(choose, c.mode, parallel);
-    const bool is_gpt = c.model.kind == golden::Model::Kind::gpt;
-    c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, is_gpt)
+    c.model = given && limits.mesh->has("cp") ? generate_language_model(choose) : generate_model(choose, c.mode, parallel);
+    c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
     if (c.microbatch_ranks() > 1) {

@@ -103,10 +103,11 @@ class RankRun {
     return network;
   }
 
-  // With the rank's positions of its sequences.
+  // With the rank's positions of its sequences. Its forward is next.
   golden::Microbatch microbatch(const golden::Step& step, size_t round) {
     golden::Microbatch data = step.microbatches[round][static_cast<size_t>(rank_ / case_.microbatch_ranks())];
     if (context_) data.input = context_->cut(data.input), data.target = context_->cut(data.target);
+    random_stream() = {.seed = data.dropout_seed};
     return data;
   }
 
