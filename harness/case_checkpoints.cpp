@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 
 #include "harness/random.h"
 #include "shardproof/check.h"
@@ -37,12 +38,13 @@ ssize_t DyingFiles::write(int fd, const void* data, size_t bytes) {
 int DyingFiles::fsync(int) {
   return dead() ? -EIO : 0;
 }
-int DyingFiles::rename(const std::string&, const std::string&) {
+int DyingFiles::rename(const std::string& from, const std::string& to) {
+  left_ = 0;
+  return after_rename_ ? FileSystem::rename(from, to) : -EIO;
+}
+int DyingFiles::exchange(const std::string&, const std::string&) {
   left_ = 0;
   return -EIO;
-}
-int DyingFiles::exchange(const std::string& one, const std::string& two) {
-  return rename(one, two);
 }
 int DyingFiles::mkdir(const std::string& path, mode_t mode) {
   return dead() ? -EIO : FileSystem::mkdir(path, mode);
@@ -58,7 +60,9 @@ CaseCheckpoints::CaseCheckpoints(const Case& c) : seed_(c.seed) {
   bool needed = false;
   for (size_t s = 0; s < c.steps.size(); ++s) {
     needed |= c.steps[s].save || c.steps[s].crash;
-    if (c.steps[s].crash) crashes_.try_emplace(s, Draws(seed_, "crash").integer(static_cast<int64_t>(s), 0, kCallsMax));
+    if (!c.steps[s].crash) continue;
+    const int64_t calls = Draws(seed_, "crash").integer(static_cast<int64_t>(s), 0, kCallsMax);
+    crashes_.try_emplace(s, after_rename(s) ? std::numeric_limits<int64_t>::max() : calls, after_rename(s));
   }
   if (!needed) return;
   directory_ = (std::filesystem::temp_directory_path() / "shardproof_case_XXXXXX").string();
@@ -72,20 +76,29 @@ CaseCheckpoints::~CaseCheckpoints() {
 }
 
 shardproof::checkpoint::ManagerOptions CaseCheckpoints::options() const {
-  return {.keep = 2, .async = Draws(seed_, "async").bits(0) % 2 == 0, .files = &hasty_files()};
+  // A run that diverges ends with an error that says more than what became of its checkpoint.
+  return {
+      .keep = 2, .async = Draws(seed_, "async").bits(0) % 2 == 0, .lost = [](const std::string&) {}, .files = &hasty_files()};
 }
 
-void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, const shardproof::Optimizer& optimizer) {
+bool CaseCheckpoints::after_rename(size_t step) const {
+  return Draws(seed_, "dies after its rename").bits(static_cast<int64_t>(step)) % 4 == 0;
+}
+
+void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer) {
   const bool all_die = Draws(seed_, "who dies").bits(static_cast<int64_t>(step)) % 2 == 0;
   const std::string folder = shardproof::checkpoint::step_folder(directory_, number(step) + 1);
   FileSystem& files = all_die || sharded.rank() == 0 ? crashes_.at(step) : hasty_files();
+  bool told = true;
   try {
     shardproof::checkpoint::save(folder, sharded, &optimizer, {.step = number(step) + 1}, {.files = &files});
   } catch (const shardproof::Error&) {
-    return;
+    told = false;
   }
-  throw shardproof::Error(
-      fmt::format("[harness] the save before step {} died, and rank {} was told that it is there", step, sharded.rank()));
+  SHARD_REQUIRE(!told, "harness", "the save before step {} died, and rank {} was told that it is there", step, sharded.rank());
+  if (!after_rename(step)) return;
+  shardproof::checkpoint::load(folder, sharded, &optimizer);
+  if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
 }
 
 }  // namespace harness

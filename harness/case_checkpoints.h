@@ -10,11 +10,12 @@
 
 namespace harness {
 
-// Every call after the first few fails, and every rename: what was written never becomes a checkpoint. What a process that died
-// did not do is not done afterwards either. No call reaches the disk any sooner than the system likes.
+// Every call after the first few fails, and the rename with all after it: what was written never becomes a checkpoint. Or the
+// rename is the last call that is done: the checkpoint is there, and nobody was told. What a process that died did not do is
+// not done afterwards either. No call reaches the disk any sooner than the system likes.
 class DyingFiles : public shardproof::checkpoint::FileSystem {
  public:
-  explicit DyingFiles(int64_t calls) : left_(calls) {}
+  DyingFiles(int64_t calls, bool after_rename) : left_(calls), after_rename_(after_rename) {}
   int open(const std::string& path, int flags, mode_t mode) override;
   ssize_t write(int fd, const void* data, size_t bytes) override;
   int fsync(int fd) override;
@@ -27,6 +28,7 @@ class DyingFiles : public shardproof::checkpoint::FileSystem {
  private:
   bool dead() { return left_-- <= 0; }
   std::atomic<int64_t> left_;
+  bool after_rename_;
 };
 
 // A folder of its own, gone with this object; shared by all ranks. Without a save in the case there is none.
@@ -44,10 +46,12 @@ class CaseCheckpoints {
   static int64_t number(size_t step) { return 2 * static_cast<int64_t>(step); }
 
   // Collective: a save before that step, during which every rank dies at some call, or the first does. Throws Error unless it
-  // was refused on this rank.
-  void crash(size_t step, shardproof::Sharded& sharded, const shardproof::Optimizer& optimizer);
+  // was refused on this rank. One that died after its rename is whole: it is loaded, which changes no value, and removed.
+  void crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer);
 
  private:
+  bool after_rename(size_t step) const;
+
   uint64_t seed_;
   std::string directory_;
   std::map<size_t, DyingFiles> crashes_;  // by step

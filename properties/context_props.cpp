@@ -4,12 +4,12 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include "context_models.h"
+#include "parallel_models.h"
 #include "expect_error.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;
-using context_models::expect_equal_on_meshes;
+using parallel_models::expect_equal_on_meshes;
 
 namespace {
 
@@ -202,22 +202,22 @@ TEST(Context, a_gpt_on_any_mesh_trains_as_the_unsharded_one) {
   const ContextOptions gathered{.attention = ContextAttention::gathered}, contiguous{.split = ContextSplit::contiguous},
       both{.attention = ContextAttention::gathered, .split = ContextSplit::contiguous};
   expect_equal_on_meshes(
-      context_models::gpt(true),
+      parallel_models::gpt(true),
       {{1, 2, 1}, {2, 2, 1, false, "zero2", gathered}, {1, 3, 1, false, "ddp"}, {1, 2, 2, true, "zero3", contiguous}}, {8, 7});
-  expect_equal_on_meshes(context_models::gpt(false),
+  expect_equal_on_meshes(parallel_models::gpt(false),
                          {{2, 2, 2}, {1, 4, 1, false, "zero1", both}, {4, 2, 1}, {1, 2, 3, false, "zero3", gathered}}, {8, 5});
 }
 
 TEST(Context, a_llama_on_any_mesh_trains_as_the_unsharded_one) {
   const ContextOptions gathered{.attention = ContextAttention::gathered};
-  expect_equal_on_meshes(context_models::llama(false, 3),
+  expect_equal_on_meshes(parallel_models::llama(false, 3),
                          {{1, 2, 1}, {2, 2, 1, false, "zero2", gathered}, {1, 2, 3, true, "zero3"}}, {8, 7});
-  expect_equal_on_meshes(context_models::llama(true, 2),
+  expect_equal_on_meshes(parallel_models::llama(true, 2),
                          {{2, 3, 1, false, "ddp"}, {1, 2, 6, false, "zero3", gathered}, {1, 4, 2, true, "zero3"}}, {16, 13});
 }
 
 TEST(Context, replicas_of_shards_over_dp_and_cp_train_as_the_unsharded_one) {
-  expect_equal_on_meshes(context_models::gpt(true),
+  expect_equal_on_meshes(parallel_models::gpt(true),
                          {{1, 2, 1, false, "hsdp", {}, false, 2},
                           {2, 2, 2, true, "hfsdp", {}, false, 2},
                           {2, 2, 1, false, "ddp", {}, false, 2}},
@@ -225,7 +225,7 @@ TEST(Context, replicas_of_shards_over_dp_and_cp_train_as_the_unsharded_one) {
 }
 
 TEST(Context, units_that_are_computed_again_run_the_ring_again) {
-  expect_equal_on_meshes(context_models::gpt(true), {{2, 2, 1, false, "zero3", {}, true}, {1, 3, 2, false, "zero2", {}, true}},
+  expect_equal_on_meshes(parallel_models::gpt(true), {{2, 2, 1, false, "zero3", {}, true}, {1, 3, 2, false, "zero2", {}, true}},
                          {7});
 }
 

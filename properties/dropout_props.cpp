@@ -5,12 +5,12 @@
 #include <rapidcheck/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "context_models.h"
+#include "parallel_models.h"
 #include "expect_error.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;
-using context_models::expect_equal_on_meshes;
+using parallel_models::expect_equal_on_meshes;
 
 namespace {
 
@@ -92,7 +92,7 @@ TEST(Dropout, sites_and_seeds_have_masks_of_their_own_and_evaluation_none) {
 // Attention's probabilities, residuals and embeddings dropped, heads cut by tp, positions by cp and tp, samples by dp.
 TEST(Dropout, a_gpt_with_dropout_on_any_mesh_trains_as_the_unsharded_one) {
   const ContextOptions gathered{.attention = ContextAttention::gathered}, contiguous{.split = ContextSplit::contiguous};
-  expect_equal_on_meshes(context_models::gpt(true, 0.2),
+  expect_equal_on_meshes(parallel_models::gpt(true, 0.2),
                          {{2, 1, 1},
                           {1, 1, 2, true},
                           {1, 1, 3, false, "ddp"},
@@ -106,7 +106,7 @@ TEST(Dropout, a_gpt_with_dropout_on_any_mesh_trains_as_the_unsharded_one) {
 
 TEST(Dropout, a_llama_with_attention_dropout_on_any_mesh_trains_as_the_unsharded_one) {
   const ContextOptions gathered{.attention = ContextAttention::gathered};
-  expect_equal_on_meshes(context_models::llama(false, 3, 0.3),
+  expect_equal_on_meshes(parallel_models::llama(false, 3, 0.3),
                          {{1, 1, 3}, {2, 2, 1, false, "zero3", gathered}, {1, 3, 3, true}, {1, 2, 6, false}}, {13});
 }
 

@@ -26,8 +26,9 @@ add_test(NAME Verify.the_golden_run_agrees_with_pytorch_in_python
   COMMAND shardproof_command verify --cases 100 --seed 3 --failures ${_failures})
 set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERTIES LABELS train)
 
-shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES context_props.cpp context_models.cpp)
-shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES dropout_props.cpp context_models.cpp)
+shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES context_props.cpp parallel_models.cpp)
+shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES dropout_props.cpp parallel_models.cpp)
 shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES transformers_props.cpp)
 shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
-  collective_ops_props.cpp parallel_layers_props.cpp parallel_models_props.cpp toy_modules.cpp)
+  collective_ops_props.cpp parallel_layers_props.cpp parallel_models_props.cpp parallel_models.cpp
+  toy_modules.cpp)

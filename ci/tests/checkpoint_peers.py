@@ -5,7 +5,6 @@ KIND: plain (a dict of odd tensors and values), fsdp2, hsdp or fsdp2_tp. `load` 
 FOLDER into a model of other values, under as
 many ranks as the environment says, and exits with 0 when every bit is that of the model that was saved.
 """
-import os
 import sys
 
 import torch
@@ -16,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from peer_ranks import join, leave
 
 
 def plain(seed):
@@ -93,7 +94,7 @@ def same(a, b):
 def main():
     action, kind, folder = sys.argv[1:4]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     if action == "save":
         saved, _, _ = state(kind, 3)
         dcp.save(saved, checkpoint_id=folder)
@@ -111,11 +112,8 @@ def main():
         got = dict(flat(loaded))
         wrong = [k for k in expected if k not in got or not same(expected[k], got[k])] + [k for k in got if k not in expected]
         if wrong:
-            print("differ:", wrong[:5], {k: (expected.get(k), got.get(k)) for k in wrong[:2]})
-            dist.barrier()
-            os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
+            sys.exit(f"differ: {wrong[:5]} {[(expected.get(k), got.get(k)) for k in wrong[:2]]}")
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Checkpoints of real PyTorch through `shardproof checkpoint`, and ours through real PyTorch."""
 import json
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -12,27 +11,14 @@ import numpy
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from peer_ranks import run_ranks
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def ranks(world, *arguments):
-    port = free_port()
-    processes = []
-    for rank in range(world):
-        env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-                   MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-        processes.append(subprocess.Popen([sys.executable, os.path.join(HERE, "checkpoint_peers.py"), *arguments], env=env,
-                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    outputs = [p.communicate()[0] for p in processes]
-    if any(p.returncode for p in processes):
-        raise AssertionError(f"{arguments} on {world} ranks failed:\n" + outputs[0][-3000:])
+    run_ranks("checkpoint_peers.py", world, arguments)
 
 
 def shardproof(*arguments, code=0):

@@ -5,7 +5,6 @@ A rank of `torch.distributed`. Loads into a model and optimizer of other values;
 of dcp_to_torch_save. Rank 0 prints the losses of steps BEGIN to END, one a line.
 """
 import math
-import os
 import sys
 
 import torch
@@ -16,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from peer_ranks import join, leave
 
 SAMPLES = 4
 
@@ -77,7 +78,7 @@ def main():
     kind, begin, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     model, optimizer, share, shares = build(kind)
     if "load" in options:
         train(model, optimizer, share, shares, 50)
@@ -93,8 +94,7 @@ def main():
         dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=options["save"])
     if dist.get_rank() == 0:
         print("\n".join(f"{loss:.17g}" for loss in losses), flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's threads sometimes abort a normal exit
+    leave()
 
 
 if __name__ == "__main__":

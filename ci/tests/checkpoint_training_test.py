@@ -1,7 +1,6 @@
 """Runs that PyTorch began and we go on with, and the other way round: sharded model and optimizer through one checkpoint."""
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -9,26 +8,17 @@ import unittest
 
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from peer_ranks import run_ranks
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 BUILD = os.environ["SHARDPROOF_BUILD"]
 STEPS = 3
 
 
 def pytorch(ranks, kind, begin, end, **options):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     arguments = [kind, str(begin), str(end)] + [word for option in options.items() for word in option]
-    started = []
-    for rank in range(ranks):
-        env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
-                   MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-        started.append(subprocess.Popen([sys.executable, os.path.join(HERE, "checkpoint_training_peers.py"), *arguments],
-                                        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    outputs = [process.communicate() for process in started]
-    if any(process.returncode for process in started):
-        raise AssertionError(f"{arguments}: " + "\n".join(error[-1500:] for _, error in outputs))
-    return [float(line) for line in outputs[0][0].split() if line[0].isdigit()]
+    output = run_ranks("checkpoint_training_peers.py", ranks, arguments)[0]
+    return [float(line) for line in output.split() if line[0].isdigit()]
 
 
 def ours(mesh, strategy, begin, end, **options):

@@ -38,8 +38,13 @@ struct Manager::Pending {
   std::thread thread;  // the last member: it uses the others
 };
 
+void print_lost(const std::string& message) {
+  std::fprintf(stderr, "%s\n", message.c_str());
+}
+
 Manager::Manager(std::string directory, ManagerOptions options) : directory_(std::move(directory)), options_(options) {
   SHARD_REQUIRE(!directory_.empty(), "checkpoint", "the directory of checkpoints has no name");
+  SHARD_REQUIRE(options_.lost, "checkpoint", "ManagerOptions::lost is no function; print_lost is the default");
   SHARD_REQUIRE(options_.keep >= 0, "checkpoint", "keep must be at least 1, or 0 to keep all, got {}", options_.keep);
 }
 
@@ -47,8 +52,8 @@ Manager::~Manager() {
   if (!pending_) return;
   pending_->join();
   const std::string why = pending_->broken ? "an invariant is broken" : pending_->job->error();
-  std::fprintf(stderr, "[checkpoint] %s was not committed and is lost%s%s: call Manager::wait before the manager goes\n",
-               step_folder(directory_, pending_->step).c_str(), why.empty() ? "" : "; writing it failed: ", why.c_str());
+  options_.lost(fmt::format("[checkpoint] {} was not committed and is lost{}{}: call Manager::wait before the manager goes",
+                            step_folder(directory_, pending_->step), why.empty() ? "" : "; writing it failed: ", why));
 }
 
 // Before the first save or load: what dead runs left; before each save: that it comes after those that are there.
@@ -105,7 +110,11 @@ void Manager::commit() {
   // Whatever becomes of it, it is reported once.
   const std::unique_ptr<Pending> pending = std::move(pending_);
   pending->join();
-  if (pending->broken) std::rethrow_exception(pending->broken);
+  if (pending->broken) {
+    // Where the other ranks agree on what was written, so that they fail as well.
+    error_of([&] { agree(pending->world, "[checkpoint] an invariant is broken; see what that rank says"); });
+    std::rethrow_exception(pending->broken);
+  }
   pending->job->commit();
   remove_old(pending->world);
 }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,11 +22,16 @@ namespace shardproof::checkpoint {
 
 enum class WhenBusy { wait, refuse };
 
+// To standard error.
+void print_lost(const std::string& message);
+
 struct ManagerOptions {
   int64_t keep = 0;                     // checkpoints, besides one that is being saved; 0: all
   bool async = false;                   // save returns when the values are copied, and a thread writes them
   WhenBusy when_busy = WhenBusy::wait;  // what becomes of a save while the one before is being written
   bool overwrite = false;               // a step that is there already
+  // Told when the manager goes before a save of this rank is committed. Must not throw or communicate.
+  std::function<void(const std::string&)> lost = print_lost;
   FileSystem* files = &system_files();
 };
 
@@ -33,7 +39,7 @@ class Manager {
  public:
   // Touches no file. Throws Error when options are out of range.
   explicit Manager(std::string directory, ManagerOptions options = {});
-  // Does not communicate, so it cannot commit: what is not committed then is lost, and standard error says so.
+  // Does not communicate, so it cannot commit: what is not committed then is lost, and ManagerOptions::lost is told.
   ~Manager();
   Manager(const Manager&) = delete;
   Manager& operator=(const Manager&) = delete;

@@ -62,7 +62,8 @@ class SaveJob {
   void write();
   // Of `write`; "" when it did not fail.
   const std::string& error() const;
-  // Collective. Throws what went wrong anywhere; then nothing is saved.
+  // Collective. Throws what went wrong anywhere; then nothing is saved, but for the very last call, the flush of the parent
+  // folder: when that fails, the checkpoint is there and whole, and a power failure may take it away.
   void commit();
 
  private:

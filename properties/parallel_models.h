@@ -9,9 +9,9 @@
 
 #include "shardproof/shardproof.h"
 
-namespace context_models {
+namespace parallel_models {
 
-struct Setting {
+struct MeshSetting {
   int64_t dp = 1, cp = 1, tp = 1;
   bool sequence_parallel = false;
   const char* strategy = "zero3";
@@ -27,7 +27,9 @@ struct Model {
   std::function<at::Tensor(at::Tensor)> forward;
   shardproof::ParallelPlan plan;
 };
-using MakeModel = std::function<Model(const Setting&)>;
+using MakeModel = std::function<Model(const MeshSetting&)>;
+constexpr int64_t kVocab = 13;
+shardproof::GptOptions gpt_options(bool tied, double dropout = 0);
 MakeModel gpt(bool tied, double dropout = 0);
 MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout = 0);
 
@@ -37,12 +39,13 @@ struct Trained {
 };
 
 // Three steps of a global batch of four samples, a part of whose targets is ignored, in double. replicate x dp divides 4.
-Trained train(const MakeModel& make, const Setting& setting, int64_t length);
+Trained train(const MakeModel& make, const MeshSetting& setting, int64_t length);
 
-// Fails the test where they differ by more than other orders of sums do.
-void expect_same(const Trained& golden, const Trained& run, const std::string& where);
+// Fails the test where they differ by more than other orders of sums do; losses by `loss_distance`.
+void expect_same(const Trained& golden, const Trained& run, const std::string& where, double loss_distance = 1e-10);
 
 // For lengths that the ranks do and do not divide.
-void expect_equal_on_meshes(const MakeModel& make, const std::vector<Setting>& settings, const std::vector<int64_t>& lengths);
+void expect_equal_on_meshes(const MakeModel& make, const std::vector<MeshSetting>& settings,
+                            const std::vector<int64_t>& lengths);
 
-}  // namespace context_models
+}  // namespace parallel_models
