@@ -216,6 +216,9 @@ struct Run {
   SumOrder order;
   Precision precision;
   LossScaling scaling;
+  // Not 0: half of the numbers that the model computes with, chosen by this, are one float of their dtype farther from zero or
+  // nearer to it. Shows how far roundings carry. Nothing of it in float64.
+  uint64_t jitter = 0;
 };
 
 // What one step left behind.

@@ -68,6 +68,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   failures_ += !verdict.held;
   values_compared_ += verdict.values_compared;
   ratio_max_ = std::max(ratio_max_, verdict.ratio_max);
+  for (const auto& [kind, error] : verdict.smallest_found) smallest_found_[kind].push_back(error);
   Row& row = rows_[{c.strategy, to_string(c.model.kind), world}];
   ++row.cases;
   row.failures += !verdict.held;
@@ -188,6 +189,16 @@ std::string Coverage::pairs_summary() const {
   return text + fmt::format("  never: {}\n", fmt::join(never, ", "));
 }
 
+std::string Coverage::found_summary() const {
+  std::string text;
+  for (auto [kind, errors] : smallest_found_) {
+    std::sort(errors.begin(), errors.end());
+    text += fmt::format("planted relative errors of a {}: found from {:.1e} on, half the cases from {:.1e}, worst {:.1e} ({} cases)\n",
+                        kind, errors.front(), errors[errors.size() / 2], errors.back(), errors.size());
+  }
+  return text;
+}
+
 std::string Coverage::table() const {
   std::string text = fmt::format("{:<10} {:<6} {:>6} {:>8} {:>9}\n", "strategy", "model", "world", "cases", "failures");
   for (const auto& [key, row] : rows_) {
@@ -211,7 +222,7 @@ std::string Coverage::summary() const {
   text += "  " + line + "\n";
   text += pairs_summary() + fmt::format("compared: {} values", values_compared_);
   if (ratio_max_ > 0) text += fmt::format("; fast mode: at most {:.2f} times the unsharded run's distance", ratio_max_);
-  return text + "\n";
+  return text + "\n" + found_summary();
 }
 
 }  // namespace harness

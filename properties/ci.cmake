@@ -24,6 +24,7 @@ shardproof_python_tests(NAME checkpoint CLASS Checkpoint)
 shardproof_python_tests(NAME checkpoint_releases CLASS CheckpointReleases)
 shardproof_python_tests(NAME checkpoint_training CLASS CheckpointTraining)
 shardproof_python_tests(NAME faults CLASS Faults)
+shardproof_python_tests(NAME hugging_face CLASS HuggingFace)
 shardproof_python_tests(NAME train CLASS Train)
 shardproof_python_tests(NAME verify CLASS Command)
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "context_ring.h"
+#include "kept_group.h"
 #include "shardproof/check.h"
 
 namespace shardproof {
@@ -42,7 +43,7 @@ at::Tensor places(const ContextCut& cut, int64_t most) {
 struct ContextGather : torch::autograd::Function<ContextGather> {
   static Variable forward(AutogradContext* ctx, const Variable& own, int64_t dim, const ContextCut& cut, Comm* group) {
     const int64_t most = most_positions(cut);
-    ctx->saved_data["group"] = reinterpret_cast<int64_t>(group);
+    keep_group(ctx, *group);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["most"] = most;
     ctx->saved_data["places"] = places(cut, most);
@@ -58,7 +59,7 @@ struct ContextGather : torch::autograd::Function<ContextGather> {
     return all.index_select(0, ctx->saved_data["places"].toTensor()).movedim(0, dim);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    Comm& group = *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt());
+    Comm& group = group_in(ctx);
     const int64_t dim = ctx->saved_data["dim"].toInt(), most = ctx->saved_data["most"].toInt();
     const at::Tensor moved = dy[0].movedim(dim, 0);
     std::vector<int64_t> sizes = moved.sizes().vec();

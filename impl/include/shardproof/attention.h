@@ -27,6 +27,8 @@ class SequenceRule {
   virtual std::vector<int64_t> positions(int64_t length) = 0;
   virtual at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                             const std::optional<AttentionDropout>& dropout) = 0;
+  // What whoever relies on the rule holds, so that it lives; null where nothing says how long it does.
+  virtual std::shared_ptr<void> held() { return {}; }
 };
 
 class SequencePart : public Placed {
