@@ -305,6 +305,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       // Kernels on cut sizes round more differently than sums over ranks do; Adam's first step makes that of a tiny gradient a
       // whole step, unless eps is well above it.
       if (c.mode == fast) c.optimizer.eps = 0.01;
+      if (c.mode == fast && choose.chance(0.2)) c.options.compute = choose.one_of<int64_t>({bf16, bf16, fp16});
     }
     // What the rest of the case needs.
     if (c.mode == canonical) c.options.loss = loss_sum;
@@ -312,6 +313,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     c.steps = generate_history(choose, c);
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
     generate_options(choose, c);
+    if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
   }
   c.seed = choose.bits() % 1'000'000;
   return c;

@@ -28,7 +28,9 @@ bool is_turned(const std::string& parameter) {
   return false;
 }
 
-bool is_mask(const std::string& parameter) { return parameter.ends_with(".attn.bias") || parameter.ends_with(".attn.masked_bias"); }
+bool is_mask(const std::string& parameter) {
+  return parameter.ends_with(".attn.bias") || parameter.ends_with(".attn.masked_bias");
+}
 
 }  // namespace
 

@@ -34,7 +34,8 @@ void write_as_package(const std::string& folder, const torch::nn::Module& module
   }
   std::map<std::string, checkpoint::SafeTensorSpec> specs;
   for (const auto& [name, tensor] : tensors) specs[name] = {tensor.scalar_type(), tensor.sizes().vec()};
-  checkpoint::write_safetensors(system_files(), folder, specs, [&](const std::string& name) { return bytes_of(tensors[name]); });
+  checkpoint::write_safetensors(system_files(), folder, specs,
+                                [&](const std::string& name) { return bytes_of(tensors[name]); });
 }
 
 using Make = std::function<std::shared_ptr<torch::nn::Module>()>;

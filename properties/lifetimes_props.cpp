@@ -17,7 +17,9 @@ Sharded shard(const std::shared_ptr<torch::nn::Module>& module, const std::share
   return fully_shard(module, comms, {.units = by_type<GptBlockImpl>(), .divide_by_tokens = true});
 }
 
-at::Tensor tokens() { return (at::arange(16, at::kLong) * 5 + 3).remainder(parallel_models::kVocab).view({2, 8}); }
+at::Tensor tokens() {
+  return (at::arange(16, at::kLong) * 5 + 3).remainder(parallel_models::kVocab).view({2, 8});
+}
 
 // What a group of two looks like when the other rank does whatever it has to.
 class Counting final : public Comm {

@@ -50,7 +50,9 @@ class Assembled {
 
 const MuonOptions kMuon{.lr = 0.05, .momentum = 0.9, .weight_decay = 0.1};
 
-bool is_matrix(const std::string& name, const Shape& shape) { return shape.size() == 2 && name.starts_with("h."); }
+bool is_matrix(const std::string& name, const Shape& shape) {
+  return shape.size() == 2 && name.starts_with("h.");
+}
 
 // Two steps; each matrix has after each the bits that the rule gives for the whole one.
 void expect_whole_updates(const Mesh& mesh, const char* strategy_name, int64_t heads = 6) {
@@ -61,8 +63,9 @@ void expect_whole_updates(const Mesh& mesh, const char* strategy_name, int64_t h
     Gpt model(options);
     initialize_parameters(*model, 3, 0.3);
     const TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
-    Sharded sharded = fully_shard(model.ptr(), comms, {.strategy = strategy(strategy_name), .units = by_type<GptBlockImpl>(),
-                                                       .granularity = Granularity::tensor});
+    Sharded sharded = fully_shard(
+        model.ptr(), comms,
+        {.strategy = strategy(strategy_name), .units = by_type<GptBlockImpl>(), .granularity = Granularity::tensor});
     const std::shared_ptr<UpdateRule> rule = make_rule(kMuon);
     Optimizer optimizer(sharded, {{.takes = is_matrix, .rule = rule}, {.rule = make_rule(AdamWOptions{.lr = 0.01})}});
     Assembled assembled(comm);
@@ -79,8 +82,12 @@ void expect_whole_updates(const Mesh& mesh, const char* strategy_name, int64_t h
       vocab_parallel_cross_entropy(call(model, tokens), tokens.roll(1, 1), options.vocab, comms->along({"tp"})).backward();
       const Whole gradients = assembled.of(sharded.gradients());
       for (auto& [name, parameter] : parameters)
-        rule->update({.name = name, .shape = shapes[name], .parameter = parameter, .gradient = gradients.at(name).clone(),
-                      .state = {momenta[name]}, .step = step});
+        rule->update({.name = name,
+                      .shape = shapes[name],
+                      .parameter = parameter,
+                      .gradient = gradients.at(name).clone(),
+                      .state = {momenta[name]},
+                      .step = step});
       optimizer.step();
       std::map<std::string, at::Tensor> found;
       for (const auto& [name, value] : sharded.gather_parameters()) found[name] = value;
@@ -109,8 +116,8 @@ TEST(ParallelMuon, ranks_that_may_own_other_matrices_than_their_neighbours_are_r
           options.heads = 3;
           Gpt model(options);
           const TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
-          Sharded sharded = fully_shard(model.ptr(), comms, {.units = by_type<GptBlockImpl>(),
-                                                             .granularity = Granularity::tensor});
+          Sharded sharded =
+              fully_shard(model.ptr(), comms, {.units = by_type<GptBlockImpl>(), .granularity = Granularity::tensor});
           Optimizer(sharded, {{.takes = is_matrix, .rule = make_rule(kMuon)}, {.rule = make_rule(AdamWOptions{})}});
         });
       },
