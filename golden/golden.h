@@ -105,7 +105,7 @@ struct Model {
 
   // Input and target are tokens.
   bool of_tokens() const { return kind == Kind::gpt || kind == Kind::llama; }
-  int64_t vocab() const { return kind == Kind::llama ? llama.vocab : gpt.vocab; }          // of those
+  int64_t vocab() const { return kind == Kind::llama ? llama.vocab : gpt.vocab; }  // of those
   int64_t positions() const { return kind == Kind::llama ? llama.positions : gpt.positions; }
   double dropout() const { return kind == Kind::llama ? llama.dropout : kind == Kind::gpt ? gpt.dropout : 0; }
 };
@@ -250,8 +250,9 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 // that the oracle does not support.
 Trace train_in_python(const Run& run);
 
-// Not lion and muon, which torch.optim lacks or has otherwise, not dropout, whose masks are a function of its own, and not what float64 knows nothing of: other dtypes than float32
-// loss scaling, and steps that go back. Any order of sums is supported: none matters in float64 but for rounding.
+// Not lion and muon, which torch.optim lacks or has otherwise, not dropout, whose masks are a function of its own, and not what
+// float64 knows nothing of: other dtypes than float32 loss scaling, and steps that go back. Any order of sums is supported:
+// none matters in float64 but for rounding.
 bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {

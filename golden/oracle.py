@@ -174,7 +174,8 @@ class LlamaAttention(nn.Module):
         # The rates are part of the model as float32 numbers.
         rates = 1 / 10000 ** (torch.arange(0, self.width, 2).to(torch.float32) / self.width)
         angles = torch.arange(head.shape[1]).to(torch.float32)[:, None] * rates[None, :]
-        turned = torch.complex(head[..., :half], head[..., half:]) * torch.polar(torch.ones_like(angles.double()), angles.double())
+        turn = torch.polar(torch.ones_like(angles.double()), angles.double())
+        turned = torch.complex(head[..., :half], head[..., half:]) * turn
         return torch.cat((turned.real, turned.imag), -1)
 
     def forward(self, x):

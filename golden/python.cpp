@@ -74,8 +74,8 @@ bool oracle_supports(const Run& run) {
   const Precision& p = run.precision;
   for (const Step& step : run.steps)
     if (step.after) return false;
-  return kind != Optimizer::Kind::lion && kind != Optimizer::Kind::muon && run.model.dropout() == 0 && p.compute == at::kFloat &&
-         p.gradient == at::kFloat && p.reduce == at::kFloat && run.scaling.initial == 0;
+  return kind != Optimizer::Kind::lion && kind != Optimizer::Kind::muon && run.model.dropout() == 0 &&
+         p.compute == at::kFloat && p.gradient == at::kFloat && p.reduce == at::kFloat && run.scaling.initial == 0;
 }
 
 Trace train_in_python(const Run& run) {

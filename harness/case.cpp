@@ -205,7 +205,8 @@ const char* to_string(golden::Model::Kind kind) {
     case Kind::gpt: return "gpt";
     case Kind::conv: return "conv";
     case Kind::odd: return "odd";
-    case Kind::llama: return "llama";
+    case Kind::llama:
+      return "llama";
   }
   return "?";
 }

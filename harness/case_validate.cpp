@@ -171,7 +171,8 @@ void validate(const golden::Model& model) {
                     (g.hidden / g.heads + 1) * g.heads, 1);
       return;
     }
-    case Kind::llama: return validate(model.llama);
+    case Kind::llama:
+      return validate(model.llama);
     case Kind::conv: {
       const golden::Conv& v = model.conv;
       SHARD_REQUIRE(v.channels.size() >= 2, "case", "conv needs at least two channels, e.g. channels=1-4, got {}",

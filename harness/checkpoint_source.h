@@ -42,7 +42,7 @@ class CheckpointSource {
 
   std::string path_;
   size_t left_out_ = 0;
-  std::map<std::string, OtherName> stored_as_;  // only of renamed tensors
+  std::map<std::string, OtherName> stored_as_;            // only of renamed tensors
   shardproof::checkpoint::Checkpoint checkpoint_, kept_;  // kept: as it was before it was renamed, for the reader
   std::map<std::string, shardproof::checkpoint::SafeTensorSpec> tensors_;
   shardproof::checkpoint::SafeTensors safe_;

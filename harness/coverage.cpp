@@ -183,7 +183,9 @@ std::string Coverage::pairs_summary() const {
           drawn += seen;
           if (!seen) never.push_back(first + " with " + second);
         }
-  std::string text = fmt::format("pairs of strategy, tp, cp, sp, precision, model, dropout, recomputation, ties and sizes: {} of {} drawn\n", drawn, pairs);
+  std::string text =
+      fmt::format("pairs of strategy, tp, cp, sp, precision, model, dropout, recomputation, ties and sizes: {} of {} drawn\n",
+                  drawn, pairs);
   constexpr size_t kListed = 12;
   if (never.empty() || never.size() > kListed) return text;
   return text + fmt::format("  never: {}\n", fmt::join(never, ", "));
@@ -193,8 +195,9 @@ std::string Coverage::found_summary() const {
   std::string text;
   for (auto [kind, errors] : smallest_found_) {
     std::sort(errors.begin(), errors.end());
-    text += fmt::format("planted relative errors of a {}: found from {:.1e} on, half the cases from {:.1e}, worst {:.1e} ({} cases)\n",
-                        kind, errors.front(), errors[errors.size() / 2], errors.back(), errors.size());
+    text += fmt::format(
+        "planted relative errors of a {}: found from {:.1e} on, half the cases from {:.1e}, worst {:.1e} ({} cases)\n", kind,
+        errors.front(), errors[errors.size() / 2], errors.back(), errors.size());
   }
   return text;
 }

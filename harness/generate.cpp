@@ -25,7 +25,9 @@ golden::Model generate_mlp(Chooser& choose, bool exact) {
   return model;
 }
 
-double generate_dropout(Chooser& choose) { return choose.chance(0.3) ? choose.one_of<double>({0.1, 0.25, 0.5}) : 0; }
+double generate_dropout(Chooser& choose) {
+  return choose.chance(0.3) ? choose.one_of<double>({0.1, 0.25, 0.5}) : 0;
+}
 
 // Layer norm over a few features turns rounding into values, which no tolerance can judge: `head_min` keeps clear of that.
 golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max = 3) {

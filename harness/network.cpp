@@ -131,8 +131,13 @@ at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& target, int64_
 }
 
 Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
-  Gpt gpt(GptOptions{.layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions,
-                     .tied = g.tied, .dropout = g.dropout});
+  Gpt gpt(GptOptions{.layers = g.layers,
+                     .hidden = g.hidden,
+                     .heads = g.heads,
+                     .vocab = g.vocab,
+                     .positions = g.positions,
+                     .tied = g.tied,
+                     .dropout = g.dropout});
   Network network{gpt.ptr(), [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
                   [vocab = g.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
                     return token_loss(logits, data.target, vocab, tensor_group) * data.weight;
@@ -150,7 +155,8 @@ Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
 
 Network make_llama(const golden::Llama& m, Comm* tensor_group) {
   Llama llama(llama_options(m));
-  Network network{llama.ptr(), [llama](const golden::Microbatch& data) { return call(llama, data.input); },
+  Network network{llama.ptr(),
+                  [llama](const golden::Microbatch& data) { return call(llama, data.input); },
                   [vocab = m.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
                     return token_loss(logits, data.target, vocab, tensor_group) * data.weight;
                   },
@@ -164,8 +170,14 @@ Network make_llama(const golden::Llama& m, Comm* tensor_group) {
 }  // namespace
 
 LlamaOptions llama_options(const golden::Llama& m) {
-  return {.layers = m.layers, .hidden = m.hidden, .heads = m.heads, .kv_heads = m.kv_heads, .intermediate = m.intermediate,
-          .vocab = m.vocab, .tied = m.tied, .attention_dropout = m.dropout};
+  return {.layers = m.layers,
+          .hidden = m.hidden,
+          .heads = m.heads,
+          .kv_heads = m.kv_heads,
+          .intermediate = m.intermediate,
+          .vocab = m.vocab,
+          .tied = m.tied,
+          .attention_dropout = m.dropout};
 }
 
 Network make_network(const golden::Model& model, Comm* tensor_group) {
@@ -182,7 +194,8 @@ Network make_network(const golden::Model& model, Comm* tensor_group) {
       return {net, [net](const golden::Microbatch& data) { return call(net, data.input, data.branch); }, squared_error,
               net->parts()};
     }
-    case golden::Model::Kind::llama: return make_llama(model.llama, tensor_group);
+    case golden::Model::Kind::llama:
+      return make_llama(model.llama, tensor_group);
   }
   return {};
 }

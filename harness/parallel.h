@@ -10,8 +10,8 @@
 
 namespace harness {
 
-// The library's plan for a language model; for an MLP styles drawn layer by layer from the seed: pairs of a column- and a row-parallel
-// layer, layers alone that gather or cut for themselves, and layers that stay whole.
+// The library's plan for a language model; for an MLP styles drawn layer by layer from the seed: pairs of a column- and a
+// row-parallel layer, layers alone that gather or cut for themselves, and layers that stay whole.
 shardproof::ParallelPlan parallel_plan(const Case& c);
 
 shardproof::ContextOptions context_options(const Case& c);

@@ -27,8 +27,7 @@ std::string first_word(const std::string& text) { return text.substr(0, text.fin
 // What the sharded run is held against.
 class Reference {
  public:
-  Reference(const Case& c, const golden::Run& run)
-      : run_(run), trace_(golden::train(run)) {
+  Reference(const Case& c, const golden::Run& run) : run_(run), trace_(golden::train(run)) {
     for (size_t s = 0; s < c.steps.size(); ++s) copies_.push_back(copies_of(c.at(s)));
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
@@ -142,7 +141,8 @@ void measure(const Case& c, const golden::Run& run, const Reference& reference, 
   });
 }
 
-void compare(const Case& c, const golden::Run& run, const Reference& reference, std::vector<std::vector<RankStep>> sharded, Verdict& verdict) {
+void compare(const Case& c, const golden::Run& run, const Reference& reference, std::vector<std::vector<RankStep>> sharded,
+             Verdict& verdict) {
   for (size_t step = 0; step < sharded.size(); ++step) {
     verdict.steps_skipped += reference.trace()[step].skipped;
     if (c.clip_norm > 0)

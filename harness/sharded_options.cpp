@@ -17,7 +17,8 @@ at::ScalarType dtype_of(int64_t dtype) {
 
 UnitSelector any_unit(const Case& c) {
   switch (c.options.units) {
-    case units_block: return by_type<GptBlockImpl, LlamaLayerImpl>();
+    case units_block:
+      return by_type<GptBlockImpl, LlamaLayerImpl>();
     case units_leaf:
       return by_type<torch::nn::LinearImpl, torch::nn::LayerNormImpl, torch::nn::EmbeddingImpl, torch::nn::Conv2dImpl,
                      torch::nn::GroupNormImpl, RmsNormImpl>();

@@ -41,8 +41,15 @@ class RankRun {
   // `resumes`: begins with values of its own, which a load has to replace.
   RankRun(const Case& c, const golden::Run& run, double output_scale, const std::shared_ptr<Comm>& comm,
           CaseCheckpoints& checkpoints, bool resumes)
-      : case_(c), run_(run), output_scale_(output_scale), rank_(comm->rank()), resumes_(resumes), comms_(std::make_shared<MeshComm>(comm, c.mesh)),
-        network_(build()), sharded_(shard(c, run, network_, comms_)), optimizer_(make_optimizer(sharded_, c)),
+      : case_(c),
+        run_(run),
+        output_scale_(output_scale),
+        rank_(comm->rank()),
+        resumes_(resumes),
+        comms_(std::make_shared<MeshComm>(comm, c.mesh)),
+        network_(build()),
+        sharded_(shard(c, run, network_, comms_)),
+        optimizer_(make_optimizer(sharded_, c)),
         checkpoints_(checkpoints) {
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
     if (c.options.loss_scale > 0)
@@ -201,8 +208,8 @@ class RankRun {
 using Steps = std::vector<std::vector<RankStep>>;
 
 // Steps [first, last) in one world, and the saves before step `last`.
-void run_stretch(const Case& c, const golden::Run& run, double output_scale, CaseCheckpoints& checkpoints, bool resumes, size_t first,
-                 size_t last, Steps& steps) {
+void run_stretch(const Case& c, const golden::Run& run, double output_scale, CaseCheckpoints& checkpoints, bool resumes,
+                 size_t first, size_t last, Steps& steps) {
   for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
   run_threads(
       c.mesh.size(),

@@ -183,8 +183,8 @@ Work Comm::issue(Call call) {
 
 std::shared_ptr<Comm> Comm::shared() {
   std::shared_ptr<Comm> owned = weak_from_this().lock();
-  SHARD_REQUIRE(owned != nullptr, "comm", "group '{}' on rank {} belongs to no shared_ptr, and a graph is to keep it; make it one",
-                name(), rank());
+  SHARD_REQUIRE(owned != nullptr, "comm",
+                "group '{}' on rank {} belongs to no shared_ptr, and a graph is to keep it; make it one", name(), rank());
   return owned;
 }
 

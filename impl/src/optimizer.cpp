@@ -18,7 +18,9 @@ int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
       fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", slot.name));
 }
 
-bool is_cut(const Slot& slot) { return slot.cut && slot.parts > 1; }
+bool is_cut(const Slot& slot) {
+  return slot.cut && slot.parts > 1;
+}
 
 // Whether the ranks along the tensor-parallel axis own the same parameters of the bucket, so that they can join one: buckets
 // of equal sizes are laid out alike, and where state is not split each owns all.
@@ -38,8 +40,14 @@ void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule
   const at::Tensor parameter = joined(own.parameter);
   std::vector<at::Tensor> held;
   for (const at::Tensor& one : own.state) held.push_back(joined(one));
-  rule.update({.name = own.name, .shape = slot.whole, .parameter = parameter, .gradient = joined(own.gradient), .state = held,
-               .step = own.step, .lr_factor = own.lr_factor, .decay_factor = own.decay_factor});
+  rule.update({.name = own.name,
+               .shape = slot.whole,
+               .parameter = parameter,
+               .gradient = joined(own.gradient),
+               .state = held,
+               .step = own.step,
+               .lr_factor = own.lr_factor,
+               .decay_factor = own.decay_factor});
   const auto keep = [&](const at::Tensor& local, const at::Tensor& whole) {
     local.copy_(state.parallel()->cut(*slot.cut, whole.view(slot.whole)).view({-1}));
   };
@@ -52,7 +60,8 @@ void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule
 Optimizer::Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule)
     : Optimizer(sharded, std::vector<ParameterGroup>{{.rule = std::move(rule)}}) {}
 
-Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sharded_(sharded.watch()), groups_(std::move(groups)) {
+Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
+    : sharded_(sharded.watch()), groups_(std::move(groups)) {
   SHARD_REQUIRE(!groups_.empty(), "optimizer", "needs at least one group, got none");
   for (const ParameterGroup& group : groups_)
     SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
@@ -79,7 +88,8 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sha
 
 std::shared_ptr<ShardedState> Optimizer::sharded() const {
   std::shared_ptr<ShardedState> state = sharded_.lock();
-  SHARD_REQUIRE(state != nullptr, "optimizer", "the Sharded that this optimizer was made for is gone; keep it, or make another "
+  SHARD_REQUIRE(state != nullptr, "optimizer",
+                "the Sharded that this optimizer was made for is gone; keep it, or make another "
                 "optimizer for the new one");
   return state;
 }
@@ -92,8 +102,7 @@ void Optimizer::allocate_state(size_t index, size_t slot) {
   for (const Segment& segment : bucket.layout().state().segments) {
     if (segment.slot != static_cast<int64_t>(slot)) continue;
     while (held.state.size() < wanted)
-      held.state.push_back(
-          state->memory().allocate(MemoryKind::optimizer, segment.run.size(), bucket.rules().main).zero_());
+      held.state.push_back(state->memory().allocate(MemoryKind::optimizer, segment.run.size(), bucket.rules().main).zero_());
   }
 }
 

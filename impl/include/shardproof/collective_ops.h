@@ -37,8 +37,8 @@ at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group);
 // round.
 at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group);
 
-// The same without a graph, and asynchronous: `result` has the output, after the collective. One that is dropped without it waits
-// for the collective, whose buffer it owns; not when it goes because of an exception, after which the world ends.
+// The same without a graph, and asynchronous: `result` has the output, after the collective. One that is dropped without it
+// waits for the collective, whose buffer it owns; not when it goes because of an exception, after which the world ends.
 class [[nodiscard]] Pending {
  public:
   Pending(Work work, at::Tensor buffer, int64_t dim, int64_t rows)

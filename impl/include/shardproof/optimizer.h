@@ -113,8 +113,8 @@ std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<Up
 class Optimizer {
  public:
   // State is allocated here, for the owned shards of parameters that require gradients; for one that does so later, at its
-  // first update. The Sharded may be moved; once it is destroyed, every call here is an Error. Throws Error, naming the parameter, when no group takes one, or when a
-  // rule needs whole parameters and the shards cut one.
+  // first update. The Sharded may be moved; once it is destroyed, every call here is an Error. Throws Error, naming the
+  // parameter, when no group takes one, or when a rule needs whole parameters and the shards cut one.
   Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups);
   Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule);
 
