@@ -22,8 +22,9 @@ class Layer {
   }
 
   static at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& scale) {
-    const at::Tensor mean_square = (x.square()).mean(-1, /*keepdim=*/true);
-    return x * at::rsqrt(mean_square + kNormEps) * scale;
+    const at::Tensor own = x.view_as(x);
+    const at::Tensor mean_square = own.square().mean(-1, /*keepdim=*/true);
+    return own * at::rsqrt(mean_square + kNormEps) * scale;
   }
 
  private:
@@ -32,16 +33,17 @@ class Layer {
 
   at::Tensor attention(const at::Tensor& x, Dropout& dropout) const {
     const int64_t batch = x.size(0), length = x.size(1), width = llama_.hidden / llama_.heads;
-    const auto heads = [&](const char* name, int64_t count) {
-      return linear(x, name).view({batch, length, count, width}).transpose(1, 2);
+    const auto heads = [&](const at::Tensor& input, const char* name, int64_t count) {
+      return linear(input, name).view({batch, length, count, width}).transpose(1, 2);
     };
     const auto serving_all = [&](const at::Tensor& kv) {
       return llama_.kv_heads == llama_.heads ? kv : kv.repeat_interleave(llama_.heads / llama_.kv_heads, 1);
     };
     const at::Tensor angles = angles_of(length, width, x.scalar_type());
-    const at::Tensor q = turned(heads("self_attn.q_proj", llama_.heads), angles);
-    const at::Tensor k = serving_all(turned(heads("self_attn.k_proj", llama_.kv_heads), angles));
-    const at::Tensor v = serving_all(heads("self_attn.v_proj", llama_.kv_heads));
+    const at::Tensor both = x.view_as(x);
+    const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads), angles);
+    const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads), angles));
+    const at::Tensor v = serving_all(heads(both, "self_attn.v_proj", llama_.kv_heads));
     const at::Tensor mixed = causal_attention(q, k, v, dropout);
     return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.hidden}), "self_attn.o_proj");
   }

@@ -88,11 +88,13 @@ shardproof::Piece* longest_piece(std::vector<RankStep>& ranks, const std::string
   return longest;
 }
 
-// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees.
+// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees, or in
+// low precision, where a step may move parameters as far and is known to a hundredth, by half.
 void plant_change(const Case& c, const std::string& parameter, std::vector<RankStep>& ranks) {
   shardproof::Piece* piece = longest_piece(ranks, parameter);
   if (c.mode == Mode::fast) {
-    piece->data.mul_(1.01).add_(0.01);
+    const double error = c.options.compute == fp32 ? 0.01 : 0.5;
+    piece->data.mul_(1 + error).add_(error);
     return;
   }
   float* values = piece->data.mutable_data_ptr<float>();
@@ -130,9 +132,12 @@ void measure(const Case& c, const golden::Run& run, const Reference& reference, 
     });
   };
   const std::string& gradient = gradients[Draws(c.seed, "planted").bits(0) % gradients.size()].first;
-  verdict.smallest_found["gradient"] = planted(&RankStep::gradients, gradient);
-  verdict.smallest_found["parameter"] = planted(&RankStep::parameters, reference.best_known_parameter(last));
-  verdict.smallest_found["activation"] = smallest_found([&](double error) {
+  const auto key = [&](const char* what) {
+    return fmt::format("{} in {}", what, c.options.compute == fp32 ? "float32" : "low precision");
+  };
+  verdict.smallest_found[key("gradient")] = planted(&RankStep::gradients, gradient);
+  verdict.smallest_found[key("parameter")] = planted(&RankStep::parameters, reference.best_known_parameter(last));
+  verdict.smallest_found[key("activation")] = smallest_found([&](double error) {
     const auto steps = run_sharded(c, run, 1 + error);
     Verdict ignored;
     for (size_t step = 0; step < steps.size(); ++step)
