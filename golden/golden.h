@@ -27,12 +27,14 @@ struct Mlp {
   bool bias = true;
 };
 
-// GPT-2 style, pre-norm, no dropout; layer norm eps 1e-5, gelu of the erf form, causal attention with scale
+// GPT-2 style, pre-norm; layer norm eps 1e-5, gelu of the erf form, causal attention with scale
 // 1/sqrt(hidden / heads). Input and target [B, T] int64, T <= positions; loss = sum over tokens of the cross entropy.
 // Parameters, in this order: "wte.weight" [vocab, hidden], "wpe.weight" [positions, hidden], per layer
 // "h.<i>.ln_1.{weight,bias}", "h.<i>.attn.c_attn.{weight,bias}" [3 * hidden, hidden], "h.<i>.attn.c_proj.{weight,bias}",
 // "h.<i>.ln_2.{weight,bias}", "h.<i>.mlp.c_fc.{weight,bias}" [4 * hidden, hidden], "h.<i>.mlp.c_proj.{weight,bias}",
 // then "ln_f.{weight,bias}" and, unless tied, "lm_head.weight" [vocab, hidden] (tied: wte.weight is the head).
+// Dropout (dropout.h): of the sum of the embeddings, then per layer of attention's probabilities [B, heads, T, T], of what
+// attn.c_proj gives and of what mlp.c_proj gives. With it attention is softmax(q / sqrt(head) k^T, masked) in single steps.
 struct Gpt {
   int64_t layers = 1;
   int64_t hidden = 8;
@@ -40,6 +42,26 @@ struct Gpt {
   int64_t vocab = 16;
   int64_t positions = 8;
   bool tied = false;
+  double dropout = 0;
+};
+
+// Llama style, pre-norm: RMS norm (eps 1e-5, x * rsqrt(mean(x^2) + eps) * weight), rotary positions (theta 10000, element i of
+// a head turns with element i + head / 2 by position / theta^(2i / head), angles in float32), grouped queries (a key head
+// serves heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)), no biases. Data and loss as the
+// GPT's; `positions` is the longest sequence. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
+// "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
+// "model.layers.<i>.{input,post_attention}_layernorm.weight", then "model.norm.weight" and, unless tied, "lm_head.weight".
+// Dropout: per layer, of attention's probabilities.
+struct Llama {
+  int64_t layers = 1;
+  int64_t hidden = 8;  // a multiple of heads, by an even number
+  int64_t heads = 2;   // a multiple of kv_heads
+  int64_t kv_heads = 1;
+  int64_t intermediate = 12;
+  int64_t vocab = 16;
+  int64_t positions = 8;
+  bool tied = false;
+  double dropout = 0;
 };
 
 // Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an
@@ -74,17 +96,23 @@ struct Odd {
 };
 
 struct Model {
-  enum class Kind { mlp, gpt, conv, odd } kind = Kind::mlp;
+  enum class Kind { mlp, gpt, conv, odd, llama } kind = Kind::mlp;
   // Of an mlp or a gpt, with canonical sums (SumOrder): forward and backward are in float64 and every sum over products, rows,
   // keys or entries of the vocabulary is of terms rounded to the nearest multiple of 2^-40, ties to even; a rounded term
-  // outside
-  // [-128, 128) makes it NaN. Sums within a norm's row go by index. What is no sum is rounded likewise, element by element;
-  // docs/canonical.md has the formulas. Run::precision is ignored.
+  // outside [-128, 128) makes it NaN. Sums within a norm's row go by index. What is no sum is rounded likewise, element by
+  // element; docs/canonical.md has the formulas. Run::precision is ignored.
   bool canonical = false;
   Mlp mlp;
   Gpt gpt;
   Conv conv;
   Odd odd;
+  Llama llama;
+
+  // Input and target are tokens.
+  bool of_tokens() const { return kind == Kind::gpt || kind == Kind::llama; }
+  int64_t vocab() const { return kind == Kind::llama ? llama.vocab : gpt.vocab; }  // of those
+  int64_t positions() const { return kind == Kind::llama ? llama.positions : gpt.positions; }
+  double dropout() const { return kind == Kind::llama ? llama.dropout : kind == Kind::gpt ? gpt.dropout : 0; }
 };
 
 // The names and shapes of a model's parameters, in the order above.
@@ -160,6 +188,7 @@ struct Microbatch {
   at::Tensor target;
   double weight = 1;
   bool branch = true;  // Odd: whether this microbatch uses "side.weight"
+  uint64_t dropout_seed = 0;  // of the masks, where the model has dropout
 };
 
 struct Step {
@@ -192,6 +221,9 @@ struct Run {
   SumOrder order;
   Precision precision;
   LossScaling scaling;
+  // Not 0: half of the numbers that the model computes with, chosen by this, are one float of their dtype farther from zero or
+  // nearer to it. Shows how far roundings carry. Nothing of it in float64.
+  uint64_t jitter = 0;
 };
 
 // What one step left behind.
@@ -223,8 +255,9 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 // that the oracle does not support.
 Trace train_in_python(const Run& run);
 
-// Not lion and muon, which torch.optim lacks or has otherwise, and not what float64 knows nothing of: other dtypes than float32
-// loss scaling, and steps that go back. Any order of sums is supported: none matters in float64 but for rounding.
+// Not lion and muon, which torch.optim lacks or has otherwise, not dropout, whose masks are a function of its own, and not what
+// float64 knows nothing of: other dtypes than float32 loss scaling, and steps that go back. Any order of sums is supported:
+// none matters in float64 but for rounding.
 bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {

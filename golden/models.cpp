@@ -5,6 +5,7 @@
 
 #include <stdexcept>
 
+#include "golden/attention.h"
 #include "golden/validate.h"
 
 namespace golden {
@@ -46,12 +47,11 @@ class Scope {
   std::string prefix_;
 };
 
-at::Tensor attention(const Scope& block, const at::Tensor& x, int64_t heads) {
+at::Tensor attention(const Scope& block, const at::Tensor& x, int64_t heads, Dropout& dropout) {
   const int64_t batch = x.size(0), length = x.size(1), hidden = x.size(2);
   const std::vector<at::Tensor> qkv = block.linear(x, "attn.c_attn").split(hidden, -1);
   const auto by_head = [&](const at::Tensor& t) { return t.view({batch, length, heads, hidden / heads}).transpose(1, 2); };
-  const at::Tensor mixed = at::scaled_dot_product_attention(by_head(qkv[0]), by_head(qkv[1]), by_head(qkv[2]), {}, 0.0,
-                                                            /*is_causal=*/true);
+  const at::Tensor mixed = causal_attention(by_head(qkv[0]), by_head(qkv[1]), by_head(qkv[2]), dropout);
   return block.linear(mixed.transpose(1, 2).reshape({batch, length, hidden}), "attn.c_proj");
 }
 
@@ -62,8 +62,6 @@ at::Tensor feed_forward(const Scope& block, const at::Tensor& x) {
 }  // namespace
 
 namespace {
-
-using Shapes = std::vector<std::pair<std::string, std::vector<int64_t>>>;
 
 Shapes mlp_shapes(const Mlp& mlp) {
   Shapes shapes;
@@ -140,6 +138,8 @@ Shapes parameter_shapes(const Model& model) {
       return conv_shapes(model.conv);
     case Model::Kind::odd:
       return odd_shapes(model.odd);
+    case Model::Kind::llama:
+      return llama_shapes(model.llama);
   }
   throw std::logic_error("golden: unknown model");
 }
@@ -155,14 +155,14 @@ at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::T
   return x;
 }
 
-at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens) {
+at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout) {
   const Scope model(parameters, "");
   const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
-  at::Tensor x = at::embedding(model("wte.weight"), tokens) + at::embedding(model("wpe.weight"), positions);
+  at::Tensor x = dropout(at::embedding(model("wte.weight"), tokens) + at::embedding(model("wpe.weight"), positions));
   for (int64_t i = 0; i < gpt.layers; ++i) {
     const Scope block(parameters, fmt::format("h.{}.", i));
-    x = x + attention(block, block.layer_norm(x, "ln_1"), gpt.heads);
-    x = x + feed_forward(block, block.layer_norm(x, "ln_2"));
+    x = x + dropout(attention(block, block.layer_norm(x, "ln_1"), gpt.heads, dropout));
+    x = x + dropout(feed_forward(block, block.layer_norm(x, "ln_2")));
   }
   return at::linear(model.layer_norm(x, "ln_f"), model(gpt.tied ? "wte.weight" : "lm_head.weight"));
 }
@@ -199,11 +199,13 @@ at::Tensor forward(const Model& model, const Parameters& parameters, const Micro
     case Model::Kind::mlp:
       return mlp_forward(model.mlp, parameters, microbatch.input);
     case Model::Kind::gpt:
-      return gpt_forward(model.gpt, parameters, microbatch.input);
+      return gpt_forward(model.gpt, parameters, microbatch.input, {microbatch.dropout_seed, model.gpt.dropout});
     case Model::Kind::conv:
       return conv_forward(model.conv, parameters, microbatch.input);
     case Model::Kind::odd:
       return odd_forward(model.odd, parameters, microbatch.input, microbatch.branch);
+    case Model::Kind::llama:
+      return llama_forward(model.llama, parameters, microbatch.input, {microbatch.dropout_seed, model.llama.dropout});
   }
   throw std::logic_error("golden: unknown model");
 }
@@ -213,8 +215,8 @@ at::Tensor forward(const Model& model, const Parameters& parameters, const Micro
 at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
   at::Tensor output = forward(model, parameters, microbatch);
   if (output.scalar_type() != at::kDouble) output = output.to(at::kFloat);
-  if (model.kind == Model::Kind::gpt)
-    return at::cross_entropy_loss(output.reshape({-1, model.gpt.vocab}), microbatch.target.reshape({-1}), {},
+  if (model.of_tokens())
+    return at::cross_entropy_loss(output.reshape({-1, model.vocab()}), microbatch.target.reshape({-1}), {},
                                   at::Reduction::Sum) *
            microbatch.weight;
   const at::Tensor error = output - microbatch.target;

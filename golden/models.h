@@ -5,7 +5,10 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "golden/dropout.h"
 #include "golden/golden.h"
 
 namespace golden {
@@ -13,11 +16,15 @@ namespace golden {
 // Parameters by name, as `parameter_shapes` names them.
 using Parameters = std::map<std::string, at::Tensor>;
 
+using Shapes = std::vector<std::pair<std::string, std::vector<int64_t>>>;
+Shapes llama_shapes(const Llama& llama);
+
 // input [B, widths.front()] -> [B, widths.back()]
 at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::Tensor& input);
 
 // tokens [B, T] int64 -> logits [B, T, vocab]
-at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens);
+at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout);
+at::Tensor llama_forward(const Llama& llama, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout);
 
 // input [B, channels.front(), size, size] -> [B, classes]
 at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input);

@@ -150,6 +150,80 @@ class Gpt(nn.Module):
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+class RmsNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, **MADE))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-5)
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, hidden, heads, kv_heads):
+        super().__init__()
+        self.heads, self.kv_heads, self.width = heads, kv_heads, hidden // heads
+        self.q_proj = nn.Linear(hidden, hidden, bias=False, **MADE)
+        self.k_proj = nn.Linear(hidden, kv_heads * self.width, bias=False, **MADE)
+        self.v_proj = nn.Linear(hidden, kv_heads * self.width, bias=False, **MADE)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False, **MADE)
+
+    def turn(self, head):
+        """Pairs (i, i + half) as complex numbers, times e^(i * angle)."""
+        half = self.width // 2
+        # The rates are part of the model as float32 numbers.
+        rates = 1 / 10000 ** (torch.arange(0, self.width, 2).to(torch.float32) / self.width)
+        angles = torch.arange(head.shape[1]).to(torch.float32)[:, None] * rates[None, :]
+        turn = torch.polar(torch.ones_like(angles.double()), angles.double())
+        turned = torch.complex(head[..., :half], head[..., half:]) * turn
+        return torch.cat((turned.real, turned.imag), -1)
+
+    def forward(self, x):
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        heads = []
+        for h in range(self.heads):
+            mine = slice(h * self.width, (h + 1) * self.width)
+            kv = h * self.kv_heads // self.heads
+            served = slice(kv * self.width, (kv + 1) * self.width)
+            scores = self.turn(query[..., mine]) @ self.turn(key[..., served]).mT / math.sqrt(self.width)
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value[..., served])
+        return self.o_proj(torch.cat(heads, -1))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, hidden, heads, kv_heads, intermediate):
+        super().__init__()
+        self.self_attn = LlamaAttention(hidden, heads, kv_heads)
+        sizes = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate), "down_proj": (intermediate, hidden)}
+        self.mlp = nn.ModuleDict({name: nn.Linear(a, b, bias=False, **MADE) for name, (a, b) in sizes.items()})
+        self.input_layernorm = RmsNorm(hidden)
+        self.post_attention_layernorm = RmsNorm(hidden)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+
+
+class Llama(nn.Module):
+    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied):
+        super().__init__()
+        made = [LlamaLayer(hidden, heads, kv_heads, intermediate) for _ in range(layers)]
+        self.model = nn.ModuleDict(
+            {"embed_tokens": nn.Embedding(vocab, hidden, **MADE), "layers": nn.ModuleList(made), "norm": RmsNorm(hidden)}
+        )
+        self.lm_head = None if tied else nn.Linear(hidden, vocab, bias=False, **MADE)
+
+    def loss(self, tokens, targets, branch):
+        x = self.model["embed_tokens"](tokens)
+        for layer in self.model["layers"]:
+            x = layer(x)
+        x = self.model["norm"](x)
+        logits = x @ self.model["embed_tokens"].weight.mT if self.lm_head is None else self.lm_head(x)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
 def tensor(given):
     buffer, dtype, shape = given
     if len(buffer) == 0:  # which frombuffer refuses
@@ -172,7 +246,7 @@ def parameters_of(model):
 
 def make_model(kind, options, given):
     """The model with the given values in it; `given` must be exactly its own parameters, in their order."""
-    kinds = {"mlp": Perceptron, "gpt": Gpt, "conv": Convolutions, "odd": Oddities}
+    kinds = {"mlp": Perceptron, "gpt": Gpt, "conv": Convolutions, "odd": Oddities, "llama": Llama}
     model = kinds[kind](**options).to_empty(device="cpu")
     values = [(name, tensor(value)) for name, value in given]
     own = parameters_of(model)

@@ -74,16 +74,16 @@ bool oracle_supports(const Run& run) {
   const Precision& p = run.precision;
   for (const Step& step : run.steps)
     if (step.after) return false;
-  return kind != Optimizer::Kind::lion && kind != Optimizer::Kind::muon && p.compute == at::kFloat &&
-         p.gradient == at::kFloat && p.reduce == at::kFloat && run.scaling.initial == 0;
+  return kind != Optimizer::Kind::lion && kind != Optimizer::Kind::muon && run.model.dropout() == 0 &&
+         p.compute == at::kFloat && p.gradient == at::kFloat && p.reduce == at::kFloat && run.scaling.initial == 0;
 }
 
 Trace train_in_python(const Run& run) {
   require_valid(run);
   if (!oracle_supports(run))
     throw std::invalid_argument(
-        "golden: the oracle in Python trains with sgd, adam or adamw, in float64, without loss scaling, step after "
-        "step; it cannot check lion, muon, other dtypes or loss scaling. Ask oracle_supports first");
+        "golden: the oracle in Python trains with sgd, adam or adamw, in float64, without loss scaling and dropout, "
+        "step after step; it cannot check lion, muon, dropout, other dtypes or loss scaling. Ask oracle_supports first");
   Trace trace;
   call_python<PythonTrain>("golden_python_train", run, &trace);
   return trace;

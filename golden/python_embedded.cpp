@@ -116,6 +116,18 @@ py::dict to_python(const Odd& odd) {
   return options;
 }
 
+py::dict to_python(const Llama& llama) {
+  py::dict options;
+  options["layers"] = llama.layers;
+  options["hidden"] = llama.hidden;
+  options["heads"] = llama.heads;
+  options["kv_heads"] = llama.kv_heads;
+  options["intermediate"] = llama.intermediate;
+  options["vocab"] = llama.vocab;
+  options["tied"] = llama.tied;
+  return options;
+}
+
 std::pair<const char*, py::dict> to_python(const Model& model) {
   switch (model.kind) {
     case Model::Kind::mlp:
@@ -126,6 +138,8 @@ std::pair<const char*, py::dict> to_python(const Model& model) {
       return {"conv", to_python(model.conv)};
     case Model::Kind::odd:
       return {"odd", to_python(model.odd)};
+    case Model::Kind::llama:
+      return {"llama", to_python(model.llama)};
   }
   throw std::logic_error("golden: unknown model");
 }

@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "golden/canonical_models.h"
+#include "golden/jitter.h"
 #include "golden/models.h"
 #include "golden/norm.h"
 #include "golden/validate.h"
@@ -33,7 +34,8 @@ Microbatch prepared(const Microbatch& microbatch, at::ScalarType compute, at::Sc
   const auto convert = [](const at::Tensor& t, at::ScalarType dtype) {
     return aligned(t.is_floating_point() ? t.to(dtype) : t);
   };
-  return {convert(microbatch.input, compute), convert(microbatch.target, main), microbatch.weight, microbatch.branch};
+  return {convert(microbatch.input, compute), convert(microbatch.target, main), microbatch.weight, microbatch.branch,
+          microbatch.dropout_seed};
 }
 
 Named checked_copy(const Model& model, const Named& parameters, at::ScalarType dtype) {
@@ -75,11 +77,12 @@ struct Trainer::Collected {
 };
 
 Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
-                 LossScaling scaling, at::ScalarType dtype)
+                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter)
     : model_(std::move(model)),
       order_(order),
       precision_(in_dtype(precision, dtype)),
       scaling_(scaling),
+      jitter_(jitter),
       main_(dtype),
       parameters_(checked_copy(model_, parameters, dtype)),
       optimizer_(std::move(optimizer), parameters_),
@@ -105,7 +108,9 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
   Tensors trained;
   for (const auto& [name, value] : parameters_) {
     const bool frozen = is_frozen(collected.step, name);
-    const at::Tensor leaf = value.detach().to(precision_.compute).set_requires_grad(!frozen);
+    at::Tensor leaf = value.detach().to(precision_.compute);
+    if (jitter_ != 0) leaf = jittered(leaf, jitter_ + leaves.size());
+    leaf.set_requires_grad(!frozen);
     leaves.emplace(name, leaf);
     if (!frozen) trained.push_back(leaf);
   }
@@ -218,7 +223,7 @@ StepTrace Trainer::step(const Step& step) {
 }
 
 Trace train(const Run& run, at::ScalarType dtype) {
-  Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype);
+  Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype, run.jitter);
   Trace trace;
   std::vector<Trainer> ends{trainer};  // before the first step, and after each
   for (const Step& step : run.steps) {

@@ -13,7 +13,7 @@ class Trainer {
  public:
   // `parameters` are copied. Throws std::invalid_argument as `train` does.
   Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision = {},
-          LossScaling scaling = {}, at::ScalarType dtype = at::kFloat);
+          LossScaling scaling = {}, at::ScalarType dtype = at::kFloat, uint64_t jitter = 0);
 
   StepTrace step(const Step& step);
 
@@ -39,6 +39,7 @@ class Trainer {
   SumOrder order_;
   Precision precision_;
   LossScaling scaling_;
+  uint64_t jitter_;
   at::ScalarType main_;  // dtype of parameters, optimizer state and losses
   Named parameters_;
   OptimizerState optimizer_;

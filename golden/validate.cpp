@@ -27,17 +27,17 @@ void require_tokens(const at::Tensor& tokens, int64_t vocab, const char* what) {
       refuse(fmt::format("{} token {} is {}, expected 0 to vocab - 1 = {}", what, i, data[i], vocab - 1));
 }
 
-void require_gpt_data(const Gpt& gpt, const at::Tensor& input, const at::Tensor& target) {
+void require_token_data(const Model& model, const at::Tensor& input, const at::Tensor& target) {
   const auto fits = [&](const at::Tensor& t) {
-    return t.defined() && t.scalar_type() == at::kLong && t.dim() == 2 && t.numel() > 0 && t.size(1) <= gpt.positions;
+    return t.defined() && t.scalar_type() == at::kLong && t.dim() == 2 && t.numel() > 0 && t.size(1) <= model.positions();
   };
   if (!fits(input) || !fits(target) || input.sizes() != target.sizes())
     refuse(
-        fmt::format("gpt data: expected int64 input and target [B, T] with B >= 1 and 1 <= T <= positions = {}, got {} "
+        fmt::format("{} data: expected int64 input and target [B, T] with B >= 1 and 1 <= T <= positions = {}, got {} "
                     "and {}",
-                    gpt.positions, shape_of(input), shape_of(target)));
-  require_tokens(input, gpt.vocab, "input");
-  require_tokens(target, gpt.vocab, "target");
+                    model.kind == Model::Kind::gpt ? "gpt" : "llama", model.positions(), shape_of(input), shape_of(target)));
+  require_tokens(input, model.vocab(), "input");
+  require_tokens(target, model.vocab(), "target");
 }
 
 // Floating input and target [B, <sizes>].
@@ -67,6 +67,23 @@ void require_gpt(const Gpt& gpt) {
     refuse(fmt::format("gpt: hidden {} is not divisible by heads {}; choose heads that divide it", gpt.hidden, gpt.heads));
 }
 
+void require_dropout(double probability) {
+  if (!(probability >= 0 && probability < 1))
+    refuse(fmt::format("dropout: expected a probability of at least 0 and below 1, got {}", probability));
+}
+
+void require_llama(const Llama& llama) {
+  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout] = llama;
+  if (layers < 0 || hidden < 1 || heads < 1 || kv_heads < 1 || intermediate < 1 || vocab < 1 || positions < 1)
+    refuse(
+        fmt::format("llama: expected layers >= 0 and hidden, heads, kv_heads, intermediate, vocab, positions >= 1, got "
+                    "layers={} hidden={} heads={} kv_heads={} intermediate={} vocab={} positions={}",
+                    layers, hidden, heads, kv_heads, intermediate, vocab, positions));
+  if (hidden % heads != 0 || hidden / heads % 2 != 0 || heads % kv_heads != 0)
+    refuse(fmt::format("llama: hidden {} must be a multiple of heads {}, by an even number, and that of kv_heads {}", hidden,
+                       heads, kv_heads));
+}
+
 void require_conv(const Conv& conv) {
   require_widths("conv channels", conv.channels);
   if (conv.kernel < 1 || conv.kernel % 2 == 0 || conv.size < 1 || conv.classes < 1)
@@ -82,6 +99,7 @@ void require_odd(const Odd& odd) {
 }  // namespace
 
 void require_valid(const Model& model) {
+  require_dropout(model.dropout());
   switch (model.kind) {
     case Model::Kind::mlp:
       return require_widths("mlp widths", model.mlp.widths);
@@ -91,6 +109,8 @@ void require_valid(const Model& model) {
       return require_conv(model.conv);
     case Model::Kind::odd:
       return require_odd(model.odd);
+    case Model::Kind::llama:
+      return require_llama(model.llama);
   }
   refuse("unknown model");
 }
@@ -100,7 +120,8 @@ void require_valid(const Model& model, const Microbatch& m) {
     case Model::Kind::mlp:
       return require_floating_data("mlp", {model.mlp.widths.front()}, {model.mlp.widths.back()}, m);
     case Model::Kind::gpt:
-      return require_gpt_data(model.gpt, m.input, m.target);
+    case Model::Kind::llama:
+      return require_token_data(model, m.input, m.target);
     case Model::Kind::conv:
       return require_floating_data("conv", {model.conv.channels.front(), model.conv.size, model.conv.size},
                                    {model.conv.classes}, m);

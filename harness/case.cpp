@@ -124,6 +124,20 @@ std::string str(const golden::Model& model) {
           .add("vocab", g.vocab)
           .add("positions", g.positions)
           .flag("tied", g.tied, false)
+          .add("dropout", g.dropout, 0.0)
+          .str();
+    }
+    case Kind::llama: {
+      const golden::Llama& m = model.llama;
+      return group.add("layers", m.layers)
+          .add("hidden", m.hidden)
+          .add("heads", m.heads)
+          .add("kv_heads", m.kv_heads)
+          .add("intermediate", m.intermediate)
+          .add("vocab", m.vocab)
+          .add("positions", m.positions)
+          .flag("tied", m.tied, false)
+          .add("dropout", m.dropout, 0.0)
           .str();
     }
     case Kind::conv: {
@@ -191,6 +205,8 @@ const char* to_string(golden::Model::Kind kind) {
     case Kind::gpt: return "gpt";
     case Kind::conv: return "conv";
     case Kind::odd: return "odd";
+    case Kind::llama:
+      return "llama";
   }
   return "?";
 }

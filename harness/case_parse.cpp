@@ -47,7 +47,21 @@ void read_gpt(const Scanner& scanner, const Argument& a, golden::Gpt& gpt) {
   else if (a.key == "vocab") gpt.vocab = scanner.integer(a);
   else if (a.key == "positions") gpt.positions = scanner.integer(a);
   else if (a.key == "tied") gpt.tied = scanner.flag(a);
-  else unknown(scanner, a, "layers, hidden, heads, vocab, positions, tied");
+  else if (a.key == "dropout") gpt.dropout = scanner.number(a);
+  else unknown(scanner, a, "layers, hidden, heads, vocab, positions, tied, dropout");
+}
+
+void read_llama(const Scanner& scanner, const Argument& a, golden::Llama& llama) {
+  if (a.key == "layers") llama.layers = scanner.integer(a);
+  else if (a.key == "hidden") llama.hidden = scanner.integer(a);
+  else if (a.key == "heads") llama.heads = scanner.integer(a);
+  else if (a.key == "kv_heads") llama.kv_heads = scanner.integer(a);
+  else if (a.key == "intermediate") llama.intermediate = scanner.integer(a);
+  else if (a.key == "vocab") llama.vocab = scanner.integer(a);
+  else if (a.key == "positions") llama.positions = scanner.integer(a);
+  else if (a.key == "tied") llama.tied = scanner.flag(a);
+  else if (a.key == "dropout") llama.dropout = scanner.number(a);
+  else unknown(scanner, a, "layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout");
 }
 
 void read_conv(const Scanner& scanner, const Argument& a, golden::Conv& conv) {
@@ -73,13 +87,13 @@ void read_odd(const Scanner& scanner, const Argument& a, golden::Odd& odd) {
 
 golden::Model read_model(Scanner& scanner) {
   using Kind = golden::Model::Kind;
-  constexpr const char* kModels = "a model, gpt(...), mlp(...), conv(...) or odd(...)";
+  constexpr const char* kModels = "a model, gpt(...), llama(...), mlp(...), conv(...) or odd(...)";
   golden::Model model;
   scanner.skip_spaces();
   const size_t column = scanner.column();
   const std::string kind = scanner.word(kModels);
   bool known = false;
-  for (const Kind candidate : {Kind::mlp, Kind::gpt, Kind::conv, Kind::odd})
+  for (const Kind candidate : {Kind::mlp, Kind::gpt, Kind::conv, Kind::odd, Kind::llama})
     if (kind == to_string(candidate)) model.kind = candidate, known = true;
   if (!known) scanner.fail(column, fmt::format("{}, not '{}'", kModels, kind));
   for (const Argument& a : scanner.arguments()) {
@@ -88,6 +102,7 @@ golden::Model read_model(Scanner& scanner) {
       case Kind::gpt: read_gpt(scanner, a, model.gpt); break;
       case Kind::conv: read_conv(scanner, a, model.conv); break;
       case Kind::odd: read_odd(scanner, a, model.odd); break;
+      case Kind::llama: read_llama(scanner, a, model.llama); break;
     }
   }
   return model;

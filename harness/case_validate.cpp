@@ -59,16 +59,23 @@ void validate_parallel(const Case& c) {
       cp, tp);
   SHARD_REQUIRE(o.arithmetic == 0 || cp == 1 || o.context_gathered != 0, "case",
                 "cp={} with arithmetic=canonical needs attention=gathered; a ring's sums depend on its order", cp);
-  SHARD_REQUIRE(tp == 1 || c.optimizer.kind != golden::Optimizer::Kind::muon, "case",
-                "muon needs whole matrices, and tp={} cuts them", tp);
-  SHARD_REQUIRE(c.model.kind == Kind::gpt || (c.model.kind == Kind::mlp && cp == 1), "case",
-                "tp={} needs an mlp or a gpt, cp={} a gpt", tp, cp);
+  SHARD_REQUIRE(o.arithmetic == 0 || tp == 1 || c.optimizer.kind != golden::Optimizer::Kind::muon, "case",
+                "muon with arithmetic=canonical needs whole matrices, and tp={} cuts them", tp);
+  SHARD_REQUIRE(c.model.of_tokens() || (c.model.kind == Kind::mlp && cp == 1), "case",
+                "tp={} needs an mlp, a gpt or a llama, cp={} one of the latter two", tp, cp);
   if (c.model.kind == Kind::mlp) return;
   const golden::Gpt& g = c.model.gpt;
-  SHARD_REQUIRE(all_get_some(g.heads, tp) && all_get_some(g.vocab, tp), "case",
+  SHARD_REQUIRE(c.model.kind != Kind::gpt || (all_get_some(g.heads, tp) && all_get_some(g.vocab, tp)), "case",
                 "gpt: heads={} and vocab={} must leave none of tp={} ranks without one", g.heads, g.vocab, tp);
-  SHARD_REQUIRE(sequence_fits(c, g.positions), "case",
-                "positions={} allows no sequence that gives each of cp={} x tp={} ranks a token", g.positions, cp, tp);
+  const golden::Llama& m = c.model.llama;
+  SHARD_REQUIRE(
+      c.model.kind != Kind::llama || (heads_fit(m, tp) && all_get_some(m.intermediate, tp) && all_get_some(m.vocab, tp)),
+      "case",
+      "llama: heads={} kv_heads={} intermediate={} vocab={} must leave none of tp={} ranks without one; fewer kv_heads must "
+      "divide tp, which must then divide heads",
+      m.heads, m.kv_heads, m.intermediate, m.vocab, tp);
+  SHARD_REQUIRE(sequence_fits(c, c.model.positions()), "case",
+                "positions={} allows no sequence that gives each of cp={} x tp={} ranks a token", c.model.positions(), cp, tp);
 }
 
 // Options of axes that no mesh of the history has.
@@ -97,7 +104,9 @@ void validate_options(const Case& c) {
                 "loss=tokens divides after the sum; leave out divide");
   SHARD_REQUIRE(o.loss_scale == 0 || c.mode == Mode::ordered, "case", "scale needs the mode ordered");
   const bool plain = o.compute == fp32 && o.gradient == fp32 && o.reduce == fp32;
-  SHARD_REQUIRE(plain || c.mode == Mode::ordered, "case", "compute, gradient and reduce other than fp32 need the mode ordered");
+  const bool sums_in_fp32 = o.gradient == fp32 && o.reduce == fp32;
+  SHARD_REQUIRE(plain || c.mode == Mode::ordered || (c.mode == Mode::fast && sums_in_fp32), "case",
+                "compute other than fp32 needs the mode ordered or fast, gradient and reduce other than fp32 the mode ordered");
 }
 
 void validate_mode(const Case& c) {
@@ -134,14 +143,34 @@ void validate_loads(const Case& c) {
   }
 }
 
+using Sizes = std::initializer_list<std::pair<const char*, int64_t>>;
+
+void require_sizes(Kind kind, Sizes sizes) {
+  for (const auto& [name, value] : sizes)
+    SHARD_REQUIRE(value >= 1 && value <= kSizeMax, "case", "{}: {} must be at least 1 and at most {}, got {}", to_string(kind),
+                  name, kSizeMax, value);
+}
+
+void validate(const golden::Llama& m) {
+  require_sizes(Kind::llama, {{"layers", m.layers},
+                              {"hidden", m.hidden},
+                              {"heads", m.heads},
+                              {"kv_heads", m.kv_heads},
+                              {"intermediate", m.intermediate},
+                              {"vocab", m.vocab},
+                              {"positions", m.positions}});
+  SHARD_REQUIRE(m.layers <= kLayersMax, "case", "llama: layers must be at most {}, got {}", kLayersMax, m.layers);
+  SHARD_REQUIRE(m.hidden % (2 * m.heads) == 0 && m.heads % m.kv_heads == 0, "case",
+                "llama: hidden={} must be a multiple of twice heads={}, and heads of kv_heads={}. Choose hidden={} or heads={}",
+                m.hidden, m.heads, m.kv_heads, (m.hidden / (2 * m.heads) + 1) * 2 * m.heads, m.kv_heads);
+}
+
 }  // namespace
 
 void validate(const golden::Model& model) {
-  const auto positive = [&](std::initializer_list<std::pair<const char*, int64_t>> values) {
-    for (const auto& [name, value] : values)
-      SHARD_REQUIRE(value >= 1 && value <= kSizeMax, "case", "{}: {} must be at least 1 and at most {}, got {}",
-                    to_string(model.kind), name, kSizeMax, value);
-  };
+  const auto positive = [&](Sizes sizes) { require_sizes(model.kind, sizes); };
+  SHARD_REQUIRE(model.dropout() >= 0 && model.dropout() < 1, "case", "dropout={} must be at least 0 and below 1",
+                model.dropout());
   switch (model.kind) {
     case Kind::mlp:
       SHARD_REQUIRE(model.mlp.widths.size() >= 2, "case", "mlp needs at least two widths, e.g. widths=5-7-3, got {}",
@@ -158,6 +187,8 @@ void validate(const golden::Model& model) {
                     (g.hidden / g.heads + 1) * g.heads, 1);
       return;
     }
+    case Kind::llama:
+      return validate(model.llama);
     case Kind::conv: {
       const golden::Conv& v = model.conv;
       SHARD_REQUIRE(v.channels.size() >= 2, "case", "conv needs at least two channels, e.g. channels=1-4, got {}",

@@ -78,6 +78,13 @@ std::string tensor_difference(CheckpointSource& one, Shown& two, const std::stri
                      position(a.sizes, first / item), hex(x.data() + first, item), hex(y.data() + first, item));
 }
 
+using OtherNameOf = std::optional<OtherName> (*)(const std::string& family, const std::string& name);
+
+CheckpointSource::Rename renaming(const CheckpointArguments& arguments, OtherNameOf other) {
+  if (arguments.family.empty()) return {};
+  return [family = arguments.family, other](const std::string& name) { return other(family, name); };
+}
+
 // One rank's file, opened when something is written to it.
 class Files {
  public:
@@ -96,8 +103,9 @@ class Files {
   std::map<int64_t, std::unique_ptr<EntryFile>> files_;
 };
 
-int write_dcp(const CheckpointArguments& arguments, int64_t parts) {
-  CheckpointSource source(arguments.one);
+// The number of tensors and values that had no other name.
+size_t write_dcp(const CheckpointArguments& arguments, int64_t parts) {
+  CheckpointSource source(arguments.one, renaming(arguments, from_hugging_face));
   Shown shown(source, "writing");
   StagedFolder staged(system_files(), arguments.two, arguments.overwrite);
   Files files(staged.path());
@@ -131,7 +139,7 @@ int write_dcp(const CheckpointArguments& arguments, int64_t parts) {
   files.finish();
   write_metadata_files(system_files(), staged.path(), written, checksums);
   staged.commit();
-  return 0;
+  return source.left_out();
 }
 
 void write_torch(const CheckpointArguments& arguments) {
@@ -145,16 +153,16 @@ void write_torch(const CheckpointArguments& arguments) {
   });
 }
 
-// The number of plain values that the format has no place for.
+// The number of plain values that the format has no place for, and of what has no name in the family.
 size_t write_safe(const CheckpointArguments& arguments) {
-  CheckpointSource source(arguments.one);
+  CheckpointSource source(arguments.one, renaming(arguments, to_hugging_face));
   Shown shown(source, "writing");
   StagedFolder staged(system_files(), arguments.two, arguments.overwrite);
   write_safetensors(
       system_files(), staged.path(), source.tensors(), [&](const std::string& name) { return shown.read(name); },
       arguments.file_bytes_max);
   staged.commit();
-  return source.checkpoint().values.size();
+  return source.checkpoint().values.size() + source.left_out();
 }
 
 }  // namespace
@@ -258,12 +266,17 @@ int checkpoint_diff(const CheckpointArguments& arguments) {
 int checkpoint_convert(const CheckpointArguments& arguments) {
   SHARD_REQUIRE(arguments.to == "dcp" || arguments.to == "safetensors" || arguments.to == "torch", "checkpoint",
                 "--to takes dcp, safetensors or torch, got '{}'", arguments.to);
+  SHARD_REQUIRE(arguments.family.empty() || arguments.to != "torch", "checkpoint",
+                "--family goes with --to dcp, from safetensors, and with --to safetensors");
   JsonLines out(arguments.json);
   size_t left_out = 0;
-  if (arguments.to == "dcp") write_dcp(arguments, 1);
+  if (arguments.to == "dcp") left_out = write_dcp(arguments, 1);
   if (arguments.to == "torch") write_torch(arguments);
   if (arguments.to == "safetensors") left_out = write_safe(arguments);
-  if (left_out > 0) fmt::print("{} values that are no tensors have no place in safetensors and were left out\n", left_out);
+  if (left_out > 0)
+    fmt::print("{} {} and were left out\n", left_out,
+               arguments.family.empty() ? "values that are no tensors have no place in safetensors"
+                                        : "tensors and values have no name in that family");
   out.write({{"type", "convert"}, {"to", arguments.to}, {"path", arguments.two}, {"left_out", left_out}});
   return 0;
 }

@@ -1,5 +1,6 @@
 #include "harness/checkpoint_source.h"
 
+#include <cstring>
 #include <filesystem>
 
 #include "shardproof/check.h"
@@ -18,13 +19,56 @@ Box whole(const Shape& sizes) {
   return box;
 }
 
+// Of the matrix [rows, columns], the other way round.
+std::string turned(const std::string& bytes, size_t rows, size_t columns, size_t item) {
+  std::string result(bytes.size(), '\0');
+  for (size_t r = 0; r < rows; ++r)
+    for (size_t c = 0; c < columns; ++c)
+      std::memcpy(result.data() + (c * rows + r) * item, bytes.data() + (r * columns + c) * item, item);
+  return result;
+}
+
 }  // namespace
 
-CheckpointSource::CheckpointSource(std::string path) : path_(std::move(path)) {
+CheckpointSource::CheckpointSource(std::string path, const Rename& rename) : path_(std::move(path)) {
+  open();
+  if (rename) this->rename(rename);
+}
+
+void CheckpointSource::rename(const Rename& rename) {
+  std::map<std::string, SafeTensorSpec> renamed;
+  Checkpoint checkpoint;
+  for (const auto& [name, spec] : tensors_) {
+    const auto other = rename(name);
+    if (!other) {
+      ++left_out_;
+      continue;
+    }
+    SHARD_REQUIRE(!renamed.contains(other->name), "checkpoint", "{}: two tensors would be called {}", path_, other->name);
+    SHARD_REQUIRE(!other->turned || spec.sizes.size() == 2, "checkpoint", "{}: {} has {} dims, expected a matrix", path_, name,
+                  spec.sizes.size());
+    SafeTensorSpec& its = renamed[other->name] = spec;
+    if (other->turned) std::swap(its.sizes[0], its.sizes[1]);
+    stored_as_[other->name] = {name, other->turned};
+    checkpoint.tensors[other->name] = {its.dtype, its.sizes, checkpoint_.tensors.at(name).chunks};
+  }
+  SHARD_REQUIRE(!renamed.empty(), "checkpoint", "{}: has no tensor with a name of this family", path_);
+  left_out_ += checkpoint_.values.size();
+  tensors_ = std::move(renamed);
+  kept_ = std::move(checkpoint_);
+  checkpoint_ = std::move(checkpoint);
+  if (reader_) reader_ = make_reader(kept_);
+}
+
+std::unique_ptr<BoxReader> CheckpointSource::make_reader(const Checkpoint& checkpoint) const {
+  return std::make_unique<BoxReader>(system_files(), path_, checkpoint, ReadOptions{.check_parts = true});
+}
+
+void CheckpointSource::open() {
   if (std::filesystem::exists(path_ + "/" + kMetadataFile)) {
     checkpoint_ = open_checkpoint(system_files(), path_);
     for (const auto& [name, tensor] : checkpoint_.tensors) tensors_[name] = {tensor.dtype, tensor.sizes};
-    reader_ = std::make_unique<BoxReader>(system_files(), path_, checkpoint_, ReadOptions{.check_parts = true});
+    reader_ = make_reader(checkpoint_);
     return;
   }
   SHARD_REQUIRE(std::filesystem::exists(path_), "checkpoint", "there is no {}", path_);
@@ -47,7 +91,21 @@ std::string CheckpointSource::read(const std::string& name) {
 }
 
 std::string CheckpointSource::read(const std::string& name, const Box& box) {
-  const SafeTensorSpec& spec = tensors_.at(name);
+  const auto found = stored_as_.find(name);
+  if (found == stored_as_.end()) return read_stored(name, tensors_.at(name), box);
+  const auto& [stored, is_turned] = found->second;
+  SafeTensorSpec spec = tensors_.at(name);
+  if (!is_turned) return read_stored(stored, spec, box);
+  std::swap(spec.sizes[0], spec.sizes[1]);
+  // Of a turned matrix rows are columns, so all of it is read.
+  const auto rows = static_cast<size_t>(spec.sizes[0]), columns = static_cast<size_t>(spec.sizes[1]);
+  const auto item = static_cast<size_t>(names_of(spec.dtype).bytes);
+  const std::string all = turned(read_stored(stored, spec, whole(spec.sizes)), rows, columns, item);
+  SHARD_CHECK(box[1].size() == spec.sizes[0], "checkpoint", "a box of {} that cuts more than dim 0", name);
+  return all.substr(static_cast<size_t>(box[0].begin) * rows * item, static_cast<size_t>(box[0].size()) * rows * item);
+}
+
+std::string CheckpointSource::read_stored(const std::string& name, const SafeTensorSpec& spec, const Box& box) {
   Shape sizes, strides(box.size());
   for (const auto& interval : box) sizes.push_back(interval.size());
   int64_t stride = 1;

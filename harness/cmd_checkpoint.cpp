@@ -26,6 +26,7 @@ void add_checkpoint_command(CLI::App& app, int& exit_code) {
   CLI::App* convert = add("convert", "write A as B in another format", checkpoint_convert, true);
   convert->add_option("--to", a->to, "dcp, safetensors (folders) or torch (a file)")->capture_default_str();
   convert->add_option("--file-bytes-max", a->file_bytes_max, "of a safetensors file")->capture_default_str();
+  convert->add_option("--family", a->family, "gpt2 or llama: safetensors are those of Hugging Face's transformers");
   convert->add_flag("--overwrite", a->overwrite, "exchange a folder B that exists");
   CLI::App* reshard = add("reshard", "write A as the ranks of a mesh would, into folder B", checkpoint_reshard, true);
   reshard->add_option("--mesh", a->mesh, "such as dp_shard=4")->required();

@@ -20,7 +20,13 @@ struct Facet {
 
 bool has_ties(const Case& c) {
   return (c.model.kind == golden::Model::Kind::gpt && c.model.gpt.tied) ||
+         (c.model.kind == golden::Model::Kind::llama && c.model.llama.tied) ||
          (c.model.kind == golden::Model::Kind::odd && c.model.odd.tied);
+}
+
+// Key heads that several ranks along tp hold in copies.
+bool has_copies(const Case& c) {
+  return c.model.kind == golden::Model::Kind::llama && c.model.llama.kv_heads < c.tensor_ranks();
 }
 
 // Some dim that the mesh cuts is no multiple of the ranks that cut it.
@@ -45,6 +51,10 @@ const std::vector<Facet>& facets() {
       flag("cp", [](const Case& c) { return c.context_ranks() > 1; }),
       flag("sp", [](const Case& c) { return c.options.sequence_parallel != 0; }),
       flag("low precision", [](const Case& c) { return c.options.compute != fp32 || c.options.reduce != fp32; }),
+      {{"gpt", "llama", "other model"},
+       [](const Case& c) { return c.model.of_tokens() ? to_string(c.model.kind) : "other model"; }},
+      flag("dropout", [](const Case& c) { return c.model.dropout() > 0; }),
+      flag("recompute", [](const Case& c) { return c.options.recompute != 0; }),
       flag("ties", has_ties),
       flag("odd sizes", has_odd_sizes)};
   return all;
@@ -58,6 +68,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   failures_ += !verdict.held;
   values_compared_ += verdict.values_compared;
   ratio_max_ = std::max(ratio_max_, verdict.ratio_max);
+  for (const auto& [kind, error] : verdict.smallest_found) smallest_found_[kind].push_back(error);
   Row& row = rows_[{c.strategy, to_string(c.model.kind), world}];
   ++row.cases;
   row.failures += !verdict.held;
@@ -142,6 +153,11 @@ void Coverage::add_model(const Case& c) {
   const bool odd = c.model.kind == Kind::odd;
   const auto count = [&](const std::string& feature, bool present) { features_[feature] += present; };
   count("tied parameter", has_ties(c));
+  count("dropout", c.model.dropout() > 0);
+  count("dropout with recomputation", c.model.dropout() > 0 && c.options.recompute != 0);
+  count("dropout with tp or cp", c.model.dropout() > 0 && c.microbatch_ranks() > 1);
+  count("grouped queries", c.model.kind == Kind::llama && c.model.llama.kv_heads < c.model.llama.heads);
+  count("key heads fewer than tp", has_copies(c));
   count("module called twice or more", odd && c.model.odd.calls > 1);
   count("0-dim parameter", odd && c.model.odd.gain);
   count("parameter of no elements", odd && c.model.odd.empty);
@@ -175,10 +191,23 @@ std::string Coverage::pairs_summary() const {
           drawn += seen;
           if (!seen) never.push_back(first + " with " + second);
         }
-  std::string text = fmt::format("pairs of strategy, tp, cp, sp, precision, ties and sizes: {} of {} drawn\n", drawn, pairs);
+  std::string text =
+      fmt::format("pairs of strategy, tp, cp, sp, precision, model, dropout, recomputation, ties and sizes: {} of {} drawn\n",
+                  drawn, pairs);
   constexpr size_t kListed = 12;
   if (never.empty() || never.size() > kListed) return text;
   return text + fmt::format("  never: {}\n", fmt::join(never, ", "));
+}
+
+std::string Coverage::found_summary() const {
+  std::string text;
+  for (auto [kind, errors] : smallest_found_) {
+    std::sort(errors.begin(), errors.end());
+    text += fmt::format(
+        "planted relative errors of a {}: found from {:.1e} on, half the cases from {:.1e}, worst {:.1e} ({} cases)\n", kind,
+        errors.front(), errors[errors.size() / 2], errors.back(), errors.size());
+  }
+  return text;
 }
 
 std::string Coverage::table() const {
@@ -204,7 +233,7 @@ std::string Coverage::summary() const {
   text += "  " + line + "\n";
   text += pairs_summary() + fmt::format("compared: {} values", values_compared_);
   if (ratio_max_ > 0) text += fmt::format("; fast mode: at most {:.2f} times the unsharded run's distance", ratio_max_);
-  return text + "\n";
+  return text + "\n" + found_summary();
 }
 
 }  // namespace harness

@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "harness/run_case.h"
 
@@ -20,6 +21,8 @@ class Coverage {
   int64_t values_compared() const { return values_compared_; }
   double ratio_max() const { return ratio_max_; }
   const std::map<std::string, int64_t>& features() const { return features_; }
+  // Verdict::smallest_found of all cases that were measured, by kind.
+  const std::map<std::string, std::vector<double>>& smallest_found() const { return smallest_found_; }
 
   // strategy x model x world: cases and failures.
   std::string table() const;
@@ -31,6 +34,7 @@ class Coverage {
   void add_model(const Case& c);
   void add_pairs(const Case& c);
   std::string pairs_summary() const;
+  std::string found_summary() const;
 
   struct Row {
     int64_t cases = 0, failures = 0;
@@ -40,6 +44,7 @@ class Coverage {
   std::map<std::pair<std::string, std::string>, int64_t> pairs_;  // of values of two facets
   int64_t cases_ = 0, failures_ = 0, values_compared_ = 0;
   double ratio_max_ = 0;
+  std::map<std::string, std::vector<double>> smallest_found_;
 };
 
 }  // namespace harness

@@ -35,8 +35,9 @@ golden::Microbatch zeros(const DryRun& options) {
     return at::zeros(sizes);
   };
   switch (model.kind) {
-    case golden::Model::Kind::gpt: {
-      const int64_t length = options.length == 0 ? model.gpt.positions : options.length;
+    case golden::Model::Kind::gpt:
+    case golden::Model::Kind::llama: {
+      const int64_t length = options.length == 0 ? model.positions() : options.length;
       return {at::zeros({samples, length}, at::kLong), at::zeros({samples, length}, at::kLong)};
     }
     case golden::Model::Kind::conv:

@@ -25,6 +25,10 @@ golden::Model generate_mlp(Chooser& choose, bool exact) {
   return model;
 }
 
+double generate_dropout(Chooser& choose) {
+  return choose.chance(0.3) ? choose.one_of<double>({0.1, 0.25, 0.5}) : 0;
+}
+
 // Layer norm over a few features turns rounding into values, which no tolerance can judge: `head_min` keeps clear of that.
 // `large_allowed`: canonical products are plain loops in the golden run.
 golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max = 3, bool large_allowed = true) {
@@ -43,6 +47,23 @@ golden::Model generate_gpt(Chooser& choose, int64_t head_min, int64_t heads_max 
     g.vocab = choose.integer(100, 300);
     g.positions = choose.integer(32, 70);
   }
+  g.dropout = generate_dropout(choose);
+  return model;
+}
+
+golden::Model generate_llama(Chooser& choose, int64_t head_min) {
+  golden::Model model;
+  model.kind = golden::Model::Kind::llama;
+  golden::Llama& m = model.llama;
+  m.layers = choose.chance(0.6) ? 1 : choose.integer(2, 3);
+  m.kv_heads = choose.integer(1, 3);
+  m.heads = m.kv_heads * choose.integer(1, 3);
+  m.hidden = m.heads * 2 * choose.integer(head_min / 2, 4);
+  m.intermediate = choose.integer(1, 23);
+  m.vocab = choose.integer(2, 37);
+  m.positions = choose.integer(1, 9);
+  m.tied = choose.chance(0.4);
+  m.dropout = generate_dropout(choose);
   return model;
 }
 
@@ -70,13 +91,20 @@ golden::Model generate_odd(Chooser& choose) {
   return model;
 }
 
+// To be cut over tp or cp.
+golden::Model generate_language_model(Chooser& choose) {
+  return choose.chance(0.5) ? generate_llama(choose, 4) : generate_gpt(choose, 4, 6);
+}
+
 golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
   if (mode == Mode::exact) return generate_mlp(choose, true);
   const bool plain = mode != Mode::canonical;
-  if (parallel) return choose.chance(0.25) ? generate_mlp(choose, false) : generate_gpt(choose, plain ? 4 : 1, 6, plain);
+  if (parallel && !plain) return choose.chance(0.25) ? generate_mlp(choose, false) : generate_gpt(choose, 1, 6, false);
+  if (parallel) return choose.chance(0.2) ? generate_mlp(choose, false) : generate_language_model(choose);
   const double kind = choose.unit();
-  if (kind < 0.35) return generate_mlp(choose, false);
-  if (kind < 0.65) return generate_gpt(choose, mode == Mode::fast ? 4 : 1, 3, plain);
+  if (kind < 0.3) return generate_mlp(choose, false);
+  if (kind < 0.5) return generate_gpt(choose, mode == Mode::fast ? 4 : 1, 3, plain);
+  if (kind < 0.65) return generate_llama(choose, mode == Mode::fast ? 4 : 2);
   if (kind < 0.8) return generate_conv(choose, mode != Mode::fast);
   return generate_odd(choose);
 }
@@ -147,16 +175,30 @@ Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& s
   return Mesh(axes);
 }
 
+void fit_heads(golden::Llama& m, int64_t ranks) {
+  const int64_t head = m.hidden / m.heads;
+  int64_t group = m.heads / m.kv_heads;
+  while (m.kv_heads < ranks && ranks % m.kv_heads != 0) --m.kv_heads;
+  while (m.kv_heads >= ranks && !all_get_some(m.kv_heads, ranks)) ++m.kv_heads;
+  while (m.kv_heads < ranks && m.kv_heads * group % ranks != 0) ++group;
+  m.heads = m.kv_heads * group;
+  m.hidden = m.heads * head;
+}
+
 // Sizes that leave no rank along tp without a head or a token of the vocabulary, and none at all without a token.
 void fit_to_parallel_ranks(Case& c) {
+  const int64_t ranks = c.tensor_ranks();
   golden::Gpt& g = c.model.gpt;
+  golden::Llama& m = c.model.llama;
   const int64_t head = g.hidden / g.heads;
-  for (int64_t* size : {&g.heads, &g.vocab})
-    while (!all_get_some(*size, c.tensor_ranks())) ++*size;
+  for (int64_t* size : {&g.heads, &g.vocab, &m.intermediate, &m.vocab})
+    while (!all_get_some(*size, ranks)) ++*size;
   g.hidden = g.heads * head;
+  fit_heads(m, ranks);
   Case with_sequence_parallelism = c;
   with_sequence_parallelism.options.sequence_parallel = 1;
-  while (!sequence_fits(with_sequence_parallelism, g.positions)) ++g.positions;
+  for (int64_t* length : {&g.positions, &m.positions})
+    while (!sequence_fits(with_sequence_parallelism, *length)) ++*length;
 }
 
 // Sets an option, unless the case would not be valid with it.
@@ -223,8 +265,7 @@ void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
     const std::string& there = plan.load_strategy.empty() ? c.at(s).strategy : strategy;
     // Canonical arithmetic goes on anywhere, other parallel runs on a parallel mesh again.
     const bool parallel = c.microbatch_ranks() > 1 && (c.options.arithmetic == 0 || choose.chance(0.6));
-    const Mesh mesh = parallel && !limits.mesh
-                          ? generate_parallel_mesh(choose, limits, there, c.model.kind == golden::Model::Kind::gpt)
+    const Mesh mesh = parallel && !limits.mesh ? generate_parallel_mesh(choose, limits, there, c.model.of_tokens())
                           : generate_mesh(choose, limits, there);
     if (plan.load_strategy.empty() || choose.chance(0.7)) plan.load_mesh = mesh;
     try_plan(c, s, plan);
@@ -261,10 +302,11 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
     const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
-    c.model = given && limits.mesh->has("cp") ? generate_gpt(choose, 4, 6, c.mode != canonical)
-                                              : generate_model(choose, c.mode, parallel);
-    const bool is_gpt = c.model.kind == golden::Model::Kind::gpt;
-    c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, is_gpt)
+    const bool with_context = given && limits.mesh->has("cp");
+    c.model = !with_context           ? generate_model(choose, c.mode, parallel)
+              : c.mode == canonical ? generate_gpt(choose, 1, 6, false)
+                                    : generate_language_model(choose);
+    c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
     if (c.microbatch_ranks() > 1) {
@@ -272,9 +314,12 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       // Kernels on cut sizes round more differently than sums over ranks do; Adam's first step makes that of a tiny gradient a
       // whole step, unless eps is well above it.
       if (c.mode == fast) c.optimizer.eps = 0.01;
-      if (c.mode == canonical) c.options.arithmetic = 1, c.options.context_gathered = c.context_ranks() > 1;
-      if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.tensor_ranks() > 1)
-        c.optimizer.kind = golden::Optimizer::Kind::adamw;
+      if (c.mode == canonical) {
+        c.options.arithmetic = 1, c.options.context_gathered = c.context_ranks() > 1;
+        if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.tensor_ranks() > 1)
+          c.optimizer.kind = golden::Optimizer::Kind::adamw;
+      }
+      if (c.mode == fast && choose.chance(0.2)) c.options.compute = choose.one_of<int64_t>({bf16, bf16, fp16});
     }
     // What the rest of the case needs.
     if (c.mode == canonical) c.options.loss = loss_sum;
@@ -282,6 +327,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     c.steps = generate_history(choose, c);
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
     generate_options(choose, c);
+    if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
   }
   c.seed = choose.bits() % 1'000'000;
   return c;

@@ -132,10 +132,14 @@ at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& target, int64_
 }
 
 Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
-  Gpt gpt(GptOptions{.layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions,
-                     .tied = g.tied});
-  Network network{gpt.ptr(),
-                  [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
+  Gpt gpt(GptOptions{.layers = g.layers,
+                     .hidden = g.hidden,
+                     .heads = g.heads,
+                     .vocab = g.vocab,
+                     .positions = g.positions,
+                     .tied = g.tied,
+                     .dropout = g.dropout});
+  Network network{gpt.ptr(), [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
                   [vocab = g.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
                     return token_loss(logits, data.target, vocab, tensor_group);
                   },
@@ -161,7 +165,32 @@ Network make_canonical(const golden::Model& model, Comm* tensor_group) {
   return network;
 }
 
+Network make_llama(const golden::Llama& m, Comm* tensor_group) {
+  Llama llama(llama_options(m));
+  Network network{llama.ptr(),
+                  [llama](const golden::Microbatch& data) { return call(llama, data.input); },
+                  [vocab = m.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
+                    return token_loss(logits, data.target, vocab, tensor_group);
+                  },
+                  {}};
+  for (const auto& item : llama->named_modules("", /*include_self=*/false))
+    if (item.value()->as<LlamaLayerImpl>() || item.key() == "model.embed_tokens" || item.key() == "model.norm")
+      network.parts.push_back(item.value());
+  return network;
+}
+
 }  // namespace
+
+LlamaOptions llama_options(const golden::Llama& m) {
+  return {.layers = m.layers,
+          .hidden = m.hidden,
+          .heads = m.heads,
+          .kv_heads = m.kv_heads,
+          .intermediate = m.intermediate,
+          .vocab = m.vocab,
+          .tied = m.tied,
+          .attention_dropout = m.dropout};
+}
 
 Network make_network(const golden::Model& model, Comm* tensor_group) {
   static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
@@ -178,6 +207,8 @@ Network make_network(const golden::Model& model, Comm* tensor_group) {
       return {net, [net](const golden::Microbatch& data) { return call(net, data.input, data.branch); }, squared_error,
               net->parts()};
     }
+    case golden::Model::Kind::llama:
+      return make_llama(model.llama, tensor_group);
   }
   return {};
 }

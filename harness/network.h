@@ -10,6 +10,7 @@
 
 #include "golden/golden.h"
 #include "shardproof/comm.h"
+#include "shardproof/models.h"
 
 namespace harness {
 
@@ -23,7 +24,9 @@ struct Network {
   at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data) * data.weight; }
 };
 
-// `tensor_group`: the ranks that a GPT's logits will be cut over; null: they are whole.
+shardproof::LlamaOptions llama_options(const golden::Llama& llama);
+
+// `tensor_group`: the ranks that a language model's logits will be cut over; null: they are whole.
 Network make_network(const golden::Model& model, shardproof::Comm* tensor_group = nullptr);
 
 }  // namespace harness

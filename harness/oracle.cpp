@@ -120,10 +120,12 @@ std::vector<Case> one_of_each_kind(const std::vector<Case>& cases) {
   std::vector<Case> chosen;
   for (const Case& c : cases) {
     const bool gpt = c.model.kind == golden::Model::Kind::gpt;
-    const std::string kind = fmt::format("{} {} {} {} {} {}", to_string(c.model.kind),
-                                         gpt ? static_cast<int>(c.model.gpt.tied) : static_cast<int>(c.model.mlp.activation),
-                                         to_string(c.optimizer.kind), c.optimizer.momentum != 0, c.optimizer.weight_decay != 0,
-                                         c.clip_norm > 0);
+    const std::string kind =
+        fmt::format("{} {} {} {} {} {}", to_string(c.model.kind),
+                    c.model.kind == golden::Model::Kind::llama ? static_cast<int>(c.model.llama.tied)
+                    : gpt                                      ? static_cast<int>(c.model.gpt.tied)
+                                                               : static_cast<int>(c.model.mlp.activation),
+                    to_string(c.optimizer.kind), c.optimizer.momentum != 0, c.optimizer.weight_decay != 0, c.clip_norm > 0);
     if (!seen.contains(kind) && suits_oracle(c)) seen.insert(kind), chosen.push_back(c);
   }
   return chosen;

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "harness/network.h"
 #include "harness/parallel_sizes.h"
 #include "harness/random.h"
 #include "shardproof/models.h"
@@ -34,16 +35,19 @@ ParallelPlan mlp_plan(const Case& c) {
   return plan;
 }
 
-bool cut_by(const ParallelStyle& style, const std::string& parameter) {
-  const bool weight = parameter.ends_with("weight");
-  return std::holds_alternative<ColumnParallel>(style) || std::holds_alternative<VocabParallel>(style) ||
-         (weight && std::holds_alternative<RowParallel>(style));
+// How many ranks along tp hold the same piece of the parameter; 0: the style leaves it whole.
+int64_t copies_by(const ParallelStyle& style, const std::string& parameter, int64_t ranks) {
+  if (const auto* column = std::get_if<ColumnParallel>(&style)) return TensorCut{0, column->segments}.copies(ranks);
+  if (std::holds_alternative<VocabParallel>(style)) return 1;
+  return std::holds_alternative<RowParallel>(style) && parameter.ends_with("weight");
 }
 
 }  // namespace
 
 ParallelPlan parallel_plan(const Case& c) {
   if (c.model.kind == golden::Model::Kind::mlp) return mlp_plan(c);
+  if (c.model.kind == golden::Model::Kind::llama)
+    return llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);
   const golden::Gpt& g = c.model.gpt;
   const GptOptions options{
       .layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions, .tied = g.tied};
@@ -55,17 +59,17 @@ ContextOptions context_options(const Case& c) {
           .split = context_split(c)};
 }
 
-std::vector<std::string> cut_parameters(const Case& c) {
-  std::vector<std::string> names;
-  if (c.tensor_ranks() == 1) return names;
+std::map<std::string, int64_t> cut_parameters(const Case& c) {
+  std::map<std::string, int64_t> copies;
+  if (c.tensor_ranks() == 1) return copies;
   const ParallelPlan plan = parallel_plan(c);
   for (const auto& [name, shape] : golden::parameter_shapes(c.model))
     for (const auto& [pattern, style] : plan.styles)
       if (name_matches(pattern, name.substr(0, name.rfind('.')))) {
-        if (cut_by(style, name)) names.push_back(name);
+        if (const int64_t held = copies_by(style, name, c.tensor_ranks()); held > 0) copies[name] = held;
         break;
       }
-  return names;
+  return copies;
 }
 
 }  // namespace harness

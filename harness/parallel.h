@@ -1,8 +1,8 @@
 // How a case is cut over the mesh axes "tp" and "cp".
 #pragma once
 
+#include <map>
 #include <string>
-#include <vector>
 
 #include "harness/case.h"
 #include "shardproof/context_parallel.h"
@@ -10,13 +10,14 @@
 
 namespace harness {
 
-// The library's plan for a GPT; for an MLP styles drawn layer by layer from the seed: pairs of a column- and a row-parallel
-// layer, layers alone that gather or cut for themselves, and layers that stay whole.
+// The library's plan for a language model; for an MLP styles drawn layer by layer from the seed: pairs of a column- and a
+// row-parallel layer, layers alone that gather or cut for themselves, and layers that stay whole.
 shardproof::ParallelPlan parallel_plan(const Case& c);
 
 shardproof::ContextOptions context_options(const Case& c);
 
-// Names of the parameters of which the ranks along tp hold different pieces; the others are whole on each.
-std::vector<std::string> cut_parameters(const Case& c);
+// The parameters of which the ranks along tp hold different pieces, and how many of these ranks hold the same one (key heads
+// that are fewer than the ranks); the others are whole on each.
+std::map<std::string, int64_t> cut_parameters(const Case& c);
 
 }  // namespace harness

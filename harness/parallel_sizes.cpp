@@ -7,6 +7,11 @@ bool all_get_some(int64_t length, int64_t parts) {
   return (length - 1) / chunk + 1 >= parts;
 }
 
+bool heads_fit(const golden::Llama& llama, int64_t ranks) {
+  if (llama.kv_heads >= ranks) return all_get_some(llama.kv_heads, ranks);
+  return ranks % llama.kv_heads == 0 && llama.heads % ranks == 0;
+}
+
 shardproof::ContextSplit context_split(const Case& c) {
   return c.options.context_contiguous ? shardproof::ContextSplit::contiguous : shardproof::ContextSplit::balanced;
 }

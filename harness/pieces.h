@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,12 +21,13 @@ struct Copies {
   int64_t compute_parameter = 1;  // of those to compute with
   at::ScalarType compute = at::kFloat;
   int64_t microbatch_ranks = 1;  // neighbours that train on one microbatch
-  // Those of them along tp, and the parameters of which they hold different pieces.
+  // Those of them along tp, and the parameters of which they hold different pieces, each held by so many of them.
   int64_t tensor_ranks = 1;
-  std::vector<std::string> cut = {};
+  std::map<std::string, int64_t> cut = {};
 
   int64_t of(const std::string& parameter, int64_t copies) const {
-    return std::find(cut.begin(), cut.end(), parameter) == cut.end() ? copies : copies / tensor_ranks;
+    const auto found = cut.find(parameter);
+    return found == cut.end() ? copies : copies / tensor_ranks * found->second;
   }
 };
 Copies copies_of(const Case& c);

@@ -32,8 +32,8 @@ golden::Named initial_parameters(const Case& c) {
   golden::Named parameters;
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
     const Draws draws(c.seed, name);
-    const bool scales =
-        name == "gain" || ((name.find("ln_") != std::string::npos || name.starts_with("norm")) && name.ends_with("weight"));
+    const bool scales = name == "gain" || ((name.find("ln_") != std::string::npos || name.find("norm") != std::string::npos) &&
+                                           name.ends_with("weight"));
     int64_t inputs = 1;
     for (size_t dim = 1; dim < shape.size(); ++dim) inputs *= shape[dim];
     if (shape.size() >= 2 && inputs > 0) {
@@ -53,14 +53,13 @@ golden::Microbatch microbatch(const Case& c, int64_t step, int64_t round, int64_
   const Draws here = Draws(c.seed, "data").at(step).at(round).at(rank);
   const Draws input = here.at(1), target = here.at(2);
   const int64_t samples = here.integer(0, 1, kSamplesMax);
-  if (c.model.kind == Kind::gpt) {
-    int64_t length = here.integer(1, 1, c.model.gpt.positions);
+  if (c.model.of_tokens()) {
+    int64_t length = here.integer(1, 1, c.model.positions());
     while (!sequence_fits(c, length)) ++length;
     const auto tokens = [&](const Draws& draws) {
-      return filled<int64_t>({samples, length}, at::kLong,
-                             [&](int64_t i) { return draws.integer(i, 0, c.model.gpt.vocab - 1); });
+      return filled<int64_t>({samples, length}, at::kLong, [&](int64_t i) { return draws.integer(i, 0, c.model.vocab() - 1); });
     };
-    return {tokens(input), tokens(target), 1.0};
+    return {tokens(input), tokens(target), 1.0, true, here.bits(8)};
   }
   std::vector<int64_t> in, out;
   switch (c.model.kind) {

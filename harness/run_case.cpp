@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cmath>
+#include <functional>
 
 #include "harness/message.h"
 #include "harness/problem.h"
@@ -23,23 +24,10 @@ constexpr int64_t kJitteredRuns = 3;
 
 std::string first_word(const std::string& text) { return text.substr(0, text.find_first_of(" :")); }
 
-// The same run from parameters of which each is one float off, up or down.
-golden::Run jittered(golden::Run run, const Draws& draws) {
-  for (size_t i = 0; i < run.parameters.size(); ++i) {
-    at::Tensor& value = run.parameters[i].second;
-    value = value.clone();
-    float* data = value.mutable_data_ptr<float>();
-    const Draws here = draws.at(static_cast<int64_t>(i));
-    for (int64_t k = 0; k < value.numel(); ++k) data[k] = std::nextafter(data[k], here.bits(k) % 2 ? INFINITY : -INFINITY);
-  }
-  return run;
-}
-
 // What the sharded run is held against.
 class Reference {
  public:
-  Reference(const Case& c, const golden::Run& run)
-      : trace_(golden::train(run)) {
+  Reference(const Case& c, const golden::Run& run) : run_(run), trace_(golden::train(run)) {
     for (size_t s = 0; s < c.steps.size(); ++s) copies_.push_back(copies_of(c.at(s)));
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
@@ -49,13 +37,16 @@ class Reference {
     others_.push_back(golden::train(other));
     // Roundings may come anywhere, and tensor parallelism has them inside of the model: how far they carry is seen from others
     // of their size.
-    for (int64_t k = 0; k < kJitteredRuns; ++k)
-      others_.push_back(golden::train(jittered(run, Draws(c.seed, "jitter").at(k))));
+    for (int64_t k = 0; k < kJitteredRuns; ++k) {
+      golden::Run jittered = run;
+      jittered.jitter = Draws(c.seed, "jitter").bits(k) | 1;
+      others_.push_back(golden::train(jittered));
+    }
   }
 
   Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict) const {
     if (truth_.empty()) return first_difference(trace_[step], ranks, copies_[step], &verdict.values_compared);
-    return first_beyond_tolerance(truth_[step], references(step), ranks, copies_[step], &verdict.ratio_max,
+    return first_beyond_tolerance(truth_[step], before(step), references(step), ranks, copies_[step], &verdict.ratio_max,
                                   &verdict.values_compared);
   }
 
@@ -70,12 +61,19 @@ class Reference {
   }
 
  private:
+  // Of the truth, as that step found them.
+  const golden::Named& before(size_t step) const {
+    const int64_t last = run_.steps[step].after.value_or(static_cast<int64_t>(step) - 1);
+    return last < 0 ? run_.parameters : truth_[static_cast<size_t>(last)].parameters;
+  }
+
   std::vector<const golden::StepTrace*> references(size_t step) const {
     std::vector<const golden::StepTrace*> steps = {&trace_[step]};
     for (const golden::Trace& other : others_) steps.push_back(&other[step]);
     return steps;
   }
 
+  const golden::Run& run_;
   std::vector<Copies> copies_;  // by step
   golden::Trace trace_, truth_;
   std::vector<golden::Trace> others_;
@@ -90,11 +88,13 @@ shardproof::Piece* longest_piece(std::vector<RankStep>& ranks, const std::string
   return longest;
 }
 
-// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees.
+// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees, or in
+// low precision, where a step may move parameters as far and is known to a hundredth, by half.
 void plant_change(const Case& c, const std::string& parameter, std::vector<RankStep>& ranks) {
   shardproof::Piece* piece = longest_piece(ranks, parameter);
   if (c.mode == Mode::fast) {
-    piece->data.mul_(1.01).add_(0.01);
+    const double error = c.options.compute == fp32 ? 0.01 : 0.5;
+    piece->data.mul_(1 + error).add_(error);
     return;
   }
   float* values = piece->data.mutable_data_ptr<float>();
@@ -102,7 +102,52 @@ void plant_change(const Case& c, const std::string& parameter, std::vector<RankS
   value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ 1u);
 }
 
-void compare(const Case& c, const Reference& reference, std::vector<std::vector<RankStep>> sharded, Verdict& verdict) {
+// The smallest error, as a power of two, that `finds` says yes to; 2 when it is larger than 1.
+double smallest_found(const std::function<bool(double)>& finds) {
+  double below = -26, found = 1;
+  for (int i = 0; i < 7; ++i) {
+    const double middle = (below + found) / 2;
+    (finds(std::exp2(middle)) ? found : below) = middle;
+  }
+  return std::exp2(found);
+}
+
+// `ranks` with all that they hold of the named tensor multiplied.
+std::vector<RankStep> scaled(std::vector<RankStep> ranks, std::vector<shardproof::Piece> RankStep::* kind,
+                             const std::string& name, double factor) {
+  for (RankStep& rank : ranks)
+    for (shardproof::Piece& piece : rank.*kind)
+      if (piece.name == name) piece.data = piece.data * factor;
+  return ranks;
+}
+
+void measure(const Case& c, const golden::Run& run, const Reference& reference, const std::vector<RankStep>& ranks,
+             Verdict& verdict) {
+  const size_t last = c.steps.size() - 1;
+  const golden::Named& gradients = reference.trace()[last].gradients;
+  const auto planted = [&](std::vector<shardproof::Piece> RankStep::* kind, const std::string& name) {
+    return smallest_found([&](double error) {
+      Verdict ignored;
+      return reference.difference(last, scaled(ranks, kind, name, 1 + error), ignored).has_value();
+    });
+  };
+  const std::string& gradient = gradients[Draws(c.seed, "planted").bits(0) % gradients.size()].first;
+  const auto key = [&](const char* what) {
+    return fmt::format("{} in {}", what, c.options.compute == fp32 ? "float32" : "low precision");
+  };
+  verdict.smallest_found[key("gradient")] = planted(&RankStep::gradients, gradient);
+  verdict.smallest_found[key("parameter")] = planted(&RankStep::parameters, reference.best_known_parameter(last));
+  verdict.smallest_found[key("activation")] = smallest_found([&](double error) {
+    const auto steps = run_sharded(c, run, 1 + error);
+    Verdict ignored;
+    for (size_t step = 0; step < steps.size(); ++step)
+      if (reference.difference(step, steps[step], ignored)) return true;
+    return false;
+  });
+}
+
+void compare(const Case& c, const golden::Run& run, const Reference& reference, std::vector<std::vector<RankStep>> sharded,
+             Verdict& verdict) {
   for (size_t step = 0; step < sharded.size(); ++step) {
     verdict.steps_skipped += reference.trace()[step].skipped;
     if (c.clip_norm > 0)
@@ -114,6 +159,7 @@ void compare(const Case& c, const Reference& reference, std::vector<std::vector<
     }
   }
   const size_t last = sharded.size() - 1;
+  if (c.mode == Mode::fast && c.seed % kMeasuredEvery == 0) measure(c, run, reference, sharded.back(), verdict);
   plant_change(c, reference.best_known_parameter(last), sharded.back());
   Verdict control;
   if (reference.difference(last, sharded.back(), control)) {
@@ -146,7 +192,7 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Verdict& ve
   if (steps > 0) {
     c.steps.resize(steps);
     run.steps.resize(steps);
-    compare(c, Reference(c, run), run_sharded(c, run), verdict);
+    compare(c, run, Reference(c, run), run_sharded(c, run), verdict);
     if (!verdict.held) return;
   }
   verdict.held = false;
@@ -168,7 +214,7 @@ Verdict run_case(const Case& c) {
     if (finite < trace.size())
       compare_until_divergence(c, run, finite, verdict);
     else
-      compare(c, reference, run_sharded(c, run), verdict);
+      compare(c, run, reference, run_sharded(c, run), verdict);
   } catch (const std::exception& error) {
     verdict.category = "error";
     verdict.what = fmt::format("error: {}", message_of(error));

@@ -17,15 +17,17 @@ at::ScalarType dtype_of(int64_t dtype) {
 
 UnitSelector any_unit(const Case& c) {
   switch (c.options.units) {
-    case units_block: return by_type<GptBlockImpl>();
+    case units_block:
+      return by_type<GptBlockImpl, LlamaLayerImpl>();
     case units_leaf:
       return by_type<torch::nn::LinearImpl, torch::nn::LayerNormImpl, torch::nn::EmbeddingImpl, torch::nn::Conv2dImpl,
-                     torch::nn::GroupNormImpl>();
+                     torch::nn::GroupNormImpl, RmsNormImpl>();
     case units_some:
       // Name spaces ("h", "attn") are never called, so they cannot be units.
       return [c](const std::string& name, const torch::nn::Module& module) {
         const bool name_space = name == "out" || name == "lm_head";
-        const bool callable = !module.parameters(/*recurse=*/false).empty() || by_type<GptBlockImpl>()(name, module);
+        const bool callable = !module.parameters(/*recurse=*/false).empty() ||
+                              by_type<GptBlockImpl, LlamaLayerImpl, LlamaAttentionImpl, LlamaMlpImpl>()(name, module);
         return callable && !name_space && chosen(c, "unit", name);
       };
     default: return {};

@@ -39,9 +39,17 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
 class RankRun {
  public:
   // `resumes`: begins with values of its own, which a load has to replace.
-  RankRun(const Case& c, const golden::Run& run, const std::shared_ptr<Comm>& comm, CaseCheckpoints& checkpoints, bool resumes)
-      : case_(c), run_(run), rank_(comm->rank()), resumes_(resumes), comms_(std::make_shared<MeshComm>(comm, c.mesh)),
-        network_(build()), sharded_(shard(c, run, network_, comms_)), optimizer_(make_optimizer(sharded_, c)),
+  RankRun(const Case& c, const golden::Run& run, double output_scale, const std::shared_ptr<Comm>& comm,
+          CaseCheckpoints& checkpoints, bool resumes)
+      : case_(c),
+        run_(run),
+        output_scale_(output_scale),
+        rank_(comm->rank()),
+        resumes_(resumes),
+        comms_(std::make_shared<MeshComm>(comm, c.mesh)),
+        network_(build()),
+        sharded_(shard(c, run, network_, comms_)),
+        optimizer_(make_optimizer(sharded_, c)),
         checkpoints_(checkpoints) {
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
     if (c.options.loss_scale > 0)
@@ -104,10 +112,11 @@ class RankRun {
     return network;
   }
 
-  // With the rank's positions of its sequences.
+  // With the rank's positions of its sequences. Its forward is next.
   golden::Microbatch microbatch(const golden::Step& step, size_t round) {
     golden::Microbatch data = step.microbatches[round][static_cast<size_t>(rank_ / case_.microbatch_ranks())];
     if (context_) data.input = context_->cut(data.input), data.target = context_->cut(data.target);
+    random_stream() = {.seed = data.dropout_seed};
     return data;
   }
 
@@ -156,7 +165,9 @@ class RankRun {
     sharded_.set_gradient_sync(last || (static_cast<int64_t>(round) + 1) % every == 0);
     const golden::Microbatch data = microbatch(step, round);
     if (case_.options.loss == loss_tokens) sharded_.add_tokens(data.target.numel());
-    const at::Tensor sum = network_.loss_of(network_.output(data), data), loss = sum * data.weight;
+    at::Tensor output = network_.output(data);
+    if (output_scale_ != 1) output = output * output_scale_;
+    const at::Tensor sum = network_.loss_of(output, data), loss = sum * data.weight;
     result.losses.push_back(value_of(sum, data.weight));
     if (!std::isfinite(result.losses.back()))
       throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index, round,
@@ -183,6 +194,7 @@ class RankRun {
 
   const Case& case_;
   const golden::Run& run_;
+  double output_scale_;
   int64_t rank_;
   bool resumes_;
   std::shared_ptr<MeshComm> comms_;
@@ -199,13 +211,13 @@ class RankRun {
 using Steps = std::vector<std::vector<RankStep>>;
 
 // Steps [first, last) in one world, and the saves before step `last`.
-void run_stretch(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, bool resumes, size_t first, size_t last,
-                 Steps& steps) {
+void run_stretch(const Case& c, const golden::Run& run, double output_scale, CaseCheckpoints& checkpoints, bool resumes,
+                 size_t first, size_t last, Steps& steps) {
   for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
   run_threads(
       c.mesh.size(),
       [&](std::shared_ptr<Comm> comm) {
-        RankRun rank_run(c, run, comm, checkpoints, resumes);
+        RankRun rank_run(c, run, output_scale, comm, checkpoints, resumes);
         if (resumes) rank_run.load(first);
         for (size_t s = first; s < last; ++s) {
           if (s != first || !resumes) rank_run.save(s);
@@ -219,14 +231,14 @@ void run_stretch(const Case& c, const golden::Run& run, CaseCheckpoints& checkpo
 
 }  // namespace
 
-std::vector<std::vector<RankStep>> run_sharded(const Case& c, const golden::Run& run) {
+std::vector<std::vector<RankStep>> run_sharded(const Case& c, const golden::Run& run, double output_scale) {
   CaseCheckpoints checkpoints(c);
   Steps steps(run.steps.size());
   bool resumes = false;
   for (size_t first = 0; first < steps.size() || !resumes;) {
     size_t last = resumes ? first + 1 : first;
     while (last < steps.size() && !c.steps[last].loads()) ++last;
-    run_stretch(resumes ? c.at(first) : c, run, checkpoints, resumes, first, last, steps);
+    run_stretch(resumes ? c.at(first) : c, run, output_scale, checkpoints, resumes, first, last, steps);
     first = last, resumes = true;
   }
   return steps;

@@ -79,7 +79,27 @@ void simpler_list(std::vector<Case>& list, const Case& c, const Sizes& sizes) {
     lower(list, c, values[i], 1, [&, i](Case& v, int64_t n) { sizes(v)[i] = n; });
 }
 
+void simpler_llama(std::vector<Case>& list, const Case& c) {
+  const golden::Llama& m = c.model.llama;
+  const int64_t head = m.hidden / m.heads, group = m.heads / m.kv_heads;
+  const auto heads = [head](Case& v, int64_t kv_heads, int64_t queries) {
+    v.model.llama.kv_heads = kv_heads;
+    v.model.llama.heads = kv_heads * queries;
+    v.model.llama.hidden = v.model.llama.heads * head;
+  };
+  lower(list, c, m.layers, 1, [](Case& v, int64_t n) { v.model.llama.layers = n; });
+  lower(list, c, m.kv_heads, 1, [=](Case& v, int64_t n) { heads(v, n, group); });
+  lower(list, c, group, 1, [=](Case& v, int64_t n) { heads(v, v.model.llama.kv_heads, n); });
+  lower(list, c, head / 2, 1, [](Case& v, int64_t n) { v.model.llama.hidden = v.model.llama.heads * 2 * n; });
+  lower(list, c, m.intermediate, 1, [](Case& v, int64_t n) { v.model.llama.intermediate = n; });
+  lower(list, c, m.vocab, 1, [](Case& v, int64_t n) { v.model.llama.vocab = n; });
+  lower(list, c, m.positions, 1, [](Case& v, int64_t n) { v.model.llama.positions = n; });
+  reset(list, c, [](Case& v) { v.model.llama.tied = false; });
+  reset(list, c, [](Case& v) { v.model.llama.dropout = 0; });
+}
+
 void simpler_model(std::vector<Case>& list, const Case& c) {
+  if (c.model.kind == golden::Model::Kind::llama) return simpler_llama(list, c);
   if (c.model.kind == golden::Model::Kind::gpt) {
     const golden::Gpt& g = c.model.gpt;
     lower(list, c, g.layers, 1, [](Case& v, int64_t n) { v.model.gpt.layers = n; });
@@ -91,6 +111,7 @@ void simpler_model(std::vector<Case>& list, const Case& c) {
     lower(list, c, g.vocab, 1, [](Case& v, int64_t n) { v.model.gpt.vocab = n; });
     lower(list, c, g.positions, 1, [](Case& v, int64_t n) { v.model.gpt.positions = n; });
     reset(list, c, [](Case& v) { v.model.gpt.tied = false; });
+    reset(list, c, [](Case& v) { v.model.gpt.dropout = 0; });
     return;
   }
   if (c.model.kind == golden::Model::Kind::conv) {

@@ -51,11 +51,12 @@ struct Farthest {
 
 class Judge {
  public:
-  Judge(double* ratio_max, int64_t* compared) : ratio_max_(ratio_max), compared_(compared) {}
+  Judge(at::ScalarType compute, double* ratio_max, int64_t* compared)
+      : floor_(distance_floor(compute)), ratio_max_(ratio_max), compared_(compared) {}
 
-  // Empty when `found` is near enough; else how far off it is.
-  std::string too_far(double found, double reference, double size) {
-    const double unit = std::max(reference, kDistanceFloor * size);
+  // Empty when `found` is near enough; else how far off it is. A distance up to `least` is as good as none.
+  std::string too_far(double found, double reference, double least, double size) {
+    const double unit = std::max(reference, least);
     if (found == 0 && std::isfinite(unit)) return {};
     const double ratio = found / unit;  // infinite when all but the sharded run are zero
     if (!(ratio <= *ratio_max_)) *ratio_max_ = ratio;
@@ -69,19 +70,22 @@ class Judge {
     ++*compared_;
     double reference = 0;
     for (const double value : references) reference = std::max(reference, std::abs(value - truth));
-    const std::string far = too_far(std::abs(sharded - truth), reference, std::abs(truth));
+    const std::string far = too_far(std::abs(sharded - truth), reference, floor_ * std::abs(truth), std::abs(truth));
     if (far.empty()) return {};
     return fmt::format("{}: truth {:.17g}, golden {:.17g}, sharded {:.17g}: {}", what, truth, references[0], sharded, far);
   }
 
-  Difference tensor(const std::string& what, const at::Tensor& whole, const std::vector<Values>& references,
-                    const std::vector<HeldPiece>& pieces) {
+  // `before`: what the step began with, where it only changes something.
+  Difference tensor(const std::string& what, const at::Tensor& whole, const at::Tensor& before,
+                    const std::vector<Values>& references, const std::vector<HeldPiece>& pieces) {
     const Values truth = doubles(whole);
     double reference = 0;
     for (const Values& values : references) reference = std::max(reference, distance(truth, values));
     const Farthest farthest(truth, pieces);
     for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
-    const std::string far = too_far(norm(farthest.distances), reference, norm(truth));
+    const double size = norm(truth);
+    const double least = before.defined() ? floor_ * distance(truth, doubles(before)) + kSingleFloor * size : floor_ * size;
+    const std::string far = too_far(norm(farthest.distances), reference, least, size);
     if (far.empty()) return {};
     const auto at = static_cast<size_t>(farthest.element);
     return fmt::format("{}, element {}, on rank {}: truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", what,
@@ -90,6 +94,9 @@ class Judge {
   }
 
  private:
+  static constexpr double kSingleFloor = distance_floor(at::kFloat);
+
+  double floor_;
   double* ratio_max_;
   int64_t* compared_;
 };
@@ -124,9 +131,9 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
 
 }  // namespace
 
-Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
-                                  Copies copies, double* ratio_max, int64_t* compared) {
-  Judge judge(ratio_max, compared);
+Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before, const Traces& references,
+                                  const std::vector<RankStep>& ranks, Copies copies, double* ratio_max, int64_t* compared) {
+  Judge judge(copies.compute, ratio_max, compared);
   if (auto difference = scalars(judge, truth, references, ranks, copies.microbatch_ranks)) return difference;
   std::vector<TensorKind> kinds;
   if (auto difference = tensor_kinds(truth, ranks, copies, kinds)) return difference;
@@ -140,7 +147,8 @@ Difference first_beyond_tolerance(const golden::StepTrace& truth, const Traces& 
       const auto& [name, whole] = kinds[k].golden[i];
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
-      if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, of_references, sorted[i]))
+      const at::Tensor start = kinds[k].name == "parameter" ? before[i].second : at::Tensor();
+      if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, start, of_references, sorted[i]))
         return difference;
     }
   }
@@ -152,7 +160,7 @@ size_t best_known_parameter(const golden::StepTrace& truth, const Traces& refere
   double least = INFINITY;
   for (size_t i = 0; i < truth.parameters.size(); ++i) {
     const Values values = doubles(truth.parameters[i].second);
-    double farthest = kDistanceFloor * norm(values);
+    double farthest = distance_floor(at::kFloat) * norm(values);
     for (const golden::StepTrace* trace : references)
       farthest = std::max(farthest, distance(values, doubles(trace->parameters[i].second)));
     if (farthest / norm(values) < least) least = farthest / norm(values), best = i;

@@ -19,15 +19,17 @@ namespace harness {
 
 // Calibrated on healthy cases; docs/testing.md has the figures.
 constexpr double kToleranceFactor = 8;
-// A float32 run can be closer to the truth by luck than float32 can express: closer than this, as a part of the norm of the
-// truth, counts as this.
-constexpr double kDistanceFloor = 0x1p-23;
+// A run can be closer to the truth by luck than its numbers can express: closer than this, as a part of the norm of the truth,
+// counts as this. Of the dtype that the model computes in; parameters have that floor for what the step changed in them.
+constexpr double distance_floor(at::ScalarType compute) {
+  return compute == at::kBFloat16 ? 0x1p-7 : compute == at::kHalf ? 0x1p-10 : 0x1p-23;
+}
 
 // The first tensor of the step that is too far off, in words (what, the worst element, its rank, the values, how far), or
 // nothing. `ratio_max` grows to the largest ratio of distances seen. Of each element the rank that is farthest off counts;
 // pieces must tile every tensor as in `first_difference`, and what is not finite is never near. Adds the number of values
-// compared to `*compared`.
-std::optional<std::string> first_beyond_tolerance(const golden::StepTrace& truth,
+// compared to `*compared`. `before`: parameters of the truth before the step.
+std::optional<std::string> first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before,
                                                   const std::vector<const golden::StepTrace*>& references,
                                                   const std::vector<RankStep>& ranks, Copies copies, double* ratio_max,
                                                   int64_t* compared);

@@ -154,7 +154,8 @@ class Campaign {
     json_.write({{"type", "summary"}, {"cases", result_.coverage.cases()}, {"failures", result_.coverage.failures()},
                  {"seconds", result_.seconds}, {"interrupted", result_.interrupted}, {"covered", features},
                  {"oracle_compared", result_.oracle_compared}, {"oracle_differences", result_.oracle_differences.size()},
-                 {"values_compared", result_.coverage.values_compared()}, {"ratio_max", result_.coverage.ratio_max()}});
+                 {"values_compared", result_.coverage.values_compared()}, {"ratio_max", result_.coverage.ratio_max()},
+                 {"smallest_found", result_.coverage.smallest_found()}});
   }
 
   const VerifyOptions& options_;

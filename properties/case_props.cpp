@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include <cstring>
 #include <map>
 #include <set>
 
@@ -53,22 +54,37 @@ TEST(Case, every_field_is_in_the_text) {
       "gpt(layers=2,hidden=6,heads=3,vocab=7,positions=5) mesh(dp_replicate=2,dp_shard=2) zero1 adamw(lr=0.1) "
       "ordered seed=1 : step*2 accumulate(3) step");
   std::vector<std::function<void(Case&)>> changes = {
-      [](Case& c) { c.model.gpt.layers = 1; },       [](Case& c) { c.model.gpt.hidden = 9; },
-      [](Case& c) { c.model.gpt.heads = 2; },        [](Case& c) { c.model.gpt.vocab = 8; },
-      [](Case& c) { c.model.gpt.positions = 4; },    [](Case& c) { c.model.gpt.tied = true; },
+      [](Case& c) { c.model.gpt.layers = 1; },
+      [](Case& c) { c.model.gpt.hidden = 9; },
+      [](Case& c) { c.model.gpt.heads = 2; },
+      [](Case& c) { c.model.gpt.vocab = 8; },
+      [](Case& c) { c.model.gpt.positions = 4; },
+      [](Case& c) { c.model.gpt.tied = true; },
+      [](Case& c) { c.model.gpt.dropout = 0.5; },
       [](Case& c) { c.mesh = shardproof::Mesh({{"dp_shard", 3}}); },
-      [](Case& c) { c.strategy = "zero2"; },         [](Case& c) { c.optimizer.lr = 0.25; },
-      [](Case& c) { c.optimizer.beta1 = 0.5; },      [](Case& c) { c.optimizer.beta2 = 0.5; },
-      [](Case& c) { c.optimizer.eps = 1; },          [](Case& c) { c.optimizer.weight_decay = 1; },
+      [](Case& c) { c.strategy = "zero2"; },
+      [](Case& c) { c.optimizer.lr = 0.25; },
+      [](Case& c) { c.optimizer.beta1 = 0.5; },
+      [](Case& c) { c.optimizer.beta2 = 0.5; },
+      [](Case& c) { c.optimizer.eps = 1; },
+      [](Case& c) { c.optimizer.weight_decay = 1; },
       [](Case& c) { c.optimizer.kind = golden::Optimizer::Kind::lion; },
-      [](Case& c) { c.groups = 1; },                 [](Case& c) { c.norm_order = 0; },
-      [](Case& c) { c.clip_norm = 1; },              [](Case& c) { c.mode = Mode::fast; },
-      [](Case& c) { c.seed = 2; },                   [](Case& c) { c.steps.pop_back(); },
-      [](Case& c) { c.steps[0].rounds = 2; },        [](Case& c) { c.steps[1].sync_every = 2; },
-      [](Case& c) { c.steps[1].frozen = 2; },        [](Case& c) { c.steps[1].lr_percent = 2; },
-      [](Case& c) { c.steps[1].eval = true; },       [](Case& c) { c.steps[1].discard = true; },
-      [](Case& c) { c.steps[1].unshard = true; },    [](Case& c) { c.steps[1].save = true; },
-      [](Case& c) { c.steps[1].crash = true; },      [](Case& c) { c.steps[1].load_strategy = "zero2"; },
+      [](Case& c) { c.groups = 1; },
+      [](Case& c) { c.norm_order = 0; },
+      [](Case& c) { c.clip_norm = 1; },
+      [](Case& c) { c.mode = Mode::fast; },
+      [](Case& c) { c.seed = 2; },
+      [](Case& c) { c.steps.pop_back(); },
+      [](Case& c) { c.steps[0].rounds = 2; },
+      [](Case& c) { c.steps[1].sync_every = 2; },
+      [](Case& c) { c.steps[1].frozen = 2; },
+      [](Case& c) { c.steps[1].lr_percent = 2; },
+      [](Case& c) { c.steps[1].eval = true; },
+      [](Case& c) { c.steps[1].discard = true; },
+      [](Case& c) { c.steps[1].unshard = true; },
+      [](Case& c) { c.steps[1].save = true; },
+      [](Case& c) { c.steps[1].crash = true; },
+      [](Case& c) { c.steps[1].load_strategy = "zero2"; },
       [](Case& c) { c.steps[1].load_mesh = shardproof::Mesh({{"dp_shard", 3}}); }};
   for (const OptionRow& row : option_rows())
     changes.push_back([&row](Case& c) { c.options.*row.member = row.others.front(); });
@@ -77,6 +93,28 @@ TEST(Case, every_field_is_in_the_text) {
     Case c = base;
     change(c);
     EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
+  }
+}
+
+TEST(Case, every_field_of_a_llama_is_in_the_text) {
+  const Case base = Case::parse(
+      "llama(layers=2,hidden=24,heads=6,kv_heads=2,intermediate=7,vocab=9,positions=5) mesh(dp_shard=2,tp=2) zero1 sgd(lr=0.1) "
+      "fast seed=1 : step");
+  EXPECT_EQ(Case::parse(base.str()), base);
+  std::set<std::string> texts = {base.str()};
+  using golden::Llama;
+  for (int64_t Llama::* size : {&Llama::layers, &Llama::hidden, &Llama::heads, &Llama::kv_heads, &Llama::intermediate,
+                                &Llama::vocab, &Llama::positions}) {
+    Case c = base;
+    c.model.llama.*size *= 2;
+    EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
+  }
+  Case tied = base, dropped = base;
+  tied.model.llama.tied = true;
+  dropped.model.llama.dropout = 0.25;
+  for (const Case& c : {tied, dropped}) {
+    EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
+    EXPECT_EQ(Case::parse(c.str()), c);
   }
 }
 
@@ -121,7 +159,7 @@ TEST(Case, a_load_goes_on_elsewhere_from_the_last_save) {
 }
 
 TEST(Case, malformed_text_is_shown_with_its_column) {
-  expect_column(with("mlp", "mpl"), "mpl", "gpt(...), mlp(...), conv(...) or odd(...)");
+  expect_column(with("mlp", "mpl"), "mpl", "gpt(...), llama(...), mlp(...), conv(...) or odd(...)");
   expect_column(with("5-7-3", "5-x-3"), "x-3", "an integer");
   expect_column(with("5-7-3)", "5-7-3,act=sin)"), "sin", "act=identity|relu|tanh|gelu");
   expect_column(with("5-7-3)", "5-7-3,depth=3)"), "depth", "widths, act, bias");
@@ -156,6 +194,19 @@ TEST(Case, what_cannot_run_is_refused) {
   refused("gpt(hidden=8,heads=2) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step", {"heads=2", "tp=3"});
   refused("gpt(hidden=9,heads=3,positions=4) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"positions=4"});
   refused("mlp(widths=3-3) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"sp", "gpt"});
+  const std::string llama =
+      "llama(hidden=24,heads=6,kv_heads=3,intermediate=8) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step";
+  EXPECT_NO_THROW(Case::parse(llama));
+  const auto another = [&](const char* part, const char* other) {
+    return std::string(llama).replace(llama.find(part), strlen(part), other);
+  };
+  refused(another("kv_heads=3", "kv_heads=2"), {"kv_heads=2", "tp=3"});
+  refused(another("tp=3", "tp=4"), {"kv_heads=3", "tp=4"});
+  refused(another("intermediate=8", "intermediate=2"), {"intermediate=2", "tp=3"});
+  refused(another("hidden=24", "hidden=30"), {"hidden=30", "twice heads=6"});
+  refused(another("intermediate=8", "intermediate=8,dropout=1"), {"dropout=1"});
+  refused(another("ddp", "ddp(compute=bf16,reduce=bf16)"), {"reduce", "ordered"});
+  EXPECT_NO_THROW(Case::parse(another("ddp", "ddp(compute=bf16)")));
   refused(with("zero3", "hsdp"), {"hsdp", "dp_replicate"});
   refused(with("zero3", "zero3(reshard=3)"), {"reshard=3", "dp_shard x cp=4"});
   refused(with("sgd(lr=0.1)", "muon(lr=0.1)"), {"whole=1"});
@@ -208,6 +259,12 @@ TEST(Generate, no_feature_is_rare) {
     counts["momentum"] += c.optimizer.momentum != 0;
     counts["decay"] += c.optimizer.weight_decay != 0;
     counts["groups"] += c.groups != 0;
+    counts["dropout"] += c.model.dropout() > 0;
+    const bool parallel = c.microbatch_ranks() > 1;
+    counts["dropout with tp or cp"] += c.model.dropout() > 0 && parallel;
+    counts["low precision with tp or cp"] += c.options.compute != fp32 && parallel;
+    counts["key heads fewer than tp"] +=
+        c.model.kind == golden::Model::Kind::llama && c.model.llama.kv_heads < c.tensor_ranks();
     counts["clip"] += c.clip_norm > 0;
     counts["another norm"] += c.norm_order != 2;
     const auto any = [&](const char* name, const auto& has) {
@@ -228,6 +285,6 @@ TEST(Generate, no_feature_is_rare) {
     for (const OptionRow& row : option_rows())
       counts[std::string("option ") + row.key] += c.options.*row.member != CaseOptions{}.*row.member;
   }
-  EXPECT_EQ(counts.size(), 4u + 6 + 4 + 5 + 6 + 11 + 1 + option_rows().size()) << "a kind of case is never drawn";
+  EXPECT_EQ(counts.size(), 4u + 6 + 5 + 5 + 6 + 4 + 11 + 1 + option_rows().size()) << "a kind of case is never drawn";
   for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 2 * kCases) << feature;
 }

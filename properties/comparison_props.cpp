@@ -38,7 +38,8 @@ struct Both {
   }
   std::optional<std::string> tolerance(size_t step) {
     int64_t compared = 0;
-    return first_beyond_tolerance(truth[step], {&golden[step]}, sharded[step], copies(), &ratio_max, &compared);
+    return first_beyond_tolerance(truth[step], step == 0 ? run.parameters : truth[step - 1].parameters, {&golden[step]},
+                                  sharded[step], copies(), &ratio_max, &compared);
   }
 };
 

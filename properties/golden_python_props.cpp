@@ -44,6 +44,10 @@ RC_GTEST_PROP(GoldenPython, a_gpt_trains_as_in_pytorch, ()) {
   agree(random_run(random_gpt()));
 }
 
+RC_GTEST_PROP(GoldenPython, a_llama_trains_as_in_pytorch, ()) {
+  agree(random_run(random_llama()));
+}
+
 golden::Optimizer::Kind known_to_torch() {
   using enum golden::Optimizer::Kind;
   return pick({sgd, adam, adamw});
@@ -74,6 +78,12 @@ TEST(GoldenPython, what_the_oracle_does_not_know_it_refuses) {
   refuses([](golden::Run& run) { run.precision.compute = at::kBFloat16; });
   refuses([](golden::Run& run) { run.precision.reduce = at::kHalf; });
   refuses([](golden::Run& run) { run.scaling.initial = 4; });
+  refuses([](golden::Run& run) {
+    Tensors tensors(1);
+    run.model = {.kind = golden::Model::Kind::llama, .llama = {.dropout = 0.1}};
+    run.parameters = random_parameters(run.model, tensors);
+    run.steps[0].microbatches = {{{tensors.tokens({2, 4}, 16), tensors.tokens({2, 4}, 16), 1}}};
+  });
 }
 
 // The comparison above has teeth: it tells a run from one in which a single number is off by a millionth.

@@ -71,6 +71,21 @@ inline golden::Model random_gpt() {
   return model;
 }
 
+inline golden::Model random_llama() {
+  golden::Model model;
+  model.kind = golden::Model::Kind::llama;
+  golden::Llama& llama = model.llama;
+  llama.layers = draw(0, 3);
+  llama.kv_heads = draw(1, 2);
+  llama.heads = llama.kv_heads * draw(1, 3);
+  llama.hidden = llama.heads * 2 * draw(llama.heads == 1 ? 2 : 1, 3);
+  llama.intermediate = draw(1, 9);
+  llama.vocab = draw(2, 13);
+  llama.positions = draw(1, 7);
+  llama.tied = pick({true, false});
+  return model;
+}
+
 // Features of at least four numbers under a group norm, for the same reason.
 inline golden::Model random_conv() {
   golden::Model model;
@@ -96,9 +111,11 @@ inline golden::Model random_odd() {
 }
 
 inline golden::Model any_model() {
-  switch (draw(0, 3)) {
+  switch (draw(0, 4)) {
     case 0:
       return random_mlp();
+    case 4:
+      return random_llama();
     case 1:
       return random_gpt();
     case 2:
@@ -146,10 +163,11 @@ inline golden::Microbatch random_microbatch(const golden::Model& model, Tensors&
     case golden::Model::Kind::odd:
       return floats({model.odd.width}, model.odd.width);
     case golden::Model::Kind::gpt:
+    case golden::Model::Kind::llama:
       break;
   }
-  const int64_t length = draw(1, model.gpt.positions);
-  return {tensors.tokens({batch, length}, model.gpt.vocab), tensors.tokens({batch, length}, model.gpt.vocab), weight};
+  const int64_t length = draw(1, model.positions());
+  return {tensors.tokens({batch, length}, model.vocab()), tensors.tokens({batch, length}, model.vocab()), weight};
 }
 
 inline golden::Run one_microbatch_run(uint64_t seed = 0) {

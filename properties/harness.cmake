@@ -2,6 +2,8 @@
 shardproof_test(NAME case_props LABEL harness TORCH LIBRARIES harness SOURCES case_props.cpp)
 shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOURCES comparison_props.cpp exact_props.cpp
   campaign_props.cpp)
+shardproof_test(NAME hugging_face_props LABEL checkpoint TORCH LIBRARIES harness SOURCES hugging_face_props.cpp
+  parallel_models.cpp toy_modules.cpp)
 
 # The main property, once a strategy: random sharded training equals its unsharded golden run.
 function(shardproof_verify name label)

@@ -31,5 +31,6 @@ shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES contex
 shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES dropout_props.cpp parallel_models.cpp)
 shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES transformers_props.cpp)
 shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
-  collective_ops_props.cpp parallel_layers_props.cpp parallel_models_props.cpp parallel_models.cpp
+  collective_ops_props.cpp lifetimes_props.cpp parallel_layers_props.cpp parallel_models_props.cpp parallel_muon_props.cpp
+  parallel_models.cpp
   toy_modules.cpp)

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "kept_group.h"
 #include "shardproof/check.h"
 #include "shardproof/layout.h"
 
@@ -69,8 +70,6 @@ at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat
   return at::cat(pieces, concat_dim);
 }
 
-Comm& group_in(AutogradContext* ctx) { return *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt()); }
-void keep_group(AutogradContext* ctx, Comm& group) { ctx->saved_data["group"] = reinterpret_cast<int64_t>(&group); }
 int64_t kept(AutogradContext* ctx, const char* name) { return ctx->saved_data[name].toInt(); }
 
 struct Copy : torch::autograd::Function<Copy> {
@@ -141,6 +140,15 @@ at::Tensor cut(const at::Tensor& x, int64_t dim, bool terms, const char* name, C
 }
 
 }  // namespace
+
+Pending::~Pending() {
+  if (std::uncaught_exceptions() > exceptions_) return;
+  try {
+    work_.wait();
+  } catch (...) {
+    // What ended the world is thrown by the next collective as well.
+  }
+}
 
 at::Tensor Pending::result() {
   work_.wait();

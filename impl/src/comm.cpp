@@ -181,6 +181,13 @@ Work Comm::issue(Call call) {
   return Work();
 }
 
+std::shared_ptr<Comm> Comm::shared() {
+  std::shared_ptr<Comm> owned = weak_from_this().lock();
+  SHARD_REQUIRE(owned != nullptr, "comm",
+                "group '{}' on rank {} belongs to no shared_ptr, and a graph is to keep it; make it one", name(), rank());
+  return owned;
+}
+
 Work Comm::all_gather(at::Tensor output, at::Tensor input) {
   return issue({.op = Op::all_gather, .output = std::move(output), .input = std::move(input)});
 }

@@ -5,6 +5,7 @@
 
 #include "context_ring.h"
 #include "fixed_point.h"
+#include "kept_group.h"
 #include "shardproof/check.h"
 
 namespace shardproof {
@@ -46,7 +47,7 @@ struct ContextGather : torch::autograd::Function<ContextGather> {
                           const std::string& exact, Comm* group) {
     ctx->saved_data["exact"] = exact;
     const int64_t most = most_positions(cut);
-    ctx->saved_data["group"] = reinterpret_cast<int64_t>(group);
+    keep_group(ctx, *group);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["most"] = most;
     ctx->saved_data["places"] = places(cut, most);
@@ -62,7 +63,7 @@ struct ContextGather : torch::autograd::Function<ContextGather> {
     return all.index_select(0, ctx->saved_data["places"].toTensor()).movedim(0, dim);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    Comm& group = *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt());
+    Comm& group = group_in(ctx);
     const int64_t dim = ctx->saved_data["dim"].toInt(), most = ctx->saved_data["most"].toInt();
     const at::Tensor moved = dy[0].movedim(dim, 0);
     std::vector<int64_t> sizes = moved.sizes().vec();

@@ -8,7 +8,7 @@
 namespace shardproof {
 
 // What the parts of the module ask about sequences.
-class ContextState final : public SequenceRule, public RowPlacement {
+class ContextState final : public SequenceRule, public RowPlacement, public std::enable_shared_from_this<ContextState> {
  public:
   ContextState(std::shared_ptr<MeshComm> comms, ContextOptions options)
       : comms_(std::move(comms)), options_(std::move(options)), group_(comms_->along({options_.axis})) {
@@ -20,6 +20,7 @@ class ContextState final : public SequenceRule, public RowPlacement {
   }
 
   void attach(const std::shared_ptr<torch::nn::Module>& root);
+  std::shared_ptr<void> held() override { return shared_from_this(); }
 
   const ContextCut& cut() const { return cut_; }
   Comm& group() const { return group_; }
@@ -67,7 +68,7 @@ class ContextState final : public SequenceRule, public RowPlacement {
   ContextOptions options_;
   Comm& group_;
   ContextCut cut_;
-  // They point here without owning, so that the ContextParallel alone says how long this lives.
+  // They point here without owning: this lives as long as the ContextParallel, and a Sharded made meanwhile.
   std::shared_ptr<torch::nn::Module> root_;
   std::vector<SequencePart*> parts_;
   std::vector<Placed*> placed_;

@@ -36,7 +36,7 @@ class ContextRing::Passing {
 };
 
 ContextRing::ContextRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group)
-    : cut_(cut), causal_(causal), dropout_(std::move(dropout)), group_(group) {}
+    : cut_(cut), causal_(causal), dropout_(std::move(dropout)), kept_(group.shared()), group_(*kept_) {}
 
 std::vector<ContextRing::Run> ContextRing::runs_of(int64_t rank) const {
   std::vector<Run> runs;

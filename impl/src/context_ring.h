@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -51,6 +52,7 @@ class ContextRing : public torch::CustomClassHolder {
   ContextCut cut_;
   bool causal_;
   std::optional<AttentionDropout> dropout_;
+  std::shared_ptr<Comm> kept_;  // by a graph, until the backward
   Comm& group_;
 };
 

@@ -45,8 +45,11 @@ void require_valid(const LlamaOptions& o) {
 
 RmsNormImpl::RmsNormImpl(int64_t size, double eps) : eps_(eps) { weight = register_parameter("weight", at::ones({size})); }
 
+// Gradients of three uses of one tensor would be added in an order that depends on which modules are units; of two it does not
+// matter. So what is used again goes through a view, which gathers its own two first.
 at::Tensor RmsNormImpl::forward(at::Tensor x) {
   if (is_canonical()) return canonical_ops::rms_norm(x, weight, eps_, canonical_name());
+  x = x.view_as(x);
   return x * at::rsqrt(x.square().mean(-1, /*keepdim=*/true) + eps_) * weight;
 }
 
@@ -62,7 +65,8 @@ LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
 
 // Heads are counted from what the projections give, which may be some of them.
 at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
-  const at::Tensor q = call(q_proj_, x), k = call(k_proj_, x), v = call(v_proj_, x);
+  const at::Tensor both = x.view_as(x);
+  const at::Tensor q = call(q_proj_, x), k = call(k_proj_, both), v = call(v_proj_, both);
   const int64_t batch = q.size(0), length = q.size(1);
   const auto heads = [&](const at::Tensor& part) {
     return part.view({batch, length, part.size(-1) / head_size_, head_size_}).transpose(1, 2);

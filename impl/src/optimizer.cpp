@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "parallel_state.h"
 #include "sharded_state.h"
 #include "shardproof/check.h"
 
@@ -17,25 +18,63 @@ int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
       fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", slot.name));
 }
 
+bool is_cut(const Slot& slot) {
+  return slot.cut && slot.parts > 1;
+}
+
+// Whether the ranks along the tensor-parallel axis own the same parameters of the bucket, so that they can join one: buckets
+// of equal sizes are laid out alike, and where state is not split each owns all.
+bool owned_alike(const Bucket& bucket, const ShardedState& state) {
+  const auto& axes = state.comms().mesh().axes();
+  const Layout& layout = state.strategy().state;
+  if (std::none_of(axes.begin(), axes.end(), [&](const Axis& axis) { return layout.splits(axis.name); })) return true;
+  for (const Slot& slot : bucket.layout().slots())
+    for (int64_t part = 0; is_cut(slot) && part < slot.parts; ++part)
+      if (slot.cut->local_shape(slot.whole, slot.parts, part) != slot.shape) return false;
+  return true;
+}
+
+// An update that needs what tensor parallelism has cut: every rank along the axis joins it, does the same, and keeps its cut.
+void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule& rule, const Update& own) {
+  const auto joined = [&](const at::Tensor& local) { return state.join(slot, local.view(slot.shape)).contiguous().view({-1}); };
+  const at::Tensor parameter = joined(own.parameter);
+  std::vector<at::Tensor> held;
+  for (const at::Tensor& one : own.state) held.push_back(joined(one));
+  rule.update({.name = own.name,
+               .shape = slot.whole,
+               .parameter = parameter,
+               .gradient = joined(own.gradient),
+               .state = held,
+               .step = own.step,
+               .lr_factor = own.lr_factor,
+               .decay_factor = own.decay_factor});
+  const auto keep = [&](const at::Tensor& local, const at::Tensor& whole) {
+    local.copy_(state.parallel()->cut(*slot.cut, whole.view(slot.whole)).view({-1}));
+  };
+  keep(own.parameter, parameter);
+  for (size_t i = 0; i < held.size(); ++i) keep(own.state[i], held[i]);
+}
+
 }  // namespace
 
 Optimizer::Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule)
     : Optimizer(sharded, std::vector<ParameterGroup>{{.rule = std::move(rule)}}) {}
 
-Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sharded_(sharded), groups_(std::move(groups)) {
+Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
+    : sharded_(sharded.watch()), groups_(std::move(groups)) {
   SHARD_REQUIRE(!groups_.empty(), "optimizer", "needs at least one group, got none");
   for (const ParameterGroup& group : groups_)
     SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
-  for (const Bucket* bucket : sharded_.state().schedule().buckets()) {
+  for (const Bucket* bucket : sharded.state().schedule().buckets()) {
     std::vector<Held>& held = held_.emplace_back();
     for (const Slot& slot : bucket->layout().slots()) held.push_back({group_of(groups_, slot), 0, {}});
     for (const Segment& segment : bucket->layout().state().segments) {
       const Slot& slot = bucket->layout().slots()[segment.slot];
       const bool needs_whole = groups_[held[segment.slot].group].rule->needs_whole_parameters();
       SHARD_REQUIRE(
-          !needs_whole || !slot.cut || slot.parts == 1, "optimizer",
-          "the rule for parameter {} needs it whole, and tensor parallelism has cut it. Choose another rule for it, by "
-          "ParameterGroup::takes",
+          !needs_whole || !is_cut(slot) || owned_alike(*bucket, sharded.state()), "optimizer",
+          "the rule for parameter {} needs it whole, and tensor parallelism has cut it, or one beside it, unevenly. Choose "
+          "another rule for it, by ParameterGroup::takes, sizes that the axis divides, or ddp",
           slot.name);
       SHARD_REQUIRE(!needs_whole || segment.run.size() == slot.numel,
                     "optimizer",
@@ -47,21 +86,30 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups) : sha
   }
 }
 
+std::shared_ptr<ShardedState> Optimizer::sharded() const {
+  std::shared_ptr<ShardedState> state = sharded_.lock();
+  SHARD_REQUIRE(state != nullptr, "optimizer",
+                "the Sharded that this optimizer was made for is gone; keep it, or make another "
+                "optimizer for the new one");
+  return state;
+}
+
 void Optimizer::allocate_state(size_t index, size_t slot) {
-  Bucket& bucket = *sharded_.state().schedule().buckets()[index];
+  const std::shared_ptr<ShardedState> state = sharded();
+  Bucket& bucket = *state->schedule().buckets()[index];
   Held& held = held_[index][slot];
   const size_t wanted = groups_[held.group].rule->slots().size();
   for (const Segment& segment : bucket.layout().state().segments) {
     if (segment.slot != static_cast<int64_t>(slot)) continue;
     while (held.state.size() < wanted)
-      held.state.push_back(
-          sharded_.state().memory().allocate(MemoryKind::optimizer, segment.run.size(), bucket.rules().main).zero_());
+      held.state.push_back(state->memory().allocate(MemoryKind::optimizer, segment.run.size(), bucket.rules().main).zero_());
   }
 }
 
 void Optimizer::step() {
   at::NoGradGuard no_grad;
-  Schedule& schedule = sharded_.state().schedule();
+  const std::shared_ptr<ShardedState> state = sharded();
+  Schedule& schedule = state->schedule();
   schedule.require_final("Optimizer::step");
   const std::vector<Bucket*> buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -74,7 +122,8 @@ void Optimizer::step() {
 }
 
 void Optimizer::update_bucket(size_t index) {
-  Bucket& bucket = *sharded_.state().schedule().buckets()[index];
+  const std::shared_ptr<ShardedState> state = sharded();
+  Bucket& bucket = *state->schedule().buckets()[index];
   for (size_t slot = 0; slot < held_[index].size(); ++slot)
     if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;
   for (const Segment& segment : bucket.layout().state().segments) {
@@ -83,14 +132,18 @@ void Optimizer::update_bucket(size_t index) {
     const Held& held = held_[index][segment.slot];
     const ParameterGroup& group = groups_[held.group];
     const Slot& slot = bucket.layout().slots()[segment.slot];
-    group.rule->update({.name = slot.name,
+    const Update update{.name = slot.name,
                         .shape = slot.shape,
                         .parameter = bucket.main().narrow(0, segment.local, segment.run.size()),
                         .gradient = bucket.gradient().narrow(0, segment.local, segment.run.size()),
                         .state = held.state,
                         .step = held.updates,
                         .lr_factor = lr_factor_ * group.lr_factor,
-                        .decay_factor = group.decay_factor});
+                        .decay_factor = group.decay_factor};
+    if (group.rule->needs_whole_parameters() && is_cut(slot))
+      update_joined(*state, slot, *group.rule, update);
+    else
+      group.rule->update(update);
   }
 }
 
@@ -112,7 +165,7 @@ std::vector<Piece> Optimizer::state(const std::string& slot) const {
   SHARD_REQUIRE(std::find(known.begin(), known.end(), slot) != known.end(), "optimizer", "no state called '{}': there are {}",
                 slot, fmt::join(known, ", "));
   std::vector<Piece> pieces;
-  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     for (const Segment& segment : buckets[b]->layout().state().segments) {
       const Held& held = held_[b][segment.slot];
@@ -127,7 +180,7 @@ std::vector<Piece> Optimizer::state(const std::string& slot) const {
 }
 
 int64_t Optimizer::updates(const std::string& parameter) const {
-  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i)
       if (buckets[b]->layout().slots()[i].name == parameter) return held_[b][i].updates;
@@ -136,7 +189,7 @@ int64_t Optimizer::updates(const std::string& parameter) const {
 
 std::vector<Optimizer::Group> Optimizer::groups() const {
   std::vector<Group> result(groups_.size());
-  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i)
       result[held_[b][i].group].parameters.push_back(buckets[b]->layout().slots()[i].name);
@@ -152,7 +205,7 @@ std::vector<Optimizer::Group> Optimizer::groups() const {
 }
 
 void Optimizer::restore(const std::string& parameter, int64_t updates, bool with_state) {
-  const std::vector<Bucket*> buckets = sharded_.state().schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i) {
       if (buckets[b]->layout().slots()[i].name != parameter) continue;

@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "kept_group.h"
 #include "shardproof/check.h"
 #include "shardproof/collective_ops.h"
 #include "shardproof/layout.h"
@@ -16,8 +17,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-Comm& group_in(AutogradContext* ctx) { return *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt()); }
-
 // [.., n] as a matrix; n may be 0.
 at::Tensor rows_of(const at::Tensor& x) {
   return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
@@ -26,7 +25,7 @@ at::Tensor rows_of(const at::Tensor& x) {
 struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
   static Variable forward(AutogradContext* ctx, const Variable& x, const Variable& weight, const c10::optional<Variable>& bias,
                           int64_t sequence_dim, int64_t length, Comm* group) {
-    ctx->saved_data["group"] = reinterpret_cast<int64_t>(group);
+    keep_group(ctx, *group);
     ctx->saved_data["sequence_dim"] = sequence_dim;
     ctx->saved_data["bias"] = bias.has_value();
     const at::Tensor whole =
@@ -42,8 +41,8 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
     std::optional<collective::Pending> dx;
     if (ctx->needs_input_grad(0)) {
       const at::Tensor terms = rows_of(dy).mm(weight).view(x.sizes());
-      dx = sequence_dim < 0 ? collective::start_all_reduce(terms, group_in(ctx))
-                            : collective::start_reduce_scatter(terms, sequence_dim, group_in(ctx));
+      dx.emplace(sequence_dim < 0 ? collective::start_all_reduce(terms, group_in(ctx))
+                                  : collective::start_reduce_scatter(terms, sequence_dim, group_in(ctx)));
     }
     at::Tensor dw, db;
     if (ctx->needs_input_grad(1)) dw = rows_of(dy).t().mm(rows_of(x));

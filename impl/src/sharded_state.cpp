@@ -108,6 +108,14 @@ std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, con
   return comms->on(data_parallel_mesh(mesh));
 }
 
+std::vector<std::shared_ptr<void>> sequence_rules(const torch::nn::Module& root) {
+  std::vector<std::shared_ptr<void>> rules;
+  for (const auto& module : root.modules(/*include_self=*/true))
+    if (const auto* part = dynamic_cast<const SequencePart*>(module.get()); part && part->rule)
+      rules.push_back(part->rule->held());
+  return rules;
+}
+
 void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
   at::NoGradGuard no_grad;
   for (const at::Tensor& buffer : module.buffers()) {
@@ -131,6 +139,7 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
   validate(options_, comms_->mesh());
   parallel_ = parallel_state(*module_);
   require_parallel(comms_->mesh(), parallel_.get());
+  rules_ = sequence_rules(*module_);
   UnitPlans plans = plan_units(module_, entries, options_);
   if (parallel_) {
     for (UnitPlan& plan : plans.units)

@@ -25,7 +25,7 @@ class ShardedState {
   ~ShardedState();
 
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
-  MeshComm& comms() { return *comms_; }
+  MeshComm& comms() const { return *comms_; }
   const ShardOptions& options() const { return options_; }
   const Strategy& strategy() const { return strategy_; }  // on this mesh
   Schedule& schedule() { return schedule_; }
@@ -61,6 +61,7 @@ class ShardedState {
   ShardOptions options_;
   Strategy strategy_;
   std::shared_ptr<ParallelState> parallel_;
+  std::vector<std::shared_ptr<void>> rules_;  // of the sequence parts: without them ranks would train on without each other
   std::shared_ptr<MemoryLedger> memory_ = std::make_shared<MemoryLedger>();
   std::vector<std::pair<std::string, std::string>> aliases_;
   Schedule schedule_;

@@ -31,6 +31,8 @@ class SequenceRule {
   // With canonical arithmetic; `name` is for messages.
   virtual at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                                         const std::string& name) = 0;
+  // What whoever relies on the rule holds, so that it lives; null where nothing says how long it does.
+  virtual std::shared_ptr<void> held() { return {}; }
 };
 
 class SequencePart : public Placed {

@@ -14,13 +14,14 @@
 //
 // "Split" is cut evenly along `dim` as torch.chunk cuts, 5 over 4 ranks is 2,2,1,0; `length` is of the whole. Every rank of
 // the group must call, and run the backward, in the same order, on tensors of equal dtype and, but for the cut dim, equal
-// sizes. `group` must live until the backward is over. In a group of one each returns its input. Throws Error when a size does
-// not fit the cut.
+// sizes. The graph keeps the group alive. In a group of one each returns its input. Throws Error when a size does not fit the
+// cut.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 
 #include "shardproof/comm.h"
 
@@ -36,17 +37,22 @@ at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group);
 // round.
 at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group);
 
-// The same without a graph, and asynchronous: `result` has the output once, after the collective. Not to be dropped without it.
-class Pending {
+// The same without a graph, and asynchronous: `result` has the output, after the collective. One that is dropped without it
+// waits for the collective, whose buffer it owns; not when it goes because of an exception, after which the world ends.
+class [[nodiscard]] Pending {
  public:
   Pending(Work work, at::Tensor buffer, int64_t dim, int64_t rows)
       : work_(std::move(work)), buffer_(std::move(buffer)), dim_(dim), rows_(rows) {}
-  at::Tensor result();
+  Pending(Pending&&) noexcept = default;
+  Pending& operator=(Pending&&) = delete;
+  ~Pending();
+  [[nodiscard]] at::Tensor result();
 
  private:
   Work work_;
   at::Tensor buffer_;
   int64_t dim_, rows_;  // the first `rows` of the buffer, moved to dim
+  int exceptions_ = std::uncaught_exceptions();
 };
 Pending start_all_reduce(const at::Tensor& x, Comm& group);
 Pending start_all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group);

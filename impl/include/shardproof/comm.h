@@ -76,9 +76,12 @@ class Work {
   std::shared_ptr<State> state_;
 };
 
-class Comm {
+class Comm : public std::enable_shared_from_this<Comm> {
  public:
   virtual ~Comm() = default;
+
+  // For what outlives a call, as a graph does. Throws Error when no shared_ptr owns this.
+  std::shared_ptr<Comm> shared();
 
   virtual int64_t rank() const = 0;  // within this group
   virtual int64_t size() const = 0;

@@ -1,8 +1,8 @@
 // Attention over a sequence that is dealt out over a group of ranks, for models of your own; `context_parallel` puts it
 // into models that use `Attention`. q [B, heads, T, head], k and v [B, kv_heads, T, head] at this rank's positions of the
 // cut -> the output at the same positions, as if computed on the whole sequence. Every rank of the group must call, and run
-// the backward, in the same order, a rank without positions as well; the group must live until the backward is over. Any
-// length, head count and number of ranks. Throws Error, naming the rank, when the sizes do not fit the cut.
+// the backward, in the same order, a rank without positions as well; the graph keeps the group alive. Any length, head count
+// and number of ranks. Throws Error, naming the rank, when the sizes do not fit the cut.
 #pragma once
 
 #include <ATen/core/Tensor.h>

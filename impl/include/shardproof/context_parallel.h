@@ -33,7 +33,7 @@ struct ContextOptions {
 
 class ContextState;
 
-// The module attends across ranks only as long as this lives.
+// The module attends across ranks only as long as this lives, or a Sharded that was made of the module meanwhile.
 class [[nodiscard]] ContextParallel {
  public:
   explicit ContextParallel(std::shared_ptr<ContextState> state) : state_(std::move(state)) {}

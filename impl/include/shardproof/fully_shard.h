@@ -132,6 +132,8 @@ class Sharded {
   std::string describe() const;
 
   ShardedState& state() { return *state_; }
+  // For those that are to notice when it is gone.
+  std::weak_ptr<ShardedState> watch() const { return state_; }
 
  private:
   std::shared_ptr<ShardedState> state_;

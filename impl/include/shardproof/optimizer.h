@@ -113,8 +113,8 @@ std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<Up
 class Optimizer {
  public:
   // State is allocated here, for the owned shards of parameters that require gradients; for one that does so later, at its
-  // first update. `sharded` must outlive the optimizer. Throws Error, naming the parameter, when no group takes one, or when a
-  // rule needs whole parameters and the shards cut one.
+  // first update. The Sharded may be moved; once it is destroyed, every call here is an Error. Throws Error, naming the
+  // parameter, when no group takes one, or when a rule needs whole parameters and the shards cut one.
   Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups);
   Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule);
 
@@ -151,7 +151,10 @@ class Optimizer {
   void allocate_state(size_t bucket, size_t slot);
   void update_bucket(size_t index);
 
-  Sharded& sharded_;
+  // Throws Error when it is gone.
+  std::shared_ptr<ShardedState> sharded() const;
+
+  std::weak_ptr<ShardedState> sharded_;
   std::vector<ParameterGroup> groups_;
   double lr_factor_ = 1;
   std::vector<std::vector<Held>> held_;  // [bucket][slot]

@@ -1,6 +1,6 @@
 // The computations of tensor parallelism on weights that are cut already, for modules of your own; `parallelize` puts the same
-// around plain ones. Every rank of the group must call them, and run the backward, in the same order; the group must live until
-// the backward is over. In a group of one they are the plain operation, bit for bit. Semantics: Megatron-LM's layers.
+// around plain ones. Every rank of the group must call them, and run the backward, in the same order; the graph keeps the
+// group alive. In a group of one they are the plain operation, bit for bit. Semantics: Megatron-LM's layers.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -80,7 +80,8 @@ struct ParallelParameter {
 
 class ParallelState;
 
-// Keeps the styles at the module's parts; the module computes on its cut only as long as this lives.
+// Keeps the styles at the module's parts; the module computes on its cut only as long as this lives, or a Sharded that was made
+// of the module meanwhile.
 class [[nodiscard]] TensorParallel {
  public:
   explicit TensorParallel(std::shared_ptr<ParallelState> state) : state_(std::move(state)) {}

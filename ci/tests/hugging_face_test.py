@@ -1,0 +1,114 @@
+"""Checkpoints of Hugging Face's transformers package through `shardproof checkpoint convert --family`, and back."""
+import os
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
+PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def shardproof(*arguments, code=0):
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True)
+    if done.returncode != code:
+        raise AssertionError(f"{arguments}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout + done.stderr
+
+
+def gpt2(tied):
+    config = GPT2Config(vocab_size=13, n_positions=8, n_embd=12, n_layer=2, n_head=3, tie_word_embeddings=tied)
+    return GPT2LMHeadModel(config)
+
+
+def llama(tied):
+    return LlamaForCausalLM(LlamaConfig(vocab_size=13, hidden_size=12, intermediate_size=10, num_hidden_layers=2,
+                                        num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=tied))
+
+
+class HuggingFace(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = folder.name
+
+    def path(self, name):
+        return os.path.join(self.root, name)
+
+    def loaded(self, kind, folder, config_of):
+        shutil.copy(os.path.join(config_of, "config.json"), folder)
+        model, info = kind.from_pretrained(folder, output_loading_info=True)
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            self.assertFalse(info[what], what)
+        return model
+
+    def there_and_back(self, family, model, key_of):
+        theirs, ours, back = self.path("theirs"), self.path("ours"), self.path("back")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        model.save_pretrained(theirs)
+        shardproof("checkpoint", "convert", theirs, ours, "--family", family)
+        shardproof("checkpoint", "verify", ours)
+        dcp_to_torch_save(ours, self.path("ours.pt"))
+        got = torch.load(self.path("ours.pt"), weights_only=True)
+        for name, parameter in model.named_parameters():
+            value = parameter.mT if name.endswith(PROJECTIONS) else parameter
+            self.assertTrue(torch.equal(got.pop(key_of(name)), value), name)
+        self.assertEqual(list(got), [])
+        shardproof("checkpoint", "convert", ours, back, "--to", "safetensors", "--family", family)
+        again = self.loaded(type(model), back, theirs)
+        tokens = torch.arange(16).reshape(2, 8) % 13
+        self.assertTrue(torch.equal(model(tokens).logits, again(tokens).logits))
+
+    def test_gpt2_comes_and_goes(self):
+        for tied in (True, False):
+            with self.subTest(tied=tied):
+                self.there_and_back("gpt2", gpt2(tied), lambda name: "model." + name.removeprefix("transformer."))
+                self.setUp()
+
+    def test_llama_comes_and_goes(self):
+        for tied in (True, False):
+            with self.subTest(tied=tied):
+                self.there_and_back("llama", llama(tied), lambda name: "model." + name)
+                self.setUp()
+
+    def test_the_base_model_comes_too_without_its_masks(self):
+        model = gpt2(True).transformer
+        state = dict(model.state_dict())
+        state["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+        state["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+        from safetensors.torch import save_file
+        os.mkdir(self.path("base"))
+        save_file({name: value.contiguous() for name, value in state.items()}, self.path("base/model.safetensors"))
+        output = shardproof("checkpoint", "convert", self.path("base"), self.path("ours"), "--family", "gpt2")
+        self.assertIn("2 tensors", output)
+        dcp_to_torch_save(self.path("ours"), self.path("ours.pt"))
+        got = torch.load(self.path("ours.pt"), weights_only=True)
+        self.assertEqual(set(got), {"model." + name for name, _ in model.named_parameters()})
+
+    def test_a_trained_checkpoint_is_a_model_of_the_package(self):
+        shardproof("train", "--model", "gpt(layers=2,hidden=12,heads=3,vocab=256,positions=8,tied)", "--steps", "2", "--mesh",
+                   "dp_shard=2", "--checkpoint-dir", self.path("run"), "--save-every", "2")
+        step = os.path.join(self.path("run"), next(n for n in os.listdir(self.path("run")) if n.startswith("step_")))
+        output = shardproof("checkpoint", "convert", step, self.path("exported"), "--to", "safetensors", "--family", "gpt2")
+        self.assertIn("left out", output)  # the state of the optimizer and of the run
+        config = GPT2Config(vocab_size=256, n_positions=8, n_embd=12, n_layer=2, n_head=3, activation_function="gelu")
+        os.mkdir(self.path("config"))
+        config.save_pretrained(self.path("config"))
+        self.loaded(GPT2LMHeadModel, self.path("exported"), self.path("config"))
+
+    def test_wrong_usage_is_told(self):
+        model = llama(True)
+        model.save_pretrained(self.path("theirs"))
+        self.assertIn("known are gpt2, llama",
+                      shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "opt", code=2))
+        self.assertFalse(os.path.exists(self.path("x")))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,33 @@
+#include "golden/dropout.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+namespace golden {
+namespace {
+
+uint64_t mixed(uint64_t bits) {
+  uint64_t z = bits + 0x9e3779b97f4a7c15u;
+  z ^= z >> 30;
+  z *= 0xbf58476d1ce4e5b9u;
+  z ^= z >> 27;
+  z *= 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+}  // namespace
+
+at::Tensor Dropout::operator()(const at::Tensor& x) {
+  if (!drops()) return x;
+  const uint64_t key = mixed(seed_ ^ mixed(sites_++));
+  at::Tensor mask = at::zeros(x.sizes(), at::kFloat);
+  float* factors = mask.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < mask.numel(); ++i) {
+    const auto draw = static_cast<double>(mixed(key ^ static_cast<uint64_t>(i)) >> 32);
+    if (draw >= std::floor(probability_ * 4294967296.0)) factors[i] = static_cast<float>(1 / (1 - probability_));
+  }
+  return x * mask.to(x.scalar_type());
+}
+
+}  // namespace golden

@@ -1,0 +1,100 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "golden/attention.h"
+#include "golden/models.h"
+
+namespace golden {
+namespace {
+
+constexpr double kNormEps = 1e-5;
+constexpr double kTheta = 10000;
+
+class Layer {
+ public:
+  Layer(const Llama& llama, const Parameters& parameters, int64_t index)
+      : llama_(llama), parameters_(parameters), prefix_(fmt::format("model.layers.{}.", index)) {}
+
+  at::Tensor forward(at::Tensor x, Dropout& dropout) const {
+    x = x + attention(rms_norm(x, weight("input_layernorm")), dropout);
+    const at::Tensor normed = rms_norm(x, weight("post_attention_layernorm"));
+    return x + linear(at::silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj"), "mlp.down_proj");
+  }
+
+  static at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& scale) {
+    const at::Tensor own = x.view_as(x);
+    const at::Tensor mean_square = own.square().mean(-1, /*keepdim=*/true);
+    return own * at::rsqrt(mean_square + kNormEps) * scale;
+  }
+
+ private:
+  const at::Tensor& weight(const char* name) const { return parameters_.at(prefix_ + name + ".weight"); }
+  at::Tensor linear(const at::Tensor& x, const char* name) const { return at::linear(x, weight(name)); }
+
+  at::Tensor attention(const at::Tensor& x, Dropout& dropout) const {
+    const int64_t batch = x.size(0), length = x.size(1), width = llama_.hidden / llama_.heads;
+    const auto heads = [&](const at::Tensor& input, const char* name, int64_t count) {
+      return linear(input, name).view({batch, length, count, width}).transpose(1, 2);
+    };
+    const auto serving_all = [&](const at::Tensor& kv) {
+      return llama_.kv_heads == llama_.heads ? kv : kv.repeat_interleave(llama_.heads / llama_.kv_heads, 1);
+    };
+    const at::Tensor angles = angles_of(length, width, x.scalar_type());
+    const at::Tensor both = x.view_as(x);
+    const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads), angles);
+    const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads), angles));
+    const at::Tensor v = serving_all(heads(both, "self_attn.v_proj", llama_.kv_heads));
+    const at::Tensor mixed = causal_attention(q, k, v, dropout);
+    return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.hidden}), "self_attn.o_proj");
+  }
+
+  // [length, width / 2]
+  static at::Tensor angles_of(int64_t length, int64_t width, at::ScalarType dtype) {
+    const at::Tensor powers = at::pow(at::full({}, kTheta, at::kFloat), at::arange(0, width, 2, at::kFloat) / double(width));
+    return (at::arange(length, at::kFloat).unsqueeze(1) * powers.reciprocal()).to(dtype);
+  }
+
+  static at::Tensor turned(const at::Tensor& x, const at::Tensor& angles) {
+    const int64_t half = x.size(3) / 2;
+    const at::Tensor first = x.narrow(3, 0, half), second = x.narrow(3, half, half);
+    return at::cat({first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()}, 3);
+  }
+
+  const Llama& llama_;
+  const Parameters& parameters_;
+  std::string prefix_;
+};
+
+}  // namespace
+
+Shapes llama_shapes(const Llama& llama) {
+  const int64_t hidden = llama.hidden, kv = llama.kv_heads * (hidden / llama.heads), wide = llama.intermediate;
+  Shapes shapes = {{"model.embed_tokens.weight", {llama.vocab, hidden}}};
+  for (int64_t i = 0; i < llama.layers; ++i) {
+    const auto add = [&](const char* name, std::vector<int64_t> shape) {
+      shapes.push_back({fmt::format("model.layers.{}.{}.weight", i, name), std::move(shape)});
+    };
+    add("self_attn.q_proj", {hidden, hidden});
+    add("self_attn.k_proj", {kv, hidden});
+    add("self_attn.v_proj", {kv, hidden});
+    add("self_attn.o_proj", {hidden, hidden});
+    add("mlp.gate_proj", {wide, hidden});
+    add("mlp.up_proj", {wide, hidden});
+    add("mlp.down_proj", {hidden, wide});
+    add("input_layernorm", {hidden});
+    add("post_attention_layernorm", {hidden});
+  }
+  shapes.push_back({"model.norm.weight", {hidden}});
+  if (!llama.tied) shapes.push_back({"lm_head.weight", {llama.vocab, hidden}});
+  return shapes;
+}
+
+at::Tensor llama_forward(const Llama& llama, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout) {
+  const at::Tensor& embedding = parameters.at("model.embed_tokens.weight");
+  at::Tensor x = at::embedding(embedding, tokens);
+  for (int64_t i = 0; i < llama.layers; ++i) x = Layer(llama, parameters, i).forward(x, dropout);
+  x = Layer::rms_norm(x, parameters.at("model.norm.weight"));
+  return at::linear(x, llama.tied ? embedding : parameters.at("lm_head.weight"));
+}
+
+}  // namespace golden

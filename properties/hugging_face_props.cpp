@@ -1,0 +1,80 @@
+// The names and layouts of Hugging Face's transformers package, to the library's models and back.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include "checkpoint_scratch.h"
+#include "harness/checkpoint_command.h"
+#include "harness/hugging_face_names.h"
+#include "parallel_models.h"
+#include "shardproof/checkpoint/safetensors.h"
+#include "shardproof/checkpoint/saved_state.h"
+#include "toy_modules.h"
+
+using namespace shardproof;
+using checkpoint::Scratch;
+using checkpoint::system_files;
+
+namespace {
+
+std::string bytes_of(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.detach().contiguous();
+  return {static_cast<const char*>(values.const_data_ptr()), values.nbytes()};
+}
+
+// What the package would have saved, by the definition of its layouts: projections of GPT-2 are inputs x outputs.
+void write_as_package(const std::string& folder, const torch::nn::Module& module, bool gpt2) {
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& item : module.named_parameters()) {
+    const bool projection = gpt2 && item.key().starts_with("h.") && item.value().dim() == 2;
+    const bool head = item.key() == "lm_head.weight";
+    if (head && gpt2) continue;  // tied: the package saves it once
+    const std::string name = (gpt2 ? "transformer." : "") + item.key();
+    tensors[name] = projection ? item.value().t().contiguous() : item.value();
+  }
+  std::map<std::string, checkpoint::SafeTensorSpec> specs;
+  for (const auto& [name, tensor] : tensors) specs[name] = {tensor.scalar_type(), tensor.sizes().vec()};
+  checkpoint::write_safetensors(system_files(), folder, specs,
+                                [&](const std::string& name) { return bytes_of(tensors[name]); });
+}
+
+using Make = std::function<std::shared_ptr<torch::nn::Module>()>;
+
+void expect_loaded(const Make& make, bool gpt2) {
+  const Scratch scratch;
+  const std::shared_ptr<torch::nn::Module> from = make();
+  initialize_parameters(*from, 7, 0.3);
+  const std::string theirs = scratch / "theirs", ours = scratch / "ours";
+  ASSERT_EQ(::mkdir(theirs.c_str(), 0777), 0);
+  write_as_package(theirs, *from, gpt2);
+  EXPECT_EQ(harness::checkpoint_convert({.one = theirs, .two = ours, .to = "dcp", .family = gpt2 ? "gpt2" : "llama"}), 0);
+  const auto expected = from->named_parameters();
+  run_threads(3, [&](std::shared_ptr<Comm> comm) {
+    Sharded sharded = fully_shard(make(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 3}})), {});
+    checkpoint::load(ours, sharded, nullptr);
+    for (const auto& [name, value] : sharded.gather_parameters()) EXPECT_TRUE(toy::same_bits(value, expected[name])) << name;
+  });
+}
+
+}  // namespace
+
+TEST(HuggingFace, what_the_package_saved_is_loaded_to_the_bit) {
+  expect_loaded([] { return Gpt(parallel_models::gpt_options(true)).ptr(); }, /*gpt2=*/true);
+  const LlamaOptions options{.hidden = 12, .heads = 3, .kv_heads = 1, .intermediate = 10, .vocab = 13};
+  expect_loaded([options] { return Llama(options).ptr(); }, /*gpt2=*/false);
+}
+
+TEST(HuggingFace, names_go_and_come_back) {
+  for (const std::string& family : harness::hugging_face_families())
+    for (const char* parameter : {"wte.weight", "h.0.attn.c_attn.weight", "h.11.mlp.c_proj.weight", "h.1.attn.c_attn.bias",
+                                  "lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"}) {
+      const auto theirs = harness::to_hugging_face(family, std::string("model.") + parameter);
+      ASSERT_TRUE(theirs);
+      const auto ours = harness::from_hugging_face(family, theirs->name);
+      ASSERT_TRUE(ours);
+      EXPECT_EQ(ours->name, std::string("model.") + parameter);
+      EXPECT_EQ(ours->turned, theirs->turned);
+    }
+  EXPECT_FALSE(harness::to_hugging_face("gpt2", "optim.state.wte.weight.exp_avg"));
+  EXPECT_FALSE(harness::from_hugging_face("gpt2", "transformer.h.0.attn.bias"));
+}

@@ -1,0 +1,166 @@
+// Who has to live how long: what is dropped or moved too early is kept, waited for, or an error.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "expect_error.h"
+#include "parallel_models.h"
+#include "toy_modules.h"
+
+using namespace shardproof;
+
+namespace {
+
+Sharded shard(const std::shared_ptr<torch::nn::Module>& module, const std::shared_ptr<MeshComm>& comms) {
+  return fully_shard(module, comms, {.units = by_type<GptBlockImpl>(), .divide_by_tokens = true});
+}
+
+at::Tensor tokens() {
+  return (at::arange(16, at::kLong) * 5 + 3).remainder(parallel_models::kVocab).view({2, 8});
+}
+
+// What a group of two looks like when the other rank does whatever it has to.
+class Counting final : public Comm {
+ public:
+  int64_t rank() const override { return 0; }
+  int64_t size() const override { return 2; }
+  const std::string& name() const override { return name_; }
+  std::shared_ptr<Comm> split(int64_t, int64_t, std::string) override { return nullptr; }
+
+  int waits = 0;
+
+ private:
+  struct State final : Work::State {
+    explicit State(int& its_waits) : waits(its_waits) {}
+    void wait() override { ++waits; }
+    int& waits;
+  };
+  Work start(Call) override { return Work(std::make_shared<State>(waits)); }
+
+  std::string name_ = "counting";
+};
+
+}  // namespace
+
+TEST(Lifetimes, an_optimizer_goes_on_when_its_sharded_was_moved) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}}));
+    std::vector<at::Tensor> results;
+    for (const bool moves : {false, true}) {
+      Gpt model(parallel_models::gpt_options(true));
+      initialize_parameters(*model, 3, 0.3);
+      std::optional<Sharded> sharded = shard(model.ptr(), comms);
+      Optimizer optimizer = adamw(*sharded, {.lr = 0.01});
+      std::optional<Sharded> other;
+      if (moves) other.emplace(std::move(*sharded)), sharded.reset();
+      Sharded& now = moves ? *other : *sharded;
+      now.add_tokens(16);
+      call(model, tokens()).square().sum().backward();
+      optimizer.step();
+      for (const auto& [name, value] : now.gather_parameters()) results.push_back(value);
+    }
+    const size_t half = results.size() / 2;
+    for (size_t i = 0; i < half; ++i) EXPECT_TRUE(toy::same_bits(results[i], results[half + i]));
+  });
+}
+
+TEST(Lifetimes, an_optimizer_whose_sharded_is_gone_says_so) {
+  run_threads(1, [](std::shared_ptr<Comm> comm) {
+    Gpt model(parallel_models::gpt_options(true));
+    std::optional<Sharded> sharded = shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}})));
+    Optimizer optimizer = adamw(*sharded, {.lr = 0.01});
+    sharded.reset();
+    expect_error([&] { optimizer.step(); }, {"[optimizer]", "is gone"});
+    expect_error([&] { optimizer.state("exp_avg"); }, {"[optimizer]", "is gone"});
+  });
+}
+
+TEST(Lifetimes, a_graph_keeps_the_group_that_its_backward_needs) {
+  using Op = at::Tensor (*)(const at::Tensor&, Comm&);
+  const std::vector<std::pair<const char*, Op>> ops = {
+      {"copy", [](const at::Tensor& x, Comm& group) { return collective::copy(x, group); }},
+      {"all_gather", [](const at::Tensor& x, Comm& group) { return collective::all_gather(x, 0, 8, group); }},
+      {"scatter", [](const at::Tensor& x, Comm& group) { return collective::scatter(x, 0, group); }},
+      {"all_to_all", [](const at::Tensor& x, Comm& group) { return collective::all_to_all(x, 1, 0, 8, group); }},
+      {"column", [](const at::Tensor& x, Comm& group) { return column_parallel_linear(x, at::ones({2, 4}), {}, group); }},
+      {"context_gather",
+       [](const at::Tensor& x, Comm& group) { return context_gather(x, 0, {ContextSplit::balanced, 8, 2}, group); }},
+      {"ring",
+       [](const at::Tensor& x, Comm& group) {
+         const at::Tensor heads = x.view({1, 1, 4, 4});
+         return ring_attention(heads, heads, heads, {ContextSplit::balanced, 8, 2}, true, {}, group);
+       }},
+  };
+  for (const auto& [name, op] : ops)
+    run_threads(2, [&, name = name, op = op](std::shared_ptr<Comm> comm) {
+      const at::Tensor x = at::ones({4, 4}).set_requires_grad(true);
+      std::weak_ptr<Comm> group;
+      at::Tensor y;
+      {
+        MeshComm comms(comm, Mesh({{"tp", 2}}));
+        group = comms.along({"tp"}).weak_from_this();
+        y = op(x, comms.along({"tp"}));
+      }
+      EXPECT_FALSE(group.expired()) << name;
+      y.sum().backward();
+      EXPECT_TRUE(x.grad().defined()) << name;
+      y = {};
+      EXPECT_TRUE(group.expired()) << name << " keeps its group for good";
+    });
+}
+
+TEST(Lifetimes, a_collective_under_way_that_is_dropped_is_waited_for_once) {
+  const auto comm = std::make_shared<Counting>();
+  const at::Tensor x = at::ones({4});
+  const auto waits = [&](const std::function<void()>& body) {
+    comm->waits = 0;
+    body();
+    return comm->waits;
+  };
+  EXPECT_EQ(waits([&] { const collective::Pending dropped = collective::start_all_reduce(x, *comm); }), 1);
+  EXPECT_EQ(waits([&] {
+              collective::Pending first = collective::start_all_gather(x, 0, 8, *comm);
+              const collective::Pending second = std::move(first);
+            }),
+            1);
+  EXPECT_EQ(waits([&] {
+              collective::Pending awaited = collective::start_reduce_scatter(x, 0, *comm);
+              EXPECT_EQ(awaited.result().numel(), 2);
+            }),
+            1);
+  // What throws ends the world, and the other ranks will not come.
+  EXPECT_EQ(waits([&] {
+              try {
+                const collective::Pending dropped = collective::start_all_reduce(x, *comm);
+                throw std::runtime_error("ends the world");
+              } catch (const std::runtime_error&) {
+              }
+            }),
+            0);
+}
+
+TEST(Lifetimes, a_sharded_keeps_the_parallelism_that_its_module_had) {
+  run_threads(8, [](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}, {"cp", 2}, {"tp", 2}}));
+    std::vector<at::Tensor> results;
+    for (const bool drops : {false, true}) {
+      const GptOptions options = parallel_models::gpt_options(true);
+      Gpt model(options);
+      initialize_parameters(*model, 3, 0.3);
+      std::optional<TensorParallel> parallel = parallelize(model.ptr(), comms, gpt_plan(options, /*sequence_parallel=*/true));
+      std::optional<ContextParallel> context = context_parallel(model.ptr(), comms);
+      Sharded sharded = shard(model.ptr(), comms);
+      Optimizer optimizer = adamw(sharded, {.lr = 0.01});
+      const at::Tensor mine = context->cut(tokens());
+      if (drops) parallel.reset(), context.reset();
+      sharded.add_tokens(mine.numel());
+      vocab_parallel_cross_entropy(call(model, mine), mine, options.vocab, comms->along({"tp"}), {.mean = false}).backward();
+      optimizer.step();
+      for (const auto& [name, value] : sharded.gather_parameters()) results.push_back(value);
+    }
+    const size_t half = results.size() / 2;
+    for (size_t i = 0; i < half; ++i) EXPECT_TRUE(toy::same_bits(results[i], results[half + i]));
+  });
+}

@@ -1,0 +1,125 @@
+// Muon, which needs whole matrices, on those that tensor parallelism has cut.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <mutex>
+
+#include "expect_error.h"
+#include "parallel_models.h"
+#include "toy_modules.h"
+
+using namespace shardproof;
+
+namespace {
+
+using Whole = std::map<std::string, at::Tensor>;
+
+// Of the pieces of all ranks, which are threads.
+class Assembled {
+ public:
+  explicit Assembled(std::shared_ptr<Comm> comm) : comm_(std::move(comm)) {}
+
+  const Whole& of(const std::vector<Piece>& pieces) {
+    comm_->barrier().wait();
+    if (comm_->rank() == 0) whole().clear();
+    comm_->barrier().wait();
+    {
+      const std::lock_guard lock(mutex());
+      for (const Piece& piece : pieces) {
+        at::Tensor& tensor = whole()[piece.name];
+        if (!tensor.defined()) tensor = at::full({numel(piece.shape)}, NAN);
+        tensor.narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data);
+      }
+    }
+    comm_->barrier().wait();
+    return whole();
+  }
+
+ private:
+  static Whole& whole() {
+    static Whole whole;
+    return whole;
+  }
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  std::shared_ptr<Comm> comm_;
+};
+
+const MuonOptions kMuon{.lr = 0.05, .momentum = 0.9, .weight_decay = 0.1};
+
+bool is_matrix(const std::string& name, const Shape& shape) {
+  return shape.size() == 2 && name.starts_with("h.");
+}
+
+// Two steps; each matrix has after each the bits that the rule gives for the whole one.
+void expect_whole_updates(const Mesh& mesh, const char* strategy_name, int64_t heads = 6) {
+  run_threads(mesh.size(), [&](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, mesh);
+    GptOptions options = parallel_models::gpt_options(true);
+    options.heads = heads;
+    Gpt model(options);
+    initialize_parameters(*model, 3, 0.3);
+    const TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
+    Sharded sharded = fully_shard(
+        model.ptr(), comms,
+        {.strategy = strategy(strategy_name), .units = by_type<GptBlockImpl>(), .granularity = Granularity::tensor});
+    const std::shared_ptr<UpdateRule> rule = make_rule(kMuon);
+    Optimizer optimizer(sharded, {{.takes = is_matrix, .rule = rule}, {.rule = make_rule(AdamWOptions{.lr = 0.01})}});
+    Assembled assembled(comm);
+    std::map<std::string, Shape> shapes;
+    Whole parameters, momenta;
+    for (const auto& [name, value] : sharded.gather_parameters())
+      if (is_matrix(name, value.sizes().vec())) {
+        shapes[name] = value.sizes().vec();
+        parameters[name] = value.clone().view({-1});
+        momenta[name] = at::zeros_like(parameters[name]);
+      }
+    for (int64_t step = 1; step <= 2; ++step) {
+      const at::Tensor tokens = (at::arange(16, at::kLong) * 5 + step).remainder(options.vocab).view({2, 8});
+      vocab_parallel_cross_entropy(call(model, tokens), tokens.roll(1, 1), options.vocab, comms->along({"tp"})).backward();
+      const Whole gradients = assembled.of(sharded.gradients());
+      for (auto& [name, parameter] : parameters)
+        rule->update({.name = name,
+                      .shape = shapes[name],
+                      .parameter = parameter,
+                      .gradient = gradients.at(name).clone(),
+                      .state = {momenta[name]},
+                      .step = step});
+      optimizer.step();
+      std::map<std::string, at::Tensor> found;
+      for (const auto& [name, value] : sharded.gather_parameters()) found[name] = value;
+      for (const auto& [name, parameter] : parameters)
+        EXPECT_TRUE(toy::same_bits(found.at(name), parameter.view(shapes[name]))) << name << " step " << step;
+    }
+  });
+}
+
+}  // namespace
+
+TEST(ParallelMuon, a_matrix_that_is_cut_has_the_update_of_the_whole_one) {
+  for (const char* name : {"ddp", "zero1", "zero3"}) {
+    expect_whole_updates(Mesh({{"dp_shard", 1}, {"tp", 2}}), name);
+    expect_whole_updates(Mesh({{"dp_shard", 2}, {"tp", 3}}), name);
+  }
+  expect_whole_updates(Mesh({{"dp_shard", 2}, {"tp", 2}}), "ddp", 3);  // unevenly cut, and every rank has its cuts
+}
+
+TEST(ParallelMuon, ranks_that_may_own_other_matrices_than_their_neighbours_are_refused) {
+  expect_error(
+      [] {
+        run_threads(4, [](std::shared_ptr<Comm> comm) {
+          const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}, {"tp", 2}}));
+          GptOptions options = parallel_models::gpt_options(true);
+          options.heads = 3;
+          Gpt model(options);
+          const TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
+          Sharded sharded =
+              fully_shard(model.ptr(), comms, {.units = by_type<GptBlockImpl>(), .granularity = Granularity::tensor});
+          Optimizer(sharded, {{.takes = is_matrix, .rule = make_rule(kMuon)}, {.rule = make_rule(AdamWOptions{})}});
+        });
+      },
+      {"h.0.", "unevenly"});
+}
