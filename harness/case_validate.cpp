@@ -119,6 +119,8 @@ void validate_mode(const Case& c) {
   }
   SHARD_REQUIRE(o.arithmetic == 0 || (c.mode == Mode::canonical && (c.model.kind == Kind::mlp || c.model.kind == Kind::gpt)),
                 "case", "arithmetic=canonical needs the mode canonical, and an mlp or a gpt");
+  SHARD_REQUIRE(o.arithmetic == 0 || c.model.kind != Kind::gpt || c.model.gpt.dropout == 0, "case",
+                "arithmetic=canonical has no dropout, got {}", c.model.gpt.dropout);
   if (c.mode != Mode::exact) return;
   using golden::Activation;
   const bool linear = c.model.kind == Kind::mlp && (c.model.mlp.activation == Activation::identity ||

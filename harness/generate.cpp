@@ -316,6 +316,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       if (c.mode == fast) c.optimizer.eps = 0.01;
       if (c.mode == canonical) {
         c.options.arithmetic = 1, c.options.context_gathered = c.context_ranks() > 1;
+        c.model.gpt.dropout = 0;
         if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.tensor_ranks() > 1)
           c.optimizer.kind = golden::Optimizer::Kind::adamw;
       }
