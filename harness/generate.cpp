@@ -224,7 +224,9 @@ void generate_options(Chooser& choose, Case& c) {
 
 std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
   const bool exact = c.mode == Mode::exact;
-  std::vector<StepPlan> steps(static_cast<size_t>(exact ? 1 : choose.integer(1, c.mode == Mode::fast ? 2 : 4)));
+  const int64_t few = exact ? 1 : choose.integer(1, c.mode == Mode::fast ? 2 : 4);
+  const bool long_run = c.mode == Mode::canonical && choose.chance(0.2);
+  std::vector<StepPlan> steps(static_cast<size_t>(long_run ? 10 : few));
   const bool accumulates = choose.chance(0.5), skips_sync = choose.chance(0.3), freezes = choose.chance(0.25);
   const bool changes_lr = choose.chance(0.25), by_hand = choose.chance(0.25), evaluates = choose.chance(0.25);
   const bool discards = !exact && choose.chance(0.2);

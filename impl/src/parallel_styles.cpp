@@ -76,8 +76,9 @@ class Column final : public StyleHooks {
         outputs_(linear_.weight.size(0)) {
     SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': outputs of several segments cannot be gathered into one", name);
-    SHARD_REQUIRE(!owner->canonical || style_.segments.empty() || TensorCut{0, style_.segments}.copies(owner->parts()) == 1,
-                  "canonical",
+    const TensorCut rows{0, style_.segments};
+    const bool copied = !rows.segments.empty() && rows.copies(owner->parts()) > 1;
+    SHARD_REQUIRE(!owner->canonical || !copied, "canonical",
                   "module '{}': there are fewer key-value heads than the {} ranks along {}, so that each rank would round "
                   "gradients of some of a head's queries. Use fewer ranks or more heads",
                   name, owner->parts(), owner->axis());
