@@ -204,7 +204,7 @@ std::string Coverage::found_summary() const {
   for (auto [kind, errors] : smallest_found_) {
     std::sort(errors.begin(), errors.end());
     text += fmt::format(
-        "planted relative errors of a {}: found from {:.1e} on, half the cases from {:.1e}, worst {:.1e} ({} cases)\n", kind,
+        "smallest planted relative error found, {}: {:.1e}; in half of the cases {:.1e}, at worst {:.1e} ({} cases)\n", kind,
         errors.front(), errors[errors.size() / 2], errors.back(), errors.size());
   }
   return text;

@@ -18,8 +18,8 @@ struct Verdict {
   // It did not hold, but only because the unsharded run is not finite either: the sharded one threw NonFiniteError where it had
   // to, and equals it up to there.
   bool diverged = false;
-  // Fast mode, of one case in kMeasuredEvery: the smallest relative error of a "gradient", a "parameter" and an "activation"
-  // that its comparison finds. 2: not even a doubled one.
+  // Fast mode, of one case in kMeasuredEvery: the smallest relative error of a gradient, a parameter and an activation that its
+  // comparison finds, e.g. "gradient in float32". 2: not even a doubled one.
   std::map<std::string, double> smallest_found = {};
   int64_t steps_clipped = 0, steps_not_clipped = 0, steps_skipped = 0;
 };

@@ -106,7 +106,7 @@ TEST(Lifetimes, a_graph_keeps_the_group_that_its_backward_needs) {
       EXPECT_FALSE(group.expired()) << name;
       y.sum().backward();
       EXPECT_TRUE(x.grad().defined()) << name;
-      y = {};
+      y.reset();
       EXPECT_TRUE(group.expired()) << name << " keeps its group for good";
     });
 }
