@@ -103,10 +103,12 @@ at::Tensor Bucket::state_part_of_parameter() const {
 int64_t Bucket::compute_bytes() const { return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.compute)); }
 
 void Bucket::begin_update() {
+  const CallLabel label(label_);
   if (side_by_side()) comms_->along(layout_.unshard().axes).barrier().wait();
 }
 
 void Bucket::start_unshard() {
+  const CallLabel label(label_);
   if (side_by_side() && std::exchange(neighbours_write_, false))
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   if (!frees_compute()) return;
@@ -217,6 +219,7 @@ void Bucket::fill_missing() {
 }
 
 void Bucket::start_reduce(bool last, const std::string& where) {
+  const CallLabel label(label_);
   SHARD_CHECK(complete() && !reducing() && produced_.defined(), "bucket", "a reduce needs every gradient, {} are missing",
               missing_);
   for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
@@ -234,6 +237,7 @@ void Bucket::start_reduce(bool last, const std::string& where) {
 }
 
 void Bucket::finish_reduce() {
+  const CallLabel label(label_);
   if (!reducing()) return;
   at::Tensor sum = local_ ? std::move(produced_) : reduction_->finish();
   produced_.reset();
@@ -285,6 +289,7 @@ void Bucket::zero_gradients() {
 }
 
 void Bucket::publish() {
+  const CallLabel label(label_);
   at::NoGradGuard no_grad;
   const at::Tensor updated = state_part_of_parameter();
   if (rules_.main != rules_.compute) updated.copy_(main_);
