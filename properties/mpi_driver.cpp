@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "shardproof/call_label.h"
 #include "shardproof/check.h"
 #include "shardproof/mpi.h"
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "flat_math.h"
+#include "shardproof/call_label.h"
 #include "shardproof/check.h"
 #include "shardproof/meta_init.h"
 #include "storage.h"

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <utility>
 
+#include "shardproof/call_label.h"
 #include "shardproof/check.h"
 
 namespace shardproof {

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace shardproof {
@@ -53,25 +52,6 @@ int64_t numel(const Call& call);
 at::ScalarType dtype(const Call& call);
 // E.g. "reduce_scatter(sum, float32 x 128)".
 std::string describe(const Call& call);
-
-// "float32"
-const char* dtype_name(at::ScalarType dtype);
-
-// Says what the calls of this thread are for as long as it lives, e.g. "unit 'h.3'": in errors and records of backends. Labels
-// nest; the innermost counts.
-class CallLabel {
- public:
-  // Keeps a view: the text must outlive the label.
-  explicit CallLabel(std::string_view text);
-  ~CallLabel();
-  CallLabel(const CallLabel&) = delete;
-  CallLabel& operator=(const CallLabel&) = delete;
-  // "" outside of any.
-  static std::string_view current();
-
- private:
-  std::string_view outer_;
-};
 
 // Completion of one collective on this rank.
 class Work {

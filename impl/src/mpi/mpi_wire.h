@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "shardproof/call_label.h"
 #include "shardproof/comm.h"
 
 namespace shardproof::mpi {

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "mpi_comm.h"
+#include "shardproof/call_label.h"
 #include "shardproof/mpi.h"
 
 namespace shardproof {
