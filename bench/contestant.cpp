@@ -136,8 +136,10 @@ nlohmann::json run_ours(const Task& task, MpiWorld* processes) {
   Measured measured;
   reset_peak();
   const auto body = [&](std::shared_ptr<Comm> comm) { train_rank(task, comm, trace, measured); };
-  if (processes) processes->run(body, task.ranks);
-  else run_threads(task.ranks, body);
+  if (processes)
+    processes->run(body, task.ranks);
+  else
+    run_threads(task.ranks, body);
   int64_t calls = 0, bytes = 0;
   const auto records = trace->of_rank(0);
   for (size_t i = measured.calls_before_last; i < records.size(); ++i) {
@@ -145,7 +147,10 @@ nlohmann::json run_ours(const Task& task, MpiWorld* processes) {
     ++calls;
     bytes += records[i].bytes;
   }
-  return {{"step_ms", measured.times}, {"losses", measured.losses}, {"calls", calls}, {"bytes", bytes},
+  return {{"step_ms", measured.times},
+          {"losses", measured.losses},
+          {"calls", calls},
+          {"bytes", bytes},
           {"live_mib", static_cast<double>(measured.live_bytes) / 1048576}};
 }
 

@@ -14,8 +14,8 @@
 #include "bench/contestant.h"
 #include "harness/bench_process.h"
 #include "harness/commands.h"
-#include "harness/launch_options.h"
 #include "harness/json_lines.h"
+#include "harness/launch_options.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
 
@@ -54,10 +54,9 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   const bool processes = a.over_mpi() && !contestant.starts_with("single");
   std::string start;
   if (processes) start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
-  return fmt::format("{}{}'{}' bench{} --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator, start, program,
-                     processes ? " --backend mpi" : "",
-                     contestant == "single_cached" ? "single" : contestant, a.task.strategy, a.task.ranks, a.model,
-                     a.task.steps, a.task.warmup);
+  return fmt::format("{}{}'{}' bench{} --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
+                     start, program, processes ? " --backend mpi" : "", contestant == "single_cached" ? "single" : contestant,
+                     a.task.strategy, a.task.ranks, a.model, a.task.steps, a.task.warmup);
 }
 
 struct Row {
@@ -128,10 +127,13 @@ std::vector<std::string> contestants(const std::string& against) {
 void require_alone(const Arguments& a) {
   shardproof::LaunchOptions options = a.launched.options;
   const shardproof::Launch launch = shardproof::read_launch(shardproof::process_environment());
-  SHARD_REQUIRE(launch.world == 1, "bench", "{} started {} processes; bench starts those it needs: bench --backend mpi --ranks {}",
+  SHARD_REQUIRE(launch.world == 1, "bench",
+                "{} started {} processes; bench starts those it needs: bench --backend mpi --ranks {}",
                 to_string(launch.launcher), launch.world, launch.world);
-  if (options.backend == "mpi") SHARD_REQUIRE(shardproof::mpi_available(), "bench", "this build has no MPI; use --backend threads");
-  else shardproof::launch(options, {});
+  if (options.backend == "mpi")
+    SHARD_REQUIRE(shardproof::mpi_available(), "bench", "this build has no MPI; use --backend threads");
+  else
+    shardproof::launch(options, {});
 }
 
 int compete(Arguments& a) {
@@ -185,6 +187,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   a->launched.add_to(*command, /*ranks_option=*/false);
   command->add_option("--worker", a->worker, "run this contestant in this process")->group("");
   add_bench_checkpoint_command(*command, exit_code);
+  add_bench_collectives_command(*command, exit_code);
   command->callback([arguments, a, command, &exit_code] {
     if (!command->get_subcommands().empty()) return;  // which ran instead
     a->task.size = bench::size_of(a->model);

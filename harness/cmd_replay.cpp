@@ -24,9 +24,14 @@ struct Arguments {
 int report(const Case& c, const Verdict& verdict, const std::string& path) {
   JsonLines json(path);
   fmt::print("{}\n", c.str());
-  if (verdict.held) fmt::print("HELD: {} values compared\n", verdict.values_compared);
-  else fmt::print("FAILED: {}\n", verdict.what);
-  json.write({{"type", "replay"}, {"case", c.str()}, {"held", verdict.held}, {"what", verdict.what},
+  if (verdict.held)
+    fmt::print("HELD: {} values compared\n", verdict.values_compared);
+  else
+    fmt::print("FAILED: {}\n", verdict.what);
+  json.write({{"type", "replay"},
+              {"case", c.str()},
+              {"held", verdict.held},
+              {"what", verdict.what},
               {"values_compared", verdict.values_compared}});
   std::fflush(stdout);
   return verdict.held ? 0 : 1;

@@ -3,12 +3,12 @@
 
 #include <CLI/CLI.hpp>
 
+#include "harness/case.h"
 #include "harness/comm_texts.h"
 #include "harness/commands.h"
 #include "harness/launch_options.h"
 #include "harness/train.h"
 #include "harness/train_progress.h"
-#include "harness/case.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/durable.h"
 
@@ -122,12 +122,15 @@ int run_train(Arguments& arguments) {
   print_begin(out, options, first);
   TrainProgress progress(out, first, options.steps);
   double loss_first = 0, loss_last = 0;
-  const TrainResult result = train(options, data, [&](const TrainStep& step) {
-    if (step.step == first) loss_first = step.loss;
-    loss_last = step.loss;
-    progress.show(step);
-    json.step(step);
-  }, processes.get());
+  const TrainResult result = train(
+      options, data,
+      [&](const TrainStep& step) {
+        if (step.step == first) loss_first = step.loss;
+        loss_last = step.loss;
+        progress.show(step);
+        json.step(step);
+      },
+      processes.get());
   if (!speaks) return agreed_exit_code(*processes, 0);
   progress.end_line();
   print_end(out, options, result, loss_first, loss_last);

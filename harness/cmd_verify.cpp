@@ -47,8 +47,8 @@ void prepare(Arguments& arguments) {
 
 void limit_to(const shardproof::MpiWorld& world, Arguments& arguments) {
   Limits& limits = arguments.options.limits;
-  SHARD_REQUIRE(!limits.mesh || limits.mesh->size() <= world.size(), "verify", "--mesh {} has {} ranks, and there are {} processes",
-                limits.mesh->str(), limits.mesh->size(), world.size());
+  SHARD_REQUIRE(!limits.mesh || limits.mesh->size() <= world.size(), "verify",
+                "--mesh {} has {} ranks, and there are {} processes", limits.mesh->str(), limits.mesh->size(), world.size());
   SHARD_REQUIRE(!arguments.world_max_given || limits.world_max <= world.size(), "verify",
                 "--world-max {} is more than the {} processes", limits.world_max, world.size());
   limits.world_max = std::min(limits.world_max, world.size());

@@ -21,7 +21,8 @@ std::string share_text(shardproof::Comm& comm, const std::string& text) {
 }
 
 std::vector<std::string> collect_bytes(shardproof::Comm& comm, const std::string& mine) {
-  at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong), lengths = at::empty({comm.size()}, at::kLong);
+  at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong),
+             lengths = at::empty({comm.size()}, at::kLong);
   comm.all_gather(lengths, length).wait();
   std::string own = mine;
   if (comm.rank() != 0) {

@@ -17,8 +17,13 @@ namespace {
 using nlohmann::json;
 
 FlightLine line_of(const json& line) {
-  FlightLine call{.group = line.at("group"), .name = line.at("name"), .call = line.at("op"), .label = line.at("for"),
-                  .state = line.at("state"), .ranks = line.at("ranks"), .sequence = line.at("sequence")};
+  FlightLine call{.group = line.at("group"),
+                  .name = line.at("name"),
+                  .call = line.at("op"),
+                  .label = line.at("for"),
+                  .state = line.at("state"),
+                  .ranks = line.at("ranks"),
+                  .sequence = line.at("sequence")};
   const std::string reduce = line.at("reduce"), dtype = line.at("dtype");
   // What each rank moves in an all_to_all is its own affair.
   if (!dtype.empty() && call.call != "all_to_all")
@@ -44,7 +49,9 @@ Flight read_flight(const std::filesystem::path& path) {
   return flight;
 }
 
-bool is_collective(const FlightLine& call) { return !call.call.starts_with("send") && !call.call.starts_with("recv"); }
+bool is_collective(const FlightLine& call) {
+  return !call.call.starts_with("send") && !call.call.starts_with("recv");
+}
 
 // One group's calls: [sequence][rank].
 struct GroupCalls {
@@ -66,13 +73,16 @@ std::map<std::string, GroupCalls> by_group(const std::map<int64_t, Flight>& flig
   return groups;
 }
 
-std::string label_of(const FlightLine& call) { return call.label.empty() ? "" : ", for " + call.label; }
+std::string label_of(const FlightLine& call) {
+  return call.label.empty() ? "" : ", for " + call.label;
+}
 
 // What the ranks did at one place; "" when they did the same.
 std::string disagreement_at(const GroupCalls& group, int64_t sequence, const std::map<int64_t, const FlightLine*>& made,
                             const std::map<int64_t, Flight>& flights) {
   const FlightLine& first = *made.begin()->second;
-  const std::string where = fmt::format("call {} of '{}' (ranks {}){}", sequence, group.name, fmt::join(group.ranks, ","), label_of(first));
+  const std::string where =
+      fmt::format("call {} of '{}' (ranks {}){}", sequence, group.name, fmt::join(group.ranks, ","), label_of(first));
   for (const auto& [rank, call] : made)
     if (call->call != first.call)
       return fmt::format("{}: rank {} called {}, rank {} called {}", where, made.begin()->first, first.call, rank, call->call);
@@ -136,8 +146,9 @@ std::string describe(const std::map<int64_t, Flight>& flights) {
   const int64_t world = flights.begin()->second.world;
   for (int64_t rank = 0; rank < world; ++rank) {
     const auto found = flights.find(rank);
-    text += found == flights.end() ? fmt::format("rank {}: no record\n", rank)
-                                   : fmt::format("rank {}: {} calls recorded; {}\n", rank, found->second.calls.size(), found->second.why);
+    text += found == flights.end()
+                ? fmt::format("rank {}: no record\n", rank)
+                : fmt::format("rank {}: {} calls recorded; {}\n", rank, found->second.calls.size(), found->second.why);
   }
   const std::string difference = first_disagreement(flights);
   return text + (difference.empty() ? "The records agree in every call.\n" : "FIRST DISAGREEMENT: " + difference + "\n");

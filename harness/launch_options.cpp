@@ -18,15 +18,19 @@ std::vector<std::string>& remembered() {
 std::vector<std::string> without_ranks(const std::vector<std::string>& arguments) {
   std::vector<std::string> kept;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i] == "--ranks") ++i;
-    else if (!arguments[i].starts_with("--ranks=")) kept.push_back(arguments[i]);
+    if (arguments[i] == "--ranks")
+      ++i;
+    else if (!arguments[i].starts_with("--ranks="))
+      kept.push_back(arguments[i]);
   }
   return kept;
 }
 
 }  // namespace
 
-void remember_arguments(int argc, char** argv) { remembered().assign(argv, argv + argc); }
+void remember_arguments(int argc, char** argv) {
+  remembered().assign(argv, argv + argc);
+}
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {
   command.add_option("--backend", options.backend, "threads of this process, or mpi: processes")->capture_default_str();
@@ -34,7 +38,8 @@ void Launched::add_to(CLI::App& command, bool ranks_option) {
   if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi: start so many processes, without mpirun");
   command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi")
       ->capture_default_str();
-  command.add_option("--flight-dir", mpi.flight_directory, "where each rank leaves its last calls if it fails, with --backend mpi");
+  command.add_option("--flight-dir", mpi.flight_directory,
+                     "where each rank leaves its last calls if it fails, with --backend mpi");
 }
 
 std::unique_ptr<shardproof::MpiWorld> Launched::start(const std::string& mesh) {

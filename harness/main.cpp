@@ -4,8 +4,8 @@
 
 #include <CLI/CLI.hpp>
 
-#include "harness/launch_options.h"
 #include "harness/commands.h"
+#include "harness/launch_options.h"
 #include "harness/message.h"
 #include "shardproof/check.h"
 

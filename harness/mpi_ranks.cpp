@@ -26,7 +26,8 @@ void train_part(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoi
   steps = run_sharded(c, run, checkpoints, run_world);
   std::vector<RankStep> mine;
   for (auto& ranks : steps)
-    mine.push_back(comm.rank() < static_cast<int64_t>(ranks.size()) ? std::move(ranks[static_cast<size_t>(comm.rank())]) : RankStep{});
+    mine.push_back(comm.rank() < static_cast<int64_t>(ranks.size()) ? std::move(ranks[static_cast<size_t>(comm.rank())])
+                                                                    : RankStep{});
   const std::vector<std::string> all = collect_bytes(comm, to_bytes(mine));
   for (size_t rank = 0; rank < all.size(); ++rank) {
     std::vector<RankStep> column = steps_from(all[rank]);
@@ -39,8 +40,9 @@ void train_part(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoi
 
 Steps MpiRanks::train(const Case& c, const golden::Run& run) {
   for (size_t s = 0; s < c.steps.size(); ++s)
-    SHARD_REQUIRE(c.at(s).mesh.size() <= world_.size(), "harness", "the case's mesh {} has {} ranks, and there are {} processes",
-                  c.at(s).mesh.str(), c.at(s).mesh.size(), world_.size());
+    SHARD_REQUIRE(c.at(s).mesh.size() <= world_.size(), "harness",
+                  "the case's mesh {} has {} ranks, and there are {} processes", c.at(s).mesh.str(), c.at(s).mesh.size(),
+                  world_.size());
   Steps steps;
   CaseCheckpoints checkpoints(c);
   world_.run([&](std::shared_ptr<Comm> comm) {

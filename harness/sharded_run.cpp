@@ -223,9 +223,8 @@ Ranks& thread_ranks() {
 
 Steps run_sharded(const Case& c, const golden::Run& run) {
   CaseCheckpoints checkpoints(c);
-  return run_sharded(c, run, checkpoints, [](const Case& now, const RankBody& body) {
-    run_threads(now.mesh.size(), body, threads_options(now));
-  });
+  return run_sharded(c, run, checkpoints,
+                     [](const Case& now, const RankBody& body) { run_threads(now.mesh.size(), body, threads_options(now)); });
 }
 
 Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world) {

@@ -122,8 +122,9 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
                   shardproof::MpiWorld* processes) {
   require_valid(options, data);
-  SHARD_REQUIRE(!processes || processes->size() == options.mesh.size(), "train", "--mesh {} has {} ranks, and there are {} processes",
-                options.mesh.str(), options.mesh.size(), processes->size());
+  SHARD_REQUIRE(!processes || processes->size() == options.mesh.size(), "train",
+                "--mesh {} has {} ranks, and there are {} processes", options.mesh.str(), options.mesh.size(),
+                processes->size());
   const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size());
   const TrainHistory history = read_history(options, data);
   at::set_num_threads(1);

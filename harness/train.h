@@ -1,5 +1,5 @@
-// Trains a byte-level GPT on text, sharded over the ranks of a mesh, threads or processes, and, when asked, the golden run beside
-// it, compared after every step.
+// Trains a byte-level GPT on text, sharded over the ranks of a mesh, threads or processes, and, when asked, the golden run
+// beside it, compared after every step.
 #pragma once
 
 #include <cstdint>

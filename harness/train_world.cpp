@@ -33,9 +33,8 @@ TrainWorld::TrainWorld(const TrainOptions& options, const TextData& data, const 
         // A new thread begins with LibTorch's own number of threads, and more than one round differently.
         at::set_num_threads(1);
         const auto train_as = [&](const std::shared_ptr<Comm>& comm) {
-          train_rank(options, data, rule, history, comm, [&](RankStep step) {
-            return exchange_.put(static_cast<size_t>(comm->rank()), std::move(step));
-          });
+          train_rank(options, data, rule, history, comm,
+                     [&](RankStep step) { return exchange_.put(static_cast<size_t>(comm->rank()), std::move(step)); });
         };
         const auto train_process = [&](const std::shared_ptr<Comm>& comm) {
           const auto steps = comm->split(0, comm->rank(), "steps");
@@ -46,8 +45,10 @@ TrainWorld::TrainWorld(const TrainOptions& options, const TextData& data, const 
           }
         };
         try {
-          if (processes) processes->run(train_process);
-          else shardproof::run_threads(options.mesh.size(), train_as);
+          if (processes)
+            processes->run(train_process);
+          else
+            shardproof::run_threads(options.mesh.size(), train_as);
         } catch (const ReaderStopped&) {
         } catch (...) {
           error_ = std::current_exception();

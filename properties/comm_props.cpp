@@ -20,7 +20,8 @@ golden::Ranks inputs_of(int64_t world, int64_t numel, at::ScalarType dtype, int6
   return inputs;
 }
 
-// Runs the check on worlds of 1 to 8 ranks, where there are so many, under every schedule and completion, with sizes from nothing to many.
+// Runs the check on worlds of 1 to 8 ranks, where there are so many, under every schedule and completion, with sizes from
+// nothing to many.
 void everywhere(const std::function<void(Comm&, int64_t numel, int64_t salt)>& check) {
   int64_t salt = 0;
   for (const ThreadsOptions& options : worlds::all_options())
@@ -247,7 +248,8 @@ TEST(Comm, the_error_of_one_rank_is_everybodys_and_another_world_may_follow) {
     const std::string message = worlds::error_of(world, [=](std::shared_ptr<Comm> comm) {
       const auto pair = comm->split(comm->rank() / 2, 0, "pair");
       // Large ones are half on their way when the rank fails, and small ones not waited for.
-      at::Tensor large = at::ones({200'000 + round}), small = at::ones({7}), gathered = at::empty({large.numel() * comm->size()});
+      at::Tensor large = at::ones({200'000 + round}), small = at::ones({7}),
+                 gathered = at::empty({large.numel() * comm->size()});
       const Work first = comm->all_reduce(large), second = comm->all_gather(gathered, large);
       if (comm->rank() == guilty) throw Error("the disk is full");
       const Work third = pair->all_reduce(small), fourth = comm->all_gather(at::empty({7 * comm->size()}), small);

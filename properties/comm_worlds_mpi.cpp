@@ -22,12 +22,18 @@ at::Tensor as_tensor(std::string& text) {
 
 }  // namespace
 
-int64_t ranks_max() { return job->size(); }
+int64_t ranks_max() {
+  return job->size();
+}
 
 // Schedule and completion are the processes' own affair.
-std::vector<shardproof::ThreadsOptions> all_options() { return {{}}; }
+std::vector<shardproof::ThreadsOptions> all_options() {
+  return {{}};
+}
 
-void run(int64_t world, const Body& body, const shardproof::ThreadsOptions&) { job->run(body, world); }
+void run(int64_t world, const Body& body, const shardproof::ThreadsOptions&) {
+  job->run(body, world);
+}
 
 std::string agree(const std::string& found) {
   constexpr size_t kTextMax = 2000;

@@ -8,7 +8,9 @@ namespace worlds {
 
 using shardproof::ThreadsOptions;
 
-int64_t ranks_max() { return 12; }
+int64_t ranks_max() {
+  return 12;
+}
 
 std::vector<ThreadsOptions> all_options() {
   std::vector<ThreadsOptions> list;
@@ -25,9 +27,13 @@ std::vector<ThreadsOptions> all_options() {
   return list;
 }
 
-void run(int64_t world, const Body& body, const ThreadsOptions& options) { shardproof::run_threads(world, body, options); }
+void run(int64_t world, const Body& body, const ThreadsOptions& options) {
+  shardproof::run_threads(world, body, options);
+}
 
-std::string agree(const std::string& found) { return found; }
+std::string agree(const std::string& found) {
+  return found;
+}
 
 std::string error_of(int64_t world, const Body& body, const ThreadsOptions& options) {
   try {

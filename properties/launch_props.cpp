@@ -21,9 +21,11 @@ Environment environment(const Variables& variables) {
   };
 }
 
-const Variables kMpirun = {{"OMPI_COMM_WORLD_RANK", "3"}, {"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+const Variables kMpirun = {{"OMPI_COMM_WORLD_RANK", "3"},
+                           {"OMPI_COMM_WORLD_SIZE", "4"},
+                           {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
                            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
-const Variables kTorchrun = {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"},
+const Variables kTorchrun = {{"RANK", "5"},           {"WORLD_SIZE", "8"},     {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"},
                              {"MASTER_ADDR", "head"}, {"MASTER_PORT", "29500"}};
 const Variables kSlurm = {{"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "6"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_ID", "0"}};
 
@@ -48,7 +50,8 @@ TEST(Launch, each_launchers_variables_say_rank_and_world) {
   EXPECT_EQ(none.launcher, Launcher::none);
   EXPECT_EQ(none.world, 1);
   EXPECT_EQ(mpirun.launcher, Launcher::mpirun);
-  EXPECT_EQ((std::vector{mpirun.rank, mpirun.world, mpirun.local_rank, mpirun.local_world}), (std::vector<int64_t>{3, 4, 1, 2}));
+  EXPECT_EQ((std::vector{mpirun.rank, mpirun.world, mpirun.local_rank, mpirun.local_world}),
+            (std::vector<int64_t>{3, 4, 1, 2}));
   EXPECT_EQ(torchrun.launcher, Launcher::torchrun);
   EXPECT_EQ((std::vector{torchrun.rank, torchrun.world, torchrun.local_rank}), (std::vector<int64_t>{5, 8, 1}));
   EXPECT_EQ(torchrun.master, "head:29500");
@@ -109,7 +112,8 @@ TEST(Launch, ranks_that_differ_in_program_arguments_or_mesh_are_refused_on_every
   for (const std::string fact : {"program", "command line", "mesh"})
     for (int64_t different = 1; different < 4; ++different)
       run_threads(4, [&](std::shared_ptr<Comm> comm) {
-        std::vector<std::pair<std::string, std::string>> facts = {{"program", "hash"}, {"command line", "train"}, {"mesh", "dp_shard=4"}};
+        std::vector<std::pair<std::string, std::string>> facts = {
+            {"program", "hash"}, {"command line", "train"}, {"mesh", "dp_shard=4"}};
         require_same(*comm, facts);
         const std::string common(300, 'x');  // what differs may lie beyond what is shown
         for (auto& [name, value] : facts)

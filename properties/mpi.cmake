@@ -17,6 +17,24 @@ if(MPI_C_FOUND)
       "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
   endforeach()
 
+  # The command itself. Seeds are fixed: what random ones find belongs to `verify`.
+  set(_verify --backend mpi --cases 40 --no-python --failures "${CMAKE_BINARY_DIR}/mpi_failures")
+  foreach(ranks 2 4)
+    add_test(NAME Mpi.random_cases_hold_on_${ranks}_processes
+      COMMAND shardproof_command verify ${_verify} --ranks ${ranks} --seed ${ranks})
+    add_test(NAME Mpi.training_equals_the_golden_run_on_${ranks}_processes
+      COMMAND shardproof_command train --backend mpi --ranks ${ranks} --steps 3 --check)
+  endforeach()
+  add_test(NAME Mpi.ranks_with_other_arguments_are_refused COMMAND mpirun
+    -n 1 --oversubscribe $<TARGET_FILE:shardproof_command> verify ${_verify} --seed 1 :
+    -n 1 --oversubscribe $<TARGET_FILE:shardproof_command> verify ${_verify} --seed 2)
+  set_tests_properties(Mpi.ranks_with_other_arguments_are_refused PROPERTIES PASS_REGULAR_EXPRESSION
+    "the command line is '[^']*--seed 1' on rank 0 and '[^']*--seed 2' on rank 1")
+  set_tests_properties(Mpi.random_cases_hold_on_2_processes Mpi.random_cases_hold_on_4_processes
+    Mpi.training_equals_the_golden_run_on_2_processes Mpi.training_equals_the_golden_run_on_4_processes
+    Mpi.ranks_with_other_arguments_are_refused PROPERTIES LABELS mpi PROCESSORS 2
+    ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
+
   shardproof_test(NAME mpi_faults_props LABEL mpi TORCH LIBRARIES harness SOURCES mpi_faults_props.cpp)
   target_compile_definitions(mpi_faults_props PRIVATE "MPI_DRIVER=\"$<TARGET_FILE:mpi_driver>\"")
   add_dependencies(mpi_faults_props mpi_driver)

@@ -92,7 +92,11 @@ int report(int64_t rank, const char* kind, const std::string& text, Clock::time_
 
 int main(int argc, char** argv) {
   if (argc != 8) return 2;
-  Arguments a{.fault = argv[1], .op = argv[2], .victim = std::stol(argv[3]), .step = std::stol(argv[4]), .elements = std::stol(argv[5])};
+  Arguments a{.fault = argv[1],
+              .op = argv[2],
+              .victim = std::stol(argv[3]),
+              .step = std::stol(argv[4]),
+              .elements = std::stol(argv[5])};
   a.options.timeout_seconds = std::stod(argv[6]);
   a.options.flight_directory = argv[7];
   MpiWorld world(a.options);

@@ -52,7 +52,8 @@ bool any_process_names(const std::string& folder) {
 Outcome run(const Fault& f) {
   Outcome outcome{.flight = scratch()};
   const std::string command = fmt::format(
-      "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 mpirun -n {} --oversubscribe --bind-to none '{}' {} {} "
+      "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 mpirun -n {} --oversubscribe --bind-to none "
+      "'{}' {} {} "
       "{} {} {} {} '{}' 2>&1",
       f.ranks, MPI_DRIVER, f.kind, f.op, f.victim, f.step, f.elements, f.timeout_s, outcome.flight);
   std::FILE* pipe = popen(command.c_str(), "r");
@@ -72,10 +73,13 @@ std::mt19937_64& random_source() {
   return source;
 }
 
-int64_t draw(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_source()); }
+int64_t draw(int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random_source());
+}
 
 Fault draw_fault(const std::string& kind) {
-  static const std::vector<std::string> ops = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"};
+  static const std::vector<std::string> ops = {"all_gather", "reduce_scatter", "all_reduce",
+                                               "all_to_all", "broadcast",      "barrier"};
   const bool needs_data = kind == "size" || kind == "dtype";
   Fault fault{.kind = kind, .op = ops[static_cast<size_t>(draw(0, needs_data ? 4 : 5))], .ranks = draw(2, 4)};
   fault.victim = draw(0, fault.ranks - 1);
@@ -93,7 +97,8 @@ struct Expected {
 Expected expected(const Fault& f) {
   const std::string victim = fmt::format("rank {}", f.victim);
   const std::string disagree = fmt::format("ranks disagree on call {} of 'dp', for unit 'h.3'", f.step);
-  if (f.kind == "kill" || f.kind == "kill_midway" || f.kind == "exit") return {"lost", {victim + " died", f.op, "call", "unit 'h.3'"}, false};
+  if (f.kind == "kill" || f.kind == "kill_midway" || f.kind == "exit")
+    return {"lost", {victim + " died", f.op, "call", "unit 'h.3'"}, false};
   if (f.kind == "stop") return {"lost", {victim + " has given no sign of life", f.op, "unit 'h.3'"}, false};
   if (f.kind == "slow") return {"lost", {victim + " is late", f.op, "unit 'h.3'"}, false};
   if (f.kind == "throw") return {"error", {victim + " of", "the disk is full"}};
@@ -103,7 +108,8 @@ Expected expected(const Fault& f) {
 }
 
 void expect_clean_ending(const Fault& f) {
-  SCOPED_TRACE(fmt::format("{} in {} of {} elements, rank {} of {}, step {}", f.kind, f.op, f.elements, f.victim, f.ranks, f.step));
+  SCOPED_TRACE(
+      fmt::format("{} in {} of {} elements, rank {} of {}, step {}", f.kind, f.op, f.elements, f.victim, f.ranks, f.step));
   const Outcome outcome = run(f);
   const Expected e = expected(f);
   double slowest_s = 0;
@@ -117,14 +123,16 @@ void expect_clean_ending(const Fault& f) {
     slowest_s = std::max(slowest_s, found->second.seconds);
   }
   // The launcher takes those that cannot end themselves, a moment after it ends.
-  for (int look = 0; look < 500 && any_process_names(outcome.flight); ++look) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  for (int look = 0; look < 500 && any_process_names(outcome.flight); ++look)
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
   EXPECT_FALSE(any_process_names(outcome.flight)) << "a process stayed";
   const auto flights = harness::read_flights(outcome.flight);
   EXPECT_GE(flights.size(), static_cast<size_t>(f.ranks - 1)) << "records";
   const std::string parts = harness::first_disagreement(flights);
   const bool is_mismatch = f.kind == "order" || f.kind == "dtype" || (f.kind == "size" && f.op != "all_to_all");
   if (is_mismatch) EXPECT_NE(parts.find(fmt::format("call {} of 'dp'", f.step)), std::string::npos) << parts;
-  fmt::print("{} {} {} ranks: ended {:.2f} s after the last call, timeout {} s\n", f.kind, f.op, f.ranks, slowest_s, f.timeout_s);
+  fmt::print("{} {} {} ranks: ended {:.2f} s after the last call, timeout {} s\n", f.kind, f.op, f.ranks, slowest_s,
+             f.timeout_s);
   std::filesystem::remove_all(outcome.flight);
 }
 
@@ -142,7 +150,8 @@ TEST_P(MpiFaults, ends_every_other_rank_with_an_error_that_says_what_happened_wh
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, MpiFaults,
-                         testing::Values("kill", "kill_midway", "exit", "stop", "slow", "throw", "nan", "order", "size", "dtype", "group"),
+                         testing::Values("kill", "kill_midway", "exit", "stop", "slow", "throw", "nan", "order", "size",
+                                         "dtype", "group"),
                          [](const auto& kind) { return kind.param; });
 
 TEST(MpiFaults, without_a_fault_every_rank_ends_well) {

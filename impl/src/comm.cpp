@@ -102,20 +102,33 @@ thread_local std::string_view label;
 }  // namespace
 
 CallLabel::CallLabel(std::string_view text) : outer_(std::exchange(label, text)) {}
-CallLabel::~CallLabel() { label = outer_; }
-std::string_view CallLabel::current() { return label; }
+CallLabel::~CallLabel() {
+  label = outer_;
+}
+std::string_view CallLabel::current() {
+  return label;
+}
 
 const char* dtype_name(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return "float32";
-    case at::kDouble: return "float64";
-    case at::kBFloat16: return "bfloat16";
-    case at::kHalf: return "float16";
-    case at::kInt: return "int32";
-    case at::kLong: return "int64";
-    case at::kByte: return "uint8";
-    case at::kBool: return "bool";
-    default: return c10::toString(dtype);
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
   }
 }
 

@@ -13,23 +13,30 @@
 namespace shardproof {
 namespace {
 
-double clock_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double clock_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') out += '\\';
-    if (static_cast<unsigned char>(c) < 0x20) out += fmt::format("\\u{:04x}", static_cast<int>(c));
-    else out += c;
+    if (static_cast<unsigned char>(c) < 0x20)
+      out += fmt::format("\\u{:04x}", static_cast<int>(c));
+    else
+      out += c;
   }
   return out + '"';
 }
 
 const char* to_string(FlightCall::State state) {
   switch (state) {
-    case FlightCall::State::started: return "started";
-    case FlightCall::State::done: return "done";
-    case FlightCall::State::failed: return "failed";
+    case FlightCall::State::started:
+      return "started";
+    case FlightCall::State::done:
+      return "done";
+    case FlightCall::State::failed:
+      return "failed";
   }
   return "?";
 }
@@ -47,7 +54,9 @@ std::string line_of(const FlightCall& c) {
 FlightRecord::FlightRecord(int64_t rank, int64_t world, int64_t calls_max)
     : rank_(rank), world_(world), calls_max_(std::max<int64_t>(1, calls_max)), begin_s_(clock_s()) {}
 
-double FlightRecord::now_s() const { return clock_s() - begin_s_; }
+double FlightRecord::now_s() const {
+  return clock_s() - begin_s_;
+}
 
 int64_t FlightRecord::add(FlightCall call) {
   call.start_s = now_s();

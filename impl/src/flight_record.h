@@ -27,7 +27,7 @@ struct FlightCall {
   int64_t numel = 0;
   int64_t peer = -1;  // a broadcast's root, the other end of a send
   int64_t bytes = 0;  // given and taken by this rank
-  std::string label;
+  std::string label = {};
   State state = State::started;
   double start_s = 0, end_s = 0;  // since the record began
 };

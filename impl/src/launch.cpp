@@ -63,15 +63,19 @@ std::optional<Launch> read(const Variables& v, const Environment& environment) {
   if (set.empty()) return std::nullopt;
   const char* launcher = to_string(v.launcher);
   SHARD_REQUIRE(missing.empty(), "launch",
-                "the environment of {} is set by half: {} set, {} not. Start all ranks with {}, or unset all of these", launcher,
-                fmt::join(set, ", "), fmt::join(missing, ", "), launcher);
-  Launch launch{.launcher = v.launcher, .rank = number(environment, v.rank, launcher), .world = number(environment, v.world, launcher),
+                "the environment of {} is set by half: {} set, {} not. Start all ranks with {}, or unset all of these",
+                launcher, fmt::join(set, ", "), fmt::join(missing, ", "), launcher);
+  Launch launch{.launcher = v.launcher,
+                .rank = number(environment, v.rank, launcher),
+                .world = number(environment, v.world, launcher),
                 .local_rank = number(environment, v.local_rank, launcher)};
-  launch.local_world = v.local_world && environment(v.local_world) ? number(environment, v.local_world, launcher) : launch.world;
-  SHARD_REQUIRE(launch.rank < launch.world && launch.local_rank < launch.local_world && launch.local_world <= launch.world, "launch",
-                "the environment of {} contradicts itself: rank {} of {}, {} of {} on this host", launcher, launch.rank, launch.world,
-                launch.local_rank, launch.local_world);
-  if (v.launcher == Launcher::torchrun) launch.master = fmt::format("{}:{}", environment("MASTER_ADDR"), environment("MASTER_PORT"));
+  launch.local_world =
+      v.local_world && environment(v.local_world) ? number(environment, v.local_world, launcher) : launch.world;
+  SHARD_REQUIRE(launch.rank < launch.world && launch.local_rank < launch.local_world && launch.local_world <= launch.world,
+                "launch", "the environment of {} contradicts itself: rank {} of {}, {} of {} on this host", launcher,
+                launch.rank, launch.world, launch.local_rank, launch.local_world);
+  if (v.launcher == Launcher::torchrun)
+    launch.master = fmt::format("{}:{}", environment("MASTER_ADDR"), environment("MASTER_PORT"));
   return launch;
 }
 
@@ -80,8 +84,8 @@ std::optional<Launch> read(const Variables& v, const Environment& environment) {
   for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   argv.push_back(nullptr);
   ::execvp(argv[0], argv.data());
-  throw Error(fmt::format("[launch] cannot run {}: {}. Install Open MPI (ci/setup does), or start the ranks yourself", command[0],
-                          std::strerror(errno)));
+  throw Error(fmt::format("[launch] cannot run {}: {}. Install Open MPI (ci/setup does), or start the ranks yourself",
+                          command[0], std::strerror(errno)));
 }
 
 void check_choice(const LaunchOptions& o) {
@@ -97,10 +101,14 @@ void check_choice(const LaunchOptions& o) {
 
 const char* to_string(Launcher launcher) {
   switch (launcher) {
-    case Launcher::none: return "nobody";
-    case Launcher::mpirun: return "mpirun";
-    case Launcher::torchrun: return "torchrun";
-    case Launcher::slurm: return "srun";
+    case Launcher::none:
+      return "nobody";
+    case Launcher::mpirun:
+      return "mpirun";
+    case Launcher::torchrun:
+      return "torchrun";
+    case Launcher::slurm:
+      return "srun";
   }
   return "?";
 }
@@ -134,18 +142,19 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
     SHARD_REQUIRE(options.ranks == 0, "launch", "--ranks starts processes, and ranks are threads; use --backend mpi");
     return launch;
   }
-  SHARD_REQUIRE(launch.launcher != Launcher::torchrun, "launch",
-                "torchrun started this process (rank {} of {}, store {}), and MPI cannot join processes that it did not start. Use "
-                "mpirun -n {}, srun, or --ranks {}",
-                launch.rank, launch.world, launch.master, launch.world, launch.world);
+  SHARD_REQUIRE(
+      launch.launcher != Launcher::torchrun, "launch",
+      "torchrun started this process (rank {} of {}, store {}), and MPI cannot join processes that it did not start. Use "
+      "mpirun -n {}, srun, or --ranks {}",
+      launch.rank, launch.world, launch.master, launch.world, launch.world);
   if (launch.launcher == Launcher::none) {
     SHARD_REQUIRE(options.ranks > 0, "launch", "--backend mpi needs processes: mpirun -n N, srun --mpi=pmix, or --ranks N");
     std::vector<std::string> own = arguments;
     own[0] = std::filesystem::read_symlink("/proc/self/exe").string();
     become(mpirun_command(options.ranks, own, ::geteuid() == 0));
   }
-  SHARD_REQUIRE(options.ranks == 0 || options.ranks == launch.world, "launch", "--ranks {}, but {} started {} processes", options.ranks,
-                to_string(launch.launcher), launch.world);
+  SHARD_REQUIRE(options.ranks == 0 || options.ranks == launch.world, "launch", "--ranks {}, but {} started {} processes",
+                options.ranks, to_string(launch.launcher), launch.world);
   // Whatever becomes of the launcher, its processes do not stay.
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   return launch;

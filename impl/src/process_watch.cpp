@@ -28,9 +28,13 @@ constexpr auto kTermination = 400ms;
 constexpr auto kLook = 25ms;
 
 std::atomic<bool> told_to_end{false};
-void on_sigterm(int) { told_to_end = true; }
+void on_sigterm(int) {
+  told_to_end = true;
+}
 
-double seconds(std::chrono::steady_clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+double seconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration<double>(duration).count();
+}
 
 std::string one_line(std::string text) {
   std::replace(text.begin(), text.end(), '\n', '\x1f');
@@ -68,7 +72,8 @@ std::string ProcessWatch::listen() {
 }
 
 void ProcessWatch::connect(const std::string& addresses) {
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_s));
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_s));
   if (options_.rank == 0) {
     for (auto& [rank, socket] : watch_accept(listener_, options_.world - 1, deadline)) peers_[rank].socket = socket;
   } else {
@@ -79,7 +84,7 @@ void ProcessWatch::connect(const std::string& addresses) {
     peer.heard = looked_;
     ::fcntl(peer.socket, F_SETFL, O_NONBLOCK);
   }
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = on_sigterm;
   action.sa_flags = SA_RESTART;
   ::sigaction(SIGTERM, &action, nullptr);
@@ -115,14 +120,17 @@ void ProcessWatch::run() {
     }
     if (!asked.empty()) tell_all_end(asked);
     if (told_to_end && !termination) termination = Clock::now() + kTermination;
-    if (termination && Clock::now() > *termination) tell_all_end(fmt::format("rank {} was told to end by SIGTERM", options_.rank));
+    if (termination && Clock::now() > *termination)
+      tell_all_end(fmt::format("rank {} was told to end by SIGTERM", options_.rank));
     if (Clock::now() >= next_beat_) say_beat();
     // After a pause of its own this process cannot judge the others' silence.
     if (Clock::now() - looked_ > 4 * beat_ + 1s)
       for (auto& [rank, peer] : peers_) peer.heard = Clock::now();
     looked_ = Clock::now();
-    if (options_.rank == 0) check_silence(), check_waits();
-    else check_hub();
+    if (options_.rank == 0)
+      check_silence(), check_waits();
+    else
+      check_hub();
     if (leaving_ && !std::exchange(said_bye, true))
       for (auto& [rank, peer] : peers_) say(peer, "bye\n");
     const bool all_left = std::all_of(peers_.begin(), peers_.end(), [](const auto& peer) { return peer.second.left; });
@@ -156,8 +164,8 @@ void ProcessWatch::read_from(int64_t rank) {
   if (!closed) return;
   ::close(std::exchange(peer.socket, -1));
   if (!std::exchange(peer.left, true) && !told_)
-    tell_all_end(fmt::format("rank {} died: its connection closed without a goodbye (killed, crashed, or left by exit); {}", rank,
-                             name_of(rank)));
+    tell_all_end(fmt::format("rank {} died: its connection closed without a goodbye (killed, crashed, or left by exit); {}",
+                             rank, name_of(rank)));
 }
 
 void ProcessWatch::take_line(int64_t rank, const std::string& line) {
@@ -181,7 +189,7 @@ void ProcessWatch::take_line(int64_t rank, const std::string& line) {
 
 void ProcessWatch::say(Peer& peer, const std::string& line) {
   // A full buffer is a peer that does not read: its silence will be noticed.
-  if (peer.socket >= 0) [[maybe_unused]] const ssize_t sent = ::send(peer.socket, line.data(), line.size(), MSG_NOSIGNAL);
+  if (peer.socket >= 0 && ::send(peer.socket, line.data(), line.size(), MSG_NOSIGNAL) < 0) return;
 }
 
 void ProcessWatch::say_beat() {
@@ -215,8 +223,9 @@ void ProcessWatch::check_silence() {
   for (const auto& [rank, peer] : peers_) {
     const double silent_s = seconds(Clock::now() - peer.heard);
     if (!told_ && !peer.left && silent_s > options_.timeout_s)
-      tell_all_end(fmt::format("rank {} has given no sign of life for {:.1f} s: it is stopped, or its host cannot be reached; {}",
-                               rank, silent_s, name_of(rank)));
+      tell_all_end(
+          fmt::format("rank {} has given no sign of life for {:.1f} s: it is stopped, or its host cannot be reached; {}", rank,
+                      silent_s, name_of(rank)));
   }
 }
 
@@ -249,15 +258,17 @@ std::string ProcessWatch::culprit_of(int64_t waiting_rank) const {
     const WatchStatus status = status_of(rank);
     const auto known = [&](int64_t other) { return other == options_.rank || peers_.count(other) > 0; };
     if (!status.waiting || status.missing.empty() || !known(status.missing.front()))
-      return fmt::format("rank {} is late: others have waited {:.1f} s for it; {}{}", rank, options_.timeout_s, name_of(rank), chain);
+      return fmt::format("rank {} is late: others have waited {:.1f} s for it; {}{}", rank, options_.timeout_s, name_of(rank),
+                         chain);
     chain += fmt::format("\n  rank {}: {}", rank, name_of(rank));
     // One that does not wait itself keeps the others waiting.
     const auto idle = std::find_if(status.missing.begin(), status.missing.end(),
                                    [&](int64_t other) { return known(other) && !status_of(other).waiting; });
     rank = idle != status.missing.end() ? *idle : status.missing.front();
   }
-  return fmt::format("ranks wait for each other, for {:.1f} s now:{}\nAll ranks of a group must make the same calls in the same order",
-                     options_.timeout_s, chain);
+  return fmt::format(
+      "ranks wait for each other, for {:.1f} s now:{}\nAll ranks of a group must make the same calls in the same order",
+      options_.timeout_s, chain);
 }
 
 }  // namespace shardproof

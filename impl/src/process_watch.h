@@ -25,8 +25,8 @@ struct WatchStatus {
 struct WatchOptions {
   int64_t rank = 0, world = 1;
   double timeout_s = 300;
-  std::function<WatchStatus()> status;                // of this process
-  std::function<void(const std::string&)> on_end;     // once, on the watch's thread
+  std::function<WatchStatus()> status;             // of this process
+  std::function<void(const std::string&)> on_end;  // once, on the watch's thread
 };
 
 class ProcessWatch {

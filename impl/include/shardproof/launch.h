@@ -20,7 +20,7 @@ const char* to_string(Launcher launcher);
 struct Launch {
   Launcher launcher = Launcher::none;
   int64_t rank = 0, world = 1, local_rank = 0, local_world = 1;
-  std::string master;  // "host:port", of torchrun
+  std::string master = {};  // "host:port", of torchrun
 };
 
 // The value of a variable of the environment, or null.
@@ -45,8 +45,8 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
 // What launch would run.
 std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root);
 
-// Collective. Facts are names and values, e.g. {"mesh", "dp_shard=4"}; every rank has the same names. Throws Error on every rank
-// when values differ, naming two ranks and both values.
+// Collective. Facts are names and values, e.g. {"mesh", "dp_shard=4"}; every rank has the same names. Throws Error on every
+// rank when values differ, naming two ranks and both values.
 void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts);
 // What tells builds apart: a hash of the program and of this library.
 std::string program_hash();

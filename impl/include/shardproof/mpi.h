@@ -35,7 +35,8 @@ class WorldLostError : public Error {
 
 class MpiWorld {
  public:
-  // Collective over all processes of the job; one at a time, once in a process. A process that no launcher started is a world of one.
+  // Collective over all processes of the job; one at a time, once in a process. A process that no launcher started is a world
+  // of one.
   explicit MpiWorld(const MpiOptions& options = {});
   ~MpiWorld();
   MpiWorld(const MpiWorld&) = delete;
@@ -45,10 +46,10 @@ class MpiWorld {
   int64_t size() const;
 
   // Collective over all processes. Runs body(comm) on the first `ranks` of them (0: all) and returns, on all, when it has ended
-  // everywhere. A body that throws ends it on every rank, and every process throws the first real error, prefixed with its rank;
-  // another body may run afterwards. Throws WorldLostError where that is not possible. What was made from `comm` must not be used
-  // after the body: groups, works, shared memory. Also an error: a body that returns while collectives it started were never
-  // waited for.
+  // everywhere. A body that throws ends it on every rank, and every process throws the first real error, prefixed with its
+  // rank; another body may run afterwards. Throws WorldLostError where that is not possible. What was made from `comm` must not
+  // be used after the body: groups, works, shared memory. Also an error: a body that returns while collectives it started were
+  // never waited for.
   void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks = 0);
 
  private:

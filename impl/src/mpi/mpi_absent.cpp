@@ -3,7 +3,9 @@
 
 namespace shardproof {
 
-bool mpi_available() { return false; }
+bool mpi_available() {
+  return false;
+}
 
 class MpiWorld::Impl {};
 
@@ -13,8 +15,12 @@ MpiWorld::MpiWorld(const MpiOptions&) {
       "--backend threads");
 }
 MpiWorld::~MpiWorld() = default;
-int64_t MpiWorld::rank() const { return 0; }
-int64_t MpiWorld::size() const { return 1; }
+int64_t MpiWorld::rank() const {
+  return 0;
+}
+int64_t MpiWorld::size() const {
+  return 1;
+}
 void MpiWorld::run(const std::function<void(std::shared_ptr<Comm>)>&, int64_t) {}
 
 }  // namespace shardproof

@@ -21,7 +21,9 @@ std::byte* bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr())) : nullptr;
 }
 
-bool comes_with_word(int64_t bytes) { return bytes <= kBodyBytesMax; }
+bool comes_with_word(int64_t bytes) {
+  return bytes <= kBodyBytesMax;
+}
 
 }  // namespace
 
@@ -135,8 +137,8 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
   std::string first = name(group_->rank(), describe(call_)), second = name(peer, describe(theirs));
   if (peer < group_->rank()) std::swap(first, second);
   return fmt::format(
-      "ranks disagree on call {} of '{}'{}: {}, {}{}; all ranks of a group must make the same calls in the same order", sequence_,
-      group_->name(), label_.empty() ? "" : fmt::format(", for {}", label_), first, second, sizes);
+      "ranks disagree on call {} of '{}'{}: {}, {}{}; all ranks of a group must make the same calls in the same order",
+      sequence_, group_->name(), label_.empty() ? "" : fmt::format(", for {}", label_), first, second, sizes);
 }
 
 void Collective::meet(int64_t peer) {
@@ -252,8 +254,9 @@ std::vector<int64_t> Collective::missing() const {
   if (!ranks.empty()) return ranks;
   for (size_t peer = 0; peer < sides_.size(); ++peer) {
     const Side& side = sides_[peer];
-    const bool idle = static_cast<int64_t>(peer) == group_->rank() || (side.out.done() && side.in.done() && side.out_sum.done() &&
-                                                                       side.in_sum.done() && (!sliced_ || side.sums_open));
+    const bool idle =
+        static_cast<int64_t>(peer) == group_->rank() ||
+        (side.out.done() && side.in.done() && side.out_sum.done() && side.in_sum.done() && (!sliced_ || side.sums_open));
     if (!idle) ranks.push_back(group_->world_ranks()[peer]);
   }
   return ranks;

@@ -23,7 +23,8 @@ class Ticket final : public Work::State {
 
 class MpiComm final : public Comm {
  public:
-  MpiComm(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group) : engine_(std::move(engine)), group_(std::move(group)) {}
+  MpiComm(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group)
+      : engine_(std::move(engine)), group_(std::move(group)) {}
 
   int64_t rank() const override { return group_->rank(); }
   int64_t size() const override { return group_->size(); }

@@ -32,7 +32,8 @@ FlightCall flight_call(const Operation& operation, const std::shared_ptr<const F
   if (sums) record.reduce = to_string(call.reduce);
   if (has_data) record.dtype = dtype_name(dtype(call)), record.numel = numel(call);
   record.peer = call.peer;
-  record.bytes = static_cast<int64_t>((call.input.defined() ? call.input.nbytes() : 0) + (call.output.defined() ? call.output.nbytes() : 0));
+  record.bytes = static_cast<int64_t>((call.input.defined() ? call.input.nbytes() : 0) +
+                                      (call.output.defined() ? call.output.nbytes() : 0));
   record.label = operation.label();
   return record;
 }
@@ -44,7 +45,8 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   MPI_Initialized(&initialized);
   SHARD_REQUIRE(!initialized, "mpi", "MPI is already in use in this process; make one MpiWorld, once");
   check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided), "MPI_Init_thread");
-  SHARD_REQUIRE(provided >= MPI_THREAD_SERIALIZED, "mpi", "this MPI cannot be called from several threads; use one built with them");
+  SHARD_REQUIRE(provided >= MPI_THREAD_SERIALIZED, "mpi",
+                "this MPI cannot be called from several threads; use one built with them");
   int rank = 0, size = 1, local = 1;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -55,7 +57,9 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   crowded_ = local >= static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   record_ = std::make_unique<FlightRecord>(rank, size, options_.flight_calls_max);
   if (size > 1) {
-    watch_ = std::make_unique<ProcessWatch>(WatchOptions{.rank = rank, .world = size, .timeout_s = options_.timeout_seconds,
+    watch_ = std::make_unique<ProcessWatch>(WatchOptions{.rank = rank,
+                                                         .world = size,
+                                                         .timeout_s = options_.timeout_seconds,
                                                          .status = [this] { return status(); },
                                                          .on_end = [this](const std::string& why) { on_lost(why); }});
     std::string addresses = rank == 0 ? watch_->listen() : "";
@@ -85,7 +89,9 @@ void Engine::shut_down(bool cleanly) {
   MPI_Finalize();
 }
 
-std::string Engine::lost() const { return lost_ && watch_ ? watch_->ended() : ""; }
+std::string Engine::lost() const {
+  return lost_ && watch_ ? watch_->ended() : "";
+}
 
 void Engine::on_lost(const std::string& why) {
   lost_ = true;
@@ -107,7 +113,8 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
   std::shared_ptr<Operation> operation;
   {
     const std::lock_guard lock(mutex_);
-    SHARD_REQUIRE(!abandoned_ || group == world_, "mpi", "{} on '{}' after this rank's body failed", describe(call), group->name());
+    SHARD_REQUIRE(!abandoned_ || group == world_, "mpi", "{} on '{}' after this rank's body failed", describe(call),
+                  group->name());
     operation = start_operation(group, std::move(call));
     operation->record = record_->add(flight_call(*operation, group->flight()));
     pending_.push_back(operation);
@@ -141,8 +148,7 @@ void Engine::pause(Clock::time_point since, int64_t& looks) const {
 
 void Engine::wait(Operation& operation) {
   // Else the kernel would round each sleep of this thread up by 50 us.
-  static thread_local const int exact_sleeps = ::prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
-  (void)exact_sleeps;
+  [[maybe_unused]] static thread_local const int exact_sleeps = ::prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);
   const auto since = Clock::now();
   auto publish_at = since + kPublish;
   int64_t looks = 0;
@@ -215,7 +221,13 @@ void Engine::run_in_background() {
     lock.unlock();
     std::this_thread::sleep_for(kBackground);
     lock.lock();
-    if (waiters_ == 0 && !lost_ && !stop_) progress();
+    if (waiters_ > 0 || lost_ || stop_) continue;
+    try {
+      progress();
+    } catch (const std::exception& error) {
+      // The next wait meets it again, on a thread that can throw.
+      if (watch_) watch_->end(fmt::format("rank {}: {}", world_->rank(), error.what()));
+    }
   }
 }
 

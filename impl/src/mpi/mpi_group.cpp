@@ -73,11 +73,21 @@ void Group::listen() {
 void Group::take_in(int64_t peer, Message message) {
   Peer& from = peers_[peer];
   switch (message.header.kind) {
-    case Kind::collective: from.collectives.push_back(std::move(message)); break;
-    case Kind::send: from.sends[message.header.tag].push_back(std::move(message)); break;
-    case Kind::accept: from.accepts.emplace(message.header.sequence, message.header); break;
-    case Kind::abandon: from.abandoned = std::move(message); break;
-    case Kind::settled: from.settled = true; break;
+    case Kind::collective:
+      from.collectives.push_back(std::move(message));
+      break;
+    case Kind::send:
+      from.sends[message.header.tag].push_back(std::move(message));
+      break;
+    case Kind::accept:
+      from.accepts.emplace(message.header.sequence, message.header);
+      break;
+    case Kind::abandon:
+      from.abandoned = std::move(message);
+      break;
+    case Kind::settled:
+      from.settled = true;
+      break;
   }
 }
 

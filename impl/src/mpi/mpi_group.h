@@ -57,7 +57,7 @@ class Group {
     std::vector<std::byte> buffer;  // of the word that is listened for
     std::deque<Message> collectives;
     std::map<int64_t, std::deque<Message>> sends;  // by tag
-    std::map<int64_t, Header> accepts;              // by the send's number
+    std::map<int64_t, Header> accepts;             // by the send's number
     std::optional<Message> abandoned;
     bool settled = false;
     int64_t next_send = 0;

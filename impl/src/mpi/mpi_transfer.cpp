@@ -51,7 +51,9 @@ bool Send::advance() {
   return true;
 }
 
-std::vector<int64_t> Send::missing() const { return {group_->world_ranks()[static_cast<size_t>(call_.peer)]}; }
+std::vector<int64_t> Send::missing() const {
+  return {group_->world_ranks()[static_cast<size_t>(call_.peer)]};
+}
 
 Recv::Recv(std::shared_ptr<Group> group, Call call) : Operation(std::move(group), std::move(call)) {
   sequence_ = -1;  // known when it met its send
@@ -89,6 +91,8 @@ bool Recv::advance() {
   return true;
 }
 
-std::vector<int64_t> Recv::missing() const { return {group_->world_ranks()[static_cast<size_t>(call_.peer)]}; }
+std::vector<int64_t> Recv::missing() const {
+  return {group_->world_ranks()[static_cast<size_t>(call_.peer)]};
+}
 
 }  // namespace shardproof::mpi

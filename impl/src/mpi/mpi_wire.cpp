@@ -10,8 +10,12 @@ namespace {
 constexpr int64_t kTags = int64_t{1} << 28;
 }  // namespace
 
-int data_tag(int64_t sequence, int phase) { return static_cast<int>(1 + 2 * (sequence % kTags) + phase); }
-int send_data_tag(int64_t sequence) { return static_cast<int>(1 + 2 * kTags + sequence % kTags); }
+int data_tag(int64_t sequence, int phase) {
+  return static_cast<int>(1 + 2 * (sequence % kTags) + phase);
+}
+int send_data_tag(int64_t sequence) {
+  return static_cast<int>(1 + 2 * kTags + sequence % kTags);
+}
 
 void check_mpi(int code, const char* what) {
   if (code == MPI_SUCCESS) return;

@@ -26,12 +26,12 @@ struct Header {
   Op op = Op::barrier;
   Reduce reduce = Reduce::sum;
   int32_t dtype = 0;
-  int64_t sequence = 0;         // of the group's collectives; of the sends between two ranks
+  int64_t sequence = 0;  // of the group's collectives; of the sends between two ranks
   int64_t numel = 0;
-  int64_t root = -1;            // broadcast
-  int64_t tag = 0;              // send
+  int64_t root = -1;             // broadcast
+  int64_t tag = 0;               // send
   int64_t gives = 0, takes = 0;  // bytes to, and from, the receiver of this message
-  int64_t body_bytes = 0;       // that follow: the data itself where it is small, the text of abandon
+  int64_t body_bytes = 0;        // that follow: the data itself where it is small, the text of abandon
 };
 
 struct Message {

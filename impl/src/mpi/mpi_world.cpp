@@ -59,13 +59,15 @@ Ending ending_of(const std::exception_ptr& thrown) {
 size_t culprit(const std::vector<Ending>& endings) {
   const auto own = std::find_if(endings.begin(), endings.end(), [](const Ending& e) { return e.failed && !e.relayed; });
   if (own != endings.end()) return static_cast<size_t>(own - endings.begin());
-  return static_cast<size_t>(
-      std::find_if(endings.begin(), endings.end(), [](const Ending& e) { return e.failed != 0; }) - endings.begin());
+  return static_cast<size_t>(std::find_if(endings.begin(), endings.end(), [](const Ending& e) { return e.failed != 0; }) -
+                             endings.begin());
 }
 
 }  // namespace
 
-bool mpi_available() { return true; }
+bool mpi_available() {
+  return true;
+}
 
 class MpiWorld::Impl {
  public:
@@ -120,7 +122,9 @@ class MpiWorld::Impl {
     std::vector<Ending> endings(static_cast<size_t>(world_->size()));
     const auto bytes = static_cast<int64_t>(sizeof(Ending));
     Ending own = mine;
-    world_->all_gather(at::from_blob(endings.data(), {world_->size() * bytes}, at::kByte), at::from_blob(&own, {bytes}, at::kByte))
+    world_
+        ->all_gather(at::from_blob(endings.data(), {world_->size() * bytes}, at::kByte),
+                     at::from_blob(&own, {bytes}, at::kByte))
         .wait();
     engine_->close_groups();
     agreed_ = true;
@@ -135,8 +139,14 @@ class MpiWorld::Impl {
 
 MpiWorld::MpiWorld(const MpiOptions& options) : impl_(std::make_unique<Impl>(options)) {}
 MpiWorld::~MpiWorld() = default;
-int64_t MpiWorld::rank() const { return impl_->world().rank(); }
-int64_t MpiWorld::size() const { return impl_->world().size(); }
-void MpiWorld::run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) { impl_->run(body, ranks); }
+int64_t MpiWorld::rank() const {
+  return impl_->world().rank();
+}
+int64_t MpiWorld::size() const {
+  return impl_->world().size();
+}
+void MpiWorld::run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
+  impl_->run(body, ranks);
+}
 
 }  // namespace shardproof
