@@ -5,6 +5,7 @@
 
 #include "comm_worlds.h"
 #include "golden/collectives.h"
+#include "shardproof/check.h"
 #include "shardproof/mesh_comm.h"
 
 using namespace shardproof;

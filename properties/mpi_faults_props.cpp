@@ -101,8 +101,8 @@ Expected expected(const Fault& f) {
     return {"lost", {victim + " died", f.op, "call", "unit 'h.3'"}, false};
   if (f.kind == "stop") return {"lost", {victim + " has given no sign of life", f.op, "unit 'h.3'"}, false};
   if (f.kind == "slow") return {"lost", {victim + " is late", f.op, "unit 'h.3'"}, false};
-  if (f.kind == "throw") return {"error", {victim + " of", "the disk is full"}};
-  if (f.kind == "nan") return {"non_finite", {victim + " of", "the loss is nan"}};
+  if (f.kind == "throw") return {"error", {victim + " of", "the disk is full", "last call", "call"}};
+  if (f.kind == "nan") return {"non_finite", {victim + " of", "the loss is nan", "last call"}};
   if (f.kind == "group") return {"lost", {"ranks wait for each other", f.op, "'tp'", "'dp'", "unit 'h.3'"}};
   return {"error", {disagree, "rank 0 calls"}};
 }

@@ -31,6 +31,7 @@ std::atomic<bool> told_to_end{false};
 void on_sigterm(int) {
   told_to_end = true;
 }
+struct sigaction sigterm_before{};  // one watch in a process
 
 double seconds(std::chrono::steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
@@ -60,6 +61,7 @@ ProcessWatch::~ProcessWatch() {
 }
 
 void ProcessWatch::close_all() {
+  if (!peers_.empty()) ::sigaction(SIGTERM, &sigterm_before, nullptr);
   for (auto& [rank, peer] : peers_)
     if (peer.socket >= 0) ::close(std::exchange(peer.socket, -1));
   if (listener_ >= 0) ::close(std::exchange(listener_, -1));
@@ -87,7 +89,7 @@ void ProcessWatch::connect(const std::string& addresses) {
   struct sigaction action{};
   action.sa_handler = on_sigterm;
   action.sa_flags = SA_RESTART;
-  ::sigaction(SIGTERM, &action, nullptr);
+  ::sigaction(SIGTERM, &action, &sigterm_before);
   thread_ = std::thread([this] { run(); });
 }
 

@@ -19,7 +19,7 @@ struct MpiOptions {
   // A rank that others wait for, or that gives no sign of life, for longer than this ends the world.
   double timeout_seconds = 300;
   // Each rank writes its last calls to rank_N.jsonl here when something ends the world; empty: nowhere.
-  std::string flight_directory;
+  std::string flight_directory = {};
   int64_t flight_calls_max = 256;
 };
 

@@ -56,6 +56,8 @@ class Engine {
   // "" as long as the world goes on.
   std::string lost() const;
   void write_record(const std::string& why);
+  // Of this rank, in words; "" when there was none.
+  std::string last_call() const { return record_->last(); }
 
  private:
   void progress();

@@ -117,6 +117,9 @@ std::optional<Header> Group::take_accept(int64_t peer, int64_t sequence) {
 }
 
 void Group::close() {
+  // All have arrived; the requests need not know it yet.
+  for (Outgoing& word : outgoing_) check_mpi(MPI_Wait(&word.request, MPI_STATUS_IGNORE), "MPI_Wait");
+  outgoing_.clear();
   for (MPI_Request& request : listening_)
     if (request != MPI_REQUEST_NULL) {
       MPI_Cancel(&request);

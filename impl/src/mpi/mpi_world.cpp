@@ -21,7 +21,7 @@ struct Ending {
   char text[3500] = {};
 };
 
-Ending ending_of(const std::exception_ptr& thrown) {
+Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call) {
   Ending ending;
   if (!thrown) return ending;
   ending.failed = 1;
@@ -44,6 +44,7 @@ Ending ending_of(const std::exception_ptr& thrown) {
     text = e.what();
   } catch (...) {
   }
+  if (ending.relayed == 0 && !last_call.empty()) text += fmt::format(" (the last call of this rank was {})", last_call);
   text.copy(ending.text, sizeof ending.text - 1);
   return ending;
 }
@@ -91,7 +92,7 @@ class MpiWorld::Impl {
     } catch (...) {
       thrown = std::current_exception();
     }
-    const Ending mine = ending_of(thrown);
+    const Ending mine = ending_of(thrown, engine_->last_call());
     if (mine.failed) engine_->abandon(mine.text);
     if (any_failed(mine)) end_badly(mine);
     engine_->close_groups();
