@@ -18,8 +18,8 @@ namespace shardproof {
 struct WatchStatus {
   bool waiting = false;
   double waited_s = 0;
-  std::vector<int64_t> missing;  // ranks that it waits for
-  std::string text;              // the call that it waits in, or made last
+  std::vector<int64_t> missing = {};  // ranks that it waits for
+  std::string text = {};              // the call that it waits in, or made last
 };
 
 struct WatchOptions {
