@@ -35,7 +35,9 @@ if(MPI_C_FOUND)
     Mpi.ranks_with_other_arguments_are_refused PROPERTIES LABELS mpi PROCESSORS 2
     ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
 
-  shardproof_test(NAME mpi_faults_props LABEL mpi TORCH LIBRARIES harness SOURCES mpi_faults_props.cpp)
+  shardproof_test(NAME mpi_faults_props LABEL mpi ALONE LIBRARIES nlohmann_json::nlohmann_json SOURCES
+    mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/flight.cpp")
+  target_include_directories(mpi_faults_props PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/impl/include")
   target_compile_definitions(mpi_faults_props PRIVATE "MPI_DRIVER=\"$<TARGET_FILE:mpi_driver>\"")
   add_dependencies(mpi_faults_props mpi_driver)
 else()
