@@ -83,70 +83,87 @@ nlohmann::json run_single(const Task& task) {
   return {{"step_ms", times}, {"losses", losses}, {"calls", 0}, {"bytes", 0}, {"live_mib", 0}};
 }
 
-nlohmann::json run_ours(const Task& task) {
-  at::set_num_threads(1);
-  const int64_t per_rank = task.size.batch / task.ranks;
-  auto trace = std::make_shared<Trace>();
-  std::vector<std::vector<double>> losses(static_cast<size_t>(task.ranks));
-  std::vector<double> times;
+// What the ranks of this process find out.
+struct Measured {
+  std::vector<double> times, losses;  // of rank 0; losses are means over all ranks
   size_t calls_before_last = 0;
   int64_t live_bytes = 0;
-  reset_peak();
-  run_threads(task.ranks, [&](std::shared_ptr<Comm> comm) {
-    const int64_t rank = comm->rank();
-    Model model(task.size);
-    initialize_parameters(*model, kSeed);
-    const Mesh mesh = task.strategy == "hsdp" || task.strategy == "hfsdp"
-                          ? Mesh({{"dp_replicate", 1}, {"dp_shard", task.ranks}})
-                          : Mesh({{"dp_shard", task.ranks}});
-    auto comms = std::make_shared<MeshComm>(traced(comm, trace), mesh);
-    Sharded sharded = fully_shard(model.ptr(), comms,
-                                  {.strategy = strategy(task.strategy),
-                                   .units = by_type<BlockImpl>(),
-                                   .buffers = Buffers::pooled,
-                                   .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
-                                   .numerics = Numerics::fast,
-                                   .broadcast_initial_values = false});
-    Optimizer optimizer = adamw(sharded, {.lr = task.lr});
-    for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
-      const at::Tensor tokens = tokens_of(task.size, step).narrow(0, rank * per_rank, per_rank);
-      comm->barrier().wait();
-      if (rank == 0) calls_before_last = trace->of_rank(0).size();
-      const auto start = Clock::now();
-      const at::Tensor loss = loss_of(model, tokens, 1);
-      loss.backward();
-      optimizer.step();
-      comm->barrier().wait();
-      if (rank == 0) times.push_back(milliseconds_since(start));
-      losses[static_cast<size_t>(rank)].push_back(loss.item<double>());
-    }
-    if (rank == 0) live_bytes = sharded.memory().peak_total_bytes;
+};
+
+std::shared_ptr<MeshComm> mesh_of(const Task& task, const std::shared_ptr<Comm>& comm, const std::shared_ptr<Trace>& trace) {
+  const bool replicas = task.strategy == "hsdp" || task.strategy == "hfsdp";
+  const Mesh mesh = replicas ? Mesh({{"dp_replicate", 1}, {"dp_shard", task.ranks}}) : Mesh({{"dp_shard", task.ranks}});
+  return std::make_shared<MeshComm>(traced(comm, trace), mesh);
+}
+
+ShardOptions options_of(const Task& task) {
+  return {.strategy = strategy(task.strategy),
+          .units = by_type<BlockImpl>(),
+          .buffers = Buffers::pooled,
+          .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
+          .numerics = Numerics::fast,
+          .broadcast_initial_values = false};
+}
+
+void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const std::shared_ptr<Trace>& trace, Measured& measured) {
+  const int64_t rank = comm->rank(), per_rank = task.size.batch / task.ranks;
+  Model model(task.size);
+  initialize_parameters(*model, kSeed);
+  Sharded sharded = fully_shard(model.ptr(), mesh_of(task, comm, trace), options_of(task));
+  Optimizer optimizer = adamw(sharded, {.lr = task.lr});
+  at::Tensor losses = at::zeros({task.warmup + task.steps}, at::kDouble);
+  for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
+    const at::Tensor tokens = tokens_of(task.size, step).narrow(0, rank * per_rank, per_rank);
     comm->barrier().wait();
-  });
-  std::vector<double> mean(losses[0].size(), 0);
-  for (const auto& of_rank : losses)
-    for (size_t i = 0; i < mean.size(); ++i) mean[i] += of_rank[i] / static_cast<double>(task.ranks);
+    if (rank == 0) measured.calls_before_last = trace->of_rank(0).size();
+    const auto start = Clock::now();
+    const at::Tensor loss = loss_of(model, tokens, 1);
+    loss.backward();
+    optimizer.step();
+    comm->barrier().wait();
+    if (rank == 0) measured.times.push_back(milliseconds_since(start));
+    losses.mutable_data_ptr<double>()[step] = loss.item<double>() / static_cast<double>(task.ranks);
+  }
+  comm->all_reduce(losses).wait();
+  if (rank != 0) return;
+  measured.live_bytes = sharded.memory().peak_total_bytes;
+  measured.losses.assign(losses.const_data_ptr<double>(), losses.const_data_ptr<double>() + losses.numel());
+}
+
+nlohmann::json run_ours(const Task& task, MpiWorld* processes) {
+  at::set_num_threads(1);
+  auto trace = std::make_shared<Trace>();
+  Measured measured;
+  reset_peak();
+  const auto body = [&](std::shared_ptr<Comm> comm) { train_rank(task, comm, trace, measured); };
+  if (processes)
+    processes->run(body, task.ranks);
+  else
+    run_threads(task.ranks, body);
   int64_t calls = 0, bytes = 0;
   const auto records = trace->of_rank(0);
-  for (size_t i = calls_before_last; i < records.size(); ++i) {
+  for (size_t i = measured.calls_before_last; i < records.size(); ++i) {
     if (records[i].op == "barrier") continue;
     ++calls;
     bytes += records[i].bytes;
   }
-  return {{"step_ms", times}, {"losses", mean}, {"calls", calls}, {"bytes", bytes},
-          {"live_mib", static_cast<double>(live_bytes) / 1048576}};
+  return {{"step_ms", measured.times},
+          {"losses", measured.losses},
+          {"calls", calls},
+          {"bytes", bytes},
+          {"live_mib", static_cast<double>(measured.live_bytes) / 1048576}};
 }
 
 }  // namespace
 
-nlohmann::json run(const Task& task) {
+nlohmann::json run(const Task& task, MpiWorld* processes) {
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
   const double base = memory_mib("VmRSS:");
-  nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task);
-  const auto ranks = static_cast<double>(task.contestant == "single" ? 1 : task.ranks);
+  nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes);
+  const auto ranks = static_cast<double>(task.contestant == "single" || processes ? 1 : task.ranks);
   result["peak_mib"] = (memory_mib("VmHWM:") - base) / ranks;
   auto& times = result["step_ms"];
-  times.erase(times.begin(), times.begin() + task.warmup);
+  if (!times.empty()) times.erase(times.begin(), times.begin() + task.warmup);  // rank 0's
   return result;
 }
 

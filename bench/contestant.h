@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bench/model.h"
+#include "shardproof/mpi.h"
 
 namespace bench {
 
@@ -21,7 +22,8 @@ struct Task {
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": above the process before the model, of one rank, "calls",
 // "bytes": of collectives in a step, "live_mib": largest bytes of parameters, gradients, optimizer and communication of one
 // rank}
-nlohmann::json run(const Task& task);
+// Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
+nlohmann::json run(const Task& task, shardproof::MpiWorld* processes = nullptr);
 
 // What PyTorch's contestants read: initial parameters, then tokens.
 void write_data(const Task& task, const std::string& path);

@@ -19,7 +19,8 @@ if(SHARDPROOF_CCACHE)
 endif()
 
 # LibTorch's headers cost seconds a file; they are parsed once, here.
-file(WRITE "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp" "")
+# Written only when it differs: a younger file would rebuild everything.
+file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp" CONTENT "")
 add_library(shardproof_pch OBJECT "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp")
 target_link_libraries(shardproof_pch PRIVATE shardproof_options)
 target_precompile_headers(shardproof_pch PRIVATE

@@ -56,7 +56,7 @@ int DyingFiles::rmdir(const std::string& path) {
   return dead() ? -EIO : FileSystem::rmdir(path);
 }
 
-CaseCheckpoints::CaseCheckpoints(const Case& c) : seed_(c.seed) {
+bool CaseCheckpoints::draw(const Case& c) {
   bool needed = false;
   for (size_t s = 0; s < c.steps.size(); ++s) {
     needed |= c.steps[s].save || c.steps[s].crash;
@@ -64,7 +64,16 @@ CaseCheckpoints::CaseCheckpoints(const Case& c) : seed_(c.seed) {
     const int64_t calls = Draws(seed_, "crash").integer(static_cast<int64_t>(s), 0, kCallsMax);
     crashes_.try_emplace(s, after_rename(s) ? std::numeric_limits<int64_t>::max() : calls, after_rename(s));
   }
-  if (!needed) return;
+  return needed;
+}
+
+CaseCheckpoints::CaseCheckpoints(const Case& c, std::string directory)
+    : seed_(c.seed), owns_(false), directory_(std::move(directory)) {
+  draw(c);
+}
+
+CaseCheckpoints::CaseCheckpoints(const Case& c) : seed_(c.seed) {
+  if (!draw(c)) return;
   directory_ = (std::filesystem::temp_directory_path() / "shardproof_case_XXXXXX").string();
   SHARD_REQUIRE(::mkdtemp(directory_.data()), "harness", "cannot make the folder {} for checkpoints; is TMPDIR writable?",
                 directory_);
@@ -72,7 +81,7 @@ CaseCheckpoints::CaseCheckpoints(const Case& c) : seed_(c.seed) {
 
 CaseCheckpoints::~CaseCheckpoints() {
   std::error_code ignored;
-  if (!directory_.empty()) std::filesystem::remove_all(directory_, ignored);
+  if (owns_ && !directory_.empty()) std::filesystem::remove_all(directory_, ignored);
 }
 
 shardproof::checkpoint::ManagerOptions CaseCheckpoints::options() const {

@@ -35,6 +35,8 @@ class DyingFiles : public shardproof::checkpoint::FileSystem {
 class CaseCheckpoints {
  public:
   explicit CaseCheckpoints(const Case& c);
+  // In a folder that another process made and removes.
+  CaseCheckpoints(const Case& c, std::string directory);
   ~CaseCheckpoints();
   CaseCheckpoints(const CaseCheckpoints&) = delete;
   CaseCheckpoints& operator=(const CaseCheckpoints&) = delete;
@@ -50,9 +52,12 @@ class CaseCheckpoints {
   void crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer);
 
  private:
+  // Whether there is anything to save.
+  bool draw(const Case& c);
   bool after_rename(size_t step) const;
 
   uint64_t seed_;
+  bool owns_ = true;
   std::string directory_;
   std::map<size_t, DyingFiles> crashes_;  // by step
 };

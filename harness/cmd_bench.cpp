@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include "harness/bench_process.h"
 #include "harness/commands.h"
 #include "harness/json_lines.h"
+#include "harness/launch_options.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
 
@@ -30,6 +32,8 @@ struct Arguments {
   std::string against = "single", model = "gpt33m", worker, data, json;
   bench::Task task;
   int64_t rounds = 3;
+  Launched launched;
+  bool over_mpi() const { return launched.options.backend == "mpi"; }
 };
 
 json spec_of(const Arguments& a, const std::string& contestant) {
@@ -46,10 +50,13 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
                        spec_of(a, contestant).dump());
   // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
   const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
-  return fmt::format("{}'{}' bench --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
-                     std::filesystem::read_symlink("/proc/self/exe").string(),
-                     contestant == "single_cached" ? "single" : contestant, a.task.strategy, a.task.ranks, a.model,
-                     a.task.steps, a.task.warmup);
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
+  const bool processes = a.over_mpi() && !contestant.starts_with("single");
+  std::string start;
+  if (processes) start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
+  return fmt::format("{}{}'{}' bench{} --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
+                     start, program, processes ? " --backend mpi" : "", contestant == "single_cached" ? "single" : contestant,
+                     a.task.strategy, a.task.ranks, a.model, a.task.steps, a.task.warmup);
 }
 
 struct Row {
@@ -116,6 +123,19 @@ std::vector<std::string> contestants(const std::string& against) {
   return order;
 }
 
+// The contestants start their own processes.
+void require_alone(const Arguments& a) {
+  shardproof::LaunchOptions options = a.launched.options;
+  const shardproof::Launch launch = shardproof::read_launch(shardproof::process_environment());
+  SHARD_REQUIRE(launch.world == 1, "bench",
+                "{} started {} processes; bench starts those it needs: bench --backend mpi --ranks {}",
+                to_string(launch.launcher), launch.world, launch.world);
+  if (options.backend == "mpi")
+    SHARD_REQUIRE(shardproof::mpi_available(), "bench", "this build has no MPI; use --backend threads");
+  else
+    shardproof::launch(options, {});
+}
+
 int compete(Arguments& a) {
   SHARD_REQUIRE(a.task.ranks >= 1 && a.task.size.batch % a.task.ranks == 0, "bench",
                 "--ranks must divide the batch of {}, got {}", a.task.size.batch, a.task.ranks);
@@ -164,17 +184,22 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command->add_option("--warmup", a->task.warmup, "untimed before them")->capture_default_str();
   command->add_option("--rounds", a->rounds, "each runs every contestant once")->capture_default_str();
   command->add_option("--json", a->json, "also write one JSON object a contestant here");
+  a->launched.add_to(*command, /*ranks_option=*/false);
   command->add_option("--worker", a->worker, "run this contestant in this process")->group("");
   add_bench_checkpoint_command(*command, exit_code);
+  add_bench_collectives_command(*command, exit_code);
   command->callback([arguments, a, command, &exit_code] {
     if (!command->get_subcommands().empty()) return;  // which ran instead
     a->task.size = bench::size_of(a->model);
     if (a->worker.empty()) {
+      require_alone(*a);
       exit_code = compete(*a);
       return;
     }
     a->task.contestant = a->worker;
-    fmt::print("{}\n", bench::run(a->task).dump());
+    const auto world = a->launched.start(a->model);
+    const json result = bench::run(a->task, world.get());
+    if (!world || world->rank() == 0) fmt::print("{}\n", result.dump());
   });
 }
 

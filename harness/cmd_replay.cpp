@@ -6,34 +6,66 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/commands.h"
+#include "harness/flight.h"
 #include "harness/json_lines.h"
+#include "harness/launch_options.h"
+#include "harness/mpi_ranks.h"
 #include "harness/run_case.h"
+#include "shardproof/check.h"
 
 namespace harness {
 namespace {
 
 struct Arguments {
-  std::string text, json;
+  std::string text, json, flight;
+  Launched launched;
 };
+
+int report(const Case& c, const Verdict& verdict, const std::string& path) {
+  JsonLines json(path);
+  fmt::print("{}\n", c.str());
+  if (verdict.held)
+    fmt::print("HELD: {} values compared\n", verdict.values_compared);
+  else
+    fmt::print("FAILED: {}\n", verdict.what);
+  json.write({{"type", "replay"},
+              {"case", c.str()},
+              {"held", verdict.held},
+              {"what", verdict.what},
+              {"values_compared", verdict.values_compared}});
+  std::fflush(stdout);
+  return verdict.held ? 0 : 1;
+}
+
+int run_on(shardproof::MpiWorld& world, const Case& c, const std::string& json) {
+  MpiRanks ranks(world);
+  if (world.rank() != 0) return ranks.serve();
+  const int exit_code = report(c, run_case(c, ranks), json);
+  ranks.end(exit_code);
+  return exit_code;
+}
 
 }  // namespace
 
 void add_replay_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   CLI::App* command = app.add_subcommand("replay", "run one case; the verdict is the same every time");
-  command->add_option("case", arguments->text, "the case, as verify printed it")->required();
+  command->add_option("case", arguments->text, "the case, as verify printed it");
+  command->add_option("--flight", arguments->flight, "instead: say where the flight records in this folder first disagree");
   command->add_option("--json", arguments->json, "also write one JSON object here");
+  arguments->launched.add_to(*command);
   command->callback([arguments, &exit_code] {
+    SHARD_REQUIRE(arguments->text.empty() != arguments->flight.empty(), "replay", "give a case, or --flight DIR");
+    if (!arguments->flight.empty()) {
+      const auto flights = read_flights(arguments->flight);
+      fmt::print("{}", describe(flights));
+      exit_code = first_disagreement(flights).empty() ? 0 : 1;
+      return;
+    }
     const Case c = Case::parse(arguments->text);
-    JsonLines json(arguments->json);
     at::set_num_threads(1);
-    const Verdict verdict = run_case(c);
-    fmt::print("{}\n", c.str());
-    if (verdict.held) fmt::print("HELD: {} values compared\n", verdict.values_compared);
-    else fmt::print("FAILED: {}\n", verdict.what);
-    json.write({{"type", "replay"}, {"case", c.str()}, {"held", verdict.held}, {"what", verdict.what},
-                {"values_compared", verdict.values_compared}});
-    exit_code = verdict.held ? 0 : 1;
+    const auto world = arguments->launched.start(c.mesh.str());
+    exit_code = world ? run_on(*world, c, arguments->json) : report(c, run_case(c), arguments->json);
   });
 }
 

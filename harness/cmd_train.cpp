@@ -3,10 +3,12 @@
 
 #include <CLI/CLI.hpp>
 
+#include "harness/case.h"
+#include "harness/comm_texts.h"
 #include "harness/commands.h"
+#include "harness/launch_options.h"
 #include "harness/train.h"
 #include "harness/train_progress.h"
-#include "harness/case.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/durable.h"
 
@@ -22,6 +24,8 @@ struct Arguments {
   double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
   std::string json;
   TrainOptions options;
+  Launched launched;
+  bool mesh_given = false;
 };
 
 golden::Optimizer optimizer_of(const Arguments& arguments) {
@@ -86,7 +90,17 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
                options.checkpoints.save_every ? fmt::format("every {} steps and ", options.checkpoints.save_every) : "");
 }
 
-int run_train(const Arguments& arguments) {
+// Rank 0's, on every process.
+int agreed_exit_code(shardproof::MpiWorld& processes, int exit_code) {
+  std::string text = fmt::format("{}", exit_code);
+  processes.run([&](std::shared_ptr<shardproof::Comm> comm) { text = share_text(*comm, comm->rank() == 0 ? text : ""); });
+  return std::stoi(text);
+}
+
+int run_train(Arguments& arguments) {
+  const std::unique_ptr<shardproof::MpiWorld> processes = arguments.launched.start(arguments.mesh_given ? arguments.mesh : "");
+  if (processes && !arguments.mesh_given) arguments.mesh = fmt::format("dp_shard={}", processes->size());
+  const bool speaks = !processes || processes->rank() == 0;
   TrainOptions options = arguments.options;
   options.mesh = shardproof::Mesh::parse(arguments.mesh);
   const golden::Model model = parse_model(arguments.model);
@@ -96,8 +110,9 @@ int run_train(const Arguments& arguments) {
   const TextData data(
       arguments.data.empty() ? std::vector<std::string>{SHARDPROOF_DEFAULT_DATA} : arguments.data,
       arguments.sequence_length);
-  std::FILE* out = arguments.json == "-" ? stderr : stdout;
-  TrainJson json(arguments.json);
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> silence(speaks ? nullptr : std::fopen("/dev/null", "w"), std::fclose);
+  std::FILE* out = silence ? silence.get() : arguments.json == "-" ? stderr : stdout;
+  TrainJson json(speaks ? arguments.json : "");
   const std::string description = describe(arguments, options);
   fmt::print(out, "train  {}\ndata   {}\n", description, describe(data, options));
   std::fflush(out);
@@ -107,16 +122,21 @@ int run_train(const Arguments& arguments) {
   print_begin(out, options, first);
   TrainProgress progress(out, first, options.steps);
   double loss_first = 0, loss_last = 0;
-  const TrainResult result = train(options, data, [&](const TrainStep& step) {
-    if (step.step == first) loss_first = step.loss;
-    loss_last = step.loss;
-    progress.show(step);
-    json.step(step);
-  });
+  const TrainResult result = train(
+      options, data,
+      [&](const TrainStep& step) {
+        if (step.step == first) loss_first = step.loss;
+        loss_last = step.loss;
+        progress.show(step);
+        json.step(step);
+      },
+      processes.get());
+  if (!speaks) return agreed_exit_code(*processes, 0);
   progress.end_line();
   print_end(out, options, result, loss_first, loss_last);
   json.end(result, options.check);
-  return result.difference ? 1 : 0;
+  const int exit_code = result.difference ? 1 : 0;
+  return processes ? agreed_exit_code(*processes, exit_code) : exit_code;
 }
 
 }  // namespace
@@ -154,7 +174,11 @@ void add_train_command(CLI::App& app, int& exit_code) {
   command->add_flag("--resume", c.resume, "go on from the last checkpoint, on any mesh and strategy");
   command->add_flag("--async-save", c.async, "write checkpoints in the background");
   command->add_option("--json", a->json, "one JSON object a step into this file; - is standard output");
-  command->callback([a, &exit_code] { exit_code = run_train(*a); });
+  a->launched.add_to(*command);
+  command->callback([a, command, &exit_code] {
+    a->mesh_given = command->count("--mesh") > 0;
+    exit_code = run_train(*a);
+  });
 }
 
 }  // namespace harness

@@ -5,6 +5,8 @@
 #include <memory>
 
 #include "harness/commands.h"
+#include "harness/launch_options.h"
+#include "harness/mpi_ranks.h"
 #include "harness/verify.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
@@ -19,6 +21,7 @@ struct Arguments {
   VerifyOptions options;
   std::string strategy, mesh, mode;
   bool world_max_given = false;
+  Launched launched;
 };
 
 void prepare(Arguments& arguments) {
@@ -42,6 +45,15 @@ void prepare(Arguments& arguments) {
                 options.limits.world_max);
 }
 
+void limit_to(const shardproof::MpiWorld& world, Arguments& arguments) {
+  Limits& limits = arguments.options.limits;
+  SHARD_REQUIRE(!limits.mesh || limits.mesh->size() <= world.size(), "verify",
+                "--mesh {} has {} ranks, and there are {} processes", limits.mesh->str(), limits.mesh->size(), world.size());
+  SHARD_REQUIRE(!arguments.world_max_given || limits.world_max <= world.size(), "verify",
+                "--world-max {} is more than the {} processes", limits.world_max, world.size());
+  limits.world_max = std::min(limits.world_max, world.size());
+}
+
 void print(const VerifyResult& result) {
   fmt::print("{}\n{}", result.coverage.table(), result.coverage.summary());
   if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
@@ -58,6 +70,25 @@ void print(const VerifyResult& result) {
              result.interrupted ? "INTERRUPTED, so far " : "", held ? "ALL HELD" : "FAILED",
              cases - result.coverage.failures(), cases, result.seconds,
              static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
+}
+
+int run(const Arguments& arguments) {
+  const VerifyResult result = verify(arguments.options, interrupted);
+  print(result);
+  const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
+  return held ? 0 : 1;  // of what ran, when it was interrupted
+}
+
+// Rank 0 draws the cases and judges, the other processes train with it; all end alike.
+int run_on(shardproof::MpiWorld& world, Arguments& arguments) {
+  limit_to(world, arguments);
+  MpiRanks ranks(world);
+  if (world.rank() != 0) return ranks.serve();
+  arguments.options.ranks = &ranks;
+  const int exit_code = run(arguments);
+  std::fflush(stdout);
+  ranks.end(exit_code);
+  return exit_code;
 }
 
 }  // namespace
@@ -80,14 +111,13 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--shrink-seconds", options.shrink_seconds, "time to look for a smaller case")->capture_default_str();
   command->add_flag("!--no-python", options.python, "do not check the golden run against PyTorch in Python");
   command->add_option("--json", options.json, "also write one JSON object a line here");
+  arguments->launched.add_to(*command);
   command->callback([arguments, command, &exit_code] {
     arguments->world_max_given = command->count("--world-max") > 0;
     prepare(*arguments);
     std::signal(SIGINT, [](int) { interrupted = true; });
-    const VerifyResult result = verify(arguments->options, interrupted);
-    print(result);
-    const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
-    exit_code = held ? 0 : 1;  // of what ran, when it was interrupted
+    const auto world = arguments->launched.start(arguments->mesh);
+    exit_code = world ? run_on(*world, *arguments) : run(*arguments);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 
 #include "harness/commands.h"
+#include "harness/launch_options.h"
 #include "harness/message.h"
 #include "shardproof/check.h"
 
@@ -21,6 +22,7 @@ int main(int argc, char** argv) {
   CLI::App app("Sharded training, and its proof: random models on random meshes against unsharded golden runs");
   app.require_subcommand(1);
   int exit_code = 0;
+  harness::remember_arguments(argc, argv);
   harness::add_verify_command(app, exit_code);
   harness::add_replay_command(app, exit_code);
   harness::add_train_command(app, exit_code);

@@ -9,10 +9,10 @@
 #include "harness/message.h"
 #include "harness/problem.h"
 #include "harness/random.h"
-#include "harness/sharded_run.h"
 #include "harness/step_difference.h"
 #include "harness/tolerance.h"
 #include "shardproof/check.h"
+#include "shardproof/mpi.h"
 #include "shardproof/strategy.h"
 
 namespace harness {
@@ -179,10 +179,10 @@ bool is_finite(const golden::StepTrace& step) {
 
 // Some runs diverge, unsharded as well. That is no proof of anything, so the case does not hold; but the sharded run has to say
 // so, and what came before is compared as always.
-void compare_until_divergence(Case c, golden::Run run, size_t steps, Verdict& verdict) {
+void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& ranks, Verdict& verdict) {
   std::string refusal;
   try {
-    run_sharded(c, run);
+    ranks.train(c, run);
     verdict.category = "error";
     verdict.what = fmt::format("error: the unsharded run is not finite in step {}, and the sharded run did not notice", steps);
     return;
@@ -192,7 +192,7 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Verdict& ve
   if (steps > 0) {
     c.steps.resize(steps);
     run.steps.resize(steps);
-    compare(c, run, Reference(c, run), run_sharded(c, run), verdict);
+    compare(c, run, Reference(c, run), ranks.train(c, run), verdict);
     if (!verdict.held) return;
   }
   verdict.held = false;
@@ -203,7 +203,7 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Verdict& ve
 
 }  // namespace
 
-Verdict run_case(const Case& c) {
+Verdict run_case(const Case& c, Ranks& ranks) {
   validate(c);
   Verdict verdict;
   const golden::Run run = make_run(c);
@@ -212,9 +212,11 @@ Verdict run_case(const Case& c) {
   const size_t finite = std::find_if_not(trace.begin(), trace.end(), is_finite) - trace.begin();
   try {
     if (finite < trace.size())
-      compare_until_divergence(c, run, finite, verdict);
+      compare_until_divergence(c, run, finite, ranks, verdict);
     else
-      compare(c, run, reference, run_sharded(c, run), verdict);
+      compare(c, run, reference, ranks.train(c, run), verdict);
+  } catch (const shardproof::WorldLostError&) {
+    throw;  // the next case would find nobody either
   } catch (const std::exception& error) {
     verdict.category = "error";
     verdict.what = fmt::format("error: {}", message_of(error));

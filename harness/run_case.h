@@ -6,6 +6,7 @@
 #include <string>
 
 #include "harness/case.h"
+#include "harness/ranks.h"
 
 namespace harness {
 
@@ -28,6 +29,6 @@ constexpr uint64_t kMeasuredEvery = 64;
 
 // Never throws for what the library under test does wrong: that is a verdict. Every case that held has shown that its
 // comparison can fail, by a planted change of one element of the last step.
-Verdict run_case(const Case& c);
+Verdict run_case(const Case& c, Ranks& ranks = thread_ranks());
 
 }  // namespace harness

@@ -208,37 +208,50 @@ class RankRun {
   std::optional<checkpoint::Manager> manager_;
 };
 
-using Steps = std::vector<std::vector<RankStep>>;
-
 // Steps [first, last) in one world, and the saves before step `last`.
-void run_stretch(const Case& c, const golden::Run& run, double output_scale, CaseCheckpoints& checkpoints, bool resumes,
-                 size_t first, size_t last, Steps& steps) {
+void run_stretch(const Case& c, const golden::Run& run, double output_scale, CaseCheckpoints& checkpoints,
+                 const RunWorld& run_world, bool resumes, size_t first, size_t last, Steps& steps) {
   for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
-  run_threads(
-      c.mesh.size(),
-      [&](std::shared_ptr<Comm> comm) {
-        RankRun rank_run(c, run, output_scale, comm, checkpoints, resumes);
-        if (resumes) rank_run.load(first);
-        for (size_t s = first; s < last; ++s) {
-          if (s != first || !resumes) rank_run.save(s);
-          steps[s][static_cast<size_t>(comm->rank())] = rank_run.step(s);
-        }
-        if (last < c.steps.size()) rank_run.save(last);
-        rank_run.end();
-      },
-      threads_options(c));
+  run_world(c, [&](std::shared_ptr<Comm> comm) {
+    RankRun rank_run(c, run, output_scale, comm, checkpoints, resumes);
+    if (resumes) rank_run.load(first);
+    for (size_t s = first; s < last; ++s) {
+      if (s != first || !resumes) rank_run.save(s);
+      steps[s][static_cast<size_t>(comm->rank())] = rank_run.step(s);
+    }
+    if (last < c.steps.size()) rank_run.save(last);
+    rank_run.end();
+  });
 }
+
+class ThreadRanks final : public Ranks {
+ public:
+  Steps train(const Case& c, const golden::Run& run) override { return run_sharded(c, run); }
+};
 
 }  // namespace
 
-std::vector<std::vector<RankStep>> run_sharded(const Case& c, const golden::Run& run, double output_scale) {
+Ranks& thread_ranks() {
+  static ThreadRanks ranks;
+  return ranks;
+}
+
+Steps run_sharded(const Case& c, const golden::Run& run, double output_scale) {
   CaseCheckpoints checkpoints(c);
+  const auto run_world = [](const Case& now, const RankBody& body) {
+    run_threads(now.mesh.size(), body, threads_options(now));
+  };
+  return run_sharded(c, run, checkpoints, run_world, output_scale);
+}
+
+Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
+                  double output_scale) {
   Steps steps(run.steps.size());
   bool resumes = false;
   for (size_t first = 0; first < steps.size() || !resumes;) {
     size_t last = resumes ? first + 1 : first;
     while (last < steps.size() && !c.steps[last].loads()) ++last;
-    run_stretch(resumes ? c.at(first) : c, run, output_scale, checkpoints, resumes, first, last, steps);
+    run_stretch(resumes ? c.at(first) : c, run, output_scale, checkpoints, run_world, resumes, first, last, steps);
     first = last, resumes = true;
   }
   return steps;

@@ -1,17 +1,29 @@
 // Trains a case with the library under test.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "golden/golden.h"
 #include "harness/case.h"
+#include "harness/case_checkpoints.h"
+#include "harness/ranks.h"
 #include "harness/step_exchange.h"
+#include "shardproof/comm.h"
 
 namespace harness {
 
-// [step][rank]. Rank 0 begins with the run's parameters, the other ranks with different ones, which the library has to
-// replace. The order in which ranks run, and when collectives complete, follow from the case's seed.
-// `output_scale` multiplies what the model gives, before the loss: an error to be found.
-std::vector<std::vector<RankStep>> run_sharded(const Case& c, const golden::Run& run, double output_scale = 1);
+using Steps = std::vector<std::vector<RankStep>>;  // [step][rank]
+using RankBody = std::function<void(std::shared_ptr<shardproof::Comm>)>;
+// Runs the body on each rank of a world as large as the case's mesh.
+using RunWorld = std::function<void(const Case&, const RankBody&)>;
+
+// By rank-threads; see thread_ranks. `output_scale` multiplies what the model gives, before the loss: an error to be found.
+Steps run_sharded(const Case& c, const golden::Run& run, double output_scale = 1);
+
+// The steps of those ranks that `run_world` runs in this process; the others' are empty.
+Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
+                  double output_scale = 1);
 
 }  // namespace harness

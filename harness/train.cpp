@@ -13,6 +13,7 @@
 #include "harness/step_exchange.h"
 #include "harness/train_checkpoint.h"
 #include "harness/train_rank.h"
+#include "harness/train_world.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/durable.h"
 #include "shardproof/models.h"
@@ -92,44 +93,6 @@ golden::Step training_step(const TrainOptions& options, const TextData& data, co
   return result;
 }
 
-// The ranks, on threads of their own, until they are through or the reader has seen enough.
-class World {
- public:
-  World(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history)
-      : exchange_(static_cast<size_t>(options.mesh.size())), thread_([&options, &data, &rule, &history, this] {
-          // A new thread begins with LibTorch's own number of threads, and more than one round differently.
-            at::set_num_threads(1);
-            try {
-            shardproof::run_threads(options.mesh.size(), [&](std::shared_ptr<shardproof::Comm> comm) {
-              train_rank(options, data, rule, history, comm, exchange_);
-            });
-          } catch (const ReaderStopped&) {
-          } catch (...) {
-            error_ = std::current_exception();
-          }
-          exchange_.close();
-        }) {}
-  ~World() { stop(); }
-
-  std::optional<std::vector<RankStep>> take() { return exchange_.take(); }
-
-  // Ends the ranks; rethrows what ended them if it was not this.
-  void finish() {
-    stop();
-    if (error_) std::rethrow_exception(error_);
-  }
-
- private:
-  void stop() {
-    exchange_.close();
-    if (thread_.joinable()) thread_.join();
-  }
-
-  StepExchange exchange_;
-  std::exception_ptr error_;
-  std::thread thread_;
-};
-
 TrainStep summary(const std::vector<RankStep>& ranks, const BatchRule& rule, const TextData& data,
                   int64_t step) {
   TrainStep result{.step = step,
@@ -156,12 +119,21 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
           1.0 / static_cast<double>(rule.global_batch() * length)};
 }
 
-TrainResult train(const TrainOptions& options, const TextData& data,
-                  const std::function<void(const TrainStep&)>& report) {
+TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
+                  shardproof::MpiWorld* processes) {
   require_valid(options, data);
+  SHARD_REQUIRE(!processes || processes->size() == options.mesh.size(), "train",
+                "--mesh {} has {} ranks, and there are {} processes", options.mesh.str(), options.mesh.size(),
+                processes->size());
   const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size());
   const TrainHistory history = read_history(options, data);
   at::set_num_threads(1);
+  if (processes && processes->rank() != 0) {
+    TrainWorld world(options, data, rule, history, processes);
+    world.join();
+    world.finish();
+    return {.first_step = history.first_step};
+  }
   // Whether it can be written to had better be known before the training.
   if (const std::string& directory = options.checkpoints.directory; !directory.empty())
     const shardproof::checkpoint::StagedFolder probe(shardproof::checkpoint::system_files(), directory + "/probe");
@@ -172,7 +144,7 @@ TrainResult train(const TrainOptions& options, const TextData& data,
   const Copies copies = copies_of(as_case(history.stretches.back()));
   TrainResult result{.first_step = history.first_step};
   for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
-  World world(options, data, rule, history);
+  TrainWorld world(options, data, rule, history, processes);
   for (int64_t step = history.first_step; step < options.steps && !result.difference; ++step) {
     // The golden step first: it computes while the ranks do.
     std::optional<golden::StepTrace> expected;

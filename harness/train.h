@@ -1,5 +1,5 @@
-// Trains a byte-level GPT on text, sharded over the ranks of a mesh that run as threads, and, when asked, the
-// golden run beside it, compared after every step.
+// Trains a byte-level GPT on text, sharded over the ranks of a mesh, threads or processes, and, when asked, the golden run
+// beside it, compared after every step.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "golden/golden.h"
 #include "harness/text_data.h"
 #include "shardproof/mesh.h"
+#include "shardproof/mpi.h"
 
 namespace harness {
 
@@ -68,7 +69,10 @@ int64_t first_step(const TrainOptions& options, const TextData& data);
 // Calls `report` after every step, on the calling thread. With a check it stops at the first difference.
 // Throws Error for options that do not fit each other, NonFiniteError when a loss or gradient is NaN or
 // infinite.
-TrainResult train(const TrainOptions& options, const TextData& data,
-                  const std::function<void(const TrainStep&)>& report);
+//
+// With `processes`, as many as the mesh has ranks, it is collective over them, and rank 0 reports and compares; the others
+// return nothing but where the run began.
+TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
+                  shardproof::MpiWorld* processes = nullptr);
 
 }  // namespace harness

@@ -59,7 +59,7 @@ Gpt make_model(const TrainOptions& options) {
 }
 
 void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
-                const std::shared_ptr<Comm>& comm, StepExchange& exchange) {
+                const std::shared_ptr<Comm>& comm, const PutStep& put) {
   const auto comms = std::make_shared<MeshComm>(comm, options.mesh);
   Gpt model = make_model(options);
   // The weights already divide by the tokens of the global batch.
@@ -103,7 +103,7 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
       for (const std::string& slot : optimizer.slots())
         result.state.emplace_back(slot, copies(optimizer.state(slot)));
     }
-    if (!exchange.put(static_cast<size_t>(comm->rank()), std::move(result))) throw ReaderStopped();
+    if (!put(std::move(result))) throw ReaderStopped();
   }
 }
 

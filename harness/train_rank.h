@@ -1,6 +1,7 @@
 // What every rank of a training run does.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 
@@ -21,9 +22,12 @@ class ReaderStopped : public std::runtime_error {
 // The unsharded model with the run's initial parameters.
 shardproof::Gpt make_model(const TrainOptions& options);
 
-// Collective over the world. Trains the steps from the history's first on, saving as asked, and puts each into the exchange,
-// with its tensors if the run is checked.
+// Takes a rank's step; false when nobody reads any more.
+using PutStep = std::function<bool(RankStep)>;
+
+// Collective over the world. Trains the steps from the history's first on, saving as asked, and puts each, with its tensors if
+// the run is checked. Throws ReaderStopped when nobody reads.
 void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
-                const std::shared_ptr<shardproof::Comm>& comm, StepExchange& exchange);
+                const std::shared_ptr<shardproof::Comm>& comm, const PutStep& put);
 
 }  // namespace harness

@@ -31,7 +31,7 @@ class Campaign {
     validate(generate(options_.seed, 0, options_.limits));
     start_oracle();
     std::vector<std::thread> workers;
-    running_ = options_.jobs > 0 ? options_.jobs : std::max(1u, std::thread::hardware_concurrency());
+    running_ = options_.ranks ? 1 : options_.jobs > 0 ? options_.jobs : std::max(1u, std::thread::hardware_concurrency());
     for (int64_t job = running_; job > 0; --job)
       workers.emplace_back([this] {
         at::set_num_threads(1);
@@ -56,6 +56,8 @@ class Campaign {
   }
 
  private:
+  Ranks& ranks() const { return options_.ranks ? *options_.ranks : thread_ranks(); }
+
   void start_oracle() {
     if (!options_.python) return;
     std::vector<Case> cases;
@@ -95,7 +97,7 @@ class Campaign {
 
   void try_case(const Case& c, bool is_replay) {
     const auto start = std::chrono::steady_clock::now();
-    Verdict verdict = run_case(c);
+    Verdict verdict = run_case(c, ranks());
     verdict.held |= verdict.diverged && !is_replay;  // not a random case's fault
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     int64_t cases = 0;
@@ -120,7 +122,7 @@ class Campaign {
     const Shrunk shrunk = shrink(c, verdict, budget, [this](const Case& candidate) {
       Verdict stopped;
       stopped.held = true;
-      return interrupted_ ? stopped : run_case(candidate);
+      return interrupted_ ? stopped : run_case(candidate, ranks());
     });
     const std::lock_guard lock(mutex_);
     result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, cases});

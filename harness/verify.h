@@ -8,6 +8,7 @@
 
 #include "harness/coverage.h"
 #include "harness/generate.h"
+#include "harness/ranks.h"
 
 namespace harness {
 
@@ -22,6 +23,7 @@ struct VerifyOptions {
   bool python = true;
   std::string failures_directory = ".failures";
   std::string json;
+  Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
 };
 
 struct Failure {

@@ -1,9 +1,9 @@
 # Tests of the comm part; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME comm_props LABEL comm TORCH LIBRARIES golden SOURCES
-  comm_worlds.cpp comm_props.cpp comm_errors_props.cpp comm_decorators_props.cpp comm_faults_props.cpp comm_programs_props.cpp
-  comm_threads_props.cpp)
+  comm_worlds.cpp comm_worlds_threads.cpp comm_props.cpp comm_errors_props.cpp comm_decorators_props.cpp comm_faults_props.cpp
+  comm_programs_props.cpp comm_threads_props.cpp)
 shardproof_test(NAME redistribute_props LABEL comm CASES 1000 TORCH LIBRARIES layout_testing SOURCES
-  comm_worlds.cpp redistribute_props.cpp)
+  comm_worlds.cpp comm_worlds_threads.cpp redistribute_props.cpp)
 
 # A Python module of ci/tests/c10d_ranks.py. Python brings its own symbols, and torch those of libtorch_python.
 set(Python3_EXECUTABLE "${SHARDPROOF_VENV}/bin/python")

@@ -1,10 +1,11 @@
-// Every collective of the threads backend equals its specification, a loop over the ranks' tensors.
+// Every collective equals its specification, a loop over the ranks' tensors. On each backend: see comm_worlds.h.
 #include <gtest/gtest.h>
 
 #include <numeric>
 
 #include "comm_worlds.h"
 #include "golden/collectives.h"
+#include "shardproof/check.h"
 #include "shardproof/mesh_comm.h"
 
 using namespace shardproof;
@@ -20,16 +21,17 @@ golden::Ranks inputs_of(int64_t world, int64_t numel, at::ScalarType dtype, int6
   return inputs;
 }
 
-// Runs the check on worlds of 1 to 8 ranks under every schedule and completion, with sizes from nothing to many.
+// Runs the check on worlds of 1 to 8 ranks, where there are so many, under every schedule and completion, with sizes from
+// nothing to many.
 void everywhere(const std::function<void(Comm&, int64_t numel, int64_t salt)>& check) {
   int64_t salt = 0;
   for (const ThreadsOptions& options : worlds::all_options())
-    for (int64_t world = 1; world <= 8; ++world) {
+    for (int64_t world = 1; world <= std::min<int64_t>(8, worlds::ranks_max()); ++world) {
       SCOPED_TRACE(fmt::format("world {}, {}", world, worlds::name(options)));
-      run_threads(
+      worlds::run(
           world,
           [&, salt](std::shared_ptr<Comm> comm) {
-            for (const int64_t numel : {0, 1, 5, 64, 257}) check(*comm, numel, salt);
+            for (const int64_t numel : {0, 1, 5, 64, 257, 2100}) check(*comm, numel, salt);
           },
           options);
       ++salt;
@@ -83,11 +85,11 @@ TEST(Comm, maximum_and_minimum_pass_nan_on) {
   });
 }
 
-TEST(Comm, a_ring_adds_in_another_order_and_the_same_numbers) {
+TEST(CommThreads, a_ring_adds_in_another_order_and_the_same_numbers) {
   ThreadsOptions ring;
   ring.sum = ThreadsOptions::Sum::ring;
   int64_t different = 0;
-  run_threads(
+  worlds::run(
       5,
       [&](std::shared_ptr<Comm> comm) {
         const golden::Ranks inputs = inputs_of(5, 5 * 100, at::kFloat, 3);
@@ -154,20 +156,21 @@ TEST(Comm, collectives_in_flight_may_be_awaited_in_any_order) {
 }
 
 TEST(Comm, groups_of_a_split_are_ordered_by_key_and_separate) {
+  const int64_t world = std::min<int64_t>(7, worlds::ranks_max()), colors = world > 4 ? 3 : 2, outside = world - 2;
   for (const ThreadsOptions& options : worlds::all_options())
-    run_threads(
-        7,
-        [](std::shared_ptr<Comm> comm) {
-          // Ranks 0..6: colors 0 1 2 0 1 2 0, in reverse; rank 5 joins none.
-          const int64_t rank = comm->rank(), color = rank == 5 ? -1 : rank % 3;
+    worlds::run(
+        world,
+        [=](std::shared_ptr<Comm> comm) {
+          // Of 7 ranks: colors 0 1 2 0 1 2 0, in reverse; rank 5 joins none.
+          const int64_t rank = comm->rank(), color = rank == outside ? -1 : rank % colors;
           const auto group = comm->split(color, -rank, "third");
           if (color < 0) {
             EXPECT_EQ(group, nullptr);
             return;
           }
           std::vector<int64_t> members;
-          for (int64_t other = 6; other >= 0; --other)
-            if (other != 5 && other % 3 == color) members.push_back(other);
+          for (int64_t other = world - 1; other >= 0; --other)
+            if (other != outside && other % colors == color) members.push_back(other);
           ASSERT_EQ(group->size(), static_cast<int64_t>(members.size()));
           EXPECT_EQ(members[group->rank()], rank);
           at::Tensor all = at::empty({group->size()}, at::kLong);
@@ -178,8 +181,11 @@ TEST(Comm, groups_of_a_split_are_ordered_by_key_and_separate) {
 }
 
 TEST(Comm, groups_along_mesh_axes_are_the_meshs_peers) {
-  const Mesh mesh = Mesh::parse("dp_replicate=2,dp_shard=3,tp=2");
-  run_threads(12, [&](std::shared_ptr<Comm> comm) {
+  const int64_t ranks = worlds::ranks_max();
+  const Mesh mesh = Mesh::parse(ranks >= 12  ? "dp_replicate=2,dp_shard=3,tp=2"
+                                : ranks >= 4 ? "dp_replicate=2,dp_shard=1,tp=2"
+                                             : "dp_replicate=1,dp_shard=2,tp=1");
+  worlds::run(mesh.size(), [&](std::shared_ptr<Comm> comm) {
     MeshComm comms(comm, mesh);
     for (const std::vector<std::string>& axes :
          std::vector<std::vector<std::string>>{{"tp"}, {"dp_shard"}, {"dp_replicate"}, {"dp_replicate", "dp_shard"}, {}}) {
@@ -193,15 +199,69 @@ TEST(Comm, groups_along_mesh_axes_are_the_meshs_peers) {
 }
 
 TEST(Comm, large_collectives_are_shared_among_ranks_and_equal_the_loop) {
-  run_threads(3, [](std::shared_ptr<Comm> comm) {
+  const int64_t world = std::min<int64_t>(3, worlds::ranks_max());
+  worlds::run(world, [=](std::shared_ptr<Comm> comm) {
     const int64_t numel = 300'001;
     golden::Ranks inputs;
-    for (int64_t rank = 0; rank < 3; ++rank)
-      inputs.push_back(at::arange(3 * numel, at::kFloat) * (0.1f + static_cast<float>(rank)));
-    at::Tensor slice = at::empty({numel}), gathered = at::empty({9 * numel});
+    for (int64_t rank = 0; rank < world; ++rank)
+      inputs.push_back(at::arange(world * numel, at::kFloat) * (0.1f + static_cast<float>(rank)));
+    at::Tensor slice = at::empty({numel}), gathered = at::empty({world * world * numel});
     comm->reduce_scatter(slice, inputs[comm->rank()]).wait();
     EXPECT_TRUE(same_bytes(slice, golden::reduce_scatter(inputs)[comm->rank()]));
     comm->all_gather(gathered, inputs[comm->rank()]).wait();
     EXPECT_TRUE(same_bytes(gathered, golden::all_gather(inputs)[0]));
+    at::Tensor whole = inputs[comm->rank()].clone();
+    comm->all_reduce(whole).wait();
+    EXPECT_TRUE(same_bytes(whole, golden::all_reduce(inputs)[comm->rank()]));
+    at::Tensor sent = inputs[comm->rank()].clone(), received = at::empty_like(sent);
+    Work sending = comm->send(sent, (comm->rank() + 1) % world, 5);
+    comm->recv(received, (comm->rank() + world - 1) % world, 5).wait();
+    sending.wait();
+    EXPECT_TRUE(same_bytes(received, inputs[(comm->rank() + world - 1) % world]));
   });
+}
+
+TEST(Comm, shared_memory_is_written_by_one_rank_and_read_by_all) {
+  const int64_t world = std::min<int64_t>(4, worlds::ranks_max());
+  worlds::run(world, [=](std::shared_ptr<Comm> comm) {
+    at::Tensor memory = comm->shared_memory(4 * world * 1000);
+    ASSERT_TRUE(memory.defined());
+    EXPECT_EQ(memory.numel(), 4 * world * 1000);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(memory.const_data_ptr()) % 64, 0u);
+    EXPECT_EQ(memory.count_nonzero().item<int64_t>(), 0);
+    comm->barrier().wait();
+    at::Tensor values = memory.view(at::kFloat);
+    for (int64_t round = 0; round < 20; ++round) {
+      values.narrow(0, comm->rank() * 1000, 1000).fill_(static_cast<float>(round * world + comm->rank()));
+      comm->barrier().wait();
+      for (int64_t rank = 0; rank < world; ++rank)
+        EXPECT_EQ(values.narrow(0, rank * 1000, 1000).eq(static_cast<float>(round * world + rank)).sum().item<int64_t>(), 1000);
+      comm->barrier().wait();
+    }
+  });
+}
+
+TEST(Comm, the_error_of_one_rank_is_everybodys_and_another_world_may_follow) {
+  const int64_t world = worlds::ranks_max();
+  if (world < 2) GTEST_SKIP() << "needs 2 ranks";
+  for (int64_t round = 0; round < 10; ++round) {
+    const int64_t guilty = round % world;
+    const std::string message = worlds::error_of(world, [=](std::shared_ptr<Comm> comm) {
+      const auto pair = comm->split(comm->rank() / 2, 0, "pair");
+      // Large ones are half on their way when the rank fails, and small ones not waited for.
+      at::Tensor large = at::ones({200'000 + round}), small = at::ones({7}),
+                 gathered = at::empty({large.numel() * comm->size()});
+      const Work first = comm->all_reduce(large), second = comm->all_gather(gathered, large);
+      if (comm->rank() == guilty) throw Error("the disk is full");
+      const Work third = pair->all_reduce(small), fourth = comm->all_gather(at::empty({7 * comm->size()}), small);
+      Work(fourth).wait();
+    });
+    EXPECT_NE(message.find(fmt::format("rank {} of", guilty)), std::string::npos) << message;
+    EXPECT_NE(message.find("the disk is full"), std::string::npos) << message;
+    worlds::run(world, [](std::shared_ptr<Comm> comm) {
+      at::Tensor tensor = at::ones({3});
+      comm->all_reduce(tensor).wait();
+      EXPECT_EQ(tensor[0].item<float>(), static_cast<float>(comm->size()));
+    });
+  }
 }

@@ -1,4 +1,5 @@
-// Worlds of rank-threads for properties of communication.
+// Worlds for properties of communication, of the backend that they are linked with: rank-threads (comm_worlds_threads.cpp), or
+// the processes of an MPI job (comm_worlds_mpi.cpp).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,6 +16,13 @@ namespace worlds {
 
 using shardproof::Comm;
 using Body = std::function<void(std::shared_ptr<Comm>)>;
+
+// Ranks of the largest world.
+int64_t ranks_max();
+// Runs the body on every rank of a world. Throws what ended it.
+void run(int64_t world, const Body& body, const shardproof::ThreadsOptions& options = {});
+// A text that some process found, "" when none did; the same in every process.
+std::string agree(const std::string& found);
 
 // Every schedule with every completion, under several seeds.
 std::vector<shardproof::ThreadsOptions> all_options();

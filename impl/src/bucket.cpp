@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "flat_math.h"
+#include "shardproof/call_label.h"
 #include "shardproof/check.h"
 #include "shardproof/meta_init.h"
 #include "storage.h"
@@ -103,10 +104,12 @@ at::Tensor Bucket::state_part_of_parameter() const {
 int64_t Bucket::compute_bytes() const { return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.compute)); }
 
 void Bucket::begin_update() {
+  const CallLabel label(label_);
   if (side_by_side()) comms_->along(layout_.unshard().axes).barrier().wait();
 }
 
 void Bucket::start_unshard() {
+  const CallLabel label(label_);
   if (side_by_side() && std::exchange(neighbours_write_, false))
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   if (!frees_compute()) return;
@@ -217,6 +220,7 @@ void Bucket::fill_missing() {
 }
 
 void Bucket::start_reduce(bool last, const std::string& where) {
+  const CallLabel label(label_);
   SHARD_CHECK(complete() && !reducing() && produced_.defined(), "bucket", "a reduce needs every gradient, {} are missing",
               missing_);
   for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
@@ -234,6 +238,7 @@ void Bucket::start_reduce(bool last, const std::string& where) {
 }
 
 void Bucket::finish_reduce() {
+  const CallLabel label(label_);
   if (!reducing()) return;
   at::Tensor sum = local_ ? std::move(produced_) : reduction_->finish();
   produced_.reset();
@@ -297,6 +302,7 @@ void Bucket::zero_gradients() {
 }
 
 void Bucket::publish() {
+  const CallLabel label(label_);
   at::NoGradGuard no_grad;
   const at::Tensor updated = state_part_of_parameter();
   if (rules_.main != rules_.compute) updated.copy_(main_);

@@ -52,6 +52,9 @@ class Bucket {
   const BucketRules& rules() const { return rules_; }
   const std::vector<at::Tensor>& views() const { return views_; }  // the module's parameters
 
+  // What its calls are for, in a backend's errors and records.
+  void set_label(std::string label) { label_ = std::move(label); }
+
   // Before main() is written: waits until no rank reads the parameters of this step any more. Collective.
   void begin_update();
 
@@ -119,6 +122,7 @@ class Bucket {
   void finalize(at::Tensor sum);
   void point_parameters_at(const std::vector<at::Tensor>& data);
 
+  std::string label_;
   BucketLayout layout_;
   std::shared_ptr<MeshComm> comms_;
   std::shared_ptr<MemoryLedger> memory_;

@@ -6,25 +6,13 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
+#include "shardproof/call_label.h"
 #include "shardproof/check.h"
 
 namespace shardproof {
 namespace {
-
-const char* dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return "float32";
-    case at::kDouble: return "float64";
-    case at::kBFloat16: return "bfloat16";
-    case at::kHalf: return "float16";
-    case at::kInt: return "int32";
-    case at::kLong: return "int64";
-    case at::kByte: return "uint8";
-    case at::kBool: return "bool";
-    default: return c10::toString(dtype);
-  }
-}
 
 // "all_gather on 'dp_shard' (rank 2 of 4)": who, in every message below.
 std::string where(const Call& call, const Comm& comm) {
@@ -109,7 +97,40 @@ void copy_alone(const Call& call) {
   call.output.variable_data().view({-1}).copy_(call.input.variable_data().view({-1}));
 }
 
+thread_local std::string_view label;
+
 }  // namespace
+
+CallLabel::CallLabel(std::string_view text) : outer_(std::exchange(label, text)) {}
+CallLabel::~CallLabel() {
+  label = outer_;
+}
+std::string_view CallLabel::current() {
+  return label;
+}
+
+const char* dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
+  }
+}
 
 const char* to_string(Reduce op) {
   switch (op) {

@@ -54,7 +54,9 @@ class WatchInput final : public torch::autograd::Node {
 }  // namespace
 
 Unit::Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules)
-    : schedule_(schedule), name_(std::move(name)), buckets_(std::move(buckets)), modules_(modules) {}
+    : schedule_(schedule), name_(std::move(name)), buckets_(std::move(buckets)), modules_(modules) {
+  for (const auto& bucket : buckets_) bucket->set_label(name_.empty() ? "the root unit" : "unit '" + name_ + "'");
+}
 
 void Unit::hook_parameters() {
   for (const auto& bucket : buckets_)

@@ -1,0 +1,81 @@
+#include "harness/mpi_ranks.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include "harness/case_checkpoints.h"
+#include "harness/comm_texts.h"
+#include "harness/problem.h"
+#include "harness/sharded_run.h"
+#include "harness/step_bytes.h"
+
+namespace harness {
+namespace {
+
+using shardproof::Comm;
+
+// Every process: its part in the case's worlds, of which each takes the first processes.
+void train_part(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, Comm& comm, Steps& steps) {
+  const auto run_world = [&](const Case& now, const RankBody& body) {
+    const bool takes_part = comm.rank() < now.mesh.size();
+    const auto members = comm.split(takes_part ? 0 : -1, 0, "world");
+    if (members) body(members);
+    // A world may read what the one before it has saved.
+    comm.barrier().wait();
+  };
+  steps = run_sharded(c, run, checkpoints, run_world);
+  std::vector<RankStep> mine;
+  for (auto& ranks : steps)
+    mine.push_back(comm.rank() < static_cast<int64_t>(ranks.size()) ? std::move(ranks[static_cast<size_t>(comm.rank())])
+                                                                    : RankStep{});
+  const std::vector<std::string> all = collect_bytes(comm, to_bytes(mine));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    std::vector<RankStep> column = steps_from(all[rank]);
+    for (size_t s = 0; s < steps.size(); ++s)
+      if (rank < steps[s].size()) steps[s][rank] = std::move(column[s]);
+  }
+}
+
+}  // namespace
+
+Steps MpiRanks::train(const Case& c, const golden::Run& run) {
+  for (size_t s = 0; s < c.steps.size(); ++s)
+    SHARD_REQUIRE(c.at(s).mesh.size() <= world_.size(), "harness",
+                  "the case's mesh {} has {} ranks, and there are {} processes", c.at(s).mesh.str(), c.at(s).mesh.size(),
+                  world_.size());
+  Steps steps;
+  CaseCheckpoints checkpoints(c);
+  world_.run([&](std::shared_ptr<Comm> comm) {
+    share_text(*comm, c.str());
+    share_text(*comm, checkpoints.directory());
+    train_part(c, run, checkpoints, *comm, steps);
+  });
+  return steps;
+}
+
+int MpiRanks::serve() {
+  for (;;) {
+    std::string asked;
+    try {
+      world_.run([&](std::shared_ptr<Comm> comm) {
+        asked = share_text(*comm, "");
+        if (asked.starts_with("end ")) return;
+        const Case c = Case::parse(asked);
+        CaseCheckpoints checkpoints(c, share_text(*comm, ""));
+        Steps steps;
+        train_part(c, make_run(c), checkpoints, *comm, steps);
+      });
+    } catch (const shardproof::WorldLostError&) {
+      throw;
+    } catch (const std::exception&) {
+      // Rank 0 has the same error, and makes a verdict of it.
+    }
+    if (asked.starts_with("end ")) return std::stoi(asked.substr(4));
+  }
+}
+
+void MpiRanks::end(int exit_code) {
+  world_.run([&](std::shared_ptr<Comm> comm) { share_text(*comm, fmt::format("end {}", exit_code)); });
+}
+
+}  // namespace harness

@@ -1,0 +1,27 @@
+// The sharded side of cases on the processes of an MPI job: rank 0 asks, and judges; the others train what it asks for.
+#pragma once
+
+#include <string>
+
+#include "harness/ranks.h"
+#include "shardproof/mpi.h"
+
+namespace harness {
+
+class MpiRanks final : public Ranks {
+ public:
+  explicit MpiRanks(shardproof::MpiWorld& world) : world_(world) {}
+
+  // On rank 0. Throws Error when the case has more ranks than there are processes.
+  std::vector<std::vector<RankStep>> train(const Case& c, const golden::Run& run) override;
+
+  // On the other ranks: trains until rank 0 ends it, and returns the number that it ended it with.
+  int serve();
+  // On rank 0: ends the others. Nothing to do when they are lost.
+  void end(int exit_code);
+
+ private:
+  shardproof::MpiWorld& world_;
+};
+
+}  // namespace harness

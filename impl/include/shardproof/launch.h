@@ -1,0 +1,54 @@
+// How a program becomes ranks: started by mpirun, torchrun or srun, which set variables of the environment, or by nobody, and
+// then it can start its ranks itself. No Torch here but in `require_same`.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace shardproof {
+
+class Comm;
+
+enum class Launcher { none, mpirun, torchrun, slurm };
+const char* to_string(Launcher launcher);
+
+// What the launcher says of this process.
+struct Launch {
+  Launcher launcher = Launcher::none;
+  int64_t rank = 0, world = 1, local_rank = 0, local_world = 1;
+  std::string master = {};  // "host:port", of torchrun
+};
+
+// The value of a variable of the environment, or null.
+using Environment = std::function<const char*(const char*)>;
+Environment process_environment();
+
+// Of several launchers the innermost: mpirun, torchrun, srun. Throws Error that names what is set and what is missing where an
+// environment is set by half, or contradicts itself.
+Launch read_launch(const Environment& environment);
+
+struct LaunchOptions {
+  std::string backend = "threads";  // threads, mpi
+  std::string device = "cpu";
+  int64_t ranks = 0;  // above 0: start so many processes
+};
+
+// Checks the choice against the build and the launcher, and returns what this process is. Where ranks are to be started it
+// replaces this process by mpirun, with `arguments` (argv, without the option that asked for it) for each rank, and does not
+// return. Throws Error that says what to do instead.
+Launch launch(const LaunchOptions& options, const std::vector<std::string>& arguments,
+              const Environment& environment = process_environment());
+// What launch would run.
+std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root);
+
+// Collective. Facts are names and values, e.g. {"mesh", "dp_shard=4"}; every rank has the same names. Throws Error on every
+// rank when values differ, naming two ranks and both values.
+void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts);
+// What tells builds apart: a hash of the program and of this library.
+std::string program_hash();
+
+}  // namespace shardproof

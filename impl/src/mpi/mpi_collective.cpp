@@ -1,0 +1,265 @@
+#include "mpi_collective.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "reduce_kernels.h"
+#include "shardproof/check.h"
+
+namespace shardproof::mpi {
+namespace {
+
+constexpr int64_t kCopyChunkBytes = 8 << 20;
+// Terms of a sum come in chunks that are added up while they are in the cache.
+constexpr int64_t kSumChunkBytes = 512 << 10;
+constexpr int64_t kSlots = 2;
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() ? static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr())) : nullptr;
+}
+
+bool comes_with_word(int64_t bytes) {
+  return bytes <= kBodyBytesMax;
+}
+
+}  // namespace
+
+Collective::Collective(std::shared_ptr<Group> group, Call call) : Operation(std::move(group), std::move(call)) {
+  SHARD_REQUIRE(!reduces() || can_reduce(dtype(call_)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
+                describe(call_), group_->name(), dtype_name(dtype(call_)));
+  sequence_ = group_->next_sequence();
+  element_bytes_ = static_cast<int64_t>(c10::elementSize(dtype(call_)));
+  sides_.resize(static_cast<size_t>(group_->size()));
+  sides_[static_cast<size_t>(group_->rank())].meeting = Meeting::agreed;
+  plan();
+  tell_all();
+  copy_own();
+}
+
+void Collective::plan() {
+  std::byte* const input = bytes_of(call_.input);
+  std::byte* const output = bytes_of(call_.output);
+  if (reduces()) return plan_sum();
+  if (call_.op == Op::all_to_all) return plan_all_to_all();
+  for (int64_t peer = 0; peer < group_->size(); ++peer) {
+    Side& side = sides_[static_cast<size_t>(peer)];
+    if (call_.op == Op::all_gather || call_.op == Op::split) {
+      side.gives = input;
+      side.gives_bytes = side.takes_bytes = static_cast<int64_t>(call_.input.nbytes());
+      side.takes = output + peer * side.takes_bytes;
+    } else if (call_.op == Op::broadcast && call_.peer == group_->rank()) {
+      side.gives = input;
+      side.gives_bytes = static_cast<int64_t>(call_.input.nbytes());
+    } else if (call_.op == Op::broadcast && call_.peer == peer) {
+      side.takes = output;
+      side.takes_bytes = static_cast<int64_t>(call_.output.nbytes());
+    }
+  }
+}
+
+void Collective::plan_all_to_all() {
+  int64_t given = 0, taken = 0;
+  for (size_t peer = 0; peer < sides_.size(); ++peer) {
+    Side& side = sides_[peer];
+    side.gives = bytes_of(call_.input) + given;
+    side.takes = bytes_of(call_.output) + taken;
+    given += side.gives_bytes = call_.input_sizes[peer] * element_bytes_;
+    taken += side.takes_bytes = call_.output_sizes[peer] * element_bytes_;
+  }
+}
+
+// Where a rank's slice of an all-reduce begins; the threads backend's ring cuts alike.
+int64_t Collective::slice_begin(int64_t rank) const {
+  const int64_t numel = call_.input.numel(), share = (numel + group_->size() - 1) / group_->size();
+  return std::min(numel, rank * share) * element_bytes_;
+}
+
+void Collective::plan_sum() {
+  std::byte* const input = bytes_of(call_.input);
+  const int64_t own = group_->rank();
+  const auto bytes = static_cast<int64_t>(call_.input.nbytes());
+  sliced_ = call_.op == Op::all_reduce && !comes_with_word(bytes);
+  const bool whole = call_.op == Op::all_reduce && !sliced_;
+  const auto begin = [&](int64_t rank) {
+    if (whole) return int64_t{0};
+    return sliced_ ? slice_begin(rank) : rank * static_cast<int64_t>(call_.output.nbytes());
+  };
+  const auto length = [&](int64_t rank) { return whole ? bytes : begin(rank + 1) - begin(rank); };
+  own_term_ = input + begin(own);
+  result_ = call_.op == Op::all_reduce ? bytes_of(call_.output) + begin(own) : bytes_of(call_.output);
+  sum_bytes_ = length(own);
+  chunks_ = (sum_bytes_ + kSumChunkBytes - 1) / kSumChunkBytes;
+  for (int64_t peer = 0; peer < group_->size(); ++peer) {
+    Side& side = sides_[static_cast<size_t>(peer)];
+    side.gives = input + begin(peer);
+    side.gives_bytes = length(peer);
+    side.takes_bytes = sum_bytes_;
+  }
+}
+
+void Collective::copy_own() {
+  const Side& own = sides_[static_cast<size_t>(group_->rank())];
+  if (reduces() || call_.op == Op::broadcast || own.takes_bytes == 0 || own.takes == own.gives) return;
+  std::memcpy(own.takes, own.gives, static_cast<size_t>(own.takes_bytes));
+}
+
+void Collective::tell_all() {
+  for (int64_t k = 1; k < group_->size(); ++k) {
+    const int64_t peer = (group_->rank() + k) % group_->size();
+    const Side& side = sides_[static_cast<size_t>(peer)];
+    Header word = header(Kind::collective);
+    word.gives = side.gives_bytes;
+    word.takes = side.takes_bytes;
+    if (comes_with_word(side.gives_bytes)) word.body_bytes = side.gives_bytes;
+    group_->tell(peer, word, side.gives);
+  }
+}
+
+std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const {
+  const Header mine = header(Kind::collective);
+  const Side& side = sides_[static_cast<size_t>(peer)];
+  const bool same_types = mine.op == Op::barrier || mine.dtype == theirs.dtype;
+  const bool same = mine.op == theirs.op && mine.reduce == theirs.reduce && same_types && mine.numel == theirs.numel &&
+                    mine.root == theirs.root;
+  const bool fits = side.gives_bytes == theirs.takes && side.takes_bytes == theirs.gives;
+  if (same && fits) return "";
+  const std::string sizes =
+      same ? fmt::format(" (rank {0} sends {1} bytes to rank {2}, which takes {3}; rank {2} sends {4}, rank {0} takes {5})",
+                         group_->world_ranks()[static_cast<size_t>(group_->rank())], side.gives_bytes,
+                         group_->world_ranks()[static_cast<size_t>(peer)], theirs.takes, theirs.gives, side.takes_bytes)
+           : "";
+  const auto name = [&](int64_t rank, const std::string& text) {
+    return fmt::format("rank {} calls {}", group_->world_ranks()[static_cast<size_t>(rank)], text);
+  };
+  std::string first = name(group_->rank(), describe(call_)), second = name(peer, describe(theirs));
+  if (peer < group_->rank()) std::swap(first, second);
+  return fmt::format(
+      "ranks disagree on call {} of '{}'{}: {}, {}{}; all ranks of a group must make the same calls in the same order",
+      sequence_, group_->name(), label_.empty() ? "" : fmt::format(", for {}", label_), first, second, sizes);
+}
+
+void Collective::meet(int64_t peer) {
+  Side& side = sides_[static_cast<size_t>(peer)];
+  if (auto message = group_->take_collective(peer, sequence_)) {
+    std::string mismatch = find_mismatch(peer, message->header);
+    side.meeting = mismatch.empty() ? Meeting::agreed : Meeting::none;
+    if (mismatch.empty()) return agree(peer, std::move(*message));
+    fail(std::move(mismatch), false);
+  } else if (const Message* last = group_->abandoned(peer)) {
+    side.meeting = Meeting::none;
+    fail_abandoned(peer, *last);
+  }
+}
+
+void Collective::agree(int64_t peer, Message message) {
+  Side& side = sides_[static_cast<size_t>(peer)];
+  const int tag = data_tag(sequence_, 0);
+  const int64_t chunk_bytes = reduces() ? kSumChunkBytes : kCopyChunkBytes;
+  if (!comes_with_word(side.gives_bytes))
+    side.out = Flow(group_->comm(), peer, tag, Flow::Way::out, side.gives, side.gives_bytes, chunk_bytes);
+  if (comes_with_word(side.takes_bytes)) {
+    if (reduces())
+      side.body = std::move(message.body);
+    else if (side.takes_bytes > 0)
+      std::memcpy(side.takes, message.body.data(), message.body.size());
+    return;
+  }
+  if (reduces()) {
+    side.scratch.resize(static_cast<size_t>(kSlots * std::min(chunk_bytes, side.takes_bytes)));
+    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.scratch.data(), side.takes_bytes, chunk_bytes, kSlots);
+  } else {
+    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.takes, side.takes_bytes, chunk_bytes);
+  }
+}
+
+bool Collective::all_agreed() const {
+  return std::all_of(sides_.begin(), sides_.end(), [](const Side& side) { return side.meeting == Meeting::agreed; });
+}
+
+void Collective::add_chunk(int64_t chunk) {
+  const int64_t begin = chunk * kSumChunkBytes, length = std::min(kSumChunkBytes, sum_bytes_ - begin);
+  std::vector<const std::byte*> terms;
+  terms.reserve(sides_.size());
+  for (int64_t rank = 0; rank < group_->size(); ++rank) {
+    const Side& side = sides_[static_cast<size_t>(rank)];
+    if (rank == group_->rank())
+      terms.push_back(own_term_ + begin);
+    else
+      terms.push_back(comes_with_word(sum_bytes_) ? side.body.data() : side.in.at(chunk));
+  }
+  reduce_terms(dtype(call_), call_.reduce, terms, length / element_bytes_, result_ + begin);
+}
+
+void Collective::add_up() {
+  const auto is_there = [&](const Side& side) {
+    return &side == &sides_[static_cast<size_t>(group_->rank())] || comes_with_word(sum_bytes_) ||
+           side.in.chunks_through() > chunks_added_;
+  };
+  while (chunks_added_ < chunks_ && std::all_of(sides_.begin(), sides_.end(), is_there)) {
+    add_chunk(chunks_added_++);
+    for (Side& side : sides_) {
+      side.in.release(chunks_added_);
+      side.in.advance();
+    }
+  }
+}
+
+// The second half of an all-reduce in slices. A peer's slice of the sum lands where the terms for that peer lay, so those
+// must have left.
+bool Collective::exchange_sums() {
+  bool through = true;
+  for (int64_t peer = 0; peer < group_->size(); ++peer) {
+    Side& side = sides_[static_cast<size_t>(peer)];
+    if (peer == group_->rank()) continue;
+    if (!side.sums_open && side.out.done() && chunks_added_ == chunks_) {
+      side.sums_open = true;
+      const int tag = data_tag(sequence_, 1);
+      side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kCopyChunkBytes);
+      side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, bytes_of(call_.output) + slice_begin(peer),
+                         slice_begin(peer + 1) - slice_begin(peer), kCopyChunkBytes);
+    }
+    through &= side.sums_open && side.out_sum.advance() & side.in_sum.advance();
+  }
+  return through;
+}
+
+bool Collective::advance() {
+  if (done_) return true;
+  bool through = true;
+  for (int64_t peer = 0; peer < group_->size(); ++peer) {
+    Side& side = sides_[static_cast<size_t>(peer)];
+    if (side.meeting == Meeting::awaited) meet(peer);
+    if (peer != group_->rank()) through &= side.meeting != Meeting::awaited && side.out.advance() & side.in.advance();
+  }
+  if (reduces() && all_agreed()) {
+    add_up();
+    through &= chunks_added_ == chunks_;
+    if (sliced_) through = exchange_sums() && through;
+  }
+  // The peers that agreed send all the same.
+  if (!error_.empty())
+    for (Side& side : sides_) side.in.release(side.in.chunks_through());
+  if (!through) return false;
+  done_ = error_.empty();
+  return true;
+}
+
+std::vector<int64_t> Collective::missing() const {
+  std::vector<int64_t> ranks;
+  for (size_t peer = 0; peer < sides_.size(); ++peer)
+    if (sides_[peer].meeting == Meeting::awaited) ranks.push_back(group_->world_ranks()[peer]);
+  if (!ranks.empty()) return ranks;
+  for (size_t peer = 0; peer < sides_.size(); ++peer) {
+    const Side& side = sides_[peer];
+    const bool idle =
+        static_cast<int64_t>(peer) == group_->rank() ||
+        (side.out.done() && side.in.done() && side.out_sum.done() && side.in_sum.done() && (!sliced_ || side.sums_open));
+    if (!idle) ranks.push_back(group_->world_ranks()[peer]);
+  }
+  return ranks;
+}
+
+}  // namespace shardproof::mpi

@@ -1,0 +1,93 @@
+// This process' part in the job: what is on its way, and who drives it. MPI is only called under one lock; whoever waits drives
+// all that is pending, and while nobody does a thread looks now and then, so that calls move while the rank computes.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "flight_record.h"
+#include "mpi_group.h"
+#include "mpi_operation.h"
+#include "process_watch.h"
+#include "shardproof/mpi.h"
+
+namespace shardproof::mpi {
+
+// What another rank's failure makes of this one's call.
+class RelayedError : public Error {
+ public:
+  using Error::Error;
+};
+
+class Engine {
+ public:
+  explicit Engine(const MpiOptions& options);
+  // `cleanly`: every process gets here, with nothing on its way.
+  void shut_down(bool cleanly);
+
+  const std::shared_ptr<Group>& world() const { return world_; }
+  const MpiOptions& options() const { return options_; }
+
+  std::shared_ptr<Operation> start(const std::shared_ptr<Group>& group, Call call);
+  void wait(Operation& operation);
+
+  // Collective over the parent, which has just met: the group of the ranks with this color; null for a negative one.
+  std::shared_ptr<Group> split(Group& parent, int64_t color, int64_t key, const std::string& name, uint64_t id,
+                               std::vector<int64_t> world_ranks);
+  // Collective, after a meeting: memory of the group's first rank that all of them see; null across hosts.
+  std::byte* share(Group& group, int64_t bytes);
+
+  // Calls of groups other than the world that were never waited for, in words.
+  std::vector<std::string> open_calls();
+  // The body of this rank ended badly: tells the other ranks of its groups.
+  void abandon(const std::string& why);
+  // After all ranks have abandoned: until nothing is on its way.
+  void settle();
+  // Frees the groups. Collective, with nothing on its way.
+  void close_groups();
+
+  // "" as long as the world goes on.
+  std::string lost() const;
+  void write_record(const std::string& why);
+  // Of this rank, in words; "" when there was none.
+  std::string last_call() const { return record_->last(); }
+
+ private:
+  void progress();
+  void pause(std::chrono::steady_clock::time_point since, int64_t& looks) const;
+  void finish_wait(Operation& operation);
+  void publish_wait(const Operation& operation, double waited_s);
+  void run_in_background();
+  WatchStatus status() const;
+  void on_lost(const std::string& why);
+  void require_alive(const std::string& doing);
+
+  const MpiOptions options_;
+  std::mutex mutex_;  // MPI and what follows
+  std::shared_ptr<Group> world_;
+  std::vector<std::shared_ptr<Group>> groups_;  // but the world
+  std::list<std::shared_ptr<Operation>> pending_, open_;
+  bool abandoned_ = false;
+
+  std::atomic<int64_t> pending_count_{0}, waiters_{0};
+  std::atomic<bool> stop_{false}, lost_{false};
+  std::condition_variable_any wake_;
+  bool crowded_ = false;  // more ranks on this host than processors
+
+  mutable std::mutex status_mutex_;
+  WatchStatus waiting_;
+  std::chrono::steady_clock::time_point waiting_since_;
+
+  std::unique_ptr<FlightRecord> record_;
+  std::unique_ptr<ProcessWatch> watch_;
+  std::thread background_;
+};
+
+}  // namespace shardproof::mpi

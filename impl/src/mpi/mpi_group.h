@@ -1,0 +1,87 @@
+// One MPI communicator and the streams of words between its ranks. Everything here is called under the engine's lock.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flight_record.h"
+#include "mpi_wire.h"
+
+namespace shardproof::mpi {
+
+class Group {
+ public:
+  // Takes the communicator over. `world_ranks`: of its ranks, in order. `id`: the same on all of them, and of no other group.
+  Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, uint64_t id);
+
+  MPI_Comm comm() const { return comm_; }
+  int64_t rank() const { return rank_; }
+  int64_t size() const { return static_cast<int64_t>(world_ranks_.size()); }
+  const std::string& name() const { return name_; }
+  const std::vector<int64_t>& world_ranks() const { return world_ranks_; }
+  uint64_t id() const { return flight_->id; }
+  const std::shared_ptr<const FlightGroup>& flight() const { return flight_; }
+
+  // Puts a word on its way.
+  void tell(int64_t peer, Header header, const std::byte* body = nullptr);
+  // Takes in what has arrived.
+  void listen();
+
+  // What a peer has said, in its order; nothing as long as it has not come.
+  std::optional<Message> take_collective(int64_t peer, int64_t sequence);
+  std::optional<Message> take_send(int64_t peer, int64_t tag);
+  std::optional<Header> take_accept(int64_t peer, int64_t sequence);
+  // Its last word, once it is the next.
+  const Message* abandoned(int64_t peer) const { return peers_[peer].abandoned ? &*peers_[peer].abandoned : nullptr; }
+  bool settled(int64_t peer) const { return peers_[peer].settled; }
+
+  int64_t next_sequence() { return next_sequence_++; }
+  int64_t next_send(int64_t peer) { return peers_[peer].next_send++; }
+  uint64_t next_split() { return splits_++; }
+
+  bool all_words_left() const { return outgoing_.empty(); }
+  void add_window(MPI_Win window) { windows_.push_back(window); }
+  // Frees communicator and windows. Collective, when nothing is on its way.
+  void close();
+
+ private:
+  struct Peer {
+    std::vector<std::byte> buffer;  // of the word that is listened for
+    std::deque<Message> collectives;
+    std::map<int64_t, std::deque<Message>> sends;  // by tag
+    std::map<int64_t, Header> accepts;             // by the send's number
+    std::optional<Message> abandoned;
+    bool settled = false;
+    int64_t next_send = 0;
+  };
+  struct Outgoing {
+    std::vector<std::byte> bytes;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+
+  void start_listening(int64_t peer);
+  void take_in(int64_t peer, Message message);
+
+  MPI_Comm comm_;
+  std::string name_;
+  std::vector<int64_t> world_ranks_;
+  std::shared_ptr<const FlightGroup> flight_;
+  int64_t rank_ = 0;
+  std::vector<Peer> peers_;
+  std::vector<MPI_Request> listening_;  // by peer
+  std::vector<int> heard_;
+  std::list<Outgoing> outgoing_;
+  std::vector<MPI_Win> windows_;
+  int64_t next_sequence_ = 0;
+  uint64_t splits_ = 0;
+};
+
+}  // namespace shardproof::mpi

@@ -1,0 +1,47 @@
+#include "mpi_operation.h"
+
+#include <fmt/format.h>
+
+#include "mpi_collective.h"
+#include "mpi_transfer.h"
+
+namespace shardproof::mpi {
+
+Operation::Operation(std::shared_ptr<Group> group, Call call)
+    : group_(std::move(group)), call_(std::move(call)), label_(CallLabel::current()) {}
+
+Header Operation::header(Kind kind) const {
+  return {.kind = kind,
+          .op = call_.op,
+          .reduce = call_.reduce,
+          .dtype = static_cast<int32_t>(dtype(call_)),
+          .sequence = sequence_,
+          .numel = numel(call_),
+          .root = call_.op == Op::broadcast ? call_.peer : -1,
+          .tag = call_.tag};
+}
+
+std::string Operation::title() const {
+  return fmt::format("{}, call {} on '{}'{}", describe(call_), sequence_, group_->name(),
+                     label_.empty() ? "" : fmt::format(", for {}", label_));
+}
+
+void Operation::fail(std::string error, bool relayed) {
+  if (!error_.empty()) return;
+  error_ = std::move(error);
+  relayed_ = relayed;
+}
+
+void Operation::fail_abandoned(int64_t peer, const Message& last) {
+  fail(fmt::format("rank {} failed while this rank was in {}: {}", group_->world_ranks()[static_cast<size_t>(peer)], title(),
+                   std::string_view(reinterpret_cast<const char*>(last.body.data()), last.body.size())),
+       true);
+}
+
+std::shared_ptr<Operation> start_operation(const std::shared_ptr<Group>& group, Call call) {
+  if (call.op == Op::send) return std::make_shared<Send>(group, std::move(call));
+  if (call.op == Op::recv) return std::make_shared<Recv>(group, std::move(call));
+  return std::make_shared<Collective>(group, std::move(call));
+}
+
+}  // namespace shardproof::mpi

@@ -1,0 +1,98 @@
+#include "mpi_transfer.h"
+
+#include <fmt/format.h>
+
+#include <cstring>
+
+namespace shardproof::mpi {
+namespace {
+
+constexpr int64_t kChunkBytes = 8 << 20;
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr()));
+}
+
+// The send that a recv met, in words.
+std::string describe_send(const Header& sent) {
+  return fmt::format("send({} x {}, tag {})", dtype_name(static_cast<at::ScalarType>(sent.dtype)), sent.numel, sent.tag);
+}
+
+}  // namespace
+
+Send::Send(std::shared_ptr<Group> group, Call call) : Operation(std::move(group), std::move(call)) {
+  sequence_ = group_->next_send(call_.peer);
+  Header word = header(Kind::send);
+  word.gives = static_cast<int64_t>(call_.input.nbytes());
+  if (word.gives <= kBodyBytesMax || call_.peer == group_->rank()) word.body_bytes = word.gives;
+  group_->tell(call_.peer, word, bytes_of(call_.input));
+}
+
+bool Send::advance() {
+  if (!accepted_ && error_.empty()) {
+    if (const auto answer = group_->take_accept(call_.peer, sequence_)) {
+      accepted_ = true;
+      const auto bytes = static_cast<int64_t>(call_.input.nbytes());
+      if (bytes > kBodyBytesMax && call_.peer != group_->rank())
+        flow_ = Flow(group_->comm(), call_.peer, send_data_tag(sequence_), Flow::Way::out, bytes_of(call_.input), bytes,
+                     kChunkBytes);
+      if (answer->numel != numel(call_) || answer->dtype != header(Kind::send).dtype)
+        fail(fmt::format("ranks disagree: {} meets a recv of {} x {} on rank {}", title(),
+                         dtype_name(static_cast<at::ScalarType>(answer->dtype)), answer->numel,
+                         group_->world_ranks()[static_cast<size_t>(call_.peer)]),
+             false);
+    } else if (const Message* last = group_->abandoned(call_.peer)) {
+      fail_abandoned(call_.peer, *last);
+    }
+  }
+  if (!accepted_) return !error_.empty();
+  if (!flow_.advance()) return false;
+  done_ = error_.empty();
+  return true;
+}
+
+std::vector<int64_t> Send::missing() const {
+  return {group_->world_ranks()[static_cast<size_t>(call_.peer)]};
+}
+
+Recv::Recv(std::shared_ptr<Group> group, Call call) : Operation(std::move(group), std::move(call)) {
+  sequence_ = -1;  // known when it met its send
+}
+
+void Recv::meet(const Message& sent) {
+  met_ = true;
+  sequence_ = sent.header.sequence;
+  group_->tell(call_.peer, header(Kind::accept));
+  std::byte* target = bytes_of(call_.output);
+  const bool fits = sent.header.numel == numel(call_) && sent.header.dtype == header(Kind::accept).dtype;
+  if (!fits) {
+    fail(fmt::format("ranks disagree: {} meets a {} of rank {}", title(), describe_send(sent.header),
+                     group_->world_ranks()[static_cast<size_t>(call_.peer)]),
+         false);
+    discarded_.resize(static_cast<size_t>(sent.header.gives));
+    target = discarded_.data();
+  }
+  if (sent.header.body_bytes > 0)
+    std::memcpy(target, sent.body.data(), sent.body.size());
+  else
+    flow_ = Flow(group_->comm(), call_.peer, send_data_tag(sequence_), Flow::Way::in, target, sent.header.gives, kChunkBytes);
+}
+
+bool Recv::advance() {
+  if (!met_ && error_.empty()) {
+    if (const auto sent = group_->take_send(call_.peer, call_.tag))
+      meet(*sent);
+    else if (const Message* last = group_->abandoned(call_.peer))
+      fail_abandoned(call_.peer, *last);
+  }
+  if (!met_) return !error_.empty();
+  if (!flow_.advance()) return false;
+  done_ = error_.empty();
+  return true;
+}
+
+std::vector<int64_t> Recv::missing() const {
+  return {group_->world_ranks()[static_cast<size_t>(call_.peer)]};
+}
+
+}  // namespace shardproof::mpi

@@ -1,0 +1,35 @@
+// Point to point: a send is announced, and moves when the receive was called.
+#pragma once
+
+#include "mpi_operation.h"
+
+namespace shardproof::mpi {
+
+class Send final : public Operation {
+ public:
+  Send(std::shared_ptr<Group> group, Call call);
+  bool advance() override;
+  std::vector<int64_t> missing() const override;
+
+ private:
+  void start_flow();
+
+  bool accepted_ = false;
+  Flow flow_;
+};
+
+class Recv final : public Operation {
+ public:
+  Recv(std::shared_ptr<Group> group, Call call);
+  bool advance() override;
+  std::vector<int64_t> missing() const override;
+
+ private:
+  void meet(const Message& sent);
+
+  bool met_ = false;
+  Flow flow_;
+  std::vector<std::byte> discarded_;  // what a mismatched send carries
+};
+
+}  // namespace shardproof::mpi

@@ -1,0 +1,57 @@
+// What ranks tell each other besides their data: one stream of small messages between each two ranks of a group, in order.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shardproof/call_label.h"
+#include "shardproof/comm.h"
+
+namespace shardproof::mpi {
+
+enum class Kind : int32_t {
+  collective,  // "I make this call": the k-th of each rank meets the k-th of every other
+  send,        // "this is for your recv with that tag"
+  accept,      // "my recv was called": answers a send
+  abandon,     // "I make no more calls in this group, because of ...": the body threw
+  settled,     // after abandon: "nothing of mine is on its way any more"
+};
+
+struct Header {
+  Kind kind = Kind::collective;
+  Op op = Op::barrier;
+  Reduce reduce = Reduce::sum;
+  int32_t dtype = 0;
+  int64_t sequence = 0;  // of the group's collectives; of the sends between two ranks
+  int64_t numel = 0;
+  int64_t root = -1;             // broadcast
+  int64_t tag = 0;               // send
+  int64_t gives = 0, takes = 0;  // bytes to, and from, the receiver of this message
+  int64_t body_bytes = 0;        // that follow: the data itself where it is small, the text of abandon
+};
+
+struct Message {
+  Header header;
+  std::vector<std::byte> body;
+};
+
+// Data up to this size travel with the word that announces them. Below the size up to which Open MPI sends at once.
+constexpr int64_t kBodyBytesMax = 3840;
+constexpr int64_t kMessageBytesMax = static_cast<int64_t>(sizeof(Header)) + kBodyBytesMax;
+
+// Words have tag 0, data the tags above.
+constexpr int kWordTag = 0;
+int data_tag(int64_t sequence, int phase);
+int send_data_tag(int64_t sequence);
+
+// Throws BrokenInvariant naming the call unless `code` is success.
+void check_mpi(int code, const char* what);
+
+// "all_gather(float32 x 8)" of a word.
+std::string describe(const Header& header);
+
+}  // namespace shardproof::mpi

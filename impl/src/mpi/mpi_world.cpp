@@ -1,0 +1,153 @@
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <optional>
+
+#include "mpi_comm.h"
+#include "shardproof/call_label.h"
+#include "shardproof/mpi.h"
+
+namespace shardproof {
+namespace {
+
+// How a rank's body ended, as the ranks tell each other.
+struct Ending {
+  enum Kind : int64_t { well, error, non_finite, invariant };
+  int64_t failed = 0, relayed = 0, kind = well;
+  char text[3500] = {};
+};
+
+Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call) {
+  Ending ending;
+  if (!thrown) return ending;
+  ending.failed = 1;
+  ending.kind = Ending::error;
+  std::string text = "an exception without a message";
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const mpi::RelayedError& e) {
+    ending.relayed = 1;
+    text = e.what();
+  } catch (const NonFiniteError& e) {
+    ending.kind = Ending::non_finite;
+    text = e.what();
+  } catch (const BrokenInvariant& e) {
+    ending.kind = Ending::invariant;
+    text = e.what();
+  } catch (const c10::Error& e) {
+    text = e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    text = e.what();
+  } catch (...) {
+  }
+  if (ending.relayed == 0 && !last_call.empty()) text += fmt::format(" (the last call of this rank was {})", last_call);
+  text.copy(ending.text, sizeof ending.text - 1);
+  return ending;
+}
+
+[[noreturn]] void rethrow(const Ending& ending, size_t rank, size_t world) {
+  const std::string text = fmt::format("rank {} of {}: {}", rank, world, ending.text);
+  if (ending.kind == Ending::non_finite) throw NonFiniteError(text);
+  if (ending.kind == Ending::invariant) throw BrokenInvariant(text);
+  throw Error(text);
+}
+
+// The rank whose error came first: one that was no answer to another's.
+size_t culprit(const std::vector<Ending>& endings) {
+  const auto own = std::find_if(endings.begin(), endings.end(), [](const Ending& e) { return e.failed && !e.relayed; });
+  if (own != endings.end()) return static_cast<size_t>(own - endings.begin());
+  return static_cast<size_t>(std::find_if(endings.begin(), endings.end(), [](const Ending& e) { return e.failed != 0; }) -
+                             endings.begin());
+}
+
+}  // namespace
+
+bool mpi_available() {
+  return true;
+}
+
+class MpiWorld::Impl {
+ public:
+  explicit Impl(const MpiOptions& options)
+      : engine_(std::make_shared<mpi::Engine>(options)), world_(mpi::make_comm(engine_, engine_->world())) {}
+
+  // An exception that the others do not know of leaves them without this process; one that all have agreed on does not.
+  ~Impl() { engine_->shut_down(std::uncaught_exceptions() == 0 || agreed_); }
+
+  Comm& world() { return *world_; }
+
+  void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
+    SHARD_REQUIRE(ranks >= 0 && ranks <= world_->size(), "mpi", "a body for {} ranks cannot run on {} processes", ranks,
+                  world_->size());
+    agreed_ = false;
+    std::exception_ptr thrown;
+    try {
+      run_body(body, ranks);
+    } catch (const WorldLostError&) {
+      throw;
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+    const Ending mine = ending_of(thrown, engine_->last_call());
+    if (mine.failed) engine_->abandon(mine.text);
+    if (any_failed(mine)) end_badly(mine);
+    engine_->close_groups();
+  }
+
+ private:
+  void run_body(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
+    const bool takes_part = ranks == 0 || world_->rank() < ranks;
+    const std::shared_ptr<Comm> comm = world_->split(takes_part ? 0 : -1, 0, "world");
+    if (!comm) return;
+    body(comm);
+    const std::vector<std::string> open = engine_->open_calls();
+    SHARD_REQUIRE(open.empty(), "mpi", "the body returned but never waited for {}; call Work::wait on every Work",
+                  fmt::join(open, "; "));
+  }
+
+  bool any_failed(const Ending& mine) {
+    const CallLabel label("the end of the body");
+    at::Tensor failed = at::full({1}, mine.failed, at::kLong);
+    world_->all_reduce(failed, Reduce::max).wait();
+    return failed.item<int64_t>() != 0;
+  }
+
+  [[noreturn]] void end_badly(const Ending& mine) {
+    engine_->write_record(mine.failed ? mine.text : "another rank failed");
+    engine_->abandon("another rank's body failed");
+    engine_->settle();
+    std::vector<Ending> endings(static_cast<size_t>(world_->size()));
+    const auto bytes = static_cast<int64_t>(sizeof(Ending));
+    Ending own = mine;
+    world_
+        ->all_gather(at::from_blob(endings.data(), {world_->size() * bytes}, at::kByte),
+                     at::from_blob(&own, {bytes}, at::kByte))
+        .wait();
+    engine_->close_groups();
+    agreed_ = true;
+    const size_t first = culprit(endings);
+    rethrow(endings[first], first, endings.size());
+  }
+
+  std::shared_ptr<mpi::Engine> engine_;
+  std::shared_ptr<Comm> world_;
+  bool agreed_ = false;
+};
+
+MpiWorld::MpiWorld(const MpiOptions& options) : impl_(std::make_unique<Impl>(options)) {}
+MpiWorld::~MpiWorld() = default;
+int64_t MpiWorld::rank() const {
+  return impl_->world().rank();
+}
+int64_t MpiWorld::size() const {
+  return impl_->world().size();
+}
+void MpiWorld::run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
+  impl_->run(body, ranks);
+}
+
+}  // namespace shardproof

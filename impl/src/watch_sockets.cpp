@@ -1,0 +1,147 @@
+#include "watch_sockets.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <set>
+#include <sstream>
+
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+constexpr int kConnectMs = 2000;
+
+// A job's own word, so that whatever else connects is turned away.
+uint64_t job_word = 0;
+
+struct Hello {
+  uint64_t word = 0;
+  int64_t rank = 0;
+};
+
+int milliseconds_left(WatchDeadline deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
+  return static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(left, 1 << 30)));
+}
+
+bool is_ready(int socket, short events, int timeout_ms) {
+  pollfd fd{.fd = socket, .events = events, .revents = 0};
+  return ::poll(&fd, 1, timeout_ms) == 1;
+}
+
+// Loopback last: another host would reach itself by it.
+std::vector<std::string> own_addresses() {
+  std::vector<std::string> found, loopback;
+  ifaddrs* all = nullptr;
+  if (::getifaddrs(&all) != 0) return {"127.0.0.1"};
+  for (const ifaddrs* each = all; each; each = each->ifa_next) {
+    if (!each->ifa_addr || each->ifa_addr->sa_family != AF_INET || !(each->ifa_flags & IFF_UP)) continue;
+    char text[INET_ADDRSTRLEN] = {};
+    ::inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(each->ifa_addr)->sin_addr, text, sizeof text);
+    (each->ifa_flags & IFF_LOOPBACK ? loopback : found).emplace_back(text);
+  }
+  ::freeifaddrs(all);
+  found.insert(found.end(), loopback.begin(), loopback.end());
+  return found.empty() ? std::vector<std::string>{"127.0.0.1"} : found;
+}
+
+void send_at_once(int socket) {
+  const int on = 1;
+  ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+// A connection that rank 0 has answered, or -1.
+int try_connect(const std::string& host, uint16_t port, const Hello& hello, int timeout_ms) {
+  const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (socket < 0) return -1;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  ::inet_pton(AF_INET, host.c_str(), &address.sin_addr);
+  const bool begun = ::connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 || errno == EINPROGRESS;
+  uint64_t answer = 0;
+  if (begun && is_ready(socket, POLLOUT, timeout_ms) && ::send(socket, &hello, sizeof hello, MSG_NOSIGNAL) == sizeof hello &&
+      is_ready(socket, POLLIN, timeout_ms) && ::recv(socket, &answer, sizeof answer, MSG_WAITALL) == sizeof answer &&
+      answer == ~hello.word) {
+    send_at_once(socket);
+    return socket;
+  }
+  ::close(socket);
+  return -1;
+}
+
+}  // namespace
+
+std::pair<int, std::string> watch_listen(int64_t world) {
+  const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_ANY);
+  socklen_t length = sizeof address;
+  const bool bound = socket >= 0 && ::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
+                     ::listen(socket, static_cast<int>(world)) == 0 &&
+                     ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  SHARD_REQUIRE(bound, "watch", "rank 0 cannot listen for the other ranks: {}", std::strerror(errno));
+  std::random_device random;
+  job_word = (static_cast<uint64_t>(random()) << 32) | random();
+  std::string text = fmt::format("{}", job_word);
+  for (const std::string& host : own_addresses()) text += fmt::format(" {}:{}", host, ntohs(address.sin_port));
+  return {socket, text};
+}
+
+std::vector<std::pair<int64_t, int>> watch_accept(int listener, int64_t connections, WatchDeadline deadline) {
+  std::vector<std::pair<int64_t, int>> accepted;
+  std::set<int64_t> ranks;
+  while (static_cast<int64_t>(accepted.size()) < connections) {
+    SHARD_REQUIRE(is_ready(listener, POLLIN, milliseconds_left(deadline)), "watch",
+                  "{} of {} ranks did not connect to rank 0 in time; is TCP between the hosts blocked?",
+                  connections - static_cast<int64_t>(accepted.size()), connections);
+    const int socket = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    Hello hello;
+    const uint64_t answer = ~job_word;
+    const bool ours = socket >= 0 && is_ready(socket, POLLIN, kConnectMs) &&
+                      ::recv(socket, &hello, sizeof hello, MSG_WAITALL) == sizeof hello && hello.word == job_word &&
+                      ::send(socket, &answer, sizeof answer, MSG_NOSIGNAL) == sizeof answer && ranks.insert(hello.rank).second;
+    if (ours) {
+      send_at_once(socket);
+      accepted.emplace_back(hello.rank, socket);
+    } else if (socket >= 0) {
+      ::close(socket);
+    }
+  }
+  return accepted;
+}
+
+int watch_connect(const std::string& addresses, int64_t rank, WatchDeadline deadline) {
+  std::istringstream words(addresses);
+  Hello hello{.rank = rank};
+  words >> hello.word;
+  std::vector<std::string> all;
+  for (std::string each; words >> each;) all.push_back(each);
+  do {
+    for (const std::string& each : all) {
+      const size_t colon = each.rfind(':');
+      const int socket = try_connect(each.substr(0, colon), static_cast<uint16_t>(std::stoi(each.substr(colon + 1))), hello,
+                                     std::min(kConnectMs, milliseconds_left(deadline)));
+      if (socket >= 0) return socket;
+    }
+  } while (milliseconds_left(deadline) > 0);
+  throw Error(fmt::format("[watch] rank {} cannot reach rank 0 at any of {}; is TCP between the hosts blocked?", rank,
+                          addresses.substr(addresses.find(' ') + 1)));
+}
+
+}  // namespace shardproof

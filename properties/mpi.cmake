@@ -1,0 +1,47 @@
+# The properties of communication over processes, and what befalls processes. `ctest -L mpi`.
+shardproof_test(NAME launch_props LABEL mpi TORCH SOURCES comm_worlds.cpp comm_worlds_threads.cpp launch_props.cpp)
+
+if(MPI_C_FOUND)
+  add_executable(comm_mpi_props comm_worlds.cpp comm_worlds_mpi.cpp comm_props.cpp comm_programs_props.cpp)
+  add_executable(mpi_driver mpi_driver.cpp)
+  foreach(target comm_mpi_props mpi_driver)
+    shardproof_uses_torch(${target})
+    target_link_libraries(${target} PRIVATE shardproof shardproof_mpi)
+  endforeach()
+  target_link_libraries(comm_mpi_props PRIVATE golden ${RAPIDCHECK_LIBRARY} GTest::gtest)
+
+  foreach(ranks 2 3 4)
+    add_test(NAME Mpi.collectives_on_${ranks}_processes COMMAND mpirun -n ${ranks} --oversubscribe --bind-to none
+      $<TARGET_FILE:comm_mpi_props> --gtest_filter=-CommThreads.*)
+    set_tests_properties(Mpi.collectives_on_${ranks}_processes PROPERTIES LABELS mpi PROCESSORS 2 ENVIRONMENT
+      "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
+  endforeach()
+
+  # The command itself. Seeds are fixed: what random ones find belongs to `verify`.
+  set(_verify --backend mpi --cases 40 --no-python --failures "${CMAKE_BINARY_DIR}/mpi_failures")
+  foreach(ranks 2 4)
+    add_test(NAME Mpi.random_cases_hold_on_${ranks}_processes
+      COMMAND shardproof_command verify ${_verify} --ranks ${ranks} --seed ${ranks})
+    add_test(NAME Mpi.training_equals_the_golden_run_on_${ranks}_processes
+      COMMAND shardproof_command train --backend mpi --ranks ${ranks} --steps 3 --check)
+  endforeach()
+  add_test(NAME Mpi.ranks_with_other_arguments_are_refused COMMAND mpirun
+    -n 1 --oversubscribe $<TARGET_FILE:shardproof_command> verify ${_verify} --seed 1 :
+    -n 1 --oversubscribe $<TARGET_FILE:shardproof_command> verify ${_verify} --seed 2)
+  set_tests_properties(Mpi.ranks_with_other_arguments_are_refused PROPERTIES PASS_REGULAR_EXPRESSION
+    "the command line is '[^']*--seed 1' on rank 0 and '[^']*--seed 2' on rank 1")
+  set_tests_properties(Mpi.random_cases_hold_on_2_processes Mpi.random_cases_hold_on_4_processes
+    Mpi.training_equals_the_golden_run_on_2_processes Mpi.training_equals_the_golden_run_on_4_processes
+    Mpi.ranks_with_other_arguments_are_refused PROPERTIES LABELS mpi PROCESSORS 2
+    ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
+
+  find_package(nlohmann_json REQUIRED)
+  shardproof_test(NAME mpi_faults_props LABEL mpi ALONE LIBRARIES nlohmann_json::nlohmann_json SOURCES
+    mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/flight.cpp")
+  target_include_directories(mpi_faults_props PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/impl/include")
+  target_compile_definitions(mpi_faults_props PRIVATE "MPI_DRIVER=\"$<TARGET_FILE:mpi_driver>\"")
+  add_dependencies(mpi_faults_props mpi_driver)
+else()
+  add_test(NAME Mpi.collectives COMMAND ${CMAKE_COMMAND} -E echo "skipped: this build has no MPI")
+  set_tests_properties(Mpi.collectives PROPERTIES LABELS mpi SKIP_REGULAR_EXPRESSION "skipped: this build has no MPI")
+endif()
