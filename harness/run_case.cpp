@@ -10,6 +10,7 @@
 #include "harness/problem.h"
 #include "harness/random.h"
 #include "harness/step_difference.h"
+#include "harness/sharded_run.h"
 #include "harness/tolerance.h"
 #include "shardproof/check.h"
 #include "shardproof/mpi.h"
