@@ -92,8 +92,8 @@ class HuggingFace(unittest.TestCase):
         self.assertEqual(set(got), {"model." + name for name, _ in model.named_parameters()})
 
     def test_a_trained_checkpoint_is_a_model_of_the_package(self):
-        shardproof("train", "--model", "gpt(layers=2,hidden=12,heads=3,vocab=256,positions=8,tied)", "--steps", "2", "--seq", "8",
-                   "--mesh", "dp_shard=2", "--checkpoint-dir", self.path("run"), "--save-every", "2")
+        shardproof("train", "--model", "gpt(layers=2,hidden=12,heads=3,vocab=256,positions=8,tied)", "--steps", "2",
+                   "--seq", "8", "--mesh", "dp_shard=2", "--checkpoint-dir", self.path("run"), "--save-every", "2")
         step = os.path.join(self.path("run"), next(n for n in os.listdir(self.path("run")) if n.startswith("step_")))
         output = shardproof("checkpoint", "convert", step, self.path("exported"), "--to", "safetensors", "--family", "gpt2")
         self.assertIn("left out", output)  # the state of the optimizer and of the run
