@@ -2,6 +2,7 @@
 shardproof_test(NAME launch_props LABEL mpi TORCH SOURCES comm_worlds.cpp comm_worlds_threads.cpp launch_props.cpp)
 
 if(MPI_C_FOUND)
+  find_package(nlohmann_json REQUIRED)
   add_executable(comm_mpi_props comm_worlds.cpp comm_worlds_mpi.cpp comm_props.cpp comm_programs_props.cpp)
   add_executable(mpi_driver mpi_driver.cpp)
   foreach(target comm_mpi_props mpi_driver)

@@ -238,7 +238,7 @@ void ProcessWatch::check_waits() {
   if (own.waiting && own.waited_s > options_.timeout_s) return tell_all_end(culprit_of(0));
   for (const auto& [rank, peer] : peers_) {
     const double since_s = seconds(Clock::now() - peer.heard);
-    if (peer.status.waiting && !peer.left && peer.status.waited_s + since_s > options_.timeout_s)
+    if (peer.status.waiting && !peer.left && !is_silent(rank) && peer.status.waited_s + since_s > options_.timeout_s)
       return tell_all_end(culprit_of(rank));
   }
 }
@@ -251,12 +251,20 @@ std::string ProcessWatch::name_of(int64_t rank) const {
                      fmt::join(status.missing, ","));
 }
 
+bool ProcessWatch::is_silent(int64_t rank) const {
+  return rank != options_.rank && Clock::now() - peers_.at(rank).heard > 4 * beat_;
+}
+
 std::string ProcessWatch::culprit_of(int64_t waiting_rank) const {
   const auto status_of = [&](int64_t rank) { return rank == options_.rank ? options_.status() : peers_.at(rank).status; };
   std::string chain;
   std::set<int64_t> seen;
   int64_t rank = waiting_rank;
   while (seen.insert(rank).second) {
+    // What it said last is no longer so.
+    if (is_silent(rank))
+      return fmt::format("rank {} has given no sign of life for {:.1f} s: it is stopped, or its host cannot be reached; {}{}",
+                         rank, seconds(Clock::now() - peers_.at(rank).heard), name_of(rank), chain);
     const WatchStatus status = status_of(rank);
     const auto known = [&](int64_t other) { return other == options_.rank || peers_.count(other) > 0; };
     if (!status.waiting || status.missing.empty() || !known(status.missing.front()))
@@ -264,8 +272,9 @@ std::string ProcessWatch::culprit_of(int64_t waiting_rank) const {
                          chain);
     chain += fmt::format("\n  rank {}: {}", rank, name_of(rank));
     // One that does not wait itself keeps the others waiting.
-    const auto idle = std::find_if(status.missing.begin(), status.missing.end(),
-                                   [&](int64_t other) { return known(other) && !status_of(other).waiting; });
+    const auto idle = std::find_if(status.missing.begin(), status.missing.end(), [&](int64_t other) {
+      return known(other) && (is_silent(other) || !status_of(other).waiting);
+    });
     rank = idle != status.missing.end() ? *idle : status.missing.front();
   }
   return fmt::format(

@@ -68,6 +68,8 @@ class ProcessWatch {
   void check_hub();
   void check_silence();
   void check_waits();
+  // For several beats: it may be stopped.
+  bool is_silent(int64_t rank) const;
   std::string culprit_of(int64_t waiting_rank) const;
   std::string name_of(int64_t rank) const;
   void close_all();
