@@ -123,7 +123,7 @@ TEST(Fsdp2Parity, recomputation_sees_the_same_dtypes) {
 TEST(Fsdp2Parity, norms_train_in_low_precision) {
   using namespace torch::nn;
   const auto layer = [] {
-    return Sequential(torch::nn::Linear(8, 8), LayerNorm(LayerNormOptions({8})), torch::nn::Linear(8, 8));
+    return Sequential(torch::nn::Linear(8, 8), torch::nn::LayerNorm(LayerNormOptions({8})), torch::nn::Linear(8, 8));
   };
   const auto batch = [] { return Sequential(torch::nn::Linear(8, 8), BatchNorm1d(8), torch::nn::Linear(8, 8)); };
   const auto image = [] { return Sequential(Conv2d(Conv2dOptions(1, 5, 3)), BatchNorm2d(5), Conv2d(Conv2dOptions(5, 4, 3))); };
