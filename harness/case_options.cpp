@@ -27,7 +27,7 @@ const std::vector<OptionRow>& option_rows() {
       {"divide", &O::divide, {"after", "before", "split"}, {divide_before, divide_split}, 0.2, 0},
       {"replicas_each", &O::replicas_each, {}, {1}, 0.15, 0},
       {"compute", &O::compute, {"fp32", "bf16", "fp16"}, {bf16, bf16, fp16}, 0.15, 0},
-      {"gradient", &O::gradient, {"fp32", "bf16"}, {bf16}, 0.06, 0},
+      {"gradient", &O::gradient, {"fp32", "bf16"}, {bf16}, 0.08, 0},
       {"reduce", &O::reduce, {"fp32", "bf16", "fp16"}, {bf16, bf16, fp16}, 0.15, 0},
       {"float32_sums", &O::float32_sums, {}, {1}, 0.08, 0},
       {"scale", &O::loss_scale, {}, {4, 1024, 1'000'000'000}, 0.1, 0},

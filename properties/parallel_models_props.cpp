@@ -92,6 +92,16 @@ TEST(TensorParallel, key_heads_that_are_fewer_than_ranks_are_held_in_copies_whos
   expect_equal_in_microbatches(llama(false, 2), {{1, 1, 6, false, "zero3"}, {2, 1, 6, true, "zero3"}});
 }
 
+TEST(TensorParallel, a_rank_without_a_head_is_refused) {
+  expect_error([] {
+    run_threads(4, [](std::shared_ptr<Comm> comm) {
+      const GptOptions options{.layers = 1, .hidden = 20, .heads = 5, .vocab = kVocab, .positions = 8};
+      Gpt model(options);
+      const auto parallel = parallelize(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"tp", 4}})), gpt_plan(options));
+    });
+  }, {"h.0.attn.c_attn", "5 heads", "4 ranks"});
+}
+
 TEST(TensorParallel, a_module_without_a_style_is_refused_when_the_sequence_is_split) {
   expect_error(
       [] {

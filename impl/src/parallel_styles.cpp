@@ -66,6 +66,19 @@ at::Tensor into_parallel(ParallelState& state, const std::string& name, const at
              : collective::copy(x, state.group());
 }
 
+// Attention without a head has nothing to compute with.
+void require_granules_everywhere(const ParallelState& state, const std::string& name, const std::vector<CutSegment>& segments) {
+  for (const CutSegment& segment : segments) {
+    if (segment.granule == 1 || segment.copied) continue;
+    const int64_t granules = segment.length / segment.granule, parts = state.parts(), most = (granules + parts - 1) / parts;
+    SHARD_REQUIRE(
+        (parts - 1) * most < granules, "tensor_parallel",
+        "module '{}': {} heads (of {} rows) are dealt to the {} ranks along {} by {}, and leave a rank without one. Use "
+        "fewer ranks or another number of heads",
+        name, granules, segment.granule, parts, state.axis(), most);
+  }
+}
+
 class Column final : public StyleHooks {
  public:
   Column(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module, ColumnParallel style)
@@ -76,6 +89,7 @@ class Column final : public StyleHooks {
         outputs_(linear_.weight.size(0)) {
     SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': outputs of several segments cannot be gathered into one", name);
+    require_granules_everywhere(*owner, name, style_.segments);
     const TensorCut rows{0, style_.segments};
     const bool copied = !rows.segments.empty() && rows.copies(owner->parts()) > 1;
     SHARD_REQUIRE(!owner->canonical || !copied, "canonical",
