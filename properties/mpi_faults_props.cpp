@@ -20,7 +20,7 @@ namespace {
 struct Fault {
   std::string kind, op;
   int64_t ranks = 2, victim = 0, step = 0, elements = 1;
-  double timeout_s = 2;
+  double timeout_s = 4;  // a busy machine must not look like a dead one
 };
 
 struct Ending {
@@ -68,8 +68,10 @@ Outcome run(const Fault& f) {
   return outcome;
 }
 
+// The same faults in every run of a kind; SHARDPROOF_MPI_SEED draws others.
 std::mt19937_64& random_source() {
-  static std::mt19937_64 source(std::random_device{}());
+  const char* asked = std::getenv("SHARDPROOF_MPI_SEED");
+  static std::mt19937_64 source(asked ? std::strtoull(asked, nullptr, 10) : 1);
   return source;
 }
 
@@ -146,6 +148,7 @@ class MpiFaults : public testing::TestWithParam<std::string> {};
 }  // namespace
 
 TEST_P(MpiFaults, ends_every_other_rank_with_an_error_that_says_what_happened_where) {
+  random_source().discard(GetParam().size() * 7 + static_cast<unsigned char>(GetParam().back()));
   for (int64_t i = 0; i < repeats() && !HasFatalFailure(); ++i) expect_clean_ending(draw_fault(GetParam()));
 }
 

@@ -68,7 +68,7 @@ void ProcessWatch::close_all() {
 }
 
 std::string ProcessWatch::listen() {
-  auto [socket, addresses] = watch_listen(options_.world);
+  auto [socket, addresses] = watch_listen(options_.world, options_.one_host);
   listener_ = socket;
   return addresses;
 }

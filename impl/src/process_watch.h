@@ -24,6 +24,7 @@ struct WatchStatus {
 
 struct WatchOptions {
   int64_t rank = 0, world = 1;
+  bool one_host = false;  // then nobody else can connect
   double timeout_s = 300;
   std::function<WatchStatus()> status;             // of this process
   std::function<void(const std::string&)> on_end;  // once, on the watch's thread

@@ -86,11 +86,11 @@ int try_connect(const std::string& host, uint16_t port, const Hello& hello, int 
 
 }  // namespace
 
-std::pair<int, std::string> watch_listen(int64_t world) {
+std::pair<int, std::string> watch_listen(int64_t world, bool one_host) {
   const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_ANY);
+  address.sin_addr.s_addr = htonl(one_host ? INADDR_LOOPBACK : INADDR_ANY);
   socklen_t length = sizeof address;
   const bool bound = socket >= 0 && ::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
                      ::listen(socket, static_cast<int>(world)) == 0 &&
@@ -99,7 +99,8 @@ std::pair<int, std::string> watch_listen(int64_t world) {
   std::random_device random;
   job_word = (static_cast<uint64_t>(random()) << 32) | random();
   std::string text = fmt::format("{}", job_word);
-  for (const std::string& host : own_addresses()) text += fmt::format(" {}:{}", host, ntohs(address.sin_port));
+  const std::vector<std::string> hosts = one_host ? std::vector<std::string>{"127.0.0.1"} : own_addresses();
+  for (const std::string& host : hosts) text += fmt::format(" {}:{}", host, ntohs(address.sin_port));
   return {socket, text};
 }
 

@@ -59,6 +59,7 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   if (size > 1) {
     watch_ = std::make_unique<ProcessWatch>(WatchOptions{.rank = rank,
                                                          .world = size,
+                                                         .one_host = local == size,
                                                          .timeout_s = options_.timeout_seconds,
                                                          .status = [this] { return status(); },
                                                          .on_end = [this](const std::string& why) { on_lost(why); }});
