@@ -86,6 +86,8 @@ DryRunResult dry_run(const DryRun& options) {
   const Case& c = options.what;
   SHARD_REQUIRE(options.rounds >= 1 && options.samples >= 1 && options.length >= 0, "plan",
                 "expected at least one microbatch of one sample, got {} of {}", options.rounds, options.samples);
+  SHARD_REQUIRE(c.tensor_ranks() == 1 || c.model.of_tokens() || c.model.kind == golden::Model::Kind::mlp, "plan",
+                "a {} has no plan for tp={}; a gpt, llama or mlp has", to_string(c.model.kind), c.tensor_ranks());
   auto trace = std::make_shared<Trace>();
   auto comms = std::make_shared<MeshComm>(traced(counted(c.mesh.size(), options.rank), trace), c.mesh);
   Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;

@@ -36,8 +36,9 @@ struct DryRunResult {
   std::vector<shardproof::Piece> pieces;  // of the rank, without values
 };
 
-// The model is built without memory, and one rank really computes, on zeros: so it needs this rank's memory, and time. Throws
-// Error when something does not fit, as the library does.
+// Along tp a gpt and a llama have the library's plan, an mlp the styles that its case draws. The model is built without memory,
+// and one rank really computes, on zeros: so it needs this rank's memory, and time. Throws Error when something does not fit,
+// as the library does.
 DryRunResult dry_run(const DryRun& options);
 
 }  // namespace harness

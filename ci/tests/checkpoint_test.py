@@ -4,7 +4,6 @@ import os
 import struct
 import subprocess
 import sys
-import tempfile
 import unittest
 
 import numpy
@@ -12,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from peer_ranks import run_ranks
+from scratch import ScratchCase
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
@@ -28,15 +28,7 @@ def shardproof(*arguments, code=0):
     return done.stdout + done.stderr
 
 
-class Checkpoint(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = folder.name
-
-    def path(self, name):
-        return os.path.join(self.root, name)
-
+class Checkpoint(ScratchCase):
     def there_and_back(self, kind, save_ranks, load_ranks):
         """PyTorch saves; we verify, copy, and cut anew; PyTorch loads each, on other ranks, to the same bits."""
         theirs, ours, cut = self.path("theirs"), self.path("ours"), self.path("cut")

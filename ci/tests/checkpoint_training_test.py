@@ -2,13 +2,12 @@
 import math
 import os
 import subprocess
-import sys
-import tempfile
 import unittest
 
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from peer_ranks import run_ranks
+from scratch import ScratchCase
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 BUILD = os.environ["SHARDPROOF_BUILD"]
@@ -29,15 +28,7 @@ def ours(mesh, strategy, begin, end, **options):
     return [float(line) for line in done.stdout.split()]
 
 
-class CheckpointTraining(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = folder.name
-
-    def path(self, name):
-        return os.path.join(self.root, name)
-
+class CheckpointTraining(ScratchCase):
     def same_losses(self, got, expected):
         self.assertEqual(len(got), STEPS)
         self.assertEqual(len(set(expected)), STEPS)

@@ -2,12 +2,13 @@
 import os
 import shutil
 import subprocess
-import tempfile
 import unittest
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from scratch import ScratchCase
 
 COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
 PROJECTIONS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -30,15 +31,7 @@ def llama(tied):
                                         num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=tied))
 
 
-class HuggingFace(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = folder.name
-
-    def path(self, name):
-        return os.path.join(self.root, name)
-
+class HuggingFace(ScratchCase):
     def loaded(self, kind, folder, config_of):
         shutil.copy(os.path.join(config_of, "config.json"), folder)
         model, info = kind.from_pretrained(folder, output_loading_info=True)

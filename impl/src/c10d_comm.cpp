@@ -192,18 +192,9 @@ Work C10dComm::exchange(const Call& call, const Exchange& parts, std::function<v
   return work(call, std::move(pending), std::move(finish), std::move(alive));
 }
 
-// Equal parts, one for each rank.
-std::vector<at::Tensor> rows_of(const at::Tensor& bytes, int64_t ranks) {
-  return bytes.chunk(ranks);
-}
-
-std::vector<at::Tensor> parts_of(const at::Tensor& bytes, const std::vector<int64_t>& sizes) {
-  return bytes.split_with_sizes(sizes);
-}
-
 Work C10dComm::gather(const Call& call) {
   at::Tensor output = bytes_of(call.output), input = bytes_of(call.input);
-  if (!whole_) return exchange(call, {std::vector<at::Tensor>(members_.size(), input), rows_of(output, size())});
+  if (!whole_) return exchange(call, {std::vector<at::Tensor>(members_.size(), input), output.chunk(size())});
   if (output.const_data_ptr() == static_cast<const std::byte*>(input.const_data_ptr()) - rank() * input.numel())
     input = input.clone();  // process groups do not promise to gather in place
   return work(call, {group_->_allgather_base(output, input)}, {}, {output, input});
@@ -214,7 +205,7 @@ Work C10dComm::all_to_all_bytes(const Call& call) {
   std::vector<int64_t> outputs = call.output_sizes, inputs = call.input_sizes;
   for (std::vector<int64_t>* sizes : {&outputs, &inputs})
     for (int64_t& size : *sizes) size *= call.input.element_size();
-  if (!whole_) return exchange(call, {parts_of(input, inputs), parts_of(output, outputs)});
+  if (!whole_) return exchange(call, {input.split_with_sizes(inputs), output.split_with_sizes(outputs)});
   return work(call, {group_->alltoall_base(output, input, outputs, inputs)}, {}, {output, input});
 }
 
@@ -267,8 +258,8 @@ Work C10dComm::reduce_in_rank_order(const Call& call) {
   at::Tensor received = bytes_of(terms), given = bytes_of(call.input);
   const bool scatters = call.op == Op::reduce_scatter;
   if (!whole_) {
-    std::vector<at::Tensor> give = scatters ? rows_of(given, size()) : std::vector<at::Tensor>(members_.size(), given);
-    return exchange(call, {std::move(give), rows_of(received, size())}, finish);
+    std::vector<at::Tensor> give = scatters ? given.chunk(size()) : std::vector<at::Tensor>(members_.size(), given);
+    return exchange(call, {std::move(give), received.chunk(size())}, finish);
   }
   std::vector<int64_t> equal;
   if (scatters) equal.assign(members_.size(), static_cast<int64_t>(output.nbytes()));
