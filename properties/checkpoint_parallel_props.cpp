@@ -146,7 +146,7 @@ TEST(CutState, grouped_queries_with_fewer_key_heads_than_ranks_load_under_any_cu
 
 TEST(CutState, a_gpt_with_fused_queries_loads_under_any_cut) {
   for (const bool tied : {false, true}) {
-    const GptOptions options{.layers = 1, .hidden = 12, .heads = 6, .vocab = 13, .positions = 8, .tied = tied};
+    const GptOptions options{.layers = 1, .hidden = 14, .heads = 7, .vocab = 13, .positions = 8, .tied = tied};
     const Build build = [&](const Cut& cut) { return Built{Gpt(options).ptr(), gpt_plan(options, cut.sequence)}; };
     std::vector<Cut> cuts;
     for (const int64_t tp : {1, 2, 3, 4}) cuts.push_back({tp % 2 ? 2 : 1, tp, tp == 3, tp == 4 ? "zero2" : "zero3"});
