@@ -1,19 +1,22 @@
 # Tests of the scripts in ci/, and of what the tree itself has to keep to.
 set(_ci_tests_dir "${CMAKE_SOURCE_DIR}/ci/tests")
 
-# shardproof_python_tests(NAME check_layers CLASS CheckLayers): each method of the unittest class in
-# ci/tests/NAME_test.py is its own ctest entry, "Class.method".
+# shardproof_python_tests(NAME check_layers CLASS CheckLayers [LABEL ci]): each method of the unittest class in
+# ci/tests/NAME_test.py is its own ctest entry, "Class.method"; one that unittest skips is skipped.
 function(shardproof_python_tests)
-  cmake_parse_arguments(ARG "" "NAME;CLASS" "" ${ARGN})
+  cmake_parse_arguments(ARG "" "NAME;CLASS;LABEL" "" ${ARGN})
+  if(NOT ARG_LABEL)
+    set(ARG_LABEL ci)
+  endif()
   set(file "${_ci_tests_dir}/${ARG_NAME}_test.py")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${file}")
   file(STRINGS "${file}" methods REGEX "^    def test_")
   foreach(line IN LISTS methods)
     string(REGEX REPLACE "^    def test_([a-z0-9_]+).*" "\\1" sentence "${line}")
     add_test(NAME "${ARG_CLASS}.${sentence}"
-      COMMAND "${SHARDPROOF_VENV}/bin/python" "${file}" "${ARG_CLASS}.test_${sentence}")
-    set_tests_properties("${ARG_CLASS}.${sentence}" PROPERTIES LABELS ci
-      ENVIRONMENT "SHARDPROOF_BUILD=${CMAKE_BINARY_DIR};PYTHONDONTWRITEBYTECODE=1")
+      COMMAND "${SHARDPROOF_VENV}/bin/python" "${file}" -v "${ARG_CLASS}.test_${sentence}")
+    set_tests_properties("${ARG_CLASS}.${sentence}" PROPERTIES LABELS ${ARG_LABEL}
+      SKIP_REGULAR_EXPRESSION "OK \\(skipped=" ENVIRONMENT "SHARDPROOF_BUILD=${CMAKE_BINARY_DIR};PYTHONDONTWRITEBYTECODE=1")
   endforeach()
 endfunction()
 
@@ -29,6 +32,9 @@ shardproof_python_tests(NAME hugging_face CLASS HuggingFace)
 shardproof_python_tests(NAME plan CLASS Plan)
 shardproof_python_tests(NAME train CLASS Train)
 shardproof_python_tests(NAME verify CLASS Command)
+if(MPI_C_FOUND)
+  shardproof_python_tests(NAME two_hosts CLASS TwoHosts LABEL mpi)
+endif()
 
 shardproof_test(NAME training_props LABEL train TORCH SOURCES text_data_props.cpp step_difference_props.cpp
   LIBRARIES harness)

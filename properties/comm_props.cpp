@@ -221,7 +221,13 @@ TEST(Comm, large_collectives_are_shared_among_ranks_and_equal_the_loop) {
   });
 }
 
+TEST(Comm, no_memory_is_shared_across_hosts) {
+  if (worlds::one_host()) GTEST_SKIP() << "all ranks are on one host";
+  worlds::run(worlds::ranks_max(), [](std::shared_ptr<Comm> comm) { EXPECT_FALSE(comm->shared_memory(100).defined()); });
+}
+
 TEST(Comm, shared_memory_is_written_by_one_rank_and_read_by_all) {
+  if (!worlds::one_host()) GTEST_SKIP() << "the ranks are on several hosts";
   const int64_t world = std::min<int64_t>(4, worlds::ranks_max());
   worlds::run(world, [=](std::shared_ptr<Comm> comm) {
     at::Tensor memory = comm->shared_memory(4 * world * 1000);

@@ -2,6 +2,7 @@
 // processes. A failure on any rank fails the program on all, and is printed with its rank.
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -24,6 +25,16 @@ at::Tensor as_tensor(std::string& text) {
 
 int64_t ranks_max() {
   return job->size();
+}
+
+bool one_host() {
+  constexpr size_t kNameMax = 256;
+  std::string mine(kNameMax, '\0'), all(kNameMax * static_cast<size_t>(job->size()), '\0');
+  ::gethostname(mine.data(), kNameMax - 1);
+  job->run([&](std::shared_ptr<Comm> comm) { comm->all_gather(as_tensor(all), as_tensor(mine)).wait(); });
+  for (size_t at = 0; at < all.size(); at += kNameMax)
+    if (all.compare(at, kNameMax, mine) != 0) return false;
+  return true;
 }
 
 // Schedule and completion are the processes' own affair.

@@ -246,7 +246,7 @@ void ProcessWatch::check_waits() {
 std::string ProcessWatch::name_of(int64_t rank) const {
   const WatchStatus status = rank == options_.rank ? options_.status() : peers_.at(rank).status;
   if (status.text.empty()) return "it has made no call";
-  if (!status.waiting) return fmt::format("its last call was {}", status.text);
+  if (!status.waiting) return fmt::format("the last call it told of was {}", status.text);
   return fmt::format("it waits in {} for {} {}", status.text, status.missing.size() == 1 ? "rank" : "ranks",
                      fmt::join(status.missing, ","));
 }

@@ -110,10 +110,12 @@ void Engine::require_alive(const std::string& doing) {
 }
 
 std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Call call) {
-  if (lost_) require_alive(describe(call));
   std::shared_ptr<Operation> operation;
   {
     const std::lock_guard lock(mutex_);
+    if (lost_)
+      throw WorldLostError(fmt::format("[mpi] {}; this rank was about to make {}", lost(),
+                                       title_of(call, group->next_sequence(), *group, CallLabel::current())));
     SHARD_REQUIRE(!abandoned_ || group == world_, "mpi", "{} on '{}' after this rank's body failed", describe(call),
                   group->name());
     operation = start_operation(group, std::move(call));

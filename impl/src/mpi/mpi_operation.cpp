@@ -7,6 +7,11 @@
 
 namespace shardproof::mpi {
 
+std::string title_of(const Call& call, int64_t sequence, const Group& group, std::string_view label) {
+  return fmt::format("{}, call {} on '{}'{}", describe(call), sequence, group.name(),
+                     label.empty() ? "" : fmt::format(", for {}", label));
+}
+
 Operation::Operation(std::shared_ptr<Group> group, Call call)
     : group_(std::move(group)), call_(std::move(call)), label_(CallLabel::current()) {}
 
@@ -21,10 +26,6 @@ Header Operation::header(Kind kind) const {
           .tag = call_.tag};
 }
 
-std::string Operation::title() const {
-  return fmt::format("{}, call {} on '{}'{}", describe(call_), sequence_, group_->name(),
-                     label_.empty() ? "" : fmt::format(", for {}", label_));
-}
 
 void Operation::fail(std::string error, bool relayed) {
   if (!error_.empty()) return;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "mpi_flow.h"
@@ -11,6 +12,9 @@
 #include "shardproof/comm.h"
 
 namespace shardproof::mpi {
+
+// "reduce_scatter(sum, float32 x 128), call 17 on 'dp_shard', for unit 'h.3'"
+std::string title_of(const Call& call, int64_t sequence, const Group& group, std::string_view label);
 
 class Operation {
  public:
@@ -22,8 +26,7 @@ class Operation {
   // Ranks of the world that have not made this call, or not yet sent all that it needs of them.
   virtual std::vector<int64_t> missing() const = 0;
 
-  // "reduce_scatter(sum, float32 x 128), call 17 on 'dp_shard', for unit 'h.3'"
-  std::string title() const;
+  std::string title() const { return title_of(call_, sequence_, *group_, label_); }
   bool done() const { return done_; }
   // Why it will never be done; empty as long as it may. `relayed`: because of what happened on another rank.
   const std::string& error() const { return error_; }
