@@ -23,3 +23,5 @@ target_include_directories(shardproof_torch SYSTEM INTERFACE
   "${SHARDPROOF_TORCH_DIR}/include" "${SHARDPROOF_TORCH_DIR}/include/torch/csrc/api/include")
 target_link_libraries(shardproof_torch INTERFACE
   "${SHARDPROOF_TORCH_DIR}/lib/libtorch_cpu.so" "${SHARDPROOF_TORCH_DIR}/lib/libc10.so")
+# One fmt in the process: the headers that torch ships, used header-only.
+target_compile_definitions(shardproof_torch INTERFACE FMT_HEADER_ONLY=1)

@@ -5,8 +5,6 @@ target_compile_features(shardproof_options INTERFACE cxx_std_20)
 # element lies; -fno-math-errno lets sqrt vectorise and changes no value.
 # -fPIC for programs too: a precompiled header serves only files that were compiled with its own settings.
 target_compile_options(shardproof_options INTERFACE -fPIC -Wall -Wextra -Wno-unused-parameter -ffp-contract=off -fno-math-errno)
-# One fmt in the process: the headers that torch ships, used header-only.
-target_compile_definitions(shardproof_options INTERFACE FMT_HEADER_ONLY=1)
 find_package(Threads REQUIRED)
 target_link_libraries(shardproof_options INTERFACE shardproof::torch Threads::Threads)
 
