@@ -1,4 +1,4 @@
-// `shardproof train`: a byte-level GPT on any text, sharded, and with --check the golden run beside it.
+// `shardproof train`: a byte-level language model on any text, sharded, and with --check the golden run beside it.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -20,7 +20,7 @@ struct Arguments {
   std::string mesh = "dp_shard=2";
   std::vector<std::string> data;
   int64_t sequence_length = 64;
-  std::string optimizer = "adamw";
+  std::string optimizer = "adamw", arithmetic = "native";
   double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
   std::string json;
   TrainOptions options;
@@ -41,11 +41,8 @@ golden::Optimizer optimizer_of(const Arguments& arguments) {
 }
 
 std::string describe(const Arguments& arguments, const TrainOptions& options) {
-  golden::Model model;
-  model.kind = golden::Model::Kind::gpt;
-  model.gpt = options.model;
   int64_t parameters = 0;
-  for (const auto& [name, shape] : golden::parameter_shapes(model)) {
+  for (const auto& [name, shape] : golden::parameter_shapes(options.model)) {
     int64_t elements = 1;
     for (const int64_t size : shape) elements *= size;
     parameters += elements;
@@ -103,9 +100,11 @@ int run_train(Arguments& arguments) {
   const bool speaks = !processes || processes->rank() == 0;
   TrainOptions options = arguments.options;
   options.mesh = shardproof::Mesh::parse(arguments.mesh);
-  const golden::Model model = parse_model(arguments.model);
-  SHARD_REQUIRE(model.kind == golden::Model::Kind::gpt, "train", "--model must be gpt(...), got {}", arguments.model);
-  options.model = model.gpt;
+  options.model = parse_model(arguments.model);
+  SHARD_REQUIRE(arguments.arithmetic == "native" || arguments.arithmetic == "canonical", "train",
+                "--arithmetic must be native or canonical, got '{}'", arguments.arithmetic);
+  options.model.canonical = arguments.arithmetic == "canonical";
+  options.canonical |= options.model.canonical;
   options.optimizer = optimizer_of(arguments);
   const TextData data(
       arguments.data.empty() ? std::vector<std::string>{SHARDPROOF_DEFAULT_DATA} : arguments.data,
@@ -144,13 +143,14 @@ int run_train(Arguments& arguments) {
 void add_train_command(CLI::App& app, int& exit_code) {
   CLI::App* command =
       app.add_subcommand("train",
-                         "Train a byte-level GPT on text, sharded; --check compares every bit "
+                         "Train a byte-level language model on text, sharded; --check compares every bit "
                          "with the unsharded golden run");
   auto a = std::make_shared<Arguments>();
   TrainOptions& o = a->options;
-  command->add_option("--model", a->model, "gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied])")
+  command->add_option("--model", a->model, "gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied]) or llama(...)")
       ->capture_default_str();
-  command->add_option("--mesh", a->mesh, "dp_replicate=RANKS,dp_shard=RANKS, or one of them")->capture_default_str();
+  command->add_option("--mesh", a->mesh, "axis=RANKS,... out of dp_replicate, dp_shard, cp, tp")->capture_default_str();
+  command->add_flag("--sequence-parallel", o.sequence_parallel, "along tp, activations between blocks are cut by position");
   command->add_option("--strategy", o.strategy, "ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
   command->add_option("--data", a->data, "text files and folders (the Python standard library's sources)");
   command->add_option("--steps", o.steps, "optimizer steps")->capture_default_str();
@@ -166,7 +166,9 @@ void add_train_command(CLI::App& app, int& exit_code) {
   command->add_option("--clip", o.clip_norm, "greatest norm of the gradient; 0 does not clip")
       ->capture_default_str();
   command->add_flag("--check", o.check, "train the unsharded golden run beside it and compare every bit");
-  command->add_flag("--canonical", o.canonical, "sums whose bits are the same on every mesh");
+  command->add_flag("--canonical", o.canonical, "sums of gradients whose bits are the same on every mesh");
+  command->add_option("--arithmetic", a->arithmetic, "canonical: sums inside of the model, too, with --canonical implied")
+      ->capture_default_str();
   TrainCheckpoints& c = o.checkpoints;
   command->add_option("--checkpoint-dir", c.directory, "where checkpoints step_N go");
   command->add_option("--save-every", c.save_every, "steps; 0: only after the last")->capture_default_str();

@@ -3,68 +3,61 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <exception>
-#include <set>
 #include <thread>
 
 #include "golden/train.h"
 #include "harness/problem.h"
 #include "harness/step_difference.h"
 #include "harness/step_exchange.h"
+#include "harness/train_case.h"
 #include "harness/train_checkpoint.h"
 #include "harness/train_rank.h"
 #include "harness/train_world.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/durable.h"
-#include "shardproof/models.h"
+#include "shardproof/fully_shard.h"
 #include "shardproof/strategy.h"
 #include "shardproof/threads.h"
 
 namespace harness {
 namespace {
 
-void require_valid(const TrainOptions& options, const TextData& data) {
-  for (const shardproof::Axis& axis : options.mesh.axes())
-    SHARD_REQUIRE(axis.name == "dp_shard" || (axis.name == "dp_replicate" && &axis == &options.mesh.axes().front()), "train",
-                  "--mesh must have the axes dp_replicate and dp_shard, in that order, or one of them, got '{}'",
-                  options.mesh.str());
-  shardproof::on_mesh(shardproof::strategy(options.strategy), options.mesh);
+void require_axes(const shardproof::Mesh& mesh) {
+  static const std::vector<std::string> known = {"dp_replicate", "dp_shard", "cp", "tp"};
+  auto next = known.begin();
+  for (const shardproof::Axis& axis : mesh.axes()) {
+    next = std::find(next, known.end(), axis.name);
+    SHARD_REQUIRE(next++ != known.end(), "train", "--mesh must have axes out of {}, in that order, got '{}'",
+                  fmt::join(known, ", "), mesh.str());
+  }
+}
+
+void require_model(const golden::Model& model, const TextData& data) {
+  SHARD_REQUIRE(model.of_tokens() && model.dropout() == 0, "train",
+                "--model must be gpt(...) or llama(...), without dropout, got {}", str(model));
+  SHARD_REQUIRE(model.vocab() >= 256, "train", "a byte-level model needs vocab=256 or more, got {}", model.vocab());
+  SHARD_REQUIRE(model.positions() >= data.sequence_length(), "train",
+                "the model has {} positions, too few for sequences of {}; raise positions or lower --seq", model.positions(),
+                data.sequence_length());
+}
+
+void require_valid(const TrainOptions& options, const Case& c, const TextData& data) {
+  require_axes(options.mesh);
+  shardproof::on_mesh(shardproof::strategy(options.strategy), shardproof::data_parallel_mesh(options.mesh));
   SHARD_REQUIRE(options.mesh.size() <= shardproof::kThreadsWorldMax, "train",
                 "--mesh {} has more ranks than can be run as threads; use at most {}", options.mesh.str(),
                 shardproof::kThreadsWorldMax);
   SHARD_REQUIRE(options.steps >= 1, "train", "--steps must be at least 1, got {}", options.steps);
   SHARD_REQUIRE(options.clip_norm >= 0, "train", "--clip must not be negative, got {}; 0 does not clip",
                 options.clip_norm);
-  SHARD_REQUIRE(options.model.vocab >= 256, "train", "a byte-level model needs vocab=256 or more, got {}",
-                options.model.vocab);
-  SHARD_REQUIRE(options.model.positions >= data.sequence_length(), "train",
-                "the model has {} positions, too few for sequences of {}; raise positions or lower --seq",
-                options.model.positions, data.sequence_length());
-}
-
-golden::Named initial_parameters(const TrainOptions& options) {
-  const shardproof::Gpt model = make_model(options);
-  golden::Named parameters;
-  std::set<const c10::TensorImpl*> seen;  // a tied parameter counts under its first name
-  for (const auto& item : model->named_parameters())
-    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
-      parameters.emplace_back(item.key(), item.value().detach().clone());
-  return parameters;
-}
-
-// What decides who holds what, and how sums are taken.
-Case as_case(const Stretch& stretch) {
-  Case c;
-  c.mesh = stretch.mesh;
-  c.strategy = stretch.strategy;
-  return c;
-}
-
-golden::Model golden_model(const TrainOptions& options) {
-  golden::Model model;
-  model.kind = golden::Model::Kind::gpt;
-  model.gpt = options.model;
-  return model;
+  require_model(options.model, data);
+  SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
+  SHARD_REQUIRE(!options.check || c.microbatch_ranks() == 1 || options.model.canonical, "train",
+                "--mesh {} cuts sums inside of the model, and the golden run adds whole ones: add --arithmetic canonical, or "
+                "leave --check out",
+                options.mesh.str());
 }
 
 uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
@@ -79,8 +72,8 @@ uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
 }
 
 golden::Step training_step(const TrainOptions& options, const TextData& data, const Stretch& stretch, int64_t step) {
-  const BatchRule rule(options.global_batch, stretch.microbatch, stretch.mesh.size());
-  const Case plan = as_case(stretch);
+  const Case plan = train_case(options, stretch);
+  const BatchRule rule(options.global_batch, stretch.microbatch, plan.data_ranks());
   golden::Step result;
   result.clip_norm = options.clip_norm;
   result.order = {.shards = plan.shards(), .replicas = plan.replicas(), .canonical = stretch.canonical};
@@ -93,14 +86,15 @@ golden::Step training_step(const TrainOptions& options, const TextData& data, co
   return result;
 }
 
-TrainStep summary(const std::vector<RankStep>& ranks, const BatchRule& rule, const TextData& data,
+// `microbatch_ranks`: neighbours that report one loss.
+TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, const BatchRule& rule, const TextData& data,
                   int64_t step) {
   TrainStep result{.step = step,
                    .gradient_norm = ranks[0].gradient_norm,
                    .tokens = rule.global_batch() * data.sequence_length(),
                    .data_checksum = checksum(data, rule, step)};
   for (int64_t round = 0; round < rule.rounds(); ++round)
-    for (const RankStep& rank : ranks) result.loss += rank.losses[round];
+    for (size_t rank = 0; rank < ranks.size(); rank += microbatch_ranks) result.loss += ranks[rank].losses[round];
   result.tokens_per_s = static_cast<double>(result.tokens) / ranks[0].seconds;
   return result;
 }
@@ -121,12 +115,13 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 
 TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
                   shardproof::MpiWorld* processes) {
-  require_valid(options, data);
+  const TrainHistory history = read_history(options, data);
+  const Case c = train_case(options, history.stretches.back());
+  require_valid(options, c, data);
   SHARD_REQUIRE(!processes || processes->size() == options.mesh.size(), "train",
                 "--mesh {} has {} ranks, and there are {} processes", options.mesh.str(), options.mesh.size(),
                 processes->size());
-  const BatchRule rule(options.global_batch, options.microbatch, options.mesh.size());
-  const TrainHistory history = read_history(options, data);
+  const BatchRule rule(options.global_batch, options.microbatch, c.data_ranks());
   at::set_num_threads(1);
   if (processes && processes->rank() != 0) {
     TrainWorld world(options, data, rule, history, processes);
@@ -138,10 +133,10 @@ TrainResult train(const TrainOptions& options, const TextData& data, const std::
   if (const std::string& directory = options.checkpoints.directory; !directory.empty())
     const shardproof::checkpoint::StagedFolder probe(shardproof::checkpoint::system_files(), directory + "/probe");
   std::optional<golden::Trainer> golden;
-  if (options.check) golden.emplace(golden_model(options), options.optimizer, initial_parameters(options), golden::SumOrder{});
+  if (options.check) golden.emplace(options.model, options.optimizer, initial_parameters(options), golden::SumOrder{});
   const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };
 
-  const Copies copies = copies_of(as_case(history.stretches.back()));
+  const Copies copies = copies_of(c);
   TrainResult result{.first_step = history.first_step};
   for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
   TrainWorld world(options, data, rule, history, processes);
@@ -152,7 +147,7 @@ TrainResult train(const TrainOptions& options, const TextData& data, const std::
     const auto ranks = world.take();
     if (!ranks) break;
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);
-    report(summary(*ranks, rule, data, step));
+    report(summary(*ranks, static_cast<size_t>(c.microbatch_ranks()), rule, data, step));
     ++result.steps;
   }
   world.finish();

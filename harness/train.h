@@ -1,5 +1,5 @@
-// Trains a byte-level GPT on text, sharded over the ranks of a mesh, threads or processes, and, when asked, the golden run
-// beside it, compared after every step.
+// Trains a byte-level language model on text, sharded over the ranks of a mesh, threads or processes, and, when asked, the
+// golden run beside it, compared after every step.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,11 @@ struct TrainCheckpoints {
 };
 
 struct TrainOptions {
-  golden::Gpt model;  // vocab of at least 256, positions of at least the data's sequence length
-  shardproof::Mesh mesh{{{"dp_shard", 2}}};
+  // A gpt or a llama: vocab of at least 256, positions of at least the data's sequence length, no dropout. `canonical`: sums
+  // inside of the model, too, do not depend on the mesh.
+  golden::Model model;
+  shardproof::Mesh mesh{{{"dp_shard", 2}}};  // of the axes dp_replicate, dp_shard, cp, tp, in that order
+  bool sequence_parallel = false;            // along tp
   std::string strategy = "zero3";
   golden::Optimizer optimizer;
   double clip_norm = 1;  // 0: no clipping
@@ -34,7 +37,7 @@ struct TrainOptions {
   int64_t steps = 100;
   uint64_t seed = 1;  // of the initial parameters; nothing else is random
   bool check = false;
-  bool canonical = false;  // sums whose bits do not depend on the mesh
+  bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
   TrainCheckpoints checkpoints;
 };
 
@@ -52,7 +55,7 @@ struct TrainResult {
   int64_t first_step = 0;                 // where it began
   int64_t steps = 0;                      // reported
   int64_t values_compared = 0;            // 0 unless checked
-  std::optional<std::string> difference;  // the first one, of the last step
+  std::optional<std::string> difference = {};  // the first one, of the last step
 };
 
 // One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
@@ -62,8 +65,8 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 
 // The step at which the run goes on: that of the last checkpoint when it resumes and there is one, else 0. Throws Error when
 // options of checkpoints do not fit each other, when there are checkpoints and the run does not resume, or the last one is of
-// another run. A run is its model, data, batches, optimizer and seed; mesh, strategy, microbatch and the kind of sums may
-// change.
+// another run. A run is its model, data, batches, optimizer and seed; mesh, strategy, microbatch and the kind of gradient sums
+// may change.
 int64_t first_step(const TrainOptions& options, const TextData& data);
 
 // Calls `report` after every step, on the calling thread. With a check it stops at the first difference.

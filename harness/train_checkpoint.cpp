@@ -17,12 +17,9 @@ constexpr const char* kHistory = "history";
 
 // What must not change, with the options that say it.
 Value describe_run(const TrainOptions& options, const TextData& data) {
-  golden::Model model;
-  model.kind = golden::Model::Kind::gpt;
-  model.gpt = options.model;
   const golden::Optimizer& o = options.optimizer;
   return Value::dict({
-      {Value::string("--model"), Value::string(str(model))},
+      {Value::string("--model"), Value::string(str(options.model))},
       {Value::string("--data (bytes)"), Value::integer(data.bytes())},
       {Value::string("--seq"), Value::integer(data.sequence_length())},
       {Value::string("--global-batch"), Value::integer(options.global_batch)},
@@ -32,6 +29,7 @@ Value describe_run(const TrainOptions& options, const TextData& data) {
       {Value::string("--momentum"), Value::real(o.momentum)},
       {Value::string("--weight-decay"), Value::real(o.weight_decay)},
       {Value::string("--clip"), Value::real(options.clip_norm)},
+      {Value::string("--arithmetic"), Value::string(options.model.canonical ? "canonical" : "native")},
   });
 }
 

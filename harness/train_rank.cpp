@@ -5,12 +5,17 @@
 #include <chrono>
 #include <cmath>
 #include <optional>
+#include <set>
 
+#include "harness/network.h"
+#include "harness/parallel.h"
+#include "harness/train_case.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/fully_shard.h"
 #include "shardproof/initialize.h"
 #include "shardproof/mesh_comm.h"
+#include "shardproof/models.h"
 #include "shardproof/optimizer.h"
 
 namespace harness {
@@ -26,15 +31,50 @@ Optimizer make_optimizer(Sharded& sharded, const golden::Optimizer& o) {
       {.lr = o.lr, .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
 }
 
-at::Tensor loss_of(const Gpt& model, const golden::Microbatch& microbatch) {
-  const at::Tensor logits = call(model, microbatch.input);
-  return at::cross_entropy_loss(logits.reshape({-1, logits.size(-1)}), microbatch.target.reshape({-1}), {},
-                                at::Reduction::Sum) *
-         microbatch.weight;
+// The model as this rank has it, cut over cp and tp.
+struct TrainedModel {
+  Network network;
+  std::optional<TensorParallel> tensor;
+  std::optional<ContextParallel> context;
+};
+
+TrainedModel make_model(const Case& c, uint64_t seed, const std::shared_ptr<MeshComm>& comms) {
+  Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
+  TrainedModel model{.network = make_network(c.model, tensor_group), .tensor = {}, .context = {}};
+  initialize_parameters(*model.network.module, seed);
+  if (tensor_group) model.tensor = parallelize(model.network.module, comms, parallel_plan(c));
+  if (c.context_ranks() > 1) model.context = context_parallel(model.network.module, comms, context_options(c));
+  return model;
+}
+
+ShardOptions shard_options(const TrainOptions& options) {
+  // The weights of losses already divide by the tokens of the global batch.
+  ShardOptions shard{.strategy = strategy(options.strategy),
+                     .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
+                     .numerics = options.canonical ? Numerics::canonical : Numerics::ordered,
+                     .gradient_divide = 1};
+  if (options.model.canonical) shard.precision = {.main = at::kFloat, .compute = at::kDouble};
+  return shard;
+}
+
+// Of the whole microbatch; ready to be differentiated where this rank has a part of it.
+struct PartialLoss {
+  at::Tensor part;
+  double value = 0;
+};
+
+PartialLoss loss_of(TrainedModel& model, golden::Microbatch data, bool canonical, Comm* context_group) {
+  if (model.context) data.input = model.context->cut(data.input), data.target = model.context->cut(data.target);
+  const at::Tensor sum = model.network.loss_of(model.network.output(data), data), part = sum * data.weight;
+  if (!context_group && !canonical) return {part, part.item<double>()};
+  // A canonical sum is exact, and weighed once.
+  at::Tensor whole = (canonical ? sum : part).detach().to(at::kDouble).reshape({1});
+  if (context_group) context_group->all_reduce(whole).wait();
+  return {part, canonical ? whole.item<double>() * data.weight : whole.item<double>()};
 }
 
 std::vector<Piece> copies(std::vector<Piece> pieces) {
-  for (Piece& piece : pieces) piece.data = piece.data.clone();
+  for (Piece& piece : pieces) piece.data = piece.data.to(at::kFloat).clone();
   return pieces;
 }
 
@@ -46,32 +86,29 @@ void resume(checkpoint::Manager& manager, Sharded& sharded, Optimizer& optimizer
 
 }  // namespace
 
-Gpt make_model(const TrainOptions& options) {
-  const golden::Gpt& m = options.model;
-  Gpt model(GptOptions{.layers = m.layers,
-                       .hidden = m.hidden,
-                       .heads = m.heads,
-                       .vocab = m.vocab,
-                       .positions = m.positions,
-                       .tied = m.tied});
-  initialize_parameters(*model, options.seed);
-  return model;
+golden::Named initial_parameters(const TrainOptions& options) {
+  const Network network = make_network(options.model);
+  initialize_parameters(*network.module, options.seed);
+  golden::Named parameters;
+  std::set<const c10::TensorImpl*> seen;  // a tied parameter counts under its first name
+  for (const auto& item : network.module->named_parameters())
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+      parameters.emplace_back(item.key(), item.value().detach().clone());
+  return parameters;
 }
 
 void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<Comm>& comm, const PutStep& put) {
+  const Case c = train_case(options, history.stretches.back());
   const auto comms = std::make_shared<MeshComm>(comm, options.mesh);
-  Gpt model = make_model(options);
-  // The weights already divide by the tokens of the global batch.
-  Sharded sharded = fully_shard(
-      model.ptr(), comms,
-      {.strategy = strategy(options.strategy), .units = by_type<GptBlockImpl>(),
-       .numerics = options.canonical ? Numerics::canonical : Numerics::ordered, .gradient_divide = 1});
+  TrainedModel model = make_model(c, options.seed, comms);
+  Comm* const context_group = model.context ? &comms->along({"cp"}) : nullptr;
+  Sharded sharded = fully_shard(model.network.module, comms, shard_options(options));
   Optimizer optimizer = make_optimizer(sharded, options.optimizer);
-  const int64_t rank = comm->rank();
+  const int64_t rank = comm->rank() / c.microbatch_ranks();
   const TrainCheckpoints& asked = options.checkpoints;
   std::optional<checkpoint::Manager> manager;
-  if (!asked.directory.empty()) 
+  if (!asked.directory.empty())
     manager.emplace(asked.directory, checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async});
   if (history.first_step > 0) resume(*manager, sharded, optimizer, history);
 
@@ -80,13 +117,14 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
     RankStep result;
     for (int64_t round = 0; round < rule.rounds(); ++round) {
       sharded.set_last_microbatch(round + 1 == rule.rounds());
-      const at::Tensor loss = loss_of(model, training_microbatch(data, rule, step, round, rank));
-      result.losses.push_back(loss.item<double>());
+      const PartialLoss loss =
+          loss_of(model, training_microbatch(data, rule, step, round, rank), options.model.canonical, context_group);
+      result.losses.push_back(loss.value);
       if (!std::isfinite(result.losses.back()))
         throw NonFiniteError(
             fmt::format("[train] step {}, round {}: the loss is {}. Lower --lr, or clip with --clip", step,
                         round, result.losses.back()));
-      loss.backward();
+      loss.part.backward();
     }
     result.gradient_norm =
         options.clip_norm > 0 ? sharded.clip_gradients(options.clip_norm) : sharded.gradient_norm();
@@ -99,7 +137,8 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
     if (manager && done == options.steps) manager->wait();
     result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (options.check) {
-      result.parameters = copies(sharded.parameters());
+      result.parameters = copies(options.model.canonical ? sharded.main_parameters() : sharded.parameters());
+      if (options.model.canonical) result.compute_parameters = copies(sharded.parameters());
       for (const std::string& slot : optimizer.slots())
         result.state.emplace_back(slot, copies(optimizer.state(slot)));
     }

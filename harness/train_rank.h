@@ -9,7 +9,6 @@
 #include "harness/train.h"
 #include "harness/train_checkpoint.h"
 #include "shardproof/comm.h"
-#include "shardproof/models.h"
 
 namespace harness {
 
@@ -19,8 +18,8 @@ class ReaderStopped : public std::runtime_error {
   ReaderStopped() : std::runtime_error("the reader of this run stopped") {}
 };
 
-// The unsharded model with the run's initial parameters.
-shardproof::Gpt make_model(const TrainOptions& options);
+// Of the unsharded model.
+golden::Named initial_parameters(const TrainOptions& options);
 
 // Takes a rank's step; false when nobody reads any more.
 using PutStep = std::function<bool(RankStep)>;

@@ -160,6 +160,36 @@ class Train(unittest.TestCase):
             self.assertEqual(text, self.losses(through)[step])
         self.expect_same_end(os.path.join(whole, "step_6"), os.path.join(resumed, "step_6"))
 
+    def test_tensor_sequence_and_context_parallel_runs_train_to_the_golden_bits_and_resume_as_each_other(self):
+        legs = (("cp=2,tp=2", "zero3", ()), ("dp_shard=2,tp=2", "zero2", ("--sequence-parallel",)),
+                ("dp_replicate=2,dp_shard=1,cp=3", "hsdp", ()), ("dp_shard=3", "ddp", ()))
+        common = ("--arithmetic", "canonical", "--global-batch", "6", "--microbatch", "1", "--check")
+        whole, resumed = (os.path.join(self.folder, name) for name in ("whole", "resumed"))
+        code, _, output, errors = self.train(*common, "--steps", "8", "--mesh", "dp_shard=1", "--checkpoint-dir", whole)
+        self.assertEqual(code, 0, output + errors)
+        for number, (mesh, strategy, more) in enumerate(legs):
+            code, _, output, errors = self.train(
+                *common, "--steps", str(2 * number + 2), "--mesh", mesh, "--strategy", strategy, "--checkpoint-dir", resumed,
+                "--resume", *more)
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output)
+        self.expect_same_end(os.path.join(whole, "step_8"), os.path.join(resumed, "step_8"))
+
+    def test_a_mesh_that_cuts_the_model_changes_rounding_only(self):
+        llama = "llama(layers=1,hidden=8,heads=4,kv_heads=2,intermediate=6,vocab=256,positions=6)"
+        for model in (MODEL, llama):
+            losses = []
+            for mesh, more in (("dp_shard=2", ()), ("dp_shard=2,cp=2", ()), ("dp_shard=2,tp=2", ("--sequence-parallel",)),
+                               ("dp_replicate=2,dp_shard=1,cp=2,tp=2", ())):
+                code, lines, output, errors = self.train("--mesh", mesh, "--global-batch", "4", *more, model=model)
+                self.assertEqual(code, 0, output + errors)
+                losses.append([(step["loss"], step["gradient_norm"]) for step in map(json.loads, lines[1:-1])])
+            for run in losses[1:]:
+                for (loss, norm), (loss_0, norm_0) in zip(run, losses[0], strict=True):
+                    self.assertAlmostEqual(loss, loss_0, delta=1e-4)
+                    self.assertAlmostEqual(norm, norm_0, delta=1e-3)
+        self.expect_refused("add --arithmetic canonical, or leave --check out", "--mesh", "dp_shard=2,tp=2", "--check")
+
     def test_the_check_of_a_resumed_run_knows_in_which_order_each_step_was_summed(self):
         directory = os.path.join(self.folder, "history")
         legs = (("dp_shard=3", "zero3", "2"), ("dp_replicate=2,dp_shard=2", "hsdp", "1"), ("dp_shard=2", "zero1", "3"))
@@ -222,14 +252,15 @@ class Train(unittest.TestCase):
 
     def test_an_unknown_strategy_axis_or_optimizer_is_refused_with_those_there_are(self):
         self.expect_refused("zero3", "--strategy", "zero4")
-        self.expect_refused("the axes dp_replicate and dp_shard", "--mesh", "tp=2")
-        self.expect_refused("the axes dp_replicate and dp_shard", "--mesh", "dp_shard=2,tp=2")
+        for mesh in ("ep=2", "tp=2,dp_shard=2", "dp_shard=2,pp=2"):
+            self.expect_refused("axes out of dp_replicate, dp_shard, cp, tp, in that order", "--mesh", mesh)
+        self.expect_refused("native or canonical", "--arithmetic", "exact")
         self.expect_refused("adamw or sgd", "--optimizer", "lion")
 
     def test_a_malformed_mesh_or_model_is_refused_with_the_place(self):
         self.expect_refused("column", "--mesh", "dp_shard=two")
         self.expect_refused("^", model="gpt(layers=1,hidden=8,heads=two)")
-        self.expect_refused("must be gpt(...)", model="mlp(widths=3-4)")
+        self.expect_refused("must be gpt(...) or llama(...)", model="mlp(widths=3-4)")
 
     def test_a_model_that_does_not_fit_is_refused(self):
         self.expect_refused("heads", model="gpt(layers=1,hidden=8,heads=3,vocab=256,positions=6)")

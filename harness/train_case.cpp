@@ -1,0 +1,17 @@
+#include "harness/train_case.h"
+
+namespace harness {
+
+Case train_case(const TrainOptions& options, const Stretch& stretch) {
+  Case c;
+  c.model = options.model;
+  c.mesh = stretch.mesh;
+  c.strategy = stretch.strategy;
+  c.options.sequence_parallel = options.sequence_parallel;
+  c.options.arithmetic = options.model.canonical;
+  // The sums of a ring depend on its order.
+  c.options.context_gathered = options.model.canonical;
+  return c;
+}
+
+}  // namespace harness

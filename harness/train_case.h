@@ -1,0 +1,13 @@
+// A stretch of a training run as a case: its model, mesh and strategy say who holds what, how the model is cut and how sums are
+// taken.
+#pragma once
+
+#include "harness/case.h"
+#include "harness/train.h"
+#include "harness/train_checkpoint.h"
+
+namespace harness {
+
+Case train_case(const TrainOptions& options, const Stretch& stretch);
+
+}  // namespace harness
