@@ -25,8 +25,9 @@ FlightLine line_of(const json& line) {
                   .ranks = line.at("ranks"),
                   .sequence = line.at("sequence")};
   const std::string reduce = line.at("reduce"), dtype = line.at("dtype");
-  // What each rank moves in an all_to_all is its own affair.
-  if (!dtype.empty() && call.call != "all_to_all")
+  if (call.call == "all_to_all")  // how much each rank moves is its own affair
+    call.call += fmt::format("({})", dtype);
+  else if (!dtype.empty())
     call.call += fmt::format("({}{}{} x {})", reduce, reduce.empty() ? "" : ", ", dtype, line.at("numel").get<int64_t>());
   if (line.at("op") == "broadcast") call.call += fmt::format(" from {}", line.at("peer").get<int64_t>());
   return call;

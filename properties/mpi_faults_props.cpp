@@ -157,6 +157,10 @@ INSTANTIATE_TEST_SUITE_P(Of, MpiFaults,
                                          "dtype", "group"),
                          [](const auto& kind) { return kind.param; });
 
+TEST(MpiFaults, the_records_of_an_all_to_all_disagree_in_its_dtype) {
+  expect_clean_ending({.kind = "dtype", .op = "all_to_all", .ranks = 3, .victim = 1, .step = 4, .elements = 500});
+}
+
 TEST(MpiFaults, without_a_fault_every_rank_ends_well) {
   for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"}) {
     const Outcome outcome = run({.kind = "none", .op = op, .ranks = 3, .step = 5, .elements = 5000});
