@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 
@@ -75,6 +76,34 @@ TEST(Lifetimes, an_optimizer_whose_sharded_is_gone_says_so) {
     expect_error([&] { optimizer.step(); }, {"[optimizer]", "is gone"});
     expect_error([&] { optimizer.state("exp_avg"); }, {"[optimizer]", "is gone"});
   });
+}
+
+// Nothing holds itself: neither the module, nor what parallelize, context_parallel and fully_shard put at it, nor a graph.
+TEST(Lifetimes, a_trained_model_that_was_dropped_is_gone) {
+  using parallel_models::MeshSetting;
+  const std::vector<MeshSetting> settings = {{},
+                                             {.dp = 2},
+                                             {.tp = 2},
+                                             {.tp = 2, .sequence_parallel = true},
+                                             {.cp = 2},
+                                             {.cp = 2, .context = {.attention = ContextAttention::gathered}},
+                                             {.dp = 2, .cp = 2, .tp = 2, .recompute = true}};
+  for (const auto& make : {parallel_models::gpt(true), parallel_models::gpt(false, 0.1), parallel_models::llama(false, 1)})
+    for (const MeshSetting& setting : settings) {
+      std::mutex mutex;
+      std::vector<std::weak_ptr<torch::nn::Module>> modules;
+      std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> parameters;
+      const auto watched = [&](const MeshSetting& s) {
+        auto model = make(s);
+        const std::lock_guard lock(mutex);
+        for (const auto& module : model.module->modules()) modules.push_back(module);
+        for (const auto& parameter : model.module->parameters()) parameters.emplace_back(parameter.getIntrusivePtr());
+        return model;
+      };
+      parallel_models::train(watched, setting, 8);
+      for (const auto& module : modules) EXPECT_TRUE(module.expired()) << setting.str();
+      for (const auto& parameter : parameters) EXPECT_TRUE(parameter.expired()) << setting.str();
+    }
 }
 
 TEST(Lifetimes, a_graph_keeps_the_group_that_its_backward_needs) {
