@@ -108,7 +108,7 @@ std::vector<at::Tensor> attended(const Dealt& d) {
     std::vector<at::Tensor> own;
     for (const at::Tensor& x : {q, k, v}) own.push_back(context_piece(x, 2, cut, comm->rank()).set_requires_grad(true));
     std::optional<AttentionDropout> dropout;
-    if (d.drops) dropout = {{.key = 7, .probability = 0.25}, whole_rows(2), whole_rows(4)};
+    if (d.drops) dropout = AttentionDropout{{.key = 7, .probability = 0.25}, whole_rows(2), whole_rows(4)};
     const auto attention = d.ring ? canonical_ring_attention : canonical_gathered_attention;
     const at::Tensor y = attention(own[0], own[1], own[2], cut, d.causal, dropout, "a", *comm);
     y.backward(context_piece(dy, 2, cut, comm->rank()));

@@ -45,7 +45,7 @@ ExactRing::Kept ExactRing::forward(const at::Tensor& given_q, const at::Tensor& 
   at::Tensor most;
   go_round(k, [&](const at::Tensor& keys, int64_t source) {
     const Block here = block(source, /*with_mask=*/false);
-    const at::Tensor found = largest(canonical_blocks::scores(q, keys, places(here), terms));
+    const at::Tensor found = canonical_blocks::largest(canonical_blocks::scores(q, keys, places(here), terms));
     most = most.defined() ? at::maximum(most, found) : found;
   });
   Mixture mixture(q);

@@ -41,8 +41,8 @@ void require_sums_of_copies(const ParallelState& state) {
   if (!state.canonical || state.sums_copied_keys) return;
   for (const ParallelParameter& parameter : state.parameters())
     SHARD_REQUIRE(!parameter.cut || parameter.cut->copies(state.parts()) == 1, "canonical",
-                  "{}: there are fewer key-value heads than the {} ranks along {}, and no Attention knows: each copy would round "
-                  "gradients of its own queries. Give the Attention the style CutAttention, or use fewer ranks or more heads",
+                  "{}: there are fewer key-value heads than the {} ranks along {}, and no Attention knows: each copy would "
+                  "round gradients of its own queries. Give the Attention the style CutAttention, or use fewer ranks",
                   parameter.name, state.parts(), state.axis());
 }
 

@@ -51,8 +51,9 @@ class CopiedKeys {
  public:
   virtual ~CopiedKeys() = default;
   // k and v as they are. Their gradients are summed exactly over the copies; the first copy's rank gets the sum, the others
-  // zeros: so what comes before is computed from the whole gradient once, whatever the number of copies. `name` is for messages.
-  virtual std::pair<at::Tensor, at::Tensor> summing(const at::Tensor& k, const at::Tensor& v, const std::string& name) const = 0;
+  // zeros: so what comes before is computed from the whole gradient once, whatever the number of copies. `name`: for messages.
+  virtual std::pair<at::Tensor, at::Tensor> summing(const at::Tensor& k, const at::Tensor& v,
+                                                    const std::string& name) const = 0;
 };
 
 // forward(length) -> int64 [length], ascending: for position embeddings, learned or rotary.
@@ -64,8 +65,8 @@ TORCH_MODULE(Positions);
 
 // Scaled dot-product attention: q [B, heads, T, head], k and v [B, kv_heads, T, head], where heads are a multiple of kv_heads
 // and a key head serves neighbouring query heads -> [B, heads, T, head]. Dropout is of the probabilities. Where tensor
-// parallelism cuts the heads its style is CutAttention, or with as many key heads as query heads CutDropout{1, ..} in heads; it
-// is then to be entered by `forward`, not by `call`.
+// parallelism cuts the heads its style is CutAttention, or with as many key heads as query heads CutDropout{1, ..}, in heads;
+// it is then to be entered by `forward`, not by `call`.
 class AttentionImpl : public torch::nn::Module, public SequencePart, public CanonicalPart {
  public:
   explicit AttentionImpl(bool causal = true, double dropout = 0) : causal_(causal), dropout_(dropout) {}

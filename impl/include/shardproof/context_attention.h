@@ -27,8 +27,8 @@ at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
                           const std::optional<AttentionDropout>& dropout, Comm& group);
 
-// Both with canonical arithmetic: sums over keys, and those of gradients over queries, are exact, so both give the same bits. The
-// ring goes round twice in the forward, the first time for the largest score of every query. `name` is for messages.
+// Both with canonical arithmetic: sums over keys, and those of gradients over queries, are exact, so both give the same bits.
+// The ring goes round twice in the forward, the first time for the largest score of every query. `name` is for messages.
 at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
                                         bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
                                         Comm& group);

@@ -58,7 +58,7 @@ struct CutDropout {
   std::vector<CutSegment> segments;
 };
 
-// For an Attention whose heads are the outputs of ColumnParallel layers, both counted in heads. `heads` are those of the queries:
+// For an Attention whose heads are the outputs of ColumnParallel layers, both counted in heads. `heads` are the queries' ones:
 // dropout as CutDropout{1, heads}. `kv_heads` are the key heads that ranks may hold in copies: with canonical arithmetic their
 // gradients are summed over the copies before anything rounds them, and without this style copies are refused there.
 struct CutAttention {
