@@ -1,6 +1,5 @@
 #include "golden/canonical_math.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -19,6 +18,8 @@ double curve_at(double x, Curve kind) {
       return std::tanh(x);
     case Curve::gelu:
       return x * (0.5 * (1 + std::erf(x * 0.7071067811865476)));
+    case Curve::silu:
+      return x / (1 + std::exp(-x));
   }
   return NAN;
 }
@@ -33,8 +34,18 @@ double slope_at(double x, Curve kind) {
       return 1 - std::tanh(x) * std::tanh(x);
     case Curve::gelu:
       return 0.5 * (1 + std::erf(x * 0.7071067811865476)) + x * (std::exp(-0.5 * x * x) * 0.3989422804014327);
+    case Curve::silu: {
+      const double share = 1 / (1 + std::exp(-x));
+      return share * (1 + x * (1 - share));
+    }
   }
   return NAN;
+}
+
+double root_scale(const Matrix& x, int64_t row, double eps) {
+  double squares = 0;
+  for (int64_t j = 0; j < x.columns; ++j) squares += x.at(row, j) * x.at(row, j);
+  return 1 / std::sqrt(squares / static_cast<double>(x.columns) + eps);
 }
 
 struct Statistics {
@@ -47,67 +58,6 @@ Statistics statistics(const Matrix& x, int64_t row, double eps) {
   mean /= static_cast<double>(x.columns);
   for (int64_t j = 0; j < x.columns; ++j) squares += (x.at(row, j) - mean) * (x.at(row, j) - mean);
   return {mean, 1 / std::sqrt(squares / static_cast<double>(x.columns) + eps)};
-}
-
-// One head of one sequence.
-struct Head {
-  const Matrix& qkv;
-  int64_t width, q, k, v;  // first columns
-  Head(const Matrix& m, int64_t heads, int64_t head)
-      : qkv(m), width(m.columns / 3 / heads), q(head * width), k(m.columns / 3 + q), v(2 * (m.columns / 3) + q) {}
-  double scale() const { return 1 / std::sqrt(static_cast<double>(width)); }
-
-  // The powers of the keys that query i sees, over the largest one.
-  std::vector<double> powers(int64_t i) const {
-    std::vector<double> scores;
-    for (int64_t j = 0; j <= i; ++j) {
-      Sum dot;
-      for (int64_t d = 0; d < width; ++d) dot.add(qkv.at(i, q + d) * qkv.at(j, k + d));
-      scores.push_back(dot.value() * scale());
-    }
-    const double most = *std::max_element(scores.begin(), scores.end());
-    for (double& score : scores) score = std::exp(score - most);
-    return scores;
-  }
-};
-
-double total(const std::vector<double>& terms) {
-  Sum sum;
-  for (const double term : terms) sum.add(term);
-  return sum.value();
-}
-
-void attend(const Head& head, Matrix& output) {
-  for (int64_t i = 0; i < head.qkv.rows; ++i) {
-    const std::vector<double> powers = head.powers(i);
-    for (int64_t d = 0; d < head.width; ++d) {
-      Sum mixed;
-      for (int64_t j = 0; j <= i; ++j) mixed.add(powers[static_cast<size_t>(j)] * head.qkv.at(j, head.v + d));
-      output.at(i, head.q + d) = rounded(mixed.value() / total(powers));
-    }
-  }
-}
-
-void attend_backward(const Head& head, const Matrix& output, const Matrix& dy, std::vector<Sum>& sums) {
-  const Matrix& qkv = head.qkv;
-  const auto sum = [&](int64_t row, int64_t column) -> Sum& { return sums[static_cast<size_t>(row * qkv.columns + column)]; };
-  for (int64_t i = 0; i < qkv.rows; ++i) {
-    const std::vector<double> powers = head.powers(i);
-    const double divisor = total(powers);
-    double along = 0;
-    for (int64_t d = 0; d < head.width; ++d) along += dy.at(i, head.q + d) * output.at(i, head.q + d);
-    for (int64_t j = 0; j <= i; ++j) {
-      const double share = powers[static_cast<size_t>(j)] / divisor;
-      Sum dot;
-      for (int64_t d = 0; d < head.width; ++d) dot.add(dy.at(i, head.q + d) * qkv.at(j, head.v + d));
-      const double score = share * (dot.value() - along) * head.scale();
-      for (int64_t d = 0; d < head.width; ++d) {
-        sum(i, head.q + d).add(score * qkv.at(j, head.k + d));
-        sum(j, head.k + d).add(score * qkv.at(i, head.q + d));
-        sum(j, head.v + d).add(share * dy.at(i, head.q + d));
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -198,6 +148,34 @@ LinearGradients layer_norm_backward(const Matrix& x, const Matrix& weight, const
   return result;
 }
 
+Matrix rms_norm(const Matrix& x, const Matrix& weight, double eps) {
+  Matrix y(x.rows, x.columns);
+  for (int64_t i = 0; i < x.rows; ++i) {
+    const double scale = root_scale(x, i, eps);
+    for (int64_t j = 0; j < x.columns; ++j) y.at(i, j) = rounded(x.at(i, j) * scale * weight.at(0, j));
+  }
+  return y;
+}
+
+LinearGradients rms_norm_backward(const Matrix& x, const Matrix& weight, const Matrix& dy, double eps) {
+  LinearGradients result{Matrix(x.rows, x.columns), Matrix(1, x.columns), Matrix()};
+  std::vector<Sum> weights(static_cast<size_t>(x.columns));
+  for (int64_t i = 0; i < x.rows; ++i) {
+    const double scale = root_scale(x, i, eps);
+    double along = 0;
+    for (int64_t j = 0; j < x.columns; ++j) {
+      const double normal = x.at(i, j) * scale;
+      along += dy.at(i, j) * weight.at(0, j) * normal;
+      weights[static_cast<size_t>(j)].add(dy.at(i, j) * normal);
+    }
+    along /= static_cast<double>(x.columns);
+    for (int64_t j = 0; j < x.columns; ++j)
+      result.x.at(i, j) = rounded((dy.at(i, j) * weight.at(0, j) - x.at(i, j) * scale * along) * scale);
+  }
+  for (int64_t j = 0; j < x.columns; ++j) result.weight.at(0, j) = weights[static_cast<size_t>(j)].value();
+  return result;
+}
+
 Matrix curve(const Matrix& x, Curve kind) {
   if (kind == Curve::identity) return x;
   Matrix y = x;
@@ -212,19 +190,11 @@ Matrix curve_backward(const Matrix& x, const Matrix& dy, Curve kind) {
   return dx;
 }
 
-Matrix attention(const Matrix& qkv, int64_t heads) {
-  Matrix output(qkv.rows, qkv.columns / 3);
-  for (int64_t h = 0; h < heads; ++h) attend(Head(qkv, heads, h), output);
-  return output;
-}
-
-Matrix attention_backward(const Matrix& qkv, int64_t heads, const Matrix& dy) {
-  const Matrix output = attention(qkv, heads);
-  std::vector<Sum> sums(qkv.values.size());
-  for (int64_t h = 0; h < heads; ++h) attend_backward(Head(qkv, heads, h), output, dy, sums);
-  Matrix gradient(qkv.rows, qkv.columns);
-  for (size_t i = 0; i < sums.size(); ++i) gradient.values[i] = sums[i].value();
-  return gradient;
+Matrix times(const Matrix& x, const std::vector<double>& factors) {
+  if (factors.empty()) return x;
+  Matrix y = x;
+  for (size_t i = 0; i < y.values.size(); ++i) y.values[i] = rounded(x.values[i] * factors[i]);
+  return y;
 }
 
 Matrix operator+(const Matrix& a, const Matrix& b) {

@@ -39,13 +39,15 @@ LinearGradients linear_backward(const Matrix& x, const Matrix& weight, const Mat
 Matrix layer_norm(const Matrix& x, const Matrix& weight, const Matrix& bias, double eps);
 LinearGradients layer_norm_backward(const Matrix& x, const Matrix& weight, const Matrix& dy, double eps);
 
-enum class Curve { identity, relu, tanh, gelu };
+Matrix rms_norm(const Matrix& x, const Matrix& weight, double eps);
+LinearGradients rms_norm_backward(const Matrix& x, const Matrix& weight, const Matrix& dy, double eps);  // no bias
+
+enum class Curve { identity, relu, tanh, gelu, silu };
 Matrix curve(const Matrix& x, Curve kind);
 Matrix curve_backward(const Matrix& x, const Matrix& dy, Curve kind);
 
-// Causal attention of one sequence [T, 3 * heads * width], queries, keys and values beside each other -> [T, heads * width].
-Matrix attention(const Matrix& qkv, int64_t heads);
-Matrix attention_backward(const Matrix& qkv, int64_t heads, const Matrix& dy);
+// Element by element, rounded; x itself when there are no factors.
+Matrix times(const Matrix& x, const std::vector<double>& factors);
 
 // Plain addition.
 Matrix operator+(const Matrix& a, const Matrix& b);

@@ -1,4 +1,4 @@
-// Forward and backward of an MLP and a GPT in canonical arithmetic, by hand.
+// Forward and backward of an MLP, a GPT and a Llama in canonical arithmetic, by hand.
 #pragma once
 
 #include <map>
@@ -8,6 +8,10 @@
 
 namespace golden {
 
+namespace exact {
+class Store;
+}
+
 struct CanonicalPass {
   double loss = 0;                              // weighted
   std::map<std::string, at::Tensor> gradients;  // of every parameter, float64
@@ -15,5 +19,8 @@ struct CanonicalPass {
 
 // Parameters in any floating dtype.
 CanonicalPass canonical_pass(const Model& model, const Named& parameters, const Microbatch& microbatch);
+
+// The loss; gradients are added to the store.
+double canonical_llama_pass(const Llama& llama, exact::Store& store, const Microbatch& data);
 
 }  // namespace golden

@@ -20,14 +20,18 @@ uint64_t mixed(uint64_t bits) {
 
 at::Tensor Dropout::operator()(const at::Tensor& x) {
   if (!drops()) return x;
+  return x * at::tensor(mask(x.numel()), at::kDouble).view(x.sizes()).to(x.scalar_type());
+}
+
+std::vector<double> Dropout::mask(int64_t elements) {
+  if (!drops()) return {};
   const uint64_t key = mixed(seed_ ^ mixed(sites_++));
-  at::Tensor mask = at::zeros(x.sizes(), at::kFloat);
-  float* factors = mask.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < mask.numel(); ++i) {
-    const auto draw = static_cast<double>(mixed(key ^ static_cast<uint64_t>(i)) >> 32);
+  std::vector<double> factors(static_cast<size_t>(elements));
+  for (size_t i = 0; i < factors.size(); ++i) {
+    const auto draw = static_cast<double>(mixed(key ^ i) >> 32);
     if (draw >= std::floor(probability_ * 4294967296.0)) factors[i] = static_cast<float>(1 / (1 - probability_));
   }
-  return x * mask.to(x.scalar_type());
+  return factors;
 }
 
 }  // namespace golden

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace golden {
 
@@ -18,6 +19,8 @@ class Dropout {
   bool drops() const { return probability_ > 0; }
   // At the next site; x itself when nothing is dropped.
   at::Tensor operator()(const at::Tensor& x);
+  // The next site's factors, row-major, for a tensor of so many elements; none when nothing is dropped.
+  std::vector<double> mask(int64_t elements);
 
  private:
   uint64_t seed_;

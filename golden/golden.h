@@ -46,7 +46,7 @@ struct Gpt {
 };
 
 // Llama style, pre-norm: RMS norm (eps 1e-5, x * rsqrt(mean(x^2) + eps) * weight), rotary positions (theta 10000, element i of
-// a head turns with element i + head / 2 by position / theta^(2i / head), angles in float32), grouped queries (a key head
+// a head turns with element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head
 // serves heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)), no biases. Data and loss as the
 // GPT's; `positions` is the longest sequence. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
 // "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
@@ -97,7 +97,7 @@ struct Odd {
 
 struct Model {
   enum class Kind { mlp, gpt, conv, odd, llama } kind = Kind::mlp;
-  // Of an mlp or a gpt, with canonical sums (SumOrder): forward and backward are in float64 and every sum over products, rows,
+  // Not of conv or odd; with canonical sums (SumOrder): forward and backward are in float64 and every sum over products, rows,
   // keys or entries of the vocabulary is of terms rounded to the nearest multiple of 2^-40, ties to even; a rounded term
   // outside [-128, 128) makes it NaN. Sums within a norm's row go by index. What is no sum is rounded likewise, element by
   // element; docs/canonical.md has the formulas. Run::precision is ignored.

@@ -111,6 +111,12 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("canonical sp", canonical && c.tensor_ranks() > 1 && c.options.sequence_parallel != 0);
   count("canonical cp", canonical && c.context_ranks() > 1);
   count("canonical cp with tp", canonical && c.context_ranks() > 1 && c.tensor_ranks() > 1);
+  count("canonical llama", canonical && c.model.kind == golden::Model::Kind::llama);
+  count("canonical dropout", canonical && c.model.dropout() > 0);
+  count("canonical dropout with tp or cp", canonical && c.model.dropout() > 0 && c.microbatch_ranks() > 1);
+  count("canonical dropout with recomputation", canonical && c.model.dropout() > 0 && c.options.recompute != 0);
+  count("canonical key heads fewer than tp", canonical && has_copies(c));
+  count("canonical ring", canonical && c.context_ranks() > 1 && c.options.context_gathered == 0);
   count("canonical on another mesh", canonical && std::any_of(c.steps.begin(), c.steps.end(), [&](const StepPlan& step) {
                                        return step.load_mesh && step.load_mesh->str() != c.mesh.str();
                                      }));

@@ -92,15 +92,15 @@ golden::Model generate_odd(Chooser& choose) {
 }
 
 // To be cut over tp or cp.
-golden::Model generate_language_model(Chooser& choose) {
-  return choose.chance(0.5) ? generate_llama(choose, 4) : generate_gpt(choose, 4, 6);
+golden::Model generate_language_model(Chooser& choose, Mode mode) {
+  const bool plain = mode != Mode::canonical;
+  return choose.chance(0.5) ? generate_llama(choose, plain ? 4 : 2) : generate_gpt(choose, plain ? 4 : 1, 6, plain);
 }
 
 golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
   if (mode == Mode::exact) return generate_mlp(choose, true);
   const bool plain = mode != Mode::canonical;
-  if (parallel && !plain) return choose.chance(0.25) ? generate_mlp(choose, false) : generate_gpt(choose, 1, 6, false);
-  if (parallel) return choose.chance(0.2) ? generate_mlp(choose, false) : generate_language_model(choose);
+  if (parallel) return choose.chance(0.2) ? generate_mlp(choose, false) : generate_language_model(choose, mode);
   const double kind = choose.unit();
   if (kind < 0.3) return generate_mlp(choose, false);
   if (kind < 0.5) return generate_gpt(choose, mode == Mode::fast ? 4 : 1, 3, plain);
@@ -305,9 +305,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
     const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");
-    c.model = !with_context           ? generate_model(choose, c.mode, parallel)
-              : c.mode == canonical ? generate_gpt(choose, 1, 6, false)
-                                    : generate_language_model(choose);
+    c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
@@ -317,8 +315,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       // whole step, unless eps is well above it.
       if (c.mode == fast) c.optimizer.eps = 0.01;
       if (c.mode == canonical) {
-        c.options.arithmetic = 1, c.options.context_gathered = c.context_ranks() > 1;
-        c.model.gpt.dropout = 0;
+        c.options.arithmetic = 1;
         if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.tensor_ranks() > 1)
           c.optimizer.kind = golden::Optimizer::Kind::adamw;
       }

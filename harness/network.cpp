@@ -154,17 +154,6 @@ Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
   return network;
 }
 
-Network make_canonical(const golden::Model& model, Comm* tensor_group) {
-  const bool is_gpt = model.kind == golden::Model::Kind::gpt;
-  Network network = is_gpt ? make_gpt(model.gpt, nullptr) : make_mlp(model.mlp);
-  use_canonical_arithmetic(*network.module);
-  network.loss_of = [is_gpt, vocab = model.gpt.vocab, tensor_group](const at::Tensor& output, const golden::Microbatch& data) {
-    return is_gpt ? canonical_ops::cross_entropy(output, data.target, vocab, tensor_group)
-                  : canonical_ops::squared_error(output, data.target);
-  };
-  return network;
-}
-
 Network make_llama(const golden::Llama& m, Comm* tensor_group) {
   Llama llama(llama_options(m));
   Network network{llama.ptr(),
@@ -176,6 +165,19 @@ Network make_llama(const golden::Llama& m, Comm* tensor_group) {
   for (const auto& item : llama->named_modules("", /*include_self=*/false))
     if (item.value()->as<LlamaLayerImpl>() || item.key() == "model.embed_tokens" || item.key() == "model.norm")
       network.parts.push_back(item.value());
+  return network;
+}
+
+Network make_canonical(const golden::Model& model, Comm* tensor_group) {
+  Network network = model.kind == golden::Model::Kind::gpt     ? make_gpt(model.gpt, nullptr)
+                    : model.kind == golden::Model::Kind::llama ? make_llama(model.llama, nullptr)
+                                                               : make_mlp(model.mlp);
+  use_canonical_arithmetic(*network.module);
+  network.loss_of = [of_tokens = model.of_tokens(), vocab = model.vocab(), tensor_group](const at::Tensor& output,
+                                                                                         const golden::Microbatch& data) {
+    return of_tokens ? canonical_ops::cross_entropy(output, data.target, vocab, tensor_group)
+                     : canonical_ops::squared_error(output, data.target);
+  };
   return network;
 }
 

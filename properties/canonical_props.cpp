@@ -65,6 +65,9 @@ TEST(Canonical, operations_and_their_gradients_are_those_of_plain_arithmetic_but
       {x}, "cross entropy");
   expect_close([&](const Inputs& i) { return ops::squared_error(i[0], x); },
                [&](const Inputs& i) { return (i[0] - x).square().sum(); }, {values({3, 5, 8}, 9)}, "squared error");
+  const at::Tensor mask = values({3, 5, 8}, 6).gt(0).to(at::kDouble) * 1.25;
+  expect_close([&](const Inputs& i) { return ops::dropout(i[0], mask); }, [&](const Inputs& i) { return i[0] * mask; }, {x},
+               "dropout");
 }
 
 TEST(Canonical, attention_is_that_of_plain_arithmetic_with_grouped_heads_too) {
@@ -76,6 +79,63 @@ TEST(Canonical, attention_is_that_of_plain_arithmetic_with_grouped_heads_too) {
                                                            0.0, causal);
                  },
                  inputs, "attention");
+}
+
+TEST(Canonical, attention_with_dropout_is_that_of_plain_arithmetic) {
+  const at::Tensor mask = values({2, 4, 5, 5}, 7).gt(-0.3).to(at::kDouble) * 1.25;
+  expect_close([&](const auto& i) { return canonical_ops::attention(i[0], i[1], i[2], {0, 1, 2, 3, 4}, true, "a", mask); },
+               [&](const auto& i) {
+                 const at::Tensor scores = at::matmul(i[0], i[1].transpose(2, 3)) / std::sqrt(3.0);
+                 const at::Tensor hidden = at::ones({5, 5}, at::kBool).triu(1);
+                 return at::matmul(at::softmax(scores.masked_fill(hidden, -INFINITY), -1) * mask, i[2]);
+               },
+               {values({2, 4, 5, 3}, 1), values({2, 4, 5, 3}, 2), values({2, 4, 5, 3}, 3)}, "attention with dropout");
+}
+
+// Output and gradients of attention over a sequence that is dealt out, put together again.
+struct Dealt {
+  int64_t ranks, length;
+  bool causal, drops, ring;
+  ContextSplit split;
+};
+
+std::vector<at::Tensor> attended(const Dealt& d) {
+  const at::Tensor q = values({2, 4, d.length, 3}, 1), k = values({2, 2, d.length, 3}, 2), v = values({2, 2, d.length, 3}, 3);
+  const at::Tensor dy = values(q.sizes(), 4);
+  const ContextCut cut{d.split, d.length, d.ranks};
+  std::vector<at::Tensor> results;
+  run_threads(d.ranks, [&](std::shared_ptr<Comm> comm) {
+    std::vector<at::Tensor> own;
+    for (const at::Tensor& x : {q, k, v}) own.push_back(context_piece(x, 2, cut, comm->rank()).set_requires_grad(true));
+    std::optional<AttentionDropout> dropout;
+    if (d.drops) dropout = AttentionDropout{{.key = 7, .probability = 0.25}, whole_rows(2), whole_rows(4)};
+    const auto attention = d.ring ? canonical_ring_attention : canonical_gathered_attention;
+    const at::Tensor y = attention(own[0], own[1], own[2], cut, d.causal, dropout, "a", *comm);
+    y.backward(context_piece(dy, 2, cut, comm->rank()));
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> whole;
+    for (const at::Tensor& x : {y, own[0].grad(), own[1].grad(), own[2].grad()})
+      whole.push_back(context_gather(x, 2, cut, *comm));
+    if (comm->rank() == 0) results = whole;
+  });
+  return results;
+}
+
+TEST(Canonical, a_ring_and_a_gather_give_the_bits_of_the_whole_sequence) {
+  for (const bool causal : {true, false})
+    for (const bool drops : {true, false})
+      for (const int64_t length : {1, 4, 9}) {
+        const auto whole = attended({1, length, causal, drops, false, ContextSplit::balanced});
+        for (const int64_t ranks : {1, 2, 3, 4})
+          for (const bool ring : {true, false})
+            for (const ContextSplit split : {ContextSplit::balanced, ContextSplit::contiguous}) {
+              const auto dealt = attended({ranks, length, causal, drops, ring, split});
+              for (size_t i = 0; i < whole.size(); ++i)
+                EXPECT_TRUE(same_bits(whole[i], dealt[i]))
+                    << "result " << i << " on " << ranks << " ranks, length " << length << (causal ? " causal" : "")
+                    << (drops ? " dropout" : "") << (ring ? " ring" : " gathered");
+            }
+      }
 }
 
 TEST(Canonical, a_product_has_the_same_bits_however_what_is_summed_is_cut) {
@@ -122,6 +182,9 @@ struct Setting {
   bool sequence = false;
   const char* strategy = "zero3";
   bool tied = false, llama = false;
+  int64_t kv_heads = 4;  // of a Llama with 8 heads
+  double dropout = 0;
+  bool ring = false, recompute = false;
 };
 
 constexpr int64_t kVocab = 13, kLength = 8, kSteps = 3;
@@ -134,13 +197,20 @@ struct Model {
 
 Model model_of(const Setting& s) {
   if (s.llama) {
-    const LlamaOptions options{
-        .layers = 1, .hidden = 32, .heads = 8, .kv_heads = 4, .intermediate = 10, .vocab = kVocab, .tied = s.tied};
+    const LlamaOptions options{.layers = 1,
+                               .hidden = 32,
+                               .heads = 8,
+                               .kv_heads = s.kv_heads,
+                               .intermediate = 10,
+                               .vocab = kVocab,
+                               .tied = s.tied,
+                               .attention_dropout = s.dropout};
     Llama llama(options);
     return {llama.ptr(), [llama](at::Tensor tokens) mutable { return call(llama, tokens); },
             llama_plan(options, s.tp, s.sequence)};
   }
-  const GptOptions options{.layers = 2, .hidden = 21, .heads = 7, .vocab = kVocab, .positions = kLength, .tied = s.tied};
+  const GptOptions options{
+      .layers = 2, .hidden = 21, .heads = 7, .vocab = kVocab, .positions = kLength, .tied = s.tied, .dropout = s.dropout};
   Gpt gpt(options);
   return {gpt.ptr(), [gpt](at::Tensor tokens) mutable { return call(gpt, tokens); }, gpt_plan(options, s.sequence)};
 }
@@ -156,10 +226,12 @@ Trained train(const Setting& s) {
     std::optional<TensorParallel> parallel;
     std::optional<ContextParallel> context;
     if (s.tp > 1) parallel = parallelize(model.module, comms, model.plan);
-    if (s.cp > 1) context = context_parallel(model.module, comms, {.attention = ContextAttention::gathered});
+    const auto attention = s.ring ? ContextAttention::ring : ContextAttention::gathered;
+    if (s.cp > 1) context = context_parallel(model.module, comms, {.attention = attention});
     Sharded sharded = fully_shard(model.module, comms,
                                   {.strategy = strategy(s.strategy),
                                    .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
+                                   .recompute = s.recompute ? by_type<GptBlockImpl, LlamaLayerImpl>() : UnitSelector(),
                                    .precision = {.main = at::kFloat, .compute = at::kDouble},
                                    .numerics = Numerics::canonical,
                                    .gradient_divide = 1});
@@ -174,6 +246,7 @@ Trained train(const Setting& s) {
             (at::arange(kLength, at::kLong) * 5 + step * 3 + (first + k) * 7).remainder(kVocab).view({1, kLength});
         at::Tensor targets = tokens.roll(1, 1);
         if (context) tokens = context->cut(tokens), targets = context->cut(targets);
+        random_stream() = {.seed = static_cast<uint64_t>(step * 4 + first + k)};
         const at::Tensor loss =
             canonical_ops::cross_entropy(model.forward(tokens), targets, kVocab, s.tp > 1 ? &comms->along({"tp"}) : nullptr);
         (loss / 32).backward();
@@ -190,15 +263,18 @@ Trained train(const Setting& s) {
   return run;
 }
 
-void expect_same_bits_on_every_mesh(bool tied, bool llama, const std::vector<Setting>& meshes) {
-  const Trained golden = train({.tied = tied, .llama = llama});
+// `model`: what the settings have in common.
+void expect_same_bits_on_every_mesh(const Setting& model, const std::vector<Setting>& meshes) {
+  const Trained golden = train(model);
   EXPECT_NE(golden.losses.front(), golden.losses.back());
   for (Setting setting : meshes) {
-    setting.tied = tied;
-    setting.llama = llama;
+    setting.tied = model.tied;
+    setting.llama = model.llama;
+    setting.kv_heads = model.kv_heads;
+    setting.dropout = model.dropout;
     const Trained run = train(setting);
-    const std::string where = fmt::format("replicate {} dp {} cp {} tp {} sequence {} {}", setting.replicate, setting.dp,
-                                          setting.cp, setting.tp, setting.sequence, setting.strategy);
+    const std::string where = fmt::format("replicate {} dp {} cp {} tp {} sequence {} ring {} {}", setting.replicate,
+                                          setting.dp, setting.cp, setting.tp, setting.sequence, setting.ring, setting.strategy);
     EXPECT_EQ(golden.losses, run.losses) << where;
     for (size_t i = 0; i < golden.parameters.size(); ++i)
       EXPECT_TRUE(same_bits(golden.parameters[i].second, run.parameters[i].second))
@@ -208,19 +284,38 @@ void expect_same_bits_on_every_mesh(bool tied, bool llama, const std::vector<Set
 
 TEST(Canonical, a_gpt_trains_to_the_same_bits_on_every_mesh) {
   for (const bool tied : {false, true})
-    expect_same_bits_on_every_mesh(tied, false,
-                                   {{.tp = 2},
-                                    {.tp = 4, .sequence = true},
-                                    {.cp = 2},
-                                    {.dp = 2, .cp = 3, .strategy = "zero2"},
-                                    {.dp = 2, .cp = 2, .tp = 2, .sequence = true},
-                                    {.replicate = 2, .dp = 2, .tp = 3, .strategy = "hsdp"}});
+    expect_same_bits_on_every_mesh({.tied = tied}, {{.tp = 2},
+                                                    {.tp = 4, .sequence = true},
+                                                    {.cp = 2, .ring = true},
+                                                    {.dp = 2, .cp = 3, .strategy = "zero2"},
+                                                    {.dp = 2, .cp = 2, .tp = 2, .sequence = true},
+                                                    {.replicate = 2, .dp = 2, .tp = 3, .strategy = "hsdp"}});
 }
 
 TEST(Canonical, a_llama_trains_to_the_same_bits_on_every_mesh) {
   for (const bool tied : {false, true})
     expect_same_bits_on_every_mesh(
-        tied, true, {{.tp = 2, .sequence = true}, {.tp = 4}, {.cp = 2, .tp = 2}, {.dp = 4, .cp = 2, .strategy = "ddp"}});
+        {.tied = tied, .llama = true},
+        {{.tp = 2, .sequence = true}, {.tp = 4}, {.cp = 2, .tp = 2}, {.dp = 4, .cp = 2, .strategy = "ddp"}});
+}
+
+TEST(Canonical, dropout_has_the_same_bits_on_every_mesh_and_when_it_is_computed_again) {
+  expect_same_bits_on_every_mesh({.dropout = 0.25},
+                                 {{.recompute = true},
+                                  {.tp = 4, .sequence = true},
+                                  {.dp = 2, .cp = 2, .tp = 2, .sequence = true, .ring = true, .recompute = true},
+                                  {.dp = 2, .cp = 3, .strategy = "zero2"}});
+  expect_same_bits_on_every_mesh({.llama = true, .kv_heads = 2, .dropout = 0.5},
+                                 {{.tp = 4, .recompute = true}, {.dp = 2, .cp = 2, .ring = true}});
+}
+
+TEST(Canonical, key_heads_in_copies_train_to_the_same_bits) {
+  for (const int64_t kv_heads : {1, 2})
+    expect_same_bits_on_every_mesh({.llama = true, .kv_heads = kv_heads},
+                                   {{.tp = 4},
+                                    {.tp = 4, .sequence = true, .strategy = "ddp"},
+                                    {.dp = 2, .tp = 8, .strategy = "zero2"},
+                                    {.dp = 1, .cp = 2, .tp = 4, .sequence = true, .ring = true}});
 }
 
 TEST(Canonical, what_would_depend_on_the_mesh_is_refused) {
@@ -231,24 +326,18 @@ TEST(Canonical, what_would_depend_on_the_mesh_is_refused) {
     TensorParallel parallel = parallelize(plain.ptr(), tensor, gpt_plan(options));
     expect_error([&] { (void)fully_shard(plain.ptr(), tensor, {.numerics = Numerics::canonical, .gradient_divide = 1}); },
                  {"use_canonical_arithmetic", "tp"});
-    auto sequence = std::make_shared<MeshComm>(comm, Mesh({{"cp", 2}}));
-    Gpt ring(options);
-    ring->to(at::kDouble);
-    use_canonical_arithmetic(*ring);
-    ContextParallel context = context_parallel(ring.ptr(), sequence);
-    const at::Tensor tokens = context.cut(at::zeros({1, 4}, at::kLong));
-    expect_error([&] { call(ring, tokens); }, {"ring", "gathered"});
   });
   run_threads(2, [&](std::shared_ptr<Comm> comm) {
     auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
     const LlamaOptions options{.layers = 1, .hidden = 8, .heads = 2, .kv_heads = 1, .intermediate = 4, .vocab = 5};
     Llama copied(options);
     use_canonical_arithmetic(*copied);
-    expect_error([&] { (void)parallelize(copied.ptr(), comms, llama_plan(options, 2)); },
-                 {"k_proj", "key-value heads", "2 ranks"});
+    ParallelPlan plan = llama_plan(options, 2);
+    for (auto& [pattern, style] : plan.styles)
+      if (pattern.ends_with("attend")) style = CutDropout{1, {{2, 1}}};
+    expect_error([&] { (void)parallelize(copied.ptr(), comms, plan); },
+                 {"k_proj", "key-value heads", "2 ranks", "CutAttention"});
   });
-  Gpt dropping(GptOptions{.layers = 1, .hidden = 4, .heads = 2, .vocab = 5, .positions = 4, .dropout = 0.1});
-  expect_error([&] { use_canonical_arithmetic(*dropping); }, {"drops out", "0.1"});
   torch::nn::Linear unknown(2, 2);
   expect_error([&] { use_canonical_arithmetic(*unknown); }, {"CanonicalPart", "Linear"});
 }

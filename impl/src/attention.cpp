@@ -47,15 +47,21 @@ at::Tensor AttentionImpl::forward(const at::Tensor& q, const at::Tensor& k, cons
     const std::vector<DimRows> place = place_of({q.size(0), q.size(1)});
     dropout = {next_dropout_site(dropout_), place[0], place[1]};
   }
-  if (is_canonical()) {
-    SHARD_REQUIRE(!dropout, "canonical", "{} drops out; canonical arithmetic is without dropout", canonical_name());
-    if (rule) return rule->attend_canonically(q, k, v, causal_, canonical_name());
-    return canonical_ops::attention(q, k, v, whole_rows(q.size(2)).rows, causal_, canonical_name());
-  }
+  if (is_canonical()) return canonically(q, k, v, dropout);
   if (rule) return rule->attend(q, k, v, causal_, dropout);
   if (!dropout) return at::scaled_dot_product_attention(q, repeated(k, q.size(1)), repeated(v, q.size(1)), {}, 0.0, causal_);
   const DimRows positions = whole_rows(q.size(2));
   return masked_attention(q, k, v, causal_ ? causal_mask(q.size(2)) : at::Tensor(), dropout, positions, positions);
+}
+
+at::Tensor AttentionImpl::canonically(const at::Tensor& q, const at::Tensor& given_k, const at::Tensor& given_v,
+                                      const std::optional<AttentionDropout>& dropout) {
+  const auto [k, v] = copied_keys ? copied_keys->summing(given_k, given_v, canonical_name()) : std::pair(given_k, given_v);
+  if (rule) return rule->attend_canonically(q, k, v, causal_, dropout, canonical_name());
+  const DimRows positions = whole_rows(q.size(2));
+  at::Tensor mask;
+  if (dropout) mask = dropout_mask(dropout->site, {dropout->samples, dropout->heads, positions, positions}, at::kDouble);
+  return canonical_ops::attention(q, k, v, positions.rows, causal_, canonical_name(), mask);
 }
 
 }  // namespace shardproof

@@ -3,7 +3,6 @@
 #include <typeinfo>
 
 #include "shardproof/check.h"
-#include "shardproof/dropout.h"
 
 namespace shardproof {
 
@@ -11,10 +10,6 @@ void use_canonical_arithmetic(torch::nn::Module& root) {
   bool any = false;
   for (const auto& item : root.named_modules("", /*include_self=*/true)) {
     torch::nn::Module& module = *item.value();
-    if (const auto* dropout = dynamic_cast<const DropoutImpl*>(&module))
-      SHARD_REQUIRE(dropout->probability() == 0, "canonical",
-                    "module '{}' drops out with probability {}; canonical arithmetic is without dropout, set it to 0",
-                    item.key(), dropout->probability());
     auto* part = dynamic_cast<CanonicalPart*>(&module);
     // A plain Module computes nothing; it only spells names.
     const bool computes = typeid(module) != typeid(torch::nn::Module) && !module.parameters(/*recurse=*/false).empty();

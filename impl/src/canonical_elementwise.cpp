@@ -76,6 +76,23 @@ struct Elementwise : torch::autograd::Function<Elementwise<Rule>> {
   }
 };
 
+struct Masked : torch::autograd::Function<Masked> {
+  static at::Tensor product(const at::Tensor& x, const at::Tensor& mask) {
+    at::Tensor y = at::empty(x.sizes(), x.options());
+    for (int64_t i = 0; i < x.numel(); ++i)
+      y.mutable_data_ptr<double>()[i] = grid(x.const_data_ptr<double>()[i] * mask.const_data_ptr<double>()[i]);
+    return y;
+  }
+  static Variable forward(AutogradContext* ctx, const Variable& x, const at::Tensor& given_mask) {
+    const at::Tensor mask = fixed::require_double(given_mask, "dropout");
+    ctx->save_for_backward({mask});
+    return product(fixed::require_double(x, "dropout"), mask);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    return {product(dy[0].contiguous(), ctx->get_saved_variables()[0]), {}};
+  }
+};
+
 struct SquaredError : torch::autograd::Function<SquaredError> {
   static Variable forward(AutogradContext* ctx, const Variable& output, const at::Tensor& target) {
     const at::Tensor y = fixed::require_double(output, "squared_error"), t = target.to(at::kDouble).contiguous();
@@ -118,6 +135,12 @@ at::Tensor gelu(const at::Tensor& x) {
 }
 at::Tensor silu(const at::Tensor& x) {
   return Elementwise<Silu>::apply(x);
+}
+
+at::Tensor dropout(const at::Tensor& x, const at::Tensor& mask) {
+  SHARD_REQUIRE(x.sizes() == mask.sizes(), "canonical", "dropout: a mask of sizes {} for {}", fmt::join(mask.sizes(), "x"),
+                fmt::join(x.sizes(), "x"));
+  return Masked::apply(x, mask);
 }
 
 at::Tensor squared_error(const at::Tensor& output, const at::Tensor& target) {

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "context_ring.h"
+#include "exact_ring.h"
 #include "fixed_point.h"
 #include "kept_group.h"
 #include "shardproof/check.h"
@@ -96,6 +97,23 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   }
 };
 
+struct ExactRingAttention : torch::autograd::Function<ExactRingAttention> {
+  static Variable forward(AutogradContext* ctx, const Variable& q, const Variable& k, const Variable& v,
+                          const c10::intrusive_ptr<ExactRing>& ring) {
+    const ExactRing::Kept kept = ring->forward(q, k, v);
+    ctx->save_for_backward({kept.q, kept.k, kept.v, kept.output, kept.most, kept.divisor});
+    ctx->saved_data["ring"] = c10::IValue::make_capsule(ring);
+    return kept.output;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dy) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto ring = c10::static_intrusive_pointer_cast<ExactRing>(ctx->saved_data["ring"].toCapsule());
+    const ExactRing::Gradients gradients =
+        ring->backward({saved[0], saved[1], saved[2], saved[3], saved[4], saved[5]}, dy[0]);
+    return {gradients.q, gradients.k, gradients.v, {}};
+  }
+};
+
 }  // namespace
 
 at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut, int64_t rank) {
@@ -125,12 +143,24 @@ at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at
 }
 
 at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
-                                        bool causal, const std::string& name, Comm& group) {
+                                        bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
+                                        Comm& group) {
   for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_gathered_attention");
   at::Tensor both = at::cat({k, v}, 1);
   if (group.size() > 1) both = ContextGather::apply(both, 2, cut, name + ", gradients of keys and values", &group);
-  return canonical_ops::attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)),
-                                  cut.positions(group.rank()), causal, name);
+  const DimRows own{cut.positions(group.rank()), cut.length};
+  at::Tensor mask;
+  if (dropout)
+    mask = dropout_mask(dropout->site, {dropout->samples, dropout->heads, own, whole_rows(cut.length)}, at::kDouble);
+  return canonical_ops::attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), own.rows, causal, name,
+                                  mask);
+}
+
+at::Tensor canonical_ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
+                                    bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
+                                    Comm& group) {
+  for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_ring_attention");
+  return ExactRingAttention::apply(q, k, v, c10::make_intrusive<ExactRing>(cut, causal, dropout, name, group));
 }
 
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,

@@ -39,12 +39,11 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   }
 
   at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                                const std::string& name) override {
+                                const std::optional<AttentionDropout>& dropout, const std::string& name) override {
     require_length(q.size(2));
-    SHARD_REQUIRE(options_.attention == ContextAttention::gathered, "context_parallel",
-                  "{}: ring attention merges sums by running maxima, which is not canonical. Use ContextAttention::gathered",
-                  name);
-    return canonical_gathered_attention(q, k, v, cut_, causal, name, group_);
+    const bool ring = options_.attention == ContextAttention::ring;
+    const auto attention = ring ? canonical_ring_attention : canonical_gathered_attention;
+    return attention(q, k, v, cut_, causal, dropout, name, group_);
   }
 
   // Positions are dim 1 of what is dropped out.

@@ -20,21 +20,6 @@ double scale_of(const at::Tensor& q) {
 
 }  // namespace
 
-class ContextRing::Passing {
- public:
-  Passing(at::Tensor arriving, Work sent, Work received)
-      : arriving_(std::move(arriving)), sent_(std::move(sent)), received_(std::move(received)) {}
-  at::Tensor wait() {
-    sent_.wait();
-    received_.wait();
-    return arriving_;
-  }
-
- private:
-  at::Tensor arriving_;
-  Work sent_, received_;
-};
-
 ContextRing::ContextRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group)
     : cut_(cut), causal_(causal), dropout_(std::move(dropout)), kept_(group.shared()), group_(*kept_) {}
 
@@ -70,24 +55,15 @@ Block ContextRing::block(const Run& queries, const Run& keys, const at::Tensor& 
   return block;
 }
 
-ContextRing::Passing ContextRing::pass_on(const at::Tensor& mine, int64_t arriving_count) const {
-  std::vector<int64_t> sizes = mine.sizes().vec();
-  sizes[3] = arriving_count;
-  at::Tensor arriving = at::empty(sizes, mine.options());
-  Work sent = group_.send(mine, (group_.rank() + 1) % group_.size());
-  Work received = group_.recv(arriving, before(group_.rank()));
-  return {arriving, std::move(sent), std::move(received)};
-}
-
 std::pair<at::Tensor, at::Tensor> ContextRing::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
   const std::vector<Run> own = runs_of(group_.rank());
   const at::Tensor queries = scaled(q, scale_of(q));
   std::vector<RunningSoftmax> softmax;
   for (const Run& run : own) softmax.emplace_back(grouped_rows(run.of(queries), k.size(1)));
   at::Tensor both = at::stack({k, v});
-  for (int64_t source = group_.rank(), step = 0; step < group_.size(); ++step, source = before(source)) {
-    std::optional<Passing> passing;
-    if (step + 1 < group_.size()) passing = pass_on(both, cut_.count(before(source)));
+  for (int64_t source = group_.rank(), step = 0; step < group_.size(); ++step, source = ring_before(source, group_)) {
+    std::optional<RingPass> passing;
+    if (step + 1 < group_.size()) passing = pass_on(both, source);
     for (const Run& keys : runs_of(source))
       for (size_t i = 0; i < own.size(); ++i)
         if (const Sees seen = sees(own[i], keys); seen != Sees::nothing) softmax[i].add(block(own[i], keys, both, seen));
@@ -111,9 +87,9 @@ ContextRing::Gradients ContextRing::backward(const Kept& kept, const at::Tensor&
   at::Tensor both = at::stack({kept.k, kept.v}), of_queries = at::zeros_like(queries, at::MemoryFormat::Contiguous);
   // The gradients of a rank's keys and values travel with them, and one step on, home.
   at::Tensor of_both = at::zeros(both.sizes(), queries.options());
-  for (int64_t source = group_.rank(), step = 0; step < ranks; ++step, source = before(source)) {
-    std::optional<Passing> passing;
-    if (step + 1 < ranks) passing = pass_on(both, cut_.count(before(source)));
+  for (int64_t source = group_.rank(), step = 0; step < ranks; ++step, source = ring_before(source, group_)) {
+    std::optional<RingPass> passing;
+    if (step + 1 < ranks) passing = pass_on(both, source);
     for (const Run& keys : runs_of(source))
       for (const Run& run : own) {
         const Sees seen = sees(run, keys);
@@ -126,7 +102,7 @@ ContextRing::Gradients ContextRing::backward(const Kept& kept, const at::Tensor&
         keys.of(of_both[1]).add_(add.v);
       }
     if (passing) both = passing->wait();
-    if (ranks > 1) of_both = pass_on(of_both, cut_.count(before(source))).wait();
+    if (ranks > 1) of_both = pass_on(of_both, source).wait();
   }
   const auto dtype = kept.q.scalar_type();
   return {of_queries.to(dtype), of_both[0].to(dtype), of_both[1].to(dtype)};

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "block_attention.h"
+#include "ring_pass.h"
 #include "shardproof/attention.h"
 #include "shardproof/comm.h"
 #include "shardproof/context_cut.h"
@@ -39,15 +40,15 @@ class ContextRing : public torch::CustomClassHolder {
     at::Tensor of(const at::Tensor& x) const { return x.narrow(-2, local, positions.size()); }
   };
   std::vector<Run> runs_of(int64_t rank) const;
-  int64_t before(int64_t rank) const { return (rank + group_.size() - 1) % group_.size(); }
   // Whether queries see keys, all or on and below the diagonal.
   enum class Sees { nothing, all, diagonal };
   Sees sees(const Run& queries, const Run& keys) const;
   Block block(const Run& queries, const Run& keys, const at::Tensor& both, Sees sees) const;
 
-  // Sends what this rank has to the next; the result, which the rank before sent, may be read after wait().
-  class Passing;
-  Passing pass_on(const at::Tensor& mine, int64_t arriving_count) const;
+  // On to the next rank; what arrives has the positions of the rank before `source`.
+  RingPass pass_on(const at::Tensor& mine, int64_t source) const {
+    return RingPass(mine, 3, cut_.count(ring_before(source, group_)), group_);
+  }
 
   ContextCut cut_;
   bool causal_;

@@ -75,6 +75,21 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
   }
 };
 
+// In one collective, for the order in which a backward would enter two is not the same on every rank.
+struct SumToFirst : torch::autograd::Function<SumToFirst> {
+  static variable_list forward(AutogradContext* ctx, const Variable& k, const Variable& v, Comm* group,
+                               const std::string& what) {
+    keep(ctx, group, 0, 0, what);
+    return {k.view_as(k), v.view_as(v)};
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list dys) {
+    Comm& group = group_in(ctx);
+    const at::Tensor sum = summed(at::stack({dys[0], dys[1]}), group, what_in(ctx));
+    const at::Tensor own = group.rank() == 0 ? sum : at::zeros_like(sum);
+    return {own[0], own[1], {}, {}};
+  }
+};
+
 int64_t normal_dim(const at::Tensor& x, int64_t dim) {
   return dim < 0 ? dim + x.dim() : dim;
 }
@@ -95,6 +110,12 @@ at::Tensor all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& gr
 
 at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const std::string& what) {
   return group.size() == 1 ? x : ReduceScatter::apply(x, normal_dim(x, dim), &group, what);
+}
+
+std::pair<at::Tensor, at::Tensor> sum_to_first(const at::Tensor& k, const at::Tensor& v, Comm& group, const std::string& what) {
+  if (group.size() == 1) return {k, v};
+  const variable_list both = SumToFirst::apply(k, v, &group, what);
+  return {both[0], both[1]};
 }
 
 }  // namespace shardproof::exact

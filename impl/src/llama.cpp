@@ -11,25 +11,39 @@ namespace {
 
 torch::nn::LinearOptions plain(int64_t in, int64_t out) { return torch::nn::LinearOptions(in, out).bias(false); }
 
-// Angles [T, head / 2] of rotary embeddings: position / theta^(2i / head).
+// Angles [T, head / 2] of rotary embeddings: position / theta^(2i / head), in float32.
 at::Tensor angles(const at::Tensor& positions, int64_t head_size, double theta, at::ScalarType dtype) {
   const at::Tensor exponents = at::arange(0, head_size, 2, at::kFloat) / static_cast<double>(head_size);
   const at::Tensor frequencies = at::pow(at::scalar_tensor(theta, at::kFloat), exponents).reciprocal();
   return at::outer(positions.to(at::kFloat), frequencies).to(dtype);
 }
 
-// cos and sin, of each element by itself: LibTorch's vectors and their tails may differ.
-at::Tensor each(const at::Tensor& x, double (*f)(double)) {
-  at::Tensor y = x.to(at::kDouble).clone(at::MemoryFormat::Contiguous);
-  double* values = y.mutable_data_ptr<double>();
-  for (int64_t i = 0; i < y.numel(); ++i) values[i] = f(values[i]);
-  return y;
+struct Turn {
+  at::Tensor cosine, sine;  // [T, head / 2]
+};
+
+Turn turn_of(const at::Tensor& positions, int64_t head_size, double theta, at::ScalarType dtype) {
+  const at::Tensor turn = angles(positions, head_size, theta, dtype);
+  return {turn.cos(), turn.sin()};
+}
+
+// Each by itself, in float64 and with the C library: LibTorch's vectors and their tails may differ.
+Turn canonical_turn_of(const at::Tensor& positions, int64_t head_size, double theta) {
+  const int64_t half = head_size / 2;
+  Turn turn{at::empty({positions.numel(), half}, at::kDouble), at::empty({positions.numel(), half}, at::kDouble)};
+  for (int64_t i = 0; i < positions.numel() * half; ++i) {
+    const double exponent = static_cast<double>(2 * (i % half)) / static_cast<double>(head_size);
+    const double angle = static_cast<double>(positions.const_data_ptr<int64_t>()[i / half]) / std::pow(theta, exponent);
+    turn.cosine.mutable_data_ptr<double>()[i] = std::cos(angle);
+    turn.sine.mutable_data_ptr<double>()[i] = std::sin(angle);
+  }
+  return turn;
 }
 
 // x [B, heads, T, head]: element i turns with element i + head / 2.
-at::Tensor rotated(const at::Tensor& x, const at::Tensor& cosine, const at::Tensor& sine) {
+at::Tensor rotated(const at::Tensor& x, const Turn& turn) {
   const std::vector<at::Tensor> halves = x.chunk(2, -1);
-  return at::cat({halves[0] * cosine - halves[1] * sine, halves[1] * cosine + halves[0] * sine}, -1);
+  return at::cat({halves[0] * turn.cosine - halves[1] * turn.sine, halves[1] * turn.cosine + halves[0] * turn.sine}, -1);
 }
 
 void require_valid(const LlamaOptions& o) {
@@ -71,11 +85,10 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
   const auto heads = [&](const at::Tensor& part) {
     return part.view({batch, length, part.size(-1) / head_size_, head_size_}).transpose(1, 2);
   };
-  const at::Tensor turn = angles(positions_->forward(length), head_size_, theta_, q.scalar_type());
-  const at::Tensor cosine = is_canonical() ? each(turn, std::cos) : turn.cos();
-  const at::Tensor sine = is_canonical() ? each(turn, std::sin) : turn.sin();
-  const at::Tensor attended =
-      attend_->forward(rotated(heads(q), cosine, sine), rotated(heads(k), cosine, sine), heads(v));
+  const at::Tensor positions = positions_->forward(length);
+  const Turn turn = is_canonical() ? canonical_turn_of(positions, head_size_, theta_)
+                                   : turn_of(positions, head_size_, theta_, q.scalar_type());
+  const at::Tensor attended = attend_->forward(rotated(heads(q), turn), rotated(heads(k), turn), heads(v));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }
 
@@ -144,7 +157,8 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
                                {"model.layers.*.self_attn.q_proj", ColumnParallel{.segments = heads}},
                                {"model.layers.*.self_attn.k_proj", ColumnParallel{.segments = kv_heads}},
                                {"model.layers.*.self_attn.v_proj", ColumnParallel{.segments = kv_heads}},
-                               {"model.layers.*.self_attn.attend", CutDropout{1, {{options.heads, together}}}},
+                               {"model.layers.*.self_attn.attend", CutAttention{{{options.heads, together}},
+                                                                                {{options.kv_heads, 1, /*copied=*/true}}}},
                                {"model.layers.*.self_attn.o_proj", RowParallel{.segments = heads}},
                                {"model.layers.*.mlp.gate_proj", ColumnParallel{}},
                                {"model.layers.*.mlp.up_proj", ColumnParallel{}},

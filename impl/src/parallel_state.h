@@ -38,6 +38,7 @@ class ParallelState {
   void saw_sequence(int64_t length) { sequence_length_ = length; }
 
   bool canonical = false;  // the module computes with canonical arithmetic
+  bool sums_copied_keys = false;  // an Attention sums the gradients of key heads that are held in copies
   std::vector<std::pair<std::string, at::Tensor>> named;  // every parameter of the module, by its first name
   ParallelAttachments attached;
   void enter_sequentials(torch::nn::Module& root) { sequential_ = std::make_unique<SequentialEntries>(root); }

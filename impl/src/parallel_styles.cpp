@@ -6,6 +6,7 @@
 
 #include "exact_collectives.h"
 #include "parallel_state.h"
+#include "shardproof/attention.h"
 #include "shardproof/canonical.h"
 #include "shardproof/check.h"
 #include "shardproof/collective_ops.h"
@@ -90,12 +91,6 @@ class Column final : public StyleHooks {
     SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': outputs of several segments cannot be gathered into one", name);
     require_granules_everywhere(*owner, name, style_.segments);
-    const TensorCut rows{0, style_.segments};
-    const bool copied = !rows.segments.empty() && rows.copies(owner->parts()) > 1;
-    SHARD_REQUIRE(!owner->canonical || !copied, "canonical",
-                  "module '{}': there are fewer key-value heads than the {} ranks along {}, so that each rank would round "
-                  "gradients of some of a head's queries. Use fewer ranks or more heads",
-                  name, owner->parts(), owner->axis());
     cut_parameter(*owner, linear_.weight, {0, style_.segments});
     if (linear_.bias.defined()) cut_parameter(*owner, linear_.bias, {0, style_.segments});
   }
@@ -248,6 +243,42 @@ class CutDropoutHooks final : public StyleHooks {
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
 };
 
+// The ranks that hold copies of a key head.
+class CopiesAlong final : public CopiedKeys {
+ public:
+  explicit CopiesAlong(Comm& group) : group_(group.shared()) {}
+  std::pair<at::Tensor, at::Tensor> summing(const at::Tensor& k, const at::Tensor& v, const std::string& name) const override {
+    return exact::sum_to_first(k, v, *group_, name);
+  }
+
+ private:
+  std::shared_ptr<Comm> group_;
+};
+
+class CutAttentionHooks final : public StyleHooks {
+ public:
+  CutAttentionHooks(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module,
+                    const CutAttention& style)
+      : StyleHooks(owner) {
+    auto* attention = dynamic_cast<AttentionImpl*>(&module);
+    SHARD_REQUIRE(attention, "tensor_parallel", "style CutAttention needs an Attention, and module '{}' is {}", name,
+                  module.name());
+    const auto require_valid = [&](const std::vector<CutSegment>& segments, const char* what) {
+      int64_t length = 0;
+      for (const CutSegment& segment : segments) length += segment.length;
+      validate({0, segments}, {length}, owner->parts(), fmt::format("{} of module '{}'", what, name));
+    };
+    require_valid(style.heads, "heads");
+    require_valid(style.kv_heads, "kv_heads");
+    attention->tensor_placement = std::make_shared<CutPlacement>(owner, CutDropout{1, style.heads});
+    const int64_t copies = TensorCut{0, style.kv_heads}.copies(owner->parts());
+    if (!owner->canonical || copies == 1) return;
+    attention->copied_keys = std::make_shared<CopiesAlong>(owner->comms().within(owner->axis(), copies));
+    owner->sums_copied_keys = true;
+  }
+  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
+};
+
 class Sequence final : public StyleHooks {
  public:
   Sequence(const std::shared_ptr<ParallelState>& owner, torch::nn::Module& module) : StyleHooks(owner) {
@@ -298,6 +329,9 @@ std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& sta
     std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state, name); }
     std::shared_ptr<StyleHooks> operator()(const CutDropout& s) {
       return std::make_shared<CutDropoutHooks>(state, name, module, s);
+    }
+    std::shared_ptr<StyleHooks> operator()(const CutAttention& s) {
+      return std::make_shared<CutAttentionHooks>(state, name, module, s);
     }
   };
   return std::visit(Make{state, name, module}, style);

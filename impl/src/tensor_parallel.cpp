@@ -35,6 +35,17 @@ void require_styles_everywhere(const torch::nn::Module& root, const std::set<std
   }
 }
 
+// The rows of a head that is held in copies get gradients from the queries of every copy. Rounded by each copy for itself, they
+// would depend on how many there are.
+void require_sums_of_copies(const ParallelState& state) {
+  if (!state.canonical || state.sums_copied_keys) return;
+  for (const ParallelParameter& parameter : state.parameters())
+    SHARD_REQUIRE(!parameter.cut || parameter.cut->copies(state.parts()) == 1, "canonical",
+                  "{}: there are fewer key-value heads than the {} ranks along {}, and no Attention knows: each copy would "
+                  "round gradients of its own queries. Give the Attention the style CutAttention, or use fewer ranks",
+                  parameter.name, state.parts(), state.axis());
+}
+
 // Of parameters that no style cuts, too, and of buffers: they are whole on every rank, and must be the same.
 void take_values_of_rank_0(const ParallelState& state, const torch::nn::Module& module) {
   const at::NoGradGuard no_grad;
@@ -90,6 +101,7 @@ TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::share
   for (size_t i = 0; i < used.size(); ++i)
     SHARD_REQUIRE(used[i], "tensor_parallel", "pattern '{}' fits no module of {}", plan.styles[i].first, module->name());
   if (plan.sequence_dim && state->parts() > 1) require_styles_everywhere(*module, styled);
+  require_sums_of_copies(*state);
   state->enter_sequentials(*module);
   return TensorParallel(std::move(state));
 }

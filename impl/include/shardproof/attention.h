@@ -8,6 +8,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "shardproof/canonical.h"
 #include "shardproof/dropout.h"
@@ -30,7 +33,7 @@ class SequenceRule {
                             const std::optional<AttentionDropout>& dropout) = 0;
   // With canonical arithmetic; `name` is for messages.
   virtual at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                                        const std::string& name) = 0;
+                                        const std::optional<AttentionDropout>& dropout, const std::string& name) = 0;
   // What whoever relies on the rule holds, so that it lives; null where nothing says how long it does.
   virtual std::shared_ptr<void> held() { return {}; }
 };
@@ -43,6 +46,16 @@ class SequencePart : public Placed {
   ~SequencePart() = default;
 };
 
+// Key heads that other ranks hold copies of, each for queries of its own. Given by `parallelize`.
+class CopiedKeys {
+ public:
+  virtual ~CopiedKeys() = default;
+  // k and v as they are. Their gradients are summed exactly over the copies; the first copy's rank gets the sum, the others
+  // zeros: so what comes before is computed from the whole gradient once, whatever the number of copies. `name`: for messages.
+  virtual std::pair<at::Tensor, at::Tensor> summing(const at::Tensor& k, const at::Tensor& v,
+                                                    const std::string& name) const = 0;
+};
+
 // forward(length) -> int64 [length], ascending: for position embeddings, learned or rotary.
 class PositionsImpl : public torch::nn::Module, public SequencePart {
  public:
@@ -52,14 +65,19 @@ TORCH_MODULE(Positions);
 
 // Scaled dot-product attention: q [B, heads, T, head], k and v [B, kv_heads, T, head], where heads are a multiple of kv_heads
 // and a key head serves neighbouring query heads -> [B, heads, T, head]. Dropout is of the probabilities. Where tensor
-// parallelism cuts the heads and there is dropout, its style is CutDropout{1, ..} in heads; it is then to be entered by
-// `forward`, not by `call`.
+// parallelism cuts the heads its style is CutAttention, or with as many key heads as query heads CutDropout{1, ..}, in heads;
+// it is then to be entered by `forward`, not by `call`.
 class AttentionImpl : public torch::nn::Module, public SequencePart, public CanonicalPart {
  public:
   explicit AttentionImpl(bool causal = true, double dropout = 0) : causal_(causal), dropout_(dropout) {}
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
+  std::shared_ptr<const CopiedKeys> copied_keys;  // null: none, or arithmetic is not canonical
+
  private:
+  at::Tensor canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const std::optional<AttentionDropout>& dropout);
+
   bool causal_;
   double dropout_;
 };

@@ -3,7 +3,7 @@
 //   Gpt model(options);
 //   use_canonical_arithmetic(*model);                                 // first
 //   TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
-//   ContextParallel context = context_parallel(model.ptr(), comms, {.attention = ContextAttention::gathered});
+//   ContextParallel context = context_parallel(model.ptr(), comms);
 //   Sharded sharded = fully_shard(model.ptr(), comms, {.precision = {.main = at::kFloat, .compute = at::kDouble},
 //                                                      .numerics = Numerics::canonical, .gradient_divide = 1});
 //   loss = canonical_ops::cross_entropy(call(model, tokens), targets, options.vocab, &comms->along({"tp"}));
@@ -39,7 +39,7 @@ class CanonicalPart {
   std::string canonical_name_;  // for messages
 };
 
-// Switches the module and all below it. Throws Error, naming it, when one has parameters and is no CanonicalPart, or drops out.
+// Switches the module and all below it. Throws Error, naming it, when one has parameters and is no CanonicalPart.
 void use_canonical_arithmetic(torch::nn::Module& root);
 // Whether anything below the module was switched.
 bool uses_canonical_arithmetic(const torch::nn::Module& root);
@@ -54,6 +54,9 @@ at::Tensor tanh(const at::Tensor& x);
 at::Tensor gelu(const at::Tensor& x);  // of the erf form
 at::Tensor silu(const at::Tensor& x);
 
+// x times the mask, of equal sizes, rounded: see dropout_mask.
+at::Tensor dropout(const at::Tensor& x, const at::Tensor& mask);
+
 // x [.., in], weight [out, in], bias [out] or undefined.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const std::string& name);
 // x [.., n] + bias of the sizes of x's last dims; rounded.
@@ -65,9 +68,9 @@ at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
                       const std::string& name);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, const std::string& name);
 // q [B, heads, Tq, head] at those positions, k and v [B, kv_heads, T, head] of all positions. A causal query sees no key beyond
-// its position.
+// its position. `mask`: of dropout, [B, heads, Tq, T], which multiplies the probabilities; undefined for none.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& positions,
-                     bool causal, const std::string& name);
+                     bool causal, const std::string& name, const at::Tensor& mask = {});
 // The sum over the targets that are not -100 of the cross entropy of logits [.., own entries], of `entries` in all, which are
 // cut evenly over the group; null: they are whole. Collective.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, Comm* group = nullptr);

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 
 #include "shardproof/attention.h"
 #include "shardproof/comm.h"
@@ -26,9 +27,14 @@ at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
                           const std::optional<AttentionDropout>& dropout, Comm& group);
 
-// The first one with canonical arithmetic: gradients of keys and values are summed exactly. `name` is for messages.
+// Both with canonical arithmetic: sums over keys, and those of gradients over queries, are exact, so both give the same bits.
+// The ring goes round twice in the forward, the first time for the largest score of every query. `name` is for messages.
 at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
-                                        bool causal, const std::string& name, Comm& group);
+                                        bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
+                                        Comm& group);
+at::Tensor canonical_ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
+                                    bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
+                                    Comm& group);
 
 // x whole along dim -> the rank's positions, ascending.
 at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut, int64_t rank);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "shardproof/canonical.h"
 #include "shardproof/random.h"
 
 namespace shardproof {
@@ -34,7 +35,7 @@ class Placed {
 
 // [batch, ..] -> the same. Without parameters. Where tensor parallelism cuts its input along the sequence, its style is
 // SequenceParallel, elsewhere CutDropout.
-class DropoutImpl : public torch::nn::Module, public Placed {
+class DropoutImpl : public torch::nn::Module, public Placed, public CanonicalPart {
  public:
   explicit DropoutImpl(double probability) : probability_(probability) {}
   at::Tensor forward(at::Tensor x);

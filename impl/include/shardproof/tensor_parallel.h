@@ -58,8 +58,15 @@ struct CutDropout {
   std::vector<CutSegment> segments;
 };
 
-using ParallelStyle =
-    std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, ScatterOutput, ColumnInput, CutDropout>;
+// For an Attention whose heads are the outputs of ColumnParallel layers, both counted in heads. `heads` are the queries' ones:
+// dropout as CutDropout{1, heads}. `kv_heads` are the key heads that ranks may hold in copies: with canonical arithmetic their
+// gradients are summed over the copies before anything rounds them, and without this style copies are refused there.
+struct CutAttention {
+  std::vector<CutSegment> heads, kv_heads;
+};
+
+using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, ScatterOutput, ColumnInput,
+                                   CutDropout, CutAttention>;
 
 struct ParallelPlan {
   // Pattern of module names (see name_matches) -> style; the first that fits counts. A pattern that fits no module is an error.

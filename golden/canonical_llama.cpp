@@ -1,0 +1,111 @@
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "golden/canonical_models.h"
+#include "golden/canonical_store.h"
+
+namespace golden {
+namespace {
+
+using namespace exact;
+
+constexpr double kTheta = 10000;
+
+// Element i of a head turns with element i + width / 2, forwards or back.
+Matrix turned(const Matrix& x, int64_t width, int64_t length, bool back) {
+  Matrix y(x.rows, x.columns);
+  const int64_t half = width / 2;
+  for (int64_t row = 0; row < x.rows; ++row)
+    for (int64_t first = 0; first < x.columns; first += width)
+      for (int64_t i = 0; i < half; ++i) {
+        const double power = std::pow(kTheta, static_cast<double>(2 * i) / static_cast<double>(width));
+        const double angle = static_cast<double>(row % length) / power;
+        const double cosine = std::cos(angle), sine = back ? -std::sin(angle) : std::sin(angle);
+        const double a = x.at(row, first + i), b = x.at(row, first + half + i);
+        y.at(row, first + i) = a * cosine - b * sine;
+        y.at(row, first + half + i) = b * cosine + a * sine;
+      }
+  return y;
+}
+
+// Element by element, not rounded.
+Matrix product(const Matrix& a, const Matrix& b) {
+  Matrix result = a;
+  for (size_t i = 0; i < result.values.size(); ++i) result.values[i] *= b.values[i];
+  return result;
+}
+
+class Layer {
+ public:
+  Layer(const Llama& llama, Store& store, int64_t index)
+      : llama_(llama), store_(store), name_(fmt::format("model.layers.{}.", index)), width_(llama.hidden / llama.heads) {}
+
+  Matrix forward(const Matrix& x, const Tokens& tokens, Dropout& dropout) {
+    x_ = x;
+    length_ = tokens.length;
+    normed_ = store_.rms_norm(name_ + "input_layernorm", x);
+    const Matrix q = turned(attention_linear("q_proj", normed_), width_, length_, /*back=*/false);
+    const Matrix k = turned(attention_linear("k_proj", normed_), width_, length_, /*back=*/false);
+    attention_ = BatchAttention(tokens, {q, k, attention_linear("v_proj", normed_), llama_.heads, llama_.kv_heads,
+                                         dropout.mask(tokens.samples * llama_.heads * length_ * length_)});
+    mixed_ = attention_.forward();
+    middle_ = x + attention_linear("o_proj", mixed_);
+    normed_again_ = store_.rms_norm(name_ + "post_attention_layernorm", middle_);
+    gate_ = store_.linear(name_ + "mlp.gate_proj", normed_again_);
+    up_ = store_.linear(name_ + "mlp.up_proj", normed_again_);
+    return middle_ + store_.linear(name_ + "mlp.down_proj", product(curve(gate_, Curve::silu), up_));
+  }
+
+  Matrix backward(const Matrix& dy) {
+    const Matrix gated = curve(gate_, Curve::silu);
+    const Matrix d_product = store_.linear_backward(name_ + "mlp.down_proj", product(gated, up_), dy);
+    const Matrix d_gate = curve_backward(gate_, product(d_product, up_), Curve::silu);
+    const Matrix d_normed = store_.linear_backward(name_ + "mlp.gate_proj", normed_again_, d_gate) +
+                            store_.linear_backward(name_ + "mlp.up_proj", normed_again_, product(d_product, gated));
+    const Matrix d_middle = dy + store_.rms_norm_backward(name_ + "post_attention_layernorm", middle_, d_normed);
+    const AttentionGradients g = attention_.backward(attention_backward("o_proj", mixed_, d_middle));
+    const Matrix of_q = attention_backward("q_proj", normed_, turned(g.q, width_, length_, /*back=*/true));
+    const Matrix of_k = attention_backward("k_proj", normed_, turned(g.k, width_, length_, /*back=*/true));
+    const Matrix of_v = attention_backward("v_proj", normed_, g.v);
+    return d_middle + store_.rms_norm_backward(name_ + "input_layernorm", x_, of_q + (of_k + of_v));
+  }
+
+ private:
+  Matrix attention_linear(const char* name, const Matrix& x) const { return store_.linear(name_ + "self_attn." + name, x); }
+  Matrix attention_backward(const char* name, const Matrix& x, const Matrix& dy) {
+    return store_.linear_backward(name_ + "self_attn." + name, x, dy);
+  }
+
+  const Llama& llama_;
+  Store& store_;
+  std::string name_;
+  int64_t width_, length_ = 0;
+  Matrix x_, normed_, mixed_, middle_, normed_again_, gate_, up_;
+  BatchAttention attention_;
+};
+
+}  // namespace
+
+double canonical_llama_pass(const Llama& llama, Store& store, const Microbatch& data) {
+  const Tokens tokens(data);
+  Dropout dropout(data.dropout_seed, llama.dropout);
+  const std::string embedding = "model.embed_tokens.weight", head = llama.tied ? embedding : "lm_head.weight";
+  Matrix x(std::ssize(tokens.words), llama.hidden);
+  for (int64_t i = 0; i < x.rows; ++i)
+    for (int64_t j = 0; j < llama.hidden; ++j)
+      x.at(i, j) = rounded(store[embedding].at(tokens.words[static_cast<size_t>(i)], j));
+  std::vector<Layer> layers;
+  for (int64_t l = 0; l < llama.layers; ++l) x = layers.emplace_back(llama, store, l).forward(x, tokens, dropout);
+  const Matrix normed = store.rms_norm("model.norm", x);
+  Matrix logits = linear(normed, store[head], {});
+  const double loss = token_loss(logits, tokens.targets, data.weight);
+  const LinearGradients g = linear_backward(normed, store[head], logits);
+  store.add(head, g.weight);
+  Matrix d = store.rms_norm_backward("model.norm", x, g.x);
+  for (int64_t l = llama.layers; l-- > 0;) d = layers[static_cast<size_t>(l)].backward(d);
+  store.embedding_backward(embedding, tokens.words, d);
+  return loss;
+}
+
+}  // namespace golden

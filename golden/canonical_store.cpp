@@ -1,0 +1,143 @@
+#include "golden/canonical_store.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace golden::exact {
+namespace {
+
+std::vector<int64_t> values_of(const at::Tensor& tensor) {
+  const at::Tensor whole = tensor.contiguous();
+  return {whole.const_data_ptr<int64_t>(), whole.const_data_ptr<int64_t>() + whole.numel()};
+}
+
+Matrix rows_of(const Matrix& m, int64_t begin, int64_t count) {
+  Matrix result(count, m.columns);
+  std::copy_n(m.values.begin() + begin * m.columns, result.values.size(), result.values.begin());
+  return result;
+}
+
+void append(Matrix& whole, const Matrix& rows) {
+  whole.rows += rows.rows;
+  whole.columns = rows.columns;
+  whole.values.insert(whole.values.end(), rows.values.begin(), rows.values.end());
+}
+
+}  // namespace
+
+Matrix matrix(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.to(at::kDouble).contiguous();
+  const int64_t columns = values.dim() > 0 ? values.size(-1) : 1;
+  Matrix m(columns > 0 ? values.numel() / columns : 0, columns);
+  std::copy_n(values.const_data_ptr<double>(), values.numel(), m.values.begin());
+  return m;
+}
+
+Store::Store(const Named& parameters) {
+  for (const auto& [name, value] : parameters) parameters_[name] = matrix(value), sizes_[name] = value.sizes().vec();
+}
+
+void Store::add(const std::string& name, const Matrix& gradient) {
+  Matrix& known = gradients_[name];
+  known = known.rows > 0 ? known + gradient : gradient;
+}
+
+std::map<std::string, at::Tensor> Store::gradients() const {
+  std::map<std::string, at::Tensor> result;
+  for (const auto& [name, sizes] : sizes_) {
+    at::Tensor tensor = at::zeros(sizes, at::kDouble);
+    const auto found = gradients_.find(name);
+    if (found != gradients_.end())
+      std::copy(found->second.values.begin(), found->second.values.end(), tensor.mutable_data_ptr<double>());
+    result[name] = tensor;
+  }
+  return result;
+}
+
+Matrix Store::keep(const std::string& name, const LinearGradients& g) {
+  add(name + ".weight", g.weight);
+  if (has(name + ".bias")) add(name + ".bias", g.bias);
+  return g.x;
+}
+
+Matrix Store::linear(const std::string& name, const Matrix& x) const {
+  return exact::linear(x, parameters_.at(name + ".weight"), has(name + ".bias") ? parameters_.at(name + ".bias") : Matrix());
+}
+Matrix Store::linear_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
+  return keep(name, exact::linear_backward(x, parameters_.at(name + ".weight"), dy));
+}
+Matrix Store::layer_norm(const std::string& name, const Matrix& x) const {
+  return exact::layer_norm(x, parameters_.at(name + ".weight"), parameters_.at(name + ".bias"), kNormEps);
+}
+Matrix Store::layer_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
+  return keep(name, exact::layer_norm_backward(x, parameters_.at(name + ".weight"), dy, kNormEps));
+}
+Matrix Store::rms_norm(const std::string& name, const Matrix& x) const {
+  return exact::rms_norm(x, parameters_.at(name + ".weight"), kNormEps);
+}
+Matrix Store::rms_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
+  return keep(name, exact::rms_norm_backward(x, parameters_.at(name + ".weight"), dy, kNormEps));
+}
+
+void Store::embedding_backward(const std::string& name, const std::vector<int64_t>& rows, const Matrix& dy) {
+  const Matrix& weight = parameters_.at(name);
+  std::vector<Sum> sums(weight.values.size());
+  for (int64_t i = 0; i < dy.rows; ++i)
+    for (int64_t j = 0; j < dy.columns; ++j)
+      sums[static_cast<size_t>(rows[static_cast<size_t>(i)] * dy.columns + j)].add(dy.at(i, j));
+  Matrix gradient(weight.rows, weight.columns);
+  for (size_t i = 0; i < sums.size(); ++i) gradient.values[i] = sums[i].value();
+  add(name, gradient);
+}
+
+Tokens::Tokens(const Microbatch& data)
+    : samples(data.input.size(0)), length(data.input.size(1)), words(values_of(data.input)), targets(values_of(data.target)) {}
+
+BatchAttention::BatchAttention(const Tokens& tokens, const Attention& whole) {
+  const size_t mask = whole.mask.size() / static_cast<size_t>(tokens.samples);
+  for (int64_t s = 0; s < tokens.samples; ++s) {
+    const auto own = [&](const Matrix& m) { return rows_of(m, s * tokens.length, tokens.length); };
+    const auto begin = whole.mask.begin() + static_cast<int64_t>(mask) * s;
+    samples_.push_back(
+        {own(whole.q), own(whole.k), own(whole.v), whole.heads, whole.kv_heads, {begin, begin + static_cast<int64_t>(mask)}});
+  }
+}
+
+Matrix BatchAttention::forward() const {
+  Matrix output;
+  for (const Attention& sample : samples_) append(output, attention(sample));
+  return output;
+}
+
+AttentionGradients BatchAttention::backward(const Matrix& dy) const {
+  AttentionGradients whole;
+  int64_t row = 0;
+  for (const Attention& sample : samples_) {
+    const AttentionGradients g = attention_backward(sample, rows_of(dy, row, sample.q.rows));
+    append(whole.q, g.q);
+    append(whole.k, g.k);
+    append(whole.v, g.v);
+    row += sample.q.rows;
+  }
+  return whole;
+}
+
+double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double weight) {
+  Sum loss;
+  for (int64_t i = 0; i < logits.rows; ++i) {
+    const int64_t target = targets[static_cast<size_t>(i)];
+    double most = logits.at(i, 0);
+    for (int64_t j = 1; j < logits.columns; ++j) most = std::max(most, logits.at(i, j));
+    Sum powers;
+    for (int64_t j = 0; j < logits.columns; ++j) powers.add(std::exp(logits.at(i, j) - most));
+    const double sum = powers.value();
+    loss.add(std::log(sum) - rounded(logits.at(i, target) - most));
+    for (int64_t j = 0; j < logits.columns; ++j)
+      logits.at(i, j) = rounded(weight * (std::exp(logits.at(i, j) - most) / sum - (j == target ? 1 : 0)));
+  }
+  return loss.value() * weight;
+}
+
+}  // namespace golden::exact

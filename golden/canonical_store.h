@@ -1,0 +1,69 @@
+// What the canonical models have in common: parameters and gradients by name, tokens, the loss.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "golden/canonical_attention.h"
+#include "golden/canonical_math.h"
+#include "golden/dropout.h"
+#include "golden/golden.h"
+
+namespace golden::exact {
+
+constexpr double kNormEps = 1e-5;
+
+Matrix matrix(const at::Tensor& tensor);
+
+// Parameters and the gradients that were found, by name.
+class Store {
+ public:
+  explicit Store(const Named& parameters);
+  bool has(const std::string& name) const { return parameters_.contains(name); }
+  const Matrix& operator[](const std::string& name) const { return parameters_.at(name); }
+  void add(const std::string& name, const Matrix& gradient);
+  std::map<std::string, at::Tensor> gradients() const;
+
+  // Of the module `name`, with a bias if it has one; backwards add the gradients of its parameters and give the input's.
+  Matrix linear(const std::string& name, const Matrix& x) const;
+  Matrix linear_backward(const std::string& name, const Matrix& x, const Matrix& dy);
+  Matrix layer_norm(const std::string& name, const Matrix& x) const;
+  Matrix layer_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy);
+  Matrix rms_norm(const std::string& name, const Matrix& x) const;
+  Matrix rms_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy);
+  // Of rows that were looked up in an embedding.
+  void embedding_backward(const std::string& name, const std::vector<int64_t>& rows, const Matrix& dy);
+
+ private:
+  Matrix keep(const std::string& name, const LinearGradients& g);
+
+  std::map<std::string, Matrix> parameters_, gradients_;
+  std::map<std::string, std::vector<int64_t>> sizes_;
+};
+
+// Rows [samples * length, ..], sample by sample.
+struct Tokens {
+  int64_t samples, length;
+  std::vector<int64_t> words, targets;
+  explicit Tokens(const Microbatch& data);
+};
+
+// The attention of every sample of a batch. `mask` is [samples, heads, length, length], or empty.
+class BatchAttention {
+ public:
+  BatchAttention() = default;
+  BatchAttention(const Tokens& tokens, const Attention& whole);
+  Matrix forward() const;
+  AttentionGradients backward(const Matrix& dy) const;
+
+ private:
+  std::vector<Attention> samples_;
+};
+
+// The loss, and its weighted gradient in place of the logits.
+double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double weight);
+
+}  // namespace golden::exact

@@ -1,0 +1,57 @@
+// Attention around a ring with canonical arithmetic. Keys go round once for every query's largest score, then keys and values
+// for the sums over them, which are exact, so that it does not matter who begins; in the backward keys, values and the sums of
+// their gradients go round together, and the sums one step further, home.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "canonical_blocks.h"
+#include "shardproof/attention.h"
+#include "shardproof/comm.h"
+#include "shardproof/context_cut.h"
+
+namespace shardproof {
+
+class ExactRing : public torch::CustomClassHolder {
+ public:
+  ExactRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, std::string name, Comm& group);
+
+  struct Kept {
+    at::Tensor q, k, v, output;
+    at::Tensor most, divisor;  // of each query: its largest score, the sum of its powers
+  };
+  // Collective; as are backwards.
+  Kept forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;
+
+  struct Gradients {
+    at::Tensor q, k, v;
+  };
+  Gradients backward(const Kept& kept, const at::Tensor& output_gradient) const;
+
+ private:
+  struct Block {
+    std::vector<int64_t> keys;  // positions
+    at::Tensor mask;
+  };
+  Block block(int64_t source, bool with_mask) const;
+  canonical_blocks::Places places(const Block& block) const { return {own_, block.keys, causal_}; }
+  // f(what came from the rank `source`, source), first with this rank's own. Tensors are cut along dim -2.
+  template <class F>
+  void go_round(at::Tensor mine, const F& f) const;
+
+  ContextCut cut_;
+  bool causal_;
+  std::optional<AttentionDropout> dropout_;
+  std::string name_;
+  std::shared_ptr<Comm> kept_;  // by a graph, until the backward
+  Comm& group_;
+  std::vector<int64_t> own_;  // this rank's positions
+};
+
+}  // namespace shardproof
