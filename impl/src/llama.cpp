@@ -72,8 +72,8 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
     return part.view({batch, length, part.size(-1) / head_size_, head_size_}).transpose(1, 2);
   };
   const at::Tensor turn = angles(positions_->forward(length), head_size_, theta_, q.scalar_type());
-  const at::Tensor cosine = is_canonical() ? each(turn, std::cos) : turn.cos();
-  const at::Tensor sine = is_canonical() ? each(turn, std::sin) : turn.sin();
+  const at::Tensor cosine = (is_canonical() ? each(turn, std::cos) : turn.cos()).to(q.device());
+  const at::Tensor sine = (is_canonical() ? each(turn, std::sin) : turn.sin()).to(q.device());
   const at::Tensor attended =
       attend_->forward(rotated(heads(q), cosine, sine), rotated(heads(k), cosine, sine), heads(v));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
