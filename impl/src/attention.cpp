@@ -34,7 +34,8 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
   at::Tensor probabilities = at::softmax(scores, -1);
   if (dropout)
     probabilities = probabilities * dropout_mask(dropout->site, {dropout->samples, dropout->heads, q_positions, k_positions},
-                                                 probabilities.scalar_type());
+                                                 probabilities.scalar_type())
+                                        .to(probabilities.device());
   return at::matmul(probabilities, values);
 }
 
@@ -51,7 +52,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& q, const at::Tensor& k, cons
   if (rule) return rule->attend(q, k, v, causal_, dropout);
   if (!dropout) return at::scaled_dot_product_attention(q, repeated(k, q.size(1)), repeated(v, q.size(1)), {}, 0.0, causal_);
   const DimRows positions = whole_rows(q.size(2));
-  return masked_attention(q, k, v, causal_ ? causal_mask(q.size(2)) : at::Tensor(), dropout, positions, positions);
+  return masked_attention(q, k, v, causal_ ? causal_mask(q.size(2)).to(q.device()) : at::Tensor(), dropout, positions, positions);
 }
 
 at::Tensor AttentionImpl::canonically(const at::Tensor& q, const at::Tensor& given_k, const at::Tensor& given_v,

@@ -22,7 +22,7 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
       parts_(views_.size()) {
   at::NoGradGuard no_grad;
   allocate_parameters();
-  main_ = rules_.main == rules_.compute ? state_part_of_parameter()
+  main_ = rules_.main == rules_.compute ? own_part()
                                         : memory_->allocate(MemoryKind::parameter, layout_.state().size(), rules_.main);
   if (views_.at(0).is_meta()) {
     fill_from_initializer(initialize);
@@ -32,7 +32,7 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
   if (frees_compute())
     for (const Slot& slot : layout_.slots())
       unreadable_.push_back(unreadable(
-          slot.shape, rules_.compute,
+          slot.shape, rules_.compute, memory_->device(),
           fmt::format(
               "[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: enter the unit "
               "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
@@ -40,10 +40,15 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
   point_parameters_at(frees_compute() ? unreadable_ : readable_);
 }
 
+at::TensorOptions Bucket::options(at::ScalarType dtype) const { return at::TensorOptions(dtype).device(memory_->device()); }
+
 void Bucket::allocate_parameters() {
   const LocalView& own = layout_.parameter();
   if (side_by_side()) {
     Comm& group = comms_->along(layout_.unshard().axes);
+    SHARD_REQUIRE(memory_->device().is_cpu(), "fully_shard",
+                  "Gather::side_by_side: memory that ranks share is the CPU's, and parameters are on {}. Use Gather::copied",
+                  memory_->device().str());
     const at::Tensor memory = group.shared_memory(compute_bytes());
     SHARD_REQUIRE(memory.defined(), "fully_shard",
                   "Gather::side_by_side: the ranks of '{}' have no memory in common. Use Gather::copied", group.name());
@@ -51,7 +56,7 @@ void Bucket::allocate_parameters() {
     compute_ = memory_->adopt(MemoryKind::parameter, memory.view(rules_.compute), bytes);
     parameter_ = compute_.narrow(0, own.interval.begin, own.size());
   } else {
-    compute_ = without_memory(layout_.numel(), rules_.compute);
+    compute_ = without_memory(layout_.numel(), rules_.compute, memory_->device());
   }
   for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
   if (side_by_side()) return;
@@ -62,7 +67,7 @@ void Bucket::allocate_parameters() {
 
 // In the main dtype, whole for a moment.
 void Bucket::fill_from_values() {
-  at::Tensor whole = at::zeros({layout_.numel()}, rules_.main);
+  at::Tensor whole = at::zeros({layout_.numel()}, options(rules_.main));
   for (size_t i = 0; i < views_.size(); ++i) {
     const Slot& slot = layout_.slots()[i];
     whole.narrow(0, slot.offset, slot.numel).view(slot.shape).copy_(views_[i]);
@@ -89,14 +94,14 @@ void Bucket::fill_from_initializer(const Initializer& initialize) {
   };
   fill(layout_.parameter(), parameter_);
   if (rules_.main != rules_.compute) fill(layout_.state(), main_);
-  for (const at::Tensor& view : views_) materialize(view);
+  for (const at::Tensor& view : views_) materialize(view, memory_->device());
 }
 
 void Bucket::point_parameters_at(const std::vector<at::Tensor>& data) {
   for (size_t i = 0; i < views_.size(); ++i) views_[i].set_data(data[i]);
 }
 
-at::Tensor Bucket::state_part_of_parameter() const {
+at::Tensor Bucket::own_part() const {
   const int64_t begin = layout_.state().interval.begin - layout_.parameter().interval.begin;
   return parameter_.narrow(0, begin, layout_.state().size());
 }
@@ -216,7 +221,8 @@ void Bucket::take(int64_t index, const at::Tensor& gradient) {
 
 void Bucket::fill_missing() {
   for (size_t i = 0; i < views_.size(); ++i)
-    if (!arrived_[i]) add_gradient(static_cast<int64_t>(i), at::zeros({layout_.slots()[i].numel}, rules_.compute), false);
+    if (!arrived_[i])
+      add_gradient(static_cast<int64_t>(i), at::zeros({layout_.slots()[i].numel}, options(rules_.compute)), false);
 }
 
 void Bucket::start_reduce(bool last, const std::string& where) {
@@ -301,11 +307,11 @@ void Bucket::zero_gradients() {
   parts_.assign(parts_.size(), at::Tensor());
 }
 
-void Bucket::publish() {
+void Bucket::publish(bool rounded) {
   const CallLabel label(label_);
   at::NoGradGuard no_grad;
-  const at::Tensor updated = state_part_of_parameter();
-  if (rules_.main != rules_.compute) updated.copy_(main_);
+  const at::Tensor updated = own_part();
+  if (rules_.main != rules_.compute && !rounded) updated.copy_(main_);
   check_padding(layout_.state(), updated, "parameter");
   if (layout_.publish().step == Step::all_gather) comms_->along(layout_.publish().axes).all_gather(parameter_, updated).wait();
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.

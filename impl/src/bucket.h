@@ -107,14 +107,16 @@ class Bucket {
   const at::Tensor& main() const { return main_; }
 
   void zero_gradients();
-  // After main() was written: brings `parameter` up to date on every rank.
-  void publish();
+  // What main() is in the compute dtype, in the place where it rests: the state's part of `parameter`.
+  at::Tensor own_part() const;
+  // After main() was written: brings `parameter` up to date on every rank. `rounded`: own_part() is up to date already.
+  void publish(bool rounded = false);
 
  private:
+  at::TensorOptions options(at::ScalarType dtype) const;  // where the bucket is
   void allocate_parameters();
   void fill_from_values();
   void fill_from_initializer(const Initializer& initialize);
-  at::Tensor state_part_of_parameter() const;
   at::ScalarType produced_dtype(bool reduces) const;
   void take(int64_t slot, const at::Tensor& gradient);
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;

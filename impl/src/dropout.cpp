@@ -17,7 +17,7 @@ std::vector<DimRows> Placed::place_of(at::IntArrayRef sizes) const {
 at::Tensor DropoutImpl::forward(at::Tensor x) {
   if (!is_training() || probability_ == 0) return x;
   const DropoutSite site = next_dropout_site(probability_);
-  const at::Tensor mask = dropout_mask(site, place_of(x.sizes()), x.scalar_type());
+  const at::Tensor mask = dropout_mask(site, place_of(x.sizes()), x.scalar_type()).to(x.device());
   return is_canonical() ? canonical_ops::dropout(x, mask) : x * mask;
 }
 

@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "shardproof/check.h"
+#include "shardproof/device.h"
 
 namespace shardproof {
 namespace {
@@ -67,16 +68,47 @@ bool combine(const at::Tensor& target, const at::Tensor& source, double magnitud
   return first_beyond(target, magnitude_max) == target.numel();
 }
 
+const std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<const std::byte*>(tensor.const_data_ptr());
+}
+
+bool has_kernel(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// On a device. What is stored as float32 is not looked at here, since nobody should wait for the answer; whoever wants to know
+// asks first_beyond when all of it is there. Hence false.
+bool combine_on(const DeviceMath& math, const at::Tensor& target, const at::Tensor& source, double magnitude_max, bool add,
+                void (*otherwise)(const at::Tensor&, const at::Tensor&)) {
+  if (target.numel() == 0) return true;
+  if (target.scalar_type() == at::kLong)
+    return math.store_fixed(target.mutable_data_ptr<int64_t>(), element_type(source.scalar_type()), bytes_of(source),
+                            target.numel(), add, kFixedPointUnit, std::min(magnitude_max, kFixedPointMax), kFixedPointMax);
+  if (target.scalar_type() == at::kFloat && has_kernel(source.scalar_type()))
+    math.store(target.mutable_data_ptr<float>(), element_type(source.scalar_type()), bytes_of(source), target.numel(), add);
+  else
+    otherwise(target, source);
+  return false;
+}
+
+double rounded_limit(at::ScalarType dtype, double magnitude_max) {
+  if (dtype == at::kLong) return std::min(magnitude_max, kFixedPointMax) / kFixedPointUnit;
+  return dtype == at::kFloat ? std::bit_cast<float>(limit_bits(magnitude_max)) : magnitude_max;
+}
+
+void copy_any(const at::Tensor& target, const at::Tensor& source) { target.copy_(source); }
+void add_any(const at::Tensor& target, const at::Tensor& source) { target.add_(source.to(target.scalar_type())); }
+
 }  // namespace
 
 bool copy_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max) {
-  return combine(target, source, magnitude_max, [](auto, auto s) { return s; },
-                 [](const at::Tensor& t, const at::Tensor& s) { t.copy_(s); });
+  if (const DeviceMath* math = device_math(target)) return combine_on(*math, target, source, magnitude_max, false, &copy_any);
+  return combine(target, source, magnitude_max, [](auto, auto s) { return s; }, &copy_any);
 }
 
 bool add_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max) {
-  return combine(target, source, magnitude_max, [](auto t, auto s) { return t + s; },
-                 [](const at::Tensor& t, const at::Tensor& s) { t.add_(s.to(t.scalar_type())); });
+  if (const DeviceMath* math = device_math(target)) return combine_on(*math, target, source, magnitude_max, true, &add_any);
+  return combine(target, source, magnitude_max, [](auto t, auto s) { return t + s; }, &add_any);
 }
 
 void divide_by(const at::Tensor& values, double divisor) {
@@ -87,6 +119,7 @@ void divide_by(const at::Tensor& values, double divisor) {
   float* data = values.mutable_data_ptr<float>();
   const auto by = static_cast<float>(divisor);
   const int64_t count = values.numel();
+  if (const DeviceMath* math = device_math(values)) return math->divide(data, count, by);
   for (int64_t i = 0; i < count; ++i) data[i] /= by;
 }
 
@@ -98,11 +131,15 @@ void scale_by(const at::Tensor& values, double factor) {
   float* data = values.mutable_data_ptr<float>();
   const auto by = static_cast<float>(factor);
   const int64_t count = values.numel();
+  if (const DeviceMath* math = device_math(values)) return math->scale(data, count, by);
   for (int64_t i = 0; i < count; ++i) data[i] *= by;
 }
 
 int64_t first_beyond(const at::Tensor& values, double magnitude_max) {
   const int64_t count = values.numel();
+  if (const DeviceMath* math = device_math(values))
+    return math->first_beyond(element_type(values.scalar_type()), bytes_of(values), count,
+                              rounded_limit(values.scalar_type(), magnitude_max));
   if (values.scalar_type() == at::kFloat) {
     const float* data = values.const_data_ptr<float>();
     const uint32_t limit = limit_bits(magnitude_max);
@@ -119,6 +156,8 @@ int64_t first_beyond(const at::Tensor& values, double magnitude_max) {
 }
 
 bool all_zero(const at::Tensor& values) {
+  if (const DeviceMath* math = device_math(values))
+    return math->all_zero(element_type(values.scalar_type()), bytes_of(values), values.numel());
   if (values.scalar_type() == at::kFloat) {
     const float* data = values.const_data_ptr<float>();
     return std::all_of(data, data + values.numel(), [](float value) { return value == 0; });
@@ -134,6 +173,8 @@ void fixed_to_float(const at::Tensor& target, const at::Tensor& fixed) {
   const int64_t* from = fixed.const_data_ptr<int64_t>();
   if (target.scalar_type() == at::kFloat) {
     float* to = target.mutable_data_ptr<float>();
+    if (const DeviceMath* math = device_math(target))
+      return math->fixed_to_float(to, from, fixed.numel(), static_cast<float>(kFixedPointUnit));
     for (int64_t i = 0; i < fixed.numel(); ++i) to[i] = static_cast<float>(from[i]) * static_cast<float>(kFixedPointUnit);
     return;
   }

@@ -15,7 +15,8 @@ constexpr double kFixedPointUnit = 0x1p-44;
 constexpr double kFixedPointMax = 0x1p18;
 
 // target = source, or target += source, each element converted to the target's dtype first. Returns whether every element of
-// the result is finite and its magnitude at most the limit (of a fixed-point one: below kFixedPointMax, too).
+// the result is finite and its magnitude at most the limit (of a fixed-point one: below kFixedPointMax, too). False is certain
+// of fixed-point targets only: on a device floating-point ones may be false unseen, so that nobody waits; see first_beyond.
 bool copy_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max);
 bool add_to(const at::Tensor& target, const at::Tensor& source, double magnitude_max);
 void divide_by(const at::Tensor& values, double divisor);  // rounded to the dtype first

@@ -76,7 +76,7 @@ at::Tensor GptImpl::forward(at::Tensor tokens) {
   const at::Tensor positions = positions_->forward(tokens.size(1));  // in the whole sequence, ascending
   SHARD_REQUIRE(positions.numel() == 0 || positions[-1].item<int64_t>() < options_.positions, "gpt",
                 "a sequence reaches position {}, and there are {}", positions[-1].item<int64_t>(), options_.positions);
-  const at::Tensor found = call(wte_, tokens), placed = call(wpe_, positions);
+  const at::Tensor found = call(wte_, tokens), placed = call(wpe_, positions.to(tokens.device()));
   at::Tensor x = call(drop_, is_canonical() ? canonical_ops::add_bias(found, placed, "wpe") : found + placed);
   for (const GptBlock& block : blocks_) x = call(block, x);
   x = call(ln_f_, x);

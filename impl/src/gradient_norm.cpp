@@ -9,6 +9,7 @@
 #include "parallel_state.h"
 #include "sharded_state.h"
 #include "shardproof/check.h"
+#include "shardproof/device.h"
 
 namespace shardproof {
 namespace {
@@ -53,13 +54,23 @@ std::vector<std::string> split_axes(const Layout& layout) {
 }
 
 // Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding, nor on what
-// a lower rank along the tensor-parallel axis has as well.
+// a lower rank along the tensor-parallel axis has as well. The runs may be used as long as the tensors returned live. They are
+// in the CPU's memory, those of a device after a copy; or, where they `stay`, in its own.
+struct Visited {
+  bool stay = false;
+  bool floats = true;  // all but float64
+  bool doubles = true;
+};
 template <class Visit>
-void visit_gradients(const Schedule& schedule, Visit&& visit) {
+std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited& what, Visit&& visit) {
+  std::vector<at::Tensor> visited;
   for (const Bucket* bucket : schedule.buckets()) {
     if (!bucket->final()) continue;
     at::Tensor gradient = bucket->gradient();
+    if (gradient.scalar_type() == at::kDouble ? !what.doubles : !what.floats) continue;
     if (gradient.scalar_type() != at::kDouble) gradient = gradient.to(at::kFloat);  // exact
+    if (!what.stay) gradient = gradient.to(at::kCPU);
+    visited.push_back(gradient);
     for (const Segment& segment : bucket->layout().state().segments) {
       if (!bucket->trains(segment.slot)) continue;
       const Slot& slot = bucket->layout().slots()[segment.slot];
@@ -72,6 +83,7 @@ void visit_gradients(const Schedule& schedule, Visit&& visit) {
       }
     }
   }
+  return visited;
 }
 
 void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
@@ -80,10 +92,22 @@ void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
   for (const std::string& axis : axes) state.comms().along({axis}).all_reduce(values, op).wait();
 }
 
+// The terms that are float32, by the device's kernel; all of them, so that it is called once.
+void add_on_device(const DeviceMath& math, ShardedState& state, ExactSum::Term term, ExactSum& sum) {
+  std::vector<FlatSpan> spans;
+  const auto alive = visit_gradients(state.schedule(), {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
+    if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
+      spans.push_back({values.data(), std::ssize(values)});
+  });
+  math.exact_sum(spans, term == ExactSum::Term::square, sum.counters());
+}
+
 double exact_sum(ShardedState& state, ExactSum::Term term) {
   ExactSum sum(term);
   double doubles = 0;
-  visit_gradients(state.schedule(), [&](const Slot&, auto values) {
+  const DeviceMath* math = device_math(state.device());
+  if (math) add_on_device(*math, state, term, sum);
+  visit_gradients(state.schedule(), {.floats = !math}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
       sum.add(values);
     } else {
@@ -97,7 +121,7 @@ double exact_sum(ShardedState& state, ExactSum::Term term) {
 
 double plain_sum(ShardedState& state, ExactSum::Term term) {
   double sum = 0;
-  visit_gradients(state.schedule(), [&](const Slot&, auto values) {
+  visit_gradients(state.schedule(), {}, [&](const Slot&, auto values) {
     for (const auto value : values)
       sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
   });
@@ -108,7 +132,7 @@ double plain_sum(ShardedState& state, ExactSum::Term term) {
 double largest_magnitude(ShardedState& state) {
   double most = 0;
   bool nan = false;
-  visit_gradients(state.schedule(), [&](const Slot&, auto values) {
+  visit_gradients(state.schedule(), {}, [&](const Slot&, auto values) {
     for (const auto value : values) {
       nan |= std::isnan(value);
       most = std::max(most, std::abs(static_cast<double>(value)));
@@ -122,7 +146,7 @@ double largest_magnitude(ShardedState& state) {
 double norm_of_order(ShardedState& state, double order) {
   if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
   const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
-  const bool exact = state.options().numerics != Numerics::fast;
+  const bool exact = state.options().numerics != Numerics::fast || !state.device().is_cpu();  // there it costs no more
   const double sum = exact ? exact_sum(state, term) : plain_sum(state, term);
   return order == 1 ? sum : std::sqrt(sum);
 }
@@ -133,7 +157,7 @@ double norm_of_order(ShardedState& state, double order) {
   for (const Bucket* bucket : state.schedule().buckets())
     for (const Slot& slot : bucket->layout().slots()) slots.push_back(&slot);
   int64_t first = static_cast<int64_t>(slots.size());
-  visit_gradients(state.schedule(), [&](const Slot& slot, auto values) {
+  visit_gradients(state.schedule(), {}, [&](const Slot& slot, auto values) {
     if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
     first = std::min<int64_t>(first, std::find(slots.begin(), slots.end(), &slot) - slots.begin());
   });

@@ -22,9 +22,10 @@ struct Turn {
   at::Tensor cosine, sine;  // [T, head / 2]
 };
 
-Turn turn_of(const at::Tensor& positions, int64_t head_size, double theta, at::ScalarType dtype) {
-  const at::Tensor turn = angles(positions, head_size, theta, dtype);
-  return {turn.cos(), turn.sin()};
+// In the dtype and on the device of `like`.
+Turn turn_of(const at::Tensor& positions, int64_t head_size, double theta, const at::Tensor& like) {
+  const at::Tensor turn = angles(positions, head_size, theta, like.scalar_type());
+  return {turn.cos().to(like.device()), turn.sin().to(like.device())};
 }
 
 // Each by itself, in float64 and with the C library: LibTorch's vectors and their tails may differ.
@@ -87,7 +88,7 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
   };
   const at::Tensor positions = positions_->forward(length);
   const Turn turn = is_canonical() ? canonical_turn_of(positions, head_size_, theta_)
-                                   : turn_of(positions, head_size_, theta_, q.scalar_type());
+                                   : turn_of(positions, head_size_, theta_, q);
   const at::Tensor attended = attend_->forward(rotated(heads(q), turn), rotated(heads(k), turn), heads(v));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }

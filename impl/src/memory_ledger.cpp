@@ -1,7 +1,7 @@
 #include "memory_ledger.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/Allocator.h>
 
 #include <algorithm>
 #include <numeric>
@@ -33,7 +33,7 @@ at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), allocate_bytes(kind, bytes),
                        /*allocator=*/nullptr, /*resizable=*/false);
-  return at::empty({0}, dtype).set_(std::move(storage), 0, {numel});
+  return at::empty({0}, at::TensorOptions(dtype).device(device_)).set_(std::move(storage), 0, {numel});
 }
 
 at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes) {
@@ -54,7 +54,7 @@ c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
     memory = std::move(kept.back());
     kept.pop_back();
   } else {
-    memory = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
+    memory = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes));
   }
   void* data = memory.get();
   auto* block = new Block{shared_from_this(), std::move(memory), kind, bytes};
@@ -62,7 +62,7 @@ c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
             auto* dead = static_cast<Block*>(context);
             const std::shared_ptr<MemoryLedger> ledger = dead->ledger;
             ledger->free(dead);
-          }, at::kCPU};
+          }, device_};
 }
 
 void MemoryLedger::free(Block* block) {

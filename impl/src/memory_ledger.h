@@ -16,6 +16,9 @@ namespace shardproof {
 // Safe to use from several threads: tensors may be freed anywhere.
 class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
  public:
+  explicit MemoryLedger(c10::Device device = at::kCPU) : device_(device) {}
+  c10::Device device() const { return device_; }
+
   // 1-D, contents undefined.
   at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype);
   // The same tensor, counted as `bytes` as long as its storage lives.
@@ -36,6 +39,7 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   void count(MemoryKind kind, int64_t bytes);
   void free(Block* block);
 
+  const c10::Device device_;
   mutable std::mutex mutex_;
   MemoryUse use_;
   int64_t keep_free_ = 0;

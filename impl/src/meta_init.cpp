@@ -29,11 +29,11 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library) { library.fallback(torch::CppFuncti
 MetaInit::MetaInit() : guard_(c10::DispatchKeySet(c10::DispatchKey::DeferredInit)) {}
 MetaInit::~MetaInit() = default;
 
-void materialize(const at::Tensor& tensor) {
+void materialize(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.is_meta()) return;
-  const at::Tensor memory = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+  const at::Tensor memory = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  impl->_change_backend_component_keys(at::kCPU);
+  impl->_change_backend_component_keys(device);
   impl->set_storage_keep_dtype(memory.storage());
 }
 

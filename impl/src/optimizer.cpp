@@ -115,17 +115,20 @@ void Optimizer::step() {
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!buckets[b]->final()) continue;
     buckets[b]->begin_update();
-    update_bucket(b);
-    buckets[b]->publish();
+    const bool rounded = update_bucket(b);
+    buckets[b]->publish(rounded);
   }
   schedule.end_step(/*parameters_changed=*/true);
 }
 
-void Optimizer::update_bucket(size_t index) {
+bool Optimizer::update_bucket(size_t index) {
   const std::shared_ptr<ShardedState> state = sharded();
   Bucket& bucket = *state->schedule().buckets()[index];
   for (size_t slot = 0; slot < held_[index].size(); ++slot)
     if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;
+  const bool rounds = bucket.rules().main != bucket.rules().compute;
+  const at::Tensor own = bucket.own_part();
+  bool rounded = rounds;
   for (const Segment& segment : bucket.layout().state().segments) {
     if (!bucket.trains(segment.slot)) continue;
     allocate_state(index, segment.slot);
@@ -140,11 +143,14 @@ void Optimizer::update_bucket(size_t index) {
                         .step = held.updates,
                         .lr_factor = lr_factor_ * group.lr_factor,
                         .decay_factor = group.decay_factor};
+    if (rounds && group.rule->update_and_round(update, own.narrow(0, segment.local, segment.run.size()))) continue;
+    rounded = false;
     if (group.rule->needs_whole_parameters() && is_cut(slot))
       update_joined(*state, slot, *group.rule, update);
     else
       group.rule->update(update);
   }
+  return rounded;
 }
 
 void Optimizer::set_lr_factor(double factor) {

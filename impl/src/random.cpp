@@ -58,7 +58,7 @@ at::Tensor dropout(const at::Tensor& x, double probability, bool training) {
   for (const int64_t size : x.sizes()) dims.push_back(whole_rows(size));
   if (!dims.empty())
     for (int64_t& row : dims[0].rows) row += random_stream().first_sample;
-  return x * dropout_mask(next_dropout_site(probability), dims, x.scalar_type());
+  return x * dropout_mask(next_dropout_site(probability), dims, x.scalar_type()).to(x.device());
 }
 
 }  // namespace shardproof

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "shardproof/check.h"
+#include "shardproof/device.h"
 
 namespace shardproof {
 namespace {
@@ -119,6 +120,15 @@ void reduce_terms(at::ScalarType dtype, Reduce op, const std::vector<const std::
     case at::kByte: return reduce_dtype<uint8_t>(op, terms, count, target);
     default: SHARD_CHECK(false, "comm", "no reduction of {}", c10::toString(dtype));
   }
+}
+
+void reduce_terms(const DeviceMath* math, at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms,
+                  int64_t count, std::byte* target) {
+  if (!math) return reduce_terms(dtype, op, terms, count, target);
+  SHARD_REQUIRE(std::ssize(terms) <= DeviceMath::kTermsMax, "comm", "a sum of {} terms on a device; it adds at most {}",
+                terms.size(), DeviceMath::kTermsMax);
+  const Fold fold = op == Reduce::sum ? Fold::sum : op == Reduce::max ? Fold::max : Fold::min;
+  if (count > 0) math->reduce(element_type(dtype), fold, terms, count, target);
 }
 
 }  // namespace shardproof

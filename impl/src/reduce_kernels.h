@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "shardproof/comm.h"
+#include "shardproof/device_math.h"
 
 namespace shardproof {
 
@@ -19,5 +20,8 @@ bool can_reduce(at::ScalarType dtype);
 // Law: an element's result depends on its own terms only, not on where it lies or on `count`.
 void reduce_terms(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count,
                   std::byte* target);
+// The same on the memory that `math` works on; null: the CPU's.
+void reduce_terms(const DeviceMath* math, at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms,
+                  int64_t count, std::byte* target);
 
 }  // namespace shardproof

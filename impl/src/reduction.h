@@ -36,6 +36,7 @@ class Reduction {
   void start_hop();
   void finish_hop();
   void start_wide_sum();
+  at::Tensor sum_wide();
   at::Tensor cast(const at::Tensor& values, at::ScalarType dtype, MemoryKind kind);
   const Hop& hop() const { return path_[next_]; }
   Comm& group() { return comms_.along(hop().lowered.axes); }

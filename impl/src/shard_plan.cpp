@@ -33,8 +33,6 @@ void require_shardable(const NamedParameter& parameter) {
   SHARD_REQUIRE(tensor.is_floating_point(), "fully_shard",
                 "parameter {} must be floating, got {}; register it as a buffer, or ignore it", parameter.name,
                 c10::toString(tensor.scalar_type()));
-  SHARD_REQUIRE(tensor.device().is_cpu() || tensor.is_meta(), "fully_shard",
-                "parameter {} must be on the CPU or the meta device, got {}", parameter.name, tensor.device().str());
   SHARD_REQUIRE(tensor.is_leaf(), "fully_shard",
                 "parameter {} is the result of a computation, not a leaf; assign a detached copy", parameter.name);
 }

@@ -8,6 +8,7 @@
 #include "shardproof/attention.h"
 #include "shardproof/canonical.h"
 #include "shardproof/check.h"
+#include "shardproof/device.h"
 #include "shardproof/meta_init.h"
 
 namespace shardproof {
@@ -108,6 +109,27 @@ std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, con
   return comms->on(data_parallel_mesh(mesh));
 }
 
+// Where the parameters are, and those of the meta device will be: all in one place.
+c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options) {
+  std::optional<c10::Device> found = options.device;
+  for (const auto& item : root.named_parameters(/*recurse=*/true)) {
+    if (item.value().is_meta() || (options.ignored && options.ignored(item.key(), item.value()))) continue;
+    if (!found) found = item.value().device();
+    SHARD_REQUIRE(item.value().device() == *found, "fully_shard",
+                  "parameter {} is on {}, others or ShardOptions::device are on {}; move the module to one device", item.key(),
+                  item.value().device().str(), found->str());
+  }
+  const c10::Device device = found.value_or(at::kCPU);
+  SHARD_REQUIRE(has_device_math(device), "fully_shard",
+                "parameters are on {}, and this process has no arithmetic for it. Call shardproof::use_cuda() first, or move "
+                "the module to the CPU",
+                device.str());
+  SHARD_REQUIRE(options.numerics != Numerics::canonical || device.is_cpu() || !uses_canonical_arithmetic(root), "fully_shard",
+                "use_canonical_arithmetic computes on the CPU, and parameters are on {}; move the module to the CPU",
+                device.str());
+  return device;
+}
+
 std::vector<std::shared_ptr<void>> sequence_rules(const torch::nn::Module& root) {
   std::vector<std::shared_ptr<void>> rules;
   for (const auto& module : root.modules(/*include_self=*/true))
@@ -135,6 +157,7 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
       strategy_(on_mesh(
           options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy) : options_.strategy,
           comms_->mesh())),
+      memory_(std::make_shared<MemoryLedger>(device_of(*module_, options_))),
       schedule_({comms_->rank(), options_.bytes_in_flight_max, options_.buffers}, memory_) {
   validate(options_, comms_->mesh());
   parallel_ = parallel_state(*module_);
@@ -249,7 +272,7 @@ void ShardedState::reset_meta_buffers() {
         "from HasBuffers, or build it outside MetaInit",
         item.key(), item.value()->name());
     for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false))
-      if (buffer.value().is_meta()) materialize(buffer.value());
+      if (buffer.value().is_meta()) materialize(buffer.value(), device());
     owner->reset_buffers();
   }
 }

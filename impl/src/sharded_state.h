@@ -30,6 +30,7 @@ class ShardedState {
   const Strategy& strategy() const { return strategy_; }  // on this mesh
   Schedule& schedule() { return schedule_; }
   MemoryLedger& memory() { return *memory_; }
+  c10::Device device() const { return memory_->device(); }  // of all parameters
   const std::vector<std::pair<std::string, std::string>>& aliases() const { return aliases_; }
   Unit& unit(const std::string& name) const;
   // Null when the module is not tensor parallel.
@@ -62,7 +63,7 @@ class ShardedState {
   Strategy strategy_;
   std::shared_ptr<ParallelState> parallel_;
   std::vector<std::shared_ptr<void>> rules_;  // of the sequence parts: without them ranks would train on without each other
-  std::shared_ptr<MemoryLedger> memory_ = std::make_shared<MemoryLedger>();
+  std::shared_ptr<MemoryLedger> memory_;
   std::vector<std::pair<std::string, std::string>> aliases_;
   Schedule schedule_;
   UnitAttachments attached_;

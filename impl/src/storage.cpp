@@ -22,22 +22,23 @@ void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind 
   storage->set_nbytes(bytes);
 }
 
-at::Tensor without_memory(int64_t numel, at::ScalarType dtype) {
+at::Tensor without_memory(int64_t numel, at::ScalarType dtype, c10::Device device) {
   const auto bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, at::kCPU), /*allocator=*/nullptr,
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device), /*allocator=*/nullptr,
                        /*resizable=*/false);
-  return at::empty({0}, dtype).set_(std::move(storage), 0, {numel});
+  return at::empty({0}, at::TensorOptions(dtype).device(device)).set_(std::move(storage), 0, {numel});
 }
 
-at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& message) {
+at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device, const std::string& message) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
-                                                       c10::DataPtr(nullptr, at::kCPU), /*allocator=*/nullptr,
+                                                       c10::DataPtr(nullptr, device), /*allocator=*/nullptr,
                                                        /*resizable=*/false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   // As large as it says: views can be taken, and it is the read that fails, with the message.
   storage->set_nbytes(static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype));
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+      c10::Storage(std::move(storage)), at::empty({0}, at::TensorOptions(dtype).device(device)).key_set(),
+      c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
 }

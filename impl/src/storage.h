@@ -19,10 +19,10 @@ void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind 
 
 // A tensor over a whole storage that has no memory yet. Take views of it first, then release it, and restore it when it is
 // wanted.
-at::Tensor without_memory(int64_t numel, at::ScalarType dtype);
+at::Tensor without_memory(int64_t numel, at::ScalarType dtype, c10::Device device);
 
 // A tensor of these sizes without memory: reading or writing it throws c10::Error with the message.
-at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& message);
+at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device, const std::string& message);
 
 bool storage_is_released(const at::Tensor& tensor);
 

@@ -22,13 +22,15 @@ bool reduces(Op op) { return op == Op::all_reduce || op == Op::reduce_scatter; }
 
 }  // namespace
 
-Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring)
+Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath* math, bool on_device)
     : op_(call.op),
       reduce_(call.reduce),
       dtype_(dtype(call)),
       element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
       root_(call.op == Op::broadcast ? call.peer : 0),
       ring_(ring),
+      math_(math),
+      on_device_(on_device),
       sides_(std::move(sides)) {
   for (const Side& side : sides_) bytes_ += side.output_numel * element_bytes_;
   cut_into_tasks();
@@ -82,6 +84,22 @@ void Exchange::all_reduce(int64_t begin, int64_t end) const {
   }
 }
 
+void Exchange::move(void* target, const void* source, int64_t bytes) const {
+  if (on_device_) math_->copy(target, source, bytes);
+  else std::memcpy(target, source, bytes);
+}
+
+// All outputs of an all-reduce are inputs, so the sum goes to the first party, whose terms it may overwrite, and from there.
+void Exchange::produce_all() const {
+  if (op_ != Op::all_reduce) {
+    for (int64_t party = 0; party < parties(); ++party) produce(party);
+    return;
+  }
+  produce(0);
+  for (int64_t party = 1; party < parties(); ++party)
+    move(sides_[party].output, sides_[0].output, sides_[0].output_numel * element_bytes_);
+}
+
 void Exchange::produce(int64_t party) const {
   if (sides_[party].output_numel > 0) produce(party, 0, sides_[party].output_numel, sides_[party].output);
 }
@@ -108,7 +126,7 @@ void Exchange::reduce(int64_t slice, int64_t begin, int64_t end, std::byte* targ
   terms.reserve(sides_.size());
   for (int64_t k = 0; k < parties(); ++k)
     terms.push_back(sides_[(first + k) % parties()].input + begin * element_bytes_);
-  reduce_terms(dtype_, reduce_, terms, end - begin, target);
+  reduce_terms(math_, dtype_, reduce_, terms, end - begin, target);
 }
 
 // An output that is made of pieces of inputs, one from each source in order.
@@ -127,8 +145,8 @@ void Exchange::gather(int64_t party, int64_t begin, int64_t end, std::byte* targ
     const int64_t from = std::max(begin, piece_begin), to = std::min(end, piece_begin + length);
     const bool already_there = source == party && sides_[party].in_place;
     if (from < to && !already_there)
-      std::memcpy(target + (from - begin) * element_bytes_,
-                  sides_[source].input + (offset + from - piece_begin) * element_bytes_, (to - from) * element_bytes_);
+      move(target + (from - begin) * element_bytes_, sides_[source].input + (offset + from - piece_begin) * element_bytes_,
+           (to - from) * element_bytes_);
     piece_begin += length;
   }
 }

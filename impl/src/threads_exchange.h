@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "shardproof/comm.h"
+#include "shardproof/device_math.h"
 
 namespace shardproof::threads {
 
@@ -25,13 +26,17 @@ struct Side {
 
 class Exchange {
  public:
-  // `call` is any party's; `ring`: sums of slice r start at party r + 1.
-  Exchange(const Call& call, std::vector<Side> sides, bool ring);
+  // `call` is any party's; `ring`: sums of slice r start at party r + 1. `math`: what adds, null for the CPU's loops; where
+  // `on_device`, it moves bytes, too, and only produce_all may be called.
+  Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath* math, bool on_device);
 
   // Writes elements [begin, end) of a party's output to `target`.
   void produce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
   // All of a party's output, in place.
   void produce(int64_t party) const;
+
+  // Everybody's output, in place, as one party: queues the work on a device.
+  void produce_all() const;
 
   // Bytes that all parties receive together.
   int64_t bytes() const { return bytes_; }
@@ -52,6 +57,7 @@ class Exchange {
   void run_task(int64_t lane, int64_t begin, int64_t end) const;
   void all_reduce(int64_t begin, int64_t end) const;
   void cut_into_tasks();
+  void move(void* target, const void* source, int64_t bytes) const;
 
   Op op_;
   Reduce reduce_;
@@ -59,6 +65,8 @@ class Exchange {
   int64_t element_bytes_;
   int64_t root_;
   bool ring_;
+  const DeviceMath* math_;
+  bool on_device_;
   std::vector<Side> sides_;
   int64_t bytes_ = 0;
   int64_t task_numel_ = 1;

@@ -1,6 +1,8 @@
 // One collective on its way: the calls that have arrived, and what is known of each rank's part in it.
 #pragma once
 
+#include <c10/core/Event.h>
+
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -40,6 +42,7 @@ struct Part {
   bool done = false;    // the output is final
   Call call;
   std::optional<InFlight> in_flight;
+  std::optional<c10::Event> ready;  // on a device: what the rank had queued when it called
 };
 
 struct Rendezvous {
@@ -49,6 +52,7 @@ struct Rendezvous {
   int64_t arrived = 0;
   // Made when the last call arrived.
   std::unique_ptr<Exchange> exchange;
+  std::optional<c10::Event> done;  // on a device: the exchange
 
   bool complete() const { return arrived == static_cast<int64_t>(parts.size()); }
   // "all_reduce(sum, float32 x 8), call 3 on 'world'"

@@ -6,8 +6,12 @@
 
 #include <algorithm>
 
+#include <c10/core/AutogradState.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "reduce_kernels.h"
 #include "shardproof/check.h"
+#include "shardproof/device.h"
 
 namespace shardproof::threads {
 namespace {
@@ -30,10 +34,21 @@ void require_own_thread(const World* world, int64_t rank) {
                 rank, current.world == world ? fmt::format("by rank {}", current.rank) : "outside of its world");
 }
 
-void require_supported(const Call& call) {
+// Of a barrier, the CPU.
+c10::Device device_of(const Call& call) {
+  return call.output.defined() ? call.output.device() : call.input.defined() ? call.input.device() : c10::Device(at::kCPU);
+}
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+void require_supported(const Call& call, ThreadsOptions::Completion completion) {
   for (const at::Tensor* tensor : {&call.input, &call.output})
-    SHARD_REQUIRE(!tensor->defined() || tensor->is_cpu(), "threads", "{}: expected a CPU tensor, got one on {}",
+    SHARD_REQUIRE(!tensor->defined() || (has_device_math(tensor->device()) && tensor->device() == device_of(call)), "threads",
+                  "{}: expected tensors on the CPU, or on one device that has arithmetic (shardproof::use_cuda), got one on {}",
                   describe(call), tensor->device().str());
+  SHARD_REQUIRE(device_of(call).is_cpu() || completion == ThreadsOptions::Completion::eager, "threads",
+                "{}: completions other than eager keep copies of CPU tensors, and this one is on {}", describe(call),
+                device_of(call).str());
   if (call.op == Op::reduce_scatter || call.op == Op::all_reduce)
     SHARD_REQUIRE(can_reduce(dtype(call)), "threads",
                   "{}: no reduction of this dtype; use float32, float64, bfloat16, float16, int32, int64 or uint8",
@@ -60,9 +75,41 @@ bool is_alias(const at::Tensor& input, const at::Tensor& output) {
   return begin <= own && own < begin + output.nbytes();
 }
 
+// While a rank's body runs: its device and a stream of its own are current, and backwards stay on its thread. LibTorch has one
+// thread a device for them, where one rank that waits would stop all.
+class OwnStream {
+ public:
+  explicit OwnStream(std::optional<c10::Device> device) : device_(device) {
+    if (!device_ || device_->is_cpu()) return;
+    const c10::impl::VirtualGuardImpl guard(device_->type());
+    device_before_ = guard.exchangeDevice(*device_);
+    stream_before_ = guard.exchangeStream(guard.getStreamFromGlobalPool(*device_));
+    multithreaded_ = c10::AutogradState::get_tls_state().get_multithreading_enabled();
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+  }
+  ~OwnStream() {
+    if (!stream_before_) return;
+    const c10::impl::VirtualGuardImpl guard(device_->type());
+    guard.synchronizeStream(guard.exchangeStream(*stream_before_));
+    guard.exchangeDevice(*device_before_);
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(multithreaded_);
+  }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+
+ private:
+  std::optional<c10::Device> device_, device_before_;
+  std::optional<c10::Stream> stream_before_;
+  bool multithreaded_ = true;
+};
+
 std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring) {
   std::vector<Side> sides;
   for (const Part& part : rendezvous.parts) {
+    SHARD_REQUIRE(device_of(part.call) == device_of(rendezvous.parts[0].call), "threads",
+                  "{}: rank {} has its tensors on {}, rank {} on {}; ranks must use one device",
+                  describe(part.call), rendezvous.parts[0].rank, device_of(rendezvous.parts[0].call).str(), part.rank,
+                  device_of(part.call).str());
     Side side{.output_sizes = part.call.output_sizes, .input_sizes = part.call.input_sizes};
     if (part.call.input.defined())
       side.input = part.in_flight ? part.in_flight->snapshot()
@@ -74,7 +121,9 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
     }
     sides.push_back(std::move(side));
   }
-  return std::make_unique<Exchange>(rendezvous.parts[0].call, std::move(sides), ring);
+  const Call& call = rendezvous.parts[0].call;
+  const c10::Device device = device_of(call);
+  return std::make_unique<Exchange>(call, std::move(sides), ring, device_math(device), !device.is_cpu());
 }
 
 void require_untouched(const Rendezvous& rendezvous, int64_t index) {
@@ -109,6 +158,10 @@ Part World::make_part(const Group& group, int64_t rank, Call call) const {
   Part part;
   part.rank = rank;
   part.call = std::move(call);
+  if (const c10::Device device = device_of(part.call); !device.is_cpu()) {
+    part.ready.emplace(device.type());
+    part.ready->record(current_stream(device));
+  }
   if (options_.completion != ThreadsOptions::Completion::eager) part.in_flight.emplace(part.call);
   return part;
 }
@@ -126,7 +179,7 @@ bool World::draw_late(const Group& group, int64_t sequence, int64_t rank) const 
 World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
   const int64_t rank = group.ranks[group_rank], index = part_of(call, group_rank);
   require_own_thread(this, rank);
-  require_supported(call);
+  require_supported(call, options_.completion);
   Part part = make_part(group, rank, std::move(call));
   Lock lock(scheduler_);
   if (ended_) throw WorldEnded();
@@ -147,11 +200,27 @@ void World::complete(Lock& lock, Rendezvous& rendezvous, int64_t part) {
   rendezvous.exchange = make_exchange(rendezvous, options_.sum == ThreadsOptions::Sum::ring);
   const bool eager = options_.completion == ThreadsOptions::Completion::eager;
   const bool alone = options_.schedule == ThreadsOptions::Schedule::serial;
-  if (!eager)
+  if (rendezvous.parts[static_cast<size_t>(part)].ready)
+    queue_on_device(lock, rendezvous, part);
+  else if (!eager)
     complete_parts_not_late(lock, rendezvous);
   else if (alone || rendezvous.exchange->bytes() < kSharedBytesMin)
     help(lock, rendezvous, part);
   wake_waiting(rendezvous);
+}
+
+// The last to arrive queues everybody's work on its own stream, behind what each rank had queued when it called. From `done` on
+// outputs are there and inputs have been read.
+void World::queue_on_device(Lock& lock, Rendezvous& rendezvous, int64_t part) {
+  lock.unlock();
+  const c10::Device device = device_of(rendezvous.parts[static_cast<size_t>(part)].call);
+  const c10::Stream stream = current_stream(device);
+  for (const Part& each : rendezvous.parts) each.ready->block(stream);
+  rendezvous.exchange->produce_all();
+  rendezvous.done.emplace(device.type());
+  rendezvous.done->record(stream);
+  lock.lock();
+  for (Part& each : rendezvous.parts) each.done = true;
 }
 
 void World::complete_parts_not_late(Lock& lock, Rendezvous& rendezvous) {
@@ -204,6 +273,7 @@ void World::wait(Rendezvous& rendezvous, int64_t index) {
     }
   }
   lock.unlock();
+  if (rendezvous.done) rendezvous.done->block(current_stream(device_of(part.call)));
   if (!part.late) require_untouched(rendezvous, index);
   lock.lock();
   close_call(rendezvous, index);
@@ -240,6 +310,7 @@ std::shared_ptr<Group> World::join_group(uint64_t id, const std::string& name, c
 void World::run(int64_t rank, const std::function<void()>& body) {
   current = {this, rank};
   try {
+    const OwnStream own(options_.device);
     body();
     require_no_open_calls(rank);
   } catch (...) {

@@ -50,6 +50,7 @@ class World {
   Part make_part(const Group& group, int64_t rank, Call call) const;
   bool draw_late(const Group& group, int64_t sequence, int64_t rank) const;
   void complete(Lock& lock, Rendezvous& rendezvous, int64_t part);
+  void queue_on_device(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void complete_parts_not_late(Lock& lock, Rendezvous& rendezvous);
   void wait_until_complete(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void help(Lock& lock, Rendezvous& rendezvous, int64_t part);

@@ -4,6 +4,7 @@
 #include <span>
 
 #include "shardproof/check.h"
+#include "shardproof/device.h"
 #include "shardproof/optimizer.h"
 
 namespace shardproof {
@@ -34,18 +35,35 @@ void run(const Update& update, const Kernel& kernel) {
   kernel(p, g, m, v, update.parameter.numel());
 }
 
+UpdateArrays arrays_of(const Update& update, const at::Tensor& rounded) {
+  UpdateArrays arrays{.parameter = update.parameter.mutable_data_ptr<float>(),
+                      .gradient = update.gradient.const_data_ptr<float>(),
+                      .count = update.parameter.numel()};
+  if (!update.state.empty()) arrays.first = update.state[0].mutable_data_ptr<float>();
+  if (update.state.size() > 1) arrays.second = update.state[1].mutable_data_ptr<float>();
+  if (rounded.defined()) {
+    arrays.low = rounded.mutable_data_ptr();
+    arrays.low_type = element_type(rounded.scalar_type());
+  }
+  return arrays;
+}
+
 // In the dtype of the parameter; low precision is computed in float32 and rounded at the end.
-template <class MakeKernel>
-void dispatch(const Update& update, const MakeKernel& make) {
-  switch (update.parameter.scalar_type()) {
-    case at::kFloat: return run<float>(update, make(float{}));
-    case at::kDouble: return run<double>(update, make(double{}));
-    default: break;
+template <class MakeKernel, class OnDevice>
+void dispatch(const Update& update, const MakeKernel& make, const OnDevice& on_device) {
+  const DeviceMath* math = device_math(update.parameter);
+  if (update.parameter.scalar_type() == at::kFloat)
+    return math ? on_device(*math, arrays_of(update, {})) : run<float>(update, make(float{}));
+  if (update.parameter.scalar_type() == at::kDouble) {
+    SHARD_REQUIRE(update.parameter.is_cpu(), "optimizer",
+                  "parameter {} is float64 on {}, and devices update float32. Set Precision::main to float32", update.name,
+                  update.parameter.device().str());
+    return run<double>(update, make(double{}));
   }
   Update wide{update.name, update.shape, update.parameter.to(at::kFloat), update.gradient.to(at::kFloat), {}, update.step,
               update.lr_factor, update.decay_factor};
   for (const at::Tensor& state : update.state) wide.state.push_back(state.to(at::kFloat));
-  run<float>(wide, make(float{}));
+  dispatch(wide, make, on_device);
   update.parameter.copy_(wide.parameter);
   for (size_t i = 0; i < update.state.size(); ++i) update.state[i].copy_(wide.state[i]);
 }
@@ -86,6 +104,11 @@ class Sgd final : public UpdateRule {
               p[i] -= lr * direction;
             }
           };
+    }, [&](const DeviceMath& math, const UpdateArrays& arrays) {
+      math.sgd({.lr = static_cast<float>(options_.lr * u.lr_factor),
+                .decay = static_cast<float>(options_.weight_decay * u.decay_factor),
+                .momentum = static_cast<float>(options_.momentum),
+                .nesterov = options_.nesterov}, arrays);
     });
   }
 
@@ -120,28 +143,52 @@ class AdamRule final : public UpdateRule {
   }
 
   void update(const Update& u) const override {
-    const double lr = options_.lr * u.lr_factor, weight_decay = options_.weight_decay * u.decay_factor;
-    const auto t = static_cast<double>(u.step);
-    const double rate = lr / (1 - std::pow(options_.beta1, t)), root = std::sqrt(1 - std::pow(options_.beta2, t));
     dispatch(u, [&]<class Real>(Real) {
-      return [keep = static_cast<Real>(decoupled_ ? 1 - lr * weight_decay : 1),
-              coupled = static_cast<Real>(decoupled_ ? 0 : weight_decay), beta1 = static_cast<Real>(options_.beta1),
-              beta1_rest = static_cast<Real>(1 - options_.beta1), beta2 = static_cast<Real>(options_.beta2),
-              beta2_rest = static_cast<Real>(1 - options_.beta2), eps = static_cast<Real>(options_.eps),
-              rate = static_cast<Real>(rate), root = static_cast<Real>(root)](
-                 Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real* __restrict v, int64_t count) {
+      return [s = scalars<Real>(u)](Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real* __restrict v,
+                                    int64_t count) {
         for (int64_t i = 0; i < count; ++i) {
-          const Real gradient = coupled != 0 ? g[i] + coupled * p[i] : g[i];
-          const Real decayed = p[i] * keep;
-          m[i] = beta1 * m[i] + beta1_rest * gradient;
-          v[i] = beta2 * v[i] + beta2_rest * (gradient * gradient);
-          p[i] = decayed - rate * (m[i] / (std::sqrt(v[i]) / root + eps));
+          const Real gradient = s.coupled != 0 ? g[i] + s.coupled * p[i] : g[i];
+          const Real decayed = p[i] * s.keep;
+          m[i] = s.beta1 * m[i] + s.beta1_rest * gradient;
+          v[i] = s.beta2 * v[i] + s.beta2_rest * (gradient * gradient);
+          p[i] = decayed - s.rate * (m[i] / (std::sqrt(v[i]) / s.root + s.eps));
         }
       };
-    });
+    }, [&](const DeviceMath& math, const UpdateArrays& arrays) { on_device(math, u, arrays); });
+  }
+
+  bool update_and_round(const Update& u, const at::Tensor& rounded) const override {
+    const DeviceMath* math = device_math(u.parameter);
+    if (!math || u.parameter.scalar_type() != at::kFloat || rounded.element_size() != 2) return false;
+    on_device(*math, u, arrays_of(u, rounded));
+    return true;
   }
 
  private:
+  // In double, each rounded once.
+  template <class Real>
+  struct Scalars {
+    Real keep, coupled, beta1, beta1_rest, beta2, beta2_rest, eps, rate, root;
+  };
+  template <class Real>
+  Scalars<Real> scalars(const Update& u) const {
+    const double lr = options_.lr * u.lr_factor, weight_decay = options_.weight_decay * u.decay_factor;
+    const auto t = static_cast<double>(u.step);
+    return {.keep = static_cast<Real>(decoupled_ ? 1 - lr * weight_decay : 1),
+            .coupled = static_cast<Real>(decoupled_ ? 0 : weight_decay),
+            .beta1 = static_cast<Real>(options_.beta1),
+            .beta1_rest = static_cast<Real>(1 - options_.beta1),
+            .beta2 = static_cast<Real>(options_.beta2),
+            .beta2_rest = static_cast<Real>(1 - options_.beta2),
+            .eps = static_cast<Real>(options_.eps),
+            .rate = static_cast<Real>(lr / (1 - std::pow(options_.beta1, t))),
+            .root = static_cast<Real>(std::sqrt(1 - std::pow(options_.beta2, t)))};
+  }
+  void on_device(const DeviceMath& math, const Update& u, const UpdateArrays& arrays) const {
+    const auto s = scalars<float>(u);
+    math.adam({s.keep, s.coupled, s.beta1, s.beta1_rest, s.beta2, s.beta2_rest, s.eps, s.rate, s.root}, arrays);
+  }
+
   AdamWOptions options_;
   bool decoupled_;
 };
@@ -174,6 +221,13 @@ class Lion final : public UpdateRule {
           p[i] = decayed - lr * sign;
         }
       };
+    }, [&](const DeviceMath& math, const UpdateArrays& arrays) {
+      math.lion({.keep = static_cast<float>(1 - lr * options_.weight_decay * u.decay_factor),
+                 .lr = static_cast<float>(lr),
+                 .beta1 = static_cast<float>(options_.beta1),
+                 .beta1_rest = static_cast<float>(1 - options_.beta1),
+                 .beta2 = static_cast<float>(options_.beta2),
+                 .beta2_rest = static_cast<float>(1 - options_.beta2)}, arrays);
     });
   }
 

@@ -34,7 +34,7 @@ class HasBuffers {
   virtual void reset_buffers() = 0;
 };
 
-// Gives a meta tensor memory on the CPU, contents undefined, while it stays the same tensor to everyone who holds it.
-void materialize(const at::Tensor& tensor);
+// Gives a meta tensor memory on the device, contents undefined, while it stays the same tensor to everyone who holds it.
+void materialize(const at::Tensor& tensor, c10::Device device = at::kCPU);
 
 }  // namespace shardproof

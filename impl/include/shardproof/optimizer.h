@@ -91,6 +91,9 @@ class UpdateRule {
   virtual std::vector<Setting> settings() const { return {}; }
   // May depend on its arguments alone.
   virtual void update(const Update& update) const = 0;
+  // The same, and besides writes the new parameter to `rounded`, rounded once to its dtype, while it is at hand. False: nothing
+  // was done, because this rule does not do both at once there.
+  virtual bool update_and_round(const Update& update, const at::Tensor& rounded) const { return false; }
 };
 std::shared_ptr<UpdateRule> make_rule(const SgdOptions& options);
 std::shared_ptr<UpdateRule> make_rule(const AdamWOptions& options);
@@ -149,7 +152,8 @@ class Optimizer {
     std::vector<at::Tensor> state;  // empty until the parameter is trained and this rank owns a part of it
   };
   void allocate_state(size_t bucket, size_t slot);
-  void update_bucket(size_t index);
+  // Whether the parameters in the compute dtype are up to date as well.
+  bool update_bucket(size_t index);
 
   // Throws Error when it is gone.
   std::shared_ptr<ShardedState> sharded() const;

@@ -145,6 +145,8 @@ struct ShardOptions {
   bool check_gradients = true;
   double gradient_magnitude_max = std::numeric_limits<double>::infinity();
 
+  // Where parameters of the meta device will be. Empty: where the others are, else the CPU. See device.h.
+  std::optional<c10::Device> device = {};
   // Start from rank 0's parameters and buffers everywhere.
   bool broadcast_initial_values = true;
   // For a model built under MetaInit; see meta_init.h.

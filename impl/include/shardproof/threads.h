@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include "shardproof/comm.h"
 
@@ -27,6 +28,10 @@ struct ThreadsOptions {
   Completion completion = Completion::eager;
   Sum sum = Sum::rank_order;
   uint64_t seed = 0;
+  // A device that the ranks share. Each then has a stream of its own there, current while its body runs, and backwards stay on
+  // the rank's thread. Collectives take tensors of that device, beside CPU ones, and do not wait for it: `Work::wait` lets the
+  // rank's current stream wait, as NCCL does. `completion` must be eager.
+  std::optional<c10::Device> device = {};
 };
 
 // More rank-threads than this are refused with an Error.

@@ -1,0 +1,26 @@
+// CUDA: kernels for the arithmetic of device_math.h. docs/cuda.md says what runs where.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "shardproof/device_math.h"
+
+namespace shardproof {
+
+// Whether this build has kernels.
+bool cuda_built();
+// Why CUDA cannot be used here, e.g. that there is no driver or no GPU; empty when it can. Never throws.
+std::string why_no_cuda();
+
+// Loads LibTorch's CUDA parts and gives tensors on CUDA devices their arithmetic; nothing when that was done. Throws Error with
+// the reason where it is impossible. Call it before the first tensor on a GPU.
+void use_cuda();
+
+// What the memory of the current GPU can move, by its clock and width; 0 without one.
+double cuda_memory_bytes_per_second();
+
+// The kernels' own source, compiled for the CPU: works on its memory, one pack of elements after the other.
+std::shared_ptr<const DeviceMath> kernel_twin();
+
+}  // namespace shardproof

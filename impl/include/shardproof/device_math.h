@@ -1,0 +1,89 @@
+// The arithmetic of the library on the memory of a device: what its own loops do on the CPU, as an interface that kernels
+// implement. Free of Torch, so that kernels compile in seconds.
+//
+// All pointers are the device's, unless it says otherwise. Work is queued behind what the calling thread queued before; a call
+// that returns a value waits for it. An element's result depends on its own inputs alone, not on where it lies, and has the
+// bits of the CPU's loops; only the payload of a NaN is the device's own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace shardproof {
+
+enum class Element { f32, f64, bf16, f16, i32, i64, u8 };
+enum class Fold { sum, max, min };
+
+struct FlatSpan {
+  const float* data = nullptr;
+  int64_t count = 0;
+};
+
+// g += coupled * p (unless 0);  m = beta1 * m + beta1_rest * g;  v = beta2 * v + beta2_rest * (g * g);
+// p = p * keep - rate * (m / (sqrt(v) / root + eps))
+struct AdamScalars {
+  float keep = 1, coupled = 0, beta1 = 0, beta1_rest = 1, beta2 = 0, beta2_rest = 1, eps = 0, rate = 0, root = 1;
+};
+// g += decay * p (unless 0);  m = momentum * m + g;  p -= lr * (m, or g without m, or g + momentum * m)
+struct SgdScalars {
+  float lr = 0, decay = 0, momentum = 0;
+  bool nesterov = false;
+};
+// p = p * keep - lr * sign(beta1 * m + beta1_rest * g);  m = beta2 * m + beta2_rest * g
+struct LionScalars {
+  float keep = 1, lr = 0, beta1 = 0, beta1_rest = 1, beta2 = 0, beta2_rest = 1;
+};
+
+// The arrays of an update, `count` elements each. `low`, if any, receives the new parameter, rounded once to `low_type`.
+struct UpdateArrays {
+  float* parameter = nullptr;
+  const float* gradient = nullptr;
+  float* first = nullptr;   // momentum; null where the rule has none
+  float* second = nullptr;  // of squares
+  int64_t count = 0;
+  void* low = nullptr;
+  Element low_type = Element::bf16;
+};
+
+class DeviceMath {
+ public:
+  static constexpr int64_t kTermsMax = 480;
+
+  virtual ~DeviceMath() = default;
+
+  // target[i] = ((terms[0][i] + terms[1][i]) + terms[2][i]) + ..., each addition rounded to the type; integers wrap. Max and
+  // min keep the first of equal terms and the first NaN. `target` may be one of the terms. The list of terms lies on the CPU
+  // and has at most kTermsMax of them.
+  virtual void reduce(Element type, Fold fold, std::span<const std::byte* const> terms, int64_t count,
+                      std::byte* target) const = 0;
+  // The same sum in float32, rounded to the type of `target` once, at the end.
+  virtual void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
+                        std::byte* target) const = 0;
+
+  virtual void sgd(const SgdScalars& scalars, const UpdateArrays& arrays) const = 0;
+  virtual void adam(const AdamScalars& scalars, const UpdateArrays& arrays) const = 0;
+  virtual void lion(const LionScalars& scalars, const UpdateArrays& arrays) const = 0;
+
+  // target = source, or target += source, converted to float32 first.
+  virtual void store(float* target, Element source_type, const std::byte* source, int64_t count, bool add) const = 0;
+  // The same into multiples of `unit`; integers are such multiples already. Returns whether every term is below `limit` in
+  // magnitude, and every result below `limit_of_sums`; terms that are not are left out.
+  virtual bool store_fixed(int64_t* target, Element source_type, const std::byte* source, int64_t count, bool add, double unit,
+                           double limit, double limit_of_sums) const = 0;
+  virtual void fixed_to_float(float* target, const int64_t* source, int64_t count, float unit) const = 0;
+  virtual void divide(float* values, int64_t count, float divisor) const = 0;
+  virtual void scale(float* values, int64_t count, float factor) const = 0;
+
+  // Index of the first element that is NaN, infinite or of a magnitude above the limit; `count` when there is none.
+  virtual int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const = 0;
+  virtual bool all_zero(Element type, const std::byte* values, int64_t count) const = 0;
+  virtual void zero(void* target, int64_t bytes) const = 0;
+  virtual void copy(void* target, const void* source, int64_t bytes) const = 0;
+
+  // Adds the terms of gradient_norm.h's ExactSum to its counters, which lie on the CPU: [2 * exponent] and [2 * exponent + 1],
+  // the latter in units of 2^24. `squares`: else magnitudes. Law: the sum that the counters stand for is exact.
+  virtual void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const = 0;
+};
+
+}  // namespace shardproof

@@ -1,0 +1,25 @@
+// In the place of the CUDA parts where no compiler was found.
+#include "shardproof/check.h"
+#include "shardproof/cuda.h"
+
+namespace shardproof {
+
+bool cuda_built() {
+  return false;
+}
+
+std::string why_no_cuda() {
+  return "this build has no CUDA kernels: CMake found no nvcc, or SHARDPROOF_CUDA was off. ci/setup installs it; run cmake "
+         "again "
+         "and rebuild";
+}
+
+double cuda_memory_bytes_per_second() {
+  return 0;
+}
+
+void use_cuda() {
+  throw Error("[cuda] " + why_no_cuda());
+}
+
+}  // namespace shardproof

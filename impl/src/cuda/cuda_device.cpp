@@ -1,0 +1,64 @@
+#include <ATen/Context.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <mutex>
+
+#include "cuda/gpu_math.h"
+#include "shardproof/check.h"
+#include "shardproof/cuda.h"
+#include "shardproof/device.h"
+
+namespace shardproof {
+namespace {
+
+// LibTorch's current stream of this thread, on its current device.
+void* current_stream() {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  return guard.getStream(guard.getDevice()).native_handle();
+}
+
+// Half a gigabyte of code that a CPU run need not load. What it registers stays, so the handle is kept.
+std::string why_no_torch_cuda() {
+  static const std::string reason = [] {
+    return dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) ? std::string() : std::string(dlerror());
+  }();
+  return reason;
+}
+
+}  // namespace
+
+bool cuda_built() {
+  return true;
+}
+
+std::string why_no_cuda() {
+  int devices = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  if (status != cudaSuccess) return fmt::format("no usable GPU: {}", cudaGetErrorString(status));
+  if (devices == 0) return "no GPU";
+  return {};
+}
+
+double cuda_memory_bytes_per_second() {
+  int device = 0, clock_khz = 0, width_bits = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, device);
+  cudaDeviceGetAttribute(&width_bits, cudaDevAttrGlobalMemoryBusWidth, device);
+  return 2e3 * clock_khz * width_bits / 8;  // both edges of the clock
+}
+
+void use_cuda() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  if (has_device_math(c10::Device(c10::DeviceType::CUDA, 0))) return;
+  std::string reason = why_no_cuda();
+  if (reason.empty()) reason = why_no_torch_cuda();
+  SHARD_REQUIRE(reason.empty(), "cuda", "CUDA cannot be used here: {}. Use --device cpu, or look at nvidia-smi", reason);
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  use_device_math(c10::DeviceType::CUDA, kernels::make_gpu_math(&current_stream));
+}
+
+}  // namespace shardproof

@@ -1,0 +1,13 @@
+// The kernels. Free of Torch: what compiles them sees neither its headers nor the library's.
+#pragma once
+
+#include <memory>
+
+#include "shardproof/device_math.h"
+
+namespace shardproof::kernels {
+
+// `stream` returns the cudaStream_t that the calling thread's work goes to.
+std::shared_ptr<const DeviceMath> make_gpu_math(void* (*stream)());
+
+}  // namespace shardproof::kernels

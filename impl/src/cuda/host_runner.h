@@ -1,0 +1,60 @@
+// Runs rules on the CPU, pack by pack, as the GPU does: the twin of gpu_runner.cuh.
+#pragma once
+
+#include <array>
+
+#include "cuda/element_rules.h"
+
+namespace shardproof::kernels {
+
+struct HostRunner {
+  template <class Rule>
+  void each(int64_t count, const Rule& rule) const {
+    const int64_t whole = rule.fits() ? count / Rule::kWidth * Rule::kWidth : 0;
+    for (int64_t i = 0; i < whole; i += Rule::kWidth) rule.template pack<Rule::kWidth>(i);
+    for (int64_t i = whole; i < count; ++i) rule.template pack<1>(i);
+  }
+
+  // Looks everywhere, as rules write, too.
+  template <class Rule>
+  int64_t first(int64_t count, const Rule& rule) const {
+    const int64_t whole = rule.fits() ? count / Rule::kWidth * Rule::kWidth : 0;
+    int64_t found = count;
+    for (int64_t i = 0; i < whole; i += Rule::kWidth) {
+      const int at = rule.template pack<Rule::kWidth>(i);
+      if (at < Rule::kWidth) found = std::min(found, i + at);
+    }
+    for (int64_t i = whole; i < count; ++i)
+      if (rule.template pack<1>(i) < 1) found = std::min(found, i);
+    return found;
+  }
+
+  void zero(void* target, int64_t bytes) const {
+    if (bytes > 0) memset(target, 0, static_cast<size_t>(bytes));
+  }
+
+  void copy(void* target, const void* source, int64_t bytes) const {
+    if (bytes > 0) memcpy(target, source, static_cast<size_t>(bytes));
+  }
+
+  void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
+    for (const FlatSpan& span : spans)
+      for (int64_t begin = 0; begin < span.count; begin += kTermsInCounters)
+        exact_chunk(span.data + begin, std::min(kTermsInCounters, span.count - begin), squares, counters);
+  }
+
+ private:
+  static void exact_chunk(const float* values, int64_t count, bool squares, std::span<int64_t> counters) {
+    std::array<std::array<uint32_t, kLimbs>, 256> limbs{};
+    for (int64_t i = 0; i < count; ++i) {
+      const ExactTerm term = exact_term(values[i], squares);
+      for (int k = 0; k < kLimbs; ++k) limbs[term.exponent][static_cast<size_t>(k)] += term.limb[k];
+    }
+    for (size_t e = 0; e < limbs.size(); ++e) {
+      counters[2 * e] += static_cast<int64_t>(low_part(limbs[e][0], limbs[e][1], limbs[e][2]));
+      counters[2 * e + 1] += static_cast<int64_t>(high_part(limbs[e][0], limbs[e][1], limbs[e][2]));
+    }
+  }
+};
+
+}  // namespace shardproof::kernels

@@ -1,0 +1,143 @@
+// DeviceMath over a runner: types, widths and cuts are chosen here, once, for the GPU and for the twin on the CPU. A runner has
+//   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
+//   int64_t first(count, rule)       the first place that a rule found, count where there is none
+//   void exact(spans, squares, counters)
+//   void zero(target, bytes), void copy(target, source, bytes)
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/element_rules.h"
+
+namespace shardproof::kernels {
+
+// Calls `run` with a null pointer of the element's type.
+template <class Run>
+auto with_type(Element type, const Run& run) {
+  switch (type) {
+    case Element::f32:
+      return run(static_cast<float*>(nullptr));
+    case Element::f64:
+      return run(static_cast<double*>(nullptr));
+    case Element::bf16:
+      return run(static_cast<Bf16*>(nullptr));
+    case Element::f16:
+      return run(static_cast<Fp16*>(nullptr));
+    case Element::i32:
+      return run(static_cast<int32_t*>(nullptr));
+    case Element::i64:
+      return run(static_cast<int64_t*>(nullptr));
+    case Element::u8:
+      return run(static_cast<uint8_t*>(nullptr));
+  }
+  throw std::logic_error("[device_math] an element of no type");
+}
+
+template <class Run>
+void with_float(const char* what, Element type, const Run& run) {
+  switch (type) {
+    case Element::f32:
+      return run(static_cast<float*>(nullptr));
+    case Element::bf16:
+      return run(static_cast<Bf16*>(nullptr));
+    case Element::f16:
+      return run(static_cast<Fp16*>(nullptr));
+    default:
+      throw std::logic_error(std::string("[device_math] ") + what + ": expected float32, bfloat16 or float16");
+  }
+}
+
+template <class T>
+Terms<T> terms_of(std::span<const std::byte* const> given) {
+  if (given.empty() || given.size() > static_cast<size_t>(DeviceMath::kTermsMax))
+    throw std::logic_error("[device_math] a sum of " + std::to_string(given.size()) + " terms; expected 1 to " +
+                           std::to_string(DeviceMath::kTermsMax));
+  Terms<T> terms;
+  terms.count = static_cast<int>(given.size());
+  for (size_t k = 0; k < given.size(); ++k) terms.at[k] = reinterpret_cast<const T*>(given[k]);
+  return terms;
+}
+
+template <class Runner>
+class KernelMath final : public DeviceMath {
+ public:
+  explicit KernelMath(Runner runner) : run_(std::move(runner)) {}
+
+  void reduce(Element type, Fold fold, std::span<const std::byte* const> terms, int64_t count,
+              std::byte* target) const override {
+    with_type(type, [&]<class T>(T*) {
+      const auto given = terms_of<T>(terms);
+      T* to = reinterpret_cast<T*>(target);
+      if (fold == Fold::sum) run_.each(count, ReduceRule<T, Sum>{given, to});
+      if (fold == Fold::max) run_.each(count, ReduceRule<T, Extreme<true>>{given, to});
+      if (fold == Fold::min) run_.each(count, ReduceRule<T, Extreme<false>>{given, to});
+    });
+  }
+
+  void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
+                std::byte* target) const override {
+    with_float("sum_wide", type, [&]<class T>(T*) {
+      with_float("sum_wide", target_type, [&]<class To>(To*) {
+        run_.each(count, SumWideRule<T, To>{terms_of<T>(terms), reinterpret_cast<To*>(target)});
+      });
+    });
+  }
+
+  void sgd(const SgdScalars& scalars, const UpdateArrays& arrays) const override { update(Sgd{scalars}, arrays); }
+  void adam(const AdamScalars& scalars, const UpdateArrays& arrays) const override { update(Adam{scalars}, arrays); }
+  void lion(const LionScalars& scalars, const UpdateArrays& arrays) const override { update(Lion{scalars}, arrays); }
+
+  void store(float* target, Element source_type, const std::byte* source, int64_t count, bool add) const override {
+    if (source_type == Element::f64)
+      return run_.each(count, StoreRule<double>{target, reinterpret_cast<const double*>(source), add});
+    with_float("store", source_type,
+               [&]<class T>(T*) { run_.each(count, StoreRule<T>{target, reinterpret_cast<const T*>(source), add}); });
+  }
+
+  bool store_fixed(int64_t* target, Element source_type, const std::byte* source, int64_t count, bool add, double unit,
+                   double limit, double limit_of_sums) const override {
+    return with_type(source_type, [&]<class T>(T*) {
+      return run_.first(count, StoreFixedRule<T>{target, reinterpret_cast<const T*>(source), add, unit, limit,
+                                                 limit_of_sums}) == count;
+    });
+  }
+
+  void fixed_to_float(float* target, const int64_t* source, int64_t count, float unit) const override {
+    run_.each(count, FixedToFloatRule{target, source, unit});
+  }
+  void divide(float* values, int64_t count, float divisor) const override {
+    run_.each(count, ScaleRule<true>{values, divisor});
+  }
+  void scale(float* values, int64_t count, float factor) const override { run_.each(count, ScaleRule<false>{values, factor}); }
+
+  int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
+    const double finite = std::min(limit, std::numeric_limits<double>::max());
+    return with_type(type,
+                     [&]<class T>(T*) { return run_.first(count, BeyondRule<T>{reinterpret_cast<const T*>(values), finite}); });
+  }
+  bool all_zero(Element type, const std::byte* values, int64_t count) const override {
+    return with_type(
+        type, [&]<class T>(T*) { return run_.first(count, NotZeroRule<T>{reinterpret_cast<const T*>(values)}) == count; });
+  }
+  void zero(void* target, int64_t bytes) const override { run_.zero(target, bytes); }
+  void copy(void* target, const void* source, int64_t bytes) const override { run_.copy(target, source, bytes); }
+
+  void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const override {
+    run_.exact(spans, squares, counters);
+  }
+
+ private:
+  template <class Update>
+  void update(const Update& rule, const UpdateArrays& arrays) const {
+    if (!arrays.low) return run_.each(arrays.count, UpdateRule<Update, Nothing>{rule, arrays});
+    with_float("update", arrays.low_type,
+               [&]<class Low>(Low*) { run_.each(arrays.count, UpdateRule<Update, Low>{rule, arrays}); });
+  }
+
+  Runner run_;
+};
+
+}  // namespace shardproof::kernels

@@ -1,0 +1,241 @@
+// Kernels against the library's own loops on the CPU, bit for bit: on sizes from none, on misaligned memory, on any bits.
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+
+#include <cmath>
+
+#include "device_subject.h"
+#include "harness_env.h"
+#include "shardproof/optimizer.h"
+#include "shardproof/threads.h"
+
+using namespace shardproof;
+using namespace device_testing;
+
+namespace {
+
+constexpr at::ScalarType kSummed[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt, at::kLong, at::kByte};
+
+struct Draw {
+  int64_t count, offset, terms;
+  std::mt19937_64 random;
+};
+
+Draw draw() {
+  const bool large = *rc::gen::inRange(0, 10) == 0;
+  const int64_t count = large ? *rc::gen::inRange(3000, 70000) : *rc::gen::inRange(0, 70);
+  return {count, *rc::gen::element(0, 0, 1, 3, 8), *rc::gen::inRange(1, 7), std::mt19937_64(*rc::gen::arbitrary<uint64_t>())};
+}
+
+// Ranks of the threads backend add with the library's own loops as long as no subject lives.
+at::Tensor reduced(const std::vector<at::Tensor>& terms, Reduce op) {
+  at::Tensor result;
+  run_threads(static_cast<int64_t>(terms.size()), [&](std::shared_ptr<Comm> comm) {
+    at::Tensor own = terms[static_cast<size_t>(comm->rank())].clone();
+    comm->all_reduce(own, op).wait();
+    if (comm->rank() == 0) result = own;
+  });
+  return result;
+}
+
+std::vector<const std::byte*> places(const std::vector<at::Tensor>& terms) {
+  std::vector<const std::byte*> result;
+  for (const at::Tensor& term : terms) result.push_back(bytes_of(term));
+  return result;
+}
+
+void check(const std::string& what, const std::function<void()>& property) {
+  EXPECT_TRUE(rc::check(what, property));
+}
+
+}  // namespace
+
+TEST_F(Kernels, add_in_the_order_of_ranks_with_the_bits_of_the_cpu) {
+  check("reduce", [] {
+    Draw d = draw();
+    const at::ScalarType dtype = *rc::gen::elementOf(std::vector<at::ScalarType>(std::begin(kSummed), std::end(kSummed)));
+    const Reduce op = *rc::gen::element(Reduce::sum, Reduce::max, Reduce::min);
+    std::vector<at::Tensor> terms, there;
+    for (int64_t k = 0; k < d.terms; ++k) terms.push_back(random_values(dtype, d.count, d.offset, d.random));
+    const at::Tensor expected = reduced(terms, op);
+    const Subject subject;
+    for (const at::Tensor& term : terms) there.push_back(moved(term, subject));
+    const Fold fold = op == Reduce::sum ? Fold::sum : op == Reduce::max ? Fold::max : Fold::min;
+    const bool in_place = *rc::gen::arbitrary<bool>();
+    const at::Tensor target = in_place ? there.back() : at::empty_like(there[0]);
+    subject.math().reduce(element_type(dtype), fold, places(there), d.count, bytes_of(target));
+    RC_ASSERT(same_bits(expected, target));
+  });
+}
+
+TEST_F(Kernels, add_low_precision_in_float32_and_round_once) {
+  check("sum_wide", [] {
+    Draw d = draw();
+    const at::ScalarType dtype = *rc::gen::element(at::kBFloat16, at::kHalf, at::kFloat);
+    const at::ScalarType to = *rc::gen::element(at::kBFloat16, at::kHalf, at::kFloat);
+    std::vector<at::Tensor> terms, there;
+    for (int64_t k = 0; k < d.terms; ++k) terms.push_back(random_values(dtype, d.count, d.offset, d.random));
+    at::Tensor wide = terms[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+    for (size_t k = 1; k < terms.size(); ++k) wide.add_(terms[k].to(at::kFloat));
+    const Subject subject;
+    for (const at::Tensor& term : terms) there.push_back(moved(term, subject));
+    const at::Tensor target = at::empty({d.count}, there[0].options().dtype(to));
+    subject.math().sum_wide(element_type(dtype), places(there), d.count, element_type(to), bytes_of(target));
+    RC_ASSERT(same_bits(wide.to(to), target));
+  });
+}
+
+TEST_F(Kernels, know_every_number_of_16_bits) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    at::Tensor all = at::empty({1 << 16}, dtype);
+    auto* bits = static_cast<uint16_t*>(all.mutable_data_ptr());
+    for (int64_t i = 0; i < all.numel(); ++i) bits[i] = static_cast<uint16_t>(i);
+    const at::Tensor wide = all.to(at::kFloat);
+    // Each number, and what lies halfway and a little beside the half to the next.
+    const at::Tensor next = at::cat({wide.narrow(0, 1, wide.numel() - 1), wide.narrow(0, 0, 1)});
+    const at::Tensor half = (wide.to(at::kDouble) + next.to(at::kDouble)).div(2).to(at::kFloat);
+    const at::Tensor beside = half.mul(1 + 0x1p-20f), below = half.mul(1 - 0x1p-20f);
+    const Subject subject;
+    const at::Tensor there = moved(all, subject), back = at::empty({1 << 16}, there.options().dtype(at::kFloat));
+    subject.math().sum_wide(element_type(dtype), places({there}), there.numel(), Element::f32, bytes_of(back));
+    EXPECT_TRUE(same_bits(wide, back));
+    for (const at::Tensor& values : {wide, half, beside, below}) {
+      const at::Tensor from = moved(values, subject), rounded = at::empty_like(there);
+      subject.math().sum_wide(Element::f32, places({from}), from.numel(), element_type(dtype), bytes_of(rounded));
+      EXPECT_TRUE(same_bits(values.to(dtype), rounded)) << c10::toString(dtype);
+    }
+  }
+}
+
+namespace {
+
+std::shared_ptr<UpdateRule> random_rule(std::mt19937_64& random) {
+  const double decay = random() % 2 ? 0.1 : 0.0;
+  switch (random() % 5) {
+    case 0:
+      return make_rule(AdamWOptions{.lr = 0.01, .beta1 = 0.8, .beta2 = 0.9, .eps = 1e-8, .weight_decay = decay});
+    case 1:
+      return make_rule(AdamOptions{.lr = 0.02, .weight_decay = decay});
+    case 2:
+      return make_rule(LionOptions{.lr = 0.01, .weight_decay = decay});
+    case 3:
+      return make_rule(SgdOptions{.lr = 0.1, .weight_decay = decay});
+    default:
+      return make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9, .nesterov = random() % 2 == 0, .weight_decay = decay});
+  }
+}
+
+struct Arrays {
+  at::Tensor parameter, gradient;
+  std::vector<at::Tensor> state;
+};
+
+Arrays random_arrays(const UpdateRule& rule, at::ScalarType dtype, Draw& d, bool tame) {
+  Arrays a{
+      random_values(dtype, d.count, d.offset, d.random, tame), random_values(dtype, d.count, d.offset, d.random, tame), {}};
+  for (size_t i = 0; i < rule.slots().size(); ++i) a.state.push_back(random_values(dtype, d.count, d.offset, d.random, tame));
+  if (a.state.size() > 1 && tame) a.state[1].abs_();
+  return a;
+}
+
+Arrays moved(const Arrays& a, const Subject& subject) {
+  Arrays b{device_testing::moved(a.parameter, subject), device_testing::moved(a.gradient, subject), {}};
+  for (const at::Tensor& state : a.state) b.state.push_back(device_testing::moved(state, subject));
+  return b;
+}
+
+Update update_of(const std::string& name, const Shape& shape, const Arrays& a, int64_t step) {
+  return {.name = name,
+          .shape = shape,
+          .parameter = a.parameter,
+          .gradient = a.gradient,
+          .state = a.state,
+          .step = step,
+          .lr_factor = 0.7,
+          .decay_factor = 0.5};
+}
+
+void expect_same(const Arrays& expected, const Arrays& found) {
+  RC_ASSERT(same_bits(expected.parameter, found.parameter));
+  for (size_t i = 0; i < expected.state.size(); ++i) RC_ASSERT(same_bits(expected.state[i], found.state[i]));
+}
+
+}  // namespace
+
+TEST_F(Kernels, update_with_the_bits_of_the_cpu) {
+  check("update", [] {
+    Draw d = draw();
+    const auto rule = random_rule(d.random);
+    const at::ScalarType dtype = *rc::gen::element(at::kFloat, at::kFloat, at::kBFloat16, at::kHalf);
+    const Arrays given = random_arrays(*rule, dtype, d, *rc::gen::arbitrary<bool>());
+    const Shape shape{d.count};
+    const int64_t step = *rc::gen::inRange(1, 2000);
+    const std::string name = "w";
+    Arrays expected = moved(given, Subject());
+    for (at::Tensor* tensor : {&expected.parameter, &expected.gradient}) *tensor = tensor->to(at::kCPU);
+    for (at::Tensor& tensor : expected.state) tensor = tensor.to(at::kCPU);
+    rule->update(update_of(name, shape, expected, step));
+    const Subject subject;
+    const Arrays found = moved(given, subject);
+    rule->update(update_of(name, shape, found, step));
+    expect_same(expected, found);
+  });
+}
+
+TEST_F(Kernels, round_the_new_parameter_once_while_they_update_it) {
+  check("update_and_round", [] {
+    Draw d = draw();
+    const auto rule = make_rule(AdamWOptions{.lr = 0.01});
+    const at::ScalarType low = *rc::gen::element(at::kBFloat16, at::kHalf);
+    const Arrays given = random_arrays(*rule, at::kFloat, d, *rc::gen::arbitrary<bool>());
+    const Shape shape{d.count};
+    const std::string name = "w";
+    const Subject subject;
+    const Arrays plain = moved(given, subject), both = moved(given, subject);
+    rule->update(update_of(name, shape, plain, 3));
+    const at::Tensor rounded =
+        at::empty({d.offset + d.count}, plain.parameter.options().dtype(low)).narrow(0, d.offset, d.count);
+    RC_ASSERT(rule->update_and_round(update_of(name, shape, both, 3), rounded));
+    expect_same({plain.parameter.to(at::kCPU), {}, {plain.state[0].to(at::kCPU), plain.state[1].to(at::kCPU)}}, both);
+    RC_ASSERT(same_bits(plain.parameter.to(at::kCPU).to(low), rounded));
+  });
+}
+
+TEST_F(Kernels, find_the_first_number_that_is_too_large_or_none) {
+  check("first_beyond", [] {
+    Draw d = draw();
+    const at::ScalarType dtype = *rc::gen::element(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf);
+    at::Tensor values = random_values(dtype, d.count, d.offset, d.random, /*tame=*/true);
+    const double limit = *rc::gen::element(double{INFINITY}, 3.5, 0.25);
+    if (d.count > 0 && *rc::gen::arbitrary<bool>())
+      values[static_cast<int64_t>(d.random() % static_cast<uint64_t>(d.count))] =
+          *rc::gen::element(double{NAN}, -INFINITY, -4.0);
+    int64_t expected = 0;
+    const at::Tensor wide = values.to(at::kDouble).contiguous();
+    const auto fine = [&](double x) { return std::isfinite(x) && std::abs(x) <= limit; };
+    while (expected < d.count && fine(wide.const_data_ptr<double>()[expected])) ++expected;
+    const Subject subject;
+    const at::Tensor there = device_testing::moved(values, subject);
+    RC_ASSERT(subject.math().first_beyond(element_type(dtype), bytes_of(there), d.count, limit) == expected);
+  });
+}
+
+TEST_F(Kernels, find_what_is_not_zero_and_make_it_zero) {
+  check("all_zero and zero", [] {
+    Draw d = draw();
+    const at::ScalarType dtype = *rc::gen::elementOf(std::vector<at::ScalarType>(std::begin(kSummed), std::end(kSummed)));
+    at::Tensor values = at::zeros({d.offset + d.count + 5}, dtype).narrow(0, d.offset, d.count);
+    const Subject subject;
+    at::Tensor there = device_testing::moved(values, subject);
+    const auto is_zero = [&] { return subject.math().all_zero(element_type(dtype), bytes_of(there), d.count); };
+    if (at::isFloatingType(dtype)) there.neg_();  // -0.0 is zero
+    RC_ASSERT(is_zero());
+    if (d.count == 0) return;
+    there[static_cast<int64_t>(d.random() % static_cast<uint64_t>(d.count))] =
+        at::isFloatingType(dtype) && d.random() % 2 ? NAN : 1;
+    if (!at::isFloatingType(dtype)) there[0] = 1;
+    RC_ASSERT(!is_zero());
+    subject.math().zero(bytes_of(there), static_cast<int64_t>(there.nbytes()));
+    RC_ASSERT(is_zero());
+  });
+}

@@ -1,0 +1,121 @@
+// Rank-threads that share a device: each queues on a stream of its own, and collectives order the streams.
+#include <c10/core/AutogradState.h>
+#include <gtest/gtest.h>
+
+#include "expect_error.h"
+#include "fake_device.h"
+#include "shardproof/threads.h"
+
+using namespace shardproof;
+
+namespace {
+
+constexpr int64_t kNumel = 6;
+
+void run(int64_t world, const std::function<void(std::shared_ptr<Comm>)>& body) {
+  fake_device::install();
+  run_threads(world, body, {.device = fake_device::device()});
+}
+
+void queue_fill(const at::Tensor& tensor, float value) {
+  auto* data = static_cast<float*>(tensor.mutable_data_ptr());
+  fake_device::queue([=, kept = tensor, count = tensor.numel()] { std::fill(data, data + count, value); });
+}
+
+void expect_all(const at::Tensor& tensor, int64_t begin, int64_t end, float value) {
+  const auto* data = static_cast<const float*>(tensor.const_data_ptr());
+  for (int64_t i = begin; i < end; ++i) EXPECT_EQ(data[i], value) << "element " << i;
+}
+
+at::Tensor filled(int64_t numel, float value) {
+  const at::Tensor tensor = fake_device::allocate(numel, at::kFloat);
+  queue_fill(tensor, value);
+  return tensor;
+}
+
+// Each rank's inputs are written by work that is only queued when it calls, and overwritten by work that it queues right after
+// the wait. `call` returns what it is to wait for; outputs are copied on the stream after it, then looked at.
+struct Outcome {
+  at::Tensor seen;
+};
+Outcome after(Work work, const at::Tensor& output, const at::Tensor& input) {
+  work.wait();
+  const at::Tensor seen = fake_device::allocate(output.numel(), at::kFloat);
+  auto* to = static_cast<float*>(seen.mutable_data_ptr());
+  const auto* from = static_cast<const float*>(output.const_data_ptr());
+  fake_device::queue([=, count = output.numel(), keep = std::make_pair(output, seen)] { std::copy(from, from + count, to); });
+  queue_fill(input, -100);
+  queue_fill(output, -200);
+  return {seen};
+}
+
+}  // namespace
+
+TEST(DeviceOrder, all_reduce_reads_what_ranks_had_queued_and_later_work_waits_for_it) {
+  for (const int64_t world : {2, 3, 5})
+    run(world, [&](std::shared_ptr<Comm> comm) {
+      const at::Tensor values = filled(kNumel, static_cast<float>(1 + comm->rank()));
+      const Outcome outcome = after(comm->all_reduce(values), values, values);
+      fake_device::synchronize();
+      expect_all(outcome.seen, 0, kNumel, static_cast<float>(world * (world + 1) / 2));
+    });
+}
+
+TEST(DeviceOrder, gathered_parts_are_there_and_inputs_are_not_overwritten_too_early) {
+  for (const int64_t world : {2, 4})
+    run(world, [&](std::shared_ptr<Comm> comm) {
+      const at::Tensor mine = filled(kNumel, static_cast<float>(comm->rank())), all = filled(world * kNumel, -1);
+      const Outcome outcome = after(comm->all_gather(all, mine), all, mine);
+      // One rank is far ahead: its stream runs at once, with all that it overwrites.
+      if (comm->rank() == 0) fake_device::synchronize();
+      comm->barrier().wait();
+      fake_device::synchronize();
+      for (int64_t r = 0; r < world; ++r) expect_all(outcome.seen, r * kNumel, (r + 1) * kNumel, static_cast<float>(r));
+    });
+}
+
+TEST(DeviceOrder, reduced_slices_and_exchanged_ones_are_those_of_the_calls) {
+  run(3, [&](std::shared_ptr<Comm> comm) {
+    const at::Tensor terms = filled(3 * kNumel, static_cast<float>(1 << comm->rank())), slice = filled(kNumel, -1);
+    const Outcome summed = after(comm->reduce_scatter(slice, terms), slice, terms);
+    const at::Tensor out = filled(3, static_cast<float>(10 + comm->rank())), in = filled(3, -1);
+    const Outcome moved = after(comm->all_to_all(in, out, {1, 1, 1}, {1, 1, 1}), in, out);
+    const at::Tensor sent = filled(2, static_cast<float>(comm->rank() + 5));
+    const Outcome root = after(comm->broadcast(sent, 1), sent, sent);
+    if (comm->rank() == 2) fake_device::synchronize();
+    comm->barrier().wait();
+    fake_device::synchronize();
+    expect_all(summed.seen, 0, kNumel, 7);
+    for (int64_t r = 0; r < 3; ++r) expect_all(moved.seen, r, r + 1, static_cast<float>(10 + r));
+    expect_all(root.seen, 0, 2, 6);
+  });
+}
+
+TEST(DeviceOrder, ranks_have_streams_of_their_own_and_keep_backwards_on_their_threads) {
+  run(3, [&](std::shared_ptr<Comm> comm) {
+    bool ran = false;
+    fake_device::queue([&] { ran = true; });
+    comm->barrier().wait();
+    EXPECT_FALSE(ran);
+    fake_device::synchronize();
+    EXPECT_TRUE(ran);
+    EXPECT_FALSE(c10::AutogradState::get_tls_state().get_multithreading_enabled());
+  });
+}
+
+TEST(DeviceOrder, tensors_of_two_devices_in_one_collective_are_refused) {
+  expect_error(
+      [] {
+        run(2, [&](std::shared_ptr<Comm> comm) {
+          comm->all_reduce(comm->rank() == 0 ? at::zeros({kNumel}) : fake_device::allocate(kNumel, at::kFloat)).wait();
+        });
+      },
+      {"ranks must use one device", "rank 1", "privateuse"});
+}
+
+TEST(DeviceOrder, late_completions_are_refused) {
+  fake_device::install();
+  const auto body = [](std::shared_ptr<Comm> comm) { comm->all_reduce(fake_device::allocate(kNumel, at::kFloat)).wait(); };
+  expect_error([&] { run_threads(2, body, {.completion = ThreadsOptions::Completion::late, .device = fake_device::device()}); },
+               {"completions other than eager"});
+}

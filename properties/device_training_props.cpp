@@ -1,0 +1,43 @@
+// Whole training runs in which the kernels' twins take the place of the library's loops, against the golden runs: what chooses
+// between the two, and the kernels together.
+#include <gtest/gtest.h>
+
+#include "device_subject.h"
+#include "harness/generate.h"
+#include "harness/run_case.h"
+#include "harness_env.h"
+
+using namespace harness;
+using namespace device_testing;
+
+namespace {
+
+void expect_held(const std::string& text) {
+  const Verdict verdict = run_case(Case::parse(text));
+  EXPECT_TRUE(verdict.held) << text << "\n" << verdict.what;
+}
+
+}  // namespace
+
+TEST(DeviceTraining, random_cases_hold_with_twins_for_loops) {
+  const Subject subject;
+  int64_t held = 0;
+  for (int64_t i = 0; i < 40; ++i) {
+    const Case c = generate(20261121, i, {});
+    const Verdict verdict = run_case(c);
+    EXPECT_TRUE(verdict.held || verdict.diverged) << c.str() << "\n" << verdict.what;
+    held += verdict.held;
+  }
+  EXPECT_GT(held, 30);
+}
+
+// What random cases draw seldom: low precision that the update rounds at once, sums in float32, exact norms, fixed point.
+TEST(DeviceTraining, each_kernel_is_met_by_a_run) {
+  const Subject subject;
+  const std::string model = "gpt(layers=2,hidden=16,heads=2,vocab=29,positions=7) mesh(dp_shard=3) ";
+  const std::string run = " seed=7 : accumulate(2) step*2 accumulate(1) step";
+  expect_held(model + "zero3(compute=bf16,reduce=bf16,float32_sums) adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + run);
+  expect_held(model + "zero2(compute=fp16) adam(lr=0.01,decay=0.1) ordered" + run);
+  expect_held(model + "zero1 lion(lr=0.01,clip=0.1) ordered" + run);
+  expect_held(model + "zero3(units=all) sgd(lr=0.1,momentum=0.9,clip=0.5) canonical" + run);
+}
