@@ -1,0 +1,15 @@
+# The NCCL backend. `ctest -L nccl`: on a double of NCCL everywhere, and on GPUs where there are any.
+find_package(nlohmann_json REQUIRED)
+add_library(nccl_double STATIC nccl_double.cpp nccl_double_calls.cpp nccl_worlds.cpp comm_worlds.cpp comm_worlds_nccl.cpp)
+target_link_libraries(nccl_double PUBLIC shardproof shardproof_nccl golden shardproof_options GTest::gtest)
+shardproof_uses_torch(nccl_double)
+
+# The properties of every backend, over this one.
+add_executable(comm_nccl_props comm_props.cpp comm_programs_props.cpp)
+shardproof_uses_torch(comm_nccl_props)
+target_link_libraries(comm_nccl_props PRIVATE nccl_double ${RAPIDCHECK_LIBRARY} GTest::gtest_main)
+# Without CommThreads, which are of rank-threads, and shared memory, which GPUs have not.
+gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-CommThreads.*:Comm.shared_memory*"
+  PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)
+
+shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES nccl_props.cpp)
