@@ -120,7 +120,7 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 }
 
 TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
-                  shardproof::MpiWorld* processes) {
+                  shardproof::ProcessWorld* processes) {
   require_valid(options, data);
   SHARD_REQUIRE(!processes || processes->size() == options.mesh.size(), "train",
                 "--mesh {} has {} ranks, and there are {} processes", options.mesh.str(), options.mesh.size(),

@@ -108,7 +108,6 @@ class Api final : public NcclApi {
   void* allocate(int64_t bytes, Memory kind) override;
   void release(void* memory, Memory kind) override;
 
-  int version() override { return 22809; }
   NcclResult get_unique_id(UniqueId& id) override;
   NcclResult init_rank(Communicator& communicator, int64_t size, const UniqueId& id, int64_t rank) override;
   NcclResult split(Communicator parent, int64_t color, int64_t key, Communicator& child) override;

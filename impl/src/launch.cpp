@@ -62,8 +62,8 @@ std::optional<Launch> read(const Variables& v, const Environment& environment) {
     (value && *value ? set : missing).emplace_back(name);
   }
   // An address alone is for whoever starts the ranks; it makes nobody a rank.
-  const bool has_rank = std::any_of(set.begin(), set.end(), [](const std::string& name) { return !name.starts_with("MASTER"); });
-  if (!has_rank) return std::nullopt;
+  const auto is_of_rank = [](const std::string& name) { return !name.starts_with("MASTER"); };
+  if (std::none_of(set.begin(), set.end(), is_of_rank)) return std::nullopt;
   const char* launcher = to_string(v.launcher);
   SHARD_REQUIRE(missing.empty(), "launch",
                 "the environment of {} is set by half: {} set, {} not. Start all ranks with {}, or unset all of these",

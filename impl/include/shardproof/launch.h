@@ -42,8 +42,8 @@ struct LaunchOptions {
 };
 
 // Checks the choice against the build, the machine and the launcher, and returns what this process is. Where ranks of `mpi` are
-// to be started it replaces this process by mpirun, with `arguments` (argv, without the option that asked for it) for each rank,
-// and does not return; those of `nccl` are the caller's to start. Throws Error that says what to do instead.
+// to be started it replaces this process by mpirun, with `arguments` (argv, without the option that asked for it) for each
+// rank, and does not return; those of `nccl` are the caller's to start. Throws Error that says what to do instead.
 Launch launch(const LaunchOptions& options, const std::vector<std::string>& arguments,
               const Environment& environment = process_environment());
 // What launch would run.

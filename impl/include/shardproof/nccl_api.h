@@ -65,7 +65,6 @@ class NcclApi {
   virtual void release(void* memory, Memory kind) = 0;
 
   // Of NCCL, by its own names. Communicators do not block: in_progress is no failure, and `async_error` tells when it is over.
-  virtual int version() = 0;
   virtual NcclResult get_unique_id(UniqueId& id) = 0;
   // `communicator` must stay where it is until nothing is in progress.
   virtual NcclResult init_rank(Communicator& communicator, int64_t size, const UniqueId& id, int64_t rank) = 0;

@@ -38,6 +38,10 @@ GpuSharing share_gpus(int64_t nccl_version, int64_t gpus, int64_t local_ranks);
 std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t gpus, int64_t local_rank,
                                                                    const std::string& host);
 
+std::string host_name();
+// The GPUs that CTest has dealt to this test from its resource file, as CUDA_VISIBLE_DEVICES wants them; "" when none.
+std::string dealt_gpus(const Environment& environment);
+
 // Where the job's store is and whether this process serves it: at MASTER_ADDR and MASTER_PORT, which torchrun sets; without
 // them, where all ranks are on one host, on a port of loopback that the job's number gives. Throws Error that says what to set.
 TcpStoreOptions store_address(const Launch& launch, const Environment& environment);

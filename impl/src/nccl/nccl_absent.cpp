@@ -9,6 +9,12 @@ bool nccl_available() {
 int64_t nccl_devices() {
   return 0;
 }
+int64_t nccl_version() {
+  return 0;
+}
+int64_t nccl_compute_capability(int64_t) {
+  return 0;
+}
 std::shared_ptr<NcclApi> nccl_api(int64_t) {
   throw Error(
       "[nccl] this build has no NCCL: CMake found no headers of NCCL and the CUDA runtime beside PyTorch (docs/nccl.md). "

@@ -175,11 +175,6 @@ class MachineApi final : public NcclApi {
       ncclMemFree(memory);
   }
 
-  int version() override {
-    int version = 0;
-    ncclGetVersion(&version);
-    return version;
-  }
   NcclResult get_unique_id(UniqueId& id) override {
     return as_result(ncclGetUniqueId(reinterpret_cast<ncclUniqueId*>(id.data())));
   }
@@ -268,6 +263,17 @@ bool nccl_available() {
 int64_t nccl_devices() {
   int count = 0;
   return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+int64_t nccl_version() {
+  int version = 0;
+  return ncclGetVersion(&version) == ncclSuccess ? version : 0;
+}
+
+int64_t nccl_compute_capability(int64_t device) {
+  int major = 0;
+  const cudaError_t result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, static_cast<int>(device));
+  return result == cudaSuccess ? major : 0;
 }
 
 std::shared_ptr<NcclApi> nccl_api(int64_t device) {

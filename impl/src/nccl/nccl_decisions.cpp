@@ -1,7 +1,10 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <charconv>
+#include <cstdlib>
 #include <cstring>
+#include <set>
 
 #include "shardproof/check.h"
 #include "shardproof/nccl_launch.h"
@@ -95,6 +98,19 @@ std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuShar
   // The ranks of one GPU differ; those of different GPUs may meet on one host, and be as fast as without.
   if (sharing.way == GpuSharing::Way::host_ids) return {{"NCCL_HOSTID", fmt::format("{}-{}", host, local_rank / gpus)}};
   return {};
+}
+
+// CTEST_RESOURCE_GROUP_0_GPUS is "id:0,slots:1;id:2,slots:1". Several slots of one GPU are one GPU.
+std::string dealt_gpus(const Environment& environment) {
+  const char* count = nonempty(environment, "CTEST_RESOURCE_GROUP_COUNT");
+  std::set<std::string> gpus;
+  for (int64_t group = 0; count && group < std::atoll(count); ++group) {
+    const char* dealt = nonempty(environment, fmt::format("CTEST_RESOURCE_GROUP_{}_GPUS", group).c_str());
+    const std::string text = dealt ? dealt : "";
+    for (size_t at = text.find("id:"); at != std::string::npos; at = text.find("id:", at + 1))
+      gpus.insert(text.substr(at + 3, text.find_first_of(",;", at) - at - 3));
+  }
+  return fmt::format("{}", fmt::join(gpus, ","));
 }
 
 TcpStoreOptions store_address(const Launch& launch, const Environment& environment) {

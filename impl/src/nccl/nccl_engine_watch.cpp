@@ -146,11 +146,14 @@ void Engine::end(int64_t body, const WorldEnd& mine) {
   }
 }
 
-// Under mutex_. Everything that is on its way on them ends; what waits for it goes on.
+// Under mutex_. Everything that is on its way on them ends; what waits for it goes on. As a group: one communicator's kernel
+// may be waiting behind another's.
 void Engine::abort_lanes() {
+  api_->group_start();
   for (const auto& group : groups_)
     for (Lane& lane : group->lanes)
       if (lane.communicator) api_->abort(std::exchange(lane.communicator, nullptr));
+  api_->group_end();
 }
 
 RankState Engine::state() {

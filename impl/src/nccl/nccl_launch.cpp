@@ -67,6 +67,11 @@ std::string how_ended(int64_t rank, int status) {
 
 }  // namespace
 
+std::string host_name() {
+  char name[256] = {};
+  return ::gethostname(name, sizeof name - 1) == 0 ? name : "host";
+}
+
 int start_ranks(int64_t ranks, const std::vector<std::string>& arguments) {
   SHARD_REQUIRE(ranks > 0 && !arguments.empty(), "launch", "--ranks must be at least 1, got {}", ranks);
   const auto store = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true});
