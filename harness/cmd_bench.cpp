@@ -52,7 +52,8 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   const bool processes = a.over_processes() && !contestant.starts_with("single");
-  const std::string backend = a.launched.options.backend, own = contestant == "single_cached" ? "single" : contestant;
+  const std::string backend = a.launched.options.backend;
+  const std::string own = contestant == "single_cached" ? "single" : contestant;
   std::string start;  // with nccl the worker starts its own
   if (processes && backend == "mpi")
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
