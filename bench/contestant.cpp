@@ -130,7 +130,7 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const std::
   measured.losses.assign(losses.const_data_ptr<double>(), losses.const_data_ptr<double>() + losses.numel());
 }
 
-nlohmann::json run_ours(const Task& task, MpiWorld* processes) {
+nlohmann::json run_ours(const Task& task, ProcessWorld* processes) {
   at::set_num_threads(1);
   auto trace = std::make_shared<Trace>();
   Measured measured;
@@ -156,7 +156,7 @@ nlohmann::json run_ours(const Task& task, MpiWorld* processes) {
 
 }  // namespace
 
-nlohmann::json run(const Task& task, MpiWorld* processes) {
+nlohmann::json run(const Task& task, ProcessWorld* processes) {
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
   const double base = memory_mib("VmRSS:");
   nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes);

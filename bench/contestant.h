@@ -6,7 +6,7 @@
 #include <string>
 
 #include "bench/model.h"
-#include "shardproof/mpi.h"
+#include "shardproof/process_world.h"
 
 namespace bench {
 
@@ -23,7 +23,7 @@ struct Task {
 // "bytes": of collectives in a step, "live_mib": largest bytes of parameters, gradients, optimizer and communication of one
 // rank}
 // Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
-nlohmann::json run(const Task& task, shardproof::MpiWorld* processes = nullptr);
+nlohmann::json run(const Task& task, shardproof::ProcessWorld* processes = nullptr);
 
 // What PyTorch's contestants read: initial parameters, then tokens.
 void write_data(const Task& task, const std::string& path);

@@ -33,7 +33,7 @@ struct Arguments {
   bench::Task task;
   int64_t rounds = 3;
   Launched launched;
-  bool over_mpi() const { return launched.options.backend == "mpi"; }
+  bool over_processes() const { return launched.options.backend != "threads"; }
 };
 
 json spec_of(const Arguments& a, const std::string& contestant) {
@@ -51,12 +51,15 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
   const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
-  const bool processes = a.over_mpi() && !contestant.starts_with("single");
-  std::string start;
-  if (processes) start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
-  return fmt::format("{}{}'{}' bench{} --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
-                     start, program, processes ? " --backend mpi" : "", contestant == "single_cached" ? "single" : contestant,
-                     a.task.strategy, a.task.ranks, a.model, a.task.steps, a.task.warmup);
+  const bool processes = a.over_processes() && !contestant.starts_with("single");
+  const std::string backend = a.launched.options.backend;
+  const std::string own = contestant == "single_cached" ? "single" : contestant;
+  std::string start;  // with nccl the worker starts its own
+  if (processes && backend == "mpi")
+    start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
+  return fmt::format("{}{}'{}' bench{} --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator, start,
+                     program, processes ? " --backend " + backend : "", own, a.task.strategy, a.task.ranks, a.model,
+                     a.task.steps, a.task.warmup);
 }
 
 struct Row {
@@ -130,10 +133,13 @@ void require_alone(const Arguments& a) {
   SHARD_REQUIRE(launch.world == 1, "bench",
                 "{} started {} processes; bench starts those it needs: bench --backend mpi --ranks {}",
                 to_string(launch.launcher), launch.world, launch.world);
-  if (options.backend == "mpi")
+  if (options.backend == "mpi") {
     SHARD_REQUIRE(shardproof::mpi_available(), "bench", "this build has no MPI; use --backend threads");
-  else
+  } else {
+    options.gpus = shardproof::nccl_devices();
+    if (options.backend == "nccl") options.ranks = a.task.ranks;
     shardproof::launch(options, {});
+  }
 }
 
 int compete(Arguments& a) {
@@ -197,6 +203,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       return;
     }
     a->task.contestant = a->worker;
+    if (a->launched.options.backend == "nccl") a->launched.options.ranks = a->task.ranks;
     const auto world = a->launched.start(a->model);
     const json result = bench::run(a->task, world.get());
     if (!world || world->rank() == 0) fmt::print("{}\n", result.dump());

@@ -9,7 +9,7 @@
 #include "harness/flight.h"
 #include "harness/json_lines.h"
 #include "harness/launch_options.h"
-#include "harness/mpi_ranks.h"
+#include "harness/process_ranks.h"
 #include "harness/run_case.h"
 #include "shardproof/check.h"
 
@@ -37,8 +37,8 @@ int report(const Case& c, const Verdict& verdict, const std::string& path) {
   return verdict.held ? 0 : 1;
 }
 
-int run_on(shardproof::MpiWorld& world, const Case& c, const std::string& json) {
-  MpiRanks ranks(world);
+int run_on(shardproof::ProcessWorld& world, const Case& c, const std::string& json) {
+  ProcessRanks ranks(world);
   if (world.rank() != 0) return ranks.serve();
   const int exit_code = report(c, run_case(c, ranks), json);
   ranks.end(exit_code);

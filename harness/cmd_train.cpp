@@ -88,14 +88,15 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
 }
 
 // Rank 0's, on every process.
-int agreed_exit_code(shardproof::MpiWorld& processes, int exit_code) {
+int agreed_exit_code(shardproof::ProcessWorld& processes, int exit_code) {
   std::string text = fmt::format("{}", exit_code);
   processes.run([&](std::shared_ptr<shardproof::Comm> comm) { text = share_text(*comm, comm->rank() == 0 ? text : ""); });
   return std::stoi(text);
 }
 
 int run_train(Arguments& arguments) {
-  const std::unique_ptr<shardproof::MpiWorld> processes = arguments.launched.start(arguments.mesh_given ? arguments.mesh : "");
+  const std::unique_ptr<shardproof::ProcessWorld> processes =
+      arguments.launched.start(arguments.mesh_given ? arguments.mesh : "");
   if (processes && !arguments.mesh_given) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   const bool speaks = !processes || processes->rank() == 0;
   TrainOptions options = arguments.options;

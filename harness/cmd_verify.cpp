@@ -6,7 +6,7 @@
 
 #include "harness/commands.h"
 #include "harness/launch_options.h"
-#include "harness/mpi_ranks.h"
+#include "harness/process_ranks.h"
 #include "harness/verify.h"
 #include "shardproof/check.h"
 #include "shardproof/strategy.h"
@@ -45,7 +45,7 @@ void prepare(Arguments& arguments) {
                 options.limits.world_max);
 }
 
-void limit_to(const shardproof::MpiWorld& world, Arguments& arguments) {
+void limit_to(const shardproof::ProcessWorld& world, Arguments& arguments) {
   Limits& limits = arguments.options.limits;
   SHARD_REQUIRE(!limits.mesh || limits.mesh->size() <= world.size(), "verify",
                 "--mesh {} has {} ranks, and there are {} processes", limits.mesh->str(), limits.mesh->size(), world.size());
@@ -80,9 +80,9 @@ int run(const Arguments& arguments) {
 }
 
 // Rank 0 draws the cases and judges, the other processes train with it; all end alike.
-int run_on(shardproof::MpiWorld& world, Arguments& arguments) {
+int run_on(shardproof::ProcessWorld& world, Arguments& arguments) {
   limit_to(world, arguments);
-  MpiRanks ranks(world);
+  ProcessRanks ranks(world);
   if (world.rank() != 0) return ranks.serve();
   arguments.options.ranks = &ranks;
   const int exit_code = run(arguments);

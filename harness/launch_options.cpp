@@ -5,6 +5,9 @@
 #include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdlib>
+
+#include "shardproof/nccl_launch.h"
 
 namespace harness {
 namespace {
@@ -33,22 +36,71 @@ void remember_arguments(int argc, char** argv) {
 }
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {
-  command.add_option("--backend", options.backend, "threads of this process, or mpi: processes")->capture_default_str();
-  command.add_option("--device", options.device, "cpu")->capture_default_str();
-  if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi: start so many processes, without mpirun");
-  command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi")
+  command.add_option("--backend", options.backend, "threads of this process, or processes: mpi, nccl")->capture_default_str();
+  command.add_option("--device", options.device, "cpu or cuda")->capture_default_str();
+  if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi or nccl: start so many processes");
+  command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
       ->capture_default_str();
   command.add_option("--flight-dir", mpi.flight_directory,
-                     "where each rank leaves its last calls if it fails, with --backend mpi");
+                     "where each rank leaves its last calls if it fails, with --backend mpi or nccl");
+  command.add_option("--sum", sum, "rank_order or native: who adds, with --backend nccl")
+      ->check(CLI::IsMember({"rank_order", "native"}))
+      ->capture_default_str();
+  command.add_flag("--registered-buffers", registered_buffers, "register NCCL's own buffers, with --backend nccl");
 }
 
-std::unique_ptr<shardproof::MpiWorld> Launched::start(const std::string& mesh) {
+namespace {
+
+void check_connections(int64_t compute_capability_major) {
+  using Verdict = shardproof::Advice::Verdict;
+  // Gathers and reductions of shards overlap compute; tensor-parallel calls do not rely on the order of launches.
+  const shardproof::Advice advice =
+      shardproof::check_device_connections(std::getenv("CUDA_DEVICE_MAX_CONNECTIONS"), compute_capability_major, true, false);
+  SHARD_REQUIRE(advice.verdict != Verdict::refuse, "launch", "{}", advice.text);
+  if (advice.verdict == Verdict::warn) fmt::print(stderr, "warning: {}\n", advice.text);
+}
+
+}  // namespace
+
+std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof::Launch& launch) {
+  if (launch.starts > 0) std::exit(shardproof::start_ranks(launch.starts, remembered()));
+  const int64_t gpus = shardproof::nccl_devices();
+  const shardproof::GpuSharing sharing = shardproof::share_gpus(shardproof::nccl_version(), gpus, launch.local_world);
+  SHARD_REQUIRE(sharing.way != shardproof::GpuSharing::Way::impossible, "launch", "{}", sharing.text);
+  if (launch.rank == 0 && !sharing.text.empty()) fmt::print(stderr, "note: {}\n", sharing.text);
+  for (const auto& [name, value] : shardproof::sharing_variables(sharing, gpus, launch.local_rank, shardproof::host_name()))
+    ::setenv(name.c_str(), value.c_str(), /*overwrite=*/0);
+  const int64_t device = launch.local_rank % gpus;
+  check_connections(shardproof::nccl_compute_capability(device));
+  shardproof::TcpStoreOptions address = shardproof::store_address(launch, shardproof::process_environment());
+  address.timeout_seconds = mpi.timeout_seconds;
+  const shardproof::NcclOptions nccl{
+      .sum = sum == "native" ? shardproof::NcclOptions::Sum::native : shardproof::NcclOptions::Sum::rank_order,
+      .buffers = registered_buffers ? shardproof::NcclApi::Memory::symmetric : shardproof::NcclApi::Memory::plain,
+      .timeout_seconds = mpi.timeout_seconds,
+      .flight_directory = mpi.flight_directory,
+      .flight_calls_max = mpi.flight_calls_max};
+  return std::make_unique<shardproof::NcclWorld>(launch.rank, launch.world, std::make_shared<shardproof::TcpStore>(address),
+                                                 shardproof::nccl_api(device), nccl);
+}
+
+std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mesh) {
   SHARD_REQUIRE(mpi.timeout_seconds > 0, "launch", "--timeout must be above 0, got {}", mpi.timeout_seconds);
   const std::vector<std::string> own = without_ranks(remembered());
-  shardproof::launch(options, own);
-  if (options.backend != "mpi") return nullptr;
+  if (options.backend == "nccl" || options.device == "cuda") {
+    // Before CUDA looks.
+    if (const std::string gpus = shardproof::dealt_gpus(shardproof::process_environment()); !gpus.empty())
+      ::setenv("CUDA_VISIBLE_DEVICES", gpus.c_str(), /*overwrite=*/0);
+    options.gpus = shardproof::nccl_devices();
+  }
+  const shardproof::Launch launch = shardproof::launch(options, own);
+  if (options.backend == "threads") return nullptr;
   at::set_num_threads(1);
-  auto world = std::make_unique<shardproof::MpiWorld>(mpi);
+  std::unique_ptr<shardproof::ProcessWorld> world;
+  if (options.backend == "nccl")
+    world = start_nccl(launch);
+  else
+    world = std::make_unique<shardproof::MpiWorld>(mpi);
   world->run([&](std::shared_ptr<shardproof::Comm> comm) {
     shardproof::require_same(*comm, {{"program", shardproof::program_hash()},
                                      {"command line", fmt::format("{}", fmt::join(own.begin() + 1, own.end(), " "))},

@@ -8,6 +8,7 @@
 
 #include "shardproof/launch.h"
 #include "shardproof/mpi.h"
+#include "shardproof/nccl.h"
 
 namespace CLI {
 class App;
@@ -17,13 +18,19 @@ namespace harness {
 
 struct Launched {
   shardproof::LaunchOptions options;
-  shardproof::MpiOptions mpi;
+  shardproof::MpiOptions mpi;  // and, in time-out and records, of nccl
+  std::string sum = "rank_order";
+  bool registered_buffers = false;
 
   // `ranks_option`: with --ranks, where a command has no such option of its own.
   void add_to(CLI::App& command, bool ranks_option = true);
-  // This process' part: null for threads. Does not return where it starts processes. Before the first collective every process
-  // has shown that it runs the same program with the same arguments and `mesh`.
-  std::unique_ptr<shardproof::MpiWorld> start(const std::string& mesh);
+  // This process' part: null for threads. Does not return where it starts processes; where those are its children, as with
+  // nccl, it exits with their code. Before the first collective every process has shown that it runs the same program with the
+  // same arguments and `mesh`.
+  std::unique_ptr<shardproof::ProcessWorld> start(const std::string& mesh);
+
+ private:
+  std::unique_ptr<shardproof::ProcessWorld> start_nccl(const shardproof::Launch& launch);
 };
 
 // argv of this process, for `start`.

@@ -13,7 +13,7 @@
 #include "harness/sharded_run.h"
 #include "harness/tolerance.h"
 #include "shardproof/check.h"
-#include "shardproof/mpi.h"
+#include "shardproof/process_world.h"
 #include "shardproof/strategy.h"
 
 namespace harness {

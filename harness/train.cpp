@@ -114,7 +114,7 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 }
 
 TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
-                  shardproof::MpiWorld* processes) {
+                  shardproof::ProcessWorld* processes) {
   const TrainHistory history = read_history(options, data);
   const Case c = train_case(options, history.stretches.back());
   require_valid(options, c, data);

@@ -10,7 +10,7 @@
 #include "golden/golden.h"
 #include "harness/text_data.h"
 #include "shardproof/mesh.h"
-#include "shardproof/mpi.h"
+#include "shardproof/process_world.h"
 
 namespace harness {
 
@@ -76,6 +76,6 @@ int64_t first_step(const TrainOptions& options, const TextData& data);
 // With `processes`, as many as the mesh has ranks, it is collective over them, and rank 0 reports and compares; the others
 // return nothing but where the run began.
 TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
-                  shardproof::MpiWorld* processes = nullptr);
+                  shardproof::ProcessWorld* processes = nullptr);
 
 }  // namespace harness

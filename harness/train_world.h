@@ -9,7 +9,7 @@
 #include "harness/step_exchange.h"
 #include "harness/train.h"
 #include "harness/train_checkpoint.h"
-#include "shardproof/mpi.h"
+#include "shardproof/process_world.h"
 
 namespace harness {
 
@@ -18,7 +18,7 @@ namespace harness {
 class TrainWorld {
  public:
   TrainWorld(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
-             shardproof::MpiWorld* processes);
+             shardproof::ProcessWorld* processes);
   ~TrainWorld() { stop(); }
 
   // The next step of every rank; nothing when there is none, or this is not rank 0.

@@ -84,13 +84,23 @@ TEST(Launch, the_script_of_a_batch_job_is_no_task_and_mpirun_counts_before_the_o
   EXPECT_EQ(read_launch(environment(both)).launcher, Launcher::mpirun);
 }
 
+TEST(Launch, an_address_alone_makes_nobody_a_rank_of_torchrun) {
+  Variables slurm = kSlurm;
+  slurm.insert({{"MASTER_ADDR", "head"}, {"MASTER_PORT", "29500"}});
+  EXPECT_EQ(read_launch(environment(slurm)).launcher, Launcher::slurm);
+  EXPECT_EQ(read_launch(environment({{"MASTER_PORT", "29500"}})).launcher, Launcher::none);
+}
+
 TEST(Launch, what_this_build_or_launcher_cannot_do_is_refused_with_the_way_out) {
   const auto refused = [](const LaunchOptions& options, const Variables& variables) {
     return refusal([&] { launch(options, {"program"}, environment(variables)); });
   };
-  expect_says(refused({.backend = "nccl"}, {}), {"NCCL"});
+  expect_says(refused({.backend = "nccl"}, {}), {"--backend nccl needs a GPU", "shows none", "mpi"});
+  expect_says(refused({.backend = "nccl", .gpus = 1}, {}), {"--backend nccl needs processes", "torchrun", "--ranks N"});
+  expect_says(refused({.backend = "nccl", .ranks = 3, .gpus = 1}, kTorchrun), {"--ranks 3", "8 processes"});
   expect_says(refused({.backend = "gloo"}, {}), {"threads, mpi or nccl", "gloo"});
-  expect_says(refused({.device = "cuda"}, {}), {"CPU"});
+  expect_says(refused({.device = "cuda"}, {}), {"--device cuda needs a GPU", "shows none"});
+  expect_says(refused({.device = "cuda", .gpus = 1}, {}), {"CPUs only"});
   expect_says(refused({.device = "tpu"}, {}), {"cpu or cuda", "tpu"});
   expect_says(refused({}, kMpirun), {"mpirun started 4 processes", "--backend mpi"});
   expect_says(refused({.ranks = 2}, {}), {"--ranks", "--backend mpi"});
@@ -99,6 +109,8 @@ TEST(Launch, what_this_build_or_launcher_cannot_do_is_refused_with_the_way_out) 
   expect_says(refused({.backend = "mpi", .ranks = 3}, kMpirun), {"--ranks 3", "4 processes"});
   EXPECT_EQ(launch({.backend = "mpi", .ranks = 4}, {"program"}, environment(kMpirun)).rank, 3);
   EXPECT_EQ(launch({}, {"program"}, environment({})).world, 1);
+  EXPECT_EQ(launch({.backend = "nccl", .gpus = 1}, {"program"}, environment(kTorchrun)).local_rank, 1);
+  EXPECT_EQ(launch({.backend = "nccl", .ranks = 4, .gpus = 1}, {"program"}, environment({})).starts, 4);
 }
 
 TEST(Launch, ranks_are_started_by_mpirun_as_root_only_where_that_is_what_one_is) {

@@ -5,6 +5,7 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <charconv>
@@ -60,7 +61,9 @@ std::optional<Launch> read(const Variables& v, const Environment& environment) {
     const char* value = environment(name);
     (value && *value ? set : missing).emplace_back(name);
   }
-  if (set.empty()) return std::nullopt;
+  // An address alone is for whoever starts the ranks; it makes nobody a rank.
+  const auto is_of_rank = [](const std::string& name) { return !name.starts_with("MASTER"); };
+  if (std::none_of(set.begin(), set.end(), is_of_rank)) return std::nullopt;
   const char* launcher = to_string(v.launcher);
   SHARD_REQUIRE(missing.empty(), "launch",
                 "the environment of {} is set by half: {} set, {} not. Start all ranks with {}, or unset all of these",
@@ -92,8 +95,12 @@ void check_choice(const LaunchOptions& o) {
   SHARD_REQUIRE(o.backend == "threads" || o.backend == "mpi" || o.backend == "nccl", "launch",
                 "--backend must be threads, mpi or nccl, got '{}'", o.backend);
   SHARD_REQUIRE(o.device == "cpu" || o.device == "cuda", "launch", "--device must be cpu or cuda, got '{}'", o.device);
-  SHARD_REQUIRE(o.backend != "nccl", "launch", "this build has no NCCL backend; use --backend threads or mpi");
-  SHARD_REQUIRE(o.device != "cuda", "launch", "this build computes on CPUs only; use --device cpu");
+  SHARD_REQUIRE(o.backend != "nccl" || o.gpus > 0, "launch",
+                "--backend nccl needs a GPU and its driver, and this machine shows none; use --backend threads or mpi");
+  SHARD_REQUIRE(o.device != "cuda" || o.gpus > 0, "launch",
+                "--device cuda needs a GPU and its driver, and this machine shows none; use --device cpu");
+  SHARD_REQUIRE(o.device != "cuda" || o.computes_on_gpus, "launch",
+                "this build computes on CPUs only; use --device cpu, also with --backend nccl, which carries their tensors");
   SHARD_REQUIRE(o.ranks >= 0, "launch", "--ranks must be at least 1, got {}", o.ranks);
 }
 
@@ -143,12 +150,18 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
     return launch;
   }
   SHARD_REQUIRE(
-      launch.launcher != Launcher::torchrun, "launch",
+      launch.launcher != Launcher::torchrun || options.backend == "nccl", "launch",
       "torchrun started this process (rank {} of {}, store {}), and MPI cannot join processes that it did not start. Use "
       "mpirun -n {}, srun, or --ranks {}",
       launch.rank, launch.world, launch.master, launch.world, launch.world);
   if (launch.launcher == Launcher::none) {
-    SHARD_REQUIRE(options.ranks > 0, "launch", "--backend mpi needs processes: mpirun -n N, srun --mpi=pmix, or --ranks N");
+    SHARD_REQUIRE(options.ranks > 0, "launch", "--backend {} needs processes: {}, or --ranks N", options.backend,
+                  options.backend == "mpi" ? "mpirun -n N, srun --mpi=pmix" : "torchrun, mpirun -n N, srun");
+    if (options.backend == "nccl") {
+      Launch own = launch;
+      own.starts = options.ranks;
+      return own;
+    }
     std::vector<std::string> own = arguments;
     own[0] = std::filesystem::read_symlink("/proc/self/exe").string();
     become(mpirun_command(options.ranks, own, ::geteuid() == 0));

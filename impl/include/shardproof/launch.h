@@ -21,6 +21,7 @@ struct Launch {
   Launcher launcher = Launcher::none;
   int64_t rank = 0, world = 1, local_rank = 0, local_world = 1;
   std::string master = {};  // "host:port", of torchrun
+  int64_t starts = 0;       // above 0: nobody has started the ranks, and the caller is to start so many (nccl_launch.h)
 };
 
 // The value of a variable of the environment, or null.
@@ -32,14 +33,17 @@ Environment process_environment();
 Launch read_launch(const Environment& environment);
 
 struct LaunchOptions {
-  std::string backend = "threads";  // threads, mpi
-  std::string device = "cpu";
-  int64_t ranks = 0;  // above 0: start so many processes
+  std::string backend = "threads";  // threads, mpi, nccl
+  std::string device = "cpu";       // cpu, cuda
+  int64_t ranks = 0;                // above 0: start so many processes
+  // What this build and this machine have.
+  int64_t gpus = 0;
+  bool computes_on_gpus = false;
 };
 
-// Checks the choice against the build and the launcher, and returns what this process is. Where ranks are to be started it
-// replaces this process by mpirun, with `arguments` (argv, without the option that asked for it) for each rank, and does not
-// return. Throws Error that says what to do instead.
+// Checks the choice against the build, the machine and the launcher, and returns what this process is. Where ranks of `mpi` are
+// to be started it replaces this process by mpirun, with `arguments` (argv, without the option that asked for it) for each
+// rank, and does not return; those of `nccl` are the caller's to start. Throws Error that says what to do instead.
 Launch launch(const LaunchOptions& options, const std::vector<std::string>& arguments,
               const Environment& environment = process_environment());
 // What launch would run.

@@ -10,8 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "shardproof/check.h"
-#include "shardproof/comm.h"
+#include "shardproof/process_world.h"
 
 namespace shardproof {
 
@@ -26,31 +25,18 @@ struct MpiOptions {
 // Whether this library was built with MPI; else MpiWorld's constructor says so.
 bool mpi_available();
 
-// A process died, stopped or came too late, or this one was told to end. Nothing can be communicated any more; the process
-// should end.
-class WorldLostError : public Error {
- public:
-  using Error::Error;
-};
-
-class MpiWorld {
+class MpiWorld final : public ProcessWorld {
  public:
   // Collective over all processes of the job; one at a time, once in a process. A process that no launcher started is a world
   // of one.
   explicit MpiWorld(const MpiOptions& options = {});
-  ~MpiWorld();
+  ~MpiWorld() override;
   MpiWorld(const MpiWorld&) = delete;
   MpiWorld& operator=(const MpiWorld&) = delete;
 
-  int64_t rank() const;
-  int64_t size() const;
-
-  // Collective over all processes. Runs body(comm) on the first `ranks` of them (0: all) and returns, on all, when it has ended
-  // everywhere. A body that throws ends it on every rank, and every process throws the first real error, prefixed with its
-  // rank; another body may run afterwards. Throws WorldLostError where that is not possible. What was made from `comm` must not
-  // be used after the body: groups, works, shared memory. Also an error: a body that returns while collectives it started were
-  // never waited for.
-  void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks = 0);
+  int64_t rank() const override;
+  int64_t size() const override;
+  void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks = 0) override;
 
  private:
   class Impl;

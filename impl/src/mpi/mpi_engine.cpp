@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "flight_call.h"
 #include "shardproof/check.h"
 
 namespace shardproof::mpi {
@@ -23,20 +24,6 @@ constexpr auto kLongWait = 5ms;
 constexpr auto kLongSleep = 100us;
 // From this on a wait is told to the watch.
 constexpr auto kPublish = 20ms;
-
-FlightCall flight_call(const Operation& operation, const std::shared_ptr<const FlightGroup>& group) {
-  const Call& call = operation.call();
-  const bool sums = call.op == Op::all_reduce || call.op == Op::reduce_scatter;
-  const bool has_data = call.op != Op::barrier && call.op != Op::split;
-  FlightCall record{.group = group, .sequence = operation.sequence(), .op = to_string(call.op)};
-  if (sums) record.reduce = to_string(call.reduce);
-  if (has_data) record.dtype = dtype_name(dtype(call)), record.numel = numel(call);
-  record.peer = call.peer;
-  record.bytes = static_cast<int64_t>((call.input.defined() ? call.input.nbytes() : 0) +
-                                      (call.output.defined() ? call.output.nbytes() : 0));
-  record.label = operation.label();
-  return record;
-}
 
 }  // namespace
 
@@ -119,7 +106,8 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
     SHARD_REQUIRE(!abandoned_ || group == world_, "mpi", "{} on '{}' after this rank's body failed", describe(call),
                   group->name());
     operation = start_operation(group, std::move(call));
-    operation->record = record_->add(flight_call(*operation, group->flight()));
+    operation->record =
+        record_->add(flight_call(operation->call(), group->flight(), operation->sequence(), operation->label()));
     pending_.push_back(operation);
     open_.push_back(operation);
     progress();

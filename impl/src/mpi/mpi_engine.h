@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "body_ending.h"
 #include "flight_record.h"
 #include "mpi_group.h"
 #include "mpi_operation.h"
@@ -19,12 +20,6 @@
 #include "shardproof/mpi.h"
 
 namespace shardproof::mpi {
-
-// What another rank's failure makes of this one's call.
-class RelayedError : public Error {
- public:
-  using Error::Error;
-};
 
 class Engine {
  public:

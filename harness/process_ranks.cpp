@@ -1,4 +1,4 @@
-#include "harness/mpi_ranks.h"
+#include "harness/process_ranks.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -38,7 +38,7 @@ void train_part(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoi
 
 }  // namespace
 
-Steps MpiRanks::train(const Case& c, const golden::Run& run) {
+Steps ProcessRanks::train(const Case& c, const golden::Run& run) {
   for (size_t s = 0; s < c.steps.size(); ++s)
     SHARD_REQUIRE(c.at(s).mesh.size() <= world_.size(), "harness",
                   "the case's mesh {} has {} ranks, and there are {} processes", c.at(s).mesh.str(), c.at(s).mesh.size(),
@@ -53,7 +53,7 @@ Steps MpiRanks::train(const Case& c, const golden::Run& run) {
   return steps;
 }
 
-int MpiRanks::serve() {
+int ProcessRanks::serve() {
   for (;;) {
     std::string asked;
     try {
@@ -74,7 +74,7 @@ int MpiRanks::serve() {
   }
 }
 
-void MpiRanks::end(int exit_code) {
+void ProcessRanks::end(int exit_code) {
   world_.run([&](std::shared_ptr<Comm> comm) { share_text(*comm, fmt::format("end {}", exit_code)); });
 }
 

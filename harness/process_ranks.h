@@ -1,16 +1,16 @@
-// The sharded side of cases on the processes of an MPI job: rank 0 asks, and judges; the others train what it asks for.
+// The sharded side of cases on the processes of a job: rank 0 asks, and judges; the others train what it asks for.
 #pragma once
 
 #include <string>
 
 #include "harness/ranks.h"
-#include "shardproof/mpi.h"
+#include "shardproof/process_world.h"
 
 namespace harness {
 
-class MpiRanks final : public Ranks {
+class ProcessRanks final : public Ranks {
  public:
-  explicit MpiRanks(shardproof::MpiWorld& world) : world_(world) {}
+  explicit ProcessRanks(shardproof::ProcessWorld& world) : world_(world) {}
 
   // On rank 0. Throws Error when the case has more ranks than there are processes.
   std::vector<std::vector<RankStep>> train(const Case& c, const golden::Run& run) override;
@@ -21,7 +21,7 @@ class MpiRanks final : public Ranks {
   void end(int exit_code);
 
  private:
-  shardproof::MpiWorld& world_;
+  shardproof::ProcessWorld& world_;
 };
 
 }  // namespace harness

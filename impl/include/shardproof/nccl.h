@@ -1,0 +1,66 @@
+// Ranks as processes with a GPU each: the backend for GPU clusters, on NCCL used directly. Every group has a communicator and a
+// stream for gathers, for reductions and for messages, so that none of them waits for another; `Work::wait` makes the caller's
+// stream wait and not the host, but for tensors in host memory, which are copied to the device and back.
+//
+// Sums have the bits of the threads backend: terms are exchanged and added in the order of ranks. NCCL's own reductions, in its
+// own order, are an option.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "shardproof/nccl_api.h"
+#include "shardproof/nccl_store.h"
+#include "shardproof/process_world.h"
+
+namespace shardproof {
+
+struct NcclOptions {
+  enum class Sum { rank_order, native };
+
+  Sum sum = Sum::rank_order;
+  // Of the backend's own buffers, through which ordered sums and tensors in host memory pass.
+  NcclApi::Memory buffers = NcclApi::Memory::plain;
+  // A call that is not over after this, a rank that gives no sign of life for so long, and a communicator that is not there by
+  // then end the world.
+  double timeout_seconds = 300;
+  // Each rank writes its last calls to rank_N.jsonl here when something ends the world; empty: nowhere.
+  std::string flight_directory = {};
+  int64_t flight_calls_max = 256;
+};
+
+// Whether this library was built with NCCL.
+bool nccl_available();
+// GPUs that this process can use: 0 without a driver. Never throws.
+int64_t nccl_devices();
+// NCCL's version code, e.g. 22809; 0 where the build has none.
+int64_t nccl_version();
+// The first number of a GPU's compute capability: 9 of Hopper, 10 of Blackwell; 0 where there is no such GPU.
+int64_t nccl_compute_capability(int64_t device);
+// NCCL and CUDA of this machine, on its GPU number `device`; its current stream is the legacy default one, as PyTorch's is when
+// nobody has chosen another. Throws Error that says what is missing: NCCL in this build, a driver, a GPU.
+std::shared_ptr<NcclApi> nccl_api(int64_t device);
+
+class NcclWorld final : public ProcessWorld {
+ public:
+  // Collective over `size` processes (or threads, each with its own `api`) that share the store. What ends a body on one rank
+  // aborts every communicator on all, and the next body makes new ones. Threads may call a rank's communicators one at a time.
+  NcclWorld(int64_t rank, int64_t size, std::shared_ptr<NcclStore> store, std::shared_ptr<NcclApi> api,
+            const NcclOptions& options = {});
+  ~NcclWorld() override;
+  NcclWorld(const NcclWorld&) = delete;
+  NcclWorld& operator=(const NcclWorld&) = delete;
+
+  int64_t rank() const override;
+  int64_t size() const override;
+  // As ProcessWorld's. When it returns nothing is on its way on any stream of the backend.
+  void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks = 0) override;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace shardproof

@@ -1,0 +1,53 @@
+#include "body_ending.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace shardproof {
+
+Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call) {
+  Ending ending;
+  if (!thrown) return ending;
+  ending.failed = 1;
+  ending.kind = Ending::error;
+  std::string text = "an exception without a message";
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const RelayedError& e) {
+    ending.relayed = 1;
+    text = e.what();
+  } catch (const NonFiniteError& e) {
+    ending.kind = Ending::non_finite;
+    text = e.what();
+  } catch (const BrokenInvariant& e) {
+    ending.kind = Ending::invariant;
+    text = e.what();
+  } catch (const c10::Error& e) {
+    text = e.what_without_backtrace();
+  } catch (const std::exception& e) {
+    text = e.what();
+  } catch (...) {
+  }
+  if (ending.relayed == 0 && !last_call.empty()) text += fmt::format(" (the last call of this rank was {})", last_call);
+  text.copy(ending.text, sizeof ending.text - 1);
+  return ending;
+}
+
+[[noreturn]] void rethrow(const Ending& ending, size_t rank, size_t world) {
+  const std::string text = fmt::format("rank {} of {}: {}", rank, world, ending.text);
+  if (ending.kind == Ending::non_finite) throw NonFiniteError(text);
+  if (ending.kind == Ending::invariant) throw BrokenInvariant(text);
+  throw Error(text);
+}
+
+// The rank whose error came first: one that was no answer to another's.
+size_t culprit(const std::vector<Ending>& endings) {
+  const auto own = std::find_if(endings.begin(), endings.end(), [](const Ending& e) { return e.failed && !e.relayed; });
+  if (own != endings.end()) return static_cast<size_t>(own - endings.begin());
+  return static_cast<size_t>(std::find_if(endings.begin(), endings.end(), [](const Ending& e) { return e.failed != 0; }) -
+                             endings.begin());
+}
+
+}  // namespace shardproof

@@ -1,0 +1,32 @@
+// How a rank's body ended, as processes tell each other, and whose error all of them throw.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "shardproof/check.h"
+
+namespace shardproof {
+
+// What another rank's failure makes of this one's call.
+class RelayedError : public Error {
+ public:
+  using Error::Error;
+};
+
+// Of fixed size and without pointers, so that its bytes can be sent.
+struct Ending {
+  enum Kind : int64_t { well, error, non_finite, invariant };
+  int64_t failed = 0, relayed = 0, kind = well;
+  char text[3500] = {};
+};
+
+// `thrown` may be null: it ended well. `last_call` of this rank, in words, or "".
+Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call);
+// Of several that failed the rank whose error came first: one that was no answer to another's.
+size_t culprit(const std::vector<Ending>& endings);
+[[noreturn]] void rethrow(const Ending& ending, size_t rank, size_t world);
+
+}  // namespace shardproof

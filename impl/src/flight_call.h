@@ -1,0 +1,14 @@
+// A call as the flight record of any backend holds it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "flight_record.h"
+#include "shardproof/comm.h"
+
+namespace shardproof {
+
+FlightCall flight_call(const Call& call, std::shared_ptr<const FlightGroup> group, int64_t sequence, std::string label);
+
+}  // namespace shardproof

@@ -1,0 +1,292 @@
+// The machine's NCCL and CUDA runtime, as the backend asks for them.
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+#include <nccl.h>
+
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+#include "reduce_kernels.h"
+#include "shardproof/call_label.h"
+#include "shardproof/check.h"
+#include "shardproof/nccl.h"
+
+namespace shardproof {
+namespace {
+
+static_assert(static_cast<int>(NcclResult::remote_error) == ncclRemoteError);
+static_assert(static_cast<int>(NcclResult::in_progress) == ncclInProgress);
+static_assert(sizeof(NcclApi::UniqueId) == sizeof(ncclUniqueId));
+
+void check_cuda(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return;
+  throw Error(fmt::format("[cuda] {}: {} ({})", what, cudaGetErrorString(result), cudaGetErrorName(result)));
+}
+
+NcclResult as_result(ncclResult_t result) {
+  return static_cast<NcclResult>(result);
+}
+ncclComm_t comm_of(NcclApi::Communicator communicator) {
+  return static_cast<ncclComm_t>(communicator);
+}
+cudaStream_t stream_of(NcclApi::Stream stream) {
+  return static_cast<cudaStream_t>(stream);
+}
+cudaEvent_t event_of(NcclApi::Event event) {
+  return static_cast<cudaEvent_t>(event);
+}
+
+ncclDataType_t type_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kInt:
+      return ncclInt32;
+    case at::kLong:
+      return ncclInt64;
+    case at::kByte:
+      return ncclUint8;
+    default:
+      throw Error(fmt::format("[nccl] NCCL cannot reduce {}; convert it first", dtype_name(dtype)));
+  }
+}
+
+ncclRedOp_t op_of(Reduce op) {
+  if (op == Reduce::max) return ncclMax;
+  return op == Reduce::min ? ncclMin : ncclSum;
+}
+
+// Sums on the host, between copies there and back: the stream waits for them, and no thread of the caller does.
+class HostSums {
+ public:
+  void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
+              cudaStream_t stream) {
+    const auto bytes = static_cast<size_t>(count) * c10::elementSize(dtype);
+    Job& job = free_job(bytes * terms.size());
+    job.dtype = dtype, job.op = op, job.count = count;
+    job.terms.clear();
+    for (size_t i = 0; i < terms.size(); ++i) {
+      job.terms.push_back(job.memory + i * bytes);
+      check_cuda(cudaMemcpyAsync(job.memory + i * bytes, terms[i], bytes, cudaMemcpyDefault, stream), "copy of a term");
+    }
+    check_cuda(cudaLaunchHostFunc(stream, &HostSums::add, &job), "sum on the host");
+    check_cuda(cudaMemcpyAsync(target, job.memory, bytes, cudaMemcpyDefault, stream), "copy of a sum");
+    check_cuda(cudaEventRecord(job.through, stream), "event of a sum");
+  }
+
+ private:
+  struct Job {
+    at::ScalarType dtype;
+    Reduce op;
+    int64_t count = 0;
+    std::vector<const std::byte*> terms;
+    std::byte* memory = nullptr;  // pinned: else the copies would keep the caller
+    size_t bytes = 0;
+    cudaEvent_t through = nullptr;
+  };
+
+  static void add(void* job_of_stream) {
+    Job& job = *static_cast<Job*>(job_of_stream);
+    reduce_terms(job.dtype, job.op, job.terms, job.count, job.memory);
+  }
+
+  // They are kept for the life of the process; a running stream may read them.
+  Job& free_job(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    for (const auto& job : jobs_)
+      if (job->bytes >= bytes && cudaEventQuery(job->through) == cudaSuccess) return *job;
+    auto job = std::make_unique<Job>();
+    job->bytes = std::max<size_t>(bytes, 1 << 16);
+    check_cuda(cudaMallocHost(reinterpret_cast<void**>(&job->memory), job->bytes), "pinned memory of a sum");
+    check_cuda(cudaEventCreateWithFlags(&job->through, cudaEventDisableTiming), "event of a sum");
+    jobs_.push_back(std::move(job));
+    return *jobs_.back();
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Job>> jobs_;
+};
+
+class MachineApi final : public NcclApi {
+ public:
+  explicit MachineApi(int64_t device) : device_(static_cast<int>(device)) {}
+
+  void use_device() override { check_cuda(cudaSetDevice(device_), "cudaSetDevice"); }
+  Stream make_stream() override {
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return stream;
+  }
+  // Memory that its work uses is released next, so it ends first.
+  void destroy_stream(Stream stream) override {
+    cudaStreamSynchronize(stream_of(stream));
+    cudaStreamDestroy(stream_of(stream));
+  }
+  Stream current_stream() override { return nullptr; }
+  Event make_event() override {
+    cudaEvent_t event = nullptr;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return event;
+  }
+  void destroy_event(Event event) override { cudaEventDestroy(event_of(event)); }
+  void record(Event event, Stream stream) override {
+    check_cuda(cudaEventRecord(event_of(event), stream_of(stream)), "cudaEventRecord");
+  }
+  void wait(Stream stream, Event event) override {
+    check_cuda(cudaStreamWaitEvent(stream_of(stream), event_of(event), 0), "cudaStreamWaitEvent");
+  }
+  bool is_complete(Event event) override {
+    const cudaError_t result = cudaEventQuery(event_of(event));
+    if (result == cudaErrorNotReady) return false;
+    check_cuda(result, "cudaEventQuery");
+    return true;
+  }
+  void copy(void* target, const void* source, int64_t bytes, Stream stream) override {
+    check_cuda(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_of(stream)),
+               "cudaMemcpyAsync");
+  }
+  void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
+              Stream stream) override {
+    sums_.reduce(dtype, op, terms, count, target, stream_of(stream));
+  }
+  bool is_on_device(const at::Tensor& tensor) override { return tensor.is_cuda(); }
+
+  void* allocate(int64_t bytes, Memory kind) override {
+    void* memory = nullptr;
+    if (kind == Memory::plain) {
+      check_cuda(cudaMalloc(&memory, static_cast<size_t>(bytes)), "cudaMalloc");
+    } else {
+      const ncclResult_t result = ncclMemAlloc(&memory, static_cast<size_t>(bytes));
+      SHARD_REQUIRE(result == ncclSuccess, "nccl", "ncclMemAlloc of {} bytes: {}", bytes, ncclGetErrorString(result));
+    }
+    return memory;
+  }
+  void release(void* memory, Memory kind) override {
+    if (kind == Memory::plain)
+      cudaFree(memory);
+    else
+      ncclMemFree(memory);
+  }
+
+  NcclResult get_unique_id(UniqueId& id) override {
+    return as_result(ncclGetUniqueId(reinterpret_cast<ncclUniqueId*>(id.data())));
+  }
+  NcclResult init_rank(Communicator& communicator, int64_t size, const UniqueId& id, int64_t rank) override {
+    ncclUniqueId unique;
+    std::copy(id.begin(), id.end(), unique.internal);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    return as_result(ncclCommInitRankConfig(reinterpret_cast<ncclComm_t*>(&communicator), static_cast<int>(size), unique,
+                                            static_cast<int>(rank), &config));
+  }
+  NcclResult split(Communicator parent, int64_t color, int64_t key, Communicator& child) override {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    return as_result(ncclCommSplit(comm_of(parent), color < 0 ? NCCL_SPLIT_NOCOLOR : static_cast<int>(color),
+                                   static_cast<int>(key), reinterpret_cast<ncclComm_t*>(&child), &config));
+  }
+  NcclResult async_error(Communicator communicator) override {
+    ncclResult_t result = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm_of(communicator), &result);
+    return as_result(asked == ncclSuccess ? result : asked);
+  }
+  std::string error_text(NcclResult result, Communicator communicator) override {
+    const char* last = ncclGetLastError(comm_of(communicator));
+    return fmt::format("{}{}{}", ncclGetErrorString(static_cast<ncclResult_t>(result)), last && *last ? ": " : "",
+                       last ? last : "");
+  }
+  void abort(Communicator communicator) override { ncclCommAbort(comm_of(communicator)); }
+  void destroy(Communicator communicator) override {
+    ncclCommFinalize(comm_of(communicator));
+    while (async_error(communicator) == NcclResult::in_progress) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    ncclCommDestroy(comm_of(communicator));
+  }
+
+  NcclResult group_start() override { return as_result(ncclGroupStart()); }
+  NcclResult group_end() override { return as_result(ncclGroupEnd()); }
+  NcclResult send(const void* data, int64_t bytes, int64_t peer, Communicator communicator, Stream stream) override {
+    return as_result(ncclSend(data, static_cast<size_t>(bytes), ncclUint8, static_cast<int>(peer), comm_of(communicator),
+                              stream_of(stream)));
+  }
+  NcclResult recv(void* data, int64_t bytes, int64_t peer, Communicator communicator, Stream stream) override {
+    return as_result(ncclRecv(data, static_cast<size_t>(bytes), ncclUint8, static_cast<int>(peer), comm_of(communicator),
+                              stream_of(stream)));
+  }
+  NcclResult all_gather(const void* input, void* output, int64_t bytes, Communicator communicator, Stream stream) override {
+    return as_result(
+        ncclAllGather(input, output, static_cast<size_t>(bytes), ncclUint8, comm_of(communicator), stream_of(stream)));
+  }
+  NcclResult broadcast(void* data, int64_t bytes, int64_t root, Communicator communicator, Stream stream) override {
+    return as_result(ncclBroadcast(data, data, static_cast<size_t>(bytes), ncclUint8, static_cast<int>(root),
+                                   comm_of(communicator), stream_of(stream)));
+  }
+  NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+                        Communicator communicator, Stream stream) override {
+    return as_result(ncclAllReduce(input, output, static_cast<size_t>(count), type_of(dtype), op_of(op), comm_of(communicator),
+                                   stream_of(stream)));
+  }
+  NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+                            Communicator communicator, Stream stream) override {
+    return as_result(ncclReduceScatter(input, output, static_cast<size_t>(count), type_of(dtype), op_of(op),
+                                       comm_of(communicator), stream_of(stream)));
+  }
+
+  NcclResult register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) override {
+    const auto size = static_cast<size_t>(bytes);
+    if (kind == Memory::registered) return as_result(ncclCommRegister(comm_of(communicator), memory, size, &handle));
+    return as_result(ncclCommWindowRegister(comm_of(communicator), memory, size, reinterpret_cast<ncclWindow_t*>(&handle),
+                                            NCCL_WIN_COLL_SYMMETRIC));
+  }
+  NcclResult deregister_memory(Communicator communicator, void* handle, Memory kind) override {
+    if (kind == Memory::registered) return as_result(ncclCommDeregister(comm_of(communicator), handle));
+    return as_result(ncclCommWindowDeregister(comm_of(communicator), static_cast<ncclWindow_t>(handle)));
+  }
+
+ private:
+  const int device_;
+  HostSums sums_;
+};
+
+}  // namespace
+
+bool nccl_available() {
+  return true;
+}
+
+int64_t nccl_devices() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+}
+
+int64_t nccl_version() {
+  int version = 0;
+  return ncclGetVersion(&version) == ncclSuccess ? version : 0;
+}
+
+int64_t nccl_compute_capability(int64_t device) {
+  int major = 0;
+  const cudaError_t result = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, static_cast<int>(device));
+  return result == cudaSuccess ? major : 0;
+}
+
+std::shared_ptr<NcclApi> nccl_api(int64_t device) {
+  int count = 0;
+  const cudaError_t result = cudaGetDeviceCount(&count);
+  SHARD_REQUIRE(
+      result == cudaSuccess && count > 0, "nccl",
+      "this machine has no GPU that NCCL could use: CUDA finds {} ({}). Run it where a GPU and its driver are, or use "
+      "--backend mpi or threads",
+      count, cudaGetErrorString(result));
+  SHARD_REQUIRE(device >= 0 && device < count, "nccl", "there is no GPU {}: this process sees {} (CUDA_VISIBLE_DEVICES?)",
+                device, count);
+  return std::make_shared<MachineApi>(device);
+}
+
+}  // namespace shardproof

@@ -1,0 +1,136 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+
+#include "shardproof/check.h"
+#include "shardproof/nccl_launch.h"
+
+namespace shardproof {
+namespace {
+
+constexpr int64_t kConnectionsMax = 32;
+constexpr int64_t kBlackwell = 10;
+constexpr int64_t kHostIds = 22800, kMultiRank = 23000;
+// More than so many ranks of one GPU run out of channels in NCCL's default configuration.
+constexpr int64_t kMultiRankDefault = 2;
+
+const char* nonempty(const Environment& environment, const char* name) {
+  const char* value = environment(name);
+  return value && *value ? value : nullptr;
+}
+
+// Of a job: the same on all of its ranks, and most likely on those of no other.
+std::string job_number(const Environment& environment) {
+  std::string text;
+  for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID"})
+    if (const char* value = nonempty(environment, name)) text += fmt::format("{};", value);
+  return text;
+}
+
+bool is_one_host(const Launch& launch, const Environment& environment) {
+  if (launch.launcher != Launcher::slurm) return launch.local_world == launch.world;
+  const char* nodes = nonempty(environment, "SLURM_STEP_NUM_NODES");
+  if (!nodes) nodes = nonempty(environment, "SLURM_NNODES");
+  return nodes && std::strcmp(nodes, "1") == 0;
+}
+
+int64_t port_from(const char* text) {
+  int64_t port = 0;
+  const auto [end, error] = std::from_chars(text, text + std::strlen(text), port);
+  SHARD_REQUIRE(error == std::errc() && *end == '\0' && port > 0 && port < 65536, "launch",
+                "MASTER_PORT must be a port, got '{}'", text);
+  return port;
+}
+
+}  // namespace
+
+Advice check_device_connections(const char* value, int64_t compute_capability_major, bool overlaps_sharding,
+                                bool overlaps_tensor_parallel) {
+  int64_t connections = 0;  // CUDA's own choice, which is several
+  if (value && *value) {
+    const auto [end, error] = std::from_chars(value, value + std::strlen(value), connections);
+    if (error != std::errc() || *end != '\0' || connections < 1 || connections > kConnectionsMax)
+      return {Advice::Verdict::refuse,
+              fmt::format("CUDA_DEVICE_MAX_CONNECTIONS must be 1 to {}, got '{}'; unset it", kConnectionsMax, value)};
+  }
+  const bool wants_one = overlaps_tensor_parallel && compute_capability_major < kBlackwell;
+  if (overlaps_sharding && connections == 1)
+    return {
+        Advice::Verdict::refuse,
+        fmt::format("CUDA_DEVICE_MAX_CONNECTIONS=1 makes gathers and reductions wait behind the compute that they should "
+                    "overlap; unset it{}",
+                    wants_one ? ". (Tensor-parallel overlap before Blackwell wants 1: give up one of the two overlaps)" : "")};
+  if (wants_one && connections != 1)
+    return {Advice::Verdict::warn,
+            fmt::format("tensor-parallel overlap before Blackwell relies on kernels starting in the order of their launch, and "
+                        "CUDA_DEVICE_MAX_CONNECTIONS is {}: results are right, but communication may start late. {}",
+                        connections == 0 ? "unset" : value,
+                        overlaps_sharding ? "Overlap of sharding forbids 1, so that both cannot be had" : "Set it to 1")};
+  return {};
+}
+
+GpuSharing share_gpus(int64_t nccl_version, int64_t gpus, int64_t local_ranks) {
+  if (gpus == 0) return {GpuSharing::Way::impossible, "this machine has no GPU"};
+  if (local_ranks <= gpus) return {};
+  const int64_t each = (local_ranks + gpus - 1) / gpus;
+  if (nccl_version >= kMultiRank)
+    return {
+        GpuSharing::Way::multi_rank,
+        fmt::format("up to {} ranks share a GPU by NCCL_MULTI_RANK_GPU_ENABLE{}", each,
+                    each > kMultiRankDefault ? "; above 2 it needs NCCL_MAX_CTAS, or may run out of channels and hang" : "")};
+  if (nccl_version >= kHostIds)
+    return {GpuSharing::Way::host_ids,
+            fmt::format("up to {} ranks share a GPU, each posing as another host by NCCL_HOSTID: their traffic takes sockets, "
+                        "which tests what is computed and not how fast",
+                        each)};
+  return {GpuSharing::Way::impossible,
+          fmt::format("NCCL {}.{} has no way for {} ranks on {} GPUs; use 2.28 or later, or as many ranks as GPUs",
+                      nccl_version / 10000, nccl_version / 100 % 100, local_ranks, gpus)};
+}
+
+std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t gpus, int64_t local_rank,
+                                                                   const std::string& host) {
+  if (sharing.way == GpuSharing::Way::multi_rank) return {{"NCCL_MULTI_RANK_GPU_ENABLE", "1"}};
+  // The ranks of one GPU differ; those of different GPUs may meet on one host, and be as fast as without.
+  if (sharing.way == GpuSharing::Way::host_ids) return {{"NCCL_HOSTID", fmt::format("{}-{}", host, local_rank / gpus)}};
+  return {};
+}
+
+// CTEST_RESOURCE_GROUP_0_GPUS is "id:0,slots:1;id:2,slots:1". Several slots of one GPU are one GPU.
+std::string dealt_gpus(const Environment& environment) {
+  const char* count = nonempty(environment, "CTEST_RESOURCE_GROUP_COUNT");
+  std::set<std::string> gpus;
+  for (int64_t group = 0; count && group < std::atoll(count); ++group) {
+    const char* dealt = nonempty(environment, fmt::format("CTEST_RESOURCE_GROUP_{}_GPUS", group).c_str());
+    const std::string text = dealt ? dealt : "";
+    for (size_t at = text.find("id:"); at != std::string::npos; at = text.find("id:", at + 1))
+      gpus.insert(text.substr(at + 3, text.find_first_of(",;", at) - at - 3));
+  }
+  return fmt::format("{}", fmt::join(gpus, ","));
+}
+
+TcpStoreOptions store_address(const Launch& launch, const Environment& environment) {
+  if (launch.launcher == Launcher::none) return {.serves = true};
+  const char *host = nonempty(environment, "MASTER_ADDR"), *port = nonempty(environment, "MASTER_PORT");
+  SHARD_REQUIRE((host == nullptr) == (port == nullptr), "launch", "{} is set and {} is not; set both, or none",
+                host ? "MASTER_ADDR" : "MASTER_PORT", host ? "MASTER_PORT" : "MASTER_ADDR");
+  if (host) {
+    const char* agent = nonempty(environment, "TORCHELASTIC_USE_AGENT_STORE");
+    const bool is_served = launch.launcher == Launcher::torchrun && agent && std::strcmp(agent, "True") == 0;
+    return {.host = host, .port = port_from(port), .serves = launch.rank == 0 && !is_served};
+  }
+  SHARD_REQUIRE(
+      is_one_host(launch, environment), "launch",
+      "{} started {} processes on several hosts: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port "
+      "there, for all",
+      to_string(launch.launcher), launch.world);
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : job_number(environment)) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return {.port = 20000 + static_cast<int64_t>(hash % 10000), .serves = launch.rank == 0};
+}
+
+}  // namespace shardproof

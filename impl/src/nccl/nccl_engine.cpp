@@ -1,0 +1,331 @@
+#include "nccl_engine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "counter_random.h"
+#include "flight_call.h"
+#include "shardproof/check.h"
+
+namespace shardproof::nccl {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// A host that waits looks so often before it sleeps between looks.
+constexpr int64_t kEagerLooks = 50;
+constexpr auto kSleep = 50us;
+
+void pause(int64_t& looks) {
+  if (++looks < kEagerLooks)
+    std::this_thread::yield();
+  else
+    std::this_thread::sleep_for(kSleep);
+}
+
+double seconds_since(Clock::time_point since) {
+  return std::chrono::duration<double>(Clock::now() - since).count();
+}
+
+}  // namespace
+
+Engine::Engine(int64_t rank, int64_t size, std::shared_ptr<NcclStore> store, std::shared_ptr<NcclApi> api, NcclOptions options)
+    : rank_(rank),
+      size_(size),
+      store_(std::move(store)),
+      api_(std::move(api)),
+      options_(std::move(options)),
+      record_(rank, size, options_.flight_calls_max),
+      watch_(rank, store_) {
+  api_->use_device();
+  watching_ = std::thread([this] { run_watch(); });
+}
+
+Engine::~Engine() {
+  {
+    const std::lock_guard lock(wake_mutex_);
+    stop_ = true;
+  }
+  wake_.notify_one();
+  watching_.join();
+  if (!ended_ && flying_.empty() && std::uncaught_exceptions() == 0)
+    close_groups();
+  else
+    abort_groups();
+}
+
+void Engine::begin(int64_t body) {
+  const std::lock_guard lock(mutex_);
+  require_world("the beginning of a body");
+  {
+    const std::lock_guard state(state_mutex_);
+    body_ = body;
+    end_ = {};
+    ended_ = false;
+  }
+  api_->use_device();
+  if (!connected_) connect();
+  for (const auto& group : groups_)
+    for (auto& [colors_and_keys, splits] : group->splits) splits.used = 0;
+}
+
+// The first rank's unique id makes the world's first lane; the others are split from it.
+void Engine::connect() {
+  const std::string name = fmt::format("id/{}", ++connections_);
+  const std::string doing = fmt::format("ncclCommInitRankConfig for {} ranks", size_);
+  NcclApi::UniqueId id{};
+  if (rank_ == 0) {
+    settle(nullptr, api_->get_unique_id(id), "ncclGetUniqueId");
+    store_->set(name, std::string(id.data(), id.size()));
+  }
+  Pulse pulse;
+  int64_t looks = 0;
+  for (std::optional<std::string> text; !(text = store_->get(name)); pause(looks)) {
+    require_alive(doing);
+    require_sign_of_life(0, pulse, doing);
+  }
+  const std::string text = store_->get(name).value();
+  std::copy_n(text.begin(), std::min(text.size(), id.size()), id.begin());
+  world_ = std::make_shared<Group>();
+  world_->rank = rank_;
+  world_->world_ranks.resize(static_cast<size_t>(size_));
+  std::iota(world_->world_ranks.begin(), world_->world_ranks.end(), 0);
+  groups_ = {world_};
+  Lane& first = world_->lane(LaneKind::gathers);
+  first.stream = api_->make_stream();
+  const NcclResult result = api_->init_rank(first.communicator, size_, id, rank_);
+  settle(first.communicator, result, doing);
+  open_lanes(*world_, first.communicator, 0, rank_, 1);
+  connected_ = true;
+}
+
+void Engine::open_lanes(Group& group, NcclApi::Communicator parent, int64_t color, int64_t key, size_t first_lane) {
+  for (size_t i = first_lane; i < kLanes; ++i) {
+    Lane& lane = group.lanes[i];
+    if (color >= 0) lane.stream = api_->make_stream();
+    settle(parent, api_->split(parent, color, key, lane.communicator), "ncclCommSplit");
+    if (color >= 0) settle(lane.communicator, NcclResult::in_progress, "ncclCommSplit");
+  }
+}
+
+std::shared_ptr<Group> Engine::split(Group& parent, const std::vector<int64_t>& colors_and_keys) {
+  const std::lock_guard lock(mutex_);
+  Group::Splits& splits = parent.splits[colors_and_keys];
+  if (splits.used < splits.groups.size()) return splits.groups[splits.used++];
+  ++splits.used;
+  int64_t earlier = 0;
+  for (const auto& [other, made] : parent.splits) earlier += static_cast<int64_t>(made.groups.size());
+  const int64_t color = colors_and_keys[static_cast<size_t>(2 * parent.rank)];
+  std::vector<std::pair<int64_t, int64_t>> members;  // key, rank in the parent
+  for (int64_t r = 0; r < parent.size(); ++r)
+    if (colors_and_keys[static_cast<size_t>(2 * r)] == color)
+      members.emplace_back(colors_and_keys[static_cast<size_t>(2 * r + 1)], r);
+  std::sort(members.begin(), members.end());
+  auto group = std::make_shared<Group>();
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (members[i].second == parent.rank) group->rank = static_cast<int64_t>(i);
+    group->world_ranks.push_back(parent.world_ranks[static_cast<size_t>(members[i].second)]);
+  }
+  // The same on every rank of the new group, and on no other.
+  group->id = parent.id;
+  for (const int64_t value : {earlier + 1, group->world_ranks[0] + 1})
+    group->id = counter_mix(group->id ^ static_cast<uint64_t>(value));
+  // NCCL's colors and keys are ints: the first member and the new rank say the same. Nothing is on its way on this lane of any
+  // parent: its last call was the exchange of colors, which all ranks have waited for.
+  open_lanes(*group, parent.lane(LaneKind::gathers).communicator, color < 0 ? -1 : members[0].second, group->rank, 0);
+  if (color < 0)
+    group = nullptr;
+  else
+    groups_.push_back(group);
+  splits.groups.push_back(group);
+  return group;
+}
+
+std::shared_ptr<Operation> Engine::start(std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight, Call call) {
+  const std::lock_guard lock(mutex_);
+  api_->use_device();
+  auto operation = std::make_shared<Operation>(api_, group, std::move(flight), std::move(call));
+  operation->sequence = operation->is_message() ? group->message_count++ : group->collectives++;
+  operation->record = record_.add(flight_call(operation->call, operation->flight, operation->sequence, operation->label));
+  require_alive(operation->title());
+  {
+    const std::lock_guard state(state_mutex_);
+    open_.push_back(operation);
+    calls_[group->id] = group->collectives;
+  }
+  if (!operation->is_message()) {
+    launch({operation});
+    return operation;
+  }
+  group->messages.push_back(operation);
+  // As many sends as receives: most likely an exchange among all ranks, which begins at once. Others begin when waited for.
+  const auto sends = std::count_if(group->messages.begin(), group->messages.end(),
+                                   [](const auto& message) { return message->call.op == Op::send; });
+  if (2 * sends == std::ssize(group->messages)) launch_messages(*group);
+  return operation;
+}
+
+void Engine::launch_messages(Group& group) {
+  const auto messages = std::exchange(group.messages, {});
+  if (!messages.empty()) launch(messages);
+}
+
+// Behind what the caller's stream has been given so far.
+void Engine::launch(const std::vector<std::shared_ptr<Operation>>& operations) {
+  Operation& first = *operations.front();
+  Lane& lane = first.lane();
+  const Event given(api_);
+  api_->record(given.get(), api_->current_stream());
+  api_->wait(lane.stream, given.get());
+  Issue issue(*api_, options_,
+              [&](NcclApi::Communicator communicator, NcclResult result) { settle(communicator, result, first.title()); });
+  if (first.is_message())
+    issue.messages(operations);
+  else
+    issue.collective(first);
+  for (const auto& operation : operations) {
+    api_->record(operation->done.get(), lane.stream);
+    operation->launched = true;
+    operation->begun = Clock::now();
+  }
+  const std::lock_guard state(state_mutex_);
+  flying_.insert(flying_.end(), operations.begin(), operations.end());
+}
+
+void Engine::settle(NcclApi::Communicator communicator, NcclResult result, const std::string& doing) {
+  const auto since = Clock::now();
+  for (int64_t looks = 0; result == NcclResult::in_progress && communicator; pause(looks)) {
+    result = api_->async_error(communicator);
+    require_alive(doing);
+    if (seconds_since(since) > options_.timeout_seconds && result == NcclResult::in_progress)
+      end(body_, {true, fmt::format("rank {}: {} is not over after {} s{}", rank_, doing, options_.timeout_seconds,
+                                    unheard(world_ ? world_->world_ranks : std::vector<int64_t>{}))});
+  }
+  if (result == NcclResult::success || result == NcclResult::in_progress) return;
+  end(body_, {true, fmt::format("rank {}: NCCL refuses {}: {}", rank_, doing, api_->error_text(result, communicator))});
+  require_alive(doing);
+}
+
+void Engine::wait(Operation& operation) {
+  if (operation.waited) return;
+  const std::string title = operation.title();
+  {
+    const std::lock_guard lock(mutex_);
+    api_->use_device();
+    require_alive(title);
+    if (!operation.launched) launch_messages(*operation.group);
+    if (!operation.blocks) api_->wait(api_->current_stream(), operation.done.get());
+  }
+  if (operation.blocks) {
+    block_until(operation.done.get(), title);
+    land(operation);
+  }
+  const std::lock_guard lock(mutex_);
+  operation.waited = true;
+  for (const LaneMemory::Block& block : operation.blocks_taken) operation.lane().memory.give_back(block);
+  operation.blocks_taken.clear();
+  operation.landings.clear();
+  const std::lock_guard state(state_mutex_);
+  // Whatever reuses their memory comes behind in the caller's stream.
+  operation.call.input = operation.call.output = at::Tensor();
+  open_.remove_if([&](const auto& each) { return each.get() == &operation; });
+}
+
+void Engine::land(Operation& operation) {
+  if (operation.landings.empty()) return;
+  const Event landed(api_);
+  {
+    const std::lock_guard lock(mutex_);
+    require_alive(operation.title());
+    for (const auto& [host, device, bytes] : operation.landings)
+      api_->copy(host, device.memory, bytes, operation.lane().stream);
+    api_->record(landed.get(), operation.lane().stream);
+  }
+  block_until(landed.get(), operation.title());
+}
+
+void Engine::block_until(NcclApi::Event event, const std::string& doing) {
+  for (int64_t looks = 0; !api_->is_complete(event); pause(looks)) require_alive(doing);
+}
+
+void Engine::drain() {
+  std::list<std::shared_ptr<Operation>> flying;
+  {
+    const std::lock_guard state(state_mutex_);
+    flying = flying_;
+  }
+  for (const auto& operation : flying) block_until(operation->done.get(), operation->title());
+  collect_complete();
+  // An abort ends what was waited for, too.
+  require_alive("the end of the body");
+}
+
+void Engine::collect_complete() {
+  const std::lock_guard state(state_mutex_);
+  flying_.remove_if([this](const auto& operation) {
+    if (!api_->is_complete(operation->done.get())) return false;
+    operation->complete = true;
+    record_.mark(operation->record, FlightCall::State::done);
+    return true;
+  });
+}
+
+std::vector<std::string> Engine::open_calls() {
+  const std::lock_guard state(state_mutex_);
+  std::vector<std::string> titles;
+  for (const auto& operation : open_) titles.push_back(operation->title());
+  return titles;
+}
+
+void Engine::abandon(const std::string& why) {
+  end(body_, {false, fmt::format("rank {} failed: {}", rank_, why)});
+}
+
+void Engine::abort_groups() {
+  const std::lock_guard lock(mutex_);
+  api_->use_device();
+  abort_lanes();
+  forget_groups();
+}
+
+void Engine::close_groups() {
+  const std::lock_guard lock(mutex_);
+  api_->use_device();
+  forget_groups();
+}
+
+// Aborted lanes have no communicator any more.
+void Engine::forget_groups() {
+  for (const auto& group : groups_) {
+    group->messages.clear();
+    group->splits.clear();
+    for (Lane& lane : group->lanes) {
+      if (lane.stream) api_->destroy_stream(lane.stream);
+      lane.memory.close(*api_, lane.communicator);
+      if (lane.communicator) api_->destroy(lane.communicator);
+      lane.stream = nullptr, lane.communicator = nullptr;
+    }
+  }
+  groups_.clear();
+  world_ = nullptr;
+  connected_ = false;
+  const std::lock_guard state(state_mutex_);
+  flying_.clear(), open_.clear(), calls_.clear();
+}
+
+void Engine::require_alive(const std::string& doing) {
+  if (!ended_) return;
+  require_world(doing);
+  const std::lock_guard state(state_mutex_);
+  throw RelayedError(fmt::format("[nccl] {}; this rank was in {}", end_.text, doing));
+}
+
+void Engine::require_world(const std::string& doing) {
+  const std::lock_guard state(state_mutex_);
+  if (ended_ && end_.lost) throw WorldLostError(fmt::format("[nccl] {}; this rank was in {}", end_.text, doing));
+}
+
+}  // namespace shardproof::nccl

@@ -1,0 +1,112 @@
+// This rank's part in the world: its communicators, what is on its way on them, and the thread that watches both.
+//
+// Two locks: `mutex_` for NCCL and the lanes, which is never held while the host waits for other ranks for longer than they
+// take to answer NCCL; `state_mutex_` for lists that the watching thread reads at every look.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "body_ending.h"
+#include "flight_record.h"
+#include "nccl_operation.h"
+#include "nccl_watch.h"
+#include "shardproof/nccl.h"
+
+namespace shardproof::nccl {
+
+class Engine {
+ public:
+  Engine(int64_t rank, int64_t size, std::shared_ptr<NcclStore> store, std::shared_ptr<NcclApi> api, NcclOptions options);
+  ~Engine();
+
+  // Collective: communicators for body number `body`, where there are none. Throws WorldLostError when they do not come about.
+  void begin(int64_t body);
+  // Until nothing is on its way.
+  void drain();
+  // The body of this rank ended badly: tells all, which abort what they wait for.
+  void abandon(const std::string& why);
+  // Aborts and forgets all communicators; the next body makes new ones.
+  void abort_groups();
+  // Collective, with nothing on its way.
+  void close_groups();
+
+  const std::shared_ptr<Group>& world() const { return world_; }
+  int64_t rank() const { return rank_; }
+  int64_t size() const { return size_; }
+  NcclStore& store() { return *store_; }
+
+  std::shared_ptr<Operation> start(std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight, Call call);
+  void wait(Operation& operation);
+  // Collective over the parent, whose ranks have just told each other their colors and keys, two a rank.
+  std::shared_ptr<Group> split(Group& parent, const std::vector<int64_t>& colors_and_keys);
+
+  // Calls that were never waited for, in words.
+  std::vector<std::string> open_calls();
+  // Of this rank, in words; "" when there was none.
+  std::string last_call() const { return record_.last(); }
+  // Throws what ended the world or this body.
+  void require_alive(const std::string& doing);
+  // Throws WorldLostError when the rank has given no sign of life for the time-out.
+  void require_sign_of_life(int64_t rank, Pulse& pulse, const std::string& doing);
+  // Throws WorldLostError where it is lost, and nothing where only the body has ended.
+  void require_world(const std::string& doing);
+
+ private:
+  // Of the calling thread, under mutex_.
+  void connect();
+  void open_lanes(Group& group, NcclApi::Communicator parent, int64_t color, int64_t key, size_t first_lane);
+  void settle(NcclApi::Communicator communicator, NcclResult result, const std::string& doing);
+  void launch(const std::vector<std::shared_ptr<Operation>>& operations);
+  void launch_messages(Group& group);
+  void forget_groups();
+
+  void block_until(NcclApi::Event event, const std::string& doing);
+  void land(Operation& operation);
+  void collect_complete();
+
+  // nccl_engine_watch.cpp: the watching thread's, but `end` and `unheard` anybody's.
+  void run_watch();
+  void look();
+  std::shared_ptr<Operation> first_overdue();
+  std::string overdue_text(const Operation& operation);
+  void find_async_errors(int64_t body);
+  void end(int64_t body, const WorldEnd& end);
+  void abort_lanes();
+  RankState state();
+  // Of these ranks those that give no sign of life, in words; takes a few looks.
+  std::string unheard(const std::vector<int64_t>& ranks);
+
+  const int64_t rank_, size_;
+  const std::shared_ptr<NcclStore> store_;
+  const std::shared_ptr<NcclApi> api_;
+  const NcclOptions options_;
+  FlightRecord record_;
+  Watch watch_;
+
+  std::mutex mutex_;
+  std::shared_ptr<Group> world_;
+  std::vector<std::shared_ptr<Group>> groups_;  // with the world
+  bool connected_ = false;
+  int64_t connections_ = 0;
+
+  mutable std::mutex state_mutex_;
+  std::list<std::shared_ptr<Operation>> flying_, open_;
+  std::map<uint64_t, int64_t> calls_;  // collectives of each group
+  int64_t body_ = 0;
+  WorldEnd end_;
+  std::atomic<bool> ended_{false};
+
+  std::condition_variable wake_;
+  std::mutex wake_mutex_;
+  bool stop_ = false;
+  std::thread watching_;
+};
+
+}  // namespace shardproof::nccl

@@ -1,0 +1,64 @@
+#include "nccl_group.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "shardproof/check.h"
+
+namespace shardproof::nccl {
+namespace {
+
+constexpr uint64_t kBlockBytesMin = 512;
+// Of what is registered: NCCL's windows begin and end at pages.
+constexpr uint64_t kScratchBytesMin = 1 << 16;
+
+}  // namespace
+
+LaneMemory::Block LaneMemory::take(NcclApi& api, int64_t bytes) {
+  const auto rounded = static_cast<int64_t>(std::bit_ceil(std::max(kBlockBytesMin, static_cast<uint64_t>(bytes))));
+  const auto fits = std::find_if(free_.begin(), free_.end(), [&](const Block& block) { return block.bytes == rounded; });
+  if (fits != free_.end()) {
+    const Block block = *fits;
+    free_.erase(fits);
+    return block;
+  }
+  const Block block{static_cast<std::byte*>(api.allocate(rounded, NcclApi::Memory::plain)), rounded};
+  all_.push_back(block);
+  return block;
+}
+
+void LaneMemory::give_back(Block block) {
+  free_.push_back(block);
+}
+
+std::byte* LaneMemory::scratch(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind) {
+  if (scratches_.empty() || scratches_.back().bytes < bytes) {
+    const auto rounded = static_cast<int64_t>(std::bit_ceil(std::max(kScratchBytesMin, static_cast<uint64_t>(bytes))));
+    Scratch made{api.allocate(rounded, kind), rounded, nullptr, kind};
+    scratches_.push_back(made);
+    if (kind != NcclApi::Memory::plain) {
+      const NcclResult result = api.register_memory(communicator, made.memory, rounded, kind, scratches_.back().handle);
+      SHARD_REQUIRE(result == NcclResult::success, "nccl", "{} bytes could not be registered: {}; use plain buffers", rounded,
+                    api.error_text(result, communicator));
+    }
+  }
+  return static_cast<std::byte*>(scratches_.back().memory);
+}
+
+void LaneMemory::close(NcclApi& api, NcclApi::Communicator communicator) {
+  for (const Scratch& scratch : scratches_) {
+    if (communicator && scratch.handle) api.deregister_memory(communicator, scratch.handle, scratch.kind);
+    api.release(scratch.memory, scratch.kind);
+  }
+  for (const Block& block : all_) api.release(block.memory, NcclApi::Memory::plain);
+  scratches_.clear(), free_.clear(), all_.clear();
+}
+
+LaneKind lane_of(Op op) {
+  if (op == Op::send || op == Op::recv) return LaneKind::messages;
+  return op == Op::reduce_scatter || op == Op::all_reduce ? LaneKind::reductions : LaneKind::gathers;
+}
+
+}  // namespace shardproof::nccl

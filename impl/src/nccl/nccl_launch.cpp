@@ -1,0 +1,108 @@
+// The processes of `--backend nccl --ranks N`.
+#include "shardproof/nccl_launch.h"
+
+#include <fmt/format.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <thread>
+
+#include "nccl_watch.h"
+#include "shardproof/check.h"
+
+namespace shardproof {
+namespace {
+
+// A process that ends with an error has told the others why, if it could: they have so long to end by themselves.
+constexpr auto kGrace = std::chrono::seconds(2);
+constexpr auto kLook = std::chrono::milliseconds(20);
+
+std::vector<std::string> environment_of(int64_t rank, int64_t ranks, int64_t port) {
+  std::vector<std::string> variables = {fmt::format("RANK={}", rank),
+                                        fmt::format("WORLD_SIZE={}", ranks),
+                                        fmt::format("LOCAL_RANK={}", rank),
+                                        fmt::format("LOCAL_WORLD_SIZE={}", ranks),
+                                        "MASTER_ADDR=127.0.0.1",
+                                        fmt::format("MASTER_PORT={}", port),
+                                        "TORCHELASTIC_USE_AGENT_STORE=True"};
+  for (char** variable = environ; *variable; ++variable) {
+    const std::string text = *variable;
+    bool replaced = false;
+    for (const std::string& own : variables) replaced |= text.starts_with(own.substr(0, own.find('=') + 1));
+    if (!replaced) variables.push_back(text);
+  }
+  return variables;
+}
+
+std::vector<char*> pointers(const std::vector<std::string>& words) {
+  std::vector<char*> all;
+  for (const std::string& word : words) all.push_back(const_cast<char*>(word.c_str()));
+  all.push_back(nullptr);
+  return all;
+}
+
+pid_t start(const std::string& program, const std::vector<std::string>& arguments, const std::vector<std::string>& variables) {
+  const std::vector<char*> argv = pointers(arguments), envp = pointers(variables);
+  const pid_t parent = ::getpid(), child = ::fork();
+  SHARD_REQUIRE(child >= 0, "launch", "cannot start a process: {}", std::strerror(errno));
+  if (child > 0) return child;
+  // From here on only what is safe after a fork of a program with threads.
+  ::prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (::getppid() != parent) ::_exit(1);
+  ::execve(program.c_str(), argv.data(), envp.data());
+  ::_exit(127);
+}
+
+std::string how_ended(int64_t rank, int status) {
+  if (WIFSIGNALED(status)) return fmt::format("rank {} was killed by signal {}", rank, WTERMSIG(status));
+  return fmt::format("rank {} ended with exit code {}", rank, WEXITSTATUS(status));
+}
+
+}  // namespace
+
+std::string host_name() {
+  char name[256] = {};
+  return ::gethostname(name, sizeof name - 1) == 0 ? name : "host";
+}
+
+int start_ranks(int64_t ranks, const std::vector<std::string>& arguments) {
+  SHARD_REQUIRE(ranks > 0 && !arguments.empty(), "launch", "--ranks must be at least 1, got {}", ranks);
+  const auto store = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true});
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
+  std::map<pid_t, int64_t> running;
+  for (int64_t rank = 0; rank < ranks; ++rank)
+    running[start(program, arguments, environment_of(rank, ranks, store->port()))] = rank;
+  int exit_code = 0;
+  std::string lost;
+  auto tell_at = std::chrono::steady_clock::time_point::max();
+  while (!running.empty()) {
+    int status = 0;
+    const pid_t ended = ::waitpid(-1, &status, WNOHANG);
+    if (const auto found = running.find(ended); ended > 0 && found != running.end()) {
+      const bool killed = WIFSIGNALED(status);
+      const int code = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+      if (code != 0 && lost.empty()) {
+        lost = how_ended(found->second, status);
+        tell_at = std::chrono::steady_clock::now() + (killed ? std::chrono::seconds(0) : kGrace);
+        exit_code = code;
+      }
+      running.erase(found);
+      continue;
+    }
+    if (std::chrono::steady_clock::now() >= tell_at) {
+      nccl::Watch(-1, store).say_end(0, {true, lost});
+      tell_at = std::chrono::steady_clock::time_point::max();
+    }
+    std::this_thread::sleep_for(kLook);
+  }
+  return exit_code;
+}
+
+}  // namespace shardproof

@@ -1,0 +1,246 @@
+#include "nccl_operation.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "reduce_kernels.h"
+#include "shardproof/call_label.h"
+#include "shardproof/check.h"
+
+namespace shardproof::nccl {
+namespace {
+
+// Up to here every rank adds up all of an all-reduce; above, a slice, which the others get.
+constexpr int64_t kWholeBytesMax = 1 << 15;
+
+std::byte* bytes_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr()));
+}
+
+// Between its beginning and `end` calls are only collected; one that is left by an exception is closed all the same.
+class OpenGroup {
+ public:
+  explicit OpenGroup(NcclApi& api) : api_(api), result_(api.group_start()) {}
+  ~OpenGroup() {
+    if (open_) api_.group_end();
+  }
+  OpenGroup(const OpenGroup&) = delete;
+  OpenGroup& operator=(const OpenGroup&) = delete;
+  NcclResult result() const { return result_; }
+  NcclResult end() {
+    open_ = false;
+    return api_.group_end();
+  }
+
+ private:
+  NcclApi& api_;
+  NcclResult result_;
+  bool open_ = true;
+};
+
+std::vector<const std::byte*> side_by_side(const std::byte* first, int64_t bytes, int64_t count) {
+  std::vector<const std::byte*> terms;
+  for (int64_t i = 0; i < count; ++i) terms.push_back(first + i * bytes);
+  return terms;
+}
+
+}  // namespace
+
+Operation::Operation(std::shared_ptr<NcclApi> api, std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight,
+                     Call call)
+    : group(std::move(group)),
+      flight(std::move(flight)),
+      call(std::move(call)),
+      label(CallLabel::current()),
+      done(api),
+      begun(std::chrono::steady_clock::now()) {
+  for (const at::Tensor* tensor : {&this->call.input, &this->call.output})
+    if (tensor->defined() && !api->is_on_device(*tensor)) blocks = true;
+  // What a rank did before a barrier, on files too, lies before what others do after it; colors are read by the host.
+  if (this->call.op == Op::barrier || this->call.op == Op::split) blocks = true;
+}
+
+std::string Operation::title() const {
+  return fmt::format("{}, call {} on '{}'{}", describe(call), sequence, flight->name,
+                     label.empty() ? "" : fmt::format(", for {}", label));
+}
+
+std::byte* Issue::device_input(Operation& operation, const at::Tensor& tensor) {
+  if (api_.is_on_device(tensor)) return bytes_of(tensor);
+  Lane& lane = operation.lane();
+  const LaneMemory::Block block = lane.memory.take(api_, static_cast<int64_t>(tensor.nbytes()));
+  operation.blocks_taken.push_back(block);
+  api_.copy(block.memory, tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()), lane.stream);
+  return block.memory;
+}
+
+std::byte* Issue::device_output(Operation& operation, const at::Tensor& tensor) {
+  if (api_.is_on_device(tensor)) return bytes_of(tensor);
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  const LaneMemory::Block block = operation.lane().memory.take(api_, bytes);
+  operation.blocks_taken.push_back(block);
+  operation.landings.push_back({bytes_of(tensor), block, bytes});
+  return block.memory;
+}
+
+void Issue::collective(Operation& operation) {
+  const Call& call = operation.call;
+  Lane& lane = operation.lane();
+  const bool sums = call.op == Op::reduce_scatter || call.op == Op::all_reduce;
+  SHARD_REQUIRE(!sums || can_reduce(dtype(call)), "nccl", "{}: {} cannot be reduced; convert it first", operation.title(),
+                dtype_name(dtype(call)));
+  if (call.op == Op::barrier) return barrier(operation);
+  if (call.op == Op::all_to_all) return all_to_all(operation);
+  if (numel(call) == 0) return;
+  if (sums && options_.sum == NcclOptions::Sum::native) return reduce_natively(operation);
+  if (call.op == Op::reduce_scatter) return reduce_scatter_in_order(operation);
+  if (call.op == Op::all_reduce) return all_reduce_in_order(operation);
+  if (call.op == Op::broadcast) {
+    const bool gives = call.peer == operation.group->rank;
+    const at::Tensor& tensor = gives ? call.input : call.output;
+    std::byte* const data = gives ? device_input(operation, tensor) : device_output(operation, tensor);
+    return settle_(lane.communicator,
+                   api_.broadcast(data, static_cast<int64_t>(tensor.nbytes()), call.peer, lane.communicator, lane.stream));
+  }
+  std::byte* const input = device_input(operation, call.input);
+  std::byte* const output = device_output(operation, call.output);
+  settle_(lane.communicator,
+          api_.all_gather(input, output, static_cast<int64_t>(call.input.nbytes()), lane.communicator, lane.stream));
+}
+
+void Issue::exchange(Operation& operation, const std::vector<Part>& gives, const std::vector<Part>& takes) {
+  Lane& lane = operation.lane();
+  const int64_t own = operation.group->rank, size = operation.group->size();
+  OpenGroup together(api_);
+  settle_(nullptr, together.result());
+  for (int64_t k = 1; k < size; ++k) {
+    const Part& give = gives[static_cast<size_t>((own + k) % size)];
+    const Part& take = takes[static_cast<size_t>((own + size - k) % size)];
+    if (give.bytes > 0) settle_(nullptr, api_.send(give.data, give.bytes, (own + k) % size, lane.communicator, lane.stream));
+    if (take.bytes > 0)
+      settle_(nullptr, api_.recv(take.data, take.bytes, (own + size - k) % size, lane.communicator, lane.stream));
+  }
+  settle_(lane.communicator, together.end());
+  const Part &give = gives[static_cast<size_t>(own)], &take = takes[static_cast<size_t>(own)];
+  if (take.bytes > 0 && take.data != give.data) api_.copy(take.data, give.data, take.bytes, lane.stream);
+}
+
+void Issue::all_to_all(Operation& operation) {
+  const Call& call = operation.call;
+  std::byte* give = call.input.numel() > 0 ? device_input(operation, call.input) : nullptr;
+  std::byte* take = call.output.numel() > 0 ? device_output(operation, call.output) : nullptr;
+  std::vector<Part> gives, takes;
+  for (int64_t peer = 0; peer < operation.group->size(); ++peer) {
+    gives.push_back({give, call.input_sizes[static_cast<size_t>(peer)] * call.input.element_size()});
+    takes.push_back({take, call.output_sizes[static_cast<size_t>(peer)] * call.input.element_size()});
+    give += gives.back().bytes;
+    take += takes.back().bytes;
+  }
+  exchange(operation, gives, takes);
+}
+
+void Issue::reduce_natively(Operation& operation) {
+  const Call& call = operation.call;
+  Lane& lane = operation.lane();
+  std::byte* const input = device_input(operation, call.input);
+  std::byte* const output = device_output(operation, call.output);
+  const auto reduces = call.op == Op::all_reduce ? &NcclApi::all_reduce : &NcclApi::reduce_scatter;
+  settle_(lane.communicator,
+          (api_.*reduces)(input, output, numel(call), dtype(call), call.reduce, lane.communicator, lane.stream));
+}
+
+void Issue::reduce_scatter_in_order(Operation& operation) {
+  const Call& call = operation.call;
+  Lane& lane = operation.lane();
+  const int64_t size = operation.group->size(), own = operation.group->rank;
+  const auto bytes = static_cast<int64_t>(call.output.nbytes());
+  std::byte* const input = device_input(operation, call.input);
+  std::byte* const output = device_output(operation, call.output);
+  std::byte* const arriving = lane.memory.scratch(api_, lane.communicator, size * bytes, options_.buffers);
+  std::vector<Part> gives, takes;
+  for (int64_t peer = 0; peer < size; ++peer) {
+    gives.push_back({input + peer * bytes, bytes});
+    takes.push_back({peer == own ? input + own * bytes : arriving + peer * bytes, bytes});
+  }
+  exchange(operation, gives, takes);
+  std::vector<const std::byte*> terms;
+  for (const Part& part : takes) terms.push_back(part.data);
+  api_.reduce(dtype(call), call.reduce, terms, call.output.numel(), output, lane.stream);
+}
+
+void Issue::all_reduce_in_order(Operation& operation) {
+  const Call& call = operation.call;
+  Lane& lane = operation.lane();
+  const auto bytes = static_cast<int64_t>(call.input.nbytes());
+  std::byte* const input = device_input(operation, call.input);
+  std::byte* const output = device_output(operation, call.output);
+  if (bytes > kWholeBytesMax) return all_reduce_in_slices(operation, input, output);
+  const int64_t size = operation.group->size();
+  std::byte* const all = lane.memory.scratch(api_, lane.communicator, size * bytes, options_.buffers);
+  settle_(lane.communicator, api_.all_gather(input, all, bytes, lane.communicator, lane.stream));
+  api_.reduce(dtype(call), call.reduce, side_by_side(all, bytes, size), call.input.numel(), output, lane.stream);
+}
+
+void Issue::all_reduce_in_slices(Operation& operation, std::byte* input, std::byte* output) {
+  const Call& call = operation.call;
+  Lane& lane = operation.lane();
+  const int64_t size = operation.group->size(), own = operation.group->rank, numel = call.input.numel();
+  const auto element = static_cast<int64_t>(call.input.element_size());
+  const int64_t share = (numel + size - 1) / size;
+  const auto begin = [&](int64_t rank) { return std::min(numel, rank * share) * element; };
+  const int64_t mine = begin(own + 1) - begin(own);
+  std::byte* const arriving = lane.memory.scratch(api_, lane.communicator, size * share * element, options_.buffers);
+  std::vector<Part> gives, takes;
+  for (int64_t peer = 0; peer < size; ++peer) {
+    gives.push_back({input + begin(peer), begin(peer + 1) - begin(peer)});
+    takes.push_back({peer == own ? input + begin(own) : arriving + peer * share * element, mine});
+  }
+  exchange(operation, gives, takes);
+  std::vector<const std::byte*> terms;
+  for (const Part& part : takes) terms.push_back(part.data);
+  if (mine > 0) api_.reduce(dtype(call), call.reduce, terms, mine / element, output + begin(own), lane.stream);
+  for (int64_t peer = 0; peer < size; ++peer) {
+    gives[static_cast<size_t>(peer)] = {output + begin(own), mine};
+    takes[static_cast<size_t>(peer)] = {output + begin(peer), begin(peer + 1) - begin(peer)};
+  }
+  exchange(operation, gives, takes);
+}
+
+// One byte from everybody to everybody: nobody has all of them before everybody was there.
+void Issue::barrier(Operation& operation) {
+  Lane& lane = operation.lane();
+  const LaneMemory::Block block = lane.memory.take(api_, operation.group->size());
+  operation.blocks_taken.push_back(block);
+  settle_(lane.communicator,
+          api_.all_gather(block.memory + operation.group->rank, block.memory, 1, lane.communicator, lane.stream));
+}
+
+void Issue::messages(std::vector<std::shared_ptr<Operation>> operations) {
+  std::stable_sort(operations.begin(), operations.end(),
+                   [](const auto& a, const auto& b) { return a->call.tag < b->call.tag; });
+  Lane& lane = operations.front()->lane();
+  // Copies of host memory come before all of them: a group launches nothing until it ends.
+  std::vector<Part> parts;
+  for (const auto& operation : operations) {
+    const bool sends = operation->call.op == Op::send;
+    const at::Tensor& tensor = sends ? operation->call.input : operation->call.output;
+    if (tensor.numel() == 0)
+      parts.push_back({nullptr, 0});
+    else
+      parts.push_back({sends ? device_input(*operation, tensor) : device_output(*operation, tensor),
+                       static_cast<int64_t>(tensor.nbytes())});
+  }
+  OpenGroup together(api_);
+  settle_(nullptr, together.result());
+  for (size_t i = 0; i < operations.size(); ++i) {
+    const Call& call = operations[i]->call;
+    const auto [data, bytes] = parts[i];
+    if (bytes == 0) continue;
+    settle_(nullptr, call.op == Op::send ? api_.send(data, bytes, call.peer, lane.communicator, lane.stream)
+                                         : api_.recv(data, bytes, call.peer, lane.communicator, lane.stream));
+  }
+  settle_(lane.communicator, together.end());
+}
+
+}  // namespace shardproof::nccl

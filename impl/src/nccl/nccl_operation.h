@@ -1,0 +1,94 @@
+// One call on its way, and how calls become calls of NCCL.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "flight_record.h"
+#include "nccl_group.h"
+#include "shardproof/nccl.h"
+
+namespace shardproof::nccl {
+
+// Destroyed with its owner; CUDA keeps what still waits for it.
+class Event {
+ public:
+  explicit Event(std::shared_ptr<NcclApi> api) : api_(std::move(api)), event_(api_->make_event()) {}
+  ~Event() { api_->destroy_event(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  NcclApi::Event get() const { return event_; }
+
+ private:
+  std::shared_ptr<NcclApi> api_;
+  NcclApi::Event event_;
+};
+
+struct Operation {
+  // Of a tensor in host memory: where on the device its values will be.
+  struct Landing {
+    void* host;
+    LaneMemory::Block device;
+    int64_t bytes;
+  };
+
+  Operation(std::shared_ptr<NcclApi> api, std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight, Call call);
+
+  // "reduce_scatter(sum, float32 x 128), call 17 on 'dp_shard', for unit 'h.3'"
+  std::string title() const;
+  Lane& lane() const { return group->lane(lane_of(call.op)); }
+  bool is_message() const { return call.op == Op::send || call.op == Op::recv; }
+
+  std::shared_ptr<Group> group;
+  std::shared_ptr<const FlightGroup> flight;
+  Call call;
+  std::string label;
+  int64_t sequence = 0;
+  int64_t record = -1;  // of the flight record
+
+  Event done;  // recorded when launched
+  std::chrono::steady_clock::time_point begun;
+  bool launched = false, complete = false, waited = false;
+  // Whether who waits blocks until it is complete: tensors in host memory, and barriers.
+  bool blocks = false;
+  std::vector<Landing> landings;
+  std::vector<LaneMemory::Block> blocks_taken;
+};
+
+// Enqueues calls on their lane's stream.
+class Issue {
+ public:
+  // `settle(communicator, result)` throws unless the result is success, at once or when the communicator's progress is over. A
+  // null communicator: within a group, whose progress begins at its end.
+  using Settle = std::function<void(NcclApi::Communicator, NcclResult)>;
+  Issue(NcclApi& api, const NcclOptions& options, Settle settle) : api_(api), options_(options), settle_(std::move(settle)) {}
+
+  void collective(Operation& operation);
+  // Of one group, all at once. Between two ranks they meet by tag, and by order where tags are equal.
+  void messages(std::vector<std::shared_ptr<Operation>> operations);
+
+ private:
+  struct Part {
+    std::byte* data;
+    int64_t bytes;
+  };
+  std::byte* device_input(Operation& operation, const at::Tensor& tensor);
+  std::byte* device_output(Operation& operation, const at::Tensor& tensor);
+  // By peer; a part of no bytes is not sent. What a rank has for itself is copied.
+  void exchange(Operation& operation, const std::vector<Part>& gives, const std::vector<Part>& takes);
+  void all_to_all(Operation& operation);
+  void reduce_natively(Operation& operation);
+  void reduce_scatter_in_order(Operation& operation);
+  void all_reduce_in_order(Operation& operation);
+  void all_reduce_in_slices(Operation& operation, std::byte* input, std::byte* output);
+  void barrier(Operation& operation);
+
+  NcclApi& api_;
+  const NcclOptions& options_;
+  Settle settle_;
+};
+
+}  // namespace shardproof::nccl

@@ -1,0 +1,33 @@
+# The NCCL backend. `ctest -L nccl`: on a double of NCCL everywhere, and on GPUs where there are any.
+find_package(nlohmann_json REQUIRED)
+add_library(nccl_double STATIC nccl_double.cpp nccl_double_calls.cpp nccl_worlds.cpp comm_worlds.cpp comm_worlds_nccl.cpp)
+target_link_libraries(nccl_double PUBLIC shardproof shardproof_nccl golden shardproof_options GTest::gtest)
+shardproof_uses_torch(nccl_double)
+
+# The properties of every backend, over this one.
+add_executable(comm_nccl_props comm_props.cpp comm_programs_props.cpp)
+shardproof_uses_torch(comm_nccl_props)
+target_link_libraries(comm_nccl_props PRIVATE nccl_double ${RAPIDCHECK_LIBRARY} GTest::gtest_main)
+# Without CommThreads, which are of rank-threads, and shared memory, which GPUs have not.
+gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-CommThreads.*:Comm.shared_memory*"
+  PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)
+
+shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES nccl_props.cpp)
+shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES nccl_training_props.cpp)
+
+# What is decided at launch, and processes that the program starts itself.
+add_executable(nccl_driver nccl_driver.cpp)
+shardproof_uses_torch(nccl_driver)
+target_link_libraries(nccl_driver PRIVATE nccl_double)
+shardproof_test(NAME nccl_launch_props LABEL nccl LIBRARIES shardproof_nccl SOURCES nccl_launch_props.cpp)
+target_compile_definitions(nccl_launch_props PRIVATE "NCCL_DRIVER=\"$<TARGET_FILE:nccl_driver>\"")
+add_dependencies(nccl_launch_props nccl_driver)
+
+# On GPUs: random cases with the processes that the command starts itself. Where there is no GPU the command says so, and
+# the test is skipped with that line.
+foreach(ranks 1 2)
+  add_test(NAME Nccl.random_cases_hold_on_${ranks}_gpu_ranks COMMAND shardproof_command verify --backend nccl --ranks ${ranks}
+    --cases 20 --no-python --seed ${ranks} --failures "${CMAKE_BINARY_DIR}/nccl_failures")
+  set_tests_properties(Nccl.random_cases_hold_on_${ranks}_gpu_ranks PROPERTIES LABELS "nccl;gpu" PROCESSORS 2
+    RESOURCE_GROUPS "${ranks},gpus:1" SKIP_REGULAR_EXPRESSION "needs a GPU and its driver, and this machine shows none")
+endforeach()

@@ -1,0 +1,162 @@
+// Streams, events, memory, and the store of the double.
+#include "nccl_double.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#include "nccl_double_streams.h"
+
+namespace nccl_double {
+namespace {
+
+StreamQueue& stream_of(NcclApi::Stream stream) {
+  return *static_cast<StreamQueue*>(stream);
+}
+EventBox& box_of(NcclApi::Event event) {
+  return *static_cast<EventBox*>(event);
+}
+
+std::shared_ptr<Moment> moment_of(NcclApi::Event event) {
+  EventBox& box = box_of(event);
+  const std::lock_guard lock(box.mutex);
+  return box.moment;
+}
+
+}  // namespace
+
+Api::Api(std::shared_ptr<Cluster> cluster, int64_t rank) : cluster_(std::move(cluster)), rank_(rank) {
+  current_ = make_stream();
+}
+
+Api::~Api() {
+  delete static_cast<StreamQueue*>(current_);
+}
+
+void Api::run_on(NcclApi::Stream stream, std::function<void()> kernel) {
+  stream_of(stream).push(std::move(kernel));
+}
+
+void Api::synchronize(NcclApi::Stream stream) {
+  const auto here = std::make_shared<Moment>();
+  run_on(stream, [here] { here->pass(); });
+  here->wait();
+}
+
+NcclApi::Stream Api::make_stream() {
+  const std::lock_guard lock(mutex_);
+  return *streams_.insert(new StreamQueue).first;
+}
+
+void Api::destroy_stream(NcclApi::Stream stream) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (streams_.erase(stream) == 0) throw std::logic_error("a stream was destroyed that there is not");
+  }
+  delete static_cast<StreamQueue*>(stream);
+}
+
+NcclApi::Stream Api::current_stream() {
+  return current_;
+}
+
+NcclApi::Event Api::make_event() {
+  const std::lock_guard lock(mutex_);
+  return *events_.insert(new EventBox).first;
+}
+
+void Api::destroy_event(Event event) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (events_.erase(event) == 0) throw std::logic_error("an event was destroyed that there is not");
+  }
+  delete static_cast<EventBox*>(event);
+}
+
+void Api::record(Event event, NcclApi::Stream stream) {
+  const auto moment = std::make_shared<Moment>();
+  {
+    EventBox& box = box_of(event);
+    const std::lock_guard lock(box.mutex);
+    box.moment = moment;
+  }
+  run_on(stream, [moment] { moment->pass(); });
+}
+
+// As in CUDA an event that was never recorded is over.
+void Api::wait(NcclApi::Stream stream, Event event) {
+  if (const auto moment = moment_of(event)) run_on(stream, [moment] { moment->wait(); });
+}
+
+bool Api::is_complete(Event event) {
+  const auto moment = moment_of(event);
+  return !moment || moment->is_over();
+}
+
+void Api::copy(void* target, const void* source, int64_t bytes, NcclApi::Stream stream) {
+  run_on(stream, [=] { std::memcpy(target, source, static_cast<size_t>(bytes)); });
+}
+
+void Api::reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
+                 NcclApi::Stream stream) {
+  run_on(stream, [=] {
+    const auto tensor = [&](const std::byte* data) { return at::from_blob(const_cast<std::byte*>(data), {count}, dtype); };
+    at::Tensor sum = tensor(terms[0]).clone();
+    for (size_t i = 1; i < terms.size(); ++i) {
+      if (op == Reduce::sum) sum.add_(tensor(terms[i]));
+      if (op == Reduce::max) sum = at::maximum(sum, tensor(terms[i]));
+      if (op == Reduce::min) sum = at::minimum(sum, tensor(terms[i]));
+    }
+    std::memcpy(target, sum.const_data_ptr(), sum.nbytes());
+  });
+}
+
+void* Api::allocate(int64_t bytes, Memory kind) {
+  void* const memory = std::aligned_alloc(256, static_cast<size_t>((bytes + 255) / 256 * 256));
+  std::memset(memory, 0x7f, static_cast<size_t>(bytes));
+  const std::lock_guard lock(mutex_);
+  memory_[memory] = kind;
+  return memory;
+}
+
+void Api::release(void* memory, Memory kind) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = memory_.find(memory);
+    if (found == memory_.end() || found->second != kind)
+      throw std::logic_error("memory was released that is not there, or in another way than it was allocated");
+    memory_.erase(found);
+  }
+  std::free(memory);
+}
+
+void MemoryStore::set(const std::string& name, const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  texts_[name] = text;
+}
+
+std::optional<std::string> MemoryStore::get(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  const auto found = texts_.find(name);
+  return found == texts_.end() ? std::nullopt : std::optional(found->second);
+}
+
+int64_t MemoryStore::count(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  return ++counts_[name];
+}
+
+void MemoryStore::erase(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  texts_.erase(name);
+}
+
+size_t MemoryStore::size() const {
+  const std::lock_guard lock(mutex_);
+  return texts_.size();
+}
+
+}  // namespace nccl_double

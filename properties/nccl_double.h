@@ -1,0 +1,174 @@
+// A double of NCCL and of CUDA's streams in memory: ranks are threads of the test, device memory is the process', a stream is a
+// queue with a thread of its own. It completes late where a seed says so, refuses what NCCL refuses, and fails or hangs on
+// demand.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "shardproof/nccl_api.h"
+#include "shardproof/nccl_store.h"
+
+namespace nccl_double {
+
+using shardproof::NcclApi;
+using shardproof::NcclResult;
+using shardproof::Reduce;
+
+struct Plan {
+  uint64_t seed = 0;  // above 0: each call completes late, by up to `late_us`
+  int64_t late_us = 100;
+  bool host_tensors = false;  // tensors are not on the device, and have to be copied there and back
+  int64_t fails_rank = -1;    // this rank's call on a communicator number `at_call` is an asynchronous error,
+  int64_t hangs_rank = -1;    // or is never done
+  int64_t at_call = 0;
+};
+
+using Bytes = std::vector<std::byte>;
+
+// What all ranks of one communicator share.
+struct Clique {
+  struct Slot {        // one collective
+    std::string what;  // of who was first
+    std::vector<Bytes> inputs;
+    int64_t arrived = 0, left = 0;
+  };
+  struct Message {
+    Bytes data;
+    bool taken = false;
+  };
+  struct Wish {
+    int64_t color, key, rank;
+  };
+
+  explicit Clique(int64_t size) : size(size) {}
+
+  const int64_t size;
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t joined = 0;
+  std::string error;  // found by any rank, for all
+  std::map<int64_t, Slot> slots;
+  std::map<std::pair<int64_t, int64_t>, std::deque<std::shared_ptr<Message>>> mail;  // by sender and receiver
+  std::map<int64_t, std::vector<Wish>> splits;                                       // by number of the split
+  std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Clique>> children;           // by number of the split and color
+};
+
+class Cluster {
+ public:
+  explicit Cluster(Plan plan) : plan(plan) {}
+  std::shared_ptr<Clique> clique_of(const std::string& id, int64_t size);
+  std::string new_id();
+
+  const Plan plan;
+
+ private:
+  std::mutex mutex_;
+  int64_t ids_ = 0;
+  std::map<std::string, std::shared_ptr<Clique>> cliques_;
+};
+
+// One rank's.
+class Api final : public NcclApi {
+ public:
+  Api(std::shared_ptr<Cluster> cluster, int64_t rank);
+  ~Api() override;
+
+  // The host waits for all that the stream was given so far.
+  void synchronize(NcclApi::Stream stream);
+  // Of the caller's own: a kernel, in the stream's order.
+  void run_on(NcclApi::Stream stream, std::function<void()> kernel);
+  // What was made and never released, in words; "" for nothing.
+  std::string leaks() const;
+  int64_t communicators_made() const { return communicators_made_; }
+  int64_t registrations() const { return registrations_; }
+
+  void use_device() override {}
+  NcclApi::Stream make_stream() override;
+  void destroy_stream(NcclApi::Stream stream) override;
+  NcclApi::Stream current_stream() override;
+  Event make_event() override;
+  void destroy_event(Event event) override;
+  void record(Event event, NcclApi::Stream stream) override;
+  void wait(NcclApi::Stream stream, Event event) override;
+  bool is_complete(Event event) override;
+  void copy(void* target, const void* source, int64_t bytes, NcclApi::Stream stream) override;
+  void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
+              NcclApi::Stream stream) override;
+  bool is_on_device(const at::Tensor&) override { return !cluster_->plan.host_tensors; }
+  void* allocate(int64_t bytes, Memory kind) override;
+  void release(void* memory, Memory kind) override;
+
+  NcclResult get_unique_id(UniqueId& id) override;
+  NcclResult init_rank(Communicator& communicator, int64_t size, const UniqueId& id, int64_t rank) override;
+  NcclResult split(Communicator parent, int64_t color, int64_t key, Communicator& child) override;
+  NcclResult async_error(Communicator communicator) override;
+  std::string error_text(NcclResult result, Communicator communicator) override;
+  void abort(Communicator communicator) override;
+  void destroy(Communicator communicator) override;
+  NcclResult group_start() override;
+  NcclResult group_end() override;
+  NcclResult send(const void* data, int64_t bytes, int64_t peer, Communicator communicator, NcclApi::Stream stream) override;
+  NcclResult recv(void* data, int64_t bytes, int64_t peer, Communicator communicator, NcclApi::Stream stream) override;
+  NcclResult all_gather(const void* input, void* output, int64_t bytes, Communicator communicator,
+                        NcclApi::Stream stream) override;
+  NcclResult broadcast(void* data, int64_t bytes, int64_t root, Communicator communicator, NcclApi::Stream stream) override;
+  NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+                        Communicator communicator, NcclApi::Stream stream) override;
+  NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+                            Communicator communicator, NcclApi::Stream stream) override;
+  NcclResult register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) override;
+  NcclResult deregister_memory(Communicator communicator, void* handle, Memory kind) override;
+
+ private:
+  struct Member;  // this rank in a clique
+  struct Parcel;  // a send or receive
+  using Compute = std::function<void(const std::vector<Bytes>& inputs, std::byte* output)>;
+
+  static std::vector<Parcel>& group();
+  std::shared_ptr<Member> member(Communicator communicator) const;
+  std::shared_ptr<Member> join(std::shared_ptr<Clique> clique, int64_t rank);
+  NcclResult check_call(Member& member, NcclApi::Stream stream, const char* op);
+  NcclResult collective(Communicator communicator, NcclApi::Stream stream, std::string what, const void* input,
+                        int64_t input_bytes, void* output, int64_t output_bytes, Compute compute);
+  NcclResult parcel(Parcel parcel);
+  NcclResult ship(std::vector<Parcel> parcels);
+  void launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> task);
+
+  const std::shared_ptr<Cluster> cluster_;
+  const int64_t rank_;
+  mutable std::mutex mutex_;
+  std::map<Communicator, std::shared_ptr<Member>> members_;
+  std::set<NcclApi::Stream> streams_;
+  std::set<Event> events_;
+  std::map<void*, Memory> memory_;
+  std::map<void*, Communicator> handles_;  // of registered memory
+  NcclApi::Stream current_ = nullptr;
+  int64_t calls_ = 0, communicators_made_ = 0, registrations_ = 0;
+};
+
+// For ranks as threads.
+class MemoryStore final : public shardproof::NcclStore {
+ public:
+  void set(const std::string& name, const std::string& text) override;
+  std::optional<std::string> get(const std::string& name) override;
+  int64_t count(const std::string& name) override;
+  void erase(const std::string& name) override;
+  size_t size() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::string> texts_;
+  std::map<std::string, int64_t> counts_;
+};
+
+}  // namespace nccl_double

@@ -1,0 +1,372 @@
+// Communicators and their calls, of the double.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+
+#include "nccl_double.h"
+#include "nccl_double_streams.h"
+
+namespace nccl_double {
+
+// Tasks on streams keep it: a communicator may be aborted while they wait.
+struct Api::Member {
+  std::shared_ptr<Clique> clique;
+  int64_t rank = 0;
+  int64_t collectives = 0, splits = 0;
+  std::atomic<bool> aborted{false};
+  std::string refused;              // by this call, in words; under the clique's lock
+  std::atomic<bool> failed{false};  // on demand
+  // A split on its way.
+  Communicator* child = nullptr;
+  int64_t split_number = -1;
+
+  bool is_there() const { return clique->joined == clique->size; }
+  // On a stream's thread: until the condition holds. False when it was aborted meanwhile.
+  template <class Condition>
+  bool wait(std::unique_lock<std::mutex>& lock, Condition condition) {
+    clique->changed.wait(lock, [&] { return aborted || (clique->error.empty() && condition()); });
+    return !aborted;
+  }
+  void hang() {
+    std::unique_lock lock(clique->mutex);
+    clique->changed.wait(lock, [this] { return aborted.load(); });
+  }
+};
+
+struct Api::Parcel {
+  Communicator communicator;
+  NcclApi::Stream stream;
+  int64_t peer, bytes;
+  const std::byte* gives;  // of a send
+  std::byte* takes;        // of a receive
+};
+
+namespace {
+
+thread_local int64_t group_depth = 0;
+
+std::byte* bytes_at(void* data) {
+  return static_cast<std::byte*>(data);
+}
+const std::byte* bytes_at(const void* data) {
+  return static_cast<const std::byte*>(data);
+}
+
+constexpr int kPoison = 0x7f;
+
+}  // namespace
+
+std::string Cluster::new_id() {
+  const std::lock_guard lock(mutex_);
+  return fmt::format("id {}", ++ids_);
+}
+
+std::shared_ptr<Clique> Cluster::clique_of(const std::string& id, int64_t size) {
+  const std::lock_guard lock(mutex_);
+  auto& clique = cliques_[id];
+  if (!clique) clique = std::make_shared<Clique>(size);
+  return clique;
+}
+
+std::string Api::leaks() const {
+  const std::lock_guard lock(mutex_);
+  const auto open = std::count_if(members_.begin(), members_.end(), [](const auto& each) { return !each.second->aborted; });
+  if (open + streams_.size() + events_.size() + memory_.size() + handles_.size() == 1) return "";  // the caller's own stream
+  return fmt::format("{} communicators, {} streams, {} events, {} blocks of memory, {} registrations", open,
+                     streams_.size() - 1, events_.size(), memory_.size(), handles_.size());
+}
+
+std::shared_ptr<Api::Member> Api::member(Communicator communicator) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = members_.find(communicator);
+  if (found == members_.end()) throw std::logic_error("there is no such communicator, or it was destroyed");
+  return found->second;
+}
+
+std::shared_ptr<Api::Member> Api::join(std::shared_ptr<Clique> clique, int64_t rank) {
+  auto member = std::make_shared<Member>();
+  member->clique = std::move(clique);
+  member->rank = rank;
+  ++member->clique->joined;
+  const std::lock_guard lock(mutex_);
+  ++communicators_made_;
+  members_[member.get()] = member;
+  return member;
+}
+
+NcclResult Api::get_unique_id(UniqueId& id) {
+  const std::string text = cluster_->new_id();
+  std::copy(text.begin(), text.end(), id.begin());
+  return NcclResult::success;
+}
+
+NcclResult Api::init_rank(Communicator& communicator, int64_t size, const UniqueId& id, int64_t rank) {
+  const auto clique = cluster_->clique_of(id.data(), size);
+  const std::lock_guard lock(clique->mutex);
+  if (clique->size != size || rank < 0 || rank >= size) return NcclResult::invalid_argument;
+  communicator = join(clique, rank).get();
+  return NcclResult::in_progress;
+}
+
+NcclResult Api::split(Communicator parent, int64_t color, int64_t key, Communicator& child) {
+  const auto of = member(parent);
+  const std::lock_guard lock(of->clique->mutex);
+  if (of->aborted || !of->is_there() || of->child) return NcclResult::invalid_usage;
+  of->child = &child;
+  of->split_number = of->splits++;
+  of->clique->splits[of->split_number].push_back({color, key, of->rank});
+  return NcclResult::in_progress;
+}
+
+// Progress is made here, and only here.
+NcclResult Api::async_error(Communicator communicator) {
+  const auto of = member(communicator);
+  const std::lock_guard lock(of->clique->mutex);
+  if (of->aborted) return NcclResult::invalid_argument;
+  if (of->failed) return NcclResult::remote_error;
+  if (!of->clique->error.empty() || !of->refused.empty()) return NcclResult::invalid_usage;
+  if (!of->is_there()) return NcclResult::in_progress;
+  if (!of->child) return NcclResult::success;
+  std::vector<Clique::Wish> wishes = of->clique->splits[of->split_number];
+  if (std::ssize(wishes) < of->clique->size) return NcclResult::in_progress;
+  const auto own = std::find_if(wishes.begin(), wishes.end(), [&](const auto& wish) { return wish.rank == of->rank; });
+  const int64_t color = own->color;
+  std::erase_if(wishes, [&](const auto& wish) { return wish.color != color; });
+  std::sort(wishes.begin(), wishes.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
+  Communicator* const child = std::exchange(of->child, nullptr);
+  if (color < 0) return NcclResult::success;
+  auto& clique = of->clique->children[{of->split_number, color}];
+  if (!clique) clique = std::make_shared<Clique>(std::ssize(wishes));
+  const auto place = std::find_if(wishes.begin(), wishes.end(), [&](const auto& wish) { return wish.rank == of->rank; });
+  const std::lock_guard child_lock(clique->mutex);
+  *child = join(clique, place - wishes.begin()).get();
+  return NcclResult::success;
+}
+
+std::string Api::error_text(NcclResult result, Communicator communicator) {
+  std::string why;
+  if (communicator) {
+    const auto of = member(communicator);
+    const std::lock_guard lock(of->clique->mutex);
+    why = of->refused.empty() ? of->clique->error : of->refused;
+    if (of->failed) why = "a peer is gone, says the double";
+  }
+  return fmt::format("NCCL result {}: {}", static_cast<int>(result), why);
+}
+
+void Api::abort(Communicator communicator) {
+  const auto of = member(communicator);
+  if (of->aborted) throw std::logic_error("a communicator was aborted twice");
+  {
+    const std::lock_guard lock(of->clique->mutex);
+    of->aborted = true;
+  }
+  of->clique->changed.notify_all();
+  const std::lock_guard lock(mutex_);  // its registrations end with it
+  std::erase_if(handles_, [&](const auto& each) { return each.second == communicator; });
+}
+
+void Api::destroy(Communicator communicator) {
+  if (member(communicator)->aborted) throw std::logic_error("a communicator was destroyed that was aborted");
+  const std::lock_guard lock(mutex_);
+  members_.erase(communicator);
+}
+
+NcclResult Api::check_call(Member& member, NcclApi::Stream stream, const char* op) {
+  if (member.aborted) return NcclResult::invalid_argument;
+  bool own = false;
+  {
+    const std::lock_guard lock(mutex_);
+    own = streams_.count(stream) > 0;
+  }
+  const std::lock_guard lock(member.clique->mutex);
+  if (!own) member.refused = fmt::format("{} on a stream of another device", op);
+  if (!member.is_there() || member.child) member.refused = fmt::format("{} while the communicator is in progress", op);
+  return member.refused.empty() ? NcclResult::success : NcclResult::invalid_usage;
+}
+
+void Api::launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> task) {
+  const Plan& plan = cluster_->plan;
+  const int64_t number = calls_++;
+  const bool due = number == plan.at_call;
+  uint64_t mixed = (plan.seed + static_cast<uint64_t>(rank_) * 7919 + static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
+  mixed ^= mixed >> 29;
+  const auto late = std::chrono::microseconds(plan.seed > 0 ? mixed % static_cast<uint64_t>(plan.late_us) : 0);
+  run_on(stream, [member, task, late, fails = due && plan.fails_rank == rank_, hangs = due && plan.hangs_rank == rank_] {
+    if (late.count() > 0) std::this_thread::sleep_for(late);
+    if (fails) member->failed = true;
+    if (fails || hangs) return member->hang();
+    task(*member);
+  });
+}
+
+NcclResult Api::collective(Communicator communicator, NcclApi::Stream stream, std::string what, const void* input,
+                           int64_t input_bytes, void* output, int64_t output_bytes, Compute compute) {
+  const auto of = member(communicator);
+  if (group_depth > 0) throw std::logic_error("the double knows groups of sends and receives only");
+  if (const NcclResult result = check_call(*of, stream, what.c_str()); result != NcclResult::success) return result;
+  const int64_t number = of->collectives++;
+  launch(of, stream, [=](Member& self) {
+    Clique& clique = *self.clique;
+    std::unique_lock lock(clique.mutex);
+    Clique::Slot& slot = clique.slots[number];
+    if (slot.inputs.empty()) slot.what = what, slot.inputs.resize(static_cast<size_t>(clique.size));
+    if (slot.what != what) clique.error = fmt::format("rank {} calls {}, another {}", self.rank, what, slot.what);
+    slot.inputs[static_cast<size_t>(self.rank)] = Bytes(bytes_at(input), bytes_at(input) + input_bytes);
+    std::memset(output, kPoison, static_cast<size_t>(output_bytes));
+    ++slot.arrived;
+    clique.changed.notify_all();
+    if (!self.wait(lock, [&] { return slot.arrived == clique.size; })) return;
+    compute(slot.inputs, bytes_at(output));
+    if (++slot.left == clique.size) clique.slots.erase(number);
+  });
+  return NcclResult::success;
+}
+
+NcclResult Api::all_gather(const void* input, void* output, int64_t bytes, Communicator communicator, NcclApi::Stream stream) {
+  const int64_t size = member(communicator)->clique->size;
+  return collective(communicator, stream, fmt::format("all_gather of {}", bytes), input, bytes, output, bytes * size,
+                    [bytes](const std::vector<Bytes>& inputs, std::byte* place) {
+                      for (const Bytes& each : inputs) std::memcpy(place, each.data(), each.size()), place += bytes;
+                    });
+}
+
+NcclResult Api::broadcast(void* data, int64_t bytes, int64_t root, Communicator communicator, NcclApi::Stream stream) {
+  return collective(communicator, stream, fmt::format("broadcast of {} from {}", bytes, root), data, bytes, data, bytes,
+                    [root](const std::vector<Bytes>& inputs, std::byte* place) {
+                      const Bytes& given = inputs[static_cast<size_t>(root)];
+                      std::memcpy(place, given.data(), given.size());
+                    });
+}
+
+namespace {
+
+// From the last rank to the first: NCCL promises no order.
+void add_backwards(const std::vector<Bytes>& inputs, int64_t offset, int64_t count, at::ScalarType dtype, Reduce op,
+                   std::byte* place) {
+  const auto term = [&](size_t rank) {
+    return at::from_blob(const_cast<std::byte*>(inputs[rank].data()) + offset, {count}, dtype);
+  };
+  at::Tensor sum = term(inputs.size() - 1).clone();
+  for (size_t rank = inputs.size() - 1; rank-- > 0;)
+    sum = op == Reduce::sum   ? at::add(sum, term(rank))
+          : op == Reduce::max ? at::maximum(sum, term(rank))
+                              : at::minimum(sum, term(rank));
+  std::memcpy(place, sum.const_data_ptr(), sum.nbytes());
+}
+
+}  // namespace
+
+NcclResult Api::all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+                           Communicator communicator, NcclApi::Stream stream) {
+  const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
+  return collective(
+      communicator, stream, fmt::format("all_reduce of {}", bytes), input, bytes, output, bytes,
+      [=](const std::vector<Bytes>& inputs, std::byte* place) { add_backwards(inputs, 0, count, dtype, op, place); });
+}
+
+NcclResult Api::reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+                               Communicator communicator, NcclApi::Stream stream) {
+  const auto of = member(communicator);
+  const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
+  return collective(communicator, stream, fmt::format("reduce_scatter of {}", bytes), input, bytes * of->clique->size, output,
+                    bytes, [=, rank = of->rank](const std::vector<Bytes>& inputs, std::byte* place) {
+                      add_backwards(inputs, rank * bytes, count, dtype, op, place);
+                    });
+}
+
+std::vector<Api::Parcel>& Api::group() {
+  static thread_local std::vector<Parcel> parcels;
+  return parcels;
+}
+
+NcclResult Api::group_start() {
+  ++group_depth;
+  return NcclResult::success;
+}
+
+NcclResult Api::group_end() {
+  if (group_depth == 0) return NcclResult::invalid_usage;
+  if (--group_depth > 0 || group().empty()) return NcclResult::success;
+  return ship(std::exchange(group(), {}));
+}
+
+NcclResult Api::parcel(Parcel parcel) {
+  const auto of = member(parcel.communicator);
+  if (const NcclResult result = check_call(*of, parcel.stream, "a message"); result != NcclResult::success) return result;
+  if (parcel.peer < 0 || parcel.peer >= of->clique->size) return NcclResult::invalid_argument;
+  if (group_depth == 0) return ship({parcel});
+  group().push_back(parcel);
+  return NcclResult::success;
+}
+
+NcclResult Api::send(const void* data, int64_t bytes, int64_t peer, Communicator communicator, NcclApi::Stream stream) {
+  return parcel({communicator, stream, peer, bytes, bytes_at(data), nullptr});
+}
+
+NcclResult Api::recv(void* data, int64_t bytes, int64_t peer, Communicator communicator, NcclApi::Stream stream) {
+  return parcel({communicator, stream, peer, bytes, nullptr, bytes_at(data)});
+}
+
+// All sends of a group go out, then its receives come in; messages between two ranks meet in order, whatever is in them.
+NcclResult Api::ship(std::vector<Parcel> parcels) {
+  const Parcel& first = parcels.front();
+  for (const Parcel& each : parcels)
+    if (each.communicator != first.communicator || each.stream != first.stream)
+      throw std::logic_error("the double knows groups on one communicator and stream only");
+  launch(member(first.communicator), first.stream, [parcels](Member& self) {
+    Clique& clique = *self.clique;
+    std::unique_lock lock(clique.mutex);
+    std::vector<std::shared_ptr<Clique::Message>> sent;
+    for (const Parcel& each : parcels) {
+      if (each.takes) std::memset(each.takes, kPoison, static_cast<size_t>(each.bytes));
+      if (!each.gives) continue;
+      sent.push_back(std::make_shared<Clique::Message>(Clique::Message{Bytes(each.gives, each.gives + each.bytes)}));
+      clique.mail[{self.rank, each.peer}].push_back(sent.back());
+    }
+    clique.changed.notify_all();
+    for (const Parcel& each : parcels) {
+      if (!each.takes) continue;
+      auto& box = clique.mail[{each.peer, self.rank}];
+      if (!self.wait(lock, [&] { return !box.empty(); })) return;
+      const auto message = box.front();
+      box.pop_front();
+      if (std::ssize(message->data) != each.bytes) {
+        clique.error = fmt::format("rank {} sends {} bytes to rank {}, which takes {}", each.peer, message->data.size(),
+                                   self.rank, each.bytes);
+        clique.changed.notify_all();
+        self.wait(lock, [] { return false; });
+        return;
+      }
+      std::memcpy(each.takes, message->data.data(), message->data.size());
+      message->taken = true;
+      clique.changed.notify_all();
+    }
+    self.wait(lock, [&] { return std::all_of(sent.begin(), sent.end(), [](const auto& message) { return message->taken; }); });
+  });
+  return NcclResult::success;
+}
+
+NcclResult Api::register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) {
+  if (member(communicator)->aborted) return NcclResult::invalid_argument;
+  const std::lock_guard lock(mutex_);
+  const auto found = memory_.find(memory);
+  if (found == memory_.end() || found->second == Memory::plain || found->second != kind || bytes % 4096 != 0)
+    return NcclResult::invalid_argument;
+  ++registrations_;
+  handle = memory;
+  handles_[memory] = communicator;
+  return NcclResult::success;
+}
+
+NcclResult Api::deregister_memory(Communicator communicator, void* handle, Memory) {
+  if (member(communicator)->aborted) return NcclResult::invalid_argument;
+  const std::lock_guard lock(mutex_);
+  return handles_.erase(handle) == 1 ? NcclResult::success : NcclResult::invalid_argument;
+}
+
+}  // namespace nccl_double

@@ -1,0 +1,84 @@
+// Streams and events of the double of NCCL.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace nccl_double {
+
+// A moment in a stream.
+struct Moment {
+  std::mutex mutex;
+  std::condition_variable passed;
+  bool over = false;
+
+  void pass() {
+    {
+      const std::lock_guard lock(mutex);
+      over = true;
+    }
+    passed.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex);
+    passed.wait(lock, [this] { return over; });
+  }
+  bool is_over() {
+    const std::lock_guard lock(mutex);
+    return over;
+  }
+};
+
+// An event stands for the moment it was last recorded at.
+struct EventBox {
+  std::mutex mutex;
+  std::shared_ptr<Moment> moment;
+};
+
+// Runs what it is given one after the other, on a thread that begins with the first.
+class StreamQueue {
+ public:
+  ~StreamQueue() {
+    {
+      const std::lock_guard lock(mutex_);
+      ends_ = true;
+    }
+    woken_.notify_one();
+    if (thread_.joinable()) thread_.join();
+  }
+
+  void push(std::function<void()> task) {
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+      if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+    }
+    woken_.notify_one();
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      woken_.wait(lock, [this] { return ends_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
+      const auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable woken_;
+  std::deque<std::function<void()>> tasks_;
+  bool ends_ = false;
+  std::thread thread_;
+};
+
+}  // namespace nccl_double

@@ -1,0 +1,55 @@
+// Processes of `start_ranks`, for nccl_launch_props:
+//
+//   nccl_driver start RANKS WHAT     starts them and returns what they end with
+//   nccl_driver rank WHAT            one of them: all meet in the store; then `meet` ends well, while in `kill` and `fail` rank
+//   1
+//                                    dies or ends badly, and the others are in the beginning of a world that cannot come about
+#include <fmt/format.h>
+#include <signal.h>
+
+#include <cstdio>
+#include <string>
+#include <thread>
+
+#include "nccl_double.h"
+#include "shardproof/check.h"
+#include "shardproof/nccl.h"
+#include "shardproof/nccl_launch.h"
+
+using namespace shardproof;
+
+namespace {
+
+int be_rank(const std::string& what) {
+  const Launch launch = read_launch(process_environment());
+  const auto store = std::make_shared<TcpStore>(store_address(launch, process_environment()));
+  store->set(fmt::format("here/{}", launch.rank), fmt::format("{} of {}", launch.local_rank, launch.local_world));
+  for (int64_t rank = 0; rank < launch.world; ++rank)
+    while (!store->get(fmt::format("here/{}", rank))) std::this_thread::yield();
+  if (what == "meet") {
+    std::printf("rank %ld of %ld met all\n", static_cast<long>(launch.rank), static_cast<long>(launch.world));
+    return 0;
+  }
+  if (launch.rank == 1 && what == "fail") return 7;
+  if (launch.rank == 1) ::raise(SIGKILL);
+  // Each process has a double of its own, so that its communicators wait for the others for ever.
+  const auto cluster = std::make_shared<nccl_double::Cluster>(nccl_double::Plan{});
+  NcclWorld world(launch.rank, launch.world, store, std::make_shared<nccl_double::Api>(cluster, launch.rank),
+                  {.timeout_seconds = 20});
+  try {
+    world.run([](std::shared_ptr<Comm>) {});
+  } catch (const WorldLostError& error) {
+    std::printf("rank %ld: %s\n", static_cast<long>(launch.rank), error.what());
+    return 3;
+  }
+  return 4;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv, argv + argc);
+  if (argc == 3 && arguments[1] == "rank") return be_rank(arguments[2]);
+  if (argc != 4 || arguments[1] != "start") return 2;
+  return start_ranks(std::stoll(arguments[2]), {arguments[0], "rank", arguments[3]});
+}

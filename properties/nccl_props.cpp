@@ -1,0 +1,247 @@
+// The NCCL backend on its double: what is asynchronous, what fails, and what is left of it. (That its collectives are right is
+// said by comm_props.cpp and comm_programs_props.cpp, which run over it as well.)
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+
+#include "comm_worlds.h"
+#include "golden/collectives.h"
+#include "nccl_worlds.h"
+#include "shardproof/call_label.h"
+#include "shardproof/check.h"
+
+using namespace shardproof;
+using nccl_worlds::Arrangement;
+using worlds::same_bytes;
+
+namespace {
+
+void expect_says(const std::string& message, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
+}
+
+golden::Ranks inputs_of(int64_t world, int64_t numel) {
+  golden::Ranks inputs;
+  for (int64_t rank = 0; rank < world; ++rank) inputs.push_back(worlds::values(numel, at::kFloat, rank, 3));
+  return inputs;
+}
+
+Arrangement hasty(double timeout_seconds) {
+  Arrangement arrangement;
+  arrangement.plan.host_tensors = true;
+  arrangement.options.timeout_seconds = timeout_seconds;
+  return arrangement;
+}
+
+void all_reduce_ones(Comm& comm) {
+  const CallLabel label("unit 'h.3'");
+  at::Tensor tensor = at::ones({8});
+  comm.all_reduce(tensor).wait();
+}
+
+}  // namespace
+
+TEST(Nccl, waiting_makes_the_callers_stream_wait_and_not_the_host) {
+  std::atomic<bool> waited{false};
+  nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
+    static thread_local at::Tensor gathered;
+    gathered = at::empty({8});
+    const at::Tensor own = at::ones({4});
+    if (comm->rank() == 1)
+      while (!waited) std::this_thread::yield();  // the other has been through its wait before this one calls
+    comm->all_gather(gathered, own).wait();
+    waited = true;
+    comm->barrier().wait();
+  });
+}
+
+TEST(Nccl, native_sums_are_the_same_numbers_in_nccls_order) {
+  Arrangement arrangement;
+  arrangement.presses = true;
+  arrangement.options.sum = NcclOptions::Sum::native;
+  nccl_worlds::run(4, arrangement, [](std::shared_ptr<Comm> comm) {
+    const golden::Ranks inputs = inputs_of(4, 4 * 100);
+    at::Tensor slice = at::empty({100}), whole = inputs[comm->rank()].clone();
+    comm->reduce_scatter(slice, inputs[comm->rank()].clone()).wait();
+    comm->all_reduce(whole).wait();
+    EXPECT_TRUE(at::allclose(slice, golden::reduce_scatter(inputs)[comm->rank()], 1e-4, 1e-2));
+    EXPECT_TRUE(at::allclose(whole, golden::all_reduce(inputs)[0], 1e-4, 1e-2));
+    EXPECT_FALSE(same_bytes(whole, golden::all_reduce(inputs)[0])) << "with such data the order shows";
+  });
+}
+
+TEST(Nccl, registered_and_symmetric_buffers_change_no_bit_and_are_registered_once) {
+  for (const auto kind : {NcclApi::Memory::registered, NcclApi::Memory::symmetric}) {
+    Arrangement arrangement;
+    arrangement.presses = true;
+    arrangement.options.buffers = kind;
+    nccl_worlds::World world(3, arrangement);
+    for (int64_t body = 0; body < 3; ++body)
+      for (const auto& thrown : world.run([](std::shared_ptr<Comm> comm) {
+             const golden::Ranks inputs = inputs_of(3, 3 * 50'000);
+             at::Tensor slice = at::empty({50'000}), whole = inputs[comm->rank()].clone();
+             comm->reduce_scatter(slice, inputs[comm->rank()].clone()).wait();
+             comm->all_reduce(whole).wait();
+             EXPECT_TRUE(same_bytes(slice, golden::reduce_scatter(inputs)[comm->rank()]));
+             EXPECT_TRUE(same_bytes(whole, golden::all_reduce(inputs)[0]));
+           }))
+        EXPECT_EQ(thrown, nullptr);
+    EXPECT_EQ(world.api(0).registrations(), 1);
+  }
+}
+
+TEST(Nccl, messages_of_one_exchange_meet_by_tag_and_equal_tags_in_order) {
+  Arrangement arrangement;
+  arrangement.presses = true;
+  nccl_worlds::run(2, arrangement, [](std::shared_ptr<Comm> comm) {
+    const int64_t other = 1 - comm->rank();
+    const auto value = [](int64_t rank, int64_t what) { return at::full({5}, static_cast<double>(10 * rank + what)); };
+    at::Tensor a = at::empty({5}), b = at::empty({5}), c = at::empty({5});
+    std::vector<Work> works;
+    for (const auto& [tag, what] : {std::pair{7, 1}, {2, 2}, {2, 3}})
+      works.push_back(comm->send(value(comm->rank(), what), other, tag));
+    works.push_back(comm->recv(a, other, 2));
+    works.push_back(comm->recv(b, other, 7));
+    works.push_back(comm->recv(c, other, 2));
+    for (Work& work : works) work.wait();
+    EXPECT_TRUE(a.equal(value(other, 2)) && b.equal(value(other, 1)) && c.equal(value(other, 3)));
+  });
+}
+
+TEST(Nccl, later_bodies_find_the_groups_of_earlier_ones_and_a_failed_body_makes_new_ones) {
+  Arrangement arrangement;
+  arrangement.plan.host_tensors = true;
+  nccl_worlds::World world(4, arrangement);
+  const auto body = [](std::shared_ptr<Comm> comm) {
+    const auto first = comm->split(comm->rank() % 2, 0, "first"), second = comm->split(comm->rank() % 2, 0, "second");
+    const auto third = first->split(0, -first->rank(), "third");
+    for (const auto& group : {first, second, third}) all_reduce_ones(*group);
+  };
+  const auto expect_well = [&] {
+    for (const auto& thrown : world.run(body)) EXPECT_EQ(thrown, nullptr);
+    for (const auto& thrown : world.run([](std::shared_ptr<Comm> comm) { all_reduce_ones(*comm); }, 3))
+      EXPECT_EQ(thrown, nullptr);
+  };
+  expect_well();
+  const int64_t made = world.api(0).communicators_made();
+  EXPECT_EQ(made, 3 * 5) << "three lanes each of the world, three groups of it, and the first three ranks";
+  for (int64_t round = 0; round < 3; ++round) expect_well();
+  EXPECT_EQ(world.api(0).communicators_made(), made);
+  for (const auto& thrown : world.run([](std::shared_ptr<Comm> comm) {
+         if (comm->rank() == 2) throw Error("no more paper");
+         all_reduce_ones(*comm);
+       }))
+    EXPECT_NE(thrown, nullptr);
+  expect_well();
+  EXPECT_EQ(world.api(0).communicators_made(), made + 3 * 5 + 0);
+  EXPECT_LE(world.store().size(), 4 * 2 + 4 + 4u) << "endings of old bodies are forgotten";
+}
+
+TEST(Nccl, an_asynchronous_error_ends_every_rank_naming_rank_call_number_and_unit) {
+  for (int64_t guilty = 0; guilty < 3; ++guilty) {
+    Arrangement arrangement = hasty(30);
+    arrangement.plan.fails_rank = guilty;
+    arrangement.plan.at_call = 2;
+    const auto errors = nccl_worlds::errors_of(3, arrangement, [](std::shared_ptr<Comm> comm) {
+      for (int64_t i = 0; i < 5; ++i) all_reduce_ones(*comm);
+    });
+    const std::string rank = fmt::format("rank {}: NCCL failed", guilty);
+    for (const std::string& error : errors)
+      expect_says(error, {rank.c_str(), "all_reduce(sum, float32 x 8), call 2 on 'world', for unit 'h.3'", "a peer is gone"});
+  }
+}
+
+TEST(Nccl, a_call_that_hangs_ends_every_rank_after_the_time_out_and_leaves_records) {
+  const auto folder = std::filesystem::temp_directory_path() / fmt::format("shardproof_nccl_{}", ::getpid());
+  Arrangement arrangement = hasty(0.5);
+  arrangement.plan.hangs_rank = 1;
+  arrangement.plan.at_call = 1;
+  arrangement.options.flight_directory = folder.string();
+  const auto errors = nccl_worlds::errors_of(3, arrangement, [](std::shared_ptr<Comm> comm) {
+    for (int64_t i = 0; i < 3; ++i) all_reduce_ones(*comm);
+  });
+  for (const std::string& error : errors)
+    expect_says(error, {"all_reduce(sum, float32 x 8), call 1 on 'world', for unit 'h.3' is not over after 0.5 s"});
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    std::ifstream file(folder / fmt::format("rank_{}.jsonl", rank));
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    expect_says(text, {"is not over", "\"state\":\"done\"", "\"state\":\"failed\"", "unit 'h.3'"});
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST(Nccl, a_rank_that_never_makes_the_call_is_named_with_its_last_one) {
+  std::atomic<bool> over{false};
+  const auto errors = nccl_worlds::errors_of(3, hasty(0.5), [&](std::shared_ptr<Comm> comm) {
+    all_reduce_ones(*comm);
+    if (comm->rank() == 1)
+      while (!over) std::this_thread::yield();
+    try {
+      all_reduce_ones(*comm);
+    } catch (const Error&) {
+      over = true;
+      throw;
+    }
+  });
+  for (const std::string& error : errors)
+    expect_says(error,
+                {"call 1 on 'world'", "rank 1 has not made it", "its last call is all_reduce(sum, float32 x 8), call 0"});
+}
+
+TEST(Nccl, calls_that_do_not_fit_end_every_rank) {
+  for (const bool sums : {false, true}) {
+    Arrangement arrangement = hasty(30);
+    const auto errors = nccl_worlds::errors_of(2, arrangement, [&](std::shared_ptr<Comm> comm) {
+      at::Tensor tensor = at::ones({4 + comm->rank()}), all = at::empty({2 * tensor.numel()});
+      (sums ? comm->all_reduce(tensor) : comm->all_gather(all, tensor)).wait();
+    });
+    for (const std::string& error : errors) expect_says(error, {"NCCL failed", "rank"});
+  }
+}
+
+TEST(Nccl, a_work_that_nobody_waits_for_is_an_error_that_names_it) {
+  Arrangement arrangement;
+  arrangement.plan.host_tensors = true;
+  for (const std::string& error : nccl_worlds::errors_of(
+           2, arrangement, [](std::shared_ptr<Comm> comm) { comm->all_gather(at::empty({6}), at::ones({3})); }))
+    expect_says(error, {"never waited for all_gather(float32 x 3), call 0 on 'world'", "rank 0 of 2"});
+}
+
+TEST(Nccl, nobody_waits_for_a_rank_that_never_comes) {
+  const auto store = std::make_shared<nccl_double::MemoryStore>();
+  const auto cluster = std::make_shared<nccl_double::Cluster>(nccl_double::Plan{});
+  const auto api = std::make_shared<nccl_double::Api>(cluster, 0);
+  NcclWorld world(0, 2, store, api, {.timeout_seconds = 0.3});
+  try {
+    world.run([](std::shared_ptr<Comm>) {});
+    ADD_FAILURE() << "the world came about";
+  } catch (const WorldLostError& error) {
+    expect_says(error.what(), {"ncclCommInitRankConfig for 2 ranks", "0.3 s", "rank 1 gives no sign of life"});
+  }
+}
+
+TEST(Nccl, the_tcp_store_holds_texts_and_counts_for_all_its_clients) {
+  TcpStore server({.serves = true, .timeout_seconds = 20});
+  TcpStore first({.port = server.port(), .timeout_seconds = 20}), second({.port = server.port(), .timeout_seconds = 20});
+  EXPECT_EQ(first.get("name"), std::nullopt);
+  const std::string text("with\0 any byte\xff", 15);
+  first.set("name", text);
+  EXPECT_EQ(second.get("name"), text);
+  EXPECT_EQ(first.count("said"), 1);
+  EXPECT_EQ(second.count("said"), 2);
+  second.erase("name");
+  EXPECT_EQ(first.get("name"), std::nullopt);
+}
+
+TEST(NcclMachine, a_machine_without_gpu_or_build_says_so) {
+  if (nccl_devices() > 0) GTEST_SKIP() << "this machine has a GPU";
+  try {
+    nccl_api(0);
+    ADD_FAILURE() << "there is an API";
+  } catch (const Error& error) {
+    expect_says(error.what(), {nccl_available() ? "this machine has no GPU" : "this build has no NCCL", "--backend mpi"});
+  }
+}
