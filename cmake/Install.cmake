@@ -4,11 +4,15 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(_package "${CMAKE_INSTALL_LIBDIR}/cmake/shardproof")
-set_target_properties(shardproof shardproof_mpi PROPERTIES INSTALL_RPATH "$ORIGIN;${SHARDPROOF_TORCH_DIR}/lib")
-set_target_properties(shardproof_mpi PROPERTIES EXPORT_NAME mpi)
+set(_libraries shardproof shardproof_mpi shardproof_nccl shardproof_cuda)
+set_target_properties(${_libraries} PROPERTIES INSTALL_RPATH "$ORIGIN;${SHARDPROOF_TORCH_DIR}/lib"
+  INSTALL_RPATH_USE_LINK_PATH ON)
+foreach(part mpi nccl cuda)
+  set_target_properties(shardproof_${part} PROPERTIES EXPORT_NAME ${part})
+endforeach()
 target_compile_features(shardproof INTERFACE cxx_std_20)
 
-install(TARGETS shardproof shardproof_mpi EXPORT shardproof LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+install(TARGETS ${_libraries} EXPORT shardproof LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
   INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/impl/include/shardproof" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(EXPORT shardproof NAMESPACE shardproof:: FILE shardproofTargets.cmake DESTINATION "${_package}")
