@@ -161,7 +161,8 @@ TEST(Canonical, a_product_has_the_same_bits_however_what_is_summed_is_cut) {
 TEST(Canonical, what_exact_sums_cannot_hold_is_refused_naming_the_tensor) {
   const at::Tensor one = at::ones({1, 1}, at::kDouble);
   for (const double bad : {128.0, -129.0, 4096.0, 1e300, static_cast<double>(INFINITY), static_cast<double>(NAN)})
-    EXPECT_THROW(canonical_ops::linear(one * bad, one, {}, "h.3.c_fc"), NonFiniteError) << bad;
+    for (const auto& [x, weight] : {std::pair(one * bad, one), std::pair(one, one * bad), std::pair(one * bad / 16, one * 16)})
+      EXPECT_THROW(canonical_ops::linear(x, weight, {}, "h.3.c_fc"), NonFiniteError) << bad;
   expect_error([&] { canonical_ops::linear(one * 1e4, one, {}, "h.3.c_fc"); }, {"h.3.c_fc", "128", "learning rate"});
   canonical_ops::linear(one * 127.9, one, {}, "fits");
   canonical_ops::linear(one * -128.0, one, {}, "fits");

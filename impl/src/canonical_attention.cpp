@@ -26,7 +26,9 @@ std::vector<int64_t> all_positions(int64_t length) {
 
 struct Attend : torch::autograd::Function<Attend> {
   static Variable forward(AutogradContext* ctx, const Variable& given_q, const Variable& given_k, const Variable& given_v,
-                          const std::vector<int64_t>& positions, bool causal, const std::string& name, const at::Tensor& mask) {
+                          const std::vector<int64_t>& positions, bool causal, const std::string& name,
+                          const c10::optional<Variable>& given_mask) {
+    const at::Tensor mask = given_mask.value_or(at::Tensor());
     const at::Tensor q = fixed::require_double(given_q, name), k = fixed::require_double(given_k, name),
                      v = fixed::require_double(given_v, name);
     fixed::require_terms(std::max(k.size(2), q.size(3)), name);
@@ -74,7 +76,7 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   const std::vector<int64_t> of_mask = {q.size(0), q.size(1), q.size(2), k.size(2)};
   SHARD_REQUIRE(!mask.defined() || mask.sizes() == of_mask, "canonical", "{}: a mask of sizes {} for scores of {}", name,
                 fmt::join(mask.sizes(), "x"), fmt::join(of_mask, "x"));
-  const at::Tensor factors = mask.defined() ? fixed::require_double(mask, name) : mask;
+  const auto factors = mask.defined() ? c10::make_optional(fixed::require_double(mask, name)) : c10::nullopt;
   return Attend::apply(q, k, v, positions, causal, name, factors);
 }
 
