@@ -1,6 +1,10 @@
 // Rank-threads that share a device: each queues on a stream of its own, and collectives order the streams.
+#include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
+
+#include <thread>
 
 #include "expect_error.h"
 #include "fake_device.h"
@@ -91,8 +95,30 @@ TEST(DeviceOrder, reduced_slices_and_exchanged_ones_are_those_of_the_calls) {
   });
 }
 
+// Ranks that wait while the last one is still queueing must not take the work for theirs.
+TEST(DeviceOrder, many_collectives_are_each_queued_once) {
+  run(4, [&](std::shared_ptr<Comm> comm) {
+    const at::Tensor values = fake_device::allocate(kNumel, at::kFloat);
+    for (int64_t i = 0; i < 150; ++i) {
+      queue_fill(values, static_cast<float>(comm->rank() + i % 7));
+      Work work = comm->all_reduce(values);
+      for (int64_t k = (i * 31 + comm->rank() * 17) % 4; k > 0; --k) std::this_thread::yield();
+      work.wait();
+      const auto* data = static_cast<const float*>(values.const_data_ptr());
+      fake_device::queue([=] { ASSERT_EQ(data[kNumel - 1], static_cast<float>(6 + 4 * (i % 7))) << "collective " << i; });
+      if (i % 20 == 0) fake_device::synchronize();
+    }
+    fake_device::synchronize();
+  });
+}
+
 TEST(DeviceOrder, ranks_have_streams_of_their_own_and_keep_backwards_on_their_threads) {
   run(3, [&](std::shared_ptr<Comm> comm) {
+    const c10::impl::VirtualGuardImpl guard(fake_device::device().type());
+    const at::Tensor mine = at::full({1}, guard.getStream(fake_device::device()).id(), at::kLong),
+                     all = at::empty({3}, at::kLong);
+    comm->all_gather(all, mine).wait();
+    EXPECT_FALSE(all[0].equal(all[1]) || all[0].equal(all[2]) || all[1].equal(all[2])) << all;
     bool ran = false;
     fake_device::queue([&] { ran = true; });
     comm->barrier().wait();

@@ -52,8 +52,8 @@ at::Tensor AttentionImpl::forward(const at::Tensor& q, const at::Tensor& k, cons
   if (rule) return rule->attend(q, k, v, causal_, dropout);
   if (!dropout) return at::scaled_dot_product_attention(q, repeated(k, q.size(1)), repeated(v, q.size(1)), {}, 0.0, causal_);
   const DimRows positions = whole_rows(q.size(2));
-  const at::Tensor mask = causal_ ? causal_mask(q.size(2)).to(q.device()) : at::Tensor();
-  return masked_attention(q, k, v, mask, dropout, positions, positions);
+  const at::Tensor allowed = causal_ ? causal_mask(q.size(2)).to(q.device()) : at::Tensor();
+  return masked_attention(q, k, v, allowed, dropout, positions, positions);
 }
 
 at::Tensor AttentionImpl::canonically(const at::Tensor& q, const at::Tensor& given_k, const at::Tensor& given_v,

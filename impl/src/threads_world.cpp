@@ -255,13 +255,15 @@ void World::wait(Rendezvous& rendezvous, int64_t index) {
   Lock lock(scheduler_);
   if (part.waited) return;
   if (rendezvous.complete()) scheduler_.yield(lock, part.rank);  // else it blocks, which chooses as well
+  // On a device the last to arrive does all of it.
+  const bool may_help = options_.completion == ThreadsOptions::Completion::eager && !part.ready;
   bool helped = false;
   while (true) {
     if (ended_) throw WorldEnded();
     if (part.done) break;
     if (rendezvous.complete() && part.late) {
       receive_late(lock, rendezvous, index);
-    } else if (rendezvous.complete() && options_.completion == ThreadsOptions::Completion::eager && !helped) {
+    } else if (rendezvous.complete() && may_help && !helped) {
       help(lock, rendezvous, index);
       helped = true;
     } else {
