@@ -13,7 +13,6 @@ gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-Com
   PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)
 
 shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES nccl_props.cpp)
-shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES nccl_training_props.cpp)
 
 # What is decided at launch, and processes that the program starts itself.
 add_executable(nccl_driver nccl_driver.cpp)
