@@ -57,8 +57,8 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   std::string start;  // with nccl the worker starts its own
   if (processes && backend == "mpi")
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
-  return fmt::format("{}{}'{}' bench{} --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator, start,
-                     program, processes ? " --backend " + backend : "", own, a.task.strategy, a.task.ranks, a.model,
+  return fmt::format("{}{}'{}' bench{} --worker {} --strategy {} --ranks {} --model {} --steps {} --warmup {}", allocator,
+                     start, program, processes ? " --backend " + backend : "", own, a.task.strategy, a.task.ranks, a.model,
                      a.task.steps, a.task.warmup);
 }
 
