@@ -9,8 +9,6 @@ Case train_case(const TrainOptions& options, const Stretch& stretch) {
   c.strategy = stretch.strategy;
   c.options.sequence_parallel = options.sequence_parallel;
   c.options.arithmetic = options.model.canonical;
-  // The sums of a ring depend on its order.
-  c.options.context_gathered = options.model.canonical;
   return c;
 }
 
