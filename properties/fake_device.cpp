@@ -90,7 +90,7 @@ class QueuedMath final : public shardproof::DeviceMath {
  public:
   void reduce(shardproof::Element type, shardproof::Fold fold, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
-    for (int k = 0; k < 20; ++k) std::this_thread::yield();  // others may look meanwhile
+    for (int k = 0; k < 5; ++k) std::this_thread::yield();  // others may look meanwhile
     queue([=, twin = twin_, kept = std::vector(terms.begin(), terms.end())] { twin->reduce(type, fold, kept, count, target); });
   }
   void copy(void* target, const void* source, int64_t bytes) const override {
