@@ -16,6 +16,10 @@ int64_t ranks_max() {
   return 5;
 }
 
+bool one_host() {
+  return true;
+}
+
 std::vector<ThreadsOptions> all_options() {
   std::vector<ThreadsOptions> list;
   for (const auto schedule : {ThreadsOptions::Schedule::parallel, ThreadsOptions::Schedule::serial})
