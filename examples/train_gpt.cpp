@@ -1,8 +1,8 @@
-// Trains a small GPT on the bytes of its own source, on one mesh of data, context and tensor parallelism, with low precision,
+// Trains a small GPT on the bytes of a text, on one mesh of data, context and tensor parallelism, with low precision,
 // recomputation, a schedule and checkpoints. Run again, it goes on from the last checkpoint, on any other mesh.
 //
-//   train_gpt 'dp_shard=2,tp=2' DIRECTORY                   ranks are threads
-//   mpirun -n 4 train_gpt 'dp_shard=2,cp=2' DIRECTORY       ranks are processes
+//   train_gpt TEXT_FILE 'dp_shard=2,tp=2' DIRECTORY                   ranks are threads
+//   mpirun -n 4 train_gpt TEXT_FILE 'dp_shard=2,cp=2' DIRECTORY       ranks are processes
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <shardproof/checkpoint/manager.h>
@@ -49,7 +49,7 @@ void train(const std::shared_ptr<Comm>& comm, const Mesh& mesh, const std::strin
                                  .units = by_type<GptBlockImpl>(),
                                  .recompute = by_type<GptBlockImpl>(),
                                  .precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kFloat}});
-  Optimizer optimizer = adamw(sharded, {.lr = 3e-3});
+  Optimizer optimizer = adamw(sharded, {.lr = 1e-2});
   checkpoint::Manager manager(directory, {.keep = 2, .async = true});
   const auto resumed = manager.load_latest(sharded, &optimizer);
 
@@ -74,12 +74,13 @@ void train(const std::shared_ptr<Comm>& comm, const Mesh& mesh, const std::strin
 }  // namespace
 
 int main(int argc, char** argv) try {
-  SHARD_REQUIRE(argc == 3, "train_gpt", "usage: {} MESH DIRECTORY, e.g. dp_shard=2,tp=2 checkpoints", argv[0]);
+  SHARD_REQUIRE(argc == 4, "train_gpt", "usage: {} TEXT_FILE MESH DIRECTORY, e.g. README.md dp_shard=2 run", argv[0]);
   at::set_num_threads(1);
-  const Mesh mesh = Mesh::parse(argv[1]);
-  std::ifstream source(__FILE__);
-  const std::string text{std::istreambuf_iterator<char>(source), {}};
-  const auto body = [&](std::shared_ptr<Comm> comm) { train(comm, mesh, text, argv[2]); };
+  std::ifstream file(argv[1]);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  SHARD_REQUIRE(text.size() > kLength + 1, "train_gpt", "{} cannot be read, or has at most {} bytes", argv[1], kLength + 1);
+  const Mesh mesh = Mesh::parse(argv[2]);
+  const auto body = [&](std::shared_ptr<Comm> comm) { train(comm, mesh, text, argv[3]); };
   if (read_launch(process_environment()).launcher == Launcher::none)
     run_threads(mesh.size(), body);
   else
