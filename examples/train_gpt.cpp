@@ -18,7 +18,7 @@ using namespace shardproof;
 
 namespace {
 
-constexpr int64_t kLength = 64, kBatch = 4, kSteps = 40;
+constexpr int64_t kLength = 64, kBatch = 4, kSteps = 60;
 const GptOptions kModel{.layers = 2, .hidden = 64, .heads = 4, .vocab = 256, .positions = kLength, .tied = true};
 
 // Sequences drawn by (step, rank), with one byte more than inputs.
@@ -49,7 +49,7 @@ void train(const std::shared_ptr<Comm>& comm, const Mesh& mesh, const std::strin
                                  .units = by_type<GptBlockImpl>(),
                                  .recompute = by_type<GptBlockImpl>(),
                                  .precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kFloat}});
-  Optimizer optimizer = adamw(sharded, {.lr = 1e-2});
+  Optimizer optimizer = adamw(sharded, {.lr = 3e-3});
   checkpoint::Manager manager(directory, {.keep = 2, .async = true});
   const auto resumed = manager.load_latest(sharded, &optimizer);
 
@@ -65,8 +65,8 @@ void train(const std::shared_ptr<Comm>& comm, const Mesh& mesh, const std::strin
     optimizer.set_lr_factor(warmup_cosine(step, /*warmup=*/5, kSteps));
     optimizer.step();
     manager.poll();
-    if ((step + 1) % 10 == 0) manager.save(sharded, &optimizer, {.step = step + 1});
-    if (comm->rank() == 0 && (step + 1) % 10 == 0) fmt::print("step {:3}  loss {:.2f}\n", step + 1, loss.item<float>());
+    if ((step + 1) % 20 == 0) manager.save(sharded, &optimizer, {.step = step + 1});
+    if (comm->rank() == 0 && (step + 1) % 20 == 0) fmt::print("step {:3}  loss {:.2f}\n", step + 1, loss.item<float>());
   }
   manager.wait();
 }
