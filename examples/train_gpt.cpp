@@ -10,7 +10,7 @@
 #include <shardproof/mpi.h>
 #include <shardproof/shardproof.h>
 
-#include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <iterator>
 
@@ -85,7 +85,7 @@ int main(int argc, char** argv) try {
     run_threads(mesh.size(), body);
   else
     MpiWorld({.timeout_seconds = 60}).run(body);
-} catch (const Error& error) {
+} catch (const std::exception& error) {
   fmt::print(stderr, "{}\n", error.what());
-  return EXIT_FAILURE;
+  return 2;
 }

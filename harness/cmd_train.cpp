@@ -110,6 +110,7 @@ int run_train(Arguments& arguments) {
   const TextData data(
       arguments.data.empty() ? std::vector<std::string>{SHARDPROOF_DEFAULT_DATA} : arguments.data,
       arguments.sequence_length);
+  validate(options, data);
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> silence(speaks ? nullptr : std::fopen("/dev/null", "w"), std::fclose);
   std::FILE* out = silence ? silence.get() : arguments.json == "-" ? stderr : stdout;
   TrainJson json(speaks ? arguments.json : "");

@@ -45,6 +45,16 @@ void Failures::store(const Case& c, const std::string& what) const {
   SHARD_REQUIRE(file.good(), "failures", "cannot write {}; choose another place with --failures DIR", path(c));
 }
 
+void Failures::require_writable() const {
+  const fs::path probe = fs::path(directory_) / "probe";
+  std::error_code error;
+  fs::create_directories(directory_, error);
+  const bool writable = (std::ofstream(probe) << "writable\n").flush().good();
+  fs::remove(probe, error);
+  fs::remove(directory_, error);  // fails where there is anything in it
+  SHARD_REQUIRE(writable, "failures", "cannot write into {}; choose another place with --failures DIR", directory_);
+}
+
 void Failures::forget(const Case& c) const {
   std::error_code ignored;
   fs::remove(path(c), ignored);

@@ -10,8 +10,10 @@ namespace harness {
 
 class Failures {
  public:
-  // Nothing is created until a failure is stored.
   explicit Failures(std::string directory) : directory_(std::move(directory)) {}
+
+  // Throws Error when nothing can be written there; leaves nothing. Better known before hours of work than after.
+  void require_writable() const;
 
   // In the order of their names. A file that no longer parses is left out.
   std::vector<Case> all() const;

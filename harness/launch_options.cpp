@@ -37,7 +37,7 @@ void remember_arguments(int argc, char** argv) {
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {
   command.add_option("--backend", options.backend, "threads of this process, or processes: mpi, nccl")->capture_default_str();
-  command.add_option("--device", options.device, "cpu or cuda")->capture_default_str();
+  command.add_option("--device", options.device, "cpu; the library also has cuda")->capture_default_str();
   if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi or nccl: start so many processes");
   command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
       ->capture_default_str();
@@ -63,7 +63,12 @@ void check_connections(int64_t compute_capability_major) {
 }  // namespace
 
 std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof::Launch& launch) {
-  if (launch.starts > 0) std::exit(shardproof::start_ranks(launch.starts, remembered()));
+  if (launch.starts > 0) {
+    const int code = shardproof::start_ranks(launch.starts, remembered());
+    if (code > 2) fmt::print(stderr, "shardproof: a rank ended with {}\n", code > 128 ? fmt::format("signal {}", code - 128)
+                                                                                      : fmt::format("exit code {}", code));
+    std::exit(std::min(code, 2));
+  }
   const int64_t gpus = shardproof::nccl_devices();
   const shardproof::GpuSharing sharing = shardproof::share_gpus(shardproof::nccl_version(), gpus, launch.local_world);
   SHARD_REQUIRE(sharing.way != shardproof::GpuSharing::Way::impossible, "launch", "{}", sharing.text);
@@ -87,7 +92,9 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
 std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mesh) {
   SHARD_REQUIRE(mpi.timeout_seconds > 0, "launch", "--timeout must be above 0, got {}", mpi.timeout_seconds);
   const std::vector<std::string> own = without_ranks(remembered());
-  if (options.backend == "nccl" || options.device == "cuda") {
+  SHARD_REQUIRE(options.backend == "nccl" || (sum == "rank_order" && !registered_buffers), "launch",
+                "--sum and --registered-buffers are for --backend nccl, got --backend {}", options.backend);
+  if (options.backend == "nccl") {
     // Before CUDA looks.
     if (const std::string gpus = shardproof::dealt_gpus(shardproof::process_environment()); !gpus.empty())
       ::setenv("CUDA_VISIBLE_DEVICES", gpus.c_str(), /*overwrite=*/0);

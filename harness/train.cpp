@@ -113,11 +113,17 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
           1.0 / static_cast<double>(rule.global_batch() * length)};
 }
 
+void validate(const TrainOptions& options, const TextData& data) {
+  const Case c = train_case(options, read_history(options, data).stretches.back());
+  require_valid(options, c, data);
+  BatchRule(options.global_batch, options.microbatch, c.data_ranks());
+}
+
 TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
                   shardproof::ProcessWorld* processes) {
+  validate(options, data);
   const TrainHistory history = read_history(options, data);
   const Case c = train_case(options, history.stretches.back());
-  require_valid(options, c, data);
   SHARD_REQUIRE(!processes || processes->size() == options.mesh.size(), "train",
                 "--mesh {} has {} ranks, and there are {} processes", options.mesh.str(), options.mesh.size(),
                 processes->size());

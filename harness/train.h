@@ -69,6 +69,9 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 // may change.
 int64_t first_step(const TrainOptions& options, const TextData& data);
 
+// Throws Error for options that do not fit each other, the data, or the checkpoints that are there.
+void validate(const TrainOptions& options, const TextData& data);
+
 // Calls `report` after every step, on the calling thread. With a check it stops at the first difference.
 // Throws Error for options that do not fit each other, NonFiniteError when a loss or gradient is NaN or
 // infinite.

@@ -29,6 +29,7 @@ class Campaign {
 
   VerifyResult run() {
     validate(generate(options_.seed, 0, options_.limits));
+    failures_.require_writable();
     start_oracle();
     std::vector<std::thread> workers;
     running_ = options_.ranks ? 1 : options_.jobs > 0 ? options_.jobs : std::max(1u, std::thread::hardware_concurrency());

@@ -140,6 +140,20 @@ TEST(Nccl, later_bodies_find_the_groups_of_earlier_ones_and_a_failed_body_makes_
   EXPECT_LE(world.store().size(), 4 * 2 + 4 + 4u) << "endings of old bodies are forgotten";
 }
 
+TEST(Nccl, a_barrier_that_an_abort_ended_is_not_passed) {
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    std::atomic<int64_t> passed = 0;
+    nccl_worlds::World world(3, {.plan = {.seed = seed}});
+    for (const auto& thrown : world.run([&](std::shared_ptr<Comm> comm) {
+           if (comm->rank() == 2) throw Error("no more paper");
+           comm->barrier().wait();
+           ++passed;
+         }))
+      EXPECT_NE(thrown, nullptr);
+    EXPECT_EQ(passed, 0);
+  }
+}
+
 TEST(Nccl, an_asynchronous_error_ends_every_rank_naming_rank_call_number_and_unit) {
   for (int64_t guilty = 0; guilty < 3; ++guilty) {
     Arrangement arrangement = hasty(30);

@@ -41,7 +41,7 @@ class Mixture {
   at::Tensor mixed_, total_;
 };
 
-// Gradients, in units. `own` is [B, heads, queries], sum dy y by index.
+// Gradients, in units.
 class Gradients {
  public:
   Gradients(const at::Tensor& q, const at::Tensor& dy, const at::Tensor& output);

@@ -17,9 +17,6 @@ std::string why_no_cuda();
 // the reason where it is impossible. Call it before the first tensor on a GPU.
 void use_cuda();
 
-// What the memory of the current GPU can move, by its clock and width; 0 without one.
-double cuda_memory_bytes_per_second();
-
 // The kernels' own source, compiled for the CPU: works on its memory, one pack of elements after the other.
 std::shared_ptr<const DeviceMath> kernel_twin();
 

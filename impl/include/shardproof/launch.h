@@ -34,11 +34,9 @@ Launch read_launch(const Environment& environment);
 
 struct LaunchOptions {
   std::string backend = "threads";  // threads, mpi, nccl
-  std::string device = "cpu";       // cpu, cuda
+  std::string device = "cpu";       // cuda is refused so far
   int64_t ranks = 0;                // above 0: start so many processes
-  // What this build and this machine have.
-  int64_t gpus = 0;
-  bool computes_on_gpus = false;
+  int64_t gpus = 0;                 // that this machine has
 };
 
 // Checks the choice against the build, the machine and the launcher, and returns what this process is. Where ranks of `mpi` are

@@ -10,12 +10,7 @@ bool cuda_built() {
 
 std::string why_no_cuda() {
   return "this build has no CUDA kernels: CMake found no nvcc, or SHARDPROOF_CUDA was off. ci/setup installs it; run cmake "
-         "again "
-         "and rebuild";
-}
-
-double cuda_memory_bytes_per_second() {
-  return 0;
+         "again and rebuild";
 }
 
 void use_cuda() {

@@ -42,21 +42,13 @@ std::string why_no_cuda() {
   return {};
 }
 
-double cuda_memory_bytes_per_second() {
-  int device = 0, clock_khz = 0, width_bits = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, device);
-  cudaDeviceGetAttribute(&width_bits, cudaDevAttrGlobalMemoryBusWidth, device);
-  return 2e3 * clock_khz * width_bits / 8;  // both edges of the clock
-}
-
 void use_cuda() {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   if (has_device_math(c10::Device(c10::DeviceType::CUDA, 0))) return;
   std::string reason = why_no_cuda();
   if (reason.empty()) reason = why_no_torch_cuda();
-  SHARD_REQUIRE(reason.empty(), "cuda", "CUDA cannot be used here: {}. Use --device cpu, or look at nvidia-smi", reason);
+  SHARD_REQUIRE(reason.empty(), "cuda", "CUDA cannot be used here: {}. Use the CPU, or look at nvidia-smi", reason);
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   use_device_math(c10::DeviceType::CUDA, kernels::make_gpu_math(&current_stream));
 }

@@ -70,6 +70,7 @@ class HostSums {
               cudaStream_t stream) {
     const auto bytes = static_cast<size_t>(count) * c10::elementSize(dtype);
     Job& job = free_job(bytes * terms.size());
+    job.recorded = false;
     job.dtype = dtype, job.op = op, job.count = count;
     job.terms.clear();
     for (size_t i = 0; i < terms.size(); ++i) {
@@ -79,6 +80,7 @@ class HostSums {
     check_cuda(cudaLaunchHostFunc(stream, &HostSums::add, &job), "sum on the host");
     check_cuda(cudaMemcpyAsync(target, job.memory, bytes, cudaMemcpyDefault, stream), "copy of a sum");
     check_cuda(cudaEventRecord(job.through, stream), "event of a sum");
+    job.recorded = true;
   }
 
  private:
@@ -90,6 +92,7 @@ class HostSums {
     std::byte* memory = nullptr;  // pinned: else the copies would keep the caller
     size_t bytes = 0;
     cudaEvent_t through = nullptr;
+    bool recorded = true;  // `through` speaks of the last use; else that use failed, and a stream may still read
   };
 
   static void add(void* job_of_stream) {
@@ -97,11 +100,11 @@ class HostSums {
     reduce_terms(job.dtype, job.op, job.terms, job.count, job.memory);
   }
 
-  // They are kept for the life of the process; a running stream may read them.
+  // Kept as long as the table, which outlives its streams.
   Job& free_job(size_t bytes) {
     const std::lock_guard lock(mutex_);
     for (const auto& job : jobs_)
-      if (job->bytes >= bytes && cudaEventQuery(job->through) == cudaSuccess) return *job;
+      if (job->recorded && job->bytes >= bytes && cudaEventQuery(job->through) == cudaSuccess) return *job;
     auto job = std::make_unique<Job>();
     job->bytes = std::max<size_t>(bytes, 1 << 16);
     check_cuda(cudaMallocHost(reinterpret_cast<void**>(&job->memory), job->bytes), "pinned memory of a sum");

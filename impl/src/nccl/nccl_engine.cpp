@@ -221,6 +221,7 @@ void Engine::wait(Operation& operation) {
   }
   if (operation.blocks) {
     block_until(operation.done.get(), title);
+    require_alive(title);  // an abort ends what was waited for, too
     land(operation);
   }
   const std::lock_guard lock(mutex_);
