@@ -75,8 +75,8 @@ class Judge {
     return fmt::format("{}: truth {:.17g}, golden {:.17g}, sharded {:.17g}: {}", what, truth, references[0], sharded, far);
   }
 
-  // `before`: what the step began with, where it only changes something.
-  Difference tensor(const std::string& what, const at::Tensor& whole, const at::Tensor& before,
+  // `before`: what the step began with, where it only changes something. `kind_size`: of all tensors of the kind.
+  Difference tensor(const std::string& what, const at::Tensor& whole, const at::Tensor& before, double kind_size,
                     const std::vector<Values>& references, const std::vector<HeldPiece>& pieces) {
     const Values truth = doubles(whole);
     double reference = 0;
@@ -84,7 +84,9 @@ class Judge {
     const Farthest farthest(truth, pieces);
     for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
     const double size = norm(truth);
-    const double least = before.defined() ? floor_ * distance(truth, doubles(before)) + kSingleFloor * size : floor_ * size;
+    double own = size_of(whole, before);
+    if (floor_ > kSingleFloor && own <= kNothing * kind_size) own = kind_size;
+    const double least = floor_ * own + (before.defined() ? kSingleFloor * size : 0);
     const std::string far = too_far(norm(farthest.distances), reference, least, size);
     if (far.empty()) return {};
     const auto at = static_cast<size_t>(farthest.element);
@@ -93,7 +95,14 @@ class Judge {
                        far);
   }
 
+  // Of what the step made of the tensor.
+  static double size_of(const at::Tensor& whole, const at::Tensor& before) {
+    return before.defined() ? distance(doubles(whole), doubles(before)) : norm(doubles(whole));
+  }
+
  private:
+  // What is smaller than this, beside the other tensors of its kind, is zero but for the rounding of float64.
+  static constexpr double kNothing = 0x1p-40;
   static constexpr double kSingleFloor = distance_floor(at::kFloat);
 
   double floor_;
@@ -143,12 +152,16 @@ Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::
   std::vector<std::vector<HeldPiece>> sorted;
   for (size_t k = 0; k < kinds.size(); ++k) {
     if (auto difference = sort_pieces(kinds[k], sorted)) return difference;
+    const auto start_of = [&](size_t i) { return kinds[k].name == "parameter" ? before[i].second : at::Tensor(); };
+    double kind_size = 0;
+    for (size_t i = 0; i < sorted.size(); ++i)
+      kind_size = std::hypot(kind_size, Judge::size_of(kinds[k].golden[i].second, start_of(i)));
     for (size_t i = 0; i < sorted.size(); ++i) {
       const auto& [name, whole] = kinds[k].golden[i];
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
-      const at::Tensor start = kinds[k].name == "parameter" ? before[i].second : at::Tensor();
-      if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, start, of_references, sorted[i]))
+      if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, start_of(i), kind_size,
+                                         of_references, sorted[i]))
         return difference;
     }
   }

@@ -103,6 +103,21 @@ TEST(Comparison, minus_zero_is_not_zero) {
   FAIL() << "the case has no zero in its gradients; choose another";
 }
 
+TEST(Comparison, low_precision_noise_in_a_gradient_that_is_zero_counts_beside_the_others) {
+  Both both(Case::parse("odd(width=3,never) mesh(dp_shard=2) zero3(compute=bf16) sgd(lr=0.1) fast seed=3 : step"));
+  float* noise = nullptr;
+  for (RankStep& rank : both.sharded[0])
+    for (Piece& piece : rank.gradients)
+      if (piece.name == "never" && !noise) noise = values(piece);
+  ASSERT_NE(noise, nullptr);
+  EXPECT_EQ(both.tolerance(0), std::nullopt);
+  const auto all = static_cast<float>(both.truth[0].gradient_norm);
+  *noise = all * 0x1p-5f;
+  EXPECT_EQ(both.tolerance(0), std::nullopt) << "rounding of what adds up to zero";
+  *noise = all * 0x1p-3f;
+  EXPECT_NE(both.tolerance(0).value_or("").find("gradient of never"), std::string::npos);
+}
+
 TEST(Comparison, a_piece_that_is_missing_or_there_twice_is_found) {
   for (const char* strategy : kStrategies)
     for (size_t kind = 0; kind < 4; ++kind) {
