@@ -206,9 +206,14 @@ class MachineApi final : public NcclApi {
                        last ? last : "");
   }
   void abort(Communicator communicator) override { ncclCommAbort(comm_of(communicator)); }
+  // Finalizing waits for the other ranks, of which one may be gone.
   void destroy(Communicator communicator) override {
     ncclCommFinalize(comm_of(communicator));
-    while (async_error(communicator) == NcclResult::in_progress) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (async_error(communicator) == NcclResult::in_progress) {
+      if (std::chrono::steady_clock::now() > until) return abort(communicator);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
     ncclCommDestroy(comm_of(communicator));
   }
 
