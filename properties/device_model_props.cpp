@@ -38,7 +38,7 @@ TEST(DeviceModels, random_cases_have_the_golden_runs_bits_on_a_device) {
   int64_t held = 0;
   for (int64_t i = 0; i < cases; ++i) {
     const Case c = generate(77, i, {.world_max = 4});
-    if (c.options.arithmetic != 0) continue;  // refused, see below
+    if (c.options.arithmetic != 0) continue;  // refused
     const Verdict verdict = on_device(c);
     EXPECT_TRUE(verdict.held || verdict.diverged) << c.str() << "\n" << verdict.what;
     held += verdict.held;
@@ -88,6 +88,13 @@ TEST(DeviceModels, a_norm_that_overflows_names_the_parameter) {
     sharded.gradient_norm();
   };
   expect_error([&] { run_threads(2, body, {.device = fake_device::device()}); }, {"norm of the reduced gradient", "weight"});
+}
+
+TEST(DeviceModels, canonical_arithmetic_is_refused_and_says_where_it_computes) {
+  const Verdict verdict = on_device(
+      Case::parse(kGpt + ") mesh(dp_shard=2) zero3(loss=sum,arithmetic=canonical) sgd(lr=0.1) canonical seed=7 : step"));
+  EXPECT_EQ(verdict.category, "error");
+  EXPECT_NE(verdict.what.find("use_canonical_arithmetic computes on the CPU"), std::string::npos) << verdict.what;
 }
 
 TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a_device) {
