@@ -7,6 +7,8 @@
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 
+#include "harness/reproducible.h"
+#include "shardproof/cuda.h"
 #include "shardproof/nccl_launch.h"
 
 namespace harness {
@@ -37,7 +39,8 @@ void remember_arguments(int argc, char** argv) {
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {
   command.add_option("--backend", options.backend, "threads of this process, or processes: mpi, nccl")->capture_default_str();
-  command.add_option("--device", options.device, "cpu; the library also has cuda")->capture_default_str();
+  command.add_option("--device", options.device, "cpu, or cuda: threads share the first GPU, processes of nccl have one each")
+      ->capture_default_str();
   if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi or nccl: start so many processes");
   command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
       ->capture_default_str();
@@ -62,6 +65,13 @@ void check_connections(int64_t compute_capability_major) {
 
 }  // namespace
 
+void Launched::use_gpu(int64_t index) {
+  if (options.device != "cuda") return;
+  if (reproducible) compute_reproducibly();
+  shardproof::use_cuda();
+  device_ = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+}
+
 std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof::Launch& launch) {
   if (launch.starts > 0) {
     const int code = shardproof::start_ranks(launch.starts, remembered());
@@ -76,6 +86,7 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
   for (const auto& [name, value] : shardproof::sharing_variables(sharing, gpus, launch.local_rank, shardproof::host_name()))
     ::setenv(name.c_str(), value.c_str(), /*overwrite=*/0);
   const int64_t device = launch.local_rank % gpus;
+  use_gpu(device);
   check_connections(shardproof::nccl_compute_capability(device));
   shardproof::TcpStoreOptions address = shardproof::store_address(launch, shardproof::process_environment());
   address.timeout_seconds = mpi.timeout_seconds;
@@ -101,7 +112,10 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mes
     options.gpus = shardproof::nccl_devices();
   }
   const shardproof::Launch launch = shardproof::launch(options, own);
-  if (options.backend == "threads") return nullptr;
+  if (options.backend == "threads") {
+    use_gpu(0);
+    return nullptr;
+  }
   at::set_num_threads(1);
   std::unique_ptr<shardproof::ProcessWorld> world;
   if (options.backend == "nccl")
