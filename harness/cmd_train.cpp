@@ -100,6 +100,7 @@ int run_train(Arguments& arguments) {
   if (processes && !arguments.mesh_given) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   const bool speaks = !processes || processes->rank() == 0;
   TrainOptions options = arguments.options;
+  options.device = arguments.launched.device();
   options.mesh = shardproof::Mesh::parse(arguments.mesh);
   options.model = parse_model(arguments.model);
   SHARD_REQUIRE(arguments.arithmetic == "native" || arguments.arithmetic == "canonical", "train",

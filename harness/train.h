@@ -2,6 +2,8 @@
 // golden run beside it, compared after every step.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -39,6 +41,7 @@ struct TrainOptions {
   bool check = false;
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
   TrainCheckpoints checkpoints;
+  c10::Device device{c10::kCPU};  // of the model, the golden run's too; a GPU is shared by rank-threads
 };
 
 struct TrainStep {

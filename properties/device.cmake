@@ -25,6 +25,8 @@ set_tests_properties(DeviceModels.each_of_1000_random_cases_has_the_golden_runs_
 # Checkpoints of what lies on it.
 shardproof_test(NAME device_checkpoint_props LABEL device CASES 15 TORCH LIBRARIES fake_device harness
   SOURCES device_checkpoint_props.cpp)
+# What the commands do with a device.
+shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES device_commands_props.cpp)
 # Whole runs with the kernels' twins in the place of the library's loops.
 shardproof_test(NAME device_training_props LABEL device TORCH LIBRARIES shardproof_cuda harness SOURCES
   device_training_props.cpp)
