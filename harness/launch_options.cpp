@@ -42,14 +42,15 @@ void Launched::add_to(CLI::App& command, bool ranks_option) {
   command.add_option("--device", options.device, "cpu, or cuda: threads share the first GPU, processes of nccl have one each")
       ->capture_default_str();
   if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi or nccl: start so many processes");
-  command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
-      ->capture_default_str();
-  command.add_option("--flight-dir", mpi.flight_directory,
-                     "where each rank leaves its last calls if it fails, with --backend mpi or nccl");
-  command.add_option("--sum", sum, "rank_order or native: who adds, with --backend nccl")
-      ->check(CLI::IsMember({"rank_order", "native"}))
-      ->capture_default_str();
-  command.add_flag("--registered-buffers", registered_buffers, "register NCCL's own buffers, with --backend nccl");
+  of_processes_ = {
+      command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
+          ->capture_default_str(),
+      command.add_option("--flight-dir", mpi.flight_directory,
+                         "where each rank leaves its last calls if it fails, with --backend mpi or nccl")};
+  of_nccl_ = {command.add_option("--sum", sum, "rank_order or native: who adds, with --backend nccl")
+                  ->check(CLI::IsMember({"rank_order", "native"}))
+                  ->capture_default_str(),
+              command.add_flag("--registered-buffers", registered_buffers, "register NCCL's own buffers, with --backend nccl")};
 }
 
 namespace {
@@ -64,6 +65,16 @@ void check_connections(int64_t compute_capability_major) {
 }
 
 }  // namespace
+
+void Launched::refuse_without_effect() const {
+  const auto require_none = [&](const std::vector<CLI::Option*>& given, const char* backends) {
+    for (const CLI::Option* option : given)
+      SHARD_REQUIRE(option->count() == 0, "launch", "{} is for --backend {}, got --backend {}", option->get_name(), backends,
+                    options.backend);
+  };
+  if (options.backend != "nccl") require_none(of_nccl_, "nccl");
+  if (options.backend == "threads") require_none(of_processes_, "mpi or nccl");
+}
 
 void Launched::use_gpu(int64_t index) {
   if (options.device != "cuda") return;
@@ -103,8 +114,7 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
 std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mesh) {
   SHARD_REQUIRE(mpi.timeout_seconds > 0, "launch", "--timeout must be above 0, got {}", mpi.timeout_seconds);
   const std::vector<std::string> own = without_ranks(remembered());
-  SHARD_REQUIRE(options.backend == "nccl" || (sum == "rank_order" && !registered_buffers), "launch",
-                "--sum and --registered-buffers are for --backend nccl, got --backend {}", options.backend);
+  refuse_without_effect();
   if (options.backend == "nccl") {
     // Before CUDA looks.
     if (const std::string gpus = shardproof::dealt_gpus(shardproof::process_environment()); !gpus.empty())

@@ -14,6 +14,7 @@
 
 namespace CLI {
 class App;
+class Option;
 }
 
 namespace harness {
@@ -37,7 +38,9 @@ struct Launched {
  private:
   std::unique_ptr<shardproof::ProcessWorld> start_nccl(const shardproof::Launch& launch);
   void use_gpu(int64_t index);
+  void refuse_without_effect() const;
 
+  std::vector<CLI::Option*> of_processes_, of_nccl_;
   c10::Device device_{c10::kCPU};
 };
 
