@@ -43,7 +43,8 @@ void Launched::add_to(CLI::App& command, bool ranks_option) {
       ->capture_default_str();
   if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi or nccl: start so many processes");
   of_processes_ = {
-      command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
+      command
+          .add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
           ->capture_default_str(),
       command.add_option("--flight-dir", mpi.flight_directory,
                          "where each rank leaves its last calls if it fails, with --backend mpi or nccl")};
