@@ -38,6 +38,7 @@ struct TrainOptions {
   uint64_t seed = 1;  // of the initial parameters; nothing else is random
   bool check = false;
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
+  bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;
 };
 

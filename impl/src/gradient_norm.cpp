@@ -105,7 +105,7 @@ void add_on_device(const DeviceMath& math, ShardedState& state, ExactSum::Term t
 double exact_sum(ShardedState& state, ExactSum::Term term) {
   ExactSum sum(term);
   double doubles = 0;
-  const DeviceMath* math = device_math(state.device());
+  const DeviceMath* math = device_math(state.state_device());
   if (math) add_on_device(*math, state, term, sum);
   visit_gradients(state.schedule(), {.floats = !math}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
