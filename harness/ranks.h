@@ -1,6 +1,9 @@
 // Who trains the sharded side of a case: threads of this process, or the processes of a job.
 #pragma once
 
+#include <c10/core/Device.h>
+
+#include <memory>
 #include <vector>
 
 #include "golden/golden.h"
@@ -19,5 +22,9 @@ class Ranks {
 
 // The order in which rank-threads run, and when collectives complete, follow from the case's seed.
 Ranks& thread_ranks();
+
+// Rank-threads that share a device which has arithmetic (device.h). Collectives complete as early as they may, and what a case
+// asks for that only the CPU has, memory side by side, is gathered instead: neither changes a bit. `device` may be the CPU.
+std::unique_ptr<Ranks> thread_ranks_on(c10::Device device);
 
 }  // namespace harness
