@@ -22,7 +22,7 @@ void expect_held(const harness::Case& c) {
 }
 
 // Trains a chain of equal units on the device; calls `look` after the backward and after the step, of which it is told.
-void train(const std::function<void(Sharded&, const Optimizer&, bool stepped)>& look) {
+void train(at::ScalarType compute, const std::function<void(Sharded&, const Optimizer&, bool stepped)>& look) {
   fake_device::install();
   ThreadsOptions threads;
   threads.device = fake_device::device();
@@ -33,7 +33,7 @@ void train(const std::function<void(Sharded&, const Optimizer&, bool stepped)>& 
         harness::move_to(*model, fake_device::device());
         ShardOptions options;
         options.units = by_type<torch::nn::LinearImpl>();
-        options.precision = {.main = at::kFloat, .compute = at::kBFloat16};
+        options.precision = {.main = at::kFloat, .compute = compute};
         options.offload = Offload::pinned;
         Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", kRanks}})), options);
         Optimizer optimizer = adamw(sharded, {});
@@ -71,7 +71,7 @@ TEST(DeviceOffload, steps_in_low_precision_with_clipping_and_loss_scaling_have_t
 }
 
 TEST(DeviceOffload, the_device_keeps_parameters_and_the_host_the_rest) {
-  train([](Sharded& sharded, const Optimizer& optimizer, bool stepped) {
+  train(at::kBFloat16, [](Sharded& sharded, const Optimizer& optimizer, bool stepped) {
     for (const Piece& piece : sharded.parameters()) EXPECT_EQ(piece.data.device(), fake_device::device());
     std::vector<Piece> pieces = sharded.main_parameters();
     for (const std::string& slot : optimizer.slots())
@@ -86,10 +86,20 @@ TEST(DeviceOffload, the_device_keeps_parameters_and_the_host_the_rest) {
 
 // They are waited for when somebody wants them; a third one waits for the first.
 TEST(DeviceOffload, two_final_gradients_are_on_their_way_when_a_backward_ends) {
-  train([](Sharded& sharded, const Optimizer&, bool stepped) {
+  train(at::kBFloat16, [](Sharded& sharded, const Optimizer&, bool stepped) {
     if (stepped) return;
     EXPECT_EQ(sharded.memory().now(MemoryKind::gradient), 2 * kState / kUnits * 4);
     sharded.gradient_norm();
     EXPECT_EQ(sharded.memory().now(MemoryKind::gradient), 0);
+  });
+}
+
+TEST(DeviceOffload, main_parameters_may_be_written_while_the_device_still_fetches_those_of_the_step) {
+  train(at::kFloat, [](Sharded& sharded, const Optimizer&, bool stepped) {
+    if (!stepped) return;
+    for (const Piece& piece : sharded.main_parameters()) piece.data.fill_(7);
+    for (const Piece& piece : sharded.parameters()) EXPECT_NE(piece.data.to(at::kCPU)[0].item<float>(), 7) << "not published";
+    sharded.main_parameters_changed();
+    for (const Piece& piece : sharded.parameters()) EXPECT_EQ(piece.data.to(at::kCPU)[0].item<float>(), 7);
   });
 }
