@@ -213,11 +213,13 @@ void try_option(Case& c, const OptionRow& row, int64_t value) {
 }
 
 // Every second case has few options, so that each also occurs without the others.
-void generate_options(Chooser& choose, Case& c) {
+void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
   const double scale = choose.chance(0.5) ? 1 : 0.4;
   for (const OptionRow& row : option_rows()) {
-    const bool draws = choose.chance(row.probability * scale);
-    const int64_t value = choose.one_of(row.others);
+    Chooser own(Draws(seed, row.key).at(index));
+    Chooser& from = row.draws_apart ? own : choose;
+    const bool draws = from.chance(row.probability * scale);
+    const int64_t value = from.one_of(row.others);
     if (draws) try_option(c, row, value);
   }
 }
@@ -327,7 +329,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;
     c.steps = generate_history(choose, c);
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
-    generate_options(choose, c);
+    generate_options(choose, c, seed, index);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
     if (!limits.canonical_arithmetic) c.options.arithmetic = 0;
   }

@@ -40,6 +40,7 @@ struct TrainOptions {
   uint64_t seed = 1;  // of the initial parameters; nothing else is random
   bool check = false;
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
+  bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;
   c10::Device device{c10::kCPU};  // of the model, the golden run's too; a GPU is shared by rank-threads
 };

@@ -52,6 +52,7 @@ ShardOptions shard_options(const TrainOptions& options) {
   // The weights of losses already divide by the tokens of the global batch.
   ShardOptions shard{.strategy = strategy(options.strategy),
                      .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
+                     .offload = options.offload ? Offload::pinned : Offload::none,
                      .numerics = options.canonical ? Numerics::canonical : Numerics::ordered,
                      .gradient_divide = 1};
   if (options.model.canonical) shard.precision = {.main = at::kFloat, .compute = at::kDouble};

@@ -4,10 +4,13 @@
 
 #include <cstdlib>
 
+#include "expect_error.h"
 #include "fake_device.h"
 #include "harness/generate.h"
+#include "harness/network.h"
 #include "harness/run_case.h"
 #include "harness_env.h"
+#include "shardproof/shardproof.h"
 
 using namespace harness;
 
@@ -60,6 +63,31 @@ TEST(DeviceModels, context_parallel_models_have_positions_and_masks_where_their_
   for (const char* attention : {"ring", "gathered"})
     for (const std::string& model : {kGpt + ",dropout=0.25) ", kLlama + ") "})
       expect_held(model + "mesh(dp_shard=2,cp=2) zero3(loss=sum,attention=" + attention + ") adamw(lr=0.01) fast" + kRun);
+}
+
+TEST(DeviceModels, a_model_made_without_memory_gets_it_with_its_buffers_on_the_device) {
+  expect_held("odd(width=5,calls=2,tied) mesh(dp_shard=2) zero3(meta=1) sgd(lr=0.1) ordered" + kRun);
+}
+
+TEST(DeviceModels, a_norm_of_any_order_is_the_golden_runs) {
+  for (const char* order : {"1", "2", "inf"}) {
+    const std::string optimizer = std::string("adamw(lr=0.01,clip=0.01,norm=") + order + ") ordered";
+    expect_held(kGpt + ") mesh(dp_shard=3) zero3 " + optimizer + kRun);
+  }
+}
+
+TEST(DeviceModels, a_norm_that_overflows_names_the_parameter) {
+  using namespace shardproof;
+  fake_device::install();
+  const auto body = [](std::shared_ptr<Comm> comm) {
+    Mlp mlp(MlpOptions{.widths = {1, 1}, .bias = false});
+    move_to(*mlp, fake_device::device());
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh::parse("dp_shard=2"));
+    Sharded sharded = fully_shard(mlp.ptr(), comms, {.gradient_divide = 1});
+    call(mlp, at::full({1, 1}, 3e38, fake_device::options(at::kFloat))).sum().backward();
+    sharded.gradient_norm();
+  };
+  expect_error([&] { run_threads(2, body, {.device = fake_device::device()}); }, {"norm of the reduced gradient", "weight"});
 }
 
 TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a_device) {

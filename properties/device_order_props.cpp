@@ -18,6 +18,7 @@ constexpr int64_t kNumel = 6;
 
 void run(int64_t world, const std::function<void(std::shared_ptr<Comm>)>& body) {
   fake_device::install();
+  fake_device::hesitate(true);
   run_threads(world, body, {.device = fake_device::device()});
 }
 

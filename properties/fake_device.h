@@ -21,6 +21,9 @@ T* on_host(const at::Tensor& tensor) {
   return static_cast<T*>(on_host(tensor.const_data_ptr()));
 }
 
+// Whether queueing a collective's sums takes so long that other ranks can look meanwhile; at first it does not.
+void hesitate(bool on);
+
 // Appends to the calling thread's current stream.
 void queue(std::function<void()> work);
 // Runs what the calling thread's current stream has, and what that waits for.

@@ -1,5 +1,6 @@
 #include "fake_math.h"
 
+#include <atomic>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -11,6 +12,8 @@ namespace fake_device {
 namespace {
 
 using namespace shardproof;
+
+std::atomic<bool> hesitates = false;
 
 template <class T>
 T* here(T* device_memory) {
@@ -37,7 +40,7 @@ class QueuedMath final : public DeviceMath {
  public:
   void reduce(Element type, Fold fold, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
-    for (int k = 0; k < 5; ++k) std::this_thread::yield();  // others may look meanwhile
+    for (int k = 0; hesitates && k < 5; ++k) std::this_thread::yield();
     queue([=, twin = twin_, kept = here(terms), to = here(target)] { twin->reduce(type, fold, kept, count, to); });
   }
   void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
@@ -96,6 +99,8 @@ class QueuedMath final : public DeviceMath {
 };
 
 }  // namespace
+
+void hesitate(bool on) { hesitates = on; }
 
 std::shared_ptr<const DeviceMath> queued_math() { return std::make_shared<QueuedMath>(); }
 
