@@ -15,6 +15,8 @@ namespace harness {
 class Ranks {
  public:
   virtual ~Ranks() = default;
+  // Where models are, the golden run's too.
+  virtual c10::Device device() const { return c10::kCPU; }
   // The steps as [step][rank]. Rank 0 begins with the run's parameters, the other ranks with different ones, which the library
   // has to replace.
   virtual std::vector<std::vector<RankStep>> train(const Case& c, const golden::Run& run) = 0;

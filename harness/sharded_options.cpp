@@ -66,6 +66,9 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
   options.reshard_after_backward = o.reshard_backward != 0;
   options.buffers = o.pooled ? Buffers::pooled : Buffers::freed;
   options.gather = o.side_by_side && device.is_cpu() ? Gather::side_by_side : Gather::copied;
+  options.offload = o.offload == offload_pinned     ? Offload::pinned
+                    : o.offload == offload_pageable ? Offload::pageable
+                                                    : Offload::none;
   options.prefetch_forward = options.prefetch_backward = o.prefetch;
   options.bytes_in_flight_max = o.in_flight_bytes;
   if (o.compute != fp32) {

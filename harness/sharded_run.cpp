@@ -236,6 +236,7 @@ class ThreadRanks final : public Ranks {
 class DeviceThreads final : public Ranks {
  public:
   explicit DeviceThreads(c10::Device device) : device_(device) {}
+  c10::Device device() const override { return device_; }
   Steps train(const Case& c, const golden::Run& run) override {
     CaseCheckpoints checkpoints(c);
     const auto run_world = [this](const Case& now, const RankBody& body) {

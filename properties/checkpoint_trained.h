@@ -12,6 +12,7 @@ namespace shardproof::checkpoint {
 struct Place {
   std::string mesh, strategy;
   c10::Device device = at::kCPU;
+  Offload offload = Offload::none;
 };
 inline const std::vector<Place> kPlaces = {{"dp_shard=1", "zero3"},
                                            {"dp_shard=2", "zero3"},
@@ -20,7 +21,10 @@ inline const std::vector<Place> kPlaces = {{"dp_shard=1", "zero3"},
                                            {"dp_shard=2", "ddp"},
                                            {"dp_shard=4", "zero1"},
                                            {"dp_replicate=2,dp_shard=2", "hsdp"},
-                                           {"dp_replicate=2,dp_shard=3", "hfsdp"}};
+                                           {"dp_replicate=2,dp_shard=3", "hfsdp"},
+                                           {"dp_shard=3", "zero3", at::kCPU, Offload::pinned},
+                                           {"dp_replicate=2,dp_shard=2", "hfsdp", at::kCPU, Offload::pageable},
+                                           {"dp_shard=2", "zero1", at::kCPU, Offload::pinned}};
 
 struct Recipe {
   std::vector<int64_t> widths{3, 5, 2};
@@ -47,7 +51,10 @@ struct Trained {
     if (!device_.is_cpu()) setup.move(*module, device_);
     comms = std::make_shared<MeshComm>(world, Mesh::parse(place.mesh));
     sharded.emplace(fully_shard(module, comms,
-                                {.strategy = strategy(place.strategy), .numerics = Numerics::canonical, .gradient_divide = 1}));
+                                {.strategy = strategy(place.strategy),
+                                 .offload = place.offload,
+                                 .numerics = Numerics::canonical,
+                                 .gradient_divide = 1}));
     if (setup.optimizer == "adamw") optimizer.emplace(adamw(*sharded, {.lr = 0.01}));
     if (setup.optimizer == "sgd") optimizer.emplace(sgd(*sharded, {.lr = 0.1, .momentum = 0.9}));
     if (setup.optimizer == "lion") optimizer.emplace(lion(*sharded, {.lr = 0.01}));

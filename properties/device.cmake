@@ -22,9 +22,14 @@ add_test(NAME DeviceModels.each_of_1000_random_cases_has_the_golden_runs_bits_on
   COMMAND device_model_props --gtest_filter=DeviceModels.random_cases_have_the_golden_runs_bits_on_a_device)
 set_tests_properties(DeviceModels.each_of_1000_random_cases_has_the_golden_runs_bits_on_a_device PROPERTIES
   LABELS "device;nightly" ENVIRONMENT SHARDPROOF_DEVICE_CASES=1000)
+# What it hands to the host, and gets back.
+shardproof_test(NAME device_offload_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
+  device_offload_props.cpp toy_modules.cpp)
 # Checkpoints of what lies on it.
 shardproof_test(NAME device_checkpoint_props LABEL device CASES 15 TORCH LIBRARIES fake_device harness
   SOURCES device_checkpoint_props.cpp)
+# What the commands do with a device.
+shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES device_commands_props.cpp)
 # Whole runs with the kernels' twins in the place of the library's loops.
 shardproof_test(NAME device_training_props LABEL device TORCH LIBRARIES shardproof_cuda harness SOURCES
   device_training_props.cpp)

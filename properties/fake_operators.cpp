@@ -137,14 +137,15 @@ class HostCall {
                 " is on the CPU, others are on ", device().str(), "; move it there");
   }
 
-  // A copy to the host that nobody waits for.
+  // A copy to or from the host that nobody waits for: as from page-locked memory, which is read when the stream gets there.
   bool sends_later(torch::jit::Stack* stack, size_t first) const {
     if (schema_.name() != "aten::copy_" || !(*stack)[first + 2].toBool()) return false;
     const at::Tensor to = (*stack)[first].toTensor(), from = (*stack)[first + 1].toTensor();
-    if (!to.is_cpu() || !is_ours(from)) return false;
-    queue([to, from, cpu = mirror(from)] {
+    const bool to_host = to.is_cpu() && is_ours(from), from_host = is_ours(to) && from.is_cpu();
+    if (!to_host && !from_host) return false;
+    queue([to, from, cpu_to = to_host ? to : mirror(to), cpu_from = from_host ? from : mirror(from)] {
       const at::AutoDispatchBelowADInplaceOrView below;
-      at::Tensor(to).copy_(cpu);
+      at::Tensor(cpu_to).copy_(cpu_from);
     });
     stack->resize(first);
     stack->emplace_back(to);

@@ -105,7 +105,7 @@ void add_on_device(const DeviceMath& math, ShardedState& state, ExactSum::Term t
 double exact_sum(ShardedState& state, ExactSum::Term term) {
   ExactSum sum(term);
   double doubles = 0;
-  const DeviceMath* math = device_math(state.device());
+  const DeviceMath* math = device_math(state.state_device());
   if (math) add_on_device(*math, state, term, sum);
   visit_gradients(state.schedule(), {.floats = !math}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
@@ -134,7 +134,7 @@ double largest_on_device(ShardedState& state) {
   std::vector<at::Tensor> found;
   const auto alive = visit_gradients(state.schedule(), {.stay = true}, [&](const Slot&, auto values) {
     using Value = std::remove_const_t<typename decltype(values)::element_type>;
-    const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(state.device());
+    const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(state.state_device());
     const at::Tensor run = at::from_blob(const_cast<Value*>(values.data()), {std::ssize(values)}, options);
     found.push_back(run.abs().amax().to(at::kDouble));
   });
@@ -154,7 +154,7 @@ double largest_on_host(ShardedState& state) {
 }
 
 double largest_magnitude(ShardedState& state) {
-  double most = state.device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
+  double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
   reduce_over_shards(state, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
   return most;
 }
