@@ -1,7 +1,8 @@
 # The NCCL backend. `ctest -L nccl`: on a double of NCCL everywhere, and on GPUs where there are any.
 find_package(nlohmann_json REQUIRED)
-add_library(nccl_double STATIC nccl_double.cpp nccl_double_calls.cpp nccl_worlds.cpp comm_worlds.cpp comm_worlds_nccl.cpp)
-target_link_libraries(nccl_double PUBLIC shardproof shardproof_nccl golden shardproof_options GTest::gtest)
+add_library(nccl_double STATIC nccl_double.cpp nccl_double_calls.cpp nccl_double_sums.cpp nccl_worlds.cpp comm_worlds.cpp
+  comm_worlds_nccl.cpp)
+target_link_libraries(nccl_double PUBLIC shardproof shardproof_nccl shardproof_cuda golden shardproof_options GTest::gtest)
 shardproof_uses_torch(nccl_double)
 
 # The properties of every backend, over this one.
@@ -12,7 +13,8 @@ target_link_libraries(comm_nccl_props PRIVATE nccl_double ${RAPIDCHECK_LIBRARY} 
 gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-CommThreads.*:Comm.shared_memory*"
   PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)
 
-shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES nccl_props.cpp)
+shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES nccl_props.cpp
+  nccl_buffers_props.cpp)
 shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES nccl_training_props.cpp)
 
 # What is decided at launch, and processes that the program starts itself.

@@ -1,7 +1,6 @@
 // Streams, events, memory, and the store of the double.
 #include "nccl_double.h"
 
-#include <ATen/ATen.h>
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -9,9 +8,13 @@
 #include <stdexcept>
 
 #include "nccl_double_streams.h"
+#include "shardproof/cuda.h"
+#include "shardproof/device.h"
 
 namespace nccl_double {
 namespace {
+
+using shardproof::Fold;
 
 StreamQueue& stream_of(NcclApi::Stream stream) {
   return *static_cast<StreamQueue*>(stream);
@@ -102,16 +105,8 @@ void Api::copy(void* target, const void* source, int64_t bytes, NcclApi::Stream 
 
 void Api::reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
                  NcclApi::Stream stream) {
-  run_on(stream, [=] {
-    const auto tensor = [&](const std::byte* data) { return at::from_blob(const_cast<std::byte*>(data), {count}, dtype); };
-    at::Tensor sum = tensor(terms[0]).clone();
-    for (size_t i = 1; i < terms.size(); ++i) {
-      if (op == Reduce::sum) sum.add_(tensor(terms[i]));
-      if (op == Reduce::max) sum = at::maximum(sum, tensor(terms[i]));
-      if (op == Reduce::min) sum = at::minimum(sum, tensor(terms[i]));
-    }
-    std::memcpy(target, sum.const_data_ptr(), sum.nbytes());
-  });
+  const Fold fold = op == Reduce::sum ? Fold::sum : op == Reduce::max ? Fold::max : Fold::min;
+  run_on(stream, [=] { shardproof::kernel_twin()->reduce(shardproof::element_type(dtype), fold, terms, count, target); });
 }
 
 void* Api::allocate(int64_t bytes, Memory kind) {
@@ -126,6 +121,7 @@ void Api::release(void* memory, Memory kind) {
   {
     const std::lock_guard lock(mutex_);
     const auto found = memory_.find(memory);
+    if (registered_.count(memory) > 0) throw std::logic_error("memory was released that is still registered");
     if (found == memory_.end() || found->second != kind)
       throw std::logic_error("memory was released that is not there, or in another way than it was allocated");
     memory_.erase(found);

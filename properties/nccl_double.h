@@ -1,6 +1,6 @@
 // A double of NCCL and of CUDA's streams in memory: ranks are threads of the test, device memory is the process', a stream is a
-// queue with a thread of its own. It completes late where a seed says so, refuses what NCCL refuses, and fails or hangs on
-// demand.
+// queue with a thread of its own, and sums are added by the twin of the kernels that add them on a GPU. It completes late where
+// a seed says so, refuses what NCCL refuses, and fails or hangs on demand.
 #pragma once
 
 #include <condition_variable>
@@ -28,6 +28,7 @@ struct Plan {
   uint64_t seed = 0;  // above 0: each call completes late, by up to `late_us`
   int64_t late_us = 100;
   bool host_tensors = false;  // tensors are not on the device, and have to be copied there and back
+  bool no_kernels = false;    // that could add sums
   int64_t fails_rank = -1;    // this rank's call on a communicator number `at_call` is an asynchronous error,
   int64_t hangs_rank = -1;    // or is never done
   int64_t at_call = 0;
@@ -49,6 +50,9 @@ struct Clique {
   struct Wish {
     int64_t color, key, rank;
   };
+  struct Window {  // one that ranks make together
+    int64_t bytes, arrived = 0;
+  };
 
   explicit Clique(int64_t size) : size(size) {}
 
@@ -61,6 +65,7 @@ struct Clique {
   std::map<std::pair<int64_t, int64_t>, std::deque<std::shared_ptr<Message>>> mail;  // by sender and receiver
   std::map<int64_t, std::vector<Wish>> splits;                                       // by number of the split
   std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Clique>> children;           // by number of the split and color
+  std::map<int64_t, Window> windows;                                                 // by number
 };
 
 class Cluster {
@@ -91,6 +96,9 @@ class Api final : public NcclApi {
   std::string leaks() const;
   int64_t communicators_made() const { return communicators_made_; }
   int64_t registrations() const { return registrations_; }
+  // Collectives whose input and output lay in windows, and sums that multiplied their terms.
+  int64_t calls_in_windows() const { return calls_in_windows_; }
+  int64_t premultiplied_calls() const { return premultiplied_calls_; }
 
   void use_device() override {}
   NcclApi::Stream make_stream() override;
@@ -102,9 +110,11 @@ class Api final : public NcclApi {
   void wait(NcclApi::Stream stream, Event event) override;
   bool is_complete(Event event) override;
   void copy(void* target, const void* source, int64_t bytes, NcclApi::Stream stream) override;
+  std::string why_no_sums() override { return cluster_->plan.no_kernels ? "this double has no kernels" : ""; }
   void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
               NcclApi::Stream stream) override;
   bool is_on_device(const at::Tensor&) override { return !cluster_->plan.host_tensors; }
+  bool is_device(c10::Device device) override { return device.is_cpu() && !cluster_->plan.host_tensors; }
   void* allocate(int64_t bytes, Memory kind) override;
   void release(void* memory, Memory kind) override;
 
@@ -122,16 +132,33 @@ class Api final : public NcclApi {
   NcclResult all_gather(const void* input, void* output, int64_t bytes, Communicator communicator,
                         NcclApi::Stream stream) override;
   NcclResult broadcast(void* data, int64_t bytes, int64_t root, Communicator communicator, NcclApi::Stream stream) override;
-  NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+  NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Operator op,
                         Communicator communicator, NcclApi::Stream stream) override;
-  NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+  NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Operator op,
                             Communicator communicator, NcclApi::Stream stream) override;
+  NcclResult create_premultiplied_sum(Operator& op, double factor, at::ScalarType dtype, Communicator communicator) override;
+  NcclResult destroy_operator(Operator op, Communicator communicator) override;
   NcclResult register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) override;
   NcclResult deregister_memory(Communicator communicator, void* handle, Memory kind) override;
 
  private:
   struct Member;  // this rank in a clique
   struct Parcel;  // a send or receive
+  struct Registration {
+    Communicator communicator;
+    int64_t bytes;
+    int64_t window;  // its number in the communicator; -1: not symmetric
+  };
+  struct OwnOperator {
+    double factor;
+    at::ScalarType dtype;
+    Communicator communicator;
+  };
+  // How a term enters a sum.
+  struct Adding {
+    Reduce op = Reduce::sum;
+    double factor = 1;
+  };
   using Compute = std::function<void(const std::vector<Bytes>& inputs, std::byte* output)>;
 
   static std::vector<Parcel>& group();
@@ -140,6 +167,11 @@ class Api final : public NcclApi {
   NcclResult check_call(Member& member, NcclApi::Stream stream, const char* op);
   NcclResult collective(Communicator communicator, NcclApi::Stream stream, std::string what, const void* input,
                         int64_t input_bytes, void* output, int64_t output_bytes, Compute compute);
+  // "window 3 + 512" or "no window": what ranks must agree on.
+  std::string place_of(Communicator communicator, const void* data) const;
+  static void add_backwards(const std::vector<Bytes>& inputs, int64_t offset, int64_t count, at::ScalarType dtype,
+                            Adding adding, std::byte* place);
+  Adding adding(Operator op, at::ScalarType dtype, Communicator communicator);
   NcclResult parcel(Parcel parcel);
   NcclResult ship(std::vector<Parcel> parcels);
   void launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> task);
@@ -151,9 +183,11 @@ class Api final : public NcclApi {
   std::set<NcclApi::Stream> streams_;
   std::set<Event> events_;
   std::map<void*, Memory> memory_;
-  std::map<void*, Communicator> handles_;  // of registered memory
+  std::map<void*, Registration> registered_;  // by memory, which is the handle too
+  std::map<Operator, OwnOperator> operators_;
   NcclApi::Stream current_ = nullptr;
-  int64_t calls_ = 0, communicators_made_ = 0, registrations_ = 0;
+  int64_t calls_ = 0, communicators_made_ = 0, registrations_ = 0, calls_in_windows_ = 0, premultiplied_calls_ = 0,
+          operators_made_ = 0;
 };
 
 // For ranks as threads.

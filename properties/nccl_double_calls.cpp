@@ -8,34 +8,10 @@
 #include <stdexcept>
 
 #include "nccl_double.h"
+#include "nccl_double_member.h"
 #include "nccl_double_streams.h"
 
 namespace nccl_double {
-
-// Tasks on streams keep it: a communicator may be aborted while they wait.
-struct Api::Member {
-  std::shared_ptr<Clique> clique;
-  int64_t rank = 0;
-  int64_t collectives = 0, splits = 0;
-  std::atomic<bool> aborted{false};
-  std::string refused;              // by this call, in words; under the clique's lock
-  std::atomic<bool> failed{false};  // on demand
-  // A split on its way.
-  Communicator* child = nullptr;
-  int64_t split_number = -1;
-
-  bool is_there() const { return clique->joined == clique->size; }
-  // On a stream's thread: until the condition holds. False when it was aborted meanwhile.
-  template <class Condition>
-  bool wait(std::unique_lock<std::mutex>& lock, Condition condition) {
-    clique->changed.wait(lock, [&] { return aborted || (clique->error.empty() && condition()); });
-    return !aborted;
-  }
-  void hang() {
-    std::unique_lock lock(clique->mutex);
-    clique->changed.wait(lock, [this] { return aborted.load(); });
-  }
-};
 
 struct Api::Parcel {
   Communicator communicator;
@@ -75,9 +51,10 @@ std::shared_ptr<Clique> Cluster::clique_of(const std::string& id, int64_t size) 
 std::string Api::leaks() const {
   const std::lock_guard lock(mutex_);
   const auto open = std::count_if(members_.begin(), members_.end(), [](const auto& each) { return !each.second->aborted; });
-  if (open + streams_.size() + events_.size() + memory_.size() + handles_.size() == 1) return "";  // the caller's own stream
-  return fmt::format("{} communicators, {} streams, {} events, {} blocks of memory, {} registrations", open,
-                     streams_.size() - 1, events_.size(), memory_.size(), handles_.size());
+  if (open + streams_.size() + events_.size() + memory_.size() + registered_.size() + operators_.size() == 1)
+    return "";  // the caller's own stream
+  return fmt::format("{} communicators, {} streams, {} events, {} blocks of memory, {} registrations, {} operators", open,
+                     streams_.size() - 1, events_.size(), memory_.size(), registered_.size(), operators_.size());
 }
 
 std::shared_ptr<Api::Member> Api::member(Communicator communicator) const {
@@ -130,6 +107,10 @@ NcclResult Api::async_error(Communicator communicator) {
   if (of->failed) return NcclResult::remote_error;
   if (!of->clique->error.empty() || !of->refused.empty()) return NcclResult::invalid_usage;
   if (!of->is_there()) return NcclResult::in_progress;
+  if (of->window_handle) {
+    if (of->clique->windows[of->windows - 1].arrived < of->clique->size) return NcclResult::in_progress;
+    *std::exchange(of->window_handle, nullptr) = of->window_memory;
+  }
   if (!of->child) return NcclResult::success;
   std::vector<Clique::Wish> wishes = of->clique->splits[of->split_number];
   if (std::ssize(wishes) < of->clique->size) return NcclResult::in_progress;
@@ -167,12 +148,16 @@ void Api::abort(Communicator communicator) {
   }
   of->clique->changed.notify_all();
   const std::lock_guard lock(mutex_);  // its registrations end with it
-  std::erase_if(handles_, [&](const auto& each) { return each.second == communicator; });
+  std::erase_if(registered_, [&](const auto& each) { return each.second.communicator == communicator; });
+  std::erase_if(operators_, [&](const auto& each) { return each.second.communicator == communicator; });
 }
 
 void Api::destroy(Communicator communicator) {
   if (member(communicator)->aborted) throw std::logic_error("a communicator was destroyed that was aborted");
   const std::lock_guard lock(mutex_);
+  for (const auto& [memory, registration] : registered_)
+    if (registration.communicator == communicator)
+      throw std::logic_error("a communicator was destroyed that memory is registered with");
   members_.erase(communicator);
 }
 
@@ -185,7 +170,8 @@ NcclResult Api::check_call(Member& member, NcclApi::Stream stream, const char* o
   }
   const std::lock_guard lock(member.clique->mutex);
   if (!own) member.refused = fmt::format("{} on a stream of another device", op);
-  if (!member.is_there() || member.child) member.refused = fmt::format("{} while the communicator is in progress", op);
+  if (!member.is_there() || member.child || member.window_handle)
+    member.refused = fmt::format("{} while the communicator is in progress", op);
   return member.refused.empty() ? NcclResult::success : NcclResult::invalid_usage;
 }
 
@@ -210,6 +196,9 @@ NcclResult Api::collective(Communicator communicator, NcclApi::Stream stream, st
   if (group_depth > 0) throw std::logic_error("the double knows groups of sends and receives only");
   if (const NcclResult result = check_call(*of, stream, what.c_str()); result != NcclResult::success) return result;
   const int64_t number = of->collectives++;
+  const std::string from = place_of(communicator, input), to = place_of(communicator, output);
+  if (from != kNoWindow && to != kNoWindow) ++calls_in_windows_;
+  what += fmt::format(" from {} to {}", from, to);
   launch(of, stream, [=](Member& self) {
     Clique& clique = *self.clique;
     std::unique_lock lock(clique.mutex);
@@ -240,42 +229,6 @@ NcclResult Api::broadcast(void* data, int64_t bytes, int64_t root, Communicator 
                     [root](const std::vector<Bytes>& inputs, std::byte* place) {
                       const Bytes& given = inputs[static_cast<size_t>(root)];
                       std::memcpy(place, given.data(), given.size());
-                    });
-}
-
-namespace {
-
-// From the last rank to the first: NCCL promises no order.
-void add_backwards(const std::vector<Bytes>& inputs, int64_t offset, int64_t count, at::ScalarType dtype, Reduce op,
-                   std::byte* place) {
-  const auto term = [&](size_t rank) {
-    return at::from_blob(const_cast<std::byte*>(inputs[rank].data()) + offset, {count}, dtype);
-  };
-  at::Tensor sum = term(inputs.size() - 1).clone();
-  for (size_t rank = inputs.size() - 1; rank-- > 0;)
-    sum = op == Reduce::sum   ? at::add(sum, term(rank))
-          : op == Reduce::max ? at::maximum(sum, term(rank))
-                              : at::minimum(sum, term(rank));
-  std::memcpy(place, sum.const_data_ptr(), sum.nbytes());
-}
-
-}  // namespace
-
-NcclResult Api::all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
-                           Communicator communicator, NcclApi::Stream stream) {
-  const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
-  return collective(
-      communicator, stream, fmt::format("all_reduce of {}", bytes), input, bytes, output, bytes,
-      [=](const std::vector<Bytes>& inputs, std::byte* place) { add_backwards(inputs, 0, count, dtype, op, place); });
-}
-
-NcclResult Api::reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
-                               Communicator communicator, NcclApi::Stream stream) {
-  const auto of = member(communicator);
-  const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
-  return collective(communicator, stream, fmt::format("reduce_scatter of {}", bytes), input, bytes * of->clique->size, output,
-                    bytes, [=, rank = of->rank](const std::vector<Bytes>& inputs, std::byte* place) {
-                      add_backwards(inputs, rank * bytes, count, dtype, op, place);
                     });
 }
 
@@ -349,24 +302,6 @@ NcclResult Api::ship(std::vector<Parcel> parcels) {
     self.wait(lock, [&] { return std::all_of(sent.begin(), sent.end(), [](const auto& message) { return message->taken; }); });
   });
   return NcclResult::success;
-}
-
-NcclResult Api::register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) {
-  if (member(communicator)->aborted) return NcclResult::invalid_argument;
-  const std::lock_guard lock(mutex_);
-  const auto found = memory_.find(memory);
-  if (found == memory_.end() || found->second == Memory::plain || found->second != kind || bytes % 4096 != 0)
-    return NcclResult::invalid_argument;
-  ++registrations_;
-  handle = memory;
-  handles_[memory] = communicator;
-  return NcclResult::success;
-}
-
-NcclResult Api::deregister_memory(Communicator communicator, void* handle, Memory) {
-  if (member(communicator)->aborted) return NcclResult::invalid_argument;
-  const std::lock_guard lock(mutex_);
-  return handles_.erase(handle) == 1 ? NcclResult::success : NcclResult::invalid_argument;
 }
 
 }  // namespace nccl_double

@@ -58,6 +58,22 @@ TEST(Nccl, waiting_makes_the_callers_stream_wait_and_not_the_host) {
   });
 }
 
+TEST(Nccl, ordered_sums_without_kernels_are_refused_at_start_and_native_ones_are_not) {
+  const nccl_double::Plan plan{.no_kernels = true};
+  const auto world_with = [&](NcclOptions::Sum sum) {
+    const auto api = std::make_shared<nccl_double::Api>(std::make_shared<nccl_double::Cluster>(plan), 0);
+    NcclWorld world(0, 1, std::make_shared<nccl_double::MemoryStore>(), api, {.sum = sum, .timeout_seconds = 20});
+    world.run([](std::shared_ptr<Comm> comm) { all_reduce_ones(*comm); });
+  };
+  world_with(NcclOptions::Sum::native);
+  try {
+    world_with(NcclOptions::Sum::rank_order);
+    ADD_FAILURE() << "it began";
+  } catch (const Error& error) {
+    expect_says(error.what(), {"[nccl]", "no kernels"});
+  }
+}
+
 TEST(Nccl, native_sums_are_the_same_numbers_in_nccls_order) {
   Arrangement arrangement;
   arrangement.presses = true;

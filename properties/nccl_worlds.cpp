@@ -14,6 +14,7 @@ namespace {
 using nccl_double::Api;
 using shardproof::Call;
 using shardproof::Comm;
+using shardproof::Op;
 using shardproof::Work;
 
 constexpr auto kLateKernel = std::chrono::microseconds(50);
@@ -34,18 +35,21 @@ class PressedWork final : public Work::State {
 
 class PressedComm final : public Comm {
  public:
-  PressedComm(Api& api, std::shared_ptr<Comm> inner) : api_(api), inner_(std::move(inner)) {}
+  PressedComm(Api& api, std::shared_ptr<Comm> inner, bool late_inputs)
+      : api_(api), inner_(std::move(inner)), late_inputs_(late_inputs) {}
   int64_t rank() const override { return inner_->rank(); }
   int64_t size() const override { return inner_->size(); }
   const std::string& name() const override { return inner_->name(); }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
     auto group = inner_->split(color, key, std::move(name));
-    return group ? std::make_shared<PressedComm>(api_, std::move(group)) : nullptr;
+    return group ? std::make_shared<PressedComm>(api_, std::move(group), late_inputs_) : nullptr;
   }
+  bool premultiplies() const override { return inner_->premultiplies(); }
+  c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
 
  private:
   Work start(Call call) override {
-    if (call.input.defined() && call.input.numel() > 0) {
+    if (late_inputs_ && call.input.defined() && call.input.numel() > 0) {
       const at::Tensor values = call.input.clone();
       void* const place = const_cast<void*>(call.input.const_data_ptr());
       std::memset(place, 0x7f, call.input.nbytes());
@@ -59,6 +63,7 @@ class PressedComm final : public Comm {
 
   Api& api_;
   std::shared_ptr<Comm> inner_;
+  bool late_inputs_;
 };
 
 void on_threads(int64_t size, const std::function<void(int64_t)>& part) {
@@ -89,7 +94,8 @@ std::vector<std::exception_ptr> World::run(const Body& body, int64_t ranks) {
     try {
       worlds_[static_cast<size_t>(rank)]->run(
           [&](std::shared_ptr<Comm> comm) {
-            body(arrangement_.presses ? std::make_shared<PressedComm>(api(rank), std::move(comm)) : std::move(comm));
+            body(arrangement_.presses ? std::make_shared<PressedComm>(api(rank), std::move(comm), arrangement_.late_inputs)
+                                      : std::move(comm));
           },
           ranks);
     } catch (...) {

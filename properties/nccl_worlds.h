@@ -19,6 +19,8 @@ struct Arrangement {
   // Around each call on tensors of the double's device: until the call the caller's stream has not written its input yet, and
   // after `wait` the host waits for that stream, as who reads the output would.
   bool presses = false;
+  // Whether `presses` has inputs written late; not where others than the call read them meanwhile.
+  bool late_inputs = true;
 };
 
 // A world whose bodies can be run one after the other. When it goes nothing may be left of what it made.

@@ -2,10 +2,35 @@
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 
+#include "shardproof/process_world.h"
+
 namespace shardproof {
+
+std::exception_ptr thrown_by(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const WorldLostError&) {
+    throw;
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void require_all_waited(const char* part, const std::vector<std::string>& open) {
+  if (open.empty()) return;
+  throw Error(fmt::format("[{}] the body returned but never waited for {}; call Work::wait on every Work", part,
+                          fmt::join(open, "; ")));
+}
+
+void require_ranks(const char* part, int64_t ranks, int64_t size) {
+  if (ranks >= 0 && ranks <= size) return;
+  throw Error(fmt::format("[{}] a body for {} ranks cannot run on {} processes", part, ranks, size));
+}
 
 Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call) {
   Ending ending;

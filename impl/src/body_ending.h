@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,13 @@ struct Ending {
   int64_t failed = 0, relayed = 0, kind = well;
   char text[3500] = {};
 };
+
+// What it threw; null for nothing. A WorldLostError goes on: nobody is left to be told.
+std::exception_ptr thrown_by(const std::function<void()>& body);
+// Throws Error when the body left calls (in words) that it never waited for. `part` is of messages.
+void require_all_waited(const char* part, const std::vector<std::string>& open);
+// Throws Error when there are not so many ranks.
+void require_ranks(const char* part, int64_t ranks, int64_t size);
 
 // `thrown` may be null: it ended well. `last_call` of this rank, in words, or "".
 Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call);

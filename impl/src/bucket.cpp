@@ -63,8 +63,15 @@ void Bucket::allocate_parameters() {
   for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
   if (side_by_side()) return;
   release_storage(compute_);
-  if (!frees_compute()) restore_storage(compute_, *memory_, MemoryKind::parameter);
-  parameter_ = frees_compute() ? memory_->allocate(MemoryKind::parameter, own.size(), rules_.compute) : compute_;
+  if (!frees_compute()) {
+    restore_storage(compute_, *memory_, MemoryKind::parameter);
+    parameter_ = compute_;
+    return;
+  }
+  // What is gathered from and what is gathered into are registered together, or both are not.
+  Comm& group = comms_->along(layout_.unshard().axes);
+  parameter_ = memory_->allocate_of(group, Op::all_gather, MemoryKind::parameter, own.size(), rules_.compute);
+  if (!parameter_.defined()) parameter_ = memory_->allocate(MemoryKind::parameter, own.size(), rules_.compute);
 }
 
 void Bucket::allocate_main() {
@@ -128,9 +135,9 @@ void Bucket::start_unshard() {
   if (side_by_side() && std::exchange(neighbours_write_, false))
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   if (!frees_compute()) return;
-  restore_storage(compute_, *memory_, MemoryKind::gathered);
-  unshard_work_ = kept_.defined() ? comms_->within("dp_shard", kept_ranks_).all_gather(compute_, kept_)
-                                  : comms_->along(layout_.unshard().axes).all_gather(compute_, parameter_);
+  Comm& group = kept_.defined() ? comms_->within("dp_shard", kept_ranks_) : comms_->along(layout_.unshard().axes);
+  restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
+  unshard_work_ = group.all_gather(compute_, kept_.defined() ? kept_ : parameter_);
 }
 
 void Bucket::finish_unshard() {
@@ -248,9 +255,10 @@ void Bucket::start_reduce(bool last, const std::string& where) {
     holds_.assign(holds_.size(), true);
     return;
   }
-  if (rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
   local_ = path.empty();
-  if (!local_) reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_));
+  if (local_ && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
+  if (!local_)
+    reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_), rules_.divide_before);
 }
 
 void Bucket::finish_reduce() {

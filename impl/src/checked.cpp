@@ -4,13 +4,15 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <bit>
+
 #include "shardproof/check.h"
 
 namespace shardproof {
 namespace {
 
 // What must agree: fixed fields, then for all_to_all what goes to and comes from each rank.
-enum Field : size_t { kOp, kSequence, kDtype, kNumel, kReduce, kPeer, kFields };
+enum Field : size_t { kOp, kSequence, kDtype, kNumel, kReduce, kFactor, kPeer, kFields };
 using Signature = std::vector<int64_t>;
 
 class Checked final : public Comm {
@@ -22,6 +24,8 @@ class Checked final : public Comm {
   const std::string& name() const override { return inner_->name(); }
 
   at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
+  bool premultiplies() const override { return inner_->premultiplies(); }
+  c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
 
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
     compare({.op = Op::split, .output = {}, .input = {}});
@@ -44,6 +48,7 @@ class Checked final : public Comm {
     signature[kDtype] = static_cast<int64_t>(dtype(call));
     signature[kNumel] = numel(call);
     signature[kReduce] = static_cast<int64_t>(call.reduce);
+    signature[kFactor] = std::bit_cast<int64_t>(call.factor);
     signature[kPeer] = call.peer;
     std::copy(call.input_sizes.begin(), call.input_sizes.end(), signature.begin() + kFields);
     std::copy(call.output_sizes.begin(), call.output_sizes.end(), signature.begin() + kFields + size());
@@ -70,12 +75,14 @@ class Checked final : public Comm {
     return sends(a, rank_b) == takes(b, rank_a) && sends(b, rank_a) == takes(a, rank_b);
   }
 
+  static std::string times(double factor) { return factor == 1 ? "" : fmt::format(" times {}", factor); }
+
   std::string str(const Signature& s) const {
     const auto op = static_cast<Op>(s[kOp]);
     std::string text =
         fmt::format("{}({} x {}", to_string(op), c10::toString(static_cast<at::ScalarType>(s[kDtype])), s[kNumel]);
     if (op == Op::reduce_scatter || op == Op::all_reduce)
-      text += fmt::format(", {}", to_string(static_cast<Reduce>(s[kReduce])));
+      text += fmt::format(", {}{}", to_string(static_cast<Reduce>(s[kReduce])), times(std::bit_cast<double>(s[kFactor])));
     if (op == Op::broadcast) text += fmt::format(", root {}", s[kPeer]);
     if (op == Op::all_to_all)
       text += fmt::format(", sends {}, receives {}", fmt::join(s.begin() + kFields, s.begin() + kFields + size(), "+"),

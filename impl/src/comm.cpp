@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <utility>
 
@@ -68,6 +69,16 @@ void validate_sizes(const std::vector<int64_t>& sizes, const at::Tensor& tensor,
                 where(call, comm), role, comm.size(), tensor.numel(), fmt::join(sizes, ","));
 }
 
+void validate_factor(const Call& call, const Comm& comm) {
+  const bool sums = (call.op == Op::reduce_scatter || call.op == Op::all_reduce) && call.reduce == Reduce::sum;
+  SHARD_REQUIRE(comm.premultiplies() && sums && c10::isFloatingType(dtype(call)), "comm",
+                "{}: a factor of {} is for sums of floats where Comm::premultiplies says so; multiply the terms first",
+                where(call, comm), call.factor);
+  int exponent = 0;
+  SHARD_REQUIRE(std::frexp(call.factor, &exponent) == 0.5 && exponent >= -14 && exponent <= 0, "comm",
+                "{}: the factor must be a power of two from 2^-15 to 1, got {}", where(call, comm), call.factor);
+}
+
 void validate(const Call& call, const Comm& comm) {
   if (call.op == Op::broadcast || call.op == Op::send || call.op == Op::recv)
     SHARD_REQUIRE(call.peer >= 0 && call.peer < comm.size(), "comm", "{}: there is no rank {}; ranks are 0 to {}",
@@ -75,6 +86,7 @@ void validate(const Call& call, const Comm& comm) {
   const bool gives = needs_input(call, comm), takes = needs_output(call, comm);
   if (gives) validate_tensor(call.input, "input", call, comm);
   if (takes) validate_tensor(call.output, "output", call, comm);
+  if (call.factor != 1) validate_factor(call, comm);
   if (!gives || !takes) return;
   SHARD_REQUIRE(call.input.scalar_type() == call.output.scalar_type(), "comm", "{}: the input is {} but the output {}",
                 where(call, comm), dtype_name(call.input.scalar_type()), dtype_name(call.output.scalar_type()));
@@ -92,9 +104,10 @@ void validate(const Call& call, const Comm& comm) {
 // What every collective of a group of one does.
 void copy_alone(const Call& call) {
   if (!call.input.defined() || !call.output.defined() || call.input.numel() == 0) return;
-  if (call.input.const_data_ptr() == call.output.const_data_ptr()) return;
   // variable_data: no autograd, and no bump of the version that saved tensors are checked against.
-  call.output.variable_data().view({-1}).copy_(call.input.variable_data().view({-1}));
+  at::Tensor output = call.output.variable_data().view({-1});
+  if (call.input.const_data_ptr() != call.output.const_data_ptr()) output.copy_(call.input.variable_data().view({-1}));
+  if (call.factor != 1) output.mul_(call.factor);
 }
 
 thread_local std::string_view label;
@@ -174,7 +187,9 @@ std::string describe(const Call& call) {
     case Op::split: return "split()";
     case Op::all_gather: return fmt::format("all_gather({})", elements());
     case Op::reduce_scatter:
-    case Op::all_reduce: return fmt::format("{}({}, {})", to_string(call.op), to_string(call.reduce), elements());
+    case Op::all_reduce:
+      return fmt::format("{}({}{}, {})", to_string(call.op), to_string(call.reduce),
+                         call.factor == 1 ? "" : fmt::format(" times {}", call.factor), elements());
     case Op::all_to_all:
       return fmt::format("all_to_all({}, sends {}, receives {})", dtype_name(dtype(call)),
                          fmt::join(call.input_sizes, "+"), fmt::join(call.output_sizes, "+"));
@@ -186,6 +201,10 @@ std::string describe(const Call& call) {
 }
 
 at::Tensor Comm::shared_memory(int64_t bytes) { return size() == 1 ? at::zeros({bytes}, at::kByte) : at::Tensor(); }
+
+c10::DataPtr Comm::allocate(Op, int64_t, c10::Device) {
+  return {};
+}
 
 std::shared_ptr<Comm> Comm::split_ranks(const std::vector<int64_t>& ranks, std::string name) {
   const auto own = std::find(ranks.begin(), ranks.end(), rank());
@@ -219,6 +238,14 @@ Work Comm::reduce_scatter(at::Tensor output, at::Tensor input, Reduce op) {
 
 Work Comm::all_reduce(at::Tensor tensor, Reduce op) {
   return issue({.op = Op::all_reduce, .output = tensor, .input = tensor, .reduce = op});
+}
+
+Work Comm::scaled_reduce_scatter(at::Tensor output, at::Tensor input, double factor) {
+  return issue({.op = Op::reduce_scatter, .output = std::move(output), .input = std::move(input), .factor = factor});
+}
+
+Work Comm::scaled_all_reduce(at::Tensor tensor, double factor) {
+  return issue({.op = Op::all_reduce, .output = tensor, .input = tensor, .factor = factor});
 }
 
 Work Comm::all_to_all(at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,

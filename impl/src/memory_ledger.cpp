@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace shardproof {
 
@@ -14,6 +15,7 @@ struct MemoryLedger::Block {
   c10::DataPtr memory;
   MemoryKind kind;
   int64_t bytes;
+  bool is_kept;  // may stay here for the next request
 };
 
 const char* to_string(MemoryKind kind) {
@@ -45,13 +47,22 @@ void forget_peaks(MemoryBytes& use) {
 
 int64_t MemoryBytes::now_total() const { return std::accumulate(now_bytes.begin(), now_bytes.end(), int64_t{0}); }
 
+at::Tensor MemoryLedger::tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(numel) * c10::elementSize(dtype), std::move(memory),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  return at::empty({0}, at::TensorOptions(dtype).device(device_)).set_(std::move(storage), 0, {numel});
+}
+
 at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype, Place place) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   if (place == Place::host)
     return adopt(kind, at::empty({numel}, at::TensorOptions(dtype).pinned_memory(pins_host_)), bytes, place);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), allocate_bytes(kind, bytes),
-                       /*allocator=*/nullptr, /*resizable=*/false);
-  return at::empty({0}, at::TensorOptions(dtype).device(device_)).set_(std::move(storage), 0, {numel});
+  return tensor_over(allocate_bytes(kind, bytes), numel, dtype);
+}
+
+at::Tensor MemoryLedger::allocate_of(Comm& group, Op op, MemoryKind kind, int64_t numel, at::ScalarType dtype) {
+  c10::DataPtr memory = allocate_bytes_of(group, op, kind, numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  return memory ? tensor_over(std::move(memory), numel, dtype) : at::Tensor();
 }
 
 at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes, Place place) {
@@ -66,7 +77,6 @@ at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_
 
 c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
   const std::lock_guard lock(mutex_);
-  count(kind, Place::device, bytes);
   c10::DataPtr memory;
   if (auto& kept = free_[bytes]; !kept.empty()) {
     memory = std::move(kept.back());
@@ -74,8 +84,22 @@ c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
   } else {
     memory = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes));
   }
+  return owned(std::move(memory), kind, bytes, kind == MemoryKind::gathered);
+}
+
+// The group may wait for other ranks: not under the lock, which whoever frees a tensor takes.
+c10::DataPtr MemoryLedger::allocate_bytes_of(Comm& group, Op op, MemoryKind kind, int64_t bytes) {
+  c10::DataPtr memory = group.allocate(op, bytes, device_);
+  if (!memory) return {};
+  const std::lock_guard lock(mutex_);
+  return owned(std::move(memory), kind, bytes, /*is_kept=*/false);
+}
+
+// Under the lock.
+c10::DataPtr MemoryLedger::owned(c10::DataPtr memory, MemoryKind kind, int64_t bytes, bool is_kept) {
+  count(kind, Place::device, bytes);
   void* data = memory.get();
-  auto* block = new Block{shared_from_this(), std::move(memory), kind, bytes};
+  auto* block = new Block{shared_from_this(), std::move(memory), kind, bytes, is_kept};
   return {data, block, [](void* context) {
             auto* dead = static_cast<Block*>(context);
             const std::shared_ptr<MemoryLedger> ledger = dead->ledger;
@@ -87,7 +111,7 @@ void MemoryLedger::free(Block* block) {
   const std::unique_ptr<Block> owned(block);
   const std::lock_guard lock(mutex_);
   count(block->kind, Place::device, -block->bytes);
-  if (block->kind != MemoryKind::gathered) return;
+  if (!block->is_kept) return;
   auto& kept = free_[block->bytes];
   if (static_cast<int64_t>(kept.size()) < keep_free_) kept.push_back(std::move(block->memory));
 }

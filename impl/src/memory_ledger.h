@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "shardproof/comm.h"
 #include "shardproof/memory.h"
 
 namespace shardproof {
@@ -28,6 +29,9 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   // The same tensor, counted as `bytes` as long as its storage lives.
   at::Tensor adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes, Place place = Place::device);
   c10::DataPtr allocate_bytes(MemoryKind kind, int64_t bytes);
+  // Of the memory that the group has for tensors of such calls (Comm::allocate), to which it goes back; null where it has none.
+  c10::DataPtr allocate_bytes_of(Comm& group, Op op, MemoryKind kind, int64_t bytes);
+  at::Tensor allocate_of(Comm& group, Op op, MemoryKind kind, int64_t numel, at::ScalarType dtype);
 
   // How many free buffers of each size are kept for the next request of that size instead of going back to the allocator; what
   // is kept does not count as in use.
@@ -42,6 +46,8 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   struct Block;
   void count(MemoryKind kind, Place place, int64_t bytes);
   void free(Block* block);
+  c10::DataPtr owned(c10::DataPtr memory, MemoryKind kind, int64_t bytes, bool is_kept);
+  at::Tensor tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const;
 
   const c10::Device device_;
   const bool pins_host_;

@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+#include <utility>
+
 #include "flat_math.h"
 #include "shardproof/check.h"
 #include "shardproof/device.h"
@@ -9,8 +12,8 @@
 namespace shardproof {
 
 Reduction::Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Hop>& path, const ReductionDtypes& dtypes,
-                     at::Tensor local)
-    : comms_(comms), memory_(memory), path_(path), dtypes_(dtypes), value_(std::move(local)) {
+                     at::Tensor local, double divide_terms)
+    : comms_(comms), memory_(memory), path_(path), dtypes_(dtypes), divide_terms_(divide_terms), value_(std::move(local)) {
   SHARD_CHECK(!path_.empty(), "reduction", "an empty path has nothing to start");
   start_hop();
 }
@@ -22,16 +25,41 @@ at::Tensor Reduction::cast(const at::Tensor& values, at::ScalarType dtype, Memor
   return converted;
 }
 
+// What the backend multiplies terms with, so that no kernel divides: powers of two, by which products and quotients are the
+// same bits, and within what float16 holds.
+double Reduction::take_factor() {
+  const double divisor = divide_terms_ * divide_sum_;
+  int exponent = 0;
+  const bool exact = std::frexp(divisor, &exponent) == 0.5 && exponent >= 1 && exponent <= 15;
+  if (!exact || wide() || !group().premultiplies() || !c10::isFloatingType(dtypes_.reduce)) return 1;
+  divide_terms_ = divide_sum_ = 1;
+  return 1 / divisor;
+}
+
+// Memory of the group's is lent in the order of these calls, the same on all ranks, in which gradients need not arrive: so what
+// arrived is copied.
+at::Tensor Reduction::on_the_wire(const at::Tensor& values) {
+  if (hop().lowered.step != Step::all_reduce && !wide()) {
+    const at::Tensor lent =
+        memory_.allocate_of(group(), Op::reduce_scatter, MemoryKind::communication, values.numel(), dtypes_.reduce);
+    if (lent.defined()) return lent.copy_(values);
+  }
+  return cast(values, dtypes_.reduce, MemoryKind::communication);
+}
+
 void Reduction::start_hop() {
-  wire_ = cast(value_, dtypes_.reduce, MemoryKind::communication);
+  divide_sum_ = dtypes_.average ? static_cast<double>(group().size()) : 1;
+  const double factor = take_factor();
+  if (divide_terms_ != 1) divide_by(value_, std::exchange(divide_terms_, 1));
+  wire_ = on_the_wire(value_);
   value_.reset();
-  if (dtypes_.float32_sums && dtypes_.reduce != at::kFloat) return start_wide_sum();
+  if (wide()) return start_wide_sum();
   if (hop().lowered.step == Step::all_reduce) {
     received_ = wire_;
-    work_ = group().all_reduce(wire_, Reduce::sum);
+    work_ = factor == 1 ? group().all_reduce(wire_) : group().scaled_all_reduce(wire_, factor);
   } else {
     received_ = memory_.allocate(MemoryKind::gradient, hop().to.size(), dtypes_.reduce);
-    work_ = group().reduce_scatter(received_, wire_, Reduce::sum);
+    work_ = factor == 1 ? group().reduce_scatter(received_, wire_) : group().scaled_reduce_scatter(received_, wire_, factor);
   }
 }
 
@@ -68,14 +96,14 @@ at::Tensor Reduction::sum_wide() {
 void Reduction::finish_hop() {
   work_.wait();
   at::Tensor sum = received_;
-  if (dtypes_.float32_sums && dtypes_.reduce != at::kFloat) {
+  if (wide()) {
     sum = sum_wide();
     if (hop().lowered.step == Step::all_reduce) {
       group().all_gather(wire_, sum).wait();
       sum = wire_;
     }
   }
-  if (dtypes_.average) divide_by(sum, static_cast<double>(group().size()));
+  if (divide_sum_ != 1) divide_by(sum, divide_sum_);
   received_.reset();
   wire_.reset();
   value_ = cast(sum, dtypes_.gradient, MemoryKind::gradient);

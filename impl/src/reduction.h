@@ -16,15 +16,15 @@ struct ReductionDtypes {
   at::ScalarType gradient = at::kFloat;  // of the result, and between two sums
   at::ScalarType reduce = at::kFloat;    // on the wire, and of each addition
   bool float32_sums = false;
-  bool average = false;  // each sum is divided by the size of its group, in `reduce`
+  bool average = false;  // each sum is divided by the size of its group, in `reduce`; or its terms are, where that is exact
 };
 
 class Reduction {
  public:
   // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or
-  // `reduce`; it is used up, and may be summed in place. Collective.
+  // `reduce`; it is used up, and may be summed in place. Terms of the first sum are divided by `divide_terms`. Collective.
   Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Hop>& path, const ReductionDtypes& dtypes,
-            at::Tensor local);
+            at::Tensor local, double divide_terms = 1);
 
   // Waits, runs the rest of the path, and returns this rank's part of the last layout, in `gradient`. Once.
   at::Tensor finish();
@@ -35,6 +35,8 @@ class Reduction {
  private:
   void start_hop();
   void finish_hop();
+  double take_factor();
+  at::Tensor on_the_wire(const at::Tensor& values);
   void start_wide_sum();
   at::Tensor sum_wide();
   at::Tensor cast(const at::Tensor& values, at::ScalarType dtype, MemoryKind kind);
@@ -45,7 +47,10 @@ class Reduction {
   MemoryLedger& memory_;
   const std::vector<Hop>& path_;
   ReductionDtypes dtypes_;
+  bool wide() const { return dtypes_.float32_sums && dtypes_.reduce != at::kFloat; }
+
   size_t next_ = 0;
+  double divide_terms_, divide_sum_ = 1;  // what is left to divide by, before and after the sum under way
   at::Tensor value_;             // between sums
   at::Tensor wire_, received_;   // during one
   Work work_;

@@ -13,13 +13,16 @@ void release_storage(const at::Tensor& tensor) {
   storage->set_nbytes(0);
 }
 
-void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind kind) {
+void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind kind, Comm* group) {
   SHARD_CHECK(storage_is_released(tensor), "storage", "restoring a storage of {} bytes that was never released",
               tensor.storage().nbytes());
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  const size_t bytes = tensor.nbytes();
-  storage->set_data_ptr_noswap(memory.allocate_bytes(kind, static_cast<int64_t>(bytes)));
-  storage->set_nbytes(bytes);
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  c10::DataPtr data;
+  if (group) data = memory.allocate_bytes_of(*group, Op::all_gather, kind, bytes);
+  if (!data) data = memory.allocate_bytes(kind, bytes);
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(static_cast<size_t>(bytes));
 }
 
 at::Tensor without_memory(int64_t numel, at::ScalarType dtype, c10::Device device) {

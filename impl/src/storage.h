@@ -13,9 +13,9 @@ namespace shardproof {
 // is restored.
 void release_storage(const at::Tensor& tensor);
 
-// New memory of the tensor's size, contents undefined. Version counters do not move: the values that will be written are the
-// ones that were there.
-void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind kind);
+// New memory of the tensor's size, contents undefined; where the group has memory for what it gathers, of that. Version
+// counters do not move: the values that will be written are the ones that were there.
+void restore_storage(const at::Tensor& tensor, MemoryLedger& memory, MemoryKind kind, Comm* group = nullptr);
 
 // A tensor over a whole storage that has no memory yet. Take views of it first, then release it, and restore it when it is
 // wanted.

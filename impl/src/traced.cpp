@@ -21,6 +21,8 @@ class Traced final : public Comm {
     return group ? std::make_shared<Traced>(std::move(group), trace_, world_rank_) : nullptr;
   }
   at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
+  bool premultiplies() const override { return inner_->premultiplies(); }
+  c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
 
   std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
     return std::make_shared<Traced>(inner_->split_ranks(ranks, std::move(name)), trace_, world_rank_);

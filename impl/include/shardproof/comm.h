@@ -44,6 +44,7 @@ struct Call {
   int64_t tag = 0;               // send, recv
   std::vector<int64_t> output_sizes = {};  // all_to_all
   std::vector<int64_t> input_sizes = {};   // all_to_all
+  double factor = 1;                       // of each term of a sum
 };
 
 // The elements that must agree across ranks: of all_gather the input, of reduce_scatter the output, else the tensor; 0 for
@@ -99,6 +100,15 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // the backend has none. Collective, with equal `bytes`. Reads of what another rank wrote need a collective between.
   virtual at::Tensor shared_memory(int64_t bytes);
 
+  // Memory on `device` that the backend has prepared for tensors of such calls, as NCCL has registered buffers; null where it
+  // has none, where any memory serves as well. It is lent: whoever destroys the pointer gives it back, before the world's body
+  // ends. Collective: all ranks ask, and give back, in the same order among their calls, and for equal `bytes`; the call may
+  // wait for the others.
+  virtual c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device);
+
+  // Whether sums take a factor. Law: with a factor each term is multiplied by it, rounded to the dtype, before it is added.
+  virtual bool premultiplies() const { return false; }
+
   // output: size() * input.numel() elements; rank r's input lands at r * input.numel(). The input may be that very slice
   // of the output.
   Work all_gather(at::Tensor output, at::Tensor input);
@@ -107,6 +117,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Work reduce_scatter(at::Tensor output, at::Tensor input, Reduce op = Reduce::sum);
   // In place.
   Work all_reduce(at::Tensor tensor, Reduce op = Reduce::sum);
+  // Where `premultiplies`, and of floats: `factor` is a power of two from 2^-15 to 1, which every dtype holds.
+  Work scaled_reduce_scatter(at::Tensor output, at::Tensor input, double factor);
+  Work scaled_all_reduce(at::Tensor tensor, double factor);
   // Slice r of the input, input_sizes[r] elements, goes to rank r; output_sizes[r] elements arrive from it. Both lists
   // have size() entries that sum to the tensors' numel. The tensors must not overlap.
   Work all_to_all(at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,

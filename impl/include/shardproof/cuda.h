@@ -17,6 +17,10 @@ std::string why_no_cuda();
 // the reason where it is impossible. Call it before the first tensor on a GPU.
 void use_cuda();
 
+// The kernels on `stream`, a cudaStream_t of the calling thread's device, whatever LibTorch's current one is; LibTorch's CUDA
+// parts are not needed. Null in a build without kernels.
+std::shared_ptr<const DeviceMath> kernels_on(void* stream);
+
 // The kernels' own source, compiled for the CPU: works on its memory, one pack of elements after the other.
 std::shared_ptr<const DeviceMath> kernel_twin();
 

@@ -27,15 +27,17 @@ bool mpi_available();
 
 class MpiWorld final : public ProcessWorld {
  public:
-  // Collective over all processes of the job; one at a time, once in a process. A process that no launcher started is a world
-  // of one.
+  // Collective over all processes of the job, once in a process: it initializes MPI. A process that no launcher started is a
+  // world of one. Throws Error where MPI is in use already, cannot be called from several threads, or is not in this build.
   explicit MpiWorld(const MpiOptions& options = {});
+  // Collective, and ends MPI; where the world is lost, or an exception of this rank alone is under way, it waits for nobody.
   ~MpiWorld() override;
   MpiWorld(const MpiWorld&) = delete;
   MpiWorld& operator=(const MpiWorld&) = delete;
 
   int64_t rank() const override;
   int64_t size() const override;
+  // As ProcessWorld's. Its groups are freed with it.
   void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks = 0) override;
 
  private:

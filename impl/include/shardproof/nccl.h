@@ -20,8 +20,8 @@ namespace shardproof {
 struct NcclOptions {
   enum class Sum { rank_order, native };
 
-  Sum sum = Sum::rank_order;
-  // Of the backend's own buffers, through which ordered sums and tensors in host memory pass.
+  Sum sum = Sum::rank_order;  // needs kernels (cuda.h) on a GPU
+  // Of the buffers that ordered sums arrive in, and of what Comm::allocate lends; other than plain it is registered with NCCL.
   NcclApi::Memory buffers = NcclApi::Memory::plain;
   // A call that is not over after this, a rank that gives no sign of life for so long, and a communicator that is not there by
   // then end the world.
@@ -45,17 +45,21 @@ std::shared_ptr<NcclApi> nccl_api(int64_t device);
 
 class NcclWorld final : public ProcessWorld {
  public:
-  // Collective over `size` processes (or threads, each with its own `api`) that share the store. What ends a body on one rank
-  // aborts every communicator on all, and the next body makes new ones. Threads may call a rank's communicators one at a time.
+  // One of `size` processes (or threads, each with its own `api`) that share the store. Waits for nobody: communicators are
+  // made by the first body. Throws Error when there is no such rank, the time-out is not above 0 s, or the api cannot add sums
+  // in rank order where those are asked for.
   NcclWorld(int64_t rank, int64_t size, std::shared_ptr<NcclStore> store, std::shared_ptr<NcclApi> api,
             const NcclOptions& options = {});
+  // Collective, unless the world is lost or an exception is under way: then its communicators are aborted.
   ~NcclWorld() override;
   NcclWorld(const NcclWorld&) = delete;
   NcclWorld& operator=(const NcclWorld&) = delete;
 
   int64_t rank() const override;
   int64_t size() const override;
-  // As ProcessWorld's. When it returns nothing is on its way on any stream of the backend.
+  // As ProcessWorld's. What ends a body on one rank aborts every communicator on all, and the next body makes new ones. When it
+  // returns nothing is on its way on any stream of the backend. Also an error: a body that keeps memory of Comm::allocate.
+  // Communicators are for one thread at a time.
   void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks = 0) override;
 
  private:

@@ -34,10 +34,14 @@ class NcclApi {
   using Stream = void*;
   using Event = void*;
   using UniqueId = std::array<char, 128>;
+  using Operator = int;  // ncclRedOp_t: of a Reduce, or made for one communicator and dtype
 
   // How memory of `allocate` is made known to NCCL: plain, by ncclCommRegister, or as a window of ncclCommWindowRegister, which
   // all ranks of the communicator register together.
   enum class Memory { plain, registered, symmetric };
+
+  // NCCL's own numbers.
+  static constexpr Operator operator_of(Reduce op) { return op == Reduce::sum ? 0 : op == Reduce::max ? 2 : 3; }
 
   virtual ~NcclApi() = default;
 
@@ -54,11 +58,15 @@ class NcclApi {
   virtual bool is_complete(Event event) = 0;
   // Between any two of host and device, in the stream's order.
   virtual void copy(void* target, const void* source, int64_t bytes, Stream stream) = 0;
-  // As reduce_terms of reduce_kernels.h, bit for bit, in the stream's order.
+  // Why `reduce` cannot be used; empty when it can.
+  virtual std::string why_no_sums() { return {}; }
+  // target[i] = ((terms[0][i] + terms[1][i]) + terms[2][i]) + ..., as DeviceMath::reduce, in the stream's order.
   virtual void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count,
                       std::byte* target, Stream stream) = 0;
   // Whether kernels can read the tensor; if not it is copied there and back.
   virtual bool is_on_device(const at::Tensor& tensor) = 0;
+  // Whether that is where `allocate` allocates.
+  virtual bool is_device(c10::Device device) = 0;
 
   // Memory on the device; other than plain it is ncclMemAlloc's.
   virtual void* allocate(int64_t bytes, Memory kind) = 0;
@@ -83,12 +91,17 @@ class NcclApi {
   virtual NcclResult all_gather(const void* input, void* output, int64_t bytes, Communicator communicator, Stream stream) = 0;
   virtual NcclResult broadcast(void* data, int64_t bytes, int64_t root, Communicator communicator, Stream stream) = 0;
   // In NCCL's own order.
-  virtual NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+  virtual NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Operator op,
                                 Communicator communicator, Stream stream) = 0;
-  virtual NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+  virtual NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Operator op,
                                     Communicator communicator, Stream stream) = 0;
+  // ncclRedOpCreatePreMulSum with an immediate scalar: each term times `factor`, rounded, then added.
+  virtual NcclResult create_premultiplied_sum(Operator& op, double factor, at::ScalarType dtype, Communicator communicator) = 0;
+  // Once the calls with it have returned.
+  virtual NcclResult destroy_operator(Operator op, Communicator communicator) = 0;
 
-  // The handle is what `deregister` takes.
+  // The handle is what `deregister` takes; it is there once nothing is in progress, and must stay where it is until then. Of
+  // symmetric memory: all ranks of the communicator call.
   virtual NcclResult register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) = 0;
   virtual NcclResult deregister_memory(Communicator communicator, void* handle, Memory kind) = 0;
 };

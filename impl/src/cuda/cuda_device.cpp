@@ -56,4 +56,8 @@ void use_cuda() {
   use_device_math(c10::DeviceType::CUDA, kernels::make_gpu_math(&current_stream));
 }
 
+std::shared_ptr<const DeviceMath> kernels_on(void* stream) {
+  return kernels::make_gpu_math([stream] { return stream; });
+}
+
 }  // namespace shardproof

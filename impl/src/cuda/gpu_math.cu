@@ -6,8 +6,8 @@
 
 namespace shardproof::kernels {
 
-std::shared_ptr<const DeviceMath> make_gpu_math(void* (*stream)()) {
-  return std::make_shared<const KernelMath<GpuRunner>>(GpuRunner(stream));
+std::shared_ptr<const DeviceMath> make_gpu_math(std::function<void*()> stream) {
+  return std::make_shared<const KernelMath<GpuRunner>>(GpuRunner(std::move(stream)));
 }
 
 }  // namespace shardproof::kernels

@@ -1,13 +1,14 @@
 // The kernels. Free of Torch: what compiles them sees neither its headers nor the library's.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "shardproof/device_math.h"
 
 namespace shardproof::kernels {
 
-// `stream` returns the cudaStream_t that the calling thread's work goes to.
-std::shared_ptr<const DeviceMath> make_gpu_math(void* (*stream)());
+// `stream` returns the cudaStream_t that the calling thread's work goes to; it is asked at every call.
+std::shared_ptr<const DeviceMath> make_gpu_math(std::function<void*()> stream);
 
 }  // namespace shardproof::kernels

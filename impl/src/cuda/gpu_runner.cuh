@@ -1,9 +1,10 @@
-// Runs rules on the GPU, one thread a pack, on the calling thread's current stream.
+// Runs rules on the GPU, one thread a pack, on a stream that is asked for at every call.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include <vector>
+#include <functional>
+#include <utility>
 
 #include "cuda/element_rules.h"
 
@@ -108,8 +109,7 @@ class Scratch {
 
 class GpuRunner {
  public:
-  // `stream` is asked for at every call.
-  explicit GpuRunner(void* (*stream)()) : stream_(stream) {}
+  explicit GpuRunner(std::function<void*()> stream) : stream_(std::move(stream)) {}
 
   template <class Rule>
   void each(int64_t count, const Rule& rule) const {
@@ -174,7 +174,7 @@ class GpuRunner {
     require_cuda(cudaGetLastError(), "a kernel's launch");
   }
 
-  void* (*stream_)();
+  std::function<void*()> stream_;
 };
 
 }  // namespace shardproof::kernels

@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <exception>
 
@@ -25,17 +24,9 @@ class MpiWorld::Impl {
   Comm& world() { return *world_; }
 
   void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
-    SHARD_REQUIRE(ranks >= 0 && ranks <= world_->size(), "mpi", "a body for {} ranks cannot run on {} processes", ranks,
-                  world_->size());
+    require_ranks("mpi", ranks, world_->size());
     agreed_ = false;
-    std::exception_ptr thrown;
-    try {
-      run_body(body, ranks);
-    } catch (const WorldLostError&) {
-      throw;
-    } catch (...) {
-      thrown = std::current_exception();
-    }
+    const std::exception_ptr thrown = thrown_by([&] { run_body(body, ranks); });
     const Ending mine = ending_of(thrown, engine_->last_call());
     if (mine.failed) engine_->abandon(mine.text);
     if (any_failed(mine)) end_badly(mine);
@@ -48,9 +39,7 @@ class MpiWorld::Impl {
     const std::shared_ptr<Comm> comm = world_->split(takes_part ? 0 : -1, 0, "world");
     if (!comm) return;
     body(comm);
-    const std::vector<std::string> open = engine_->open_calls();
-    SHARD_REQUIRE(open.empty(), "mpi", "the body returned but never waited for {}; call Work::wait on every Work",
-                  fmt::join(open, "; "));
+    require_all_waited("mpi", engine_->open_calls());
   }
 
   bool any_failed(const Ending& mine) {

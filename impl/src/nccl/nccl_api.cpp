@@ -1,15 +1,19 @@
 // The machine's NCCL and CUDA runtime, as the backend asks for them.
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <nccl.h>
 
+#include <array>
 #include <chrono>
-#include <mutex>
+#include <cstring>
 #include <thread>
 
 #include "reduce_kernels.h"
 #include "shardproof/call_label.h"
 #include "shardproof/check.h"
+#include "shardproof/cuda.h"
 #include "shardproof/nccl.h"
 
 namespace shardproof {
@@ -17,6 +21,8 @@ namespace {
 
 static_assert(static_cast<int>(NcclResult::remote_error) == ncclRemoteError);
 static_assert(static_cast<int>(NcclResult::in_progress) == ncclInProgress);
+static_assert(NcclApi::operator_of(Reduce::sum) == ncclSum && NcclApi::operator_of(Reduce::max) == ncclMax &&
+              NcclApi::operator_of(Reduce::min) == ncclMin);
 static_assert(sizeof(NcclApi::UniqueId) == sizeof(ncclUniqueId));
 
 void check_cuda(cudaError_t result, const char* what) {
@@ -58,64 +64,16 @@ ncclDataType_t type_of(at::ScalarType dtype) {
   }
 }
 
-ncclRedOp_t op_of(Reduce op) {
-  if (op == Reduce::max) return ncclMax;
-  return op == Reduce::min ? ncclMin : ncclSum;
+// A one-element array of the dtype, for NCCL to read a scalar from.
+std::array<std::byte, 8> scalar_of(double value, at::ScalarType dtype) {
+  std::array<std::byte, 8> bytes{};
+  const auto put = [&](auto typed) { std::memcpy(bytes.data(), &typed, sizeof typed); };
+  if (dtype == at::kDouble) put(value);
+  if (dtype == at::kFloat) put(static_cast<float>(value));
+  if (dtype == at::kHalf) put(c10::Half(static_cast<float>(value)));
+  if (dtype == at::kBFloat16) put(c10::BFloat16(static_cast<float>(value)));
+  return bytes;
 }
-
-// Sums on the host, between copies there and back: the stream waits for them, and no thread of the caller does.
-class HostSums {
- public:
-  void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
-              cudaStream_t stream) {
-    const auto bytes = static_cast<size_t>(count) * c10::elementSize(dtype);
-    Job& job = free_job(bytes * terms.size());
-    job.recorded = false;
-    job.dtype = dtype, job.op = op, job.count = count;
-    job.terms.clear();
-    for (size_t i = 0; i < terms.size(); ++i) {
-      job.terms.push_back(job.memory + i * bytes);
-      check_cuda(cudaMemcpyAsync(job.memory + i * bytes, terms[i], bytes, cudaMemcpyDefault, stream), "copy of a term");
-    }
-    check_cuda(cudaLaunchHostFunc(stream, &HostSums::add, &job), "sum on the host");
-    check_cuda(cudaMemcpyAsync(target, job.memory, bytes, cudaMemcpyDefault, stream), "copy of a sum");
-    check_cuda(cudaEventRecord(job.through, stream), "event of a sum");
-    job.recorded = true;
-  }
-
- private:
-  struct Job {
-    at::ScalarType dtype;
-    Reduce op;
-    int64_t count = 0;
-    std::vector<const std::byte*> terms;
-    std::byte* memory = nullptr;  // pinned: else the copies would keep the caller
-    size_t bytes = 0;
-    cudaEvent_t through = nullptr;
-    bool recorded = true;  // `through` speaks of the last use; else that use failed, and a stream may still read
-  };
-
-  static void add(void* job_of_stream) {
-    Job& job = *static_cast<Job*>(job_of_stream);
-    reduce_terms(job.dtype, job.op, job.terms, job.count, job.memory);
-  }
-
-  // Kept as long as the table, which outlives its streams.
-  Job& free_job(size_t bytes) {
-    const std::lock_guard lock(mutex_);
-    for (const auto& job : jobs_)
-      if (job->recorded && job->bytes >= bytes && cudaEventQuery(job->through) == cudaSuccess) return *job;
-    auto job = std::make_unique<Job>();
-    job->bytes = std::max<size_t>(bytes, 1 << 16);
-    check_cuda(cudaMallocHost(reinterpret_cast<void**>(&job->memory), job->bytes), "pinned memory of a sum");
-    check_cuda(cudaEventCreateWithFlags(&job->through, cudaEventDisableTiming), "event of a sum");
-    jobs_.push_back(std::move(job));
-    return *jobs_.back();
-  }
-
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<Job>> jobs_;
-};
 
 class MachineApi final : public NcclApi {
  public:
@@ -155,11 +113,18 @@ class MachineApi final : public NcclApi {
     check_cuda(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_of(stream)),
                "cudaMemcpyAsync");
   }
+  std::string why_no_sums() override {
+    if (cuda_built()) return {};
+    return "sums in rank order need CUDA kernels, and " + why_no_cuda() + ". Or use --sum native";
+  }
   void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
               Stream stream) override {
-    sums_.reduce(dtype, op, terms, count, target, stream_of(stream));
+    const auto kernels = kernels_on(stream);
+    SHARD_REQUIRE(kernels != nullptr, "nccl", "{}", why_no_sums());
+    reduce_terms(kernels.get(), dtype, op, terms, count, target);
   }
   bool is_on_device(const at::Tensor& tensor) override { return tensor.is_cuda(); }
+  bool is_device(c10::Device device) override { return device.is_cuda() && (!device.has_index() || device.index() == device_); }
 
   void* allocate(int64_t bytes, Memory kind) override {
     void* memory = nullptr;
@@ -235,15 +200,26 @@ class MachineApi final : public NcclApi {
     return as_result(ncclBroadcast(data, data, static_cast<size_t>(bytes), ncclUint8, static_cast<int>(root),
                                    comm_of(communicator), stream_of(stream)));
   }
-  NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+  NcclResult all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Operator op,
                         Communicator communicator, Stream stream) override {
-    return as_result(ncclAllReduce(input, output, static_cast<size_t>(count), type_of(dtype), op_of(op), comm_of(communicator),
-                                   stream_of(stream)));
+    return as_result(ncclAllReduce(input, output, static_cast<size_t>(count), type_of(dtype), static_cast<ncclRedOp_t>(op),
+                                   comm_of(communicator), stream_of(stream)));
   }
-  NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Reduce op,
+  NcclResult reduce_scatter(const void* input, void* output, int64_t count, at::ScalarType dtype, Operator op,
                             Communicator communicator, Stream stream) override {
-    return as_result(ncclReduceScatter(input, output, static_cast<size_t>(count), type_of(dtype), op_of(op),
+    return as_result(ncclReduceScatter(input, output, static_cast<size_t>(count), type_of(dtype), static_cast<ncclRedOp_t>(op),
                                        comm_of(communicator), stream_of(stream)));
+  }
+  NcclResult create_premultiplied_sum(Operator& op, double factor, at::ScalarType dtype, Communicator communicator) override {
+    auto scalar = scalar_of(factor, dtype);
+    ncclRedOp_t made = ncclSum;
+    const ncclResult_t result =
+        ncclRedOpCreatePreMulSum(&made, scalar.data(), type_of(dtype), ncclScalarHostImmediate, comm_of(communicator));
+    op = static_cast<Operator>(made);
+    return as_result(result);
+  }
+  NcclResult destroy_operator(Operator op, Communicator communicator) override {
+    return as_result(ncclRedOpDestroy(static_cast<ncclRedOp_t>(op), comm_of(communicator)));
   }
 
   NcclResult register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) override {
@@ -259,7 +235,6 @@ class MachineApi final : public NcclApi {
 
  private:
   const int device_;
-  HostSums sums_;
 };
 
 }  // namespace

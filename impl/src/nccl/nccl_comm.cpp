@@ -1,22 +1,10 @@
 #include "nccl_comm.h"
 
-#include <ATen/ATen.h>
-
-#include "shardproof/check.h"
+#include "engine_work.h"
+#include "split_group.h"
 
 namespace shardproof::nccl {
 namespace {
-
-class Ticket final : public Work::State {
- public:
-  Ticket(std::shared_ptr<Engine> engine, std::shared_ptr<Operation> operation)
-      : engine_(std::move(engine)), operation_(std::move(operation)) {}
-  void wait() override { engine_->wait(*operation_); }
-
- private:
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<Operation> operation_;
-};
 
 class NcclComm final : public Comm {
  public:
@@ -29,11 +17,13 @@ class NcclComm final : public Comm {
   int64_t size() const override { return group_->size(); }
   const std::string& name() const override { return name_; }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override;
+  bool premultiplies() const override { return engine_->premultiplies(); }
+  c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override {
+    return engine_->allocate(*group_, op, bytes, device);
+  }
 
  private:
-  Work start(Call call) override {
-    return Work(std::make_shared<Ticket>(engine_, engine_->start(group_, flight_, std::move(call))));
-  }
+  Work start(Call call) override { return work_of(engine_, engine_->start(group_, flight_, std::move(call))); }
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Group> group_;
@@ -42,12 +32,7 @@ class NcclComm final : public Comm {
 };
 
 std::shared_ptr<Comm> NcclComm::split(int64_t color, int64_t key, std::string name) {
-  at::Tensor mine = at::empty({2}, at::kLong), all = at::empty({2 * size()}, at::kLong);
-  mine.mutable_data_ptr<int64_t>()[0] = color;
-  mine.mutable_data_ptr<int64_t>()[1] = key;
-  issue({.op = Op::split, .output = all, .input = mine}).wait();
-  const int64_t* told = all.const_data_ptr<int64_t>();
-  auto group = engine_->split(*group_, {told, told + all.numel()});
+  auto group = engine_->split(*group_, tell_colors(*this, color, key));
   return group ? make_comm(engine_, std::move(group), std::move(name)) : nullptr;
 }
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <numeric>
 
-#include "counter_random.h"
 #include "flight_call.h"
 #include "shardproof/check.h"
+#include "split_group.h"
 
 namespace shardproof::nccl {
 namespace {
@@ -118,25 +118,14 @@ std::shared_ptr<Group> Engine::split(Group& parent, const std::vector<int64_t>& 
   ++splits.used;
   int64_t earlier = 0;
   for (const auto& [other, made] : parent.splits) earlier += static_cast<int64_t>(made.groups.size());
-  const int64_t color = colors_and_keys[static_cast<size_t>(2 * parent.rank)];
-  std::vector<std::pair<int64_t, int64_t>> members;  // key, rank in the parent
-  for (int64_t r = 0; r < parent.size(); ++r)
-    if (colors_and_keys[static_cast<size_t>(2 * r)] == color)
-      members.emplace_back(colors_and_keys[static_cast<size_t>(2 * r + 1)], r);
-  std::sort(members.begin(), members.end());
+  const SplitGroup made =
+      split_group(colors_and_keys, parent.rank, parent.world_ranks, parent.id, static_cast<uint64_t>(earlier));
   auto group = std::make_shared<Group>();
-  for (size_t i = 0; i < members.size(); ++i) {
-    if (members[i].second == parent.rank) group->rank = static_cast<int64_t>(i);
-    group->world_ranks.push_back(parent.world_ranks[static_cast<size_t>(members[i].second)]);
-  }
-  // The same on every rank of the new group, and on no other.
-  group->id = parent.id;
-  for (const int64_t value : {earlier + 1, group->world_ranks[0] + 1})
-    group->id = counter_mix(group->id ^ static_cast<uint64_t>(value));
-  // NCCL's colors and keys are ints: the first member and the new rank say the same. Nothing is on its way on this lane of any
-  // parent: its last call was the exchange of colors, which all ranks have waited for.
-  open_lanes(*group, parent.lane(LaneKind::gathers).communicator, color < 0 ? -1 : members[0].second, group->rank, 0);
-  if (color < 0)
+  group->rank = made.rank, group->world_ranks = made.world_ranks, group->id = made.id;
+  // Nothing is on its way on this lane of any parent: its last call was the exchange of colors, which all ranks have waited
+  // for.
+  open_lanes(*group, parent.lane(LaneKind::gathers).communicator, made.color, made.rank, 0);
+  if (made.color < 0)
     group = nullptr;
   else
     groups_.push_back(group);
@@ -281,6 +270,26 @@ std::vector<std::string> Engine::open_calls() {
   return titles;
 }
 
+c10::DataPtr Engine::allocate(Group& group, Op op, int64_t bytes, c10::Device device) {
+  if (options_.buffers == NcclApi::Memory::plain || bytes == 0 || group.size() == 1 || !api_->is_device(device)) return {};
+  const std::lock_guard lock(mutex_);
+  api_->use_device();
+  const std::string doing =
+      fmt::format("the registration of {} bytes for {}; leave --registered-buffers out", bytes, to_string(op));
+  require_alive(doing);
+  Lane& lane = group.lane(lane_of(op));
+  return lane.buffers.take(api_, lane.communicator, bytes, options_.buffers, device,
+                           [&](NcclApi::Communicator communicator, NcclResult result) { settle(communicator, result, doing); });
+}
+
+int64_t Engine::lent_buffers() {
+  const std::lock_guard lock(mutex_);
+  int64_t lent = 0;
+  for (const auto& group : groups_)
+    for (const Lane& lane : group->lanes) lent += lane.buffers.lent();
+  return lent;
+}
+
 void Engine::abandon(const std::string& why) {
   end(body_, {false, fmt::format("rank {} failed: {}", rank_, why)});
 }
@@ -306,6 +315,7 @@ void Engine::forget_groups() {
     for (Lane& lane : group->lanes) {
       if (lane.stream) api_->destroy_stream(lane.stream);
       lane.memory.close(*api_, lane.communicator);
+      lane.buffers.close(lane.communicator);
       if (lane.communicator) api_->destroy(lane.communicator);
       lane.stream = nullptr, lane.communicator = nullptr;
     }

@@ -44,11 +44,16 @@ class Engine {
 
   std::shared_ptr<Operation> start(std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight, Call call);
   void wait(Operation& operation);
+  // As Comm::allocate.
+  c10::DataPtr allocate(Group& group, Op op, int64_t bytes, c10::Device device);
+  bool premultiplies() const { return options_.sum == NcclOptions::Sum::native; }
   // Collective over the parent, whose ranks have just told each other their colors and keys, two a rank.
   std::shared_ptr<Group> split(Group& parent, const std::vector<int64_t>& colors_and_keys);
 
   // Calls that were never waited for, in words.
   std::vector<std::string> open_calls();
+  // Buffers of `allocate` that are not given back.
+  int64_t lent_buffers();
   // Of this rank, in words; "" when there was none.
   std::string last_call() const { return record_.last(); }
   // Throws what ended the world or this body.

@@ -1,18 +1,12 @@
 #include "nccl_group.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
-
-#include "shardproof/check.h"
 
 namespace shardproof::nccl {
 namespace {
 
 constexpr uint64_t kBlockBytesMin = 512;
-// Of what is registered: NCCL's windows begin and end at pages.
-constexpr uint64_t kScratchBytesMin = 1 << 16;
 
 }  // namespace
 
@@ -33,24 +27,19 @@ void LaneMemory::give_back(Block block) {
   free_.push_back(block);
 }
 
-std::byte* LaneMemory::scratch(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind) {
+std::byte* LaneMemory::scratch(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
+                               const Settle& settle) {
   if (scratches_.empty() || scratches_.back().bytes < bytes) {
-    const auto rounded = static_cast<int64_t>(std::bit_ceil(std::max(kScratchBytesMin, static_cast<uint64_t>(bytes))));
-    Scratch made{api.allocate(rounded, kind), rounded, nullptr, kind};
-    scratches_.push_back(made);
-    if (kind != NcclApi::Memory::plain) {
-      const NcclResult result = api.register_memory(communicator, made.memory, rounded, kind, scratches_.back().handle);
-      SHARD_REQUIRE(result == NcclResult::success, "nccl", "{} bytes could not be registered: {}; use plain buffers", rounded,
-                    api.error_text(result, communicator));
-    }
+    const auto rounded = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
+    allocate_registered(api, communicator, rounded, kind, scratches_.emplace_back(), settle);
   }
   return static_cast<std::byte*>(scratches_.back().memory);
 }
 
 void LaneMemory::close(NcclApi& api, NcclApi::Communicator communicator) {
-  for (const Scratch& scratch : scratches_) {
-    if (communicator && scratch.handle) api.deregister_memory(communicator, scratch.handle, scratch.kind);
-    api.release(scratch.memory, scratch.kind);
+  for (RegisteredMemory& scratch : scratches_) {
+    deregister(api, communicator, scratch);
+    if (scratch.memory) api.release(scratch.memory, scratch.kind);
   }
   for (const Block& block : all_) api.release(block.memory, NcclApi::Memory::plain);
   scratches_.clear(), free_.clear(), all_.clear();

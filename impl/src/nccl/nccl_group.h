@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "nccl_buffers.h"
 #include "shardproof/nccl_api.h"
 
 namespace shardproof::nccl {
@@ -27,25 +28,21 @@ class LaneMemory {
   void give_back(Block block);
   // What the call in hand needs besides; the next call on the lane gets the same memory. With one sequence of sizes on all
   // ranks it grows on all of them together, as symmetric windows must.
-  std::byte* scratch(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind);
+  std::byte* scratch(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
+                     const Settle& settle);
   // With nothing on its way; a null communicator was aborted, and knows of no registrations.
   void close(NcclApi& api, NcclApi::Communicator communicator);
 
  private:
-  struct Scratch {
-    void* memory;
-    int64_t bytes;
-    void* handle;
-    NcclApi::Memory kind;
-  };
   std::vector<Block> free_, all_;
-  std::vector<Scratch> scratches_;  // the last is in use; calls on their way may still use the others
+  std::vector<RegisteredMemory> scratches_;  // the last is in use; calls on their way may still use the others
 };
 
 struct Lane {
   NcclApi::Communicator communicator = nullptr;  // null before it is there, and once it was aborted
   NcclApi::Stream stream = nullptr;
   LaneMemory memory = {};
+  BufferPool buffers = {};  // of the tensors of calls, where that was asked for
 };
 
 enum class LaneKind : size_t { gathers, reductions, messages };

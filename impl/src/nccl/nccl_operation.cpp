@@ -140,14 +140,23 @@ void Issue::all_to_all(Operation& operation) {
   exchange(operation, gives, takes);
 }
 
+std::byte* Issue::scratch(Lane& lane, int64_t bytes) {
+  return lane.memory.scratch(api_, lane.communicator, bytes, options_.buffers, settle_);
+}
+
 void Issue::reduce_natively(Operation& operation) {
   const Call& call = operation.call;
   Lane& lane = operation.lane();
   std::byte* const input = device_input(operation, call.input);
   std::byte* const output = device_output(operation, call.output);
+  NcclApi::Operator op = NcclApi::operator_of(call.reduce);
+  const bool is_own = call.factor != 1;
+  if (is_own) settle_(nullptr, api_.create_premultiplied_sum(op, call.factor, dtype(call), lane.communicator));
   const auto reduces = call.op == Op::all_reduce ? &NcclApi::all_reduce : &NcclApi::reduce_scatter;
-  settle_(lane.communicator,
-          (api_.*reduces)(input, output, numel(call), dtype(call), call.reduce, lane.communicator, lane.stream));
+  const NcclResult result = (api_.*reduces)(input, output, numel(call), dtype(call), op, lane.communicator, lane.stream);
+  // NCCL needs it no longer once the call has returned.
+  if (is_own) settle_(nullptr, api_.destroy_operator(op, lane.communicator));
+  settle_(lane.communicator, result);
 }
 
 void Issue::reduce_scatter_in_order(Operation& operation) {
@@ -157,7 +166,7 @@ void Issue::reduce_scatter_in_order(Operation& operation) {
   const auto bytes = static_cast<int64_t>(call.output.nbytes());
   std::byte* const input = device_input(operation, call.input);
   std::byte* const output = device_output(operation, call.output);
-  std::byte* const arriving = lane.memory.scratch(api_, lane.communicator, size * bytes, options_.buffers);
+  std::byte* const arriving = scratch(lane, size * bytes);
   std::vector<Part> gives, takes;
   for (int64_t peer = 0; peer < size; ++peer) {
     gives.push_back({input + peer * bytes, bytes});
@@ -177,7 +186,7 @@ void Issue::all_reduce_in_order(Operation& operation) {
   std::byte* const output = device_output(operation, call.output);
   if (bytes > kWholeBytesMax) return all_reduce_in_slices(operation, input, output);
   const int64_t size = operation.group->size();
-  std::byte* const all = lane.memory.scratch(api_, lane.communicator, size * bytes, options_.buffers);
+  std::byte* const all = scratch(lane, size * bytes);
   settle_(lane.communicator, api_.all_gather(input, all, bytes, lane.communicator, lane.stream));
   api_.reduce(dtype(call), call.reduce, side_by_side(all, bytes, size), call.input.numel(), output, lane.stream);
 }
@@ -190,7 +199,7 @@ void Issue::all_reduce_in_slices(Operation& operation, std::byte* input, std::by
   const int64_t share = (numel + size - 1) / size;
   const auto begin = [&](int64_t rank) { return std::min(numel, rank * share) * element; };
   const int64_t mine = begin(own + 1) - begin(own);
-  std::byte* const arriving = lane.memory.scratch(api_, lane.communicator, size * share * element, options_.buffers);
+  std::byte* const arriving = scratch(lane, size * share * element);
   std::vector<Part> gives, takes;
   for (int64_t peer = 0; peer < size; ++peer) {
     gives.push_back({input + begin(peer), begin(peer + 1) - begin(peer)});

@@ -61,9 +61,7 @@ struct Operation {
 // Enqueues calls on their lane's stream.
 class Issue {
  public:
-  // `settle(communicator, result)` throws unless the result is success, at once or when the communicator's progress is over. A
-  // null communicator: within a group, whose progress begins at its end.
-  using Settle = std::function<void(NcclApi::Communicator, NcclResult)>;
+  // `settle` with a null communicator: within a group, whose progress begins at its end.
   Issue(NcclApi& api, const NcclOptions& options, Settle settle) : api_(api), options_(options), settle_(std::move(settle)) {}
 
   void collective(Operation& operation);
@@ -80,6 +78,7 @@ class Issue {
   // By peer; a part of no bytes is not sent. What a rank has for itself is copied.
   void exchange(Operation& operation, const std::vector<Part>& gives, const std::vector<Part>& takes);
   void all_to_all(Operation& operation);
+  std::byte* scratch(Lane& lane, int64_t bytes);
   void reduce_natively(Operation& operation);
   void reduce_scatter_in_order(Operation& operation);
   void all_reduce_in_order(Operation& operation);

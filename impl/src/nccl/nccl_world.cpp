@@ -1,5 +1,4 @@
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <cstring>
 #include <exception>
@@ -25,16 +24,9 @@ class NcclWorld::Impl {
   int64_t size() const { return engine_->size(); }
 
   void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
-    SHARD_REQUIRE(ranks >= 0 && ranks <= size(), "nccl", "a body for {} ranks cannot run on {} processes", ranks, size());
+    require_ranks("nccl", ranks, size());
     engine_->begin(++body_);
-    std::exception_ptr thrown;
-    try {
-      run_body(body, ranks);
-    } catch (const WorldLostError&) {
-      throw;
-    } catch (...) {
-      thrown = std::current_exception();
-    }
+    const std::exception_ptr thrown = thrown_by([&] { run_body(body, ranks); });
     const Ending mine = ending_of(thrown, engine_->last_call());
     if (mine.failed) engine_->abandon(mine.text);
     const std::vector<Ending> endings = tell_endings(mine);
@@ -53,9 +45,10 @@ class NcclWorld::Impl {
     if (!comm) return;
     body(comm);
     engine_->drain();  // another rank may have failed before it made them all
-    const std::vector<std::string> open = engine_->open_calls();
-    SHARD_REQUIRE(open.empty(), "nccl", "the body returned but never waited for {}; call Work::wait on every Work",
-                  fmt::join(open, "; "));
+    require_all_waited("nccl", engine_->open_calls());
+    SHARD_REQUIRE(engine_->lent_buffers() == 0, "nccl",
+                  "the body returned and holds {} registered buffers; what was made from its communicator must end with it",
+                  engine_->lent_buffers());
   }
 
   std::string ending_name(int64_t body, int64_t rank) const { return fmt::format("ending/{}/{}", body, rank); }
@@ -89,6 +82,8 @@ NcclWorld::NcclWorld(int64_t rank, int64_t size, std::shared_ptr<NcclStore> stor
                      const NcclOptions& options) {
   SHARD_REQUIRE(size > 0 && rank >= 0 && rank < size, "nccl", "there is no rank {} of {}", rank, size);
   SHARD_REQUIRE(options.timeout_seconds > 0, "nccl", "the time-out must be above 0 s, got {}", options.timeout_seconds);
+  if (options.sum == NcclOptions::Sum::rank_order)
+    if (const std::string why = api->why_no_sums(); !why.empty()) throw Error("[nccl] " + why);
   impl_ = std::make_unique<Impl>(rank, size, std::move(store), std::move(api), options);
 }
 NcclWorld::~NcclWorld() = default;

@@ -1,0 +1,112 @@
+#include "nccl_buffers.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace shardproof::nccl {
+namespace {
+
+// NCCL's windows begin and end at pages.
+int64_t whole_pages(int64_t bytes) {
+  constexpr int64_t kPage = 1 << 16;
+  return (bytes + kPage - 1) / kPage * kPage;
+}
+
+}  // namespace
+
+void allocate_registered(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
+                         RegisteredMemory& made, const Settle& settle) {
+  made.bytes = whole_pages(bytes);
+  made.kind = kind;
+  made.memory = api.allocate(made.bytes, kind);
+  if (kind == NcclApi::Memory::plain) return;
+  settle(communicator, api.register_memory(communicator, made.memory, made.bytes, kind, made.handle));
+}
+
+void deregister(NcclApi& api, NcclApi::Communicator communicator, RegisteredMemory& memory) {
+  if (communicator && memory.handle) api.deregister_memory(communicator, memory.handle, memory.kind);
+  memory.handle = nullptr;
+}
+
+struct BufferPool::Shared {
+  struct Buffer {
+    RegisteredMemory memory;
+    bool is_lent = false;
+  };
+
+  std::shared_ptr<NcclApi> api;
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Buffer>> buffers;  // in the order in which they were made, the same on all ranks
+  bool is_closed = false;
+
+  Buffer* first_free(int64_t bytes) {
+    const std::lock_guard lock(mutex);
+    const auto fits = std::find_if(buffers.begin(), buffers.end(), [&](const auto& buffer) {
+      return !buffer->is_lent && buffer->memory.bytes == whole_pages(bytes);
+    });
+    return fits == buffers.end() ? nullptr : fits->get();
+  }
+
+  void give_back(Buffer* buffer) {
+    const std::lock_guard lock(mutex);
+    buffer->is_lent = false;
+    if (is_closed) release(*buffer);
+  }
+
+  void release(const Buffer& buffer) { api->release(buffer.memory.memory, buffer.memory.kind); }
+};
+
+// What a tensor's storage points back to.
+struct BufferPool::Loan {
+  std::shared_ptr<Shared> pool;
+  Shared::Buffer* buffer;
+};
+
+BufferPool::~BufferPool() {
+  close(nullptr);
+}
+
+c10::DataPtr BufferPool::take(std::shared_ptr<NcclApi> api, NcclApi::Communicator communicator, int64_t bytes,
+                              NcclApi::Memory kind, c10::Device device, const Settle& settle) {
+  if (!shared_) shared_ = std::make_shared<Shared>();
+  shared_->api = std::move(api);
+  Shared::Buffer* buffer = shared_->first_free(bytes);
+  if (!buffer) {
+    auto made = std::make_unique<Shared::Buffer>();
+    buffer = made.get();
+    {
+      // In the pool before it is registered: that may throw, and who closes frees it then.
+      const std::lock_guard lock(shared_->mutex);
+      shared_->buffers.push_back(std::move(made));
+    }
+    allocate_registered(*shared_->api, communicator, bytes, kind, buffer->memory, settle);
+  }
+  {
+    const std::lock_guard lock(shared_->mutex);
+    buffer->is_lent = true;
+  }
+  const auto give_back = [](void* context) {
+    const std::unique_ptr<Loan> loan(static_cast<Loan*>(context));
+    loan->pool->give_back(loan->buffer);
+  };
+  return {buffer->memory.memory, new Loan{shared_, buffer}, give_back, device};
+}
+
+int64_t BufferPool::lent() const {
+  if (!shared_) return 0;
+  const std::lock_guard lock(shared_->mutex);
+  return std::count_if(shared_->buffers.begin(), shared_->buffers.end(), [](const auto& buffer) { return buffer->is_lent; });
+}
+
+void BufferPool::close(NcclApi::Communicator communicator) {
+  const std::shared_ptr<Shared> closing = std::exchange(shared_, nullptr);
+  if (!closing) return;
+  const std::lock_guard lock(closing->mutex);
+  for (const auto& buffer : closing->buffers) {
+    deregister(*closing->api, communicator, buffer->memory);
+    if (!buffer->is_lent && buffer->memory.memory) closing->release(*buffer);
+  }
+  closing->is_closed = true;
+}
+
+}  // namespace shardproof::nccl
