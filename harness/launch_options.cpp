@@ -51,7 +51,8 @@ void Launched::add_to(CLI::App& command, bool ranks_option) {
   of_nccl_ = {command.add_option("--sum", sum, "rank_order or native: who adds, with --backend nccl")
                   ->check(CLI::IsMember({"rank_order", "native"}))
                   ->capture_default_str(),
-              command.add_flag("--registered-buffers", registered_buffers, "register buffers and buckets with NCCL, with --backend nccl")};
+              command.add_flag("--registered-buffers", registered_buffers,
+                               "register buffers and buckets with NCCL, with --backend nccl")};
 }
 
 namespace {
