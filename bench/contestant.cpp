@@ -1,7 +1,10 @@
 #include "bench/contestant.h"
 
 #include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <malloc.h>
 
@@ -31,10 +34,41 @@ double memory_mib(const std::string& key) {
 
 void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
 
-at::Tensor loss_of(const Model& model, const at::Tensor& tokens, double weight) {
+void finish(c10::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
+double device_peak_mib(c10::Device device) {
+  const auto stats = at::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  return static_cast<double>(stats.allocated_bytes[0].peak) / 1048576;  // [0]: of all pools
+}
+
+// While one lives, products and attention of this thread are in bfloat16.
+class Autocast {
+ public:
+  Autocast(c10::DeviceType type, bool on) : type_(type), on_(on) {
+    if (!on) return;
+    at::autocast::set_autocast_dtype(type, at::kBFloat16);
+    at::autocast::set_autocast_enabled(type, true);
+    at::autocast::increment_nesting();
+  }
+  ~Autocast() {
+    if (!on_) return;
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(type_, false);
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  c10::DeviceType type_;
+  bool on_;
+};
+
+at::Tensor loss_of(const Model& model, const at::Tensor& tokens) {
   const at::Tensor logits = call(model, tokens.narrow(1, 0, tokens.size(1) - 1).contiguous());
   const at::Tensor targets = tokens.narrow(1, 1, tokens.size(1) - 1).reshape({-1});
-  return at::cross_entropy_loss(logits.flatten(0, 1), targets, {}, at::Reduction::Mean) * weight;
+  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::kFloat), targets, {}, at::Reduction::Mean);
 }
 
 // AdamW as PyTorch fuses it, on whole tensors.
@@ -44,7 +78,7 @@ class FusedAdamW {
     for (const at::Tensor& p : parameters_) {
       m_.push_back(at::zeros_like(p));
       v_.push_back(at::zeros_like(p));
-      steps_.push_back(at::zeros({}));
+      steps_.push_back(at::zeros({}, p.options()));
     }
   }
   void step() {
@@ -64,19 +98,30 @@ class FusedAdamW {
   std::vector<at::Tensor> parameters_, m_, v_, steps_;
 };
 
-nlohmann::json run_single(const Task& task) {
-  at::set_num_threads(2);
+Model model_of(const Task& task) {
   Model model(task.size);
   initialize_parameters(*model, kSeed);
+  model->to(task.device);
+  return model;
+}
+
+nlohmann::json run_single(const Task& task) {
+  at::set_num_threads(2);
+  Model model = model_of(task);
   FusedAdamW optimizer(model, task.lr);
   std::vector<double> times, losses;
   reset_peak();
   for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
-    const at::Tensor tokens = tokens_of(task.size, step);
+    const at::Tensor tokens = tokens_of(task.size, step).to(task.device);
+    finish(task.device);
     const auto start = Clock::now();
-    const at::Tensor loss = loss_of(model, tokens, 1);
+    const at::Tensor loss = [&] {
+      const Autocast autocast(task.device.type(), task.bf16);
+      return loss_of(model, tokens);
+    }();
     loss.backward();
     optimizer.step();
+    finish(task.device);
     times.push_back(milliseconds_since(start));
     losses.push_back(loss.item<double>());
   }
@@ -97,29 +142,33 @@ std::shared_ptr<MeshComm> mesh_of(const Task& task, const std::shared_ptr<Comm>&
 }
 
 ShardOptions options_of(const Task& task) {
-  return {.strategy = strategy(task.strategy),
-          .units = by_type<BlockImpl>(),
-          .buffers = Buffers::pooled,
-          .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
-          .numerics = Numerics::fast,
-          .broadcast_initial_values = false};
+  ShardOptions options{.strategy = strategy(task.strategy),
+                       .units = by_type<BlockImpl>(),
+                       .buffers = Buffers::pooled,
+                       .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
+                       .numerics = Numerics::fast,
+                       .broadcast_initial_values = false};
+  if (task.bf16)
+    options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .gradient = at::kFloat, .reduce = at::kFloat};
+  return options;
 }
 
 void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const std::shared_ptr<Trace>& trace, Measured& measured) {
   const int64_t rank = comm->rank(), per_rank = task.size.batch / task.ranks;
-  Model model(task.size);
-  initialize_parameters(*model, kSeed);
+  Model model = model_of(task);
   Sharded sharded = fully_shard(model.ptr(), mesh_of(task, comm, trace), options_of(task));
   Optimizer optimizer = adamw(sharded, {.lr = task.lr});
   at::Tensor losses = at::zeros({task.warmup + task.steps}, at::kDouble);
   for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
-    const at::Tensor tokens = tokens_of(task.size, step).narrow(0, rank * per_rank, per_rank);
+    const at::Tensor tokens = tokens_of(task.size, step).narrow(0, rank * per_rank, per_rank).to(task.device);
+    finish(task.device);
     comm->barrier().wait();
     if (rank == 0) measured.calls_before_last = trace->of_rank(0).size();
     const auto start = Clock::now();
-    const at::Tensor loss = loss_of(model, tokens, 1);
+    const at::Tensor loss = loss_of(model, tokens);
     loss.backward();
     optimizer.step();
+    finish(task.device);
     comm->barrier().wait();
     if (rank == 0) measured.times.push_back(milliseconds_since(start));
     losses.mutable_data_ptr<double>()[step] = loss.item<double>() / static_cast<double>(task.ranks);
@@ -139,7 +188,7 @@ nlohmann::json run_ours(const Task& task, ProcessWorld* processes) {
   if (processes)
     processes->run(body, task.ranks);
   else
-    run_threads(task.ranks, body);
+    run_threads(task.ranks, body, {.device = task.device});
   int64_t calls = 0, bytes = 0;
   const auto records = trace->of_rank(0);
   for (size_t i = measured.calls_before_last; i < records.size(); ++i) {
@@ -161,7 +210,7 @@ nlohmann::json run(const Task& task, ProcessWorld* processes) {
   const double base = memory_mib("VmRSS:");
   nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes);
   const auto ranks = static_cast<double>(task.contestant == "single" || processes ? 1 : task.ranks);
-  result["peak_mib"] = (memory_mib("VmHWM:") - base) / ranks;
+  result["peak_mib"] = (task.device.is_cpu() ? memory_mib("VmHWM:") - base : device_peak_mib(task.device)) / ranks;
   auto& times = result["step_ms"];
   if (!times.empty()) times.erase(times.begin(), times.begin() + task.warmup);  // rank 0's
   return result;

@@ -1,6 +1,8 @@
 // One contestant of the benchmark: trains and measures itself, in a process of its own.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -17,12 +19,16 @@ struct Task {
   Size size;
   int64_t steps = 10, warmup = 2;
   double lr = 3e-4;
+  c10::Device device{c10::kCPU};  // a GPU: of this process; its rank-threads share it
+  // Forwards and backwards in bfloat16, by autocast where there is one copy of the parameters, by a unit's own precision where
+  // they are sharded; parameters, sums of gradients and updates in float32.
+  bool bf16 = false;
 };
 
-// {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": above the process before the model, of one rank, "calls",
-// "bytes": of collectives in a step, "live_mib": largest bytes of parameters, gradients, optimizer and communication of one
-// rank}
-// Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
+// {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a
+// GPU of what was allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
+// gradients, optimizer and communication of one rank} Ours with `processes` is collective over them, as many as ranks, and the
+// result is rank 0's.
 nlohmann::json run(const Task& task, shardproof::ProcessWorld* processes = nullptr);
 
 // What PyTorch's contestants read: initial parameters, then tokens.

@@ -25,7 +25,8 @@ uint64_t mix(uint64_t x) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2
 
 Size size_of(const std::string& name) {
   if (name == "gpt33m") return {name, 8, 512, 8, 8192, 128, 8};
-  SHARD_REQUIRE(name == "tiny", "bench", "there is no model '{}': there are gpt33m, tiny", name);
+  if (name == "gpt1b") return {name, 24, 1792, 14, 32768, 1024, 8};
+  SHARD_REQUIRE(name == "tiny", "bench", "there is no model '{}': there are gpt33m, gpt1b, tiny", name);
   return {name, 2, 64, 4, 256, 32, 8};
 }
 
@@ -60,7 +61,7 @@ ModelImpl::ModelImpl(const Size& size) {
 }
 
 at::Tensor ModelImpl::forward(at::Tensor tokens) {
-  at::Tensor x = call(tok_, tokens) + call(pos_, at::arange(tokens.size(1), at::kLong));
+  at::Tensor x = call(tok_, tokens) + call(pos_, at::arange(tokens.size(1), tokens.options()));
   for (const Block& block : blocks_) x = call(block, x);
   return call(head_, call(lnf_, x));
 }

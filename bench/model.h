@@ -19,7 +19,7 @@ struct Size {
   std::string name;
   int64_t layers, hidden, heads, vocab, seq, batch;  // batch: sequences of a step over all ranks
 };
-// gpt33m (33.6 million parameters) and tiny. Throws shardproof::Error for another name.
+// gpt33m (33.6 million parameters), gpt1b (1.04 billion, for GPUs) and tiny. Throws shardproof::Error for another name.
 Size size_of(const std::string& name);
 
 class BlockImpl : public torch::nn::Module {

@@ -20,7 +20,7 @@ uint64_t mixed(uint64_t bits) {
 
 at::Tensor Dropout::operator()(const at::Tensor& x) {
   if (!drops()) return x;
-  return x * at::tensor(mask(x.numel()), at::kDouble).view(x.sizes()).to(x.scalar_type());
+  return x * at::tensor(mask(x.numel()), at::kDouble).view(x.sizes()).to(x.scalar_type()).to(x.device());
 }
 
 std::vector<double> Dropout::mask(int64_t elements) {

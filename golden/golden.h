@@ -224,6 +224,9 @@ struct Run {
   // Not 0: half of the numbers that the model computes with, chosen by this, are one float of their dtype farther from zero or
   // nearer to it. Shows how far roundings carry. Nothing of it in float64.
   uint64_t jitter = 0;
+  // Where forwards, backwards and muon's products are computed; not of models with canonical arithmetic. Data and results are
+  // on the CPU, and all else is computed there.
+  c10::Device device{c10::kCPU};
 };
 
 // What one step left behind.

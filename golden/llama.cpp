@@ -57,7 +57,8 @@ class Layer {
   static at::Tensor turned(const at::Tensor& x, const at::Tensor& angles) {
     const int64_t half = x.size(3) / 2;
     const at::Tensor first = x.narrow(3, 0, half), second = x.narrow(3, half, half);
-    return at::cat({first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()}, 3);
+    const at::Tensor cos = angles.cos().to(x.device()), sin = angles.sin().to(x.device());
+    return at::cat({first * cos - second * sin, second * cos + first * sin}, 3);
   }
 
   const Llama& llama_;

@@ -181,7 +181,7 @@ at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at
 
 at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::Tensor& input, bool branch) {
   const Scope model(parameters, "");
-  const at::Tensor scales = (at::arange(odd.width, at::kFloat) / 8 + 1).to(input.scalar_type());
+  const at::Tensor scales = (at::arange(odd.width, at::kFloat) / 8 + 1).to(input.scalar_type()).to(input.device());
   at::Tensor x = input * scales;
   for (int64_t call = 0; call < odd.calls; ++call) x = at::tanh(model.linear(x, "shared"));
   if (odd.gain) x = x * model("gain");

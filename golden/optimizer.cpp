@@ -33,7 +33,7 @@ at::Tensor sign_of(const at::Tensor& values) {
 
 at::Tensor orthogonalized(const at::Tensor& matrix) {
   constexpr double a = 3.4445, b = -4.7750, c = 2.0315;
-  const at::Tensor length = at::scalar_tensor(norm({matrix}), at::kDouble).to(matrix.scalar_type());
+  const at::Tensor length = at::scalar_tensor(norm({matrix.to(at::kCPU)}), at::kDouble).to(matrix.scalar_type());
   at::Tensor x = matrix / (length + 1e-7);
   const bool tall = x.size(0) > x.size(1);
   if (tall) x = x.t().contiguous();
@@ -45,7 +45,8 @@ at::Tensor orthogonalized(const at::Tensor& matrix) {
   return tall ? x.t().contiguous() : x;
 }
 
-OptimizerState::OptimizerState(Optimizer optimizer, const Named& parameters) : optimizer_(std::move(optimizer)) {
+OptimizerState::OptimizerState(Optimizer optimizer, const Named& parameters, c10::Device device)
+    : optimizer_(std::move(optimizer)), device_(device) {
   require_valid(optimizer_);
   for (const char* slot : {"momentum_buffer", "exp_avg", "exp_avg_sq"}) {
     Named state;
@@ -158,7 +159,7 @@ at::Tensor OptimizerState::lion(const Update& u) {
 at::Tensor OptimizerState::muon(const Update& u) {
   at::Tensor& m = state("momentum_buffer", u.name);
   m = m * optimizer_.momentum + u.gradient;
-  const at::Tensor x = orthogonalized(u.gradient + m * optimizer_.momentum);
+  const at::Tensor x = orthogonalized((u.gradient + m * optimizer_.momentum).to(device_)).to(at::kCPU);
   const double rows = static_cast<double>(x.size(0)), columns = static_cast<double>(x.size(1));
   return u.parameter * (1 - u.lr * u.weight_decay) - x * (u.lr * std::sqrt(std::max(1.0, rows / columns)));
 }

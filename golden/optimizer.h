@@ -13,7 +13,8 @@ namespace golden {
 
 class OptimizerState {
  public:
-  OptimizerState(Optimizer optimizer, const Named& parameters);
+  // Muon's products are computed on `device`, all else on the CPU.
+  OptimizerState(Optimizer optimizer, const Named& parameters, c10::Device device = c10::kCPU);
 
   // Returns the new parameters; neither the old ones nor the gradients are touched, so that traces may keep them. `gradients`
   // are of some of the parameters, in their order; the others stay as they are.
@@ -41,11 +42,12 @@ class OptimizerState {
   at::Tensor muon(const Update& update);
 
   Optimizer optimizer_;
+  c10::Device device_;
   std::map<std::string, int64_t> updates_;  // of each parameter
   std::vector<std::pair<std::string, Named>> tensors_;
 };
 
-// Five Newton-Schulz steps from a matrix towards the nearest orthogonal one, as golden.h states them.
+// Five Newton-Schulz steps from a matrix towards the nearest orthogonal one, as golden.h states them, on the matrix' device.
 at::Tensor orthogonalized(const at::Tensor& matrix);
 
 }  // namespace golden

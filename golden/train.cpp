@@ -30,9 +30,9 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 64 == 0 ? t : t.clone();
 }
 
-Microbatch prepared(const Microbatch& microbatch, at::ScalarType compute, at::ScalarType main) {
-  const auto convert = [](const at::Tensor& t, at::ScalarType dtype) {
-    return aligned(t.is_floating_point() ? t.to(dtype) : t);
+Microbatch prepared(const Microbatch& microbatch, at::ScalarType compute, at::ScalarType main, c10::Device device) {
+  const auto convert = [&](const at::Tensor& t, at::ScalarType dtype) {
+    return aligned(t.is_floating_point() ? t.to(dtype) : t).to(device);
   };
   return {convert(microbatch.input, compute), convert(microbatch.target, main), microbatch.weight, microbatch.branch,
           microbatch.dropout_seed};
@@ -77,21 +77,24 @@ struct Trainer::Collected {
 };
 
 Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
-                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter)
+                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter, c10::Device device)
     : model_(std::move(model)),
       order_(order),
       precision_(in_dtype(precision, dtype)),
       scaling_(scaling),
       jitter_(jitter),
+      device_(device),
       main_(dtype),
       parameters_(checked_copy(model_, parameters, dtype)),
-      optimizer_(std::move(optimizer), parameters_),
+      optimizer_(std::move(optimizer), parameters_, device),
       loss_scale_(scaling.initial) {
   if (dtype != at::kFloat && dtype != at::kDouble)
     refuse(fmt::format("dtype: expected Float or Double, got {}", c10::toString(dtype)));
   require_valid(order);
   require_valid(precision);
   require_valid(scaling);
+  if (model_.canonical && !device.is_cpu())
+    refuse(fmt::format("canonical arithmetic is computed on the CPU, not on {}", device.str()));
 }
 
 Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {
@@ -110,11 +113,12 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
     const bool frozen = is_frozen(collected.step, name);
     at::Tensor leaf = value.detach().to(precision_.compute);
     if (jitter_ != 0) leaf = jittered(leaf, jitter_ + leaves.size());
+    leaf = leaf.to(device_);
     leaf.set_requires_grad(!frozen);
     leaves.emplace(name, leaf);
     if (!frozen) trained.push_back(leaf);
   }
-  const Microbatch microbatch = prepared(collected.step.microbatches[round][rank], precision_.compute, main_);
+  const Microbatch microbatch = prepared(collected.step.microbatches[round][rank], precision_.compute, main_, device_);
   at::Tensor output = golden::loss(model_, leaves, microbatch);
   collected.losses[round][rank] = output.item<double>();
   if (collected.loss_scale != 0) output = output * collected.loss_scale;
@@ -124,7 +128,7 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
     gradients = torch::autograd::grad({output}, trained, {}, /*retain_graph=*/false, /*create_graph=*/false,
                                       /*allow_unused=*/true);
   for (size_t i = 0; i < gradients.size(); ++i)
-    if (!gradients[i].defined()) gradients[i] = at::zeros_like(trained[i]);
+    gradients[i] = gradients[i].defined() ? gradients[i].to(at::kCPU) : at::zeros(trained[i].sizes(), trained[i].scalar_type());
   return gradients;
 }
 
@@ -223,7 +227,8 @@ StepTrace Trainer::step(const Step& step) {
 }
 
 Trace train(const Run& run, at::ScalarType dtype) {
-  Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype, run.jitter);
+  Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype, run.jitter,
+                  run.device);
   Trace trace;
   std::vector<Trainer> ends{trainer};  // before the first step, and after each
   for (const Step& step : run.steps) {

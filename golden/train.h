@@ -13,7 +13,8 @@ class Trainer {
  public:
   // `parameters` are copied. Throws std::invalid_argument as `train` does.
   Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision = {},
-          LossScaling scaling = {}, at::ScalarType dtype = at::kFloat, uint64_t jitter = 0);
+          LossScaling scaling = {}, at::ScalarType dtype = at::kFloat, uint64_t jitter = 0,
+          c10::Device device = c10::kCPU);
 
   StepTrace step(const Step& step);
 
@@ -40,6 +41,7 @@ class Trainer {
   Precision precision_;
   LossScaling scaling_;
   uint64_t jitter_;
+  c10::Device device_;
   at::ScalarType main_;  // dtype of parameters, optimizer state and losses
   Named parameters_;
   OptimizerState optimizer_;

@@ -35,6 +35,13 @@ const std::vector<OptionRow>& option_rows() {
       {"sp", &O::sequence_parallel, {}, {1}, 0.9, 0},
       {"attention", &O::context_gathered, {"ring", "gathered"}, {1}, 0.8, 1},
       {"context", &O::context_contiguous, {"balanced", "contiguous"}, {1}, 0.8, 1},
+      {"offload",
+       &O::offload,
+       {"none", "pinned", "pageable"},
+       {offload_pinned, offload_pinned, offload_pageable},
+       0.25,
+       offload_none,
+       /*draws_apart=*/true},
   };
   return rows;
 }

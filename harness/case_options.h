@@ -11,6 +11,7 @@ enum Units : int64_t { units_root, units_block, units_leaf, units_some, units_li
 enum Loss : int64_t { loss_mean, loss_sum, loss_tokens };
 enum Dividing : int64_t { divide_after, divide_before, divide_split };
 enum Dtype : int64_t { fp32, bf16, fp16 };
+enum Offloading : int64_t { offload_none, offload_pinned, offload_pageable };
 
 struct CaseOptions {
   int64_t units = units_block;    // which modules are units besides the root; listed: named one by one, two a unit
@@ -38,6 +39,7 @@ struct CaseOptions {
   int64_t sequence_parallel = 0;   // between parallel blocks activations are split along the sequence
   int64_t context_gathered = 0;    // context parallelism gathers keys and values; else they go round in a ring
   int64_t context_contiguous = 0;  // and cuts sequences into one run a rank; else it balances a causal mask's work
+  int64_t offload = offload_none;  // of main parameters, gradients and optimizer state to the host's memory
   bool operator==(const CaseOptions&) const = default;
 };
 
@@ -48,6 +50,7 @@ struct OptionRow {
   std::vector<int64_t> others;      // values that the generator draws instead of the default
   double probability;               // of one of those
   int64_t simplest;                 // where the least happens: what shrinking tries
+  bool draws_apart = false;         // from numbers of its own, so that cases are what they were before there was this option
 };
 
 // In the order of the text.

@@ -20,7 +20,7 @@ using shardproof::MemoryKind;
 struct Arguments {
   std::string model = "gpt(layers=12,hidden=768,heads=12,vocab=50257,positions=1024,tied=1)", mesh = "dp_shard=8";
   std::string strategy = "zero3", json;
-  bool sequence_parallel = false, pieces = false;
+  bool sequence_parallel = false, offload = false, pieces = false;
   DryRun run;
 };
 
@@ -33,20 +33,18 @@ std::string size_of(int64_t bytes) {
   return fmt::format("{:.{}f} {}", size, unit == 0 ? 0 : 2, units[unit]);
 }
 
-// What the rank holds: between steps, and at most during one.
-void report_memory(const DryRunResult& result, JsonLines& out) {
-  fmt::print("\n{:<16}{:>14}{:>14}\n", "", "between steps", "at most");
+// What the rank holds in one place: between steps, and at most during one.
+void report_memory(const char* place, const shardproof::MemoryBytes& use, JsonLines& out) {
+  const auto report = [&](const char* kind, int64_t now, int64_t peak) {
+    fmt::print("{:<16}{:>14}{:>14}\n", kind, size_of(now), size_of(peak));
+    out.write({{"type", "plan_memory"}, {"place", place}, {"kind", kind}, {"now_bytes", now}, {"peak_bytes", peak}});
+  };
+  fmt::print("\n{:<16}{:>14}{:>14}\n", place, "between steps", "at most");
   for (int i = 0; i < shardproof::kMemoryKinds; ++i) {
     const auto kind = static_cast<MemoryKind>(i);
-    const int64_t now = result.stepped.now(kind), peak = result.stepped.peak(kind);
-    fmt::print("{:<16}{:>14}{:>14}\n", to_string(kind), size_of(now), size_of(peak));
-    out.write({{"type", "plan_memory"}, {"kind", to_string(kind)}, {"now_bytes", now}, {"peak_bytes", peak}});
+    report(to_string(kind), use.now(kind), use.peak(kind));
   }
-  fmt::print("{:<16}{:>14}{:>14}\n", "together", size_of(result.stepped.now_total()), size_of(result.stepped.peak_total_bytes));
-  out.write({{"type", "plan_memory"},
-             {"kind", "together"},
-             {"now_bytes", result.stepped.now_total()},
-             {"peak_bytes", result.stepped.peak_total_bytes}});
+  report("together", use.now_total(), use.peak_total_bytes);
 }
 
 void report_traffic(const DryRunResult& result, JsonLines& out) {
@@ -82,6 +80,7 @@ void run(Arguments& a) {
   dry.what.mesh = shardproof::Mesh::parse(a.mesh);
   dry.what.strategy = shardproof::strategy(a.strategy).name;
   dry.what.options.sequence_parallel = a.sequence_parallel;
+  dry.what.options.offload = a.offload ? offload_pageable : offload_none;
   SHARD_REQUIRE(dry.rank >= 0 && dry.rank < dry.what.mesh.size(), "plan", "mesh '{}' has ranks 0 to {}, --rank is {}", a.mesh,
                 dry.what.mesh.size() - 1, dry.rank);
   JsonLines out(a.json);
@@ -96,7 +95,8 @@ void run(Arguments& a) {
              {"rank", dry.rank},
              {"parameters", result.parameters},
              {"own_parameters", result.own_parameters}});
-  report_memory(result, out);
+  report_memory("device", result.stepped, out);
+  if (a.offload) report_memory("host", result.stepped.host, out);
   report_traffic(result, out);
   if (a.pieces) report_pieces(result, out);
 }
@@ -117,6 +117,7 @@ void add_plan_command(CLI::App& app, int& exit_code) {
   command->add_option("--length", a->run.length, "of a sequence; 0: as long as the model takes")->capture_default_str();
   command->add_option("--dtype", a->run.dtype, "of computation and reduction: float32, bf16, fp16")->capture_default_str();
   command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between the layers");
+  command->add_flag("--offload", a->offload, "main parameters, optimizer state and final gradients in the host's memory");
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
   command->add_option("--json", a->json, "also write one JSON object a line here");
   command->callback([arguments, a, &exit_code] {

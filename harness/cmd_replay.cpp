@@ -37,8 +37,8 @@ int report(const Case& c, const Verdict& verdict, const std::string& path) {
   return verdict.held ? 0 : 1;
 }
 
-int run_on(shardproof::ProcessWorld& world, const Case& c, const std::string& json) {
-  ProcessRanks ranks(world);
+int run_on(shardproof::ProcessWorld& world, c10::Device device, const Case& c, const std::string& json) {
+  ProcessRanks ranks(world, device);
   if (world.rank() != 0) return ranks.serve();
   const int exit_code = report(c, run_case(c, ranks), json);
   ranks.end(exit_code);
@@ -65,7 +65,9 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     const Case c = Case::parse(arguments->text);
     at::set_num_threads(1);
     const auto world = arguments->launched.start(c.mesh.str());
-    exit_code = world ? run_on(*world, c, arguments->json) : report(c, run_case(c), arguments->json);
+    const c10::Device device = arguments->launched.device();
+    exit_code = world ? run_on(*world, device, c, arguments->json)
+                      : report(c, device.is_cpu() ? run_case(c) : run_case(c, *thread_ranks_on(device)), arguments->json);
   });
 }
 

@@ -100,6 +100,7 @@ int run_train(Arguments& arguments) {
   if (processes && !arguments.mesh_given) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   const bool speaks = !processes || processes->rank() == 0;
   TrainOptions options = arguments.options;
+  options.device = arguments.launched.device();
   options.mesh = shardproof::Mesh::parse(arguments.mesh);
   options.model = parse_model(arguments.model);
   SHARD_REQUIRE(arguments.arithmetic == "native" || arguments.arithmetic == "canonical", "train",
@@ -169,6 +170,7 @@ void add_train_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_flag("--check", o.check, "train the unsharded golden run beside it and compare every bit");
   command->add_flag("--canonical", o.canonical, "sums of gradients whose bits are the same on every mesh");
+  command->add_flag("--offload", o.offload, "main parameters, optimizer state and final gradients in the host's memory");
   command->add_option("--arithmetic", a->arithmetic, "canonical: sums inside of the model, too, with --canonical implied")
       ->capture_default_str();
   TrainCheckpoints& c = o.checkpoints;

@@ -82,7 +82,7 @@ int run(const Arguments& arguments) {
 // Rank 0 draws the cases and judges, the other processes train with it; all end alike.
 int run_on(shardproof::ProcessWorld& world, Arguments& arguments) {
   limit_to(world, arguments);
-  ProcessRanks ranks(world);
+  ProcessRanks ranks(world, arguments.launched.device());
   if (world.rank() != 0) return ranks.serve();
   arguments.options.ranks = &ranks;
   const int exit_code = run(arguments);
@@ -117,6 +117,10 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     prepare(*arguments);
     std::signal(SIGINT, [](int) { interrupted = true; });
     const auto world = arguments->launched.start(arguments->mesh);
+    const c10::Device device = arguments->launched.device();
+    arguments->options.limits.canonical_arithmetic = device.is_cpu();
+    const auto threads = thread_ranks_on(device);
+    if (!device.is_cpu()) arguments->options.ranks = threads.get();
     exit_code = world ? run_on(*world, *arguments) : run(*arguments);
   });
 }

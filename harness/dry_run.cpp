@@ -51,6 +51,7 @@ golden::Microbatch zeros(const DryRun& options) {
 ShardOptions shard_options(const DryRun& options, const Network& network) {
   ShardOptions shard;
   shard.strategy = strategy(options.what.strategy);
+  shard.offload = options.what.options.offload == offload_none ? Offload::none : Offload::pageable;
   shard.units = [parts = network.parts](const std::string&, const torch::nn::Module& module) {
     return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.get() == &module; });
   };

@@ -12,7 +12,7 @@
 namespace harness {
 
 struct DryRun {
-  Case what;  // model, mesh, strategy and parallel options
+  Case what;  // model, mesh, strategy, offload and parallel options
   int64_t rank = 0;
   int64_t rounds = 1;   // microbatches of the step
   int64_t samples = 1;  // of a microbatch

@@ -213,11 +213,13 @@ void try_option(Case& c, const OptionRow& row, int64_t value) {
 }
 
 // Every second case has few options, so that each also occurs without the others.
-void generate_options(Chooser& choose, Case& c) {
+void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
   const double scale = choose.chance(0.5) ? 1 : 0.4;
   for (const OptionRow& row : option_rows()) {
-    const bool draws = choose.chance(row.probability * scale);
-    const int64_t value = choose.one_of(row.others);
+    Chooser own(Draws(seed, row.key).at(index));
+    Chooser& from = row.draws_apart ? own : choose;
+    const bool draws = from.chance(row.probability * scale);
+    const int64_t value = from.one_of(row.others);
     if (draws) try_option(c, row, value);
   }
 }
@@ -299,11 +301,12 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
     const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
     c.mode = limits.mode.value_or(
-        given ? choose.one_of<Mode>({exact, canonical, fast})
+        given ? choose.one_of<Mode>({exact, limits.canonical_arithmetic ? canonical : fast, fast})
               : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
-    const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
+    const bool cuts = c.mode != ordered && (c.mode != canonical || limits.canonical_arithmetic);
+    const bool parallel = given || (!limits.mesh && cuts && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");
     c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
@@ -326,8 +329,9 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;
     c.steps = generate_history(choose, c);
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
-    generate_options(choose, c);
+    generate_options(choose, c, seed, index);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
+    if (!limits.canonical_arithmetic) c.options.arithmetic = 0;
   }
   c.seed = choose.bits() % 1'000'000;
   return c;

@@ -15,6 +15,7 @@ struct Limits {
   std::optional<Mode> mode = {};              // only this one
   int64_t world_max = 8;
   bool tiny = false;  // only the small MLP that other frameworks' parity tests use: 4 ranks, zero3, 3 AdamW steps
+  bool canonical_arithmetic = true;  // false: no cases with it; so none in canonical mode whose mesh cuts models
 };
 
 // Most features are left out of most cases (swarm testing), so that each also occurs without the others. Sizes are small,

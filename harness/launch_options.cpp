@@ -7,6 +7,8 @@
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 
+#include "harness/reproducible.h"
+#include "shardproof/cuda.h"
 #include "shardproof/nccl_launch.h"
 
 namespace harness {
@@ -37,16 +39,20 @@ void remember_arguments(int argc, char** argv) {
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {
   command.add_option("--backend", options.backend, "threads of this process, or processes: mpi, nccl")->capture_default_str();
-  command.add_option("--device", options.device, "cpu; the library also has cuda")->capture_default_str();
+  command.add_option("--device", options.device, "cpu, or cuda: threads share the first GPU, processes of nccl have one each")
+      ->capture_default_str();
   if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi or nccl: start so many processes");
-  command.add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
-      ->capture_default_str();
-  command.add_option("--flight-dir", mpi.flight_directory,
-                     "where each rank leaves its last calls if it fails, with --backend mpi or nccl");
-  command.add_option("--sum", sum, "rank_order or native: who adds, with --backend nccl")
-      ->check(CLI::IsMember({"rank_order", "native"}))
-      ->capture_default_str();
-  command.add_flag("--registered-buffers", registered_buffers, "register buffers and buckets with NCCL, with --backend nccl");
+  of_processes_ = {
+      command
+          .add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
+          ->capture_default_str(),
+      command.add_option("--flight-dir", mpi.flight_directory,
+                         "where each rank leaves its last calls if it fails, with --backend mpi or nccl")};
+  of_nccl_ = {command.add_option("--sum", sum, "rank_order or native: who adds, with --backend nccl")
+                  ->check(CLI::IsMember({"rank_order", "native"}))
+                  ->capture_default_str(),
+              command.add_flag("--registered-buffers", registered_buffers,
+                               "register buffers and buckets with NCCL, with --backend nccl")};
 }
 
 namespace {
@@ -62,6 +68,23 @@ void check_connections(int64_t compute_capability_major) {
 
 }  // namespace
 
+void Launched::refuse_without_effect() const {
+  const auto require_none = [&](const std::vector<CLI::Option*>& given, const char* backends) {
+    for (const CLI::Option* option : given)
+      SHARD_REQUIRE(option->count() == 0, "launch", "{} is for --backend {}, got --backend {}", option->get_name(), backends,
+                    options.backend);
+  };
+  if (options.backend != "nccl") require_none(of_nccl_, "nccl");
+  if (options.backend == "threads") require_none(of_processes_, "mpi or nccl");
+}
+
+void Launched::use_gpu(int64_t index) {
+  if (options.device != "cuda") return;
+  if (reproducible) compute_reproducibly();
+  shardproof::use_cuda();
+  device_ = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+}
+
 std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof::Launch& launch) {
   if (launch.starts > 0) {
     const int code = shardproof::start_ranks(launch.starts, remembered());
@@ -76,6 +99,7 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
   for (const auto& [name, value] : shardproof::sharing_variables(sharing, gpus, launch.local_rank, shardproof::host_name()))
     ::setenv(name.c_str(), value.c_str(), /*overwrite=*/0);
   const int64_t device = launch.local_rank % gpus;
+  use_gpu(device);
   check_connections(shardproof::nccl_compute_capability(device));
   shardproof::TcpStoreOptions address = shardproof::store_address(launch, shardproof::process_environment());
   address.timeout_seconds = mpi.timeout_seconds;
@@ -92,8 +116,7 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
 std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mesh) {
   SHARD_REQUIRE(mpi.timeout_seconds > 0, "launch", "--timeout must be above 0, got {}", mpi.timeout_seconds);
   const std::vector<std::string> own = without_ranks(remembered());
-  SHARD_REQUIRE(options.backend == "nccl" || (sum == "rank_order" && !registered_buffers), "launch",
-                "--sum and --registered-buffers are for --backend nccl, got --backend {}", options.backend);
+  refuse_without_effect();
   if (options.backend == "nccl") {
     // Before CUDA looks.
     if (const std::string gpus = shardproof::dealt_gpus(shardproof::process_environment()); !gpus.empty())
@@ -101,7 +124,10 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mes
     options.gpus = shardproof::nccl_devices();
   }
   const shardproof::Launch launch = shardproof::launch(options, own);
-  if (options.backend == "threads") return nullptr;
+  if (options.backend == "threads") {
+    use_gpu(0);
+    return nullptr;
+  }
   at::set_num_threads(1);
   std::unique_ptr<shardproof::ProcessWorld> world;
   if (options.backend == "nccl")

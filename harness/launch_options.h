@@ -1,6 +1,8 @@
 // --backend, --device and --ranks of the commands that train.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,6 +14,7 @@
 
 namespace CLI {
 class App;
+class Option;
 }
 
 namespace harness {
@@ -21,6 +24,7 @@ struct Launched {
   shardproof::MpiOptions mpi;  // and, in time-out and records, of nccl
   std::string sum = "rank_order";
   bool registered_buffers = false;
+  bool reproducible = true;  // on a GPU only operators whose bits are the same every time
 
   // `ranks_option`: with --ranks, where a command has no such option of its own.
   void add_to(CLI::App& command, bool ranks_option = true);
@@ -28,9 +32,16 @@ struct Launched {
   // nccl, it exits with their code. Before the first collective every process has shown that it runs the same program with the
   // same arguments and `mesh`.
   std::unique_ptr<shardproof::ProcessWorld> start(const std::string& mesh);
+  // Where ranks of this process compute; known once it has started.
+  c10::Device device() const { return device_; }
 
  private:
   std::unique_ptr<shardproof::ProcessWorld> start_nccl(const shardproof::Launch& launch);
+  void use_gpu(int64_t index);
+  void refuse_without_effect() const;
+
+  std::vector<CLI::Option*> of_processes_, of_nccl_;
+  c10::Device device_{c10::kCPU};
 };
 
 // argv of this process, for `start`.

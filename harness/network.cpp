@@ -91,8 +91,7 @@ class OddNetImpl : public torch::nn::Module, public HasBuffers {
   }
 
   void reset_buffers() override {
-    float* scales = scales_.mutable_data_ptr<float>();
-    for (int64_t i = 0; i < options_.width; ++i) scales[i] = 1 + static_cast<float>(i) / 8;
+    scales_.copy_(at::arange(options_.width, at::kFloat) / 8 + 1);  // exact
   }
 
   at::Tensor forward(at::Tensor x, bool branch) {
@@ -192,6 +191,20 @@ LlamaOptions llama_options(const golden::Llama& m) {
           .vocab = m.vocab,
           .tied = m.tied,
           .attention_dropout = m.dropout};
+}
+
+// Module::to gives each a new impl's content by set_data, which LibTorch grants to some devices only.
+void move_to(torch::nn::Module& module, c10::Device device) {
+  const at::NoGradGuard no_grad;
+  for (const auto& list : {module.parameters(), module.buffers()})
+    for (const at::Tensor& tensor : list) {
+      if (tensor.device() == device) continue;
+      const at::Tensor moved = tensor.detach().to(device).contiguous();
+      c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+      impl->_change_backend_component_keys(device);
+      impl->set_storage_keep_dtype(moved.storage());
+      impl->set_sizes_contiguous(moved.sizes());
+    }
 }
 
 Network make_network(const golden::Model& model, Comm* tensor_group) {

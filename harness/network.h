@@ -26,6 +26,9 @@ struct Network {
 
 shardproof::LlamaOptions llama_options(const golden::Llama& llama);
 
+// Parameters and buffers go there and stay the tensors that they are, those with two names, too.
+void move_to(torch::nn::Module& module, c10::Device device);
+
 // `tensor_group`: the ranks that a language model's logits will be cut over; null: they are whole.
 Network make_network(const golden::Model& model, shardproof::Comm* tensor_group = nullptr);
 

@@ -15,7 +15,8 @@ namespace {
 using shardproof::Comm;
 
 // Every process: its part in the case's worlds, of which each takes the first processes.
-void train_part(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, Comm& comm, Steps& steps) {
+void train_part(const Case& c, const golden::Run& run, c10::Device device, CaseCheckpoints& checkpoints, Comm& comm,
+                Steps& steps) {
   const auto run_world = [&](const Case& now, const RankBody& body) {
     const bool takes_part = comm.rank() < now.mesh.size();
     const auto members = comm.split(takes_part ? 0 : -1, 0, "world");
@@ -23,7 +24,7 @@ void train_part(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoi
     // A world may read what the one before it has saved.
     comm.barrier().wait();
   };
-  steps = run_sharded(c, run, checkpoints, run_world);
+  steps = run_sharded(c, run, checkpoints, run_world, device);
   std::vector<RankStep> mine;
   for (auto& ranks : steps)
     mine.push_back(comm.rank() < static_cast<int64_t>(ranks.size()) ? std::move(ranks[static_cast<size_t>(comm.rank())])
@@ -48,7 +49,7 @@ Steps ProcessRanks::train(const Case& c, const golden::Run& run) {
   world_.run([&](std::shared_ptr<Comm> comm) {
     share_text(*comm, c.str());
     share_text(*comm, checkpoints.directory());
-    train_part(c, run, checkpoints, *comm, steps);
+    train_part(c, run, device_, checkpoints, *comm, steps);
   });
   return steps;
 }
@@ -63,7 +64,7 @@ int ProcessRanks::serve() {
         const Case c = Case::parse(asked);
         CaseCheckpoints checkpoints(c, share_text(*comm, ""));
         Steps steps;
-        train_part(c, make_run(c), checkpoints, *comm, steps);
+        train_part(c, make_run(c), device_, checkpoints, *comm, steps);
       });
     } catch (const shardproof::WorldLostError&) {
       throw;

@@ -10,7 +10,10 @@ namespace harness {
 
 class ProcessRanks final : public Ranks {
  public:
-  explicit ProcessRanks(shardproof::ProcessWorld& world) : world_(world) {}
+  // `device`: this process' part of models is there.
+  explicit ProcessRanks(shardproof::ProcessWorld& world, c10::Device device = c10::kCPU) : world_(world), device_(device) {}
+
+  c10::Device device() const override { return device_; }
 
   // On rank 0. Throws Error when the case has more ranks than there are processes.
   std::vector<std::vector<RankStep>> train(const Case& c, const golden::Run& run) override;
@@ -22,6 +25,7 @@ class ProcessRanks final : public Ranks {
 
  private:
   shardproof::ProcessWorld& world_;
+  c10::Device device_;
 };
 
 }  // namespace harness

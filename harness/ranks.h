@@ -1,6 +1,9 @@
 // Who trains the sharded side of a case: threads of this process, or the processes of a job.
 #pragma once
 
+#include <c10/core/Device.h>
+
+#include <memory>
 #include <vector>
 
 #include "golden/golden.h"
@@ -12,6 +15,8 @@ namespace harness {
 class Ranks {
  public:
   virtual ~Ranks() = default;
+  // Where models are, the golden run's too.
+  virtual c10::Device device() const { return c10::kCPU; }
   // The steps as [step][rank]. Rank 0 begins with the run's parameters, the other ranks with different ones, which the library
   // has to replace.
   virtual std::vector<std::vector<RankStep>> train(const Case& c, const golden::Run& run) = 0;
@@ -19,5 +24,9 @@ class Ranks {
 
 // The order in which rank-threads run, and when collectives complete, follow from the case's seed.
 Ranks& thread_ranks();
+
+// Rank-threads that share a device which has arithmetic (device.h). Collectives complete as early as they may, and what a case
+// asks for that only the CPU has, memory side by side, is gathered instead: neither changes a bit. `device` may be the CPU.
+std::unique_ptr<Ranks> thread_ranks_on(c10::Device device);
 
 }  // namespace harness

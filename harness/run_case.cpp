@@ -160,7 +160,8 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
     }
   }
   const size_t last = sharded.size() - 1;
-  if (c.mode == Mode::fast && c.seed % kMeasuredEvery == 0) measure(c, run, reference, sharded.back(), verdict);
+  if (c.mode == Mode::fast && c.seed % kMeasuredEvery == 0 && run.device.is_cpu())
+    measure(c, run, reference, sharded.back(), verdict);
   plant_change(c, reference.best_known_parameter(last), sharded.back());
   Verdict control;
   if (reference.difference(last, sharded.back(), control)) {
@@ -207,7 +208,10 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& rank
 Verdict run_case(const Case& c, Ranks& ranks) {
   validate(c);
   Verdict verdict;
-  const golden::Run run = make_run(c);
+  SHARD_REQUIRE(c.options.arithmetic == 0 || ranks.device().is_cpu(), "case",
+                "canonical arithmetic is computed on the CPU, not on {}; leave out --device", ranks.device().str());
+  golden::Run run = make_run(c);
+  run.device = ranks.device();
   const Reference reference(c, run);
   const golden::Trace& trace = reference.trace();
   const size_t finite = std::find_if_not(trace.begin(), trace.end(), is_finite) - trace.begin();

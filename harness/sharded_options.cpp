@@ -47,7 +47,7 @@ Initializer initializer(const golden::Named& parameters) {
   };
 }
 
-ShardOptions shard_options(const Case& c, const golden::Run& run) {
+ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device device) {
   const CaseOptions& o = c.options;
   ShardOptions options;
   options.strategy = strategy(c.strategy);
@@ -65,7 +65,10 @@ ShardOptions shard_options(const Case& c, const golden::Run& run) {
                                                    : Reshard::within(o.reshard);
   options.reshard_after_backward = o.reshard_backward != 0;
   options.buffers = o.pooled ? Buffers::pooled : Buffers::freed;
-  options.gather = o.side_by_side ? Gather::side_by_side : Gather::copied;
+  options.gather = o.side_by_side && device.is_cpu() ? Gather::side_by_side : Gather::copied;
+  options.offload = o.offload == offload_pinned     ? Offload::pinned
+                    : o.offload == offload_pageable ? Offload::pageable
+                                                    : Offload::none;
   options.prefetch_forward = options.prefetch_backward = o.prefetch;
   options.bytes_in_flight_max = o.in_flight_bytes;
   if (o.compute != fp32) {
@@ -96,6 +99,7 @@ ShardOptions shard_options(const Case& c, const golden::Run& run) {
   options.reduce_replicas_every_microbatch = o.replicas_each != 0;
   options.check_gradients = o.loss_scale == 0;
   if (o.meta) {
+    options.device = device;
     options.initialize = initializer(run.parameters);
     options.broadcast_initial_values = false;
   }
@@ -129,8 +133,9 @@ bool chosen(const Case& c, const char* what, const std::string& name) {
   return Draws(c.seed, name + what).bits(0) % 2 == 0;
 }
 
-Sharded shard(const Case& c, const golden::Run& run, const Network& network, std::shared_ptr<MeshComm> comms) {
-  const ShardOptions options = shard_options(c, run);
+Sharded shard(const Case& c, const golden::Run& run, const Network& network, std::shared_ptr<MeshComm> comms,
+              c10::Device device) {
+  const ShardOptions options = shard_options(c, run, device);
   if (c.options.units != units_listed) return fully_shard(network.module, std::move(comms), options);
   Sharding sharding(std::move(comms), options);
   const size_t parts = network.parts.size() - branches_differ(c);  // the last one is the one that differs

@@ -14,10 +14,10 @@ namespace harness {
 // Chooses modules by the hashes of their names, the same on every rank.
 bool chosen(const Case& c, const char* what, const std::string& name);
 
-// The network's module with the case's units, strategy and options; `run` has the values of parameters made without memory.
-// Collective over the mesh.
+// The network's module with the case's units, strategy and options; `run` has the values of parameters made without memory,
+// which get theirs on `device`. Collective over the mesh.
 shardproof::Sharded shard(const Case& c, const golden::Run& run, const Network& network,
-                          std::shared_ptr<shardproof::MeshComm> comms);
+                          std::shared_ptr<shardproof::MeshComm> comms, c10::Device device = at::kCPU);
 
 // The case's groups in order, then one for all others; with muon each of them twice, for matrices and for the rest.
 shardproof::Optimizer make_optimizer(shardproof::Sharded& sharded, const Case& c);

@@ -31,7 +31,7 @@ void set_parameters(torch::nn::Module& module, const golden::Named& values, int6
 }
 
 std::vector<Piece> copies(std::vector<Piece> pieces) {
-  for (Piece& piece : pieces) piece.data = piece.data.to(at::kFloat).clone();
+  for (Piece& piece : pieces) piece.data = piece.data.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   return pieces;
 }
 
@@ -39,16 +39,17 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
 class RankRun {
  public:
   // `resumes`: begins with values of its own, which a load has to replace.
-  RankRun(const Case& c, const golden::Run& run, double output_scale, const std::shared_ptr<Comm>& comm,
+  RankRun(const Case& c, const golden::Run& run, c10::Device device, double output_scale, const std::shared_ptr<Comm>& comm,
           CaseCheckpoints& checkpoints, bool resumes)
       : case_(c),
         run_(run),
+        device_(device),
         output_scale_(output_scale),
         rank_(comm->rank()),
         resumes_(resumes),
         comms_(std::make_shared<MeshComm>(comm, c.mesh)),
         network_(build()),
-        sharded_(shard(c, run, network_, comms_)),
+        sharded_(shard(c, run, network_, comms_, device)),
         optimizer_(make_optimizer(sharded_, c)),
         checkpoints_(checkpoints) {
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
@@ -106,6 +107,7 @@ class RankRun {
     } else {
       network = make_network(model, tensor_group);
       set_parameters(*network.module, run_.parameters, resumes_ ? rank_ + 1 : rank_);
+      move_to(*network.module, device_);
     }
     if (parallel) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
     if (case_.context_ranks() > 1) context_ = context_parallel(network.module, comms_, context_options(case_));
@@ -115,6 +117,7 @@ class RankRun {
   // With the rank's positions of its sequences. Its forward is next.
   golden::Microbatch microbatch(const golden::Step& step, size_t round) {
     golden::Microbatch data = step.microbatches[round][static_cast<size_t>(rank_ / case_.microbatch_ranks())];
+    data.input = data.input.to(device_), data.target = data.target.to(device_);
     if (context_) data.input = context_->cut(data.input), data.target = context_->cut(data.target);
     random_stream() = {.seed = data.dropout_seed};
     return data;
@@ -194,6 +197,7 @@ class RankRun {
 
   const Case& case_;
   const golden::Run& run_;
+  c10::Device device_;
   double output_scale_;
   int64_t rank_;
   bool resumes_;
@@ -209,11 +213,11 @@ class RankRun {
 };
 
 // Steps [first, last) in one world, and the saves before step `last`.
-void run_stretch(const Case& c, const golden::Run& run, double output_scale, CaseCheckpoints& checkpoints,
+void run_stretch(const Case& c, const golden::Run& run, c10::Device device, double output_scale, CaseCheckpoints& checkpoints,
                  const RunWorld& run_world, bool resumes, size_t first, size_t last, Steps& steps) {
   for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
   run_world(c, [&](std::shared_ptr<Comm> comm) {
-    RankRun rank_run(c, run, output_scale, comm, checkpoints, resumes);
+    RankRun rank_run(c, run, device, output_scale, comm, checkpoints, resumes);
     if (resumes) rank_run.load(first);
     for (size_t s = first; s < last; ++s) {
       if (s != first || !resumes) rank_run.save(s);
@@ -229,6 +233,25 @@ class ThreadRanks final : public Ranks {
   Steps train(const Case& c, const golden::Run& run) override { return run_sharded(c, run); }
 };
 
+class DeviceThreads final : public Ranks {
+ public:
+  explicit DeviceThreads(c10::Device device) : device_(device) {}
+  c10::Device device() const override { return device_; }
+  Steps train(const Case& c, const golden::Run& run) override {
+    CaseCheckpoints checkpoints(c);
+    const auto run_world = [this](const Case& now, const RankBody& body) {
+      ThreadsOptions options = threads_options(now);
+      options.completion = ThreadsOptions::Completion::eager;
+      options.device = device_;
+      run_threads(now.mesh.size(), body, options);
+    };
+    return run_sharded(c, run, checkpoints, run_world, device_);
+  }
+
+ private:
+  c10::Device device_;
+};
+
 }  // namespace
 
 Ranks& thread_ranks() {
@@ -236,22 +259,24 @@ Ranks& thread_ranks() {
   return ranks;
 }
 
+std::unique_ptr<Ranks> thread_ranks_on(c10::Device device) { return std::make_unique<DeviceThreads>(device); }
+
 Steps run_sharded(const Case& c, const golden::Run& run, double output_scale) {
   CaseCheckpoints checkpoints(c);
   const auto run_world = [](const Case& now, const RankBody& body) {
     run_threads(now.mesh.size(), body, threads_options(now));
   };
-  return run_sharded(c, run, checkpoints, run_world, output_scale);
+  return run_sharded(c, run, checkpoints, run_world, at::kCPU, output_scale);
 }
 
 Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                  double output_scale) {
+                  c10::Device device, double output_scale) {
   Steps steps(run.steps.size());
   bool resumes = false;
   for (size_t first = 0; first < steps.size() || !resumes;) {
     size_t last = resumes ? first + 1 : first;
     while (last < steps.size() && !c.steps[last].loads()) ++last;
-    run_stretch(resumes ? c.at(first) : c, run, output_scale, checkpoints, run_world, resumes, first, last, steps);
+    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, run_world, resumes, first, last, steps);
     first = last, resumes = true;
   }
   return steps;

@@ -1,6 +1,8 @@
 // Trains a case with the library under test.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <functional>
 #include <memory>
 #include <vector>
@@ -22,8 +24,9 @@ using RunWorld = std::function<void(const Case&, const RankBody&)>;
 // By rank-threads; see thread_ranks. `output_scale` multiplies what the model gives, before the loss: an error to be found.
 Steps run_sharded(const Case& c, const golden::Run& run, double output_scale = 1);
 
-// The steps of those ranks that `run_world` runs in this process; the others' are empty.
+// The steps of those ranks that `run_world` runs in this process; the others' are empty. Models, data and communication are on
+// `device`, what comes back is on the CPU.
 Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                  double output_scale = 1);
+                  c10::Device device = at::kCPU, double output_scale = 1);
 
 }  // namespace harness

@@ -54,6 +54,9 @@ void require_valid(const TrainOptions& options, const Case& c, const TextData& d
                 options.clip_norm);
   require_model(options.model, data);
   SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
+  SHARD_REQUIRE(options.device.is_cpu() || !options.model.canonical, "train",
+                "--arithmetic canonical is computed on the CPU; leave out --device {}",
+                c10::DeviceTypeName(options.device.type(), /*lower_case=*/true));
   SHARD_REQUIRE(!options.check || c.microbatch_ranks() == 1 || options.model.canonical, "train",
                 "--mesh {} cuts sums inside of the model, and the golden run adds whole ones: add --arithmetic canonical, or "
                 "leave --check out",
@@ -139,7 +142,9 @@ TrainResult train(const TrainOptions& options, const TextData& data, const std::
   if (const std::string& directory = options.checkpoints.directory; !directory.empty())
     const shardproof::checkpoint::StagedFolder probe(shardproof::checkpoint::system_files(), directory + "/probe");
   std::optional<golden::Trainer> golden;
-  if (options.check) golden.emplace(options.model, options.optimizer, initial_parameters(options), golden::SumOrder{});
+  if (options.check)
+    golden.emplace(options.model, options.optimizer, initial_parameters(options), golden::SumOrder{}, golden::Precision{},
+                   golden::LossScaling{}, at::kFloat, /*jitter=*/0, options.device);
   const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };
 
   const Copies copies = copies_of(c);

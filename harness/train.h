@@ -2,6 +2,8 @@
 // golden run beside it, compared after every step.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -38,7 +40,9 @@ struct TrainOptions {
   uint64_t seed = 1;  // of the initial parameters; nothing else is random
   bool check = false;
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
+  bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;
+  c10::Device device{c10::kCPU};  // of the model, the golden run's too; a GPU is shared by rank-threads
 };
 
 struct TrainStep {

@@ -38,10 +38,11 @@ struct TrainedModel {
   std::optional<ContextParallel> context;
 };
 
-TrainedModel make_model(const Case& c, uint64_t seed, const std::shared_ptr<MeshComm>& comms) {
+TrainedModel make_model(const Case& c, const TrainOptions& options, const std::shared_ptr<MeshComm>& comms) {
   Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
   TrainedModel model{.network = make_network(c.model, tensor_group), .tensor = {}, .context = {}};
-  initialize_parameters(*model.network.module, seed);
+  initialize_parameters(*model.network.module, options.seed);
+  move_to(*model.network.module, options.device);
   if (tensor_group) model.tensor = parallelize(model.network.module, comms, parallel_plan(c));
   if (c.context_ranks() > 1) model.context = context_parallel(model.network.module, comms, context_options(c));
   return model;
@@ -51,6 +52,7 @@ ShardOptions shard_options(const TrainOptions& options) {
   // The weights of losses already divide by the tokens of the global batch.
   ShardOptions shard{.strategy = strategy(options.strategy),
                      .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
+                     .offload = options.offload ? Offload::pinned : Offload::none,
                      .numerics = options.canonical ? Numerics::canonical : Numerics::ordered,
                      .gradient_divide = 1};
   if (options.model.canonical) shard.precision = {.main = at::kFloat, .compute = at::kDouble};
@@ -63,7 +65,9 @@ struct PartialLoss {
   double value = 0;
 };
 
-PartialLoss loss_of(TrainedModel& model, golden::Microbatch data, bool canonical, Comm* context_group) {
+PartialLoss loss_of(TrainedModel& model, golden::Microbatch data, const TrainOptions& options, Comm* context_group) {
+  const bool canonical = options.model.canonical;
+  data.input = data.input.to(options.device), data.target = data.target.to(options.device);
   if (model.context) data.input = model.context->cut(data.input), data.target = model.context->cut(data.target);
   const at::Tensor sum = model.network.loss_of(model.network.output(data), data), part = sum * data.weight;
   if (!context_group && !canonical) return {part, part.item<double>()};
@@ -74,7 +78,7 @@ PartialLoss loss_of(TrainedModel& model, golden::Microbatch data, bool canonical
 }
 
 std::vector<Piece> copies(std::vector<Piece> pieces) {
-  for (Piece& piece : pieces) piece.data = piece.data.to(at::kFloat).clone();
+  for (Piece& piece : pieces) piece.data = piece.data.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   return pieces;
 }
 
@@ -101,7 +105,7 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
                 const std::shared_ptr<Comm>& comm, const PutStep& put) {
   const Case c = train_case(options, history.stretches.back());
   const auto comms = std::make_shared<MeshComm>(comm, options.mesh);
-  TrainedModel model = make_model(c, options.seed, comms);
+  TrainedModel model = make_model(c, options, comms);
   Comm* const context_group = model.context ? &comms->along({"cp"}) : nullptr;
   Sharded sharded = fully_shard(model.network.module, comms, shard_options(options));
   Optimizer optimizer = make_optimizer(sharded, options.optimizer);
@@ -118,7 +122,7 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
     for (int64_t round = 0; round < rule.rounds(); ++round) {
       sharded.set_last_microbatch(round + 1 == rule.rounds());
       const PartialLoss loss =
-          loss_of(model, training_microbatch(data, rule, step, round, rank), options.model.canonical, context_group);
+          loss_of(model, training_microbatch(data, rule, step, round, rank), options, context_group);
       result.losses.push_back(loss.value);
       if (!std::isfinite(result.losses.back()))
         throw NonFiniteError(

@@ -48,7 +48,7 @@ TrainWorld::TrainWorld(const TrainOptions& options, const TextData& data, const 
           if (processes)
             processes->run(train_process);
           else
-            shardproof::run_threads(options.mesh.size(), train_as);
+            shardproof::run_threads(options.mesh.size(), train_as, {.device = options.device});
         } catch (const ReaderStopped&) {
         } catch (...) {
           error_ = std::current_exception();

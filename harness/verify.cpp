@@ -25,7 +25,10 @@ class Campaign {
  public:
   Campaign(const VerifyOptions& options, const std::atomic<bool>& interrupted)
       : options_(options), interrupted_(interrupted), failures_(options.failures_directory), json_(options.json),
-        replays_(failures_.all()) {}
+        replays_(failures_.all()) {
+    if (!options.limits.canonical_arithmetic)
+      std::erase_if(replays_, [](const Case& c) { return c.options.arithmetic != 0; });
+  }
 
   VerifyResult run() {
     validate(generate(options_.seed, 0, options_.limits));

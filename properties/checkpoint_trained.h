@@ -11,6 +11,8 @@ namespace shardproof::checkpoint {
 
 struct Place {
   std::string mesh, strategy;
+  c10::Device device = at::kCPU;
+  Offload offload = Offload::none;
 };
 inline const std::vector<Place> kPlaces = {{"dp_shard=1", "zero3"},
                                            {"dp_shard=2", "zero3"},
@@ -19,17 +21,22 @@ inline const std::vector<Place> kPlaces = {{"dp_shard=1", "zero3"},
                                            {"dp_shard=2", "ddp"},
                                            {"dp_shard=4", "zero1"},
                                            {"dp_replicate=2,dp_shard=2", "hsdp"},
-                                           {"dp_replicate=2,dp_shard=3", "hfsdp"}};
+                                           {"dp_replicate=2,dp_shard=3", "hfsdp"},
+                                           {"dp_shard=3", "zero3", at::kCPU, Offload::pinned},
+                                           {"dp_replicate=2,dp_shard=2", "hfsdp", at::kCPU, Offload::pageable},
+                                           {"dp_shard=2", "zero1", at::kCPU, Offload::pinned}};
 
 struct Recipe {
   std::vector<int64_t> widths{3, 5, 2};
   bool tied = false;  // a small Gpt with a tied head instead
   std::string optimizer = "adamw";
+  void (*move)(torch::nn::Module&, c10::Device) = nullptr;  // to the device of the place, where that is not the CPU
 };
 
 // One rank's model in training.
 struct Trained {
-  Trained(const Recipe& setup, const Place& place, std::shared_ptr<Comm> world, double fill = 0.125) : setup_(setup) {
+  Trained(const Recipe& setup, const Place& place, std::shared_ptr<Comm> world, double fill = 0.125)
+      : setup_(setup), device_(place.device) {
     if (setup.tied)
       gpt_ = Gpt(GptOptions{.layers = 1, .hidden = 8, .heads = 2, .vocab = 11, .positions = 4, .tied = true});
     else
@@ -41,9 +48,13 @@ struct Trained {
       for (const at::Tensor& p : module->parameters())
         p.copy_(at::sin(at::arange(p.numel(), at::kFloat) * 0.37 + (start += fill)).view(p.sizes()) * 0.5);
     }
+    if (!device_.is_cpu()) setup.move(*module, device_);
     comms = std::make_shared<MeshComm>(world, Mesh::parse(place.mesh));
     sharded.emplace(fully_shard(module, comms,
-                                {.strategy = strategy(place.strategy), .numerics = Numerics::canonical, .gradient_divide = 1}));
+                                {.strategy = strategy(place.strategy),
+                                 .offload = place.offload,
+                                 .numerics = Numerics::canonical,
+                                 .gradient_divide = 1}));
     if (setup.optimizer == "adamw") optimizer.emplace(adamw(*sharded, {.lr = 0.01}));
     if (setup.optimizer == "sgd") optimizer.emplace(sgd(*sharded, {.lr = 0.1, .momentum = 0.9}));
     if (setup.optimizer == "lion") optimizer.emplace(lion(*sharded, {.lr = 0.01}));
@@ -58,10 +69,10 @@ struct Trained {
         const int64_t sample = step * 12 + round * ranks + comms->rank();
         if (setup_.tied) {
           const at::Tensor tokens = (at::arange(4, at::kLong) * 3 + sample).remainder(11).view({1, 4});
-          call(gpt_, tokens).square().sum().mul(0.01).backward();
+          call(gpt_, tokens.to(device_)).square().sum().mul(0.01).backward();
         } else {
           const at::Tensor x = at::cos(at::arange(setup_.widths.front(), at::kFloat) + static_cast<double>(sample));
-          call(mlp_, x.view({1, -1})).square().sum().mul(0.1).backward();
+          call(mlp_, x.view({1, -1}).to(device_)).square().sum().mul(0.1).backward();
         }
       }
       optimizer->step();
@@ -71,12 +82,12 @@ struct Trained {
   // All bits of all that a run is, by name.
   std::map<std::string, std::string> bits() {
     std::map<std::string, std::string> all;
-    for (const auto& [name, value] : sharded->gather_parameters()) all[name] = bytes_in(value);
+    for (const auto& [name, value] : sharded->gather_parameters()) all[name] = bytes_in(value.to(at::kCPU));
     for (const std::string& slot : optimizer->slots()) {
       std::map<std::string, at::Tensor> whole;
       for (const auto& [name, value] : sharded->gather_parameters()) whole[name] = at::zeros({value.numel()}, at::kInt);
       for (const Piece& piece : optimizer->state(slot))
-        whole[piece.name].narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data.view(at::kInt));
+        whole[piece.name].narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data.to(at::kCPU).view(at::kInt));
       for (auto& [name, value] : whole) {
         // Replicas hold the same: of positive and negative bit patterns, one of max and min is the value, the other 0.
         at::Tensor high = value.clone(), low = value.clone();
@@ -97,12 +108,13 @@ struct Trained {
 
  private:
   Recipe setup_;
+  c10::Device device_;
   Gpt gpt_{nullptr};
   Mlp mlp_{nullptr};
 };
 
 inline void on(const Place& place, const std::function<void(std::shared_ptr<Comm>)>& body) {
-  run_threads(Mesh::parse(place.mesh).size(), body);
+  run_threads(Mesh::parse(place.mesh).size(), body, {.device = place.device});
 }
 
 using Bits = std::map<std::string, std::string>;

@@ -18,21 +18,22 @@ constexpr int64_t kNumel = 6;
 
 void run(int64_t world, const std::function<void(std::shared_ptr<Comm>)>& body) {
   fake_device::install();
+  fake_device::hesitate(true);
   run_threads(world, body, {.device = fake_device::device()});
 }
 
 void queue_fill(const at::Tensor& tensor, float value) {
-  auto* data = static_cast<float*>(tensor.mutable_data_ptr());
+  auto* data = fake_device::on_host<float>(tensor);
   fake_device::queue([=, kept = tensor, count = tensor.numel()] { std::fill(data, data + count, value); });
 }
 
 void expect_all(const at::Tensor& tensor, int64_t begin, int64_t end, float value) {
-  const auto* data = static_cast<const float*>(tensor.const_data_ptr());
+  const auto* data = fake_device::on_host<float>(tensor);
   for (int64_t i = begin; i < end; ++i) EXPECT_EQ(data[i], value) << "element " << i;
 }
 
 at::Tensor filled(int64_t numel, float value) {
-  const at::Tensor tensor = fake_device::allocate(numel, at::kFloat);
+  const at::Tensor tensor = at::empty({numel}, fake_device::options(at::kFloat));
   queue_fill(tensor, value);
   return tensor;
 }
@@ -44,9 +45,9 @@ struct Outcome {
 };
 Outcome after(Work work, const at::Tensor& output, const at::Tensor& input) {
   work.wait();
-  const at::Tensor seen = fake_device::allocate(output.numel(), at::kFloat);
-  auto* to = static_cast<float*>(seen.mutable_data_ptr());
-  const auto* from = static_cast<const float*>(output.const_data_ptr());
+  const at::Tensor seen = at::empty({output.numel()}, fake_device::options(at::kFloat));
+  auto* to = fake_device::on_host<float>(seen);
+  const auto* from = fake_device::on_host<float>(output);
   fake_device::queue([=, count = output.numel(), keep = std::make_pair(output, seen)] { std::copy(from, from + count, to); });
   queue_fill(input, -100);
   queue_fill(output, -200);
@@ -98,13 +99,13 @@ TEST(DeviceOrder, reduced_slices_and_exchanged_ones_are_those_of_the_calls) {
 // Ranks that wait while the last one is still queueing must not take the work for theirs.
 TEST(DeviceOrder, many_collectives_are_each_queued_once) {
   run(4, [&](std::shared_ptr<Comm> comm) {
-    const at::Tensor values = fake_device::allocate(kNumel, at::kFloat);
+    const at::Tensor values = at::empty({kNumel}, fake_device::options(at::kFloat));
     for (int64_t i = 0; i < 60; ++i) {
       queue_fill(values, static_cast<float>(comm->rank() + i % 7));
       Work work = comm->all_reduce(values);
       for (int64_t k = (i * 31 + comm->rank() * 17) % 4; k > 0; --k) std::this_thread::yield();
       work.wait();
-      const auto* data = static_cast<const float*>(values.const_data_ptr());
+      const auto* data = fake_device::on_host<float>(values);
       fake_device::queue([=] { ASSERT_EQ(data[kNumel - 1], static_cast<float>(6 + 4 * (i % 7))) << "collective " << i; });
       if (i % 20 == 0) fake_device::synchronize();
     }
@@ -133,15 +134,65 @@ TEST(DeviceOrder, tensors_of_two_devices_in_one_collective_are_refused) {
   expect_error(
       [] {
         run(2, [&](std::shared_ptr<Comm> comm) {
-          comm->all_reduce(comm->rank() == 0 ? at::zeros({kNumel}) : fake_device::allocate(kNumel, at::kFloat)).wait();
+          const auto there = fake_device::options(at::kFloat);
+          comm->all_reduce(at::zeros({kNumel}, comm->rank() == 0 ? at::TensorOptions() : there)).wait();
         });
       },
-      {"ranks must use one device", "rank 1", "privateuse"});
+      {"ranks must use one device", "rank 1", "fake:0"});
 }
 
 TEST(DeviceOrder, late_completions_are_refused) {
   fake_device::install();
-  const auto body = [](std::shared_ptr<Comm> comm) { comm->all_reduce(fake_device::allocate(kNumel, at::kFloat)).wait(); };
-  expect_error([&] { run_threads(2, body, {.completion = ThreadsOptions::Completion::late, .device = fake_device::device()}); },
-               {"completions other than eager"});
+  const auto body = [](std::shared_ptr<Comm> comm) {
+    comm->all_reduce(at::empty({kNumel}, fake_device::options(at::kFloat))).wait();
+  };
+  const ThreadsOptions late{.completion = ThreadsOptions::Completion::late, .device = fake_device::device()};
+  expect_error([&] { run_threads(2, body, late); }, {"completions other than eager"});
+}
+
+// What the device itself is trusted with.
+
+TEST(FakeDevice, what_operators_write_is_there_when_the_stream_has_run) {
+  run(1, [&](std::shared_ptr<Comm>) {
+    const at::Tensor sum = filled(kNumel, 41) + filled(kNumel, 42);
+    EXPECT_NE(fake_device::on_host<float>(sum)[0], 83);
+    const at::Tensor base = filled(4, 5);
+    base.narrow(0, 1, 2).mul_(3);
+    EXPECT_EQ(fake_device::on_host<float>(base)[1], 5);
+    EXPECT_EQ(sum.sum().item<float>(), 83 * kNumel);  // which waits
+    expect_all(sum, 0, kNumel, 83);
+    expect_all(base, 1, 3, 15);
+    expect_all(base, 3, 4, 5);
+  });
+}
+
+TEST(FakeDevice, a_copy_to_the_host_that_nobody_waits_for_has_not_happened) {
+  run(1, [&](std::shared_ptr<Comm>) {
+    const at::Tensor there = filled(kNumel, 4), late = at::zeros({kNumel}), now = there.to(at::kCPU);
+    late.copy_(there, /*non_blocking=*/true);
+    EXPECT_TRUE(now.equal(at::full({kNumel}, 4.0f)));
+    EXPECT_TRUE(late.equal(at::zeros({kNumel})));
+    fake_device::synchronize();
+    EXPECT_TRUE(late.equal(now));
+  });
+}
+
+TEST(FakeDevice, tensors_of_the_host_beside_those_of_the_device_are_refused_but_for_scalars_and_indices) {
+  run(1, [&](std::shared_ptr<Comm>) {
+    const at::Tensor here = at::ones({kNumel}), there = here.to(fake_device::device());
+    const at::Tensor rows = at::zeros({1}, at::kLong);
+    EXPECT_THROW((void)(there + here), c10::Error);
+    EXPECT_THROW((void)there.index_select(0, rows), c10::Error);
+    EXPECT_THROW((void)at::embedding(there.view({2, 3}), rows), c10::Error);
+    EXPECT_THROW((void)there.masked_fill(here.to(at::kBool), 0), c10::Error);
+    EXPECT_EQ((there * at::scalar_tensor(2)).sum().item<float>(), 2 * kNumel);
+    EXPECT_EQ(there.index({rows}).item<float>(), 1);
+  });
+}
+
+TEST(FakeDevice, the_host_cannot_touch_its_memory) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  fake_device::install();
+  const at::Tensor there = at::ones({kNumel}, fake_device::options(at::kFloat));
+  EXPECT_DEATH((void)*static_cast<volatile float*>(there.mutable_data_ptr()), "the host touched memory of the device");
 }

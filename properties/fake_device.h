@@ -1,5 +1,6 @@
 // A device that is as late as it may be: streams run only when somebody synchronizes with them, and then only what events make
-// them wait for. Memory is the CPU's. What is not ordered by an event therefore has not happened yet.
+// them wait for. What is not ordered by an event therefore has not happened yet. LibTorch's operators run on it, and it refuses
+// what a GPU refuses: the host's hands on its memory (SIGSEGV, with a message), and tensors of the host beside its own.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,12 +9,20 @@
 
 namespace fake_device {
 
-// Of LibTorch's PrivateUse1. Gives it streams and events, and kernel twins as arithmetic; once a process.
+// Of LibTorch's PrivateUse1. Gives it memory, operators, streams and events, and kernel twins as arithmetic; once a process.
 void install();
 c10::Device device();
+inline at::TensorOptions options(at::ScalarType dtype) { return at::TensorOptions(dtype).device(device()); }
 
-// 1-D memory of `numel` elements; LibTorch has no operators for it.
-at::Tensor allocate(int64_t numel, at::ScalarType dtype);
+// Where work that runs on the device, and a test that has synchronized, finds the memory; null for null.
+void* on_host(const void* device_memory);
+template <class T>
+T* on_host(const at::Tensor& tensor) {
+  return static_cast<T*>(on_host(tensor.const_data_ptr()));
+}
+
+// Whether queueing a collective's sums takes so long that other ranks can look meanwhile; at first it does not.
+void hesitate(bool on);
 
 // Appends to the calling thread's current stream.
 void queue(std::function<void()> work);

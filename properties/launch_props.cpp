@@ -99,7 +99,7 @@ TEST(Launch, what_this_build_or_launcher_cannot_do_is_refused_with_the_way_out) 
   expect_says(refused({.backend = "nccl", .gpus = 1}, {}), {"--backend nccl needs processes", "torchrun", "--ranks N"});
   expect_says(refused({.backend = "nccl", .ranks = 3, .gpus = 1}, kTorchrun), {"--ranks 3", "8 processes"});
   expect_says(refused({.backend = "gloo"}, {}), {"threads, mpi or nccl", "gloo"});
-  expect_says(refused({.device = "cuda", .gpus = 1}, {}), {"CPUs only so far", "--device cpu"});
+  expect_says(refused({.backend = "mpi", .device = "cuda", .gpus = 1}, {}), {"host memory", "--backend nccl", "threads"});
   expect_says(refused({.device = "tpu"}, {}), {"cpu or cuda", "tpu"});
   expect_says(refused({}, kMpirun), {"mpirun started 4 processes", "--backend mpi"});
   expect_says(refused({.ranks = 2}, {}), {"--ranks", "--backend mpi"});

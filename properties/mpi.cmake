@@ -46,3 +46,8 @@ else()
   add_test(NAME Mpi.collectives COMMAND ${CMAKE_COMMAND} -E echo "skipped: this build has no MPI")
   set_tests_properties(Mpi.collectives PROPERTIES LABELS mpi SKIP_REGULAR_EXPRESSION "skipped: this build has no MPI")
 endif()
+foreach(option timeout flight-dir)
+  add_test(NAME Launch.threads_refuse_${option}_which_has_no_effect COMMAND shardproof_command verify --cases 1 --${option} 3)
+  set_tests_properties(Launch.threads_refuse_${option}_which_has_no_effect PROPERTIES LABELS comm PASS_REGULAR_EXPRESSION
+    "--${option} is for --backend.*got --backend threads")
+endforeach()

@@ -62,7 +62,7 @@ void misbehave(const Arguments& a, Comm& comm, Comm& other) {
   }
   if (a.fault == "order") start(comm, a.op == "all_reduce" ? "barrier" : "all_reduce", buffers).wait();
   if (a.fault == "size") start(comm, a.op, buffers_of(comm, a.elements + 1, at::kFloat)).wait();
-  if (a.fault == "dtype") start(comm, a.op, buffers_of(comm, a.elements, at::kDouble)).wait();
+  if (a.fault == "dtype") start(comm, a.op, buffers_of(comm, a.elements, at::kInt)).wait();
   if (a.fault == "group") start(other, a.op, buffers).wait();
 }
 

@@ -24,12 +24,3 @@ target_link_libraries(nccl_driver PRIVATE nccl_double)
 shardproof_test(NAME nccl_launch_props LABEL nccl LIBRARIES shardproof_nccl SOURCES nccl_launch_props.cpp)
 target_compile_definitions(nccl_launch_props PRIVATE "NCCL_DRIVER=\"$<TARGET_FILE:nccl_driver>\"")
 add_dependencies(nccl_launch_props nccl_driver)
-
-# On GPUs: random cases with the processes that the command starts itself. Where there is no GPU the command says so, and
-# the test is skipped with that line.
-foreach(ranks 1 2)
-  add_test(NAME Nccl.random_cases_hold_on_${ranks}_gpu_ranks COMMAND shardproof_command verify --backend nccl --ranks ${ranks}
-    --cases 20 --no-python --seed ${ranks} --failures "${CMAKE_BINARY_DIR}/nccl_failures")
-  set_tests_properties(Nccl.random_cases_hold_on_${ranks}_gpu_ranks PROPERTIES LABELS "nccl;gpu" PROCESSORS 2
-    RESOURCE_GROUPS "${ranks},gpus:1" SKIP_REGULAR_EXPRESSION "needs a GPU and its driver, and this machine shows none")
-endforeach()

@@ -154,6 +154,21 @@ TEST(NcclFactor, training_on_native_sums_divides_in_them_and_changes_no_bit) {
   }
 }
 
+TEST(NcclFactor, terms_that_would_overflow_on_the_wire_are_divided_before_they_are_put_there) {
+  nccl_worlds::World world(kRanks, on_device(NcclOptions::Sum::native));
+  expect_all_well(world.run([](std::shared_ptr<Comm> comm) {
+    torch::nn::Linear model(2, 2);
+    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", comm->size()}})),
+                                  {.precision = {.gradient = at::kFloat, .reduce = at::kHalf},
+                                   .numerics = Numerics::fast,
+                                   .gradient_divide = 1024,
+                                   .divide = Divide::before});
+    (call(model, at::ones({1, 2})).sum() * 1048576).backward();  // float16 ends at 65504
+    for (const Piece& piece : sharded.gradients())
+      EXPECT_TRUE(piece.data.eq(1024.0 * kRanks).all().item<bool>()) << piece.name << "\n" << piece.data;
+  }));
+}
+
 TEST(NcclBuffers, lent_memory_is_registered_once_and_comes_back) {
   for (const auto kind : {NcclApi::Memory::registered, NcclApi::Memory::symmetric}) {
     nccl_worlds::World world(kRanks, on_device(NcclOptions::Sum::rank_order, kind));

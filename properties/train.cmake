@@ -1,6 +1,7 @@
 # Tests of the data-parallel library; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding_props.cpp sharding_errors_props.cpp toy_modules.cpp)
 shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optimizer_props.cpp)
+shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES offload_props.cpp toy_modules.cpp)
 shardproof_test(NAME strategy_formulas_props LABEL train TORCH SOURCES strategy_formulas_props.cpp toy_modules.cpp)
 
 # The main job, a slice of it for every strategy: random cases against their golden runs.

@@ -1,8 +1,9 @@
 """PyTorch's own strategies on the model, weights and data of `shardproof bench`. One JSON line on stdout.
 
 Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, fsdp2), ranks, layers, hidden, heads, vocab, seq, batch, lr,
-steps, warmup, data (a file: float32 parameters in the order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
-Starts its own ranks over gloo on loopback, one thread each.
+steps, warmup, device (cpu, cuda), bf16, data (a file: float32 parameters in the order of `parameters`, then int64 tokens
+[steps, batch, seq + 1]).
+Starts its own ranks on loopback: over gloo, one thread each, or over nccl, a GPU each.
 """
 
 import json
@@ -60,7 +61,7 @@ def make_model(spec):
             self.head = nn.Linear(hidden, spec["vocab"], bias=False)
 
         def forward(self, tokens):
-            x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+            x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
             for block in self.blocks:
                 x = block(x)
             return self.head(self.lnf(x))
@@ -117,18 +118,21 @@ def count_collectives():
 
 
 def wrap(spec, model):
+    import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     if spec["strategy"] == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (spec["ranks"],))
+    mesh = init_device_mesh(spec["device"], (spec["ranks"],))
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {"mesh": mesh, "mp_policy": bf16 if spec["bf16"] else MixedPrecisionPolicy()}
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def worker(spec):
@@ -139,19 +143,29 @@ def worker(spec):
     from torch.nn import functional as F
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    on_gpu = spec["device"] == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, per = dist.get_rank(), spec["batch"] // spec["ranks"]
     base = memory_mib("VmRSS")
     model = make_model(spec)
-    tokens = load(spec, model)
-    model = wrap(spec, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], foreach=True)
+    tokens = load(spec, model).to(spec["device"])
+    model = wrap(spec, model.to(spec["device"]))
+    fast = {"fused": True} if on_gpu else {"foreach": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], **fast)
+    autocast = spec["bf16"] and spec["strategy"] == "ddp"
+
+    def finish():
+        if on_gpu:
+            torch.cuda.synchronize()
 
     def step(index):
         mine = tokens[index, rank * per : (rank + 1) * per]
         optimizer.zero_grad()
-        logits = model(mine[:, :-1].contiguous())
-        loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].reshape(-1))
+        with torch.autocast(spec["device"], torch.bfloat16, enabled=autocast):
+            logits = model(mine[:, :-1].contiguous())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), mine[:, 1:].reshape(-1))
         loss.backward()
         optimizer.step()
         total = loss.detach().double()
@@ -163,10 +177,12 @@ def worker(spec):
         file.write("5")
     for index in range(spec["warmup"] + spec["steps"]):
         dist.barrier()
+        finish()
         start = time.perf_counter()
         losses.append(step(index))
+        finish()
         times.append((time.perf_counter() - start) * 1e3)
-    peak = memory_mib("VmHWM") - base
+    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else memory_mib("VmHWM") - base
     with count_collectives() as counter:
         step(len(losses) - 1)
     peaks = [None] * spec["ranks"]

@@ -29,8 +29,9 @@ def traffic(lines):
     return {(line["op"], line["group"]): (line["calls"], line["bytes"]) for line in lines if line["type"] == "plan_traffic"}
 
 
-def memory(lines):
-    return {line["kind"]: (line["now_bytes"], line["peak_bytes"]) for line in lines if line["type"] == "plan_memory"}
+def memory(lines, place="device"):
+    return {line["kind"]: (line["now_bytes"], line["peak_bytes"]) for line in lines
+            if line["type"] == "plan_memory" and line["place"] == place}
 
 
 class Plan(unittest.TestCase):
@@ -53,6 +54,21 @@ class Plan(unittest.TestCase):
         self.assertEqual(memory(lines)["parameter"][0], 3 * 4096 * 4096 * 4 // 4096)
         self.assertIn("rank 16383 of 16384", said)
         self.assertEqual(traffic(lines)["all_reduce", "dp_replicate"], (3, 3 * 4096 * 4))
+
+    def test_offload_leaves_the_parameters_on_the_device_and_the_rest_to_the_host(self):
+        own = UNITS * BYTES // 4
+        lines, said = plan("--model", CHAIN, "--mesh", "dp_shard=4", "--strategy", "zero3", "--dtype", "bf16", "--offload")
+        device, host = memory(lines), memory(lines, "host")
+        self.assertEqual(device["parameter"], (own // 2, own // 2))
+        self.assertEqual(device["optimizer"], (0, 0))
+        self.assertEqual(device["together"][0], own // 2)
+        self.assertEqual(host["parameter"], (own + own // 2,) * 2)
+        self.assertEqual(host["optimizer"], (2 * own, 2 * own))
+        self.assertEqual(host["gradient"], (0, own))
+        self.assertIn("host", said)
+        lines, _ = plan("--model", CHAIN, "--mesh", "dp_shard=4", "--strategy", "zero3", "--dtype", "bf16")
+        self.assertEqual(memory(lines)["parameter"][0], own // 2 + own)
+        self.assertEqual(memory(lines, "host"), {})
 
     def test_the_pieces_of_all_ranks_tile_the_parameters(self):
         model = "gpt(layers=1,hidden=8,heads=2,vocab=11,positions=5,tied=1)"

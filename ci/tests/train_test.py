@@ -90,6 +90,16 @@ class Train(unittest.TestCase):
                 self.assertTrue(end["equal"] and end["checked"] and end["steps"] == 3)
                 self.assertGreater(end["values_compared"], 3 * 4 * 2000)
 
+    def test_offload_keeps_the_bits_of_the_golden_run_and_of_the_checkpoint(self):
+        folders = []
+        for offload in ((), ("--offload",)):
+            folders.append(os.path.join(self.folder, "with" if offload else "without"))
+            code, _, output, errors = self.train(
+                "--check", "--mesh", "dp_shard=3", "--global-batch", "18", "--checkpoint-dir", folders[-1], *offload)
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output.splitlines()[-1])
+        self.expect_same_end(*(os.path.join(folder, "step_3") for folder in folders))
+
     def test_losses_are_token_means_with_17_digits(self):
         code, lines, _, errors = self.train("--global-batch", "8")
         self.assertEqual(code, 0, errors)

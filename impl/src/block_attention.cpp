@@ -11,7 +11,7 @@ at::Tensor scores_of(const at::Tensor& q, const Block& block) {
   at::Tensor scores = at::matmul(q, block.k.transpose(-2, -1));
   if (!block.diagonal) return scores;
   const int64_t length = block.k.size(2);
-  const at::Tensor later = at::ones({length, length}, at::kBool).triu(1);
+  const at::Tensor later = at::ones({length, length}, scores.options().dtype(at::kBool)).triu(1);
   scores.view({q.size(0), q.size(1), -1, length, length}).masked_fill_(later, -INFINITY);
   return scores;
 }

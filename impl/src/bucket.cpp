@@ -11,10 +11,12 @@
 namespace shardproof {
 
 Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::shared_ptr<MeshComm> comms,
-               std::shared_ptr<MemoryLedger> memory, BucketRules rules, const Initializer& initialize)
+               std::shared_ptr<MemoryLedger> memory, std::shared_ptr<HostTransfers> transfers, BucketRules rules,
+               const Initializer& initialize)
     : layout_(std::move(layout)),
       comms_(std::move(comms)),
       memory_(std::move(memory)),
+      transfers_(std::move(transfers)),
       rules_(std::move(rules)),
       views_(std::move(parameters)),
       arrived_(views_.size(), false),
@@ -22,13 +24,13 @@ Bucket::Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::sha
       parts_(views_.size()) {
   at::NoGradGuard no_grad;
   allocate_parameters();
-  main_ = rules_.main == rules_.compute ? own_part()
-                                        : memory_->allocate(MemoryKind::parameter, layout_.state().size(), rules_.main);
+  allocate_main();
   if (views_.at(0).is_meta()) {
     fill_from_initializer(initialize);
   } else {
     fill_from_values();
   }
+  if (rules_.offload) rounded_.copy_(own_part());  // padding and all
   if (frees_compute())
     for (const Slot& slot : layout_.slots())
       unreadable_.push_back(unreadable(
@@ -72,6 +74,14 @@ void Bucket::allocate_parameters() {
   if (!parameter_.defined()) parameter_ = memory_->allocate(MemoryKind::parameter, own.size(), rules_.compute);
 }
 
+void Bucket::allocate_main() {
+  const int64_t size = layout_.state().size();
+  const bool rounds = rules_.main != rules_.compute;
+  const auto allocate = [&](at::ScalarType dtype) { return memory_->allocate(MemoryKind::parameter, size, dtype, place()); };
+  main_ = rounds || rules_.offload ? allocate(rules_.main) : own_part();
+  rounded_ = !rules_.offload ? own_part() : rounds ? allocate(rules_.compute) : main_;
+}
+
 // In the main dtype, whole for a moment.
 void Bucket::fill_from_values() {
   at::Tensor whole = at::zeros({layout_.numel()}, options(rules_.main));
@@ -100,7 +110,7 @@ void Bucket::fill_from_initializer(const Initializer& initialize) {
     }
   };
   fill(layout_.parameter(), parameter_);
-  if (rules_.main != rules_.compute) fill(layout_.state(), main_);
+  if (rules_.main != rules_.compute || rules_.offload) fill(layout_.state(), main_);
   for (const at::Tensor& view : views_) materialize(view, memory_->device());
 }
 
@@ -290,20 +300,43 @@ void Bucket::finalize(at::Tensor sum) {
   }
   accumulated_.reset();
   divide_final(rules_.divide_after);
+  if (rules_.parallel_terms == 1) start_offload();
+}
+
+// As soon as the gradient is final, while the backward goes on.
+void Bucket::start_offload() {
+  if (!rules_.offload) return;
+  const at::Tensor host = memory_->allocate(MemoryKind::gradient, gradient_.numel(), gradient_.scalar_type(), Place::host);
+  download_ = transfers_->download(host, std::exchange(gradient_, host));
+}
+
+const at::Tensor& Bucket::gradient() const {
+  download_.wait();
+  return gradient_;
+}
+
+const at::Tensor& Bucket::main() const {
+  upload_.wait();
+  return main_;
+}
+
+at::Tensor Bucket::allocate_state(int64_t numel) const {
+  return memory_->allocate(MemoryKind::optimizer, numel, rules_.main, place());
 }
 
 void Bucket::sum_terms(Comm& group) {
-  if (!fixed_.defined()) {
+  if (fixed_.defined()) {
+    group.all_reduce(fixed_).wait();
+    fixed_to_float(gradient_, std::exchange(fixed_, at::Tensor()));
+    divide_final(rules_.divide_after);
+  } else {
     group.all_reduce(gradient_).wait();
-    return;
   }
-  group.all_reduce(fixed_).wait();
-  fixed_to_float(gradient_, std::exchange(fixed_, at::Tensor()));
-  divide_final(rules_.divide_after);
+  start_offload();
 }
 
 void Bucket::divide_final(double divisor) {
-  if (divisor != 1) divide_by(gradient_, divisor);
+  if (divisor != 1) divide_by(gradient(), divisor);
 }
 
 void Bucket::zero_gradients() {
@@ -311,16 +344,18 @@ void Bucket::zero_gradients() {
   produced_.reset();
   accumulated_.reset();
   gradient_.reset();
+  download_ = {};
   fixed_.reset();
   parts_.assign(parts_.size(), at::Tensor());
 }
 
-void Bucket::publish(bool rounded) {
+void Bucket::publish(bool is_rounded) {
   const CallLabel label(label_);
   at::NoGradGuard no_grad;
+  if (rules_.main != rules_.compute && !is_rounded) rounded_.copy_(main());
+  check_padding(layout_.state(), rounded_, "parameter");
   const at::Tensor updated = own_part();
-  if (rules_.main != rules_.compute && !rounded) updated.copy_(main_);
-  check_padding(layout_.state(), updated, "parameter");
+  if (rules_.offload) upload_ = transfers_->upload(updated, rounded_);
   if (layout_.publish().step == Step::all_gather) comms_->along(layout_.publish().axes).all_gather(parameter_, updated).wait();
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
   for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();

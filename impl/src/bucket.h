@@ -7,7 +7,8 @@
 //
 // Buffers by name: `compute` the whole bucket, which parameters are views of; `parameter` what rests between steps (part of
 // the same memory unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype
-// differs); `kept` what stays of `compute` between forward and backward where that is neither all nor nothing.
+// or place differs); `rounded` the same in the compute dtype; `kept` what stays of `compute` between forward and backward where
+// that is neither all nor nothing. With Offload, main, rounded and the final gradient are in the host's memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "bucket_layout.h"
+#include "host_transfers.h"
 #include "memory_ledger.h"
 #include "reduction.h"
 #include "shardproof/mesh_comm.h"
@@ -33,6 +35,7 @@ struct BucketRules {
   double gradient_magnitude_max = 0;
   bool broadcast = true;
   Gather gather = Gather::copied;
+  bool offload = false;
   int64_t parallel_terms = 1;  // so many neighbours along the tensor-parallel axis hold terms of the gradients
   std::vector<std::string> sum_axes;  // along which gradients are partial
 };
@@ -44,9 +47,10 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
 class Bucket {
  public:
   // Copies the parameters' values into the buffers, or fills those of meta parameters, and turns the parameters into views.
-  // When rules.broadcast, rank 0's values along the axes of the sum win. Collective.
+  // When rules.broadcast, rank 0's values along the axes of the sum win. Collective. `transfers` serve all buckets of a rank.
   Bucket(std::vector<at::Tensor> parameters, BucketLayout layout, std::shared_ptr<MeshComm> comms,
-         std::shared_ptr<MemoryLedger> memory, BucketRules rules, const Initializer& initialize);
+         std::shared_ptr<MemoryLedger> memory, std::shared_ptr<HostTransfers> transfers, BucketRules rules,
+         const Initializer& initialize);
 
   const BucketLayout& layout() const { return layout_; }
   const BucketRules& rules() const { return rules_; }
@@ -97,24 +101,31 @@ class Bucket {
   int64_t bytes_in_flight() const { return reduction_ ? reduction_->bytes_in_flight() : 0; }
 
   bool final() const { return gradient_.defined(); }
-  // In the state layout and the main dtype, divided by everything but what `divide_final` still adds.
-  const at::Tensor& gradient() const { return gradient_; }
+  // In the state layout and the main dtype, divided by everything but what `divide_final` still adds. Offloaded, it waits until
+  // the gradient is in the host's memory; one whose terms are still to be added is on the device.
+  const at::Tensor& gradient() const;
   void divide_final(double divisor);
   // Adds up what the ranks of the group have of the final gradient: terms along the tensor-parallel axis. Collective.
   void sum_terms(Comm& group);
 
   const at::Tensor& parameter() const { return parameter_; }
-  const at::Tensor& main() const { return main_; }
+  // To be written, too. Offloaded, it waits until the device has the values from before.
+  const at::Tensor& main() const;
+  // Where main() in the compute dtype goes.
+  const at::Tensor& rounded() const { return rounded_; }
+  // Memory for the optimizer's state of so many elements, where main() is.
+  at::Tensor allocate_state(int64_t numel) const;
 
   void zero_gradients();
-  // What main() is in the compute dtype, in the place where it rests: the state's part of `parameter`.
-  at::Tensor own_part() const;
-  // After main() was written: brings `parameter` up to date on every rank. `rounded`: own_part() is up to date already.
-  void publish(bool rounded = false);
+  // After main() was written: brings `parameter` up to date on every rank. `is_rounded`: rounded() is up to date already.
+  void publish(bool is_rounded = false);
 
  private:
   at::TensorOptions options(at::ScalarType dtype) const;  // where the bucket is
   void allocate_parameters();
+  void allocate_main();
+  Place place() const { return rules_.offload ? Place::host : Place::device; }  // of what the optimizer works on
+  at::Tensor own_part() const;  // the state's part of `parameter`
   void fill_from_values();
   void fill_from_initializer(const Initializer& initialize);
   at::ScalarType produced_dtype(bool reduces) const;
@@ -122,18 +133,21 @@ class Bucket {
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;
   void check_produced(const std::string& where) const;
   void finalize(at::Tensor sum);
+  void start_offload();
   void point_parameters_at(const std::vector<at::Tensor>& data);
 
   std::string label_;
   BucketLayout layout_;
   std::shared_ptr<MeshComm> comms_;
   std::shared_ptr<MemoryLedger> memory_;
+  std::shared_ptr<HostTransfers> transfers_;
   BucketRules rules_;
   std::vector<at::Tensor> views_;
   std::vector<at::Tensor> readable_;    // what they are while the bucket is whole: views of compute_
   std::vector<at::Tensor> unreadable_;  // what they are while it is not
   Work unshard_work_;
-  at::Tensor compute_, parameter_, main_, kept_;
+  at::Tensor compute_, parameter_, main_, rounded_, kept_;
+  HostTransfer upload_;  // of parameters, to the device
   int64_t kept_ranks_ = 0;
   bool neighbours_write_ = true;  // side by side: no collective since parameters were written
 
@@ -147,6 +161,7 @@ class Bucket {
   bool local_ = false;       // "reducing" without a collective
   bool last_ = false;
   at::Tensor produced_, accumulated_, gradient_;
+  HostTransfer download_;  // of the gradient
   at::Tensor fixed_;  // the final gradient in fixed point, while terms of it are to be added
   std::optional<Reduction> reduction_;
 };

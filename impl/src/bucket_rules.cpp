@@ -32,6 +32,7 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
   rules.gradient_magnitude_max = options.gradient_magnitude_max;
   rules.broadcast = options.broadcast_initial_values;
   rules.gather = options.gather;
+  rules.offload = options.offload != Offload::none;
   rules.sum_axes = strategy.produced.partial;
 
   double ranks = 1;

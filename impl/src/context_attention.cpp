@@ -33,13 +33,13 @@ int64_t most_positions(const ContextCut& cut) {
 }
 
 // Where each position is among the ranks' rows behind each other, `most` of each.
-at::Tensor places(const ContextCut& cut, int64_t most) {
+at::Tensor places(const ContextCut& cut, int64_t most, c10::Device device) {
   std::vector<int64_t> place(static_cast<size_t>(cut.length));
   for (int64_t rank = 0; rank < cut.ranks; ++rank) {
     int64_t row = rank * most;
     for (const int64_t position : cut.positions(rank)) place[static_cast<size_t>(position)] = row++;
   }
-  return at::tensor(place, at::kLong);
+  return at::tensor(place, at::kLong).to(device);
 }
 
 struct ContextGather : torch::autograd::Function<ContextGather> {
@@ -51,7 +51,7 @@ struct ContextGather : torch::autograd::Function<ContextGather> {
     keep_group(ctx, *group);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["most"] = most;
-    ctx->saved_data["places"] = places(cut, most);
+    ctx->saved_data["places"] = places(cut, most, own.device());
     const at::Tensor moved = own.movedim(dim, 0);
     std::vector<int64_t> sizes = moved.sizes().vec();
     sizes[0] = most;
@@ -119,7 +119,7 @@ struct ExactRingAttention : torch::autograd::Function<ExactRingAttention> {
 at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut, int64_t rank) {
   SHARD_REQUIRE(dim >= -x.dim() && dim < x.dim() && x.size(dim) == cut.length, "context_parallel",
                 "a tensor of sizes {} does not have {} positions along dim {}", fmt::join(x.sizes(), "x"), cut.length, dim);
-  return x.index_select(dim, at::tensor(cut.positions(rank), at::kLong));
+  return x.index_select(dim, at::tensor(cut.positions(rank), at::kLong).to(x.device()));
 }
 
 at::Tensor context_gather(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group) {
@@ -137,7 +137,7 @@ at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at
   at::Tensor allowed;
   if (causal) {
     const at::Tensor positions = at::tensor(own.rows, at::kLong);
-    allowed = at::arange(cut.length, at::kLong).unsqueeze(0) <= positions.unsqueeze(1);
+    allowed = (at::arange(cut.length, at::kLong).unsqueeze(0) <= positions.unsqueeze(1)).to(q.device());
   }
   return masked_attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), allowed, dropout, own, all);
 }

@@ -105,7 +105,7 @@ void add_on_device(const DeviceMath& math, ShardedState& state, ExactSum::Term t
 double exact_sum(ShardedState& state, ExactSum::Term term) {
   ExactSum sum(term);
   double doubles = 0;
-  const DeviceMath* math = device_math(state.device());
+  const DeviceMath* math = device_math(state.state_device());
   if (math) add_on_device(*math, state, term, sum);
   visit_gradients(state.schedule(), {.floats = !math}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
@@ -129,7 +129,19 @@ double plain_sum(ShardedState& state, ExactSum::Term term) {
   return sum;
 }
 
-double largest_magnitude(ShardedState& state) {
+// NaN if there is one. On a device, a number of each run is copied to the host, all together.
+double largest_on_device(ShardedState& state) {
+  std::vector<at::Tensor> found;
+  const auto alive = visit_gradients(state.schedule(), {.stay = true}, [&](const Slot&, auto values) {
+    using Value = std::remove_const_t<typename decltype(values)::element_type>;
+    const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(state.state_device());
+    const at::Tensor run = at::from_blob(const_cast<Value*>(values.data()), {std::ssize(values)}, options);
+    found.push_back(run.abs().amax().to(at::kDouble));
+  });
+  return found.empty() ? 0 : at::stack(found).amax().item<double>();
+}
+
+double largest_on_host(ShardedState& state) {
   double most = 0;
   bool nan = false;
   visit_gradients(state.schedule(), {}, [&](const Slot&, auto values) {
@@ -138,7 +150,11 @@ double largest_magnitude(ShardedState& state) {
       most = std::max(most, std::abs(static_cast<double>(value)));
     }
   });
-  if (nan) most = std::numeric_limits<double>::quiet_NaN();
+  return nan ? std::numeric_limits<double>::quiet_NaN() : most;
+}
+
+double largest_magnitude(ShardedState& state) {
+  double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
   reduce_over_shards(state, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
   return most;
 }

@@ -97,9 +97,10 @@ void check_choice(const LaunchOptions& o) {
   SHARD_REQUIRE(o.device == "cpu" || o.device == "cuda", "launch", "--device must be cpu or cuda, got '{}'", o.device);
   SHARD_REQUIRE(o.backend != "nccl" || o.gpus > 0, "launch",
                 "--backend nccl needs a GPU and its driver, and this machine shows none; use --backend threads or mpi");
-  SHARD_REQUIRE(o.device != "cuda", "launch",
-                "these commands compute on CPUs only so far; use --device cpu, also with --backend nccl, which carries their "
-                "tensors");
+  SHARD_REQUIRE(
+      o.device != "cuda" || o.backend != "mpi", "launch",
+      "--backend mpi carries host memory; with --device cuda use --backend nccl (a GPU for each rank) or threads (one "
+      "GPU for all)");
   SHARD_REQUIRE(o.ranks >= 0, "launch", "--ranks must be at least 1, got {}", o.ranks);
 }
 

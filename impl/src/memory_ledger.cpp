@@ -29,7 +29,23 @@ const char* to_string(MemoryKind kind) {
   return "?";
 }
 
-int64_t MemoryUse::now_total() const { return std::accumulate(now_bytes.begin(), now_bytes.end(), int64_t{0}); }
+namespace {
+
+void add(MemoryBytes& use, MemoryKind kind, int64_t bytes) {
+  const auto index = static_cast<size_t>(kind);
+  use.now_bytes[index] += bytes;
+  use.peak_bytes[index] = std::max(use.peak_bytes[index], use.now_bytes[index]);
+  use.peak_total_bytes = std::max(use.peak_total_bytes, use.now_total());
+}
+
+void forget_peaks(MemoryBytes& use) {
+  use.peak_bytes = use.now_bytes;
+  use.peak_total_bytes = use.now_total();
+}
+
+}  // namespace
+
+int64_t MemoryBytes::now_total() const { return std::accumulate(now_bytes.begin(), now_bytes.end(), int64_t{0}); }
 
 at::Tensor MemoryLedger::tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const {
   c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(numel) * c10::elementSize(dtype), std::move(memory),
@@ -37,8 +53,11 @@ at::Tensor MemoryLedger::tensor_over(c10::DataPtr memory, int64_t numel, at::Sca
   return at::empty({0}, at::TensorOptions(dtype).device(device_)).set_(std::move(storage), 0, {numel});
 }
 
-at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype) {
-  return tensor_over(allocate_bytes(kind, numel * static_cast<int64_t>(c10::elementSize(dtype))), numel, dtype);
+at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype, Place place) {
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  if (place == Place::host)
+    return adopt(kind, at::empty({numel}, at::TensorOptions(dtype).pinned_memory(pins_host_)), bytes, place);
+  return tensor_over(allocate_bytes(kind, bytes), numel, dtype);
 }
 
 at::Tensor MemoryLedger::allocate_of(Comm& group, Op op, MemoryKind kind, int64_t numel, at::ScalarType dtype) {
@@ -46,12 +65,12 @@ at::Tensor MemoryLedger::allocate_of(Comm& group, Op op, MemoryKind kind, int64_
   return memory ? tensor_over(std::move(memory), numel, dtype) : at::Tensor();
 }
 
-at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes) {
+at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes, Place place) {
   const std::lock_guard lock(mutex_);
-  count(kind, bytes);
-  const auto forget = [ledger = shared_from_this(), tensor, kind, bytes](void*) {
+  count(kind, place, bytes);
+  const auto forget = [ledger = shared_from_this(), tensor, kind, bytes, place](void*) {
     const std::lock_guard held(ledger->mutex_);
-    ledger->count(kind, -bytes);
+    ledger->count(kind, place, -bytes);
   };
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), forget, tensor.options());
 }
@@ -78,7 +97,7 @@ c10::DataPtr MemoryLedger::allocate_bytes_of(Comm& group, Op op, MemoryKind kind
 
 // Under the lock.
 c10::DataPtr MemoryLedger::owned(c10::DataPtr memory, MemoryKind kind, int64_t bytes, bool is_kept) {
-  count(kind, bytes);
+  count(kind, Place::device, bytes);
   void* data = memory.get();
   auto* block = new Block{shared_from_this(), std::move(memory), kind, bytes, is_kept};
   return {data, block, [](void* context) {
@@ -91,17 +110,14 @@ c10::DataPtr MemoryLedger::owned(c10::DataPtr memory, MemoryKind kind, int64_t b
 void MemoryLedger::free(Block* block) {
   const std::unique_ptr<Block> owned(block);
   const std::lock_guard lock(mutex_);
-  count(block->kind, -block->bytes);
+  count(block->kind, Place::device, -block->bytes);
   if (!block->is_kept) return;
   auto& kept = free_[block->bytes];
   if (static_cast<int64_t>(kept.size()) < keep_free_) kept.push_back(std::move(block->memory));
 }
 
-void MemoryLedger::count(MemoryKind kind, int64_t bytes) {
-  const auto index = static_cast<size_t>(kind);
-  use_.now_bytes[index] += bytes;
-  use_.peak_bytes[index] = std::max(use_.peak_bytes[index], use_.now_bytes[index]);
-  use_.peak_total_bytes = std::max(use_.peak_total_bytes, use_.now_total());
+void MemoryLedger::count(MemoryKind kind, Place place, int64_t bytes) {
+  add(place == Place::host ? use_.host : use_, kind, bytes);
   if (kind == MemoryKind::gathered) gathered_[std::abs(bytes)] += bytes > 0 ? 1 : bytes < 0 ? -1 : 0;
 }
 
@@ -118,8 +134,8 @@ MemoryUse MemoryLedger::use() const {
 
 void MemoryLedger::reset_peak() {
   const std::lock_guard lock(mutex_);
-  use_.peak_bytes = use_.now_bytes;
-  use_.peak_total_bytes = use_.now_total();
+  forget_peaks(use_);
+  forget_peaks(use_.host);
 }
 
 }  // namespace shardproof

@@ -14,16 +14,20 @@
 
 namespace shardproof {
 
+// On the device where the parameters are, or in the host's memory.
+enum class Place { device, host };
+
 // Safe to use from several threads: tensors may be freed anywhere.
 class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
  public:
-  explicit MemoryLedger(c10::Device device = at::kCPU) : device_(device) {}
+  // `pins_host`: memory of the host is page-locked.
+  explicit MemoryLedger(c10::Device device = at::kCPU, bool pins_host = false) : device_(device), pins_host_(pins_host) {}
   c10::Device device() const { return device_; }
 
   // 1-D, contents undefined.
-  at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype);
+  at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype, Place place = Place::device);
   // The same tensor, counted as `bytes` as long as its storage lives.
-  at::Tensor adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes);
+  at::Tensor adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes, Place place = Place::device);
   c10::DataPtr allocate_bytes(MemoryKind kind, int64_t bytes);
   // Of the memory that the group has for tensors of such calls (Comm::allocate), to which it goes back; null where it has none.
   c10::DataPtr allocate_bytes_of(Comm& group, Op op, MemoryKind kind, int64_t bytes);
@@ -40,12 +44,13 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
 
  private:
   struct Block;
-  void count(MemoryKind kind, int64_t bytes);
+  void count(MemoryKind kind, Place place, int64_t bytes);
   void free(Block* block);
   c10::DataPtr owned(c10::DataPtr memory, MemoryKind kind, int64_t bytes, bool is_kept);
   at::Tensor tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const;
 
   const c10::Device device_;
+  const bool pins_host_;
   mutable std::mutex mutex_;
   MemoryUse use_;
   int64_t keep_free_ = 0;

@@ -36,7 +36,10 @@ bool owned_alike(const Bucket& bucket, const ShardedState& state) {
 
 // An update that needs what tensor parallelism has cut: every rank along the axis joins it, does the same, and keeps its cut.
 void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule& rule, const Update& own) {
-  const auto joined = [&](const at::Tensor& local) { return state.join(slot, local.view(slot.shape)).contiguous().view({-1}); };
+  const auto joined = [&](const at::Tensor& local) {  // by the device's communicators
+    const at::Tensor whole = state.join(slot, local.view(slot.shape).to(state.device()));
+    return whole.to(local.device()).contiguous().view({-1});
+  };
   const at::Tensor parameter = joined(own.parameter);
   std::vector<at::Tensor> held;
   for (const at::Tensor& one : own.state) held.push_back(joined(one));
@@ -102,7 +105,7 @@ void Optimizer::allocate_state(size_t index, size_t slot) {
   for (const Segment& segment : bucket.layout().state().segments) {
     if (segment.slot != static_cast<int64_t>(slot)) continue;
     while (held.state.size() < wanted)
-      held.state.push_back(state->memory().allocate(MemoryKind::optimizer, segment.run.size(), bucket.rules().main).zero_());
+      held.state.push_back(bucket.allocate_state(segment.run.size()).zero_());
   }
 }
 
@@ -127,7 +130,7 @@ bool Optimizer::update_bucket(size_t index) {
   for (size_t slot = 0; slot < held_[index].size(); ++slot)
     if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;
   const bool rounds = bucket.rules().main != bucket.rules().compute;
-  const at::Tensor own = bucket.own_part();
+  const at::Tensor own = bucket.rounded();
   bool rounded = rounds;
   for (const Segment& segment : bucket.layout().state().segments) {
     if (!bucket.trains(segment.slot)) continue;

@@ -26,12 +26,13 @@ at::Tensor Reduction::cast(const at::Tensor& values, at::ScalarType dtype, Memor
 }
 
 // What the backend multiplies terms with, so that no kernel divides: powers of two, by which products and quotients are the
-// same bits, and within what float16 holds.
+// same bits, and within what float16 holds. Terms that are to be divided lest they overflow on the wire are not put there first.
 double Reduction::take_factor() {
   const double divisor = divide_terms_ * divide_sum_;
   int exponent = 0;
   const bool exact = std::frexp(divisor, &exponent) == 0.5 && exponent >= 1 && exponent <= 15;
-  if (!exact || wide() || !group().premultiplies() || !c10::isFloatingType(dtypes_.reduce)) return 1;
+  const bool fits = divide_terms_ == 1 || value_.scalar_type() == dtypes_.reduce;
+  if (!exact || !fits || wide() || !group().premultiplies() || !c10::isFloatingType(dtypes_.reduce)) return 1;
   divide_terms_ = divide_sum_ = 1;
   return 1 / divisor;
 }

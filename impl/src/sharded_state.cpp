@@ -130,6 +130,10 @@ c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options
   return device;
 }
 
+std::shared_ptr<MemoryLedger> make_ledger(c10::Device device, const ShardOptions& options) {
+  return std::make_shared<MemoryLedger>(device, /*pins_host=*/options.offload == Offload::pinned && device.is_cuda());
+}
+
 std::vector<std::shared_ptr<void>> sequence_rules(const torch::nn::Module& root) {
   std::vector<std::shared_ptr<void>> rules;
   for (const auto& module : root.modules(/*include_self=*/true))
@@ -157,7 +161,8 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
       strategy_(on_mesh(
           options_.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options_.strategy) : options_.strategy,
           comms_->mesh())),
-      memory_(std::make_shared<MemoryLedger>(device_of(*module_, options_))),
+      memory_(make_ledger(device_of(*module_, options_), options_)),
+      transfers_(std::make_shared<HostTransfers>(memory_->device())),
       schedule_({comms_->rank(), options_.bytes_in_flight_max, options_.buffers}, memory_) {
   validate(options_, comms_->mesh());
   parallel_ = parallel_state(*module_);
@@ -197,7 +202,8 @@ std::unique_ptr<Bucket> ShardedState::make_bucket(const std::vector<NamedParamet
   const auto alignment = options_.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
   BucketLayout layout(std::move(slots), strategy_, comms_->mesh(), comms_->rank(), alignment, options_.granularity);
   const Initializer initialize = of_slots(options_.initialize, layout.slots());
-  return std::make_unique<Bucket>(std::move(tensors), std::move(layout), comms_, memory_, std::move(rules), initialize);
+  return std::make_unique<Bucket>(std::move(tensors), std::move(layout), comms_, memory_, transfers_, std::move(rules),
+                                  initialize);
 }
 
 // Buckets of terms hold nothing else, so their offsets, and what each rank has of them, are the same all along the axis.

@@ -31,6 +31,8 @@ class ShardedState {
   Schedule& schedule() { return schedule_; }
   MemoryLedger& memory() { return *memory_; }
   c10::Device device() const { return memory_->device(); }  // of all parameters
+  // Of final gradients and what the optimizer works on.
+  c10::Device state_device() const { return options_.offload == Offload::none ? device() : c10::Device(at::kCPU); }
   const std::vector<std::pair<std::string, std::string>>& aliases() const { return aliases_; }
   Unit& unit(const std::string& name) const;
   // Null when the module is not tensor parallel.
@@ -64,6 +66,7 @@ class ShardedState {
   std::shared_ptr<ParallelState> parallel_;
   std::vector<std::shared_ptr<void>> rules_;  // of the sequence parts: without them ranks would train on without each other
   std::shared_ptr<MemoryLedger> memory_;
+  std::shared_ptr<HostTransfers> transfers_;
   std::vector<std::pair<std::string, std::string>> aliases_;
   Schedule schedule_;
   UnitAttachments attached_;

@@ -105,7 +105,8 @@ class Sharded {
 
   // What this rank holds between steps: parameters in the strategy's `parameter` layout and the compute dtype, main parameters
   // and gradients in its `state` layout and the main dtype (gradients only after the last backward, and only of parameters that
-  // require them). Ascending by bucket and offset; no padding.
+  // require them). Ascending by bucket and offset; no padding. With ShardOptions::offload the latter two are CPU tensors, and
+  // main parameters are written only in pieces taken after the last step: older ones may still be on their way to the device.
   std::vector<Piece> parameters() const;
   std::vector<Piece> main_parameters() const;
   std::vector<Piece> gradients() const;

@@ -34,7 +34,7 @@ Launch read_launch(const Environment& environment);
 
 struct LaunchOptions {
   std::string backend = "threads";  // threads, mpi, nccl
-  std::string device = "cpu";       // cuda is refused so far
+  std::string device = "cpu";       // or cuda: threads share one GPU, ranks of nccl have one each
   int64_t ranks = 0;                // above 0: start so many processes
   int64_t gpus = 0;                 // that this machine has
 };

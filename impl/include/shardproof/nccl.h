@@ -39,8 +39,8 @@ int64_t nccl_devices();
 int64_t nccl_version();
 // The first number of a GPU's compute capability: 9 of Hopper, 10 of Blackwell; 0 where there is no such GPU.
 int64_t nccl_compute_capability(int64_t device);
-// NCCL and CUDA of this machine, on its GPU number `device`; its current stream is the legacy default one, as PyTorch's is when
-// nobody has chosen another. Throws Error that says what is missing: NCCL in this build, a driver, a GPU.
+// NCCL and CUDA of this machine, on its GPU number `device`; its current stream is LibTorch's of the calling thread there.
+// Throws Error that says what is missing: NCCL in this build, a driver, a GPU.
 std::shared_ptr<NcclApi> nccl_api(int64_t device);
 
 class NcclWorld final : public ProcessWorld {

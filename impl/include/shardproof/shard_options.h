@@ -92,6 +92,16 @@ enum class Gather {
                 // main parameters by hand lets all ranks meet before.
 };
 
+// Where the optimizer's memory is: main parameters, its state, and final gradients. Not `none`: in the host's, where the CPU
+// updates it; the bits are the same. Between steps the device then holds the parameters in the compute dtype and nothing else.
+// In a step, final gradients of at most two buckets, on their way to the host while the backward goes on, in place of all. The
+// host holds all that, and where compute and main dtype differ one more copy of the rank's state layout in the former.
+enum class Offload {
+  none,
+  pinned,   // on CUDA in page-locked memory, so that copies run beside the device's work; elsewhere as `pageable`
+  pageable  // in plain memory, for hosts that cannot lock so much; copies from and to a GPU then block
+};
+
 // Fills the row-major elements [run.begin, run.end) of a parameter; called for parameters without memory. Must be a function of
 // its arguments alone.
 using Initializer = std::function<void(const std::string& name, const Shape& shape, Interval run, at::Tensor values)>;
@@ -119,6 +129,7 @@ struct ShardOptions {
   bool reshard_after_backward = true;
   Buffers buffers = Buffers::freed;
   Gather gather = Gather::copied;
+  Offload offload = Offload::none;
   // How many units ahead are gathered while one runs, in the order in which units were registered, backwards in the backward.
   int64_t prefetch_forward = 0;
   int64_t prefetch_backward = 0;

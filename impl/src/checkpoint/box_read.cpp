@@ -176,13 +176,15 @@ void BoxReader::read(const std::string& name, const Box& box, void* destination,
 void BoxReader::read(const std::string& name, const Box& box, const at::Tensor& destination) {
   const auto found = checkpoint_.tensors.find(name);
   SHARD_REQUIRE(found != checkpoint_.tensors.end(), "checkpoint", "{} holds no tensor {}", folder_, name);
-  SHARD_REQUIRE(destination.device().is_cpu() && destination.scalar_type() == found->second.dtype, "checkpoint",
-                "tensor {} in {} is {}; it was asked for as {} on {}", name, folder_, names_of(found->second.dtype).torch,
-                c10::toString(destination.scalar_type()), destination.device().str());
+  SHARD_REQUIRE(destination.scalar_type() == found->second.dtype, "checkpoint", "tensor {} in {} is {}; it was asked for as {}",
+                name, folder_, names_of(found->second.dtype).torch, c10::toString(destination.scalar_type()));
   SHARD_REQUIRE(destination.sizes() == at::IntArrayRef(sizes_of(box)), "checkpoint",
                 "a box of [{}] of tensor {} was asked for in a tensor of [{}]", fmt::join(sizes_of(box), ", "), name,
                 fmt::join(destination.sizes(), ", "));
-  read(name, box, destination.data_ptr(), destination.strides().vec());
+  if (destination.device().is_cpu()) return read(name, box, destination.data_ptr(), destination.strides().vec());
+  const at::Tensor here = at::empty(destination.sizes(), found->second.dtype);
+  read(name, box, here.data_ptr(), here.strides().vec());
+  at::Tensor(destination).copy_(here);
 }
 
 at::Tensor BoxReader::read(const std::string& name) {

@@ -193,11 +193,14 @@ class Loader {
   }
 
   void read_piece(BoxReader& reader, const std::string& key, const Piece& piece) {
-    auto* to = static_cast<char*>(piece.data.data_ptr());
+    const bool elsewhere = !piece.data.device().is_cpu();
+    const at::Tensor here = elsewhere ? at::empty(piece.data.sizes(), piece.data.options().device(at::kCPU)) : piece.data;
+    auto* to = static_cast<char*>(here.data_ptr());
     for (const PlannedBox& part : boxes_of(key, piece.shape, {piece.run})) {
       read_box(reader, key, part.box, to);
       to += numel(part.box) * static_cast<int64_t>(piece.data.element_size());
     }
+    if (elsewhere) piece.data.copy_(here);
   }
 
   const std::string& directory_;

@@ -1,10 +1,12 @@
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "../sharded_state.h"
 #include "agree.h"
+#include "host_copy.h"
 #include "save_plan.h"
 #include "shardproof/check.h"
 #include "shardproof/checkpoint/checksums.h"
@@ -17,7 +19,7 @@
 namespace shardproof::checkpoint {
 namespace {
 
-// A run in this rank's memory.
+// A run in this rank's memory, or in that of its device.
 struct LocalRun {
   Interval run;
   at::Tensor data;  // 1-D, contiguous
@@ -100,6 +102,7 @@ struct SaveJob::Parts {
   std::vector<std::vector<PlannedBox>> plan;   // by rank
   std::vector<NamedValue> values;              // of this rank
   LocalRuns runs;
+  c10::Stream stream{c10::Stream::DEFAULT, c10::Device(at::kCPU)};  // on which the values were made
   const Snapshot* snapshot = nullptr;
   std::vector<size_t> offsets;  // in the snapshot, of this rank's boxes
   std::string error;
@@ -109,7 +112,7 @@ struct SaveJob::Parts {
   void collect(Sharded& sharded, const Optimizer* optimizer);
   const char* data_of(const PlannedBox& box, const Interval& run) const;
   size_t bytes_of_box(const PlannedBox& box) const;
-  void copy_box(const PlannedBox& box, char* to) const;
+  void start_copy(const PlannedBox& box, char* to) const;
   void fill(Snapshot& memory);
   void write_entries();
   void write_metadata(const std::vector<std::string>& records);
@@ -160,16 +163,17 @@ void SaveJob::Parts::collect(Sharded& sharded, const Optimizer* optimizer) {
 const char* SaveJob::Parts::data_of(const PlannedBox& box, const Interval& run) const {
   const auto& held = runs.at(box.name);
   for (const LocalRun& local : held)
-    if (local.run.begin <= run.begin && run.end <= local.run.end)
+    if (local.run.begin <= run.begin && run.end <= local.run.end && local.data.device().is_cpu())
       return static_cast<const char*>(local.data.const_data_ptr()) + (run.begin - local.run.begin) * local.data.element_size();
-  return nullptr;  // it goes over the end of one
+  return nullptr;  // it goes over the end of one, or lies elsewhere
 }
 
 size_t SaveJob::Parts::bytes_of_box(const PlannedBox& box) const {
   return static_cast<size_t>(numel(box.box) * names_of(tensors.at(box.name).dtype).bytes);
 }
 
-void SaveJob::Parts::copy_box(const PlannedBox& box, char* to) const {
+// There when the stream has been waited for.
+void SaveJob::Parts::start_copy(const PlannedBox& box, char* to) const {
   const int64_t item = names_of(tensors.at(box.name).dtype).bytes;
   for (const Interval& wanted : box.runs)
     for (int64_t at = wanted.begin; at < wanted.end;) {
@@ -178,8 +182,7 @@ void SaveJob::Parts::copy_box(const PlannedBox& box, char* to) const {
           std::find_if(held.begin(), held.end(), [&](const LocalRun& l) { return l.run.begin <= at && at < l.run.end; });
       SHARD_CHECK(local != held.end(), "checkpoint", "element {} of {} is not here", at, box.name);
       const int64_t end = std::min(wanted.end, local->run.end);
-      stream_copy(to, static_cast<const char*>(local->data.const_data_ptr()) + (at - local->run.begin) * item,
-                  static_cast<size_t>((end - at) * item));
+      start_host_copy(to, local->data.narrow(0, at - local->run.begin, end - at));
       to += (end - at) * item;
       at = end;
     }
@@ -197,13 +200,15 @@ void SaveJob::Parts::fill(Snapshot& memory) {
     prefer_large_pages(memory.bytes.data(), bytes);
     memory.bytes.resize(bytes);
   }
-  for (size_t i = 0; i < own().size(); ++i) copy_box(own()[i], memory.bytes.data() + offsets[i]);
+  for (size_t i = 0; i < own().size(); ++i) start_copy(own()[i], memory.bytes.data() + offsets[i]);
+  finish_host_copies(stream.device());
   snapshot = &memory;
   runs.clear();
 }
 
 void SaveJob::Parts::write_entries() {
   if (own().empty() && values.empty()) return;
+  const c10::StreamGuard on_stream(stream);
   EntryFile file(*files, folder, entry_file_name(world->rank()));
   for (const NamedValue& value : values)
     written_values.push_back(
@@ -218,7 +223,8 @@ void SaveJob::Parts::write_entries() {
     else if (box.runs.size() == 1) data = data_of(box, box.runs.front());
     if (!data) {
       copied.resize(bytes_of_box(box));
-      copy_box(box, copied.data());
+      start_copy(box, copied.data());
+      finish_host_copies(stream.device());
       data = copied.data();
     }
     written_tensors.push_back(value_of(file.add_tensor(tensors.at(box.name).dtype, sizes, data)));
@@ -268,6 +274,7 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
   parts.directory = directory;
   parts.world = &sharded.state().comms().world();
   parts.files = options.files;
+  parts.stream = current_stream_of(sharded.state().device());
   Comm& world = *parts.world;
   agree_on(world, [&] {
     if (world.rank() == 0) {

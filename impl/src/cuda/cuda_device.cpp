@@ -37,6 +37,9 @@ bool cuda_built() {
 std::string why_no_cuda() {
   int devices = 0;
   const cudaError_t status = cudaGetDeviceCount(&devices);
+  // So it says without any driver as well.
+  if (status == cudaErrorInsufficientDriver)
+    return fmt::format("there is no driver, or one older than CUDA {} needs", CUDART_VERSION / 1000);
   if (status != cudaSuccess) return fmt::format("no usable GPU: {}", cudaGetErrorString(status));
   if (devices == 0) return "no GPU";
   return {};

@@ -1,4 +1,6 @@
 // The machine's NCCL and CUDA runtime, as the backend asks for them.
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <cuda_runtime_api.h>
@@ -90,7 +92,12 @@ class MachineApi final : public NcclApi {
     cudaStreamSynchronize(stream_of(stream));
     cudaStreamDestroy(stream_of(stream));
   }
-  Stream current_stream() override { return nullptr; }
+  Stream current_stream() override {
+    // LibTorch's; before its CUDA parts are loaded nobody can have chosen another than the default one.
+    if (!c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return nullptr;
+    const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device_));
+    return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+  }
   Event make_event() override {
     cudaEvent_t event = nullptr;
     check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");

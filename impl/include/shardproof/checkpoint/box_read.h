@@ -36,7 +36,7 @@ class BoxReader {
   BoxReader(FileSystem& files, std::string folder, const Checkpoint& checkpoint, ReadOptions options = {});
   ~BoxReader();
 
-  // Elements of `box` of tensor `name` into `destination`: a CPU tensor of the box's sizes and the stored dtype.
+  // Elements of `box` of tensor `name` into `destination`: a tensor of the box's sizes and the stored dtype, on any device.
   // Law: equals that slice of the whole tensor. Throws Error naming tensor, box and file; the destination is then undefined.
   void read(const std::string& name, const Box& box, const at::Tensor& destination);
   // The same into memory whose elements lie `strides` apart.

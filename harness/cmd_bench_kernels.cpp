@@ -1,0 +1,62 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "bench/kernels.h"
+#include "harness/commands.h"
+#include "harness/json_lines.h"
+#include "shardproof/check.h"
+#include "shardproof/cuda.h"
+
+namespace harness {
+namespace {
+
+struct Arguments {
+  bench::KernelsTask task;
+  std::string device = "cuda", json;
+  double at_least = 0;
+};
+
+int run(Arguments& a) {
+  SHARD_REQUIRE(a.device == "cpu" || a.device == "cuda", "bench", "--device must be cpu or cuda, got '{}'", a.device);
+  if (a.device == "cuda") {
+    shardproof::use_cuda();
+    a.task.device = c10::Device(c10::kCUDA, 0);
+  }
+  JsonLines out(a.json);
+  bool held = true;
+  fmt::print("{:<22} {:>9} {:>13}\n", "", "GB/s", "share of copy");
+  for (const bench::KernelTime& time : bench::time_kernels(a.task)) {
+    const bool fast = time.share_of_copy >= a.at_least;
+    held &= fast;
+    fmt::print("{:<22} {:>9.1f} {:>13.2f}{}\n", time.name, time.gb_per_s, time.share_of_copy, fast ? "" : "  BELOW");
+    out.write({{"type", "kernel"},
+               {"kernel", time.name},
+               {"device", a.device},
+               {"gb_per_s_median", time.gb_per_s},
+               {"share_of_copy_median", time.share_of_copy}});
+  }
+  fmt::print("{}; arrays of {} MiB in float32; bytes read and written; medians of {} rounds of {} calls\n",
+             a.device == "cpu" ? "the kernels' twins on one thread" : "kernels on the GPU", a.task.mib / 2, a.task.rounds,
+             a.task.repeats);
+  return held ? 0 : 1;
+}
+
+}  // namespace
+
+void add_bench_kernels_command(CLI::App& bench, int& exit_code) {
+  auto a = std::make_shared<Arguments>();
+  CLI::App* command = bench.add_subcommand("kernels", "time the CUDA kernels beside a copy of the GPU's memory");
+  command->add_option("--device", a->device, "cuda; cpu: their twins")->capture_default_str();
+  command->add_option("--mib", a->task.mib, "of the longest array")->capture_default_str();
+  command->add_option("--repeats", a->task.repeats, "calls in a round")->capture_default_str();
+  command->add_option("--rounds", a->task.rounds, "each times every kernel once")->capture_default_str();
+  command->add_option("--at-least", a->at_least, "end with 1 when a kernel's share of the copy's bandwidth is below this")
+      ->capture_default_str();
+  command->add_option("--json", a->json, "also write one JSON object a kernel here");
+  command->callback([a, &exit_code] { exit_code = run(*a); });
+}
+
+}  // namespace harness

@@ -1,0 +1,26 @@
+#include "harness/reproducible.h"
+
+#include <ATen/Context.h>
+
+#include <cstdlib>
+
+namespace harness {
+
+void compute_reproducibly() {
+  // Several streams share workspaces otherwise, and which product gets which depends on their timing:
+  // https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+  ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  at::Context& context = at::globalContext();
+  context.setDeterministicAlgorithms(true, /*warn_only=*/false);
+  context.setDeterministicFillUninitializedMemory(false);
+  context.setDeterministicCuDNN(true);
+  context.setBenchmarkCuDNN(false);
+  context.setAllowTF32CuDNN(false);
+  context.setAllowTF32CuBLAS(false);
+  // Backwards of the fused kernels add in the order in which blocks end.
+  context.setSDPUseFlash(false);
+  context.setSDPUseMemEfficient(false);
+  context.setSDPUseCuDNN(false);
+}
+
+}  // namespace harness

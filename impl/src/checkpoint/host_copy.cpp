@@ -1,0 +1,26 @@
+#include "host_copy.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "stream_copy.h"
+
+namespace shardproof::checkpoint {
+
+void start_host_copy(char* to, const at::Tensor& from) {
+  if (from.device().is_cpu()) return stream_copy(to, from.const_data_ptr(), from.nbytes());
+  const at::NoGradGuard no_grad;
+  at::from_blob(to, from.sizes(), from.options().device(at::kCPU).requires_grad(false)).copy_(from, /*non_blocking=*/true);
+}
+
+void finish_host_copies(c10::Device device) {
+  if (!device.is_cpu()) current_stream_of(device).synchronize();
+}
+
+c10::Stream current_stream_of(c10::Device device) {
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+}  // namespace shardproof::checkpoint

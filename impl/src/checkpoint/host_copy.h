@@ -1,0 +1,17 @@
+// Copies of values to the host, from wherever they lie.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+namespace shardproof::checkpoint {
+
+// Queues on the current stream of a device; `finish_host_copies` waits for them. From the CPU the bytes are there at once.
+// `from` is 1-D and contiguous.
+void start_host_copy(char* to, const at::Tensor& from);
+void finish_host_copies(c10::Device device);
+
+// What this thread has queued on a device is what copies come after, on whichever thread they are started.
+c10::Stream current_stream_of(c10::Device device);
+
+}  // namespace shardproof::checkpoint

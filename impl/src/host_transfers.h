@@ -1,0 +1,45 @@
+// Copies between a device and the host's memory that run beside the device's other work.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <memory>
+#include <optional>
+
+namespace shardproof {
+
+// One copy. Empty: nothing is under way.
+class HostTransfer {
+ public:
+  // Returns when the copy is over. Until then the host must neither read nor write its memory.
+  void wait() const;
+
+ private:
+  friend class HostTransfers;
+  struct Flight;
+  std::shared_ptr<Flight> flight_;
+};
+
+// Of one rank, used by one thread at a time. On the CPU a copy is over when the call returns.
+class HostTransfers {
+ public:
+  // So many downloads keep device memory alive; another one waits for the oldest.
+  static constexpr size_t kDownloadsMax = 2;
+
+  explicit HostTransfers(c10::Device device) : device_(device) {}
+
+  // From the device to the host, on a stream of its own, behind what the current stream has queued. `source` lives until the
+  // copy is over, and nobody writes it.
+  HostTransfer download(const at::Tensor& target, at::Tensor source);
+  // From the host to the device, on the current stream.
+  HostTransfer upload(const at::Tensor& target, const at::Tensor& source);
+
+ private:
+  const c10::Device device_;
+  std::optional<c10::Stream> stream_;  // of downloads
+  std::deque<HostTransfer> downloads_;
+};
+
+}  // namespace shardproof

@@ -1,0 +1,87 @@
+// What the commands do with --device, on the fake device: training from its data to its checkpoints, and which cases are drawn.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "checkpoint_scratch.h"
+#include "expect_error.h"
+#include "fake_device.h"
+#include "harness/generate.h"
+#include "harness/run_case.h"
+#include "harness/train.h"
+#include "harness_env.h"
+
+using namespace harness;
+
+namespace {
+
+std::string text_in(const shardproof::checkpoint::Scratch& scratch) {
+  std::string text;
+  for (int i = 0; i < 100; ++i) text += "all work and no play, " + std::to_string(i * i) + "\n";
+  shardproof::checkpoint::spill(scratch / "text", text);
+  return scratch / "text";
+}
+
+TrainOptions options_on_device(const std::string& directory) {
+  fake_device::install();
+  TrainOptions options;
+  options.model = parse_model("gpt(layers=1,hidden=16,heads=2,vocab=256,positions=16,tied)");
+  options.optimizer = {.kind = golden::Optimizer::Kind::adamw, .lr = 1e-3};
+  options.global_batch = 4;
+  options.microbatch = 1;
+  options.steps = 2;
+  options.check = true;
+  options.checkpoints.directory = directory;
+  options.device = fake_device::device();
+  return options;
+}
+
+std::vector<double> losses_of(const TrainOptions& options, const TextData& text) {
+  std::vector<double> losses;
+  const TrainResult result = train(options, text, [&](const TrainStep& step) { losses.push_back(step.loss); });
+  EXPECT_FALSE(result.difference) << *result.difference;
+  EXPECT_GT(result.values_compared, 0);
+  return losses;
+}
+
+}  // namespace
+
+TEST(DeviceCommands, training_equals_the_golden_run_on_the_device_and_goes_on_from_its_checkpoint_on_another_mesh_and_device) {
+  const shardproof::checkpoint::Scratch scratch;
+  const TextData text({text_in(scratch)}, 16);
+  TrainOptions options = options_on_device(scratch / "run");
+  std::vector<double> losses = losses_of(options, text);
+  options.steps = 4;
+  options.mesh = shardproof::Mesh({{"dp_replicate", 2}, {"dp_shard", 2}});
+  options.strategy = "hsdp";
+  options.checkpoints.resume = true;
+  for (const double loss : losses_of(options, text)) losses.push_back(loss);
+  options.steps = 5;
+  options.device = at::kCPU;
+  for (const double loss : losses_of(options, text)) losses.push_back(loss);
+  EXPECT_EQ(losses.size(), 5u);
+  EXPECT_LT(losses[1], losses[0]);
+}
+
+TEST(DeviceCommands, canonical_arithmetic_is_refused_by_name) {
+  fake_device::install();
+  const Case c = Case::parse(
+      "mlp(widths=3-4) mesh(dp_shard=1,tp=2) zero3(loss=sum,arithmetic=canonical) sgd(lr=0.1) canonical seed=1 : step");
+  shardproof::expect_error([&] { run_case(c, *thread_ranks_on(fake_device::device())); },
+                           {"canonical arithmetic", "on the CPU", "--device"});
+}
+
+TEST(DeviceCommands, limits_without_canonical_arithmetic_draw_none_and_still_every_mode) {
+  std::set<Mode> modes;
+  bool cut = false;
+  for (int64_t i = 0; i < 400; ++i) {
+    const Case c = generate(5, i, {.canonical_arithmetic = false});
+    EXPECT_EQ(c.options.arithmetic, 0) << c.str();
+    modes.insert(c.mode);
+    cut |= c.microbatch_ranks() > 1;
+  }
+  EXPECT_EQ(modes.size(), 4u);
+  EXPECT_TRUE(cut);
+  const Limits on_mesh{.mesh = shardproof::Mesh({{"dp_shard", 2}, {"tp", 2}}), .canonical_arithmetic = false};
+  for (int64_t i = 0; i < 100; ++i) EXPECT_NE(generate(6, i, on_mesh).mode, Mode::canonical);
+}

@@ -1,0 +1,107 @@
+#include "fake_math.h"
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "fake_device.h"
+#include "shardproof/cuda.h"
+
+namespace fake_device {
+namespace {
+
+using namespace shardproof;
+
+std::atomic<bool> hesitates = false;
+
+template <class T>
+T* here(T* device_memory) {
+  return static_cast<T*>(on_host(device_memory));
+}
+
+UpdateArrays here(UpdateArrays arrays) {
+  arrays.parameter = here(arrays.parameter);
+  arrays.gradient = here(arrays.gradient);
+  arrays.first = here(arrays.first);
+  arrays.second = here(arrays.second);
+  arrays.low = on_host(arrays.low);
+  return arrays;
+}
+
+std::vector<const std::byte*> here(std::span<const std::byte* const> terms) {
+  std::vector<const std::byte*> found;
+  for (const std::byte* term : terms) found.push_back(here(term));
+  return found;
+}
+
+// What returns nothing is queued; what returns a value waits for the stream first.
+class QueuedMath final : public DeviceMath {
+ public:
+  void reduce(Element type, Fold fold, std::span<const std::byte* const> terms, int64_t count,
+              std::byte* target) const override {
+    for (int k = 0; hesitates && k < 5; ++k) std::this_thread::yield();
+    queue([=, twin = twin_, kept = here(terms), to = here(target)] { twin->reduce(type, fold, kept, count, to); });
+  }
+  void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
+                std::byte* target) const override {
+    queue([=, twin = twin_, kept = here(terms), to = here(target)] { twin->sum_wide(type, kept, count, target_type, to); });
+  }
+  void sgd(const SgdScalars& scalars, const UpdateArrays& arrays) const override {
+    queue([twin = twin_, scalars, all = here(arrays)] { twin->sgd(scalars, all); });
+  }
+  void adam(const AdamScalars& scalars, const UpdateArrays& arrays) const override {
+    queue([twin = twin_, scalars, all = here(arrays)] { twin->adam(scalars, all); });
+  }
+  void lion(const LionScalars& scalars, const UpdateArrays& arrays) const override {
+    queue([twin = twin_, scalars, all = here(arrays)] { twin->lion(scalars, all); });
+  }
+  void store(float* target, Element source_type, const std::byte* source, int64_t count, bool add) const override {
+    queue([=, twin = twin_, to = here(target), from = here(source)] { twin->store(to, source_type, from, count, add); });
+  }
+  bool store_fixed(int64_t* target, Element source_type, const std::byte* source, int64_t count, bool add, double unit,
+                   double limit, double limit_of_sums) const override {
+    synchronize();
+    return twin_->store_fixed(here(target), source_type, here(source), count, add, unit, limit, limit_of_sums);
+  }
+  void fixed_to_float(float* target, const int64_t* source, int64_t count, float unit) const override {
+    queue([=, twin = twin_, to = here(target), from = here(source)] { twin->fixed_to_float(to, from, count, unit); });
+  }
+  void divide(float* values, int64_t count, float divisor) const override {
+    queue([=, twin = twin_, all = here(values)] { twin->divide(all, count, divisor); });
+  }
+  void scale(float* values, int64_t count, float factor) const override {
+    queue([=, twin = twin_, all = here(values)] { twin->scale(all, count, factor); });
+  }
+  int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
+    synchronize();
+    return twin_->first_beyond(type, here(values), count, limit);
+  }
+  bool all_zero(Element type, const std::byte* values, int64_t count) const override {
+    synchronize();
+    return twin_->all_zero(type, here(values), count);
+  }
+  void zero(void* target, int64_t bytes) const override {
+    queue([bytes, to = on_host(target)] { std::memset(to, 0, static_cast<size_t>(bytes)); });
+  }
+  void copy(void* target, const void* source, int64_t bytes) const override {
+    queue([bytes, to = on_host(target), from = on_host(source)] { std::memmove(to, from, static_cast<size_t>(bytes)); });
+  }
+  void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const override {
+    synchronize();
+    std::vector<FlatSpan> found;
+    for (const FlatSpan& span : spans) found.push_back({here(span.data), span.count});
+    twin_->exact_sum(found, squares, counters);
+  }
+
+ private:
+  std::shared_ptr<const DeviceMath> twin_ = kernel_twin();
+};
+
+}  // namespace
+
+void hesitate(bool on) { hesitates = on; }
+
+std::shared_ptr<const DeviceMath> queued_math() { return std::make_shared<QueuedMath>(); }
+
+}  // namespace fake_device

@@ -1,0 +1,12 @@
+// The arithmetic of the fake device: the kernels' twin, on the calling thread's current stream.
+#pragma once
+
+#include <memory>
+
+#include "shardproof/device_math.h"
+
+namespace fake_device {
+
+std::shared_ptr<const shardproof::DeviceMath> queued_math();
+
+}  // namespace fake_device

@@ -1,0 +1,250 @@
+// Operators of the fake device: those of the CPU, on tensors that lie in the same memory. An operator waits for what its stream
+// has queued, and for nothing else; what it writes is queued there.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/transformers/attention.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <set>
+
+#include "fake_device.h"
+#include "fake_parts.h"
+
+namespace fake_device {
+namespace {
+
+constexpr auto kKey = c10::DispatchKey::PrivateUse1;
+
+bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device() == device(); }
+
+// How many elements a tensor reaches over, from its first one.
+int64_t extent(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+  return last + 1;
+}
+
+at::Tensor over(const c10::Storage& storage, c10::DispatchKey key, const at::Tensor& like, int64_t offset) {
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), offset);
+  return tensor;
+}
+
+// New memory of the device with the values of a tensor of the CPU, as soon as the stream gets there.
+at::Tensor sent(const at::Tensor& values) {
+  const size_t bytes = static_cast<size_t>(extent(values)) * values.element_size();
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, memory().allocate(bytes), &memory(), /*resizable=*/true);
+  queue([to = on_host(storage.data()), values, bytes] {
+    if (bytes > 0) std::memcpy(to, values.const_data_ptr(), bytes);
+  });
+  return over(storage, kKey, values, 0);
+}
+
+at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  const at::Tensor shape = at::empty_strided(sizes, strides, at::TensorOptions(dtype.value_or(at::kFloat)).device(at::kMeta));
+  const size_t bytes = static_cast<size_t>(extent(shape)) * shape.element_size();
+  return over(c10::Storage(c10::Storage::use_byte_size_t(), bytes, memory().allocate(bytes), &memory(), /*resizable=*/true),
+              kKey, shape, 0);
+}
+
+at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+                 std::optional<at::Device> where, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+  const auto on_meta = at::TensorOptions(dtype.value_or(at::kFloat)).device(at::kMeta);
+  return empty_strided(sizes, at::empty(sizes, on_meta, format).strides(), dtype, layout, where, pinned);
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef sizes,
+                        at::IntArrayRef strides) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  if (strides.empty() && !sizes.empty())
+    self.unsafeGetTensorImpl()->set_sizes_contiguous(sizes), self.unsafeGetTensorImpl()->set_storage_offset(offset);
+  else
+    self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return self;
+}
+
+// One call of an operator.
+class HostCall {
+ public:
+  explicit HostCall(const c10::OperatorHandle& op) : op_(op), schema_(op.schema()) {
+    const auto& returns = schema_.returns();
+    is_view_ = !returns.empty() && returns[0].alias_info() && !returns[0].alias_info()->isWrite();
+  }
+
+  void run(torch::jit::Stack* stack) {
+    const size_t count = schema_.arguments().size(), first = stack->size() - count;
+    for (size_t i = 0; i < count; ++i) visit((*stack)[first + i], [&](const at::Tensor& tensor) { return note(i, tensor); });
+    if (reads_ours_) require_one_device();
+    if (!is_view_) synchronize();
+    if (sends_later(stack, first)) return;
+    for (size_t i = 0; i < count; ++i) {
+      c10::IValue& value = (*stack)[first + i];
+      const auto* alias = schema_.arguments()[i].alias_info();
+      visit(value, [&](const at::Tensor& tensor) { return to_cpu(tensor, alias && alias->isWrite()); });
+      if (value.isDevice() && value.toDevice() == device()) value = c10::Device(at::kCPU);
+    }
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op_.callBoxed(stack);
+    }
+    for (size_t i = stack->size() - schema_.returns().size(); i < stack->size(); ++i)
+      visit((*stack)[i], [&](const at::Tensor& tensor) { return from_cpu(tensor); });
+    for (Written& written : written_) write_back(written);
+  }
+
+ private:
+  struct Shared {
+    c10::Storage ours, cpu;
+  };
+  struct Written {
+    at::Tensor ours, cpu;
+    c10::StorageImpl* memory;
+    std::vector<int64_t> sizes, strides;
+    bool done = false;
+  };
+
+  template <class F>
+  static void visit(c10::IValue& value, const F& f) {
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) value = f(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list = value.toTensorList().copy();
+      for (size_t i = 0; i < list.size(); ++i) list.set(i, f(list.get(i)));
+      value = list;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list = value.toOptionalTensorList().copy();
+      for (size_t i = 0; i < list.size(); ++i)
+        if (list.get(i).has_value() && list.get(i)->defined()) list.set(i, f(*list.get(i)));
+      value = list;
+    }
+  }
+
+  at::Tensor note(size_t argument, const at::Tensor& tensor) {
+    reads_ours_ |= is_ours(tensor);
+    if (tensor.is_cpu() && tensor.dim() > 0 && stranger_.empty()) {
+      const std::string& name = schema_.arguments()[argument].name();
+      const bool may = name == "indices" || schema_.name() == "aten::copy_" || schema_.name() == "aten::_to_copy";
+      if (!may) stranger_ = name;
+    }
+    return tensor;
+  }
+
+  void require_one_device() const {
+    TORCH_CHECK(stranger_.empty(), "fake device: argument '", stranger_, "' of ", schema_.name(),
+                " is on the CPU, others are on ", device().str(), "; move it there");
+  }
+
+  // A copy to or from the host that nobody waits for: as from page-locked memory, which is read when the stream gets there.
+  bool sends_later(torch::jit::Stack* stack, size_t first) const {
+    if (schema_.name() != "aten::copy_" || !(*stack)[first + 2].toBool()) return false;
+    const at::Tensor to = (*stack)[first].toTensor(), from = (*stack)[first + 1].toTensor();
+    const bool to_host = to.is_cpu() && is_ours(from), from_host = is_ours(to) && from.is_cpu();
+    if (!to_host && !from_host) return false;
+    queue([to, from, cpu_to = to_host ? to : mirror(to), cpu_from = from_host ? from : mirror(from)] {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      at::Tensor(cpu_to).copy_(cpu_from);
+    });
+    stack->resize(first);
+    stack->emplace_back(to);
+    return true;
+  }
+
+  // The same memory, as a tensor of the CPU. Views can be taken of what must not be read, or has no memory now.
+  static at::Tensor mirror(const at::Tensor& tensor, bool may_be_unreadable = false) {
+    const c10::Storage& storage = tensor.storage();
+    const void* data = may_be_unreadable ? storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() : storage.data();
+    const c10::Storage cpu(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(on_host(data), at::kCPU), nullptr,
+                           /*resizable=*/false);
+    return over(cpu, c10::DispatchKey::CPU, tensor, tensor.storage_offset());
+  }
+
+  at::Tensor to_cpu(const at::Tensor& tensor, bool written) {
+    if (!is_ours(tensor)) return tensor;
+    if (!written) {
+      const at::Tensor cpu = mirror(tensor, is_view_);
+      shared_.push_back({tensor.storage(), cpu.storage()});
+      return cpu;
+    }
+    const at::Tensor memory = at::empty({extent(tensor)}, tensor.options().device(at::kCPU));
+    if (memory.numel() > 0)
+      std::memcpy(memory.mutable_data_ptr(), on_host(tensor.const_data_ptr()), memory.nbytes());
+    const at::Tensor cpu = over(memory.storage(), c10::DispatchKey::CPU, tensor, 0);
+    written_.push_back({tensor, cpu, memory.storage().unsafeGetStorageImpl(), tensor.sizes().vec(), tensor.strides().vec()});
+    return cpu;
+  }
+
+  at::Tensor from_cpu(const at::Tensor& cpu) {
+    if (!cpu.defined()) return cpu;
+    for (const Written& written : written_)
+      if (cpu.is_same(written.cpu)) return written.ours;
+    for (const Shared& shared : shared_)
+      if (cpu.storage().unsafeGetStorageImpl() == shared.cpu.unsafeGetStorageImpl())
+        return over(shared.ours, kKey, cpu, cpu.storage_offset());
+    return schema_.name() == "aten::copy_" ? cpu : sent(cpu);  // a copy to the CPU returns what it was given
+  }
+
+  static void write_back(Written& written) {
+    c10::TensorImpl* impl = written.ours.unsafeGetTensorImpl();
+    const bool grown = written.cpu.sizes() != at::IntArrayRef(written.sizes) && extent(written.cpu) > extent(written.ours);
+    if (grown) {
+      const at::Tensor bigger = sent(written.cpu);
+      impl->set_storage_keep_dtype(bigger.storage());
+      impl->set_sizes_and_strides(bigger.sizes(), bigger.strides(), 0);
+      return;
+    }
+    if (written.cpu.sizes() != at::IntArrayRef(written.sizes) || written.cpu.strides() != at::IntArrayRef(written.strides))
+      impl->set_sizes_and_strides(written.cpu.sizes(), written.cpu.strides(),
+                                  written.ours.storage_offset() + written.cpu.storage_offset());
+    const size_t bytes = static_cast<size_t>(extent(written.cpu)) * written.cpu.element_size();
+    if (bytes == 0) return;
+    queue([to = on_host(written.ours.const_data_ptr()), cpu = written.cpu, bytes] {
+      std::memcpy(to, cpu.const_data_ptr(), bytes);
+    });
+  }
+
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  bool is_view_ = false, reads_ours_ = false;
+  std::string stranger_;  // the first argument that must not be on the CPU
+  std::vector<Shared> shared_;
+  std::vector<Written> written_;
+};
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { HostCall(op).run(stack); }
+
+// Attention chooses its algorithm by the device: here the CPU's, so that bits can be compared.
+int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
+                         double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  const auto shape = [](const at::Tensor& x) {
+    return at::empty_strided(x.sizes(), x.strides(), x.options().device(at::kCPU));
+  };
+  std::optional<at::Tensor> cpu_mask;
+  if (mask && mask->defined()) cpu_mask = shape(*mask);
+  return at::_fused_sdp_choice(shape(q), shape(k), shape(v), cpu_mask, dropout, causal, scale, grouped);
+}
+
+}  // namespace
+
+void register_operators() {
+  static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("set_.source_Storage_storage_offset", &set_storage);
+  // Those that are made of others, too, where the CPU's choice of them is what is wanted.
+  const std::set<std::string> composed = {"aten::convolution", "aten::convolution_backward", "aten::copy_"};
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (!name.name.starts_with("aten::")) continue;
+    const auto op = dispatcher.findOp(name);
+    if (!op || op->hasKernelForDispatchKey(kKey)) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !composed.contains(name.name)) continue;
+    const std::string called = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    library.impl(called.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
+}
+
+}  // namespace fake_device
