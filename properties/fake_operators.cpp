@@ -101,9 +101,7 @@ class HostCall {
   };
   struct Written {
     at::Tensor ours, cpu;
-    c10::StorageImpl* memory;
-    std::vector<int64_t> sizes, strides;
-    bool done = false;
+    std::vector<int64_t> sizes, strides;  // before the call
   };
 
   template <class F>
@@ -172,7 +170,7 @@ class HostCall {
     if (memory.numel() > 0)
       std::memcpy(memory.mutable_data_ptr(), on_host(tensor.const_data_ptr()), memory.nbytes());
     const at::Tensor cpu = over(memory.storage(), c10::DispatchKey::CPU, tensor, 0);
-    written_.push_back({tensor, cpu, memory.storage().unsafeGetStorageImpl(), tensor.sizes().vec(), tensor.strides().vec()});
+    written_.push_back({tensor, cpu, tensor.sizes().vec(), tensor.strides().vec()});
     return cpu;
   }
 

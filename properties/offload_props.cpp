@@ -3,6 +3,7 @@
 
 #include "harness/generate.h"
 #include "harness/run_case.h"
+#include "harness_env.h"
 #include "toy_modules.h"
 
 using namespace shardproof;

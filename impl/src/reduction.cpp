@@ -26,8 +26,7 @@ at::Tensor Reduction::cast(const at::Tensor& values, at::ScalarType dtype, Memor
 }
 
 // What the backend multiplies terms with, so that no kernel divides: powers of two, by which products and quotients are the
-// same bits, and within what float16 holds. Terms that are to be divided lest they overflow on the wire are not put there
-// first.
+// same bits, and within what float16 holds. What is divided lest it overflow on the wire is not put there first.
 double Reduction::take_factor() {
   const double divisor = divide_terms_ * divide_sum_;
   int exponent = 0;
