@@ -37,8 +37,8 @@ int report(const Case& c, const Verdict& verdict, const std::string& path) {
   return verdict.held ? 0 : 1;
 }
 
-int run_on(shardproof::ProcessWorld& world, c10::Device device, const Case& c, const std::string& json) {
-  ProcessRanks ranks(world, device);
+int run_on(shardproof::ProcessWorld& world, const Launched& launched, const Case& c, const std::string& json) {
+  ProcessRanks ranks(world, launched.device(), launched.shares_memory());
   if (world.rank() != 0) return ranks.serve();
   const int exit_code = report(c, run_case(c, ranks), json);
   ranks.end(exit_code);
@@ -66,7 +66,7 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     at::set_num_threads(1);
     const auto world = arguments->launched.start(c.mesh.str());
     const c10::Device device = arguments->launched.device();
-    exit_code = world ? run_on(*world, device, c, arguments->json)
+    exit_code = world ? run_on(*world, arguments->launched, c, arguments->json)
                       : report(c, device.is_cpu() ? run_case(c) : run_case(c, *thread_ranks_on(device)), arguments->json);
   });
 }

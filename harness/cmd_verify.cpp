@@ -82,7 +82,7 @@ int run(const Arguments& arguments) {
 // Rank 0 draws the cases and judges, the other processes train with it; all end alike.
 int run_on(shardproof::ProcessWorld& world, Arguments& arguments) {
   limit_to(world, arguments);
-  ProcessRanks ranks(world, arguments.launched.device());
+  ProcessRanks ranks(world, arguments.launched.device(), arguments.launched.shares_memory());
   if (world.rank() != 0) return ranks.serve();
   arguments.options.ranks = &ranks;
   const int exit_code = run(arguments);

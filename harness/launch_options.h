@@ -34,6 +34,8 @@ struct Launched {
   std::unique_ptr<shardproof::ProcessWorld> start(const std::string& mesh);
   // Where ranks of this process compute; known once it has started.
   c10::Device device() const { return device_; }
+  // Whether ranks can have memory side by side.
+  bool shares_memory() const { return options.backend != "nccl"; }
 
  private:
   std::unique_ptr<shardproof::ProcessWorld> start_nccl(const shardproof::Launch& launch);

@@ -10,13 +10,11 @@
 #include "harness/step_bytes.h"
 
 namespace harness {
-namespace {
 
 using shardproof::Comm;
 
-// Every process: its part in the case's worlds, of which each takes the first processes.
-void train_part(const Case& c, const golden::Run& run, c10::Device device, CaseCheckpoints& checkpoints, Comm& comm,
-                Steps& steps) {
+Steps ProcessRanks::train_part(Case c, const golden::Run& run, CaseCheckpoints& checkpoints, Comm& comm) const {
+  if (!shares_memory_) c.options.side_by_side = 0;
   const auto run_world = [&](const Case& now, const RankBody& body) {
     const bool takes_part = comm.rank() < now.mesh.size();
     const auto members = comm.split(takes_part ? 0 : -1, 0, "world");
@@ -24,7 +22,7 @@ void train_part(const Case& c, const golden::Run& run, c10::Device device, CaseC
     // A world may read what the one before it has saved.
     comm.barrier().wait();
   };
-  steps = run_sharded(c, run, checkpoints, run_world, device);
+  Steps steps = run_sharded(c, run, checkpoints, run_world, device_);
   std::vector<RankStep> mine;
   for (auto& ranks : steps)
     mine.push_back(comm.rank() < static_cast<int64_t>(ranks.size()) ? std::move(ranks[static_cast<size_t>(comm.rank())])
@@ -35,9 +33,8 @@ void train_part(const Case& c, const golden::Run& run, c10::Device device, CaseC
     for (size_t s = 0; s < steps.size(); ++s)
       if (rank < steps[s].size()) steps[s][rank] = std::move(column[s]);
   }
+  return steps;
 }
-
-}  // namespace
 
 Steps ProcessRanks::train(const Case& c, const golden::Run& run) {
   for (size_t s = 0; s < c.steps.size(); ++s)
@@ -49,7 +46,7 @@ Steps ProcessRanks::train(const Case& c, const golden::Run& run) {
   world_.run([&](std::shared_ptr<Comm> comm) {
     share_text(*comm, c.str());
     share_text(*comm, checkpoints.directory());
-    train_part(c, run, device_, checkpoints, *comm, steps);
+    steps = train_part(c, run, checkpoints, *comm);
   });
   return steps;
 }
@@ -63,8 +60,7 @@ int ProcessRanks::serve() {
         if (asked.starts_with("end ")) return;
         const Case c = Case::parse(asked);
         CaseCheckpoints checkpoints(c, share_text(*comm, ""));
-        Steps steps;
-        train_part(c, make_run(c), device_, checkpoints, *comm, steps);
+        train_part(c, make_run(c), checkpoints, *comm);
       });
     } catch (const shardproof::WorldLostError&) {
       throw;

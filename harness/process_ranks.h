@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "harness/case_checkpoints.h"
 #include "harness/ranks.h"
 #include "shardproof/process_world.h"
 
@@ -10,8 +11,10 @@ namespace harness {
 
 class ProcessRanks final : public Ranks {
  public:
-  // `device`: this process' part of models is there.
-  explicit ProcessRanks(shardproof::ProcessWorld& world, c10::Device device = c10::kCPU) : world_(world), device_(device) {}
+  // `device`: this process' part of models is there. Not `shares_memory`: what cases ask to lie side by side is gathered, which
+  // changes no bit.
+  explicit ProcessRanks(shardproof::ProcessWorld& world, c10::Device device = c10::kCPU, bool shares_memory = true)
+      : world_(world), device_(device), shares_memory_(shares_memory) {}
 
   c10::Device device() const override { return device_; }
 
@@ -24,8 +27,13 @@ class ProcessRanks final : public Ranks {
   void end(int exit_code);
 
  private:
+  // Every process: its part in the case's worlds, of which each takes the first processes.
+  std::vector<std::vector<RankStep>> train_part(Case c, const golden::Run& run, CaseCheckpoints& checkpoints,
+                                                shardproof::Comm& comm) const;
+
   shardproof::ProcessWorld& world_;
   c10::Device device_;
+  bool shares_memory_;
 };
 
 }  // namespace harness
