@@ -5,11 +5,14 @@
 #include <cstdlib>
 
 #include "expect_error.h"
+#include "expect_error.h"
 #include "fake_device.h"
 #include "harness/generate.h"
 #include "harness/network.h"
+#include "harness/network.h"
 #include "harness/run_case.h"
 #include "harness_env.h"
+#include "shardproof/shardproof.h"
 #include "shardproof/shardproof.h"
 
 using namespace harness;
@@ -91,10 +94,15 @@ TEST(DeviceModels, a_norm_that_overflows_names_the_parameter) {
 }
 
 TEST(DeviceModels, canonical_arithmetic_is_refused_and_says_where_it_computes) {
-  const Verdict verdict = on_device(
-      Case::parse(kGpt + ") mesh(dp_shard=2) zero3(loss=sum,arithmetic=canonical) sgd(lr=0.1) canonical seed=7 : step"));
-  EXPECT_EQ(verdict.category, "error");
-  EXPECT_NE(verdict.what.find("use_canonical_arithmetic computes on the CPU"), std::string::npos) << verdict.what;
+  fake_device::install();
+  shardproof::Mlp model(shardproof::MlpOptions{.widths = {3, 2}});
+  move_to(*model, fake_device::device());
+  shardproof::use_canonical_arithmetic(*model);
+  const auto shard = [&](std::shared_ptr<shardproof::Comm> comm) {
+    fully_shard(model.ptr(), std::make_shared<shardproof::MeshComm>(comm, shardproof::Mesh({{"dp_shard", 1}})), {});
+  };
+  shardproof::expect_error([&] { shardproof::run_threads(1, shard); },
+                           {"use_canonical_arithmetic computes on the CPU", "move the module"});
 }
 
 TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a_device) {
