@@ -150,6 +150,7 @@ struct Optimizer {
     double decay_factor = 1;
   };
   std::vector<Group> groups = {};
+  c10::Device device{c10::kCPU};  // where muon's products are computed; all else is computed on the CPU
 };
 
 // How gradients of the microbatches (round k, rank i) are added. Ranks are numbered replica * shards + shard, where
@@ -224,8 +225,8 @@ struct Run {
   // Not 0: half of the numbers that the model computes with, chosen by this, are one float of their dtype farther from zero or
   // nearer to it. Shows how far roundings carry. Nothing of it in float64.
   uint64_t jitter = 0;
-  // Where forwards, backwards and muon's products are computed; not of models with canonical arithmetic. Data and results are
-  // on the CPU, and all else is computed there.
+  // Where forwards and backwards are computed; not of models with canonical arithmetic. Data and results are on the CPU, where
+  // all else is computed (see Optimizer::device).
   c10::Device device{c10::kCPU};
 };
 

@@ -45,8 +45,7 @@ at::Tensor orthogonalized(const at::Tensor& matrix) {
   return tall ? x.t().contiguous() : x;
 }
 
-OptimizerState::OptimizerState(Optimizer optimizer, const Named& parameters, c10::Device device)
-    : optimizer_(std::move(optimizer)), device_(device) {
+OptimizerState::OptimizerState(Optimizer optimizer, const Named& parameters) : optimizer_(std::move(optimizer)) {
   require_valid(optimizer_);
   for (const char* slot : {"momentum_buffer", "exp_avg", "exp_avg_sq"}) {
     Named state;
@@ -159,7 +158,7 @@ at::Tensor OptimizerState::lion(const Update& u) {
 at::Tensor OptimizerState::muon(const Update& u) {
   at::Tensor& m = state("momentum_buffer", u.name);
   m = m * optimizer_.momentum + u.gradient;
-  const at::Tensor x = orthogonalized((u.gradient + m * optimizer_.momentum).to(device_)).to(at::kCPU);
+  const at::Tensor x = orthogonalized((u.gradient + m * optimizer_.momentum).to(optimizer_.device)).to(at::kCPU);
   const double rows = static_cast<double>(x.size(0)), columns = static_cast<double>(x.size(1));
   return u.parameter * (1 - u.lr * u.weight_decay) - x * (u.lr * std::sqrt(std::max(1.0, rows / columns)));
 }

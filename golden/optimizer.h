@@ -13,8 +13,7 @@ namespace golden {
 
 class OptimizerState {
  public:
-  // Muon's products are computed on `device`, all else on the CPU.
-  OptimizerState(Optimizer optimizer, const Named& parameters, c10::Device device = c10::kCPU);
+  OptimizerState(Optimizer optimizer, const Named& parameters);
 
   // Returns the new parameters; neither the old ones nor the gradients are touched, so that traces may keep them. `gradients`
   // are of some of the parameters, in their order; the others stay as they are.
@@ -42,7 +41,6 @@ class OptimizerState {
   at::Tensor muon(const Update& update);
 
   Optimizer optimizer_;
-  c10::Device device_;
   std::map<std::string, int64_t> updates_;  // of each parameter
   std::vector<std::pair<std::string, Named>> tensors_;
 };

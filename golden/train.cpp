@@ -86,7 +86,7 @@ Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumO
       device_(device),
       main_(dtype),
       parameters_(checked_copy(model_, parameters, dtype)),
-      optimizer_(std::move(optimizer), parameters_, device),
+      optimizer_(std::move(optimizer), parameters_),
       loss_scale_(scaling.initial) {
   if (dtype != at::kFloat && dtype != at::kDouble)
     refuse(fmt::format("dtype: expected Float or Double, got {}", c10::toString(dtype)));

@@ -76,7 +76,8 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   return fmt::format(
       "{}{}'{}' bench{} --device {} --worker {} --strategy {} --ranks {} --model {} --precision {} --steps {} "
       "--warmup {}",
-      allocator, start, program, processes ? " --backend " + backend : "", a.launched.options.device, own, a.task.strategy,
+      allocator, start, program, processes ? " --backend " + backend + a.launched.given() : "",
+                     a.launched.options.device, own, a.task.strategy,
       a.task.ranks, a.model, a.precision, a.task.steps, a.task.warmup);
 }
 
@@ -112,6 +113,8 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"model", a.model},
                {"device", a.launched.options.device},
                {"precision", a.precision},
+               {"backend", a.launched.options.backend},
+               {"backend_options", a.launched.given()},
                {"ranks", name.starts_with("single") ? 1 : a.task.ranks},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
@@ -126,7 +129,8 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
   }
   fmt::print("{} rounds of {} steps after {} of warm-up, {} on {}; peak: of a rank, {}; loss diff: relative, at most {:.1e}\n",
              a.rounds, a.task.steps, a.task.warmup, a.precision, a.launched.options.device,
-             a.on_gpu() ? "allocated on the GPU" : "above the process before the model", a.loss_tolerance());
+             a.on_gpu() ? "that LibTorch allocated on the GPU, without NCCL's own" : "above the process before the model",
+             a.loss_tolerance());
   return held;
 }
 
@@ -166,6 +170,7 @@ void require_alone(const Arguments& a) {
 int compete(Arguments& a) {
   SHARD_REQUIRE(a.task.ranks >= 1 && a.task.size.batch % a.task.ranks == 0, "bench",
                 "--ranks must divide the batch of {}, got {}", a.task.size.batch, a.task.ranks);
+  a.launched.refuse_without_effect();
   SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
   shardproof::strategy(a.task.strategy);
   const std::vector<std::string> order = contestants(a.against, a.on_gpu());

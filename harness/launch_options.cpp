@@ -78,6 +78,16 @@ void Launched::refuse_without_effect() const {
   if (options.backend == "threads") require_none(of_processes_, "mpi or nccl");
 }
 
+std::string Launched::given() const {
+  std::string text;
+  for (const auto& list : {of_processes_, of_nccl_})
+    for (const CLI::Option* option : list)
+      for (const std::string& value : option->results())
+        text += option->get_items_expected_max() == 0 ? " " + option->get_name()
+                                                      : fmt::format(" {} '{}'", option->get_name(), value);
+  return text;
+}
+
 void Launched::use_gpu(int64_t index) {
   if (options.device != "cuda") return;
   if (reproducible) compute_reproducibly();

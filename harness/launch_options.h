@@ -36,11 +36,14 @@ struct Launched {
   c10::Device device() const { return device_; }
   // Whether ranks can have memory side by side.
   bool shares_memory() const { return options.backend != "nccl"; }
+  // Throws Error for options that were given and mean nothing to this backend.
+  void refuse_without_effect() const;
+  // Those that were given, for a process that this one starts.
+  std::string given() const;
 
  private:
   std::unique_ptr<shardproof::ProcessWorld> start_nccl(const shardproof::Launch& launch);
   void use_gpu(int64_t index);
-  void refuse_without_effect() const;
 
   std::vector<CLI::Option*> of_processes_, of_nccl_;
   c10::Device device_{c10::kCPU};

@@ -10,6 +10,8 @@ void compute_reproducibly() {
   // Several streams share workspaces otherwise, and which product gets which depends on their timing:
   // https://docs.nvidia.com/cuda/cublas/#results-reproducibility
   ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  // cuBLASLt chooses its kernels by the addresses' alignment, which is another in a bucket.
+  ::setenv("DISABLE_ADDMM_CUDA_LT", "1", /*overwrite=*/0);
   at::Context& context = at::globalContext();
   context.setDeterministicAlgorithms(true, /*warn_only=*/false);
   context.setDeterministicFillUninitializedMemory(false);

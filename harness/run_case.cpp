@@ -212,6 +212,7 @@ Verdict run_case(const Case& c, Ranks& ranks) {
                 "canonical arithmetic is computed on the CPU, not on {}; leave out --device", ranks.device().str());
   golden::Run run = make_run(c);
   run.device = ranks.device();
+  if (c.options.offload == offload_none) run.optimizer.device = ranks.device();
   const Reference reference(c, run);
   const golden::Trace& trace = reference.trace();
   const size_t finite = std::find_if_not(trace.begin(), trace.end(), is_finite) - trace.begin();

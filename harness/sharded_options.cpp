@@ -58,7 +58,8 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
     };
   options.bucket_bytes_max = o.bucket_bytes;
   options.bucket_count = o.buckets;
-  options.alignment_bytes = o.alignment_bytes;
+  // cuBLAS chooses kernels by alignment; the golden run's tensors have that of LibTorch's allocator.
+  options.alignment_bytes = device.is_cuda() ? 512 : o.alignment_bytes;
   options.granularity = o.whole ? Granularity::tensor : Granularity::element;
   options.reshard_after_forward = o.reshard == 1   ? Reshard::always()
                                   : o.reshard == 0 ? Reshard::never()

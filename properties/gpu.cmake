@@ -1,9 +1,11 @@
 # The commands on GPUs, skipped with their own reason where there is none. `ctest -L cuda` runs them with the kernels of
 # device.cmake; those with processes of NCCL are labelled nccl as well.
+set(no_gpu "CUDA cannot be used here: no (GPU|driver)[.]" "this build has no CUDA kernels"
+  "needs a GPU and its driver, and this machine shows none")
 function(shardproof_gpu_test name gpus labels)
   add_test(NAME ${name} COMMAND shardproof_command ${ARGN})
   set_tests_properties(${name} PROPERTIES LABELS "${labels}" PROCESSORS 2 RESOURCE_GROUPS "${gpus},gpus:1"
-    SKIP_REGULAR_EXPRESSION "CUDA cannot be used here;needs a GPU and its driver, and this machine shows none")
+    SKIP_REGULAR_EXPRESSION "${no_gpu}")
 endfunction()
 
 foreach(mode exact ordered canonical fast)

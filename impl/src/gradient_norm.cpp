@@ -162,7 +162,7 @@ double largest_magnitude(ShardedState& state) {
 double norm_of_order(ShardedState& state, double order) {
   if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
   const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
-  const bool exact = state.options().numerics != Numerics::fast || !state.device().is_cpu();  // there it costs no more
+  const bool exact = state.options().numerics != Numerics::fast || !state.state_device().is_cpu();  // there it costs no more
   const double sum = exact ? exact_sum(state, term) : plain_sum(state, term);
   return order == 1 ? sum : std::sqrt(sum);
 }

@@ -93,12 +93,15 @@ enum class Gather {
 };
 
 // Where the optimizer's memory is: main parameters, its state, and final gradients. Not `none`: in the host's, where the CPU
-// updates it; the bits are the same. Between steps the device then holds the parameters in the compute dtype and nothing else.
-// In a step, final gradients of at most two buckets, on their way to the host while the backward goes on, in place of all. The
-// host holds all that, and where compute and main dtype differ one more copy of the rank's state layout in the former.
+// updates it; the bits are the same, but for rules with matrix products (muon), which a GPU rounds differently. Between steps
+// the device then holds the parameters in the compute dtype and nothing else; in a step, final gradients of two buckets at most
+// on their way to the host while the backward goes on, in place of all. Where ranks along tp have terms of gradients, those of
+// all buckets stay until the terms are added. The host holds the rest, and where compute and main dtype differ one more copy of
+// the rank's state layout in the former.
 enum class Offload {
   none,
-  pinned,   // on CUDA in page-locked memory, so that copies run beside the device's work; elsewhere as `pageable`
+  pinned,   // on CUDA in page-locked memory, so that copies run beside the device's work; elsewhere as `pageable`. LibTorch's
+            // allocator of it rounds each block up to a power of two, and keeps what is freed
   pageable  // in plain memory, for hosts that cannot lock so much; copies from and to a GPU then block
 };
 

@@ -37,9 +37,8 @@ bool cuda_built() {
 std::string why_no_cuda() {
   int devices = 0;
   const cudaError_t status = cudaGetDeviceCount(&devices);
-  // So it says without any driver as well.
-  if (status == cudaErrorInsufficientDriver)
-    return fmt::format("there is no driver, or one older than CUDA {} needs", CUDART_VERSION / 1000);
+  int driver = 0;  // stays 0 where there is none, which is "insufficient" as well
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no driver";
   if (status != cudaSuccess) return fmt::format("no usable GPU: {}", cudaGetErrorString(status));
   if (devices == 0) return "no GPU";
   return {};

@@ -16,11 +16,12 @@ int64_t whole_pages(int64_t bytes) {
 
 void allocate_registered(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
                          RegisteredMemory& made, const Settle& settle) {
-  made.bytes = whole_pages(bytes);
+  const int64_t pages_bytes = whole_pages(bytes);
   made.kind = kind;
-  made.memory = api.allocate(made.bytes, kind);
-  if (kind == NcclApi::Memory::plain) return;
-  settle(communicator, api.register_memory(communicator, made.memory, made.bytes, kind, made.handle));
+  made.memory = api.allocate(pages_bytes, kind);
+  if (kind != NcclApi::Memory::plain)
+    settle(communicator, api.register_memory(communicator, made.memory, pages_bytes, kind, made.handle));
+  made.bytes = pages_bytes;  // of use from here on; what failed before is only released
 }
 
 void deregister(NcclApi& api, NcclApi::Communicator communicator, RegisteredMemory& memory) {
