@@ -4,13 +4,13 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <malloc.h>
 
 #include <chrono>
 #include <fstream>
 
+#include "bench/finish.h"
 #include "shardproof/shardproof.h"
 
 namespace bench {
@@ -33,10 +33,6 @@ double memory_mib(const std::string& key) {
 }
 
 void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
-
-void finish(c10::Device device) {
-  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
-}
 
 double device_peak_mib(c10::Device device) {
   const auto stats = at::getDeviceAllocator(device.type())->getDeviceStats(device.index());

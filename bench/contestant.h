@@ -26,9 +26,10 @@ struct Task {
 };
 
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a
-// GPU of what was allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
-// gradients, optimizer and communication of one rank} Ours with `processes` is collective over them, as many as ranks, and the
-// result is rank 0's.
+// GPU of what LibTorch allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
+// gradients, optimizer and communication of one rank}
+//
+// Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
 nlohmann::json run(const Task& task, shardproof::ProcessWorld* processes = nullptr);
 
 // What PyTorch's contestants read: initial parameters, then tokens.

@@ -1,13 +1,13 @@
 #include "bench/kernels.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
 
+#include "bench/finish.h"
 #include "shardproof/check.h"
 #include "shardproof/cuda.h"
 #include "shardproof/device.h"
@@ -25,10 +25,6 @@ struct Kernel {
 
 std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(tensor.mutable_data_ptr());
-}
-
-void finish(c10::Device device) {
-  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
 }
 
 // Arrays of `count` elements, and every kernel on them.
@@ -116,27 +112,21 @@ double seconds_of(const Kernel& kernel, const KernelsTask& task) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / static_cast<double>(task.repeats);
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 }  // namespace
 
-std::vector<KernelTime> time_kernels(const KernelsTask& task) {
+std::vector<KernelTimes> time_kernels(const KernelsTask& task) {
   SHARD_REQUIRE(task.mib >= 1 && task.repeats >= 1 && task.rounds >= 1, "bench",
                 "--mib, --repeats and --rounds must be at least 1, got {}, {}, {}", task.mib, task.repeats, task.rounds);
   const std::shared_ptr<const DeviceMath> twin = task.device.is_cpu() ? kernel_twin() : nullptr;
   Kernels kernels(twin ? *twin : *device_math(task.device), task.device, task.mib * 1048576 / 8);
   const std::vector<Kernel> all = kernels.all();
-  std::vector<std::vector<double>> rates(all.size()), shares(all.size());
+  std::vector<KernelTimes> times;
+  for (const Kernel& kernel : all) times.push_back({.name = kernel.name, .gb_per_s = {}, .share_of_copy = {}});
   for (int64_t round = 0; round < task.rounds; ++round)
     for (size_t k = 0; k < all.size(); ++k) {
-      rates[k].push_back(static_cast<double>(all[k].bytes) / seconds_of(all[k], task) / 1e9);
-      shares[k].push_back(rates[k].back() / rates[0].back());
+      times[k].gb_per_s.push_back(static_cast<double>(all[k].bytes) / seconds_of(all[k], task) / 1e9);
+      times[k].share_of_copy.push_back(times[k].gb_per_s.back() / times[0].gb_per_s.back());
     }
-  std::vector<KernelTime> times;
-  for (size_t k = 0; k < all.size(); ++k) times.push_back({all[k].name, median(rates[k]), median(shares[k])});
   return times;
 }
 

@@ -15,14 +15,14 @@ struct KernelsTask {
   int64_t repeats = 20, rounds = 5;
 };
 
-struct KernelTime {
+struct KernelTimes {
   std::string name;
-  double gb_per_s = 0;       // of bytes read and written, median over rounds
-  double share_of_copy = 0;  // over that of a copy in the same round, median
+  std::vector<double> gb_per_s;       // of bytes read and written, by round
+  std::vector<double> share_of_copy;  // over that of a copy in the same round
 };
 
 // The first is the copy. Each round times every kernel, `repeats` calls in a row. Throws Error where the device has no
 // arithmetic.
-std::vector<KernelTime> time_kernels(const KernelsTask& task);
+std::vector<KernelTimes> time_kernels(const KernelsTask& task);
 
 }  // namespace bench

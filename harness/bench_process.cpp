@@ -29,4 +29,9 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
+json model_spec(const bench::Size& size) {
+  return {{"layers", size.layers}, {"hidden", size.hidden}, {"heads", size.heads},
+          {"vocab", size.vocab},   {"seq", size.seq},       {"batch", size.batch}};
+}
+
 }  // namespace harness

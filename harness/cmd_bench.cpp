@@ -42,21 +42,16 @@ struct Arguments {
 };
 
 json spec_of(const Arguments& a, const std::string& contestant) {
-  const bench::Size& s = a.task.size;
-  return {{"strategy", contestant},
-          {"ranks", a.task.ranks},
-          {"layers", s.layers},
-          {"hidden", s.hidden},
-          {"heads", s.heads},
-          {"vocab", s.vocab},
-          {"seq", s.seq},
-          {"batch", s.batch},
-          {"lr", a.task.lr},
-          {"steps", a.task.steps},
-          {"warmup", a.task.warmup},
-          {"data", a.data},
-          {"device", a.launched.options.device},
-          {"bf16", a.task.bf16}};
+  json spec = model_spec(a.task.size);
+  spec.update({{"strategy", contestant},
+               {"ranks", a.task.ranks},
+               {"lr", a.task.lr},
+               {"steps", a.task.steps},
+               {"warmup", a.task.warmup},
+               {"data", a.data},
+               {"device", a.launched.options.device},
+               {"bf16", a.task.bf16}});
+  return spec;
 }
 
 // The command that runs one contestant in a process of its own and prints one JSON object.
@@ -73,12 +68,11 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   std::string start;  // with nccl the worker starts its own
   if (processes && backend == "mpi")
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
+  const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
-      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --ranks {} --model {} --precision {} --steps {} "
-      "--warmup {}",
-      allocator, start, program, processes ? " --backend " + backend + a.launched.given() : "",
-                     a.launched.options.device, own, a.task.strategy,
-      a.task.ranks, a.model, a.precision, a.task.steps, a.task.warmup);
+      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --ranks {} --model {} --precision {} --steps {} --warmup {}",
+      allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.ranks, a.model, a.precision,
+      a.task.steps, a.task.warmup);
 }
 
 struct Row {

@@ -39,17 +39,8 @@ struct Contestant {
 const std::vector<std::string> kTimed = {"save", "async_blocking", "load", "load_once", "load_resharded"};
 
 std::string peer_command(const Arguments& a, const std::string& folder) {
-  const bench::Size& s = a.task.size;
-  const json spec = {{"ranks", a.task.ranks},
-                     {"load_ranks", a.task.load_ranks},
-                     {"layers", s.layers},
-                     {"hidden", s.hidden},
-                     {"heads", s.heads},
-                     {"vocab", s.vocab},
-                     {"seq", s.seq},
-                     {"batch", s.batch},
-                     {"repeats", a.task.repeats},
-                     {"folder", folder}};
+  json spec = model_spec(a.task.size);
+  spec.update({{"ranks", a.task.ranks}, {"load_ranks", a.task.load_ranks}, {"repeats", a.task.repeats}, {"folder", folder}});
   return fmt::format("'{}/bin/python' '{}/bench/peers/checkpoint_peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE,
                      spec.dump());
 }

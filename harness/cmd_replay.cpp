@@ -66,6 +66,7 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     at::set_num_threads(1);
     const auto world = arguments->launched.start(c.mesh.str());
     const c10::Device device = arguments->launched.device();
+    require_runs_on(c, device);
     exit_code = world ? run_on(*world, arguments->launched, c, arguments->json)
                       : report(c, device.is_cpu() ? run_case(c) : run_case(c, *thread_ranks_on(device)), arguments->json);
   });

@@ -205,11 +205,15 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& rank
 
 }  // namespace
 
+void require_runs_on(const Case& c, c10::Device device) {
+  SHARD_REQUIRE(c.options.arithmetic == 0 || device.is_cpu(), "case",
+                "canonical arithmetic is computed on the CPU, not on {}; leave out --device", device.str());
+}
+
 Verdict run_case(const Case& c, Ranks& ranks) {
   validate(c);
   Verdict verdict;
-  SHARD_REQUIRE(c.options.arithmetic == 0 || ranks.device().is_cpu(), "case",
-                "canonical arithmetic is computed on the CPU, not on {}; leave out --device", ranks.device().str());
+  require_runs_on(c, ranks.device());
   golden::Run run = make_run(c);
   run.device = ranks.device();
   if (c.options.offload == offload_none) run.optimizer.device = ranks.device();

@@ -25,6 +25,9 @@ struct Verdict {
   int64_t steps_clipped = 0, steps_not_clipped = 0, steps_skipped = 0;
 };
 
+// Throws Error for a case that cannot be computed there. Processes ask before they begin, so that each of them ends.
+void require_runs_on(const Case& c, c10::Device device);
+
 constexpr uint64_t kMeasuredEvery = 64;
 
 // Never throws for what the library under test does wrong: that is a verdict. Every case that held has shown that its

@@ -39,6 +39,7 @@ std::string why_no_cuda() {
   const cudaError_t status = cudaGetDeviceCount(&devices);
   int driver = 0;  // stays 0 where there is none, which is "insufficient" as well
   if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no driver";
+  if (status == cudaErrorNoDevice) return "no GPU";
   if (status != cudaSuccess) return fmt::format("no usable GPU: {}", cudaGetErrorString(status));
   if (devices == 0) return "no GPU";
   return {};
