@@ -7,7 +7,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace bench {
 namespace {

@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace bench {
 

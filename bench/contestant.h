@@ -8,7 +8,7 @@
 #include <string>
 
 #include "bench/model.h"
-#include "shardproof/process_world.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace bench {
 

@@ -8,9 +8,9 @@
 #include <memory>
 
 #include "bench/finish.h"
-#include "shardproof/check.h"
-#include "shardproof/cuda.h"
-#include "shardproof/device.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace bench {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <ATen/ATen.h>
 
-#include "shardproof/check.h"
-#include "shardproof/unit.h"
+#include "shardproof/base/check.h"
+#include "shardproof/hooks/unit.h"
 
 namespace bench {
 namespace {

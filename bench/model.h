@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/models.h"
+#include "shardproof/models/models.h"
 
 namespace bench {
 

@@ -6,8 +6,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <shardproof/checkpoint/manager.h>
-#include <shardproof/launch.h>
-#include <shardproof/mpi.h>
+#include <shardproof/launch/launch.h>
+#include <shardproof/comm/mpi/mpi.h>
 #include <shardproof/shardproof.h>
 
 #include <exception>

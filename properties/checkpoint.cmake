@@ -1,23 +1,24 @@
 # Tests of checkpoint files; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME checkpoint_formats_props LABEL checkpoint TORCH CASES 300
-  SOURCES checkpoint_formats_props.cpp checkpoint_exports_props.cpp)
+  SOURCES checkpoint/format/checkpoint_formats_props.cpp checkpoint/format/checkpoint_exports_props.cpp)
 shardproof_test(NAME checkpoint_files_props LABEL checkpoint TORCH
-  SOURCES checkpoint_boxes_props.cpp checkpoint_damage_props.cpp checkpoint_durable_props.cpp)
-shardproof_test(NAME checkpoint_state_props LABEL checkpoint TORCH CASES 60 SOURCES checkpoint_state_props.cpp
-  checkpoint_manager_props.cpp checkpoint_parallel_props.cpp checkpoint_refusals_props.cpp)
+  SOURCES checkpoint/checkpoint_boxes_props.cpp checkpoint/format/checkpoint_damage_props.cpp
+  checkpoint/format/checkpoint_durable_props.cpp)
+shardproof_test(NAME checkpoint_state_props LABEL checkpoint TORCH CASES 60 SOURCES checkpoint/checkpoint_state_props.cpp
+  checkpoint/checkpoint_manager_props.cpp checkpoint/checkpoint_parallel_props.cpp checkpoint/checkpoint_refusals_props.cpp)
 
 add_test(NAME Damage.each_of_2000_random_flips_and_cuts_is_found
   COMMAND checkpoint_files_props --gtest_filter=Damage.every_random_flip_and_cut_is_found)
 set_tests_properties(Damage.each_of_2000_random_flips_and_cuts_is_found PROPERTIES LABELS "checkpoint;nightly"
   ENVIRONMENT SHARDPROOF_DAMAGES=2000)
 
-shardproof_test(NAME checkpoint_failures_props LABEL checkpoint TORCH SOURCES checkpoint_failures_props.cpp)
-shardproof_test(NAME checkpoint_kill_props LABEL checkpoint TORCH SOURCES checkpoint_kill_props.cpp)
+shardproof_test(NAME checkpoint_failures_props LABEL checkpoint TORCH SOURCES checkpoint/checkpoint_failures_props.cpp)
+shardproof_test(NAME checkpoint_kill_props LABEL checkpoint TORCH SOURCES checkpoint/checkpoint_kill_props.cpp)
 add_test(NAME Killed.each_of_300_kills_leaves_the_last_committed_checkpoint_to_the_bit COMMAND checkpoint_kill_props)
 set_tests_properties(Killed.each_of_300_kills_leaves_the_last_committed_checkpoint_to_the_bit PROPERTIES
   LABELS "checkpoint;nightly" ENVIRONMENT SHARDPROOF_KILLS=300)
 
 # What the tests beside PyTorch run.
-add_executable(checkpoint_driver checkpoint_driver.cpp)
+add_executable(checkpoint_driver doubles/checkpoint_driver.cpp)
 target_link_libraries(checkpoint_driver PRIVATE shardproof shardproof_options)
 shardproof_uses_torch(checkpoint_driver)

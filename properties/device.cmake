@@ -8,28 +8,29 @@ function(shardproof_device_test)
     ENVIRONMENT "SHARDPROOF_TEST_DEVICE=cuda;RC_PARAMS=max_success=${ARG_CASES}")
 endfunction()
 
-shardproof_device_test(NAME device_math_props CASES 300 SOURCES device_math_props.cpp device_sums_props.cpp)
+shardproof_device_test(NAME device_math_props CASES 300 SOURCES device/device_math_props.cpp device/device_sums_props.cpp)
 
 # A device that is as late as it may be, on which models run.
-add_library(fake_device STATIC fake_device.cpp fake_memory.cpp fake_operators.cpp fake_math.cpp)
+add_library(fake_device STATIC doubles/fake_device.cpp doubles/fake_memory.cpp doubles/fake_operators.cpp doubles/fake_math.cpp)
 shardproof_uses_torch(fake_device)
 target_link_libraries(fake_device PUBLIC shardproof_cuda shardproof_options)
 # Streams and events on it, and what it refuses.
-shardproof_test(NAME device_order_props LABEL device TORCH LIBRARIES fake_device SOURCES device_order_props.cpp)
+shardproof_test(NAME device_order_props LABEL device TORCH LIBRARIES fake_device SOURCES device/device_order_props.cpp)
 # Whole models on it.
-shardproof_test(NAME device_model_props LABEL device TORCH LIBRARIES fake_device harness SOURCES device_model_props.cpp)
+shardproof_test(NAME device_model_props LABEL device TORCH LIBRARIES fake_device harness SOURCES device/device_model_props.cpp)
 add_test(NAME DeviceModels.each_of_1000_random_cases_has_the_golden_runs_bits_on_a_device
   COMMAND device_model_props --gtest_filter=DeviceModels.random_cases_have_the_golden_runs_bits_on_a_device)
 set_tests_properties(DeviceModels.each_of_1000_random_cases_has_the_golden_runs_bits_on_a_device PROPERTIES
   LABELS "device;nightly" ENVIRONMENT SHARDPROOF_DEVICE_CASES=1000)
 # What it hands to the host, and gets back.
 shardproof_test(NAME device_offload_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
-  device_offload_props.cpp toy_modules.cpp)
+  sharding/device_offload_props.cpp kit/toy_modules.cpp)
 # Checkpoints of what lies on it.
 shardproof_test(NAME device_checkpoint_props LABEL device CASES 15 TORCH LIBRARIES fake_device harness
-  SOURCES device_checkpoint_props.cpp)
+  SOURCES checkpoint/device_checkpoint_props.cpp)
 # What the commands do with a device.
-shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES device_commands_props.cpp)
+shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
+  harness/commands/device_commands_props.cpp)
 # Whole runs with the kernels' twins in the place of the library's loops.
 shardproof_test(NAME device_training_props LABEL device TORCH LIBRARIES shardproof_cuda harness SOURCES
-  device_training_props.cpp)
+  device/device_training_props.cpp)

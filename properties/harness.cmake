@@ -1,9 +1,10 @@
 # Tests of the harness part; see shardproof_test in CMakeLists.txt.
-shardproof_test(NAME case_props LABEL harness TORCH LIBRARIES harness SOURCES case_props.cpp)
-shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOURCES comparison_props.cpp exact_props.cpp
-  campaign_props.cpp)
-shardproof_test(NAME hugging_face_props LABEL checkpoint TORCH LIBRARIES harness SOURCES hugging_face_props.cpp
-  parallel_models.cpp toy_modules.cpp)
+shardproof_test(NAME case_props LABEL harness TORCH LIBRARIES harness SOURCES harness/case/case_props.cpp)
+shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOURCES harness/compare/comparison_props.cpp
+  harness/case/exact_props.cpp
+  harness/commands/campaign_props.cpp)
+shardproof_test(NAME hugging_face_props LABEL checkpoint TORCH LIBRARIES harness SOURCES harness/commands/hugging_face_props.cpp
+  kit/parallel_models.cpp kit/toy_modules.cpp)
 
 # The main property, once a strategy: random sharded training equals its unsharded golden run.
 function(shardproof_verify name label)

@@ -1,10 +1,12 @@
 # The properties of communication over processes, and what befalls processes. `ctest -L mpi`.
-shardproof_test(NAME launch_props LABEL mpi TORCH SOURCES comm_worlds.cpp comm_worlds_threads.cpp launch_props.cpp)
+shardproof_test(NAME launch_props LABEL mpi TORCH SOURCES doubles/comm_worlds.cpp doubles/comm_worlds_threads.cpp
+  launch/launch_props.cpp)
 
 if(MPI_C_FOUND)
   find_package(nlohmann_json REQUIRED)
-  add_executable(comm_mpi_props comm_worlds.cpp comm_worlds_mpi.cpp comm_props.cpp comm_programs_props.cpp)
-  add_executable(mpi_driver mpi_driver.cpp)
+  add_executable(comm_mpi_props doubles/comm_worlds.cpp doubles/comm_worlds_mpi.cpp comm/comm_props.cpp
+    comm/comm_programs_props.cpp)
+  add_executable(mpi_driver doubles/mpi_driver.cpp)
   foreach(target comm_mpi_props mpi_driver)
     shardproof_uses_torch(${target})
     target_link_libraries(${target} PRIVATE shardproof shardproof_mpi)
@@ -38,7 +40,7 @@ if(MPI_C_FOUND)
 
   find_package(nlohmann_json REQUIRED)
   shardproof_test(NAME mpi_faults_props LABEL mpi ALONE LIBRARIES nlohmann_json::nlohmann_json SOURCES
-    mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/flight.cpp")
+    comm/mpi/mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/commands/flight.cpp")
   target_include_directories(mpi_faults_props PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/impl/include")
   target_compile_definitions(mpi_faults_props PRIVATE "MPI_DRIVER=\"$<TARGET_FILE:mpi_driver>\"")
   add_dependencies(mpi_faults_props mpi_driver)

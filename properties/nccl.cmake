@@ -1,26 +1,28 @@
 # The NCCL backend. `ctest -L nccl`: on a double of NCCL everywhere, and on GPUs where there are any.
 find_package(nlohmann_json REQUIRED)
-add_library(nccl_double STATIC nccl_double.cpp nccl_double_calls.cpp nccl_double_sums.cpp nccl_worlds.cpp comm_worlds.cpp
-  comm_worlds_nccl.cpp)
+add_library(nccl_double STATIC doubles/nccl_double.cpp doubles/nccl_double_calls.cpp doubles/nccl_double_sums.cpp
+  doubles/nccl_worlds.cpp doubles/comm_worlds.cpp
+  doubles/comm_worlds_nccl.cpp)
 target_link_libraries(nccl_double PUBLIC shardproof shardproof_nccl shardproof_cuda golden shardproof_options GTest::gtest)
 shardproof_uses_torch(nccl_double)
 
 # The properties of every backend, over this one.
-add_executable(comm_nccl_props comm_props.cpp comm_programs_props.cpp)
+add_executable(comm_nccl_props comm/comm_props.cpp comm/comm_programs_props.cpp)
 shardproof_uses_torch(comm_nccl_props)
 target_link_libraries(comm_nccl_props PRIVATE nccl_double ${RAPIDCHECK_LIBRARY} GTest::gtest_main)
 # Without CommThreads, which are of rank-threads, and shared memory, which GPUs have not.
 gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-CommThreads.*:Comm.shared_memory*"
   PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)
 
-shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES nccl_props.cpp
-  nccl_buffers_props.cpp)
-shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES nccl_training_props.cpp)
+shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES comm/nccl/nccl_props.cpp
+  comm/nccl/nccl_buffers_props.cpp)
+shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES
+  comm/nccl/nccl_training_props.cpp)
 
 # What is decided at launch, and processes that the program starts itself.
-add_executable(nccl_driver nccl_driver.cpp)
+add_executable(nccl_driver doubles/nccl_driver.cpp)
 shardproof_uses_torch(nccl_driver)
 target_link_libraries(nccl_driver PRIVATE nccl_double)
-shardproof_test(NAME nccl_launch_props LABEL nccl LIBRARIES shardproof_nccl SOURCES nccl_launch_props.cpp)
+shardproof_test(NAME nccl_launch_props LABEL nccl LIBRARIES shardproof_nccl SOURCES launch/nccl_launch_props.cpp)
 target_compile_definitions(nccl_launch_props PRIVATE "NCCL_DRIVER=\"$<TARGET_FILE:nccl_driver>\"")
 add_dependencies(nccl_launch_props nccl_driver)

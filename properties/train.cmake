@@ -1,8 +1,9 @@
 # Tests of the data-parallel library; see shardproof_test in CMakeLists.txt.
-shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding_props.cpp sharding_errors_props.cpp toy_modules.cpp)
-shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optimizer_props.cpp)
-shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES offload_props.cpp toy_modules.cpp)
-shardproof_test(NAME strategy_formulas_props LABEL train TORCH SOURCES strategy_formulas_props.cpp toy_modules.cpp)
+shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding/sharding_props.cpp sharding/sharding_errors_props.cpp
+  kit/toy_modules.cpp)
+shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optim/optimizer_props.cpp)
+shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES sharding/offload_props.cpp kit/toy_modules.cpp)
+shardproof_test(NAME strategy_formulas_props LABEL train TORCH SOURCES sharding/strategy_formulas_props.cpp kit/toy_modules.cpp)
 
 # The main job, a slice of it for every strategy: random cases against their golden runs.
 set(_failures "${CMAKE_BINARY_DIR}/failures")
@@ -27,11 +28,13 @@ add_test(NAME Verify.the_golden_run_agrees_with_pytorch_in_python
   COMMAND shardproof_command verify --cases 100 --seed 3 --failures ${_failures})
 set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERTIES LABELS train)
 
-shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES canonical_props.cpp)
-shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES context_props.cpp parallel_models.cpp)
-shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES dropout_props.cpp parallel_models.cpp)
-shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES transformers_props.cpp)
+shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES nn/canonical/canonical_props.cpp)
+shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES parallel/context/context_props.cpp
+  kit/parallel_models.cpp)
+shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES nn/dropout_props.cpp kit/parallel_models.cpp)
+shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES models/transformers_props.cpp)
 shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
-  collective_ops_props.cpp lifetimes_props.cpp parallel_layers_props.cpp parallel_models_props.cpp parallel_muon_props.cpp
-  parallel_models.cpp
-  toy_modules.cpp)
+  parallel/collective_ops_props.cpp parallel/lifetimes_props.cpp parallel/tensor/parallel_layers_props.cpp
+  parallel/tensor/parallel_models_props.cpp optim/parallel_muon_props.cpp
+  kit/parallel_models.cpp
+  kit/toy_modules.cpp)

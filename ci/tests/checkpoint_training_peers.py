@@ -1,4 +1,5 @@
-"""The run of properties/checkpoint_driver.cpp in PyTorch: FSDP2 (fsdp2) or FSDP2 over tensor parallelism (fsdp2_tp), AdamW.
+"""The run of properties/doubles/checkpoint_driver.cpp in PyTorch: FSDP2 (fsdp2), or FSDP2 over tensor parallelism (fsdp2_tp),
+with AdamW.
 
     python checkpoint_training_peers.py KIND BEGIN END [load FOLDER] [expect FILE] [save FOLDER]
 A rank of `torch.distributed`. Loads into a model and optimizer of other values; `expect` compares all bits of both with a file

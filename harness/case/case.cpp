@@ -1,4 +1,4 @@
-#include "harness/case.h"
+#include "harness/case/case.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -7,10 +7,10 @@
 #include <bit>
 #include <cmath>
 
-#include "harness/random.h"
-#include "shardproof/check.h"
-#include "shardproof/strategy.h"
-#include "shardproof/threads.h"
+#include "harness/case/random.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/threads/threads.h"
 
 namespace harness {
 namespace {

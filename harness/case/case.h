@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "golden/golden.h"
-#include "harness/case_options.h"
-#include "shardproof/mesh.h"
+#include "harness/case/case_options.h"
+#include "shardproof/algebra/mesh.h"
 
 namespace harness {
 

@@ -1,4 +1,4 @@
-#include "harness/case_options.h"
+#include "harness/case/case_options.h"
 
 namespace harness {
 

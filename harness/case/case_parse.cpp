@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include "harness/case.h"
-#include "harness/case_scanner.h"
-#include "shardproof/check.h"
-#include "shardproof/strategy.h"
+#include "harness/case/case.h"
+#include "harness/case/case_scanner.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

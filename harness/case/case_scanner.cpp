@@ -1,10 +1,10 @@
-#include "harness/case_scanner.h"
+#include "harness/case/case_scanner.h"
 
 #include <cctype>
 #include <charconv>
 #include <cmath>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

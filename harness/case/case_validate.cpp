@@ -2,11 +2,11 @@
 #include <bit>
 #include <cmath>
 
-#include "harness/case.h"
-#include "harness/parallel_sizes.h"
-#include "shardproof/check.h"
-#include "shardproof/strategy.h"
-#include "shardproof/threads.h"
+#include "harness/case/case.h"
+#include "harness/case/parallel_sizes.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/threads/threads.h"
 
 namespace harness {
 namespace {

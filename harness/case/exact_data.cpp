@@ -1,12 +1,12 @@
-#include "harness/exact_data.h"
+#include "harness/case/exact_data.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "harness/random.h"
-#include "shardproof/check.h"
+#include "harness/case/random.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

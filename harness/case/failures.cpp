@@ -1,4 +1,4 @@
-#include "harness/failures.h"
+#include "harness/case/failures.h"
 
 #include <fmt/format.h>
 
@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <fstream>
 
-#include "harness/random.h"
-#include "shardproof/check.h"
+#include "harness/case/random.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 

@@ -1,11 +1,11 @@
-#include "harness/generate.h"
+#include "harness/case/generate.h"
 
 #include <cmath>
 
-#include "harness/parallel_sizes.h"
-#include "harness/random.h"
-#include "shardproof/check.h"
-#include "shardproof/strategy.h"
+#include "harness/case/parallel_sizes.h"
+#include "harness/case/random.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

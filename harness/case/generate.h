@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "harness/case.h"
+#include "harness/case/case.h"
 
 namespace harness {
 

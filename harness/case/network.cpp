@@ -1,13 +1,13 @@
-#include "harness/network.h"
+#include "harness/case/network.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/conv.h>
 
-#include "shardproof/canonical.h"
-#include "shardproof/meta_init.h"
-#include "shardproof/models.h"
-#include "shardproof/parallel_layers.h"
-#include "shardproof/unit.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/models/models.h"
+#include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/meta_init.h"
+#include "shardproof/parallel/tensor/parallel_layers.h"
 
 namespace harness {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "golden/golden.h"
-#include "shardproof/comm.h"
-#include "shardproof/models.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/models/models.h"
 
 namespace harness {
 

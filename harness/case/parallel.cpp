@@ -1,12 +1,12 @@
-#include "harness/parallel.h"
+#include "harness/case/parallel.h"
 
 #include <fmt/format.h>
 
-#include "harness/network.h"
-#include "harness/parallel_sizes.h"
-#include "harness/random.h"
-#include "shardproof/models.h"
-#include "shardproof/shard_options.h"
+#include "harness/case/network.h"
+#include "harness/case/parallel_sizes.h"
+#include "harness/case/random.h"
+#include "shardproof/models/models.h"
+#include "shardproof/sharding/shard_options.h"
 
 namespace harness {
 namespace {

@@ -4,9 +4,9 @@
 #include <map>
 #include <string>
 
-#include "harness/case.h"
-#include "shardproof/context_parallel.h"
-#include "shardproof/tensor_parallel.h"
+#include "harness/case/case.h"
+#include "shardproof/parallel/context/context_parallel.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
 
 namespace harness {
 

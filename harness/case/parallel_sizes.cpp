@@ -1,4 +1,4 @@
-#include "harness/parallel_sizes.h"
+#include "harness/case/parallel_sizes.h"
 
 namespace harness {
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "harness/case.h"
-#include "shardproof/context_cut.h"
+#include "harness/case/case.h"
+#include "shardproof/algebra/context_cut.h"
 
 namespace harness {
 

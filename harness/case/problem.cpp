@@ -1,13 +1,13 @@
-#include "harness/problem.h"
+#include "harness/case/problem.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 
-#include "harness/exact_data.h"
-#include "harness/parallel_sizes.h"
-#include "harness/random.h"
-#include "shardproof/strategy.h"
+#include "harness/case/exact_data.h"
+#include "harness/case/parallel_sizes.h"
+#include "harness/case/random.h"
+#include "shardproof/algebra/strategy.h"
 
 namespace harness {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "golden/golden.h"
-#include "harness/case.h"
+#include "harness/case/case.h"
 
 namespace harness {
 

@@ -1,10 +1,10 @@
-#include "harness/bench_process.h"
+#include "harness/commands/bench_process.h"
 
 #include <algorithm>
 #include <array>
 #include <cstdio>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 

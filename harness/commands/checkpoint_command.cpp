@@ -1,17 +1,17 @@
-#include "harness/checkpoint_command.h"
+#include "harness/commands/checkpoint_command.h"
 
 #include <fmt/ranges.h>
 
 #include <cstring>
 #include <set>
 
-#include "harness/checkpoint_source.h"
-#include "harness/json_lines.h"
-#include "harness/progress.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/checksums.h"
-#include "shardproof/checkpoint/durable.h"
-#include "shardproof/checkpoint/torch_file.h"
+#include "harness/commands/checkpoint_source.h"
+#include "harness/commands/json_lines.h"
+#include "harness/commands/progress.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
+#include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/checkpoint/format/torch_file.h"
 
 namespace harness {
 

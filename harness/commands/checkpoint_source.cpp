@@ -1,9 +1,9 @@
-#include "harness/checkpoint_source.h"
+#include "harness/commands/checkpoint_source.h"
 
 #include <cstring>
 #include <filesystem>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 

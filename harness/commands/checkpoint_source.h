@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "harness/hugging_face_names.h"
+#include "harness/commands/hugging_face_names.h"
 #include "shardproof/checkpoint/box_read.h"
-#include "shardproof/checkpoint/safetensors.h"
+#include "shardproof/checkpoint/format/safetensors.h"
 
 namespace harness {
 

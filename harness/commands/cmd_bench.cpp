@@ -12,13 +12,13 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/contestant.h"
-#include "harness/bench_process.h"
-#include "harness/commands.h"
-#include "harness/json_lines.h"
-#include "harness/launch_options.h"
-#include "shardproof/check.h"
-#include "shardproof/cuda.h"
-#include "shardproof/strategy.h"
+#include "harness/commands/bench_process.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/json_lines.h"
+#include "harness/commands/launch_options.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace harness {
 namespace {

@@ -10,10 +10,10 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/checkpoint_contestant.h"
-#include "harness/bench_process.h"
-#include "harness/commands.h"
-#include "harness/json_lines.h"
-#include "shardproof/check.h"
+#include "harness/commands/bench_process.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/json_lines.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

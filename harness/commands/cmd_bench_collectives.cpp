@@ -10,11 +10,11 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/collectives_contestant.h"
-#include "harness/bench_process.h"
-#include "harness/commands.h"
-#include "harness/json_lines.h"
-#include "harness/launch_options.h"
-#include "shardproof/check.h"
+#include "harness/commands/bench_process.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/json_lines.h"
+#include "harness/commands/launch_options.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

@@ -5,11 +5,11 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/kernels.h"
-#include "harness/bench_process.h"
-#include "harness/commands.h"
-#include "harness/json_lines.h"
-#include "shardproof/check.h"
-#include "shardproof/cuda.h"
+#include "harness/commands/bench_process.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/json_lines.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace harness {
 namespace {

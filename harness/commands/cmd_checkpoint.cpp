@@ -1,8 +1,8 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 
-#include "harness/checkpoint_command.h"
-#include "harness/commands.h"
+#include "harness/commands/checkpoint_command.h"
+#include "harness/commands/commands.h"
 
 namespace harness {
 

@@ -5,11 +5,11 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "harness/commands.h"
-#include "harness/dry_run.h"
-#include "harness/json_lines.h"
-#include "shardproof/check.h"
-#include "shardproof/strategy.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/json_lines.h"
+#include "harness/train/dry_run.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

@@ -5,13 +5,13 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "harness/commands.h"
-#include "harness/flight.h"
-#include "harness/json_lines.h"
-#include "harness/launch_options.h"
-#include "harness/process_ranks.h"
-#include "harness/run_case.h"
-#include "shardproof/check.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/flight.h"
+#include "harness/commands/json_lines.h"
+#include "harness/commands/launch_options.h"
+#include "harness/run/process_ranks.h"
+#include "harness/run/run_case.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

@@ -3,14 +3,14 @@
 
 #include <CLI/CLI.hpp>
 
-#include "harness/case.h"
-#include "harness/comm_texts.h"
-#include "harness/commands.h"
-#include "harness/launch_options.h"
-#include "harness/train.h"
-#include "harness/train_progress.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/durable.h"
+#include "harness/case/case.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/launch_options.h"
+#include "harness/run/comm_texts.h"
+#include "harness/train/train.h"
+#include "harness/train/train_progress.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace harness {
 namespace {

@@ -4,13 +4,13 @@
 #include <csignal>
 #include <memory>
 
-#include "harness/commands.h"
-#include "harness/launch_options.h"
-#include "harness/process_ranks.h"
-#include "harness/verify.h"
-#include "shardproof/check.h"
-#include "shardproof/strategy.h"
-#include "shardproof/threads.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/launch_options.h"
+#include "harness/commands/verify.h"
+#include "harness/run/process_ranks.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/threads/threads.h"
 
 namespace harness {
 namespace {

@@ -1,4 +1,4 @@
-#include "harness/coverage.h"
+#include "harness/commands/coverage.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -7,7 +7,7 @@
 #include <functional>
 #include <vector>
 
-#include "shardproof/strategy.h"
+#include "shardproof/algebra/strategy.h"
 
 namespace harness {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "harness/run_case.h"
+#include "harness/run/run_case.h"
 
 namespace harness {
 

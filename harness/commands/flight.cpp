@@ -1,4 +1,4 @@
-#include "harness/flight.h"
+#include "harness/commands/flight.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

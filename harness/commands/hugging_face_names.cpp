@@ -1,8 +1,8 @@
-#include "harness/hugging_face_names.h"
+#include "harness/commands/hugging_face_names.h"
 
 #include <algorithm>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

@@ -1,6 +1,6 @@
-#include "harness/json_lines.h"
+#include "harness/commands/json_lines.h"
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 

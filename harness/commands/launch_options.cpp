@@ -1,4 +1,4 @@
-#include "harness/launch_options.h"
+#include "harness/commands/launch_options.h"
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -7,9 +7,9 @@
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 
-#include "harness/reproducible.h"
-#include "shardproof/cuda.h"
-#include "shardproof/nccl_launch.h"
+#include "harness/run/reproducible.h"
+#include "shardproof/device/kernels/cuda.h"
+#include "shardproof/launch/nccl_launch.h"
 
 namespace harness {
 namespace {

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/launch.h"
-#include "shardproof/mpi.h"
-#include "shardproof/nccl.h"
+#include "shardproof/comm/mpi/mpi.h"
+#include "shardproof/comm/nccl/nccl.h"
+#include "shardproof/launch/launch.h"
 
 namespace CLI {
 class App;

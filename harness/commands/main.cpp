@@ -4,10 +4,10 @@
 
 #include <CLI/CLI.hpp>
 
-#include "harness/commands.h"
-#include "harness/launch_options.h"
-#include "harness/message.h"
-#include "shardproof/check.h"
+#include "harness/commands/commands.h"
+#include "harness/commands/launch_options.h"
+#include "harness/run/message.h"
+#include "shardproof/base/check.h"
 
 namespace {
 

@@ -1,8 +1,8 @@
-#include "harness/shrink.h"
+#include "harness/commands/shrink.h"
 
 #include <algorithm>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

@@ -5,8 +5,8 @@
 #include <functional>
 #include <vector>
 
-#include "harness/case.h"
-#include "harness/run_case.h"
+#include "harness/case/case.h"
+#include "harness/run/run_case.h"
 
 namespace harness {
 

@@ -1,4 +1,4 @@
-#include "harness/verify.h"
+#include "harness/commands/verify.h"
 
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -9,12 +9,12 @@
 #include <mutex>
 #include <thread>
 
-#include "harness/failures.h"
-#include "harness/json_lines.h"
-#include "harness/oracle.h"
-#include "harness/progress.h"
-#include "harness/shrink.h"
-#include "shardproof/check.h"
+#include "harness/case/failures.h"
+#include "harness/commands/json_lines.h"
+#include "harness/commands/progress.h"
+#include "harness/commands/shrink.h"
+#include "harness/compare/oracle.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "harness/coverage.h"
-#include "harness/generate.h"
-#include "harness/ranks.h"
+#include "harness/case/generate.h"
+#include "harness/commands/coverage.h"
+#include "harness/run/ranks.h"
 
 namespace harness {
 

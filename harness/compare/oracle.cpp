@@ -1,4 +1,4 @@
-#include "harness/oracle.h"
+#include "harness/compare/oracle.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -6,7 +6,7 @@
 #include <cmath>
 #include <set>
 
-#include "harness/problem.h"
+#include "harness/case/problem.h"
 
 namespace harness {
 namespace {

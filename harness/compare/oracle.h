@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "harness/case.h"
+#include "harness/case/case.h"
 
 namespace harness {
 

@@ -1,11 +1,11 @@
-#include "harness/pieces.h"
+#include "harness/compare/pieces.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
-#include "harness/parallel.h"
-#include "shardproof/strategy.h"
+#include "harness/case/parallel.h"
+#include "shardproof/algebra/strategy.h"
 
 namespace harness {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "golden/golden.h"
-#include "harness/case.h"
-#include "harness/step_exchange.h"
+#include "harness/case/case.h"
+#include "harness/compare/step_exchange.h"
 
 namespace harness {
 

@@ -1,4 +1,4 @@
-#include "harness/step_difference.h"
+#include "harness/compare/step_difference.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "harness/step_exchange.h"
+#include "harness/compare/step_exchange.h"
 
 #include <algorithm>
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/piece.h"
+#include "shardproof/sharding/piece.h"
 
 namespace harness {
 

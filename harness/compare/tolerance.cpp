@@ -1,4 +1,4 @@
-#include "harness/tolerance.h"
+#include "harness/compare/tolerance.h"
 
 #include <ATen/ATen.h>
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "golden/golden.h"
-#include "harness/pieces.h"
-#include "harness/step_exchange.h"
+#include "harness/compare/pieces.h"
+#include "harness/compare/step_exchange.h"
 
 namespace harness {
 

@@ -1,13 +1,13 @@
-#include "harness/case_checkpoints.h"
+#include "harness/run/case_checkpoints.h"
 
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
 
-#include "harness/random.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/durable.h"
+#include "harness/case/random.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace harness {
 namespace {

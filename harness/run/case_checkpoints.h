@@ -5,7 +5,7 @@
 #include <map>
 #include <string>
 
-#include "harness/case.h"
+#include "harness/case/case.h"
 #include "shardproof/checkpoint/manager.h"
 
 namespace harness {

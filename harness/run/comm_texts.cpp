@@ -1,4 +1,4 @@
-#include "harness/comm_texts.h"
+#include "harness/run/comm_texts.h"
 
 #include <ATen/ATen.h>
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace harness {
 

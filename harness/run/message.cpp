@@ -1,4 +1,4 @@
-#include "harness/message.h"
+#include "harness/run/message.h"
 
 #include <c10/util/Exception.h>
 

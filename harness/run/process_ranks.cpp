@@ -1,13 +1,13 @@
-#include "harness/process_ranks.h"
+#include "harness/run/process_ranks.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
-#include "harness/case_checkpoints.h"
-#include "harness/comm_texts.h"
-#include "harness/problem.h"
-#include "harness/sharded_run.h"
-#include "harness/step_bytes.h"
+#include "harness/case/problem.h"
+#include "harness/run/case_checkpoints.h"
+#include "harness/run/comm_texts.h"
+#include "harness/run/sharded_run.h"
+#include "harness/run/step_bytes.h"
 
 namespace harness {
 

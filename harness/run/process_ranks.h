@@ -3,9 +3,9 @@
 
 #include <string>
 
-#include "harness/case_checkpoints.h"
-#include "harness/ranks.h"
-#include "shardproof/process_world.h"
+#include "harness/run/case_checkpoints.h"
+#include "harness/run/ranks.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace harness {
 

@@ -1,4 +1,4 @@
-#include "harness/reproducible.h"
+#include "harness/run/reproducible.h"
 
 #include <ATen/Context.h>
 

@@ -1,4 +1,4 @@
-#include "harness/run_case.h"
+#include "harness/run/run_case.h"
 
 #include <ATen/ATen.h>
 
@@ -6,15 +6,15 @@
 #include <cmath>
 #include <functional>
 
-#include "harness/message.h"
-#include "harness/problem.h"
-#include "harness/random.h"
-#include "harness/step_difference.h"
-#include "harness/sharded_run.h"
-#include "harness/tolerance.h"
-#include "shardproof/check.h"
-#include "shardproof/process_world.h"
-#include "shardproof/strategy.h"
+#include "harness/case/problem.h"
+#include "harness/case/random.h"
+#include "harness/compare/step_difference.h"
+#include "harness/compare/tolerance.h"
+#include "harness/run/message.h"
+#include "harness/run/sharded_run.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace harness {
 namespace {

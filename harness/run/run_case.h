@@ -5,8 +5,8 @@
 #include <map>
 #include <string>
 
-#include "harness/case.h"
-#include "harness/ranks.h"
+#include "harness/case/case.h"
+#include "harness/run/ranks.h"
 
 namespace harness {
 

@@ -1,10 +1,10 @@
-#include "harness/sharded_options.h"
+#include "harness/run/sharded_options.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/conv.h>
 
-#include "harness/problem.h"
-#include "harness/random.h"
+#include "harness/case/problem.h"
+#include "harness/case/random.h"
 
 namespace harness {
 namespace {

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "golden/golden.h"
-#include "harness/case.h"
-#include "harness/network.h"
+#include "harness/case/case.h"
+#include "harness/case/network.h"
 #include "shardproof/shardproof.h"
 
 namespace harness {

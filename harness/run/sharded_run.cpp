@@ -1,4 +1,4 @@
-#include "harness/sharded_run.h"
+#include "harness/run/sharded_run.h"
 
 #include <ATen/ATen.h>
 
@@ -6,11 +6,11 @@
 #include <optional>
 #include <set>
 
-#include "harness/case_checkpoints.h"
-#include "harness/network.h"
-#include "harness/parallel.h"
-#include "harness/problem.h"
-#include "harness/sharded_options.h"
+#include "harness/case/network.h"
+#include "harness/case/parallel.h"
+#include "harness/case/problem.h"
+#include "harness/run/case_checkpoints.h"
+#include "harness/run/sharded_options.h"
 
 namespace harness {
 namespace {

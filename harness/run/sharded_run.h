@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "golden/golden.h"
-#include "harness/case.h"
-#include "harness/case_checkpoints.h"
-#include "harness/ranks.h"
-#include "harness/step_exchange.h"
-#include "shardproof/comm.h"
+#include "harness/case/case.h"
+#include "harness/compare/step_exchange.h"
+#include "harness/run/case_checkpoints.h"
+#include "harness/run/ranks.h"
+#include "shardproof/comm/comm.h"
 
 namespace harness {
 

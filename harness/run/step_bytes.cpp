@@ -1,10 +1,10 @@
-#include "harness/step_bytes.h"
+#include "harness/run/step_bytes.h"
 
 #include <ATen/ATen.h>
 
 #include <cstring>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "harness/step_exchange.h"
+#include "harness/compare/step_exchange.h"
 
 namespace harness {
 

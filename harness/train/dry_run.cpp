@@ -1,4 +1,4 @@
-#include "harness/dry_run.h"
+#include "harness/train/dry_run.h"
 
 #include <ATen/ATen.h>
 
@@ -6,13 +6,13 @@
 #include <map>
 #include <optional>
 
-#include "harness/network.h"
-#include "harness/parallel.h"
-#include "shardproof/check.h"
-#include "shardproof/counted.h"
-#include "shardproof/meta_init.h"
+#include "harness/case/network.h"
+#include "harness/case/parallel.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/counted.h"
+#include "shardproof/comm/traced.h"
+#include "shardproof/nn/meta_init.h"
 #include "shardproof/shardproof.h"
-#include "shardproof/traced.h"
 
 namespace harness {
 namespace {

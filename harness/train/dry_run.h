@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "harness/case.h"
-#include "shardproof/memory.h"
-#include "shardproof/piece.h"
+#include "harness/case/case.h"
+#include "shardproof/sharding/memory.h"
+#include "shardproof/sharding/piece.h"
 
 namespace harness {
 

@@ -1,4 +1,4 @@
-#include "harness/text_data.h"
+#include "harness/train/text_data.h"
 
 #include <fmt/ranges.h>
 
@@ -9,7 +9,7 @@
 #include <fstream>
 #include <set>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace harness {
 namespace {

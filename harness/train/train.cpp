@@ -1,4 +1,4 @@
-#include "harness/train.h"
+#include "harness/train/train.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -8,18 +8,18 @@
 #include <thread>
 
 #include "golden/train.h"
-#include "harness/problem.h"
-#include "harness/step_difference.h"
-#include "harness/step_exchange.h"
-#include "harness/train_case.h"
-#include "harness/train_checkpoint.h"
-#include "harness/train_rank.h"
-#include "harness/train_world.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/durable.h"
-#include "shardproof/fully_shard.h"
-#include "shardproof/strategy.h"
-#include "shardproof/threads.h"
+#include "harness/case/problem.h"
+#include "harness/compare/step_difference.h"
+#include "harness/compare/step_exchange.h"
+#include "harness/train/train_case.h"
+#include "harness/train/train_checkpoint.h"
+#include "harness/train/train_rank.h"
+#include "harness/train/train_world.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/comm/threads/threads.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace harness {
 namespace {

@@ -10,9 +10,9 @@
 #include <string>
 
 #include "golden/golden.h"
-#include "harness/text_data.h"
-#include "shardproof/mesh.h"
-#include "shardproof/process_world.h"
+#include "harness/train/text_data.h"
+#include "shardproof/algebra/mesh.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace harness {
 

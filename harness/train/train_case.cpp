@@ -1,4 +1,4 @@
-#include "harness/train_case.h"
+#include "harness/train/train_case.h"
 
 namespace harness {
 

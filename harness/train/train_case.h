@@ -2,9 +2,9 @@
 // taken.
 #pragma once
 
-#include "harness/case.h"
-#include "harness/train.h"
-#include "harness/train_checkpoint.h"
+#include "harness/case/case.h"
+#include "harness/train/train.h"
+#include "harness/train/train_checkpoint.h"
 
 namespace harness {
 

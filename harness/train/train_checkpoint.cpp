@@ -1,11 +1,11 @@
-#include "harness/train_checkpoint.h"
+#include "harness/train/train_checkpoint.h"
 
 #include <fmt/format.h>
 
-#include "harness/case.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/dcp.h"
-#include "shardproof/checkpoint/durable.h"
+#include "harness/case/case.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/dcp.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace harness {
 namespace {

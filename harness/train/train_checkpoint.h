@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "harness/train.h"
-#include "shardproof/checkpoint/pickle.h"
+#include "harness/train/train.h"
+#include "shardproof/checkpoint/format/pickle.h"
 #include "shardproof/checkpoint/saved_state.h"
 
 namespace harness {

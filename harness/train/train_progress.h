@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "harness/train.h"
+#include "harness/train/train.h"
 
 namespace harness {
 

@@ -1,4 +1,4 @@
-#include "harness/train_rank.h"
+#include "harness/train/train_rank.h"
 
 #include <ATen/ATen.h>
 
@@ -7,16 +7,16 @@
 #include <optional>
 #include <set>
 
-#include "harness/network.h"
-#include "harness/parallel.h"
-#include "harness/train_case.h"
-#include "shardproof/check.h"
+#include "harness/case/network.h"
+#include "harness/case/parallel.h"
+#include "harness/train/train_case.h"
+#include "shardproof/base/check.h"
 #include "shardproof/checkpoint/manager.h"
-#include "shardproof/fully_shard.h"
-#include "shardproof/initialize.h"
-#include "shardproof/mesh_comm.h"
-#include "shardproof/models.h"
-#include "shardproof/optimizer.h"
+#include "shardproof/comm/mesh_comm.h"
+#include "shardproof/models/models.h"
+#include "shardproof/nn/initialize.h"
+#include "shardproof/optim/optimizer.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace harness {
 namespace {

@@ -5,10 +5,10 @@
 #include <memory>
 #include <stdexcept>
 
-#include "harness/step_exchange.h"
-#include "harness/train.h"
-#include "harness/train_checkpoint.h"
-#include "shardproof/comm.h"
+#include "harness/compare/step_exchange.h"
+#include "harness/train/train.h"
+#include "harness/train/train_checkpoint.h"
+#include "shardproof/comm/comm.h"
 
 namespace harness {
 

@@ -1,12 +1,12 @@
-#include "harness/train_world.h"
+#include "harness/train/train_world.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include "harness/comm_texts.h"
-#include "harness/step_bytes.h"
-#include "harness/train_rank.h"
-#include "shardproof/threads.h"
+#include "harness/run/comm_texts.h"
+#include "harness/run/step_bytes.h"
+#include "harness/train/train_rank.h"
+#include "shardproof/comm/threads/threads.h"
 
 namespace harness {
 namespace {

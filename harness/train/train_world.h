@@ -6,10 +6,10 @@
 #include <thread>
 #include <vector>
 
-#include "harness/step_exchange.h"
-#include "harness/train.h"
-#include "harness/train_checkpoint.h"
-#include "shardproof/process_world.h"
+#include "harness/compare/step_exchange.h"
+#include "harness/train/train.h"
+#include "harness/train/train_checkpoint.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace harness {
 

@@ -5,9 +5,9 @@
 #include <map>
 #include <set>
 
-#include "expect_error.h"
-#include "gen_layout.h"
-#include "spec_layout.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/gen_layout.h"
+#include "properties/kit/spec_layout.h"
 
 namespace shardproof {
 namespace {

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include "checkpoint_scratch.h"
-#include "expect_error.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/box_read.h"
 
 namespace shardproof::checkpoint {

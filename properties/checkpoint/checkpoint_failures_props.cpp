@@ -4,11 +4,11 @@
 #include <atomic>
 #include <cerrno>
 
-#include "checkpoint_scratch.h"
-#include "checkpoint_stamped.h"
-#include "failing_files.h"
-#include "shardproof/checkpoint/durable.h"
-#include "shardproof/checkpoint/tensor_entry.h"
+#include "properties/doubles/failing_files.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/checkpoint_stamped.h"
+#include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {

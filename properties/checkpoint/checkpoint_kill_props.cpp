@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <thread>
 
-#include "checkpoint_scratch.h"
-#include "checkpoint_stamped.h"
-#include "shardproof/checkpoint/durable.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/checkpoint_stamped.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace shardproof::checkpoint {
 namespace {

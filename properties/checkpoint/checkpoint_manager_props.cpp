@@ -7,8 +7,8 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "checkpoint_trained.h"
-#include "shardproof/checkpoint/durable.h"
+#include "properties/kit/checkpoint_trained.h"
+#include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/manager.h"
 
 namespace shardproof::checkpoint {

@@ -4,7 +4,7 @@
 
 #include <atomic>
 
-#include "checkpoint_scratch.h"
+#include "properties/kit/checkpoint_scratch.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/shardproof.h"
 

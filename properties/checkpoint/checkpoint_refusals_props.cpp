@@ -4,8 +4,8 @@
 #include <atomic>
 #include <cerrno>
 
-#include "checkpoint_trained.h"
-#include "shardproof/checkpoint/durable.h"
+#include "properties/kit/checkpoint_trained.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace shardproof::checkpoint {
 namespace {

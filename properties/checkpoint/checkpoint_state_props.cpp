@@ -5,9 +5,9 @@
 #include <atomic>
 #include <cerrno>
 
-#include "checkpoint_trained.h"
-#include "expect_error.h"
-#include "shardproof/checkpoint/durable.h"
+#include "properties/kit/checkpoint_trained.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/shardproof.h"
 

@@ -4,10 +4,10 @@
 
 #include <thread>
 
-#include "checkpoint_trained.h"
-#include "fake_device.h"
-#include "harness/network.h"
-#include "shardproof/checkpoint/durable.h"
+#include "harness/case/network.h"
+#include "properties/doubles/fake_device.h"
+#include "properties/kit/checkpoint_trained.h"
+#include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/manager.h"
 
 namespace shardproof::checkpoint {

@@ -1,10 +1,10 @@
 // What stands in the place of parts that a build leaves out says what is missing, what to do, and what to use instead.
 #include <gtest/gtest.h>
 
-#include "expect_error.h"
-#include "shardproof/cuda.h"
-#include "shardproof/mpi.h"
-#include "shardproof/nccl.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/comm/mpi/mpi.h"
+#include "shardproof/comm/nccl/nccl.h"
+#include "shardproof/device/kernels/cuda.h"
 
 using namespace shardproof;
 

@@ -3,12 +3,12 @@
 
 #include <mutex>
 
-#include "comm_worlds.h"
 #include "golden/collectives.h"
-#include "shardproof/check.h"
-#include "shardproof/checked.h"
-#include "shardproof/counted.h"
-#include "shardproof/traced.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/checked.h"
+#include "shardproof/comm/counted.h"
+#include "shardproof/comm/traced.h"
 
 using namespace shardproof;
 

@@ -3,9 +3,9 @@
 
 #include <stdexcept>
 
-#include "comm_worlds.h"
-#include "shardproof/check.h"
-#include "shardproof/mesh_comm.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/mesh_comm.h"
 
 using namespace shardproof;
 

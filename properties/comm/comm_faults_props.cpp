@@ -2,8 +2,8 @@
 // that it can be mended. (That correct programs raise no alarm is said in comm_programs_props.cpp.)
 #include <gtest/gtest.h>
 
-#include "comm_worlds.h"
-#include "shardproof/check.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/base/check.h"
 
 using namespace shardproof;
 using Completion = ThreadsOptions::Completion;

@@ -9,8 +9,8 @@
 #include <ostream>
 #include <set>
 
-#include "comm_worlds.h"
 #include "golden/collectives.h"
+#include "properties/doubles/comm_worlds.h"
 
 using namespace shardproof;
 

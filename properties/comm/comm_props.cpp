@@ -3,10 +3,10 @@
 
 #include <numeric>
 
-#include "comm_worlds.h"
 #include "golden/collectives.h"
-#include "shardproof/check.h"
-#include "shardproof/mesh_comm.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/mesh_comm.h"
 
 using namespace shardproof;
 using worlds::same_bytes;

@@ -4,11 +4,11 @@
 
 #include <atomic>
 
-#include "comm_worlds.h"
-#include "gen_layout.h"
-#include "shardproof/check.h"
-#include "shardproof/redistribute.h"
-#include "spec_layout.h"
+#include "properties/doubles/comm_worlds.h"
+#include "properties/kit/gen_layout.h"
+#include "properties/kit/spec_layout.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/redistribute.h"
 
 using namespace shardproof;
 

@@ -4,10 +4,10 @@
 
 #include <cmath>
 
-#include "device_subject.h"
-#include "harness_env.h"
-#include "shardproof/optimizer.h"
-#include "shardproof/threads.h"
+#include "properties/kit/device_subject.h"
+#include "properties/kit/harness_env.h"
+#include "shardproof/comm/threads/threads.h"
+#include "shardproof/optim/optimizer.h"
 
 using namespace shardproof;
 using namespace device_testing;

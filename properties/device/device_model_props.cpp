@@ -4,14 +4,14 @@
 
 #include <cstdlib>
 
-#include "expect_error.h"
-#include "expect_error.h"
-#include "fake_device.h"
-#include "harness/generate.h"
-#include "harness/network.h"
-#include "harness/network.h"
-#include "harness/run_case.h"
-#include "harness_env.h"
+#include "harness/case/generate.h"
+#include "harness/case/network.h"
+#include "harness/case/network.h"
+#include "harness/run/run_case.h"
+#include "properties/doubles/fake_device.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/harness_env.h"
 #include "shardproof/shardproof.h"
 #include "shardproof/shardproof.h"
 

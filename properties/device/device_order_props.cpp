@@ -6,9 +6,9 @@
 
 #include <thread>
 
-#include "expect_error.h"
-#include "fake_device.h"
-#include "shardproof/threads.h"
+#include "properties/doubles/fake_device.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/comm/threads/threads.h"
 
 using namespace shardproof;
 

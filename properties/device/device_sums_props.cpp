@@ -6,8 +6,8 @@
 #include <bit>
 #include <cmath>
 
-#include "device_subject.h"
-#include "harness_env.h"
+#include "properties/kit/device_subject.h"
+#include "properties/kit/harness_env.h"
 
 using namespace shardproof;
 using namespace device_testing;

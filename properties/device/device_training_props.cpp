@@ -2,10 +2,10 @@
 // between the two, and the kernels together.
 #include <gtest/gtest.h>
 
-#include "device_subject.h"
-#include "harness/generate.h"
-#include "harness/run_case.h"
-#include "harness_env.h"
+#include "harness/case/generate.h"
+#include "harness/run/run_case.h"
+#include "properties/kit/device_subject.h"
+#include "properties/kit/harness_env.h"
 
 using namespace harness;
 using namespace device_testing;

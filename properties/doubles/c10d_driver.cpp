@@ -4,9 +4,9 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "comm_worlds.h"
 #include "golden/collectives.h"
-#include "shardproof/c10d.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/comm/c10d/c10d.h"
 #include "shardproof/shardproof.h"
 
 namespace {

@@ -1,4 +1,4 @@
-#include "comm_worlds.h"
+#include "properties/doubles/comm_worlds.h"
 
 #include <cmath>
 #include <cstring>

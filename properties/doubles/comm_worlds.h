@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/comm.h"
-#include "shardproof/threads.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/comm/threads/threads.h"
 
 namespace worlds {
 

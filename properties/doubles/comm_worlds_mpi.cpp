@@ -8,9 +8,9 @@
 #include <cstring>
 #include <random>
 
-#include "comm_worlds.h"
-#include "shardproof/check.h"
-#include "shardproof/mpi.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/mpi/mpi.h"
 
 namespace worlds {
 namespace {

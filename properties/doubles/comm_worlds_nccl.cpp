@@ -4,9 +4,9 @@
 
 #include <cstring>
 
-#include "comm_worlds.h"
-#include "nccl_worlds.h"
-#include "shardproof/check.h"
+#include "properties/doubles/comm_worlds.h"
+#include "properties/doubles/nccl_worlds.h"
+#include "shardproof/base/check.h"
 
 namespace worlds {
 

@@ -1,8 +1,8 @@
 // Worlds of rank-threads.
 #include <gtest/gtest.h>
 
-#include "comm_worlds.h"
-#include "shardproof/check.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/base/check.h"
 
 namespace worlds {
 

@@ -1,7 +1,7 @@
 // A file system whose calls fail.
 #pragma once
 
-#include "shardproof/checkpoint/file_system.h"
+#include "shardproof/checkpoint/format/file_system.h"
 
 namespace shardproof::checkpoint {
 

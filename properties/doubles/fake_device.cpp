@@ -1,4 +1,4 @@
-#include "fake_device.h"
+#include "properties/doubles/fake_device.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -8,9 +8,9 @@
 #include <memory>
 #include <mutex>
 
-#include "fake_math.h"
-#include "fake_parts.h"
-#include "shardproof/device.h"
+#include "properties/doubles/fake_math.h"
+#include "properties/doubles/fake_parts.h"
+#include "shardproof/device/device.h"
 
 namespace fake_device {
 namespace {

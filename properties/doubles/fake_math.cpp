@@ -1,12 +1,12 @@
-#include "fake_math.h"
+#include "properties/doubles/fake_math.h"
 
 #include <atomic>
 #include <cstring>
 #include <thread>
 #include <vector>
 
-#include "fake_device.h"
-#include "shardproof/cuda.h"
+#include "properties/doubles/fake_device.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace fake_device {
 namespace {

@@ -7,8 +7,8 @@
 #include <mutex>
 #include <vector>
 
-#include "fake_device.h"
-#include "fake_parts.h"
+#include "properties/doubles/fake_device.h"
+#include "properties/doubles/fake_parts.h"
 
 namespace fake_device {
 namespace {

@@ -11,9 +11,9 @@
 #include <string>
 #include <thread>
 
-#include "shardproof/call_label.h"
-#include "shardproof/check.h"
-#include "shardproof/mpi.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/mpi/mpi.h"
+#include "testing/base/call_label.h"
 
 using namespace shardproof;
 

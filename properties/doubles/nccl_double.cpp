@@ -1,5 +1,5 @@
 // Streams, events, memory, and the store of the double.
-#include "nccl_double.h"
+#include "properties/doubles/nccl_double.h"
 
 #include <fmt/format.h>
 
@@ -7,9 +7,9 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "nccl_double_streams.h"
-#include "shardproof/cuda.h"
-#include "shardproof/device.h"
+#include "properties/doubles/nccl_double_streams.h"
+#include "shardproof/device/device.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace nccl_double {
 namespace {

@@ -15,8 +15,8 @@
 #include <thread>
 #include <vector>
 
-#include "shardproof/nccl_api.h"
-#include "shardproof/nccl_store.h"
+#include "shardproof/comm/nccl/nccl_api.h"
+#include "shardproof/comm/nccl/nccl_store.h"
 
 namespace nccl_double {
 

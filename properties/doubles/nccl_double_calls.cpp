@@ -7,9 +7,9 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "nccl_double.h"
-#include "nccl_double_member.h"
-#include "nccl_double_streams.h"
+#include "properties/doubles/nccl_double.h"
+#include "properties/doubles/nccl_double_member.h"
+#include "properties/doubles/nccl_double_streams.h"
 
 namespace nccl_double {
 

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <string>
 
-#include "nccl_double.h"
+#include "properties/doubles/nccl_double.h"
 
 namespace nccl_double {
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "nccl_double.h"
-#include "nccl_double_member.h"
+#include "properties/doubles/nccl_double.h"
+#include "properties/doubles/nccl_double_member.h"
 
 namespace nccl_double {
 

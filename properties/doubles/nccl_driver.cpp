@@ -11,10 +11,10 @@
 #include <string>
 #include <thread>
 
-#include "nccl_double.h"
-#include "shardproof/check.h"
-#include "shardproof/nccl.h"
-#include "shardproof/nccl_launch.h"
+#include "properties/doubles/nccl_double.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/nccl/nccl.h"
+#include "shardproof/launch/nccl_launch.h"
 
 using namespace shardproof;
 

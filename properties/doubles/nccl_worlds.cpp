@@ -1,4 +1,4 @@
-#include "nccl_worlds.h"
+#include "properties/doubles/nccl_worlds.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 #include <cstring>
 #include <thread>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace nccl_worlds {
 namespace {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "nccl_double.h"
-#include "shardproof/nccl.h"
+#include "properties/doubles/nccl_double.h"
+#include "shardproof/comm/nccl/nccl.h"
 
 namespace nccl_worlds {
 

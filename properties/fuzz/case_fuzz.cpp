@@ -2,8 +2,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "harness/case.h"
-#include "shardproof/check.h"
+#include "harness/case/case.h"
+#include "shardproof/base/check.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   try {

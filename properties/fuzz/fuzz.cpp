@@ -4,11 +4,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/checksums.h"
-#include "shardproof/checkpoint/dcp.h"
-#include "shardproof/checkpoint/safetensors.h"
-#include "shardproof/checkpoint/tensor_entry.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
+#include "shardproof/checkpoint/format/dcp.h"
+#include "shardproof/checkpoint/format/safetensors.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // The collectives of the reference, which are what every backend is held to.
 #include "golden/collectives.h"
-#include "golden_runs.h"
+#include "properties/kit/golden_runs.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Models and optimizers of the data-parallel family: what each of them promises.
 #include "golden/models.h"
 #include "golden/optimizer.h"
-#include "golden_runs.h"
+#include "properties/kit/golden_runs.h"
 
 namespace {
 

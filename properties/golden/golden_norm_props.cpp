@@ -4,7 +4,7 @@
 #include <random>
 
 #include "golden/norm.h"
-#include "golden_runs.h"
+#include "properties/kit/golden_runs.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // The C++ reference against its contract, bit for bit, by loops over single numbers.
 #include "golden/models.h"
 #include "golden/train.h"
-#include "golden_runs.h"
+#include "properties/kit/golden_runs.h"
 
 namespace {
 

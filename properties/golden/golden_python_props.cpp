@@ -5,7 +5,7 @@
 #include <fstream>
 #include <future>
 
-#include "golden_runs.h"
+#include "properties/kit/golden_runs.h"
 
 namespace {
 

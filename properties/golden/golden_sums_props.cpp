@@ -3,7 +3,7 @@
 
 #include "golden/norm.h"
 #include "golden/sums.h"
-#include "golden_runs.h"
+#include "properties/kit/golden_runs.h"
 
 namespace {
 

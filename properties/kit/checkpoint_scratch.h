@@ -9,9 +9,9 @@
 #include <random>
 #include <string>
 
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/checksums.h"
-#include "shardproof/checkpoint/dcp.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
+#include "shardproof/checkpoint/format/dcp.h"
 
 namespace shardproof::checkpoint {
 

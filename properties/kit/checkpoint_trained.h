@@ -3,7 +3,7 @@
 
 #include <rapidcheck.h>
 
-#include "checkpoint_scratch.h"
+#include "properties/kit/checkpoint_scratch.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/shardproof.h"
 

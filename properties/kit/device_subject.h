@@ -9,8 +9,8 @@
 #include <random>
 #include <string>
 
-#include "shardproof/cuda.h"
-#include "shardproof/device.h"
+#include "shardproof/device/device.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace device_testing {
 

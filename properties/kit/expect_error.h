@@ -6,7 +6,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

@@ -1,4 +1,4 @@
-#include "gen_layout.h"
+#include "properties/kit/gen_layout.h"
 
 #include <algorithm>
 #include <ostream>

@@ -6,7 +6,7 @@
 
 #include <iosfwd>
 
-#include "shardproof/plan.h"
+#include "shardproof/algebra/plan.h"
 
 namespace shardproof {
 

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include "gen_layout.h"
+#include "properties/kit/gen_layout.h"
 
 namespace shardproof {
 namespace {

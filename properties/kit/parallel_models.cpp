@@ -1,4 +1,4 @@
-#include "parallel_models.h"
+#include "properties/kit/parallel_models.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace pieces {
 

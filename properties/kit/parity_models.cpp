@@ -1,4 +1,4 @@
-#include "parity_models.h"
+#include "properties/kit/parity_models.h"
 
 namespace parity {
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "properties/kit/toy_modules.h"
 #include "shardproof/shardproof.h"
-#include "toy_modules.h"
 
 namespace parity {
 

@@ -1,4 +1,4 @@
-#include "parity_training.h"
+#include "properties/kit/parity_training.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -9,8 +9,8 @@
 #include <memory>
 #include <string>
 
+#include "properties/kit/toy_modules.h"
 #include "shardproof/shardproof.h"
-#include "toy_modules.h"
 
 namespace parity {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <map>
 
-#include "spec_layout.h"
+#include "properties/kit/spec_layout.h"
 
 namespace shardproof::spec {
 namespace {

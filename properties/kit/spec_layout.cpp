@@ -1,4 +1,4 @@
-#include "spec_layout.h"
+#include "properties/kit/spec_layout.h"
 
 #include <algorithm>
 #include <map>

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/plan.h"
+#include "shardproof/algebra/plan.h"
 
 namespace shardproof::spec {
 

@@ -1,4 +1,4 @@
-#include "toy_modules.h"
+#include "properties/kit/toy_modules.h"
 
 #include <gtest/gtest.h>
 

@@ -3,10 +3,10 @@
 
 #include <map>
 
-#include "comm_worlds.h"
-#include "expect_error.h"
-#include "shardproof/check.h"
-#include "shardproof/launch.h"
+#include "properties/doubles/comm_worlds.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/base/check.h"
+#include "shardproof/launch/launch.h"
 
 using namespace shardproof;
 

@@ -5,8 +5,8 @@
 #include <rapidcheck/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "parallel_models.h"
-#include "expect_error.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parallel_models.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;

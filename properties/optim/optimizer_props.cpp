@@ -8,8 +8,8 @@
 #include <cmath>
 #include <random>
 
-#include "shardproof/check.h"
-#include "shardproof/optimizer.h"
+#include "shardproof/base/check.h"
+#include "shardproof/optim/optimizer.h"
 
 using namespace shardproof;
 

@@ -5,9 +5,9 @@
 #include <map>
 #include <mutex>
 
-#include "expect_error.h"
-#include "parallel_models.h"
-#include "toy_modules.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parallel_models.h"
+#include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
 

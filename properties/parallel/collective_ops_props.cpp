@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include "expect_error.h"
-#include "parallel_pieces.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parallel_pieces.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;

@@ -6,9 +6,9 @@
 #include <optional>
 #include <stdexcept>
 
-#include "expect_error.h"
-#include "parallel_models.h"
-#include "toy_modules.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parallel_models.h"
+#include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
 

@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "parity_models.h"
-#include "parity_training.h"
-#include "shardproof/traced.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
+#include "shardproof/comm/traced.h"
 
 using namespace shardproof;
 using parity::expect_near;

@@ -4,9 +4,9 @@
 
 #include <set>
 
-#include "parity_models.h"
-#include "parity_training.h"
-#include "shardproof/traced.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
+#include "shardproof/comm/traced.h"
 
 using namespace shardproof;
 using parity::block_units;

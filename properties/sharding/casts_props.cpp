@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "parity_models.h"
-#include "parity_training.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
 
 using namespace shardproof;
 using parity::on_mesh;

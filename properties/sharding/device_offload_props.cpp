@@ -2,12 +2,12 @@
 // copies what was there before.
 #include <gtest/gtest.h>
 
-#include "fake_device.h"
-#include "harness/generate.h"
-#include "harness/network.h"
-#include "harness/run_case.h"
-#include "harness_env.h"
-#include "toy_modules.h"
+#include "harness/case/generate.h"
+#include "harness/case/network.h"
+#include "harness/run/run_case.h"
+#include "properties/doubles/fake_device.h"
+#include "properties/kit/harness_env.h"
+#include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
 

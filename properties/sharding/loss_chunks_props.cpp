@@ -1,9 +1,9 @@
 // Scenarios of PyTorch's test_fully_shard_training.py: a loss in chunks, each with a backward of its own. See docs/parity.md.
 #include <gtest/gtest.h>
 
-#include "parity_models.h"
-#include "parity_training.h"
-#include "shardproof/traced.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
+#include "shardproof/comm/traced.h"
 
 using namespace shardproof;
 using parity::calls_of;

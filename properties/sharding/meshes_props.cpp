@@ -4,8 +4,8 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 
-#include "parity_models.h"
-#include "parity_training.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
 
 using namespace shardproof;
 using parity::expect_near;

@@ -1,10 +1,10 @@
 // The optimizer's memory in the host's: no bit changes, and the device holds what shard_options.h says.
 #include <gtest/gtest.h>
 
-#include "harness/generate.h"
-#include "harness/run_case.h"
-#include "harness_env.h"
-#include "toy_modules.h"
+#include "harness/case/generate.h"
+#include "harness/run/run_case.h"
+#include "properties/kit/harness_env.h"
+#include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
 

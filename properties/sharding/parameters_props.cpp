@@ -1,8 +1,8 @@
 // Scenarios of PyTorch's test_fully_shard_init.py: what parameters may be. See docs/parity.md.
 #include <gtest/gtest.h>
 
-#include "parity_models.h"
-#include "parity_training.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
 
 using namespace shardproof;
 using parity::expect_trains_like_plain;

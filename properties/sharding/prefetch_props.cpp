@@ -1,9 +1,9 @@
 // Scenarios of PyTorch's test_fully_shard_comm.py: gathers ahead of their unit. See docs/parity.md.
 #include <gtest/gtest.h>
 
-#include "parity_models.h"
-#include "parity_training.h"
-#include "shardproof/traced.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
+#include "shardproof/comm/traced.h"
 
 using namespace shardproof;
 using parity::expect_trains_like_plain;

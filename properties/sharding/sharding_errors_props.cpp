@@ -1,8 +1,8 @@
 // Every misuse ends in one error that says what to do.
 #include <gtest/gtest.h>
 
-#include "expect_error.h"
-#include "toy_modules.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
 

@@ -4,8 +4,8 @@
 
 #include <set>
 
-#include "shardproof/traced.h"
-#include "toy_modules.h"
+#include "properties/kit/toy_modules.h"
+#include "shardproof/comm/traced.h"
 
 using namespace shardproof;
 using toy::has_memory;

@@ -3,8 +3,8 @@
 
 #include <map>
 
-#include "shardproof/traced.h"
-#include "toy_modules.h"
+#include "properties/kit/toy_modules.h"
+#include "shardproof/comm/traced.h"
 
 using namespace shardproof;
 

@@ -2,8 +2,8 @@
 // test_param_and_grad_buffer.py. See docs/parity.md.
 #include <gtest/gtest.h>
 
-#include "parity_models.h"
-#include "parity_training.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
 
 using namespace shardproof;
 using parity::block_units;

@@ -1,6 +1,6 @@
-#include "shardproof/context_cut.h"
+#include "shardproof/algebra/context_cut.h"
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

@@ -1,8 +1,8 @@
-#include "cuts.h"
+#include "algebra/cuts.h"
 
 #include <algorithm>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::detail {
 namespace {

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof::detail {
 

@@ -1,10 +1,10 @@
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 #include <algorithm>
 #include <set>
 
-#include "cuts.h"
-#include "shardproof/check.h"
+#include "algebra/cuts.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "shardproof/plan.h"
+#include "shardproof/algebra/plan.h"
 
 namespace shardproof {
 namespace {

@@ -1,10 +1,10 @@
-#include "shardproof/mesh.h"
+#include "shardproof/algebra/mesh.h"
 
 #include <algorithm>
 #include <charconv>
 #include <limits>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

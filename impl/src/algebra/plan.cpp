@@ -1,9 +1,9 @@
-#include "shardproof/plan.h"
+#include "shardproof/algebra/plan.h"
 
 #include <algorithm>
 
-#include "cuts.h"
-#include "shardproof/check.h"
+#include "algebra/cuts.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,11 +1,11 @@
-#include "shardproof/strategy.h"
+#include "shardproof/algebra/strategy.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,8 +1,8 @@
-#include "shardproof/tensor_cut.h"
+#include "shardproof/algebra/tensor_cut.h"
 
 #include <algorithm>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

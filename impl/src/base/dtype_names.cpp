@@ -1,6 +1,6 @@
-#include "shardproof/checkpoint/dtype_names.h"
+#include "shardproof/base/dtype_names.h"
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 

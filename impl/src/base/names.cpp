@@ -1,4 +1,4 @@
-#include "shardproof/shard_options.h"
+#include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
 

@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "dcp_validate.h"
-#include "row_walk.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/crc32.h"
-#include "shardproof/checkpoint/zip_file.h"
+#include "checkpoint/format/dcp_validate.h"
+#include "checkpoint/format/row_walk.h"
+#include "shardproof/base/check.h"
+#include "testing/checkpoint/format/crc32.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

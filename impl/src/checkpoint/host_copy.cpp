@@ -1,10 +1,10 @@
-#include "host_copy.h"
+#include "checkpoint/host_copy.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "stream_copy.h"
+#include "checkpoint/format/stream_copy.h"
 
 namespace shardproof::checkpoint {
 

@@ -4,14 +4,14 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../sharded_state.h"
-#include "agree.h"
-#include "save_plan.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/checksums.h"
+#include "checkpoint/save_plan.h"
+#include "checkpoint/state_names.h"
+#include "checkpoint/trainer_values.h"
+#include "comm/agree.h"
+#include "sharding/sharded_state.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/saved_state.h"
-#include "state_names.h"
-#include "trainer_values.h"
 
 namespace shardproof::checkpoint {
 namespace {

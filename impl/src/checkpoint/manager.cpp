@@ -7,10 +7,10 @@
 #include <exception>
 #include <thread>
 
-#include "../sharded_state.h"
-#include "agree.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/durable.h"
+#include "comm/agree.h"
+#include "sharding/sharded_state.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace shardproof::checkpoint {
 

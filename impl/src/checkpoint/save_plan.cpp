@@ -1,10 +1,10 @@
-#include "save_plan.h"
+#include "checkpoint/save_plan.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "../cuts.h"
-#include "shardproof/check.h"
+#include "algebra/cuts.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 namespace {

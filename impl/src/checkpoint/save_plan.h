@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/checkpoint/dtype_names.h"
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
+#include "shardproof/base/dtype_names.h"
 
 namespace shardproof::checkpoint {
 

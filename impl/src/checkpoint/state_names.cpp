@@ -1,6 +1,6 @@
-#include "state_names.h"
+#include "checkpoint/state_names.h"
 
-#include "../sharded_state.h"
+#include "sharding/sharded_state.h"
 
 namespace shardproof::checkpoint {
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/checkpoint/dcp.h"
-#include "shardproof/fully_shard.h"
-#include "shardproof/optimizer.h"
+#include "shardproof/checkpoint/format/dcp.h"
+#include "shardproof/optim/optimizer.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof::checkpoint {
 

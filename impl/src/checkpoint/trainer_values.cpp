@@ -1,6 +1,6 @@
-#include "trainer_values.h"
+#include "checkpoint/trainer_values.h"
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "checkpoint/state_names.h"
 #include "shardproof/checkpoint/saved_state.h"
-#include "state_names.h"
 
 namespace shardproof::checkpoint {
 

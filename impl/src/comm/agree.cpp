@@ -1,11 +1,11 @@
-#include "agree.h"
+#include "comm/agree.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 

@@ -1,4 +1,4 @@
-#include "shardproof/checked.h"
+#include "shardproof/comm/checked.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -6,7 +6,7 @@
 
 #include <bit>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,4 +1,4 @@
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -9,8 +9,8 @@
 #include <numeric>
 #include <utility>
 
-#include "shardproof/call_label.h"
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 namespace {

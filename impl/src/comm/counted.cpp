@@ -1,10 +1,10 @@
-#include "shardproof/counted.h"
+#include "shardproof/comm/counted.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

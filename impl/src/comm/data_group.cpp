@@ -1,4 +1,4 @@
-#include "shardproof/data_group.h"
+#include "shardproof/comm/data_group.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -6,8 +6,8 @@
 #include <cstring>
 #include <vector>
 
-#include "counter_random.h"
-#include "shardproof/check.h"
+#include "base/counter_random.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,8 +1,8 @@
-#include "shardproof/mesh_comm.h"
+#include "shardproof/comm/mesh_comm.h"
 
 #include <fmt/ranges.h>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

@@ -1,10 +1,10 @@
-#include "shardproof/redistribute.h"
+#include "shardproof/comm/redistribute.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
-#include "shardproof/check.h"
-#include "shardproof/plan.h"
+#include "shardproof/algebra/plan.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

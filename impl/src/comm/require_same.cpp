@@ -5,10 +5,10 @@
 #include <fstream>
 #include <set>
 
-#include "shardproof/call_label.h"
-#include "shardproof/check.h"
-#include "shardproof/comm.h"
-#include "shardproof/launch.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/launch/launch.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 namespace {

@@ -1,11 +1,11 @@
-#include "split_group.h"
+#include "comm/split_group.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "counter_random.h"
+#include "base/counter_random.h"
 
 namespace shardproof {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

@@ -1,4 +1,4 @@
-#include "shardproof/traced.h"
+#include "shardproof/comm/traced.h"
 
 #include <fmt/format.h>
 

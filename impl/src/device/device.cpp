@@ -1,11 +1,11 @@
-#include "shardproof/device.h"
+#include "shardproof/device/device.h"
 
 #include <array>
 #include <atomic>
 #include <mutex>
 #include <vector>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

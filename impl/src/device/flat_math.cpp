@@ -1,4 +1,4 @@
-#include "flat_math.h"
+#include "device/flat_math.h"
 
 #include <ATen/ATen.h>
 
@@ -6,8 +6,8 @@
 #include <bit>
 #include <cmath>
 
-#include "shardproof/check.h"
-#include "shardproof/device.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 
 namespace shardproof {
 namespace {

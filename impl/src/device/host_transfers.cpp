@@ -1,4 +1,4 @@
-#include "host_transfers.h"
+#include "device/host_transfers.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>

@@ -1,4 +1,4 @@
-#include "reduce_kernels.h"
+#include "device/reduce_kernels.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -7,8 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "shardproof/check.h"
-#include "shardproof/device.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 
 namespace shardproof {
 namespace {

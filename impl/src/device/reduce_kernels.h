@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "shardproof/comm.h"
-#include "shardproof/device_math.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/device/device_math.h"
 
 namespace shardproof {
 

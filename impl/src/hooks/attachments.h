@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "shardproof/unit.h"
+#include "shardproof/hooks/unit.h"
 
 namespace shardproof {
 

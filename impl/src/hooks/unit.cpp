@@ -1,12 +1,12 @@
-#include "shardproof/unit.h"
+#include "shardproof/hooks/unit.h"
 
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
 
-#include "shardproof/check.h"
-#include "unit_attachment.h"
+#include "hooks/attachments.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,8 +1,8 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "shardproof/check.h"
-#include "unit_attachment.h"
+#include "hooks/attachments.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,4 +1,4 @@
-#include "shardproof/launch.h"
+#include "shardproof/launch/launch.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -15,7 +15,7 @@
 #include <filesystem>
 #include <optional>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <set>
 
-#include "shardproof/check.h"
-#include "shardproof/nccl_launch.h"
+#include "shardproof/base/check.h"
+#include "shardproof/launch/nccl_launch.h"
 
 namespace shardproof {
 namespace {

@@ -1,5 +1,5 @@
 // The processes of `--backend nccl --ranks N`.
-#include "shardproof/nccl_launch.h"
+#include "shardproof/launch/nccl_launch.h"
 
 #include <fmt/format.h>
 #include <sys/prctl.h>
@@ -14,8 +14,8 @@
 #include <map>
 #include <thread>
 
-#include "nccl_watch.h"
-#include "shardproof/check.h"
+#include "comm/nccl/nccl_watch.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

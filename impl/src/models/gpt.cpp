@@ -1,8 +1,8 @@
 #include <ATen/ATen.h>
 
-#include "shardproof/check.h"
-#include "shardproof/models.h"
-#include "shardproof/unit.h"
+#include "shardproof/base/check.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/models/models.h"
 
 namespace shardproof {
 namespace {

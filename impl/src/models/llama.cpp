@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "shardproof/check.h"
-#include "shardproof/models.h"
-#include "shardproof/unit.h"
+#include "shardproof/base/check.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/models/models.h"
 
 namespace shardproof {
 namespace {

@@ -1,10 +1,10 @@
-#include "shardproof/attention.h"
+#include "shardproof/nn/attention.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

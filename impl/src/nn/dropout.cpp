@@ -1,4 +1,4 @@
-#include "shardproof/dropout.h"
+#include "shardproof/nn/dropout.h"
 
 #include <ATen/ATen.h>
 

@@ -1,12 +1,12 @@
-#include "shardproof/initialize.h"
+#include "shardproof/nn/initialize.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 #include <set>
 
-#include "counter_random.h"
-#include "shardproof/check.h"
+#include "base/counter_random.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

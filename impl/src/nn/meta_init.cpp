@@ -1,10 +1,10 @@
-#include "shardproof/meta_init.h"
+#include "shardproof/nn/meta_init.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

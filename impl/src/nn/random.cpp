@@ -1,11 +1,11 @@
-#include "shardproof/random.h"
+#include "shardproof/nn/random.h"
 
 #include <ATen/ATen.h>
 
 #include <numeric>
 
-#include "counter_random.h"
-#include "shardproof/check.h"
+#include "base/counter_random.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

@@ -1,11 +1,11 @@
-#include "shardproof/loss_scaler.h"
+#include "shardproof/optim/loss_scaler.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

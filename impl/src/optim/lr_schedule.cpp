@@ -1,9 +1,9 @@
-#include "shardproof/lr_schedule.h"
+#include "shardproof/optim/lr_schedule.h"
 
 #include <cmath>
 #include <numbers>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,12 +1,12 @@
-#include "shardproof/optimizer.h"
+#include "shardproof/optim/optimizer.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
-#include "parallel_state.h"
-#include "sharded_state.h"
-#include "shardproof/check.h"
+#include "parallel/tensor/parallel_state.h"
+#include "sharding/sharded_state.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "gradient_norm.h"
-#include "shardproof/check.h"
-#include "shardproof/optimizer.h"
+#include "sharding/gradient_norm.h"
+#include "shardproof/base/check.h"
+#include "shardproof/optim/optimizer.h"
 
 namespace shardproof {
 namespace {

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <span>
 
-#include "shardproof/check.h"
-#include "shardproof/device.h"
-#include "shardproof/optimizer.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
+#include "shardproof/optim/optimizer.h"
 
 namespace shardproof {
 namespace {

@@ -1,11 +1,11 @@
-#include "shardproof/collective_ops.h"
+#include "shardproof/parallel/collective_ops.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "kept_group.h"
-#include "shardproof/check.h"
-#include "shardproof/layout.h"
+#include "parallel/kept_group.h"
+#include "shardproof/algebra/layout.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::collective {
 namespace {

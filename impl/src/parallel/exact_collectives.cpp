@@ -1,10 +1,10 @@
-#include "exact_collectives.h"
+#include "parallel/exact_collectives.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "fixed_point.h"
-#include "shardproof/collective_ops.h"
+#include "nn/canonical/fixed_point.h"
+#include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof::exact {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof::exact {
 

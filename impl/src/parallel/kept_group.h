@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

@@ -1,12 +1,12 @@
-#include "bucket.h"
+#include "sharding/bucket.h"
 
 #include <ATen/ATen.h>
 
-#include "flat_math.h"
-#include "shardproof/call_label.h"
-#include "shardproof/check.h"
-#include "shardproof/meta_init.h"
-#include "storage.h"
+#include "device/flat_math.h"
+#include "sharding/storage.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/meta_init.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 

@@ -17,12 +17,12 @@
 #include <optional>
 #include <vector>
 
-#include "bucket_layout.h"
-#include "host_transfers.h"
-#include "memory_ledger.h"
-#include "reduction.h"
-#include "shardproof/mesh_comm.h"
-#include "shardproof/shard_options.h"
+#include "device/host_transfers.h"
+#include "sharding/bucket_layout.h"
+#include "sharding/memory_ledger.h"
+#include "sharding/reduction.h"
+#include "shardproof/comm/mesh_comm.h"
+#include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
 

@@ -1,9 +1,9 @@
-#include "bucket_layout.h"
+#include "sharding/bucket_layout.h"
 
 #include <algorithm>
 #include <numeric>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

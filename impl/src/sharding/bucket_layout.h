@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/piece.h"
-#include "shardproof/plan.h"
-#include "shardproof/shard_options.h"
-#include "shardproof/strategy.h"
-#include "shardproof/tensor_cut.h"
+#include "shardproof/algebra/plan.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/algebra/tensor_cut.h"
+#include "shardproof/sharding/piece.h"
+#include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
 

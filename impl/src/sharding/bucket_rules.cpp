@@ -1,7 +1,7 @@
 #include <cmath>
 
-#include "bucket.h"
-#include "shardproof/check.h"
+#include "sharding/bucket.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,14 +1,14 @@
-#include "shardproof/fully_shard.h"
+#include "shardproof/sharding/fully_shard.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
 #include <cmath>
 
-#include "flat_math.h"
-#include "gradient_norm.h"
-#include "sharded_state.h"
-#include "shardproof/check.h"
+#include "device/flat_math.h"
+#include "sharding/gradient_norm.h"
+#include "sharding/sharded_state.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

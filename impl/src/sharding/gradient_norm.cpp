@@ -1,4 +1,4 @@
-#include "gradient_norm.h"
+#include "sharding/gradient_norm.h"
 
 #include <ATen/ATen.h>
 
@@ -6,10 +6,10 @@
 #include <bit>
 #include <cmath>
 
-#include "parallel_state.h"
-#include "sharded_state.h"
-#include "shardproof/check.h"
-#include "shardproof/device.h"
+#include "parallel/tensor/parallel_state.h"
+#include "sharding/sharded_state.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 
 namespace shardproof {
 namespace {

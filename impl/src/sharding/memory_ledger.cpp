@@ -1,4 +1,4 @@
-#include "memory_ledger.h"
+#include "sharding/memory_ledger.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>

@@ -9,8 +9,8 @@
 #include <mutex>
 #include <vector>
 
-#include "shardproof/comm.h"
-#include "shardproof/memory.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/sharding/memory.h"
 
 namespace shardproof {
 

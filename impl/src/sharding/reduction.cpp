@@ -1,13 +1,13 @@
-#include "reduction.h"
+#include "sharding/reduction.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 #include <utility>
 
-#include "flat_math.h"
-#include "shardproof/check.h"
-#include "shardproof/device.h"
+#include "device/flat_math.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 
 namespace shardproof {
 

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "bucket_layout.h"
-#include "memory_ledger.h"
-#include "shardproof/mesh_comm.h"
+#include "sharding/bucket_layout.h"
+#include "sharding/memory_ledger.h"
+#include "shardproof/comm/mesh_comm.h"
 
 namespace shardproof {
 

@@ -1,11 +1,11 @@
-#include "schedule.h"
+#include "sharding/schedule.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "shardproof/check.h"
-#include "unit_runtime.h"
+#include "sharding/unit.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "bucket.h"
-#include "shardproof/unit.h"
+#include "sharding/bucket.h"
+#include "shardproof/hooks/unit.h"
 
 namespace shardproof {
 

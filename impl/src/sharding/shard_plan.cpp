@@ -1,10 +1,10 @@
-#include "shard_plan.h"
+#include "sharding/shard_plan.h"
 
 #include <algorithm>
 #include <map>
 #include <unordered_map>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/fully_shard.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof {
 

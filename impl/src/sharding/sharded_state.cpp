@@ -1,15 +1,15 @@
-#include "sharded_state.h"
+#include "sharding/sharded_state.h"
 
 #include <fmt/ranges.h>
 
 #include <algorithm>
 
-#include "parallel_state.h"
-#include "shardproof/attention.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
-#include "shardproof/device.h"
-#include "shardproof/meta_init.h"
+#include "parallel/tensor/parallel_state.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
+#include "shardproof/nn/attention.h"
+#include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/meta_init.h"
 
 namespace shardproof {
 namespace {

@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "schedule.h"
-#include "shardproof/fully_shard.h"
-#include "unit_attachment.h"
-#include "shard_plan.h"
-#include "unit_runtime.h"
+#include "hooks/attachments.h"
+#include "sharding/schedule.h"
+#include "sharding/shard_plan.h"
+#include "sharding/unit.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof {
 

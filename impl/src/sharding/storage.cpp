@@ -1,9 +1,9 @@
-#include "storage.h"
+#include "sharding/storage.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/StorageImpl.h>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

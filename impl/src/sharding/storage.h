@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "memory_ledger.h"
+#include "sharding/memory_ledger.h"
 
 namespace shardproof {
 

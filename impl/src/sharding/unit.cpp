@@ -1,4 +1,4 @@
-#include "unit_runtime.h"
+#include "sharding/unit.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "bucket.h"
-#include "schedule.h"
-#include "shardproof/unit.h"
+#include "sharding/bucket.h"
+#include "sharding/schedule.h"
+#include "shardproof/hooks/unit.h"
 
 namespace shardproof {
 

@@ -7,9 +7,9 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-#include "shardproof/check.h"
-#include "shardproof/random.h"
-#include "unit_runtime.h"
+#include "sharding/unit.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/random.h"
 
 namespace shardproof {
 namespace {

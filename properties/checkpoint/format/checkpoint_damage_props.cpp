@@ -3,8 +3,8 @@
 
 #include <cstdlib>
 
-#include "checkpoint_scratch.h"
-#include "shardproof/checkpoint/tensor_entry.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {

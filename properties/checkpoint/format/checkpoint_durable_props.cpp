@@ -3,11 +3,11 @@
 
 #include <cerrno>
 
-#include "checkpoint_scratch.h"
-#include "expect_error.h"
-#include "failing_files.h"
+#include "properties/doubles/failing_files.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/box_read.h"
-#include "shardproof/checkpoint/durable.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -2,9 +2,9 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include "checkpoint_scratch.h"
-#include "expect_error.h"
-#include "shardproof/checkpoint/safetensors.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/checkpoint/format/safetensors.h"
 
 namespace shardproof::checkpoint {
 namespace {

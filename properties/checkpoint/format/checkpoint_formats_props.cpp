@@ -2,12 +2,12 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include "checkpoint_scratch.h"
-#include "expect_error.h"
-#include "shardproof/checkpoint/crc32.h"
-#include "shardproof/checkpoint/pickle.h"
-#include "shardproof/checkpoint/tensor_entry.h"
-#include "shardproof/checkpoint/zip_file.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/checkpoint/format/pickle.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
+#include "testing/checkpoint/format/crc32.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

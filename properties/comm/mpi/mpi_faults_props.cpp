@@ -13,7 +13,7 @@
 #include <sstream>
 #include <thread>
 
-#include "harness/flight.h"
+#include "harness/commands/flight.h"
 
 namespace {
 

@@ -6,9 +6,9 @@
 
 #include <atomic>
 
-#include "comm_worlds.h"
-#include "nccl_worlds.h"
-#include "shardproof/check.h"
+#include "properties/doubles/comm_worlds.h"
+#include "properties/doubles/nccl_worlds.h"
+#include "shardproof/base/check.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;

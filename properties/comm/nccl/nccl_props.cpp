@@ -7,11 +7,11 @@
 #include <filesystem>
 #include <fstream>
 
-#include "comm_worlds.h"
 #include "golden/collectives.h"
-#include "nccl_worlds.h"
-#include "shardproof/call_label.h"
-#include "shardproof/check.h"
+#include "properties/doubles/comm_worlds.h"
+#include "properties/doubles/nccl_worlds.h"
+#include "shardproof/base/check.h"
+#include "testing/base/call_label.h"
 
 using namespace shardproof;
 using nccl_worlds::Arrangement;

@@ -2,11 +2,11 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
-#include "harness/case_checkpoints.h"
-#include "harness/generate.h"
-#include "harness/run_case.h"
-#include "harness/sharded_run.h"
-#include "nccl_worlds.h"
+#include "harness/case/generate.h"
+#include "harness/run/case_checkpoints.h"
+#include "harness/run/run_case.h"
+#include "harness/run/sharded_run.h"
+#include "properties/doubles/nccl_worlds.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include <stdexcept>
 #include <thread>
 
-#include "comm_worlds.h"
-#include "shardproof/check.h"
+#include "properties/doubles/comm_worlds.h"
+#include "shardproof/base/check.h"
 
 using namespace shardproof;
 

@@ -6,8 +6,8 @@
 #include <map>
 #include <set>
 
-#include "expect_error.h"
-#include "harness/generate.h"
+#include "harness/case/generate.h"
+#include "properties/kit/expect_error.h"
 
 using namespace harness;
 using shardproof::expect_error;

@@ -2,11 +2,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "expect_error.h"
-#include "harness/exact_data.h"
-#include "harness/generate.h"
-#include "harness/problem.h"
-#include "harness_env.h"
+#include "harness/case/exact_data.h"
+#include "harness/case/generate.h"
+#include "harness/case/problem.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/harness_env.h"
 
 using namespace harness;
 

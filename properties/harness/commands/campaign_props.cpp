@@ -6,11 +6,11 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "expect_error.h"
-#include "harness/failures.h"
-#include "harness/shrink.h"
-#include "harness/verify.h"
-#include "harness_env.h"
+#include "harness/case/failures.h"
+#include "harness/commands/shrink.h"
+#include "harness/commands/verify.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/harness_env.h"
 
 using namespace harness;
 using shardproof::expect_error;

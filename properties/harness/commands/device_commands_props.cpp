@@ -3,13 +3,13 @@
 
 #include <set>
 
-#include "checkpoint_scratch.h"
-#include "expect_error.h"
-#include "fake_device.h"
-#include "harness/generate.h"
-#include "harness/run_case.h"
-#include "harness/train.h"
-#include "harness_env.h"
+#include "harness/case/generate.h"
+#include "harness/run/run_case.h"
+#include "harness/train/train.h"
+#include "properties/doubles/fake_device.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/harness_env.h"
 
 using namespace harness;
 

@@ -3,13 +3,13 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
-#include "checkpoint_scratch.h"
-#include "harness/checkpoint_command.h"
-#include "harness/hugging_face_names.h"
-#include "parallel_models.h"
-#include "shardproof/checkpoint/safetensors.h"
+#include "harness/commands/checkpoint_command.h"
+#include "harness/commands/hugging_face_names.h"
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/parallel_models.h"
+#include "properties/kit/toy_modules.h"
+#include "shardproof/checkpoint/format/safetensors.h"
 #include "shardproof/checkpoint/saved_state.h"
-#include "toy_modules.h"
 
 using namespace shardproof;
 using checkpoint::Scratch;

@@ -6,15 +6,15 @@
 #include <cmath>
 #include <rapidcheck/gtest.h>
 
-#include "harness/generate.h"
-#include "harness/pieces.h"
-#include "harness/problem.h"
-#include "harness/run_case.h"
-#include "harness/sharded_run.h"
-#include "harness/step_difference.h"
-#include "harness/tolerance.h"
-#include "harness_env.h"
-#include "shardproof/strategy.h"
+#include "harness/case/generate.h"
+#include "harness/case/problem.h"
+#include "harness/compare/pieces.h"
+#include "harness/compare/step_difference.h"
+#include "harness/compare/tolerance.h"
+#include "harness/run/run_case.h"
+#include "harness/run/sharded_run.h"
+#include "properties/kit/harness_env.h"
+#include "shardproof/algebra/strategy.h"
 
 using namespace harness;
 using shardproof::Interval;

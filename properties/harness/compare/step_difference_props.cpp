@@ -7,8 +7,8 @@
 #include <limits>
 #include <thread>
 
-#include "harness/step_difference.h"
-#include "harness/step_exchange.h"
+#include "harness/compare/step_difference.h"
+#include "harness/compare/step_exchange.h"
 
 using namespace harness;
 using shardproof::Piece;

@@ -8,8 +8,8 @@
 #include <fstream>
 #include <numeric>
 
-#include "harness/text_data.h"
-#include "shardproof/check.h"
+#include "harness/train/text_data.h"
+#include "shardproof/base/check.h"
 
 using namespace harness;
 namespace fs = std::filesystem;

@@ -5,9 +5,9 @@
 
 #include <cmath>
 
-#include "expect_error.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/toy_modules.h"
 #include "shardproof/shardproof.h"
-#include "toy_modules.h"
 
 using namespace shardproof;
 

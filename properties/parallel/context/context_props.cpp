@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
-#include "parallel_models.h"
-#include "expect_error.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parallel_models.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;

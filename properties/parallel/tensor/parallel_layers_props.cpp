@@ -5,10 +5,10 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 
-#include "expect_error.h"
-#include "parallel_pieces.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parallel_pieces.h"
+#include "properties/kit/toy_modules.h"
 #include "shardproof/shardproof.h"
-#include "toy_modules.h"
 
 using namespace shardproof;
 using pieces::integers;

@@ -2,9 +2,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "expect_error.h"
-#include "parallel_models.h"
-#include "toy_modules.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parallel_models.h"
+#include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
 using parallel_models::expect_same;

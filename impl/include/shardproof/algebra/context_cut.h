@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof {
 

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "shardproof/mesh.h"
+#include "shardproof/algebra/mesh.h"
 
 namespace shardproof {
 

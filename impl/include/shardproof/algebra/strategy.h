@@ -26,7 +26,7 @@
 #include <string_view>
 #include <vector>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof {
 

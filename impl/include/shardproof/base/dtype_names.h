@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof::checkpoint {
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/checkpoint/dcp.h"
-#include "shardproof/checkpoint/tensor_entry.h"
+#include "shardproof/checkpoint/format/dcp.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 

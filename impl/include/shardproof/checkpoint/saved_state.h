@@ -17,12 +17,12 @@
 #include <vector>
 
 #include "shardproof/checkpoint/box_read.h"
-#include "shardproof/checkpoint/file_system.h"
-#include "shardproof/checkpoint/pickle.h"
-#include "shardproof/fully_shard.h"
-#include "shardproof/loss_scaler.h"
-#include "shardproof/optimizer.h"
-#include "shardproof/random.h"
+#include "shardproof/checkpoint/format/file_system.h"
+#include "shardproof/checkpoint/format/pickle.h"
+#include "shardproof/nn/random.h"
+#include "shardproof/optim/loss_scaler.h"
+#include "shardproof/optim/optimizer.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof::checkpoint {
 

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/comm.h"
-#include "shardproof/mesh.h"
+#include "shardproof/algebra/mesh.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

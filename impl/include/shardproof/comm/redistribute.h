@@ -3,8 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "shardproof/layout.h"
-#include "shardproof/mesh_comm.h"
+#include "shardproof/algebra/layout.h"
+#include "shardproof/comm/mesh_comm.h"
 
 namespace shardproof {
 

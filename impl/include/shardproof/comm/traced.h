@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "shardproof/device_math.h"
+#include "shardproof/device/device_math.h"
 
 namespace shardproof {
 

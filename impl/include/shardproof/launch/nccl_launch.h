@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/launch.h"
-#include "shardproof/nccl_store.h"
+#include "shardproof/comm/nccl/nccl_store.h"
+#include "shardproof/launch/launch.h"
 
 namespace shardproof {
 

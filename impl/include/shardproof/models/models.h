@@ -11,10 +11,10 @@
 #include <memory>
 #include <vector>
 
-#include "shardproof/attention.h"
-#include "shardproof/canonical.h"
-#include "shardproof/dropout.h"
-#include "shardproof/tensor_parallel.h"
+#include "shardproof/nn/attention.h"
+#include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/dropout.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
 
 namespace shardproof {
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/canonical.h"
-#include "shardproof/dropout.h"
+#include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/dropout.h"
 
 namespace shardproof {
 

@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-#include "shardproof/canonical.h"
-#include "shardproof/random.h"
+#include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/random.h"
 
 namespace shardproof {
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "shardproof/shard_options.h"
+#include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
 

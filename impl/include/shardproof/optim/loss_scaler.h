@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "shardproof/fully_shard.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof {
 

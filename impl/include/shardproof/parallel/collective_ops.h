@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <exception>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof::collective {
 

@@ -24,11 +24,11 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/memory.h"
-#include "shardproof/mesh_comm.h"
-#include "shardproof/piece.h"
-#include "shardproof/shard_options.h"
-#include "shardproof/unit.h"
+#include "shardproof/comm/mesh_comm.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/sharding/memory.h"
+#include "shardproof/sharding/piece.h"
+#include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
 

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof {
 

@@ -11,9 +11,9 @@
 #include <string>
 #include <string_view>
 
-#include "shardproof/layout.h"
-#include "shardproof/precision.h"
-#include "shardproof/strategy.h"
+#include "shardproof/algebra/layout.h"
+#include "shardproof/algebra/strategy.h"
+#include "shardproof/sharding/precision.h"
 
 namespace shardproof {
 

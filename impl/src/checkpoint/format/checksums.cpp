@@ -1,8 +1,8 @@
-#include "shardproof/checkpoint/checksums.h"
+#include "shardproof/checkpoint/format/checksums.h"
 
-#include "json_text.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/crc32.h"
+#include "checkpoint/format/json_text.h"
+#include "shardproof/base/check.h"
+#include "testing/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 namespace {

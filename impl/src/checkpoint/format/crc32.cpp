@@ -1,4 +1,4 @@
-#include "shardproof/checkpoint/crc32.h"
+#include "testing/checkpoint/format/crc32.h"
 
 #include <array>
 #include <cstring>

@@ -1,9 +1,9 @@
 #include <fmt/ranges.h>
 
-#include "dcp_validate.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/dcp.h"
-#include "shardproof/checkpoint/tensor_entry.h"
+#include "checkpoint/format/dcp_validate.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/dcp.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {

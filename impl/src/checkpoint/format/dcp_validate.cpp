@@ -1,4 +1,4 @@
-#include "dcp_validate.h"
+#include "checkpoint/format/dcp_validate.h"
 
 #include <fmt/ranges.h>
 
@@ -6,8 +6,8 @@
 #include <set>
 #include <tuple>
 
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/dcp.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/dcp.h"
 
 namespace shardproof::checkpoint {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/checkpoint/dcp.h"
+#include "shardproof/checkpoint/format/dcp.h"
 
 namespace shardproof::checkpoint {
 

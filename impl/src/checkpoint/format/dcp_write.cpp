@@ -1,8 +1,8 @@
 #include <random>
 
-#include "dcp_validate.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/dcp.h"
+#include "checkpoint/format/dcp_validate.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/dcp.h"
 
 namespace shardproof::checkpoint {
 namespace {

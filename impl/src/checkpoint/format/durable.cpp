@@ -1,4 +1,4 @@
-#include "shardproof/checkpoint/durable.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -10,7 +10,7 @@
 #include <charconv>
 #include <cstring>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/crc32.h"
-#include "shardproof/checkpoint/dcp.h"
-#include "shardproof/checkpoint/tensor_entry.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/dcp.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
+#include "testing/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 

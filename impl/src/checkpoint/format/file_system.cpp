@@ -1,4 +1,4 @@
-#include "shardproof/checkpoint/file_system.h"
+#include "shardproof/checkpoint/format/file_system.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -13,8 +13,8 @@
 #include <new>
 #include <utility>
 
-#include "shardproof/check.h"
-#include "stream_copy.h"
+#include "checkpoint/format/stream_copy.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 namespace {

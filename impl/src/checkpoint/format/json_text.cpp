@@ -1,8 +1,8 @@
-#include "json_text.h"
+#include "checkpoint/format/json_text.h"
 
 #include <set>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 

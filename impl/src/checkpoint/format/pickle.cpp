@@ -1,10 +1,10 @@
-#include "shardproof/checkpoint/pickle.h"
+#include "shardproof/checkpoint/format/pickle.h"
 
 #include <algorithm>
 #include <bit>
 
-#include "pickle_node.h"
-#include "shardproof/check.h"
+#include "checkpoint/format/pickle_node.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 namespace {

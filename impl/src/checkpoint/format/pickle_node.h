@@ -1,7 +1,7 @@
 // What a Value points to.
 #pragma once
 
-#include "shardproof/checkpoint/pickle.h"
+#include "shardproof/checkpoint/format/pickle.h"
 
 namespace shardproof::checkpoint {
 

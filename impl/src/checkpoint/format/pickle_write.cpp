@@ -2,9 +2,9 @@
 #include <limits>
 #include <map>
 
-#include "pickle_node.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/pickle.h"
+#include "checkpoint/format/pickle_node.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/pickle.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof::checkpoint {
 

@@ -1,11 +1,11 @@
-#include "shardproof/checkpoint/safetensors.h"
+#include "shardproof/checkpoint/format/safetensors.h"
 
 #include <sys/stat.h>
 
 #include <algorithm>
 
-#include "json_text.h"
-#include "shardproof/check.h"
+#include "checkpoint/format/json_text.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 namespace {

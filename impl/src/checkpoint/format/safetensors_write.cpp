@@ -1,8 +1,8 @@
 #include <algorithm>
 
-#include "json_text.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/safetensors.h"
+#include "checkpoint/format/json_text.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/safetensors.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -1,4 +1,4 @@
-#include "stream_copy.h"
+#include "checkpoint/format/stream_copy.h"
 
 #include <sys/mman.h>
 

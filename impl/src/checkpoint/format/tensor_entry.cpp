@@ -1,12 +1,12 @@
-#include "shardproof/checkpoint/tensor_entry.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 #include <fmt/ranges.h>
 
 #include <limits>
 
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/zip_file.h"
-#include "torch_pickles.h"
+#include "checkpoint/format/torch_pickles.h"
+#include "shardproof/base/check.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

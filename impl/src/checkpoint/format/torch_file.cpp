@@ -1,9 +1,9 @@
-#include "shardproof/checkpoint/torch_file.h"
+#include "shardproof/checkpoint/format/torch_file.h"
 
 #include <memory>
 
-#include "shardproof/check.h"
-#include "torch_pickles.h"
+#include "checkpoint/format/torch_pickles.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 namespace {

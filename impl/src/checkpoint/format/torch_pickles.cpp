@@ -1,4 +1,4 @@
-#include "torch_pickles.h"
+#include "checkpoint/format/torch_pickles.h"
 
 #include <algorithm>
 

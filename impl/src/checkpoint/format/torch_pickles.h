@@ -1,9 +1,9 @@
 // What torch.save puts into its zips besides payloads.
 #pragma once
 
-#include "shardproof/checkpoint/dtype_names.h"
-#include "shardproof/checkpoint/pickle.h"
-#include "shardproof/checkpoint/zip_file.h"
+#include "shardproof/base/dtype_names.h"
+#include "shardproof/checkpoint/format/pickle.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 

@@ -5,12 +5,12 @@
 #include <optional>
 #include <set>
 
-#include "dcp_validate.h"
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/checksums.h"
-#include "shardproof/checkpoint/crc32.h"
-#include "shardproof/checkpoint/tensor_entry.h"
-#include "shardproof/checkpoint/zip_file.h"
+#include "checkpoint/format/dcp_validate.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
+#include "testing/checkpoint/format/crc32.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -1,12 +1,12 @@
-#include "shardproof/checkpoint/zip_file.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 #include <algorithm>
 #include <cstring>
 #include <set>
 
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/crc32.h"
-#include "zip_format.h"
+#include "checkpoint/format/zip_format.h"
+#include "shardproof/base/check.h"
+#include "testing/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 namespace {

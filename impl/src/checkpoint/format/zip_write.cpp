@@ -1,7 +1,7 @@
-#include "shardproof/check.h"
-#include "shardproof/checkpoint/crc32.h"
-#include "shardproof/checkpoint/zip_file.h"
-#include "zip_format.h"
+#include "checkpoint/format/zip_format.h"
+#include "shardproof/base/check.h"
+#include "testing/checkpoint/format/crc32.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -8,9 +8,9 @@
 #include <numeric>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "reduce_kernels.h"
-#include "shardproof/c10d.h"
-#include "shardproof/check.h"
+#include "device/reduce_kernels.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/c10d/c10d.h"
 
 namespace shardproof {
 namespace {

@@ -1,5 +1,5 @@
 // In the place of the MPI backend where none was found.
-#include "shardproof/mpi.h"
+#include "shardproof/comm/mpi/mpi.h"
 
 namespace shardproof {
 

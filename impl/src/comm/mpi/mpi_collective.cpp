@@ -1,4 +1,4 @@
-#include "mpi_collective.h"
+#include "comm/mpi/mpi_collective.h"
 
 #include <fmt/format.h>
 
@@ -6,8 +6,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "reduce_kernels.h"
-#include "shardproof/check.h"
+#include "device/reduce_kernels.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::mpi {
 namespace {

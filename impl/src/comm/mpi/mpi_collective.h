@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "mpi_operation.h"
+#include "comm/mpi/mpi_operation.h"
 
 namespace shardproof::mpi {
 

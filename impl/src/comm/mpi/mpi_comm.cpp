@@ -1,9 +1,9 @@
-#include "mpi_comm.h"
+#include "comm/mpi/mpi_comm.h"
 
 #include <ATen/ATen.h>
 
-#include "engine_work.h"
-#include "split_group.h"
+#include "comm/process/engine_work.h"
+#include "comm/split_group.h"
 
 namespace shardproof::mpi {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "mpi_engine.h"
-#include "shardproof/comm.h"
+#include "comm/mpi/mpi_engine.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof::mpi {
 

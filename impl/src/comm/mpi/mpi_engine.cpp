@@ -1,4 +1,4 @@
-#include "mpi_engine.h"
+#include "comm/mpi/mpi_engine.h"
 
 #include <fmt/format.h>
 #include <sys/prctl.h>
@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "flight_call.h"
-#include "shardproof/check.h"
+#include "comm/process/flight_call.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::mpi {
 namespace {

@@ -12,12 +12,12 @@
 #include <thread>
 #include <vector>
 
-#include "body_ending.h"
-#include "flight_record.h"
-#include "mpi_group.h"
-#include "mpi_operation.h"
-#include "process_watch.h"
-#include "shardproof/mpi.h"
+#include "comm/mpi/mpi_group.h"
+#include "comm/mpi/mpi_operation.h"
+#include "comm/process/body_ending.h"
+#include "comm/process/flight_record.h"
+#include "comm/process/process_watch.h"
+#include "shardproof/comm/mpi/mpi.h"
 
 namespace shardproof::mpi {
 

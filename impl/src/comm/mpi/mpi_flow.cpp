@@ -1,6 +1,6 @@
-#include "mpi_flow.h"
+#include "comm/mpi/mpi_flow.h"
 
-#include "mpi_wire.h"
+#include "comm/mpi/mpi_wire.h"
 
 namespace shardproof::mpi {
 namespace {

@@ -1,8 +1,8 @@
-#include "mpi_group.h"
+#include "comm/mpi/mpi_group.h"
 
 #include <cstring>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::mpi {
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "flight_record.h"
-#include "mpi_wire.h"
+#include "comm/mpi/mpi_wire.h"
+#include "comm/process/flight_record.h"
 
 namespace shardproof::mpi {
 

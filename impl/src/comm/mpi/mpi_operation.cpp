@@ -1,9 +1,9 @@
-#include "mpi_operation.h"
+#include "comm/mpi/mpi_operation.h"
 
 #include <fmt/format.h>
 
-#include "mpi_collective.h"
-#include "mpi_transfer.h"
+#include "comm/mpi/mpi_collective.h"
+#include "comm/mpi/mpi_transfer.h"
 
 namespace shardproof::mpi {
 

@@ -7,9 +7,9 @@
 #include <string_view>
 #include <vector>
 
-#include "mpi_flow.h"
-#include "mpi_group.h"
-#include "shardproof/comm.h"
+#include "comm/mpi/mpi_flow.h"
+#include "comm/mpi/mpi_group.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof::mpi {
 

@@ -1,4 +1,4 @@
-#include "mpi_transfer.h"
+#include "comm/mpi/mpi_transfer.h"
 
 #include <fmt/format.h>
 

@@ -1,7 +1,7 @@
 // Point to point: a send is announced, and moves when the receive was called.
 #pragma once
 
-#include "mpi_operation.h"
+#include "comm/mpi/mpi_operation.h"
 
 namespace shardproof::mpi {
 

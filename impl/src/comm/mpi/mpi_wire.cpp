@@ -1,8 +1,8 @@
-#include "mpi_wire.h"
+#include "comm/mpi/mpi_wire.h"
 
 #include <fmt/format.h>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::mpi {
 namespace {

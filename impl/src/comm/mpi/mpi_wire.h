@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/call_label.h"
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof::mpi {
 

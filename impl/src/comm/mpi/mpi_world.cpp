@@ -3,10 +3,10 @@
 
 #include <exception>
 
-#include "body_ending.h"
-#include "mpi_comm.h"
-#include "shardproof/call_label.h"
-#include "shardproof/mpi.h"
+#include "comm/mpi/mpi_comm.h"
+#include "comm/process/body_ending.h"
+#include "shardproof/comm/mpi/mpi.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 bool mpi_available() {

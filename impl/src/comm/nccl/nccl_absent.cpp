@@ -1,5 +1,5 @@
 // In the place of NCCL where none was found.
-#include "shardproof/nccl.h"
+#include "shardproof/comm/nccl/nccl.h"
 
 namespace shardproof {
 

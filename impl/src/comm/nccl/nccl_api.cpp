@@ -12,11 +12,11 @@
 #include <cstring>
 #include <thread>
 
-#include "reduce_kernels.h"
-#include "shardproof/call_label.h"
-#include "shardproof/check.h"
-#include "shardproof/cuda.h"
-#include "shardproof/nccl.h"
+#include "device/reduce_kernels.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/nccl/nccl.h"
+#include "shardproof/device/kernels/cuda.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 namespace {

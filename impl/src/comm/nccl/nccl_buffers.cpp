@@ -1,4 +1,4 @@
-#include "nccl_buffers.h"
+#include "comm/nccl/nccl_buffers.h"
 
 #include <algorithm>
 #include <utility>

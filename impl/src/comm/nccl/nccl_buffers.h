@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "shardproof/nccl_api.h"
+#include "shardproof/comm/nccl/nccl_api.h"
 
 namespace shardproof::nccl {
 

@@ -1,7 +1,7 @@
-#include "nccl_comm.h"
+#include "comm/nccl/nccl_comm.h"
 
-#include "engine_work.h"
-#include "split_group.h"
+#include "comm/process/engine_work.h"
+#include "comm/split_group.h"
 
 namespace shardproof::nccl {
 namespace {

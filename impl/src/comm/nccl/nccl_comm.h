@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "nccl_engine.h"
-#include "shardproof/comm.h"
+#include "comm/nccl/nccl_engine.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof::nccl {
 

@@ -1,13 +1,13 @@
-#include "nccl_engine.h"
+#include "comm/nccl/nccl_engine.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
 
-#include "flight_call.h"
-#include "shardproof/check.h"
-#include "split_group.h"
+#include "comm/process/flight_call.h"
+#include "comm/split_group.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::nccl {
 namespace {

@@ -13,11 +13,11 @@
 #include <thread>
 #include <vector>
 
-#include "body_ending.h"
-#include "flight_record.h"
-#include "nccl_operation.h"
-#include "nccl_watch.h"
-#include "shardproof/nccl.h"
+#include "comm/nccl/nccl_operation.h"
+#include "comm/nccl/nccl_watch.h"
+#include "comm/process/body_ending.h"
+#include "comm/process/flight_record.h"
+#include "shardproof/comm/nccl/nccl.h"
 
 namespace shardproof::nccl {
 

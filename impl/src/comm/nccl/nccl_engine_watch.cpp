@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "nccl_engine.h"
+#include "comm/nccl/nccl_engine.h"
 
 namespace shardproof::nccl {
 namespace {

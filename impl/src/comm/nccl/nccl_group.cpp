@@ -1,4 +1,4 @@
-#include "nccl_group.h"
+#include "comm/nccl/nccl_group.h"
 
 #include <algorithm>
 #include <bit>

@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-#include "nccl_buffers.h"
-#include "shardproof/nccl_api.h"
+#include "comm/nccl/nccl_buffers.h"
+#include "shardproof/comm/nccl/nccl_api.h"
 
 namespace shardproof::nccl {
 

@@ -1,12 +1,12 @@
-#include "nccl_operation.h"
+#include "comm/nccl/nccl_operation.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "reduce_kernels.h"
-#include "shardproof/call_label.h"
-#include "shardproof/check.h"
+#include "device/reduce_kernels.h"
+#include "shardproof/base/check.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof::nccl {
 namespace {

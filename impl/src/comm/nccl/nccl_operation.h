@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "flight_record.h"
-#include "nccl_group.h"
-#include "shardproof/nccl.h"
+#include "comm/nccl/nccl_group.h"
+#include "comm/process/flight_record.h"
+#include "shardproof/comm/nccl/nccl.h"
 
 namespace shardproof::nccl {
 

@@ -1,11 +1,11 @@
-#include "shardproof/nccl_store.h"
+#include "shardproof/comm/nccl/nccl_store.h"
 
 #include <fmt/format.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

@@ -1,4 +1,4 @@
-#include "nccl_watch.h"
+#include "comm/nccl/nccl_watch.h"
 
 #include <fmt/format.h>
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/nccl_store.h"
+#include "shardproof/comm/nccl/nccl_store.h"
 
 namespace shardproof::nccl {
 

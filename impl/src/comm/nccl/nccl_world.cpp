@@ -4,9 +4,9 @@
 #include <exception>
 #include <thread>
 
-#include "body_ending.h"
-#include "nccl_comm.h"
-#include "shardproof/nccl.h"
+#include "comm/nccl/nccl_comm.h"
+#include "comm/process/body_ending.h"
+#include "shardproof/comm/nccl/nccl.h"
 
 namespace shardproof {
 namespace {

@@ -1,4 +1,4 @@
-#include "body_ending.h"
+#include "comm/process/body_ending.h"
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "shardproof/process_world.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace shardproof {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

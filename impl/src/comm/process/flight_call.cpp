@@ -1,8 +1,8 @@
-#include "flight_call.h"
+#include "comm/process/flight_call.h"
 
 #include <ATen/core/Tensor.h>
 
-#include "shardproof/call_label.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 

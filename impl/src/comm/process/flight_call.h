@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "flight_record.h"
-#include "shardproof/comm.h"
+#include "comm/process/flight_record.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

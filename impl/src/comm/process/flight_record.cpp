@@ -1,4 +1,4 @@
-#include "flight_record.h"
+#include "comm/process/flight_record.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

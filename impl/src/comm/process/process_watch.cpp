@@ -1,4 +1,4 @@
-#include "process_watch.h"
+#include "comm/process/process_watch.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -15,8 +15,8 @@
 #include <sstream>
 #include <utility>
 
-#include "shardproof/check.h"
-#include "watch_sockets.h"
+#include "comm/process/watch_sockets.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

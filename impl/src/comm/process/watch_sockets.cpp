@@ -1,4 +1,4 @@
-#include "watch_sockets.h"
+#include "comm/process/watch_sockets.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 #include <set>
 #include <sstream>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,13 +1,13 @@
-#include "shardproof/threads.h"
+#include "shardproof/comm/threads/threads.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 
-#include "shardproof/check.h"
-#include "threads_pool.h"
-#include "threads_world.h"
+#include "comm/threads/threads_pool.h"
+#include "comm/threads/threads_world.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace threads {

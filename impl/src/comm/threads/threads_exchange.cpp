@@ -1,10 +1,10 @@
-#include "threads_exchange.h"
+#include "comm/threads/threads_exchange.h"
 
 #include <algorithm>
 #include <cstring>
 #include <numeric>
 
-#include "reduce_kernels.h"
+#include "device/reduce_kernels.h"
 
 namespace shardproof::threads {
 namespace {

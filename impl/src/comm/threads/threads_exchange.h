@@ -10,8 +10,8 @@
 #include <memory>
 #include <vector>
 
-#include "shardproof/comm.h"
-#include "shardproof/device_math.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/device/device_math.h"
 
 namespace shardproof::threads {
 

@@ -1,4 +1,4 @@
-#include "threads_parker.h"
+#include "comm/threads/threads_parker.h"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>

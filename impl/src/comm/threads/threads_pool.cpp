@@ -1,4 +1,4 @@
-#include "threads_pool.h"
+#include "comm/threads/threads_pool.h"
 
 #include <ATen/ThreadLocalState.h>
 
@@ -6,7 +6,7 @@
 #include <system_error>
 #include <thread>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::threads {
 

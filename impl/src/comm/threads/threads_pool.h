@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "threads_parker.h"
+#include "comm/threads/threads_parker.h"
 
 namespace shardproof::threads {
 

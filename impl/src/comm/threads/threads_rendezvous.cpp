@@ -1,4 +1,4 @@
-#include "threads_rendezvous.h"
+#include "comm/threads/threads_rendezvous.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>

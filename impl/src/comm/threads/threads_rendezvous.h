@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
-#include "shardproof/comm.h"
-#include "threads_exchange.h"
+#include "comm/threads/threads_exchange.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof::threads {
 

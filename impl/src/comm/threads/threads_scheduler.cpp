@@ -1,4 +1,4 @@
-#include "threads_scheduler.h"
+#include "comm/threads/threads_scheduler.h"
 
 #include <numeric>
 

@@ -1,4 +1,4 @@
-#include "threads_world.h"
+#include "comm/threads/threads_world.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -9,9 +9,9 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "reduce_kernels.h"
-#include "shardproof/check.h"
-#include "shardproof/device.h"
+#include "device/reduce_kernels.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 
 namespace shardproof::threads {
 namespace {

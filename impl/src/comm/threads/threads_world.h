@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/threads.h"
-#include "threads_rendezvous.h"
-#include "threads_scheduler.h"
+#include "comm/threads/threads_rendezvous.h"
+#include "comm/threads/threads_scheduler.h"
+#include "shardproof/comm/threads/threads.h"
 
 namespace shardproof::threads {
 

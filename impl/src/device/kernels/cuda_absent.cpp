@@ -1,6 +1,6 @@
 // In the place of the CUDA parts where no compiler was found.
-#include "shardproof/check.h"
-#include "shardproof/cuda.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace shardproof {
 

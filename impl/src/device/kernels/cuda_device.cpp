@@ -6,10 +6,10 @@
 
 #include <mutex>
 
-#include "cuda/gpu_math.h"
-#include "shardproof/check.h"
-#include "shardproof/cuda.h"
-#include "shardproof/device.h"
+#include "device/kernels/gpu_math.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace shardproof {
 namespace {

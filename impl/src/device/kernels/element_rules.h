@@ -4,8 +4,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "cuda/elements.h"
-#include "shardproof/device_math.h"
+#include "device/kernels/elements.h"
+#include "shardproof/device/device_math.h"
 
 namespace shardproof::kernels {
 
@@ -95,7 +95,7 @@ struct SumWideRule {
   }
 };
 
-// One element of an update: the same operations in the same order as impl/src/update_rules.cpp.
+// One element of an update: the same operations in the same order as impl/src/optim/update_rules.cpp.
 struct Sgd {
   SgdScalars s;
   static constexpr bool kSecond = false;

@@ -1,7 +1,7 @@
 // clang-format off
-#include "cuda/gpu_math.h"
-#include "cuda/kernel_math.h"
-#include "cuda/gpu_runner.cuh"
+#include "device/kernels/gpu_math.h"
+#include "device/kernels/gpu_runner.cuh"
+#include "device/kernels/kernel_math.h"
 // clang-format on
 
 namespace shardproof::kernels {

@@ -4,7 +4,7 @@
 #include <functional>
 #include <memory>
 
-#include "shardproof/device_math.h"
+#include "shardproof/device/device_math.h"
 
 namespace shardproof::kernels {
 

@@ -6,7 +6,7 @@
 #include <functional>
 #include <utility>
 
-#include "cuda/element_rules.h"
+#include "device/kernels/element_rules.h"
 
 namespace shardproof::kernels {
 

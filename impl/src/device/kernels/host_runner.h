@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "cuda/element_rules.h"
+#include "device/kernels/element_rules.h"
 
 namespace shardproof::kernels {
 

@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/element_rules.h"
+#include "device/kernels/element_rules.h"
 
 namespace shardproof::kernels {
 

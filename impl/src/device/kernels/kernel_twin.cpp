@@ -1,6 +1,6 @@
-#include "cuda/host_runner.h"
-#include "cuda/kernel_math.h"
-#include "shardproof/cuda.h"
+#include "device/kernels/host_runner.h"
+#include "device/kernels/kernel_math.h"
+#include "shardproof/device/kernels/cuda.h"
 
 namespace shardproof {
 

@@ -1,8 +1,8 @@
-#include "shardproof/canonical.h"
+#include "shardproof/nn/canonical/canonical.h"
 
 #include <typeinfo>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 

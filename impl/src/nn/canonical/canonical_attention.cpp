@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include "canonical_blocks.h"
-#include "fixed_point.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
+#include "nn/canonical/canonical_blocks.h"
+#include "nn/canonical/fixed_point.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/canonical/canonical.h"
 
 // A query's output is the sum of exp(score - largest score) times value over the sum of these powers: both sums are exact, so
 // keys may come in any order and from any rank, and so may queries in the sums for keys' gradients.

@@ -1,4 +1,4 @@
-#include "canonical_blocks.h"
+#include "nn/canonical/canonical_blocks.h"
 
 #include <ATen/ATen.h>
 

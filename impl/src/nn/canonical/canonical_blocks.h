@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "fixed_point.h"
+#include "nn/canonical/fixed_point.h"
 
 namespace shardproof::canonical_blocks {
 

@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "fixed_point.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
+#include "nn/canonical/fixed_point.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/canonical/canonical.h"
 
 // One element at a time through the C library: LibTorch's vector bodies and scalar tails differ, so its activations would
 // depend on where a tensor is cut.

@@ -1,9 +1,9 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "fixed_point.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
+#include "nn/canonical/fixed_point.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/canonical/canonical.h"
 
 namespace shardproof::canonical_ops {
 namespace {

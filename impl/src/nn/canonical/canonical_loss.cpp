@@ -4,10 +4,10 @@
 #include <cmath>
 #include <limits>
 
-#include "fixed_point.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
-#include "shardproof/layout.h"
+#include "nn/canonical/fixed_point.h"
+#include "shardproof/algebra/layout.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/canonical/canonical.h"
 
 namespace shardproof::canonical_ops {
 namespace {

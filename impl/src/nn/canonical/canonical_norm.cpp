@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "fixed_point.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
+#include "nn/canonical/fixed_point.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/canonical/canonical.h"
 
 // Features of a token are never cut here, so their sums go by index; sums over tokens, for the weights, are exact.
 namespace shardproof::canonical_ops {

@@ -1,8 +1,8 @@
-#include "fixed_point.h"
+#include "nn/canonical/fixed_point.h"
 
 #include <ATen/ATen.h>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof::fixed {
 

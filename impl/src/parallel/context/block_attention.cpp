@@ -1,4 +1,4 @@
-#include "block_attention.h"
+#include "parallel/context/block_attention.h"
 
 #include <ATen/ATen.h>
 

@@ -1,13 +1,13 @@
-#include "shardproof/context_attention.h"
+#include "shardproof/parallel/context/context_attention.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "context_ring.h"
-#include "exact_ring.h"
-#include "fixed_point.h"
-#include "kept_group.h"
-#include "shardproof/check.h"
+#include "nn/canonical/fixed_point.h"
+#include "parallel/context/context_ring.h"
+#include "parallel/context/exact_ring.h"
+#include "parallel/kept_group.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

@@ -1,9 +1,9 @@
-#include "shardproof/context_parallel.h"
+#include "shardproof/parallel/context/context_parallel.h"
 
 #include <ATen/ATen.h>
 
-#include "shardproof/check.h"
-#include "shardproof/unit.h"
+#include "shardproof/base/check.h"
+#include "shardproof/hooks/unit.h"
 
 namespace shardproof {
 

@@ -1,11 +1,11 @@
-#include "context_ring.h"
+#include "parallel/context/context_ring.h"
 
 #include <ATen/ATen.h>
 #include <ATen/OpMathType.h>
 
 #include <cmath>
 
-#include "shardproof/check.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

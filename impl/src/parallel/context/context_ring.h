@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "block_attention.h"
-#include "ring_pass.h"
-#include "shardproof/attention.h"
-#include "shardproof/comm.h"
-#include "shardproof/context_cut.h"
+#include "parallel/context/block_attention.h"
+#include "parallel/context/ring_pass.h"
+#include "shardproof/algebra/context_cut.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/nn/attention.h"
 
 namespace shardproof {
 

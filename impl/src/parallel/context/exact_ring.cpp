@@ -1,10 +1,10 @@
-#include "exact_ring.h"
+#include "parallel/context/exact_ring.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 
-#include "ring_pass.h"
+#include "parallel/context/ring_pass.h"
 
 namespace shardproof {
 

@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "canonical_blocks.h"
-#include "shardproof/attention.h"
-#include "shardproof/comm.h"
-#include "shardproof/context_cut.h"
+#include "nn/canonical/canonical_blocks.h"
+#include "shardproof/algebra/context_cut.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/nn/attention.h"
 
 namespace shardproof {
 

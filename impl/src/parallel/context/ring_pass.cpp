@@ -1,4 +1,4 @@
-#include "ring_pass.h"
+#include "parallel/context/ring_pass.h"
 
 #include <ATen/ATen.h>
 

@@ -1,14 +1,14 @@
-#include "shardproof/parallel_layers.h"
+#include "shardproof/parallel/tensor/parallel_layers.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <limits>
 
-#include "kept_group.h"
-#include "shardproof/check.h"
-#include "shardproof/collective_ops.h"
-#include "shardproof/layout.h"
+#include "parallel/kept_group.h"
+#include "shardproof/algebra/layout.h"
+#include "shardproof/base/check.h"
+#include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof {
 namespace {

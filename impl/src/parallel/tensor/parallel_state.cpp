@@ -1,9 +1,9 @@
-#include "parallel_state.h"
+#include "parallel/tensor/parallel_state.h"
 
 #include <ATen/ATen.h>
 
-#include "parallel_styles.h"
-#include "shardproof/check.h"
+#include "parallel/tensor/parallel_styles.h"
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {

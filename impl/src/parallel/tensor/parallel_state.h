@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "shardproof/tensor_parallel.h"
-#include "unit_attachment.h"
+#include "hooks/attachments.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
 
 namespace shardproof {
 

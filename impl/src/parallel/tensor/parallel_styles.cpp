@@ -1,17 +1,17 @@
-#include "parallel_styles.h"
+#include "parallel/tensor/parallel_styles.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
-#include "exact_collectives.h"
-#include "parallel_state.h"
-#include "shardproof/attention.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
-#include "shardproof/collective_ops.h"
-#include "shardproof/dropout.h"
-#include "shardproof/parallel_layers.h"
+#include "parallel/exact_collectives.h"
+#include "parallel/tensor/parallel_state.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/attention.h"
+#include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/dropout.h"
+#include "shardproof/parallel/collective_ops.h"
+#include "shardproof/parallel/tensor/parallel_layers.h"
 
 namespace shardproof {
 namespace {

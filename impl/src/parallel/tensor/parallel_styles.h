@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "shardproof/tensor_parallel.h"
-#include "shardproof/unit.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
 
 namespace shardproof {
 

@@ -1,14 +1,14 @@
-#include "shardproof/tensor_parallel.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
 
 #include <ATen/ATen.h>
 
 #include <set>
 
-#include "parallel_state.h"
-#include "parallel_styles.h"
-#include "shardproof/canonical.h"
-#include "shardproof/check.h"
-#include "shardproof/shard_options.h"
+#include "parallel/tensor/parallel_state.h"
+#include "parallel/tensor/parallel_styles.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
 namespace {

@@ -8,10 +8,10 @@
 #include <variant>
 #include <vector>
 
-#include "shardproof/checkpoint/dtype_names.h"
-#include "shardproof/checkpoint/file_system.h"
-#include "shardproof/checkpoint/pickle.h"
-#include "shardproof/layout.h"
+#include "shardproof/algebra/layout.h"
+#include "shardproof/base/dtype_names.h"
+#include "shardproof/checkpoint/format/file_system.h"
+#include "shardproof/checkpoint/format/pickle.h"
 
 namespace shardproof::checkpoint {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/checkpoint/file_system.h"
+#include "shardproof/checkpoint/format/file_system.h"
 
 namespace shardproof::checkpoint {
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/checkpoint/dtype_names.h"
-#include "shardproof/checkpoint/file_system.h"
+#include "shardproof/base/dtype_names.h"
+#include "shardproof/checkpoint/format/file_system.h"
 
 namespace shardproof::checkpoint {
 

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <string>
 
-#include "shardproof/checkpoint/dtype_names.h"
-#include "shardproof/checkpoint/file_system.h"
-#include "shardproof/checkpoint/pickle.h"
+#include "shardproof/base/dtype_names.h"
+#include "shardproof/checkpoint/format/file_system.h"
+#include "shardproof/checkpoint/format/pickle.h"
 
 namespace shardproof::checkpoint {
 

@@ -4,8 +4,8 @@
 #include <map>
 #include <string>
 
-#include "shardproof/checkpoint/dcp.h"
-#include "shardproof/checkpoint/safetensors.h"
+#include "shardproof/checkpoint/format/dcp.h"
+#include "shardproof/checkpoint/format/safetensors.h"
 
 namespace shardproof::checkpoint {
 

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace c10d {
 class ProcessGroup;

@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "shardproof/process_world.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace shardproof {
 

@@ -11,9 +11,9 @@
 #include <memory>
 #include <string>
 
-#include "shardproof/nccl_api.h"
-#include "shardproof/nccl_store.h"
-#include "shardproof/process_world.h"
+#include "shardproof/comm/nccl/nccl_api.h"
+#include "shardproof/comm/nccl/nccl_store.h"
+#include "shardproof/comm/process/process_world.h"
 
 namespace shardproof {
 

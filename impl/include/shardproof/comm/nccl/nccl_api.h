@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

@@ -5,8 +5,8 @@
 #include <functional>
 #include <memory>
 
-#include "shardproof/check.h"
-#include "shardproof/comm.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

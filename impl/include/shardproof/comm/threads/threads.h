@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-#include "shardproof/comm.h"
+#include "shardproof/comm/comm.h"
 
 namespace shardproof {
 

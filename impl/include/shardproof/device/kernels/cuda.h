@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "shardproof/device_math.h"
+#include "shardproof/device/device_math.h"
 
 namespace shardproof {
 

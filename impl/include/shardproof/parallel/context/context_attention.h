@@ -10,9 +10,9 @@
 #include <optional>
 #include <string>
 
-#include "shardproof/attention.h"
-#include "shardproof/comm.h"
-#include "shardproof/context_cut.h"
+#include "shardproof/algebra/context_cut.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/nn/attention.h"
 
 namespace shardproof {
 

@@ -18,8 +18,8 @@
 #include <memory>
 #include <string>
 
-#include "shardproof/context_attention.h"
-#include "shardproof/mesh_comm.h"
+#include "shardproof/comm/mesh_comm.h"
+#include "shardproof/parallel/context/context_attention.h"
 
 namespace shardproof {
 

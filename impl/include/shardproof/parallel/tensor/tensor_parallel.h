@@ -20,8 +20,8 @@
 #include <variant>
 #include <vector>
 
-#include "shardproof/mesh_comm.h"
-#include "shardproof/tensor_cut.h"
+#include "shardproof/algebra/tensor_cut.h"
+#include "shardproof/comm/mesh_comm.h"
 
 namespace shardproof {
 
