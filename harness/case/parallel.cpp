@@ -5,6 +5,7 @@
 #include "harness/case/network.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
+#include "shardproof/base/name_pattern.h"
 #include "shardproof/models/models.h"
 #include "shardproof/sharding/shard_options.h"
 

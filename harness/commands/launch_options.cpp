@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "harness/run/reproducible.h"
+#include "shardproof/comm/require_same.h"
 #include "shardproof/device/kernels/cuda.h"
 #include "shardproof/launch/nccl_launch.h"
 

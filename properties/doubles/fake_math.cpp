@@ -38,10 +38,10 @@ std::vector<const std::byte*> here(std::span<const std::byte* const> terms) {
 // What returns nothing is queued; what returns a value waits for the stream first.
 class QueuedMath final : public DeviceMath {
  public:
-  void reduce(Element type, Fold fold, std::span<const std::byte* const> terms, int64_t count,
+  void reduce(Element type, Reduce op, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
     for (int k = 0; hesitates && k < 5; ++k) std::this_thread::yield();
-    queue([=, twin = twin_, kept = here(terms), to = here(target)] { twin->reduce(type, fold, kept, count, to); });
+    queue([=, twin = twin_, kept = here(terms), to = here(target)] { twin->reduce(type, op, kept, count, to); });
   }
   void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
                 std::byte* target) const override {

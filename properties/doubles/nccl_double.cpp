@@ -14,7 +14,6 @@
 namespace nccl_double {
 namespace {
 
-using shardproof::Fold;
 
 StreamQueue& stream_of(NcclApi::Stream stream) {
   return *static_cast<StreamQueue*>(stream);
@@ -105,8 +104,7 @@ void Api::copy(void* target, const void* source, int64_t bytes, NcclApi::Stream 
 
 void Api::reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
                  NcclApi::Stream stream) {
-  const Fold fold = op == Reduce::sum ? Fold::sum : op == Reduce::max ? Fold::max : Fold::min;
-  run_on(stream, [=] { shardproof::kernel_twin()->reduce(shardproof::element_type(dtype), fold, terms, count, target); });
+  run_on(stream, [=] { shardproof::kernel_twin()->reduce(shardproof::element_type(dtype), op, terms, count, target); });
 }
 
 void* Api::allocate(int64_t bytes, Memory kind) {

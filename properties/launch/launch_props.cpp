@@ -6,6 +6,7 @@
 #include "properties/doubles/comm_worlds.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/require_same.h"
 #include "shardproof/launch/launch.h"
 
 using namespace shardproof;

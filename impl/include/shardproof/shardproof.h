@@ -8,6 +8,7 @@
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/algebra/tensor_cut.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/name_pattern.h"
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/comm.h"
 #include "shardproof/comm/counted.h"

@@ -48,8 +48,4 @@ const DtypeNames* find_safetensors_dtype(std::string_view name) {
   return find(&DtypeNames::safetensors, name);
 }
 
-uint64_t bytes_of(Dtype dtype, const Shape& sizes) {
-  return static_cast<uint64_t>(numel(sizes)) * static_cast<uint64_t>(names_of(dtype).bytes);
-}
-
 }  // namespace shardproof::checkpoint

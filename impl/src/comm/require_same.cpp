@@ -1,3 +1,5 @@
+#include "shardproof/comm/require_same.h"
+
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
@@ -6,8 +8,6 @@
 #include <set>
 
 #include "shardproof/base/check.h"
-#include "shardproof/comm/comm.h"
-#include "shardproof/launch/launch.h"
 #include "testing/base/call_label.h"
 
 namespace shardproof {

@@ -127,8 +127,7 @@ void reduce_terms(const DeviceMath* math, at::ScalarType dtype, Reduce op, const
   if (!math) return reduce_terms(dtype, op, terms, count, target);
   SHARD_REQUIRE(std::ssize(terms) <= DeviceMath::kTermsMax, "comm", "a sum of {} terms on a device; it adds at most {}",
                 terms.size(), DeviceMath::kTermsMax);
-  const Fold fold = op == Reduce::sum ? Fold::sum : op == Reduce::max ? Fold::max : Fold::min;
-  if (count > 0) math->reduce(element_type(dtype), fold, terms, count, target);
+  if (count > 0) math->reduce(element_type(dtype), op, terms, count, target);
 }
 
 }  // namespace shardproof

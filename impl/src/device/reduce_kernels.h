@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "shardproof/comm/comm.h"
+#include "shardproof/base/reduce.h"
 #include "shardproof/device/device_math.h"
 
 namespace shardproof {

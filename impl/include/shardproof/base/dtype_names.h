@@ -7,8 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "shardproof/algebra/layout.h"
-
 namespace shardproof::checkpoint {
 
 using Dtype = c10::ScalarType;
@@ -29,8 +27,5 @@ const DtypeNames& names_of(Dtype dtype);
 const DtypeNames* find_torch_dtype(std::string_view torch);
 const DtypeNames* find_storage(std::string_view storage);
 const DtypeNames* find_safetensors_dtype(std::string_view safetensors);
-
-// Bytes of a contiguous tensor. Throws Error when a size is negative or the product exceeds 2^62.
-uint64_t bytes_of(Dtype dtype, const Shape& sizes);
 
 }  // namespace shardproof::checkpoint

@@ -16,9 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "shardproof/base/reduce.h"
+
 namespace shardproof {
 
-enum class Reduce { sum, max, min };
 const char* to_string(Reduce op);
 
 enum class Op {

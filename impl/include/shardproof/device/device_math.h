@@ -10,10 +10,11 @@
 #include <cstdint>
 #include <span>
 
+#include "shardproof/base/reduce.h"
+
 namespace shardproof {
 
 enum class Element { f32, f64, bf16, f16, i32, i64, u8 };
-enum class Fold { sum, max, min };
 
 struct FlatSpan {
   const float* data = nullptr;
@@ -55,7 +56,7 @@ class DeviceMath {
   // target[i] = ((terms[0][i] + terms[1][i]) + terms[2][i]) + ..., each addition rounded to the type; integers wrap. Max and
   // min keep the first of equal terms and the first NaN. `target` may be one of the terms. The list of terms lies on the CPU
   // and has at most kTermsMax of them.
-  virtual void reduce(Element type, Fold fold, std::span<const std::byte* const> terms, int64_t count,
+  virtual void reduce(Element type, Reduce op, std::span<const std::byte* const> terms, int64_t count,
                       std::byte* target) const = 0;
   // The same sum in float32, rounded to the type of `target` once, at the end.
   virtual void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,

@@ -1,17 +1,13 @@
 // How a program becomes ranks: started by mpirun, torchrun or srun, which set variables of the environment, or by nobody, and
-// then it can start its ranks itself. No Torch here but in `require_same`.
+// then it can start its ranks itself. No Torch here.
 #pragma once
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace shardproof {
-
-class Comm;
 
 enum class Launcher { none, mpirun, torchrun, slurm };
 const char* to_string(Launcher launcher);
@@ -46,11 +42,5 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
               const Environment& environment = process_environment());
 // What launch would run.
 std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root);
-
-// Collective. Facts are names and values, e.g. {"mesh", "dp_shard=4"}; every rank has the same names. Throws Error on every
-// rank when values differ, naming two ranks and both values.
-void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts);
-// What tells builds apart: a hash of the program and of this library.
-std::string program_hash();
 
 }  // namespace shardproof

@@ -4,10 +4,16 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
+#include <string>
 
-#include "shardproof/sharding/shard_options.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof {
+
+// Fills the row-major elements [run.begin, run.end) of a parameter; called for parameters without memory. Must be a function of
+// its arguments alone.
+using Initializer = std::function<void(const std::string& name, const Shape& shape, Interval run, at::Tensor values)>;
 
 // Element i of the parameter called `name` is a function of (seed, name, i) alone, where a tied parameter goes by its first
 // name. Parameters of two and more dims get a normal distribution with the given standard deviation, other ones whose name ends

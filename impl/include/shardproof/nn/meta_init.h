@@ -12,7 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/nn/module.h>
 
-#include "shardproof/sharding/shard_options.h"
+#include "shardproof/nn/initialize.h"
 
 namespace shardproof {
 

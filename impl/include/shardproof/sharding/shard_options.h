@@ -9,10 +9,10 @@
 #include <limits>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "shardproof/algebra/layout.h"
 #include "shardproof/algebra/strategy.h"
+#include "shardproof/nn/initialize.h"
 #include "shardproof/sharding/precision.h"
 
 namespace shardproof {
@@ -28,10 +28,8 @@ UnitSelector by_type() {
   };
 }
 
-// Every module whose name fits the pattern, where * stands for any characters within one part of a name and ** for any: "h.*"
-// is "h.0" and "h.1" but not "h.0.mlp".
+// Every module whose name fits the pattern (base/name_pattern.h).
 UnitSelector by_name(std::string pattern);
-bool name_matches(std::string_view pattern, std::string_view name);
 
 // Chooses parameters, by their first name.
 using ParameterSelector = std::function<bool(const std::string& name, const at::Tensor& parameter)>;
@@ -104,10 +102,6 @@ enum class Offload {
             // allocator of it rounds each block up to a power of two, and keeps what is freed
   pageable  // in plain memory, for hosts that cannot lock so much; copies from and to a GPU then block
 };
-
-// Fills the row-major elements [run.begin, run.end) of a parameter; called for parameters without memory. Must be a function of
-// its arguments alone.
-using Initializer = std::function<void(const std::string& name, const Shape& shape, Interval run, at::Tensor values)>;
 
 struct ShardOptions {
   Strategy strategy = shardproof::strategy("zero3");

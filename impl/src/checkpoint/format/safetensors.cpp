@@ -6,6 +6,7 @@
 
 #include "checkpoint/format/json_text.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {

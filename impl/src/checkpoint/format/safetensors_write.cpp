@@ -3,6 +3,7 @@
 #include "checkpoint/format/json_text.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/safetensors.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -74,6 +74,10 @@ Value read_data(const ByteSource& source, const std::vector<ZipRecord>& records,
 
 }  // namespace
 
+uint64_t bytes_of(Dtype dtype, const Shape& sizes) {
+  return static_cast<uint64_t>(numel(sizes)) * static_cast<uint64_t>(names_of(dtype).bytes);
+}
+
 TensorEntryLayout lay_out_tensor_entry(Dtype dtype, const Shape& sizes) {
   TensorEntryLayout layout;
   layout.dtype = dtype;

@@ -4,6 +4,7 @@
 
 #include "checkpoint/format/torch_pickles.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -1,6 +1,7 @@
 // What torch.save puts into its zips besides payloads.
 #pragma once
 
+#include "shardproof/algebra/layout.h"
 #include "shardproof/base/dtype_names.h"
 #include "shardproof/checkpoint/format/pickle.h"
 #include "testing/checkpoint/format/zip_file.h"

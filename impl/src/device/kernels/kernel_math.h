@@ -66,14 +66,14 @@ class KernelMath final : public DeviceMath {
  public:
   explicit KernelMath(Runner runner) : run_(std::move(runner)) {}
 
-  void reduce(Element type, Fold fold, std::span<const std::byte* const> terms, int64_t count,
+  void reduce(Element type, Reduce op, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
     with_type(type, [&]<class T>(T*) {
       const auto given = terms_of<T>(terms);
       T* to = reinterpret_cast<T*>(target);
-      if (fold == Fold::sum) run_.each(count, ReduceRule<T, Sum>{given, to});
-      if (fold == Fold::max) run_.each(count, ReduceRule<T, Extreme<true>>{given, to});
-      if (fold == Fold::min) run_.each(count, ReduceRule<T, Extreme<false>>{given, to});
+      if (op == Reduce::sum) run_.each(count, ReduceRule<T, Sum>{given, to});
+      if (op == Reduce::max) run_.each(count, ReduceRule<T, Extreme<true>>{given, to});
+      if (op == Reduce::min) run_.each(count, ReduceRule<T, Extreme<false>>{given, to});
     });
   }
 

@@ -7,8 +7,8 @@
 #include "parallel/tensor/parallel_state.h"
 #include "parallel/tensor/parallel_styles.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/name_pattern.h"
 #include "shardproof/nn/canonical/canonical.h"
-#include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
 namespace {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "shardproof/algebra/layout.h"
 #include "shardproof/base/dtype_names.h"
 #include "shardproof/checkpoint/format/file_system.h"
 

@@ -4,11 +4,15 @@
 #include <cstdint>
 #include <string>
 
+#include "shardproof/algebra/layout.h"
 #include "shardproof/base/dtype_names.h"
 #include "shardproof/checkpoint/format/file_system.h"
 #include "shardproof/checkpoint/format/pickle.h"
 
 namespace shardproof::checkpoint {
+
+// Bytes of a contiguous tensor. Throws Error when a size is negative or the product exceeds 2^62.
+uint64_t bytes_of(Dtype dtype, const Shape& sizes);
 
 // An entry known before its payload: head, payload_bytes of contiguous elements, tail.
 struct TensorEntryLayout {

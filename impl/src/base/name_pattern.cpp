@@ -1,4 +1,4 @@
-#include "shardproof/sharding/shard_options.h"
+#include "shardproof/base/name_pattern.h"
 
 namespace shardproof {
 
@@ -15,11 +15,6 @@ bool name_matches(std::string_view pattern, std::string_view name) {
     return false;
   }
   return !name.empty() && pattern[0] == name[0] && name_matches(pattern.substr(1), name.substr(1));
-}
-
-UnitSelector by_name(std::string pattern) {
-  return
-      [pattern = std::move(pattern)](const std::string& name, const torch::nn::Module&) { return name_matches(pattern, name); };
 }
 
 }  // namespace shardproof
