@@ -8,6 +8,7 @@
 #include "harness/commands/launch_options.h"
 #include "harness/run/comm_texts.h"
 #include "harness/train/train.h"
+#include "harness/train/train_checkpoint.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "harness/case/case.h"
-#include "harness/train/train.h"
 #include "harness/train/train_checkpoint.h"
+#include "harness/train/train_options.h"
 
 namespace harness {
 

@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "harness/train/train.h"
+#include "harness/train/text_data.h"
+#include "harness/train/train_options.h"
 #include "shardproof/checkpoint/format/pickle.h"
 #include "shardproof/checkpoint/saved_state.h"
 
@@ -28,6 +29,12 @@ struct TrainHistory {
   int64_t first_step = 0;  // of the last stretch
   const Stretch& of(int64_t step) const;
 };
+
+// The step at which the run goes on: that of the last checkpoint when it resumes and there is one, else 0. Throws Error when
+// options of checkpoints do not fit each other, when there are checkpoints and the run does not resume, or the last one is of
+// another run. A run is its model, data, batches, optimizer and seed; mesh, strategy, microbatch and the kind of gradient sums
+// may change.
+int64_t first_step(const TrainOptions& options, const TextData& data);
 
 // As `first_step` says. Throws Error as it does.
 TrainHistory read_history(const TrainOptions& options, const TextData& data);

@@ -6,8 +6,9 @@
 #include <stdexcept>
 
 #include "harness/compare/step_exchange.h"
-#include "harness/train/train.h"
+#include "harness/train/text_data.h"
 #include "harness/train/train_checkpoint.h"
+#include "harness/train/train_options.h"
 #include "shardproof/comm/comm.h"
 
 namespace harness {
@@ -20,6 +21,11 @@ class ReaderStopped : public std::runtime_error {
 
 // Of the unsharded model.
 golden::Named initial_parameters(const TrainOptions& options);
+
+// One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
+// the mean, however the batch is cut.
+golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
+                                       int64_t round, int64_t rank);
 
 // Takes a rank's step; false when nobody reads any more.
 using PutStep = std::function<bool(RankStep)>;

@@ -6,7 +6,14 @@
 #include <span>
 #include <vector>
 
-#include "shardproof/algebra/layout.h"
+#include "shardproof/algebra/box.h"
+
+namespace shardproof {
+
+class Mesh;
+struct Layout;
+
+}  // namespace shardproof
 
 namespace shardproof::detail {
 
@@ -39,7 +46,7 @@ struct Cuts {
   int64_t rank_count() const;
 };
 
-// Validates, then resolves. Throws what `validate` throws.
+// Validates, then resolves. Throws what `validate` throws. Defined in layout.cpp, which knows the grammar of layouts.
 Cuts resolve(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
 // What `rank` holds: the box that the splits of dims leave (it may be empty), the part of that box's

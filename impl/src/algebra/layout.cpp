@@ -9,8 +9,6 @@
 namespace shardproof {
 namespace {
 
-constexpr int64_t kNumelMax = int64_t{1} << 62;  // leaves room to round up to a multiple of the ranks
-
 std::string joined(const std::vector<int64_t>& numbers, const char* separator) {
   std::string text;
   for (const int64_t number : numbers) text += fmt::format("{}{}", text.empty() ? "" : separator, number);
@@ -158,23 +156,6 @@ void drop_empty_tail(std::vector<std::vector<Split>>& dims) {
 
 detail::Cuts detail::resolve(const Shape& shape, const Mesh& mesh, const Layout& layout) {
   return Resolver(shape, mesh, layout).resolve();
-}
-
-int64_t numel(const Box& box) {
-  int64_t count = 1;
-  for (const Interval& interval : box) count *= interval.size();
-  return count;
-}
-
-int64_t numel(const Shape& shape) {
-  int64_t count = 1;
-  for (const int64_t size : shape) {
-    SHARD_REQUIRE(size >= 0, "layout", "the sizes of shape [{}] must be at least 0, got {}",
-                  joined(shape, ","), size);
-    SHARD_REQUIRE(!__builtin_mul_overflow(count, size, &count) && count <= kNumelMax, "layout",
-                  "shape [{}] has more than 2^62 elements; use a smaller tensor", joined(shape, ","));
-  }
-  return count;
 }
 
 Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/mpi/mpi_start.h"
 #include "comm/process/flight_call.h"
 #include "shardproof/base/check.h"
 

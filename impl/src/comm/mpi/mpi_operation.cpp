@@ -2,9 +2,6 @@
 
 #include <fmt/format.h>
 
-#include "comm/mpi/mpi_collective.h"
-#include "comm/mpi/mpi_transfer.h"
-
 namespace shardproof::mpi {
 
 std::string title_of(const Call& call, int64_t sequence, const Group& group, std::string_view label) {
@@ -37,12 +34,6 @@ void Operation::fail_abandoned(int64_t peer, const Message& last) {
   fail(fmt::format("rank {} failed while this rank was in {}: {}", group_->world_ranks()[static_cast<size_t>(peer)], title(),
                    std::string_view(reinterpret_cast<const char*>(last.body.data()), last.body.size())),
        true);
-}
-
-std::shared_ptr<Operation> start_operation(const std::shared_ptr<Group>& group, Call call) {
-  if (call.op == Op::send) return std::make_shared<Send>(group, std::move(call));
-  if (call.op == Op::recv) return std::make_shared<Recv>(group, std::move(call));
-  return std::make_shared<Collective>(group, std::move(call));
 }
 
 }  // namespace shardproof::mpi

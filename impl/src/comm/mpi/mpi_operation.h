@@ -53,7 +53,4 @@ class Operation {
   std::string error_;
 };
 
-// The call as an operation; its words are on their way when this returns.
-std::shared_ptr<Operation> start_operation(const std::shared_ptr<Group>& group, Call call);
-
 }  // namespace shardproof::mpi

@@ -1,5 +1,6 @@
 // In the place of NCCL where none was found.
-#include "shardproof/comm/nccl/nccl.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/nccl/nccl_api.h"
 
 namespace shardproof {
 

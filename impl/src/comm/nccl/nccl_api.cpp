@@ -1,4 +1,6 @@
 // The machine's NCCL and CUDA runtime, as the backend asks for them.
+#include "shardproof/comm/nccl/nccl_api.h"
+
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/BFloat16.h>
@@ -14,7 +16,6 @@
 
 #include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
-#include "shardproof/comm/nccl/nccl.h"
 #include "shardproof/device/kernels/cuda.h"
 #include "testing/base/call_label.h"
 

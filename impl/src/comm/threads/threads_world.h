@@ -9,7 +9,7 @@
 
 #include "comm/threads/threads_rendezvous.h"
 #include "comm/threads/threads_scheduler.h"
-#include "shardproof/comm/threads/threads.h"
+#include "shardproof/comm/threads/threads_options.h"
 
 namespace shardproof::threads {
 

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "parallel/tensor/parallel_styles.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

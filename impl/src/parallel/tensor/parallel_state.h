@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "hooks/attachments.h"
-#include "shardproof/parallel/tensor/tensor_parallel.h"
+#include "shardproof/comm/mesh_comm.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/parallel/tensor/parallel_plan.h"
 
 namespace shardproof {
 
@@ -51,6 +53,16 @@ class ParallelState {
   std::vector<ParallelParameter> parameters_;
   std::unordered_map<const c10::TensorImpl*, size_t> of_tensor_;
   int64_t sequence_length_ = 0;
+};
+
+// What a style attaches to a module; the styles themselves are in parallel_styles.cpp.
+class StyleHooks : public ParallelHooks {
+ public:
+  explicit StyleHooks(std::weak_ptr<ParallelState> state) : state_(std::move(state)) {}
+  std::shared_ptr<ParallelState> state() const { return state_.lock(); }
+
+ private:
+  std::weak_ptr<ParallelState> state_;  // which owns this
 };
 
 // That of the modules below root; null where none is parallel. Throws Error when they belong to several.

@@ -5,7 +5,6 @@
 #include <torch/nn/modules/linear.h>
 
 #include "parallel/exact_collectives.h"
-#include "parallel/tensor/parallel_state.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/canonical/canonical.h"

@@ -6,21 +6,10 @@
 #include <memory>
 #include <string>
 
-#include "shardproof/hooks/unit.h"
-#include "shardproof/parallel/tensor/tensor_parallel.h"
+#include "parallel/tensor/parallel_state.h"
+#include "shardproof/parallel/tensor/parallel_plan.h"
 
 namespace shardproof {
-
-class ParallelState;
-
-class StyleHooks : public ParallelHooks {
- public:
-  explicit StyleHooks(std::weak_ptr<ParallelState> state) : state_(std::move(state)) {}
-  std::shared_ptr<ParallelState> state() const { return state_.lock(); }
-
- private:
-  std::weak_ptr<ParallelState> state_;  // which owns this
-};
 
 // The hooks of one module, named `name` for messages. Cuts its parameters, where the style cuts any, and describes them to the
 // state. Throws Error when the style does not fit the module.

@@ -106,4 +106,16 @@ class NcclApi {
   virtual NcclResult deregister_memory(Communicator communicator, void* handle, Memory kind) = 0;
 };
 
+// Whether this library was built with NCCL.
+bool nccl_available();
+// GPUs that this process can use: 0 without a driver. Never throws.
+int64_t nccl_devices();
+// NCCL's version code, e.g. 22809; 0 where the build has none.
+int64_t nccl_version();
+// The first number of a GPU's compute capability: 9 of Hopper, 10 of Blackwell; 0 where there is no such GPU.
+int64_t nccl_compute_capability(int64_t device);
+// NCCL and CUDA of this machine, on its GPU number `device`; its current stream is LibTorch's of the calling thread there.
+// Throws Error that says what is missing: NCCL in this build, a driver, a GPU.
+std::shared_ptr<NcclApi> nccl_api(int64_t device);
+
 }  // namespace shardproof

@@ -1,0 +1,53 @@
+// What a training run is asked for, and what it reports of a step.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <string>
+
+#include "golden/golden.h"
+#include "shardproof/algebra/mesh.h"
+
+namespace harness {
+
+// Where a run's checkpoints go; an empty directory: nowhere.
+struct TrainCheckpoints {
+  std::string directory;
+  int64_t save_every = 0;  // steps, besides a save after the last one; 0: only that
+  int64_t keep = 0;        // 0: all
+  bool resume = false;     // go on from the last one that is there
+  bool async = false;
+};
+
+struct TrainOptions {
+  // A gpt or a llama: vocab of at least 256, positions of at least the data's sequence length, no dropout. `canonical`: sums
+  // inside of the model, too, do not depend on the mesh.
+  golden::Model model;
+  shardproof::Mesh mesh{{{"dp_shard", 2}}};  // of the axes dp_replicate, dp_shard, cp, tp, in that order
+  bool sequence_parallel = false;            // along tp
+  std::string strategy = "zero3";
+  golden::Optimizer optimizer;
+  double clip_norm = 1;  // 0: no clipping
+  int64_t global_batch = 16;
+  int64_t microbatch = 2;
+  int64_t steps = 100;
+  uint64_t seed = 1;  // of the initial parameters; nothing else is random
+  bool check = false;
+  bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
+  bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
+  TrainCheckpoints checkpoints;
+  c10::Device device{c10::kCPU};  // of the model, the golden run's too; a GPU is shared by rank-threads
+};
+
+struct TrainStep {
+  int64_t step = 0;
+  double loss = 0;  // the mean over all tokens of the global batch
+  double gradient_norm = 0;
+  int64_t tokens = 0;
+  double tokens_per_s = 0;
+  uint64_t data_checksum =
+      0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
+};
+
+}  // namespace harness
