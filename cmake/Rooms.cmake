@@ -1,7 +1,7 @@
 # The sources of a target, room by room: a room is a folder of its area, and the folders are the layers (ci/check_layers).
 
-# shardproof_room(TARGET ROOM [UNDER FOLDER] FILE...): adds the sources FILE... of the room to the target. Rooms lie under src/ of
-# the current folder, or UNDER another one; `.` stands for the current folder itself.
+# shardproof_room(TARGET ROOM [UNDER FOLDER] FILE...): adds the sources FILE... of the room to the target. Rooms lie under src/
+# of the current folder, or UNDER another one; `.` stands for the current folder itself.
 #   shardproof_room(shardproof comm/threads threads.cpp threads_exchange.cpp)
 #   shardproof_room(harness case UNDER . case.cpp)
 function(shardproof_room target room)

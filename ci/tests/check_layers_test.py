@@ -21,26 +21,43 @@ EXAMPLE = '#include "shardproof/shardproof.h"\nint main() { return 0; }\n'
 CLEAN = {
     ".clang-format": "ColumnLimit: 110\n",
     "README.md": "# A tree\n```cpp\n" + EXAMPLE + "```\n",
-    "impl/CMakeLists.txt": "add_library(shardproof SHARED src/mesh.cpp src/plan.cpp)\n",
-    "impl/include/shardproof/mesh.h": "#pragma once\n#include <vector>\n",
-    "impl/include/shardproof/plan.h": '#include "shardproof/mesh.h"\n',
-    "impl/include/shardproof/shardproof.h": '#include "shardproof/plan.h"\n',
-    "impl/src/mesh.cpp": '#include "shardproof/mesh.h"\n',
-    "impl/src/plan.cpp": '#include "shardproof/plan.h"\n#include "lower.h"\n',
-    "impl/src/lower.h": '#include "shardproof/mesh.h"\n',
-    "golden/CMakeLists.txt": "add_library(golden golden.cpp)\n",
+    "impl/CMakeLists.txt": "add_library(shardproof SHARED)\n"
+                           "shardproof_room(shardproof algebra mesh.cpp\n  plan.cpp)\n"
+                           "shardproof_room(shardproof comm comm.cpp)\n",
+    "impl/include/shardproof/algebra/mesh.h": "#pragma once\n#include <vector>\n",
+    "impl/include/shardproof/algebra/plan.h": '#include "shardproof/algebra/mesh.h"\n',
+    "impl/include/shardproof/comm/comm.h": "#include <ATen/core/Tensor.h>\n",
+    "impl/include/shardproof/shardproof.h": '#include "shardproof/algebra/plan.h"\n#include "shardproof/comm/comm.h"\n',
+    "impl/src/algebra/mesh.cpp": '#include "shardproof/algebra/mesh.h"\n',
+    "impl/src/algebra/plan.cpp": '#include "shardproof/algebra/plan.h"\n#include "algebra/lower.h"\n',
+    "impl/src/algebra/lower.h": '#include "shardproof/algebra/mesh.h"\n',
+    "impl/src/comm/comm.cpp": '#include "shardproof/comm/comm.h"\n#include "testing/comm/label.h"\n',
+    "impl/testing/comm/label.h": '#include "shardproof/comm/comm.h"\n',
+    "golden/CMakeLists.txt": "add_library(golden)\nshardproof_room(golden . UNDER . golden.cpp)\n",
     "golden/golden.h": "#include <ATen/core/Tensor.h>\n",
     "golden/golden.cpp": '#include "golden.h"\n',
-    "harness/CMakeLists.txt": "add_library(harness case.cpp)\n",
-    "harness/case.h": '#include "shardproof/mesh.h"\n#include "golden/golden.h"\n',
-    "harness/case.cpp": '#include "case.h"\n',
+    "harness/CMakeLists.txt": "add_library(harness)\nshardproof_room(harness case UNDER . case.cpp)\n",
+    "harness/case/case.h": '#include "shardproof/algebra/mesh.h"\n#include "golden/golden.h"\n',
+    "harness/case/case.cpp": '#include "harness/case/case.h"\n',
+    "properties/CMakeLists.txt": "shardproof_test(NAME comm_props SOURCES comm/comm_props.cpp)\n",
+    "properties/comm/comm_props.cpp": '#include "properties/kit/models.h"\n#include "testing/comm/label.h"\n',
+    "properties/kit/models.h": '#include "harness/case/case.h"\n',
     "examples/CMakeLists.txt": "add_executable(tiny tiny.cpp)\n",
     "examples/tiny.cpp": EXAMPLE,
+}
+NONE = check_layers.Exceptions(private={}, loops=[])
+# Two more private headers in comm, of which the first has a source.
+FILES = {
+    "impl/CMakeLists.txt": CLEAN["impl/CMakeLists.txt"] + "shardproof_room(shardproof comm group.cpp)\n",
+    "impl/src/comm/comm.cpp": CLEAN["impl/src/comm/comm.cpp"] + '#include "comm/group.h"\n',
+    "impl/src/comm/group.h": '#include "comm/member.h"\n',
+    "impl/src/comm/group.cpp": '#include "comm/group.h"\n',
+    "impl/src/comm/member.h": "\n",
 }
 
 
 class CheckLayers(unittest.TestCase):
-    def found(self, changes):
+    def found(self, changes, exceptions=NONE):
         """Messages about the clean tree with these files added, replaced or (None) removed."""
         with tempfile.TemporaryDirectory() as root:
             for path, text in {**CLEAN, **changes}.items():
@@ -48,36 +65,101 @@ class CheckLayers(unittest.TestCase):
                     os.makedirs(os.path.dirname(os.path.join(root, path)), exist_ok=True)
                     with open(os.path.join(root, path), "w", encoding="utf-8") as file:
                         file.write(text)
-            return check_layers.violations(root)[0]
+            return check_layers.violations(root, exceptions)[0]
 
-    def expect(self, changes, path, words):
-        found = self.found(changes)
+    def expect(self, changes, path, words, exceptions=NONE):
+        found = self.found(changes, exceptions)
         self.assertEqual([violation[0] for violation in found], [path], found)
         self.assertIn(words, found[0][2])
 
     def test_a_clean_tree_has_no_violation(self):
         self.assertEqual(self.found({}), [])
 
-    def test_a_lower_layer_must_not_include_a_higher_one(self):
-        self.expect({"impl/src/mesh.cpp": '#include "shardproof/plan.h"\n'}, "impl/src/mesh.cpp",
-                    "layer mesh must not include impl/include/shardproof/plan.h of layer plan")
+    def test_a_room_must_not_include_one_above_it(self):
+        comm = '#include "shardproof/comm/comm.h"\n#include "testing/comm/label.h"\n'
+        self.expect({"impl/src/comm/comm.cpp": comm + '#include "shardproof/sharding/bucket.h"\n',
+                     "impl/include/shardproof/sharding/bucket.h": "\n"}, "impl/src/comm/comm.cpp",
+                    "room comm must not include impl/include/shardproof/sharding/bucket.h of room sharding")
+
+    def test_the_rooms_of_the_harness_have_an_order_too(self):
+        self.expect({"harness/case/case.cpp": '#include "harness/case/case.h"\n#include "harness/run/run.h"\n',
+                     "harness/run/run.h": "\n"}, "harness/case/case.cpp",
+                    "room case must not include harness/run/run.h of room run")
 
     def test_a_public_header_must_not_include_a_private_one(self):
-        header = '#include "shardproof/mesh.h"\n#include "lower.h"\n'
-        self.expect({"impl/include/shardproof/plan.h": header},
-                    "impl/include/shardproof/plan.h", "must not include the private impl/src/lower.h")
+        header = '#include "shardproof/algebra/mesh.h"\n#include "algebra/lower.h"\n'
+        self.expect({"impl/include/shardproof/algebra/plan.h": header},
+                    "impl/include/shardproof/algebra/plan.h", "must not include the private impl/src/algebra/lower.h")
+
+    def test_a_public_header_must_not_include_one_for_tests(self):
+        header = '#include <ATen/core/Tensor.h>\n#include "testing/comm/tag.h"\n'
+        self.expect({"impl/include/shardproof/comm/comm.h": header, "impl/testing/comm/tag.h": "\n"},
+                    "impl/include/shardproof/comm/comm.h", "must not include the private impl/testing/comm/tag.h")
+
+    def test_a_header_for_tests_must_not_include_a_private_one(self):
+        self.expect({"impl/testing/comm/label.h": '#include "comm/group.h"\n', "impl/src/comm/group.h": "\n"},
+                    "impl/testing/comm/label.h", "must not include the private impl/src/comm/group.h")
+
+    def test_the_harness_must_not_see_headers_for_tests(self):
+        self.expect({"harness/case/case.cpp": '#include "harness/case/case.h"\n#include "impl/testing/comm/label.h"\n'},
+                    "harness/case/case.cpp", "harness must not see impl/testing/comm/label.h")
+
+    def test_the_tests_must_not_see_private_headers(self):
+        test = CLEAN["properties/comm/comm_props.cpp"] + '#include "impl/src/algebra/lower.h"\n'
+        self.expect({"properties/comm/comm_props.cpp": test}, "properties/comm/comm_props.cpp",
+                    "properties must not see impl/src/algebra/lower.h")
+
+    def test_a_private_header_is_for_its_wing(self):
+        comm = '#include "shardproof/comm/comm.h"\n#include "testing/comm/label.h"\n#include "algebra/lower.h"\n'
+        self.expect({"impl/src/comm/comm.cpp": comm}, "impl/src/comm/comm.cpp",
+                    "algebra/lower.h is private to its wing; room comm must not include it")
+        allowed = check_layers.Exceptions(private={"algebra/lower.h": {"comm"}}, loops=[])
+        self.assertEqual(self.found({"impl/src/comm/comm.cpp": comm}, allowed), [])
+
+    def test_rooms_of_one_wing_share_private_headers(self):
+        self.assertEqual(self.found({
+            "impl/CMakeLists.txt": CLEAN["impl/CMakeLists.txt"] + "shardproof_room(shardproof comm/mpi mpi.cpp)\n",
+            "impl/src/comm/mpi/mpi.cpp": '#include "comm/process/watch.h"\n', "impl/src/comm/process/watch.h": "\n"}), [])
+
+    def test_an_exception_that_is_not_needed_is_a_violation(self):
+        allowed = check_layers.Exceptions(private={"algebra/lower.h": {"comm"}}, loops=[])
+        self.expect({}, "ci/check_layers", "comm does not include algebra/lower.h", allowed)
+        allowed = check_layers.Exceptions(private={}, loops=[{"comm/comm", "comm/group"}])
+        self.expect({}, "ci/check_layers", "no such loop (any more)", allowed)
+
+    def test_files_of_a_room_that_need_each_other_are_found(self):
+        self.assertEqual(self.found(FILES), [])
+        loop = {**FILES, "impl/src/comm/group.h": '#include "shardproof/comm/comm.h"\n#include "comm/member.h"\n'}
+        self.expect(loop, "impl/include/shardproof/comm/comm.h", "in a loop of files inside its room: comm/comm, comm/group")
+        allowed = check_layers.Exceptions(private={}, loops=[{"comm/comm", "comm/group"}])
+        self.assertEqual(self.found(loop, allowed), [])
+
+    def test_a_loop_through_a_header_without_a_source_is_found(self):
+        self.expect({**FILES, "impl/src/comm/member.h": '#include "shardproof/comm/comm.h"\n'},
+                    "impl/include/shardproof/comm/comm.h", "in a loop of files inside its room: comm/comm, comm/group")
+
+    def test_headers_that_include_each_other_are_found(self):
+        self.expect({**FILES, "impl/src/comm/member.h": '#include "comm/group.h"\n'}, "impl/src/comm/group.h",
+                    "in a loop of files inside its room: impl/src/comm/group.h, impl/src/comm/member.h")
+
+    def test_a_loop_in_the_harness_is_found(self):
+        self.expect({"harness/CMakeLists.txt": CLEAN["harness/CMakeLists.txt"].replace("case.cpp", "case.cpp draw.cpp"),
+                     "harness/case/case.cpp": '#include "harness/case/case.h"\n#include "harness/case/draw.h"\n',
+                     "harness/case/draw.h": '#include "harness/case/case.h"\n',
+                     "harness/case/draw.cpp": '#include "harness/case/draw.h"\n'}, "harness/case/case.cpp",
+                    "case/case, case/draw")
 
     def test_golden_must_not_see_the_library(self):
-        self.expect({"golden/golden.cpp": '#include "golden.h"\n#include "shardproof/mesh.h"\n'},
-                    "golden/golden.cpp", "golden must not see impl/include/shardproof/mesh.h")
+        self.expect({"golden/golden.cpp": '#include "golden.h"\n#include "shardproof/algebra/mesh.h"\n'},
+                    "golden/golden.cpp", "golden must not see impl/include/shardproof/algebra/mesh.h")
 
     def test_the_library_must_not_see_golden_even_with_angle_brackets(self):
-        self.expect({"impl/src/plan.cpp": '#include "lower.h"\n#include <golden/golden.h>\n'},
-                    "impl/src/plan.cpp", "impl must not see golden/golden.h")
+        plan = CLEAN["impl/src/algebra/plan.cpp"] + "#include <golden/golden.h>\n"
+        self.expect({"impl/src/algebra/plan.cpp": plan}, "impl/src/algebra/plan.cpp", "impl must not see golden/golden.h")
 
     def test_the_harness_must_not_see_private_headers(self):
-        self.expect({"harness/case.cpp": '#include "case.h"\n#include "lower.h"\n'}, "harness/case.cpp",
-                    "harness must not see impl/src/lower.h")
+        self.expect({"harness/case/case.cpp": '#include "harness/case/case.h"\n#include "impl/src/algebra/lower.h"\n'},
+                    "harness/case/case.cpp", "harness must not see impl/src/algebra/lower.h")
 
     def test_an_example_must_not_see_golden(self):
         example = '#include "golden/golden.h"\n'
@@ -85,35 +167,63 @@ class CheckLayers(unittest.TestCase):
                     "examples/tiny.cpp", "examples must not see golden/golden.h")
 
     def test_the_algebra_must_not_see_torch(self):
-        self.expect({"impl/src/mesh.cpp": '#include "shardproof/mesh.h"\n#include <ATen/ATen.h>\n'},
-                    "impl/src/mesh.cpp", "layer mesh is free of Torch")
+        self.expect({"impl/src/algebra/mesh.cpp": '#include "shardproof/algebra/mesh.h"\n#include <ATen/ATen.h>\n'},
+                    "impl/src/algebra/mesh.cpp", "room algebra is free of Torch")
+
+    def test_formats_must_not_see_torch_through_another_room(self):
+        self.expect({"impl/include/shardproof/checkpoint/format/zip.h": '#include "shardproof/comm/comm.h"\n',
+                     "impl/include/shardproof/shardproof.h": CLEAN["impl/include/shardproof/shardproof.h"]
+                                                             + '#include "shardproof/checkpoint/format/zip.h"\n'},
+                    "impl/include/shardproof/checkpoint/format/zip.h", "room checkpoint/format is free of Torch")
+
+    def test_base_knows_the_dtypes_of_torch_and_no_more(self):
+        def base(include):
+            return {"impl/include/shardproof/base/dtypes.h": f"#include <{include}>\n",
+                    "impl/src/comm/comm.cpp": CLEAN["impl/src/comm/comm.cpp"] + '#include "shardproof/base/dtypes.h"\n'}
+        self.assertEqual(self.found(base("c10/core/ScalarType.h")), [])
+        self.expect(base("c10/core/Device.h"), "impl/include/shardproof/base/dtypes.h", "room base is free of Torch")
 
     def test_a_quoted_include_must_exist(self):
-        self.expect({"harness/case.cpp": '#include "case.h"\n#include "gone.h"\n'}, "harness/case.cpp",
-                    "no file")
+        self.expect({"harness/case/case.cpp": '#include "harness/case/case.h"\n#include "gone.h"\n'},
+                    "harness/case/case.cpp", "no file")
 
-    def test_a_file_of_the_library_must_belong_to_a_layer(self):
+    def test_a_private_header_is_included_by_its_room(self):
+        for include in ("lower.h", "../algebra/lower.h"):
+            plan = f'#include "shardproof/algebra/plan.h"\n#include "{include}"\n#include "algebra/lower.h"\n'
+            self.expect({"impl/src/algebra/plan.cpp": plan}, "impl/src/algebra/plan.cpp",
+                        f'"{include}" means impl/src/algebra/lower.h; begin in impl/include, impl/src, impl')
+
+    def test_a_file_must_lie_in_a_room(self):
         self.expect({"impl/src/zebra.cpp": "\n",
-                     "impl/CMakeLists.txt": "src/mesh.cpp src/plan.cpp src/zebra.cpp\n"},
-                    "impl/src/zebra.cpp", "belongs to no layer")
+                     "impl/CMakeLists.txt": CLEAN["impl/CMakeLists.txt"] + "shardproof_room(shardproof . zebra.cpp)\n"},
+                    "impl/src/zebra.cpp", "lies in no room")
+        for folder in ("harness", "properties", "properties/zoo"):
+            area = folder.split("/", maxsplit=1)[0]
+            lists = CLEAN[f"{area}/CMakeLists.txt"] + f"{os.path.relpath(folder, area)}/zebra.cpp\n"
+            self.expect({f"{folder}/zebra.cpp": "\n", f"{area}/CMakeLists.txt": lists}, f"{folder}/zebra.cpp",
+                        "lies in no room")
 
     def test_a_source_that_no_list_names_is_dead(self):
-        self.expect({"harness/old.cpp": "\n"}, "harness/old.cpp", "no CMake list names it")
+        self.expect({"harness/case/old.cpp": "\n"}, "harness/case/old.cpp", "no CMake list names it")
+
+    def test_a_source_that_is_listed_for_another_room_is_dead(self):
+        lists = CLEAN["harness/CMakeLists.txt"].replace("harness case", "harness run")
+        self.expect({"harness/CMakeLists.txt": lists}, "harness/case/case.cpp", "no CMake list names it")
 
     def test_a_source_named_only_in_a_comment_is_dead(self):
-        self.expect({"harness/CMakeLists.txt": "add_library(harness)  # case.cpp\n"}, "harness/case.cpp",
-                    "no CMake list names it")
+        lists = "add_library(harness)  # shardproof_room(harness case UNDER . case.cpp)\n"
+        self.expect({"harness/CMakeLists.txt": lists}, "harness/case/case.cpp", "no CMake list names it")
 
     def test_a_header_that_nobody_includes_is_dead(self):
-        self.expect({"harness/old.h": "\n"}, "harness/old.h", "nobody includes it")
+        self.expect({"harness/case/old.h": "\n"}, "harness/case/old.h", "nobody includes it")
 
     def test_leftovers_are_found(self):
         for word in ("TO" + "DO", "FIX" + "ME", "XX" + "X"):
-            self.expect({"harness/CMakeLists.txt": f"case.cpp  # {word}: later\n"},
+            self.expect({"harness/CMakeLists.txt": CLEAN["harness/CMakeLists.txt"] + f"# {word}: later\n"},
                         "harness/CMakeLists.txt", "leftover " + word)
 
     def test_paths_of_one_machine_are_found(self):
-        self.expect({"harness/CMakeLists.txt": "case.cpp /ho" + "me/someone/torch\n"},
+        self.expect({"harness/CMakeLists.txt": CLEAN["harness/CMakeLists.txt"] + "set(torch /ho" + "me/someone/torch)\n"},
                     "harness/CMakeLists.txt", "path of one machine")
 
     def test_long_lines_are_found(self):

@@ -1,4 +1,4 @@
-// How terms are combined, by the collectives of ranks and by the arithmetic on one device alike. Free of Torch, for the kernels.
+// How terms are combined, by the collectives of ranks and by the arithmetic on one device. Free of Torch, for the kernels.
 #pragma once
 
 namespace shardproof {

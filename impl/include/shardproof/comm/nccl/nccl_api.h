@@ -1,4 +1,4 @@
-// All that the NCCL backend asks of NCCL and of the CUDA runtime, as one table: the machine's own (nccl_api(), nccl.h), or a
+// All that the NCCL backend asks of NCCL and of the CUDA runtime, as one table: the machine's own (nccl_api(), below), or a
 // double of it in memory, over which the tests run the backend where there is no GPU.
 //
 // One object is one rank on one device. CUDA's own failures are thrown as Error by whoever implements this.

@@ -56,7 +56,8 @@ using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, S
                                    CutDropout, CutAttention>;
 
 struct ParallelPlan {
-  // Pattern of module names (base/name_pattern.h) -> style; the first that fits counts. A pattern that fits no module is an error.
+  // Pattern of module names (base/name_pattern.h) -> style; the first that fits counts. A pattern that fits no module is an
+  // error.
   std::vector<std::pair<std::string, ParallelStyle>> styles;
   std::string axis = "tp";
   // Between parallel blocks activations are split along this dim (sequence parallelism). Lengths that the axis does not divide
