@@ -4,20 +4,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
+#include "bench/stopwatch.h"
 #include "shardproof/base/check.h"
 
 namespace bench {
 namespace {
 
 using namespace shardproof;
-using Clock = std::chrono::steady_clock;
-
-double milliseconds_since(Clock::time_point start) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-}
 
 void start_and_wait(Comm& comm, const std::string& op, const at::Tensor& whole, const at::Tensor& part) {
   if (op == "all_reduce") comm.all_reduce(whole).wait();

@@ -7,23 +7,16 @@
 #include <fmt/format.h>
 #include <malloc.h>
 
-#include <chrono>
 #include <fstream>
 
-#include "bench/finish.h"
+#include "bench/stopwatch.h"
 #include "shardproof/shardproof.h"
 
 namespace bench {
 namespace {
 
 using namespace shardproof;
-using Clock = std::chrono::steady_clock;
-
 constexpr uint64_t kSeed = 1234;
-
-double milliseconds_since(Clock::time_point start) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-}
 
 double memory_mib(const std::string& key) {
   std::ifstream status("/proc/self/status");

@@ -3,11 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
 #include <memory>
 
-#include "bench/finish.h"
+#include "bench/stopwatch.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
 #include "shardproof/device/kernels/cuda.h"
@@ -106,10 +105,10 @@ class Kernels {
 double seconds_of(const Kernel& kernel, const KernelsTask& task) {
   kernel.call();
   finish(task.device);
-  const auto start = std::chrono::steady_clock::now();
+  const auto start = Clock::now();
   for (int64_t i = 0; i < task.repeats; ++i) kernel.call();
   finish(task.device);
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / static_cast<double>(task.repeats);
+  return milliseconds_since(start) / 1000 / static_cast<double>(task.repeats);
 }
 
 }  // namespace

@@ -23,5 +23,16 @@ target_include_directories(shardproof_torch SYSTEM INTERFACE
   "${SHARDPROOF_TORCH_DIR}/include" "${SHARDPROOF_TORCH_DIR}/include/torch/csrc/api/include")
 target_link_libraries(shardproof_torch INTERFACE
   "${SHARDPROOF_TORCH_DIR}/lib/libtorch_cpu.so" "${SHARDPROOF_TORCH_DIR}/lib/libc10.so")
-# One fmt in the process: the headers that torch ships, used header-only.
-target_compile_definitions(shardproof_torch INTERFACE FMT_HEADER_ONLY=1)
+
+# fmt: the headers that torch ships, so that a process holds one version. Inside this tree they are compiled once, into a small
+# library: header-only, the whole of fmt would be compiled into every file, which took a third of the build.
+# Programs outside that use an installed Shardproof take them header-only.
+if(EXISTS "${CMAKE_CURRENT_LIST_DIR}/fmt.cpp")
+  add_library(shardproof_fmt STATIC "${CMAKE_CURRENT_LIST_DIR}/fmt.cpp")
+  target_compile_features(shardproof_fmt PRIVATE cxx_std_20)
+  set_target_properties(shardproof_fmt PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(shardproof_fmt SYSTEM PRIVATE "${SHARDPROOF_TORCH_DIR}/include")
+  target_link_libraries(shardproof_torch INTERFACE "$<BUILD_INTERFACE:shardproof_fmt>")
+else()
+  target_compile_definitions(shardproof_torch INTERFACE FMT_HEADER_ONLY=1)
+endif()

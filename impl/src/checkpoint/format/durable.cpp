@@ -8,8 +8,8 @@
 #include <atomic>
 #include <cerrno>
 #include <charconv>
-#include <cstring>
 
+#include "checkpoint/format/cause.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
@@ -19,10 +19,6 @@ namespace {
 constexpr const char* kSaving = ".saving-";
 constexpr const char* kRemoving = ".removing-";
 constexpr const char* kStep = "step_";
-
-std::string cause(int64_t error) {
-  return std::strerror(static_cast<int>(-error));
-}
 
 std::string without_slashes(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();

@@ -13,6 +13,7 @@
 #include <new>
 #include <utility>
 
+#include "checkpoint/format/cause.h"
 #include "checkpoint/format/stream_copy.h"
 #include "shardproof/base/check.h"
 
@@ -26,10 +27,6 @@ constexpr size_t kBlockBytes = size_t{4} << 20;  // of output files; a file hold
 template <typename Result>
 Result or_errno(Result result) {
   return result < 0 ? static_cast<Result>(-errno) : result;
-}
-
-std::string cause(int64_t error) {
-  return std::strerror(static_cast<int>(-error));
 }
 
 }  // namespace
