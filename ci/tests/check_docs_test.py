@@ -1,0 +1,84 @@
+"""ci/check_docs finds each kind of name that does not exist when one is planted in documents that have none."""
+import importlib.machinery
+import importlib.util
+import os
+import tempfile
+import unittest
+
+CI = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def load(name):
+    loader = importlib.machinery.SourceFileLoader(name, os.path.join(CI, name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module
+
+
+check_docs = load("check_docs")
+
+CLEAN = {
+    "README.md": "Read [the algebra](docs/layout.md#words), then run `build/tiny` of `examples/tiny.cpp`.\n",
+    "docs/layout.md": "`algebra/mesh.h` says it. [Back](../README.md). Layout.one_copy_tiles_the_tensor, Layout.one_copy_*,\n"
+                      "Gpu.a_case_of_mlp_holds, Verify.cases_of_zero3_hold, Docs.a_name_is_found, properties/{a,b}.cpp\n",
+    "examples/CMakeLists.txt": "add_executable(tiny tiny.cpp)\n",
+    "examples/tiny.cpp": "",
+    "impl/include/shardproof/algebra/mesh.h": "",
+    "properties/a.cpp": "RC_GTEST_PROP(Layout, one_copy_tiles_the_tensor, ()) {}\n",
+    "properties/b.cpp": "TEST(Layout, one_dim_is_a_row) {}\n",
+    "properties/ci.cmake": "shardproof_python_tests(NAME docs CLASS Docs)\n"
+                           "add_test(NAME \"Verify.${name}\" COMMAND verify)\n"
+                           "shardproof_verify(cases_of_${strategy}_hold harness)\n"
+                           "add_test(NAME Gpu.a_case_of_${model}_holds COMMAND verify)\n",
+    "ci/tests/docs_test.py": "class Docs:\n    def test_a_name_is_found(self):\n        pass\n",
+}
+
+
+class CheckDocs(unittest.TestCase):
+    def found(self, changes):
+        """What is said about the clean documents with these files added, replaced or (None) removed."""
+        with tempfile.TemporaryDirectory() as root:
+            for path, text in {**CLEAN, **changes}.items():
+                if text is not None:
+                    os.makedirs(os.path.dirname(os.path.join(root, path)), exist_ok=True)
+                    with open(os.path.join(root, path), "w", encoding="utf-8") as file:
+                        file.write(text)
+            return check_docs.violations(root)
+
+    def expect(self, text, message):
+        self.assertEqual(self.found({"docs/page.md": "Text.\n" + text + "\n"}), [("docs/page.md", 2, message)])
+
+    def test_documents_that_name_what_exists_have_no_violation(self):
+        self.assertEqual(self.found({}), [])
+
+    def test_a_test_that_does_not_exist_is_found(self):
+        for name in ("Layout.one_copy_tiles_a_box", "Gpu.a_case_of_mlp_fails", "Verify.cases_of_zero3_fail",
+                     "Docs.a_name_is_lost", "Layout.two_copies_*"):
+            self.expect(f"It is tested ({name}).", f"there is no test {name}")
+
+    def test_a_test_that_is_renamed_is_found(self):
+        renamed = "RC_GTEST_PROP(Layout, one_copy_tiles_it, ()) {}\n"
+        self.assertEqual(self.found({"properties/a.cpp": renamed}),
+                         [("docs/layout.md", 1, "there is no test Layout.one_copy_tiles_the_tensor")])
+
+    def test_a_test_has_to_be_named_whole(self):
+        self.expect("Layout.one_copy_...", "there is no test Layout.one_copy_...")
+
+    def test_a_file_that_does_not_exist_is_found(self):
+        self.expect("See `properties/c.cpp`.", "there is no file properties/c.cpp")
+        self.expect("See properties/{a,c}.cpp.", "there is no file properties/{a,c}.cpp")
+        self.expect("See `properties/zoo/*.cpp`.", "there is no file properties/zoo/*.cpp")
+
+    def test_a_header_that_does_not_exist_is_found(self):
+        self.expect("See `algebra/meshes.h`.", "there is no header impl/include/shardproof/algebra/meshes.h")
+        self.expect("See `shardproof/algebra/meshes.h`.", "there is no header impl/include/shardproof/algebra/meshes.h")
+
+    def test_a_link_that_leads_nowhere_is_found(self):
+        self.expect("[here](gone.md#words)", "there is no file gone.md to follow")
+
+    def test_a_program_that_no_list_makes_is_found(self):
+        self.expect("    build/giant --help", "no CMake list makes build/giant")
+
+
+if __name__ == "__main__":
+    unittest.main()
