@@ -1,9 +1,9 @@
 """What real PyTorch writes and reads, against `shardproof checkpoint`. A rank of `torch.distributed`; see checkpoint_test.py.
 
     python checkpoint_peers.py save|load KIND FOLDER
-KIND: plain (a dict of odd tensors and values), fsdp2, hsdp or fsdp2_tp. `load` (with the file of expected values last) loads
-FOLDER into a model of other values, under as
-many ranks as the environment says, and exits with 0 when every bit is that of the model that was saved.
+KIND is plain (a dict of odd tensors and values), fsdp2, hsdp or fsdp2_tp. `load` takes the file of expected values last. It
+loads FOLDER into a model of other values, under as many ranks as the environment says, and exits with 0 if every bit is that
+of the model that was saved.
 """
 import sys
 
