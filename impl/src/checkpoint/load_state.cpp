@@ -223,7 +223,7 @@ Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer
   agree_on(world, [&] { loader.match(); });
   if (options.check_before) agree_on(world, [&] { loader.check(); });
   sharded.zero_gradients();
-  for (Bucket* bucket : state.schedule().buckets()) bucket->begin_update();
+  for (Bucket* bucket : state.schedule().buckets()) bucket->parameters.begin_update();
   const std::string error = error_of([&] { loader.fill(); });
   agree(world,
         error.empty() ? "" : error + " This was found while loading: the model now has some of the checkpoint's values.");

@@ -105,7 +105,7 @@ void Optimizer::allocate_state(size_t index, size_t slot) {
   for (const Segment& segment : bucket.layout().state().segments) {
     if (segment.slot != static_cast<int64_t>(slot)) continue;
     while (held.state.size() < wanted)
-      held.state.push_back(bucket.allocate_state(segment.run.size()).zero_());
+      held.state.push_back(bucket.parameters.allocate_state(segment.run.size()).zero_());
   }
 }
 
@@ -116,10 +116,10 @@ void Optimizer::step() {
   schedule.require_final("Optimizer::step");
   const std::vector<Bucket*> buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
-    if (!buckets[b]->final()) continue;
-    buckets[b]->begin_update();
+    if (!buckets[b]->gradient.final()) continue;
+    buckets[b]->parameters.begin_update();
     const bool rounded = update_bucket(b);
-    buckets[b]->publish(rounded);
+    buckets[b]->parameters.publish(rounded);
   }
   schedule.end_step(/*parameters_changed=*/true);
 }
@@ -130,7 +130,7 @@ bool Optimizer::update_bucket(size_t index) {
   for (size_t slot = 0; slot < held_[index].size(); ++slot)
     if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;
   const bool rounds = bucket.rules().main != bucket.rules().compute;
-  const at::Tensor own = bucket.rounded();
+  const at::Tensor own = bucket.parameters.rounded();
   bool rounded = rounds;
   for (const Segment& segment : bucket.layout().state().segments) {
     if (!bucket.trains(segment.slot)) continue;
@@ -140,8 +140,8 @@ bool Optimizer::update_bucket(size_t index) {
     const Slot& slot = bucket.layout().slots()[segment.slot];
     const Update update{.name = slot.name,
                         .shape = slot.shape,
-                        .parameter = bucket.main().narrow(0, segment.local, segment.run.size()),
-                        .gradient = bucket.gradient().narrow(0, segment.local, segment.run.size()),
+                        .parameter = bucket.parameters.main().narrow(0, segment.local, segment.run.size()),
+                        .gradient = bucket.gradient.values().narrow(0, segment.local, segment.run.size()),
                         .state = held.state,
                         .step = held.updates,
                         .lr_factor = lr_factor_ * group.lr_factor,

@@ -1,6 +1,7 @@
+#include "sharding/bucket_rules.h"
+
 #include <cmath>
 
-#include "sharding/bucket.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {

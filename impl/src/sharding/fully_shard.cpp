@@ -33,7 +33,7 @@ Sharded Sharding::shard(std::shared_ptr<torch::nn::Module> root) const {
 }
 
 const std::string& UnitHandle::name() const { return unit_->name(); }
-bool UnitHandle::is_unsharded() const { return unit_->residency() == Unit::Residency::unsharded; }
+bool UnitHandle::is_unsharded() const { return unit_->residency() == Residency::whole; }
 void UnitHandle::start_unshard() { unit_->start_unshard(); }
 void UnitHandle::unshard() { unit_->finish_unshard(); }
 void UnitHandle::reshard() { unit_->reshard(); }
@@ -91,21 +91,21 @@ double Sharded::clip_gradients(double norm_max, double order) {
   const double factor = norm_max / (norm + 1e-6);
   if (factor < 1)
     for (Bucket* bucket : state_->schedule().buckets())
-      if (bucket->final()) scale_by(bucket->gradient(), factor);
+      if (bucket->gradient.final()) scale_by(bucket->gradient.values(), factor);
   return norm;
 }
 
 void Sharded::divide_gradients(double divisor) {
   state_->schedule().require_final("divide_gradients");
   for (Bucket* bucket : state_->schedule().buckets())
-    if (bucket->final()) bucket->divide_final(divisor);
+    if (bucket->gradient.final()) bucket->gradient.divide_final(divisor);
 }
 
 bool Sharded::gradients_are_finite() {
   state_->schedule().require_final("gradients_are_finite");
   at::Tensor bad = at::zeros({1}, at::kLong);
   for (const Bucket* bucket : state_->schedule().buckets())
-    if (bucket->final() && first_beyond(bucket->gradient(), INFINITY) < bucket->gradient().numel()) bad.fill_(1);
+    if (bucket->gradient.final() && first_beyond(bucket->gradient.values(), INFINITY) < bucket->layout().state().size()) bad.fill_(1);
   state_->comms().world().all_reduce(bad, Reduce::max).wait();
   return bad.item<int64_t>() == 0;
 }
@@ -113,31 +113,31 @@ bool Sharded::gradients_are_finite() {
 std::vector<Piece> Sharded::parameters() const {
   std::vector<Piece> pieces;
   for (const Bucket* bucket : state_->schedule().buckets())
-    append_pieces(bucket->layout(), bucket->layout().parameter(), bucket->parameter(), pieces);
+    append_pieces(bucket->layout(), bucket->layout().parameter(), bucket->parameters.parameter(), pieces);
   return pieces;
 }
 
 std::vector<Piece> Sharded::main_parameters() const {
   std::vector<Piece> pieces;
   for (const Bucket* bucket : state_->schedule().buckets())
-    append_pieces(bucket->layout(), bucket->layout().state(), bucket->main(), pieces);
+    append_pieces(bucket->layout(), bucket->layout().state(), bucket->parameters.main(), pieces);
   return pieces;
 }
 
 std::vector<Piece> Sharded::gradients() const {
   std::vector<Piece> pieces;
   for (const Bucket* bucket : state_->schedule().buckets()) {
-    if (!bucket->final()) continue;
+    if (!bucket->gradient.final()) continue;
     for (const Segment& segment : bucket->layout().state().segments)
       if (bucket->trains(segment.slot))
         append_pieces(bucket->layout().slots()[segment.slot], segment.run,
-                      bucket->gradient().narrow(0, segment.local, segment.run.size()), pieces);
+                      bucket->gradient.values().narrow(0, segment.local, segment.run.size()), pieces);
   }
   return pieces;
 }
 
 void Sharded::main_parameters_changed() {
-  for (Bucket* bucket : state_->schedule().buckets()) bucket->publish();
+  for (Bucket* bucket : state_->schedule().buckets()) bucket->parameters.publish();
   for (const auto& unit : state_->schedule().units()) unit->drop();
 }
 
@@ -145,12 +145,12 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() con
   at::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> whole;
   for (const auto& unit : state_->schedule().units()) {
-    const bool was_sharded = unit->residency() == Unit::Residency::sharded;
+    const bool was_whole = unit->residency() == Residency::whole || unit->residency() == Residency::gathering;
     unit->finish_unshard();
     for (const auto& bucket : unit->buckets())
       for (size_t i = 0; i < bucket->views().size(); ++i)
         whole[bucket->layout().slots()[i].name] = state_->join(bucket->layout().slots()[i], bucket->views()[i]);
-    if (was_sharded) unit->reshard();
+    if (!was_whole) unit->reshard();
   }
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (const auto& [name, sharded_as] : state_->aliases()) named.emplace_back(name, whole.at(sharded_as));
@@ -171,8 +171,8 @@ std::string Sharded::describe() const {
     int64_t parameters = 0, rest = 0, compute = 0;
     for (const auto& bucket : unit->buckets()) {
       for (const Slot& slot : bucket->layout().slots()) parameters += slot.numel;
-      rest += static_cast<int64_t>(bucket->parameter().nbytes());
-      compute += bucket->compute_bytes();
+      rest += static_cast<int64_t>(bucket->parameters.parameter().nbytes());
+      compute += bucket->parameters.compute_bytes();
     }
     text += fmt::format("{}: {} parameters in {} buckets, {} bytes at rest, {} in compute\n",
                         unit->name().empty() ? "(root)" : unit->name(), parameters, unit->buckets().size(), rest, compute);

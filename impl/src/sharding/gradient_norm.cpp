@@ -65,8 +65,8 @@ template <class Visit>
 std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited& what, Visit&& visit) {
   std::vector<at::Tensor> visited;
   for (const Bucket* bucket : schedule.buckets()) {
-    if (!bucket->final()) continue;
-    at::Tensor gradient = bucket->gradient();
+    if (!bucket->gradient.final()) continue;
+    at::Tensor gradient = bucket->gradient.values();
     if (gradient.scalar_type() == at::kDouble ? !what.doubles : !what.floats) continue;
     if (gradient.scalar_type() != at::kDouble) gradient = gradient.to(at::kFloat);  // exact
     if (!what.stay) gradient = gradient.to(at::kCPU);

@@ -57,7 +57,7 @@ bool Schedule::in_backward() const {
 
 // What was started in common is awaited, the rest dropped.
 void Schedule::abandon_backward() {
-  for (Bucket* bucket : reducing_) bucket->finish_reduce();
+  for (Bucket* bucket : reducing_) bucket->gradient.finish_reduce();
   reducing_.clear();
   to_reduce_.clear();
   for (const auto& unit : units_) {
@@ -74,7 +74,7 @@ void Schedule::begin_backward() {
   for (const auto& unit : units_)
     for (const auto& bucket : unit->buckets()) {
       if (!bucket->trainable()) continue;
-      bucket->begin_backward(sync_);
+      bucket->gradient.begin_backward(sync_);
       to_reduce_.push_back({unit.get(), bucket.get()});
     }
   torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
@@ -85,20 +85,20 @@ void Schedule::begin_backward() {
 void Schedule::start_ready_reduces() {
   while (sync_ && !to_reduce_.empty() && (ending_ || to_reduce_.back().unit->left())) {
     Bucket& bucket = *to_reduce_.back().bucket;
-    if (!bucket.complete()) bucket.fill_missing();
+    if (!bucket.gradient.complete()) bucket.gradient.fill_missing();
     start_reduce(bucket);
     to_reduce_.pop_back();
   }
 }
 
 void Schedule::start_reduce(Bucket& bucket) {
-  const int64_t limit = options_.bytes_in_flight_max, more = bucket.compute_bytes();
+  const int64_t limit = options_.bytes_in_flight_max, more = bucket.parameters.compute_bytes();
   while (reducing_.size() >= kReducesInFlightMax || (!reducing_.empty() && limit > 0 && bytes_in_flight() + more > limit)) {
-    reducing_.front()->finish_reduce();
+    reducing_.front()->gradient.finish_reduce();
     reducing_.pop_front();
   }
-  bucket.start_reduce(last_microbatch_, fmt::format("rank {}, step {}", rank(), step_));
-  if (bucket.reducing()) reducing_.push_back(&bucket);
+  bucket.gradient.start_reduce(last_microbatch_, fmt::format("rank {}, step {}", rank(), step_));
+  if (bucket.gradient.reducing()) reducing_.push_back(&bucket);
 }
 
 void Schedule::end_backward() {
@@ -108,7 +108,7 @@ void Schedule::end_backward() {
     start_ready_reduces();
     ending_ = false;
     SHARD_CHECK(to_reduce_.empty(), "schedule", "{} buckets were not reduced", to_reduce_.size());
-    for (Bucket* bucket : reducing_) bucket->finish_reduce();
+    for (Bucket* bucket : reducing_) bucket->gradient.finish_reduce();
     reducing_.clear();
   }
   for (const auto& unit : units_) unit->end_backward();
@@ -118,19 +118,19 @@ void Schedule::end_backward() {
 
 int64_t Schedule::bytes_in_flight() const {
   int64_t bytes = 0;
-  for (const Bucket* bucket : reducing_) bytes += bucket->bytes_in_flight();
+  for (const Bucket* bucket : reducing_) bytes += bucket->gradient.bytes_in_flight();
   for (const auto& unit : units_)
-    if (unit->residency() == Unit::Residency::gathering)
-      for (const auto& bucket : unit->buckets()) bytes += bucket->compute_bytes();
+    if (unit->residency() == Residency::gathering)
+      for (const auto& bucket : unit->buckets()) bytes += bucket->parameters.compute_bytes();
   return bytes;
 }
 
 bool Schedule::fits(const Unit& unit) const {
   int64_t bytes = 0;
   for (const auto& bucket : unit.buckets()) {
-    if (!bucket->frees_compute()) continue;
-    bytes += bucket->compute_bytes();
-    if (options_.buffers == Buffers::pooled && memory_->gathered_in_use(bucket->compute_bytes()) >= kPooledBuffers)
+    if (!bucket->parameters.frees_compute()) continue;
+    bytes += bucket->parameters.compute_bytes();
+    if (options_.buffers == Buffers::pooled && memory_->gathered_in_use(bucket->parameters.compute_bytes()) >= kPooledBuffers)
       return false;
   }
   return options_.bytes_in_flight_max == 0 || bytes_in_flight() + bytes <= options_.bytes_in_flight_max;
@@ -138,7 +138,7 @@ bool Schedule::fits(const Unit& unit) const {
 
 void Schedule::gather_ahead(const std::vector<Unit*>& units) {
   for (Unit* unit : units) {
-    if (unit->residency() != Unit::Residency::sharded) continue;
+    if (unit->residency() == Residency::gathering || unit->residency() == Residency::whole) continue;
     if (!fits(*unit)) return;
     unit->start_unshard();
   }
@@ -149,7 +149,7 @@ void Schedule::require_final(const char* what) const {
   bool any = false;
   for (const Bucket* bucket : buckets()) {
     any |= bucket->trainable();
-    SHARD_REQUIRE(!bucket->trainable() || bucket->final(), "schedule",
+    SHARD_REQUIRE(!bucket->trainable() || bucket->gradient.final(), "schedule",
                   "{} needs the gradients of the last backward of step {} (rank {}), but {} has none. Run a backward with "
                   "set_last_microbatch(true) and set_gradient_sync(true) first",
                   what, step_, rank(), bucket->layout().slots().front().name);
@@ -160,7 +160,7 @@ void Schedule::require_final(const char* what) const {
 void Schedule::zero_gradients() {
   if (interrupted()) abandon_backward();
   SHARD_REQUIRE(!in_backward(), "schedule", "zero_gradients inside a backward (rank {}); call it after", rank());
-  for (Bucket* bucket : buckets()) bucket->zero_gradients();
+  for (Bucket* bucket : buckets()) bucket->gradient.zero_gradients();
 }
 
 void Schedule::end_step(bool parameters_changed) {

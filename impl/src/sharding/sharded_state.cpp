@@ -190,7 +190,8 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> module, std::share
   memory_->reset_peak();
 }
 
-std::unique_ptr<Bucket> ShardedState::make_bucket(const std::vector<NamedParameter>& parameters, const Precision& precision) {
+std::unique_ptr<Bucket> ShardedState::make_bucket(const UnitPlan& plan, const std::vector<NamedParameter>& parameters,
+                                                  const Precision& precision) {
   std::vector<Slot> slots;
   std::vector<at::Tensor> tensors;
   for (const NamedParameter& parameter : parameters) {
@@ -202,15 +203,17 @@ std::unique_ptr<Bucket> ShardedState::make_bucket(const std::vector<NamedParamet
   const auto alignment = options_.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
   BucketLayout layout(std::move(slots), strategy_, comms_->mesh(), comms_->rank(), alignment, options_.granularity);
   const Initializer initialize = of_slots(options_.initialize, layout.slots());
-  return std::make_unique<Bucket>(std::move(tensors), std::move(layout), comms_, memory_, transfers_, std::move(rules),
-                                  initialize);
+  return std::make_unique<Bucket>(
+      BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), std::move(layout),
+                    comms_, memory_, transfers_, std::move(rules)},
+      initialize);
 }
 
 // Buckets of terms hold nothing else, so their offsets, and what each rank has of them, are the same all along the axis.
 void ShardedState::sum_parallel_terms() {
   for (Bucket* bucket : schedule_.buckets())
-    if (bucket->final() && bucket->rules().parallel_terms > 1)
-      bucket->sum_terms(comms_->within(parallel_->axis(), bucket->rules().parallel_terms));
+    if (bucket->gradient.final() && bucket->rules().parallel_terms > 1)
+      bucket->gradient.sum_terms(comms_->within(parallel_->axis(), bucket->rules().parallel_terms));
 }
 
 at::Tensor ShardedState::join(const Slot& slot, const at::Tensor& local) const {
@@ -226,7 +229,7 @@ void ShardedState::build_unit(const UnitPlan& plan) {
 
   std::vector<std::unique_ptr<Bucket>> buckets;
   for (const auto& parameters : split_into_buckets(plan, options_))
-    buckets.push_back(make_bucket(parameters, precision));
+    buckets.push_back(make_bucket(plan, parameters, precision));
   auto unit = std::make_shared<Unit>(schedule_, plan.name(), std::move(buckets), plan.modules.size());
   UnitSettings& settings = unit->settings;
   const bool is_root = plan.modules.front().second == module_;
@@ -310,7 +313,7 @@ void ShardedState::finish(const std::shared_ptr<ShardedState>& self) {
     for (const std::string& axis : strategy_.produced.partial) comms_->along({axis}).all_reduce(total, Reduce::sum).wait();
     const auto divisor = static_cast<double>(std::max<int64_t>(1, total.item<int64_t>()));
     for (Bucket* bucket : schedule_.buckets())
-      if (bucket->final()) bucket->divide_final(divisor);
+      if (bucket->gradient.final()) bucket->gradient.divide_final(divisor);
   }
   tokens = 0;
   run(false);

@@ -53,7 +53,8 @@ class ShardedState {
 
  private:
   void build_unit(const UnitPlan& plan);
-  std::unique_ptr<Bucket> make_bucket(const std::vector<NamedParameter>& parameters, const Precision& precision);
+  std::unique_ptr<Bucket> make_bucket(const UnitPlan& plan, const std::vector<NamedParameter>& parameters,
+                                      const Precision& precision);
   void sum_parallel_terms();
   void relate_units(const std::vector<UnitPlan>& plans);
   void choose_prefetch();

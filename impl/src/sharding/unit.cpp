@@ -54,9 +54,7 @@ class WatchInput final : public torch::autograd::Node {
 }  // namespace
 
 Unit::Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules)
-    : schedule_(schedule), name_(std::move(name)), buckets_(std::move(buckets)), modules_(modules) {
-  for (const auto& bucket : buckets_) bucket->set_label(name_.empty() ? "the root unit" : "unit '" + name_ + "'");
-}
+    : schedule_(schedule), name_(std::move(name)), buckets_(std::move(buckets)), modules_(modules) {}
 
 void Unit::hook_parameters() {
   for (const auto& bucket : buckets_)
@@ -110,36 +108,27 @@ void Unit::reshard_after_forward() {
   const Reshard& how = settings.reshard_after_forward;
   const bool trains = c10::GradMode::is_enabled() || schedule_.recomputed_forwards > 0;
   if (!trains || (!how.keeps_everything() && how.ranks() == 0)) return reshard();
-  if (how.keeps_everything() || residency_ != Residency::unsharded) return;
-  for (const auto& bucket : buckets_) bucket->reshard_within(how.ranks());
-  residency_ = Residency::sharded;
+  if (how.keeps_everything() || residency() != Residency::whole) return;
+  for (const auto& bucket : buckets_) bucket->parameters.reshard_within(how.ranks());
 }
 
 void Unit::start_unshard() {
-  if (residency_ != Residency::sharded) return;
-  residency_ = Residency::gathering;
-  for (const auto& bucket : buckets_) bucket->start_unshard();
+  for (const auto& bucket : buckets_) bucket->parameters.start_unshard();
 }
 
 void Unit::finish_unshard() {
   start_unshard();
-  if (residency_ == Residency::unsharded) return;
-  for (const auto& bucket : buckets_) bucket->finish_unshard();
-  residency_ = Residency::unsharded;
+  for (const auto& bucket : buckets_) bucket->parameters.finish_unshard();
 }
 
 void Unit::reshard() {
-  if (residency_ == Residency::sharded) return;
-  SHARD_REQUIRE(residency_ == Residency::unsharded, "unit",
-                "unit '{}' is resharded while its gather is in flight; unshard() it first", name_);
-  for (const auto& bucket : buckets_) bucket->reshard();
-  residency_ = Residency::sharded;
+  if (residency() == Residency::kept) return;
+  for (const auto& bucket : buckets_) bucket->parameters.reshard();
 }
 
 void Unit::drop() {
-  if (residency_ == Residency::gathering) finish_unshard();
-  for (const auto& bucket : buckets_) bucket->reshard();
-  residency_ = Residency::sharded;
+  if (residency() == Residency::gathering) finish_unshard();
+  for (const auto& bucket : buckets_) bucket->parameters.reshard();
 }
 
 void Unit::before_backward() {
@@ -150,7 +139,7 @@ void Unit::before_backward() {
 
 void Unit::on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient) {
   schedule_.begin_backward();
-  bucket.add_gradient(slot, gradient, /*may_be_part=*/expects_more());
+  bucket.gradient.add_gradient(slot, gradient, /*may_be_part=*/expects_more());
   reshard_when_done();
 }
 
@@ -163,7 +152,7 @@ void Unit::on_input_gradient() {
 
 bool Unit::complete() const {
   for (const auto& bucket : buckets_)
-    if (!bucket->complete() || !bucket->all_train()) return false;
+    if (!bucket->gradient.complete() || !bucket->all_train()) return false;
   return !expects_more() && inputs_watched_ <= 0;
 }
 
@@ -176,7 +165,7 @@ void Unit::end_backward() {
   ran_.clear();
   inputs_watched_ = 0;
   left_ = leaves_unseen_ = false;
-  if (settings.reshard_after_backward || residency_ == Residency::gathering) drop();
+  if (settings.reshard_after_backward || residency() == Residency::gathering) drop();
 }
 
 void Unit::begin_recomputation() {
@@ -199,7 +188,7 @@ void Unit::end_recomputation() {
 
 void Unit::settle() {
   if (expects_more()) return;
-  for (const auto& bucket : buckets_) bucket->settle();
+  for (const auto& bucket : buckets_) bucket->gradient.settle();
 }
 
 void Unit::expect_no_more() {

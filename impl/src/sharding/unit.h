@@ -25,8 +25,6 @@ struct UnitSettings {
 
 class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
  public:
-  enum class Residency { sharded, gathering, unsharded };
-
   // `modules`: how many modules make up the unit.
   Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules);
   ~Unit() override;
@@ -36,7 +34,8 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
 
   const std::string& name() const { return name_; }
   const std::vector<std::unique_ptr<Bucket>>& buckets() const { return buckets_; }
-  Residency residency() const { return residency_; }
+  // Of all its buckets; of a unit without any, sharded.
+  Residency residency() const { return buckets_.empty() ? Residency::sharded : buckets_.front()->parameters.residency(); }
   UnitSettings settings;
 
   void before_forward(const torch::nn::Module& module) override;
@@ -46,10 +45,10 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool recomputes() const override { return settings.recompute; }
   std::vector<at::Tensor> run_without_graph(Body body, std::vector<at::Tensor> inputs) override;
 
-  // sharded -> gathering -> unsharded; nothing when already there.
+  // All its buckets; see BucketParameters. Nothing when already there.
   void start_unshard();
   void finish_unshard();
-  // unsharded -> sharded; nothing when already there.
+  // Whole parameters are freed; nothing when they are not there.
   void reshard();
   // Whatever is gathered, or being gathered, goes.
   void drop();
@@ -80,7 +79,6 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   size_t modules_;
   std::set<const torch::nn::Module*> ran_;  // in this forward
-  Residency residency_ = Residency::sharded;
   int64_t inputs_watched_ = 0;   // backward has still to leave through so many
   int64_t recomputations_ = 0;   // of it, or around it, that the backward has still to run
   bool until_the_end_ = false;

@@ -1,0 +1,241 @@
+#include "sharding/bucket_gradient.h"
+
+#include <ATen/ATen.h>
+
+#include "device/flat_math.h"
+#include "shardproof/base/check.h"
+#include "testing/base/call_label.h"
+
+namespace shardproof {
+
+const char* to_string(GradientState state) {
+  switch (state) {
+    case GradientState::empty:
+      return "empty";
+    case GradientState::produced:
+      return "produced";
+    case GradientState::reducing:
+      return "being reduced";
+    case GradientState::accumulated:
+      return "accumulated";
+    case GradientState::final:
+      return "final";
+  }
+  return "unknown";
+}
+
+namespace {
+
+bool may_follow(GradientState now, GradientState next) {
+  using enum GradientState;
+  switch (next) {
+    case empty:
+      return now != reducing;
+    case produced:
+      return now == empty || now == accumulated;
+    case reducing:
+      return now == produced;
+    case accumulated:
+      return now == reducing;
+    case final:
+      return now == accumulated;
+  }
+  return false;
+}
+
+}  // namespace
+
+BucketGradient::BucketGradient(const BucketContext& context)
+    : BucketPart(context), arrived_(views_.size(), false), holds_(views_.size(), false), parts_(views_.size()) {}
+
+void BucketGradient::enter(GradientState next) {
+  SHARD_REQUIRE(
+      may_follow(state_, next), "bucket",
+      "the gradient of {} of {} is {} and cannot become {}. After an error in a backward call zero_gradients on every "
+      "rank",
+      first_name(), label_, to_string(state_), to_string(next));
+  state_ = next;
+}
+
+void BucketGradient::begin_backward(bool reduces) {
+  reduces_ = reduces;
+  missing_ = 0;
+  for (size_t i = 0; i < views_.size(); ++i) {
+    arrived_[i] = !views_[i].requires_grad();
+    missing_ += !arrived_[i];
+  }
+}
+
+at::ScalarType BucketGradient::produced_dtype(bool reduces) const {
+  const ReductionDtypes& dtypes = rules_.reduction;
+  const bool goes_on_the_wire = reduces && !layout_.reduce().empty() && rules_.divide_before == 1;
+  return goes_on_the_wire && dtypes.gradient == at::kFloat ? dtypes.reduce : dtypes.gradient;
+}
+
+void BucketGradient::add_gradient(int64_t index, const at::Tensor& gradient, bool may_be_part) {
+  const Slot& slot = layout_.slots()[index];
+  SHARD_REQUIRE(
+      !final(), "bucket",
+      "parameter {} of {} got a gradient after the last backward of this step. Call set_last_microbatch(false) before "
+      "every backward but the last, then Optimizer::step or zero_gradients",
+      slot.name, label_);
+  SHARD_REQUIRE(!reducing() && (!arrived_[index] || may_be_part), "bucket",
+                "parameter {} of {} got a second gradient in one backward after its bucket was taken", slot.name, label_);
+  SHARD_CHECK(gradient.numel() == slot.numel, "bucket", "gradient of {}: {} elements, expected {}", slot.name, gradient.numel(),
+              slot.numel);
+  missing_ -= !arrived_[index];
+  arrived_[index] = true;
+  if (!may_be_part) return take(index, gradient);
+  at::NoGradGuard no_grad;
+  at::Tensor& sum = parts_[index];
+  sum = sum.defined() ? sum + gradient : gradient;
+}
+
+void BucketGradient::settle() {
+  for (size_t i = 0; i < parts_.size(); ++i)
+    if (parts_[i].defined()) take(static_cast<int64_t>(i), std::exchange(parts_[i], at::Tensor()));
+}
+
+void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
+  const Slot& slot = layout_.slots()[index];
+  if (state_ != GradientState::produced) {
+    enter(GradientState::produced);
+    produced_ = memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
+    for (const Interval& padding : layout_.whole().padding) produced_.narrow(0, padding.begin, padding.size()).zero_();
+    holds_.assign(holds_.size(), false);
+    suspicious_ = false;
+  }
+  at::NoGradGuard no_grad;
+  const at::Tensor source = gradient.contiguous().view({-1});
+  const at::Tensor target = produced_.narrow(0, slot.offset, slot.numel);
+  // The first term is copied, not added to zero, which would turn -0.0 into +0.0.
+  const bool fine = holds_[index] ? add_to(target, source, rules_.gradient_magnitude_max)
+                                  : copy_to(target, source, rules_.gradient_magnitude_max);
+  suspicious_ |= !fine;
+  if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = slot.name;
+  holds_[index] = true;
+}
+
+void BucketGradient::fill_missing() {
+  for (size_t i = 0; i < views_.size(); ++i)
+    if (!arrived_[i])
+      add_gradient(static_cast<int64_t>(i), at::zeros({layout_.slots()[i].numel}, options(rules_.compute)), false);
+}
+
+void BucketGradient::start_reduce(bool last, const std::string& where) {
+  const CallLabel label(label_);
+  SHARD_CHECK(complete() && produced_.defined(), "bucket", "{}: a reduce of {} needs every gradient, {} are missing", label_,
+              first_name(), missing_);
+  for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
+    if (!holds_[i]) produced_.narrow(0, layout_.slots()[i].offset, layout_.slots()[i].numel).zero_();
+  if (suspicious_ && rules_.check_gradients) check_produced(where);
+  last_ = last;
+  const std::vector<Hop>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
+  if (layout_.reduce().empty() && !last) {
+    holds_.assign(holds_.size(), true);
+    return;
+  }
+  if (path.empty() && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
+  if (!path.empty()) reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_), rules_.divide_before);
+  enter(GradientState::reducing);
+}
+
+void BucketGradient::finish_reduce() {
+  const CallLabel label(label_);
+  if (!reducing()) return;
+  at::Tensor sum = reduction_ ? reduction_->finish() : std::move(produced_);
+  produced_.reset();
+  reduction_.reset();
+  enter(GradientState::accumulated);
+  if (!layout_.reduce().empty()) {
+    check_padding(layout_.accumulated(), sum, "reduced gradient");
+    if (accumulated_.defined()) {
+      const bool fine = add_to(accumulated_, sum, std::numeric_limits<double>::infinity());
+      SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical",
+                    "the sum of gradients of {} and its neighbours leaves the "
+                    "range of fixed-point numbers, {}. Scale the loss down",
+                    layout_.slots()[0].name, kFixedPointMax);
+    } else {
+      accumulated_ = std::move(sum);
+    }
+    if (!last_) return;
+    sum = std::move(accumulated_);
+    if (!layout_.reduce_last().empty())
+      sum = Reduction(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, std::move(sum)).finish();
+  }
+  finalize(std::move(sum));
+}
+
+void BucketGradient::finalize(at::Tensor sum) {
+  check_padding(layout_.state(), sum, "gradient");
+  at::NoGradGuard no_grad;
+  if (sum.scalar_type() == rules_.main) {
+    gradient_ = std::move(sum);
+  } else {
+    gradient_ = memory_->allocate(MemoryKind::gradient, layout_.state().size(), rules_.main);
+    if (sum.scalar_type() == at::kLong && rules_.parallel_terms > 1) fixed_ = sum;
+    if (sum.scalar_type() == at::kLong)
+      fixed_to_float(gradient_, sum);
+    else
+      gradient_.copy_(sum);
+  }
+  accumulated_.reset();
+  enter(GradientState::final);
+  divide_final(rules_.divide_after);
+  if (rules_.parallel_terms == 1) start_offload();
+}
+
+void BucketGradient::start_offload() {
+  if (!rules_.offload) return;
+  const at::Tensor host = memory_->allocate(MemoryKind::gradient, gradient_.numel(), gradient_.scalar_type(), Place::host);
+  download_ = transfers_->download(host, std::exchange(gradient_, host));
+}
+
+const at::Tensor& BucketGradient::values() const {
+  download_.wait();
+  return gradient_;
+}
+
+void BucketGradient::sum_terms(Comm& group) {
+  if (fixed_.defined()) {
+    group.all_reduce(fixed_).wait();
+    fixed_to_float(gradient_, std::exchange(fixed_, at::Tensor()));
+    divide_final(rules_.divide_after);
+  } else {
+    group.all_reduce(gradient_).wait();
+  }
+  start_offload();
+}
+
+void BucketGradient::divide_final(double divisor) {
+  if (divisor != 1) divide_by(values(), divisor);
+}
+
+void BucketGradient::zero_gradients() {
+  enter(GradientState::empty);
+  produced_.reset();
+  accumulated_.reset();
+  gradient_.reset();
+  download_ = {};
+  fixed_.reset();
+  parts_.assign(parts_.size(), at::Tensor());
+}
+
+void BucketGradient::check_produced(const std::string& where) const {
+  SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
+                "{}: the gradient of {} has an element that is NaN, infinite or above {}, before any communication. "
+                "Fixed-point sums cannot "
+                "hold it: look at the loss and the data of this rank, or scale the loss down",
+                where, unrepresentable_, kFixedPointMax);
+  for (const Slot& slot : layout_.slots()) {
+    const at::Tensor values = produced_.narrow(0, slot.offset, slot.numel);
+    const int64_t bad = first_beyond(values, rules_.gradient_magnitude_max);
+    if (bad < slot.numel)
+      throw NonFiniteError(
+          fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, before any communication. "
+                      "Look at the loss and the data of this rank, or lower the learning rate",
+                      where, slot.name, element_of(values, bad), bad, slot.numel));
+  }
+}
+
+}  // namespace shardproof

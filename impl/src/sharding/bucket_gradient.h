@@ -1,0 +1,87 @@
+// The gradient of a bucket, on its way from the backward of each microbatch to the optimizer:
+//
+//   empty        --add-->     produced     local terms, added over microbatches until they are reduced. Sums that were reduced
+//                                          before lie beside them where the strategy reduces early
+//   produced     --start-->   reducing     sums over ranks are under way; where the strategy takes none yet, it stays produced
+//   reducing     --finish-->  accumulated  reduced over ranks, added over reductions
+//   accumulated  --add-->     produced     another microbatch
+//   accumulated  --finish-->  final        after the last microbatch: in the state layout and the main dtype, divided; what the
+//                                          optimizer reads. With Offload it is in the host's memory
+//   any but reducing --zero-->  empty
+//
+// Every other step is an error that names the unit and a parameter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "sharding/bucket_part.h"
+#include "sharding/reduction.h"
+
+namespace shardproof {
+
+enum class GradientState { empty, produced, reducing, accumulated, final };
+const char* to_string(GradientState state);
+
+class BucketGradient : private BucketPart {
+ public:
+  explicit BucketGradient(const BucketContext& context);
+
+  GradientState state() const { return state_; }
+  bool reducing() const { return state_ == GradientState::reducing; }
+  bool final() const { return state_ == GradientState::final; }
+
+  // A backward begins: which gradients will come, and whether they are reduced at its end.
+  void begin_backward(bool reduces);
+  // Takes over one parameter's gradient. When it may be a part of what this backward makes, parts are added first, as autograd
+  // adds them, and wait for `settle`.
+  void add_gradient(int64_t slot, const at::Tensor& gradient, bool may_be_part);
+  // All parts are there.
+  void settle();
+  // Every gradient of this backward is there.
+  bool complete() const { return missing_ == 0; }
+  // Parameters that the backward did not reach have zero gradients.
+  void fill_missing();
+
+  // Reduces what was added; `last` brings the gradient to its final form. `finish` may be called later, once. `where` is for
+  // messages.
+  void start_reduce(bool last, const std::string& where);
+  void finish_reduce();
+  int64_t bytes_in_flight() const { return reduction_ ? reduction_->bytes_in_flight() : 0; }
+
+  // In the state layout and the main dtype, divided by everything but what `divide_final` still adds. Offloaded, it waits until
+  // the gradient is in the host's memory; one whose terms are still to be added is on the device.
+  const at::Tensor& values() const;
+  void divide_final(double divisor);
+  // Adds up what the ranks of the group have of the final gradient: terms along the tensor-parallel axis. Collective.
+  void sum_terms(Comm& group);
+
+  void zero_gradients();
+
+ private:
+  void enter(GradientState next);
+  at::ScalarType produced_dtype(bool reduces) const;
+  void take(int64_t slot, const at::Tensor& gradient);
+  void check_produced(const std::string& where) const;
+  void finalize(at::Tensor sum);
+  void start_offload();
+
+  GradientState state_ = GradientState::empty;
+  std::vector<bool> arrived_;      // in this backward
+  std::vector<bool> holds_;        // produced_ has a value, of this or an earlier backward
+  std::vector<at::Tensor> parts_;  // sums of parts that are not settled; undefined where there are none
+  int64_t missing_ = 0;
+  bool reduces_ = true;          // this backward's are reduced at its end
+  bool last_ = false;            // the reduction under way is the last of the step
+  bool suspicious_ = false;      // produced_ holds something that is not finite or too large
+  std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
+  at::Tensor produced_, accumulated_, gradient_;
+  at::Tensor fixed_;                    // the final gradient in fixed point, while terms of it are to be added
+  HostTransfer download_;               // of the gradient
+  std::optional<Reduction> reduction_;  // reducing without one: the strategy sums over no rank
+};
+
+}  // namespace shardproof

@@ -1,0 +1,191 @@
+#include "sharding/bucket_parameters.h"
+
+#include <ATen/ATen.h>
+
+#include "sharding/storage.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/meta_init.h"
+#include "testing/base/call_label.h"
+
+namespace shardproof {
+
+BucketParameters::BucketParameters(const BucketContext& context, const Initializer& initialize) : BucketPart(context) {
+  at::NoGradGuard no_grad;
+  allocate_parameters();
+  allocate_main();
+  if (views_.at(0).is_meta()) {
+    fill_from_initializer(initialize);
+  } else {
+    fill_from_values();
+  }
+  if (rules_.offload) rounded_.copy_(own_part());  // padding and all
+  if (frees_compute())
+    for (const Slot& slot : layout_.slots())
+      unreadable_.push_back(unreadable(
+          slot.shape, rules_.compute, memory_->device(),
+          fmt::format(
+              "[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: enter the unit "
+              "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
+              slot.name)));
+  point_parameters_at(frees_compute() ? unreadable_ : readable_);
+}
+
+void BucketParameters::allocate_parameters() {
+  const LocalView& own = layout_.parameter();
+  if (side_by_side()) {
+    Comm& group = comms_->along(layout_.unshard().axes);
+    SHARD_REQUIRE(memory_->device().is_cpu(), "fully_shard",
+                  "Gather::side_by_side: memory that ranks share is the CPU's, and parameters are on {}. Use Gather::copied",
+                  memory_->device().str());
+    const at::Tensor memory = group.shared_memory(compute_bytes());
+    SHARD_REQUIRE(memory.defined(), "fully_shard",
+                  "Gather::side_by_side: the ranks of '{}' have no memory in common. Use Gather::copied", group.name());
+    const int64_t bytes = own.size() * static_cast<int64_t>(c10::elementSize(rules_.compute));
+    compute_ = memory_->adopt(MemoryKind::parameter, memory.view(rules_.compute), bytes);
+    parameter_ = compute_.narrow(0, own.interval.begin, own.size());
+  } else {
+    compute_ = without_memory(layout_.numel(), rules_.compute, memory_->device());
+  }
+  for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
+  if (side_by_side()) return;
+  release_storage(compute_);
+  if (!frees_compute()) {
+    restore_storage(compute_, *memory_, MemoryKind::parameter);
+    parameter_ = compute_;
+    return;
+  }
+  // What is gathered from and what is gathered into are registered together, or both are not.
+  Comm& group = comms_->along(layout_.unshard().axes);
+  parameter_ = memory_->allocate_of(group, Op::all_gather, MemoryKind::parameter, own.size(), rules_.compute);
+  if (!parameter_.defined()) parameter_ = memory_->allocate(MemoryKind::parameter, own.size(), rules_.compute);
+}
+
+void BucketParameters::allocate_main() {
+  const int64_t size = layout_.state().size();
+  const bool rounds = rules_.main != rules_.compute;
+  const auto allocate = [&](at::ScalarType dtype) { return memory_->allocate(MemoryKind::parameter, size, dtype, place()); };
+  main_ = rounds || rules_.offload ? allocate(rules_.main) : own_part();
+  rounded_ = !rules_.offload ? own_part() : rounds ? allocate(rules_.compute) : main_;
+}
+
+void BucketParameters::fill_from_values() {
+  at::Tensor whole = at::zeros({layout_.numel()}, options(rules_.main));
+  for (size_t i = 0; i < views_.size(); ++i) {
+    const Slot& slot = layout_.slots()[i];
+    whole.narrow(0, slot.offset, slot.numel).view(slot.shape).copy_(views_[i]);
+  }
+  if (rules_.broadcast)
+    for (const std::string& axis : rules_.sum_axes) comms_->along({axis}).broadcast(whole, 0).wait();
+  const auto part = [&](const LocalView& view) { return whole.narrow(0, view.interval.begin, view.size()); };
+  parameter_.copy_(part(layout_.parameter()));
+  main_.copy_(part(layout_.state()));
+}
+
+void BucketParameters::fill_from_initializer(const Initializer& initialize) {
+  SHARD_REQUIRE(initialize != nullptr, "fully_shard",
+                "parameter {} is on the meta device, so it has no values. Set ShardOptions::initialize",
+                layout_.slots()[0].name);
+  const auto fill = [&](const LocalView& view, const at::Tensor& local) {
+    local.zero_();
+    for (const Segment& segment : view.segments) {
+      const Slot& slot = layout_.slots()[segment.slot];
+      at::Tensor values = at::empty({segment.run.size()}, rules_.main);
+      initialize(slot.name, slot.shape, segment.run, values);
+      local.narrow(0, segment.local, segment.run.size()).copy_(values);
+    }
+  };
+  fill(layout_.parameter(), parameter_);
+  if (rules_.main != rules_.compute || rules_.offload) fill(layout_.state(), main_);
+  for (const at::Tensor& view : views_) materialize(view, memory_->device());
+}
+
+void BucketParameters::point_parameters_at(const std::vector<at::Tensor>& data) {
+  for (size_t i = 0; i < views_.size(); ++i) views_[i].set_data(data[i]);
+}
+
+at::Tensor BucketParameters::own_part() const {
+  const int64_t begin = layout_.state().interval.begin - layout_.parameter().interval.begin;
+  return parameter_.narrow(0, begin, layout_.state().size());
+}
+
+int64_t BucketParameters::compute_bytes() const {
+  return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.compute));
+}
+
+void BucketParameters::begin_update() {
+  const CallLabel label(label_);
+  if (side_by_side()) comms_->along(layout_.unshard().axes).barrier().wait();
+}
+
+void BucketParameters::start_unshard() {
+  if (residency_ != Residency::sharded && residency_ != Residency::kept) return;
+  residency_ = Residency::gathering;
+  const CallLabel label(label_);
+  if (side_by_side() && std::exchange(neighbours_write_, false))
+    unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
+  if (!frees_compute()) return;
+  Comm& group = kept_.defined() ? comms_->within("dp_shard", kept_ranks_) : comms_->along(layout_.unshard().axes);
+  restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
+  unshard_work_ = group.all_gather(compute_, kept_.defined() ? kept_ : parameter_);
+}
+
+void BucketParameters::finish_unshard() {
+  if (residency_ == Residency::whole) return;
+  SHARD_CHECK(residency_ == Residency::gathering, "bucket", "{}: a gather of {} is awaited that was not started", label_,
+              first_name());
+  unshard_work_.wait();
+  residency_ = Residency::whole;
+  if (!frees_compute()) return;
+  kept_.reset();
+  point_parameters_at(readable_);
+}
+
+void BucketParameters::reshard() {
+  SHARD_REQUIRE(residency_ != Residency::gathering, "unit",
+                "{}, with parameter {}, is resharded while its gather is in flight; unshard() it first", label_, first_name());
+  residency_ = Residency::sharded;
+  kept_.reset();
+  if (!frees_compute() || storage_is_released(compute_)) return;
+  point_parameters_at(unreadable_);
+  release_storage(compute_);
+}
+
+void BucketParameters::reshard_within(int64_t ranks) {
+  SHARD_CHECK(residency_ == Residency::whole, "bucket", "{}: a part of {} is kept of what is not whole", label_, first_name());
+  if (!frees_compute()) {
+    residency_ = Residency::kept;
+    return;
+  }
+  Comm& group = comms_->within("dp_shard", ranks);
+  const int64_t part = layout_.numel() / group.size();
+  at::Tensor kept = memory_->allocate(MemoryKind::gathered, part, rules_.compute);
+  kept.copy_(compute_.narrow(0, group.rank() * part, part));
+  reshard();
+  residency_ = Residency::kept;
+  kept_ = kept;
+  kept_ranks_ = ranks;
+}
+
+const at::Tensor& BucketParameters::main() const {
+  upload_.wait();
+  return main_;
+}
+
+at::Tensor BucketParameters::allocate_state(int64_t numel) const {
+  return memory_->allocate(MemoryKind::optimizer, numel, rules_.main, place());
+}
+
+void BucketParameters::publish(bool is_rounded) {
+  const CallLabel label(label_);
+  at::NoGradGuard no_grad;
+  if (rules_.main != rules_.compute && !is_rounded) rounded_.copy_(main());
+  check_padding(layout_.state(), rounded_, "parameter");
+  const at::Tensor updated = own_part();
+  if (rules_.offload) upload_ = transfers_->upload(updated, rounded_);
+  if (layout_.publish().step == Step::all_gather) comms_->along(layout_.publish().axes).all_gather(parameter_, updated).wait();
+  // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
+  for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();
+  neighbours_write_ = true;
+}
+
+}  // namespace shardproof

@@ -1,0 +1,81 @@
+// Where the parameters of a bucket live. Between steps this rank holds the strategy's `parameter` layout; while the unit runs,
+// the whole bucket:
+//
+//   sharded    --start_unshard-->  gathering  --finish_unshard-->  whole
+//   whole      --reshard-->        sharded     the memory of the whole bucket is freed
+//   whole      --reshard_within--> kept        a part of it stays between forward and backward
+//   kept       --start_unshard-->  gathering   from that part, among fewer ranks
+//   kept       --reshard-->        sharded
+//
+// Where the strategy keeps parameters whole, or all ranks see them in memory that they share, the states are the same and
+// nothing is moved or freed.
+//
+// Buffers by name: `compute` the whole bucket, which parameters are views of; `parameter` what rests between steps (part of
+// the same memory unless the strategy shards it); `main` what the optimizer updates (part of `parameter` unless its dtype
+// or place differs); `rounded` the same in the compute dtype; `kept` what stays of `compute` between forward and backward where
+// that is neither all nor nothing. With Offload, main and rounded are in the host's memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "sharding/bucket_part.h"
+
+namespace shardproof {
+
+enum class Residency { sharded, kept, gathering, whole };
+
+class BucketParameters : private BucketPart {
+ public:
+  // Copies the parameters' values into the buffers, or fills those of meta parameters, and turns the parameters into views.
+  // When rules.broadcast, rank 0's values along the axes of the sum win. Collective.
+  BucketParameters(const BucketContext& context, const Initializer& initialize);
+
+  Residency residency() const { return residency_; }
+
+  // Before main() is written: waits until no rank reads the parameters of this step any more. Collective.
+  void begin_update();
+
+  // The whole bucket, gathered. `start` allocates and returns at once. Nothing when already there.
+  void start_unshard();
+  void finish_unshard();
+  // Releases the memory of `compute` while autograd keeps aliases of it, and makes the module's parameters unreadable. Throws
+  // Error while a gather is in flight.
+  void reshard();
+  // The same, but groups of `ranks` neighbours along dp_shard keep the parameters between them until the next gather.
+  void reshard_within(int64_t ranks);
+  bool frees_compute() const { return layout_.unshard().step != Step::none && !side_by_side(); }
+  // Parameters are sharded, and whole all the time.
+  bool side_by_side() const { return layout_.unshard().step != Step::none && rules_.gather == Gather::side_by_side; }
+  int64_t compute_bytes() const;
+
+  const at::Tensor& parameter() const { return parameter_; }
+  // To be written, too. Offloaded, it waits until the device has the values from before.
+  const at::Tensor& main() const;
+  // Where main() in the compute dtype goes.
+  const at::Tensor& rounded() const { return rounded_; }
+  // Memory for the optimizer's state of so many elements, where main() is.
+  at::Tensor allocate_state(int64_t numel) const;
+  // After main() was written: brings `parameter` up to date on every rank. `is_rounded`: rounded() is up to date already.
+  void publish(bool is_rounded = false);
+
+ private:
+  void allocate_parameters();
+  void allocate_main();
+  at::Tensor own_part() const;  // the state's part of `parameter`
+  void fill_from_values();
+  void fill_from_initializer(const Initializer& initialize);
+  void point_parameters_at(const std::vector<at::Tensor>& data);
+
+  Residency residency_ = Residency::sharded;
+  std::vector<at::Tensor> readable_;    // what the parameters are while the bucket is whole: views of compute_
+  std::vector<at::Tensor> unreadable_;  // what they are while it is not
+  Work unshard_work_;
+  at::Tensor compute_, parameter_, main_, rounded_, kept_;
+  HostTransfer upload_;  // of parameters, to the device
+  int64_t kept_ranks_ = 0;
+  bool neighbours_write_ = true;  // side by side: no collective since parameters were written
+};
+
+}  // namespace shardproof

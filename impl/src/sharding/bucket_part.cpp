@@ -1,0 +1,21 @@
+#include "sharding/bucket_part.h"
+
+#include <ATen/ATen.h>
+
+#include "device/flat_math.h"
+#include "shardproof/base/check.h"
+
+namespace shardproof {
+
+at::TensorOptions BucketPart::options(at::ScalarType dtype) const {
+  return at::TensorOptions(dtype).device(memory_->device());
+}
+
+void BucketPart::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {
+  for (const Interval& padding : view.padding)
+    SHARD_CHECK(all_zero(local.narrow(0, padding.begin, padding.size())), "bucket",
+                "padding of the {} after {} is not zero, at bucket offset {} to {}", what, layout_.slots().front().name,
+                view.interval.begin + padding.begin, view.interval.begin + padding.end);
+}
+
+}  // namespace shardproof
