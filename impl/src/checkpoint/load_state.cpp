@@ -147,7 +147,7 @@ class Loader {
       for (const std::string& slot : state.slots) keys.insert(state_key(state.parameter, slot));
     for (const std::string& name : matched_.plain) keys.insert(model_key(name));
     const VerifiedPart part{[&](const std::string& key) { return keys.contains(key); }, sharded_.rank(),
-                            sharded_.state().comms().world().size()};
+                            sharded_.state().comms->world().size()};
     const Verified verified = verify_checkpoint(*options_.files, directory_, {}, part);
     SHARD_REQUIRE(verified.problems.empty(), "checkpoint",
                   "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`", directory_,
@@ -218,18 +218,18 @@ class Loader {
 
 Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
   ShardedState& state = sharded.state();
-  Comm& world = state.comms().world();
+  Comm& world = state.comms->world();
   Loader loader(directory, sharded, optimizer, options);
   agree_on(world, [&] { loader.match(); });
   if (options.check_before) agree_on(world, [&] { loader.check(); });
   sharded.zero_gradients();
-  for (Bucket* bucket : state.schedule().buckets()) bucket->parameters.begin_update();
+  for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
   const std::string error = error_of([&] { loader.fill(); });
   agree(world,
         error.empty() ? "" : error + " This was found while loading: the model now has some of the checkpoint's values.");
   sharded.main_parameters_changed();
   Loaded loaded = loader.take();
-  state.schedule().set_step(loaded.trainer.step);
+  state.schedule.set_step(loaded.trainer.step);
   return loaded;
 }
 

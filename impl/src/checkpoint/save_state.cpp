@@ -272,7 +272,7 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
     : parts_(std::make_unique<Parts>()) {
   Parts& parts = *parts_;
   parts.directory = directory;
-  parts.world = &sharded.state().comms().world();
+  parts.world = &sharded.state().comms->world();
   parts.files = options.files;
   parts.stream = current_stream_of(sharded.state().device());
   Comm& world = *parts.world;

@@ -7,19 +7,19 @@ namespace shardproof::checkpoint {
 ModelNames names_of_model(Sharded& sharded) {
   ShardedState& state = sharded.state();
   ModelNames names;
-  for (const Bucket* bucket : state.schedule().buckets())
+  for (const Bucket* bucket : state.schedule.buckets())
     for (size_t i = 0; i < bucket->layout().slots().size(); ++i) {
       const Slot& slot = bucket->layout().slots()[i];
       names.parameters[slot.name] = {bucket->rules().main, slot.whole, bucket->trains(static_cast<int64_t>(i)), {}};
     }
   std::set<std::string> sharded_names;
-  for (const auto& [name, first] : state.aliases()) {
+  for (const auto& [name, first] : state.aliases) {
     sharded_names.insert(name);
     if (name != first) names.parameters.at(first).other_names.push_back(name);
   }
-  for (const auto& item : state.module()->named_parameters())
+  for (const auto& item : state.module->named_parameters())
     if (item.value().defined() && !sharded_names.contains(item.key())) names.plain[item.key()] = item.value();
-  for (const auto& item : state.module()->named_buffers())
+  for (const auto& item : state.module->named_buffers())
     if (item.value().defined()) names.plain[item.key()] = item.value();
   return names;
 }

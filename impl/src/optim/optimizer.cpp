@@ -25,8 +25,8 @@ bool is_cut(const Slot& slot) {
 // Whether the ranks along the tensor-parallel axis own the same parameters of the bucket, so that they can join one: buckets
 // of equal sizes are laid out alike, and where state is not split each owns all.
 bool owned_alike(const Bucket& bucket, const ShardedState& state) {
-  const auto& axes = state.comms().mesh().axes();
-  const Layout& layout = state.strategy().state;
+  const auto& axes = state.comms->mesh().axes();
+  const Layout& layout = state.strategy.state;
   if (std::none_of(axes.begin(), axes.end(), [&](const Axis& axis) { return layout.splits(axis.name); })) return true;
   for (const Slot& slot : bucket.layout().slots())
     for (int64_t part = 0; is_cut(slot) && part < slot.parts; ++part)
@@ -52,7 +52,7 @@ void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule
                .lr_factor = own.lr_factor,
                .decay_factor = own.decay_factor});
   const auto keep = [&](const at::Tensor& local, const at::Tensor& whole) {
-    local.copy_(state.parallel()->cut(*slot.cut, whole.view(slot.whole)).view({-1}));
+    local.copy_(state.parallel->cut(*slot.cut, whole.view(slot.whole)).view({-1}));
   };
   keep(own.parameter, parameter);
   for (size_t i = 0; i < held.size(); ++i) keep(own.state[i], held[i]);
@@ -68,7 +68,7 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
   SHARD_REQUIRE(!groups_.empty(), "optimizer", "needs at least one group, got none");
   for (const ParameterGroup& group : groups_)
     SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
-  for (const Bucket* bucket : sharded.state().schedule().buckets()) {
+  for (const Bucket* bucket : sharded.state().schedule.buckets()) {
     std::vector<Held>& held = held_.emplace_back();
     for (const Slot& slot : bucket->layout().slots()) held.push_back({group_of(groups_, slot), 0, {}});
     for (const Segment& segment : bucket->layout().state().segments) {
@@ -99,7 +99,7 @@ std::shared_ptr<ShardedState> Optimizer::sharded() const {
 
 void Optimizer::allocate_state(size_t index, size_t slot) {
   const std::shared_ptr<ShardedState> state = sharded();
-  Bucket& bucket = *state->schedule().buckets()[index];
+  Bucket& bucket = *state->schedule.buckets()[index];
   Held& held = held_[index][slot];
   const size_t wanted = groups_[held.group].rule->slots().size();
   for (const Segment& segment : bucket.layout().state().segments) {
@@ -112,7 +112,7 @@ void Optimizer::allocate_state(size_t index, size_t slot) {
 void Optimizer::step() {
   at::NoGradGuard no_grad;
   const std::shared_ptr<ShardedState> state = sharded();
-  Schedule& schedule = state->schedule();
+  Schedule& schedule = state->schedule;
   schedule.require_final("Optimizer::step");
   const std::vector<Bucket*> buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -126,7 +126,7 @@ void Optimizer::step() {
 
 bool Optimizer::update_bucket(size_t index) {
   const std::shared_ptr<ShardedState> state = sharded();
-  Bucket& bucket = *state->schedule().buckets()[index];
+  Bucket& bucket = *state->schedule.buckets()[index];
   for (size_t slot = 0; slot < held_[index].size(); ++slot)
     if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;
   const bool rounds = bucket.rules().main != bucket.rules().compute;
@@ -174,7 +174,7 @@ std::vector<Piece> Optimizer::state(const std::string& slot) const {
   SHARD_REQUIRE(std::find(known.begin(), known.end(), slot) != known.end(), "optimizer", "no state called '{}': there are {}",
                 slot, fmt::join(known, ", "));
   std::vector<Piece> pieces;
-  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     for (const Segment& segment : buckets[b]->layout().state().segments) {
       const Held& held = held_[b][segment.slot];
@@ -189,7 +189,7 @@ std::vector<Piece> Optimizer::state(const std::string& slot) const {
 }
 
 int64_t Optimizer::updates(const std::string& parameter) const {
-  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i)
       if (buckets[b]->layout().slots()[i].name == parameter) return held_[b][i].updates;
@@ -198,7 +198,7 @@ int64_t Optimizer::updates(const std::string& parameter) const {
 
 std::vector<Optimizer::Group> Optimizer::groups() const {
   std::vector<Group> result(groups_.size());
-  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i)
       result[held_[b][i].group].parameters.push_back(buckets[b]->layout().slots()[i].name);
@@ -214,7 +214,7 @@ std::vector<Optimizer::Group> Optimizer::groups() const {
 }
 
 void Optimizer::restore(const std::string& parameter, int64_t updates, bool with_state) {
-  const std::vector<Bucket*> buckets = sharded()->schedule().buckets();
+  const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i) {
       if (buckets[b]->layout().slots()[i].name != parameter) continue;

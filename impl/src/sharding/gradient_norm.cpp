@@ -87,15 +87,15 @@ std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited&
 }
 
 void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
-  std::vector<std::string> axes = split_axes(state.strategy().state);
-  if (state.parallel()) axes.push_back(state.parallel()->axis());
-  for (const std::string& axis : axes) state.comms().along({axis}).all_reduce(values, op).wait();
+  std::vector<std::string> axes = split_axes(state.strategy.state);
+  if (state.parallel) axes.push_back(state.parallel->axis());
+  for (const std::string& axis : axes) state.comms->along({axis}).all_reduce(values, op).wait();
 }
 
 // The terms that are float32, by the device's kernel; all of them, so that it is called once.
 void add_on_device(const DeviceMath& math, ShardedState& state, ExactSum::Term term, ExactSum& sum) {
   std::vector<FlatSpan> spans;
-  const auto alive = visit_gradients(state.schedule(), {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
+  const auto alive = visit_gradients(state.schedule, {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
       spans.push_back({values.data(), std::ssize(values)});
   });
@@ -107,7 +107,7 @@ double exact_sum(ShardedState& state, ExactSum::Term term) {
   double doubles = 0;
   const DeviceMath* math = device_math(state.state_device());
   if (math) add_on_device(*math, state, term, sum);
-  visit_gradients(state.schedule(), {.floats = !math}, [&](const Slot&, auto values) {
+  visit_gradients(state.schedule, {.floats = !math}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
       sum.add(values);
     } else {
@@ -121,7 +121,7 @@ double exact_sum(ShardedState& state, ExactSum::Term term) {
 
 double plain_sum(ShardedState& state, ExactSum::Term term) {
   double sum = 0;
-  visit_gradients(state.schedule(), {}, [&](const Slot&, auto values) {
+  visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
     for (const auto value : values)
       sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
   });
@@ -132,7 +132,7 @@ double plain_sum(ShardedState& state, ExactSum::Term term) {
 // NaN if there is one. On a device, a number of each run is copied to the host, all together.
 double largest_on_device(ShardedState& state) {
   std::vector<at::Tensor> found;
-  const auto alive = visit_gradients(state.schedule(), {.stay = true}, [&](const Slot&, auto values) {
+  const auto alive = visit_gradients(state.schedule, {.stay = true}, [&](const Slot&, auto values) {
     using Value = std::remove_const_t<typename decltype(values)::element_type>;
     const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(state.state_device());
     const at::Tensor run = at::from_blob(const_cast<Value*>(values.data()), {std::ssize(values)}, options);
@@ -144,7 +144,7 @@ double largest_on_device(ShardedState& state) {
 double largest_on_host(ShardedState& state) {
   double most = 0;
   bool nan = false;
-  visit_gradients(state.schedule(), {}, [&](const Slot&, auto values) {
+  visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
     for (const auto value : values) {
       nan |= std::isnan(value);
       most = std::max(most, std::abs(static_cast<double>(value)));
@@ -162,7 +162,7 @@ double largest_magnitude(ShardedState& state) {
 double norm_of_order(ShardedState& state, double order) {
   if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
   const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
-  const bool exact = state.options().numerics != Numerics::fast || !state.state_device().is_cpu();  // there it costs no more
+  const bool exact = state.options.numerics != Numerics::fast || !state.state_device().is_cpu();  // there it costs no more
   const double sum = exact ? exact_sum(state, term) : plain_sum(state, term);
   return order == 1 ? sum : std::sqrt(sum);
 }
@@ -170,10 +170,10 @@ double norm_of_order(ShardedState& state, double order) {
 // All ranks agree on the first parameter whose reduced gradient is not finite, so that each of them can name it.
 [[noreturn]] void throw_nonfinite(ShardedState& state, double norm) {
   std::vector<const Slot*> slots;
-  for (const Bucket* bucket : state.schedule().buckets())
+  for (const Bucket* bucket : state.schedule.buckets())
     for (const Slot& slot : bucket->layout().slots()) slots.push_back(&slot);
   int64_t first = static_cast<int64_t>(slots.size());
-  visit_gradients(state.schedule(), {}, [&](const Slot& slot, auto values) {
+  visit_gradients(state.schedule, {}, [&](const Slot& slot, auto values) {
     if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
     first = std::min<int64_t>(first, std::find(slots.begin(), slots.end(), &slot) - slots.begin());
   });
@@ -181,7 +181,7 @@ double norm_of_order(ShardedState& state, double order) {
   const std::string name = first < static_cast<int64_t>(slots.size()) ? slots[first]->name : "no single parameter";
   throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
                                    "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",
-                                   state.comms().rank(), state.schedule().step(), norm, name));
+                                   state.comms->rank(), state.schedule.step(), norm, name));
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <span>
 
-namespace shardproof {
+#include "shardproof/sharding/fully_shard.h"
 
-class ShardedState;
+namespace shardproof {
 
 // Sum of squares, or of magnitudes, of floats, exactly. Terms are added as integers, one pair of 64-bit counters an exponent,
 // so the sum depends neither on the order nor on where shards are cut, and ranks combine by adding counters. Law: total is the

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "sharding/unit.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -42,17 +41,17 @@ void Schedule::set_gradient_sync(bool sync) {
 }
 
 // An exception inside a backward leaves it without its end.
-bool Schedule::interrupted() const {
-  return in_backward_ && torch::autograd::get_current_graph_task_id() < 0;
+Schedule::Phase Schedule::phase() const {
+  return phase_ != Phase::outside && torch::autograd::get_current_graph_task_id() < 0 ? Phase::interrupted : phase_;
 }
 
 bool Schedule::in_backward() const {
   SHARD_REQUIRE(
-      !interrupted(), "schedule",
+      phase() != Phase::interrupted, "schedule",
       "the last backward of step {} ended in an exception (rank {}). Call zero_gradients on every rank to forget what "
       "it left, then go on",
       step_, rank());
-  return in_backward_;
+  return phase_ != Phase::outside;
 }
 
 // What was started in common is awaited, the rest dropped.
@@ -64,12 +63,12 @@ void Schedule::abandon_backward() {
     unit->expect_no_more();
     unit->end_backward();
   }
-  in_backward_ = ending_ = false;
+  phase_ = Phase::outside;
 }
 
 void Schedule::begin_backward() {
-  if (in_backward_) return;
-  in_backward_ = true;
+  if (phase_ != Phase::outside) return;
+  phase_ = Phase::backward;
   to_reduce_.clear();
   for (const auto& unit : units_)
     for (const auto& bucket : unit->buckets()) {
@@ -83,7 +82,7 @@ void Schedule::begin_backward() {
 // Not when gradients have arrived, which ranks may see at other times where they use other parameters, but when the backward
 // has left the unit: then what has not arrived never will.
 void Schedule::start_ready_reduces() {
-  while (sync_ && !to_reduce_.empty() && (ending_ || to_reduce_.back().unit->left())) {
+  while (sync_ && !to_reduce_.empty() && (phase_ == Phase::ending || to_reduce_.back().unit->left())) {
     Bucket& bucket = *to_reduce_.back().bucket;
     if (!bucket.gradient.complete()) bucket.gradient.fill_missing();
     start_reduce(bucket);
@@ -104,15 +103,14 @@ void Schedule::start_reduce(Bucket& bucket) {
 void Schedule::end_backward() {
   for (const auto& unit : units_) unit->expect_no_more();
   if (sync_) {
-    ending_ = true;
+    phase_ = Phase::ending;
     start_ready_reduces();
-    ending_ = false;
     SHARD_CHECK(to_reduce_.empty(), "schedule", "{} buckets were not reduced", to_reduce_.size());
     for (Bucket* bucket : reducing_) bucket->gradient.finish_reduce();
     reducing_.clear();
   }
   for (const auto& unit : units_) unit->end_backward();
-  in_backward_ = false;
+  phase_ = Phase::outside;
   if (sync_ && last_microbatch_ && finish_) finish_();
 }
 
@@ -158,7 +156,7 @@ void Schedule::require_final(const char* what) const {
 }
 
 void Schedule::zero_gradients() {
-  if (interrupted()) abandon_backward();
+  if (phase() == Phase::interrupted) abandon_backward();
   SHARD_REQUIRE(!in_backward(), "schedule", "zero_gradients inside a backward (rank {}); call it after", rank());
   for (Bucket* bucket : buckets()) bucket->gradient.zero_gradients();
 }

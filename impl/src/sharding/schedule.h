@@ -5,6 +5,21 @@
 // fires begins it and queues one callback for its end, which catches whatever never fired. A unit's parameters are freed
 // once all its gradients have arrived and the backward has left it through every watched input: then no node is left that
 // could read them. Reduces start in one fixed order, last bucket first, so that all ranks agree on it.
+//
+// The state machine of training is made of four, each an enum where it lives:
+//
+//   Schedule::Phase   the backward of the whole module, below
+//   Unit's passage    of one unit through it (unit.h)
+//   Residency         where the parameters of a bucket live (bucket_parameters.h)
+//   GradientState     how far a bucket's gradient is (bucket_gradient.h)
+//
+//   Phase        event                                      then
+//   outside      first gradient or output hook              backward: every trainable bucket expects its gradients
+//   backward     a unit is left                             backward: buckets whose turn it is are reduced
+//   backward     autograd's callback at its end             ending: what never fired is caught, everything is reduced
+//   ending       all reductions have finished               outside: after the last microbatch, finishing steps run
+//   backward     an exception ends it: no graph task runs   interrupted: every call but zero_gradients is an error
+//   interrupted  zero_gradients                             outside: what was started in common is awaited, the rest dropped
 #pragma once
 
 #include <deque>
@@ -13,12 +28,9 @@
 #include <string>
 #include <vector>
 
-#include "sharding/bucket.h"
-#include "shardproof/hooks/unit.h"
+#include "sharding/unit.h"
 
 namespace shardproof {
-
-class Unit;
 
 struct ScheduleOptions {
   int64_t rank = 0;  // only named in messages
@@ -26,11 +38,13 @@ struct ScheduleOptions {
   Buffers buffers = Buffers::freed;
 };
 
-class Schedule {
+class Schedule final : public UnitEvents {
  public:
+  enum class Phase { outside, backward, ending, interrupted };
+
   Schedule(ScheduleOptions options, std::shared_ptr<MemoryLedger> memory);
   Schedule(const Schedule&) = delete;
-  ~Schedule();
+  ~Schedule() override;
 
   void add(std::shared_ptr<Unit> unit) { units_.push_back(std::move(unit)); }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
@@ -52,20 +66,15 @@ class Schedule {
   void set_step(int64_t step) { step_ = step; }  // of a run that is resumed
   int64_t rank() const { return options_.rank; }
 
+  Phase phase() const;
   // Throws Error after a backward that ended in an exception, until zero_gradients.
-  bool in_backward() const;
-  void begin_backward();
-  void unit_left() { start_ready_reduces(); }
-
-  // Starts gathering these units, in order, as far as the limits allow.
-  void gather_ahead(const std::vector<Unit*>& units);
-
-  // A forward without a graph whose backward will come: units behave as in training.
-  int64_t recomputed_forwards = 0;
+  bool in_backward() const override;
+  void begin_backward() override;
+  void unit_left() override { start_ready_reduces(); }
+  void gather_ahead(const std::vector<Unit*>& units) override;
 
  private:
   void end_backward();
-  bool interrupted() const;
   void abandon_backward();
   void start_ready_reduces();
   void start_reduce(Bucket& bucket);
@@ -79,7 +88,7 @@ class Schedule {
   std::function<void()> finish_;
   std::vector<std::shared_ptr<Unit>> units_;
 
-  bool in_backward_ = false, ending_ = false;
+  Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out
   struct Waiting {
     Unit* unit;
     Bucket* bucket;

@@ -1,4 +1,4 @@
-// What a `Sharded` is made of.
+// What a `Sharded` is made of. `shard_build` makes it; methods of Sharded, the optimizer and checkpoints work on it.
 #pragma once
 
 #include <functional>
@@ -9,8 +9,8 @@
 
 #include "hooks/attachments.h"
 #include "sharding/schedule.h"
-#include "sharding/shard_plan.h"
 #include "sharding/unit.h"
+#include "shardproof/comm/mesh_comm.h"
 #include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof {
@@ -19,28 +19,31 @@ class ParallelState;
 
 class ShardedState {
  public:
-  // Builds the units; see fully_shard.
-  ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options,
-               const std::vector<Sharding::Entry>& entries);
+  // Checks options, mesh and module. Without units yet.
+  ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
   ~ShardedState();
 
-  const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
-  MeshComm& comms() const { return *comms_; }
-  const ShardOptions& options() const { return options_; }
-  const Strategy& strategy() const { return strategy_; }  // on this mesh
-  Schedule& schedule() { return schedule_; }
-  MemoryLedger& memory() { return *memory_; }
-  c10::Device device() const { return memory_->device(); }  // of all parameters
-  // Of final gradients and what the optimizer works on.
-  c10::Device state_device() const { return options_.offload == Offload::none ? device() : c10::Device(at::kCPU); }
-  const std::vector<std::pair<std::string, std::string>>& aliases() const { return aliases_; }
-  Unit& unit(const std::string& name) const;
-  // Null when the module is not tensor parallel.
-  const ParallelState* parallel() const { return parallel_.get(); }
-  // The whole parameter of what a slot holds. Collective along the tensor-parallel axis.
-  at::Tensor join(const Slot& slot, const at::Tensor& local) const;
+  const std::shared_ptr<torch::nn::Module> module;
+  const std::shared_ptr<MeshComm> comms;  // of the mesh as strategies see it
+  const ShardOptions options;
+  const Strategy strategy;                        // on this mesh
+  const std::shared_ptr<ParallelState> parallel;  // null when the module is not tensor parallel
+  // Of the sequence parts: without them ranks would train on without each other.
+  const std::vector<std::shared_ptr<void>> rules;
+  const std::shared_ptr<MemoryLedger> memory;
+  const std::shared_ptr<HostTransfers> transfers;
+  std::vector<std::pair<std::string, std::string>> aliases;  // as UnitPlans has them
+  Schedule schedule;
+  UnitAttachments attached;
 
   int64_t tokens = 0;  // of this rank, in this step
+
+  c10::Device device() const { return memory->device(); }  // of all parameters
+  // Of final gradients and what the optimizer works on.
+  c10::Device state_device() const { return options.offload == Offload::none ? device() : c10::Device(at::kCPU); }
+  Unit& unit(const std::string& name) const;
+  // The whole parameter of what a slot holds. Collective along the tensor-parallel axis.
+  at::Tensor join(const Slot& slot, const at::Tensor& local) const;
 
   struct FinishingStep {
     std::string name;
@@ -51,28 +54,8 @@ class ShardedState {
   // Runs them on the gradients of a last backward.
   void finish(const std::shared_ptr<ShardedState>& self);
 
- private:
-  void build_unit(const UnitPlan& plan);
-  std::unique_ptr<Bucket> make_bucket(const UnitPlan& plan, const std::vector<NamedParameter>& parameters,
-                                      const Precision& precision);
-  void sum_parallel_terms();
-  void relate_units(const std::vector<UnitPlan>& plans);
-  void choose_prefetch();
-  void reset_meta_buffers();
-
-  std::shared_ptr<torch::nn::Module> module_;
-  std::shared_ptr<MeshComm> comms_;
-  ShardOptions options_;
-  Strategy strategy_;
-  std::shared_ptr<ParallelState> parallel_;
-  std::vector<std::shared_ptr<void>> rules_;  // of the sequence parts: without them ranks would train on without each other
-  std::shared_ptr<MemoryLedger> memory_;
-  std::shared_ptr<HostTransfers> transfers_;
-  std::vector<std::pair<std::string, std::string>> aliases_;
-  Schedule schedule_;
-  UnitAttachments attached_;
-  std::vector<FinishingStep> finishing_;
-  std::unique_ptr<SequentialEntries> sequential_;
+  std::vector<FinishingStep> finishing;
+  std::unique_ptr<SequentialEntries> sequential;
 };
 
 }  // namespace shardproof

@@ -53,7 +53,7 @@ class WatchInput final : public torch::autograd::Node {
 
 }  // namespace
 
-Unit::Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules)
+Unit::Unit(UnitEvents& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules)
     : schedule_(schedule), name_(std::move(name)), buckets_(std::move(buckets)), modules_(modules) {}
 
 void Unit::hook_parameters() {
@@ -132,20 +132,25 @@ void Unit::drop() {
 }
 
 void Unit::before_backward() {
-  schedule_.begin_backward();
+  enter_backward();
   finish_unshard();
   schedule_.gather_ahead(settings.backward_prefetch);
 }
 
-void Unit::on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient) {
+void Unit::enter_backward() {
   schedule_.begin_backward();
+  if (passage_ == Passage::outside) passage_ = Passage::inside;
+}
+
+void Unit::on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient) {
+  enter_backward();
   bucket.gradient.add_gradient(slot, gradient, /*may_be_part=*/expects_more());
   reshard_when_done();
 }
 
 void Unit::on_input_gradient() {
   --inputs_watched_;
-  left_ = inputs_watched_ == 0;
+  passage_ = inputs_watched_ == 0 ? Passage::left : Passage::inside;
   if (left()) schedule_.unit_left();
   reshard_when_done();
 }
@@ -164,7 +169,8 @@ void Unit::reshard_when_done() {
 void Unit::end_backward() {
   ran_.clear();
   inputs_watched_ = 0;
-  left_ = leaves_unseen_ = false;
+  leaves_unseen_ = false;
+  passage_ = Passage::outside;
   if (settings.reshard_after_backward || residency() == Residency::gathering) drop();
 }
 

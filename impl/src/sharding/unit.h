@@ -1,4 +1,11 @@
-// One unit: its buckets, whether they are gathered, and what its forward and backward do to that.
+// One unit: its buckets, and what its forward and backward do to them. Its part of the state machine that schedule.h describes
+// is its passage through a backward:
+//
+//   outside  --output's or parameter's gradient-->  inside   parameters are gathered again, gradients go to buckets
+//   inside   --gradient of the last watched input-->  left   nothing in the unit runs any more: parameters are freed, and the
+//                                                            schedule may reduce what has arrived
+//   left     --an input that a recomputation watches-->  inside
+//   any      --end of the backward-->  outside
 #pragma once
 
 #include <memory>
@@ -8,10 +15,27 @@
 #include <vector>
 
 #include "sharding/bucket.h"
-#include "sharding/schedule.h"
 #include "shardproof/hooks/unit.h"
 
 namespace shardproof {
+
+class Unit;
+
+// What a unit tells the schedule of all units, and asks it.
+class UnitEvents {
+ public:
+  virtual ~UnitEvents() = default;
+  virtual bool in_backward() const = 0;
+  // A backward has reached a unit; nothing when it is known already.
+  virtual void begin_backward() = 0;
+  // A backward has left a unit.
+  virtual void unit_left() = 0;
+  // Starts gathering these units, in order, as far as the limits allow.
+  virtual void gather_ahead(const std::vector<Unit*>& units) = 0;
+
+  // Forwards under way without a graph whose backward will come: units behave as in training.
+  int64_t recomputed_forwards = 0;
+};
 
 struct UnitSettings {
   Reshard reshard_after_forward = Reshard::always();
@@ -26,7 +50,7 @@ struct UnitSettings {
 class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
  public:
   // `modules`: how many modules make up the unit.
-  Unit(Schedule& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules);
+  Unit(UnitEvents& schedule, std::string name, std::vector<std::unique_ptr<Bucket>> buckets, size_t modules);
   ~Unit() override;
 
   // Once it is held by a shared pointer: asks autograd to hand over gradients.
@@ -66,15 +90,16 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool expects_more() const { return recomputations_ > 0 || until_the_end_; }
   void expect_no_more();
   // The backward of this unit is over, recomputations included. Only known when each of its calls had an input with a gradient.
-  bool left() const { return left_ && !leaves_unseen_ && !expects_more(); }
+  bool left() const { return passage_ == Passage::left && !leaves_unseen_ && !expects_more(); }
 
  private:
+  void enter_backward();
   void reshard_after_forward();
   void reshard_when_done();
   bool complete() const;
   void settle();
 
-  Schedule& schedule_;
+  UnitEvents& schedule_;
   std::string name_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   size_t modules_;
@@ -84,7 +109,8 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool until_the_end_ = false;
   bool call_watched_ = false;   // the current call has an input whose gradient will come
   bool leaves_unseen_ = false;  // some call has none
-  bool left_ = false;           // through all that were watched
+  enum class Passage { outside, inside, left };
+  Passage passage_ = Passage::outside;  // of a backward, through all inputs that were watched
 };
 
 }  // namespace shardproof

@@ -56,17 +56,17 @@ class ReplayRandom {
 
 class CountedForward {
  public:
-  explicit CountedForward(Schedule& schedule) : schedule_(schedule) { ++schedule_.recomputed_forwards; }
+  explicit CountedForward(UnitEvents& schedule) : schedule_(schedule) { ++schedule_.recomputed_forwards; }
   ~CountedForward() { --schedule_.recomputed_forwards; }
 
  private:
-  Schedule& schedule_;
+  UnitEvents& schedule_;
 };
 
 // The backward of a forward that kept only its inputs: runs it again, with a graph, and goes back through that at once.
 class Recompute final : public torch::autograd::Node {
  public:
-  Recompute(std::shared_ptr<Unit> unit, Schedule& schedule, UnitHooks::Body body, const variable_list& inputs,
+  Recompute(std::shared_ptr<Unit> unit, UnitEvents& schedule, UnitHooks::Body body, const variable_list& inputs,
             RandomStream random)
       : unit_(unit), schedule_(schedule), body_(std::move(body)), random_(random) {
     for (const at::Tensor& input : inputs) {
@@ -108,7 +108,7 @@ class Recompute final : public torch::autograd::Node {
 
  private:
   std::weak_ptr<Unit> unit_;
-  Schedule& schedule_;
+  UnitEvents& schedule_;
   UnitHooks::Body body_;
   std::vector<SavedVariable> inputs_;
   std::vector<bool> needs_gradient_;

@@ -1,9 +1,8 @@
-#include "shardproof/sharding/fully_shard.h"
-
+// The methods of a Sharded and of its units' handles.
 #include <ATen/ATen.h>
-#include <fmt/ranges.h>
 
 #include <cmath>
+#include <map>
 
 #include "device/flat_math.h"
 #include "sharding/gradient_norm.h"
@@ -11,26 +10,6 @@
 #include "shardproof/base/check.h"
 
 namespace shardproof {
-
-Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options) {
-  return Sharding(std::move(comms), std::move(options)).shard(std::move(module));
-}
-
-Sharding& Sharding::unit(Modules modules, UnitOptions options) {
-  SHARD_REQUIRE(!modules.empty(), "fully_shard", "a unit needs at least one module, got none");
-  for (const auto& module : modules) SHARD_REQUIRE(module != nullptr, "fully_shard", "a unit's module is null");
-  entries_.push_back({std::move(modules), std::move(options)});
-  return *this;
-}
-
-Sharded Sharding::shard(std::shared_ptr<torch::nn::Module> root) const {
-  SHARD_REQUIRE(root != nullptr && comms_ != nullptr, "fully_shard", "needs a module and a mesh's communicators, got null");
-  auto state = std::make_shared<ShardedState>(std::move(root), comms_, options_, entries_);
-  state->schedule().set_finish([held = std::weak_ptr<ShardedState>(state)] {
-    if (const auto alive = held.lock()) alive->finish(alive);
-  });
-  return Sharded(std::move(state));
-}
 
 const std::string& UnitHandle::name() const { return unit_->name(); }
 bool UnitHandle::is_unsharded() const { return unit_->residency() == Residency::whole; }
@@ -55,17 +34,17 @@ Sharded::Sharded(Sharded&&) noexcept = default;
 Sharded& Sharded::operator=(Sharded&&) noexcept = default;
 Sharded::~Sharded() = default;
 
-void Sharded::set_last_microbatch(bool last) { state_->schedule().set_last_microbatch(last); }
-void Sharded::set_gradient_sync(bool sync) { state_->schedule().set_gradient_sync(sync); }
-bool Sharded::gradient_sync() const { return state_->schedule().gradient_sync(); }
-int64_t Sharded::step() const { return state_->schedule().step(); }
-int64_t Sharded::rank() const { return state_->schedule().rank(); }
-void Sharded::skip_step() { state_->schedule().end_step(/*parameters_changed=*/false); }
-MemoryUse Sharded::memory() const { return state_->memory().use(); }
-void Sharded::reset_peak_memory() { state_->memory().reset_peak(); }
+void Sharded::set_last_microbatch(bool last) { state_->schedule.set_last_microbatch(last); }
+void Sharded::set_gradient_sync(bool sync) { state_->schedule.set_gradient_sync(sync); }
+bool Sharded::gradient_sync() const { return state_->schedule.gradient_sync(); }
+int64_t Sharded::step() const { return state_->schedule.step(); }
+int64_t Sharded::rank() const { return state_->schedule.rank(); }
+void Sharded::skip_step() { state_->schedule.end_step(/*parameters_changed=*/false); }
+MemoryUse Sharded::memory() const { return state_->memory->use(); }
+void Sharded::reset_peak_memory() { state_->memory->reset_peak(); }
 
 void Sharded::zero_gradients() {
-  state_->schedule().zero_gradients();
+  state_->schedule.zero_gradients();
   state_->tokens = 0;
 }
 
@@ -81,7 +60,7 @@ void Sharded::add_finishing_step(std::string name, int64_t order, std::function<
 }
 
 double Sharded::gradient_norm(double order) {
-  state_->schedule().require_final("the gradient norm");
+  state_->schedule.require_final("the gradient norm");
   return shardproof::gradient_norm(*state_, order);
 }
 
@@ -90,43 +69,44 @@ double Sharded::clip_gradients(double norm_max, double order) {
   const double norm = gradient_norm(order);
   const double factor = norm_max / (norm + 1e-6);
   if (factor < 1)
-    for (Bucket* bucket : state_->schedule().buckets())
+    for (Bucket* bucket : state_->schedule.buckets())
       if (bucket->gradient.final()) scale_by(bucket->gradient.values(), factor);
   return norm;
 }
 
 void Sharded::divide_gradients(double divisor) {
-  state_->schedule().require_final("divide_gradients");
-  for (Bucket* bucket : state_->schedule().buckets())
+  state_->schedule.require_final("divide_gradients");
+  for (Bucket* bucket : state_->schedule.buckets())
     if (bucket->gradient.final()) bucket->gradient.divide_final(divisor);
 }
 
 bool Sharded::gradients_are_finite() {
-  state_->schedule().require_final("gradients_are_finite");
+  state_->schedule.require_final("gradients_are_finite");
   at::Tensor bad = at::zeros({1}, at::kLong);
-  for (const Bucket* bucket : state_->schedule().buckets())
-    if (bucket->gradient.final() && first_beyond(bucket->gradient.values(), INFINITY) < bucket->layout().state().size()) bad.fill_(1);
-  state_->comms().world().all_reduce(bad, Reduce::max).wait();
+  for (const Bucket* bucket : state_->schedule.buckets())
+    if (bucket->gradient.final() && first_beyond(bucket->gradient.values(), INFINITY) < bucket->layout().state().size())
+      bad.fill_(1);
+  state_->comms->world().all_reduce(bad, Reduce::max).wait();
   return bad.item<int64_t>() == 0;
 }
 
 std::vector<Piece> Sharded::parameters() const {
   std::vector<Piece> pieces;
-  for (const Bucket* bucket : state_->schedule().buckets())
+  for (const Bucket* bucket : state_->schedule.buckets())
     append_pieces(bucket->layout(), bucket->layout().parameter(), bucket->parameters.parameter(), pieces);
   return pieces;
 }
 
 std::vector<Piece> Sharded::main_parameters() const {
   std::vector<Piece> pieces;
-  for (const Bucket* bucket : state_->schedule().buckets())
+  for (const Bucket* bucket : state_->schedule.buckets())
     append_pieces(bucket->layout(), bucket->layout().state(), bucket->parameters.main(), pieces);
   return pieces;
 }
 
 std::vector<Piece> Sharded::gradients() const {
   std::vector<Piece> pieces;
-  for (const Bucket* bucket : state_->schedule().buckets()) {
+  for (const Bucket* bucket : state_->schedule.buckets()) {
     if (!bucket->gradient.final()) continue;
     for (const Segment& segment : bucket->layout().state().segments)
       if (bucket->trains(segment.slot))
@@ -137,14 +117,14 @@ std::vector<Piece> Sharded::gradients() const {
 }
 
 void Sharded::main_parameters_changed() {
-  for (Bucket* bucket : state_->schedule().buckets()) bucket->parameters.publish();
-  for (const auto& unit : state_->schedule().units()) unit->drop();
+  for (Bucket* bucket : state_->schedule.buckets()) bucket->parameters.publish();
+  for (const auto& unit : state_->schedule.units()) unit->drop();
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
   at::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> whole;
-  for (const auto& unit : state_->schedule().units()) {
+  for (const auto& unit : state_->schedule.units()) {
     const bool was_whole = unit->residency() == Residency::whole || unit->residency() == Residency::gathering;
     unit->finish_unshard();
     for (const auto& bucket : unit->buckets())
@@ -153,7 +133,7 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() con
     if (!was_whole) unit->reshard();
   }
   std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const auto& [name, sharded_as] : state_->aliases()) named.emplace_back(name, whole.at(sharded_as));
+  for (const auto& [name, sharded_as] : state_->aliases) named.emplace_back(name, whole.at(sharded_as));
   return named;
 }
 
@@ -161,13 +141,13 @@ UnitHandle Sharded::unit(const std::string& name) { return UnitHandle(state_->un
 
 std::vector<UnitHandle> Sharded::units() {
   std::vector<UnitHandle> handles;
-  for (const auto& unit : state_->schedule().units()) handles.emplace_back(*unit);
+  for (const auto& unit : state_->schedule.units()) handles.emplace_back(*unit);
   return handles;
 }
 
 std::string Sharded::describe() const {
   std::string text;
-  for (const auto& unit : state_->schedule().units()) {
+  for (const auto& unit : state_->schedule.units()) {
     int64_t parameters = 0, rest = 0, compute = 0;
     for (const auto& bucket : unit->buckets()) {
       for (const Slot& slot : bucket->layout().slots()) parameters += slot.numel;

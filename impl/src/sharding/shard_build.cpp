@@ -1,0 +1,160 @@
+#include "sharding/shard_build.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "parallel/tensor/parallel_state.h"
+#include "sharding/shard_plan.h"
+#include "sharding/shard_validate.h"
+#include "shardproof/base/check.h"
+#include "shardproof/nn/meta_init.h"
+
+namespace shardproof {
+namespace {
+
+// Values of a rank's slots, from an initializer of whole parameters.
+Initializer of_slots(const Initializer& of_whole, const std::vector<Slot>& slots) {
+  if (!of_whole) return {};
+  return [of_whole, slots](const std::string& name, const Shape&, Interval run, at::Tensor values) {
+    const Slot& slot = *std::find_if(slots.begin(), slots.end(), [&](const Slot& s) { return s.name == name; });
+    for (const CutRun& part : slot.runs(run))
+      of_whole(name, slot.whole, part.whole, values.narrow(0, part.local - run.begin, part.whole.size()));
+  };
+}
+
+Slot slot_of(const NamedParameter& parameter, const ParallelState* parallel) {
+  const Shape shape = parameter.tensor.sizes().vec();
+  Slot slot{.name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .whole = shape};
+  if (!parallel) return slot;
+  slot.parts = parallel->parts();
+  slot.part = parallel->part();
+  if (const ParallelParameter* cut = parallel->find(parameter.tensor)) {
+    slot.whole = cut->shape;
+    slot.cut = cut->cut;
+  }
+  return slot;
+}
+
+void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
+  at::NoGradGuard no_grad;
+  for (const at::Tensor& buffer : module.buffers()) {
+    at::Tensor values = buffer.contiguous();
+    for (const std::string& axis : strategy.produced.partial) comms.along({axis}).broadcast(values, 0).wait();
+    if (values.data_ptr() != buffer.data_ptr()) buffer.copy_(values);
+  }
+}
+
+std::unique_ptr<Bucket> make_bucket(ShardedState& sharded, const UnitPlan& plan, const std::vector<NamedParameter>& parameters,
+                                    const Precision& precision) {
+  std::vector<Slot> slots;
+  std::vector<at::Tensor> tensors;
+  for (const NamedParameter& parameter : parameters) {
+    slots.push_back(slot_of(parameter, sharded.parallel.get()));
+    tensors.push_back(parameter.tensor);
+  }
+  const Mesh& mesh = sharded.comms->mesh();
+  BucketRules rules = resolve(sharded.options, precision, sharded.strategy, mesh, tensors.front().scalar_type());
+  rules.parallel_terms = parameters.front().terms;
+  const auto alignment = sharded.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
+  BucketLayout layout(std::move(slots), sharded.strategy, mesh, sharded.comms->rank(), alignment, sharded.options.granularity);
+  const Initializer initialize = of_slots(sharded.options.initialize, layout.slots());
+  return std::make_unique<Bucket>(
+      BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), std::move(layout),
+                    sharded.comms, sharded.memory, sharded.transfers, std::move(rules)},
+      initialize);
+}
+
+void build_unit(ShardedState& sharded, const UnitPlan& plan) {
+  Precision precision = sharded.options.precision;
+  if (sharded.options.unit_precision)
+    if (const auto own = sharded.options.unit_precision(plan.name())) precision = *own;
+  if (plan.options.precision) precision = *plan.options.precision;
+
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  for (const auto& parameters : split_into_buckets(plan, sharded.options))
+    buckets.push_back(make_bucket(sharded, plan, parameters, precision));
+  auto unit = std::make_shared<Unit>(sharded.schedule, plan.name(), std::move(buckets), plan.modules.size());
+  UnitSettings& settings = unit->settings;
+  const bool is_root = plan.modules.front().second == sharded.module;
+  settings.reshard_after_forward =
+      plan.options.reshard_after_forward.value_or(is_root ? Reshard::never() : sharded.options.reshard_after_forward);
+  validate(settings.reshard_after_forward, sharded.comms->mesh());
+  settings.reshard_after_backward = sharded.options.reshard_after_backward;
+  settings.recompute = plan.options.recompute;
+  if (precision.cast_inputs) settings.input_dtype = precision.compute;
+  settings.output_dtype = precision.output;
+  unit->hook_parameters();
+  for (const auto& [name, module] : plan.modules) sharded.attached.attach(module, *unit);
+  sharded.schedule.add(std::move(unit));
+}
+
+void relate_units(ShardedState& sharded, const std::vector<UnitPlan>& plans) {
+  const auto& units = sharded.schedule.units();
+  for (size_t outer = 1; outer < units.size(); ++outer) {
+    units[outer]->settings.root = units[0].get();
+    for (size_t inner = 1; inner < units.size(); ++inner)
+      for (const auto& [name, module] : plans[outer].modules)
+        if (inner != outer && is_within(plans[inner].name(), name)) units[outer]->settings.inside.push_back(units[inner].get());
+  }
+}
+
+// The root runs around all others, so it is never ahead of them.
+void choose_prefetch(ShardedState& sharded) {
+  const auto& units = sharded.schedule.units();
+  const auto count = std::ssize(units);
+  for (int64_t i = 1; i < count; ++i) {
+    for (int64_t ahead = 1; ahead <= sharded.options.prefetch_forward && i + ahead < count; ++ahead)
+      units[i]->settings.forward_prefetch.push_back(units[i + ahead].get());
+    for (int64_t ahead = 1; ahead <= sharded.options.prefetch_backward && i - ahead >= 1; ++ahead)
+      units[i]->settings.backward_prefetch.push_back(units[i - ahead].get());
+  }
+  for (int64_t ahead = 1; ahead <= sharded.options.prefetch_forward && ahead < count; ++ahead)
+    units[0]->settings.forward_prefetch.push_back(units[ahead].get());
+}
+
+void reset_meta_buffers(ShardedState& sharded) {
+  for (const auto& item : sharded.module->named_modules("", /*include_self=*/true)) {
+    bool any = false;
+    for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false)) any |= buffer.value().is_meta();
+    if (!any) continue;
+    auto* owner = dynamic_cast<HasBuffers*>(item.value().get());
+    SHARD_REQUIRE(
+        owner, "fully_shard",
+        "module '{}' ({}) has a buffer on the meta device, which has no values, and does not say how to compute it. Derive it "
+        "from HasBuffers, or build it outside MetaInit",
+        item.key(), item.value()->name());
+    for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false))
+      if (buffer.value().is_meta()) materialize(buffer.value(), sharded.device());
+    owner->reset_buffers();
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<ShardedState> build_sharded(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms,
+                                             ShardOptions options, const std::vector<Sharding::Entry>& entries) {
+  auto built = std::make_shared<ShardedState>(std::move(module), std::move(comms), std::move(options));
+  ShardedState& sharded = *built;
+  UnitPlans plans = plan_units(sharded.module, entries, sharded.options);
+  for (UnitPlan& plan : plans.units)
+    for (NamedParameter& parameter : plan.parameters)
+      if (const auto* known = sharded.parallel ? sharded.parallel->find(parameter.tensor) : nullptr)
+        parameter.terms = known->terms;
+  SHARD_REQUIRE(!plans.aliases.empty(), "fully_shard", "module {} has no parameters to shard", sharded.module->name());
+  sharded.aliases = std::move(plans.aliases);
+  for (const UnitPlan& plan : plans.units)
+    for (const auto& [name, unit_module] : plan.modules)
+      SHARD_REQUIRE(unit_hooks(*unit_module) == nullptr, "fully_shard",
+                    "module '{}' is sharded already; destroy the Sharded that holds it first", name);
+  for (const UnitPlan& plan : plans.units) build_unit(sharded, plan);
+  relate_units(sharded, plans.units);
+  choose_prefetch(sharded);
+  sharded.sequential = std::make_unique<SequentialEntries>(*sharded.module);
+  reset_meta_buffers(sharded);
+  if (sharded.options.broadcast_initial_values) broadcast_buffers(*sharded.module, *sharded.comms, sharded.strategy);
+  sharded.memory->reset_peak();
+  return built;
+}
+
+}  // namespace shardproof

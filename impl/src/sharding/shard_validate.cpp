@@ -1,0 +1,103 @@
+#include "sharding/shard_validate.h"
+
+#include "parallel/tensor/parallel_state.h"
+#include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
+#include "shardproof/nn/attention.h"
+#include "shardproof/nn/canonical/canonical.h"
+
+namespace shardproof {
+
+void validate(const ShardOptions& options, const Mesh& mesh) {
+  const int64_t alignment = options.alignment_bytes;
+  SHARD_REQUIRE(alignment >= 64 && (alignment & (alignment - 1)) == 0, "fully_shard",
+                "alignment_bytes must be a power of two and at least 64, got {}", alignment);
+  SHARD_REQUIRE(options.bucket_bytes_max >= 0 && options.bucket_count >= 0, "fully_shard",
+                "bucket_bytes_max and bucket_count must not be negative, got {} and {}", options.bucket_bytes_max,
+                options.bucket_count);
+  SHARD_REQUIRE(options.bucket_bytes_max == 0 || options.bucket_count == 0, "fully_shard",
+                "give bucket_bytes_max or bucket_count, not both");
+  SHARD_REQUIRE(options.gradient_divide >= 0, "fully_shard", "gradient_divide must not be negative, got {}",
+                options.gradient_divide);
+  SHARD_REQUIRE(!options.divide_by_tokens || (options.gradient_divide == 0 && options.divide == Divide::after), "fully_shard",
+                "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
+  SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",
+                options.gradient_magnitude_max);
+  SHARD_REQUIRE(options.prefetch_forward >= 0 && options.prefetch_backward >= 0 && options.bytes_in_flight_max >= 0,
+                "fully_shard", "prefetch_forward, prefetch_backward and bytes_in_flight_max must not be negative");
+  SHARD_REQUIRE(
+      options.numerics != Numerics::canonical || options.gradient_divide != 0 || options.divide_by_tokens || mesh.size() == 1,
+      "fully_shard",
+      "canonical sums cannot divide by the number of ranks, which depends on the mesh. Weigh the losses by the global batch "
+      "and set gradient_divide to 1, or divide by tokens");
+}
+
+void validate(const Reshard& reshard, const Mesh& mesh) {
+  if (reshard.ranks() == 0) return;
+  const int64_t size = mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
+  SHARD_REQUIRE(size % reshard.ranks() == 0, "fully_shard",
+                "reshard_after_forward within {} ranks: dp_shard has {}, which is not a multiple", reshard.ranks(), size);
+}
+
+void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
+  constexpr const char* kAxis = "tp";
+  SHARD_REQUIRE(
+      !mesh.has(kAxis) || mesh.size(kAxis) == 1 || (parallel && parallel->axis() == kAxis), "fully_shard",
+      "mesh '{}' has {} ranks along {}, and no module was cut along it. Call parallelize before fully_shard, or leave the "
+      "axis out",
+      mesh.str(), mesh.size(kAxis), kAxis);
+}
+
+namespace {
+
+// Sums that tensor and context parallelism cut inside of a module depend on the cut, unless it computes them exactly.
+void require_canonical(const torch::nn::Module& root, const Mesh& mesh, const ShardOptions& options) {
+  if (options.numerics != Numerics::canonical || uses_canonical_arithmetic(root)) return;
+  for (const char* axis : {"cp", "tp"})
+    SHARD_REQUIRE(
+        !mesh.has(axis) || mesh.size(axis) == 1, "fully_shard",
+        "Numerics::canonical on mesh '{}' with {} ranks along {}: sums inside of the module would depend on the mesh. "
+        "Call use_canonical_arithmetic on it first",
+        mesh.str(), mesh.size(axis), axis);
+}
+
+}  // namespace
+
+std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, const ShardOptions& options,
+                                              std::shared_ptr<MeshComm> comms) {
+  constexpr const char* kAxis = "cp";
+  const Mesh& mesh = comms->mesh();
+  require_canonical(root, mesh, options);
+  if (!mesh.has(kAxis)) return comms;
+  if (mesh.size(kAxis) > 1)
+    for (const auto& item : root.named_modules("", /*include_self=*/true)) {
+      const auto* part = dynamic_cast<const SequencePart*>(item.value().get());
+      SHARD_REQUIRE(!part || part->rule, "fully_shard",
+                    "mesh '{}' has {} ranks along {}, and module '{}' sees the positions of one rank. Call context_parallel "
+                    "before fully_shard, or leave the axis out",
+                    mesh.str(), mesh.size(kAxis), kAxis, item.key());
+    }
+  return comms->on(data_parallel_mesh(mesh));
+}
+
+c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options) {
+  std::optional<c10::Device> found = options.device;
+  for (const auto& item : root.named_parameters(/*recurse=*/true)) {
+    if (item.value().is_meta() || (options.ignored && options.ignored(item.key(), item.value()))) continue;
+    if (!found) found = item.value().device();
+    SHARD_REQUIRE(item.value().device() == *found, "fully_shard",
+                  "parameter {} is on {}, others or ShardOptions::device are on {}; move the module to one device", item.key(),
+                  item.value().device().str(), found->str());
+  }
+  const c10::Device device = found.value_or(at::kCPU);
+  SHARD_REQUIRE(has_device_math(device), "fully_shard",
+                "parameters are on {}, and this process has no arithmetic for it. Call shardproof::use_cuda() first, or move "
+                "the module to the CPU",
+                device.str());
+  SHARD_REQUIRE(device.is_cpu() || !uses_canonical_arithmetic(root), "fully_shard",
+                "use_canonical_arithmetic computes on the CPU, and parameters are on {}; move the module to the CPU",
+                device.str());
+  return device;
+}
+
+}  // namespace shardproof

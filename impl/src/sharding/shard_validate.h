@@ -1,0 +1,30 @@
+// What fully_shard refuses: options that contradict each other, the mesh or the module.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <torch/nn/module.h>
+
+#include <memory>
+
+#include "shardproof/comm/mesh_comm.h"
+#include "shardproof/sharding/shard_options.h"
+
+namespace shardproof {
+
+class ParallelState;
+
+void validate(const ShardOptions& options, const Mesh& mesh);
+void validate(const Reshard& reshard, const Mesh& mesh);
+
+// Parameters that tensor parallelism was to cut would be taken for replicated ones.
+void require_parallel(const Mesh& mesh, const ParallelState* parallel);
+
+// The mesh as strategies see it: ranks along cp that compute on their own positions sum gradients as those along dp_shard do.
+// Throws Error when the module does not know of an axis that it must know of.
+std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, const ShardOptions& options,
+                                              std::shared_ptr<MeshComm> comms);
+
+// Where the parameters are, and those of the meta device will be: all in one place.
+c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options);
+
+}  // namespace shardproof
