@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -106,37 +107,95 @@ TEST(Lifetimes, a_trained_model_that_was_dropped_is_gone) {
     }
 }
 
-TEST(Lifetimes, a_graph_keeps_the_group_that_its_backward_needs) {
-  using Op = at::Tensor (*)(const at::Tensor&, Comm&);
-  const std::vector<std::pair<const char*, Op>> ops = {
-      {"copy", [](const at::Tensor& x, Comm& group) { return collective::copy(x, group); }},
-      {"all_gather", [](const at::Tensor& x, Comm& group) { return collective::all_gather(x, 0, 8, group); }},
-      {"scatter", [](const at::Tensor& x, Comm& group) { return collective::scatter(x, 0, group); }},
-      {"all_to_all", [](const at::Tensor& x, Comm& group) { return collective::all_to_all(x, 1, 0, 8, group); }},
-      {"column", [](const at::Tensor& x, Comm& group) { return column_parallel_linear(x, at::ones({2, 4}), {}, group); }},
-      {"context_gather",
-       [](const at::Tensor& x, Comm& group) { return context_gather(x, 0, {ContextSplit::balanced, 8, 2}, group); }},
-      {"ring",
-       [](const at::Tensor& x, Comm& group) {
-         const at::Tensor heads = x.view({1, 1, 4, 4});
-         return ring_attention(heads, heads, heads, {ContextSplit::balanced, 8, 2}, true, {}, group);
-       }},
+namespace {
+
+// x [4, 4] of a rank through a collective, or through a module that parallelize put some around. The group that its backward
+// needs is along tp; `copies` of 2 is that of key heads in copies.
+struct GraphOp {
+  const char* name;
+  std::function<at::Tensor(const at::Tensor& x, const std::shared_ptr<MeshComm>& comms)> run;
+  bool copies = false;
+  Comm& group(MeshComm& comms) const { return copies ? comms.within("tp", 2) : comms.along({"tp"}); }
+};
+
+GraphOp plain_op(const char* name, std::function<at::Tensor(const at::Tensor&, Comm&)> op) {
+  return {name, [op](const at::Tensor& x, const std::shared_ptr<MeshComm>& comms) { return op(x, comms->along({"tp"})); }};
+}
+
+GraphOp canonical_linear(const char* name, int64_t inputs, ParallelStyle style, std::optional<int64_t> sequence_dim) {
+  return {name, [=](const at::Tensor& x, const std::shared_ptr<MeshComm>& comms) {
+            Linear linear(torch::nn::LinearOptions(inputs, 4));
+            linear->to(at::kDouble);
+            use_canonical_arithmetic(*linear);
+            const TensorParallel parallel =
+                parallelize(linear.ptr(), comms, {.styles = {{"", style}}, .sequence_dim = sequence_dim});
+            return call(linear, x);
+          }};
+}
+
+// One key head for the queries of two ranks.
+at::Tensor canonical_copied_keys(const at::Tensor& x, const std::shared_ptr<MeshComm>& comms) {
+  Attention attention(/*causal=*/true, /*dropout=*/0);
+  use_canonical_arithmetic(*attention);
+  const CutAttention style{{{2, 1}}, {{1, 1, /*copied=*/true}}};
+  const TensorParallel parallel = parallelize(attention.ptr(), comms, {.styles = {{"", style}}});
+  const at::Tensor heads = x.view({1, 1, 4, 4});
+  return attention->forward(heads, heads, heads);
+}
+
+const ContextCut kContextCut{ContextSplit::balanced, 8, 2};
+
+using CanonicalAttention = decltype(&canonical_ring_attention);
+GraphOp canonical_attention(const char* name, CanonicalAttention attention) {
+  return plain_op(name, [attention](const at::Tensor& x, Comm& group) {
+    const at::Tensor heads = x.view({1, 1, 4, 4});
+    return attention(heads, heads, heads, kContextCut, true, {}, "attend", group);
+  });
+}
+
+std::vector<GraphOp> graph_ops() {
+  return {
+      plain_op("copy", [](const at::Tensor& x, Comm& group) { return collective::copy(x, group); }),
+      plain_op("all_gather", [](const at::Tensor& x, Comm& group) { return collective::all_gather(x, 0, 8, group); }),
+      plain_op("scatter", [](const at::Tensor& x, Comm& group) { return collective::scatter(x, 0, group); }),
+      plain_op("all_to_all", [](const at::Tensor& x, Comm& group) { return collective::all_to_all(x, 1, 0, 8, group); }),
+      plain_op("column",
+               [](const at::Tensor& x, Comm& group) {
+                 return column_parallel_linear(x, at::ones({2, 4}, x.options()), {}, group);
+               }),
+      plain_op("context_gather", [](const at::Tensor& x, Comm& group) { return context_gather(x, 0, kContextCut, group); }),
+      plain_op("ring",
+               [](const at::Tensor& x, Comm& group) {
+                 const at::Tensor heads = x.view({1, 1, 4, 4});
+                 return ring_attention(heads, heads, heads, kContextCut, true, {}, group);
+               }),
+      canonical_linear("canonical column", 4, ColumnParallel{}, {}),
+      canonical_linear("canonical column of a sequence", 4, ColumnParallel{}, 0),
+      canonical_linear("canonical row of a sequence", 8, RowParallel{}, 0),
+      {"canonical copied keys", canonical_copied_keys, /*copies=*/true},
+      canonical_attention("canonical gathered attention", canonical_gathered_attention),
+      canonical_attention("canonical ring", canonical_ring_attention),
   };
-  for (const auto& [name, op] : ops)
-    run_threads(2, [&, name = name, op = op](std::shared_ptr<Comm> comm) {
-      const at::Tensor x = at::ones({4, 4}).set_requires_grad(true);
+}
+
+}  // namespace
+
+TEST(Lifetimes, a_graph_keeps_the_group_that_its_backward_needs) {
+  for (const GraphOp& op : graph_ops())
+    run_threads(2, [&](std::shared_ptr<Comm> comm) {
+      const at::Tensor x = at::ones({4, 4}, at::kDouble).set_requires_grad(true);
       std::weak_ptr<Comm> group;
       at::Tensor y;
       {
-        MeshComm comms(comm, Mesh({{"tp", 2}}));
-        group = comms.along({"tp"}).weak_from_this();
-        y = op(x, comms.along({"tp"}));
+        const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+        group = op.group(*comms).weak_from_this();
+        y = op.run(x, comms);
       }
-      EXPECT_FALSE(group.expired()) << name;
+      ASSERT_FALSE(group.expired()) << op.name << " does not keep its group, and its backward would use what is gone";
       y.sum().backward();
-      EXPECT_TRUE(x.grad().defined()) << name;
+      EXPECT_TRUE(x.grad().defined()) << op.name;
       y.reset();
-      EXPECT_TRUE(group.expired()) << name << " keeps its group for good";
+      EXPECT_TRUE(group.expired()) << op.name << " keeps its group for good";
     });
 }
 

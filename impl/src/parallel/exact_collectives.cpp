@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "nn/canonical/fixed_point.h"
+#include "parallel/kept_group.h"
 #include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof::exact {
@@ -21,13 +22,10 @@ at::Tensor summed_pieces(const at::Tensor& terms, int64_t dim, Comm& group, cons
 }
 
 void keep(AutogradContext* ctx, Comm* group, int64_t dim, int64_t length, const std::string& what) {
-  ctx->saved_data["group"] = reinterpret_cast<int64_t>(group);
+  keep_group(ctx, *group);
   ctx->saved_data["dim"] = dim;
   ctx->saved_data["length"] = length;
   ctx->saved_data["what"] = what + ", gradient of the input";
-}
-Comm& group_in(AutogradContext* ctx) {
-  return *reinterpret_cast<Comm*>(ctx->saved_data["group"].toInt());
 }
 int64_t dim_in(AutogradContext* ctx) {
   return ctx->saved_data["dim"].toInt();
