@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "nn/canonical/fixed_point.h"
 #include "parallel/kept_group.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"
@@ -72,42 +73,63 @@ at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat
 
 int64_t kept(AutogradContext* ctx, const char* name) { return ctx->saved_data[name].toInt(); }
 
+void keep_sum(AutogradContext* ctx, const Sum& sum) { ctx->saved_data["exact"] = sum.what(); }
+Sum sum_in(AutogradContext* ctx) {
+  const std::string& what = ctx->saved_data["exact"].toStringRef();
+  return what.empty() ? Sum() : Sum::exact(what);
+}
+
 struct Copy : torch::autograd::Function<Copy> {
-  static Variable forward(AutogradContext* ctx, const Variable& x, Comm* group) {
+  static Variable forward(AutogradContext* ctx, const Variable& x, Comm* group, const Sum& sum) {
     keep_group(ctx, *group);
+    keep_sum(ctx, sum);
     return x.view_as(x);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    return {start_all_reduce(dy[0], group_in(ctx)).result(), {}};
+    return {start_all_reduce(dy[0], group_in(ctx), sum_in(ctx)).result(), {}, {}};
   }
 };
 
 struct ReduceSum : torch::autograd::Function<ReduceSum> {
-  static Variable forward(AutogradContext*, const Variable& x, Comm* group) { return start_all_reduce(x, *group).result(); }
-  static variable_list backward(AutogradContext*, variable_list dy) { return {dy[0], {}}; }
+  static Variable forward(AutogradContext*, const Variable& x, Comm* group, const Sum& sum) {
+    return start_all_reduce(x, *group, sum).result();
+  }
+  static variable_list backward(AutogradContext*, variable_list dy) { return {dy[0], {}, {}}; }
 };
 
+// What a piece of the whole is made from, or goes into: the own piece of it, or terms that the ranks add.
+struct Whole {
+  bool terms = false;
+  Sum sum = {};
+};
+void keep_whole(AutogradContext* ctx, const Whole& whole) {
+  ctx->saved_data["terms"] = whole.terms;
+  keep_sum(ctx, whole.sum);
+}
+at::Tensor piece_from(const at::Tensor& x, int64_t dim, const Whole& whole, Comm& group) {
+  return whole.terms ? start_reduce_scatter(x, dim, group, whole.sum).result() : own_piece(x, dim, group);
+}
+
 struct Gather : torch::autograd::Function<Gather> {
-  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t dim, int64_t length, bool terms, Comm* group) {
+  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t dim, int64_t length, const Whole& gradient,
+                          Comm* group) {
     keep_group(ctx, *group);
+    keep_whole(ctx, gradient);
     ctx->saved_data["dim"] = dim;
-    ctx->saved_data["terms"] = terms;
     return start_all_gather(x, dim, length, *group).result();
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    const int64_t dim = kept(ctx, "dim");
-    Comm& group = group_in(ctx);
-    const bool terms = ctx->saved_data["terms"].toBool();
-    return {terms ? start_reduce_scatter(dy[0], dim, group).result() : own_piece(dy[0], dim, group), {}, {}, {}, {}};
+    const Whole gradient{ctx->saved_data["terms"].toBool(), sum_in(ctx)};
+    return {piece_from(dy[0], kept(ctx, "dim"), gradient, group_in(ctx)), {}, {}, {}, {}};
   }
 };
 
 struct Scatter : torch::autograd::Function<Scatter> {
-  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t dim, bool terms, Comm* group) {
+  static Variable forward(AutogradContext* ctx, const Variable& x, int64_t dim, const Whole& whole, Comm* group) {
     keep_group(ctx, *group);
     ctx->saved_data["dim"] = dim;
     ctx->saved_data["length"] = x.size(dim);
-    return terms ? start_reduce_scatter(x, dim, *group).result() : own_piece(x, dim, *group);
+    return piece_from(x, dim, whole, *group);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
     return {start_all_gather(dy[0], kept(ctx, "dim"), kept(ctx, "length"), group_in(ctx)).result(), {}, {}, {}};
@@ -127,16 +149,15 @@ struct AllToAll : torch::autograd::Function<AllToAll> {
   }
 };
 
-// `terms`: what is whole, forward or backward, are terms of a sum.
-at::Tensor joined(const at::Tensor& x, int64_t dim, int64_t length, bool terms, const char* name, Comm& group) {
+at::Tensor joined(const at::Tensor& x, int64_t dim, int64_t length, const Whole& gradient, const char* name, Comm& group) {
   dim = normal_dim(x, dim, name);
   require_piece(x, dim, length, group, name);
-  return group.size() == 1 ? x : Gather::apply(x, dim, length, terms, &group);
+  return group.size() == 1 ? x : Gather::apply(x, dim, length, gradient, &group);
 }
 
-at::Tensor cut(const at::Tensor& x, int64_t dim, bool terms, const char* name, Comm& group) {
+at::Tensor cut(const at::Tensor& x, int64_t dim, const Whole& whole, const char* name, Comm& group) {
   dim = normal_dim(x, dim, name);
-  return group.size() == 1 ? x : Scatter::apply(x, dim, terms, &group);
+  return group.size() == 1 ? x : Scatter::apply(x, dim, whole, &group);
 }
 
 }  // namespace
@@ -152,14 +173,21 @@ Pending::~Pending() {
 
 at::Tensor Pending::result() {
   work_.wait();
-  if (dim_ < 0) return buffer_;
-  return buffer_.narrow(0, 0, rows_).movedim(0, dim_).contiguous();
+  const at::Tensor output = dim_ < 0 ? buffer_ : buffer_.narrow(0, 0, rows_).movedim(0, dim_).contiguous();
+  return in_units_ ? fixed::from_units(output) : output;
 }
 
-Pending start_all_reduce(const at::Tensor& x, Comm& group) {
-  at::Tensor sum = x.detach().clone(at::MemoryFormat::Contiguous);
-  Work work = group.all_reduce(sum);
-  return {std::move(work), sum, -1, 0};
+Sum Sum::exact(std::string what) {
+  Sum sum;
+  sum.what_ = what.empty() ? "a sum over ranks" : std::move(what);
+  return sum;
+}
+
+Pending start_all_reduce(const at::Tensor& x, Comm& group, const Sum& sum) {
+  const at::Tensor terms = x.detach();
+  at::Tensor total = sum.is_exact() ? fixed::to_units(terms, sum.what()) : terms.clone(at::MemoryFormat::Contiguous);
+  Work work = group.all_reduce(total);
+  return {std::move(work), total, -1, 0, sum.is_exact()};
 }
 
 // The pieces are whole chunks but for the last ones, so the padding ends up behind the rows.
@@ -173,32 +201,37 @@ Pending start_all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm&
   return {std::move(work), whole, dim, length};
 }
 
-Pending start_reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group) {
+Pending start_reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const Sum& sum) {
   const int64_t length = x.size(dim), chunk = chunk_of(length, group);
-  const at::Tensor whole = rows_first(x.detach(), dim, chunk * group.size());
+  const at::Tensor terms = sum.is_exact() ? fixed::to_units(x.detach(), sum.what()) : x.detach();
+  const at::Tensor whole = rows_first(terms, dim, chunk * group.size());
   std::vector<int64_t> sizes = whole.sizes().vec();
   sizes[0] = chunk;
-  at::Tensor mine = at::empty(sizes, x.options());
+  at::Tensor mine = at::empty(sizes, whole.options());
   Work work = group.reduce_scatter(mine, whole);
-  return {std::move(work), mine, dim, piece_of(length, group).size()};
+  return {std::move(work), mine, dim, piece_of(length, group).size(), sum.is_exact()};
 }
 
-at::Tensor copy(const at::Tensor& x, Comm& group) { return group.size() == 1 ? x : Copy::apply(x, &group); }
+at::Tensor copy(const at::Tensor& x, Comm& group, const Sum& sum) {
+  return group.size() == 1 ? x : Copy::apply(x, &group, sum);
+}
 
-at::Tensor reduce(const at::Tensor& x, Comm& group) { return group.size() == 1 ? x : ReduceSum::apply(x, &group); }
+at::Tensor reduce(const at::Tensor& x, Comm& group, const Sum& sum) {
+  return group.size() == 1 ? x : ReduceSum::apply(x, &group, sum);
+}
 
 at::Tensor gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
-  return joined(x, dim, length, /*terms=*/false, "gather", group);
+  return joined(x, dim, length, {}, "gather", group);
 }
 
-at::Tensor all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
-  return joined(x, dim, length, /*terms=*/true, "all_gather", group);
+at::Tensor all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group, const Sum& sum) {
+  return joined(x, dim, length, {.terms = true, .sum = sum}, "all_gather", group);
 }
 
-at::Tensor scatter(const at::Tensor& x, int64_t dim, Comm& group) { return cut(x, dim, /*terms=*/false, "scatter", group); }
+at::Tensor scatter(const at::Tensor& x, int64_t dim, Comm& group) { return cut(x, dim, {}, "scatter", group); }
 
-at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group) {
-  return cut(x, dim, /*terms=*/true, "reduce_scatter", group);
+at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const Sum& sum) {
+  return cut(x, dim, {.terms = true, .sum = sum}, "reduce_scatter", group);
 }
 
 at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group) {

@@ -3,11 +3,10 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "nn/canonical/fixed_point.h"
 #include "parallel/context/context_ring.h"
 #include "parallel/context/exact_ring.h"
-#include "parallel/kept_group.h"
 #include "shardproof/base/check.h"
+#include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof {
 namespace {
@@ -42,44 +41,20 @@ at::Tensor places(const ContextCut& cut, int64_t most, c10::Device device) {
   return at::tensor(place, at::kLong).to(device);
 }
 
-struct ContextGather : torch::autograd::Function<ContextGather> {
-  // `exact`: names what is gathered when gradients are to be summed exactly.
-  static Variable forward(AutogradContext* ctx, const Variable& own, int64_t dim, const ContextCut& cut,
-                          const std::string& exact, Comm* group) {
-    ctx->saved_data["exact"] = exact;
-    const int64_t most = most_positions(cut);
-    keep_group(ctx, *group);
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["most"] = most;
-    ctx->saved_data["places"] = places(cut, most, own.device());
-    const at::Tensor moved = own.movedim(dim, 0);
-    std::vector<int64_t> sizes = moved.sizes().vec();
-    sizes[0] = most;
-    at::Tensor mine = at::zeros(sizes, own.options());
-    mine.narrow(0, 0, moved.size(0)).copy_(moved);
-    sizes[0] = most * group->size();
-    at::Tensor all = at::empty(sizes, own.options());
-    group->all_gather(all, mine).wait();
-    ctx->saved_data["rows"] = moved.size(0);
-    return all.index_select(0, ctx->saved_data["places"].toTensor()).movedim(0, dim);
+// Every rank's positions of x, in order, with zeros for those that a rank has fewer of while they are on the way. `sum`: of the
+// gradients.
+at::Tensor gathered(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group, const collective::Sum& sum = {}) {
+  if (group.size() == 1) return own;
+  const int64_t most = most_positions(cut);
+  at::Tensor rows = own.movedim(dim, 0);
+  if (const int64_t missing = most - rows.size(0); missing > 0) {
+    std::vector<int64_t> sizes = rows.sizes().vec();
+    sizes[0] = missing;
+    rows = at::cat({rows, at::zeros(sizes, rows.options())});
   }
-  static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    Comm& group = group_in(ctx);
-    const int64_t dim = ctx->saved_data["dim"].toInt(), most = ctx->saved_data["most"].toInt();
-    const at::Tensor moved = dy[0].movedim(dim, 0);
-    std::vector<int64_t> sizes = moved.sizes().vec();
-    sizes[0] = most * group.size();
-    at::Tensor all = at::zeros(sizes, dy[0].options());
-    all.index_copy_(0, ctx->saved_data["places"].toTensor(), moved);
-    sizes[0] = most;
-    const std::string exact = ctx->saved_data["exact"].toStringRef();
-    if (!exact.empty()) all = fixed::to_units(all, exact);
-    at::Tensor mine = at::empty(sizes, all.options());
-    group.reduce_scatter(mine, all).wait();
-    if (!exact.empty()) mine = fixed::from_units(mine);
-    return {mine.narrow(0, 0, ctx->saved_data["rows"].toInt()).movedim(0, dim), {}, {}, {}, {}};
-  }
-};
+  const at::Tensor all = collective::all_gather(rows, 0, most * group.size(), group, sum);
+  return all.index_select(0, places(cut, most, own.device())).movedim(0, dim);
+}
 
 struct RingAttention : torch::autograd::Function<RingAttention> {
   static Variable forward(AutogradContext* ctx, const Variable& q, const Variable& k, const Variable& v,
@@ -125,7 +100,7 @@ at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut
 at::Tensor context_gather(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group) {
   if (dim < 0) dim += own.dim();
   require_own(own, dim, cut, group, "context_gather");
-  return group.size() == 1 ? own : ContextGather::apply(own, dim, cut, std::string(), &group);
+  return gathered(own, dim, cut, group);
 }
 
 at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
@@ -146,8 +121,8 @@ at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k
                                         bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
                                         Comm& group) {
   for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_gathered_attention");
-  at::Tensor both = at::cat({k, v}, 1);
-  if (group.size() > 1) both = ContextGather::apply(both, 2, cut, name + ", gradients of keys and values", &group);
+  const auto sum = collective::Sum::exact(name + ", gradients of keys and values");
+  const at::Tensor both = gathered(at::cat({k, v}, 1), 2, cut, group, sum);
   const DimRows own{cut.positions(group.rank()), cut.length};
   at::Tensor mask;
   if (dropout)

@@ -21,12 +21,12 @@ double scale_of(const at::Tensor& q) {
 }  // namespace
 
 ContextRing::ContextRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group)
-    : cut_(cut), causal_(causal), dropout_(std::move(dropout)), kept_(group.shared()), group_(*kept_) {}
+    : ring_(cut, group), causal_(causal), dropout_(std::move(dropout)) {}
 
 std::vector<ContextRing::Run> ContextRing::runs_of(int64_t rank) const {
   std::vector<Run> runs;
   int64_t local = 0;
-  for (const Interval& positions : cut_.runs(rank)) {
+  for (const Interval& positions : ring_.cut().runs(rank)) {
     runs.push_back({positions, local});
     local += positions.size();
   }
@@ -46,7 +46,7 @@ Block ContextRing::block(const Run& queries, const Run& keys, const at::Tensor& 
   Block block{keys.of(both[0]).to(dtype), keys.of(both[1]).to(dtype), sees == Sees::diagonal};
   if (!dropout_) return block;
   const auto rows = [&](const Run& run) {
-    DimRows dim{{}, cut_.length};
+    DimRows dim{{}, ring_.cut().length};
     for (int64_t position = run.positions.begin; position < run.positions.end; ++position) dim.rows.push_back(position);
     return dim;
   };
@@ -56,19 +56,15 @@ Block ContextRing::block(const Run& queries, const Run& keys, const at::Tensor& 
 }
 
 std::pair<at::Tensor, at::Tensor> ContextRing::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const {
-  const std::vector<Run> own = runs_of(group_.rank());
+  const std::vector<Run> own = runs_of(ring_.rank());
   const at::Tensor queries = scaled(q, scale_of(q));
   std::vector<RunningSoftmax> softmax;
   for (const Run& run : own) softmax.emplace_back(grouped_rows(run.of(queries), k.size(1)));
-  at::Tensor both = at::stack({k, v});
-  for (int64_t source = group_.rank(), step = 0; step < group_.size(); ++step, source = ring_before(source, group_)) {
-    std::optional<RingPass> passing;
-    if (step + 1 < group_.size()) passing = pass_on(both, source);
+  ring_.go_round(at::stack({k, v}), [&](const at::Tensor& both, int64_t source) {
     for (const Run& keys : runs_of(source))
       for (size_t i = 0; i < own.size(); ++i)
         if (const Sees seen = sees(own[i], keys); seen != Sees::nothing) softmax[i].add(block(own[i], keys, both, seen));
-    if (passing) both = passing->wait();
-  }
+  });
   at::Tensor output = at::empty_like(q, at::MemoryFormat::Contiguous);
   at::Tensor log_sum = at::empty({q.size(0), q.size(1), q.size(2), 1}, queries.options());
   for (size_t i = 0; i < own.size(); ++i) {
@@ -79,17 +75,14 @@ std::pair<at::Tensor, at::Tensor> ContextRing::forward(const at::Tensor& q, cons
 }
 
 ContextRing::Gradients ContextRing::backward(const Kept& kept, const at::Tensor& output_gradient) const {
-  const int64_t kv_heads = kept.k.size(1), heads = kept.q.size(1), ranks = group_.size();
+  const int64_t kv_heads = kept.k.size(1), heads = kept.q.size(1);
   const double scale = scale_of(kept.q);
   const at::Tensor queries = scaled(kept.q, scale), gradient = output_gradient.to(queries.scalar_type());
   const at::Tensor delta = (gradient * kept.output).sum(-1, /*keepdim=*/true);
-  const std::vector<Run> own = runs_of(group_.rank());
-  at::Tensor both = at::stack({kept.k, kept.v}), of_queries = at::zeros_like(queries, at::MemoryFormat::Contiguous);
-  // The gradients of a rank's keys and values travel with them, and one step on, home.
-  at::Tensor of_both = at::zeros(both.sizes(), queries.options());
-  for (int64_t source = group_.rank(), step = 0; step < ranks; ++step, source = ring_before(source, group_)) {
-    std::optional<RingPass> passing;
-    if (step + 1 < ranks) passing = pass_on(both, source);
+  const std::vector<Run> own = runs_of(ring_.rank());
+  const at::Tensor own_keys = at::stack({kept.k, kept.v});
+  at::Tensor of_queries = at::zeros_like(queries, at::MemoryFormat::Contiguous);
+  const auto visit = [&](const at::Tensor& both, const at::Tensor& of_both, int64_t source) {
     for (const Run& keys : runs_of(source))
       for (const Run& run : own) {
         const Sees seen = sees(run, keys);
@@ -101,9 +94,8 @@ ContextRing::Gradients ContextRing::backward(const Kept& kept, const at::Tensor&
         keys.of(of_both[0]).add_(add.k);
         keys.of(of_both[1]).add_(add.v);
       }
-    if (passing) both = passing->wait();
-    if (ranks > 1) of_both = pass_on(of_both, source).wait();
-  }
+  };
+  const at::Tensor of_both = ring_.go_round_adding(own_keys, at::zeros(own_keys.sizes(), queries.options()), visit);
   const auto dtype = kept.q.scalar_type();
   return {of_queries.to(dtype), of_both[0].to(dtype), of_both[1].to(dtype)};
 }

@@ -4,13 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "parallel/context/block_attention.h"
-#include "parallel/context/ring_pass.h"
+#include "parallel/context/ring.h"
 #include "shardproof/algebra/context_cut.h"
 #include "shardproof/comm/comm.h"
 #include "shardproof/nn/attention.h"
@@ -45,16 +44,9 @@ class ContextRing : public torch::CustomClassHolder {
   Sees sees(const Run& queries, const Run& keys) const;
   Block block(const Run& queries, const Run& keys, const at::Tensor& both, Sees sees) const;
 
-  // On to the next rank; what arrives has the positions of the rank before `source`.
-  RingPass pass_on(const at::Tensor& mine, int64_t source) const {
-    return RingPass(mine, 3, cut_.count(ring_before(source, group_)), group_);
-  }
-
-  ContextCut cut_;
+  Ring ring_;
   bool causal_;
   std::optional<AttentionDropout> dropout_;
-  std::shared_ptr<Comm> kept_;  // by a graph, until the backward
-  Comm& group_;
 };
 
 }  // namespace shardproof

@@ -6,12 +6,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "nn/canonical/canonical_blocks.h"
+#include "parallel/context/ring.h"
 #include "shardproof/algebra/context_cut.h"
 #include "shardproof/comm/comm.h"
 #include "shardproof/nn/attention.h"
@@ -41,16 +41,11 @@ class ExactRing : public torch::CustomClassHolder {
   };
   Block block(int64_t source, bool with_mask) const;
   canonical_blocks::Places places(const Block& block) const { return {own_, block.keys, causal_}; }
-  // f(what came from the rank `source`, source), first with this rank's own. Tensors are cut along dim -2.
-  template <class F>
-  void go_round(at::Tensor mine, const F& f) const;
 
-  ContextCut cut_;
+  Ring ring_;
   bool causal_;
   std::optional<AttentionDropout> dropout_;
   std::string name_;
-  std::shared_ptr<Comm> kept_;  // by a graph, until the backward
-  Comm& group_;
   std::vector<int64_t> own_;  // this rank's positions
 };
 

@@ -55,7 +55,7 @@ class ParallelState {
   int64_t sequence_length_ = 0;
 };
 
-// What a style attaches to a module; the styles themselves are in parallel_styles.cpp.
+// What a style attaches to a module; the styles themselves are in styles.cpp and placements.cpp.
 class StyleHooks : public ParallelHooks {
  public:
   explicit StyleHooks(std::weak_ptr<ParallelState> state) : state_(std::move(state)) {}

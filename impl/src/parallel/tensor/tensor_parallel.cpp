@@ -5,7 +5,7 @@
 #include <set>
 
 #include "parallel/tensor/parallel_state.h"
-#include "parallel/tensor/parallel_styles.h"
+#include "parallel/tensor/styles.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/name_pattern.h"
 #include "shardproof/nn/canonical/canonical.h"

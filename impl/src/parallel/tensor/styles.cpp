@@ -1,14 +1,12 @@
-#include "parallel/tensor/parallel_styles.h"
+#include "parallel/tensor/styles.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
-#include "parallel/exact_collectives.h"
+#include "parallel/tensor/placements.h"
 #include "shardproof/base/check.h"
-#include "shardproof/nn/attention.h"
 #include "shardproof/nn/canonical/canonical.h"
-#include "shardproof/nn/dropout.h"
 #include "shardproof/parallel/collective_ops.h"
 #include "shardproof/parallel/tensor/parallel_layers.h"
 
@@ -57,13 +55,16 @@ void describe_terms(ParallelState& state, const at::Tensor& parameter) {
     state.add(parameter, {name_in(state, parameter), parameter.sizes().vec(), std::nullopt, state.parts()});
 }
 
+// How this module adds what ranks have of `what`.
+collective::Sum sum_of(const ParallelState& state, const std::string& what) {
+  return state.canonical ? collective::Sum::exact(what) : collective::Sum();
+}
+
 at::Tensor into_parallel(ParallelState& state, const std::string& name, const at::Tensor& x) {
   const auto dim = state.plan().sequence_dim;
-  if (state.canonical)
-    return dim ? exact::all_gather(x, *dim, state.sequence_length(x.size(*dim)), state.group(), name)
-               : exact::copy(x, state.group(), name);
-  return dim ? collective::all_gather(x, *dim, state.sequence_length(x.size(*dim)), state.group())
-             : collective::copy(x, state.group());
+  const collective::Sum sum = sum_of(state, name + ", gradient of the input");
+  return dim ? collective::all_gather(x, *dim, state.sequence_length(x.size(*dim)), state.group(), sum)
+             : collective::copy(x, state.group(), sum);
 }
 
 // Attention without a head has nothing to compute with.
@@ -132,9 +133,10 @@ class Row final : public StyleHooks {
     if (dim) owner->saw_sequence(x.size(*dim));
     if (!owner->canonical) return row_parallel_linear(x, linear_.weight, linear_.bias, owner->group(), dim);
     const at::Tensor terms = canonical_ops::linear(x, linear_.weight, {}, name_);
-    const at::Tensor sum =
-        dim ? exact::reduce_scatter(terms, *dim, owner->group(), name_) : exact::reduce(terms, owner->group(), name_);
-    return linear_.bias.defined() ? canonical_ops::add_bias(sum, linear_.bias, name_) : sum;
+    const collective::Sum sum = sum_of(*owner, name_);
+    const at::Tensor y = dim ? collective::reduce_scatter(terms, *dim, owner->group(), sum)
+                             : collective::reduce(terms, owner->group(), sum);
+    return linear_.bias.defined() ? canonical_ops::add_bias(y, linear_.bias, name_) : y;
   }
 
  private:
@@ -174,117 +176,11 @@ class Vocab final : public StyleHooks {
   int64_t first_row_;
 };
 
-std::shared_ptr<ParallelState> alive(const std::weak_ptr<ParallelState>& state) {
-  const auto owner = state.lock();
-  SHARD_REQUIRE(owner, "tensor_parallel", 
-                "dropout on a cut whose TensorParallel was destroyed; keep it as long as the module runs");
-  return owner;
-}
-
-void require_dim(const std::vector<DimRows>& dims, int64_t dim, int64_t expected) {
-  SHARD_REQUIRE(dim >= 0 && dim < std::ssize(dims) && dims[dim].length == expected, "tensor_parallel",
-                "dropout on a tensor of {} dims that must have {} rows along dim {}, and has {}", dims.size(), expected, dim,
-                dim >= 0 && dim < std::ssize(dims) ? dims[dim].length : -1);
-}
-
-// A piece of the sequence.
-class SequencePlacement final : public RowPlacement {
- public:
-  explicit SequencePlacement(std::weak_ptr<ParallelState> state) : state_(std::move(state)) {}
-  void widen(std::vector<DimRows>& dims) const override {
-    const auto owner = alive(state_);
-    const int64_t dim = *owner->plan().sequence_dim;
-    const int64_t local = dim < std::ssize(dims) ? dims[dim].length : 0, length = owner->sequence_length(local);
-    const Interval own = piece({}, length, owner->parts(), owner->part());
-    require_dim(dims, dim, own.size());
-    for (int64_t& row : dims[dim].rows) row += own.begin;
-    dims[dim].length = length;
-  }
-
- private:
-  std::weak_ptr<ParallelState> state_;
-};
-
-// What a column-parallel layer gave.
-class CutPlacement final : public RowPlacement {
- public:
-  CutPlacement(std::weak_ptr<ParallelState> state, CutDropout style) : state_(std::move(state)), style_(std::move(style)) {}
-  void widen(std::vector<DimRows>& dims) const override {
-    const auto owner = alive(state_);
-    const int64_t dim = style_.dim < 0 ? style_.dim + std::ssize(dims) : style_.dim;
-    DimRows whole;
-    for (const CutSegment& segment : style_.segments) whole.length += segment.length;
-    for (const CutRows& rows : TensorCut{0, style_.segments}.rows(owner->parts(), owner->part()))
-      for (int64_t row = rows.whole.begin; row < rows.whole.end; ++row) whole.rows.push_back(row);
-    require_dim(dims, dim, std::ssize(whole.rows));
-    for (int64_t& row : dims[dim].rows) row = whole.rows[static_cast<size_t>(row)];
-    dims[dim].length = whole.length;
-  }
-
- private:
-  std::weak_ptr<ParallelState> state_;
-  CutDropout style_;
-};
-
-class CutDropoutHooks final : public StyleHooks {
- public:
-  CutDropoutHooks(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module,
-                  const CutDropout& style)
-      : StyleHooks(owner) {
-    auto* placed = dynamic_cast<Placed*>(&module);
-    SHARD_REQUIRE(placed, "tensor_parallel", "style CutDropout needs a Dropout or an Attention, and module '{}' is {}", name,
-                  module.name());
-    int64_t length = 0;
-    for (const CutSegment& segment : style.segments) length += segment.length;
-    validate({0, style.segments}, {length}, owner->parts(), fmt::format("dropout of module '{}'", name));
-    placed->tensor_placement = std::make_shared<CutPlacement>(owner, style);
-  }
-  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
-};
-
-// The ranks that hold copies of a key head.
-class CopiesAlong final : public CopiedKeys {
- public:
-  explicit CopiesAlong(Comm& group) : group_(group.shared()) {}
-  std::pair<at::Tensor, at::Tensor> summing(const at::Tensor& k, const at::Tensor& v, const std::string& name) const override {
-    return exact::sum_to_first(k, v, *group_, name);
-  }
-
- private:
-  std::shared_ptr<Comm> group_;
-};
-
-class CutAttentionHooks final : public StyleHooks {
- public:
-  CutAttentionHooks(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module,
-                    const CutAttention& style)
-      : StyleHooks(owner) {
-    auto* attention = dynamic_cast<AttentionImpl*>(&module);
-    SHARD_REQUIRE(attention, "tensor_parallel", "style CutAttention needs an Attention, and module '{}' is {}", name,
-                  module.name());
-    const auto require_valid = [&](const std::vector<CutSegment>& segments, const char* what) {
-      int64_t length = 0;
-      for (const CutSegment& segment : segments) length += segment.length;
-      validate({0, segments}, {length}, owner->parts(), fmt::format("{} of module '{}'", what, name));
-    };
-    require_valid(style.heads, "heads");
-    require_valid(style.kv_heads, "kv_heads");
-    attention->tensor_placement = std::make_shared<CutPlacement>(owner, CutDropout{1, style.heads});
-    const int64_t copies = TensorCut{0, style.kv_heads}.copies(owner->parts());
-    if (!owner->canonical || copies == 1) return;
-    attention->copied_keys = std::make_shared<CopiesAlong>(owner->comms().within(owner->axis(), copies));
-    owner->sums_copied_keys = true;
-  }
-  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
-};
-
 class Sequence final : public StyleHooks {
  public:
   Sequence(const std::shared_ptr<ParallelState>& owner, torch::nn::Module& module) : StyleHooks(owner) {
     if (!owner->plan().sequence_dim) return;
-    for (const auto& part : module.modules(/*include_self=*/true))
-      if (auto* dropout = dynamic_cast<DropoutImpl*>(part.get()))
-        dropout->tensor_placement = std::make_shared<SequencePlacement>(owner);
+    place_along_sequence(owner, module);
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/true)) describe_terms(*owner, parameter);
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
@@ -326,12 +222,8 @@ std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& sta
     std::shared_ptr<StyleHooks> operator()(const SequenceParallel&) { return std::make_shared<Sequence>(state, module); }
     std::shared_ptr<StyleHooks> operator()(const ScatterOutput& s) { return std::make_shared<Scattered>(state, s); }
     std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state, name); }
-    std::shared_ptr<StyleHooks> operator()(const CutDropout& s) {
-      return std::make_shared<CutDropoutHooks>(state, name, module, s);
-    }
-    std::shared_ptr<StyleHooks> operator()(const CutAttention& s) {
-      return std::make_shared<CutAttentionHooks>(state, name, module, s);
-    }
+    std::shared_ptr<StyleHooks> operator()(const CutDropout& s) { return cut_dropout(state, name, module, s); }
+    std::shared_ptr<StyleHooks> operator()(const CutAttention& s) { return cut_attention(state, name, module, s); }
   };
   return std::visit(Make{state, name, module}, style);
 }
