@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "sharding/gradient_norm.h"
+#include "device/exact_sum.h"
 #include "shardproof/base/check.h"
 #include "shardproof/optim/optimizer.h"
 
@@ -16,9 +16,9 @@ constexpr double kA = 3.4445, kB = -4.7750, kC = 2.0315;  // of the quintic iter
 // so the bits are a function of the matrix alone.
 at::Tensor orthogonalized(const at::Tensor& matrix) {
   const at::Tensor floats = matrix.to(at::kFloat).contiguous();
-  const at::Tensor here = floats.to(at::kCPU);
   ExactSum squares(ExactSum::Term::square);
-  squares.add({here.const_data_ptr<float>(), static_cast<size_t>(here.numel())});
+  const FlatSpan elements{floats.const_data_ptr<float>(), floats.numel()};
+  squares.add(floats.device(), {&elements, 1});
   const auto norm = static_cast<float>(std::sqrt(squares.total()));
   at::Tensor x = floats / at::scalar_tensor(norm + 1e-7f, at::kFloat);  // of a CPU number: any device
   const bool transposed = x.size(0) > x.size(1);

@@ -3,48 +3,15 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
+#include "device/exact_sum.h"
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_state.h"
 #include "shardproof/base/check.h"
-#include "shardproof/device/device.h"
 
 namespace shardproof {
 namespace {
-
-// A sum of squares of floats is an integer multiple of 2^-298, below 2^(256 + 39): 11 limbs of 64 bits hold it.
-class BigSum {
- public:
-  void add(int64_t value, int64_t bit) {
-    size_t limb = static_cast<size_t>(bit / 64);
-    unsigned __int128 carry = static_cast<unsigned __int128>(static_cast<uint64_t>(value)) << (bit % 64);
-    for (; carry != 0; ++limb) {
-      carry += limbs_.at(limb);
-      limbs_[limb] = static_cast<uint64_t>(carry);
-      carry >>= 64;
-    }
-  }
-
-  // The value times 2^exponent, rounded to nearest, ties to even.
-  double round(int exponent) const {
-    int64_t top = static_cast<int64_t>(limbs_.size()) * 64 - 1;
-    while (top >= 0 && !bit(top)) --top;
-    if (top < 53) return std::ldexp(static_cast<double>(limbs_[0]), exponent);
-    uint64_t significand = 0;
-    for (int64_t i = top; i > top - 53; --i) significand = significand * 2 + bit(i);
-    const bool half = bit(top - 53);
-    bool rest = false;
-    for (int64_t i = 0; i < top - 53; ++i) rest |= bit(i);
-    if (half && (rest || significand % 2 == 1)) ++significand;
-    return std::ldexp(static_cast<double>(significand), exponent + static_cast<int>(top) - 52);
-  }
-
- private:
-  bool bit(int64_t i) const { return limbs_[static_cast<size_t>(i / 64)] >> (i % 64) & 1; }
-  std::array<uint64_t, 11> limbs_{};
-};
 
 // The axes along which ranks hold different parts of the state.
 std::vector<std::string> split_axes(const Layout& layout) {
@@ -92,27 +59,22 @@ void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
   for (const std::string& axis : axes) state.comms->along({axis}).all_reduce(values, op).wait();
 }
 
-// The terms that are float32, by the device's kernel; all of them, so that it is called once.
-void add_on_device(const DeviceMath& math, ShardedState& state, ExactSum::Term term, ExactSum& sum) {
+// The terms that are float32; all of them in one call, for which a device's kernel is started once.
+void add_floats(ShardedState& state, ExactSum& sum) {
   std::vector<FlatSpan> spans;
   const auto alive = visit_gradients(state.schedule, {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
       spans.push_back({values.data(), std::ssize(values)});
   });
-  math.exact_sum(spans, term == ExactSum::Term::square, sum.counters());
+  sum.add(state.state_device(), spans);
 }
 
 double exact_sum(ShardedState& state, ExactSum::Term term) {
   ExactSum sum(term);
+  add_floats(state, sum);
   double doubles = 0;
-  const DeviceMath* math = device_math(state.state_device());
-  if (math) add_on_device(*math, state, term, sum);
-  visit_gradients(state.schedule, {.floats = !math}, [&](const Slot&, auto values) {
-    if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
-      sum.add(values);
-    } else {
-      for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
-    }
+  visit_gradients(state.schedule, {.floats = false}, [&](const Slot&, auto values) {
+    for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
   });
   reduce_over_shards(state, at::from_blob(sum.counters().data(), {ExactSum::kCounters}, at::kLong), Reduce::sum);
   reduce_over_shards(state, at::from_blob(&doubles, {1}, at::kDouble), Reduce::sum);
@@ -185,31 +147,6 @@ double norm_of_order(ShardedState& state, double order) {
 }
 
 }  // namespace
-
-void ExactSum::add(std::span<const float> values) {
-  for (const float value : values) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t exponent = bits >> 23 & 0xff;
-    const uint64_t significand = (bits & 0x7fffff) | (exponent != 0 ? 0x800000u : 0u);
-    const uint64_t integer = term_ == Term::square ? significand * significand : significand;
-    counters_[2 * exponent] += static_cast<int64_t>(integer & 0xffffff);
-    counters_[2 * exponent + 1] += static_cast<int64_t>(integer >> 24);
-  }
-}
-
-double ExactSum::total() const {
-  if (counters_[2 * 255] != 0 || counters_[2 * 255 + 1] != 0) return std::numeric_limits<double>::quiet_NaN();
-  // A float is significand * 2^(exponent - 150), where the exponent field 0 means 1; so it is a multiple of 2^-149, its square
-  // of 2^-298.
-  const int64_t power = term_ == Term::square ? 2 : 1;
-  BigSum sum;
-  for (int64_t field = 0; field < 255; ++field) {
-    const int64_t bit = power * (std::max<int64_t>(field, 1) - 1);
-    sum.add(counters_[2 * field], bit);
-    sum.add(counters_[2 * field + 1], bit + 24);
-  }
-  return sum.round(static_cast<int>(-149 * power));
-}
 
 double gradient_norm(ShardedState& state, double order) {
   SHARD_REQUIRE(order == 1 || order == 2 || order == std::numeric_limits<double>::infinity(), "gradient_norm",

@@ -9,9 +9,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/split_group.h"
-#include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/c10d/c10d.h"
+#include "shardproof/device/device.h"
 #include "testing/comm/collective_plan.h"
 
 namespace shardproof {
@@ -253,7 +253,8 @@ Work C10dComm::reduce_in_rank_order(const Call& call) {
     const auto* data = static_cast<const std::byte*>(terms.const_data_ptr());
     for (const int64_t r : order_of_terms(terms.numel() / output.numel()))
       places.push_back(data + r * static_cast<int64_t>(output.nbytes()));
-    reduce_terms(output.scalar_type(), op, places, output.numel(), static_cast<std::byte*>(output.mutable_data_ptr()));
+    device_math(output).reduce(element_type(output.scalar_type()), op, places, output.numel(),
+                               static_cast<std::byte*>(output.mutable_data_ptr()));
   };
   if (!whole_) return exchange(call, terms, finish);
   at::Tensor received = bytes_of(terms), given = bytes_of(call.input);

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 
 namespace shardproof::mpi {
 namespace {
@@ -152,7 +152,7 @@ void Collective::add_chunk(int64_t chunk) {
     else
       terms.push_back(comes_with_word(sum_bytes_) ? side.body.data() : side.in.at(chunk));
   }
-  reduce_terms(dtype(call), call.reduce, terms, length / element_bytes_, result_ + begin);
+  device_math(at::kCPU).reduce(element_type(dtype(call)), call.reduce, terms, length / element_bytes_, result_ + begin);
 }
 
 void Collective::add_up() {

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 #include "testing/base/call_label.h"
 
 namespace shardproof::nccl {

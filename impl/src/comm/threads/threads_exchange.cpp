@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device/reduce_kernels.h"
+#include "shardproof/device/device.h"
 
 namespace shardproof::threads {
 namespace {
@@ -15,14 +15,13 @@ constexpr int64_t kBlockBytes = 32 << 10;
 
 }  // namespace
 
-Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath* math, bool on_device)
+Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath& math)
     : op_(call.op),
       reduce_(call.reduce),
       dtype_(dtype(call)),
       element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
       ring_(ring),
       math_(math),
-      on_device_(on_device),
       sides_(std::move(sides)) {
   for (const Side& side : sides_) bytes_ += side.output_numel * element_bytes_;
   cut_into_tasks();
@@ -78,8 +77,7 @@ void Exchange::all_reduce(int64_t begin, int64_t end) const {
 }
 
 void Exchange::move(void* target, const void* source, int64_t bytes) const {
-  if (on_device_) math_->copy(target, source, bytes);
-  else std::memcpy(target, source, bytes);
+  math_.copy(target, source, bytes);
 }
 
 // All outputs of an all-reduce are inputs, so the sum goes to the first party, whose terms it may overwrite, and from there.
@@ -115,7 +113,7 @@ void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* targ
   terms.reserve(sides_.size());
   for (const int64_t source : order_of_terms(parties(), ring_ ? party + 1 : 0))
     terms.push_back(sides_[source].input + begin * element_bytes_);
-  reduce_terms(math_, dtype_, reduce_, terms, end - begin, target);
+  math_.reduce(element_type(dtype_), reduce_, terms, end - begin, target);
 }
 
 // An output that is made of pieces of inputs, one from each source in order.

@@ -28,9 +28,8 @@ struct Side {
 class Exchange {
  public:
   // `call` is any party's; `ring`: each party's sum begins with the next party's term, and all-reduces are planned in slices.
-  // `math`: what adds, null for the CPU's loops; where
-  // `on_device`, it moves bytes, too, and only produce_all may be called.
-  Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath* math, bool on_device);
+  // `math` adds and moves bytes; on a device other than the CPU only produce_all may be called.
+  Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath& math);
 
   // Writes elements [begin, end) of a party's output to `target`.
   void produce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
@@ -66,8 +65,7 @@ class Exchange {
   at::ScalarType dtype_;
   int64_t element_bytes_;
   bool ring_;
-  const DeviceMath* math_;
-  bool on_device_;
+  const DeviceMath& math_;
   std::vector<Side> sides_;
   int64_t bytes_ = 0;
   int64_t task_numel_ = 1;

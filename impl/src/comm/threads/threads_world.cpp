@@ -9,7 +9,6 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
 
@@ -130,7 +129,7 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
   }
   const Call& call = rendezvous.parts[0].call;
   const c10::Device device = device_of(call);
-  return std::make_unique<Exchange>(call, std::move(sides), ring, device_math(device), !device.is_cpu());
+  return std::make_unique<Exchange>(call, std::move(sides), ring, device_math(device));
 }
 
 void require_untouched(const Rendezvous& rendezvous, int64_t index) {
