@@ -13,8 +13,8 @@ namespace shardproof {
 
 // Sum of squares, or of magnitudes, of floats, exactly. Terms are added as integers, one pair of 64-bit counters an exponent,
 // so the sum depends neither on the order nor on where shards are cut, and ranks combine by adding counters. Such sums are
-// called long accumulators (Kulisch and Miranker 1981). Law: total is the exact sum of all terms, rounded once to double, for up
-// to 2^39 finite values.
+// called long accumulators (Kulisch and Miranker 1981). Law: total is the exact sum of all terms, rounded once to double,
+// for up to 2^39 finite values.
 class ExactSum {
  public:
   enum class Term { square, magnitude };
