@@ -99,7 +99,7 @@ class AdamRule final : public UpdateRule {
 
   std::vector<Setting> settings() const override {
     return {{"lr", options_.lr},
-            {"betas", std::pair(options_.beta1, options_.beta2)},
+            {"betas", std::vector<double>{options_.beta1, options_.beta2}},
             {"eps", options_.eps},
             {"weight_decay", options_.weight_decay},
             {"amsgrad", false},
@@ -150,7 +150,9 @@ class Lion final : public UpdateRule {
   std::vector<std::string> slots() const override { return {"exp_avg"}; }
 
   std::vector<Setting> settings() const override {
-    return {{"lr", options_.lr}, {"betas", std::pair(options_.beta1, options_.beta2)}, {"weight_decay", options_.weight_decay}};
+    return {{"lr", options_.lr},
+            {"betas", std::vector<double>{options_.beta1, options_.beta2}},
+            {"weight_decay", options_.weight_decay}};
   }
 
   void update(const Update& u) const override {
