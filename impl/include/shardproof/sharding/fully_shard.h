@@ -153,9 +153,10 @@ class NoSync {
 };
 
 // Collective over all ranks of `comms`. The module's parameters become views into buckets; their values are kept. Throws
-// Error when a parameter is not floating, shares memory with another one, is on another device than the CPU, or is already
-// sharded; when the mesh lacks an axis of the strategy, or has ranks along "tp" along which parallelize has cut nothing; or
-// when options are out of range. A parameter that is not contiguous becomes so.
+// Error when a parameter is not floating, shares memory with another one, or is already sharded; when parameters are on several
+// devices, or on a device that this process has no arithmetic for (use_cuda() gives it that of GPUs), or on another device than
+// the CPU under canonical arithmetic; when the mesh lacks an axis of the strategy, or has ranks along "tp" along which
+// parallelize has cut nothing; or when options are out of range. A parameter that is not contiguous becomes so.
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
 
 // What one unit has of its own, when units are named one by one.
