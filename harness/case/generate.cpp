@@ -171,6 +171,10 @@ Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& s
   if (context_allowed && kind < 0.5) add("cp", 4);
   if (!context_allowed || kind > 0.3) add("tp", 4);
   std::vector<shardproof::Axis> axes = generate_mesh(choose, limits, strategy).axes();
+  // One replica needs no axis that says so.
+  const Mesh inner_mesh(inner), outer(axes);
+  if (outer.size() == 1 && inner_mesh.size() > 1 && shardproof::strategy(strategy).axes.size() < 2 && choose.chance(0.6))
+    axes.clear();
   axes.insert(axes.end(), inner.begin(), inner.end());
   return Mesh(axes);
 }

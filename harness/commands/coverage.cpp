@@ -120,6 +120,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("canonical on another mesh", canonical && std::any_of(c.steps.begin(), c.steps.end(), [&](const StepPlan& step) {
                                        return step.load_mesh && step.load_mesh->str() != c.mesh.str();
                                      }));
+  count("no axis of data parallelism", !c.mesh.has("dp_replicate") && !c.mesh.has("dp_shard"));
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
   count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);

@@ -24,10 +24,10 @@ TEST(ShardingErrors, a_strategy_whose_axis_the_mesh_lacks_names_both) {
   expect_says(toy::error_of([] {
                 run_threads(2, [](std::shared_ptr<Comm> comm) {
                   toy::Net net(toy::NetImpl::Options{});
-                  fully_shard(net.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}})), toy::options("zero3"));
+                  fully_shard(net.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_replicate", 2}})), toy::options("zero3"));
                 });
               }),
-              {"zero3", "dp_shard", "tp=2"});
+              {"zero3", "dp_shard", "dp_replicate=2"});
 }
 
 TEST(ShardingErrors, a_second_backward_after_the_last_one_says_how_to_accumulate) {

@@ -67,8 +67,11 @@ Strategy on_mesh(Strategy strategy, const Mesh& mesh) {
 
 Mesh data_parallel_mesh(const Mesh& mesh) {
   constexpr const char* kContext = "cp";
-  if (!mesh.has(kContext)) return mesh;
   std::vector<Axis> axes = mesh.axes();
+  if (!mesh.has(kContext)) {
+    if (!mesh.has(kShard) && !mesh.has(kReplicate)) axes.insert(axes.begin(), {kShard, 1});
+    return Mesh(axes);
+  }
   const auto context = static_cast<size_t>(mesh.index(kContext));
   if (!mesh.has(kShard)) {
     axes[context].name = kShard;

@@ -68,8 +68,9 @@ std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, con
   constexpr const char* kAxis = "cp";
   const Mesh& mesh = comms->mesh();
   require_canonical(root, mesh, options);
-  if (!mesh.has(kAxis)) return comms;
-  if (mesh.size(kAxis) > 1)
+  const Mesh seen = data_parallel_mesh(mesh);
+  if (seen == mesh) return comms;
+  if (mesh.has(kAxis) && mesh.size(kAxis) > 1)
     for (const auto& item : root.named_modules("", /*include_self=*/true)) {
       const auto* part = dynamic_cast<const SequencePart*>(item.value().get());
       SHARD_REQUIRE(!part || part->rule, "fully_shard",
@@ -77,7 +78,7 @@ std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, con
                     "before fully_shard, or leave the axis out",
                     mesh.str(), mesh.size(kAxis), kAxis, item.key());
     }
-  return comms->on(data_parallel_mesh(mesh));
+  return comms->on(seen);
 }
 
 c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options) {

@@ -51,8 +51,8 @@ const Strategy& strategy(std::string_view name);
 Strategy on_mesh(Strategy strategy, const Mesh& mesh);
 
 // The mesh as strategies see it: the ranks along `cp` compute on other tokens, so gradients are summed over them as over
-// `dp_shard`, and parameters split over both; the two axes become one, `dp_shard`. Throws Error when `cp` does not follow
-// `dp_shard`.
+// `dp_shard`, and parameters split over both; the two axes become one, `dp_shard`. A mesh without any of the three axes is one
+// replica, and has `dp_shard` of size 1 here. Throws Error when `cp` does not follow `dp_shard`.
 Mesh data_parallel_mesh(const Mesh& mesh);
 
 // The same strategy with nothing left to be summed between microbatches: each reduction goes all the way to the layout that the
