@@ -213,6 +213,7 @@ struct Step {
 struct LossScaling {
   double initial = 0;
   int64_t growth_interval = 2000;
+  double minimum = 0;  // the scale is not halved below this
 };
 
 struct Run {

@@ -129,7 +129,7 @@ void generate_optimizer(Chooser& choose, Case& c) {
     if (choose.chance(0.3)) o.beta2 = choose.one_of<double>({0.5, 0.9, 0.95});
     if (choose.chance(0.2)) o.eps = 1e-6;
   }
-  if (choose.chance(0.25)) c.groups = choose.integer(1, kOptimizerGroups);
+  if (choose.chance(0.25)) c.groups = choose.integer(1, o.kind == muon ? kOptimizerGroups - 1 : kOptimizerGroups);
   // Norms of generated gradients spread around 1: a third of these clips bites, the rest does not.
   if (choose.chance(0.4)) c.clip_norm = std::ldexp(1.0, static_cast<int>(choose.integer(-5, 6)));
   if (choose.chance(0.3)) c.norm_order = choose.one_of<int64_t>({1, 0});
