@@ -39,7 +39,8 @@ if(MPI_C_FOUND)
 
   find_package(nlohmann_json REQUIRED)
   shardproof_test(NAME mpi_faults_props LABEL mpi ALONE LIBRARIES nlohmann_json::nlohmann_json SOURCES
-    comm/mpi/mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/commands/flight.cpp")
+    comm/mpi/mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/commands/flight.cpp"
+    "${PROJECT_SOURCE_DIR}/impl/src/base/escape.cpp")
   target_include_directories(mpi_faults_props PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/impl/include")
   target_compile_definitions(mpi_faults_props PRIVATE "MPI_DRIVER=\"$<TARGET_FILE:mpi_driver>\"")
   add_dependencies(mpi_faults_props mpi_driver)
