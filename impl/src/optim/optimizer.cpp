@@ -19,7 +19,7 @@ int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
 }
 
 bool is_cut(const Slot& slot) {
-  return slot.cut && slot.parts > 1;
+  return slot.is_cut() && slot.own.mesh.size() > 1;
 }
 
 // Whether the ranks along the tensor-parallel axis own the same parameters of the bucket, so that they can join one: buckets
@@ -29,8 +29,8 @@ bool owned_alike(const Bucket& bucket, const ShardedState& state) {
   const Layout& layout = state.strategy.state;
   if (std::none_of(axes.begin(), axes.end(), [&](const Axis& axis) { return layout.splits(axis.name); })) return true;
   for (const Slot& slot : bucket.layout().slots())
-    for (int64_t part = 0; is_cut(slot) && part < slot.parts; ++part)
-      if (slot.cut->local_shape(slot.whole, slot.parts, part) != slot.shape) return false;
+    for (int64_t part = 0; is_cut(slot) && part < slot.own.mesh.size(); ++part)
+      if (local_shape(slot.whole, slot.own.mesh, slot.own.layout, part) != slot.shape) return false;
   return true;
 }
 
@@ -52,7 +52,7 @@ void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule
                .lr_factor = own.lr_factor,
                .decay_factor = own.decay_factor});
   const auto keep = [&](const at::Tensor& local, const at::Tensor& whole) {
-    local.copy_(state.parallel->cut(*slot.cut, whole.view(slot.whole)).view({-1}));
+    local.copy_(state.parallel->cut(slot.own.layout, whole.view(slot.whole)).view({-1}));
   };
   keep(own.parameter, parameter);
   for (size_t i = 0; i < held.size(); ++i) keep(own.state[i], held[i]);

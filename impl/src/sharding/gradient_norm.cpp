@@ -41,7 +41,7 @@ std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited&
     for (const Segment& segment : bucket->layout().state().segments) {
       if (!bucket->trains(segment.slot)) continue;
       const Slot& slot = bucket->layout().slots()[segment.slot];
-      for (const CutRun& run : slot.runs(segment.run)) {
+      for (const OwnedRun& run : slot.runs(segment.run)) {
         if (!run.first_copy) continue;
         const int64_t begin = segment.local + run.local - segment.run.begin;
         const auto count = static_cast<size_t>(run.whole.size());

@@ -18,7 +18,7 @@ Initializer of_slots(const Initializer& of_whole, const std::vector<Slot>& slots
   if (!of_whole) return {};
   return [of_whole, slots](const std::string& name, const Shape&, Interval run, at::Tensor values) {
     const Slot& slot = *std::find_if(slots.begin(), slots.end(), [&](const Slot& s) { return s.name == name; });
-    for (const CutRun& part : slot.runs(run))
+    for (const OwnedRun& part : slot.runs(run))
       of_whole(name, slot.whole, part.whole, values.narrow(0, part.local - run.begin, part.whole.size()));
   };
 }
@@ -27,11 +27,11 @@ Slot slot_of(const NamedParameter& parameter, const ParallelState* parallel) {
   const Shape shape = parameter.tensor.sizes().vec();
   Slot slot{.name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .whole = shape};
   if (!parallel) return slot;
-  slot.parts = parallel->parts();
+  slot.own.mesh = parallel->view();
   slot.part = parallel->part();
   if (const ParallelParameter* cut = parallel->find(parameter.tensor)) {
     slot.whole = cut->shape;
-    slot.cut = cut->cut;
+    slot.own.layout = cut->layout;
   }
   return slot;
 }

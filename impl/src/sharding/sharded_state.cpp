@@ -60,8 +60,8 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> given, std::shared
 ShardedState::~ShardedState() = default;
 
 at::Tensor ShardedState::join(const Slot& slot, const at::Tensor& local) const {
-  if (!slot.cut) return local.detach().clone();
-  return parallel->join({slot.name, slot.whole, slot.cut}, local);
+  if (!slot.is_cut()) return local.detach().clone();
+  return parallel->join({slot.name, slot.whole, slot.own.layout}, local);
 }
 
 Unit& ShardedState::unit(const std::string& name) const {
