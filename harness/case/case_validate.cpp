@@ -96,6 +96,8 @@ void validate_options(const Case& c) {
   SHARD_REQUIRE(o.bucket_bytes == 0 || o.buckets == 0, "case", "give bucket or buckets, not both");
   const int64_t split = c.shards() * c.context_ranks();
   SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard, split);
+  SHARD_REQUIRE(o.reshard <= 1 || !shardproof::strategy(c.strategy).parameter.splits("dp_replicate"), "case",
+                "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard, c.strategy);
   SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.whole || c.strategy == "ddp" || c.mesh.size() == 1,
                 "case", "muon needs whole parameters: write {}(whole=1)", c.strategy);
   SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case",

@@ -309,6 +309,8 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
               : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
+    if (Chooser own(Draws(seed, "free rows").at(index)); !limits.strategy && own.chance(0.15))
+      c.strategy = own.one_of(shardproof::free_rows()).name;
     const bool cuts = c.mode != ordered && (c.mode != canonical || limits.canonical_arithmetic);
     const bool parallel = given || (!limits.mesh && cuts && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");

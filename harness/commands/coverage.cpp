@@ -44,9 +44,10 @@ const std::vector<Facet>& facets() {
       {[] {
          std::vector<std::string> names;
          for (const shardproof::Strategy& strategy : shardproof::strategies()) names.push_back(strategy.name);
+         names.push_back("row outside the table");
          return names;
        }(),
-       [](const Case& c) { return c.strategy; }},
+       [](const Case& c) { return c.strategy.starts_with("row_") ? "row outside the table" : c.strategy; }},
       flag("tp", [](const Case& c) { return c.tensor_ranks() > 1; }),
       flag("cp", [](const Case& c) { return c.context_ranks() > 1; }),
       flag("sp", [](const Case& c) { return c.options.sequence_parallel != 0; }),
