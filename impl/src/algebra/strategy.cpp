@@ -57,8 +57,8 @@ std::vector<Strategy> make_free_rows() {
       for (const Part& parameter : parts) {
         const bool begins = parameter.letters == "b" || state.letters.starts_with(parameter.letters);
         if (!begins || std::find(states.begin(), states.end(), state.letters) == states.end()) continue;
-        Strategy row{"row_" + parameter.letters + "_" + accumulated.letters + "_" + state.letters, {}, parameter.layout, b, terms,
-                     accumulated.layout, state.layout};
+        const std::string name = "row_" + parameter.letters + "_" + accumulated.letters + "_" + state.letters;
+        Strategy row{name, {}, parameter.layout, b, terms, accumulated.layout, state.layout};
         const auto same = [&](const Strategy& known) {
           return known.parameter == row.parameter && known.accumulated == row.accumulated && known.state == row.state;
         };

@@ -7,7 +7,7 @@
 
 #include "device/exact_sum.h"
 #include "parallel/tensor/parallel_state.h"
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -53,14 +53,14 @@ std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited&
   return visited;
 }
 
-void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
+void reduce_over_shards(Sharded::Impl& state, at::Tensor values, Reduce op) {
   std::vector<std::string> axes = split_axes(state.strategy.state);
   if (state.parallel) axes.push_back(state.parallel->axis());
   for (const std::string& axis : axes) state.comms->along({axis}).all_reduce(values, op).wait();
 }
 
 // The terms that are float32; all of them in one call, for which a device's kernel is started once.
-void add_floats(ShardedState& state, ExactSum& sum) {
+void add_floats(Sharded::Impl& state, ExactSum& sum) {
   std::vector<FlatSpan> spans;
   const auto alive = visit_gradients(state.schedule, {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
@@ -69,7 +69,7 @@ void add_floats(ShardedState& state, ExactSum& sum) {
   sum.add(state.state_device(), spans);
 }
 
-double exact_sum(ShardedState& state, ExactSum::Term term) {
+double exact_sum(Sharded::Impl& state, ExactSum::Term term) {
   ExactSum sum(term);
   add_floats(state, sum);
   double doubles = 0;
@@ -81,7 +81,7 @@ double exact_sum(ShardedState& state, ExactSum::Term term) {
   return sum.total() + doubles;
 }
 
-double plain_sum(ShardedState& state, ExactSum::Term term) {
+double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
   double sum = 0;
   visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
     for (const auto value : values)
@@ -92,7 +92,7 @@ double plain_sum(ShardedState& state, ExactSum::Term term) {
 }
 
 // NaN if there is one. On a device, a number of each run is copied to the host, all together.
-double largest_on_device(ShardedState& state) {
+double largest_on_device(Sharded::Impl& state) {
   std::vector<at::Tensor> found;
   const auto alive = visit_gradients(state.schedule, {.stay = true}, [&](const Slot&, auto values) {
     using Value = std::remove_const_t<typename decltype(values)::element_type>;
@@ -103,7 +103,7 @@ double largest_on_device(ShardedState& state) {
   return found.empty() ? 0 : at::stack(found).amax().item<double>();
 }
 
-double largest_on_host(ShardedState& state) {
+double largest_on_host(Sharded::Impl& state) {
   double most = 0;
   bool nan = false;
   visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
@@ -115,13 +115,13 @@ double largest_on_host(ShardedState& state) {
   return nan ? std::numeric_limits<double>::quiet_NaN() : most;
 }
 
-double largest_magnitude(ShardedState& state) {
+double largest_magnitude(Sharded::Impl& state) {
   double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
   reduce_over_shards(state, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
   return most;
 }
 
-double norm_of_order(ShardedState& state, double order) {
+double norm_of_order(Sharded::Impl& state, double order) {
   if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
   const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
   const bool exact = state.options.numerics != Numerics::fast || !state.state_device().is_cpu();  // there it costs no more
@@ -130,7 +130,7 @@ double norm_of_order(ShardedState& state, double order) {
 }
 
 // All ranks agree on the first parameter whose reduced gradient is not finite, so that each of them can name it.
-[[noreturn]] void throw_nonfinite(ShardedState& state, double norm) {
+[[noreturn]] void throw_nonfinite(Sharded::Impl& state, double norm) {
   std::vector<const Slot*> slots;
   for (const Bucket* bucket : state.schedule.buckets())
     for (const Slot& slot : bucket->layout().slots()) slots.push_back(&slot);
@@ -148,7 +148,7 @@ double norm_of_order(ShardedState& state, double order) {
 
 }  // namespace
 
-double gradient_norm(ShardedState& state, double order) {
+double gradient_norm(Sharded::Impl& state, double order) {
   SHARD_REQUIRE(order == 1 || order == 2 || order == std::numeric_limits<double>::infinity(), "gradient_norm",
                 "the order must be 1, 2 or infinity, got {}", order);
   const double norm = norm_of_order(state, order);

@@ -159,9 +159,9 @@ class Optimizer {
   bool update_bucket(size_t index);
 
   // Throws Error when it is gone.
-  std::shared_ptr<ShardedState> sharded() const;
+  std::shared_ptr<Sharded::Impl> sharded() const;
 
-  std::weak_ptr<ShardedState> sharded_;
+  std::weak_ptr<Sharded::Impl> sharded_;
   std::vector<ParameterGroup> groups_;
   double lr_factor_ = 1;
   std::vector<std::vector<Held>> held_;  // [bucket][slot]

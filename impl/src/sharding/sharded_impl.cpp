@@ -1,4 +1,4 @@
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -33,7 +33,7 @@ std::vector<std::shared_ptr<void>> sequence_rules(const torch::nn::Module& root)
 }
 
 // Buckets of terms hold nothing else, so their offsets, and what each rank has of them, are the same all along the axis.
-void sum_parallel_terms(ShardedState& sharded) {
+void sum_parallel_terms(Sharded::Impl& sharded) {
   for (Bucket* bucket : sharded.schedule.buckets())
     if (bucket->gradient.final() && bucket->rules().parallel_terms > 1)
       bucket->gradient.sum_terms(sharded.comms->within(sharded.parallel->axis(), bucket->rules().parallel_terms));
@@ -41,7 +41,7 @@ void sum_parallel_terms(ShardedState& sharded) {
 
 }  // namespace
 
-ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<MeshComm> whole_mesh, ShardOptions chosen)
+Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<MeshComm> whole_mesh, ShardOptions chosen)
     : module(std::move(given)),
       comms(data_parallel_comms(*module, chosen, std::move(whole_mesh))),
       options(std::move(chosen)),
@@ -54,17 +54,17 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> given, std::shared
   validate(options, comms->mesh());
   require_parallel(comms->mesh(), parallel.get());
   if (parallel)
-    add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.state()); }});
+    add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.impl()); }});
 }
 
-ShardedState::~ShardedState() = default;
+Sharded::Impl::~Impl() = default;
 
-at::Tensor ShardedState::join(const Slot& slot, const at::Tensor& local) const {
+at::Tensor Sharded::Impl::join(const Slot& slot, const at::Tensor& local) const {
   if (!slot.is_cut()) return local.detach().clone();
   return parallel->join({slot.name, slot.whole, slot.own.layout}, local);
 }
 
-Unit& ShardedState::unit(const std::string& name) const {
+Unit& Sharded::Impl::unit(const std::string& name) const {
   std::vector<std::string> names;
   for (const auto& unit : schedule.units()) {
     if (unit->name() == name) return *unit;
@@ -73,13 +73,13 @@ Unit& ShardedState::unit(const std::string& name) const {
   throw Error(fmt::format("[fully_shard] there is no unit '{}': there are {}", name, fmt::join(names, ", ")));
 }
 
-void ShardedState::add_finishing_step(FinishingStep step) {
+void Sharded::Impl::add_finishing_step(FinishingStep step) {
   const auto later =
       std::find_if(finishing.begin(), finishing.end(), [&](const FinishingStep& s) { return s.order > step.order; });
   finishing.insert(later, std::move(step));
 }
 
-void ShardedState::finish(const std::shared_ptr<ShardedState>& self) {
+void Sharded::Impl::finish(const std::shared_ptr<Sharded::Impl>& self) {
   Sharded sharded(self);
   const auto run = [&](bool before_division) {
     for (const FinishingStep& step : finishing)
