@@ -98,7 +98,11 @@ DryRunResult dry_run(const DryRun& options) {
     network = make_network(c.model, tensor_group);
   }
   std::optional<TensorParallel> parallel;
-  if (tensor_group) parallel = parallelize(network.module, comms, parallel_plan(c));
+  if (tensor_group) {
+    ParallelPlan plan = parallel_plan(c);
+    plan.compare_replicas = false;  // one rank has no others to compare with, and few steps have this traffic
+    parallel = parallelize(network.module, comms, std::move(plan));
+  }
   std::optional<ContextParallel> context;
   if (c.context_ranks() > 1) context = context_parallel(network.module, comms, context_options(c));
   Sharded sharded = fully_shard(network.module, comms, shard_options(options, network));

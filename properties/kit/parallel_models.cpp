@@ -46,7 +46,7 @@ MakeModel gpt(bool tied, double dropout) {
   };
 }
 
-MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout) {
+MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout, bool qk_norm) {
   return [=](const MeshSetting& setting) {
     const LlamaOptions options{.layers = 2,
                                .hidden = 24,
@@ -55,7 +55,8 @@ MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout) {
                                .intermediate = 10,
                                .vocab = kVocab,
                                .tied = tied,
-                               .attention_dropout = attention_dropout};
+                               .attention_dropout = attention_dropout,
+                               .qk_norm = qk_norm};
     Llama llama(options);
     return Model{llama.ptr(), [llama](at::Tensor tokens) mutable { return call(llama, tokens); },
                  llama_plan(options, setting.tp, setting.sequence_parallel)};

@@ -76,6 +76,10 @@ LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
   positions_ = register_module("positions", Positions());
   attend_ = register_module("attend", Attention(/*causal=*/true, options.attention_dropout));
   o_proj_ = register_module("o_proj", Linear(plain(options.hidden, options.hidden)));
+  if (options.qk_norm) {
+    q_norm_ = register_module("q_norm", RmsNorm(head_size_, options.norm_eps));
+    k_norm_ = register_module("k_norm", RmsNorm(head_size_, options.norm_eps));
+  }
 }
 
 // Heads are counted from what the projections give, which may be some of them.
@@ -83,13 +87,15 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
   const at::Tensor both = x.view_as(x);
   const at::Tensor q = call(q_proj_, x), k = call(k_proj_, both), v = call(v_proj_, both);
   const int64_t batch = q.size(0), length = q.size(1);
-  const auto heads = [&](const at::Tensor& part) {
-    return part.view({batch, length, part.size(-1) / head_size_, head_size_}).transpose(1, 2);
+  const auto heads = [&](const at::Tensor& part, const RmsNorm& norm) {
+    const at::Tensor each = part.view({batch, length, part.size(-1) / head_size_, head_size_});
+    return (norm.is_empty() ? each : call(norm, each)).transpose(1, 2);
   };
   const at::Tensor positions = positions_->forward(length);
   const Turn turn = is_canonical() ? canonical_turn_of(positions, head_size_, theta_)
                                    : turn_of(positions, head_size_, theta_, q);
-  const at::Tensor attended = attend_->forward(rotated(heads(q), turn), rotated(heads(k), turn), heads(v));
+  const at::Tensor queries = rotated(heads(q, q_norm_), turn), keys = rotated(heads(k, k_norm_), turn);
+  const at::Tensor attended = attend_->forward(queries, keys, heads(v, nullptr));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }
 
@@ -165,6 +171,7 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
                                {"model.layers.*.mlp.up_proj", ColumnParallel{}},
                                {"model.layers.*.mlp.down_proj", RowParallel{}},
                                {"model.norm", SequenceParallel{}}}};
+  if (options.qk_norm) plan.styles.emplace_back("model.layers.*.self_attn.*_norm", PartialGradients{});
   if (options.layers == 0)
     std::erase_if(plan.styles, [](const auto& style) { return style.first.starts_with("model.layers."); });
   if (options.tied) plan.styles.emplace_back("lm_head", ColumnInput{});

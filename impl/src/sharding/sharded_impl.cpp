@@ -4,8 +4,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
+#include <limits>
 
 #include "parallel/tensor/parallel_state.h"
+#include "sharding/replicas.h"
 #include "sharding/shard_validate.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/attention.h"
@@ -14,6 +17,7 @@ namespace shardproof {
 namespace {
 
 constexpr int64_t kParallelOrder = 100, kDivisionOrder = 1000;
+constexpr int64_t kReplicasOrder = std::numeric_limits<int64_t>::max();  // after whatever the caller sums
 
 Strategy chosen_strategy(const ShardOptions& options, const Mesh& mesh) {
   return on_mesh(options.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options.strategy) : options.strategy,
@@ -39,6 +43,15 @@ void sum_parallel_terms(Sharded::Impl& sharded) {
       bucket->gradient.sum_terms(sharded.comms->within(sharded.parallel->axis(), bucket->rules().parallel_terms));
 }
 
+// After the first backward, the second, the fourth, the eighth and so on.
+Sharded::Impl::FinishingStep comparison_of_replicas() {
+  return {"equal replicas", kReplicasOrder, [backwards = uint64_t{0}](Sharded& sharded) mutable {
+            const Sharded::Impl& state = sharded.impl();
+            if (std::has_single_bit(++backwards))
+              require_equal_replicas(state.schedule, state.strategy.state, *state.comms, *state.parallel);
+          }};
+}
+
 }  // namespace
 
 Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<MeshComm> whole_mesh, ShardOptions chosen)
@@ -53,8 +66,10 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
       schedule({comms->rank(), options.bytes_in_flight_max, options.buffers}, memory) {
   validate(options, comms->mesh());
   require_parallel(comms->mesh(), parallel.get());
-  if (parallel)
+  if (parallel) {
     add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.impl()); }});
+    if (parallel->plan().compare_replicas && parallel->parts() > 1) add_finishing_step(comparison_of_replicas());
+  }
 }
 
 Sharded::Impl::~Impl() = default;

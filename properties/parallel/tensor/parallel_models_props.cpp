@@ -1,6 +1,8 @@
 // GPT and Llama on random meshes beside their unsharded selves.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include "properties/kit/expect_error.h"
 #include "properties/kit/parallel_models.h"
@@ -134,5 +136,82 @@ TEST(TensorParallel, a_model_built_without_memory_has_the_bits_of_the_unsharded_
     shard.broadcast_initial_values = false;
     Sharded sharded = fully_shard(model, comms, shard);
     for (const auto& [name, value] : sharded.gather_parameters()) EXPECT_TRUE(toy::same_bits(value, expected[name])) << name;
+  });
+}
+
+// Each rank has the norms of queries and keys whole, and uses them on its own heads.
+TEST(TensorParallel, norms_of_queries_and_keys_on_cut_heads_train_like_plain) {
+  const std::vector<MeshSetting> settings = {{.tp = 2},
+                                             {.tp = 3, .strategy = "ddp"},
+                                             {.dp = 2, .tp = 2, .strategy = "zero2"},
+                                             {.dp = 2, .tp = 2, .sequence_parallel = true, .recompute = true},
+                                             {.cp = 2, .tp = 2}};
+  for (const int64_t kv_heads : {6, 1})
+    parallel_models::expect_equal_on_meshes(llama(false, kv_heads, 0, /*qk_norm=*/true), settings, {8, 7});
+}
+
+namespace {
+
+MakeModel with_undeclared_norms(bool compares) {
+  return [=](const MeshSetting& setting) {
+    parallel_models::Model model = llama(false, 6, 0, /*qk_norm=*/true)(setting);
+    std::erase_if(model.plan.styles, [](const auto& entry) { return std::holds_alternative<PartialGradients>(entry.second); });
+    model.plan.compare_replicas = compares;
+    return model;
+  };
+}
+
+// What each rank's first step throws; empty: nothing.
+std::vector<std::string> errors_of_a_step(const MakeModel& make, const MeshSetting& setting) {
+  std::vector<std::string> errors(static_cast<size_t>(setting.dp * setting.tp));
+  run_threads(setting.dp * setting.tp, [&](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", setting.dp}, {"tp", setting.tp}}));
+    parallel_models::Model model = make(setting);
+    initialize_parameters(*model.module, 3, 0.3);
+    const TensorParallel parallel = parallelize(model.module, comms, model.plan);
+    const Sharded sharded = fully_shard(model.module, comms,
+                                        {.strategy = strategy(setting.strategy), .units = by_type<LlamaLayerImpl>()});
+    const at::Tensor tokens = tokens_of(0, comms->mesh().coordinate(comm->rank(), "dp_shard"), 8);
+    try {
+      vocab_parallel_cross_entropy(model.forward(tokens), tokens, kVocab, comms->along({"tp"})).backward();
+    } catch (const Error& error) {
+      errors[static_cast<size_t>(comm->rank())] = error.what();
+    }
+  });
+  return errors;
+}
+
+}  // namespace
+
+TEST(TensorParallel, a_whole_parameter_whose_gradients_part_is_named_on_every_rank) {
+  for (const MeshSetting& setting : {MeshSetting{.dp = 2, .tp = 2}, MeshSetting{.tp = 3, .strategy = "ddp"},
+                                     MeshSetting{.dp = 3, .tp = 2, .strategy = "zero1"}}) {
+    for (const std::string& error : errors_of_a_step(with_undeclared_norms(/*compares=*/true), setting))
+      for (const char* part : {"[tensor_parallel]", "_norm.weight", "along tp", "PartialGradients"})
+        EXPECT_NE(error.find(part), std::string::npos) << setting.str() << ": " << error;
+    for (const std::string& error : errors_of_a_step(with_undeclared_norms(/*compares=*/false), setting))
+      EXPECT_EQ(error, "") << setting.str();
+    for (const std::string& error : errors_of_a_step(llama(false, 6, 0, /*qk_norm=*/true), setting))
+      EXPECT_EQ(error, "") << setting.str();
+  }
+}
+
+TEST(TensorParallel, partial_gradients_are_of_whole_parameters) {
+  const auto plan_of = [](const char* second) {
+    return ParallelPlan{.styles = {{"0", ColumnParallel{}}, {second, PartialGradients{}}}};
+  };
+  const auto make = [] {
+    const torch::nn::LayerNorm norm(torch::nn::LayerNormOptions({2}));
+    return torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::Tanh(), norm);
+  };
+  run_threads(2, [&](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+    const auto declared = make();
+    const TensorParallel parallel = parallelize(declared.ptr(), comms, plan_of("2"));
+    for (const ParallelParameter& known : parallel.parameters())
+      if (!known.cut) EXPECT_EQ(known.terms, 2) << known.name;
+    EXPECT_EQ(parallel.parameters().size(), 4u);
+    expect_error([&] { const auto other = parallelize(make().ptr(), comms, plan_of("1")); },
+                 {"PartialGradients", "'1'", "none"});
   });
 }

@@ -123,6 +123,7 @@ struct LlamaOptions {
   double norm_eps = 1e-5;
   bool tied = false;
   double attention_dropout = 0;  // of probabilities
+  bool qk_norm = false;  // RMS norms over the features of each head's queries and keys before they turn, as in Qwen3
 };
 
 // [.., size] -> the same, divided by the root of its mean square, times "weight".
@@ -147,6 +148,7 @@ class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
   int64_t head_size_;
   double theta_;
   Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
+  RmsNorm q_norm_{nullptr}, k_norm_{nullptr};  // null without qk_norm
   Positions positions_{nullptr};
   Attention attend_{nullptr};
 };
@@ -178,7 +180,8 @@ TORCH_MODULE(LlamaLayer);
 // Tokens [B, T] int64 -> logits [B, T, vocab]. Parameters have the names and layouts of LlamaForCausalLM in Hugging Face's
 // transformers: "model.embed_tokens.weight", "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight",
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight",
-// "model.norm.weight" and "lm_head.weight", which is the embedding itself when tied.
+// "model.norm.weight" and "lm_head.weight", which is the embedding itself when tied. With qk_norm they are those of
+// Qwen3ForCausalLM, which has "model.layers.<i>.self_attn.{q,k}_norm.weight" as well.
 class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaImpl(LlamaOptions options);

@@ -188,6 +188,24 @@ class Sequence final : public StyleHooks {
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
 };
 
+class Partial final : public StyleHooks {
+ public:
+  Partial(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module) : StyleHooks(owner) {
+    const std::vector<at::Tensor> parameters = module.parameters(/*recurse=*/true);
+    SHARD_REQUIRE(!parameters.empty(), "tensor_parallel",
+                  "style PartialGradients is for parameters, and module '{}' ({}) has none. Leave it without a style", name,
+                  module.name());
+    for (const at::Tensor& parameter : parameters) {
+      const ParallelParameter* known = owner->find(parameter);
+      SHARD_REQUIRE(!known || !known->cut, "tensor_parallel",
+                    "style PartialGradients of module '{}' is for whole parameters, and {} is cut by another style", name,
+                    known->name);
+      describe_terms(*owner, parameter);
+    }
+  }
+  at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
+};
+
 class Scattered final : public StyleHooks {
  public:
   Scattered(const std::shared_ptr<ParallelState>& owner, ScatterOutput style) : StyleHooks(owner), style_(style) {}
@@ -224,6 +242,9 @@ std::shared_ptr<StyleHooks> make_style(const std::shared_ptr<ParallelState>& sta
     std::shared_ptr<StyleHooks> operator()(const SequenceParallel&) { return std::make_shared<Sequence>(state, module); }
     std::shared_ptr<StyleHooks> operator()(const ScatterOutput& s) { return std::make_shared<Scattered>(state, s); }
     std::shared_ptr<StyleHooks> operator()(const ColumnInput&) { return std::make_shared<Input>(state, name); }
+    std::shared_ptr<StyleHooks> operator()(const PartialGradients&) {
+      return std::make_shared<Partial>(state, name, module);
+    }
     std::shared_ptr<StyleHooks> operator()(const CutDropout& s) { return cut_dropout(state, name, module, s); }
     std::shared_ptr<StyleHooks> operator()(const CutAttention& s) { return cut_attention(state, name, module, s); }
   };

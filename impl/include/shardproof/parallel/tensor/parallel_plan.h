@@ -30,6 +30,11 @@ struct VocabParallel {};
 // A module without a cut whose input is split along sequence_dim, e.g. a norm: its parameters are whole, their gradients terms
 // of a sum over the axis. Of a Dropout the mask is this rank's part of that of the whole. Nothing without sequence_dim.
 struct SequenceParallel {};
+// A module without a cut that computes on what a cut gave it, whatever the sequence: a norm of the queries or keys of this
+// rank's heads. Its parameters are whole, their gradients terms of a sum over the axis (DTensor calls such a gradient Partial),
+// with and without sequence_dim. Megatron-LM sums these gradients by the names of the layers, in finalize_model_grads. Training
+// finds a parameter that should have the style and does not, see ParallelPlan::compare_replicas.
+struct PartialGradients {};
 // A module without a cut that runs on what is whole; its output is then split along `dim`, when the plan has a sequence_dim.
 // For position embeddings [T, hidden], dim is 0.
 struct ScatterOutput {
@@ -52,8 +57,8 @@ struct CutAttention {
   std::vector<CutSegment> heads, kv_heads;
 };
 
-using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, ScatterOutput, ColumnInput,
-                                   CutDropout, CutAttention>;
+using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients,
+                                   ScatterOutput, ColumnInput, CutDropout, CutAttention>;
 
 struct ParallelPlan {
   // Pattern of module names (base/name_pattern.h) -> style; the first that fits counts. A pattern that fits no module is an
@@ -63,6 +68,10 @@ struct ParallelPlan {
   // Between parallel blocks activations are split along this dim (sequence parallelism). Lengths that the axis does not divide
   // are cut as torch.chunk cuts, and must be at least such that no rank is left without a row.
   std::optional<int64_t> sequence_dim = {};
+  // Whether training compares the gradients of parameters that are whole on every rank along the axis, after the backward of
+  // steps 1, 2, 4, 8 and so on of a Sharded. Such a parameter trains apart when its gradients differ, silently otherwise: then
+  // every rank throws Error, which names it. Two numbers a parameter cross the ranks.
+  bool compare_replicas = true;
 };
 
 // A parameter that was cut, or whose gradient is a term of a sum over the axis.
