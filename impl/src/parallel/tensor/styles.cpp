@@ -197,7 +197,7 @@ class Partial final : public StyleHooks {
                   module.name());
     for (const at::Tensor& parameter : parameters) {
       const ParallelParameter* known = owner->find(parameter);
-      SHARD_REQUIRE(!known || !known->cut, "tensor_parallel",
+      SHARD_REQUIRE(!known || known->layout == replicated(), "tensor_parallel",
                     "style PartialGradients of module '{}' is for whole parameters, and {} is cut by another style", name,
                     known->name);
       describe_terms(*owner, parameter);
