@@ -9,7 +9,6 @@
 #include "bench/stopwatch.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
-#include "shardproof/device/kernels/cuda.h"
 
 namespace bench {
 namespace {
@@ -52,7 +51,7 @@ class Kernels {
     UpdateArrays rounded = arrays;
     rounded.low = low_.mutable_data_ptr();
     const AdamScalars adam{
-        .keep = 0.999f, .beta1 = 0.9f, .beta1_rest = 0.1f, .beta2 = 0.999f, .beta2_rest = 0.001f, .eps = 1e-8f, .rate = 1e-3f};
+        .keep = 0.999, .beta1 = 0.9, .beta1_rest = 0.1, .beta2 = 0.999, .beta2_rest = 0.001, .eps = 1e-8, .rate = 1e-3};
     const int64_t n = count_;
     return {
         {"copy", 8 * n, [=, this] { math_.copy(bytes_of(sum_), bytes_of(wide_[0]), 4 * n); }},
@@ -76,10 +75,10 @@ class Kernels {
         {"AdamW, bfloat16 copy", 30 * n, [=, this] { math_.adam(adam, rounded); }},
         {"Lion", 20 * n,
          [=, this] {
-           math_.lion({.keep = 0.999f, .lr = 1e-3f, .beta1 = 0.9f, .beta1_rest = 0.1f, .beta2 = 0.99f, .beta2_rest = 0.01f},
+           math_.lion({.keep = 0.999, .lr = 1e-3, .beta1 = 0.9, .beta1_rest = 0.1, .beta2 = 0.99, .beta2_rest = 0.01},
                       arrays);
          }},
-        {"SGD, momentum", 20 * n, [=, this] { math_.sgd({.lr = 1e-3f, .momentum = 0.9f}, arrays); }},
+        {"SGD, momentum", 20 * n, [=, this] { math_.sgd({.lr = 1e-3, .momentum = 0.9}, arrays); }},
         {"look for NaN", 4 * n, [=, this] { math_.first_beyond(Element::f32, wide_terms_[0], n, 1e30); }},
         {"exact norm", 4 * n, [=, this] { exact_norm(); }},
     };
@@ -116,8 +115,7 @@ double seconds_of(const Kernel& kernel, const KernelsTask& task) {
 std::vector<KernelTimes> time_kernels(const KernelsTask& task) {
   SHARD_REQUIRE(task.mib >= 1 && task.repeats >= 1 && task.rounds >= 1, "bench",
                 "--mib, --repeats and --rounds must be at least 1, got {}, {}, {}", task.mib, task.repeats, task.rounds);
-  const std::shared_ptr<const DeviceMath> twin = task.device.is_cpu() ? kernel_twin() : nullptr;
-  Kernels kernels(twin ? *twin : *device_math(task.device), task.device, task.mib * 1048576 / 8);
+  Kernels kernels(device_math(task.device), task.device, task.mib * 1048576 / 8);
   const std::vector<Kernel> all = kernels.all();
   std::vector<KernelTimes> times;
   for (const Kernel& kernel : all) times.push_back({.name = kernel.name, .gb_per_s = {}, .share_of_copy = {}});

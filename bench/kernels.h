@@ -10,7 +10,7 @@
 namespace bench {
 
 struct KernelsTask {
-  c10::Device device{c10::kCPU};  // on the CPU: the kernels' twins
+  c10::Device device{c10::kCPU};  // on the CPU: one thread
   int64_t mib = 256;              // of the longest array
   int64_t repeats = 20, rounds = 5;
 };

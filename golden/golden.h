@@ -127,8 +127,9 @@ std::vector<std::pair<std::string, std::vector<int64_t>>> parameter_shapes(const
 //          p -= (lr / (1 - beta1^t)) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 //   lion   p *= 1 - lr * weight_decay;  u = sign(beta1 * m + (1 - beta1) * g), where the sign of a zero or NaN is itself;
 //          m = beta2 * m + (1 - beta2) * g;  p -= lr * u
-//   muon   of parameters with two dims, both above 0: p *= 1 - lr * weight_decay;  m = momentum * m + g;
-//          u = g + momentum * m (nesterov);  X = u / (||u||_F + 1e-7), transposed when it has more rows than columns; five
+//   muon   of parameters with two dims, both above 0: p *= 1 - lr * weight_decay;  d = (1 - momentum) * g;
+//          m = momentum * m + d;  u = d + momentum * m (nesterov);  X = u / max(||u||_F, 1e-7), transposed when it has more
+//          rows than columns; five
 //          times A = X X^T, B = b A + c (A A), X = a X + B X with (a, b, c) = (3.4445, -4.7750, 2.0315); back transposed;
 //          p -= lr * sqrt(max(1, rows / columns)) * X.  The norm is the square root of the exact sum of squares, in float32;
 //          every product is one at::mm of contiguous operands, every other operation one elementwise operation in the order
@@ -212,6 +213,7 @@ struct Step {
 struct LossScaling {
   double initial = 0;
   int64_t growth_interval = 2000;
+  double minimum = 0;  // the scale is not halved below this
 };
 
 struct Run {

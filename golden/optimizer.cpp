@@ -34,7 +34,7 @@ at::Tensor sign_of(const at::Tensor& values) {
 at::Tensor orthogonalized(const at::Tensor& matrix) {
   constexpr double a = 3.4445, b = -4.7750, c = 2.0315;
   const at::Tensor length = at::scalar_tensor(norm({matrix.to(at::kCPU)}), at::kDouble).to(matrix.scalar_type());
-  at::Tensor x = matrix / (length + 1e-7);
+  at::Tensor x = matrix / length.clamp_min(1e-7);
   const bool tall = x.size(0) > x.size(1);
   if (tall) x = x.t().contiguous();
   for (int i = 0; i < 5; ++i) {
@@ -157,8 +157,9 @@ at::Tensor OptimizerState::lion(const Update& u) {
 
 at::Tensor OptimizerState::muon(const Update& u) {
   at::Tensor& m = state("momentum_buffer", u.name);
-  m = m * optimizer_.momentum + u.gradient;
-  const at::Tensor x = orthogonalized((u.gradient + m * optimizer_.momentum).to(optimizer_.device)).to(at::kCPU);
+  const at::Tensor share = u.gradient * (1 - optimizer_.momentum);
+  m = m * optimizer_.momentum + share;
+  const at::Tensor x = orthogonalized((share + m * optimizer_.momentum).to(optimizer_.device)).to(at::kCPU);
   const double rows = static_cast<double>(x.size(0)), columns = static_cast<double>(x.size(1));
   return u.parameter * (1 - u.lr * u.weight_decay) - x * (u.lr * std::sqrt(std::max(1.0, rows / columns)));
 }

@@ -178,7 +178,7 @@ Tensors Trainer::canonical_gradients(Collected& collected) const {
 
 void Trainer::adapt_scale(bool finite) {
   if (!finite) {
-    loss_scale_ /= 2;
+    loss_scale_ = std::max(loss_scale_ / 2, scaling_.minimum);
     good_steps_ = 0;
   } else if (++good_steps_ == scaling_.growth_interval) {
     loss_scale_ *= 2;

@@ -222,6 +222,8 @@ void require_valid(const Precision& precision) {
 void require_valid(const LossScaling& scaling) {
   if (!(scaling.initial >= 0) || !std::isfinite(scaling.initial))
     refuse(fmt::format("loss scaling: expected a finite initial >= 0, got {}", scaling.initial));
+  if (!(scaling.minimum >= 0 && scaling.minimum <= scaling.initial))
+    refuse(fmt::format("loss scaling: expected a minimum from 0 to initial {}, got {}", scaling.initial, scaling.minimum));
   if (scaling.growth_interval < 1)
     refuse(fmt::format("loss scaling: expected a growth_interval of at least 1, got {}", scaling.growth_interval));
 }

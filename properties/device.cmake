@@ -1,5 +1,5 @@
-# Kernels: their twins on the CPU everywhere (`ctest -L device`), themselves where there is a GPU (`ctest -L cuda`, else skipped
-# with the reason).
+# Arithmetic on flat memory: the CPU's, and the kernels' in packs, everywhere (`ctest -L device`); on a GPU where there is one
+# (`ctest -L cuda`, else skipped with the reason).
 function(shardproof_device_test)
   cmake_parse_arguments(ARG "" "NAME;CASES" "SOURCES;LIBRARIES" ${ARGN})
   shardproof_test(NAME ${ARG_NAME} LABEL device CASES ${ARG_CASES} TORCH LIBRARIES shardproof_cuda ${ARG_LIBRARIES}
@@ -31,6 +31,6 @@ shardproof_test(NAME device_checkpoint_props LABEL device CASES 15 TORCH LIBRARI
 # What the commands do with a device.
 shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
   harness/commands/device_commands_props.cpp)
-# Whole runs with the kernels' twins in the place of the library's loops.
-shardproof_test(NAME device_training_props LABEL device TORCH LIBRARIES shardproof_cuda harness SOURCES
+# Runs that meet what random cases seldom draw.
+shardproof_test(NAME device_training_props LABEL device TORCH LIBRARIES harness SOURCES
   device/device_training_props.cpp)

@@ -28,11 +28,10 @@ if(MPI_C_FOUND)
     add_test(NAME Mpi.training_equals_the_golden_run_on_${ranks}_processes
       COMMAND shardproof_command train --backend mpi --ranks ${ranks} --steps 3 --check)
   endforeach()
-  add_test(NAME Mpi.ranks_with_other_arguments_are_refused COMMAND mpirun
+  shardproof_refused(Mpi.ranks_with_other_arguments_are_refused
+    "the command line is '[^']*--seed 1' on rank 0 and '[^']*--seed 2' on rank 1" mpirun
     -n 1 --oversubscribe $<TARGET_FILE:shardproof_command> verify ${_verify} --seed 1 :
     -n 1 --oversubscribe $<TARGET_FILE:shardproof_command> verify ${_verify} --seed 2)
-  set_tests_properties(Mpi.ranks_with_other_arguments_are_refused PROPERTIES PASS_REGULAR_EXPRESSION
-    "the command line is '[^']*--seed 1' on rank 0 and '[^']*--seed 2' on rank 1")
   set_tests_properties(Mpi.random_cases_hold_on_2_processes Mpi.random_cases_hold_on_4_processes
     Mpi.training_equals_the_golden_run_on_2_processes Mpi.training_equals_the_golden_run_on_4_processes
     Mpi.ranks_with_other_arguments_are_refused PROPERTIES LABELS mpi PROCESSORS 2
@@ -40,7 +39,8 @@ if(MPI_C_FOUND)
 
   find_package(nlohmann_json REQUIRED)
   shardproof_test(NAME mpi_faults_props LABEL mpi ALONE LIBRARIES nlohmann_json::nlohmann_json SOURCES
-    comm/mpi/mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/commands/flight.cpp")
+    comm/mpi/mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/commands/flight.cpp"
+    "${PROJECT_SOURCE_DIR}/impl/src/base/escape.cpp")
   target_include_directories(mpi_faults_props PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/impl/include")
   target_compile_definitions(mpi_faults_props PRIVATE "MPI_DRIVER=\"$<TARGET_FILE:mpi_driver>\"")
   add_dependencies(mpi_faults_props mpi_driver)
@@ -49,7 +49,7 @@ else()
   set_tests_properties(Mpi.collectives PROPERTIES LABELS mpi SKIP_REGULAR_EXPRESSION "skipped: this build has no MPI")
 endif()
 foreach(option timeout flight-dir)
-  add_test(NAME Launch.threads_refuse_${option}_which_has_no_effect COMMAND shardproof_command verify --cases 1 --${option} 3)
-  set_tests_properties(Launch.threads_refuse_${option}_which_has_no_effect PROPERTIES LABELS comm PASS_REGULAR_EXPRESSION
-    "--${option} is for --backend.*got --backend threads")
+  shardproof_refused(Launch.threads_refuse_${option}_which_has_no_effect "--${option} is for --backend.*got --backend threads"
+    $<TARGET_FILE:shardproof_command> verify --cases 1 --${option} 3)
+  set_tests_properties(Launch.threads_refuse_${option}_which_has_no_effect PROPERTIES LABELS comm)
 endforeach()

@@ -1,13 +1,13 @@
 # Tests of the data-parallel library; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding/sharding_props.cpp sharding/sharding_errors_props.cpp
-  kit/toy_modules.cpp)
+  sharding/strategies_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optim/optimizer_props.cpp)
 shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES sharding/offload_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME strategy_formulas_props LABEL train TORCH SOURCES sharding/strategy_formulas_props.cpp kit/toy_modules.cpp)
 
 # The main job, a slice of it for every strategy: random cases against their golden runs.
 set(_failures "${CMAKE_BINARY_DIR}/failures")
-foreach(strategy ddp zero1 zero2 zero3 hsdp hfsdp)
+foreach(strategy ddp zero1 zero2 zero3 hsdp hfsdp hzero2 row_b_t_sr row_sr_s_sr)
   add_test(NAME Verify.random_cases_of_${strategy}_equal_their_golden_runs
     COMMAND shardproof_command verify --strategy ${strategy} --cases 150 --seed 7 --no-python --failures ${_failures})
   add_test(NAME Verify.thousands_of_random_cases_of_${strategy}_equal_their_golden_runs

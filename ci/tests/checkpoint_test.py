@@ -28,6 +28,28 @@ def shardproof(*arguments, code=0):
     return done.stdout + done.stderr
 
 
+HOSTILE = ["a\x1b]0;owned\x07", "b\x1b[2Jc", "one\ntwo", "\r\x7f\x9b31m", "\u202eabc\u2066", "fine.\u00e4.\U0001f600",
+           "line\u2028two"]
+UNSEEN = [*range(0x20), *range(0x7f, 0xa0), 0x61c, 0x200e, 0x200f, *range(0x2028, 0x202f), *range(0x2066, 0x206a)]
+
+
+def shown(*arguments):
+    """The lines that the command prints, whatever its exit code, all of which a terminal can be given."""
+    done = subprocess.run([COMMAND, "checkpoint", *arguments], capture_output=True)
+    text = (done.stdout + done.stderr).decode("utf-8")
+    bad = {character for character in text if ord(character) in UNSEEN and character != "\n"}
+    if bad or done.returncode not in (0, 1, 2):
+        raise AssertionError(f"checkpoint {arguments}: exit code {done.returncode}, {bad} in {text[-2000:]!r}")
+    return text.splitlines()
+
+
+def write_safetensors(path, names, dtype="F32"):
+    header = {name: {"dtype": dtype, "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + bytes(4 * len(names)))
+
+
 class Checkpoint(ScratchCase):
     def there_and_back(self, kind, save_ranks, load_ranks):
         """PyTorch saves; we verify, copy, and cut anew; PyTorch loads each, on other ranks, to the same bits."""
@@ -151,6 +173,54 @@ class Checkpoint(ScratchCase):
         shardproof("reshard", one, self.path("three"), "--mesh", "tp=2", code=2)
         os.remove(os.path.join(two, ".metadata"))
         self.assertIn("is missing", shardproof("verify", two, code=1))
+
+    def test_names_in_files_are_shown_and_never_obeyed(self):
+        one, other, listing = self.path("a.safetensors"), self.path("b.safetensors"), self.path("list.json")
+        write_safetensors(one, HOSTILE)
+        write_safetensors(other, HOSTILE[1:])
+        lines = shown("inspect", one, "--boxes", "--json", listing)
+        self.assertTrue(any(line.startswith("a\\x1b]0;owned\\x07 ") for line in lines), lines)
+        self.assertEqual(sum("float32" in line for line in lines), len(HOSTILE))  # a name makes no lines
+        with open(listing, encoding="ascii") as file:  # a program gets the name itself
+            self.assertEqual({json.loads(line)["name"] for line in file}, set(HOSTILE))
+        self.assertIn("only in the first", " ".join(shown("diff", one, other)))
+        folder = self.path("folder")
+        shown("convert", one, folder)
+        for command in (["inspect", folder], ["verify", folder], ["diff", one, folder], ["reshard", folder, self.path("cut"),
+                        "--mesh", "dp_shard=2"], ["convert", folder, self.path("back"), "--to", "safetensors"],
+                        ["convert", folder, self.path("file.pt"), "--to", "torch"]):
+            self.assertTrue(shown(*command))
+        for name in HOSTILE:
+            wrong = self.path("wrong.safetensors")
+            write_safetensors(wrong, [name], dtype=name)
+            self.assertEqual(len(shown("inspect", wrong)), 1)  # one error, one line
+
+    def test_damaged_names_and_hostile_names_of_files_make_readable_messages(self):
+        one, folder = self.path("one.safetensors"), self.path("folder")
+        write_safetensors(one, ["layers.first.weight", "layers.second.weight"])
+        shown("convert", one, folder)
+        path = os.path.join(folder, ".metadata")
+        with open(path, "rb") as file:
+            data = file.read()
+        at = data.find(b"layers.first.weight")
+        for value in (0x1b, 0x80, 0xff, 0x0a):
+            damaged = bytearray(data)
+            damaged[at + 3] = value
+            with open(path, "wb") as file:
+                file.write(damaged)
+            for command in (["inspect", folder, "--boxes", "--json", self.path("list.json")], ["verify", folder, "--json",
+                            self.path("found.json")], ["diff", one, folder, "--json", self.path("diff.json")],
+                            ["reshard", folder, self.path("cut"), "--overwrite", "--mesh", "dp_shard=2"],
+                            ["convert", folder, self.path("back"), "--overwrite", "--to", "safetensors"]):
+                self.assertTrue(shown(*command), command)
+            for name in ("list.json", "found.json", "diff.json"):
+                with open(self.path(name), encoding="ascii") as file:
+                    for line in file:
+                        json.loads(line)
+        for name in HOSTILE:
+            with open(self.path("model.safetensors.index.json"), "w", encoding="utf-8") as file:
+                json.dump({"weight_map": {"weight": name}}, file, ensure_ascii=False)
+            self.assertTrue(shown("inspect", self.root))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The run of properties/doubles/checkpoint_driver.cpp in PyTorch: FSDP2 (fsdp2), or FSDP2 over tensor parallelism (fsdp2_tp),
-with AdamW.
+with AdamW; or one unsharded rank whose matrices are trained by Muon (muon: as PyTorch has it; muon_float32: its matrix products
+are in float32 and not in bfloat16).
 
     python checkpoint_training_peers.py KIND BEGIN END [load FOLDER] [expect FILE] [save FOLDER]
 A rank of `torch.distributed`. Loads into a model and optimizer of other values; `expect` compares all bits of both with a file
@@ -31,9 +32,24 @@ class Mlp(nn.Module):
         return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
-def build(kind):
+def muon_and_adamw(model, **settings):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, **settings), torch.optim.AdamW(others, lr=0.01, foreach=False)]
+
+
+MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+OTHER_MUON = {"lr": 0.5, "weight_decay": 0.3, "momentum": 0.2, "nesterov": False, "ns_coefficients": (1.0, 2.0, 3.0),
+              "eps": 0.1, "ns_steps": 2, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def build(kind, loads):
     torch.manual_seed(17)
     model, world = Mlp(), dist.get_world_size()
+    if kind.startswith("muon"):
+        if kind == "muon_float32":  # torch.optim.Muon converts by this method and nothing else does
+            torch.Tensor.bfloat16 = torch.Tensor.clone
+        return model, muon_and_adamw(model, **(OTHER_MUON if loads else MUON)), 0, 1
     ranks = world  # that share the samples
     mesh = init_device_mesh("cpu", (world,))
     if kind == "fsdp2_tp":
@@ -41,25 +57,26 @@ def build(kind):
         parallelize_module(model, both["tp"], {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
         mesh, ranks = both["dp"], world // 2
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    return model, optimizer, mesh.get_local_rank(), ranks
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)]
+    return model, optimizers, mesh.get_local_rank(), ranks
 
 
-def train(model, optimizer, share, shares, step):
+def train(model, optimizers, share, shares, step):
     per = SAMPLES // shares
     first = torch.arange(per, dtype=torch.float32) + (step * SAMPLES + share * per)
     loss = model((first.unsqueeze(1) + torch.arange(6.0)).cos()).square().sum(1).mean()
-    optimizer.zero_grad()
+    model.zero_grad()
     loss.backward()
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     total = loss.detach().double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
-def differences(model, optimizer, file):
+def differences(kind, model, optimizers, file):
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=whole)
+    of_model, of_optimizer = get_state_dict(model, optimizers, options=whole)
     expected = torch.load(file, weights_only=False)
     if dist.get_rank() != 0:
         return
@@ -67,12 +84,25 @@ def differences(model, optimizer, file):
     pairs = {name: (of_model[name], value) for name, value in expected["model"].items()}
     for name, state in expected["optim"]["state"].items():
         pairs.update({f"{name}.{slot}": (of_optimizer["state"][name][slot], value) for slot, value in state.items()})
-    assert len(of_model) == 4 and len(pairs) == 4 + 4 * 3, sorted(pairs)
+    states = 2 * 1 + 2 * 3 if kind.startswith("muon") else 4 * 3
+    assert len(of_model) == 4 and len(pairs) == 4 + states, sorted(pairs)
     for name, (got, value) in pairs.items():
         assert got.dtype == value.dtype == torch.float32 and got.shape == value.shape, name
         assert torch.equal(bits(got), bits(value)), f"{name} differs: {got} {value}"
+    if kind.startswith("muon"):
+        same_settings(optimizers, muon_and_adamw(model, **MUON))
+        return
     for group in of_optimizer["param_groups"]:
         assert math.isclose(group["lr"], 0.01) and len(group["params"]) == 4, group
+
+
+def same_settings(optimizers, expected):
+    """Every setting that was loaded is that of an optimizer that PyTorch made with the numbers of the saved run."""
+    for one, other in zip(optimizers, expected):
+        for group, wanted in zip(one.param_groups, other.param_groups, strict=True):
+            for name in wanted:
+                if name not in ("params", "foreach"):
+                    assert type(group[name]) is type(wanted[name]) and group[name] == wanted[name], (name, group[name])
 
 
 def main():
@@ -80,18 +110,18 @@ def main():
     options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
     torch.set_num_threads(1)
     store = join()
-    model, optimizer, share, shares = build(kind)
+    model, optimizers, share, shares = build(kind, "load" in options)
     if "load" in options:
-        train(model, optimizer, share, shares, 50)
-        of_model, of_optimizer = get_state_dict(model, optimizer)
+        train(model, optimizers, share, shares, 50)
+        of_model, of_optimizer = get_state_dict(model, optimizers)
         state = {"model": of_model, "optim": of_optimizer}
         dcp.load(state, checkpoint_id=options["load"])
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
     if "expect" in options:
-        differences(model, optimizer, options["expect"])
-    losses = [train(model, optimizer, share, shares, step) for step in range(begin, end)]
+        differences(kind, model, optimizers, options["expect"])
+    losses = [train(model, optimizers, share, shares, step) for step in range(begin, end)]
     if "save" in options:
-        of_model, of_optimizer = get_state_dict(model, optimizer)
+        of_model, of_optimizer = get_state_dict(model, optimizers)
         dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=options["save"])
     if dist.get_rank() == 0:
         print("\n".join(f"{loss:.17g}" for loss in losses), flush=True)

@@ -171,7 +171,8 @@ class Train(unittest.TestCase):
         self.expect_same_end(os.path.join(whole, "step_6"), os.path.join(resumed, "step_6"))
 
     def test_tensor_sequence_and_context_parallel_runs_train_to_the_golden_bits_and_resume_as_each_other(self):
-        legs = (("cp=2,tp=2", "zero3", ()), ("dp_shard=2,tp=2", "zero2", ("--sequence-parallel",)),
+        legs = (("cp=2,tp=2", "zero3", ()), ("tp=2", "zero1", ()), ("cp=2", "ddp", ()),
+                ("dp_shard=2,tp=2", "zero2", ("--sequence-parallel",)),
                 ("dp_replicate=2,dp_shard=1,cp=3", "hsdp", ()), ("dp_shard=3", "ddp", ()))
         common = ("--arithmetic", "canonical", "--global-batch", "6", "--microbatch", "1", "--check")
         whole, resumed = (os.path.join(self.folder, name) for name in ("whole", "resumed"))

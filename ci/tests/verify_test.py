@@ -98,9 +98,16 @@ class Command(unittest.TestCase):
 
     def test_an_unknown_strategy_or_axis_is_refused_with_those_there_are(self):
         self.expect_refused("ddp, zero1, zero2, zero3", "verify", "--strategy", "zero9")
-        self.expect_refused("dp_shard", "verify", "--mesh", "tp=2")
-        self.expect_refused("dp_shard", "replay", GOOD.replace("dp_shard", "tp"))
+        self.expect_refused("needs the mesh axis dp_replicate", "verify", "--strategy", "hsdp", "--mesh", "tp=2")
+        self.expect_refused("dp_shard", "replay", GOOD.replace("dp_shard", "pp"))
         self.expect_refused("exact, ordered, canonical or fast", "verify", "--mode", "slow")
+
+    def test_meshes_without_an_axis_of_data_parallelism_are_one_replica_and_hold(self):
+        for mesh in ("tp=2", "cp=2", "cp=2,tp=2"):
+            done, lines = self.verify("--cases", "12", "--mesh", mesh, "--seed", "5")
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            cases = [line["case"] for line in lines if line["type"] == "case"]
+            self.assertEqual({case.count(f"mesh({mesh})") for case in cases}, {1}, cases)
 
     def test_a_malformed_mesh_is_shown_with_its_column(self):
         self.expect_refused("column 10", "verify", "--mesh", "dp_shard=x")

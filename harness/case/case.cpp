@@ -211,12 +211,26 @@ const char* to_string(golden::Model::Kind kind) {
   return "?";
 }
 
-std::vector<golden::Optimizer::Group> optimizer_groups(int64_t number) {
-  switch (number) {
+namespace {
+
+// One group for each parameter that is not decayed.
+std::vector<golden::Optimizer::Group> undecayed(const golden::Model& model) {
+  std::vector<golden::Optimizer::Group> groups;
+  for (const auto& [name, shape] : golden::parameter_shapes(model))
+    if (shape.size() <= 1 || name.find("norm") != std::string::npos || name.find("ln_") != std::string::npos)
+      groups.push_back({.pattern = name, .lr_factor = 1, .decay_factor = 0});
+  return groups;
+}
+
+}  // namespace
+
+std::vector<golden::Optimizer::Group> optimizer_groups(const Case& c) {
+  switch (c.groups) {
     case 1: return {{.pattern = "bias", .lr_factor = 1, .decay_factor = 0}};
     case 2:
       return {{.pattern = "0", .lr_factor = 0.5, .decay_factor = 2}, {.pattern = "weight", .lr_factor = 2, .decay_factor = 1}};
     case 3: return {{.pattern = "weight", .lr_factor = 0, .decay_factor = 0}};
+    case kUndecayedGroups: return undecayed(c.model);
     default: return {};
   }
 }

@@ -92,9 +92,15 @@ const char* to_string(golden::Optimizer::Kind kind);
 const std::vector<golden::Optimizer::Kind>& optimizer_kinds();
 const char* to_string(golden::Model::Kind kind);
 
-// Parameter groups by number; 0 has none.
-std::vector<golden::Optimizer::Group> optimizer_groups(int64_t number);
-constexpr int64_t kOptimizerGroups = 3;
+// Parameter groups by the case's number; 0 has none, and the last one is the library's without_decay_of_norms_and_biases.
+std::vector<golden::Optimizer::Group> optimizer_groups(const Case& c);
+constexpr int64_t kOptimizerGroups = 4;
+constexpr int64_t kUndecayedGroups = 4;
+
+// A schedule of the learning rate warms up in so many steps, and falls to this factor when the history has ended.
+constexpr int64_t kWarmup = 2;
+constexpr double kScheduleLast = 0.25;
+inline int64_t schedule_steps(const Case& c) { return kWarmup + static_cast<int64_t>(c.steps.size()); }
 
 // Names of the parameters that a plan freezes; one that every loss depends on never is.
 std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan);

@@ -9,8 +9,9 @@ namespace harness {
 
 enum Units : int64_t { units_root, units_block, units_leaf, units_some, units_listed };
 enum Loss : int64_t { loss_mean, loss_sum, loss_tokens };
-enum Dividing : int64_t { divide_after, divide_before, divide_split };
+enum Dividing : int64_t { divide_after, divide_before, divide_split, divide_collective };
 enum Dtype : int64_t { fp32, bf16, fp16 };
+enum Schedule : int64_t { schedule_constant, schedule_cosine, schedule_linear };
 enum Offloading : int64_t { offload_none, offload_pinned, offload_pageable };
 
 struct CaseOptions {
@@ -35,11 +36,14 @@ struct CaseOptions {
   int64_t compute = fp32, gradient = fp32, reduce = fp32;
   int64_t float32_sums = 0;
   int64_t loss_scale = 0;          // 0: none; else its first value
+  int64_t scale_min = 0;           // below which it does not fall; 0: the library's default
   int64_t arithmetic = 0;          // 1: canonical inside of the model, too
   int64_t sequence_parallel = 0;   // between parallel blocks activations are split along the sequence
   int64_t context_gathered = 0;    // context parallelism gathers keys and values; else they go round in a ring
   int64_t context_contiguous = 0;  // and cuts sequences into one run a rank; else it balances a causal mask's work
   int64_t offload = offload_none;  // of main parameters, gradients and optimizer state to the host's memory
+  int64_t schedule = schedule_constant;  // of the learning rate over the steps of the history
+  int64_t unchecked = 0;           // loads read without a check before
   bool operator==(const CaseOptions&) const = default;
 };
 

@@ -96,11 +96,22 @@ void validate_options(const Case& c) {
   SHARD_REQUIRE(o.bucket_bytes == 0 || o.buckets == 0, "case", "give bucket or buckets, not both");
   const int64_t split = c.shards() * c.context_ranks();
   SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard, split);
+  SHARD_REQUIRE(o.reshard <= 1 || !shardproof::strategy(c.strategy).parameter.splits("dp_replicate"), "case",
+                "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard, c.strategy);
   SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.whole || c.strategy == "ddp" || c.mesh.size() == 1,
                 "case", "muon needs whole parameters: write {}(whole=1)", c.strategy);
   SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case",
                 "loss=tokens divides after the sum; leave out divide");
+  const auto power = [](int64_t ranks) { return std::has_single_bit(static_cast<uint64_t>(ranks)); };
+  SHARD_REQUIRE(o.divide != divide_collective || (o.loss == loss_mean && c.context_ranks() == 1 && o.reduce != fp16 &&
+                                                  power(c.shards()) && power(c.replicas())),
+                "case",
+                "divide=collective averages over the ranks of each group: it needs loss=mean, no cp, and, to be exact, groups "
+                "of 1, 2, 4, 8, ... ranks and no reduce=fp16");
   SHARD_REQUIRE(o.loss_scale == 0 || c.mode == Mode::ordered, "case", "scale needs the mode ordered");
+  SHARD_REQUIRE(o.scale_min <= o.loss_scale, "case", "scale_min={} is above scale={}", o.scale_min, o.loss_scale);
+  SHARD_REQUIRE(o.unchecked == 0 || std::ranges::any_of(c.steps, [](const StepPlan& step) { return step.loads(); }), "case",
+                "unchecked is about loads; write load@ before a step");
   const bool plain = o.compute == fp32 && o.gradient == fp32 && o.reduce == fp32;
   const bool sums_in_fp32 = o.gradient == fp32 && o.reduce == fp32;
   SHARD_REQUIRE(plain || c.mode == Mode::ordered || (c.mode == Mode::fast && sums_in_fp32), "case",
@@ -214,6 +225,8 @@ void validate(const Case& c) {
   SHARD_REQUIRE(c.clip_norm >= 0 && c.groups >= 0 && c.groups <= kOptimizerGroups, "case",
                 "clip must not be negative, and groups 0 to {}, got clip={} groups={}", kOptimizerGroups, c.clip_norm,
                 c.groups);
+  SHARD_REQUIRE(c.groups != kUndecayedGroups || c.optimizer.kind != golden::Optimizer::Kind::muon, "case",
+                "groups={} give all parameters one rule, and muon has two", c.groups);
   SHARD_REQUIRE(!c.steps.empty(), "case", "the history has no step; write ': step'");
   for (const StepPlan& step : c.steps) {
     SHARD_REQUIRE(step.rounds >= 1 && step.sync_every >= 1 && step.lr_percent >= 0 && step.frozen >= 0, "case",

@@ -129,7 +129,7 @@ void generate_optimizer(Chooser& choose, Case& c) {
     if (choose.chance(0.3)) o.beta2 = choose.one_of<double>({0.5, 0.9, 0.95});
     if (choose.chance(0.2)) o.eps = 1e-6;
   }
-  if (choose.chance(0.25)) c.groups = choose.integer(1, kOptimizerGroups);
+  if (choose.chance(0.25)) c.groups = choose.integer(1, o.kind == muon ? kOptimizerGroups - 1 : kOptimizerGroups);
   // Norms of generated gradients spread around 1: a third of these clips bites, the rest does not.
   if (choose.chance(0.4)) c.clip_norm = std::ldexp(1.0, static_cast<int>(choose.integer(-5, 6)));
   if (choose.chance(0.3)) c.norm_order = choose.one_of<int64_t>({1, 0});
@@ -171,6 +171,10 @@ Mesh generate_parallel_mesh(Chooser& choose, Limits limits, const std::string& s
   if (context_allowed && kind < 0.5) add("cp", 4);
   if (!context_allowed || kind > 0.3) add("tp", 4);
   std::vector<shardproof::Axis> axes = generate_mesh(choose, limits, strategy).axes();
+  // One replica needs no axis that says so.
+  const Mesh inner_mesh(inner), outer(axes);
+  if (outer.size() == 1 && inner_mesh.size() > 1 && shardproof::strategy(strategy).axes.size() < 2 && choose.chance(0.6))
+    axes.clear();
   axes.insert(axes.end(), inner.begin(), inner.end());
   return Mesh(axes);
 }
@@ -305,6 +309,8 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
               : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
+    if (Chooser own(Draws(seed, "free rows").at(index)); !limits.strategy && own.chance(0.15))
+      c.strategy = own.one_of(shardproof::free_rows()).name;
     const bool cuts = c.mode != ordered && (c.mode != canonical || limits.canonical_arithmetic);
     const bool parallel = given || (!limits.mesh && cuts && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");

@@ -18,7 +18,7 @@ shardproof::ContextSplit context_split(const Case& c) {
 
 bool sequence_fits(const Case& c, int64_t length) {
   const int64_t cp = c.context_ranks(), tp = c.options.sequence_parallel ? c.tensor_ranks() : 1;
-  const shardproof::ContextCut cut{context_split(c), length, cp};
+  const shardproof::DimCut cut = shardproof::context_cut(context_split(c), length, cp);
   for (int64_t rank = 0; rank < cp; ++rank)
     if (cut.count(rank) == 0 || !all_get_some(cut.count(rank), tp)) return false;
   return true;

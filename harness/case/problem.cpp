@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <numbers>
 
 #include "harness/case/exact_data.h"
 #include "harness/case/parallel_sizes.h"
@@ -93,9 +94,19 @@ void weigh(const Case& c, golden::Step& step) {
       m.weight = c.mode == Mode::exact ? std::exp2(-std::ceil(std::log2(share))) : 1 / share;
     }
   const double total = c.options.loss == loss_mean ? ranks : c.options.loss == loss_sum ? 1 : elements;
+  // Averages in the collective are divisions by powers of two, which commute with sums: as after it.
   if (c.options.divide == divide_before) step.divide_before = total;
   if (c.options.divide == divide_split) step.divide_before = std::exp2(std::round(std::log2(std::sqrt(total))));
   step.divide = total / step.divide_before;
+}
+
+// Of the learning rate: up in a straight line for kWarmup steps, then down to kScheduleLast at the end of the history.
+double scheduled(const Case& c, int64_t step) {
+  if (c.options.schedule == schedule_constant) return 1;
+  if (step < kWarmup) return (static_cast<double>(step) + 1) / kWarmup;
+  const double left = static_cast<double>(schedule_steps(c) - step) / static_cast<double>(schedule_steps(c) - kWarmup);
+  const double cosine = std::cos(std::numbers::pi / 2 * (1 - left));
+  return kScheduleLast + (1 - kScheduleLast) * (c.options.schedule == schedule_linear ? left : cosine * cosine);
 }
 
 golden::Precision precision(const CaseOptions& o) {
@@ -126,10 +137,12 @@ golden::Run make_run(const Case& c) {
   golden::Run run{.model = c.model, .optimizer = c.optimizer, .parameters = initial_parameters(c), .steps = {}, .order = {},
                   .precision = precision(c.options), .scaling = {}};
   run.model.canonical = c.options.arithmetic != 0;
-  run.optimizer.groups = optimizer_groups(c.groups);
+  run.optimizer.groups = optimizer_groups(c);
   run.order = {.shards = c.shards(), .replicas = c.replicas(), .replicas_last = c.options.replicas_each == 0,
                .canonical = c.mode == Mode::canonical};
-  run.scaling = {.initial = static_cast<double>(c.options.loss_scale), .growth_interval = 2};
+  run.scaling = {.initial = static_cast<double>(c.options.loss_scale),
+                 .growth_interval = 2,
+                 .minimum = static_cast<double>(c.options.scale_min)};
   for (size_t s = 0; s < c.steps.size(); ++s) {
     const StepPlan& plan = c.steps[s];
     const Case here = c.at(s);
@@ -146,7 +159,7 @@ golden::Run make_run(const Case& c) {
     step.reduce_after = reductions(here, plan);
     step.clip_norm = c.clip_norm;
     step.norm_order = c.norm_order == 0 ? INFINITY : static_cast<double>(c.norm_order);
-    step.lr_factor = static_cast<double>(plan.lr_percent) / 100;
+    step.lr_factor = static_cast<double>(plan.lr_percent) / 100 * scheduled(c, static_cast<int64_t>(s));
     step.frozen = frozen_parameters(c, plan);
     weigh(c, step);
     run.steps.push_back(std::move(step));

@@ -18,6 +18,7 @@ namespace harness {
 using namespace shardproof::checkpoint;
 using nlohmann::json;
 using shardproof::Box;
+using shardproof::escaped;
 using shardproof::Mesh;
 using shardproof::Shape;
 
@@ -40,7 +41,7 @@ class Shown {
  private:
   std::string show(const std::string& name, std::string bytes) {
     done_ += bytes.size();
-    progress_.show(all_ == 0 ? 1.0 : static_cast<double>(done_) / static_cast<double>(all_), verb_ + " " + name);
+    progress_.show(all_ == 0 ? 1.0 : static_cast<double>(done_) / static_cast<double>(all_), verb_ + " " + escaped(name));
     return bytes;
   }
   CheckpointSource& source_;
@@ -172,13 +173,13 @@ int checkpoint_inspect(const CheckpointArguments& arguments) {
   JsonLines out(arguments.json);
   for (const auto& [name, tensor] : source.checkpoint().tensors) {
     const uint64_t bytes = bytes_of(tensor.dtype, tensor.sizes);
-    fmt::print("{:<48} {:<9} [{}]  {} bytes in {} boxes\n", name, names_of(tensor.dtype).torch, fmt::join(tensor.sizes, ", "),
-               bytes, tensor.chunks.size());
+    fmt::print("{:<48} {:<9} [{}]  {} bytes in {} boxes\n", escaped(name), names_of(tensor.dtype).torch,
+               fmt::join(tensor.sizes, ", "), bytes, tensor.chunks.size());
     json boxes = json::array();
     for (const Chunk& chunk : tensor.chunks) {
       if (arguments.boxes)
-        fmt::print("  {:<28} {} at {}, {} bytes\n", box_text(chunk.box()), chunk.extent.file, chunk.extent.offset,
-                   chunk.extent.length);
+        fmt::print("  {:<28} {} at {}, {} bytes\n", box_text(chunk.box()), escaped(chunk.extent.file),
+                   chunk.extent.offset, chunk.extent.length);
       boxes.push_back({{"offsets", chunk.offsets},
                        {"sizes", chunk.sizes},
                        {"file", chunk.extent.file},
@@ -194,7 +195,7 @@ int checkpoint_inspect(const CheckpointArguments& arguments) {
   }
   for (const auto& [name, extent] : source.checkpoint().values) {
     const std::string text = source.value(name).str();
-    fmt::print("{:<48} {}\n", name, text);
+    fmt::print("{:<48} {}\n", escaped(name), text);
     out.write({{"type", "value"}, {"name", name}, {"value", text}, {"file", extent.file}});
   }
   fmt::print("{} tensors, {} bytes; {} values; {}\n", source.tensors().size(), source.bytes(),
@@ -235,7 +236,7 @@ int checkpoint_diff(const CheckpointArguments& arguments) {
   const auto report = [&](const std::string& name, const std::string& what) {
     if (what.empty()) return;
     ++differences;
-    fmt::print("{}: {}\n", name, what);
+    fmt::print("{}: {}\n", escaped(name), what);
     out.write({{"type", "difference"}, {"name", name}, {"what", what}});
   };
   std::set<std::string> names;

@@ -41,7 +41,7 @@ int run(Arguments& a) {
                {"share_of_copy_median", share}});
   }
   fmt::print("{}; arrays of {} MiB in float32; bytes read and written; medians of {} rounds of {} calls\n",
-             a.device == "cpu" ? "the kernels' twins on one thread" : "kernels on the GPU", a.task.mib / 2, a.task.rounds,
+             a.device == "cpu" ? "the CPU's arithmetic on one thread" : "kernels on the GPU", a.task.mib / 2, a.task.rounds,
              a.task.repeats);
   return held ? 0 : 1;
 }
@@ -51,7 +51,7 @@ int run(Arguments& a) {
 void add_bench_kernels_command(CLI::App& bench, int& exit_code) {
   auto a = std::make_shared<Arguments>();
   CLI::App* command = bench.add_subcommand("kernels", "time the CUDA kernels beside a copy of the GPU's memory");
-  command->add_option("--device", a->device, "cuda; cpu: their twins")->capture_default_str();
+  command->add_option("--device", a->device, "cuda; cpu: one thread")->capture_default_str();
   command->add_option("--mib", a->task.mib, "of the longest array")->capture_default_str();
   command->add_option("--repeats", a->task.repeats, "calls in a round")->capture_default_str();
   command->add_option("--rounds", a->task.rounds, "each times every kernel once")->capture_default_str();

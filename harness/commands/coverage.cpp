@@ -44,9 +44,10 @@ const std::vector<Facet>& facets() {
       {[] {
          std::vector<std::string> names;
          for (const shardproof::Strategy& strategy : shardproof::strategies()) names.push_back(strategy.name);
+         names.push_back("row outside the table");
          return names;
        }(),
-       [](const Case& c) { return c.strategy; }},
+       [](const Case& c) { return c.strategy.starts_with("row_") ? "row outside the table" : c.strategy; }},
       flag("tp", [](const Case& c) { return c.tensor_ranks() > 1; }),
       flag("cp", [](const Case& c) { return c.context_ranks() > 1; }),
       flag("sp", [](const Case& c) { return c.options.sequence_parallel != 0; }),
@@ -120,6 +121,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("canonical on another mesh", canonical && std::any_of(c.steps.begin(), c.steps.end(), [&](const StepPlan& step) {
                                        return step.load_mesh && step.load_mesh->str() != c.mesh.str();
                                      }));
+  count("no axis of data parallelism", !c.mesh.has("dp_replicate") && !c.mesh.has("dp_shard"));
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
   count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);

@@ -16,15 +16,19 @@ namespace {
 
 using nlohmann::json;
 
+std::string text_of(const json& object, const char* key) {
+  return shardproof::escaped(object.at(key).get<std::string>());
+}
+
 FlightLine line_of(const json& line) {
-  FlightLine call{.group = line.at("group"),
-                  .name = line.at("name"),
-                  .call = line.at("op"),
-                  .label = line.at("for"),
-                  .state = line.at("state"),
+  FlightLine call{.group = text_of(line, "group"),
+                  .name = text_of(line, "name"),
+                  .call = text_of(line, "op"),
+                  .label = text_of(line, "for"),
+                  .state = text_of(line, "state"),
                   .ranks = line.at("ranks"),
                   .sequence = line.at("sequence")};
-  const std::string reduce = line.at("reduce"), dtype = line.at("dtype");
+  const std::string reduce = text_of(line, "reduce"), dtype = text_of(line, "dtype");
   if (call.call == "all_to_all")  // how much each rank moves is its own affair
     call.call += fmt::format("({})", dtype);
   else if (!dtype.empty())
@@ -42,7 +46,7 @@ Flight read_flight(const std::filesystem::path& path) {
     const json head = json::parse(text);
     flight.rank = head.at("rank");
     flight.world = head.at("world");
-    flight.why = head.at("why");
+    flight.why = shardproof::escaped_lines(head.at("why").get<std::string>());
     while (std::getline(file, text)) flight.calls.push_back(line_of(json::parse(text)));
   } catch (const json::exception& error) {
     throw shardproof::Error(fmt::format("[flight] {} is no flight record: {}", path.string(), error.what()));

@@ -4,6 +4,18 @@
 
 namespace harness {
 
+namespace {
+
+nlohmann::json in_utf8(nlohmann::json value) {
+  if (value.is_string() && !shardproof::is_utf8(value.get_ref<const std::string&>()))
+    return shardproof::escaped(value.get_ref<const std::string&>());
+  if (value.is_structured())
+    for (nlohmann::json& item : value) item = in_utf8(std::move(item));
+  return value;
+}
+
+}  // namespace
+
 JsonLines::JsonLines(const std::string& path) : path_(path) {
   if (path_.empty()) return;
   file_.open(path_);
@@ -12,7 +24,7 @@ JsonLines::JsonLines(const std::string& path) : path_(path) {
 
 void JsonLines::write(const nlohmann::json& object) {
   if (path_.empty()) return;
-  file_ << object.dump() << std::endl;
+  file_ << in_utf8(object).dump(-1, ' ', /*ensure_ascii=*/true) << std::endl;
   SHARD_REQUIRE(file_.good(), "json", "writing {} failed; is the disk full?", path_);
 }
 

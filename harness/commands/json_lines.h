@@ -11,7 +11,8 @@ class JsonLines {
  public:
   // "": writes nothing. Throws Error when the file cannot be written.
   explicit JsonLines(const std::string& path);
-  // The line is on disk when this returns, so that an interrupted run leaves whole lines.
+  // The line is on disk when this returns, so that an interrupted run leaves whole lines. It is ASCII: JSON has its own escapes
+  // for other characters, and a text that is no UTF-8, which JSON cannot hold, is escaped (base/escape.h).
   void write(const nlohmann::json& object);
 
  private:

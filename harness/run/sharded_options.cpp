@@ -96,7 +96,10 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
   else if (o.loss == loss_mean && c.context_ranks() > 1)
     options.gradient_divide = static_cast<double>(c.data_ranks());
   options.divide_by_tokens = o.loss == loss_tokens;
-  options.divide = o.divide == divide_before ? Divide::before : o.divide == divide_split ? Divide::split : Divide::after;
+  options.divide = o.divide == divide_before       ? Divide::before
+                   : o.divide == divide_split      ? Divide::split
+                   : o.divide == divide_collective ? Divide::in_collective
+                                                   : Divide::after;
   options.reduce_replicas_every_microbatch = o.replicas_each != 0;
   options.check_gradients = o.loss_scale == 0;
   if (o.meta) {
@@ -159,8 +162,16 @@ ThreadsOptions threads_options(const Case& c) {
   return options;
 }
 
+double lr_factor(const Case& c, size_t step) {
+  const double plan = static_cast<double>(c.steps[step].lr_percent) / 100;
+  if (c.options.schedule == schedule_constant) return plan;
+  const auto schedule = c.options.schedule == schedule_cosine ? warmup_cosine : warmup_linear;
+  return plan * schedule(static_cast<int64_t>(step), kWarmup, schedule_steps(c), kScheduleLast);
+}
+
 Optimizer make_optimizer(Sharded& sharded, const Case& c) {
-  std::vector<golden::Optimizer::Group> groups = optimizer_groups(c.groups);
+  if (c.groups == kUndecayedGroups) return {sharded, without_decay_of_norms_and_biases(make_rule_of(c.optimizer))};
+  std::vector<golden::Optimizer::Group> groups = optimizer_groups(c);
   groups.push_back({});  // every name has the empty pattern
   const bool muon = c.optimizer.kind == golden::Optimizer::Kind::muon;
   const auto rule = make_rule_of(c.optimizer), others = adamw_rule(c.optimizer);

@@ -19,8 +19,12 @@ bool chosen(const Case& c, const char* what, const std::string& name);
 shardproof::Sharded shard(const Case& c, const golden::Run& run, const Network& network,
                           std::shared_ptr<shardproof::MeshComm> comms, c10::Device device = at::kCPU);
 
-// The case's groups in order, then one for all others; with muon each of them twice, for matrices and for the rest.
+// The case's groups in order, then one for all others; with muon each of them twice, for matrices and for the rest. The groups
+// kUndecayedGroups are those that the library makes.
 shardproof::Optimizer make_optimizer(shardproof::Sharded& sharded, const Case& c);
+
+// Of the plan, times that of the schedule.
+double lr_factor(const Case& c, size_t step);
 
 // The order in which ranks run, and when collectives complete.
 shardproof::ThreadsOptions threads_options(const Case& c);

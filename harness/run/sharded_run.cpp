@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <set>
@@ -54,7 +55,9 @@ class RankRun {
         checkpoints_(checkpoints) {
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
     if (c.options.loss_scale > 0)
-      scaler_.emplace(LossScalerOptions{.initial = run.scaling.initial, .growth_interval = run.scaling.growth_interval});
+      scaler_.emplace(LossScalerOptions{.initial = run.scaling.initial,
+                                        .growth_interval = run.scaling.growth_interval,
+                                        .scale_min = std::max(run.scaling.minimum, LossScalerOptions{}.scale_min)});
   }
 
   // Before that step.
@@ -71,7 +74,7 @@ class RankRun {
   }
 
   void load(size_t index) {
-    const auto loaded = manager_->load_latest(sharded_, &optimizer_);
+    const auto loaded = manager_->load_latest(sharded_, &optimizer_, {.check_before = case_.options.unchecked == 0});
     const int64_t expected = CaseCheckpoints::number(static_cast<size_t>(case_.loaded_after(index) + 1));
     SHARD_REQUIRE(loaded && loaded->trainer.step == expected, "harness", "checkpoint {} was loaded instead of {}",
                   loaded ? loaded->trainer.step : -1, expected);
@@ -87,7 +90,7 @@ class RankRun {
     const StepPlan& plan = case_.steps[index];
     const golden::Step& step = run_.steps[index];
     set_frozen(plan);
-    optimizer_.set_lr_factor(static_cast<double>(plan.lr_percent) / 100);
+    optimizer_.set_lr_factor(lr_factor(case_, index));
     before(plan, step);
     RankStep result;
     for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, index, round, result);

@@ -13,63 +13,18 @@ namespace {
 
 using gen::Placed;
 
+bool is_contiguous(const Layout& layout) {
+  for (const auto& splits : layout.dims)
+    for (const Split& split : splits)
+      if (!split.is_contiguous()) return false;
+  return true;
+}
+
 std::vector<int64_t> offsets(const Shape& shape, const std::vector<Box>& boxes) {
   std::vector<int64_t> all;
   for (const Box& box : boxes)
     for (const int64_t offset : spec::offsets(shape, box)) all.push_back(offset);
   return all;
-}
-
-RC_GTEST_PROP(Split, pieces_tile_the_length, ()) {
-  const int64_t parts = *rc::gen::inRange(1, 9), length = *rc::gen::inRange(0, 30);
-  Split split{"dp", {}};
-  if (*rc::gen::arbitrary<bool>()) {
-    split.bounds =
-        *rc::gen::container<std::vector<int64_t>>(parts - 1, rc::gen::inRange<int64_t>(0, length + 4));
-    split.bounds.insert(split.bounds.end(), {0, length + *rc::gen::inRange<int64_t>(0, 4)});
-    std::sort(split.bounds.begin(), split.bounds.end());
-  }
-  int64_t end = 0;
-  for (int64_t part = 0; part < parts; ++part) {
-    const Interval interval = piece(split, length, parts, part);
-    RC_ASSERT(interval.begin == end || interval.size() == 0);
-    RC_ASSERT(interval.size() >= 0);
-    end = std::max(end, interval.end);
-  }
-  RC_ASSERT(end == length);
-}
-
-TEST(Split, even_pieces_are_those_of_torch_chunk) {
-  const std::map<std::pair<int64_t, int64_t>, std::vector<int64_t>> sizes{
-      {{5, 4}, {2, 2, 1, 0}},  {{3, 4}, {1, 1, 1, 0}}, {{9, 8}, {2, 2, 2, 2, 1, 0, 0, 0}},
-      {{8, 4}, {2, 2, 2, 2}},  {{0, 3}, {0, 0, 0}},    {{7, 1}, {7}},
-      {{10, 4}, {3, 3, 3, 1}}, {{1, 2}, {1, 0}},
-  };
-  for (const auto& [cut, expected] : sizes) {
-    std::vector<int64_t> found;
-    for (int64_t part = 0; part < cut.second; ++part)
-      found.push_back(piece({"dp", {}}, cut.first, cut.second, part).size());
-    EXPECT_EQ(found, expected) << cut.first << " over " << cut.second;
-  }
-}
-
-RC_GTEST_PROP(Split, a_window_sees_its_part_of_the_cut, ()) {
-  const int64_t parts = *rc::gen::inRange(1, 6), length = *rc::gen::inRange(0, 30);
-  const int64_t begin = *rc::gen::inRange<int64_t>(0, length + 1),
-                end = *rc::gen::inRange<int64_t>(begin, length + 1);
-  Split split{"dp", {}};
-  if (*rc::gen::arbitrary<bool>()) {
-    split.bounds =
-        *rc::gen::container<std::vector<int64_t>>(parts - 1, rc::gen::inRange<int64_t>(0, length + 1));
-    split.bounds.insert(split.bounds.end(), {0, length});
-    std::sort(split.bounds.begin(), split.bounds.end());
-  }
-  const Split seen = within(split, length, parts, {begin, end});
-  for (int64_t part = 0; part < parts; ++part) {
-    const Interval whole = piece(split, length, parts, part), window = piece(seen, end - begin, parts, part);
-    for (int64_t i = begin; i < end; ++i)
-      RC_ASSERT((whole.begin <= i && i < whole.end) == (window.begin <= i - begin && i - begin < window.end));
-  }
 }
 
 RC_GTEST_PROP(Layout, owned_boxes_are_the_elements_that_dealing_leaves, ()) {
@@ -103,6 +58,8 @@ RC_GTEST_PROP(Layout, one_copy_tiles_the_tensor, ()) {
   for (int64_t i = 0; i < numel(placed.shape); ++i) all.push_back(i);
   for (auto& [copy, held] : held_of_copy) {
     std::sort(held.begin(), held.end());
+    if (is_contiguous(placed.layout)) RC_ASSERT(held == all);
+    held.erase(std::unique(held.begin(), held.end()), held.end());  // segments may be held in copies
     RC_ASSERT(held == all);
   }
 }
@@ -113,21 +70,57 @@ RC_GTEST_PROP(Layout, a_rank_holds_few_boxes_and_no_empty_one, ()) {
   const int64_t boxes_max = placed.layout.flat.empty() || dims == 0 ? 1 : 2 * dims - 1;
   for (int64_t rank = 0; rank < placed.mesh.size(); ++rank) {
     const auto boxes = owned(placed.shape, placed.mesh, placed.layout, rank);
-    RC_ASSERT(std::ssize(boxes) <= boxes_max);
+    if (is_contiguous(placed.layout)) RC_ASSERT(std::ssize(boxes) <= boxes_max);
     for (const Box& box : boxes) RC_ASSERT(numel(box) > 0);
   }
 }
 
-RC_GTEST_PROP(Layout, region_and_flat_run_together_are_what_is_owned, ()) {
+RC_GTEST_PROP(Layout, local_shape_and_flat_run_count_what_is_owned, ()) {
   const Placed placed = *gen::placed();
   for (int64_t rank = 0; rank < placed.mesh.size(); ++rank) {
-    const Box box = region(placed.shape, placed.mesh, placed.layout, rank);
+    const Shape local = local_shape(placed.shape, placed.mesh, placed.layout, rank);
     const Interval run = flat_run(placed.shape, placed.mesh, placed.layout, rank);
-    RC_ASSERT(box.size() == placed.shape.size());
-    std::vector<int64_t> elements = spec::offsets(placed.shape, box);
-    RC_ASSERT(0 <= run.begin && run.begin <= run.end && run.end <= std::ssize(elements));
-    elements = {elements.begin() + run.begin, elements.begin() + run.end};
-    RC_ASSERT(offsets(placed.shape, owned(placed.shape, placed.mesh, placed.layout, rank)) == elements);
+    RC_ASSERT(local == spec::local_shape(placed.shape, placed.mesh, {placed.layout.dims, {}, {}}, rank));
+    RC_ASSERT(0 <= run.begin && run.begin <= run.end && run.end <= numel(local));
+    RC_ASSERT(run.size() == std::ssize(spec::held(placed.shape, placed.mesh, placed.layout, rank)));
+  }
+}
+
+// Neighbours are joined, and what is a first copy is told from the ranks before.
+RC_GTEST_PROP(Layout, owned_runs_are_the_owned_elements_and_their_first_copies_tile_the_tensor, ()) {
+  const Placed placed = *gen::placed();
+  std::map<std::vector<int64_t>, std::vector<int64_t>> first_of_copy;  // by coordinates along axes that split nothing
+  for (int64_t rank = 0; rank < placed.mesh.size(); ++rank) {
+    std::vector<int64_t> copy = placed.mesh.coordinates(rank);
+    for (size_t i = 0; i < copy.size(); ++i)
+      if (placed.layout.splits(placed.mesh.axes()[i].name)) copy[i] = 0;
+    std::vector<int64_t> elements;
+    const auto runs = owned_runs(placed.shape, placed.mesh, placed.layout, rank);
+    for (size_t i = 0; i < runs.size(); ++i) {
+      RC_ASSERT(runs[i].local == std::ssize(elements));
+      RC_ASSERT(runs[i].whole.size() > 0);
+      if (i > 0)
+        RC_ASSERT(runs[i].whole.begin != runs[i - 1].whole.end || runs[i].first_copy != runs[i - 1].first_copy);
+      for (int64_t at = runs[i].whole.begin; at < runs[i].whole.end; ++at) {
+        elements.push_back(at);
+        if (runs[i].first_copy) first_of_copy[copy].push_back(at);
+      }
+    }
+    RC_ASSERT(elements == spec::held(placed.shape, placed.mesh, placed.layout, rank));
+    const auto begin = *rc::gen::inRange<int64_t>(0, std::ssize(elements) + 1),
+               end = *rc::gen::inRange<int64_t>(begin, std::ssize(elements) + 1);
+    int64_t at = begin;
+    for (const OwnedRun& run : owned_runs(placed.shape, placed.mesh, placed.layout, rank, {begin, end})) {
+      RC_ASSERT(run.local == at);
+      for (int64_t i = run.whole.begin; i < run.whole.end; ++i) RC_ASSERT(elements[at++] == i);
+    }
+    RC_ASSERT(at == end);
+  }
+  std::vector<int64_t> all;
+  for (int64_t i = 0; i < numel(placed.shape); ++i) all.push_back(i);
+  for (auto& [copy, first] : first_of_copy) {
+    std::sort(first.begin(), first.end());
+    RC_ASSERT(first == all);
   }
 }
 
@@ -158,6 +151,7 @@ Layout spelled_out(const Placed& placed) {
   const auto spell = [&](std::vector<Split>& splits, int64_t length) {
     for (Split& split : splits) {
       const int64_t parts = placed.mesh.size(split.axis);
+      if (!split.is_contiguous()) return;
       const bool uneven = !split.bounds.empty() || length % parts != 0;
       const int64_t chunk = (length + parts - 1) / parts;
       if (split.bounds.empty())
@@ -217,7 +211,10 @@ TEST(Layout, splits_of_different_dims_commute) {
 std::vector<Interval> rows(int64_t length, const Layout& layout) {
   const Mesh mesh = Mesh::parse("dp_shard=2,tp=2");
   std::vector<Interval> rows;
-  for (int64_t rank = 0; rank < 4; ++rank) rows.push_back(region({length, 3}, mesh, layout, rank)[0]);
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    const auto boxes = owned({length, 3}, mesh, layout, rank);
+    rows.push_back(boxes.empty() ? Interval{1, 1} : boxes[0][0]);
+  }
   return rows;
 }
 
@@ -310,6 +307,7 @@ TEST(Layout, owned_tiles_the_tensor_on_16384_ranks) {
       split_dim(split_dim(replicated(), 0, {"tp", {}}), 0, {"dp_shard", {}}),
       split_flat(split_dim(replicated(), 1, {"tp", {}}), {"dp_shard", {}}),
       split_flat(split_flat(replicated(), {"dp_shard", {}}), {"tp", {}}),
+      split_dim(split_dim(replicated(), 0, split_in_segments("tp", {{4099 - 64, 1}, {64, 8}})), 0, balanced_split("dp_shard")),
   };
   for (const Layout& layout : layouts) {
     int64_t elements = 0;
@@ -380,8 +378,9 @@ TEST(Layout, questions_out_of_range_are_refused) {
   const Mesh mesh = Mesh::parse("dp=2");
   const Layout layout = split_dim(replicated(), 0, {"dp", {}});
   expect_error([&] { owned({4}, mesh, layout, 2); }, {"[mesh]", "rank 2"});
-  expect_error([&] { region({4}, mesh, layout, -1); }, {"[mesh]", "rank -1"});
+  expect_error([&] { local_shape({4}, mesh, layout, -1); }, {"[mesh]", "rank -1"});
   expect_error([&] { owned_numel({4}, mesh, layout, 2); }, {"[mesh]", "rank 2"});
+  expect_error([&] { owned_runs({4}, mesh, layout, 0, {1, 3}); }, {"[layout]", "[1, 3)", "the 2 that rank 0 holds"});
   expect_error([&] { split_dim(replicated(), -1, {"dp", {}}); }, {"[layout]", "got -1", "`dp`"});
   expect_error([&] { piece({"dp", {}}, 4, 2, 2); }, {"[layout]", "piece 2"});
   expect_error([&] { piece({"dp", {0, 1, 3}}, 4, 2, 0); }, {"[layout]", "from 0 to 4", "0|1|3"});

@@ -132,8 +132,8 @@ RC_GTEST_PROP(Lower, says_general_only_where_no_single_collective_would_do, ()) 
   Layout from = *gen::layout(shape, mesh), to = *gen::related_layout(shape, mesh, from);
   for (Layout* layout : {&from, &to}) {  // evenly, or a bound happens to lie where another cut does
     for (auto& splits : layout->dims)
-      for (Split& split : splits) split.bounds.clear();
-    for (Split& split : layout->flat) split.bounds.clear();
+      for (Split& split : splits) split = {split.axis};
+    for (Split& split : layout->flat) split = {split.axis};
   }
   const Move move{shape, {mesh, from}, {mesh, to}};
   if (lowered(move).step != Step::general) return;

@@ -3,10 +3,12 @@
 
 #include <atomic>
 #include <cerrno>
+#include <fstream>
 
 #include "properties/doubles/failing_files.h"
 #include "properties/kit/checkpoint_scratch.h"
 #include "properties/kit/checkpoint_stamped.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
 
@@ -160,4 +162,40 @@ TEST(LoadDamage, to_check_and_to_read_takes_each_byte_about_twice_over_all_ranks
 }
 
 }  // namespace
+TEST(LoadDamage, a_load_without_a_check_before_finds_damage_while_it_reads) {
+  const Scratch scratch;
+  save_stamped(scratch.path(), 1, 1);
+  const std::string folder = step_folder(scratch.path(), 1);
+  const auto load_unchecked = [&] {
+    run_threads(1, [&](std::shared_ptr<Comm> comm) {
+      Stamped run(comm, kSmall);
+      load(folder, *run.sharded, &*run.optimizer, {.check_before = false});
+      EXPECT_TRUE(run.has(1));
+    });
+  };
+  load_unchecked();
+  const Checkpoint checkpoint = open_checkpoint(system_files(), folder);
+  int64_t damaged = 0;
+  for (const auto& [name, tensor] : checkpoint.tensors) {
+    if (numel(tensor.sizes) == 0 || name.ends_with(".step")) continue;  // a load counts by another value
+    const Extent& extent = tensor.chunks.front().extent;
+    const std::string path = folder + "/" + extent.file;
+    const FileSource file(system_files(), path);
+    const TensorEntry entry = parse_tensor_entry(SliceSource(file, extent.offset, extent.length, name));
+    const auto flip = [&] {
+      std::fstream bytes(path, std::ios::in | std::ios::out | std::ios::binary);
+      const auto at = static_cast<std::streamoff>(extent.offset + entry.payload_offset);
+      bytes.seekg(at);
+      const char old = static_cast<char>(bytes.get());
+      bytes.seekp(at);
+      bytes.put(static_cast<char>(old ^ 1));
+    };
+    flip();
+    expect_error(load_unchecked, {"while loading", "is damaged"});
+    flip();
+    ++damaged;
+  }
+  EXPECT_GT(damaged, 5);
+}
+
 }  // namespace shardproof::checkpoint

@@ -63,7 +63,7 @@ TEST_F(Kernels, store_and_add_in_float32) {
     const at::Tensor target = random_values(at::kFloat, d.count, d.offset, d.random);
     const bool add = *rc::gen::arbitrary<bool>();
     const at::Tensor expected = add ? target + source.to(at::kFloat) : source.to(at::kFloat);
-    const Subject subject;
+    const Subject subject(drawn_walk());
     const at::Tensor from = moved(source, subject), to = moved(target, subject);
     subject.math().store(data<float>(to), element_type(dtype), bytes_of(from), d.count, add);
     RC_ASSERT(same_bits(expected, to));
@@ -78,7 +78,7 @@ TEST_F(Kernels, divide_and_scale_each_element_once) {
     at::Tensor divided = values.clone(), scaled = values.clone();
     for (int64_t i = 0; i < d.count; ++i) data<float>(divided)[i] /= by;
     for (int64_t i = 0; i < d.count; ++i) data<float>(scaled)[i] *= by;
-    const Subject subject;
+    const Subject subject(drawn_walk());
     const at::Tensor a = moved(values, subject), b = moved(values, subject);
     subject.math().divide(data<float>(a), d.count, by);
     subject.math().scale(data<float>(b), d.count, by);
@@ -109,7 +109,7 @@ TEST_F(Kernels, turn_gradients_into_fixed_point_and_back) {
       sum = std::llrint(value / kUnit) + (add ? sum : 0);
       fine &= std::abs(static_cast<double>(sum)) < kLimit / kUnit;
     }
-    const Subject subject;
+    const Subject subject(drawn_walk());
     const at::Tensor from = moved(source, subject), to = moved(target, subject);
     RC_ASSERT(subject.math().store_fixed(data<int64_t>(to), element_type(dtype), bytes_of(from), d.count, add, kUnit, kLimit,
                                          kLimit) == fine);
@@ -129,7 +129,7 @@ TEST_F(Kernels, sum_squares_and_magnitudes_exactly) {
     Draw d = draw();
     const bool squares = *rc::gen::arbitrary<bool>();
     const at::Tensor values = random_values(at::kFloat, d.count, d.offset, d.random, *rc::gen::arbitrary<bool>());
-    const Subject subject;
+    const Subject subject(drawn_walk());
     const at::Tensor there = moved(values, subject);
     std::vector<FlatSpan> spans;
     for (int64_t begin = 0; begin < d.count || spans.empty();) {
@@ -147,10 +147,12 @@ TEST_F(Kernels, sum_squares_and_magnitudes_exactly) {
 // Counters of 32 bits are emptied before they overflow.
 TEST_F(Kernels, sum_many_equal_terms_exactly) {
   const at::Tensor values = at::full({300'000}, std::bit_cast<float>(0x3fffffffu), at::kFloat);
-  const Subject subject;
-  const at::Tensor there = moved(values, subject);
-  const FlatSpan span{data<float>(there), values.numel()};
-  std::vector<int64_t> counters(512, 0);
-  subject.math().exact_sum({&span, 1}, /*squares=*/true, counters);
-  EXPECT_EQ(meaning(counters), exact_terms(values, true));
+  for (const Walk walk : {Walk::elements, Walk::packs}) {
+    const Subject subject(walk);
+    const at::Tensor there = moved(values, subject);
+    const FlatSpan span{data<float>(there), values.numel()};
+    std::vector<int64_t> counters(512, 0);
+    subject.math().exact_sum({&span, 1}, /*squares=*/true, counters);
+    EXPECT_EQ(meaning(counters), exact_terms(values, true));
+  }
 }

@@ -9,7 +9,7 @@
 
 namespace fake_device {
 
-// Of LibTorch's PrivateUse1. Gives it memory, operators, streams and events, and kernel twins as arithmetic; once a process.
+// Of LibTorch's PrivateUse1. Gives it memory, operators, streams and events, and the CPU's arithmetic; once a process.
 void install();
 c10::Device device();
 inline at::TensorOptions options(at::ScalarType dtype) { return at::TensorOptions(dtype).device(device()); }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "properties/doubles/fake_device.h"
-#include "shardproof/device/kernels/cuda.h"
+#include "shardproof/device/device.h"
 
 namespace fake_device {
 namespace {
@@ -21,10 +21,10 @@ T* here(T* device_memory) {
 }
 
 UpdateArrays here(UpdateArrays arrays) {
-  arrays.parameter = here(arrays.parameter);
-  arrays.gradient = here(arrays.gradient);
-  arrays.first = here(arrays.first);
-  arrays.second = here(arrays.second);
+  arrays.parameter = on_host(arrays.parameter);
+  arrays.gradient = on_host(arrays.gradient);
+  arrays.first = on_host(arrays.first);
+  arrays.second = on_host(arrays.second);
   arrays.low = on_host(arrays.low);
   return arrays;
 }
@@ -41,45 +41,45 @@ class QueuedMath final : public DeviceMath {
   void reduce(Element type, Reduce op, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
     for (int k = 0; hesitates && k < 5; ++k) std::this_thread::yield();
-    queue([=, twin = twin_, kept = here(terms), to = here(target)] { twin->reduce(type, op, kept, count, to); });
+    queue([=, &cpu = cpu_, kept = here(terms), to = here(target)] { cpu.reduce(type, op, kept, count, to); });
   }
   void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
                 std::byte* target) const override {
-    queue([=, twin = twin_, kept = here(terms), to = here(target)] { twin->sum_wide(type, kept, count, target_type, to); });
+    queue([=, &cpu = cpu_, kept = here(terms), to = here(target)] { cpu.sum_wide(type, kept, count, target_type, to); });
   }
   void sgd(const SgdScalars& scalars, const UpdateArrays& arrays) const override {
-    queue([twin = twin_, scalars, all = here(arrays)] { twin->sgd(scalars, all); });
+    queue([&cpu = cpu_, scalars, all = here(arrays)] { cpu.sgd(scalars, all); });
   }
   void adam(const AdamScalars& scalars, const UpdateArrays& arrays) const override {
-    queue([twin = twin_, scalars, all = here(arrays)] { twin->adam(scalars, all); });
+    queue([&cpu = cpu_, scalars, all = here(arrays)] { cpu.adam(scalars, all); });
   }
   void lion(const LionScalars& scalars, const UpdateArrays& arrays) const override {
-    queue([twin = twin_, scalars, all = here(arrays)] { twin->lion(scalars, all); });
+    queue([&cpu = cpu_, scalars, all = here(arrays)] { cpu.lion(scalars, all); });
   }
   void store(float* target, Element source_type, const std::byte* source, int64_t count, bool add) const override {
-    queue([=, twin = twin_, to = here(target), from = here(source)] { twin->store(to, source_type, from, count, add); });
+    queue([=, &cpu = cpu_, to = here(target), from = here(source)] { cpu.store(to, source_type, from, count, add); });
   }
   bool store_fixed(int64_t* target, Element source_type, const std::byte* source, int64_t count, bool add, double unit,
                    double limit, double limit_of_sums) const override {
     synchronize();
-    return twin_->store_fixed(here(target), source_type, here(source), count, add, unit, limit, limit_of_sums);
+    return cpu_.store_fixed(here(target), source_type, here(source), count, add, unit, limit, limit_of_sums);
   }
   void fixed_to_float(float* target, const int64_t* source, int64_t count, float unit) const override {
-    queue([=, twin = twin_, to = here(target), from = here(source)] { twin->fixed_to_float(to, from, count, unit); });
+    queue([=, &cpu = cpu_, to = here(target), from = here(source)] { cpu.fixed_to_float(to, from, count, unit); });
   }
   void divide(float* values, int64_t count, float divisor) const override {
-    queue([=, twin = twin_, all = here(values)] { twin->divide(all, count, divisor); });
+    queue([=, &cpu = cpu_, all = here(values)] { cpu.divide(all, count, divisor); });
   }
   void scale(float* values, int64_t count, float factor) const override {
-    queue([=, twin = twin_, all = here(values)] { twin->scale(all, count, factor); });
+    queue([=, &cpu = cpu_, all = here(values)] { cpu.scale(all, count, factor); });
   }
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
     synchronize();
-    return twin_->first_beyond(type, here(values), count, limit);
+    return cpu_.first_beyond(type, here(values), count, limit);
   }
   bool all_zero(Element type, const std::byte* values, int64_t count) const override {
     synchronize();
-    return twin_->all_zero(type, here(values), count);
+    return cpu_.all_zero(type, here(values), count);
   }
   void zero(void* target, int64_t bytes) const override {
     queue([bytes, to = on_host(target)] { std::memset(to, 0, static_cast<size_t>(bytes)); });
@@ -91,11 +91,11 @@ class QueuedMath final : public DeviceMath {
     synchronize();
     std::vector<FlatSpan> found;
     for (const FlatSpan& span : spans) found.push_back({here(span.data), span.count});
-    twin_->exact_sum(found, squares, counters);
+    cpu_.exact_sum(found, squares, counters);
   }
 
  private:
-  std::shared_ptr<const DeviceMath> twin_ = kernel_twin();
+  const DeviceMath& cpu_ = device_math(at::kCPU);
 };
 
 }  // namespace

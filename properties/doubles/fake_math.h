@@ -1,4 +1,4 @@
-// The arithmetic of the fake device: the kernels' twin, on the calling thread's current stream.
+// The arithmetic of the fake device: the CPU's, on the calling thread's current stream.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
 // A double of NCCL and of CUDA's streams in memory: ranks are threads of the test, device memory is the process', a stream is a
-// queue with a thread of its own, and sums are added by the twin of the kernels that add them on a GPU. It completes late where
+// queue with a thread of its own, and sums are added by the CPU's arithmetic. It completes late where
 // a seed says so, refuses what NCCL refuses, and fails or hangs on demand.
 #pragma once
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "harness/case/case.h"
+#include "properties/kit/shown.h"
 #include "shardproof/base/check.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
@@ -10,7 +11,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
     const harness::Case parsed = harness::Case::parse({reinterpret_cast<const char*>(data), bytes});
     const std::string text = parsed.str();
     if (harness::Case::parse(text).str() != text) std::abort();
-  } catch (const shardproof::Error&) {
+  } catch (const shardproof::Error& error) {
+    if (!can_be_shown(error.what(), /*lines=*/true)) std::abort();
   }
   return 0;
 }

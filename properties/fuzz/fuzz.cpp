@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "properties/kit/shown.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/format/dcp.h"
@@ -62,7 +63,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   static const Reader read = reader();
   try {
     read(std::string(reinterpret_cast<const char*>(data), bytes));
-  } catch (const shardproof::Error&) {
+  } catch (const shardproof::Error& error) {
+    expect(can_be_shown(error.what()));  // names in the file included, and on one line
   }
   return 0;
 }

@@ -201,7 +201,8 @@ RC_GTEST_PROP(GoldenOptimizers, muon_updates_matrices_by_their_orthogonal_direct
       RC_ASSERT(same_bits(muon.parameters[i].second, adamw.parameters[i].second));
     } else if (g) {
       const double factor = std::sqrt(std::max(1.0, static_cast<double>(p.size(0)) / static_cast<double>(p.size(1))));
-      const at::Tensor direction = golden::orthogonalized(*g + *g * o.momentum);
+      const at::Tensor share = *g * (1 - o.momentum);
+      const at::Tensor direction = golden::orthogonalized(share + share * o.momentum);
       const at::Tensor expected = p * (1 - o.lr * o.weight_decay) - direction * (o.lr * factor);
       RC_ASSERT(same_bits(muon.parameters[i].second, expected));
     }

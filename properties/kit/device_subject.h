@@ -1,16 +1,19 @@
-// What device arithmetic is tested: the kernels' twins, in the place of the CPU's loops, or, where SHARDPROOF_TEST_DEVICE is
-// cuda, the kernels on a GPU.
+// What arithmetic is tested: the CPU's; the kernels' in packs, in its place; or, where SHARDPROOF_TEST_DEVICE is cuda, the
+// kernels on a GPU.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <rapidcheck.h>
 
 #include <cstdlib>
+#include <memory>
 #include <random>
 #include <string>
 
 #include "shardproof/device/device.h"
 #include "shardproof/device/kernels/cuda.h"
+#include "testing/device/pack_math.h"
 
 namespace device_testing {
 
@@ -28,23 +31,39 @@ inline const bool gpu_chosen = [] {
   return setenv("CUDA_VISIBLE_DEVICES", text.substr(begin, text.find(',', begin) - begin).c_str(), 1) == 0;
 }();
 
+enum class Walk { elements, packs };  // of the CPU; a GPU takes packs
+
+inline Walk drawn_walk() { return *rc::gen::element(Walk::elements, Walk::packs); }
+
 // While it lives, tensors of `device()` are worked on by what is tested.
 class Subject {
  public:
-  Subject() {
-    if (on_cuda())
-      shardproof::use_cuda();
-    else
-      shardproof::use_device_math(at::kCPU, shardproof::kernel_twin());
+  explicit Subject(Walk walk) : packs_(walk == Walk::packs && !on_cuda()) {
+    if (on_cuda()) shardproof::use_cuda();
+    if (packs_) shardproof::use_device_math(at::kCPU, packs());
   }
   ~Subject() {
-    if (!on_cuda()) shardproof::use_device_math(at::kCPU, nullptr);
+    if (packs_) shardproof::use_device_math(at::kCPU, own());
   }
   Subject(const Subject&) = delete;
   Subject& operator=(const Subject&) = delete;
 
   c10::Device device() const { return on_cuda() ? c10::Device(at::kCUDA, 0) : c10::Device(at::kCPU); }
-  const shardproof::DeviceMath& math() const { return *shardproof::device_math(device()); }
+  const shardproof::DeviceMath& math() const { return shardproof::device_math(device()); }
+
+ private:
+  using Math = std::shared_ptr<const shardproof::DeviceMath>;
+  static const Math& packs() {
+    static const Math one = (own(), shardproof::pack_math());
+    return one;
+  }
+  // The library's, asked for before anything took its place. Nobody has to keep it.
+  static const Math& own() {
+    static const Math one(Math(), &shardproof::device_math(at::kCPU));
+    return one;
+  }
+
+  bool packs_;
 };
 
 class Kernels : public testing::Test {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <ostream>
 
+#include "properties/kit/spec_layout.h"
+
 namespace shardproof {
 
 void showValue(const Mesh& mesh, std::ostream& os) {
@@ -47,20 +49,45 @@ std::vector<int64_t> drawn_bounds(int64_t parts, int64_t length) {
   return bounds;
 }
 
-// Draws bounds anew where a ragged split does not fit its length; returns the longest piece that is left.
+// Segments of `length` in total, with granules that divide them and copies where they may be.
+std::vector<CutSegment> drawn_segments(int64_t parts, int64_t length) {
+  std::vector<CutSegment> segments;
+  for (int64_t left = length; left > 0 || segments.empty();) {
+    CutSegment segment{left == 0 || segments.size() == 2 ? left : 1 + below(left), 1, false};
+    std::vector<int64_t> granules;
+    for (int64_t g = 1; g <= segment.length; ++g)
+      if (segment.length % g == 0) granules.push_back(g);
+    if (!granules.empty()) segment.granule = granules[below(std::ssize(granules))];
+    const int64_t count = segment.length / segment.granule;
+    segment.copied = (count == 0 || count >= parts || parts % count == 0) && below(2) == 1;
+    left -= segment.length;
+    segments.push_back(segment);
+  }
+  return segments;
+}
+
+bool fits(const Split& split, int64_t parts, int64_t length) {
+  try {
+    validate(split, length, parts, "a length");
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+// Draws bounds and segments anew where they do not fit the length; returns the longest piece that is left.
 int64_t fit(Splits& splits, const Mesh& mesh, int64_t length) {
   for (Split& split : splits) {
     const int64_t parts = mesh.size(split.axis);
-    if (split.bounds.empty()) {
-      length = (length + parts - 1) / parts;
-      continue;
+    if (!fits(split, parts, length)) {
+      if (!split.segments.empty())
+        split.segments = drawn_segments(parts, length);
+      else
+        split.bounds = drawn_bounds(parts, length);
     }
-    if (static_cast<int64_t>(split.bounds.size()) != parts + 1 || split.bounds.back() != length)
-      split.bounds = drawn_bounds(parts, length);
-    int64_t longest = 0;
-    for (int64_t part = 0; part < parts; ++part)
-      longest = std::max(longest, split.bounds[part + 1] - split.bounds[part]);
-    length = longest;
+    size_t longest = 0;
+    for (int64_t part = 0; part < parts; ++part) longest = std::max(longest, spec::dealt(split, length, parts, part).size());
+    length = static_cast<int64_t>(longest);
   }
   return length;
 }
@@ -69,15 +96,26 @@ Layout fitted(Layout layout, const Shape& shape, const Mesh& mesh) {
   layout.dims.resize(shape.size());
   int64_t region = 1;
   for (size_t d = 0; d < shape.size(); ++d) region *= fit(layout.dims[d], mesh, shape[d]);
+  for (Split& split : layout.flat)
+    if (!split.is_contiguous()) split = {split.axis};
   fit(layout.flat, mesh, region);
   while (!layout.dims.empty() && layout.dims.back().empty()) layout.dims.pop_back();
   std::sort(layout.partial.begin(), layout.partial.end());
   return layout;
 }
 
-// Ragged one time in three; `fitted` draws the real bounds.
+// Even half of the time; `fitted` draws the real bounds and segments.
 Split drawn_split(const std::string& axis) {
-  return {axis, below(3) == 2 ? std::vector<int64_t>{0} : std::vector<int64_t>{}};
+  switch (below(6)) {
+    case 3:
+      return balanced_split(axis);
+    case 4:
+      return {axis, {0}};
+    case 5:
+      return split_in_segments(axis, {{-1, 1}});
+    default:
+      return {axis};
+  }
 }
 
 // One of a few, the earlier the simpler; said more than once, more often.
@@ -147,7 +185,7 @@ void edit(Layout& layout, const Shape& shape, const Mesh& mesh) {
       if (!free.empty()) layout.partial.push_back(free[below(free.size())]);
       break;
     case 6:  // other bounds
-      if (!one.empty()) one.back().bounds = {0};
+      if (!one.empty()) one.back() = {one.back().axis, {0}};
       break;
     case 7:  // another axis cuts in place of the innermost
       if (!one.empty() && !free.empty()) one.back() = drawn_split(free[below(free.size())]);
@@ -195,6 +233,14 @@ rc::Gen<Shape> shape() {
           {9, in_range(1, 9)},
       }));
     return shape;
+  });
+}
+
+rc::Gen<Split> split(const std::string& axis, int64_t length, int64_t parts) {
+  return rc::gen::exec([=] {
+    Splits one{drawn_split(axis)};
+    fit(one, Mesh(std::vector<Axis>{{axis, parts}}), length);
+    return one.front();
   });
 }
 

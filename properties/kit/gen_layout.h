@@ -40,7 +40,11 @@ rc::Gen<Mesh> mesh(int64_t ranks_max = 16);
 // 0 to 3 dims of sizes 0 to 8, among them many of the same.
 rc::Gen<Shape> shape();
 
-// Every axis is replicated, partial, or splits a dim or the flat run, evenly or ragged, in any order.
+// Any rule that fits the length.
+rc::Gen<Split> split(const std::string& axis, int64_t length, int64_t parts);
+
+// Every axis is replicated, partial, or splits a dim or the flat run, in any order; a dim by any rule, the flat run evenly or
+// ragged.
 rc::Gen<Layout> layout(const Shape& shape, const Mesh& mesh);
 
 // The same, with nothing partial.

@@ -45,7 +45,7 @@ RC_GTEST_PROP(GenLayout, shrinks_towards_one_rank_holding_a_scalar, ()) {
 
 // So that nobody believes in a thousand trivial cases.
 TEST(GenLayout, most_cases_have_several_ranks_elements_and_something_split) {
-  int64_t several_ranks = 0, elements = 0, split = 0, ragged = 0, flat = 0, nested = 0;
+  int64_t several_ranks = 0, elements = 0, split = 0, ragged = 0, flat = 0, nested = 0, balanced = 0, segments = 0, copies = 0;
   for (uint64_t seed = 0; seed < 1000; ++seed) {
     const gen::Placed placed = gen::placed()(rc::Random(seed), 80).value();
     several_ranks += placed.mesh.size() > 1;
@@ -55,7 +55,13 @@ TEST(GenLayout, most_cases_have_several_ranks_elements_and_something_split) {
     for (const auto& splits : placed.layout.dims) {
       any |= !splits.empty();
       any_nested |= splits.size() > 1;
-      for (const Split& each : splits) any_ragged |= !each.bounds.empty();
+      for (const Split& each : splits) {
+        any_ragged |= !each.bounds.empty();
+        balanced += each.balanced;
+        segments += !each.segments.empty();
+        for (const CutSegment& segment : each.segments)
+          copies += segment.copied && segment.length > 0 && segment.length / segment.granule < placed.mesh.size(each.axis);
+      }
     }
     split += any;
     ragged += any_ragged;
@@ -64,7 +70,10 @@ TEST(GenLayout, most_cases_have_several_ranks_elements_and_something_split) {
   EXPECT_GT(several_ranks, 600);
   EXPECT_GT(elements, 500);
   EXPECT_GT(split, 500);
-  EXPECT_GT(ragged, 100);
+  EXPECT_GT(ragged, 60);
+  EXPECT_GT(balanced, 60);
+  EXPECT_GT(segments, 60);
+  EXPECT_GT(copies, 20);
   EXPECT_GT(flat, 150);
   EXPECT_GT(nested, 50);
 }

@@ -15,20 +15,37 @@ int64_t axis_at(const Mesh& mesh, const std::string& name) {
   throw std::logic_error("no axis " + name);
 }
 
-// Deals the members of a list to the parts, in order, and keeps those of one part.
-std::vector<int64_t> dealt(const std::vector<int64_t>& list, const Split& split, int64_t parts,
-                           int64_t part) {
+// Members of chunks that are as small as `parts` chunks can be.
+int64_t chunk_size(int64_t count, int64_t parts) {
   int64_t chunk = 0;
-  while (chunk * parts < static_cast<int64_t>(list.size())) ++chunk;
-  std::vector<int64_t> kept;
-  for (int64_t i = 0; i < static_cast<int64_t>(list.size()); ++i) {
-    int64_t owner = 0;
-    if (split.bounds.empty())
-      owner = i / chunk;
-    else
-      while (i >= split.bounds[owner + 1]) ++owner;
-    if (owner == part) kept.push_back(list[i]);
+  while (chunk * parts < count) ++chunk;
+  return chunk;
+}
+
+// Whether index `at` of `length` is one of those of `part`.
+bool is_dealt_to(const Split& split, int64_t length, int64_t parts, int64_t part, int64_t at) {
+  if (!split.bounds.empty()) return split.bounds[part] <= at && at < split.bounds[part + 1];
+  if (split.balanced) {
+    const int64_t chunk = at / chunk_size(length, 2 * parts);
+    return chunk == part || chunk == 2 * parts - 1 - part;
   }
+  if (split.segments.empty()) return at / chunk_size(length, parts) == part;
+  size_t segment = 0;
+  for (; at >= split.segments[segment].length; ++segment) at -= split.segments[segment].length;
+  const CutSegment& its = split.segments[segment];
+  int64_t count = 0;
+  while (count * its.granule < its.length) ++count;
+  const int64_t granule = at / its.granule;
+  int64_t holders = 1;  // neighbours that hold the same
+  while (its.copied && count * (holders + 1) <= parts) ++holders;
+  return holders > 1 ? part / holders == granule : granule / chunk_size(count, parts) == part;
+}
+
+// Deals the members of a list to the parts, in order, and keeps those of one part.
+std::vector<int64_t> dealt(const std::vector<int64_t>& list, const Split& split, int64_t parts, int64_t part) {
+  std::vector<int64_t> kept;
+  for (int64_t i = 0; i < static_cast<int64_t>(list.size()); ++i)
+    if (is_dealt_to(split, list.size(), parts, part, i)) kept.push_back(list[i]);
   return kept;
 }
 
@@ -65,13 +82,6 @@ std::vector<int64_t> row_major(const Shape& shape, const std::vector<std::vector
   return offsets;
 }
 
-Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
-  if (!layout.flat.empty()) return {static_cast<int64_t>(held(shape, mesh, layout, rank).size())};
-  Shape local;
-  for (const auto& indices : kept_indices(shape, mesh, layout, rank)) local.push_back(indices.size());
-  return local;
-}
-
 bool is_partial(const Layout& layout, const std::string& axis) {
   return std::find(layout.partial.begin(), layout.partial.end(), axis) != layout.partial.end();
 }
@@ -94,7 +104,7 @@ void append(Terms& terms, const Terms& more) {
 World empty_world(const Shape& shape, const Placement& placement) {
   World world;
   for (int64_t rank = 0; rank < placement.mesh.size(); ++rank) {
-    Local local{local_shape(shape, placement.mesh, placement.layout, rank), {}};
+    Local local{spec::local_shape(shape, placement.mesh, placement.layout, rank), {}};
     local.values.resize(held(shape, placement.mesh, placement.layout, rank).size());
     world.push_back(local);
   }
@@ -129,6 +139,19 @@ std::vector<int64_t> group(const Mesh& mesh, int64_t rank, const std::vector<std
   std::vector<int64_t> ranks;
   for (const auto& [along, member] : members) ranks.push_back(member);
   return ranks;
+}
+
+std::vector<int64_t> dealt(const Split& split, int64_t length, int64_t parts, int64_t part) {
+  std::vector<int64_t> all;
+  for (int64_t i = 0; i < length; ++i) all.push_back(i);
+  return dealt(all, split, parts, part);
+}
+
+Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
+  if (!layout.flat.empty()) return {static_cast<int64_t>(held(shape, mesh, layout, rank).size())};
+  Shape local;
+  for (const auto& indices : kept_indices(shape, mesh, layout, rank)) local.push_back(indices.size());
+  return local;
 }
 
 std::vector<int64_t> held(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {

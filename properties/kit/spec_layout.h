@@ -17,6 +17,12 @@ std::vector<int64_t> coordinates(const Mesh& mesh, int64_t rank);
 // fastest.
 std::vector<int64_t> group(const Mesh& mesh, int64_t rank, const std::vector<std::string>& axes);
 
+// The indices of [0, length) that `part` of `parts` is dealt.
+std::vector<int64_t> dealt(const Split& split, int64_t length, int64_t parts, int64_t part);
+
+// The sizes of the tensor that `rank` holds; one size when the layout is flat.
+Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
+
 // Row-major offsets of the elements that `rank` holds, in storage order.
 std::vector<int64_t> held(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 

@@ -129,46 +129,4 @@ TEST(Collectives, a_piece_of_the_wrong_size_is_refused_on_every_rank) {
   }, {"collective", "gather", "5 rows"});
 }
 
-RC_GTEST_PROP(TensorCut, rows_that_are_first_copies_tile_the_dim_and_runs_read_the_local_tensor, ()) {
-  const auto parts = *rc::gen::inRange<int64_t>(1, 7);
-  TensorCut cut;
-  const auto dims = *rc::gen::inRange<int64_t>(1, 4);
-  cut.dim = *rc::gen::inRange<int64_t>(0, dims);
-  int64_t length = 0;
-  for (int64_t s = *rc::gen::inRange<int64_t>(1, 4); s > 0; --s) {
-    const auto granule = *rc::gen::inRange<int64_t>(1, 4);
-    cut.segments.push_back({granule * *rc::gen::inRange<int64_t>(0, 9), granule, false});
-    length += cut.segments.back().length;
-  }
-  if (*rc::gen::arbitrary<bool>() && parts % 2 == 0) {
-    cut.segments.push_back({parts / 2 * 3, 3, true});  // each granule on two parts
-    length += cut.segments.back().length;
-  }
-  Shape shape;
-  for (int64_t d = 0; d < dims; ++d) shape.push_back(d == cut.dim ? length : *rc::gen::inRange<int64_t>(0, 4));
-  validate(cut, shape, parts, "the parameter");
-
-  std::vector<int> seen(static_cast<size_t>(length), 0);
-  const at::Tensor whole = at::arange(numel(shape), at::kLong).view(shape);
-  for (int64_t part = 0; part < parts; ++part) {
-    std::vector<at::Tensor> pieces;
-    for (const CutRows& rows : cut.rows(parts, part)) {
-      pieces.push_back(whole.narrow(cut.dim, rows.whole.begin, rows.whole.size()));
-      if (rows.first_copy)
-        for (int64_t row = rows.whole.begin; row < rows.whole.end; ++row) ++seen[static_cast<size_t>(row)];
-    }
-    const at::Tensor local = at::cat(pieces, cut.dim).contiguous();
-    RC_ASSERT(local.sizes().vec() == cut.local_shape(shape, parts, part));
-    const auto begin = *rc::gen::inRange<int64_t>(0, local.numel() + 1),
-               end = *rc::gen::inRange<int64_t>(begin, local.numel() + 1);
-    int64_t at = begin;
-    for (const CutRun& run : cut.runs(shape, parts, part, {begin, end})) {
-      RC_ASSERT(run.local == at);
-      for (int64_t i = run.whole.begin; i < run.whole.end; ++i, ++at) RC_ASSERT(local.view({-1})[at].item<int64_t>() == i);
-    }
-    RC_ASSERT(at == end);
-  }
-  RC_ASSERT(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }));
-}
-
 // The case that DTensor got wrong: tensor parallelism cuts dim 0, and the data-parallel strategy cuts what is left of it.

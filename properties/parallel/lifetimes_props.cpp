@@ -143,7 +143,7 @@ at::Tensor canonical_copied_keys(const at::Tensor& x, const std::shared_ptr<Mesh
   return attention->forward(heads, heads, heads);
 }
 
-const ContextCut kContextCut{ContextSplit::balanced, 8, 2};
+const DimCut kContextCut = context_cut(ContextSplit::balanced, 8, 2);
 
 using CanonicalAttention = decltype(&canonical_ring_attention);
 GraphOp canonical_attention(const char* name, CanonicalAttention attention) {

@@ -2,6 +2,8 @@
 // mfsdp_v2/test_dbuffer.py. See docs/parity.md.
 #include <gtest/gtest.h>
 
+#include <map>
+#include <mutex>
 #include <set>
 
 #include "properties/kit/parity_models.h"
@@ -97,15 +99,26 @@ TEST(MegatronParity, shards_of_the_optimizer_cover_every_parameter_once) {
 
 TEST(MegatronParity, whole_parameters_stay_whole_on_any_number_of_ranks) {
   for (const int64_t world : {3, 5, 6, 7})
-    parity::on_mesh(Mesh({{"dp_shard", world}}), [&](std::shared_ptr<MeshComm> comms) {
-      auto model = parity::blocks(2, 5);
-      ShardOptions options = toy::options("zero3");
-      options.units = by_type<parity::BlockImpl>();
-      options.granularity = Granularity::tensor;
-      Sharded sharded = fully_shard(model.ptr(), comms, options);
-      for (const Piece& piece : sharded.parameters())
-        EXPECT_EQ(piece.run.size(), numel(piece.shape)) << world << " " << piece.name;
-    });
+    for (const Granularity granularity : {Granularity::tensor, Granularity::element}) {
+      std::mutex mutex;
+      std::map<std::string, int> whole, cut;  // pieces of each parameter, over all ranks
+      parity::on_mesh(Mesh({{"dp_shard", world}}), [&](std::shared_ptr<MeshComm> comms) {
+        auto model = parity::blocks(2, 12);  // matrices larger than a rank's even share
+        ShardOptions options = toy::options("zero3");
+        options.units = by_type<parity::BlockImpl>();
+        options.granularity = granularity;
+        Sharded sharded = fully_shard(model.ptr(), comms, options);
+        const std::lock_guard lock(mutex);
+        for (const Piece& piece : sharded.parameters()) ++(piece.run.size() == numel(piece.shape) ? whole : cut)[piece.name];
+      });
+      if (granularity == Granularity::element) {
+        EXPECT_FALSE(cut.empty()) << world << " ranks: even shares cut nothing here, so this test says nothing";
+        continue;
+      }
+      EXPECT_TRUE(cut.empty()) << world << " ranks: a rank has a part of " << cut.begin()->first;
+      EXPECT_EQ(whole.size(), parity::blocks(2, 12)->parameters().size());
+      for (const auto& [name, ranks] : whole) EXPECT_EQ(ranks, 1) << world << " ranks hold " << name;
+    }
 }
 
 TEST(MegatronParity, pooled_buffers_change_no_bit) {

@@ -24,10 +24,10 @@ TEST(ShardingErrors, a_strategy_whose_axis_the_mesh_lacks_names_both) {
   expect_says(toy::error_of([] {
                 run_threads(2, [](std::shared_ptr<Comm> comm) {
                   toy::Net net(toy::NetImpl::Options{});
-                  fully_shard(net.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}})), toy::options("zero3"));
+                  fully_shard(net.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_replicate", 2}})), toy::options("zero3"));
                 });
               }),
-              {"zero3", "dp_shard", "tp=2"});
+              {"zero3", "dp_shard", "dp_replicate=2"});
 }
 
 TEST(ShardingErrors, a_second_backward_after_the_last_one_says_how_to_accumulate) {
@@ -73,6 +73,34 @@ TEST(ShardingErrors, a_nan_gradient_names_rank_step_and_parameter_before_any_com
       });
     });
     expect_says(message, {"rank 2", "step 1", "second.", "nan"});
+  }
+}
+
+TEST(ShardingErrors, a_gradient_above_the_largest_magnitude_allowed_names_rank_step_and_parameter) {
+  toy::Net plain(toy::NetImpl::Options{});
+  (plain->forward(toy::data({1, 7}, 0)).sum() * 6.0).backward();
+  double most = 0;
+  std::string name;
+  for (const auto& item : plain->named_parameters())
+    if (const double own = item.value().grad().abs().max().item<double>(); own > most) most = own, name = item.key();
+  for (const bool allowed : {false, true}) {
+    const auto train = [&] {
+      toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+        toy::Net net(toy::NetImpl::Options{});
+        ShardOptions options = toy::options("zero2");
+        options.gradient_magnitude_max = allowed ? most * 1.001 : most * 0.999;
+        Sharded sharded = fully_shard(net.ptr(), comms, options);
+        Optimizer optimizer = sgd(sharded, {.lr = 0});
+        for (const double scale : {0.5, 6.0}) {
+          (call(net, toy::data({1, 7}, 0)).sum() * (comms->rank() == 1 ? scale : 0.5)).backward();
+          optimizer.step();
+        }
+      });
+    };
+    if (allowed)
+      train();
+    else
+      expect_says(toy::error_of(train), {"rank 1", "step 1", name.c_str(), "before any communication"});
   }
 }
 

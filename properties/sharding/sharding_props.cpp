@@ -2,6 +2,7 @@
 // business of `shardproof verify`.
 #include <gtest/gtest.h>
 
+#include <map>
 #include <set>
 
 #include "properties/kit/toy_modules.h"
@@ -106,16 +107,29 @@ TEST(Sharding, an_evaluation_leaves_nothing_gathered) {
 }
 
 TEST(Sharding, every_rank_starts_from_the_values_of_rank_0) {
-  toy::on_ranks(4, [](std::shared_ptr<MeshComm> comms) {
-    toy::Net net(toy::NetImpl::Options{});
-    const at::Tensor wanted = net->first->weight.detach().clone();
-    if (comms->rank() != 0) initialize_parameters(*net, 1000 + comms->rank());
-    Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
-    for (const auto& [name, tensor] : sharded.gather_parameters())
-      if (name == "first.weight") {
-        EXPECT_TRUE(toy::same_bits(tensor, wanted)) << "rank " << comms->rank();
+  for (const Strategy& row : strategies())
+    toy::on_ranks(4, [&](std::shared_ptr<MeshComm> comms) {
+      toy::Net net(toy::NetImpl::Options{});
+      std::map<std::string, at::Tensor> wanted;  // equal on all ranks, until the others change theirs
+      for (const auto& item : net->named_parameters()) wanted[item.key()] = item.value().detach().clone();
+      if (comms->rank() != 0) initialize_parameters(*net, 1000 + comms->rank());
+      const bool both = row.axes.size() == 2;
+      Sharded sharded = fully_shard(net.ptr(), both ? comms->on(Mesh({{"dp_replicate", 2}, {"dp_shard", 2}})) : comms,
+                                    toy::options(row.name));
+      std::vector<std::string> own;  // that this rank has a piece of: a gather takes each from the rank that has it
+      for (const Piece& piece : sharded.main_parameters()) {
+        own.push_back(piece.name);
+        const at::Tensor part = wanted.at(piece.name).view({-1}).narrow(0, piece.run.begin, piece.run.size());
+        EXPECT_TRUE(toy::same_bits(piece.data, part)) << row.name << " rank " << comms->rank() << " " << piece.name;
       }
-  });
+      EXPECT_FALSE(own.empty()) << row.name << " rank " << comms->rank() << " holds nothing";
+      size_t gathered = 0;
+      for (const auto& [name, tensor] : sharded.gather_parameters()) {
+        EXPECT_TRUE(toy::same_bits(tensor, wanted.at(name))) << row.name << " rank " << comms->rank() << " " << name;
+        ++gathered;
+      }
+      EXPECT_EQ(gathered, wanted.size());
+    });
 }
 
 TEST(Sharding, pieces_of_all_ranks_tile_every_parameter) {

@@ -22,12 +22,13 @@ struct Plan {
   Reshard reshard = Reshard::always();
   Mesh mesh() const { return Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}}); }
   bool shards_parameters() const { return strategy == "zero3" || strategy == "hsdp" || strategy == "hfsdp"; }
+  bool shards_state_twice() const { return strategy == "hfsdp" || strategy == "hzero2"; }
   bool reduces_late() const { return strategy == "ddp" || strategy == "zero1"; }
 };
 
 std::vector<Plan> runs() {
   std::vector<Plan> all;
-  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"})
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "hzero2"})
     for (const auto& [replicas, shards] : {std::pair<int64_t, int64_t>{1, 2}, {1, 4}, {2, 2}, {2, 4}})
       for (const int64_t rounds : {1, 3}) all.push_back({strategy, replicas, shards, rounds});
   return all;
@@ -74,7 +75,8 @@ Counts expected_collectives(const Plan& run) {
   if (run.strategy == "ddp") add("all_reduce", "dp_shard", s, 1, kBytes);
   else add("reduce_scatter", "dp_shard", s, run.reduces_late() ? 1 : run.rounds, kBytes);
   const int64_t outer = run.strategy == "ddp" ? kBytes : kBytes / s;
-  add(run.strategy == "hfsdp" ? "reduce_scatter" : "all_reduce", "dp_replicate", r, 1, outer);
+  if (run.strategy == "hzero2") add("all_gather", r > 1 ? "dp_shard+dp_replicate" : "dp_shard", s * r, 1, kBytes);
+  add(run.shards_state_twice() ? "reduce_scatter" : "all_reduce", "dp_replicate", r, 1, outer);
   if (run.strategy == "hfsdp") add("all_gather", "dp_replicate", r, 1, outer);
   return counts;
 }
@@ -86,7 +88,7 @@ struct Bytes {
 // The largest that each kind of memory becomes.
 Bytes expected_memory(const Plan& run) {
   const int64_t P = kBytes, n = kUnits, s = run.shards, r = run.replicas;
-  const int64_t state = run.strategy == "ddp" ? P : run.strategy == "hfsdp" ? P / (s * r) : P / s;
+  const int64_t state = run.strategy == "ddp" ? P : run.shards_state_twice() ? P / (s * r) : P / s;
   Bytes bytes;
   bytes.parameter = run.shards_parameters() ? n * P / s : n * P;
   if (run.shards_parameters()) bytes.gathered = run.reshard.keeps_everything() ? n * P : (1 + run.prefetch) * P;

@@ -7,34 +7,35 @@
 namespace shardproof::detail {
 namespace {
 
-// ceil(length / parts), without overflow.
-int64_t even_chunk(int64_t length, int64_t parts) {
-  return length / parts + (length % parts != 0);
+// The strips that `runs` of the local numbering of `outer` leave. `copy`: see for_each_holder.
+std::vector<Strip> narrowed(const std::vector<Strip>& outer, const std::vector<SplitRun>& runs, int64_t part, int64_t copy) {
+  std::vector<Strip> strips;
+  int64_t local = 0;
+  for (const SplitRun& run : runs) {
+    const bool taken = copy == kAny || part % run.copies == copy % run.copies;
+    for (const Strip& strip : outer) {
+      const int64_t begin = std::max(run.whole.begin, strip.local);
+      const int64_t end = std::min(run.whole.end, strip.local + strip.whole.size());
+      if (begin >= end) continue;
+      const int64_t first = strip.whole.begin + begin - strip.local;
+      strips.push_back({{first, first + end - begin}, local, strip.first_copy && run.first_copy, strip.taken && taken});
+      local += end - begin;
+    }
+  }
+  return strips;
 }
+
+std::vector<Strip> all_of(int64_t length) {
+  return length == 0 ? std::vector<Strip>{} : std::vector<Strip>{{{0, length}}};
+}
+
+int64_t size_of(const std::vector<Strip>& strips) {
+  return strips.empty() ? 0 : strips.back().local + strips.back().whole.size();
+}
+
+Interval shared(Interval a, Interval b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
 
 }  // namespace
-
-Interval Cut::piece(int64_t length, int64_t part) const {
-  if (!bounds.empty()) return {std::min(bounds[part], length), std::min(bounds[part + 1], length)};
-  const int64_t chunk = even_chunk(length, parts);
-  return {std::min(part * chunk, length), std::min((part + 1) * chunk, length)};
-}
-
-int64_t Cut::part_at(int64_t length, int64_t at) const {
-  const int64_t part = bounds.empty()
-                           ? at / even_chunk(length, parts)
-                           : std::upper_bound(bounds.begin(), bounds.end(), at) - bounds.begin() - 1;
-  SHARD_CHECK(0 <= part && part < parts, "layout", "index {} of {} lies in piece {} of {}", at, length, part,
-              parts);
-  return part;
-}
-
-int64_t Cut::piece_size_max(int64_t length) const {
-  if (bounds.empty()) return piece(length, 0).size();
-  int64_t size_max = 0;
-  for (int64_t part = 0; part < parts; ++part) size_max = std::max(size_max, piece(length, part).size());
-  return size_max;
-}
 
 int64_t Cuts::rank_count() const {
   int64_t count = 1;
@@ -42,18 +43,32 @@ int64_t Cuts::rank_count() const {
   return count;
 }
 
-Box region(const Cuts& cuts, int64_t rank) {
-  Box box;
-  box.reserve(cuts.shape.size());
+bool Cuts::has_copies() const {
+  for (const auto& cuts : dims)
+    for (const Cut& cut : cuts)
+      for (const CutSegment& segment : cut.split->segments)
+        if (segment.copied && segment.length / segment.granule < cut.parts) return true;
+  return false;
+}
+
+Shape local_shape(const Region& region) {
+  Shape shape;
+  for (const auto& strips : region) shape.push_back(size_of(strips));
+  return shape;
+}
+
+Region region(const Cuts& cuts, int64_t rank) {
+  Region region;
+  region.reserve(cuts.shape.size());
   for (size_t d = 0; d < cuts.shape.size(); ++d) {
-    Interval left{0, cuts.shape[d]};
+    std::vector<Strip> left = all_of(cuts.shape[d]);
     for (const Cut& cut : cuts.dims[d]) {
-      const Interval piece = cut.piece(left.size(), cuts.coordinate(rank, cut.axis));
-      left = {left.begin + piece.begin, left.begin + piece.end};
+      const int64_t part = cuts.coordinate(rank, cut.axis);
+      left = narrowed(left, cut.pieces(size_of(left), part), part, kAny);
     }
-    box.push_back(left);
+    region.push_back(std::move(left));
   }
-  return box;
+  return region;
 }
 
 Interval flat_run(const Cuts& cuts, int64_t region_numel, int64_t rank) {
@@ -66,43 +81,91 @@ Interval flat_run(const Cuts& cuts, int64_t region_numel, int64_t rank) {
 }
 
 std::vector<Box> owned(const Cuts& cuts, int64_t rank) {
+  std::vector<OwnedBox> with_copies;
+  const Region held = region(cuts, rank);
+  append_run(held, flat_run(cuts, numel(local_shape(held)), rank), nullptr, with_copies);
   std::vector<Box> boxes;
-  const Box box = region(cuts, rank);
-  append_run(box, flat_run(cuts, numel(box), rank), boxes);
+  boxes.reserve(with_copies.size());
+  for (OwnedBox& owned : with_copies) boxes.push_back(std::move(owned.box));
   return boxes;
 }
 
 namespace {
 
-// `prefix` holds the intervals of the dims before `dim`; `run` counts elements within one index of dim `dim -
-// 1`.
-void append_run_from(const Box& region, size_t dim, Interval run, Box& prefix, std::vector<Box>& boxes) {
-  if (run.size() == 0) return;
-  if (dim == region.size()) return boxes.push_back(prefix);
-  int64_t row = 1;  // elements under one index of `dim`
-  for (size_t d = dim + 1; d < region.size(); ++d) row *= region[d].size();
-  const auto within_row = [&](int64_t index, Interval part) {
-    prefix.push_back({region[dim].begin + index, region[dim].begin + index + 1});
-    append_run_from(region, dim + 1, part, prefix, boxes);
-    prefix.pop_back();
-  };
-  const int64_t first = run.begin / row, last = (run.end - 1) / row;
-  if (first == last && run.size() < row)
-    return within_row(first, {run.begin - first * row, run.end - first * row});
-  const int64_t whole_begin = (run.begin + row - 1) / row, whole_end = run.end / row;
-  if (first < whole_begin) within_row(first, {run.begin - first * row, row});
-  if (whole_begin < whole_end) {
-    Box box = prefix;
-    box.push_back({region[dim].begin + whole_begin, region[dim].begin + whole_end});
-    box.insert(box.end(), region.begin() + dim + 1, region.end());
-    boxes.push_back(std::move(box));
+// Walks a run of the row-major order of a region dim by dim.
+class RunWalk {
+ public:
+  RunWalk(const Region& region, const Box* wanted, std::vector<OwnedBox>& boxes)
+      : region_(region), wanted_(wanted), boxes_(boxes), rows_(region.size() + 1, 1), solid_(region.size() + 1, true) {
+    for (size_t d = region.size(); d-- > 0;) {
+      rows_[d] = rows_[d + 1] * size_of(region[d]);
+      solid_[d] = solid_[d + 1] && region[d].size() == 1;
+    }
   }
-  if (whole_end <= last) within_row(last, {0, run.end - last * row});
-}
+
+  // `run` counts elements within one index of dim `dim - 1`.
+  void walk(size_t dim, Interval run, bool first_copy) {
+    if (run.size() <= 0) return;
+    if (dim == region_.size()) return boxes_.push_back({prefix_, first_copy});
+    const int64_t row = rows_[dim + 1];
+    const int64_t first = run.begin / row, last = (run.end - 1) / row;
+    if (first == last && run.size() < row)
+      return rows(dim, {first, first + 1}, {run.begin - first * row, run.end - first * row}, first_copy);
+    const int64_t whole_begin = (run.begin + row - 1) / row, whole_end = run.end / row;
+    if (first < whole_begin) rows(dim, {first, first + 1}, {run.begin - first * row, row}, first_copy);
+    rows(dim, {whole_begin, whole_end}, {0, row}, first_copy);
+    if (whole_end <= last) rows(dim, {last, last + 1}, {0, run.end - last * row}, first_copy);
+  }
+
+ private:
+  Interval clipped(size_t dim, Interval interval) const { return wanted_ ? shared(interval, (*wanted_)[dim]) : interval; }
+
+  // Of each of the local `indices` of `dim` the elements `part`.
+  void rows(size_t dim, Interval indices, Interval part, bool first_copy) {
+    for (const Strip& strip : region_[dim]) {
+      if (!strip.taken) continue;
+      const Interval local = shared(indices, {strip.local, strip.local + strip.whole.size()});
+      if (local.size() <= 0) continue;
+      const int64_t to_whole = strip.whole.begin - strip.local;
+      const Interval whole = clipped(dim, {local.begin + to_whole, local.end + to_whole});
+      if (whole.size() <= 0) continue;
+      const bool first = first_copy && strip.first_copy;
+      if (part == Interval{0, rows_[dim + 1]} && solid_[dim + 1]) {
+        append_block(dim, whole, first);
+        continue;
+      }
+      for (int64_t index = whole.begin; index < whole.end; ++index) {
+        prefix_.push_back({index, index + 1});
+        walk(dim + 1, part, first);
+        prefix_.pop_back();
+      }
+    }
+  }
+
+  void append_block(size_t dim, Interval whole, bool first_copy) {
+    OwnedBox block{prefix_, first_copy};
+    block.box.push_back(whole);
+    for (size_t d = dim + 1; d < region_.size(); ++d) {
+      const Strip& strip = region_[d].front();
+      if (!strip.taken) return;
+      block.box.push_back(clipped(d, strip.whole));
+      block.first_copy &= strip.first_copy;
+      if (block.box.back().size() <= 0) return;
+    }
+    boxes_.push_back(std::move(block));
+  }
+
+  const Region& region_;
+  const Box* wanted_;
+  std::vector<OwnedBox>& boxes_;
+  std::vector<int64_t> rows_;  // elements of the dims from this one on
+  std::vector<bool> solid_;    // the dims from this one on have one strip each
+  Box prefix_;
+};
 
 // The smallest offset >= `at` in the row-major order of `region` at which an element of `box` lies; past the
-// region's end when there is none. `box` lies in `region` and neither is empty.
-int64_t next_offset(const Box& region, const Box& box, int64_t at) {
+// region's end when there is none. `box` is in local indices, lies in the region and neither is empty.
+int64_t next_offset(const Shape& region, const Box& box, int64_t at) {
   const size_t dims = region.size();
   int64_t stride = numel(region);
   if (at >= stride) return at;
@@ -112,15 +175,14 @@ int64_t next_offset(const Box& region, const Box& box, int64_t at) {
                               int64_t row) {  // offset of the box's first element within dims >= dim
     int64_t sum = 0;
     for (size_t d = dim; d < dims; ++d) {
-      row /= region[d].size();
-      sum += (box[d].begin - region[d].begin) * row;
+      row /= region[d];
+      sum += box[d].begin * row;
     }
     return sum;
   };
   for (size_t d = 0; d < dims; ++d) {
-    const int64_t row = stride / region[d].size();
-    const int64_t index = left / row, low = box[d].begin - region[d].begin,
-                  high = box[d].end - region[d].begin;
+    const int64_t row = stride / region[d];
+    const int64_t index = left / row, low = box[d].begin, high = box[d].end;
     if (index < low) return offset + first_from(d, stride);
     if (index >= high) return next_larger;
     if (index + 1 < high) next_larger = offset + (index + 1) * row + first_from(d + 1, row);
@@ -133,37 +195,60 @@ int64_t next_offset(const Box& region, const Box& box, int64_t at) {
 
 class HolderWalk {
  public:
-  HolderWalk(const Cuts& cuts, const Box& wanted, const std::vector<int64_t>& fixed, const VisitHolder& visit)
+  HolderWalk(const Cuts& cuts, const Box& wanted, const std::vector<int64_t>& fixed, const std::vector<int64_t>& copies,
+             const VisitHolder& visit)
       : cuts_(cuts),
         wanted_(wanted),
         fixed_(fixed),
+        copies_(copies),
         visit_(visit),
         region_(wanted.size()),
         shared_(wanted.size()) {}
 
   void dim(size_t d, int64_t rank) {
-    if (d == wanted_.size()) return flat(0, {0, numel(region_)}, rank);
-    cut_dim(d, 0, {0, cuts_.shape[d]}, rank);
+    if (d < wanted_.size()) return cut_dim(d, 0, all_of(cuts_.shape[d]), rank);
+    local_shape_ = local_shape(region_);
+    shared_boxes_ = {{}};
+    for (const auto& intervals : shared_) {
+      std::vector<Box> longer;
+      for (const Box& box : shared_boxes_)
+        for (const Interval& interval : intervals) {
+          longer.push_back(box);
+          longer.back().push_back(interval);
+        }
+      shared_boxes_ = std::move(longer);
+    }
+    flat(0, {0, numel(local_shape_)}, rank);
   }
 
  private:
-  void cut_dim(size_t d, size_t level, Interval left, int64_t rank) {
-    const Interval want{std::max(left.begin, wanted_[d].begin), std::min(left.end, wanted_[d].end)};
-    if (want.size() <= 0) return;
+  // The local intervals of `strips` that are wanted in dim `d`.
+  std::vector<Interval> wanted_of(size_t d, const std::vector<Strip>& strips) const {
+    std::vector<Interval> intervals;
+    for (const Strip& strip : strips) {
+      const Interval want = shared(strip.whole, wanted_[d]);
+      if (!strip.taken || want.size() <= 0) continue;
+      const int64_t to_local = strip.local - strip.whole.begin;
+      intervals.push_back({want.begin + to_local, want.end + to_local});
+    }
+    return intervals;
+  }
+
+  void cut_dim(size_t d, size_t level, const std::vector<Strip>& left, int64_t rank) {
+    std::vector<Interval> want = wanted_of(d, left);
+    if (want.empty()) return;
     if (level == cuts_.dims[d].size()) {
       region_[d] = left;
-      shared_[d] = want;
+      shared_[d] = std::move(want);
       return dim(d + 1, rank);
     }
     const Cut& cut = cuts_.dims[d][level];
+    const int64_t length = size_of(left), copy = copies_[cut.axis];
     const auto enter = [&](int64_t part) {
-      const Interval piece = cut.piece(left.size(), part);
-      cut_dim(d, level + 1, {left.begin + piece.begin, left.begin + piece.end}, rank_with(rank, cut, part));
-      return left.begin + piece.end;
+      cut_dim(d, level + 1, narrowed(left, cut.pieces(length, part), part, copy), rank_with(rank, cut, part));
     };
-    if (fixed_[cut.axis] >= 0) return void(enter(fixed_[cut.axis]));
-    for (int64_t at = want.begin; at < want.end;)
-      at = past(at, enter(cut.part_at(left.size(), at - left.begin)));
+    if (fixed_[cut.axis] >= 0) return enter(fixed_[cut.axis]);
+    for (const int64_t part : cut.holders(length, want, copy)) enter(part);
   }
 
   // `left` in the row-major order of region_.
@@ -177,57 +262,47 @@ class HolderWalk {
     };
     if (fixed_[cut.axis] >= 0) return void(enter(fixed_[cut.axis]));
     for (int64_t at = left.begin;;) {
-      const int64_t next = next_offset(region_, shared_, at);
+      const int64_t next = next_wanted(at, left.end);
       SHARD_CHECK(next >= at, "layout", "the element at or after offset {} is at {}", at, next);
       if (next >= left.end) return;
-      at = past(next, enter(cut.part_at(left.size(), next - left.begin)));
+      at = enter(cut.part_at(left.size(), next - left.begin));
+      SHARD_CHECK(at > next, "layout", "the piece that holds {} ends at {}", next, at);
     }
   }
 
+  int64_t next_wanted(int64_t at, int64_t end) const {
+    int64_t next = end;
+    for (const Box& box : shared_boxes_) next = std::min(next, next_offset(local_shape_, box, at));
+    return next;
+  }
+
   void emit(Interval run, int64_t rank) {
-    if (cuts_.flat.empty()) return visit_(rank, shared_);
-    boxes_.clear();
-    append_run(region_, run, boxes_);
-    for (Box& box : boxes_)
-      if (intersect(box, shared_)) visit_(rank, box);
+    std::vector<OwnedBox> boxes;
+    RunWalk(region_, &wanted_, boxes).walk(0, run, true);
+    for (const OwnedBox& owned : boxes) visit_(rank, owned.box);
   }
 
-  static int64_t past(int64_t at, int64_t end) {
-    SHARD_CHECK(end > at, "layout", "the piece that holds {} ends at {}", at, end);
-    return end;
-  }
-
-  int64_t rank_with(int64_t rank, const Cut& cut, int64_t part) const {
-    return rank + part * cuts_.axis_strides[cut.axis];
-  }
+  int64_t rank_with(int64_t rank, const Cut& cut, int64_t part) const { return rank + part * cuts_.axis_strides[cut.axis]; }
 
   const Cuts& cuts_;
   const Box& wanted_;
-  const std::vector<int64_t>& fixed_;
+  const std::vector<int64_t>&fixed_, &copies_;
   const VisitHolder& visit_;
-  Box region_;              // what the splits of dims entered so far leave
-  Box shared_;              // region_ and wanted_
-  std::vector<Box> boxes_;  // scratch
+  Region region_;                              // what the splits of dims entered so far leave
+  std::vector<std::vector<Interval>> shared_;  // what of it is wanted, in local indices
+  Shape local_shape_;                          // of region_
+  std::vector<Box> shared_boxes_;              // the products of shared_
 };
 
 }  // namespace
 
-void append_run(const Box& region, Interval run, std::vector<Box>& boxes) {
-  Box prefix;
-  append_run_from(region, 0, run, prefix, boxes);
-}
-
-bool intersect(Box& box, const Box& other) {
-  for (size_t d = 0; d < box.size(); ++d) {
-    box[d] = {std::max(box[d].begin, other[d].begin), std::min(box[d].end, other[d].end)};
-    if (box[d].size() <= 0) return false;
-  }
-  return true;
+void append_run(const Region& region, Interval run, const Box* wanted, std::vector<OwnedBox>& boxes) {
+  RunWalk(region, wanted, boxes).walk(0, run, true);
 }
 
 void for_each_holder(const Cuts& cuts, const Box& wanted, const std::vector<int64_t>& fixed,
-                     const VisitHolder& visit) {
-  HolderWalk(cuts, wanted, fixed, visit).dim(0, 0);
+                     const std::vector<int64_t>& copies, const VisitHolder& visit) {
+  HolderWalk(cuts, wanted, fixed, copies, visit).dim(0, 0);
 }
 
 }  // namespace shardproof::detail

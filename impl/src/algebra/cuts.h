@@ -3,9 +3,9 @@
 #pragma once
 
 #include <functional>
-#include <span>
 #include <vector>
 
+#include "algebra/split_rules.h"
 #include "shardproof/algebra/box.h"
 
 namespace shardproof {
@@ -19,18 +19,6 @@ namespace shardproof::detail {
 
 enum class Use { replicated, split, partial };
 
-struct Cut {
-  int64_t axis = 0;                 // position in the mesh
-  int64_t parts = 1;                // size of that axis
-  std::span<const int64_t> bounds;  // empty: even. Points into the layout.
-
-  Interval piece(int64_t length, int64_t part) const;
-  // The part that holds index `at`, 0 <= at < length. Its piece is not empty.
-  int64_t part_at(int64_t length, int64_t at) const;
-  // The longest piece of any length up to `length`.
-  int64_t piece_size_max(int64_t length) const;
-};
-
 // Borrows the layout it was resolved from.
 struct Cuts {
   Shape shape;
@@ -38,37 +26,53 @@ struct Cuts {
   std::vector<int64_t> axis_strides;   // rank = sum of coordinate * stride
   std::vector<Use> uses;               // per axis
   std::vector<std::vector<Cut>> dims;  // one entry per tensor dim
-  std::vector<Cut> flat;
+  std::vector<Cut> flat;               // contiguous ones
 
-  int64_t coordinate(int64_t rank, int64_t axis) const {
-    return rank / axis_strides[axis] % axis_sizes[axis];
-  }
+  int64_t coordinate(int64_t rank, int64_t axis) const { return rank / axis_strides[axis] % axis_sizes[axis]; }
   int64_t rank_count() const;
+  // Whether several ranks along one axis hold the same run of a dim.
+  bool has_copies() const;
 };
 
 // Validates, then resolves. Throws what `validate` throws. Defined in layout.cpp, which knows the grammar of layouts.
 Cuts resolve(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
-// What `rank` holds: the box that the splits of dims leave (it may be empty), the part of that box's
-// row-major run that the flat splits leave, and both together as boxes in storage order.
-Box region(const Cuts& cuts, int64_t rank);
+// A run of one dim that a rank holds.
+struct Strip {
+  Interval whole;
+  int64_t local = 0;       // where it begins in what the rank holds of the dim
+  bool first_copy = true;  // no rank with a lower coordinate along a splitting axis holds it
+  bool taken = true;       // false: it counts in `local`, and a walk leaves it to the rank that holds another copy
+};
+
+// What the splits of dims leave to a rank: per dim, strips that ascend in `whole` and in `local`. A dim of which nothing is
+// left has none.
+using Region = std::vector<std::vector<Strip>>;
+Shape local_shape(const Region& region);
+
+Region region(const Cuts& cuts, int64_t rank);
+// The part of the region's row-major run that the flat splits leave to `rank`.
 Interval flat_run(const Cuts& cuts, int64_t region_numel, int64_t rank);
+// Both together: boxes in storage order.
 std::vector<Box> owned(const Cuts& cuts, int64_t rank);
 
-// Appends elements `run` of the row-major order of `region`, as boxes in that order: at most 2 * dims - 1 of
-// them.
-void append_run(const Box& region, Interval run, std::vector<Box>& boxes);
+// A box of global indices and whether every one of its strips is a first copy.
+struct OwnedBox {
+  Box box;
+  bool first_copy = true;
+};
 
-// Narrows `box` to what it shares with `other`; false when nothing is left. The box of a 0-dim tensor always
-// is.
-bool intersect(Box& box, const Box& other);
+// Appends elements `run` of the row-major order of `region`, as boxes in that order, without strips that are not `taken`. With
+// `wanted`, of each box only what it shares with `wanted`. Of a region of one strip a dim at most 2 * dims - 1 boxes.
+void append_run(const Region& region, Interval run, const Box* wanted, std::vector<OwnedBox>& boxes);
 
 // Visits, for every combination of coordinates along the split axes whose ranks hold something of `wanted`
 // (not empty), the sum of those coordinates' rank strides and each box of the shared part. Coordinates along
-// other axes are the caller's. `fixed[axis] >= 0` admits that coordinate only. Visits only what it yields,
-// whatever the number of ranks.
+// other axes are the caller's. `fixed[axis] >= 0` admits that coordinate only. `copies[axis] >= 0` admits, of the ranks along
+// the axis that hold the same run, only the one whose number among them is that number modulo the number of copies. Visits
+// only what it yields, whatever the number of ranks.
 using VisitHolder = std::function<void(int64_t rank_offset, const Box& box)>;
 void for_each_holder(const Cuts& cuts, const Box& wanted, const std::vector<int64_t>& fixed,
-                     const VisitHolder& visit);
+                     const std::vector<int64_t>& copies, const VisitHolder& visit);
 
 }  // namespace shardproof::detail

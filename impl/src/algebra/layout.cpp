@@ -1,5 +1,7 @@
 #include "shardproof/algebra/layout.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <set>
 
@@ -9,30 +11,13 @@
 namespace shardproof {
 namespace {
 
-std::string joined(const std::vector<int64_t>& numbers, const char* separator) {
-  std::string text;
-  for (const int64_t number : numbers) text += fmt::format("{}{}", text.empty() ? "" : separator, number);
-  return text;
-}
-
 std::string str(const std::vector<Split>& splits) {
   std::string text;
-  for (const Split& split : splits) {
-    text += (text.empty() ? "" : ",") + split.axis;
-    if (!split.bounds.empty()) text += ":" + joined(split.bounds, "|");
-  }
+  for (const Split& split : splits) text += (text.empty() ? "" : ",") + split.str();
   return "[" + text + "]";
 }
 
-detail::Cut cut_of(const Split& split, int64_t axis, int64_t parts) {
-  return {axis, parts, split.bounds};
-}
-
-// parts + 1 ascending points from 0.
-bool are_bounds(const std::vector<int64_t>& bounds, int64_t parts) {
-  return static_cast<int64_t>(bounds.size()) == parts + 1 && bounds.front() == 0 &&
-         std::is_sorted(bounds.begin(), bounds.end());
-}
+const std::string kFlatRun = "the flat run";
 
 // Turns names into cuts and refuses what does not fit; the messages name the layout, the mesh and the shape.
 class Resolver {
@@ -56,7 +41,7 @@ class Resolver {
       cuts.dims[d] = cuts_of(layout_.dims[d], shape_[d], fmt::format("dim {}", d));
     }
     for (size_t d = 0; d < shape_.size(); ++d) region_numel_max *= size_max(cuts.dims[d], shape_[d]);
-    cuts.flat = cuts_of(layout_.flat, region_numel_max, "the flat run");
+    cuts.flat = cuts_of(layout_.flat, region_numel_max, kFlatRun);
     for (const std::string& axis : layout_.partial) uses_[use(axis)] = detail::Use::partial;
     cuts.uses = uses_;
     cuts.axis_strides.resize(mesh_.axes().size());
@@ -85,13 +70,13 @@ class Resolver {
     for (const Split& split : splits) {
       const int64_t axis = use(split.axis), parts = mesh_.axes()[axis].size;
       uses_[axis] = detail::Use::split;
-      require(split.bounds.empty() || (are_bounds(split.bounds, parts) && split.bounds.back() == length),
-              [&] {
-                return fmt::format(
-                    "the bounds of axis `{}` on {} must be {} ascending points from 0 to {}, got {}",
-                    split.axis, what, parts + 1, length, joined(split.bounds, "|"));
-              });
-      cuts.push_back(cut_of(split, axis, parts));
+      const std::string error = detail::misfit(split, length, parts, what);
+      require(error.empty(), [&] { return error; });
+      require(what != kFlatRun || split.is_contiguous(), [&] {
+        return fmt::format("the flat run is cut evenly or by bounds, and split {} may give a rank several runs; split a dim so",
+                           split.str());
+      });
+      cuts.push_back(detail::Cut{axis, parts, &split});
       length = cuts.back().piece_size_max(length);
     }
     return cuts;
@@ -105,7 +90,7 @@ class Resolver {
   template <typename Message>
   void require(bool condition, Message message) const {
     SHARD_REQUIRE(condition, "layout", "{} (layout {}, mesh \"{}\", shape [{}])", message(), layout_.str(),
-                  mesh_.str(), joined(shape_, ","));
+                  mesh_.str(), fmt::join(shape_, ","));
   }
 
   const Shape& shape_;
@@ -118,34 +103,83 @@ class Resolver {
 std::set<int64_t> piece_sizes(const detail::Cut& cut, const std::set<int64_t>& lengths) {
   std::set<int64_t> sizes;
   for (const int64_t length : lengths)
-    for (int64_t part = 0; part < cut.parts; ++part) sizes.insert(cut.piece(length, part).size());
+    for (int64_t part = 0; part < cut.parts; ++part) sizes.insert(cut.piece_size(length, part));
   return sizes;
 }
 
-bool equals_even(const detail::Cut& cut, const std::set<int64_t>& lengths) {
-  const detail::Cut even{cut.axis, cut.parts, {}};
+bool same_pieces(const Split& a, const Split& b, int64_t parts, const std::set<int64_t>& lengths) {
+  const detail::Cut one{0, parts, &a}, other{0, parts, &b};
   for (const int64_t length : lengths)
-    for (int64_t part = 0; part < cut.parts; ++part)
-      if (!(cut.piece(length, part) == even.piece(length, part))) return false;
+    for (int64_t part = 0; part < parts; ++part)
+      if (one.pieces(length, part) != other.pieces(length, part)) return false;
   return true;
 }
 
-// Drops axes of size 1 and makes ragged cuts that equal the even one even; leaves in `lengths` those of the
-// last pieces.
-std::vector<Split> canonical_splits(const Mesh& mesh, const std::vector<Split>& splits,
-                                    std::set<int64_t>& lengths) {
+// The simplest split that gives the same pieces of each of `lengths`.
+Split simplest(const Split& split, int64_t parts, const std::set<int64_t>& lengths) {
+  const Split even{split.axis};
+  if (split == even || same_pieces(split, even, parts, lengths)) return even;
+  if (split.is_contiguous() || lengths.empty()) return split;
+  Split ragged{split.axis, {0}};  // what the longest says, if every part has one run
+  const detail::Cut cut{0, parts, &split};
+  for (int64_t part = 0; part < parts; ++part) {
+    const std::vector<SplitRun> runs = cut.pieces(*lengths.rbegin(), part);
+    const int64_t end = runs.empty() ? ragged.bounds.back() : runs.back().whole.end;
+    if (end < ragged.bounds.back()) return split;
+    ragged.bounds.push_back(end);
+  }
+  return ragged.bounds.back() == *lengths.rbegin() && same_pieces(split, ragged, parts, lengths) ? ragged : split;
+}
+
+// Drops axes of size 1 and writes every split in its simplest form; leaves in `lengths` those of the last pieces.
+std::vector<Split> canonical_splits(const Mesh& mesh, const std::vector<Split>& splits, std::set<int64_t>& lengths) {
   std::vector<Split> kept;
   for (const Split& split : splits) {
-    const detail::Cut cut = cut_of(split, 0, mesh.size(split.axis));
-    if (cut.parts == 1) continue;
-    kept.push_back(equals_even(cut, lengths) ? Split{split.axis, {}} : split);
-    lengths = piece_sizes(cut, lengths);
+    const int64_t parts = mesh.size(split.axis);
+    if (parts == 1) continue;
+    kept.push_back(simplest(split, parts, lengths));
+    lengths = piece_sizes({0, parts, &split}, lengths);
   }
   return kept;
 }
 
 bool any_ragged(const std::vector<Split>& splits) {
   return std::any_of(splits.begin(), splits.end(), [](const Split& split) { return !split.bounds.empty(); });
+}
+
+// Calls f with each run of row-major elements that a box of a tensor of this shape is made of, ascending.
+template <typename F>
+void for_each_run(const Shape& shape, const Box& box, F&& f) {
+  size_t inner = box.size();  // dims from here on are whole, but for the first of them
+  int64_t row = 1;
+  while (inner > 0) {
+    --inner;
+    if (box[inner].size() != shape[inner]) break;
+    row *= shape[inner];
+  }
+  if (box.empty()) return f(Interval{0, 1});
+  const int64_t unit = box[inner].size() == shape[inner] ? row / std::max<int64_t>(1, shape[inner]) : row;
+  std::vector<int64_t> index;
+  for (size_t d = 0; d < inner; ++d) index.push_back(box[d].begin);
+  while (true) {
+    int64_t offset = 0;
+    for (size_t d = 0; d < inner; ++d) offset = offset * shape[d] + index[d];
+    offset = (offset * shape[inner] + box[inner].begin) * unit;
+    f(Interval{offset, offset + box[inner].size() * unit});
+    size_t d = inner;
+    while (d > 0 && ++index[d - 1] == box[d - 1].end) {
+      index[d - 1] = box[d - 1].begin;
+      --d;
+    }
+    if (d == 0) return;
+  }
+}
+
+void append_owned_run(std::vector<OwnedRun>& runs, const OwnedRun& run) {
+  if (!runs.empty() && runs.back().whole.end == run.whole.begin && runs.back().first_copy == run.first_copy)
+    runs.back().whole.end = run.whole.end;
+  else
+    runs.push_back(run);
 }
 
 void drop_empty_tail(std::vector<std::vector<Split>>& dims) {
@@ -156,27 +190,6 @@ void drop_empty_tail(std::vector<std::vector<Split>>& dims) {
 
 detail::Cuts detail::resolve(const Shape& shape, const Mesh& mesh, const Layout& layout) {
   return Resolver(shape, mesh, layout).resolve();
-}
-
-Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part) {
-  SHARD_REQUIRE(length >= 0 && parts >= 1 && part >= 0 && part < parts, "layout",
-                "there is no piece {} of a length of {} cut into {}; pieces count from 0 (axis `{}`)", part,
-                length, parts, split.axis);
-  SHARD_REQUIRE(split.bounds.empty() || (are_bounds(split.bounds, parts) && split.bounds.back() >= length),
-                "layout", "the bounds of axis `{}` must be {} ascending points from 0 to {}, got {}",
-                split.axis, parts + 1, length, joined(split.bounds, "|"));
-  return cut_of(split, 0, parts).piece(length, part);
-}
-
-Split within(const Split& split, int64_t length, int64_t parts, Interval window) {
-  SHARD_REQUIRE(0 <= window.begin && window.begin <= window.end && window.end <= length, "layout",
-                "window [{}, {}) is not a part of a length of {} (axis `{}`)", window.begin, window.end,
-                length, split.axis);
-  Split inner{split.axis, {0}};
-  for (int64_t part = 0; part < parts; ++part)
-    inner.bounds.push_back(std::clamp(piece(split, length, parts, part).end, window.begin, window.end) -
-                           window.begin);
-  return inner;
 }
 
 bool Layout::splits(std::string_view axis) const {
@@ -251,15 +264,15 @@ Layout canonical(const Shape& shape, const Mesh& mesh, const Layout& layout) {
   return made;
 }
 
-Box region(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
+Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
   mesh.coordinates(rank);  // refuses a rank outside the mesh
-  return detail::region(detail::resolve(shape, mesh, layout), rank);
+  return detail::local_shape(detail::region(detail::resolve(shape, mesh, layout), rank));
 }
 
 Interval flat_run(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
   mesh.coordinates(rank);
   const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
-  return detail::flat_run(cuts, numel(detail::region(cuts, rank)), rank);
+  return detail::flat_run(cuts, numel(detail::local_shape(detail::region(cuts, rank))), rank);
 }
 
 std::vector<Box> owned(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
@@ -269,6 +282,38 @@ std::vector<Box> owned(const Shape& shape, const Mesh& mesh, const Layout& layou
 
 int64_t owned_numel(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
   return flat_run(shape, mesh, layout, rank).size();
+}
+
+std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
+  return owned_runs(shape, mesh, layout, rank, {0, owned_numel(shape, mesh, layout, rank)});
+}
+
+std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank, Interval local) {
+  mesh.coordinates(rank);
+  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
+  const detail::Region region = detail::region(cuts, rank);
+  const Interval all = detail::flat_run(cuts, numel(detail::local_shape(region)), rank);
+  SHARD_REQUIRE(0 <= local.begin && local.begin <= local.end && local.end <= all.size(), "layout",
+                "elements [{}, {}) are not a part of the {} that rank {} holds (layout {}, shape [{}])", local.begin, local.end,
+                all.size(), rank, layout.str(), fmt::join(shape, ","));
+  std::vector<detail::OwnedBox> boxes;
+  detail::append_run(region, {all.begin + local.begin, all.begin + local.end}, nullptr, boxes);
+  std::vector<OwnedRun> runs;
+  int64_t at = local.begin;
+  for (const detail::OwnedBox& owned : boxes)
+    for_each_run(shape, owned.box, [&](Interval whole) {
+      append_owned_run(runs, {whole, at, owned.first_copy});
+      at += whole.size();
+    });
+  return runs;
+}
+
+void append_boxes(const Shape& shape, Interval run, std::vector<Box>& boxes) {
+  detail::Region whole;
+  for (const int64_t size : shape) whole.push_back({{{0, size}}});
+  std::vector<detail::OwnedBox> owned;
+  detail::append_run(whole, run, nullptr, owned);
+  for (detail::OwnedBox& each : owned) boxes.push_back(std::move(each.box));
 }
 
 }  // namespace shardproof

@@ -30,6 +30,7 @@ std::vector<Cutting> cuttings(const Layout& layout) {
   for (int64_t dim = layout.flat.empty() ? 0 : kFlat; dim < std::ssize(layout.dims); ++dim) {
     Cutting view{layout, {}, dim};
     while (Splits* splits = innermost(view.rest, dim)) {
+      if (!splits->back().is_contiguous()) break;  // its pieces end to end are not the whole
       view.axes.insert(view.axes.begin(), splits->back().axis);
       splits->pop_back();
       views.push_back(view);

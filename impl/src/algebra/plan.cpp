@@ -11,7 +11,7 @@ namespace {
 using detail::Cuts;
 using detail::Use;
 
-constexpr int64_t kAny = -1;
+using detail::kAny;
 
 bool before(const Box& a, const Box& b) {  // by first element, row-major
   return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end(),
@@ -58,6 +58,8 @@ class Planner {
         fresh_.push_back(axis);
     term_offsets_ = rank_offsets(from_, summed);
     from_free_.assign(from_.uses.size(), kAny);
+    to_free_.assign(to_.uses.size(), kAny);
+    from_has_copies_ = from_.has_copies();
   }
 
   // Appends the transfers to `target`, in order.
@@ -68,8 +70,10 @@ class Planner {
     int64_t base = 0;
     for (const int64_t axis : shared_axes_) base += from_.coordinate(twin, axis) * from_.axis_strides[axis];
     const auto begin = std::ssize(transfers);
+    std::vector<int64_t> copies;  // of ranks that hold the same run, the one at the target's own place
+    for (int64_t axis = 0; axis < std::ssize(from_.uses); ++axis) copies.push_back(from_.coordinate(twin, axis));
     for (const Box& wanted : detail::owned(to_, target))
-      detail::for_each_holder(from_, wanted, from_free_, [&](int64_t rank_offset, const Box& box) {
+      detail::for_each_holder(from_, wanted, from_free_, copies, [&](int64_t rank_offset, const Box& box) {
         for (const int64_t term : term_offsets_)
           transfers.push_back({base + rank_offset + term, target, box});
       });
@@ -98,19 +102,31 @@ class Planner {
     }
     const std::vector<int64_t> copies = rank_offsets(to_, copied);
     for (const Box& held : detail::owned(from_, source))
-      detail::for_each_holder(to_, held, fixed, [&](int64_t rank_offset, const Box& box) {
+      detail::for_each_holder(to_, held, fixed, to_free_, [&](int64_t rank_offset, const Box& box) {
         for (const int64_t copy : copies)
           if (takes(base + rank_offset + copy, source))
             transfers.push_back({source, base + rank_offset + copy, box});
       });
     std::sort(transfers.begin(), transfers.end(),
               [](const Transfer& a, const Transfer& b) { return before(a, b); });
-    return transfers;
+    return from_has_copies_ ? without_other_copies(transfers, source) : transfers;
   }
 
   int64_t target_count() const { return to_.rank_count(); }
 
  private:
+  // Other ranks hold some of what `source` holds. Of the targets that could take from it, what each takes by its own row.
+  std::vector<Transfer> without_other_copies(const std::vector<Transfer>& possible, int64_t source) const {
+    std::vector<Transfer> taken, row;
+    for (size_t i = 0; i < possible.size(); ++i) {
+      if (i > 0 && possible[i].target == possible[i - 1].target) continue;
+      row.clear();
+      to_target(possible[i].target, row);
+      std::copy_if(row.begin(), row.end(), std::back_inserter(taken), [&](const Transfer& t) { return t.source == source; });
+    }
+    return taken;
+  }
+
   // Whether `target` takes from the replica that `source` is. On one mesh `fixed` has seen to it.
   bool takes(int64_t target, int64_t source) const {
     if (same_mesh_) return true;
@@ -126,6 +142,8 @@ class Planner {
   std::vector<int64_t> fresh_;         // of `to`: partial there only, so the sum goes to coordinate 0
   std::vector<int64_t> term_offsets_;  // of the sources whose terms are summed
   std::vector<int64_t> from_free_;     // no coordinate of a source is fixed
+  std::vector<int64_t> to_free_;       // every copy of a target gets the same
+  bool from_has_copies_ = false;
 };
 
 }  // namespace

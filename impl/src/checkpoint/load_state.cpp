@@ -7,11 +7,11 @@
 #include "checkpoint/save_plan.h"
 #include "checkpoint/state_names.h"
 #include "checkpoint/trainer_values.h"
-#include "comm/agree.h"
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/saved_state.h"
+#include "shardproof/comm/agree.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -147,7 +147,7 @@ class Loader {
       for (const std::string& slot : state.slots) keys.insert(state_key(state.parameter, slot));
     for (const std::string& name : matched_.plain) keys.insert(model_key(name));
     const VerifiedPart part{[&](const std::string& key) { return keys.contains(key); }, sharded_.rank(),
-                            sharded_.state().comms->world().size()};
+                            sharded_.impl().comms->world().size()};
     const Verified verified = verify_checkpoint(*options_.files, directory_, {}, part);
     SHARD_REQUIRE(verified.problems.empty(), "checkpoint",
                   "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`", directory_,
@@ -217,7 +217,7 @@ class Loader {
 }  // namespace
 
 Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
-  ShardedState& state = sharded.state();
+  Sharded::Impl& state = sharded.impl();
   Comm& world = state.comms->world();
   Loader loader(directory, sharded, optimizer, options);
   agree_on(world, [&] { loader.match(); });

@@ -7,10 +7,10 @@
 #include <exception>
 #include <thread>
 
-#include "comm/agree.h"
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/comm/agree.h"
 
 namespace shardproof::checkpoint {
 
@@ -79,7 +79,7 @@ void Manager::remove_old(Comm& world) {
 bool Manager::save(Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer) {
   if (options_.when_busy == WhenBusy::wait) wait();
   if (!poll()) return false;
-  Comm& world = sharded.state().comms->world();
+  Comm& world = sharded.impl().comms->world();
   begin(world, trainer.step);
   auto job = std::make_unique<SaveJob>(step_folder(directory_, trainer.step), sharded, optimizer, trainer,
                                        SaveOptions{options_.overwrite, options_.files}, options_.async ? &snapshot_ : nullptr);
@@ -121,7 +121,7 @@ void Manager::commit() {
 
 std::optional<Loaded> Manager::load_latest(Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
   wait();
-  Comm& world = sharded.state().comms->world();
+  Comm& world = sharded.impl().comms->world();
   std::string found;  // rank 0's view, so that all load the same
   agree_on(world, [&] {
     if (world.rank() != 0) return;

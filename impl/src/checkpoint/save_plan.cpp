@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "algebra/cuts.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
@@ -93,12 +92,10 @@ std::vector<Interval> joined(const std::vector<Interval>& runs) {
 }  // namespace
 
 std::vector<PlannedBox> boxes_of(const std::string& name, const Shape& sizes, const std::vector<Interval>& runs) {
-  Box whole;
-  for (const int64_t size : sizes) whole.push_back({0, size});
   std::vector<PlannedBox> result;
   for (const Interval run : joined(runs)) {
     std::vector<Box> boxes;
-    detail::append_run(whole, run, boxes);
+    append_boxes(sizes, run, boxes);
     int64_t at = run.begin;
     for (Box& box : boxes) {
       const int64_t end = at + numel(box);

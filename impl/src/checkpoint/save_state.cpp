@@ -9,12 +9,12 @@
 #include "checkpoint/save_plan.h"
 #include "checkpoint/state_names.h"
 #include "checkpoint/trainer_values.h"
-#include "comm/agree.h"
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/saved_state.h"
+#include "shardproof/comm/agree.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -272,9 +272,9 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
     : parts_(std::make_unique<Parts>()) {
   Parts& parts = *parts_;
   parts.directory = directory;
-  parts.world = &sharded.state().comms->world();
+  parts.world = &sharded.impl().comms->world();
   parts.files = options.files;
-  parts.stream = current_stream_of(sharded.state().device());
+  parts.stream = current_stream_of(sharded.impl().device());
   Comm& world = *parts.world;
   agree_on(world, [&] {
     if (world.rank() == 0) {

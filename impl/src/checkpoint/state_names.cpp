@@ -1,11 +1,11 @@
 #include "checkpoint/state_names.h"
 
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 
 namespace shardproof::checkpoint {
 
 ModelNames names_of_model(Sharded& sharded) {
-  ShardedState& state = sharded.state();
+  Sharded::Impl& state = sharded.impl();
   ModelNames names;
   for (const Bucket* bucket : state.schedule.buckets())
     for (size_t i = 0; i < bucket->layout().slots().size(); ++i) {

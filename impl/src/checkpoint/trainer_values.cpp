@@ -12,8 +12,11 @@ Value value_of(const Setting& setting) {
     Value operator()(std::monostate) const { return {}; }
     Value operator()(bool value) const { return Value::boolean(value); }
     Value operator()(double value) const { return Value::real(value); }
-    Value operator()(const std::pair<double, double>& value) const {
-      return Value::tuple({Value::real(value.first), Value::real(value.second)});
+    Value operator()(int64_t value) const { return Value::integer(value); }
+    Value operator()(const std::vector<double>& values) const {
+      Value::Items items;
+      for (const double value : values) items.push_back(Value::real(value));
+      return Value::tuple(std::move(items));
     }
   };
   return std::visit(Visitor{}, setting.second);

@@ -19,10 +19,13 @@ std::vector<int64_t> sizes_of(const Box& box) {
 class Held {
  public:
   Held(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank)
-      : boxes_(owned(shape, mesh, layout, rank)) {}
+      : boxes_(owned(shape, mesh, layout, rank)) {
+    if (boxes_.size() > 1 && layout.flat.empty()) sizes_ = local_shape(shape, mesh, layout, rank);
+  }
 
   std::vector<int64_t> sizes() const {
     if (boxes_.size() == 1) return sizes_of(boxes_[0]);
+    if (!sizes_.empty()) return sizes_;
     int64_t total = 0;
     for (const Box& box : boxes_) total += numel(box);
     return {total};
@@ -52,6 +55,7 @@ class Held {
   }
 
   std::vector<Box> boxes_;
+  std::vector<int64_t> sizes_;  // where several boxes make up one tensor of as many dims
 };
 
 // One call of `redistribute` on one rank.

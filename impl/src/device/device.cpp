@@ -3,8 +3,10 @@
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "device/cpu_math.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -14,6 +16,15 @@ constexpr size_t kDevices = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MA
 
 // Read at every call, without a lock; what was registered once lives on, since a thread may still be using it.
 struct Registry {
+  Registry() { use(c10::DeviceType::CPU, cpu_math()); }
+  void use(c10::DeviceType device, std::shared_ptr<const DeviceMath> math) {
+    current[static_cast<size_t>(device)].store(math.get(), std::memory_order_release);
+    kept.push_back(std::move(math));
+  }
+  const DeviceMath* of(c10::Device device) const {
+    return current[static_cast<size_t>(device.type())].load(std::memory_order_acquire);
+  }
+
   std::array<std::atomic<const DeviceMath*>, kDevices> current{};
   std::mutex mutex;
   std::vector<std::shared_ptr<const DeviceMath>> kept;
@@ -27,26 +38,27 @@ Registry& registry() {
 }  // namespace
 
 void use_device_math(c10::DeviceType device, std::shared_ptr<const DeviceMath> math) {
-  Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
-  all.current[static_cast<size_t>(device)] = math.get();
-  all.kept.push_back(std::move(math));
+  SHARD_REQUIRE(math != nullptr, "device", "use_device_math: expected arithmetic for {}, got null",
+                c10::DeviceTypeName(device));
+  const std::lock_guard lock(registry().mutex);
+  registry().use(device, std::move(math));
 }
 
 bool has_device_math(c10::Device device) {
-  return device.is_cpu() || registry().current[static_cast<size_t>(device.type())].load(std::memory_order_acquire) != nullptr;
+  return registry().of(device) != nullptr;
 }
 
-const DeviceMath* device_math(c10::Device device) {
-  const DeviceMath* math = registry().current[static_cast<size_t>(device.type())].load(std::memory_order_acquire);
-  SHARD_REQUIRE(math != nullptr || device.is_cpu(), "device",
+const DeviceMath& device_math(c10::Device device) {
+  const DeviceMath* math = registry().of(device);
+  SHARD_REQUIRE(math != nullptr, "device",
                 "a tensor is on {}, and this process has no arithmetic for such memory. Call shardproof::use_cuda() first, or "
                 "move it to the CPU",
                 device.str());
-  return math;
+  return *math;
 }
 
-Element element_type(at::ScalarType dtype) {
+namespace {
+std::optional<Element> find_element(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
       return Element::f32;
@@ -63,8 +75,19 @@ Element element_type(at::ScalarType dtype) {
     case at::kByte:
       return Element::u8;
     default:
-      throw Error(fmt::format("[device] no kernel works on {}", c10::toString(dtype)));
+      return std::nullopt;
   }
+}
+}  // namespace
+
+bool can_reduce(at::ScalarType dtype) {
+  return find_element(dtype).has_value();
+}
+
+Element element_type(at::ScalarType dtype) {
+  const auto element = find_element(dtype);
+  SHARD_REQUIRE(element.has_value(), "device", "no kernel works on {}", c10::toString(dtype));
+  return *element;
 }
 
 }  // namespace shardproof

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "parallel/tensor/parallel_state.h"
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -19,23 +19,23 @@ int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
 }
 
 bool is_cut(const Slot& slot) {
-  return slot.cut && slot.parts > 1;
+  return slot.is_cut() && slot.own.mesh.size() > 1;
 }
 
 // Whether the ranks along the tensor-parallel axis own the same parameters of the bucket, so that they can join one: buckets
 // of equal sizes are laid out alike, and where state is not split each owns all.
-bool owned_alike(const Bucket& bucket, const ShardedState& state) {
+bool owned_alike(const Bucket& bucket, const Sharded::Impl& state) {
   const auto& axes = state.comms->mesh().axes();
   const Layout& layout = state.strategy.state;
   if (std::none_of(axes.begin(), axes.end(), [&](const Axis& axis) { return layout.splits(axis.name); })) return true;
   for (const Slot& slot : bucket.layout().slots())
-    for (int64_t part = 0; is_cut(slot) && part < slot.parts; ++part)
-      if (slot.cut->local_shape(slot.whole, slot.parts, part) != slot.shape) return false;
+    for (int64_t part = 0; is_cut(slot) && part < slot.own.mesh.size(); ++part)
+      if (local_shape(slot.whole, slot.own.mesh, slot.own.layout, part) != slot.shape) return false;
   return true;
 }
 
 // An update that needs what tensor parallelism has cut: every rank along the axis joins it, does the same, and keeps its cut.
-void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule& rule, const Update& own) {
+void update_joined(const Sharded::Impl& state, const Slot& slot, const UpdateRule& rule, const Update& own) {
   const auto joined = [&](const at::Tensor& local) {  // by the device's communicators
     const at::Tensor whole = state.join(slot, local.view(slot.shape).to(state.device()));
     return whole.to(local.device()).contiguous().view({-1});
@@ -52,7 +52,7 @@ void update_joined(const ShardedState& state, const Slot& slot, const UpdateRule
                .lr_factor = own.lr_factor,
                .decay_factor = own.decay_factor});
   const auto keep = [&](const at::Tensor& local, const at::Tensor& whole) {
-    local.copy_(state.parallel->cut(*slot.cut, whole.view(slot.whole)).view({-1}));
+    local.copy_(state.parallel->cut(slot.own.layout, whole.view(slot.whole)).view({-1}));
   };
   keep(own.parameter, parameter);
   for (size_t i = 0; i < held.size(); ++i) keep(own.state[i], held[i]);
@@ -68,14 +68,14 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
   SHARD_REQUIRE(!groups_.empty(), "optimizer", "needs at least one group, got none");
   for (const ParameterGroup& group : groups_)
     SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
-  for (const Bucket* bucket : sharded.state().schedule.buckets()) {
+  for (const Bucket* bucket : sharded.impl().schedule.buckets()) {
     std::vector<Held>& held = held_.emplace_back();
     for (const Slot& slot : bucket->layout().slots()) held.push_back({group_of(groups_, slot), 0, {}});
     for (const Segment& segment : bucket->layout().state().segments) {
       const Slot& slot = bucket->layout().slots()[segment.slot];
       const bool needs_whole = groups_[held[segment.slot].group].rule->needs_whole_parameters();
       SHARD_REQUIRE(
-          !needs_whole || !is_cut(slot) || owned_alike(*bucket, sharded.state()), "optimizer",
+          !needs_whole || !is_cut(slot) || owned_alike(*bucket, sharded.impl()), "optimizer",
           "the rule for parameter {} needs it whole, and tensor parallelism has cut it, or one beside it, unevenly. Choose "
           "another rule for it, by ParameterGroup::takes, sizes that the axis divides, or ddp",
           slot.name);
@@ -89,8 +89,8 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
   }
 }
 
-std::shared_ptr<ShardedState> Optimizer::sharded() const {
-  std::shared_ptr<ShardedState> state = sharded_.lock();
+std::shared_ptr<Sharded::Impl> Optimizer::sharded() const {
+  std::shared_ptr<Sharded::Impl> state = sharded_.lock();
   SHARD_REQUIRE(state != nullptr, "optimizer",
                 "the Sharded that this optimizer was made for is gone; keep it, or make another "
                 "optimizer for the new one");
@@ -98,7 +98,7 @@ std::shared_ptr<ShardedState> Optimizer::sharded() const {
 }
 
 void Optimizer::allocate_state(size_t index, size_t slot) {
-  const std::shared_ptr<ShardedState> state = sharded();
+  const std::shared_ptr<Sharded::Impl> state = sharded();
   Bucket& bucket = *state->schedule.buckets()[index];
   Held& held = held_[index][slot];
   const size_t wanted = groups_[held.group].rule->slots().size();
@@ -111,7 +111,7 @@ void Optimizer::allocate_state(size_t index, size_t slot) {
 
 void Optimizer::step() {
   at::NoGradGuard no_grad;
-  const std::shared_ptr<ShardedState> state = sharded();
+  const std::shared_ptr<Sharded::Impl> state = sharded();
   Schedule& schedule = state->schedule;
   schedule.require_final("Optimizer::step");
   const std::vector<Bucket*> buckets = schedule.buckets();
@@ -125,7 +125,7 @@ void Optimizer::step() {
 }
 
 bool Optimizer::update_bucket(size_t index) {
-  const std::shared_ptr<ShardedState> state = sharded();
+  const std::shared_ptr<Sharded::Impl> state = sharded();
   Bucket& bucket = *state->schedule.buckets()[index];
   for (size_t slot = 0; slot < held_[index].size(); ++slot)
     if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;

@@ -1,7 +1,6 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
-#include <span>
 
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
@@ -25,22 +24,13 @@ void require_betas(const char* rule, const Options& options) {
   require_in(rule, "beta2", options.beta2, 0, 1);
 }
 
-// One element after the other: parameter, gradient and up to two states. `Rule::apply<Real>(p, g, m, v)` is the whole rule.
-template <class Real, class Kernel>
-void run(const Update& update, const Kernel& kernel) {
-  Real* __restrict p = update.parameter.mutable_data_ptr<Real>();
-  const Real* __restrict g = update.gradient.const_data_ptr<Real>();
-  Real* __restrict m = !update.state.empty() ? update.state[0].mutable_data_ptr<Real>() : nullptr;
-  Real* __restrict v = update.state.size() > 1 ? update.state[1].mutable_data_ptr<Real>() : nullptr;
-  kernel(p, g, m, v, update.parameter.numel());
-}
-
 UpdateArrays arrays_of(const Update& update, const at::Tensor& rounded) {
-  UpdateArrays arrays{.parameter = update.parameter.mutable_data_ptr<float>(),
-                      .gradient = update.gradient.const_data_ptr<float>(),
+  UpdateArrays arrays{.type = element_type(update.parameter.scalar_type()),
+                      .parameter = update.parameter.mutable_data_ptr(),
+                      .gradient = update.gradient.const_data_ptr(),
                       .count = update.parameter.numel()};
-  if (!update.state.empty()) arrays.first = update.state[0].mutable_data_ptr<float>();
-  if (update.state.size() > 1) arrays.second = update.state[1].mutable_data_ptr<float>();
+  if (!update.state.empty()) arrays.first = update.state[0].mutable_data_ptr();
+  if (update.state.size() > 1) arrays.second = update.state[1].mutable_data_ptr();
   if (rounded.defined()) {
     arrays.low = rounded.mutable_data_ptr();
     arrays.low_type = element_type(rounded.scalar_type());
@@ -49,21 +39,15 @@ UpdateArrays arrays_of(const Update& update, const at::Tensor& rounded) {
 }
 
 // In the dtype of the parameter; low precision is computed in float32 and rounded at the end.
-template <class MakeKernel, class OnDevice>
-void dispatch(const Update& update, const MakeKernel& make, const OnDevice& on_device) {
-  const DeviceMath* math = device_math(update.parameter);
-  if (update.parameter.scalar_type() == at::kFloat)
-    return math ? on_device(*math, arrays_of(update, {})) : run<float>(update, make(float{}));
-  if (update.parameter.scalar_type() == at::kDouble) {
-    SHARD_REQUIRE(update.parameter.is_cpu(), "optimizer",
-                  "parameter {} is float64 on {}, and devices update float32. Set Precision::main to float32", update.name,
-                  update.parameter.device().str());
-    return run<double>(update, make(double{}));
-  }
+// `run(const DeviceMath&, const UpdateArrays&)` is the rule.
+template <class Run>
+void in_wide(const Update& update, const Run& run) {
+  const at::ScalarType dtype = update.parameter.scalar_type();
+  if (dtype == at::kFloat || dtype == at::kDouble) return run(device_math(update.parameter), arrays_of(update, {}));
   Update wide{update.name, update.shape, update.parameter.to(at::kFloat), update.gradient.to(at::kFloat), {}, update.step,
               update.lr_factor, update.decay_factor};
   for (const at::Tensor& state : update.state) wide.state.push_back(state.to(at::kFloat));
-  dispatch(wide, make, on_device);
+  run(device_math(wide.parameter), arrays_of(wide, {}));
   update.parameter.copy_(wide.parameter);
   for (size_t i = 0; i < update.state.size(); ++i) update.state[i].copy_(wide.state[i]);
 }
@@ -89,25 +73,10 @@ class Sgd final : public UpdateRule {
   }
 
   void update(const Update& u) const override {
-    dispatch(u, [&]<class Real>(Real) {
-      return
-          [lr = static_cast<Real>(options_.lr * u.lr_factor), decay = static_cast<Real>(options_.weight_decay * u.decay_factor),
-           momentum = static_cast<Real>(options_.momentum), nesterov = options_.nesterov](
-              Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real*, int64_t count) {
-            for (int64_t i = 0; i < count; ++i) {
-              Real direction = g[i];
-              if (decay != 0) direction += decay * p[i];
-              if (m) {
-                m[i] = momentum * m[i] + direction;
-                direction = nesterov ? direction + momentum * m[i] : m[i];
-              }
-              p[i] -= lr * direction;
-            }
-          };
-    }, [&](const DeviceMath& math, const UpdateArrays& arrays) {
-      math.sgd({.lr = static_cast<float>(options_.lr * u.lr_factor),
-                .decay = static_cast<float>(options_.weight_decay * u.decay_factor),
-                .momentum = static_cast<float>(options_.momentum),
+    in_wide(u, [&](const DeviceMath& math, const UpdateArrays& arrays) {
+      math.sgd({.lr = options_.lr * u.lr_factor,
+                .decay = options_.weight_decay * u.decay_factor,
+                .momentum = options_.momentum,
                 .nesterov = options_.nesterov}, arrays);
     });
   }
@@ -130,7 +99,7 @@ class AdamRule final : public UpdateRule {
 
   std::vector<Setting> settings() const override {
     return {{"lr", options_.lr},
-            {"betas", std::pair(options_.beta1, options_.beta2)},
+            {"betas", std::vector<double>{options_.beta1, options_.beta2}},
             {"eps", options_.eps},
             {"weight_decay", options_.weight_decay},
             {"amsgrad", false},
@@ -143,50 +112,28 @@ class AdamRule final : public UpdateRule {
   }
 
   void update(const Update& u) const override {
-    dispatch(u, [&]<class Real>(Real) {
-      return [s = scalars<Real>(u)](Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real* __restrict v,
-                                    int64_t count) {
-        for (int64_t i = 0; i < count; ++i) {
-          const Real gradient = s.coupled != 0 ? g[i] + s.coupled * p[i] : g[i];
-          const Real decayed = p[i] * s.keep;
-          m[i] = s.beta1 * m[i] + s.beta1_rest * gradient;
-          v[i] = s.beta2 * v[i] + s.beta2_rest * (gradient * gradient);
-          p[i] = decayed - s.rate * (m[i] / (std::sqrt(v[i]) / s.root + s.eps));
-        }
-      };
-    }, [&](const DeviceMath& math, const UpdateArrays& arrays) { on_device(math, u, arrays); });
+    in_wide(u, [&](const DeviceMath& math, const UpdateArrays& arrays) { math.adam(scalars(u), arrays); });
   }
 
   bool update_and_round(const Update& u, const at::Tensor& rounded) const override {
-    const DeviceMath* math = device_math(u.parameter);
-    if (!math || u.parameter.scalar_type() != at::kFloat || rounded.element_size() != 2) return false;
-    on_device(*math, u, arrays_of(u, rounded));
+    if (u.parameter.scalar_type() != at::kFloat || rounded.element_size() != 2) return false;
+    device_math(u.parameter).adam(scalars(u), arrays_of(u, rounded));
     return true;
   }
 
  private:
-  // In double, each rounded once.
-  template <class Real>
-  struct Scalars {
-    Real keep, coupled, beta1, beta1_rest, beta2, beta2_rest, eps, rate, root;
-  };
-  template <class Real>
-  Scalars<Real> scalars(const Update& u) const {
+  AdamScalars scalars(const Update& u) const {
     const double lr = options_.lr * u.lr_factor, weight_decay = options_.weight_decay * u.decay_factor;
     const auto t = static_cast<double>(u.step);
-    return {.keep = static_cast<Real>(decoupled_ ? 1 - lr * weight_decay : 1),
-            .coupled = static_cast<Real>(decoupled_ ? 0 : weight_decay),
-            .beta1 = static_cast<Real>(options_.beta1),
-            .beta1_rest = static_cast<Real>(1 - options_.beta1),
-            .beta2 = static_cast<Real>(options_.beta2),
-            .beta2_rest = static_cast<Real>(1 - options_.beta2),
-            .eps = static_cast<Real>(options_.eps),
-            .rate = static_cast<Real>(lr / (1 - std::pow(options_.beta1, t))),
-            .root = static_cast<Real>(std::sqrt(1 - std::pow(options_.beta2, t)))};
-  }
-  void on_device(const DeviceMath& math, const Update& u, const UpdateArrays& arrays) const {
-    const auto s = scalars<float>(u);
-    math.adam({s.keep, s.coupled, s.beta1, s.beta1_rest, s.beta2, s.beta2_rest, s.eps, s.rate, s.root}, arrays);
+    return {.keep = decoupled_ ? 1 - lr * weight_decay : 1,
+            .coupled = decoupled_ ? 0 : weight_decay,
+            .beta1 = options_.beta1,
+            .beta1_rest = 1 - options_.beta1,
+            .beta2 = options_.beta2,
+            .beta2_rest = 1 - options_.beta2,
+            .eps = options_.eps,
+            .rate = lr / (1 - std::pow(options_.beta1, t)),
+            .root = std::sqrt(1 - std::pow(options_.beta2, t))};
   }
 
   AdamWOptions options_;
@@ -203,31 +150,20 @@ class Lion final : public UpdateRule {
   std::vector<std::string> slots() const override { return {"exp_avg"}; }
 
   std::vector<Setting> settings() const override {
-    return {{"lr", options_.lr}, {"betas", std::pair(options_.beta1, options_.beta2)}, {"weight_decay", options_.weight_decay}};
+    return {{"lr", options_.lr},
+            {"betas", std::vector<double>{options_.beta1, options_.beta2}},
+            {"weight_decay", options_.weight_decay}};
   }
 
   void update(const Update& u) const override {
     const double lr = options_.lr * u.lr_factor;
-    dispatch(u, [&]<class Real>(Real) {
-      return [keep = static_cast<Real>(1 - lr * options_.weight_decay * u.decay_factor), lr = static_cast<Real>(lr),
-              beta1 = static_cast<Real>(options_.beta1), beta1_rest = static_cast<Real>(1 - options_.beta1),
-              beta2 = static_cast<Real>(options_.beta2), beta2_rest = static_cast<Real>(1 - options_.beta2)](
-                 Real* __restrict p, const Real* __restrict g, Real* __restrict m, Real*, int64_t count) {
-        for (int64_t i = 0; i < count; ++i) {
-          const Real decayed = p[i] * keep;
-          const Real blend = beta1 * m[i] + beta1_rest * g[i];
-          const Real sign = blend > 0 ? Real{1} : blend < 0 ? Real{-1} : blend;
-          m[i] = beta2 * m[i] + beta2_rest * g[i];
-          p[i] = decayed - lr * sign;
-        }
-      };
-    }, [&](const DeviceMath& math, const UpdateArrays& arrays) {
-      math.lion({.keep = static_cast<float>(1 - lr * options_.weight_decay * u.decay_factor),
-                 .lr = static_cast<float>(lr),
-                 .beta1 = static_cast<float>(options_.beta1),
-                 .beta1_rest = static_cast<float>(1 - options_.beta1),
-                 .beta2 = static_cast<float>(options_.beta2),
-                 .beta2_rest = static_cast<float>(1 - options_.beta2)}, arrays);
+    in_wide(u, [&](const DeviceMath& math, const UpdateArrays& arrays) {
+      math.lion({.keep = 1 - lr * options_.weight_decay * u.decay_factor,
+                 .lr = lr,
+                 .beta1 = options_.beta1,
+                 .beta1_rest = 1 - options_.beta1,
+                 .beta2 = options_.beta2,
+                 .beta2_rest = 1 - options_.beta2}, arrays);
     });
   }
 

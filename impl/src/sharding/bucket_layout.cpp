@@ -131,13 +131,13 @@ LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t ran
   return view;
 }
 
-std::vector<CutRun> Slot::runs(Interval local) const {
-  if (cut) return cut->runs(whole, parts, part, local);
+std::vector<OwnedRun> Slot::runs(Interval local) const {
+  if (is_cut()) return owned_runs(whole, own.mesh, own.layout, part, local);
   return {{local, local.begin, part == 0}};
 }
 
 void append_pieces(const Slot& slot, Interval run, const at::Tensor& local, std::vector<Piece>& pieces) {
-  for (const CutRun& part : slot.runs(run))
+  for (const OwnedRun& part : slot.runs(run))
     pieces.push_back({slot.name, slot.whole, part.whole, local.narrow(0, part.local - run.begin, part.whole.size())});
 }
 

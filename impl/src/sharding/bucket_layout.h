@@ -9,7 +9,6 @@
 
 #include "shardproof/algebra/plan.h"
 #include "shardproof/algebra/strategy.h"
-#include "shardproof/algebra/tensor_cut.h"
 #include "shardproof/sharding/piece.h"
 #include "shardproof/sharding/shard_options.h"
 
@@ -21,12 +20,13 @@ struct Slot {
   Shape shape;
   int64_t offset = 0;  // in elements
   int64_t numel = 0;
-  Shape whole;                          // shape of the whole parameter
-  std::optional<TensorCut> cut = {};    // how `shape` comes from it
-  int64_t parts = 1, part = 0;          // along the tensor-parallel axis
+  Shape whole;        // shape of the whole parameter
+  Placement own = {};  // how `shape` comes from it, on the tensor-parallel axis alone
+  int64_t part = 0;    // this rank along it
+  bool is_cut() const { return own.layout != replicated(); }
 
   // A run of the slot's elements as runs of the whole parameter. `first_copy`: no lower part holds the same.
-  std::vector<CutRun> runs(Interval local) const;
+  std::vector<OwnedRun> runs(Interval local) const;
 };
 
 // The part of one slot that lies in a local interval.

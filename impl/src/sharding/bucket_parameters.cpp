@@ -124,7 +124,7 @@ void BucketParameters::start_unshard() {
   if (side_by_side() && std::exchange(neighbours_write_, false))
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   if (!frees_compute()) return;
-  Comm& group = kept_.defined() ? comms_->within("dp_shard", kept_ranks_) : comms_->along(layout_.unshard().axes);
+  Comm& group = kept_.defined() ? neighbours(kept_ranks_) : comms_->along(layout_.unshard().axes);
   restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
   unshard_work_ = group.all_gather(compute_, kept_.defined() ? kept_ : parameter_);
 }
@@ -150,13 +150,21 @@ void BucketParameters::reshard() {
   release_storage(compute_);
 }
 
+Comm& BucketParameters::neighbours(int64_t ranks) const {
+  const std::vector<std::string>& axes = layout_.unshard().axes;
+  SHARD_REQUIRE(axes.size() == 1, "bucket",
+                "{}: Reshard::within({}) counts neighbours along one axis, and {} is gathered over {}. Use always or never",
+                label_, ranks, first_name(), axes.size());
+  return comms_->within(axes.front(), ranks);
+}
+
 void BucketParameters::reshard_within(int64_t ranks) {
   SHARD_CHECK(residency_ == Residency::whole, "bucket", "{}: a part of {} is kept of what is not whole", label_, first_name());
   if (!frees_compute()) {
     residency_ = Residency::kept;
     return;
   }
-  Comm& group = comms_->within("dp_shard", ranks);
+  Comm& group = neighbours(ranks);
   const int64_t part = layout_.numel() / group.size();
   at::Tensor kept = memory_->allocate(MemoryKind::gathered, part, rules_.compute);
   kept.copy_(compute_.narrow(0, group.rank() * part, part));

@@ -43,7 +43,7 @@ class BucketParameters : private BucketPart {
   // Releases the memory of `compute` while autograd keeps aliases of it, and makes the module's parameters unreadable. Throws
   // Error while a gather is in flight.
   void reshard();
-  // The same, but groups of `ranks` neighbours along dp_shard keep the parameters between them until the next gather.
+  // The same, but groups of `ranks` neighbours along the axis of the gather keep the parameters between them until the next.
   void reshard_within(int64_t ranks);
   bool frees_compute() const { return layout_.unshard().step != Step::none && !side_by_side(); }
   // Parameters are sharded, and whole all the time.
@@ -61,6 +61,7 @@ class BucketParameters : private BucketPart {
   void publish(bool is_rounded = false);
 
  private:
+  Comm& neighbours(int64_t ranks) const;
   void allocate_parameters();
   void allocate_main();
   at::Tensor own_part() const;  // the state's part of `parameter`

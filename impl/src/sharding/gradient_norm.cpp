@@ -3,48 +3,15 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
+#include "device/exact_sum.h"
 #include "parallel/tensor/parallel_state.h"
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
-#include "shardproof/device/device.h"
 
 namespace shardproof {
 namespace {
-
-// A sum of squares of floats is an integer multiple of 2^-298, below 2^(256 + 39): 11 limbs of 64 bits hold it.
-class BigSum {
- public:
-  void add(int64_t value, int64_t bit) {
-    size_t limb = static_cast<size_t>(bit / 64);
-    unsigned __int128 carry = static_cast<unsigned __int128>(static_cast<uint64_t>(value)) << (bit % 64);
-    for (; carry != 0; ++limb) {
-      carry += limbs_.at(limb);
-      limbs_[limb] = static_cast<uint64_t>(carry);
-      carry >>= 64;
-    }
-  }
-
-  // The value times 2^exponent, rounded to nearest, ties to even.
-  double round(int exponent) const {
-    int64_t top = static_cast<int64_t>(limbs_.size()) * 64 - 1;
-    while (top >= 0 && !bit(top)) --top;
-    if (top < 53) return std::ldexp(static_cast<double>(limbs_[0]), exponent);
-    uint64_t significand = 0;
-    for (int64_t i = top; i > top - 53; --i) significand = significand * 2 + bit(i);
-    const bool half = bit(top - 53);
-    bool rest = false;
-    for (int64_t i = 0; i < top - 53; ++i) rest |= bit(i);
-    if (half && (rest || significand % 2 == 1)) ++significand;
-    return std::ldexp(static_cast<double>(significand), exponent + static_cast<int>(top) - 52);
-  }
-
- private:
-  bool bit(int64_t i) const { return limbs_[static_cast<size_t>(i / 64)] >> (i % 64) & 1; }
-  std::array<uint64_t, 11> limbs_{};
-};
 
 // The axes along which ranks hold different parts of the state.
 std::vector<std::string> split_axes(const Layout& layout) {
@@ -74,7 +41,7 @@ std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited&
     for (const Segment& segment : bucket->layout().state().segments) {
       if (!bucket->trains(segment.slot)) continue;
       const Slot& slot = bucket->layout().slots()[segment.slot];
-      for (const CutRun& run : slot.runs(segment.run)) {
+      for (const OwnedRun& run : slot.runs(segment.run)) {
         if (!run.first_copy) continue;
         const int64_t begin = segment.local + run.local - segment.run.begin;
         const auto count = static_cast<size_t>(run.whole.size());
@@ -86,40 +53,35 @@ std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited&
   return visited;
 }
 
-void reduce_over_shards(ShardedState& state, at::Tensor values, Reduce op) {
+void reduce_over_shards(Sharded::Impl& state, at::Tensor values, Reduce op) {
   std::vector<std::string> axes = split_axes(state.strategy.state);
   if (state.parallel) axes.push_back(state.parallel->axis());
   for (const std::string& axis : axes) state.comms->along({axis}).all_reduce(values, op).wait();
 }
 
-// The terms that are float32, by the device's kernel; all of them, so that it is called once.
-void add_on_device(const DeviceMath& math, ShardedState& state, ExactSum::Term term, ExactSum& sum) {
+// The terms that are float32; all of them in one call, for which a device's kernel is started once.
+void add_floats(Sharded::Impl& state, ExactSum& sum) {
   std::vector<FlatSpan> spans;
   const auto alive = visit_gradients(state.schedule, {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
       spans.push_back({values.data(), std::ssize(values)});
   });
-  math.exact_sum(spans, term == ExactSum::Term::square, sum.counters());
+  sum.add(state.state_device(), spans);
 }
 
-double exact_sum(ShardedState& state, ExactSum::Term term) {
+double exact_sum(Sharded::Impl& state, ExactSum::Term term) {
   ExactSum sum(term);
+  add_floats(state, sum);
   double doubles = 0;
-  const DeviceMath* math = device_math(state.state_device());
-  if (math) add_on_device(*math, state, term, sum);
-  visit_gradients(state.schedule, {.floats = !math}, [&](const Slot&, auto values) {
-    if constexpr (std::is_same_v<decltype(values), std::span<const float>>) {
-      sum.add(values);
-    } else {
-      for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
-    }
+  visit_gradients(state.schedule, {.floats = false}, [&](const Slot&, auto values) {
+    for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
   });
   reduce_over_shards(state, at::from_blob(sum.counters().data(), {ExactSum::kCounters}, at::kLong), Reduce::sum);
   reduce_over_shards(state, at::from_blob(&doubles, {1}, at::kDouble), Reduce::sum);
   return sum.total() + doubles;
 }
 
-double plain_sum(ShardedState& state, ExactSum::Term term) {
+double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
   double sum = 0;
   visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
     for (const auto value : values)
@@ -130,7 +92,7 @@ double plain_sum(ShardedState& state, ExactSum::Term term) {
 }
 
 // NaN if there is one. On a device, a number of each run is copied to the host, all together.
-double largest_on_device(ShardedState& state) {
+double largest_on_device(Sharded::Impl& state) {
   std::vector<at::Tensor> found;
   const auto alive = visit_gradients(state.schedule, {.stay = true}, [&](const Slot&, auto values) {
     using Value = std::remove_const_t<typename decltype(values)::element_type>;
@@ -141,7 +103,7 @@ double largest_on_device(ShardedState& state) {
   return found.empty() ? 0 : at::stack(found).amax().item<double>();
 }
 
-double largest_on_host(ShardedState& state) {
+double largest_on_host(Sharded::Impl& state) {
   double most = 0;
   bool nan = false;
   visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
@@ -153,13 +115,13 @@ double largest_on_host(ShardedState& state) {
   return nan ? std::numeric_limits<double>::quiet_NaN() : most;
 }
 
-double largest_magnitude(ShardedState& state) {
+double largest_magnitude(Sharded::Impl& state) {
   double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
   reduce_over_shards(state, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
   return most;
 }
 
-double norm_of_order(ShardedState& state, double order) {
+double norm_of_order(Sharded::Impl& state, double order) {
   if (order == std::numeric_limits<double>::infinity()) return largest_magnitude(state);
   const ExactSum::Term term = order == 1 ? ExactSum::Term::magnitude : ExactSum::Term::square;
   const bool exact = state.options.numerics != Numerics::fast || !state.state_device().is_cpu();  // there it costs no more
@@ -168,7 +130,7 @@ double norm_of_order(ShardedState& state, double order) {
 }
 
 // All ranks agree on the first parameter whose reduced gradient is not finite, so that each of them can name it.
-[[noreturn]] void throw_nonfinite(ShardedState& state, double norm) {
+[[noreturn]] void throw_nonfinite(Sharded::Impl& state, double norm) {
   std::vector<const Slot*> slots;
   for (const Bucket* bucket : state.schedule.buckets())
     for (const Slot& slot : bucket->layout().slots()) slots.push_back(&slot);
@@ -186,32 +148,7 @@ double norm_of_order(ShardedState& state, double order) {
 
 }  // namespace
 
-void ExactSum::add(std::span<const float> values) {
-  for (const float value : values) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t exponent = bits >> 23 & 0xff;
-    const uint64_t significand = (bits & 0x7fffff) | (exponent != 0 ? 0x800000u : 0u);
-    const uint64_t integer = term_ == Term::square ? significand * significand : significand;
-    counters_[2 * exponent] += static_cast<int64_t>(integer & 0xffffff);
-    counters_[2 * exponent + 1] += static_cast<int64_t>(integer >> 24);
-  }
-}
-
-double ExactSum::total() const {
-  if (counters_[2 * 255] != 0 || counters_[2 * 255 + 1] != 0) return std::numeric_limits<double>::quiet_NaN();
-  // A float is significand * 2^(exponent - 150), where the exponent field 0 means 1; so it is a multiple of 2^-149, its square
-  // of 2^-298.
-  const int64_t power = term_ == Term::square ? 2 : 1;
-  BigSum sum;
-  for (int64_t field = 0; field < 255; ++field) {
-    const int64_t bit = power * (std::max<int64_t>(field, 1) - 1);
-    sum.add(counters_[2 * field], bit);
-    sum.add(counters_[2 * field + 1], bit + 24);
-  }
-  return sum.round(static_cast<int>(-149 * power));
-}
-
-double gradient_norm(ShardedState& state, double order) {
+double gradient_norm(Sharded::Impl& state, double order) {
   SHARD_REQUIRE(order == 1 || order == 2 || order == std::numeric_limits<double>::infinity(), "gradient_norm",
                 "the order must be 1, 2 or infinity, got {}", order);
   const double norm = norm_of_order(state, order);

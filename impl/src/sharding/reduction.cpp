@@ -76,22 +76,13 @@ void Reduction::start_wide_sum() {
 // In float32, in rank order, rounded once to the wire's dtype.
 at::Tensor Reduction::sum_wide() {
   const int64_t ranks = group().size(), slice = wire_.numel() / ranks;
-  const DeviceMath* math = device_math(received_);
-  if (math && c10::elementSize(dtypes_.reduce) == 2) {
-    SHARD_REQUIRE(ranks <= DeviceMath::kTermsMax, "reduction", "a sum of {} terms on a device; it adds at most {}", ranks,
-                  DeviceMath::kTermsMax);
-    std::vector<const std::byte*> terms;
-    for (int64_t rank = 0; rank < ranks; ++rank)
-      terms.push_back(static_cast<const std::byte*>(received_.const_data_ptr()) + rank * slice * received_.element_size());
-    at::Tensor sum = memory_.allocate(MemoryKind::gradient, slice, dtypes_.reduce);
-    const Element type = element_type(dtypes_.reduce);
-    if (slice > 0) math->sum_wide(type, terms, slice, type, static_cast<std::byte*>(sum.mutable_data_ptr()));
-    return sum;
-  }
-  at::Tensor wide = memory_.allocate(MemoryKind::communication, slice, at::kFloat);
-  wide.copy_(received_.narrow(0, 0, slice));
-  for (int64_t rank = 1; rank < ranks; ++rank) wide.add_(received_.narrow(0, rank * slice, slice).to(at::kFloat));
-  return cast(wide, dtypes_.reduce, MemoryKind::gradient);
+  std::vector<const std::byte*> terms;
+  for (int64_t rank = 0; rank < ranks; ++rank)
+    terms.push_back(static_cast<const std::byte*>(received_.const_data_ptr()) + rank * slice * received_.element_size());
+  at::Tensor sum = memory_.allocate(MemoryKind::gradient, slice, dtypes_.reduce);
+  const Element type = element_type(dtypes_.reduce);
+  device_math(received_).sum_wide(type, terms, slice, type, static_cast<std::byte*>(sum.mutable_data_ptr()));
+  return sum;
 }
 
 void Reduction::finish_hop() {

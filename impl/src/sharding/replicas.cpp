@@ -18,7 +18,7 @@ constexpr int64_t kElementsAtOnce = int64_t{1} << 20;
 
 bool is_replica(const Bucket& bucket, int64_t slot) {
   return bucket.gradient.final() && bucket.trains(slot) && bucket.rules().parallel_terms == 1 &&
-         !bucket.layout().slots()[slot].cut;
+         !bucket.layout().slots()[slot].is_cut();
 }
 
 // Adds up the gradient's elements from `begin` on in two ways that do not depend on how ranks share them: times weights by

@@ -73,8 +73,9 @@ void Schedule::begin_backward() {
   for (const auto& unit : units_)
     for (const auto& bucket : unit->buckets()) {
       if (!bucket->trainable()) continue;
-      bucket->gradient.begin_backward(sync_);
-      to_reduce_.push_back({unit.get(), bucket.get()});
+      const bool reduces = sync_ && unit->settings.gradient_sync;
+      bucket->gradient.begin_backward(reduces);
+      if (reduces) to_reduce_.push_back({unit.get(), bucket.get()});
     }
   torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
 }
@@ -82,7 +83,7 @@ void Schedule::begin_backward() {
 // Not when gradients have arrived, which ranks may see at other times where they use other parameters, but when the backward
 // has left the unit: then what has not arrived never will.
 void Schedule::start_ready_reduces() {
-  while (sync_ && !to_reduce_.empty() && (phase_ == Phase::ending || to_reduce_.back().unit->left())) {
+  while (!to_reduce_.empty() && (phase_ == Phase::ending || to_reduce_.back().unit->left())) {
     Bucket& bucket = *to_reduce_.back().bucket;
     if (!bucket.gradient.complete()) bucket.gradient.fill_missing();
     start_reduce(bucket);
@@ -149,7 +150,7 @@ void Schedule::require_final(const char* what) const {
     any |= bucket->trainable();
     SHARD_REQUIRE(!bucket->trainable() || bucket->gradient.final(), "schedule",
                   "{} needs the gradients of the last backward of step {} (rank {}), but {} has none. Run a backward with "
-                  "set_last_microbatch(true) and set_gradient_sync(true) first",
+                  "set_last_microbatch(true) and set_gradient_sync(true), of the module and of its unit, first",
                   what, step_, rank(), bucket->layout().slots().front().name);
   }
   SHARD_REQUIRE(any, "schedule", "{} in step {} (rank {}): every parameter is frozen", what, step_, rank());

@@ -18,7 +18,7 @@ Initializer of_slots(const Initializer& of_whole, const std::vector<Slot>& slots
   if (!of_whole) return {};
   return [of_whole, slots](const std::string& name, const Shape&, Interval run, at::Tensor values) {
     const Slot& slot = *std::find_if(slots.begin(), slots.end(), [&](const Slot& s) { return s.name == name; });
-    for (const CutRun& part : slot.runs(run))
+    for (const OwnedRun& part : slot.runs(run))
       of_whole(name, slot.whole, part.whole, values.narrow(0, part.local - run.begin, part.whole.size()));
   };
 }
@@ -27,11 +27,11 @@ Slot slot_of(const NamedParameter& parameter, const ParallelState* parallel) {
   const Shape shape = parameter.tensor.sizes().vec();
   Slot slot{.name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .whole = shape};
   if (!parallel) return slot;
-  slot.parts = parallel->parts();
+  slot.own.mesh = parallel->view();
   slot.part = parallel->part();
   if (const ParallelParameter* cut = parallel->find(parameter.tensor)) {
     slot.whole = cut->shape;
-    slot.cut = cut->cut;
+    slot.own.layout = cut->layout;
   }
   return slot;
 }
@@ -45,7 +45,7 @@ void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const S
   }
 }
 
-std::unique_ptr<Bucket> make_bucket(ShardedState& sharded, const UnitPlan& plan, const std::vector<NamedParameter>& parameters,
+std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan, const std::vector<NamedParameter>& parameters,
                                     const Precision& precision) {
   std::vector<Slot> slots;
   std::vector<at::Tensor> tensors;
@@ -65,7 +65,7 @@ std::unique_ptr<Bucket> make_bucket(ShardedState& sharded, const UnitPlan& plan,
       initialize);
 }
 
-void build_unit(ShardedState& sharded, const UnitPlan& plan) {
+void build_unit(Sharded::Impl& sharded, const UnitPlan& plan) {
   Precision precision = sharded.options.precision;
   if (sharded.options.unit_precision)
     if (const auto own = sharded.options.unit_precision(plan.name())) precision = *own;
@@ -79,7 +79,7 @@ void build_unit(ShardedState& sharded, const UnitPlan& plan) {
   const bool is_root = plan.modules.front().second == sharded.module;
   settings.reshard_after_forward =
       plan.options.reshard_after_forward.value_or(is_root ? Reshard::never() : sharded.options.reshard_after_forward);
-  validate(settings.reshard_after_forward, sharded.comms->mesh());
+  validate(settings.reshard_after_forward, sharded.strategy, sharded.comms->mesh());
   settings.reshard_after_backward = sharded.options.reshard_after_backward;
   settings.recompute = plan.options.recompute;
   if (precision.cast_inputs) settings.input_dtype = precision.compute;
@@ -89,18 +89,21 @@ void build_unit(ShardedState& sharded, const UnitPlan& plan) {
   sharded.schedule.add(std::move(unit));
 }
 
-void relate_units(ShardedState& sharded, const std::vector<UnitPlan>& plans) {
+void relate_units(Sharded::Impl& sharded, const std::vector<UnitPlan>& plans) {
   const auto& units = sharded.schedule.units();
+  for (size_t inner = 1; inner < units.size(); ++inner) units[0]->settings.below.push_back(units[inner].get());
   for (size_t outer = 1; outer < units.size(); ++outer) {
-    units[outer]->settings.root = units[0].get();
+    UnitSettings& settings = units[outer]->settings;
+    settings.root = units[0].get();
     for (size_t inner = 1; inner < units.size(); ++inner)
       for (const auto& [name, module] : plans[outer].modules)
-        if (inner != outer && is_within(plans[inner].name(), name)) units[outer]->settings.inside.push_back(units[inner].get());
+        if (inner != outer && is_within(plans[inner].name(), name)) settings.inside.push_back(units[inner].get());
+    settings.below = settings.inside;
   }
 }
 
 // The root runs around all others, so it is never ahead of them.
-void choose_prefetch(ShardedState& sharded) {
+void choose_prefetch(Sharded::Impl& sharded) {
   const auto& units = sharded.schedule.units();
   const auto count = std::ssize(units);
   for (int64_t i = 1; i < count; ++i) {
@@ -113,7 +116,7 @@ void choose_prefetch(ShardedState& sharded) {
     units[0]->settings.forward_prefetch.push_back(units[ahead].get());
 }
 
-void reset_meta_buffers(ShardedState& sharded) {
+void reset_meta_buffers(Sharded::Impl& sharded) {
   for (const auto& item : sharded.module->named_modules("", /*include_self=*/true)) {
     bool any = false;
     for (const auto& buffer : item.value()->named_buffers(/*recurse=*/false)) any |= buffer.value().is_meta();
@@ -132,10 +135,10 @@ void reset_meta_buffers(ShardedState& sharded) {
 
 }  // namespace
 
-std::shared_ptr<ShardedState> build_sharded(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms,
+std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms,
                                              ShardOptions options, const std::vector<Sharding::Entry>& entries) {
-  auto built = std::make_shared<ShardedState>(std::move(module), std::move(comms), std::move(options));
-  ShardedState& sharded = *built;
+  auto built = std::make_shared<Sharded::Impl>(std::move(module), std::move(comms), std::move(options));
+  Sharded::Impl& sharded = *built;
   UnitPlans plans = plan_units(sharded.module, entries, sharded.options);
   for (UnitPlan& plan : plans.units)
     for (NamedParameter& parameter : plan.parameters)

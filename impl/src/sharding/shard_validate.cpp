@@ -1,5 +1,7 @@
 #include "sharding/shard_validate.h"
 
+#include <fmt/ranges.h>
+
 #include "parallel/tensor/parallel_state.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
@@ -32,11 +34,18 @@ void validate(const ShardOptions& options, const Mesh& mesh) {
       "and set gradient_divide to 1, or divide by tokens");
 }
 
-void validate(const Reshard& reshard, const Mesh& mesh) {
+void validate(const Reshard& reshard, const Strategy& strategy, const Mesh& mesh) {
   if (reshard.ranks() == 0) return;
-  const int64_t size = mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
-  SHARD_REQUIRE(size % reshard.ranks() == 0, "fully_shard",
-                "reshard_after_forward within {} ranks: dp_shard has {}, which is not a multiple", reshard.ranks(), size);
+  int64_t ranks = 1;
+  std::vector<std::string> axes;  // that parameters are gathered over
+  for (const Split& split : strategy.parameter.flat) {
+    ranks *= mesh.size(split.axis);
+    axes.push_back(split.axis);
+  }
+  if (axes.empty()) ranks = mesh.size();  // kept whole by everybody, so that nothing is left to keep
+  SHARD_REQUIRE(axes.empty() ? reshard.ranks() <= ranks : ranks % reshard.ranks() == 0, "fully_shard",
+                "reshard_after_forward within {} ranks: {} has {}, which is not a multiple", reshard.ranks(),
+                axes.empty() ? "the mesh" : fmt::format("{}", fmt::join(axes, " x ")), ranks);
 }
 
 void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
@@ -68,8 +77,9 @@ std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, con
   constexpr const char* kAxis = "cp";
   const Mesh& mesh = comms->mesh();
   require_canonical(root, mesh, options);
-  if (!mesh.has(kAxis)) return comms;
-  if (mesh.size(kAxis) > 1)
+  const Mesh seen = data_parallel_mesh(mesh);
+  if (seen == mesh) return comms;
+  if (mesh.has(kAxis) && mesh.size(kAxis) > 1)
     for (const auto& item : root.named_modules("", /*include_self=*/true)) {
       const auto* part = dynamic_cast<const SequencePart*>(item.value().get());
       SHARD_REQUIRE(!part || part->rule, "fully_shard",
@@ -77,7 +87,7 @@ std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, con
                     "before fully_shard, or leave the axis out",
                     mesh.str(), mesh.size(kAxis), kAxis, item.key());
     }
-  return comms->on(data_parallel_mesh(mesh));
+  return comms->on(seen);
 }
 
 c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options) {

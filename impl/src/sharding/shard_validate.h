@@ -14,7 +14,7 @@ namespace shardproof {
 class ParallelState;
 
 void validate(const ShardOptions& options, const Mesh& mesh);
-void validate(const Reshard& reshard, const Mesh& mesh);
+void validate(const Reshard& reshard, const Strategy& strategy, const Mesh& mesh);
 
 // Parameters that tensor parallelism was to cut would be taken for replicated ones.
 void require_parallel(const Mesh& mesh, const ParallelState* parallel);

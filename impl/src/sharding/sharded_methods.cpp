@@ -6,7 +6,7 @@
 
 #include "device/flat_math.h"
 #include "sharding/gradient_norm.h"
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -17,6 +17,8 @@ void UnitHandle::start_unshard() { unit_->start_unshard(); }
 void UnitHandle::unshard() { unit_->finish_unshard(); }
 void UnitHandle::reshard() { unit_->reshard(); }
 void UnitHandle::set_reshard_after_forward(Reshard reshard) { unit_->settings.reshard_after_forward = reshard; }
+void UnitHandle::set_gradient_sync(bool sync, bool recurse) { unit_->set_gradient_sync(sync, recurse); }
+bool UnitHandle::gradient_sync() const { return unit_->settings.gradient_sync; }
 void UnitHandle::set_reshard_after_backward(bool reshard) { unit_->settings.reshard_after_backward = reshard; }
 
 void UnitHandle::set_forward_prefetch(const std::vector<UnitHandle>& units) {
@@ -29,39 +31,39 @@ void UnitHandle::set_backward_prefetch(const std::vector<UnitHandle>& units) {
   for (const UnitHandle& unit : units) unit_->settings.backward_prefetch.push_back(unit.unit_);
 }
 
-Sharded::Sharded(std::shared_ptr<ShardedState> state) : state_(std::move(state)) {}
+Sharded::Sharded(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Sharded::Sharded(Sharded&&) noexcept = default;
 Sharded& Sharded::operator=(Sharded&&) noexcept = default;
 Sharded::~Sharded() = default;
 
-void Sharded::set_last_microbatch(bool last) { state_->schedule.set_last_microbatch(last); }
-void Sharded::set_gradient_sync(bool sync) { state_->schedule.set_gradient_sync(sync); }
-bool Sharded::gradient_sync() const { return state_->schedule.gradient_sync(); }
-int64_t Sharded::step() const { return state_->schedule.step(); }
-int64_t Sharded::rank() const { return state_->schedule.rank(); }
-void Sharded::skip_step() { state_->schedule.end_step(/*parameters_changed=*/false); }
-MemoryUse Sharded::memory() const { return state_->memory->use(); }
-void Sharded::reset_peak_memory() { state_->memory->reset_peak(); }
+void Sharded::set_last_microbatch(bool last) { impl_->schedule.set_last_microbatch(last); }
+void Sharded::set_gradient_sync(bool sync) { impl_->schedule.set_gradient_sync(sync); }
+bool Sharded::gradient_sync() const { return impl_->schedule.gradient_sync(); }
+int64_t Sharded::step() const { return impl_->schedule.step(); }
+int64_t Sharded::rank() const { return impl_->schedule.rank(); }
+void Sharded::skip_step() { impl_->schedule.end_step(/*parameters_changed=*/false); }
+MemoryUse Sharded::memory() const { return impl_->memory->use(); }
+void Sharded::reset_peak_memory() { impl_->memory->reset_peak(); }
 
 void Sharded::zero_gradients() {
-  state_->schedule.zero_gradients();
-  state_->tokens = 0;
+  impl_->schedule.zero_gradients();
+  impl_->tokens = 0;
 }
 
 void Sharded::add_tokens(int64_t tokens) {
   SHARD_REQUIRE(tokens >= 0, "add_tokens", "a number of tokens cannot be negative, got {}", tokens);
-  state_->tokens += tokens;
+  impl_->tokens += tokens;
 }
 
 void Sharded::add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step) {
   SHARD_REQUIRE(step != nullptr && order > 0, "add_finishing_step",
                 "step '{}' needs a function and an order above 0, got order {}", name, order);
-  state_->add_finishing_step({std::move(name), order, std::move(step)});
+  impl_->add_finishing_step({std::move(name), order, std::move(step)});
 }
 
 double Sharded::gradient_norm(double order) {
-  state_->schedule.require_final("the gradient norm");
-  return shardproof::gradient_norm(*state_, order);
+  impl_->schedule.require_final("the gradient norm");
+  return shardproof::gradient_norm(*impl_, order);
 }
 
 double Sharded::clip_gradients(double norm_max, double order) {
@@ -69,44 +71,44 @@ double Sharded::clip_gradients(double norm_max, double order) {
   const double norm = gradient_norm(order);
   const double factor = norm_max / (norm + 1e-6);
   if (factor < 1)
-    for (Bucket* bucket : state_->schedule.buckets())
+    for (Bucket* bucket : impl_->schedule.buckets())
       if (bucket->gradient.final()) scale_by(bucket->gradient.values(), factor);
   return norm;
 }
 
 void Sharded::divide_gradients(double divisor) {
-  state_->schedule.require_final("divide_gradients");
-  for (Bucket* bucket : state_->schedule.buckets())
+  impl_->schedule.require_final("divide_gradients");
+  for (Bucket* bucket : impl_->schedule.buckets())
     if (bucket->gradient.final()) bucket->gradient.divide_final(divisor);
 }
 
 bool Sharded::gradients_are_finite() {
-  state_->schedule.require_final("gradients_are_finite");
+  impl_->schedule.require_final("gradients_are_finite");
   at::Tensor bad = at::zeros({1}, at::kLong);
-  for (const Bucket* bucket : state_->schedule.buckets())
+  for (const Bucket* bucket : impl_->schedule.buckets())
     if (bucket->gradient.final() && first_beyond(bucket->gradient.values(), INFINITY) < bucket->layout().state().size())
       bad.fill_(1);
-  state_->comms->world().all_reduce(bad, Reduce::max).wait();
+  impl_->comms->world().all_reduce(bad, Reduce::max).wait();
   return bad.item<int64_t>() == 0;
 }
 
 std::vector<Piece> Sharded::parameters() const {
   std::vector<Piece> pieces;
-  for (const Bucket* bucket : state_->schedule.buckets())
+  for (const Bucket* bucket : impl_->schedule.buckets())
     append_pieces(bucket->layout(), bucket->layout().parameter(), bucket->parameters.parameter(), pieces);
   return pieces;
 }
 
 std::vector<Piece> Sharded::main_parameters() const {
   std::vector<Piece> pieces;
-  for (const Bucket* bucket : state_->schedule.buckets())
+  for (const Bucket* bucket : impl_->schedule.buckets())
     append_pieces(bucket->layout(), bucket->layout().state(), bucket->parameters.main(), pieces);
   return pieces;
 }
 
 std::vector<Piece> Sharded::gradients() const {
   std::vector<Piece> pieces;
-  for (const Bucket* bucket : state_->schedule.buckets()) {
+  for (const Bucket* bucket : impl_->schedule.buckets()) {
     if (!bucket->gradient.final()) continue;
     for (const Segment& segment : bucket->layout().state().segments)
       if (bucket->trains(segment.slot))
@@ -117,37 +119,37 @@ std::vector<Piece> Sharded::gradients() const {
 }
 
 void Sharded::main_parameters_changed() {
-  for (Bucket* bucket : state_->schedule.buckets()) bucket->parameters.publish();
-  for (const auto& unit : state_->schedule.units()) unit->drop();
+  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.publish();
+  for (const auto& unit : impl_->schedule.units()) unit->drop();
 }
 
 std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
   at::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> whole;
-  for (const auto& unit : state_->schedule.units()) {
+  for (const auto& unit : impl_->schedule.units()) {
     const bool was_whole = unit->residency() == Residency::whole || unit->residency() == Residency::gathering;
     unit->finish_unshard();
     for (const auto& bucket : unit->buckets())
       for (size_t i = 0; i < bucket->views().size(); ++i)
-        whole[bucket->layout().slots()[i].name] = state_->join(bucket->layout().slots()[i], bucket->views()[i]);
+        whole[bucket->layout().slots()[i].name] = impl_->join(bucket->layout().slots()[i], bucket->views()[i]);
     if (!was_whole) unit->reshard();
   }
   std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const auto& [name, sharded_as] : state_->aliases) named.emplace_back(name, whole.at(sharded_as));
+  for (const auto& [name, sharded_as] : impl_->aliases) named.emplace_back(name, whole.at(sharded_as));
   return named;
 }
 
-UnitHandle Sharded::unit(const std::string& name) { return UnitHandle(state_->unit(name)); }
+UnitHandle Sharded::unit(const std::string& name) { return UnitHandle(impl_->unit(name)); }
 
 std::vector<UnitHandle> Sharded::units() {
   std::vector<UnitHandle> handles;
-  for (const auto& unit : state_->schedule.units()) handles.emplace_back(*unit);
+  for (const auto& unit : impl_->schedule.units()) handles.emplace_back(*unit);
   return handles;
 }
 
 std::string Sharded::describe() const {
   std::string text;
-  for (const auto& unit : state_->schedule.units()) {
+  for (const auto& unit : impl_->schedule.units()) {
     int64_t parameters = 0, rest = 0, compute = 0;
     for (const auto& bucket : unit->buckets()) {
       for (const Slot& slot : bucket->layout().slots()) parameters += slot.numel;

@@ -18,11 +18,11 @@ Sharding& Sharding::unit(Modules modules, UnitOptions options) {
 
 Sharded Sharding::shard(std::shared_ptr<torch::nn::Module> root) const {
   SHARD_REQUIRE(root != nullptr && comms_ != nullptr, "fully_shard", "needs a module and a mesh's communicators, got null");
-  auto state = build_sharded(std::move(root), comms_, options_, entries_);
-  state->schedule.set_finish([held = std::weak_ptr<ShardedState>(state)] {
+  auto impl = build_sharded(std::move(root), comms_, options_, entries_);
+  impl->schedule.set_finish([held = std::weak_ptr<Sharded::Impl>(impl)] {
     if (const auto alive = held.lock()) alive->finish(alive);
   });
-  return Sharded(std::move(state));
+  return Sharded(std::move(impl));
 }
 
 }  // namespace shardproof

@@ -131,6 +131,13 @@ void Unit::drop() {
   for (const auto& bucket : buckets_) bucket->parameters.reshard();
 }
 
+void Unit::set_gradient_sync(bool sync, bool recurse) {
+  SHARD_REQUIRE(!schedule_.in_backward(), "unit", "set_gradient_sync of unit '{}' inside a backward; call it before", name_);
+  settings.gradient_sync = sync;
+  if (!recurse) return;
+  for (Unit* unit : settings.below) unit->settings.gradient_sync = sync;
+}
+
 void Unit::before_backward() {
   enter_backward();
   finish_unshard();

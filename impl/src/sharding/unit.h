@@ -43,7 +43,9 @@ struct UnitSettings {
   bool recompute = false;
   std::optional<at::ScalarType> input_dtype, output_dtype;
   std::vector<Unit*> forward_prefetch, backward_prefetch;
-  std::vector<Unit*> inside;  // units within this one
+  bool gradient_sync = true;  // backwards reduce its gradients, where the schedule has them reduced
+  std::vector<Unit*> inside;  // units within this one; those of the root are not listed
+  std::vector<Unit*> below;   // the same, of the root as well
   Unit* root = nullptr;       // null for the root itself
 };
 
@@ -76,6 +78,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void reshard();
   // Whatever is gathered, or being gathered, goes.
   void drop();
+
+  // Throws Error inside a backward. `recurse`: of all units below it as well.
+  void set_gradient_sync(bool sync, bool recurse);
 
   void before_backward();
   void on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient);

@@ -93,9 +93,22 @@ RC_GTEST_PROP(Pickle, damaged_bytes_are_data_or_an_error, (uint64_t seed)) {
   for (int64_t i = 1 + draw(random, 4); i > 0; --i)
     text[static_cast<size_t>(draw(random, static_cast<int64_t>(text.size())))] = static_cast<char>(random());
   try {
-    read_pickle(text, all_globals(), "test");
-  } catch (const Error&) {
+    const Value value = read_pickle(text, all_globals(), "test");
+    RC_ASSERT(read_pickle(write_pickle(value, 4), all_globals(), "again") == value);
+  } catch (const Error& error) {
+    RC_ASSERT(std::string(error.what()).starts_with("[pickle] test: "));
   }
+}
+
+// The last byte of a pickle ends it, so what is cut off is never the whole of another one; nor is what goes on.
+RC_GTEST_PROP(Pickle, a_pickle_that_is_cut_or_goes_on_is_an_error, (uint64_t seed)) {
+  Random random(seed);
+  const std::string text = write_pickle(random_value(random, 4), draw(random, 2) == 0 ? 2 : 4);
+  const auto refused = [](const std::string& bytes) {
+    expect_error([&] { read_pickle(bytes, all_globals(), "cut"); }, {"[pickle] cut"});
+  };
+  refused(text.substr(0, static_cast<size_t>(draw(random, static_cast<int64_t>(text.size())))));
+  refused(text + static_cast<char>(random()));
 }
 
 TEST(Pickle, refuses_an_unknown_global_by_its_name) {

@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "golden/collectives.h"
 #include "properties/doubles/comm_worlds.h"
@@ -45,17 +47,21 @@ void all_reduce_ones(Comm& comm) {
 }  // namespace
 
 TEST(Nccl, waiting_makes_the_callers_stream_wait_and_not_the_host) {
-  std::atomic<bool> waited{false};
+  std::atomic<bool> waited{false}, host_waited{false};
   nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
     static thread_local at::Tensor gathered;
     gathered = at::empty({8});
     const at::Tensor own = at::ones({4});
-    if (comm->rank() == 1)
-      while (!waited) std::this_thread::yield();  // the other has been through its wait before this one calls
+    if (comm->rank() == 1) {  // the other has been through its wait before this one calls
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+      while (!waited && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+      host_waited = !waited;
+    }
     comm->all_gather(gathered, own).wait();
     waited = true;
     comm->barrier().wait();
   });
+  EXPECT_FALSE(host_waited) << "the wait of rank 0 lasted until rank 1 called as well";
 }
 
 TEST(Nccl, ordered_sums_without_kernels_are_refused_at_start_and_native_ones_are_not) {

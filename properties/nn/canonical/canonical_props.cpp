@@ -102,7 +102,7 @@ struct Dealt {
 std::vector<at::Tensor> attended(const Dealt& d) {
   const at::Tensor q = values({2, 4, d.length, 3}, 1), k = values({2, 2, d.length, 3}, 2), v = values({2, 2, d.length, 3}, 3);
   const at::Tensor dy = values(q.sizes(), 4);
-  const ContextCut cut{d.split, d.length, d.ranks};
+  const DimCut cut = context_cut(d.split, d.length, d.ranks);
   std::vector<at::Tensor> results;
   run_threads(d.ranks, [&](std::shared_ptr<Comm> comm) {
     std::vector<at::Tensor> own;

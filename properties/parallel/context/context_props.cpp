@@ -56,7 +56,7 @@ struct Attended {
 Attended attend_on_ranks(const Case& c, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& dy) {
   Attended result;
   run_threads(c.ranks, [&](std::shared_ptr<Comm> comm) {
-    const ContextCut cut{c.split, c.length, c.ranks};
+    const DimCut cut = context_cut(c.split, c.length, c.ranks);
     const auto own = [&](const at::Tensor& x) { return context_piece(x, 2, cut, comm->rank()); };
     const at::Tensor q_own = own(q).set_requires_grad(true), k_own = own(k).set_requires_grad(true),
                      v_own = own(v).set_requires_grad(true);
@@ -78,10 +78,10 @@ double apart(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 RC_GTEST_PROP(ContextCut, the_positions_of_all_ranks_tile_the_sequence, ()) {
-  const ContextCut cut{*rc::gen::elementOf(std::vector<ContextSplit>(std::begin(kSplits), std::end(kSplits))),
-                       *rc::gen::inRange<int64_t>(0, 40), *rc::gen::inRange<int64_t>(1, 8)};
+  const DimCut cut = context_cut(*rc::gen::elementOf(std::vector<ContextSplit>(std::begin(kSplits), std::end(kSplits))),
+                       *rc::gen::inRange<int64_t>(0, 40), *rc::gen::inRange<int64_t>(1, 8));
   std::vector<int> seen(static_cast<size_t>(cut.length), 0);
-  for (int64_t rank = 0; rank < cut.ranks; ++rank) {
+  for (int64_t rank = 0; rank < cut.parts; ++rank) {
     const std::vector<int64_t> positions = cut.positions(rank);
     RC_ASSERT(std::ssize(positions) == cut.count(rank));
     RC_ASSERT(std::is_sorted(positions.begin(), positions.end()));
@@ -93,7 +93,7 @@ RC_GTEST_PROP(ContextCut, the_positions_of_all_ranks_tile_the_sequence, ()) {
 
 TEST(ContextCut, balanced_ranks_have_equal_work_under_a_causal_mask) {
   for (const int64_t ranks : {1, 2, 3, 4, 7}) {
-    const ContextCut cut{ContextSplit::balanced, 6 * ranks, ranks};
+    const DimCut cut = context_cut(ContextSplit::balanced, 6 * ranks, ranks);
     const auto work = [&](int64_t rank) {
       int64_t pairs = 0;
       for (const int64_t position : cut.positions(rank)) pairs += position + 1;
@@ -105,7 +105,7 @@ TEST(ContextCut, balanced_ranks_have_equal_work_under_a_causal_mask) {
 
 RC_GTEST_PROP(Context, gathering_inverts_cutting_and_sums_gradients_where_they_belong, ()) {
   const Case c = random_case();
-  const ContextCut cut{c.split, c.length, c.ranks};
+  const DimCut cut = context_cut(c.split, c.length, c.ranks);
   const at::Tensor whole = integers({2, c.length, 3}, 1);
   run_threads(c.ranks, [&](std::shared_ptr<Comm> comm) {
     const at::Tensor own = context_piece(whole, 1, cut, comm->rank()).set_requires_grad(true);
@@ -166,7 +166,7 @@ TEST(Context, the_ring_sends_each_ranks_keys_around_and_gathers_nothing) {
   auto trace = std::make_shared<Trace>();
   run_threads(kRanks, [&](std::shared_ptr<Comm> comm) {
     const auto recorded = traced(comm, trace);
-    const ContextCut cut{ContextSplit::balanced, kLength, kRanks};
+    const DimCut cut = context_cut(ContextSplit::balanced, kLength, kRanks);
     const at::Tensor q = waves({1, 4, 4, 2}, comm->rank() + 1).set_requires_grad(true), k = waves({1, 2, 4, 2}, 2);
     ring_attention(q, k, k, cut, true, {}, *recorded).sum().backward();
   });

@@ -14,28 +14,9 @@
 
 #include "shardproof/algebra/box.h"
 #include "shardproof/algebra/mesh.h"
+#include "shardproof/algebra/split.h"
 
 namespace shardproof {
-
-// Cuts a length among the ranks along one axis.
-struct Split {
-  std::string axis;
-  // Empty: even, in chunks of ceil(length / parts) as torch.chunk cuts (5 over 4 is 2,2,1,0). Otherwise
-  // ragged: parts + 1 ascending cut points from 0 to the length. Under an outer uneven split the length
-  // differs from rank to rank: the bounds then end at the longest and are clamped to the shorter ones.
-  std::vector<int64_t> bounds;
-  bool operator==(const Split&) const = default;
-};
-
-// Piece `part` of [0, length) cut into `parts`. Throws Error when the bounds, if any, are not parts + 1
-// ascending points from 0 to `length` or beyond. Law: the pieces are disjoint, ascending and cover [0,
-// length).
-Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part);
-
-// The ragged split that cutting [0, length) by `split` makes in the part `window` of it; how a parameter in a
-// bucket sees the cut of the bucket. Law: piece(within(s, l, n, w), |w|, n, i) is piece(s, l, n, i) and w,
-// counted from w.begin.
-Split within(const Split& split, int64_t length, int64_t parts, Interval window);
 
 struct Layout {
   std::vector<std::vector<Split>> dims;  // per tensor dim; a missing entry means "not split"
@@ -70,19 +51,37 @@ void validate(const Shape& shape, const Mesh& mesh, const Layout& layout);
 // idempotent; `plan` does not change when its layouts are made canonical.
 Layout canonical(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
-// The box that the splits of dims leave to `rank`, before any flat split. Unlike those of `owned` it may be
-// empty; its sizes are the shape of the rank's local tensor when nothing is flat.
-Box region(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
+// The shape of the tensor that the splits of dims leave to `rank`, before any flat split. A size may be 0. A rank's runs of a
+// dim lie end to end in it.
+Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
-// The elements of the row-major order of `region` that the flat splits leave to `rank`; all of them when
+// The elements of the row-major order of that tensor that the flat splits leave to `rank`; all of them when
 // nothing is flat.
 Interval flat_run(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
-// The boxes of global indices that `rank` holds, in its storage order; none is empty. Without flat splits at
-// most one box; with them at most 2 * dims - 1 (and one for a 0-dim tensor). A rank that holds terms of a
-// partial sum holds the indices of those terms. Law: over the ranks of one coordinate along every replicated
-// and partial axis, the boxes tile the tensor exactly.
+// The boxes of global indices that `rank` holds, in its storage order; none is empty. Without flat splits at most one box,
+// with them at most 2 * dims - 1 (and one for a 0-dim tensor). A split in segments and a balanced one give a rank several
+// runs of a dim: each run is a box, and behind the first dim there is one for each index before it. A rank that holds
+// terms of a partial sum holds the indices of those terms. Law: over the ranks of one coordinate along every replicated
+// and partial axis, the boxes tile the tensor exactly, but for the runs that are held in copies.
 std::vector<Box> owned(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
+
+// A run of the tensor's row-major elements that a rank holds.
+struct OwnedRun {
+  Interval whole;
+  int64_t local = 0;       // where it begins in the rank's storage order
+  bool first_copy = true;  // no lower rank along the splitting axes holds it
+  bool operator==(const OwnedRun&) const = default;
+};
+
+// What `owned` says, as runs in storage order; neighbours are joined. Law: over the ranks of one coordinate along every
+// replicated and partial axis, the runs that are first copies tile the tensor exactly.
+std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
+// The same of the part `local` of the rank's storage.
+std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank, Interval local);
+
+// Appends elements `run` of the row-major order of a tensor of this shape, as boxes in that order.
+void append_boxes(const Shape& shape, Interval run, std::vector<Box>& boxes);
 
 // Sum of the sizes of `owned`, in constant time a split.
 int64_t owned_numel(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);

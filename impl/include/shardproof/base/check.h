@@ -8,12 +8,15 @@
 #include <stdexcept>
 #include <string>
 
+#include "shardproof/base/escape.h"
+
 namespace shardproof {
 
-// The caller, the input or the environment is wrong; the message says how to mend it.
+// The caller, the input or the environment is wrong; the message says how to mend it. Messages repeat text that comes from
+// files, so they are escaped: see escape.h.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& message) : std::runtime_error(escaped_lines(message)) {}
 };
 
 // A loss, a gradient or a parameter is NaN or infinite; the message names step, rank and tensor.
@@ -25,7 +28,7 @@ class NonFiniteError : public Error {
 // This library is wrong.
 class BrokenInvariant : public std::logic_error {
  public:
-  using std::logic_error::logic_error;
+  explicit BrokenInvariant(const std::string& message) : std::logic_error(escaped_lines(message)) {}
 };
 
 }  // namespace shardproof

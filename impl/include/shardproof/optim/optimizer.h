@@ -55,8 +55,11 @@ struct LionOptions {
 };
 
 // For matrices, held whole (Granularity::tensor):
-//   p *= 1 - lr * weight_decay;  m = momentum * m + g;  u = g + momentum * m;  p -= lr * sqrt(max(1, rows / columns)) * orth(u)
+//   p *= 1 - lr * weight_decay;  m = momentum * m + (1 - momentum) * g;  u = (1 - momentum) * g + momentum * m;
+//   p -= lr * sqrt(max(1, rows / columns)) * orth(u)
 // where orth is five Newton-Schulz steps towards the nearest orthogonal matrix (Jordan 2024, "Muon"); state "momentum_buffer".
+// As torch.optim.Muon with nesterov and the "original" adjustment of lr, but for the steps of orth: PyTorch takes them in
+// bfloat16, and here they are in float32.
 struct MuonOptions {
   double lr = 0.02;
   double momentum = 0.95;
@@ -75,8 +78,8 @@ struct Update {
   double decay_factor = 1;
 };
 
-// A setting by its name; nothing is Python's None.
-using Setting = std::pair<std::string, std::variant<std::monostate, bool, double, std::pair<double, double>>>;
+// A setting by its name; nothing is Python's None, and a vector is a tuple of floats.
+using Setting = std::pair<std::string, std::variant<std::monostate, bool, int64_t, double, std::vector<double>>>;
 
 // A new optimizer is a subclass.
 class UpdateRule {
@@ -86,8 +89,8 @@ class UpdateRule {
   virtual std::vector<std::string> slots() const = 0;
   // Whether runs must be whole parameters.
   virtual bool needs_whole_parameters() const { return false; }
-  // What PyTorch's optimizer of this kind has in its param_groups, so that it reads our checkpoints. Of a rule without a
-  // counterpart there: its numbers.
+  // What PyTorch's optimizer of this kind has in its param_groups, so that it reads our checkpoints. A rule without a
+  // counterpart in PyTorch gives its own numbers; the default gives none.
   virtual std::vector<Setting> settings() const { return {}; }
   // May depend on its arguments alone.
   virtual void update(const Update& update) const = 0;
@@ -156,9 +159,9 @@ class Optimizer {
   bool update_bucket(size_t index);
 
   // Throws Error when it is gone.
-  std::shared_ptr<ShardedState> sharded() const;
+  std::shared_ptr<Sharded::Impl> sharded() const;
 
-  std::weak_ptr<ShardedState> sharded_;
+  std::weak_ptr<Sharded::Impl> sharded_;
   std::vector<ParameterGroup> groups_;
   double lr_factor_ = 1;
   std::vector<std::vector<Held>> held_;  // [bucket][slot]

@@ -32,7 +32,6 @@
 
 namespace shardproof {
 
-class ShardedState;
 class Unit;
 
 // One unit of a sharded module. Valid as long as that is.
@@ -54,6 +53,11 @@ class UnitHandle {
   // From the next forward on; the same on every rank.
   void set_reshard_after_forward(Reshard reshard);
   void set_reshard_after_backward(bool reshard);
+  // While false, backwards add to this unit's gradients on this rank and do not reduce them; those of other units go their way.
+  // `recurse`: of the units below it as well. Gradients are reduced where neither the unit nor Sharded::set_gradient_sync says
+  // otherwise, and the last backward of a step must reduce all. The same on every rank; not inside a backward.
+  void set_gradient_sync(bool sync, bool recurse = true);
+  bool gradient_sync() const;
   // Units to gather while this one runs, in this order; instead of what ShardOptions::prefetch_* chose.
   void set_forward_prefetch(const std::vector<UnitHandle>& units);
   void set_backward_prefetch(const std::vector<UnitHandle>& units);
@@ -64,7 +68,8 @@ class UnitHandle {
 
 class Sharded {
  public:
-  explicit Sharded(std::shared_ptr<ShardedState> state);
+  struct Impl;  // private to the library
+  explicit Sharded(std::shared_ptr<Impl> impl);
   Sharded(Sharded&&) noexcept;
   Sharded& operator=(Sharded&&) noexcept;
   // The module stays behind in whatever layout it was; using it afterwards is an error until it is sharded again.
@@ -132,12 +137,12 @@ class Sharded {
   // One line a unit: parameters, buckets, bytes at rest and in compute, on this rank.
   std::string describe() const;
 
-  ShardedState& state() { return *state_; }
+  Impl& impl() { return *impl_; }
   // For those that are to notice when it is gone.
-  std::weak_ptr<ShardedState> watch() const { return state_; }
+  std::weak_ptr<Impl> watch() const { return impl_; }
 
  private:
-  std::shared_ptr<ShardedState> state_;
+  std::shared_ptr<Impl> impl_;
 };
 
 // Backwards in its lifetime reduce nothing.
@@ -152,10 +157,23 @@ class NoSync {
   bool before_;
 };
 
+// The same for one unit, without those below it.
+class UnitNoSync {
+ public:
+  explicit UnitNoSync(UnitHandle unit) : unit_(unit), before_(unit.gradient_sync()) { unit_.set_gradient_sync(false, false); }
+  ~UnitNoSync() { unit_.set_gradient_sync(before_, false); }
+  UnitNoSync(const UnitNoSync&) = delete;
+
+ private:
+  UnitHandle unit_;
+  bool before_;
+};
+
 // Collective over all ranks of `comms`. The module's parameters become views into buckets; their values are kept. Throws
-// Error when a parameter is not floating, shares memory with another one, is on another device than the CPU, or is already
-// sharded; when the mesh lacks an axis of the strategy, or has ranks along "tp" along which parallelize has cut nothing; or
-// when options are out of range. A parameter that is not contiguous becomes so.
+// Error when a parameter is not floating, shares memory with another one, or is already sharded; when parameters are on several
+// devices, or on a device that this process has no arithmetic for (use_cuda() gives it that of GPUs), or on another device than
+// the CPU under canonical arithmetic; when the mesh lacks an axis of the strategy, or has ranks along "tp" along which
+// parallelize has cut nothing; or when options are out of range. A parameter that is not contiguous becomes so.
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
 
 // What one unit has of its own, when units are named one by one.

@@ -37,7 +37,7 @@ class MetadataReader {
  private:
   void require(bool condition, const std::string& what) const {
     SHARD_REQUIRE(condition, "checkpoint", "{}: {}{} {}", name_, where_.empty() ? "" : "tensor ",
-                  where_.empty() ? "it" : where_, what);
+                  where_.empty() ? "it" : escaped(where_), escaped(what));
   }
   const Value& field(const Value& object, const char* name) const {
     const Value* found = object.find(name);
@@ -162,7 +162,8 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& folder) {
 
 Value read_value(FileSystem& files, const std::string& folder, const std::string& name, const Extent& extent) {
   const FileSource file(files, folder + "/" + extent.file);
-  const SliceSource entry(file, extent.offset, extent.length, fmt::format("{} ({} at {})", file.name(), name, extent.offset));
+  const SliceSource entry(file, extent.offset, extent.length,
+                          fmt::format("{} ({} at {})", file.name(), escaped(name), extent.offset));
   return read_value_entry(entry);
 }
 

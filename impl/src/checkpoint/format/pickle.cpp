@@ -253,8 +253,7 @@ void print(const Value& value, size_t chars_max, std::string& out) {
 std::string Value::str(size_t chars_max) const {
   std::string out;
   print(*this, chars_max, out);
-  if (out.size() > chars_max) out = out.substr(0, chars_max) + "...";
-  return out;
+  return out.size() > chars_max ? escaped(out.substr(0, chars_max)) + "..." : escaped(out);
 }
 
 bool Value::operator==(const Value& other) const {

@@ -33,7 +33,7 @@ class Machine {
 
  private:
   [[noreturn]] void fail(std::string_view what) const {
-    throw Error(fmt::format("[pickle] {}: at byte {} it {}", name_, opcode_at_, what));
+    throw Error(fmt::format("[pickle] {}: at byte {} it {}", name_, opcode_at_, escaped(what)));
   }
   void require(bool condition, std::string_view what) const {
     if (!condition) [[unlikely]]

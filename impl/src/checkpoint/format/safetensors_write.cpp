@@ -22,6 +22,7 @@ std::vector<Item> in_order(const std::map<std::string, SafeTensorSpec>& tensors)
   for (const auto& [name, spec] : tensors) {
     SHARD_REQUIRE(name != "__metadata__" && !names_of(spec.dtype).safetensors.empty(), "safetensors",
                   "{} of {} has no place in a safetensors file", name, names_of(spec.dtype).torch);
+    SHARD_REQUIRE(is_utf8(name), "safetensors", "the name {} is no UTF-8, and has no place in a safetensors file", name);
     items.push_back({&name, &spec, bytes_of(spec.dtype, spec.sizes)});
   }
   std::stable_sort(items.begin(), items.end(),

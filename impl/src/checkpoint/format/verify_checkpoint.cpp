@@ -172,8 +172,8 @@ class Verifier {
 }  // namespace
 
 std::string Problem::str() const {
-  std::string text = file;
-  if (!tensor.empty()) text += fmt::format(": {}{}{}", tensor, box.empty() ? "" : " ", box);
+  std::string text = escaped(file);
+  if (!tensor.empty()) text += fmt::format(": {}{}{}", escaped(tensor), box.empty() ? "" : " ", box);
   return text + ": " + what;
 }
 

@@ -14,8 +14,8 @@
 #include <cstring>
 #include <thread>
 
-#include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
 #include "shardproof/device/kernels/cuda.h"
 #include "testing/base/call_label.h"
 
@@ -129,7 +129,7 @@ class MachineApi final : public NcclApi {
               Stream stream) override {
     const auto kernels = kernels_on(stream);
     SHARD_REQUIRE(kernels != nullptr, "nccl", "{}", why_no_sums());
-    reduce_terms(kernels.get(), dtype, op, terms, count, target);
+    if (count > 0) kernels->reduce(element_type(dtype), op, terms, count, target);
   }
   bool is_on_device(const at::Tensor& tensor) override { return tensor.is_cuda(); }
   bool is_device(c10::Device device) override { return device.is_cuda() && (!device.has_index() || device.index() == device_); }

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "comm/nccl/nccl_group.h"
-#include "comm/process/flight_record.h"
+#include "comm/process/engine.h"
 #include "shardproof/comm/nccl/nccl.h"
+#include "testing/comm/collective_plan.h"
 
 namespace shardproof::nccl {
 
@@ -27,7 +28,7 @@ class Event {
   NcclApi::Event event_;
 };
 
-struct Operation {
+struct Operation : process::Operation {
   // Of a tensor in host memory: where on the device its values will be.
   struct Landing {
     void* host;
@@ -37,21 +38,14 @@ struct Operation {
 
   Operation(std::shared_ptr<NcclApi> api, std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight, Call call);
 
-  // "reduce_scatter(sum, float32 x 128), call 17 on 'dp_shard', for unit 'h.3'"
-  std::string title() const;
   Lane& lane() const { return group->lane(lane_of(call.op)); }
   bool is_message() const { return call.op == Op::send || call.op == Op::recv; }
 
   std::shared_ptr<Group> group;
-  std::shared_ptr<const FlightGroup> flight;
-  Call call;
-  std::string label;
-  int64_t sequence = 0;
-  int64_t record = -1;  // of the flight record
 
   Event done;  // recorded when launched
   std::chrono::steady_clock::time_point begun;
-  bool launched = false, complete = false, waited = false;
+  bool launched = false, complete = false;
   // Whether who waits blocks until it is complete: tensors in host memory, and barriers.
   bool blocks = false;
   std::vector<Landing> landings;
@@ -73,6 +67,7 @@ class Issue {
     std::byte* data;
     int64_t bytes;
   };
+  static Part part_of(std::byte* tensor, ElementRange range, int64_t element_bytes);
   std::byte* device_input(Operation& operation, const at::Tensor& tensor);
   std::byte* device_output(Operation& operation, const at::Tensor& tensor);
   // By peer; a part of no bytes is not sent. What a rank has for itself is copied.
@@ -80,9 +75,9 @@ class Issue {
   void all_to_all(Operation& operation);
   std::byte* scratch(Lane& lane, int64_t bytes);
   void reduce_natively(Operation& operation);
-  void reduce_scatter_in_order(Operation& operation);
-  void all_reduce_in_order(Operation& operation);
-  void all_reduce_in_slices(Operation& operation, std::byte* input, std::byte* output);
+  void reduce_in_order(Operation& operation);
+  void sum_in_order(Operation& operation, const CollectivePlan& plan, std::byte* input, std::byte* output);
+  void share_sums(Operation& operation, const CollectivePlan& plan, std::byte* output);
   void barrier(Operation& operation);
 
   NcclApi& api_;

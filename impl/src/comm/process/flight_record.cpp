@@ -10,6 +10,8 @@
 #include <cstring>
 #include <filesystem>
 
+#include "shardproof/base/escape.h"
+
 namespace shardproof {
 namespace {
 
@@ -19,7 +21,7 @@ double clock_s() {
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
-  for (const char c : text) {
+  for (const char c : is_utf8(text) ? text : escaped(text)) {
     if (c == '"' || c == '\\') out += '\\';
     if (static_cast<unsigned char>(c) < 0x20)
       out += fmt::format("\\u{:04x}", static_cast<int>(c));

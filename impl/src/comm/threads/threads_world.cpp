@@ -9,7 +9,6 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
 
@@ -103,6 +102,13 @@ class OwnStream {
   bool multithreaded_ = true;
 };
 
+// What a party does in a call that all parties have made.
+CollectivePlan plan_of(const Call& call, int64_t party, int64_t parties, bool ring) {
+  if (call.op != Op::send && call.op != Op::recv)
+    return {call, party, parties, ring ? AllReduceBy::slices : AllReduceBy::whole};
+  return {{.op = Op::broadcast, .output = call.output, .input = call.input, .peer = 0}, party, parties};
+}
+
 std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring) {
   std::vector<Side> sides;
   for (const Part& part : rendezvous.parts) {
@@ -110,7 +116,7 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
                   "{}: rank {} has its tensors on {}, rank {} on {}; ranks must use one device",
                   describe(part.call), rendezvous.parts[0].rank, device_of(rendezvous.parts[0].call).str(), part.rank,
                   device_of(part.call).str());
-    Side side{.output_sizes = part.call.output_sizes, .input_sizes = part.call.input_sizes};
+    Side side{.plan = plan_of(part.call, std::ssize(sides), std::ssize(rendezvous.parts), ring)};
     if (part.call.input.defined())
       side.input = part.in_flight ? part.in_flight->snapshot()
                                   : static_cast<const std::byte*>(part.call.input.const_data_ptr());
@@ -123,7 +129,7 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
   }
   const Call& call = rendezvous.parts[0].call;
   const c10::Device device = device_of(call);
-  return std::make_unique<Exchange>(call, std::move(sides), ring, device_math(device), !device.is_cpu());
+  return std::make_unique<Exchange>(call, std::move(sides), ring, device_math(device));
 }
 
 void require_untouched(const Rendezvous& rendezvous, int64_t index) {

@@ -1,4 +1,5 @@
-// What each kernel does with one pack of elements. A rule is called once for every pack, in any order.
+// What arithmetic does with one pack of elements, on the CPU as on a GPU. A rule is called once for every pack, in any order:
+// nothing that a pack does may need what another one did.
 #pragma once
 
 #include <cmath>
@@ -36,101 +37,147 @@ struct Extreme {
   }
 };
 
-template <class T>
-struct Terms {
-  const T* at[DeviceMath::kTermsMax];
-  int count;
+template <int W, class Terms>
+bool all_aligned(const Terms& terms) {
+  for (int k = 0; k < terms.count; ++k)
+    if (!aligned<W>(terms[k])) return false;
+  return true;
+}
 
-  template <int W>
-  bool fit() const {
-    for (int k = 0; k < count; ++k)
-      if (!aligned<W>(at[k])) return false;
-    return true;
-  }
-};
-
-template <class T, class Fold>
+// `Terms`: the runner's list of arrays to sum, with their `count` and operator[](int).
+template <class T, class Fold, class Terms>
 struct ReduceRule {
   static constexpr int kWidth = sizeof(T) >= 4 ? 4 : 8;
-  Terms<T> terms;
+  static constexpr int kBlock = 1024;  // elements that a CPU sums at a time: they stay in its first-level cache
+  Terms terms;
   T* target;
 
-  bool fits() const { return terms.template fit<kWidth>() && aligned<kWidth>(target); }
+  bool fits() const { return all_aligned<kWidth>(terms) && aligned<kWidth>(target); }
+  // The target may be one of the terms, so it is written last.
   template <int W>
   SHARD_HD void pack(int64_t i) const {
-    Pack<T, W> sum = load<W>(terms.at[0] + i);
+    const int last = terms.count - 1;
+    const auto first = look<W>(terms[0] + i);
+    if (last == 0) return fill<W>(target + i, [&](int w) { return first.at[w]; });
+    const auto last_term = look<W>(terms[last] + i);
+    const auto finish = [&](const auto& left) {
+      fill<W>(target + i, [&](int w) { return Fold::apply(left.at[w], last_term.at[w]); });
+    };
+    if (last == 1) return finish(first);
+    const auto second = look<W>(terms[1] + i);
+    Pack<T, W> sum;
+    SHARD_VECTORIZE
+    for (int w = 0; w < W; ++w) sum.at[w] = Fold::apply(first.at[w], second.at[w]);
 #ifdef __CUDA_ARCH__
 #  pragma unroll 4
 #endif
-    for (int k = 1; k < terms.count; ++k) {
-      const Pack<T, W> term = load<W>(terms.at[k] + i);
+    for (int k = 2; k < last; ++k) {
+      const auto term = look<W>(terms[k] + i);
+      SHARD_VECTORIZE
       for (int w = 0; w < W; ++w) sum.at[w] = Fold::apply(sum.at[w], term.at[w]);
     }
-    keep<W>(target + i, sum);
+    finish(sum);
   }
 };
 
-template <class T, class Result>
+template <class T, class Result, class Terms>
 struct SumWideRule {
   static constexpr int kWidth = 8;
-  Terms<T> terms;
+  static constexpr int kBlock = 1024;
+  Terms terms;
   Result* target;
 
-  bool fits() const { return terms.template fit<kWidth>() && aligned<kWidth>(target); }
+  bool fits() const { return all_aligned<kWidth>(terms) && aligned<kWidth>(target); }
   template <int W>
   SHARD_HD void pack(int64_t i) const {
-    const Pack<T, W> first = load<W>(terms.at[0] + i);
-    float sum[W];
-    for (int w = 0; w < W; ++w) sum[w] = widen(first.at[w]);
+    const auto first = look<W>(terms[0] + i);
+    Pack<float, W> sum;
+    SHARD_VECTORIZE
+    for (int w = 0; w < W; ++w) sum.at[w] = static_cast<float>(widen(first.at[w]));
 #ifdef __CUDA_ARCH__
 #  pragma unroll 4
 #endif
     for (int k = 1; k < terms.count; ++k) {
-      const Pack<T, W> term = load<W>(terms.at[k] + i);
-      for (int w = 0; w < W; ++w) sum[w] += widen(term.at[w]);
+      const auto term = look<W>(terms[k] + i);
+      SHARD_VECTORIZE
+      for (int w = 0; w < W; ++w) sum.at[w] += static_cast<float>(widen(term.at[w]));
     }
-    Pack<Result, W> rounded;
-    for (int w = 0; w < W; ++w) rounded.at[w] = Narrow<Result>::of(sum[w]);
-    keep<W>(target + i, rounded);
+    fill<W>(target + i, [&](int w) { return Narrow<Result>::of(sum.at[w]); });
   }
 };
 
-// One element of an update: the same operations in the same order as impl/src/optim/update_rules.cpp.
+// One element of an update in `Real`, float or double, to which each scalar was rounded once.
+template <class Real, bool kMomentum>
 struct Sgd {
-  SgdScalars s;
-  static constexpr bool kSecond = false;
-  SHARD_HD void apply(float& p, float g, float* m, float*) const {
-    float direction = g;
-    if (s.decay != 0) direction += s.decay * p;
-    if (m) {
-      *m = s.momentum * *m + direction;
-      direction = s.nesterov ? direction + s.momentum * *m : *m;
+  static constexpr bool kFirst = kMomentum, kSecond = false;
+  Real lr, decay, momentum;
+  bool nesterov;
+  explicit Sgd(const SgdScalars& s)
+      : lr(static_cast<Real>(s.lr)),
+        decay(static_cast<Real>(s.decay)),
+        momentum(static_cast<Real>(s.momentum)),
+        nesterov(s.nesterov) {}
+
+  SHARD_HD void apply(Real& p, Real g, Real& m, Real&) const {
+    Real direction = g;
+    if (decay != 0) direction += decay * p;
+    if constexpr (kMomentum) {
+      m = momentum * m + direction;
+      direction = nesterov ? direction + momentum * m : m;
     }
-    p -= s.lr * direction;
+    p -= lr * direction;
   }
 };
 
+SHARD_HD float root_of(float value) {
+  return sqrtf(value);
+}
+SHARD_HD double root_of(double value) {
+  return sqrt(value);
+}
+
+template <class Real>
 struct Adam {
-  AdamScalars s;
-  static constexpr bool kSecond = true;
-  SHARD_HD void apply(float& p, float g, float* m, float* v) const {
-    const float gradient = s.coupled != 0 ? g + s.coupled * p : g;
-    const float decayed = p * s.keep;
-    *m = s.beta1 * *m + s.beta1_rest * gradient;
-    *v = s.beta2 * *v + s.beta2_rest * (gradient * gradient);
-    p = decayed - s.rate * (*m / (sqrtf(*v) / s.root + s.eps));
+  static constexpr bool kFirst = true, kSecond = true;
+  Real keep, coupled, beta1, beta1_rest, beta2, beta2_rest, eps, rate, root;
+  explicit Adam(const AdamScalars& s)
+      : keep(static_cast<Real>(s.keep)),
+        coupled(static_cast<Real>(s.coupled)),
+        beta1(static_cast<Real>(s.beta1)),
+        beta1_rest(static_cast<Real>(s.beta1_rest)),
+        beta2(static_cast<Real>(s.beta2)),
+        beta2_rest(static_cast<Real>(s.beta2_rest)),
+        eps(static_cast<Real>(s.eps)),
+        rate(static_cast<Real>(s.rate)),
+        root(static_cast<Real>(s.root)) {}
+
+  SHARD_HD void apply(Real& p, Real g, Real& m, Real& v) const {
+    const Real gradient = coupled != 0 ? g + coupled * p : g;
+    const Real decayed = p * keep;
+    m = beta1 * m + beta1_rest * gradient;
+    v = beta2 * v + beta2_rest * (gradient * gradient);
+    p = decayed - rate * (m / (root_of(v) / root + eps));
   }
 };
 
+template <class Real>
 struct Lion {
-  LionScalars s;
-  static constexpr bool kSecond = false;
-  SHARD_HD void apply(float& p, float g, float* m, float*) const {
-    const float decayed = p * s.keep;
-    const float blend = s.beta1 * *m + s.beta1_rest * g;
-    const float sign = blend > 0 ? 1.0f : blend < 0 ? -1.0f : blend;
-    *m = s.beta2 * *m + s.beta2_rest * g;
-    p = decayed - s.lr * sign;
+  static constexpr bool kFirst = true, kSecond = false;
+  Real keep, lr, beta1, beta1_rest, beta2, beta2_rest;
+  explicit Lion(const LionScalars& s)
+      : keep(static_cast<Real>(s.keep)),
+        lr(static_cast<Real>(s.lr)),
+        beta1(static_cast<Real>(s.beta1)),
+        beta1_rest(static_cast<Real>(s.beta1_rest)),
+        beta2(static_cast<Real>(s.beta2)),
+        beta2_rest(static_cast<Real>(s.beta2_rest)) {}
+
+  SHARD_HD void apply(Real& p, Real g, Real& m, Real&) const {
+    const Real decayed = p * keep;
+    const Real blend = beta1 * m + beta1_rest * g;
+    const Real sign = blend > 0 ? Real{1} : blend < 0 ? Real{-1} : blend;
+    m = beta2 * m + beta2_rest * g;
+    p = decayed - lr * sign;
   }
 };
 
@@ -143,31 +190,42 @@ struct Narrow<Nothing> {
 };
 
 // `Low`: of what the new parameter is rounded to besides; Nothing where it is not.
-template <class Update, class Low>
+template <class Real, class Update, class Low>
 struct UpdateRule {
   static constexpr bool kLow = !std::is_same_v<Low, Nothing>;
   static constexpr int kWidth = kLow ? 8 : 4;
   Update update;
-  UpdateArrays a;
+  Real* parameter;
+  const Real* gradient;
+  Real *first, *second;
+  Low* low;
+
+  UpdateRule(const Update& rule, const UpdateArrays& arrays)
+      : update(rule),
+        parameter(static_cast<Real*>(arrays.parameter)),
+        gradient(static_cast<const Real*>(arrays.gradient)),
+        first(static_cast<Real*>(arrays.first)),
+        second(static_cast<Real*>(arrays.second)),
+        low(static_cast<Low*>(arrays.low)) {}
 
   bool fits() const {
-    return aligned<kWidth>(a.parameter) && aligned<kWidth>(a.gradient) && aligned<kWidth>(a.first) &&
-           aligned<kWidth>(a.second) && (!kLow || aligned<kWidth>(static_cast<Low*>(a.low)));
+    return aligned<kWidth>(parameter) && aligned<kWidth>(gradient) && aligned<kWidth>(first) && aligned<kWidth>(second) &&
+           (!kLow || aligned<kWidth>(low));
   }
   template <int W>
   SHARD_HD void pack(int64_t i) const {
-    Pack<float, W> p = load<W>(a.parameter + i), m{}, v{};
-    const Pack<float, W> g = load<W>(a.gradient + i);
-    if (a.first) m = load<W>(a.first + i);
-    if constexpr (Update::kSecond) v = load<W>(a.second + i);
-    for (int w = 0; w < W; ++w) update.apply(p.at[w], g.at[w], a.first ? &m.at[w] : nullptr, &v.at[w]);
-    keep<W>(a.parameter + i, p);
-    if (a.first) keep<W>(a.first + i, m);
-    if constexpr (Update::kSecond) keep<W>(a.second + i, v);
+    Pack<Real, W> p = load<W>(parameter + i), m{}, v{};
+    const Pack<Real, W> g = load<W>(gradient + i);
+    if constexpr (Update::kFirst) m = load<W>(first + i);
+    if constexpr (Update::kSecond) v = load<W>(second + i);
+    for (int w = 0; w < W; ++w) update.apply(p.at[w], g.at[w], m.at[w], v.at[w]);
+    keep<W>(parameter + i, p);
+    if constexpr (Update::kFirst) keep<W>(first + i, m);
+    if constexpr (Update::kSecond) keep<W>(second + i, v);
     if constexpr (kLow) {
-      Pack<Low, W> low;
-      for (int w = 0; w < W; ++w) low.at[w] = Narrow<Low>::of(p.at[w]);
-      keep<W>(static_cast<Low*>(a.low) + i, low);
+      Pack<Low, W> rounded;
+      for (int w = 0; w < W; ++w) rounded.at[w] = Narrow<Low>::of(p.at[w]);
+      keep<W>(low + i, rounded);
     }
   }
 };
@@ -233,7 +291,8 @@ struct StoreFixedRule {
   int64_t* target;
   const T* source;
   bool add;
-  double unit, limit, limit_of_sums;
+  double units_in_one;  // a power of two, by which products and quotients have the same bits
+  double limit, limit_of_sums;
 
   bool fits() const { return false; }  // one by one: memory is not what it waits for
   template <int W>
@@ -245,10 +304,10 @@ struct StoreFixedRule {
     } else {
       const double value = widen(source[i]);
       if (!(fabs(value) < limit)) return 0;  // NaN, too
-      term = llrint(value / unit);
+      term = llrint(value * units_in_one);
     }
     target[i] = add ? target[i] + term : term;
-    return fabs(static_cast<double>(target[i])) < limit_of_sums / unit ? 1 : 0;
+    return fabs(static_cast<double>(target[i])) < limit_of_sums * units_in_one ? 1 : 0;
   }
 };
 

@@ -1,4 +1,4 @@
-// Elements and packs of them, as kernels and their twins on the CPU see them: the same source for both compilers.
+// Elements and packs of them, as the runners of the CPU and of a GPU see them: the same source for both compilers.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,11 @@
 #  include <cuda_bf16.h>
 #  include <cuda_fp16.h>
 #  define SHARD_HD __host__ __device__ __forceinline__
+#  define SHARD_VECTORIZE
 #else
 #  define SHARD_HD inline
+// Before a loop in which no iteration needs another one's result, though pointers in it may be equal.
+#  define SHARD_VECTORIZE _Pragma("GCC ivdep")
 #endif
 
 namespace shardproof::kernels {
@@ -93,7 +96,7 @@ SHARD_HD bool is_nan(double value) {
   return value != value;
 }
 
-// W neighbours. Loaded and stored in words of 16 bytes where they are that long; the pointer is aligned to them then.
+// W neighbours. A GPU loads and stores them in words of 16 bytes where they are that long; the pointer is aligned to them then.
 template <class T, int W>
 struct Pack {
   T at[W];
@@ -122,7 +125,7 @@ SHARD_HD Pack<T, W> load(const T* from) {
       memcpy(pack.at, &word, sizeof(pack));
     }
 #else
-    memcpy(pack.at, from, sizeof(pack));
+    for (int w = 0; w < W; ++w) pack.at[w] = from[w];
 #endif
   }
   return pack;
@@ -147,9 +150,39 @@ SHARD_HD void keep(T* to, const Pack<T, W>& pack) {
       *reinterpret_cast<uint2*>(to) = word;
     }
 #else
-    memcpy(to, pack.at, sizeof(pack));
+    for (int w = 0; w < W; ++w) to[w] = pack.at[w];
 #endif
   }
+}
+
+// W neighbours to read once: a GPU loads them as a pack, a CPU leaves them where they are.
+#ifdef __CUDA_ARCH__
+template <int W, class T>
+SHARD_HD Pack<T, W> look(const T* from) {
+  return load<W>(from);
+}
+#else
+template <class T>
+struct View {
+  const T* at;
+};
+template <int W, class T>
+SHARD_HD View<T> look(const T* from) {
+  return {from};
+}
+#endif
+
+// Stores make(0) to make(W - 1).
+template <int W, class T, class Make>
+SHARD_HD void fill(T* to, const Make& make) {
+#ifdef __CUDA_ARCH__
+  Pack<T, W> pack;
+  for (int w = 0; w < W; ++w) pack.at[w] = make(w);
+  keep<W>(to, pack);
+#else
+  SHARD_VECTORIZE
+  for (int w = 0; w < W; ++w) to[w] = make(w);
+#endif
 }
 
 // Whether packs of W may begin at every multiple of W behind the pointer.

@@ -107,8 +107,27 @@ class Scratch {
   cudaStream_t stream_;
 };
 
+// Arrays to sum, by value: they travel in a kernel's arguments, of which there are 4 KiB.
+template <class T>
+struct GpuTerms {
+  static constexpr int kMax = 480;
+  const T* at[kMax];
+  int count;
+
+  explicit GpuTerms(std::span<const std::byte* const> given) : count(static_cast<int>(given.size())) {
+    if (count > kMax)
+      throw std::runtime_error("[cuda] a sum of " + std::to_string(count) + " terms; a kernel adds at most " +
+                               std::to_string(kMax) + ". Use a mesh with fewer ranks along one axis");
+    for (int k = 0; k < count; ++k) at[k] = reinterpret_cast<const T*>(given[static_cast<size_t>(k)]);
+  }
+  SHARD_HD const T* operator[](int k) const { return at[k]; }
+};
+
 class GpuRunner {
  public:
+  template <class T>
+  using Terms = GpuTerms<T>;
+
   explicit GpuRunner(std::function<void*()> stream) : stream_(std::move(stream)) {}
 
   template <class Rule>

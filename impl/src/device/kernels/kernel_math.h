@@ -1,4 +1,5 @@
-// DeviceMath over a runner: types, widths and cuts are chosen here, once, for the GPU and for the twin on the CPU. A runner has
+// DeviceMath over a runner: types and rules are chosen here, once, for the CPU and for a GPU. A runner has
+//   Terms<T>                         a list of arrays to sum, made of their addresses
 //   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
 //   int64_t first(count, rule)       the first place that a rule found, count where there is none
 //   void exact(spans, squares, counters)
@@ -41,24 +42,15 @@ void with_float(const char* what, Element type, const Run& run) {
   switch (type) {
     case Element::f32:
       return run(static_cast<float*>(nullptr));
+    case Element::f64:
+      return run(static_cast<double*>(nullptr));
     case Element::bf16:
       return run(static_cast<Bf16*>(nullptr));
     case Element::f16:
       return run(static_cast<Fp16*>(nullptr));
     default:
-      throw std::logic_error(std::string("[device_math] ") + what + ": expected float32, bfloat16 or float16");
+      throw std::logic_error(std::string("[device_math] ") + what + ": expected a floating-point type");
   }
-}
-
-template <class T>
-Terms<T> terms_of(std::span<const std::byte* const> given) {
-  if (given.empty() || given.size() > static_cast<size_t>(DeviceMath::kTermsMax))
-    throw std::logic_error("[device_math] a sum of " + std::to_string(given.size()) + " terms; expected 1 to " +
-                           std::to_string(DeviceMath::kTermsMax));
-  Terms<T> terms;
-  terms.count = static_cast<int>(given.size());
-  for (size_t k = 0; k < given.size(); ++k) terms.at[k] = reinterpret_cast<const T*>(given[k]);
-  return terms;
 }
 
 template <class Runner>
@@ -68,31 +60,42 @@ class KernelMath final : public DeviceMath {
 
   void reduce(Element type, Reduce op, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
+    require_terms(terms);
     with_type(type, [&]<class T>(T*) {
-      const auto given = terms_of<T>(terms);
+      using Terms = typename Runner::template Terms<T>;
+      const Terms given(terms);
       T* to = reinterpret_cast<T*>(target);
-      if (op == Reduce::sum) run_.each(count, ReduceRule<T, Sum>{given, to});
-      if (op == Reduce::max) run_.each(count, ReduceRule<T, Extreme<true>>{given, to});
-      if (op == Reduce::min) run_.each(count, ReduceRule<T, Extreme<false>>{given, to});
+      if (op == Reduce::sum) run_.each(count, ReduceRule<T, Sum, Terms>{given, to});
+      if (op == Reduce::max) run_.each(count, ReduceRule<T, Extreme<true>, Terms>{given, to});
+      if (op == Reduce::min) run_.each(count, ReduceRule<T, Extreme<false>, Terms>{given, to});
     });
   }
 
   void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
                 std::byte* target) const override {
+    require_terms(terms);
     with_float("sum_wide", type, [&]<class T>(T*) {
+      using Terms = typename Runner::template Terms<T>;
       with_float("sum_wide", target_type, [&]<class To>(To*) {
-        run_.each(count, SumWideRule<T, To>{terms_of<T>(terms), reinterpret_cast<To*>(target)});
+        run_.each(count, SumWideRule<T, To, Terms>{Terms(terms), reinterpret_cast<To*>(target)});
       });
     });
   }
 
-  void sgd(const SgdScalars& scalars, const UpdateArrays& arrays) const override { update(Sgd{scalars}, arrays); }
-  void adam(const AdamScalars& scalars, const UpdateArrays& arrays) const override { update(Adam{scalars}, arrays); }
-  void lion(const LionScalars& scalars, const UpdateArrays& arrays) const override { update(Lion{scalars}, arrays); }
+  void sgd(const SgdScalars& scalars, const UpdateArrays& arrays) const override {
+    with_real(arrays.type, [&]<class Real>(Real*) {
+      if (arrays.first) update<Real>(Sgd<Real, true>(scalars), arrays);
+      else update<Real>(Sgd<Real, false>(scalars), arrays);
+    });
+  }
+  void adam(const AdamScalars& scalars, const UpdateArrays& arrays) const override {
+    with_real(arrays.type, [&]<class Real>(Real*) { update<Real>(Adam<Real>(scalars), arrays); });
+  }
+  void lion(const LionScalars& scalars, const UpdateArrays& arrays) const override {
+    with_real(arrays.type, [&]<class Real>(Real*) { update<Real>(Lion<Real>(scalars), arrays); });
+  }
 
   void store(float* target, Element source_type, const std::byte* source, int64_t count, bool add) const override {
-    if (source_type == Element::f64)
-      return run_.each(count, StoreRule<double>{target, reinterpret_cast<const double*>(source), add});
     with_float("store", source_type,
                [&]<class T>(T*) { run_.each(count, StoreRule<T>{target, reinterpret_cast<const T*>(source), add}); });
   }
@@ -100,7 +103,7 @@ class KernelMath final : public DeviceMath {
   bool store_fixed(int64_t* target, Element source_type, const std::byte* source, int64_t count, bool add, double unit,
                    double limit, double limit_of_sums) const override {
     return with_type(source_type, [&]<class T>(T*) {
-      return run_.first(count, StoreFixedRule<T>{target, reinterpret_cast<const T*>(source), add, unit, limit,
+      return run_.first(count, StoreFixedRule<T>{target, reinterpret_cast<const T*>(source), add, 1 / unit, limit,
                                                  limit_of_sums}) == count;
     });
   }
@@ -130,11 +133,23 @@ class KernelMath final : public DeviceMath {
   }
 
  private:
-  template <class Update>
+  template <class Run>
+  static void with_real(Element type, const Run& run) {
+    if (type == Element::f32) return run(static_cast<float*>(nullptr));
+    if (type == Element::f64) return run(static_cast<double*>(nullptr));
+    throw std::logic_error("[device_math] an update: expected float32 or float64");
+  }
+  static void require_terms(std::span<const std::byte* const> terms) {
+    if (terms.empty()) throw std::logic_error("[device_math] a sum of no terms");
+  }
+
+  template <class Real, class Update>
   void update(const Update& rule, const UpdateArrays& arrays) const {
-    if (!arrays.low) return run_.each(arrays.count, UpdateRule<Update, Nothing>{rule, arrays});
-    with_float("update", arrays.low_type,
-               [&]<class Low>(Low*) { run_.each(arrays.count, UpdateRule<Update, Low>{rule, arrays}); });
+    if (!arrays.low) return run_.each(arrays.count, UpdateRule<Real, Update, Nothing>(rule, arrays));
+    if constexpr (std::is_same_v<Real, float>)
+      return with_float("update", arrays.low_type,
+                        [&]<class Low>(Low*) { run_.each(arrays.count, UpdateRule<Real, Update, Low>(rule, arrays)); });
+    throw std::logic_error("[device_math] an update in float64 rounds no copy");
   }
 
   Runner run_;

@@ -15,8 +15,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-void require_own(const at::Tensor& x, int64_t dim, const ContextCut& cut, const Comm& group, const char* what) {
-  SHARD_REQUIRE(cut.ranks == group.size(), "context_parallel", "a cut for {} ranks on the {} ranks of '{}'", cut.ranks,
+void require_own(const at::Tensor& x, int64_t dim, const DimCut& cut, const Comm& group, const char* what) {
+  SHARD_REQUIRE(cut.parts == group.size(), "context_parallel", "a cut for {} ranks on the {} ranks of '{}'", cut.parts,
                 group.size(), group.name());
   SHARD_REQUIRE(dim >= 0 && dim < x.dim() && x.size(dim) == cut.count(group.rank()), "context_parallel",
                 "{}: rank {} of {} in '{}' must hold {} of the {} positions along dim {}, and holds sizes {}. Cut whole "
@@ -25,16 +25,16 @@ void require_own(const at::Tensor& x, int64_t dim, const ContextCut& cut, const 
                 fmt::join(x.sizes(), "x"));
 }
 
-int64_t most_positions(const ContextCut& cut) {
+int64_t most_positions(const DimCut& cut) {
   int64_t most = 0;
-  for (int64_t rank = 0; rank < cut.ranks; ++rank) most = std::max(most, cut.count(rank));
+  for (int64_t rank = 0; rank < cut.parts; ++rank) most = std::max(most, cut.count(rank));
   return most;
 }
 
 // Where each position is among the ranks' rows behind each other, `most` of each.
-at::Tensor places(const ContextCut& cut, int64_t most, c10::Device device) {
+at::Tensor places(const DimCut& cut, int64_t most, c10::Device device) {
   std::vector<int64_t> place(static_cast<size_t>(cut.length));
-  for (int64_t rank = 0; rank < cut.ranks; ++rank) {
+  for (int64_t rank = 0; rank < cut.parts; ++rank) {
     int64_t row = rank * most;
     for (const int64_t position : cut.positions(rank)) place[static_cast<size_t>(position)] = row++;
   }
@@ -43,7 +43,7 @@ at::Tensor places(const ContextCut& cut, int64_t most, c10::Device device) {
 
 // Every rank's positions of x, in order, with zeros for those that a rank has fewer of while they are on the way. `sum`: of the
 // gradients.
-at::Tensor gathered(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group, const collective::Sum& sum = {}) {
+at::Tensor gathered(const at::Tensor& own, int64_t dim, const DimCut& cut, Comm& group, const collective::Sum& sum = {}) {
   if (group.size() == 1) return own;
   const int64_t most = most_positions(cut);
   at::Tensor rows = own.movedim(dim, 0);
@@ -91,19 +91,19 @@ struct ExactRingAttention : torch::autograd::Function<ExactRingAttention> {
 
 }  // namespace
 
-at::Tensor context_piece(const at::Tensor& x, int64_t dim, const ContextCut& cut, int64_t rank) {
+at::Tensor context_piece(const at::Tensor& x, int64_t dim, const DimCut& cut, int64_t rank) {
   SHARD_REQUIRE(dim >= -x.dim() && dim < x.dim() && x.size(dim) == cut.length, "context_parallel",
                 "a tensor of sizes {} does not have {} positions along dim {}", fmt::join(x.sizes(), "x"), cut.length, dim);
   return x.index_select(dim, at::tensor(cut.positions(rank), at::kLong).to(x.device()));
 }
 
-at::Tensor context_gather(const at::Tensor& own, int64_t dim, const ContextCut& cut, Comm& group) {
+at::Tensor context_gather(const at::Tensor& own, int64_t dim, const DimCut& cut, Comm& group) {
   if (dim < 0) dim += own.dim();
   require_own(own, dim, cut, group, "context_gather");
   return gathered(own, dim, cut, group);
 }
 
-at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
+at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut, bool causal,
                               const std::optional<AttentionDropout>& dropout, Comm& group) {
   for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "gathered_attention");
   // In one collective, for the order in which a backward would enter two is not the same on every rank.
@@ -117,7 +117,7 @@ at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at
   return masked_attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), allowed, dropout, own, all);
 }
 
-at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
+at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
                                         bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
                                         Comm& group) {
   for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_gathered_attention");
@@ -131,14 +131,14 @@ at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k
                                   mask);
 }
 
-at::Tensor canonical_ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut,
+at::Tensor canonical_ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
                                     bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
                                     Comm& group) {
   for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "canonical_ring_attention");
   return ExactRingAttention::apply(q, k, v, c10::make_intrusive<ExactRing>(cut, causal, dropout, name, group));
 }
 
-at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextCut& cut, bool causal,
+at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut, bool causal,
                           const std::optional<AttentionDropout>& dropout, Comm& group) {
   for (const at::Tensor* x : {&q, &k, &v}) require_own(*x, 2, cut, group, "ring_attention");
   return RingAttention::apply(q, k, v, c10::make_intrusive<ContextRing>(cut, causal, dropout, group));

@@ -12,7 +12,7 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
  public:
   ContextState(std::shared_ptr<MeshComm> comms, ContextOptions options)
       : comms_(std::move(comms)), options_(std::move(options)), group_(comms_->along({options_.axis})) {
-    cut_ = {options_.split, 0, group_.size()};
+    cut_ = context_cut(options_.split, 0, group_.size());
   }
   ~ContextState() override {
     for (SequencePart* part : parts_) part->rule = nullptr;
@@ -22,7 +22,7 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   void attach(const std::shared_ptr<torch::nn::Module>& root);
   std::shared_ptr<void> held() override { return shared_from_this(); }
 
-  const ContextCut& cut() const { return cut_; }
+  const DimCut& cut() const { return cut_; }
   Comm& group() const { return group_; }
   void set_length(int64_t length) { cut_.length = length; }
 
@@ -66,7 +66,7 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   std::shared_ptr<MeshComm> comms_;
   ContextOptions options_;
   Comm& group_;
-  ContextCut cut_;
+  DimCut cut_;
   // They point here without owning: this lives as long as the ContextParallel, and a Sharded made meanwhile.
   std::shared_ptr<torch::nn::Module> root_;
   std::vector<SequencePart*> parts_;
@@ -110,7 +110,7 @@ at::Tensor ContextParallel::join(const at::Tensor& own, int64_t dim) const {
   return context_gather(own, dim, state_->cut(), state_->group());
 }
 
-ContextCut ContextParallel::layout() const {
+DimCut ContextParallel::layout() const {
   return state_->cut();
 }
 

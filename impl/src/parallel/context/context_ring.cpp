@@ -20,13 +20,14 @@ double scale_of(const at::Tensor& q) {
 
 }  // namespace
 
-ContextRing::ContextRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group)
+ContextRing::ContextRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group)
     : ring_(cut, group), causal_(causal), dropout_(std::move(dropout)) {}
 
 std::vector<ContextRing::Run> ContextRing::runs_of(int64_t rank) const {
   std::vector<Run> runs;
   int64_t local = 0;
-  for (const Interval& positions : ring_.cut().runs(rank)) {
+  for (const SplitRun& run : ring_.cut().runs(rank)) {
+    const Interval positions = run.whole;
     runs.push_back({positions, local});
     local += positions.size();
   }

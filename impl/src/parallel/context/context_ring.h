@@ -18,7 +18,7 @@ namespace shardproof {
 
 class ContextRing : public torch::CustomClassHolder {
  public:
-  ContextRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group);
+  ContextRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, Comm& group);
 
   // The output, and the logarithm of each row's sum [B, heads, T, 1]. Collective.
   std::pair<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) const;

@@ -8,7 +8,7 @@ namespace shardproof {
 
 using canonical_blocks::Mixture;
 
-ExactRing::ExactRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, std::string name, Comm& group)
+ExactRing::ExactRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, std::string name, Comm& group)
     : ring_(cut, group),
       causal_(causal),
       dropout_(std::move(dropout)),
@@ -16,7 +16,7 @@ ExactRing::ExactRing(const ContextCut& cut, bool causal, std::optional<Attention
       own_(cut.positions(group.rank())) {}
 
 ExactRing::Block ExactRing::block(int64_t source, bool with_mask) const {
-  const ContextCut& cut = ring_.cut();
+  const DimCut& cut = ring_.cut();
   Block block{cut.positions(source), {}};
   if (dropout_ && with_mask)
     block.mask = dropout_mask(

@@ -20,7 +20,7 @@ namespace shardproof {
 
 class ExactRing : public torch::CustomClassHolder {
  public:
-  ExactRing(const ContextCut& cut, bool causal, std::optional<AttentionDropout> dropout, std::string name, Comm& group);
+  ExactRing(const DimCut& cut, bool causal, std::optional<AttentionDropout> dropout, std::string name, Comm& group);
 
   struct Kept {
     at::Tensor q, k, v, output;

@@ -16,9 +16,9 @@ namespace shardproof {
 class Ring {
  public:
   // Keeps the group alive. Tensors have the positions that the cut gives a rank along dim -2.
-  Ring(const ContextCut& cut, Comm& group) : cut_(cut), group_(group.shared()) {}
+  Ring(const DimCut& cut, Comm& group) : cut_(cut), group_(group.shared()) {}
 
-  const ContextCut& cut() const { return cut_; }
+  const DimCut& cut() const { return cut_; }
   int64_t rank() const { return group_->rank(); }
 
   // Calls visit(what the rank `source` had, source) for every rank, this one first. Collective. While a visit computes, the
@@ -36,7 +36,7 @@ class Ring {
   Pass pass_on(const at::Tensor& mine, int64_t source) const;
   int64_t before(int64_t rank) const { return (rank + group_->size() - 1) % group_->size(); }
 
-  ContextCut cut_;
+  DimCut cut_;
   std::shared_ptr<Comm> group_;
 };
 

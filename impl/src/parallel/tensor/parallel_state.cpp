@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "shardproof/base/check.h"
+#include "shardproof/comm/redistribute.h"
 
 namespace shardproof {
 namespace {
@@ -13,12 +14,19 @@ Comm& group_of(MeshComm& comms, const std::string& axis) {
   return comms.along({axis});
 }
 
-at::Tensor flat(const at::Tensor& tensor) { return tensor.contiguous().view({-1}); }
-
 }  // namespace
 
 ParallelState::ParallelState(std::shared_ptr<MeshComm> comms, ParallelPlan plan)
-    : comms_(std::move(comms)), plan_(std::move(plan)), group_(&group_of(*comms_, plan_.axis)) {}
+    : comms_(std::move(comms)),
+      plan_(std::move(plan)),
+      group_(&group_of(*comms_, plan_.axis)),
+      view_(std::make_unique<MeshComm>(group_->shared(), Mesh(std::vector<Axis>{{plan_.axis, group_->size()}}))) {}
+
+DimCut ParallelState::dim_cut(const std::vector<CutSegment>& segments) const {
+  DimCut cut{split(segments), 0, parts()};
+  for (const CutSegment& segment : segments) cut.length += segment.length;
+  return cut;
+}
 
 void ParallelState::add(const at::Tensor& parameter, ParallelParameter description) {
   of_tensor_[parameter.unsafeGetTensorImpl()] = parameters_.size();
@@ -30,28 +38,24 @@ const ParallelParameter* ParallelState::find(const at::Tensor& parameter) const 
   return found == of_tensor_.end() ? nullptr : &parameters_[found->second];
 }
 
-at::Tensor ParallelState::cut(const TensorCut& cut, const at::Tensor& whole) const {
-  std::vector<at::Tensor> pieces;
-  for (const CutRows& rows : cut.rows(parts(), part()))
-    pieces.push_back(whole.narrow(cut.dim, rows.whole.begin, rows.whole.size()));
-  return at::cat(pieces, cut.dim).contiguous();
+at::Tensor ParallelState::cut(const Layout& layout, const at::Tensor& whole) const {
+  at::Tensor own = whole;
+  for (int64_t dim = 0; dim < std::ssize(layout.dims); ++dim)
+    for (const Split& split : layout.dims[static_cast<size_t>(dim)]) {
+      std::vector<at::Tensor> runs;
+      for (const SplitRun& run : pieces(split, own.size(dim), parts(), part()))
+        runs.push_back(own.narrow(dim, run.whole.begin, run.whole.size()));
+      own = runs.empty() ? own.narrow(dim, 0, 0) : at::cat(runs, dim);
+    }
+  return own.contiguous();
 }
 
 at::Tensor ParallelState::join(const ParallelParameter& parameter, const at::Tensor& local) const {
-  at::NoGradGuard no_grad;
-  if (!parameter.cut) return local.detach().clone();
-  int64_t most = 0;
-  for (int64_t p = 0; p < parts(); ++p) most = std::max(most, numel(parameter.cut->local_shape(parameter.shape, parts(), p)));
-  at::Tensor mine = at::zeros({most}, local.options()), all = at::empty({most * parts()}, local.options());
-  mine.narrow(0, 0, local.numel()).copy_(flat(local.detach()));
-  group_->all_gather(all, mine).wait();
-  at::Tensor whole = at::empty({numel(parameter.shape)}, local.options());
-  for (int64_t p = 0; p < parts(); ++p) {
-    const int64_t held = numel(parameter.cut->local_shape(parameter.shape, parts(), p));
-    for (const CutRun& run : parameter.cut->runs(parameter.shape, parts(), p, {0, held}))
-      whole.narrow(0, run.whole.begin, run.whole.size()).copy_(all.narrow(0, p * most + run.local, run.whole.size()));
-  }
-  return whole.view(parameter.shape);
+  const at::NoGradGuard no_grad;
+  at::Tensor own = local.detach().contiguous();
+  if (own.numel() == 0) own = own.view({0});  // as a rank holds nothing, of however many dims
+  const at::Tensor whole = redistribute(own, parameter.shape, parameter.layout, replicated(), *view_);
+  return whole.is_alias_of(own) ? whole.clone() : whole;
 }
 
 std::shared_ptr<ParallelState> parallel_state(const torch::nn::Module& root) {

@@ -25,6 +25,15 @@ class ParallelState {
   Comm& group() const { return *group_; }
   int64_t parts() const { return group_->size(); }
   int64_t part() const { return group_->rank(); }
+  // The axis alone, as a view of the mesh: its ranks are the parts.
+  const Mesh& view() const { return view_->mesh(); }
+
+  // The split of rows in `segments` over the axis; even when there are none.
+  Split split(const std::vector<CutSegment>& segments) const {
+    return segments.empty() ? Split{axis()} : split_in_segments(axis(), segments);
+  }
+  // The cut of a dim of these segments.
+  DimCut dim_cut(const std::vector<CutSegment>& segments) const;
 
   void add(const at::Tensor& parameter, ParallelParameter description);
   // Null when the parameter is whole on every rank and its gradient is, too.
@@ -32,7 +41,7 @@ class ParallelState {
   const std::vector<ParallelParameter>& parameters() const { return parameters_; }
 
   // The rank's cut of a whole parameter, and back.
-  at::Tensor cut(const TensorCut& cut, const at::Tensor& whole) const;
+  at::Tensor cut(const Layout& layout, const at::Tensor& whole) const;
   at::Tensor join(const ParallelParameter& parameter, const at::Tensor& local) const;  // collective
 
   // Whole length of the activations that are split along the sequence: what the last module that saw them whole saw.
@@ -50,6 +59,7 @@ class ParallelState {
   std::shared_ptr<MeshComm> comms_;
   ParallelPlan plan_;
   Comm* group_;
+  std::unique_ptr<MeshComm> view_;
   std::vector<ParallelParameter> parameters_;
   std::unordered_map<const c10::TensorImpl*, size_t> of_tensor_;
   int64_t sequence_length_ = 0;

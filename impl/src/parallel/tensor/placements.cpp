@@ -54,10 +54,8 @@ class CutPlacement final : public RowPlacement {
   void widen(std::vector<DimRows>& dims) const override {
     const auto owner = alive(state_);
     const int64_t dim = style_.dim < 0 ? style_.dim + std::ssize(dims) : style_.dim;
-    DimRows whole;
-    for (const CutSegment& segment : style_.segments) whole.length += segment.length;
-    for (const CutRows& rows : TensorCut{0, style_.segments}.rows(owner->parts(), owner->part()))
-      for (int64_t row = rows.whole.begin; row < rows.whole.end; ++row) whole.rows.push_back(row);
+    const DimCut cut = owner->dim_cut(style_.segments);
+    const DimRows whole{cut.positions(owner->part()), cut.length};
     require_dim(dims, dim, std::ssize(whole.rows));
     for (int64_t& row : dims[dim].rows) row = whole.rows[static_cast<size_t>(row)];
     dims[dim].length = whole.length;
@@ -76,9 +74,8 @@ class CutDropoutHooks final : public StyleHooks {
     auto* placed = dynamic_cast<Placed*>(&module);
     SHARD_REQUIRE(placed, "tensor_parallel", "style CutDropout needs a Dropout or an Attention, and module '{}' is {}", name,
                   module.name());
-    int64_t length = 0;
-    for (const CutSegment& segment : style.segments) length += segment.length;
-    validate({0, style.segments}, {length}, owner->parts(), fmt::format("dropout of module '{}'", name));
+    const DimCut cut = owner->dim_cut(style.segments);
+    validate(cut.split, cut.length, cut.parts, fmt::format("dropout of module '{}'", name));
     placed->tensor_placement = std::make_shared<CutPlacement>(owner, style);
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
@@ -124,14 +121,13 @@ class CutAttentionHooks final : public StyleHooks {
     SHARD_REQUIRE(attention, "tensor_parallel", "style CutAttention needs an Attention, and module '{}' is {}", name,
                   module.name());
     const auto require_valid = [&](const std::vector<CutSegment>& segments, const char* what) {
-      int64_t length = 0;
-      for (const CutSegment& segment : segments) length += segment.length;
-      validate({0, segments}, {length}, owner->parts(), fmt::format("{} of module '{}'", what, name));
+      const DimCut cut = owner->dim_cut(segments);
+      validate(cut.split, cut.length, cut.parts, fmt::format("{} of module '{}'", what, name));
     };
     require_valid(style.heads, "heads");
     require_valid(style.kv_heads, "kv_heads");
     attention->tensor_placement = std::make_shared<CutPlacement>(owner, CutDropout{1, style.heads});
-    const int64_t copies = TensorCut{0, style.kv_heads}.copies(owner->parts());
+    const int64_t copies = copies_held(owner->split(style.kv_heads), owner->parts());
     if (!owner->canonical || copies == 1) return;
     attention->copied_keys = std::make_shared<CopiesAlong>(owner->comms().within(owner->axis(), copies));
     owner->sums_copied_keys = true;

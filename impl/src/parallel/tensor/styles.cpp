@@ -28,31 +28,33 @@ std::string name_in(const ParallelState& state, const at::Tensor& parameter) {
 }
 
 // A parameter that two modules share is cut once, and must be cut alike.
-void cut_parameter(ParallelState& state, const at::Tensor& parameter, TensorCut cut) {
+void cut_parameter(ParallelState& state, const at::Tensor& parameter, int64_t dim, const std::vector<CutSegment>& segments) {
   const std::string name = name_in(state, parameter);
   if (const ParallelParameter* known = state.find(parameter)) {
-    SHARD_REQUIRE(known->cut && known->cut->dim == cut.dim, "tensor_parallel", "parameter {} is shared, and cut in two ways",
+    SHARD_REQUIRE(dim + 1 == std::ssize(known->layout.dims), "tensor_parallel", "parameter {} is shared, and cut in two ways",
                   name);
     return;
   }
   const Shape shape = parameter.sizes().vec();
-  const int64_t length = cut.dim < std::ssize(shape) ? shape[cut.dim] : 0;
-  if (cut.segments.empty()) cut.segments = {{length}};
-  validate(cut, shape, state.parts(), fmt::format("parameter {}", name));
-  const int64_t terms = cut.copies(state.parts());
+  SHARD_REQUIRE(dim < std::ssize(shape), "tensor_parallel", "parameter {} has {} dims; it cannot be cut along dim {}", name,
+                shape.size(), dim);
+  const Split split = state.split(segments);
+  validate(split, shape[static_cast<size_t>(dim)], state.parts(), fmt::format("dim {} of parameter {}", dim, name));
+  const Layout layout = split_dim(replicated(), dim, split);
+  const int64_t terms = copies_held(split, state.parts());
   at::NoGradGuard no_grad;
   if (!parameter.is_meta()) {
-    parameter.set_data(state.cut(cut, parameter.detach().contiguous()));
+    parameter.set_data(state.cut(layout, parameter.detach().contiguous()));
   } else {
-    parameter.set_data(at::empty(cut.local_shape(shape, state.parts(), state.part()), parameter.options()));
+    parameter.set_data(at::empty(local_shape(shape, state.view(), layout, state.part()), parameter.options()));
   }
-  state.add(parameter, {name, shape, std::move(cut), terms});
+  state.add(parameter, {name, shape, layout, terms});
 }
 
 // Whole on every rank, each of which computes a term of its gradient.
 void describe_terms(ParallelState& state, const at::Tensor& parameter) {
   if (!state.find(parameter))
-    state.add(parameter, {name_in(state, parameter), parameter.sizes().vec(), std::nullopt, state.parts()});
+    state.add(parameter, {name_in(state, parameter), parameter.sizes().vec(), replicated(), state.parts()});
 }
 
 // How this module adds what ranks have of `what`.
@@ -91,8 +93,8 @@ class Column final : public StyleHooks {
     SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': outputs of several segments cannot be gathered into one", name);
     require_granules_everywhere(*owner, name, style_.segments);
-    cut_parameter(*owner, linear_.weight, {0, style_.segments});
-    if (linear_.bias.defined()) cut_parameter(*owner, linear_.bias, {0, style_.segments});
+    cut_parameter(*owner, linear_.weight, 0, style_.segments);
+    if (linear_.bias.defined()) cut_parameter(*owner, linear_.bias, 0, style_.segments);
   }
   at::Tensor run(const Forward&, at::Tensor x) override {
     const auto owner = state();
@@ -123,7 +125,7 @@ class Row final : public StyleHooks {
         style_(std::move(style)) {
     SHARD_REQUIRE(style_.input_is_parallel || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': a replicated input is cut evenly, not in segments", name);
-    cut_parameter(*owner, linear_.weight, {1, style_.segments});
+    cut_parameter(*owner, linear_.weight, 1, style_.segments);
     if (linear_.bias.defined() && owner->plan().sequence_dim) describe_terms(*owner, linear_.bias);
   }
   at::Tensor run(const Forward&, at::Tensor x) override {
@@ -155,7 +157,7 @@ class Vocab final : public StyleHooks {
     SHARD_REQUIRE(!embedding_.options.max_norm() && !embedding_.options.scale_grad_by_freq() && !embedding_.options.sparse(),
                   "tensor_parallel", "module '{}': max_norm, scale_grad_by_freq and sparse cannot be cut by rows", name);
     first_row_ = piece({}, rows, owner->parts(), owner->part()).begin;
-    cut_parameter(*owner, embedding_.weight, {0, {}});
+    cut_parameter(*owner, embedding_.weight, 0, {});
   }
   at::Tensor run(const Forward&, at::Tensor tokens) override {
     const auto owner = state();
@@ -195,7 +197,7 @@ class Partial final : public StyleHooks {
                   module.name());
     for (const at::Tensor& parameter : parameters) {
       const ParallelParameter* known = owner->find(parameter);
-      SHARD_REQUIRE(!known || !known->cut, "tensor_parallel",
+      SHARD_REQUIRE(!known || known->layout == replicated(), "tensor_parallel",
                     "style PartialGradients of module '{}' is for whole parameters, and {} is cut by another style", name,
                     known->name);
       describe_terms(*owner, parameter);

@@ -55,7 +55,7 @@ class Value {
   // Field of an object's dict state or entry of a dict; null when absent.
   const Value* find(std::string_view field) const;
 
-  // As Python would write it, for messages and for `inspect`; cut at `chars_max`.
+  // As Python would write it, for messages and for `inspect`, escaped (base/escape.h); cut at `chars_max`.
   std::string str(size_t chars_max = 200) const;
   bool operator==(const Value& other) const;
 

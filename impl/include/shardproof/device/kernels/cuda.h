@@ -21,7 +21,4 @@ void use_cuda();
 // parts are not needed. Null in a build without kernels.
 std::shared_ptr<const DeviceMath> kernels_on(void* stream);
 
-// The kernels' own source, compiled for the CPU: works on its memory, one pack of elements after the other.
-std::shared_ptr<const DeviceMath> kernel_twin();
-
 }  // namespace shardproof

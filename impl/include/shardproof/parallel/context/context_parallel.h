@@ -47,7 +47,7 @@ class [[nodiscard]] ContextParallel {
   // The inverse, e.g. of logits; differentiable as context_gather is. Collective along the axis.
   at::Tensor join(const at::Tensor& own, int64_t dim = 1) const;
   // How the last length is dealt out.
-  ContextCut layout() const;
+  DimCut layout() const;
 
  private:
   std::shared_ptr<ContextState> state_;

@@ -8,7 +8,7 @@
 #include <variant>
 #include <vector>
 
-#include "shardproof/algebra/tensor_cut.h"
+#include "shardproof/algebra/layout.h"
 
 namespace shardproof {
 
@@ -78,7 +78,7 @@ struct ParallelPlan {
 struct ParallelParameter {
   std::string name;  // its first
   Shape shape;       // of the whole
-  std::optional<TensorCut> cut = {};
+  Layout layout = {};  // along the axis; replicated when it was not cut
   int64_t terms = 1;  // so many neighbours along the axis hold terms of its gradient
 };
 

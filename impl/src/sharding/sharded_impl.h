@@ -17,11 +17,10 @@ namespace shardproof {
 
 class ParallelState;
 
-class ShardedState {
- public:
+struct Sharded::Impl {
   // Checks options, mesh and module. Without units yet.
-  ShardedState(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
-  ~ShardedState();
+  Impl(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
+  ~Impl();
 
   const std::shared_ptr<torch::nn::Module> module;
   const std::shared_ptr<MeshComm> comms;  // of the mesh as strategies see it
@@ -52,7 +51,7 @@ class ShardedState {
   };
   void add_finishing_step(FinishingStep step);
   // Runs them on the gradients of a last backward.
-  void finish(const std::shared_ptr<ShardedState>& self);
+  void finish(const std::shared_ptr<Impl>& self);
 
   std::vector<FinishingStep> finishing;
   std::unique_ptr<SequentialEntries> sequential;

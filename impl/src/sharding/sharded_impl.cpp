@@ -1,4 +1,4 @@
-#include "sharding/sharded_state.h"
+#include "sharding/sharded_impl.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -37,16 +37,16 @@ std::vector<std::shared_ptr<void>> sequence_rules(const torch::nn::Module& root)
 }
 
 // Buckets of terms hold nothing else, so their offsets, and what each rank has of them, are the same all along the axis.
-void sum_parallel_terms(ShardedState& sharded) {
+void sum_parallel_terms(Sharded::Impl& sharded) {
   for (Bucket* bucket : sharded.schedule.buckets())
     if (bucket->gradient.final() && bucket->rules().parallel_terms > 1)
       bucket->gradient.sum_terms(sharded.comms->within(sharded.parallel->axis(), bucket->rules().parallel_terms));
 }
 
 // After the first backward, the second, the fourth, the eighth and so on.
-ShardedState::FinishingStep comparison_of_replicas() {
+Sharded::Impl::FinishingStep comparison_of_replicas() {
   return {"equal replicas", kReplicasOrder, [backwards = uint64_t{0}](Sharded& sharded) mutable {
-            const ShardedState& state = sharded.state();
+            const Sharded::Impl& state = sharded.impl();
             if (std::has_single_bit(++backwards))
               require_equal_replicas(state.schedule, state.strategy.state, *state.comms, *state.parallel);
           }};
@@ -54,7 +54,7 @@ ShardedState::FinishingStep comparison_of_replicas() {
 
 }  // namespace
 
-ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<MeshComm> whole_mesh, ShardOptions chosen)
+Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<MeshComm> whole_mesh, ShardOptions chosen)
     : module(std::move(given)),
       comms(data_parallel_comms(*module, chosen, std::move(whole_mesh))),
       options(std::move(chosen)),
@@ -67,19 +67,19 @@ ShardedState::ShardedState(std::shared_ptr<torch::nn::Module> given, std::shared
   validate(options, comms->mesh());
   require_parallel(comms->mesh(), parallel.get());
   if (parallel) {
-    add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.state()); }});
+    add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.impl()); }});
     if (parallel->plan().compare_replicas && parallel->parts() > 1) add_finishing_step(comparison_of_replicas());
   }
 }
 
-ShardedState::~ShardedState() = default;
+Sharded::Impl::~Impl() = default;
 
-at::Tensor ShardedState::join(const Slot& slot, const at::Tensor& local) const {
-  if (!slot.cut) return local.detach().clone();
-  return parallel->join({slot.name, slot.whole, slot.cut}, local);
+at::Tensor Sharded::Impl::join(const Slot& slot, const at::Tensor& local) const {
+  if (!slot.is_cut()) return local.detach().clone();
+  return parallel->join({slot.name, slot.whole, slot.own.layout}, local);
 }
 
-Unit& ShardedState::unit(const std::string& name) const {
+Unit& Sharded::Impl::unit(const std::string& name) const {
   std::vector<std::string> names;
   for (const auto& unit : schedule.units()) {
     if (unit->name() == name) return *unit;
@@ -88,13 +88,13 @@ Unit& ShardedState::unit(const std::string& name) const {
   throw Error(fmt::format("[fully_shard] there is no unit '{}': there are {}", name, fmt::join(names, ", ")));
 }
 
-void ShardedState::add_finishing_step(FinishingStep step) {
+void Sharded::Impl::add_finishing_step(FinishingStep step) {
   const auto later =
       std::find_if(finishing.begin(), finishing.end(), [&](const FinishingStep& s) { return s.order > step.order; });
   finishing.insert(later, std::move(step));
 }
 
-void ShardedState::finish(const std::shared_ptr<ShardedState>& self) {
+void Sharded::Impl::finish(const std::shared_ptr<Sharded::Impl>& self) {
   Sharded sharded(self);
   const auto run = [&](bool before_division) {
     for (const FinishingStep& step : finishing)

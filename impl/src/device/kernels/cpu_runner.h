@@ -1,18 +1,42 @@
-// Runs rules on the CPU, pack by pack, as the GPU does: the twin of gpu_runner.cuh.
+// Runs rules on the CPU: one element a pack, in loops that vectorise, or a block of elements where a rule reads many arrays.
+// gpu_runner.cuh does it on a GPU.
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <span>
 
 #include "device/kernels/element_rules.h"
 
 namespace shardproof::kernels {
 
-struct HostRunner {
+// Arrays to sum, which the caller keeps.
+template <class T>
+struct CpuTerms {
+  const std::byte* const* at;
+  int count;
+
+  explicit CpuTerms(std::span<const std::byte* const> given) : at(given.data()), count(static_cast<int>(given.size())) {}
+  const T* operator[](int k) const { return reinterpret_cast<const T*>(at[k]); }
+};
+
+struct CpuRunner {
+  template <class T>
+  using Terms = CpuTerms<T>;
+
   template <class Rule>
-  void each(int64_t count, const Rule& rule) const {
-    const int64_t whole = rule.fits() ? count / Rule::kWidth * Rule::kWidth : 0;
-    for (int64_t i = 0; i < whole; i += Rule::kWidth) rule.template pack<Rule::kWidth>(i);
-    for (int64_t i = whole; i < count; ++i) rule.template pack<1>(i);
+  void each(int64_t count, const Rule& given) const {
+    const Rule rule = given;  // a copy that the loops' stores cannot change
+    if constexpr (requires { Rule::kBlock; }) {
+      constexpr int kPart = 64;
+      int64_t i = 0;
+      for (; i + Rule::kBlock <= count; i += Rule::kBlock) rule.template pack<Rule::kBlock>(i);
+      for (; i + kPart <= count; i += kPart) rule.template pack<kPart>(i);
+      for (; i < count; ++i) rule.template pack<1>(i);
+    } else {
+      SHARD_VECTORIZE
+      for (int64_t i = 0; i < count; ++i) rule.template pack<1>(i);
+    }
   }
 
   // Looks everywhere, as rules write, too.

@@ -1,0 +1,56 @@
+// Text from files that a terminal is given: nothing of it is obeyed, and all of it is UTF-8.
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include "properties/kit/shown.h"
+#include "shardproof/base/check.h"
+#include "shardproof/base/escape.h"
+
+using namespace shardproof;
+
+namespace {
+
+// Bytes of any kind, and pieces of them that mean something to a terminal or to a reader of UTF-8.
+std::string any_text() {
+  static const std::vector<std::string> pieces = {
+      "\x1b]0;owned\a", "\x1b[2J", "\n", "\r", "\x7f", "\xc2\x9b" "31m", "\xe2\x80\xae", "\xe2\x81\xa6", "\xd8\x9c",
+      "\xe2\x80\xa8", "\xff", "\xc0\xaf", "\xe0\x80\xaf", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xf0\x9f\x98\x80", "\xc3\xa4",
+      "layers.0.weight", "\\x1b"};
+  std::string text;
+  for (int64_t i = *rc::gen::inRange<int64_t>(0, 8); i > 0; --i)
+    text += *rc::gen::oneOf(rc::gen::elementOf(pieces), rc::gen::container<std::string>(rc::gen::arbitrary<char>()));
+  return text;
+}
+
+}  // namespace
+
+RC_GTEST_PROP(Escape, any_text_can_be_shown_once_it_is_escaped, ()) {
+  const std::string text = any_text();
+  RC_ASSERT(can_be_shown(escaped(text)));
+  RC_ASSERT(can_be_shown(escaped_lines(text), /*lines=*/true));
+  RC_ASSERT(is_utf8(text) || !can_be_shown(text, true));
+}
+
+RC_GTEST_PROP(Escape, a_text_that_can_be_shown_stays_as_it_is, ()) {
+  const std::string text = any_text();
+  RC_ASSERT(escaped(escaped(text)) == escaped(text));
+  if (can_be_shown(text)) RC_ASSERT(escaped(text) == text);
+  if (can_be_shown(text, true)) RC_ASSERT(escaped_lines(text) == text);
+}
+
+TEST(Escape, every_byte_that_is_hidden_is_written_in_hexadecimal) {
+  EXPECT_EQ(escaped("a\x1b]0;owned"), "a\\x1b]0;owned");
+  EXPECT_EQ(escaped("layers.\xc3\xa4.\xf0\x9f\x98\x80"), "layers.\xc3\xa4.\xf0\x9f\x98\x80");
+  EXPECT_EQ(escaped("\xe2\x80\xae" "abc\xff\n"), "\\xe2\\x80\\xaeabc\\xff\\x0a");
+  EXPECT_EQ(escaped_lines("one\ntwo\r"), "one\ntwo\\x0d");
+  EXPECT_EQ(escaped("\xf0\x9f\x98"), "\\xf0\\x9f\\x98");
+  EXPECT_TRUE(is_utf8("\x1b"));
+  EXPECT_FALSE(is_utf8("\xed\xa0\x80"));
+}
+
+RC_GTEST_PROP(Escape, messages_of_errors_can_be_shown, ()) {
+  const std::string text = any_text();
+  RC_ASSERT(can_be_shown(Error(text).what(), true));
+  RC_ASSERT(can_be_shown(NonFiniteError(text).what(), true));
+  RC_ASSERT(can_be_shown(BrokenInvariant(text).what(), true));
+}
