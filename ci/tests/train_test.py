@@ -176,7 +176,7 @@ class Train(unittest.TestCase):
                 ("dp_replicate=2,dp_shard=1,cp=3", "hsdp", ()), ("dp_shard=3", "ddp", ()))
         common = ("--arithmetic", "canonical", "--global-batch", "6", "--microbatch", "1", "--check")
         whole, resumed = (os.path.join(self.folder, name) for name in ("whole", "resumed"))
-        code, _, output, errors = self.train(*common, "--steps", "8", "--mesh", "dp_shard=1", "--checkpoint-dir", whole)
+        code, _, output, errors = self.train(*common, "--steps", "12", "--mesh", "dp_shard=1", "--checkpoint-dir", whole)
         self.assertEqual(code, 0, output + errors)
         for number, (mesh, strategy, more) in enumerate(legs):
             code, _, output, errors = self.train(
@@ -184,7 +184,7 @@ class Train(unittest.TestCase):
                 "--resume", *more)
             self.assertEqual(code, 0, output + errors)
             self.assertIn("EQUAL in every bit", output)
-        self.expect_same_end(os.path.join(whole, "step_8"), os.path.join(resumed, "step_8"))
+        self.expect_same_end(os.path.join(whole, "step_12"), os.path.join(resumed, "step_12"))
 
     def test_a_mesh_that_cuts_the_model_changes_rounding_only(self):
         llama = "llama(layers=1,hidden=8,heads=4,kv_heads=2,intermediate=6,vocab=256,positions=6)"
