@@ -1,5 +1,4 @@
-// Who is in which group after a split, as every rank of the parent works it out for itself: for backends that have to name the
-// members of a group.
+// Who is in which group after a split. Every rank of the parent works it out for itself from what all of them tell each other.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "comm/split_group.h"
 #include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/c10d/c10d.h"
@@ -152,6 +153,7 @@ Work C10dComm::begin(const Call& call) {
   if (empty && call.op != Op::send && call.op != Op::recv) return Work();
   switch (call.op) {
     case Op::all_gather:
+    case Op::split:
       return gather(call);
     case Op::all_to_all:
       return all_to_all_bytes(call);
@@ -167,8 +169,6 @@ Work C10dComm::begin(const Call& call) {
       const at::Tensor all = at::zeros({size()}, at::kByte), own = at::zeros({1}, at::kByte);
       return gather({.op = Op::all_gather, .output = all, .input = own});
     }
-    case Op::split:
-      break;
   }
   SHARD_CHECK(false, "c10d", "{} is no call of a backend", to_string(call.op));
   return Work();
@@ -290,27 +290,22 @@ Work C10dComm::message(const Call& call) {
   return work(call, {sends ? group_->send(tensors, peer, tag) : group_->recv(tensors, peer, tag)}, {}, tensors);
 }
 
-// The groups that this process has been in: no two that share a rank may have one number.
+// The highest number of a group that this process has been in. No two groups that share a rank may have one number, so ranks
+// that split a group take the next that none of them has used.
 std::atomic<int64_t> groups{0};
 
 std::shared_ptr<Comm> C10dComm::split(int64_t color, int64_t key, std::string name) {
-  at::Tensor own = at::tensor({color, key, groups.load()}, at::kLong), all = at::empty({3 * size()}, at::kLong);
-  all_gather(all, own).wait();
-  if (color < 0) return nullptr;
-  const int64_t* rows = all.const_data_ptr<int64_t>();
-  std::vector<std::pair<int64_t, int>> keyed;  // key, rank here
-  int64_t number = 0;
-  for (int64_t r = 0; r < size(); ++r) {
-    if (rows[3 * r] != color) continue;
-    keyed.emplace_back(rows[3 * r + 1], static_cast<int>(r));
-    number = std::max(number, rows[3 * r + 2] + 1);
-  }
+  const std::vector<int64_t> colors_and_keys = tell_colors(*this, color, key);
+  at::Tensor next = at::full({1}, groups.load() + 1, at::kLong);
+  all_reduce(next, Reduce::max).wait();
+  const int64_t number = next.item<int64_t>();
+  const std::vector<int64_t> mine(members_.begin(), members_.end());
+  const SplitGroup made = split_group(colors_and_keys, rank(), mine, 0, static_cast<uint64_t>(number));
+  if (made.color < 0) return nullptr;
   groups = number;
   SHARD_REQUIRE(number < kGroupsMax, "c10d", "split of '{}': a process group has at most {} groups in its life; reuse them",
                 name_, kGroupsMax);
-  std::sort(keyed.begin(), keyed.end());
-  std::vector<int> members;
-  for (const auto& [member_key, member] : keyed) members.push_back(members_[static_cast<size_t>(member)]);
+  const std::vector<int> members(made.world_ranks.begin(), made.world_ranks.end());
   if (!options_.make_group) return std::make_shared<C10dComm>(group_, members, false, number, options_, std::move(name));
   SHARD_REQUIRE(std::is_sorted(members.begin(), members.end()), "c10d",
                 "split of '{}': process groups keep their ranks' order, the keys ask for [{}]", name_, fmt::join(members, ","));

@@ -3,8 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include <algorithm>
-
+#include "comm/split_group.h"
 #include "comm/threads/threads_pool.h"
 #include "comm/threads/threads_world.h"
 #include "shardproof/base/check.h"
@@ -46,28 +45,10 @@ class ThreadComm final : public Comm {
 };
 
 std::shared_ptr<Comm> ThreadComm::split(int64_t color, int64_t key, std::string name) {
-  at::Tensor mine = at::empty({2}, at::kLong), all = at::empty({2 * size()}, at::kLong);
-  mine.mutable_data_ptr<int64_t>()[0] = color;
-  mine.mutable_data_ptr<int64_t>()[1] = key;
-  issue({.op = Op::split, .output = all, .input = mine}).wait();
-  // The same on every rank of the new group, and on no other: a chain of parent, number of the split, and color.
-  uint64_t id = group_->id;
-  for (uint64_t value : {splits_++, static_cast<uint64_t>(color)}) id = next_random(id) ^ value;
-  id = next_random(id);
-  if (color < 0) return nullptr;
-
-  const int64_t* colors_and_keys = all.const_data_ptr<int64_t>();
-  std::vector<std::pair<int64_t, int64_t>> members;  // key, rank in this group
-  for (int64_t r = 0; r < size(); ++r)
-    if (colors_and_keys[2 * r] == color) members.emplace_back(colors_and_keys[2 * r + 1], r);
-  std::sort(members.begin(), members.end());
-  std::vector<int64_t> ranks;
-  int64_t position = 0;
-  for (const auto& [member_key, r] : members) {
-    if (r == rank_) position = static_cast<int64_t>(ranks.size());
-    ranks.push_back(group_->ranks[r]);
-  }
-  return std::make_shared<ThreadComm>(world_, world_->join_group(id, name, ranks), position);
+  const std::vector<int64_t> colors_and_keys = tell_colors(*this, color, key);
+  const SplitGroup made = split_group(colors_and_keys, rank_, group_->ranks, group_->id, splits_++);
+  if (made.color < 0) return nullptr;
+  return std::make_shared<ThreadComm>(world_, world_->join_group(made.id, name, made.world_ranks), made.rank);
 }
 
 // The first rank's allocation, left with the group until the others, too, have a tensor of their own that keeps it alive.
