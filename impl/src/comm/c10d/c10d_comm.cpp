@@ -12,6 +12,7 @@
 #include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/c10d/c10d.h"
+#include "testing/comm/collective_plan.h"
 
 namespace shardproof {
 namespace {
@@ -85,11 +86,6 @@ class OwnMessages {
   std::map<int64_t, Queue> queues_;
 };
 
-// What a rank gives to and takes from every rank of its group, as bytes; nothing where undefined or empty.
-struct Exchange {
-  std::vector<at::Tensor> give, take;
-};
-
 class C10dComm : public Comm {
  public:
   // `members`: of this group in `group`, which is all of it when `whole`.
@@ -116,7 +112,8 @@ class C10dComm : public Comm {
   Work reduce_natively(const Call& call);
   Work reduce_in_rank_order(const Call& call);
   Work message(const Call& call);
-  Work exchange(const Call& call, const Exchange& parts, std::function<void()> finish = {});
+  // `target`: the call's output, or of a sum memory for the terms of all ranks, one after the other.
+  Work exchange(const Call& call, const at::Tensor& target, std::function<void()> finish = {});
 
   std::string where(const Call& call) const {
     return fmt::format("{} on '{}' (rank {} of {})", describe(call), name_, rank(), size());
@@ -175,54 +172,56 @@ Work C10dComm::begin(const Call& call) {
 }
 
 // Everything to and from everybody is under way when this returns; the part for itself is copied.
-Work C10dComm::exchange(const Call& call, const Exchange& parts, std::function<void()> finish) {
+Work C10dComm::exchange(const Call& call, const at::Tensor& target, std::function<void()> finish) {
+  const CollectivePlan plan(call, rank(), size());
+  const auto given = [&](int64_t peer) {
+    const ElementRange range = plan.gives(peer);
+    return range.length > 0 ? bytes_of(plain(call.input).narrow(0, range.begin, range.length)) : at::Tensor();
+  };
+  const auto place = [&](int64_t peer) {
+    const ElementRange range = plan.takes(peer);
+    const int64_t begin = plan.sums() ? peer * range.length : range.begin;
+    return range.length > 0 ? bytes_of(plain(target).narrow(0, begin, range.length)) : at::Tensor();
+  };
   std::vector<Pending> pending;
   std::vector<at::Tensor> alive;
   for (const bool takes : {true, false})
     for (int64_t r = 0; r < size(); ++r) {
-      const at::Tensor& part = (takes ? parts.take : parts.give)[static_cast<size_t>(r)];
-      if (r == rank_ || !part.defined() || part.numel() == 0) continue;
+      const at::Tensor part = takes ? place(r) : given(r);
+      if (r == rank_ || !part.defined()) continue;
       std::vector<at::Tensor> tensors = {part};
       const int peer = members_[static_cast<size_t>(r)], tag = static_cast<int>(number_);
       pending.push_back(takes ? group_->recv(tensors, peer, tag) : group_->send(tensors, peer, tag));
       alive.push_back(part);
     }
-  const at::Tensor &own = parts.give[static_cast<size_t>(rank_)], &place = parts.take[static_cast<size_t>(rank_)];
-  if (own.defined() && place.defined() && own.numel() > 0 && own.const_data_ptr() != place.const_data_ptr()) place.copy_(own);
+  const at::Tensor own = given(rank_), own_place = place(rank_);
+  if (own.defined() && own.const_data_ptr() != own_place.const_data_ptr()) own_place.copy_(own);
   return work(call, std::move(pending), std::move(finish), std::move(alive));
 }
 
 Work C10dComm::gather(const Call& call) {
+  if (!whole_) return exchange(call, call.output);
   at::Tensor output = bytes_of(call.output), input = bytes_of(call.input);
-  if (!whole_) return exchange(call, {std::vector<at::Tensor>(members_.size(), input), output.chunk(size())});
   if (output.const_data_ptr() == static_cast<const std::byte*>(input.const_data_ptr()) - rank() * input.numel())
     input = input.clone();  // process groups do not promise to gather in place
   return work(call, {group_->_allgather_base(output, input)}, {}, {output, input});
 }
 
 Work C10dComm::all_to_all_bytes(const Call& call) {
+  if (!whole_) return exchange(call, call.output);
   at::Tensor output = bytes_of(call.output), input = bytes_of(call.input);
   std::vector<int64_t> outputs = call.output_sizes, inputs = call.input_sizes;
   for (std::vector<int64_t>* sizes : {&outputs, &inputs})
     for (int64_t& size : *sizes) size *= call.input.element_size();
-  if (!whole_) return exchange(call, {input.split_with_sizes(inputs), output.split_with_sizes(outputs)});
   return work(call, {group_->alltoall_base(output, input, outputs, inputs)}, {}, {output, input});
 }
 
 Work C10dComm::broadcast_bytes(const Call& call) {
-  const bool gives = call.peer == rank();
-  std::vector<at::Tensor> tensors = {bytes_of(gives ? call.input : call.output)};
-  if (whole_) {
-    c10d::BroadcastOptions options;
-    options.rootRank = call.peer;
-    return work(call, {group_->broadcast(tensors, options)}, {}, tensors);
-  }
-  Exchange parts{std::vector<at::Tensor>(members_.size()), std::vector<at::Tensor>(members_.size())};
-  if (gives)
-    parts.give.assign(members_.size(), tensors[0]);
-  else
-    parts.take[static_cast<size_t>(call.peer)] = tensors[0];
-  return exchange(call, parts);
+  if (!whole_) return exchange(call, call.output);
+  std::vector<at::Tensor> tensors = {bytes_of(call.peer == rank() ? call.input : call.output)};
+  c10d::BroadcastOptions options;
+  options.rootRank = call.peer;
+  return work(call, {group_->broadcast(tensors, options)}, {}, tensors);
 }
 
 c10d::ReduceOp native_op(Reduce op) {
@@ -252,15 +251,13 @@ Work C10dComm::reduce_in_rank_order(const Call& call) {
   const auto finish = [output, terms, op = call.reduce] {
     std::vector<const std::byte*> places;
     const auto* data = static_cast<const std::byte*>(terms.const_data_ptr());
-    for (size_t at = 0; at < terms.nbytes(); at += output.nbytes()) places.push_back(data + at);
+    for (const int64_t r : order_of_terms(terms.numel() / output.numel()))
+      places.push_back(data + r * static_cast<int64_t>(output.nbytes()));
     reduce_terms(output.scalar_type(), op, places, output.numel(), static_cast<std::byte*>(output.mutable_data_ptr()));
   };
+  if (!whole_) return exchange(call, terms, finish);
   at::Tensor received = bytes_of(terms), given = bytes_of(call.input);
   const bool scatters = call.op == Op::reduce_scatter;
-  if (!whole_) {
-    std::vector<at::Tensor> give = scatters ? given.chunk(size()) : std::vector<at::Tensor>(members_.size(), given);
-    return exchange(call, {std::move(give), received.chunk(size())}, finish);
-  }
   std::vector<int64_t> equal;
   if (scatters) equal.assign(members_.size(), static_cast<int64_t>(output.nbytes()));
   Pending pending = scatters ? group_->alltoall_base(received, given, equal, equal) : group_->_allgather_base(received, given);

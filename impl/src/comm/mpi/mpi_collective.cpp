@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "device/reduce_kernels.h"
 #include "shardproof/base/check.h"
@@ -17,92 +16,55 @@ constexpr int64_t kCopyChunkBytes = 8 << 20;
 constexpr int64_t kSumChunkBytes = 512 << 10;
 constexpr int64_t kSlots = 2;
 
-std::byte* bytes_of(const at::Tensor& tensor) {
-  return tensor.defined() ? static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr())) : nullptr;
-}
-
 bool comes_with_word(int64_t bytes) {
   return bytes <= kBodyBytesMax;
 }
 
+int64_t element_bytes(const Call& call) {
+  return static_cast<int64_t>(c10::elementSize(dtype(call)));
+}
+
 }  // namespace
 
-Collective::Collective(std::shared_ptr<Group> group, Call call) : Operation(std::move(group), std::move(call)) {
-  SHARD_REQUIRE(!reduces() || can_reduce(dtype(call_)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
+Collective::Collective(std::shared_ptr<Group> group, Call call)
+    : Operation(std::move(group), std::move(call)),
+      element_bytes_(element_bytes(call_)),
+      sliced_(call_.op == Op::all_reduce && !comes_with_word(numel(call_) * element_bytes_)),
+      plan_(call_, group_->rank(), group_->size(), sliced_ ? AllReduceBy::slices : AllReduceBy::whole) {
+  SHARD_REQUIRE(!plan_.sums() || can_reduce(dtype(call_)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
                 describe(call_), group_->name(), dtype_name(dtype(call_)));
   sequence_ = group_->next_sequence();
-  element_bytes_ = static_cast<int64_t>(c10::elementSize(dtype(call_)));
-  sides_.resize(static_cast<size_t>(group_->size()));
-  sides_[static_cast<size_t>(group_->rank())].meeting = Meeting::agreed;
-  plan();
+  open_sides();
   tell_all();
   copy_own();
 }
 
-void Collective::plan() {
-  std::byte* const input = bytes_of(call_.input);
-  std::byte* const output = bytes_of(call_.output);
-  if (reduces()) return plan_sum();
-  if (call_.op == Op::all_to_all) return plan_all_to_all();
+Collective::Bytes Collective::bytes_of(const at::Tensor& tensor, ElementRange range) const {
+  if (!tensor.defined()) return {nullptr, 0};
+  auto* const data = static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr()));
+  return {data + range.begin * element_bytes_, range.length * element_bytes_};
+}
+
+void Collective::open_sides() {
+  sides_.resize(static_cast<size_t>(group_->size()));
+  sides_[static_cast<size_t>(group_->rank())].meeting = Meeting::agreed;
   for (int64_t peer = 0; peer < group_->size(); ++peer) {
     Side& side = sides_[static_cast<size_t>(peer)];
-    if (call_.op == Op::all_gather || call_.op == Op::split) {
-      side.gives = input;
-      side.gives_bytes = side.takes_bytes = static_cast<int64_t>(call_.input.nbytes());
-      side.takes = output + peer * side.takes_bytes;
-    } else if (call_.op == Op::broadcast && call_.peer == group_->rank()) {
-      side.gives = input;
-      side.gives_bytes = static_cast<int64_t>(call_.input.nbytes());
-    } else if (call_.op == Op::broadcast && call_.peer == peer) {
-      side.takes = output;
-      side.takes_bytes = static_cast<int64_t>(call_.output.nbytes());
-    }
+    const Bytes gives = bytes_of(call_.input, plan_.gives(peer));
+    side.gives = gives.data, side.gives_bytes = gives.count;
+    side.takes_bytes = plan_.takes(peer).length * element_bytes_;
+    if (!plan_.sums()) side.takes = bytes_of(call_.output, plan_.takes(peer)).data;
   }
-}
-
-void Collective::plan_all_to_all() {
-  int64_t given = 0, taken = 0;
-  for (size_t peer = 0; peer < sides_.size(); ++peer) {
-    Side& side = sides_[peer];
-    side.gives = bytes_of(call_.input) + given;
-    side.takes = bytes_of(call_.output) + taken;
-    given += side.gives_bytes = call_.input_sizes[peer] * element_bytes_;
-    taken += side.takes_bytes = call_.output_sizes[peer] * element_bytes_;
-  }
-}
-
-// Where a rank's slice of an all-reduce begins; the threads backend's ring cuts alike.
-int64_t Collective::slice_begin(int64_t rank) const {
-  const int64_t numel = call_.input.numel(), share = (numel + group_->size() - 1) / group_->size();
-  return std::min(numel, rank * share) * element_bytes_;
-}
-
-void Collective::plan_sum() {
-  std::byte* const input = bytes_of(call_.input);
-  const int64_t own = group_->rank();
-  const auto bytes = static_cast<int64_t>(call_.input.nbytes());
-  sliced_ = call_.op == Op::all_reduce && !comes_with_word(bytes);
-  const bool whole = call_.op == Op::all_reduce && !sliced_;
-  const auto begin = [&](int64_t rank) {
-    if (whole) return int64_t{0};
-    return sliced_ ? slice_begin(rank) : rank * static_cast<int64_t>(call_.output.nbytes());
-  };
-  const auto length = [&](int64_t rank) { return whole ? bytes : begin(rank + 1) - begin(rank); };
-  own_term_ = input + begin(own);
-  result_ = call_.op == Op::all_reduce ? bytes_of(call_.output) + begin(own) : bytes_of(call_.output);
-  sum_bytes_ = length(own);
+  if (!plan_.sums()) return;
+  own_term_ = bytes_of(call_.input, plan_.summed()).data;
+  result_ = bytes_of(call_.output, plan_.result()).data;
+  sum_bytes_ = plan_.summed().length * element_bytes_;
   chunks_ = (sum_bytes_ + kSumChunkBytes - 1) / kSumChunkBytes;
-  for (int64_t peer = 0; peer < group_->size(); ++peer) {
-    Side& side = sides_[static_cast<size_t>(peer)];
-    side.gives = input + begin(peer);
-    side.gives_bytes = length(peer);
-    side.takes_bytes = sum_bytes_;
-  }
 }
 
 void Collective::copy_own() {
   const Side& own = sides_[static_cast<size_t>(group_->rank())];
-  if (reduces() || call_.op == Op::broadcast || own.takes_bytes == 0 || own.takes == own.gives) return;
+  if (plan_.sums() || own.takes_bytes == 0 || own.takes == own.gives) return;
   std::memcpy(own.takes, own.gives, static_cast<size_t>(own.takes_bytes));
 }
 
@@ -157,17 +119,17 @@ void Collective::meet(int64_t peer) {
 void Collective::agree(int64_t peer, Message message) {
   Side& side = sides_[static_cast<size_t>(peer)];
   const int tag = data_tag(sequence_, 0);
-  const int64_t chunk_bytes = reduces() ? kSumChunkBytes : kCopyChunkBytes;
+  const int64_t chunk_bytes = plan_.sums() ? kSumChunkBytes : kCopyChunkBytes;
   if (!comes_with_word(side.gives_bytes))
     side.out = Flow(group_->comm(), peer, tag, Flow::Way::out, side.gives, side.gives_bytes, chunk_bytes);
   if (comes_with_word(side.takes_bytes)) {
-    if (reduces())
+    if (plan_.sums())
       side.body = std::move(message.body);
     else if (side.takes_bytes > 0)
       std::memcpy(side.takes, message.body.data(), message.body.size());
     return;
   }
-  if (reduces()) {
+  if (plan_.sums()) {
     side.scratch.resize(static_cast<size_t>(kSlots * std::min(chunk_bytes, side.takes_bytes)));
     side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.scratch.data(), side.takes_bytes, chunk_bytes, kSlots);
   } else {
@@ -183,7 +145,7 @@ void Collective::add_chunk(int64_t chunk) {
   const int64_t begin = chunk * kSumChunkBytes, length = std::min(kSumChunkBytes, sum_bytes_ - begin);
   std::vector<const std::byte*> terms;
   terms.reserve(sides_.size());
-  for (int64_t rank = 0; rank < group_->size(); ++rank) {
+  for (const int64_t rank : order_of_terms(group_->size())) {
     const Side& side = sides_[static_cast<size_t>(rank)];
     if (rank == group_->rank())
       terms.push_back(own_term_ + begin);
@@ -218,8 +180,8 @@ bool Collective::exchange_sums() {
       side.sums_open = true;
       const int tag = data_tag(sequence_, 1);
       side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kCopyChunkBytes);
-      side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, bytes_of(call_.output) + slice_begin(peer),
-                         slice_begin(peer + 1) - slice_begin(peer), kCopyChunkBytes);
+      const Bytes takes = bytes_of(call_.output, plan_.takes_sum(peer));
+      side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, takes.data, takes.count, kCopyChunkBytes);
     }
     through &= side.sums_open && side.out_sum.advance() & side.in_sum.advance();
   }
@@ -234,7 +196,7 @@ bool Collective::advance() {
     if (side.meeting == Meeting::awaited) meet(peer);
     if (peer != group_->rank()) through &= side.meeting != Meeting::awaited && side.out.advance() & side.in.advance();
   }
-  if (reduces() && all_agreed()) {
+  if (plan_.sums() && all_agreed()) {
     add_up();
     through &= chunks_added_ == chunks_;
     if (sliced_) through = exchange_sums() && through;

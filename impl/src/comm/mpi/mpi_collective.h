@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "comm/mpi/mpi_operation.h"
+#include "testing/comm/collective_plan.h"
 
 namespace shardproof::mpi {
 
@@ -28,10 +29,13 @@ class Collective final : public Operation {
     bool sums_open = false;
   };
 
-  bool reduces() const { return call_.op == Op::all_reduce || call_.op == Op::reduce_scatter; }
-  void plan();
-  void plan_sum();
-  void plan_all_to_all();
+  // Where elements lie in memory.
+  struct Bytes {
+    std::byte* data;
+    int64_t count;
+  };
+  Bytes bytes_of(const at::Tensor& tensor, ElementRange range) const;
+  void open_sides();
   void copy_own();
   void tell_all();
   void meet(int64_t peer);
@@ -42,15 +46,15 @@ class Collective final : public Operation {
   void add_chunk(int64_t chunk);
   bool all_agreed() const;
   bool exchange_sums();
-  int64_t slice_begin(int64_t rank) const;
 
-  std::vector<Side> sides_;  // by rank; this rank's own is unused
-  int64_t element_bytes_ = 1;
+  const int64_t element_bytes_;
+  const bool sliced_;  // all_reduce: everybody adds up a slice and gives it to all
+  const CollectivePlan plan_;
+  std::vector<Side> sides_;  // by rank; of this rank's own side only what it gives to itself, and takes
   // Of a sum: where this rank's own term lies, where the result goes, how large it is, and how much is done.
   std::byte* own_term_ = nullptr;
   std::byte* result_ = nullptr;
   int64_t sum_bytes_ = 0, chunks_ = 0, chunks_added_ = 0;
-  bool sliced_ = false;  // all_reduce: everybody adds up a slice and gives it to all
 };
 
 }  // namespace shardproof::mpi

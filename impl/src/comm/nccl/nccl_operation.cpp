@@ -39,12 +39,6 @@ class OpenGroup {
   bool open_ = true;
 };
 
-std::vector<const std::byte*> side_by_side(const std::byte* first, int64_t bytes, int64_t count) {
-  std::vector<const std::byte*> terms;
-  for (int64_t i = 0; i < count; ++i) terms.push_back(first + i * bytes);
-  return terms;
-}
-
 }  // namespace
 
 Operation::Operation(std::shared_ptr<NcclApi> api, std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight,
@@ -94,8 +88,7 @@ void Issue::collective(Operation& operation) {
   if (call.op == Op::all_to_all) return all_to_all(operation);
   if (numel(call) == 0) return;
   if (sums && options_.sum == NcclOptions::Sum::native) return reduce_natively(operation);
-  if (call.op == Op::reduce_scatter) return reduce_scatter_in_order(operation);
-  if (call.op == Op::all_reduce) return all_reduce_in_order(operation);
+  if (sums) return reduce_in_order(operation);
   if (call.op == Op::broadcast) {
     const bool gives = call.peer == operation.group->rank;
     const at::Tensor& tensor = gives ? call.input : call.output;
@@ -107,6 +100,10 @@ void Issue::collective(Operation& operation) {
   std::byte* const output = device_output(operation, call.output);
   settle_(lane.communicator,
           api_.all_gather(input, output, static_cast<int64_t>(call.input.nbytes()), lane.communicator, lane.stream));
+}
+
+Issue::Part Issue::part_of(std::byte* tensor, ElementRange range, int64_t element_bytes) {
+  return {tensor + range.begin * element_bytes, range.length * element_bytes};
 }
 
 void Issue::exchange(Operation& operation, const std::vector<Part>& gives, const std::vector<Part>& takes) {
@@ -128,14 +125,14 @@ void Issue::exchange(Operation& operation, const std::vector<Part>& gives, const
 
 void Issue::all_to_all(Operation& operation) {
   const Call& call = operation.call;
-  std::byte* give = call.input.numel() > 0 ? device_input(operation, call.input) : nullptr;
-  std::byte* take = call.output.numel() > 0 ? device_output(operation, call.output) : nullptr;
+  const CollectivePlan plan(call, operation.group->rank, operation.group->size());
+  std::byte* const input = call.input.numel() > 0 ? device_input(operation, call.input) : nullptr;
+  std::byte* const output = call.output.numel() > 0 ? device_output(operation, call.output) : nullptr;
+  const auto element = static_cast<int64_t>(call.input.element_size());
   std::vector<Part> gives, takes;
   for (int64_t peer = 0; peer < operation.group->size(); ++peer) {
-    gives.push_back({give, call.input_sizes[static_cast<size_t>(peer)] * call.input.element_size()});
-    takes.push_back({take, call.output_sizes[static_cast<size_t>(peer)] * call.input.element_size()});
-    give += gives.back().bytes;
-    take += takes.back().bytes;
+    gives.push_back(part_of(input, plan.gives(peer), element));
+    takes.push_back(part_of(output, plan.takes(peer), element));
   }
   exchange(operation, gives, takes);
 }
@@ -159,60 +156,56 @@ void Issue::reduce_natively(Operation& operation) {
   settle_(lane.communicator, result);
 }
 
-void Issue::reduce_scatter_in_order(Operation& operation) {
+// Everybody's terms of what this rank adds up come together in one exchange, and are added in rank order.
+void Issue::sum_in_order(Operation& operation, const CollectivePlan& plan, std::byte* input, std::byte* output) {
   const Call& call = operation.call;
   Lane& lane = operation.lane();
   const int64_t size = operation.group->size(), own = operation.group->rank;
-  const auto bytes = static_cast<int64_t>(call.output.nbytes());
-  std::byte* const input = device_input(operation, call.input);
-  std::byte* const output = device_output(operation, call.output);
-  std::byte* const arriving = scratch(lane, size * bytes);
+  const auto element = static_cast<int64_t>(call.input.element_size());
+  const int64_t longest = plan.gives(0).length * element;  // no rank adds up more than the first
+  std::byte* const arriving = scratch(lane, size * longest);
   std::vector<Part> gives, takes;
   for (int64_t peer = 0; peer < size; ++peer) {
-    gives.push_back({input + peer * bytes, bytes});
-    takes.push_back({peer == own ? input + own * bytes : arriving + peer * bytes, bytes});
+    gives.push_back(part_of(input, plan.gives(peer), element));
+    const Part term = part_of(input, plan.takes(peer), element);  // where it lies at the peer's
+    takes.push_back(peer == own ? term : Part{arriving + peer * longest, term.bytes});
   }
   exchange(operation, gives, takes);
   std::vector<const std::byte*> terms;
-  for (const Part& part : takes) terms.push_back(part.data);
-  api_.reduce(dtype(call), call.reduce, terms, call.output.numel(), output, lane.stream);
+  for (const int64_t rank : order_of_terms(size)) terms.push_back(takes[static_cast<size_t>(rank)].data);
+  std::byte* const result = part_of(output, plan.result(), element).data;
+  const int64_t count = plan.summed().length;
+  if (count > 0) api_.reduce(dtype(call), call.reduce, terms, count, result, lane.stream);
 }
 
-void Issue::all_reduce_in_order(Operation& operation) {
+void Issue::reduce_in_order(Operation& operation) {
   const Call& call = operation.call;
   Lane& lane = operation.lane();
+  const int64_t size = operation.group->size();
   const auto bytes = static_cast<int64_t>(call.input.nbytes());
   std::byte* const input = device_input(operation, call.input);
   std::byte* const output = device_output(operation, call.output);
-  if (bytes > kWholeBytesMax) return all_reduce_in_slices(operation, input, output);
-  const int64_t size = operation.group->size();
+  const bool gathers = call.op == Op::all_reduce && bytes <= kWholeBytesMax;
+  const CollectivePlan plan(call, operation.group->rank, size, gathers ? AllReduceBy::whole : AllReduceBy::slices);
+  if (!gathers) {
+    sum_in_order(operation, plan, input, output);
+    if (call.op == Op::all_reduce) share_sums(operation, plan, output);
+    return;
+  }
   std::byte* const all = scratch(lane, size * bytes);
   settle_(lane.communicator, api_.all_gather(input, all, bytes, lane.communicator, lane.stream));
-  api_.reduce(dtype(call), call.reduce, side_by_side(all, bytes, size), call.input.numel(), output, lane.stream);
+  std::vector<const std::byte*> terms;
+  for (const int64_t rank : order_of_terms(size)) terms.push_back(all + rank * bytes);
+  api_.reduce(dtype(call), call.reduce, terms, plan.summed().length, output, lane.stream);
 }
 
-void Issue::all_reduce_in_slices(Operation& operation, std::byte* input, std::byte* output) {
-  const Call& call = operation.call;
-  Lane& lane = operation.lane();
-  const int64_t size = operation.group->size(), own = operation.group->rank, numel = call.input.numel();
-  const auto element = static_cast<int64_t>(call.input.element_size());
-  const int64_t share = (numel + size - 1) / size;
-  const auto begin = [&](int64_t rank) { return std::min(numel, rank * share) * element; };
-  const int64_t mine = begin(own + 1) - begin(own);
-  std::byte* const arriving = scratch(lane, size * share * element);
-  std::vector<Part> gives, takes;
-  for (int64_t peer = 0; peer < size; ++peer) {
-    gives.push_back({input + begin(peer), begin(peer + 1) - begin(peer)});
-    takes.push_back({peer == own ? input + begin(own) : arriving + peer * share * element, mine});
-  }
-  exchange(operation, gives, takes);
-  std::vector<const std::byte*> terms;
-  for (const Part& part : takes) terms.push_back(part.data);
-  if (mine > 0) api_.reduce(dtype(call), call.reduce, terms, mine / element, output + begin(own), lane.stream);
-  for (int64_t peer = 0; peer < size; ++peer) {
-    gives[static_cast<size_t>(peer)] = {output + begin(own), mine};
-    takes[static_cast<size_t>(peer)] = {output + begin(peer), begin(peer + 1) - begin(peer)};
-  }
+// The second half of an all-reduce in slices: the sums, from everybody to everybody.
+void Issue::share_sums(Operation& operation, const CollectivePlan& plan, std::byte* output) {
+  const auto element = static_cast<int64_t>(operation.call.input.element_size());
+  const std::vector<Part> gives(static_cast<size_t>(operation.group->size()), part_of(output, plan.result(), element));
+  std::vector<Part> takes;
+  for (int64_t peer = 0; peer < operation.group->size(); ++peer)
+    takes.push_back(part_of(output, plan.takes_sum(peer), element));
   exchange(operation, gives, takes);
 }
 

@@ -10,6 +10,7 @@
 #include "comm/nccl/nccl_group.h"
 #include "comm/process/flight_record.h"
 #include "shardproof/comm/nccl/nccl.h"
+#include "testing/comm/collective_plan.h"
 
 namespace shardproof::nccl {
 
@@ -73,6 +74,7 @@ class Issue {
     std::byte* data;
     int64_t bytes;
   };
+  static Part part_of(std::byte* tensor, ElementRange range, int64_t element_bytes);
   std::byte* device_input(Operation& operation, const at::Tensor& tensor);
   std::byte* device_output(Operation& operation, const at::Tensor& tensor);
   // By peer; a part of no bytes is not sent. What a rank has for itself is copied.
@@ -80,9 +82,9 @@ class Issue {
   void all_to_all(Operation& operation);
   std::byte* scratch(Lane& lane, int64_t bytes);
   void reduce_natively(Operation& operation);
-  void reduce_scatter_in_order(Operation& operation);
-  void all_reduce_in_order(Operation& operation);
-  void all_reduce_in_slices(Operation& operation, std::byte* input, std::byte* output);
+  void reduce_in_order(Operation& operation);
+  void sum_in_order(Operation& operation, const CollectivePlan& plan, std::byte* input, std::byte* output);
+  void share_sums(Operation& operation, const CollectivePlan& plan, std::byte* output);
   void barrier(Operation& operation);
 
   NcclApi& api_;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "device/reduce_kernels.h"
 
@@ -14,12 +13,6 @@ constexpr int64_t kTaskBytes = 256 << 10;
 // A block of an all-reduce is summed once and copied to every party while it is in the cache.
 constexpr int64_t kBlockBytes = 32 << 10;
 
-int64_t prefix(const std::vector<int64_t>& sizes, int64_t count) {
-  return std::accumulate(sizes.begin(), sizes.begin() + count, int64_t{0});
-}
-
-bool reduces(Op op) { return op == Op::all_reduce || op == Op::reduce_scatter; }
-
 }  // namespace
 
 Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath* math, bool on_device)
@@ -27,7 +20,6 @@ Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const D
       reduce_(call.reduce),
       dtype_(dtype(call)),
       element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
-      root_(call.op == Op::broadcast ? call.peer : 0),
       ring_(ring),
       math_(math),
       on_device_(on_device),
@@ -39,13 +31,14 @@ Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const D
 void Exchange::cut_into_tasks() {
   task_numel_ = std::max<int64_t>(1, kTaskBytes / element_bytes_);
   lanes_ = std::make_unique<Lane[]>(sides_.size());
-  const int64_t numel = sides_[0].output_numel, share = (numel + parties() - 1) / parties();
   int64_t tasks = 0;
   for (int64_t p = 0; p < parties(); ++p) {
     Lane& lane = lanes_[p];
     // An all-reduce is cut by elements, everything else by receiving party.
-    lane.begin = op_ == Op::all_reduce ? std::min(numel, p * share) : 0;
-    lane.end = op_ == Op::all_reduce ? std::min(numel, (p + 1) * share) : sides_[p].output_numel;
+    const ElementRange part = op_ == Op::all_reduce ? equal_range(sides_[0].output_numel, p, parties())
+                                                    : ElementRange{0, sides_[p].output_numel};
+    lane.begin = part.begin;
+    lane.end = part.end();
     lane.next = lane.begin;
     tasks += (lane.end - lane.begin + task_numel_ - 1) / task_numel_;
   }
@@ -105,49 +98,35 @@ void Exchange::produce(int64_t party) const {
 }
 
 void Exchange::produce(int64_t party, int64_t begin, int64_t end, std::byte* target) const {
-  if (!reduces(op_)) return gather(party, begin, end, target);
-  if (op_ == Op::reduce_scatter) {
-    const int64_t offset = party * sides_[party].output_numel;
-    return reduce(party, offset + begin, offset + end, target);
-  }
-  if (!ring_) return reduce(0, begin, end, target);
-  const int64_t numel = sides_[0].output_numel, share = (numel + parties() - 1) / parties();
-  for (int64_t at = begin; at < end;) {
-    const int64_t slice = at / share, stop = std::min(end, (slice + 1) * share);
-    reduce(slice, at, stop, target + (at - begin) * element_bytes_);
-    at = stop;
+  const CollectivePlan& plan = sides_[party].plan;
+  if (!plan.sums()) return gather(party, begin, end, target);
+  const int64_t offset = plan.summed().begin - plan.result().begin;
+  if (op_ == Op::reduce_scatter || !ring_) return reduce(party, offset + begin, offset + end, target);
+  for (int64_t p = 0; p < parties(); ++p) {
+    const ElementRange slice = sides_[p].plan.summed();
+    const int64_t from = std::max(begin, slice.begin), to = std::min(end, slice.end());
+    if (from < to) reduce(p, from, to, target + (from - begin) * element_bytes_);
   }
 }
 
-// Elements [begin, end) of the inputs, which belong to slice `slice`.
-void Exchange::reduce(int64_t slice, int64_t begin, int64_t end, std::byte* target) const {
-  const int64_t first = ring_ ? slice + 1 : 0;
+// Elements [begin, end) of the inputs, which the party adds up.
+void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* target) const {
   std::vector<const std::byte*> terms;
   terms.reserve(sides_.size());
-  for (int64_t k = 0; k < parties(); ++k)
-    terms.push_back(sides_[(first + k) % parties()].input + begin * element_bytes_);
+  for (const int64_t source : order_of_terms(parties(), ring_ ? party + 1 : 0))
+    terms.push_back(sides_[source].input + begin * element_bytes_);
   reduce_terms(math_, dtype_, reduce_, terms, end - begin, target);
 }
 
 // An output that is made of pieces of inputs, one from each source in order.
 void Exchange::gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const {
-  int64_t piece_begin = 0;  // in the output
-  for (int64_t source = 0; source < parties() && piece_begin < end; ++source) {
-    int64_t offset = 0, length = 0;  // in the source's input
-    if (op_ == Op::all_gather || op_ == Op::split) {
-      length = sides_[party].output_numel / parties();
-    } else if (op_ == Op::all_to_all) {
-      offset = prefix(sides_[source].input_sizes, party);
-      length = sides_[party].output_sizes[source];
-    } else if (source == root_) {
-      length = sides_[party].output_numel;
-    }
-    const int64_t from = std::max(begin, piece_begin), to = std::min(end, piece_begin + length);
+  for (int64_t source = 0; source < parties(); ++source) {
+    const ElementRange piece = sides_[party].plan.takes(source), given = sides_[source].plan.gives(party);
+    const int64_t from = std::max(begin, piece.begin), to = std::min(end, piece.end());
     const bool already_there = source == party && sides_[party].in_place;
     if (from < to && !already_there)
-      move(target + (from - begin) * element_bytes_, sides_[source].input + (offset + from - piece_begin) * element_bytes_,
+      move(target + (from - begin) * element_bytes_, sides_[source].input + (given.begin + from - piece.begin) * element_bytes_,
            (to - from) * element_bytes_);
-    piece_begin += length;
   }
 }
 

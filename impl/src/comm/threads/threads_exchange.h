@@ -1,5 +1,5 @@
-// The bytes of one collective whose calls are all known: which elements of whose inputs make which elements of whose
-// outputs. Knows nothing of threads; `run_task` may be called by several at once.
+// The bytes of one collective whose calls are all known: carries out the plans of all parties in one memory. Knows nothing of
+// threads; `run_task` may be called by several at once.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -12,21 +12,23 @@
 
 #include "shardproof/comm/comm.h"
 #include "shardproof/device/device_math.h"
+#include "testing/comm/collective_plan.h"
 
 namespace shardproof::threads {
 
 // One party of the exchange. Of a send and its receive, party 0 is the sender, party 1 the receiver.
 struct Side {
+  CollectivePlan plan;  // of a send and its receive: that of a broadcast from party 0
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   int64_t output_numel = 0;
   bool in_place = false;  // all_gather: the party's own piece is in its output already
-  std::vector<int64_t> output_sizes, input_sizes;  // all_to_all
 };
 
 class Exchange {
  public:
-  // `call` is any party's; `ring`: sums of slice r start at party r + 1. `math`: what adds, null for the CPU's loops; where
+  // `call` is any party's; `ring`: each party's sum begins with the next party's term, and all-reduces are planned in slices.
+  // `math`: what adds, null for the CPU's loops; where
   // `on_device`, it moves bytes, too, and only produce_all may be called.
   Exchange(const Call& call, std::vector<Side> sides, bool ring, const DeviceMath* math, bool on_device);
 
@@ -53,7 +55,7 @@ class Exchange {
 
   int64_t parties() const { return static_cast<int64_t>(sides_.size()); }
   void gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
-  void reduce(int64_t slice, int64_t begin, int64_t end, std::byte* target) const;
+  void reduce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
   void run_task(int64_t lane, int64_t begin, int64_t end) const;
   void all_reduce(int64_t begin, int64_t end) const;
   void cut_into_tasks();
@@ -63,7 +65,6 @@ class Exchange {
   Reduce reduce_;
   at::ScalarType dtype_;
   int64_t element_bytes_;
-  int64_t root_;
   bool ring_;
   const DeviceMath* math_;
   bool on_device_;

@@ -103,6 +103,13 @@ class OwnStream {
   bool multithreaded_ = true;
 };
 
+// What a party does in a call that all parties have made.
+CollectivePlan plan_of(const Call& call, int64_t party, int64_t parties, bool ring) {
+  if (call.op != Op::send && call.op != Op::recv)
+    return {call, party, parties, ring ? AllReduceBy::slices : AllReduceBy::whole};
+  return {{.op = Op::broadcast, .output = call.output, .input = call.input, .peer = 0}, party, parties};
+}
+
 std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring) {
   std::vector<Side> sides;
   for (const Part& part : rendezvous.parts) {
@@ -110,7 +117,7 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
                   "{}: rank {} has its tensors on {}, rank {} on {}; ranks must use one device",
                   describe(part.call), rendezvous.parts[0].rank, device_of(rendezvous.parts[0].call).str(), part.rank,
                   device_of(part.call).str());
-    Side side{.output_sizes = part.call.output_sizes, .input_sizes = part.call.input_sizes};
+    Side side{.plan = plan_of(part.call, std::ssize(sides), std::ssize(rendezvous.parts), ring)};
     if (part.call.input.defined())
       side.input = part.in_flight ? part.in_flight->snapshot()
                                   : static_cast<const std::byte*>(part.call.input.const_data_ptr());
