@@ -26,14 +26,14 @@ int64_t element_bytes(const Call& call) {
 
 }  // namespace
 
-Collective::Collective(std::shared_ptr<Group> group, Call call)
-    : Operation(std::move(group), std::move(call)),
-      element_bytes_(element_bytes(call_)),
-      sliced_(call_.op == Op::all_reduce && !comes_with_word(numel(call_) * element_bytes_)),
-      plan_(call_, group_->rank(), group_->size(), sliced_ ? AllReduceBy::slices : AllReduceBy::whole) {
-  SHARD_REQUIRE(!plan_.sums() || can_reduce(dtype(call_)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
-                describe(call_), group_->name(), dtype_name(dtype(call_)));
-  sequence_ = group_->next_sequence();
+Collective::Collective(std::shared_ptr<Group> group, Call given)
+    : Operation(std::move(group), std::move(given)),
+      element_bytes_(element_bytes(call)),
+      sliced_(call.op == Op::all_reduce && !comes_with_word(numel(call) * element_bytes_)),
+      plan_(call, group_->rank(), group_->size(), sliced_ ? AllReduceBy::slices : AllReduceBy::whole) {
+  SHARD_REQUIRE(!plan_.sums() || can_reduce(dtype(call)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
+                describe(call), group_->name(), dtype_name(dtype(call)));
+  sequence = group_->next_sequence();
   open_sides();
   tell_all();
   copy_own();
@@ -50,14 +50,14 @@ void Collective::open_sides() {
   sides_[static_cast<size_t>(group_->rank())].meeting = Meeting::agreed;
   for (int64_t peer = 0; peer < group_->size(); ++peer) {
     Side& side = sides_[static_cast<size_t>(peer)];
-    const Bytes gives = bytes_of(call_.input, plan_.gives(peer));
+    const Bytes gives = bytes_of(call.input, plan_.gives(peer));
     side.gives = gives.data, side.gives_bytes = gives.count;
     side.takes_bytes = plan_.takes(peer).length * element_bytes_;
-    if (!plan_.sums()) side.takes = bytes_of(call_.output, plan_.takes(peer)).data;
+    if (!plan_.sums()) side.takes = bytes_of(call.output, plan_.takes(peer)).data;
   }
   if (!plan_.sums()) return;
-  own_term_ = bytes_of(call_.input, plan_.summed()).data;
-  result_ = bytes_of(call_.output, plan_.result()).data;
+  own_term_ = bytes_of(call.input, plan_.summed()).data;
+  result_ = bytes_of(call.output, plan_.result()).data;
   sum_bytes_ = plan_.summed().length * element_bytes_;
   chunks_ = (sum_bytes_ + kSumChunkBytes - 1) / kSumChunkBytes;
 }
@@ -96,16 +96,16 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
   const auto name = [&](int64_t rank, const std::string& text) {
     return fmt::format("rank {} calls {}", group_->world_ranks()[static_cast<size_t>(rank)], text);
   };
-  std::string first = name(group_->rank(), describe(call_)), second = name(peer, describe(theirs));
+  std::string first = name(group_->rank(), describe(call)), second = name(peer, describe(theirs));
   if (peer < group_->rank()) std::swap(first, second);
   return fmt::format(
       "ranks disagree on call {} of '{}'{}: {}, {}{}; all ranks of a group must make the same calls in the same order",
-      sequence_, group_->name(), label_.empty() ? "" : fmt::format(", for {}", label_), first, second, sizes);
+      sequence, group_->name(), label.empty() ? "" : fmt::format(", for {}", label), first, second, sizes);
 }
 
 void Collective::meet(int64_t peer) {
   Side& side = sides_[static_cast<size_t>(peer)];
-  if (auto message = group_->take_collective(peer, sequence_)) {
+  if (auto message = group_->take_collective(peer, sequence)) {
     std::string mismatch = find_mismatch(peer, message->header);
     side.meeting = mismatch.empty() ? Meeting::agreed : Meeting::none;
     if (mismatch.empty()) return agree(peer, std::move(*message));
@@ -118,7 +118,7 @@ void Collective::meet(int64_t peer) {
 
 void Collective::agree(int64_t peer, Message message) {
   Side& side = sides_[static_cast<size_t>(peer)];
-  const int tag = data_tag(sequence_, 0);
+  const int tag = data_tag(sequence, 0);
   const int64_t chunk_bytes = plan_.sums() ? kSumChunkBytes : kCopyChunkBytes;
   if (!comes_with_word(side.gives_bytes))
     side.out = Flow(group_->comm(), peer, tag, Flow::Way::out, side.gives, side.gives_bytes, chunk_bytes);
@@ -152,7 +152,7 @@ void Collective::add_chunk(int64_t chunk) {
     else
       terms.push_back(comes_with_word(sum_bytes_) ? side.body.data() : side.in.at(chunk));
   }
-  reduce_terms(dtype(call_), call_.reduce, terms, length / element_bytes_, result_ + begin);
+  reduce_terms(dtype(call), call.reduce, terms, length / element_bytes_, result_ + begin);
 }
 
 void Collective::add_up() {
@@ -178,9 +178,9 @@ bool Collective::exchange_sums() {
     if (peer == group_->rank()) continue;
     if (!side.sums_open && side.out.done() && chunks_added_ == chunks_) {
       side.sums_open = true;
-      const int tag = data_tag(sequence_, 1);
+      const int tag = data_tag(sequence, 1);
       side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kCopyChunkBytes);
-      const Bytes takes = bytes_of(call_.output, plan_.takes_sum(peer));
+      const Bytes takes = bytes_of(call.output, plan_.takes_sum(peer));
       side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, takes.data, takes.count, kCopyChunkBytes);
     }
     through &= side.sums_open && side.out_sum.advance() & side.in_sum.advance();

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "comm/process/engine_work.h"
+#include "comm/process/engine.h"
 #include "comm/split_group.h"
 
 namespace shardproof::mpi {
@@ -20,7 +20,7 @@ class MpiComm final : public Comm {
   at::Tensor shared_memory(int64_t bytes) override;
 
  private:
-  Work start(Call call) override { return work_of(engine_, engine_->start(group_, std::move(call))); }
+  Work start(Call call) override { return process::work_of(engine_, engine_->start(group_, std::move(call))); }
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Group> group_;

@@ -7,7 +7,6 @@
 #include <cstring>
 
 #include "comm/mpi/mpi_start.h"
-#include "comm/process/flight_call.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof::mpi {
@@ -43,7 +42,7 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   MPI_Comm_size(host, &local);
   MPI_Comm_free(&host);
   crowded_ = local >= static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  record_ = std::make_unique<FlightRecord>(rank, size, options_.flight_calls_max);
+  calls_ = std::make_unique<process::Calls>(rank, size, options_.flight_calls_max);
   if (size > 1) {
     watch_ = std::make_unique<ProcessWatch>(WatchOptions{.rank = rank,
                                                          .world = size,
@@ -88,8 +87,7 @@ void Engine::on_lost(const std::string& why) {
 }
 
 void Engine::write_record(const std::string& why) {
-  if (options_.flight_directory.empty()) return;
-  const std::string problem = record_->write(options_.flight_directory, why);
+  const std::string problem = calls_->write(options_.flight_directory, why);
   if (!problem.empty()) fmt::print(stderr, "shardproof: {}\n", problem);
 }
 
@@ -103,14 +101,12 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
     const std::lock_guard lock(mutex_);
     if (lost_)
       throw WorldLostError(fmt::format("[mpi] {}; this rank was about to make {}", lost(),
-                                       title_of(call, group->next_sequence(), *group, CallLabel::current())));
+                                       process::title_of(call, group->next_sequence(), group->name(), CallLabel::current())));
     SHARD_REQUIRE(!abandoned_ || group == world_, "mpi", "{} on '{}' after this rank's body failed", describe(call),
                   group->name());
     operation = start_operation(group, std::move(call));
-    operation->record =
-        record_->add(flight_call(operation->call(), group->flight(), operation->sequence(), operation->label()));
+    calls_->begin(operation);
     pending_.push_back(operation);
-    open_.push_back(operation);
     progress();
   }
   if (pending_count_ > 0) wake_.notify_one();
@@ -127,7 +123,7 @@ void Engine::progress() {
       ++at;
       continue;
     }
-    record_->mark(operation.record, operation.done() ? FlightCall::State::done : FlightCall::State::failed);
+    calls_->mark(operation, operation.done() ? FlightCall::State::done : FlightCall::State::failed);
     at = pending_.erase(at);
   }
   pending_count_ = static_cast<int64_t>(pending_.size());
@@ -176,11 +172,10 @@ void Engine::wait(Operation& operation) {
 void Engine::finish_wait(Operation& operation) {
   {
     const std::lock_guard lock(mutex_);
-    operation.waited = true;
-    open_.remove_if([&](const auto& each) { return each.get() == &operation; });
+    calls_->end(operation);
     if (operation.done()) return;
     if (!operation.error().empty()) {
-      record_->mark(operation.record, FlightCall::State::failed);
+      calls_->mark(operation, FlightCall::State::failed);
       const std::string error = "[mpi] " + operation.error();
       if (operation.relayed()) throw RelayedError(error);
       throw Error(error);
@@ -202,7 +197,7 @@ WatchStatus Engine::status() const {
   if (now.waiting)
     now.waited_s += std::chrono::duration<double>(Clock::now() - waiting_since_).count();
   else
-    now.text = record_->last();
+    now.text = calls_->last();
   return now;
 }
 
@@ -262,14 +257,6 @@ std::byte* Engine::share(Group& group, int64_t bytes) {
   return aligned;
 }
 
-std::vector<std::string> Engine::open_calls() {
-  const std::lock_guard lock(mutex_);
-  std::vector<std::string> titles;
-  for (const auto& operation : open_)
-    if (&operation->group() != world_.get()) titles.push_back(operation->title());
-  return titles;
-}
-
 void Engine::abandon(const std::string& why) {
   const std::lock_guard lock(mutex_);
   if (std::exchange(abandoned_, true)) return;
@@ -315,7 +302,7 @@ void Engine::settle() {
   }
   until([](Group& group, int64_t peer) { return group.settled(peer) && group.all_words_left(); });
   const std::lock_guard lock(mutex_);
-  open_.clear();
+  calls_->forget();
   abandoned_ = false;
 }
 

@@ -14,8 +14,7 @@
 
 #include "comm/mpi/mpi_group.h"
 #include "comm/mpi/mpi_operation.h"
-#include "comm/process/body_ending.h"
-#include "comm/process/flight_record.h"
+#include "comm/process/engine.h"
 #include "comm/process/process_watch.h"
 #include "shardproof/comm/mpi/mpi.h"
 
@@ -39,8 +38,7 @@ class Engine {
   // Collective, after a meeting: memory of the group's first rank that all of them see; null across hosts.
   std::byte* share(Group& group, int64_t bytes);
 
-  // Calls of groups other than the world that were never waited for, in words.
-  std::vector<std::string> open_calls();
+  const process::Calls& calls() const { return *calls_; }
   // The body of this rank ended badly: tells the other ranks of its groups.
   void abandon(const std::string& why);
   // After all ranks have abandoned: until nothing is on its way.
@@ -51,8 +49,6 @@ class Engine {
   // "" as long as the world goes on.
   std::string lost() const;
   void write_record(const std::string& why);
-  // Of this rank, in words; "" when there was none.
-  std::string last_call() const { return record_->last(); }
 
  private:
   void progress();
@@ -68,7 +64,7 @@ class Engine {
   std::mutex mutex_;  // MPI and what follows
   std::shared_ptr<Group> world_;
   std::vector<std::shared_ptr<Group>> groups_;  // but the world
-  std::list<std::shared_ptr<Operation>> pending_, open_;
+  std::list<std::shared_ptr<Operation>> pending_;
   bool abandoned_ = false;
 
   std::atomic<int64_t> pending_count_{0}, waiters_{0};
@@ -80,7 +76,7 @@ class Engine {
   WatchStatus waiting_;
   std::chrono::steady_clock::time_point waiting_since_;
 
-  std::unique_ptr<FlightRecord> record_;
+  std::unique_ptr<process::Calls> calls_;
   std::unique_ptr<ProcessWatch> watch_;
   std::thread background_;
 };

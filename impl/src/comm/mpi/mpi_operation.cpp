@@ -4,25 +4,19 @@
 
 namespace shardproof::mpi {
 
-std::string title_of(const Call& call, int64_t sequence, const Group& group, std::string_view label) {
-  return fmt::format("{}, call {} on '{}'{}", describe(call), sequence, group.name(),
-                     label.empty() ? "" : fmt::format(", for {}", label));
-}
-
 Operation::Operation(std::shared_ptr<Group> group, Call call)
-    : group_(std::move(group)), call_(std::move(call)), label_(CallLabel::current()) {}
+    : process::Operation(group->flight(), std::move(call)), group_(std::move(group)) {}
 
 Header Operation::header(Kind kind) const {
   return {.kind = kind,
-          .op = call_.op,
-          .reduce = call_.reduce,
-          .dtype = static_cast<int32_t>(dtype(call_)),
-          .sequence = sequence_,
-          .numel = numel(call_),
-          .root = call_.op == Op::broadcast ? call_.peer : -1,
-          .tag = call_.tag};
+          .op = call.op,
+          .reduce = call.reduce,
+          .dtype = static_cast<int32_t>(dtype(call)),
+          .sequence = sequence,
+          .numel = numel(call),
+          .root = call.op == Op::broadcast ? call.peer : -1,
+          .tag = call.tag};
 }
-
 
 void Operation::fail(std::string error, bool relayed) {
   if (!error_.empty()) return;

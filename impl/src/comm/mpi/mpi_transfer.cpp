@@ -20,29 +20,29 @@ std::string describe_send(const Header& sent) {
 
 }  // namespace
 
-Send::Send(std::shared_ptr<Group> group, Call call) : Operation(std::move(group), std::move(call)) {
-  sequence_ = group_->next_send(call_.peer);
+Send::Send(std::shared_ptr<Group> group, Call given) : Operation(std::move(group), std::move(given)) {
+  sequence = group_->next_send(call.peer);
   Header word = header(Kind::send);
-  word.gives = static_cast<int64_t>(call_.input.nbytes());
-  if (word.gives <= kBodyBytesMax || call_.peer == group_->rank()) word.body_bytes = word.gives;
-  group_->tell(call_.peer, word, bytes_of(call_.input));
+  word.gives = static_cast<int64_t>(call.input.nbytes());
+  if (word.gives <= kBodyBytesMax || call.peer == group_->rank()) word.body_bytes = word.gives;
+  group_->tell(call.peer, word, bytes_of(call.input));
 }
 
 bool Send::advance() {
   if (!accepted_ && error_.empty()) {
-    if (const auto answer = group_->take_accept(call_.peer, sequence_)) {
+    if (const auto answer = group_->take_accept(call.peer, sequence)) {
       accepted_ = true;
-      const auto bytes = static_cast<int64_t>(call_.input.nbytes());
-      if (bytes > kBodyBytesMax && call_.peer != group_->rank())
-        flow_ = Flow(group_->comm(), call_.peer, send_data_tag(sequence_), Flow::Way::out, bytes_of(call_.input), bytes,
+      const auto bytes = static_cast<int64_t>(call.input.nbytes());
+      if (bytes > kBodyBytesMax && call.peer != group_->rank())
+        flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::out, bytes_of(call.input), bytes,
                      kChunkBytes);
-      if (answer->numel != numel(call_) || answer->dtype != header(Kind::send).dtype)
+      if (answer->numel != numel(call) || answer->dtype != header(Kind::send).dtype)
         fail(fmt::format("ranks disagree: {} meets a recv of {} x {} on rank {}", title(),
                          dtype_name(static_cast<at::ScalarType>(answer->dtype)), answer->numel,
-                         group_->world_ranks()[static_cast<size_t>(call_.peer)]),
+                         group_->world_ranks()[static_cast<size_t>(call.peer)]),
              false);
-    } else if (const Message* last = group_->abandoned(call_.peer)) {
-      fail_abandoned(call_.peer, *last);
+    } else if (const Message* last = group_->abandoned(call.peer)) {
+      fail_abandoned(call.peer, *last);
     }
   }
   if (!accepted_) return !error_.empty();
@@ -52,22 +52,22 @@ bool Send::advance() {
 }
 
 std::vector<int64_t> Send::missing() const {
-  return {group_->world_ranks()[static_cast<size_t>(call_.peer)]};
+  return {group_->world_ranks()[static_cast<size_t>(call.peer)]};
 }
 
-Recv::Recv(std::shared_ptr<Group> group, Call call) : Operation(std::move(group), std::move(call)) {
-  sequence_ = -1;  // known when it met its send
+Recv::Recv(std::shared_ptr<Group> group, Call given) : Operation(std::move(group), std::move(given)) {
+  sequence = -1;  // known when it met its send
 }
 
 void Recv::meet(const Message& sent) {
   met_ = true;
-  sequence_ = sent.header.sequence;
-  group_->tell(call_.peer, header(Kind::accept));
-  std::byte* target = bytes_of(call_.output);
-  const bool fits = sent.header.numel == numel(call_) && sent.header.dtype == header(Kind::accept).dtype;
+  sequence = sent.header.sequence;
+  group_->tell(call.peer, header(Kind::accept));
+  std::byte* target = bytes_of(call.output);
+  const bool fits = sent.header.numel == numel(call) && sent.header.dtype == header(Kind::accept).dtype;
   if (!fits) {
     fail(fmt::format("ranks disagree: {} meets a {} of rank {}", title(), describe_send(sent.header),
-                     group_->world_ranks()[static_cast<size_t>(call_.peer)]),
+                     group_->world_ranks()[static_cast<size_t>(call.peer)]),
          false);
     discarded_.resize(static_cast<size_t>(sent.header.gives));
     target = discarded_.data();
@@ -75,15 +75,15 @@ void Recv::meet(const Message& sent) {
   if (sent.header.body_bytes > 0)
     std::memcpy(target, sent.body.data(), sent.body.size());
   else
-    flow_ = Flow(group_->comm(), call_.peer, send_data_tag(sequence_), Flow::Way::in, target, sent.header.gives, kChunkBytes);
+    flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::in, target, sent.header.gives, kChunkBytes);
 }
 
 bool Recv::advance() {
   if (!met_ && error_.empty()) {
-    if (const auto sent = group_->take_send(call_.peer, call_.tag))
+    if (const auto sent = group_->take_send(call.peer, call.tag))
       meet(*sent);
-    else if (const Message* last = group_->abandoned(call_.peer))
-      fail_abandoned(call_.peer, *last);
+    else if (const Message* last = group_->abandoned(call.peer))
+      fail_abandoned(call.peer, *last);
   }
   if (!met_) return !error_.empty();
   if (!flow_.advance()) return false;
@@ -92,7 +92,7 @@ bool Recv::advance() {
 }
 
 std::vector<int64_t> Recv::missing() const {
-  return {group_->world_ranks()[static_cast<size_t>(call_.peer)]};
+  return {group_->world_ranks()[static_cast<size_t>(call.peer)]};
 }
 
 }  // namespace shardproof::mpi

@@ -4,7 +4,7 @@
 #include <exception>
 
 #include "comm/mpi/mpi_comm.h"
-#include "comm/process/body_ending.h"
+#include "comm/process/engine.h"
 #include "shardproof/comm/mpi/mpi.h"
 #include "testing/base/call_label.h"
 
@@ -13,43 +13,30 @@ bool mpi_available() {
   return true;
 }
 
-class MpiWorld::Impl {
+class MpiWorld::Impl final : public process::Runner {
  public:
   explicit Impl(const MpiOptions& options)
       : engine_(std::make_shared<mpi::Engine>(options)), world_(mpi::make_comm(engine_, engine_->world())) {}
 
   // An exception that the others do not know of leaves them without this process; one that all have agreed on does not.
-  ~Impl() { engine_->shut_down(std::uncaught_exceptions() == 0 || agreed_); }
+  ~Impl() override { engine_->shut_down(std::uncaught_exceptions() == 0 || agreed_); }
 
   Comm& world() { return *world_; }
 
-  void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
-    require_ranks("mpi", ranks, world_->size());
-    agreed_ = false;
-    const std::exception_ptr thrown = thrown_by([&] { run_body(body, ranks); });
-    const Ending mine = ending_of(thrown, engine_->last_call());
-    if (mine.failed) engine_->abandon(mine.text);
-    if (any_failed(mine)) end_badly(mine);
-    engine_->close_groups();
-  }
-
  private:
-  void run_body(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
+  const char* part() const override { return "mpi"; }
+  int64_t size() const override { return world_->size(); }
+  void begin() override { agreed_ = false; }
+  const process::Calls& calls() const override { return engine_->calls(); }
+  void abandon(const std::string& why) override { engine_->abandon(why); }
+
+  std::shared_ptr<Comm> enter(int64_t ranks) override {
     const bool takes_part = ranks == 0 || world_->rank() < ranks;
-    const std::shared_ptr<Comm> comm = world_->split(takes_part ? 0 : -1, 0, "world");
-    if (!comm) return;
-    body(comm);
-    require_all_waited("mpi", engine_->open_calls());
+    return world_->split(takes_part ? 0 : -1, 0, "world");
   }
 
-  bool any_failed(const Ending& mine) {
-    const CallLabel label("the end of the body");
-    at::Tensor failed = at::full({1}, mine.failed, at::kLong);
-    world_->all_reduce(failed, Reduce::max).wait();
-    return failed.item<int64_t>() != 0;
-  }
-
-  [[noreturn]] void end_badly(const Ending& mine) {
+  std::vector<Ending> exchange(const Ending& mine) override {
+    if (!any_failed(mine)) return {};
     engine_->write_record(mine.failed ? mine.text : "another rank failed");
     engine_->abandon("another rank's body failed");
     engine_->settle();
@@ -60,10 +47,19 @@ class MpiWorld::Impl {
         ->all_gather(at::from_blob(endings.data(), {world_->size() * bytes}, at::kByte),
                      at::from_blob(&own, {bytes}, at::kByte))
         .wait();
+    return endings;
+  }
+
+  void close(bool failed) override {
     engine_->close_groups();
-    agreed_ = true;
-    const size_t first = culprit(endings);
-    rethrow(endings[first], first, endings.size());
+    agreed_ = failed;
+  }
+
+  bool any_failed(const Ending& mine) {
+    const CallLabel label("the end of the body");
+    at::Tensor failed = at::full({1}, mine.failed, at::kLong);
+    world_->all_reduce(failed, Reduce::max).wait();
+    return failed.item<int64_t>() != 0;
   }
 
   std::shared_ptr<mpi::Engine> engine_;

@@ -1,6 +1,6 @@
 #include "comm/nccl/nccl_comm.h"
 
-#include "comm/process/engine_work.h"
+#include "comm/process/engine.h"
 #include "comm/split_group.h"
 
 namespace shardproof::nccl {
@@ -23,7 +23,7 @@ class NcclComm final : public Comm {
   }
 
  private:
-  Work start(Call call) override { return work_of(engine_, engine_->start(group_, flight_, std::move(call))); }
+  Work start(Call call) override { return process::work_of(engine_, engine_->start(group_, flight_, std::move(call))); }
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<Group> group_;

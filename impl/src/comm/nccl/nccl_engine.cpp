@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "comm/process/flight_call.h"
 #include "comm/split_group.h"
 #include "shardproof/base/check.h"
 
@@ -38,7 +37,7 @@ Engine::Engine(int64_t rank, int64_t size, std::shared_ptr<NcclStore> store, std
       store_(std::move(store)),
       api_(std::move(api)),
       options_(std::move(options)),
-      record_(rank, size, options_.flight_calls_max),
+      calls_(rank, size, options_.flight_calls_max),
       watch_(rank, store_) {
   api_->use_device();
   watching_ = std::thread([this] { run_watch(); });
@@ -138,12 +137,11 @@ std::shared_ptr<Operation> Engine::start(std::shared_ptr<Group> group, std::shar
   api_->use_device();
   auto operation = std::make_shared<Operation>(api_, group, std::move(flight), std::move(call));
   operation->sequence = operation->is_message() ? group->message_count++ : group->collectives++;
-  operation->record = record_.add(flight_call(operation->call, operation->flight, operation->sequence, operation->label));
   require_alive(operation->title());
+  calls_.begin(operation);
   {
     const std::lock_guard state(state_mutex_);
-    open_.push_back(operation);
-    calls_[group->id] = group->collectives;
+    collectives_[group->id] = group->collectives;
   }
   if (!operation->is_message()) {
     launch({operation});
@@ -214,14 +212,13 @@ void Engine::wait(Operation& operation) {
     land(operation);
   }
   const std::lock_guard lock(mutex_);
-  operation.waited = true;
   for (const LaneMemory::Block& block : operation.blocks_taken) operation.lane().memory.give_back(block);
   operation.blocks_taken.clear();
   operation.landings.clear();
   const std::lock_guard state(state_mutex_);
   // Whatever reuses their memory comes behind in the caller's stream.
   operation.call.input = operation.call.output = at::Tensor();
-  open_.remove_if([&](const auto& each) { return each.get() == &operation; });
+  calls_.end(operation);
 }
 
 void Engine::land(Operation& operation) {
@@ -258,16 +255,9 @@ void Engine::collect_complete() {
   flying_.remove_if([this](const auto& operation) {
     if (!api_->is_complete(operation->done.get())) return false;
     operation->complete = true;
-    record_.mark(operation->record, FlightCall::State::done);
+    calls_.mark(*operation, FlightCall::State::done);
     return true;
   });
-}
-
-std::vector<std::string> Engine::open_calls() {
-  const std::lock_guard state(state_mutex_);
-  std::vector<std::string> titles;
-  for (const auto& operation : open_) titles.push_back(operation->title());
-  return titles;
 }
 
 c10::DataPtr Engine::allocate(Group& group, Op op, int64_t bytes, c10::Device device) {
@@ -324,7 +314,8 @@ void Engine::forget_groups() {
   world_ = nullptr;
   connected_ = false;
   const std::lock_guard state(state_mutex_);
-  flying_.clear(), open_.clear(), calls_.clear();
+  calls_.forget();
+  flying_.clear(), collectives_.clear();
 }
 
 void Engine::require_alive(const std::string& doing) {

@@ -15,8 +15,7 @@
 
 #include "comm/nccl/nccl_operation.h"
 #include "comm/nccl/nccl_watch.h"
-#include "comm/process/body_ending.h"
-#include "comm/process/flight_record.h"
+#include "comm/process/engine.h"
 #include "shardproof/comm/nccl/nccl.h"
 
 namespace shardproof::nccl {
@@ -50,12 +49,9 @@ class Engine {
   // Collective over the parent, whose ranks have just told each other their colors and keys, two a rank.
   std::shared_ptr<Group> split(Group& parent, const std::vector<int64_t>& colors_and_keys);
 
-  // Calls that were never waited for, in words.
-  std::vector<std::string> open_calls();
+  const process::Calls& calls() const { return calls_; }
   // Buffers of `allocate` that are not given back.
   int64_t lent_buffers();
-  // Of this rank, in words; "" when there was none.
-  std::string last_call() const { return record_.last(); }
   // Throws what ended the world or this body.
   void require_alive(const std::string& doing);
   // Throws WorldLostError when the rank has given no sign of life for the time-out.
@@ -92,7 +88,7 @@ class Engine {
   const std::shared_ptr<NcclStore> store_;
   const std::shared_ptr<NcclApi> api_;
   const NcclOptions options_;
-  FlightRecord record_;
+  process::Calls calls_;
   Watch watch_;
 
   std::mutex mutex_;
@@ -102,8 +98,8 @@ class Engine {
   int64_t connections_ = 0;
 
   mutable std::mutex state_mutex_;
-  std::list<std::shared_ptr<Operation>> flying_, open_;
-  std::map<uint64_t, int64_t> calls_;  // collectives of each group
+  std::list<std::shared_ptr<Operation>> flying_;
+  std::map<uint64_t, int64_t> collectives_;  // so many were called in each group
   int64_t body_ = 0;
   WorldEnd end_;
   std::atomic<bool> ended_{false};

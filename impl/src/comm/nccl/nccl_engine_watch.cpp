@@ -139,11 +139,9 @@ void Engine::end(int64_t body, const WorldEnd& mine) {
   if (ended_ || (body != body_ && !first.lost)) return;
   end_ = first;
   ended_ = true;
-  for (const auto& operation : flying_) record_.mark(operation->record, FlightCall::State::failed);
-  if (!options_.flight_directory.empty()) {
-    const std::string trouble = record_.write(options_.flight_directory, first.text);
-    if (!trouble.empty()) end_.text += fmt::format(" ({})", trouble);
-  }
+  for (const auto& operation : flying_) calls_.mark(*operation, FlightCall::State::failed);
+  const std::string trouble = calls_.write(options_.flight_directory, first.text);
+  if (!trouble.empty()) end_.text += fmt::format(" ({})", trouble);
 }
 
 // Under mutex_. Everything that is on its way on them ends; what waits for it goes on. As a group: one communicator's kernel
@@ -158,7 +156,7 @@ void Engine::abort_lanes() {
 
 RankState Engine::state() {
   const std::lock_guard state(state_mutex_);
-  return {.calls = calls_, .last_call = record_.last()};
+  return {.calls = collectives_, .last_call = calls_.last()};
 }
 
 }  // namespace shardproof::nccl

@@ -43,21 +43,14 @@ class OpenGroup {
 
 Operation::Operation(std::shared_ptr<NcclApi> api, std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight,
                      Call call)
-    : group(std::move(group)),
-      flight(std::move(flight)),
-      call(std::move(call)),
-      label(CallLabel::current()),
+    : process::Operation(std::move(flight), std::move(call)),
+      group(std::move(group)),
       done(api),
       begun(std::chrono::steady_clock::now()) {
   for (const at::Tensor* tensor : {&this->call.input, &this->call.output})
     if (tensor->defined() && !api->is_on_device(*tensor)) blocks = true;
   // What a rank did before a barrier, on files too, lies before what others do after it; colors are read by the host.
   if (this->call.op == Op::barrier || this->call.op == Op::split) blocks = true;
-}
-
-std::string Operation::title() const {
-  return fmt::format("{}, call {} on '{}'{}", describe(call), sequence, flight->name,
-                     label.empty() ? "" : fmt::format(", for {}", label));
 }
 
 std::byte* Issue::device_input(Operation& operation, const at::Tensor& tensor) {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/nccl/nccl_group.h"
-#include "comm/process/flight_record.h"
+#include "comm/process/engine.h"
 #include "shardproof/comm/nccl/nccl.h"
 #include "testing/comm/collective_plan.h"
 
@@ -28,7 +28,7 @@ class Event {
   NcclApi::Event event_;
 };
 
-struct Operation {
+struct Operation : process::Operation {
   // Of a tensor in host memory: where on the device its values will be.
   struct Landing {
     void* host;
@@ -38,21 +38,14 @@ struct Operation {
 
   Operation(std::shared_ptr<NcclApi> api, std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight, Call call);
 
-  // "reduce_scatter(sum, float32 x 128), call 17 on 'dp_shard', for unit 'h.3'"
-  std::string title() const;
   Lane& lane() const { return group->lane(lane_of(call.op)); }
   bool is_message() const { return call.op == Op::send || call.op == Op::recv; }
 
   std::shared_ptr<Group> group;
-  std::shared_ptr<const FlightGroup> flight;
-  Call call;
-  std::string label;
-  int64_t sequence = 0;
-  int64_t record = -1;  // of the flight record
 
   Event done;  // recorded when launched
   std::chrono::steady_clock::time_point begun;
-  bool launched = false, complete = false, waited = false;
+  bool launched = false, complete = false;
   // Whether who waits blocks until it is complete: tensors in host memory, and barriers.
   bool blocks = false;
   std::vector<Landing> landings;

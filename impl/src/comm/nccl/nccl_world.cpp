@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "comm/nccl/nccl_comm.h"
-#include "comm/process/body_ending.h"
+#include "comm/process/engine.h"
 #include "shardproof/comm/nccl/nccl.h"
 
 namespace shardproof {
@@ -15,46 +15,39 @@ constexpr auto kLookForEndings = std::chrono::microseconds(200);
 
 }  // namespace
 
-class NcclWorld::Impl {
+class NcclWorld::Impl final : public process::Runner {
  public:
   Impl(int64_t rank, int64_t size, std::shared_ptr<NcclStore> store, std::shared_ptr<NcclApi> api, const NcclOptions& options)
       : engine_(std::make_shared<nccl::Engine>(rank, size, std::move(store), std::move(api), options)) {}
 
   int64_t rank() const { return engine_->rank(); }
-  int64_t size() const { return engine_->size(); }
-
-  void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
-    require_ranks("nccl", ranks, size());
-    engine_->begin(++body_);
-    const std::exception_ptr thrown = thrown_by([&] { run_body(body, ranks); });
-    const Ending mine = ending_of(thrown, engine_->last_call());
-    if (mine.failed) engine_->abandon(mine.text);
-    const std::vector<Ending> endings = tell_endings(mine);
-    bool failed = false;
-    for (const Ending& ending : endings) failed |= ending.failed != 0;
-    if (!failed) return;
-    engine_->abort_groups();
-    const size_t first = culprit(endings);
-    rethrow(endings[first], first, endings.size());
-  }
+  int64_t size() const override { return engine_->size(); }
 
  private:
-  void run_body(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks) {
+  const char* part() const override { return "nccl"; }
+  void begin() override { engine_->begin(++body_); }
+  const process::Calls& calls() const override { return engine_->calls(); }
+  void abandon(const std::string& why) override { engine_->abandon(why); }
+
+  std::shared_ptr<Comm> enter(int64_t ranks) override {
     std::shared_ptr<Comm> comm = nccl::make_comm(engine_, engine_->world(), "world");
-    if (ranks > 0 && ranks < size()) comm = comm->split(rank() < ranks ? 0 : -1, 0, "world");
-    if (!comm) return;
-    body(comm);
-    engine_->drain();  // another rank may have failed before it made them all
-    require_all_waited("nccl", engine_->open_calls());
+    return ranks > 0 && ranks < size() ? comm->split(rank() < ranks ? 0 : -1, 0, "world") : comm;
+  }
+  // Another rank may have failed before it made them all.
+  void leave() override { engine_->drain(); }
+  void require_nothing_left() override {
     SHARD_REQUIRE(engine_->lent_buffers() == 0, "nccl",
                   "the body returned and holds {} registered buffers; what was made from its communicator must end with it",
                   engine_->lent_buffers());
+  }
+  void close(bool failed) override {
+    if (failed) engine_->abort_groups();
   }
 
   std::string ending_name(int64_t body, int64_t rank) const { return fmt::format("ending/{}/{}", body, rank); }
 
   // Beside NCCL, whose communicators may be aborted by now.
-  std::vector<Ending> tell_endings(const Ending& mine) {
+  std::vector<Ending> exchange(const Ending& mine) override {
     NcclStore& store = engine_->store();
     store.set(ending_name(body_, rank()), {reinterpret_cast<const char*>(&mine), sizeof mine});
     std::vector<Ending> endings(static_cast<size_t>(size()));
