@@ -7,11 +7,11 @@
 #include "checkpoint/save_plan.h"
 #include "checkpoint/state_names.h"
 #include "checkpoint/trainer_values.h"
-#include "comm/agree.h"
 #include "sharding/sharded_state.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/saved_state.h"
+#include "shardproof/comm/agree.h"
 
 namespace shardproof::checkpoint {
 namespace {

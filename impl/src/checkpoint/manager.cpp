@@ -7,10 +7,10 @@
 #include <exception>
 #include <thread>
 
-#include "comm/agree.h"
 #include "sharding/sharded_state.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/comm/agree.h"
 
 namespace shardproof::checkpoint {
 

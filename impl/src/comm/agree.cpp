@@ -1,4 +1,4 @@
-#include "comm/agree.h"
+#include "shardproof/comm/agree.h"
 
 #include <ATen/ATen.h>
 
@@ -7,7 +7,7 @@
 
 #include "shardproof/base/check.h"
 
-namespace shardproof::checkpoint {
+namespace shardproof {
 
 std::vector<std::string> gather_texts(Comm& comm, const std::string& mine) {
   at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong);
@@ -40,9 +40,9 @@ std::string error_of(const std::function<void()>& body) {
   } catch (const BrokenInvariant&) {
     throw;
   } catch (const std::exception& error) {
-    return error.what()[0] == '\0' ? "[checkpoint] an error without a message" : error.what();
+    return error.what()[0] == '\0' ? "[comm] an error without a message" : error.what();
   }
   return "";
 }
 
-}  // namespace shardproof::checkpoint
+}  // namespace shardproof

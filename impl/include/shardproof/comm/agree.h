@@ -1,4 +1,5 @@
-// What ranks tell each other around a checkpoint: short texts, and whether all of them are well.
+// Short texts that ranks tell each other, and errors that all of them throw together: for work that each rank does by itself
+// and that may fail on one of them, such as reading a file.
 #pragma once
 
 #include <functional>
@@ -7,7 +8,7 @@
 
 #include "shardproof/comm/comm.h"
 
-namespace shardproof::checkpoint {
+namespace shardproof {
 
 // Every rank's text, by rank. Collective.
 std::vector<std::string> gather_texts(Comm& comm, const std::string& mine);
@@ -21,4 +22,4 @@ std::string error_of(const std::function<void()>& body);
 // Runs the body, which does not communicate, and throws on every rank when it threw on any. Collective.
 inline void agree_on(Comm& comm, const std::function<void()>& body) { agree(comm, error_of(body)); }
 
-}  // namespace shardproof::checkpoint
+}  // namespace shardproof

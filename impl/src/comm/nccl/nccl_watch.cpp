@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <sstream>
+#include <utility>
 
 namespace shardproof::nccl {
 namespace {
@@ -69,3 +70,12 @@ double Pulse::silent_s(int64_t rank, const std::optional<RankState>& state, doub
 }
 
 }  // namespace shardproof::nccl
+
+namespace shardproof {
+
+void end_world(std::shared_ptr<NcclStore> store, const std::string& why) {
+  constexpr int64_t kNoRank = -1;
+  nccl::Watch(kNoRank, std::move(store)).say_end(0, {true, why});
+}
+
+}  // namespace shardproof

@@ -44,4 +44,7 @@ class TcpStore final : public NcclStore {
   std::unique_ptr<Impl> impl_;
 };
 
+// Ends the world of all processes that share the store, and tells each of them why: for whoever started them and saw one die.
+void end_world(std::shared_ptr<NcclStore> store, const std::string& why);
+
 }  // namespace shardproof
