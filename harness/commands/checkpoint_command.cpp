@@ -16,6 +16,7 @@
 namespace harness {
 
 using namespace shardproof::checkpoint;
+using shardproof::dtype_info;
 using nlohmann::json;
 using shardproof::Box;
 using shardproof::escaped;
@@ -67,11 +68,11 @@ std::string hex(const char* bytes, size_t count) {
 // "" when the tensors are equal, bit by bit.
 std::string tensor_difference(CheckpointSource& one, Shown& two, const std::string& name, const SafeTensorSpec& a,
                               const SafeTensorSpec& b) {
-  if (a.dtype != b.dtype) return fmt::format("{} against {}", names_of(a.dtype).torch, names_of(b.dtype).torch);
+  if (a.dtype != b.dtype) return fmt::format("{} against {}", dtype_info(a.dtype).name, dtype_info(b.dtype).name);
   if (a.sizes != b.sizes) return fmt::format("sizes [{}] against [{}]", fmt::join(a.sizes, ", "), fmt::join(b.sizes, ", "));
   const std::string x = one.read(name), y = two.read(name);
   if (x == y) return "";
-  const auto item = static_cast<size_t>(names_of(a.dtype).bytes);
+  const auto item = static_cast<size_t>(dtype_info(a.dtype).bytes);
   size_t count = 0, first = x.size();
   for (size_t at = 0; at < x.size(); at += item)
     if (std::memcmp(x.data() + at, y.data() + at, item) != 0 && count++ == 0) first = at;
@@ -173,7 +174,7 @@ int checkpoint_inspect(const CheckpointArguments& arguments) {
   JsonLines out(arguments.json);
   for (const auto& [name, tensor] : source.checkpoint().tensors) {
     const uint64_t bytes = bytes_of(tensor.dtype, tensor.sizes);
-    fmt::print("{:<48} {:<9} [{}]  {} bytes in {} boxes\n", escaped(name), names_of(tensor.dtype).torch,
+    fmt::print("{:<48} {:<9} [{}]  {} bytes in {} boxes\n", escaped(name), dtype_info(tensor.dtype).name,
                fmt::join(tensor.sizes, ", "), bytes, tensor.chunks.size());
     json boxes = json::array();
     for (const Chunk& chunk : tensor.chunks) {
@@ -188,7 +189,7 @@ int checkpoint_inspect(const CheckpointArguments& arguments) {
     }
     out.write({{"type", "tensor"},
                {"name", name},
-               {"dtype", names_of(tensor.dtype).torch},
+               {"dtype", dtype_info(tensor.dtype).name},
                {"sizes", tensor.sizes},
                {"bytes", bytes},
                {"boxes", boxes}});

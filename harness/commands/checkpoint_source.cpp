@@ -8,6 +8,7 @@
 namespace harness {
 
 using namespace shardproof::checkpoint;
+using shardproof::dtype_info;
 using shardproof::Box;
 using shardproof::Shape;
 
@@ -99,7 +100,7 @@ std::string CheckpointSource::read(const std::string& name, const Box& box) {
   std::swap(spec.sizes[0], spec.sizes[1]);
   // Of a turned matrix rows are columns, so all of it is read.
   const auto rows = static_cast<size_t>(spec.sizes[0]), columns = static_cast<size_t>(spec.sizes[1]);
-  const auto item = static_cast<size_t>(names_of(spec.dtype).bytes);
+  const auto item = static_cast<size_t>(dtype_info(spec.dtype).bytes);
   const std::string all = turned(read_stored(stored, spec, whole(spec.sizes)), rows, columns, item);
   SHARD_CHECK(box[1].size() == spec.sizes[0], "checkpoint", "a box of {} that cuts more than dim 0", name);
   return all.substr(static_cast<size_t>(box[0].begin) * rows * item, static_cast<size_t>(box[0].size()) * rows * item);

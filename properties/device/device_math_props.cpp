@@ -9,6 +9,7 @@
 
 #include "properties/kit/device_subject.h"
 #include "properties/kit/harness_env.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/optim/optimizer.h"
 
 using namespace shardproof;

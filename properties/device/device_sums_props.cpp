@@ -8,6 +8,7 @@
 
 #include "properties/kit/device_subject.h"
 #include "properties/kit/harness_env.h"
+#include "shardproof/base/dtypes.h"
 
 using namespace shardproof;
 using namespace device_testing;

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "properties/doubles/nccl_double_streams.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 #include "shardproof/device/kernels/cuda.h"
 

@@ -14,6 +14,7 @@
 namespace {
 
 using namespace shardproof::checkpoint;
+using shardproof::dtype_info;
 
 void expect(bool condition) {
   if (!condition) std::abort();
@@ -37,7 +38,7 @@ void entry(const std::string& bytes) {
   if (shardproof::numel(tensor.sizes) == 0) return;
   int64_t last = tensor.storage_offset;
   for (size_t d = 0; d < tensor.sizes.size(); ++d) last += (tensor.sizes[d] - 1) * tensor.strides[d];
-  expect(last >= 0 && (static_cast<uint64_t>(last) + 1) * static_cast<uint64_t>(names_of(tensor.dtype).bytes) <=
+  expect(last >= 0 && (static_cast<uint64_t>(last) + 1) * static_cast<uint64_t>(dtype_info(tensor.dtype).bytes) <=
                           tensor.payload_bytes);
 }
 

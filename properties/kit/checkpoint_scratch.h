@@ -54,7 +54,7 @@ struct Sample {
 };
 
 inline at::Tensor random_tensor(Random& random, const Shape& sizes, Dtype dtype) {
-  at::Tensor bytes = at::empty({numel(sizes) * names_of(dtype).bytes}, at::kByte);
+  at::Tensor bytes = at::empty({numel(sizes) * dtype_info(dtype).bytes}, at::kByte);
   auto* data = bytes.data_ptr<uint8_t>();
   for (int64_t i = 0; i < bytes.numel(); ++i) data[i] = static_cast<uint8_t>(dtype == Dtype::Bool ? random() & 1 : random());
   return bytes.numel() == 0 ? at::empty(sizes, dtype) : bytes.view(dtype).view(sizes);

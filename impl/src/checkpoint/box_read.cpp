@@ -117,7 +117,7 @@ BoxReader::Entry& BoxReader::entry(const std::string& name, const StoredTensor& 
   TensorEntry parsed = parse_tensor_entry(slice);
   SHARD_REQUIRE(parsed.dtype == tensor.dtype && parsed.sizes == chunk.sizes, "checkpoint",
                 "{}: holds {} of sizes [{}], but .metadata says {} of [{}]. Do these files belong together?", who,
-                names_of(parsed.dtype).torch, fmt::join(parsed.sizes, ", "), names_of(tensor.dtype).torch,
+                dtype_info(parsed.dtype).name, fmt::join(parsed.sizes, ", "), dtype_info(tensor.dtype).name,
                 fmt::join(chunk.sizes, ", "));
   parsed.payload_offset += chunk.extent.offset;
   entry = std::make_unique<Entry>(Entry{&file, who, std::move(parsed)});
@@ -140,7 +140,7 @@ void BoxReader::read_part(const std::string& name, const StoredTensor& tensor, s
   const TensorEntry& stored = held.entry;
   int64_t from = stored.storage_offset;
   for (size_t d = 0; d < box.size(); ++d) from += (begins[d] - chunk.offsets[d]) * stored.strides[d];
-  const auto item = static_cast<uint64_t>(names_of(tensor.dtype).bytes);
+  const auto item = static_cast<uint64_t>(dtype_info(tensor.dtype).bytes);
   RowReader rows(*held.source, stored.payload_offset, stored.payload_bytes, destination, options_, counts_);
   const RowWalk walk(sizes, stored.strides, strides);
   walk.each([&](int64_t row_from, int64_t row_to) {
@@ -177,7 +177,7 @@ void BoxReader::read(const std::string& name, const Box& box, const at::Tensor& 
   const auto found = checkpoint_.tensors.find(name);
   SHARD_REQUIRE(found != checkpoint_.tensors.end(), "checkpoint", "{} holds no tensor {}", folder_, name);
   SHARD_REQUIRE(destination.scalar_type() == found->second.dtype, "checkpoint", "tensor {} in {} is {}; it was asked for as {}",
-                name, folder_, names_of(found->second.dtype).torch, c10::toString(destination.scalar_type()));
+                name, folder_, dtype_info(found->second.dtype).name, c10::toString(destination.scalar_type()));
   SHARD_REQUIRE(destination.sizes() == at::IntArrayRef(sizes_of(box)), "checkpoint",
                 "a box of [{}] of tensor {} was asked for in a tensor of [{}]", fmt::join(sizes_of(box), ", "), name,
                 fmt::join(destination.sizes(), ", "));

@@ -60,7 +60,7 @@ class Matcher {
                                             fmt::join(stored.sizes, ", "), fmt::join(sizes, ", ")));
     else if (stored.dtype != dtype)
       result_.misfits.push_back(
-          fmt::format("{} is {} in the checkpoint and {} here", key, names_of(stored.dtype).torch, names_of(dtype).torch));
+          fmt::format("{} is {} in the checkpoint and {} here", key, dtype_info(stored.dtype).name, dtype_info(dtype).name));
     return stored.sizes == sizes && stored.dtype == dtype;
   }
 

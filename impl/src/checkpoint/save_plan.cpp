@@ -21,7 +21,7 @@ void append_atoms(const std::string& name, const HeldTensor& tensor, std::vector
   for (const HeldRun& held : tensor.held) points.insert(points.end(), {held.run.begin, held.run.end});
   std::sort(points.begin(), points.end());
   points.erase(std::unique(points.begin(), points.end()), points.end());
-  const auto item = static_cast<uint64_t>(names_of(tensor.dtype).bytes);
+  const auto item = static_cast<uint64_t>(dtype_info(tensor.dtype).bytes);
   const size_t first = atoms.size();
   for (size_t i = 0; i + 1 < points.size(); ++i) {
     const Interval run{points[i], points[i + 1]};

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "shardproof/algebra/layout.h"
-#include "shardproof/base/dtype_names.h"
+#include "shardproof/base/dtypes.h"
 
 namespace shardproof::checkpoint {
 

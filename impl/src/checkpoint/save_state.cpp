@@ -39,7 +39,7 @@ void exchange_runs(Comm& world, const LocalRuns& runs, std::map<std::string, Hel
     for (const int64_t size : tensor.sizes) sizes.push_back(Value::integer(size));
     for (const LocalRun& run : held)
       points.insert(points.end(), {Value::integer(run.run.begin), Value::integer(run.run.end)});
-    items.push_back(Value::tuple({Value::string(key), Value::string(std::string(names_of(tensor.dtype).torch)),
+    items.push_back(Value::tuple({Value::string(key), Value::string(std::string(dtype_info(tensor.dtype).name)),
                                   Value::tuple(std::move(sizes)), Value::tuple(std::move(points))}));
   }
   const std::vector<std::string> texts = gather_texts(world, write_pickle(Value::list(std::move(items)), 4));
@@ -48,7 +48,7 @@ void exchange_runs(Comm& world, const LocalRuns& runs, std::map<std::string, Hel
     for (const Value& item : all.as_list("runs")) {
       const Value::Items& fields = item.as_list("runs");
       HeldTensor& tensor = tensors[fields[0].as_string("name")];
-      tensor.dtype = find_torch_dtype(fields[1].as_string("dtype"))->dtype;
+      tensor.dtype = find_dtype(fields[1].as_string("dtype"))->dtype;
       tensor.sizes.clear();
       for (const Value& size : fields[2].as_list("sizes")) tensor.sizes.push_back(size.as_int("size"));
       const Value::Items& points = fields[3].as_list("points");
@@ -169,12 +169,12 @@ const char* SaveJob::Parts::data_of(const PlannedBox& box, const Interval& run) 
 }
 
 size_t SaveJob::Parts::bytes_of_box(const PlannedBox& box) const {
-  return static_cast<size_t>(numel(box.box) * names_of(tensors.at(box.name).dtype).bytes);
+  return static_cast<size_t>(numel(box.box) * dtype_info(tensors.at(box.name).dtype).bytes);
 }
 
 // There when the stream has been waited for.
 void SaveJob::Parts::start_copy(const PlannedBox& box, char* to) const {
-  const int64_t item = names_of(tensors.at(box.name).dtype).bytes;
+  const int64_t item = dtype_info(tensors.at(box.name).dtype).bytes;
   for (const Interval& wanted : box.runs)
     for (int64_t at = wanted.begin; at < wanted.end;) {
       const auto& held = runs.at(box.name);

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "testing/base/call_label.h"
 
 namespace shardproof {
@@ -120,29 +121,6 @@ CallLabel::~CallLabel() {
 }
 std::string_view CallLabel::current() {
   return label;
-}
-
-const char* dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kHalf:
-      return "float16";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kByte:
-      return "uint8";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(dtype);
-  }
 }
 
 const char* to_string(Reduce op) {

@@ -3,7 +3,6 @@
 #include <array>
 #include <atomic>
 #include <mutex>
-#include <optional>
 #include <vector>
 
 #include "device/cpu_math.h"
@@ -55,39 +54,6 @@ const DeviceMath& device_math(c10::Device device) {
                 "move it to the CPU",
                 device.str());
   return *math;
-}
-
-namespace {
-std::optional<Element> find_element(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Element::f32;
-    case at::kDouble:
-      return Element::f64;
-    case at::kBFloat16:
-      return Element::bf16;
-    case at::kHalf:
-      return Element::f16;
-    case at::kInt:
-      return Element::i32;
-    case at::kLong:
-      return Element::i64;
-    case at::kByte:
-      return Element::u8;
-    default:
-      return std::nullopt;
-  }
-}
-}  // namespace
-
-bool can_reduce(at::ScalarType dtype) {
-  return find_element(dtype).has_value();
-}
-
-Element element_type(at::ScalarType dtype) {
-  const auto element = find_element(dtype);
-  SHARD_REQUIRE(element.has_value(), "device", "no kernel works on {}", c10::toString(dtype));
-  return *element;
 }
 
 }  // namespace shardproof

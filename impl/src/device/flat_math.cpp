@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 
 namespace shardproof {

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 #include "shardproof/optim/optimizer.h"
 

@@ -7,6 +7,7 @@
 
 #include "device/flat_math.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 
 namespace shardproof {

@@ -1,14 +1,9 @@
 // What communication is for, in words.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
 #include <string_view>
 
 namespace shardproof {
-
-// "float32"
-const char* dtype_name(at::ScalarType dtype);
 
 // Says what the calls of this thread are for as long as it lives, e.g. "unit 'h.3'": in errors and records of backends. Labels
 // nest; the innermost counts.

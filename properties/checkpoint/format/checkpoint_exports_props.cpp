@@ -23,7 +23,7 @@ RC_GTEST_PROP(Safetensors, reads_what_it_wrote_in_one_file_or_many, (uint64_t se
   Random random(seed);
   const Scratch scratch;
   Sample sample = random_sample(random, 6);
-  std::erase_if(sample.tensors, [](const auto& entry) { return names_of(entry.second.scalar_type()).safetensors.empty(); });
+  std::erase_if(sample.tensors, [](const auto& entry) { return dtype_info(entry.second.scalar_type()).safetensors.empty(); });
   std::map<std::string, SafeTensorSpec> specs;
   for (const auto& [name, tensor] : sample.tensors) specs[name] = {tensor.scalar_type(), tensor.sizes().vec()};
   const uint64_t file_bytes_max = draw(random, 2) == 0 ? 100 : 1 << 20;

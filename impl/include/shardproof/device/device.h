@@ -6,6 +6,7 @@
 
 #include <memory>
 
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device_math.h"
 
 namespace shardproof {
@@ -20,10 +21,5 @@ inline const DeviceMath& device_math(const at::Tensor& tensor) {
 }
 // Whether tensors of this device can be sharded.
 bool has_device_math(c10::Device device);
-
-// Whether collectives can sum the dtype: float32, float64, bfloat16, float16, int32, int64, uint8.
-bool can_reduce(at::ScalarType dtype);
-// Throws Error for a dtype that no kernel knows.
-Element element_type(at::ScalarType dtype);
 
 }  // namespace shardproof

@@ -10,11 +10,10 @@
 #include <cstdint>
 #include <span>
 
+#include "shardproof/base/element.h"
 #include "shardproof/base/reduce.h"
 
 namespace shardproof {
-
-enum class Element { f32, f64, bf16, f16, i32, i64, u8 };
 
 struct FlatSpan {
   const float* data = nullptr;

@@ -95,9 +95,9 @@ class MetadataReader {
                              : properties.find("dtype");
     require(value, "has no dtype");
     const std::string& name = value->as_global("a dtype");
-    const DtypeNames* names = find_torch_dtype(std::string_view(name).substr(name.find('.') + 1));
-    require(names, fmt::format("has the dtype {}, which is not read", name));
-    return names->dtype;
+    const DtypeInfo* info = find_dtype(std::string_view(name).substr(name.find('.') + 1));
+    require(info, fmt::format("has the dtype {}, which is not read", name));
+    return info->dtype;
   }
 
   void read_tensor(const Value& value) {

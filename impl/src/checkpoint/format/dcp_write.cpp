@@ -22,7 +22,7 @@ Value field(const char* name) {
 Value properties(Dtype dtype) {
   // Its state is a tuple: dtype, layout, requires_grad, memory format (0: contiguous), pin_memory.
   const Value state = Value::tuple(
-      {Value::global("torch", std::string(names_of(dtype).torch)),
+      {Value::global("torch", std::string(dtype_info(dtype).name)),
        Value::reduced("torch.serialization", "_get_layout", {Value::string("torch.strided")}), Value::boolean(false),
        Value::reduced(kMetadata, "_MEM_FORMAT_ENCODING", {Value::integer(0)}), Value::boolean(false)});
   return Value::instance(kMetadata, "TensorProperties", state);

@@ -28,10 +28,10 @@ SafeTensor read_tensor(const json& entry, const std::string& tensor, const std::
   SHARD_REQUIRE(entry.is_object() && entry.size() == 3, "safetensors", "{}: {} should have dtype, shape and data_offsets", name,
                 tensor);
   const std::string dtype = entry.at("dtype").get<std::string>();
-  const DtypeNames* names = find_safetensors_dtype(dtype);
-  SHARD_REQUIRE(names, "safetensors", "{}: {} has the dtype {}, which is not read", name, tensor, escaped(dtype));
+  const DtypeInfo* info = find_safetensors_dtype(dtype);
+  SHARD_REQUIRE(info, "safetensors", "{}: {} has the dtype {}, which is not read", name, tensor, escaped(dtype));
   SafeTensor found;
-  found.dtype = names->dtype;
+  found.dtype = info->dtype;
   for (const json& size : entry.at("shape")) {
     SHARD_REQUIRE(size.is_number_unsigned() && size.get<uint64_t>() <= uint64_t{1} << 62, "safetensors",
                   "{}: {} has the size {}", name, tensor, size.dump());

@@ -20,13 +20,15 @@ struct Item {
 std::vector<Item> in_order(const std::map<std::string, SafeTensorSpec>& tensors) {
   std::vector<Item> items;
   for (const auto& [name, spec] : tensors) {
-    SHARD_REQUIRE(name != "__metadata__" && !names_of(spec.dtype).safetensors.empty(), "safetensors",
-                  "{} of {} has no place in a safetensors file", name, names_of(spec.dtype).torch);
+    SHARD_REQUIRE(name != "__metadata__" && !dtype_info(spec.dtype).safetensors.empty(), "safetensors",
+                  "{} of {} has no place in a safetensors file", name, dtype_info(spec.dtype).name);
     SHARD_REQUIRE(is_utf8(name), "safetensors", "the name {} is no UTF-8, and has no place in a safetensors file", name);
     items.push_back({&name, &spec, bytes_of(spec.dtype, spec.sizes)});
   }
   std::stable_sort(items.begin(), items.end(),
-                   [](const Item& a, const Item& b) { return names_of(a.spec->dtype).bytes > names_of(b.spec->dtype).bytes; });
+                   [](const Item& a, const Item& b) {
+                     return dtype_info(a.spec->dtype).bytes > dtype_info(b.spec->dtype).bytes;
+                   });
   return items;
 }
 
@@ -36,7 +38,7 @@ void write_one(FileSystem& files, const std::string& path, const std::vector<Ite
   if (!metadata.empty()) header["__metadata__"] = metadata;
   uint64_t at = 0;
   for (const Item& item : items) {
-    header[*item.name] = {{"dtype", names_of(item.spec->dtype).safetensors},
+    header[*item.name] = {{"dtype", dtype_info(item.spec->dtype).safetensors},
                           {"shape", item.spec->sizes},
                           {"data_offsets", {at, at + item.bytes}}};
     at += item.bytes;

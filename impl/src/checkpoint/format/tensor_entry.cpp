@@ -21,7 +21,7 @@ Shape shape_of(const Value& value, std::string_view what) {
 
 // The bytes from storage element 0 that strides reach, so that nothing is read behind the payload.
 void require_inside(const TensorEntry& entry, const std::string& name) {
-  const auto item = static_cast<uint64_t>(names_of(entry.dtype).bytes);
+  const auto item = static_cast<uint64_t>(dtype_info(entry.dtype).bytes);
   SHARD_REQUIRE(entry.sizes.size() == entry.strides.size() && entry.storage_offset >= 0, "checkpoint",
                 "{}: sizes [{}] and strides [{}] from {} make no tensor", name, fmt::join(entry.sizes, ", "),
                 fmt::join(entry.strides, ", "), entry.storage_offset);
@@ -40,7 +40,7 @@ void require_inside(const TensorEntry& entry, const std::string& name) {
 }
 
 struct StorageId {
-  const DtypeNames* dtype;
+  const DtypeInfo* dtype;
   std::string key;
   int64_t elements;
 };
@@ -52,7 +52,7 @@ StorageId storage_of(const Value& persistent, const std::string& name) {
   SHARD_REQUIRE(id.size() >= 5 && id[0].as_string("the id of a storage") == "storage", "checkpoint",
                 "{}: unknown persistent id {}", name, persistent.str());
   const std::string& type = id[1].as_global("the type of a storage");
-  const DtypeNames* dtype = find_storage(std::string_view(type).substr(type.rfind('.') + 1));
+  const DtypeInfo* dtype = find_storage(std::string_view(type).substr(type.rfind('.') + 1));
   SHARD_REQUIRE(dtype, "checkpoint", "{}: storages of type {} are not read", name, type);
   const int64_t elements = id[4].as_int("the length of a storage");
   SHARD_REQUIRE(elements >= 0, "checkpoint", "{}: a storage of {} elements", name, elements);
@@ -75,7 +75,7 @@ Value read_data(const ByteSource& source, const std::vector<ZipRecord>& records,
 }  // namespace
 
 uint64_t bytes_of(Dtype dtype, const Shape& sizes) {
-  return static_cast<uint64_t>(numel(sizes)) * static_cast<uint64_t>(names_of(dtype).bytes);
+  return static_cast<uint64_t>(numel(sizes)) * static_cast<uint64_t>(dtype_info(dtype).bytes);
 }
 
 TensorEntryLayout lay_out_tensor_entry(Dtype dtype, const Shape& sizes) {

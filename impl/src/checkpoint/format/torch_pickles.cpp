@@ -12,7 +12,7 @@ Value torch_tensor(Dtype dtype, const Shape& sizes, const std::string& key) {
     stride *= std::max<int64_t>(sizes[d], 1);
   }
   for (const int64_t size : sizes) size_items.push_back(Value::integer(size));
-  const Value id = Value::tuple({Value::string("storage"), Value::global("torch", std::string(names_of(dtype).storage)),
+  const Value id = Value::tuple({Value::string("storage"), Value::global("torch", std::string(dtype_info(dtype).storage)),
                                  Value::string(key), Value::string("cpu"), Value::integer(numel(sizes))});
   return Value::reduced("torch._utils", "_rebuild_tensor_v2",
                         {Value::persistent(id), Value::integer(0), Value::tuple(size_items), Value::tuple(stride_items),

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "shardproof/algebra/layout.h"
-#include "shardproof/base/dtype_names.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/checkpoint/format/pickle.h"
 #include "testing/checkpoint/format/zip_file.h"
 

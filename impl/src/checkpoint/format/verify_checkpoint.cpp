@@ -134,8 +134,8 @@ class Verifier {
     if (owned.chunk) {
       const TensorEntry entry = parse_tensor_entry(slice);
       if (entry.dtype != owned.tensor->dtype || entry.sizes != owned.chunk->sizes)
-        report(owned, fmt::format("holds {} of [{}], but .metadata says {} of [{}]", names_of(entry.dtype).torch,
-                                  fmt::join(entry.sizes, ", "), names_of(owned.tensor->dtype).torch,
+        report(owned, fmt::format("holds {} of [{}], but .metadata says {} of [{}]", dtype_info(entry.dtype).name,
+                                  fmt::join(entry.sizes, ", "), dtype_info(owned.tensor->dtype).name,
                                   fmt::join(owned.chunk->sizes, ", ")));
     }
     if (!records) return;

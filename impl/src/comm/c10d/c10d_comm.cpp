@@ -10,6 +10,7 @@
 
 #include "comm/split_group.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/comm/c10d/c10d.h"
 #include "shardproof/device/device.h"
 #include "testing/comm/collective_plan.h"

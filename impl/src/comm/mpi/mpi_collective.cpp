@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 
 namespace shardproof::mpi {

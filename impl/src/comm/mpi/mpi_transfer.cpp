@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "shardproof/base/dtypes.h"
+
 namespace shardproof::mpi {
 namespace {
 

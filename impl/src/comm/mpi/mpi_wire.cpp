@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 
 namespace shardproof::mpi {
 namespace {

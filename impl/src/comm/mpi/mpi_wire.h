@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "shardproof/comm/comm.h"
-#include "testing/base/call_label.h"
 
 namespace shardproof::mpi {
 

@@ -9,15 +9,17 @@
 #include <fmt/format.h>
 #include <nccl.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
 #include "shardproof/device/kernels/cuda.h"
-#include "testing/base/call_label.h"
+#include "shardproof/base/dtypes.h"
 
 namespace shardproof {
 namespace {
@@ -47,24 +49,12 @@ cudaEvent_t event_of(NcclApi::Event event) {
 }
 
 ncclDataType_t type_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return ncclFloat32;
-    case at::kDouble:
-      return ncclFloat64;
-    case at::kBFloat16:
-      return ncclBfloat16;
-    case at::kHalf:
-      return ncclFloat16;
-    case at::kInt:
-      return ncclInt32;
-    case at::kLong:
-      return ncclInt64;
-    case at::kByte:
-      return ncclUint8;
-    default:
-      throw Error(fmt::format("[nccl] NCCL cannot reduce {}; convert it first", dtype_name(dtype)));
-  }
+  constexpr std::array kTypes = {std::pair(Element::f32, ncclFloat32),  std::pair(Element::f64, ncclFloat64),
+                                 std::pair(Element::bf16, ncclBfloat16), std::pair(Element::f16, ncclFloat16),
+                                 std::pair(Element::i32, ncclInt32),    std::pair(Element::i64, ncclInt64),
+                                 std::pair(Element::u8, ncclUint8)};
+  const Element wanted = element_type(dtype);
+  return std::find_if(kTypes.begin(), kTypes.end(), [&](const auto& type) { return type.first == wanted; })->second;
 }
 
 // A one-element array of the dtype, for NCCL to read a scalar from.

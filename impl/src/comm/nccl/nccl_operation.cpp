@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 #include "testing/base/call_label.h"
 

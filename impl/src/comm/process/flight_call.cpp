@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "testing/base/call_label.h"
+#include "shardproof/base/dtypes.h"
 
 namespace shardproof {
 

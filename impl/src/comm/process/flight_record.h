@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace shardproof {
@@ -23,7 +24,7 @@ struct FlightCall {
   int64_t sequence = 0;
   const char* op = "";
   const char* reduce = "";  // of sums, maxima, minima
-  const char* dtype = "";
+  std::string_view dtype = {};
   int64_t numel = 0;
   int64_t peer = -1;  // a broadcast's root, the other end of a send
   int64_t bytes = 0;  // given and taken by this rank

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 
 namespace shardproof::threads {

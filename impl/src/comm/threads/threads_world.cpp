@@ -10,6 +10,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 
 namespace shardproof::threads {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "shardproof/algebra/layout.h"
-#include "shardproof/base/dtype_names.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/checkpoint/format/file_system.h"
 
 namespace shardproof::checkpoint {

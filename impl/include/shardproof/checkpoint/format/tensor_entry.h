@@ -5,7 +5,7 @@
 #include <string>
 
 #include "shardproof/algebra/layout.h"
-#include "shardproof/base/dtype_names.h"
+#include "shardproof/base/dtypes.h"
 #include "shardproof/checkpoint/format/file_system.h"
 #include "shardproof/checkpoint/format/pickle.h"
 
