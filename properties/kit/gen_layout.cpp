@@ -10,6 +10,9 @@ namespace shardproof {
 void showValue(const Mesh& mesh, std::ostream& os) {
   os << "mesh(" << mesh.str() << ")";
 }
+void showValue(const Split& split, std::ostream& os) {
+  os << split.str();
+}
 void showValue(const Layout& layout, std::ostream& os) {
   os << layout.str();
 }

@@ -12,6 +12,7 @@ namespace shardproof {
 
 // How RapidCheck prints counterexamples.
 void showValue(const Mesh& mesh, std::ostream& os);
+void showValue(const Split& split, std::ostream& os);
 void showValue(const Layout& layout, std::ostream& os);
 void showValue(const Placement& placement, std::ostream& os);
 void showValue(const Transfer& transfer, std::ostream& os);
