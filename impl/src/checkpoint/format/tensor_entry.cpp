@@ -131,7 +131,7 @@ TensorEntry parse_tensor_entry(const ByteSource& source) {
   SHARD_REQUIRE(payload->bytes / static_cast<uint64_t>(storage.dtype->bytes) == static_cast<uint64_t>(storage.elements) &&
                     payload->bytes % static_cast<uint64_t>(storage.dtype->bytes) == 0,
                 "checkpoint", "{}: its storage of {} bytes does not hold {} elements of {}", name, payload->bytes,
-                storage.elements, storage.dtype->torch);
+                storage.elements, storage.dtype->name);
   entry.payload_offset = payload->offset;
   entry.payload_bytes = payload->bytes;
   entry.payload_crc = payload->crc;

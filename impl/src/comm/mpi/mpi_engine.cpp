@@ -8,6 +8,7 @@
 
 #include "comm/mpi/mpi_start.h"
 #include "shardproof/base/check.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof::mpi {
 namespace {
