@@ -31,6 +31,7 @@ at::Tensor tensor(const spec::Local& local) {
 }
 
 std::vector<int64_t> sizes(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
+  if (layout.flat.empty()) return local_shape(shape, mesh, layout, rank);
   const std::vector<Box> boxes = owned(shape, mesh, layout, rank);
   if (boxes.size() != 1) return {owned_numel(shape, mesh, layout, rank)};
   std::vector<int64_t> result;

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
+#include <optional>
+
 #include "shardproof/algebra/plan.h"
 #include "shardproof/base/check.h"
 
@@ -20,12 +22,12 @@ class Held {
  public:
   Held(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank)
       : boxes_(owned(shape, mesh, layout, rank)) {
-    if (boxes_.size() > 1 && layout.flat.empty()) sizes_ = local_shape(shape, mesh, layout, rank);
+    if (layout.flat.empty()) sizes_ = local_shape(shape, mesh, layout, rank);
   }
 
   std::vector<int64_t> sizes() const {
+    if (sizes_) return *sizes_;
     if (boxes_.size() == 1) return sizes_of(boxes_[0]);
-    if (!sizes_.empty()) return sizes_;
     int64_t total = 0;
     for (const Box& box : boxes_) total += numel(box);
     return {total};
@@ -55,7 +57,7 @@ class Held {
   }
 
   std::vector<Box> boxes_;
-  std::vector<int64_t> sizes_;  // where several boxes make up one tensor of as many dims
+  std::optional<Shape> sizes_;  // where no flat split cuts what the dims leave
 };
 
 // One call of `redistribute` on one rank.
@@ -189,7 +191,7 @@ at::Tensor redistribute(const at::Tensor& local, const Shape& shape, const Layou
                 "rank {} must pass a contiguous tensor of sizes [{}] for layout {} of shape [{}], got [{}]", rank,
                 fmt::join(task.source.sizes(), ","), from.str(), fmt::join(shape, ","), fmt::join(local.sizes(), ","));
   switch (lowered.step) {
-    case Step::none: return local;
+    case Step::none: return local.view(task.target.sizes());  // the same bytes; without elements, sizes may still differ
     case Step::slice: return GeneralExchange(task, local).run_alone();
     case Step::all_reduce: return all_reduce(task, lowered, local);
     case Step::all_gather:

@@ -8,6 +8,7 @@
 
 #include "harness/case/generate.h"
 #include "properties/kit/expect_error.h"
+#include "shardproof/algebra/strategy.h"
 
 using namespace harness;
 using shardproof::expect_error;
@@ -252,7 +253,9 @@ TEST(Generate, no_feature_is_rare) {
   for (int64_t i = 0; i < kCases; ++i) {
     const Case c = generate(3, i, {});
     ++counts[std::string("mode ") + to_string(c.mode)];
-    ++counts["strategy " + c.strategy];
+    const auto& table = shardproof::strategies();
+    const bool named = std::any_of(table.begin(), table.end(), [&](const auto& row) { return row.name == c.strategy; });
+    ++counts[named ? "strategy " + c.strategy : "strategy that is a row without a name"];
     ++counts[std::string("model ") + to_string(c.model.kind)];
     ++counts[std::string("optimizer ") + to_string(c.optimizer.kind)];
     counts["mesh of two axes"] += c.mesh.axes().size() == 2;
@@ -285,6 +288,7 @@ TEST(Generate, no_feature_is_rare) {
     for (const OptionRow& row : option_rows())
       counts[std::string("option ") + row.key] += c.options.*row.member != CaseOptions{}.*row.member;
   }
-  EXPECT_EQ(counts.size(), 4u + 6 + 5 + 5 + 6 + 4 + 11 + 1 + option_rows().size()) << "a kind of case is never drawn";
+  const size_t of_strategies = shardproof::strategies().size() + 1;
+  EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 6 + 4 + 11 + 1 + option_rows().size()) << "a kind of case is never drawn";
   for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 2 * kCases) << feature;
 }
