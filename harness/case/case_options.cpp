@@ -36,7 +36,7 @@ const std::vector<OptionRow>& option_rows() {
       {"reduce", &O::reduce, {"fp32", "bf16", "fp16"}, {bf16, bf16, fp16}, 0.15, 0},
       {"float32_sums", &O::float32_sums, {}, {1}, 0.08, 0},
       {"scale", &O::loss_scale, {}, {4, 1024, 1'000'000'000}, 0.1, 0},
-      {"scale_min", &O::scale_min, {}, {2, 600}, 1, 0, /*draws_apart=*/true},
+      {"scale_min", &O::scale_min, {}, {2, 2, 600}, 1, 0, /*draws_apart=*/true},
       {"arithmetic", &O::arithmetic, {"native", "canonical"}, {1}, 0.4, 0},
       {"sp", &O::sequence_parallel, {}, {1}, 0.9, 0},
       {"attention", &O::context_gathered, {"ring", "gathered"}, {1}, 0.8, 1},

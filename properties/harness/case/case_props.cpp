@@ -289,6 +289,7 @@ TEST(Generate, no_feature_is_rare) {
       counts[std::string("option ") + row.key] += c.options.*row.member != CaseOptions{}.*row.member;
   }
   const size_t of_strategies = shardproof::strategies().size() + 1;
-  EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 6 + 4 + 11 + 1 + option_rows().size()) << "a kind of case is never drawn";
+  EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 6 + 4 + 11 + 1 + option_rows().size())
+      << "a kind of case is never drawn";
   for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 2 * kCases) << feature;
 }
