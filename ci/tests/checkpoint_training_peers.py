@@ -65,7 +65,8 @@ def train(model, optimizers, share, shares, step):
     per = SAMPLES // shares
     first = torch.arange(per, dtype=torch.float32) + (step * SAMPLES + share * per)
     loss = model((first.unsqueeze(1) + torch.arange(6.0)).cos()).square().sum(1).mean()
-    model.zero_grad()
+    for optimizer in optimizers:  # not model.zero_grad(): behind a forward, the root's own parameters are the gathered ones
+        optimizer.zero_grad()
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()

@@ -46,7 +46,7 @@ class Command(unittest.TestCase):
         cases = [line["case"] for line in lines if line["type"] == "case"]
         self.assertEqual(len(set(cases)), 30)
         for case in cases:
-            self.assertRegex(case, r"mesh\((dp_replicate=[123],)?dp_shard=[123](,cp=[23])?(,tp=[23])?\) zero2")
+            self.assertRegex(case, r"mesh\(((dp_replicate=[123],)?dp_shard=[123])?,?(cp=[23])?,?(tp=[23])?\) zero2")
         self.assertEqual(lines[-1]["type"], "summary")
 
     def test_the_same_seed_runs_the_same_cases_and_another_others(self):

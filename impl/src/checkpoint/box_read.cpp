@@ -151,7 +151,7 @@ void BoxReader::read_part(const std::string& name, const StoredTensor& tensor, s
   if (held.checked || !options_.check) return;
   if (rows.complete()) {
     SHARD_REQUIRE(rows.crc() == stored.payload_crc, "checkpoint",
-                  "{}: its bytes are damaged, the CRC does not agree. Load an older checkpoint, or see `checkpoint verify`",
+                  "{}: its bytes are damaged, the CRC does not agree. Load an older checkpoint, or see `checkpoint verify`.",
                   held.name);
     held.checked = true;
   } else if (options_.check_parts) {

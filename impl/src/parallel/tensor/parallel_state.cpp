@@ -53,7 +53,6 @@ at::Tensor ParallelState::cut(const Layout& layout, const at::Tensor& whole) con
 at::Tensor ParallelState::join(const ParallelParameter& parameter, const at::Tensor& local) const {
   const at::NoGradGuard no_grad;
   at::Tensor own = local.detach().contiguous();
-  if (own.numel() == 0) own = own.view({0});  // as a rank holds nothing, of however many dims
   const at::Tensor whole = redistribute(own, parameter.shape, parameter.layout, replicated(), *view_);
   return whole.is_alias_of(own) ? whole.clone() : whole;
 }
