@@ -104,6 +104,7 @@ TEST(Strategies, a_registered_row_is_in_the_table_with_the_others) {
 TEST(Strategies, a_row_that_cannot_be_is_refused_when_it_is_registered) {
   const Layout whole = replicated(), shard = split_flat(whole, {"dp_shard", {}});
   expect_error([&] { register_strategy(named("zero3", whole, shard)); }, {"zero3", "already"});
+  expect_error([&] { register_strategy(named("row_b_t_sr", whole, shard)); }, {"row_b_t_sr", "already"});
   expect_error([&] { register_strategy(named("two words", whole, shard)); }, {"two words", "word"});
   expect_error([&] { register_strategy(named("narrow", split_flat(whole, {"dp_replicate", {}}), shard)); },
                {"narrow", "publish", "all_gather"});

@@ -121,8 +121,9 @@ const std::vector<Strategy>& strategies() { return rows(); }
 
 void register_strategy(Strategy row) {
   SHARD_REQUIRE(is_word(row.name), "strategy", "a strategy's name is a word of letters, digits and '_', got '{}'", row.name);
-  for (const Strategy& known : rows())
-    SHARD_REQUIRE(known.name != row.name, "strategy", "there is a strategy '{}' already; choose another name", row.name);
+  for (const std::vector<Strategy>* known : {&strategies(), &free_rows()})
+    for (const Strategy& other : *known)
+      SHARD_REQUIRE(other.name != row.name, "strategy", "there is a strategy '{}' already; choose another name", row.name);
   SHARD_REQUIRE(rows().size() < kRowsMax, "strategy", "'{}' is one row too many: the table holds {}", row.name, kRowsMax);
   SHARD_REQUIRE(!row.produced.partial.empty(), "strategy",
                 "{}: `produced` is partial along no axis, so no rank would ever learn from another", row.name);
