@@ -1,0 +1,111 @@
+"""Does sharded code train what the plain model trains?
+
+`shardproof.check(parallelize, make_model, make_batch, loss)` trains the plain model and the sharded one over random histories
+and compares them. See docs/check.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any, Callable, Mapping, Sequence
+
+from .draw import Draw, parse_line
+from .judge import Verdict
+from .plan import Subject
+from .runner import Counterexample, Report, run_cases
+from .train import Sharded
+
+__all__ = ["Counterexample", "Draw", "Report", "Sharded", "Subject", "Verdict", "check", "replay_line"]
+
+
+def check(
+    parallelize: Callable[..., Any] | Subject,
+    make_model: Callable[..., Any] | None = None,
+    make_batch: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    *,
+    cases: int = 100,
+    seed: int = 0,
+    jobs: int = 1,
+    ranks: str = "threads",
+    stop_after: int = 3,
+    budget: float | None = None,
+    replay: str | None = None,
+    mesh: Mapping[str, Sequence[int]] | None = None,
+    options: Mapping[str, Sequence[Any]] | None = None,
+    **settings: Any,
+) -> Report | Verdict:
+    """Trains what `parallelize` makes of random models beside the plain models, and reports every difference.
+
+    Parameters
+    ----------
+    parallelize
+        `parallelize(model, mesh, **options)` returns the module to train, or a `Sharded` where that does not say enough.
+        It may also be a `Subject`, which holds this and the following three.
+    make_model
+        `make_model()` or `make_model(draw)` makes the plain model. Sizes taken from `draw.integer(name, low, high)` vary and
+        shrink.
+    make_batch
+        `make_batch(generator, count)` makes `count` samples: inputs and targets whose first dim is the sample.
+    loss
+        `loss(output, target)`, a mean over samples.
+    cases, seed
+        How many random cases, and which.
+    jobs
+        How many processes work side by side.
+    ranks
+        "threads" (fast; every failure is confirmed on processes) or "processes" (gloo over loopback).
+    stop_after, budget
+        Stops after so many kinds of failures, or after so many seconds.
+    replay
+        The line of a printed case: runs only this case and returns its verdict.
+    mesh
+        Axis name -> sizes to draw from. Ranks along axes that begin with "dp" get different samples. The default is dp of 1
+        to 4.
+    options
+        Keyword argument of `parallelize` -> values to draw from, the simplest first. `precision` is the dtype that it
+        computes in.
+    settings
+        Further fields of `Subject`.
+
+    Returns
+    -------
+    Report
+        `report.ok` says whether all held; `print(report)` shows counts and counterexamples with a line that replays each.
+    """
+    if isinstance(parallelize, Subject):
+        subject = parallelize
+    else:
+        if make_model is None or make_batch is None or loss is None:
+            raise TypeError("check needs parallelize, make_model, make_batch and loss")
+        if mesh is not None:
+            settings["mesh"] = mesh
+        if options is not None:
+            settings["options"] = options
+        settings.setdefault("name", getattr(parallelize, "__name__", "check"))
+        subject = Subject(parallelize, make_model, make_batch, loss, **settings)
+    if replay is not None:
+        return replay_line(subject, replay, ranks)
+    return run_cases(subject, cases, seed, jobs, ranks, stop_after, budget)
+
+
+def replay_line(subject: Subject, line: str, ranks: str = "processes") -> Verdict:
+    """Runs the case of a printed line."""
+    from .crew import ProcessCrew, ThreadCrew
+
+    crew = (ThreadCrew if ranks == "threads" else ProcessCrew)(subject)
+    try:
+        return crew.run((0, 0), parse_line(line))
+    finally:
+        crew.stop()
+
+
+class _CallableModule(types.ModuleType):
+    """`shardproof.check` is this module, and `shardproof.check(...)` is the function."""
+
+    def __call__(self, *positional: Any, **settings: Any) -> Report | Verdict:
+        return check(*positional, **settings)
+
+
+sys.modules[__name__].__class__ = _CallableModule

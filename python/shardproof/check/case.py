@@ -1,0 +1,75 @@
+"""One case from its choices to its verdict, apart from how ranks are started."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from dataclasses import dataclass
+
+from .draw import Draw
+from .judge import Verdict, judge
+from .plain import references
+from .plan import Plan, Subject, base_model, draw_plan
+from .train import RankStep, run_segment
+
+FOLLOWS = r"SystemExit|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting"
+"""What a rank raises because another one has ended."""
+
+
+@dataclass
+class Failure:
+    """What a rank raised."""
+
+    kind: str
+    text: str
+
+
+class Case:
+    """A drawn case of a subject. The model is built once, every rank copies it."""
+
+    def __init__(self, subject: Subject, draw: Draw) -> None:
+        self.subject = subject
+        self.draw = draw
+        self.plan: Plan = draw_plan(draw, subject)
+        self.base = base_model(subject, draw, self.plan)
+
+    def run_rank(self, segment: int, folder: str) -> list[RankStep] | Failure:
+        """Runs a segment on the calling rank. What it raises comes back as a value."""
+        try:
+            return run_segment(self.subject, self.draw, self.plan, self.base, segment, folder)
+        except BaseException as error:  # noqa: BLE001 - a rank may raise anything, and all of it is a finding
+            return failure_of(error)
+
+    def judge(self, ranks: list[list[list[RankStep]]]) -> Verdict:
+        return self.finish(judge(self.subject, self.plan, references(self.subject, self.draw, self.plan), ranks))
+
+    def finish(self, verdict: Verdict) -> Verdict:
+        verdict.line = self.draw.line
+        verdict.values = dict(self.draw.indices)
+        if verdict.bad:
+            text = "\n".join([verdict.where, verdict.message, *verdict.traces.values(), verdict.line])
+            for kind, patterns in (("refused", {r: r for r in self.subject.refusals}), ("known", self.subject.known)):
+                name = next((name for pattern, name in patterns.items() if re.search(pattern, text)), None)
+                if name:
+                    verdict.kind, verdict.where = kind, name
+                    break
+        return verdict
+
+    def failed(self, segment: int, failures: dict[int, Failure]) -> Verdict:
+        """The verdict on a segment in which some ranks raised."""
+        own = {rank: f for rank, f in failures.items() if not re.search(FOLLOWS, f.text)} or failures
+        first = next(iter(own.values()))
+        last = [line for line in first.text.strip().splitlines() if line.strip()][-1]
+        ranks = "every rank" if len(own) == self.plan.segments[segment].ranks else f"rank {', '.join(map(str, sorted(own)))}"
+        message = f"segment {segment}: {ranks} raised: {last}"
+        return self.finish(Verdict("raised", where=_place(first), message=message, traces={r: f.text for r, f in own.items()}))
+
+
+def failure_of(error: BaseException) -> Failure:
+    return Failure(type(error).__name__, "".join(traceback.format_exception(error)))
+
+
+def _place(failure: Failure) -> str:
+    """The kind of an exception and the function that raised it, to tell one failure from another."""
+    frames = re.findall(r'File "[^"]*?([^/"]+)", line \d+, in (\S+)', failure.text)
+    return f"{failure.kind} in {frames[-1][0]}:{frames[-1][1]}" if frames else failure.kind

@@ -1,0 +1,249 @@
+"""Warm processes that run cases: one process with rank-threads, or one process for each rank, connected by gloo.
+
+They live from case to case. One that crashes or hangs is killed, and the next case starts new ones.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from datetime import timedelta
+
+from .case import Case, Failure, failure_of
+from .draw import Draw
+from .judge import Verdict
+from .plan import Subject
+
+fork = multiprocessing.get_context("fork")
+_forking = threading.Lock()
+
+
+class Died(Exception):
+    """A process ended or was silent too long."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.text = text
+
+
+class Worker:
+    """A forked process that answers messages. Functions need no pickling, as the process is a copy of this one."""
+
+    def __init__(self, serve) -> None:
+        handle, self.stacks = tempfile.mkstemp(prefix="shardproof-stacks-")
+        os.close(handle)
+        with _forking:
+            self.pipe, other = fork.Pipe()
+            self.process = fork.Process(target=self._main, args=(serve, other, self.pipe), daemon=True)
+            self.process.start()
+        other.close()
+
+    def _main(self, serve, pipe, parents) -> None:
+        import torch
+
+        parents.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        torch.set_num_threads(1)
+        faulthandler.register(signal.SIGUSR1, file=open(self.stacks, "w"), all_threads=True)
+        answer = serve()
+        try:
+            while True:
+                pipe.send_bytes(pickle.dumps(answer(*pickle.loads(pipe.recv_bytes()))))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def send(self, *message) -> None:
+        try:
+            self.pipe.send_bytes(pickle.dumps(message))
+        except OSError:
+            raise Died("crashed", self._exit()) from None
+
+    def receive(self, seconds: float):
+        try:
+            if not self.pipe.poll(seconds):
+                raise Died("hung", f"no answer within {seconds:.0f} s")
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise Died("crashed", self._exit()) from None
+
+    def _exit(self) -> str:
+        self.process.join(2)
+        code = self.process.exitcode
+        return (
+            f"the process ended by signal {signal.Signals(-code).name}"
+            if code and code < 0
+            else f"the process ended with {code}"
+        )
+
+    def stack(self) -> str:
+        """Where the process stands now."""
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        with open(self.stacks) as file:
+            return file.read()
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        if os.path.exists(self.stacks):
+            os.unlink(self.stacks)
+
+
+class ThreadCrew:
+    """One process whose threads are the ranks."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.worker: Worker | None = None
+
+    def run(self, number: tuple[int, int], values: dict | None) -> Verdict:
+        if self.worker is None:
+            self.worker = Worker(lambda: _serve_threads(self.subject))
+        try:
+            self.worker.send(number, values)
+            verdict, broken = self.worker.receive(90.0)
+        except Died as died:
+            stack = self.worker.stack()
+            self.stop()
+            case = Draw(*number, values=values)
+            from .plan import draw_plan
+
+            draw_plan(case, self.subject)
+            return Verdict(died.kind, case.line, died.text, died.kind, traces={0: stack}, values=dict(case.indices))
+        if broken:
+            self.stop()
+        if isinstance(verdict, Failure):
+            raise RuntimeError(f"the plain model or the comparison failed:\n{verdict.text}")
+        return verdict
+
+    def stop(self) -> None:
+        if self.worker:
+            self.worker.stop()
+            self.worker = None
+
+
+def _serve_threads(subject: Subject):
+    from .thread_ranks import ThreadRanks
+
+    ranks = ThreadRanks()
+
+    def answer(number, values):
+        try:
+            start = time.process_time()
+            verdict = ranks.run(Case(subject, Draw(*number, values=values)))
+            verdict.seconds = time.process_time() - start
+        except Exception as error:  # noqa: BLE001
+            return failure_of(error), ranks.broken
+        return verdict, ranks.broken
+
+    return answer
+
+
+class ProcessCrew:
+    """One process for each rank."""
+
+    patience = 40.0
+    grace = 4.0
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.workers: list[Worker] = []
+
+    def run(self, number: tuple[int, int], values: dict | None) -> Verdict:
+        case = Case(self.subject, Draw(*number, values=values))
+        values = dict(case.draw.indices)
+        seen = []
+        with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
+            for s, segment in enumerate(case.plan.segments):
+                results, dead, stacks = self._segment(segment.ranks, values, s, folder)
+                failures = {r: x for r, x in results.items() if isinstance(x, Failure)}
+                if failures:
+                    return case.failed(s, failures)
+                if dead:
+                    rank, died = next(iter(dead.items()))
+                    message = f"segment {s}: rank {rank}: {died.text}; ranks {sorted(results)} ended"
+                    return case.finish(Verdict(died.kind, where=died.kind, message=message, traces=stacks))
+                seen.append([results[rank] for rank in range(segment.ranks)])
+        self.workers[0].send("judge", values, seen)
+        verdict = self.workers[0].receive(90.0)
+        if isinstance(verdict, Failure):
+            raise RuntimeError(f"the plain model or the comparison failed:\n{verdict.text}")
+        return verdict
+
+    def _segment(self, size: int, values, s: int, folder: str):
+        while len(self.workers) < size:
+            rank = len(self.workers)
+            self.workers.append(Worker(lambda rank=rank: _serve_process(self.subject, rank)))
+        store = os.path.join(folder, f"store{s}")
+        results, dead, stacks = {}, {}, {}
+        for rank, worker in enumerate(self.workers[:size]):
+            try:
+                worker.send("segment", values, s, folder, store, size)
+            except Died as died:
+                dead[rank] = died
+        limit = time.monotonic() + self.patience
+        while len(results) + len(dead) < size:
+            for rank in [r for r in range(size) if r not in results and r not in dead]:
+                try:
+                    results[rank] = self.workers[rank].receive(0.005)
+                    if isinstance(results[rank], Failure):
+                        limit = min(limit, time.monotonic() + self.grace)
+                except Died as died:
+                    if died.kind == "crashed":
+                        dead[rank] = died
+                        limit = min(limit, time.monotonic() + self.grace)
+                    elif time.monotonic() > limit:
+                        stacks[rank] = self.workers[rank].stack()
+                        dead[rank] = Died("hung", "waits and never ends")
+        if dead:
+            self.stop()
+            crashed = {r: d for r, d in dead.items() if d.kind == "crashed"}
+            dead = crashed or dead
+        return results, dead, stacks
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            worker.stop()
+        self.workers = []
+
+
+def _serve_process(subject: Subject, rank: int):
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    cases: dict[tuple, Case] = {}
+
+    def case_of(values) -> Case:
+        key = tuple(values.items())
+        if key not in cases:
+            cases.clear()
+            cases[key] = Case(subject, Draw(values=values))
+        return cases[key]
+
+    def segment(values, s, folder, store, size):
+        case = case_of(values)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=25)
+        )
+        try:
+            return case.run_rank(s, folder)
+        finally:
+            dist.destroy_process_group()
+
+    def answer(what, values, *rest):
+        try:
+            return segment(values, *rest) if what == "segment" else case_of(values).judge(*rest)
+        except Exception as error:  # noqa: BLE001
+            return failure_of(error)
+
+    return answer

@@ -1,0 +1,133 @@
+"""The plain model, trained unsharded: once in float64 as the truth, and several times in the case's own precision.
+
+The runs in the case's precision say how far rounding alone carries. Two of them sum in another order. In three of them the
+first parameters are one float off.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .draw import Draw
+from .plan import Plan, Subject, base_model, batch_of, make_optimizer
+
+CONTROLS = ("whole batches", "pieces backwards", "one float off 0", "one float off 1", "one float off 2")
+
+
+@dataclass
+class StepRecord:
+    """What one step computed. Tensors are float64 arrays, by name of the parameter."""
+
+    loss: float = math.nan
+    norm: float | None = None
+    gradients: dict[str, np.ndarray | None] = field(default_factory=dict)
+    parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    terms: list[list[dict[str, np.ndarray | None]]] = field(default_factory=list)
+    """The truth keeps the gradient of each microbatch and each rank's piece as well."""
+
+
+@dataclass
+class References:
+    truth: list[list[StepRecord]]
+    controls: list[list[list[StepRecord]]]
+    start: dict[str, np.ndarray]
+
+
+def references(subject: Subject, draw: Draw, plan: Plan) -> References:
+    """The truth and the controls of a case."""
+    base = base_model(subject, draw, plan)
+    return References(
+        truth=_train(subject, draw, plan, base, torch.float64, "pieces"),
+        controls=[_train(subject, draw, plan, base, plan.dtype, how) for how in CONTROLS],
+        start={name: to_array(p) for name, p in base.named_parameters()},
+    )
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().to(torch.float64, copy=True).numpy()
+
+
+def _train(
+    subject: Subject, draw: Draw, plan: Plan, base: torch.nn.Module, dtype: torch.dtype, how: str
+) -> list[list[StepRecord]]:
+    model = copy.deepcopy(base).to(dtype)
+    if how.startswith("one float off"):
+        _perturb(model, int(how[-1]), plan)
+    optimizer = make_optimizer(plan, model.parameters())
+    result = []
+    for s, segment in enumerate(plan.segments):
+        pieces = math.prod(segment.mesh[axis] for axis in subject.data_axes)
+        records = []
+        for t, step in enumerate(segment.steps):
+            record = StepRecord(loss=0.0)
+            for m in range(step.microbatches):
+                batches = batch_of(subject, draw, plan, s, t, m, pieces)
+                _microbatch(subject, plan, model, batches, step.microbatches, how, dtype, record)
+            record.gradients = {n: None if p.grad is None else to_array(p.grad) for n, p in model.named_parameters()}
+            if step.clip:
+                record.norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), *step.clip, foreach=False))
+            optimizer.step()
+            optimizer.zero_grad()
+            record.parameters = {n: to_array(p) for n, p in model.named_parameters()}
+            records.append(record)
+        result.append(records)
+    return result
+
+
+def _microbatch(subject, plan, model, batches, microbatches, how, dtype, record) -> None:
+    low = plan.precision if dtype is not torch.float64 else None
+    if how == "whole batches" and low is None:
+        batches = [tuple(torch.cat(tensors) for tensors in zip(*batches))]
+    elif how != "pieces":
+        batches = batches[::-1]
+    parameters = dict(model.named_parameters())
+    terms = []
+    for inputs, targets in batches:
+        before = {n: p.grad for n, p in parameters.items()} if how == "pieces" else {}
+        for n in before:
+            parameters[n].grad = None
+        output = _forward(model, parameters, _as(inputs, dtype), low, how)
+        loss = subject.loss(output.to(dtype) if low else output, _as(targets, dtype)) / (len(batches) * microbatches)
+        if loss.requires_grad:
+            loss.backward()
+        record.loss += float(loss.detach())
+        if how == "pieces":
+            terms.append({n: None if p.grad is None else to_array(p.grad) for n, p in parameters.items()})
+            for n, old in before.items():
+                if old is not None:
+                    parameters[n].grad = old if parameters[n].grad is None else old + parameters[n].grad
+    if how == "pieces":
+        record.terms.append(terms)
+
+
+def _forward(model, parameters, inputs, low, how):
+    if low is None:
+        return model(inputs)
+    cast = {n: p.to(low) for n, p in parameters.items()}
+    if how.startswith("one float off"):
+        generator = torch.Generator().manual_seed(int(how[-1]))
+        for n, p in cast.items():
+            cast[n] = p * (1 + torch.finfo(low).eps * torch.randint(0, 2, p.shape, generator=generator).to(low))
+    return torch.func.functional_call(model, cast, (_as(inputs, low),))
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _perturb(model: torch.nn.Module, which: int, plan: Plan) -> None:
+    """Makes each value one float larger or smaller."""
+    generator = torch.Generator().manual_seed(plan.data * 3 + which)
+    with torch.no_grad():
+        for p in model.parameters():
+            up = torch.randint(0, 2, p.shape, generator=generator).bool()
+            p.copy_(
+                torch.where(
+                    up, torch.nextafter(p, torch.full_like(p, math.inf)), torch.nextafter(p, torch.full_like(p, -math.inf))
+                )
+            )

@@ -1,0 +1,212 @@
+"""What one rank does: it shards the model, trains it as the plan says, and keeps what it holds after each step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .draw import Draw
+from .plain import to_array
+from .plan import Plan, Subject, base_model, batch_of, call, make_optimizer
+
+
+@dataclass
+class Sharded:
+    """What a parallelize function may return, where the module alone does not say enough.
+
+    Parameters
+    ----------
+    module
+        What the user calls.
+    wrap_optimizer
+        `wrap_optimizer(parameters, optimizer_class, **settings)` makes the optimizer. The plain class is used without it.
+    clip
+        `clip(max_norm, norm_type)` clips the gradients and returns their norm. `clip_grad_norm_` is used without it.
+    microbatch
+        `microbatch(index, count)` is a context for one forward and backward, for accumulation in a way of its own.
+    parameters, gradients
+        Give the parameters and gradients by the names of the plain model, where `named_parameters()` does not.
+    after_build
+        `after_build(optimizer)` may replace the optimizer or prepare it.
+    """
+
+    module: torch.nn.Module
+    wrap_optimizer: Any = None
+    clip: Any = None
+    microbatch: Any = None
+    parameters: Any = None
+    gradients: Any = None
+    after_build: Any = None
+
+
+@dataclass
+class Piece:
+    """What one rank holds of one tensor."""
+
+    value: np.ndarray
+    shape: tuple[int, ...]
+    placements: tuple[tuple, ...] = ()
+    mesh: tuple[int, ...] = ()
+    coordinate: tuple[int, ...] = ()
+    group: tuple[int, ...] = ()
+    """The ranks of the mesh that the tensor lies on."""
+
+
+@dataclass
+class RankStep:
+    loss: float = 0.0
+    norm: float | None = None
+    gradients: dict[str, Piece | None] = field(default_factory=dict)
+    parameters: dict[str, Piece] = field(default_factory=dict)
+
+
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """The rank's own part of a tensor, with where it belongs."""
+    if not isinstance(tensor, DTensor):
+        return Piece(to_array(tensor), tuple(tensor.shape))
+    local = tensor.to_local()
+    if hasattr(local, "wait"):
+        local = local.wait()
+    return Piece(
+        to_array(local),
+        tuple(tensor.shape),
+        tuple(_placement(p) for p in tensor.placements),
+        tuple(tensor.device_mesh.shape),
+        tuple(tensor.device_mesh.get_coordinate() or ()),
+        tuple(tensor.device_mesh.mesh.flatten().tolist()),
+    )
+
+
+def _placement(placement) -> tuple:
+    if isinstance(placement, Replicate):
+        return ("replicate",)
+    if isinstance(placement, Partial):
+        return ("partial", placement.reduce_op)
+    if isinstance(placement, Shard) and type(placement) is Shard:
+        return ("shard", placement.dim)
+    if hasattr(placement, "split_factor"):
+        return ("strided", placement.dim, placement.split_factor)
+    return ("unknown", str(placement))
+
+
+def run_segment(subject: Subject, draw: Draw, plan: Plan, base: torch.nn.Module, index: int, folder: str) -> list[RankStep]:
+    """Runs one segment of the plan on the calling rank. The process group is there already."""
+    segment = plan.segments[index]
+    mesh = init_device_mesh("cpu", tuple(segment.mesh.values()), mesh_dim_names=tuple(segment.mesh))
+    model = copy.deepcopy(base)
+    if index:
+        _spoil(model)
+    sharded = call(subject.parallelize, draw, model, mesh, **plan.options)
+    if not isinstance(sharded, Sharded):
+        sharded = Sharded(sharded)
+    optimizer = make_optimizer(plan, sharded.module.parameters(), sharded.wrap_optimizer)
+    if sharded.after_build:
+        optimizer = sharded.after_build(optimizer) or optimizer
+    if index:
+        load(sharded.module, optimizer, os.path.join(folder, str(index - 1)))
+    coordinate = dict(zip(segment.mesh, mesh.get_coordinate()))
+    records = [_step(subject, draw, plan, sharded, optimizer, index, t, coordinate) for t in range(len(segment.steps))]
+    if index + 1 < len(plan.segments):
+        save(sharded.module, optimizer, os.path.join(folder, str(index)))
+    return records
+
+
+def _step(subject, draw, plan: Plan, sharded: Sharded, optimizer, s: int, t: int, coordinate: dict[str, int]) -> RankStep:
+    segment = plan.segments[s]
+    step = segment.steps[t]
+    position = 0
+    pieces = math.prod(segment.mesh[axis] for axis in subject.data_axes)
+    for axis in subject.data_axes:
+        position = position * segment.mesh[axis] + coordinate[axis]
+    record = RankStep()
+    for m in range(step.microbatches):
+        inputs, targets = batch_of(subject, draw, plan, s, t, m, pieces)[position]
+        with _synchronized(sharded, step, m):
+            loss = subject.loss(_in_dtype(sharded.module(inputs), plan.dtype), targets) / step.microbatches
+            loss.backward()
+        record.loss += float(loss.detach())
+    named = parameters_of(sharded)
+    gradients = sharded.gradients() if sharded.gradients else {n: p.grad for n, p in named.items()}
+    record.gradients = {n: None if g is None else piece_of(g) for n, g in gradients.items()}
+    if step.clip:
+        if sharded.clip:
+            norm = sharded.clip(*step.clip)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(sharded.module.parameters(), *step.clip, foreach=False)
+        record.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    record.parameters = {n: piece_of(p) for n, p in parameters_of(sharded).items()}
+    return record
+
+
+def _in_dtype(output, dtype):
+    return output.to(dtype) if output.dtype != dtype and output.is_floating_point() else output
+
+
+def parameters_of(sharded: Sharded) -> dict[str, torch.Tensor]:
+    """The parameters by the names that they have in the plain model."""
+    if sharded.parameters:
+        return sharded.parameters()
+    result = {}
+    for name, parameter in sharded.module.named_parameters(remove_duplicate=False):
+        result[".".join(part for part in name.split(".") if part not in WRAPPERS)] = parameter
+    return result
+
+
+SPOIL_STEP = 1.0
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+@contextlib.contextmanager
+def _synchronized(sharded: Sharded, step, m: int):
+    """The context of one microbatch: all but the last one skip communication if the step says so."""
+    if sharded.microbatch:
+        with sharded.microbatch(m, step.microbatches):
+            yield
+        return
+    wait = step.sync_last and m + 1 < step.microbatches
+    module = sharded.module
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(not wait)
+        yield
+    elif wait and hasattr(module, "no_sync"):
+        with module.no_sync():
+            yield
+    else:
+        yield
+
+
+def _spoil(model: torch.nn.Module) -> None:
+    """Changes every parameter, so a load that leaves one alone is noticed."""
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.add_(SPOIL_STEP * (1 + i))
+
+
+def save(module, optimizer, path: str) -> None:
+    """Saves by torch.distributed.checkpoint, as its tutorial does."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+
+def load(module, optimizer, path: str) -> None:
+    """Loads by torch.distributed.checkpoint, as its tutorial does."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

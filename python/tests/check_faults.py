@@ -1,0 +1,236 @@
+"""Planted bugs in foreign functions: each must be found, and the report must say what it looks like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import shardproof.check as check
+from shardproof.check import Sharded, models
+
+PLAIN = (models.make_model, models.make_batch, models.loss)
+
+
+class Replicas(nn.Module):
+    """Data parallelism by hand: `reduce()` averages the gradients after the last backward. It leaves room for a mistake."""
+
+    def __init__(self, module: nn.Module, group, mistake: str) -> None:
+        super().__init__()
+        self.module = module
+        self.group = group
+        self.mistake = mistake
+        self.last = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def reduce(self) -> None:
+        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        for number, parameter in enumerate(p for p in self.module.parameters() if p.requires_grad):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self.mistake == "skips a parameter" and number == 0:
+                continue
+            if self.mistake == "drops a term" and rank == 1:
+                parameter.grad.zero_()
+            dist.all_reduce(parameter.grad, group=self.group)
+            if self.mistake == "doubles a tied gradient" and getattr(self.module, "embed", None) is not None:
+                if self.module.head.weight is self.module.embed.weight is parameter:
+                    parameter.grad *= 2
+            if self.mistake == "drifts" and rank == 1:
+                parameter.grad *= 1 + 1e-4
+            if self.mistake != "forgets to divide":
+                parameter.grad /= size
+
+
+class Reducing:
+    """An optimizer that reduces the gradients at the start of its step, but for the clip."""
+
+    def __init__(self, wrapped: Replicas, optimizer: torch.optim.Optimizer) -> None:
+        self.wrapped, self.optimizer = wrapped, optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        if self.wrapped.mistake != "keeps old gradients":
+            self.optimizer.zero_grad()
+
+
+def replicas(mistake: str):
+    def parallelize(model: nn.Module, mesh) -> Sharded:
+        wrapped = Replicas(model, mesh.get_group("dp"), mistake)
+
+        def gradients() -> dict:
+            wrapped.reduce()
+            return {name: p.grad for name, p in model.named_parameters()}
+
+        return Sharded(
+            wrapped,
+            parameters=lambda: dict(model.named_parameters()),
+            gradients=gradients,
+            after_build=lambda optimizer: Reducing(wrapped, optimizer),
+        )
+
+    return parallelize
+
+
+def run(mistake: str, **settings):
+    return check(replicas(mistake), *PLAIN, cases=60, seed=5, stop_after=1, load=False, no_sync=False, **settings)
+
+
+def test_data_parallelism_by_hand_without_a_mistake_holds():
+    report = run("")
+    assert report.ok, str(report)
+    assert report.held == 60 and report.controls >= 120 and report.blind == 0
+
+
+@pytest.mark.parametrize(
+    "mistake, looks",
+    [
+        ("forgets to divide", "the size of dp"),
+        ("drops a term", "the mean without the term of data-parallel rank 1"),
+        ("skips a parameter", "of data-parallel rank 0 alone"),
+        ("doubles a tied gradient", "2 times the plain run's"),
+        ("keeps old gradients", "this step's gradient added to the last one's"),
+        ("drifts", "rank 1: differ"),
+    ],
+)
+def test_a_mistake_is_found_and_named(mistake, looks):
+    report = run(mistake)
+    assert len(report.failures) == 1, str(report)
+    verdict = report.failures[0].verdict
+    assert verdict.kind == "differs" and looks in verdict.message, verdict.message
+    assert report.failures[0].confirmed == report.failures[0].of
+
+
+def test_a_counterexample_is_as_small_as_it_can_be():
+    verdict = run("forgets to divide").failures[0].verdict
+    words = dict(word.split("=") for word in verdict.line.split())
+    assert set(words) == {"dp", "data"} and words["dp"] == "2", verdict.line
+
+
+def test_a_counterexample_is_replayed_from_its_line():
+    line = run("drops a term").failures[0].verdict.line
+    again = check(replicas("drops a term"), *PLAIN, replay=line, load=False, no_sync=False)
+    assert again.kind == "differs" and again.line == line
+    healthy = check(replicas(""), *PLAIN, replay=line, load=False, no_sync=False)
+    assert healthy.kind == "held" and healthy.line == line
+
+
+class Stale(nn.Module):
+    """Computes on copies of the parameters, which `refresh` brings up to date."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.refresh()
+
+    def refresh(self) -> None:
+        self.copies = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = {name: p + (self.copies[name] - p).detach() for name, p in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, values, (x,))
+
+
+class Refreshing(torch.optim.SGD):
+    """Calls `after` at the end of a step, but not of the empty step by which `get_state_dict` makes an optimizer's state."""
+
+    def step(self, closure=None):
+        moves = any(p.grad is not None and p.grad.any() for group in self.param_groups for p in group["params"])
+        super().step()
+        if moves:
+            self.after()
+
+
+def test_parameters_that_are_stale_after_a_step_are_found():
+    report = check(lambda model, mesh: Stale(model), *PLAIN, cases=40, mesh={"dp": (1,)}, load=False, stop_after=1)
+    assert len(report.failures) == 1 and report.failures[0].verdict.where == "loss", str(report)
+    assert "segment 0 step 1" in report.failures[0].verdict.message
+
+
+def test_parameters_that_are_stale_after_a_load_are_found():
+    def parallelize(model: nn.Module, mesh) -> Sharded:
+        stale = Stale(model)
+
+        def refreshed(parameters, kind, **settings):
+            optimizer = Refreshing(parameters, **settings)
+            optimizer.after = stale.refresh
+            return optimizer
+
+        return Sharded(stale, wrap_optimizer=refreshed)
+
+    settings = {"mesh": {"dp": (1,)}, "optimizers": ("sgd",), "stop_after": 1}
+    held = check(parallelize, *PLAIN, cases=20, load=False, **settings)
+    assert held.ok, str(held)
+    report = check(parallelize, *PLAIN, cases=60, **settings)
+    assert len(report.failures) == 1, str(report)
+    assert "segment 1 step 0: loss" in report.failures[0].verdict.message
+
+
+def test_a_rank_that_raises_is_a_counterexample():
+    def parallelize(model: nn.Module, mesh) -> nn.Module:
+        if mesh.get_local_rank() == 1:
+            raise ValueError("rank 1 does not like this")
+        return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+    report = check(parallelize, *PLAIN, cases=20, stop_after=1)
+    assert [f.verdict.kind for f in report.failures] == ["raised"], str(report)
+    assert "rank 1 raised: ValueError: rank 1 does not like this" in report.failures[0].verdict.message
+
+
+def test_an_error_that_the_caller_expects_is_counted_as_refused():
+    def parallelize(model: nn.Module, mesh) -> nn.Module:
+        if mesh.size() == 3:
+            raise NotImplementedError("three ranks are not supported")
+        return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+    report = check(parallelize, *PLAIN, cases=30, refusals=("three ranks are not supported",), load=False)
+    assert report.ok and sum(report.refused.values()) > 0 and report.held + sum(report.refused.values()) == 30, str(report)
+
+
+def test_a_comparison_of_nothing_but_zeros_is_reported():
+    def make_batch(generator, count):
+        return torch.zeros(count, 2), torch.zeros(count, 1)
+
+    def make_model():
+        model = nn.Linear(2, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        return model
+
+    report = check(
+        lambda model, mesh: model, make_model, make_batch, models.loss, cases=3, mesh={"dp": (1,)}, load=False, stop_after=1
+    )
+    assert not report.ok and report.failures[0].verdict.kind == "vacuous"
+
+
+def forgets_to_divide(model: nn.Module, mesh) -> nn.Module:
+    """Sums the gradients of the ranks, and does not divide them."""
+    group = mesh.get_group("dp")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(
+                lambda gradient: dist.all_reduce(summed := gradient.clone(), group=group) and None or summed
+            )
+    return model
+
+
+def test_the_script_of_a_counterexample_shows_it_by_itself(tmp_path):
+    report = check(forgets_to_divide, *PLAIN, cases=20, seed=1, stop_after=1)
+    script = tmp_path / "found.py"
+    script.write_text(report.failures[0].script)
+    assert "shardproof" not in script.read_text().split('"""')[2]
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "the sharded run differs" in ended.stdout
+    healthy = script.read_text().replace("None or summed", "None or summed / dist.get_world_size(group)")
+    script.write_text(healthy)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "agrees with the plain one" in ended.stdout, ended.stdout + ended.stderr
