@@ -247,6 +247,28 @@ std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan) 
   return names;
 }
 
+bool has_unit_sharding(const Case& c) { return c.options.unit_strategy != 0 || c.options.unit_mesh != 0; }
+
+const shardproof::Strategy& unit_strategy(const Case& c) {
+  if (c.options.unit_strategy == 0) return shardproof::strategy(c.strategy);
+  for (const OptionRow& row : option_rows())
+    if (row.member == &CaseOptions::unit_strategy) return shardproof::strategy(value_text(row, c.options.unit_strategy));
+  return shardproof::strategy(c.strategy);
+}
+
+shardproof::Mesh unit_mesh(const Case& c) {
+  const shardproof::Mesh mesh = shardproof::data_parallel_mesh(c.mesh);
+  if (c.options.unit_mesh == 0 || !mesh.has("dp_shard") || mesh.size("dp_shard") == 1) return mesh;
+  const int64_t shards = mesh.size("dp_shard");
+  int64_t factor = 2;
+  while (shards % factor != 0) ++factor;
+  std::vector<shardproof::Axis> axes{{"dp_replicate", factor * (mesh.has("dp_replicate") ? mesh.size("dp_replicate") : 1)},
+                                     {"dp_shard", shards / factor}};
+  for (const shardproof::Axis& axis : mesh.axes())
+    if (axis.name != "dp_replicate" && axis.name != "dp_shard") axes.push_back(axis);
+  return shardproof::Mesh(std::move(axes));
+}
+
 Case Case::at(size_t step) const {
   Case result = *this;
   for (size_t i = 0; i <= step; ++i) {

@@ -17,6 +17,7 @@
 #include "golden/golden.h"
 #include "harness/case/case_options.h"
 #include "shardproof/algebra/mesh.h"
+#include "shardproof/algebra/strategy.h"
 
 namespace harness {
 
@@ -96,6 +97,11 @@ const char* to_string(golden::Model::Kind kind);
 std::vector<golden::Optimizer::Group> optimizer_groups(const Case& c);
 constexpr int64_t kOptimizerGroups = 4;
 constexpr int64_t kUndecayedGroups = 4;
+
+// Whether some units of the case are sharded otherwise than the rest; and those units' strategy and mesh.
+bool has_unit_sharding(const Case& c);
+const shardproof::Strategy& unit_strategy(const Case& c);
+shardproof::Mesh unit_mesh(const Case& c);
 
 // A schedule of the learning rate warms up in so many steps, and falls to this factor when the history has ended.
 constexpr int64_t kWarmup = 2;

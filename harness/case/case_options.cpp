@@ -56,6 +56,14 @@ const std::vector<OptionRow>& option_rows() {
        schedule_constant,
        /*draws_apart=*/true},
       {"unchecked", &O::unchecked, {}, {1}, 0.4, 0, /*draws_apart=*/true},
+      {"unit_strategy",
+       &O::unit_strategy,
+       {"none", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "hzero2"},
+       {1, 2, 3, 4, 5, 6, 7},
+       0.3,
+       0,
+       /*draws_apart=*/true},
+      {"unit_mesh", &O::unit_mesh, {}, {1}, 0.2, 0, /*draws_apart=*/true},
   };
   return rows;
 }

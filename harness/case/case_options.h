@@ -44,6 +44,9 @@ struct CaseOptions {
   int64_t offload = offload_none;  // of main parameters, gradients and optimizer state to the host's memory
   int64_t schedule = schedule_constant;  // of the learning rate over the steps of the history
   int64_t unchecked = 0;           // loads read without a check before
+  // Chosen units have a strategy of their own (0: none, else a row of the table), or see the ranks of dp_shard along two axes.
+  int64_t unit_strategy = 0;
+  int64_t unit_mesh = 0;
   bool operator==(const CaseOptions&) const = default;
 };
 

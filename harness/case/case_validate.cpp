@@ -94,10 +94,14 @@ void validate_options(const Case& c) {
   SHARD_REQUIRE(o.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(o.alignment_bytes)), "case",
                 "align={} must be a power of two and at least 64", o.alignment_bytes);
   SHARD_REQUIRE(o.bucket_bytes == 0 || o.buckets == 0, "case", "give bucket or buckets, not both");
-  const int64_t split = c.shards() * c.context_ranks();
-  SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard, split);
-  SHARD_REQUIRE(o.reshard <= 1 || !shardproof::strategy(c.strategy).parameter.splits("dp_replicate"), "case",
-                "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard, c.strategy);
+  for (const auto& [strategy, mesh] : {std::pair{shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh)},
+                                      std::pair{unit_strategy(c), unit_mesh(c)}}) {
+    const int64_t split = mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
+    SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard, split);
+    SHARD_REQUIRE(o.reshard <= 1 || !strategy.parameter.splits("dp_replicate"), "case",
+                  "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard,
+                  strategy.name);
+  }
   SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || o.whole || c.strategy == "ddp" || c.mesh.size() == 1,
                 "case", "muon needs whole parameters: write {}(whole=1)", c.strategy);
   SHARD_REQUIRE(o.loss != loss_tokens || o.divide == divide_after, "case",
@@ -116,6 +120,25 @@ void validate_options(const Case& c) {
   const bool sums_in_fp32 = o.gradient == fp32 && o.reduce == fp32;
   SHARD_REQUIRE(plain || c.mode == Mode::ordered || (c.mode == Mode::fast && sums_in_fp32), "case",
                 "compute other than fp32 needs the mode ordered or fast, gradient and reduce other than fp32 the mode ordered");
+}
+
+// Some units under another strategy, or on another view of the ranks.
+void validate_units(const Case& c) {
+  if (!has_unit_sharding(c)) return;
+  const auto on = [](const shardproof::Strategy& row, const shardproof::Mesh& mesh) { return shardproof::on_mesh(row, mesh); };
+  const shardproof::Mesh mesh = shardproof::data_parallel_mesh(c.mesh);
+  const shardproof::Strategy own = on(unit_strategy(c), unit_mesh(c)), others = on(shardproof::strategy(c.strategy), mesh);
+  SHARD_REQUIRE(c.options.unit_mesh <= 1, "case", "unit_mesh={} is 0 or 1", c.options.unit_mesh);
+  SHARD_REQUIRE(c.options.unit_mesh == 0 || unit_mesh(c) != mesh, "case",
+                "unit_mesh=1 takes the ranks along dp_shard apart, and mesh '{}' has at most one there", c.mesh.str());
+  SHARD_REQUIRE(c.mode != Mode::ordered || (c.options.unit_mesh == 0 && shardproof::accumulates_before_reducing(own) ==
+                                                                            shardproof::accumulates_before_reducing(others)),
+                "case",
+                "the mode ordered has one order of sums for all parameters: leave out unit_mesh, and choose a unit_strategy that "
+                "reduces when {} does",
+                c.strategy);
+  SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || c.options.whole, "case",
+                "muon with units of several strategies needs whole parameters: write {}(whole=1)", c.strategy);
 }
 
 void validate_mode(const Case& c) {
@@ -148,6 +171,7 @@ void validate_loads(const Case& c) {
     const Case there = c.at(s);
     validate_mesh(there);
     validate_options(there);
+    validate_units(there);
     validate_parallel(there);
   }
 }
@@ -236,6 +260,7 @@ void validate(const Case& c) {
                   "freeze({}) freezes all", step.frozen);
   }
   validate_options(c);
+  validate_units(c);
   validate_mode(c);
   validate_axes(c);
   validate_parallel(c);

@@ -14,11 +14,18 @@
 
 namespace harness {
 
-// How many ranks hold each element.
-struct Copies {
+// How many ranks hold each element under one strategy.
+struct Holders {
   int64_t state = 1;  // of gradients, as the optimizer reads them, and of its state
   int64_t parameter = 1;          // of parameters as they are compared: main ones, if there are
   int64_t compute_parameter = 1;  // of those to compute with
+};
+
+// How many ranks hold each element of a case.
+struct Copies {
+  // Of the case's strategy and, where some units have another one, of that. Each parameter is held as one of them says; the
+  // comparison does not know which.
+  std::vector<Holders> holders = {Holders{}};
   at::ScalarType compute = at::kFloat;
   int64_t microbatch_ranks = 1;  // neighbours that train on one microbatch
   // Those of them along tp, and the parameters of which they hold different pieces, each held by so many of them.
@@ -37,7 +44,7 @@ struct TensorKind {
   std::string name;  // "gradient", "exp_avg", "parameter"
   golden::Named golden;
   std::vector<const std::vector<shardproof::Piece>*> pieces;  // [rank]
-  std::vector<int64_t> copies = {};  // of each golden tensor
+  std::vector<std::vector<int64_t>> copies = {};  // of each golden tensor, by strategy
 };
 
 // A piece and the rank that holds it.

@@ -61,7 +61,7 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
   // cuBLAS chooses kernels by alignment; the golden run's tensors have that of LibTorch's allocator.
   options.alignment_bytes = device.is_cuda() ? 512 : o.alignment_bytes;
   options.granularity = o.whole ? Granularity::tensor : Granularity::element;
-  options.reshard_after_forward = o.reshard == 1   ? Reshard::always()
+  options.reshard_after_forward = o.reshard == 1   ? Reshard::by_strategy()
                                   : o.reshard == 0 ? Reshard::never()
                                                    : Reshard::within(o.reshard);
   options.reshard_after_backward = o.reshard_backward != 0;
@@ -79,12 +79,15 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
   if (o.gradient != fp32) options.precision.gradient = dtype_of(o.gradient);
   if (o.reduce != o.gradient) options.precision.reduce = dtype_of(o.reduce);
   options.precision.float32_sums = o.float32_sums != 0;
-  if (o.compute != fp32)
-    options.unit_precision = [precision = options.precision](const std::string& unit) {
-      Precision own = precision;
-      if (unit.empty()) own.output = at::kFloat;
-      return own;
-    };
+  options.unit_options = [c, precision = options.precision](const std::string& unit) {
+    UnitOptions own;
+    if (c.options.compute != fp32) own.precision = precision;
+    if (c.options.compute != fp32 && unit.empty()) own.precision->output = at::kFloat;
+    if (!has_unit_sharding(c) || !chosen(c, "sharding", unit)) return own;
+    own.strategy = unit_strategy(c);
+    own.mesh = unit_mesh(c);
+    return own;
+  };
   if (o.arithmetic != 0) options.precision = {.main = at::kFloat, .compute = at::kDouble};
   if (c.mode == Mode::canonical) options.precision.gradient = options.precision.reduce = {};
   options.numerics = c.mode == Mode::fast        ? Numerics::fast

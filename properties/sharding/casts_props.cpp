@@ -59,7 +59,7 @@ TEST(Fsdp2Parity, the_precision_of_one_unit_casts_only_there) {
       Recording model;
       ShardOptions options = toy::options("zero3");
       options.units = by_type<RecordingImpl::PartImpl>();
-      options.unit_precision = policy;
+      options.unit_options = [=](const std::string& unit) { return UnitOptions{.precision = policy(unit)}; };
       if (recompute) options.recompute = options.units;
       Sharded sharded = fully_shard(model.ptr(), comms, options);
       call(model, toy::data({2, 5}, 1)).to(at::kFloat).sum().backward();
@@ -135,8 +135,8 @@ TEST(Fsdp2Parity, norms_train_in_low_precision) {
           ShardOptions options = with("zero3", {.main = at::kFloat, .compute = low});
           options.units = [](const std::string&, const Module&) { return true; };
           if (statistics == Statistics::in_float32)
-            options.unit_precision = [=](const std::string& unit) {
-              return unit == "1" ? std::optional(Precision{.compute = at::kFloat, .output = low}) : std::nullopt;
+            options.unit_options = [=](const std::string& unit) {
+              return unit == "1" ? UnitOptions{.precision = {{.compute = at::kFloat, .output = low}}} : UnitOptions{};
             };
           Sharded sharded = fully_shard(model.ptr(), comms, options);
           if (statistics == Statistics::cast)

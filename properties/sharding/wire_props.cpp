@@ -105,8 +105,8 @@ TEST(MegatronParity, units_chosen_by_name_add_gradients_in_float32) {
     model->to(at::kBFloat16);
     ShardOptions options = toy::options("zero2");
     options.precision = {.main = at::kFloat, .gradient = at::kBFloat16};
-    options.unit_precision = [](const std::string& unit) {
-      return name_matches("w*", unit) ? std::optional(Precision{.main = at::kFloat, .gradient = at::kFloat}) : std::nullopt;
+    options.unit_options = [](const std::string& unit) {
+      return name_matches("w*", unit) ? UnitOptions{.precision = {{.main = at::kFloat, .gradient = at::kFloat}}} : UnitOptions{};
     };
     Sharded sharded = fully_shard(model, comms, options);
     for (int64_t k = 0; k < 5; ++k) {

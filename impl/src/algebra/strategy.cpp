@@ -62,7 +62,13 @@ std::vector<Strategy> make_free_rows() {
         const auto same = [&](const Strategy& known) {
           return known.parameter == row.parameter && known.accumulated == row.accumulated && known.state == row.state;
         };
-        if (std::none_of(table.begin(), table.end(), same)) rows.push_back(std::move(row));
+        if (std::none_of(table.begin(), table.end(), same)) rows.push_back(row);
+        if (parameter.letters != "sr") continue;
+        for (const Part& between : {parts[1], parts[2]}) {
+          row.name = name + "_" + between.letters;
+          row.between = between.layout;
+          rows.push_back(row);
+        }
       }
   return rows;
 }
@@ -91,10 +97,17 @@ bool is_word(const std::string& name) {
   return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isalnum(c) || c == '_'; });
 }
 
+template <class Row>
+auto layouts_of(Row& row) {
+  std::vector layouts{&row.parameter, &row.compute, &row.produced, &row.accumulated, &row.state};
+  if (row.between) layouts.push_back(&*row.between);
+  return layouts;
+}
+
 // A mesh of two ranks along each axis that a row names.
 Mesh smallest_mesh(const Strategy& row) {
   std::set<std::string> names(row.axes.begin(), row.axes.end());
-  for (const Layout* layout : {&row.parameter, &row.compute, &row.produced, &row.accumulated, &row.state}) {
+  for (const Layout* layout : layouts_of(row)) {
     for (const auto& dim : layout->dims)
       for (const Split& split : dim) names.insert(split.axis);
     for (const Split& split : layout->flat) names.insert(split.axis);
@@ -130,6 +143,7 @@ void register_strategy(Strategy row) {
   const Mesh mesh = smallest_mesh(row);
   require_gather(row, mesh, "unshard", row.parameter, row.compute);
   require_gather(row, mesh, "publish", row.state, row.parameter);
+  if (row.between) require_gather(row, mesh, "unshard before the backward", *row.between, row.compute);
   rows().push_back(std::move(row));
 }
 
@@ -154,9 +168,7 @@ Strategy on_mesh(Strategy strategy, const Mesh& mesh) {
     SHARD_REQUIRE(mesh.has(axis), "strategy", "{} needs the mesh axis {}, which mesh '{}' lacks", strategy.name, axis,
                   mesh.str());
   const std::vector<std::string> summed = strategy.produced.partial;
-  for (Layout* layout :
-       {&strategy.parameter, &strategy.compute, &strategy.produced, &strategy.accumulated, &strategy.state})
-    *layout = on_mesh(*layout, mesh);
+  for (Layout* layout : layouts_of(strategy)) *layout = on_mesh(*layout, mesh);
   SHARD_REQUIRE(summed.empty() || !strategy.produced.partial.empty(), "strategy",
                 "{} sums gradients over {}, and mesh '{}' has none of these axes", strategy.name, fmt::join(summed, ", "),
                 mesh.str());

@@ -24,9 +24,9 @@ bool is_cut(const Slot& slot) {
 
 // Whether the ranks along the tensor-parallel axis own the same parameters of the bucket, so that they can join one: buckets
 // of equal sizes are laid out alike, and where state is not split each owns all.
-bool owned_alike(const Bucket& bucket, const Sharded::Impl& state) {
-  const auto& axes = state.comms->mesh().axes();
-  const Layout& layout = state.strategy.state;
+bool owned_alike(const Bucket& bucket) {
+  const auto& axes = bucket.comms()->mesh().axes();
+  const Layout& layout = bucket.strategy().state;
   if (std::none_of(axes.begin(), axes.end(), [&](const Axis& axis) { return layout.splits(axis.name); })) return true;
   for (const Slot& slot : bucket.layout().slots())
     for (int64_t part = 0; is_cut(slot) && part < slot.own.mesh.size(); ++part)
@@ -75,7 +75,7 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
       const Slot& slot = bucket->layout().slots()[segment.slot];
       const bool needs_whole = groups_[held[segment.slot].group].rule->needs_whole_parameters();
       SHARD_REQUIRE(
-          !needs_whole || !is_cut(slot) || owned_alike(*bucket, sharded.impl()), "optimizer",
+          !needs_whole || !is_cut(slot) || owned_alike(*bucket), "optimizer",
           "the rule for parameter {} needs it whole, and tensor parallelism has cut it, or one beside it, unevenly. Choose "
           "another rule for it, by ParameterGroup::takes, sizes that the axis divides, or ddp",
           slot.name);

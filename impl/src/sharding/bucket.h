@@ -19,6 +19,8 @@ class Bucket {
       : context_(std::move(context)), parameters(context_, initialize), gradient(context_) {}
   Bucket(const Bucket&) = delete;
 
+  const Strategy& strategy() const { return context_.strategy; }
+  const std::shared_ptr<MeshComm>& comms() const { return context_.comms; }
   const BucketLayout& layout() const { return context_.layout; }
   const BucketRules& rules() const { return context_.rules; }
   const std::vector<at::Tensor>& views() const { return context_.views; }

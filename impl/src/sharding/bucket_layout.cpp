@@ -36,6 +36,7 @@ BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, co
     multiple = std::lcm(multiple, chunks(*layout, mesh));
   }
   for (const std::string& axis : strategy.produced.partial) multiple = std::lcm(multiple, cuts * mesh.size(axis));
+  if (strategy.between) multiple = std::lcm(multiple, chunks(*strategy.between, mesh));
   place(alignment_elements, cuts, multiple, granularity);
   numel_ = std::max(multiple, round_up(numel_, multiple));
 
@@ -55,6 +56,10 @@ BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, co
   publish_ = lower(shape, mesh, strategy.state, strategy.parameter);
   require_movable(unshard_, strategy, "parameter -> compute");
   require_movable(publish_, strategy, "state -> parameter");
+  if (strategy.between) {
+    between_ = {lower(shape, mesh, *strategy.between, strategy.compute), view(*strategy.between, mesh, rank)};
+    require_movable(between_->lowered, strategy, "between -> compute");
+  }
   reduce_ = sum_path(strategy.produced, strategy.accumulated, mesh, rank);
   reduce_last_ = sum_path(strategy.accumulated, strategy.state, mesh, rank);
 }

@@ -44,10 +44,10 @@ struct LocalView {
   int64_t size() const { return interval.size(); }
 };
 
-// One collective of a transition, and what this rank holds after it.
+// One collective of a transition, and what this rank holds: after it, or, where the transition is a gather, before it.
 struct Hop {
   Lowered lowered;
-  LocalView to;
+  LocalView part;
 };
 
 class BucketLayout {
@@ -65,6 +65,9 @@ class BucketLayout {
   const LocalView& accumulated() const { return accumulated_; }
   const LocalView& state() const { return state_; }
   const LocalView& whole() const { return whole_; }
+  // What stays between forward and backward, and the gather that makes the bucket whole again; null where the row has no such
+  // layout.
+  const Hop* between() const { return between_ ? &*between_ : nullptr; }
 
   // Gathers are one collective.
   const Lowered& unshard() const { return unshard_; }
@@ -85,6 +88,7 @@ class BucketLayout {
   int64_t numel_ = 0;
   LocalView parameter_, accumulated_, state_, whole_;
   Lowered unshard_, publish_;
+  std::optional<Hop> between_;
   std::vector<Hop> reduce_, reduce_last_;
 };
 

@@ -124,7 +124,7 @@ void BucketParameters::start_unshard() {
   if (side_by_side() && std::exchange(neighbours_write_, false))
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   if (!frees_compute()) return;
-  Comm& group = kept_.defined() ? neighbours(kept_ranks_) : comms_->along(layout_.unshard().axes);
+  Comm& group = kept_.defined() ? *kept_group_ : comms_->along(layout_.unshard().axes);
   restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
   unshard_work_ = group.all_gather(compute_, kept_.defined() ? kept_ : parameter_);
 }
@@ -159,19 +159,33 @@ Comm& BucketParameters::neighbours(int64_t ranks) const {
 }
 
 void BucketParameters::reshard_within(int64_t ranks) {
-  SHARD_CHECK(residency_ == Residency::whole, "bucket", "{}: a part of {} is kept of what is not whole", label_, first_name());
   if (!frees_compute()) {
     residency_ = Residency::kept;
     return;
   }
   Comm& group = neighbours(ranks);
   const int64_t part = layout_.numel() / group.size();
-  at::Tensor kept = memory_->allocate(MemoryKind::gathered, part, rules_.compute);
-  kept.copy_(compute_.narrow(0, group.rank() * part, part));
+  keep(group, {group.rank() * part, (group.rank() + 1) * part});
+}
+
+void BucketParameters::reshard_between() {
+  const Hop* between = layout_.between();
+  if (between == nullptr) return reshard();
+  if (!frees_compute() || between->lowered.step == Step::none) {
+    residency_ = Residency::kept;
+    return;
+  }
+  keep(comms_->along(between->lowered.axes), between->part.interval);
+}
+
+void BucketParameters::keep(Comm& group, Interval part) {
+  SHARD_CHECK(residency_ == Residency::whole, "bucket", "{}: a part of {} is kept of what is not whole", label_, first_name());
+  at::Tensor kept = memory_->allocate(MemoryKind::gathered, part.size(), rules_.compute);
+  kept.copy_(compute_.narrow(0, part.begin, part.size()));
   reshard();
   residency_ = Residency::kept;
   kept_ = kept;
-  kept_ranks_ = ranks;
+  kept_group_ = &group;
 }
 
 const at::Tensor& BucketParameters::main() const {

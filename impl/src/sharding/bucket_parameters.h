@@ -45,6 +45,8 @@ class BucketParameters : private BucketPart {
   void reshard();
   // The same, but groups of `ranks` neighbours along the axis of the gather keep the parameters between them until the next.
   void reshard_within(int64_t ranks);
+  // The same, but what the strategy's row keeps between forward and backward stays.
+  void reshard_between();
   bool frees_compute() const { return layout_.unshard().step != Step::none && !side_by_side(); }
   // Parameters are sharded, and whole all the time.
   bool side_by_side() const { return layout_.unshard().step != Step::none && rules_.gather == Gather::side_by_side; }
@@ -62,6 +64,7 @@ class BucketParameters : private BucketPart {
 
  private:
   Comm& neighbours(int64_t ranks) const;
+  void keep(Comm& group, Interval part);
   void allocate_parameters();
   void allocate_main();
   at::Tensor own_part() const;  // the state's part of `parameter`
@@ -75,7 +78,7 @@ class BucketParameters : private BucketPart {
   Work unshard_work_;
   at::Tensor compute_, parameter_, main_, rounded_, kept_;
   HostTransfer upload_;  // of parameters, to the device
-  int64_t kept_ranks_ = 0;
+  Comm* kept_group_ = nullptr;  // which has what was kept between its ranks
   bool neighbours_write_ = true;  // side by side: no collective since parameters were written
 };
 

@@ -19,6 +19,7 @@ namespace shardproof {
 struct BucketContext {
   std::string label;              // of its unit: messages, and a backend's errors and records, name it
   std::vector<at::Tensor> views;  // the module's parameters
+  Strategy strategy;  // of the unit, on the mesh of `comms`
   BucketLayout layout;
   std::shared_ptr<MeshComm> comms;
   std::shared_ptr<MemoryLedger> memory;

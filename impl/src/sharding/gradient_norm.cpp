@@ -8,17 +8,11 @@
 #include "device/exact_sum.h"
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
+#include "sharding/state_groups.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {
-
-// The axes along which ranks hold different parts of the state.
-std::vector<std::string> split_axes(const Layout& layout) {
-  std::vector<std::string> axes;
-  for (const Split& split : layout.flat) axes.push_back(split.axis);
-  return axes;
-}
 
 // Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding, nor on what
 // a lower rank along the tensor-parallel axis has as well. The runs may be used as long as the tensors returned live. They are
@@ -29,9 +23,9 @@ struct Visited {
   bool doubles = true;
 };
 template <class Visit>
-std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited& what, Visit&& visit) {
+std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, const Visited& what, Visit&& visit) {
   std::vector<at::Tensor> visited;
-  for (const Bucket* bucket : schedule.buckets()) {
+  for (const Bucket* bucket : buckets) {
     if (!bucket->gradient.final()) continue;
     at::Tensor gradient = bucket->gradient.values();
     if (gradient.scalar_type() == at::kDouble ? !what.doubles : !what.floats) continue;
@@ -53,16 +47,15 @@ std::vector<at::Tensor> visit_gradients(const Schedule& schedule, const Visited&
   return visited;
 }
 
-void reduce_over_shards(Sharded::Impl& state, at::Tensor values, Reduce op) {
-  std::vector<std::string> axes = split_axes(state.strategy.state);
-  if (state.parallel) axes.push_back(state.parallel->axis());
-  for (const std::string& axis : axes) state.comms->along({axis}).all_reduce(values, op).wait();
+void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, at::Tensor values, Reduce op) {
+  group.all_reduce(values, op);
+  if (state.parallel) state.comms->along({state.parallel->axis()}).all_reduce(values, op).wait();
 }
 
 // The terms that are float32; all of them in one call, for which a device's kernel is started once.
-void add_floats(Sharded::Impl& state, ExactSum& sum) {
+void add_floats(Sharded::Impl& state, const StateGroup& group, ExactSum& sum) {
   std::vector<FlatSpan> spans;
-  const auto alive = visit_gradients(state.schedule, {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
+  const auto alive = visit_gradients(group.buckets, {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
       spans.push_back({values.data(), std::ssize(values)});
   });
@@ -70,31 +63,41 @@ void add_floats(Sharded::Impl& state, ExactSum& sum) {
 }
 
 double exact_sum(Sharded::Impl& state, ExactSum::Term term) {
-  ExactSum sum(term);
-  add_floats(state, sum);
-  double doubles = 0;
-  visit_gradients(state.schedule, {.floats = false}, [&](const Slot&, auto values) {
-    for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
-  });
-  reduce_over_shards(state, at::from_blob(sum.counters().data(), {ExactSum::kCounters}, at::kLong), Reduce::sum);
-  reduce_over_shards(state, at::from_blob(&doubles, {1}, at::kDouble), Reduce::sum);
-  return sum.total() + doubles;
+  ExactSum total(term);
+  double total_of_doubles = 0;
+  for (const StateGroup& group : state_groups(state.schedule)) {
+    ExactSum sum(term);
+    add_floats(state, group, sum);
+    double doubles = 0;
+    visit_gradients(group.buckets, {.floats = false}, [&](const Slot&, auto values) {
+      for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
+    });
+    reduce_over_shards(state, group, at::from_blob(sum.counters().data(), {ExactSum::kCounters}, at::kLong), Reduce::sum);
+    reduce_over_shards(state, group, at::from_blob(&doubles, {1}, at::kDouble), Reduce::sum);
+    for (size_t i = 0; i < total.counters().size(); ++i) total.counters()[i] += sum.counters()[i];
+    total_of_doubles += doubles;
+  }
+  return total.total() + total_of_doubles;
 }
 
 double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
-  double sum = 0;
-  visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
-    for (const auto value : values)
-      sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
-  });
-  reduce_over_shards(state, at::from_blob(&sum, {1}, at::kDouble), Reduce::sum);
-  return sum;
+  double total = 0;
+  for (const StateGroup& group : state_groups(state.schedule)) {
+    double sum = 0;
+    visit_gradients(group.buckets, {}, [&](const Slot&, auto values) {
+      for (const auto value : values)
+        sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
+    });
+    reduce_over_shards(state, group, at::from_blob(&sum, {1}, at::kDouble), Reduce::sum);
+    total += sum;
+  }
+  return total;
 }
 
 // NaN if there is one. On a device, a number of each run is copied to the host, all together.
 double largest_on_device(Sharded::Impl& state) {
   std::vector<at::Tensor> found;
-  const auto alive = visit_gradients(state.schedule, {.stay = true}, [&](const Slot&, auto values) {
+  const auto alive = visit_gradients(state.schedule.buckets(), {.stay = true}, [&](const Slot&, auto values) {
     using Value = std::remove_const_t<typename decltype(values)::element_type>;
     const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(state.state_device());
     const at::Tensor run = at::from_blob(const_cast<Value*>(values.data()), {std::ssize(values)}, options);
@@ -106,7 +109,7 @@ double largest_on_device(Sharded::Impl& state) {
 double largest_on_host(Sharded::Impl& state) {
   double most = 0;
   bool nan = false;
-  visit_gradients(state.schedule, {}, [&](const Slot&, auto values) {
+  visit_gradients(state.schedule.buckets(), {}, [&](const Slot&, auto values) {
     for (const auto value : values) {
       nan |= std::isnan(value);
       most = std::max(most, std::abs(static_cast<double>(value)));
@@ -117,7 +120,8 @@ double largest_on_host(Sharded::Impl& state) {
 
 double largest_magnitude(Sharded::Impl& state) {
   double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
-  reduce_over_shards(state, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
+  for (const StateGroup& group : state_groups(state.schedule))
+    reduce_over_shards(state, group, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
   return most;
 }
 
@@ -135,11 +139,12 @@ double norm_of_order(Sharded::Impl& state, double order) {
   for (const Bucket* bucket : state.schedule.buckets())
     for (const Slot& slot : bucket->layout().slots()) slots.push_back(&slot);
   int64_t first = static_cast<int64_t>(slots.size());
-  visit_gradients(state.schedule, {}, [&](const Slot& slot, auto values) {
+  visit_gradients(state.schedule.buckets(), {}, [&](const Slot& slot, auto values) {
     if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
     first = std::min<int64_t>(first, std::find(slots.begin(), slots.end(), &slot) - slots.begin());
   });
-  reduce_over_shards(state, at::from_blob(&first, {1}, at::kLong), Reduce::min);
+  for (const StateGroup& group : state_groups(state.schedule))
+    reduce_over_shards(state, group, at::from_blob(&first, {1}, at::kLong), Reduce::min);
   const std::string name = first < static_cast<int64_t>(slots.size()) ? slots[first]->name : "no single parameter";
   throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
                                    "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",

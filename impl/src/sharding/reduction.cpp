@@ -60,7 +60,7 @@ void Reduction::start_hop() {
     received_ = wire_;
     work_ = factor == 1 ? group().all_reduce(wire_) : group().scaled_all_reduce(wire_, factor);
   } else {
-    received_ = memory_.allocate(MemoryKind::gradient, hop().to.size(), dtypes_.reduce);
+    received_ = memory_.allocate(MemoryKind::gradient, hop().part.size(), dtypes_.reduce);
     work_ = factor == 1 ? group().reduce_scatter(received_, wire_) : group().scaled_reduce_scatter(received_, wire_, factor);
   }
 }

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "parallel/tensor/parallel_state.h"
-#include "sharding/schedule.h"
+#include "sharding/state_groups.h"
 #include "shardproof/base/check.h"
 #include "testing/base/call_label.h"
 
@@ -38,10 +38,10 @@ struct Replicas {
   at::Tensor sums;                 // [names, 2], of this rank's elements
 };
 
-Replicas find_replicas(const Schedule& schedule) {
+Replicas find_replicas(const std::vector<Bucket*>& buckets) {
   Replicas found;
   std::vector<at::Tensor> sums;
-  for (const Bucket* bucket : schedule.buckets()) {
+  for (const Bucket* bucket : buckets) {
     const auto& slots = bucket->layout().slots();
     std::vector<at::Tensor> of_slot(slots.size());
     for (int64_t slot = 0; slot < std::ssize(slots); ++slot) {
@@ -63,14 +63,10 @@ bool differ(const double* a, const double* b) {
   return std::isfinite(norm_a + norm_b) && (std::abs(a[0] - b[0]) > allowed || std::abs(norm_a - norm_b) > allowed);
 }
 
-}  // namespace
-
-void require_equal_replicas(const Schedule& schedule, const Layout& state, MeshComm& comms, const ParallelState& parallel) {
-  const at::NoGradGuard no_grad;
-  const Replicas own = find_replicas(schedule);
+void require_equal_in(const StateGroup& group, int64_t step, MeshComm& comms, const ParallelState& parallel) {
+  const Replicas own = find_replicas(group.buckets);
   if (own.names.empty()) return;
-  const CallLabel label("the comparison of whole parameters' gradients");
-  for (const Split& split : state.flat) comms.along({split.axis}).all_reduce(own.sums, Reduce::sum).wait();
+  group.all_reduce(own.sums, Reduce::sum);
   const int64_t parts = parallel.parts(), count = std::ssize(own.names);
   at::Tensor all = at::empty({parts * count, 2}, at::kDouble);
   comms.along({parallel.axis()}).all_gather(all, own.sums).wait();
@@ -85,9 +81,17 @@ void require_equal_replicas(const Schedule& schedule, const Layout& state, MeshC
           "it, as a norm of the queries of some heads does, give the module the style PartialGradients; where it sees a "
           "piece of the sequence, SequenceParallel. Otherwise the ranks were given different batches or drew different "
           "random numbers. ParallelPlan::compare_replicas = false leaves this check out",
-          comms.rank(), schedule.step(), parallel.axis(), own.names[static_cast<size_t>(i)], part, std::sqrt(first[1]),
+          comms.rank(), step, parallel.axis(), own.names[static_cast<size_t>(i)], part, std::sqrt(first[1]),
           std::sqrt(other[1]));
     }
+}
+
+}  // namespace
+
+void require_equal_replicas(const Schedule& schedule, MeshComm& comms, const ParallelState& parallel) {
+  const at::NoGradGuard no_grad;
+  const CallLabel label("the comparison of whole parameters' gradients");
+  for (const StateGroup& group : state_groups(schedule)) require_equal_in(group, schedule.step(), comms, parallel);
 }
 
 }  // namespace shardproof

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <map>
 
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/shard_plan.h"
@@ -45,41 +46,76 @@ void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const S
   }
 }
 
-std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan, const std::vector<NamedParameter>& parameters,
-                                    const Precision& precision) {
+// How one unit is sharded: as all are, but for what its own options say.
+struct UnitSharding {
+  ShardOptions options;
+  std::shared_ptr<MeshComm> comms;
+  Strategy strategy;
+};
+
+// Units with the same mesh of their own share its communicators.
+using Views = std::map<std::string, std::shared_ptr<MeshComm>>;
+
+UnitSharding sharding_of(const Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
+  const UnitOptions& own = plan.options;
+  UnitSharding result{sharded.options, sharded.comms, sharded.strategy};
+  if (own.precision) result.options.precision = *own.precision;
+  if (!own.strategy && !own.mesh && !own.gradient_divide) return result;
+  if (own.strategy) result.options.strategy = *own.strategy;
+  if (own.gradient_divide) result.options.gradient_divide = *own.gradient_divide;
+  if (own.mesh) {
+    const Mesh mesh = data_parallel_mesh(*own.mesh);
+    std::shared_ptr<MeshComm>& view = views[mesh.str()];
+    if (!view) view = mesh == sharded.comms->mesh() ? sharded.comms : sharded.comms->on(mesh);
+    result.comms = view;
+  }
+  const Mesh& mesh = result.comms->mesh();
+  validate(result.options, mesh);
+  result.strategy = strategy_on(result.options, mesh);
+  validate_view(plan.name(), sharded.comms->rank(), mesh, result.strategy, sharded.comms->mesh(), sharded.strategy,
+                sharded.parallel.get());
+  return result;
+}
+
+// Of a unit whose options leave it to the strategy.
+Reshard reshard_of(const Strategy& strategy) {
+  if (!strategy.between || *strategy.between == strategy.parameter) return Reshard::always();
+  return *strategy.between == strategy.compute ? Reshard::never() : Reshard::by_strategy();
+}
+
+std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan, const UnitSharding& how,
+                                    const std::vector<NamedParameter>& parameters) {
   std::vector<Slot> slots;
   std::vector<at::Tensor> tensors;
   for (const NamedParameter& parameter : parameters) {
     slots.push_back(slot_of(parameter, sharded.parallel.get()));
     tensors.push_back(parameter.tensor);
   }
-  const Mesh& mesh = sharded.comms->mesh();
-  BucketRules rules = resolve(sharded.options, precision, sharded.strategy, mesh, tensors.front().scalar_type());
+  const Mesh& mesh = how.comms->mesh();
+  BucketRules rules = resolve(how.options, how.options.precision, how.strategy, mesh, tensors.front().scalar_type());
   rules.parallel_terms = parameters.front().terms;
-  const auto alignment = sharded.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
-  BucketLayout layout(std::move(slots), sharded.strategy, mesh, sharded.comms->rank(), alignment, sharded.options.granularity);
+  const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
+  BucketLayout layout(std::move(slots), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity);
   const Initializer initialize = of_slots(sharded.options.initialize, layout.slots());
   return std::make_unique<Bucket>(
-      BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), std::move(layout),
-                    sharded.comms, sharded.memory, sharded.transfers, std::move(rules)},
+      BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), how.strategy,
+                    std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules)},
       initialize);
 }
 
-void build_unit(Sharded::Impl& sharded, const UnitPlan& plan) {
-  Precision precision = sharded.options.precision;
-  if (sharded.options.unit_precision)
-    if (const auto own = sharded.options.unit_precision(plan.name())) precision = *own;
-  if (plan.options.precision) precision = *plan.options.precision;
-
+void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
+  const UnitSharding how = sharding_of(sharded, plan, views);
+  const Precision& precision = how.options.precision;
   std::vector<std::unique_ptr<Bucket>> buckets;
-  for (const auto& parameters : split_into_buckets(plan, sharded.options))
-    buckets.push_back(make_bucket(sharded, plan, parameters, precision));
+  for (const auto& parameters : split_into_buckets(plan, how.options))
+    buckets.push_back(make_bucket(sharded, plan, how, parameters));
   auto unit = std::make_shared<Unit>(sharded.schedule, plan.name(), std::move(buckets), plan.modules.size());
   UnitSettings& settings = unit->settings;
   const bool is_root = plan.modules.front().second == sharded.module;
   settings.reshard_after_forward =
       plan.options.reshard_after_forward.value_or(is_root ? Reshard::never() : sharded.options.reshard_after_forward);
-  validate(settings.reshard_after_forward, sharded.strategy, sharded.comms->mesh());
+  if (settings.reshard_after_forward.asks_strategy()) settings.reshard_after_forward = reshard_of(how.strategy);
+  validate(settings.reshard_after_forward, how.strategy, how.comms->mesh());
   settings.reshard_after_backward = sharded.options.reshard_after_backward;
   settings.recompute = plan.options.recompute;
   if (precision.cast_inputs) settings.input_dtype = precision.compute;
@@ -150,7 +186,8 @@ std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> 
     for (const auto& [name, unit_module] : plan.modules)
       SHARD_REQUIRE(unit_hooks(*unit_module) == nullptr, "fully_shard",
                     "module '{}' is sharded already; destroy the Sharded that holds it first", name);
-  for (const UnitPlan& plan : plans.units) build_unit(sharded, plan);
+  Views views;
+  for (const UnitPlan& plan : plans.units) build_unit(sharded, plan, views);
   relate_units(sharded, plans.units);
   choose_prefetch(sharded);
   sharded.sequential = std::make_unique<SequentialEntries>(*sharded.module);

@@ -37,6 +37,16 @@ void require_shardable(const NamedParameter& parameter) {
                 "parameter {} is the result of a computation, not a leaf; assign a detached copy", parameter.name);
 }
 
+// What `options` leaves open is as `others` has it.
+void fill_open(UnitOptions& options, const UnitOptions& others) {
+  if (!options.reshard_after_forward) options.reshard_after_forward = others.reshard_after_forward;
+  if (!options.precision) options.precision = others.precision;
+  if (!options.strategy) options.strategy = others.strategy;
+  if (!options.mesh) options.mesh = others.mesh;
+  if (!options.gradient_divide) options.gradient_divide = others.gradient_divide;
+  options.recompute |= others.recompute;
+}
+
 std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
                                    const ShardOptions& options) {
   std::vector<UnitPlan> plans{{{{"", root}}, {}, {}}};
@@ -71,9 +81,11 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
     for (UnitPlan& plan : plans)
       for (const auto& [name, module] : plan.modules)
         if (module == item.value()) plan.names.push_back(item.key());
-  for (UnitPlan& plan : plans)
+  for (UnitPlan& plan : plans) {
+    if (options.unit_options) fill_open(plan.options, options.unit_options(plan.name()));
     for (const auto& [name, module] : plan.modules)
       plan.options.recompute |= options.recompute && options.recompute(name, *module);
+  }
   return plans;
 }
 

@@ -2,6 +2,8 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
+
 #include "parallel/tensor/parallel_state.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/device.h"
@@ -32,6 +34,29 @@ void validate(const ShardOptions& options, const Mesh& mesh) {
       "fully_shard",
       "canonical sums cannot divide by the number of ranks, which depends on the mesh. Weigh the losses by the global batch "
       "and set gradient_divide to 1, or divide by tokens");
+}
+
+Strategy strategy_on(const ShardOptions& options, const Mesh& mesh) {
+  return on_mesh(options.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options.strategy) : options.strategy,
+                 mesh);
+}
+
+void validate_view(const std::string& unit, int64_t rank, const Mesh& view, const Strategy& own, const Mesh& mesh,
+                   const Strategy& all, const ParallelState* parallel) {
+  const auto summed = [&](const Mesh& on, const Strategy& strategy) {
+    std::vector<int64_t> ranks = on.peers(rank, strategy.produced.partial);
+    std::sort(ranks.begin(), ranks.end());
+    return ranks;
+  };
+  SHARD_REQUIRE(summed(view, own) == summed(mesh, all), "fully_shard",
+                "unit '{}' sums gradients of rank {} over ranks {} of its mesh '{}', and other units over ranks {} of '{}'. Give "
+                "it a mesh whose data-parallel axes join the same ranks",
+                unit, rank, fmt::join(summed(view, own), " "), view.str(), fmt::join(summed(mesh, all), " "), mesh.str());
+  if (!parallel) return;
+  const std::string& axis = parallel->axis();
+  SHARD_REQUIRE(view.has(axis) && view.peers(rank, {axis}) == mesh.peers(rank, {axis}), "fully_shard",
+                "unit '{}' has mesh '{}', and parameters were cut along {} of '{}'. Give both meshes the same axis {}", unit,
+                view.str(), axis, mesh.str(), axis);
 }
 
 void validate(const Reshard& reshard, const Strategy& strategy, const Mesh& mesh) {

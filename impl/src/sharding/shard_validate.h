@@ -14,6 +14,12 @@ namespace shardproof {
 class ParallelState;
 
 void validate(const ShardOptions& options, const Mesh& mesh);
+// The strategy that the options ask for, as it is on this mesh.
+Strategy strategy_on(const ShardOptions& options, const Mesh& mesh);
+// Whether a unit may see the ranks along the axes of a mesh of its own. `own` and `all` are what its strategy and that of the
+// others are on their meshes.
+void validate_view(const std::string& unit, int64_t rank, const Mesh& view, const Strategy& own, const Mesh& mesh,
+                   const Strategy& all, const ParallelState* parallel);
 void validate(const Reshard& reshard, const Strategy& strategy, const Mesh& mesh);
 
 // Parameters that tensor parallelism was to cut would be taken for replicated ones.

@@ -19,11 +19,6 @@ namespace {
 constexpr int64_t kParallelOrder = 100, kDivisionOrder = 1000;
 constexpr int64_t kReplicasOrder = std::numeric_limits<int64_t>::max();  // after whatever the caller sums
 
-Strategy chosen_strategy(const ShardOptions& options, const Mesh& mesh) {
-  return on_mesh(options.reduce_replicas_every_microbatch ? reducing_replicas_every_time(options.strategy) : options.strategy,
-                 mesh);
-}
-
 std::shared_ptr<MemoryLedger> make_ledger(c10::Device device, const ShardOptions& options) {
   return std::make_shared<MemoryLedger>(device, /*pins_host=*/options.offload == Offload::pinned && device.is_cuda());
 }
@@ -48,7 +43,7 @@ Sharded::Impl::FinishingStep comparison_of_replicas() {
   return {"equal replicas", kReplicasOrder, [backwards = uint64_t{0}](Sharded& sharded) mutable {
             const Sharded::Impl& state = sharded.impl();
             if (std::has_single_bit(++backwards))
-              require_equal_replicas(state.schedule, state.strategy.state, *state.comms, *state.parallel);
+              require_equal_replicas(state.schedule, *state.comms, *state.parallel);
           }};
 }
 
@@ -58,7 +53,7 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
     : module(std::move(given)),
       comms(data_parallel_comms(*module, chosen, std::move(whole_mesh))),
       options(std::move(chosen)),
-      strategy(chosen_strategy(options, comms->mesh())),
+      strategy(strategy_on(options, comms->mesh())),
       parallel(parallel_state(*module)),
       rules(sequence_rules(*module)),
       memory(make_ledger(device_of(*module, options), options)),

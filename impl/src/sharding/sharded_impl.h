@@ -25,7 +25,7 @@ struct Sharded::Impl {
   const std::shared_ptr<torch::nn::Module> module;
   const std::shared_ptr<MeshComm> comms;  // of the mesh as strategies see it
   const ShardOptions options;
-  const Strategy strategy;                        // on this mesh
+  const Strategy strategy;                        // on this mesh; of all units that have none of their own
   const std::shared_ptr<ParallelState> parallel;  // null when the module is not tensor parallel
   // Of the sequence parts: without them ranks would train on without each other.
   const std::vector<std::shared_ptr<void>> rules;

@@ -107,9 +107,11 @@ void Unit::after_forward(const torch::nn::Module& module) {
 void Unit::reshard_after_forward() {
   const Reshard& how = settings.reshard_after_forward;
   const bool trains = c10::GradMode::is_enabled() || schedule_.recomputed_forwards > 0;
-  if (!trains || (!how.keeps_everything() && how.ranks() == 0)) return reshard();
+  if (!trains || how == Reshard::always()) return reshard();
   if (how.keeps_everything() || residency() != Residency::whole) return;
-  for (const auto& bucket : buckets_) bucket->parameters.reshard_within(how.ranks());
+  for (const auto& bucket : buckets_)
+    if (how.asks_strategy()) bucket->parameters.reshard_between();
+    else bucket->parameters.reshard_within(how.ranks());
 }
 
 void Unit::start_unshard() {

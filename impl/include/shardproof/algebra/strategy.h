@@ -1,8 +1,9 @@
-// A strategy is five layouts of a bucket, the one-dimensional address space that holds a unit's parameters. Everything a
-// strategy does follows from three transitions between them, each one `lower` step; equal layouts give no step, so no code
+// A strategy is six layouts of a bucket, the one-dimensional address space that holds a unit's parameters. Everything a
+// strategy does follows from the transitions between them, each one `lower` step; equal layouts give no step, so no code
 // above asks which strategy it is.
 //
 //   unshard   parameter -> compute                 before a unit's forward and backward
+//             between -> compute                   before the backward, where the row says what stays gathered until then
 //   reduce    produced -> accumulated              after every microbatch
 //             accumulated -> state                 after the last one
 //   publish   state -> parameter                   after the optimizer
@@ -23,6 +24,7 @@
 // the memory and the collectives that follow.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -39,6 +41,9 @@ struct Strategy {
   Layout produced;                // a gradient as backward makes it
   Layout accumulated;             // a gradient between microbatches
   Layout state;                   // the optimizer's state, and the gradient that the optimizer reads
+  // What a rank keeps of the gathered bucket from a unit's forward to its backward. None: as Reshard says (shard_options.h),
+  // which by itself keeps nothing but `parameter`.
+  std::optional<Layout> between = {};
 };
 
 // The rows above and those that were registered. The harness draws from this list.
@@ -51,7 +56,8 @@ void register_strategy(Strategy row);
 
 // Rows that nobody has given a name, so that not only famous ones are tested: all that are possible over r and s, but those of
 // the table. They are called row_PARAMETER_ACCUMULATED_STATE, as row_b_t_sr. The letters are the axes of the splits; b stands
-// for whole, t for terms along both axes, s and p in the middle for sums over s, split and whole, that are terms along r.
+// for whole, t for terms along both axes, s and p in the middle for sums over s, split and whole, that are terms along r. A
+// fourth letter, as in row_sr_t_sr_s, is the axis that the bucket stays split over between forward and backward.
 const std::vector<Strategy>& free_rows();
 
 // Of either kind. Throws Error listing the names of the table.

@@ -176,13 +176,6 @@ class UnitNoSync {
 // parallelize has cut nothing; or when options are out of range. A parameter that is not contiguous becomes so.
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
 
-// What one unit has of its own, when units are named one by one.
-struct UnitOptions {
-  std::optional<Reshard> reshard_after_forward = {};
-  std::optional<Precision> precision = {};
-  bool recompute = false;
-};
-
 // The same, unit by unit:
 //
 //   Sharding sharding(comms, options);

@@ -37,6 +37,7 @@ using ParameterSelector = std::function<bool(const std::string& name, const at::
 // What stays gathered between a unit's forward and its backward.
 class Reshard {
  public:
+  static Reshard by_strategy() { return Reshard(int64_t{-2}); }  // Strategy::between; where it has none, nothing
   static Reshard always() { return Reshard(int64_t{0}); }  // nothing
   static Reshard never() { return Reshard(int64_t{-1}); }  // everything
   // Groups of `ranks` neighbours along dp_shard keep the parameters between them, each an equal part, so that the gather before
@@ -46,6 +47,7 @@ class Reshard {
   Reshard(Bool reshard) : ranks_(reshard ? 0 : -1) {}  // so that `reshard_after_forward = true` reads
 
   bool keeps_everything() const { return ranks_ == -1; }
+  bool asks_strategy() const { return ranks_ == -2; }
   // 0: not in parts. A number below 1 that `within` was given divides no axis, and is refused where one is known.
   int64_t ranks() const { return ranks_ > 1 ? ranks_ : 0; }
   bool operator==(const Reshard&) const = default;
@@ -103,6 +105,19 @@ enum class Offload {
   pageable  // in plain memory, for hosts that cannot lock so much; copies from and to a GPU then block
 };
 
+// What one unit has of its own. What is left open is as ShardOptions says for all units.
+struct UnitOptions {
+  std::optional<Reshard> reshard_after_forward = {};
+  std::optional<Precision> precision = {};
+  bool recompute = false;  // this unit as well as those that ShardOptions::recompute chooses
+  std::optional<Strategy> strategy = {};
+  // The same ranks under other axes, whose names and sizes the unit's strategy then means: dp_replicate=2,dp_shard=4, say, where
+  // all others have dp_shard=8. Its gradients must be summed over the same ranks as theirs, and its `tp` be the same.
+  std::optional<Mesh> mesh = {};
+  // Takes the place of ShardOptions::gradient_divide.
+  std::optional<double> gradient_divide = {};
+};
+
 struct ShardOptions {
   Strategy strategy = shardproof::strategy("zero3");
 
@@ -122,7 +137,7 @@ struct ShardOptions {
   Granularity granularity = Granularity::element;
 
   // The root keeps its own parameters until its backward, unless it is told otherwise by Sharded::unit("").
-  Reshard reshard_after_forward = Reshard::always();
+  Reshard reshard_after_forward = Reshard::by_strategy();
   bool reshard_after_backward = true;
   Buffers buffers = Buffers::freed;
   Gather gather = Gather::copied;
@@ -134,8 +149,8 @@ struct ShardOptions {
   int64_t bytes_in_flight_max = 0;
 
   Precision precision = {};
-  // Another policy for some units; empty or nothing returned: the one above.
-  std::function<std::optional<Precision>(const std::string& unit)> unit_precision = {};
+  // Options of some units, by the unit's name; those given to Sharding::unit come before them. Empty: none have their own.
+  std::function<UnitOptions(const std::string& unit)> unit_options = {};
 
   Numerics numerics = Numerics::ordered;
   // The reduced gradient is divided by this, once, however many axes it is summed over. 0: by the number of ranks it was summed
