@@ -47,6 +47,7 @@ struct CaseOptions {
   // Chosen units have a strategy of their own (0: none, else a row of the table), or see the ranks of dp_shard along two axes.
   int64_t unit_strategy = 0;
   int64_t unit_mesh = 0;
+  int64_t strided = 0;             // the model's input, and the gradient of its output, are dense and not contiguous
   bool operator==(const CaseOptions&) const = default;
 };
 

@@ -1,5 +1,6 @@
 #include "harness/case/generate.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "harness/case/parallel_sizes.h"
@@ -222,7 +223,9 @@ void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
   for (const OptionRow& row : option_rows()) {
     Chooser own(Draws(seed, row.key).at(index));
     Chooser& from = row.draws_apart ? own : choose;
-    const bool draws = from.chance(row.probability * scale);
+    // Low precision beside a load is rare otherwise, and is where main parameters are lost.
+    const bool rare = row.member == &CaseOptions::compute && std::ranges::any_of(c.steps, &StepPlan::loads);
+    const bool draws = from.chance(rare ? 0.5 : row.probability * scale);
     const int64_t value = from.one_of(row.others);
     if (draws) try_option(c, row, value);
   }
@@ -277,6 +280,20 @@ void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
                           : generate_mesh(choose, limits, there);
     if (plan.load_strategy.empty() || choose.chance(0.7)) plan.load_mesh = mesh;
     try_plan(c, s, plan);
+  }
+}
+
+// Ranks above ten, of some cases that save: names of files, and of ranks, then have two digits.
+void try_wide_world(Chooser choose, Case& c, const Limits& limits) {
+  const bool saves = std::ranges::any_of(c.steps, &StepPlan::save);
+  if (!saves || !limits.above_ten || limits.mesh || c.microbatch_ranks() > 1 || !choose.chance(0.15)) return;
+  const Mesh before = c.mesh;
+  const int64_t ranks = choose.integer(11, 14);
+  c.mesh = choose.chance(0.5) && ranks % 2 == 0 ? Mesh({{"dp_replicate", 2}, {"dp_shard", ranks / 2}}) : Mesh({{"dp_shard", ranks}});
+  try {
+    validate(c);
+  } catch (const shardproof::Error&) {
+    c.mesh = before;
   }
 }
 
@@ -335,6 +352,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.strategy != "ddp") c.options.whole = 1;
     c.steps = generate_history(choose, c);
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
+    try_wide_world(Chooser(Draws(seed, "wide").at(index)), c, limits);
     generate_options(choose, c, seed, index);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
     if (!limits.canonical_arithmetic) c.options.arithmetic = 0;

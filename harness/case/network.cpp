@@ -207,6 +207,18 @@ void move_to(torch::nn::Module& module, c10::Device device) {
     }
 }
 
+Network Network::strided() const {
+  const auto exchanged = [](const at::Tensor& values) {
+    return values.dim() < 2 ? values : values.transpose(0, -1).contiguous().transpose(0, -1);
+  };
+  Network result = *this;
+  result.output = [output = output, exchanged](golden::Microbatch data) {
+    data.input = exchanged(data.input);
+    return exchanged(output(data));
+  };
+  return result;
+}
+
 Network make_network(const golden::Model& model, Comm* tensor_group) {
   static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
   if (model.canonical) return make_canonical(model, tensor_group);

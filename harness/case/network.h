@@ -21,6 +21,9 @@ struct Network {
   // The modules that can be units and together hold every parameter but the root's own, in order.
   std::vector<std::shared_ptr<torch::nn::Module>> parts;
 
+  // The same network, whose input, and whose output's gradient, lie in memory with the first and the last dim exchanged.
+  Network strided() const;
+
   at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data) * data.weight; }
 };
 

@@ -101,10 +101,11 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--minutes", options.minutes, "run this long instead");
   command->add_option("--seed", options.seed, "another seed, other cases")->capture_default_str();
   command->add_option("--jobs", options.jobs, "cases at a time; 0: one a processor")->capture_default_str();
-  command->add_option("--strategy", arguments->strategy, "only this one: ddp, zero1, zero2, zero3, hsdp, hfsdp");
+  command->add_option("--strategy", arguments->strategy, "only this one, e.g. ddp, zero1, zero2, zero3, hsdp, hfsdp, hzero2");
   command->add_option("--mesh", arguments->mesh, "only this mesh, axis=size,axis=size");
   command->add_option("--mode", arguments->mode, "only this one: exact, ordered, canonical, fast");
-  command->add_option("--world-max", options.limits.world_max, "largest world")->capture_default_str();
+  command->add_option("--world-max", options.limits.world_max, "largest world; where it is not given, some cases that save have up to 14 ranks")
+      ->capture_default_str();
   command->add_flag("--tiny", options.limits.tiny, "only the 4-rank MLP that other frameworks' parity tests use");
   command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();
   command->add_option("--failures", options.failures_directory, "folder of the failure database")->capture_default_str();
@@ -119,6 +120,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     const auto world = arguments->launched.start(arguments->mesh);
     const c10::Device device = arguments->launched.device();
     arguments->options.limits.canonical_arithmetic = device.is_cpu();
+    arguments->options.limits.above_ten = !world && !arguments->world_max_given;
     const auto threads = thread_ranks_on(device);
     if (!device.is_cpu()) arguments->options.ranks = threads.get();
     exit_code = world ? run_on(*world, *arguments) : run(*arguments);

@@ -125,6 +125,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
   count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);
+  count("world above 10", world > 10);
   count("world odd, above 1", world > 1 && world % 2 == 1);
   count("world even", world % 2 == 0);
   add_model(c);

@@ -74,6 +74,9 @@ class RankRun {
   }
 
   void load(size_t index) {
+    if (case_.steps[index].unshard)
+      for (UnitHandle unit : sharded_.units())
+        if (chosen(case_, "whole while loading", unit.name())) unit.unshard();
     const auto loaded = manager_->load_latest(sharded_, &optimizer_, {.check_before = case_.options.unchecked == 0});
     const int64_t expected = CaseCheckpoints::number(static_cast<size_t>(case_.loaded_after(index) + 1));
     SHARD_REQUIRE(loaded && loaded->trainer.step == expected, "harness", "checkpoint {} was loaded instead of {}",
@@ -114,7 +117,7 @@ class RankRun {
     }
     if (parallel) parallel_ = parallelize(network.module, comms_, parallel_plan(case_));
     if (case_.context_ranks() > 1) context_ = context_parallel(network.module, comms_, context_options(case_));
-    return network;
+    return case_.options.strided ? network.strided() : network;
   }
 
   // With the rank's positions of its sequences. Its forward is next.

@@ -115,6 +115,46 @@ TEST(Manager, a_save_in_the_background_has_the_values_of_the_call_and_a_second_o
   }
 }
 
+// A running mean that forwards change, a parameter that the library leaves alone, and one that it trains.
+class ChangingImpl : public torch::nn::Module {
+ public:
+  ChangingImpl() : Module("changing") {
+    mean = register_buffer("mean", at::zeros({3}));
+    plain = register_parameter("plain", at::zeros({5}));
+    trained = register_parameter("trained", at::ones({7}));
+  }
+  at::Tensor mean, plain, trained;
+};
+
+TEST(Manager, a_save_in_the_background_has_buffers_and_ignored_parameters_of_the_call) {
+  const Scratch scratch;
+  GatedDisk disk;
+  const auto set = [](ChangingImpl& model, double value) {
+    const at::NoGradGuard no_grad;
+    model.mean.fill_(value);
+    model.plain.fill_(2 * value);
+  };
+  on(kPlace, [&](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh::parse(kPlace.mesh));
+    const ShardOptions options{.ignored = [](const std::string& name, const at::Tensor&) { return name == "plain"; }};
+    auto model = std::make_shared<ChangingImpl>(), other = std::make_shared<ChangingImpl>();
+    Sharded sharded = fully_shard(model, comms, options), resumed = fully_shard(other, comms, options);
+    Manager manager(scratch / "run", {.async = true, .files = &disk});
+    set(*model, 3);
+    disk.set_open(false);
+    comm->barrier().wait();
+    ASSERT_TRUE(manager.save(sharded, nullptr, {.step = 1}));
+    set(*model, 5);
+    comm->barrier().wait();
+    disk.set_open(true);
+    manager.wait();
+    comm->barrier().wait();
+    load(step_folder(scratch / "run", 1), resumed);
+    EXPECT_TRUE(other->mean.equal(at::full({3}, 3.0))) << other->mean;
+    EXPECT_TRUE(other->plain.equal(at::full({5}, 6.0))) << other->plain;
+  });
+}
+
 TEST(Manager, a_failure_in_the_background_is_an_error_of_the_next_call_on_every_rank_and_only_of_that) {
   for (const char* call : {"wait", "poll", "save", "load"}) {
     const Scratch scratch;
