@@ -97,7 +97,8 @@ void validate_options(const Case& c) {
   for (const auto& [strategy, mesh] : {std::pair{shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh)},
                                       std::pair{unit_strategy(c), unit_mesh(c)}}) {
     const int64_t split = mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
-    SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard, split);
+    SHARD_REQUIRE(o.reshard <= 1 || split % o.reshard == 0, "case", "reshard={} must divide dp_shard x cp={}", o.reshard,
+                  split);
     SHARD_REQUIRE(o.reshard <= 1 || !strategy.parameter.splits("dp_replicate"), "case",
                   "reshard={} counts neighbours along dp_shard, and {} gathers over dp_replicate as well", o.reshard,
                   strategy.name);
@@ -137,8 +138,8 @@ void validate_units(const Case& c) {
   SHARD_REQUIRE(c.mode != Mode::ordered || (c.options.unit_mesh == 0 && shardproof::accumulates_before_reducing(own) ==
                                                                             shardproof::accumulates_before_reducing(others)),
                 "case",
-                "the mode ordered has one order of sums for all parameters: leave out unit_mesh, and choose a unit_strategy that "
-                "reduces when {} does",
+                "the mode ordered has one order of sums for all parameters: leave out unit_mesh, and choose a unit_strategy "
+                "that reduces when {} does",
                 c.strategy);
   SHARD_REQUIRE(c.optimizer.kind != golden::Optimizer::Kind::muon || c.options.whole, "case",
                 "muon with units of several strategies needs whole parameters: write {}(whole=1)", c.strategy);

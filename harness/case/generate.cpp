@@ -289,7 +289,8 @@ void try_wide_world(Chooser choose, Case& c, const Limits& limits) {
   if (!saves || !limits.above_ten || limits.mesh || c.microbatch_ranks() > 1 || !choose.chance(0.15)) return;
   const Mesh before = c.mesh;
   const int64_t ranks = choose.integer(11, 14);
-  c.mesh = choose.chance(0.5) && ranks % 2 == 0 ? Mesh({{"dp_replicate", 2}, {"dp_shard", ranks / 2}}) : Mesh({{"dp_shard", ranks}});
+  const bool two_axes = choose.chance(0.5) && ranks % 2 == 0;
+  c.mesh = two_axes ? Mesh({{"dp_replicate", 2}, {"dp_shard", ranks / 2}}) : Mesh({{"dp_shard", ranks}});
   try {
     validate(c);
   } catch (const shardproof::Error&) {

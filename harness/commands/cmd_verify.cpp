@@ -104,7 +104,9 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--strategy", arguments->strategy, "only this one, e.g. ddp, zero1, zero2, zero3, hsdp, hfsdp, hzero2");
   command->add_option("--mesh", arguments->mesh, "only this mesh, axis=size,axis=size");
   command->add_option("--mode", arguments->mode, "only this one: exact, ordered, canonical, fast");
-  command->add_option("--world-max", options.limits.world_max, "largest world; where it is not given, some cases that save have up to 14 ranks")
+  command
+      ->add_option("--world-max", options.limits.world_max,
+                   "largest world; where it is not given, some cases that save have up to 14 ranks")
       ->capture_default_str();
   command->add_flag("--tiny", options.limits.tiny, "only the 4-rank MLP that other frameworks' parity tests use");
   command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();

@@ -136,7 +136,9 @@ TEST(Fsdp2Parity, norms_train_in_low_precision) {
           options.units = [](const std::string&, const Module&) { return true; };
           if (statistics == Statistics::in_float32)
             options.unit_options = [=](const std::string& unit) {
-              return unit == "1" ? UnitOptions{.precision = {{.compute = at::kFloat, .output = low}}} : UnitOptions{};
+              UnitOptions own;
+              if (unit == "1") own.precision = {.compute = at::kFloat, .output = low};
+              return own;
             };
           Sharded sharded = fully_shard(model.ptr(), comms, options);
           if (statistics == Statistics::cast)

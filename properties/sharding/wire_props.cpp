@@ -106,7 +106,9 @@ TEST(MegatronParity, units_chosen_by_name_add_gradients_in_float32) {
     ShardOptions options = toy::options("zero2");
     options.precision = {.main = at::kFloat, .gradient = at::kBFloat16};
     options.unit_options = [](const std::string& unit) {
-      return name_matches("w*", unit) ? UnitOptions{.precision = {{.main = at::kFloat, .gradient = at::kFloat}}} : UnitOptions{};
+      UnitOptions own;
+      if (name_matches("w*", unit)) own.precision = {.main = at::kFloat, .gradient = at::kFloat};
+      return own;
     };
     Sharded sharded = fully_shard(model, comms, options);
     for (int64_t k = 0; k < 5; ++k) {

@@ -49,8 +49,8 @@ void validate_view(const std::string& unit, int64_t rank, const Mesh& view, cons
     return ranks;
   };
   SHARD_REQUIRE(summed(view, own) == summed(mesh, all), "fully_shard",
-                "unit '{}' sums gradients of rank {} over ranks {} of its mesh '{}', and other units over ranks {} of '{}'. Give "
-                "it a mesh whose data-parallel axes join the same ranks",
+                "unit '{}' sums gradients of rank {} over ranks {} of its mesh '{}', and other units over ranks {} of '{}'. "
+                "Give it a mesh whose data-parallel axes join the same ranks",
                 unit, rank, fmt::join(summed(view, own), " "), view.str(), fmt::join(summed(mesh, all), " "), mesh.str());
   if (!parallel) return;
   const std::string& axis = parallel->axis();

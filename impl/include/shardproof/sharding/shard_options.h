@@ -111,8 +111,8 @@ struct UnitOptions {
   std::optional<Precision> precision = {};
   bool recompute = false;  // this unit as well as those that ShardOptions::recompute chooses
   std::optional<Strategy> strategy = {};
-  // The same ranks under other axes, whose names and sizes the unit's strategy then means: dp_replicate=2,dp_shard=4, say, where
-  // all others have dp_shard=8. Its gradients must be summed over the same ranks as theirs, and its `tp` be the same.
+  // The same ranks under other axes, whose names and sizes the unit's strategy then means: dp_replicate=2,dp_shard=4, say,
+  // where all others have dp_shard=8. Its gradients must be summed over the same ranks as theirs, and its `tp` be the same.
   std::optional<Mesh> mesh = {};
   // Takes the place of ShardOptions::gradient_divide.
   std::optional<double> gradient_divide = {};
