@@ -149,7 +149,7 @@ TEST(Manager, a_save_in_the_background_has_buffers_and_ignored_parameters_of_the
     disk.set_open(true);
     manager.wait();
     comm->barrier().wait();
-    load(step_folder(scratch / "run", 1), resumed);
+    load(step_folder(scratch / "run", 1), resumed, nullptr);
     EXPECT_TRUE(other->mean.equal(at::full({3}, 3.0))) << other->mean;
     EXPECT_TRUE(other->plain.equal(at::full({5}, 6.0))) << other->plain;
   });
