@@ -3,7 +3,7 @@
 add_library(layout_testing STATIC kit/gen_layout.cpp kit/spec_layout.cpp kit/spec_collectives.cpp)
 target_include_directories(layout_testing PUBLIC
   $<TARGET_PROPERTY:shardproof_algebra,INTERFACE_INCLUDE_DIRECTORIES>)
-target_link_libraries(layout_testing PUBLIC shardproof_options ${RAPIDCHECK_LIBRARY})
+target_link_libraries(layout_testing PUBLIC shardproof_options shardproof_rapidcheck)
 
 shardproof_test(NAME algebra_props LABEL layout CASES 1000 ALONE SOURCES base/escape_props.cpp
   kit/gen_layout_props.cpp algebra/mesh_props.cpp algebra/split_props.cpp algebra/layout_props.cpp

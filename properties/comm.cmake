@@ -9,11 +9,13 @@ shardproof_test(NAME redistribute_props LABEL comm CASES 1000 TORCH LIBRARIES la
   doubles/comm_worlds.cpp doubles/comm_worlds_threads.cpp comm/redistribute_props.cpp)
 
 # A Python module of ci/tests/c10d_ranks.py. Python brings its own symbols, and torch those of libtorch_python.
-set(Python3_EXECUTABLE "${SHARDPROOF_VENV}/bin/python")
-find_package(Python3 REQUIRED COMPONENTS Interpreter Development.Embed)
-add_library(c10d_driver MODULE doubles/c10d_driver.cpp doubles/comm_worlds.cpp)
-set_target_properties(c10d_driver PROPERTIES PREFIX "")
-target_include_directories(c10d_driver PRIVATE "${PROJECT_SOURCE_DIR}" ${Python3_INCLUDE_DIRS})
-target_link_libraries(c10d_driver PRIVATE shardproof shardproof_options golden GTest::gtest
-  "${SHARDPROOF_TORCH_DIR}/lib/libtorch_python.so")
-shardproof_uses_torch(c10d_driver)
+if(SHARDPROOF_EMBED_PYTHON)
+  set(Python3_EXECUTABLE "${SHARDPROOF_VENV}/bin/python")
+  find_package(Python3 REQUIRED COMPONENTS Interpreter Development.Embed)
+  add_library(c10d_driver MODULE doubles/c10d_driver.cpp doubles/comm_worlds.cpp)
+  set_target_properties(c10d_driver PROPERTIES PREFIX "")
+  target_include_directories(c10d_driver PRIVATE "${PROJECT_SOURCE_DIR}" ${Python3_INCLUDE_DIRS})
+  target_link_libraries(c10d_driver PRIVATE shardproof shardproof_options golden GTest::gtest
+    "${SHARDPROOF_TORCH_DIR}/lib/libtorch_python.so")
+  shardproof_uses_torch(c10d_driver)
+endif()

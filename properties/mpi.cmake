@@ -11,7 +11,7 @@ if(MPI_C_FOUND)
     shardproof_uses_torch(${target})
     target_link_libraries(${target} PRIVATE shardproof shardproof_mpi)
   endforeach()
-  target_link_libraries(comm_mpi_props PRIVATE golden ${RAPIDCHECK_LIBRARY} GTest::gtest)
+  target_link_libraries(comm_mpi_props PRIVATE golden shardproof_rapidcheck GTest::gtest)
 
   foreach(ranks 2 3 4)
     add_test(NAME Mpi.collectives_on_${ranks}_processes COMMAND mpirun -n ${ranks} --oversubscribe --bind-to none

@@ -9,7 +9,7 @@ shardproof_uses_torch(nccl_double)
 # The properties of every backend, over this one.
 add_executable(comm_nccl_props comm/comm_props.cpp comm/comm_programs_props.cpp)
 shardproof_uses_torch(comm_nccl_props)
-target_link_libraries(comm_nccl_props PRIVATE nccl_double ${RAPIDCHECK_LIBRARY} GTest::gtest_main)
+target_link_libraries(comm_nccl_props PRIVATE nccl_double shardproof_rapidcheck GTest::gtest_main)
 # Without CommThreads, which are of rank-threads, and shared memory, which GPUs have not.
 gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-CommThreads.*:Comm.shared_memory*"
   PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)

@@ -1,0 +1,112 @@
+"""The Python that has torch, and an environment that lays the bundle's packages over it."""
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+
+from . import Trouble
+
+TORCH = "2.11"
+# What a Python says about itself, without importing torch, which takes seconds.
+ASK = """
+import importlib.util, json, os, sys, sysconfig
+v = sysconfig.get_config_var
+spec = importlib.util.find_spec("torch")
+sites = [p for p in sys.path if p and os.path.isdir(p) and any(n.endswith(".dist-info") for n in os.listdir(p))]
+embeds = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")) and any(
+    d and n and os.path.exists(os.path.join(d, n))
+    for d in (v("LIBDIR"), v("LIBPL")) for n in (v("LDLIBRARY"), v("INSTSONAME")))
+print(json.dumps({"version": "%d.%d" % sys.version_info[:2], "executable": sys.executable, "sites": sites, "embeds": embeds,
+                  "torch": os.path.dirname(spec.origin) if spec and spec.origin else None}))
+"""
+ASK_GPU = """
+import json, torch
+count = torch.cuda.device_count()
+of = [torch.cuda.get_device_properties(i) for i in range(count)]
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "count": count,
+                  "names": [p.name for p in of], "capabilities": sorted({"%d%d" % (p.major, p.minor) for p in of})}))
+"""
+
+
+def ask(python, script, timeout=60):
+    """What the script prints in that Python, as JSON; None if it does not run there."""
+    try:
+        done = subprocess.run([python, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                              timeout=timeout, check=False)
+        return json.loads(done.stdout.strip().split("\n")[-1]) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def torch_version(folder):
+    try:
+        with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
+            return re.search(r"__version__ = '([^']+)'", file.read()).group(1)
+    except (OSError, AttributeError):
+        return ""
+
+
+def environments_below(top, depth=4):
+    """Interpreters whose own packages hold torch, in folders a few levels below."""
+    for folder, folders, _ in os.walk(top):
+        level = folder[len(top):].count(os.sep)
+        folders[:] = sorted(set(folders) - {"lib", "share", "include", "proc"}) if level < depth else []
+        if glob.glob(os.path.join(glob.escape(folder), "lib", "python3.*", "site-packages", "torch", "version.py")):
+            yield os.path.join(folder, "bin", "python3")
+
+
+def candidates(root, environment):
+    """Interpreters, those that are most likely meant first."""
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if environment.get(variable):
+            yield os.path.join(environment[variable], "bin", "python3")
+    for folder in environment.get("PATH", "").split(os.pathsep):
+        names = sorted(os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(folder), "python3.*")))
+        for name in ["python3", "python", *names]:
+            if re.fullmatch(r"python(3(\.\d+)?)?", name):
+                yield os.path.join(folder, name)
+    yield os.path.join(root, ".venv", "bin", "python3")
+    for top in ("/opt", "/usr/local", "/srv", os.path.expanduser("~")):
+        yield from environments_below(top)
+
+
+def find_python(root, environment):
+    """Asks SHARDPROOF_PYTHON alone where it is set, else the candidates. Returns what the first with this torch says."""
+    given = environment.get("SHARDPROOF_PYTHON")
+    seen, others = set(), []
+    for python in [given] if given else candidates(root, environment):
+        if python in seen or not os.path.exists(python):
+            continue
+        seen.add(python)
+        said = ask(python, ASK)
+        if not said or not said["torch"]:
+            continue
+        version = torch_version(said["torch"])
+        if version.startswith(TORCH + "."):
+            return said
+        others.append(f"{python} has torch {version or 'of no known version'}")
+    where = f"SHARDPROOF_PYTHON={given}" if given else f"{len(seen)} interpreters"
+    raise Trouble(f"no Python with torch {TORCH} among {where}{': ' if others else ''}{'; '.join(others)}. Name one by "
+                  "SHARDPROOF_PYTHON=FILE")
+
+
+def gpus(python):
+    return ask(python, ASK_GPU, timeout=300) or {"torch": None, "cuda": None, "count": 0, "names": [], "capabilities": []}
+
+
+def lay_over(said, target):
+    """An environment in which the packages of that Python are links, so that others can be laid over them."""
+    shutil.rmtree(target, ignore_errors=True)
+    done = subprocess.run([said["executable"], "-m", "venv", "--without-pip", "--symlinks", target], stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        raise Trouble(f"{said['executable']} -m venv failed: {done.stdout.strip()}")
+    packages = os.path.join(target, "lib", "python" + said["version"], "site-packages")
+    for site in said["sites"]:
+        for name in os.listdir(site):
+            link = os.path.join(packages, name)
+            if name != "__pycache__" and not os.path.lexists(link):
+                os.symlink(os.path.join(site, name), link)
+    return packages

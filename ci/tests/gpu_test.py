@@ -1,0 +1,196 @@
+"""ci/gpu and ci/bundle, as far as a machine without a GPU and an index goes."""
+import argparse
+import io
+import json
+import os
+import re
+import sys
+import tarfile
+import time
+import unittest
+import zipfile
+from contextlib import redirect_stdout
+
+from scratch import ScratchCase
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(ROOT, "ci"))
+from runner import Trouble, bundle, environment, execute, session, stages, summary  # noqa: E402
+
+NO_DRIVER = "[cuda] CUDA cannot be used here: no driver. Use the CPU, or look at nvidia-smi"
+
+
+class Machine(session.Session):
+    """A session that has found its machine already, and builds nothing."""
+
+    def find_machine(self):
+        self.has_gpu = False
+        self.results["machine"] = {"gpus": [], "torch": "2.11.0", "python": "3.12", "cores": 2}
+
+
+def write(path, text, mode=0o644):
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(path, mode)
+    return path
+
+
+class Gpu(ScratchCase):
+    def run_stages(self, *given, go_on=False, minutes=1.0, only=""):
+        options = argparse.Namespace(out=self.path("out"), build=self.path("build"), minutes=minutes, go_on=go_on, only=only,
+                                     rehearse=False, bundle=None)
+        with redirect_stdout(io.StringIO()):
+            code = Machine(ROOT, options).run(given)
+        results = summary.read_results(self.path("out/results.json"))["stages"]
+        return code, {name: result["status"] for name, result in results.items()}
+
+    def ran(self):
+        with open(self.path("ran"), encoding="utf-8") as file:
+            return file.read().split()
+
+    def stage(self, name, command="true", **more):
+        return stages.Stage(name, "Title", f"echo {name} >> {self.path('ran')}; {command}", least=0, **more)
+
+    # Stages.
+
+    def test_a_stage_that_fails_leaves_the_others_and_is_tried_again_last(self):
+        broken = self.stage("broken", f"test -e {self.path('mended')}")
+        code, status = self.run_stages(self.stage("first"), broken, self.stage("third"))
+        self.assertEqual((code, status), (1, {"first": "passed", "broken": "failed", "third": "passed"}))
+        write(self.path("mended"), "")
+        code, status = self.run_stages(self.stage("first"), broken, self.stage("third"), self.stage("new"), go_on=True)
+        self.assertEqual((code, status["broken"]), (0, "passed"))
+        self.assertEqual(self.ran(), ["first", "broken", "third", "new", "broken"])
+
+    def test_a_stage_whose_time_is_over_ends_with_all_that_it_started(self):
+        begin = time.monotonic()
+        late = f"(sleep 3; echo late > {self.path('late')}) & sleep 60"
+        code, status = self.run_stages(self.stage("long", late, most=1), self.stage("next"))
+        self.assertEqual((code, status), (1, {"long": "timed out", "next": "passed"}))
+        time.sleep(max(0.0, begin + 4 - time.monotonic()))
+        self.assertFalse(os.path.exists(self.path("late")))
+
+    def test_a_stage_for_which_too_little_time_is_left_runs_when_the_next_call_continues(self):
+        def stage(least):
+            return stages.Stage("slow", "Title", "true", least=least)
+        self.assertEqual(self.run_stages(stage(600)), (2, {"slow": "no time"}))
+        self.assertEqual(self.run_stages(stage(1), go_on=True), (0, {"slow": "passed"}))
+
+    def test_a_stage_without_what_it_needs_is_not_run(self):
+        code, status = self.run_stages(self.stage("base", "false"), self.stage("on_top", needs=("base",)),
+                                       self.stage("tooled", "{no-such-tool}", tool="no-such-tool"))
+        self.assertEqual((code, status), (1, {"base": "failed", "on_top": "not run", "tooled": "not run"}))
+
+    def test_only_the_stages_asked_for_run_with_what_they_need(self):
+        given = self.stage("base"), self.stage("other"), self.stage("wanted", needs=("base",))
+        self.assertEqual(self.run_stages(*given, only="wanted")[1], {"base": "passed", "wanted": "passed"})
+
+    def test_the_summary_names_every_stage_and_its_figures(self):
+        figure = json.dumps({"type": "kernel", "kernel": "adamw", "gb_per_s_median": 2400.0, "share_of_copy_median": 0.87})
+        file = write(self.path("figure"), figure)
+        self.run_stages(self.stage("bench", f"cp {file} {{json}}", json=True), self.stage("broken", "echo why; false"))
+        with open(self.path("out/summary.md"), encoding="utf-8") as file:
+            page = file.read()
+        for text in ("| bench: Title | **passed** |", "| broken: Title | **failed** |", "exit code 1: why",
+                     "adamw: 2400 GB/s, 0.87 of a copy"):
+            self.assertIn(text, page)
+
+    # Verdicts.
+
+    def test_no_gpu_is_told_from_failures(self):
+        skipped = "[==========] 9 tests ran.\n[  PASSED  ] 0 tests.\n[  SKIPPED ] 9 tests, listed below:\n"
+        broken = "[  PASSED  ] 8 tests.\n[  FAILED  ] 1 test, listed below:\n"
+        for code, output, has_gpu, status in (
+                (0, "fine", False, "passed"), (2, NO_DRIVER, False, "no GPU"), (2, NO_DRIVER, True, "failed"),
+                (0, skipped, False, "no GPU"), (0, skipped, True, "failed"), (1, broken, False, "failed"),
+                (1, "[verify] a case differs", False, "failed"), (None, "", False, "timed out")):
+            self.assertEqual(execute.judge(code, output, has_gpu)[0], status, (code, output, has_gpu))
+        self.assertEqual(execute.judge(0, "", False, (200, 0, 96)), ("no GPU", "200 passed, 0 failed, 96 skipped"))
+        self.assertEqual(execute.judge(8, "", False, (200, 1, 96))[0], "failed")
+
+    def test_the_commands_of_the_stages_are_understood_and_say_no_gpu_here(self):
+        if os.path.exists("/dev/nvidiactl"):
+            self.skipTest("this machine has a GPU")
+        build = os.environ["SHARDPROOF_BUILD"]
+        values = {"build": build, "scratch": self.path("s"), "failures": self.path("f"), "json": self.path("j"),
+                  "junit": self.path("x"), "seed": 7, "minutes": "0.1"}
+        tried = [stage for stage in stages.STAGES if re.search(r"shardproof .*(--device cuda|kernels --mib)", stage.command)]
+        self.assertGreaterEqual(len(tried), 8)
+        for stage in tried:
+            log = self.path(stage.name + ".log")
+            code = execute.run(stage.command.format(**values), log, 60, dict(os.environ))
+            with open(log, encoding="utf-8") as file:
+                status, detail = execute.judge(code, file.read(), False)
+            self.assertEqual(status, "no GPU", f"{stage.name}: {detail}")
+
+    # Python.
+
+    def test_the_python_that_is_named_is_taken_and_one_without_torch_is_refused(self):
+        torch = os.path.dirname(write(self.path("env/torch/version.py"), "__version__ = '2.11.0+cu130'\n"))
+        said = json.dumps({"version": "3.12", "executable": "x", "sites": [], "embeds": True, "torch": torch})
+        python = write(self.path("env/bin/python3"), f"#!/bin/sh\necho '{said}'\n", 0o755)
+        self.assertEqual(environment.find_python(self.root, {"SHARDPROOF_PYTHON": python})["torch"], torch)
+        self.assertEqual(environment.find_python(self.root, {"PATH": os.path.dirname(python)})["torch"], torch)
+        write(self.path("env/torch/version.py"), "__version__ = '2.10.0'\n")
+        with self.assertRaisesRegex(Trouble, "has torch 2.10.0"):
+            environment.find_python(self.root, {"SHARDPROOF_PYTHON": python})
+        with self.assertRaisesRegex(Trouble, "no Python with torch 2.11 among SHARDPROOF_PYTHON=/nowhere"):
+            environment.find_python(self.root, {"SHARDPROOF_PYTHON": "/nowhere"})
+
+    def test_an_environment_that_nobody_activated_is_found(self):
+        write(self.path("images/torch/lib/python3.12/site-packages/torch/version.py"), "")
+        self.assertEqual(list(environment.environments_below(self.root)), [self.path("images/torch/bin/python3")])
+
+    # The bundle.
+
+    def make_bundle(self, **wheels):
+        folder = self.path(bundle.FOLDER)
+        write(os.path.join(folder, "bundle.json"), json.dumps({"python": "3.12", "contents": []}))
+        for name, text in wheels.items():
+            os.makedirs(os.path.join(folder, "wheels"), exist_ok=True)
+            with zipfile.ZipFile(os.path.join(folder, "wheels", name.replace("__", "-") + ".whl"), "w") as wheel:
+                wheel.writestr("tool/__init__.py", text)
+                wheel.writestr("tool-2.dist-info/RECORD", "tool/__init__.py,,\ntool-2.dist-info/RECORD,,\n")
+        with tarfile.open(self.path("b.tar.gz"), "w:gz") as archive:
+            archive.add(folder, arcname=bundle.FOLDER)
+        return self.path("b.tar.gz")
+
+    def test_wheels_are_laid_over_links_and_leave_what_the_links_mean(self):
+        theirs = write(self.path("python/tool/__init__.py"), "old")
+        write(self.path("python/tool-1.dist-info/RECORD"), "tool/__init__.py,,\ntool-1.dist-info/RECORD,,\n")
+        packages = self.path("packages")
+        os.makedirs(packages)
+        for name in os.listdir(self.path("python")):
+            os.symlink(os.path.join(self.path("python"), name), os.path.join(packages, name))
+        unpacked = bundle.unpack(self.make_bundle(**{"tool__2__py3__none__any": "new", "far__2__cp312__cp312__linux": ""}),
+                                 self.path("unpacked"))
+        self.assertEqual(bundle.install_wheels(unpacked, packages, "3.11"), (1, ["far"]))
+        self.assertEqual(bundle.read(os.path.join(packages, "tool", "__init__.py")), "new")
+        self.assertEqual(bundle.read(theirs), "old")
+        self.assertEqual(sorted(os.listdir(packages)), ["tool", "tool-2.dist-info"])
+
+    def test_a_damaged_bundle_and_a_stranger_are_refused(self):
+        archive = self.make_bundle()
+        with open(archive, "r+b") as file:
+            file.truncate(os.path.getsize(archive) // 2)
+        with self.assertRaisesRegex(Trouble, "damaged"):
+            bundle.unpack(archive, self.path("unpacked"))
+        with tarfile.open(self.path("other.tar.gz"), "w:gz") as other:
+            other.add(write(self.path("file"), ""), arcname="file")
+        with self.assertRaisesRegex(Trouble, "ci/bundle did not write it"):
+            bundle.unpack(self.path("other.tar.gz"), self.path("unpacked"))
+        with self.assertRaisesRegex(Trouble, "cannot read the bundle"):
+            bundle.unpack(self.path("none.tar.gz"), self.path("unpacked"))
+
+    def test_the_pins_name_the_release_of_transformers_that_the_set_up_installs(self):
+        wanted = re.search(r"transformers==([\d.]+)\*", bundle.read(os.path.join(ROOT, "ci", "setup"))).group(1)
+        pins = [line.split() for line in bundle.read(os.path.join(ROOT, "ci", "bundle_pins.txt")).splitlines()[1:]]
+        self.assertTrue(all(len(pin) == 5 and re.fullmatch("[0-9a-f]{64}", pin[4]) for pin in pins))
+        release = {pin[1]: pin[2] for pin in pins}
+        self.assertTrue(release["transformers"].startswith(wanted))
+        self.assertLessEqual({"googletest", "libcli11-dev", "librapidcheck-dev", "nlohmann-json3-dev"}, set(release))
+
+
+if __name__ == "__main__":
+    unittest.main()
