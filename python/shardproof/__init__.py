@@ -1,0 +1,85 @@
+"""Sharded training of any ``torch.nn.Module``, and a proof that it trains what the plain model trains.
+
+>>> import shardproof
+>>> def body(comm):                                   # a rank: a thread here, a process under torchrun or mpirun
+...     sharded = shardproof.fully_shard(Net(), comm, strategy="zero3", units=[Block])
+...     optimizer = shardproof.adamw(sharded, lr=1e-3)
+>>> shardproof.run_threads(3, body)
+
+The C++ library is opened when one of the names below is first used, so that ``shardproof.check``, which needs PyTorch alone,
+works without it.
+"""
+
+import importlib as _importlib
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "_C": ("BrokenInvariant", "Error", "NonFiniteError"),
+    "checkpoint": ("Manager", "load", "save"),
+    "optim": (
+        "LossScaler",
+        "Optimizer",
+        "adam",
+        "adamw",
+        "lion",
+        "muon",
+        "sgd",
+        "torch_optimizer",
+        "warmup_cosine",
+        "warmup_linear",
+    ),
+    "parallel": (
+        "ColumnInput",
+        "ColumnParallel",
+        "PartialGradients",
+        "RowParallel",
+        "ScatterOutput",
+        "SequenceParallel",
+        "TensorParallel",
+        "VocabParallel",
+        "parallelize",
+        "vocab_parallel_cross_entropy",
+    ),
+    "proof": ("ProofFailed", "Report", "verify"),
+    "ranks": ("Comm", "MeshComm", "comm_of", "run_mpi", "run_threads"),
+    "sharded": ("Piece", "Sharded", "UnitHandle"),
+    "sharding": ("fully_shard",),
+    "units": ("Dropout", "Precision", "Unit", "random_stream"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_HOME_OF, "fsdp"]  # noqa: PLE0604
+
+
+def _open_library():
+    import torch  # loads the libraries that the extension module needs
+
+    if not torch.__version__.startswith("2.11."):
+        raise ImportError(
+            f"shardproof was built for torch 2.11, and torch {torch.__version__} is installed. Install torch==2.11.*"
+        )
+    try:
+        return _importlib.import_module("._C", __name__)
+    except ImportError as error:
+        raise ImportError(
+            f"shardproof's C++ library cannot be opened: {error}. Install the package with `pip install .`, or put "
+            "build/python on the path after `ci/build`"
+        ) from error
+
+
+def __getattr__(name):
+    if name == "fsdp":
+        _open_library()
+        return _importlib.import_module(".fsdp", __name__)
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shardproof' has no attribute '{name}'")
+    _open_library()
+    value = getattr(_importlib.import_module("." + home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

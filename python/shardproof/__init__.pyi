@@ -1,0 +1,35 @@
+# What `import shardproof` gives; a test compares the names with __init__.py.
+from . import fsdp as fsdp
+from ._C import BrokenInvariant as BrokenInvariant, Error as Error, NonFiniteError as NonFiniteError
+from .checkpoint import Manager as Manager, load as load, save as save
+from .optim import (
+    LossScaler as LossScaler,
+    Optimizer as Optimizer,
+    adam as adam,
+    adamw as adamw,
+    lion as lion,
+    muon as muon,
+    sgd as sgd,
+    torch_optimizer as torch_optimizer,
+    warmup_cosine as warmup_cosine,
+    warmup_linear as warmup_linear,
+)
+from .parallel import (
+    ColumnInput as ColumnInput,
+    ColumnParallel as ColumnParallel,
+    PartialGradients as PartialGradients,
+    RowParallel as RowParallel,
+    ScatterOutput as ScatterOutput,
+    SequenceParallel as SequenceParallel,
+    TensorParallel as TensorParallel,
+    VocabParallel as VocabParallel,
+    parallelize as parallelize,
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
+from .proof import ProofFailed as ProofFailed, Report as Report, verify as verify
+from .ranks import Comm as Comm, MeshComm as MeshComm, comm_of as comm_of, run_mpi as run_mpi, run_threads as run_threads
+from .sharded import Piece as Piece, Sharded as Sharded, UnitHandle as UnitHandle
+from .sharding import fully_shard as fully_shard
+from .units import Dropout as Dropout, Precision as Precision, Unit as Unit, random_stream as random_stream
+
+__version__: str

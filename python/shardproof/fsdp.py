@@ -1,0 +1,269 @@
+"""The names of FSDP2: ``from shardproof.fsdp import fully_shard`` instead of torch.distributed.fsdp's.
+
+>>> for block in model.blocks:
+...     fully_shard(block, mesh=mesh)
+>>> fully_shard(model, mesh=mesh)
+>>> optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=1e-3)      # instead of torch.optim.AdamW
+
+Modules are only noted down until the optimizer is made or the model first runs: then all of them are sharded at once.
+docs/python.md lists what is the same and what is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Callable, Iterable, Optional
+
+import torch
+from torch import nn
+
+from . import _C
+from .optim import torch_optimizer
+from .ranks import mesh_comm
+from .sharded import Sharded, owner_of, sharded_of
+from .sharding import fully_shard as _fully_shard
+from .units import Unit
+
+
+class _Request:
+    """What `fully_shard` was told about one module."""
+
+    def __init__(self, module: nn.Module, options: dict):
+        self.module = weakref.ref(module)
+        self.options = options
+        self.trigger = module.register_forward_pre_hook(self.run, prepend=True, with_kwargs=True)
+
+    def run(self, module, args, kwargs):
+        """Shards the model, and enters its root, whose own hooks come too late for this forward."""
+        return shard_now(module).enter_root(args, kwargs)
+
+
+_noted: "weakref.WeakKeyDictionary[nn.Module, _Request]" = weakref.WeakKeyDictionary()
+
+
+class FSDPModule:
+    """What a module gains by `fully_shard`: the methods of torch.distributed.fsdp.FSDPModule."""
+
+    def _shardproof_handle(self) -> Sharded:
+        found = _sharded_around(self)
+        return found if found is not None else shard_now(_root_of(self))
+
+    def _units(self, recurse: bool) -> list:
+        sharded = self._shardproof_handle()
+        names = {id(module): name for name, module in sharded.module.named_modules()}
+        own = names[id(self)]
+        below = [
+            unit for unit in sharded.units() if unit.name == own or (recurse and (not own or unit.name.startswith(own + ".")))
+        ]
+        return below
+
+    def unshard(self, async_op: bool = False) -> "Optional[UnshardHandle]":
+        """Gather this module's own parameters."""
+        unit = self._units(recurse=False)[0]
+        if not async_op:
+            unit.unshard()
+            return None
+        unit.start_unshard()
+        return UnshardHandle(unit)
+
+    def reshard(self) -> None:
+        """Free this module's own parameters."""
+        self._units(recurse=False)[0].reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """While False, backwards add to gradients on this rank. Of the root, it also says whether the next backward is last."""
+        sharded = self._shardproof_handle()
+        if sharded.module is self and recurse:
+            sharded.set_gradient_sync(requires_gradient_sync)
+            sharded.set_last_microbatch(requires_gradient_sync)
+            return
+        for unit in self._units(recurse=False):
+            unit.set_gradient_sync(requires_gradient_sync, recurse)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last one before the optimizer's step."""
+        self._shardproof_handle().set_last_microbatch(is_last_backward)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed after the forward, from the next one on."""
+        for unit in self._units(recurse):
+            unit.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after the backward."""
+        for unit in self._units(recurse):
+            unit.set_reshard_after_backward(reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: "list[nn.Module]") -> None:
+        """Gather these modules while this one runs."""
+        self._units(False)[0].set_forward_prefetch([module._units(False)[0] for module in modules])
+
+    def set_modules_to_backward_prefetch(self, modules: "list[nn.Module]") -> None:
+        """Gather these modules while the backward of this one runs."""
+        self._units(False)[0].set_backward_prefetch([module._units(False)[0] for module in modules])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, also those that are accumulated in shards."""
+        sharded = _sharded_around(self)
+        if sharded is not None:
+            sharded.zero_gradients()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+
+class UnshardHandle:
+    """A gather under way."""
+
+    def __init__(self, unit: _C.UnitHandle):
+        self.unit = unit
+
+    def wait(self) -> None:
+        """Return when the parameters are whole."""
+        self.unit.unshard()
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: Any = None,
+    shard_placement_fn: Any = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: "Optional[set[nn.Parameter]]" = None,
+    **options: Any,
+) -> nn.Module:
+    """Note down that this module is a unit, as FSDP2's ``fully_shard``, and return it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A unit. The outermost one is the root.
+    mesh : DeviceMesh, MeshComm or str, optional
+        Of one dimension, or (replicate, shard). Ranks that are threads pass ``shardproof.MeshComm(comm, "dp_shard=2")``.
+    reshard_after_forward : bool or int, optional
+        Without it True, and False for the root.
+    mp_policy : MixedPrecisionPolicy or Precision, optional
+        The dtypes.
+    offload_policy : OffloadPolicy, optional
+        A CPUOffloadPolicy moves the optimizer's memory to the host.
+    ignored_params : set of Parameter, optional
+        They stay plain.
+    **options
+        Of the root: what `shardproof.fully_shard` takes besides, e.g. ``strategy`` or ``gather``.
+
+    Returns
+    -------
+    torch.nn.Module
+        The module, with the methods of `FSDPModule`.
+    """
+    if shard_placement_fn is not None:
+        raise _C.Error("[fsdp] shard_placement_fn is not offered: units are cut flat, at any element. Leave it out")
+    if isinstance(module, FSDPModule):
+        raise _C.Error(f"[fsdp] this {type(module).__name__} was given to fully_shard before")
+    _noted[module] = _Request(
+        module,
+        dict(
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            precision=mp_policy,
+            offload_policy=offload_policy,
+            ignored=ignored_params,
+            options=options,
+        ),
+    )
+    kind = type(module)
+    module.__class__ = type("FSDP" + kind.__name__, (FSDPModule, kind), {})
+    return module
+
+
+def _contains(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def _root_of(module: nn.Module) -> nn.Module:
+    """The outermost module that was noted down and has this one below it."""
+    around = [noted for noted in list(_noted) if _contains(noted, module)]
+    return max(around, key=lambda noted: sum(1 for _ in noted.modules()), default=module)
+
+
+def _sharded_around(module: nn.Module) -> Optional[Sharded]:
+    own = sharded_of(module)
+    if own is not None:
+        return own
+    return next((found for found in map(owner_of, module.parameters()) if found is not None), None)
+
+
+def shard_now(root: nn.Module) -> Sharded:
+    """Shard the model that was noted down, with `root` as its root. Collective."""
+    noted = [(module, _noted.pop(module)) for module in root.modules() if module in _noted]
+    requests = {id(module): request for module, request in noted}
+    own = requests[id(root)].options
+    for _, request in noted:
+        request.trigger.remove()
+    units = [
+        Unit(module, reshard_after_forward=request.options["reshard_after_forward"], precision=request.options["precision"])
+        for module, request in noted
+        if module is not root
+    ]
+    ignored = {id(p): p for _, request in noted for p in request.options["ignored"] or ()}
+    options = dict(own["options"])
+    if type(own["offload_policy"]).__name__ == "CPUOffloadPolicy":
+        options.setdefault("offload", "pinned" if own["offload_policy"].pin_memory else "pageable")
+    return _fully_shard(
+        root,
+        mesh_comm(None, own["mesh"]),
+        units=units,
+        precision=own["precision"],
+        ignored=list(ignored.values()) or None,
+        root_reshard_after_forward=own["reshard_after_forward"],
+        **options,
+    )
+
+
+def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer of torch.optim for parameters of a model that `fully_shard` was given, or of a plain one. Collective.
+
+    Parameters
+    ----------
+    kind : type
+        A class of torch.optim.
+    params : iterable
+        Parameters, or dicts of them, as torch.optim takes them.
+    **settings
+        As the class takes them.
+    """
+    given = list(params)
+    first = given[0]["params"] if given and isinstance(given[0], dict) else given
+    if given and isinstance(given[0], dict):
+        given = [{**group, "params": list(group["params"])} for group in given]
+        first = given[0]["params"]
+    sharded = next((found for found in map(owner_of, first) if found is not None), None)
+    if sharded is None:
+        ids = {id(parameter) for parameter in first}
+        noted = [module for module in list(_noted) if any(id(parameter) in ids for parameter in module.parameters())]
+        if not noted:
+            return kind(given, **settings)
+        sharded = shard_now(_root_of(noted[0]))
+    return torch_optimizer(kind, sharded, given, **settings)
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradient of the whole model, as torch.nn.utils.clip_grad_norm_. Collective.
+
+    The norm counts every element once on every mesh, and is taken of all parameters of the model, whichever are given.
+    """
+    sharded = next((found for found in map(owner_of, parameters) if found is not None), None)
+    if sharded is None:
+        raise _C.Error(
+            "[fsdp] clip_grad_norm_: none of the parameters is of a sharded model. Use torch.nn.utils.clip_grad_norm_"
+        )
+    return torch.tensor(sharded.clip_gradients(max_norm, norm_type))
+
+
+def __getattr__(name: str) -> Callable:
+    """``shardproof.fsdp.AdamW`` and the like: torch.optim's class of that name, on shards."""
+    kind = getattr(torch.optim, name, None)
+    if name.startswith("_") or not isinstance(kind, type):
+        raise AttributeError(f"module 'shardproof.fsdp' has no attribute '{name}', and torch.optim has no class of that name")
+    return functools.partial(optimizer, kind)

@@ -1,0 +1,297 @@
+"""Optimizers on the shards that a rank holds: the library's own, and any of torch.optim that updates element by element."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable, Optional, Union
+
+import torch
+from torch import nn
+
+from . import _C
+from .sharded import Sharded
+
+warmup_cosine = _C.warmup_cosine
+warmup_linear = _C.warmup_linear
+
+
+class Optimizer:
+    """One of the library's optimizers. Made by `sgd`, `adam`, `adamw`, `lion` and `muon`."""
+
+    def __init__(self, sharded: Sharded, groups: list):
+        self.sharded = sharded
+        self.native = _C.make_optimizer(sharded.native, groups)
+
+    def step(self) -> None:
+        """Update the shards, bring the parameters up to date, and forget the gradients. Collective."""
+        self.native.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that were accumulated. `step` does it as well."""
+        self.sharded.zero_gradients()
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Multiply every learning rate from the next step on, e.g. by `warmup_cosine`."""
+        self.native.set_lr_factor(factor)
+
+    def state_names(self) -> "list[str]":
+        """Names of the state tensors, e.g. "exp_avg"."""
+        return self.native.slots()
+
+    def state(self, name: str) -> "list[_C.Piece]":
+        """What this rank holds of one state tensor."""
+        return self.native.state(name)
+
+    def updates(self, parameter: str) -> int:
+        """How often the parameter was updated."""
+        return self.native.updates(parameter)
+
+    def groups(self) -> "list[dict]":
+        """Settings, parameters and state names of each group, as of now."""
+        return self.native.groups()
+
+
+Groups = Union["list[dict]", None]
+
+
+def _takes(selector: Union[str, Callable, None]) -> Optional[Callable]:
+    if isinstance(selector, str):
+        return lambda name, shape: _C.name_matches(selector, name)
+    return selector
+
+
+def _is_spared(name: str, shape: "list[int]") -> bool:
+    return len(shape) < 2 or "norm" in name or "ln_" in name
+
+
+def _groups(rule: str, settings: dict, groups: Groups, decay_norms_and_biases: bool) -> list:
+    settings = {name: float(value) for name, value in settings.items()}
+    result = []
+    for group in groups or []:
+        unknown = set(group) - {"takes", "lr_factor", "decay_factor"}
+        if unknown:
+            raise _C.Error(f"[optimizer] a group has takes, lr_factor and decay_factor, got {sorted(unknown)}")
+        result.append((_takes(group["takes"]), rule, settings, group.get("lr_factor", 1.0), group.get("decay_factor", 1.0)))
+    if not decay_norms_and_biases:
+        result.append((_is_spared, rule, settings, 1.0, 0.0))
+    return [*result, (None, rule, settings, 1.0, 1.0)]
+
+
+def sgd(
+    sharded: Sharded,
+    lr: float = 0.1,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    *,
+    groups: Groups = None,
+    decay_norms_and_biases: bool = True,
+) -> Optimizer:
+    """Stochastic gradient descent, as torch.optim.SGD with dampening 0.
+
+    Parameters
+    ----------
+    sharded : Sharded
+        The model.
+    lr, momentum, nesterov, weight_decay
+        As in torch.optim.SGD.
+    groups : list of dict, optional
+        Parameters with other rates: each has ``takes`` (a pattern of names, or ``f(name, shape) -> bool``), and ``lr_factor``
+        or ``decay_factor``. The first group that takes a parameter counts.
+    decay_norms_and_biases : bool
+        Whether parameters of fewer than two dimensions, and of norms, decay.
+    """
+    settings = dict(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+    return Optimizer(sharded, _groups("sgd", settings, groups, decay_norms_and_biases))
+
+
+def adam(
+    sharded: Sharded,
+    lr: float = 1e-3,
+    betas: "tuple[float, float]" = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    groups: Groups = None,
+    decay_norms_and_biases: bool = True,
+) -> Optimizer:
+    """Adam, as torch.optim.Adam up to rounding. See `sgd` for the groups."""
+    settings = dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    return Optimizer(sharded, _groups("adam", settings, groups, decay_norms_and_biases))
+
+
+def adamw(
+    sharded: Sharded,
+    lr: float = 1e-3,
+    betas: "tuple[float, float]" = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    *,
+    groups: Groups = None,
+    decay_norms_and_biases: bool = True,
+) -> Optimizer:
+    """AdamW, as torch.optim.AdamW up to rounding. See `sgd` for the groups."""
+    settings = dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+    return Optimizer(sharded, _groups("adamw", settings, groups, decay_norms_and_biases))
+
+
+def lion(
+    sharded: Sharded,
+    lr: float = 1e-4,
+    betas: "tuple[float, float]" = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    *,
+    groups: Groups = None,
+    decay_norms_and_biases: bool = True,
+) -> Optimizer:
+    """Lion. See `sgd` for the groups."""
+    settings = dict(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
+    return Optimizer(sharded, _groups("lion", settings, groups, decay_norms_and_biases))
+
+
+def muon(
+    sharded: Sharded, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0, *, others: Optional[dict] = None
+) -> Optimizer:
+    """Muon for matrices, and AdamW for all else. Needs ``granularity="tensor"``.
+
+    Parameters
+    ----------
+    sharded : Sharded
+        The model.
+    lr, momentum, weight_decay : float
+        Of matrices.
+    others : dict, optional
+        Settings of AdamW, as of `adamw`.
+    """
+    rest = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, **(others or {})}
+    beta1, beta2 = rest.pop("betas")
+    matrices = {"lr": float(lr), "momentum": float(momentum), "weight_decay": float(weight_decay)}
+    return Optimizer(
+        sharded,
+        [
+            (lambda name, shape: len(shape) == 2, "muon", matrices, 1.0, 1.0),
+            (None, "adamw", {**rest, "beta1": beta1, "beta2": beta2}, 1.0, 1.0),
+        ],
+    )
+
+
+class LossScaler(_C.LossScaler):
+    """Dynamic loss scaling for float16. Use it with ``check_gradients=False``.
+
+    Examples
+    --------
+    >>> scaler.scale(loss).backward()
+    >>> if scaler.unscale(sharded):
+    ...     sharded.clip_gradients(1.0)
+    ...     optimizer.step()
+    """
+
+    def unscale(self, sharded: Sharded) -> bool:
+        """Divide gradients by the scale; or, where one is not finite, skip the step, lower the scale and return False."""
+        return self._unscale(sharded.native)
+
+
+class ShardParameters:
+    """The elements of a model's parameters that this rank updates, as parameters for torch.optim."""
+
+    def __init__(self, sharded: Sharded):
+        self.sharded = sharded
+        self.pieces: "list[tuple[str, int, nn.Parameter]]" = []
+        for piece in sharded.main_parameters():
+            parameter = nn.Parameter(piece.data, requires_grad=True)
+            self.pieces.append((piece.name, piece.begin, parameter))
+
+    def of(self, names: Iterable[str]) -> "list[nn.Parameter]":
+        wanted = set(names)
+        return [parameter for name, _, parameter in self.pieces if name in wanted]
+
+    def take_gradients(self) -> None:
+        gradients = {(piece.name, piece.begin): piece.data for piece in self.sharded.gradients()}
+        trained = {name for name, value in self.sharded.module.named_parameters() if value.requires_grad}
+        for name, begin, parameter in self.pieces:
+            parameter.grad = gradients.get((name, begin))
+            if parameter.grad is None and name in trained:
+                raise _C.Error(
+                    f"[optimizer] rank {self.sharded.rank}, step {self.sharded.step}: parameter {name} has no gradient. "
+                    "Run the last backward of the step with set_last_microbatch(True) and set_gradient_sync(True) "
+                    "before optimizer.step()"
+                )
+
+    def drop_gradients(self) -> None:
+        for _, _, parameter in self.pieces:
+            parameter.grad = None
+
+
+_WHOLE = {"Muon", "Shampoo", "LBFGS", "SparseAdam", "Adafactor"}
+
+
+def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = None, **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer of torch.optim on the shards of a model, with the bits that it has on the plain model.
+
+    Parameters
+    ----------
+    kind : type
+        A class of torch.optim that updates each element by itself, such as AdamW, Adam, SGD or RMSprop.
+    sharded : Sharded
+        The model.
+    params : iterable, optional
+        Parameters of the model, or dicts of them with settings, as torch.optim takes them. Without any, all parameters.
+    **settings
+        As the class takes them.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it.
+    """
+    if kind.__name__ in _WHOLE:
+        raise _C.Error(
+            f"[optimizer] {kind.__name__} needs whole parameters or their norms, and a rank holds parts of them. Use an "
+            "optimizer that updates element by element, or shardproof.muon"
+        )
+    shards = ShardParameters(sharded)
+    names = {id(value): name for name, value in reversed(list(sharded.module.named_parameters(remove_duplicate=False)))}
+
+    def shard(given: Iterable) -> list:
+        wanted = []
+        for parameter in given:
+            if id(parameter) not in names:
+                raise _C.Error(
+                    f"[optimizer] rank {sharded.rank}: a parameter of shape {tuple(parameter.shape)} is not one of the "
+                    "sharded model's. Give model.parameters()"
+                )
+            wanted.append(names[id(parameter)])
+        plain = [parameter for parameter in given if id(parameter) in sharded._ignored]
+        return [*shards.of(wanted), *plain]
+
+    if params is None:
+        groups: list = [{"params": [parameter for _, _, parameter in shards.pieces]}]
+    else:
+        given = list(params)
+        groups = (
+            [{**group, "params": shard(list(group["params"]))} for group in given]
+            if given and isinstance(given[0], dict)
+            else [{"params": shard(given)}]
+        )
+    for group in groups:  # torch refuses an empty group, and a rank may hold nothing of one
+        group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
+
+    class OnShards(kind):  # type: ignore[misc, valid-type]
+        @torch.no_grad()
+        def step(self, closure: Optional[Callable] = None):
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            shards.take_gradients()
+            sharded.native.begin_foreign_step()
+            super().step()
+            sharded.native.finish_foreign_step()
+            shards.drop_gradients()
+            return loss
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            sharded.zero_gradients()
+            super().zero_grad(set_to_none)  # of ignored parameters
+
+    OnShards.__name__ = OnShards.__qualname__ = f"Sharded{kind.__name__}"
+    return OnShards(groups, **settings)

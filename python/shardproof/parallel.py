@@ -1,0 +1,205 @@
+"""Tensor and sequence parallelism of plain modules: `parallelize`, and the styles of its plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Optional, Union
+
+import torch
+from torch import nn
+
+from . import _C
+from .ranks import mesh_comm
+from .sharded import sharded_of
+from .sharding import mirrors
+
+Segments = "tuple[tuple[int, int, bool], ...]"
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnParallel:
+    """Cut the rows of an nn.Linear by its outputs. As ColwiseParallel of torch.
+
+    Attributes
+    ----------
+    gather_output : bool
+        Whether the output is whole on every rank; otherwise it is split in its last dim.
+    segments : tuple of (length, granule, copied)
+        Of the rows, when they are more than one thing: granules, e.g. heads, stay together, and copied ones that are fewer
+        than the ranks are held in copies.
+    """
+
+    gather_output: bool = False
+    segments: Segments = ()  # type: ignore[valid-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowParallel:
+    """Cut an nn.Linear by its inputs. As RowwiseParallel of torch. The bias is added once, after the sum.
+
+    Attributes
+    ----------
+    input_is_parallel : bool
+        Whether the input is split in its last dim already; otherwise a whole one is cut first.
+    segments : tuple of (length, granule, copied)
+        Of the columns, as the outputs of the layer before are cut.
+    """
+
+    input_is_parallel: bool = True
+    segments: Segments = ()  # type: ignore[valid-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabParallel:
+    """Cut the rows of an nn.Embedding. Tokens are whole on every rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceParallel:
+    """A module whose input is split along the sequence, e.g. a norm. Its parameters are whole, its gradients are summed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartialGradients:
+    """A module that computes on what a cut gave it, e.g. a norm of this rank's heads. Its gradients are summed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatterOutput:
+    """A module that runs on what is whole; its output is then split along ``dim``, if the plan has a sequence_dim."""
+
+    dim: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnInput:
+    """What a column-parallel layer does to its input, for a module that uses a weight which is cut elsewhere."""
+
+
+Style = Union[ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, ScatterOutput, ColumnInput]
+
+
+class TensorParallel:
+    """A model that is cut along an axis, until `remove`. Made by `parallelize`."""
+
+    def __init__(self, module: nn.Module, native: _C.TensorParallel, mirror: _C.Mirror):
+        self.module = module
+        self.native = native
+        self.plain_forwards = []
+        for _, part in module.named_modules():
+            call = _C.StyledCall(mirror, part)
+            if call.has_style:
+                self.plain_forwards.append((part, part.forward))
+                part.forward = _styled(call, part.forward, type(part).__name__)
+
+    @torch.no_grad()
+    def gather(self) -> "dict[str, torch.Tensor]":
+        """Whole parameters by name, before the model is sharded as well. Collective."""
+        return dict(self.native.gather_parameters())
+
+    def parameters(self) -> "list[tuple[str, list[int], int]]":
+        """Of what was cut, or has terms of a sum as its gradient: the name, the whole shape, and how many ranks have terms."""
+        return self.native.parameters()
+
+
+def _styled(call: _C.StyledCall, plain, kind: str):
+    def forward(*args, **kwargs):
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor):
+            raise _C.Error(
+                f"[tensor_parallel] a {kind} with a style takes one tensor, and was called with {len(args)} arguments and "
+                f"{len(kwargs)} keywords. Give the style to its parts"
+            )
+        return call.run(plain, args[0])
+
+    return forward
+
+
+def parallelize(
+    module: nn.Module,
+    comm: Any = None,
+    mesh: Any = None,
+    plan: Optional[dict] = None,
+    *,
+    axis: str = "tp",
+    sequence_dim: Optional[int] = None,
+    compare_replicas: bool = True,
+) -> TensorParallel:
+    """Cut a model's layers over the ranks along one axis. Call it before `fully_shard`, with the same comm and mesh.
+
+    Collective. A module's forward has to take sizes from its parameters and inputs (heads = width / head size), and not from
+    the options of the whole model.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model. Its parameters keep their identity.
+    comm, mesh
+        As in `fully_shard`; the mesh has the axis.
+    plan : dict
+        A pattern of module names -> a style. The first pattern that fits a module counts.
+    axis : str
+        Along which the model is cut.
+    sequence_dim : int, optional
+        Between parallel blocks activations are split along this dim.
+    compare_replicas : bool
+        Whether training compares gradients of parameters that are whole on every rank, in steps 1, 2, 4, 8 and so on.
+
+    Returns
+    -------
+    TensorParallel
+        It has to live as long as the model computes on its cut.
+
+    Examples
+    --------
+    >>> comms = shardproof.MeshComm(comm, "dp_shard=2,tp=2")
+    >>> shardproof.parallelize(model, comms, plan={
+    ...     "blocks.*.up": shardproof.ColumnParallel(), "blocks.*.down": shardproof.RowParallel()})
+    >>> sharded = shardproof.fully_shard(model, comms, units=[Block])
+    """
+    if sharded_of(module) is not None:
+        raise _C.Error("[tensor_parallel] this model is sharded already. Call parallelize before fully_shard")
+    comms = mesh_comm(comm, mesh)
+    mirror = _C.Mirror(module)
+    native = _C.parallelize(mirror, comms, list((plan or {}).items()), axis, sequence_dim, compare_replicas)
+    parallel = TensorParallel(module, native, mirror)
+    mirrors[module] = mirror
+    module.__dict__["_shardproof_parallel"] = parallel
+    return parallel
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    entries: int,
+    comms: _C.MeshComm,
+    *,
+    axis: str = "tp",
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    vocab: int = 0,
+) -> torch.Tensor:
+    """Cross entropy of logits whose last dim is cut over the ranks along an axis. The logits are never gathered.
+
+    Parameters
+    ----------
+    logits : Tensor
+        [.., own entries], of ``entries`` in all.
+    targets : Tensor
+        [..], in the whole numbering.
+    entries : int
+        Of the whole vocabulary, padding included.
+    comms : MeshComm
+        The mesh.
+    reduction : {"mean", "sum"}
+        As in torch.nn.functional.cross_entropy.
+    label_smoothing, ignore_index
+        As there.
+    vocab : int
+        Entries from here on are padding. 0: none is.
+    """
+    if reduction not in ("mean", "sum"):
+        raise _C.Error(f"[cross_entropy] reduction must be 'mean' or 'sum', got {reduction!r}")
+    return _C.vocab_parallel_cross_entropy(
+        logits, targets, entries, comms, axis, reduction == "mean", label_smoothing, ignore_index, vocab
+    )

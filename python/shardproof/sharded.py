@@ -1,0 +1,283 @@
+"""A sharded model, which `fully_shard` makes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from typing import Any, Iterable, Iterator, Optional
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import _C
+from .units import UnitHooks
+
+Piece = _C.Piece
+UnitHandle = _C.UnitHandle
+
+
+class Sharded:
+    """A model whose parameters, gradients and optimizer state are spread over ranks. `fully_shard` makes it.
+
+    Call it as the model. The model's hooks hold it, so it lives as long as the model, or until `remove`.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The model.
+    comms : MeshComm
+        The communicators of the mesh.
+    """
+
+    def __init__(self, module: nn.Module, native: _C.Sharded, mirror: _C.Mirror, units: list, plain: "list[nn.Parameter]"):
+        self.module = module
+        self._native = native
+        self._ignored = {id(parameter) for parameter in plain}
+        for parameter in module.parameters():
+            if id(parameter) not in self._ignored:
+                parameter._shardproof_owner = weakref.ref(self)
+        names = {id(each): name for name, each in module.named_modules()}
+        modules = dict.fromkeys(itertools.chain([module], *[unit[0] for unit in units]))
+        self._hooks = [UnitHooks(mirror, each, names.get(id(each), "") or "the model") for each in modules]
+        module.__dict__["_shardproof_sharded"] = self
+
+    def enter_root(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
+        """What the first hook of the model does; for a forward that began before the model was sharded."""
+        return self._hooks[0].enter(self.module, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @property
+    def native(self) -> _C.Sharded:
+        """The library's own object."""
+        if self._native is None:
+            raise _C.Error("[fully_shard] this model was taken apart by remove(). Call fully_shard again")
+        return self._native
+
+    @property
+    def comms(self) -> _C.MeshComm:
+        return self.native.comms
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far, skipped ones included."""
+        return self.native.step
+
+    @property
+    def rank(self) -> int:
+        """The rank in the mesh."""
+        return self.native.rank
+
+    def set_last_microbatch(self, last: bool) -> None:
+        """Say whether the next backward is the last one before the optimizer's step; True at first."""
+        self.native.set_last_microbatch(last)
+
+    def microbatches(self, batches: Iterable) -> Iterator:
+        """Go through the microbatches of a step, and call `set_last_microbatch` before each.
+
+        Examples
+        --------
+        >>> for batch in sharded.microbatches(batches):
+        ...     (loss(sharded, batch) / len(batches)).backward()
+        """
+        iterator = iter(batches)
+        try:
+            current = next(iterator)
+        except StopIteration:
+            return
+        for following in iterator:
+            self.set_last_microbatch(False)
+            yield current
+            current = following
+        self.set_last_microbatch(True)
+        yield current
+
+    def set_gradient_sync(self, sync: bool) -> None:
+        """While False, backwards add to gradients on this rank and reduce nothing. The last one of a step must be True."""
+        self.native.set_gradient_sync(sync)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within reduce nothing, as DDP's ``no_sync``."""
+        before = self.native.gradient_sync
+        self.native.set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.native.set_gradient_sync(before)
+
+    def add_tokens(self, tokens: int) -> None:
+        """Say how many tokens this rank's next backward is about; needed with ``divide_by_tokens``."""
+        self.native.add_tokens(tokens)
+
+    def zero_gradients(self) -> None:
+        """Forget accumulated gradients, and what a backward left that ended in an exception."""
+        self.native.zero_gradients()
+
+    def gradient_norm(self, order: float = 2) -> float:
+        """The norm of the whole gradient, each element counted once. Collective; after the last backward."""
+        return self.native.gradient_norm(order)
+
+    def clip_gradients(self, norm_max: float, order: float = 2) -> float:
+        """Scale gradients so that their norm is at most ``norm_max``, and return the norm before. Collective.
+
+        Parameters
+        ----------
+        norm_max : float
+            The largest norm.
+        order : float
+            1, 2 or infinity.
+        """
+        return self.native.clip_gradients(norm_max, order)
+
+    def divide_gradients(self, divisor: float) -> None:
+        """Divide gradients, after the last backward."""
+        self.native.divide_gradients(divisor)
+
+    def gradients_are_finite(self) -> bool:
+        """Whether no gradient on any rank is NaN or infinite. Collective."""
+        return self.native.gradients_are_finite()
+
+    def skip_step(self) -> None:
+        """End a step without an update."""
+        self.native.skip_step()
+
+    def parameters(self) -> "list[Piece]":
+        """What this rank holds of the parameters between steps."""
+        return self.native.parameters()
+
+    def main_parameters(self) -> "list[Piece]":
+        """What this rank holds of the parameters that the optimizer updates: live memory.
+
+        Call `main_parameters_changed` after writing to it.
+        """
+        return self.native.main_parameters()
+
+    def gradients(self) -> "list[Piece]":
+        """What this rank holds of the final gradients, after the last backward."""
+        return self.native.gradients()
+
+    def main_parameters_changed(self) -> None:
+        """Bring the parameters up to date after the main ones were written to. Collective."""
+        self.native.main_parameters_changed()
+
+    @torch.no_grad()
+    def gather(self) -> "dict[str, torch.Tensor]":
+        """Whole parameters by name, on every rank. Collective."""
+        return dict(self.native.gather_parameters())
+
+    @torch.no_grad()
+    def state_dict(self) -> "dict[str, torch.Tensor]":
+        """What ``module.state_dict()`` of the plain model would be: whole parameters and buffers, on every rank. Collective.
+
+        Parameters are in the dtype in which units compute; `save` keeps the main ones.
+        """
+        whole = self.gather()
+        return {
+            name: whole[name] if name in whole else value.detach().clone() for name, value in self.module.state_dict().items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: "dict[str, torch.Tensor]", strict: bool = True) -> None:
+        """Take the values of a plain model's state dict. Collective; every rank passes the same values.
+
+        Parameters
+        ----------
+        state : dict
+            Whole parameters and buffers by name.
+        strict : bool
+            Whether names must be exactly the model's.
+        """
+        own = self.module.state_dict()
+        missing, extra = [name for name in own if name not in state], [name for name in state if name not in own]
+        if strict and (missing or extra):
+            raise _C.Error(
+                f"[load_state_dict] rank {self.rank}: missing names {missing}, extra names {extra}. Pass strict=False "
+                "to load what fits"
+            )
+        cut = {piece.name: tuple(piece.shape) for piece in self.main_parameters()}
+        for name, value in state.items():
+            if name in own and tuple(value.shape) != cut.get(name, tuple(own[name].shape)):
+                raise _C.Error(
+                    f"[load_state_dict] rank {self.rank}: '{name}' has shape {tuple(value.shape)}, and the model's "
+                    f"has {cut.get(name, tuple(own[name].shape))}"
+                )
+        for piece in self.main_parameters():
+            if piece.name in state:
+                piece.data.copy_(state[piece.name].detach().reshape(-1)[piece.begin : piece.end])
+        sharded = {
+            name for name, value in self.module.named_parameters(remove_duplicate=False) if id(value) not in self._ignored
+        }
+        for name, value in own.items():
+            if name in state and name not in sharded:
+                value.copy_(state[name])
+        self.main_parameters_changed()
+
+    def unit(self, name: str) -> UnitHandle:
+        """The unit of this name; "" is the root. Gathers and frees it by hand, and changes its options."""
+        return self.native.unit(name)
+
+    def units(self) -> "list[UnitHandle]":
+        """All units, the root first."""
+        return [self.native.unit(name) for name in self.native.unit_names()]
+
+    def memory(self) -> "dict[str, tuple[int, int]]":
+        """Bytes that this rank holds, now and at most since `reset_peak_memory`, by what they are for."""
+        return self.native.memory()[0]
+
+    def host_memory(self) -> "dict[str, tuple[int, int]]":
+        """The same of what ``offload`` moved to the host's memory."""
+        return self.native.memory()[1]
+
+    def reset_peak_memory(self) -> None:
+        """Count the largest use of memory anew."""
+        self.native.reset_peak_memory()
+
+    def describe(self) -> str:
+        """One line for each unit: its parameters, buckets and bytes on this rank."""
+        return self.native.describe()
+
+    @torch.no_grad()
+    def remove(self) -> nn.Module:
+        """Turn the model back into a plain one with whole parameters, and return it. Collective."""
+        whole = self.gather()
+        for hooks in self._hooks:
+            hooks.remove()
+            hooks.call = None
+        self._native = None
+        self.module.__dict__.pop("_shardproof_sharded", None)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in whole:
+                parameter.data = whole[name]
+                parameter.__dict__.pop("_shardproof_owner", None)
+        return self.module
+
+
+def sharded_of(module: nn.Module) -> Optional[Sharded]:
+    """The Sharded of a model, None when it is plain."""
+    return module.__dict__.get("_shardproof_sharded")
+
+
+def owner_of(parameter: torch.Tensor) -> Optional[Sharded]:
+    """The Sharded that a parameter is spread by, None of a plain one."""
+    reference = getattr(parameter, "_shardproof_owner", None)
+    return reference() if reference is not None else None
+
+
+def _refuse_whole_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """An optimizer that was given the model's own parameters would find no gradient in them, and train nothing."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if owner_of(parameter) is not None:
+                raise _C.Error(
+                    f"[optimizer] {type(optimizer).__name__} was given parameters of a sharded model, which have their "
+                    "gradients in shards, so it would train nothing. Make it by shardproof.torch_optimizer("
+                    f"torch.optim.{type(optimizer).__name__}, sharded, ...), or shardproof.fsdp.{type(optimizer).__name__}"
+                    "(params, ...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_whole_parameters)

@@ -1,0 +1,234 @@
+"""`fully_shard`: makes a sharded model of a plain one."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch import nn
+
+from . import _C
+from .ranks import mesh_comm
+from .sharded import Sharded, sharded_of
+from .units import Precision, as_list, select_units
+
+# What `parallelize` did to a model, for `fully_shard`: the same mirror.
+mirrors: "weakref.WeakKeyDictionary[nn.Module, _C.Mirror]" = weakref.WeakKeyDictionary()
+
+
+def mirror_of(module: nn.Module) -> _C.Mirror:
+    known = mirrors.get(module)
+    return known if known is not None else _C.Mirror(module)
+
+
+def _ignored_parameters(module: nn.Module, ignored: Any) -> "list[nn.Parameter]":
+    if ignored is None:
+        return []
+    selectors = [ignored] if isinstance(ignored, (str, nn.Parameter)) or callable(ignored) else list(ignored)
+    chosen = {}
+    for selector in selectors:
+        if isinstance(selector, torch.Tensor):
+            chosen[id(selector)] = selector
+            continue
+        fits = [
+            value
+            for name, value in module.named_parameters()
+            if (_C.name_matches(selector, name) if isinstance(selector, str) else selector(name, value))
+        ]
+        if not fits:
+            names = ", ".join(name for name, _ in itertools.islice(module.named_parameters(), 8))
+            raise _C.Error(f"[fully_shard] ignored: {selector!r} fits no parameter. The first ones are called {names}")
+        chosen.update((id(value), value) for value in fits)
+    return list(chosen.values())
+
+
+def _give_memory_to_buffers(module: nn.Module, device: torch.device) -> None:
+    for name, part in module.named_modules():
+        meta = {key: value for key, value in part._buffers.items() if value is not None and value.is_meta}
+        if not meta:
+            continue
+        if not hasattr(part, "reset_buffers"):
+            raise _C.Error(
+                f"[fully_shard] module '{name}' ({type(part).__name__}) has a buffer on the meta device, which has no "
+                "values. Give it a method reset_buffers() that computes its buffers, or build it outside of "
+                "torch.device('meta')"
+            )
+        for key, value in meta.items():
+            part._buffers[key] = torch.empty_like(value, device=device)
+        part.reset_buffers()
+
+
+def fully_shard(
+    module: nn.Module,
+    comm: Any = None,
+    *,
+    mesh: Any = None,
+    strategy: str = "zero3",
+    units: Any = (),
+    precision: Optional[Precision] = None,
+    reshard_after_forward: Union[bool, int] = True,
+    reshard_after_backward: bool = True,
+    recompute: Any = (),
+    ignored: Any = None,
+    prefetch_forward: int = 0,
+    prefetch_backward: int = 0,
+    bytes_in_flight_max: int = 0,
+    bucket_bytes_max: int = 0,
+    bucket_count: int = 0,
+    alignment_bytes: int = 512,
+    granularity: str = "element",
+    buffers: str = "freed",
+    gather: str = "copied",
+    offload: str = "none",
+    numerics: str = "ordered",
+    gradient_divide: float = 0,
+    divide: str = "after",
+    divide_by_tokens: bool = False,
+    reduce_replicas_every_microbatch: bool = False,
+    check_gradients: bool = True,
+    gradient_magnitude_max: float = float("inf"),
+    broadcast_initial_values: bool = True,
+    initialize: Union["tuple[int, float]", Callable, None] = None,
+    root_reshard_after_forward: Union[bool, int, None] = None,
+) -> Sharded:
+    """Shard the training of any ``torch.nn.Module`` over ranks.
+
+    Collective: every rank calls it with the same arguments, for a model of its own. Rank 0's parameters and buffers become
+    everybody's.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model. Its parameters keep their identity, and are whole only while their unit runs.
+    comm : Comm, MeshComm or ProcessGroup, optional
+        The ranks: what `run_threads` or `run_mpi` passed to the body, or a process group. Without one, the default process
+        group of torch.distributed.
+    mesh : str, dict or DeviceMesh, optional
+        How the ranks are arranged, e.g. ``"dp_replicate=2,dp_shard=4"``. Without one, ``dp_shard`` over all ranks.
+    strategy : str
+        ddp, zero1, zero2, zero3, hsdp, hfsdp or hzero2.
+    units : class, str, module, list, callable, Unit, or several of them
+        Modules whose parameters are gathered, freed and reduced together: every module of a class, modules whose names fit a
+        pattern such as ``"blocks.*"``, a module, a list of modules that make up one unit, ``f(name, module) -> bool``, or a
+        `Unit` with options of its own. The root is always a unit, and holds what no other one does.
+    precision : Precision, optional
+        The dtypes. Also an FSDP2 ``MixedPrecisionPolicy``.
+    reshard_after_forward : bool or int
+        What stays gathered between a unit's forward and its backward: nothing (True), everything (False), or a part, in
+        groups of so many ranks.
+    reshard_after_backward : bool
+        Whether parameters are freed after the backward.
+    recompute : as units
+        Units whose activations are computed again in the backward.
+    ignored : str, callable, Parameter, or several of them
+        Parameters that stay plain: a pattern of names, ``f(name, parameter) -> bool``, or the parameter.
+    prefetch_forward, prefetch_backward : int
+        How many units ahead are gathered while one runs.
+    bytes_in_flight_max : int
+        No gather ahead and no further reduction starts while more bytes than this are in flight. 0: no limit.
+    bucket_bytes_max, bucket_count : int
+        A unit's parameters go into several buckets of at most so many bytes, or into so many. 0: into one.
+    alignment_bytes : int
+        Every parameter starts at a multiple of this in its bucket.
+    granularity : {"element", "tensor"}
+        Whether shards are cut anywhere, or a parameter lies whole on one rank, as Muon needs it.
+    buffers : {"freed", "pooled"}
+        Whether memory of gathered parameters goes back to the allocator, or to a pool.
+    gather : {"copied", "side_by_side"}
+        Whether a gather copies, or ranks look into memory that they share (threads, MPI on one host).
+    offload : {"none", "pinned", "pageable"}
+        Whether the optimizer's memory is the host's.
+    numerics : {"ordered", "canonical", "fast"}
+        How sums are taken. Ordered sums are taken in rank order.
+    gradient_divide : float
+        The summed gradient is divided by this. 0: by the number of ranks, which averages the ranks' losses.
+    divide : {"after", "before", "split", "in_collective"}
+        Where the division happens.
+    divide_by_tokens : bool
+        Divide by the tokens that all ranks reported with `Sharded.add_tokens` instead. For losses that are sums.
+    reduce_replicas_every_microbatch : bool
+        Sum over dp_replicate after every microbatch instead of once after the last.
+    check_gradients : bool
+        Whether a NaN or an infinity in a gradient is an error that names rank, step and parameter.
+    gradient_magnitude_max : float
+        A larger magnitude in a gradient is such an error, too.
+    broadcast_initial_values : bool
+        Whether rank 0's values become everybody's.
+    initialize : (int, float) or callable, optional
+        For parameters on the meta device: a seed and a standard deviation, or ``f(name, shape, begin, end, values)`` that fills
+        the elements [begin, end) of a parameter.
+    root_reshard_after_forward : bool or int, optional
+        As ``reshard_after_forward``, for the root, which keeps its own parameters without it.
+
+    Returns
+    -------
+    Sharded
+        The sharded model.
+
+    Examples
+    --------
+    >>> def body(comm):
+    ...     model = Net()
+    ...     sharded = shardproof.fully_shard(model, comm, strategy="zero3", units=[Block])
+    ...     optimizer = shardproof.adamw(sharded, lr=1e-3)
+    ...     for x, y in batches(comm.rank):
+    ...         loss(model(x), y).backward()
+    ...         sharded.clip_gradients(1.0)
+    ...         optimizer.step()
+    >>> shardproof.run_threads(4, body)
+    """
+    if not isinstance(module, nn.Module):
+        raise _C.Error(f"[fully_shard] expected a torch.nn.Module, got a {type(module).__name__}")
+    if sharded_of(module) is not None:
+        raise _C.Error("[fully_shard] this model is sharded already. Call remove() on its Sharded first, or use a new model")
+    comms = mesh_comm(comm, mesh)
+    _give_memory_to_buffers(module, torch.device("cpu"))
+    selected = select_units(module, as_list(units), as_list(recompute))
+    plain = _ignored_parameters(module, ignored)
+    options = dict(
+        strategy=strategy,
+        ignored=plain,
+        precision=as_precision(precision),
+        reshard_after_forward=reshard_after_forward,
+        reshard_after_backward=reshard_after_backward,
+        prefetch_forward=prefetch_forward,
+        prefetch_backward=prefetch_backward,
+        bytes_in_flight_max=bytes_in_flight_max,
+        bucket_bytes_max=bucket_bytes_max,
+        bucket_count=bucket_count,
+        alignment_bytes=alignment_bytes,
+        granularity=granularity,
+        buffers=buffers,
+        gather=gather,
+        offload=offload,
+        numerics=numerics,
+        gradient_divide=gradient_divide,
+        divide=divide,
+        divide_by_tokens=divide_by_tokens,
+        reduce_replicas_every_microbatch=reduce_replicas_every_microbatch,
+        check_gradients=check_gradients,
+        gradient_magnitude_max=gradient_magnitude_max,
+        broadcast_initial_values=broadcast_initial_values,
+        initialize=initialize,
+    )
+    mirror = mirror_of(module)
+    units_given = [(modules, reshard, as_precision(own), again) for modules, reshard, own, again in selected]
+    if root_reshard_after_forward is not None:
+        units_given.append(([module], root_reshard_after_forward, None, False))
+    return Sharded(module, _C.shard(mirror, comms, units_given, options), mirror, selected, plain)
+
+
+def as_precision(precision: Any) -> Optional[Precision]:
+    """A Precision, from one or from an FSDP2 MixedPrecisionPolicy."""
+    if precision is None or isinstance(precision, Precision):
+        return precision
+    if hasattr(precision, "param_dtype"):
+        return Precision(
+            compute=precision.param_dtype,
+            reduce=precision.reduce_dtype or precision.param_dtype,
+            output=precision.output_dtype,
+            cast_inputs=precision.cast_forward_inputs,
+        )
+    raise _C.Error(f"[fully_shard] precision must be a shardproof.Precision or a MixedPrecisionPolicy, got {precision!r}")

@@ -1,0 +1,29 @@
+// A tree of C++ modules with the names, the parameters and the buffers of a tree of Python modules: the same tensors. The
+// library shards and cuts the mirror, and so what Python computes with.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <map>
+#include <memory>
+
+#include "held.h"
+
+namespace shardproof::python {
+
+class Mirror {
+ public:
+  // Of torch.nn.Module objects, which have to live as long as this.
+  explicit Mirror(const py::object& module);
+
+  const std::shared_ptr<torch::nn::Module>& root() const { return root_; }
+  // Throws Error, naming its type, when the module is not below the root.
+  std::shared_ptr<torch::nn::Module> find(const py::object& module) const;
+
+ private:
+  std::shared_ptr<torch::nn::Module> reflect(const py::object& module);
+  std::map<PyObject*, std::shared_ptr<torch::nn::Module>> images_;
+  std::shared_ptr<torch::nn::Module> root_;
+};
+
+}  // namespace shardproof::python

@@ -1,0 +1,96 @@
+// Tensor and sequence parallelism of a mirrored module.
+#include "bindings.h"
+#include "mirror.h"
+#include "shardproof/base/check.h"
+#include "shardproof/hooks/unit.h"
+#include "shardproof/parallel/tensor/parallel_layers.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
+
+namespace shardproof::python {
+namespace {
+
+std::vector<CutSegment> segments_of(const py::handle& style) {
+  std::vector<CutSegment> segments;
+  for (const auto& [length, granule, copied] : style.attr("segments").cast<std::vector<std::tuple<int64_t, int64_t, bool>>>())
+    segments.push_back({.length = length, .granule = granule, .copied = copied});
+  return segments;
+}
+
+ParallelStyle style_of(const py::handle& style) {
+  const std::string kind = type_name(style);
+  if (kind == "ColumnParallel")
+    return ColumnParallel{.gather_output = style.attr("gather_output").cast<bool>(), .segments = segments_of(style)};
+  if (kind == "RowParallel")
+    return RowParallel{.input_is_parallel = style.attr("input_is_parallel").cast<bool>(), .segments = segments_of(style)};
+  if (kind == "VocabParallel") return VocabParallel{};
+  if (kind == "SequenceParallel") return SequenceParallel{};
+  if (kind == "PartialGradients") return PartialGradients{};
+  if (kind == "ColumnInput") return ColumnInput{};
+  SHARD_REQUIRE(kind == "ScatterOutput", "tensor_parallel",
+                "a plan holds styles (ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, "
+                "ScatterOutput, ColumnInput), got a {}",
+                kind);
+  return ScatterOutput{.dim = style.attr("dim").cast<int64_t>()};
+}
+
+std::unique_ptr<TensorParallel> cut(const Mirror& mirror, std::shared_ptr<MeshComm> comms, const py::list& styles,
+                                    const std::string& axis, std::optional<int64_t> sequence_dim, bool compare_replicas) {
+  ParallelPlan plan{.styles = {}, .axis = axis, .sequence_dim = sequence_dim, .compare_replicas = compare_replicas};
+  for (const auto& [pattern, style] : styles.cast<std::vector<std::pair<std::string, py::object>>>())
+    plan.styles.emplace_back(pattern, style_of(style));
+  const py::gil_scoped_release unlocked;
+  return std::make_unique<TensorParallel>(parallelize(mirror.root(), std::move(comms), std::move(plan)));
+}
+
+// The forward of a module with a style: `forward` is Python's own, for styles that put something around it.
+class StyledCall {
+ public:
+  StyledCall(const Mirror& mirror, const py::object& module) : image_(mirror.find(module)) {}
+
+  bool has_style() const { return parallel_hooks(*image_) != nullptr; }
+  at::Tensor run(const py::function& forward, const at::Tensor& input) const {
+    ParallelHooks* hooks = parallel_hooks(*image_);
+    SHARD_REQUIRE(hooks, "tensor_parallel", "the forward of a {} whose style is gone", image_->name());
+    const Held held(forward);
+    const auto plain = [held](at::Tensor x) {
+      const py::gil_scoped_acquire locked;
+      return held.get()(x).cast<at::Tensor>();
+    };
+    const py::gil_scoped_release unlocked;
+    return hooks->run(plain, input);
+  }
+
+ private:
+  std::shared_ptr<torch::nn::Module> image_;
+};
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, MeshComm& comms,
+                         const std::string& axis, bool mean, double label_smoothing, int64_t ignore_index, int64_t vocab) {
+  return vocab_parallel_cross_entropy(
+      logits, targets, entries, comms.along({axis}),
+      {.mean = mean, .label_smoothing = label_smoothing, .ignore_index = ignore_index, .vocab = vocab});
+}
+
+}  // namespace
+
+void bind_parallel(py::module_& module) {
+  py::class_<TensorParallel>(module, "TensorParallel")
+      .def("gather_parameters", &TensorParallel::gather_parameters, Unlocked())
+      .def("parameters", [](const TensorParallel& parallel) {
+        py::list parameters;
+        for (const ParallelParameter& parameter : parallel.parameters())
+          parameters.append(py::make_tuple(parameter.name, parameter.shape, parameter.terms));
+        return parameters;
+      });
+  module.def("parallelize", &cut, py::arg("mirror"), py::arg("comms"), py::arg("styles"), py::arg("axis"),
+             py::arg("sequence_dim"), py::arg("compare_replicas"));
+  py::class_<StyledCall>(module, "StyledCall")
+      .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))
+      .def_property_readonly("has_style", &StyledCall::has_style)
+      .def("run", &StyledCall::run, py::arg("forward"), py::arg("input"));
+  module.def("vocab_parallel_cross_entropy", &cross_entropy, py::arg("logits"), py::arg("targets"), py::arg("entries"),
+             py::arg("comms"), py::arg("axis"), py::arg("mean"), py::arg("label_smoothing"), py::arg("ignore_index"),
+             py::arg("vocab"), Unlocked());
+}
+
+}  // namespace shardproof::python

@@ -1,0 +1,143 @@
+#include "sharded.h"
+
+#include "bindings.h"
+#include "options.h"
+#include "shardproof/base/check.h"
+
+namespace shardproof::python {
+namespace {
+
+UnitOptions unit_options(const py::object& reshard, const py::object& precision, bool recompute) {
+  UnitOptions options{.reshard_after_forward = {}, .precision = precision_of(precision), .recompute = recompute};
+  if (!reshard.is_none()) options.reshard_after_forward = reshard_of(reshard);
+  return options;
+}
+
+// `units`: of each its modules, reshard_after_forward or None, precision or None, whether it is recomputed.
+std::unique_ptr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr<MeshComm> comms, const py::list& units,
+                                     const py::dict& options) {
+  ShardOptions chosen = options_of(options);
+  const bool side_by_side = chosen.gather == Gather::side_by_side;
+  Sharding sharding(comms, std::move(chosen));
+  for (const py::handle& unit : units) {
+    const auto [modules, reshard, precision, recompute] =
+        unit.cast<std::tuple<std::vector<py::object>, py::object, py::object, bool>>();
+    Sharding::Modules images;
+    for (const py::object& module : modules) images.push_back(mirror->find(module));
+    sharding.unit(std::move(images), unit_options(reshard, precision, recompute));
+  }
+  const py::gil_scoped_release unlocked;
+  Sharded sharded = sharding.shard(mirror->root());
+  return std::unique_ptr<ShardedMirror>(
+      new ShardedMirror{std::move(mirror), std::move(comms), std::move(sharded), side_by_side});
+}
+
+// The optimizer's step was somebody else's: parameters follow the main ones, gradients are forgotten.
+void finish_foreign_step(ShardedMirror& held) {
+  held.sharded.main_parameters_changed();
+  held.sharded.skip_step();
+}
+
+// Before somebody else writes main parameters that other ranks may be reading.
+void begin_foreign_step(ShardedMirror& held) {
+  if (held.side_by_side) held.comms->world().barrier().wait();
+}
+
+py::dict bytes_of(const MemoryBytes& bytes) {
+  py::dict kinds;
+  for (int kind = 0; kind < kMemoryKinds; ++kind) {
+    const auto which = static_cast<MemoryKind>(kind);
+    kinds[to_string(which)] = py::make_tuple(bytes.now(which), bytes.peak(which));
+  }
+  kinds["total"] = py::make_tuple(bytes.now_total(), bytes.peak_total_bytes);
+  return kinds;
+}
+
+void bind_pieces(py::module_& module) {
+  py::class_<Piece>(module, "Piece")
+      .def_readonly("name", &Piece::name)
+      .def_readonly("shape", &Piece::shape)
+      .def_property_readonly("begin", [](const Piece& piece) { return piece.run.begin; })
+      .def_property_readonly("end", [](const Piece& piece) { return piece.run.end; })
+      .def_readonly("data", &Piece::data);
+}
+
+void bind_unit_handles(py::module_& module) {
+  py::class_<UnitHandle>(module, "UnitHandle")
+      .def_property_readonly("name", &UnitHandle::name)
+      .def_property_readonly("is_unsharded", &UnitHandle::is_unsharded)
+      .def_property_readonly("gradient_sync", &UnitHandle::gradient_sync)
+      .def("start_unshard", &UnitHandle::start_unshard, Unlocked())
+      .def("unshard", &UnitHandle::unshard, Unlocked())
+      .def("reshard", &UnitHandle::reshard, Unlocked())
+      .def(
+          "set_reshard_after_forward",
+          [](UnitHandle& unit, const py::object& reshard) { unit.set_reshard_after_forward(reshard_of(reshard)); },
+          py::arg("reshard"))
+      .def("set_reshard_after_backward", &UnitHandle::set_reshard_after_backward, py::arg("reshard"))
+      .def("set_gradient_sync", &UnitHandle::set_gradient_sync, py::arg("sync"), py::arg("recurse") = true)
+      .def("set_forward_prefetch", &UnitHandle::set_forward_prefetch, py::arg("units"))
+      .def("set_backward_prefetch", &UnitHandle::set_backward_prefetch, py::arg("units"));
+}
+
+}  // namespace
+
+void bind_sharded(py::module_& module) {
+  bind_pieces(module);
+  bind_unit_handles(module);
+  using Held = ShardedMirror;
+  py::class_<ShardedMirror>(module, "Sharded")
+      .def_property_readonly("step", [](Held& held) { return held.sharded.step(); })
+      .def_property_readonly("rank", [](Held& held) { return held.sharded.rank(); })
+      .def_property_readonly("comms", [](Held& held) { return held.comms; })
+      .def_property_readonly("gradient_sync", [](Held& held) { return held.sharded.gradient_sync(); })
+      .def(
+          "set_last_microbatch", [](Held& held, bool last) { held.sharded.set_last_microbatch(last); }, py::arg("last"))
+      .def(
+          "set_gradient_sync", [](Held& held, bool sync) { held.sharded.set_gradient_sync(sync); }, py::arg("sync"))
+      .def(
+          "add_tokens", [](Held& held, int64_t tokens) { held.sharded.add_tokens(tokens); }, py::arg("tokens"))
+      .def(
+          "zero_gradients", [](Held& held) { held.sharded.zero_gradients(); }, Unlocked())
+      .def(
+          "gradient_norm", [](Held& held, double order) { return held.sharded.gradient_norm(order); }, py::arg("order") = 2,
+          Unlocked())
+      .def(
+          "clip_gradients",
+          [](Held& held, double norm_max, double order) { return held.sharded.clip_gradients(norm_max, order); },
+          py::arg("norm_max"), py::arg("order") = 2, Unlocked())
+      .def(
+          "divide_gradients", [](Held& held, double divisor) { held.sharded.divide_gradients(divisor); }, py::arg("divisor"))
+      .def(
+          "gradients_are_finite", [](Held& held) { return held.sharded.gradients_are_finite(); }, Unlocked())
+      .def(
+          "skip_step", [](Held& held) { held.sharded.skip_step(); }, Unlocked())
+      .def("parameters", [](Held& held) { return held.sharded.parameters(); })
+      .def("main_parameters", [](Held& held) { return held.sharded.main_parameters(); })
+      .def("gradients", [](Held& held) { return held.sharded.gradients(); })
+      .def(
+          "main_parameters_changed", [](Held& held) { held.sharded.main_parameters_changed(); }, Unlocked())
+      .def("begin_foreign_step", &begin_foreign_step, Unlocked())
+      .def("finish_foreign_step", &finish_foreign_step, Unlocked())
+      .def(
+          "gather_parameters", [](Held& held) { return held.sharded.gather_parameters(); }, Unlocked())
+      .def(
+          "unit", [](Held& held, const std::string& name) { return held.sharded.unit(name); }, py::arg("name"),
+          py::keep_alive<0, 1>())
+      .def("unit_names",
+           [](Held& held) {
+             std::vector<std::string> names;
+             for (const UnitHandle& unit : held.sharded.units()) names.push_back(unit.name());
+             return names;
+           })
+      .def("memory",
+           [](Held& held) {
+             const MemoryUse use = held.sharded.memory();
+             return py::make_tuple(bytes_of(use), bytes_of(use.host));
+           })
+      .def("reset_peak_memory", [](Held& held) { held.sharded.reset_peak_memory(); })
+      .def("describe", [](Held& held) { return held.sharded.describe(); });
+  module.def("shard", &shard, py::arg("mirror"), py::arg("comms"), py::arg("units"), py::arg("options"));
+}
+
+}  // namespace shardproof::python

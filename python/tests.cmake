@@ -1,0 +1,10 @@
+# Each file of python/tests is a test of CTest, Python.<file>, with the label python.
+file(GLOB _tests CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/tests/test_*.py")
+foreach(path IN LISTS _tests)
+  cmake_path(GET path STEM name)
+  string(REGEX REPLACE "^test_" "" name "${name}")
+  add_test(NAME "Python.${name}" COMMAND "${SHARDPROOF_VENV}/bin/python" -m pytest -q -p no:cacheprovider "${path}"
+    WORKING_DIRECTORY "${PROJECT_SOURCE_DIR}")
+  set_tests_properties("Python.${name}" PROPERTIES LABELS python
+    ENVIRONMENT "PYTHONPATH=${CMAKE_BINARY_DIR}/python;PYTHONDONTWRITEBYTECODE=1;OMP_NUM_THREADS=1")
+endforeach()

@@ -1,0 +1,135 @@
+"""What each process does in test_process_groups.py: the program, its scenario, and its arguments."""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import peer_ranks  # noqa: E402
+import shardproof  # noqa: E402
+from models import Block, Net, assert_same_bits, batch, loss_of, train_plain  # noqa: E402
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def train():
+    """The default process group; the bits of plain PyTorch."""
+    model = net()
+    sharded = shardproof.fully_shard(model, strategy="zero3", units=[Block])
+    optimizer = shardproof.torch_optimizer(torch.optim.AdamW, sharded, lr=0.01)
+    for step in range(3):
+        loss_of(model, batch(step * dist.get_world_size() + dist.get_rank())).backward()
+        optimizer.step()
+    _, expected = train_plain(net(), lambda p: torch.optim.AdamW(p, lr=0.01), steps=3, world=dist.get_world_size())
+    assert_same_bits(sharded.gather(), dict(expected.named_parameters()))
+
+
+def fsdp_script(module):
+    """One training script, with fully_shard and the optimizer of either library: the losses on rank 0."""
+    if module == "torch":
+        from torch.distributed.fsdp import fully_shard
+
+        adamw = torch.optim.AdamW
+    else:
+        import shardproof.fsdp
+        from shardproof.fsdp import fully_shard
+
+        adamw = shardproof.fsdp.AdamW
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer, losses = adamw(model.parameters(), lr=0.01), []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step * dist.get_world_size() + dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fsdp():
+    theirs, ours = fsdp_script("torch"), fsdp_script("shardproof")
+    assert all(abs(a - b) <= 1e-5 * abs(a) for a, b in zip(theirs, ours)), (theirs, ours)
+    assert theirs[0] == ours[0]
+
+
+def hsdp_mesh():
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    model = net()
+    sharded = shardproof.fully_shard(model, mesh=mesh, strategy="hsdp", units=[Block])
+    loss_of(model, batch(dist.get_rank())).backward()
+    shardproof.sgd(sharded, lr=0.1).step()
+    _, expected = train_plain(net(), lambda p: torch.optim.SGD(p, lr=0.1), steps=1, world=dist.get_world_size())
+    for name, value in expected.named_parameters():
+        assert torch.allclose(sharded.gather()[name], value, atol=1e-6)
+
+
+def checkpoint(folder):
+    """FSDP2 opens what we saved, and we open what FSDP2 saved."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    def theirs():
+        model = net()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step_theirs(model, optimizer, number):
+        optimizer.zero_grad()
+        loss_of(model, batch(2 * number + dist.get_rank())).backward()
+        optimizer.step()
+
+    ours = net()
+    sharded = shardproof.fully_shard(ours, units=[Block])
+    optimizer = shardproof.adamw(sharded, lr=0.01)
+
+    def step_ours(number):
+        loss_of(ours, batch(2 * number + dist.get_rank())).backward()
+        optimizer.step()
+
+    step_ours(0)
+    shardproof.save(os.path.join(folder, "ours"), sharded, optimizer, step=1)
+    model, their_optimizer = theirs()
+    model_state, optimizer_state = get_state_dict(model, their_optimizer)
+    state = {"model": model_state, "optim": optimizer_state}
+    dcp.load(state, checkpoint_id=os.path.join(folder, "ours"))
+    set_state_dict(model, their_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    whole = sharded.gather()
+    for name, value in model.named_parameters():
+        assert torch.equal(value.full_tensor(), whole[name]), name
+
+    step_theirs(model, their_optimizer, 1)
+    model_state, optimizer_state = get_state_dict(model, their_optimizer)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=os.path.join(folder, "theirs"))
+    shardproof.load(os.path.join(folder, "theirs"), sharded, optimizer)
+    whole = sharded.gather()
+    for name, value in model.named_parameters():
+        assert torch.equal(value.full_tensor(), whole[name]), name
+    assert optimizer.updates("inp.weight") == 2
+    step_ours(2)
+    step_theirs(model, their_optimizer, 2)
+    whole = sharded.gather()
+    for name, value in model.named_parameters():
+        assert torch.allclose(value.full_tensor(), whole[name], rtol=1e-5, atol=1e-6), name
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    store = peer_ranks.join()
+    globals()[sys.argv[1]](*sys.argv[2:])
+    peer_ranks.leave(store)

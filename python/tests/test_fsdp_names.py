@@ -1,0 +1,119 @@
+"""shardproof.fsdp has the names of FSDP2, and does what they say."""
+
+import copy
+
+import pytest
+import torch
+
+import shardproof
+import shardproof.fsdp
+from models import Net, assert_same_bits, batch, loss_of, train_plain
+from shardproof.fsdp import fully_shard
+
+
+def shard(comm, model, **options):
+    comms = shardproof.MeshComm(comm, f"dp_shard={comm.size}")
+    for block in model.blocks:
+        fully_shard(block, mesh=comms, **options)
+    return fully_shard(model, mesh=comms, **options)
+
+
+def test_a_training_loop_in_its_names_has_the_bits_of_plain_pytorch():
+    base = Net()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        optimizer = shardproof.fsdp.AdamW([{"params": model.parameters()}], lr=0.01, foreach=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(step * comm.size + comm.rank)).backward()
+            optimizer.step()
+        assert isinstance(model, shardproof.fsdp.FSDPModule) and isinstance(model.blocks[0], shardproof.fsdp.FSDPModule)
+        return model._shardproof_handle().gather()
+
+    _, expected = train_plain(base, lambda p: torch.optim.AdamW(p, lr=0.01), steps=3, world=2)
+    for got in shardproof.run_threads(2, body):
+        assert_same_bits(got, dict(expected.named_parameters()))
+
+
+def test_the_first_forward_shards_a_model_that_has_no_optimizer_yet():
+    def body(comm):
+        model = shard(comm, Net())
+        with torch.no_grad():
+            model(batch(0)[0])
+        assert model._shardproof_handle().native.unit_names() == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+    shardproof.run_threads(2, body)
+
+
+def test_accumulation_by_set_requires_gradient_sync():
+    base = Net()
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        optimizer = shardproof.fsdp.SGD(model.parameters(), lr=0.1)
+        for k in range(2):
+            model.set_requires_gradient_sync(k == 1)
+            (loss_of(model, batch(2 * k + comm.rank)) / 2).backward()
+        norm = shardproof.fsdp.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        return model._shardproof_handle().gather(), norm.item()
+
+    _, expected = train_plain(base, lambda p: torch.optim.SGD(p, lr=0.1), steps=1, world=2, rounds=2, ranks_first=False)
+    for got, norm in shardproof.run_threads(2, body):
+        assert_same_bits(got, dict(expected.named_parameters()))
+        assert norm > 0
+
+
+def test_units_are_gathered_and_freed_by_hand():
+    def body(comm):
+        model = shard(comm, Net())
+        with torch.no_grad():
+            model(batch(0)[0])
+        block = model.blocks[1]
+        block.unshard(async_op=True).wait()
+        total = block.up.weight.sum().item()
+        block.reshard()
+        with pytest.raises(RuntimeError, match="has no data here"):
+            block.up.weight.sum().item()
+        model.set_modules_to_forward_prefetch([model.blocks[0]])
+        model.set_reshard_after_forward(False)
+        model(batch(0)[0])
+        assert model.blocks[2].up.weight.sum().item() is not None
+        model.zero_grad()
+        return total
+
+    a, b = shardproof.run_threads(2, body)
+    assert a == b
+
+
+def test_mixed_precision_policies_are_taken():
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def body(comm):
+        model = shard(comm, Net(), mp_policy=policy)
+        optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=0.01)
+        result = model(batch(0)[0])
+        result.float().square().mean().backward()
+        optimizer.step()
+        return result.dtype
+
+    assert shardproof.run_threads(2, body) == [torch.bfloat16] * 2
+
+
+def test_what_is_not_offered_is_refused():
+    def body(comm):
+        model = Net()
+        with pytest.raises(shardproof.Error, match="shard_placement_fn is not offered"):
+            fully_shard(model, shard_placement_fn=lambda p: None)
+        fully_shard(model.blocks[0], mesh="dp_shard=1")
+        with pytest.raises(shardproof.Error, match="was given to fully_shard before"):
+            fully_shard(model.blocks[0])
+        with pytest.raises(shardproof.Error, match="none of the parameters is of a sharded model"):
+            shardproof.fsdp.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(AttributeError, match="torch.optim has no class of that name"):
+            shardproof.fsdp.NoSuchOptimizer
+
+    shardproof.run_threads(1, body)

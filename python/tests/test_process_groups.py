@@ -1,0 +1,47 @@
+"""Ranks as processes: a process group of torch.distributed over Gloo, and MPI."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
+
+from peer_ranks import run_ranks  # noqa: E402
+
+SCRIPT = os.path.join(HERE, "gloo_ranks.py")
+
+
+def test_training_in_a_process_group_has_the_bits_of_plain_pytorch():
+    run_ranks(SCRIPT, 3, ["train"])
+
+
+def test_a_script_of_fsdp2_needs_another_import_and_another_optimizer():
+    run_ranks(SCRIPT, 2, ["fsdp"])
+
+
+def test_a_device_mesh_of_two_dimensions_is_hsdp():
+    run_ranks(SCRIPT, 4, ["hsdp_mesh"])
+
+
+def test_fsdp2_opens_our_checkpoints_and_we_open_those_of_fsdp2(tmp_path):
+    run_ranks(SCRIPT, 2, ["checkpoint", str(tmp_path)])
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
+def test_ranks_of_mpi_have_the_bits_of_plain_pytorch():
+    command = [
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "2",
+        sys.executable,
+        os.path.join(HERE, "mpi_ranks.py"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("same bits") == 2

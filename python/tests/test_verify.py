@@ -1,0 +1,143 @@
+"""shardproof.verify holds for sound models, finds what is wrong, makes it small, and replays it."""
+
+import functools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import shardproof
+from models import Block, Net, batch, loss_of
+from shardproof.proof import campaign, trained
+from shardproof.proof.case import draw_case, parse_case, smaller
+
+pytest_plugins = ["pytester"]
+
+
+def test_a_sound_model_holds():
+    report = shardproof.verify(Net, batch, loss_of, cases=30, seed=1)
+    assert report.cases == 30 and report.values > 10000
+    assert "ALL HELD: 30 of 30" in str(report)
+
+
+def test_the_line_of_a_case_is_the_case():
+    rng = random.Random(3)
+    for _ in range(300):
+        case = draw_case(rng, ["", "a+b", "c"])
+        assert parse_case(str(case)) == case
+        for less in smaller(case):
+            assert parse_case(str(less)) == less
+
+
+def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
+    monkeypatch.setattr(trained, "fully_shard", functools.partial(trained.fully_shard, gradient_divide=1))
+    with pytest.raises(shardproof.ProofFailed, match="step 0: gradient of inp.weight") as raised:
+        shardproof.verify(Net, batch, loss_of, cases=20)
+    line = raised.value.case
+    assert "=2" in line and "() sgd(lr=0.1) ordered seed(" in line
+    assert line.endswith(": step")
+    assert f"case={line!r}" in str(raised.value)
+    with pytest.raises(shardproof.ProofFailed, match="gradient of inp.weight"):
+        shardproof.verify(Net, batch, loss_of, case=line)
+    monkeypatch.undo()
+    shardproof.verify(Net, batch, loss_of, case=line)
+
+
+@pytest.mark.parametrize(
+    "break_it,says",
+    [
+        (
+            lambda patch: patch.setattr(trained, "clip_of", lambda case: None if case.clip is None else case.clip * 2),
+            "parameter",
+        ),
+        (lambda patch: patch.setattr(trained.Sharded, "set_gradient_sync", lambda self, sync: None), ""),
+    ],
+)
+def test_smaller_mistakes_are_found(monkeypatch, break_it, says):
+    break_it(monkeypatch)
+    with pytest.raises(shardproof.ProofFailed, match=says):
+        shardproof.verify(Net, batch, loss_of, cases=60, seed=5)
+
+
+def test_a_model_that_is_random_is_refused_with_the_reason():
+    def make():
+        return nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 1))
+
+    with pytest.raises(shardproof.Error, match="dropout at 1: make the model with a probability of 0"):
+        shardproof.verify(make, batch, loss_of)
+
+
+def test_a_model_that_reads_anothers_parameter_is_a_failure_that_says_so():
+    class Peeks(Net):
+        def forward(self, x):
+            return super().forward(x) + self.blocks[0].up.weight.sum()
+
+    with pytest.raises(shardproof.ProofFailed, match="blocks.0.up.weight is sharded and has no data here"):
+        shardproof.verify(Peeks, batch, loss_of, strategies=["zero3"], cases=40)
+
+
+def test_units_strategies_and_optimizers_can_be_chosen():
+    report = shardproof.verify(
+        Net, batch, loss_of, cases=6, units=[Block], strategies=["hsdp"], optimizers=["torch.Adam(lr=0.01)"], modes=["ordered"]
+    )
+    assert {name for name, _ in report.rows} == {"hsdp"}
+
+
+def test_a_convolutional_net_holds():
+    def make():
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(4, 4, 3),
+            nn.Flatten(),
+            nn.Linear(16, 3),
+        )
+
+    def images():
+        return torch.randn(4, 3, 8, 8), torch.randint(0, 3, (4,))
+
+    def loss(model, given):
+        return nn.functional.cross_entropy(model(given[0]), given[1])
+
+    assert shardproof.verify(make, images, loss, cases=15).cases == 15
+
+
+def test_a_hugging_face_model_from_a_config_holds():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+
+    def tokens():
+        ids = torch.randint(0, 31, (2, 8))
+        return {"input_ids": ids, "labels": ids}
+
+    report = shardproof.verify(lambda: transformers.GPT2LMHeadModel(config), tokens, units=["transformer.h.*"], cases=8)
+    assert report.cases == 8
+
+
+def test_five_lines_make_a_test_and_an_option_replays(pytester, monkeypatch):
+    pytester.makepyfile("""
+        import shardproof, torch
+        def test_mine(proves):
+            proves(lambda: torch.nn.Linear(3, 1), lambda: torch.randn(4, 3), lambda model, x: model(x).square().mean())
+    """)
+    import os
+    import sys
+
+    path = os.pathsep.join(sys.path)
+    monkeypatch.setenv("PYTHONPATH", path)
+    args = ["-p", "shardproof.pytest_plugin", "-p", "no:cacheprovider"]
+    pytester.runpytest_subprocess(*args, "--shardproof-cases", "3").assert_outcomes(passed=1)
+    case = "mesh(dp_shard=2) zero3() sgd(lr=0.1) ordered seed(3) : step"
+    pytester.runpytest_subprocess(*args, "--shardproof-case", case).assert_outcomes(passed=1)
+    pytester.runpytest_subprocess(*args, "--shardproof-case", "nonsense").assert_outcomes(failed=1)
+
+
+def test_settings_of_the_caller_are_as_they_were():
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    campaign.verify(Net, batch, loss_of, cases=1)
+    assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
