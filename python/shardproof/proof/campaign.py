@@ -174,7 +174,8 @@ def shrunk(case: Case, why: str, subject: Subject) -> "tuple[Case, str]":
 def failure_message(why: str, case: Case, cases: int) -> str:
     after = f" after {cases} cases" if cases > 1 else ""
     return (
-        f"FAILURE{after}: {why}\n  minimal  {case}\n  replay   shardproof.verify(make_model, make_batch, ..., case={str(case)!r})"
+        f"FAILURE{after}: {why}\n  minimal  {case}"
+        f"\n  replay   shardproof.verify(make_model, make_batch, ..., case={str(case)!r})"
         f"\n           under pytest: --shardproof-case {str(case)!r}"
     )
 
@@ -201,10 +202,10 @@ def verify(
 ) -> Report:
     """Prove that a model trains the same when it is sharded: random cases of it beside plain PyTorch.
 
-    A case is a mesh of rank-threads, a strategy with options, units, an optimizer, and a history of steps, accumulation, freezing,
-    saves and loads. In mode "ordered" every loss, gradient, norm, parameter and optimizer state has to have the bits of a plain run
-    that takes sums in the specified order. In mode "fast" the backend takes sums in its own order, and values may be 8 times as far
-    from a run in float64 as plain runs are.
+    A case is a mesh of rank-threads, a strategy with options, units, an optimizer, and a history of steps, accumulation,
+    freezing, saves and loads. In mode "ordered" every loss, gradient, norm, parameter and optimizer state has to have the bits of
+    a plain run that takes sums in the specified order. In mode "fast" sums are taken in another order, and values may be 8 times
+    as far from a run in float64 as plain runs are.
 
     Parameters
     ----------
