@@ -203,9 +203,9 @@ def verify(
     """Prove that a model trains the same when it is sharded: random cases of it beside plain PyTorch.
 
     A case is a mesh of rank-threads, a strategy with options, units, an optimizer, and a history of steps, accumulation,
-    freezing, saves and loads. In mode "ordered" every loss, gradient, norm, parameter and optimizer state has to have the bits of
-    a plain run that takes sums in the specified order. In mode "fast" sums are taken in another order, and values may be 8 times
-    as far from a run in float64 as plain runs are.
+    freezing, saves and loads. In mode "ordered" every loss, gradient, norm, parameter and optimizer state has to have the bits
+    of a plain run that takes sums in the specified order. In mode "fast" sums are taken in another order, and values may be
+    8 times as far from a run in float64 as plain runs are.
 
     Parameters
     ----------

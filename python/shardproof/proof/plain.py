@@ -57,7 +57,7 @@ def added(terms: list):
 class PlainRun:
     """A plain model in training. `flavour` rounds otherwise, to measure how far roundings carry.
 
-    flavour: "" as specified, "backwards" adds in the opposite order, "off" starts with one element of a parameter off by a float.
+    flavour: "" as specified, "backwards" adds in the opposite order, "off" starts with one element off by a float.
     """
 
     def __init__(
