@@ -39,7 +39,7 @@ class Sharded:
             if id(parameter) not in self._ignored:
                 parameter._shardproof_owner = weakref.ref(self)
         names = {id(each): name for name, each in module.named_modules()}
-        modules = dict.fromkeys(itertools.chain([module], *[unit[0] for unit in units]))
+        modules = dict.fromkeys(itertools.chain([module], *[unit.modules for unit in units]))
         self._hooks = [UnitHooks(mirror, each, names.get(id(each), "") or "the model") for each in modules]
         module.__dict__["_shardproof_sharded"] = self
 

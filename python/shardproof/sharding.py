@@ -12,7 +12,7 @@ from torch import nn
 from . import _C
 from .ranks import mesh_comm
 from .sharded import Sharded, sharded_of
-from .units import Precision, as_list, select_units
+from .units import Precision, Unit, as_list, select_units
 
 # What `parallelize` did to a model, for `fully_shard`: the same mirror.
 mirrors: "weakref.WeakKeyDictionary[nn.Module, _C.Mirror]" = weakref.WeakKeyDictionary()
@@ -68,7 +68,7 @@ def fully_shard(
     strategy: str = "zero3",
     units: Any = (),
     precision: Optional[Precision] = None,
-    reshard_after_forward: Union[bool, int] = True,
+    reshard_after_forward: Union[bool, int, None] = None,
     reshard_after_backward: bool = True,
     recompute: Any = (),
     ignored: Any = None,
@@ -115,9 +115,9 @@ def fully_shard(
         `Unit` with options of its own. The root is always a unit, and holds what no other one does.
     precision : Precision, optional
         The dtypes. Also an FSDP2 ``MixedPrecisionPolicy``.
-    reshard_after_forward : bool or int
+    reshard_after_forward : bool or int, optional
         What stays gathered between a unit's forward and its backward: nothing (True), everything (False), or a part, in
-        groups of so many ranks.
+        groups of so many ranks. Without it as the strategy says, which for the named ones is nothing.
     reshard_after_backward : bool
         Whether parameters are freed after the backward.
     recompute : as units
@@ -214,10 +214,10 @@ def fully_shard(
         initialize=initialize,
     )
     mirror = mirror_of(module)
-    units_given = [(modules, reshard, as_precision(own), again) for modules, reshard, own, again in selected]
     if root_reshard_after_forward is not None:
-        units_given.append(([module], root_reshard_after_forward, None, False))
-    return Sharded(module, _C.shard(mirror, comms, units_given, options), mirror, selected, plain)
+        selected.append(Unit([module], reshard_after_forward=root_reshard_after_forward))
+    given = [(unit.modules, {**vars(unit), "precision": as_precision(unit.precision)}) for unit in selected]
+    return Sharded(module, _C.shard(mirror, comms, given, options), mirror, selected, plain)
 
 
 def as_precision(precision: Any) -> Optional[Precision]:

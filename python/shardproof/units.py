@@ -58,12 +58,22 @@ class Unit:
         As in `fully_shard`, for these units.
     recompute : bool
         Compute activations again in the backward instead of keeping them.
+    strategy : str, optional
+        As in `fully_shard`, for these units.
+    mesh : str, optional
+        The same ranks under other axes, which the units' strategy then means, e.g. "dp_replicate=2,dp_shard=2" where all
+        others have "dp_shard=4".
+    gradient_divide : float, optional
+        As in `fully_shard`, for these units.
     """
 
     modules: Any
     reshard_after_forward: Union[bool, int, None] = None
     precision: Optional[Precision] = None
     recompute: bool = False
+    strategy: Optional[str] = None
+    mesh: Optional[str] = None
+    gradient_divide: Optional[float] = None
 
 
 Selector = Union[type, str, nn.Module, Sequence[nn.Module], Callable[[str, nn.Module], bool], Unit]
@@ -94,10 +104,10 @@ def describe(selector: Selector) -> str:
     return selector.__name__ if isinstance(selector, type) else repr(selector)
 
 
-def select_units(root: nn.Module, selectors: Iterable[Selector], recompute: Iterable[Selector]) -> "list[tuple]":
-    """Of each unit: its modules, reshard_after_forward, precision, and whether it is recomputed."""
+def select_units(root: nn.Module, selectors: Iterable[Selector], recompute: Iterable[Selector]) -> "list[Unit]":
+    """One `Unit` for each unit, whose ``modules`` is the list of its modules."""
     named = [(name, module) for name, module in root.named_modules() if name]
-    units: "list[list]" = []
+    units: "list[Unit]" = []
     taken: set = set()
     for selector in selectors:
         options = selector if isinstance(selector, Unit) else Unit(selector)
@@ -114,15 +124,16 @@ def select_units(root: nn.Module, selectors: Iterable[Selector], recompute: Iter
             if not explicit and id(group[0]) in taken:
                 continue
             taken.update(id(module) for module in group)
-            units.append([group, options.reshard_after_forward, options.precision, options.recompute])
+            units.append(dataclasses.replace(options, modules=group))
     again = {id(module) for selector in recompute for group in chosen(selector, named) for module in group}
-    for unit in units:
-        unit[3] = unit[3] or any(id(module) in again for module in unit[0])
-        again -= {id(module) for module in unit[0]}
+    for i, unit in enumerate(units):
+        if any(id(module) in again for module in unit.modules):
+            units[i] = dataclasses.replace(unit, recompute=True)
+            again -= {id(module) for module in unit.modules}
     if again:
         names = ", ".join(f"'{name}'" for name, module in named if id(module) in again)
         raise _C.Error(f"[fully_shard] recompute: {names} are no units. Only units can be recomputed; add them to units")
-    return [tuple(unit) for unit in units]
+    return units
 
 
 def map_tensors(value: Any, visit: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -66,7 +66,10 @@ const std::map<std::string, Setter>& setters() {
       {"strategy", [](ShardOptions& o, const py::handle& v) { o.strategy = shardproof::strategy(v.cast<std::string>()); }},
       {"ignored", [](ShardOptions& o, const py::handle& v) { o.ignored = one_of(v); }},
       {"precision", [](ShardOptions& o, const py::handle& v) { o.precision = precision_of(v).value_or(Precision{}); }},
-      {"reshard_after_forward", [](ShardOptions& o, const py::handle& v) { o.reshard_after_forward = reshard_of(v); }},
+      {"reshard_after_forward",
+       [](ShardOptions& o, const py::handle& v) {
+         if (!v.is_none()) o.reshard_after_forward = reshard_of(v);
+       }},
       {"initialize", [](ShardOptions& o, const py::handle& v) { o.initialize = initializer_of(v); }},
       {"bucket_bytes_max", set(&ShardOptions::bucket_bytes_max)},
       {"bucket_count", set(&ShardOptions::bucket_count)},

@@ -7,24 +7,29 @@
 namespace shardproof::python {
 namespace {
 
-UnitOptions unit_options(const py::object& reshard, const py::object& precision, bool recompute) {
-  UnitOptions options{.reshard_after_forward = {}, .precision = precision_of(precision), .recompute = recompute};
-  if (!reshard.is_none()) options.reshard_after_forward = reshard_of(reshard);
+// What is None is as the options of all units say.
+UnitOptions unit_options(const py::dict& given) {
+  UnitOptions options;
+  options.precision = precision_of(given["precision"]);
+  options.recompute = given["recompute"].cast<bool>();
+  options.gradient_divide = given["gradient_divide"].cast<std::optional<double>>();
+  if (!given["reshard_after_forward"].is_none()) options.reshard_after_forward = reshard_of(given["reshard_after_forward"]);
+  if (!given["strategy"].is_none()) options.strategy = strategy(given["strategy"].cast<std::string>());
+  if (!given["mesh"].is_none()) options.mesh = Mesh::parse(given["mesh"].cast<std::string>());
   return options;
 }
 
-// `units`: of each its modules, reshard_after_forward or None, precision or None, whether it is recomputed.
+// `units`: of each its modules and its options.
 std::unique_ptr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr<MeshComm> comms, const py::list& units,
                                      const py::dict& options) {
   ShardOptions chosen = options_of(options);
   const bool side_by_side = chosen.gather == Gather::side_by_side;
   Sharding sharding(comms, std::move(chosen));
   for (const py::handle& unit : units) {
-    const auto [modules, reshard, precision, recompute] =
-        unit.cast<std::tuple<std::vector<py::object>, py::object, py::object, bool>>();
+    const auto [modules, own] = unit.cast<std::pair<std::vector<py::object>, py::dict>>();
     Sharding::Modules images;
     for (const py::object& module : modules) images.push_back(mirror->find(module));
-    sharding.unit(std::move(images), unit_options(reshard, precision, recompute));
+    sharding.unit(std::move(images), unit_options(own));
   }
   const py::gil_scoped_release unlocked;
   Sharded sharded = sharding.shard(mirror->root());

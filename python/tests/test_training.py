@@ -121,6 +121,18 @@ def test_units_have_options_of_their_own():
     check(Net(), torch.optim.SGD, {"lr": 0.1}, strategy="zero3", units=units)
 
 
+def test_a_unit_has_a_strategy_and_a_mesh_of_its_own():
+    units = [
+        shardproof.Unit("blocks.0", strategy="hsdp", mesh="dp_replicate=2,dp_shard=2"),
+        shardproof.Unit("blocks.1", strategy="ddp"),
+    ]
+    model = Net()
+    _, expected = train_plain(model, lambda p: torch.optim.SGD(p, lr=0.1), steps=2, world=4)
+    for _, parameters in train(model, lambda s: shardproof.sgd(s, lr=0.1), world=4, steps=2, units=units):
+        for name, value in expected.named_parameters():
+            assert torch.allclose(parameters[name], value, atol=1e-6), name
+
+
 def test_several_modules_make_up_one_unit():
     class Tail(Net):
         pass
