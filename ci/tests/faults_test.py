@@ -138,9 +138,15 @@ class Faults(unittest.TestCase):
         self.assertIn("two patches have the id A", output)
 
     def test_a_patch_must_not_weaken_the_question(self):
-        code, _, output = self.run_faults([patch("A", "4", path="verify.py")])
-        self.assertEqual(code, 2)
-        self.assertIn("changes verify.py", output)
+        for path in ("verify.py", "python/tests/x.py", "python/shardproof/proof/plain.py"):
+            code, _, output = self.run_faults([patch("A", "4", path=path)])
+            self.assertEqual(code, 2)
+            self.assertIn("changes " + path, output)
+
+    def test_a_patch_may_change_the_python_package(self):
+        self.write("source/python/shardproof/value.txt", "2\n")
+        code, rows, _ = self.run_faults([patch("A", "4", path="python/shardproof/value.txt")])
+        self.assertEqual((code, rows["A"]["verdict"]), (1, "survived"))
 
     def test_a_folder_without_patches_is_an_error(self):
         code, _, output = self.run_faults([], "--dir", self.path("source"))
