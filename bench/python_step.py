@@ -42,7 +42,9 @@ def made(spec):
 
 def run(name, steps):
     spec = SIZES[name]
-    tokens = torch.randint(0, spec["vocab"], (steps + 3, spec["batch"], spec["seq"] + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, spec["vocab"], (steps + 3, spec["batch"], spec["seq"] + 1), generator=torch.Generator().manual_seed(1)
+    )
     plain = made(spec)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4, foreach=True)
     times = {"plain": [], "sharded": []}
@@ -84,11 +86,17 @@ def run(name, steps):
     torch.set_num_threads(1)
     shardproof.run_threads(RANKS, body)
     medians = {kind: statistics.median(values) * 1e3 for kind, values in times.items()}
-    print(json.dumps({
-        "model": name, "plain_ms": round(medians["plain"], 2), "sharded_ms": round(medians["sharded"], 2),
-        "ratio": round(statistics.median(b / a for a, b in zip(times["plain"], times["sharded"])), 3),
-        "loss_difference": max(abs(a - b) / abs(a) for a, b in losses),
-    }))
+    print(
+        json.dumps(
+            {
+                "model": name,
+                "plain_ms": round(medians["plain"], 2),
+                "sharded_ms": round(medians["sharded"], 2),
+                "ratio": round(statistics.median(b / a for a, b in zip(times["plain"], times["sharded"])), 3),
+                "loss_difference": max(abs(a - b) / abs(a) for a, b in losses),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def test_an_image_net_trains_the_same_when_it_is_sharded():
 def test_a_model_of_hugging_face_trains_the_same_when_it_is_sharded():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
 
     def tokens():
         ids = torch.randint(0, 31, (2, 8))

@@ -143,6 +143,8 @@ def fully_shard(
         Of one dimension, or (replicate, shard). Ranks that are threads pass ``shardproof.MeshComm(comm, "dp_shard=2")``.
     reshard_after_forward : bool or int, optional
         Without it True, and False for the root.
+    shard_placement_fn
+        Refused: units are cut flat, at any element.
     mp_policy : MixedPrecisionPolicy or Precision, optional
         The dtypes.
     offload_policy : OffloadPolicy, optional

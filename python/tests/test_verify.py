@@ -51,7 +51,7 @@ def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
             lambda patch: patch.setattr(trained, "clip_of", lambda case: None if case.clip is None else case.clip * 2),
             "parameter",
         ),
-        (lambda patch: patch.setattr(trained.Sharded, "set_gradient_sync", lambda self, sync: None), ""),
+        (lambda patch: patch.setattr(trained.Sharded, "set_gradient_sync", lambda self, sync: None), "gradient"),
     ],
 )
 def test_smaller_mistakes_are_found(monkeypatch, break_it, says):
@@ -108,7 +108,15 @@ def test_a_convolutional_net_holds():
 def test_a_hugging_face_model_from_a_config_holds():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        vocab_size=31,
+        n_positions=16,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        use_cache=False,
     )
 
     def tokens():
@@ -125,16 +133,17 @@ def test_five_lines_make_a_test_and_an_option_replays(pytester, monkeypatch):
         def test_mine(proves):
             proves(lambda: torch.nn.Linear(3, 1), lambda: torch.randn(4, 3), lambda model, x: model(x).square().mean())
     """)
-    import os
-    import sys
 
-    path = os.pathsep.join(sys.path)
-    monkeypatch.setenv("PYTHONPATH", path)
-    args = ["-p", "shardproof.pytest_plugin", "-p", "no:cacheprovider"]
-    pytester.runpytest_subprocess(*args, "--shardproof-cases", "3").assert_outcomes(passed=1)
-    case = "mesh(dp_shard=2) zero3() sgd(lr=0.1) ordered seed(3) : step"
-    pytester.runpytest_subprocess(*args, "--shardproof-case", case).assert_outcomes(passed=1)
-    pytester.runpytest_subprocess(*args, "--shardproof-case", "nonsense").assert_outcomes(failed=1)
+    def outcome(*args):
+        monkeypatch.setattr(campaign, "defaults", dict(campaign.defaults))
+        result = pytester.runpytest_inprocess("-p", "shardproof.pytest_plugin", "-p", "no:cacheprovider", *args)
+        monkeypatch.undo()
+        return result
+
+    outcome("--shardproof-cases", "3").assert_outcomes(passed=1)
+    line = "mesh(dp_shard=2) zero3() sgd(lr=0.1) ordered seed(3) : step"
+    outcome("--shardproof-case", line).assert_outcomes(passed=1)
+    outcome("--shardproof-case", "nonsense").assert_outcomes(failed=1)
 
 
 def test_settings_of_the_caller_are_as_they_were():
