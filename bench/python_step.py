@@ -5,6 +5,7 @@
 Steps of both kinds alternate, so that what else the machine does meets both. Prints one JSON line.
 """
 
+import copy
 import json
 import os
 import statistics
@@ -46,6 +47,7 @@ def run(name, steps):
         0, spec["vocab"], (steps + 3, spec["batch"], spec["seq"] + 1), generator=torch.Generator().manual_seed(1)
     )
     plain = made(spec)
+    start = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4, foreach=True)
     times = {"plain": [], "sharded": []}
     losses = []
@@ -60,7 +62,7 @@ def run(name, steps):
         return loss.item()
 
     def body(comm):
-        model = made(spec)
+        model = copy.deepcopy(start)
         block = type(model.blocks[0])
         sharded = shardproof.fully_shard(model, comm, units=[block], gather="side_by_side", buffers="pooled")
         mine = shardproof.adamw(sharded, lr=3e-4)

@@ -114,7 +114,15 @@ def adam(
     groups: Groups = None,
     decay_norms_and_biases: bool = True,
 ) -> Optimizer:
-    """Adam, as torch.optim.Adam up to rounding. See `sgd` for the groups."""
+    """Adam, as torch.optim.Adam up to rounding.
+
+    Parameters
+    ----------
+    sharded, groups, decay_norms_and_biases
+        As of `sgd`.
+    lr, betas, eps, weight_decay
+        As in torch.optim.Adam.
+    """
     settings = dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     return Optimizer(sharded, _groups("adam", settings, groups, decay_norms_and_biases))
 
@@ -129,7 +137,15 @@ def adamw(
     groups: Groups = None,
     decay_norms_and_biases: bool = True,
 ) -> Optimizer:
-    """AdamW, as torch.optim.AdamW up to rounding. See `sgd` for the groups."""
+    """AdamW, as torch.optim.AdamW up to rounding.
+
+    Parameters
+    ----------
+    sharded, groups, decay_norms_and_biases
+        As of `sgd`.
+    lr, betas, eps, weight_decay
+        As in torch.optim.AdamW.
+    """
     settings = dict(lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
     return Optimizer(sharded, _groups("adamw", settings, groups, decay_norms_and_biases))
 
@@ -143,7 +159,15 @@ def lion(
     groups: Groups = None,
     decay_norms_and_biases: bool = True,
 ) -> Optimizer:
-    """Lion. See `sgd` for the groups."""
+    """Lion.
+
+    Parameters
+    ----------
+    sharded, groups, decay_norms_and_biases
+        As of `sgd`.
+    lr, betas, weight_decay
+        The rate, the two factors of momentum, and decoupled decay.
+    """
     settings = dict(lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
     return Optimizer(sharded, _groups("lion", settings, groups, decay_norms_and_biases))
 

@@ -4,6 +4,7 @@ import pytest
 
 
 def pytest_addoption(parser):
+    """Options that say what `shardproof.verify` draws."""
     group = parser.getgroup("shardproof")
     group.addoption("--shardproof-cases", type=int, default=None, metavar="N", help="cases that shardproof.verify draws (50)")
     group.addoption("--shardproof-minutes", type=float, default=None, metavar="M", help="draw cases for so long instead")
@@ -12,6 +13,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    """Hands them over."""
     chosen = {name: config.getoption(f"--shardproof-{name}") for name in ("cases", "minutes", "seed", "case")}
     if any(value is not None for value in chosen.values()):
         from shardproof.proof import campaign

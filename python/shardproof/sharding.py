@@ -19,6 +19,7 @@ mirrors: "weakref.WeakKeyDictionary[nn.Module, _C.Mirror]" = weakref.WeakKeyDict
 
 
 def mirror_of(module: nn.Module) -> _C.Mirror:
+    """The mirror that `parallelize` made of a model, or a new one."""
     known = mirrors.get(module)
     return known if known is not None else _C.Mirror(module)
 

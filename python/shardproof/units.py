@@ -80,6 +80,7 @@ Selector = Union[type, str, nn.Module, Sequence[nn.Module], Callable[[str, nn.Mo
 
 
 def as_list(selectors: Any) -> list:
+    """Selectors as a list, where one may stand for itself."""
     if selectors is None:
         return []
     if isinstance(selectors, (type, str, nn.Module, Unit)) or callable(selectors):
@@ -101,6 +102,7 @@ def chosen(selector: Selector, named: "list[tuple[str, nn.Module]]") -> "list[li
 
 
 def describe(selector: Selector) -> str:
+    """A selector as messages show it."""
     return selector.__name__ if isinstance(selector, type) else repr(selector)
 
 
@@ -171,6 +173,7 @@ def map_tensors(value: Any, visit: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def tensors_of(value: Any) -> "list[torch.Tensor]":
+    """The tensors of a structure, in the order of `map_tensors`."""
     found: "list[torch.Tensor]" = []
 
     def keep(tensor):
@@ -182,6 +185,7 @@ def tensors_of(value: Any) -> "list[torch.Tensor]":
 
 
 def with_tensors(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The same structure with these tensors, in the order of `map_tensors`."""
     following = iter(tensors)
     return map_tensors(value, lambda _: next(following))
 

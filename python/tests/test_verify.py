@@ -131,14 +131,14 @@ def test_five_lines_make_a_test_and_an_option_replays(pytester, monkeypatch):
     pytester.makepyfile("""
         import shardproof, torch
         def test_mine(proves):
-            proves(lambda: torch.nn.Linear(3, 1), lambda: torch.randn(4, 3), lambda model, x: model(x).square().mean())
+            proves(lambda: torch.nn.Linear(3, 1), lambda: torch.randn(4, 3), lambda model, x: model(x).square().mean(),
+                   optimizers=["sgd(lr=0.1)"])  # torch.optim would load torch._dynamo anew
     """)
 
     def outcome(*args):
-        monkeypatch.setattr(campaign, "defaults", dict(campaign.defaults))
-        result = pytester.runpytest_inprocess("-p", "shardproof.pytest_plugin", "-p", "no:cacheprovider", *args)
-        monkeypatch.undo()
-        return result
+        with monkeypatch.context() as patch:
+            patch.setattr(campaign, "defaults", dict(campaign.defaults))
+            return pytester.runpytest_inprocess("-p", "shardproof.pytest_plugin", "-p", "no:cacheprovider", *args)
 
     outcome("--shardproof-cases", "3").assert_outcomes(passed=1)
     line = "mesh(dp_shard=2) zero3() sgd(lr=0.1) ordered seed(3) : step"

@@ -157,6 +157,7 @@ def outcome_of(case: Case, subject: Subject, report: Optional[Report]) -> Option
 
 
 def shrunk(case: Case, why: str, subject: Subject) -> "tuple[Case, str]":
+    """The smallest failing case that simplifying this one leads to, and what is wrong with it."""
     runs, found = 0, True
     while found and runs < SHRINK_RUNS_MAX:
         found = False
@@ -172,6 +173,7 @@ def shrunk(case: Case, why: str, subject: Subject) -> "tuple[Case, str]":
 
 
 def failure_message(why: str, case: Case, cases: int) -> str:
+    """What a failure prints."""
     after = f" after {cases} cases" if cases > 1 else ""
     return (
         f"FAILURE{after}: {why}\n  minimal  {case}"

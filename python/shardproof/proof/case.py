@@ -44,6 +44,8 @@ OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """One case, as its line says it."""
+
     mesh: "tuple[tuple[str, int], ...]"
     strategy: str
     options: "tuple[tuple[str, str], ...]"
@@ -70,6 +72,7 @@ class Case:
 
 
 def size_of(mesh) -> int:
+    """The number of ranks of a mesh."""
     size = 1
     for _, each in mesh:
         size *= each
@@ -77,10 +80,12 @@ def size_of(mesh) -> int:
 
 
 def mesh_text(mesh) -> str:
+    """A mesh as "axis=size,..."."""
     return ",".join(f"{name}={size}" for name, size in mesh)
 
 
 def parse_mesh(text: str):
+    """The mesh of such a text."""
     return tuple((name, int(size)) for name, size in (part.split("=") for part in text.split(",") if part))
 
 
@@ -124,6 +129,7 @@ def parse_call(text: str) -> "tuple[str, dict]":
 
 
 def number_of(word: str) -> int:
+    """3 of "accumulate(3)"."""
     return int(word[word.index("(") + 1 : -1])
 
 
@@ -135,6 +141,7 @@ def _draw_mesh(rng: random.Random, axes, ranks_max: int):
 
 
 def draw_strategy(rng: random.Random, names, ranks_max: int):
+    """A random strategy, and a mesh that has its axes."""
     name = rng.choice(list(names))
     axes = rng.choice([each for each in STRATEGIES[name] if len(each) == 1 or ranks_max >= 2])
     return name, _draw_mesh(rng, axes, ranks_max)

@@ -27,6 +27,8 @@ class Found:
 
 
 class Differs(Exception):
+    """Ends a run whose value differs."""
+
     def __init__(self, found: Found):
         super().__init__(str(found))
         self.found = found
@@ -63,6 +65,7 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> Optional[int]
 
 
 def distance(a: torch.Tensor, truth: torch.Tensor) -> float:
+    """The Frobenius norm of the difference, relative to the truth."""
     scale = truth.norm().item()
     return (a.double() - truth).norm().item() / (scale if scale > 0 else 1.0)
 

@@ -47,6 +47,7 @@ def frozen(names: "list[str]", choice: int) -> "set[str]":
 
 
 def added(terms: list):
+    """The sum of tensors from left to right; None where all are None."""
     total = None
     for term in terms:
         if term is not None:

@@ -49,10 +49,12 @@ class Setting:
 
 
 def clip_of(case: Case) -> Optional[float]:
+    """The largest norm of a gradient, None without clipping."""
     return case.clip
 
 
 def make_optimizer(sharded: Sharded, case: Case) -> Any:
+    """The optimizer of a case, on shards."""
     rule, settings = parse_call(case.optimizer)
     if rule.startswith("torch."):
         return torch_optimizer(getattr(torch.optim, rule[len("torch.") :]), sharded, **settings)
@@ -62,6 +64,7 @@ def make_optimizer(sharded: Sharded, case: Case) -> Any:
 
 
 def shard(case: Case, subject: Subject, comm: Any) -> Sharded:
+    """The sharded model of a case."""
     torch.manual_seed(case.seed)
     model = subject.make_model()
     recompute = case.option("recompute")
@@ -279,6 +282,7 @@ class Trainer:
 
 
 def changed(setting: Setting, word: str) -> Setting:
+    """The setting after a word of a history."""
     if word == "eval":
         return dataclasses.replace(setting, eval_next=True)
     if word == "discard":
