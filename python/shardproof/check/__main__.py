@@ -10,7 +10,7 @@ import time
 import warnings
 
 from . import check
-from .engines import ENGINES
+from .engines import ENGINES, with_known
 
 
 def main() -> int:
@@ -24,18 +24,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="stop after so many seconds")
     parser.add_argument("--scripts", help="write the script of each counterexample into this folder")
     parser.add_argument("--replay", help="the line of a case: run only this case, on processes unless --ranks says threads")
+    parser.add_argument("--all", action="store_true", help="draw what is known to fail as well (docs/findings)")
     arguments = parser.parse_args()
+    subject = with_known(arguments.engine) if arguments.all else ENGINES[arguments.engine]
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
     if arguments.replay is not None:
-        verdict = check(ENGINES[arguments.engine], replay=arguments.replay, ranks=arguments.ranks)
+        verdict = check(subject, replay=arguments.replay, ranks=arguments.ranks)
         print(f"{verdict.kind} {verdict.where}\n{verdict.message}")
         for rank, trace in sorted(verdict.traces.items()):
             print(f"rank {rank}:\n{trace}")
         return int(verdict.bad)
     start = time.process_time()
     report = check(
-        ENGINES[arguments.engine],
+        subject,
         cases=arguments.cases,
         seed=arguments.seed,
         jobs=arguments.jobs,

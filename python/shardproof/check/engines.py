@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Sequence
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from . import models
-from .plan import CLIPS, Subject
+from .plan import CLIPS, OPTIMIZERS, Subject
 from .train import Sharded
 
 EVEN = {"make_model": models.make_even_model, "make_batch": models.make_batch, "loss": models.loss}
@@ -97,8 +98,10 @@ MIXED = {**UNITS, "precision": (None, None, None, torch.bfloat16)}
 
 FINITE = tuple(clip for clip in CLIPS if clip is None or clip[1] != float("inf"))
 KNOWN = {
-    r"(?s)(gradient (embed|head)\.weight|: norm of).*ties=yes": "parallelize_module unties",
-    "inf norm on an empty tensor": "clip_grad_norm_ by the largest value raises on ranks whose shard is empty",
+    r"(?s)(gradient (embed|head)\.weight|: norm of).*ties=yes": "docs/findings/004.md",
+    "_chunk_cat expects non-empty tensor": "docs/findings/005.md",
+    "req MetadataIndex.* mismatch sizes": "docs/findings/006.md",
+    "inf norm on an empty tensor": "docs/findings/001.md",
 }
 
 ENGINES: dict[str, Subject] = {
@@ -127,3 +130,16 @@ ENGINES: dict[str, Subject] = {
         name="torch-hsdp",
     ),
 }
+
+WIDER: dict[str, dict[str, Sequence[Any]]] = {
+    "torch-ddp": {"static": (False, True)},
+    "torch-tp": {"clip": ("by_mesh", "torch")},
+    "torch-fsdp2-tp": {"clip": ("by_mesh", "torch")},
+}
+
+
+def with_known(name: str) -> Subject:
+    """An engine with all that is known to fail: known findings count as failures, and what leads to them is drawn."""
+    subject = ENGINES[name]
+    options = {**subject.options, **WIDER.get(name, {})}
+    return replace(subject, make_model=models.make_model, known={}, clips=CLIPS, optimizers=tuple(OPTIMIZERS), options=options)

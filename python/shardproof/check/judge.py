@@ -154,18 +154,23 @@ def _step(plan, references, s, t, truth, controls, found):
         values = [(owners, scalar(value)) for value, owners in norms.items()]
         yield _comparison(plan, s, t, "norm", "", scalar(truth.norm), [scalar(c.norm) for c in controls], values)
     yield from _tensors(plan, references, s, t, "parameter", truth, controls, found)
+    if any(record.gathered for record in found.values()):
+        yield from _tensors(plan, references, s, t, "full_tensor of", truth, controls, found)
 
 
 def _tensors(plan, references, s, t, kind, truth, controls, found):
     of = lambda record: record.gradients if kind == "gradient" else record.parameters
+    seen = (lambda record: record.gathered) if kind == "full_tensor of" else of
     total = math.sqrt(sum(float(np.sum(a * a)) for a in of(truth).values() if a is not None))
     for name, value in of(truth).items():
+        if kind == "full_tensor of" and not any(name in seen(record) for record in found.values()):
+            continue
         zero = np.zeros_like(truth.parameters[name])
         value = zero if value is None else value
-        missing = [rank for rank, record in found.items() if name not in of(record)]
+        missing = [rank for rank, record in found.items() if name not in seen(record)]
         if missing:
             raise Misplaced(f"segment {s} step {t}: ranks {missing} have no {kind} of {name}")
-        pieces = {rank: of(record)[name] for rank, record in found.items()}
+        pieces = {rank: seen(record)[name] for rank, record in found.items()}
         try:
             wholes = assemble(pieces, value.shape)
         except Misplaced as error:
@@ -175,7 +180,7 @@ def _tensors(plan, references, s, t, kind, truth, controls, found):
             wholes.append((without, zero))
         others = [zero if of(c).get(name) is None else of(c)[name] for c in controls]
         change = None
-        if kind == "parameter" and plan.precision is not None:
+        if kind != "gradient" and plan.precision is not None:
             change = float(np.linalg.norm(value - references.start[name]))
         yield _comparison(plan, s, t, kind, name, value, others, wholes, total, change)
 

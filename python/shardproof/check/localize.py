@@ -45,7 +45,7 @@ def _factor(subject: Subject, plan: Plan, comparison, wrong: np.ndarray, close: 
     factor = float(np.sum(wrong * truth)) / square
     if not wrong.any():
         return ["zero"]
-    if not _near(wrong, factor * truth, close):
+    if abs(factor - 1) < close or not _near(wrong, factor * truth, close):
         return []
     segment = plan.segments[comparison.segment]
     sizes = {f"the size of {axis}": size for axis, size in segment.mesh.items() if size > 1}
@@ -69,7 +69,7 @@ def _guesses(subject: Subject, plan: Plan, references: References, comparison):
     """Values that known mistakes give."""
     s, t, name = comparison.segment, comparison.step, comparison.name
     record = references.truth[s][t]
-    if comparison.kind == "parameter":
+    if comparison.kind in ("parameter", "full_tensor of"):
         before = (
             references.truth[s][t - 1].parameters if t else references.truth[s - 1][-1].parameters if s else references.start
         )

@@ -14,6 +14,11 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "foreach": False}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "foreach": False}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4, "foreach": False}),
+    "adamw_foreach": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4, "foreach": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01, "eps": 1e-4, "foreach": False}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "eps": 1e-4, "centered": True, "momentum": 0.5, "foreach": False}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "eps": 1e-4, "foreach": False}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01, "eps": (1e-8, 1e-3), "foreach": False}),
 }
 
 

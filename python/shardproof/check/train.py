@@ -67,6 +67,8 @@ class RankStep:
     norm: float | None = None
     gradients: dict[str, Piece | None] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)
+    gathered: dict[str, Piece] = field(default_factory=dict)
+    """What `full_tensor` gives after the last step of a segment."""
 
 
 def piece_of(tensor: torch.Tensor) -> Piece:
@@ -115,6 +117,8 @@ def run_segment(subject: Subject, draw: Draw, plan: Plan, base: torch.nn.Module,
         load(sharded.module, optimizer, os.path.join(folder, str(index - 1)))
     coordinate = dict(zip(segment.mesh, mesh.get_coordinate()))
     records = [_step(subject, draw, plan, sharded, optimizer, index, t, coordinate) for t in range(len(segment.steps))]
+    distributed = {n: p.detach() for n, p in parameters_of(sharded).items() if isinstance(p, DTensor)}
+    records[-1].gathered = {n: Piece(to_array(p.full_tensor()), tuple(p.shape)) for n, p in distributed.items()}
     if index + 1 < len(plan.segments):
         save(sharded.module, optimizer, os.path.join(folder, str(index)))
     return records
