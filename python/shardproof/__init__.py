@@ -49,7 +49,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME_OF, "fsdp"]  # noqa: PLE0604
+__all__ = [*_HOME_OF, "check", "fsdp"]  # noqa: PLE0604
 
 
 def _open_library():
@@ -69,6 +69,8 @@ def _open_library():
 
 
 def __getattr__(name):
+    if name == "check":
+        return _importlib.import_module(".check", __name__)
     if name == "fsdp":
         _open_library()
         return _importlib.import_module(".fsdp", __name__)

@@ -1,5 +1,5 @@
 # What `import shardproof` gives; a test compares the names with __init__.py.
-from . import fsdp as fsdp
+from . import check as check, fsdp as fsdp
 from ._C import BrokenInvariant as BrokenInvariant, Error as Error, NonFiniteError as NonFiniteError
 from .checkpoint import Manager as Manager, load as load, save as save
 from .optim import (

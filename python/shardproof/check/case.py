@@ -13,7 +13,6 @@ from .plan import Plan, Subject, base_model, draw_plan
 from .train import RankStep, run_segment
 
 FOLLOWS = r"SystemExit|Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting"
-"""What a rank raises because another one has ended."""
 
 
 @dataclass
@@ -22,6 +21,11 @@ class Failure:
 
     kind: str
     text: str
+
+    @property
+    def follows(self) -> bool:
+        """Whether a rank raises this because another one has ended."""
+        return re.search(FOLLOWS, self.text) is not None
 
 
 class Case:
@@ -57,7 +61,11 @@ class Case:
 
     def failed(self, segment: int, failures: dict[int, Failure]) -> Verdict:
         """The verdict on a segment in which some ranks raised."""
-        own = {rank: f for rank, f in failures.items() if not re.search(FOLLOWS, f.text)} or failures
+        own = {rank: f for rank, f in failures.items() if not f.follows}
+        if not own and len(failures) < self.plan.segments[segment].ranks:
+            message = f"segment {segment}: ranks {sorted(failures)} wait for ranks that have ended"
+            return self.finish(Verdict("hung", where="hung", message=message, traces={r: f.text for r, f in failures.items()}))
+        own = own or failures
         first = next(iter(own.values()))
         last = [line for line in first.text.strip().splitlines() if line.strip()][-1]
         ranks = "every rank" if len(own) == self.plan.segments[segment].ranks else f"rank {', '.join(map(str, sorted(own)))}"

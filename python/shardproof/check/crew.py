@@ -111,7 +111,7 @@ class ThreadCrew:
             self.worker = Worker(lambda: _serve_threads(self.subject))
         try:
             self.worker.send(number, values)
-            verdict, broken = self.worker.receive(90.0)
+            verdict, broken = self.worker.receive(60.0 + 4 * self.subject.patience)
         except Died as died:
             stack = self.worker.stack()
             self.stop()
@@ -152,7 +152,6 @@ def _serve_threads(subject: Subject):
 class ProcessCrew:
     """One process for each rank."""
 
-    patience = 40.0
     grace = 4.0
 
     def __init__(self, subject: Subject) -> None:
@@ -167,7 +166,7 @@ class ProcessCrew:
             for s, segment in enumerate(case.plan.segments):
                 results, dead, stacks = self._segment(segment.ranks, values, s, folder)
                 failures = {r: x for r, x in results.items() if isinstance(x, Failure)}
-                if failures:
+                if failures and (not dead or not all(x.follows for x in failures.values())):
                     return case.failed(s, failures)
                 if dead:
                     rank, died = next(iter(dead.items()))
@@ -191,7 +190,7 @@ class ProcessCrew:
                 worker.send("segment", values, s, folder, store, size)
             except Died as died:
                 dead[rank] = died
-        limit = time.monotonic() + self.patience
+        limit = time.monotonic() + self.subject.patience
         while len(results) + len(dead) < size:
             for rank in [r for r in range(size) if r not in results and r not in dead]:
                 try:
@@ -233,7 +232,11 @@ def _serve_process(subject: Subject, rank: int):
     def segment(values, s, folder, store, size):
         case = case_of(values)
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=25)
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=subject.patience + 60),
         )
         try:
             return case.run_rank(s, folder)

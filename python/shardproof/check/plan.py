@@ -43,6 +43,8 @@ class Subject:
     """Patterns of messages by which the engine says that it cannot do a thing. Such cases are counted."""
     known: Mapping[str, str] = field(default_factory=dict)
     """Pattern of a failure -> name of the finding that describes it. Such cases are counted as well."""
+    patience: float = 30.0
+    """Seconds of silence after which ranks that still wait are taken for hung."""
     name: str = "check"
 
     @property

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from .case import Case, Failure, failure_of
 from .judge import Verdict
 
-SILENCE = 20.0
 GRACE = 3.0
 
 
@@ -81,7 +80,7 @@ class ThreadRanks:
         seen = []
         with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
             for s, segment in enumerate(case.plan.segments):
-                results, stacks = self._segment(segment.ranks, lambda s=s: case.run_rank(s, folder))
+                results, stacks = self._segment(segment.ranks, lambda s=s: case.run_rank(s, folder), case.subject.patience)
                 failures = {rank: r for rank, r in results.items() if isinstance(r, Failure)}
                 if stacks and not failures:
                     message = f"segment {s}: ranks {sorted(stacks)} wait and never end, ranks {sorted(results)} ended"
@@ -91,7 +90,7 @@ class ThreadRanks:
                 seen.append([results[rank] for rank in range(segment.ranks)])
         return case.judge(seen)
 
-    def _segment(self, size: int, function):
+    def _segment(self, size: int, function, patience: float):
         while len(self.ranks) < size:
             self.ranks.append(_Rank(len(self.ranks), self.done))
         self.task += 1
@@ -100,7 +99,7 @@ class ThreadRanks:
             rank.tasks.put((self.task, size, store, function))
         results: dict[int, object] = {}
         stacks: dict[int, str] = {}
-        limit = time.monotonic() + SILENCE
+        limit = time.monotonic() + patience
         while len(results) < size:
             try:
                 task, rank, result = self.done.get(timeout=max(0.01, limit - time.monotonic()))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import shardproof.check as check
@@ -23,3 +27,18 @@ def test_engines_hold_on_processes_too():
 def test_cases_depend_on_the_seed_and_the_number_only():
     lines = [[check.Draw(7, number).integer("x", 0, 10**6) for number in range(5)] for _ in range(2)]
     assert lines[0] == lines[1] and len(set(lines[0])) == 5
+
+
+FIVE_LINES = """
+import shardproof, torch
+parallelize = lambda model, mesh: torch.nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+make_batch = lambda generator, count: torch.rand(2, count, 3, generator=generator).unbind(0)
+report = shardproof.check(parallelize, lambda: torch.nn.Linear(3, 3), make_batch, torch.nn.functional.mse_loss, cases=3)
+print(report)
+"""
+
+
+def test_the_module_is_the_function_as_the_documents_write_it():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", FIVE_LINES], capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 0 and "3 cases" in ended.stdout, ended.stdout + ended.stderr

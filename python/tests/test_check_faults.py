@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -234,3 +236,29 @@ def test_the_script_of_a_counterexample_shows_it_by_itself(tmp_path):
     script.write_text(healthy)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0 and "agrees with the plain one" in ended.stdout, ended.stdout + ended.stderr
+
+
+def test_a_hang_is_a_counterexample_with_the_stacks_of_the_ranks_that_wait():
+    def parallelize(model: nn.Module, mesh) -> nn.Module:
+        group = mesh.get_group("dp")
+        if mesh.size() == 2 and mesh.get_local_rank() == 0:
+            dist.all_reduce(torch.zeros(1), group=group)  # rank 1 never comes
+        return nn.parallel.DistributedDataParallel(model, process_group=group) if mesh.size() != 2 else model
+
+    for ranks in ("threads", "processes"):
+        line = "dp=2 data=1"
+        verdict = check(parallelize, *PLAIN, replay=line, ranks=ranks, patience=4.0, load=False)
+        assert verdict.kind == "hung" and verdict.line == line, f"{verdict.kind} {verdict.message}"
+        assert any("all_reduce" in trace for trace in verdict.traces.values()), verdict.traces
+
+
+def test_a_crash_is_a_counterexample_and_the_cases_after_it_run():
+    def parallelize(model: nn.Module, mesh) -> nn.Module:
+        if mesh.size() == 2 and mesh.get_local_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+
+    report = check(parallelize, *PLAIN, cases=12, seed=3, load=False, stop_after=2)
+    assert report.cases == 12 and report.held > 3, str(report)
+    assert [f.verdict.kind for f in report.failures] == ["crashed"], str(report)
+    assert "SIGKILL" in report.failures[0].verdict.message
