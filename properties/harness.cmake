@@ -3,6 +3,7 @@ shardproof_test(NAME case_props LABEL harness TORCH LIBRARIES harness SOURCES ha
 shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOURCES harness/compare/comparison_props.cpp
   harness/case/exact_props.cpp
   harness/commands/campaign_props.cpp)
+shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/explain_props.cpp)
 shardproof_test(NAME hugging_face_props LABEL checkpoint TORCH LIBRARIES harness SOURCES harness/commands/hugging_face_props.cpp
   kit/parallel_models.cpp kit/toy_modules.cpp)
 

@@ -9,6 +9,7 @@
 #include "harness/commands/flight.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "harness/run/explain.h"
 #include "harness/run/process_ranks.h"
 #include "harness/run/run_case.h"
 #include "shardproof/base/check.h"
@@ -21,17 +22,20 @@ struct Arguments {
   Launched launched;
 };
 
-int report(const Case& c, const Verdict& verdict, const std::string& path) {
+int report(const Case& c, const Verdict& verdict, Ranks& ranks, const std::string& path) {
   JsonLines json(path);
+  const Explanation looks_like = verdict.held || verdict.diverged ? Explanation{} : explain(c, ranks);
   fmt::print("{}\n", c.str());
   if (verdict.held)
     fmt::print("HELD: {} values compared\n", verdict.values_compared);
   else
-    fmt::print("FAILED: {}\n", verdict.what);
+    fmt::print("FAILED: {}\n{}", verdict.what, in_lines(looks_like));
   json.write({{"type", "replay"},
               {"case", c.str()},
               {"held", verdict.held},
               {"what", verdict.what},
+              {"where", looks_like.where},
+              {"guess", looks_like.guess},
               {"values_compared", verdict.values_compared}});
   std::fflush(stdout);
   return verdict.held ? 0 : 1;
@@ -40,7 +44,7 @@ int report(const Case& c, const Verdict& verdict, const std::string& path) {
 int run_on(shardproof::ProcessWorld& world, const Launched& launched, const Case& c, const std::string& json) {
   ProcessRanks ranks(world, launched.device(), launched.shares_memory());
   if (world.rank() != 0) return ranks.serve();
-  const int exit_code = report(c, run_case(c, ranks), json);
+  const int exit_code = report(c, run_case(c, ranks), ranks, json);
   ranks.end(exit_code);
   return exit_code;
 }
@@ -67,8 +71,13 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     const auto world = arguments->launched.start(c.mesh.str());
     const c10::Device device = arguments->launched.device();
     require_runs_on(c, device);
-    exit_code = world ? run_on(*world, arguments->launched, c, arguments->json)
-                      : report(c, device.is_cpu() ? run_case(c) : run_case(c, *thread_ranks_on(device)), arguments->json);
+    if (world) {
+      exit_code = run_on(*world, arguments->launched, c, arguments->json);
+      return;
+    }
+    const auto on_device = device.is_cpu() ? nullptr : thread_ranks_on(device);
+    Ranks& ranks = on_device ? *on_device : thread_ranks();
+    exit_code = report(c, run_case(c, ranks), ranks, arguments->json);
   });
 }
 

@@ -62,8 +62,9 @@ void print(const VerifyResult& result) {
                result.oracle_differences.size());
   for (const std::string& difference : result.oracle_differences) fmt::print("\nORACLE {}\n", difference);
   for (const Failure& failure : result.failures)
-    fmt::print("\nFAILURE after {} cases: {}\n  minimal  {}\n  found as {}\n  replay   build/shardproof replay '{}'\n",
-               failure.cases, failure.what, failure.minimal.str(), failure.original.str(), failure.minimal.str());
+    fmt::print("\nFAILURE after {} cases: {}\n{}  minimal  {}\n  found as {}\n  replay   build/shardproof replay '{}'\n",
+               failure.cases, failure.what, in_lines(failure.looks_like), failure.minimal.str(), failure.original.str(),
+               failure.minimal.str());
   const int64_t cases = result.coverage.cases();
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   fmt::print("\n{}{}: {} of {} cases held, in {:.1f} s ({:.0f} cases a minute)\n",

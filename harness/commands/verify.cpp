@@ -128,11 +128,12 @@ class Campaign {
       stopped.held = true;
       return interrupted_ ? stopped : run_case(candidate, ranks());
     });
+    const Explanation looks_like = interrupted_ ? Explanation{} : explain(shrunk.minimal, ranks());
     const std::lock_guard lock(mutex_);
-    result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, cases});
+    result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, looks_like, cases});
     failures_.store(shrunk.minimal, shrunk.verdict.what);
     json_.write({{"type", "failure"}, {"case", shrunk.minimal.str()}, {"what", shrunk.verdict.what},
-                 {"original", c.str()}, {"cases", cases}, {"tried", shrunk.tried},
+                 {"where", looks_like.where}, {"guess", looks_like.guess}, {"original", c.str()}, {"cases", cases}, {"tried", shrunk.tried},
                  {"replay", fmt::format("build/shardproof replay '{}'", shrunk.minimal.str())}});
   }
 

@@ -8,6 +8,7 @@
 
 #include "harness/case/generate.h"
 #include "harness/commands/coverage.h"
+#include "harness/run/explain.h"
 #include "harness/run/ranks.h"
 
 namespace harness {
@@ -29,6 +30,7 @@ struct VerifyOptions {
 struct Failure {
   Case original, minimal;
   std::string what;
+  Explanation looks_like;  // of the minimal case
   int64_t cases = 0;  // how many had run when it was found, itself included
 };
 

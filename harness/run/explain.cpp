@@ -1,0 +1,265 @@
+#include "harness/run/explain.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <optional>
+
+#include "harness/case/problem.h"
+#include "harness/run/suspects.h"
+#include "harness/run/wrong_pieces.h"
+#include "shardproof/base/check.h"
+
+namespace harness {
+namespace {
+
+using shardproof::Piece;
+
+// What needs no golden run of its own.
+std::string plain_guess(const WrongPieces& wrong, const Case& c, const golden::Step& step) {
+  const auto all = [&](const auto& is) { return std::ranges::all_of(wrong.pieces, is); };
+  if (all([](const WrongPiece& piece) { return !at::isfinite(piece.values).all().item<bool>(); }))
+    return "they hold NaN or infinity";
+  if (all([](const WrongPiece& piece) { return norm_of(piece.values) == 0; }))
+    return "they are zero: nothing has arrived there";
+  if (const auto factor = factor_between(wrong, wrong.wanted)) {
+    const std::string words = factor_in_words(c, step, *factor);
+    if (!words.empty()) return fmt::format("they are {} times what they should be: {}", fmt::format("{:.6g}", *factor), words);
+    return fmt::format("they are {:.6g} times what they should be", *factor);
+  }
+  return "";
+}
+
+// What remains when nothing else fits.
+std::string rest_of_guess(const WrongPieces& wrong) {
+  if (const auto shift = shift_of(wrong))
+    return fmt::format("they are shifted by {} element{}", *shift, *shift == 1 ? "" : "s");
+  if (std::string elsewhere = belongs_elsewhere(wrong); !elsewhere.empty()) return elsewhere;
+  const double apart = distance(wrong, wrong.wanted);
+  if (apart < 1e-2) return fmt::format("they differ by a relative {:.1e}: another rounding, precision or order of sums", apart);
+  return "";
+}
+
+struct Failing {
+  const Case& c;
+  const golden::Run& run;
+  const golden::Trace& trace;
+  const std::vector<RankStep>& ranks;
+  size_t step;
+
+  const golden::StepTrace& golden() const { return trace[step]; }
+  const golden::StepTrace* earlier() const {
+    const int64_t last = run.steps[step].after.value_or(static_cast<int64_t>(step) - 1);
+    return last < 0 ? nullptr : &trace[static_cast<size_t>(last)];
+  }
+  const golden::Named& begin() const { return earlier() ? earlier()->parameters : run.parameters; }
+};
+
+std::string with(const Failing& failing, const WrongPieces& wrong, const std::vector<Suspect>& suspects) {
+  const double usual = distance(wrong, wrong.wanted);
+  double best = std::min(wrong.tolerance, usual / 10);
+  std::string text;
+  for (const Suspect& suspect : suspects) {
+    std::map<int64_t, Values> by_rank;
+    for (int64_t rank = 0; rank < std::ssize(failing.ranks); ++rank) by_rank[rank] = suspect.values(rank);
+    const double apart = distance(wrong, [&](int64_t rank) -> const Values& { return by_rank.at(rank); });
+    if (apart < best * 0.999) best = apart, text = suspect.text;
+  }
+  return text;
+}
+
+// The failing step by itself, in plain float64 and without what comes after the sum.
+golden::Run alone(const Failing& failing) {
+  golden::Run run = failing.run;
+  run.parameters = failing.begin();
+  golden::Step step = run.steps[failing.step];
+  step.after = {};
+  step.clip_norm = 0;
+  step.order = golden::SumOrder{.shards = failing.c.shards() * failing.c.context_ranks(), .replicas = failing.c.replicas()};
+  step.order->shards = static_cast<int64_t>(step.microbatches.front().size()) / step.order->replicas;
+  run.order = *step.order;
+  run.steps = {std::move(step)};
+  run.model.canonical = false;
+  run.precision = {};
+  run.scaling = {};
+  run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
+  run.jitter = 0;
+  return run;
+}
+
+std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong) {
+  const golden::Step& step = failing.run.steps[failing.step];
+  const double clipped = step.clip_norm / (failing.golden().gradient_norm + 1e-6);
+  if (step.clip_norm > 0 && clipped < 1)
+    if (const auto factor = factor_between(wrong, wrong.wanted); factor && std::abs(*factor * clipped - 1) < 1e-3)
+      return "they were not clipped";
+  if (std::string plain = plain_guess(wrong, failing.c, step); !plain.empty()) return plain;
+  std::vector<Suspect> suspects;
+  if (step.clip_norm == 0 || clipped >= 1) suspects = gradient_suspects(failing.c, alone(failing));
+  const golden::StepTrace* earlier = failing.earlier();
+  if (earlier && earlier->gradients.size() == wrong.wanted.size()) {
+    const Values before = in_double(earlier->gradients);
+    Values both = wrong.wanted;
+    for (size_t i = 0; i < both.size(); ++i) both[i] = both[i] + before[i];
+    suspects.push_back({"they are those of the step before", [before](int64_t) { return before; }});
+    suspects.push_back({"those of the step before were added to them: they were not zeroed", [both](int64_t) { return both; }});
+  }
+  if (std::string text = with(failing, wrong, suspects); !text.empty()) return text;
+  return rest_of_guess(wrong);
+}
+
+// Parameters, and the optimizer's state.
+std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before) {
+  if (before && before->size() == wrong.wanted.size()) {
+    const Values old = in_double(*before);
+    if (distance(wrong, old) <= wrong.tolerance / 100) return "they are those from before the step: nothing has updated them";
+    WrongPieces updates = wrong;
+    for (size_t i = 0; i < old.size(); ++i) updates.wanted[i] = wrong.wanted[i] - old[i];
+    for (WrongPiece& piece : updates.pieces) piece.values = piece.values - wrong.of(old, piece);
+    updates.tolerance = 1e-3;
+    if (const auto factor = factor_between(updates, updates.wanted)) {
+      const std::string words = factor_in_words(failing.c, failing.run.steps[failing.step], *factor);
+      return fmt::format("their change in this step is {:.4g} times what it should be{}", *factor,
+                         words.empty() ? "" : ": " + words);
+    }
+  }
+  if (std::string plain = plain_guess(wrong, failing.c, failing.run.steps[failing.step]); !plain.empty()) return plain;
+  return rest_of_guess(wrong);
+}
+
+// The norm is wrong, and the gradients are right.
+std::string guess_of_norm(const Failing& failing) {
+  const double wanted = failing.golden().gradient_norm, held = failing.ranks.front().gradient_norm;
+  const double order = failing.run.steps[failing.step].norm_order;
+  const double ratio = order == 2 ? std::pow(held / wanted, 2) : held / wanted;
+  const std::string words = factor_in_words(failing.c, failing.run.steps[failing.step], ratio);
+  if (!words.empty()) return fmt::format("the sum within the norm is {:.6g} times what it should be: {}", ratio, words);
+  double own = 0;
+  for (const Piece& piece : failing.ranks.front().gradients) own += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
+  if (order == 2 && std::abs(std::sqrt(own) - held) < 1e-4 * held) return "it is the norm of each rank's own part";
+  return "";
+}
+
+bool near(double a, double b) {
+  return std::abs(a - b) <= 1e-4 * std::abs(b);
+}
+
+std::string guess_of_loss(const Failing& failing, size_t rank, size_t round) {
+  const std::vector<double>& wanted = failing.golden().losses[round];
+  const double held = failing.ranks[rank].losses[round];
+  for (size_t other = 0; other < wanted.size(); ++other)
+    if (near(held, wanted[other])) return fmt::format("it is that of data-parallel rank {}", other);
+  if (failing.step == 0) return "";
+  golden::Run stale = alone(failing);
+  stale.parameters = failing.step >= 2 ? failing.trace[failing.step - 2].parameters : failing.run.parameters;
+  const auto neighbours = static_cast<size_t>(failing.c.microbatch_ranks());
+  const bool is_stale = near(held, golden::train(stale, at::kDouble).front().losses[round][rank / neighbours]);
+  return is_stale ? "the forward computed on the parameters of the step before" : "";
+}
+
+double tolerance_of(const Case& c) {
+  const CaseOptions& o = c.options;
+  return o.compute != fp32 || o.gradient != fp32 || o.reduce != fp32 ? 2e-2 : 1e-4;
+}
+
+using Found = std::optional<Explanation>;
+
+Explanation found(const Failing& failing, const WrongPieces& wrong, std::string guess) {
+  return {fmt::format("step {}: {}", failing.step, in_words(wrong, std::ssize(failing.ranks))), std::move(guess)};
+}
+
+WrongPieces wrong_gradients(const Failing& failing, double tolerance) {
+  const auto pieces = [](const RankStep& step) -> const std::vector<Piece>& { return step.gradients; };
+  return wrong_pieces("gradients", failing.golden().gradients, failing.ranks, pieces, tolerance);
+}
+
+Found in_losses(const Failing& failing) {
+  const auto& wanted = failing.golden().losses;
+  const auto neighbours = static_cast<size_t>(failing.c.microbatch_ranks());
+  for (size_t rank = 0; rank < failing.ranks.size(); ++rank)
+    for (size_t round = 0; round < wanted.size(); ++round)
+      if (!near(failing.ranks[rank].losses[round], wanted[round][rank / neighbours]))
+        return Explanation{fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step, rank, round),
+                           guess_of_loss(failing, rank, round)};
+  return {};
+}
+
+Found in_gradients(const Failing& failing) {
+  const WrongPieces wrong = wrong_gradients(failing, tolerance_of(failing.c));
+  if (failing.golden().skipped || wrong.pieces.empty()) return {};
+  return found(failing, wrong, guess_of_gradients(failing, wrong));
+}
+
+Found in_state(const Failing& failing) {
+  static const std::vector<Piece> none;
+  const golden::StepTrace* earlier = failing.earlier();
+  for (size_t slot = 0; slot < failing.golden().state.size(); ++slot) {
+    const auto& [name, values] = failing.golden().state[slot];
+    const auto pieces = [&name](const RankStep& step) -> const std::vector<Piece>& {
+      const auto at = std::ranges::find_if(step.state, [&](const auto& item) { return item.first == name; });
+      return at == step.state.end() ? none : at->second;
+    };
+    const WrongPieces wrong = wrong_pieces("tensors of " + name, values, failing.ranks, pieces, tolerance_of(failing.c));
+    if (!wrong.pieces.empty())
+      return found(failing, wrong, guess_of_results(failing, wrong, earlier ? &earlier->state[slot].second : nullptr));
+  }
+  return {};
+}
+
+Found in_parameters(const Failing& failing) {
+  for (const auto& [kind, member] :
+       {std::pair{"parameters", &RankStep::parameters}, {"parameters to compute with", &RankStep::compute_parameters}}) {
+    const auto pieces = [member](const RankStep& step) -> const std::vector<Piece>& { return step.*member; };
+    const WrongPieces wrong =
+        wrong_pieces(kind, failing.golden().parameters, failing.ranks, pieces, tolerance_of(failing.c) / 10);
+    if (!wrong.pieces.empty()) return found(failing, wrong, guess_of_results(failing, wrong, &failing.begin()));
+  }
+  return {};
+}
+
+// Where no rounding may differ.
+Found in_roundings(const Failing& failing) {
+  if (failing.c.mode == Mode::fast) return {};
+  WrongPieces wrong = wrong_gradients(failing, 0);
+  if (!failing.golden().skipped && !wrong.pieces.empty()) {
+    wrong.tolerance = tolerance_of(failing.c);
+    return found(failing, wrong, rest_of_guess(wrong));
+  }
+  if (failing.ranks.front().gradient_norm == failing.golden().gradient_norm) return {};
+  return Explanation{fmt::format("step {}: the gradient norm is wrong, and the gradients are right", failing.step),
+                     guess_of_norm(failing)};
+}
+
+}  // namespace
+
+std::string in_lines(const Explanation& explanation) {
+  std::string lines;
+  if (!explanation.where.empty()) lines += fmt::format("  where    {}\n", explanation.where);
+  if (!explanation.guess.empty()) lines += fmt::format("  guess    {}\n", explanation.guess);
+  return lines;
+}
+
+Explanation explain(const Case& c, Ranks& ranks) {
+  golden::Run run = make_run(c);
+  run.device = ranks.device();
+  std::vector<std::vector<RankStep>> steps;
+  try {
+    steps = ranks.train(c, run);
+  } catch (const shardproof::Error&) {
+    return {};
+  }
+  const golden::Trace trace = golden::train(run);
+  for (size_t step = 0; step < steps.size(); ++step) {
+    const Case here = c.at(step);
+    const Failing failing{here, run, trace, steps[step], step};
+    for (const auto& look : {in_losses, in_gradients, in_state, in_parameters, in_roundings})
+      if (Found explanation = look(failing)) return *explanation;
+  }
+  return {};
+}
+
+}  // namespace harness

@@ -1,0 +1,24 @@
+// What a failed case looks like. A failure says which value differs first; this says how: which tensors are wrong on which
+// ranks, and which common mistake makes the same values. The mistakes are computed from golden runs, microbatch by microbatch.
+#pragma once
+
+#include <string>
+
+#include "harness/case/case.h"
+#include "harness/run/ranks.h"
+
+namespace harness {
+
+struct Explanation {
+  std::string where;  // "step 0: 2 of 4 gradients are wrong, layers.1.weight first, on ranks 1 and 3 of 4"
+  std::string guess;  // "the terms of data-parallel rank 1 are missing"; "" when no mistake that is known here fits
+};
+
+// Trains the case on both sides once more, and every microbatch of the failing step by itself. Both texts are empty when the
+// case holds, or fails by an error.
+Explanation explain(const Case& c, Ranks& ranks = thread_ranks());
+
+// "  where    ...\n  guess    ...\n", without the lines that say nothing.
+std::string in_lines(const Explanation& explanation);
+
+}  // namespace harness

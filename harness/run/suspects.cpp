@@ -1,0 +1,130 @@
+#include "harness/run/suspects.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
+#include <memory>
+
+namespace harness {
+namespace {
+
+// Gradients of each microbatch by itself, [round][data-parallel rank].
+class Terms {
+ public:
+  explicit Terms(const golden::Run& run) {
+    const golden::Step& step = run.steps.front();
+    for (size_t round = 0; round < step.microbatches.size(); ++round) {
+      terms_.emplace_back();
+      for (size_t rank = 0; rank < step.microbatches[round].size(); ++rank) terms_.back().push_back(alone(run, round, rank));
+    }
+  }
+
+  int64_t rounds() const { return std::ssize(terms_); }
+  int64_t ranks() const { return std::ssize(terms_.front()); }
+
+  // The sum of those that `counts` says so often.
+  Values sum(const std::function<double(int64_t round, int64_t rank)>& counts) const {
+    Values total;
+    for (const at::Tensor& like : terms_[0][0]) total.push_back(at::zeros_like(like));
+    for (int64_t round = 0; round < rounds(); ++round)
+      for (int64_t rank = 0; rank < ranks(); ++rank)
+        for (size_t i = 0; i < total.size(); ++i)
+          total[i].add_(terms_[static_cast<size_t>(round)][static_cast<size_t>(rank)][i], counts(round, rank));
+    return total;
+  }
+
+ private:
+  static Values alone(const golden::Run& run, size_t round, size_t rank) {
+    golden::Run one = run;
+    for (size_t k = 0; k < one.steps[0].microbatches.size(); ++k)
+      for (size_t r = 0; r < one.steps[0].microbatches[k].size(); ++r)
+        if (k != round || r != rank) one.steps[0].microbatches[k][r].weight = 0;
+    return in_double(golden::train(one, at::kDouble).front().gradients);
+  }
+
+  std::vector<std::vector<Values>> terms_;
+};
+
+bool near(double a, double b) {
+  return std::abs(a - b) <= 1e-4 * std::abs(b);
+}
+
+}  // namespace
+
+Values in_double(const golden::Named& tensors) {
+  Values values;
+  for (const auto& [name, tensor] : tensors) values.push_back(tensor.to(at::kDouble).contiguous().view({-1}));
+  return values;
+}
+
+std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
+  const auto terms = std::make_shared<Terms>(run);
+  std::vector<Suspect> suspects;
+  const auto add = [&](std::string text, std::function<double(int64_t round, int64_t rank)> counts) {
+    suspects.push_back({std::move(text), [terms, values = terms->sum(counts)](int64_t) { return values; }});
+  };
+  // Of what each rank holds by itself: `together` says whose terms a rank has.
+  const auto add_own = [&](std::string text, std::function<bool(int64_t own, int64_t rank)> together) {
+    const int64_t neighbours = c.microbatch_ranks();
+    suspects.push_back({std::move(text), [=](int64_t rank) {
+                          return terms->sum([&](int64_t, int64_t other) { return together(rank / neighbours, other) ? 1 : 0; });
+                        }});
+  };
+  const int64_t ranks = terms->ranks(), rounds = terms->rounds(), shards = c.shards();
+  if (ranks > 1) {
+    add_own("each rank has its own terms alone: they were not summed over ranks",
+            [](int64_t own, int64_t r) { return own == r; });
+    for (int64_t r = 0; r < ranks; ++r) {
+      add(fmt::format("the terms of data-parallel rank {} are missing", r), [r](int64_t, int64_t x) { return x != r; });
+      add(fmt::format("the terms of data-parallel rank {} were added twice", r),
+          [r](int64_t, int64_t x) { return x == r ? 2 : 1; });
+      add(fmt::format("only the terms of data-parallel rank {} are there", r), [r](int64_t, int64_t x) { return x == r; });
+    }
+  }
+  if (shards > 1 && c.replicas() > 1) {
+    add_own("the sum over dp_replicate is missing", [shards](int64_t own, int64_t r) { return own / shards == r / shards; });
+    add_own("the sum over dp_shard is missing", [shards](int64_t own, int64_t r) { return own % shards == r % shards; });
+  }
+  for (int64_t k = 0; rounds > 1 && k < rounds; ++k) {
+    add(fmt::format("microbatch {} of {} is missing", k, rounds), [k](int64_t x, int64_t) { return x != k; });
+    add(fmt::format("microbatch {} of {} was added twice", k, rounds), [k](int64_t x, int64_t) { return x == k ? 2 : 1; });
+    add(fmt::format("only microbatch {} of {} is there", k, rounds), [k](int64_t x, int64_t) { return x == k; });
+    for (int64_t r = 0; ranks > 1 && r < ranks; ++r)
+      add(fmt::format("microbatch {} of data-parallel rank {} is missing", k, r),
+          [k, r](int64_t x, int64_t y) { return x != k || y != r; });
+  }
+  return suspects;
+}
+
+std::string factor_in_words(const Case& c, const golden::Step& step, double factor) {
+  struct Known {
+    double size;
+    std::string name;
+  };
+  double tokens = 0;
+  for (const auto& round : step.microbatches)
+    for (const golden::Microbatch& m : round) tokens += static_cast<double>(m.target.numel());
+  const std::vector<Known> all = {{static_cast<double>(c.data_ranks()), "the number of data-parallel ranks"},
+                                  {static_cast<double>(c.shards()), "the number of ranks along dp_shard"},
+                                  {static_cast<double>(c.replicas()), "the number of ranks along dp_replicate"},
+                                  {static_cast<double>(step.microbatches.size()), "the number of microbatches"},
+                                  {static_cast<double>(c.tensor_ranks()), "the number of ranks along tp"},
+                                  {static_cast<double>(c.context_ranks()), "the number of ranks along cp"},
+                                  {static_cast<double>(c.mesh.size()), "the number of all ranks"},
+                                  {step.divide * step.divide_before, "the divisor of the gradients"},
+                                  {static_cast<double>(c.options.loss_scale), "the loss scale"},
+                                  {tokens, "the number of elements of all targets"}};
+  std::vector<std::string> names;
+  double size = 0;
+  for (const Known& known : all)
+    if (known.size > 1 && (near(factor, known.size) || near(factor, 1 / known.size))) {
+      names.push_back(known.name);
+      size = known.size;
+    }
+  if (names.empty()) return "";
+  return fmt::format("{}{:.6g}, {}", factor < 1 ? "1/" : "", size, fmt::join(names, " or "));
+}
+
+}  // namespace harness

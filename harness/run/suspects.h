@@ -1,0 +1,29 @@
+// Mistakes as values: what the gradients of a step would be if some term were left out, added twice, or not summed.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "golden/golden.h"
+#include "harness/case/case.h"
+
+namespace harness {
+
+using Values = std::vector<at::Tensor>;  // float64, 1-D, one a trained parameter, in the golden order
+
+// A mistake, and what each rank would then hold.
+struct Suspect {
+  std::string text;
+  std::function<Values(int64_t rank)> values;
+};
+
+// The step's gradients under each mistake. `run` is the failing step alone, begun with the parameters that it found.
+std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run);
+
+// What a factor between two values may be, in words: "2, the ranks along dp_shard"; "" when nothing of the case has this size.
+std::string factor_in_words(const Case& c, const golden::Step& step, double factor);
+
+Values in_double(const golden::Named& tensors);
+
+}  // namespace harness

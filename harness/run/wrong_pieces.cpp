@@ -1,0 +1,129 @@
+#include "harness/run/wrong_pieces.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+
+namespace harness {
+
+using shardproof::Piece;
+
+double norm_of(const at::Tensor& values) {
+  return at::sqrt(values.square().sum()).item<double>();
+}
+
+// How far pieces are from values, relative to the values; 2 where either is not finite.
+double distance(const WrongPieces& wrong, const std::function<const Values&(int64_t rank)>& values) {
+  double error = 0, size = 0;
+  for (const WrongPiece& piece : wrong.pieces) {
+    const at::Tensor wanted = wrong.of(values(piece.rank), piece);
+    error += std::pow(norm_of(piece.values - wanted), 2);
+    size += std::pow(norm_of(wanted), 2);
+  }
+  const double relative = std::sqrt(error) / std::max(std::sqrt(size), 1e-30);
+  return std::isfinite(relative) ? relative : 2;
+}
+double distance(const WrongPieces& wrong, const Values& values) {
+  return distance(wrong, [&](int64_t) -> const Values& { return values; });
+}
+
+WrongPieces wrong_pieces(std::string kind, const golden::Named& golden, const std::vector<RankStep>& ranks,
+                         const PiecesOf& pieces, double tolerance) {
+  WrongPieces wrong{std::move(kind), golden, in_double(golden), {}, tolerance};
+  std::map<std::string, size_t> index;
+  for (size_t i = 0; i < golden.size(); ++i) index[golden[i].first] = i;
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    for (const Piece& piece : pieces(ranks[rank])) {
+      const auto found = index.find(piece.name);
+      if (found == index.end()) continue;
+      WrongPiece held{static_cast<int64_t>(rank), found->second, piece.run, piece.data.to(at::kDouble).contiguous().view({-1})};
+      const at::Tensor wanted = wrong.of(wrong.wanted, held);
+      if (!(norm_of(held.values - wanted) <= tolerance * norm_of(wanted))) wrong.pieces.push_back(std::move(held));
+    }
+  return wrong;
+}
+
+namespace {
+
+std::string ranks_in_words(const WrongPieces& wrong, int64_t world) {
+  std::set<int64_t> ranks;
+  for (const WrongPiece& piece : wrong.pieces) ranks.insert(piece.rank);
+  if (std::ssize(ranks) == world) return world == 1 ? "" : fmt::format(", on all {} ranks", world);
+  return fmt::format(", on rank{} {} of {}", ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "), world);
+}
+
+}  // namespace
+
+std::string in_words(const WrongPieces& wrong, int64_t world) {
+  std::set<size_t> tensors;
+  for (const WrongPiece& piece : wrong.pieces) tensors.insert(piece.tensor);
+  return fmt::format("{} of {} {} are wrong, {} the first of them{}", tensors.size(), wrong.golden.size(), wrong.kind,
+                     wrong.golden[*tensors.begin()].first, ranks_in_words(wrong, world));
+}
+
+// One factor between what is held and `values`; nothing when there is none.
+std::optional<double> factor_between(const WrongPieces& wrong, const Values& values) {
+  double product = 0, square = 0;
+  for (const WrongPiece& piece : wrong.pieces) {
+    const at::Tensor wanted = wrong.of(values, piece);
+    product += at::dot(piece.values, wanted).item<double>();
+    square += at::dot(wanted, wanted).item<double>();
+  }
+  if (!(square > 0)) return {};
+  const double factor = product / square;
+  Values scaled;
+  for (const at::Tensor& value : values) scaled.push_back(value * factor);
+  const bool fits = std::abs(factor) > 1e-12 && distance(wrong, scaled) <= wrong.tolerance;
+  return fits && std::abs(factor - 1) > wrong.tolerance ? std::optional(factor) : std::nullopt;
+}
+
+// A shift of all wrong pieces along their tensors by one number of elements.
+std::optional<int64_t> shift_of(const WrongPieces& wrong) {
+  // Fewer than a piece has: beyond, it is another rank's.
+  int64_t most = 64;
+  for (const WrongPiece& piece : wrong.pieces) most = std::min(most, piece.run.size() - 1);
+  for (int64_t elements = 1; elements <= most; ++elements)
+    for (const int64_t shift : {elements, -elements}) {
+      int64_t compared = 0;
+      const bool fits = std::ranges::all_of(wrong.pieces, [&](const WrongPiece& piece) {
+        const at::Tensor& whole = wrong.wanted[piece.tensor];
+        const int64_t begin = std::max(piece.run.begin, -shift), end = std::min(piece.run.end, whole.numel() - shift);
+        if (end - begin < 1) return true;
+        const at::Tensor wanted = whole.narrow(0, begin + shift, end - begin);
+        compared += end - begin;
+        return norm_of(piece.values.narrow(0, begin - piece.run.begin, end - begin) - wanted) <=
+               wrong.tolerance * norm_of(wanted);
+      });
+      if (fits && compared >= 3) return shift;
+    }
+  return {};
+}
+
+// Whether every wrong piece holds what belongs elsewhere: another interval that some rank holds, or another tensor.
+std::string belongs_elsewhere(const WrongPieces& wrong) {
+  std::string text;
+  for (const WrongPiece& piece : wrong.pieces) {
+    std::string found;
+    for (size_t tensor = 0; tensor < wrong.wanted.size() && found.empty(); ++tensor) {
+      const at::Tensor& whole = wrong.wanted[tensor];
+      const int64_t length = piece.run.size();
+      for (int64_t begin = 0; begin + length <= whole.numel() && found.empty(); begin += length) {
+        const at::Tensor wanted = whole.narrow(0, begin, length);
+        if (length < 2 || norm_of(wanted) == 0 || norm_of(piece.values - wanted) > wrong.tolerance * norm_of(wanted)) continue;
+        found =
+            fmt::format("rank {} has elements [{}, {}) of {} where [{}, {}) of {} belong", piece.rank, begin, begin + length,
+                        wrong.golden[tensor].first, piece.run.begin, piece.run.end, wrong.golden[piece.tensor].first);
+      }
+    }
+    if (found.empty()) return "";
+    if (text.empty()) text = found;
+  }
+  return text;
+}
+
+}  // namespace harness

@@ -1,0 +1,165 @@
+// What a failure looks like: planted in what healthy ranks say, each mistake is named.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "harness/case/problem.h"
+#include "harness/run/explain.h"
+#include "properties/kit/harness_env.h"
+
+using namespace harness;
+
+namespace {
+
+using Steps = std::vector<std::vector<RankStep>>;
+using Plant = std::function<void(Steps& steps)>;
+
+// Ranks that train well and then say something else.
+class Lying final : public Ranks {
+ public:
+  explicit Lying(Plant plant) : plant_(std::move(plant)) {}
+  Steps train(const Case& c, const golden::Run& run) override {
+    Steps steps = thread_ranks().train(c, run);
+    plant_(steps);
+    return steps;
+  }
+
+ private:
+  Plant plant_;
+};
+
+const char* const kCase =
+    "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,align=64,loss=sum) sgd(lr=0.1) ordered seed=3 : accumulate(3) step*2";
+
+Explanation explained(const Plant& plant, const char* text = kCase) {
+  Lying ranks(plant);
+  return explain(Case::parse(text), ranks);
+}
+
+void expect_guess(const std::string& guess, const Plant& plant, const char* text = kCase) {
+  const Explanation found = explained(plant, text);
+  EXPECT_NE(found.guess.find(guess), std::string::npos) << found.where << "\n guess " << found.guess;
+}
+
+// Replaces all ranks' gradients of a step by those of a golden run in which each microbatch counts as often as said.
+Plant as_if(const std::function<double(size_t round, size_t rank)>& counts, const char* text = kCase, size_t step = 1) {
+  return [=](Steps& steps) {
+    golden::Run run = make_run(Case::parse(text));
+    auto& rounds = run.steps[step].microbatches;
+    for (size_t round = 0; round < rounds.size(); ++round)
+      for (size_t rank = 0; rank < rounds[round].size(); ++rank) rounds[round][rank].weight *= counts(round, rank);
+    const golden::Trace trace = golden::train(run);
+    for (RankStep& rank : steps[step])
+      for (shardproof::Piece& piece : rank.gradients)
+        for (const auto& [name, gradient] : trace[step].gradients)
+          if (name == piece.name)
+            piece.data = gradient.contiguous().view({-1}).narrow(0, piece.run.begin, piece.run.size()).clone();
+  };
+}
+
+void change(Steps& steps, size_t step, size_t rank, const std::function<void(at::Tensor&)>& how) {
+  for (shardproof::Piece& piece : steps[step][rank].gradients) how(piece.data);
+}
+
+}  // namespace
+
+TEST(Explain, says_nothing_of_a_case_that_holds) {
+  const Explanation found = explain(Case::parse(kCase));
+  EXPECT_EQ(found.where, "");
+  EXPECT_EQ(found.guess, "");
+}
+
+TEST(Explain, names_the_tensors_and_the_ranks) {
+  const Explanation found = explained([](Steps& steps) { change(steps, 1, 2, [](at::Tensor& g) { g = g * 3; }); });
+  EXPECT_NE(found.where.find("step 1: "), std::string::npos) << found.where;
+  EXPECT_NE(found.where.find("on rank 2 of 4"), std::string::npos) << found.where;
+}
+
+TEST(Explain, finds_a_term_that_is_missing_doubled_or_alone) {
+  expect_guess("the terms of data-parallel rank 2 are missing", as_if([](size_t, size_t rank) { return rank == 2 ? 0 : 1; }));
+  expect_guess("the terms of data-parallel rank 1 were added twice",
+               as_if([](size_t, size_t rank) { return rank == 1 ? 2 : 1; }));
+  expect_guess("microbatch 0 of 3 is missing", as_if([](size_t round, size_t) { return round == 0 ? 0 : 1; }));
+  expect_guess("only microbatch 2 of 3 is there", as_if([](size_t round, size_t) { return round == 2 ? 1 : 0; }));
+  expect_guess("microbatch 1 of data-parallel rank 3 is missing",
+               as_if([](size_t round, size_t rank) { return round == 1 && rank == 3 ? 0 : 1; }));
+}
+
+TEST(Explain, names_a_wrong_divisor_by_what_has_its_size) {
+  const auto times = [](double factor) {
+    return [factor](Steps& steps) {
+      for (size_t rank = 0; rank < 4; ++rank) change(steps, 0, rank, [&](at::Tensor& g) { g = g * factor; });
+    };
+  };
+  expect_guess("the number of ranks along dp_shard", times(4));
+  expect_guess("1/4, the number of", times(0.25));
+  expect_guess("the number of microbatches", times(3));
+  expect_guess("7 times", times(7));
+  expect_guess("nothing has arrived", times(0));
+}
+
+TEST(Explain, tells_gradients_of_the_step_before_from_those_that_were_not_zeroed) {
+  const auto of_before = [](double own) {
+    return [own](Steps& steps) {
+      for (size_t rank = 0; rank < steps[1].size(); ++rank)
+        for (size_t i = 0; i < steps[1][rank].gradients.size(); ++i)
+          steps[1][rank].gradients[i].data = steps[0][rank].gradients[i].data + own * steps[1][rank].gradients[i].data;
+    };
+  };
+  expect_guess("they are those of the step before", of_before(0));
+  expect_guess("they were not zeroed", of_before(1));
+}
+
+TEST(Explain, finds_a_shift_and_what_belongs_to_another_rank) {
+  expect_guess("shifted by 1 element", [](Steps& steps) {
+    golden::Run run = make_run(Case::parse(kCase));
+    const golden::Trace trace = golden::train(run);
+    for (RankStep& rank : steps[0])
+      for (shardproof::Piece& piece : rank.gradients)
+        for (const auto& [name, gradient] : trace[0].gradients)
+          if (name == piece.name)
+            piece.data = gradient.contiguous().view({-1}).roll(-1).narrow(0, piece.run.begin, piece.run.size()).clone();
+  });
+  expect_guess(
+      "rank 0 has elements",
+      [](Steps& steps) {
+        for (shardproof::Piece& own : steps[0][0].gradients)
+          for (const shardproof::Piece& other : steps[0][1].gradients)
+            if (own.name == other.name && own.run.size() == other.run.size()) own.data = other.data.clone();
+      },
+      "mlp(widths=16-16,bias=0) mesh(dp_shard=4) zero2(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : step");
+}
+
+TEST(Explain, tells_a_parameter_that_was_not_updated_from_one_that_moved_too_far) {
+  const auto moved = [](double factor) {
+    return [factor](Steps& steps) {
+      for (size_t rank = 0; rank < steps[1].size(); ++rank)
+        for (size_t i = 0; i < steps[1][rank].parameters.size(); ++i) {
+          const at::Tensor before = steps[0][rank].parameters[i].data;
+          at::Tensor& now = steps[1][rank].parameters[i].data;
+          now = before + (now - before) * factor;
+        }
+    };
+  };
+  expect_guess("nothing has updated them", moved(0));
+  expect_guess("their change in this step is 4 times", moved(4));
+}
+
+TEST(Explain, tells_a_rounding_from_a_mistake) {
+  expect_guess("another rounding", [](Steps& steps) { change(steps, 0, 1, [](at::Tensor& g) { g = g * (1 + 3e-7); }); });
+}
+
+TEST(Explain, names_the_loss_of_another_rank) {
+  expect_guess("it is that of data-parallel rank 3", [](Steps& steps) { steps[0][1].losses = steps[0][3].losses; });
+}
+
+TEST(Explain, finds_gradients_that_were_not_clipped) {
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1,clip=0.03125) ordered seed=3 : step";
+  expect_guess(
+      "they were not clipped",
+      [&](Steps& steps) {
+        golden::Run run = make_run(Case::parse(text));
+        const double norm = golden::train(run)[0].gradient_norm;
+        for (size_t rank = 0; rank < 2; ++rank) change(steps, 0, rank, [&](at::Tensor& g) { g = g * (norm / 0.03125); });
+      },
+      text);
+}
