@@ -62,15 +62,14 @@ void print(const VerifyResult& result) {
                result.oracle_differences.size());
   for (const std::string& difference : result.oracle_differences) fmt::print("\nORACLE {}\n", difference);
   for (const Failure& failure : result.failures)
-    fmt::print("\nFAILURE after {} cases: {}\n{}  minimal  {}\n  found as {}\n  replay   build/shardproof replay '{}'\n",
-               failure.cases, failure.what, in_lines(failure.looks_like), failure.minimal.str(), failure.original.str(),
-               failure.minimal.str());
+    fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   build/shardproof replay '{}'\n",
+               failure.cases, failure.cases == 1 ? "" : "s", failure.what, in_lines(failure.looks_like), failure.minimal.str(),
+               failure.original.str(), failure.minimal.str());
   const int64_t cases = result.coverage.cases();
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   fmt::print("\n{}{}: {} of {} cases held, in {:.1f} s ({:.0f} cases a minute)\n",
-             result.interrupted ? "INTERRUPTED, so far " : "", held ? "ALL HELD" : "FAILED",
-             cases - result.coverage.failures(), cases, result.seconds,
-             static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
+             result.interrupted ? "INTERRUPTED, so far " : "", held ? "ALL HELD" : "FAILED", cases - result.coverage.failures(),
+             cases, result.seconds, static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
 }
 
 int run(const Arguments& arguments) {

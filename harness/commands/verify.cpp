@@ -132,8 +132,14 @@ class Campaign {
     const std::lock_guard lock(mutex_);
     result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, looks_like, cases});
     failures_.store(shrunk.minimal, shrunk.verdict.what);
-    json_.write({{"type", "failure"}, {"case", shrunk.minimal.str()}, {"what", shrunk.verdict.what},
-                 {"where", looks_like.where}, {"guess", looks_like.guess}, {"original", c.str()}, {"cases", cases}, {"tried", shrunk.tried},
+    json_.write({{"type", "failure"},
+                 {"case", shrunk.minimal.str()},
+                 {"what", shrunk.verdict.what},
+                 {"where", looks_like.where},
+                 {"guess", looks_like.guess},
+                 {"original", c.str()},
+                 {"cases", cases},
+                 {"tried", shrunk.tried},
                  {"replay", fmt::format("build/shardproof replay '{}'", shrunk.minimal.str())}});
   }
 

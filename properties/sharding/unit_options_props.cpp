@@ -181,11 +181,12 @@ TEST(Between, every_row_that_keeps_a_part_trains_like_plain) {
   for (const Strategy& row : free_rows()) {
     if (!row.between) continue;
     ++rows;
-    for (const bool recompute : {false, true}) {
-      parity::Plan plan{.mesh = grid(2, 2), .options = with(row.name, {}), .microbatches = 2};
-      if (recompute) plan.options.recompute = plan.options.units;
-      expect_trains_like_plain(chain, plan);
-    }
+    for (const bool recompute : {false, true})
+      for (const Mesh& mesh : {grid(2, 2), grid(3, 1), grid(1, 3)}) {
+        parity::Plan plan{.mesh = mesh, .options = with(row.name, {}), .microbatches = 2};
+        if (recompute) plan.options.recompute = plan.options.units;
+        expect_trains_like_plain(chain, plan);
+      }
   }
   EXPECT_GE(rows, 4);
 }

@@ -171,10 +171,11 @@ void BucketParameters::reshard_within(int64_t ranks) {
 void BucketParameters::reshard_between() {
   const Hop* between = layout_.between();
   if (between == nullptr) return reshard();
-  if (!frees_compute() || between->lowered.step == Step::none) {
+  if (!frees_compute()) {
     residency_ = Residency::kept;
     return;
   }
+  if (between->lowered.step == Step::none) return;  // on this mesh it is the whole bucket, which stays
   keep(comms_->along(between->lowered.axes), between->part.interval);
 }
 
