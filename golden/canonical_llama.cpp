@@ -36,6 +36,13 @@ Matrix product(const Matrix& a, const Matrix& b) {
   return result;
 }
 
+// The same values, in rows of `columns`.
+Matrix in_rows_of(Matrix x, int64_t columns) {
+  x.rows = x.rows * x.columns / columns;
+  x.columns = columns;
+  return x;
+}
+
 class Layer {
  public:
   Layer(const Llama& llama, Store& store, int64_t index)
@@ -45,8 +52,10 @@ class Layer {
     x_ = x;
     length_ = tokens.length;
     normed_ = store_.rms_norm(name_ + "input_layernorm", x);
-    const Matrix q = turned(attention_linear("q_proj", normed_), width_, length_, /*back=*/false);
-    const Matrix k = turned(attention_linear("k_proj", normed_), width_, length_, /*back=*/false);
+    q_ = attention_linear("q_proj", normed_);
+    k_ = attention_linear("k_proj", normed_);
+    const Matrix q = turned(norm_of_heads("q_norm", q_), width_, length_, /*back=*/false);
+    const Matrix k = turned(norm_of_heads("k_norm", k_), width_, length_, /*back=*/false);
     attention_ = BatchAttention(tokens, {q, k, attention_linear("v_proj", normed_), llama_.heads, llama_.kv_heads,
                                          dropout.mask(tokens.samples * llama_.heads * length_ * length_)});
     mixed_ = attention_.forward();
@@ -65,8 +74,10 @@ class Layer {
                             store_.linear_backward(name_ + "mlp.up_proj", normed_again_, product(d_product, gated));
     const Matrix d_middle = dy + store_.rms_norm_backward(name_ + "post_attention_layernorm", middle_, d_normed);
     const AttentionGradients g = attention_.backward(attention_backward("o_proj", mixed_, d_middle));
-    const Matrix of_q = attention_backward("q_proj", normed_, turned(g.q, width_, length_, /*back=*/true));
-    const Matrix of_k = attention_backward("k_proj", normed_, turned(g.k, width_, length_, /*back=*/true));
+    const Matrix d_q = norm_of_heads_backward("q_norm", q_, turned(g.q, width_, length_, /*back=*/true));
+    const Matrix d_k = norm_of_heads_backward("k_norm", k_, turned(g.k, width_, length_, /*back=*/true));
+    const Matrix of_q = attention_backward("q_proj", normed_, d_q);
+    const Matrix of_k = attention_backward("k_proj", normed_, d_k);
     const Matrix of_v = attention_backward("v_proj", normed_, g.v);
     return d_middle + store_.rms_norm_backward(name_ + "input_layernorm", x_, of_q + (of_k + of_v));
   }
@@ -76,12 +87,21 @@ class Layer {
   Matrix attention_backward(const char* name, const Matrix& x, const Matrix& dy) {
     return store_.linear_backward(name_ + "self_attn." + name, x, dy);
   }
+  Matrix norm_of_heads(const char* name, const Matrix& x) const {
+    if (!llama_.qk_norm) return x;
+    return in_rows_of(store_.rms_norm(name_ + "self_attn." + name, in_rows_of(x, width_)), x.columns);
+  }
+  Matrix norm_of_heads_backward(const char* name, const Matrix& x, const Matrix& dy) {
+    if (!llama_.qk_norm) return dy;
+    const Matrix dx = store_.rms_norm_backward(name_ + "self_attn." + name, in_rows_of(x, width_), in_rows_of(dy, width_));
+    return in_rows_of(dx, x.columns);
+  }
 
   const Llama& llama_;
   Store& store_;
   std::string name_;
   int64_t width_, length_ = 0;
-  Matrix x_, normed_, mixed_, middle_, normed_again_, gate_, up_;
+  Matrix x_, normed_, q_, k_, mixed_, middle_, normed_again_, gate_, up_;
   BatchAttention attention_;
 };
 

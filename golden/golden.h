@@ -48,8 +48,10 @@ struct Gpt {
 // Llama style, pre-norm: RMS norm (eps 1e-5, x * rsqrt(mean(x^2) + eps) * weight), rotary positions (theta 10000, element i of
 // a head turns with element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head
 // serves heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)), no biases. Data and loss as the
-// GPT's; `positions` is the longest sequence. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
-// "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
+// GPT's; `positions` is the longest sequence. With `qk_norm` an RMS norm over the features of each head's
+// queries, and one of its keys, before they turn. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per
+// layer "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight"
+// [hidden / heads], "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
 // "model.layers.<i>.{input,post_attention}_layernorm.weight", then "model.norm.weight" and, unless tied, "lm_head.weight".
 // Dropout: per layer, of attention's probabilities.
 struct Llama {
@@ -62,6 +64,7 @@ struct Llama {
   int64_t positions = 8;
   bool tied = false;
   double dropout = 0;
+  bool qk_norm = false;
 };
 
 // Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an

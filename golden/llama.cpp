@@ -33,16 +33,17 @@ class Layer {
 
   at::Tensor attention(const at::Tensor& x, Dropout& dropout) const {
     const int64_t batch = x.size(0), length = x.size(1), width = llama_.hidden / llama_.heads;
-    const auto heads = [&](const at::Tensor& input, const char* name, int64_t count) {
-      return linear(input, name).view({batch, length, count, width}).transpose(1, 2);
+    const auto heads = [&](const at::Tensor& input, const char* name, int64_t count, const char* norm = nullptr) {
+      const at::Tensor each = linear(input, name).view({batch, length, count, width});
+      return (norm && llama_.qk_norm ? rms_norm(each, weight(norm)) : each).transpose(1, 2);
     };
     const auto serving_all = [&](const at::Tensor& kv) {
       return llama_.kv_heads == llama_.heads ? kv : kv.repeat_interleave(llama_.heads / llama_.kv_heads, 1);
     };
     const at::Tensor angles = angles_of(length, width, x.scalar_type());
     const at::Tensor both = x.view_as(x);
-    const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads), angles);
-    const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads), angles));
+    const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads, "self_attn.q_norm"), angles);
+    const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads, "self_attn.k_norm"), angles));
     const at::Tensor v = serving_all(heads(both, "self_attn.v_proj", llama_.kv_heads));
     const at::Tensor mixed = causal_attention(q, k, v, dropout);
     return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.hidden}), "self_attn.o_proj");
@@ -79,6 +80,8 @@ Shapes llama_shapes(const Llama& llama) {
     add("self_attn.k_proj", {kv, hidden});
     add("self_attn.v_proj", {kv, hidden});
     add("self_attn.o_proj", {hidden, hidden});
+    if (llama.qk_norm) add("self_attn.q_norm", {hidden / llama.heads});
+    if (llama.qk_norm) add("self_attn.k_norm", {hidden / llama.heads});
     add("mlp.gate_proj", {wide, hidden});
     add("mlp.up_proj", {wide, hidden});
     add("mlp.down_proj", {hidden, wide});

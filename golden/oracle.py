@@ -160,13 +160,15 @@ class RmsNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, hidden, heads, kv_heads):
+    def __init__(self, hidden, heads, kv_heads, qk_norm):
         super().__init__()
         self.heads, self.kv_heads, self.width = heads, kv_heads, hidden // heads
         self.q_proj = nn.Linear(hidden, hidden, bias=False, **MADE)
         self.k_proj = nn.Linear(hidden, kv_heads * self.width, bias=False, **MADE)
         self.v_proj = nn.Linear(hidden, kv_heads * self.width, bias=False, **MADE)
         self.o_proj = nn.Linear(hidden, hidden, bias=False, **MADE)
+        self.q_norm = RmsNorm(self.width) if qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(self.width) if qk_norm else nn.Identity()
 
     def turn(self, head):
         """Pairs (i, i + half) as complex numbers, times e^(i * angle)."""
@@ -186,15 +188,16 @@ class LlamaAttention(nn.Module):
             mine = slice(h * self.width, (h + 1) * self.width)
             kv = h * self.kv_heads // self.heads
             served = slice(kv * self.width, (kv + 1) * self.width)
-            scores = self.turn(query[..., mine]) @ self.turn(key[..., served]).mT / math.sqrt(self.width)
+            query_head, key_head = self.q_norm(query[..., mine]), self.k_norm(key[..., served])
+            scores = self.turn(query_head) @ self.turn(key_head).mT / math.sqrt(self.width)
             heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value[..., served])
         return self.o_proj(torch.cat(heads, -1))
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, hidden, heads, kv_heads, intermediate):
+    def __init__(self, hidden, heads, kv_heads, intermediate, qk_norm):
         super().__init__()
-        self.self_attn = LlamaAttention(hidden, heads, kv_heads)
+        self.self_attn = LlamaAttention(hidden, heads, kv_heads, qk_norm)
         sizes = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate), "down_proj": (intermediate, hidden)}
         self.mlp = nn.ModuleDict({name: nn.Linear(a, b, bias=False, **MADE) for name, (a, b) in sizes.items()})
         self.input_layernorm = RmsNorm(hidden)
@@ -207,9 +210,9 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied):
+    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, qk_norm):
         super().__init__()
-        made = [LlamaLayer(hidden, heads, kv_heads, intermediate) for _ in range(layers)]
+        made = [LlamaLayer(hidden, heads, kv_heads, intermediate, qk_norm) for _ in range(layers)]
         self.model = nn.ModuleDict(
             {"embed_tokens": nn.Embedding(vocab, hidden, **MADE), "layers": nn.ModuleList(made), "norm": RmsNorm(hidden)}
         )

@@ -125,6 +125,7 @@ py::dict to_python(const Llama& llama) {
   options["intermediate"] = llama.intermediate;
   options["vocab"] = llama.vocab;
   options["tied"] = llama.tied;
+  options["qk_norm"] = llama.qk_norm;
   return options;
 }
 

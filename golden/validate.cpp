@@ -73,7 +73,7 @@ void require_dropout(double probability) {
 }
 
 void require_llama(const Llama& llama) {
-  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout] = llama;
+  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm] = llama;
   if (layers < 0 || hidden < 1 || heads < 1 || kv_heads < 1 || intermediate < 1 || vocab < 1 || positions < 1)
     refuse(
         fmt::format("llama: expected layers >= 0 and hidden, heads, kv_heads, intermediate, vocab, positions >= 1, got "

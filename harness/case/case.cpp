@@ -138,6 +138,7 @@ std::string str(const golden::Model& model) {
           .add("positions", m.positions)
           .flag("tied", m.tied, false)
           .add("dropout", m.dropout, 0.0)
+          .flag("qk_norm", m.qk_norm, false)
           .str();
     }
     case Kind::conv: {

@@ -61,7 +61,8 @@ void read_llama(const Scanner& scanner, const Argument& a, golden::Llama& llama)
   else if (a.key == "positions") llama.positions = scanner.integer(a);
   else if (a.key == "tied") llama.tied = scanner.flag(a);
   else if (a.key == "dropout") llama.dropout = scanner.number(a);
-  else unknown(scanner, a, "layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout");
+  else if (a.key == "qk_norm") llama.qk_norm = scanner.flag(a);
+  else unknown(scanner, a, "layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm");
 }
 
 void read_conv(const Scanner& scanner, const Argument& a, golden::Conv& conv) {

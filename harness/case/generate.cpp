@@ -65,6 +65,7 @@ golden::Model generate_llama(Chooser& choose, int64_t head_min) {
   m.positions = choose.integer(1, 9);
   m.tied = choose.chance(0.4);
   m.dropout = generate_dropout(choose);
+  m.qk_norm = m.hidden / m.heads >= 4 && choose.chance(0.4);  // narrower norms are hard to judge
   return model;
 }
 

@@ -190,7 +190,8 @@ LlamaOptions llama_options(const golden::Llama& m) {
           .intermediate = m.intermediate,
           .vocab = m.vocab,
           .tied = m.tied,
-          .attention_dropout = m.dropout};
+          .attention_dropout = m.dropout,
+          .qk_norm = m.qk_norm};
 }
 
 // Module::to gives each a new impl's content by set_data, which LibTorch grants to some devices only.

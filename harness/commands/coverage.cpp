@@ -167,6 +167,7 @@ void Coverage::add_model(const Case& c) {
   count("dropout with tp or cp", c.model.dropout() > 0 && c.microbatch_ranks() > 1);
   count("grouped queries", c.model.kind == Kind::llama && c.model.llama.kv_heads < c.model.llama.heads);
   count("key heads fewer than tp", has_copies(c));
+  count("norms of cut heads", c.model.kind == Kind::llama && c.model.llama.qk_norm && c.tensor_ranks() > 1);
   count("module called twice or more", odd && c.model.odd.calls > 1);
   count("0-dim parameter", odd && c.model.odd.gain);
   count("parameter of no elements", odd && c.model.odd.empty);

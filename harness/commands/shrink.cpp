@@ -96,6 +96,7 @@ void simpler_llama(std::vector<Case>& list, const Case& c) {
   lower(list, c, m.positions, 1, [](Case& v, int64_t n) { v.model.llama.positions = n; });
   reset(list, c, [](Case& v) { v.model.llama.tied = false; });
   reset(list, c, [](Case& v) { v.model.llama.dropout = 0; });
+  reset(list, c, [](Case& v) { v.model.llama.qk_norm = false; });
 }
 
 void simpler_model(std::vector<Case>& list, const Case& c) {

@@ -83,6 +83,7 @@ inline golden::Model random_llama() {
   llama.vocab = draw(2, 13);
   llama.positions = draw(1, 7);
   llama.tied = pick({true, false});
+  llama.qk_norm = llama.hidden / llama.heads >= 4 && pick({true, false});
   return model;
 }
 
