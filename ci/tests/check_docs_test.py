@@ -1,19 +1,7 @@
 """ci/check_docs finds each kind of name that does not exist when one is planted in documents that have none."""
-import importlib.machinery
-import importlib.util
-import os
-import tempfile
 import unittest
 
-CI = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def load(name):
-    loader = importlib.machinery.SourceFileLoader(name, os.path.join(CI, name))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    loader.exec_module(module)
-    return module
-
+from scratch import judged, load
 
 check_docs = load("check_docs")
 
@@ -37,13 +25,7 @@ CLEAN = {
 class CheckDocs(unittest.TestCase):
     def found(self, changes):
         """What is said about the clean documents with these files added, replaced or (None) removed."""
-        with tempfile.TemporaryDirectory() as root:
-            for path, text in {**CLEAN, **changes}.items():
-                if text is not None:
-                    os.makedirs(os.path.dirname(os.path.join(root, path)), exist_ok=True)
-                    with open(os.path.join(root, path), "w", encoding="utf-8") as file:
-                        file.write(text)
-            return check_docs.violations(root)
+        return judged(check_docs.violations, {**CLEAN, **changes})
 
     def expect(self, text, message):
         self.assertEqual(self.found({"docs/page.md": "Text.\n" + text + "\n"}), [("docs/page.md", 2, message)])

@@ -1,19 +1,8 @@
 """ci/check_layers finds each kind of violation when one is planted in a tree that has none."""
-import importlib.machinery
-import importlib.util
 import os
-import tempfile
 import unittest
 
-CI = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
-def load(name):
-    loader = importlib.machinery.SourceFileLoader(name, os.path.join(CI, name))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-    loader.exec_module(module)
-    return module
-
+from scratch import judged, load
 
 check_layers = load("check_layers")
 
@@ -59,13 +48,7 @@ FILES = {
 class CheckLayers(unittest.TestCase):
     def found(self, changes, exceptions=NONE):
         """Messages about the clean tree with these files added, replaced or (None) removed."""
-        with tempfile.TemporaryDirectory() as root:
-            for path, text in {**CLEAN, **changes}.items():
-                if text is not None:
-                    os.makedirs(os.path.dirname(os.path.join(root, path)), exist_ok=True)
-                    with open(os.path.join(root, path), "w", encoding="utf-8") as file:
-                        file.write(text)
-            return check_layers.violations(root, exceptions)[0]
+        return judged(lambda root: check_layers.violations(root, exceptions)[0], {**CLEAN, **changes})
 
     def expect(self, changes, path, words, exceptions=NONE):
         found = self.found(changes, exceptions)
