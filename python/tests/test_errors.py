@@ -1,6 +1,9 @@
 """Mistakes end with an error on every rank, which says what to do; nothing hangs."""
 
 import copy
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -227,3 +230,21 @@ def test_worlds_in_several_threads_do_not_disturb_each_other():
     for thread in threads:
         thread.join(60)
     assert outcomes == [[0, 1]] * 3
+
+
+def test_an_interrupt_ends_all_ranks(tmp_path):
+    script = tmp_path / "forever.py"
+    script.write_text("""
+import shardproof
+def body(comm):
+    if comm.rank == 0:
+        print("running", flush=True)
+    while True:
+        comm.barrier()
+shardproof.run_threads(3, body)
+""")
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode != 0 and "KeyboardInterrupt" in said

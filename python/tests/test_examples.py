@@ -10,7 +10,8 @@ EXAMPLES = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, o
 
 
 def run(*command):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, cwd=EXAMPLES)
+    env = dict(os.environ, PYTHONPATH=os.path.dirname(os.path.dirname(os.path.abspath(shardproof.__file__))))
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, cwd=EXAMPLES, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -51,7 +51,7 @@ class Report:
         lines += [f"{name:<10} {world:>5} {count:>6}         0" for (name, world), count in sorted(self.rows.items())]
         lines.append(f"compared: {self.values} values; fast mode: at most {self.farthest:.2f} times the plain runs' distance")
         if self.diverged:
-            lines.append(f"{self.diverged} cases diverged without sharding, and show nothing")
+            lines.append(f"{self.diverged} cases diverged, or could not be computed, without sharding, and show nothing")
         rate = self.cases / self.seconds * 60 if self.seconds else 0
         lines.append(f"ALL HELD: {self.cases} of {self.cases} cases held, in {self.seconds:.1f} s ({rate:.0f} cases a minute)")
         return "\n".join(lines)

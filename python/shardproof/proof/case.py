@@ -11,7 +11,7 @@ from .._C import Error
 
 STRATEGIES = {  # with the axes of the meshes that are drawn
     "ddp": (("dp_shard",), ("dp_replicate", "dp_shard")),
-    "zero1": (("dp_shard",),),
+    "zero1": (("dp_shard",), ("dp_replicate", "dp_shard")),
     "zero2": (("dp_shard",), ("dp_replicate", "dp_shard")),
     "zero3": (("dp_shard",), ("dp_replicate", "dp_shard")),
     "hsdp": (("dp_replicate", "dp_shard"),),
@@ -38,7 +38,7 @@ OPTIONS = {
     "buckets": ("2", "0"),
     "reshard": ("0", "1"),
     "granularity": ("tensor", "element"),
-    "divide": ("after",),
+    "compute": ("bfloat16", ""),
 }
 
 
@@ -147,7 +147,7 @@ def draw_strategy(rng: random.Random, names, ranks_max: int):
     return name, _draw_mesh(rng, axes, ranks_max)
 
 
-def _draw_history(rng: random.Random, names, ranks_max: int, can_load: bool) -> "tuple[str, ...]":
+def _draw_history(rng: random.Random, names, mesh, ranks_max: int, can_load: bool) -> "tuple[str, ...]":
     words: "list[str]" = []
     steps = rng.randint(1, 4)
     saved = False
@@ -167,9 +167,9 @@ def _draw_history(rng: random.Random, names, ranks_max: int, can_load: bool) -> 
             words.append("save")
             saved = True
         elif saved and rng.random() < 0.5:
-            name, mesh = draw_strategy(rng, names, ranks_max)
-            one_axis = len(mesh) == 1
-            words.append(rng.choice(["load", f"load@mesh({mesh_text(mesh)})" if one_axis else "load"]))
+            name, other = draw_strategy(rng, names, ranks_max)
+            fits = [axis for axis, _ in other] == [axis for axis, _ in mesh]
+            words.append(rng.choice(["load", f"load@mesh({mesh_text(other)})", f"load@strategy({name})"] if fits else ["load"]))
     return tuple(words)
 
 
@@ -184,10 +184,10 @@ def draw_case(rng: random.Random, units, *, strategies=None, optimizers=None, mo
         options.append(("units", chosen))
         if rng.random() < 0.25:
             options.append(("recompute", rng.choice(chosen.split("+"))))
-    for name, values in OPTIONS.items():
-        if len(values) > 1 and rng.random() < 0.25:
-            options.append((name, rng.choice(values[:-1])))
     mode = rng.choice(["ordered", "ordered", "ordered", "fast"]) if len(modes) > 1 else modes[0]
+    for name, values in OPTIONS.items():
+        if rng.random() < 0.25 and (name != "compute" or mode == "ordered"):
+            options.append((name, rng.choice(values[:-1])))
     clip = rng.choice([0.1, 0.5, 1.0]) if rng.random() < 0.3 else None
     can_load = not optimizer.startswith("torch.")
     return Case(
@@ -198,7 +198,7 @@ def draw_case(rng: random.Random, units, *, strategies=None, optimizers=None, mo
         mode,
         clip,
         rng.randint(0, 10**6),
-        _draw_history(rng, names, ranks_max, can_load),
+        _draw_history(rng, names, mesh, ranks_max, can_load),
     )
 
 

@@ -21,7 +21,7 @@ def ranks_of_sums(case: Case) -> "list[list[int]]":
     """The groups of ranks whose gradients are added first; then the groups are added."""
     sizes = dict(case.mesh)
     world = case.world
-    if case.strategy in ACCUMULATES_FIRST or "dp_replicate" not in sizes:
+    if "dp_replicate" not in sizes:
         return [list(range(world))]
     shard = sizes.get("dp_shard", 1)
     return [list(range(first, first + shard)) for first in range(0, world, shard)]
@@ -75,6 +75,9 @@ class PlainRun:
             self.model.to(dtype)
         self.dtype, self.loss, self.case, self.flavour = dtype, loss, case, flavour
         self.named = dict(self.model.named_parameters())
+        self.runs_on = self.model
+        if case.option("compute"):
+            self.runs_on = self.low_precision(make_model, getattr(torch, case.option("compute")))
         self.trains = {name for name, p in self.named.items() if p.requires_grad}
         self.rule, self.settings = parse_call(case.optimizer)
         self.state: "dict[str, dict[str, torch.Tensor]]" = {}
@@ -94,31 +97,59 @@ class PlainRun:
 
         return map_tensors(batch, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
+    def low_precision(self, make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+        """A model whose parameters are rounded copies of the main ones, and whose units cast what they are given."""
+        from ..units import map_tensors
+
+        def cast_inputs(module, args, kwargs):
+            return map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+        model = make_model()
+        for parameter in model.parameters():
+            parameter.data = parameter.detach().to(dtype)
+        modules = dict(model.named_modules())
+        for name in {"", *filter(None, self.case.option("units").split("+"))}:
+            modules[name].register_forward_pre_hook(cast_inputs, with_kwargs=True)
+        return model
+
+    def copies(self) -> "dict[str, nn.Parameter]":
+        """What the model computes with: the parameters, or rounded copies, as they are now."""
+        copies = dict(self.runs_on.named_parameters())
+        if self.runs_on is not self.model:
+            for name, copy in copies.items():
+                copy.data.copy_(self.named[name].detach())
+                copy.requires_grad_(self.named[name].requires_grad)
+        return copies
+
     def freeze(self, choice: int) -> None:
+        """Freezes the chosen parameters, and lets all others train."""
         names = sorted(self.trains)
         held = frozen(names, choice)
         for name in names:
             self.named[name].requires_grad_(name not in held)
 
     def losses_without_graph(self, batches: list) -> list:
+        self.copies()
         with torch.no_grad():
-            return [self.loss(self.model, self.cast(batch)).detach() for batch in batches]
+            return [self.loss(self.runs_on, self.cast(batch)).detach() for batch in batches]
 
     def gradients(self, batches: "list[list]", every: int) -> "tuple[list[list], dict[str, torch.Tensor]]":
         """Losses and the final gradient of a step; `batches` are of [round][rank]."""
         rounds, world = len(batches), self.case.world
         losses: "list[list]" = []
         terms: "dict[tuple[int, int], dict]" = {}
-        trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        trained = {name: p for name, p in self.copies().items() if p.requires_grad}
         for k in range(rounds):
             losses.append([])
             for rank in range(world):
                 for p in trained.values():
                     p.grad = None
-                value = self.loss(self.model, self.cast(batches[k][rank]))
+                value = self.loss(self.runs_on, self.cast(batches[k][rank]))
                 (value / rounds).backward()
                 losses[k].append(value.detach())
-                terms[k, rank] = {name: p.grad for name, p in trained.items()}
+                terms[k, rank] = {
+                    name: None if p.grad is None else p.grad.to(self.named[name].dtype) for name, p in trained.items()
+                }
         order = reversed if self.flavour == "backwards" else list
         groups = syncs(rounds, every, self.case.strategy in ACCUMULATES_FIRST)
         result = {}
@@ -130,7 +161,7 @@ class PlainRun:
                 )
             total = added(order(of_replicas))
             p = trained[name]
-            result[name] = (torch.zeros_like(p) if total is None else total) / world
+            result[name] = (torch.zeros_like(self.named[name]) if total is None else total) / world
             p.grad = None
         return losses, result
 

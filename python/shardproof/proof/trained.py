@@ -15,7 +15,7 @@ from ..optim import adam, adamw, lion, sgd, torch_optimizer
 from ..ranks import run_threads
 from ..sharded import Sharded
 from ..sharding import fully_shard
-from ..units import Unit
+from ..units import Precision, Unit
 from .compare import Comparison, Differs, Expected, distance
 from .case import Case, mesh_text, number_of, parse_call, parse_mesh, size_of
 from .plain import PlainRun, frozen
@@ -31,7 +31,7 @@ class Subject:
 
 
 class Diverged(Exception):
-    """The plain run left the finite numbers, so there is nothing to compare."""
+    """The plain run left the finite numbers, or cannot compute in low precision, so there is nothing to compare."""
 
 
 @dataclasses.dataclass
@@ -87,6 +87,7 @@ def shard(case: Case, subject: Subject, comm: Any) -> Sharded:
         bucket_count=int(case.option("buckets")),
         reshard_after_forward=case.option("reshard") == "1",
         granularity=case.option("granularity"),
+        precision=Precision(compute=getattr(torch, case.option("compute"))) if case.option("compute") else None,
         numerics="fast" if case.mode == "fast" else "ordered",
     )
 
@@ -166,7 +167,12 @@ class Trainer:
         for run in runs:
             run.lr_factor = setting.lr_factor
             evaluated = run.losses_without_graph(batches[0]) if setting.eval_next else []
-            losses, gradients = run.gradients(batches, setting.every)
+            try:
+                losses, gradients = run.gradients(batches, setting.every)
+            except RuntimeError as error:
+                if case.option("compute"):  # some operators do not know low precision
+                    raise Diverged from error
+                raise
             if not all(bool(torch.isfinite(g).all()) for g in gradients.values()):
                 raise Diverged
             norm = run.update(dict(gradients), case.clip)
@@ -251,7 +257,9 @@ class Trainer:
         comparison.pieces("parameter", lambda run: run.parameters, sharded.main_parameters())
         for name, whole in sharded.gather().items():
             if name in comparison.plain.parameters:
-                comparison.value(f"gathered parameter {name}", lambda run, name=name: run.parameters[name], whole)
+                comparison.value(
+                    f"gathered parameter {name}", lambda run, name=name: run.parameters[name].to(whole.dtype), whole
+                )
         if hasattr(optimizer, "state_names"):
             for slot in optimizer.state_names():
                 trained = comparison.plain.state.get(slot, {})
