@@ -117,3 +117,25 @@ def test_what_is_not_offered_is_refused():
             shardproof.fsdp.NoSuchOptimizer
 
     shardproof.run_threads(1, body)
+
+
+def test_groups_of_parameters_keep_their_settings():
+    base = Net()
+
+    def groups_of(parameters):
+        parameters = list(parameters)
+        matrices = [p for p in parameters if p.dim() == 2]
+        return [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in parameters if p.dim() < 2], "lr": 0.002}]
+
+    def body(comm):
+        model = shard(comm, copy.deepcopy(base))
+        optimizer = shardproof.fsdp.AdamW(groups_of(model.parameters()), lr=0.01, weight_decay=0.0)
+        for step in range(2):
+            loss_of(model, batch(step * comm.size + comm.rank)).backward()
+            optimizer.step()
+        return model._shardproof_handle().gather()
+
+    make = lambda parameters: torch.optim.AdamW(groups_of(parameters), lr=0.01, weight_decay=0.0)  # noqa: E731
+    _, expected = train_plain(base, make, steps=2, world=3)
+    for got in shardproof.run_threads(3, body):
+        assert_same_bits(got, dict(expected.named_parameters()))
