@@ -13,5 +13,7 @@ function(shardproof_verify name label)
     --failures "${CMAKE_CURRENT_BINARY_DIR}/failures/${name}" WORKING_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
   set_tests_properties("Verify.${name}" PROPERTIES LABELS "${label}")
 endfunction()
+shardproof_verify(cases_of_the_corpus_equal_their_golden_runs train --cases 1 --no-python
+  --corpus "${CMAKE_CURRENT_SOURCE_DIR}/corpus")
 shardproof_verify(wide_worlds_equal_their_golden_runs nightly --world-max 64 --cases 500 --seed 43)
 shardproof_verify(tiny_cases_equal_their_golden_runs train --tiny --cases 500 --seed 44 --no-python)

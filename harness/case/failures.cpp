@@ -17,7 +17,7 @@ std::string Failures::path(const Case& c) const {
   return (fs::path(directory_) / fmt::format("{:016x}.case", Draws(0, c.str()).bits(0))).string();
 }
 
-std::vector<Case> Failures::all() const {
+std::vector<Case> Failures::all(bool strict) const {
   std::vector<fs::path> paths;
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(directory_, ignored))
@@ -30,10 +30,13 @@ std::vector<Case> Failures::all() const {
     std::getline(file, line);
     try {
       cases.push_back(Case::parse(line));
-    } catch (const shardproof::Error&) {
+    } catch (const shardproof::Error& error) {
+      if (strict) throw shardproof::Error(fmt::format("[corpus] {}: {}", path.string(), error.what()));
       // Written by another version; verify can still find the failure anew.
     }
   }
+  SHARD_REQUIRE(!strict || !cases.empty(), "corpus", "there is no file *.case in {}; give --corpus a folder that has some",
+                directory_);
   return cases;
 }
 

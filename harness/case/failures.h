@@ -15,8 +15,9 @@ class Failures {
   // Throws Error when nothing can be written there; leaves nothing. Better known before hours of work than after.
   void require_writable() const;
 
-  // In the order of their names. A file that no longer parses is left out.
-  std::vector<Case> all() const;
+  // In the order of their names. A file that no longer parses is left out; or, `strict`, is an Error that names it, as is a
+  // folder without cases.
+  std::vector<Case> all(bool strict = false) const;
   void store(const Case& c, const std::string& what) const;
   // The case holds now.
   void forget(const Case& c) const;

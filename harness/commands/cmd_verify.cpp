@@ -2,10 +2,13 @@
 
 #include <CLI/CLI.hpp>
 #include <csignal>
+#include <cstdio>
+#include <fstream>
 #include <memory>
 
 #include "harness/commands/commands.h"
 #include "harness/commands/launch_options.h"
+#include "harness/commands/merge.h"
 #include "harness/commands/verify.h"
 #include "harness/run/process_ranks.h"
 #include "shardproof/algebra/strategy.h"
@@ -19,7 +22,8 @@ std::atomic<bool> interrupted{false};
 
 struct Arguments {
   VerifyOptions options;
-  std::string strategy, mesh, mode;
+  std::string strategy, mesh, mode, shard, junit;
+  std::vector<std::string> merge;
   bool world_max_given = false;
   Launched launched;
 };
@@ -31,6 +35,16 @@ void prepare(Arguments& arguments) {
     if (arguments.mode == to_string(mode)) options.limits.mode = mode;
   SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify",
                 "--mode must be exact, ordered, canonical or fast, got '{}'", arguments.mode);
+  if (!arguments.shard.empty()) {
+    int read = 0;
+    long long number = 0, count = 0;
+    const bool parsed = std::sscanf(arguments.shard.c_str(), "%lld/%lld%n", &number, &count, &read) == 2 &&
+                        static_cast<size_t>(read) == arguments.shard.size();
+    SHARD_REQUIRE(parsed && number >= 1 && number <= count, "verify", "--shard must be I/N with 1 <= I <= N, as 2/8, got '{}'",
+                  arguments.shard);
+    options.shard = number - 1;
+    options.shard_count = count;
+  }
   if (!arguments.mesh.empty()) options.limits.mesh = shardproof::Mesh::parse(arguments.mesh);
   const auto& mesh = options.limits.mesh;
   SHARD_REQUIRE(!mesh || !arguments.world_max_given || mesh->size() <= options.limits.world_max, "verify",
@@ -72,9 +86,35 @@ void print(const VerifyResult& result) {
              cases, result.seconds, static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
 }
 
+void write_junit(const MergedReports& merged, const std::string& path) {
+  if (path.empty()) return;
+  std::ofstream file(path);
+  file << junit(merged);
+  SHARD_REQUIRE(file.flush().good(), "verify", "cannot write {}; give --junit a path in a folder that exists", path);
+}
+
+MergedReports merged_of(const VerifyResult& result) {
+  MergedReports merged{.reports = 1,
+                       .cases = result.coverage.cases(),
+                       .failures = result.coverage.failures(),
+                       .oracle_differences = std::ssize(result.oracle_differences),
+                       .seconds = result.seconds};
+  for (const Failure& failure : result.failures)
+    merged.minimal.push_back({failure.minimal.str(), failure.what, failure.looks_like.where, failure.looks_like.guess});
+  return merged;
+}
+
+int merge(const Arguments& arguments) {
+  const MergedReports merged = merge_reports(arguments.merge);
+  fmt::print("{}", describe(merged));
+  write_junit(merged, arguments.junit);
+  return merged.held() ? 0 : 1;
+}
+
 int run(const Arguments& arguments) {
   const VerifyResult result = verify(arguments.options, interrupted);
   print(result);
+  write_junit(merged_of(result), arguments.junit);
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   return held ? 0 : 1;  // of what ran, when it was interrupted
 }
@@ -113,9 +153,17 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--failures", options.failures_directory, "folder of the failure database")->capture_default_str();
   command->add_option("--shrink-seconds", options.shrink_seconds, "time to look for a smaller case")->capture_default_str();
   command->add_flag("!--no-python", options.python, "do not check the golden run against PyTorch in Python");
+  command->add_option("--corpus", options.corpus_directory, "folder of cases that run first, as properties/corpus");
+  command->add_option("--shard", arguments->shard, "only the I-th of N parts of the cases, as 2/8, for a job array");
+  command->add_option("--merge", arguments->merge, "instead: put reports of --json together")->expected(1, -1);
+  command->add_option("--junit", arguments->junit, "also write JUnit's XML here");
   command->add_option("--json", options.json, "also write one JSON object a line here");
   arguments->launched.add_to(*command);
   command->callback([arguments, command, &exit_code] {
+    if (!arguments->merge.empty()) {
+      exit_code = merge(*arguments);
+      return;
+    }
     arguments->world_max_given = command->count("--world-max") > 0;
     prepare(*arguments);
     std::signal(SIGINT, [](int) { interrupted = true; });

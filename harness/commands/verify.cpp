@@ -24,10 +24,12 @@ constexpr int64_t kOracleSample = 400;  // the oracle looks for kinds among so m
 class Campaign {
  public:
   Campaign(const VerifyOptions& options, const std::atomic<bool>& interrupted)
-      : options_(options), interrupted_(interrupted), failures_(options.failures_directory), json_(options.json),
-        replays_(failures_.all()) {
-    if (!options.limits.canonical_arithmetic)
-      std::erase_if(replays_, [](const Case& c) { return c.options.arithmetic != 0; });
+      : options_(options),
+        interrupted_(interrupted),
+        failures_(options.failures_directory),
+        json_(options.json),
+        replays_(all_replays()) {
+    if (!options.limits.canonical_arithmetic) std::erase_if(replays_, [](const Case& c) { return c.options.arithmetic != 0; });
   }
 
   VerifyResult run() {
@@ -60,13 +62,25 @@ class Campaign {
   }
 
  private:
+  std::vector<Case> all_replays() const {
+    std::vector<Case> cases;
+    if (!options_.corpus_directory.empty()) cases = Failures(options_.corpus_directory).all(/*strict=*/true);
+    for (Case& c : failures_.all()) cases.push_back(std::move(c));
+    return cases;
+  }
+
+  int64_t index_of(int64_t number) const { return options_.shard + number * options_.shard_count; }
+  int64_t own_cases() const {
+    return std::max<int64_t>(0, (options_.cases - options_.shard + options_.shard_count - 1) / options_.shard_count);
+  }
+
   Ranks& ranks() const { return options_.ranks ? *options_.ranks : thread_ranks(); }
 
   void start_oracle() {
     if (!options_.python) return;
     std::vector<Case> cases;
-    for (int64_t i = 0; i < (options_.minutes > 0 ? kOracleSample : std::min(options_.cases, kOracleSample)); ++i)
-      cases.push_back(generate(options_.seed, i, options_.limits));
+    for (int64_t i = 0; i < (options_.minutes > 0 ? kOracleSample : std::min(own_cases(), kOracleSample)); ++i)
+      cases.push_back(generate(options_.seed, index_of(i), options_.limits));
     oracle_ = std::make_unique<Oracle>(one_of_each_kind(cases));
   }
 
@@ -82,7 +96,7 @@ class Campaign {
 
   bool over() const {
     if (stop_ || interrupted_) return true;
-    return options_.minutes > 0 ? progress_.seconds() >= options_.minutes * 60 : next_ >= options_.cases;
+    return options_.minutes > 0 ? progress_.seconds() >= options_.minutes * 60 : next_ >= own_cases();
   }
 
   void work() {
@@ -93,9 +107,9 @@ class Campaign {
       try_case(replays_[static_cast<size_t>(replay)], true);
     }
     while (!over()) {
-      const int64_t index = next_++;
-      if (options_.minutes <= 0 && index >= options_.cases) return;
-      try_case(generate(options_.seed, index, options_.limits), false);
+      const int64_t number = next_++;
+      if (options_.minutes <= 0 && number >= own_cases()) return;
+      try_case(generate(options_.seed, index_of(number), options_.limits), false);
     }
   }
 
@@ -154,8 +168,9 @@ class Campaign {
         failures = result_.coverage.failures();
       }
       const double seconds = progress_.seconds();
-      const double fraction = options_.minutes > 0 ? seconds / (options_.minutes * 60)
-                                                   : static_cast<double>(cases) / static_cast<double>(options_.cases);
+      const double fraction = options_.minutes > 0
+                                  ? seconds / (options_.minutes * 60)
+                                  : static_cast<double>(cases) / static_cast<double>(std::max<int64_t>(1, own_cases()));
       progress_.show(std::min(fraction, 1.0), fmt::format("{} cases, {:.0f} a minute, {} failures", cases,
                                                           static_cast<double>(cases) * 60 / std::max(seconds, 1e-3), failures));
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -164,10 +179,16 @@ class Campaign {
 
   void write_summary() {
     nlohmann::json features = result_.coverage.features();
-    json_.write({{"type", "summary"}, {"cases", result_.coverage.cases()}, {"failures", result_.coverage.failures()},
-                 {"seconds", result_.seconds}, {"interrupted", result_.interrupted}, {"covered", features},
-                 {"oracle_compared", result_.oracle_compared}, {"oracle_differences", result_.oracle_differences.size()},
-                 {"values_compared", result_.coverage.values_compared()}, {"ratio_max", result_.coverage.ratio_max()},
+    json_.write({{"type", "summary"},
+                 {"cases", result_.coverage.cases()},
+                 {"failures", result_.coverage.failures()},
+                 {"seconds", result_.seconds},
+                 {"interrupted", result_.interrupted},
+                 {"covered", features},
+                 {"oracle_compared", result_.oracle_compared},
+                 {"oracle_differences", result_.oracle_differences.size()},
+                 {"values_compared", result_.coverage.values_compared()},
+                 {"ratio_max", result_.coverage.ratio_max()},
                  {"smallest_found", result_.coverage.smallest_found()}});
   }
 

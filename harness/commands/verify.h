@@ -23,6 +23,9 @@ struct VerifyOptions {
   double shrink_seconds = 20;
   bool python = true;
   std::string failures_directory = ".failures";
+  std::string corpus_directory;  // "": none; else its cases run first, and each of its files must parse
+  // Of the random cases only every `shard_count`-th, from the `shard`-th on: machines of a job array run one shard each.
+  int64_t shard = 0, shard_count = 1;
   std::string json;
   Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
 };

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "harness/case/failures.h"
+#include "harness/commands/merge.h"
 #include "harness/commands/shrink.h"
 #include "harness/commands/verify.h"
 #include "properties/kit/expect_error.h"
@@ -215,10 +216,75 @@ TEST(Verdict, bugs_found_before_stay_mended) {
 }
 
 TEST(Verdict, a_run_that_diverges_is_compared_up_to_there_and_refused) {
-  const Verdict verdict = run_case(
-      Case::parse("gpt(layers=2,hidden=2,heads=2,vocab=35,positions=5) mesh(dp_replicate=4,dp_shard=1) "
-                  "zero3(units=root,align=64,compute=fp16) sgd(lr=0.3,momentum=0.9) ordered seed=862898 : step*4"));
+  const Verdict verdict =
+      run_case(Case::parse("gpt(layers=2,hidden=2,heads=2,vocab=35,positions=5) mesh(dp_replicate=4,dp_shard=1) "
+                           "zero3(units=root,align=64,compute=fp16) sgd(lr=0.3,momentum=0.9) ordered seed=862898 : step*4"));
   EXPECT_FALSE(verdict.held);
   EXPECT_TRUE(verdict.diverged) << verdict.what;
   EXPECT_GT(verdict.values_compared, 0);
+}
+
+TEST(Verify, shards_of_a_run_draw_its_cases_once_between_them_and_merge_into_it) {
+  const harness_env::Folder folder;
+  const auto cases_of = [&](int64_t shard, int64_t count, const std::string& report) {
+    VerifyOptions options = options_in(folder, 30);
+    options.shard = shard, options.shard_count = count, options.json = report;
+    verify(options, kGoOn);
+    std::vector<std::string> cases;
+    for (const auto& line : lines_of(report))
+      if (line["type"] == "case") cases.push_back(line["case"]);
+    return cases;
+  };
+  std::vector<std::string> whole = cases_of(0, 1, folder / "whole.json"), parts, reports;
+  for (int64_t shard = 0; shard < 4; ++shard) {
+    reports.push_back(folder / ("part" + std::to_string(shard) + ".json"));
+    for (std::string& text : cases_of(shard, 4, reports.back())) parts.push_back(std::move(text));
+  }
+  std::ranges::sort(whole);
+  std::ranges::sort(parts);
+  EXPECT_EQ(parts, whole);
+  const MergedReports merged = merge_reports(reports), alone = merge_reports({folder / "whole.json"});
+  EXPECT_EQ(merged.reports, 4);
+  EXPECT_EQ(merged.cases, 30);
+  EXPECT_EQ(merged.values_compared, alone.values_compared);
+  EXPECT_EQ(merged.features, alone.features);
+  EXPECT_TRUE(merged.held());
+}
+
+TEST(Verify, a_report_that_did_not_end_is_not_merged) {
+  const harness_env::Folder folder;
+  std::ofstream(folder / "cut.json") << R"({"type":"case","case":"x","held":true})"
+                                     << "\n";
+  std::ofstream(folder / "other.json") << "no report\n";
+  expect_error([&] { merge_reports({folder / "cut.json"}); }, {"cut.json has no summary"});
+  expect_error([&] { merge_reports({folder / "other.json"}); }, {"other.json, line 1"});
+  expect_error([&] { merge_reports({folder / "absent.json"}); }, {"cannot read", "absent.json"});
+}
+
+TEST(Verify, merged_failures_are_listed_once_and_escaped_for_junit) {
+  const harness_env::Folder folder;
+  const nlohmann::json failure{
+      {"type", "failure"}, {"case", "mlp(widths=1-1) : step"}, {"what", "a < b & \"c\""}, {"where", "step 0"}, {"guess", "it"}};
+  const nlohmann::json summary{
+      {"type", "summary"},       {"cases", 5},           {"failures", 1},       {"seconds", 1.5}, {"covered", {{"tp", 2}}},
+      {"oracle_differences", 0}, {"values_compared", 9}, {"interrupted", false}};
+  for (const char* name : {"a.json", "b.json"})
+    std::ofstream(folder / name) << failure.dump() << "\n" << summary.dump() << "\n";
+  const MergedReports merged = merge_reports({folder / "a.json", folder / "b.json"});
+  EXPECT_FALSE(merged.held());
+  EXPECT_EQ(merged.minimal.size(), 1U);
+  EXPECT_EQ(merged.features.at("tp"), 4);
+  EXPECT_NE(describe(merged).find("FAILED: 8 of 10 cases held, in 2 reports"), std::string::npos) << describe(merged);
+  EXPECT_NE(junit(merged).find("message=\"a &lt; b &amp; &quot;c&quot;\""), std::string::npos) << junit(merged);
+  EXPECT_NE(junit(merged).find("tests=\"2\" failures=\"1\""), std::string::npos) << junit(merged);
+}
+
+TEST(Verify, the_corpus_runs_first_and_all_of_it_must_parse) {
+  const harness_env::Folder folder;
+  VerifyOptions options = options_in(folder, 1);
+  options.corpus_directory = folder / "corpus";
+  Failures(options.corpus_directory).store(generate(1, 3, {}), "rare");
+  EXPECT_EQ(verify(options, kGoOn).replayed, 1);
+  std::ofstream(folder / "corpus/broken.case") << "mlp(widths=) mesh() zero3 sgd ordered seed=1 : step\n";
+  expect_error([&] { verify(options, kGoOn); }, {"broken.case"});
 }

@@ -1,0 +1,110 @@
+#include "harness/commands/merge.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "shardproof/base/check.h"
+
+namespace harness {
+namespace {
+
+void add_summary(const nlohmann::json& line, MergedReports& merged) {
+  ++merged.reports;
+  merged.cases += line.at("cases").get<int64_t>();
+  merged.failures += line.at("failures").get<int64_t>();
+  merged.values_compared += line.at("values_compared").get<int64_t>();
+  merged.oracle_differences += line.at("oracle_differences").get<int64_t>();
+  merged.seconds += line.at("seconds").get<double>();
+  merged.interrupted |= line.at("interrupted").get<bool>();
+  for (const auto& [feature, cases] : line.at("covered").items()) merged.features[feature] += cases.get<int64_t>();
+}
+
+void add_failure(const nlohmann::json& line, MergedReports& merged) {
+  const std::string minimal = line.at("case");
+  const auto known = [&](const MergedFailure& failure) { return failure.minimal == minimal; };
+  if (std::any_of(merged.minimal.begin(), merged.minimal.end(), known)) return;
+  merged.minimal.push_back({minimal, line.at("what"), line.value("where", ""), line.value("guess", "")});
+}
+
+void add_report(const std::string& path, MergedReports& merged) {
+  std::ifstream file(path);
+  SHARD_REQUIRE(file.good(), "verify", "--merge: cannot read {}", path);
+  const int64_t before = merged.reports;
+  int64_t number = 0;
+  for (std::string text; std::getline(file, text);) {
+    ++number;
+    try {
+      const nlohmann::json line = nlohmann::json::parse(text);
+      const std::string type = line.at("type");
+      if (type == "summary") add_summary(line, merged);
+      if (type == "failure") add_failure(line, merged);
+    } catch (const nlohmann::json::exception& error) {
+      throw shardproof::Error(
+          fmt::format("[verify] --merge: {}, line {}: no line of verify --json: {}", path, number, error.what()));
+    }
+  }
+  SHARD_REQUIRE(merged.reports > before, "verify",
+                "--merge: {} has no summary, so its run did not end; leave it out or run it again", path);
+}
+
+std::string xml(const std::string& text) {
+  std::string escaped;
+  for (const char c : shardproof::escaped(text)) {
+    if (c == '&')
+      escaped += "&amp;";
+    else if (c == '<')
+      escaped += "&lt;";
+    else if (c == '>')
+      escaped += "&gt;";
+    else if (c == '"')
+      escaped += "&quot;";
+    else
+      escaped += c;
+  }
+  return escaped;
+}
+
+}  // namespace
+
+MergedReports merge_reports(const std::vector<std::string>& paths) {
+  MergedReports merged;
+  for (const std::string& path : paths) add_report(path, merged);
+  return merged;
+}
+
+std::string describe(const MergedReports& merged) {
+  std::string text = "covered (cases):\n";
+  for (const auto& [feature, cases] : merged.features) text += fmt::format("  {} {}\n", feature, cases);
+  for (const MergedFailure& failure : merged.minimal) {
+    text += fmt::format("\nFAILURE: {}\n", failure.what);
+    if (!failure.where.empty()) text += fmt::format("  where    {}\n", failure.where);
+    if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", failure.guess);
+    text += fmt::format("  minimal  {}\n  replay   build/shardproof replay '{}'\n", failure.minimal, failure.minimal);
+  }
+  return text + fmt::format("\n{}{}: {} of {} cases held, in {} reports\n", merged.interrupted ? "INTERRUPTED, so far " : "",
+                            merged.held() ? "ALL HELD" : "FAILED", merged.cases - merged.failures, merged.cases,
+                            merged.reports);
+}
+
+std::string junit(const MergedReports& merged) {
+  const bool other = merged.oracle_differences > 0;
+  std::string text = fmt::format(
+      "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuite name=\"shardproof verify\" tests=\"{}\" failures=\"{}\" "
+      "time=\"{:.1f}\">\n",
+      1 + merged.minimal.size(), merged.minimal.size() + other, merged.seconds);
+  text +=
+      fmt::format("  <testcase classname=\"verify\" name=\"{} random cases\" time=\"{:.1f}\">", merged.cases, merged.seconds);
+  if (other) text += fmt::format("<failure message=\"{} differences to PyTorch in Python\"/>", merged.oracle_differences);
+  text += "</testcase>\n";
+  for (const MergedFailure& failure : merged.minimal)
+    text += fmt::format(
+        "  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">where: {}&#10;guess: {}&#10;"
+        "replay: build/shardproof replay '{}'</failure>\n  </testcase>\n",
+        xml(failure.minimal), xml(failure.what), xml(failure.where), xml(failure.guess), xml(failure.minimal));
+  return text + "</testsuite>\n";
+}
+
+}  // namespace harness
