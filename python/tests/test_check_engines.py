@@ -10,6 +10,7 @@ import pytest
 
 import shardproof.check as check
 from shardproof.check.engines import ENGINES
+from shardproof.check.script import script_of
 
 
 @pytest.mark.parametrize("name", ["torch-ddp", "torch-zero1", "torch-fsdp2", "torch-hsdp"])
@@ -27,6 +28,18 @@ def test_engines_hold_on_processes_too():
 def test_cases_depend_on_the_seed_and_the_number_only():
     lines = [[check.Draw(7, number).integer("x", 0, 10**6) for number in range(5)] for _ in range(2)]
     assert lines[0] == lines[1] and len(set(lines[0])) == 5
+
+
+@pytest.mark.parametrize("how", ["dcp", "flat", "full"])
+def test_the_script_of_a_case_that_holds_ends_with_0(how, tmp_path):
+    subject = ENGINES["torch-fsdp2"]
+    line = f"load=yes segments=2 dp=2 s1.dp=3 optimizer=adamw checkpoint={how} data=3 features=3 classes=4"
+    verdict = check(subject, replay=line)
+    assert verdict.kind == "held", verdict.message
+    script = tmp_path / "case.py"
+    script.write_text(script_of(subject, verdict))
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "agrees with the plain one" in ended.stdout, ended.stdout + ended.stderr
 
 
 FIVE_LINES = """

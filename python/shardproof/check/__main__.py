@@ -19,18 +19,18 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--ranks", choices=("threads", "processes"), default="threads")
+    parser.add_argument("--ranks", choices=("threads", "processes"), help="threads, and processes for a replay, if not given")
     parser.add_argument("--stop-after", type=int, default=3, help="stop after so many kinds of failures")
     parser.add_argument("--seconds", type=float, help="stop after so many seconds")
     parser.add_argument("--scripts", help="write the script of each counterexample into this folder")
-    parser.add_argument("--replay", help="the line of a case: run only this case, on processes unless --ranks says threads")
+    parser.add_argument("--replay", help="the line of a case: run only this case")
     parser.add_argument("--all", action="store_true", help="draw what is known to fail as well (docs/findings)")
     arguments = parser.parse_args()
     subject = with_known(arguments.engine) if arguments.all else ENGINES[arguments.engine]
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
     if arguments.replay is not None:
-        verdict = check(subject, replay=arguments.replay, ranks=arguments.ranks)
+        verdict = check(subject, replay=arguments.replay, ranks=arguments.ranks or "processes")
         print(f"{verdict.kind} {verdict.where}\n{verdict.message}")
         for rank, trace in sorted(verdict.traces.items()):
             print(f"rank {rank}:\n{trace}")
@@ -41,7 +41,7 @@ def main() -> int:
         cases=arguments.cases,
         seed=arguments.seed,
         jobs=arguments.jobs,
-        ranks=arguments.ranks,
+        ranks=arguments.ranks or "threads",
         stop_after=arguments.stop_after,
         budget=arguments.seconds,
     )

@@ -88,7 +88,9 @@ class Worker:
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.3)
         with open(self.stacks) as file:
-            return file.read()
+            text = file.read()
+        lines = text[text.rfind("most recent call first") :].splitlines()[1:]  # the main thread comes last
+        return "\n".join(reversed(lines))
 
     def stop(self) -> None:
         if self.process.is_alive():

@@ -98,6 +98,7 @@ MIXED = {**UNITS, "precision": (None, None, None, torch.bfloat16)}
 
 FINITE = tuple(clip for clip in CLIPS if clip is None or clip[1] != float("inf"))
 KNOWN = {
+    "Expected device to be set": "docs/findings/018.md",
     r"(?s)(gradient (embed|head)\.weight|: norm of).*ties=yes": "docs/findings/004.md",
     "_chunk_cat expects non-empty tensor": "docs/findings/005.md",
     "req MetadataIndex.* mismatch sizes": "docs/findings/006.md",
@@ -105,7 +106,7 @@ KNOWN = {
 }
 
 ENGINES: dict[str, Subject] = {
-    "torch-ddp": Subject(ddp, **PLAIN, options={"bucket_view": (False, True)}, name="torch-ddp"),
+    "torch-ddp": Subject(ddp, **PLAIN, options={"bucket_view": (False, True)}, known=KNOWN, name="torch-ddp"),
     "torch-zero1": Subject(zero1, **PLAIN, load=False, name="torch-zero1"),
     "torch-fsdp2": Subject(fsdp2, **PLAIN, options=MIXED, known=KNOWN, clips=FINITE, name="torch-fsdp2"),
     "torch-tp": Subject(tp, **EVEN, mesh={"tp": (1, 2, 3)}, no_sync=False, known=KNOWN, clips=FINITE, name="torch-tp"),
@@ -130,6 +131,9 @@ ENGINES: dict[str, Subject] = {
         name="torch-hsdp",
     ),
 }
+
+for _subject in ENGINES.values():
+    _subject.checkpoints = ("dcp", "flat", "full")
 
 WIDER: dict[str, dict[str, Sequence[Any]]] = {
     "torch-ddp": {"static": (False, True)},

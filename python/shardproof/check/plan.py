@@ -38,6 +38,8 @@ class Subject:
     no_sync: bool = True
     freeze: bool = True
     load: bool = True
+    checkpoints: Sequence[str] = ("dcp", "flat")
+    """How a run is saved: by DCP ("dcp"), with flat names of the optimizer's state ("flat"), or whole on rank 0 ("full")."""
     max_ranks: int = 4
     refusals: Sequence[str] = ()
     """Patterns of messages by which the engine says that it cannot do a thing. Such cases are counted."""
@@ -84,6 +86,7 @@ class Plan:
     samples: int
     frozen: int
     data: int
+    checkpoint: str
 
     @property
     def precision(self) -> torch.dtype | None:
@@ -105,6 +108,7 @@ def draw_plan(draw: Draw, subject: Subject) -> Plan:
         samples=draw.integer("samples", 1, 3),
         frozen=draw.integer("frozen", 0, 7) if subject.freeze and draw.flag("freeze") else 0,
         data=draw.integer("data", 0, 999_999),
+        checkpoint=draw.choice("checkpoint", list(subject.checkpoints)) if count > 1 else "dcp",
     )
 
 

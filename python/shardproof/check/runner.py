@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .crew import ProcessCrew, ThreadCrew
 from .judge import Verdict
@@ -120,7 +120,10 @@ def _examine(subject: Subject, crew, verdict: Verdict, ranks: str, report: Repor
     """Shrinks a failure, and confirms it on processes: the threaded group is a stand-in with faults of its own."""
     from .script import script_of
 
-    small = shrink(crew, verdict)
+    quick = replace(subject, patience=min(subject.patience, 6.0)) if verdict.kind == "hung" else subject
+    shrinker = type(crew)(quick)  # a case that hangs costs the patience
+    small = shrink(shrinker, verdict)
+    shrinker.stop()
     judge = ProcessCrew(subject)
     try:
         for candidate in ([small, verdict] if small.values != verdict.values else [verdict]):

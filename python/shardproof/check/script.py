@@ -169,15 +169,25 @@ if __name__ == "__main__":
 '''
 
 SAVE = """
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/saved{s}")
+    model_state, optimizer_state = get_state_dict(module, optimizer{options})
+    {write}
 """
 LOAD = """
     if s:
-        model_state, optimizer_state = get_state_dict(module, optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/saved{s - 1}")
-        set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        {read}
+        set_model_state_dict(module, state["model"]{options})
+        set_optimizer_state_dict(module, optimizer, state["optimizer"]{options})
 """
+DCP_WRITE = 'dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/saved{s}")'
+DCP_READ = """model_state, optimizer_state = get_state_dict(module, optimizer{options})
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=f"{folder}/saved{s - 1}")"""
+FULL_WRITE = """if rank == 0:
+        torch.save({"model": model_state, "optimizer": optimizer_state}, f"{folder}/saved{s}")"""
+FULL_READ = 'state = torch.load(f"{folder}/saved{s - 1}") if rank == 0 else {"model": {}, "optimizer": {}}'
+FLAT = ", options=StateDictOptions(flatten_optimizer_state_dict=True)"
+FULL = ", options=StateDictOptions(full_state_dict=True, cpu_offload=True)"
+FULL_SET = ", options=StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)"
 SPOIL = """
     if s:  # what is not loaded shall be noticed
         with torch.no_grad():
@@ -243,7 +253,8 @@ def _head(subject: Subject, plan: Plan, verdict: Verdict, imports: list[str]) ->
         "import torch.distributed as dist",
         "import torch.distributed.checkpoint as dcp",
         "import torch.nn as nn",
-        "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",
+        "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict",
+        "from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict",
         "from torch.distributed.device_mesh import init_device_mesh",
         "from torch.distributed.tensor import DTensor",
     ]
@@ -262,6 +273,16 @@ def _head(subject: Subject, plan: Plan, verdict: Verdict, imports: list[str]) ->
     )
 
 
+def _save(how: str) -> str:
+    options = {"dcp": "", "flat": FLAT, "full": FULL}[how]
+    return SAVE[1:].replace("{write}", FULL_WRITE if how == "full" else DCP_WRITE).replace("{options}", options)
+
+
+def _load(how: str) -> str:
+    options = {"dcp": "", "flat": FLAT, "full": FULL_SET}[how]
+    return LOAD[1:].replace("{read}", FULL_READ if how == "full" else DCP_READ).replace("{options}", options)
+
+
 def _training(subject: Subject, plan: Plan, uses_sharded: bool) -> str:
     kind, settings = OPTIMIZERS[plan.optimizer]
     given = ", ".join(f"{k}={v!r}" for k, v in settings.items())
@@ -276,10 +297,10 @@ def _training(subject: Subject, plan: Plan, uses_sharded: bool) -> str:
         optimizer_call=f"torch.optim.{kind.__name__}(parameters, {given})",
         spoil=SPOIL[1:] if several else "",
         unwrap=UNWRAP[1:] if uses_sharded else "    wrap = None\n",
-        load=LOAD[1:] if several else "",
+        load=_load(plan.checkpoint) if several else "",
         clip=("clip_with(*clip) if clip_with else " if uses_sharded else "")
         + "torch.nn.utils.clip_grad_norm_(module.parameters(), *clip, foreach=False)",
-        save="    if s + 1 < len(SEGMENTS):\n" + textwrap.indent(SAVE[1:], "    ") if several else "",
+        save="    if s + 1 < len(SEGMENTS):\n" + textwrap.indent(_save(plan.checkpoint), "    ") if several else "",
         factor=FACTOR,
         epsilon=f"torch.finfo({plan.precision or plan.dtype}).eps",
     )

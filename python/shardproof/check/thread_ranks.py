@@ -70,6 +70,7 @@ class ThreadRanks:
         world = multi_threaded_pg._install_threaded_pg()
         world.comms = []  # torch 2.11's destroy_process_group reads it, and its threaded world lacks it
         self.group = multi_threaded_pg.ProcessLocalGroup
+        self.group._device_types = [torch.device("cpu")]  # loading a whole state dict reads it, and it is empty
         self.done: queue.Queue = queue.Queue()
         self.ranks: list[_Rank] = []
         self.task = 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -114,13 +115,13 @@ def run_segment(subject: Subject, draw: Draw, plan: Plan, base: torch.nn.Module,
     if sharded.after_build:
         optimizer = sharded.after_build(optimizer) or optimizer
     if index:
-        load(sharded.module, optimizer, os.path.join(folder, str(index - 1)))
+        load(sharded.module, optimizer, os.path.join(folder, str(index - 1)), plan.checkpoint)
     coordinate = dict(zip(segment.mesh, mesh.get_coordinate()))
     records = [_step(subject, draw, plan, sharded, optimizer, index, t, coordinate) for t in range(len(segment.steps))]
     distributed = {n: p.detach() for n, p in parameters_of(sharded).items() if isinstance(p, DTensor)}
     records[-1].gathered = {n: Piece(to_array(p.full_tensor()), tuple(p.shape)) for n, p in distributed.items()}
     if index + 1 < len(plan.segments):
-        save(sharded.module, optimizer, os.path.join(folder, str(index)))
+        save(sharded.module, optimizer, os.path.join(folder, str(index)), plan.checkpoint)
     return records
 
 
@@ -197,20 +198,40 @@ def _spoil(model: torch.nn.Module) -> None:
             p.add_(SPOIL_STEP * (1 + i))
 
 
-def save(module, optimizer, path: str) -> None:
+def save(module, optimizer, path: str, how: str) -> None:
     """Saves by torch.distributed.checkpoint, as its tutorial does."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_options(how))
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if how == "full":
+        if dist.get_rank() == 0:
+            torch.save(state, path)
+    else:
+        dcp.save(state, checkpoint_id=path)
 
 
-def load(module, optimizer, path: str) -> None:
-    """Loads by torch.distributed.checkpoint, as its tutorial does."""
+def load(module, optimizer, path: str, how: str) -> None:
+    """Loads what `save` saved."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_optimizer_state_dict
 
-    model_state, optimizer_state = get_state_dict(module, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    set_state_dict(module, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    if how == "full":
+        state = torch.load(path) if dist.get_rank() == 0 else {"model": {}, "optimizer": {}}
+    else:
+        model_state, optimizer_state = get_state_dict(module, optimizer, options=_options(how))
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=path)
+    # One call for both hangs where other ranks pass empty dicts (docs/findings/017.md).
+    options = _options(how, broadcast_from_rank0=True) if how == "full" else _options(how)
+    set_model_state_dict(module, state["model"], options=options)
+    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=options)
+
+
+def _options(how: str, **more):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    if how == "full":
+        return StateDictOptions(full_state_dict=True, cpu_offload=True, **more)
+    return StateDictOptions(flatten_optimizer_state_dict=how == "flat")
