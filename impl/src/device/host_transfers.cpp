@@ -1,4 +1,4 @@
-#include "device/host_transfers.h"
+#include "testing/device/host_transfers.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>

@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "device/host_transfers.h"
 #include "sharding/bucket_layout.h"
 #include "sharding/bucket_rules.h"
 #include "sharding/memory_ledger.h"
 #include "shardproof/comm/mesh_comm.h"
+#include "testing/device/host_transfers.h"
 
 namespace shardproof {
 
