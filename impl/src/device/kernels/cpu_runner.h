@@ -7,8 +7,9 @@
 #include <span>
 
 #include "device/kernels/element_rules.h"
+#include "device/kernels/launches.h"
 
-namespace shardproof::kernels {
+namespace shardproof::SHARD_KERNELS {
 
 // Arrays to sum, which the caller keeps.
 template <class T>
@@ -62,9 +63,8 @@ struct CpuRunner {
   }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
-    for (const FlatSpan& span : spans)
-      for (int64_t begin = 0; begin < span.count; begin += kTermsInCounters)
-        exact_chunk(span.data + begin, std::min(kTermsInCounters, span.count - begin), squares, counters);
+    each_chunk(spans, kTermsInCounters,
+               [&](const FlatSpan& chunk) { exact_chunk(chunk.data, chunk.count, squares, counters); });
   }
 
  private:
@@ -81,4 +81,4 @@ struct CpuRunner {
   }
 };
 
-}  // namespace shardproof::kernels
+}  // namespace shardproof::SHARD_KERNELS

@@ -8,7 +8,7 @@
 #include "device/kernels/elements.h"
 #include "shardproof/device/device_math.h"
 
-namespace shardproof::kernels {
+namespace shardproof::SHARD_KERNELS {
 
 struct Sum {
   template <class T>
@@ -380,4 +380,4 @@ SHARD_HD uint64_t high_part(uint64_t l0, uint64_t l1, uint64_t l2) {
   return (l0 + (l1 << 16) + (l2 << 32)) >> 24;
 }
 
-}  // namespace shardproof::kernels
+}  // namespace shardproof::SHARD_KERNELS

@@ -1,21 +1,37 @@
 // Elements and packs of them, as the runners of the CPU and of a GPU see them: the same source for both compilers.
+//
+// SHARD_TWIN compiles this source for the CPU as a GPU has it: in words that have to be aligned, in launches of blocks and
+// threads (pack_math.cpp). It then has a namespace of its own, since the library has the same names with the CPU's loops.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
+
+#ifdef SHARD_TWIN
+#  define SHARD_KERNELS kernel_twins
+#else
+#  define SHARD_KERNELS kernels
+#endif
+#if defined(__CUDA_ARCH__) || defined(SHARD_TWIN)
+#  define SHARD_WORDS
+#endif
 
 #ifdef __CUDACC__
 #  include <cuda_bf16.h>
 #  include <cuda_fp16.h>
 #  define SHARD_HD __host__ __device__ __forceinline__
 #  define SHARD_VECTORIZE
+#  define SHARD_UNROLL _Pragma("unroll")
 #else
 #  define SHARD_HD inline
 // Before a loop in which no iteration needs another one's result, though pointers in it may be equal.
 #  define SHARD_VECTORIZE _Pragma("GCC ivdep")
+#  define SHARD_UNROLL
 #endif
 
-namespace shardproof::kernels {
+namespace shardproof::SHARD_KERNELS {
 
 template <class To, class From>
 SHARD_HD To bits_of(From value) {
@@ -102,6 +118,45 @@ struct Pack {
   T at[W];
 };
 
+#ifdef __CUDACC__
+using Word16 = uint4;
+using Word8 = uint2;
+#else
+struct Word16 {
+  uint32_t part[4];
+};
+struct Word8 {
+  uint32_t part[2];
+};
+// What a GPU answers with an error that ends the process.
+template <class Word>
+inline void require_aligned(const void* at) {
+  if (reinterpret_cast<uintptr_t>(at) % sizeof(Word) != 0)
+    throw std::logic_error("[kernels] a word of " + std::to_string(sizeof(Word)) + " bytes is not aligned");
+}
+#endif
+
+template <class Word>
+SHARD_HD Word word_from(const void* at) {
+#ifdef __CUDA_ARCH__
+  return *static_cast<const Word*>(at);
+#else
+  require_aligned<Word>(at);
+  Word word;
+  memcpy(&word, at, sizeof(Word));
+  return word;
+#endif
+}
+template <class Word>
+SHARD_HD void word_to(void* at, const Word& word) {
+#ifdef __CUDA_ARCH__
+  *static_cast<Word*>(at) = word;
+#else
+  require_aligned<Word>(at);
+  memcpy(at, &word, sizeof(Word));
+#endif
+}
+
 constexpr int64_t kWordBytes = 16;
 template <class T, int W>
 constexpr int64_t word_bytes =
@@ -113,15 +168,15 @@ SHARD_HD Pack<T, W> load(const T* from) {
   if constexpr (W == 1) {
     pack.at[0] = *from;
   } else {
-#ifdef __CUDA_ARCH__
+#ifdef SHARD_WORDS
     if constexpr (word_bytes<T, W> == kWordBytes) {
-#  pragma unroll
+      SHARD_UNROLL
       for (int k = 0; k < static_cast<int>(W * sizeof(T) / kWordBytes); ++k) {
-        const uint4 word = reinterpret_cast<const uint4*>(from)[k];
+        const auto word = word_from<Word16>(reinterpret_cast<const char*>(from) + k * kWordBytes);
         memcpy(reinterpret_cast<char*>(pack.at) + k * kWordBytes, &word, kWordBytes);
       }
     } else {
-      const uint2 word = *reinterpret_cast<const uint2*>(from);
+      const auto word = word_from<Word8>(from);
       memcpy(pack.at, &word, sizeof(pack));
     }
 #else
@@ -136,18 +191,18 @@ SHARD_HD void keep(T* to, const Pack<T, W>& pack) {
   if constexpr (W == 1) {
     *to = pack.at[0];
   } else {
-#ifdef __CUDA_ARCH__
+#ifdef SHARD_WORDS
     if constexpr (word_bytes<T, W> == kWordBytes) {
-#  pragma unroll
+      SHARD_UNROLL
       for (int k = 0; k < static_cast<int>(W * sizeof(T) / kWordBytes); ++k) {
-        uint4 word;
+        Word16 word;
         memcpy(&word, reinterpret_cast<const char*>(pack.at) + k * kWordBytes, kWordBytes);
-        reinterpret_cast<uint4*>(to)[k] = word;
+        word_to(reinterpret_cast<char*>(to) + k * kWordBytes, word);
       }
     } else {
-      uint2 word;
+      Word8 word;
       memcpy(&word, pack.at, sizeof(word));
-      *reinterpret_cast<uint2*>(to) = word;
+      word_to(to, word);
     }
 #else
     for (int w = 0; w < W; ++w) to[w] = pack.at[w];
@@ -156,7 +211,7 @@ SHARD_HD void keep(T* to, const Pack<T, W>& pack) {
 }
 
 // W neighbours to read once: a GPU loads them as a pack, a CPU leaves them where they are.
-#ifdef __CUDA_ARCH__
+#ifdef SHARD_WORDS
 template <int W, class T>
 SHARD_HD Pack<T, W> look(const T* from) {
   return load<W>(from);
@@ -175,7 +230,7 @@ SHARD_HD View<T> look(const T* from) {
 // Stores make(0) to make(W - 1).
 template <int W, class T, class Make>
 SHARD_HD void fill(T* to, const Make& make) {
-#ifdef __CUDA_ARCH__
+#ifdef SHARD_WORDS
   Pack<T, W> pack;
   for (int w = 0; w < W; ++w) pack.at[w] = make(w);
   keep<W>(to, pack);
@@ -191,4 +246,4 @@ inline bool aligned(const T* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(word_bytes<T, W>) == 0;
 }
 
-}  // namespace shardproof::kernels
+}  // namespace shardproof::SHARD_KERNELS

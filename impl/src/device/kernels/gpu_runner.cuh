@@ -6,7 +6,7 @@
 #include <functional>
 #include <utility>
 
-#include "device/kernels/element_rules.h"
+#include "device/kernels/launches.h"
 
 namespace shardproof::kernels {
 
@@ -16,66 +16,35 @@ inline void require_cuda(cudaError_t status, const char* what) {
                              ". The process cannot use this GPU any more; CUDA_LAUNCH_BLOCKING=1 tells which kernel it was");
 }
 
-constexpr int kThreads = 256;
-
 template <int W, class Rule>
 __global__ void __launch_bounds__(kThreads) each_pack(int64_t packs, int64_t begin, __grid_constant__ const Rule rule) {
-  const int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (pack < packs) rule.template pack<W>(begin + pack * W);
+  each_thread<W>(blockIdx.x, threadIdx.x, packs, begin, rule);
 }
 
 // The least place found goes to `found`, which holds `count` at first.
 template <int W, class Rule>
 __global__ void __launch_bounds__(kThreads)
     first_pack(int64_t packs, int64_t begin, __grid_constant__ const Rule rule, unsigned long long* found) {
-  const int64_t pack = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (pack >= packs) return;
-  const int64_t i = begin + pack * W;
-  const int at = rule.template pack<W>(i);
-  if (at < W) atomicMin(found, static_cast<unsigned long long>(i + at));
+  constexpr uint64_t kNone = ~uint64_t{0};
+  const uint64_t place = first_thread<W>(blockIdx.x, threadIdx.x, packs, begin, rule, kNone);
+  if (place != kNone) atomicMin(found, static_cast<unsigned long long>(place));
 }
 
-constexpr int kExactThreads = 1024, kLanes = 32;
-constexpr int64_t kExactChunk = int64_t{1} << 18;  // below kTermsInCounters for each lane
-constexpr int kChunksMax = 240;                    // in one launch's arguments
-constexpr size_t kExactBytes = sizeof(uint32_t) * 256 * kLimbs * kLanes;
-static_assert(kExactChunk / kLanes + 1 <= kTermsInCounters);
+constexpr size_t kExactBytes = sizeof(uint32_t) * kExactSlots;
 
 struct Chunks {
   FlatSpan at[kChunksMax];
 };
 
-// One block a chunk. Each lane has counters of its own, so that no two threads of a warp meet in one bank.
+// One block a chunk.
 __global__ void __launch_bounds__(kExactThreads)
     exact_chunks(__grid_constant__ const Chunks chunks, bool squares, unsigned long long* counters) {
-  extern __shared__ uint32_t limbs[];  // [exponent][limb][lane]
-  constexpr int kSlots = 256 * kLimbs * kLanes;
-  for (int k = threadIdx.x; k < kSlots; k += kExactThreads) limbs[k] = 0;
+  extern __shared__ uint32_t limbs[];
+  exact_clear(threadIdx.x, limbs);
   __syncthreads();
-  const FlatSpan span = chunks.at[blockIdx.x];
-  const int lane = threadIdx.x % kLanes;
-  const auto add = [&](float value) {
-    const ExactTerm term = exact_term(value, squares);
-    for (int k = 0; k < kLimbs; ++k)
-      if (term.limb[k] != 0) atomicAdd(&limbs[(term.exponent * kLimbs + k) * kLanes + lane], term.limb[k]);
-  };
-  const bool packed = reinterpret_cast<uintptr_t>(span.data) % kWordBytes == 0;
-  const int64_t whole = packed ? span.count / 4 : 0;
-  for (int64_t i = threadIdx.x; i < whole; i += kExactThreads) {
-    const Pack<float, 4> pack = load<4>(span.data + 4 * i);
-    for (int w = 0; w < 4; ++w) add(pack.at[w]);
-  }
-  for (int64_t i = 4 * whole + threadIdx.x; i < span.count; i += kExactThreads) add(span.data[i]);
+  exact_count(threadIdx.x, chunks.at[blockIdx.x], squares, limbs);
   __syncthreads();
-  for (int exponent = threadIdx.x; exponent < 256; exponent += kExactThreads) {
-    uint64_t sum[kLimbs] = {};
-    for (int k = 0; k < kLimbs; ++k)
-      for (int step = 0; step < kLanes; ++step)
-        sum[k] += limbs[(exponent * kLimbs + k) * kLanes + (exponent + step) % kLanes];
-    if ((sum[0] | sum[1] | sum[2]) == 0) continue;
-    atomicAdd(&counters[2 * exponent], static_cast<unsigned long long>(low_part(sum[0], sum[1], sum[2])));
-    atomicAdd(&counters[2 * exponent + 1], static_cast<unsigned long long>(high_part(sum[0], sum[1], sum[2])));
-  }
+  exact_collect(threadIdx.x, limbs, counters);
 }
 
 // Memory of the device for as long as a call needs it.
@@ -132,9 +101,9 @@ class GpuRunner {
 
   template <class Rule>
   void each(int64_t count, const Rule& rule) const {
-    const int64_t packs = rule.fits() ? count / Rule::kWidth : 0;
-    launch(each_pack<Rule::kWidth, Rule>, packs, 0, rule);
-    launch(each_pack<1, Rule>, count - packs * Rule::kWidth, packs * Rule::kWidth, rule);
+    const Cover all = cover(count, Rule::kWidth, rule.fits());
+    launch(each_pack<Rule::kWidth, Rule>, all.packs, rule);
+    launch(each_pack<1, Rule>, all.rest, rule);
   }
 
   template <class Rule>
@@ -143,10 +112,10 @@ class GpuRunner {
     const Scratch found(sizeof(unsigned long long), stream());
     auto least = static_cast<unsigned long long>(count);
     found.fill_from(&least);
-    const int64_t packs = rule.fits() ? count / Rule::kWidth : 0;
+    const Cover all = cover(count, Rule::kWidth, rule.fits());
     auto* place = found.as<unsigned long long>();
-    launch(first_pack<Rule::kWidth, Rule>, packs, 0, rule, place);
-    launch(first_pack<1, Rule>, count - packs * Rule::kWidth, packs * Rule::kWidth, rule, place);
+    launch(first_pack<Rule::kWidth, Rule>, all.packs, rule, place);
+    launch(first_pack<1, Rule>, all.rest, rule, place);
     found.read_to(&least);
     return static_cast<int64_t>(least);
   }
@@ -174,11 +143,10 @@ class GpuRunner {
       require_cuda(cudaGetLastError(), "a kernel's launch");
       filled = 0;
     };
-    for (const FlatSpan& span : spans)
-      for (int64_t begin = 0; begin < span.count; begin += kExactChunk) {
-        chunks.at[filled++] = {span.data + begin, std::min(kExactChunk, span.count - begin)};
-        if (filled == kChunksMax) flush();
-      }
+    each_chunk(spans, kExactChunk, [&](const FlatSpan& chunk) {
+      chunks.at[filled++] = chunk;
+      if (filled == kChunksMax) flush();
+    });
     flush();
     sums.read_to(counters.data());
   }
@@ -187,9 +155,9 @@ class GpuRunner {
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_()); }
 
   template <class Kernel, class... Arguments>
-  void launch(Kernel* kernel, int64_t packs, Arguments... arguments) const {
-    if (packs == 0) return;
-    kernel<<<static_cast<unsigned>((packs + kThreads - 1) / kThreads), kThreads, 0, stream()>>>(packs, arguments...);
+  void launch(Kernel* kernel, const Launch& covers, Arguments... arguments) const {
+    if (covers.packs == 0) return;
+    kernel<<<static_cast<unsigned>(covers.blocks()), kThreads, 0, stream()>>>(covers.packs, covers.begin, arguments...);
     require_cuda(cudaGetLastError(), "a kernel's launch");
   }
 

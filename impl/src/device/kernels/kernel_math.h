@@ -13,7 +13,7 @@
 
 #include "device/kernels/element_rules.h"
 
-namespace shardproof::kernels {
+namespace shardproof::SHARD_KERNELS {
 
 // Calls `run` with a null pointer of the element's type.
 template <class Run>
@@ -155,4 +155,4 @@ class KernelMath final : public DeviceMath {
   Runner run_;
 };
 
-}  // namespace shardproof::kernels
+}  // namespace shardproof::SHARD_KERNELS
