@@ -38,8 +38,10 @@ if(SHARDPROOF_CUDA_FOUND)
   target_link_libraries(shardproof_cudart INTERFACE "${SHARDPROOF_CUDART}")
 endif()
 
-# Contraction into fused multiply-adds and approximate divisions would give other bits than the CPU's loops.
-set(_cuda_flags -std=c++20 -O3 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false --threads 0 -Xcompiler -fPIC,-Wall)
+# Contraction into fused multiply-adds and approximate divisions would give other bits than the CPU's loops. Uncompressed, the
+# code can be read out of the library (ci/tests/kernels_ptx_test.py).
+set(_cuda_flags -std=c++20 -O3 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false -no-compress --threads 0
+  -Xcompiler -fPIC,-Wall)
 set(_cuda_last "")
 foreach(_architecture IN LISTS SHARDPROOF_CUDA_ARCHITECTURES)
   list(APPEND _cuda_flags -gencode "arch=compute_${_architecture},code=sm_${_architecture}")
