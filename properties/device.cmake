@@ -19,6 +19,8 @@ shardproof_uses_torch(fake_device)
 target_link_libraries(fake_device PUBLIC shardproof_cuda shardproof_options)
 # Streams and events on it, and what it refuses.
 shardproof_test(NAME device_order_props LABEL device TORCH LIBRARIES fake_device SOURCES device/device_order_props.cpp)
+# Small programs in every order of its streams.
+shardproof_test(NAME device_streams_props LABEL device TORCH LIBRARIES fake_device SOURCES device/device_streams_props.cpp)
 # Whole models on it.
 shardproof_test(NAME device_model_props LABEL device TORCH LIBRARIES fake_device harness SOURCES device/device_model_props.cpp)
 add_test(NAME DeviceModels.each_of_1000_random_cases_has_the_golden_runs_bits_on_a_device

@@ -3,10 +3,14 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
+#include <vector>
 
 #include "properties/doubles/fake_math.h"
 #include "properties/doubles/fake_parts.h"
@@ -19,19 +23,50 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::StreamId kStreams = 64;  // of the pool, dealt out in turn
 
 // Work queued on one stream, numbered from 0. An event is a place in such a queue.
-struct Queue {
-  std::deque<std::function<void()>> work;
-  int64_t done = 0, queued = 0;
-};
 struct Recorded {
   c10::StreamId stream = 0;
   int64_t until = 0;
+};
+struct Entry {
+  std::function<void()> work;
+  std::optional<Recorded> wait;  // in the place of work
+};
+struct Queue {
+  std::deque<Entry> work;
+  int64_t done = 0, queued = 0;
+};
+
+// One run of `every_order`. It takes the choices given, and the first possible one after them.
+struct Exploration {
+  When when;
+  std::vector<size_t> choices, widths;
+  size_t taken = 0;
+  std::vector<c10::StreamId> streams;  // in the order in which they were first used
+  std::vector<int64_t> order;          // of the streams whose work ran
+
+  size_t choose(size_t width) {
+    if (width == 1) return 0;
+    if (taken == choices.size()) choices.push_back(0);
+    widths.resize(taken + 1);
+    widths[taken] = width;
+    return choices[taken++];
+  }
+  // The choices of the next run. False: there is none.
+  bool advance() {
+    choices.resize(taken);
+    while (!choices.empty() && choices.back() + 1 == widths[choices.size() - 1]) choices.pop_back();
+    if (choices.empty()) return false;
+    ++choices.back();
+    return true;
+  }
 };
 
 struct State {
   std::recursive_mutex mutex;
   std::map<c10::StreamId, Queue> queues;
   c10::StreamId next = 0;
+  Exploration* exploration = nullptr;
+  bool running = false;  // work of a stream
 };
 State& state() {
   static State one;
@@ -39,21 +74,61 @@ State& state() {
 }
 thread_local c10::StreamId current = 0;
 
+void run_first(Queue& queue) {
+  const Entry entry = std::move(queue.work.front());
+  queue.work.pop_front();
+  ++queue.done;
+  const bool outer = std::exchange(state().running, true);
+  if (entry.work) entry.work();
+  state().running = outer;
+}
+
+// As late as it may be.
 void run(c10::StreamId stream, int64_t until) {
   Queue& queue = state().queues[stream];
   while (queue.done < until) {
-    const std::function<void()> work = std::move(queue.work.front());
-    queue.work.pop_front();
-    ++queue.done;
-    work();
+    if (const auto wait = queue.work.front().wait) run(wait->stream, wait->until);
+    run_first(queue);
   }
 }
 
-void append(c10::StreamId stream, std::function<void()> work) {
+// Any legal order: runs streams that nothing keeps from running, as chosen, until `enough` and the choice is to stop.
+void run_some(Exploration& exploration, const std::function<bool()>& enough) {
+  while (true) {
+    std::vector<c10::StreamId> ready;
+    for (const c10::StreamId stream : exploration.streams) {
+      const Queue& queue = state().queues[stream];
+      if (queue.work.empty()) continue;
+      const auto& wait = queue.work.front().wait;
+      if (!wait || state().queues[wait->stream].done >= wait->until) ready.push_back(stream);
+    }
+    const size_t stops = enough() ? 1 : 0;
+    if (stops == 1 && ready.empty()) return;
+    TORCH_CHECK(!ready.empty(), "fake device: the host waits for work that no stream can come to");
+    const size_t choice = exploration.choose(ready.size() + stops);
+    if (choice < stops) return;
+    const c10::StreamId stream = ready[choice - stops];
+    if (state().queues[stream].work.front().work)
+      exploration.order.push_back(std::ranges::find(exploration.streams, stream) - exploration.streams.begin());
+    run_first(state().queues[stream]);
+  }
+}
+
+void wait_for(c10::StreamId stream, int64_t until) {
+  Exploration* exploration = state().exploration;
+  if (!exploration) return run(stream, until);
+  run_some(*exploration, [&] { return state().queues[stream].done >= until; });
+}
+
+void append(c10::StreamId stream, Entry entry) {
   const std::lock_guard lock(state().mutex);
   Queue& queue = state().queues[stream];
-  queue.work.push_back(std::move(work));
+  queue.work.push_back(std::move(entry));
   ++queue.queued;
+  Exploration* exploration = state().exploration;
+  if (!exploration || state().running) return;
+  if (std::ranges::find(exploration->streams, stream) == exploration->streams.end()) exploration->streams.push_back(stream);
+  if (exploration->when == When::between_calls) run_some(*exploration, [] { return true; });
 }
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -76,7 +151,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     *static_cast<Recorded*>(*event) = {stream.id(), state().queues[stream.id()].queued};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    append(stream.id(), [wanted = *static_cast<Recorded*>(event)] { run(wanted.stream, wanted.until); });
+    append(stream.id(), {.work = {}, .wait = *static_cast<Recorded*>(event)});
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
   bool queryEvent(void* event) const override {
@@ -86,11 +161,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     const std::lock_guard lock(state().mutex);
-    run(static_cast<Recorded*>(event)->stream, static_cast<Recorded*>(event)->until);
+    wait_for(static_cast<Recorded*>(event)->stream, static_cast<Recorded*>(event)->until);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     const std::lock_guard lock(state().mutex);
-    run(stream.id(), state().queues[stream.id()].queued);
+    wait_for(stream.id(), state().queues[stream.id()].queued);
   }
 
  private:
@@ -133,12 +208,38 @@ c10::StreamId current_stream() {
 }
 
 void queue(std::function<void()> work) {
-  append(current, std::move(work));
+  append(current, {.work = std::move(work), .wait = {}});
 }
 
 void synchronize() {
   const c10::Stream stream = guard.getStream(device());
   guard.synchronizeStream(stream);
+}
+
+Orders every_order(const std::function<bool()>& program, When when, int64_t most) {
+  Orders found;
+  std::set<std::vector<int64_t>> distinct;
+  Exploration exploration{.when = when};
+  {
+    const std::lock_guard lock(state().mutex);
+    for (const auto& [stream, queue] : state().queues) run(stream, queue.queued);  // what was before
+  }
+  do {
+    TORCH_CHECK(found.runs < most, "fake device: the program has more than ", most, " runs; give it fewer steps");
+    exploration.taken = 0;
+    exploration.streams.clear();
+    exploration.order.clear();
+    state().exploration = &exploration;
+    const std::shared_ptr<void> over(nullptr, [](void*) { state().exploration = nullptr; });
+    const bool held = program();
+    const std::lock_guard lock(state().mutex);
+    for (const c10::StreamId stream : exploration.streams) wait_for(stream, state().queues[stream].queued);
+    ++found.runs;
+    found.failed += held ? 0 : 1;
+    distinct.insert(exploration.order);
+  } while (exploration.advance());
+  found.distinct = static_cast<int64_t>(distinct.size());
+  return found;
 }
 
 }  // namespace fake_device

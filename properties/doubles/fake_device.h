@@ -24,6 +24,17 @@ T* on_host(const at::Tensor& tensor) {
 // Whether queueing a collective's sums takes so long that other ranks can look meanwhile; at first it does not.
 void hesitate(bool on);
 
+// Runs the program once for every way in which the device may take the streams' work. In each call that synchronizes, and with
+// `between_calls` after each that queues something, it may have run anything that no event keeps back; every order of the work
+// is tried either way. The program says whether what it saw is right. It does the same each time, from one thread or from ranks
+// that run one at a time, and has a few steps only.
+struct Orders {
+  int64_t runs = 0, failed = 0;
+  int64_t distinct = 0;  // orders of the work itself
+};
+enum class When { between_calls, at_synchronization };
+Orders every_order(const std::function<bool()>& program, When when = When::between_calls, int64_t most = 200000);
+
 // Appends to the calling thread's current stream.
 void queue(std::function<void()> work);
 // Runs what the calling thread's current stream has, and what that waits for.
