@@ -75,7 +75,7 @@ struct CpuRunner {
       for (int k = 0; k < kLimbs; ++k) limbs[term.exponent][static_cast<size_t>(k)] += term.limb[k];
     }
     for (size_t e = 0; e < limbs.size(); ++e) {
-      counters[2 * e] += static_cast<int64_t>(low_part(limbs[e][0], limbs[e][1], limbs[e][2]));
+      counters[2 * e] += static_cast<int64_t>(low_part(limbs[e][0], limbs[e][1]));
       counters[2 * e + 1] += static_cast<int64_t>(high_part(limbs[e][0], limbs[e][1], limbs[e][2]));
     }
   }

@@ -372,12 +372,13 @@ SHARD_HD ExactTerm exact_term(float value, bool square) {
            static_cast<uint32_t>(integer >> 32)}};
 }
 
-// What limbs of one exponent that were added up mean in the counters of ExactSum, low and high.
-SHARD_HD uint64_t low_part(uint64_t l0, uint64_t l1, uint64_t l2) {
-  return (l0 + (l1 << 16) + (l2 << 32)) & 0xffffff;
+// What limbs of one exponent that were added up mean in the counters of ExactSum, low and high. Their sum,
+// l0 + 2^16 l1 + 2^32 l2, has more than 64 bits from 2^16 terms on, so the parts are taken first.
+SHARD_HD uint64_t low_part(uint64_t l0, uint64_t l1) {
+  return (l0 + (l1 << 16)) & 0xffffff;
 }
 SHARD_HD uint64_t high_part(uint64_t l0, uint64_t l1, uint64_t l2) {
-  return (l0 + (l1 << 16) + (l2 << 32)) >> 24;
+  return ((l0 + (l1 << 16)) >> 24) + (l2 << 8);
 }
 
 }  // namespace shardproof::SHARD_KERNELS

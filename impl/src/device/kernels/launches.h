@@ -111,7 +111,7 @@ SHARD_HD void exact_collect(uint32_t thread, const uint32_t* limbs, unsigned lon
       for (int step = 0; step < kLanes; ++step)
         sum[k] += limbs[(exponent * kLimbs + k) * kLanes + (exponent + step) % kLanes];
     if ((sum[0] | sum[1] | sum[2]) == 0) continue;
-    atomic_add(&counters[2 * exponent], static_cast<unsigned long long>(low_part(sum[0], sum[1], sum[2])));
+    atomic_add(&counters[2 * exponent], static_cast<unsigned long long>(low_part(sum[0], sum[1])));
     atomic_add(&counters[2 * exponent + 1], static_cast<unsigned long long>(high_part(sum[0], sum[1], sum[2])));
   }
 }
