@@ -5,6 +5,7 @@
 
 #include "golden/collectives.h"
 #include "properties/doubles/comm_worlds.h"
+#include "properties/kit/bits.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/counted.h"
@@ -80,7 +81,7 @@ TEST(Checked, matching_calls_pass_unchanged_in_groups_too) {
                          worlds::values(9, at::kFloat, comm->rank() % 2 + 2, 1)};
     at::Tensor tensor = inputs[half->rank()].clone();
     half->all_reduce(tensor).wait();
-    EXPECT_TRUE(worlds::same_bytes(tensor, golden::all_reduce(inputs)[0]));
+    EXPECT_TRUE(kit::same_bits(tensor, golden::all_reduce(inputs)[0]));
   });
 }
 

@@ -4,18 +4,11 @@
 #include <stdexcept>
 
 #include "properties/doubles/comm_worlds.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/mesh_comm.h"
 
 using namespace shardproof;
-
-namespace {
-
-void expect_says(const std::string& message, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
-}
-
-}  // namespace
 
 TEST(CommErrors, the_error_of_one_rank_ends_all_and_is_the_one_shown) {
   for (const ThreadsOptions& options : worlds::all_options()) {

@@ -11,6 +11,7 @@
 
 #include "golden/collectives.h"
 #include "properties/doubles/comm_worlds.h"
+#include "properties/kit/bits.h"
 
 using namespace shardproof;
 
@@ -135,7 +136,7 @@ std::optional<size_t> first_wrong_step(const Program& p, const std::shared_ptr<C
     auto [step, running] = std::move(flights[which]);
     flights.erase(flights.begin() + static_cast<int64_t>(which));
     running.work.wait();
-    if (!worlds::same_bytes(running.output, running.expected) && !wrong) wrong = step;
+    if (!kit::same_bits(running.output, running.expected) && !wrong) wrong = step;
   };
   for (size_t s = 0; s < p.steps.size(); ++s) {
     Comm& comm = p.steps[s].in_group ? *group : *world;

@@ -5,11 +5,12 @@
 
 #include "golden/collectives.h"
 #include "properties/doubles/comm_worlds.h"
+#include "properties/kit/bits.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/mesh_comm.h"
 
 using namespace shardproof;
-using worlds::same_bytes;
+using kit::same_bits;
 
 namespace {
 
@@ -45,7 +46,7 @@ TEST(Comm, all_gather_puts_the_ranks_inputs_side_by_side) {
     const golden::Ranks inputs = inputs_of(comm.size(), numel, at::kFloat, salt);
     at::Tensor output = at::empty({comm.size() * numel});
     comm.all_gather(output, inputs[comm.rank()]).wait();
-    EXPECT_TRUE(same_bytes(output, golden::all_gather(inputs)[comm.rank()]));
+    EXPECT_TRUE(same_bits(output, golden::all_gather(inputs)[comm.rank()]));
   });
 }
 
@@ -56,7 +57,7 @@ TEST(Comm, all_gather_may_take_its_input_from_its_own_place_in_the_output) {
     at::Tensor own = output.narrow(0, comm.rank() * numel, numel);
     own.copy_(inputs[comm.rank()]);
     comm.all_gather(output, own).wait();
-    EXPECT_TRUE(same_bytes(output, golden::all_gather(inputs)[comm.rank()]));
+    EXPECT_TRUE(same_bits(output, golden::all_gather(inputs)[comm.rank()]));
   });
 }
 
@@ -66,10 +67,10 @@ TEST(Comm, reductions_add_in_rank_order_in_every_dtype) {
       const golden::Ranks inputs = inputs_of(comm.size(), numel * comm.size(), dtype, salt);
       at::Tensor slice = at::empty({numel}, dtype);
       comm.reduce_scatter(slice, inputs[comm.rank()]).wait();
-      EXPECT_TRUE(same_bytes(slice, golden::reduce_scatter(inputs)[comm.rank()])) << c10::toString(dtype);
+      EXPECT_TRUE(same_bits(slice, golden::reduce_scatter(inputs)[comm.rank()])) << c10::toString(dtype);
       at::Tensor whole = inputs[comm.rank()].clone();
       comm.all_reduce(whole).wait();
-      EXPECT_TRUE(same_bytes(whole, golden::all_reduce(inputs)[comm.rank()])) << c10::toString(dtype);
+      EXPECT_TRUE(same_bits(whole, golden::all_reduce(inputs)[comm.rank()])) << c10::toString(dtype);
     });
 }
 
@@ -116,7 +117,7 @@ TEST(Comm, all_to_all_delivers_unequal_slices_by_sender) {
     for (int64_t from = 0; from < comm.size(); ++from) incoming.push_back(sizes[from][comm.rank()]);
     at::Tensor output = at::empty({std::accumulate(incoming.begin(), incoming.end(), int64_t{0})});
     comm.all_to_all(output, inputs[comm.rank()], incoming, sizes[comm.rank()]).wait();
-    EXPECT_TRUE(same_bytes(output, golden::all_to_all(inputs, sizes)[comm.rank()]));
+    EXPECT_TRUE(same_bits(output, golden::all_to_all(inputs, sizes)[comm.rank()]));
   });
 }
 
@@ -126,7 +127,7 @@ TEST(Comm, broadcast_send_and_recv_deliver_what_was_given) {
     const int64_t root = salt % comm.size();
     at::Tensor tensor = inputs[comm.rank()].clone();
     comm.broadcast(tensor, root).wait();
-    EXPECT_TRUE(same_bytes(tensor, inputs[root]));
+    EXPECT_TRUE(same_bits(tensor, inputs[root]));
     // Around the ring, twice, told apart by the tag.
     const int64_t next = (comm.rank() + 1) % comm.size(), previous = (comm.rank() + comm.size() - 1) % comm.size();
     at::Tensor first = at::empty({numel}), second = at::empty({numel});
@@ -137,8 +138,8 @@ TEST(Comm, broadcast_send_and_recv_deliver_what_was_given) {
     works.push_back(comm.recv(first, previous, 1));
     works.push_back(comm.recv(second, previous, 2));
     for (Work& work : works) work.wait();
-    EXPECT_TRUE(same_bytes(first, inputs[previous]));
-    EXPECT_TRUE(same_bytes(second, inputs[previous] * 2));
+    EXPECT_TRUE(same_bits(first, inputs[previous]));
+    EXPECT_TRUE(same_bits(second, inputs[previous] * 2));
   });
 }
 
@@ -150,8 +151,8 @@ TEST(Comm, collectives_in_flight_may_be_awaited_in_any_order) {
     Work first = comm.all_reduce(sum), second = comm.all_gather(gathered, b[comm.rank()]);
     second.wait();
     first.wait();
-    EXPECT_TRUE(same_bytes(sum, golden::all_reduce(a)[0]));
-    EXPECT_TRUE(same_bytes(gathered, golden::all_gather(b)[0]));
+    EXPECT_TRUE(same_bits(sum, golden::all_reduce(a)[0]));
+    EXPECT_TRUE(same_bits(gathered, golden::all_gather(b)[0]));
   });
 }
 
@@ -207,17 +208,17 @@ TEST(Comm, large_collectives_are_shared_among_ranks_and_equal_the_loop) {
       inputs.push_back(at::arange(world * numel, at::kFloat) * (0.1f + static_cast<float>(rank)));
     at::Tensor slice = at::empty({numel}), gathered = at::empty({world * world * numel});
     comm->reduce_scatter(slice, inputs[comm->rank()]).wait();
-    EXPECT_TRUE(same_bytes(slice, golden::reduce_scatter(inputs)[comm->rank()]));
+    EXPECT_TRUE(same_bits(slice, golden::reduce_scatter(inputs)[comm->rank()]));
     comm->all_gather(gathered, inputs[comm->rank()]).wait();
-    EXPECT_TRUE(same_bytes(gathered, golden::all_gather(inputs)[0]));
+    EXPECT_TRUE(same_bits(gathered, golden::all_gather(inputs)[0]));
     at::Tensor whole = inputs[comm->rank()].clone();
     comm->all_reduce(whole).wait();
-    EXPECT_TRUE(same_bytes(whole, golden::all_reduce(inputs)[comm->rank()]));
+    EXPECT_TRUE(same_bits(whole, golden::all_reduce(inputs)[comm->rank()]));
     at::Tensor sent = inputs[comm->rank()].clone(), received = at::empty_like(sent);
     Work sending = comm->send(sent, (comm->rank() + 1) % world, 5);
     comm->recv(received, (comm->rank() + world - 1) % world, 5).wait();
     sending.wait();
-    EXPECT_TRUE(same_bytes(received, inputs[(comm->rank() + world - 1) % world]));
+    EXPECT_TRUE(same_bits(received, inputs[(comm->rank() + world - 1) % world]));
   });
 }
 

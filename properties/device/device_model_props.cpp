@@ -6,27 +6,19 @@
 
 #include "harness/case/generate.h"
 #include "harness/case/network.h"
-#include "harness/case/network.h"
-#include "harness/run/run_case.h"
 #include "properties/doubles/fake_device.h"
-#include "properties/kit/expect_error.h"
+#include "properties/doubles/fake_ranks.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
-#include "shardproof/shardproof.h"
+#include "properties/kit/held_cases.h"
 #include "shardproof/shardproof.h"
 
 using namespace harness;
 
 namespace {
 
-Verdict on_device(const Case& c) {
-  fake_device::install();
-  return run_case(c, *thread_ranks_on(fake_device::device()));
-}
-
-void expect_held(const std::string& text) {
-  const Verdict verdict = on_device(Case::parse(text));
-  EXPECT_TRUE(verdict.held) << text << "\n" << verdict.what;
+void must_hold(const std::string& text) {
+  expect_held(text, fake_device::ranks());
 }
 
 const std::string kGpt = "gpt(layers=2,hidden=16,heads=2,vocab=29,positions=7";
@@ -42,9 +34,7 @@ TEST(DeviceModels, random_cases_have_the_golden_runs_bits_on_a_device) {
   for (int64_t i = 0; i < cases; ++i) {
     const Case c = generate(77, i, {.world_max = 4});
     if (c.options.arithmetic != 0) continue;  // refused
-    const Verdict verdict = on_device(c);
-    EXPECT_TRUE(verdict.held || verdict.diverged) << c.str() << "\n" << verdict.what;
-    held += verdict.held;
+    held += expect_held_or_diverged(c, fake_device::ranks());
   }
   EXPECT_GT(held, cases / 2);
 }
@@ -52,30 +42,30 @@ TEST(DeviceModels, random_cases_have_the_golden_runs_bits_on_a_device) {
 TEST(DeviceModels, each_strategy_trains_a_gpt_with_dropout_and_tied_embeddings) {
   const std::string model = kGpt + ",tied,dropout=0.25) ";
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"})
-    expect_held(model + "mesh(dp_shard=3) " + strategy + " adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + kRun);
-  expect_held(model + "mesh(dp_replicate=2,dp_shard=2) hsdp(recompute=1,prefetch=2) adamw(lr=0.01,clip=1) ordered" + kRun);
-  expect_held(model + "mesh(dp_shard=2) zero3(meta=1,recompute=2,pooled=1,loss=sum) lion(lr=0.01) canonical" + kRun);
+    must_hold(model + "mesh(dp_shard=3) " + strategy + " adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + kRun);
+  must_hold(model + "mesh(dp_replicate=2,dp_shard=2) hsdp(recompute=1,prefetch=2) adamw(lr=0.01,clip=1) ordered" + kRun);
+  must_hold(model + "mesh(dp_shard=2) zero3(meta=1,recompute=2,pooled=1,loss=sum) lion(lr=0.01) canonical" + kRun);
 }
 
 TEST(DeviceModels, tensor_and_sequence_parallel_models_have_positions_and_masks_where_their_data_is) {
-  expect_held(kGpt + ",dropout=0.25) mesh(dp_shard=1,tp=2) zero3(loss=sum,sp=1) sgd(lr=0.1) fast" + kRun);
-  expect_held(kLlama + ",tied) mesh(dp_shard=2,tp=2) zero3(loss=sum) adamw(lr=0.01) fast" + kRun);
+  must_hold(kGpt + ",dropout=0.25) mesh(dp_shard=1,tp=2) zero3(loss=sum,sp=1) sgd(lr=0.1) fast" + kRun);
+  must_hold(kLlama + ",tied) mesh(dp_shard=2,tp=2) zero3(loss=sum) adamw(lr=0.01) fast" + kRun);
 }
 
 TEST(DeviceModels, context_parallel_models_have_positions_and_masks_where_their_data_is) {
   for (const char* attention : {"ring", "gathered"})
     for (const std::string& model : {kGpt + ",dropout=0.25) ", kLlama + ") "})
-      expect_held(model + "mesh(dp_shard=2,cp=2) zero3(loss=sum,attention=" + attention + ") adamw(lr=0.01) fast" + kRun);
+      must_hold(model + "mesh(dp_shard=2,cp=2) zero3(loss=sum,attention=" + attention + ") adamw(lr=0.01) fast" + kRun);
 }
 
 TEST(DeviceModels, a_model_made_without_memory_gets_it_with_its_buffers_on_the_device) {
-  expect_held("odd(width=5,calls=2,tied) mesh(dp_shard=2) zero3(meta=1) sgd(lr=0.1) ordered" + kRun);
+  must_hold("odd(width=5,calls=2,tied) mesh(dp_shard=2) zero3(meta=1) sgd(lr=0.1) ordered" + kRun);
 }
 
 TEST(DeviceModels, a_norm_of_any_order_is_the_golden_runs) {
   for (const char* order : {"1", "2", "inf"}) {
     const std::string optimizer = std::string("adamw(lr=0.01,clip=0.01,norm=") + order + ") ordered";
-    expect_held(kGpt + ") mesh(dp_shard=3) zero3 " + optimizer + kRun);
+    must_hold(kGpt + ") mesh(dp_shard=3) zero3 " + optimizer + kRun);
   }
 }
 
@@ -107,7 +97,7 @@ TEST(DeviceModels, canonical_arithmetic_is_refused_and_says_where_it_computes) {
 
 TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a_device) {
   const std::string mesh = ") mesh(dp_shard=3) ";
-  expect_held(kGpt + mesh + "zero3(compute=bf16,reduce=bf16,float32_sums=1) adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + kRun);
-  expect_held(kLlama + mesh + "zero2(compute=bf16) lion(lr=0.01,clip=0.1) ordered" + kRun);
-  expect_held(kGpt + mesh + "zero1(scale=1000000000,compute=fp16) adam(lr=0.01) ordered" + kRun);
+  must_hold(kGpt + mesh + "zero3(compute=bf16,reduce=bf16,float32_sums=1) adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + kRun);
+  must_hold(kLlama + mesh + "zero2(compute=bf16) lion(lr=0.01,clip=0.1) ordered" + kRun);
+  must_hold(kGpt + mesh + "zero1(scale=1000000000,compute=fp16) adam(lr=0.01) ordered" + kRun);
 }

@@ -2,19 +2,10 @@
 // norms. Against the golden runs.
 #include <gtest/gtest.h>
 
-#include "harness/run/run_case.h"
 #include "properties/kit/harness_env.h"
+#include "properties/kit/held_cases.h"
 
 using namespace harness;
-
-namespace {
-
-void expect_held(const std::string& text) {
-  const Verdict verdict = run_case(Case::parse(text));
-  EXPECT_TRUE(verdict.held) << text << "\n" << verdict.what;
-}
-
-}  // namespace
 
 TEST(DeviceTraining, each_kernel_is_met_by_a_run) {
   const std::string model = "gpt(layers=2,hidden=16,heads=2,vocab=29,positions=7) mesh(dp_shard=3) ";

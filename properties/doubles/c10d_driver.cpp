@@ -6,6 +6,7 @@
 
 #include "golden/collectives.h"
 #include "properties/doubles/comm_worlds.h"
+#include "properties/kit/bits.h"
 #include "shardproof/comm/c10d/c10d.h"
 #include "shardproof/shardproof.h"
 
@@ -34,7 +35,7 @@ C10dOptions options_of(bool native, const py::object& make_group) {
 }
 
 void expect_bytes(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
-  if (!worlds::same_bytes(got, expected)) throw std::runtime_error(what + " differs from its specification");
+  if (!kit::same_bits(got, expected)) throw std::runtime_error(what + " differs from its specification");
 }
 
 golden::Ranks inputs_of(const Comm& comm, int64_t numel, at::ScalarType dtype, int64_t salt) {

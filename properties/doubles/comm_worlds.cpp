@@ -1,7 +1,6 @@
 #include "properties/doubles/comm_worlds.h"
 
 #include <cmath>
-#include <cstring>
 
 namespace worlds {
 
@@ -21,11 +20,6 @@ at::Tensor values(int64_t numel, at::ScalarType dtype, int64_t rank, int64_t sal
     elements[i] = at::isFloatingType(dtype) ? unit * std::pow(10.0, static_cast<double>(mixed % 7) - 3) : std::round(unit * 9);
   }
   return dtype == at::kByte ? tensor.abs().to(dtype) : tensor.to(dtype);
-}
-
-bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.numel() == b.numel() &&
-         (a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
 }  // namespace worlds

@@ -14,11 +14,6 @@ Ranks random_inputs(int64_t ranks, int64_t numel) {
   return inputs;
 }
 
-bool same_bits(const Ranks& a, const Ranks& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const at::Tensor& x, const at::Tensor& y) { return golden_runs::same_bits(x, y); });
-}
-
 RC_GTEST_PROP(GoldenCollectives, a_sum_adds_one_rank_after_the_other, ()) {
   const Ranks inputs = random_inputs(draw(1, 7), draw(0, 20));
   const at::Tensor sum = golden::combine(inputs);

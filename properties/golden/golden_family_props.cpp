@@ -18,14 +18,6 @@ const at::Tensor* find(const golden::Named& tensors, const std::string& name) {
   return nullptr;
 }
 
-bool same_bits(const golden::Named& a, const golden::Named& b) {
-  bool same = a.size() == b.size();
-  for (size_t i = 0; same && i < a.size(); ++i)
-    same = a[i].first == b[i].first && golden_runs::same_bits(a[i].second, b[i].second);
-  return same;
-}
-using golden_runs::same_bits;
-
 // One float operation a line.
 struct Element {
   float p, m = 0, v = 0;
@@ -270,15 +262,6 @@ TEST(GoldenModels, a_convolution_of_nothing_costs_the_squared_target) {
   for (const auto& [name, shape] : golden::parameter_shapes(run.model)) run.parameters.emplace_back(name, at::zeros(shape));
   run.steps = {{.microbatches = {{{at::ones({2, 2, 4, 4}), at::full({2, 2}, 3.0f), 0.5}}}}};
   EXPECT_EQ(golden::train(run)[0].losses[0][0], 18);
-}
-
-void expect_refused(const golden::Run& run, const std::string& what) {
-  try {
-    golden::train(run);
-    ADD_FAILURE() << "expected a refusal that says: " << what;
-  } catch (const std::invalid_argument& error) {
-    EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
-  }
 }
 
 TEST(GoldenRefusals, orders_dtypes_and_scales_that_make_no_sense) {

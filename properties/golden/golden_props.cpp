@@ -17,17 +17,9 @@ Floats floats(const at::Tensor& t) {
   return Floats(flat.const_data_ptr<float>(), flat.const_data_ptr<float>() + flat.numel());
 }
 
+using golden_runs::same_bits;
 bool same_bits(const at::Tensor& a, const Floats& b) {
   return static_cast<size_t>(a.numel()) == b.size() && golden_runs::same_bits(a.flatten(), at::tensor(b));
-}
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return golden_runs::same_bits(a, b);
-}
-
-bool same_bits(const golden::Named& a, const golden::Named& b) {
-  bool same = a.size() == b.size();
-  for (size_t i = 0; same && i < a.size(); ++i) same = a[i].first == b[i].first && same_bits(a[i].second, b[i].second);
-  return same;
 }
 
 bool same_bits(const golden::StepTrace& a, const golden::StepTrace& b) {
@@ -120,14 +112,7 @@ RC_GTEST_PROP(Golden, with_one_round_or_one_rank_both_orders_are_one, ()) {
 
 TEST(Golden, with_three_rounds_of_three_ranks_the_orders_differ) {
   Tensors tensors(3);
-  golden::Run run;
-  run.model.mlp.widths = {7, 5, 3};
-  run.parameters = random_parameters(run.model, tensors);
-  run.steps.emplace_back();
-  for (int k = 0; k < 3; ++k) {
-    run.steps[0].microbatches.emplace_back();
-    for (int i = 0; i < 3; ++i) run.steps[0].microbatches[k].push_back({tensors.normal({4, 7}), tensors.normal({4, 3}), 1});
-  }
+  golden::Run run = mlp_run({7, 5, 3}, 3, 3, tensors);
   run.order.shards = 3;
   const golden::Trace a = golden::train(run);
   reduce(run, When::each_round);
@@ -310,15 +295,6 @@ RC_GTEST_PROP(Golden, kernels_give_the_same_bits_at_any_address_that_is_64_byte_
   };
   const auto here = gradients_at(false), there = gradients_at(true);
   for (size_t i = 0; i < here.size(); ++i) RC_ASSERT(same_bits(here[i], there[i]));
-}
-
-void expect_refused(const golden::Run& run, const std::string& what) {
-  try {
-    golden::train(run);
-    ADD_FAILURE() << "expected a refusal that says: " << what;
-  } catch (const std::invalid_argument& error) {
-    EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
-  }
 }
 
 golden::Run gpt_run() {

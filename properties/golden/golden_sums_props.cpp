@@ -178,14 +178,7 @@ RC_GTEST_PROP(GoldenSums, with_one_microbatch_a_rank_every_way_to_reduce_is_one,
 
 TEST(GoldenSums, replicas_last_differs_from_replicas_each_time_and_from_one_flat_group) {
   Tensors tensors(5);
-  golden::Run run;
-  run.model.mlp.widths = {7, 6, 3};
-  run.parameters = random_parameters(run.model, tensors);
-  run.steps.emplace_back();
-  for (int k = 0; k < 3; ++k) {
-    run.steps[0].microbatches.emplace_back();
-    for (int i = 0; i < 9; ++i) run.steps[0].microbatches.back().push_back({tensors.normal({4, 7}), tensors.normal({4, 3}), 1});
-  }
+  golden::Run run = mlp_run({7, 6, 3}, 3, 9, tensors);
   reduce(run, When::each_round);
   run.order = {.shards = 9};
   const golden::Trace flat = golden::train(run);

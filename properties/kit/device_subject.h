@@ -110,7 +110,7 @@ inline std::byte* bytes_of(const at::Tensor& values) {
 }
 
 // Bit for bit, but one NaN is as good as another: IEEE 754 leaves open which one comes out.
-inline testing::AssertionResult same_bits(const at::Tensor& expected, const at::Tensor& on_device) {
+inline testing::AssertionResult same_but_for_nans(const at::Tensor& expected, const at::Tensor& on_device) {
   const at::Tensor a = expected.contiguous(), b = on_device.to(at::kCPU).contiguous();
   if (a.scalar_type() != b.scalar_type() || a.numel() != b.numel()) return testing::AssertionFailure() << "of another kind";
   const auto size = static_cast<size_t>(a.element_size());

@@ -1,8 +1,9 @@
-// Expects the caller's mistake to be refused by a message that contains every one of `parts`.
+// What a caller's mistake is answered with: the message of an Error, and the words that it must contain.
 #pragma once
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <initializer_list>
 #include <string>
 
@@ -10,16 +11,23 @@
 
 namespace shardproof {
 
-template <typename Action>
-void expect_error(Action action, std::initializer_list<std::string> parts) {
+// The message of the Error that the action throws. The test fails when it throws none.
+inline std::string refusal(const std::function<void()>& action) {
   try {
     action();
-    ADD_FAILURE() << "nothing was refused; expected an error with \"" << *parts.begin() << "\"";
   } catch (const Error& error) {
-    for (const std::string& part : parts)
-      EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
-          << error.what() << "\n lacks: " << part;
+    return error.what();
   }
+  ADD_FAILURE() << "no Error was thrown";
+  return "";
+}
+
+inline void expect_says(const std::string& message, std::initializer_list<std::string> parts) {
+  for (const std::string& part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
+}
+
+inline void expect_error(const std::function<void()>& action, std::initializer_list<std::string> parts) {
+  expect_says(refusal(action), parts);
 }
 
 }  // namespace shardproof

@@ -7,11 +7,14 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <stdexcept>
 #include <string>
 
 #include "golden/golden.h"
+#include "golden/train.h"
+#include "properties/kit/bits.h"
 
 namespace golden_runs {
 
@@ -232,10 +235,34 @@ inline golden::Run random_family_run(const golden::Model& model, golden::Optimiz
   return run;
 }
 
-inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor x = a.contiguous(), y = b.contiguous();
-  return x.scalar_type() == y.scalar_type() && x.sizes() == y.sizes() &&
-         (x.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0);
+// One step of an MLP with these widths: `rounds` rounds of `ranks` microbatches of four samples.
+inline golden::Run mlp_run(std::vector<int64_t> widths, int64_t rounds, int64_t ranks, Tensors& tensors) {
+  golden::Run run;
+  run.model.mlp.widths = widths;
+  run.parameters = random_parameters(run.model, tensors);
+  run.steps.emplace_back();
+  for (int64_t k = 0; k < rounds; ++k) {
+    run.steps[0].microbatches.emplace_back();
+    for (int64_t i = 0; i < ranks; ++i)
+      run.steps[0].microbatches.back().push_back({tensors.normal({4, widths.front()}), tensors.normal({4, widths.back()}), 1});
+  }
+  return run;
+}
+
+using kit::same_bits;
+inline bool same_bits(const golden::Named& a, const golden::Named& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& x, const auto& y) { return x.first == y.first && same_bits(x.second, y.second); });
+}
+
+// Expects golden::train to refuse the run, in these words among others.
+inline void expect_refused(const golden::Run& run, const std::string& words) {
+  try {
+    golden::train(run);
+    ADD_FAILURE() << "expected a refusal that says: " << words;
+  } catch (const std::invalid_argument& error) {
+    EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+  }
 }
 
 // |a - b| / max(|a|, |b|) in the Frobenius norm; 0 when both are zero, infinite when shapes differ or one is

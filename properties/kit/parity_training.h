@@ -23,6 +23,14 @@ inline shardproof::Mesh grid(int64_t replicas, int64_t shards) {
   return shardproof::Mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
 }
 
+// toy::options in this precision, for models that have the same values on every rank from the start.
+inline shardproof::ShardOptions with(const std::string& strategy, const shardproof::Precision& precision) {
+  shardproof::ShardOptions options = toy::options(strategy);
+  options.precision = precision;
+  options.broadcast_initial_values = false;
+  return options;
+}
+
 // A model and its loss on the data that `salt` stands for. Made anew for every run, with the same values every time.
 struct Trainee {
   std::shared_ptr<torch::nn::Module> module;

@@ -63,18 +63,4 @@ shardproof::ShardOptions options(const std::string& strategy) {
   return options;
 }
 
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const shardproof::Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "no Error was thrown";
-  return "";
-}
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.contiguous().view(at::kInt).equal(b.contiguous().view(at::kInt));
-}
-
 }  // namespace toy

@@ -51,12 +51,7 @@ at::Tensor data(std::vector<int64_t> sizes, int64_t salt);
 
 shardproof::ShardOptions options(const std::string& strategy);
 
-// The message of the Error that `body` throws on some rank; fails the test when none is thrown.
-std::string error_of(const std::function<void()>& body);
-
 // Whether its elements can be read; those of a parameter that is sharded cannot.
 bool has_memory(const at::Tensor& tensor);
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace toy

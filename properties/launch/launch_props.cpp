@@ -4,23 +4,16 @@
 #include <map>
 
 #include "properties/doubles/comm_worlds.h"
+#include "properties/kit/environment.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
 #include "shardproof/comm/require_same.h"
 #include "shardproof/launch/launch.h"
 
 using namespace shardproof;
 
 namespace {
-
-using Variables = std::map<std::string, std::string>;
-
-Environment environment(const Variables& variables) {
-  return [variables](const char* name) -> const char* {
-    const auto found = variables.find(name);
-    return found == variables.end() ? nullptr : found->second.c_str();
-  };
-}
 
 const Variables kMpirun = {{"OMPI_COMM_WORLD_RANK", "3"},
                            {"OMPI_COMM_WORLD_SIZE", "4"},
@@ -29,19 +22,6 @@ const Variables kMpirun = {{"OMPI_COMM_WORLD_RANK", "3"},
 const Variables kTorchrun = {{"RANK", "5"},           {"WORLD_SIZE", "8"},     {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"},
                              {"MASTER_ADDR", "head"}, {"MASTER_PORT", "29500"}};
 const Variables kSlurm = {{"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "6"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_ID", "0"}};
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-void expect_says(const std::string& message, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
-}
 
 }  // namespace
 
@@ -94,7 +74,7 @@ TEST(Launch, an_address_alone_makes_nobody_a_rank_of_torchrun) {
 
 TEST(Launch, what_this_build_or_launcher_cannot_do_is_refused_with_the_way_out) {
   const auto refused = [](const LaunchOptions& options, const Variables& variables) {
-    return refusal([&] { launch(options, {"program"}, environment(variables)); });
+    return error_of([&] { launch(options, {"program"}, environment(variables)); });
   };
   expect_says(refused({.backend = "nccl"}, {}), {"--backend nccl needs a GPU", "shows none", "mpi"});
   expect_says(refused({.backend = "nccl", .gpus = 1}, {}), {"--backend nccl needs processes", "torchrun", "--ranks N"});
@@ -130,7 +110,7 @@ TEST(Launch, ranks_that_differ_in_program_arguments_or_mesh_are_refused_on_every
         const std::string common(300, 'x');  // what differs may lie beyond what is shown
         for (auto& [name, value] : facts)
           if (name == fact) value = comm->rank() == different ? common + "mine" : common + "yours";
-        const std::string message = refusal([&] { require_same(*comm, facts); });
+        const std::string message = error_of([&] { require_same(*comm, facts); });
         expect_says(message, {"ranks 0 and", fact.c_str(), "on rank 0", "Start all ranks alike"});
         EXPECT_NE(message.find(fmt::format("on rank {}", different)), std::string::npos) << message;
       });

@@ -6,6 +6,8 @@
 #include <map>
 #include <set>
 
+#include "properties/kit/environment.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
 #include "shardproof/launch/nccl_launch.h"
 
@@ -14,29 +16,6 @@ using Verdict = Advice::Verdict;
 using Way = GpuSharing::Way;
 
 namespace {
-
-using Variables = std::map<std::string, std::string>;
-
-Environment environment(const Variables& variables) {
-  return [variables](const char* name) -> const char* {
-    const auto found = variables.find(name);
-    return found == variables.end() ? nullptr : found->second.c_str();
-  };
-}
-
-void expect_says(const std::string& message, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
-}
-
-std::string refusal(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return "";
-}
 
 // Exit code and what was printed.
 std::pair<int, std::string> run(const std::string& arguments) {

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/parallel_models.h"
 #include "properties/kit/toy_modules.h"
@@ -92,7 +93,7 @@ void expect_whole_updates(const Mesh& mesh, const char* strategy_name, int64_t h
       std::map<std::string, at::Tensor> found;
       for (const auto& [name, value] : sharded.gather_parameters()) found[name] = value;
       for (const auto& [name, parameter] : parameters)
-        EXPECT_TRUE(toy::same_bits(found.at(name), parameter.view(shapes[name]))) << name << " step " << step;
+        EXPECT_TRUE(kit::same_bits(found.at(name), parameter.view(shapes[name]))) << name << " step " << step;
     }
   });
 }

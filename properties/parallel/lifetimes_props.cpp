@@ -7,6 +7,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/parallel_models.h"
 #include "properties/kit/toy_modules.h"
@@ -64,7 +65,7 @@ TEST(Lifetimes, an_optimizer_goes_on_when_its_sharded_was_moved) {
       for (const auto& [name, value] : now.gather_parameters()) results.push_back(value);
     }
     const size_t half = results.size() / 2;
-    for (size_t i = 0; i < half; ++i) EXPECT_TRUE(toy::same_bits(results[i], results[half + i]));
+    for (size_t i = 0; i < half; ++i) EXPECT_TRUE(kit::same_bits(results[i], results[half + i]));
   });
 }
 
@@ -249,6 +250,6 @@ TEST(Lifetimes, a_sharded_keeps_the_parallelism_that_its_module_had) {
       for (const auto& [name, value] : sharded.gather_parameters()) results.push_back(value);
     }
     const size_t half = results.size() / 2;
-    for (size_t i = 0; i < half; ++i) EXPECT_TRUE(toy::same_bits(results[i], results[half + i]));
+    for (size_t i = 0; i < half; ++i) EXPECT_TRUE(kit::same_bits(results[i], results[half + i]));
   });
 }

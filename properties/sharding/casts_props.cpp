@@ -11,15 +11,9 @@
 using namespace shardproof;
 using parity::on_mesh;
 using parity::ranks;
+using parity::with;
 
 namespace {
-
-ShardOptions with(const std::string& strategy, const Precision& precision) {
-  ShardOptions options = toy::options(strategy);
-  options.precision = precision;
-  options.broadcast_initial_values = false;
-  return options;
-}
 
 // c1 -> c2 with a second input that comes from outside; writes down what arrives where.
 class RecordingImpl : public torch::nn::Module {

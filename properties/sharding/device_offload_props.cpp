@@ -4,9 +4,10 @@
 
 #include "harness/case/generate.h"
 #include "harness/case/network.h"
-#include "harness/run/run_case.h"
 #include "properties/doubles/fake_device.h"
+#include "properties/doubles/fake_ranks.h"
 #include "properties/kit/harness_env.h"
+#include "properties/kit/held_cases.h"
 #include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
@@ -15,12 +16,6 @@ namespace {
 
 constexpr int64_t kWidth = 16, kUnits = 5, kRanks = 2;
 constexpr int64_t kState = kUnits * kWidth * kWidth / kRanks;  // elements of a rank
-
-void expect_held(const harness::Case& c) {
-  fake_device::install();
-  const harness::Verdict verdict = harness::run_case(c, *harness::thread_ranks_on(fake_device::device()));
-  EXPECT_TRUE(verdict.held || verdict.diverged) << c.str() << "\n" << verdict.what;
-}
 
 // Trains a chain of equal units on the device; calls `look` after the backward and after the step, of which it is told.
 void train(at::ScalarType compute, const std::function<void(Sharded&, const Optimizer&, bool stepped)>& look) {
@@ -56,7 +51,7 @@ TEST(DeviceOffload, random_cases_have_the_golden_runs_bits_on_a_device) {
     harness::Case c = harness::generate(20261123, i, {.world_max = 4});
     if (c.options.arithmetic != 0) continue;  // the CPU's
     c.options.offload = harness::offload_pinned;
-    expect_held(c);
+    harness::expect_held_or_diverged(c, fake_device::ranks());
   }
 }
 
@@ -66,9 +61,10 @@ TEST(DeviceOffload, steps_in_low_precision_with_clipping_and_loss_scaling_have_t
                            "zero2(compute=fp16,scale=1024,offload=pinned) adam(lr=0.01) ordered",
                            "ddp(loss=tokens,offload=pageable) lion(lr=0.01,clip=0.1) canonical",
                            "zero1(divide=split,offload=pinned) sgd(lr=0.1,momentum=0.9) ordered"})
-    expect_held(harness::Case::parse(model + rest + " seed=7 : accumulate(2) step*3 save load@mesh(dp_shard=3) step"));
-  expect_held(harness::Case::parse(
-      "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(whole=1,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2"));
+    harness::expect_held(model + rest + " seed=7 : accumulate(2) step*3 save load@mesh(dp_shard=3) step", fake_device::ranks());
+  harness::expect_held(
+      "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(whole=1,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
+      fake_device::ranks());
 }
 
 TEST(DeviceOffload, the_device_keeps_parameters_and_the_host_the_rest) {

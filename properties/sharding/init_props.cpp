@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "properties/kit/expect_error.h"
 #include "properties/kit/parity_models.h"
 #include "properties/kit/parity_training.h"
 
@@ -105,7 +106,7 @@ TEST(Fsdp2Parity, a_model_built_without_memory_trains_like_one_built_with_it) {
 }
 
 TEST(Fsdp2Parity, a_model_without_memory_and_without_initial_values_is_refused_by_name) {
-  const std::string message = toy::error_of([] {
+  const std::string message = refusal([] {
     on_mesh(ranks(2), [](std::shared_ptr<MeshComm> comms) {
       std::shared_ptr<torch::nn::SequentialImpl> empty;
       {

@@ -2,8 +2,8 @@
 #include <gtest/gtest.h>
 
 #include "harness/case/generate.h"
-#include "harness/run/run_case.h"
 #include "properties/kit/harness_env.h"
+#include "properties/kit/held_cases.h"
 #include "properties/kit/toy_modules.h"
 
 using namespace shardproof;
@@ -61,18 +61,13 @@ void train(const Plan& plan, Offload offload, const std::function<void(Sharded&,
   });
 }
 
-void expect_held(const harness::Case& c) {
-  const harness::Verdict verdict = harness::run_case(c);
-  EXPECT_TRUE(verdict.held || verdict.diverged) << c.str() << "\n" << verdict.what;
-}
-
 }  // namespace
 
 TEST(Offload, random_cases_have_the_bits_of_their_golden_runs) {
   for (int64_t i = 0; i < 60; ++i) {
     harness::Case c = harness::generate(20261122, i, {});
     c.options.offload = i % 4 == 0 ? harness::offload_pageable : harness::offload_pinned;
-    expect_held(c);
+    harness::expect_held_or_diverged(c);
   }
 }
 
@@ -81,10 +76,10 @@ TEST(Offload, every_strategy_precision_and_optimizer_has_the_bits_of_its_golden_
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"})
     for (const char* precision : {"compute=fp32", "compute=bf16,reduce=bf16", "compute=fp16,scale=1024"})
       for (const char* optimizer : {"adamw(lr=0.01,clip=0.5)", "sgd(lr=0.1,momentum=0.9)", "lion(lr=0.01,groups=2)"})
-        expect_held(harness::Case::parse(
+        harness::expect_held(
             fmt::format("gpt(layers=1,hidden=8,heads=2,vocab=11,positions=5,tied) mesh(dp_replicate=2,dp_shard=2) "
                         "{}({},offload=pinned) {} ordered seed=3 : accumulate(2) step freeze(4) step freeze(0) step",
-                        strategy, precision, optimizer)));
+                        strategy, precision, optimizer));
   for (const char* text :
        {"mlp(widths=5-6-3) mesh(dp_shard=2) zero3(whole=1,offload=pinned) muon(lr=0.1) ordered seed=3 : step*2",
         "mlp(widths=5-6-3) mesh(dp_shard=2,tp=2) zero3(whole=1,offload=pinned) muon(lr=0.1,clip=0.5) fast seed=3 : step*2",
@@ -92,7 +87,7 @@ TEST(Offload, every_strategy_precision_and_optimizer_has_the_bits_of_its_golden_
         "gpt(layers=1,hidden=8,heads=2,vocab=12,positions=8) mesh(dp_shard=2,cp=2,tp=2) "
         "zero2(loss=tokens,arithmetic=canonical,sp=1,offload=pinned) adamw(lr=0.01,clip=0.5) canonical seed=3 : "
         "accumulate(2) step save load@mesh(dp_shard=3) load@strategy(zero3) step*2"})
-    expect_held(harness::Case::parse(text));
+    harness::expect_held(text);
 }
 
 TEST(Offload, between_steps_the_device_holds_parameters_in_the_compute_dtype_and_nothing_else) {

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/parity_models.h"
 #include "properties/kit/parity_training.h"
 #include "shardproof/comm/traced.h"
@@ -11,15 +12,9 @@ using namespace shardproof;
 using parity::expect_near;
 using parity::on_mesh;
 using parity::ranks;
+using parity::with;
 
 namespace {
-
-ShardOptions with(const std::string& strategy, const Precision& precision) {
-  ShardOptions options = toy::options(strategy);
-  options.precision = precision;
-  options.broadcast_initial_values = false;
-  return options;
-}
 
 // The gradients of a plain copy in `compute`, each rounded to `wire`, added there rank after rank (in float32 when `wide`).
 parity::Tensors plain_sum(const std::vector<std::pair<std::string, at::Tensor>>& values, at::ScalarType compute,
@@ -190,7 +185,7 @@ TEST(Fsdp2Parity, an_infinite_gradient_on_one_rank_skips_the_step_on_all) {
         EXPECT_EQ(sharded.step(), 1);
         const auto after = sharded.gather_parameters();
         bool moved = false;
-        for (size_t i = 0; i < before.size(); ++i) moved |= !toy::same_bits(before[i].second, after[i].second);
+        for (size_t i = 0; i < before.size(); ++i) moved |= !kit::same_bits(before[i].second, after[i].second);
         EXPECT_EQ(moved, !infinite);
         EXPECT_EQ(optimizer.updates("0.weight"), infinite ? 0 : 1);
       });

@@ -1,6 +1,7 @@
 // Every misuse ends in one error that says what to do.
 #include <gtest/gtest.h>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/toy_modules.h"
 
@@ -8,20 +9,16 @@ using namespace shardproof;
 
 namespace {
 
-void expect_says(const std::string& message, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
-}
-
 at::Tensor loss_of(toy::Net& net, int64_t salt) { return call(net, toy::data({4, 7}, salt)).square().sum(); }
 
 }  // namespace
 
 TEST(ShardingErrors, an_unknown_strategy_lists_those_there_are) {
-  expect_says(toy::error_of([] { strategy("zero9"); }), {"zero9", "ddp", "zero1", "zero2", "zero3"});
+  expect_says(refusal([] { strategy("zero9"); }), {"zero9", "ddp", "zero1", "zero2", "zero3"});
 }
 
 TEST(ShardingErrors, a_strategy_whose_axis_the_mesh_lacks_names_both) {
-  expect_says(toy::error_of([] {
+  expect_says(refusal([] {
                 run_threads(2, [](std::shared_ptr<Comm> comm) {
                   toy::Net net(toy::NetImpl::Options{});
                   fully_shard(net.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_replicate", 2}})), toy::options("zero3"));
@@ -32,7 +29,7 @@ TEST(ShardingErrors, a_strategy_whose_axis_the_mesh_lacks_names_both) {
 
 TEST(ShardingErrors, a_second_backward_after_the_last_one_says_how_to_accumulate) {
   for (const Strategy& row : strategies())
-    expect_says(toy::error_of([&] {
+    expect_says(refusal([&] {
                   toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
                     toy::Net net(toy::NetImpl::Options{});
                     Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
@@ -44,7 +41,7 @@ TEST(ShardingErrors, a_second_backward_after_the_last_one_says_how_to_accumulate
 }
 
 TEST(ShardingErrors, a_step_without_gradients_says_what_is_missing) {
-  expect_says(toy::error_of([] {
+  expect_says(refusal([] {
                 toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
                   toy::Net net(toy::NetImpl::Options{});
                   Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero2"));
@@ -59,7 +56,7 @@ TEST(ShardingErrors, a_step_without_gradients_says_what_is_missing) {
 
 TEST(ShardingErrors, a_nan_gradient_names_rank_step_and_parameter_before_any_communication) {
   for (const Strategy& row : strategies()) {
-    const std::string message = toy::error_of([&] {
+    const std::string message = refusal([&] {
       toy::on_ranks(3, [&](std::shared_ptr<MeshComm> comms) {
         toy::Net net(toy::NetImpl::Options{});
         Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
@@ -100,12 +97,12 @@ TEST(ShardingErrors, a_gradient_above_the_largest_magnitude_allowed_names_rank_s
     if (allowed)
       train();
     else
-      expect_says(toy::error_of(train), {"rank 1", "step 1", name.c_str(), "before any communication"});
+      expect_says(refusal(train), {"rank 1", "step 1", name.c_str(), "before any communication"});
   }
 }
 
 TEST(ShardingErrors, an_infinite_sum_of_finite_gradients_names_the_parameter) {
-  const std::string message = toy::error_of([] {
+  const std::string message = refusal([] {
     toy::on_ranks(2, [](std::shared_ptr<MeshComm> comms) {
       toy::Net net(toy::NetImpl::Options{});
       initialize_parameters(*net, 3, 0.001);
@@ -118,7 +115,7 @@ TEST(ShardingErrors, an_infinite_sum_of_finite_gradients_names_the_parameter) {
 }
 
 TEST(ShardingErrors, a_module_is_sharded_once) {
-  expect_says(toy::error_of([] {
+  expect_says(refusal([] {
                 toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
                   toy::Net net(toy::NetImpl::Options{});
                   Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero3"));
@@ -129,7 +126,7 @@ TEST(ShardingErrors, a_module_is_sharded_once) {
 }
 
 TEST(ShardingErrors, a_parameter_of_integers_is_refused_by_name) {
-  expect_says(toy::error_of([] {
+  expect_says(refusal([] {
                 toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
                   toy::Net net(toy::NetImpl::Options{});
                   net->second->register_parameter("counts", at::zeros({3}, at::kInt), /*requires_grad=*/false);
@@ -141,7 +138,7 @@ TEST(ShardingErrors, a_parameter_of_integers_is_refused_by_name) {
 
 TEST(ShardingErrors, options_out_of_range_say_what_is_allowed) {
   const auto error_with = [](const std::function<void(ShardOptions&)>& change) {
-    return toy::error_of([&] {
+    return refusal([&] {
       toy::on_ranks(1, [&](std::shared_ptr<MeshComm> comms) {
         toy::Net net(toy::NetImpl::Options{});
         ShardOptions options = toy::options("zero3");
@@ -209,7 +206,7 @@ TEST(ShardingErrors, a_backward_that_failed_is_forgotten_and_training_goes_on_wi
       const auto seen = train(name, where);
       ASSERT_EQ(seen.size(), expected.size());
       for (size_t i = 0; i < seen.size(); ++i)
-        EXPECT_TRUE(toy::same_bits(seen[i].second, expected[i].second)) << name << " " << seen[i].first;
+        EXPECT_TRUE(kit::same_bits(seen[i].second, expected[i].second)) << name << " " << seen[i].first;
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/comm/traced.h"
 
@@ -120,12 +121,12 @@ TEST(Sharding, every_rank_starts_from_the_values_of_rank_0) {
       for (const Piece& piece : sharded.main_parameters()) {
         own.push_back(piece.name);
         const at::Tensor part = wanted.at(piece.name).view({-1}).narrow(0, piece.run.begin, piece.run.size());
-        EXPECT_TRUE(toy::same_bits(piece.data, part)) << row.name << " rank " << comms->rank() << " " << piece.name;
+        EXPECT_TRUE(kit::same_bits(piece.data, part)) << row.name << " rank " << comms->rank() << " " << piece.name;
       }
       EXPECT_FALSE(own.empty()) << row.name << " rank " << comms->rank() << " holds nothing";
       size_t gathered = 0;
       for (const auto& [name, tensor] : sharded.gather_parameters()) {
-        EXPECT_TRUE(toy::same_bits(tensor, wanted.at(name))) << row.name << " rank " << comms->rank() << " " << name;
+        EXPECT_TRUE(kit::same_bits(tensor, wanted.at(name))) << row.name << " rank " << comms->rank() << " " << name;
         ++gathered;
       }
       EXPECT_EQ(gathered, wanted.size());
@@ -193,7 +194,7 @@ TEST(Sharding, an_unused_parameter_has_a_zero_gradient) {
       for (const Piece& piece : sharded.gradients())
         if (piece.name == "unused") {
           found = true;
-          EXPECT_TRUE(toy::same_bits(piece.data, at::zeros({piece.run.size()}))) << row.name;
+          EXPECT_TRUE(kit::same_bits(piece.data, at::zeros({piece.run.size()}))) << row.name;
         }
       EXPECT_TRUE(found || row.state.splits("dp_shard"));
     });
@@ -242,7 +243,7 @@ TEST(Sharding, a_unit_called_several_times_gets_the_sum_of_its_gradients) {
       toy::Net net(toy::NetImpl::Options{.calls_of_first = 3});
       Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
       train_once(sharded, net, 0);
-      EXPECT_TRUE(toy::same_bits(whole_gradient(sharded, *comms, "first.weight", {7, 7}), wanted)) << row.name;
+      EXPECT_TRUE(kit::same_bits(whole_gradient(sharded, *comms, "first.weight", {7, 7}), wanted)) << row.name;
     });
 }
 
@@ -300,7 +301,7 @@ TEST(Sharding, a_recomputed_unit_drops_the_elements_that_it_dropped_first) {
       const at::Tensor gradient = whole_gradient(sharded, *comms, "first.linear.weight", {7, 7});
       if (comms->rank() == 0) gradients[recompute] = gradient;
     });
-  EXPECT_TRUE(toy::same_bits(gradients[false], gradients[true]));
+  EXPECT_TRUE(kit::same_bits(gradients[false], gradients[true]));
   EXPECT_GT(gradients[true].abs().sum().item<float>(), 0);
 }
 

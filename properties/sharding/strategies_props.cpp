@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/comm/traced.h"
@@ -92,7 +93,7 @@ TEST(Strategies, a_registered_row_trains_to_the_bits_of_the_row_that_sums_in_the
   add_once();
   const auto mine = trained("my_zero2"), theirs = trained("hfsdp");
   ASSERT_FALSE(mine.empty());
-  for (const auto& [name, values] : theirs) EXPECT_TRUE(toy::same_bits(mine.at(name), values)) << name;
+  for (const auto& [name, values] : theirs) EXPECT_TRUE(kit::same_bits(mine.at(name), values)) << name;
 }
 
 TEST(Strategies, a_registered_row_is_in_the_table_with_the_others) {

@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/comm/traced.h"
 
@@ -190,7 +191,7 @@ TEST(Formulas, one_rank_of_a_thousand_holds_its_part_of_a_model_larger_than_memo
   for (const Piece& piece : sharded.parameters()) {
     at::Tensor expected = at::empty({100});
     normal_initializer(5)(piece.name, piece.shape, {piece.run.begin, piece.run.begin + 100}, expected);
-    ASSERT_TRUE(toy::same_bits(piece.data.narrow(0, 0, 100), expected)) << piece.name;
+    ASSERT_TRUE(kit::same_bits(piece.data.narrow(0, 0, 100), expected)) << piece.name;
     ASSERT_EQ(piece.run.begin, rank * kHidden * kHidden / kRanks);
   }
 }

@@ -2,6 +2,7 @@
 // test_param_and_grad_buffer.py. See docs/parity.md.
 #include <gtest/gtest.h>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/parity_models.h"
 #include "properties/kit/parity_training.h"
 
@@ -87,7 +88,7 @@ TEST(MegatronParity, float32_sums_over_a_low_precision_wire_are_sums_of_rounded_
                 for (const auto& [key, sum] : in_float) {
                   expect_near(first.at(key), sum, 0, key);
                   expect_near(second.at(key), in_bfloat.at(key), 0, key);
-                  if (comms->rank() == 0) any_differs |= !toy::same_bits(first.at(key), second.at(key));
+                  if (comms->rank() == 0) any_differs |= !kit::same_bits(first.at(key), second.at(key));
                 }
               },
               {{}, completion, {}, 2});

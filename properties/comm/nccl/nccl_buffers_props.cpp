@@ -8,12 +8,13 @@
 
 #include "properties/doubles/comm_worlds.h"
 #include "properties/doubles/nccl_worlds.h"
+#include "properties/kit/bits.h"
 #include "shardproof/base/check.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;
 using nccl_worlds::Arrangement;
-using worlds::same_bytes;
+using kit::same_bits;
 
 namespace {
 
@@ -65,7 +66,7 @@ std::vector<at::Tensor> train(Comm& comm, ShardOptions options) {
 
 void expect_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bytes(a[i], b[i])) << i;
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_bits(a[i], b[i])) << i;
 }
 
 // By rank.
@@ -99,13 +100,13 @@ TEST(NcclFactor, a_native_sum_with_a_factor_has_the_bits_of_terms_that_were_mult
         at::Tensor in_sum = terms.clone(), before = terms.mul(factor), slice = at::empty({40}, dtype), other = slice.clone();
         comm->scaled_reduce_scatter(slice, in_sum, factor).wait();
         comm->reduce_scatter(other, before).wait();
-        EXPECT_TRUE(same_bytes(slice, other)) << dtype << " " << factor;
+        EXPECT_TRUE(same_bits(slice, other)) << dtype << " " << factor;
         comm->scaled_all_reduce(in_sum, factor).wait();
         comm->all_reduce(before).wait();
-        EXPECT_TRUE(same_bytes(in_sum, before)) << dtype << " " << factor;
+        EXPECT_TRUE(same_bits(in_sum, before)) << dtype << " " << factor;
         at::Tensor own = terms.clone();
         alone->scaled_all_reduce(own, factor).wait();
-        EXPECT_TRUE(same_bytes(own, terms.mul(factor))) << "a group of one";
+        EXPECT_TRUE(same_bits(own, terms.mul(factor))) << "a group of one";
       }
   }));
   EXPECT_EQ(world.api(0).premultiplied_calls(), 4 * 3 * 2);

@@ -12,18 +12,16 @@
 #include "golden/collectives.h"
 #include "properties/doubles/comm_worlds.h"
 #include "properties/doubles/nccl_worlds.h"
+#include "properties/kit/bits.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
 #include "testing/base/call_label.h"
 
 using namespace shardproof;
 using nccl_worlds::Arrangement;
-using worlds::same_bytes;
+using kit::same_bits;
 
 namespace {
-
-void expect_says(const std::string& message, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
-}
 
 golden::Ranks inputs_of(int64_t world, int64_t numel) {
   golden::Ranks inputs;
@@ -91,7 +89,7 @@ TEST(Nccl, native_sums_are_the_same_numbers_in_nccls_order) {
     comm->all_reduce(whole).wait();
     EXPECT_TRUE(at::allclose(slice, golden::reduce_scatter(inputs)[comm->rank()], 1e-4, 1e-2));
     EXPECT_TRUE(at::allclose(whole, golden::all_reduce(inputs)[0], 1e-4, 1e-2));
-    EXPECT_FALSE(same_bytes(whole, golden::all_reduce(inputs)[0])) << "with such data the order shows";
+    EXPECT_FALSE(same_bits(whole, golden::all_reduce(inputs)[0])) << "with such data the order shows";
   });
 }
 
@@ -107,8 +105,8 @@ TEST(Nccl, registered_and_symmetric_buffers_change_no_bit_and_are_registered_onc
              at::Tensor slice = at::empty({50'000}), whole = inputs[comm->rank()].clone();
              comm->reduce_scatter(slice, inputs[comm->rank()].clone()).wait();
              comm->all_reduce(whole).wait();
-             EXPECT_TRUE(same_bytes(slice, golden::reduce_scatter(inputs)[comm->rank()]));
-             EXPECT_TRUE(same_bytes(whole, golden::all_reduce(inputs)[0]));
+             EXPECT_TRUE(same_bits(slice, golden::reduce_scatter(inputs)[comm->rank()]));
+             EXPECT_TRUE(same_bits(whole, golden::all_reduce(inputs)[0]));
            }))
         EXPECT_EQ(thrown, nullptr);
     EXPECT_EQ(world.api(0).registrations(), 1);

@@ -5,17 +5,14 @@
 #include "harness/case/exact_data.h"
 #include "harness/case/generate.h"
 #include "harness/case/problem.h"
+#include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
 
 using namespace harness;
+using kit::same_bits;
 
 namespace {
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type() &&
-         std::memcmp(a.contiguous().const_data_ptr(), b.contiguous().const_data_ptr(), a.nbytes()) == 0;
-}
 
 // The gradient of a run's only step, with the ranks in another order, and the rounds inside or outside.
 golden::Named gradient(golden::Run run, bool rounds_first, bool reversed) {

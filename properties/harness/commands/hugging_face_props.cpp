@@ -5,6 +5,7 @@
 
 #include "harness/commands/checkpoint_command.h"
 #include "harness/commands/hugging_face_names.h"
+#include "properties/kit/bits.h"
 #include "properties/kit/checkpoint_scratch.h"
 #include "properties/kit/parallel_models.h"
 #include "properties/kit/toy_modules.h"
@@ -52,7 +53,7 @@ void expect_loaded(const Make& make, bool gpt2) {
   run_threads(3, [&](std::shared_ptr<Comm> comm) {
     Sharded sharded = fully_shard(make(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 3}})), {});
     checkpoint::load(ours, sharded, nullptr);
-    for (const auto& [name, value] : sharded.gather_parameters()) EXPECT_TRUE(toy::same_bits(value, expected[name])) << name;
+    for (const auto& [name, value] : sharded.gather_parameters()) EXPECT_TRUE(kit::same_bits(value, expected[name])) << name;
   });
 }
 

@@ -9,9 +9,10 @@
 #include <numeric>
 
 #include "harness/train/text_data.h"
-#include "shardproof/base/check.h"
+#include "properties/kit/expect_error.h"
 
 using namespace harness;
+using shardproof::expect_error;
 namespace fs = std::filesystem;
 
 namespace {
@@ -42,18 +43,8 @@ std::string text_of(const std::vector<uint8_t>& bytes) {
   return {bytes.begin(), bytes.end()};
 }
 
-std::string message_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const shardproof::Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-void expect_error(const std::vector<std::string>& paths, const std::string& words) {
-  const std::string message = message_of([&] { TextData(paths, 4); });
-  EXPECT_NE(message.find(words), std::string::npos) << message;
+void expect_refused(const std::vector<std::string>& paths, const std::string& words) {
+  expect_error([&] { TextData(paths, 4); }, {words});
 }
 
 std::vector<std::string> names(const Folder& folder, const TextData& data) {
@@ -138,20 +129,20 @@ TEST(TextData, a_file_named_itself_is_read_whatever_it_holds) {
 
 TEST(TextData, what_cannot_be_read_is_an_error_that_names_it) {
   const Folder folder;
-  expect_error({folder.path("gone")}, "there is no " + folder.path("gone"));
-  expect_error({folder.write("empty", "")}, folder.path("empty") + " is empty");
-  expect_error({folder.write("short", "abcd")}, "4 bytes in " + folder.path("short") + " are too few");
+  expect_refused({folder.path("gone")}, "there is no " + folder.path("gone"));
+  expect_refused({folder.write("empty", "")}, folder.path("empty") + " is empty");
+  expect_refused({folder.write("short", "abcd")}, "4 bytes in " + folder.path("short") + " are too few");
   fs::create_directory(folder.path("bare"));
-  expect_error({folder.path("bare")}, "no text files under " + folder.path("bare"));
-  expect_error({"/dev/null"}, "/dev/null is neither a file nor a folder");
-  expect_error({}, "no path given");
+  expect_refused({folder.path("bare")}, "no text files under " + folder.path("bare"));
+  expect_refused({"/dev/null"}, "/dev/null is neither a file nor a folder");
+  expect_refused({}, "no path given");
 }
 
 TEST(TextData, a_file_cut_short_during_the_run_is_an_error) {
   const Folder folder;
   const TextData data({folder.write("a", "abcdefgh")}, 4);
   fs::resize_file(folder.path("a"), 3);
-  EXPECT_NE(message_of([&] { data.sequence(0); }).find("became shorter"), std::string::npos);
+  expect_error([&] { data.sequence(0); }, {"became shorter"});
 }
 
 TEST(BatchRule, microbatches_go_to_the_ranks_in_turn_round_by_round) {
@@ -180,9 +171,7 @@ RC_GTEST_PROP(BatchRule, every_sequence_is_read_once_whatever_the_number_of_rank
 }
 
 TEST(BatchRule, a_global_batch_that_the_ranks_cannot_share_is_an_error) {
-  EXPECT_NE(
-      message_of([] { BatchRule(10, 2, 2); }).find("multiple of microbatch 2 x 2 data-parallel ranks = 4"),
-      std::string::npos);
-  EXPECT_NE(message_of([] { BatchRule(0, 1, 1); }).find("at least 1, got 0, 1 and 1"), std::string::npos);
-  EXPECT_NE(message_of([] { BatchRule(4, -1, 1); }).find("at least 1"), std::string::npos);
+  expect_error([] { BatchRule(10, 2, 2); }, {"multiple of microbatch 2 x 2 data-parallel ranks = 4"});
+  expect_error([] { BatchRule(0, 1, 1); }, {"at least 1, got 0, 1 and 1"});
+  expect_error([] { BatchRule(4, -1, 1); }, {"at least 1"});
 }

@@ -5,21 +5,19 @@
 
 #include <cmath>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;
+using kit::same_bits;
 
 namespace {
 
 at::Tensor values(at::IntArrayRef sizes, int64_t salt) {
   const int64_t count = c10::multiply_integers(sizes);
   return (at::arange(count, at::kDouble) * 0.731 + static_cast<double>(salt)).sin().view(sizes);
-}
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && at::equal(a.contiguous().view(at::kLong), b.contiguous().view(at::kLong));
 }
 
 using Operation = std::function<at::Tensor(const std::vector<at::Tensor>&)>;

@@ -4,6 +4,7 @@
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/parallel_models.h"
 #include "properties/kit/toy_modules.h"
@@ -135,7 +136,7 @@ TEST(TensorParallel, a_model_built_without_memory_has_the_bits_of_the_unsharded_
     shard.initialize = normal_initializer(5);
     shard.broadcast_initial_values = false;
     Sharded sharded = fully_shard(model, comms, shard);
-    for (const auto& [name, value] : sharded.gather_parameters()) EXPECT_TRUE(toy::same_bits(value, expected[name])) << name;
+    for (const auto& [name, value] : sharded.gather_parameters()) EXPECT_TRUE(kit::same_bits(value, expected[name])) << name;
   });
 }
 
