@@ -38,8 +38,7 @@ TEST(Fsdp2Parity, frozen_weights_and_trained_biases_in_one_unit_train_like_plain
           if (!after) freeze(*own.module, is_weight);
           return own;
         };
-        parity::Plan plan{.mesh = ranks(4), .options = toy::options("zero3")};
-        plan.options.units = by_type<parity::BlockImpl>();
+        parity::Plan plan{.mesh = ranks(4), .options = parity::block_units("zero3")};
         plan.options.reshard_after_forward = reshard;
         if (recompute) plan.options.recompute = plan.options.units;
         if (after) {
@@ -59,8 +58,7 @@ TEST(Fsdp2Parity, only_what_is_trained_is_reduced) {
       [](std::shared_ptr<MeshComm> comms) {
         auto model = parity::blocks(1, 32);
         freeze(*model, is_weight);
-        ShardOptions options = toy::options("zero3");
-        options.units = by_type<parity::BlockImpl>();
+        ShardOptions options = parity::block_units("zero3");
         Sharded sharded = fully_shard(model.ptr(), comms, options);
         call(model, toy::data({3, 32}, 1)).sum().backward();
       },
@@ -201,8 +199,7 @@ TEST(Fsdp2Parity, memory_between_and_within_steps_is_what_the_strategy_needs) {
     for (const bool reshard : {true, false})
       on_mesh(ranks(kRanks), [&](std::shared_ptr<MeshComm> comms) {
         auto model = parity::blocks(kBlocks, kWidth);
-        ShardOptions options = toy::options(name);
-        options.units = by_type<parity::BlockImpl>();
+        ShardOptions options = parity::block_units(name);
         options.reshard_after_forward = reshard;
         Sharded sharded = fully_shard(model.ptr(), comms, options);
         const bool zero3 = std::string(name) == "zero3", ddp = std::string(name) == "ddp",

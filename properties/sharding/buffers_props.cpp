@@ -104,8 +104,7 @@ TEST(MegatronParity, whole_parameters_stay_whole_on_any_number_of_ranks) {
       std::map<std::string, int> whole, cut;  // pieces of each parameter, over all ranks
       parity::on_mesh(Mesh({{"dp_shard", world}}), [&](std::shared_ptr<MeshComm> comms) {
         auto model = parity::blocks(2, 12);  // matrices larger than a rank's even share
-        ShardOptions options = toy::options("zero3");
-        options.units = by_type<parity::BlockImpl>();
+        ShardOptions options = block_units("zero3");
         options.granularity = granularity;
         Sharded sharded = fully_shard(model.ptr(), comms, options);
         const std::lock_guard lock(mutex);

@@ -19,8 +19,7 @@ const Mesh kTwoByTwo({{"dp_replicate", 2}, {"dp_shard", 2}});
 constexpr int64_t kBlocks = 4, kWidth = 4;
 
 ShardOptions block_units(const std::string& strategy) {
-  ShardOptions options = toy::options(strategy);
-  options.units = by_type<parity::BlockImpl>();
+  ShardOptions options = parity::block_units(strategy);
   options.broadcast_initial_values = false;
   return options;
 }

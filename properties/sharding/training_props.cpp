@@ -171,8 +171,7 @@ TEST(Fsdp2Parity, a_unit_runs_by_itself_after_the_root_and_before_it) {
                                return (alone ? call(block, x) : call(model, x)).square().sum();
                              }};
     };
-    ShardOptions options = toy::options("zero3");
-    options.units = by_type<parity::BlockImpl>();
+    ShardOptions options = parity::block_units("zero3");
     expect_trains_like_plain(make, {.mesh = ranks(2), .options = options, .steps = 4});
   }
 }

@@ -22,8 +22,7 @@ TEST(MegatronParity, recomputation_leaves_every_unit_sharded) {
   for (const int64_t ahead : {0, 1, 2})
     on_mesh(ranks(2), [&](std::shared_ptr<MeshComm> comms) {
       auto model = parity::blocks(3, 4);
-      ShardOptions options = toy::options("zero3");
-      options.units = by_type<parity::BlockImpl>();
+      ShardOptions options = parity::block_units("zero3");
       options.recompute = options.units;
       options.prefetch_forward = ahead;
       options.prefetch_backward = ahead;
@@ -69,8 +68,7 @@ TEST(MegatronParity, replicas_are_reduced_once_after_the_last_microbatch) {
           grid(2, 2),
           [&](std::shared_ptr<MeshComm> comms) {
             auto model = parity::blocks(kUnits, 4);
-            ShardOptions options = toy::options(name);
-            options.units = by_type<parity::BlockImpl>();
+            ShardOptions options = parity::block_units(name);
             options.broadcast_initial_values = false;
             options.reduce_replicas_every_microbatch = every_time;
             Sharded sharded = fully_shard(model.ptr(), comms, options);
@@ -175,8 +173,7 @@ TEST(MegatronParity, parameters_are_published_once_a_step) {
         grid(2, 2),
         [&](std::shared_ptr<MeshComm> comms) {
           auto model = parity::blocks(kUnits, 4);
-          ShardOptions options = toy::options(name);
-          options.units = by_type<parity::BlockImpl>();
+          ShardOptions options = parity::block_units(name);
           Sharded sharded = fully_shard(model.ptr(), comms, options);
           Optimizer optimizer = sgd(sharded, {.lr = 0.1});
           for (int64_t step = 0; step < 3; ++step) {
