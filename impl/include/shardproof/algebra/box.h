@@ -1,4 +1,4 @@
-// Shapes of tensors and boxes of their indices: what layouts, and the arithmetic on them, are written in.
+// The shape of a tensor and boxes of its indices. Layouts, and the arithmetic on them, are written in these.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace shardproof {
 
 using Shape = std::vector<int64_t>;
 
-// Half-open, in global indices.
+// The half-open interval [begin, end) of global indices.
 struct Interval {
   int64_t begin = 0;
   int64_t end = 0;
@@ -16,10 +16,10 @@ struct Interval {
   bool operator==(const Interval&) const = default;
 };
 
-// One interval per tensor dim. The box of a 0-dim tensor has no intervals and one element.
+// A box has one interval for each dim of the tensor. The box of a 0-dim tensor has no intervals and one element.
 using Box = std::vector<Interval>;
 int64_t numel(const Box& box);
-// Throws Error when a size is negative or the product exceeds 2^62.
+// The number of elements. Throws Error when a size is negative or the product exceeds 2^62.
 int64_t numel(const Shape& shape);
 
 }  // namespace shardproof

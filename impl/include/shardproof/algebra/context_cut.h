@@ -1,4 +1,4 @@
-// How context parallelism cuts a sequence: the splits it offers. Pure integers.
+// The splits by which context parallelism cuts a sequence. This header is arithmetic on integers only.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,12 @@
 namespace shardproof {
 
 enum class ContextSplit {
-  contiguous,  // one run a rank, cut as torch.chunk cuts
-  balanced     // of 2n chunks, rank r has the chunks r and 2n-1-r: under a causal mask all ranks have equal work
+  contiguous,  // each rank has one run, as torch.chunk cuts
+  balanced     // of 2n chunks, rank r has the chunks r and 2n-1-r, so under a causal mask all ranks have equal work; as in
+               // Megatron-LM, and as the "zigzag" cut of ring-flash-attention
 };
 
-// The cut of a sequence of `length` positions over `ranks`.
+// The cut of a sequence of `length` positions over `ranks` ranks.
 inline DimCut context_cut(ContextSplit split, int64_t length, int64_t ranks) {
   return {split == ContextSplit::balanced ? balanced_split("cp") : Split{"cp"}, length, ranks};
 }

@@ -1,9 +1,9 @@
-// A layout: which elements of a tensor each rank of a mesh holds. Pure integers, no Torch.
+// A layout says which elements of a tensor each rank of a mesh holds. This header is arithmetic on integers only.
 //
-// A layout is written per tensor dim, not per mesh axis: `dims[d]` lists the splits of dim d, outermost
-// first. Splits of different dims commute, so their order is not stored; splits of one dim do not, so theirs
-// is. After them the row-major run of what is left may be cut once more by `flat` splits (buckets, ragged
-// shards). `partial` names the axes whose ranks hold terms of a sum. An axis named nowhere is replicated. See
+// A layout is written for each dim of the tensor, while DTensor's placements are written for each axis of the mesh. `dims[d]`
+// lists the splits of dim d, the outermost first. Splits of different dims commute, so their order is not stored. Splits of one
+// dim do not commute, so their order is stored. Then `flat` splits may cut the row-major run of what is left (buckets and
+// ragged shards). `partial` names the axes whose ranks hold terms of a sum. An axis that is named nowhere is replicated. See
 // docs/layout.md.
 #pragma once
 
@@ -19,54 +19,54 @@
 namespace shardproof {
 
 struct Layout {
-  std::vector<std::vector<Split>> dims;  // per tensor dim; a missing entry means "not split"
+  std::vector<std::vector<Split>> dims;  // one entry for each dim of the tensor; a dim without an entry is not split
   std::vector<Split> flat;
-  std::vector<std::string> partial;  // each at most once
+  std::vector<std::string> partial;  // no axis twice
 
-  // Structural. Layouts made by the builders below have no trailing empty dims and a sorted `partial`;
-  // `canonical` also removes what only this mesh and shape make equal.
+  // Whether both are written alike. Layouts that the functions below build have no trailing empty dims, and a sorted `partial`.
+  // `canonical` makes equal what means the same on one mesh and shape.
   bool operator==(const Layout&) const = default;
 
   // Whether the axis splits a dim or the flat run.
   bool splits(std::string_view axis) const;
 
-  // E.g. "dim0[tp,dp_shard] flat[cp:0|3|5] partial[dp_replicate]"; "replicated" when nothing is named.
+  // E.g. "dim0[tp,dp_shard] flat[cp:0|3|5] partial[dp_replicate]", or "replicated" when no axis is named.
   std::string str() const;
 };
 
-// Replicated everywhere.
+// The layout that is replicated along every axis.
 Layout replicated();
-// Builders that return a copy with one more innermost split, or one more partial axis.
+// These return a copy of the layout with one more split, which becomes the innermost, or with one more partial axis.
 Layout split_dim(Layout layout, int64_t dim, Split split);
 Layout split_flat(Layout layout, Split split);
 Layout add_partial(Layout layout, std::string axis);
 
-// Throws Error naming layout, mesh and shape when a size is negative, an axis is unknown or used twice, a
-// split dim does not exist, or ragged bounds do not fit. Every function below calls it.
+// Throws Error, which names layout, mesh and shape, when a size is negative, an axis is unknown or used twice, a split dim does
+// not exist, or ragged bounds do not fit. Every function below calls it.
 void validate(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
-// The layout without what changes nothing on this mesh and shape: axes of size 1 go, ragged bounds that equal
-// the even cut become even, the flat splits of a 1-dim tensor become innermost splits of its dim, trailing
-// empty dims go. Laws: canonical(a) == canonical(b) implies owned(a) == owned(b) on every rank; canonical is
-// idempotent; `plan` does not change when its layouts are made canonical.
+// Returns the layout without what changes nothing on this mesh and shape. It removes axes of size 1 and trailing empty dims,
+// makes ragged bounds even that equal the even cut, and turns the flat splits of a 1-dim tensor into innermost splits of its
+// dim. Laws: canonical(a) == canonical(b) implies owned(a) == owned(b) on every rank; canonical is idempotent; `plan` does not
+// change when its layouts are made canonical.
 Layout canonical(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
-// The shape of the tensor that the splits of dims leave to `rank`, before any flat split. A size may be 0. A rank's runs of a
-// dim lie end to end in it.
+// The shape of the tensor that the splits of dims leave to `rank`, before any flat split. A size may be 0. Where a rank has
+// several runs of a dim, they lie end to end.
 Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
-// The elements of the row-major order of that tensor that the flat splits leave to `rank`; all of them when
-// nothing is flat.
+// The elements that the flat splits leave to `rank`, as a run of the row-major order of that tensor. Without flat splits these
+// are all elements.
 Interval flat_run(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
-// The boxes of global indices that `rank` holds, in its storage order; none is empty. Without flat splits at most one box,
-// with them at most 2 * dims - 1 (and one for a 0-dim tensor). A split in segments and a balanced one give a rank several
-// runs of a dim: each run is a box, and behind the first dim there is one for each index before it. A rank that holds
-// terms of a partial sum holds the indices of those terms. Law: over the ranks of one coordinate along every replicated
-// and partial axis, the boxes tile the tensor exactly, but for the runs that are held in copies.
+// The boxes of global indices that `rank` holds, in its storage order. No box is empty. Without flat splits there is at most
+// one box; with them there are at most 2 * dims - 1, and one for a 0-dim tensor. There are more where splits in segments or
+// balanced splits give a rank several runs of a dim: one for each run of dim 0, and in a later dim one for each run and each
+// index before it. A rank that holds terms of a sum holds the indices of these terms. Law: the boxes of all ranks that have the
+// same coordinate along every replicated and partial axis tile the tensor exactly, apart from runs that are held in copies.
 std::vector<Box> owned(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
-// A run of the tensor's row-major elements that a rank holds.
+// A run of the tensor's elements, in row-major order, that a rank holds.
 struct OwnedRun {
   Interval whole;
   int64_t local = 0;       // where it begins in the rank's storage order
@@ -74,16 +74,16 @@ struct OwnedRun {
   bool operator==(const OwnedRun&) const = default;
 };
 
-// What `owned` says, as runs in storage order; neighbours are joined. Law: over the ranks of one coordinate along every
-// replicated and partial axis, the runs that are first copies tile the tensor exactly.
+// Returns what `rank` holds as runs, in its storage order. Runs that follow each other are joined. Law: the first copies among
+// the runs of all ranks that have the same coordinate along every replicated and partial axis tile the tensor exactly.
 std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
-// The same of the part `local` of the rank's storage.
+// Returns the runs that the part `local` of the rank's storage holds.
 std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank, Interval local);
 
-// Appends elements `run` of the row-major order of a tensor of this shape, as boxes in that order.
+// Appends the elements `run` of the row-major order of a tensor of this shape to `boxes`, in that order.
 void append_boxes(const Shape& shape, Interval run, std::vector<Box>& boxes);
 
-// Sum of the sizes of `owned`, in constant time a split.
+// The number of elements that `rank` holds. It takes constant time for each split.
 int64_t owned_numel(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
 }  // namespace shardproof

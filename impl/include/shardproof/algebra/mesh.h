@@ -1,6 +1,7 @@
-// A mesh: the ranks of a world arranged along named axes. Pure integers, no Torch, no communication.
+// A mesh arranges the ranks of a world along named axes, as PyTorch's DeviceMesh does. This header is arithmetic on integers
+// only.
 //
-// Ranks are numbered row-major: the last axis varies fastest, so on `dp_shard=2,tp=3` rank 4 is dp_shard 1, tp 1.
+// Ranks are numbered in row-major order, so the last axis varies fastest: on `dp_shard=2,tp=3` rank 4 is dp_shard 1, tp 1.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +22,12 @@ class Mesh {
   // The mesh of one rank and no axes.
   Mesh() = default;
 
-  // Throws Error when a name is empty, repeated or not [a-z_][a-z0-9_]*, a size is below 1, or the product of the
-  // sizes overflows 2^31 - 1.
+  // Throws Error when a name occurs twice or does not match [a-z_][a-z0-9_]*, when a size is below 1, or when the product of
+  // the sizes exceeds 2^31 - 1.
   explicit Mesh(std::vector<Axis> axes);
 
-  // Reads "dp_shard=2,tp=3"; "" is the mesh of one rank. Throws Error naming the column of what is malformed.
+  // Reads a text such as "dp_shard=2,tp=3"; "" is the mesh of one rank. Throws Error, which names the column, when it is
+  // malformed.
   static Mesh parse(std::string_view text);
 
   const std::vector<Axis>& axes() const { return axes_; }
@@ -35,7 +37,7 @@ class Mesh {
 
   bool has(std::string_view axis) const;
 
-  // Position of the axis in axes(). Throws Error listing the axes there are.
+  // The position of the axis in axes(). Throws Error, which lists the axes, when there is no such axis.
   int64_t index(std::string_view axis) const;
 
   int64_t size(std::string_view axis) const { return axes_[index(axis)].size; }
@@ -45,8 +47,8 @@ class Mesh {
   int64_t coordinate(int64_t rank, std::string_view axis) const;
   int64_t rank(const std::vector<int64_t>& coordinates) const;
 
-  // The ranks that differ from `rank` along the given axes at most, ascending along them with the last named axis
-  // fastest; `rank` itself is among them. Law: the peer lists of all ranks partition the world.
+  // The ranks whose coordinates equal those of `rank` along all other axes; `rank` itself is among them. They are ascending
+  // along the given axes, of which the last one varies fastest. Law: the lists of all ranks partition the world.
   std::vector<int64_t> peers(int64_t rank, const std::vector<std::string>& axes) const;
 
   // Law: parse(str()) == *this.

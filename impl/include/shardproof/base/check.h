@@ -1,6 +1,6 @@
-// Two kinds of failure. A caller's mistake is a `shardproof::Error`: it says where, what was expected, what was found,
-// who (rank, parameter) and what to do. A broken invariant of our own is a `BrokenInvariant`; its checks stay on in
-// release builds. No Torch in this header.
+// The two kinds of failure. A caller's mistake throws a `shardproof::Error`, which says where it happened, what was expected,
+// what was found, on which rank and for which parameter, and what to do. A defect of this library throws a `BrokenInvariant`;
+// these checks stay on in release builds. This header does not include Torch.
 #pragma once
 
 #include <fmt/format.h>
@@ -12,20 +12,20 @@
 
 namespace shardproof {
 
-// The caller, the input or the environment is wrong; the message says how to mend it. Messages repeat text that comes from
-// files, so they are escaped: see escape.h.
+// The caller, the input or the environment is wrong. The message says how to mend it. Messages repeat text that comes from
+// files, so they are escaped (escape.h).
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& message) : std::runtime_error(escaped_lines(message)) {}
 };
 
-// A loss, a gradient or a parameter is NaN or infinite; the message names step, rank and tensor.
+// A loss, a gradient or a parameter is NaN or infinite. The message names the step, the rank and the tensor.
 class NonFiniteError : public Error {
  public:
   using Error::Error;
 };
 
-// This library is wrong.
+// This library has a defect.
 class BrokenInvariant : public std::logic_error {
  public:
   explicit BrokenInvariant(const std::string& message) : std::logic_error(escaped_lines(message)) {}
@@ -33,14 +33,16 @@ class BrokenInvariant : public std::logic_error {
 
 }  // namespace shardproof
 
-// SHARD_REQUIRE(sizes > 0, "mesh", "axis {} must have a size of at least 1, got {}", name, size)
+// Throws Error unless the condition holds:
+//   SHARD_REQUIRE(size > 0, "mesh", "axis {} must have a size of at least 1, got {}", name, size)
 #define SHARD_REQUIRE(condition, area, ...)                                                     \
   do {                                                                                          \
     if (!(condition)) [[unlikely]]                                                              \
       throw ::shardproof::Error("[" area "] " + ::fmt::format(__VA_ARGS__));                    \
   } while (false)
 
-// SHARD_CHECK(offset % alignment == 0, "bucket", "offset {} of {} is not aligned", offset, name)
+// Throws BrokenInvariant unless the condition holds:
+//   SHARD_CHECK(offset % alignment == 0, "bucket", "offset {} of {} is not aligned", offset, name)
 #define SHARD_CHECK(condition, area, ...)                                                                    \
   do {                                                                                                       \
     if (!(condition)) [[unlikely]]                                                                           \

@@ -1,4 +1,4 @@
-// The types of numbers that arithmetic here works on. Free of Torch, for the kernels.
+// The types of numbers that the arithmetic of this library works on. Kernels include this header, so it does not include Torch.
 #pragma once
 
 namespace shardproof {

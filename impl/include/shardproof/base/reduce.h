@@ -1,4 +1,5 @@
-// How terms are combined, by the collectives of ranks and by the arithmetic on one device. Free of Torch, for the kernels.
+// How a reduction combines its terms, in a collective and in the arithmetic on one device. Kernels include this header, so it
+// does not include Torch.
 #pragma once
 
 namespace shardproof {

@@ -1,4 +1,4 @@
-// Any box of a stored tensor, read with few large reads and bounded memory.
+// Reads any box of a stored tensor, with few large reads and bounded memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,33 +15,34 @@
 namespace shardproof::checkpoint {
 
 struct ReadOptions {
-  uint64_t bytes_max = uint64_t{32} << 20;  // of buffers at a time
-  uint64_t gap_max = 16 << 10;              // unwanted bytes that are read rather than skipped by another call
-  // The CRC of an entry is checked whenever all of it is read. False: never, where somebody has done so already.
+  uint64_t bytes_max = uint64_t{32} << 20;  // the largest number of bytes in buffers at a time
+  uint64_t gap_max = 16 << 10;              // a gap of at most so many unwanted bytes between wanted ones is read too
+  // Whether the CRC of an entry is checked when all of the entry is read. Turn it off where the entries were checked before.
   bool check = true;
-  // Of one that is read in part too, by reading the rest.
+  // Whether the CRC of an entry that is read only in part is checked too. The rest of the entry is then read as well.
   bool check_parts = false;
 };
 
 struct ReadCounts {
-  int64_t reads = 0;          // of payloads
-  uint64_t bytes_read = 0;    // by them
-  uint64_t bytes_used = 0;    // of them
-  uint64_t buffer_bytes = 0;  // most held at a time
+  int64_t reads = 0;          // how many reads of payloads there were
+  uint64_t bytes_read = 0;    // how many bytes they read
+  uint64_t bytes_used = 0;    // how many of these bytes were wanted
+  uint64_t buffer_bytes = 0;  // the largest number of bytes in buffers at a time
 };
 
-// Reads out of one checkpoint. Files stay open, entries stay parsed. One thread at a time.
+// Reads from one checkpoint. It keeps files open and remembers parsed entries. One thread at a time may use it.
 class BoxReader {
  public:
   BoxReader(FileSystem& files, std::string folder, const Checkpoint& checkpoint, ReadOptions options = {});
   ~BoxReader();
 
-  // Elements of `box` of tensor `name` into `destination`: a tensor of the box's sizes and the stored dtype, on any device.
-  // Law: equals that slice of the whole tensor. Throws Error naming tensor, box and file; the destination is then undefined.
+  // Reads the box of the tensor `name` into `destination`, a tensor of the box's sizes and the stored dtype on any device.
+  // Throws Error, which names tensor, box and file, when that fails; the destination's values are then undefined. Law: the
+  // result equals that slice of the whole tensor.
   void read(const std::string& name, const Box& box, const at::Tensor& destination);
-  // The same into memory whose elements lie `strides` apart.
+  // Does the same for host memory, in which the elements of each dim lie `strides` elements apart.
   void read(const std::string& name, const Box& box, void* destination, const Shape& strides);
-  // The whole tensor.
+  // Returns the whole tensor.
   at::Tensor read(const std::string& name);
 
   const ReadCounts& counts() const { return counts_; }

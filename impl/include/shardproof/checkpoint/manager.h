@@ -1,12 +1,13 @@
-// The checkpoints of one run: DIRECTORY/step_N, saved now and then, in the background if asked, the last few kept.
+// The checkpoints of one run, which lie in DIRECTORY/step_N. The manager saves them, in the background if asked, and keeps the
+// last few.
 //
 //   Manager manager("run", {.keep = 3, .async = true});
 //   if (auto resumed = manager.load_latest(sharded, &optimizer)) first = resumed->trainer.step;
 //   for (...) { ...; manager.poll(); if (step % 100 == 0) manager.save(sharded, &optimizer, {.step = step}); }
 //   manager.wait();
 //
-// One manager a rank; nothing else may save in the directory meanwhile. Calls that are collective are so over the mesh of the
-// model, and what fails on one rank is an Error on every rank.
+// Each rank has one manager. Nothing else may save in the directory at the same time. Collective calls are collective over the
+// mesh of the model, and what fails on one rank throws Error on every rank.
 #pragma once
 
 #include <cstdint>
@@ -20,45 +21,49 @@
 
 namespace shardproof::checkpoint {
 
+// What a save does while the one before is still being written.
 enum class WhenBusy { wait, refuse };
 
-// To standard error.
+// Prints the message to standard error.
 void print_lost(const std::string& message);
 
 struct ManagerOptions {
-  int64_t keep = 0;                     // checkpoints, besides one that is being saved; 0: all
-  bool async = false;                   // save returns when the values are copied, and a thread writes them
-  WhenBusy when_busy = WhenBusy::wait;  // what becomes of a save while the one before is being written
-  bool overwrite = false;               // a step that is there already
-  // Told when the manager goes before a save of this rank is committed. Must not throw or communicate.
+  int64_t keep = 0;                     // how many checkpoints are kept, besides one that is being saved; 0: all
+  bool async = false;                   // whether save returns as soon as the values are copied, and a thread writes them
+  WhenBusy when_busy = WhenBusy::wait;
+  bool overwrite = false;               // whether a step that is there already may be saved again
+  // Called with a message when the manager is destroyed before a save of this rank is committed. It must not throw or
+  // communicate.
   std::function<void(const std::string&)> lost = print_lost;
   FileSystem* files = &system_files();
 };
 
 class Manager {
  public:
-  // Touches no file. Throws Error when options are out of range.
+  // Opens no file. Throws Error when options are out of range.
   explicit Manager(std::string directory, ManagerOptions options = {});
-  // Does not communicate, so it cannot commit: what is not committed then is lost, and ManagerOptions::lost is told.
+  // The destructor does not communicate, so it cannot commit. A save that is not committed by then is lost, and
+  // ManagerOptions::lost is called.
   ~Manager();
   Manager(const Manager&) = delete;
   Manager& operator=(const Manager&) = delete;
 
-  // Collective. Saves step_N, N being trainer.step, which must be above all that are there (or equal the last, to overwrite
-  // it), then removes those that are not to be kept. Asynchronous: the values are those of this call; the checkpoint is there
-  // after a later call of the manager has committed it. False when the save was refused because the one before is still being
-  // written. Throws what went wrong with that one before as well, and then saves nothing.
+  // Saves step_N, where N is trainer.step, and then removes checkpoints that are not to be kept. N must be above every step
+  // that is there, or equal the last one to overwrite it. An asynchronous save has the values of this call, and the checkpoint
+  // is there once a later call of the manager has committed it. Returns false when the save was refused because the one before
+  // is still being written. When the one before failed, the call throws that error and saves nothing. Collective.
   bool save(Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer);
 
-  // Collective. Commits the save under way if all ranks have written it; true when none is under way any more.
+  // Commits the save that is under way if all ranks have written it. Returns true when no save is under way any more.
+  // Collective.
   bool poll();
-  // Collective. Commits the save under way, waiting for it. Throws what went wrong with it.
+  // Waits for the save that is under way and commits it. Throws the save's error when it failed. Collective.
   void wait();
 
-  // Collective. The last checkpoint that was committed; nothing when there is none, and nothing changes then.
+  // Loads the last checkpoint that was committed. Returns nothing, and changes nothing, when there is none. Collective.
   std::optional<Loaded> load_latest(Sharded& sharded, Optimizer* optimizer, const LoadOptions& options = {});
 
-  // What is committed, ascending. Not collective.
+  // The steps that are committed, ascending, and the last of them. Not collective.
   std::vector<int64_t> steps() const;
   std::optional<int64_t> latest() const;
   const std::string& directory() const { return directory_; }

@@ -1,12 +1,13 @@
-// Saves and loads a sharded model with its optimizer and what else a resumed run needs, on any mesh and under any strategy.
+// Saves and loads a sharded model with its optimizer and whatever else a resumed run needs. A checkpoint can be loaded on any
+// mesh and under any strategy.
 //
 //   save("run/step_100", sharded, &optimizer, {.step = 100, .scaler = scaler.state()});
 //   TrainerState resumed = load("run/step_100", sharded, &optimizer).trainer;
 //
-// Names are those of FSDP2's get_state_dict: "model.<parameter>", "optim.state.<parameter>.exp_avg",
-// "optim.param_groups.0.lr". Parameters are the main ones; tied ones are there
-// under every name. Parameters that are not sharded, and buffers, are saved once.
-// All functions are collective over the mesh. What fails on one rank is an Error on every rank.
+// The format is PyTorch's Distributed Checkpoint (format/dcp.h). Names are those of FSDP2's get_state_dict:
+// "model.<parameter>", "optim.state.<parameter>.exp_avg", "optim.param_groups.0.lr". The saved parameters are the main
+// parameters; a tied one is there under each of its names. Parameters that are not sharded, and buffers, are saved once. All
+// functions are collective over the mesh. What fails on one rank throws Error on every rank.
 #pragma once
 
 #include <cstdint>
@@ -27,43 +28,44 @@
 namespace shardproof::checkpoint {
 
 struct TrainerState {
-  int64_t step = 0;           // of the run; the caller's count
-  int64_t schedule_step = 0;  // position of the learning rate schedule
-  int64_t data_position = 0;  // samples read, over all ranks
+  int64_t step = 0;           // the step of the run, as the caller counts
+  int64_t schedule_step = 0;  // the position in the learning rate schedule
+  int64_t data_position = 0;  // how many samples all ranks together have read
   std::optional<LossScaler::State> scaler = {};
-  std::map<std::string, Value> values = {};  // whatever else is the same on every rank; rank 0's are saved
-  // This rank's own. Loaded where the checkpoint has a rank of this number, empty elsewhere.
+  std::map<std::string, Value> values = {};  // anything else that is the same on every rank; rank 0's values are saved
+  // The next two are each rank's own. After loading they are empty on ranks that the checkpoint does not have.
   std::optional<RandomStream> random = {};
   std::map<std::string, Value> of_rank = {};
   bool operator==(const TrainerState&) const;
 };
 
 struct SaveOptions {
-  bool overwrite = false;  // atomically; otherwise a directory that exists is an Error
+  bool overwrite = false;  // whether to replace a directory that exists, atomically; else it is an Error
   FileSystem* files = &system_files();
 };
 
-// Written whole and durable, or not there at all.
+// Saves the checkpoint. Afterwards it is there, whole and durable; when the save fails it is not there at all.
 void save(const std::string& directory, Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer = {},
           const SaveOptions& options = {});
 
-// A save whose three parts are called one by one. Several may not be under way in one directory.
+// A save in three parts: the constructor, `write` and `commit`. Only one save may be under way in a directory.
 class SaveJob {
  public:
-  // Memory of snapshots, kept from one save to the next.
+  // Memory for copies of the values. It can be kept from one save to the next.
   struct Snapshot {
     std::vector<char> bytes;
   };
-  // Collective. With a snapshot, the values are those of this call; without, those of `write`.
+  // Plans the save. With a snapshot it copies the values now; without one `write` reads them. Collective.
   SaveJob(const std::string& directory, Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer,
           const SaveOptions& options, Snapshot* snapshot);
   ~SaveJob();
-  // Writes this rank's file. Does not communicate, does not throw, on any thread.
+  // Writes this rank's file. Any thread may call it. It does not communicate and does not throw.
   void write();
-  // Of `write`; "" when it did not fail.
+  // The message of the error of `write`; "" when it did not fail.
   const std::string& error() const;
-  // Collective. Throws what went wrong anywhere; then nothing is saved, but for the very last call, the flush of the parent
-  // folder: when that fails, the checkpoint is there and whole, and a power failure may take it away.
+  // Makes the checkpoint visible. Throws the error of any rank, and then nothing is saved. There is one exception: when only
+  // the last call fails, which flushes the parent folder, the checkpoint is there and whole, but a power failure may take it
+  // away. Collective.
   void commit();
 
  private:
@@ -72,11 +74,12 @@ class SaveJob {
 };
 
 struct LoadOptions {
-  // Load what fits, and list the rest in Loaded::skipped: missing and extra names, and those of another shape or dtype.
+  // Whether to load what fits and list the rest in Loaded::skipped: names that are missing in the checkpoint or in the model,
+  // and names whose shape or dtype differs.
   bool partial = false;
-  // Every entry that is wanted is compared with its checksum, by one of the ranks, before anything is changed; then each rank
-  // reads its boxes. False: read once; entries of which a rank reads a part only are then not checked unless
-  // ReadOptions::check_parts says so, and an error while reading leaves the model in part loaded, and says so.
+  // Whether each wanted entry is compared with its checksum, by one of the ranks, before anything is changed; then each rank
+  // reads its boxes. When false, files are read once. An entry of which a rank reads only a part is then not checked, unless
+  // ReadOptions::check_parts is set, and an error while reading leaves the model loaded in part; its message says so.
   bool check_before = true;
   ReadOptions read = {};
   FileSystem* files = &system_files();
@@ -84,13 +87,13 @@ struct LoadOptions {
 
 struct Loaded {
   TrainerState trainer;
-  std::vector<std::string> skipped;  // by name, and why
-  ReadCounts counts;                 // of this rank, of the last pass
+  std::vector<std::string> skipped;  // the names that were not loaded, each with the reason
+  ReadCounts counts;                 // what this rank read in the last pass
 };
 
-// Each rank reads the boxes that it holds. Throws Error, on every rank and with nothing changed, when the checkpoint is damaged
-// or, unless loading is partial, does not fit: names, shapes and dtypes must be the model's. Without an optimizer, its state in
-// the checkpoint is ignored. Settings of the optimizer stay the caller's.
+// Loads the checkpoint; each rank reads the boxes that it holds. Throws Error on every rank, and changes nothing, when the
+// checkpoint is damaged, or when its names, shapes or dtypes are not the model's and loading is not partial. Without an
+// optimizer, the state of one in the checkpoint is ignored. The optimizer keeps the settings that the caller gave it.
 Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options = {});
 
 }  // namespace shardproof::checkpoint

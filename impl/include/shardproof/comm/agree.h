@@ -1,5 +1,5 @@
-// Short texts that ranks tell each other, and errors that all of them throw together: for work that each rank does by itself
-// and that may fail on one of them, such as reading a file.
+// Errors that all ranks throw together. They are for work that each rank does by itself and that may fail on one of them, such
+// as reading a file.
 #pragma once
 
 #include <functional>
@@ -10,16 +10,19 @@
 
 namespace shardproof {
 
-// Every rank's text, by rank. Collective.
+// Returns every rank's text, in the order of ranks. Collective.
 std::vector<std::string> gather_texts(Comm& comm, const std::string& mine);
 
-// Throws Error on every rank when `error` is not empty on any: the first rank's, with its number. Collective.
+// Throws Error on every rank when `error` is not empty on some rank. The message is that of the lowest such rank and names it.
+// Collective.
 void agree(Comm& comm, const std::string& error);
 
-// What `body` threw, "" when nothing. BrokenInvariant is not caught.
+// Runs the body and returns the message of the exception that it threw, or "" when it threw none. It does not catch
+// BrokenInvariant.
 std::string error_of(const std::function<void()>& body);
 
-// Runs the body, which does not communicate, and throws on every rank when it threw on any. Collective.
+// Runs the body on every rank, and throws Error on every rank when the body threw on some rank. The body must not communicate.
+// Collective.
 inline void agree_on(Comm& comm, const std::function<void()>& body) { agree(comm, error_of(body)); }
 
 }  // namespace shardproof

@@ -1,5 +1,6 @@
-// A decorator over any backend that compares every collective's signature across ranks before it runs: a mismatch becomes an
-// Error on every rank that names two ranks and both calls, where a backend might hang or corrupt memory.
+// A decorator for any backend. It compares the signature of every collective across ranks before the collective runs. When
+// ranks disagree, every rank throws an Error that names two ranks and both calls. A backend by itself might hang or corrupt
+// memory.
 #pragma once
 
 #include <memory>
@@ -8,8 +9,8 @@
 
 namespace shardproof {
 
-// Each collective costs one small all_gather more. Sends and receives pass unchecked: they match by tag. Groups split from
-// it are checked as well.
+// Each collective costs one small all_gather more. Sends and receives are not checked, because they match by tag. Groups that
+// are split from the result are checked too.
 std::shared_ptr<Comm> checked(std::shared_ptr<Comm> inner);
 
 }  // namespace shardproof

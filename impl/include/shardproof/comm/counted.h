@@ -1,5 +1,6 @@
-// A world of any size with one rank in it: collectives are checked, and come out as if every other rank gave zeros. For memory,
-// calls and bytes of meshes far beyond this machine. (A maximum or minimum over ranks is the rank's own.)
+// A world of any size of which one rank runs. Its collectives check their arguments and give what they would give if every
+// other rank contributed zeros; a maximum or minimum over ranks is the rank's own value. It measures memory, calls and bytes of
+// a rank on meshes that are too large for this machine.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace shardproof {
 
-// Use `traced` around it to read the counts. Throws Error when the rank is not in the world.
+// Wrap the result in `traced` (traced.h) to read the counts. Throws Error unless 0 <= rank < world.
 std::shared_ptr<Comm> counted(int64_t world, int64_t rank);
 
 }  // namespace shardproof

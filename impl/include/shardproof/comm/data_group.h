@@ -1,5 +1,6 @@
-// The batch of ranks that share one: those along tp, and those along cp before each cuts its positions. Nothing fails when it
-// differs; the model just learns from a mixture that nobody has.
+// Ranks along tp must work on the same batch, and so must ranks along cp before each cuts out its own positions. When their
+// batches differ nothing fails by itself, and the model learns from a mixture of batches. These functions find that, or prevent
+// it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,11 +9,11 @@
 
 namespace shardproof {
 
-// Collective. Throws Error on every rank, naming the ranks whose tensor has another shape, dtype or other bits than that of
-// rank 0. Costs a digest of the tensor and a gather of that.
+// Throws Error on every rank when some rank's tensor differs from rank 0's in shape, dtype or any bit; the message names those
+// ranks. Each rank computes a digest of its tensor, and the digests are gathered. Collective.
 void check_same_data(const at::Tensor& tensor, Comm& group);
 
-// The tensor of `root` on every rank. The others may give an undefined one; what they give is not looked at. Collective.
+// Returns the tensor of rank `root` on every rank. The other ranks' argument is ignored and may be undefined. Collective.
 at::Tensor broadcast_data(const at::Tensor& tensor, Comm& group, int64_t root = 0);
 
 }  // namespace shardproof

@@ -1,4 +1,4 @@
-// The communicators of a mesh: one group for every axis, or set of axes, along which ranks talk.
+// The communicators of a mesh. There is one group for each axis, or set of axes, along which ranks communicate.
 #pragma once
 
 #include <map>
@@ -14,22 +14,23 @@ namespace shardproof {
 
 class MeshComm {
  public:
-  // Collective over `world`, whose rank r is rank r of the mesh. Throws Error, naming both, when their sizes differ.
+  // Rank r of `world` is rank r of the mesh. Throws Error, which names both sizes, when they differ. Collective over `world`.
   MeshComm(std::shared_ptr<Comm> world, Mesh mesh);
 
-  // The same ranks along other axes. Throws Error as above.
+  // Arranges the same ranks on another mesh. Throws Error as the constructor does.
   std::shared_ptr<MeshComm> on(const Mesh& mesh) const { return std::make_shared<MeshComm>(world_, mesh); }
 
   const Mesh& mesh() const { return mesh_; }
   int64_t rank() const { return world_->rank(); }
   Comm& world() { return *world_; }
 
-  // The group of this rank's peers along these axes. Law: its ranks are mesh().peers(rank(), axes), in that order. The
-  // first request for a set of axes is collective over the world.
+  // Returns the group of this rank's peers along these axes. Law: its ranks are mesh().peers(rank(), axes), in that order. The
+  // first call for a set of axes makes the group and is collective over the world.
   Comm& along(const std::vector<std::string>& axes);
 
-  // The group of `ranks` neighbours along one axis that this rank is in: coordinates [k * ranks, (k + 1) * ranks). Throws Error
-  // unless the axis' size is a multiple. The first request is collective over the world.
+  // Cuts the axis into groups of `ranks` neighbours and returns this rank's group: the coordinates [k * ranks, (k + 1) * ranks)
+  // for some k. Throws Error unless the axis' size is a multiple of `ranks`. The first call makes the group and is collective
+  // over the world.
   Comm& within(const std::string& axis, int64_t ranks);
 
  private:

@@ -1,4 +1,4 @@
-// Turns one layout of a tensor into another on the same mesh.
+// Moves a tensor from one layout to another on the same mesh.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,12 +8,12 @@
 
 namespace shardproof {
 
-// Collective over the mesh. `local` is what this rank holds under `from`, in storage order: of `local_shape` where no flat
-// split cuts it, of the box's sizes where a flat split leaves one box, else 1-dim. Returns the same under `to`; a view of
-// `local`, not a copy, when the two are the same. Terms of a sum are added ascending by rank, ((x0 + x1) + x2), each addition
-// rounded to the dtype. No autograd.
-// Throws Error when `local` does not fit `from`, or a layout does not fit shape and mesh.
-// Law: equals the transfers of `plan` executed by a loop, bit for bit.
+// `local` is what this rank holds under `from`, in storage order. Its shape is `local_shape` where no flat split cuts it, the
+// sizes of the box where a flat split leaves one box, and 1-dim elsewhere. Returns what this rank holds under `to`, in the same
+// form; when both layouts mean the same it is a view of `local`. Terms of a sum are added in ascending order of ranks, ((x0 +
+// x1) + x2), and each addition is rounded to the dtype. Autograd does not see it. Throws Error when `local` does not fit
+// `from`, or when a layout does not fit the shape and the mesh. Collective over the mesh. Law: the result has the bits of a
+// loop that executes the transfers of `plan` (plan.h).
 at::Tensor redistribute(const at::Tensor& local, const Shape& shape, const Layout& from, const Layout& to,
                         MeshComm& comms);
 

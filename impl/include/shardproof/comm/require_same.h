@@ -1,4 +1,4 @@
-// Whether all ranks are of one job: started with the same program, command line and settings.
+// Checks that all ranks belong to one job, which means that they run the same program with the same command line and settings.
 #pragma once
 
 #include <string>
@@ -9,10 +9,10 @@
 
 namespace shardproof {
 
-// Collective. Facts are names and values, e.g. {"mesh", "dp_shard=4"}; every rank has the same names. Throws Error on every
-// rank when values differ, naming two ranks and both values.
+// A fact is a name and a value, e.g. {"mesh", "dp_shard=4"}. Every rank passes the same names in the same order. When some
+// value differs, every rank throws an Error that names two ranks and both values. Collective.
 void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts);
-// What tells builds apart: a hash of the program and of this library.
+// A hash of the program's file and of this library's file. It tells builds apart.
 std::string program_hash();
 
 }  // namespace shardproof

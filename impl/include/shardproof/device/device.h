@@ -1,5 +1,6 @@
-// Which arithmetic works on whose memory. The CPU has it from the start; another device has none until `use_device_math` gives
-// it some (cuda.h does for CUDA). Memory, copies, streams and events are LibTorch's.
+// Which implementation of DeviceMath works on the tensors of which device. The CPU has one from the start. Another device has
+// none until `use_device_math` sets it, which use_cuda() (kernels/cuda.h) does for CUDA. Memory, copies, streams and events are
+// LibTorch's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,15 +12,15 @@
 
 namespace shardproof {
 
-// From now on, for tensors of this device. Not while collectives or steps run.
+// Sets the arithmetic for tensors of this device from now on. It must not be called while collectives or training steps run.
 void use_device_math(c10::DeviceType device, std::shared_ptr<const DeviceMath> math);
 
-// Throws Error on a device that was given none, naming what is missing.
+// The arithmetic of this device. Throws Error, which says what is missing, when the device has none.
 const DeviceMath& device_math(c10::Device device);
 inline const DeviceMath& device_math(const at::Tensor& tensor) {
   return device_math(tensor.device());
 }
-// Whether tensors of this device can be sharded.
+// Whether the device has arithmetic, so that its tensors can be sharded.
 bool has_device_math(c10::Device device);
 
 }  // namespace shardproof

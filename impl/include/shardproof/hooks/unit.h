@@ -1,7 +1,7 @@
-// A unit is a module, or several, whose parameters are gathered, freed and reduced together. LibTorch has no forward hooks, so
-// a unit is entered through `call`: a model is written once with `call(block, x)` instead of `block->forward(x)`, and where the
-// module is no unit (unsharded, or not chosen) that is all it does. Children of a torch::nn::Sequential need no change: it is
-// told to enter those that are units.
+// A unit is one module, or several, whose parameters are gathered, freed and reduced together. LibTorch has no forward hooks,
+// so a unit is entered through `call`: a model writes `call(block, x)` instead of `block->forward(x)`. Where the module is not
+// a unit, because the model is unsharded or the module was not chosen, `call` just calls forward. The children of a
+// torch::nn::Sequential need no change: the library makes it enter those that are units.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,26 +17,28 @@
 
 namespace shardproof {
 
-// What a sharded module does around its forward. Private to the library; seen here because `call` is a template.
+// What the library does around the forward of a unit. It is private to the library and stands here because `call` is a
+// template.
 class UnitHooks {
  public:
   virtual ~UnitHooks() = default;
-  // Makes the parameters whole.
+  // Gathers the unit's parameters.
   virtual void before_forward(const torch::nn::Module& module) = 0;
-  // The input as the unit computes on it; its backward marks the end of the unit's backward.
+  // Returns the input on which the unit computes. The backward of this input marks the end of the unit's backward.
   virtual at::Tensor watch_input(const at::Tensor& input) = 0;
-  // The output as the caller gets it; its gradient's arrival makes the parameters whole for the backward.
+  // Returns the output that the caller gets. When its gradient arrives, the parameters are gathered for the backward.
   virtual at::Tensor watch_output(const at::Tensor& output) = 0;
   virtual void after_forward(const torch::nn::Module& module) = 0;
-  // Whether activations are not kept.
+  // Whether the unit keeps no activations and computes them again in the backward.
   virtual bool recomputes() const = 0;
 
   using Body = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>;
-  // Runs the body without a graph, and once more, with one, in the backward of what it returned.
+  // Runs the body without an autograd graph. In the backward of what it returned the body runs once more, with a graph.
   virtual std::vector<at::Tensor> run_without_graph(Body body, std::vector<at::Tensor> inputs) = 0;
 };
 
-// What `parallelize` put around the forward of a module that takes one tensor and returns one. Private to the library as well.
+// What `parallelize` puts around the forward of a module that takes one tensor and returns one. It is private to the library
+// too.
 class ParallelHooks {
  public:
   virtual ~ParallelHooks() = default;
@@ -44,13 +46,15 @@ class ParallelHooks {
   virtual at::Tensor run(const Forward& forward, at::Tensor input) = 0;
 };
 
-// The hooks of a module, null when it is not a unit, or not parallel. Free where nothing in the process is.
+// The hooks of a module; null when it is not a unit, or has no style of tensor parallelism. As long as the process has no unit
+// and no style, these calls cost next to nothing.
 UnitHooks* unit_hooks(const torch::nn::Module& module);
 ParallelHooks* parallel_hooks(const torch::nn::Module& module);
 
 namespace detail {
 
-// Calls visit(tensor) on every defined tensor in a value: a tensor, or vectors, arrays, optionals, pairs and tuples of values.
+// Calls visit(tensor) for every defined tensor in a value. A value is a tensor, or a vector, array, optional, pair or tuple of
+// values; anything else is passed over.
 template <class Value, class Visit>
 void visit_tensors(Value& value, Visit&& visit) {
   using Plain = std::remove_cvref_t<Value>;
@@ -91,7 +95,7 @@ void set_tensors(Value& value, const std::vector<at::Tensor>& tensors) {
 
 [[noreturn]] void refuse_parallel_call(const torch::nn::Module& module);
 
-// forward(args...), within the module's style.
+// Calls forward(args...) within the module's style of tensor parallelism, if it has one.
 template <class Forward, class... Args>
 auto forward_in_parallel(const torch::nn::Module& module, const Forward& forward, Args... args) {
   if (ParallelHooks* hooks = parallel_hooks(module)) {
@@ -108,7 +112,7 @@ template <class Forward, class... Args>
 auto forward_without_graph(UnitHooks& hooks, const Forward& forward, std::tuple<Args...> args) {
   using Result = std::remove_cvref_t<decltype(std::apply(forward, args))>;
   const std::vector<at::Tensor> inputs = tensors_of(args);
-  auto first = std::make_shared<std::unique_ptr<Result>>();  // for all that is not a tensor in it
+  auto first = std::make_shared<std::unique_ptr<Result>>();  // holds whatever in the result is not a tensor
   std::vector<at::Tensor> outputs = hooks.run_without_graph(
       [forward, args, first](const std::vector<at::Tensor>& values) mutable {
         auto current = args;
@@ -127,9 +131,9 @@ auto forward_without_graph(UnitHooks& hooks, const Forward& forward, std::tuple<
 
 }  // namespace detail
 
-// forward(args...) as a forward of `module`: for entry points other than the method `forward`. Tensors in arguments and results
-// are found directly and inside vectors, arrays, optionals, pairs and tuples. Every rank of the mesh must call the same units
-// in the same order.
+// Calls forward(args...) as a forward of `module`. It is for entry points other than the method `forward`. Tensors may be
+// arguments and results themselves, or lie inside vectors, arrays, optionals, pairs and tuples. Every rank of the mesh must
+// call the same units in the same order.
 template <class Module, class Forward, class... Args>
 auto call_as(Module&& module, Forward forward, Args... args) {
   const torch::nn::Module& callee = detail::module_of(module);
@@ -148,8 +152,8 @@ auto call_as(Module&& module, Forward forward, Args... args) {
   return result;
 }
 
-// module.forward(args...), as a unit if the module is one. `module` is a torch::nn::Module, a LibTorch holder or a shared
-// pointer; the module must live until the backward is over.
+// Calls module.forward(args...), and enters the module as a unit if it is one. `module` is a torch::nn::Module, a LibTorch
+// holder or a shared pointer. The module must live until the backward is over.
 template <class Module, class... Args>
 auto call(Module&& module, Args... args) {
   auto& callee = detail::module_of(module);

@@ -1,5 +1,5 @@
-// How a program becomes ranks: started by mpirun, torchrun or srun, which set variables of the environment, or by nobody, and
-// then it can start its ranks itself. No Torch here.
+// How a program becomes the ranks of a job. Either mpirun, torchrun or srun starts it once a rank and says so in environment
+// variables, or a person starts it, and then it can start its ranks itself. This header does not include Torch.
 #pragma once
 
 #include <cstdint>
@@ -12,35 +12,37 @@ namespace shardproof {
 enum class Launcher { none, mpirun, torchrun, slurm };
 const char* to_string(Launcher launcher);
 
-// What the launcher says of this process.
+// What the launcher says about this process.
 struct Launch {
   Launcher launcher = Launcher::none;
   int64_t rank = 0, world = 1, local_rank = 0, local_world = 1;
-  std::string master = {};  // "host:port", of torchrun
-  int64_t starts = 0;       // above 0: nobody has started the ranks, and the caller is to start so many (nccl_launch.h)
+  std::string master = {};  // "host:port" of torchrun's store
+  int64_t starts = 0;       // above 0: no launcher started the ranks, and the caller has to start so many (nccl_launch.h)
 };
 
-// The value of a variable of the environment, or null.
+// Returns the value of an environment variable, or null when it is not set.
 using Environment = std::function<const char*(const char*)>;
 Environment process_environment();
 
-// Of several launchers the innermost: mpirun, torchrun, srun. Throws Error that names what is set and what is missing where an
-// environment is set by half, or contradicts itself.
+// Reads what the launcher says. When several launchers have set their variables, mpirun counts first, then torchrun, then srun,
+// because that is the order from the innermost to the outermost. Throws Error, which names what is set and what is missing,
+// when only a part of a launcher's variables is set or when they contradict each other.
 Launch read_launch(const Environment& environment);
 
 struct LaunchOptions {
-  std::string backend = "threads";  // threads, mpi, nccl
-  std::string device = "cpu";       // or cuda: threads share one GPU, ranks of nccl have one each
-  int64_t ranks = 0;                // above 0: start so many processes
-  int64_t gpus = 0;                 // that this machine has
+  std::string backend = "threads";  // "threads", "mpi" or "nccl"
+  std::string device = "cpu";       // "cpu" or "cuda"; with cuda, rank-threads share one GPU, and ranks of nccl have one each
+  int64_t ranks = 0;                // above 0: so many processes are to be started
+  int64_t gpus = 0;                 // how many GPUs this machine has
 };
 
-// Checks the choice against the build, the machine and the launcher, and returns what this process is. Where ranks of `mpi` are
-// to be started it replaces this process by mpirun, with `arguments` (argv, without the option that asked for it) for each
-// rank, and does not return; those of `nccl` are the caller's to start. Throws Error that says what to do instead.
+// Checks the options against the build, the machine and the launcher, and returns what this process is. Where ranks of `mpi`
+// are to be started, it replaces this process by mpirun and does not return; each rank gets `arguments`, which are argv without
+// the option that asked for ranks. Ranks of `nccl` have to be started by the caller. Throws Error, which says what to do
+// instead, when the options are impossible here.
 Launch launch(const LaunchOptions& options, const std::vector<std::string>& arguments,
               const Environment& environment = process_environment());
-// What launch would run.
+// The command by which `launch` replaces this process.
 std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root);
 
 }  // namespace shardproof

@@ -1,5 +1,5 @@
-// The models that come with the library, written with plain LibTorch modules and `call`, so that they run unsharded and
-// sharded alike. Parameter names are those of the headers of each model.
+// The models that come with the library. They are written with plain LibTorch modules and `call`, so they run unsharded and
+// sharded alike. The comment on each model lists the names of its parameters.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -18,8 +18,8 @@
 
 namespace shardproof {
 
-// torch::nn::Linear whose forward is the fused operation that Python's nn.Linear runs. LibTorch's own adds the bias in a
-// second pass for inputs of three dims, which rounds differently and costs time.
+// A torch::nn::Linear whose forward is the fused operation that Python's nn.Linear runs. For inputs of three dims LibTorch's
+// own forward adds the bias in a second pass, which rounds differently and costs time.
 class LinearImpl : public torch::nn::LinearImpl, public CanonicalPart {
  public:
   using torch::nn::LinearImpl::LinearImpl;
@@ -27,7 +27,7 @@ class LinearImpl : public torch::nn::LinearImpl, public CanonicalPart {
 };
 TORCH_MODULE(Linear);
 
-// torch::nn::LayerNorm over the last dim, and torch::nn::Embedding, which know canonical arithmetic.
+// torch::nn::LayerNorm over the last dim, and torch::nn::Embedding, both with canonical arithmetic (nn/canonical/canonical.h).
 class LayerNormImpl : public torch::nn::LayerNormImpl, public CanonicalPart {
  public:
   using torch::nn::LayerNormImpl::LayerNormImpl;
@@ -45,12 +45,13 @@ TORCH_MODULE(Embedding);
 enum class Activation { identity, relu, tanh, gelu };
 
 struct MlpOptions {
-  std::vector<int64_t> widths;  // at least two; layer i maps widths[i] to widths[i + 1]
-  Activation activation = Activation::tanh;  // between layers, none after the last
+  std::vector<int64_t> widths;               // at least two; layer i maps widths[i] features to widths[i + 1]
+  Activation activation = Activation::tanh;  // applied between layers, not after the last one
   bool bias = true;
 };
 
-// [B, widths.front()] -> [B, widths.back()]. Parameters "layers.<i>.weight", "layers.<i>.bias".
+// A multilayer perceptron: [B, widths.front()] -> [B, widths.back()]. Its parameters are "layers.<i>.weight" and, with `bias`,
+// "layers.<i>.bias".
 class MlpImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit MlpImpl(MlpOptions options);
@@ -67,12 +68,12 @@ struct GptOptions {
   int64_t hidden = 64;  // a multiple of heads
   int64_t heads = 4;
   int64_t vocab = 256;
-  int64_t positions = 128;  // the longest sequence
-  bool tied = true;         // the head is the token embedding
-  double dropout = 0;       // of embeddings, attention's probabilities and what the branches of a block give
+  int64_t positions = 128;  // the length of the longest sequence
+  bool tied = true;         // whether the head uses the weight of the token embedding
+  double dropout = 0;       // its probability, on embeddings, attention probabilities and both branches of a block
 };
 
-// One pre-norm transformer block: [B, T, hidden] -> the same.
+// One pre-norm transformer block: [B, T, hidden] -> [B, T, hidden].
 class GptBlockImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit GptBlockImpl(const GptOptions& options);
@@ -87,9 +88,10 @@ class GptBlockImpl : public torch::nn::Module, public CanonicalPart {
 };
 TORCH_MODULE(GptBlock);
 
-// Tokens [B, T] int64 -> logits [B, T, vocab]. Learned positions, layer norm, exact GELU, causal attention. Parameters
-// "wte.weight", "wpe.weight", "h.<i>.ln_1.*", "h.<i>.attn.c_attn.*", "h.<i>.attn.c_proj.*", "h.<i>.ln_2.*",
-// "h.<i>.mlp.c_fc.*", "h.<i>.mlp.c_proj.*", "ln_f.*" and "lm_head.weight", which is "wte.weight" itself when tied.
+// GPT-2: tokens [B, T] int64 -> logits [B, T, vocab]. It has learned positions, layer norms, exact GELU and causal attention.
+// Its parameters have the names of GPT2LMHeadModel in Hugging Face's transformers, without "transformer.": "wte.weight",
+// "wpe.weight", "h.<i>.ln_1.*", "h.<i>.attn.c_attn.*", "h.<i>.attn.c_proj.*", "h.<i>.ln_2.*", "h.<i>.mlp.c_fc.*",
+// "h.<i>.mlp.c_proj.*", "ln_f.*" and "lm_head.weight", which is "wte.weight" itself when tied.
 class GptImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit GptImpl(GptOptions options);
@@ -103,30 +105,31 @@ class GptImpl : public torch::nn::Module, public CanonicalPart {
   std::vector<GptBlock> blocks_;
   LayerNorm ln_f_{nullptr};
   Linear lm_head_{nullptr};
-  std::shared_ptr<torch::nn::Module> tied_head_;  // has the name and the tied weight
+  std::shared_ptr<torch::nn::Module> tied_head_;  // the module "lm_head" with the tied weight
 };
 TORCH_MODULE(Gpt);
 
-// For parallelize. Heads, the MLP's width and the vocabulary are cut over the axis; the logits that come out are this rank's
-// entries of the vocabulary, for vocab_parallel_cross_entropy. Sequences [B, T, ..] are split along T between blocks when
-// `sequence_parallel`.
+// The plan for `parallelize` (tensor_parallel.h). It cuts heads, the MLP's width and the vocabulary over the axis. The model
+// then returns this rank's entries of the logits, for vocab_parallel_cross_entropy. With `sequence_parallel`, activations [B,
+// T, ..] are split along T between blocks.
 ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel = false);
 
 struct LlamaOptions {
   int64_t layers = 2;
-  int64_t hidden = 64;        // a multiple of heads, by an even number
-  int64_t heads = 4;          // of queries; a multiple of kv_heads
-  int64_t kv_heads = 2;       // of keys and values
-  int64_t intermediate = 128;  // width of the gated MLP
+  int64_t hidden = 64;         // an even multiple of heads
+  int64_t heads = 4;           // query heads; a multiple of kv_heads
+  int64_t kv_heads = 2;        // key and value heads
+  int64_t intermediate = 128;  // the width of the gated MLP
   int64_t vocab = 256;
   double rope_theta = 10000;
   double norm_eps = 1e-5;
   bool tied = false;
-  double attention_dropout = 0;  // of probabilities
-  bool qk_norm = false;  // RMS norms over the features of each head's queries and keys before they turn, as in Qwen3
+  double attention_dropout = 0;  // the probability of dropout on attention probabilities
+  bool qk_norm = false;          // RMS norms over the features of each head's queries and keys before rotation, as in Qwen3
 };
 
-// [.., size] -> the same, divided by the root of its mean square, times "weight".
+// Divides each row of [.., size] by the root of its mean square and multiplies it by "weight" [size] (Zhang and Sennrich 2019,
+// "Root Mean Square Layer Normalization").
 class RmsNormImpl : public torch::nn::Module, public CanonicalPart {
  public:
   RmsNormImpl(int64_t size, double eps);
@@ -138,7 +141,8 @@ class RmsNormImpl : public torch::nn::Module, public CanonicalPart {
 };
 TORCH_MODULE(RmsNorm);
 
-// Causal, with rotary positions and grouped queries: [B, T, hidden] -> the same.
+// Causal attention with rotary positions (Su et al. 2021) and grouped queries (Ainslie et al. 2023): [B, T, hidden] ->
+// [B, T, hidden].
 class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaAttentionImpl(const LlamaOptions& options);
@@ -154,7 +158,7 @@ class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
 };
 TORCH_MODULE(LlamaAttention);
 
-// down(silu(gate(x)) * up(x)).
+// The gated MLP: down(silu(gate(x)) * up(x)).
 class LlamaMlpImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaMlpImpl(const LlamaOptions& options);
@@ -177,11 +181,11 @@ class LlamaLayerImpl : public torch::nn::Module {
 };
 TORCH_MODULE(LlamaLayer);
 
-// Tokens [B, T] int64 -> logits [B, T, vocab]. Parameters have the names and layouts of LlamaForCausalLM in Hugging Face's
-// transformers: "model.embed_tokens.weight", "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight",
+// Llama: tokens [B, T] int64 -> logits [B, T, vocab]. Parameters have the names and shapes of LlamaForCausalLM in Hugging
+// Face's transformers: "model.embed_tokens.weight", "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight",
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight",
-// "model.norm.weight" and "lm_head.weight", which is the embedding itself when tied. With qk_norm they are those of
-// Qwen3ForCausalLM, which has "model.layers.<i>.self_attn.{q,k}_norm.weight" as well.
+// "model.norm.weight" and "lm_head.weight", which is the embedding's weight itself when tied. With qk_norm they are those of
+// Qwen3ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k}_norm.weight".
 class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  public:
   explicit LlamaImpl(LlamaOptions options);
@@ -193,12 +197,12 @@ class LlamaImpl : public torch::nn::Module, public CanonicalPart {
   std::vector<LlamaLayer> layers_;
   RmsNorm norm_{nullptr};
   Linear head_{nullptr};
-  std::shared_ptr<torch::nn::Module> tied_head_;  // has the name and the tied weight
+  std::shared_ptr<torch::nn::Module> tied_head_;  // the module "lm_head" with the tied weight
 };
 TORCH_MODULE(Llama);
 
-// The same for `ranks` along the axis. Key and value heads that are fewer than the ranks are held in copies. Throws Error when
-// the heads cannot be dealt out so that each rank has the key heads of its queries.
+// The plan of a Llama for `ranks` ranks along the axis; see gpt_plan. When there are fewer key heads than ranks, several ranks
+// hold copies of a key head. Throws Error when the heads cannot be cut so that each rank has the key heads of its query heads.
 ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequence_parallel = false);
 
 }  // namespace shardproof

@@ -1,5 +1,5 @@
-// The two things in a transformer that know of other positions of a sequence, as modules without parameters: what a model
-// written with them needs for context parallelism, which puts itself in their place.
+// The two parts of a transformer that know about other positions of a sequence: position numbers and attention. Here they are
+// modules without parameters. A model that is written with them can be made context parallel, which replaces what they do.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,62 +17,66 @@
 
 namespace shardproof {
 
-// Dropout of attention's probabilities [B, heads, T, T].
+// The dropout of attention probabilities [B, heads, T, T].
 struct AttentionDropout {
   DropoutSite site;
   DimRows samples, heads;
 };
 
-// What a rank has of a sequence, and how its tokens see the others'.
+// What a rank has of a sequence, and how its tokens attend to those of other ranks.
 class SequenceRule {
  public:
   virtual ~SequenceRule() = default;
-  // The positions in the whole sequence of the `length` tokens that this rank has, ascending.
+  // This rank has `length` tokens of a sequence. Returns their positions in the whole sequence, ascending.
   virtual std::vector<int64_t> positions(int64_t length) = 0;
+  // Attention of this rank's queries to all keys; shapes as in `Attention` below.
   virtual at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                             const std::optional<AttentionDropout>& dropout) = 0;
-  // With canonical arithmetic; `name` is for messages.
+  // The same with canonical arithmetic. `name` appears in messages.
   virtual at::Tensor attend_canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                                         const std::optional<AttentionDropout>& dropout, const std::string& name) = 0;
-  // What whoever relies on the rule holds, so that it lives; null where nothing says how long it does.
+  // A pointer that keeps the rule in effect as long as somebody holds it; null when the rule has no such owner.
   virtual std::shared_ptr<void> held() { return {}; }
 };
 
 class SequencePart : public Placed {
  public:
-  std::shared_ptr<SequenceRule> rule;  // null: a rank has whole sequences
+  std::shared_ptr<SequenceRule> rule;  // null when each rank has whole sequences
 
  protected:
   ~SequencePart() = default;
 };
 
-// Key heads that other ranks hold copies of, each for queries of its own. Given by `parallelize`.
+// For key heads of which several ranks hold copies, each for its own query heads. `parallelize` sets it.
 class CopiedKeys {
  public:
   virtual ~CopiedKeys() = default;
-  // k and v as they are. Their gradients are summed exactly over the copies; the first copy's rank gets the sum, the others
-  // zeros: so what comes before is computed from the whole gradient once, whatever the number of copies. `name`: for messages.
+  // Returns k and v unchanged. In the backward it sums their gradients exactly over the ranks that hold copies. The rank of the
+  // first copy gets the sum and the others get zeros, so that earlier layers see the whole gradient once, however many copies
+  // there are. `name` appears in messages.
   virtual std::pair<at::Tensor, at::Tensor> summing(const at::Tensor& k, const at::Tensor& v,
                                                     const std::string& name) const = 0;
 };
 
-// forward(length) -> int64 [length], ascending: for position embeddings, learned or rotary.
+// forward(length) returns the positions of this rank's `length` tokens: int64 [length], ascending. Learned and rotary position
+// embeddings use it.
 class PositionsImpl : public torch::nn::Module, public SequencePart {
  public:
   at::Tensor forward(int64_t length);
 };
 TORCH_MODULE(Positions);
 
-// Scaled dot-product attention: q [B, heads, T, head], k and v [B, kv_heads, T, head], where heads are a multiple of kv_heads
-// and a key head serves neighbouring query heads -> [B, heads, T, head]. Dropout is of the probabilities. Where tensor
-// parallelism cuts the heads its style is CutAttention, or with as many key heads as query heads CutDropout{1, ..}, in heads;
-// it is then to be entered by `forward`, not by `call`.
+// Scaled dot-product attention: q [B, heads, T, head], k and v [B, kv_heads, T, head] -> [B, heads, T, head]. `heads` is a
+// multiple of `kv_heads`, and a key head serves heads / kv_heads neighbouring query heads. `dropout` is the probability of
+// dropout on attention probabilities. Where tensor parallelism cuts the heads, the module needs the style CutAttention; with as
+// many key heads as query heads CutDropout{1, ..}, counted in heads, is enough. Such a module is entered by `forward`, not by
+// `call`.
 class AttentionImpl : public torch::nn::Module, public SequencePart, public CanonicalPart {
  public:
   explicit AttentionImpl(bool causal = true, double dropout = 0) : causal_(causal), dropout_(dropout) {}
   at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
-  std::shared_ptr<const CopiedKeys> copied_keys;  // null: none, or arithmetic is not canonical
+  std::shared_ptr<const CopiedKeys> copied_keys;  // null when no key head is copied, or arithmetic is not canonical
 
  private:
   at::Tensor canonically(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -83,8 +87,9 @@ class AttentionImpl : public torch::nn::Module, public SequencePart, public Cano
 };
 TORCH_MODULE(Attention);
 
-// The same on whole sequences, with dropout if there is any: position i is allowed to see j when allowed[i, j], or everything
-// when that is undefined; rows of it are those of q, columns those of k, at these positions of the whole sequence.
+// The same attention with an explicit mask: query i attends to key j when allowed[i, j]. When `allowed` is undefined, every
+// query attends to every key. `q_positions` and `k_positions` say where the rows of q and k lie in the whole sequence, which
+// determines the dropout mask.
 at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& allowed,
                             const std::optional<AttentionDropout>& dropout, const DimRows& q_positions,
                             const DimRows& k_positions);

@@ -1,5 +1,5 @@
-// Dropout whose mask depends on where an element is in the whole tensor, whatever part of that a rank has: under tensor,
-// sequence, context and data parallelism, and when it is computed again, the masks are those of the unsharded model.
+// Dropout whose mask depends on where an element lies in the whole tensor, whatever part of the tensor a rank has. So under
+// tensor, sequence, context and data parallelism, and in recomputation, the masks are those of the unsharded model.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,8 +33,8 @@ class Placed {
   std::vector<DimRows> place_of(at::IntArrayRef sizes) const;
 };
 
-// [batch, ..] -> the same. Without parameters. Where tensor parallelism cuts its input along the sequence, its style is
-// SequenceParallel, elsewhere CutDropout.
+// Dropout of a tensor [batch, ..]. The module has no parameters. Where tensor parallelism cuts its input, it needs a style:
+// SequenceParallel when the sequence is cut, else CutDropout.
 class DropoutImpl : public torch::nn::Module, public Placed, public CanonicalPart {
  public:
   explicit DropoutImpl(double probability) : probability_(probability) {}

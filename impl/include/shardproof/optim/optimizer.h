@@ -1,7 +1,7 @@
-// Optimizers on the shards that a rank owns. Elementwise rules see the same IEEE operations in the same order wherever an
-// element lies, so results do not depend on the cut. Scalars are computed in double and rounded once to the dtype of the
-// arithmetic: float32, or float64 for float64 parameters; low-precision parameters without main parameters are rounded after
-// each update.
+// Optimizers that update the shards that a rank owns. An elementwise rule performs the same IEEE operations in the same order
+// on every element, wherever it lies, so results do not depend on how parameters are cut. Scalars are computed in double and
+// rounded once to the dtype of the arithmetic, which is float32, or float64 for float64 parameters. Low-precision parameters
+// without main parameters are rounded after each update.
 #pragma once
 
 #include <functional>
@@ -15,9 +15,9 @@
 
 namespace shardproof {
 
-//   g += weight_decay * p (if not 0);  m = momentum * m + g, d = m (d = g without momentum; d = g + momentum * m with
-//   nesterov); p -= lr * d
-// As torch.optim.SGD with dampening 0; state "momentum_buffer" when momentum is not 0.
+//   g += weight_decay * p (unless weight_decay is 0);  m = momentum * m + g;  p -= lr * d
+// where d is m; without momentum it is g, and with nesterov it is g + momentum * m. It equals torch.optim.SGD with dampening 0.
+// The state is "momentum_buffer", and empty when momentum is 0.
 struct SgdOptions {
   double lr = 0.1;
   double momentum = 0;
@@ -27,7 +27,7 @@ struct SgdOptions {
 
 //   p *= 1 - lr * weight_decay;  m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * (g * g);
 //   p -= (lr / (1 - beta1^t)) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
-// As torch.optim.AdamW up to rounding; state "exp_avg", "exp_avg_sq".
+// It equals torch.optim.AdamW up to rounding (Loshchilov and Hutter 2019). The state is "exp_avg" and "exp_avg_sq".
 struct AdamWOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -36,7 +36,8 @@ struct AdamWOptions {
   double weight_decay = 0.01;
 };
 
-// As AdamW, with decay in the gradient instead: g += weight_decay * p. As torch.optim.Adam up to rounding.
+// AdamW with the decay in the gradient instead: g += weight_decay * p. It equals torch.optim.Adam up to rounding (Kingma and Ba
+// 2015). The state is that of AdamW.
 struct AdamOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -46,7 +47,7 @@ struct AdamOptions {
 };
 
 //   p *= 1 - lr * weight_decay;  u = sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g;  p -= lr * u
-// Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"; state "exp_avg".
+// This is Lion of Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms". The state is "exp_avg".
 struct LionOptions {
   double lr = 1e-4;
   double beta1 = 0.9;
@@ -54,12 +55,12 @@ struct LionOptions {
   double weight_decay = 0;
 };
 
-// For matrices, held whole (Granularity::tensor):
+// For matrices that lie whole on one rank (Granularity::tensor):
 //   p *= 1 - lr * weight_decay;  m = momentum * m + (1 - momentum) * g;  u = (1 - momentum) * g + momentum * m;
 //   p -= lr * sqrt(max(1, rows / columns)) * orth(u)
-// where orth is five Newton-Schulz steps towards the nearest orthogonal matrix (Jordan 2024, "Muon"); state "momentum_buffer".
-// As torch.optim.Muon with nesterov and the "original" adjustment of lr, but for the steps of orth: PyTorch takes them in
-// bfloat16, and here they are in float32.
+// where orth takes five Newton-Schulz steps towards the nearest orthogonal matrix (Jordan 2024, "Muon"). It equals
+// torch.optim.Muon with nesterov and the "original" adjustment of lr, except that PyTorch takes the steps of orth in bfloat16
+// and this rule takes them in float32. The state is "momentum_buffer".
 struct MuonOptions {
   double lr = 0.02;
   double momentum = 0.95;
@@ -69,33 +70,33 @@ struct MuonOptions {
 // One update of one run of a parameter's elements.
 struct Update {
   const std::string& name;
-  const Shape& shape;                // of the whole parameter
-  at::Tensor parameter;              // 1-D, the elements of the run, updated in place
-  at::Tensor gradient;               // the same elements, the same dtype
-  std::vector<at::Tensor> state;     // one for each slot, the same elements and dtype, starting at zero
-  int64_t step = 1;                  // updates of this parameter, counted from 1
-  double lr_factor = 1;              // of schedule and group
+  const Shape& shape;                // the shape of the whole parameter
+  at::Tensor parameter;              // 1-D: the elements of the run, which are updated in place
+  at::Tensor gradient;               // the same elements in the same dtype
+  std::vector<at::Tensor> state;     // for each state tensor the same elements in the same dtype; zeros at first
+  int64_t step = 1;                  // the number of this update of the parameter, counted from 1
+  double lr_factor = 1;              // the product of the schedule's and the group's factor
   double decay_factor = 1;
 };
 
-// A setting by its name; nothing is Python's None, and a vector is a tuple of floats.
+// A setting and its name. std::monostate stands for Python's None, and a vector for a tuple of floats.
 using Setting = std::pair<std::string, std::variant<std::monostate, bool, int64_t, double, std::vector<double>>>;
 
-// A new optimizer is a subclass.
+// The rule by which an optimizer updates a parameter. For a new optimizer, derive a class.
 class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
   // Names of the state tensors.
   virtual std::vector<std::string> slots() const = 0;
-  // Whether runs must be whole parameters.
+  // Whether the rule works on whole parameters only.
   virtual bool needs_whole_parameters() const { return false; }
-  // What PyTorch's optimizer of this kind has in its param_groups, so that it reads our checkpoints. A rule without a
-  // counterpart in PyTorch gives its own numbers; the default gives none.
+  // What PyTorch's optimizer of this kind has in its param_groups, so that it can read our checkpoints. A rule that PyTorch
+  // does not have returns its own numbers. The default returns none.
   virtual std::vector<Setting> settings() const { return {}; }
-  // May depend on its arguments alone.
+  // Updates the parameter and the state. The result must depend on the argument alone.
   virtual void update(const Update& update) const = 0;
-  // The same, and besides writes the new parameter to `rounded`, rounded once to its dtype, while it is at hand. False: nothing
-  // was done, because this rule does not do both at once there.
+  // Does the same, and also writes the new parameter to `rounded`, rounded once to its dtype. Returns false when it did
+  // nothing, because this rule cannot do both at once there.
   virtual bool update_and_round(const Update& update, const at::Tensor& rounded) const { return false; }
 };
 std::shared_ptr<UpdateRule> make_rule(const SgdOptions& options);
@@ -106,59 +107,63 @@ std::shared_ptr<UpdateRule> make_rule(const MuonOptions& options);
 
 // Which parameters a rule updates, and how its rate and decay change for them.
 struct ParameterGroup {
-  std::function<bool(const std::string& name, const Shape& shape)> takes = {};  // empty: all that no group before takes
+  std::function<bool(const std::string& name, const Shape& shape)> takes = {};  // empty: takes all that earlier groups do not
   std::shared_ptr<UpdateRule> rule;
   double lr_factor = 1;
   double decay_factor = 1;
 };
 
-// The usual two groups: parameters of fewer than two dims (biases and norms) and those with "norm" or "ln_" in their name are
-// not decayed.
+// The usual two groups. Parameters of fewer than two dims (biases and norms), and those with "norm" or "ln_" in their name, are
+// not decayed. All others are.
 std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<UpdateRule> rule);
 
 class Optimizer {
  public:
-  // State is allocated here, for the owned shards of parameters that require gradients; for one that does so later, at its
-  // first update. The Sharded may be moved; once it is destroyed, every call here is an Error. Throws Error, naming the
-  // parameter, when no group takes one, or when a rule needs whole parameters and the shards cut one.
+  // Allocates the state for this rank's shards of all parameters that require gradients. A parameter that requires them only
+  // later gets its state at its first update. The Sharded may be moved. Once it is destroyed, every call here throws Error.
+  // Throws Error, which names the parameter, when no group takes it, or when its rule needs whole parameters and the shards cut
+  // it.
   Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups);
   Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule);
 
-  // Updates the owned shards, publishes them, forgets the gradients. Collective; after the last backward, else an Error.
+  // Updates this rank's shards, brings the parameters up to date on all ranks (an all-gather where the strategy needs one), and
+  // drops the gradients. Throws Error before the last backward of the step. Collective over the mesh.
   void step();
 
-  // Multiplies every rate from the next step on. See lr_schedule.h.
+  // Sets the factor that multiplies every learning rate from the next step on (lr_schedule.h).
   void set_lr_factor(double factor);
 
-  // Of all groups, each name once.
+  // The names of all groups' state tensors, each once.
   std::vector<std::string> slots() const;
-  // What this rank holds of one slot, in the strategy's `state` layout and the main dtype, of parameters that have it.
+  // What this rank holds of one state tensor, in the strategy's `state` layout and the main dtype, for the parameters that have
+  // it.
   std::vector<Piece> state(const std::string& slot) const;
-  // Updates of a parameter so far. Throws Error for an unknown one.
+  // How often a parameter has been updated so far. Throws Error when there is no such parameter.
   int64_t updates(const std::string& parameter) const;
 
-  // For checkpoints. Groups with the parameters that they took, in order; those without any are left out.
+  // The groups for checkpoints, in order, with the parameters that each took. A group that took none is left out.
   struct Group {
     std::vector<std::string> parameters;
     std::vector<std::string> slots;
-    std::vector<Setting> settings;  // rates and decays times the factors of now
+    std::vector<Setting> settings;  // rates and decays are multiplied by the present factors
   };
   std::vector<Group> groups() const;
-  // After `updates` updates: with state (zero where there was none; this rank's part of it), or without.
+  // For loading: makes the parameter one that was updated `updates` times. With `with_state` this rank's part of its state is
+  // allocated, as zeros where there was none; else it has no state.
   void restore(const std::string& parameter, int64_t updates, bool with_state);
 
  private:
-  // State of one run of a parameter.
+  // The state of one run of a parameter.
   struct Held {
     int64_t group = 0;
     int64_t updates = 0;  // the same on every rank, whether it owns a part or not
     std::vector<at::Tensor> state;  // empty until the parameter is trained and this rank owns a part of it
   };
   void allocate_state(size_t bucket, size_t slot);
-  // Whether the parameters in the compute dtype are up to date as well.
+  // Returns whether the parameters in the compute dtype are up to date too.
   bool update_bucket(size_t index);
 
-  // Throws Error when it is gone.
+  // Throws Error when the Sharded is gone.
   std::shared_ptr<Sharded::Impl> sharded() const;
 
   std::weak_ptr<Sharded::Impl> sharded_;
@@ -171,7 +176,7 @@ inline Optimizer sgd(Sharded& sharded, const SgdOptions& options) { return {shar
 inline Optimizer adam(Sharded& sharded, const AdamOptions& options) { return {sharded, make_rule(options)}; }
 inline Optimizer adamw(Sharded& sharded, const AdamWOptions& options) { return {sharded, make_rule(options)}; }
 inline Optimizer lion(Sharded& sharded, const LionOptions& options) { return {sharded, make_rule(options)}; }
-// Matrices by Muon, the rest by AdamW.
+// Updates matrices by Muon and all other parameters by AdamW.
 Optimizer muon(Sharded& sharded, const MuonOptions& options, const AdamWOptions& others);
 
 }  // namespace shardproof

@@ -1,6 +1,7 @@
-// Differentiable collectives along one group of ranks. The layout of an activation does not say what its gradient is: a tensor
-// that every rank holds has the same gradient everywhere when every rank did the same work with it, and terms of a sum when
-// they did different work. So each name below stands for a pair, forward and backward:
+// Differentiable collectives along one group of ranks. The layout of an activation does not determine the layout of its
+// gradient. When every rank did the same work with a replicated tensor, its gradient is the same everywhere. When they did
+// different work, each rank holds a term of the gradient. So each function below is a pair of a forward and a backward, as in
+// Megatron-LM's mappings.py:
 //
 //   name            forward               backward            input -> output            gradient out -> in
 //   copy            nothing               all-reduce          replicated -> replicated   terms -> replicated
@@ -12,10 +13,11 @@
 //   all_to_all      cuts one dim, joins   the same, dims      split -> split             split -> split
 //                   another               swapped
 //
-// A `Sum` says how terms are added, in whichever direction the pair has a sum. "Split" is cut evenly along `dim` as
-// torch.chunk cuts, 5 over 4 ranks is 2,2,1,0; `length` is of the whole. Every rank of the group must call, and run the
-// backward, in the same order, on tensors of equal dtype and, but for the cut dim, equal sizes. The graph keeps the group
-// alive. In a group of one each returns its input. Throws Error when a size does not fit the cut.
+// A `Sum` says how terms are added, in the direction that has a sum. "Split" means that `dim` is cut evenly as torch.chunk
+// cuts: 5 rows over 4 ranks are 2, 2, 1 and 0. `length` is the length of the whole dim. Every rank of the group must call these
+// functions, and run their backward, in the same order. Tensors must have equal dtypes and, except along the cut dim, equal
+// sizes. The graph keeps the group alive. In a group of one rank each function returns its input. Throws Error when a size does
+// not fit the cut.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,10 +32,10 @@ namespace shardproof::collective {
 
 class Sum {
  public:
-  // In the dtype of the terms, as the group's backend adds.
+  // Terms are added in their dtype, in the way of the group's backend.
   Sum() = default;
-  // Of float64 terms on the grid of canonical arithmetic, as integers: no order changes a bit. A term that is out of range
-  // throws NonFiniteError, which names `what` is summed.
+  // Terms are float64 multiples of the unit of canonical arithmetic, and are added as integers, so no order changes a bit. A
+  // term that is out of range throws NonFiniteError, which says `what` was summed.
   static Sum exact(std::string what);
   bool is_exact() const { return !what_.empty(); }
   const std::string& what() const { return what_; }
@@ -48,12 +50,12 @@ at::Tensor gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group)
 at::Tensor scatter(const at::Tensor& x, int64_t dim, Comm& group);
 at::Tensor all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group, const Sum& sum = {});
 at::Tensor reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const Sum& sum = {});
-// x is whole along `split_dim` and cut along `concat_dim`, whose whole length is `concat_length`; the result the other way
-// round.
+// x is whole along `split_dim` and cut along `concat_dim`, whose whole length is `concat_length`. The result is cut along
+// `split_dim` and whole along `concat_dim`.
 at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group);
 
-// The same without a graph, and asynchronous: `result` has the output, after the collective. One that is dropped without it
-// waits for the collective, whose buffer it owns; not when it goes because of an exception, after which the world ends.
+// An asynchronous collective without an autograd graph. `result` waits for it and returns its output. A Pending owns the buffer
+// of the collective. So when it is destroyed without `result`, it waits too, except during an exception, which ends the world.
 class [[nodiscard]] Pending {
  public:
   Pending(Work work, at::Tensor buffer, int64_t dim, int64_t rows, bool in_units = false)
@@ -66,8 +68,8 @@ class [[nodiscard]] Pending {
  private:
   Work work_;
   at::Tensor buffer_;
-  int64_t dim_, rows_;  // the first `rows` of the buffer, moved to dim
-  bool in_units_;        // the buffer is the integers of an exact sum
+  int64_t dim_, rows_;  // the output is the first `rows` rows of the buffer, moved to dim
+  bool in_units_;       // whether the buffer holds the integers of an exact sum
   int exceptions_ = std::uncaught_exceptions();
 };
 Pending start_all_reduce(const at::Tensor& x, Comm& group, const Sum& sum = {});

@@ -1,4 +1,6 @@
-// Shards a module's training over a mesh: its parameters, gradients and optimizer state, as a `Strategy` says.
+// Shards the training of a module over a mesh: its parameters, gradients and optimizer state, as a `Strategy` says. The
+// strategies are those of ZeRO (Rajbhandari et al. 2020), PyTorch's FSDP2 and Megatron-FSDP. The interface follows FSDP2's
+// fully_shard.
 //
 //   auto model = Gpt(options);                                      // any torch::nn::Module that uses `call`
 //   Sharded sharded = fully_shard(model.ptr(), comms, {.strategy = strategy("zero3"), .units = by_type<GptBlockImpl>()});
@@ -34,7 +36,7 @@ namespace shardproof {
 
 class Unit;
 
-// One unit of a sharded module. Valid as long as that is.
+// One unit of a sharded module. It is valid as long as the Sharded is.
 class UnitHandle {
  public:
   explicit UnitHandle(Unit& unit) : unit_(&unit) {}
@@ -42,23 +44,24 @@ class UnitHandle {
   const std::string& name() const;
   bool is_unsharded() const;
 
-  // Gathers the parameters by hand. `unshard` returns when they are whole; `start_unshard` at once, and the unit's next
-  // forward, or `unshard`, waits. Collective along the axes that the strategy splits parameters over, as all calls of units
-  // are.
+  // Gathers the unit's parameters. `unshard` returns when they are whole. `start_unshard` returns at once, and the unit's next
+  // forward, or `unshard`, waits for the gather. Both are collective along the axes over which the strategy splits parameters,
+  // as forwards of units are.
   void start_unshard();
   void unshard();
-  // Frees them. Nothing when they are not whole; an error while a gather is in flight.
+  // Frees the gathered parameters. It does nothing when they are not whole, and throws Error while a gather is in flight.
   void reshard();
 
-  // From the next forward on; the same on every rank.
+  // These take effect from the next forward on. All ranks must pass the same value.
   void set_reshard_after_forward(Reshard reshard);
   void set_reshard_after_backward(bool reshard);
-  // While false, backwards add to this unit's gradients on this rank and do not reduce them; those of other units go their way.
-  // `recurse`: of the units below it as well. Gradients are reduced where neither the unit nor Sharded::set_gradient_sync says
-  // otherwise, and the last backward of a step must reduce all. The same on every rank; not inside a backward.
+  // While it is false, a backward adds to this unit's gradients on this rank and does not reduce them; other units are not
+  // affected. With `recurse` it applies to the units below this one too. A unit's gradients are reduced when neither the unit
+  // nor Sharded::set_gradient_sync says otherwise. The last backward of a step must reduce all gradients. All ranks must pass
+  // the same value. It must not be called inside a backward.
   void set_gradient_sync(bool sync, bool recurse = true);
   bool gradient_sync() const;
-  // Units to gather while this one runs, in this order; instead of what ShardOptions::prefetch_* chose.
+  // The units that are gathered while this one runs, in this order. They replace those that ShardOptions::prefetch_* chose.
   void set_forward_prefetch(const std::vector<UnitHandle>& units);
   void set_backward_prefetch(const std::vector<UnitHandle>& units);
 
@@ -72,80 +75,87 @@ class Sharded {
   explicit Sharded(std::shared_ptr<Impl> impl);
   Sharded(Sharded&&) noexcept;
   Sharded& operator=(Sharded&&) noexcept;
-  // The module stays behind in whatever layout it was; using it afterwards is an error until it is sharded again.
+  // The module stays in the layout in which it is. Using it afterwards is an error until it is sharded again.
   ~Sharded();
 
-  // Whether the next backward is the last before the optimizer's step; true at first. Backwards that are not last accumulate:
-  // as the strategy says, before or after a reduction. Running another backward after the last one, without a step or
-  // zero_gradients between, is an error.
+  // Says whether the next backward is the last one before the optimizer's step; at first it is. A backward that is not the last
+  // accumulates gradients, before or after a reduction, as the strategy says. After the last backward another one throws Error
+  // unless a step or zero_gradients comes between.
   void set_last_microbatch(bool last);
-  // While false, backwards add to gradients on this rank and nothing is reduced (no_sync). The last one must be true.
+  // While it is false, a backward adds to gradients on this rank and reduces nothing, as DDP's no_sync. It must be true for the
+  // last backward.
   void set_gradient_sync(bool sync);
   bool gradient_sync() const;
 
-  // How many tokens this rank's next backward is about; needed with ShardOptions::divide_by_tokens, before the last backward.
+  // Adds to the number of tokens that this rank's backwards of this step cover. It is needed with
+  // ShardOptions::divide_by_tokens, and must be called before the last backward.
   void add_tokens(int64_t tokens);
 
-  // Work on the final gradients, at the end of every last backward: what Megatron calls finalize_model_grads. Steps run on
-  // every rank by ascending `order`, which is above 0, equal ones as added. Those of the library: reduction and division by the
-  // number of ranks 0, sums over the tensor-parallel axis 100, division by the number of tokens 1000.
+  // Adds work on the final gradients, which runs at the end of every last backward; Megatron-LM calls it finalize_model_grads.
+  // Steps run on every rank in ascending `order`, which must be above 0, and steps of equal order run as they were added. The
+  // library's own steps are the reduction and the division by the number of ranks (order 0), sums over the tensor-parallel axis
+  // (100), and the division by the number of tokens (1000).
   void add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step);
 
-  // Forgets accumulated gradients. `Optimizer::step` does it. After a backward that ended in an exception it also forgets what
-  // that left half done, provided that it ended at the same point on every rank, and the model can be trained on.
+  // Drops accumulated gradients. `Optimizer::step` does this too. After a backward that ended with an exception it also drops
+  // what the backward left half done, and training may go on, provided that the exception came at the same point on every rank.
   void zero_gradients();
 
-  // The norm of the whole gradient, each element of each parameter counted once; order 1, 2 or infinity. Collective over the
-  // mesh; after the last backward. Throws NonFiniteError, naming step and parameter, when it is NaN or infinite.
+  // The norm of the whole gradient, in which each element of each parameter counts once. The order is 1, 2 or infinity. Call it
+  // after the last backward. Throws NonFiniteError, which names step and parameter, when the norm is NaN or infinite.
+  // Collective over the mesh.
   double gradient_norm(double order = 2);
 
-  // Scales gradients by norm_max / (norm + 1e-6), rounded to their dtype, when that is below 1, and returns the norm before.
+  // Multiplies the gradients by norm_max / (norm + 1e-6), rounded to their dtype, when this factor is below 1, as
+  // torch.nn.utils.clip_grad_norm_ does. Returns the norm before. It is called, and throws, as gradient_norm.
   double clip_gradients(double norm_max, double order = 2);
-  // Divides gradients; after the last backward. Not collective.
+  // Divides the gradients. Call it after the last backward, on every rank with the same divisor. It does not communicate.
   void divide_gradients(double divisor);
-  // Whether any element on any rank is NaN or infinite. Collective over the mesh.
+  // Whether all elements of all gradients on all ranks are finite. Collective over the mesh.
   bool gradients_are_finite();
-  // Ends a step without an update: gradients are forgotten, parameters stay.
+  // Ends a step without an update: gradients are dropped, and parameters stay as they are.
   void skip_step();
 
-  // What this rank holds between steps: parameters in the strategy's `parameter` layout and the compute dtype, main parameters
-  // and gradients in its `state` layout and the main dtype (gradients only after the last backward, and only of parameters that
-  // require them). Ascending by bucket and offset; no padding. With ShardOptions::offload the latter two are CPU tensors, and
-  // main parameters are written only in pieces taken after the last step: older ones may still be on their way to the device.
+  // What this rank holds between steps. Parameters are in the strategy's `parameter` layout and the compute dtype. Main
+  // parameters and gradients are in its `state` layout and the main dtype; gradients are there only after the last backward,
+  // and only for parameters that require them. Pieces are ascending by bucket and offset and contain no padding. With
+  // ShardOptions::offload main parameters and gradients are CPU tensors. A program that writes to main parameters must then use
+  // pieces that it got after the last step, because older ones may still be on their way to the device.
   std::vector<Piece> parameters() const;
   std::vector<Piece> main_parameters() const;
   std::vector<Piece> gradients() const;
-  // After main parameters were written to (loading a checkpoint): brings the parameters up to date. Collective.
+  // Brings the parameters up to date after main parameters were written to, e.g. from a checkpoint. Collective over the mesh.
   void main_parameters_changed();
 
-  // Whole parameters by name, joined over tensor parallelism as well, tied ones under every name, on every rank, in the compute
-  // dtype. Collective.
+  // Returns every whole parameter with its name, on every rank, in the compute dtype. Cuts of tensor parallelism are joined
+  // too, and a tied parameter is there under each of its names. Collective over the mesh.
   std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
 
-  // "" is the root; a unit of several modules goes by the name of the first. Throws Error listing the names there are.
+  // The unit of this name; "" is the root. A unit of several modules has the name of the first. Throws Error, which lists the
+  // names, when there is no such unit.
   UnitHandle unit(const std::string& name);
   std::vector<UnitHandle> units();
 
   MemoryUse memory() const;
   void reset_peak_memory();
 
-  // Steps taken so far, skipped ones included.
+  // The number of steps so far, including skipped ones.
   int64_t step() const;
-  // Of this rank in the mesh.
+  // This rank's number in the mesh.
   int64_t rank() const;
 
-  // One line a unit: parameters, buckets, bytes at rest and in compute, on this rank.
+  // Returns one line for each unit, with its parameters, buckets, and bytes between steps and while it runs, on this rank.
   std::string describe() const;
 
   Impl& impl() { return *impl_; }
-  // For those that are to notice when it is gone.
+  // For objects that have to notice when the Sharded is gone.
   std::weak_ptr<Impl> watch() const { return impl_; }
 
  private:
   std::shared_ptr<Impl> impl_;
 };
 
-// Backwards in its lifetime reduce nothing.
+// While it lives, backwards reduce nothing.
 class NoSync {
  public:
   explicit NoSync(Sharded& sharded) : sharded_(sharded), before_(sharded.gradient_sync()) { sharded_.set_gradient_sync(false); }
@@ -157,7 +167,7 @@ class NoSync {
   bool before_;
 };
 
-// The same for one unit, without those below it.
+// While it lives, backwards do not reduce the gradients of one unit. Units below that one are not affected.
 class UnitNoSync {
  public:
   explicit UnitNoSync(UnitHandle unit) : unit_(unit), before_(unit.gradient_sync()) { unit_.set_gradient_sync(false, false); }
@@ -169,14 +179,14 @@ class UnitNoSync {
   bool before_;
 };
 
-// Collective over all ranks of `comms`. The module's parameters become views into buckets; their values are kept. Throws
-// Error when a parameter is not floating, shares memory with another one, or is already sharded; when parameters are on several
-// devices, or on a device that this process has no arithmetic for (use_cuda() gives it that of GPUs), or on another device than
-// the CPU under canonical arithmetic; when the mesh lacks an axis of the strategy, or has ranks along "tp" along which
-// parallelize has cut nothing; or when options are out of range. A parameter that is not contiguous becomes so.
+// Shards the module. Its parameters become views into buckets and keep their values; a parameter that is not contiguous becomes
+// contiguous. Throws Error in these cases: a parameter is not floating, shares memory with another one, or is sharded already;
+// parameters are on several devices, on a device without arithmetic in this process (use_cuda() sets it for GPUs), or, with
+// canonical arithmetic, on a device other than the CPU; the mesh lacks an axis of the strategy, or has ranks along "tp"
+// although `parallelize` was not called; an option is out of range. Collective over the mesh of `comms`.
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
 
-// The same, unit by unit:
+// Shards a module whose units are named one by one:
 //
 //   Sharding sharding(comms, options);
 //   for (auto& block : model->blocks) sharding.unit(block.ptr());
@@ -187,12 +197,14 @@ class Sharding {
   using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
   Sharding(std::shared_ptr<MeshComm> comms, ShardOptions options) : comms_(std::move(comms)), options_(std::move(options)) {}
 
-  // Throws Error when the list is empty, has a null, or a module that is in a unit already.
+  // Makes the modules a unit. Throws Error when the list is empty, contains a null pointer, or contains a module that is in a
+  // unit already.
   Sharding& unit(std::shared_ptr<torch::nn::Module> module, UnitOptions options = {}) {
     return unit(Modules{std::move(module)}, options);
   }
   Sharding& unit(Modules modules, UnitOptions options = {});
-  // Collective. Units chosen by ShardOptions::units come besides. Throws Error when a module is not below the root.
+  // Shards the root. Units that ShardOptions::units chooses are added. Throws Error when a named module is not below the root,
+  // and where fully_shard does. Collective over the mesh.
   Sharded shard(std::shared_ptr<torch::nn::Module> root) const;
 
   struct Entry {

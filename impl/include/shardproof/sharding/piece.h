@@ -1,4 +1,4 @@
-// What a rank holds of a parameter, of its gradient or of its optimizer state.
+// A piece is what a rank holds of a parameter, of its gradient or of its optimizer state.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,12 +9,12 @@
 
 namespace shardproof {
 
-// A run of one parameter's row-major elements that this rank holds, and where they are.
+// A run of one parameter's elements, in row-major order, that this rank holds, and the memory in which they lie.
 struct Piece {
-  std::string name;  // of the parameter; of a tied one, its first name
-  Shape shape;       // of the whole parameter
-  Interval run;      // in the row-major numbering of its elements; never empty
-  at::Tensor data;   // 1-D, run.size() elements, the live memory
+  std::string name;  // the parameter's name; a tied parameter's first name
+  Shape shape;       // the shape of the whole parameter
+  Interval run;      // the elements, numbered in row-major order; never empty
+  at::Tensor data;   // 1-D with run.size() elements: the memory itself, not a copy
 };
 
 }  // namespace shardproof

@@ -1,4 +1,5 @@
-// A PyTorch Distributed Checkpoint: a folder with `.metadata` and files of entries. No Torch.
+// The format of PyTorch's Distributed Checkpoint (torch.distributed.checkpoint): a folder with `.metadata` and files of
+// entries. This header does not include Torch.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@
 
 namespace shardproof::checkpoint {
 
-// Bytes [offset, offset + length) of a file of the checkpoint's folder.
+// The bytes [offset, offset + length) of a file in the checkpoint's folder.
 struct Extent {
   std::string file;
   uint64_t offset = 0, length = 0;
@@ -33,54 +34,56 @@ struct Chunk {
 struct StoredTensor {
   Dtype dtype = Dtype::Float;
   Shape sizes;
-  std::vector<Chunk> chunks;  // a 0-dim tensor has one, with empty offsets and sizes
+  std::vector<Chunk> chunks;  // a 0-dim tensor has one chunk, with empty offsets and sizes
   bool operator==(const StoredTensor&) const = default;
 };
 
-// Where a name lies in the nested dict that it stands for: ("optim", "param_groups", 0, "lr").
+// The place of a name in the nested dict that was flattened, e.g. ("optim", "param_groups", 0, "lr").
 using PathElement = std::variant<std::string, int64_t>;
 using Path = std::vector<PathElement>;
 
 struct Checkpoint {
   std::map<std::string, StoredTensor> tensors;
-  std::map<std::string, Extent> values;  // what is no tensor: one entry each
-  std::map<std::string, Path> paths;     // names that are absent here are their own path
-  bool has_checksums = false;            // a sidecar belongs to it; see checksums.h
+  std::map<std::string, Extent> values;  // the entry of each item that is not a tensor
+  std::map<std::string, Path> paths;     // a name that is missing here is its own path
+  bool has_checksums = false;            // whether a sidecar belongs to the checkpoint (checksums.h)
   bool operator==(const Checkpoint&) const = default;
 };
 
 inline constexpr const char* kMetadataFile = ".metadata";
 
-// `.metadata` of PyTorch 2.1 to 2.11; fields that are unknown are ignored, missing ones defaulted. Law: read_metadata(
-// write_metadata(c)) == c. Throws Error naming `name` and the tensor; see also `validate`.
+// Reads `.metadata` as PyTorch 2.1 to 2.11 write it. Unknown fields are ignored, and missing ones get their defaults. Throws
+// Error, which names `name` and the tensor, when it cannot be read; `validate` checks what it says. Law:
+// read_metadata(write_metadata(c)) == c.
 Checkpoint read_metadata(std::string_view bytes, const std::string& name);
-// As torch.distributed.checkpoint.load reads it.
+// Returns the bytes of a `.metadata` that torch.distributed.checkpoint.load can read.
 std::string write_metadata(const Checkpoint& checkpoint);
 
-// Throws Error naming tensor, box and file unless: chunks lie inside their tensors, do not overlap and fill them; files stay
-// inside the folder; extents do not overlap unless equal.
+// Throws Error, which names tensor, box and file, unless all of this holds: chunks lie inside their tensors, do not overlap and
+// fill the tensors; files lie inside the folder; two extents are equal or do not overlap.
 void validate(const Checkpoint& checkpoint, const std::string& name);
-// That files exist and are long enough for their extents.
+// Throws Error unless every file exists and is long enough for its extents.
 void validate_files(const Checkpoint& checkpoint, const std::string& folder);
-// Reads and validates, files included.
+// Reads the checkpoint in the folder and validates it and its files.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& folder);
 
-// Where the entry of a value is read: its plain value.
+// Reads the entry of an item that is not a tensor.
 Value read_value(FileSystem& files, const std::string& folder, const std::string& name, const Extent& extent);
 
-// One rank's file of entries, written front to back; values first, as PyTorch does. Every member throws Error naming the path.
+// Writes one rank's file of entries from front to back. Values come first, as in PyTorch. Every member throws Error, which
+// names the path, when it fails.
 class EntryFile {
  public:
-  // `file`: the name in the folder, "__0_0.distcp" for rank 0.
+  // `file` is the name in the folder, "__0_0.distcp" for rank 0.
   EntryFile(FileSystem& files, const std::string& folder, std::string file);
   struct Written {
     Extent extent;
-    uint32_t crc;  // of the extent's bytes, for the sidecar
+    uint32_t crc;  // the CRC-32 of the extent's bytes, for the sidecar
   };
   Written add_value(const Value& value);
-  // `data`: contiguous elements.
+  // `data` points to contiguous elements in host memory.
   Written add_tensor(Dtype dtype, const Shape& sizes, const void* data);
-  // Durable when this returns.
+  // Completes the file, which is durable when this returns.
   void finish();
 
  private:

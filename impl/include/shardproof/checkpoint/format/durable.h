@@ -1,4 +1,4 @@
-// Folders that are there whole or not at all. No Torch.
+// Writes folders that are there whole or not at all. This header does not include Torch.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,22 @@
 
 namespace shardproof::checkpoint {
 
-// A save in progress: files go to a fresh folder beside the target, which `commit` renames.
+// A save in progress. Files go to a new folder beside the target, and `commit` renames that folder to the target.
 class StagedFolder {
  public:
-  // Throws Error when the target exists and `overwrite` is not set, or the folder beside it cannot be made. The parent is made
-  // when it is absent.
+  // Makes the new folder, and the parent when it does not exist. Throws Error when the target exists and `overwrite` is not
+  // set, or when the new folder cannot be made.
   StagedFolder(FileSystem& files, std::string target, bool overwrite = false);
-  // Removes what was not committed, as far as it can.
+  // Removes the new folder if it was not committed, as far as that is possible.
   ~StagedFolder();
   StagedFolder(const StagedFolder&) = delete;
   StagedFolder& operator=(const StagedFolder&) = delete;
 
-  // Where to write. Other processes may write there too; each file must be flushed (OutputFile::finish) before commit.
+  // The new folder. Other processes may write there too. Every file must be flushed (OutputFile::finish) before `commit`.
   const std::string& path() const { return path_; }
 
-  // Flushes the folder, renames it to the target (exchanges the two when overwriting) and flushes the parent. When it throws,
-  // the target is what it was or, if only the last flush failed, whole and new.
+  // Flushes the folder, renames it to the target (or exchanges the two when overwriting) and flushes the parent. When it
+  // throws, the target is as it was before; if only the last flush failed, it is the new one and whole.
   void commit();
 
  private:
@@ -36,21 +36,22 @@ class StagedFolder {
   bool renamed_ = false;
 };
 
-// One file, whole or not at all: `write` makes it at the path that it is given, flushed; it is then renamed. Refuses a target
-// that exists.
+// Writes one file that is there whole or not at all. `write` makes the file at the path that it is given and flushes it; then
+// the file is renamed to the target. Throws Error when the target exists.
 void write_staged_file(FileSystem& files, const std::string& target, const std::function<void(const std::string& path)>& write);
 
-// Removes a folder so that nobody ever sees a part of it: it is renamed first. Subfolders too.
+// Removes a folder with its subfolders. It renames the folder first, so nobody ever sees a part of it.
 void remove_folder(FileSystem& files, const std::string& path);
 
-// What dead saves and removals of `parent` left behind. Call it when no save is under way there.
+// Removes what saves and removals that died left behind in `parent`, and returns how many folders that were. Call it only when
+// no save is under way there.
 int64_t remove_leftovers(FileSystem& files, const std::string& parent);
 
-// History: checkpoints `parent`/step_N, all committed. Ascending; empty when there is no such folder.
+// The steps N of the checkpoints `parent`/step_N, ascending. All of them are committed. Empty when there is no such folder.
 std::vector<int64_t> committed_steps(const std::string& parent);
 std::optional<int64_t> latest_step(const std::string& parent);
 std::string step_folder(const std::string& parent, int64_t step);
-// Keeps the last `keep` (at least 1), removes the others, oldest first.
+// Keeps the last `keep` checkpoints (at least 1) and removes the others, the oldest first.
 void retain_steps(FileSystem& files, const std::string& parent, int64_t keep);
 
 }  // namespace shardproof::checkpoint

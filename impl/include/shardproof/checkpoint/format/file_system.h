@@ -1,4 +1,5 @@
-// Every system call of a checkpoint goes through here, so that a test can make each of them fail. No Torch.
+// The system calls that checkpoints make. All of them go through FileSystem, so that a test can make each of them fail. This
+// header does not include Torch.
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +13,8 @@
 
 namespace shardproof::checkpoint {
 
-// As the calls of the same names, but what fails returns -errno. Those of the base class are the system's own.
+// Each function does what the system call of the same name does, but returns -errno when it fails. The functions of this class
+// make the system's own calls; a test overrides them.
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
@@ -21,30 +23,31 @@ class FileSystem {
   virtual ssize_t pread(int fd, void* data, size_t bytes, off_t offset);
   virtual int fsync(int fd);
   virtual int close(int fd);
-  virtual int set_direct(int fd, bool direct);  // around the page cache: O_DIRECT
-  virtual int rename(const std::string& from, const std::string& to);    // refuses to replace: RENAME_NOREPLACE
-  virtual int exchange(const std::string& one, const std::string& two);  // atomically: RENAME_EXCHANGE
+  virtual int set_direct(int fd, bool direct);  // whether writes go around the page cache (O_DIRECT)
+  virtual int rename(const std::string& from, const std::string& to);    // fails when `to` exists (RENAME_NOREPLACE)
+  virtual int exchange(const std::string& one, const std::string& two);  // exchanges the two atomically (RENAME_EXCHANGE)
   virtual int mkdir(const std::string& path, mode_t mode);
   virtual int unlink(const std::string& path);
   virtual int rmdir(const std::string& path);
 };
 
-// The real one.
+// The file system of this machine.
 FileSystem& system_files();
 
-// A file to write, fresh: the path must not exist. Every member throws Error naming path and cause; a write may fail in a later
-// call, `finish` at the latest. Large files go around the page cache where that can be done: a copy less, and what is cached
-// stays. Blocks are written by a thread of their own while the next is filled, one at a time.
+// A new file that is written from front to back. The path must not exist. Every member throws Error, which names the path and
+// the cause. The error of a write may be thrown by a later call, by `finish` at the latest. Large files go around the page
+// cache where that is possible, which saves a copy and keeps cached what others need. While one block is filled, a thread
+// writes the one before.
 class OutputFile {
  public:
   OutputFile(FileSystem& files, std::string path);
-  ~OutputFile();  // closes; what was not finished is not durable
+  ~OutputFile();  // closes the file; without `finish` it is not durable
   OutputFile(const OutputFile&) = delete;
   OutputFile& operator=(const OutputFile&) = delete;
   void write(const void* data, size_t bytes);
   void write(std::string_view data) { write(data.data(), data.size()); }
   uint64_t position() const { return position_; }
-  // Flushed to the disk and closed.
+  // Flushes the file to the disk and closes it.
   void finish();
 
  private:
@@ -67,21 +70,21 @@ class OutputFile {
   std::future<void> pending_;  // the write of leaving_
 };
 
-// Bytes that can be read at any place.
+// A sequence of bytes that can be read at any offset.
 class ByteSource {
  public:
   virtual ~ByteSource() = default;
   virtual uint64_t size() const = 0;
-  // Throws Error naming the source when the range is not inside [0, size()) or cannot be read.
+  // Throws Error, which names the source, when the range does not lie inside [0, size()) or cannot be read.
   virtual void read(uint64_t offset, void* data, size_t bytes) const = 0;
   virtual std::string name() const = 0;
-  // Throws Error when it has more than `bytes_max`.
+  // Returns the range as a string. Throws Error when it has more than `bytes_max` bytes.
   std::string read_string(uint64_t offset, uint64_t bytes, uint64_t bytes_max) const;
 };
 
 class MemorySource : public ByteSource {
  public:
-  // Views the data.
+  // Does not copy the data, which must outlive this object.
   MemorySource(std::string_view data, std::string name) : data_(data), name_(std::move(name)) {}
   uint64_t size() const override { return data_.size(); }
   void read(uint64_t offset, void* data, size_t bytes) const override;
@@ -94,7 +97,7 @@ class MemorySource : public ByteSource {
 
 class FileSource : public ByteSource {
  public:
-  // Throws Error naming the path when it is not a readable regular file.
+  // Throws Error, which names the path, when it is not a readable regular file.
   FileSource(FileSystem& files, std::string path);
   ~FileSource() override;
   FileSource(const FileSource&) = delete;
@@ -110,8 +113,8 @@ class FileSource : public ByteSource {
   uint64_t size_ = 0;
 };
 
-// The range [offset, offset + bytes) of another source, which it outlives not. Its first and last KiB, where zip files keep
-// what describes them, are read once.
+// The range [offset, offset + bytes) of another source, which must outlive this object. Its first and last KiB are read once
+// and kept, because zip files describe themselves there.
 class SliceSource : public ByteSource {
  public:
   SliceSource(const ByteSource& whole, uint64_t offset, uint64_t bytes, std::string name);
@@ -126,11 +129,11 @@ class SliceSource : public ByteSource {
   std::string head_, tail_;
 };
 
-// The whole of a file of at most `bytes_max`.
+// Returns the content of a file. Throws Error when it has more than `bytes_max` bytes.
 std::string read_file(FileSystem& files, const std::string& path, uint64_t bytes_max);
-// A fresh file, flushed to the disk.
+// Writes a new file and flushes it to the disk.
 void write_file(FileSystem& files, const std::string& path, std::string_view data);
-// Names in a folder, ascending, without "." and "..". Throws Error when it cannot be listed.
+// Returns the names in a folder, ascending, without "." and "..". Throws Error when the folder cannot be listed.
 std::vector<std::string> list_folder(const std::string& path);
 
 }  // namespace shardproof::checkpoint

@@ -1,4 +1,5 @@
-// The safetensors format: one file, or several under `model.safetensors.index.json`. No Torch.
+// Hugging Face's safetensors format: one file, or several files with an index `model.safetensors.index.json`. This header does
+// not include Torch.
 #pragma once
 
 #include <cstdint>
@@ -16,28 +17,31 @@ namespace shardproof::checkpoint {
 struct SafeTensor {
   Dtype dtype = Dtype::Float;
   Shape sizes;
-  std::string file;     // path of the file
-  uint64_t offset = 0;  // of its first element in the file
+  std::string file;     // the path of the file
+  uint64_t offset = 0;  // where the first element lies in the file
   uint64_t bytes = 0;
 };
 
 struct SafeTensors {
   std::map<std::string, SafeTensor> tensors;
-  std::map<std::string, std::string> metadata;  // of one file: "__metadata__"
+  std::map<std::string, std::string> metadata;  // "__metadata__", when there is only one file
 };
 
-// The header of one file: all the format asks for is checked (offsets tile the buffer, sizes agree, names once). Throws Error.
+// Reads the header of one file. Throws Error unless it keeps all rules of the format: offsets tile the buffer, sizes agree, and
+// no name occurs twice.
 SafeTensors read_safetensors_header(const ByteSource& source);
-// `path`: a .safetensors file, an index .json, or a folder with either.
+// Reads all headers. `path` is a .safetensors file, an index .json, or a folder with either of them. Throws Error when it
+// cannot.
 SafeTensors open_safetensors(FileSystem& files, const std::string& path);
 
-// Writes one file, or when it has more than `file_bytes_max` several and their index, durable, into a folder: names, then data
-// in the order of names. `data(name)` gives a tensor's contiguous bytes, asked once each.
+// What write_safetensors needs to know about a tensor, and how it gets its contiguous bytes. It asks for each tensor once.
 struct SafeTensorSpec {
   Dtype dtype = Dtype::Float;
   Shape sizes;
 };
 using TensorBytes = std::function<std::string(const std::string& name)>;
+// Writes the tensors into a folder, in the order of names: as one file, or as several and their index when it would have more
+// than `file_bytes_max` bytes. The files are durable when it returns. Throws Error when it cannot.
 void write_safetensors(FileSystem& files, const std::string& folder, const std::map<std::string, SafeTensorSpec>& tensors,
                        const TensorBytes& data, uint64_t file_bytes_max = uint64_t{5} << 30,
                        const std::map<std::string, std::string>& metadata = {{"format", "pt"}});

@@ -1,4 +1,5 @@
-// torch.save files of {name: tensor or value}, flat or nested, that torch.load(weights_only=True) reads. No Torch.
+// Files as torch.save writes them, of a flat or nested dict of tensors and values. torch.load(weights_only=True) can read them.
+// This header does not include Torch.
 #pragma once
 
 #include <map>
@@ -9,8 +10,8 @@
 
 namespace shardproof::checkpoint {
 
-// One durable file. Tensors are streamed one at a time in the order of names; paths say where in nested dicts an item lies
-// (lists for integer elements). Throws Error.
+// Writes one file, which is durable when it returns. Tensors are written one at a time in the order of names. `paths` say where
+// in the nested dict an item lies; an integer element of a path is an index of a list. Throws Error when it cannot.
 void write_torch_file(FileSystem& files, const std::string& path, const std::map<std::string, SafeTensorSpec>& tensors,
                       const std::map<std::string, Value>& values, const std::map<std::string, Path>& paths,
                       const TensorBytes& data);

@@ -1,8 +1,9 @@
-// Ranks as processes of an MPI job: the backend for CPU clusters. Sums have the bits of the threads backend, in every dtype:
-// the same kernels in the same order. MPI itself only carries bytes.
+// The backend for CPU clusters, whose ranks are processes of an MPI job. Sums have the bits of the threads backend in every
+// dtype, because the same kernels add in the same order. MPI itself only carries bytes.
 //
-// Every collective begins with a word between each two ranks: what the call is, how large, the how-manieth. Ranks that disagree
-// all get an Error that names both calls; ranks that died, are stopped or come too late are found by a watch beside MPI.
+// At the start of a collective each two ranks exchange a header, which says what the call is, how large it is and its number in
+// the sequence of calls. When ranks disagree, all of them throw an Error that names both calls. A watch beside MPI finds ranks
+// that died, were stopped or come too late.
 #pragma once
 
 #include <cstdint>
@@ -15,29 +16,31 @@
 namespace shardproof {
 
 struct MpiOptions {
-  // A rank that others wait for, or that gives no sign of life, for longer than this ends the world.
+  // The world ends when ranks wait for another one longer than this, or when a rank gives no sign of life for so long.
   double timeout_seconds = 300;
-  // Each rank writes its last calls to rank_N.jsonl here when something ends the world; empty: nowhere.
+  // When something ends the world, each rank writes its last calls to rank_N.jsonl in this directory. Empty: it writes none.
   std::string flight_directory = {};
   int64_t flight_calls_max = 256;
 };
 
-// Whether this library was built with MPI; else MpiWorld's constructor says so.
+// Whether this library was built with MPI. Without MPI the constructor of MpiWorld throws Error.
 bool mpi_available();
 
 class MpiWorld final : public ProcessWorld {
  public:
-  // Collective over all processes of the job, once in a process: it initializes MPI. A process that no launcher started is a
-  // world of one. Throws Error where MPI is in use already, cannot be called from several threads, or is not in this build.
+  // Initializes MPI. Collective over all processes of the job, and possible once in a process. A process that no launcher
+  // started is a world of one rank. Throws Error when MPI is in use already, cannot be called from several threads, or is not
+  // in this build.
   explicit MpiWorld(const MpiOptions& options = {});
-  // Collective, and ends MPI; where the world is lost, or an exception of this rank alone is under way, it waits for nobody.
+  // Ends MPI. Collective, except where the world is lost or an exception of this rank alone is being thrown: it then waits for
+  // no other rank.
   ~MpiWorld() override;
   MpiWorld(const MpiWorld&) = delete;
   MpiWorld& operator=(const MpiWorld&) = delete;
 
   int64_t rank() const override;
   int64_t size() const override;
-  // As ProcessWorld's. Its groups are freed with it.
+  // Does what ProcessWorld::run says. Groups that the body made are freed when it ends.
   void run(const std::function<void(std::shared_ptr<Comm>)>& body, int64_t ranks = 0) override;
 
  private:

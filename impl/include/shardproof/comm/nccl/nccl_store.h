@@ -1,4 +1,5 @@
-// What processes of a job tell each other beside NCCL: the unique id, how their bodies ended, and that they are alive.
+// The store through which the processes of a job exchange what NCCL does not carry: NCCL's unique id, how each rank's body
+// ended, and signs of life.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +9,21 @@
 
 namespace shardproof {
 
-// Texts by name, shared by all processes. Safe to use from several threads. Throws Error when it cannot be reached.
+// Texts by name, which all processes share. Several threads may use it at the same time. Every function throws Error when the
+// store cannot be reached.
 class NcclStore {
  public:
   virtual ~NcclStore() = default;
   virtual void set(const std::string& name, const std::string& text) = 0;
-  // At once; nothing when nobody has set it.
+  // Returns at once, and empty when no process has set the name.
   virtual std::optional<std::string> get(const std::string& name) = 0;
-  // Adds one, and returns the sum: 1 to who comes first.
+  // Adds one to a counter and returns the sum. The first caller gets 1.
   virtual int64_t count(const std::string& name) = 0;
   virtual void erase(const std::string& name) = 0;
 };
 
-// c10d's TCP store, as torchrun's: connects to it, or serves it from this process (`serves`; a port of 0 is any free one).
+// How to reach c10d's TCP store, which torchrun uses too. With `serves` this process serves the store; a port of 0 then means
+// any free port. Without it this process connects to the store.
 struct TcpStoreOptions {
   std::string host = "127.0.0.1";
   int64_t port = 0;
@@ -32,7 +35,7 @@ class TcpStore final : public NcclStore {
  public:
   explicit TcpStore(const TcpStoreOptions& options);
   ~TcpStore() override;
-  int64_t port() const;  // where it is served
+  int64_t port() const;  // the port at which the store is served
 
   void set(const std::string& name, const std::string& text) override;
   std::optional<std::string> get(const std::string& name) override;
@@ -44,7 +47,8 @@ class TcpStore final : public NcclStore {
   std::unique_ptr<Impl> impl_;
 };
 
-// Ends the world of all processes that share the store, and tells each of them why: for whoever started them and saw one die.
+// Ends the world of all processes that share the store and tells each of them why. A launcher calls it when it sees one of its
+// processes die.
 void end_world(std::shared_ptr<NcclStore> store, const std::string& why);
 
 }  // namespace shardproof

@@ -1,6 +1,7 @@
-// Ranks as threads of one process: the embedded default backend, and the simulator. Every rank runs the same body with its
-// own communicator. A body that throws ends every rank; what `run_threads` rethrows is the first real error, prefixed with
-// its rank. Ranks that wait for each other are a deadlock error at once (no time-out), listing each rank's pending call.
+// The backend whose ranks are threads of one process. It is the default, and tests use it as a simulator. Every rank runs the
+// same body with its own communicator. When the body throws on one rank it is ended on all, and `run_threads` throws the first
+// real error, prefixed with the rank it came from. Ranks that wait for each other are found at once, without a time-out: the
+// error lists the pending call of each rank.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +13,11 @@
 
 namespace shardproof {
 
-// More rank-threads than this are refused with an Error.
+// The largest number of rank-threads; `run_threads` throws Error for more.
 constexpr int64_t kThreadsWorldMax = 1024;
 
-// Runs body(comm) on `world` ranks and returns when all have ended. Threads are kept and reused by later calls. Also an
-// error: a rank that returns while collectives it started were never waited for, or while others wait for it.
+// Runs body(comm) on `world` ranks and returns when it has ended on all of them. Later calls reuse the threads. It is an error
+// when a rank returns without having waited for every collective that it started, or while other ranks wait for it.
 void run_threads(int64_t world, const std::function<void(std::shared_ptr<Comm>)>& body, const ThreadsOptions& options = {});
 
 }  // namespace shardproof

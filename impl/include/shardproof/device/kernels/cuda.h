@@ -1,4 +1,4 @@
-// CUDA: kernels for the arithmetic of device_math.h. docs/cuda.md says what runs where.
+// The arithmetic of device_math.h as CUDA kernels. docs/cuda.md says what runs where.
 #pragma once
 
 #include <memory>
@@ -8,17 +8,17 @@
 
 namespace shardproof {
 
-// Whether this build has kernels.
+// Whether the library was built with CUDA kernels.
 bool cuda_built();
-// Why CUDA cannot be used here, e.g. that there is no driver or no GPU; empty when it can. Never throws.
+// Says why CUDA cannot be used here, e.g. that there is no driver or no GPU; empty when it can. It never throws.
 std::string why_no_cuda();
 
-// Loads LibTorch's CUDA parts and gives tensors on CUDA devices their arithmetic; nothing when that was done. Throws Error with
-// the reason where it is impossible. Call it before the first tensor on a GPU.
+// Loads LibTorch's CUDA libraries and sets the arithmetic for tensors on CUDA devices. Later calls do nothing. Call it before
+// the program makes its first tensor on a GPU. Throws Error, which gives the reason, where CUDA cannot be used.
 void use_cuda();
 
-// The kernels on `stream`, a cudaStream_t of the calling thread's device, whatever LibTorch's current one is; LibTorch's CUDA
-// parts are not needed. Null in a build without kernels.
+// The kernels on `stream`, a cudaStream_t of the calling thread's device, instead of on LibTorch's current stream. It does not
+// need LibTorch's CUDA libraries. Returns null when the library was built without kernels.
 std::shared_ptr<const DeviceMath> kernels_on(void* stream);
 
 }  // namespace shardproof

@@ -1,4 +1,5 @@
-// Arithmetic inside of a model that no cut can change: not by tensor, sequence or context parallelism, not by microbatch.
+// Canonical arithmetic inside a model: results that neither tensor, sequence or context parallelism nor the cut into
+// microbatches can change.
 //
 //   Gpt model(options);
 //   use_canonical_arithmetic(*model);                                 // first
@@ -8,12 +9,13 @@
 //                                                      .numerics = Numerics::canonical, .gradient_divide = 1});
 //   loss = canonical_ops::cross_entropy(call(model, tokens), targets, options.vocab, &comms->along({"tp"}));
 //
-// Then parameters, gradients, norms, optimizer state and losses have the same bits on every mesh. How: sums that a cut can
-// split (products over features, sums over rows and positions for weights, softmax over keys or the vocabulary, sums over
-// ranks) round each term to a multiple of 2^-40 and add integers, so their order does not matter; sums within a token's
-// features, which nothing cuts, go by index; all else is one float64 operation an element. Terms of 128 or more and sums of
-// more than 65,535 terms are errors that name the tensor, NonFiniteError and Error, on every mesh alike. Everything is in
-// float64.
+// Parameters, gradients, norms, optimizer state and losses then have the same bits on every mesh. It works like this. Some sums
+// can be split by a cut: products over features, sums over rows and positions for weights, softmax over keys or over the
+// vocabulary, and sums over ranks. These round each term to a multiple of 2^-40 and add integers, so their order does not
+// matter. Sums over the features of one token are never split, and are taken in the order of indices. Everything else is one
+// float64 operation for each element. A term of magnitude 128 or more throws NonFiniteError, and a sum of more than 65,535
+// terms throws Error; both name the tensor, and both happen on every mesh alike. All tensors are float64. docs/canonical.md
+// explains the rules.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,7 +29,7 @@
 
 namespace shardproof {
 
-// A module that can compute so.
+// A module that can use canonical arithmetic.
 class CanonicalPart {
  public:
   virtual ~CanonicalPart() = default;
@@ -36,45 +38,47 @@ class CanonicalPart {
   void use_canonical(std::string name) { canonical_name_ = std::move(name); }
 
  private:
-  std::string canonical_name_;  // for messages
+  std::string canonical_name_;  // appears in messages; empty: the module uses plain arithmetic
 };
 
-// Switches the module and all below it. Throws Error, naming it, when one has parameters and is no CanonicalPart.
+// Switches the module and all modules below it to canonical arithmetic. Throws Error, which names the module, when one has
+// parameters and is not a CanonicalPart.
 void use_canonical_arithmetic(torch::nn::Module& root);
-// Whether anything below the module was switched.
+// Whether the module or any module below it was switched.
 bool uses_canonical_arithmetic(const torch::nn::Module& root);
 
-// The operations, for modules of your own; `name` is for messages. Inputs are float64. Differentiable once.
+// The operations, for modules of your own. Inputs are float64. Each can be differentiated once. `name` appears in messages.
 namespace canonical_ops {
 
-// To a multiple of 2^-40, forward and backward.
+// Rounds to multiples of 2^-40, and rounds the gradient in the same way in the backward.
 at::Tensor round(const at::Tensor& x);
 at::Tensor relu(const at::Tensor& x);
 at::Tensor tanh(const at::Tensor& x);
-at::Tensor gelu(const at::Tensor& x);  // of the erf form
+at::Tensor gelu(const at::Tensor& x);  // the exact form, with erf
 at::Tensor silu(const at::Tensor& x);
 
-// x times the mask, of equal sizes, rounded: see dropout_mask.
+// x times a mask of the same sizes, rounded; see dropout_mask (random.h).
 at::Tensor dropout(const at::Tensor& x, const at::Tensor& mask);
 
-// x [.., in], weight [out, in], bias [out] or undefined.
+// x [.., in], weight [out, in], bias [out] or undefined -> [.., out].
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const std::string& name);
-// x [.., n] + bias of the sizes of x's last dims; rounded.
+// x plus the bias, whose sizes are those of x's last dims; rounded.
 at::Tensor add_bias(const at::Tensor& x, const at::Tensor& bias, const std::string& name);
-// Rows of the weight; zeros for tokens below 0 or beyond the last row.
+// tokens [..] -> rows of the weight [rows, hidden] as [.., hidden]. A token that is below 0 or beyond the last row gives zeros.
 at::Tensor embedding(const at::Tensor& weight, const at::Tensor& tokens, const std::string& name);
-// Over the last dim.
+// Norms over the last dim; weight and bias have its size.
 at::Tensor layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps,
                       const std::string& name);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, const std::string& name);
-// q [B, heads, Tq, head] at those positions, k and v [B, kv_heads, T, head] of all positions. A causal query sees no key beyond
-// its position. `mask`: of dropout, [B, heads, Tq, T], which multiplies the probabilities; undefined for none.
+// Attention of q [B, heads, Tq, head], which lies at `positions`, to k and v [B, kv_heads, T, head] of all positions. When
+// `causal`, a query sees no key beyond its position. `mask` [B, heads, Tq, T] is a dropout mask that multiplies the
+// probabilities; undefined: there is no dropout.
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& positions,
                      bool causal, const std::string& name, const at::Tensor& mask = {});
-// The sum over the targets that are not -100 of the cross entropy of logits [.., own entries], of `entries` in all, which are
-// cut evenly over the group; null: they are whole. Collective.
+// Cross entropy of logits [.., own entries] and targets [..], summed over the targets that are not -100. The `entries` of the
+// vocabulary are cut evenly over the group; when `group` is null, the logits have all of them. Collective over the group.
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, Comm* group = nullptr);
-// The sum of the squares of the differences.
+// The sum of the squared differences.
 at::Tensor squared_error(const at::Tensor& output, const at::Tensor& target);
 
 }  // namespace canonical_ops

@@ -1,8 +1,8 @@
-// Attention over a sequence that is dealt out over a group of ranks, for models of your own; `context_parallel` puts it
-// into models that use `Attention`. q [B, heads, T, head], k and v [B, kv_heads, T, head] at this rank's positions of the
-// cut -> the output at the same positions, as if computed on the whole sequence. Every rank of the group must call, and run
-// the backward, in the same order, a rank without positions as well; the graph keeps the group alive. Any length, head count
-// and number of ranks. Throws Error, naming the rank, when the sizes do not fit the cut.
+// Attention over a sequence that is cut over a group of ranks, for models of your own; `context_parallel` puts it into models
+// that use `Attention`. A rank passes q [B, heads, T, head], k and v [B, kv_heads, T, head] at its own positions of the cut,
+// and gets the output at these positions, as if it were computed on the whole sequence. Every rank of the group must call, and
+// run the backward, in the same order, even when it has no positions. The graph keeps the group alive. Any length, number of
+// heads and number of ranks will do. Throws Error, which names the rank, when sizes do not fit the cut.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,19 +16,21 @@
 
 namespace shardproof {
 
-// Keys and values of the whole sequence are gathered, and their gradients reduce-scattered. Memory for scores of own queries by
-// all keys.
+// Gathers the keys and values of the whole sequence, and reduce-scatters their gradients, as Llama 3 does (Grattafiori et al.
+// 2024, "The Llama 3 Herd of Models"). It needs memory for the scores of this rank's queries with all keys.
 at::Tensor gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut, bool causal,
                               const std::optional<AttentionDropout>& dropout, Comm& group);
 
-// Keys and values travel around the ranks, in the backward with their gradients, while each rank computes on what it has: no
-// rank ever holds more than two ranks' keys and values. What a causal mask hides is not computed. Accumulates in float32 at
-// least. No second derivative.
+// Ring attention (Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"). Keys and values
+// travel around the ranks, in the backward together with their gradients, while each rank computes on those it has. So no rank
+// ever holds more than two ranks' keys and values. Pairs that a causal mask hides are not computed. It accumulates in float32,
+// or in float64 for float64 inputs. It has no second derivative.
 at::Tensor ring_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut, bool causal,
                           const std::optional<AttentionDropout>& dropout, Comm& group);
 
-// Both with canonical arithmetic: sums over keys, and those of gradients over queries, are exact, so both give the same bits.
-// The ring goes round twice in the forward, the first time for the largest score of every query. `name` is for messages.
+// Both with canonical arithmetic. Sums over keys, and sums of gradients over queries, are exact, so both functions give the
+// same bits. In the forward the ring goes round twice; the first round finds the largest score of every query. `name` appears
+// in messages.
 at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const DimCut& cut,
                                         bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
                                         Comm& group);
@@ -36,10 +38,10 @@ at::Tensor canonical_ring_attention(const at::Tensor& q, const at::Tensor& k, co
                                     bool causal, const std::optional<AttentionDropout>& dropout, const std::string& name,
                                     Comm& group);
 
-// x whole along dim -> the rank's positions, ascending.
+// Returns the rank's positions of x, ascending. x is whole along dim.
 at::Tensor context_piece(const at::Tensor& x, int64_t dim, const DimCut& cut, int64_t rank);
-// The inverse, from every rank's own. Differentiable: gradients of the whole are summed over the ranks, each of which gets
-// its own positions of the sum. Collective.
+// The inverse: joins what every rank has of dim. It is differentiable. Gradients of the whole are summed over the ranks, and
+// each rank gets its own positions of the sum. Collective over the group.
 at::Tensor context_gather(const at::Tensor& own, int64_t dim, const DimCut& cut, Comm& group);
 
 }  // namespace shardproof

@@ -1,15 +1,16 @@
-// Context parallelism: every rank along an axis has some positions of each sequence, in all of the model.
+// Context parallelism, as in Megatron-LM: every rank along an axis has some positions of each sequence, throughout the model.
 //
 //   Mesh mesh({{"dp_shard", 2}, {"cp", 2}});
 //   Gpt model(options);
 //   ContextParallel context = context_parallel(model.ptr(), comms);
 //   Sharded sharded = fully_shard(model.ptr(), comms, {..., .divide_by_tokens = true});    // over dp_shard x cp
-//   sharded.add_tokens(...);                                                             // those of this rank
+//   sharded.add_tokens(...);                                                               // this rank's tokens
 //   loss = sum over own tokens of cross entropy(call(model, context.cut(tokens)), context.cut(targets))
 //
-// Works with modules whose positions and attention are those of attention.h, unchanged; all else must treat positions alike.
-// Together with `parallelize`, in either order, and before `fully_shard`, which sums gradients over the axis as it does over
-// dp_shard. Ranks along the axis are given the same whole batch, of which each cuts its own.
+// It works with unchanged modules that take positions and attention from attention.h. Everything else in the model must treat
+// all positions alike. It may be combined with `parallelize`, in either order, and comes before `fully_shard`, which sums
+// gradients over the axis as it does over dp_shard. Ranks along the axis get the same whole batch, from which each cuts its own
+// positions.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -33,7 +34,7 @@ struct ContextOptions {
 
 class ContextState;
 
-// The module attends across ranks only as long as this lives, or a Sharded that was made of the module meanwhile.
+// The module attends across ranks only as long as this object lives, or a Sharded that was made of the module meanwhile.
 class [[nodiscard]] ContextParallel {
  public:
   explicit ContextParallel(std::shared_ptr<ContextState> state) : state_(std::move(state)) {}
@@ -41,20 +42,21 @@ class [[nodiscard]] ContextParallel {
   ContextParallel& operator=(ContextParallel&&) noexcept;
   ~ContextParallel();
 
-  // This rank's positions, ascending, of what is whole along dim: tokens, targets. The length is that of forwards from now
-  // on, and of what backwards compute again.
+  // Returns this rank's positions, ascending, of a tensor that is whole along dim, such as tokens or targets. Forwards from now
+  // on, and recomputation in their backward, work on sequences of this tensor's length.
   at::Tensor cut(const at::Tensor& whole, int64_t dim = 1);
-  // The inverse, e.g. of logits; differentiable as context_gather is. Collective along the axis.
+  // The inverse, e.g. for logits. It is differentiable, as context_gather is. Collective along the axis.
   at::Tensor join(const at::Tensor& own, int64_t dim = 1) const;
-  // How the last length is dealt out.
+  // How the length of the last `cut` is dealt out to the ranks.
   DimCut layout() const;
 
  private:
   std::shared_ptr<ContextState> state_;
 };
 
-// Throws Error, naming module or mesh, when the mesh lacks the axis, there is no `Attention` or `Positions` below the module,
-// or one is context parallel or sharded already.
+// Makes the module context parallel. Throws Error, which names the module or the mesh, when the mesh lacks the axis, when there
+// is no `Attention` and no `Positions` below the module, or when one of them is context parallel or sharded already. Collective
+// along the axis.
 ContextParallel context_parallel(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms,
                                  ContextOptions options = {});
 

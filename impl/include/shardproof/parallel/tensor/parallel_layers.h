@@ -1,6 +1,8 @@
 // The computations of tensor parallelism on weights that are cut already, for modules of your own; `parallelize` puts the same
-// around plain ones. Every rank of the group must call them, and run the backward, in the same order; the graph keeps the
-// group alive. In a group of one they are the plain operation, bit for bit. Semantics: Megatron-LM's layers.
+// computations around plain modules. Every rank of the group must call them, and run their backward, in the same order. The
+// graph keeps the group alive. In a group of one rank they have the bits of the plain operation. The semantics are those of
+// Megatron-LM's layers.py and cross_entropy.py in core/tensor_parallel (Shoeybi et al. 2019; for sequence parallelism
+// Korthikanti et al. 2022).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,36 +14,37 @@
 
 namespace shardproof {
 
-// x [.., in], weight [own outputs, in], bias [own outputs] or undefined -> [.., own outputs]. x is replicated; or, given
-// `sequence`, split along that dim of the whole length. The reduction of the input's gradient runs while the weight's gradient
-// is computed.
+// x [.., in], weight [own outputs, in], bias [own outputs] or undefined -> [.., own outputs]. x is replicated; with `sequence`
+// it is split along `sequence.dim`, whose whole length is `sequence.length`. The reduction of the input's gradient runs while
+// the weight's gradient is computed.
 struct SequenceSplit {
   int64_t dim = 0, length = 0;
 };
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, Comm& group,
                                   std::optional<SequenceSplit> sequence = {});
 
-// x [.., own inputs], weight [out, own inputs] -> [.., out], replicated, or split along `sequence_dim`. The bias [out] is added
-// once, after the sum; to skip it pass an undefined one and add it where it suits.
+// x [.., own inputs], weight [out, own inputs] -> [.., out], which is replicated, or split along `sequence_dim` where that is
+// given. The bias [out] is added once, after the sum. To add it elsewhere, pass an undefined bias.
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, Comm& group,
                                std::optional<int64_t> sequence_dim = {});
 
-// tokens [..] of the whole vocabulary, weight [own rows, hidden] -> [.., hidden], replicated, or split along `sequence_dim`.
-// This rank has the rows from `first_row` on. The row `padding_index`, in the whole numbering, gets no gradient.
+// tokens [..] of the whole vocabulary, weight [own rows, hidden] -> [.., hidden], which is replicated, or split along
+// `sequence_dim` where that is given. This rank has the rows of the vocabulary from `first_row` on. The row `padding_index` of
+// the whole vocabulary gets no gradient.
 at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& weight, int64_t first_row, Comm& group,
                                     std::optional<int64_t> sequence_dim = {}, int64_t padding_index = -1);
 
 struct CrossEntropyOptions {
-  bool mean = true;  // over the tokens that count; else the sum
+  bool mean = true;  // the mean over the targets that are not ignored; else their sum
   double label_smoothing = 0;
   int64_t ignore_index = -100;
-  int64_t vocab = 0;  // entries from here on are padding, without probability. 0: none is
+  int64_t vocab = 0;  // entries from this one on are padding and have no probability; 0: no entry is padding
 };
 
-// Cross entropy of logits [.., own entries] whose last dim of `entries` in all is cut evenly over the group, and targets [..]
-// in the whole numbering, as at::cross_entropy_loss would give on gathered logits; they never are. Smoothing spreads over the
-// whole vocabulary without padding. The result and its gradient are the same on every rank. Throws Error for a target outside
-// the vocabulary.
+// Cross entropy of logits [.., own entries] and targets [..], which number the whole vocabulary. The vocabulary of `entries`
+// entries is cut evenly over the group. The result is what at::cross_entropy_loss gives on the gathered logits, but the logits
+// are never gathered. Label smoothing spreads over the whole vocabulary without its padding. The result and its gradient are
+// the same on every rank. Throws Error when a target lies outside the vocabulary.
 at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, Comm& group,
                                         const CrossEntropyOptions& options = {});
 

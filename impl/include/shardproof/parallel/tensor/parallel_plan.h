@@ -1,4 +1,5 @@
-// The styles of tensor and sequence parallelism, and a plan: which module gets which.
+// The styles of tensor and sequence parallelism, and a plan that says which module gets which style. Most names are those of
+// torch.distributed.tensor.parallel and of Megatron-LM's layers.
 #pragma once
 
 #include <cstdint>
@@ -12,47 +13,53 @@
 
 namespace shardproof {
 
-// Cuts the rows of a torch::nn::Linear, weight and bias, by its outputs: replicated in (or, with sequence_dim, split along it),
-// split in the last dim out. The reduction of the input's gradient overlaps with the weight's gradient. With `gather_output`
-// replicated out. `segments`: of the rows, when they are more than one thing; empty: all rows alike.
+// For a torch::nn::Linear: cuts the rows of its weight and bias, which are its outputs. Its input is replicated, or split along
+// sequence_dim. Its output is split in the last dim, or replicated with `gather_output`. The reduction of the input's gradient
+// overlaps with the computation of the weight's gradient. `segments` cuts rows that consist of several things, such as queries,
+// keys and values; empty: the rows are cut evenly.
 struct ColumnParallel {
   bool gather_output = false;
   std::vector<CutSegment> segments = {};
 };
-// Cuts a torch::nn::Linear by its inputs: split in the last dim in, replicated (or split along sequence_dim) out. The bias is
-// whole on every rank and added once, after the sum. Without `input_is_parallel` a replicated input is cut first.
+// For a torch::nn::Linear: cuts the columns of its weight, which are its inputs. Its input is split in the last dim; without
+// `input_is_parallel` it is replicated, and is cut first. Its output is replicated, or split along sequence_dim. The bias is
+// whole on every rank and is added once, after the sum.
 struct RowParallel {
   bool input_is_parallel = true;
-  std::vector<CutSegment> segments = {};  // of the columns; as the outputs of the layer before are cut
+  std::vector<CutSegment> segments = {};  // cuts the columns as the outputs of the layer before are cut
 };
-// Cuts the rows of a torch::nn::Embedding. Tokens replicated in, replicated (or split along sequence_dim) out.
+// For a torch::nn::Embedding: cuts the rows of its weight. Its tokens are replicated. Its output is replicated, or split along
+// sequence_dim.
 struct VocabParallel {};
-// A module without a cut whose input is split along sequence_dim, e.g. a norm: its parameters are whole, their gradients terms
-// of a sum over the axis. Of a Dropout the mask is this rank's part of that of the whole. Nothing without sequence_dim.
+// For a module whose parameters are whole and whose input is split along sequence_dim, e.g. a norm. Each rank then holds a term
+// of the gradient, and the terms are summed over the axis. A Dropout uses this rank's part of the whole mask. Without
+// sequence_dim the style does nothing.
 struct SequenceParallel {};
-// A module without a cut that computes on what a cut gave it, whatever the sequence: a norm of the queries or keys of this
-// rank's heads. Its parameters are whole, their gradients terms of a sum over the axis (DTensor calls such a gradient Partial),
-// with and without sequence_dim. Megatron-LM sums these gradients by the names of the layers, in finalize_model_grads. Training
-// finds a parameter that should have the style and does not, see ParallelPlan::compare_replicas.
+// For a module whose parameters are whole and that computes on a cut activation, with or without sequence_dim: e.g. a norm of
+// the queries or keys of this rank's heads. Each rank holds a term of the gradient, and the terms are summed over the axis.
+// DTensor calls such a gradient Partial. Megatron-LM sums these gradients by the names of the layers, in finalize_model_grads.
+// Training finds a parameter that lacks this style (ParallelPlan::compare_replicas).
 struct PartialGradients {};
-// A module without a cut that runs on what is whole; its output is then split along `dim`, when the plan has a sequence_dim.
-// For position embeddings [T, hidden], dim is 0.
+// For a module that is not cut and whose input is whole. When the plan has a sequence_dim, its output is then split along
+// `dim`. For position embeddings [T, hidden], dim is 0.
 struct ScatterOutput {
   int64_t dim = 0;
 };
-// What a column-parallel layer does to its input, for a computation that is entered with call_as and uses a weight that is cut
-// elsewhere: a tied head.
+// For a computation that is entered with call_as and uses a weight that another module's style cuts, such as a tied head. It
+// treats the input as ColumnParallel does.
 struct ColumnInput {};
-// For a Dropout on what a ColumnParallel gives, whose dim `dim` is cut in `segments` as its outputs are; for an Attention with
-// dropout, dim 1 and segments counted in heads. The mask is this rank's part of that of the whole.
+// For a Dropout whose input comes from a ColumnParallel layer. The input's dim `dim` is cut in `segments` as the outputs of
+// that layer are. For an Attention with dropout, `dim` is 1 and segments are counted in heads. The module uses this rank's part
+// of the whole mask.
 struct CutDropout {
   int64_t dim = -1;
   std::vector<CutSegment> segments;
 };
 
-// For an Attention whose heads are the outputs of ColumnParallel layers, both counted in heads. `heads` are the queries' ones:
-// dropout as CutDropout{1, heads}. `kv_heads` are the key heads that ranks may hold in copies: with canonical arithmetic their
-// gradients are summed over the copies before anything rounds them, and without this style copies are refused there.
+// For an Attention whose heads come from ColumnParallel layers. Both lists are counted in heads. `heads` cuts the query heads;
+// dropout then works as with CutDropout{1, heads}. `kv_heads` cuts the key heads, of which ranks may hold copies. With
+// canonical arithmetic the gradients of copies are summed before anything rounds them; canonical arithmetic refuses copies
+// without this style.
 struct CutAttention {
   std::vector<CutSegment> heads, kv_heads;
 };
@@ -61,20 +68,20 @@ using ParallelStyle = std::variant<ColumnParallel, RowParallel, VocabParallel, S
                                    ScatterOutput, ColumnInput, CutDropout, CutAttention>;
 
 struct ParallelPlan {
-  // Pattern of module names (base/name_pattern.h) -> style; the first that fits counts. A pattern that fits no module is an
-  // error.
+  // Patterns of module names (base/name_pattern.h) and their styles. The first pattern that matches a module counts. A pattern
+  // that matches no module is an error.
   std::vector<std::pair<std::string, ParallelStyle>> styles;
   std::string axis = "tp";
-  // Between parallel blocks activations are split along this dim (sequence parallelism). Lengths that the axis does not divide
-  // are cut as torch.chunk cuts, and must be at least such that no rank is left without a row.
+  // When it is set, activations between parallel blocks are split along this dim (sequence parallelism). A length that the axis
+  // does not divide is cut as torch.chunk cuts it, and must be large enough that every rank has a row.
   std::optional<int64_t> sequence_dim = {};
-  // Whether training compares the gradients of parameters that are whole on every rank along the axis, after the backward of
-  // steps 1, 2, 4, 8 and so on of a Sharded. Such a parameter trains apart when its gradients differ, silently otherwise: then
-  // every rank throws Error, which names it. Two numbers a parameter cross the ranks.
+  // Whether training compares the gradients of parameters that are whole on every rank along the axis. If such gradients differ
+  // between ranks, the copies of the parameter would drift apart silently. So after the last backward of steps 1, 2, 4, 8 and
+  // so on, every rank throws an Error that names such a parameter. A comparison sends two numbers for each parameter.
   bool compare_replicas = true;
 };
 
-// A parameter that was cut, or whose gradient is a term of a sum over the axis.
+// A parameter that was cut, or for which each rank holds a term of the gradient.
 struct ParallelParameter {
   std::string name;  // its first
   Shape shape;       // of the whole

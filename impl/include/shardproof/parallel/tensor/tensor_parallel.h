@@ -1,13 +1,13 @@
-// Tensor and sequence parallelism of a plain module: name patterns to styles.
+// Tensor and sequence parallelism of a plain module. A plan maps patterns of module names to styles.
 //
 //   Gpt model(options);
 //   TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
 //   Sharded sharded = fully_shard(model.ptr(), comms, {...});      // knows what parallelize did
 //
-// Every rank along `axis` keeps a cut of the parameters; the module computes on what it has, and the styles put collectives
-// around. A module written with `call` needs no change as long as its forward takes sizes from its parameters and inputs (heads
-// = width / head size), not from the options of the whole, and the modules with a style take one tensor and return one. Where
-// the semantics come from: Megatron-LM's layers, whose names these are.
+// Every rank along `axis` keeps its cut of the parameters. The module computes on what the rank has, and the styles put
+// collectives around it. A module that is written with `call` needs no change under two conditions: its forward takes sizes
+// from its parameters and inputs (heads = width / head size) and not from the options of the whole model, and each module with
+// a style takes one tensor and returns one. The semantics and names are those of Megatron-LM's layers.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -24,8 +24,8 @@ namespace shardproof {
 
 class ParallelState;
 
-// Keeps the styles at the module's parts; the module computes on its cut only as long as this lives, or a Sharded that was made
-// of the module meanwhile.
+// Holds the styles of a module. The module computes on its cut only as long as this object lives, or a Sharded that was made of
+// the module meanwhile.
 class [[nodiscard]] TensorParallel {
  public:
   explicit TensorParallel(std::shared_ptr<ParallelState> state) : state_(std::move(state)) {}
@@ -33,20 +33,21 @@ class [[nodiscard]] TensorParallel {
   TensorParallel& operator=(TensorParallel&&) noexcept;
   ~TensorParallel();
 
-  // Of parameters that are cut, or have terms.
+  // The parameters that are cut, and those for which each rank holds a term of the gradient.
   const std::vector<ParallelParameter>& parameters() const;
-  // Every parameter whole, by its first name, on every rank. Collective along the axis; not of a module that is sharded.
+  // Returns every parameter whole, with its first name, on every rank. Throws Error when the module is sharded. Collective
+  // along the axis.
   std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
 
  private:
   std::shared_ptr<ParallelState> state_;
 };
 
-// Collective along the axis. Parameters keep their identity and get rank 0's values along the axis, or the rank's cut of them;
-// those on the meta device stay there. Shard the module afterwards, not before. Throws Error, naming module or parameter, when
-// the mesh lacks the axis, a pattern fits no module, a style does not fit its module, a size does not fit the axis, the module
-// is parallel or sharded already, or, with a sequence_dim, when a module has parameters and no style, whose gradients would be
-// wrong.
+// Makes the module tensor parallel. Each parameter stays the same tensor object. It gets the values that rank 0 of the axis
+// has, or this rank's cut of them; a parameter on the meta device stays there. Shard the module afterwards, not before. Throws
+// Error, which names the module or the parameter, when the mesh lacks the axis, a pattern matches no module, a style does not
+// fit its module, a size does not fit the axis, or the module is parallel or sharded already. With a sequence_dim it also
+// throws when a module has parameters and no style, because their gradients would be wrong. Collective along the axis.
 TensorParallel parallelize(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ParallelPlan plan);
 
 }  // namespace shardproof
