@@ -202,25 +202,28 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
   CLI::App* command =
-      app.add_subcommand("bench", "time a training step beside the unsharded one and PyTorch's, in interleaved rounds");
-  command->add_option("--against", a->against, "single, ddp, fsdp2, separated by commas")->capture_default_str();
-  command->add_option("--strategy", a->task.strategy, "ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
-  command->add_option("--ranks", a->task.ranks, "of every contestant but single, which has two threads")->capture_default_str();
-  command->add_option("--model", a->model, "gpt33m, gpt1b or tiny")->capture_default_str();
-  command->add_option("--precision", a->precision, "fp32, or bf16 with parameters and sums of gradients in float32")
+      app.add_subcommand("bench", "time a training step against the unsharded one and PyTorch's, in interleaved rounds");
+  command->add_option("--against", a->against, "the other contestants, separated by commas: single, ddp, fsdp2")
+      ->capture_default_str();
+  command->add_option("--strategy", a->task.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")
+      ->capture_default_str();
+  command->add_option("--ranks", a->task.ranks, "how many ranks a contestant has; `single` has two threads instead")
+      ->capture_default_str();
+  command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
+  command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))
       ->capture_default_str();
-  command->add_option("--steps", a->task.steps, "timed in a round")->capture_default_str();
-  command->add_option("--warmup", a->task.warmup, "untimed before them")->capture_default_str();
-  command->add_option("--rounds", a->rounds, "each runs every contestant once")->capture_default_str();
-  command->add_option("--json", a->json, "also write one JSON object a contestant here");
+  command->add_option("--steps", a->task.steps, "how many steps a round times")->capture_default_str();
+  command->add_option("--warmup", a->task.warmup, "how many steps run before them without being timed")->capture_default_str();
+  command->add_option("--rounds", a->rounds, "how many rounds to run; each runs every contestant once")->capture_default_str();
+  command->add_option("--json", a->json, "also write one JSON object for each contestant to this file");
   a->launched.add_to(*command, /*ranks_option=*/false);
   command->add_option("--worker", a->worker, "run this contestant in this process")->group("");
   add_bench_checkpoint_command(*command, exit_code);
   add_bench_collectives_command(*command, exit_code);
   add_bench_kernels_command(*command, exit_code);
   command->callback([arguments, a, command, &exit_code] {
-    if (!command->get_subcommands().empty()) return;  // which ran instead
+    if (!command->get_subcommands().empty()) return;  // the subcommand ran instead
     a->task.size = bench::size_of(a->model);
     a->task.bf16 = a->precision == "bf16";
     if (a->worker.empty()) {

@@ -117,14 +117,15 @@ void add_bench_checkpoint_command(CLI::App& bench_command, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
   CLI::App* command =
-      bench_command.add_subcommand("checkpoint", "time saves and loads beside PyTorch's, in interleaved rounds");
-  command->add_option("--model", a->model, "gpt33m or tiny")->capture_default_str();
-  command->add_option("--ranks", a->task.ranks, "that save, and load")->capture_default_str();
-  command->add_option("--load-ranks", a->task.load_ranks, "that load what was saved by --ranks")->capture_default_str();
-  command->add_option("--repeats", a->task.repeats, "timed in a round")->capture_default_str();
-  command->add_option("--rounds", a->rounds, "each runs both contestants once")->capture_default_str();
-  command->add_option("--directory", a->directory, "where to save; by default where temporary files go");
-  command->add_option("--json", a->json, "also write one JSON object a figure here");
+      bench_command.add_subcommand("checkpoint", "time saves and loads against PyTorch's, in interleaved rounds");
+  command->add_option("--model", a->model, "the model: gpt33m or tiny")->capture_default_str();
+  command->add_option("--ranks", a->task.ranks, "how many ranks save, and load")->capture_default_str();
+  command->add_option("--load-ranks", a->task.load_ranks, "how many ranks load what the --ranks ranks saved")
+      ->capture_default_str();
+  command->add_option("--repeats", a->task.repeats, "how many saves and loads a round times")->capture_default_str();
+  command->add_option("--rounds", a->rounds, "how many rounds to run; each runs both contestants once")->capture_default_str();
+  command->add_option("--directory", a->directory, "the folder to save in; by default that of temporary files");
+  command->add_option("--json", a->json, "also write one JSON object for each figure to this file");
   command->add_option("--worker", a->worker, "run ours in this process and folder")->group("");
   command->callback([arguments, a, &exit_code] {
     a->task.size = bench::size_of(a->model);

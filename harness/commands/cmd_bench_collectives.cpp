@@ -97,12 +97,12 @@ void work(const Arguments& a) {
 
 void add_bench_collectives_command(CLI::App& bench, int& exit_code) {
   auto a = std::make_shared<Arguments>();
-  CLI::App* command = bench.add_subcommand("collectives", "time collectives over MPI beside Open MPI's own and gloo's");
-  command->add_option("--ranks", a->ranks, "processes")->capture_default_str();
-  command->add_option("--mib", a->task.sizes_mib, "MiB of the whole buffer")->capture_default_str();
-  command->add_option("--repeats", a->task.repeats, "calls in a round")->capture_default_str();
-  command->add_option("--rounds", a->rounds, "each runs every contestant once")->capture_default_str();
-  command->add_option("--json", a->json, "also write one JSON object a line here");
+  CLI::App* command = bench.add_subcommand("collectives", "time collectives over MPI against Open MPI's own and gloo's");
+  command->add_option("--ranks", a->ranks, "how many processes to start")->capture_default_str();
+  command->add_option("--mib", a->task.sizes_mib, "sizes of the whole buffer in MiB")->capture_default_str();
+  command->add_option("--repeats", a->task.repeats, "how many calls a round times")->capture_default_str();
+  command->add_option("--rounds", a->rounds, "how many rounds to run; each runs every contestant once")->capture_default_str();
+  command->add_option("--json", a->json, "also write JSON objects to this file, one a line");
   command->add_flag("--worker", a->worker, "run ours in this process")->group("");
   command->callback([a, &exit_code] {
     if (a->worker)

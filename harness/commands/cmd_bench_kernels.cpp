@@ -50,14 +50,17 @@ int run(Arguments& a) {
 
 void add_bench_kernels_command(CLI::App& bench, int& exit_code) {
   auto a = std::make_shared<Arguments>();
-  CLI::App* command = bench.add_subcommand("kernels", "time the CUDA kernels beside a copy of the GPU's memory");
-  command->add_option("--device", a->device, "cuda; cpu: one thread")->capture_default_str();
-  command->add_option("--mib", a->task.mib, "of the longest array")->capture_default_str();
-  command->add_option("--repeats", a->task.repeats, "calls in a round")->capture_default_str();
-  command->add_option("--rounds", a->task.rounds, "each times every kernel once")->capture_default_str();
-  command->add_option("--at-least", a->at_least, "end with 1 when a kernel's share of the copy's bandwidth is below this")
+  CLI::App* command = bench.add_subcommand("kernels", "time the CUDA kernels against a copy of the GPU's memory");
+  command->add_option("--device", a->device, "cuda, or cpu, where one thread computes")->capture_default_str();
+  command->add_option("--mib", a->task.mib, "the size of the longest array in MiB")->capture_default_str();
+  command->add_option("--repeats", a->task.repeats, "how many calls a round times")->capture_default_str();
+  command->add_option("--rounds", a->task.rounds, "how many rounds to run; each times every kernel once")
       ->capture_default_str();
-  command->add_option("--json", a->json, "also write one JSON object a kernel here");
+  command
+      ->add_option("--at-least", a->at_least,
+                   "end with exit code 1 when a kernel's share of the copy's bandwidth is below this")
+      ->capture_default_str();
+  command->add_option("--json", a->json, "also write one JSON object for each kernel to this file");
   command->callback([a, &exit_code] { exit_code = run(*a); });
 }
 

@@ -107,19 +107,23 @@ void add_plan_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
   CLI::App* command = app.add_subcommand(
-      "plan", "what one rank of a mesh of any size holds, calls and moves in a step, counted while it computes alone");
-  command->add_option("--model", a->model, "as in a case: gpt(...), mlp(...), ...")->capture_default_str();
-  command->add_option("--mesh", a->mesh, "axis=size,axis=size; thousands of ranks are fine")->capture_default_str();
-  command->add_option("--strategy", a->strategy, "ddp, zero1, zero2, zero3, hsdp, hfsdp")->capture_default_str();
-  command->add_option("--rank", a->run.rank, "whose view")->capture_default_str();
-  command->add_option("--rounds", a->run.rounds, "microbatches of a step")->capture_default_str();
-  command->add_option("--samples", a->run.samples, "of a microbatch")->capture_default_str();
-  command->add_option("--length", a->run.length, "of a sequence; 0: as long as the model takes")->capture_default_str();
-  command->add_option("--dtype", a->run.dtype, "of computation and reduction: float32, bf16, fp16")->capture_default_str();
-  command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between the layers");
-  command->add_flag("--offload", a->offload, "main parameters, optimizer state and final gradients in the host's memory");
+      "plan", "say what one rank of a mesh of any size holds, calls and moves in a step; the rank computes alone and counts");
+  command->add_option("--model", a->model, "the model, written as in a case: gpt(...), mlp(...), ...")->capture_default_str();
+  command->add_option("--mesh", a->mesh, "the mesh as axis=size,axis=size; it may have thousands of ranks")
+      ->capture_default_str();
+  command->add_option("--strategy", a->strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")
+      ->capture_default_str();
+  command->add_option("--rank", a->run.rank, "the rank whose memory and calls are counted")->capture_default_str();
+  command->add_option("--rounds", a->run.rounds, "how many microbatches a step has")->capture_default_str();
+  command->add_option("--samples", a->run.samples, "how many samples a microbatch has")->capture_default_str();
+  command->add_option("--length", a->run.length, "the length of a sequence; 0: the longest that the model takes")
+      ->capture_default_str();
+  command->add_option("--dtype", a->run.dtype, "the dtype of computation and reduction: float32, bf16 or fp16")
+      ->capture_default_str();
+  command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between layers");
+  command->add_flag("--offload", a->offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
-  command->add_option("--json", a->json, "also write one JSON object a line here");
+  command->add_option("--json", a->json, "also write JSON objects to this file, one a line");
   command->callback([arguments, a, &exit_code] {
     run(*a);
     exit_code = 0;

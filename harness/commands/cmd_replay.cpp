@@ -55,8 +55,9 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   CLI::App* command = app.add_subcommand("replay", "run one case; the verdict is the same every time");
   command->add_option("case", arguments->text, "the case, as verify printed it");
-  command->add_option("--flight", arguments->flight, "instead: say where the flight records in this folder first disagree");
-  command->add_option("--json", arguments->json, "also write one JSON object here");
+  command->add_option("--flight", arguments->flight,
+                      "instead of running a case, say where the flight records in this folder first disagree");
+  command->add_option("--json", arguments->json, "also write one JSON object to this file");
   arguments->launched.add_to(*command);
   command->callback([arguments, &exit_code] {
     SHARD_REQUIRE(arguments->text.empty() != arguments->flight.empty(), "replay", "give a case, or --flight DIR");

@@ -145,42 +145,45 @@ int run_train(Arguments& arguments) {
 }  // namespace
 
 void add_train_command(CLI::App& app, int& exit_code) {
-  CLI::App* command =
-      app.add_subcommand("train",
-                         "Train a byte-level language model on text, sharded; --check compares every bit "
-                         "with the unsharded golden run");
+  CLI::App* command = app.add_subcommand("train",
+                                         "train a byte-level language model on text, sharded; --check compares every bit "
+                                         "with the unsharded golden run");
   auto a = std::make_shared<Arguments>();
   TrainOptions& o = a->options;
-  command->add_option("--model", a->model, "gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied]) or llama(...)")
+  command
+      ->add_option("--model", a->model,
+                   "the model: gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied]) or llama(...)")
       ->capture_default_str();
-  command->add_option("--mesh", a->mesh, "axis=RANKS,... out of dp_replicate, dp_shard, cp, tp")->capture_default_str();
-  command->add_flag("--sequence-parallel", o.sequence_parallel, "along tp, activations between blocks are cut by position");
-  command->add_option("--strategy", o.strategy, "ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
-  command->add_option("--data", a->data, "text files and folders (the Python standard library's sources)");
-  command->add_option("--steps", o.steps, "optimizer steps")->capture_default_str();
-  command->add_option("--global-batch", o.global_batch, "sequences a step")->capture_default_str();
-  command->add_option("--microbatch", o.microbatch, "sequences a rank takes at once")->capture_default_str();
-  command->add_option("--seq", a->sequence_length, "bytes a sequence")->capture_default_str();
-  command->add_option("--seed", o.seed, "of the initial parameters; nothing else is random")
+  command->add_option("--mesh", a->mesh, "the mesh as axis=RANKS,... with axes out of dp_replicate, dp_shard, cp and tp")
       ->capture_default_str();
-  command->add_option("--optimizer", a->optimizer, "adamw or sgd")->capture_default_str();
-  command->add_option("--lr", a->lr, "learning rate")->capture_default_str();
-  command->add_option("--momentum", a->momentum, "of sgd")->capture_default_str();
-  command->add_option("--weight-decay", a->weight_decay, "weight decay")->capture_default_str();
-  command->add_option("--clip", o.clip_norm, "greatest norm of the gradient; 0 does not clip")
-      ->capture_default_str();
-  command->add_flag("--check", o.check, "train the unsharded golden run beside it and compare every bit");
-  command->add_flag("--canonical", o.canonical, "sums of gradients whose bits are the same on every mesh");
-  command->add_flag("--offload", o.offload, "main parameters, optimizer state and final gradients in the host's memory");
-  command->add_option("--arithmetic", a->arithmetic, "canonical: sums inside of the model, too, with --canonical implied")
+  command->add_flag("--sequence-parallel", o.sequence_parallel, "cut activations between blocks by position along tp");
+  command->add_option("--strategy", o.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
+  command->add_option("--data", a->data,
+                      "text files and folders to train on; by default the sources of Python's standard library");
+  command->add_option("--steps", o.steps, "how many optimizer steps to take")->capture_default_str();
+  command->add_option("--global-batch", o.global_batch, "how many sequences a step takes")->capture_default_str();
+  command->add_option("--microbatch", o.microbatch, "how many sequences a rank takes at once")->capture_default_str();
+  command->add_option("--seq", a->sequence_length, "how many bytes a sequence has")->capture_default_str();
+  command->add_option("--seed", o.seed, "the seed of the initial parameters; nothing else is random")->capture_default_str();
+  command->add_option("--optimizer", a->optimizer, "the optimizer: adamw or sgd")->capture_default_str();
+  command->add_option("--lr", a->lr, "the learning rate")->capture_default_str();
+  command->add_option("--momentum", a->momentum, "the momentum of sgd")->capture_default_str();
+  command->add_option("--weight-decay", a->weight_decay, "the weight decay")->capture_default_str();
+  command->add_option("--clip", o.clip_norm, "clip the gradient to this norm; 0: do not clip")->capture_default_str();
+  command->add_flag("--check", o.check, "also train the unsharded golden run and compare every bit");
+  command->add_flag("--canonical", o.canonical, "take sums of gradients that have the same bits on every mesh");
+  command->add_flag("--offload", o.offload, "keep main parameters, optimizer state and final gradients in the host's memory");
+  command
+      ->add_option("--arithmetic", a->arithmetic, "canonical: take sums inside the model like this too; it implies --canonical")
       ->capture_default_str();
   TrainCheckpoints& c = o.checkpoints;
-  command->add_option("--checkpoint-dir", c.directory, "where checkpoints step_N go");
-  command->add_option("--save-every", c.save_every, "steps; 0: only after the last")->capture_default_str();
-  command->add_option("--keep", c.keep, "checkpoints; 0: all")->capture_default_str();
+  command->add_option("--checkpoint-dir", c.directory, "the folder for checkpoints step_N");
+  command->add_option("--save-every", c.save_every, "save after every so many steps; 0: only after the last")
+      ->capture_default_str();
+  command->add_option("--keep", c.keep, "keep so many checkpoints; 0: all")->capture_default_str();
   command->add_flag("--resume", c.resume, "go on from the last checkpoint, on any mesh and strategy");
   command->add_flag("--async-save", c.async, "write checkpoints in the background");
-  command->add_option("--json", a->json, "one JSON object a step into this file; - is standard output");
+  command->add_option("--json", a->json, "write one JSON object for each step to this file; - is standard output");
   a->launched.add_to(*command);
   command->callback([a, command, &exit_code] {
     a->mesh_given = command->count("--mesh") > 0;

@@ -137,27 +137,28 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   VerifyOptions& options = arguments->options;
   CLI::App* command = app.add_subcommand("verify", "compare random sharded training with unsharded golden runs");
-  command->add_option("--cases", options.cases, "how many random cases")->capture_default_str();
-  command->add_option("--minutes", options.minutes, "run this long instead");
-  command->add_option("--seed", options.seed, "another seed, other cases")->capture_default_str();
-  command->add_option("--jobs", options.jobs, "cases at a time; 0: one a processor")->capture_default_str();
+  command->add_option("--cases", options.cases, "how many random cases to run")->capture_default_str();
+  command->add_option("--minutes", options.minutes, "run for so many minutes instead");
+  command->add_option("--seed", options.seed, "the seed from which the cases are drawn")->capture_default_str();
+  command->add_option("--jobs", options.jobs, "how many cases run at a time; 0: one for each processor")->capture_default_str();
   command->add_option("--strategy", arguments->strategy, "only this one, e.g. ddp, zero1, zero2, zero3, hsdp, hfsdp, hzero2");
-  command->add_option("--mesh", arguments->mesh, "only this mesh, axis=size,axis=size");
-  command->add_option("--mode", arguments->mode, "only this one: exact, ordered, canonical, fast");
+  command->add_option("--mesh", arguments->mesh, "run only on this mesh, axis=size,axis=size");
+  command->add_option("--mode", arguments->mode, "run only this mode: exact, ordered, canonical or fast");
   command
       ->add_option("--world-max", options.limits.world_max,
                    "largest world; where it is not given, some cases that save have up to 14 ranks")
       ->capture_default_str();
-  command->add_flag("--tiny", options.limits.tiny, "only the 4-rank MLP that other frameworks' parity tests use");
+  command->add_flag("--tiny", options.limits.tiny, "run only the MLP on 4 ranks that parity tests of other frameworks use");
   command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();
-  command->add_option("--failures", options.failures_directory, "folder of the failure database")->capture_default_str();
-  command->add_option("--shrink-seconds", options.shrink_seconds, "time to look for a smaller case")->capture_default_str();
+  command->add_option("--failures", options.failures_directory, "the folder of the failure database")->capture_default_str();
+  command->add_option("--shrink-seconds", options.shrink_seconds, "how many seconds to look for a smaller case")
+      ->capture_default_str();
   command->add_flag("!--no-python", options.python, "do not check the golden run against PyTorch in Python");
   command->add_option("--corpus", options.corpus_directory, "folder of cases that run first, as properties/corpus");
   command->add_option("--shard", arguments->shard, "only the I-th of N parts of the cases, as 2/8, for a job array");
   command->add_option("--merge", arguments->merge, "instead: put reports of --json together")->expected(1, -1);
   command->add_option("--junit", arguments->junit, "also write JUnit's XML here");
-  command->add_option("--json", options.json, "also write one JSON object a line here");
+  command->add_option("--json", options.json, "also write JSON objects to this file, one a line");
   arguments->launched.add_to(*command);
   command->callback([arguments, command, &exit_code] {
     if (!arguments->merge.empty()) {

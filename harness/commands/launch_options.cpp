@@ -39,21 +39,26 @@ void remember_arguments(int argc, char** argv) {
 }
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {
-  command.add_option("--backend", options.backend, "threads of this process, or processes: mpi, nccl")->capture_default_str();
-  command.add_option("--device", options.device, "cpu, or cuda: threads share the first GPU, processes of nccl have one each")
+  command.add_option("--backend", options.backend, "what ranks are: threads of this process, or processes over mpi or nccl")
       ->capture_default_str();
-  if (ranks_option) command.add_option("--ranks", options.ranks, "with --backend mpi or nccl: start so many processes");
+  command
+      .add_option("--device", options.device,
+                  "cpu; or cuda, where threads share the first GPU and processes of nccl have one each")
+      ->capture_default_str();
+  if (ranks_option) command.add_option("--ranks", options.ranks, "start so many processes, with --backend mpi or nccl");
   of_processes_ = {
       command
-          .add_option("--timeout", mpi.timeout_seconds, "seconds that ranks wait for one of them, with --backend mpi or nccl")
+          .add_option("--timeout", mpi.timeout_seconds,
+                      "how many seconds ranks wait for one of them, with --backend mpi or nccl")
           ->capture_default_str(),
       command.add_option("--flight-dir", mpi.flight_directory,
-                         "where each rank leaves its last calls if it fails, with --backend mpi or nccl")};
-  of_nccl_ = {command.add_option("--sum", sum, "rank_order or native: who adds, with --backend nccl")
-                  ->check(CLI::IsMember({"rank_order", "native"}))
-                  ->capture_default_str(),
-              command.add_flag("--registered-buffers", registered_buffers,
-                               "register buffers and buckets with NCCL, with --backend nccl")};
+                         "the folder where each rank leaves its last calls if it fails, with --backend mpi or nccl")};
+  of_nccl_ = {
+      command.add_option("--sum", sum, "how sums are taken: in rank_order by kernels, or native by NCCL; with --backend nccl")
+          ->check(CLI::IsMember({"rank_order", "native"}))
+          ->capture_default_str(),
+      command.add_flag("--registered-buffers", registered_buffers,
+                       "register buffers and buckets with NCCL, with --backend nccl")};
 }
 
 namespace {
