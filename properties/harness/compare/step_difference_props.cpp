@@ -130,7 +130,7 @@ TEST(StepDifference, a_replica_that_drifts_is_found_though_another_rank_is_right
   expect_prefix(difference_after([](const golden::StepTrace& trace, auto& ranks) {
                   for (RankStep& rank : ranks) rank.parameters = piece(trace.parameters[0].second, 0, 6);
                   values(ranks[1].parameters)[2] = 7;
-                }, {.parameter = 2}),
+                }, {.holders = {{.parameter = 2}}}),
                 "parameter of w, element [0, 2], on rank 1: golden 12 (0x41400000), sharded 7");
 }
 
