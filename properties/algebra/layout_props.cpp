@@ -75,14 +75,11 @@ RC_GTEST_PROP(Layout, a_rank_holds_few_boxes_and_no_empty_one, ()) {
   }
 }
 
-RC_GTEST_PROP(Layout, local_shape_and_flat_run_count_what_is_owned, ()) {
+RC_GTEST_PROP(Layout, local_shape_counts_what_the_splits_of_dims_leave, ()) {
   const Placed placed = *gen::placed();
   for (int64_t rank = 0; rank < placed.mesh.size(); ++rank) {
     const Shape local = local_shape(placed.shape, placed.mesh, placed.layout, rank);
-    const Interval run = flat_run(placed.shape, placed.mesh, placed.layout, rank);
     RC_ASSERT(local == spec::local_shape(placed.shape, placed.mesh, {placed.layout.dims, {}, {}}, rank));
-    RC_ASSERT(0 <= run.begin && run.begin <= run.end && run.end <= numel(local));
-    RC_ASSERT(run.size() == std::ssize(spec::held(placed.shape, placed.mesh, placed.layout, rank)));
   }
 }
 
@@ -107,14 +104,6 @@ RC_GTEST_PROP(Layout, owned_runs_are_the_owned_elements_and_their_first_copies_t
       }
     }
     RC_ASSERT(elements == spec::held(placed.shape, placed.mesh, placed.layout, rank));
-    const auto begin = *rc::gen::inRange<int64_t>(0, std::ssize(elements) + 1),
-               end = *rc::gen::inRange<int64_t>(begin, std::ssize(elements) + 1);
-    int64_t at = begin;
-    for (const OwnedRun& run : owned_runs(placed.shape, placed.mesh, placed.layout, rank, {begin, end})) {
-      RC_ASSERT(run.local == at);
-      for (int64_t i = run.whole.begin; i < run.whole.end; ++i) RC_ASSERT(elements[at++] == i);
-    }
-    RC_ASSERT(at == end);
   }
   std::vector<int64_t> all;
   for (int64_t i = 0; i < numel(placed.shape); ++i) all.push_back(i);
@@ -161,7 +150,7 @@ Layout spelled_out(const Placed& placed) {
     }
   };
   for (size_t d = 0; d < layout.dims.size(); ++d) spell(layout.dims[d], placed.shape[d]);
-  if (layout.dims.empty()) spell(layout.flat, numel(placed.shape));
+  if (layout.dims.empty()) spell(layout.flat, layout.bucket.length > 0 ? layout.bucket.length : numel(placed.shape));
   return layout;
 }
 
@@ -177,6 +166,19 @@ RC_GTEST_PROP(Layout, spelled_out_even_bounds_and_axes_of_one_rank_change_nothin
                       : use < std::ssize(placed.shape) ? split_dim(layout, use, {"one", {}})
                                                        : split_flat(layout, {"one", {}});
   RC_ASSERT(canonical(placed.shape, placed.mesh, more) == plain);
+}
+
+TEST(Layout, a_bucket_that_its_tensor_fills_or_that_nothing_cuts_is_none) {
+  const Mesh mesh = Mesh::parse("dp=2,tp=2");
+  const Layout flat = split_flat(replicated(), {"dp", {}});
+  EXPECT_EQ(canonical({5, 3}, mesh, in_bucket({}, flat, {0, 15})), flat);
+  EXPECT_EQ(canonical({15}, mesh, in_bucket({}, flat, {0, 15})), split_dim(replicated(), 0, {"dp", {}}));
+  EXPECT_EQ(canonical({5, 3}, mesh, in_bucket({}, replicated(), {2, 20})), replicated());
+  for (const BucketPlace place : {BucketPlace{0, 16}, BucketPlace{1, 16}})
+    EXPECT_EQ(canonical({5, 3}, mesh, in_bucket({}, flat, place)), in_bucket({}, flat, place));
+  // Rows 3 + 2 along tp: the longer piece fills the bucket, and the other one does not.
+  const Layout rows = split_dim(replicated(), 0, {"tp", {}});
+  EXPECT_EQ(canonical({5, 3}, mesh, in_bucket(rows.dims, flat, {0, 9})), in_bucket(rows.dims, flat, {0, 9}));
 }
 
 TEST(Layout, a_flat_cut_of_a_1_dim_tensor_is_a_cut_of_its_dim) {
@@ -232,35 +234,34 @@ TEST(Layout, fsdp_after_tp_on_one_dim_is_the_documented_table_uneven_tails_inclu
   EXPECT_EQ(rows(5, columns), (std::vector<Interval>{{0, 3}, {0, 3}, {3, 5}, {3, 5}}));
 }
 
-// Parameters lie in a bucket with padding between them; a cut of the bucket gives each parameter a ragged
-// flat split.
-RC_GTEST_PROP(Layout, a_bucket_cut_is_a_ragged_flat_cut_of_each_parameter, ()) {
-  const int64_t world = *rc::gen::element<int64_t>(1, 2, 3, 5, 8, 128),
-                align = *rc::gen::element<int64_t>(1, 4, 16);
+// Parameters lie in a bucket with padding between them. What a rank has of the bucket is what it has of each parameter, and
+// padding, however many axes cut the bucket and whatever another axis has cut off the parameters before.
+RC_GTEST_PROP(Layout, a_rank_has_of_each_parameter_what_lies_in_its_part_of_the_bucket, ()) {
+  const int64_t align = *rc::gen::element<int64_t>(1, 4, 16);
   const auto shapes = *rc::gen::container<std::vector<Shape>>(gen::shape());
-  const Mesh mesh(std::vector<Axis>{{"dp", world}});
+  const Mesh mesh(
+      std::vector<Axis>{{"r", *rc::gen::inRange(1, 4)}, {"s", *rc::gen::element<int64_t>(1, 2, 3, 5, 32)}, {"tp", 2}});
   std::vector<int64_t> begins;
+  std::vector<Layout> cuts;  // what tensor parallelism leaves of each
   int64_t bucket = 0;
   for (const Shape& shape : shapes) {
+    const bool is_cut = !shape.empty() && *rc::gen::arbitrary<bool>();
+    cuts.push_back(is_cut ? split_dim(replicated(), *rc::gen::inRange<int64_t>(0, std::ssize(shape)), {"tp", {}})
+                          : replicated());
     begins.push_back(bucket);
-    bucket = (bucket + numel(shape) + align - 1) / align * align;
+    bucket = (bucket + numel(local_shape(shape, mesh, cuts.back(), 0)) + align - 1) / align * align;
   }
-  const Split cut{"dp", {}};
-  const Layout bucket_layout = split_flat(replicated(), cut);
-  for (int64_t rank = 0; rank < world; ++rank) {
-    const std::vector<int64_t> mine = offsets({bucket}, owned({bucket}, mesh, bucket_layout, rank));
-    std::vector<int64_t> from_parameters;
+  const Layout both = split_flat(split_flat(replicated(), {"s", {}}), {"r", {}});
+  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
+    const std::vector<int64_t> mine = offsets({bucket}, owned({bucket}, mesh, both, rank));
     for (size_t p = 0; p < shapes.size(); ++p) {
-      const int64_t end = begins[p] + numel(shapes[p]);
-      const Layout layout = split_flat(replicated(), within(cut, bucket, world, {begins[p], end}));
-      for (const int64_t offset : offsets(shapes[p], owned(shapes[p], mesh, layout, rank)))
-        from_parameters.push_back(begins[p] + offset);
+      const std::vector<int64_t> local = offsets(shapes[p], owned(shapes[p], mesh, cuts[p], rank));
+      std::vector<int64_t> wanted;
+      for (const int64_t at : mine)
+        if (begins[p] <= at && at < begins[p] + std::ssize(local)) wanted.push_back(local[at - begins[p]]);
+      const Layout layout = in_bucket(cuts[p].dims, both, {begins[p], bucket});
+      RC_ASSERT(offsets(shapes[p], owned(shapes[p], mesh, layout, rank)) == wanted);
     }
-    std::vector<int64_t> without_padding;
-    for (const int64_t at : mine)
-      for (size_t p = 0; p < shapes.size(); ++p)
-        if (begins[p] <= at && at < begins[p] + numel(shapes[p])) without_padding.push_back(at);
-    RC_ASSERT(from_parameters == without_padding);
   }
 }
 
@@ -296,8 +297,12 @@ TEST(Layout, the_worked_examples_of_the_documentation_hold) {
   EXPECT_EQ(owned({4, 5}, three, flat, 2), (std::vector<Box>{{{2, 3}, {4, 5}}, {{3, 4}, {0, 5}}}));
   const Layout clamped = split_dim(split_dim(replicated(), 0, {"tp", {}}), 0, {"dp_shard", {0, 1, 3}});
   EXPECT_EQ(rows(5, clamped), (std::vector<Interval>{{0, 1}, {3, 4}, {1, 3}, {4, 5}}));
-  EXPECT_EQ(within({"dp_shard", {}}, 16, 2, {0, 9}).bounds, (std::vector<int64_t>{0, 8, 9}));
-  EXPECT_EQ(within({"dp_shard", {}}, 16, 2, {10, 13}).bounds, (std::vector<int64_t>{0, 0, 3}));
+  const Layout bucket = split_flat(replicated(), {"dp_shard", {}});
+  const Mesh two = Mesh::parse("dp_shard=2");
+  EXPECT_EQ(owned_numel({3, 3}, two, in_bucket({}, bucket, {0, 16}), 0), 8);
+  EXPECT_EQ(owned_numel({3, 3}, two, in_bucket({}, bucket, {0, 16}), 1), 1);
+  EXPECT_EQ(owned_numel({3}, two, in_bucket({}, bucket, {10, 16}), 0), 0);
+  EXPECT_EQ(owned_numel({3}, two, in_bucket({}, bucket, {10, 16}), 1), 3);
 }
 
 TEST(Layout, owned_tiles_the_tensor_on_16384_ranks) {
@@ -327,6 +332,7 @@ TEST(Layout, prints_what_it_splits) {
       split_flat(split_dim(split_dim(replicated(), 1, {"tp", {}}), 1, {"dp_shard", {}}), {"cp", {0, 3, 5}}),
       "dp_replicate");
   EXPECT_EQ(layout.str(), "dim1[tp,dp_shard] flat[cp:0|3|5] partial[dp_replicate]");
+  EXPECT_EQ(in_bucket({}, split_flat(replicated(), {"cp", {}}), {10, 16}).str(), "flat[cp]@10/16");
 }
 
 TEST(Layout, that_does_not_fit_is_refused_with_layout_mesh_and_shape) {
@@ -380,11 +386,12 @@ TEST(Layout, questions_out_of_range_are_refused) {
   expect_error([&] { owned({4}, mesh, layout, 2); }, {"[mesh]", "rank 2"});
   expect_error([&] { local_shape({4}, mesh, layout, -1); }, {"[mesh]", "rank -1"});
   expect_error([&] { owned_numel({4}, mesh, layout, 2); }, {"[mesh]", "rank 2"});
-  expect_error([&] { owned_runs({4}, mesh, layout, 0, {1, 3}); }, {"[layout]", "[1, 3)", "the 2 that rank 0 holds"});
   expect_error([&] { split_dim(replicated(), -1, {"dp", {}}); }, {"[layout]", "got -1", "`dp`"});
   expect_error([&] { piece({"dp", {}}, 4, 2, 2); }, {"[layout]", "piece 2"});
   expect_error([&] { piece({"dp", {0, 1, 3}}, 4, 2, 0); }, {"[layout]", "from 0 to 4", "0|1|3"});
-  expect_error([&] { within({"dp", {}}, 4, 2, {3, 5}); }, {"[layout]", "[3, 5)", "4"});
+  expect_error([&] { owned({4}, mesh, in_bucket({}, layout, {3, 6}), 0); }, {"[layout]", "4 elements at offset 3", "of 6"});
+  expect_error([&] { owned({4}, mesh, in_bucket({}, layout, {-1, 6}), 0); }, {"[layout]", "4 elements at offset -1"});
+  expect_error([&] { in_bucket({}, in_bucket({}, layout, {0, 9}), {0, 9}); }, {"[layout]", "in no other bucket"});
   expect_error([&] { numel(Shape{3, -2}); }, {"[layout]", "[3,-2]", "at least 0"});
 }
 

@@ -134,6 +134,7 @@ RC_GTEST_PROP(Lower, says_general_only_where_no_single_collective_would_do, ()) 
     for (auto& splits : layout->dims)
       for (Split& split : splits) split = {split.axis};
     for (Split& split : layout->flat) split = {split.axis};
+    layout->bucket = {};
   }
   const Move move{shape, {mesh, from}, {mesh, to}};
   if (lowered(move).step != Step::general) return;

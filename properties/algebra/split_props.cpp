@@ -88,25 +88,6 @@ TEST(Split, even_pieces_are_those_of_torch_chunk) {
   }
 }
 
-RC_GTEST_PROP(Split, a_window_sees_its_part_of_the_cut, ()) {
-  const int64_t parts = *rc::gen::inRange(1, 6), length = *rc::gen::inRange(0, 30);
-  const int64_t begin = *rc::gen::inRange<int64_t>(0, length + 1),
-                end = *rc::gen::inRange<int64_t>(begin, length + 1);
-  Split split{"dp", {}};
-  if (*rc::gen::arbitrary<bool>()) {
-    split.bounds =
-        *rc::gen::container<std::vector<int64_t>>(parts - 1, rc::gen::inRange<int64_t>(0, length + 1));
-    split.bounds.insert(split.bounds.end(), {0, length});
-    std::sort(split.bounds.begin(), split.bounds.end());
-  }
-  const Split seen = within(split, length, parts, {begin, end});
-  for (int64_t part = 0; part < parts; ++part) {
-    const Interval whole = piece(split, length, parts, part), window = piece(seen, end - begin, parts, part);
-    for (int64_t i = begin; i < end; ++i)
-      RC_ASSERT((whole.begin <= i && i < whole.end) == (window.begin <= i - begin && i - begin < window.end));
-  }
-}
-
 TEST(Layout, the_worked_examples_of_segments_and_balanced_splits_hold) {
   using Runs = std::vector<SplitRun>;
   const Split fused = split_in_segments("tp", {{8, 2}, {4, 2, true}, {4, 2, true}});
@@ -152,7 +133,6 @@ TEST(Layout, rules_that_do_not_fit_are_refused) {
   expect_error([&] { validate({6, 3}, mesh, split_flat(replicated(), balanced_split("tp"))); },
                {"[layout]", "the flat run", "tp:balanced", "split a dim so"});
   expect_error([&] { piece(balanced_split("cp"), 4, 2, 0); }, {"[layout]", "piece asks for one run", "cp:balanced"});
-  expect_error([&] { within(split_in_segments("tp", {{4, 2}}), 4, 2, {0, 2}); }, {"within asks for one run", "tp:4/2"});
   expect_error([&] { copies_held(split_in_segments("tp", {{4, 2, true}, {2, 2, true}}), 4); },
                {"in 2 and in 4 copies on 4 ranks"});
 }

@@ -5,7 +5,10 @@
 #include <atomic>
 
 #include "properties/kit/checkpoint_scratch.h"
+#include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/checkpoint/manager.h"
 #include "shardproof/checkpoint/saved_state.h"
+#include "shardproof/comm/traced.h"
 #include "shardproof/shardproof.h"
 
 namespace shardproof::checkpoint {
@@ -151,6 +154,31 @@ TEST(CutState, a_gpt_with_fused_queries_loads_under_any_cut) {
     std::vector<Cut> cuts;
     for (const int64_t tp : {1, 2, 3, 4}) cuts.push_back({tp % 2 ? 2 : 1, tp, tp == 3, tp == 4 ? "zero2" : "zero3"});
     for (const Cut& from : cuts) EXPECT_EQ(first_wrong(build, from, cuts, tied), "") << tied;
+  }
+}
+
+// Who writes what is planned from placements, so only these are calls: the folder's name, what was written (its length and its
+// bytes), and that the checkpoint has its name.
+TEST(CutState, a_save_makes_four_calls_whatever_is_saved) {
+  const GptOptions options{.layers = 2, .hidden = 14, .heads = 7, .vocab = 13, .positions = 8, .tied = true};
+  const Build build = [&](const Cut& cut) { return Built{Gpt(options).ptr(), gpt_plan(options, cut.sequence)}; };
+  for (const Cut& cut : {Cut{2, 3, true, "zero3"}, Cut{2, 2, false, "ddp"}, Cut{3, 1, false, "zero1"}}) {
+    const Scratch scratch;
+    const auto trace = std::make_shared<Trace>();
+    run_threads(cut.dp * cut.tp, [&](std::shared_ptr<Comm> comm) {
+      Part part(build, cut, traced(comm, trace));
+      part.fill();
+      Manager manager(scratch.path(), {.keep = 1});
+      const auto calls_of = [&](const std::function<void()>& save) {
+        const size_t before = trace->of_rank(comm->rank()).size();
+        save();
+        return trace->of_rank(comm->rank()).size() - before;
+      };
+      EXPECT_LE(calls_of([&] { save(scratch / "at", *part.sharded, &*part.optimizer); }), 4u) << cut.str();
+      for (const int64_t step : {1, 2})
+        EXPECT_LE(calls_of([&] { manager.save(*part.sharded, &*part.optimizer, {.step = step}); }), 4u) << cut.str();
+    });
+    EXPECT_EQ(committed_steps(scratch.path()), std::vector<int64_t>{2});
   }
 }
 

@@ -83,19 +83,8 @@ struct Trained {
   std::map<std::string, std::string> bits() {
     std::map<std::string, std::string> all;
     for (const auto& [name, value] : sharded->gather_parameters()) all[name] = bytes_in(value.to(at::kCPU));
-    for (const std::string& slot : optimizer->slots()) {
-      std::map<std::string, at::Tensor> whole;
-      for (const auto& [name, value] : sharded->gather_parameters()) whole[name] = at::zeros({value.numel()}, at::kInt);
-      for (const Piece& piece : optimizer->state(slot))
-        whole[piece.name].narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data.to(at::kCPU).view(at::kInt));
-      for (auto& [name, value] : whole) {
-        // Replicas hold the same: of positive and negative bit patterns, one of max and min is the value, the other 0.
-        at::Tensor high = value.clone(), low = value.clone();
-        comms->world().all_reduce(high, Reduce::max).wait();
-        comms->world().all_reduce(low, Reduce::min).wait();
-        all[slot + " of " + name] = bytes_in(high.add(low).sub(high.eq(low).to(at::kInt).mul(low)));
-      }
-    }
+    for (const std::string& slot : optimizer->slots())
+      for (const auto& [name, value] : optimizer->gather_state(slot)) all[slot + " of " + name] = bytes_in(value.to(at::kCPU));
     for (const auto& group : optimizer->groups())
       for (const std::string& name : group.parameters) all["updates of " + name] = std::to_string(optimizer->updates(name));
     return all;

@@ -101,7 +101,10 @@ Layout fitted(Layout layout, const Shape& shape, const Mesh& mesh) {
   for (size_t d = 0; d < shape.size(); ++d) region *= fit(layout.dims[d], mesh, shape[d]);
   for (Split& split : layout.flat)
     if (!split.is_contiguous()) split = {split.axis};
-  fit(layout.flat, mesh, region);
+  BucketPlace& bucket = layout.bucket;
+  if (layout.flat.empty()) bucket = {};
+  if (bucket.length > 0) bucket.length = std::max(bucket.length, bucket.offset + region);
+  fit(layout.flat, mesh, bucket.length > 0 ? bucket.length : region);
   while (!layout.dims.empty() && layout.dims.back().empty()) layout.dims.pop_back();
   std::sort(layout.partial.begin(), layout.partial.end());
   return layout;
@@ -119,6 +122,11 @@ Split drawn_split(const std::string& axis) {
     default:
       return {axis};
   }
+}
+
+// `fitted` makes it long enough.
+BucketPlace drawn_bucket() {
+  return {below(8), 1 + below(40)};
 }
 
 // One of a few, the earlier the simpler; said more than once, more often.
@@ -144,6 +152,7 @@ Layout drawn_layout(const Shape& shape, const Mesh& mesh, bool may_be_partial) {
       splits.insert(splits.begin() + below(splits.size() + 1), drawn_split(axis.name));
     }
   }
+  if (below(3) == 2) layout.bucket = drawn_bucket();
   return fitted(std::move(layout), shape, mesh);
 }
 
@@ -161,7 +170,10 @@ void edit(Layout& layout, const Shape& shape, const Mesh& mesh) {
   const int64_t lists = std::ssize(shape) + 1;
   const std::vector<std::string> free = unused(mesh, layout);
   Splits &one = list(layout, below(lists)), &other = list(layout, below(lists));
-  switch (below(8)) {
+  switch (below(9)) {
+    case 8:  // another bucket
+      layout.bucket = below(2) == 0 ? BucketPlace() : drawn_bucket();
+      break;
     case 0:  // one more split
       if (!free.empty()) one.push_back(drawn_split(free[below(free.size())]));
       break;

@@ -45,7 +45,7 @@ rc::Gen<Shape> shape();
 rc::Gen<Split> split(const std::string& axis, int64_t length, int64_t parts);
 
 // Every axis is replicated, partial, or splits a dim or the flat run, in any order; a dim by any rule, the flat run evenly or
-// ragged.
+// ragged, by itself or as a part of a bucket.
 rc::Gen<Layout> layout(const Shape& shape, const Mesh& mesh);
 
 // The same, with nothing partial.

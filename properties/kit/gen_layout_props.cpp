@@ -45,12 +45,14 @@ RC_GTEST_PROP(GenLayout, shrinks_towards_one_rank_holding_a_scalar, ()) {
 
 // So that nobody believes in a thousand trivial cases.
 TEST(GenLayout, most_cases_have_several_ranks_elements_and_something_split) {
-  int64_t several_ranks = 0, elements = 0, split = 0, ragged = 0, flat = 0, nested = 0, balanced = 0, segments = 0, copies = 0;
+  int64_t several_ranks = 0, elements = 0, split = 0, ragged = 0, flat = 0, nested = 0, balanced = 0, segments = 0, copies = 0,
+          buckets = 0;
   for (uint64_t seed = 0; seed < 1000; ++seed) {
     const gen::Placed placed = gen::placed()(rc::Random(seed), 80).value();
     several_ranks += placed.mesh.size() > 1;
     elements += numel(placed.shape) > 1;
     flat += !placed.layout.flat.empty();
+    buckets += placed.layout.bucket.length > numel(placed.shape);
     bool any = !placed.layout.flat.empty(), any_ragged = false, any_nested = false;
     for (const auto& splits : placed.layout.dims) {
       any |= !splits.empty();
@@ -75,6 +77,7 @@ TEST(GenLayout, most_cases_have_several_ranks_elements_and_something_split) {
   EXPECT_GT(segments, 60);
   EXPECT_GT(copies, 20);
   EXPECT_GT(flat, 150);
+  EXPECT_GT(buckets, 40);
   EXPECT_GT(nested, 50);
 }
 

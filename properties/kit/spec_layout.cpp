@@ -155,7 +155,14 @@ Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, in
 }
 
 std::vector<int64_t> held(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
-  return dealt(row_major(shape, kept_indices(shape, mesh, layout, rank)), layout.flat, mesh, rank);
+  const std::vector<int64_t> elements = row_major(shape, kept_indices(shape, mesh, layout, rank));
+  if (layout.bucket.length == 0) return dealt(elements, layout.flat, mesh, rank);
+  std::vector<int64_t> bucket(layout.bucket.length, -1);  // -1: not of this tensor
+  for (size_t i = 0; i < elements.size(); ++i) bucket[layout.bucket.offset + i] = elements[i];
+  std::vector<int64_t> kept;
+  for (const int64_t element : dealt(bucket, layout.flat, mesh, rank))
+    if (element >= 0) kept.push_back(element);
+  return kept;
 }
 
 std::vector<int64_t> offsets(const Shape& shape, const Box& box) {

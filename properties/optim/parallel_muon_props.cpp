@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -105,22 +106,19 @@ TEST(ParallelMuon, a_matrix_that_is_cut_has_the_update_of_the_whole_one) {
     expect_whole_updates(Mesh({{"dp_shard", 1}, {"tp", 2}}), name);
     expect_whole_updates(Mesh({{"dp_shard", 2}, {"tp", 3}}), name);
   }
-  expect_whole_updates(Mesh({{"dp_shard", 2}, {"tp", 2}}), "ddp", 3);  // unevenly cut, and every rank has its cuts
+  for (const char* name : {"ddp", "zero1", "zero3"})  // unevenly cut
+    expect_whole_updates(Mesh({{"dp_shard", 2}, {"tp", 2}}), name, 3);
 }
 
-TEST(ParallelMuon, ranks_that_may_own_other_matrices_than_their_neighbours_are_refused) {
-  expect_error(
-      [] {
-        run_threads(4, [](std::shared_ptr<Comm> comm) {
-          const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}, {"tp", 2}}));
-          GptOptions options = parallel_models::gpt_options(true);
-          options.heads = 3;
-          Gpt model(options);
-          const TensorParallel parallel = parallelize(model.ptr(), comms, gpt_plan(options));
-          Sharded sharded =
-              fully_shard(model.ptr(), comms, {.units = by_type<GptBlockImpl>(), .granularity = Granularity::tensor});
-          Optimizer(sharded, {{.takes = is_matrix, .rule = make_rule(kMuon)}, {.rule = make_rule(AdamWOptions{})}});
-        });
-      },
-      {"h.0.", "unevenly"});
+TEST(ParallelMuon, a_matrix_of_which_a_rank_has_nothing_is_refused_on_every_rank) {
+  std::atomic<int64_t> refused = 0;
+  run_threads(8, [&](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}, {"tp", 4}}));
+    torch::nn::Linear model(2, 3);
+    const TensorParallel parallel = parallelize(model.ptr(), comms, {.styles = {{"", ColumnParallel{}}}});
+    Sharded sharded = fully_shard(model.ptr(), comms, {.granularity = Granularity::tensor});
+    expect_error([&] { Optimizer(sharded, make_rule(kMuon)); }, {"parameter weight", "rank 3 nothing"});
+    ++refused;
+  });
+  EXPECT_EQ(refused, 8);
 }

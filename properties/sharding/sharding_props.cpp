@@ -19,14 +19,6 @@ void train_once(Sharded& sharded, toy::Net& net, int64_t salt, bool last = true)
   call(net, toy::data({4, 7}, salt)).square().sum().backward();
 }
 
-at::Tensor whole_gradient(Sharded& sharded, MeshComm& comms, const std::string& name, const Shape& shape) {
-  at::Tensor whole = at::zeros({numel(shape)});
-  for (const Piece& piece : sharded.gradients())
-    if (piece.name == name) whole.narrow(0, piece.run.begin, piece.run.size()).copy_(piece.data);
-  comms.along({"dp_shard"}).all_reduce(whole).wait();
-  return whole.view(shape);
-}
-
 }  // namespace
 
 TEST(Sharding, a_unit_of_zero3_has_memory_only_while_it_runs) {
@@ -226,7 +218,7 @@ TEST(Sharding, a_frozen_weight_is_there_for_the_backward_after_the_last_trainabl
     Sharded sharded = fully_shard(holder, comms, toy::options("zero3"));
     const at::Tensor hidden = at::tanh(call(net->first, toy::data({4, 7}, comms->rank())));
     call(adapter, hidden).square().sum().backward();
-    const at::Tensor gradient = whole_gradient(sharded, *comms, "net.first.weight", {7, 7});
+    const at::Tensor gradient = sharded.gather_gradients().at("net.first.weight");
     EXPECT_GT(gradient.abs().sum().item<float>(), 0);
   });
 }
@@ -243,7 +235,7 @@ TEST(Sharding, a_unit_called_several_times_gets_the_sum_of_its_gradients) {
       toy::Net net(toy::NetImpl::Options{.calls_of_first = 3});
       Sharded sharded = fully_shard(net.ptr(), comms, toy::options(row.name));
       train_once(sharded, net, 0);
-      EXPECT_TRUE(kit::same_bits(whole_gradient(sharded, *comms, "first.weight", {7, 7}), wanted)) << row.name;
+      EXPECT_TRUE(kit::same_bits(sharded.gather_gradients().at("first.weight"), wanted)) << row.name;
     });
 }
 
@@ -298,7 +290,7 @@ TEST(Sharding, a_recomputed_unit_drops_the_elements_that_it_dropped_first) {
       Sharded sharded = fully_shard(holder, comms, options);
       random_stream() = {.seed = 5 + static_cast<uint64_t>(comms->rank())};
       call(second, call(first, toy::data({64, 7}, comms->rank()))).square().sum().backward();
-      const at::Tensor gradient = whole_gradient(sharded, *comms, "first.linear.weight", {7, 7});
+      const at::Tensor gradient = sharded.gather_gradients().at("first.linear.weight");
       if (comms->rank() == 0) gradients[recompute] = gradient;
     });
   EXPECT_TRUE(kit::same_bits(gradients[false], gradients[true]));

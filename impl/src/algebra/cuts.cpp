@@ -72,12 +72,12 @@ Region region(const Cuts& cuts, int64_t rank) {
 }
 
 Interval flat_run(const Cuts& cuts, int64_t region_numel, int64_t rank) {
-  Interval left{0, region_numel};
+  Interval left = cuts.flat_space(region_numel);
   for (const Cut& cut : cuts.flat) {
     const Interval piece = cut.piece(left.size(), cuts.coordinate(rank, cut.axis));
     left = {left.begin + piece.begin, left.begin + piece.end};
   }
-  return left;
+  return {std::clamp<int64_t>(left.begin, 0, region_numel), std::clamp<int64_t>(left.end, 0, region_numel)};
 }
 
 std::vector<Box> owned(const Cuts& cuts, int64_t rank) {
@@ -218,7 +218,7 @@ class HolderWalk {
         }
       shared_boxes_ = std::move(longer);
     }
-    flat(0, {0, numel(local_shape_)}, rank);
+    flat(0, cuts_.flat_space(numel(local_shape_)), rank);
   }
 
  private:
@@ -251,9 +251,11 @@ class HolderWalk {
     for (const int64_t part : cut.holders(length, want, copy)) enter(part);
   }
 
-  // `left` in the row-major order of region_.
+  // `left` in the row-major order of region_, or of the bucket around it.
   void flat(size_t level, Interval left, int64_t rank) {
-    if (level == cuts_.flat.size()) return emit(left, rank);
+    const Interval inside = shared(left, {0, numel(local_shape_)});
+    if (inside.size() <= 0) return;
+    if (level == cuts_.flat.size()) return emit(inside, rank);
     const Cut& cut = cuts_.flat[level];
     const auto enter = [&](int64_t part) {
       const Interval piece = cut.piece(left.size(), part);
@@ -261,10 +263,10 @@ class HolderWalk {
       return left.begin + piece.end;
     };
     if (fixed_[cut.axis] >= 0) return void(enter(fixed_[cut.axis]));
-    for (int64_t at = left.begin;;) {
-      const int64_t next = next_wanted(at, left.end);
+    for (int64_t at = inside.begin; at < inside.end;) {
+      const int64_t next = next_wanted(at, inside.end);
       SHARD_CHECK(next >= at, "layout", "the element at or after offset {} is at {}", at, next);
-      if (next >= left.end) return;
+      if (next >= inside.end) return;
       at = enter(cut.part_at(left.size(), next - left.begin));
       SHARD_CHECK(at > next, "layout", "the piece that holds {} ends at {}", next, at);
     }

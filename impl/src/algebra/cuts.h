@@ -27,11 +27,16 @@ struct Cuts {
   std::vector<Use> uses;               // per axis
   std::vector<std::vector<Cut>> dims;  // one entry per tensor dim
   std::vector<Cut> flat;               // contiguous ones
+  BucketPlace bucket;                  // what they cut
 
   int64_t coordinate(int64_t rank, int64_t axis) const { return rank / axis_strides[axis] % axis_sizes[axis]; }
   int64_t rank_count() const;
   // Whether several ranks along one axis hold the same run of a dim.
   bool has_copies() const;
+  // What the flat splits cut, counted from the beginning of a rank's run of so many elements.
+  Interval flat_space(int64_t region_numel) const {
+    return bucket.length == 0 ? Interval{0, region_numel} : Interval{-bucket.offset, bucket.length - bucket.offset};
+  }
 };
 
 // Validates, then resolves. Throws what `validate` throws. Defined in layout.cpp, which knows the grammar of layouts.

@@ -30,7 +30,7 @@ class Resolver {
       require(shape_[d] >= 0,
               [&] { return fmt::format("dim {} must have a size of at least 0, got {}", d, shape_[d]); });
     numel(shape_);  // refuses what overflows
-    detail::Cuts cuts{shape_, {}, {}, {}, std::vector<std::vector<detail::Cut>>(shape_.size()), {}};
+    detail::Cuts cuts{shape_, {}, {}, {}, std::vector<std::vector<detail::Cut>>(shape_.size()), {}, layout_.bucket};
     int64_t region_numel_max = 1;
     for (size_t d = 0; d < layout_.dims.size(); ++d) {
       if (layout_.dims[d].empty()) continue;
@@ -41,7 +41,12 @@ class Resolver {
       cuts.dims[d] = cuts_of(layout_.dims[d], shape_[d], fmt::format("dim {}", d));
     }
     for (size_t d = 0; d < shape_.size(); ++d) region_numel_max *= size_max(cuts.dims[d], shape_[d]);
-    cuts.flat = cuts_of(layout_.flat, region_numel_max, kFlatRun);
+    const BucketPlace& bucket = cuts.bucket;
+    require(bucket.length == 0 || (bucket.offset >= 0 && bucket.offset <= bucket.length - region_numel_max), [&] {
+      return fmt::format("a run of {} elements at offset {} does not lie in a bucket of {}", region_numel_max, bucket.offset,
+                         bucket.length);
+    });
+    cuts.flat = cuts_of(layout_.flat, bucket.length == 0 ? region_numel_max : bucket.length, kFlatRun);
     for (const std::string& axis : layout_.partial) uses_[use(axis)] = detail::Use::partial;
     cuts.uses = uses_;
     cuts.axis_strides.resize(mesh_.axes().size());
@@ -205,6 +210,7 @@ std::string Layout::str() const {
   for (size_t d = 0; d < dims.size(); ++d)
     if (!dims[d].empty()) add(fmt::format("dim{}{}", d, shardproof::str(dims[d])));
   if (!flat.empty()) add("flat" + shardproof::str(flat));
+  if (bucket.length > 0) text += fmt::format("{}@{}/{}", flat.empty() ? "flat" : "", bucket.offset, bucket.length);
   std::string terms;
   for (const std::string& axis : partial) terms += (terms.empty() ? "" : ",") + axis;
   if (!terms.empty()) add("partial[" + terms + "]");
@@ -233,32 +239,46 @@ Layout add_partial(Layout layout, std::string axis) {
   return layout;
 }
 
+Layout in_bucket(std::vector<std::vector<Split>> dims, const Layout& of_bucket, BucketPlace place) {
+  SHARD_REQUIRE(of_bucket.dims.size() <= 1 && of_bucket.bucket == BucketPlace(), "layout",
+                "a bucket has one dim and lies in no other bucket, got layout {}", of_bucket.str());
+  Layout layout{std::move(dims), {}, of_bucket.partial, place};
+  if (!of_bucket.dims.empty()) layout.flat = of_bucket.dims[0];
+  layout.flat.insert(layout.flat.end(), of_bucket.flat.begin(), of_bucket.flat.end());
+  return layout;
+}
+
 void validate(const Shape& shape, const Mesh& mesh, const Layout& layout) {
   detail::resolve(shape, mesh, layout);
 }
 
 Layout canonical(const Shape& shape, const Mesh& mesh, const Layout& layout) {
   validate(shape, mesh, layout);
-  Layout source = layout, made;
-  source.dims.resize(shape.size());
-  if (shape.size() == 1) {
-    source.dims[0].insert(source.dims[0].end(), source.flat.begin(), source.flat.end());
-    source.flat.clear();
-  }
-  const bool flat_ragged = any_ragged(source.flat);
-  std::set<int64_t> numels{1};  // of the regions; followed only where ragged flat bounds ask
+  Layout made;
+  std::vector<std::set<int64_t>> lengths;  // per dim, of the ranks' pieces
   for (size_t d = 0; d < shape.size(); ++d) {
-    std::set<int64_t> lengths{shape[d]};
-    made.dims.push_back(canonical_splits(mesh, source.dims[d], lengths));
-    if (!flat_ragged) continue;
+    lengths.push_back({shape[d]});
+    made.dims.push_back(canonical_splits(mesh, d < layout.dims.size() ? layout.dims[d] : std::vector<Split>(), lengths[d]));
+  }
+  std::set<int64_t> numels{1};  // of what the splits of dims leave; followed only where something asks
+  for (size_t d = 0; d < shape.size() && (layout.bucket.length > 0 || any_ragged(layout.flat)); ++d) {
     std::set<int64_t> products;
     for (const int64_t count : numels)
-      for (const int64_t length : lengths) products.insert(count * length);
+      for (const int64_t length : lengths[d]) products.insert(count * length);
     numels = std::move(products);
   }
-  made.flat = canonical_splits(mesh, source.flat, numels);
+  const bool filled = layout.bucket.offset == 0 && numels == std::set{layout.bucket.length};
+  if (layout.bucket.length > 0 && !filled) {
+    std::set<int64_t> length{layout.bucket.length};
+    made.flat = canonical_splits(mesh, layout.flat, length);
+    if (!made.flat.empty()) made.bucket = layout.bucket;
+  } else if (shape.size() == 1) {
+    for (Split& split : canonical_splits(mesh, layout.flat, lengths[0])) made.dims[0].push_back(std::move(split));
+  } else {
+    made.flat = canonical_splits(mesh, layout.flat, numels);
+  }
   drop_empty_tail(made.dims);
-  for (const std::string& axis : source.partial)
+  for (const std::string& axis : layout.partial)
     if (mesh.size(axis) > 1) made.partial.push_back(axis);
   std::sort(made.partial.begin(), made.partial.end());
   return made;
@@ -269,51 +289,31 @@ Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, in
   return detail::local_shape(detail::region(detail::resolve(shape, mesh, layout), rank));
 }
 
-Interval flat_run(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
-  mesh.coordinates(rank);
-  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
-  return detail::flat_run(cuts, numel(detail::local_shape(detail::region(cuts, rank))), rank);
-}
-
 std::vector<Box> owned(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
   mesh.coordinates(rank);
   return detail::owned(detail::resolve(shape, mesh, layout), rank);
 }
 
 int64_t owned_numel(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
-  return flat_run(shape, mesh, layout, rank).size();
+  mesh.coordinates(rank);
+  const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
+  return detail::flat_run(cuts, numel(detail::local_shape(detail::region(cuts, rank))), rank).size();
 }
 
 std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank) {
-  return owned_runs(shape, mesh, layout, rank, {0, owned_numel(shape, mesh, layout, rank)});
-}
-
-std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank, Interval local) {
   mesh.coordinates(rank);
   const detail::Cuts cuts = detail::resolve(shape, mesh, layout);
   const detail::Region region = detail::region(cuts, rank);
-  const Interval all = detail::flat_run(cuts, numel(detail::local_shape(region)), rank);
-  SHARD_REQUIRE(0 <= local.begin && local.begin <= local.end && local.end <= all.size(), "layout",
-                "elements [{}, {}) are not a part of the {} that rank {} holds (layout {}, shape [{}])", local.begin, local.end,
-                all.size(), rank, layout.str(), fmt::join(shape, ","));
   std::vector<detail::OwnedBox> boxes;
-  detail::append_run(region, {all.begin + local.begin, all.begin + local.end}, nullptr, boxes);
+  detail::append_run(region, detail::flat_run(cuts, numel(detail::local_shape(region)), rank), nullptr, boxes);
   std::vector<OwnedRun> runs;
-  int64_t at = local.begin;
+  int64_t at = 0;
   for (const detail::OwnedBox& owned : boxes)
     for_each_run(shape, owned.box, [&](Interval whole) {
       append_owned_run(runs, {whole, at, owned.first_copy});
       at += whole.size();
     });
   return runs;
-}
-
-void append_boxes(const Shape& shape, Interval run, std::vector<Box>& boxes) {
-  detail::Region whole;
-  for (const int64_t size : shape) whole.push_back({{{0, size}}});
-  std::vector<detail::OwnedBox> owned;
-  detail::append_run(whole, run, nullptr, owned);
-  for (detail::OwnedBox& each : owned) boxes.push_back(std::move(each.box));
 }
 
 }  // namespace shardproof

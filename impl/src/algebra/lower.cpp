@@ -36,6 +36,7 @@ std::vector<Cutting> cuttings(const Layout& layout) {
       views.push_back(view);
       Layout& rest = views.back().rest;
       while (!rest.dims.empty() && rest.dims.back().empty()) rest.dims.pop_back();
+      if (rest.flat.empty()) rest.bucket = {};  // which nothing cuts any more
     }
   }
   return views;
@@ -70,7 +71,8 @@ std::optional<Lowered> lower_slice(const Layout& from, const Layout& to,
     if (!grows(d < from.dims.size() ? from.dims[d] : none, d < to.dims.size() ? to.dims[d] : none, d))
       return std::nullopt;
   const bool dims_grow = !slice.axes.empty();
-  if (!grows(from.flat, to.flat, kFlat) || (dims_grow && !from.flat.empty())) return std::nullopt;
+  const bool same_run = from.flat.empty() || (!dims_grow && from.bucket == to.bucket);  // that the flat splits cut
+  if (!same_run || !grows(from.flat, to.flat, kFlat)) return std::nullopt;
   slice.axes.insert(slice.axes.end(), gained.begin(), gained.end());
   return slice;
 }

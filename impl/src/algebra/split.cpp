@@ -73,12 +73,6 @@ void require_part(const Split& split, int64_t length, int64_t parts, int64_t par
   SHARD_REQUIRE(error.empty(), "layout", "{}", error);
 }
 
-void require_contiguous(const Split& split, const char* call) {
-  SHARD_REQUIRE(split.is_contiguous(), "layout",
-                "{} asks for one run a part, and split {} may give several; use an even or a ragged split, or `pieces`", call,
-                split.str());
-}
-
 }  // namespace
 
 Interval detail::Cut::piece(int64_t length, int64_t part) const {
@@ -202,19 +196,11 @@ int64_t piece_size(const Split& split, int64_t length, int64_t parts, int64_t pa
 }
 
 Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part) {
-  require_contiguous(split, "piece");
+  SHARD_REQUIRE(split.is_contiguous(), "layout",
+                "piece asks for one run a part, and split {} may give several; use an even or a ragged split, or `pieces`",
+                split.str());
   require_part(split, length, parts, part);
   return detail::Cut{0, parts, &split}.piece(length, part);
-}
-
-Split within(const Split& split, int64_t length, int64_t parts, Interval window) {
-  require_contiguous(split, "within");
-  SHARD_REQUIRE(0 <= window.begin && window.begin <= window.end && window.end <= length, "layout",
-                "window [{}, {}) is not a part of a length of {} (axis `{}`)", window.begin, window.end, length, split.axis);
-  Split inner{split.axis, {0}};
-  for (int64_t part = 0; part < parts; ++part)
-    inner.bounds.push_back(std::clamp(piece(split, length, parts, part).end, window.begin, window.end) - window.begin);
-  return inner;
 }
 
 std::vector<int64_t> DimCut::positions(int64_t part) const {

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "checkpoint/save_plan.h"
 #include "checkpoint/state_names.h"
 #include "checkpoint/trainer_values.h"
 #include "sharding/sharded_impl.h"
@@ -162,8 +161,8 @@ class Loader {
     read.check &= !checked_;
     BoxReader reader(*options_.files, directory_, checkpoint_, read);
     std::map<std::string, std::string> keys(matched_.parameters.begin(), matched_.parameters.end());
-    for (const Piece& piece : sharded_.main_parameters())
-      if (const auto key = keys.find(piece.name); key != keys.end()) read_piece(reader, key->second, piece);
+    for (const Shard& shard : sharded_.impl().shards(Sharded::Impl::Kind::main))
+      if (const auto key = keys.find(shard.name); key != keys.end()) read_shard(reader, key->second, shard);
     for (const std::string& name : matched_.plain) {
       const at::Tensor& tensor = names_.plain.at(name);
       if (tensor.numel() > 0) tensor.copy_(reader.read(model_key(name)));
@@ -175,8 +174,8 @@ class Loader {
     }
     if (optimizer_)
       for (const std::string& slot : optimizer_->slots())
-        for (const Piece& piece : optimizer_->state(slot))
-          if (const std::string key = state_key(piece.name, slot); restored.contains(key)) read_piece(reader, key, piece);
+        for (const Shard& shard : optimizer_->state_shards(slot))
+          if (const std::string key = state_key(shard.name, slot); restored.contains(key)) read_shard(reader, key, shard);
     loaded_.counts = reader.counts();
   }
 
@@ -192,15 +191,16 @@ class Loader {
     reader.read(key, box, to, strides);
   }
 
-  void read_piece(BoxReader& reader, const std::string& key, const Piece& piece) {
-    const bool elsewhere = !piece.data.device().is_cpu();
-    const at::Tensor here = elsewhere ? at::empty(piece.data.sizes(), piece.data.options().device(at::kCPU)) : piece.data;
+  // Each box that this rank is to hold, whatever boxes the ranks that saved it held.
+  void read_shard(BoxReader& reader, const std::string& key, const Shard& shard) {
+    const bool elsewhere = !shard.data.device().is_cpu();
+    const at::Tensor here = elsewhere ? at::empty(shard.data.sizes(), shard.data.options().device(at::kCPU)) : shard.data;
     auto* to = static_cast<char*>(here.data_ptr());
-    for (const PlannedBox& part : boxes_of(key, piece.shape, {piece.run})) {
-      read_box(reader, key, part.box, to);
-      to += numel(part.box) * static_cast<int64_t>(piece.data.element_size());
+    for (const Box& box : owned(shard.shape, shard.at.mesh, shard.at.layout, sharded_.rank())) {
+      read_box(reader, key, box, to);
+      to += numel(box) * static_cast<int64_t>(shard.data.element_size());
     }
-    if (elsewhere) piece.data.copy_(here);
+    if (elsewhere) shard.data.copy_(here);
   }
 
   const std::string& directory_;

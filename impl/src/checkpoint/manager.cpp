@@ -57,39 +57,35 @@ Manager::~Manager() {
 }
 
 // Before the first save or load: what dead runs left; before each save: that it comes after those that are there.
-void Manager::begin(Comm& world, int64_t step) {
-  agree_on(world, [&] {
-    if (world.rank() != 0) return;
-    if (!begun_) remove_leftovers(*options_.files, directory_);
-    const std::optional<int64_t> last = latest();
-    SHARD_REQUIRE(step >= 0, "checkpoint", "a step to save must not be negative, got {}", step);
-    SHARD_REQUIRE(!last || step > *last || (step == *last && options_.overwrite), "checkpoint",
-                  "step {} does not come after step {}, which {} has already; resume from it, or save elsewhere", step, *last,
-                  directory_);
-  });
-  begun_ = true;
-}
-
-void Manager::remove_old(Comm& world) {
-  agree_on(world, [&] {
-    if (options_.keep > 0 && world.rank() == 0) retain_steps(*options_.files, directory_, options_.keep);
-  });
+void Manager::begin(int64_t step) const {
+  if (!begun_) remove_leftovers(*options_.files, directory_);
+  const std::optional<int64_t> last = latest();
+  SHARD_REQUIRE(step >= 0, "checkpoint", "a step to save must not be negative, got {}", step);
+  SHARD_REQUIRE(!last || step > *last || (step == *last && options_.overwrite), "checkpoint",
+                "step {} does not come after step {}, which {} has already; resume from it, or save elsewhere", step, *last,
+                directory_);
 }
 
 bool Manager::save(Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer) {
   if (options_.when_busy == WhenBusy::wait) wait();
   if (!poll()) return false;
   Comm& world = sharded.impl().comms->world();
-  begin(world, trainer.step);
-  auto job = std::make_unique<SaveJob>(step_folder(directory_, trainer.step), sharded, optimizer, trainer,
-                                       SaveOptions{options_.overwrite, options_.files}, options_.async ? &snapshot_ : nullptr);
+  const SaveOptions how{.overwrite = options_.overwrite,
+                        .files = options_.files,
+                        .before = [&] { begin(trainer.step); },
+                        .after =
+                            [files = options_.files, keep = options_.keep, directory = directory_] {
+                              if (keep > 0) retain_steps(*files, directory, keep);
+                            }};
+  auto job = std::make_unique<SaveJob>(step_folder(directory_, trainer.step), sharded, optimizer, trainer, how,
+                                       options_.async ? &snapshot_ : nullptr);
+  begun_ = true;
   if (options_.async) {
     pending_ = std::make_unique<Pending>(world, trainer.step, std::move(job));
     return true;
   }
   job->write();
   job->commit();
-  remove_old(world);
   return true;
 }
 
@@ -111,25 +107,21 @@ void Manager::commit() {
   const std::unique_ptr<Pending> pending = std::move(pending_);
   pending->join();
   if (pending->broken) {
-    // Where the other ranks agree on what was written, so that they fail as well.
-    error_of([&] { agree(pending->world, "[checkpoint] an invariant is broken; see what that rank says"); });
+    error_of([&] { pending->job->commit(); });  // in which the other ranks fail as well
     std::rethrow_exception(pending->broken);
   }
   pending->job->commit();
-  remove_old(pending->world);
 }
 
 std::optional<Loaded> Manager::load_latest(Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
   wait();
   Comm& world = sharded.impl().comms->world();
-  std::string found;  // rank 0's view, so that all load the same
-  agree_on(world, [&] {
-    if (world.rank() != 0) return;
+  const std::string found = from_rank_0(world, [&] {  // so that all load the same
     if (!begun_) remove_leftovers(*options_.files, directory_);
-    if (const std::optional<int64_t> last = latest()) found = std::to_string(*last);
+    const std::optional<int64_t> last = latest();
+    return last ? std::to_string(*last) : std::string();
   });
   begun_ = true;
-  found = gather_texts(world, found).front();
   if (found.empty()) return std::nullopt;
   return load(step_folder(directory_, std::stoll(found)), sharded, optimizer, options);
 }

@@ -2,7 +2,6 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "checkpoint/format/stream_copy.h"
 #include "checkpoint/host_copy.h"
@@ -18,45 +17,6 @@
 
 namespace shardproof::checkpoint {
 namespace {
-
-// A run in this rank's memory, or in that of its device.
-struct LocalRun {
-  Interval run;
-  at::Tensor data;  // 1-D, contiguous
-};
-using LocalRuns = std::map<std::string, std::vector<LocalRun>>;  // ascending
-
-void add_run(LocalRuns& runs, const std::string& key, Interval run, const at::Tensor& data) {
-  runs[key].push_back({run, data});
-}
-
-// The runs that all ranks hold of what this rank knows. Collective.
-void exchange_runs(Comm& world, const LocalRuns& runs, std::map<std::string, HeldTensor>& tensors) {
-  Value::Items items;
-  for (const auto& [key, held] : runs) {
-    const HeldTensor& tensor = tensors.at(key);
-    Value::Items sizes, points;
-    for (const int64_t size : tensor.sizes) sizes.push_back(Value::integer(size));
-    for (const LocalRun& run : held)
-      points.insert(points.end(), {Value::integer(run.run.begin), Value::integer(run.run.end)});
-    items.push_back(Value::tuple({Value::string(key), Value::string(std::string(dtype_info(tensor.dtype).name)),
-                                  Value::tuple(std::move(sizes)), Value::tuple(std::move(points))}));
-  }
-  const std::vector<std::string> texts = gather_texts(world, write_pickle(Value::list(std::move(items)), 4));
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    const Value all = read_pickle(texts[rank], {}, "what a rank holds");
-    for (const Value& item : all.as_list("runs")) {
-      const Value::Items& fields = item.as_list("runs");
-      HeldTensor& tensor = tensors[fields[0].as_string("name")];
-      tensor.dtype = find_dtype(fields[1].as_string("dtype"))->dtype;
-      tensor.sizes.clear();
-      for (const Value& size : fields[2].as_list("sizes")) tensor.sizes.push_back(size.as_int("size"));
-      const Value::Items& points = fields[3].as_list("points");
-      for (size_t i = 0; i + 1 < points.size(); i += 2)
-        tensor.held.push_back({static_cast<int64_t>(rank), {points[i].as_int("begin"), points[i + 1].as_int("end")}});
-    }
-  }
-}
 
 // What was written, in the order of the plan.
 Value value_of(const EntryFile::Written& written) {
@@ -96,103 +56,86 @@ struct SaveJob::Parts {
   FileSystem* files = nullptr;
   std::unique_ptr<StagedFolder> staged;  // rank 0
   std::string folder;                    // of the staged files
-  std::map<std::string, HeldTensor> tensors;
+  std::map<std::string, SavedTensor> tensors;
   std::map<std::string, Path> paths;
   std::map<std::string, std::string> same_as;  // key of another name of a tied parameter -> key of its first
   std::vector<std::vector<PlannedBox>> plan;   // by rank
   std::vector<NamedValue> values;              // of this rank
-  LocalRuns runs;
+  std::map<std::string, at::Tensor> held;      // what this rank holds of each tensor, 1-D, in storage order
+  std::vector<at::Tensor> sources;             // of this rank's boxes: parts of `held`
   c10::Stream stream{c10::Stream::DEFAULT, c10::Device(at::kCPU)};  // on which the values were made
   const Snapshot* snapshot = nullptr;
   std::vector<size_t> offsets;  // in the snapshot, of this rank's boxes
   std::string error;
+  std::function<void()> after;
   Value::Items written_tensors, written_values;
 
   const std::vector<PlannedBox>& own() const { return plan[static_cast<size_t>(world->rank())]; }
   void collect(Sharded& sharded, const Optimizer* optimizer);
-  const char* data_of(const PlannedBox& box, const Interval& run) const;
-  size_t bytes_of_box(const PlannedBox& box) const;
-  void start_copy(const PlannedBox& box, char* to) const;
+  void include(const std::string& key, const Path& path, const SavedTensor& tensor, const at::Tensor& data);
+  void find_sources();
   void fill(Snapshot& memory);
   void write_entries();
   void write_metadata(const std::vector<std::string>& records);
 };
 
-// Every tensor that there is goes into `tensors` and `paths`; what this rank has of it into `runs`.
+void SaveJob::Parts::include(const std::string& key, const Path& path, const SavedTensor& tensor, const at::Tensor& data) {
+  tensors[key] = tensor;
+  paths[key] = path;
+  held[key] = data;
+}
+
+// Every tensor that there is, the same on every rank, and what this rank has of it.
 void SaveJob::Parts::collect(Sharded& sharded, const Optimizer* optimizer) {
   const ModelNames names = names_of_model(sharded);
-  for (const auto& [name, parameter] : names.parameters) {
-    tensors[model_key(name)] = {parameter.dtype, parameter.sizes, {}};
-    paths[model_key(name)] = model_path(name);
+  for (const auto& [name, parameter] : names.parameters)
     for (const std::string& other : parameter.other_names) {
       same_as[model_key(other)] = model_key(name);
       paths[model_key(other)] = model_path(other);
     }
-  }
-  for (const Piece& piece : sharded.main_parameters()) add_run(runs, model_key(piece.name), piece.run, piece.data);
-  for (const auto& [name, tensor] : names.plain) {
-    tensors[model_key(name)] = {tensor.scalar_type(), tensor.sizes().vec(), {}};
-    paths[model_key(name)] = model_path(name);
-    if (tensor.numel() > 0)
-      add_run(runs, model_key(name), {0, tensor.numel()}, tensor.detach().contiguous().view({-1}));
-  }
+  for (const Shard& shard : sharded.impl().shards(Sharded::Impl::Kind::main))
+    include(model_key(shard.name), model_path(shard.name), {shard.data.scalar_type(), shard.shape, shard.at}, shard.data);
+  const Placement everywhere{sharded.impl().comms->mesh(), replicated()};
+  for (const auto& [name, tensor] : names.plain)
+    include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere},
+            tensor.detach().contiguous().view({-1}));
   if (!optimizer) return;
-  for (const Optimizer::Group& group : optimizer->groups())
-    for (const std::string& name : group.parameters) {
-      const ModelParameter& parameter = names.parameters.at(name);
-      std::vector<std::string> slots = group.slots;
-      for (const std::string& slot : slots) paths[state_key(name, slot)] = state_path(name, slot);
-      const bool exists = parameter.trains || optimizer->updates(name) > 0;
-      if (exists && numel(parameter.sizes) == 0)  // nobody has a piece of it
-        for (const std::string& slot : slots) tensors[state_key(name, slot)] = {parameter.dtype, parameter.sizes, {}};
-      if (!exists || std::find(slots.begin(), slots.end(), "exp_avg") == slots.end()) continue;
-      const std::string step = state_key(name, "step");
-      tensors[step] = {Dtype::Float, {}, {}};
-      paths[step] = state_path(name, "step");
-      add_run(runs, step, {0, 1}, at::full({1}, static_cast<float>(optimizer->updates(name))));
-    }
   for (const std::string& slot : optimizer->slots())
-    for (const Piece& piece : optimizer->state(slot)) {
-      const std::string key = state_key(piece.name, slot);
-      if (!tensors.contains(key)) tensors[key] = {piece.data.scalar_type(), piece.shape, {}};
-      add_run(runs, key, piece.run, piece.data);
+    for (const Shard& shard : optimizer->state_shards(slot)) {
+      include(state_key(shard.name, slot), state_path(shard.name, slot), {shard.data.scalar_type(), shard.shape, shard.at},
+              shard.data);
+      if (slot == "exp_avg")
+        include(state_key(shard.name, "step"), state_path(shard.name, "step"), {Dtype::Float, {}, everywhere},
+                at::full({1}, static_cast<float>(optimizer->updates(shard.name))));
     }
 }
 
-// `run` lies within what this rank holds.
-const char* SaveJob::Parts::data_of(const PlannedBox& box, const Interval& run) const {
-  const auto& held = runs.at(box.name);
-  for (const LocalRun& local : held)
-    if (local.run.begin <= run.begin && run.end <= local.run.end && local.data.device().is_cpu())
-      return static_cast<const char*>(local.data.const_data_ptr()) + (run.begin - local.run.begin) * local.data.element_size();
-  return nullptr;  // it goes over the end of one, or lies elsewhere
-}
-
-size_t SaveJob::Parts::bytes_of_box(const PlannedBox& box) const {
-  return static_cast<size_t>(numel(box.box) * dtype_info(tensors.at(box.name).dtype).bytes);
-}
-
-// There when the stream has been waited for.
-void SaveJob::Parts::start_copy(const PlannedBox& box, char* to) const {
-  const int64_t item = dtype_info(tensors.at(box.name).dtype).bytes;
-  for (const Interval& wanted : box.runs)
-    for (int64_t at = wanted.begin; at < wanted.end;) {
-      const auto& held = runs.at(box.name);
-      const auto local =
-          std::find_if(held.begin(), held.end(), [&](const LocalRun& l) { return l.run.begin <= at && at < l.run.end; });
-      SHARD_CHECK(local != held.end(), "checkpoint", "element {} of {} is not here", at, box.name);
-      const int64_t end = std::min(wanted.end, local->run.end);
-      start_host_copy(to, local->data.narrow(0, at - local->run.begin, end - at));
-      to += (end - at) * item;
-      at = end;
+// Both lists ascend: this rank's boxes, and what it holds of a tensor, box by box.
+void SaveJob::Parts::find_sources() {
+  const std::string* name = nullptr;
+  std::vector<Box> boxes;
+  size_t at = 0;
+  int64_t begin = 0;
+  for (const PlannedBox& planned : own()) {
+    if (!name || *name != planned.name) {
+      const SavedTensor& tensor = tensors.at(planned.name);
+      boxes = owned(tensor.shape, tensor.at.mesh, tensor.at.layout, world->rank());
+      name = &planned.name;
+      at = 0, begin = 0;
     }
+    const int64_t count = numel(planned.box);
+    for (; count > 0 && at < boxes.size() && boxes[at] != planned.box; ++at) begin += numel(boxes[at]);
+    SHARD_CHECK(count == 0 || at < boxes.size(), "checkpoint", "rank {} writes a box of {} that it does not hold",
+                world->rank(), planned.name);
+    sources.push_back(held.at(planned.name).narrow(0, begin, count));
+  }
 }
 
 void SaveJob::Parts::fill(Snapshot& memory) {
   size_t bytes = 0;
-  for (const PlannedBox& box : own()) {
+  for (const at::Tensor& source : sources) {
     offsets.push_back(bytes);
-    bytes += bytes_of_box(box);
+    bytes += source.nbytes();
   }
   if (memory.bytes.size() < bytes) {
     memory.bytes.clear();
@@ -200,10 +143,11 @@ void SaveJob::Parts::fill(Snapshot& memory) {
     prefer_large_pages(memory.bytes.data(), bytes);
     memory.bytes.resize(bytes);
   }
-  for (size_t i = 0; i < own().size(); ++i) start_copy(own()[i], memory.bytes.data() + offsets[i]);
+  for (size_t i = 0; i < sources.size(); ++i) start_host_copy(memory.bytes.data() + offsets[i], sources[i]);
   finish_host_copies(stream.device());
   snapshot = &memory;
-  runs.clear();
+  sources.clear();
+  held.clear();
 }
 
 void SaveJob::Parts::write_entries() {
@@ -219,11 +163,13 @@ void SaveJob::Parts::write_entries() {
     Shape sizes;
     for (const Interval& interval : box.box) sizes.push_back(interval.size());
     const char* data = nullptr;
-    if (snapshot) data = snapshot->bytes.data() + offsets[i];
-    else if (box.runs.size() == 1) data = data_of(box, box.runs.front());
-    if (!data) {
-      copied.resize(bytes_of_box(box));
-      start_copy(box, copied.data());
+    if (snapshot) {
+      data = snapshot->bytes.data() + offsets[i];
+    } else if (sources[i].device().is_cpu()) {
+      data = static_cast<const char*>(sources[i].const_data_ptr());
+    } else {
+      copied.resize(sources[i].nbytes());
+      start_host_copy(copied.data(), sources[i]);
       finish_host_copies(stream.device());
       data = copied.data();
     }
@@ -235,10 +181,8 @@ void SaveJob::Parts::write_entries() {
 void SaveJob::Parts::write_metadata(const std::vector<std::string>& records) {
   Checkpoint checkpoint;
   Checksums checksums;
-  for (const auto& [key, tensor] : tensors) checkpoint.tensors[key] = {tensor.dtype, tensor.sizes, {}};
+  for (const auto& [key, tensor] : tensors) checkpoint.tensors[key] = {tensor.dtype, tensor.shape, {}};
   checkpoint.paths = paths;
-  std::erase_if(checkpoint.paths,
-                [&](const auto& item) { return !tensors.contains(item.first) && !same_as.contains(item.first); });
   for (size_t rank = 0; rank < records.size(); ++rank) {
     const Value record = read_pickle(records[rank], {}, "what a rank wrote");
     const Value::Items& parts = record.as_list("record");
@@ -275,21 +219,19 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
   parts.world = &sharded.impl().comms->world();
   parts.files = options.files;
   parts.stream = current_stream_of(sharded.impl().device());
-  Comm& world = *parts.world;
-  agree_on(world, [&] {
-    if (world.rank() == 0) {
-      parts.staged = std::make_unique<StagedFolder>(*options.files, directory, options.overwrite);
-      parts.folder = parts.staged->path();
-    }
-    parts.values = trainer_values(trainer, world.rank());
-    if (!optimizer || world.rank() != 0) return;
-    for (NamedValue& value : optimizer_values(*optimizer)) parts.values.push_back(std::move(value));
+  parts.after = options.after;
+  parts.folder = from_rank_0(*parts.world, [&] {
+    if (options.before) options.before();
+    parts.staged = std::make_unique<StagedFolder>(*options.files, directory, options.overwrite);
+    return parts.staged->path();
   });
-  parts.folder = gather_texts(world, parts.folder).front();
-  parts.collect(sharded, optimizer);
-  exchange_runs(world, parts.runs, parts.tensors);
-  agree_on(world, [&] {
-    parts.plan = plan_save(parts.tensors, world.size());
+  parts.error = error_of([&] {  // which `commit` tells the others
+    parts.values = trainer_values(trainer, parts.world->rank());
+    if (optimizer && parts.world->rank() == 0)
+      for (NamedValue& value : optimizer_values(*optimizer)) parts.values.push_back(std::move(value));
+    parts.collect(sharded, optimizer);
+    parts.plan = plan_save(parts.tensors, parts.world->size());
+    parts.find_sources();
     if (snapshot) parts.fill(*snapshot);
   });
 }
@@ -297,6 +239,8 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
 SaveJob::~SaveJob() = default;
 
 void SaveJob::write() {
+  if (!parts_->error.empty()) return;
+  parts_->error = "[checkpoint] an invariant is broken; see what that rank says";  // unless it is known to hold
   parts_->error = error_of([this] { parts_->write_entries(); });
 }
 
@@ -304,14 +248,20 @@ const std::string& SaveJob::error() const { return parts_->error; }
 
 void SaveJob::commit() {
   Parts& parts = *parts_;
-  agree(*parts.world, parts.error);
   const Value record =
       Value::tuple({Value::list(std::move(parts.written_tensors)), Value::list(std::move(parts.written_values))});
-  const std::vector<std::string> records = gather_texts(*parts.world, write_pickle(record, 4));
-  agree_on(*parts.world, [&] {
-    if (parts.world->rank() != 0) return;
+  const std::string told = parts.error.empty() ? "w" + write_pickle(record, 4) : "e" + parts.error;
+  std::vector<std::string> records = gather_texts(*parts.world, told), errors;
+  for (std::string& text : records) {
+    errors.push_back(text.starts_with('e') ? text.substr(1) : "");
+    text.erase(0, 1);
+  }
+  throw_first(errors);
+  from_rank_0(*parts.world, [&] {
     parts.write_metadata(records);
     parts.staged->commit();
+    if (parts.after) parts.after();
+    return std::string();
   });
 }
 

@@ -29,9 +29,33 @@ void agree(Comm& comm, const std::string& error) {
   at::Tensor failed = at::full({1}, static_cast<int64_t>(!error.empty()), at::kLong);
   comm.all_reduce(failed, Reduce::max).wait();
   if (failed.item<int64_t>() == 0) return;
-  const std::vector<std::string> errors = gather_texts(comm, error);
+  throw_first(gather_texts(comm, error));
+}
+
+void throw_first(const std::vector<std::string>& errors) {
   const auto first = std::find_if(errors.begin(), errors.end(), [](const std::string& e) { return !e.empty(); });
-  throw Error(comm.size() == 1 ? *first : fmt::format("{} (rank {})", *first, first - errors.begin()));
+  if (first == errors.end()) return;
+  throw Error(errors.size() == 1 ? *first : fmt::format("{} (rank {})", *first, first - errors.begin()));
+}
+
+std::string from_rank_0(Comm& comm, const std::function<std::string()>& body) {
+  constexpr size_t kTextMax = 8191;
+  at::Tensor told = at::zeros({static_cast<int64_t>(kTextMax + 1)}, at::kByte);
+  auto* const bytes = static_cast<char*>(told.mutable_data_ptr());  // the first one says whether the others are an error
+  std::string text;
+  if (comm.rank() == 0) {
+    const std::string error = error_of([&] {
+      text = body();
+      SHARD_REQUIRE(text.size() <= kTextMax, "comm", "a text of {} bytes is told; the most is {}", text.size(), kTextMax);
+    });
+    if (!error.empty()) text = error.substr(0, kTextMax);
+    bytes[0] = error.empty() ? 0 : 1;
+    std::memcpy(bytes + 1, text.data(), text.size());
+  }
+  comm.broadcast(told, 0).wait();
+  text.assign(bytes + 1, strnlen(bytes + 1, kTextMax));
+  if (bytes[0] == 0) return text;
+  throw Error(comm.size() == 1 ? text : text + " (rank 0)");
 }
 
 std::string error_of(const std::function<void()>& body) {

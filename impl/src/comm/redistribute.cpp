@@ -1,6 +1,7 @@
 #include "shardproof/comm/redistribute.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 #include <fmt/ranges.h>
 
 #include <optional>
@@ -181,15 +182,17 @@ at::Tensor all_reduce(const Task& task, const Lowered& lowered, const at::Tensor
 
 }  // namespace
 
-at::Tensor redistribute(const at::Tensor& local, const Shape& shape, const Layout& from, const Layout& to,
-                        MeshComm& comms) {
+at::Tensor redistribute(const at::Tensor& given, const Shape& shape, const Layout& from, const Layout& to, MeshComm& comms) {
   const at::NoGradGuard no_autograd;
   const Lowered lowered = lower(shape, comms.mesh(), from, to);
   const int64_t rank = comms.rank();
   const Task task{shape, from, to, comms, {shape, comms.mesh(), from, rank}, {shape, comms.mesh(), to, rank}};
-  SHARD_REQUIRE(local.is_contiguous() && local.sizes() == at::IntArrayRef(task.source.sizes()), "redistribute",
-                "rank {} must pass a contiguous tensor of sizes [{}] for layout {} of shape [{}], got [{}]", rank,
-                fmt::join(task.source.sizes(), ","), from.str(), fmt::join(shape, ","), fmt::join(local.sizes(), ","));
+  const std::vector<int64_t> sizes = task.source.sizes();
+  const bool fits = given.sizes() == at::IntArrayRef(sizes) || given.sizes() == at::IntArrayRef(c10::multiply_integers(sizes));
+  SHARD_REQUIRE(given.is_contiguous() && fits, "redistribute",
+                "rank {} must pass a contiguous tensor of sizes [{}], or a 1-dim one, for layout {} of shape [{}], got [{}]",
+                rank, fmt::join(sizes, ","), from.str(), fmt::join(shape, ","), fmt::join(given.sizes(), ","));
+  const at::Tensor local = given.view(sizes);
   switch (lowered.step) {
     case Step::none: return local.view(task.target.sizes());  // the same bytes; without elements, sizes may still differ
     case Step::slice: return GeneralExchange(task, local).run_alone();

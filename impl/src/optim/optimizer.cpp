@@ -22,16 +22,21 @@ bool is_cut(const Slot& slot) {
   return slot.is_cut() && slot.own.mesh.size() > 1;
 }
 
-// Whether the ranks along the tensor-parallel axis own the same parameters of the bucket, so that they can join one: buckets
-// of equal sizes are laid out alike, and where state is not split each owns all.
-bool owned_alike(const Bucket& bucket) {
-  const auto& axes = bucket.comms()->mesh().axes();
-  const Layout& layout = bucket.strategy().state;
-  if (std::none_of(axes.begin(), axes.end(), [&](const Axis& axis) { return layout.splits(axis.name); })) return true;
-  for (const Slot& slot : bucket.layout().slots())
-    for (int64_t part = 0; is_cut(slot) && part < slot.own.mesh.size(); ++part)
-      if (local_shape(slot.whole, slot.own.mesh, slot.own.layout, part) != slot.shape) return false;
-  return true;
+// Refuses a slot that no rank can update as a whole, on every rank alike.
+void require_whole(const BucketLayout& layout, const Slot& slot) {
+  const auto [mesh, owned] = layout.placement(slot, layout.state());
+  const Layout cut{slot.own.layout.dims, {}, {}};
+  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
+    const int64_t held = owned_numel(slot.whole, mesh, owned, rank), part = owned_numel(slot.whole, mesh, cut, rank);
+    SHARD_REQUIRE(held == 0 || held == part, "optimizer",
+                  "the rule for parameter {} needs it whole, and rank {} holds {} of the {} elements that tensor parallelism "
+                  "leaves it. Set ShardOptions::granularity to Granularity::tensor",
+                  slot.name, rank, held, part);
+    SHARD_REQUIRE(part > 0 || numel(slot.whole) == 0, "optimizer",
+                  "the rule for parameter {} needs it whole, and tensor parallelism leaves rank {} nothing of it to join. "
+                  "Choose another rule for it, by ParameterGroup::takes, or fewer ranks",
+                  slot.name, rank);
+  }
 }
 
 // An update that needs what tensor parallelism has cut: every rank along the axis joins it, does the same, and keeps its cut.
@@ -70,22 +75,11 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
     SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
   for (const Bucket* bucket : sharded.impl().schedule.buckets()) {
     std::vector<Held>& held = held_.emplace_back();
-    for (const Slot& slot : bucket->layout().slots()) held.push_back({group_of(groups_, slot), 0, {}});
-    for (const Segment& segment : bucket->layout().state().segments) {
-      const Slot& slot = bucket->layout().slots()[segment.slot];
-      const bool needs_whole = groups_[held[segment.slot].group].rule->needs_whole_parameters();
-      SHARD_REQUIRE(
-          !needs_whole || !is_cut(slot) || owned_alike(*bucket), "optimizer",
-          "the rule for parameter {} needs it whole, and tensor parallelism has cut it, or one beside it, unevenly. Choose "
-          "another rule for it, by ParameterGroup::takes, sizes that the axis divides, or ddp",
-          slot.name);
-      SHARD_REQUIRE(!needs_whole || segment.run.size() == slot.numel,
-                    "optimizer",
-                    "the rule for parameter {} needs it whole, and this rank holds elements [{}, {}) of {}. Set "
-                    "ShardOptions::granularity to Granularity::tensor",
-                    slot.name, segment.run.begin, segment.run.end, slot.numel);
-      if (bucket->trains(segment.slot)) allocate_state(held_.size() - 1, segment.slot);
-    }
+    for (const Slot& slot : bucket->layout().slots()) held.push_back({.group = group_of(groups_, slot)});
+    for (size_t i = 0; i < held.size(); ++i)
+      if (groups_[held[i].group].rule->needs_whole_parameters()) require_whole(bucket->layout(), bucket->layout().slots()[i]);
+    for (size_t i = 0; i < held.size(); ++i)
+      if (bucket->trains(static_cast<int64_t>(i))) allocate_state(held_.size() - 1, i);
   }
 }
 
@@ -102,6 +96,7 @@ void Optimizer::allocate_state(size_t index, size_t slot) {
   Bucket& bucket = *state->schedule.buckets()[index];
   Held& held = held_[index][slot];
   const size_t wanted = groups_[held.group].rule->slots().size();
+  held.has_state = true;
   for (const Segment& segment : bucket.layout().state().segments) {
     if (segment.slot != static_cast<int64_t>(slot)) continue;
     while (held.state.size() < wanted)
@@ -127,14 +122,16 @@ void Optimizer::step() {
 bool Optimizer::update_bucket(size_t index) {
   const std::shared_ptr<Sharded::Impl> state = sharded();
   Bucket& bucket = *state->schedule.buckets()[index];
-  for (size_t slot = 0; slot < held_[index].size(); ++slot)
-    if (bucket.trains(static_cast<int64_t>(slot))) ++held_[index][slot].updates;
+  for (size_t slot = 0; slot < held_[index].size(); ++slot) {
+    if (!bucket.trains(static_cast<int64_t>(slot))) continue;
+    ++held_[index][slot].updates;
+    allocate_state(index, slot);
+  }
   const bool rounds = bucket.rules().main != bucket.rules().compute;
   const at::Tensor own = bucket.parameters.rounded();
   bool rounded = rounds;
   for (const Segment& segment : bucket.layout().state().segments) {
     if (!bucket.trains(segment.slot)) continue;
-    allocate_state(index, segment.slot);
     const Held& held = held_[index][segment.slot];
     const ParameterGroup& group = groups_[held.group];
     const Slot& slot = bucket.layout().slots()[segment.slot];
@@ -169,23 +166,36 @@ std::vector<std::string> Optimizer::slots() const {
   return names;
 }
 
-std::vector<Piece> Optimizer::state(const std::string& slot) const {
+std::vector<Shard> Optimizer::state_shards(const std::string& slot) const {
   const std::vector<std::string> known = slots();
   SHARD_REQUIRE(std::find(known.begin(), known.end(), slot) != known.end(), "optimizer", "no state called '{}': there are {}",
                 slot, fmt::join(known, ", "));
-  std::vector<Piece> pieces;
+  std::vector<Shard> shards;
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
-    for (const Segment& segment : buckets[b]->layout().state().segments) {
-      const Held& held = held_[b][segment.slot];
+    const BucketLayout& layout = buckets[b]->layout();
+    for (size_t i = 0; i < held_[b].size(); ++i) {
+      const Held& held = held_[b][i];
       const std::vector<std::string> own = groups_[held.group].rule->slots();
       const auto found = std::find(own.begin(), own.end(), slot) - own.begin();
-      if (found == std::ssize(own) || held.state.empty()) continue;
-      const Slot& parameter = buckets[b]->layout().slots()[segment.slot];
-      append_pieces(parameter, segment.run, held.state[found], pieces);
+      if (found == std::ssize(own) || !held.has_state) continue;
+      const Slot& parameter = layout.slots()[i];
+      shards.push_back({parameter.name, parameter.whole, layout.placement(parameter, layout.state()),
+                        held.state.empty() ? at::empty({0}, buckets[b]->rules().main) : held.state[found]});
     }
   }
+  return shards;
+}
+
+std::vector<Piece> Optimizer::state(const std::string& slot) const {
+  std::vector<Piece> pieces;
+  const int64_t rank = sharded()->comms->rank();
+  for (const Shard& shard : state_shards(slot)) append_pieces(shard, rank, pieces);
   return pieces;
+}
+
+std::map<std::string, at::Tensor> Optimizer::gather_state(const std::string& slot) const {
+  return sharded()->gather(state_shards(slot));
 }
 
 int64_t Optimizer::updates(const std::string& parameter) const {
@@ -222,7 +232,7 @@ void Optimizer::restore(const std::string& parameter, int64_t updates, bool with
       if (with_state)
         allocate_state(b, i);
       else
-        held_[b][i].state.clear();
+        held_[b][i].has_state = false, held_[b][i].state.clear();
       return;
     }
   throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));

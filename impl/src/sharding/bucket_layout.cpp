@@ -29,7 +29,7 @@ void require_movable(const Lowered& lowered, const Strategy& strategy, const cha
 
 BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, const Mesh& mesh, int64_t rank,
                            int64_t alignment_elements, Granularity granularity)
-    : slots_(std::move(slots)) {
+    : mesh_(mesh), rank_(rank), slots_(std::move(slots)) {
   int64_t multiple = 1, cuts = 1;
   for (const Layout* layout : {&strategy.parameter, &strategy.accumulated, &strategy.state}) {
     cuts = std::max(cuts, chunks(*layout, mesh));
@@ -70,19 +70,19 @@ void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Gran
   if (granularity == Granularity::element || cuts == 1) {
     for (Slot& slot : slots_) {
       slot.offset = round_up(numel_, alignment);
-      numel_ = slot.offset + slot.numel;
+      numel_ = slot.offset + slot.room;
     }
     return;
   }
   // Whole parameters into `cuts` equal chunks: the largest first, each where there is most room.
-  std::stable_sort(by_offset_.begin(), by_offset_.end(), [&](size_t a, size_t b) { return slots_[a].numel > slots_[b].numel; });
+  std::stable_sort(by_offset_.begin(), by_offset_.end(), [&](size_t a, size_t b) { return slots_[a].room > slots_[b].room; });
   std::vector<int64_t> filled(static_cast<size_t>(cuts), 0);
   std::vector<size_t> chunk_of(slots_.size());
   for (const size_t index : by_offset_) {
     const auto emptiest = static_cast<size_t>(std::min_element(filled.begin(), filled.end()) - filled.begin());
     chunk_of[index] = emptiest;
     slots_[index].offset = filled[emptiest];
-    filled[emptiest] += round_up(slots_[index].numel, alignment);
+    filled[emptiest] += round_up(slots_[index].room, alignment);
   }
   const int64_t chunk = round_up(*std::max_element(filled.begin(), filled.end()), std::lcm(alignment, multiple / cuts));
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].offset += static_cast<int64_t>(chunk_of[i]) * chunk;
@@ -120,7 +120,7 @@ std::vector<Hop> BucketLayout::sum_path(Layout from, const Layout& to, const Mes
 LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t rank) const {
   const std::vector<Box> boxes = owned({numel_}, mesh, layout, rank);
   SHARD_CHECK(boxes.size() <= 1, "bucket", "layout {} gives {} runs of a bucket", layout.str(), boxes.size());
-  LocalView view;
+  LocalView view{layout, {}, {}, {}};
   if (!boxes.empty()) view.interval = boxes[0][0];
   int64_t filled = view.interval.begin;
   for (const size_t i : by_offset_) {
@@ -136,21 +136,21 @@ LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t ran
   return view;
 }
 
-std::vector<OwnedRun> Slot::runs(Interval local) const {
-  if (is_cut()) return owned_runs(whole, own.mesh, own.layout, part, local);
-  return {{local, local.begin, part == 0}};
-}
-
-void append_pieces(const Slot& slot, Interval run, const at::Tensor& local, std::vector<Piece>& pieces) {
-  for (const OwnedRun& part : slot.runs(run))
-    pieces.push_back({slot.name, slot.whole, part.whole, local.narrow(0, part.local - run.begin, part.whole.size())});
-}
-
-void append_pieces(const BucketLayout& layout, const LocalView& view, const at::Tensor& local, std::vector<Piece>& pieces) {
+std::vector<Shard> BucketLayout::shards(const LocalView& view, const at::Tensor& local) const {
   SHARD_CHECK(local.numel() == view.size(), "bucket", "a buffer of {} elements for a view of {}", local.numel(), view.size());
-  for (const Segment& segment : view.segments) {
-    append_pieces(layout.slots()[segment.slot], segment.run, local.narrow(0, segment.local, segment.run.size()), pieces);
+  std::vector<Shard> shards;
+  for (const size_t i : by_offset_) {
+    const Slot& slot = slots_[i];
+    const int64_t begin = std::clamp(slot.offset, view.interval.begin, view.interval.end);
+    const int64_t end = std::clamp(slot.offset + slot.numel, begin, view.interval.end);
+    shards.push_back({slot.name, slot.whole, placement(slot, view), local.narrow(0, begin - view.interval.begin, end - begin)});
   }
+  return shards;
+}
+
+void append_pieces(const Shard& shard, int64_t rank, std::vector<Piece>& pieces) {
+  for (const OwnedRun& run : owned_runs(shard.shape, shard.at.mesh, shard.at.layout, rank))
+    pieces.push_back({shard.name, shard.shape, run.whole, shard.data.narrow(0, run.local, run.whole.size())});
 }
 
 }  // namespace shardproof

@@ -1,5 +1,6 @@
 // Where the parameters of one bucket lie, and which part of the bucket each of a strategy's layouts gives this rank.
-// Offsets do not depend on the mesh, unless parameters must lie whole on a rank; only the zero padding does.
+// Offsets do not depend on the mesh, unless parameters must lie whole on a rank; only the zero padding does. They are the same
+// on every rank, also where tensor parallelism leaves the ranks parts of different sizes: then the largest ones decide.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +21,10 @@ struct Slot {
   Shape shape;
   int64_t offset = 0;  // in elements
   int64_t numel = 0;
-  Shape whole;        // shape of the whole parameter
+  int64_t room = 0;    // of the longest part along that axis: what lies behind it has one offset on all of its ranks
+  Shape whole;         // shape of the whole parameter
   Placement own = {};  // how `shape` comes from it, on the tensor-parallel axis alone
-  int64_t part = 0;    // this rank along it
   bool is_cut() const { return own.layout != replicated(); }
-
-  // A run of the slot's elements as runs of the whole parameter. `first_copy`: no lower part holds the same.
-  std::vector<OwnedRun> runs(Interval local) const;
 };
 
 // The part of one slot that lies in a local interval.
@@ -36,9 +34,10 @@ struct Segment {
   int64_t local = 0;  // offset of its first element in the local buffer
 };
 
-// A local interval cut into segments and what lies between them.
+// What this rank holds of the bucket under a layout: an interval, cut into segments and what lies between them.
 struct LocalView {
-  Interval interval;  // of the bucket
+  Layout layout;
+  Interval interval;
   std::vector<Segment> segments;
   std::vector<Interval> padding;  // in local offsets
   int64_t size() const { return interval.size(); }
@@ -59,6 +58,7 @@ class BucketLayout {
 
   const std::vector<Slot>& slots() const { return slots_; }
   int64_t numel() const { return numel_; }
+  int64_t rank() const { return rank_; }  // this one, in the mesh
 
   // Law: over the ranks along the splitting axes, the intervals are disjoint and cover [0, numel()).
   const LocalView& parameter() const { return parameter_; }
@@ -76,6 +76,14 @@ class BucketLayout {
   const std::vector<Hop>& reduce() const { return reduce_; }            // produced -> accumulated
   const std::vector<Hop>& reduce_last() const { return reduce_last_; }  // accumulated -> state
 
+  // Where the elements of a slot's whole parameter are, on all ranks, when each holds a view's part of the bucket.
+  Placement placement(const Slot& slot, const LocalView& view) const {
+    return {mesh_, in_bucket(slot.own.layout.dims, view.layout, {slot.offset, numel_})};
+  }
+
+  // What this rank holds of every slot, by offset; `local` is the buffer that the view describes.
+  std::vector<Shard> shards(const LocalView& view, const at::Tensor& local) const;
+
   // The part of `layout` that this rank holds.
   LocalView view(const Layout& layout, const Mesh& mesh, int64_t rank) const;
 
@@ -83,6 +91,8 @@ class BucketLayout {
   void place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity);
   std::vector<Hop> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;
 
+  Mesh mesh_;
+  int64_t rank_ = 0;
   std::vector<Slot> slots_;
   std::vector<size_t> by_offset_;  // slots
   int64_t numel_ = 0;
@@ -91,10 +101,5 @@ class BucketLayout {
   std::optional<Hop> between_;
   std::vector<Hop> reduce_, reduce_last_;
 };
-
-// A run of a slot, in `local`, as pieces of the whole parameter.
-void append_pieces(const Slot& slot, Interval run, const at::Tensor& local, std::vector<Piece>& pieces);
-// A view's segments; `local` is the buffer the view describes.
-void append_pieces(const BucketLayout& layout, const LocalView& view, const at::Tensor& local, std::vector<Piece>& pieces);
 
 }  // namespace shardproof

@@ -87,11 +87,11 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
                 layout_.slots()[0].name);
   const auto fill = [&](const LocalView& view, const at::Tensor& local) {
     local.zero_();
-    for (const Segment& segment : view.segments) {
-      const Slot& slot = layout_.slots()[segment.slot];
-      at::Tensor values = at::empty({segment.run.size()}, rules_.main);
-      initialize(slot.name, slot.shape, segment.run, values);
-      local.narrow(0, segment.local, segment.run.size()).copy_(values);
+    for (const Shard& shard : layout_.shards(view, local)) {
+      const at::Tensor values = at::empty({shard.data.numel()}, rules_.main);
+      for (const OwnedRun& run : owned_runs(shard.shape, shard.at.mesh, shard.at.layout, layout_.rank()))
+        initialize(shard.name, shard.shape, run.whole, values.narrow(0, run.local, run.whole.size()));
+      shard.data.copy_(values);
     }
   };
   fill(layout_.parameter(), parameter_);

@@ -14,6 +14,13 @@
 namespace shardproof {
 namespace {
 
+// Whether a rank with a lower coordinate along one of these axes holds the same.
+bool is_copy_along(const Mesh& axes, const Placement& at, int64_t rank) {
+  return std::any_of(axes.axes().begin(), axes.axes().end(), [&](const Axis& axis) {
+    return !at.layout.splits(axis.name) && at.mesh.coordinate(rank, axis.name) != 0;
+  });
+}
+
 // Runs `visit` on every run of owned gradient elements of trained parameters, as float or double; never on padding, nor on what
 // a lower rank along the tensor-parallel axis has as well. The runs may be used as long as the tensors returned live. They are
 // in the CPU's memory, those of a device after a copy; or, where they `stay`, in its own.
@@ -35,9 +42,11 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
     for (const Segment& segment : bucket->layout().state().segments) {
       if (!bucket->trains(segment.slot)) continue;
       const Slot& slot = bucket->layout().slots()[segment.slot];
-      for (const OwnedRun& run : slot.runs(segment.run)) {
+      const Placement at = bucket->layout().placement(slot, bucket->layout().state());
+      if (is_copy_along(slot.own.mesh, at, bucket->layout().rank())) continue;
+      for (const OwnedRun& run : owned_runs(slot.whole, at.mesh, at.layout, bucket->layout().rank())) {
         if (!run.first_copy) continue;
-        const int64_t begin = segment.local + run.local - segment.run.begin;
+        const int64_t begin = segment.local + run.local;
         const auto count = static_cast<size_t>(run.whole.size());
         if (gradient.scalar_type() == at::kDouble) visit(slot, std::span(gradient.const_data_ptr<double>() + begin, count));
         else visit(slot, std::span(gradient.const_data_ptr<float>() + begin, count));

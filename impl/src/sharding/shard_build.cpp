@@ -14,22 +14,20 @@
 namespace shardproof {
 namespace {
 
-// Values of a rank's slots, from an initializer of whole parameters.
-Initializer of_slots(const Initializer& of_whole, const std::vector<Slot>& slots) {
-  if (!of_whole) return {};
-  return [of_whole, slots](const std::string& name, const Shape&, Interval run, at::Tensor values) {
-    const Slot& slot = *std::find_if(slots.begin(), slots.end(), [&](const Slot& s) { return s.name == name; });
-    for (const OwnedRun& part : slot.runs(run))
-      of_whole(name, slot.whole, part.whole, values.narrow(0, part.local - run.begin, part.whole.size()));
-  };
+void measure(NamedParameter& parameter, const ParallelState* parallel) {
+  parameter.room = parameter.tensor.numel();
+  const ParallelParameter* known = parallel ? parallel->find(parameter.tensor) : nullptr;
+  if (!known) return;
+  parameter.terms = known->terms;
+  for (int64_t part = 0; part < parallel->parts(); ++part)
+    parameter.room = std::max(parameter.room, owned_numel(known->shape, parallel->view(), known->layout, part));
 }
 
 Slot slot_of(const NamedParameter& parameter, const ParallelState* parallel) {
   const Shape shape = parameter.tensor.sizes().vec();
-  Slot slot{.name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .whole = shape};
-  if (!parallel) return slot;
+  Slot slot{.name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .room = parameter.room, .whole = shape};
+  if (!parallel || parallel->parts() == 1) return slot;
   slot.own.mesh = parallel->view();
-  slot.part = parallel->part();
   if (const ParallelParameter* cut = parallel->find(parameter.tensor)) {
     slot.whole = cut->shape;
     slot.own.layout = cut->layout;
@@ -96,11 +94,10 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
   rules.parallel_terms = parameters.front().terms;
   const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
   BucketLayout layout(std::move(slots), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity);
-  const Initializer initialize = of_slots(sharded.options.initialize, layout.slots());
   return std::make_unique<Bucket>(
       BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), how.strategy,
                     std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules)},
-      initialize);
+      sharded.options.initialize);
 }
 
 void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
@@ -177,9 +174,7 @@ std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> 
   Sharded::Impl& sharded = *built;
   UnitPlans plans = plan_units(sharded.module, entries, sharded.options);
   for (UnitPlan& plan : plans.units)
-    for (NamedParameter& parameter : plan.parameters)
-      if (const auto* known = sharded.parallel ? sharded.parallel->find(parameter.tensor) : nullptr)
-        parameter.terms = known->terms;
+    for (NamedParameter& parameter : plan.parameters) measure(parameter, sharded.parallel.get());
   SHARD_REQUIRE(!plans.aliases.empty(), "fully_shard", "module {} has no parameters to shard", sharded.module->name());
   sharded.aliases = std::move(plans.aliases);
   for (const UnitPlan& plan : plans.units)

@@ -143,20 +143,19 @@ std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan
     int64_t bytes_max = options.bucket_bytes_max;
     if (options.bucket_count > 0) {
       int64_t total = 0;
-      for (const NamedParameter& parameter : parameters) total += static_cast<int64_t>(parameter.tensor.nbytes());
+      for (const NamedParameter& parameter : parameters) total += parameter.bytes();
       bytes_max = std::max<int64_t>(1, (total + options.bucket_count - 1) / options.bucket_count);
     }
     int64_t bytes = 0;
     bool open = false;
     for (const NamedParameter& parameter : parameters) {
-      const auto more = static_cast<int64_t>(parameter.tensor.nbytes());
-      if (!open || (bytes_max > 0 && bytes + more > bytes_max)) {
+      if (!open || (bytes_max > 0 && bytes + parameter.bytes() > bytes_max)) {
         buckets.emplace_back();
         bytes = 0;
         open = true;
       }
       buckets.back().push_back(parameter);
-      bytes += more;
+      bytes += parameter.bytes();
     }
   }
   return buckets;

@@ -15,7 +15,9 @@ namespace shardproof {
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
-  int64_t terms = 1;  // so many ranks along the tensor-parallel axis hold terms of its gradient
+  int64_t room = 0;   // elements of the largest part along the tensor-parallel axis
+  int64_t terms = 1;  // so many ranks along that axis hold terms of its gradient
+  int64_t bytes() const { return room * static_cast<int64_t>(tensor.element_size()); }
 };
 
 // A unit before its buckets exist.
@@ -42,7 +44,7 @@ bool is_within(const std::string& name, const std::string& prefix);
 UnitPlans plan_units(const std::shared_ptr<torch::nn::Module>& root, const std::vector<Sharding::Entry>& entries,
                      const ShardOptions& options);
 
-// Parameters of one unit, split by dtype, device, requires-grad and terms, and by size.
+// Parameters of one unit, split by dtype, device, requires-grad and terms, and by size. The same on every rank.
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options);
 
 }  // namespace shardproof

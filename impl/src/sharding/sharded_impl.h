@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -41,6 +42,14 @@ struct Sharded::Impl {
   // Of final gradients and what the optimizer works on.
   c10::Device state_device() const { return options.offload == Offload::none ? device() : c10::Device(at::kCPU); }
   Unit& unit(const std::string& name) const;
+  // What this rank holds between steps of every parameter; of gradients, of those that are final and whose parameters train.
+  enum class Kind { parameter, main, gradient };
+  std::vector<Shard> shards(Kind kind) const;
+  std::vector<Piece> pieces(Kind kind) const;
+  // Those of the units on this mesh.
+  MeshComm& comms_of(const Mesh& mesh) const;
+  // The whole tensors, by name, on every rank. Collective.
+  std::map<std::string, at::Tensor> gather(const std::vector<Shard>& shards) const;
   // The whole parameter of what a slot holds. Collective along the tensor-parallel axis.
   at::Tensor join(const Slot& slot, const at::Tensor& local) const;
 

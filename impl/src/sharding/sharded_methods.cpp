@@ -1,13 +1,16 @@
 // The methods of a Sharded and of its units' handles.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 
 #include "device/flat_math.h"
 #include "sharding/gradient_norm.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/redistribute.h"
 
 namespace shardproof {
 
@@ -92,30 +95,49 @@ bool Sharded::gradients_are_finite() {
   return bad.item<int64_t>() == 0;
 }
 
-std::vector<Piece> Sharded::parameters() const {
-  std::vector<Piece> pieces;
-  for (const Bucket* bucket : impl_->schedule.buckets())
-    append_pieces(bucket->layout(), bucket->layout().parameter(), bucket->parameters.parameter(), pieces);
-  return pieces;
-}
-
-std::vector<Piece> Sharded::main_parameters() const {
-  std::vector<Piece> pieces;
-  for (const Bucket* bucket : impl_->schedule.buckets())
-    append_pieces(bucket->layout(), bucket->layout().state(), bucket->parameters.main(), pieces);
-  return pieces;
-}
-
-std::vector<Piece> Sharded::gradients() const {
-  std::vector<Piece> pieces;
-  for (const Bucket* bucket : impl_->schedule.buckets()) {
-    if (!bucket->gradient.final()) continue;
-    for (const Segment& segment : bucket->layout().state().segments)
-      if (bucket->trains(segment.slot))
-        append_pieces(bucket->layout().slots()[segment.slot], segment.run,
-                      bucket->gradient.values().narrow(0, segment.local, segment.run.size()), pieces);
+std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
+  std::vector<Shard> all;
+  for (const Bucket* bucket : schedule.buckets()) {
+    const BucketLayout& layout = bucket->layout();
+    if (kind == Kind::gradient && !bucket->gradient.final()) continue;
+    std::vector<Shard> own = kind == Kind::parameter ? layout.shards(layout.parameter(), bucket->parameters.parameter())
+                             : kind == Kind::main    ? layout.shards(layout.state(), bucket->parameters.main())
+                                                     : layout.shards(layout.state(), bucket->gradient.values());
+    if (kind == Kind::gradient) std::erase_if(own, [&](const Shard& shard) { return !bucket->trains(shard.name); });
+    std::move(own.begin(), own.end(), std::back_inserter(all));
   }
+  return all;
+}
+
+std::vector<Piece> Sharded::Impl::pieces(Kind kind) const {
+  std::vector<Piece> pieces;
+  for (const Shard& shard : shards(kind)) append_pieces(shard, comms->rank(), pieces);
   return pieces;
+}
+
+std::vector<Piece> Sharded::parameters() const {
+  return impl_->pieces(Impl::Kind::parameter);
+}
+std::vector<Piece> Sharded::main_parameters() const {
+  return impl_->pieces(Impl::Kind::main);
+}
+std::vector<Piece> Sharded::gradients() const {
+  return impl_->pieces(Impl::Kind::gradient);
+}
+
+std::map<std::string, ParameterPlacement> Sharded::placements() const {
+  std::map<std::string, ParameterPlacement> placements;
+  for (const Bucket* bucket : impl_->schedule.buckets()) {
+    const BucketLayout& layout = bucket->layout();
+    for (const Slot& slot : layout.slots())
+      placements[slot.name] = {.shape = slot.whole,
+                               .compute = bucket->rules().compute,
+                               .main = bucket->rules().main,
+                               .parameter = layout.placement(slot, layout.parameter()),
+                               .gradient = layout.placement(slot, layout.state()),
+                               .state = layout.placement(slot, layout.state())};
+  }
+  return placements;
 }
 
 void Sharded::main_parameters_changed() {
@@ -123,20 +145,32 @@ void Sharded::main_parameters_changed() {
   for (const auto& unit : impl_->schedule.units()) unit->drop();
 }
 
-std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
-  at::NoGradGuard no_grad;
+MeshComm& Sharded::Impl::comms_of(const Mesh& mesh) const {
+  const std::vector<Bucket*> buckets = schedule.buckets();
+  const auto found = std::find_if(buckets.begin(), buckets.end(), [&](const Bucket* b) { return b->comms()->mesh() == mesh; });
+  SHARD_CHECK(found != buckets.end(), "fully_shard", "no unit is on mesh '{}'", mesh.str());
+  return *(*found)->comms();
+}
+
+std::map<std::string, at::Tensor> Sharded::Impl::gather(const std::vector<Shard>& shards) const {
   std::map<std::string, at::Tensor> whole;
-  for (const auto& unit : impl_->schedule.units()) {
-    const bool was_whole = unit->residency() == Residency::whole || unit->residency() == Residency::gathering;
-    unit->finish_unshard();
-    for (const auto& bucket : unit->buckets())
-      for (size_t i = 0; i < bucket->views().size(); ++i)
-        whole[bucket->layout().slots()[i].name] = impl_->join(bucket->layout().slots()[i], bucket->views()[i]);
-    if (!was_whole) unit->reshard();
+  for (const Shard& shard : shards) {
+    const at::Tensor here = shard.data.to(device());  // by the device's communicators
+    const at::Tensor all = redistribute(here, shard.shape, shard.at.layout, replicated(), comms_of(shard.at.mesh));
+    whole[shard.name] = (all.is_alias_of(shard.data) ? all.clone() : all).view(shard.shape);
   }
+  return whole;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
+  std::map<std::string, at::Tensor> whole = impl_->gather(impl_->shards(Impl::Kind::parameter));
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (const auto& [name, sharded_as] : impl_->aliases) named.emplace_back(name, whole.at(sharded_as));
   return named;
+}
+
+std::map<std::string, at::Tensor> Sharded::gather_gradients() const {
+  return impl_->gather(impl_->shards(Impl::Kind::gradient));
 }
 
 UnitHandle Sharded::unit(const std::string& name) { return UnitHandle(impl_->unit(name)); }

@@ -16,6 +16,13 @@ struct Interval {
   bool operator==(const Interval&) const = default;
 };
 
+// Where the run of a tensor begins in a bucket, and how long the bucket is. Length 0: there is no bucket.
+struct BucketPlace {
+  int64_t offset = 0;
+  int64_t length = 0;
+  bool operator==(const BucketPlace&) const = default;
+};
+
 // A box has one interval for each dim of the tensor. The box of a 0-dim tensor has no intervals and one element.
 using Box = std::vector<Interval>;
 int64_t numel(const Box& box);

@@ -2,8 +2,9 @@
 //
 // A layout is written for each dim of the tensor, while DTensor's placements are written for each axis of the mesh. `dims[d]`
 // lists the splits of dim d, the outermost first. Splits of different dims commute, so their order is not stored. Splits of one
-// dim do not commute, so their order is stored. Then `flat` splits may cut the row-major run of what is left (buckets and
-// ragged shards). `partial` names the axes whose ranks hold terms of a sum. An axis that is named nowhere is replicated. See
+// dim do not commute, so their order is stored. Then `flat` splits may cut the row-major run of what is left (ragged
+// shards). Where that run is a part of a longer one, as a parameter is of a bucket, `bucket` says which part, and the flat
+// splits cut the longer one. `partial` names the axes whose ranks hold terms of a sum. An axis that is named nowhere is replicated. See
 // docs/layout.md.
 #pragma once
 
@@ -22,6 +23,9 @@ struct Layout {
   std::vector<std::vector<Split>> dims;  // one entry for each dim of the tensor; a dim without an entry is not split
   std::vector<Split> flat;
   std::vector<std::string> partial;  // no axis twice
+  // What the flat splits cut. The runs of all ranks begin at this offset, also where an uneven split of a dim leaves them runs
+  // of different lengths.
+  BucketPlace bucket = {};
 
   // Whether both are written alike. Layouts that the functions below build have no trailing empty dims, and a sorted `partial`.
   // `canonical` makes equal what means the same on one mesh and shape.
@@ -30,7 +34,8 @@ struct Layout {
   // Whether the axis splits a dim or the flat run.
   bool splits(std::string_view axis) const;
 
-  // E.g. "dim0[tp,dp_shard] flat[cp:0|3|5] partial[dp_replicate]", or "replicated" when no axis is named.
+  // E.g. "dim0[tp,dp_shard] flat[cp:0|3|5] partial[dp_replicate]", "flat[dp_shard]@10/16" for a run that begins at element 10
+  // of a bucket of 16, or "replicated" when no axis is named.
   std::string str() const;
 };
 
@@ -40,24 +45,23 @@ Layout replicated();
 Layout split_dim(Layout layout, int64_t dim, Split split);
 Layout split_flat(Layout layout, Split split);
 Layout add_partial(Layout layout, std::string axis);
+// The layout of a tensor at `offset` of a bucket, of a row-major 1-dim tensor, that is laid out as `of_bucket` says. `dims` are
+// the splits of the tensor's own dims. Law: a rank holds those of the tensor's elements that lie in its part of the bucket.
+Layout in_bucket(std::vector<std::vector<Split>> dims, const Layout& of_bucket, BucketPlace place);
 
 // Throws Error, which names layout, mesh and shape, when a size is negative, an axis is unknown or used twice, a split dim does
-// not exist, or ragged bounds do not fit. Every function below calls it.
+// not exist, ragged bounds do not fit, or the tensor reaches out of its bucket. Every function below calls it.
 void validate(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
 // Returns the layout without what changes nothing on this mesh and shape. It removes axes of size 1 and trailing empty dims,
-// makes ragged bounds even that equal the even cut, and turns the flat splits of a 1-dim tensor into innermost splits of its
-// dim. Laws: canonical(a) == canonical(b) implies owned(a) == owned(b) on every rank; canonical is idempotent; `plan` does not
+// makes ragged bounds even that equal the even cut, drops a bucket that nothing cuts or that the tensor fills, and turns the
+// flat splits of a 1-dim tensor outside of a bucket into innermost splits of its dim. Laws: canonical(a) == canonical(b) implies owned(a) == owned(b) on every rank; canonical is idempotent; `plan` does not
 // change when its layouts are made canonical.
 Layout canonical(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
 // The shape of the tensor that the splits of dims leave to `rank`, before any flat split. A size may be 0. Where a rank has
 // several runs of a dim, they lie end to end.
 Shape local_shape(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
-
-// The elements that the flat splits leave to `rank`, as a run of the row-major order of that tensor. Without flat splits these
-// are all elements.
-Interval flat_run(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
 
 // The boxes of global indices that `rank` holds, in its storage order. No box is empty. Without flat splits there is at most
 // one box; with them there are at most 2 * dims - 1, and one for a 0-dim tensor. There are more where splits in segments or
@@ -77,11 +81,6 @@ struct OwnedRun {
 // Returns what `rank` holds as runs, in its storage order. Runs that follow each other are joined. Law: the first copies among
 // the runs of all ranks that have the same coordinate along every replicated and partial axis tile the tensor exactly.
 std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);
-// Returns the runs that the part `local` of the rank's storage holds.
-std::vector<OwnedRun> owned_runs(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank, Interval local);
-
-// Appends the elements `run` of the row-major order of a tensor of this shape to `boxes`, in that order.
-void append_boxes(const Shape& shape, Interval run, std::vector<Box>& boxes);
 
 // The number of elements that `rank` holds. It takes constant time for each split.
 int64_t owned_numel(const Shape& shape, const Mesh& mesh, const Layout& layout, int64_t rank);

@@ -71,11 +71,6 @@ int64_t piece_size(const Split& split, int64_t length, int64_t parts, int64_t pa
 // length).
 Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part);
 
-// A contiguous `split` cuts [0, length). Returns the ragged split that this makes in the window: a parameter in a bucket is cut
-// like this when the bucket is cut. Law: piece(within(s, l, n, w), |w|, n, i) is the intersection of piece(s, l, n, i) and w,
-// counted from w.begin.
-Split within(const Split& split, int64_t length, int64_t parts, Interval window);
-
 // The cut of a dim of known length among a known number of parts.
 struct DimCut {
   Split split;

@@ -70,9 +70,8 @@ class Manager {
 
  private:
   struct Pending;
-  void begin(Comm& world, int64_t step);
+  void begin(int64_t step) const;
   void commit();
-  void remove_old(Comm& world);
 
   std::string directory_;
   ManagerOptions options_;

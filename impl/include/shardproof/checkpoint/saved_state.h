@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -42,6 +43,9 @@ struct TrainerState {
 struct SaveOptions {
   bool overwrite = false;  // whether to replace a directory that exists, atomically; else it is an Error
   FileSystem* files = &system_files();
+  // Rank 0 runs them, before anything is written and after the checkpoint has its name. Their errors are errors of the save, on
+  // every rank.
+  std::function<void()> before = {}, after = {};
 };
 
 // Saves the checkpoint. Afterwards it is there, whole and durable; when the save fails it is not there at all.

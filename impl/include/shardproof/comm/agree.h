@@ -17,6 +17,13 @@ std::vector<std::string> gather_texts(Comm& comm, const std::string& mine);
 // Collective.
 void agree(Comm& comm, const std::string& error);
 
+// Throws the first error, with its rank's number, unless all are empty. Errors by rank.
+void throw_first(const std::vector<std::string>& errors);
+
+// What `body` returns on rank 0, which alone runs it, on every rank; or the error that it throws there, on every rank as well.
+// One collective: a text may have 8,191 bytes, and of a longer error those are left.
+std::string from_rank_0(Comm& comm, const std::function<std::string()>& body);
+
 // Runs the body and returns the message of the exception that it threw, or "" when it threw none. It does not catch
 // BrokenInvariant.
 std::string error_of(const std::function<void()>& body);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -138,6 +139,10 @@ class Optimizer {
   // What this rank holds of one state tensor, in the strategy's `state` layout and the main dtype, for the parameters that have
   // it.
   std::vector<Piece> state(const std::string& slot) const;
+  // The same as shards, one of each parameter that has this state, whether this rank holds a part of it or not.
+  std::vector<Shard> state_shards(const std::string& slot) const;
+  // Whole state by the parameter's name, on every rank. Collective.
+  std::map<std::string, at::Tensor> gather_state(const std::string& slot) const;
   // How often a parameter has been updated so far. Throws Error when there is no such parameter.
   int64_t updates(const std::string& parameter) const;
 
@@ -156,8 +161,9 @@ class Optimizer {
   // The state of one run of a parameter.
   struct Held {
     int64_t group = 0;
-    int64_t updates = 0;  // the same on every rank, whether it owns a part or not
-    std::vector<at::Tensor> state;  // empty until the parameter is trained and this rank owns a part of it
+    int64_t updates = 0;                 // this and the next are the same on every rank, whether it owns a part or not
+    bool has_state = false;              // the parameter trains or was restored with state
+    std::vector<at::Tensor> state = {};  // of what this rank owns of it; empty where it owns nothing
   };
   void allocate_state(size_t bucket, size_t slot);
   // Returns whether the parameters in the compute dtype are up to date too.

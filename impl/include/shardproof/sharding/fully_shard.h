@@ -20,6 +20,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -124,12 +125,17 @@ class Sharded {
   std::vector<Piece> parameters() const;
   std::vector<Piece> main_parameters() const;
   std::vector<Piece> gradients() const;
+  // What every rank holds between steps, by the parameter's name; of a tied one, by its first name. Not collective.
+  std::map<std::string, ParameterPlacement> placements() const;
   // Brings the parameters up to date after main parameters were written to, e.g. from a checkpoint. Collective over the mesh.
   void main_parameters_changed();
 
   // Returns every whole parameter with its name, on every rank, in the compute dtype. Cuts of tensor parallelism are joined
   // too, and a tied parameter is there under each of its names. Collective over the mesh.
   std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
+  // Whole gradients of parameters that train, tied ones under their first name, after the last backward, in the main dtype.
+  // Collective.
+  std::map<std::string, at::Tensor> gather_gradients() const;
 
   // The unit of this name; "" is the root. A unit of several modules has the name of the first. Throws Error, which lists the
   // names, when there is no such unit.

@@ -1,11 +1,13 @@
-// A piece is what a rank holds of a parameter, of its gradient or of its optimizer state.
+// Pieces and shards are what a rank holds of a parameter, of its gradient or of its optimizer state; placements are what all
+// ranks hold.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <vector>
 
-#include "shardproof/algebra/layout.h"
+#include "shardproof/algebra/plan.h"
 
 namespace shardproof {
 
@@ -15,6 +17,27 @@ struct Piece {
   Shape shape;       // the shape of the whole parameter
   Interval run;      // the elements, numbered in row-major order; never empty
   at::Tensor data;   // 1-D with run.size() elements: the memory itself, not a copy
+};
+
+// What this rank holds of one tensor, in the storage order of its layout: the elements that `owned_runs` lists.
+struct Shard {
+  std::string name;
+  Shape shape;  // of the whole tensor
+  Placement at;
+  at::Tensor data;  // 1-D, the live memory; without elements where this rank holds nothing
+};
+
+// Appends the runs of a shard; `rank` is this one.
+void append_pieces(const Shard& shard, int64_t rank, std::vector<Piece>& pieces);
+
+// Which rank holds which elements of a parameter: integers, known to every rank and the same on all of them. Law: a rank's
+// pieces are what `owned_runs` says of its placements.
+struct ParameterPlacement {
+  Shape shape;                                             // of the whole parameter
+  at::ScalarType compute = at::kFloat, main = at::kFloat;  // dtypes
+  Placement parameter;                                     // of the parameter between steps, in the compute dtype
+  Placement gradient;                                      // of its gradient after the last backward, in the main dtype
+  Placement state;  // of the main parameter and of the optimizer's state, in the main dtype
 };
 
 }  // namespace shardproof

@@ -39,15 +39,7 @@ const ParallelParameter* ParallelState::find(const at::Tensor& parameter) const 
 }
 
 at::Tensor ParallelState::cut(const Layout& layout, const at::Tensor& whole) const {
-  at::Tensor own = whole;
-  for (int64_t dim = 0; dim < std::ssize(layout.dims); ++dim)
-    for (const Split& split : layout.dims[static_cast<size_t>(dim)]) {
-      std::vector<at::Tensor> runs;
-      for (const SplitRun& run : pieces(split, own.size(dim), parts(), part()))
-        runs.push_back(own.narrow(dim, run.whole.begin, run.whole.size()));
-      own = runs.empty() ? own.narrow(dim, 0, 0) : at::cat(runs, dim);
-    }
-  return own.contiguous();
+  return redistribute(whole.contiguous(), whole.sizes().vec(), replicated(), layout, *view_);
 }
 
 at::Tensor ParallelState::join(const ParallelParameter& parameter, const at::Tensor& local) const {
