@@ -4,8 +4,8 @@
 // lists the splits of dim d, the outermost first. Splits of different dims commute, so their order is not stored. Splits of one
 // dim do not commute, so their order is stored. Then `flat` splits may cut the row-major run of what is left (ragged
 // shards). Where that run is a part of a longer one, as a parameter is of a bucket, `bucket` says which part, and the flat
-// splits cut the longer one. `partial` names the axes whose ranks hold terms of a sum. An axis that is named nowhere is replicated. See
-// docs/layout.md.
+// splits cut the longer one. `partial` names the axes whose ranks hold terms of a sum. An axis that is named nowhere is
+// replicated. See docs/layout.md.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +55,9 @@ void validate(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
 // Returns the layout without what changes nothing on this mesh and shape. It removes axes of size 1 and trailing empty dims,
 // makes ragged bounds even that equal the even cut, drops a bucket that nothing cuts or that the tensor fills, and turns the
-// flat splits of a 1-dim tensor outside of a bucket into innermost splits of its dim. Laws: canonical(a) == canonical(b) implies owned(a) == owned(b) on every rank; canonical is idempotent; `plan` does not
-// change when its layouts are made canonical.
+// flat splits of a 1-dim tensor outside of a bucket into innermost splits of its dim. Laws: canonical(a) == canonical(b)
+// implies owned(a) == owned(b) on every rank; canonical is idempotent; `plan` does not change when its layouts are made
+// canonical.
 Layout canonical(const Shape& shape, const Mesh& mesh, const Layout& layout);
 
 // The shape of the tensor that the splits of dims leave to `rank`, before any flat split. A size may be 0. Where a rank has
