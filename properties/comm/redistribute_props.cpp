@@ -58,7 +58,7 @@ RC_GTEST_PROP(Redistribute, every_rank_gets_what_the_target_layout_means, ()) {
         const int64_t rank = comm->rank();
         const at::Tensor local = tensor(before[rank]).view(sizes(move.shape, mesh, move.from.layout, rank));
         const at::Tensor result = redistribute(local, move.shape, move.from.layout, move.to.layout, comms);
-        wrong += !kit::same_bits(result.flatten(), tensor(after[rank]));
+        wrong += !kit::same_bits(result.flatten(), tensor(after[rank]).flatten());
         wrong += result.sizes() != at::IntArrayRef(sizes(move.shape, mesh, move.to.layout, rank));
       },
       options);
@@ -86,7 +86,8 @@ TEST(Redistribute, every_kind_of_step_is_taken_by_some_move) {
       run_threads(6, [&, from = from, to = to](std::shared_ptr<Comm> comm) {
         MeshComm comms(comm, mesh);
         const at::Tensor local = tensor(before[comm->rank()]).view(sizes(shape, mesh, from, comm->rank()));
-        EXPECT_TRUE(kit::same_bits(redistribute(local, shape, from, to, comms).flatten(), tensor(after[comm->rank()])))
+        EXPECT_TRUE(kit::same_bits(redistribute(local, shape, from, to, comms).flatten(),
+                                   tensor(after[comm->rank()]).flatten()))
             << from.str() << " -> " << to.str();
       });
     }
