@@ -8,3 +8,6 @@ foreach(path IN LISTS _tests)
   set_tests_properties("Python.${name}" PROPERTIES LABELS python
     ENVIRONMENT "PYTHONPATH=${CMAKE_BINARY_DIR}/python;PYTHONDONTWRITEBYTECODE=1;OMP_NUM_THREADS=1")
 endforeach()
+
+# Campaigns over PyTorch's own engines, and the reruns of what they found, take minutes.
+set_tests_properties(Python.check_engines Python.check_findings PROPERTIES LABELS "python;nightly")
