@@ -207,14 +207,15 @@ void fit_to_parallel_ranks(Case& c) {
     while (!sequence_fits(with_sequence_parallelism, *length)) ++*length;
 }
 
-// Sets an option, unless the case would not be valid with it.
-void try_option(Case& c, const OptionRow& row, int64_t value) {
-  const int64_t before = c.options.*row.member;
-  c.options.*row.member = value;
+// Changes the case, unless it would not be valid then.
+template <class Change>
+void try_change(Case& c, Change change) {
+  const Case before = c;
+  change();
   try {
     validate(c);
   } catch (const shardproof::Error&) {
-    c.options.*row.member = before;
+    c = before;
   }
 }
 
@@ -228,7 +229,7 @@ void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
     const bool rare = row.member == &CaseOptions::compute && std::ranges::any_of(c.steps, &StepPlan::loads);
     const bool draws = from.chance(rare ? 0.5 : row.probability * scale);
     const int64_t value = from.one_of(row.others);
-    if (draws) try_option(c, row, value);
+    if (draws) try_change(c, [&] { c.options.*row.member = value; });
   }
 }
 
@@ -252,17 +253,6 @@ std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
   return steps;
 }
 
-// Sets what a plan saves and loads, unless the case would not be valid with it.
-void try_plan(Case& c, size_t step, const StepPlan& plan) {
-  const StepPlan before = c.steps[step];
-  c.steps[step] = plan;
-  try {
-    validate(c);
-  } catch (const shardproof::Error&) {
-    c.steps[step] = before;
-  }
-}
-
 // Saves, saves that die, and loads elsewhere, of one case in six.
 void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
   if (!choose.chance(1.0 / 6)) return;
@@ -278,9 +268,9 @@ void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
     // Canonical arithmetic goes on anywhere, other parallel runs on a parallel mesh again.
     const bool parallel = c.microbatch_ranks() > 1 && (c.options.arithmetic == 0 || choose.chance(0.6));
     const Mesh mesh = parallel && !limits.mesh ? generate_parallel_mesh(choose, limits, there, c.model.of_tokens())
-                          : generate_mesh(choose, limits, there);
+                                               : generate_mesh(choose, limits, there);
     if (plan.load_strategy.empty() || choose.chance(0.7)) plan.load_mesh = mesh;
-    try_plan(c, s, plan);
+    try_change(c, [&] { c.steps[s] = plan; });
   }
 }
 
@@ -288,15 +278,11 @@ void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
 void try_wide_world(Chooser choose, Case& c, const Limits& limits) {
   const bool saves = std::ranges::any_of(c.steps, &StepPlan::save);
   if (!saves || !limits.above_ten || limits.mesh || c.microbatch_ranks() > 1 || !choose.chance(0.15)) return;
-  const Mesh before = c.mesh;
   const int64_t ranks = choose.integer(11, 14);
   const bool two_axes = choose.chance(0.5) && ranks % 2 == 0;
-  c.mesh = two_axes ? Mesh({{"dp_replicate", 2}, {"dp_shard", ranks / 2}}) : Mesh({{"dp_shard", ranks}});
-  try {
-    validate(c);
-  } catch (const shardproof::Error&) {
-    c.mesh = before;
-  }
+  try_change(c, [&] {
+    c.mesh = two_axes ? Mesh({{"dp_replicate", 2}, {"dp_shard", ranks / 2}}) : Mesh({{"dp_shard", ranks}});
+  });
 }
 
 Case generate_tiny(Chooser& choose) {

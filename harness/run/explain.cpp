@@ -79,9 +79,9 @@ golden::Run alone(const Failing& failing) {
   golden::Step step = run.steps[failing.step];
   step.after = {};
   step.clip_norm = 0;
-  step.order = golden::SumOrder{.shards = failing.c.shards() * failing.c.context_ranks(), .replicas = failing.c.replicas()};
-  step.order->shards = static_cast<int64_t>(step.microbatches.front().size()) / step.order->replicas;
-  run.order = *step.order;
+  const int64_t ranks = std::ssize(step.microbatches.front()), replicas = failing.c.replicas();
+  run.order = {.shards = ranks / replicas, .replicas = replicas};
+  step.order = run.order;
   run.steps = {std::move(step)};
   run.model.canonical = false;
   run.precision = {};
@@ -89,6 +89,11 @@ golden::Run alone(const Failing& failing) {
   run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
   run.jitter = 0;
   return run;
+}
+
+// Whether both are of the same parameters: steps may freeze others.
+bool same_names(const golden::Named& a, const golden::Named& b) {
+  return std::ranges::equal(a, b, {}, &golden::Named::value_type::first, &golden::Named::value_type::first);
 }
 
 std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong) {
@@ -101,7 +106,7 @@ std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong)
   std::vector<Suspect> suspects;
   if (step.clip_norm == 0 || clipped >= 1) suspects = gradient_suspects(failing.c, alone(failing));
   const golden::StepTrace* earlier = failing.earlier();
-  if (earlier && earlier->gradients.size() == wrong.wanted.size()) {
+  if (earlier && same_names(earlier->gradients, wrong.golden)) {
     const Values before = in_double(earlier->gradients);
     Values both = wrong.wanted;
     for (size_t i = 0; i < both.size(); ++i) both[i] = both[i] + before[i];
@@ -114,7 +119,7 @@ std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong)
 
 // Parameters, and the optimizer's state.
 std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before) {
-  if (before && before->size() == wrong.wanted.size()) {
+  if (before && same_names(*before, wrong.golden)) {
     const Values old = in_double(*before);
     if (distance(wrong, old) <= wrong.tolerance / 100) return "they are those from before the step: nothing has updated them";
     WrongPieces updates = wrong;
@@ -142,10 +147,6 @@ std::string guess_of_norm(const Failing& failing) {
   for (const Piece& piece : failing.ranks.front().gradients) own += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
   if (order == 2 && std::abs(std::sqrt(own) - held) < 1e-4 * held) return "it is the norm of each rank's own part";
   return "";
-}
-
-bool near(double a, double b) {
-  return std::abs(a - b) <= 1e-4 * std::abs(b);
 }
 
 std::string guess_of_loss(const Failing& failing, size_t rank, size_t round) {
@@ -181,7 +182,7 @@ Found in_losses(const Failing& failing) {
   const auto& wanted = failing.golden().losses;
   const auto neighbours = static_cast<size_t>(failing.c.microbatch_ranks());
   for (size_t rank = 0; rank < failing.ranks.size(); ++rank)
-    for (size_t round = 0; round < wanted.size(); ++round)
+    for (size_t round = 0; round < std::min(wanted.size(), failing.ranks[rank].losses.size()); ++round)
       if (!near(failing.ranks[rank].losses[round], wanted[round][rank / neighbours]))
         return Explanation{fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step, rank, round),
                            guess_of_loss(failing, rank, round)};
@@ -205,7 +206,9 @@ Found in_state(const Failing& failing) {
     };
     const WrongPieces wrong = wrong_pieces("tensors of " + name, values, failing.ranks, pieces, tolerance_of(failing.c));
     if (!wrong.pieces.empty())
-      return found(failing, wrong, guess_of_results(failing, wrong, earlier ? &earlier->state[slot].second : nullptr));
+      return found(
+          failing, wrong,
+          guess_of_results(failing, wrong, earlier && slot < earlier->state.size() ? &earlier->state[slot].second : nullptr));
   }
   return {};
 }

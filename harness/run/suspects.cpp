@@ -47,11 +47,11 @@ class Terms {
   std::vector<std::vector<Values>> terms_;
 };
 
+}  // namespace
+
 bool near(double a, double b) {
   return std::abs(a - b) <= 1e-4 * std::abs(b);
 }
-
-}  // namespace
 
 Values in_double(const golden::Named& tensors) {
   Values values;

@@ -26,4 +26,7 @@ std::string factor_in_words(const Case& c, const golden::Step& step, double fact
 
 Values in_double(const golden::Named& tensors);
 
+// Whether `a` is `b` but for rounding.
+bool near(double a, double b);
+
 }  // namespace harness

@@ -41,6 +41,10 @@ WrongPieces wrong_pieces(std::string kind, const golden::Named& golden, const st
     for (const Piece& piece : pieces(ranks[rank])) {
       const auto found = index.find(piece.name);
       if (found == index.end()) continue;
+      const at::Tensor& whole = wrong.wanted[found->second];
+      const bool fits = 0 <= piece.run.begin && piece.run.begin <= piece.run.end && piece.run.end <= whole.numel() &&
+                        piece.data.numel() == piece.run.size();
+      if (!fits) continue;  // the failure itself says so
       WrongPiece held{static_cast<int64_t>(rank), found->second, piece.run, piece.data.to(at::kDouble).contiguous().view({-1})};
       const at::Tensor wanted = wrong.of(wrong.wanted, held);
       if (!(norm_of(held.values - wanted) <= tolerance * norm_of(wanted))) wrong.pieces.push_back(std::move(held));

@@ -163,3 +163,27 @@ TEST(Explain, finds_gradients_that_were_not_clipped) {
       },
       text);
 }
+
+TEST(Explain, survives_whatever_ranks_say) {
+  const char* const freezing =
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero2(align=64,loss=sum) sgd(lr=0.1,momentum=0.5) ordered seed=3 : freeze(%d) step "
+      "freeze(%d) step";
+  // Steps that train as many parameters, and others.
+  for (int one = 1; one <= 9; ++one)
+    for (int other = 1; other <= 9; ++other) {
+      char text[200];
+      std::snprintf(text, sizeof text, freezing, one, other);
+      explained(
+          [](Steps& steps) {
+            for (RankStep& rank : steps[1])
+              for (shardproof::Piece& piece : rank.gradients) piece.data = piece.data.square() + 0.25;
+          },
+          text);
+    }
+  explained([](Steps& steps) { steps[0][1].losses.pop_back(); });
+  explained([](Steps& steps) { steps[1][0].gradients.clear(); });
+  explained([](Steps& steps) {
+    for (RankStep& rank : steps[0])
+      for (shardproof::Piece& piece : rank.gradients) piece.run = {piece.run.begin + 1000, piece.run.end + 1000};
+  });
+}
