@@ -59,7 +59,7 @@ class Carried {
 
   void take(int64_t rank) {
     for (int64_t from = 0; from < size_; ++from) {
-      const ElementRange given = plan(from).gives(rank), taken = plan(rank).takes(from);
+      const ElementRange given = plan(from).send_range(rank), taken = plan(rank).recv_range(from);
       if (given.length != taken.length)
         misfit_ = fmt::format("rank {} gives {} elements to rank {}, which takes {}", from, given.length, rank, taken.length);
       for (int64_t i = 0; i < taken.length; ++i) write(rank, taken.begin + i, {{from, given.begin + i}});
@@ -70,7 +70,7 @@ class Carried {
     const ElementRange summed = plan(rank).summed(), result = plan(rank).result();
     if (summed.length != result.length) misfit_ = fmt::format("rank {} has no place for its sum", rank);
     for (int64_t from = 0; from < size_; ++from)
-      if (plan(from).gives(rank) != summed || plan(rank).takes(from) != summed)
+      if (plan(from).send_range(rank) != summed || plan(rank).recv_range(from) != summed)
         misfit_ = fmt::format("rank {} does not get what it adds up from rank {}", rank, from);
     for (int64_t i = 0; i < summed.length; ++i) {
       Element element;
@@ -82,7 +82,7 @@ class Carried {
   // The second exchange. A rank's own sum is there.
   void take_sums(int64_t rank) {
     for (int64_t from = 0; from < size_; ++from) {
-      const ElementRange given = plan(from).result(), taken = plan(rank).takes_sum(from);
+      const ElementRange given = plan(from).result(), taken = plan(rank).recv_sum_range(from);
       if (taken.length == 0 || from == rank) continue;
       if (given != taken) misfit_ = fmt::format("rank {} takes another sum than rank {} gives", rank, from);
       for (int64_t i = 0; i < taken.length; ++i)

@@ -71,8 +71,8 @@ class Checked final : public Comm {
   bool agree(const Signature& a, int64_t rank_a, const Signature& b, int64_t rank_b) const {
     if (!std::equal(a.begin(), a.begin() + kFields, b.begin())) return false;
     const auto sends = [&](const Signature& s, int64_t to) { return s[kFields + static_cast<size_t>(to)]; };
-    const auto takes = [&](const Signature& s, int64_t from) { return s[kFields + static_cast<size_t>(size() + from)]; };
-    return sends(a, rank_b) == takes(b, rank_a) && sends(b, rank_a) == takes(a, rank_b);
+    const auto receives = [&](const Signature& s, int64_t from) { return s[kFields + static_cast<size_t>(size() + from)]; };
+    return sends(a, rank_b) == receives(b, rank_a) && sends(b, rank_a) == receives(a, rank_b);
   }
 
   static std::string times(double factor) { return factor == 1 ? "" : fmt::format(" times {}", factor); }

@@ -41,16 +41,16 @@ CollectivePlan::CollectivePlan(const Call& call, int64_t rank, int64_t size, All
   if (call.input.defined()) input_numel_ = call.input.numel();
   if (call.output.defined()) output_numel_ = call.output.numel();
   if (op_ == Op::broadcast) root_ = call.peer;
-  if (op_ == Op::all_to_all) gives_ = side_by_side(call.input_sizes), takes_ = side_by_side(call.output_sizes);
+  if (op_ == Op::all_to_all) input_ranges_ = side_by_side(call.input_sizes), output_ranges_ = side_by_side(call.output_sizes);
 }
 
-ElementRange CollectivePlan::gives(int64_t peer) const {
+ElementRange CollectivePlan::send_range(int64_t peer) const {
   switch (op_) {
     case Op::all_gather:
     case Op::split:
       return {0, input_numel_};
     case Op::all_to_all:
-      return gives_[static_cast<size_t>(peer)];
+      return input_ranges_[static_cast<size_t>(peer)];
     case Op::broadcast:
       return rank_ == root_ && peer != root_ ? ElementRange{0, input_numel_} : ElementRange{};
     case Op::reduce_scatter:
@@ -65,13 +65,13 @@ ElementRange CollectivePlan::gives(int64_t peer) const {
   return {};
 }
 
-ElementRange CollectivePlan::takes(int64_t peer) const {
+ElementRange CollectivePlan::recv_range(int64_t peer) const {
   switch (op_) {
     case Op::all_gather:
     case Op::split:
       return {peer * input_numel_, input_numel_};
     case Op::all_to_all:
-      return takes_[static_cast<size_t>(peer)];
+      return output_ranges_[static_cast<size_t>(peer)];
     case Op::broadcast:
       return rank_ != root_ && peer == root_ ? ElementRange{0, output_numel_} : ElementRange{};
     case Op::reduce_scatter:
@@ -87,14 +87,14 @@ ElementRange CollectivePlan::takes(int64_t peer) const {
 
 // Everybody's terms for this rank are what this rank would give to itself.
 ElementRange CollectivePlan::summed() const {
-  return sums() ? gives(rank_) : ElementRange{};
+  return sums() ? send_range(rank_) : ElementRange{};
 }
 
 ElementRange CollectivePlan::result() const {
   return op_ == Op::reduce_scatter ? ElementRange{0, output_numel_} : summed();
 }
 
-ElementRange CollectivePlan::takes_sum(int64_t peer) const {
+ElementRange CollectivePlan::recv_sum_range(int64_t peer) const {
   return in_slices() ? equal_range(output_numel_, peer, size_) : ElementRange{};
 }
 

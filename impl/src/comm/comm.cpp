@@ -84,11 +84,11 @@ void validate(const Call& call, const Comm& comm) {
   if (call.op == Op::broadcast || call.op == Op::send || call.op == Op::recv)
     SHARD_REQUIRE(call.peer >= 0 && call.peer < comm.size(), "comm", "{}: there is no rank {}; ranks are 0 to {}",
                   where(call, comm), call.peer, comm.size() - 1);
-  const bool gives = needs_input(call, comm), takes = needs_output(call, comm);
-  if (gives) validate_tensor(call.input, "input", call, comm);
-  if (takes) validate_tensor(call.output, "output", call, comm);
+  const bool sends = needs_input(call, comm), receives = needs_output(call, comm);
+  if (sends) validate_tensor(call.input, "input", call, comm);
+  if (receives) validate_tensor(call.output, "output", call, comm);
   if (call.factor != 1) validate_factor(call, comm);
-  if (!gives || !takes) return;
+  if (!sends || !receives) return;
   SHARD_REQUIRE(call.input.scalar_type() == call.output.scalar_type(), "comm", "{}: the input is {} but the output {}",
                 where(call, comm), dtype_name(call.input.scalar_type()), dtype_name(call.output.scalar_type()));
   if (call.op == Op::all_gather || call.op == Op::split)

@@ -69,13 +69,13 @@ at::Tensor broadcast_data(const at::Tensor& tensor, Comm& group, int64_t root) {
   SHARD_REQUIRE(group.rank() != root || tensor.defined(), "broadcast_data", "rank {} of '{}', the root, gave no tensor", root,
                 group.name());
   if (group.size() == 1) return tensor;
-  const bool gives = group.rank() == root;
-  at::Tensor description = description_of(gives ? tensor : at::Tensor());
+  const bool is_root = group.rank() == root;
+  at::Tensor description = description_of(is_root ? tensor : at::Tensor());
   group.broadcast(description, root).wait();
   const auto* fields = description.const_data_ptr<int64_t>();
   const std::vector<int64_t> sizes(fields + 2, fields + 2 + fields[1]);
   at::Tensor values =
-      gives ? tensor.detach().contiguous() : at::empty(sizes, at::TensorOptions(static_cast<at::ScalarType>(fields[0])));
+      is_root ? tensor.detach().contiguous() : at::empty(sizes, at::TensorOptions(static_cast<at::ScalarType>(fields[0])));
   group.broadcast(values, root).wait();
   return values;
 }

@@ -1,5 +1,5 @@
-// Which rank sends which elements to whom in a collective, and which of them each rank adds up: a pure function of the call,
-// the rank and the size of the group. Nothing is sent here. Every backend that moves elements itself follows this plan.
+// Which rank sends which elements to which rank in a collective, and which of them each rank adds up. The plan is a pure
+// function of the call, the rank and the size of the group. Nothing is sent here. Every backend that moves elements follows it.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,7 @@ enum class AllReduceBy {
   slices,  // every rank gets the terms of one slice, adds them up, and sends the sum to all: two exchanges
 };
 
-// What one rank does in a collective. The plans of all ranks fit together: what rank a gives to rank b is as long as what b
-// takes from a.
+// What one rank does in a collective. Law: what the plan of rank a sends to b is as long as what the plan of b receives from a.
 class CollectivePlan {
  public:
   // A valid call, but no send or receive.
@@ -40,19 +39,19 @@ class CollectivePlan {
 
   bool sums() const { return op_ == Op::reduce_scatter || op_ == Op::all_reduce; }
 
-  // Elements of this rank's input that the peer needs. The peer may be this rank.
-  ElementRange gives(int64_t peer) const;
-  // What comes from the peer, or from this rank itself. Without sums: where it lies in this rank's output. Of a sum: where it
-  // lies in the peer's input, which is the same range for every peer.
-  ElementRange takes(int64_t peer) const;
+  // The elements of this rank's input that it sends to the peer. The peer may be this rank.
+  ElementRange send_range(int64_t peer) const;
+  // The elements that this rank receives from the peer, which may be itself. For a call without a sum it is their range in
+  // this rank's output. For a sum it is their range in the peer's input, which is the same for every peer.
+  ElementRange recv_range(int64_t peer) const;
 
-  // Of a sum: the elements of everybody's input that this rank adds up, and where the sum lies in its output.
+  // For a sum: the elements of all ranks' inputs that this rank adds up, and where the sum lies in its output.
   ElementRange summed() const;
   ElementRange result() const;
 
-  // The second exchange of an all-reduce in slices: every rank gives its result to all, and takes this range of its output from
-  // the peer. Empty for all other calls.
-  ElementRange takes_sum(int64_t peer) const;
+  // In the second exchange of an all-reduce in slices every rank sends its result to all others, and receives this range of its
+  // output from the peer. Empty for all other calls.
+  ElementRange recv_sum_range(int64_t peer) const;
 
  private:
   bool in_slices() const { return op_ == Op::all_reduce && all_reduce_ == AllReduceBy::slices; }
@@ -62,7 +61,7 @@ class CollectivePlan {
   AllReduceBy all_reduce_;
   int64_t root_ = -1;
   int64_t input_numel_ = 0, output_numel_ = 0;
-  std::vector<ElementRange> gives_, takes_;  // of an all-to-all, by peer
+  std::vector<ElementRange> input_ranges_, output_ranges_;  // for an all-to-all, by peer
 };
 
 }  // namespace shardproof

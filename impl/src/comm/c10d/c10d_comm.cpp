@@ -176,23 +176,23 @@ Work C10dComm::begin(const Call& call) {
 Work C10dComm::exchange(const Call& call, const at::Tensor& target, std::function<void()> finish) {
   const CollectivePlan plan(call, rank(), size());
   const auto given = [&](int64_t peer) {
-    const ElementRange range = plan.gives(peer);
+    const ElementRange range = plan.send_range(peer);
     return range.length > 0 ? bytes_of(plain(call.input).narrow(0, range.begin, range.length)) : at::Tensor();
   };
   const auto place = [&](int64_t peer) {
-    const ElementRange range = plan.takes(peer);
+    const ElementRange range = plan.recv_range(peer);
     const int64_t begin = plan.sums() ? peer * range.length : range.begin;
     return range.length > 0 ? bytes_of(plain(target).narrow(0, begin, range.length)) : at::Tensor();
   };
   std::vector<Pending> pending;
   std::vector<at::Tensor> alive;
-  for (const bool takes : {true, false})
+  for (const bool receives : {true, false})
     for (int64_t r = 0; r < size(); ++r) {
-      const at::Tensor part = takes ? place(r) : given(r);
+      const at::Tensor part = receives ? place(r) : given(r);
       if (r == rank_ || !part.defined()) continue;
       std::vector<at::Tensor> tensors = {part};
       const int peer = members_[static_cast<size_t>(r)], tag = static_cast<int>(number_);
-      pending.push_back(takes ? group_->recv(tensors, peer, tag) : group_->send(tensors, peer, tag));
+      pending.push_back(receives ? group_->recv(tensors, peer, tag) : group_->send(tensors, peer, tag));
       alive.push_back(part);
     }
   const at::Tensor own = given(rank_), own_place = place(rank_);

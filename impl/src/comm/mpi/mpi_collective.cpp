@@ -17,7 +17,7 @@ constexpr int64_t kCopyChunkBytes = 8 << 20;
 constexpr int64_t kSumChunkBytes = 512 << 10;
 constexpr int64_t kSlots = 2;
 
-bool comes_with_word(int64_t bytes) {
+bool is_eager(int64_t bytes) {
   return bytes <= kBodyBytesMax;
 }
 
@@ -30,13 +30,13 @@ int64_t element_bytes(const Call& call) {
 Collective::Collective(std::shared_ptr<Group> group, Call given)
     : Operation(std::move(group), std::move(given)),
       element_bytes_(element_bytes(call)),
-      sliced_(call.op == Op::all_reduce && !comes_with_word(numel(call) * element_bytes_)),
+      sliced_(call.op == Op::all_reduce && !is_eager(numel(call) * element_bytes_)),
       plan_(call, group_->rank(), group_->size(), sliced_ ? AllReduceBy::slices : AllReduceBy::whole) {
   SHARD_REQUIRE(!plan_.sums() || can_reduce(dtype(call)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
                 describe(call), group_->name(), dtype_name(dtype(call)));
   sequence = group_->next_sequence();
   open_sides();
-  tell_all();
+  post_headers();
   copy_own();
 }
 
@@ -48,13 +48,13 @@ Collective::Bytes Collective::bytes_of(const at::Tensor& tensor, ElementRange ra
 
 void Collective::open_sides() {
   sides_.resize(static_cast<size_t>(group_->size()));
-  sides_[static_cast<size_t>(group_->rank())].meeting = Meeting::agreed;
+  sides_[static_cast<size_t>(group_->rank())].match = Match::found;
   for (int64_t peer = 0; peer < group_->size(); ++peer) {
     Side& side = sides_[static_cast<size_t>(peer)];
-    const Bytes gives = bytes_of(call.input, plan_.gives(peer));
-    side.gives = gives.data, side.gives_bytes = gives.count;
-    side.takes_bytes = plan_.takes(peer).length * element_bytes_;
-    if (!plan_.sums()) side.takes = bytes_of(call.output, plan_.takes(peer)).data;
+    const Bytes to_send = bytes_of(call.input, plan_.send_range(peer));
+    side.send_data = to_send.data, side.send_bytes = to_send.count;
+    side.recv_bytes = plan_.recv_range(peer).length * element_bytes_;
+    if (!plan_.sums()) side.recv_data = bytes_of(call.output, plan_.recv_range(peer)).data;
   }
   if (!plan_.sums()) return;
   own_term_ = bytes_of(call.input, plan_.summed()).data;
@@ -65,19 +65,19 @@ void Collective::open_sides() {
 
 void Collective::copy_own() {
   const Side& own = sides_[static_cast<size_t>(group_->rank())];
-  if (plan_.sums() || own.takes_bytes == 0 || own.takes == own.gives) return;
-  std::memcpy(own.takes, own.gives, static_cast<size_t>(own.takes_bytes));
+  if (plan_.sums() || own.recv_bytes == 0 || own.recv_data == own.send_data) return;
+  std::memcpy(own.recv_data, own.send_data, static_cast<size_t>(own.recv_bytes));
 }
 
-void Collective::tell_all() {
+void Collective::post_headers() {
   for (int64_t k = 1; k < group_->size(); ++k) {
     const int64_t peer = (group_->rank() + k) % group_->size();
     const Side& side = sides_[static_cast<size_t>(peer)];
-    Header word = header(Kind::collective);
-    word.gives = side.gives_bytes;
-    word.takes = side.takes_bytes;
-    if (comes_with_word(side.gives_bytes)) word.body_bytes = side.gives_bytes;
-    group_->tell(peer, word, side.gives);
+    Header announced = header(Kind::collective);
+    announced.send_bytes = side.send_bytes;
+    announced.recv_bytes = side.recv_bytes;
+    if (is_eager(side.send_bytes)) announced.body_bytes = side.send_bytes;
+    group_->post(peer, announced, side.send_data);
   }
 }
 
@@ -87,12 +87,13 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
   const bool same_types = mine.op == Op::barrier || mine.dtype == theirs.dtype;
   const bool same = mine.op == theirs.op && mine.reduce == theirs.reduce && same_types && mine.numel == theirs.numel &&
                     mine.root == theirs.root;
-  const bool fits = side.gives_bytes == theirs.takes && side.takes_bytes == theirs.gives;
+  const bool fits = side.send_bytes == theirs.recv_bytes && side.recv_bytes == theirs.send_bytes;
   if (same && fits) return "";
   const std::string sizes =
       same ? fmt::format(" (rank {0} sends {1} bytes to rank {2}, which takes {3}; rank {2} sends {4}, rank {0} takes {5})",
-                         group_->world_ranks()[static_cast<size_t>(group_->rank())], side.gives_bytes,
-                         group_->world_ranks()[static_cast<size_t>(peer)], theirs.takes, theirs.gives, side.takes_bytes)
+                         group_->world_ranks()[static_cast<size_t>(group_->rank())], side.send_bytes,
+                         group_->world_ranks()[static_cast<size_t>(peer)], theirs.recv_bytes, theirs.send_bytes,
+                         side.recv_bytes)
            : "";
   const auto name = [&](int64_t rank, const std::string& text) {
     return fmt::format("rank {} calls {}", group_->world_ranks()[static_cast<size_t>(rank)], text);
@@ -104,42 +105,42 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
       sequence, group_->name(), label.empty() ? "" : fmt::format(", for {}", label), first, second, sizes);
 }
 
-void Collective::meet(int64_t peer) {
+void Collective::match_header(int64_t peer) {
   Side& side = sides_[static_cast<size_t>(peer)];
-  if (auto message = group_->take_collective(peer, sequence)) {
+  if (auto message = group_->match_collective(peer, sequence)) {
     std::string mismatch = find_mismatch(peer, message->header);
-    side.meeting = mismatch.empty() ? Meeting::agreed : Meeting::none;
-    if (mismatch.empty()) return agree(peer, std::move(*message));
+    side.match = mismatch.empty() ? Match::found : Match::failed;
+    if (mismatch.empty()) return start_flows(peer, std::move(*message));
     fail(std::move(mismatch), false);
   } else if (const Message* last = group_->abandoned(peer)) {
-    side.meeting = Meeting::none;
+    side.match = Match::failed;
     fail_abandoned(peer, *last);
   }
 }
 
-void Collective::agree(int64_t peer, Message message) {
+void Collective::start_flows(int64_t peer, Message message) {
   Side& side = sides_[static_cast<size_t>(peer)];
   const int tag = data_tag(sequence, 0);
   const int64_t chunk_bytes = plan_.sums() ? kSumChunkBytes : kCopyChunkBytes;
-  if (!comes_with_word(side.gives_bytes))
-    side.out = Flow(group_->comm(), peer, tag, Flow::Way::out, side.gives, side.gives_bytes, chunk_bytes);
-  if (comes_with_word(side.takes_bytes)) {
+  if (!is_eager(side.send_bytes))
+    side.out = Flow(group_->comm(), peer, tag, Flow::Way::out, side.send_data, side.send_bytes, chunk_bytes);
+  if (is_eager(side.recv_bytes)) {
     if (plan_.sums())
       side.body = std::move(message.body);
-    else if (side.takes_bytes > 0)
-      std::memcpy(side.takes, message.body.data(), message.body.size());
+    else if (side.recv_bytes > 0)
+      std::memcpy(side.recv_data, message.body.data(), message.body.size());
     return;
   }
   if (plan_.sums()) {
-    side.scratch.resize(static_cast<size_t>(kSlots * std::min(chunk_bytes, side.takes_bytes)));
-    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.scratch.data(), side.takes_bytes, chunk_bytes, kSlots);
+    side.scratch.resize(static_cast<size_t>(kSlots * std::min(chunk_bytes, side.recv_bytes)));
+    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.scratch.data(), side.recv_bytes, chunk_bytes, kSlots);
   } else {
-    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.takes, side.takes_bytes, chunk_bytes);
+    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.recv_data, side.recv_bytes, chunk_bytes);
   }
 }
 
-bool Collective::all_agreed() const {
-  return std::all_of(sides_.begin(), sides_.end(), [](const Side& side) { return side.meeting == Meeting::agreed; });
+bool Collective::all_matched() const {
+  return std::all_of(sides_.begin(), sides_.end(), [](const Side& side) { return side.match == Match::found; });
 }
 
 void Collective::add_chunk(int64_t chunk) {
@@ -151,14 +152,14 @@ void Collective::add_chunk(int64_t chunk) {
     if (rank == group_->rank())
       terms.push_back(own_term_ + begin);
     else
-      terms.push_back(comes_with_word(sum_bytes_) ? side.body.data() : side.in.at(chunk));
+      terms.push_back(is_eager(sum_bytes_) ? side.body.data() : side.in.at(chunk));
   }
   device_math(at::kCPU).reduce(element_type(dtype(call)), call.reduce, terms, length / element_bytes_, result_ + begin);
 }
 
 void Collective::add_up() {
   const auto is_there = [&](const Side& side) {
-    return &side == &sides_[static_cast<size_t>(group_->rank())] || comes_with_word(sum_bytes_) ||
+    return &side == &sides_[static_cast<size_t>(group_->rank())] || is_eager(sum_bytes_) ||
            side.in.chunks_through() > chunks_added_;
   };
   while (chunks_added_ < chunks_ && std::all_of(sides_.begin(), sides_.end(), is_there)) {
@@ -170,7 +171,7 @@ void Collective::add_up() {
   }
 }
 
-// The second half of an all-reduce in slices. A peer's slice of the sum lands where the terms for that peer lay, so those
+// The second half of an all-reduce in slices. A peer's slice of the sum arrives where the terms for that peer lay, so those
 // must have left.
 bool Collective::exchange_sums() {
   bool through = true;
@@ -181,8 +182,8 @@ bool Collective::exchange_sums() {
       side.sums_open = true;
       const int tag = data_tag(sequence, 1);
       side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kCopyChunkBytes);
-      const Bytes takes = bytes_of(call.output, plan_.takes_sum(peer));
-      side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, takes.data, takes.count, kCopyChunkBytes);
+      const Bytes to_receive = bytes_of(call.output, plan_.recv_sum_range(peer));
+      side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kCopyChunkBytes);
     }
     through &= side.sums_open && side.out_sum.advance() & side.in_sum.advance();
   }
@@ -194,10 +195,10 @@ bool Collective::advance() {
   bool through = true;
   for (int64_t peer = 0; peer < group_->size(); ++peer) {
     Side& side = sides_[static_cast<size_t>(peer)];
-    if (side.meeting == Meeting::awaited) meet(peer);
-    if (peer != group_->rank()) through &= side.meeting != Meeting::awaited && side.out.advance() & side.in.advance();
+    if (side.match == Match::pending) match_header(peer);
+    if (peer != group_->rank()) through &= side.match != Match::pending && side.out.advance() & side.in.advance();
   }
-  if (plan_.sums() && all_agreed()) {
+  if (plan_.sums() && all_matched()) {
     add_up();
     through &= chunks_added_ == chunks_;
     if (sliced_) through = exchange_sums() && through;
@@ -213,7 +214,7 @@ bool Collective::advance() {
 std::vector<int64_t> Collective::missing() const {
   std::vector<int64_t> ranks;
   for (size_t peer = 0; peer < sides_.size(); ++peer)
-    if (sides_[peer].meeting == Meeting::awaited) ranks.push_back(group_->world_ranks()[peer]);
+    if (sides_[peer].match == Match::pending) ranks.push_back(group_->world_ranks()[peer]);
   if (!ranks.empty()) return ranks;
   for (size_t peer = 0; peer < sides_.size(); ++peer) {
     const Side& side = sides_[peer];

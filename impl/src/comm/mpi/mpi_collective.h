@@ -1,4 +1,4 @@
-// A collective: a word with every other rank, then whatever both have agreed to move.
+// A collective: a header to and from every other rank, then the data that both headers announce.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,14 +15,14 @@ class Collective final : public Operation {
   std::vector<int64_t> missing() const override;
 
  private:
-  enum class Meeting { awaited, agreed, none };
+  enum class Match { pending, found, failed };
   // What this rank has to do with one other.
   struct Side {
-    Meeting meeting = Meeting::awaited;
-    std::byte* gives = nullptr;
-    std::byte* takes = nullptr;  // null where what is taken goes into a sum
-    int64_t gives_bytes = 0, takes_bytes = 0;
-    std::vector<std::byte> body;     // what came with the word, of a sum
+    Match match = Match::pending;
+    std::byte* send_data = nullptr;
+    std::byte* recv_data = nullptr;  // null where what arrives is a term of a sum
+    int64_t send_bytes = 0, recv_bytes = 0;
+    std::vector<std::byte> body;     // a small term of a sum, which came with the header
     std::vector<std::byte> scratch;  // where chunks of a sum arrive
     Flow out, in;
     Flow out_sum, in_sum;  // all_reduce: this rank's slice of the sum, and the peer's
@@ -37,14 +37,14 @@ class Collective final : public Operation {
   Bytes bytes_of(const at::Tensor& tensor, ElementRange range) const;
   void open_sides();
   void copy_own();
-  void tell_all();
-  void meet(int64_t peer);
+  void post_headers();
+  void match_header(int64_t peer);
   std::string find_mismatch(int64_t peer, const Header& theirs) const;
-  void agree(int64_t peer, Message message);
+  void start_flows(int64_t peer, Message message);
   // The terms of the sum that have come from everywhere.
   void add_up();
   void add_chunk(int64_t chunk);
-  bool all_agreed() const;
+  bool all_matched() const;
   bool exchange_sums();
 
   const int64_t element_bytes_;

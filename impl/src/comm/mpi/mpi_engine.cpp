@@ -116,10 +116,10 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
 
 // Under the lock.
 void Engine::progress() {
-  Group* listened = nullptr;
+  Group* polled = nullptr;
   for (auto at = pending_.begin(); at != pending_.end();) {
     Operation& operation = **at;
-    if (&operation.group() != listened) (listened = &operation.group())->listen();
+    if (&operation.group() != polled) (polled = &operation.group())->poll();
     if (!operation.advance()) {
       ++at;
       continue;
@@ -265,14 +265,14 @@ void Engine::abandon(const std::string& why) {
   for (const auto& group : groups_)
     for (int64_t peer = 0; peer < group->size(); ++peer)
       if (peer != group->rank())
-        group->tell(peer, {.kind = Kind::abandon, .body_bytes = static_cast<int64_t>(text.size())},
+        group->post(peer, {.kind = Kind::abandon, .body_bytes = static_cast<int64_t>(text.size())},
                     reinterpret_cast<const std::byte*>(text.data()));
 }
 
-void Engine::settle() {
+void Engine::drain() {
   const auto everybody = [this](auto is_so) {
     for (const auto& group : groups_) {
-      group->listen();
+      group->poll();
       for (int64_t peer = 0; peer < group->size(); ++peer)
         if (peer != group->rank() && !is_so(*group, peer)) return false;
     }
@@ -281,7 +281,7 @@ void Engine::settle() {
   const auto until = [&](auto is_so) {
     const auto since = Clock::now();
     for (int64_t looks = 0;; pause(since, looks)) {
-      require_alive("settling after a failure");
+      require_alive("draining after a failure");
       const std::lock_guard lock(mutex_);
       progress();
       if (everybody(is_so)) return;
@@ -291,7 +291,7 @@ void Engine::settle() {
   until([](Group& group, int64_t peer) { return group.abandoned(peer) != nullptr; });
   const auto since = Clock::now();
   for (int64_t looks = 0; pending_count_ > 0; pause(since, looks)) {
-    require_alive("settling after a failure");
+    require_alive("draining after a failure");
     const std::lock_guard lock(mutex_);
     progress();
   }
@@ -299,9 +299,9 @@ void Engine::settle() {
     const std::lock_guard lock(mutex_);
     for (const auto& group : groups_)
       for (int64_t peer = 0; peer < group->size(); ++peer)
-        if (peer != group->rank()) group->tell(peer, {.kind = Kind::settled});
+        if (peer != group->rank()) group->post(peer, {.kind = Kind::drained});
   }
-  until([](Group& group, int64_t peer) { return group.settled(peer) && group.all_words_left(); });
+  until([](Group& group, int64_t peer) { return group.drained(peer) && group.all_posts_sent(); });
   const std::lock_guard lock(mutex_);
   calls_->forget();
   abandoned_ = false;

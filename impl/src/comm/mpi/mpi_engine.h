@@ -32,17 +32,19 @@ class Engine {
   std::shared_ptr<Operation> start(const std::shared_ptr<Group>& group, Call call);
   void wait(Operation& operation);
 
-  // Collective over the parent, which has just met: the group of the ranks with this color; null for a negative one.
+  // Makes the group of the ranks with this color; null for a negative color. Collective over the parent, right after another
+  // collective of it.
   std::shared_ptr<Group> split(Group& parent, int64_t color, int64_t key, const std::string& name, uint64_t id,
                                std::vector<int64_t> world_ranks);
-  // Collective, after a meeting: memory of the group's first rank that all of them see; null across hosts.
+  // Memory of the group's first rank that all ranks see; null when they are on several hosts. Collective, right after another
+  // collective of the group.
   std::byte* share(Group& group, int64_t bytes);
 
   const process::Calls& calls() const { return *calls_; }
-  // The body of this rank ended badly: tells the other ranks of its groups.
+  // The body of this rank threw: sends that to the other ranks of its groups.
   void abandon(const std::string& why);
-  // After all ranks have abandoned: until nothing is on its way.
-  void settle();
+  // Called after all ranks have abandoned their calls. Returns when nothing is on its way any more.
+  void drain();
   // Frees the groups. Collective, with nothing on its way.
   void close_groups();
 

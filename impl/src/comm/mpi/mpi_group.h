@@ -1,4 +1,4 @@
-// One MPI communicator and the streams of words between its ranks. Everything here is called under the engine's lock.
+// One MPI communicator and the streams of messages between its ranks. Everything here is called under the engine's lock.
 #pragma once
 
 #include <mpi.h>
@@ -30,36 +30,36 @@ class Group {
   uint64_t id() const { return flight_->id; }
   const std::shared_ptr<const FlightGroup>& flight() const { return flight_; }
 
-  // Puts a word on its way.
-  void tell(int64_t peer, Header header, const std::byte* body = nullptr);
-  // Takes in what has arrived.
-  void listen();
+  // Sends a message to the peer. Returns at once.
+  void post(int64_t peer, Header header, const std::byte* body = nullptr);
+  // Sorts the messages that have arrived into queues.
+  void poll();
 
-  // What a peer has said, in its order; nothing as long as it has not come.
-  std::optional<Message> take_collective(int64_t peer, int64_t sequence);
-  std::optional<Message> take_send(int64_t peer, int64_t tag);
-  std::optional<Header> take_accept(int64_t peer, int64_t sequence);
-  // Its last word, once it is the next.
+  // The next message of the peer that matches, if it has arrived. It leaves its queue.
+  std::optional<Message> match_collective(int64_t peer, int64_t sequence);
+  std::optional<Message> match_send(int64_t peer, int64_t tag);
+  std::optional<Header> match_accept(int64_t peer, int64_t sequence);
+  // The message by which the peer gave up its calls; null before it has come.
   const Message* abandoned(int64_t peer) const { return peers_[peer].abandoned ? &*peers_[peer].abandoned : nullptr; }
-  bool settled(int64_t peer) const { return peers_[peer].settled; }
+  bool drained(int64_t peer) const { return peers_[peer].drained; }
 
   int64_t next_sequence() { return next_sequence_++; }
   int64_t next_send(int64_t peer) { return peers_[peer].next_send++; }
   uint64_t next_split() { return splits_++; }
 
-  bool all_words_left() const { return outgoing_.empty(); }
+  bool all_posts_sent() const { return outgoing_.empty(); }
   void add_window(MPI_Win window) { windows_.push_back(window); }
   // Frees communicator and windows. Collective, when nothing is on its way.
   void close();
 
  private:
   struct Peer {
-    std::vector<std::byte> buffer;  // of the word that is listened for
+    std::vector<std::byte> buffer;  // for the message whose receive is posted
     std::deque<Message> collectives;
     std::map<int64_t, std::deque<Message>> sends;  // by tag
     std::map<int64_t, Header> accepts;             // by the send's number
     std::optional<Message> abandoned;
-    bool settled = false;
+    bool drained = false;
     int64_t next_send = 0;
   };
   struct Outgoing {
@@ -67,8 +67,8 @@ class Group {
     MPI_Request request = MPI_REQUEST_NULL;
   };
 
-  void start_listening(int64_t peer);
-  void take_in(int64_t peer, Message message);
+  void post_recv(int64_t peer);
+  void enqueue(int64_t peer, Message message);
 
   MPI_Comm comm_;
   std::string name_;
@@ -76,8 +76,8 @@ class Group {
   std::shared_ptr<const FlightGroup> flight_;
   int64_t rank_ = 0;
   std::vector<Peer> peers_;
-  std::vector<MPI_Request> listening_;  // by peer
-  std::vector<int> heard_;
+  std::vector<MPI_Request> posted_recvs_;  // by peer
+  std::vector<int> completed_;
   std::list<Outgoing> outgoing_;
   std::vector<MPI_Win> windows_;
   int64_t next_sequence_ = 0;

@@ -7,7 +7,7 @@
 
 namespace shardproof::mpi {
 
-// The call as an operation; its words are on their way when this returns.
+// The call as an operation; its headers are on their way when this returns.
 std::shared_ptr<Operation> start_operation(const std::shared_ptr<Group>& group, Call call);
 
 }  // namespace shardproof::mpi

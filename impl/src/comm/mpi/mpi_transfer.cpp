@@ -15,7 +15,7 @@ std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr()));
 }
 
-// The send that a recv met, in words.
+// The send that matched a recv, as text.
 std::string describe_send(const Header& sent) {
   return fmt::format("send({} x {}, tag {})", dtype_name(static_cast<at::ScalarType>(sent.dtype)), sent.numel, sent.tag);
 }
@@ -24,15 +24,15 @@ std::string describe_send(const Header& sent) {
 
 Send::Send(std::shared_ptr<Group> group, Call given) : Operation(std::move(group), std::move(given)) {
   sequence = group_->next_send(call.peer);
-  Header word = header(Kind::send);
-  word.gives = static_cast<int64_t>(call.input.nbytes());
-  if (word.gives <= kBodyBytesMax || call.peer == group_->rank()) word.body_bytes = word.gives;
-  group_->tell(call.peer, word, bytes_of(call.input));
+  Header announced = header(Kind::send);
+  announced.send_bytes = static_cast<int64_t>(call.input.nbytes());
+  if (announced.send_bytes <= kBodyBytesMax || call.peer == group_->rank()) announced.body_bytes = announced.send_bytes;
+  group_->post(call.peer, announced, bytes_of(call.input));
 }
 
 bool Send::advance() {
   if (!accepted_ && error_.empty()) {
-    if (const auto answer = group_->take_accept(call.peer, sequence)) {
+    if (const auto answer = group_->match_accept(call.peer, sequence)) {
       accepted_ = true;
       const auto bytes = static_cast<int64_t>(call.input.nbytes());
       if (bytes > kBodyBytesMax && call.peer != group_->rank())
@@ -58,36 +58,37 @@ std::vector<int64_t> Send::missing() const {
 }
 
 Recv::Recv(std::shared_ptr<Group> group, Call given) : Operation(std::move(group), std::move(given)) {
-  sequence = -1;  // known when it met its send
+  sequence = -1;  // known once its send has matched
 }
 
-void Recv::meet(const Message& sent) {
-  met_ = true;
+void Recv::match_header(const Message& sent) {
+  matched_ = true;
   sequence = sent.header.sequence;
-  group_->tell(call.peer, header(Kind::accept));
+  group_->post(call.peer, header(Kind::accept));
   std::byte* target = bytes_of(call.output);
   const bool fits = sent.header.numel == numel(call) && sent.header.dtype == header(Kind::accept).dtype;
   if (!fits) {
     fail(fmt::format("ranks disagree: {} meets a {} of rank {}", title(), describe_send(sent.header),
                      group_->world_ranks()[static_cast<size_t>(call.peer)]),
          false);
-    discarded_.resize(static_cast<size_t>(sent.header.gives));
+    discarded_.resize(static_cast<size_t>(sent.header.send_bytes));
     target = discarded_.data();
   }
   if (sent.header.body_bytes > 0)
     std::memcpy(target, sent.body.data(), sent.body.size());
   else
-    flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::in, target, sent.header.gives, kChunkBytes);
+    flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::in, target, sent.header.send_bytes,
+                 kChunkBytes);
 }
 
 bool Recv::advance() {
-  if (!met_ && error_.empty()) {
-    if (const auto sent = group_->take_send(call.peer, call.tag))
-      meet(*sent);
+  if (!matched_ && error_.empty()) {
+    if (const auto sent = group_->match_send(call.peer, call.tag))
+      match_header(*sent);
     else if (const Message* last = group_->abandoned(call.peer))
       fail_abandoned(call.peer, *last);
   }
-  if (!met_) return !error_.empty();
+  if (!matched_) return !error_.empty();
   if (!flow_.advance()) return false;
   done_ = error_.empty();
   return true;

@@ -25,9 +25,9 @@ class Recv final : public Operation {
   std::vector<int64_t> missing() const override;
 
  private:
-  void meet(const Message& sent);
+  void match_header(const Message& sent);
 
-  bool met_ = false;
+  bool matched_ = false;
   Flow flow_;
   std::vector<std::byte> discarded_;  // what a mismatched send carries
 };

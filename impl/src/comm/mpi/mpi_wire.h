@@ -1,4 +1,5 @@
-// What ranks tell each other besides their data: one stream of small messages between each two ranks of a group, in order.
+// The headers that ranks send each other besides their data: one stream of small messages between each two ranks of a group, in
+// order.
 #pragma once
 
 #include <mpi.h>
@@ -13,11 +14,11 @@
 namespace shardproof::mpi {
 
 enum class Kind : int32_t {
-  collective,  // "I make this call": the k-th of each rank meets the k-th of every other
+  collective,  // "I make this call": the k-th of each rank matches the k-th of every other
   send,        // "this is for your recv with that tag"
   accept,      // "my recv was called": answers a send
   abandon,     // "I make no more calls in this group, because of ...": the body threw
-  settled,     // after abandon: "nothing of mine is on its way any more"
+  drained,     // after abandon: "nothing of mine is on its way any more"
 };
 
 struct Header {
@@ -29,7 +30,7 @@ struct Header {
   int64_t numel = 0;
   int64_t root = -1;             // broadcast
   int64_t tag = 0;               // send
-  int64_t gives = 0, takes = 0;  // bytes to, and from, the receiver of this message
+  int64_t send_bytes = 0, recv_bytes = 0;  // to, and from, the rank that gets this header
   int64_t body_bytes = 0;        // that follow: the data itself where it is small, the text of abandon
 };
 
@@ -38,19 +39,20 @@ struct Message {
   std::vector<std::byte> body;
 };
 
-// Data up to this size travel with the word that announces them. Below the size up to which Open MPI sends at once.
+// Data up to this size are eager: they travel with the header that announces them. Open MPI itself sends larger messages than
+// this at once.
 constexpr int64_t kBodyBytesMax = 3840;
 constexpr int64_t kMessageBytesMax = static_cast<int64_t>(sizeof(Header)) + kBodyBytesMax;
 
-// Words have tag 0, data the tags above.
-constexpr int kWordTag = 0;
+// Headers have tag 0, and data have the tags above.
+constexpr int kHeaderTag = 0;
 int data_tag(int64_t sequence, int phase);
 int send_data_tag(int64_t sequence);
 
 // Throws BrokenInvariant naming the call unless `code` is success.
 void check_mpi(int code, const char* what);
 
-// "all_gather(float32 x 8)" of a word.
+// The call that a header announces, e.g. "all_gather(float32 x 8)".
 std::string describe(const Header& header);
 
 }  // namespace shardproof::mpi

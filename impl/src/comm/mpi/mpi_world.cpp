@@ -39,7 +39,7 @@ class MpiWorld::Impl final : public process::Runner {
     if (!any_failed(mine)) return {};
     engine_->write_record(mine.failed ? mine.text : "another rank failed");
     engine_->abandon("another rank's body failed");
-    engine_->settle();
+    engine_->drain();
     std::vector<Ending> endings(static_cast<size_t>(world_->size()));
     const auto bytes = static_cast<int64_t>(sizeof(Ending));
     Ending own = mine;

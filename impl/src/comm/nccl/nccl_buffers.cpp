@@ -15,12 +15,12 @@ int64_t whole_pages(int64_t bytes) {
 }  // namespace
 
 void allocate_registered(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
-                         RegisteredMemory& made, const Settle& settle) {
+                         RegisteredMemory& made, const Finish& finish) {
   const int64_t pages_bytes = whole_pages(bytes);
   made.kind = kind;
   made.memory = api.allocate(pages_bytes, kind);
   if (kind != NcclApi::Memory::plain)
-    settle(communicator, api.register_memory(communicator, made.memory, pages_bytes, kind, made.handle));
+    finish(communicator, api.register_memory(communicator, made.memory, pages_bytes, kind, made.handle));
   made.bytes = pages_bytes;  // of use from here on; what failed before is only released
 }
 
@@ -68,7 +68,7 @@ BufferPool::~BufferPool() {
 }
 
 c10::DataPtr BufferPool::take(std::shared_ptr<NcclApi> api, NcclApi::Communicator communicator, int64_t bytes,
-                              NcclApi::Memory kind, c10::Device device, const Settle& settle) {
+                              NcclApi::Memory kind, c10::Device device, const Finish& finish) {
   if (!shared_) shared_ = std::make_shared<Shared>();
   shared_->api = std::move(api);
   Shared::Buffer* buffer = shared_->first_free(bytes);
@@ -80,7 +80,7 @@ c10::DataPtr BufferPool::take(std::shared_ptr<NcclApi> api, NcclApi::Communicato
       const std::lock_guard lock(shared_->mutex);
       shared_->buffers.push_back(std::move(made));
     }
-    allocate_registered(*shared_->api, communicator, bytes, kind, buffer->memory, settle);
+    allocate_registered(*shared_->api, communicator, bytes, kind, buffer->memory, finish);
   }
   {
     const std::lock_guard lock(shared_->mutex);

@@ -10,8 +10,8 @@
 
 namespace shardproof::nccl {
 
-// `settle(communicator, result)` throws unless the result is success, at once or when the communicator's progress is over.
-using Settle = std::function<void(NcclApi::Communicator, NcclResult)>;
+// `finish(communicator, result)` throws unless the result is success, at once or when the communicator's progress is over.
+using Finish = std::function<void(NcclApi::Communicator, NcclResult)>;
 
 struct RegisteredMemory {
   void* memory = nullptr;
@@ -22,7 +22,7 @@ struct RegisteredMemory {
 
 // Rounds up to what can be registered. What is symmetric all ranks of the communicator register together.
 void allocate_registered(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
-                         RegisteredMemory& made, const Settle& settle);
+                         RegisteredMemory& made, const Finish& finish);
 // A null communicator was aborted, and knows of no registrations.
 void deregister(NcclApi& api, NcclApi::Communicator communicator, RegisteredMemory& memory);
 
@@ -34,7 +34,7 @@ class BufferPool {
   ~BufferPool();
   // May be given back on any thread, also after `close`.
   c10::DataPtr take(std::shared_ptr<NcclApi> api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
-                    c10::Device device, const Settle& settle);
+                    c10::Device device, const Finish& finish);
   int64_t lent() const;
   // With nothing on its way; as `deregister`. What is lent is freed when it comes back.
   void close(NcclApi::Communicator communicator);

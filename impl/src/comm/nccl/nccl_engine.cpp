@@ -77,7 +77,7 @@ void Engine::connect() {
   const std::string doing = fmt::format("ncclCommInitRankConfig for {} ranks", size_);
   NcclApi::UniqueId id{};
   if (rank_ == 0) {
-    settle(nullptr, api_->get_unique_id(id), "ncclGetUniqueId");
+    finish(nullptr, api_->get_unique_id(id), "ncclGetUniqueId");
     store_->set(name, std::string(id.data(), id.size()));
   }
   Pulse pulse;
@@ -96,7 +96,7 @@ void Engine::connect() {
   Lane& first = world_->lane(LaneKind::gathers);
   first.stream = api_->make_stream();
   const NcclResult result = api_->init_rank(first.communicator, size_, id, rank_);
-  settle(first.communicator, result, doing);
+  finish(first.communicator, result, doing);
   open_lanes(*world_, first.communicator, 0, rank_, 1);
   connected_ = true;
 }
@@ -105,8 +105,8 @@ void Engine::open_lanes(Group& group, NcclApi::Communicator parent, int64_t colo
   for (size_t i = first_lane; i < kLanes; ++i) {
     Lane& lane = group.lanes[i];
     if (color >= 0) lane.stream = api_->make_stream();
-    settle(parent, api_->split(parent, color, key, lane.communicator), "ncclCommSplit");
-    if (color >= 0) settle(lane.communicator, NcclResult::in_progress, "ncclCommSplit");
+    finish(parent, api_->split(parent, color, key, lane.communicator), "ncclCommSplit");
+    if (color >= 0) finish(lane.communicator, NcclResult::in_progress, "ncclCommSplit");
   }
 }
 
@@ -168,7 +168,7 @@ void Engine::launch(const std::vector<std::shared_ptr<Operation>>& operations) {
   api_->record(given.get(), api_->current_stream());
   api_->wait(lane.stream, given.get());
   Issue issue(*api_, options_,
-              [&](NcclApi::Communicator communicator, NcclResult result) { settle(communicator, result, first.title()); });
+              [&](NcclApi::Communicator communicator, NcclResult result) { finish(communicator, result, first.title()); });
   if (first.is_message())
     issue.messages(operations);
   else
@@ -182,7 +182,7 @@ void Engine::launch(const std::vector<std::shared_ptr<Operation>>& operations) {
   flying_.insert(flying_.end(), operations.begin(), operations.end());
 }
 
-void Engine::settle(NcclApi::Communicator communicator, NcclResult result, const std::string& doing) {
+void Engine::finish(NcclApi::Communicator communicator, NcclResult result, const std::string& doing) {
   const auto since = Clock::now();
   for (int64_t looks = 0; result == NcclResult::in_progress && communicator; pause(looks)) {
     result = api_->async_error(communicator);
@@ -209,7 +209,7 @@ void Engine::wait(Operation& operation) {
   if (operation.blocks) {
     block_until(operation.done.get(), title);
     require_alive(title);  // an abort ends what was waited for, too
-    land(operation);
+    copy_back(operation);
   }
   const std::lock_guard lock(mutex_);
   for (const LaneMemory::Block& block : operation.blocks_taken) operation.lane().memory.give_back(block);
@@ -221,7 +221,7 @@ void Engine::wait(Operation& operation) {
   calls_.end(operation);
 }
 
-void Engine::land(Operation& operation) {
+void Engine::copy_back(Operation& operation) {
   if (operation.landings.empty()) return;
   const Event landed(api_);
   {
@@ -269,7 +269,7 @@ c10::DataPtr Engine::allocate(Group& group, Op op, int64_t bytes, c10::Device de
   require_alive(doing);
   Lane& lane = group.lane(lane_of(op));
   return lane.buffers.take(api_, lane.communicator, bytes, options_.buffers, device,
-                           [&](NcclApi::Communicator communicator, NcclResult result) { settle(communicator, result, doing); });
+                           [&](NcclApi::Communicator communicator, NcclResult result) { finish(communicator, result, doing); });
 }
 
 int64_t Engine::lent_buffers() {

@@ -63,13 +63,13 @@ class Engine {
   // Of the calling thread, under mutex_.
   void connect();
   void open_lanes(Group& group, NcclApi::Communicator parent, int64_t color, int64_t key, size_t first_lane);
-  void settle(NcclApi::Communicator communicator, NcclResult result, const std::string& doing);
+  void finish(NcclApi::Communicator communicator, NcclResult result, const std::string& doing);
   void launch(const std::vector<std::shared_ptr<Operation>>& operations);
   void launch_messages(Group& group);
   void forget_groups();
 
   void block_until(NcclApi::Event event, const std::string& doing);
-  void land(Operation& operation);
+  void copy_back(Operation& operation);
   void collect_complete();
 
   // nccl_engine_watch.cpp: the watching thread's, but `end` and `unheard` anybody's.

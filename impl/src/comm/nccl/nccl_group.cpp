@@ -28,10 +28,10 @@ void LaneMemory::give_back(Block block) {
 }
 
 std::byte* LaneMemory::scratch(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
-                               const Settle& settle) {
+                               const Finish& finish) {
   if (scratches_.empty() || scratches_.back().bytes < bytes) {
     const auto rounded = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
-    allocate_registered(api, communicator, rounded, kind, scratches_.emplace_back(), settle);
+    allocate_registered(api, communicator, rounded, kind, scratches_.emplace_back(), finish);
   }
   return static_cast<std::byte*>(scratches_.back().memory);
 }

@@ -29,7 +29,7 @@ class LaneMemory {
   // What the call in hand needs besides; the next call on the lane gets the same memory. With one sequence of sizes on all
   // ranks it grows on all of them together, as symmetric windows must.
   std::byte* scratch(NcclApi& api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
-                     const Settle& settle);
+                     const Finish& finish);
   // With nothing on its way; a null communicator was aborted, and knows of no registrations.
   void close(NcclApi& api, NcclApi::Communicator communicator);
 

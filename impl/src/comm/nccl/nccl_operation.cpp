@@ -84,15 +84,15 @@ void Issue::collective(Operation& operation) {
   if (sums && options_.sum == NcclOptions::Sum::native) return reduce_natively(operation);
   if (sums) return reduce_in_order(operation);
   if (call.op == Op::broadcast) {
-    const bool gives = call.peer == operation.group->rank;
-    const at::Tensor& tensor = gives ? call.input : call.output;
-    std::byte* const data = gives ? device_input(operation, tensor) : device_output(operation, tensor);
-    return settle_(lane.communicator,
+    const bool is_root = call.peer == operation.group->rank;
+    const at::Tensor& tensor = is_root ? call.input : call.output;
+    std::byte* const data = is_root ? device_input(operation, tensor) : device_output(operation, tensor);
+    return finish_(lane.communicator,
                    api_.broadcast(data, static_cast<int64_t>(tensor.nbytes()), call.peer, lane.communicator, lane.stream));
   }
   std::byte* const input = device_input(operation, call.input);
   std::byte* const output = device_output(operation, call.output);
-  settle_(lane.communicator,
+  finish_(lane.communicator,
           api_.all_gather(input, output, static_cast<int64_t>(call.input.nbytes()), lane.communicator, lane.stream));
 }
 
@@ -100,21 +100,21 @@ Issue::Part Issue::part_of(std::byte* tensor, ElementRange range, int64_t elemen
   return {tensor + range.begin * element_bytes, range.length * element_bytes};
 }
 
-void Issue::exchange(Operation& operation, const std::vector<Part>& gives, const std::vector<Part>& takes) {
+void Issue::exchange(Operation& operation, const std::vector<Part>& sends, const std::vector<Part>& recvs) {
   Lane& lane = operation.lane();
   const int64_t own = operation.group->rank, size = operation.group->size();
   OpenGroup together(api_);
-  settle_(nullptr, together.result());
+  finish_(nullptr, together.result());
   for (int64_t k = 1; k < size; ++k) {
-    const Part& give = gives[static_cast<size_t>((own + k) % size)];
-    const Part& take = takes[static_cast<size_t>((own + size - k) % size)];
-    if (give.bytes > 0) settle_(nullptr, api_.send(give.data, give.bytes, (own + k) % size, lane.communicator, lane.stream));
-    if (take.bytes > 0)
-      settle_(nullptr, api_.recv(take.data, take.bytes, (own + size - k) % size, lane.communicator, lane.stream));
+    const Part& send = sends[static_cast<size_t>((own + k) % size)];
+    const Part& recv = recvs[static_cast<size_t>((own + size - k) % size)];
+    if (send.bytes > 0) finish_(nullptr, api_.send(send.data, send.bytes, (own + k) % size, lane.communicator, lane.stream));
+    if (recv.bytes > 0)
+      finish_(nullptr, api_.recv(recv.data, recv.bytes, (own + size - k) % size, lane.communicator, lane.stream));
   }
-  settle_(lane.communicator, together.end());
-  const Part &give = gives[static_cast<size_t>(own)], &take = takes[static_cast<size_t>(own)];
-  if (take.bytes > 0 && take.data != give.data) api_.copy(take.data, give.data, take.bytes, lane.stream);
+  finish_(lane.communicator, together.end());
+  const Part &send = sends[static_cast<size_t>(own)], &recv = recvs[static_cast<size_t>(own)];
+  if (recv.bytes > 0 && recv.data != send.data) api_.copy(recv.data, send.data, recv.bytes, lane.stream);
 }
 
 void Issue::all_to_all(Operation& operation) {
@@ -123,16 +123,16 @@ void Issue::all_to_all(Operation& operation) {
   std::byte* const input = call.input.numel() > 0 ? device_input(operation, call.input) : nullptr;
   std::byte* const output = call.output.numel() > 0 ? device_output(operation, call.output) : nullptr;
   const auto element = static_cast<int64_t>(call.input.element_size());
-  std::vector<Part> gives, takes;
+  std::vector<Part> sends, recvs;
   for (int64_t peer = 0; peer < operation.group->size(); ++peer) {
-    gives.push_back(part_of(input, plan.gives(peer), element));
-    takes.push_back(part_of(output, plan.takes(peer), element));
+    sends.push_back(part_of(input, plan.send_range(peer), element));
+    recvs.push_back(part_of(output, plan.recv_range(peer), element));
   }
-  exchange(operation, gives, takes);
+  exchange(operation, sends, recvs);
 }
 
 std::byte* Issue::scratch(Lane& lane, int64_t bytes) {
-  return lane.memory.scratch(api_, lane.communicator, bytes, options_.buffers, settle_);
+  return lane.memory.scratch(api_, lane.communicator, bytes, options_.buffers, finish_);
 }
 
 void Issue::reduce_natively(Operation& operation) {
@@ -142,12 +142,12 @@ void Issue::reduce_natively(Operation& operation) {
   std::byte* const output = device_output(operation, call.output);
   NcclApi::Operator op = NcclApi::operator_of(call.reduce);
   const bool is_own = call.factor != 1;
-  if (is_own) settle_(nullptr, api_.create_premultiplied_sum(op, call.factor, dtype(call), lane.communicator));
+  if (is_own) finish_(nullptr, api_.create_premultiplied_sum(op, call.factor, dtype(call), lane.communicator));
   const auto reduces = call.op == Op::all_reduce ? &NcclApi::all_reduce : &NcclApi::reduce_scatter;
   const NcclResult result = (api_.*reduces)(input, output, numel(call), dtype(call), op, lane.communicator, lane.stream);
   // NCCL needs it no longer once the call has returned.
-  if (is_own) settle_(nullptr, api_.destroy_operator(op, lane.communicator));
-  settle_(lane.communicator, result);
+  if (is_own) finish_(nullptr, api_.destroy_operator(op, lane.communicator));
+  finish_(lane.communicator, result);
 }
 
 // Everybody's terms of what this rank adds up come together in one exchange, and are added in rank order.
@@ -156,17 +156,17 @@ void Issue::sum_in_order(Operation& operation, const CollectivePlan& plan, std::
   Lane& lane = operation.lane();
   const int64_t size = operation.group->size(), own = operation.group->rank;
   const auto element = static_cast<int64_t>(call.input.element_size());
-  const int64_t longest = plan.gives(0).length * element;  // no rank adds up more than the first
+  const int64_t longest = plan.send_range(0).length * element;  // no rank adds up more than the first
   std::byte* const arriving = scratch(lane, size * longest);
-  std::vector<Part> gives, takes;
+  std::vector<Part> sends, recvs;
   for (int64_t peer = 0; peer < size; ++peer) {
-    gives.push_back(part_of(input, plan.gives(peer), element));
-    const Part term = part_of(input, plan.takes(peer), element);  // where it lies at the peer's
-    takes.push_back(peer == own ? term : Part{arriving + peer * longest, term.bytes});
+    sends.push_back(part_of(input, plan.send_range(peer), element));
+    const Part term = part_of(input, plan.recv_range(peer), element);  // where it lies at the peer's
+    recvs.push_back(peer == own ? term : Part{arriving + peer * longest, term.bytes});
   }
-  exchange(operation, gives, takes);
+  exchange(operation, sends, recvs);
   std::vector<const std::byte*> terms;
-  for (const int64_t rank : order_of_terms(size)) terms.push_back(takes[static_cast<size_t>(rank)].data);
+  for (const int64_t rank : order_of_terms(size)) terms.push_back(recvs[static_cast<size_t>(rank)].data);
   std::byte* const result = part_of(output, plan.result(), element).data;
   const int64_t count = plan.summed().length;
   if (count > 0) api_.reduce(dtype(call), call.reduce, terms, count, result, lane.stream);
@@ -187,7 +187,7 @@ void Issue::reduce_in_order(Operation& operation) {
     return;
   }
   std::byte* const all = scratch(lane, size * bytes);
-  settle_(lane.communicator, api_.all_gather(input, all, bytes, lane.communicator, lane.stream));
+  finish_(lane.communicator, api_.all_gather(input, all, bytes, lane.communicator, lane.stream));
   std::vector<const std::byte*> terms;
   for (const int64_t rank : order_of_terms(size)) terms.push_back(all + rank * bytes);
   api_.reduce(dtype(call), call.reduce, terms, plan.summed().length, output, lane.stream);
@@ -196,11 +196,11 @@ void Issue::reduce_in_order(Operation& operation) {
 // The second half of an all-reduce in slices: the sums, from everybody to everybody.
 void Issue::share_sums(Operation& operation, const CollectivePlan& plan, std::byte* output) {
   const auto element = static_cast<int64_t>(operation.call.input.element_size());
-  const std::vector<Part> gives(static_cast<size_t>(operation.group->size()), part_of(output, plan.result(), element));
-  std::vector<Part> takes;
+  const std::vector<Part> sends(static_cast<size_t>(operation.group->size()), part_of(output, plan.result(), element));
+  std::vector<Part> recvs;
   for (int64_t peer = 0; peer < operation.group->size(); ++peer)
-    takes.push_back(part_of(output, plan.takes_sum(peer), element));
-  exchange(operation, gives, takes);
+    recvs.push_back(part_of(output, plan.recv_sum_range(peer), element));
+  exchange(operation, sends, recvs);
 }
 
 // One byte from everybody to everybody: nobody has all of them before everybody was there.
@@ -208,7 +208,7 @@ void Issue::barrier(Operation& operation) {
   Lane& lane = operation.lane();
   const LaneMemory::Block block = lane.memory.take(api_, operation.group->size());
   operation.blocks_taken.push_back(block);
-  settle_(lane.communicator,
+  finish_(lane.communicator,
           api_.all_gather(block.memory + operation.group->rank, block.memory, 1, lane.communicator, lane.stream));
 }
 
@@ -228,15 +228,15 @@ void Issue::messages(std::vector<std::shared_ptr<Operation>> operations) {
                        static_cast<int64_t>(tensor.nbytes())});
   }
   OpenGroup together(api_);
-  settle_(nullptr, together.result());
+  finish_(nullptr, together.result());
   for (size_t i = 0; i < operations.size(); ++i) {
     const Call& call = operations[i]->call;
     const auto [data, bytes] = parts[i];
     if (bytes == 0) continue;
-    settle_(nullptr, call.op == Op::send ? api_.send(data, bytes, call.peer, lane.communicator, lane.stream)
+    finish_(nullptr, call.op == Op::send ? api_.send(data, bytes, call.peer, lane.communicator, lane.stream)
                                          : api_.recv(data, bytes, call.peer, lane.communicator, lane.stream));
   }
-  settle_(lane.communicator, together.end());
+  finish_(lane.communicator, together.end());
 }
 
 }  // namespace shardproof::nccl

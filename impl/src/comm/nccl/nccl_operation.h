@@ -55,8 +55,8 @@ struct Operation : process::Operation {
 // Enqueues calls on their lane's stream.
 class Issue {
  public:
-  // `settle` with a null communicator: within a group, whose progress begins at its end.
-  Issue(NcclApi& api, const NcclOptions& options, Settle settle) : api_(api), options_(options), settle_(std::move(settle)) {}
+  // `finish` with a null communicator: within a group, whose progress begins at its end.
+  Issue(NcclApi& api, const NcclOptions& options, Finish finish) : api_(api), options_(options), finish_(std::move(finish)) {}
 
   void collective(Operation& operation);
   // Of one group, all at once. Between two ranks they meet by tag, and by order where tags are equal.
@@ -71,7 +71,7 @@ class Issue {
   std::byte* device_input(Operation& operation, const at::Tensor& tensor);
   std::byte* device_output(Operation& operation, const at::Tensor& tensor);
   // By peer; a part of no bytes is not sent. What a rank has for itself is copied.
-  void exchange(Operation& operation, const std::vector<Part>& gives, const std::vector<Part>& takes);
+  void exchange(Operation& operation, const std::vector<Part>& sends, const std::vector<Part>& recvs);
   void all_to_all(Operation& operation);
   std::byte* scratch(Lane& lane, int64_t bytes);
   void reduce_natively(Operation& operation);
@@ -82,7 +82,7 @@ class Issue {
 
   NcclApi& api_;
   const NcclOptions& options_;
-  Settle settle_;
+  Finish finish_;
 };
 
 }  // namespace shardproof::nccl

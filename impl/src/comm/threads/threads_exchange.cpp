@@ -120,7 +120,7 @@ void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* targ
 // An output that is made of pieces of inputs, one from each source in order.
 void Exchange::gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const {
   for (int64_t source = 0; source < parties(); ++source) {
-    const ElementRange piece = sides_[party].plan.takes(source), given = sides_[source].plan.gives(party);
+    const ElementRange piece = sides_[party].plan.recv_range(source), given = sides_[source].plan.send_range(party);
     const int64_t from = std::max(begin, piece.begin), to = std::min(end, piece.end());
     const bool already_there = source == party && sides_[party].in_place;
     if (from < to && !already_there)
