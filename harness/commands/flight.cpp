@@ -49,7 +49,7 @@ Flight read_flight(const std::filesystem::path& path) {
     flight.why = shardproof::escaped_lines(head.at("why").get<std::string>());
     while (std::getline(file, text)) flight.calls.push_back(line_of(json::parse(text)));
   } catch (const json::exception& error) {
-    throw shardproof::Error(fmt::format("[flight] {} is no flight record: {}", path.string(), error.what()));
+    throw shardproof::Error(shardproof::message("[flight] {} is no flight record: {}", path.string(), error.what()));
   }
   return flight;
 }

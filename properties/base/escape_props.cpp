@@ -10,6 +10,15 @@ using namespace shardproof;
 
 namespace {
 
+std::string refusal_of(const std::string& text, int64_t number) {
+  try {
+    SHARD_REQUIRE(false, "escape", "{}: {} of {:>3} lies in '{}'", text, std::string_view(text), number, text.c_str());
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
 // Bytes of any kind, and pieces of them that mean something to a terminal or to a reader of UTF-8.
 std::string any_text() {
   static const std::vector<std::string> pieces = {
@@ -53,4 +62,11 @@ RC_GTEST_PROP(Escape, messages_of_errors_can_be_shown, ()) {
   RC_ASSERT(can_be_shown(Error(text).what(), true));
   RC_ASSERT(can_be_shown(NonFiniteError(text).what(), true));
   RC_ASSERT(can_be_shown(BrokenInvariant(text).what(), true));
+}
+
+RC_GTEST_PROP(Escape, a_text_that_is_put_into_a_message_adds_no_lines, ()) {
+  const std::string text = any_text();
+  const std::string whole = escaped(text), to_its_end = escaped(text.c_str());
+  RC_ASSERT(refusal_of(text, 7) == "[escape] " + whole + ": " + whole + " of   7 lies in '" + to_its_end + "'");
+  RC_ASSERT(can_be_shown(refusal_of(text, 7)));
 }

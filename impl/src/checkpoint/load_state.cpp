@@ -50,16 +50,16 @@ class Matcher {
     known_.insert(key);
     const auto found = checkpoint_.tensors.find(key);
     if (found == checkpoint_.tensors.end()) {
-      result_.misfits.push_back(fmt::format("{} is missing from the checkpoint", key));
+      result_.misfits.push_back(message("{} is missing from the checkpoint", key));
       return false;
     }
     const StoredTensor& stored = found->second;
     if (stored.sizes != sizes)
-      result_.misfits.push_back(fmt::format("{} has shape [{}] in the checkpoint and [{}] here", key,
-                                            fmt::join(stored.sizes, ", "), fmt::join(sizes, ", ")));
+      result_.misfits.push_back(message("{} has shape [{}] in the checkpoint and [{}] here", key, fmt::join(stored.sizes, ", "),
+                                        fmt::join(sizes, ", ")));
     else if (stored.dtype != dtype)
       result_.misfits.push_back(
-          fmt::format("{} is {} in the checkpoint and {} here", key, dtype_info(stored.dtype).name, dtype_info(dtype).name));
+          message("{} is {} in the checkpoint and {} here", key, dtype_info(stored.dtype).name, dtype_info(dtype).name));
     return stored.sizes == sizes && stored.dtype == dtype;
   }
 
@@ -92,7 +92,7 @@ class Matcher {
     const auto check = [&](const std::string& key) {
       const bool ours = key.starts_with("model.") || (with_optimizer && key.starts_with("optim.state."));
       if (ours && !known_.contains(key))
-        result_.misfits.push_back(fmt::format("{} is in the checkpoint and nothing here has that name", key));
+        result_.misfits.push_back(message("{} is in the checkpoint and nothing here has that name", key));
     };
     for (const auto& [key, tensor] : checkpoint_.tensors) check(key);
     for (const auto& [key, extent] : checkpoint_.values) check(key);

@@ -7,10 +7,38 @@
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
 
 #include "shardproof/base/escape.h"
 
 namespace shardproof {
+
+namespace detail {
+
+template <class Value>
+inline constexpr bool is_text = std::is_convertible_v<const std::remove_cvref_t<Value>&, std::string_view>;
+
+// What a message shows of an argument: a text is escaped, and anything else is shown as it is.
+template <class Value>
+using Shown = std::conditional_t<is_text<Value>, std::string, Value>;
+template <class Value>
+decltype(auto) shown(Value&& value) {
+  if constexpr (is_text<Value>)
+    return escaped(value);
+  else
+    return std::forward<Value>(value);
+}
+
+}  // namespace detail
+
+// fmt::format for messages. Texts among the arguments are escaped (escape.h), so a name from a file cannot add lines to a
+// message.
+template <class... Values>
+std::string message(fmt::format_string<detail::Shown<Values>...> format, Values&&... values) {
+  return fmt::format(format, detail::shown(std::forward<Values>(values))...);
+}
 
 // The caller, the input or the environment is wrong. The message says how to mend it. Messages repeat text that comes from
 // files, so they are escaped (escape.h).
@@ -35,17 +63,17 @@ class BrokenInvariant : public std::logic_error {
 
 // Throws Error unless the condition holds:
 //   SHARD_REQUIRE(size > 0, "mesh", "axis {} must have a size of at least 1, got {}", name, size)
-#define SHARD_REQUIRE(condition, area, ...)                                                     \
-  do {                                                                                          \
-    if (!(condition)) [[unlikely]]                                                              \
-      throw ::shardproof::Error("[" area "] " + ::fmt::format(__VA_ARGS__));                    \
+#define SHARD_REQUIRE(condition, area, ...)                                          \
+  do {                                                                               \
+    if (!(condition)) [[unlikely]]                                                   \
+      throw ::shardproof::Error("[" area "] " + ::shardproof::message(__VA_ARGS__)); \
   } while (false)
 
 // Throws BrokenInvariant unless the condition holds:
 //   SHARD_CHECK(offset % alignment == 0, "bucket", "offset {} of {} is not aligned", offset, name)
-#define SHARD_CHECK(condition, area, ...)                                                                    \
-  do {                                                                                                       \
-    if (!(condition)) [[unlikely]]                                                                           \
-      throw ::shardproof::BrokenInvariant("[" area "] broken invariant `" #condition "`: " +                 \
-                                          ::fmt::format(__VA_ARGS__));                                       \
+#define SHARD_CHECK(condition, area, ...)                                                    \
+  do {                                                                                       \
+    if (!(condition)) [[unlikely]]                                                           \
+      throw ::shardproof::BrokenInvariant("[" area "] broken invariant `" #condition "`: " + \
+                                          ::shardproof::message(__VA_ARGS__));               \
   } while (false)

@@ -52,7 +52,7 @@ Checksums read_checksums(std::string_view text, const std::string& name) {
         checksums.entries[{file, pair.at(0).get<uint64_t>()}] = pair.at(1).get<uint32_t>();
     }
   } catch (const json::exception& error) {
-    throw Error(fmt::format("[checkpoint] {}: is no sidecar of checksums: {}", name, error.what()));
+    throw Error(message("[checkpoint] {}: is no sidecar of checksums: {}", name, error.what()));
   }
   // Byte for byte what would be written: so its own sum covers every bit.
   SHARD_REQUIRE(write_checksums(checksums) == text, "checkpoint", "{}: is damaged, its own checksum does not agree", name);

@@ -37,7 +37,7 @@ class MetadataReader {
  private:
   void require(bool condition, const std::string& what) const {
     SHARD_REQUIRE(condition, "checkpoint", "{}: {}{} {}", name_, where_.empty() ? "" : "tensor ",
-                  where_.empty() ? "it" : escaped(where_), escaped(what));
+                  where_.empty() ? "it" : where_, what);
   }
   const Value& field(const Value& object, const char* name) const {
     const Value* found = object.find(name);

@@ -51,8 +51,8 @@ void require_apart(const std::string& name, const std::string& tensor_name, std:
     std::erase_if(open, [&](auto* other) { return other->offsets[along] + other->sizes[along] <= chunk->offsets[along]; });
     for (const Chunk* other : open)
       SHARD_REQUIRE(!meet(*chunk, *other), "checkpoint", "{}: tensor {}: chunks {} in {} and {} in {} overlap", name,
-                    tensor_name, box_text(other->offsets, other->sizes), escaped(other->extent.file),
-                    box_text(chunk->offsets, chunk->sizes), escaped(chunk->extent.file));
+                    tensor_name, box_text(other->offsets, other->sizes), other->extent.file,
+                    box_text(chunk->offsets, chunk->sizes), chunk->extent.file);
     open.push_back(chunk);
   }
 }
@@ -63,7 +63,7 @@ void validate_tensor(const std::string& name, const std::string& tensor_name, co
   std::vector<const Chunk*> filled;
   for (const Chunk& chunk : tensor.chunks) {
     SHARD_REQUIRE(inside(tensor, chunk), "checkpoint", "{}: tensor {}: chunk {} in {} does not lie inside [{}]", name,
-                  tensor_name, box_text(chunk.offsets, chunk.sizes), escaped(chunk.extent.file), fmt::join(tensor.sizes, ", "));
+                  tensor_name, box_text(chunk.offsets, chunk.sizes), chunk.extent.file, fmt::join(tensor.sizes, ", "));
     const int64_t elements = numel(chunk.sizes);
     if (elements == 0) continue;
     filled.push_back(&chunk);
@@ -82,9 +82,9 @@ void validate_extent(const std::string& name, const std::string& owner, const Ex
     inside = file.substr(begin, end - begin) != "..";
     begin = end + 1;
   }
-  SHARD_REQUIRE(inside, "checkpoint", "{}: {} lies in '{}', outside the checkpoint's folder", name, owner, escaped(file));
+  SHARD_REQUIRE(inside, "checkpoint", "{}: {} lies in '{}', outside the checkpoint's folder", name, owner, file);
   SHARD_REQUIRE(extent.length > 0 && extent.offset <= UINT64_MAX / 2 && extent.length <= UINT64_MAX / 2, "checkpoint",
-                "{}: {} lies in {} at {} with {} bytes", name, owner, escaped(file), extent.offset, extent.length);
+                "{}: {} lies in {} at {} with {} bytes", name, owner, file, extent.offset, extent.length);
 }
 
 }  // namespace
@@ -102,15 +102,14 @@ std::vector<Owned> owned_extents(const Checkpoint& checkpoint) {
 }
 
 void validate(const Checkpoint& checkpoint, const std::string& name) {
-  for (const auto& [tensor_name, tensor] : checkpoint.tensors) validate_tensor(name, escaped(tensor_name), tensor);
+  for (const auto& [tensor_name, tensor] : checkpoint.tensors) validate_tensor(name, tensor_name, tensor);
   const std::vector<Owned> all = owned_extents(checkpoint);
-  for (const Owned& owned : all) validate_extent(name, escaped(*owned.name), *owned.extent);
+  for (const Owned& owned : all) validate_extent(name, *owned.name, *owned.extent);
   for (size_t i = 1; i < all.size(); ++i) {
     const Extent& a = *all[i - 1].extent;
     const Extent& b = *all[i].extent;
     SHARD_REQUIRE(a == b || a.file != b.file || a.offset + a.length <= b.offset, "checkpoint",
-                  "{}: the bytes of {} and of {} overlap in {} at {}", name, escaped(*all[i - 1].name),
-                  escaped(*all[i].name), escaped(b.file), b.offset);
+                  "{}: the bytes of {} and of {} overlap in {} at {}", name, *all[i - 1].name, *all[i].name, b.file, b.offset);
   }
 }
 
@@ -122,9 +121,8 @@ void validate_files(const Checkpoint& checkpoint, const std::string& folder) {
     if (found == sizes.end())
       found = sizes.emplace(extent.file, FileSource(system_files(), folder + "/" + extent.file).size()).first;
     SHARD_REQUIRE(extent.offset + extent.length <= found->second, "checkpoint",
-                  "{}/{}: has {} bytes, but {}{} lies at {} to {}. Was it cut off?", folder, escaped(extent.file),
-                  found->second, escaped(*owned.name),
-                  owned.chunk ? " " + box_text(owned.chunk->offsets, owned.chunk->sizes) : "", extent.offset,
+                  "{}/{}: has {} bytes, but {}{} lies at {} to {}. Was it cut off?", folder, extent.file, found->second,
+                  *owned.name, owned.chunk ? " " + box_text(owned.chunk->offsets, owned.chunk->sizes) : "", extent.offset,
                   extent.offset + extent.length);
   }
 }

@@ -174,7 +174,7 @@ FileSource::FileSource(FileSystem& files, std::string path) : files_(files), pat
   struct stat status {};
   if (::fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
     files_.close(fd_);
-    throw Error(fmt::format("[checkpoint] {} is no regular file", path_));
+    throw Error(message("[checkpoint] {} is no regular file", path_));
   }
   size_ = static_cast<uint64_t>(status.st_size);
 }

@@ -16,13 +16,13 @@ nlohmann::json parse_json(std::string_view text, const std::string& name) {
     if (event == json::parse_event_t::object_end) keys.pop_back();
     if (event == json::parse_event_t::key)
       SHARD_REQUIRE(keys.back().insert(value.get<std::string>()).second, "json", "{}: names '{}' twice", name,
-                    escaped(value.get<std::string>()));
+                    value.get<std::string>());
     return true;
   };
   try {
     return json::parse(text, watch);
   } catch (const json::exception& error) {
-    throw Error(fmt::format("[json] {}: {}", name, escaped(error.what())));
+    throw Error(message("[json] {}: {}", name, error.what()));
   }
 }
 

@@ -41,7 +41,7 @@ const char* noun(Kind kind) {
 }
 
 [[noreturn]] void wrong_kind(const Value& value, std::string_view what, const char* expected) {
-  throw Error(fmt::format("[pickle] {} should be {}, got {}: {}", what, expected, noun(value.kind()), value.str(80)));
+  throw Error(message("[pickle] {} should be {}, got {}: {}", what, expected, noun(value.kind()), value.str(80)));
 }
 
 const Value::Items kNoItems;

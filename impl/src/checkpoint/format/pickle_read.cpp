@@ -33,7 +33,7 @@ class Machine {
 
  private:
   [[noreturn]] void fail(std::string_view what) const {
-    throw Error(fmt::format("[pickle] {}: at byte {} it {}", name_, opcode_at_, escaped(what)));
+    throw Error(message("[pickle] {}: at byte {} it {}", name_, opcode_at_, what));
   }
   void require(bool condition, std::string_view what) const {
     if (!condition) [[unlikely]]
@@ -148,8 +148,8 @@ class Machine {
   void push_global(const std::string& module, const std::string& name) {
     const std::string whole = module + "." + name;
     if (!allowed_.contains(whole))
-      throw Error(fmt::format("[pickle] {}: refuses the global '{}' at byte {}; it is none of those that checkpoints need",
-                              name_, whole.substr(0, 200), opcode_at_));
+      throw Error(message("[pickle] {}: refuses the global '{}' at byte {}; it is none of those that checkpoints need", name_,
+                          whole.substr(0, 200), opcode_at_));
     NodePtr node = make(Kind::kGlobal);
     node->text = whole;
     node->module_chars = module.size();

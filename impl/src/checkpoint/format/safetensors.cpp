@@ -29,7 +29,7 @@ SafeTensor read_tensor(const json& entry, const std::string& tensor, const std::
                 tensor);
   const std::string dtype = entry.at("dtype").get<std::string>();
   const DtypeInfo* info = find_safetensors_dtype(dtype);
-  SHARD_REQUIRE(info, "safetensors", "{}: {} has the dtype {}, which is not read", name, tensor, escaped(dtype));
+  SHARD_REQUIRE(info, "safetensors", "{}: {} has the dtype {}, which is not read", name, tensor, dtype);
   SafeTensor found;
   found.dtype = info->dtype;
   for (const json& size : entry.at("shape")) {
@@ -78,21 +78,19 @@ SafeTensors open_index(FileSystem& files, const std::string& path) {
   SafeTensors all;
   std::map<std::string, SafeTensors> opened;
   for (const auto& [tensor, file] : index["weight_map"].items()) {
-    SHARD_REQUIRE(file.is_string(), "safetensors", "{}: {} lies in {}, which is no file name", path, escaped(tensor),
-                  file.dump());
+    SHARD_REQUIRE(file.is_string(), "safetensors", "{}: {} lies in {}, which is no file name", path, tensor, file.dump());
     const auto name = file.get<std::string>();
     SHARD_REQUIRE(!name.empty() && name.find('/') == std::string::npos && name != "..", "safetensors",
-                  "{}: {} lies in '{}', outside its folder", path, escaped(tensor), escaped(name));
+                  "{}: {} lies in '{}', outside its folder", path, tensor, name);
     if (!opened.contains(name)) opened[name] = read_safetensors_header(FileSource(files, folder + "/" + name));
     const auto found = opened[name].tensors.find(tensor);
-    SHARD_REQUIRE(found != opened[name].tensors.end(), "safetensors", "{}: {} is not in {}", path, escaped(tensor),
-                  escaped(name));
+    SHARD_REQUIRE(found != opened[name].tensors.end(), "safetensors", "{}: {} is not in {}", path, tensor, name);
     all.tensors.insert(*found);
   }
   for (const auto& [name, file] : opened) {
     for (const auto& [tensor, entry] : file.tensors)
       SHARD_REQUIRE(all.tensors.contains(tensor) && all.tensors[tensor].file == entry.file, "safetensors",
-                    "{}: {} holds {}, which the index does not name there", path, escaped(name), escaped(tensor));
+                    "{}: {} holds {}, which the index does not name there", path, name, tensor);
     all.metadata.insert(file.metadata.begin(), file.metadata.end());
   }
   return all;
@@ -117,10 +115,10 @@ SafeTensors read_safetensors_header(const ByteSource& source) {
       if (tensor == "__metadata__")
         file.metadata = entry.get<std::map<std::string, std::string>>();
       else
-        file.tensors[tensor] = read_tensor(entry, escaped(tensor), name, 8 + header_bytes, source.size() - 8 - header_bytes);
+        file.tensors[tensor] = read_tensor(entry, tensor, name, 8 + header_bytes, source.size() - 8 - header_bytes);
     }
   } catch (const json::exception& error) {
-    throw Error(fmt::format("[safetensors] {}: {}", name, error.what()));
+    throw Error(message("[safetensors] {}: {}", name, error.what()));
   }
   require_tiled(file, name, 8 + header_bytes, source.size());
   return file;
