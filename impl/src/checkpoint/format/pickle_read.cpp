@@ -3,6 +3,7 @@
 #include <limits>
 #include <optional>
 
+#include "checkpoint/format/pickle_bytes.h"
 #include "checkpoint/format/pickle_node.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/pickle.h"
@@ -16,10 +17,10 @@ using NodePtr = std::shared_ptr<Node>;
 
 // A pickle machine whose only effect is a tree. A node that has a parent is sealed, for good: so no cycle can come about, and
 // its depth and size are final.
-class Machine {
+class Machine : private PickleBytes {
  public:
   Machine(std::string_view bytes, const AllowedGlobals& allowed, const std::string& name, const PickleLimits& limits)
-      : bytes_(bytes), allowed_(allowed), name_(name), limits_(limits) {}
+      : PickleBytes(bytes, name), allowed_(allowed), limits_(limits) {}
 
   Value run(size_t* consumed) {
     require(bytes_.size() <= limits_.bytes_max, "is longer than allowed");
@@ -32,34 +33,6 @@ class Machine {
   }
 
  private:
-  [[noreturn]] void fail(std::string_view what) const {
-    throw Error(message("[pickle] {}: at byte {} it {}", name_, opcode_at_, what));
-  }
-  void require(bool condition, std::string_view what) const {
-    if (!condition) [[unlikely]]
-      fail(what);
-  }
-
-  std::string_view take(uint64_t bytes) {
-    require(bytes <= bytes_.size() - at_, "is cut off");
-    const std::string_view text = bytes_.substr(at_, bytes);
-    at_ += bytes;
-    return text;
-  }
-  uint64_t number(size_t bytes) {
-    const std::string_view text = take(bytes);
-    uint64_t value = 0;
-    for (size_t i = 0; i < bytes; ++i) value |= static_cast<uint64_t>(static_cast<unsigned char>(text[i])) << (8 * i);
-    return value;
-  }
-  std::string line() {
-    const size_t end = bytes_.find('\n', at_);
-    require(end != std::string_view::npos, "is cut off");
-    const std::string text(bytes_.substr(at_, end - at_));
-    at_ = end + 1;
-    return text;
-  }
-
   NodePtr make(Kind kind) {
     require(++made_ <= limits_.nodes_max, "holds too many values");
     auto node = std::make_shared<Node>();
@@ -397,11 +370,8 @@ class Machine {
     }
   }
 
-  std::string_view bytes_;
   const AllowedGlobals& allowed_;
-  const std::string& name_;
   const PickleLimits& limits_;
-  size_t at_ = 0, opcode_at_ = 0;
   std::vector<NodePtr> stack_;
   std::vector<size_t> marks_;
   std::vector<NodePtr> memo_;

@@ -6,9 +6,8 @@
 
 #include <algorithm>
 
-#include <c10/core/AutogradState.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
+#include "comm/threads/own_stream.h"
+#include "comm/threads/rank_error.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
@@ -74,34 +73,6 @@ bool is_alias(const at::Tensor& input, const at::Tensor& output) {
   auto* own = static_cast<const std::byte*>(input.const_data_ptr());
   return begin <= own && own < begin + output.nbytes();
 }
-
-// While a rank's body runs: its device and a stream of its own are current, and backwards stay on its thread. LibTorch has one
-// thread a device for them, where one rank that waits would stop all.
-class OwnStream {
- public:
-  explicit OwnStream(std::optional<c10::Device> device) : device_(device) {
-    if (!device_ || device_->is_cpu()) return;
-    const c10::impl::VirtualGuardImpl guard(device_->type());
-    device_before_ = guard.exchangeDevice(*device_);
-    stream_before_ = guard.exchangeStream(guard.getStreamFromGlobalPool(*device_));
-    multithreaded_ = c10::AutogradState::get_tls_state().get_multithreading_enabled();
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-  }
-  ~OwnStream() {
-    if (!stream_before_) return;
-    const c10::impl::VirtualGuardImpl guard(device_->type());
-    guard.synchronizeStream(guard.exchangeStream(*stream_before_));
-    guard.exchangeDevice(*device_before_);
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(multithreaded_);
-  }
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
-
- private:
-  std::optional<c10::Device> device_, device_before_;
-  std::optional<c10::Stream> stream_before_;
-  bool multithreaded_ = true;
-};
 
 // What a party does in a call that all parties have made.
 CollectivePlan plan_of(const Call& call, int64_t party, int64_t parties, bool ring) {
@@ -376,38 +347,6 @@ void World::join() {
   const std::exception_ptr error = std::move(error_);
   lock.unlock();
   if (error) rethrow_with_rank(error, error_rank_, size_);
-}
-
-namespace {
-
-template <typename E>
-[[noreturn]] void rethrow_prefixed(const E& error, const std::string& who) {
-  // A derived type would lose what it adds.
-  if (typeid(error) != typeid(E)) throw;
-  throw E(who + error.what());
-}
-
-}  // namespace
-
-void rethrow_with_rank(const std::exception_ptr& error, int64_t rank, int64_t world) {
-  if (rank < 0) std::rethrow_exception(error);
-  const std::string who = fmt::format("rank {} of {}: ", rank, world);
-  try {
-    std::rethrow_exception(error);
-  } catch (const NonFiniteError& e) {
-    rethrow_prefixed(e, who);
-  } catch (const Error& e) {
-    rethrow_prefixed(e, who);
-  } catch (const BrokenInvariant& e) {
-    rethrow_prefixed(e, who);
-  } catch (c10::Error& e) {
-    e.add_context(who + "LibTorch refused");
-    throw;
-  } catch (const std::invalid_argument& e) {
-    rethrow_prefixed(e, who);
-  } catch (const std::runtime_error& e) {
-    rethrow_prefixed(e, who);
-  }
 }
 
 }  // namespace shardproof::threads

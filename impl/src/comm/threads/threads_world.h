@@ -52,7 +52,6 @@ class World {
   void complete(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void queue_on_device(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void complete_parts_not_late(Lock& lock, Rendezvous& rendezvous);
-  void wait_until_complete(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void help(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void receive_late(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void wake_waiting(Rendezvous& rendezvous);
@@ -78,8 +77,5 @@ class World {
   int64_t error_rank_ = -1;
   Parker caller_;
 };
-
-// The error with its rank in the message, its type kept.
-[[noreturn]] void rethrow_with_rank(const std::exception_ptr& error, int64_t rank, int64_t world);
 
 }  // namespace shardproof::threads
