@@ -45,7 +45,7 @@ at::Tensor AttentionImpl::forward(const at::Tensor& q, const at::Tensor& k, cons
                 fmt::join(q.sizes(), "x"), fmt::join(k.sizes(), "x"), fmt::join(v.sizes(), "x"));
   std::optional<AttentionDropout> dropout;
   if (is_training() && dropout_ > 0) {
-    const std::vector<DimRows> place = place_of({q.size(0), q.size(1)});
+    const std::vector<DimRows> place = rows_in_whole({q.size(0), q.size(1)});
     dropout = {next_dropout_site(dropout_), place[0], place[1]};
   }
   if (is_canonical()) return canonically(q, k, v, dropout);

@@ -39,7 +39,7 @@ class SequenceRule {
   virtual std::shared_ptr<void> held() { return {}; }
 };
 
-class SequencePart : public Placed {
+class SequencePart : public PlacementAware {
  public:
   std::shared_ptr<SequenceRule> rule;  // null when each rank has whole sequences
 

@@ -13,29 +13,29 @@
 
 namespace shardproof {
 
-// How one kind of parallelism cuts what a module sees. `dims` holds a rank's rows within what the rank has before that cut, and
-// gets them within what there is before it. Given by `parallelize` and `context_parallel`.
+// How one kind of parallelism cuts the tensors that a module sees. `parallelize` and `context_parallel` set it.
 class RowPlacement {
  public:
   virtual ~RowPlacement() = default;
-  virtual void widen(std::vector<DimRows>& dims) const = 0;
+  // Replaces the rank's row indices in the cut dims of `dims` by indices in the dims as they are before this cut.
+  virtual void to_whole(std::vector<DimRows>& dims) const = 0;
 };
 
-// A module that has to know.
-class Placed {
+// A module that has to know where its rows lie in the whole tensor.
+class PlacementAware {
  public:
-  // Tensor parallelism cuts what context parallelism left.
+  // Tensor parallelism cuts what context parallelism leaves. Null: the tensor is not cut by it.
   std::shared_ptr<const RowPlacement> tensor_placement, context_placement;
 
  protected:
-  ~Placed() = default;
-  // Of a tensor of these sizes, whose dim 0 is the batch.
-  std::vector<DimRows> place_of(at::IntArrayRef sizes) const;
+  ~PlacementAware() = default;
+  // The rows that a tensor of these sizes has of each dim of the whole tensor. Dim 0 is the batch.
+  std::vector<DimRows> rows_in_whole(at::IntArrayRef sizes) const;
 };
 
 // Dropout of a tensor [batch, ..]. The module has no parameters. Where tensor parallelism cuts its input, it needs a style:
 // SequenceParallel when the sequence is cut, else CutDropout.
-class DropoutImpl : public torch::nn::Module, public Placed, public CanonicalPart {
+class DropoutImpl : public torch::nn::Module, public PlacementAware, public CanonicalPart {
  public:
   explicit DropoutImpl(double probability) : probability_(probability) {}
   at::Tensor forward(at::Tensor x);

@@ -16,7 +16,7 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   }
   ~ContextState() override {
     for (SequencePart* part : parts_) part->rule = nullptr;
-    for (Placed* placed : placed_) placed->context_placement = nullptr;
+    for (PlacementAware* aware : aware_) aware->context_placement = nullptr;
   }
 
   void attach(const std::shared_ptr<torch::nn::Module>& root);
@@ -47,7 +47,7 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   }
 
   // Positions are dim 1 of what is dropped out.
-  void widen(std::vector<DimRows>& dims) const override {
+  void to_whole(std::vector<DimRows>& dims) const override {
     if (dims.size() < 2) return;
     require_length(dims[1].length);
     const std::vector<int64_t> positions = cut_.positions(group_.rank());
@@ -70,7 +70,7 @@ class ContextState final : public SequenceRule, public RowPlacement, public std:
   // They point here without owning: this lives as long as the ContextParallel, and a Sharded made meanwhile.
   std::shared_ptr<torch::nn::Module> root_;
   std::vector<SequencePart*> parts_;
-  std::vector<Placed*> placed_;
+  std::vector<PlacementAware*> aware_;
 };
 
 void ContextState::attach(const std::shared_ptr<torch::nn::Module>& root) {
@@ -85,7 +85,7 @@ void ContextState::attach(const std::shared_ptr<torch::nn::Module>& root) {
       parts_.push_back(part);
       part->rule = unowned;
     } else if (auto* dropout = dynamic_cast<DropoutImpl*>(&module)) {
-      placed_.push_back(dropout);
+      aware_.push_back(dropout);
       dropout->context_placement = unowned;
     }
   }

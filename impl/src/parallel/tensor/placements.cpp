@@ -33,7 +33,7 @@ void require_dim(const std::vector<DimRows>& dims, int64_t dim, int64_t expected
 class SequencePlacement final : public RowPlacement {
  public:
   explicit SequencePlacement(std::weak_ptr<ParallelState> state) : state_(std::move(state)) {}
-  void widen(std::vector<DimRows>& dims) const override {
+  void to_whole(std::vector<DimRows>& dims) const override {
     const auto owner = alive(state_);
     const int64_t dim = *owner->plan().sequence_dim;
     const int64_t local = dim < std::ssize(dims) ? dims[dim].length : 0, length = owner->sequence_length(local);
@@ -51,7 +51,7 @@ class SequencePlacement final : public RowPlacement {
 class CutPlacement final : public RowPlacement {
  public:
   CutPlacement(std::weak_ptr<ParallelState> state, CutDropout style) : state_(std::move(state)), style_(std::move(style)) {}
-  void widen(std::vector<DimRows>& dims) const override {
+  void to_whole(std::vector<DimRows>& dims) const override {
     const auto owner = alive(state_);
     const int64_t dim = style_.dim < 0 ? style_.dim + std::ssize(dims) : style_.dim;
     const DimCut cut = owner->dim_cut(style_.segments);
@@ -71,12 +71,12 @@ class CutDropoutHooks final : public StyleHooks {
   CutDropoutHooks(const std::shared_ptr<ParallelState>& owner, const std::string& name, torch::nn::Module& module,
                   const CutDropout& style)
       : StyleHooks(owner) {
-    auto* placed = dynamic_cast<Placed*>(&module);
-    SHARD_REQUIRE(placed, "tensor_parallel", "style CutDropout needs a Dropout or an Attention, and module '{}' is {}", name,
+    auto* aware = dynamic_cast<PlacementAware*>(&module);
+    SHARD_REQUIRE(aware, "tensor_parallel", "style CutDropout needs a Dropout or an Attention, and module '{}' is {}", name,
                   module.name());
     const DimCut cut = owner->dim_cut(style.segments);
     validate(cut.split, cut.length, cut.parts, fmt::format("dropout of module '{}'", name));
-    placed->tensor_placement = std::make_shared<CutPlacement>(owner, style);
+    aware->tensor_placement = std::make_shared<CutPlacement>(owner, style);
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
 };
