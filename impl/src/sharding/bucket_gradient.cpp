@@ -173,7 +173,7 @@ void BucketGradient::finalize(at::Tensor sum) {
     gradient_ = std::move(sum);
   } else {
     gradient_ = memory_->allocate(MemoryKind::gradient, layout_.state().size(), rules_.main);
-    if (sum.scalar_type() == at::kLong && rules_.parallel_terms > 1) fixed_ = sum;
+    if (sum.scalar_type() == at::kLong && rules_.grad_partial_ranks > 1) fixed_ = sum;
     if (sum.scalar_type() == at::kLong)
       fixed_to_float(gradient_, sum);
     else
@@ -182,7 +182,7 @@ void BucketGradient::finalize(at::Tensor sum) {
   accumulated_.reset();
   enter(GradientState::final);
   divide_final(rules_.divide_after);
-  if (rules_.parallel_terms == 1) start_offload();
+  if (rules_.grad_partial_ranks == 1) start_offload();
 }
 
 void BucketGradient::start_offload() {

@@ -17,7 +17,7 @@ constexpr double kTolerance = 0.01;
 constexpr int64_t kElementsAtOnce = int64_t{1} << 20;
 
 bool is_replica(const Bucket& bucket, int64_t slot) {
-  return bucket.gradient.final() && bucket.trains(slot) && bucket.rules().parallel_terms == 1 &&
+  return bucket.gradient.final() && bucket.trains(slot) && bucket.rules().grad_partial_ranks == 1 &&
          !bucket.layout().slots()[slot].is_cut();
 }
 

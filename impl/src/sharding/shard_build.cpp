@@ -18,7 +18,7 @@ void measure(NamedParameter& parameter, const ParallelState* parallel) {
   parameter.room = parameter.tensor.numel();
   const ParallelParameter* known = parallel ? parallel->find(parameter.tensor) : nullptr;
   if (!known) return;
-  parameter.terms = known->terms;
+  parameter.grad_partial_ranks = known->grad_partial_ranks;
   for (int64_t part = 0; part < parallel->parts(); ++part)
     parameter.room = std::max(parameter.room, owned_numel(known->shape, parallel->view(), known->layout, part));
 }
@@ -91,7 +91,7 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
   }
   const Mesh& mesh = how.comms->mesh();
   BucketRules rules = resolve(how.options, how.options.precision, how.strategy, mesh, tensors.front().scalar_type());
-  rules.parallel_terms = parameters.front().terms;
+  rules.grad_partial_ranks = parameters.front().grad_partial_ranks;
   const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
   BucketLayout layout(std::move(slots), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity);
   return std::make_unique<Bucket>(

@@ -15,8 +15,8 @@ namespace shardproof {
 struct NamedParameter {
   std::string name;
   at::Tensor tensor;
-  int64_t room = 0;   // elements of the largest part along the tensor-parallel axis
-  int64_t terms = 1;  // so many ranks along that axis hold terms of its gradient
+  int64_t room = 0;                // elements of the largest part along the tensor-parallel axis
+  int64_t grad_partial_ranks = 1;  // so many ranks along that axis hold terms of its gradient
   int64_t bytes() const { return room * static_cast<int64_t>(tensor.element_size()); }
 };
 

@@ -34,8 +34,8 @@ std::vector<std::shared_ptr<void>> sequence_rules(const torch::nn::Module& root)
 // Buckets of terms hold nothing else, so their offsets, and what each rank has of them, are the same all along the axis.
 void sum_parallel_terms(Sharded::Impl& sharded) {
   for (Bucket* bucket : sharded.schedule.buckets())
-    if (bucket->gradient.final() && bucket->rules().parallel_terms > 1)
-      bucket->gradient.sum_terms(sharded.comms->within(sharded.parallel->axis(), bucket->rules().parallel_terms));
+    if (bucket->gradient.final() && bucket->rules().grad_partial_ranks > 1)
+      bucket->gradient.sum_terms(sharded.comms->within(sharded.parallel->axis(), bucket->rules().grad_partial_ranks));
 }
 
 // After the first backward, the second, the fourth, the eighth and so on.

@@ -52,7 +52,7 @@ void cut_parameter(ParallelState& state, const at::Tensor& parameter, int64_t di
 }
 
 // Whole on every rank, each of which computes a term of its gradient.
-void describe_terms(ParallelState& state, const at::Tensor& parameter) {
+void describe_partial_gradient(ParallelState& state, const at::Tensor& parameter) {
   if (!state.find(parameter))
     state.add(parameter, {name_in(state, parameter), parameter.sizes().vec(), replicated(), state.parts()});
 }
@@ -126,7 +126,7 @@ class Row final : public StyleHooks {
     SHARD_REQUIRE(style_.input_is_parallel || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': a replicated input is cut evenly, not in segments", name);
     cut_parameter(*owner, linear_.weight, 1, style_.segments);
-    if (linear_.bias.defined() && owner->plan().sequence_dim) describe_terms(*owner, linear_.bias);
+    if (linear_.bias.defined() && owner->plan().sequence_dim) describe_partial_gradient(*owner, linear_.bias);
   }
   at::Tensor run(const Forward&, at::Tensor x) override {
     const auto owner = state();
@@ -183,7 +183,7 @@ class Sequence final : public StyleHooks {
   Sequence(const std::shared_ptr<ParallelState>& owner, torch::nn::Module& module) : StyleHooks(owner) {
     if (!owner->plan().sequence_dim) return;
     place_along_sequence(owner, module);
-    for (const at::Tensor& parameter : module.parameters(/*recurse=*/true)) describe_terms(*owner, parameter);
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/true)) describe_partial_gradient(*owner, parameter);
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
 };
@@ -200,7 +200,7 @@ class Partial final : public StyleHooks {
       SHARD_REQUIRE(!known || known->layout == replicated(), "tensor_parallel",
                     "style PartialGradients of module '{}' is for whole parameters, and {} is cut by another style", name,
                     known->name);
-      describe_terms(*owner, parameter);
+      describe_partial_gradient(*owner, parameter);
     }
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }

@@ -40,7 +40,7 @@ void require_styles_everywhere(const torch::nn::Module& root, const std::set<std
 void require_sums_of_copies(const ParallelState& state) {
   if (!state.canonical || state.sums_copied_keys) return;
   for (const ParallelParameter& parameter : state.parameters())
-    SHARD_REQUIRE(parameter.layout == replicated() || parameter.terms == 1, "canonical",
+    SHARD_REQUIRE(parameter.layout == replicated() || parameter.grad_partial_ranks == 1, "canonical",
                   "{}: there are fewer key-value heads than the {} ranks along {}, and no Attention knows: each copy would "
                   "round gradients of its own queries. Give the Attention the style CutAttention, or use fewer ranks",
                   parameter.name, state.parts(), state.axis());

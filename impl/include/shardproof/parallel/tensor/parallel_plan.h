@@ -86,7 +86,7 @@ struct ParallelParameter {
   std::string name;  // its first
   Shape shape;       // of the whole
   Layout layout = {};  // along the axis; replicated when it was not cut
-  int64_t terms = 1;  // so many neighbours along the axis hold terms of its gradient
+  int64_t grad_partial_ranks = 1;  // how many neighbours along the axis each hold a term of its gradient; 1: it is whole
 };
 
 }  // namespace shardproof
