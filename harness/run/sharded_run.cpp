@@ -198,7 +198,8 @@ class RankRun {
     const bool low_precision = case_.options.compute != fp32, canonical = case_.options.arithmetic != 0;
     result.parameters = copies(low_precision || canonical ? sharded_.main_parameters() : sharded_.parameters());
     if (low_precision || canonical) result.compute_parameters = copies(sharded_.parameters());
-    for (const std::string& slot : optimizer_.slots()) result.state.emplace_back(slot, copies(optimizer_.state(slot)));
+    for (const std::string& state_name : optimizer_.state_names())
+      result.state.emplace_back(state_name, copies(optimizer_.state(state_name)));
   }
 
   const Case& case_;

@@ -111,8 +111,8 @@ std::string to_bytes(const std::vector<RankStep>& steps) {
     to.plain(step.skipped);
     for (const auto* pieces : {&step.gradients, &step.parameters, &step.compute_parameters}) put(to, *pieces);
     to.plain(step.state.size());
-    for (const auto& [slot, pieces] : step.state) {
-      to.text(slot);
+    for (const auto& [state_name, pieces] : step.state) {
+      to.text(state_name);
       put(to, pieces);
     }
   }
@@ -128,8 +128,8 @@ std::vector<RankStep> steps_from(const std::string& bytes) {
     step.skipped = from.plain<bool>();
     for (auto* pieces : {&step.gradients, &step.parameters, &step.compute_parameters}) *pieces = take_pieces(from);
     step.state.resize(from.plain<size_t>());
-    for (auto& [slot, pieces] : step.state) {
-      slot = from.text();
+    for (auto& [state_name, pieces] : step.state) {
+      state_name = from.text();
       pieces = take_pieces(from);
     }
   }

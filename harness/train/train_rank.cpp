@@ -155,8 +155,8 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
     if (options.check) {
       result.parameters = copies(options.model.canonical ? sharded.main_parameters() : sharded.parameters());
       if (options.model.canonical) result.compute_parameters = copies(sharded.parameters());
-      for (const std::string& slot : optimizer.slots())
-        result.state.emplace_back(slot, copies(optimizer.state(slot)));
+      for (const std::string& state_name : optimizer.state_names())
+        result.state.emplace_back(state_name, copies(optimizer.state(state_name)));
     }
     if (!put(std::move(result))) throw ReaderStopped();
   }

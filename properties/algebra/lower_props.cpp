@@ -14,11 +14,11 @@ namespace {
 
 using gen::Move;
 
-Lowered lowered(const Move& move) {
+CollectiveStep lowered(const Move& move) {
   return lower(move.shape, move.from.mesh, move.from.layout, move.to.layout);
 }
 
-std::string described(const Move& move, const Lowered& step) {
+std::string described(const Move& move, const CollectiveStep& step) {
   std::string axes;
   for (const std::string& axis : step.axes) axes += " " + axis;
   return fmt::format("{} -> {} on {}: {} along{} dim {} to {}", move.from.layout.str(), move.to.layout.str(),
@@ -29,7 +29,7 @@ spec::Scene scene(const Move& move) {
   return spec::scene(move.shape, move.from.mesh, move.from.layout, move.to.layout);
 }
 
-bool gives(const Lowered& step, const spec::Scene& scene, const spec::World& wanted) {
+bool gives(const CollectiveStep& step, const spec::Scene& scene, const spec::World& wanted) {
   const auto made = spec::run(step, scene);
   return made && spec::same_values(*made, wanted);
 }
@@ -41,7 +41,7 @@ spec::World executed(const Move& move) {
 
 RC_GTEST_PROP(Lower, every_step_run_on_data_equals_the_plan, ()) {
   const Move move = *gen::move_on_one_mesh();
-  const Lowered step = lowered(move);
+  const CollectiveStep step = lowered(move);
   RC_TAG(std::string(to_string(step.step)));
   // Canonical layouts are what a step speaks of: a 1-dim tensor has no flat run.
   const Mesh& mesh = move.from.mesh;
@@ -66,10 +66,10 @@ std::vector<std::vector<std::string>> axis_sequences(const Mesh& mesh) {
 
 // Tries every step there is on the data. Lengths must be such that different layouts do not happen to
 // coincide.
-std::vector<Lowered> steps_that_would_do(const Move& move) {
+std::vector<CollectiveStep> steps_that_would_do(const Move& move) {
   const spec::World wanted = executed(move);
   const spec::Scene its_scene = scene(move);
-  std::vector<Lowered> candidates{{Step::none, {}, kFlat, kFlat}, {Step::slice, {}, kFlat, kFlat}};
+  std::vector<CollectiveStep> candidates{{Step::none, {}, kFlat, kFlat}, {Step::slice, {}, kFlat, kFlat}};
   const int64_t dims = std::ssize(move.shape);
   for (const auto& axes : axis_sequences(move.from.mesh)) {
     candidates.push_back({Step::all_reduce, axes, kFlat, kFlat});
@@ -80,7 +80,7 @@ std::vector<Lowered> steps_that_would_do(const Move& move) {
         candidates.push_back({Step::all_to_all, axes, dim, dim_to});
     }
   }
-  std::erase_if(candidates, [&](const Lowered& step) { return !gives(step, its_scene, wanted); });
+  std::erase_if(candidates, [&](const CollectiveStep& step) { return !gives(step, its_scene, wanted); });
   return candidates;
 }
 
@@ -116,12 +116,12 @@ TEST(Lower, of_every_pair_of_layouts_of_two_axes_is_a_step_that_does_it_and_gene
   for (const Layout& from : all_layouts(shape, mesh))
     for (const Layout& to : all_layouts(shape, mesh)) {
       const Move move{shape, {mesh, from}, {mesh, to}};
-      const Lowered step = lowered(move);
+      const CollectiveStep step = lowered(move);
       ++counts[step.step];
       if (step.step != Step::general)
         ASSERT_TRUE(gives(step, scene(move), executed(move))) << described(move, step);
       else
-        for (const Lowered& other : steps_that_would_do(move)) ADD_FAILURE() << described(move, other);
+        for (const CollectiveStep& other : steps_that_would_do(move)) ADD_FAILURE() << described(move, other);
     }
   EXPECT_EQ(counts.size(), 7u) << "every kind of step occurs";
 }
@@ -138,20 +138,20 @@ RC_GTEST_PROP(Lower, says_general_only_where_no_single_collective_would_do, ()) 
   }
   const Move move{shape, {mesh, from}, {mesh, to}};
   if (lowered(move).step != Step::general) return;
-  for (const Lowered& step : steps_that_would_do(move)) RC_FAIL(described(move, step));
+  for (const CollectiveStep& step : steps_that_would_do(move)) RC_FAIL(described(move, step));
 }
 
 struct Example {
   const char* mesh;
   Layout from, to;
-  Lowered lowered;
+  CollectiveStep lowered;
 };
 
 void expect_examples(const Shape& shape, const std::vector<Example>& examples) {
   for (const Example& example : examples) {
     const Move move{
         shape, {Mesh::parse(example.mesh), example.from}, {Mesh::parse(example.mesh), example.to}};
-    const Lowered step = lowered(move);
+    const CollectiveStep step = lowered(move);
     EXPECT_EQ(step, example.lowered) << described(move, step);
   }
 }

@@ -32,16 +32,16 @@ float value_of(const std::string& name, int64_t i) {
   return static_cast<float>(i * 5 + static_cast<int64_t>(std::hash<std::string>{}(name) % 10007));
 }
 
-void set(const std::vector<Piece>& pieces, const std::string& slot) {
+void set(const std::vector<Piece>& pieces, const std::string& state_name) {
   for (const Piece& piece : pieces)
     for (int64_t i = 0; i < piece.run.size(); ++i)
-      piece.data.data_ptr<float>()[i] = value_of(piece.name + slot, piece.run.begin + i);
+      piece.data.data_ptr<float>()[i] = value_of(piece.name + state_name, piece.run.begin + i);
 }
 
-bool is_set(const std::vector<Piece>& pieces, const std::string& slot) {
+bool is_set(const std::vector<Piece>& pieces, const std::string& state_name) {
   for (const Piece& piece : pieces)
     for (int64_t i = 0; i < piece.run.size(); ++i)
-      if (piece.data.data_ptr<float>()[i] != value_of(piece.name + slot, piece.run.begin + i)) return false;
+      if (piece.data.data_ptr<float>()[i] != value_of(piece.name + state_name, piece.run.begin + i)) return false;
   return true;
 }
 
@@ -62,13 +62,13 @@ struct Part {
     sharded->main_parameters_changed();
     for (const Optimizer::Group& group : optimizer->groups())
       for (const std::string& name : group.parameters) optimizer->restore(name, 7, true);
-    for (const std::string& slot : optimizer->slots()) set(optimizer->state(slot), slot);
+    for (const std::string& state_name : optimizer->state_names()) set(optimizer->state(state_name), state_name);
   }
   bool filled() {
     bool all = is_set(sharded->main_parameters(), "");
-    for (const std::string& slot : optimizer->slots()) {
-      all &= is_set(optimizer->state(slot), slot);
-      all &= optimizer->state(slot).size() == sharded->main_parameters().size();
+    for (const std::string& state_name : optimizer->state_names()) {
+      all &= is_set(optimizer->state(state_name), state_name);
+      all &= optimizer->state(state_name).size() == sharded->main_parameters().size();
     }
     for (const auto& [name, whole] : sharded->gather_parameters()) {
       const at::Tensor flat = whole.contiguous().view({-1});

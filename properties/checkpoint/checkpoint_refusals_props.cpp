@@ -141,14 +141,14 @@ struct Mixed {
   // Elements that this rank holds, by name and index.
   std::map<std::pair<std::string, int64_t>, float> elements() {
     std::map<std::pair<std::string, int64_t>, float> all;
-    const auto add = [&](const std::string& slot, const std::vector<Piece>& pieces) {
+    const auto add = [&](const std::string& state_name, const std::vector<Piece>& pieces) {
       for (const Piece& piece : pieces)
         for (int64_t i = 0; i < piece.run.size(); ++i)
-          all[{slot + piece.name, piece.run.begin + i}] = piece.data.to(at::kFloat).data_ptr<float>()[i];
+          all[{state_name + piece.name, piece.run.begin + i}] = piece.data.to(at::kFloat).data_ptr<float>()[i];
     };
     add("", sharded->main_parameters());
     add("compute ", sharded->parameters());
-    for (const std::string& slot : optimizer->slots()) add(slot + " ", optimizer->state(slot));
+    for (const std::string& state_name : optimizer->state_names()) add(state_name + " ", optimizer->state(state_name));
     return all;
   }
   Mlp mlp{MlpOptions{.widths = {3, 5, 2}}};

@@ -244,7 +244,8 @@ Rule random_rule(std::mt19937_64& random) {
 Arrays random_arrays(const UpdateRule& rule, at::ScalarType dtype, Draw& d, bool tame) {
   Arrays a{
       random_values(dtype, d.count, d.offset, d.random, tame), random_values(dtype, d.count, d.offset, d.random, tame), {}};
-  for (size_t i = 0; i < rule.slots().size(); ++i) a.state.push_back(random_values(dtype, d.count, d.offset, d.random, tame));
+  for (size_t i = 0; i < rule.state_names().size(); ++i)
+    a.state.push_back(random_values(dtype, d.count, d.offset, d.random, tame));
   if (a.state.size() > 1 && tame) a.state[1].abs_();
   return a;
 }

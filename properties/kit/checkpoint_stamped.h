@@ -49,8 +49,8 @@ class Stamped {
   void each(const Body& body) {
     for (const Piece& piece : sharded->main_parameters()) body(piece, 0);
     int64_t kind = 1;
-    for (const std::string& slot : optimizer->slots()) {
-      for (const Piece& piece : optimizer->state(slot)) body(piece, kind);
+    for (const std::string& state_name : optimizer->state_names()) {
+      for (const Piece& piece : optimizer->state(state_name)) body(piece, kind);
       ++kind;
     }
   }

@@ -83,8 +83,9 @@ struct Trained {
   std::map<std::string, std::string> bits() {
     std::map<std::string, std::string> all;
     for (const auto& [name, value] : sharded->gather_parameters()) all[name] = bytes_in(value.to(at::kCPU));
-    for (const std::string& slot : optimizer->slots())
-      for (const auto& [name, value] : optimizer->gather_state(slot)) all[slot + " of " + name] = bytes_in(value.to(at::kCPU));
+    for (const std::string& state_name : optimizer->state_names())
+      for (const auto& [name, value] : optimizer->gather_state(state_name))
+        all[state_name + " of " + name] = bytes_in(value.to(at::kCPU));
     for (const auto& group : optimizer->groups())
       for (const std::string& name : group.parameters) all["updates of " + name] = std::to_string(optimizer->updates(name));
     return all;

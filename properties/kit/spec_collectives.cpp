@@ -164,7 +164,7 @@ Scene scene(const Shape& shape, const Mesh& mesh, const Layout& from, const Layo
   return {mesh, from, to, start(shape, {mesh, from}), elements(from), elements(to)};
 }
 
-std::optional<World> run(const Lowered& step, const Scene& scene) {
+std::optional<World> run(const CollectiveStep& step, const Scene& scene) {
   const bool alone = step.step == Step::none || step.step == Step::slice;
   World results(scene.values.size());
   for (int64_t rank = 0; rank < scene.mesh.size(); ++rank) {

@@ -65,6 +65,6 @@ Scene scene(const Shape& shape, const Mesh& mesh, const Layout& from, const Layo
 
 // Runs one step by its definition in plan.h, by pieces and group order alone. None when the pieces do not fit
 // it.
-std::optional<World> run(const Lowered& step, const Scene& scene);
+std::optional<World> run(const CollectiveStep& step, const Scene& scene);
 
 }  // namespace shardproof::spec

@@ -28,7 +28,7 @@ std::vector<float> run(const UpdateRule& rule, size_t count, size_t cut, int64_t
   const std::string name = "p";
   const Shape shape{static_cast<int64_t>(count)};
   std::vector<float> parameter = normal(count, 1);
-  std::vector<std::vector<float>> state(rule.slots().size(), std::vector<float>(count, 0.0f));
+  std::vector<std::vector<float>> state(rule.state_names().size(), std::vector<float>(count, 0.0f));
   for (int64_t step = 1; step <= steps; ++step) {
     std::vector<float> gradient = normal(count, 100 + step);
     for (const auto& [begin, end] : {std::pair<size_t, size_t>{0, cut}, {cut, count}}) {
@@ -37,7 +37,7 @@ std::vector<float> run(const UpdateRule& rule, size_t count, size_t cut, int64_t
       };
       Update update{
           .name = name, .shape = shape, .parameter = part(parameter), .gradient = part(gradient), .state = {}, .step = step};
-      for (auto& slot : state) update.state.push_back(part(slot));
+      for (auto& state_name : state) update.state.push_back(part(state_name));
       rule.update(update);
     }
   }

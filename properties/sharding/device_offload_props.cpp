@@ -71,8 +71,8 @@ TEST(DeviceOffload, the_device_keeps_parameters_and_the_host_the_rest) {
   train(at::kBFloat16, [](Sharded& sharded, const Optimizer& optimizer, bool stepped) {
     for (const Piece& piece : sharded.parameters()) EXPECT_EQ(piece.data.device(), fake_device::device());
     std::vector<Piece> pieces = sharded.main_parameters();
-    for (const std::string& slot : optimizer.slots())
-      for (const Piece& piece : optimizer.state(slot)) pieces.push_back(piece);
+    for (const std::string& state_name : optimizer.state_names())
+      for (const Piece& piece : optimizer.state(state_name)) pieces.push_back(piece);
     for (const Piece& piece : sharded.gradients()) pieces.push_back(piece);
     EXPECT_EQ(std::ssize(pieces), (stepped ? 3 : 4) * kUnits);
     for (const Piece& piece : pieces) EXPECT_TRUE(piece.data.is_cpu()) << piece.name;

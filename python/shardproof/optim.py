@@ -35,7 +35,7 @@ class Optimizer:
 
     def state_names(self) -> "list[str]":
         """Names of the state tensors, e.g. "exp_avg"."""
-        return self.native.slots()
+        return self.native.state_names()
 
     def state(self, name: str) -> "list[_C.Piece]":
         """What this rank holds of one state tensor."""

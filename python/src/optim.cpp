@@ -69,7 +69,7 @@ py::list groups_of(const Optimizer& optimizer) {
           },
           value);
     settings["parameters"] = group.parameters;
-    settings["state"] = group.slots;
+    settings["state"] = group.state_names;
     groups.append(settings);
   }
   return groups;
@@ -111,8 +111,8 @@ void bind_optimizers(py::module_& module) {
   py::class_<Optimizer>(module, "Optimizer")
       .def("step", &Optimizer::step, Unlocked())
       .def("set_lr_factor", &Optimizer::set_lr_factor, py::arg("factor"))
-      .def("slots", &Optimizer::slots)
-      .def("state", &Optimizer::state, py::arg("slot"))
+      .def("state_names", &Optimizer::state_names)
+      .def("state", &Optimizer::state, py::arg("state_name"))
       .def("updates", &Optimizer::updates, py::arg("parameter"))
       .def("groups", &groups_of);
   module.def("make_optimizer", &make_optimizer, py::arg("sharded"), py::arg("groups"));

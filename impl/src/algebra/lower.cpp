@@ -56,9 +56,9 @@ std::vector<std::string> only_in(const Mesh& mesh, const std::vector<std::string
 
 // When `to` is `from` with more splits inside and more partial axes, `gained`: each rank keeps a part of its
 // own.
-std::optional<Lowered> lower_slice(const Layout& from, const Layout& to,
+std::optional<CollectiveStep> lower_slice(const Layout& from, const Layout& to,
                                    const std::vector<std::string>& gained) {
-  Lowered slice{Step::slice, {}, kFlat, kFlat};
+  CollectiveStep slice{Step::slice, {}, kFlat, kFlat};
   const auto grows = [&](const Splits& before, const Splits& after, int64_t dim) {
     if (before.size() > after.size() || !std::equal(before.begin(), before.end(), after.begin()))
       return false;
@@ -78,7 +78,7 @@ std::optional<Lowered> lower_slice(const Layout& from, const Layout& to,
 }
 
 // The terms along `lost` are summed.
-Lowered lower_sum(const Layout& from, Layout to, const std::vector<std::string>& lost) {
+CollectiveStep lower_sum(const Layout& from, Layout to, const std::vector<std::string>& lost) {
   to.partial = from.partial;
   if (from == to) return {Step::all_reduce, lost, kFlat, kFlat};
   for (const Cutting& view : cuttings(to))
@@ -87,7 +87,7 @@ Lowered lower_sum(const Layout& from, Layout to, const std::vector<std::string>&
   return {Step::general, {}, kFlat, kFlat};
 }
 
-Lowered lower_move(const Layout& from, const Layout& to) {
+CollectiveStep lower_move(const Layout& from, const Layout& to) {
   const std::vector<Cutting> sources = cuttings(from), targets = cuttings(to);
   for (const Cutting& source : sources)
     if (source.rest == to) return {Step::all_gather, source.axes, source.dim, kFlat};
@@ -120,7 +120,7 @@ const char* to_string(Step step) {
   return "unknown";
 }
 
-Lowered lower(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to) {
+CollectiveStep lower(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to) {
   const Layout a = canonical(shape, mesh, from), b = canonical(shape, mesh, to);
   if (a == b) return {};
   const std::vector<std::string> lost = only_in(mesh, a.partial, b.partial),

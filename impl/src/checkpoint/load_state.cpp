@@ -19,7 +19,7 @@ namespace {
 struct Restored {
   std::string parameter;
   int64_t updates = 0;
-  std::vector<std::string> slots;  // none: it has no state in the checkpoint
+  std::vector<std::string> state_names;  // none: it has no state in the checkpoint
 };
 
 // What is loaded, and what does not fit. The same on every rank.
@@ -40,7 +40,7 @@ class Matcher {
       if (fits(model_key(name), tensor.scalar_type(), tensor.sizes().vec())) result_.plain.push_back(name);
     if (groups)
       for (const Optimizer::Group& group : *groups)
-        for (const std::string& name : group.parameters) match_state(name, group.slots, updates_of);
+        for (const std::string& name : group.parameters) match_state(name, group.state_names, updates_of);
     find_extra(groups != nullptr);
     return std::move(result_);
   }
@@ -74,18 +74,19 @@ class Matcher {
     if (fits(model_key(chosen), parameter.dtype, parameter.sizes)) result_.parameters.emplace_back(name, model_key(chosen));
   }
 
-  void match_state(const std::string& name, const std::vector<std::string>& slots,
+  void match_state(const std::string& name, const std::vector<std::string>& state_names,
                    const std::function<int64_t(const std::string&)>& updates_of) {
     known_.insert(state_key(name, "step"));
     const ModelParameter& parameter = names_.parameters.at(name);
-    const bool saved = std::any_of(slots.begin(), slots.end(), [&](const std::string& slot) {
-      return checkpoint_.tensors.contains(state_key(name, slot));
+    const bool saved = std::any_of(state_names.begin(), state_names.end(), [&](const std::string& state_name) {
+      return checkpoint_.tensors.contains(state_key(name, state_name));
     });
     // Before the first update state is zero, or is not there yet.
     if (!saved && (!parameter.trains || updates_of(name) == 0)) return result_.states.push_back({name, 0, {}});
     bool all = true;
-    for (const std::string& slot : slots) all &= fits(state_key(name, slot), parameter.dtype, parameter.sizes);
-    if (all) result_.states.push_back({name, std::max<int64_t>(0, updates_of(name)), slots});
+    for (const std::string& state_name : state_names)
+      all &= fits(state_key(name, state_name), parameter.dtype, parameter.sizes);
+    if (all) result_.states.push_back({name, std::max<int64_t>(0, updates_of(name)), state_names});
   }
 
   void find_extra(bool with_optimizer) {
@@ -143,7 +144,7 @@ class Loader {
     std::set<std::string> keys;
     for (const auto& [name, key] : matched_.parameters) keys.insert(key);
     for (const Restored& state : matched_.states)
-      for (const std::string& slot : state.slots) keys.insert(state_key(state.parameter, slot));
+      for (const std::string& state_name : state.state_names) keys.insert(state_key(state.parameter, state_name));
     for (const std::string& name : matched_.plain) keys.insert(model_key(name));
     const VerifiedPart part{[&](const std::string& key) { return keys.contains(key); }, sharded_.rank(),
                             sharded_.impl().comms->world().size()};
@@ -169,13 +170,13 @@ class Loader {
     }
     std::set<std::string> restored;
     for (const Restored& state : matched_.states) {
-      optimizer_->restore(state.parameter, state.updates, !state.slots.empty());
-      for (const std::string& slot : state.slots) restored.insert(state_key(state.parameter, slot));
+      optimizer_->restore(state.parameter, state.updates, !state.state_names.empty());
+      for (const std::string& state_name : state.state_names) restored.insert(state_key(state.parameter, state_name));
     }
     if (optimizer_)
-      for (const std::string& slot : optimizer_->slots())
-        for (const Shard& shard : optimizer_->state_shards(slot))
-          if (const std::string key = state_key(shard.name, slot); restored.contains(key)) read_shard(reader, key, shard);
+      for (const std::string& state_name : optimizer_->state_names())
+        for (const Shard& shard : optimizer_->state_shards(state_name))
+          if (const std::string key = state_key(shard.name, state_name); restored.contains(key)) read_shard(reader, key, shard);
     loaded_.counts = reader.counts();
   }
 

@@ -100,11 +100,11 @@ void SaveJob::Parts::collect(Sharded& sharded, const Optimizer* optimizer) {
     include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere},
             tensor.detach().contiguous().view({-1}));
   if (!optimizer) return;
-  for (const std::string& slot : optimizer->slots())
-    for (const Shard& shard : optimizer->state_shards(slot)) {
-      include(state_key(shard.name, slot), state_path(shard.name, slot), {shard.data.scalar_type(), shard.shape, shard.at},
-              shard.data);
-      if (slot == "exp_avg")
+  for (const std::string& state_name : optimizer->state_names())
+    for (const Shard& shard : optimizer->state_shards(state_name)) {
+      include(state_key(shard.name, state_name), state_path(shard.name, state_name),
+              {shard.data.scalar_type(), shard.shape, shard.at}, shard.data);
+      if (state_name == "exp_avg")
         include(state_key(shard.name, "step"), state_path(shard.name, "step"), {Dtype::Float, {}, everywhere},
                 at::full({1}, static_cast<float>(optimizer->updates(shard.name))));
     }

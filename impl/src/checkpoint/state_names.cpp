@@ -8,9 +8,9 @@ ModelNames names_of_model(Sharded& sharded) {
   Sharded::Impl& state = sharded.impl();
   ModelNames names;
   for (const Bucket* bucket : state.schedule.buckets())
-    for (size_t i = 0; i < bucket->layout().slots().size(); ++i) {
-      const Slot& slot = bucket->layout().slots()[i];
-      names.parameters[slot.name] = {bucket->rules().main, slot.whole, bucket->trains(static_cast<int64_t>(i)), {}};
+    for (size_t i = 0; i < bucket->layout().members().size(); ++i) {
+      const BucketParameter& member = bucket->layout().members()[i];
+      names.parameters[member.name] = {bucket->rules().main, member.whole, bucket->trains(static_cast<int64_t>(i)), {}};
     }
   std::set<std::string> sharded_names;
   for (const auto& [name, first] : state.aliases) {
@@ -25,10 +25,12 @@ ModelNames names_of_model(Sharded& sharded) {
 }
 
 std::string model_key(const std::string& name) { return "model." + name; }
-std::string state_key(const std::string& parameter, const std::string& slot) {
-  return "optim.state." + parameter + "." + slot;
+std::string state_key(const std::string& parameter, const std::string& state_name) {
+  return "optim.state." + parameter + "." + state_name;
 }
 Path model_path(const std::string& name) { return {"model", name}; }
-Path state_path(const std::string& parameter, const std::string& slot) { return {"optim", "state", parameter, slot}; }
+Path state_path(const std::string& parameter, const std::string& state_name) {
+  return {"optim", "state", parameter, state_name};
+}
 
 }  // namespace shardproof::checkpoint

@@ -27,8 +27,8 @@ struct ModelNames {
 ModelNames names_of_model(Sharded& sharded);
 
 std::string model_key(const std::string& name);
-std::string state_key(const std::string& parameter, const std::string& slot);
+std::string state_key(const std::string& parameter, const std::string& state_name);
 Path model_path(const std::string& name);
-Path state_path(const std::string& parameter, const std::string& slot);
+Path state_path(const std::string& parameter, const std::string& state_name);
 
 }  // namespace shardproof::checkpoint

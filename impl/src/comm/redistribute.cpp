@@ -150,33 +150,33 @@ bool equal_pieces(const Task& task, const Layout& layout) {
   return first > 0;
 }
 
-at::Tensor all_gather(const Task& task, const Lowered& lowered, const at::Tensor& local) {
-  Comm& group = task.comms.along(lowered.axes);
+at::Tensor all_gather(const Task& task, const CollectiveStep& collective, const at::Tensor& local) {
+  Comm& group = task.comms.along(collective.axes);
   at::Tensor gathered = at::empty({group.size() * local.numel()}, local.options());
   group.all_gather(gathered, local).wait();
-  if (lowered.dim == kFlat) return gathered.view(task.target.sizes());
+  if (collective.dim == kFlat) return gathered.view(task.target.sizes());
   std::vector<int64_t> pieces = local.sizes().vec();
   pieces.insert(pieces.begin(), group.size());
-  return gathered.view(pieces).movedim(0, lowered.dim).reshape(task.target.sizes()).contiguous();
+  return gathered.view(pieces).movedim(0, collective.dim).reshape(task.target.sizes()).contiguous();
 }
 
-at::Tensor reduce_scatter(const Task& task, const Lowered& lowered, const at::Tensor& local) {
-  Comm& group = task.comms.along(lowered.axes);
+at::Tensor reduce_scatter(const Task& task, const CollectiveStep& collective, const at::Tensor& local) {
+  Comm& group = task.comms.along(collective.axes);
   at::Tensor slices = local.view({-1});
-  if (lowered.dim != kFlat) {
+  if (collective.dim != kFlat) {
     std::vector<int64_t> cut = local.sizes().vec();
-    cut[lowered.dim] /= group.size();
-    cut.insert(cut.begin() + lowered.dim, group.size());
-    slices = local.view(cut).movedim(lowered.dim, 0).contiguous();
+    cut[collective.dim] /= group.size();
+    cut.insert(cut.begin() + collective.dim, group.size());
+    slices = local.view(cut).movedim(collective.dim, 0).contiguous();
   }
   at::Tensor result = at::empty(task.target.sizes(), local.options());
   group.reduce_scatter(result, slices).wait();
   return result;
 }
 
-at::Tensor all_reduce(const Task& task, const Lowered& lowered, const at::Tensor& local) {
+at::Tensor all_reduce(const Task& task, const CollectiveStep& collective, const at::Tensor& local) {
   at::Tensor result = local.clone();
-  task.comms.along(lowered.axes).all_reduce(result).wait();
+  task.comms.along(collective.axes).all_reduce(result).wait();
   return result.view(task.target.sizes());
 }
 
@@ -184,7 +184,7 @@ at::Tensor all_reduce(const Task& task, const Lowered& lowered, const at::Tensor
 
 at::Tensor redistribute(const at::Tensor& given, const Shape& shape, const Layout& from, const Layout& to, MeshComm& comms) {
   const at::NoGradGuard no_autograd;
-  const Lowered lowered = lower(shape, comms.mesh(), from, to);
+  const CollectiveStep collective = lower(shape, comms.mesh(), from, to);
   const int64_t rank = comms.rank();
   const Task task{shape, from, to, comms, {shape, comms.mesh(), from, rank}, {shape, comms.mesh(), to, rank}};
   const std::vector<int64_t> sizes = task.source.sizes();
@@ -193,15 +193,15 @@ at::Tensor redistribute(const at::Tensor& given, const Shape& shape, const Layou
                 "rank {} must pass a contiguous tensor of sizes [{}], or a 1-dim one, for layout {} of shape [{}], got [{}]",
                 rank, fmt::join(sizes, ","), from.str(), fmt::join(shape, ","), fmt::join(given.sizes(), ","));
   const at::Tensor local = given.view(sizes);
-  switch (lowered.step) {
+  switch (collective.step) {
     case Step::none: return local.view(task.target.sizes());  // the same bytes; without elements, sizes may still differ
     case Step::slice: return GeneralExchange(task, local).run_alone();
-    case Step::all_reduce: return all_reduce(task, lowered, local);
+    case Step::all_reduce: return all_reduce(task, collective, local);
     case Step::all_gather:
-      if (equal_pieces(task, from)) return all_gather(task, lowered, local);
+      if (equal_pieces(task, from)) return all_gather(task, collective, local);
       break;
     case Step::reduce_scatter:
-      if (equal_pieces(task, to)) return reduce_scatter(task, lowered, local);
+      if (equal_pieces(task, to)) return reduce_scatter(task, collective, local);
       break;
     case Step::all_to_all:
     case Step::general: break;

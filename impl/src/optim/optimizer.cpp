@@ -11,45 +11,45 @@
 namespace shardproof {
 namespace {
 
-int64_t group_of(const std::vector<ParameterGroup>& groups, const Slot& slot) {
+int64_t group_of(const std::vector<ParameterGroup>& groups, const BucketParameter& member) {
   for (size_t i = 0; i < groups.size(); ++i)
-    if (!groups[i].takes || groups[i].takes(slot.name, slot.whole)) return static_cast<int64_t>(i);
+    if (!groups[i].takes || groups[i].takes(member.name, member.whole)) return static_cast<int64_t>(i);
   throw Error(
-      fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", slot.name));
+      fmt::format("[optimizer] no group takes parameter {}; end the list with a group whose `takes` is empty", member.name));
 }
 
-bool is_cut(const Slot& slot) {
-  return slot.is_cut() && slot.own.mesh.size() > 1;
+bool is_cut(const BucketParameter& member) {
+  return member.is_cut() && member.own.mesh.size() > 1;
 }
 
-// Refuses a slot that no rank can update as a whole, on every rank alike.
-void require_whole(const BucketLayout& layout, const Slot& slot) {
-  const auto [mesh, owned] = layout.placement(slot, layout.state());
-  const Layout cut{slot.own.layout.dims, {}, {}};
+// Refuses a member that no rank can update as a whole, on every rank alike.
+void require_whole(const BucketLayout& layout, const BucketParameter& member) {
+  const auto [mesh, owned] = layout.placement(member, layout.state());
+  const Layout cut{member.own.layout.dims, {}, {}};
   for (int64_t rank = 0; rank < mesh.size(); ++rank) {
-    const int64_t held = owned_numel(slot.whole, mesh, owned, rank), part = owned_numel(slot.whole, mesh, cut, rank);
+    const int64_t held = owned_numel(member.whole, mesh, owned, rank), part = owned_numel(member.whole, mesh, cut, rank);
     SHARD_REQUIRE(held == 0 || held == part, "optimizer",
                   "the rule for parameter {} needs it whole, and rank {} holds {} of the {} elements that tensor parallelism "
                   "leaves it. Set ShardOptions::granularity to Granularity::tensor",
-                  slot.name, rank, held, part);
-    SHARD_REQUIRE(part > 0 || numel(slot.whole) == 0, "optimizer",
+                  member.name, rank, held, part);
+    SHARD_REQUIRE(part > 0 || numel(member.whole) == 0, "optimizer",
                   "the rule for parameter {} needs it whole, and tensor parallelism leaves rank {} nothing of it to join. "
                   "Choose another rule for it, by ParameterGroup::takes, or fewer ranks",
-                  slot.name, rank);
+                  member.name, rank);
   }
 }
 
 // An update that needs what tensor parallelism has cut: every rank along the axis joins it, does the same, and keeps its cut.
-void update_joined(const Sharded::Impl& state, const Slot& slot, const UpdateRule& rule, const Update& own) {
+void update_joined(const Sharded::Impl& state, const BucketParameter& member, const UpdateRule& rule, const Update& own) {
   const auto joined = [&](const at::Tensor& local) {  // by the device's communicators
-    const at::Tensor whole = state.join(slot, local.view(slot.shape).to(state.device()));
+    const at::Tensor whole = state.join(member, local.view(member.shape).to(state.device()));
     return whole.to(local.device()).contiguous().view({-1});
   };
   const at::Tensor parameter = joined(own.parameter);
   std::vector<at::Tensor> held;
   for (const at::Tensor& one : own.state) held.push_back(joined(one));
   rule.update({.name = own.name,
-               .shape = slot.whole,
+               .shape = member.whole,
                .parameter = parameter,
                .gradient = joined(own.gradient),
                .state = held,
@@ -57,7 +57,7 @@ void update_joined(const Sharded::Impl& state, const Slot& slot, const UpdateRul
                .lr_factor = own.lr_factor,
                .decay_factor = own.decay_factor});
   const auto keep = [&](const at::Tensor& local, const at::Tensor& whole) {
-    local.copy_(state.parallel->cut(slot.own.layout, whole.view(slot.whole)).view({-1}));
+    local.copy_(state.parallel->cut(member.own.layout, whole.view(member.whole)).view({-1}));
   };
   keep(own.parameter, parameter);
   for (size_t i = 0; i < held.size(); ++i) keep(own.state[i], held[i]);
@@ -75,9 +75,9 @@ Optimizer::Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups)
     SHARD_REQUIRE(group.rule != nullptr, "optimizer", "a group's update rule is null");
   for (const Bucket* bucket : sharded.impl().schedule.buckets()) {
     std::vector<Held>& held = held_.emplace_back();
-    for (const Slot& slot : bucket->layout().slots()) held.push_back({.group = group_of(groups_, slot)});
+    for (const BucketParameter& member : bucket->layout().members()) held.push_back({.group = group_of(groups_, member)});
     for (size_t i = 0; i < held.size(); ++i)
-      if (groups_[held[i].group].rule->needs_whole_parameters()) require_whole(bucket->layout(), bucket->layout().slots()[i]);
+      if (groups_[held[i].group].rule->needs_whole_parameters()) require_whole(bucket->layout(), bucket->layout().members()[i]);
     for (size_t i = 0; i < held.size(); ++i)
       if (bucket->trains(static_cast<int64_t>(i))) allocate_state(held_.size() - 1, i);
   }
@@ -91,14 +91,14 @@ std::shared_ptr<Sharded::Impl> Optimizer::sharded() const {
   return state;
 }
 
-void Optimizer::allocate_state(size_t index, size_t slot) {
+void Optimizer::allocate_state(size_t index, size_t member) {
   const std::shared_ptr<Sharded::Impl> state = sharded();
   Bucket& bucket = *state->schedule.buckets()[index];
-  Held& held = held_[index][slot];
-  const size_t wanted = groups_[held.group].rule->slots().size();
+  Held& held = held_[index][member];
+  const size_t wanted = groups_[held.group].rule->state_names().size();
   held.has_state = true;
   for (const Segment& segment : bucket.layout().state().segments) {
-    if (segment.slot != static_cast<int64_t>(slot)) continue;
+    if (segment.member != static_cast<int64_t>(member)) continue;
     while (held.state.size() < wanted)
       held.state.push_back(bucket.parameters.allocate_state(segment.run.size()).zero_());
   }
@@ -114,7 +114,7 @@ void Optimizer::step() {
     if (!buckets[b]->gradient.final()) continue;
     buckets[b]->parameters.begin_update();
     const bool rounded = update_bucket(b);
-    buckets[b]->parameters.publish(rounded);
+    buckets[b]->parameters.all_gather_updated(rounded);
   }
   schedule.end_step(/*parameters_changed=*/true);
 }
@@ -122,21 +122,21 @@ void Optimizer::step() {
 bool Optimizer::update_bucket(size_t index) {
   const std::shared_ptr<Sharded::Impl> state = sharded();
   Bucket& bucket = *state->schedule.buckets()[index];
-  for (size_t slot = 0; slot < held_[index].size(); ++slot) {
-    if (!bucket.trains(static_cast<int64_t>(slot))) continue;
-    ++held_[index][slot].updates;
-    allocate_state(index, slot);
+  for (size_t member = 0; member < held_[index].size(); ++member) {
+    if (!bucket.trains(static_cast<int64_t>(member))) continue;
+    ++held_[index][member].updates;
+    allocate_state(index, member);
   }
   const bool rounds = bucket.rules().main != bucket.rules().compute;
   const at::Tensor own = bucket.parameters.rounded();
   bool rounded = rounds;
   for (const Segment& segment : bucket.layout().state().segments) {
-    if (!bucket.trains(segment.slot)) continue;
-    const Held& held = held_[index][segment.slot];
+    if (!bucket.trains(segment.member)) continue;
+    const Held& held = held_[index][segment.member];
     const ParameterGroup& group = groups_[held.group];
-    const Slot& slot = bucket.layout().slots()[segment.slot];
-    const Update update{.name = slot.name,
-                        .shape = slot.shape,
+    const BucketParameter& member = bucket.layout().members()[segment.member];
+    const Update update{.name = member.name,
+                        .shape = member.shape,
                         .parameter = bucket.parameters.main().narrow(0, segment.local, segment.run.size()),
                         .gradient = bucket.gradient.values().narrow(0, segment.local, segment.run.size()),
                         .state = held.state,
@@ -145,8 +145,8 @@ bool Optimizer::update_bucket(size_t index) {
                         .decay_factor = group.decay_factor};
     if (rounds && group.rule->update_and_round(update, own.narrow(0, segment.local, segment.run.size()))) continue;
     rounded = false;
-    if (group.rule->needs_whole_parameters() && is_cut(slot))
-      update_joined(*state, slot, *group.rule, update);
+    if (group.rule->needs_whole_parameters() && is_cut(member))
+      update_joined(*state, member, *group.rule, update);
     else
       group.rule->update(update);
   }
@@ -158,28 +158,28 @@ void Optimizer::set_lr_factor(double factor) {
   lr_factor_ = factor;
 }
 
-std::vector<std::string> Optimizer::slots() const {
+std::vector<std::string> Optimizer::state_names() const {
   std::vector<std::string> names;
   for (const ParameterGroup& group : groups_)
-    for (const std::string& name : group.rule->slots())
+    for (const std::string& name : group.rule->state_names())
       if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
   return names;
 }
 
-std::vector<Shard> Optimizer::state_shards(const std::string& slot) const {
-  const std::vector<std::string> known = slots();
-  SHARD_REQUIRE(std::find(known.begin(), known.end(), slot) != known.end(), "optimizer", "no state called '{}': there are {}",
-                slot, fmt::join(known, ", "));
+std::vector<Shard> Optimizer::state_shards(const std::string& state_name) const {
+  const std::vector<std::string> known = state_names();
+  SHARD_REQUIRE(std::find(known.begin(), known.end(), state_name) != known.end(), "optimizer",
+                "no state called '{}': there are {}", state_name, fmt::join(known, ", "));
   std::vector<Shard> shards;
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     const BucketLayout& layout = buckets[b]->layout();
     for (size_t i = 0; i < held_[b].size(); ++i) {
       const Held& held = held_[b][i];
-      const std::vector<std::string> own = groups_[held.group].rule->slots();
-      const auto found = std::find(own.begin(), own.end(), slot) - own.begin();
+      const std::vector<std::string> own = groups_[held.group].rule->state_names();
+      const auto found = std::find(own.begin(), own.end(), state_name) - own.begin();
       if (found == std::ssize(own) || !held.has_state) continue;
-      const Slot& parameter = layout.slots()[i];
+      const BucketParameter& parameter = layout.members()[i];
       shards.push_back({parameter.name, parameter.whole, layout.placement(parameter, layout.state()),
                         held.state.empty() ? at::empty({0}, buckets[b]->rules().main) : held.state[found]});
     }
@@ -187,22 +187,22 @@ std::vector<Shard> Optimizer::state_shards(const std::string& slot) const {
   return shards;
 }
 
-std::vector<Piece> Optimizer::state(const std::string& slot) const {
+std::vector<Piece> Optimizer::state(const std::string& state_name) const {
   std::vector<Piece> pieces;
   const int64_t rank = sharded()->comms->rank();
-  for (const Shard& shard : state_shards(slot)) append_pieces(shard, rank, pieces);
+  for (const Shard& shard : state_shards(state_name)) append_pieces(shard, rank, pieces);
   return pieces;
 }
 
-std::map<std::string, at::Tensor> Optimizer::gather_state(const std::string& slot) const {
-  return sharded()->gather(state_shards(slot));
+std::map<std::string, at::Tensor> Optimizer::gather_state(const std::string& state_name) const {
+  return sharded()->gather(state_shards(state_name));
 }
 
 int64_t Optimizer::updates(const std::string& parameter) const {
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i)
-      if (buckets[b]->layout().slots()[i].name == parameter) return held_[b][i].updates;
+      if (buckets[b]->layout().members()[i].name == parameter) return held_[b][i].updates;
   throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));
 }
 
@@ -211,9 +211,9 @@ std::vector<Optimizer::Group> Optimizer::groups() const {
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i)
-      result[held_[b][i].group].parameters.push_back(buckets[b]->layout().slots()[i].name);
+      result[held_[b][i].group].parameters.push_back(buckets[b]->layout().members()[i].name);
   for (size_t g = 0; g < groups_.size(); ++g) {
-    result[g].slots = groups_[g].rule->slots();
+    result[g].state_names = groups_[g].rule->state_names();
     result[g].settings = groups_[g].rule->settings();
     for (auto& [name, value] : result[g].settings)
       if (auto* number = std::get_if<double>(&value))
@@ -227,7 +227,7 @@ void Optimizer::restore(const std::string& parameter, int64_t updates, bool with
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (size_t i = 0; i < held_[b].size(); ++i) {
-      if (buckets[b]->layout().slots()[i].name != parameter) continue;
+      if (buckets[b]->layout().members()[i].name != parameter) continue;
       held_[b][i].updates = updates;
       if (with_state)
         allocate_state(b, i);

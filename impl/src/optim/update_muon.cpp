@@ -41,7 +41,7 @@ class Muon final : public UpdateRule {
                   options.weight_decay, options.momentum);
   }
 
-  std::vector<std::string> slots() const override { return {"momentum_buffer"}; }
+  std::vector<std::string> state_names() const override { return {"momentum_buffer"}; }
   bool needs_whole_parameters() const override { return true; }
 
   std::vector<Setting> settings() const override {

@@ -61,7 +61,7 @@ class Sgd final : public UpdateRule {
     SHARD_REQUIRE(!options.nesterov || options.momentum != 0, "optimizer", "sgd: nesterov needs a momentum above 0");
   }
 
-  std::vector<std::string> slots() const override {
+  std::vector<std::string> state_names() const override {
     return options_.momentum != 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{};
   }
 
@@ -96,7 +96,7 @@ class AdamRule final : public UpdateRule {
     require_in(name, "eps", options.eps, 0, INFINITY);
   }
 
-  std::vector<std::string> slots() const override { return {"exp_avg", "exp_avg_sq"}; }
+  std::vector<std::string> state_names() const override { return {"exp_avg", "exp_avg_sq"}; }
 
   std::vector<Setting> settings() const override {
     return {{"lr", options_.lr},
@@ -148,7 +148,7 @@ class Lion final : public UpdateRule {
     require_betas("lion", options);
   }
 
-  std::vector<std::string> slots() const override { return {"exp_avg"}; }
+  std::vector<std::string> state_names() const override { return {"exp_avg"}; }
 
   std::vector<Setting> settings() const override {
     return {{"lr", options_.lr},

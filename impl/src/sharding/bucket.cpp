@@ -11,9 +11,10 @@ bool Bucket::trainable() const {
 }
 
 bool Bucket::trains(const std::string& parameter) const {
-  const auto& slots = layout().slots();
-  return trains(std::find_if(slots.begin(), slots.end(), [&](const Slot& slot) { return slot.name == parameter; }) -
-                slots.begin());
+  const auto& members = layout().members();
+  return trains(
+      std::find_if(members.begin(), members.end(), [&](const BucketParameter& member) { return member.name == parameter; }) -
+      members.begin());
 }
 
 bool Bucket::all_train() const {

@@ -29,7 +29,7 @@ class Bucket {
   bool trainable() const;
   // Whether every one does. Otherwise the backward may still read parameters when all gradients have arrived.
   bool all_train() const;
-  bool trains(int64_t slot) const { return views()[slot].requires_grad(); }
+  bool trains(int64_t member) const { return views()[member].requires_grad(); }
   bool trains(const std::string& parameter) const;
 
   BucketParameters parameters;

@@ -73,16 +73,16 @@ at::ScalarType BucketGradient::produced_dtype(bool reduces) const {
 }
 
 void BucketGradient::add_gradient(int64_t index, const at::Tensor& gradient, bool may_be_part) {
-  const Slot& slot = layout_.slots()[index];
+  const BucketParameter& member = layout_.members()[index];
   SHARD_REQUIRE(
       !final(), "bucket",
       "parameter {} of {} got a gradient after the last backward of this step. Call set_last_microbatch(false) before "
       "every backward but the last, then Optimizer::step or zero_gradients",
-      slot.name, label_);
+      member.name, label_);
   SHARD_REQUIRE(!reducing() && (!arrived_[index] || may_be_part), "bucket",
-                "parameter {} of {} got a second gradient in one backward after its bucket was taken", slot.name, label_);
-  SHARD_CHECK(gradient.numel() == slot.numel, "bucket", "gradient of {}: {} elements, expected {}", slot.name, gradient.numel(),
-              slot.numel);
+                "parameter {} of {} got a second gradient in one backward after its bucket was taken", member.name, label_);
+  SHARD_CHECK(gradient.numel() == member.numel, "bucket", "gradient of {}: {} elements, expected {}", member.name,
+              gradient.numel(), member.numel);
   missing_ -= !arrived_[index];
   arrived_[index] = true;
   if (!may_be_part) return take(index, gradient);
@@ -91,13 +91,13 @@ void BucketGradient::add_gradient(int64_t index, const at::Tensor& gradient, boo
   sum = sum.defined() ? sum + gradient : gradient;
 }
 
-void BucketGradient::settle() {
+void BucketGradient::add_parts() {
   for (size_t i = 0; i < parts_.size(); ++i)
     if (parts_[i].defined()) take(static_cast<int64_t>(i), std::exchange(parts_[i], at::Tensor()));
 }
 
 void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
-  const Slot& slot = layout_.slots()[index];
+  const BucketParameter& member = layout_.members()[index];
   if (state_ != GradientState::produced) {
     enter(GradientState::produced);
     produced_ = memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
@@ -107,19 +107,19 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   }
   at::NoGradGuard no_grad;
   const at::Tensor source = gradient.contiguous().view({-1});
-  const at::Tensor target = produced_.narrow(0, slot.offset, slot.numel);
+  const at::Tensor target = produced_.narrow(0, member.offset, member.numel);
   // The first term is copied, not added to zero, which would turn -0.0 into +0.0.
   const bool fine = holds_[index] ? add_to(target, source, rules_.gradient_magnitude_max)
                                   : copy_to(target, source, rules_.gradient_magnitude_max);
   suspicious_ |= !fine;
-  if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = slot.name;
+  if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = member.name;
   holds_[index] = true;
 }
 
 void BucketGradient::fill_missing() {
   for (size_t i = 0; i < views_.size(); ++i)
     if (!arrived_[i])
-      add_gradient(static_cast<int64_t>(i), at::zeros({layout_.slots()[i].numel}, options(rules_.compute)), false);
+      add_gradient(static_cast<int64_t>(i), at::zeros({layout_.members()[i].numel}, options(rules_.compute)), false);
 }
 
 void BucketGradient::start_reduce(bool last, const std::string& where) {
@@ -127,10 +127,10 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
   SHARD_CHECK(complete() && produced_.defined(), "bucket", "{}: a reduce of {} needs every gradient, {} are missing", label_,
               first_name(), missing_);
   for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
-    if (!holds_[i]) produced_.narrow(0, layout_.slots()[i].offset, layout_.slots()[i].numel).zero_();
+    if (!holds_[i]) produced_.narrow(0, layout_.members()[i].offset, layout_.members()[i].numel).zero_();
   if (suspicious_ && rules_.check_gradients) check_produced(where);
   last_ = last;
-  const std::vector<Hop>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
+  const std::vector<Stage>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
   if (layout_.reduce().empty() && !last) {
     holds_.assign(holds_.size(), true);
     return;
@@ -154,7 +154,7 @@ void BucketGradient::finish_reduce() {
       SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical",
                     "the sum of gradients of {} and its neighbours leaves the "
                     "range of fixed-point numbers, {}. Scale the loss down",
-                    layout_.slots()[0].name, kFixedPointMax);
+                    layout_.members()[0].name, kFixedPointMax);
     } else {
       accumulated_ = std::move(sum);
     }
@@ -227,14 +227,14 @@ void BucketGradient::check_produced(const std::string& where) const {
                 "Fixed-point sums cannot "
                 "hold it: look at the loss and the data of this rank, or scale the loss down",
                 where, unrepresentable_, kFixedPointMax);
-  for (const Slot& slot : layout_.slots()) {
-    const at::Tensor values = produced_.narrow(0, slot.offset, slot.numel);
+  for (const BucketParameter& member : layout_.members()) {
+    const at::Tensor values = produced_.narrow(0, member.offset, member.numel);
     const int64_t bad = first_beyond(values, rules_.gradient_magnitude_max);
-    if (bad < slot.numel)
+    if (bad < member.numel)
       throw NonFiniteError(
           fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, before any communication. "
                       "Look at the loss and the data of this rank, or lower the learning rate",
-                      where, slot.name, element_of(values, bad), bad, slot.numel));
+                      where, member.name, element_of(values, bad), bad, member.numel));
   }
 }
 

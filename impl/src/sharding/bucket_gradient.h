@@ -37,10 +37,10 @@ class BucketGradient : private BucketPart {
   // A backward begins: which gradients will come, and whether they are reduced at its end.
   void begin_backward(bool reduces);
   // Takes over one parameter's gradient. When it may be a part of what this backward makes, parts are added first, as autograd
-  // adds them, and wait for `settle`.
-  void add_gradient(int64_t slot, const at::Tensor& gradient, bool may_be_part);
+  // adds them, and wait for `add_parts`.
+  void add_gradient(int64_t member, const at::Tensor& gradient, bool may_be_part);
   // All parts are there.
-  void settle();
+  void add_parts();
   // Every gradient of this backward is there.
   bool complete() const { return missing_ == 0; }
   // Parameters that the backward did not reach have zero gradients.
@@ -64,7 +64,7 @@ class BucketGradient : private BucketPart {
  private:
   void enter(GradientState next);
   at::ScalarType produced_dtype(bool reduces) const;
-  void take(int64_t slot, const at::Tensor& gradient);
+  void take(int64_t member, const at::Tensor& gradient);
   void check_produced(const std::string& where) const;
   void finalize(at::Tensor sum);
   void start_offload();
@@ -72,7 +72,7 @@ class BucketGradient : private BucketPart {
   GradientState state_ = GradientState::empty;
   std::vector<bool> arrived_;      // in this backward
   std::vector<bool> holds_;        // produced_ has a value, of this or an earlier backward
-  std::vector<at::Tensor> parts_;  // sums of parts that are not settled; undefined where there are none
+  std::vector<at::Tensor> parts_;  // sums of parts that are not added yet; undefined where there are none
   int64_t missing_ = 0;
   bool reduces_ = true;          // this backward's are reduced at its end
   bool last_ = false;            // the reduction under way is the last of the step

@@ -19,17 +19,17 @@ int64_t chunks(const Layout& layout, const Mesh& mesh) {
   return parts;
 }
 
-void require_movable(const Lowered& lowered, const Strategy& strategy, const char* what) {
-  SHARD_REQUIRE(lowered.step == Step::none || lowered.step == Step::all_gather, "strategy",
+void require_movable(const CollectiveStep& collective, const Strategy& strategy, const char* what) {
+  SHARD_REQUIRE(collective.step == Step::none || collective.step == Step::all_gather, "strategy",
                 "{}: {} is a {} step; parameters move by all_gather. Choose layouts that differ by innermost splits",
-                strategy.name, what, to_string(lowered.step));
+                strategy.name, what, to_string(collective.step));
 }
 
 }  // namespace
 
-BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, const Mesh& mesh, int64_t rank,
+BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
                            int64_t alignment_elements, Granularity granularity)
-    : mesh_(mesh), rank_(rank), slots_(std::move(slots)) {
+    : mesh_(mesh), rank_(rank), members_(std::move(members)) {
   int64_t multiple = 1, cuts = 1;
   for (const Layout* layout : {&strategy.parameter, &strategy.accumulated, &strategy.state}) {
     cuts = std::max(cuts, chunks(*layout, mesh));
@@ -53,46 +53,47 @@ BucketLayout::BucketLayout(std::vector<Slot> slots, const Strategy& strategy, co
 
   const Shape shape{numel_};
   unshard_ = lower(shape, mesh, strategy.parameter, strategy.compute);
-  publish_ = lower(shape, mesh, strategy.state, strategy.parameter);
+  all_gather_updated_ = lower(shape, mesh, strategy.state, strategy.parameter);
   require_movable(unshard_, strategy, "parameter -> compute");
-  require_movable(publish_, strategy, "state -> parameter");
+  require_movable(all_gather_updated_, strategy, "state -> parameter");
   if (strategy.between) {
     between_ = {lower(shape, mesh, *strategy.between, strategy.compute), view(*strategy.between, mesh, rank)};
-    require_movable(between_->lowered, strategy, "between -> compute");
+    require_movable(between_->collective, strategy, "between -> compute");
   }
   reduce_ = sum_path(strategy.produced, strategy.accumulated, mesh, rank);
   reduce_last_ = sum_path(strategy.accumulated, strategy.state, mesh, rank);
 }
 
 void BucketLayout::place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity) {
-  by_offset_.resize(slots_.size());
+  by_offset_.resize(members_.size());
   std::iota(by_offset_.begin(), by_offset_.end(), size_t{0});
   if (granularity == Granularity::element || cuts == 1) {
-    for (Slot& slot : slots_) {
-      slot.offset = round_up(numel_, alignment);
-      numel_ = slot.offset + slot.room;
+    for (BucketParameter& member : members_) {
+      member.offset = round_up(numel_, alignment);
+      numel_ = member.offset + member.room;
     }
     return;
   }
   // Whole parameters into `cuts` equal chunks: the largest first, each where there is most room.
-  std::stable_sort(by_offset_.begin(), by_offset_.end(), [&](size_t a, size_t b) { return slots_[a].room > slots_[b].room; });
+  std::stable_sort(by_offset_.begin(), by_offset_.end(),
+                   [&](size_t a, size_t b) { return members_[a].room > members_[b].room; });
   std::vector<int64_t> filled(static_cast<size_t>(cuts), 0);
-  std::vector<size_t> chunk_of(slots_.size());
+  std::vector<size_t> chunk_of(members_.size());
   for (const size_t index : by_offset_) {
     const auto emptiest = static_cast<size_t>(std::min_element(filled.begin(), filled.end()) - filled.begin());
     chunk_of[index] = emptiest;
-    slots_[index].offset = filled[emptiest];
-    filled[emptiest] += round_up(slots_[index].room, alignment);
+    members_[index].offset = filled[emptiest];
+    filled[emptiest] += round_up(members_[index].room, alignment);
   }
   const int64_t chunk = round_up(*std::max_element(filled.begin(), filled.end()), std::lcm(alignment, multiple / cuts));
-  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].offset += static_cast<int64_t>(chunk_of[i]) * chunk;
+  for (size_t i = 0; i < members_.size(); ++i) members_[i].offset += static_cast<int64_t>(chunk_of[i]) * chunk;
   std::stable_sort(by_offset_.begin(), by_offset_.end(),
-                   [&](size_t a, size_t b) { return slots_[a].offset < slots_[b].offset; });
+                   [&](size_t a, size_t b) { return members_[a].offset < members_[b].offset; });
   numel_ = cuts * chunk;
 }
 
-std::vector<Hop> BucketLayout::sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const {
-  std::vector<Hop> hops;
+std::vector<Stage> BucketLayout::sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const {
+  std::vector<Stage> stages;
   std::vector<std::string> summed;
   for (const std::string& axis : from.partial)
     if (std::find(to.partial.begin(), to.partial.end(), axis) == to.partial.end()) summed.push_back(axis);
@@ -103,18 +104,18 @@ std::vector<Hop> BucketLayout::sum_path(Layout from, const Layout& to, const Mes
     std::erase(next.partial, axis);
     for (const Split& split : to.flat)
       if (split.axis == axis) next.flat.push_back(split);
-    const Lowered lowered = lower({numel_}, mesh, from, next);
-    SHARD_CHECK(lowered.step == Step::none || lowered.step == Step::all_reduce || lowered.step == Step::reduce_scatter,
-                "bucket", "a sum over {} lowered to {}", axis, to_string(lowered.step));
-    if (lowered.step != Step::none) hops.push_back({lowered, view(next, mesh, rank)});
+    const CollectiveStep collective = lower({numel_}, mesh, from, next);
+    SHARD_CHECK(collective.step == Step::none || collective.step == Step::all_reduce || collective.step == Step::reduce_scatter,
+                "bucket", "a sum over {} collective to {}", axis, to_string(collective.step));
+    if (collective.step != Step::none) stages.push_back({collective, view(next, mesh, rank)});
     from = std::move(next);
   }
   SHARD_REQUIRE(
       from == to, "strategy",
       "gradients pass from {} by sums over one mesh axis after the other, innermost first, which ends with {}, not {}. "
       "Name the splits of a layout innermost mesh axis first",
-      hops.empty() ? "there" : "terms", from.str(), to.str());
-  return hops;
+      stages.empty() ? "there" : "terms", from.str(), to.str());
+  return stages;
 }
 
 LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t rank) const {
@@ -124,12 +125,13 @@ LocalView BucketLayout::view(const Layout& layout, const Mesh& mesh, int64_t ran
   if (!boxes.empty()) view.interval = boxes[0][0];
   int64_t filled = view.interval.begin;
   for (const size_t i : by_offset_) {
-    const Slot& slot = slots_[i];
-    const int64_t begin = std::max(view.interval.begin, slot.offset);
-    const int64_t end = std::min(view.interval.end, slot.offset + slot.numel);
+    const BucketParameter& member = members_[i];
+    const int64_t begin = std::max(view.interval.begin, member.offset);
+    const int64_t end = std::min(view.interval.end, member.offset + member.numel);
     if (begin >= end) continue;
     if (filled < begin) view.padding.push_back({filled - view.interval.begin, begin - view.interval.begin});
-    view.segments.push_back({static_cast<int64_t>(i), {begin - slot.offset, end - slot.offset}, begin - view.interval.begin});
+    view.segments.push_back(
+        {static_cast<int64_t>(i), {begin - member.offset, end - member.offset}, begin - view.interval.begin});
     filled = end;
   }
   if (filled < view.interval.end) view.padding.push_back({filled - view.interval.begin, view.size()});
@@ -140,10 +142,11 @@ std::vector<Shard> BucketLayout::shards(const LocalView& view, const at::Tensor&
   SHARD_CHECK(local.numel() == view.size(), "bucket", "a buffer of {} elements for a view of {}", local.numel(), view.size());
   std::vector<Shard> shards;
   for (const size_t i : by_offset_) {
-    const Slot& slot = slots_[i];
-    const int64_t begin = std::clamp(slot.offset, view.interval.begin, view.interval.end);
-    const int64_t end = std::clamp(slot.offset + slot.numel, begin, view.interval.end);
-    shards.push_back({slot.name, slot.whole, placement(slot, view), local.narrow(0, begin - view.interval.begin, end - begin)});
+    const BucketParameter& member = members_[i];
+    const int64_t begin = std::clamp(member.offset, view.interval.begin, view.interval.end);
+    const int64_t end = std::clamp(member.offset + member.numel, begin, view.interval.end);
+    shards.push_back(
+        {member.name, member.whole, placement(member, view), local.narrow(0, begin - view.interval.begin, end - begin)});
   }
   return shards;
 }

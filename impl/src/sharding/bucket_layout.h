@@ -16,7 +16,7 @@
 namespace shardproof {
 
 // One parameter in the bucket, as far as this rank's part along the tensor-parallel axis holds it.
-struct Slot {
+struct BucketParameter {
   std::string name;
   Shape shape;
   int64_t offset = 0;  // in elements
@@ -27,9 +27,9 @@ struct Slot {
   bool is_cut() const { return own.layout != replicated(); }
 };
 
-// The part of one slot that lies in a local interval.
+// The part of one member that lies in a local interval.
 struct Segment {
-  int64_t slot = 0;
+  int64_t member = 0;
   Interval run;      // of the parameter's row-major elements
   int64_t local = 0;  // offset of its first element in the local buffer
 };
@@ -44,19 +44,19 @@ struct LocalView {
 };
 
 // One collective of a transition, and what this rank holds: after it, or, where the transition is a gather, before it.
-struct Hop {
-  Lowered lowered;
+struct Stage {
+  CollectiveStep collective;
   LocalView part;
 };
 
 class BucketLayout {
  public:
-  // Lays the slots out (offsets are set here), each aligned; the total is padded so that every even split that the strategy
+  // Lays the members out (offsets are set here), each aligned; the total is padded so that every even split that the strategy
   // makes on this mesh divides it. `strategy` is as `on_mesh` gives it.
-  BucketLayout(std::vector<Slot> slots, const Strategy& strategy, const Mesh& mesh, int64_t rank, int64_t alignment_elements,
-               Granularity granularity);
+  BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
+               int64_t alignment_elements, Granularity granularity);
 
-  const std::vector<Slot>& slots() const { return slots_; }
+  const std::vector<BucketParameter>& members() const { return members_; }
   int64_t numel() const { return numel_; }
   int64_t rank() const { return rank_; }  // this one, in the mesh
 
@@ -67,21 +67,21 @@ class BucketLayout {
   const LocalView& whole() const { return whole_; }
   // What stays between forward and backward, and the gather that makes the bucket whole again; null where the row has no such
   // layout.
-  const Hop* between() const { return between_ ? &*between_ : nullptr; }
+  const Stage* between() const { return between_ ? &*between_ : nullptr; }
 
   // Gathers are one collective.
-  const Lowered& unshard() const { return unshard_; }
-  const Lowered& publish() const { return publish_; }
+  const CollectiveStep& unshard() const { return unshard_; }
+  const CollectiveStep& all_gather_updated() const { return all_gather_updated_; }
   // Sums go axis by axis, the innermost of the mesh first, so that every strategy adds in the same order.
-  const std::vector<Hop>& reduce() const { return reduce_; }            // produced -> accumulated
-  const std::vector<Hop>& reduce_last() const { return reduce_last_; }  // accumulated -> state
+  const std::vector<Stage>& reduce() const { return reduce_; }            // produced -> accumulated
+  const std::vector<Stage>& reduce_last() const { return reduce_last_; }  // accumulated -> state
 
-  // Where the elements of a slot's whole parameter are, on all ranks, when each holds a view's part of the bucket.
-  Placement placement(const Slot& slot, const LocalView& view) const {
-    return {mesh_, in_bucket(slot.own.layout.dims, view.layout, {slot.offset, numel_})};
+  // Where the elements of a member's whole parameter are, on all ranks, when each holds a view's part of the bucket.
+  Placement placement(const BucketParameter& member, const LocalView& view) const {
+    return {mesh_, in_bucket(member.own.layout.dims, view.layout, {member.offset, numel_})};
   }
 
-  // What this rank holds of every slot, by offset; `local` is the buffer that the view describes.
+  // What this rank holds of every member, by offset; `local` is the buffer that the view describes.
   std::vector<Shard> shards(const LocalView& view, const at::Tensor& local) const;
 
   // The part of `layout` that this rank holds.
@@ -89,17 +89,17 @@ class BucketLayout {
 
  private:
   void place(int64_t alignment, int64_t cuts, int64_t multiple, Granularity granularity);
-  std::vector<Hop> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;
+  std::vector<Stage> sum_path(Layout from, const Layout& to, const Mesh& mesh, int64_t rank) const;
 
   Mesh mesh_;
   int64_t rank_ = 0;
-  std::vector<Slot> slots_;
-  std::vector<size_t> by_offset_;  // slots
+  std::vector<BucketParameter> members_;
+  std::vector<size_t> by_offset_;  // members
   int64_t numel_ = 0;
   LocalView parameter_, accumulated_, state_, whole_;
-  Lowered unshard_, publish_;
-  std::optional<Hop> between_;
-  std::vector<Hop> reduce_, reduce_last_;
+  CollectiveStep unshard_, all_gather_updated_;
+  std::optional<Stage> between_;
+  std::vector<Stage> reduce_, reduce_last_;
 };
 
 }  // namespace shardproof

@@ -20,13 +20,13 @@ BucketParameters::BucketParameters(const BucketContext& context, const Initializ
   }
   if (rules_.offload) rounded_.copy_(own_part());  // padding and all
   if (frees_compute())
-    for (const Slot& slot : layout_.slots())
+    for (const BucketParameter& member : layout_.members())
       unreadable_.push_back(unreadable(
-          slot.shape, rules_.compute, memory_->device(),
+          member.shape, rules_.compute, memory_->device(),
           fmt::format(
               "[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: enter the unit "
               "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
-              slot.name)));
+              member.name)));
   point_parameters_at(frees_compute() ? unreadable_ : readable_);
 }
 
@@ -46,7 +46,8 @@ void BucketParameters::allocate_parameters() {
   } else {
     compute_ = without_memory(layout_.numel(), rules_.compute, memory_->device());
   }
-  for (const Slot& slot : layout_.slots()) readable_.push_back(compute_.narrow(0, slot.offset, slot.numel).view(slot.shape));
+  for (const BucketParameter& member : layout_.members())
+    readable_.push_back(compute_.narrow(0, member.offset, member.numel).view(member.shape));
   if (side_by_side()) return;
   release_storage(compute_);
   if (!frees_compute()) {
@@ -71,8 +72,8 @@ void BucketParameters::allocate_main() {
 void BucketParameters::fill_from_values() {
   at::Tensor whole = at::zeros({layout_.numel()}, options(rules_.main));
   for (size_t i = 0; i < views_.size(); ++i) {
-    const Slot& slot = layout_.slots()[i];
-    whole.narrow(0, slot.offset, slot.numel).view(slot.shape).copy_(views_[i]);
+    const BucketParameter& member = layout_.members()[i];
+    whole.narrow(0, member.offset, member.numel).view(member.shape).copy_(views_[i]);
   }
   if (rules_.broadcast)
     for (const std::string& axis : rules_.sum_axes) comms_->along({axis}).broadcast(whole, 0).wait();
@@ -84,7 +85,7 @@ void BucketParameters::fill_from_values() {
 void BucketParameters::fill_from_initializer(const Initializer& initialize) {
   SHARD_REQUIRE(initialize != nullptr, "fully_shard",
                 "parameter {} is on the meta device, so it has no values. Set ShardOptions::initialize",
-                layout_.slots()[0].name);
+                layout_.members()[0].name);
   const auto fill = [&](const LocalView& view, const at::Tensor& local) {
     local.zero_();
     for (const Shard& shard : layout_.shards(view, local)) {
@@ -169,14 +170,14 @@ void BucketParameters::reshard_within(int64_t ranks) {
 }
 
 void BucketParameters::reshard_between() {
-  const Hop* between = layout_.between();
+  const Stage* between = layout_.between();
   if (between == nullptr) return reshard();
   if (!frees_compute()) {
     residency_ = Residency::kept;
     return;
   }
-  if (between->lowered.step == Step::none) return;  // on this mesh it is the whole bucket, which stays
-  keep(comms_->along(between->lowered.axes), between->part.interval);
+  if (between->collective.step == Step::none) return;  // on this mesh it is the whole bucket, which stays
+  keep(comms_->along(between->collective.axes), between->part.interval);
 }
 
 void BucketParameters::keep(Comm& group, Interval part) {
@@ -198,14 +199,15 @@ at::Tensor BucketParameters::allocate_state(int64_t numel) const {
   return memory_->allocate(MemoryKind::optimizer, numel, rules_.main, place());
 }
 
-void BucketParameters::publish(bool is_rounded) {
+void BucketParameters::all_gather_updated(bool is_rounded) {
   const CallLabel label(label_);
   at::NoGradGuard no_grad;
   if (rules_.main != rules_.compute && !is_rounded) rounded_.copy_(main());
   check_padding(layout_.state(), rounded_, "parameter");
   const at::Tensor updated = own_part();
   if (rules_.offload) upload_ = transfers_->upload(updated, rounded_);
-  if (layout_.publish().step == Step::all_gather) comms_->along(layout_.publish().axes).all_gather(parameter_, updated).wait();
+  if (layout_.all_gather_updated().step == Step::all_gather)
+    comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, updated).wait();
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
   for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();
   neighbours_write_ = true;

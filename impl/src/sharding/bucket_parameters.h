@@ -60,7 +60,7 @@ class BucketParameters : private BucketPart {
   // Memory for the optimizer's state of so many elements, where main() is.
   at::Tensor allocate_state(int64_t numel) const;
   // After main() was written: brings `parameter` up to date on every rank. `is_rounded`: rounded() is up to date already.
-  void publish(bool is_rounded = false);
+  void all_gather_updated(bool is_rounded = false);
 
  private:
   Comm& neighbours(int64_t ranks) const;

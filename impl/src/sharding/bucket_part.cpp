@@ -14,7 +14,7 @@ at::TensorOptions BucketPart::options(at::ScalarType dtype) const {
 void BucketPart::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {
   for (const Interval& padding : view.padding)
     SHARD_CHECK(all_zero(local.narrow(0, padding.begin, padding.size())), "bucket",
-                "padding of the {} after {} is not zero, at bucket offset {} to {}", what, layout_.slots().front().name,
+                "padding of the {} after {} is not zero, at bucket offset {} to {}", what, layout_.members().front().name,
                 view.interval.begin + padding.begin, view.interval.begin + padding.end);
 }
 

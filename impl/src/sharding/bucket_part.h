@@ -39,7 +39,7 @@ class BucketPart {
         transfers_(context.transfers),
         rules_(context.rules) {}
 
-  const std::string& first_name() const { return layout_.slots().front().name; }
+  const std::string& first_name() const { return layout_.members().front().name; }
   at::TensorOptions options(at::ScalarType dtype) const;                        // where the bucket is
   Place place() const { return rules_.offload ? Place::host : Place::device; }  // of what the optimizer works on
   // Throws Error when the padding in `local`, which `view` describes, is not zero.

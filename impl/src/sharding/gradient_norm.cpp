@@ -40,16 +40,16 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
     if (!what.stay) gradient = gradient.to(at::kCPU);
     visited.push_back(gradient);
     for (const Segment& segment : bucket->layout().state().segments) {
-      if (!bucket->trains(segment.slot)) continue;
-      const Slot& slot = bucket->layout().slots()[segment.slot];
-      const Placement at = bucket->layout().placement(slot, bucket->layout().state());
-      if (is_copy_along(slot.own.mesh, at, bucket->layout().rank())) continue;
-      for (const OwnedRun& run : owned_runs(slot.whole, at.mesh, at.layout, bucket->layout().rank())) {
+      if (!bucket->trains(segment.member)) continue;
+      const BucketParameter& member = bucket->layout().members()[segment.member];
+      const Placement at = bucket->layout().placement(member, bucket->layout().state());
+      if (is_copy_along(member.own.mesh, at, bucket->layout().rank())) continue;
+      for (const OwnedRun& run : owned_runs(member.whole, at.mesh, at.layout, bucket->layout().rank())) {
         if (!run.first_copy) continue;
         const int64_t begin = segment.local + run.local;
         const auto count = static_cast<size_t>(run.whole.size());
-        if (gradient.scalar_type() == at::kDouble) visit(slot, std::span(gradient.const_data_ptr<double>() + begin, count));
-        else visit(slot, std::span(gradient.const_data_ptr<float>() + begin, count));
+        if (gradient.scalar_type() == at::kDouble) visit(member, std::span(gradient.const_data_ptr<double>() + begin, count));
+        else visit(member, std::span(gradient.const_data_ptr<float>() + begin, count));
       }
     }
   }
@@ -64,7 +64,7 @@ void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, at::Tenso
 // The terms that are float32; all of them in one call, for which a device's kernel is started once.
 void add_floats(Sharded::Impl& state, const StateGroup& group, ExactSum& sum) {
   std::vector<FlatSpan> spans;
-  const auto alive = visit_gradients(group.buckets, {.stay = true, .doubles = false}, [&](const Slot&, auto values) {
+  const auto alive = visit_gradients(group.buckets, {.stay = true, .doubles = false}, [&](const BucketParameter&, auto values) {
     if constexpr (std::is_same_v<decltype(values), std::span<const float>>)
       spans.push_back({values.data(), std::ssize(values)});
   });
@@ -78,7 +78,7 @@ double exact_sum(Sharded::Impl& state, ExactSum::Term term) {
     ExactSum sum(term);
     add_floats(state, group, sum);
     double doubles = 0;
-    visit_gradients(group.buckets, {.floats = false}, [&](const Slot&, auto values) {
+    visit_gradients(group.buckets, {.floats = false}, [&](const BucketParameter&, auto values) {
       for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
     });
     reduce_over_shards(state, group, at::from_blob(sum.counters().data(), {ExactSum::kCounters}, at::kLong), Reduce::sum);
@@ -93,7 +93,7 @@ double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
   double total = 0;
   for (const StateGroup& group : state_groups(state.schedule)) {
     double sum = 0;
-    visit_gradients(group.buckets, {}, [&](const Slot&, auto values) {
+    visit_gradients(group.buckets, {}, [&](const BucketParameter&, auto values) {
       for (const auto value : values)
         sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
     });
@@ -106,7 +106,7 @@ double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
 // NaN if there is one. On a device, a number of each run is copied to the host, all together.
 double largest_on_device(Sharded::Impl& state) {
   std::vector<at::Tensor> found;
-  const auto alive = visit_gradients(state.schedule.buckets(), {.stay = true}, [&](const Slot&, auto values) {
+  const auto alive = visit_gradients(state.schedule.buckets(), {.stay = true}, [&](const BucketParameter&, auto values) {
     using Value = std::remove_const_t<typename decltype(values)::element_type>;
     const auto options = at::TensorOptions(c10::CppTypeToScalarType<Value>::value).device(state.state_device());
     const at::Tensor run = at::from_blob(const_cast<Value*>(values.data()), {std::ssize(values)}, options);
@@ -118,7 +118,7 @@ double largest_on_device(Sharded::Impl& state) {
 double largest_on_host(Sharded::Impl& state) {
   double most = 0;
   bool nan = false;
-  visit_gradients(state.schedule.buckets(), {}, [&](const Slot&, auto values) {
+  visit_gradients(state.schedule.buckets(), {}, [&](const BucketParameter&, auto values) {
     for (const auto value : values) {
       nan |= std::isnan(value);
       most = std::max(most, std::abs(static_cast<double>(value)));
@@ -144,17 +144,17 @@ double norm_of_order(Sharded::Impl& state, double order) {
 
 // All ranks agree on the first parameter whose reduced gradient is not finite, so that each of them can name it.
 [[noreturn]] void throw_nonfinite(Sharded::Impl& state, double norm) {
-  std::vector<const Slot*> slots;
+  std::vector<const BucketParameter*> members;
   for (const Bucket* bucket : state.schedule.buckets())
-    for (const Slot& slot : bucket->layout().slots()) slots.push_back(&slot);
-  int64_t first = static_cast<int64_t>(slots.size());
-  visit_gradients(state.schedule.buckets(), {}, [&](const Slot& slot, auto values) {
+    for (const BucketParameter& member : bucket->layout().members()) members.push_back(&member);
+  int64_t first = static_cast<int64_t>(members.size());
+  visit_gradients(state.schedule.buckets(), {}, [&](const BucketParameter& member, auto values) {
     if (std::all_of(values.begin(), values.end(), [](auto value) { return std::isfinite(value); })) return;
-    first = std::min<int64_t>(first, std::find(slots.begin(), slots.end(), &slot) - slots.begin());
+    first = std::min<int64_t>(first, std::find(members.begin(), members.end(), &member) - members.begin());
   });
   for (const StateGroup& group : state_groups(state.schedule))
     reduce_over_shards(state, group, at::from_blob(&first, {1}, at::kLong), Reduce::min);
-  const std::string name = first < static_cast<int64_t>(slots.size()) ? slots[first]->name : "no single parameter";
+  const std::string name = first < static_cast<int64_t>(members.size()) ? members[first]->name : "no single parameter";
   throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
                                    "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",
                                    state.comms->rank(), state.schedule.step(), norm, name));

@@ -12,7 +12,7 @@
 
 namespace shardproof {
 
-Reduction::Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Hop>& path, const ReductionDtypes& dtypes,
+Reduction::Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
                      at::Tensor local, double divide_terms)
     : comms_(comms), memory_(memory), path_(path), dtypes_(dtypes), divide_terms_(divide_terms), value_(std::move(local)) {
   SHARD_CHECK(!path_.empty(), "reduction", "an empty path has nothing to start");
@@ -41,7 +41,7 @@ double Reduction::take_factor() {
 // Memory of the group's is lent in the order of these calls, the same on all ranks, in which gradients need not arrive: so what
 // arrived is copied.
 at::Tensor Reduction::on_the_wire(const at::Tensor& values) {
-  if (hop().lowered.step != Step::all_reduce && !wide()) {
+  if (stage().collective.step != Step::all_reduce && !wide()) {
     const at::Tensor lent =
         memory_.allocate_of(group(), Op::reduce_scatter, MemoryKind::communication, values.numel(), dtypes_.reduce);
     if (lent.defined()) return lent.copy_(values);
@@ -56,11 +56,11 @@ void Reduction::start_hop() {
   wire_ = on_the_wire(value_);
   value_.reset();
   if (wide()) return start_wide_sum();
-  if (hop().lowered.step == Step::all_reduce) {
+  if (stage().collective.step == Step::all_reduce) {
     received_ = wire_;
     work_ = factor == 1 ? group().all_reduce(wire_) : group().scaled_all_reduce(wire_, factor);
   } else {
-    received_ = memory_.allocate(MemoryKind::gradient, hop().part.size(), dtypes_.reduce);
+    received_ = memory_.allocate(MemoryKind::gradient, stage().part.size(), dtypes_.reduce);
     work_ = factor == 1 ? group().reduce_scatter(received_, wire_) : group().scaled_reduce_scatter(received_, wire_, factor);
   }
 }
@@ -91,7 +91,7 @@ void Reduction::finish_hop() {
   at::Tensor sum = received_;
   if (wide()) {
     sum = sum_wide();
-    if (hop().lowered.step == Step::all_reduce) {
+    if (stage().collective.step == Step::all_reduce) {
       group().all_gather(wire_, sum).wait();
       sum = wire_;
     }

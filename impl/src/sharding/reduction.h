@@ -23,7 +23,7 @@ class Reduction {
  public:
   // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or
   // `reduce`; it is used up, and may be summed in place. Terms of the first sum are divided by `divide_terms`. Collective.
-  Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Hop>& path, const ReductionDtypes& dtypes,
+  Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
             at::Tensor local, double divide_terms = 1);
 
   // Waits, runs the rest of the path, and returns this rank's part of the last layout, in `gradient`. Once.
@@ -40,12 +40,12 @@ class Reduction {
   void start_wide_sum();
   at::Tensor sum_wide();
   at::Tensor cast(const at::Tensor& values, at::ScalarType dtype, MemoryKind kind);
-  const Hop& hop() const { return path_[next_]; }
-  Comm& group() { return comms_.along(hop().lowered.axes); }
+  const Stage& stage() const { return path_[next_]; }
+  Comm& group() { return comms_.along(stage().collective.axes); }
 
   MeshComm& comms_;
   MemoryLedger& memory_;
-  const std::vector<Hop>& path_;
+  const std::vector<Stage>& path_;
   ReductionDtypes dtypes_;
   bool wide() const { return dtypes_.float32_sums && dtypes_.reduce != at::kFloat; }
 

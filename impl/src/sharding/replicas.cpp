@@ -16,9 +16,9 @@ namespace {
 constexpr double kTolerance = 0.01;
 constexpr int64_t kElementsAtOnce = int64_t{1} << 20;
 
-bool is_replica(const Bucket& bucket, int64_t slot) {
-  return bucket.gradient.final() && bucket.trains(slot) && bucket.rules().grad_partial_ranks == 1 &&
-         !bucket.layout().slots()[slot].is_cut();
+bool is_replica(const Bucket& bucket, int64_t member) {
+  return bucket.gradient.final() && bucket.trains(member) && bucket.rules().grad_partial_ranks == 1 &&
+         !bucket.layout().members()[member].is_cut();
 }
 
 // Adds up the gradient's elements from `begin` on in two ways that do not depend on how ranks share them: times weights by
@@ -42,15 +42,15 @@ Replicas find_replicas(const std::vector<Bucket*>& buckets) {
   Replicas found;
   std::vector<at::Tensor> sums;
   for (const Bucket* bucket : buckets) {
-    const auto& slots = bucket->layout().slots();
-    std::vector<at::Tensor> of_slot(slots.size());
-    for (int64_t slot = 0; slot < std::ssize(slots); ++slot) {
-      if (!is_replica(*bucket, slot)) continue;
-      found.names.push_back(slots[slot].name);
-      sums.push_back(of_slot[slot] = at::zeros({2}, at::kDouble));
+    const auto& members = bucket->layout().members();
+    std::vector<at::Tensor> of_member(members.size());
+    for (int64_t member = 0; member < std::ssize(members); ++member) {
+      if (!is_replica(*bucket, member)) continue;
+      found.names.push_back(members[member].name);
+      sums.push_back(of_member[member] = at::zeros({2}, at::kDouble));
     }
     for (const Segment& segment : bucket->layout().state().segments)
-      if (const at::Tensor& own = of_slot[segment.slot]; own.defined())
+      if (const at::Tensor& own = of_member[segment.member]; own.defined())
         add_elements(bucket->gradient.values().narrow(0, segment.local, segment.run.size()), segment.run.begin, own);
   }
   if (!sums.empty()) found.sums = at::stack(sums);

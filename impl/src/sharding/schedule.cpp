@@ -151,7 +151,7 @@ void Schedule::require_final(const char* what) const {
     SHARD_REQUIRE(!bucket->trainable() || bucket->gradient.final(), "schedule",
                   "{} needs the gradients of the last backward of step {} (rank {}), but {} has none. Run a backward with "
                   "set_last_microbatch(true) and set_gradient_sync(true), of the module and of its unit, first",
-                  what, step_, rank(), bucket->layout().slots().front().name);
+                  what, step_, rank(), bucket->layout().members().front().name);
   }
   SHARD_REQUIRE(any, "schedule", "{} in step {} (rank {}): every parameter is frozen", what, step_, rank());
 }

@@ -23,16 +23,17 @@ void measure(NamedParameter& parameter, const ParallelState* parallel) {
     parameter.room = std::max(parameter.room, owned_numel(known->shape, parallel->view(), known->layout, part));
 }
 
-Slot slot_of(const NamedParameter& parameter, const ParallelState* parallel) {
+BucketParameter member_of(const NamedParameter& parameter, const ParallelState* parallel) {
   const Shape shape = parameter.tensor.sizes().vec();
-  Slot slot{.name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .room = parameter.room, .whole = shape};
-  if (!parallel || parallel->parts() == 1) return slot;
-  slot.own.mesh = parallel->view();
+  BucketParameter member{
+      .name = parameter.name, .shape = shape, .numel = parameter.tensor.numel(), .room = parameter.room, .whole = shape};
+  if (!parallel || parallel->parts() == 1) return member;
+  member.own.mesh = parallel->view();
   if (const ParallelParameter* cut = parallel->find(parameter.tensor)) {
-    slot.whole = cut->shape;
-    slot.own.layout = cut->layout;
+    member.whole = cut->shape;
+    member.own.layout = cut->layout;
   }
-  return slot;
+  return member;
 }
 
 void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
@@ -83,17 +84,17 @@ Reshard reshard_of(const Strategy& strategy) {
 
 std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan, const UnitSharding& how,
                                     const std::vector<NamedParameter>& parameters) {
-  std::vector<Slot> slots;
+  std::vector<BucketParameter> members;
   std::vector<at::Tensor> tensors;
   for (const NamedParameter& parameter : parameters) {
-    slots.push_back(slot_of(parameter, sharded.parallel.get()));
+    members.push_back(member_of(parameter, sharded.parallel.get()));
     tensors.push_back(parameter.tensor);
   }
   const Mesh& mesh = how.comms->mesh();
   BucketRules rules = resolve(how.options, how.options.precision, how.strategy, mesh, tensors.front().scalar_type());
   rules.grad_partial_ranks = parameters.front().grad_partial_ranks;
   const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
-  BucketLayout layout(std::move(slots), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity);
+  BucketLayout layout(std::move(members), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity);
   return std::make_unique<Bucket>(
       BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), how.strategy,
                     std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules)},

@@ -69,9 +69,9 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
 
 Sharded::Impl::~Impl() = default;
 
-at::Tensor Sharded::Impl::join(const Slot& slot, const at::Tensor& local) const {
-  if (!slot.is_cut()) return local.detach().clone();
-  return parallel->join({slot.name, slot.whole, slot.own.layout}, local);
+at::Tensor Sharded::Impl::join(const BucketParameter& member, const at::Tensor& local) const {
+  if (!member.is_cut()) return local.detach().clone();
+  return parallel->join({member.name, member.whole, member.own.layout}, local);
 }
 
 Unit& Sharded::Impl::unit(const std::string& name) const {

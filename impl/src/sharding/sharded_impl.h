@@ -50,8 +50,8 @@ struct Sharded::Impl {
   MeshComm& comms_of(const Mesh& mesh) const;
   // The whole tensors, by name, on every rank. Collective.
   std::map<std::string, at::Tensor> gather(const std::vector<Shard>& shards) const;
-  // The whole parameter of what a slot holds. Collective along the tensor-parallel axis.
-  at::Tensor join(const Slot& slot, const at::Tensor& local) const;
+  // The whole parameter of what a member holds. Collective along the tensor-parallel axis.
+  at::Tensor join(const BucketParameter& member, const at::Tensor& local) const;
 
   struct FinishingStep {
     std::string name;

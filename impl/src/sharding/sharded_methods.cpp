@@ -129,19 +129,19 @@ std::map<std::string, ParameterPlacement> Sharded::placements() const {
   std::map<std::string, ParameterPlacement> placements;
   for (const Bucket* bucket : impl_->schedule.buckets()) {
     const BucketLayout& layout = bucket->layout();
-    for (const Slot& slot : layout.slots())
-      placements[slot.name] = {.shape = slot.whole,
+    for (const BucketParameter& member : layout.members())
+      placements[member.name] = {.shape = member.whole,
                                .compute = bucket->rules().compute,
                                .main = bucket->rules().main,
-                               .parameter = layout.placement(slot, layout.parameter()),
-                               .gradient = layout.placement(slot, layout.state()),
-                               .state = layout.placement(slot, layout.state())};
+                               .parameter = layout.placement(member, layout.parameter()),
+                               .gradient = layout.placement(member, layout.state()),
+                               .state = layout.placement(member, layout.state())};
   }
   return placements;
 }
 
 void Sharded::main_parameters_changed() {
-  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.publish();
+  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.all_gather_updated();
   for (const auto& unit : impl_->schedule.units()) unit->drop();
 }
 
@@ -186,7 +186,7 @@ std::string Sharded::describe() const {
   for (const auto& unit : impl_->schedule.units()) {
     int64_t parameters = 0, rest = 0, compute = 0;
     for (const auto& bucket : unit->buckets()) {
-      for (const Slot& slot : bucket->layout().slots()) parameters += slot.numel;
+      for (const BucketParameter& member : bucket->layout().members()) parameters += member.numel;
       rest += static_cast<int64_t>(bucket->parameters.parameter().nbytes());
       compute += bucket->parameters.compute_bytes();
     }

@@ -24,17 +24,17 @@ std::shared_ptr<Unit> alive(const std::weak_ptr<Unit>& unit) {
 // Hands a parameter's gradient to its bucket instead of leaving it in `.grad`, so the next backward's is fresh as well.
 class GradientHook final : public torch::autograd::PostAccumulateGradHook {
  public:
-  GradientHook(Unit& unit, Bucket& bucket, int64_t slot) : unit_(unit), bucket_(bucket), slot_(slot) {}
+  GradientHook(Unit& unit, Bucket& bucket, int64_t member) : unit_(unit), bucket_(bucket), member_(member) {}
   void operator()(const Variable& parameter) override {
     const at::Tensor gradient = parameter.grad();
     parameter.mutable_grad().reset();
-    unit_.on_gradient(bucket_, slot_, gradient);
+    unit_.on_gradient(bucket_, member_, gradient);
   }
 
  private:
   Unit& unit_;
   Bucket& bucket_;
-  int64_t slot_;
+  int64_t member_;
 };
 
 // Identity on a unit's input. Its backward runs after every node of the unit on the way to that input.
@@ -58,9 +58,9 @@ Unit::Unit(UnitEvents& schedule, std::string name, std::vector<std::unique_ptr<B
 
 void Unit::hook_parameters() {
   for (const auto& bucket : buckets_)
-    for (size_t slot = 0; slot < bucket->views().size(); ++slot)
-      torch::autograd::impl::set_post_acc_grad_hooks(bucket->views()[slot],
-                                                     std::make_unique<GradientHook>(*this, *bucket, slot));
+    for (size_t member = 0; member < bucket->views().size(); ++member)
+      torch::autograd::impl::set_post_acc_grad_hooks(bucket->views()[member],
+                                                     std::make_unique<GradientHook>(*this, *bucket, member));
 }
 
 Unit::~Unit() {
@@ -151,9 +151,9 @@ void Unit::enter_backward() {
   if (passage_ == Passage::outside) passage_ = Passage::inside;
 }
 
-void Unit::on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient) {
+void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient) {
   enter_backward();
-  bucket.gradient.add_gradient(slot, gradient, /*may_be_part=*/expects_more());
+  bucket.gradient.add_gradient(member, gradient, /*may_be_part=*/expects_more());
   reshard_when_done();
 }
 
@@ -191,25 +191,25 @@ void Unit::begin_recomputation() {
 
 void Unit::end_recomputation() {
   --recomputations_;
-  settle();
+  add_parts();
   for (Unit* unit : settings.inside) {
     --unit->recomputations_;
-    unit->settle();
+    unit->add_parts();
   }
   schedule_.unit_left();
   for (Unit* unit : settings.inside) unit->reshard_when_done();
   reshard_when_done();
 }
 
-void Unit::settle() {
+void Unit::add_parts() {
   if (expects_more()) return;
-  for (const auto& bucket : buckets_) bucket->gradient.settle();
+  for (const auto& bucket : buckets_) bucket->gradient.add_parts();
 }
 
 void Unit::expect_no_more() {
   recomputations_ = 0;
   until_the_end_ = false;
-  settle();
+  add_parts();
 }
 
 }  // namespace shardproof

@@ -83,7 +83,7 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void set_gradient_sync(bool sync, bool recurse);
 
   void before_backward();
-  void on_gradient(Bucket& bucket, int64_t slot, const at::Tensor& gradient);
+  void on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient);
   void on_input_gradient();
   void end_backward();
 
@@ -102,7 +102,7 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void reshard_after_forward();
   void reshard_when_done();
   bool complete() const;
-  void settle();
+  void add_parts();
 
   UnitEvents& schedule_;
   std::string name_;

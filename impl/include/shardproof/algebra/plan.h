@@ -53,22 +53,23 @@ constexpr int64_t kFlat = -1;  // stands for the flat run, instead of a dim
 // One step on one mesh. The group of a rank is mesh.peers(rank, axes), in that order. A piece is what a rank holds. Pieces may
 // be uneven or empty. Outer axes may split `dim` too; they take no part in the step.
 //
-// none            Both layouts mean the same. slice           No rank needs anything from another. Each keeps a part of what it
-// has, in any dims and the flat run, and zeros
-//                 where a new partial axis says so. A rank runs its own transfers of the plan. `axes` are the new axes.
-// all_gather      The pieces of the group are concatenated along `dim` in the order of the group (kFlat: end to end).
-// all_reduce      The pieces of the group are summed in the order of the group, which is ascending by rank. reduce_scatter
-// They are summed in the same way, and the sum is cut along `dim` into pieces, in the order of the group. all_to_all      The
-// group holds a region that is cut along `dim`, and cuts it along `dim_to` instead. A member sends another what
-//                 its old piece and the other's new piece share. Between two dims this is one box, a slice of the old piece;
-//                 from or to kFlat it may be several. When `dim_to == dim` the step moves ragged bounds.
-// general         The change is anything else, such as several steps or a permutation of ranks. The ranks run the plan.
-struct Lowered {
+//   - none: both layouts mean the same.
+//   - slice: no rank needs anything from another. Each rank keeps a part of what it has, in any dims and the flat run, and puts
+//     zeros where a new partial axis says so. A rank runs its own transfers of the plan. `axes` are the new axes.
+//   - all_gather: the pieces of the group are concatenated along `dim` in the order of the group (kFlat: end to end).
+//   - all_reduce: the pieces of the group are summed in the order of the group, which is ascending by rank.
+//   - reduce_scatter: the pieces are summed in the same way, and the sum is cut along `dim` into pieces, in the order of the
+//     group.
+//   - all_to_all: the group holds a region that is cut along `dim`, and cuts it along `dim_to` instead. A member sends another
+//     what its old piece and the other's new piece share. Between two dims this is one box, a slice of the old piece. From or
+//     to kFlat it may be several boxes. When `dim_to == dim` the step moves ragged bounds.
+//   - general: the change is anything else, such as several steps or a permutation of ranks. The ranks run the plan.
+struct CollectiveStep {
   Step step = Step::none;
   std::vector<std::string> axes;  // the axes along which ranks take part: outermost split first, or for sums in mesh order
   int64_t dim = kFlat;     // the dim (or kFlat) that is split in `from`, or in `to` if it is not split in `from`
   int64_t dim_to = kFlat;  // for all_to_all the dim that is split afterwards
-  bool operator==(const Lowered&) const = default;
+  bool operator==(const CollectiveStep&) const = default;
 };
 
 // Finds the step from one layout to another. It first makes both layouts canonical, so layouts that become equal give `none`,
@@ -77,6 +78,6 @@ struct Lowered {
 // Once all flat splits are among those that change, the splits of dim 0 count as cuts of the flat run. An all_to_all needs the
 // same axes in the same order innermost before and after, and a sum needs its axes in mesh order. Law: executing the step with
 // a loop over ranks equals executing the plan, and adds terms in the same order.
-Lowered lower(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to);
+CollectiveStep lower(const Shape& shape, const Mesh& mesh, const Layout& from, const Layout& to);
 
 }  // namespace shardproof

@@ -88,7 +88,7 @@ class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
   // Names of the state tensors.
-  virtual std::vector<std::string> slots() const = 0;
+  virtual std::vector<std::string> state_names() const = 0;
   // Whether the rule works on whole parameters only.
   virtual bool needs_whole_parameters() const { return false; }
   // What PyTorch's optimizer of this kind has in its param_groups, so that it can read our checkpoints. A rule that PyTorch
@@ -135,21 +135,21 @@ class Optimizer {
   void set_lr_factor(double factor);
 
   // The names of all groups' state tensors, each once.
-  std::vector<std::string> slots() const;
+  std::vector<std::string> state_names() const;
   // What this rank holds of one state tensor, in the strategy's `state` layout and the main dtype, for the parameters that have
   // it.
-  std::vector<Piece> state(const std::string& slot) const;
+  std::vector<Piece> state(const std::string& state_name) const;
   // The same as shards, one of each parameter that has this state, whether this rank holds a part of it or not.
-  std::vector<Shard> state_shards(const std::string& slot) const;
+  std::vector<Shard> state_shards(const std::string& state_name) const;
   // Whole state by the parameter's name, on every rank. Collective.
-  std::map<std::string, at::Tensor> gather_state(const std::string& slot) const;
+  std::map<std::string, at::Tensor> gather_state(const std::string& state_name) const;
   // How often a parameter has been updated so far. Throws Error when there is no such parameter.
   int64_t updates(const std::string& parameter) const;
 
   // The groups for checkpoints, in order, with the parameters that each took. A group that took none is left out.
   struct Group {
     std::vector<std::string> parameters;
-    std::vector<std::string> slots;
+    std::vector<std::string> state_names;
     std::vector<Setting> settings;  // rates and decays are multiplied by the present factors
   };
   std::vector<Group> groups() const;
@@ -165,7 +165,7 @@ class Optimizer {
     bool has_state = false;              // the parameter trains or was restored with state
     std::vector<at::Tensor> state = {};  // of what this rank owns of it; empty where it owns nothing
   };
-  void allocate_state(size_t bucket, size_t slot);
+  void allocate_state(size_t bucket, size_t member);
   // Returns whether the parameters in the compute dtype are up to date too.
   bool update_bucket(size_t index);
 
@@ -175,7 +175,7 @@ class Optimizer {
   std::weak_ptr<Sharded::Impl> sharded_;
   std::vector<ParameterGroup> groups_;
   double lr_factor_ = 1;
-  std::vector<std::vector<Held>> held_;  // [bucket][slot]
+  std::vector<std::vector<Held>> held_;  // [bucket][member]
 };
 
 inline Optimizer sgd(Sharded& sharded, const SgdOptions& options) { return {sharded, make_rule(options)}; }
