@@ -127,6 +127,24 @@ class Faults(unittest.TestCase):
         self.assertEqual(code, 2)
         self.assertIn("there is no fault C; there are: A B", output)
 
+    def test_the_parts_of_a_catalogue_together_are_the_catalogue(self):
+        patches = [patch("A", "4"), patch("B", "3"), patch("C", "4")]
+        parts = []
+        for part, wanted in (("1/2", ["A", "C"]), ("2/2", ["B"])):
+            _, rows, output = self.run_faults(patches, "--shard", part)
+            self.assertEqual(list(rows), wanted, output)
+            parts.append(self.path(f"part{part[0]}"))
+            os.rename(self.path("report"), parts[-1])
+        code, rows, output = self.run_faults(patches, "--merge", *parts, build="false")
+        self.assertEqual((code, list(rows)), (1, ["A", "B", "C"]), output)
+        self.assertIn("3 planted bugs: 2 killed, 1 survived, 0 errors", output)
+        code, _, output = self.run_faults(patches, "--merge", parts[0])
+        self.assertEqual((code, "no file has B" in output), (2, True), output)
+        code, _, output = self.run_faults(patches, "--merge", *parts, parts[0])
+        self.assertEqual((code, "is in an earlier file, too" in output), (2, True), output)
+        for part in ("0/2", "3/2", "1", "1/2/3", "4/4"):
+            self.assertEqual(self.run_faults(patches, "--shard", part)[0], 2)
+
     def test_a_patch_must_say_what_it_is(self):
         code, _, output = self.run_faults([patch("A", "4").replace("# from: nowhere\n", "")])
         self.assertEqual(code, 2)
