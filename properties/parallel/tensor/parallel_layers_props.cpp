@@ -45,6 +45,24 @@ TEST(TensorParallel, what_tp_and_dp_both_cut_along_dim_0_is_gathered_exactly) {
         EXPECT_EQ(sum.item<int64_t>(), rows * 4);
       });
 }
+// The data-parallel ranks of both meshes are the same, so only the axis of the cut can be at fault.
+TEST(TensorParallel, a_unit_on_a_mesh_without_the_axis_of_its_cut_is_refused) {
+  const Mesh mesh({{"dp_shard", 2}, {"tp", 2}});
+  const auto shard_on = [&](const Mesh& view, const std::string& says) {
+    run_threads(mesh.size(), [&](std::shared_ptr<Comm> comm) {
+      auto comms = std::make_shared<MeshComm>(comm, mesh);
+      torch::nn::Linear linear(3, 4);
+      const TensorParallel parallel = parallelize(linear.ptr(), comms, {.styles = {{"", ColumnParallel{}}}});
+      ShardOptions options = toy::options("zero3");
+      options.unit_options = [&](const std::string&) { return UnitOptions{.mesh = view}; };
+      if (says.empty()) EXPECT_NO_THROW(fully_shard(linear.ptr(), comms, options));
+      else expect_error([&] { fully_shard(linear.ptr(), comms, options); }, {"[fully_shard]", says, "the same axis tp"});
+    });
+  };
+  shard_on(mesh, "");
+  shard_on(Mesh({{"dp_shard", 2}, {"other", 2}}), "mesh 'dp_shard=2,other=2'");
+}
+
 TEST(TensorParallel, cross_entropy_of_cut_logits_is_that_of_whole_ones) {
   const at::Tensor logits = at::sin(at::arange(6 * 13, at::kDouble)).view({6, 13}) * 3;
   const at::Tensor targets = at::tensor({3, 0, -100, 9, 5, 2}, at::kLong);
