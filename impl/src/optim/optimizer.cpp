@@ -198,6 +198,10 @@ std::map<std::string, at::Tensor> Optimizer::gather_state(const std::string& sta
   return sharded()->gather(state_shards(state_name));
 }
 
+void Optimizer::write_state(const std::string& state_name, const std::map<std::string, at::Tensor>& values) {
+  sharded()->write("write_state", state_shards(state_name), values);
+}
+
 int64_t Optimizer::updates(const std::string& parameter) const {
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)

@@ -50,6 +50,9 @@ struct Sharded::Impl {
   MeshComm& comms_of(const Mesh& mesh) const;
   // The whole tensors, by name, on every rank. Collective.
   std::map<std::string, at::Tensor> gather(const std::vector<Shard>& shards) const;
+  // The reverse: each rank copies its part of whole tensors, which are the same on every rank. `where` is for messages. Throws
+  // Error on every rank, before anything is written, when a name or a size does not fit on some rank. Collective.
+  void write(const char* where, const std::vector<Shard>& shards, const std::map<std::string, at::Tensor>& values) const;
   // The whole parameter of what a member holds. Collective along the tensor-parallel axis.
   at::Tensor join(const BucketParameter& member, const at::Tensor& local) const;
 

@@ -1,4 +1,4 @@
-// The methods of a Sharded and of its units' handles.
+// The methods of a Sharded and of its units' handles, except those on whole values (whole_values.cpp).
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 #include "sharding/gradient_norm.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
-#include "shardproof/comm/redistribute.h"
 
 namespace shardproof {
 
@@ -138,39 +137,6 @@ std::map<std::string, ParameterPlacement> Sharded::placements() const {
                                .state = layout.placement(member, layout.state())};
   }
   return placements;
-}
-
-void Sharded::main_parameters_changed() {
-  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.all_gather_updated();
-  for (const auto& unit : impl_->schedule.units()) unit->drop();
-}
-
-MeshComm& Sharded::Impl::comms_of(const Mesh& mesh) const {
-  const std::vector<Bucket*> buckets = schedule.buckets();
-  const auto found = std::find_if(buckets.begin(), buckets.end(), [&](const Bucket* b) { return b->comms()->mesh() == mesh; });
-  SHARD_CHECK(found != buckets.end(), "fully_shard", "no unit is on mesh '{}'", mesh.str());
-  return *(*found)->comms();
-}
-
-std::map<std::string, at::Tensor> Sharded::Impl::gather(const std::vector<Shard>& shards) const {
-  std::map<std::string, at::Tensor> whole;
-  for (const Shard& shard : shards) {
-    const at::Tensor here = shard.data.to(device());  // by the device's communicators
-    const at::Tensor all = redistribute(here, shard.shape, shard.at.layout, replicated(), comms_of(shard.at.mesh));
-    whole[shard.name] = (all.is_alias_of(shard.data) ? all.clone() : all).view(shard.shape);
-  }
-  return whole;
-}
-
-std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
-  std::map<std::string, at::Tensor> whole = impl_->gather(impl_->shards(Impl::Kind::parameter));
-  std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const auto& [name, sharded_as] : impl_->aliases) named.emplace_back(name, whole.at(sharded_as));
-  return named;
-}
-
-std::map<std::string, at::Tensor> Sharded::gather_gradients() const {
-  return impl_->gather(impl_->shards(Impl::Kind::gradient));
 }
 
 UnitHandle Sharded::unit(const std::string& name) { return UnitHandle(impl_->unit(name)); }

@@ -143,6 +143,8 @@ class Optimizer {
   std::vector<Shard> state_shards(const std::string& state_name) const;
   // Whole state by the parameter's name, on every rank. Collective.
   std::map<std::string, at::Tensor> gather_state(const std::string& state_name) const;
+  // Writes whole values into the state of parameters that have it, as Sharded::write_parameters does. Collective over the mesh.
+  void write_state(const std::string& state_name, const std::map<std::string, at::Tensor>& values);
   // How often a parameter has been updated so far. Throws Error when there is no such parameter.
   int64_t updates(const std::string& parameter) const;
 

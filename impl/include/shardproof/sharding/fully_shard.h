@@ -133,9 +133,17 @@ class Sharded {
   // Returns every whole parameter with its name, on every rank, in the compute dtype. Cuts of tensor parallelism are joined
   // too, and a tied parameter is there under each of its names. Collective over the mesh.
   std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
+  // Every whole main parameter, a tied one under its first name, on every rank, in the main dtype. Collective over the mesh.
+  std::map<std::string, at::Tensor> gather_main_parameters() const;
   // Whole gradients of parameters that train, tied ones under their first name, after the last backward, in the main dtype.
   // Collective.
   std::map<std::string, at::Tensor> gather_gradients() const;
+  // Writes whole values into the parameters, or into the gradients after the last backward, by name. Every rank passes the
+  // same values, and keeps its part of them, rounded to the main dtype. What has no value keeps the one that it has. A tied
+  // parameter may be given under any of its names. Optimizer state stays as it is. Throws Error on every rank, with nothing
+  // written, when a name is unknown or a size does not fit on some rank. Collective over the mesh.
+  void write_parameters(const std::map<std::string, at::Tensor>& values);
+  void write_gradients(const std::map<std::string, at::Tensor>& values);
 
   // The unit of this name; "" is the root. A unit of several modules has the name of the first. Throws Error, which lists the
   // names, when there is no such unit.

@@ -1,0 +1,105 @@
+// Whole values by name: gathered from the shards of all ranks, and written into them.
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+
+#include "sharding/sharded_impl.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
+#include "shardproof/comm/redistribute.h"
+
+namespace shardproof {
+
+MeshComm& Sharded::Impl::comms_of(const Mesh& mesh) const {
+  const std::vector<Bucket*> buckets = schedule.buckets();
+  const auto found = std::find_if(buckets.begin(), buckets.end(), [&](const Bucket* b) { return b->comms()->mesh() == mesh; });
+  SHARD_CHECK(found != buckets.end(), "fully_shard", "no unit is on mesh '{}'", mesh.str());
+  return *(*found)->comms();
+}
+
+std::map<std::string, at::Tensor> Sharded::Impl::gather(const std::vector<Shard>& shards) const {
+  std::map<std::string, at::Tensor> whole;
+  for (const Shard& shard : shards) {
+    const at::Tensor here = shard.data.to(device());  // by the device's communicators
+    const at::Tensor all = redistribute(here, shard.shape, shard.at.layout, replicated(), comms_of(shard.at.mesh));
+    whole[shard.name] = (all.is_alias_of(shard.data) ? all.clone() : all).view(shard.shape);
+  }
+  return whole;
+}
+
+namespace {
+
+// Checks one value that a caller gave for a shard.
+void require_fits(const char* where, const std::string& name, const at::Tensor& value, const Shard& shard) {
+  SHARD_REQUIRE(value.defined() && value.sizes() == at::IntArrayRef(shard.shape), where,
+                "the whole value of {} must have sizes [{}], got [{}]", name, fmt::join(shard.shape, ","),
+                value.defined() ? fmt::format("{}", fmt::join(value.sizes(), ",")) : "no tensor");
+  SHARD_REQUIRE(value.is_floating_point(), where, "the whole value of {} must be of floating point, got {}", name,
+                c10::toString(value.scalar_type()));
+}
+
+}  // namespace
+
+void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
+                          const std::map<std::string, at::Tensor>& values) const {
+  std::map<std::string, const at::Tensor*> wanted;  // by the name that a tied parameter is sharded under
+  const auto match = [&] {
+    std::map<std::string, std::string> sharded_as(aliases.begin(), aliases.end());
+    for (const auto& [name, value] : values) {
+      const auto known = sharded_as.find(name);
+      const auto shard = std::find_if(shards.begin(), shards.end(), [&](const Shard& s) {
+        return known != sharded_as.end() && s.name == known->second;
+      });
+      SHARD_REQUIRE(shard != shards.end(), where, "there is nothing called '{}' to write to{}", name,
+                    known == sharded_as.end() ? "; gather_parameters lists the names of parameters" : "");
+      require_fits(where, name, value, *shard);
+      const auto [other, is_first] = wanted.emplace(shard->name, &value);
+      SHARD_REQUIRE(is_first || other->second->equal(value), where,
+                    "{} is tied to {}, and got another value. Give one of them", name, shard->name);
+    }
+  };
+  agree(comms->world(), error_of(match));
+  const at::NoGradGuard no_grad;
+  for (const Shard& shard : shards) {
+    const auto found = wanted.find(shard.name);
+    if (found == wanted.end()) continue;
+    const at::Tensor whole = found->second->detach().to(device(), shard.data.scalar_type()).contiguous();
+    const at::Tensor own = redistribute(whole, shard.shape, replicated(), shard.at.layout, comms_of(shard.at.mesh));
+    at::Tensor(shard.data).copy_(own.view({-1}));
+  }
+}
+
+std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
+  std::map<std::string, at::Tensor> whole = impl_->gather(impl_->shards(Impl::Kind::parameter));
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const auto& [name, sharded_as] : impl_->aliases) named.emplace_back(name, whole.at(sharded_as));
+  return named;
+}
+
+std::map<std::string, at::Tensor> Sharded::gather_gradients() const {
+  return impl_->gather(impl_->shards(Impl::Kind::gradient));
+}
+
+std::map<std::string, at::Tensor> Sharded::gather_main_parameters() const {
+  return impl_->gather(impl_->shards(Impl::Kind::main));
+}
+
+void Sharded::main_parameters_changed() {
+  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.all_gather_updated();
+  for (const auto& unit : impl_->schedule.units()) unit->drop();
+}
+
+void Sharded::write_parameters(const std::map<std::string, at::Tensor>& values) {
+  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.begin_update();
+  impl_->write("write_parameters", impl_->shards(Impl::Kind::main), values);
+  main_parameters_changed();
+}
+
+void Sharded::write_gradients(const std::map<std::string, at::Tensor>& values) {
+  impl_->schedule.require_final("write_gradients");
+  impl_->write("write_gradients", impl_->shards(Impl::Kind::gradient), values);
+}
+
+}  // namespace shardproof
