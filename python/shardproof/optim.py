@@ -41,6 +41,14 @@ class Optimizer:
         """What this rank holds of one state tensor."""
         return self.native.state(name)
 
+    def gather_state(self, name: str) -> "dict[str, torch.Tensor]":
+        """One whole state tensor of each parameter that has it, on every rank. Collective."""
+        return self.native.gather_state(name)
+
+    def write_state(self, name: str, values: "dict[str, torch.Tensor]") -> None:
+        """Write whole values into one state tensor, by the parameter's name. Collective; every rank passes the same values."""
+        self.native.write_state(name, {parameter: value.detach() for parameter, value in values.items()})
+
     def updates(self, parameter: str) -> int:
         """How often the parameter was updated."""
         return self.native.updates(parameter)

@@ -166,8 +166,28 @@ class Sharded:
 
     @torch.no_grad()
     def gather(self) -> "dict[str, torch.Tensor]":
-        """Whole parameters by name, on every rank. Collective."""
+        """Whole parameters by name, on every rank, in the dtype in which units compute. Collective."""
         return dict(self.native.gather_parameters())
+
+    def gather_main_parameters(self) -> "dict[str, torch.Tensor]":
+        """Whole main parameters by name, on every rank, in the main dtype. Collective."""
+        return self.native.gather_main_parameters()
+
+    def gather_gradients(self) -> "dict[str, torch.Tensor]":
+        """Whole gradients by name, on every rank, after the last backward. Collective."""
+        return self.native.gather_gradients()
+
+    def write_parameters(self, values: "dict[str, torch.Tensor]") -> None:
+        """Write whole values into the parameters, by name. Collective; every rank passes the same values.
+
+        Each rank keeps its part, rounded to the main dtype. What has no value keeps the one that it has, and optimizer state stays
+        as it is. A name or shape that does not fit is an error on every rank, before anything is written.
+        """
+        self.native.write_parameters({name: value.detach() for name, value in values.items()})
+
+    def write_gradients(self, values: "dict[str, torch.Tensor]") -> None:
+        """The same for the final gradients, after the last backward. Collective."""
+        self.native.write_gradients({name: value.detach() for name, value in values.items()})
 
     @torch.no_grad()
     def state_dict(self) -> "dict[str, torch.Tensor]":
@@ -198,23 +218,19 @@ class Sharded:
                 f"[load_state_dict] rank {self.rank}: missing names {missing}, extra names {extra}. Pass strict=False "
                 "to load what fits"
             )
-        cut = {piece.name: tuple(piece.shape) for piece in self.main_parameters()}
-        for name, value in state.items():
-            if name in own and tuple(value.shape) != cut.get(name, tuple(own[name].shape)):
-                raise _C.Error(
-                    f"[load_state_dict] rank {self.rank}: '{name}' has shape {tuple(value.shape)}, and the model's "
-                    f"has {cut.get(name, tuple(own[name].shape))}"
-                )
-        for piece in self.main_parameters():
-            if piece.name in state:
-                piece.data.copy_(state[piece.name].detach().reshape(-1)[piece.begin : piece.end])
         sharded = {
             name for name, value in self.module.named_parameters(remove_duplicate=False) if id(value) not in self._ignored
         }
-        for name, value in own.items():
-            if name in state and name not in sharded:
-                value.copy_(state[name])
-        self.main_parameters_changed()
+        plain = [name for name in own if name in state and name not in sharded]
+        for name in plain:
+            if state[name].shape != own[name].shape:
+                raise _C.Error(
+                    f"[load_state_dict] rank {self.rank}: '{name}' has shape {tuple(state[name].shape)}, and the model's "
+                    f"has {tuple(own[name].shape)}"
+                )
+        self.write_parameters({name: value for name, value in state.items() if name in sharded})
+        for name in plain:
+            own[name].copy_(state[name])
 
     def unit(self, name: str) -> UnitHandle:
         """The unit of this name; "" is the root. Gathers and frees it by hand, and changes its options."""

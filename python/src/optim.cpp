@@ -113,6 +113,8 @@ void bind_optimizers(py::module_& module) {
       .def("set_lr_factor", &Optimizer::set_lr_factor, py::arg("factor"))
       .def("state_names", &Optimizer::state_names)
       .def("state", &Optimizer::state, py::arg("state_name"))
+      .def("gather_state", &Optimizer::gather_state, py::arg("state_name"), Unlocked())
+      .def("write_state", &Optimizer::write_state, py::arg("state_name"), py::arg("values"), Unlocked())
       .def("updates", &Optimizer::updates, py::arg("parameter"))
       .def("groups", &groups_of);
   module.def("make_optimizer", &make_optimizer, py::arg("sharded"), py::arg("groups"));

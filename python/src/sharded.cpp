@@ -91,6 +91,7 @@ void bind_sharded(py::module_& module) {
   bind_pieces(module);
   bind_unit_handles(module);
   using Held = ShardedMirror;
+  using Values = std::map<std::string, at::Tensor>;
   py::class_<ShardedMirror>(module, "Sharded")
       .def_property_readonly("step", [](Held& held) { return held.sharded.step(); })
       .def_property_readonly("rank", [](Held& held) { return held.sharded.rank(); })
@@ -126,6 +127,16 @@ void bind_sharded(py::module_& module) {
       .def("finish_foreign_step", &finish_foreign_step, Unlocked())
       .def(
           "gather_parameters", [](Held& held) { return held.sharded.gather_parameters(); }, Unlocked())
+      .def(
+          "gather_main_parameters", [](Held& held) { return held.sharded.gather_main_parameters(); }, Unlocked())
+      .def(
+          "gather_gradients", [](Held& held) { return held.sharded.gather_gradients(); }, Unlocked())
+      .def(
+          "write_parameters", [](Held& held, const Values& values) { held.sharded.write_parameters(values); },
+          py::arg("values"), Unlocked())
+      .def(
+          "write_gradients", [](Held& held, const Values& values) { held.sharded.write_gradients(values); },
+          py::arg("values"), Unlocked())
       .def(
           "unit", [](Held& held, const std::string& name) { return held.sharded.unit(name); }, py::arg("name"),
           py::keep_alive<0, 1>())

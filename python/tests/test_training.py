@@ -234,6 +234,28 @@ def test_a_state_dict_of_the_plain_model_can_be_loaded():
         assert_same_bits(state, source.state_dict())
 
 
+def test_whole_values_are_written_and_gathered_by_name():
+    def body(comm):
+        model = Net()
+        sharded = shardproof.fully_shard(model, comm, units=[Block])
+        optimizer = shardproof.sgd(sharded, lr=0.5, momentum=0.5)
+        parameters = {name: torch.full_like(value, 2.0) for name, value in sharded.gather_main_parameters().items()}
+        sharded.write_parameters(parameters)
+        loss_of(model, batch(comm.rank)).backward()
+        sharded.write_gradients({name: torch.ones_like(value) for name, value in sharded.gather_gradients().items()})
+        optimizer.step()
+        for value in sharded.gather_main_parameters().values():
+            assert torch.equal(value, torch.full_like(value, 1.5))
+        optimizer.write_state("momentum_buffer", {"out.weight": torch.zeros_like(parameters["out.weight"])})
+        state = optimizer.gather_state("momentum_buffer")
+        assert not state.pop("out.weight").any()
+        assert all(torch.equal(value, torch.ones_like(value)) for value in state.values())
+        with pytest.raises(shardproof.Error, match="nothing called 'nobody'"):
+            sharded.write_parameters({"nobody": torch.zeros(1)} if comm.rank == 1 else {})
+
+    shardproof.run_threads(3, body)
+
+
 def test_ignored_parameters_stay_plain_and_keep_their_gradient():
     def body(comm):
         model = Net()
