@@ -103,8 +103,8 @@ TEST(WholeValues, that_fit_nothing_on_one_rank_are_refused_on_every_rank) {
       Optimizer optimizer = sgd(sharded, {.lr = 0.5, .momentum = 0.5});
       const Values before = sharded.gather_main_parameters();
       const Values values = world->rank() == 1 ? of_rank_1 : Values{{"weight", at::ones({4, 3})}};
-      expect_error([&] { sharded.write_parameters(values); }, {"[write_parameters]", says, "rank 1"});
-      expect_error([&] { optimizer.write_state("momentum_buffer", values); }, {"[write_state]", says});
+      expect_error([&] { sharded.write_parameters(values); }, {"[fully_shard] write_parameters: ", says, "rank 1"});
+      expect_error([&] { optimizer.write_state("momentum_buffer", values); }, {"[fully_shard] write_state: ", says});
       expect_equal(sharded.gather_main_parameters(), before, "after a refusal");
     });
   };

@@ -33,11 +33,11 @@ namespace {
 
 // Checks one value that a caller gave for a shard.
 void require_fits(const char* where, const std::string& name, const at::Tensor& value, const Shard& shard) {
-  SHARD_REQUIRE(value.defined() && value.sizes() == at::IntArrayRef(shard.shape), where,
-                "the whole value of {} must have sizes [{}], got [{}]", name, fmt::join(shard.shape, ","),
+  SHARD_REQUIRE(value.defined() && value.sizes() == at::IntArrayRef(shard.shape), "fully_shard",
+                "{}: the whole value of {} must have sizes [{}], got [{}]", where, name, fmt::join(shard.shape, ","),
                 value.defined() ? fmt::format("{}", fmt::join(value.sizes(), ",")) : "no tensor");
-  SHARD_REQUIRE(value.is_floating_point(), where, "the whole value of {} must be of floating point, got {}", name,
-                c10::toString(value.scalar_type()));
+  SHARD_REQUIRE(value.is_floating_point(), "fully_shard", "{}: the whole value of {} must be of floating point, got {}", where,
+                name, c10::toString(value.scalar_type()));
 }
 
 }  // namespace
@@ -52,12 +52,12 @@ void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
       const auto shard = std::find_if(shards.begin(), shards.end(), [&](const Shard& s) {
         return known != sharded_as.end() && s.name == known->second;
       });
-      SHARD_REQUIRE(shard != shards.end(), where, "there is nothing called '{}' to write to{}", name,
+      SHARD_REQUIRE(shard != shards.end(), "fully_shard", "{}: there is nothing called '{}' to write to{}", where, name,
                     known == sharded_as.end() ? "; gather_parameters lists the names of parameters" : "");
       require_fits(where, name, value, *shard);
       const auto [other, is_first] = wanted.emplace(shard->name, &value);
-      SHARD_REQUIRE(is_first || other->second->equal(value), where,
-                    "{} is tied to {}, and got another value. Give one of them", name, shard->name);
+      SHARD_REQUIRE(is_first || other->second->equal(value), "fully_shard",
+                    "{}: {} is tied to {}, and got another value. Give one of them", where, name, shard->name);
     }
   };
   agree(comms->world(), error_of(match));
