@@ -79,7 +79,7 @@ void bind_parallel(py::module_& module) {
       .def("parameters", [](const TensorParallel& parallel) {
         py::list parameters;
         for (const ParallelParameter& parameter : parallel.parameters())
-          parameters.append(py::make_tuple(parameter.name, parameter.shape, parameter.terms));
+          parameters.append(py::make_tuple(parameter.name, parameter.shape, parameter.grad_partial_ranks));
         return parameters;
       });
   module.def("parallelize", &cut, py::arg("mirror"), py::arg("comms"), py::arg("styles"), py::arg("axis"),
