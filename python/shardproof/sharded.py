@@ -180,8 +180,8 @@ class Sharded:
     def write_parameters(self, values: "dict[str, torch.Tensor]") -> None:
         """Write whole values into the parameters, by name. Collective; every rank passes the same values.
 
-        Each rank keeps its part, rounded to the main dtype. What has no value keeps the one that it has, and optimizer state stays
-        as it is. A name or shape that does not fit is an error on every rank, before anything is written.
+        Each rank keeps its part, rounded to the main dtype. What has no value keeps the one that it has, and optimizer
+        state stays as it is. A name or shape that does not fit is an error on every rank, before anything is written.
         """
         self.native.write_parameters({name: value.detach() for name, value in values.items()})
 
