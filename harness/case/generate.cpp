@@ -233,6 +233,17 @@ void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
   }
 }
 
+// A scale at which some ranks' gradients leave float16's range and others' do not: all have to skip the step then.
+void try_overflow(Chooser choose, Case& c) {
+  if (c.options.loss_scale == 0 || !choose.chance(0.6)) return;
+  const bool on_the_wire = choose.chance(0.5);
+  const int64_t scale = choose.one_of<int64_t>({16'384, 65'536, 262'144});
+  try_change(c, [&] {
+    (on_the_wire ? c.options.reduce : c.options.compute) = fp16;
+    c.options.loss_scale = scale;
+  });
+}
+
 std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
   const bool exact = c.mode == Mode::exact;
   const int64_t few = exact ? 1 : choose.integer(1, c.mode == Mode::fast ? 2 : 4);
@@ -342,6 +353,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
     try_wide_world(Chooser(Draws(seed, "wide").at(index)), c, limits);
     generate_options(choose, c, seed, index);
+    try_overflow(Chooser(Draws(seed, "overflow").at(index)), c);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
     if (!limits.canonical_arithmetic) c.options.arithmetic = 0;
   }
