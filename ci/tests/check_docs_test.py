@@ -6,11 +6,12 @@ from scratch import judged, load
 check_docs = load("check_docs")
 
 CLEAN = {
-    "README.md": "Read [the algebra](docs/layout.md#words), then run `build/tiny` of `examples/tiny.cpp`.\n",
+    "README.md": "Read [the algebra](docs/layout.md#words), then run `build/tiny` of `examples/tiny.cpp`.\n"
+                 "\n```cpp from=examples/tiny.cpp\nint main() {}\n```\n\n```sh run\nbuild/tiny\n```\n\n```text\n1 2 3\n```\n",
     "docs/layout.md": "`algebra/mesh.h` says it. [Back](../README.md). Layout.one_copy_tiles_the_tensor, Layout.one_copy_*,\n"
                       "Gpu.a_case_of_mlp_holds, Verify.cases_of_zero3_hold, Docs.a_name_is_found, properties/{a,b}.cpp\n",
     "examples/CMakeLists.txt": "add_executable(tiny tiny.cpp)\n",
-    "examples/tiny.cpp": "",
+    "examples/tiny.cpp": "// Does nothing.\nnamespace {}\n  int main() {}\n",
     "impl/include/shardproof/algebra/mesh.h": "",
     "properties/a.cpp": "RC_GTEST_PROP(Layout, one_copy_tiles_the_tensor, ()) {}\n",
     "properties/b.cpp": "TEST(Layout, one_dim_is_a_row) {}\n",
@@ -59,7 +60,33 @@ class CheckDocs(unittest.TestCase):
         self.expect("[here](gone.md#words)", "there is no file gone.md to follow")
 
     def test_a_program_that_no_list_makes_is_found(self):
-        self.expect("    build/giant --help", "no CMake list makes build/giant")
+        self.expect("Run build/giant --help", "no CMake list makes build/giant")
+
+    def test_pages_in_folders_below_are_read_too(self):
+        self.assertEqual(self.found({"docs/howto/page.md": "[here](gone.md)\n", "CONTRIBUTING.md": "[there](lost.md)\n"}),
+                         [("CONTRIBUTING.md", 1, "there is no file lost.md to follow"),
+                          ("docs/howto/page.md", 1, "there is no file gone.md to follow")])
+
+    def test_a_block_without_a_kind_is_found(self):
+        kinds = "kinds are run, nightly, from, installs, launcher, gpu, edits, long, shape, and ```text for what is no code"
+        self.expect("```sh\nbuild/tiny\n```", f"the block's kind is ''; {kinds}")
+        self.expect("```python sometimes\nx = 1\n```", f"the block's kind is 'sometimes'; {kinds}")
+        self.assertEqual(self.found({"docs/page.md": "Text.\n\n    build/tiny --help\n"}),
+                         [("docs/page.md", 3, "a block without a kind; begin it with ```sh run, ```text or another kind "
+                                              "(ci/pages/blocks.py)")])
+
+    def test_a_block_that_is_no_longer_a_part_of_its_source_is_found(self):
+        self.expect("```cpp from=examples/tiny.cpp\nint main() { return 1; }\n```",
+                    "the block is not a part of examples/tiny.cpp")
+        found = self.found({"docs/page.md": "```cpp from=examples/gone.cpp\nint main() {}\n```\n"})
+        self.assertEqual(set(found), {("docs/page.md", 1, "there is no file examples/gone.cpp")})
+
+    def test_a_block_that_cannot_be_executed_alone_is_found(self):
+        self.expect("```cpp run\nint main() {}\n```",
+                    "blocks of cpp cannot be executed alone; name a source that is built: from=PATH")
+
+    def test_what_goes_on_with_an_item_of_a_list_is_no_block(self):
+        self.assertEqual(self.found({"docs/page.md": "- An item.\n\n    It goes on.\n"}), [])
 
 
 if __name__ == "__main__":
