@@ -1,6 +1,7 @@
 // build/shardproof. Exit codes: 0 all held (of what ran, when interrupted); 1 a counterexample, a failed check, NaN; 2 usage
 // or environment.
 #include <fmt/format.h>
+#include <torch/version.h>
 
 #include <CLI/CLI.hpp>
 
@@ -8,6 +9,7 @@
 #include "harness/commands/launch_options.h"
 #include "harness/run/message.h"
 #include "shardproof/base/check.h"
+#include "shardproof/version.h"
 
 namespace {
 
@@ -21,6 +23,8 @@ int complain(const std::exception& error, int code) {
 int main(int argc, char** argv) {
   CLI::App app("Sharded training, and its proof: random models on random meshes against unsharded golden runs");
   app.require_subcommand(1);
+  app.set_version_flag("--version", fmt::format("shardproof {}, LibTorch {}", shardproof::library_version(), TORCH_VERSION),
+                       "print the versions of this program and of LibTorch, and exit");
   int exit_code = 0;
   harness::remember_arguments(argc, argv);
   harness::add_verify_command(app, exit_code);
