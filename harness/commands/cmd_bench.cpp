@@ -13,6 +13,7 @@
 
 #include "bench/contestant.h"
 #include "harness/commands/bench_process.h"
+#include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
@@ -166,7 +167,7 @@ int compete(Arguments& a) {
                 "--ranks must divide the batch of {}, got {}", a.task.size.batch, a.task.ranks);
   a.launched.refuse_without_effect();
   SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
-  shardproof::strategy(a.task.strategy);
+  chosen_strategy(a.task.strategy);
   const std::vector<std::string> order = contestants(a.against, a.on_gpu());
   JsonLines out(a.json);
   std::string folder = (std::filesystem::temp_directory_path() / "shardproof_bench_XXXXXX").string();

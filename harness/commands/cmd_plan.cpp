@@ -5,10 +5,10 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/train/dry_run.h"
-#include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -77,8 +77,8 @@ void run(Arguments& a) {
   DryRun& dry = a.run;
   dry.what.model = parse_model(a.model);
   validate(dry.what.model);
-  dry.what.mesh = shardproof::Mesh::parse(a.mesh);
-  dry.what.strategy = shardproof::strategy(a.strategy).name;
+  dry.what.mesh = chosen_mesh(a.mesh);
+  dry.what.strategy = chosen_strategy(a.strategy).name;
   dry.what.options.sequence_parallel = a.sequence_parallel;
   dry.what.options.offload = a.offload ? offload_pageable : offload_none;
   SHARD_REQUIRE(dry.rank >= 0 && dry.rank < dry.what.mesh.size(), "plan", "mesh '{}' has ranks 0 to {}, --rank is {}", a.mesh,

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 
 #include "harness/case/case.h"
+#include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/launch_options.h"
 #include "harness/run/comm_texts.h"
@@ -102,7 +103,8 @@ int run_train(Arguments& arguments) {
   const bool speaks = !processes || processes->rank() == 0;
   TrainOptions options = arguments.options;
   options.device = arguments.launched.device();
-  options.mesh = shardproof::Mesh::parse(arguments.mesh);
+  options.mesh = chosen_mesh(arguments.mesh);
+  options.strategy = chosen_strategy(options.strategy).name;
   options.model = parse_model(arguments.model);
   SHARD_REQUIRE(arguments.arithmetic == "native" || arguments.arithmetic == "canonical", "train",
                 "--arithmetic must be native or canonical, got '{}'", arguments.arithmetic);

@@ -6,12 +6,12 @@
 #include <fstream>
 #include <memory>
 
+#include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/launch_options.h"
 #include "harness/commands/merge.h"
 #include "harness/commands/verify.h"
 #include "harness/run/process_ranks.h"
-#include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/threads/threads.h"
 
@@ -30,7 +30,7 @@ struct Arguments {
 
 void prepare(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
-  if (!arguments.strategy.empty()) options.limits.strategy = shardproof::strategy(arguments.strategy).name;
+  if (!arguments.strategy.empty()) options.limits.strategy = chosen_strategy(arguments.strategy).name;
   for (const Mode mode : modes())
     if (arguments.mode == to_string(mode)) options.limits.mode = mode;
   SHARD_REQUIRE(arguments.mode.empty() || options.limits.mode, "verify",
@@ -45,7 +45,7 @@ void prepare(Arguments& arguments) {
     options.shard = number - 1;
     options.shard_count = count;
   }
-  if (!arguments.mesh.empty()) options.limits.mesh = shardproof::Mesh::parse(arguments.mesh);
+  if (!arguments.mesh.empty()) options.limits.mesh = chosen_mesh(arguments.mesh);
   const auto& mesh = options.limits.mesh;
   SHARD_REQUIRE(!mesh || !arguments.world_max_given || mesh->size() <= options.limits.world_max, "verify",
                 "--mesh {} has {} ranks, more than --world-max {}; leave one of them out", mesh->str(), mesh->size(),

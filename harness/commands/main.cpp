@@ -7,6 +7,7 @@
 
 #include "harness/commands/commands.h"
 #include "harness/commands/launch_options.h"
+#include "harness/commands/usage.h"
 #include "harness/run/message.h"
 #include "shardproof/base/check.h"
 #include "shardproof/version.h"
@@ -33,6 +34,8 @@ int main(int argc, char** argv) {
   harness::add_plan_command(app, exit_code);
   harness::add_bench_command(app, exit_code);
   harness::add_checkpoint_command(app, exit_code);
+  harness::add_completion_command(app);
+  harness::add_examples(app);
   try {
     app.parse(argc, argv);
     return exit_code;
@@ -40,6 +43,7 @@ int main(int argc, char** argv) {
     return app.exit(success);
   } catch (const CLI::ParseError& error) {
     app.exit(error);
+    fmt::print(stderr, "{}", harness::suggestions(app));
     return 2;
   } catch (const shardproof::NonFiniteError& error) {
     return complain(error, 1);
