@@ -247,6 +247,11 @@ TEST(Context, axes_that_are_not_neighbours_are_refused) {
   EXPECT_EQ(data_parallel_mesh(Mesh::parse("dp_replicate=2,cp=4")).str(), "dp_replicate=2,dp_shard=4");
 }
 
+TEST(Context, a_mesh_without_data_parallelism_is_one_replica) {
+  EXPECT_EQ(data_parallel_mesh(Mesh::parse("tp=2")).str(), "dp_shard=1,tp=2");
+  EXPECT_EQ(data_parallel_mesh(Mesh::parse("cp=2")).str(), "dp_shard=2");
+}
+
 TEST(Context, a_batch_that_was_not_cut_is_refused_on_every_rank) {
   expect_error(
       [] {
