@@ -233,12 +233,15 @@ void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
   }
 }
 
-// A scale at which some ranks' gradients leave float16's range and others' do not: all have to skip the step then.
+// A scale at which some ranks' gradients leave float16's range and others' do not: all have to skip the step then. Half of the
+// time it is the least scale as well.
 void try_overflow(Chooser choose, Case& c) {
   if (c.options.loss_scale == 0 || !choose.chance(0.6)) return;
   const bool on_the_wire = choose.chance(0.5);
   const int64_t scale = choose.one_of<int64_t>({16'384, 65'536, 262'144});
+  const bool is_least = choose.chance(0.5);
   try_change(c, [&] {
+    if (is_least) c.options.scale_min = scale;
     (on_the_wire ? c.options.reduce : c.options.compute) = fp16;
     c.options.loss_scale = scale;
   });
