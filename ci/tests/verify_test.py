@@ -68,6 +68,44 @@ class Command(unittest.TestCase):
         self.assertIn(f"build/shardproof replay '{failure['case']}'", done.stdout)
         self.assertEqual(self.run_command("replay", failure["case"]).returncode, 1)
 
+    def data_of(self, page):
+        """What the script of a page of --report reads."""
+        with open(page, encoding="utf-8") as file:
+            return json.loads(file.read().split('id="data">', 1)[1].split("</script>", 1)[0])
+
+    def test_a_report_is_a_page_of_one_run_or_of_merged_ones(self):
+        page = os.path.join(self.folder, "page.html")
+        parts = []
+        for shard in ("1/2", "2/2"):
+            done, _ = self.verify("--cases", "6", "--tiny", "--shard", shard, "--report", page)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertEqual((self.data_of(page)["cases"], self.data_of(page)["held"]), (3, True))
+            parts.append(self.report + shard[0])
+            os.rename(self.report, parts[-1])
+        done = self.run_command("verify", "--merge", *parts, "--report", page)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual((self.data_of(page)["cases"], self.data_of(page)["reports"]), (6, 2))
+
+    def test_a_report_of_a_failure_shows_who_owns_what_and_the_calls_of_its_step(self):
+        failures, page = os.path.join(self.folder, "found"), os.path.join(self.folder, "page.html")
+        os.mkdir(failures)
+        with open(os.path.join(failures, "0.case"), "w", encoding="utf-8") as file:
+            file.write(EXPLOSIVE + "\n")
+        done, _ = self.verify("--cases", "1", "--failures", failures, "--failures-max", "1", "--shrink-seconds", "0",
+                              "--report", page)
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        failure = self.data_of(page)["failure_rows"][0]
+        self.assertEqual(failure["case"], EXPLOSIVE)
+        self.assertEqual([len(calls) > 0 for calls in failure["picture"]["calls"]], [True, True])
+        weight = next(tensor for tensor in failure["picture"]["tensors"] if tensor["shape"] == [4, 3])
+        held = [run for runs in weight["state"]["ranks"] for run in runs]
+        self.assertEqual(sum(end - begin for begin, end in held), 12)
+
+    def test_a_report_that_cannot_be_written_is_refused_before_the_run(self):
+        self.expect_refused("cannot write /nowhere/x; give --report", "verify", "--report", "/nowhere/x")
+        self.expect_refused("give that too", "verify", "--faults", "x")
+        self.expect_refused("cannot read /nowhere/x", "verify", "--report", self.report, "--faults", "/nowhere/x")
+
     def test_an_interrupt_prints_what_is_known_so_far(self):
         process = subprocess.Popen([SHARDPROOF, "verify", "--minutes", "10", "--no-python", "--json", self.report],
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -10,6 +10,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/launch_options.h"
 #include "harness/commands/merge.h"
+#include "harness/commands/report.h"
 #include "harness/commands/verify.h"
 #include "harness/run/process_ranks.h"
 #include "shardproof/base/check.h"
@@ -22,7 +23,7 @@ std::atomic<bool> interrupted{false};
 
 struct Arguments {
   VerifyOptions options;
-  std::string strategy, mesh, mode, shard, junit;
+  std::string strategy, mesh, mode, shard, junit, report, faults;
   std::vector<std::string> merge;
   bool world_max_given = false;
   Launched launched;
@@ -86,35 +87,57 @@ void print(const VerifyResult& result) {
              cases, result.seconds, static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
 }
 
-void write_junit(const MergedReports& merged, const std::string& path) {
-  if (path.empty()) return;
-  std::ofstream file(path);
-  file << junit(merged);
-  SHARD_REQUIRE(file.flush().good(), "verify", "cannot write {}; give --junit a path in a folder that exists", path);
-}
+// Files that are written when there is a verdict, from the lines of --json.
+class Files {
+ public:
+  // Throws Error where one cannot be written, or the planted bugs cannot be read.
+  explicit Files(const Arguments& arguments) : junit_(arguments.junit), report_(arguments.report) {
+    SHARD_REQUIRE(arguments.faults.empty() || !report_.empty(), "verify",
+                  "--faults is for the page of --report; give that too");
+    for (const auto& [path, option] : {std::pair{junit_, "--junit"}, {report_, "--report"}})
+      if (!path.empty()) require_written(std::ofstream(path, std::ios::app), path, option);
+    if (!arguments.faults.empty()) page_.add_faults(arguments.faults);
+  }
 
-MergedReports merged_of(const VerifyResult& result) {
-  MergedReports merged{.reports = 1,
-                       .cases = result.coverage.cases(),
-                       .failures = result.coverage.failures(),
-                       .oracle_differences = std::ssize(result.oracle_differences),
-                       .seconds = result.seconds};
-  for (const Failure& failure : result.failures)
-    merged.minimal.push_back({failure.minimal.str(), failure.what, failure.looks_like.where, failure.looks_like.guess});
-  return merged;
-}
+  void add(const nlohmann::json& line) {
+    add_line(line, merged_);
+    if (!report_.empty()) page_.add(line);
+  }
+
+  void write() const {
+    if (!junit_.empty()) write(junit_, "--junit", junit(merged_));
+    if (!report_.empty()) write(report_, "--report", page_.page());
+  }
+
+ private:
+  static void require_written(const std::ofstream& file, const std::string& path, const char* option) {
+    SHARD_REQUIRE(file.good(), "verify", "cannot write {}; give {} a path in a folder that exists", path, option);
+  }
+  static void write(const std::string& path, const char* option, const std::string& text) {
+    std::ofstream file(path);
+    file << text << std::flush;
+    require_written(file, path, option);
+  }
+
+  std::string junit_, report_;
+  MergedReports merged_;
+  Report page_;
+};
 
 int merge(const Arguments& arguments) {
-  const MergedReports merged = merge_reports(arguments.merge);
+  Files files(arguments);
+  const MergedReports merged = merge_reports(arguments.merge, [&](const nlohmann::json& line) { files.add(line); });
   fmt::print("{}", describe(merged));
-  write_junit(merged, arguments.junit);
+  files.write();
   return merged.held() ? 0 : 1;
 }
 
-int run(const Arguments& arguments) {
+int run(Arguments& arguments) {
+  Files files(arguments);
+  arguments.options.also = [&](const nlohmann::json& line) { files.add(line); };
   const VerifyResult result = verify(arguments.options, interrupted);
   print(result);
-  write_junit(merged_of(result), arguments.junit);
+  files.write();
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   return held ? 0 : 1;  // of what ran, when it was interrupted
 }
@@ -158,6 +181,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--shard", arguments->shard, "only the I-th of N parts of the cases, as 2/8, for a job array");
   command->add_option("--merge", arguments->merge, "instead: put reports of --json together")->expected(1, -1);
   command->add_option("--junit", arguments->junit, "also write JUnit's XML here");
+  command->add_option("--report", arguments->report, "also write one HTML page of what was found and covered");
+  command->add_option("--faults", arguments->faults, "a file of ci/faults --json, to be shown on the page of --report");
   command->add_option("--json", options.json, "also write JSON objects to this file, one a line");
   arguments->launched.add_to(*command);
   command->callback([arguments, command, &exit_code] {

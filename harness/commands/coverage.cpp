@@ -14,6 +14,7 @@ namespace {
 
 // What a case is in one respect: one of `values`.
 struct Facet {
+  std::string name;
   std::vector<std::string> values;
   std::function<std::string(const Case&)> of;
 };
@@ -38,10 +39,11 @@ bool has_odd_sizes(const Case& c) {
 
 const std::vector<Facet>& facets() {
   const auto flag = [](const std::string& name, bool (*is)(const Case&)) {
-    return Facet{{name, "no " + name}, [name, is](const Case& c) { return is(c) ? name : "no " + name; }};
+    return Facet{name, {name, "no " + name}, [name, is](const Case& c) { return is(c) ? name : "no " + name; }};
   };
   static const std::vector<Facet> all = {
-      {[] {
+      {"strategy",
+       [] {
          std::vector<std::string> names;
          for (const shardproof::Strategy& strategy : shardproof::strategies()) names.push_back(strategy.name);
          names.push_back("row outside the table");
@@ -52,7 +54,8 @@ const std::vector<Facet>& facets() {
       flag("cp", [](const Case& c) { return c.context_ranks() > 1; }),
       flag("sp", [](const Case& c) { return c.options.sequence_parallel != 0; }),
       flag("low precision", [](const Case& c) { return c.options.compute != fp32 || c.options.reduce != fp32; }),
-      {{"gpt", "llama", "other model"},
+      {"model",
+       {"gpt", "llama", "other model"},
        [](const Case& c) { return c.model.of_tokens() ? to_string(c.model.kind) : "other model"; }},
       flag("dropout", [](const Case& c) { return c.model.dropout() > 0; }),
       flag("recompute", [](const Case& c) { return c.options.recompute != 0; }),
@@ -186,6 +189,13 @@ void Coverage::add_pairs(const Case& c) {
   const std::vector<Facet>& all = facets();
   for (size_t a = 0; a < all.size(); ++a)
     for (size_t b = a + 1; b < all.size(); ++b) ++pairs_[{all[a].of(c), all[b].of(c)}];
+}
+
+nlohmann::json Coverage::pairs() const {
+  nlohmann::json known = nlohmann::json::array(), drawn = nlohmann::json::array();
+  for (const Facet& facet : facets()) known.push_back({{"name", facet.name}, {"values", facet.values}});
+  for (const auto& [values, cases] : pairs_) drawn.push_back({values.first, values.second, cases});
+  return {{"facets", std::move(known)}, {"drawn", std::move(drawn)}};
 }
 
 std::string Coverage::pairs_summary() const {

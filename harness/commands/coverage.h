@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -23,6 +24,10 @@ class Coverage {
   const std::map<std::string, int64_t>& features() const { return features_; }
   // Verdict::smallest_found of all cases that were measured, by kind.
   const std::map<std::string, std::vector<double>>& smallest_found() const { return smallest_found_; }
+
+  // {"facets": [{"name", "values"}], "drawn": [[value, value of a later facet, cases]]}: a facet is a respect in which cases
+  // differ, and a pair that is not among those drawn had no case.
+  nlohmann::json pairs() const;
 
   // strategy x model x world: cases and failures.
   std::string table() const;

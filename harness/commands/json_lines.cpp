@@ -16,6 +16,8 @@ nlohmann::json in_utf8(nlohmann::json value) {
 
 }  // namespace
 
+std::string in_ascii(const nlohmann::json& object) { return in_utf8(object).dump(-1, ' ', /*ensure_ascii=*/true); }
+
 JsonLines::JsonLines(const std::string& path) : path_(path) {
   if (path_.empty()) return;
   file_.open(path_);
@@ -24,7 +26,7 @@ JsonLines::JsonLines(const std::string& path) : path_(path) {
 
 void JsonLines::write(const nlohmann::json& object) {
   if (path_.empty()) return;
-  file_ << in_utf8(object).dump(-1, ' ', /*ensure_ascii=*/true) << std::endl;
+  file_ << in_ascii(object) << std::endl;
   SHARD_REQUIRE(file_.good(), "json", "writing {} failed; is the disk full?", path_);
 }
 

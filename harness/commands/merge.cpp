@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "shardproof/base/check.h"
 
@@ -26,10 +25,12 @@ void add_failure(const nlohmann::json& line, MergedReports& merged) {
   const std::string minimal = line.at("case");
   const auto known = [&](const MergedFailure& failure) { return failure.minimal == minimal; };
   if (std::any_of(merged.minimal.begin(), merged.minimal.end(), known)) return;
-  merged.minimal.push_back({minimal, line.at("what"), line.value("where", ""), line.value("guess", "")});
+  merged.minimal.push_back({minimal, line.at("what"), line.value("where", ""), line.value("guess", ""),
+                            line.value("original", ""), line.value("cases", int64_t{0}),
+                            line.value("picture", nlohmann::json())});
 }
 
-void add_report(const std::string& path, MergedReports& merged) {
+void add_report(const std::string& path, const std::function<void(const nlohmann::json&)>& also, MergedReports& merged) {
   std::ifstream file(path);
   SHARD_REQUIRE(file.good(), "verify", "--merge: cannot read {}", path);
   const int64_t before = merged.reports;
@@ -38,9 +39,8 @@ void add_report(const std::string& path, MergedReports& merged) {
     ++number;
     try {
       const nlohmann::json line = nlohmann::json::parse(text);
-      const std::string type = line.at("type");
-      if (type == "summary") add_summary(line, merged);
-      if (type == "failure") add_failure(line, merged);
+      add_line(line, merged);
+      if (also) also(line);
     } catch (const nlohmann::json::exception& error) {
       throw shardproof::Error(
           fmt::format("[verify] --merge: {}, line {}: no line of verify --json: {}", path, number, error.what()));
@@ -69,9 +69,15 @@ std::string xml(const std::string& text) {
 
 }  // namespace
 
-MergedReports merge_reports(const std::vector<std::string>& paths) {
+void add_line(const nlohmann::json& line, MergedReports& merged) {
+  const std::string type = line.at("type");
+  if (type == "summary") add_summary(line, merged);
+  if (type == "failure") add_failure(line, merged);
+}
+
+MergedReports merge_reports(const std::vector<std::string>& paths, const std::function<void(const nlohmann::json&)>& also) {
   MergedReports merged;
-  for (const std::string& path : paths) add_report(path, merged);
+  for (const std::string& path : paths) add_report(path, also, merged);
   return merged;
 }
 

@@ -2,14 +2,18 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 namespace harness {
 
 struct MergedFailure {
-  std::string minimal, what, where, guess;
+  std::string minimal, what, where, guess, original;
+  int64_t cases = 0;       // that had run when it was found
+  nlohmann::json picture;  // of picture.h; null where there is none
 };
 
 struct MergedReports {
@@ -21,9 +25,13 @@ struct MergedReports {
   bool held() const { return failures == 0 && oracle_differences == 0; }
 };
 
+// Adds what one line of `verify --json` says. Throws nlohmann's exception where it is no such line.
+void add_line(const nlohmann::json& line, MergedReports& merged);
+
 // Reads files of `verify --json`. Throws Error, naming the file, where one cannot be read, or has no summary because its run
-// did not end.
-MergedReports merge_reports(const std::vector<std::string>& paths);
+// did not end. `also`, where it is not empty, gets each line too.
+MergedReports merge_reports(const std::vector<std::string>& paths,
+                            const std::function<void(const nlohmann::json&)>& also = {});
 
 // As verify prints it.
 std::string describe(const MergedReports& merged);

@@ -14,6 +14,7 @@
 #include "harness/commands/progress.h"
 #include "harness/commands/shrink.h"
 #include "harness/compare/oracle.h"
+#include "harness/run/picture.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -90,7 +91,7 @@ class Campaign {
     result_.oracle_compared = outcome.compared;
     for (const auto& [c, what] : outcome.differences) {
       result_.oracle_differences.push_back(fmt::format("{}\n  {}", what, c.str()));
-      json_.write({{"type", "oracle"}, {"case", c.str()}, {"what", what}});
+      tell({{"type", "oracle"}, {"case", c.str()}, {"what", what}});
     }
   }
 
@@ -124,7 +125,13 @@ class Campaign {
       result_.coverage.add(c, verdict);
       result_.replayed += is_replay;
       cases = result_.coverage.cases();
-      json_.write({{"type", "case"}, {"case", c.str()}, {"held", verdict.held}, {"seconds", seconds}, {"cases", cases}});
+      nlohmann::json line = {
+          {"type", "case"}, {"case", c.str()}, {"held", verdict.held}, {"seconds", seconds}, {"cases", cases}};
+      if (c.mode == Mode::fast) {
+        line["ratio"] = verdict.ratio_max;
+        line["precision"] = c.options.compute == fp32 ? "float32" : "low precision";
+      }
+      tell(line);
       if (is_replay && verdict.held) failures_.forget(c);
     }
     if (!verdict.held) add_failure(c, verdict, cases);
@@ -143,18 +150,27 @@ class Campaign {
       return interrupted_ ? stopped : run_case(candidate, ranks());
     });
     const Explanation looks_like = interrupted_ ? Explanation{} : explain(shrunk.minimal, ranks());
+    const nlohmann::json picture =
+        interrupted_ ? nlohmann::json() : to_json(picture_of(shrunk.minimal, shrunk.verdict.step));
     const std::lock_guard lock(mutex_);
     result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, looks_like, cases});
     failures_.store(shrunk.minimal, shrunk.verdict.what);
-    json_.write({{"type", "failure"},
-                 {"case", shrunk.minimal.str()},
-                 {"what", shrunk.verdict.what},
-                 {"where", looks_like.where},
-                 {"guess", looks_like.guess},
-                 {"original", c.str()},
-                 {"cases", cases},
-                 {"tried", shrunk.tried},
-                 {"replay", fmt::format("build/shardproof replay '{}'", shrunk.minimal.str())}});
+    tell({{"type", "failure"},
+          {"case", shrunk.minimal.str()},
+          {"what", shrunk.verdict.what},
+          {"where", looks_like.where},
+          {"guess", looks_like.guess},
+          {"original", c.str()},
+          {"cases", cases},
+          {"tried", shrunk.tried},
+          {"replay", fmt::format("build/shardproof replay '{}'", shrunk.minimal.str())},
+          {"picture", picture}});
+  }
+
+  // Under the lock, or when all workers are through.
+  void tell(const nlohmann::json& line) {
+    json_.write(line);
+    if (options_.also) options_.also(line);
   }
 
   // Progress, until all workers are through.
@@ -179,17 +195,18 @@ class Campaign {
 
   void write_summary() {
     nlohmann::json features = result_.coverage.features();
-    json_.write({{"type", "summary"},
-                 {"cases", result_.coverage.cases()},
-                 {"failures", result_.coverage.failures()},
-                 {"seconds", result_.seconds},
-                 {"interrupted", result_.interrupted},
-                 {"covered", features},
-                 {"oracle_compared", result_.oracle_compared},
-                 {"oracle_differences", result_.oracle_differences.size()},
-                 {"values_compared", result_.coverage.values_compared()},
-                 {"ratio_max", result_.coverage.ratio_max()},
-                 {"smallest_found", result_.coverage.smallest_found()}});
+    tell({{"type", "summary"},
+          {"cases", result_.coverage.cases()},
+          {"failures", result_.coverage.failures()},
+          {"seconds", result_.seconds},
+          {"interrupted", result_.interrupted},
+          {"covered", features},
+          {"pairs", result_.coverage.pairs()},
+          {"oracle_compared", result_.oracle_compared},
+          {"oracle_differences", result_.oracle_differences.size()},
+          {"values_compared", result_.coverage.values_compared()},
+          {"ratio_max", result_.coverage.ratio_max()},
+          {"smallest_found", result_.coverage.smallest_found()}});
   }
 
   const VerifyOptions& options_;

@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -27,6 +29,7 @@ struct VerifyOptions {
   // Of the random cases only every `shard_count`-th, from the `shard`-th on: machines of a job array run one shard each.
   int64_t shard = 0, shard_count = 1;
   std::string json;
+  std::function<void(const nlohmann::json&)> also;  // gets each line of --json as well, one at a time; may be empty
   Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
 };
 

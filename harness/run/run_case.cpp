@@ -156,6 +156,7 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
     if (auto difference = reference.difference(step, sharded[step], verdict)) {
       verdict.category = first_word(*difference);
       verdict.what = fmt::format("step {}: {}", step, *difference);
+      verdict.step = static_cast<int64_t>(step);
       return;
     }
   }

@@ -23,6 +23,7 @@ struct Verdict {
   // comparison finds, e.g. "gradient in float32". 2: not even a doubled one.
   std::map<std::string, double> smallest_found = {};
   int64_t steps_clipped = 0, steps_not_clipped = 0, steps_skipped = 0;
+  int64_t step = -1;  // the first that differs; -1 where it held, or failed by an error
 };
 
 // Throws Error for a case that cannot be computed there. Processes ask before they begin, so that each of them ends.

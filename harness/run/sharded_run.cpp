@@ -84,6 +84,8 @@ class RankRun {
     if (scaler_) scaler_->set_state(loaded->trainer.scaler.value());
   }
 
+  const Sharded& sharded() const { return sharded_; }
+
   // What is being saved is there when this returns.
   void end() {
     if (manager_) manager_->wait();
@@ -221,14 +223,16 @@ class RankRun {
 
 // Steps [first, last) in one world, and the saves before step `last`.
 void run_stretch(const Case& c, const golden::Run& run, c10::Device device, double output_scale, CaseCheckpoints& checkpoints,
-                 const RunWorld& run_world, bool resumes, size_t first, size_t last, Steps& steps) {
+                 const RunWorld& run_world, const StepWatch& watch, bool resumes, size_t first, size_t last, Steps& steps) {
   for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
   run_world(c, [&](std::shared_ptr<Comm> comm) {
     RankRun rank_run(c, run, device, output_scale, comm, checkpoints, resumes);
     if (resumes) rank_run.load(first);
     for (size_t s = first; s < last; ++s) {
       if (s != first || !resumes) rank_run.save(s);
+      if (watch) watch(comm->rank(), s, /*ended=*/false, rank_run.sharded());
       steps[s][static_cast<size_t>(comm->rank())] = rank_run.step(s);
+      if (watch) watch(comm->rank(), s, /*ended=*/true, rank_run.sharded());
     }
     if (last < c.steps.size()) rank_run.save(last);
     rank_run.end();
@@ -277,13 +281,14 @@ Steps run_sharded(const Case& c, const golden::Run& run, double output_scale) {
 }
 
 Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                  c10::Device device, double output_scale) {
+                  c10::Device device, double output_scale, const StepWatch& watch) {
   Steps steps(run.steps.size());
   bool resumes = false;
   for (size_t first = 0; first < steps.size() || !resumes;) {
     size_t last = resumes ? first + 1 : first;
     while (last < steps.size() && !c.steps[last].loads()) ++last;
-    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, run_world, resumes, first, last, steps);
+    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, run_world, watch, resumes, first, last,
+                steps);
     first = last, resumes = true;
   }
   return steps;

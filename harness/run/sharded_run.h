@@ -13,6 +13,7 @@
 #include "harness/run/case_checkpoints.h"
 #include "harness/run/ranks.h"
 #include "shardproof/comm/comm.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace harness {
 
@@ -20,13 +21,15 @@ using Steps = std::vector<std::vector<RankStep>>;  // [step][rank]
 using RankBody = std::function<void(std::shared_ptr<shardproof::Comm>)>;
 // Runs the body on each rank of a world as large as the case's mesh.
 using RunWorld = std::function<void(const Case&, const RankBody&)>;
+// Called by each rank when a step begins, and again when it has ended.
+using StepWatch = std::function<void(int64_t rank, size_t step, bool ended, const shardproof::Sharded& sharded)>;
 
 // By rank-threads; see thread_ranks. `output_scale` multiplies what the model gives, before the loss: an error to be found.
 Steps run_sharded(const Case& c, const golden::Run& run, double output_scale = 1);
 
 // The steps of those ranks that `run_world` runs in this process; the others' are empty. Models, data and communication are on
-// `device`, what comes back is on the CPU.
+// `device`, what comes back is on the CPU. `watch` may be empty.
 Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                  c10::Device device = at::kCPU, double output_scale = 1);
+                  c10::Device device = at::kCPU, double output_scale = 1, const StepWatch& watch = {});
 
 }  // namespace harness
