@@ -1,0 +1,226 @@
+"""What ci/faults and ci/mutants share: a scratch copy of the tree, in which bugs are planted, built and looked for."""
+import dataclasses
+import filecmp
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class Trouble(Exception):
+    """Ends this bug, or the whole run, with exit code 2."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    failed: bool
+    by: str = ""  # the property, or the kind of end
+    cases: int = 0
+    case: str = ""
+    guess: str = ""  # what verify says that it looks like
+
+
+def source_files(root):
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if not f.startswith((".", "build", "__pycache__"))]
+        for name in names:
+            yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def run(command, cwd, seconds_max=None):
+    """Exit code (None when the time was up) and output of a command, which ends with all its children."""
+    process = subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=seconds_max)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return None, output
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
+class Scratch:
+    """A copy of the tree with a build of its own, where each change rebuilds only what it touches."""
+
+    def __init__(self, options):
+        self.options = options
+        self.tree = os.path.join(options.scratch, "src")
+
+    def mirror(self):
+        """Makes the copy equal to the source. Files that are equal already stay as they are, so that nothing rebuilds them."""
+        wanted = set(source_files(self.options.source))
+        os.makedirs(self.tree, exist_ok=True)
+        for name in set(source_files(self.tree)) - wanted:
+            os.remove(os.path.join(self.tree, name))
+        for name in wanted:
+            self.restore(name)
+        venv = os.path.join(self.options.source, ".venv")
+        link = os.path.join(self.tree, ".venv")
+        if os.path.exists(venv) and not os.path.lexists(link):
+            os.symlink(os.path.realpath(venv), link)
+
+    def restore(self, name):
+        source, target = os.path.join(self.options.source, name), os.path.join(self.tree, name)
+        if not os.path.exists(source):
+            if os.path.exists(target):
+                os.remove(target)
+        elif not os.path.exists(target) or not filecmp.cmp(source, target, shallow=False):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            # This is not copy2, because an old time stamp would hide from the build that the file was restored.
+            shutil.copyfile(source, target)
+            shutil.copymode(source, target)
+
+    def build(self, everything):
+        if self.options.build:
+            command = ["bash", "-c", self.options.build]
+        else:
+            command = ["bash", "-c", "set -e; [ -f build/build.ninja ] || cmake --preset release; "
+                                     f"cmake --build build -j {os.cpu_count()} --target "
+                                     f"{'all' if everything else 'shardproof_command'}"]
+        code, output = run(command, self.tree)
+        if code != 0:
+            errors = [line for line in output.splitlines() if re.search(r"\berror\b|FAILED", line)]
+            raise Trouble("does not build: " + (errors or output.splitlines() or ["no output"])[0][:300])
+
+    def apply(self, patch):
+        code, output = run(["patch", "-p1", "--fuzz=0", "--batch", "--forward", "--no-backup-if-mismatch",
+                            "--reject-file=-", "--input", os.path.abspath(patch)], self.tree)
+        if code != 0:
+            raise Trouble("does not apply: " + " / ".join(output.strip().splitlines()[:3]))
+
+    def check(self, command):
+        """Runs `verify ...` or `ctest ...`."""
+        words = shlex.split(command)
+        if words[0] == "verify":
+            return self.verify(words[1:])
+        if words[0] == "ctest":
+            return self.ctest(words[1:])
+        raise Trouble(f"unknown check `{command}`; it begins with verify or ctest")
+
+    def verify(self, arguments):
+        report = os.path.join(os.path.abspath(self.options.scratch), "verify.json")
+        if os.path.exists(report):
+            os.remove(report)
+        command = shlex.split(self.options.verify) + arguments
+        if "--cases" not in arguments:
+            command += ["--cases", str(self.options.cases)]
+        # The failure database is empty, because cases that killed an earlier bug must not go first.
+        failures = os.path.join(os.path.abspath(self.options.scratch), "failures")
+        shutil.rmtree(failures, ignore_errors=True)
+        command += ["--failures-max", "1", "--json", report, "--failures", failures]
+        code, output = run(command, self.tree, self.options.seconds)
+        if code == 0:
+            return Outcome(False)
+        if code == 2:
+            raise Trouble("verify could not run: " + output.strip()[-300:])
+        failure, cases = read_report(report)
+        if code == 1 and failure:
+            return Outcome(True, failure.get("what", ""), cases, failure.get("case", ""), failure.get("guess", ""))
+        return Outcome(True, how_it_ended(code, self.options.seconds), cases)
+
+    def ctest(self, arguments):
+        command = ["ctest", "--test-dir", "build", "--no-tests=error", "--output-on-failure", "--stop-on-failure",
+                   "--parallel", str(os.cpu_count())] + arguments
+        code, output = run(command, self.tree, self.options.seconds)
+        if code == 0:
+            return Outcome(False)
+        failed = re.findall(r"^\s*\d+ - (\S+) \(", output, re.MULTILINE)
+        if failed:
+            return Outcome(True, failed[0], len(re.findall(r"^\s*\d+/\d+ Test", output, re.MULTILINE)))
+        if code is None:
+            return Outcome(True, how_it_ended(code, self.options.seconds))
+        raise Trouble("ctest could not run: " + output.strip()[-300:])
+
+
+def how_it_ended(code, seconds_max):
+    if code is None:
+        return f"no end within {seconds_max} s"
+    return f"crash ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+
+
+def read_report(path):
+    """The first failure of a `verify --json` report, and the number of cases that ran."""
+    failure, cases = None, 0
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                entry = json.loads(line)
+                cases = max(cases, entry.get("cases", 0))
+                if entry.get("type") == "failure" and failure is None:
+                    failure = entry
+    return failure, cases
+
+
+def say(options, text):
+    print(f"[{options.name} {time.monotonic() - options.start:5.0f}s] {text}", file=options.progress, flush=True)
+
+
+def add_options(parser, cases):
+    """Those of every campaign: what is checked, how long, where. The last ones are for testing the scripts themselves."""
+    option = parser.add_argument
+    option("--json", metavar="FILE", help="one JSON object a bug; - is standard output")
+    option("--cases", type=int, default=cases, help=f"budget of verify for each bug ({cases})")
+    option("--seconds", type=int, default=300, help="a check that runs longer counts as a kill (300)")
+    option("--scratch", default=os.path.join(ROOT, f"build-{parser.prog.split('/')[-1]}"), help="where the copy is built")
+    option("--skip-baseline", action="store_true", help="do not try the tree as it is first")
+    option = parser.add_argument_group("for testing this script itself").add_argument
+    option("--source", default=ROOT, help="the tree to copy")
+    option("--build", metavar="COMMAND", help="rebuilds in the copy")
+    option("--verify", metavar="COMMAND", default="build/shardproof verify", help="stands for `verify`")
+
+
+def parsed(parser, arguments):
+    options = parser.parse_args(arguments)
+    if options.cases < 1 or options.seconds < 1:
+        parser.error("--cases and --seconds must be at least 1")
+    options.name = parser.prog.split("/")[-1]
+    options.progress = sys.stderr if options.json == "-" else sys.stdout
+    options.start = time.monotonic()
+    return options
+
+
+def main(name, campaign, options):
+    """The exit code of campaign(options); 2, with a line that says why, if it cannot be told."""
+    try:
+        return campaign(options)
+    except Trouble as trouble:
+        print(f"ci/{name}: {trouble}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"ci/{name}: interrupted", file=sys.stderr)
+    return 2
+
+
+def baseline(scratch, checks, everything):
+    """The tree as it is has to build and to pass every check. Otherwise a kill would say nothing."""
+    say(scratch.options, f"building the tree as it is in {os.path.relpath(scratch.tree)}")
+    try:
+        scratch.build(everything)
+        for check in sorted(checks):
+            say(scratch.options, f"the tree as it is: {check}")
+            outcome = scratch.check(check)
+            if outcome.failed:
+                raise Trouble(f"fails `{check}`: {outcome.by} {outcome.case}".rstrip())
+    except Trouble as trouble:
+        raise Trouble(f"the tree without any planted bug {trouble}") from None
+
+
+class JsonRows:
+    """Writes one JSON object a line."""
+
+    def __init__(self, path):
+        self.file = sys.stdout if path == "-" else path and open(path, "w", encoding="utf-8")
+
+    def add(self, row):
+        if self.file:
+            print(json.dumps(row), file=self.file, flush=True)
