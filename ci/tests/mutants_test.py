@@ -1,0 +1,119 @@
+"""ci/mutants on a toy tree whose build takes the comments out of its sources and whose `verify` reads what is left."""
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import unittest
+
+from scratch import ScratchCase
+
+MUTANTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "mutants")
+
+# The toy's language has one line a file, `answer = A + B;`, and a build that takes sums of numbers only.
+BUILD = r"""
+set -e; mkdir -p build; rm -f build/lib.txt
+for f in impl/src/*/*.cpp; do
+  grep -qE '^answer = \(?-?[0-9]+([-+]1\))? [-+*] \(?-?[0-9]+([-+]1\))?;$' $f || { echo "error: $f"; exit 1; }
+  echo "$f $(( $(sed 's/answer = //; s/;//' $f) ))" >> build/lib.txt
+done"""
+# Sees what the room `seen` gives, and nothing of `blind`.
+VERIFY = """
+import json, sys
+built = dict(line.split() for line in open("build/lib.txt"))
+report = open(sys.argv[sys.argv.index("--json") + 1], "w")
+assert sys.argv[sys.argv.index("--cases") + 1] == "200"
+if built["impl/src/seen/a.cpp"] != "5":
+    print(json.dumps({"type": "failure", "what": "answer", "case": "tiny case", "cases": 3}), file=report)
+    sys.exit(1)
+"""
+# Stands for the package from the index: like its module, it makes (line number, line, (rule, source)).
+MODULE = """
+def mutants_regexp(lines, ruleFiles=None, ignorePatterns=None):
+    print("chatter")
+    return [(n, line.replace(old, new), (old + " ==> " + new, "toy.rules:1"))
+            for n, line in enumerate(lines, 1) for old, new in (("+", "-"), ("+", "*"), ("2", "(2+1)"), ("2 + 3", "3 + 2"),
+                                                                ("answer", "anther"), (" + ", " +  "))]
+"""
+
+
+class Mutants(ScratchCase):
+    def setUp(self):
+        super().setUp()
+        for room in ("seen", "blind"):
+            self.write(f"source/impl/src/{room}/a.cpp", "answer = 2 + 3;\n")
+        self.write("source/verify.py", textwrap.dedent(VERIFY))
+        self.write("scratch/python/universalmutator/__init__.py", "")
+        self.write("scratch/python/universalmutator/mutator.py", MODULE)
+
+    def write(self, name, text):
+        os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+        with open(self.path(name), "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def run_mutants(self, *arguments):
+        """Exit code, rows, and everything printed."""
+        done = subprocess.run(
+            [sys.executable, MUTANTS, "--source", self.path("source"), "--scratch", self.path("scratch"), "--build", BUILD,
+             "--libraries", "build/lib.txt", "--verify", f"{sys.executable} verify.py", "--json", self.path("report"),
+             *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        rows = []
+        if os.path.exists(self.path("report")):
+            with open(self.path("report"), encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file]
+        return done.returncode, rows, done.stdout
+
+    def test_a_mutant_that_verify_finds_is_killed_and_others_survive_with_their_diff(self):
+        code, rows, output = self.run_mutants("--sample", "6")
+        self.assertEqual(code, 1, output)
+        counted = [row for row in rows if row["verdict"] in ("killed", "survived")]
+        found = {(row["room"], row["verdict"]) for row in counted}
+        self.assertEqual(found, {("seen", "killed"), ("blind", "survived")}, output)
+        killed = next(row for row in counted if row["room"] == "seen")
+        self.assertEqual((killed["check"], killed["by"], killed["cases"], killed["case"]), ("verify", "answer", 3, "tiny case"))
+        survivor = next(row for row in counted if row["room"] == "blind")
+        self.assertIn("--- a/impl/src/blind/a.cpp", survivor["diff"])
+        self.assertIn("-answer = 2 + 3;\n+answer = ", survivor["diff"])
+        self.assertIn(survivor["diff"], output)
+        self.assertRegex(output, r"(?m)^all +3 +3 +0 ")
+
+    def test_mutants_that_do_not_compile_or_change_no_code_are_not_counted(self):
+        _, rows, output = self.run_mutants("--sample", "100")
+        verdicts = [row["verdict"] for row in rows if row["room"] == "seen"]
+        self.assertEqual(sorted(verdicts), ["does not compile", "killed", "killed", "killed", "same code"], output)
+        self.assertNotIn("anther", "".join(row["diff"] for row in rows if row["verdict"] != "does not compile"))
+
+    def test_rooms_are_sampled_evenly(self):
+        _, rows, output = self.run_mutants("--sample", "4")
+        counted = [row["room"] for row in rows if row["verdict"] in ("killed", "survived")]
+        self.assertEqual(sorted(counted), ["blind", "blind", "seen", "seen"], output)
+
+    def test_the_seed_chooses_and_the_same_seed_chooses_alike(self):
+        def drawn(seed):
+            return [row["diff"] for row in self.run_mutants("--sample", "3", "--seed", seed)[1]]
+
+        self.assertEqual(drawn("1"), drawn("1"))
+        self.assertGreater(len({str(drawn(str(seed))) for seed in range(6)}), 1)
+
+    def test_each_mutant_meets_a_clean_tree_and_the_source_stays_as_it_is(self):
+        code, rows, output = self.run_mutants("--sample", "100", "--room", "seen")
+        self.assertEqual((code, {row["room"] for row in rows}), (0, {"seen"}), output)
+        for place in ("source", "scratch/src"):
+            with open(self.path(f"{place}/impl/src/seen/a.cpp"), encoding="utf-8") as file:
+                self.assertEqual(file.read(), "answer = 2 + 3;\n")
+
+    def test_a_tree_that_fails_by_itself_proves_nothing(self):
+        self.write("source/impl/src/seen/a.cpp", "answer = 2 + 4;\n")
+        code, rows, output = self.run_mutants()
+        self.assertEqual((code, rows), (2, []), output)
+        self.assertIn("the tree without any planted bug fails `verify`: answer tiny case", output)
+
+    def test_an_unknown_room_is_refused_with_those_there_are(self):
+        code, _, output = self.run_mutants("--room", "attic")
+        self.assertEqual(code, 2)
+        self.assertIn("there is no room attic in impl/src; there are: blind seen", output)
+
+
+if __name__ == "__main__":
+    unittest.main()
