@@ -91,10 +91,10 @@ class Mutants(ScratchCase):
 
     def test_the_seed_chooses_and_the_same_seed_chooses_alike(self):
         def drawn(seed):
-            return [row["diff"] for row in self.run_mutants("--sample", "3", "--seed", seed)[1]]
+            return [row["diff"] for row in self.run_mutants("--sample", "2", "--seed", seed)[1]]
 
         self.assertEqual(drawn("1"), drawn("1"))
-        self.assertGreater(len({str(drawn(str(seed))) for seed in range(6)}), 1)
+        self.assertGreater(len({str(drawn(str(seed))) for seed in range(1, 4)}), 1)
 
     def test_each_mutant_meets_a_clean_tree_and_the_source_stays_as_it_is(self):
         code, rows, output = self.run_mutants("--sample", "100", "--room", "seen")
