@@ -24,7 +24,7 @@ def test_a_sound_model_holds():
 def test_the_line_of_a_case_is_the_case():
     rng = random.Random(3)
     for _ in range(300):
-        case = draw_case(rng, ["", "a+b", "c"])
+        case = draw_case(rng, ["", "a+b", "c"], tensor_parallel=True)
         assert parse_case(str(case)) == case
         for less in smaller(case):
             assert parse_case(str(less)) == less
@@ -44,6 +44,45 @@ def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
     shardproof.verify(Net, batch, loss_of, case=line)
 
 
+def test_draws_reach_canonical_sums_float16_and_tensor_parallelism():
+    rng = random.Random(4)
+    lines = [str(draw_case(rng, [""], tensor_parallel=True)) for _ in range(1000)]
+    for text in (" canonical ", "compute=float16", "scale=1024", "tp=2"):
+        assert sum(text in line for line in lines) > 5, text
+    assert not any("tp=" in str(draw_case(rng, [""])) for _ in range(100))
+
+
+PLAN = {"blocks.*.up": shardproof.ColumnParallel(), "blocks.*.down": shardproof.RowParallel()}
+CUT = "mesh(dp_shard=2,tp=2) zero3(units=blocks.0+blocks.1) adamw(lr=0.01) fast clip(0.5) seed(3) : accumulate(2) step step"
+CANONICAL = "mesh(dp_shard=3) zero2() adamw(lr=0.01) canonical seed(3) : accumulate(2) step step"
+SCALED = "mesh(dp_shard=2) zero3(compute=float16,scale=1000000000) sgd(lr=0.1) ordered seed(3) : step step save step load step"
+
+
+@pytest.mark.parametrize("line", [CUT, CANONICAL, SCALED])
+def test_a_sound_model_holds_cut_by_tensor_parallelism_with_canonical_sums_and_with_a_scaled_loss(line):
+    assert shardproof.verify(Net, batch, loss_of, case=line, plan=PLAN).values > 1000
+
+
+def test_norms_that_are_summed_over_ranks_that_hold_them_whole_are_found():
+    plan = {**PLAN, "blocks.*.norm": shardproof.PartialGradients()}
+    with pytest.raises(shardproof.ProofFailed, match="gradient|norm"):
+        shardproof.verify(Net, batch, loss_of, case=CUT, plan=plan)
+
+
+def test_ordered_sums_where_canonical_ones_were_asked_for_are_found(monkeypatch):
+    plain = trained.fully_shard
+    monkeypatch.setattr(trained, "fully_shard", lambda *args, **given: plain(*args, **{**given, "numerics": "ordered"}))
+    with pytest.raises(shardproof.ProofFailed, match="gradient"):
+        shardproof.verify(Net, batch, loss_of, case=CANONICAL)
+
+
+def test_a_loss_scale_that_falls_too_far_is_found(monkeypatch):
+    plain = trained.LossScaler
+    monkeypatch.setattr(trained, "LossScaler", lambda **given: plain(**{**given, "backoff": 0.25}))
+    with pytest.raises(shardproof.ProofFailed, match="loss scale"):
+        shardproof.verify(Net, batch, loss_of, case=SCALED)
+
+
 @pytest.mark.parametrize(
     "break_it,says",
     [
@@ -57,7 +96,7 @@ def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
 def test_smaller_mistakes_are_found(monkeypatch, break_it, says):
     break_it(monkeypatch)
     with pytest.raises(shardproof.ProofFailed, match=says):
-        shardproof.verify(Net, batch, loss_of, cases=60, seed=5)
+        shardproof.verify(Net, batch, loss_of, cases=200, seed=5)
 
 
 def test_a_model_that_is_random_is_refused_with_the_reason():

@@ -15,7 +15,7 @@ from torch import nn
 
 from .._C import Error
 from ..units import tensors_of
-from .case import Case, draw_case, parse_case, smaller
+from .case import MODES, Case, draw_case, parse_case, smaller
 from .trained import Differs, Diverged, Subject, Trainer
 
 SHRINK_RUNS_MAX = 80
@@ -199,15 +199,18 @@ def verify(
     strategies: Optional[Iterable[str]] = None,
     units: Any = None,
     optimizers: Optional[Iterable[str]] = None,
-    modes: Iterable[str] = ("ordered", "fast"),
+    modes: Iterable[str] = MODES,
+    plan: Optional[dict] = None,
+    sequence_dim: Optional[int] = None,
     progress: Union[bool, None] = None,
 ) -> Report:
     """Prove that a model trains the same when it is sharded: random cases of it beside plain PyTorch.
 
     A case is a mesh of rank-threads, a strategy with options, units, an optimizer, and a history of steps, accumulation,
     freezing, saves and loads. In mode "ordered" every loss, gradient, norm, parameter and optimizer state has to have the bits
-    of a plain run that takes sums in the specified order. In mode "fast" sums are taken in another order, and values may be
-    8 times as far from a run in float64 as plain runs are.
+    of a plain run that takes sums in the specified order. In mode "canonical" gradients are summed in fixed point, and bits do
+    not depend on any order. In mode "fast" sums are taken in another order, and values may be 8 times as far from a run in
+    float64 as plain runs are.
 
     Parameters
     ----------
@@ -234,7 +237,11 @@ def verify(
     optimizers : iterable of str, optional
         Only these, e.g. ``"adamw(lr=0.01)"`` or ``"torch.SGD(lr=0.1)"``.
     modes : iterable of str
-        "ordered", "fast" or both.
+        Of "ordered", "canonical" and "fast".
+    plan : dict, optional
+        As of `parallelize`. With it, some cases in mode "fast" cut the model over two ranks by tensor parallelism.
+    sequence_dim : int, optional
+        As of `parallelize`.
     progress : bool, optional
         Whether progress is printed. By default on a terminal.
 
@@ -263,7 +270,7 @@ def verify(
     try:
         return _verify(
             make_model,
-            Subject(make_model, batches_of(make_batch, seed), loss or default_loss),
+            Subject(make_model, batches_of(make_batch, seed), loss or default_loss, plan, sequence_dim),
             cases,
             minutes,
             seed,
@@ -297,7 +304,15 @@ def _verify(
     rng = random.Random(seed)
     shows = progress if progress is not None else sys.stderr.isatty()
     while report.cases < cases if minutes is None else time.monotonic() - start < minutes * 60:
-        drawn = draw_case(rng, sets, strategies=strategies, optimizers=optimizers, modes=modes, ranks_max=ranks_max)
+        drawn = draw_case(
+            rng,
+            sets,
+            strategies=strategies,
+            optimizers=optimizers,
+            modes=modes,
+            ranks_max=ranks_max,
+            tensor_parallel=subject.plan is not None,
+        )
         report.cases += 1
         why = outcome_of(drawn, subject, report)
         if why is not None:

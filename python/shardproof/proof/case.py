@@ -38,8 +38,11 @@ OPTIONS = {
     "buckets": ("2", "0"),
     "reshard": ("0", "1"),
     "granularity": ("tensor", "element"),
-    "compute": ("bfloat16", ""),
+    "compute": ("bfloat16", "float16", ""),
+    "scale": ("4", "1024", "1000000000", ""),  # the loss scale at first
 }
+MODES = ("ordered", "canonical", "fast")
+ONLY_ORDERED = ("compute", "scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,16 @@ class Case:
     @property
     def world(self) -> int:
         return size_of(self.mesh)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Neighbours that compute one microbatch together."""
+        return dict(self.mesh).get("tp", 1)
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of microbatches that ranks train on at a time."""
+        return self.world // self.tensor_ranks
 
     def option(self, name: str) -> str:
         return dict(self.options).get(name, OPTIONS[name][-1] if name in OPTIONS else "")
@@ -91,7 +104,7 @@ def parse_mesh(text: str):
 
 _LINE = re.compile(
     r"mesh\((?P<mesh>[^)]*)\) (?P<strategy>\w+)\((?P<options>[^)]*)\) (?P<optimizer>[\w.]+\([^)]*\)) "
-    r"(?P<mode>ordered|fast)(?: clip\((?P<clip>[^)]*)\))? seed\((?P<seed>\d+)\) : (?P<history>.+)"
+    r"(?P<mode>ordered|canonical|fast)(?: clip\((?P<clip>[^)]*)\))? seed\((?P<seed>\d+)\) : (?P<history>.+)"
 )
 _WORD = re.compile(r"step|eval|discard|save|(accumulate|sync|freeze|lr)\(\d+\)|load|load@mesh\([^)]*\)|load@strategy\(\w+\)")
 
@@ -168,15 +181,21 @@ def _draw_history(rng: random.Random, names, mesh, ranks_max: int, can_load: boo
             saved = True
         elif saved and rng.random() < 0.5:
             name, other = draw_strategy(rng, names, ranks_max)
+            other += tuple((axis, size) for axis, size in mesh if axis == "tp")
             fits = [axis for axis, _ in other] == [axis for axis, _ in mesh]
             words.append(rng.choice(["load", f"load@mesh({mesh_text(other)})", f"load@strategy({name})"] if fits else ["load"]))
     return tuple(words)
 
 
-def draw_case(rng: random.Random, units, *, strategies=None, optimizers=None, modes=("ordered", "fast"), ranks_max=4) -> Case:
+def draw_case(
+    rng: random.Random, units, *, strategies=None, optimizers=None, modes=MODES, ranks_max=4, tensor_parallel=False
+) -> Case:
     """A random case. `units` are the sets of units that may be drawn, each a text of names joined by '+'."""
     names = strategies or list(STRATEGIES)
-    strategy, mesh = draw_strategy(rng, names, ranks_max)
+    cuts = tensor_parallel and "fast" in modes and rng.random() < 0.4
+    strategy, mesh = draw_strategy(rng, names, max(2, ranks_max // 2) if cuts else ranks_max)
+    if cuts:
+        mesh += (("tp", 2),)
     optimizer = rng.choice(list(optimizers or OPTIMIZERS))
     chosen = rng.choice(list(units))
     options = []
@@ -184,9 +203,9 @@ def draw_case(rng: random.Random, units, *, strategies=None, optimizers=None, mo
         options.append(("units", chosen))
         if rng.random() < 0.25:
             options.append(("recompute", rng.choice(chosen.split("+"))))
-    mode = rng.choice(["ordered", "ordered", "ordered", "fast"]) if len(modes) > 1 else modes[0]
+    mode = "fast" if cuts else rng.choice([mode for mode in ("ordered", "ordered", *MODES) if mode in modes])
     for name, values in OPTIONS.items():
-        if rng.random() < 0.25 and (name != "compute" or mode == "ordered"):
+        if rng.random() < 0.25 and (name not in ONLY_ORDERED or mode == "ordered"):
             options.append((name, rng.choice(values[:-1])))
     clip = rng.choice([0.1, 0.5, 1.0]) if rng.random() < 0.3 else None
     can_load = not optimizer.startswith("torch.")
@@ -198,7 +217,7 @@ def draw_case(rng: random.Random, units, *, strategies=None, optimizers=None, mo
         mode,
         clip,
         rng.randint(0, 10**6),
-        _draw_history(rng, names, mesh, ranks_max, can_load),
+        _draw_history(rng, names, mesh, max(2, ranks_max // 2) if cuts else ranks_max, can_load),
     )
 
 
@@ -214,6 +233,10 @@ def smaller(case: Case):
         if "step" in rest and (word != "save" or not any(w.startswith("load") for w in rest)):
             yield change(case, history=rest)
     for i, (axis, size) in enumerate(case.mesh):
+        if axis == "tp":
+            if not any(word.startswith("load@mesh") for word in case.history):
+                yield change(case, mesh=case.mesh[:i] + case.mesh[i + 1 :])
+            continue
         for less in sorted({2, size - 1}):
             if 1 <= less < size:
                 yield change(case, mesh=case.mesh[:i] + ((axis, less),) + case.mesh[i + 1 :])

@@ -44,6 +44,10 @@ class Expected:
     parameters: "dict[str, torch.Tensor]"
     state: "dict[str, dict[str, torch.Tensor]]"
     evaluated: "list[torch.Tensor]"
+    scale: float = 0.0
+    """Of the loss, in this step; 0 without one."""
+    skipped: bool = False
+    """Because a scaled gradient was not finite; there are no gradients then, and no norm."""
 
 
 def bits(value: Any) -> str:

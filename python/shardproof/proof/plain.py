@@ -20,7 +20,7 @@ ACCUMULATES_FIRST = ("ddp", "zero1")
 def ranks_of_sums(case: Case) -> "list[list[int]]":
     """The groups of ranks whose gradients are added first; then the groups are added."""
     sizes = dict(case.mesh)
-    world = case.world
+    world = case.data_ranks
     if "dp_replicate" not in sizes:
         return [list(range(world))]
     shard = sizes.get("dp_shard", 1)
@@ -55,6 +55,18 @@ def added(terms: list):
     return total
 
 
+def canonical_sum(terms: list):
+    """The sum in fixed point, of multiples of 2^-44, so that no order matters; None where all are None. NaN where a term does
+    not fit."""
+    given = [term for term in terms if term is not None]
+    if not given:
+        return None
+    scaled = torch.stack([torch.round(term.double() * 2.0**44) for term in given])
+    fits = (scaled.abs() < 2.0**62).all(0)  # false for NaN
+    total = torch.where(fits, scaled, 0.0).to(torch.int64).sum(0)
+    return torch.where(fits, total.to(torch.float32) * 2.0**-44, math.nan)
+
+
 class PlainRun:
     """A plain model in training. `flavour` rounds otherwise, to measure how far roundings carry.
 
@@ -84,6 +96,7 @@ class PlainRun:
         self.updates: "dict[str, int]" = {}
         self.torch_optimizer = None
         self.lr_factor = 1.0
+        self.scale, self.good_steps = float(case.option("scale") or 0), 0
         if flavour == "off":
             trained = [p for p in self.named.values() if p.requires_grad]
             with torch.no_grad():
@@ -134,8 +147,9 @@ class PlainRun:
             return [self.loss(self.runs_on, self.cast(batch)).detach() for batch in batches]
 
     def gradients(self, batches: "list[list]", every: int) -> "tuple[list[list], dict[str, torch.Tensor]]":
-        """Losses and the final gradient of a step; `batches` are of [round][rank]."""
-        rounds, world = len(batches), self.case.world
+        """Losses and the final gradient of a step; `batches` are of [round][data-parallel rank]."""
+        rounds, world = len(batches), self.case.data_ranks
+        canonical = self.case.mode == "canonical"
         losses: "list[list]" = []
         terms: "dict[tuple[int, int], dict]" = {}
         trained = {name: p for name, p in self.copies().items() if p.requires_grad}
@@ -145,7 +159,8 @@ class PlainRun:
                 for p in trained.values():
                     p.grad = None
                 value = self.loss(self.runs_on, self.cast(batches[k][rank]))
-                (value / rounds).backward()
+                loss = value / (rounds * world if canonical else rounds)
+                (loss * self.scale if self.scale else loss).backward()
                 losses[k].append(value.detach())
                 terms[k, rank] = {
                     name: None if p.grad is None else p.grad.to(self.named[name].dtype) for name, p in trained.items()
@@ -154,16 +169,30 @@ class PlainRun:
         groups = syncs(rounds, every, self.case.strategy in ACCUMULATES_FIRST)
         result = {}
         for name in trained:
-            of_replicas = []
+            p, of_replicas = trained[name], []
+            if canonical:
+                total = canonical_sum([term[name] for term in terms.values()])
+                result[name] = torch.zeros_like(self.named[name]) if total is None else total
+                p.grad = None
+                continue
             for ranks in ranks_of_sums(self.case):
                 of_replicas.append(
                     added([added([added([terms[k, rank][name] for k in group]) for rank in order(ranks)]) for group in groups])
                 )
             total = added(order(of_replicas))
-            p = trained[name]
             result[name] = (torch.zeros_like(self.named[name]) if total is None else total) / world
+            if self.scale:
+                result[name] = result[name] / self.scale
             p.grad = None
         return losses, result
+
+    def adapt_scale(self, finite: bool) -> None:
+        """As the library's LossScaler with growth_interval=2."""
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 2.0**-14)
+        elif self.good_steps == 2:
+            self.scale, self.good_steps = self.scale * 2, 0
 
     @torch.no_grad()
     def update(self, gradients: "dict[str, torch.Tensor]", norm_max) -> float:
@@ -206,6 +235,7 @@ class PlainRun:
         return {
             "parameters": {name: p.detach().clone() for name, p in self.named.items()},
             "updates": dict(self.updates),
+            "scaling": (self.scale, self.good_steps),
             "state": {name: {slot: t.clone() for slot, t in held.items()} for name, held in self.state.items()},
         }
 
@@ -214,6 +244,7 @@ class PlainRun:
         for name, value in saved["parameters"].items():
             self.named[name].copy_(value)
         self.updates = dict(saved["updates"])
+        self.scale, self.good_steps = saved["scaling"]
         self.state = {name: {slot: t.clone() for slot, t in held.items()} for name, held in saved["state"].items()}
 
 

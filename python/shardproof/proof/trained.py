@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ..checkpoint import load, save
-from ..optim import adam, adamw, lion, sgd, torch_optimizer
-from ..ranks import run_threads
+from ..optim import LossScaler, adam, adamw, lion, sgd, torch_optimizer
+from ..parallel import parallelize
+from ..ranks import MeshComm, run_threads
 from ..sharded import Sharded
 from ..sharding import fully_shard
 from ..units import Precision, Unit
@@ -28,6 +29,9 @@ class Subject:
     make_model: Callable[[], nn.Module]
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
+    plan: "Optional[dict]" = None
+    """Of `parallelize`, for cases whose mesh has an axis tp."""
+    sequence_dim: Optional[int] = None
 
 
 class Diverged(Exception):
@@ -74,10 +78,12 @@ def shard(case: Case, subject: Subject, comm: Any) -> Sharded:
     if missing:
         raise ValueError(f"the model has no module {missing[0]}")
     prefetch = int(case.option("prefetch"))
+    comms = MeshComm(comm, mesh_text(case.mesh))
+    if case.tensor_ranks > 1:
+        parallelize(model, comms, plan=subject.plan, sequence_dim=subject.sequence_dim)
     return fully_shard(
         model,
-        comm,
-        mesh=mesh_text(case.mesh),
+        comms,
         strategy=case.strategy,
         units=[Unit(modules[name], recompute=name == recompute) for name in names],
         prefetch_forward=prefetch,
@@ -88,8 +94,15 @@ def shard(case: Case, subject: Subject, comm: Any) -> Sharded:
         reshard_after_forward=case.option("reshard") == "1",
         granularity=case.option("granularity"),
         precision=Precision(compute=getattr(torch, case.option("compute"))) if case.option("compute") else None,
-        numerics="fast" if case.mode == "fast" else "ordered",
+        numerics=case.mode,
+        check_gradients=not case.option("scale"),
+        **({"gradient_divide": 1} if case.mode == "canonical" else {}),
     )
+
+
+def make_scaler(case: Case) -> Optional[LossScaler]:
+    """The loss scaler of a case, if it has one."""
+    return LossScaler(initial=float(case.option("scale")), growth_interval=2) if case.option("scale") else None
 
 
 class Trainer:
@@ -146,7 +159,7 @@ class Trainer:
                     eval_next=False,
                     discard_next=False,
                     steps=setting.steps + 1,
-                    next_batch=setting.next_batch + setting.rounds * case.world,
+                    next_batch=setting.next_batch + setting.rounds * case.data_ranks,
                 )
             elif word == "save":
                 saved = [run.snapshot() for run in runs]
@@ -161,7 +174,8 @@ class Trainer:
         return saved, setting
 
     def plain_step(self, case, runs, setting):
-        numbers = [[setting.next_batch + k * case.world + rank for rank in range(case.world)] for k in range(setting.rounds)]
+        ranks = case.data_ranks
+        numbers = [[setting.next_batch + k * ranks + rank for rank in range(ranks)] for k in range(setting.rounds)]
         batches = [[self.subject.batch(n) for n in row] for row in numbers]
         expected = []
         for run in runs:
@@ -173,15 +187,27 @@ class Trainer:
                 if case.option("compute"):  # some operators do not know low precision
                     raise Diverged from error
                 raise
-            if not all(bool(torch.isfinite(g).all()) for g in gradients.values()):
+            scale, finite = run.scale, all(bool(torch.isfinite(g).all()) for g in gradients.values())
+            if not finite and not scale:
                 raise Diverged
-            norm = run.update(dict(gradients), case.clip)
+            norm = run.update(dict(gradients), case.clip) if finite else 0.0
+            if scale:
+                run.adapt_scale(finite)
             state: "dict[str, dict[str, torch.Tensor]]" = {}
             for name, held in run.state.items():
                 for slot, value in held.items():
                     state.setdefault(slot, {})[name] = value.clone()
             expected.append(
-                Expected(losses, gradients, norm, {name: p.detach().clone() for name, p in run.named.items()}, state, evaluated)
+                Expected(
+                    losses,
+                    gradients,
+                    norm,
+                    {name: p.detach().clone() for name, p in run.named.items()},
+                    state,
+                    evaluated,
+                    scale,
+                    not finite,
+                )
             )
         return numbers, setting, expected
 
@@ -191,13 +217,13 @@ class Trainer:
 
         def body(comm):
             sharded = shard(case, self.subject, comm)
-            optimizer = make_optimizer(sharded, case)
+            optimizer, scaler = make_optimizer(sharded, case), make_scaler(case)
             if load_from is not None:
-                load(load_from, sharded, optimizer)
+                load(load_from, sharded, optimizer, scaler=scaler)
             trains = sorted(name for name, p in sharded.module.named_parameters() if p.requires_grad)
             for kind, *rest in plan:
                 if kind == "save":
-                    save(path, sharded, optimizer, overwrite=True)
+                    save(path, sharded, optimizer, scaler=scaler, overwrite=True)
                     continue
                 numbers, given, expected = rest
                 held = frozen(trains, given.freeze) if given.freeze else set()
@@ -207,7 +233,7 @@ class Trainer:
                 comparison = Comparison(
                     expected[0], expected[1:-1], expected[-1] if case.mode == "fast" else None, comm.rank, given.steps
                 )
-                self.step(case, comm.rank, sharded, optimizer, numbers, given, comparison)
+                self.step(case, comm.rank, sharded, optimizer, scaler, numbers, given, comparison)
                 values[comm.rank] += comparison.values
                 ratios[comm.rank] = max(ratios[comm.rank], comparison.farthest)
 
@@ -217,13 +243,14 @@ class Trainer:
             schedule="serial",
             completion="random",
             seed=case.seed,
-            sum="ring" if case.mode == "fast" else "rank_order",
+            sum="rank_order" if case.mode == "ordered" else "ring",
         )
         self.values += int(sum(values))
         self.farthest = max(self.farthest, *ratios)
 
-    def step(self, case, rank, sharded, optimizer, numbers, given, comparison):
+    def step(self, case, rank, sharded, optimizer, scaler, numbers, given, comparison):
         loss, batch = self.subject.loss, self.subject.batch
+        rank //= case.tensor_ranks  # of the data-parallel ranks
         if given.eval_next:
             with torch.no_grad():
                 value = loss(sharded.module, batch(numbers[0][rank]))
@@ -239,21 +266,38 @@ class Trainer:
             sharded.set_gradient_sync(last or (k + 1) % given.every == 0)
             value = loss(sharded.module, batch(row[rank]))
             comparison.value(f"loss of microbatch {k}", lambda run, k=k: run.losses[k][rank], value.detach())
-            (value / rounds).backward()
+            share = value / (rounds * case.data_ranks if case.mode == "canonical" else rounds)
+            (scaler.scale(share) if scaler else share).backward()
+        if scaler:
+            self.value(comparison, "loss scale", lambda run: run.scale, scaler.value)
+            skipped = not scaler.unscale(sharded)
+            self.value(comparison, "whether the step is skipped", lambda run: run.skipped, skipped)
+        if not (scaler and skipped):
+            self.update(case, sharded, optimizer, given, comparison)
+        self.compare_parameters(sharded, optimizer, comparison)
+        self.prove_that_it_notices(comparison, rank, sharded)
+
+    @staticmethod
+    def value(comparison, what, pick, got):
+        """Compares a number."""
+        comparison.value(
+            what, lambda run: torch.tensor(pick(run), dtype=torch.float64), torch.tensor(got, dtype=torch.float64)
+        )
+
+    def update(self, case, sharded, optimizer, given, comparison):
         comparison.pieces("gradient", lambda run: run.gradients, sharded.gradients())
         norm_max = clip_of(case)
         norm = sharded.clip_gradients(norm_max) if norm_max is not None else sharded.gradient_norm()
-        comparison.value(
-            "norm of the gradient",
-            lambda run: torch.tensor(run.norm, dtype=torch.float64),
-            torch.tensor(norm, dtype=torch.float64),
-        )
+        self.value(comparison, "norm of the gradient", lambda run: run.norm, norm)
         if hasattr(optimizer, "set_lr_factor"):
             optimizer.set_lr_factor(given.lr_factor)
         else:
             for group in optimizer.param_groups:
                 group["lr"] = parse_call(case.optimizer)[1]["lr"] * given.lr_factor
         optimizer.step()
+
+    @staticmethod
+    def compare_parameters(sharded, optimizer, comparison):
         comparison.pieces("parameter", lambda run: run.parameters, sharded.main_parameters())
         for name, whole in sharded.gather().items():
             if name in comparison.plain.parameters:
@@ -268,7 +312,6 @@ class Trainer:
                     lambda run, slot=slot: run.state[slot],
                     [piece for piece in optimizer.state(slot) if piece.name in trained],
                 )
-        self.prove_that_it_notices(comparison, rank, sharded)
 
     @staticmethod
     def prove_that_it_notices(comparison, rank, sharded):
