@@ -2,6 +2,7 @@
 
 import os
 import sys
+import sysconfig
 
 
 def command_path() -> str:
@@ -20,4 +21,7 @@ def command_path() -> str:
 
 if __name__ == "__main__":
     path = command_path()
+    # The command opens Python for its second oracle and for --engine: that of this environment, if torch is there.
+    if os.path.isdir(os.path.join(sysconfig.get_paths()["purelib"], "torch")):
+        os.environ.setdefault("SHARDPROOF_VENV", sys.prefix)
     os.execv(path, [path, *sys.argv[1:]])
