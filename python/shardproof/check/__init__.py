@@ -13,7 +13,7 @@ from typing import Any, Callable, Mapping, Sequence
 from .draw import Draw, parse_line
 from .judge import Verdict
 from .plan import Subject
-from .runner import Counterexample, Report, run_cases
+from .runner import Counterexample, Report, crew_of, run_cases
 from .train import Sharded
 
 __all__ = ["Counterexample", "Draw", "Report", "Sharded", "Subject", "Verdict", "check", "replay_line"]
@@ -92,9 +92,7 @@ def check(
 
 def replay_line(subject: Subject, line: str, ranks: str = "processes") -> Verdict:
     """Runs the case of a printed line."""
-    from .crew import ProcessCrew, ThreadCrew
-
-    crew = (ThreadCrew if ranks == "threads" else ProcessCrew)(subject)
+    crew = crew_of(subject, ranks)
     try:
         return crew.run((0, 0), parse_line(line))
     finally:

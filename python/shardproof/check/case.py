@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from dataclasses import dataclass
+from typing import Any, Sequence
 
 from .draw import Draw
 from .judge import Verdict, judge
@@ -28,7 +29,48 @@ class Failure:
         return re.search(FOLLOWS, self.text) is not None
 
 
-class Case:
+class Trial:
+    """What a crew runs: segments, each on a world of its own, and what becomes of what the ranks hold."""
+
+    segments: Sequence[Any]
+    """Each has `ranks`, their number."""
+    patience: float
+    """Seconds of silence after which ranks that still wait are taken for hung."""
+
+    def train(self, segment: int, folder: str) -> list[RankStep]:
+        """Runs a segment on the calling rank."""
+        raise NotImplementedError
+
+    def judge(self, ranks: list[list[list[RankStep]]]) -> Any:
+        """The result, from the steps as [segment][rank][step]."""
+        raise NotImplementedError
+
+    def finish(self, verdict: Verdict) -> Verdict:
+        """The verdict on ranks that raised, hang or are gone."""
+        return verdict
+
+    def run_rank(self, segment: int, folder: str) -> list[RankStep] | Failure:
+        """As `train`, but what it raises comes back as a value."""
+        try:
+            return self.train(segment, folder)
+        except BaseException as error:  # noqa: BLE001 - a rank may raise anything, and all of it is a finding
+            return failure_of(error)
+
+    def failed(self, segment: int, failures: dict[int, Failure]) -> Verdict:
+        """The verdict on a segment in which some ranks raised."""
+        own = {rank: f for rank, f in failures.items() if not f.follows}
+        if not own and len(failures) < self.segments[segment].ranks:
+            message = f"segment {segment}: ranks {sorted(failures)} wait for ranks that have ended"
+            return self.finish(Verdict("hung", where="hung", message=message, traces={r: f.text for r, f in failures.items()}))
+        own = own or failures
+        first = next(iter(own.values()))
+        last = [line for line in first.text.strip().splitlines() if line.strip()][-1]
+        ranks = "every rank" if len(own) == self.segments[segment].ranks else f"rank {', '.join(map(str, sorted(own)))}"
+        message = f"segment {segment}: {ranks} raised: {last}"
+        return self.finish(Verdict("raised", where=_place(first), message=message, traces={r: f.text for r, f in own.items()}))
+
+
+class Case(Trial):
     """A drawn case of a subject. The model is built once, every rank copies it."""
 
     def __init__(self, subject: Subject, draw: Draw) -> None:
@@ -36,13 +78,11 @@ class Case:
         self.draw = draw
         self.plan: Plan = draw_plan(draw, subject)
         self.base = base_model(subject, draw, self.plan)
+        self.segments = self.plan.segments
+        self.patience = subject.patience
 
-    def run_rank(self, segment: int, folder: str) -> list[RankStep] | Failure:
-        """Runs a segment on the calling rank. What it raises comes back as a value."""
-        try:
-            return run_segment(self.subject, self.draw, self.plan, self.base, segment, folder)
-        except BaseException as error:  # noqa: BLE001 - a rank may raise anything, and all of it is a finding
-            return failure_of(error)
+    def train(self, segment: int, folder: str) -> list[RankStep]:
+        return run_segment(self.subject, self.draw, self.plan, self.base, segment, folder)
 
     def judge(self, ranks: list[list[list[RankStep]]]) -> Verdict:
         return self.finish(judge(self.subject, self.plan, references(self.subject, self.draw, self.plan), ranks))
@@ -58,19 +98,6 @@ class Case:
                     verdict.kind, verdict.where = kind, name
                     break
         return verdict
-
-    def failed(self, segment: int, failures: dict[int, Failure]) -> Verdict:
-        """The verdict on a segment in which some ranks raised."""
-        own = {rank: f for rank, f in failures.items() if not f.follows}
-        if not own and len(failures) < self.plan.segments[segment].ranks:
-            message = f"segment {segment}: ranks {sorted(failures)} wait for ranks that have ended"
-            return self.finish(Verdict("hung", where="hung", message=message, traces={r: f.text for r, f in failures.items()}))
-        own = own or failures
-        first = next(iter(own.values()))
-        last = [line for line in first.text.strip().splitlines() if line.strip()][-1]
-        ranks = "every rank" if len(own) == self.plan.segments[segment].ranks else f"rank {', '.join(map(str, sorted(own)))}"
-        message = f"segment {segment}: {ranks} raised: {last}"
-        return self.finish(Verdict("raised", where=_place(first), message=message, traces={r: f.text for r, f in own.items()}))
 
 
 def failure_of(error: BaseException) -> Failure:

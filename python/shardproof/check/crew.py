@@ -14,11 +14,10 @@ import tempfile
 import threading
 import time
 from datetime import timedelta
+from typing import Any, Callable
 
-from .case import Case, Failure, failure_of
-from .draw import Draw
+from .case import Failure, Trial, failure_of
 from .judge import Verdict
-from .plan import Subject
 
 fork = multiprocessing.get_context("fork")
 _forking = threading.Lock()
@@ -102,31 +101,35 @@ class Worker:
 
 
 class ThreadCrew:
-    """One process whose threads are the ranks."""
+    """One process whose threads are the ranks.
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    Parameters
+    ----------
+    make_case
+        Makes the case of a message, a `Trial`. Processes make it once more, so it must be the same every time.
+    patience
+        As the trials have it.
+    """
+
+    def __init__(self, make_case: Callable[..., Trial], patience: float) -> None:
+        self.make_case = make_case
+        self.patience = patience
         self.worker: Worker | None = None
 
-    def run(self, number: tuple[int, int], values: dict | None) -> Verdict:
+    def run(self, *message) -> Any:
         if self.worker is None:
-            self.worker = Worker(lambda: _serve_threads(self.subject))
+            self.worker = Worker(lambda: _serve_threads(self.make_case))
         try:
-            self.worker.send(number, values)
-            verdict, broken = self.worker.receive(60.0 + 4 * self.subject.patience)
+            self.worker.send(*message)
+            result, broken = self.worker.receive(60.0 + 4 * self.patience)
         except Died as died:
             stack = self.worker.stack()
             self.stop()
-            case = Draw(*number, values=values)
-            from .plan import draw_plan
-
-            draw_plan(case, self.subject)
-            return Verdict(died.kind, case.line, died.text, died.kind, traces={0: stack}, values=dict(case.indices))
+            verdict = Verdict(died.kind, where=died.kind, message=died.text, traces={0: stack})
+            return self.make_case(*message).finish(verdict)
         if broken:
             self.stop()
-        if isinstance(verdict, Failure):
-            raise RuntimeError(f"the plain model or the comparison failed:\n{verdict.text}")
-        return verdict
+        return _unless_failed(result)
 
     def stop(self) -> None:
         if self.worker:
@@ -134,65 +137,69 @@ class ThreadCrew:
             self.worker = None
 
 
-def _serve_threads(subject: Subject):
+def _unless_failed(result):
+    if isinstance(result, Failure):
+        raise RuntimeError(f"the plain model or the comparison failed:\n{result.text}")
+    return result
+
+
+def _serve_threads(make_case):
     from .thread_ranks import ThreadRanks
 
     ranks = ThreadRanks()
 
-    def answer(number, values):
+    def answer(*message):
         try:
             start = time.process_time()
-            verdict = ranks.run(Case(subject, Draw(*number, values=values)))
-            verdict.seconds = time.process_time() - start
+            result = ranks.run(make_case(*message))
+            if isinstance(result, Verdict):
+                result.seconds = time.process_time() - start
         except Exception as error:  # noqa: BLE001
             return failure_of(error), ranks.broken
-        return verdict, ranks.broken
+        return result, ranks.broken
 
     return answer
 
 
 class ProcessCrew:
-    """One process for each rank."""
+    """One process for each rank. Parameters are those of `ThreadCrew`."""
 
     grace = 4.0
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    def __init__(self, make_case: Callable[..., Trial], patience: float) -> None:
+        self.make_case = make_case
+        self.patience = patience
         self.workers: list[Worker] = []
 
-    def run(self, number: tuple[int, int], values: dict | None) -> Verdict:
-        case = Case(self.subject, Draw(*number, values=values))
-        values = dict(case.draw.indices)
+    def run(self, *message) -> Any:
+        case = self.make_case(*message)
         seen = []
         with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
-            for s, segment in enumerate(case.plan.segments):
-                results, dead, stacks = self._segment(segment.ranks, values, s, folder)
+            for s, segment in enumerate(case.segments):
+                results, dead, stacks = self._segment(segment.ranks, message, s, folder)
                 failures = {r: x for r, x in results.items() if isinstance(x, Failure)}
                 if failures and (not dead or not all(x.follows for x in failures.values())):
                     return case.failed(s, failures)
                 if dead:
                     rank, died = next(iter(dead.items()))
-                    message = f"segment {s}: rank {rank}: {died.text}; ranks {sorted(results)} ended"
-                    return case.finish(Verdict(died.kind, where=died.kind, message=message, traces=stacks))
+                    text = f"segment {s}: rank {rank}: {died.text}; ranks {sorted(results)} ended"
+                    return case.finish(Verdict(died.kind, where=died.kind, message=text, traces=stacks))
                 seen.append([results[rank] for rank in range(segment.ranks)])
-        self.workers[0].send("judge", values, seen)
-        verdict = self.workers[0].receive(90.0)
-        if isinstance(verdict, Failure):
-            raise RuntimeError(f"the plain model or the comparison failed:\n{verdict.text}")
-        return verdict
+        self.workers[0].send("judge", message, seen)
+        return _unless_failed(self.workers[0].receive(90.0))
 
-    def _segment(self, size: int, values, s: int, folder: str):
+    def _segment(self, size: int, message, s: int, folder: str):
         while len(self.workers) < size:
             rank = len(self.workers)
-            self.workers.append(Worker(lambda rank=rank: _serve_process(self.subject, rank)))
+            self.workers.append(Worker(lambda rank=rank: _serve_process(self.make_case, self.patience, rank)))
         store = os.path.join(folder, f"store{s}")
         results, dead, stacks = {}, {}, {}
         for rank, worker in enumerate(self.workers[:size]):
             try:
-                worker.send("segment", values, s, folder, store, size)
+                worker.send("segment", message, s, folder, store, size)
             except Died as died:
                 dead[rank] = died
-        limit = time.monotonic() + self.subject.patience
+        limit = time.monotonic() + self.patience
         while len(results) + len(dead) < size:
             for rank in [r for r in range(size) if r not in results and r not in dead]:
                 try:
@@ -218,36 +225,35 @@ class ProcessCrew:
         self.workers = []
 
 
-def _serve_process(subject: Subject, rank: int):
+def _serve_process(make_case, patience: float, rank: int):
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    cases: dict[tuple, Case] = {}
+    made: list[tuple[Any, Trial]] = []  # the last case, which has several segments
 
-    def case_of(values) -> Case:
-        key = tuple(values.items())
-        if key not in cases:
-            cases.clear()
-            cases[key] = Case(subject, Draw(values=values))
-        return cases[key]
+    def case_of(message) -> Trial:
+        key = pickle.dumps(message)
+        if not made or made[0][0] != key:
+            made[:] = [(key, make_case(*message))]
+        return made[0][1]
 
-    def segment(values, s, folder, store, size):
-        case = case_of(values)
+    def segment(message, s, folder, store, size):
+        case = case_of(message)
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, size),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=subject.patience + 60),
+            timeout=timedelta(seconds=patience + 60),
         )
         try:
             return case.run_rank(s, folder)
         finally:
             dist.destroy_process_group()
 
-    def answer(what, values, *rest):
+    def answer(what, message, *rest):
         try:
-            return segment(values, *rest) if what == "segment" else case_of(values).judge(*rest)
+            return segment(message, *rest) if what == "segment" else case_of(message).judge(*rest)
         except Exception as error:  # noqa: BLE001
             return failure_of(error)
 

@@ -6,7 +6,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from .case import Case
 from .crew import ProcessCrew, ThreadCrew
+from .draw import Draw
 from .judge import Verdict
 from .plan import Subject
 
@@ -86,10 +88,16 @@ class Counterexample:
         return text
 
 
+def crew_of(subject: Subject, ranks: str) -> ThreadCrew | ProcessCrew:
+    """Runs cases of the subject: `run(number, values)`, where values are the choices of an earlier case or None."""
+    crew = ThreadCrew if ranks == "threads" else ProcessCrew
+    return crew(lambda number, values: Case(subject, Draw(*number, values=values)), subject.patience)
+
+
 def run_cases(subject: Subject, cases: int, seed: int, jobs: int, ranks: str, stop_after: int, budget: float | None) -> Report:
     """Runs random cases until enough have run or enough kinds of failures are known."""
     report = Report(subject.name)
-    crews = [(ThreadCrew if ranks == "threads" else ProcessCrew)(subject) for _ in range(jobs)]
+    crews = [crew_of(subject, ranks) for _ in range(jobs)]
     start = time.monotonic()
     numbers = iter(range(cases))
     bad: dict[tuple[str, str], Verdict] = {}
@@ -109,22 +117,22 @@ def run_cases(subject: Subject, cases: int, seed: int, jobs: int, ranks: str, st
                 future.result()
         report.seconds = time.monotonic() - start
         for verdict in bad.values():
-            _examine(subject, crews[0], verdict, ranks, report)
+            _examine(subject, verdict, ranks, report)
     finally:
         for crew in crews:
             crew.stop()
     return report
 
 
-def _examine(subject: Subject, crew, verdict: Verdict, ranks: str, report: Report) -> None:
+def _examine(subject: Subject, verdict: Verdict, ranks: str, report: Report) -> None:
     """Shrinks a failure, and confirms it on processes: the threaded group is a stand-in with faults of its own."""
     from .script import script_of
 
     quick = replace(subject, patience=min(subject.patience, 6.0)) if verdict.kind == "hung" else subject
-    shrinker = type(crew)(quick)  # a case that hangs costs the patience
+    shrinker = crew_of(quick, ranks)  # a case that hangs costs the patience
     small = shrink(shrinker, verdict)
     shrinker.stop()
-    judge = ProcessCrew(subject)
+    judge = crew_of(subject, "processes")
     try:
         for candidate in ([small, verdict] if small.values != verdict.values else [verdict]):
             again = [judge.run((0, 0), candidate.values) for _ in range(CONFIRM)]

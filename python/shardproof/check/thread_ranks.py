@@ -12,11 +12,12 @@ import tempfile
 import threading
 import time
 import traceback
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .case import Case, Failure, failure_of
+from .case import Failure, Trial, failure_of
 from .judge import Verdict
 
 GRACE = 3.0
@@ -76,12 +77,12 @@ class ThreadRanks:
         self.task = 0
         self.broken = False
 
-    def run(self, case: Case) -> Verdict:
-        """The verdict on a case."""
+    def run(self, case: Trial) -> Any:
+        """What the case makes of what its ranks hold, or a verdict on ranks that failed."""
         seen = []
         with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
-            for s, segment in enumerate(case.plan.segments):
-                results, stacks = self._segment(segment.ranks, lambda s=s: case.run_rank(s, folder), case.subject.patience)
+            for s, segment in enumerate(case.segments):
+                results, stacks = self._segment(segment.ranks, lambda s=s: case.run_rank(s, folder), case.patience)
                 failures = {rank: r for rank, r in results.items() if isinstance(r, Failure)}
                 if stacks and not failures:
                     message = f"segment {s}: ranks {sorted(stacks)} wait and never end, ranks {sorted(results)} ended"
