@@ -30,9 +30,6 @@ class Perceptron(nn.Module):
             x = self.between(layer(x))
         return last(x)
 
-    def loss(self, x, target, branch):
-        return F.mse_loss(self(x), target, reduction="sum")
-
 
 class Convolutions(nn.Module):
     def __init__(self, channels, kernel, classes, norm):
@@ -49,12 +46,11 @@ class Convolutions(nn.Module):
         prefixes = [f"{kind}.{i}." for i in range(self.layers) for kind in ("conv", "norm")] + ["head."]
         return [(n, p) for prefix in prefixes for n, p in named.items() if n.startswith(prefix)]
 
-    def loss(self, x, target, branch):
+    def forward(self, x):
         for i, conv in enumerate(self.conv):
             x = conv(x)
             x = F.relu(self.norm[i](x) if self.norm is not None else x)
-        out = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
-        return F.mse_loss(out, target, reduction="sum")
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
 class Oddities(nn.Module):
@@ -78,7 +74,7 @@ class Oddities(nn.Module):
         named = dict(self.named_parameters())
         return [(n, named[n]) for n in own if n in named]
 
-    def loss(self, x, target, branch):
+    def forward(self, x, branch):
         x = x * torch.tensor([1 + i / 8 for i in range(x.shape[1])], dtype=x.dtype)
         for _ in range(self.calls):
             x = torch.tanh(self.shared(x))
@@ -92,7 +88,7 @@ class Oddities(nn.Module):
             x = x + self.side(x)
         if self.tied:
             x = torch.tanh(x) @ self.shared.weight.mT
-        return F.mse_loss(x, target, reduction="sum")
+        return x
 
 
 class Attention(nn.Module):
@@ -146,9 +142,6 @@ class Gpt(nn.Module):
         x = self.ln_f(x)
         return x @ self.wte.weight.mT if self.lm_head is None else self.lm_head(x)
 
-    def loss(self, tokens, targets, branch):
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-
 
 class RmsNorm(nn.Module):
     def __init__(self, size):
@@ -177,8 +170,8 @@ class LlamaAttention(nn.Module):
         rates = 1 / 10000 ** (torch.arange(0, self.width, 2).to(torch.float32) / self.width)
         angles = torch.arange(head.shape[1]).to(torch.float32)[:, None] * rates[None, :]
         turn = torch.polar(torch.ones_like(angles.double()), angles.double())
-        turned = torch.complex(head[..., :half], head[..., half:]) * turn
-        return torch.cat((turned.real, turned.imag), -1)
+        turned = torch.complex(head[..., :half].double(), head[..., half:].double()) * turn
+        return torch.cat((turned.real, turned.imag), -1).to(head.dtype)
 
     def forward(self, x):
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -218,13 +211,12 @@ class Llama(nn.Module):
         )
         self.lm_head = None if tied else nn.Linear(hidden, vocab, bias=False, **MADE)
 
-    def loss(self, tokens, targets, branch):
+    def forward(self, tokens):
         x = self.model["embed_tokens"](tokens)
         for layer in self.model["layers"]:
             x = layer(x)
         x = self.model["norm"](x)
-        logits = x @ self.model["embed_tokens"].weight.mT if self.lm_head is None else self.lm_head(x)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return x @ self.model["embed_tokens"].weight.mT if self.lm_head is None else self.lm_head(x)
 
 
 def tensor(given):
@@ -267,7 +259,11 @@ def factors_of(name, groups):
     return next(((lr, decay) for pattern, lr, decay in groups if pattern in name), (1, 1))
 
 
-def make_optimizer(named, kind, lr, momentum, nesterov, weight_decay, beta1, beta2, eps, groups):
+def plainly(options, optimizer, **settings):
+    return optimizer(options, **settings)
+
+
+def make_optimizer(named, kind, lr, momentum, nesterov, weight_decay, beta1, beta2, eps, groups, make=plainly):
     """One group a pair of factors; "base_lr" is the rate that a step's own factor multiplies."""
     by_factors = {}
     for name, parameter in named:
@@ -277,9 +273,20 @@ def make_optimizer(named, kind, lr, momentum, nesterov, weight_decay, beta1, bet
         for (f, decay), own in by_factors.items()
     ]
     if kind == "sgd":
-        return torch.optim.SGD(options, momentum=momentum, nesterov=nesterov, foreach=False)
+        return make(options, torch.optim.SGD, lr=lr, momentum=momentum, nesterov=nesterov, foreach=False)
     made = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[kind]
-    return made(options, betas=(beta1, beta2), eps=eps, foreach=False)
+    return make(options, made, lr=lr, betas=(beta1, beta2), eps=eps, foreach=False)
+
+
+def inputs_of(model, given, branch):
+    """What the model is called with."""
+    return (tensor(given), branch) if isinstance(model, Oddities) else (tensor(given),)
+
+
+def loss_of(output, target):
+    if target.is_floating_point():
+        return F.mse_loss(output, target, reduction="sum")
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
 
 
 def backward(model, microbatches):
@@ -287,14 +294,14 @@ def backward(model, microbatches):
     for ranks in microbatches:
         losses.append([])
         for given, target, weight, branch in ranks:
-            loss = weight * model.loss(tensor(given), tensor(target), branch)
+            loss = weight * loss_of(model(*inputs_of(model, given, branch)), tensor(target))
             if loss.requires_grad:
                 loss.backward()
             losses[-1].append(loss.item())
     return losses
 
 
-def exported_state(optimizer, named, kind, momentum):
+def state_of(optimizer, named, kind, momentum):
     """Slots of all parameters; of one that was never updated they are zero."""
     slots = ["exp_avg", "exp_avg_sq"] if kind != "sgd" else ["momentum_buffer"] if momentum != 0 else []
 
@@ -302,7 +309,7 @@ def exported_state(optimizer, named, kind, momentum):
         held = optimizer.state.get(parameter, {}).get(slot)
         return torch.zeros_like(parameter) if held is None else held
 
-    return [(slot, [(name, exported(value(p, slot))) for name, p in named]) for slot in slots]
+    return [(slot, [(name, value(p, slot)) for name, p in named]) for slot in slots]
 
 
 def train_step(model, optimizer, options, microbatches, divide, clip_norm, norm_order, lr_factor, frozen):
@@ -329,7 +336,10 @@ def train_step(model, optimizer, options, microbatches, divide, clip_norm, norm_
         "gradient_norm": norm.item(),
         "gradients": gradients,
         "parameters": [(name, exported(p)) for name, p in named],
-        "state": exported_state(optimizer, named, options["kind"], options["momentum"]),
+        "state": [
+            (slot, [(name, exported(value)) for name, value in values])
+            for slot, values in state_of(optimizer, named, options["kind"], options["momentum"])
+        ],
     }
 
 

@@ -95,4 +95,17 @@ PeerResult run_in_transformers(const PeerRun& run) {
   return result;
 }
 
+std::string why_not_engine(const std::string& package, const std::string& engine) {
+  std::string reason;
+  call_python<PythonWhyNotEngine>("golden_python_why_not_engine", package, engine, &reason);
+  return reason;
+}
+
+EngineTrace train_in_engine(const EngineRun& run) {
+  require_valid(*run.run);
+  EngineTrace trace;
+  call_python<PythonEngine>("golden_python_engine", run, &trace);
+  return trace;
+}
+
 }  // namespace golden

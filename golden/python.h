@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "golden/engine.h"
 #include "golden/golden.h"
 #include "golden/hugging_face.h"
 
@@ -14,5 +15,9 @@ namespace golden {
 using PythonTrain = void(const std::string& venv, const Run& run, Trace* trace);
 // The symbol "golden_python_transformers", which besides imports transformers.
 using PythonTransformers = void(const std::string& venv, const PeerRun& run, PeerResult* result);
+// The symbols "golden_python_why_not_engine" and "golden_python_engine". These import no torch into this process.
+using PythonWhyNotEngine = void(const std::string& venv, const std::string& package, const std::string& engine,
+                                std::string* reason);
+using PythonEngine = void(const std::string& venv, const EngineRun& run, EngineTrace* trace);
 
 }  // namespace golden

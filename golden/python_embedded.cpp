@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "golden/python.h"
 
@@ -42,7 +43,7 @@ void start_python(const std::string& venv) {
   PyEval_SaveThread();  // releases the interpreter's lock, which each call takes for itself
 }
 
-// A function of a source, which needs `package`. Kept for good.
+// A function of a source, which needs `package`, or all its names. Kept for good.
 py::object* load(const std::string& venv, const char* source, const char* file, const char* function, const char* package) {
   try {
     py::dict names;
@@ -50,7 +51,7 @@ py::object* load(const std::string& venv, const char* source, const char* file, 
     names["__builtins__"] = py::module_::import("builtins");
     py::module_::import("builtins")
         .attr("exec")(py::module_::import("builtins").attr("compile")(source, file, "exec"), names);
-    return new py::object(names[function]);
+    return new py::object(function ? py::object(names[function]) : names);
   } catch (const py::error_already_set& error) {
     throw EnvironmentError(fmt::format("golden: {} of {} does not load: {}. Run ./ci/setup.", package, venv, error.what()));
   }
@@ -64,6 +65,12 @@ py::object& oracle(const std::string& venv) {
 py::object& hugging_face(const std::string& venv) {
   static py::object* loaded = load(venv, kHuggingFaceSource, "golden/hugging_face.py", "run", "transformers");
   return *loaded;
+}
+
+// Of golden/engine.py.
+py::object engine_function(const std::string& venv, const char* function) {
+  static py::object* names = load(venv, kEngineSource, "golden/engine.py", nullptr, "Python");
+  return (*names)[function];
 }
 
 py::tuple to_python(const at::Tensor& tensor) {
@@ -206,14 +213,36 @@ StepTrace step_from_python(const py::handle& given) {
   return step;
 }
 
-Trace train_with(py::object& python_train, const Run& run) {
+// The arguments of `train` in golden/oracle.py.
+struct RunInPython {
+  std::string kind;
+  py::dict model, optimizer;
   py::list parameters, steps;
-  for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
-  for (const Step& step : run.steps) steps.append(to_python(step));
-  const auto [kind, options] = to_python(run.model);
-  const py::object result = python_train(kind, options, parameters, to_python(run.optimizer), steps);
+
+  explicit RunInPython(const Run& run) : optimizer(to_python(run.optimizer)) {
+    std::tie(kind, model) = to_python(run.model);
+    for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
+    for (const Step& step : run.steps) steps.append(to_python(step));
+  }
+};
+
+Trace train_with(py::object& python_train, const Run& run) {
+  const RunInPython there(run);
+  const py::object result = python_train(there.kind, there.model, there.parameters, there.optimizer, there.steps);
   Trace trace;
   for (const py::handle step : result) trace.push_back(step_from_python(step));
+  return trace;
+}
+
+EngineTrace train_with(const py::object& python_train, const EngineRun& run) {
+  const RunInPython there(*run.run);
+  const py::object result = python_train(run.package, kOracleSource, run.setup, there.kind, there.model, there.parameters,
+                                         there.optimizer, there.steps);
+  EngineTrace trace;
+  for (const py::handle step : result) {
+    std::vector<StepTrace>& ranks = trace.emplace_back();
+    for (const py::handle rank : step) ranks.push_back(step_from_python(rank));
+  }
   return trace;
 }
 
@@ -255,5 +284,30 @@ extern "C" __attribute__((visibility("default"))) void golden_python_transformer
     *result = golden::run_with(peer, run);
   } catch (const pybind11::error_already_set& error) {
     throw std::runtime_error(fmt::format("golden: hugging_face.py failed: {}", error.what()));
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) void golden_python_why_not_engine(const std::string& venv,
+                                                                                   const std::string& package,
+                                                                                   const std::string& engine,
+                                                                                   std::string* reason) {
+  if (!Py_IsInitialized()) golden::start_python(venv);
+  const pybind11::gil_scoped_acquire lock;
+  try {
+    *reason = golden::engine_function(venv, "why_not")(package, kOracleSource, engine).cast<std::string>();
+  } catch (const pybind11::error_already_set& error) {
+    throw golden::EnvironmentError(error.what());
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) void golden_python_engine(const std::string& venv,
+                                                                           const golden::EngineRun& run,
+                                                                           golden::EngineTrace* trace) {
+  if (!Py_IsInitialized()) golden::start_python(venv);
+  const pybind11::gil_scoped_acquire lock;
+  try {
+    *trace = golden::train_with(golden::engine_function(venv, "train"), run);
+  } catch (const pybind11::error_already_set& error) {
+    throw std::runtime_error(pybind11::str(error.value()).cast<std::string>());
   }
 }

@@ -25,6 +25,7 @@ add_test(NAME Tree.documents_name_tests_and_files_that_exist COMMAND "${CMAKE_SO
 set_tests_properties(Tree.keeps_to_the_layers Tree.documents_name_tests_and_files_that_exist PROPERTIES LABELS ci)
 if(SHARDPROOF_EMBED_PYTHON)
   shardproof_python_tests(NAME c10d CLASS ProcessGroup)
+  shardproof_python_tests(NAME engine CLASS Engines)
 endif()
 shardproof_python_tests(NAME check_docs CLASS CheckDocs)
 shardproof_python_tests(NAME check_layers CLASS CheckLayers)

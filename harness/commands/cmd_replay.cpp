@@ -9,6 +9,7 @@
 #include "harness/commands/flight.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "harness/run/engine.h"
 #include "harness/run/explain.h"
 #include "harness/run/process_ranks.h"
 #include "harness/run/run_case.h"
@@ -18,7 +19,7 @@ namespace harness {
 namespace {
 
 struct Arguments {
-  std::string text, json, flight;
+  std::string text, json, flight, engine = "shardproof";
   Launched launched;
 };
 
@@ -49,6 +50,13 @@ int run_on(shardproof::ProcessWorld& world, const Launched& launched, const Case
   return exit_code;
 }
 
+int run_in(const std::string& name, const Case& c, const std::string& json) {
+  const Engine engine(name);
+  const Engine::Fitted fitted = engine.fit(c);
+  SHARD_REQUIRE(fitted.reason.empty(), "replay", "{} cannot train this case: {}", name, fitted.reason);
+  return report(fitted.c, engine.run(fitted.c), engine.ranks(), json);
+}
+
 }  // namespace
 
 void add_replay_command(CLI::App& app, int& exit_code) {
@@ -58,6 +66,7 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   command->add_option("--flight", arguments->flight,
                       "instead of running a case, say where the flight records in this folder first disagree");
   command->add_option("--json", arguments->json, "also write one JSON object to this file");
+  add_engine_option(*command, arguments->engine);
   arguments->launched.add_to(*command);
   command->callback([arguments, &exit_code] {
     SHARD_REQUIRE(arguments->text.empty() != arguments->flight.empty(), "replay", "give a case, or --flight DIR");
@@ -69,6 +78,10 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     }
     const Case c = Case::parse(arguments->text);
     at::set_num_threads(1);
+    if (arguments->engine != "shardproof") {
+      exit_code = run_in(arguments->engine, c, arguments->json);
+      return;
+    }
     const auto world = arguments->launched.start(c.mesh.str());
     const c10::Device device = arguments->launched.device();
     require_runs_on(c, device);

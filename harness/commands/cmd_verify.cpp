@@ -1,10 +1,13 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <fstream>
+#include <functional>
 #include <memory>
+#include <numeric>
 
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
@@ -23,7 +26,7 @@ std::atomic<bool> interrupted{false};
 
 struct Arguments {
   VerifyOptions options;
-  std::string strategy, mesh, mode, shard, junit, report, faults;
+  std::string strategy, mesh, mode, shard, junit, report, faults, engine = "shardproof";
   std::vector<std::string> merge;
   bool world_max_given = false;
   Launched launched;
@@ -60,6 +63,23 @@ void prepare(Arguments& arguments) {
                 options.limits.world_max);
 }
 
+// Engines are compared within a tolerance, on ranks of their own, and with a golden run that is their model already.
+std::unique_ptr<Engine> start_engine(Arguments& arguments) {
+  VerifyOptions& options = arguments.options;
+  SHARD_REQUIRE(!options.limits.mode && options.corpus_directory.empty() && arguments.launched.on_threads(), "verify",
+                "--engine {} trains in Python, within the tolerance of the mode fast; leave out --mode, --corpus, --device and "
+                "--backend",
+                arguments.engine);
+  auto engine = std::make_unique<Engine>(arguments.engine);
+  options.engine = engine.get();
+  options.limits.mode = Mode::fast;
+  options.python = false;
+  std::string folder = arguments.engine;
+  std::ranges::replace_if(folder, [](char letter) { return letter == ':' || letter == '/'; }, '_');
+  options.failures_directory += "/" + folder;
+  return engine;
+}
+
 void limit_to(const shardproof::ProcessWorld& world, Arguments& arguments) {
   Limits& limits = arguments.options.limits;
   SHARD_REQUIRE(!limits.mesh || limits.mesh->size() <= world.size(), "verify",
@@ -69,17 +89,26 @@ void limit_to(const shardproof::ProcessWorld& world, Arguments& arguments) {
   limits.world_max = std::min(limits.world_max, world.size());
 }
 
-void print(const VerifyResult& result) {
+void print_refused(const VerifyResult& result, const Engine& engine) {
+  fmt::print("{} trained {} of {} drawn cases; the others have what it cannot do, or was not given\n", engine.name(),
+             result.drawn - std::transform_reduce(result.refused.begin(), result.refused.end(), int64_t{0}, std::plus(),
+                                                  [](const auto& item) { return item.second; }),
+             result.drawn);
+  for (const auto& [reason, count] : result.refused) fmt::print("  {:>6}  {}\n", count, reason);
+}
+
+void print(const VerifyResult& result, const VerifyOptions& options) {
   fmt::print("{}\n{}", result.coverage.table(), result.coverage.summary());
+  if (options.engine) print_refused(result, *options.engine);
   if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
   if (result.oracle_compared > 0)
     fmt::print("golden run against PyTorch in Python: {} kinds of cases, {} differences\n", result.oracle_compared,
                result.oracle_differences.size());
   for (const std::string& difference : result.oracle_differences) fmt::print("\nORACLE {}\n", difference);
   for (const Failure& failure : result.failures)
-    fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   build/shardproof replay '{}'\n",
-               failure.cases, failure.cases == 1 ? "" : "s", failure.what, in_lines(failure.looks_like), failure.minimal.str(),
-               failure.original.str(), failure.minimal.str());
+    fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   {}\n", failure.cases,
+               failure.cases == 1 ? "" : "s", failure.what, in_lines(failure.looks_like), failure.minimal.str(),
+               failure.original.str(), replay_line(failure.minimal, options));
   const int64_t cases = result.coverage.cases();
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   fmt::print("\n{}{}: {} of {} cases held, in {:.1f} s ({:.0f} cases a minute)\n",
@@ -136,8 +165,11 @@ int run(Arguments& arguments) {
   Files files(arguments);
   arguments.options.also = [&](const nlohmann::json& line) { files.add(line); };
   const VerifyResult result = verify(arguments.options, interrupted);
-  print(result);
+  print(result, arguments.options);
   files.write();
+  SHARD_REQUIRE(result.coverage.cases() > 0 || result.interrupted, "verify",
+                "{} could train none of {} cases, so nothing was compared; draw more with --cases",
+                arguments.options.engine ? arguments.options.engine->name() : "this run", result.drawn);
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   return held ? 0 : 1;  // of what ran, when it was interrupted
 }
@@ -165,6 +197,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--seed", options.seed, "the seed from which the cases are drawn")->capture_default_str();
   command->add_option("--jobs", options.jobs, "how many cases run at a time; 0: one for each processor")->capture_default_str();
   command->add_option("--strategy", arguments->strategy, "only this one, e.g. ddp, zero1, zero2, zero3, hsdp, hfsdp, hzero2");
+  add_engine_option(*command, arguments->engine);
   command->add_option("--mesh", arguments->mesh, "run only on this mesh, axis=size,axis=size");
   command->add_option("--mode", arguments->mode, "run only this mode: exact, ordered, canonical or fast");
   command
@@ -193,6 +226,11 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     arguments->world_max_given = command->count("--world-max") > 0;
     prepare(*arguments);
     std::signal(SIGINT, [](int) { interrupted = true; });
+    if (arguments->engine != "shardproof") {
+      const auto engine = start_engine(*arguments);
+      exit_code = run(*arguments);
+      return;
+    }
     const auto world = arguments->launched.start(arguments->mesh);
     const c10::Device device = arguments->launched.device();
     arguments->options.limits.canonical_arithmetic = device.is_cpu();

@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 
+#include "harness/run/engine.h"
 #include "harness/run/reproducible.h"
 #include "shardproof/comm/require_same.h"
 #include "shardproof/device/kernels/cuda.h"
@@ -36,6 +37,20 @@ std::vector<std::string> without_ranks(const std::vector<std::string>& arguments
 
 void remember_arguments(int argc, char** argv) {
   remembered().assign(argv, argv + argc);
+}
+
+void add_engine_option(CLI::App& command, std::string& engine) {
+  command
+      .add_option("--engine", engine,
+                  fmt::format("whose sharded training is run: shardproof's, one of {}, or that of a function of yours, as "
+                              "module:function, which takes a model and a mesh",
+                              fmt::join(Engine::names(), ", ")))
+      ->capture_default_str();
+}
+
+bool Launched::on_threads() const {
+  const shardproof::LaunchOptions usual;
+  return options.backend == usual.backend && options.device == usual.device;
 }
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {

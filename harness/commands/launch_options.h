@@ -36,6 +36,8 @@ struct Launched {
   c10::Device device() const { return device_; }
   // Whether ranks can have memory side by side.
   bool shares_memory() const { return options.backend != "nccl"; }
+  // Whether ranks are threads on the CPU, as they are unless told otherwise.
+  bool on_threads() const;
   // Throws Error for options that were given and mean nothing to this backend.
   void refuse_without_effect() const;
   // Those that were given, for a process that this one starts.
@@ -48,6 +50,9 @@ struct Launched {
   std::vector<CLI::Option*> of_processes_, of_nccl_;
   c10::Device device_{c10::kCPU};
 };
+
+// --engine: whose training is run.
+void add_engine_option(CLI::App& command, std::string& engine);
 
 // argv of this process, for `start`.
 void remember_arguments(int argc, char** argv);

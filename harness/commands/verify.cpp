@@ -38,7 +38,10 @@ class Campaign {
     failures_.require_writable();
     start_oracle();
     std::vector<std::thread> workers;
-    running_ = options_.ranks ? 1 : options_.jobs > 0 ? options_.jobs : std::max(1u, std::thread::hardware_concurrency());
+    const bool one_at_a_time = options_.ranks || options_.engine;
+    running_ = one_at_a_time         ? 1
+               : options_.jobs > 0   ? options_.jobs
+                                     : std::max(1u, std::thread::hardware_concurrency());
     for (int64_t job = running_; job > 0; --job)
       workers.emplace_back([this] {
         at::set_num_threads(1);
@@ -75,7 +78,28 @@ class Campaign {
     return std::max<int64_t>(0, (options_.cases - options_.shard + options_.shard_count - 1) / options_.shard_count);
   }
 
-  Ranks& ranks() const { return options_.ranks ? *options_.ranks : thread_ranks(); }
+  Ranks& ranks() const {
+    return options_.engine ? options_.engine->ranks() : options_.ranks ? *options_.ranks : thread_ranks();
+  }
+
+  // What an engine cannot train, of simpler variants of a case, holds.
+  Verdict judge(const Case& c) const {
+    if (!options_.engine) return run_case(c, ranks());
+    const Engine::Fitted fitted = options_.engine->fit(c);
+    if (fitted.reason.empty() && fitted.c == c) return options_.engine->run(c);
+    Verdict none;
+    none.held = true;
+    return none;
+  }
+
+  void try_drawn(const Case& c) {
+    if (!options_.engine) return try_case(c, false);
+    const Engine::Fitted fitted = options_.engine->fit(c);
+    if (fitted.reason.empty()) try_case(fitted.c, false);
+    const std::lock_guard lock(mutex_);
+    ++result_.drawn;
+    if (!fitted.reason.empty()) ++result_.refused[fitted.reason];
+  }
 
   void start_oracle() {
     if (!options_.python) return;
@@ -110,13 +134,13 @@ class Campaign {
     while (!over()) {
       const int64_t number = next_++;
       if (options_.minutes <= 0 && number >= own_cases()) return;
-      try_case(generate(options_.seed, index_of(number), options_.limits), false);
+      try_drawn(generate(options_.seed, index_of(number), options_.limits));
     }
   }
 
   void try_case(const Case& c, bool is_replay) {
     const auto start = std::chrono::steady_clock::now();
-    Verdict verdict = run_case(c, ranks());
+    Verdict verdict = judge(c);
     verdict.held |= verdict.diverged && !is_replay;  // not a random case's fault
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     int64_t cases = 0;
@@ -147,11 +171,11 @@ class Campaign {
     const Shrunk shrunk = shrink(c, verdict, budget, [this](const Case& candidate) {
       Verdict stopped;
       stopped.held = true;
-      return interrupted_ ? stopped : run_case(candidate, ranks());
+      return interrupted_ ? stopped : judge(candidate);
     });
     const Explanation looks_like = interrupted_ ? Explanation{} : explain(shrunk.minimal, ranks());
     const nlohmann::json picture =
-        interrupted_ ? nlohmann::json() : to_json(picture_of(shrunk.minimal, shrunk.verdict.step));
+        interrupted_ || options_.engine ? nlohmann::json() : to_json(picture_of(shrunk.minimal, shrunk.verdict.step));
     const std::lock_guard lock(mutex_);
     result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, looks_like, cases});
     failures_.store(shrunk.minimal, shrunk.verdict.what);
@@ -163,7 +187,7 @@ class Campaign {
           {"original", c.str()},
           {"cases", cases},
           {"tried", shrunk.tried},
-          {"replay", fmt::format("build/shardproof replay '{}'", shrunk.minimal.str())},
+          {"replay", replay_line(shrunk.minimal, options_)},
           {"picture", picture}});
   }
 
@@ -195,6 +219,12 @@ class Campaign {
 
   void write_summary() {
     nlohmann::json features = result_.coverage.features();
+    if (options_.engine)
+      tell({{"type", "engine"},
+            {"engine", options_.engine->name()},
+            {"drawn", result_.drawn},
+            {"trained", result_.coverage.cases()},
+            {"refused", result_.refused}});
     tell({{"type", "summary"},
           {"cases", result_.coverage.cases()},
           {"failures", result_.coverage.failures()},
@@ -226,6 +256,11 @@ class Campaign {
 };
 
 }  // namespace
+
+std::string replay_line(const Case& c, const VerifyOptions& options) {
+  const std::string engine = options.engine ? fmt::format("--engine {} ", options.engine->name()) : "";
+  return fmt::format("build/shardproof replay {}'{}'", engine, c.str());
+}
 
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted) {
   return Campaign(options, interrupted).run();

@@ -4,12 +4,14 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "harness/case/generate.h"
 #include "harness/commands/coverage.h"
+#include "harness/run/engine.h"
 #include "harness/run/explain.h"
 #include "harness/run/ranks.h"
 
@@ -31,6 +33,7 @@ struct VerifyOptions {
   std::string json;
   std::function<void(const nlohmann::json&)> also;  // gets each line of --json as well, one at a time; may be empty
   Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
+  const Engine* engine = nullptr;  // instead of the library; one case at a time
 };
 
 struct Failure {
@@ -46,6 +49,8 @@ struct VerifyResult {
   int64_t replayed = 0;         // of the failure database
   int64_t oracle_compared = 0;  // against PyTorch in Python
   std::vector<std::string> oracle_differences;
+  int64_t drawn = 0;                      // with those that an engine cannot train
+  std::map<std::string, int64_t> refused;  // these, by reason
   bool interrupted = false;
   double seconds = 0;
 };
@@ -53,5 +58,8 @@ struct VerifyResult {
 // Shows progress on stderr. `interrupted` may be set from a signal handler: the cases under way are finished, the rest
 // left. Throws Error for limits that cannot be met, golden::EnvironmentError when Python is asked for and missing.
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted);
+
+// What runs the case once more.
+std::string replay_line(const Case& c, const VerifyOptions& options);
 
 }  // namespace harness

@@ -90,7 +90,7 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
       if (!known && !pieces.empty()) return fmt::format("optimizer state {} on rank {}: the golden run has none", name, rank);
     }
   kinds.push_back(std::move(parameters));
-  if (copies.compute != at::kFloat) kinds.push_back(std::move(rounded));
+  if (copies.compute != at::kFloat && copies.compute_parameters) kinds.push_back(std::move(rounded));
   return {};
 }
 

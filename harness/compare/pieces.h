@@ -27,6 +27,7 @@ struct Copies {
   // comparison does not know which.
   std::vector<Holders> holders = {Holders{}};
   at::ScalarType compute = at::kFloat;
+  bool compute_parameters = true;  // whether ranks say which parameters they compute with, where these are others
   int64_t microbatch_ranks = 1;  // neighbours that train on one microbatch
   // Those of them along tp, and the parameters of which they hold different pieces, each held by so many of them.
   int64_t tensor_ranks = 1;

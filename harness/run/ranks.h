@@ -8,6 +8,7 @@
 
 #include "golden/golden.h"
 #include "harness/case/case.h"
+#include "harness/compare/pieces.h"
 #include "harness/compare/step_exchange.h"
 
 namespace harness {
@@ -20,6 +21,10 @@ class Ranks {
   // The steps as [step][rank]. Rank 0 begins with the run's parameters, the other ranks with different ones, which the library
   // has to replace.
   virtual std::vector<std::vector<RankStep>> train(const Case& c, const golden::Run& run) = 0;
+  // How many of them hold each element.
+  virtual Copies copies(const Case& c) const { return copies_of(c); }
+  // Whether they train with the library, not with an engine (engine.h).
+  virtual bool is_library() const { return true; }
 };
 
 // The order in which rank-threads run, and when collectives complete, follow from the case's seed.

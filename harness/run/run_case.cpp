@@ -28,8 +28,8 @@ std::string first_word(const std::string& text) { return text.substr(0, text.fin
 // What the sharded run is held against.
 class Reference {
  public:
-  Reference(const Case& c, const golden::Run& run) : run_(run), trace_(golden::train(run)) {
-    for (size_t s = 0; s < c.steps.size(); ++s) copies_.push_back(copies_of(c.at(s)));
+  Reference(const Case& c, const golden::Run& run, const Ranks& ranks) : run_(run), trace_(golden::train(run)) {
+    for (size_t s = 0; s < c.steps.size(); ++s) copies_.push_back(ranks.copies(c.at(s)));
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
     golden::Run other = run;
@@ -147,8 +147,8 @@ void measure(const Case& c, const golden::Run& run, const Reference& reference, 
   });
 }
 
-void compare(const Case& c, const golden::Run& run, const Reference& reference, std::vector<std::vector<RankStep>> sharded,
-             Verdict& verdict) {
+void compare(const Case& c, const golden::Run& run, const Reference& reference, Ranks& ranks, Verdict& verdict) {
+  std::vector<std::vector<RankStep>> sharded = ranks.train(c, run);
   for (size_t step = 0; step < sharded.size(); ++step) {
     verdict.steps_skipped += reference.trace()[step].skipped;
     if (c.clip_norm > 0)
@@ -161,7 +161,7 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
     }
   }
   const size_t last = sharded.size() - 1;
-  if (c.mode == Mode::fast && c.seed % kMeasuredEvery == 0 && run.device.is_cpu())
+  if (c.mode == Mode::fast && c.seed % kMeasuredEvery == 0 && run.device.is_cpu() && ranks.is_library())
     measure(c, run, reference, sharded.back(), verdict);
   plant_change(c, reference.best_known_parameter(last), sharded.back());
   Verdict control;
@@ -195,7 +195,7 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& rank
   if (steps > 0) {
     c.steps.resize(steps);
     run.steps.resize(steps);
-    compare(c, run, Reference(c, run), ranks.train(c, run), verdict);
+    compare(c, run, Reference(c, run, ranks), ranks, verdict);
     if (!verdict.held) return;
   }
   verdict.held = false;
@@ -218,14 +218,14 @@ Verdict run_case(const Case& c, Ranks& ranks) {
   golden::Run run = make_run(c);
   run.device = ranks.device();
   if (c.options.offload == offload_none) run.optimizer.device = ranks.device();
-  const Reference reference(c, run);
+  const Reference reference(c, run, ranks);
   const golden::Trace& trace = reference.trace();
   const size_t finite = std::find_if_not(trace.begin(), trace.end(), is_finite) - trace.begin();
   try {
     if (finite < trace.size())
       compare_until_divergence(c, run, finite, ranks, verdict);
     else
-      compare(c, run, reference, ranks.train(c, run), verdict);
+      compare(c, run, reference, ranks, verdict);
   } catch (const shardproof::WorldLostError&) {
     throw;  // the next case would find nobody either
   } catch (const std::exception& error) {

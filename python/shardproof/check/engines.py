@@ -17,9 +17,17 @@ EVEN = {"make_model": models.make_even_model, "make_batch": models.make_batch, "
 PLAIN = {"make_model": models.make_model, "make_batch": models.make_batch, "loss": models.loss}
 
 
-def ddp(model: nn.Module, mesh, static: bool = False, bucket_view: bool = False) -> nn.Module:
+# "root" alone, the model's "blocks" besides, or these modules.
+Units = str | Sequence[nn.Module]
+
+
+def ddp(model: nn.Module, mesh, static: bool = False, bucket_view: bool = False, find_unused: bool = False) -> nn.Module:
     return nn.parallel.DistributedDataParallel(
-        model, process_group=mesh.get_group("dp"), static_graph=static, gradient_as_bucket_view=bucket_view
+        model,
+        process_group=mesh.get_group("dp"),
+        static_graph=static,
+        gradient_as_bucket_view=bucket_view,
+        find_unused_parameters=find_unused,
     )
 
 
@@ -31,15 +39,16 @@ def zero1(model: nn.Module, mesh, overlap: bool = False) -> Sharded:
     return Sharded(module, wrap_optimizer=lambda p, kind, **s: ZeroRedundancyOptimizer(p, kind, process_group=group, **s))
 
 
-def fsdp2(model: nn.Module, mesh, units: str = "root", reshard: bool = True, precision: torch.dtype | None = None) -> nn.Module:
+def fsdp2(
+    model: nn.Module, mesh, units: Units = "root", reshard: bool | int = True, precision: torch.dtype | None = None
+) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
     if precision is not None:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
-    if units == "blocks":
-        for block in model.blocks:
-            fully_shard(block, **settings)
+    for unit in model.blocks if units == "blocks" else () if units == "root" else units:
+        fully_shard(unit, **settings)
     return fully_shard(model, **settings)
 
 
@@ -76,20 +85,29 @@ def _clipped(module: nn.Module, clip: str) -> nn.Module | Sharded:
     return module if clip == "torch" else Sharded(module, clip=lambda max_norm, kind: clip_by_mesh(module, max_norm, kind))
 
 
-def tp(model: nn.Module, mesh, clip: str = "by_mesh") -> nn.Module | Sharded:
+def tp(model: nn.Module, mesh, clip: str = "by_mesh", plan: dict[str, Any] | None = None) -> nn.Module | Sharded:
     from torch.distributed.tensor.parallel import parallelize_module
 
-    return _clipped(parallelize_module(model, mesh["tp"], tensor_plan(model)), clip)
+    return _clipped(parallelize_module(model, mesh["tp"], plan or tensor_plan(model)), clip)
 
 
-def fsdp2_tp(model: nn.Module, mesh, units: str = "root", reshard: bool = True, clip: str = "by_mesh") -> nn.Module | Sharded:
+def fsdp2_tp(
+    model: nn.Module,
+    mesh,
+    units: Units = "root",
+    reshard: bool | int = True,
+    clip: str = "by_mesh",
+    plan: dict[str, Any] | None = None,
+) -> nn.Module | Sharded:
     from torch.distributed.tensor.parallel import parallelize_module
 
-    parallelize_module(model, mesh["tp"], tensor_plan(model))
+    parallelize_module(model, mesh["tp"], plan or tensor_plan(model))
     return _clipped(fsdp2(model, mesh["dp"], units, reshard), clip)
 
 
-def hsdp(model: nn.Module, mesh, units: str = "root", reshard: bool = True, precision: torch.dtype | None = None) -> nn.Module:
+def hsdp(
+    model: nn.Module, mesh, units: Units = "root", reshard: bool | int = True, precision: torch.dtype | None = None
+) -> nn.Module:
     return fsdp2(model, mesh["dp_replicate", "dp_shard"], units, reshard, precision)
 
 

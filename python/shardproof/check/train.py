@@ -65,9 +65,13 @@ class Piece:
 @dataclass
 class RankStep:
     loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """Of a case that was given: of each microbatch."""
     norm: float | None = None
     gradients: dict[str, Piece | None] = field(default_factory=dict)
     parameters: dict[str, Piece] = field(default_factory=dict)
+    state: dict[str, dict[str, Piece]] = field(default_factory=dict)
+    """Of a case that was given: slots of the optimizer's state."""
     gathered: dict[str, Piece] = field(default_factory=dict)
     """What `full_tensor` gives after the last step of a segment."""
 
@@ -107,7 +111,7 @@ def run_segment(subject: Subject, draw: Draw, plan: Plan, base: torch.nn.Module,
     mesh = init_device_mesh("cpu", tuple(segment.mesh.values()), mesh_dim_names=tuple(segment.mesh))
     model = copy.deepcopy(base)
     if index:
-        _spoil(model)
+        spoil(model)
     sharded = call(subject.parallelize, draw, model, mesh, **plan.options)
     if not isinstance(sharded, Sharded):
         sharded = Sharded(sharded)
@@ -135,7 +139,7 @@ def _step(subject, draw, plan: Plan, sharded: Sharded, optimizer, s: int, t: int
     record = RankStep()
     for m in range(step.microbatches):
         inputs, targets = batch_of(subject, draw, plan, s, t, m, pieces)[position]
-        with _synchronized(sharded, step, m):
+        with synchronized(sharded, m, step.microbatches, wait=step.sync_last and m + 1 < step.microbatches):
             loss = subject.loss(_in_dtype(sharded.module(inputs), plan.dtype), targets) / step.microbatches
             loss.backward()
         record.loss += float(loss.detach())
@@ -143,15 +147,20 @@ def _step(subject, draw, plan: Plan, sharded: Sharded, optimizer, s: int, t: int
     gradients = sharded.gradients() if sharded.gradients else {n: p.grad for n, p in named.items()}
     record.gradients = {n: None if g is None else piece_of(g) for n, g in gradients.items()}
     if step.clip:
-        if sharded.clip:
-            norm = sharded.clip(*step.clip)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(sharded.module.parameters(), *step.clip, foreach=False)
-        record.norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        record.norm = clip_gradients(sharded, *step.clip)
     optimizer.step()
     optimizer.zero_grad()
     record.parameters = {n: piece_of(p) for n, p in parameters_of(sharded).items()}
     return record
+
+
+def clip_gradients(sharded: Sharded, max_norm: float, kind: float) -> float:
+    """The norm before clipping."""
+    if sharded.clip:
+        norm = sharded.clip(max_norm, kind)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(sharded.module.parameters(), max_norm, kind, foreach=False)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _in_dtype(output, dtype):
@@ -173,13 +182,12 @@ WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 
 @contextlib.contextmanager
-def _synchronized(sharded: Sharded, step, m: int):
-    """The context of one microbatch: all but the last one skip communication if the step says so."""
+def synchronized(sharded: Sharded, m: int, count: int, wait: bool):
+    """The context of microbatch m of count. With `wait` it skips communication, if the engine can."""
     if sharded.microbatch:
-        with sharded.microbatch(m, step.microbatches):
+        with sharded.microbatch(m, count):
             yield
         return
-    wait = step.sync_last and m + 1 < step.microbatches
     module = sharded.module
     if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(not wait)
@@ -191,7 +199,7 @@ def _synchronized(sharded: Sharded, step, m: int):
         yield
 
 
-def _spoil(model: torch.nn.Module) -> None:
+def spoil(model: torch.nn.Module) -> None:
     """Changes every parameter, so a load that leaves one alone is noticed."""
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):

@@ -1,0 +1,121 @@
+"""`shardproof verify --engine`: PyTorch's sharded training, and a user's, under the cases of the harness."""
+import json
+import os
+import re
+import subprocess
+import tempfile
+import unittest
+
+SHARDPROOF = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
+ENGINES = '''
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+
+class Replicas(nn.Module):
+    """Averages gradients with hooks, or, with a mistake, adds them up."""
+
+    def __init__(self, model, mesh, divides):
+        super().__init__()
+        self.module = model
+        group = mesh.get_group("dp")
+        divisor = dist.get_world_size(group) if divides else 1
+
+        def average(gradient):
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=group)
+            return gradient / divisor
+
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(average)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
+def right(model, mesh):
+    return Replicas(model, mesh, True)
+
+
+def wrong(model, mesh):
+    return Replicas(model, mesh, False)
+'''
+MLP = "mlp(widths=5-7-3) mesh(dp_shard=2) ddp sgd(lr=0.1) fast seed=3 : accumulate(2) step*2"
+
+
+class Engines(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.report = os.path.join(self.folder, "report.json")
+        with open(os.path.join(self.folder, "engines.py"), "w", encoding="utf-8") as file:
+            file.write(ENGINES)
+
+    def run_command(self, *arguments, environment=None):
+        return subprocess.run([SHARDPROOF, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              cwd=self.folder, env=dict(os.environ, **(environment or {})))
+
+    def verify(self, engine, *arguments):
+        done = self.run_command("verify", "--engine", engine, "--json", self.report, *arguments)
+        lines = []
+        if os.path.exists(self.report):
+            with open(self.report, encoding="utf-8") as file:
+                lines = [json.loads(line) for line in file]
+        return done, lines
+
+    def test_cases_that_an_engine_can_train_hold_and_the_others_are_counted(self):
+        done, lines = self.verify("torch-ddp", "--cases", "24", "--seed", "2", "--world-max", "3")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        counted = next(line for line in lines if line["type"] == "engine")
+        self.assertEqual(counted["drawn"], 24)
+        self.assertEqual(counted["trained"] + sum(counted["refused"].values()), 24)
+        self.assertGreaterEqual(counted["trained"], 3)
+        self.assertGreaterEqual(counted["refused"]["tensor parallelism"], 1)
+        self.assertRegex(done.stdout, rf"torch-ddp trained {counted['trained']} of 24 drawn cases")
+        self.assertRegex(done.stdout, r"\d+  tensor parallelism\n")
+        for line in lines:
+            if line["type"] == "case":
+                self.assertRegex(line["case"], r"\) ddp.* fast seed")
+
+    def test_a_wrong_divisor_is_found_made_small_and_replayed(self):
+        done, lines = self.verify("engines:wrong", "--cases", "30", "--seed", "2", "--world-max", "2", "--failures-max", "1",
+                                  "--shrink-seconds", "4")
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        failure = next(line for line in lines if line["type"] == "failure")
+        self.assertIn("they are 2 times what they should be", failure["guess"])
+        self.assertIn("--engine engines:wrong ", failure["replay"])
+        self.assertEqual(self.run_command("replay", "--engine", "engines:wrong", failure["case"]).returncode, 1)
+        self.assertEqual(self.run_command("replay", "--engine", "engines:right", failure["case"]).returncode, 0)
+        self.assertEqual(self.run_command("replay", failure["case"]).returncode, 0)
+
+    def expect_refused(self, message, *arguments, environment=None):
+        """Exit code 2 and one clear message."""
+        done = self.run_command(*arguments, environment=environment)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertIn(message, done.stderr)
+
+    def test_engines_that_cannot_run_here_say_why(self):
+        self.expect_refused("megatron-fsdp runs on CUDA devices only", "verify", "--engine", "megatron-fsdp")
+        self.expect_refused("no engine is called ddp; there are torch-ddp, ", "verify", "--engine", "ddp")
+        self.expect_refused("engines:nothing cannot be imported: AttributeError", "verify", "--engine", "engines:nothing")
+        self.expect_refused("leave out --mode", "verify", "--engine", "torch-ddp", "--mode", "exact")
+        self.expect_refused("torch-ddp cannot train this case: tensor parallelism", "replay", "--engine", "torch-ddp",
+                            MLP.replace("dp_shard=2", "tp=2").replace("ddp", "zero3"))
+
+    def test_without_python_there_are_no_engines_and_the_message_says_what_to_do(self):
+        self.expect_refused("no Python at /nowhere/bin/python. Run ./ci/setup", "verify", "--engine", "torch-ddp",
+                            environment={"SHARDPROOF_VENV": "/nowhere"})
+
+    def test_an_engine_that_ends_its_process_is_a_failure_that_says_so(self):
+        with open(os.path.join(self.folder, "engines.py"), "a", encoding="utf-8") as file:
+            file.write("\n\ndef dies(model, mesh):\n    import os\n    os._exit(7)\n")
+        done = self.run_command("replay", "--engine", "engines:dies", MLP)
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIsNotNone(re.search(r"FAILED: error: .*the process ended with 7", done.stdout), done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
