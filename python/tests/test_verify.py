@@ -32,13 +32,13 @@ def test_the_line_of_a_case_is_the_case():
 
 def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
     monkeypatch.setattr(trained, "fully_shard", functools.partial(trained.fully_shard, gradient_divide=1))
-    with pytest.raises(shardproof.ProofFailed, match="step 0: gradient of inp.weight") as raised:
+    with pytest.raises(shardproof.ProofFailed, match="step 0: gradient of ") as raised:
         shardproof.verify(Net, batch, loss_of, cases=20)
     line = raised.value.case
     assert "=2" in line and "() sgd(lr=0.1) ordered seed(" in line
     assert line.endswith(": step")
     assert f"case={line!r}" in str(raised.value)
-    with pytest.raises(shardproof.ProofFailed, match="gradient of inp.weight"):
+    with pytest.raises(shardproof.ProofFailed, match="gradient of "):
         shardproof.verify(Net, batch, loss_of, case=line)
     monkeypatch.undo()
     shardproof.verify(Net, batch, loss_of, case=line)
