@@ -1,6 +1,6 @@
 # What `pip install .` and ci/wheel put into the Python package: the extension modules, the library, and the command with what
 # it needs. Libraries are found beside each other, and torch's where pip has it.
-set(_files shardproof_python shardproof shardproof_mpi shardproof_nccl shardproof_cuda golden golden_python)
+set(_files shardproof_python shardproof shardproof_mpi shardproof_nccl shardproof_cuda golden golden_python harness)
 if(TARGET shardproof_python_mpi)
   list(APPEND _files shardproof_python_mpi)
 endif()

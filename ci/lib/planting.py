@@ -196,10 +196,11 @@ def add_options(parser, cases):
     option("--seconds", type=int, default=300, help="a check that runs longer counts as a kill (300)")
     option("--scratch", default=os.path.join(ROOT, f"build-{parser.prog.split('/')[-1]}"), help="where the copy is built")
     option("--skip-baseline", action="store_true", help="do not try the tree as it is first")
+    option = parser.add_argument_group("for a program of your own (docs/extending.md)").add_argument
+    option("--build", metavar="COMMAND", help="rebuilds what is checked, in the copy")
+    option("--verify", metavar="COMMAND", default="build/shardproof verify", help="stands for `verify`")
     option = parser.add_argument_group("for testing this script itself").add_argument
     option("--source", default=ROOT, help="the tree to copy")
-    option("--build", metavar="COMMAND", help="rebuilds in the copy")
-    option("--verify", metavar="COMMAND", default="build/shardproof verify", help="stands for `verify`")
 
 
 def parsed(parser, arguments):

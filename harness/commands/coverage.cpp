@@ -7,6 +7,7 @@
 #include <functional>
 #include <vector>
 
+#include "harness/run/property.h"
 #include "shardproof/algebra/strategy.h"
 
 namespace harness {
@@ -73,6 +74,8 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   values_compared_ += verdict.values_compared;
   ratio_max_ = std::max(ratio_max_, verdict.ratio_max);
   for (const auto& [kind, error] : verdict.smallest_found) smallest_found_[kind].push_back(error);
+  for (const Property& property : harness::properties()) properties_[property.name] += 0;
+  for (const std::string& name : verdict.properties) ++properties_[name];
   Row& row = rows_[{c.strategy, to_string(c.model.kind), world}];
   ++row.cases;
   row.failures += !verdict.held;
@@ -230,6 +233,13 @@ std::string Coverage::found_summary() const {
   return text;
 }
 
+std::string Coverage::properties_summary() const {
+  if (properties_.empty()) return "";
+  std::vector<std::string> items;
+  for (const auto& [name, cases] : properties_) items.push_back(fmt::format("{} {}", name, cases));
+  return fmt::format("properties asked (cases): {}\n", fmt::join(items, ", "));
+}
+
 std::string Coverage::table() const {
   std::string text = fmt::format("{:<10} {:<6} {:>6} {:>8} {:>9}\n", "strategy", "model", "world", "cases", "failures");
   for (const auto& [key, row] : rows_) {
@@ -253,7 +263,7 @@ std::string Coverage::summary() const {
   text += "  " + line + "\n";
   text += pairs_summary() + fmt::format("compared: {} values", values_compared_);
   if (ratio_max_ > 0) text += fmt::format("; fast mode: at most {:.2f} times the unsharded run's distance", ratio_max_);
-  return text + "\n" + found_summary();
+  return text + "\n" + found_summary() + properties_summary();
 }
 
 }  // namespace harness

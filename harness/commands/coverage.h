@@ -22,6 +22,8 @@ class Coverage {
   int64_t values_compared() const { return values_compared_; }
   double ratio_max() const { return ratio_max_; }
   const std::map<std::string, int64_t>& features() const { return features_; }
+  // In how many cases each registered property was asked.
+  const std::map<std::string, int64_t>& properties() const { return properties_; }
   // Verdict::smallest_found of all cases that were measured, by kind.
   const std::map<std::string, std::vector<double>>& smallest_found() const { return smallest_found_; }
 
@@ -40,12 +42,14 @@ class Coverage {
   void add_pairs(const Case& c);
   std::string pairs_summary() const;
   std::string found_summary() const;
+  std::string properties_summary() const;
 
   struct Row {
     int64_t cases = 0, failures = 0;
   };
   std::map<std::tuple<std::string, std::string, int64_t>, Row> rows_;
   std::map<std::string, int64_t> features_;
+  std::map<std::string, int64_t> properties_;
   std::map<std::pair<std::string, std::string>, int64_t> pairs_;  // of values of two facets
   int64_t cases_ = 0, failures_ = 0, values_compared_ = 0;
   double ratio_max_ = 0;

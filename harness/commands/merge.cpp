@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <fstream>
 
+#include "harness/commands/program.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -88,7 +89,7 @@ std::string describe(const MergedReports& merged) {
     text += fmt::format("\nFAILURE: {}\n", failure.what);
     if (!failure.where.empty()) text += fmt::format("  where    {}\n", failure.where);
     if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", failure.guess);
-    text += fmt::format("  minimal  {}\n  replay   build/shardproof replay '{}'\n", failure.minimal, failure.minimal);
+    text += fmt::format("  minimal  {}\n  replay   {} replay '{}'\n", failure.minimal, program_name(), failure.minimal);
   }
   return text + fmt::format("\n{}{}: {} of {} cases held, in {} reports\n", merged.interrupted ? "INTERRUPTED, so far " : "",
                             merged.held() ? "ALL HELD" : "FAILED", merged.cases - merged.failures, merged.cases,
@@ -108,8 +109,9 @@ std::string junit(const MergedReports& merged) {
   for (const MergedFailure& failure : merged.minimal)
     text += fmt::format(
         "  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">where: {}&#10;guess: {}&#10;"
-        "replay: build/shardproof replay '{}'</failure>\n  </testcase>\n",
-        xml(failure.minimal), xml(failure.what), xml(failure.where), xml(failure.guess), xml(failure.minimal));
+        "replay: {} replay '{}'</failure>\n  </testcase>\n",
+        xml(failure.minimal), xml(failure.what), xml(failure.where), xml(failure.guess), xml(program_name()),
+        xml(failure.minimal));
   return text + "</testsuite>\n";
 }
 

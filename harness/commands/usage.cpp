@@ -132,7 +132,8 @@ std::string fish_script(CLI::App& app) {
 
 void add_examples(CLI::App& app) {
   app.footer("`shardproof COMMAND --help` has the options of a command, and examples.");
-  for (const auto& [command, text] : kExamples) app.get_subcommand(command)->footer("Examples:\n" + text);
+  for (const auto& [name, text] : kExamples)
+    if (CLI::App* command = app.get_subcommand_no_throw(name)) command->footer("Examples:\n" + text);
 }
 
 void add_completion_command(CLI::App& app) {

@@ -11,6 +11,7 @@
 
 #include "harness/case/failures.h"
 #include "harness/commands/json_lines.h"
+#include "harness/commands/program.h"
 #include "harness/commands/progress.h"
 #include "harness/commands/shrink.h"
 #include "harness/compare/oracle.h"
@@ -236,6 +237,7 @@ class Campaign {
           {"oracle_differences", result_.oracle_differences.size()},
           {"values_compared", result_.coverage.values_compared()},
           {"ratio_max", result_.coverage.ratio_max()},
+          {"properties", result_.coverage.properties()},
           {"smallest_found", result_.coverage.smallest_found()}});
   }
 
@@ -259,7 +261,7 @@ class Campaign {
 
 std::string replay_line(const Case& c, const VerifyOptions& options) {
   const std::string engine = options.engine ? fmt::format("--engine {} ", options.engine->name()) : "";
-  return fmt::format("build/shardproof replay {}'{}'", engine, c.str());
+  return fmt::format("{} replay {}'{}'", program_name(), engine, c.str());
 }
 
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted) {

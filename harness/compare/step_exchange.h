@@ -14,6 +14,11 @@
 
 namespace harness {
 
+// What a property (harness/run/property.h) has against a run.
+struct PropertyComplaint {
+  std::string property, what;
+};
+
 // What one rank can say about one step. The tensors are copies, and there are none unless the run is checked.
 struct RankStep {
   std::vector<double> losses;  // [round], the weighted losses of this rank's microbatches
@@ -25,6 +30,7 @@ struct RankStep {
   std::vector<shardproof::Piece> parameters = {};          // main ones, if there are others to compute with
   std::vector<shardproof::Piece> compute_parameters = {};  // those
   std::vector<std::pair<std::string, std::vector<shardproof::Piece>>> state = {};  // {"exp_avg", ...}
+  std::vector<PropertyComplaint> complaints = {};
 };
 
 class StepExchange {

@@ -11,6 +11,7 @@
 #include "harness/compare/step_difference.h"
 #include "harness/compare/tolerance.h"
 #include "harness/run/message.h"
+#include "harness/run/property.h"
 #include "harness/run/sharded_run.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -147,6 +148,15 @@ void measure(const Case& c, const golden::Run& run, const Reference& reference, 
   });
 }
 
+bool has_complaint(const FinishedRun& run, Verdict& verdict) {
+  verdict.properties = asked_about(run.c);
+  const std::optional<PropertyComplaint> complaint = first_complaint(run);
+  if (!complaint) return false;
+  verdict.category = fmt::format("property {}", complaint->property);
+  verdict.what = fmt::format("{}: {}", verdict.category, complaint->what);
+  return true;
+}
+
 void compare(const Case& c, const golden::Run& run, const Reference& reference, Ranks& ranks, Verdict& verdict) {
   std::vector<std::vector<RankStep>> sharded = ranks.train(c, run);
   for (size_t step = 0; step < sharded.size(); ++step) {
@@ -160,6 +170,7 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
       return;
     }
   }
+  if (has_complaint({c, run, reference.trace(), sharded}, verdict)) return;
   const size_t last = sharded.size() - 1;
   if (c.mode == Mode::fast && c.seed % kMeasuredEvery == 0 && run.device.is_cpu() && ranks.is_library())
     measure(c, run, reference, sharded.back(), verdict);

@@ -6,11 +6,13 @@
 #include <cmath>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/case/problem.h"
 #include "harness/run/case_checkpoints.h"
+#include "harness/run/property.h"
 #include "harness/run/sharded_options.h"
 
 namespace harness {
@@ -93,17 +95,26 @@ class RankRun {
 
   RankStep step(size_t index) {
     const StepPlan& plan = case_.steps[index];
+    if (!std::exchange(begun_, true)) ask(index, Moment::begun);
     const golden::Step& step = run_.steps[index];
     set_frozen(plan);
     optimizer_.set_lr_factor(lr_factor(case_, index));
     before(plan, step);
     RankStep result;
     for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, index, round, result);
+    ask(index, Moment::backward);
     finish(step, result);
+    ask(index, Moment::stepped);
+    result.complaints = std::exchange(complaints_, {});
     return result;
   }
 
  private:
+  void ask(size_t index, Moment moment) {
+    if (!properties().empty())
+      ask_properties({case_.at(index), index, moment, sharded_, optimizer_, *comms_}, complaints_);
+  }
+
   Network build() {
     const golden::Model& model = run_.model;
     const bool parallel = case_.tensor_ranks() > 1;
@@ -219,6 +230,8 @@ class RankRun {
   std::optional<LossScaler> scaler_;
   CaseCheckpoints& checkpoints_;
   std::optional<checkpoint::Manager> manager_;
+  bool begun_ = false;
+  std::vector<PropertyComplaint> complaints_;  // of the step that goes on
 };
 
 // Steps [first, last) in one world, and the saves before step `last`.

@@ -115,6 +115,11 @@ std::string to_bytes(const std::vector<RankStep>& steps) {
       to.text(state_name);
       put(to, pieces);
     }
+    to.plain(step.complaints.size());
+    for (const PropertyComplaint& complaint : step.complaints) {
+      to.text(complaint.property);
+      to.text(complaint.what);
+    }
   }
   return std::move(to.bytes);
 }
@@ -131,6 +136,11 @@ std::vector<RankStep> steps_from(const std::string& bytes) {
     for (auto& [state_name, pieces] : step.state) {
       state_name = from.text();
       pieces = take_pieces(from);
+    }
+    step.complaints.resize(from.plain<size_t>());
+    for (PropertyComplaint& complaint : step.complaints) {
+      complaint.property = from.text();
+      complaint.what = from.text();
     }
   }
   return steps;

@@ -1,0 +1,38 @@
+// A strategy, a claim about it, and the program that proves both: docs/extending.md.
+#include <harness/commands/program.h>
+#include <harness/run/property.h>
+#include <shardproof/shardproof.h>
+
+using namespace shardproof;
+
+// Parameters and optimizer state are split over all ranks, as in ZeRO-3. Between forward and backward a rank keeps its part of
+// the replica, so that the second gather stays within the replica. Gradients leave the replica once a step.
+Strategy tiered() {
+  const Layout whole = replicated(), inner = split_flat(whole, {"dp_shard", {}});
+  Strategy row;
+  row.name = "tiered";
+  row.axes = {"dp_replicate", "dp_shard"};
+  row.compute = whole;
+  row.between = inner;
+  row.parameter = row.state = split_flat(inner, {"dp_replicate", {}});
+  row.produced = add_partial(add_partial(whole, "dp_replicate"), "dp_shard");
+  row.accumulated = add_partial(inner, "dp_replicate");
+  return row;
+}
+
+// What a rank updates is what it keeps, so nothing has to be gathered after an update.
+harness::Complaint keeps_what_it_updates(const harness::LiveRun& run) {
+  const std::vector<Piece> kept = run.sharded.parameters(), updated = run.sharded.main_parameters();
+  for (size_t i = 0; i < std::max(kept.size(), updated.size()); ++i)
+    if (i >= kept.size() || i >= updated.size() || kept[i].name != updated[i].name || kept[i].run != updated[i].run)
+      return fmt::format("piece {} of {} is not the one that is updated", i, kept.size());
+  return {};
+}
+
+int main(int argc, char** argv) {
+  register_strategy(tiered());
+  harness::register_property({.name = "keeps_what_it_updates",
+                              .applies = [](const harness::Case& c) { return c.strategy == "tiered" && !has_unit_sharding(c); },
+                              .live = keeps_what_it_updates});
+  return harness::run_program(argc, argv);
+}
