@@ -132,8 +132,9 @@ std::string fish_script(CLI::App& app) {
 
 void add_examples(CLI::App& app) {
   app.footer("`shardproof COMMAND --help` has the options of a command, and examples.");
-  for (const auto& [name, text] : kExamples)
-    if (CLI::App* command = app.get_subcommand_no_throw(name)) command->footer("Examples:\n" + text);
+  for (CLI::App* command : commands_of(app))
+    for (const auto& [name, text] : kExamples)
+      if (command->get_name() == name) command->footer("Examples:\n" + text);
 }
 
 void add_completion_command(CLI::App& app) {
