@@ -68,6 +68,15 @@ class Train(unittest.TestCase):
         self.assertLessEqual(len(errors.strip().splitlines()), 3, errors)
         self.assertNotIn("Exception raised from", errors)
 
+    def test_fingerprints_of_replicas_are_compared_on_every_mesh_and_an_unknown_check_is_refused(self):
+        for mesh in ("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2"):
+            code, _, output, _ = self.train("--check=fingerprint", "--mesh", mesh, "--strategy", "zero1")
+            self.assertEqual(code, 0, output)
+            self.assertIn("replicas were equal after each", output)
+        code, _, _, errors = self.train("--check=sometimes")
+        self.assertEqual(code, 2)
+        self.assertIn("--check must be golden (as without a value) or fingerprint, got 'sometimes'", errors)
+
     def test_any_program_can_repeat_which_bytes_a_step_reads(self):
         for ranks, microbatch, batch in ((1, 1, 12), (2, 1, 12), (2, 2, 12), (4, 3, 24), (3, 4, 12)):
             code, lines, _, errors = self.train(

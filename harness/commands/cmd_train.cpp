@@ -22,7 +22,7 @@ struct Arguments {
   std::string mesh = "dp_shard=2";
   std::vector<std::string> data;
   int64_t sequence_length = 64;
-  std::string optimizer = "adamw", arithmetic = "native";
+  std::string optimizer = "adamw", arithmetic = "native", check;
   double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
   std::string json;
   TrainOptions options;
@@ -74,7 +74,8 @@ void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& r
   else if (result.steps == 0)
     fmt::print(out, "nothing is left to train\n");
   else
-    fmt::print(out, "trained {} steps, loss {:.4f} -> {:.4f}\n", result.steps, loss_first, loss_last);
+    fmt::print(out, "trained {} steps, loss {:.4f} -> {:.4f}{}\n", result.steps, loss_first, loss_last,
+               options.fingerprint ? "; replicas were equal after each" : "");
 }
 
 void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
@@ -111,6 +112,10 @@ int run_train(Arguments& arguments) {
   options.model.canonical = arguments.arithmetic == "canonical";
   options.canonical |= options.model.canonical;
   options.optimizer = optimizer_of(arguments);
+  SHARD_REQUIRE(arguments.check.empty() || arguments.check == "golden" || arguments.check == "fingerprint", "train",
+                "--check must be golden (as without a value) or fingerprint, got '{}'", arguments.check);
+  options.check = arguments.check == "golden";
+  options.fingerprint = arguments.check == "fingerprint";
   const TextData data(
       arguments.data.empty() ? std::vector<std::string>{SHARDPROOF_DEFAULT_DATA} : arguments.data,
       arguments.sequence_length);
@@ -172,7 +177,9 @@ void add_train_command(CLI::App& app, int& exit_code) {
   command->add_option("--momentum", a->momentum, "the momentum of sgd")->capture_default_str();
   command->add_option("--weight-decay", a->weight_decay, "the weight decay")->capture_default_str();
   command->add_option("--clip", o.clip_norm, "clip the gradient to this norm; 0: do not clip")->capture_default_str();
-  command->add_flag("--check", o.check, "also train the unsharded golden run and compare every bit");
+  command->add_flag("--check{golden}", a->check,
+                    "also train the unsharded golden run and compare every bit; or --check=fingerprint: ranks compare "
+                    "fingerprints of what they hold in copies, for long runs");
   command->add_flag("--canonical", o.canonical, "take sums of gradients that have the same bits on every mesh");
   command->add_flag("--offload", o.offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   command

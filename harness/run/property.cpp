@@ -21,15 +21,6 @@ bool is_word(const std::string& name) {
 
 bool is_asked(const Property& property, const Case& c) { return !property.applies || property.applies(c); }
 
-// Of the ranks that complained, the first one in the first step.
-std::optional<PropertyComplaint> live_complaint(const Property& property, const FinishedRun& run) {
-  for (const std::vector<RankStep>& ranks : run.sharded)
-    for (const RankStep& rank : ranks)
-      for (const PropertyComplaint& complaint : rank.complaints)
-        if (complaint.property == property.name) return complaint;
-  return {};
-}
-
 }  // namespace
 
 const char* to_string(Moment moment) {
@@ -64,8 +55,10 @@ void ask_properties(const LiveRun& run, std::vector<PropertyComplaint>& complain
 }
 
 std::optional<PropertyComplaint> first_complaint(const FinishedRun& run) {
+  for (const std::vector<RankStep>& ranks : run.sharded)
+    for (const RankStep& rank : ranks)
+      if (!rank.complaints.empty()) return rank.complaints[0];
   for (const Property& property : registered()) {
-    if (auto complaint = live_complaint(property, run)) return complaint;
     if (!property.finished || !is_asked(property, run.c)) continue;
     if (const Complaint complaint = property.finished(run)) return PropertyComplaint{property.name, *complaint};
   }

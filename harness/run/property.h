@@ -69,7 +69,7 @@ const std::vector<Property>& properties();
 
 // What live checks of this rank find at a moment.
 void ask_properties(const LiveRun& run, std::vector<PropertyComplaint>& complaints);
-// What was found about a run, live complaints included, by the order in which properties were registered.
+// What was found about a run: the first live complaint in the order of steps and ranks, or that of the first registered check.
 std::optional<PropertyComplaint> first_complaint(const FinishedRun& run);
 // The names of those that are asked about a case.
 std::vector<std::string> asked_about(const Case& c);

@@ -55,6 +55,7 @@ class RankRun {
         sharded_(shard(c, run, network_, comms_, device)),
         optimizer_(make_optimizer(sharded_, c)),
         checkpoints_(checkpoints) {
+    if (c.options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
     if (c.options.loss_scale > 0)
       scaler_.emplace(LossScalerOptions{.initial = run.scaling.initial,
@@ -104,12 +105,23 @@ class RankRun {
     for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, index, round, result);
     ask(index, Moment::backward);
     finish(step, result);
+    compare_fingerprints();
     ask(index, Moment::stepped);
     result.complaints = std::exchange(complaints_, {});
     return result;
   }
 
  private:
+  // All ranks throw the same, so all go on, and the values say what is wrong before the fingerprints do.
+  void compare_fingerprints() {
+    if (!fingerprints_) return;
+    try {
+      fingerprints_->step();
+    } catch (const FingerprintError& error) {
+      complaints_.push_back({"fingerprint", error.what()});
+    }
+  }
+
   void ask(size_t index, Moment moment) {
     if (!properties().empty())
       ask_properties({case_.at(index), index, moment, sharded_, optimizer_, *comms_}, complaints_);
@@ -230,6 +242,7 @@ class RankRun {
   std::optional<LossScaler> scaler_;
   CaseCheckpoints& checkpoints_;
   std::optional<checkpoint::Manager> manager_;
+  std::optional<FingerprintCheck> fingerprints_;
   bool begun_ = false;
   std::vector<PropertyComplaint> complaints_;  // of the step that goes on
 };

@@ -33,7 +33,8 @@ struct TrainOptions {
   int64_t microbatch = 2;
   int64_t steps = 100;
   uint64_t seed = 1;  // of the initial parameters; nothing else is random
-  bool check = false;
+  bool check = false;        // against the golden run
+  bool fingerprint = false;  // ranks compare fingerprints after each step, and signatures of collectives before each
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
   bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;

@@ -12,9 +12,11 @@
 #include "harness/train/train_case.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/manager.h"
+#include "shardproof/comm/checked.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/initialize.h"
+#include "shardproof/optim/fingerprint_check.h"
 #include "shardproof/optim/optimizer.h"
 #include "shardproof/sharding/fully_shard.h"
 
@@ -116,11 +118,13 @@ golden::Microbatch training_microbatch(const TextData& data, const BatchRule& ru
 void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<Comm>& comm, const PutStep& put) {
   const Case c = train_case(options, history.stretches.back());
-  const auto comms = std::make_shared<MeshComm>(comm, options.mesh);
+  const auto comms = std::make_shared<MeshComm>(options.fingerprint ? checked(comm) : comm, options.mesh);
   TrainedModel model = make_model(c, options, comms);
   Comm* const context_group = model.context ? &comms->along({"cp"}) : nullptr;
   Sharded sharded = fully_shard(model.network.module, comms, shard_options(options));
   Optimizer optimizer = make_optimizer(sharded, options.optimizer);
+  std::optional<FingerprintCheck> fingerprints;
+  if (options.fingerprint) fingerprints.emplace(sharded, optimizer);
   const int64_t rank = comm->rank() / c.microbatch_ranks();
   const TrainCheckpoints& asked = options.checkpoints;
   std::optional<checkpoint::Manager> manager;
@@ -146,6 +150,7 @@ void train_rank(const TrainOptions& options, const TextData& data, const BatchRu
         options.clip_norm > 0 ? sharded.clip_gradients(options.clip_norm) : sharded.gradient_norm();
     if (options.check) result.gradients = copies(sharded.gradients());
     optimizer.step();
+    if (fingerprints) fingerprints->step();
     const int64_t done = step + 1;
     if (manager) manager->poll();
     if (manager && (done == options.steps || (asked.save_every > 0 && done % asked.save_every == 0)))

@@ -25,6 +25,7 @@
 #include "shardproof/nn/initialize.h"
 #include "shardproof/nn/meta_init.h"
 #include "shardproof/nn/random.h"
+#include "shardproof/optim/fingerprint_check.h"
 #include "shardproof/optim/loss_scaler.h"
 #include "shardproof/optim/lr_schedule.h"
 #include "shardproof/optim/optimizer.h"

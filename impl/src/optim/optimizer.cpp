@@ -109,6 +109,7 @@ void Optimizer::step() {
   const std::shared_ptr<Sharded::Impl> state = sharded();
   Schedule& schedule = state->schedule;
   schedule.require_final("Optimizer::step");
+  for (const auto& begin : state->before_update) begin();
   const std::vector<Bucket*> buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!buckets[b]->gradient.final()) continue;

@@ -66,6 +66,7 @@ struct Sharded::Impl {
   void finish(const std::shared_ptr<Impl>& self);
 
   std::vector<FinishingStep> finishing;
+  std::vector<std::function<void()>> before_update;  // called by the optimizer's step
   std::unique_ptr<SequentialEntries> sequential;
 };
 

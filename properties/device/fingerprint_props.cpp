@@ -1,0 +1,78 @@
+// Fingerprints tell buffers apart.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "testing/device/fingerprint.h"
+
+using namespace shardproof;
+
+namespace {
+
+using Fingerprint = uint64_t (*)(const at::Tensor&);
+constexpr Fingerprint kBoth[] = {fingerprint, fingerprint_by_operators};
+
+// What is done to a copy of the values must change their fingerprint.
+void expect_told_apart(const at::Tensor& values, const std::function<void(at::Tensor)>& change, const std::string& what) {
+  const at::Tensor changed = values.clone();
+  change(changed);
+  for (const Fingerprint of : kBoth) EXPECT_NE(of(values), of(changed)) << what << ", " << values.numel() << " elements";
+}
+
+}  // namespace
+
+TEST(Fingerprint, of_equal_bytes_is_equal_wherever_they_lie) {
+  const at::Tensor values = at::randn({70'001}), elsewhere = at::cat({at::zeros({3}), values}).narrow(0, 3, 70'001);
+  for (const Fingerprint of : kBoth) EXPECT_EQ(of(values), of(elsewhere));
+}
+
+TEST(Fingerprint, changes_with_every_bit_of_every_byte) {
+  for (const int64_t bytes : {1, 7, 8, 63, 64, 65, 130}) {
+    const at::Tensor values = at::randint(-128, 128, {bytes}, at::kChar);
+    for (int64_t bit = 0; bit < 8 * bytes; ++bit)
+      expect_told_apart(values, [&](at::Tensor v) { v[bit / 8].bitwise_xor_(static_cast<int8_t>(1 << bit % 8)); },
+                        fmt::format("bit {}", bit));
+  }
+}
+
+TEST(Fingerprint, tells_apart_what_differs_in_order_in_signs_and_in_length) {
+  for (const int64_t count : {2, 5, 16, 48, 1000, 300'000}) {
+    const at::Tensor values = at::randn({count});
+    const auto exchange = [&](int64_t a, int64_t b) {
+      expect_told_apart(
+          values,
+          [&](at::Tensor v) {
+            const at::Tensor first = v[a].clone();
+            v[a].copy_(v[b]);
+            v[b].copy_(first);
+          },
+          fmt::format("{} and {} exchanged", a, b));
+    };
+    for (const int64_t apart : {1, 2, 16, 32}) // within a lane, between lanes, between words
+      if (apart < count) exchange(0, apart), exchange(count - 1 - apart, count - 1);
+    expect_told_apart(values, [](at::Tensor v) { v.neg_(); }, "all signs");
+    expect_told_apart(values, [](at::Tensor v) { v.narrow(0, 0, 2).neg_(); }, "two signs");
+    expect_told_apart(values, [](at::Tensor v) { v.copy_(v.roll(1)); }, "shifted");
+    for (const Fingerprint of : kBoth) EXPECT_NE(of(values), of(values.narrow(0, 0, count - 1)));
+  }
+  for (const Fingerprint of : kBoth) EXPECT_NE(of(at::zeros({3})), of(at::zeros({4})));
+}
+
+TEST(Fingerprint, does_not_depend_on_the_number_of_threads) {
+  const at::Tensor values = at::randn({3'000'000});
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  const uint64_t alone = fingerprint(values);
+  at::set_num_threads(3);
+  EXPECT_EQ(fingerprint(values), alone);
+  at::set_num_threads(threads);
+}
+
+TEST(Fingerprint, of_every_dtype_and_of_nothing_is_defined) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong}) {
+    expect_told_apart(at::ones({9}, dtype), [](at::Tensor v) { v[4].fill_(2); }, c10::toString(dtype));
+    for (const Fingerprint of : kBoth) EXPECT_EQ(of(at::empty({0}, dtype)), of(at::empty({0}, dtype)));
+  }
+}
