@@ -7,6 +7,7 @@
 
 #include "properties/doubles/fake_device.h"
 #include "shardproof/device/device.h"
+#include "shardproof/device/model_math.h"
 
 namespace fake_device {
 namespace {
@@ -29,6 +30,12 @@ UpdateArrays here(UpdateArrays arrays) {
   return arrays;
 }
 
+RowNorm here(RowNorm norm) {
+  norm.x = here(norm.x);
+  norm.weight = here(norm.weight);
+  return norm;
+}
+
 std::vector<const std::byte*> here(std::span<const std::byte* const> terms) {
   std::vector<const std::byte*> found;
   for (const std::byte* term : terms) found.push_back(here(term));
@@ -36,7 +43,7 @@ std::vector<const std::byte*> here(std::span<const std::byte* const> terms) {
 }
 
 // What returns nothing is queued; what returns a value waits for the stream first.
-class QueuedMath final : public DeviceMath {
+class QueuedMath final : public ModelMath {
  public:
   void reduce(Element type, Reduce op, std::span<const std::byte* const> terms, int64_t count,
               std::byte* target) const override {
@@ -56,6 +63,12 @@ class QueuedMath final : public DeviceMath {
   void lion(const LionScalars& scalars, const UpdateArrays& arrays) const override {
     queue([&cpu = cpu_, scalars, all = here(arrays)] { cpu.lion(scalars, all); });
   }
+  void dropout_mask(Element type, const MaskScalars& scalars, const int64_t* rows, const int64_t* columns,
+                    int64_t column_count, int64_t count, std::byte* target) const override {
+    queue([=, &cpu = cpu_, across = here(rows), down = here(columns), to = here(target)] {
+      cpu.dropout_mask(type, scalars, across, down, column_count, count, to);
+    });
+  }
   void store(float* target, Element source_type, const std::byte* source, int64_t count, bool add) const override {
     queue([=, &cpu = cpu_, to = here(target), from = here(source)] { cpu.store(to, source_type, from, count, add); });
   }
@@ -72,6 +85,22 @@ class QueuedMath final : public DeviceMath {
   }
   void scale(float* values, int64_t count, float factor) const override {
     queue([=, &cpu = cpu_, all = here(values)] { cpu.scale(all, count, factor); });
+  }
+  bool exact_product(const ExactProduct& product, bool check) const override {
+    ExactProduct all = product;
+    all.a = here(product.a), all.b = here(product.b), all.out = here(product.out);
+    if (check) synchronize();
+    if (check) return cpu_.exact_product(all, true);
+    queue([all, &cpu = cpu_] { cpu.exact_product(all, false); });
+    return true;
+  }
+  void row_norm(const RowNorm& norm, const double* bias, double* y) const override {
+    queue([all = here(norm), offset = here(bias), to = here(y), &cpu = cpu_] { cpu.row_norm(all, offset, to); });
+  }
+  void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const override {
+    queue([all = here(norm), above = here(dy), to = here(dx), terms = here(of_weight), &cpu = cpu_] {
+      cpu.row_norm_backward(all, above, to, terms);
+    });
   }
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
     synchronize();
@@ -95,7 +124,7 @@ class QueuedMath final : public DeviceMath {
   }
 
  private:
-  const DeviceMath& cpu_ = device_math(at::kCPU);
+  const ModelMath& cpu_ = model_math(device_math(at::kCPU));
 };
 
 }  // namespace

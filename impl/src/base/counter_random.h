@@ -3,9 +3,11 @@
 
 #include <cstdint>
 
+#include "base/on_device.h"
+
 namespace shardproof {
 
-inline uint64_t counter_mix(uint64_t x) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2014)
+SHARD_ON_DEVICE inline uint64_t counter_mix(uint64_t x) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2014)
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;

@@ -7,6 +7,7 @@
 
 #include "device/cpu_math.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/model_math.h"
 
 namespace shardproof {
 namespace {
@@ -54,6 +55,14 @@ const DeviceMath& device_math(c10::Device device) {
                 "move it to the CPU",
                 device.str());
   return *math;
+}
+
+const ModelMath& model_math(const DeviceMath& math) {
+  const auto* found = dynamic_cast<const ModelMath*>(&math);
+  SHARD_REQUIRE(found, "device",
+                "the arithmetic that use_device_math was given has no masks of dropout and no exact products. Derive it from "
+                "ModelMath, or move the module to the CPU");
+  return *found;
 }
 
 }  // namespace shardproof

@@ -6,6 +6,7 @@
 #include <array>
 #include <span>
 
+#include "device/kernels/cpu_product.h"
 #include "device/kernels/element_rules.h"
 #include "device/kernels/launches.h"
 
@@ -66,6 +67,8 @@ struct CpuRunner {
     each_chunk(spans, kTermsInCounters,
                [&](const FlatSpan& chunk) { exact_chunk(chunk.data, chunk.count, squares, counters); });
   }
+
+  bool product(const ExactProduct& product, bool check) const { return cpu_product::run(product, check); }
 
  private:
   static void exact_chunk(const float* values, int64_t count, bool squares, std::span<int64_t> counters) {

@@ -5,8 +5,9 @@
 #include <cmath>
 #include <type_traits>
 
+#include "base/counter_random.h"
 #include "device/kernels/elements.h"
-#include "shardproof/device/device_math.h"
+#include "shardproof/device/model_math.h"
 
 namespace shardproof::SHARD_KERNELS {
 
@@ -280,6 +281,34 @@ struct FixedToFloatRule {
     Pack<float, W> to;
     for (int w = 0; w < W; ++w) to.at[w] = static_cast<float>(from.at[w]) * unit;
     keep<W>(target + i, to);
+  }
+};
+
+// The place in the matrix is found once a pack, because a division takes longer than the rest.
+template <class T>
+struct MaskRule {
+  static constexpr int kWidth = sizeof(T) >= 4 ? 4 : 8;
+  static constexpr int kBlock = 1024;
+  T* target;
+  const int64_t *rows, *columns;
+  int64_t column_count, length;
+  uint64_t key, dropped_below;
+  T dropped, kept;
+
+  bool fits() const { return aligned<kWidth>(target); }
+  template <int W>
+  SHARD_HD void pack(int64_t i) const {
+    int64_t row = i / column_count, column = i - row * column_count, begin = rows[row] * length;
+    Pack<T, W> values;
+    for (int w = 0; w < W; ++w) {
+      if (column == column_count) {
+        column = 0;
+        begin = rows[++row] * length;
+      }
+      const auto index = static_cast<uint64_t>(begin + columns[column++]);
+      values.at[w] = counter_mix(key ^ index) >> 32 < dropped_below ? dropped : kept;
+    }
+    keep<W>(target + i, values);
   }
 };
 

@@ -6,6 +6,7 @@
 #include <functional>
 #include <utility>
 
+#include "device/kernels/canonical_rules.h"
 #include "device/kernels/launches.h"
 
 namespace shardproof::kernels {
@@ -129,6 +130,8 @@ class GpuRunner {
     require_cuda(cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, stream()),
                  "cudaMemcpyAsync");
   }
+
+  bool product(const ExactProduct& product, bool check) const { return product_by_elements(*this, product, check); }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
     require_cuda(cudaFuncSetAttribute(exact_chunks, cudaFuncAttributeMaxDynamicSharedMemorySize, kExactBytes),

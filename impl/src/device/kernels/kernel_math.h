@@ -3,6 +3,7 @@
 //   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
 //   int64_t first(count, rule)       the first place that a rule found, count where there is none
 //   void exact(spans, squares, counters)
+//   bool product(exact product, check)
 //   void zero(target, bytes), void copy(target, source, bytes)
 #pragma once
 
@@ -11,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "device/kernels/canonical_rules.h"
 #include "device/kernels/element_rules.h"
 
 namespace shardproof::SHARD_KERNELS {
@@ -54,7 +56,7 @@ void with_float(const char* what, Element type, const Run& run) {
 }
 
 template <class Runner>
-class KernelMath final : public DeviceMath {
+class KernelMath final : public ModelMath {
  public:
   explicit KernelMath(Runner runner) : run_(std::move(runner)) {}
 
@@ -111,10 +113,25 @@ class KernelMath final : public DeviceMath {
   void fixed_to_float(float* target, const int64_t* source, int64_t count, float unit) const override {
     run_.each(count, FixedToFloatRule{target, source, unit});
   }
+  void dropout_mask(Element type, const MaskScalars& scalars, const int64_t* rows, const int64_t* columns,
+                    int64_t column_count, int64_t count, std::byte* target) const override {
+    with_float("dropout_mask", type, [&]<class T>(T*) {
+      run_.each(count, MaskRule<T>{reinterpret_cast<T*>(target), rows, columns, column_count, scalars.length, scalars.key,
+                                   scalars.dropped_below, Narrow<T>::of(0), Narrow<T>::of(scalars.kept)});
+    });
+  }
   void divide(float* values, int64_t count, float divisor) const override {
     run_.each(count, ScaleRule<true>{values, divisor});
   }
   void scale(float* values, int64_t count, float factor) const override { run_.each(count, ScaleRule<false>{values, factor}); }
+
+  bool exact_product(const ExactProduct& product, bool check) const override { return run_.product(product, check); }
+  void row_norm(const RowNorm& norm, const double* bias, double* y) const override {
+    run_.each(norm.rows, NormRule{norm, bias, y});
+  }
+  void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const override {
+    run_.each(norm.rows, NormBackwardRule{norm, dy, dx, of_weight});
+  }
 
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
     const double finite = std::min(limit, std::numeric_limits<double>::max());

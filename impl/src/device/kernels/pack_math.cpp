@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "device/kernels/canonical_rules.h"
 #include "device/kernels/cpu_runner.h"
 #include "device/kernels/kernel_math.h"
 #include "device/kernels/launches.h"
@@ -48,6 +49,8 @@ struct TwinRunner : CpuRunner {
     });
     return static_cast<int64_t>(found);
   }
+
+  bool product(const ExactProduct& product, bool check) const { return product_by_elements(*this, product, check); }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
     std::vector<uint32_t> limbs(kExactSlots, 0xdeadbeef);  // shared memory holds anything at first

@@ -1,0 +1,52 @@
+// The arithmetic of models on flat memory that LibTorch does not have: masks of dropout and exact products. One source,
+// device/kernels, implements it together with the arithmetic of device_math.h, whose first comment holds here, too. This header
+// does not include Torch.
+#pragma once
+
+#include "shardproof/device/device_math.h"
+
+namespace shardproof {
+
+// A mask of dropout (nn/random.h). An element lies in a matrix with `length` columns, and its index there is
+// i = rows[r] * length + columns[c]. The mask is 0 where the upper 32 bits of counter_mix(key ^ i) are below `dropped_below`,
+// else `kept`, rounded once to the type.
+struct MaskScalars {
+  uint64_t key = 0, dropped_below = 0;
+  int64_t length = 0;
+  float kept = 1;
+};
+
+// A product of canonical arithmetic (nn/canonical/canonical.h): out [rows, columns] = a [rows, inner] times b [inner, columns].
+// All three are float64 and row-major. Each term is rounded to a multiple of 2^-40, and the sums of these are exact.
+struct ExactProduct {
+  const double *a = nullptr, *b = nullptr;
+  double* out = nullptr;
+  int64_t rows = 0, inner = 0, columns = 0;
+};
+
+// A norm of canonical arithmetic, over the rows of x [rows, width], float64. One that is not centred takes a mean of 0.
+struct RowNorm {
+  const double *x = nullptr, *weight = nullptr;
+  int64_t rows = 0, width = 0;
+  double eps = 0;
+  bool centred = true;
+};
+
+class ModelMath : public DeviceMath {
+ public:
+  // Writes the first `count` elements of the mask, row by row. There are `column_count` columns.
+  virtual void dropout_mask(Element type, const MaskScalars& scalars, const int64_t* rows, const int64_t* columns,
+                            int64_t column_count, int64_t count, std::byte* target) const = 0;
+
+  // With `check`, returns whether every term was in [-128, 128). Without it the caller knows that they are, and gets true.
+  virtual bool exact_product(const ExactProduct& product, bool check) const = 0;
+  // y [rows, width]. `bias` is null when the norm is not centred.
+  virtual void row_norm(const RowNorm& norm, const double* bias, double* y) const = 0;
+  // dx [rows, width], and in `of_weight` [rows, width] the terms of the gradient of the weight.
+  virtual void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const = 0;
+};
+
+// What a device's arithmetic (device.h) has for models. Throws Error when it was registered without.
+const ModelMath& model_math(const DeviceMath& math);
+
+}  // namespace shardproof

@@ -1,0 +1,112 @@
+// Canonical arithmetic (nn/canonical/canonical.h) as rules: products whose sums are exact, and norms of rows.
+#pragma once
+
+#include <cmath>
+
+#include "base/fixed_terms.h"
+#include "device/kernels/elements.h"
+#include "shardproof/device/model_math.h"
+
+namespace shardproof::SHARD_KERNELS {
+
+// One element of the product a pack. With `kChecked` the rule finds the elements that have a term out of range.
+template <bool kChecked>
+struct ProductRule {
+  static constexpr int kWidth = 1;
+  ExactProduct product;
+
+  bool fits() const { return false; }
+  template <int W>
+  SHARD_HD int pack(int64_t i) const {
+    static_assert(W == 1);
+    const int64_t row = i / product.columns, column = i - row * product.columns;
+    const double *a = product.a + row * product.inner, *b = product.b + column;
+    uint64_t sum = 0, beyond = 0;
+    for (int64_t k = 0; k < product.inner; ++k) {
+      const uint64_t term = fixed::units(a[k] * b[k * product.columns]);
+      sum += term;
+      if (kChecked) beyond |= fixed::beyond(term);
+    }
+    product.out[i] = fixed::value(sum);
+    return beyond == 0 ? 1 : 0;
+  }
+};
+
+// normal = (x - mean) * scale
+struct RowScale {
+  double mean, scale;
+};
+
+// Sums within a row are taken in the order of indices.
+SHARD_HD RowScale row_scale(const double* x, const RowNorm& norm) {
+  const auto width = static_cast<double>(norm.width);
+  RowScale row{0, 0};
+  if (norm.centred) {
+    for (int64_t j = 0; j < norm.width; ++j) row.mean += x[j];
+    row.mean /= width;
+  }
+  double squares = 0;
+  for (int64_t j = 0; j < norm.width; ++j) squares += (x[j] - row.mean) * (x[j] - row.mean);
+  row.scale = 1 / sqrt(squares / width + norm.eps);
+  return row;
+}
+
+// One row a pack. A centred norm has a bias.
+struct NormRule {
+  static constexpr int kWidth = 1;
+  RowNorm norm;
+  const double* bias;
+  double* y;
+
+  bool fits() const { return false; }
+  template <int W>
+  SHARD_HD void pack(int64_t i) const {
+    static_assert(W == 1);
+    const double* x = norm.x + i * norm.width;
+    const RowScale row = row_scale(x, norm);
+    for (int64_t j = 0; j < norm.width; ++j) {
+      const double scaled = (x[j] - row.mean) * row.scale * norm.weight[j];
+      y[i * norm.width + j] = fixed::grid(norm.centred ? scaled + bias[j] : scaled);
+    }
+  }
+};
+
+struct NormBackwardRule {
+  static constexpr int kWidth = 1;
+  RowNorm norm;
+  const double* dy;
+  double *dx, *of_weight;
+
+  bool fits() const { return false; }
+  template <int W>
+  SHARD_HD void pack(int64_t i) const {
+    static_assert(W == 1);
+    const int64_t begin = i * norm.width;
+    const double *x = norm.x + begin, *above = dy + begin;
+    const RowScale row = row_scale(x, norm);
+    double sum = 0, weighted = 0;
+    for (int64_t j = 0; j < norm.width; ++j) {
+      const double normal = (x[j] - row.mean) * row.scale, d = above[j] * norm.weight[j];
+      sum += d;
+      weighted += d * normal;
+      of_weight[begin + j] = above[j] * normal;
+    }
+    const auto width = static_cast<double>(norm.width);
+    const double mean = norm.centred ? sum / width : 0, along = weighted / width;
+    for (int64_t j = 0; j < norm.width; ++j) {
+      const double normal = (x[j] - row.mean) * row.scale, d = above[j] * norm.weight[j];
+      dx[begin + j] = fixed::grid((d - mean - normal * along) * row.scale);
+    }
+  }
+};
+
+// An exact product on a runner that takes one element a thread.
+template <class Runner>
+bool product_by_elements(const Runner& run, const ExactProduct& product, bool check) {
+  const int64_t count = product.rows * product.columns;
+  if (check) return run.first(count, ProductRule<true>{product}) == count;
+  run.each(count, ProductRule<false>{product});
+  return true;
+}
+
+}  // namespace shardproof::SHARD_KERNELS

@@ -1,0 +1,153 @@
+// Masks of dropout and canonical arithmetic on flat memory, against plain loops written here, bit for bit.
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+
+#include <cmath>
+#include <functional>
+
+#include "properties/kit/device_subject.h"
+#include "properties/kit/harness_env.h"
+#include "shardproof/base/dtypes.h"
+#include "shardproof/device/model_math.h"
+
+using namespace shardproof;
+using namespace device_testing;
+
+namespace {
+
+void check(const std::string& what, const std::function<void()>& property) {
+  EXPECT_TRUE(rc::check(what, property));
+}
+
+std::mt19937_64 drawn_numbers() {
+  return std::mt19937_64(*rc::gen::arbitrary<uint64_t>());
+}
+
+}  // namespace
+
+TEST_F(Kernels, make_masks_of_dropout_by_their_definition) {
+  const auto mix = [](uint64_t x) {
+    x += 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+  };
+  check("dropout_mask", [&] {
+    std::mt19937_64 random = drawn_numbers();
+    const int64_t columns = *rc::gen::inRange(1, 40), rows = *rc::gen::inRange(0, 60);
+    const int64_t offset = *rc::gen::element(0, 0, 1, 3, 8);
+    const MaskScalars scalars{.key = random(), .dropped_below = random() >> 32, .length = columns + 5, .kept = 1.4f};
+    const at::ScalarType dtype = *rc::gen::element(at::kBFloat16, at::kHalf, at::kFloat, at::kDouble);
+    at::Tensor row = at::empty({rows}, at::kLong), column = at::empty({columns}, at::kLong);
+    // Rows of a long tensor, too.
+    for (int64_t r = 0; r < rows; ++r) row.mutable_data_ptr<int64_t>()[r] = static_cast<int64_t>(random() >> 24);
+    for (int64_t c = 0; c < columns; ++c) column.mutable_data_ptr<int64_t>()[c] = static_cast<int64_t>(random() % 45);
+    at::Tensor expected = at::empty({rows * columns}, at::kFloat);
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      const int64_t index =
+          row.const_data_ptr<int64_t>()[i / columns] * scalars.length + column.const_data_ptr<int64_t>()[i % columns];
+      const bool dropped = mix(scalars.key ^ static_cast<uint64_t>(index)) >> 32 < scalars.dropped_below;
+      expected.mutable_data_ptr<float>()[i] = dropped ? 0.0f : scalars.kept;
+    }
+    const Subject subject(drawn_walk());
+    const at::Tensor all = at::empty({offset + rows * columns}, at::TensorOptions(dtype).device(subject.device()));
+    const at::Tensor target = all.narrow(0, offset, rows * columns);
+    const at::Tensor rows_there = moved(row, subject), columns_there = moved(column, subject);
+    model_math(subject.math()).dropout_mask(element_type(dtype), scalars, rows_there.const_data_ptr<int64_t>(),
+                                columns_there.const_data_ptr<int64_t>(), columns, rows * columns, bytes_of(target));
+    RC_ASSERT(same_but_for_nans(expected.to(dtype), target));
+  });
+}
+
+namespace {
+
+double rounded(double value) {
+  return std::nearbyint(value * 0x1p40) * 0x1p-40 + 0.0;
+}
+
+// Of a magnitude at which most terms and sums need more digits than there are; now and then one that is far too large.
+at::Tensor doubles(int64_t count, std::mt19937_64& random, bool large) {
+  at::Tensor values = at::empty({count}, at::kDouble);
+  for (int64_t i = 0; i < count; ++i)
+    values.mutable_data_ptr<double>()[i] = std::ldexp(static_cast<double>(static_cast<int64_t>(random())), -62);
+  if (large && count > 0)
+    values.mutable_data_ptr<double>()[random() % static_cast<uint64_t>(count)] = random() % 2 ? 1e4 : double{NAN};
+  return values;
+}
+const double* data(const at::Tensor& x) {
+  return x.const_data_ptr<double>();
+}
+
+}  // namespace
+
+TEST_F(Kernels, multiply_exactly_wherever_the_terms_come_from) {
+  check("exact_product", [] {
+    std::mt19937_64 random = drawn_numbers();
+    const int64_t rows = *rc::gen::inRange(0, 6), inner = *rc::gen::inRange(0, 40), columns = *rc::gen::inRange(0, 20);
+    const bool large = *rc::gen::inRange(0, 4) == 0;
+    const at::Tensor a = doubles(rows * inner, random, large), b = doubles(inner * columns, random, false);
+    at::Tensor expected = at::empty({rows * columns}, at::kDouble);
+    bool fits = true;
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      double sum = 0;  // exact, as long as all terms are in range
+      for (int64_t k = 0; k < inner; ++k) {
+        const double term = data(a)[i / columns * inner + k] * data(b)[k * columns + i % columns];
+        fits &= rounded(term) >= -128 && rounded(term) < 128;
+        sum += rounded(term);
+      }
+      expected.mutable_data_ptr<double>()[i] = sum;
+    }
+    const Subject subject(drawn_walk());
+    const at::Tensor a_there = moved(a, subject), b_there = moved(b, subject);
+    const at::Tensor there = at::empty({rows * columns}, a_there.options());
+    const ExactProduct product{data(a_there), data(b_there), there.mutable_data_ptr<double>(), rows, inner, columns};
+    RC_ASSERT(model_math(subject.math()).exact_product(product, /*check=*/true) == fits);
+    if (!fits) return;
+    RC_ASSERT(same_but_for_nans(expected, there));
+    there.fill_(-1);
+    RC_ASSERT(model_math(subject.math()).exact_product(product, /*check=*/false));
+    RC_ASSERT(same_but_for_nans(expected, there));
+  });
+}
+
+TEST_F(Kernels, take_norms_of_rows_in_the_order_of_indices) {
+  check("row_norm", [] {
+    std::mt19937_64 random = drawn_numbers();
+    const int64_t rows = *rc::gen::inRange(0, 300), width = *rc::gen::inRange(1, 40);
+    const bool centred = *rc::gen::arbitrary<bool>();
+    const at::Tensor x = doubles(rows * width, random, false), dy = doubles(rows * width, random, false);
+    const at::Tensor weight = doubles(width, random, false), bias = doubles(width, random, false);
+    at::Tensor y = at::empty({rows * width}, at::kDouble), dx = at::empty_like(y), of_weight = at::empty_like(y);
+    const auto count = static_cast<double>(width);
+    for (int64_t i = 0; i < rows; ++i) {
+      double mean = 0, squares = 0, sum = 0, weighted = 0;
+      for (int64_t j = 0; j < width; ++j) mean += data(x)[i * width + j];
+      mean = centred ? mean / count : 0;
+      for (int64_t j = 0; j < width; ++j) squares += (data(x)[i * width + j] - mean) * (data(x)[i * width + j] - mean);
+      const double scale = 1 / std::sqrt(squares / count + 0.01);
+      const auto normal = [&](int64_t j) { return (data(x)[i * width + j] - mean) * scale; };
+      for (int64_t j = 0; j < width; ++j) {
+        const double above = data(dy)[i * width + j];
+        sum += above * data(weight)[j];
+        weighted += above * data(weight)[j] * normal(j);
+        of_weight.mutable_data_ptr<double>()[i * width + j] = above * normal(j);
+        y.mutable_data_ptr<double>()[i * width + j] = rounded(normal(j) * data(weight)[j] + (centred ? data(bias)[j] : 0));
+      }
+      for (int64_t j = 0; j < width; ++j)
+        dx.mutable_data_ptr<double>()[i * width + j] =
+            rounded((data(dy)[i * width + j] * data(weight)[j] - (centred ? sum / count : 0) - normal(j) * (weighted / count)) *
+                    scale);
+    }
+    const Subject subject(drawn_walk());
+    const at::Tensor x_there = moved(x, subject), dy_there = moved(dy, subject), weight_there = moved(weight, subject);
+    const at::Tensor bias_there = moved(bias, subject), found = at::empty_like(x_there);
+    const at::Tensor dx_there = at::empty_like(found), of_weight_there = at::empty_like(found);
+    const RowNorm norm{data(x_there), data(weight_there), rows, width, 0.01, centred};
+    model_math(subject.math()).row_norm(norm, centred ? data(bias_there) : nullptr, found.mutable_data_ptr<double>());
+    RC_ASSERT(same_but_for_nans(y, found));
+    model_math(subject.math()).row_norm_backward(norm, data(dy_there), dx_there.mutable_data_ptr<double>(),
+                                     of_weight_there.mutable_data_ptr<double>());
+    RC_ASSERT(same_but_for_nans(dx, dx_there));
+    RC_ASSERT(same_but_for_nans(of_weight, of_weight_there));
+  });
+}
