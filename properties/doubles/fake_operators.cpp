@@ -4,6 +4,7 @@
 #include <ATen/native/transformers/attention.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstring>
 #include <set>
 
@@ -14,6 +15,8 @@ namespace fake_device {
 namespace {
 
 constexpr auto kKey = c10::DispatchKey::PrivateUse1;
+
+std::atomic<int64_t> copied_from_host = 0;  // in bytes
 
 bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device() == device(); }
 
@@ -78,6 +81,7 @@ class HostCall {
     const size_t count = schema_.arguments().size(), first = stack->size() - count;
     for (size_t i = 0; i < count; ++i) visit((*stack)[first + i], [&](const at::Tensor& tensor) { return note(i, tensor); });
     if (reads_ours_) require_one_device();
+    count_copied((*stack)[first], count > 1 ? (*stack)[first + 1] : c10::IValue());
     if (!is_view_) synchronize();
     if (sends_later(stack, first)) return;
     for (size_t i = 0; i < count; ++i) {
@@ -133,6 +137,11 @@ class HostCall {
   void require_one_device() const {
     TORCH_CHECK(stranger_.empty(), "fake device: argument '", stranger_, "' of ", schema_.name(),
                 " is on the CPU, others are on ", device().str(), "; move it there");
+  }
+
+  void count_copied(const c10::IValue& to, const c10::IValue& from) const {
+    if (schema_.name() == "aten::copy_" && is_ours(to.toTensor()) && from.toTensor().is_cpu())
+      copied_from_host += static_cast<int64_t>(from.toTensor().nbytes());
   }
 
   // A copy to or from the host that nobody waits for: as from page-locked memory, which is read when the stream gets there.
@@ -225,6 +234,8 @@ int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Ten
 }
 
 }  // namespace
+
+int64_t bytes_from_host() { return copied_from_host; }
 
 void register_operators() {
   static torch::Library library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);

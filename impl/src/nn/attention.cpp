@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "shardproof/base/check.h"
+#include "shardproof/nn/dropout_mask.h"
 
 namespace shardproof {
 namespace {
@@ -34,8 +35,7 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
   at::Tensor probabilities = at::softmax(scores, -1);
   if (dropout)
     probabilities = probabilities * dropout_mask(dropout->site, {dropout->samples, dropout->heads, q_positions, k_positions},
-                                                 probabilities.scalar_type())
-                                        .to(probabilities.device());
+                                                 probabilities.scalar_type(), probabilities.device());
   return at::matmul(probabilities, values);
 }
 

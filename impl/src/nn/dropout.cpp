@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "shardproof/nn/dropout_mask.h"
+
 namespace shardproof {
 
 std::vector<DimRows> PlacementAware::rows_in_whole(at::IntArrayRef sizes) const {
@@ -17,7 +19,7 @@ std::vector<DimRows> PlacementAware::rows_in_whole(at::IntArrayRef sizes) const 
 at::Tensor DropoutImpl::forward(at::Tensor x) {
   if (!is_training() || probability_ == 0) return x;
   const DropoutSite site = next_dropout_site(probability_);
-  const at::Tensor mask = dropout_mask(site, rows_in_whole(x.sizes()), x.scalar_type()).to(x.device());
+  const at::Tensor mask = dropout_mask(site, rows_in_whole(x.sizes()), x.scalar_type(), x.device());
   return is_canonical() ? canonical_ops::dropout(x, mask) : x * mask;
 }
 

@@ -6,6 +6,10 @@
 
 #include "base/counter_random.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/dtypes.h"
+#include "shardproof/device/device.h"
+#include "shardproof/device/model_math.h"
+#include "shardproof/nn/dropout_mask.h"
 
 namespace shardproof {
 
@@ -26,29 +30,33 @@ DropoutSite next_dropout_site(double probability) {
   return {counter_mix(stream.seed ^ counter_mix(stream.sites++)), probability};
 }
 
-at::Tensor dropout_mask(const DropoutSite& site, const std::vector<DimRows>& dims, at::ScalarType dtype) {
-  const auto dropped_below = static_cast<uint64_t>(site.probability * 0x1p32);
-  const auto kept = static_cast<float>(1 / (1 - site.probability));
-  std::vector<int64_t> sizes, indices{0};  // of the rows of all dims but the last
+at::Tensor dropout_mask(const DropoutSite& site, const std::vector<DimRows>& dims, at::ScalarType dtype, c10::Device device) {
+  std::vector<int64_t> sizes, rows{0};  // of all dims but the last
   for (const DimRows& dim : dims) sizes.push_back(std::ssize(dim.rows));
   for (size_t d = 0; d + 1 < dims.size(); ++d) {
     std::vector<int64_t> next;
-    next.reserve(indices.size() * dims[d].rows.size());
-    for (const int64_t index : indices)
-      for (const int64_t row : dims[d].rows) next.push_back(index * dims[d].length + row);
-    indices = std::move(next);
+    next.reserve(rows.size() * dims[d].rows.size());
+    for (const int64_t before : rows)
+      for (const int64_t row : dims[d].rows) next.push_back(before * dims[d].length + row);
+    rows = std::move(next);
   }
-  at::Tensor mask = at::empty(sizes, at::kFloat);
-  float* value = mask.mutable_data_ptr<float>();
-  const auto fill = [&](int64_t index) {
-    *value++ = (counter_mix(site.key ^ static_cast<uint64_t>(index)) >> 32) < dropped_below ? 0.0f : kept;
-  };
-  if (dims.empty())
-    fill(0);
-  else
-    for (const int64_t index : indices)
-      for (const int64_t row : dims.back().rows) fill(index * dims.back().length + row);
-  return mask.to(dtype);
+  const DimRows columns = dims.empty() ? whole_rows(1) : dims.back();
+  at::Tensor mask = at::empty(sizes, at::TensorOptions(dtype).device(device));
+  if (mask.numel() == 0) return mask;
+  const at::Tensor rows_there = at::tensor(rows, at::kLong).to(device);
+  const at::Tensor columns_there = at::tensor(columns.rows, at::kLong).to(device);
+  const MaskScalars scalars{.key = site.key,
+                            .dropped_below = static_cast<uint64_t>(site.probability * 0x1p32),
+                            .length = columns.length,
+                            .kept = static_cast<float>(1 / (1 - site.probability))};
+  model_math(device_math(device)).dropout_mask(element_type(dtype), scalars, rows_there.const_data_ptr<int64_t>(),
+                                   columns_there.const_data_ptr<int64_t>(), std::ssize(columns.rows), mask.numel(),
+                                   static_cast<std::byte*>(mask.mutable_data_ptr()));
+  return mask;
+}
+
+at::Tensor dropout_mask(const DropoutSite& site, const std::vector<DimRows>& dims, at::ScalarType dtype) {
+  return dropout_mask(site, dims, dtype, at::kCPU);
 }
 
 at::Tensor dropout(const at::Tensor& x, double probability, bool training) {
@@ -58,7 +66,7 @@ at::Tensor dropout(const at::Tensor& x, double probability, bool training) {
   for (const int64_t size : x.sizes()) dims.push_back(whole_rows(size));
   if (!dims.empty())
     for (int64_t& row : dims[0].rows) row += random_stream().first_sample;
-  return x * dropout_mask(next_dropout_site(probability), dims, x.scalar_type()).to(x.device());
+  return x * dropout_mask(next_dropout_site(probability), dims, x.scalar_type(), x.device());
 }
 
 }  // namespace shardproof

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "shardproof/base/check.h"
+#include "shardproof/nn/dropout_mask.h"
 
 namespace shardproof {
 namespace {
@@ -51,8 +52,8 @@ Block ContextRing::block(const Run& queries, const Run& keys, const at::Tensor& 
     for (int64_t position = run.positions.begin; position < run.positions.end; ++position) dim.rows.push_back(position);
     return dim;
   };
-  const at::Tensor mask = dropout_mask(dropout_->site, {dropout_->samples, dropout_->heads, rows(queries), rows(keys)}, dtype);
-  block.mask = grouped_rows(mask.to(both.device()), both.size(2));
+  const std::vector<DimRows> dims = {dropout_->samples, dropout_->heads, rows(queries), rows(keys)};
+  block.mask = grouped_rows(dropout_mask(dropout_->site, dims, dtype, both.device()), both.size(2));
   return block;
 }
 
