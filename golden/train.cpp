@@ -93,8 +93,6 @@ Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumO
   require_valid(order);
   require_valid(precision);
   require_valid(scaling);
-  if (model_.canonical && !device.is_cpu())
-    refuse(fmt::format("canonical arithmetic is computed on the CPU, not on {}", device.str()));
 }
 
 Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "harness/case/device_cases.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
 #include "shardproof/algebra/strategy.h"
@@ -99,8 +100,8 @@ golden::Model generate_language_model(Chooser& choose, Mode mode) {
   return choose.chance(0.5) ? generate_llama(choose, plain ? 4 : 2) : generate_gpt(choose, plain ? 4 : 1, 6, plain);
 }
 
-golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
-  if (mode == Mode::exact) return generate_mlp(choose, true);
+golden::Model generate_model(Chooser& choose, Mode mode, bool parallel, bool on_device) {
+  if (mode == Mode::exact || (mode == Mode::canonical && parallel && on_device)) return generate_mlp(choose, true);
   const bool plain = mode != Mode::canonical;
   if (parallel) return choose.chance(0.2) ? generate_mlp(choose, false) : generate_language_model(choose, mode);
   const double kind = choose.unit();
@@ -314,6 +315,12 @@ Case generate_tiny(Chooser& choose) {
 
 }  // namespace
 
+bool canonical_on_a_device(const golden::Model& model) {
+  const golden::Activation activation = model.mlp.activation;
+  return model.kind == golden::Model::Kind::mlp &&
+         (activation == golden::Activation::identity || activation == golden::Activation::relu);
+}
+
 Case generate(uint64_t seed, int64_t index, const Limits& limits) {
   Chooser choose(Draws(seed, "case").at(index));
   Case c;
@@ -324,16 +331,16 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
     const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
     c.mode = limits.mode.value_or(
-        given ? choose.one_of<Mode>({exact, limits.canonical_arithmetic ? canonical : fast, fast})
+        given ? choose.one_of<Mode>({exact, !limits.canonical_arithmetic && limits.mesh->has("cp") ? fast : canonical, fast})
               : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
     if (Chooser own(Draws(seed, "free rows").at(index)); !limits.strategy && own.chance(0.15))
       c.strategy = own.one_of(shardproof::free_rows()).name;
-    const bool cuts = c.mode != ordered && (c.mode != canonical || limits.canonical_arithmetic);
-    const bool parallel = given || (!limits.mesh && cuts && choose.chance(0.65));
+    const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");
-    c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
+    c.model = with_context ? generate_language_model(choose, c.mode)
+                           : generate_model(choose, c.mode, parallel, !limits.canonical_arithmetic);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);
@@ -358,7 +365,10 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     generate_options(choose, c, seed, index);
     try_overflow(Chooser(Draws(seed, "overflow").at(index)), c);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
-    if (!limits.canonical_arithmetic) c.options.arithmetic = 0;
+    if (!limits.canonical_arithmetic && !canonical_on_a_device(c.model)) {
+      c.options.arithmetic = 0;
+      if (c.mode == canonical) c.options.strided = 0;  // which needs it
+    }
   }
   c.seed = choose.bits() % 1'000'000;
   return c;

@@ -16,7 +16,7 @@ struct Limits {
   int64_t world_max = 8;
   bool above_ten = false;  // some cases that save have 11 to 14 ranks, whatever world_max says
   bool tiny = false;  // only the small MLP that other frameworks' parity tests use: 4 ranks, zero3, 3 AdamW steps
-  bool canonical_arithmetic = true;  // false: no cases with it; so none in canonical mode whose mesh cuts models
+  bool canonical_arithmetic = true;  // false: as on a device, only in models for which canonical_on_a_device
 };
 
 // Most features are left out of most cases (swarm testing), so that each also occurs without the others. Sizes are small,

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 
+#include "harness/case/device_cases.h"
 #include "harness/case/failures.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/program.h"
@@ -31,7 +32,8 @@ class Campaign {
         failures_(options.failures_directory),
         json_(options.json),
         replays_(all_replays()) {
-    if (!options.limits.canonical_arithmetic) std::erase_if(replays_, [](const Case& c) { return c.options.arithmetic != 0; });
+    if (!options.limits.canonical_arithmetic)
+      std::erase_if(replays_, [](const Case& c) { return c.options.arithmetic != 0 && !canonical_on_a_device(c.model); });
   }
 
   VerifyResult run() {

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "golden/train.h"
+#include "harness/case/device_cases.h"
 #include "harness/case/problem.h"
 #include "harness/compare/step_difference.h"
 #include "harness/compare/step_exchange.h"
@@ -54,8 +55,9 @@ void require_valid(const TrainOptions& options, const Case& c, const TextData& d
                 options.clip_norm);
   require_model(options.model, data);
   SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
-  SHARD_REQUIRE(options.device.is_cpu() || !options.model.canonical, "train",
-                "--arithmetic canonical is computed on the CPU; leave out --device {}",
+  SHARD_REQUIRE(options.device.is_cpu() || !options.model.canonical || canonical_on_a_device(options.model), "train",
+                "--arithmetic canonical of this model takes functions of the C library, which are on the CPU; leave out "
+                "--device {}",
                 c10::DeviceTypeName(options.device.type(), /*lower_case=*/true));
   SHARD_REQUIRE(!options.check || c.microbatch_ranks() == 1 || options.model.canonical, "train",
                 "--mesh {} cuts sums inside of the model, and the golden run adds whole ones: add --arithmetic canonical, or "

@@ -2,7 +2,10 @@
 // share it train random and chosen cases, and have the golden runs' bits.
 #include <gtest/gtest.h>
 
+#include <torch/csrc/autograd/autograd.h>
+
 #include <cstdlib>
+#include <functional>
 
 #include "harness/case/generate.h"
 #include "harness/case/network.h"
@@ -11,6 +14,7 @@
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
 #include "properties/kit/held_cases.h"
+#include "shardproof/nn/dropout_mask.h"
 #include "shardproof/shardproof.h"
 
 using namespace harness;
@@ -32,8 +36,7 @@ TEST(DeviceModels, random_cases_have_the_golden_runs_bits_on_a_device) {
   const int64_t cases = asked ? std::atoll(asked) : 50;
   int64_t held = 0;
   for (int64_t i = 0; i < cases; ++i) {
-    const Case c = generate(77, i, {.world_max = 4});
-    if (c.options.arithmetic != 0) continue;  // refused
+    const Case c = generate(77, i, {.world_max = 4, .canonical_arithmetic = false});
     held += expect_held_or_diverged(c, fake_device::ranks());
   }
   EXPECT_GT(held, cases / 2);
@@ -45,6 +48,28 @@ TEST(DeviceModels, each_strategy_trains_a_gpt_with_dropout_and_tied_embeddings) 
     must_hold(model + "mesh(dp_shard=3) " + strategy + " adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + kRun);
   must_hold(model + "mesh(dp_replicate=2,dp_shard=2) hsdp(recompute=1,prefetch=2) adamw(lr=0.01,clip=1) ordered" + kRun);
   must_hold(model + "mesh(dp_shard=2) zero3(meta=1,recompute=2,pooled=1,loss=sum) lion(lr=0.01) canonical" + kRun);
+}
+
+// The host sends one number for each row and each column of the mask, and none for an element.
+TEST(DeviceModels, masks_of_dropout_are_made_on_the_device_with_the_bits_of_the_host) {
+  using namespace shardproof;
+  fake_device::install();
+  const std::vector<DimRows> dims = {{{2, 3}, 5}, {{0, 4, 1}, 9}, {{8, 9, 30, 31, 32, 7, 6}, 40}};
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    const DropoutSite site{.key = 77, .probability = 0.3};
+    const int64_t before = fake_device::bytes_from_host();
+    const at::Tensor there = dropout_mask(site, dims, dtype, fake_device::device());
+    EXPECT_EQ(fake_device::bytes_from_host() - before, (2 * 3 + 7) * 8);
+    EXPECT_EQ(there.device(), fake_device::device());
+    EXPECT_TRUE(there.to(at::kCPU).equal(dropout_mask(site, dims, dtype))) << dtype;
+  }
+  const at::Tensor x = at::ones({2, 3, 64}), there = x.to(fake_device::device());
+  const int64_t before = fake_device::bytes_from_host();
+  random_stream() = {.seed = 5};
+  const at::Tensor dropped = shardproof::dropout(there, 0.5, /*training=*/true);
+  EXPECT_LT(fake_device::bytes_from_host() - before, there.numel() * 4);
+  random_stream() = {.seed = 5};
+  EXPECT_TRUE(dropped.to(at::kCPU).equal(shardproof::dropout(x, 0.5, /*training=*/true)));
 }
 
 TEST(DeviceModels, tensor_and_sequence_parallel_models_have_positions_and_masks_where_their_data_is) {
@@ -83,16 +108,80 @@ TEST(DeviceModels, a_norm_that_overflows_names_the_parameter) {
   expect_error([&] { run_threads(2, body, {.device = fake_device::device()}); }, {"norm of the reduced gradient", "weight"});
 }
 
-TEST(DeviceModels, canonical_arithmetic_is_refused_and_says_where_it_computes) {
+TEST(DeviceModels, canonical_arithmetic_has_the_golden_runs_bits_on_a_device) {
+  const std::string rest = "arithmetic=canonical,loss=sum) adamw(lr=0.01,clip=0.1) canonical" + kRun;
+  for (const char* activation : {"relu", "identity"}) {
+    const std::string model = std::string("mlp(widths=5-9-3,act=") + activation + ") ";
+    must_hold(model + "mesh(dp_shard=3) zero3(" + rest);
+    must_hold(model + "mesh(dp_shard=2,tp=2) zero3(" + rest);
+    must_hold(model + "mesh(dp_replicate=2,tp=3) ddp(" + rest);
+  }
+}
+
+namespace {
+
+using Operation = std::function<at::Tensor(const std::vector<at::Tensor>&)>;
+
+// The output and the gradients of the float64 inputs, on the CPU.
+std::vector<at::Tensor> results_of(const Operation& operation, const std::vector<at::Tensor>& inputs, c10::Device device) {
+  std::vector<at::Tensor> there, wanted, results;
+  for (const at::Tensor& input : inputs) {
+    there.push_back(input.to(device, /*non_blocking=*/false, /*copy=*/true));
+    if (input.is_floating_point()) wanted.push_back(there.back().requires_grad_(true));
+  }
+  const at::Tensor output = operation(there);
+  const at::Tensor ahead = at::linspace(-1.3, 1.7, std::max<int64_t>(output.numel(), 1), at::kDouble);
+  results = torch::autograd::grad({output}, wanted, {ahead.narrow(0, 0, output.numel()).view(output.sizes()).to(device)}, {},
+                                  false, /*allow_unused=*/true);
+  results.push_back(output.detach());
+  for (at::Tensor& result : results) result = result.defined() ? result.to(at::kCPU) : result;
+  return results;
+}
+
+}  // namespace
+
+TEST(DeviceModels, each_canonical_operation_that_a_device_has_gives_the_cpus_bits_and_gradients) {
+  using namespace shardproof;
   fake_device::install();
-  shardproof::Mlp model(shardproof::MlpOptions{.widths = {3, 2}});
-  move_to(*model, fake_device::device());
-  shardproof::use_canonical_arithmetic(*model);
-  const auto shard = [&](std::shared_ptr<shardproof::Comm> comm) {
-    fully_shard(model.ptr(), std::make_shared<shardproof::MeshComm>(comm, shardproof::Mesh({{"dp_shard", 1}})), {});
+  at::manual_seed(3);
+  const auto random = [](at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); };
+  const at::Tensor x = random({4, 3, 7}), tokens = at::tensor({0, 4, 5, -1, 2, 4, 9}, at::kLong);
+  const std::vector<std::pair<Operation, std::vector<at::Tensor>>> operations = {
+      {[](const auto& in) { return canonical_ops::linear(in[0], in[1], in[2], "l"); }, {x, random({5, 7}), random({5})}},
+      {[](const auto& in) { return canonical_ops::linear(in[0], in[1], {}, "l"); }, {x.narrow(2, 0, 0), random({5, 0})}},
+      {[](const auto& in) { return canonical_ops::add_bias(in[0], in[1], "b"); }, {x, random({3, 7})}},
+      {[](const auto& in) { return canonical_ops::embedding(in[0], in[1], "e"); }, {random({6, 5}), tokens}},
+      {[](const auto& in) { return canonical_ops::embedding(in[0], in[1], "e"); }, {random({0, 5}), tokens}},
+      {[](const auto& in) { return canonical_ops::layer_norm(in[0], in[1], in[2], 1e-5, "n"); }, {x, random({7}), random({7})}},
+      {[](const auto& in) { return canonical_ops::rms_norm(in[0], in[1], 1e-5, "n"); }, {x, random({7})}},
+      {[](const auto& in) { return canonical_ops::round(in[0]); }, {x}},
+      {[](const auto& in) { return canonical_ops::relu(in[0]); }, {x}},
+      {[](const auto& in) { return canonical_ops::dropout(in[0], in[1].detach()); }, {x, random({4, 3, 7})}},
+      {[](const auto& in) { return canonical_ops::squared_error(in[0], in[1].detach()); }, {x, random({4, 3, 7})}}};
+  for (size_t i = 0; i < operations.size(); ++i) {
+    const auto& [operation, inputs] = operations[i];
+    const auto here = results_of(operation, inputs, at::kCPU), there = results_of(operation, inputs, fake_device::device());
+    for (size_t k = 0; k < here.size(); ++k) {
+      ASSERT_EQ(here[k].defined(), there[k].defined());
+      if (here[k].defined()) EXPECT_TRUE(here[k].view(at::kLong).equal(there[k].view(at::kLong))) << i << ", result " << k;
+    }
+  }
+  const auto too_large = [&] {
+    canonical_ops::linear(x.mul(100).to(fake_device::device()), random({5, 7}).mul(100).to(fake_device::device()), {}, "far");
   };
-  shardproof::expect_error([&] { shardproof::run_threads(1, shard); },
-                           {"use_canonical_arithmetic computes on the CPU", "move the module"});
+  EXPECT_THROW(too_large(), NonFiniteError);
+}
+
+TEST(DeviceModels, canonical_operations_that_need_the_c_library_are_refused_by_name) {
+  using namespace shardproof;
+  fake_device::install();
+  const at::Tensor x = at::ones({1, 2, 3, 4}, fake_device::options(at::kDouble));
+  const at::Tensor targets = at::zeros({1, 2, 3}, fake_device::options(at::kLong));
+  expect_error([&] { canonical_ops::gelu(x); }, {"gelu", "C library", "move the module to the CPU"});
+  expect_error([&] { canonical_ops::tanh(x); }, {"tanh", "C library"});
+  expect_error([&] { canonical_ops::silu(x); }, {"silu", "C library"});
+  expect_error([&] { canonical_ops::attention(x, x, x, {0, 1, 2}, true, "h.0.attn"); }, {"h.0.attn", "C library"});
+  expect_error([&] { canonical_ops::cross_entropy(x, targets, 4); }, {"cross_entropy", "C library"});
 }
 
 TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a_device) {

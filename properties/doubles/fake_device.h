@@ -35,6 +35,12 @@ struct Orders {
 enum class When { between_calls, at_synchronization };
 Orders every_order(const std::function<bool()>& program, When when = When::between_calls, int64_t most = 200000);
 
+// How many bytes operators have copied from the host to the device so far.
+int64_t bytes_from_host();
+
+// How many bytes of page-locked memory of the host were asked for so far.
+int64_t bytes_page_locked();
+
 // Appends to the calling thread's current stream.
 void queue(std::function<void()> work);
 // Runs what the calling thread's current stream has, and what that waits for.

@@ -129,9 +129,6 @@ c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options
                 "parameters are on {}, and this process has no arithmetic for it. Call shardproof::use_cuda() first, or move "
                 "the module to the CPU",
                 device.str());
-  SHARD_REQUIRE(device.is_cpu() || !uses_canonical_arithmetic(root), "fully_shard",
-                "use_canonical_arithmetic computes on the CPU, and parameters are on {}; move the module to the CPU",
-                device.str());
   return device;
 }
 

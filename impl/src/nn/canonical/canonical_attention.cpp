@@ -29,8 +29,8 @@ struct Attend : torch::autograd::Function<Attend> {
                           const std::vector<int64_t>& positions, bool causal, const std::string& name,
                           const c10::optional<Variable>& given_mask) {
     const at::Tensor mask = given_mask.value_or(at::Tensor());
-    const at::Tensor q = fixed::require_double(given_q, name), k = fixed::require_double(given_k, name),
-                     v = fixed::require_double(given_v, name);
+    const at::Tensor q = fixed::require_host(given_q, name), k = fixed::require_host(given_k, name),
+                     v = fixed::require_host(given_v, name);
     fixed::require_terms(std::max(k.size(2), q.size(3)), name);
     const std::vector<int64_t> keys = all_positions(k.size(2));
     fixed::Terms terms;

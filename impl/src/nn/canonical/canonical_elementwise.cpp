@@ -7,8 +7,8 @@
 #include "shardproof/base/check.h"
 #include "shardproof/nn/canonical/canonical.h"
 
-// One element at a time through the C library: LibTorch's vector bodies and scalar tails differ, so its activations would
-// depend on where a tensor is cut.
+// Curves go through the C library, one element at a time: LibTorch's vector bodies and scalar tails differ, so its activations
+// would depend on where a tensor is cut. What consists of single IEEE operations is LibTorch's, on any device.
 namespace shardproof::canonical_ops {
 namespace {
 
@@ -16,18 +16,6 @@ using fixed::grid;
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
-
-struct Rounding {
-  static constexpr const char* name = "round";
-  static double value(double x) { return x; }
-  static double derivative(double) { return 1; }
-};
-
-struct Relu {
-  static constexpr const char* name = "relu";
-  static double value(double x) { return x > 0 ? x : 0; }
-  static double derivative(double x) { return x > 0 ? 1 : 0; }
-};
 
 struct Tanh {
   static constexpr const char* name = "tanh";
@@ -56,9 +44,9 @@ struct Silu {
 };
 
 template <class Rule>
-struct Elementwise : torch::autograd::Function<Elementwise<Rule>> {
+struct Curve : torch::autograd::Function<Curve<Rule>> {
   static Variable forward(AutogradContext* ctx, const Variable& given) {
-    const at::Tensor x = fixed::require_double(given, Rule::name);
+    const at::Tensor x = fixed::require_host(given, Rule::name);
     ctx->save_for_backward({x});
     at::Tensor y = at::empty(x.sizes(), x.options());
     const double* from = x.const_data_ptr<double>();
@@ -76,65 +64,61 @@ struct Elementwise : torch::autograd::Function<Elementwise<Rule>> {
   }
 };
 
-struct Masked : torch::autograd::Function<Masked> {
-  static at::Tensor product(const at::Tensor& x, const at::Tensor& mask) {
-    at::Tensor y = at::empty(x.sizes(), x.options());
-    for (int64_t i = 0; i < x.numel(); ++i)
-      y.mutable_data_ptr<double>()[i] = grid(x.const_data_ptr<double>()[i] * mask.const_data_ptr<double>()[i]);
-    return y;
+struct Rounding : torch::autograd::Function<Rounding> {
+  static Variable forward(AutogradContext*, const Variable& x) { return grid(fixed::require_double(x, "round")); }
+  static variable_list backward(AutogradContext*, variable_list dys) { return {grid(dys[0])}; }
+};
+
+struct Relu : torch::autograd::Function<Relu> {
+  static Variable forward(AutogradContext* ctx, const Variable& given) {
+    const at::Tensor x = fixed::require_double(given, "relu"), passes = x.gt(0);
+    ctx->save_for_backward({passes});
+    return grid(at::where(passes, x, 0.0));
   }
+  static variable_list backward(AutogradContext* ctx, variable_list dys) {
+    return {grid(dys[0] * ctx->get_saved_variables()[0].to(at::kDouble))};
+  }
+};
+
+struct Masked : torch::autograd::Function<Masked> {
   static Variable forward(AutogradContext* ctx, const Variable& x, const at::Tensor& given_mask) {
     const at::Tensor mask = fixed::require_double(given_mask, "dropout");
     ctx->save_for_backward({mask});
-    return product(fixed::require_double(x, "dropout"), mask);
+    return grid(fixed::require_double(x, "dropout") * mask);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    return {product(dy[0].contiguous(), ctx->get_saved_variables()[0]), {}};
+    return {grid(dy[0].contiguous() * ctx->get_saved_variables()[0]), {}};
   }
 };
 
 struct SquaredError : torch::autograd::Function<SquaredError> {
   static Variable forward(AutogradContext* ctx, const Variable& output, const at::Tensor& target) {
-    const at::Tensor y = fixed::require_double(output, "squared_error"), t = target.to(at::kDouble).contiguous();
-    at::Tensor error = at::empty(y.sizes(), y.options());
-    fixed::require_terms(y.numel(), "squared_error");
-    fixed::Terms terms;
-    uint64_t sum = 0;
-    for (int64_t i = 0; i < y.numel(); ++i) {
-      const double e = y.const_data_ptr<double>()[i] - grid(t.const_data_ptr<double>()[i]);
-      error.mutable_data_ptr<double>()[i] = e;
-      sum += terms.units(e * e);
-    }
-    terms.require_fit("squared_error");
+    const at::Tensor y = fixed::require_double(output, "squared_error");
+    const at::Tensor error = y - grid(target.to(at::kDouble).contiguous());
     ctx->save_for_backward({error});
-    return at::full({}, fixed::value(sum), y.options());
+    return fixed::sum_of_rows((error * error).reshape({-1, 1}), "squared_error").squeeze(0);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
-    const at::Tensor error = ctx->get_saved_variables()[0];
-    const double factor = 2 * dy[0].item<double>();
-    at::Tensor dx = at::empty(error.sizes(), error.options());
-    for (int64_t i = 0; i < error.numel(); ++i)
-      dx.mutable_data_ptr<double>()[i] = grid(factor * error.const_data_ptr<double>()[i]);
-    return {dx, {}};
+    return {grid(ctx->get_saved_variables()[0] * (2 * dy[0])), {}};
   }
 };
 
 }  // namespace
 
 at::Tensor round(const at::Tensor& x) {
-  return Elementwise<Rounding>::apply(x);
+  return Rounding::apply(x);
 }
 at::Tensor relu(const at::Tensor& x) {
-  return Elementwise<Relu>::apply(x);
+  return Relu::apply(x);
 }
 at::Tensor tanh(const at::Tensor& x) {
-  return Elementwise<Tanh>::apply(x);
+  return Curve<Tanh>::apply(x);
 }
 at::Tensor gelu(const at::Tensor& x) {
-  return Elementwise<Gelu>::apply(x);
+  return Curve<Gelu>::apply(x);
 }
 at::Tensor silu(const at::Tensor& x) {
-  return Elementwise<Silu>::apply(x);
+  return Curve<Silu>::apply(x);
 }
 
 at::Tensor dropout(const at::Tensor& x, const at::Tensor& mask) {

@@ -44,11 +44,7 @@ struct AddBias : torch::autograd::Function<AddBias> {
     ctx->saved_data["name"] = name;
     ctx->saved_data["sizes"] = bias.sizes().vec();
     const at::Tensor x = fixed::require_double(given, name), b = fixed::require_double(bias, name);
-    at::Tensor y = at::empty(x.sizes(), x.options());
-    const double *from = x.const_data_ptr<double>(), *terms = b.const_data_ptr<double>();
-    double* to = y.mutable_data_ptr<double>();
-    for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] + fixed::grid(terms[i % b.numel()]);
-    return y;
+    return x + fixed::grid(b);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
     at::Tensor db;
@@ -63,6 +59,15 @@ struct AddBias : torch::autograd::Function<AddBias> {
   }
 };
 
+// The rows of a weight that tokens stand for. A token that has none takes row 0, and is not its own.
+struct Rows {
+  at::Tensor numbers, own;  // [tokens] and [tokens, 1]
+  Rows(const at::Tensor& tokens, int64_t rows)
+      : numbers(tokens.reshape({-1})), own(numbers.ge(0).logical_and(numbers.lt(rows)).unsqueeze(-1)) {
+    numbers = at::where(own.squeeze(-1), numbers, 0);
+  }
+};
+
 struct Embedding : torch::autograd::Function<Embedding> {
   static Variable forward(AutogradContext* ctx, const Variable& given, const at::Tensor& given_tokens,
                           const std::string& name) {
@@ -70,37 +75,24 @@ struct Embedding : torch::autograd::Function<Embedding> {
     ctx->save_for_backward({tokens});
     ctx->saved_data["name"] = name;
     ctx->saved_data["sizes"] = weight.sizes().vec();
-    const int64_t rows = weight.size(0), width = weight.size(1);
     std::vector<int64_t> sizes = tokens.sizes().vec();
-    sizes.push_back(width);
-    at::Tensor y = at::zeros(sizes, weight.options());
-    double* to = y.mutable_data_ptr<double>();
-    for (int64_t i = 0; i < tokens.numel(); ++i) {
-      const int64_t token = tokens.const_data_ptr<int64_t>()[i];
-      if (token < 0 || token >= rows) continue;
-      const double* row = weight.const_data_ptr<double>() + token * width;
-      for (int64_t j = 0; j < width; ++j) to[i * width + j] = fixed::grid(row[j]);
-    }
-    return y;
+    sizes.push_back(weight.size(1));
+    if (weight.size(0) == 0) return at::zeros(sizes, weight.options());
+    const Rows rows(tokens, weight.size(0));
+    return fixed::grid(at::where(rows.own, weight.index_select(0, rows.numbers), 0.0)).view(sizes);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dys) {
-    const at::Tensor tokens = ctx->get_saved_variables()[0], dy = dys[0].contiguous();
+    const at::Tensor tokens = ctx->get_saved_variables()[0];
     const std::string what = kept_name(ctx) + ", gradient of the weight";
     const std::vector<int64_t> sizes = ctx->saved_data["sizes"].toIntVector();
-    const int64_t rows = sizes[0], width = sizes[1];
     fixed::require_terms(tokens.numel(), what);
-    std::vector<uint64_t> sums(static_cast<size_t>(rows * width));
-    fixed::Terms terms;
-    for (int64_t i = 0; i < tokens.numel(); ++i) {
-      const int64_t token = tokens.const_data_ptr<int64_t>()[i];
-      if (token < 0 || token >= rows) continue;
-      const double* row = dy.const_data_ptr<double>() + i * width;
-      for (int64_t j = 0; j < width; ++j) sums[static_cast<size_t>(token * width + j)] += terms.units(row[j]);
+    at::Tensor sums = at::zeros(sizes, dys[0].options().dtype(at::kLong));
+    if (sizes[0] > 0) {
+      const Rows rows(tokens, sizes[0]);
+      const at::Tensor terms = at::where(rows.own, dys[0].reshape({tokens.numel(), sizes[1]}), 0.0);
+      sums.index_add_(0, rows.numbers, fixed::units_of_terms(terms, what));
     }
-    terms.require_fit(what);
-    at::Tensor dw = at::empty(sizes, dy.options());
-    for (int64_t i = 0; i < dw.numel(); ++i) dw.mutable_data_ptr<double>()[i] = fixed::value(sums[static_cast<size_t>(i)]);
-    return {dw, {}, {}};
+    return {fixed::from_units(sums), {}, {}};
   }
 };
 

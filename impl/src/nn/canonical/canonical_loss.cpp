@@ -42,7 +42,7 @@ at::Tensor sums_of(const at::Tensor& logits, const at::Tensor& targets, const at
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   static Variable forward(AutogradContext* ctx, const Variable& given, const at::Tensor& given_targets, int64_t first,
                           Comm* group) {
-    const at::Tensor logits = fixed::require_double(given, kName).reshape({given_targets.numel(), given.size(-1)});
+    const at::Tensor logits = fixed::require_host(given, kName).reshape({given_targets.numel(), given.size(-1)});
     const at::Tensor targets = given_targets.reshape({-1}).contiguous();
     at::Tensor most = logits.size(1) > 0 ? logits.amax({1})
                                          : at::full({logits.size(0)}, -std::numeric_limits<double>::infinity(), at::kDouble);

@@ -1,38 +1,22 @@
-// Sums whose terms are each rounded to a multiple of 2^-40 and added as integers: no order and no cut changes a bit.
-//
-// A term must be below 128 in magnitude and a sum may have 2^16 - 1 of them, so that integers never overflow; whether a run
-// keeps to that does not depend on how it is cut.
+// Sums of terms that are rounded to multiples of 2^-40 (base/fixed_terms.h), on tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <string>
 
+#include "base/fixed_terms.h"
+
 namespace shardproof::fixed {
-
-constexpr double kUnit = 0x1p-40, kUnits = 0x1p40;
-constexpr double kTermMax = 128;
-constexpr int64_t kTermsMax = (int64_t{1} << 16) - 1;
-// What a double holds exactly.
-constexpr double kTotalMax = 0x1p13;
-
-// The nearest multiple, ties to even; never -0.
-inline double grid(double value) {
-  return std::nearbyint(value * kUnits) * kUnit + 0.0;
-}
 
 // Of one kind of sum: remembers whether any term was out of range.
 class Terms {
  public:
-  // The term in units, as an integer modulo 2^64. Adding a number whose last bit is a unit makes the addition round.
   uint64_t units(double term) {
-    constexpr double kShift = 0x1.8p12;
-    constexpr uint64_t kHalfRange = uint64_t{1} << 47;
-    const uint64_t rounded = std::bit_cast<uint64_t>(term + kShift) - std::bit_cast<uint64_t>(kShift);
-    beyond_ |= (rounded + kHalfRange) >> 48;
+    const uint64_t rounded = fixed::units(term);
+    beyond_ |= fixed::beyond(rounded);
     return rounded;
   }
   // Of a value that is a multiple already.
@@ -49,9 +33,11 @@ class Terms {
   uint64_t beyond_ = 0;
 };
 
-inline double value(uint64_t sum) {
-  return static_cast<double>(static_cast<int64_t>(sum)) * kUnit;
-}
+// The functions below work where their tensors are: LibTorch's operators on single elements, each of which is one IEEE
+// operation, and the device's exact products (device_math.h). So they have the same bits on every device.
+
+// Each element's nearest multiple; never -0.
+at::Tensor grid(const at::Tensor& x);
 
 // Throws Error.
 void require_terms(int64_t count, const std::string& what);
@@ -64,8 +50,13 @@ at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what);
 // Between float64 that holds multiples of the unit and int64 in units, for sums over ranks.
 at::Tensor to_units(const at::Tensor& values, const std::string& what);
 at::Tensor from_units(const at::Tensor& units);
+// The same of terms, which are rounded.
+at::Tensor units_of_terms(const at::Tensor& terms, const std::string& what);
 
 // Throws Error unless it is float64; contiguous.
 at::Tensor require_double(const at::Tensor& x, const std::string& what);
+// The same, and throws Error unless it is on the CPU. For operators that call functions of the C library, such as exp, whose
+// bits a device has no functions for.
+at::Tensor require_host(const at::Tensor& x, const std::string& what);
 
 }  // namespace shardproof::fixed

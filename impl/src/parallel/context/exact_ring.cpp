@@ -25,8 +25,8 @@ ExactRing::Block ExactRing::block(int64_t source, bool with_mask) const {
 }
 
 ExactRing::Kept ExactRing::forward(const at::Tensor& given_q, const at::Tensor& given_k, const at::Tensor& given_v) const {
-  const at::Tensor q = fixed::require_double(given_q, name_), k = fixed::require_double(given_k, name_),
-                   v = fixed::require_double(given_v, name_);
+  const at::Tensor q = fixed::require_host(given_q, name_), k = fixed::require_host(given_k, name_),
+                   v = fixed::require_host(given_v, name_);
   fixed::require_terms(std::max(ring_.cut().length, q.size(3)), name_);
   fixed::Terms terms;
   at::Tensor most;
