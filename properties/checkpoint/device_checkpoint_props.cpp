@@ -64,6 +64,19 @@ TEST(DeviceCheckpoint, saved_on_a_device_it_has_the_bytes_of_one_saved_on_the_cp
       }
 }
 
+TEST(DeviceCheckpoint, copies_of_values_on_a_device_are_staged_in_page_locked_memory) {
+  const Recipe setup = movable({});
+  const Place place{"dp_shard=2", "zero3"};
+  for (const bool async : {false, true}) {
+    const Scratch scratch;
+    const int64_t before = fake_device::bytes_page_locked();
+    save_amid(setup, place, async, scratch / "cpu");
+    EXPECT_EQ(fake_device::bytes_page_locked(), before) << "values of the CPU";
+    save_amid(setup, on_device(place), async, scratch / "device");
+    EXPECT_GT(fake_device::bytes_page_locked(), before);
+  }
+}
+
 RC_GTEST_PROP(DeviceCheckpoint, saved_on_either_it_loads_on_either_under_any_sharding, ()) {
   const Recipe setup = movable(any_setup());
   const Place from = somewhere(), to = somewhere();

@@ -1,9 +1,11 @@
 #include "properties/doubles/fake_device.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -175,12 +177,30 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 const Guard guard;
 
 // So that backwards order the streams as they do on any accelerator.
+std::atomic<int64_t> locked_bytes = 0;
+
+// Plain memory, of which it counts how much was ever asked for.
+class PageLocked final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    locked_bytes += static_cast<int64_t>(bytes);
+    return c10::GetCPUAllocator()->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return c10::GetCPUAllocator()->raw_deleter(); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
 class Hooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   c10::Device getDeviceFromPtr(void*) const override { return device(); }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &page_locked; }
+  bool isPinnedPtr(const void*) const override { return false; }
+
+ private:
+  static inline PageLocked page_locked;
 };
 
 }  // namespace
@@ -202,6 +222,8 @@ void install() {
 c10::Device device() {
   return {kType, 0};
 }
+
+int64_t bytes_page_locked() { return locked_bytes; }
 
 c10::StreamId current_stream() {
   return current;

@@ -18,6 +18,16 @@ void finish_host_copies(c10::Device device) {
   if (!device.is_cpu()) current_stream_of(device).synchronize();
 }
 
+at::Tensor staging(size_t bytes, c10::Device from) {
+  const auto size = static_cast<int64_t>(bytes);
+  try {
+    if (!from.is_cpu()) return at::empty({size}, at::TensorOptions(at::kByte).pinned_memory(true));
+  } catch (const c10::Error&) {
+    // Plain memory, then.
+  }
+  return at::empty({size}, at::kByte);
+}
+
 c10::Stream current_stream_of(c10::Device device) {
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);

@@ -11,6 +11,10 @@ namespace shardproof::checkpoint {
 void start_host_copy(char* to, const at::Tensor& from);
 void finish_host_copies(c10::Device device);
 
+// Bytes of the host for copies of values on `from`. When that is a device, they are page-locked, so that copies run beside the
+// host's work; where the host can lock no more, they are plain memory.
+at::Tensor staging(size_t bytes, c10::Device from);
+
 // What this thread has queued on a device is what copies come after, on whichever thread they are started.
 c10::Stream current_stream_of(c10::Device device);
 

@@ -64,7 +64,9 @@ struct SaveJob::Parts {
   std::map<std::string, at::Tensor> held;      // what this rank holds of each tensor, 1-D, in storage order
   std::vector<at::Tensor> sources;             // of this rank's boxes: parts of `held`
   c10::Stream stream{c10::Stream::DEFAULT, c10::Device(at::kCPU)};  // on which the values were made
-  const Snapshot* snapshot = nullptr;
+  bool is_copied = false;  // to `snapshot`, where `write` finds the values
+  char* snapshot = nullptr;
+  at::Tensor staged_values;  // of a device: the snapshot. LibTorch keeps freed page-locked memory for the next save
   std::vector<size_t> offsets;  // in the snapshot, of this rank's boxes
   std::string error;
   std::function<void()> after;
@@ -137,15 +139,21 @@ void SaveJob::Parts::fill(Snapshot& memory) {
     offsets.push_back(bytes);
     bytes += source.nbytes();
   }
-  if (memory.bytes.size() < bytes) {
-    memory.bytes.clear();
-    memory.bytes.reserve(bytes);
-    prefer_large_pages(memory.bytes.data(), bytes);
-    memory.bytes.resize(bytes);
+  if (stream.device().is_cpu()) {
+    if (memory.bytes.size() < bytes) {
+      memory.bytes.clear();
+      memory.bytes.reserve(bytes);
+      prefer_large_pages(memory.bytes.data(), bytes);
+      memory.bytes.resize(bytes);
+    }
+    snapshot = memory.bytes.data();
+  } else {
+    staged_values = staging(bytes, stream.device());
+    snapshot = static_cast<char*>(staged_values.mutable_data_ptr());
   }
-  for (size_t i = 0; i < sources.size(); ++i) start_host_copy(memory.bytes.data() + offsets[i], sources[i]);
+  for (size_t i = 0; i < sources.size(); ++i) start_host_copy(snapshot + offsets[i], sources[i]);
   finish_host_copies(stream.device());
-  snapshot = &memory;
+  is_copied = true;
   sources.clear();
   held.clear();
 }
@@ -157,21 +165,22 @@ void SaveJob::Parts::write_entries() {
   for (const NamedValue& value : values)
     written_values.push_back(
         Value::tuple({Value::string(value.name), value_of(value.path), value_of(file.add_value(value.value))}));
-  std::vector<char> copied;
+  at::Tensor copied;
   for (size_t i = 0; i < own().size(); ++i) {
     const PlannedBox& box = own()[i];
     Shape sizes;
     for (const Interval& interval : box.box) sizes.push_back(interval.size());
     const char* data = nullptr;
-    if (snapshot) {
-      data = snapshot->bytes.data() + offsets[i];
+    if (is_copied) {
+      data = snapshot + offsets[i];
     } else if (sources[i].device().is_cpu()) {
       data = static_cast<const char*>(sources[i].const_data_ptr());
     } else {
-      copied.resize(sources[i].nbytes());
-      start_host_copy(copied.data(), sources[i]);
+      if (!copied.defined() || copied.nbytes() < sources[i].nbytes()) copied = staging(sources[i].nbytes(), stream.device());
+      auto* target = static_cast<char*>(copied.mutable_data_ptr());
+      start_host_copy(target, sources[i]);
       finish_host_copies(stream.device());
-      data = copied.data();
+      data = target;
     }
     written_tensors.push_back(value_of(file.add_tensor(tensors.at(box.name).dtype, sizes, data)));
   }
