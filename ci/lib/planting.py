@@ -157,7 +157,7 @@ class Scratch:
         code, output = run(command, self.tree, self.options.seconds)
         if code == 0:
             return Outcome(False)
-        failed = re.findall(r"^\s*\d+ - (\S+) \(", output, re.MULTILINE)
+        failed = re.findall(r"^\s*\d+ - (\S+) ", output, re.MULTILINE)
         if failed:
             return Outcome(True, failed[0], len(re.findall(r"^\s*\d+/\d+ Test", output, re.MULTILINE)))
         if code is None:
