@@ -272,8 +272,9 @@ class Train(unittest.TestCase):
 
     def test_an_unknown_strategy_axis_or_optimizer_is_refused_with_those_there_are(self):
         self.expect_refused("zero3", "--strategy", "zero4")
-        for mesh in ("ep=2", "tp=2,dp_shard=2", "dp_shard=2,pp=2"):
-            self.expect_refused("axes out of dp_replicate, dp_shard, cp, tp, in that order", "--mesh", mesh)
+        for mesh, axis in (("ep=2", "ep"), ("dp_shard=2,pp=2", "pp")):
+            self.expect_refused(f"has the axis '{axis}'; there are dp_replicate, dp_shard, cp, tp", "--mesh", mesh)
+        self.expect_refused("axes out of dp_replicate, dp_shard, cp, tp, in that order", "--mesh", "tp=2,dp_shard=2")
         self.expect_refused("native or canonical", "--arithmetic", "exact")
         self.expect_refused("adamw or sgd", "--optimizer", "lion")
 
