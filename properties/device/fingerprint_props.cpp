@@ -57,6 +57,9 @@ TEST(Fingerprint, tells_apart_what_differs_in_order_in_signs_and_in_length) {
     expect_told_apart(values, [](at::Tensor v) { v.copy_(v.roll(1)); }, "shifted");
     for (const Fingerprint of : kBoth) EXPECT_NE(of(values), of(values.narrow(0, 0, count - 1)));
   }
+  // The sign is the top bit of a word, which products alone keep where it is: two of them in a lane would cancel.
+  for (const int64_t count : {16, 32, 4096})
+    expect_told_apart(at::randn({count}, at::kDouble), [](at::Tensor v) { v.neg_(); }, "all signs of float64");
   for (const Fingerprint of : kBoth) EXPECT_NE(of(at::zeros({3})), of(at::zeros({4})));
 }
 
