@@ -184,7 +184,8 @@ class Gpu(ScratchCase):
             bundle.unpack(self.path("none.tar.gz"), self.path("unpacked"))
 
     def test_the_pins_name_the_release_of_transformers_that_the_set_up_installs(self):
-        wanted = re.search(r"transformers==([\d.]+)\*", bundle.read(os.path.join(ROOT, "ci", "requirements", "run.in"))).group(1)
+        requirements = bundle.read(os.path.join(ROOT, "ci", "requirements", "run.in"))
+        wanted = re.search(r"transformers==([\d.]+)\*", requirements).group(1)
         pins = [line.split() for line in bundle.read(os.path.join(ROOT, "ci", "bundle_pins.txt")).splitlines()[1:]]
         self.assertTrue(all(len(pin) == 5 and re.fullmatch("[0-9a-f]{64}", pin[4]) for pin in pins))
         release = {pin[1]: pin[2] for pin in pins}
