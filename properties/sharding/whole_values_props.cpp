@@ -94,6 +94,23 @@ TEST(WholeValues, of_some_names_leave_the_others_as_they_are) {
   });
 }
 
+// Ranks that pass different names, each of which is known.
+TEST(WholeValues, of_other_names_on_one_rank_are_refused_on_every_rank) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    torch::nn::Linear linear(3, 4);
+    Sharded sharded = sharded_linear(linear, world);
+    Optimizer optimizer = sgd(sharded, {.lr = 0.5, .momentum = 0.5});
+    const Values before = sharded.gather_main_parameters();
+    const Values both = values_like(before, 1), one{{"bias", both.at("bias")}};
+    const Values& given = world->rank() == 0 ? both : one;
+    expect_error([&] { sharded.write_parameters(given); },
+                 {"write_parameters: rank 0 passes values of 2 names", "rank 1 of 1"});
+    expect_equal(sharded.gather_main_parameters(), before, "after a refusal");
+    expect_error([&] { optimizer.write_state(world->rank() == 0 ? "momentum_buffer" : "exp_avg", both); },
+                 {"no state called 'exp_avg'", "rank 1"});
+  });
+}
+
 // One rank alone passes what does not fit; all ranks throw, and nothing is written.
 TEST(WholeValues, that_fit_nothing_on_one_rank_are_refused_on_every_rank) {
   const auto refuses = [](const Values& of_rank_1, const std::string& says) {

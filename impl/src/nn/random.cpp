@@ -49,9 +49,9 @@ at::Tensor dropout_mask(const DropoutSite& site, const std::vector<DimRows>& dim
                             .dropped_below = static_cast<uint64_t>(site.probability * 0x1p32),
                             .length = columns.length,
                             .kept = static_cast<float>(1 / (1 - site.probability))};
-  model_math(device_math(device)).dropout_mask(element_type(dtype), scalars, rows_there.const_data_ptr<int64_t>(),
-                                   columns_there.const_data_ptr<int64_t>(), std::ssize(columns.rows), mask.numel(),
-                                   static_cast<std::byte*>(mask.mutable_data_ptr()));
+  model_math(device_math(device))
+      .dropout_mask(element_type(dtype), scalars, rows_there.const_data_ptr<int64_t>(), columns_there.const_data_ptr<int64_t>(),
+                    std::ssize(columns.rows), mask.numel(), static_cast<std::byte*>(mask.mutable_data_ptr()));
   return mask;
 }
 

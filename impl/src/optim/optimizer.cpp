@@ -7,6 +7,7 @@
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
 
 namespace shardproof {
 namespace {
@@ -200,7 +201,10 @@ std::map<std::string, at::Tensor> Optimizer::gather_state(const std::string& sta
 }
 
 void Optimizer::write_state(const std::string& state_name, const std::map<std::string, at::Tensor>& values) {
-  sharded()->write("write_state", state_shards(state_name), values);
+  const std::shared_ptr<Sharded::Impl> state = sharded();
+  std::vector<Shard> shards;
+  agree_on(state->comms->world(), [&] { shards = state_shards(state_name); });
+  state->write("write_state", shards, values);
 }
 
 int64_t Optimizer::updates(const std::string& parameter) const {

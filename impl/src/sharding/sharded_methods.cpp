@@ -130,11 +130,11 @@ std::map<std::string, ParameterPlacement> Sharded::placements() const {
     const BucketLayout& layout = bucket->layout();
     for (const BucketParameter& member : layout.members())
       placements[member.name] = {.shape = member.whole,
-                               .compute = bucket->rules().compute,
-                               .main = bucket->rules().main,
-                               .parameter = layout.placement(member, layout.parameter()),
-                               .gradient = layout.placement(member, layout.state()),
-                               .state = layout.placement(member, layout.state())};
+                                 .compute = bucket->rules().compute,
+                                 .main = bucket->rules().main,
+                                 .parameter = layout.placement(member, layout.parameter()),
+                                 .gradient = layout.placement(member, layout.state()),
+                                 .state = layout.placement(member, layout.state())};
   }
   return placements;
 }

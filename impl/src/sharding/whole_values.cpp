@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 
 #include "sharding/sharded_impl.h"
@@ -40,6 +41,18 @@ void require_fits(const char* where, const std::string& name, const at::Tensor& 
                 name, c10::toString(value.scalar_type()));
 }
 
+// A name that some rank leaves out would be written in part. Names are compared by a hash, since there may be very many.
+void require_same_names(Comm& world, const char* where, const std::map<std::string, at::Tensor>& values) {
+  std::string names;
+  for (const auto& [name, value] : values) names += name + '\n';
+  const std::vector<std::string> given =
+      gather_texts(world, fmt::format("{} names ({:016x})", values.size(), std::hash<std::string>{}(names)));
+  for (int64_t rank = 1; rank < world.size(); ++rank)
+    SHARD_REQUIRE(given[static_cast<size_t>(rank)] == given[0], "fully_shard",
+                  "{}: rank 0 passes values of {}, and rank {} of {}. Pass the same names on every rank", where, given[0], rank,
+                  given[static_cast<size_t>(rank)]);
+}
+
 }  // namespace
 
 void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
@@ -61,6 +74,7 @@ void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
     }
   };
   agree(comms->world(), error_of(match));
+  require_same_names(comms->world(), where, values);
   const at::NoGradGuard no_grad;
   for (const Shard& shard : shards) {
     const auto found = wanted.find(shard.name);

@@ -139,9 +139,9 @@ class Sharded {
   // Collective.
   std::map<std::string, at::Tensor> gather_gradients() const;
   // Writes whole values into the parameters, or into the gradients after the last backward, by name. Every rank passes the
-  // same values, and keeps its part of them, rounded to the main dtype. What has no value keeps the one that it has. A tied
-  // parameter may be given under any of its names. Optimizer state stays as it is. Throws Error on every rank, with nothing
-  // written, when a name is unknown or a size does not fit on some rank. Collective over the mesh.
+  // same values, and keeps its part of them, rounded to the main dtype. What has no value, and optimizer state, stay as they
+  // are. A tied parameter may be given under any of its names. Throws Error on every rank, with nothing written, when
+  // ranks pass different names, or when a name is unknown or a size does not fit on some rank. Collective over the mesh.
   void write_parameters(const std::map<std::string, at::Tensor>& values);
   void write_gradients(const std::map<std::string, at::Tensor>& values);
 

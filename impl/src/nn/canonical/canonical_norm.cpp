@@ -45,7 +45,7 @@ struct Norm : torch::autograd::Function<Norm> {
     fixed::require_terms(norm.rows, name);
     at::Tensor dx = at::empty(x.sizes(), x.options()), terms = at::empty({norm.rows, norm.width}, x.options());
     model_math(device_math(x)).row_norm_backward(norm, dy.const_data_ptr<double>(), dx.mutable_data_ptr<double>(),
-                                     terms.mutable_data_ptr<double>());
+                                                 terms.mutable_data_ptr<double>());
     const std::string what = name + ", gradients of the parameters";
     const at::Tensor of_bias = centred ? fixed::sum_of_rows(dy.view_as(terms), what) : at::Tensor();
     return {dx, fixed::sum_of_rows(terms, what), of_bias, {}, {}};

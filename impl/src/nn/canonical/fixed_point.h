@@ -34,7 +34,7 @@ class Terms {
 };
 
 // The functions below work where their tensors are: LibTorch's operators on single elements, each of which is one IEEE
-// operation, and the device's exact products (device_math.h). So they have the same bits on every device.
+// operation, and the device's exact products (model_math.h). So they have the same bits on every device.
 
 // Each element's nearest multiple; never -0.
 at::Tensor grid(const at::Tensor& x);
