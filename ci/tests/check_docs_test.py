@@ -62,6 +62,12 @@ class CheckDocs(unittest.TestCase):
     def test_a_program_that_no_list_makes_is_found(self):
         self.expect("Run build/giant --help", "no CMake list makes build/giant")
 
+    def test_a_page_that_the_contents_of_the_site_lack_is_found(self):
+        site = "not_in_nav: |\n  findings/*.md\nnav:\n  - Start: index.md\n  - Use:\n      - The algebra: layout.md\n"
+        self.assertEqual(self.found({"mkdocs.yml": site}), [])
+        self.assertEqual(self.found({"mkdocs.yml": site, "docs/howto/new.md": "Text.\n"}),
+                         [("docs/howto/new.md", 1, "the page is not in `nav` of mkdocs.yml")])
+
     def test_pages_in_folders_below_are_read_too(self):
         self.assertEqual(self.found({"docs/howto/page.md": "[here](gone.md)\n", "CONTRIBUTING.md": "[there](lost.md)\n"}),
                          [("CONTRIBUTING.md", 1, "there is no file lost.md to follow"),
