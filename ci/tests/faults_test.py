@@ -142,6 +142,9 @@ class Faults(unittest.TestCase):
         self.assertEqual((code, "no file has B" in output), (2, True), output)
         code, _, output = self.run_faults(patches, "--merge", *parts, parts[0])
         self.assertEqual((code, "is in an earlier file, too" in output), (2, True), output)
+        self.write("other", '{"type": "case"}\n')
+        code, _, output = self.run_faults(patches, "--merge", self.path("other"))
+        self.assertEqual((code, "not a file of ci/faults --json" in output), (2, True), output)
         for part in ("0/2", "3/2", "1", "1/2/3", "4/4"):
             self.assertEqual(self.run_faults(patches, "--shard", part)[0], 2)
 
