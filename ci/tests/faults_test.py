@@ -7,6 +7,8 @@ import tempfile
 import textwrap
 import unittest
 
+from scratch import CI, load
+
 FAULTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "faults")
 
 # Answers as `shardproof verify` does: counts to the 7th case, where a wrong value shows.
@@ -158,8 +160,12 @@ class Faults(unittest.TestCase):
         self.assertEqual(code, 2)
         self.assertIn("two patches have the id A", output)
 
+    def test_the_catalogue_of_this_tree_can_be_read(self):
+        catalogue = os.path.join(os.path.dirname(CI), "harness", "faults")
+        self.assertGreater(len(load("faults").read_catalogue(catalogue, None)), 200)
+
     def test_a_patch_must_not_weaken_the_question(self):
-        for path in ("verify.py", "python/tests/x.py", "python/shardproof/proof/plain.py"):
+        for path in ("verify.py", "python/tests/x.py", "python/shardproof/proof/plain.py", "python/shardproof/check/judge.py"):
             code, _, output = self.run_faults([patch("A", "4", path=path)])
             self.assertEqual(code, 2)
             self.assertIn("changes " + path, output)
