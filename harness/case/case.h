@@ -103,10 +103,10 @@ bool has_unit_sharding(const Case& c);
 const shardproof::Strategy& unit_strategy(const Case& c);
 shardproof::Mesh unit_mesh(const Case& c);
 
-// A schedule of the learning rate warms up in so many steps, and falls to this factor when the history has ended.
-constexpr int64_t kWarmup = 2;
+// A schedule of the learning rate warms up in so many steps, and has fallen to this factor at this step. The length of the history
+// does not count, so that a shorter one begins with the same steps.
+constexpr int64_t kWarmup = 2, kScheduleSteps = 6;
 constexpr double kScheduleLast = 0.25;
-inline int64_t schedule_steps(const Case& c) { return kWarmup + static_cast<int64_t>(c.steps.size()); }
 
 // Names of the parameters that a plan freezes; one that every loss depends on never is.
 std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan);

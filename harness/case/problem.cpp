@@ -100,11 +100,11 @@ void weigh(const Case& c, golden::Step& step) {
   step.divide = total / step.divide_before;
 }
 
-// Of the learning rate: up in a straight line for kWarmup steps, then down to kScheduleLast at the end of the history.
+// Of the learning rate: up in a straight line for kWarmup steps, then down to kScheduleLast, where it stays.
 double scheduled(const Case& c, int64_t step) {
   if (c.options.schedule == schedule_constant) return 1;
   if (step < kWarmup) return (static_cast<double>(step) + 1) / kWarmup;
-  const double left = static_cast<double>(schedule_steps(c) - step) / static_cast<double>(schedule_steps(c) - kWarmup);
+  const double left = static_cast<double>(std::max<int64_t>(kScheduleSteps - step, 0)) / (kScheduleSteps - kWarmup);
   const double cosine = std::cos(std::numbers::pi / 2 * (1 - left));
   return kScheduleLast + (1 - kScheduleLast) * (c.options.schedule == schedule_linear ? left : cosine * cosine);
 }

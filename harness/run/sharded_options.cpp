@@ -147,9 +147,8 @@ Sharded shard(const Case& c, const golden::Run& run, const Network& network, std
   Sharding sharding(std::move(comms), options);
   const size_t parts = network.parts.size() - branches_differ(c);  // the last one is the one that differs
   for (size_t i = 0; i < parts; i += 2) {
-    Sharding::Modules modules{network.parts[i]};
-    if (i + 1 < parts) modules.push_back(network.parts[i + 1]);
-    sharding.unit(modules);
+    const auto first = network.parts.begin() + static_cast<int64_t>(i);
+    sharding.unit(Sharding::Modules(first, first + static_cast<int64_t>(std::min<size_t>(2, parts - i))));
   }
   return sharding.shard(network.module);
 }
@@ -169,7 +168,7 @@ double lr_factor(const Case& c, size_t step) {
   const double plan = static_cast<double>(c.steps[step].lr_percent) / 100;
   if (c.options.schedule == schedule_constant) return plan;
   const auto schedule = c.options.schedule == schedule_cosine ? warmup_cosine : warmup_linear;
-  return plan * schedule(static_cast<int64_t>(step), kWarmup, schedule_steps(c), kScheduleLast);
+  return plan * schedule(static_cast<int64_t>(step), kWarmup, kScheduleSteps, kScheduleLast);
 }
 
 Optimizer make_optimizer(Sharded& sharded, const Case& c) {

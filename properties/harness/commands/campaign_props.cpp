@@ -224,6 +224,16 @@ TEST(Verdict, a_run_that_diverges_is_compared_up_to_there_and_refused) {
   EXPECT_GT(verdict.values_compared, 0);
 }
 
+// The steps that are compared are the first ones of the whole history, with its learning rates.
+TEST(Verdict, a_run_that_diverges_under_a_schedule_is_compared_up_to_there) {
+  const Verdict verdict = run_case(
+      Case::parse("llama(layers=1,hidden=54,heads=9,kv_heads=3,intermediate=1,vocab=2,positions=2,tied) mesh(dp_shard=1) "
+                  "zero3(units=root,align=64,loss=sum,arithmetic=canonical,schedule=cosine) lion(lr=0.1) canonical "
+                  "seed=740494 : step*6"));
+  EXPECT_TRUE(verdict.diverged) << verdict.what;
+  EXPECT_GT(verdict.values_compared, 90'000) << "three steps, of which the third is behind the warm-up";
+}
+
 TEST(Verify, shards_of_a_run_draw_its_cases_once_between_them_and_merge_into_it) {
   const harness_env::Folder folder;
   const auto cases_of = [&](int64_t shard, int64_t count, const std::string& report) {
