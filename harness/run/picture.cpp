@@ -40,7 +40,7 @@ class Watched {
     if (calls_.empty()) return {};
     const size_t last = calls_.rbegin()->first, shown = step < 0 ? last : std::min(static_cast<size_t>(step), last);
     const auto placements = placements_.find(shown);
-    Picture picture{.step = static_cast<int64_t>(shown), .mesh = c.at(shown).mesh};
+    Picture picture{.step = static_cast<int64_t>(shown), .mesh = c.at(shown).mesh, .placements = {}, .calls = {}};
     if (placements != placements_.end()) picture.placements = placements->second;
     std::vector<std::vector<TraceRecord>> calls(static_cast<size_t>(picture.mesh.size()));
     for (const auto& [rank, range] : calls_.at(shown)) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <span>
+#include <utility>
 
 #include "device/kernels/cpu_product.h"
 #include "device/kernels/element_rules.h"
@@ -41,9 +42,10 @@ struct CpuRunner {
     }
   }
 
-  // Looks everywhere, as rules write, too.
+  // Where rules only look at elements, it looks at blocks of them. Else it looks everywhere, as these rules write, too.
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
+    if constexpr (requires { rule.finds(*rule.values); }) return find(count, rule);
     const int64_t whole = rule.fits() ? count / Rule::kWidth * Rule::kWidth : 0;
     int64_t found = count;
     for (int64_t i = 0; i < whole; i += Rule::kWidth) {
@@ -64,24 +66,61 @@ struct CpuRunner {
   }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
-    each_chunk(spans, kTermsInCounters,
-               [&](const FlatSpan& chunk) { exact_chunk(chunk.data, chunk.count, squares, counters); });
+    ExactSums sums;
+    each_chunk(spans, ExactSums::kTermsMax, [&](const FlatSpan& chunk) {
+      if (sums.terms + chunk.count > ExactSums::kTermsMax) sums.move_to(counters);
+      sums.add(chunk, squares);
+    });
+    sums.move_to(counters);
   }
 
   bool product(const ExactProduct& product, bool check) const { return cpu_product::run(product, check); }
 
  private:
-  static void exact_chunk(const float* values, int64_t count, bool squares, std::span<int64_t> counters) {
-    std::array<std::array<uint32_t, kLimbs>, 256> limbs{};
-    for (int64_t i = 0; i < count; ++i) {
-      const ExactTerm term = exact_term(values[i], squares);
-      for (int k = 0; k < kLimbs; ++k) limbs[term.exponent][static_cast<size_t>(k)] += term.limb[k];
+  template <class Rule>
+  static int64_t find(int64_t count, const Rule& given) {
+    constexpr int64_t kBlock = 1024;
+    const Rule rule = given;
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+      const int64_t end = std::min(count, begin + kBlock);
+      uint32_t found = 0;
+      for (int64_t i = begin; i < end; ++i) found |= static_cast<uint32_t>(rule.finds(rule.values[i]));
+      for (int64_t i = begin; found != 0 && i < end; ++i)
+        if (rule.finds(rule.values[i])) return i;
     }
-    for (size_t e = 0; e < limbs.size(); ++e) {
-      counters[2 * e] += static_cast<int64_t>(low_part(limbs[e][0], limbs[e][1]));
-      counters[2 * e + 1] += static_cast<int64_t>(high_part(limbs[e][0], limbs[e][1], limbs[e][2]));
-    }
+    return count;
   }
+
+  // Integers by exponent. Neighbours, which often have the same exponent, go into different lanes, so that no addition waits for
+  // the one before it.
+  struct ExactSums {
+    static constexpr int64_t kTermsMax = int64_t{1} << 16;  // each below 2^48
+    static constexpr int kSumLanes = 4;
+    std::array<std::array<uint64_t, 256>, kSumLanes> at{};
+    int64_t terms = 0;
+
+    void add(const FlatSpan& chunk, bool squares) {
+      const int64_t whole = chunk.count / kSumLanes * kSumLanes;
+      const auto count = [&](int64_t i, size_t lane) {
+        const ExactInteger term = exact_integer(chunk.data[i], squares);
+        at[lane][term.exponent] += term.integer;
+      };
+      for (int64_t i = 0; i < whole; i += kSumLanes)
+        for (int lane = 0; lane < kSumLanes; ++lane) count(i + lane, static_cast<size_t>(lane));
+      for (int64_t i = whole; i < chunk.count; ++i) count(i, 0);
+      terms += chunk.count;
+    }
+
+    void move_to(std::span<int64_t> counters) {
+      for (size_t exponent = 0; exponent < 256; ++exponent) {
+        uint64_t sum = 0;
+        for (auto& lane : at) sum += std::exchange(lane[exponent], 0);
+        counters[2 * exponent] += static_cast<int64_t>(sum & 0xffffff);
+        counters[2 * exponent + 1] += static_cast<int64_t>(sum >> 24);
+      }
+      terms = 0;
+    }
+  };
 };
 
 }  // namespace shardproof::SHARD_KERNELS

@@ -136,11 +136,11 @@ class KernelMath final : public ModelMath {
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
     const double finite = std::min(limit, std::numeric_limits<double>::max());
     return with_type(type,
-                     [&]<class T>(T*) { return run_.first(count, BeyondRule<T>{reinterpret_cast<const T*>(values), finite}); });
+                     [&]<class T>(T*) { return run_.first(count, BeyondRule<T>(reinterpret_cast<const T*>(values), finite)); });
   }
   bool all_zero(Element type, const std::byte* values, int64_t count) const override {
     return with_type(
-        type, [&]<class T>(T*) { return run_.first(count, NotZeroRule<T>{reinterpret_cast<const T*>(values)}) == count; });
+        type, [&]<class T>(T*) { return run_.first(count, NotZeroRule<T>(reinterpret_cast<const T*>(values))) == count; });
   }
   void zero(void* target, int64_t bytes) const override { run_.zero(target, bytes); }
   void copy(void* target, const void* source, int64_t bytes) const override { run_.copy(target, source, bytes); }
