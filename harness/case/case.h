@@ -103,8 +103,8 @@ bool has_unit_sharding(const Case& c);
 const shardproof::Strategy& unit_strategy(const Case& c);
 shardproof::Mesh unit_mesh(const Case& c);
 
-// A schedule of the learning rate warms up in so many steps, and has fallen to this factor at this step. The length of the history
-// does not count, so that a shorter one begins with the same steps.
+// A schedule of the learning rate warms up in so many steps, and has fallen to this factor at that step. It does not depend on
+// the length of the history, so that a shorter one begins with the same steps.
 constexpr int64_t kWarmup = 2, kScheduleSteps = 6;
 constexpr double kScheduleLast = 0.25;
 

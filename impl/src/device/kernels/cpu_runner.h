@@ -9,6 +9,7 @@
 
 #include "device/kernels/cpu_product.h"
 #include "device/kernels/element_rules.h"
+#include "device/kernels/exact_terms.h"
 #include "device/kernels/launches.h"
 
 namespace shardproof::SHARD_KERNELS {
@@ -91,7 +92,7 @@ struct CpuRunner {
     return count;
   }
 
-  // Integers by exponent. Neighbours, which often have the same exponent, go into different lanes, so that no addition waits for
+  // Integers by exponent. Neighbours often have the same exponent. They go into different lanes, so that no addition waits for
   // the one before it.
   struct ExactSums {
     static constexpr int64_t kTermsMax = int64_t{1} << 16;  // each below 2^48

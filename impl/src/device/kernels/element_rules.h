@@ -2,9 +2,7 @@
 // nothing that a pack does may need what another one did.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <type_traits>
 
 #include "base/counter_random.h"
@@ -341,100 +339,5 @@ struct StoreFixedRule {
     return fabs(static_cast<double>(target[i])) < limit_of_sums * units_in_one ? 1 : 0;
   }
 };
-
-// The first element that a predicate finds. `finds` alone looks at one element, so that a CPU can look at many at once.
-template <class T, class Rule>
-struct SearchRule {
-  static constexpr int kWidth = sizeof(T) >= 4 ? 4 : 8;
-  const T* values;
-
-  bool fits() const { return aligned<kWidth>(values); }
-  template <int W>
-  SHARD_HD int pack(int64_t i) const {
-    const Pack<T, W> x = load<W>(values + i);
-    int first = W;
-    for (int w = W - 1; w >= 0; --w)
-      if (static_cast<const Rule*>(this)->finds(x.at[w])) first = w;
-    return first;
-  }
-};
-
-// The bits of a magnitude. They are ordered as the numbers are, and those of NaN are above those of infinity.
-template <class T>
-SHARD_HD auto magnitude_bits(T value) {
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-  return static_cast<Bits>(bits_of<Bits>(value) & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
-}
-
-// Those of the largest T that is not above the limit. Integers are compared as doubles.
-template <class T>
-auto largest_within(double limit) {
-  if constexpr (std::is_integral_v<T>) {
-    return limit;
-  } else if constexpr (std::is_same_v<T, double>) {
-    return magnitude_bits(limit);
-  } else {
-    const float clamped = static_cast<float>(std::min<double>(limit, std::numeric_limits<float>::max()));
-    const T nearest = Narrow<T>::of(clamped);
-    auto bits = magnitude_bits(nearest);
-    if (widen(nearest) > limit) --bits;
-    return bits;
-  }
-}
-
-template <class T>
-struct BeyondRule : SearchRule<T, BeyondRule<T>> {
-  decltype(largest_within<T>(0)) within;
-
-  BeyondRule(const T* values, double limit) : SearchRule<T, BeyondRule<T>>{values}, within(largest_within<T>(limit)) {}
-  SHARD_HD bool finds(T value) const {
-    if constexpr (std::is_integral_v<T>) return !(fabs(static_cast<double>(value)) <= within);
-    else return magnitude_bits(value) > within;
-  }
-};
-
-template <class T>
-struct NotZeroRule : SearchRule<T, NotZeroRule<T>> {
-  explicit NotZeroRule(const T* values) : SearchRule<T, NotZeroRule<T>>{values} {}
-  SHARD_HD bool finds(T value) const {
-    if constexpr (std::is_integral_v<T>) return value != 0;
-    else return magnitude_bits(value) != 0;
-  }
-};
-
-// A float, or its square, as a term of an exact sum: an integer below 2^48, of a power of two that the exponent gives.
-struct ExactInteger {
-  uint32_t exponent;
-  uint64_t integer;
-};
-SHARD_HD ExactInteger exact_integer(float value, bool square) {
-  const uint32_t bits = bits_of<uint32_t>(value), exponent = bits >> 23 & 0xff;
-  const uint64_t significand = (bits & 0x7fffff) | (exponent != 0 ? 0x800000u : 0u);
-  return {exponent, square ? significand * significand : significand};
-}
-
-// The integer in limbs of 16 bits, for counters of 32 bits, which hold 2^16 - 1 terms.
-constexpr int kLimbs = 3;
-constexpr int64_t kTermsInCounters = 0xffff;
-
-struct ExactTerm {
-  uint32_t exponent;
-  uint32_t limb[kLimbs];
-};
-SHARD_HD ExactTerm exact_term(float value, bool square) {
-  const auto [exponent, integer] = exact_integer(value, square);
-  return {exponent,
-          {static_cast<uint32_t>(integer & 0xffff), static_cast<uint32_t>(integer >> 16 & 0xffff),
-           static_cast<uint32_t>(integer >> 32)}};
-}
-
-// What limbs of one exponent that were added up mean in the counters of ExactSum, low and high. Their sum,
-// l0 + 2^16 l1 + 2^32 l2, has more than 64 bits from 2^16 terms on, so the parts are taken first.
-SHARD_HD uint64_t low_part(uint64_t l0, uint64_t l1) {
-  return (l0 + (l1 << 16)) & 0xffffff;
-}
-SHARD_HD uint64_t high_part(uint64_t l0, uint64_t l1, uint64_t l2) {
-  return ((l0 + (l1 << 16)) >> 24) + (l2 << 8);
-}
 
 }  // namespace shardproof::SHARD_KERNELS

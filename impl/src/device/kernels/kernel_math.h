@@ -14,6 +14,7 @@
 
 #include "device/kernels/canonical_rules.h"
 #include "device/kernels/element_rules.h"
+#include "device/kernels/search_rules.h"
 
 namespace shardproof::SHARD_KERNELS {
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "device/kernels/element_rules.h"
+#include "device/kernels/exact_terms.h"
 
 namespace shardproof::SHARD_KERNELS {
 
