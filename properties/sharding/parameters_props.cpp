@@ -83,3 +83,29 @@ TEST(Fsdp2Parity, parameters_of_several_dtypes_in_one_unit_train_like_plain) {
     expect_trains_like_plain([] { return parity::trainee(Dtypes(), {2, 4}); }, plan);
   }
 }
+
+// Gradients in float64 are added up by themselves, beside the exact sum of those in float32. 24 terms of float64 are rounded at
+// most 24 times.
+TEST(GradientNorm, takes_gradients_of_both_dtypes_in_every_order) {
+  for (const char* name : {"ddp", "zero2", "zero3"})
+    parity::on_mesh(ranks(3), [&](std::shared_ptr<MeshComm> comms) {
+      Dtypes model;
+      ShardOptions options = toy::options(name);
+      options.ignored = [](const std::string& key, const at::Tensor&) { return key == "eighth"; };
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      call(model, toy::data({2, 4}, comms->rank())).square().sum().backward();
+      double magnitudes = 0, squares = 0, largest = 0;
+      std::vector<at::ScalarType> dtypes;
+      for (const auto& [key, gradient] : sharded.gather_gradients()) {
+        dtypes.push_back(gradient.scalar_type());
+        const at::Tensor wide = gradient.to(at::kDouble).abs();
+        magnitudes += wide.sum().item<double>();
+        squares += wide.square().sum().item<double>();
+        largest = std::max(largest, wide.max().item<double>());
+      }
+      EXPECT_EQ(dtypes, (std::vector{at::kFloat, at::kDouble})) << name;
+      EXPECT_NEAR(sharded.gradient_norm(1), magnitudes, magnitudes * 1e-14) << name;
+      EXPECT_NEAR(sharded.gradient_norm(2), std::sqrt(squares), std::sqrt(squares) * 1e-14) << name;
+      EXPECT_EQ(sharded.gradient_norm(INFINITY), largest) << name;
+    });
+}
