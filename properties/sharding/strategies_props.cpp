@@ -12,7 +12,7 @@ using namespace shardproof;
 
 namespace {
 
-// The example of docs/strategies.md.
+// The example of docs/howto/add_a_strategy.md.
 void add_my_zero2() {
   // Parameters whole; sums over dp_shard after every microbatch, over dp_replicate after the last.
   const Layout whole = replicated();
