@@ -176,7 +176,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
 const Guard guard;
 
-// So that backwards order the streams as they do on any accelerator.
 std::atomic<int64_t> locked_bytes = 0;
 
 // Plain memory, of which it counts how much was ever asked for.
@@ -190,6 +189,7 @@ class PageLocked final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
+// So that backwards order the streams as they do on any accelerator.
 class Hooks final : public at::PrivateUse1HooksInterface {
  public:
   bool isBuilt() const override { return true; }
