@@ -50,7 +50,7 @@ class Engines(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
-        self.report = os.path.join(self.folder, "report.json")
+        self.report, self.page = os.path.join(self.folder, "report.json"), os.path.join(self.folder, "page.html")
         with open(os.path.join(self.folder, "engines.py"), "w", encoding="utf-8") as file:
             file.write(ENGINES)
 
@@ -82,11 +82,15 @@ class Engines(unittest.TestCase):
 
     def test_a_wrong_divisor_is_found_made_small_and_replayed(self):
         done, lines = self.verify("engines:wrong", "--cases", "30", "--seed", "2", "--world-max", "2", "--failures-max", "1",
-                                  "--shrink-seconds", "4")
+                                  "--shrink-seconds", "4", "--report", self.page)
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         failure = next(line for line in lines if line["type"] == "failure")
         self.assertIn("they are 2 times what they should be", failure["guess"])
         self.assertIn("--engine engines:wrong ", failure["replay"])
+        with open(self.page, encoding="utf-8") as file:
+            page = json.loads(file.read().split('id="data">', 1)[1].split("</script>", 1)[0])
+        self.assertEqual([row["replay"] for row in page["failure_rows"]], [failure["replay"]])
+        self.assertEqual({row[4] for row in page["case_rows"]}, {"engines:wrong"})
         self.assertEqual(self.run_command("replay", "--engine", "engines:wrong", failure["case"]).returncode, 1)
         self.assertEqual(self.run_command("replay", "--engine", "engines:right", failure["case"]).returncode, 0)
         self.assertEqual(self.run_command("replay", failure["case"]).returncode, 0)
@@ -102,6 +106,9 @@ class Engines(unittest.TestCase):
         self.expect_refused("no engine is called ddp; there are torch-ddp, ", "verify", "--engine", "ddp")
         self.expect_refused("engines:nothing cannot be imported: AttributeError", "verify", "--engine", "engines:nothing")
         self.expect_refused("leave out --mode", "verify", "--engine", "torch-ddp", "--mode", "exact")
+        for command in (["verify"], ["replay", MLP]):
+            self.expect_refused("leave out --device, --backend and --ranks", *command, "--engine", "torch-ddp", "--ranks", "2")
+            self.expect_refused("--timeout is for --backend", *command, "--engine", "torch-ddp", "--timeout", "3")
         self.expect_refused("torch-ddp cannot train this case: tensor parallelism", "replay", "--engine", "torch-ddp",
                             MLP.replace("dp_shard=2", "tp=2").replace("ddp", "zero3"))
 

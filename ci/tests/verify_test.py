@@ -86,6 +86,18 @@ class Command(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual((self.data_of(page)["cases"], self.data_of(page)["reports"]), (6, 2))
 
+    def test_where_nothing_was_compared_nothing_holds(self):
+        self.expect_refused("part 3 of 3 has none of 2 cases", "verify", "--no-python", "--cases", "2", "--shard", "3/3")
+        empty = {"type": "summary", "cases": 0, "failures": 0, "seconds": 0, "interrupted": True, "covered": {},
+                 "oracle_differences": 0, "values_compared": 0}
+        with open(self.report, "w", encoding="utf-8") as file:
+            file.write(json.dumps(empty) + "\n")
+        self.expect_refused("no case has run in the 1 reports", "verify", "--merge", self.report)
+
+    def test_options_that_mean_nothing_beside_merge_are_refused(self):
+        for options in (["--json", "x"], ["--cases", "3"], ["--no-python"], ["--backend", "threads"]):
+            self.expect_refused(f"so {options[0]} has no effect", "verify", "--merge", self.report, *options)
+
     def test_a_report_of_a_failure_shows_who_owns_what_and_the_calls_of_its_step(self):
         failures, page = os.path.join(self.folder, "found"), os.path.join(self.folder, "page.html")
         os.mkdir(failures)

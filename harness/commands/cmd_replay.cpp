@@ -79,6 +79,7 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     const Case c = Case::parse(arguments->text);
     at::set_num_threads(1);
     if (arguments->engine != "shardproof") {
+      arguments->launched.require_threads("--engine " + arguments->engine);
       exit_code = run_in(arguments->engine, c, arguments->json);
       return;
     }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <set>
 
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
@@ -66,10 +67,9 @@ void prepare(Arguments& arguments) {
 // Engines are compared within a tolerance, on ranks of their own, and with a golden run that is their model already.
 std::unique_ptr<Engine> start_engine(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
-  SHARD_REQUIRE(!options.limits.mode && options.corpus_directory.empty() && arguments.launched.on_threads(), "verify",
-                "--engine {} trains in Python, within the tolerance of the mode fast; leave out --mode, --corpus, --device and "
-                "--backend",
-                arguments.engine);
+  SHARD_REQUIRE(!options.limits.mode && options.corpus_directory.empty(), "verify",
+                "--engine {} trains within the tolerance of the mode fast; leave out --mode and --corpus", arguments.engine);
+  arguments.launched.require_threads("--engine " + arguments.engine);
   auto engine = std::make_unique<Engine>(arguments.engine);
   options.engine = engine.get();
   options.limits.mode = Mode::fast;
@@ -87,10 +87,12 @@ void limit_to(const shardproof::ProcessWorld& world, Arguments& arguments) {
   SHARD_REQUIRE(!arguments.world_max_given || limits.world_max <= world.size(), "verify",
                 "--world-max {} is more than the {} processes", limits.world_max, world.size());
   limits.world_max = std::min(limits.world_max, world.size());
+  arguments.options.ranks_max = world.size();
 }
 
 void print_refused(const VerifyResult& result, const Engine& engine) {
-  fmt::print("{} trained {} of {} drawn cases; the others have what it cannot do, or was not given\n", engine.name(),
+  fmt::print("{} trained {} of {} drawn cases; each of the others has something that it cannot do, or is not given:\n",
+             engine.name(),
              result.drawn - std::transform_reduce(result.refused.begin(), result.refused.end(), int64_t{0}, std::plus(),
                                                   [](const auto& item) { return item.second; }),
              result.drawn);
@@ -101,6 +103,9 @@ void print(const VerifyResult& result, const VerifyOptions& options) {
   fmt::print("{}\n{}", result.coverage.table(), result.coverage.summary());
   if (options.engine) print_refused(result, *options.engine);
   if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
+  if (result.left_out > 0)
+    fmt::print("left out {} earlier failures that need more ranks than there are, or functions that the device lacks\n",
+               result.left_out);
   if (result.oracle_compared > 0)
     fmt::print("golden run against PyTorch in Python: {} kinds of cases, {} differences\n", result.oracle_compared,
                result.oracle_differences.size());
@@ -110,6 +115,7 @@ void print(const VerifyResult& result, const VerifyOptions& options) {
                failure.cases == 1 ? "" : "s", failure.what, in_lines(failure.looks_like), failure.minimal.str(),
                failure.original.str(), replay_line(failure.minimal, options));
   const int64_t cases = result.coverage.cases();
+  if (cases == 0) return;  // and no verdict
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   fmt::print("\n{}{}: {} of {} cases held, in {:.1f} s ({:.0f} cases a minute)\n",
              result.interrupted ? "INTERRUPTED, so far " : "", held ? "ALL HELD" : "FAILED", cases - result.coverage.failures(),
@@ -153,9 +159,30 @@ class Files {
   Report page_;
 };
 
+// Where nothing was compared, nothing has held.
+void require_compared(const VerifyResult& result, const VerifyOptions& options) {
+  if (result.coverage.cases() > 0) return;
+  SHARD_REQUIRE(!result.interrupted, "verify", "interrupted before the first case had ended, so nothing was compared");
+  SHARD_REQUIRE(!options.engine, "verify", "{} could train none of {} cases, so nothing was compared; draw more with --cases",
+                options.engine->name(), result.drawn);
+  throw shardproof::Error(fmt::format("[verify] part {} of {} has none of {} cases, so nothing was compared; draw more with "
+                                      "--cases, or deal them to fewer parts",
+                                      options.shard + 1, options.shard_count, options.cases));
+}
+
+// The options that mean something beside --merge.
+void require_alone(const CLI::App& command) {
+  const std::set<std::string> with_merge = {"--merge", "--junit", "--report", "--faults"};
+  for (const CLI::Option* option : command.get_options())
+    SHARD_REQUIRE(option->count() == 0 || with_merge.contains(option->get_name()), "verify",
+                  "--merge runs no case, so {} has no effect; leave it out", option->get_name());
+}
+
 int merge(const Arguments& arguments) {
   Files files(arguments);
   const MergedReports merged = merge_reports(arguments.merge, [&](const nlohmann::json& line) { files.add(line); });
+  SHARD_REQUIRE(merged.cases > 0, "verify", "--merge: no case has run in the {} reports, so nothing was compared",
+                merged.reports);
   fmt::print("{}", describe(merged));
   files.write();
   return merged.held() ? 0 : 1;
@@ -166,10 +193,8 @@ int run(Arguments& arguments) {
   arguments.options.also = [&](const nlohmann::json& line) { files.add(line); };
   const VerifyResult result = verify(arguments.options, interrupted);
   print(result, arguments.options);
+  require_compared(result, arguments.options);
   files.write();
-  SHARD_REQUIRE(result.coverage.cases() > 0 || result.interrupted, "verify",
-                "{} could train none of {} cases, so nothing was compared; draw more with --cases",
-                arguments.options.engine ? arguments.options.engine->name() : "this run", result.drawn);
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
   return held ? 0 : 1;  // of what ran, when it was interrupted
 }
@@ -220,6 +245,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   arguments->launched.add_to(*command);
   command->callback([arguments, command, &exit_code] {
     if (!arguments->merge.empty()) {
+      require_alone(*command);
       exit_code = merge(*arguments);
       return;
     }

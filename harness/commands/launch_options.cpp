@@ -48,9 +48,11 @@ void add_engine_option(CLI::App& command, std::string& engine) {
       ->capture_default_str();
 }
 
-bool Launched::on_threads() const {
+void Launched::require_threads(const std::string& what) const {
   const shardproof::LaunchOptions usual;
-  return options.backend == usual.backend && options.device == usual.device;
+  SHARD_REQUIRE(options.backend == usual.backend && options.device == usual.device && options.ranks == usual.ranks, "launch",
+                "{} trains in Python, with ranks of its own; leave out --device, --backend and --ranks", what);
+  refuse_without_effect();
 }
 
 void Launched::add_to(CLI::App& command, bool ranks_option) {

@@ -36,8 +36,8 @@ struct Launched {
   c10::Device device() const { return device_; }
   // Whether ranks can have memory side by side.
   bool shares_memory() const { return options.backend != "nccl"; }
-  // Whether ranks are threads on the CPU, as they are unless told otherwise.
-  bool on_threads() const;
+  // Throws Error when an option of ranks was given, since `what` has ranks of its own.
+  void require_threads(const std::string& what) const;
   // Throws Error for options that were given and mean nothing to this backend.
   void refuse_without_effect() const;
   // Those that were given, for a process that this one starts.

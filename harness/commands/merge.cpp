@@ -24,11 +24,18 @@ void add_summary(const nlohmann::json& line, MergedReports& merged) {
 
 void add_failure(const nlohmann::json& line, MergedReports& merged) {
   const std::string minimal = line.at("case");
-  const auto known = [&](const MergedFailure& failure) { return failure.minimal == minimal; };
+  const std::string engine = line.value("engine", "");
+  const auto known = [&](const MergedFailure& failure) { return failure.minimal == minimal && failure.engine == engine; };
   if (std::any_of(merged.minimal.begin(), merged.minimal.end(), known)) return;
-  merged.minimal.push_back({minimal, line.at("what"), line.value("where", ""), line.value("guess", ""),
-                            line.value("original", ""), line.value("cases", int64_t{0}),
-                            line.value("picture", nlohmann::json())});
+  merged.minimal.push_back({.minimal = minimal,
+                            .what = line.at("what"),
+                            .where = line.value("where", ""),
+                            .guess = line.value("guess", ""),
+                            .original = line.value("original", ""),
+                            .engine = engine,
+                            .replay = line.value("replay", fmt::format("{} replay '{}'", program_name(), minimal)),
+                            .cases = line.value("cases", int64_t{0}),
+                            .picture = line.value("picture", nlohmann::json())});
 }
 
 void add_report(const std::string& path, const std::function<void(const nlohmann::json&)>& also, MergedReports& merged) {
@@ -83,13 +90,14 @@ MergedReports merge_reports(const std::vector<std::string>& paths, const std::fu
 }
 
 std::string describe(const MergedReports& merged) {
+  using shardproof::escaped;
   std::string text = "covered (cases):\n";
-  for (const auto& [feature, cases] : merged.features) text += fmt::format("  {} {}\n", feature, cases);
+  for (const auto& [feature, cases] : merged.features) text += fmt::format("  {} {}\n", escaped(feature), cases);
   for (const MergedFailure& failure : merged.minimal) {
-    text += fmt::format("\nFAILURE: {}\n", failure.what);
-    if (!failure.where.empty()) text += fmt::format("  where    {}\n", failure.where);
-    if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", failure.guess);
-    text += fmt::format("  minimal  {}\n  replay   {} replay '{}'\n", failure.minimal, program_name(), failure.minimal);
+    text += fmt::format("\nFAILURE: {}\n", shardproof::escaped_lines(failure.what));
+    if (!failure.where.empty()) text += fmt::format("  where    {}\n", escaped(failure.where));
+    if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", escaped(failure.guess));
+    text += fmt::format("  minimal  {}\n  replay   {}\n", escaped(failure.minimal), escaped(failure.replay));
   }
   return text + fmt::format("\n{}{}: {} of {} cases held, in {} reports\n", merged.interrupted ? "INTERRUPTED, so far " : "",
                             merged.held() ? "ALL HELD" : "FAILED", merged.cases - merged.failures, merged.cases,
@@ -109,9 +117,8 @@ std::string junit(const MergedReports& merged) {
   for (const MergedFailure& failure : merged.minimal)
     text += fmt::format(
         "  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">where: {}&#10;guess: {}&#10;"
-        "replay: {} replay '{}'</failure>\n  </testcase>\n",
-        xml(failure.minimal), xml(failure.what), xml(failure.where), xml(failure.guess), xml(program_name()),
-        xml(failure.minimal));
+        "replay: {}</failure>\n  </testcase>\n",
+        xml(failure.minimal), xml(failure.what), xml(failure.where), xml(failure.guess), xml(failure.replay));
   return text + "</testsuite>\n";
 }
 

@@ -12,6 +12,8 @@ namespace harness {
 
 struct MergedFailure {
   std::string minimal, what, where, guess, original;
+  std::string engine;      // of verify --engine; empty: the library
+  std::string replay;      // the command that runs it once more, as its run printed it
   int64_t cases = 0;       // that had run when it was found
   nlohmann::json picture;  // of picture.h; null where there is none
 };
@@ -33,7 +35,7 @@ void add_line(const nlohmann::json& line, MergedReports& merged);
 MergedReports merge_reports(const std::vector<std::string>& paths,
                             const std::function<void(const nlohmann::json&)>& also = {});
 
-// As verify prints it.
+// As verify prints it. Texts of the files are escaped.
 std::string describe(const MergedReports& merged);
 
 // JUnit's XML, as CI systems read it: one test of all cases, and one for each failure.

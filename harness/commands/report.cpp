@@ -5,6 +5,7 @@
 #include <fstream>
 
 #include "harness/commands/json_lines.h"
+#include "harness/commands/program.h"
 #include "harness/compare/tolerance.h"
 #include "shardproof/base/check.h"
 
@@ -68,7 +69,8 @@ void Report::add_case(const json& line) {
     ++errors_[line.value("precision", "float32")][static_cast<size_t>(bin_of(number(*ratio)))];
   const bool held = line.at("held");
   if (held && std::ssize(case_rows_) >= kCasesMax) return;
-  case_rows_.push_back({line.at("case"), held, line.at("seconds"), ratio == line.end() ? json() : *ratio});
+  case_rows_.push_back({line.at("case"), held, line.at("seconds"), ratio == line.end() ? json() : *ratio,
+                        line.value("engine", std::string())});
 }
 
 void Report::add_faults(const std::string& path) {
@@ -100,6 +102,7 @@ json Report::data() const {
                         {"where", failure.where},
                         {"guess", failure.guess},
                         {"original", failure.original},
+                        {"replay", failure.replay},
                         {"cases", failure.cases},
                         {"picture", failure.picture}});
   for (const auto& [values, count] : pairs_) pairs.push_back({values.first, values.second, count});
@@ -113,6 +116,7 @@ json Report::data() const {
           {"interrupted", merged_.interrupted},
           {"held", merged_.held()},
           {"features", merged_.features},
+          {"program", program_name()},
           {"facets", facets_},
           {"pairs", std::move(pairs)},
           {"case_rows", case_rows_},

@@ -22,6 +22,14 @@
 namespace harness {
 namespace {
 
+// The most that its history asks for.
+int64_t ranks_of(const Case& c) {
+  int64_t ranks = c.mesh.size();
+  for (const StepPlan& step : c.steps)
+    if (step.load_mesh) ranks = std::max(ranks, step.load_mesh->size());
+  return ranks;
+}
+
 constexpr int64_t kOracleSample = 400;  // the oracle looks for kinds among so many cases
 
 class Campaign {
@@ -32,8 +40,7 @@ class Campaign {
         failures_(options.failures_directory),
         json_(options.json),
         replays_(all_replays()) {
-    if (!options.limits.canonical_arithmetic)
-      std::erase_if(replays_, [](const Case& c) { return c.options.arithmetic != 0 && !canonical_on_a_device(c.model); });
+    result_.left_out = static_cast<int64_t>(std::erase_if(replays_, [&](const Case& c) { return !can_run(c); }));
   }
 
   VerifyResult run() {
@@ -74,6 +81,13 @@ class Campaign {
     if (!options_.corpus_directory.empty()) cases = Failures(options_.corpus_directory).all(/*strict=*/true);
     for (Case& c : failures_.all()) cases.push_back(std::move(c));
     return cases;
+  }
+
+  // Whether a case that was not drawn here suits these ranks.
+  bool can_run(const Case& c) const {
+    const bool has_functions =
+        options_.limits.canonical_arithmetic || c.options.arithmetic == 0 || canonical_on_a_device(c.model);
+    return has_functions && (options_.ranks_max == 0 || ranks_of(c) <= options_.ranks_max);
   }
 
   int64_t index_of(int64_t number) const { return options_.shard + number * options_.shard_count; }
@@ -158,6 +172,7 @@ class Campaign {
         line["ratio"] = verdict.ratio_max;
         line["precision"] = c.options.compute == fp32 ? "float32" : "low precision";
       }
+      if (options_.engine) line["engine"] = options_.engine->name();
       tell(line);
       if (is_replay && verdict.held) failures_.forget(c);
     }
@@ -183,6 +198,7 @@ class Campaign {
     result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, looks_like, cases});
     failures_.store(shrunk.minimal, shrunk.verdict.what);
     tell({{"type", "failure"},
+          {"engine", options_.engine ? options_.engine->name() : ""},
           {"case", shrunk.minimal.str()},
           {"what", shrunk.verdict.what},
           {"where", looks_like.where},

@@ -33,6 +33,7 @@ struct VerifyOptions {
   std::string json;
   std::function<void(const nlohmann::json&)> also;  // gets each line of --json as well, one at a time; may be empty
   Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
+  int64_t ranks_max = 0;   // of those, the most that a case may have; 0: as many as it likes
   const Engine* engine = nullptr;  // instead of the library; one case at a time
 };
 
@@ -46,7 +47,8 @@ struct Failure {
 struct VerifyResult {
   Coverage coverage;
   std::vector<Failure> failures;
-  int64_t replayed = 0;         // of the failure database
+  int64_t replayed = 0;         // of the corpus and the failure database
+  int64_t left_out = 0;         // of these, since they need more ranks than there are, or functions that the device lacks
   int64_t oracle_compared = 0;  // against PyTorch in Python
   std::vector<std::string> oracle_differences;
   int64_t drawn = 0;                      // with those that an engine cannot train

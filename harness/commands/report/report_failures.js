@@ -169,7 +169,7 @@ function showFailures() {
           'article', {}, el('h3', {class: 'what'}, failure.what),
           facts(
               ['where', failure.where], ['it looks as if', failure.guess], ['minimal case', el('code', {}, failure.case)],
-              ['replay', command(`build/shardproof replay '${failure.case}'`)],
+              ['replay', command(failure.replay)],
               ['found', `after ${plural(failure.cases, 'case')}`],
               ['found as', failure.original && failure.original !== failure.case ? el('code', {}, failure.original) : '']),
           failure.picture ? [ownership(failure.picture, `${failure.what} ${failure.where}`), timeline(failure.picture)] : ''));

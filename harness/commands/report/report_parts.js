@@ -1,7 +1,8 @@
 function showCases() {
   if (!data.case_rows.length) return;
   const rows = data.case_rows.map(
-      ([text, held, seconds, ratio], i) => ({text, held, seconds, ratio, number: i + 1, ...described(text)}));
+      ([text, held, seconds, ratio, engine], i) => ({text, held, seconds, ratio, engine, number: i + 1, ...described(text)}));
+  const replay = (row) => `${data.program} replay ${row.engine ? `--engine ${row.engine} ` : ''}'${row.text}'`;
   const error = (row) =>
       (row.mode !== 'fast'    ? 'none allowed' :
            row.ratio === null ? 'not finite' :
@@ -39,7 +40,7 @@ function showCases() {
           {name: 'Model', of: (row) => row.model}, {name: 'Ranks', of: (row) => row.ranks},
           {name: 'Mode', of: (row) => row.mode}
         ],
-        detail: (row) => command(`build/shardproof replay '${row.text}'`)
+        detail: (row) => command(replay(row))
       }));
 }
 
@@ -197,7 +198,8 @@ function strip(kind, values) {
 }
 
 function showErrors() {
-  const errors = Object.entries(data.errors), found = Object.entries(data.smallest_found).filter(([, values]) => values.some(Number.isFinite));
+  const errors = Object.entries(data.errors),
+        found = Object.entries(data.smallest_found).filter(([, values]) => values.some(Number.isFinite));
   section(
       'errors', 'Errors and the tolerance',
       el('p', {},

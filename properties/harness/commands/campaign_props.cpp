@@ -12,6 +12,7 @@
 #include "harness/commands/verify.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
+#include "properties/kit/shown.h"
 
 using namespace harness;
 using shardproof::expect_error;
@@ -287,6 +288,57 @@ TEST(Verify, merged_failures_are_listed_once_and_escaped_for_junit) {
   EXPECT_NE(describe(merged).find("FAILED: 8 of 10 cases held, in 2 reports"), std::string::npos) << describe(merged);
   EXPECT_NE(junit(merged).find("message=\"a &lt; b &amp; &quot;c&quot;\""), std::string::npos) << junit(merged);
   EXPECT_NE(junit(merged).find("tests=\"2\" failures=\"1\""), std::string::npos) << junit(merged);
+}
+
+TEST(Verify, merged_failures_of_two_engines_are_two_each_with_the_line_that_replays_it) {
+  const harness_env::Folder folder;
+  const nlohmann::json summary{
+      {"type", "summary"},       {"cases", 5},           {"failures", 1},       {"seconds", 1.5}, {"covered", {{"tp", 2}}},
+      {"oracle_differences", 0}, {"values_compared", 9}, {"interrupted", false}};
+  std::vector<std::string> paths;
+  for (const std::string engine : {"", "torch-ddp"}) {
+    const std::string option = engine.empty() ? "" : "--engine " + engine + " ";
+    const std::string line = "own/program replay " + option + "'mlp() : step'";
+    const nlohmann::json failure{
+        {"type", "failure"}, {"case", "mlp() : step"}, {"engine", engine}, {"what", "a loss"}, {"replay", line}};
+    paths.push_back(folder / (engine + "x.json"));
+    std::ofstream(paths.back()) << failure.dump() << "\n" << summary.dump() << "\n";
+  }
+  const MergedReports merged = merge_reports(paths);
+  ASSERT_EQ(merged.minimal.size(), 2U);
+  for (const char* line : {"own/program replay 'mlp() : step'", "own/program replay --engine torch-ddp 'mlp() : step'"}) {
+    EXPECT_NE(describe(merged).find("  replay   " + std::string(line)), std::string::npos) << describe(merged);
+    EXPECT_NE(junit(merged).find("replay: " + std::string(line)), std::string::npos) << junit(merged);
+  }
+}
+
+TEST(Verify, texts_of_merged_reports_are_shown_and_never_obeyed) {
+  MergedReports merged;
+  const std::string evil = "a\x1b[2Jb";
+  merged.features[evil] = 1;
+  MergedFailure failure;
+  failure.minimal = failure.where = failure.guess = failure.replay = evil;
+  failure.what = evil + "\nsecond line";
+  merged.minimal.push_back(failure);
+  EXPECT_TRUE(can_be_shown(describe(merged), /*lines=*/true)) << describe(merged);
+  EXPECT_NE(describe(merged).find("\nsecond line"), std::string::npos) << describe(merged);
+  EXPECT_TRUE(can_be_shown(junit(merged), /*lines=*/true)) << junit(merged);
+}
+
+TEST(Verify, earlier_failures_with_more_ranks_than_there_are_are_left_out_and_counted) {
+  const harness_env::Folder folder;
+  VerifyOptions options = options_in(folder, 1);
+  const Failures before(options.failures_directory);
+  for (const char* text : {"mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=1 : step",
+                           "mlp(widths=3-4) mesh(dp_shard=3) zero3 sgd(lr=0.1) ordered seed=1 : step",
+                           "mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=1 : "
+                           "step save load@mesh(dp_shard=3) step"})
+    before.store(Case::parse(text), "a loss");
+  options.ranks_max = 2;
+  const VerifyResult result = verify(options, kGoOn);
+  EXPECT_EQ(result.replayed, 1);
+  EXPECT_EQ(result.left_out, 2);
+  EXPECT_EQ(before.all().size(), 2U) << "they stay for a run with more ranks";
 }
 
 TEST(Verify, the_corpus_runs_first_and_all_of_it_must_parse) {

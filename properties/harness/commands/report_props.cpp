@@ -4,6 +4,7 @@
 #include <cmath>
 #include <fstream>
 
+#include "harness/commands/program.h"
 #include "harness/commands/report.h"
 #include "harness/commands/verify.h"
 #include "harness/compare/tolerance.h"
@@ -141,6 +142,19 @@ TEST(Report, lists_so_many_cases_and_all_that_failed_and_counts_the_rest) {
   EXPECT_EQ(data["case_rows"].back()[0], "failed late");
   EXPECT_EQ(data["cases_left_out"], 5);
   EXPECT_EQ(data["bitwise"], Report::kCasesMax + 6);
+}
+
+TEST(Report, has_the_line_that_replays_each_failure_and_what_those_of_cases_are_made_of) {
+  json failure = failure_line("a loss"), of_engine = case_line("mlp() : step");
+  failure["replay"] = "own/program replay --engine torch-ddp 'mlp() mesh() ddp'";
+  of_engine["engine"] = "torch-ddp";
+  const json data = data_in(report_of({case_line("mlp() : step*2"), of_engine, failure}).page());
+  EXPECT_EQ(data["failure_rows"][0]["replay"], failure["replay"]);
+  EXPECT_EQ(data["program"], program_name());
+  EXPECT_EQ(data["case_rows"][0][4], "");
+  EXPECT_EQ(data["case_rows"][1][4], "torch-ddp");
+  const json older = report_of({failure_line("a loss")}).data();
+  EXPECT_EQ(older["failure_rows"][0]["replay"], program_name() + " replay 'mlp() mesh() ddp'") << "of a build without the line";
 }
 
 TEST(Report, shows_planted_bugs_and_refuses_another_file) {
