@@ -107,6 +107,34 @@ def test_a_model_that_is_random_is_refused_with_the_reason():
         shardproof.verify(make, batch, loss_of)
 
 
+def test_where_every_case_diverges_nothing_has_held():
+    with pytest.raises(shardproof.Error, match="of 1 cases 1 diverged.*nothing was compared"):
+        shardproof.verify(Net, batch, loss_of, case="mesh(dp_shard=2) zero3() sgd(lr=1e+30) ordered seed(1) : step step step")
+    with pytest.raises(shardproof.Error, match="nothing was compared"):
+        shardproof.verify(Net, batch, loss_of, cases=0)
+    with pytest.raises(shardproof.Error, match="loss on the first batch is nan"):
+        shardproof.verify(Net, batch, lambda model, given: loss_of(model, given) * float("nan"))
+    assert "ALL HELD: 3 of 3 cases held" in str(campaign.Report(cases=5, diverged=2))
+
+
+@pytest.mark.parametrize(
+    "choice,says",
+    [
+        (dict(strategies=["zero9"]), "no strategy 'zero9'. There are ddp, zero1"),
+        (dict(strategies=[]), "strategies is empty"),
+        (dict(modes=["ordered", "slow"]), "no mode 'slow'. There are ordered, canonical, fast"),
+        (dict(optimizers=["adamw"]), "'adamw' is no optimizer with a rate. Write it like 'sgd"),
+        (dict(optimizers=["adamw()"]), "'adamw\\(\\)' is no optimizer with a rate"),
+        (dict(optimizers=["muon(lr=0.1)"]), "no optimizer 'muon'. There are sgd, adam, adamw, lion"),
+        (dict(optimizers=["torch.Nothing(lr=0.1)"]), "no optimizer 'torch.Nothing'"),
+        (dict(ranks_max=1), "ranks_max must be at least 2, got 1"),
+    ],
+)
+def test_choices_that_there_are_not_are_refused_with_those_there_are(choice, says):
+    with pytest.raises(shardproof.Error, match=says):
+        shardproof.verify(Net, batch, loss_of, cases=1, **choice)
+
+
 def test_a_model_that_reads_anothers_parameter_is_a_failure_that_says_so():
     class Peeks(Net):
         def forward(self, x):

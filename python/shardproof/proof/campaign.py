@@ -15,7 +15,7 @@ from torch import nn
 
 from .._C import Error
 from ..units import tensors_of
-from .case import MODES, Case, draw_case, parse_case, smaller
+from .case import MODES, OPTIMIZERS, RULES, STRATEGIES, Case, draw_case, parse_call, parse_case, smaller
 from .trained import Differs, Diverged, Subject, Trainer
 
 SHRINK_RUNS_MAX = 80
@@ -53,7 +53,8 @@ class Report:
         if self.diverged:
             lines.append(f"{self.diverged} cases diverged, or could not be computed, without sharding, and show nothing")
         rate = self.cases / self.seconds * 60 if self.seconds else 0
-        lines.append(f"ALL HELD: {self.cases} of {self.cases} cases held, in {self.seconds:.1f} s ({rate:.0f} cases a minute)")
+        held = self.cases - self.diverged
+        lines.append(f"ALL HELD: {held} of {held} cases held, in {self.seconds:.1f} s ({rate:.0f} cases a minute)")
         return "\n".join(lines)
 
 
@@ -106,6 +107,8 @@ def require_repeatable(subject: Subject) -> "list[str]":
         handle.remove()
     if not isinstance(first, torch.Tensor) or first.numel() != 1 or not first.requires_grad:
         raise Error("[verify] the loss must be one number that depends on the model's parameters")
+    if not bool(torch.isfinite(first)):
+        raise Error(f"[verify] the model's loss on the first batch is {first.item()}, before any training")
     second = subject.loss(model, batch)
     if not torch.equal(first.detach(), second.detach()):
         drops = [name for name, module in model.named_modules() if "Dropout" in type(module).__name__]
@@ -182,6 +185,40 @@ def failure_message(why: str, case: Case, cases: int) -> str:
     )
 
 
+def require_choices(strategies, optimizers, modes: "tuple[str, ...]", ranks_max: int) -> None:
+    """Throws for a choice that there is not, and names those there are."""
+    for name in strategies or ():
+        if name not in STRATEGIES:
+            raise Error(f"[verify] there is no strategy {name!r}. There are {', '.join(STRATEGIES)}")
+    for mode in modes:
+        if mode not in MODES:
+            raise Error(f"[verify] there is no mode {mode!r}. There are {', '.join(MODES)}")
+    for what, given in (("strategies", strategies), ("optimizers", optimizers), ("modes", modes)):
+        if given is not None and not given:
+            raise Error(f"[verify] {what} is empty, so there is nothing to draw. Name one, or leave it out")
+    for text in optimizers or ():
+        try:
+            name, settings = parse_call(text)
+        except ValueError:
+            name, settings = "", {}
+        if "lr" not in settings:
+            raise Error(f"[verify] {text!r} is no optimizer with a rate. Write it like {OPTIMIZERS[0]!r} or {OPTIMIZERS[-1]!r}")
+        known = hasattr(torch.optim, name[len("torch.") :]) if name.startswith("torch.") else name in RULES
+        if not known:
+            raise Error(f"[verify] there is no optimizer {name!r}. There are {', '.join(RULES)}, and torch.NAME of torch.optim")
+    if ranks_max < 2:
+        raise Error(f"[verify] ranks_max must be at least 2, got {ranks_max}")
+
+
+def require_compared(report: Report) -> None:
+    """Throws where no case could be compared: nothing that failed is not the same as something that held."""
+    if report.values == 0:
+        raise Error(
+            f"[verify] of {report.cases} cases {report.diverged} diverged, or could not be computed, without sharding, so "
+            "nothing was compared. Choose a smaller learning rate (optimizers), other data, or more cases"
+        )
+
+
 # What the pytest plugin sets from its options.
 defaults: "dict[str, Any]" = {"cases": 50, "minutes": None, "seed": None, "case": None}
 
@@ -229,7 +266,7 @@ def verify(
     case : str, optional
         Run this one case, which a report printed.
     ranks_max : int
-        Of a mesh.
+        The largest number of ranks of a mesh, at least 2.
     strategies : iterable of str, optional
         Only these.
     units : as of `fully_shard`, optional
@@ -276,9 +313,9 @@ def verify(
             seed,
             case,
             ranks_max,
-            strategies,
+            None if strategies is None else list(strategies),
             units,
-            optimizers,
+            None if optimizers is None else list(optimizers),
             tuple(modes),
             progress,
         )
@@ -290,6 +327,7 @@ def verify(
 def _verify(
     make_model, subject, cases, minutes, seed, case, ranks_max, strategies, units, optimizers, modes, progress
 ) -> Report:
+    require_choices(strategies, optimizers, modes, ranks_max)
     report, start = Report(), time.monotonic()
     called = require_repeatable(subject)
     if case is not None:
@@ -298,6 +336,7 @@ def _verify(
         if why is not None:
             raise ProofFailed(failure_message(why, given, 1), str(given))
         report.cases, report.rows = 1, {(given.strategy, given.world): 1}
+        require_compared(report)
         report.seconds = time.monotonic() - start
         return report
     sets = sets_of_units(called, units, make_model())
@@ -329,4 +368,5 @@ def _verify(
             )
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
+    require_compared(report)
     return report

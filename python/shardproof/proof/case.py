@@ -18,6 +18,7 @@ STRATEGIES = {  # with the axes of the meshes that are drawn
     "hfsdp": (("dp_replicate", "dp_shard"),),
     "hzero2": (("dp_replicate", "dp_shard"),),
 }
+RULES = ("sgd", "adam", "adamw", "lion")  # of the library, of which the plain run knows the formulas
 OPTIMIZERS = (
     "sgd(lr=0.1)",
     "sgd(lr=0.05,momentum=0.9)",
