@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -211,6 +212,25 @@ def test_a_comparison_of_nothing_but_zeros_is_reported():
         lambda model, mesh: model, make_model, make_batch, models.loss, cases=3, mesh={"dp": (1,)}, load=False, stop_after=1
     )
     assert not report.ok and report.failures[0].verdict.kind == "vacuous"
+
+
+def test_cases_side_by_side_are_all_counted():
+    report = check(replicas(""), *PLAIN, cases=24, seed=5, jobs=3, load=False, no_sync=False)
+    assert report.ok and report.cases == 24 and report.held == 24, str(report)
+
+
+def test_an_error_of_one_job_ends_the_others(tmp_path):
+    def make_model(draw):
+        try:
+            (tmp_path / "raised").touch(exist_ok=False)
+        except FileExistsError:
+            return models.make_model(draw)
+        raise ValueError("only once")
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="only once"):
+        check(replicas(""), make_model, *PLAIN[1:], cases=10**6, jobs=2, budget=60.0, load=False, no_sync=False)
+    assert time.monotonic() - start < 30
 
 
 def forgets_to_divide(model: nn.Module, mesh) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -101,20 +102,32 @@ def run_cases(subject: Subject, cases: int, seed: int, jobs: int, ranks: str, st
     start = time.monotonic()
     numbers = iter(range(cases))
     bad: dict[tuple[str, str], Verdict] = {}
+    lock, over = threading.Lock(), threading.Event()
+
+    def next_number() -> int | None:
+        with lock:
+            out_of_time = budget and time.monotonic() - start > budget
+            return None if over.is_set() or len(bad) >= stop_after or out_of_time else next(numbers, None)
 
     def work(crew) -> None:
-        for number in numbers:
-            if len(bad) >= stop_after or (budget and time.monotonic() - start > budget):
-                return
-            verdict = crew.run((seed, number), None)
-            report.add(verdict)
-            if verdict.bad:
-                bad.setdefault((verdict.kind, verdict.where), verdict)
+        try:
+            while (number := next_number()) is not None:
+                verdict = crew.run((seed, number), None)
+                with lock:
+                    report.add(verdict)
+                    if verdict.bad:
+                        bad.setdefault((verdict.kind, verdict.where), verdict)
+        except BaseException:
+            over.set()
+            raise
 
     try:
         with ThreadPoolExecutor(jobs) as pool:
-            for future in [pool.submit(work, crew) for crew in crews]:
-                future.result()
+            try:
+                for future in [pool.submit(work, crew) for crew in crews]:
+                    future.result()
+            finally:  # after an error or an interrupt the cases under way end, and no other begins
+                over.set()
         report.seconds = time.monotonic() - start
         for verdict in bad.values():
             _examine(subject, verdict, ranks, report)
@@ -130,8 +143,10 @@ def _examine(subject: Subject, verdict: Verdict, ranks: str, report: Report) -> 
 
     quick = replace(subject, patience=min(subject.patience, 6.0)) if verdict.kind == "hung" else subject
     shrinker = crew_of(quick, ranks)  # a case that hangs costs the patience
-    small = shrink(shrinker, verdict)
-    shrinker.stop()
+    try:
+        small = shrink(shrinker, verdict)
+    finally:
+        shrinker.stop()
     judge = crew_of(subject, "processes")
     try:
         for candidate in ([small, verdict] if small.values != verdict.values else [verdict]):
