@@ -179,13 +179,18 @@ def fully_shard(
     return module
 
 
+def _all_noted() -> "list[nn.Module]":
+    # One copy of the keys, since ranks that are threads note down modules of theirs meanwhile.
+    return [module for module in (reference() for reference in _noted.keyrefs()) if module is not None]
+
+
 def _contains(outer: nn.Module, inner: nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
 
 
 def _root_of(module: nn.Module) -> nn.Module:
     """The outermost module that was noted down and has this one below it."""
-    around = [noted for noted in list(_noted) if _contains(noted, module)]
+    around = [noted for noted in _all_noted() if _contains(noted, module)]
     return max(around, key=lambda noted: sum(1 for _ in noted.modules()), default=module)
 
 
@@ -236,14 +241,14 @@ def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Opti
         As the class takes them.
     """
     given = list(params)
-    first = given[0]["params"] if given and isinstance(given[0], dict) else given
+    every = given
     if given and isinstance(given[0], dict):
         given = [{**group, "params": list(group["params"])} for group in given]
-        first = given[0]["params"]
-    sharded = next((found for found in map(owner_of, first) if found is not None), None)
+        every = [parameter for group in given for parameter in group["params"]]
+    sharded = next((found for found in map(owner_of, every) if found is not None), None)
     if sharded is None:
-        ids = {id(parameter) for parameter in first}
-        noted = [module for module in list(_noted) if any(id(parameter) in ids for parameter in module.parameters())]
+        ids = {id(parameter) for parameter in every}
+        noted = [module for module in _all_noted() if any(id(parameter) in ids for parameter in module.parameters())]
         if not noted:
             return kind(given, **settings)
         sharded = shard_now(_root_of(noted[0]))

@@ -1,9 +1,12 @@
 """shardproof.fsdp has the names of FSDP2, and does what they say."""
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
+from torch import nn
 
 import shardproof
 import shardproof.fsdp
@@ -117,6 +120,40 @@ def test_what_is_not_offered_is_refused():
             shardproof.fsdp.NoSuchOptimizer
 
     shardproof.run_threads(1, body)
+
+
+def test_optimizers_are_made_while_other_ranks_note_modules_down():
+    model = nn.Linear(3, 3)
+    over, noted = threading.Event(), []
+
+    def note():
+        while not over.is_set():
+            noted.append(fully_shard(nn.Linear(1, 1)))
+            if len(noted) > 200:
+                noted.clear()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other = threading.Thread(target=note)
+    other.start()
+    try:
+        for _ in range(300):
+            optimizer = shardproof.fsdp.SGD(model.parameters(), lr=0.1)  # looks among all that is noted
+            assert type(optimizer) is torch.optim.SGD
+    finally:
+        over.set()
+        other.join()
+        sys.setswitchinterval(interval)
+
+
+def test_a_model_is_found_by_a_parameter_of_any_group():
+    def body(comm):
+        model = shard(comm, Net())
+        plain = nn.Parameter(torch.zeros(2))
+        shardproof.fsdp.SGD([{"params": [plain]}, {"params": model.parameters()}], lr=0.1)
+
+    with pytest.raises(shardproof.Error, match="is not one of the sharded model's"):
+        shardproof.run_threads(1, body)
 
 
 def test_groups_of_parameters_keep_their_settings():
