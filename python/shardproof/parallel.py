@@ -80,16 +80,14 @@ Style = Union[ColumnParallel, RowParallel, VocabParallel, SequenceParallel, Part
 
 
 class TensorParallel:
-    """A model that is cut along an axis, until `remove`. Made by `parallelize`."""
+    """A model that is cut along an axis. Made by `parallelize`."""
 
     def __init__(self, module: nn.Module, native: _C.TensorParallel, mirror: _C.Mirror):
         self.module = module
         self.native = native
-        self.plain_forwards = []
-        for _, part in module.named_modules():
+        for part in module.modules():
             call = _C.StyledCall(mirror, part)
             if call.has_style:
-                self.plain_forwards.append((part, part.forward))
                 part.forward = _styled(call, part.forward, type(part).__name__)
 
     @torch.no_grad()
