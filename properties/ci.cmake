@@ -52,6 +52,6 @@ if(MPI_C_FOUND)
   shardproof_python_tests(NAME two_hosts CLASS TwoHosts LABEL mpi)
 endif()
 
-shardproof_test(NAME training_props LABEL train TORCH SOURCES harness/train/text_data_props.cpp
+shardproof_test(NAME training_props LABEL train TORCH SOURCES harness/data/training_data_props.cpp
   harness/compare/step_difference_props.cpp
   LIBRARIES harness)

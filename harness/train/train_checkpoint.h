@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "harness/train/text_data.h"
+#include "harness/data/training_data.h"
 #include "harness/train/train_options.h"
 #include "shardproof/checkpoint/format/pickle.h"
 #include "shardproof/checkpoint/saved_state.h"

@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "harness/compare/step_exchange.h"
-#include "harness/train/text_data.h"
+#include "harness/data/training_data.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_options.h"
 #include "shardproof/comm/comm.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "harness/compare/step_exchange.h"
-#include "harness/train/text_data.h"
+#include "harness/data/training_data.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_options.h"
 #include "shardproof/comm/process/process_world.h"

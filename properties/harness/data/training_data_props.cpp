@@ -8,7 +8,7 @@
 #include <fstream>
 #include <numeric>
 
-#include "harness/train/text_data.h"
+#include "harness/data/training_data.h"
 #include "properties/kit/expect_error.h"
 
 using namespace harness;

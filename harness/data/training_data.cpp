@@ -1,4 +1,4 @@
-#include "harness/train/text_data.h"
+#include "harness/data/training_data.h"
 
 #include <fmt/ranges.h>
 
