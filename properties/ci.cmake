@@ -45,11 +45,13 @@ shardproof_python_tests(NAME mutants CLASS Mutants)
 shardproof_python_tests(NAME plan CLASS Plan)
 shardproof_python_tests(NAME report_browser CLASS ReportInABrowser)
 shardproof_python_tests(NAME train CLASS Train)
+shardproof_python_tests(NAME train_data CLASS TrainData)
 shardproof_python_tests(NAME usage CLASS Usage)
 shardproof_python_tests(NAME verify CLASS Command)
 shardproof_python_tests(NAME version CLASS Version)
 if(MPI_C_FOUND)
   shardproof_python_tests(NAME two_hosts CLASS TwoHosts LABEL mpi)
+  shardproof_python_tests(NAME train_mpi CLASS TrainMpi LABEL mpi)
 endif()
 
 shardproof_test(NAME training_props LABEL train TORCH SOURCES harness/data/training_data_props.cpp

@@ -9,65 +9,10 @@ import subprocess
 import tempfile
 import unittest
 
-SHARDPROOF = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
-MODEL = "gpt(layers=1,hidden=8,heads=2,vocab=256,positions=6,tied)"
+from training_runs import MODEL, SHARDPROOF, TrainingRuns, data_checksum
 
 
-def data_checksum(files, length, global_batch, microbatch, ranks, step):
-    """FNV-1a of what a step reads, rank by rank and round by round, from the rule as it is documented."""
-    text = b"".join(files[name] for name in sorted(files, key=os.fsencode))
-    sequences = (len(text) - 1) // length
-    value = 0xCBF29CE484222325
-    for rank in range(ranks):
-        for k in range(global_batch // (microbatch * ranks)):
-            for j in range(microbatch):
-                i = (step * global_batch + (k * ranks + rank) * microbatch + j) % sequences
-                for byte in text[i * length:i * length + length + 1]:
-                    value = (value ^ byte) * 0x100000001B3 % 2**64
-    return f"{value:016x}"
-
-
-class Train(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-        self.files = {}
-        for number, name in enumerate(("b.txt", "a/z.txt", "a.txt", "a/y.txt")):
-            self.write(name, bytes((7 * number + i * i) % 251 + 1 for i in range(40 + 31 * number)))
-
-    def write(self, name, content):
-        path = os.path.join(self.folder, "data", name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(content)
-        self.files[name] = content
-        return path
-
-    def train(self, *arguments, model=MODEL):
-        """Exit code, JSON lines, output and errors of a small run."""
-        report = os.path.join(self.folder, "report.json")
-        data = () if "--data" in arguments else ("--data", os.path.join(self.folder, "data"))
-        seq = () if "--seq" in arguments else ("--seq", "6")
-        steps = () if "--steps" in arguments else ("--steps", "3")
-        json_file = () if "--json" in arguments else ("--json", report)
-        done = subprocess.run(
-            [SHARDPROOF, "train", "--model", model, *json_file, *data, *seq, *steps, *arguments],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        lines = []
-        if os.path.exists(report):
-            with open(report, encoding="utf-8") as file:
-                lines = file.read().splitlines()
-            os.remove(report)
-        return done.returncode, lines, done.stdout, done.stderr
-
-    def expect_refused(self, words, *arguments, code=2, **options):
-        got, _, output, errors = self.train(*arguments, **options)
-        self.assertEqual(got, code, output + errors)
-        self.assertIn(words, errors)
-        self.assertLessEqual(len(errors.strip().splitlines()), 3, errors)
-        self.assertNotIn("Exception raised from", errors)
-
+class Train(TrainingRuns):
     def test_fingerprints_of_replicas_are_compared_on_every_mesh_and_an_unknown_check_is_refused(self):
         for mesh in ("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2"):
             code, _, output, _ = self.train("--check=fingerprint", "--mesh", mesh, "--strategy", "zero1")
@@ -141,16 +86,6 @@ class Train(unittest.TestCase):
         first, second, other = (self.train("--seed", seed)[1] for seed in ("5", "5", "6"))
         self.assertEqual(bits(first), bits(second))
         self.assertNotEqual(bits(first), bits(other))
-
-    def expect_same_end(self, one, two):
-        """The checkpoints have the same bits, but for the value that says on which meshes they were trained."""
-        done = subprocess.run([SHARDPROOF, "checkpoint", "diff", one, two], capture_output=True, text=True)
-        self.assertRegex(done.stdout.splitlines()[-1], r"^[0-9]+ names, [01] differ$", done.stdout + done.stderr)
-        for line in done.stdout.splitlines()[:-1]:
-            self.assertIn("trainer.values.history", line)
-
-    def losses(self, lines):
-        return {json.loads(line)["step"]: line.split('"tokens"')[0] for line in lines[1:-1]}
 
     def test_a_run_resumed_on_another_mesh_is_the_run_that_never_stopped_bit_for_bit(self):
         canonical = ("--global-batch", "12", "--canonical", "--save-every", "3")

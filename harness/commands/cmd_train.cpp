@@ -1,4 +1,4 @@
-// `shardproof train`: a byte-level language model on any text, sharded, and with --check the golden run beside it.
+// `shardproof train`: a language model on any text or tokens, sharded, and with --check the golden run beside it.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -20,14 +20,16 @@ namespace {
 struct Arguments {
   std::string model = "gpt(layers=2,hidden=64,heads=4,vocab=256,positions=64,tied)";
   std::string mesh = "dp_shard=2";
-  std::vector<std::string> data;
-  int64_t sequence_length = 64;
+  DataOptions data;
+  std::string token_type;
+  bool shuffle = false;
+  uint64_t data_seed = 1;
   std::string optimizer = "adamw", arithmetic = "native", check;
   double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
   std::string json;
   TrainOptions options;
   Launched launched;
-  bool mesh_given = false;
+  bool mesh_given = false, data_seed_given = false;
 };
 
 golden::Optimizer optimizer_of(const Arguments& arguments) {
@@ -42,6 +44,19 @@ golden::Optimizer optimizer_of(const Arguments& arguments) {
   return optimizer;
 }
 
+DataOptions data_options(const Arguments& arguments, const golden::Model& model) {
+  DataOptions data = arguments.data;
+  if (data.paths.empty()) data.paths = {SHARDPROOF_DEFAULT_DATA};
+  for (const std::string& path : data.paths)
+    SHARD_REQUIRE(!arguments.token_type.empty() || !path.ends_with(".bin"), "train",
+                  "{} may hold tokens or bytes: add --token-type uint16, uint32 or uint8", path);
+  if (!arguments.token_type.empty()) data.type = token_type(arguments.token_type);
+  SHARD_REQUIRE(arguments.shuffle || !arguments.data_seed_given, "train", "--data-seed needs --shuffle");
+  if (arguments.shuffle) data.shuffle = arguments.data_seed;
+  data.vocab = model.vocab();
+  return data;
+}
+
 std::string describe(const Arguments& arguments, const TrainOptions& options) {
   int64_t parameters = 0;
   for (const auto& [name, shape] : golden::parameter_shapes(options.model)) {
@@ -54,11 +69,12 @@ std::string describe(const Arguments& arguments, const TrainOptions& options) {
                      arguments.lr, options.clip_norm, options.seed);
 }
 
-std::string describe(const TextData& data, const TrainOptions& options) {
-  return fmt::format("{} bytes in {} files, {} sequences of {}; {} a step in microbatches of {}",
-                     grouped(data.bytes()), grouped(static_cast<int64_t>(data.files().size())),
-                     grouped(data.sequences()), data.sequence_length(), options.global_batch,
-                     options.microbatch);
+std::string describe(const TrainingData& data, const TrainOptions& options) {
+  const TokenFiles& files = data.files();
+  return fmt::format("{} {} in {} files, {} sequences of {}{}; {} a step in microbatches of {}", grouped(files.tokens()),
+                     files.type() == TokenType::uint8 ? "bytes" : "tokens", grouped(static_cast<int64_t>(files.files().size())),
+                     grouped(data.sequences()), data.sequence_length(), data.options().shuffle ? ", shuffled" : "",
+                     options.global_batch, options.microbatch);
 }
 
 void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first,
@@ -116,9 +132,7 @@ int run_train(Arguments& arguments) {
                 "--check must be golden (as without a value) or fingerprint, got '{}'", arguments.check);
   options.check = arguments.check == "golden";
   options.fingerprint = arguments.check == "fingerprint";
-  const TextData data(
-      arguments.data.empty() ? std::vector<std::string>{SHARDPROOF_DEFAULT_DATA} : arguments.data,
-      arguments.sequence_length);
+  const TrainingData data(data_options(arguments, options.model));
   validate(options, data);
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> silence(speaks ? nullptr : std::fopen("/dev/null", "w"), std::fclose);
   std::FILE* out = silence ? silence.get() : arguments.json == "-" ? stderr : stdout;
@@ -153,7 +167,7 @@ int run_train(Arguments& arguments) {
 
 void add_train_command(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand("train",
-                                         "train a byte-level language model on text, sharded; --check compares every bit "
+                                         "train a language model on text or tokens, sharded; --check compares every bit "
                                          "with the unsharded golden run");
   auto a = std::make_shared<Arguments>();
   TrainOptions& o = a->options;
@@ -165,13 +179,19 @@ void add_train_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_flag("--sequence-parallel", o.sequence_parallel, "cut activations between blocks by position along tp");
   command->add_option("--strategy", o.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
-  command->add_option("--data", a->data,
-                      "text files and folders to train on; by default the sources of Python's standard library");
+  command->add_option("--data", a->data.paths,
+                      "text files and folders to train on; by default the sources of Python's standard library. With "
+                      "--token-type files of tokens, and folders of .bin files");
+  command->add_option("--token-type", a->token_type,
+                      "what a token is in the files: uint8 (text, the default), uint16 or uint32, without a header");
+  command->add_flag("--shuffle", a->shuffle, "take sequences in an order that is drawn anew for each epoch");
+  CLI::Option* const data_seed =
+      command->add_option("--data-seed", a->data_seed, "the seed of that order")->capture_default_str();
   command->add_option("--steps", o.steps, "how many optimizer steps to take")->capture_default_str();
   command->add_option("--global-batch", o.global_batch, "how many sequences a step takes")->capture_default_str();
   command->add_option("--microbatch", o.microbatch, "how many sequences a rank takes at once")->capture_default_str();
-  command->add_option("--seq", a->sequence_length, "how many bytes a sequence has")->capture_default_str();
-  command->add_option("--seed", o.seed, "the seed of the initial parameters; nothing else is random")->capture_default_str();
+  command->add_option("--seq", a->data.sequence_length, "how many tokens a sequence has")->capture_default_str();
+  command->add_option("--seed", o.seed, "the seed of the initial parameters")->capture_default_str();
   command->add_option("--optimizer", a->optimizer, "the optimizer: adamw or sgd")->capture_default_str();
   command->add_option("--lr", a->lr, "the learning rate")->capture_default_str();
   command->add_option("--momentum", a->momentum, "the momentum of sgd")->capture_default_str();
@@ -194,8 +214,9 @@ void add_train_command(CLI::App& app, int& exit_code) {
   command->add_flag("--async-save", c.async, "write checkpoints in the background");
   command->add_option("--json", a->json, "write one JSON object for each step to this file; - is standard output");
   a->launched.add_to(*command);
-  command->callback([a, command, &exit_code] {
+  command->callback([a, command, data_seed, &exit_code] {
     a->mesh_given = command->count("--mesh") > 0;
+    a->data_seed_given = data_seed->count() > 0;
     exit_code = run_train(*a);
   });
 }

@@ -25,7 +25,9 @@ const std::map<std::string, std::string> kExamples = {
     {"train",
      "  shardproof train --mesh dp_shard=2 --strategy zero3 --check            beside the unsharded run, bit for bit\n"
      "  shardproof train --data TEXT --steps 500 --checkpoint-dir RUN --save-every 50\n"
-     "  shardproof train --data TEXT --steps 900 --checkpoint-dir RUN --resume --mesh dp_shard=3"},
+     "  shardproof train --data TEXT --steps 900 --checkpoint-dir RUN --resume --mesh dp_shard=3\n"
+     "  shardproof train --data tokens.bin --token-type uint16 --shuffle --model "
+     "'gpt(layers=4,hidden=128,heads=4,vocab=50257,positions=64)'"},
     {"plan",
      "  shardproof plan --mesh dp_replicate=4,dp_shard=64 --strategy hsdp\n"
      "  shardproof plan --model 'llama(layers=2,hidden=64,heads=4,vocab=256,positions=64)' --mesh dp_shard=2,tp=2 --pieces"},
@@ -64,6 +66,7 @@ std::vector<std::pair<std::string, std::vector<std::string>>> values() {
           {"--device", {"cpu", "cuda"}},
           {"--dtype", {"float32", "bf16", "fp16"}},
           {"--sum", {"rank_order", "native"}},
+          {"--token-type", {"uint8", "uint16", "uint32"}},
           {"--arithmetic", {"native", "canonical"}}};
 }
 

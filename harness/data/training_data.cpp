@@ -2,122 +2,61 @@
 
 #include <fmt/ranges.h>
 
-#include <algorithm>
-#include <array>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <set>
+#include <cmath>
 
 #include "shardproof/base/check.h"
 
 namespace harness {
 namespace {
 
-namespace fs = std::filesystem;
-
-constexpr size_t kProbeBytes = 8000;
-
-bool is_text(const fs::path& path) {
-  std::array<char, kProbeBytes> head;
-  std::ifstream file(path, std::ios::binary);
-  SHARD_REQUIRE(file.good(), "data", "cannot read {}; check its permissions", path.string());
-  file.read(head.data(), head.size());
-  return std::memchr(head.data(), 0, static_cast<size_t>(file.gcount())) == nullptr;
-}
-
-void add_folder(const fs::path& folder, std::set<std::string>& files) {
-  std::error_code error;
-  fs::recursive_directory_iterator entries(folder, error);
-  SHARD_REQUIRE(!error, "data", "cannot list {}: {}", folder.string(), error.message());
-  for (; entries != fs::recursive_directory_iterator(); entries.increment(error)) {
-    const std::string name = entries->path().filename().string();
-    const bool skipped = name.starts_with('.') || name == "__pycache__";
-    if (skipped && entries->is_directory()) entries.disable_recursion_pending();
-    std::error_code broken_link;
-    if (!skipped && entries->is_regular_file(broken_link) && is_text(entries->path()))
-      files.insert(entries->path().string());
-  }
-  SHARD_REQUIRE(!error, "data", "cannot list all of {}: {}", folder.string(), error.message());
-}
-
-std::set<std::string> find_files(const std::vector<std::string>& paths) {
-  std::set<std::string> files;  // std::string orders by bytes
-  for (const std::string& path : paths) {
-    std::error_code error;
-    const fs::file_status status = fs::status(path, error);
-    SHARD_REQUIRE(fs::exists(status), "data", "there is no {}; --data takes text files and folders", path);
-    if (!fs::is_directory(status)) {
-      SHARD_REQUIRE(fs::is_regular_file(status), "data", "{} is neither a file nor a folder", path);
-      files.insert(path);
-      continue;
-    }
-    const size_t before = files.size();
-    add_folder(path, files);
-    SHARD_REQUIRE(files.size() > before, "data", "no text files under {}; name another folder", path);
-  }
-  return files;
+int64_t sequences_of(const TokenFiles& files, const std::vector<std::string>& paths, int64_t length) {
+  SHARD_REQUIRE(files.tokens() > length, "data",
+                "{} {} in {} are too few for one sequence of {} inputs and targets, which takes {}; give more text or a "
+                "smaller --seq",
+                files.tokens(), files.type() == TokenType::uint8 ? "bytes" : "tokens", fmt::join(paths, " "), length,
+                length + 1);
+  return (files.tokens() - 1) / length;
 }
 
 }  // namespace
 
-TextData::TextData(const std::vector<std::string>& paths, int64_t sequence_length)
-    : sequence_length_(sequence_length) {
-  SHARD_REQUIRE(sequence_length >= 1, "data", "a sequence has at least 1 byte, got {}", sequence_length);
-  SHARD_REQUIRE(!paths.empty(), "data", "no path given; --data takes text files and folders");
-  for (const std::string& path : find_files(paths)) {
-    std::error_code error;
-    const auto size = static_cast<int64_t>(fs::file_size(path, error));
-    SHARD_REQUIRE(!error, "data", "cannot read {}: {}", path, error.message());
-    files_.push_back({path, bytes_, bytes_ + size});
-    bytes_ += size;
+TrainingData::TrainingData(DataOptions options) : options_(std::move(options)) {
+  const DataOptions& o = options_;
+  SHARD_REQUIRE(o.sequence_length >= 1, "data", "a sequence has at least 1 token, got {}", o.sequence_length);
+  SHARD_REQUIRE(o.validation_part >= 0 && o.validation_part < 1, "data", "--validation-part must be in [0, 1), got {}",
+                o.validation_part);
+  SHARD_REQUIRE(o.validation_part == 0 || o.validation_paths.empty(), "data",
+                "--validation-part and --validation-data exclude each other; leave one of them out");
+  files_ = std::make_unique<TokenFiles>(o.paths, o.type);
+  const int64_t all = sequences_of(*files_, o.paths, o.sequence_length);
+  if (!o.validation_paths.empty()) {
+    validation_files_ = std::make_unique<TokenFiles>(o.validation_paths, o.type);
+    validation_sequences_ = sequences_of(*validation_files_, o.validation_paths, o.sequence_length);
+  } else if (o.validation_part > 0) {
+    validation_sequences_ = static_cast<int64_t>(std::floor(o.validation_part * static_cast<double>(all)));
+    SHARD_REQUIRE(validation_sequences_ >= 1, "data",
+                  "--validation-part {} of {} sequences is none; raise it, or give more data", o.validation_part, all);
+    validation_begin_ = all - validation_sequences_;
   }
-  SHARD_REQUIRE(bytes_ > 0, "data", "{} is empty; name a file with text in it", fmt::join(paths, " "));
-  SHARD_REQUIRE(bytes_ > sequence_length, "data",
-                "{} bytes in {} are too few for one sequence of {} inputs and targets, which takes {}; give "
-                "more text or a "
-                "smaller --seq",
-                bytes_, fmt::join(paths, " "), sequence_length, sequence_length + 1);
+  order_.emplace(validation_files_ ? all : all - validation_sequences_, o.shuffle);
 }
 
-std::vector<std::string> TextData::files() const {
-  std::vector<std::string> paths;
-  for (const File& file : files_) paths.push_back(file.path);
-  return paths;
+std::vector<uint32_t> TrainingData::read(const TokenFiles& files, int64_t sequence) const {
+  const int64_t begin = sequence * options_.sequence_length;
+  std::vector<uint32_t> tokens = files.read(begin, options_.sequence_length + 1);
+  if (options_.vocab > 0)
+    for (size_t i = 0; i < tokens.size(); ++i)
+      SHARD_REQUIRE(tokens[i] < options_.vocab, "data", "{} is {}, and the model has vocab={}; is it of another --token-type?",
+                    files.place(begin + static_cast<int64_t>(i)), tokens[i], options_.vocab);
+  return tokens;
 }
 
-std::vector<uint8_t> TextData::sequence(int64_t index) const {
-  const int64_t begin = index % sequences() * sequence_length_, end = begin + sequence_length_ + 1;
-  std::vector<uint8_t> bytes(static_cast<size_t>(end - begin));
-  auto file = std::upper_bound(files_.begin(), files_.end(), begin,
-                               [](int64_t at, const File& candidate) { return at < candidate.end; });
-  for (int64_t at = begin; at < end; ++file) {
-    const int64_t until = std::min(end, file->end);
-    std::ifstream stream(file->path, std::ios::binary);
-    stream.seekg(at - file->begin);
-    stream.read(reinterpret_cast<char*>(bytes.data() + (at - begin)), until - at);
-    SHARD_REQUIRE(stream.gcount() == until - at, "data", "{} became shorter or unreadable while it was read",
-                  file->path);
-    at = until;
-  }
-  return bytes;
-}
+std::vector<uint32_t> TrainingData::sequence(int64_t position) const { return read(*files_, order_->sample(position)); }
 
-BatchRule::BatchRule(int64_t global_batch, int64_t microbatch, int64_t ranks)
-    : global_batch_(global_batch), microbatch_(microbatch), ranks_(ranks) {
-  SHARD_REQUIRE(global_batch >= 1 && microbatch >= 1 && ranks >= 1, "data",
-                "global batch, microbatch and ranks are at least 1, got {}, {} and {}", global_batch,
-                microbatch, ranks);
-  SHARD_REQUIRE(global_batch % (microbatch * ranks) == 0, "data",
-                "the global batch of {} sequences must be a multiple of microbatch {} x {} data-parallel "
-                "ranks = {}; change "
-                "--global-batch or --microbatch",
-                global_batch, microbatch, ranks, microbatch * ranks);
-}
-
-SequenceRange BatchRule::sequences(int64_t step, int64_t round, int64_t rank) const {
-  const int64_t begin = step * global_batch_ + (round * ranks_ + rank) * microbatch_;
-  return {begin, begin + microbatch_};
+std::vector<uint32_t> TrainingData::validation_sequence(int64_t index) const {
+  SHARD_CHECK(index >= 0 && index < validation_sequences_, "data", "there are {} sequences to validate with, not number {}",
+              validation_sequences_, index);
+  return read(validation_files_ ? *validation_files_ : *files_, validation_begin_ + index);
 }
 
 }  // namespace harness

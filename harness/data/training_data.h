@@ -1,71 +1,56 @@
-// Text as training data: the bytes of files laid end to end, and a fixed rule which of them a step reads.
-// Nothing is drawn, so any other program can repeat a run. No Torch.
+// What a training run reads: sequences of tokens, in the order in which they are trained on, and others that are held out to
+// validate with. Any other program can repeat which tokens a step reads. No Torch.
 //
-// Files: a path that is a file is read whatever it holds. A path that is a folder stands for the files below
-// it, however deep, except hidden ones (a name with a leading dot), those under `__pycache__`, links to
-// folders, and files with a zero byte among their first 8,000, which are not text. All files together are
-// sorted by their path as text, byte by byte; one that is named twice counts once.
-//
-// Sequences: of the concatenated bytes, sequence i is bytes i * L to i * L + L inclusive; the first L are
-// inputs, the last L targets. There are (bytes - 1) / L of them, rounded down; beyond the last, sequence i is
-// sequence i modulo that number.
+// Sequences: of the tokens of the files (harness/data/token_files.h), sequence i is tokens i * L to i * L + L inclusive; the
+// first L are inputs, the last L targets. There are (tokens - 1) / L of them, rounded down. With a part P for validation the
+// last floor(P * their number) are validated with, and are never trained on. Files of their own can be validated with instead.
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "harness/data/sample_order.h"
+#include "harness/data/token_files.h"
+
 namespace harness {
 
-class TextData {
- public:
-  // Throws Error, naming the path, when one does not exist or cannot be read, when a folder has no text in
-  // it, or when all bytes together are too few for one sequence of `sequence_length`.
-  TextData(const std::vector<std::string>& paths, int64_t sequence_length);
-
-  int64_t sequence_length() const { return sequence_length_; }
-  int64_t sequences() const { return (bytes_ - 1) / sequence_length_; }
-  int64_t bytes() const { return bytes_; }
-  std::vector<std::string> files() const;
-
-  // The sequence_length() + 1 bytes of sequence `index` >= 0. Read when asked for: data may be larger than
-  // memory.
-  std::vector<uint8_t> sequence(int64_t index) const;
-
- private:
-  struct File {
-    std::string path;
-    int64_t begin = 0;  // of its bytes among all
-    int64_t end = 0;
-  };
-  std::vector<File> files_;
-  int64_t bytes_ = 0;
-  int64_t sequence_length_ = 0;
+struct DataOptions {
+  std::vector<std::string> paths = {};
+  int64_t sequence_length = 64;
+  TokenType type = TokenType::uint8;
+  std::optional<uint64_t> shuffle = {};       // the seed of the order; nothing: the order of the files
+  double validation_part = 0;                 // of the sequences
+  std::vector<std::string> validation_paths = {};  // instead of a part
+  int64_t vocab = 0;  // a token of this and more is an error where it is read; 0: any is taken
 };
 
-// Which sequences one microbatch has.
-struct SequenceRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-  bool operator==(const SequenceRange&) const = default;
-};
-
-// How a step's global batch is cut: step s takes sequences s * global_batch to (s + 1) * global_batch - 1,
-// cut in order into microbatches of `microbatch`; accumulation round k gives microbatch k * ranks + i to
-// data-parallel rank i.
-class BatchRule {
+class TrainingData {
  public:
-  // Throws Error when a number is below 1, or when the global batch is not a multiple of microbatch * ranks.
-  BatchRule(int64_t global_batch, int64_t microbatch, int64_t ranks);
+  // Throws Error when options do not fit each other, when files cannot be read (TokenFiles), or when there are too few tokens
+  // for one sequence to train on, or to validate with if that is asked for.
+  explicit TrainingData(DataOptions options);
 
-  int64_t global_batch() const { return global_batch_; }
-  int64_t microbatch() const { return microbatch_; }
-  int64_t ranks() const { return ranks_; }
-  int64_t rounds() const { return global_batch_ / (microbatch_ * ranks_); }
-  SequenceRange sequences(int64_t step, int64_t round, int64_t rank) const;
+  const DataOptions& options() const { return options_; }
+  int64_t sequence_length() const { return options_.sequence_length; }
+  const TokenFiles& files() const { return *files_; }
+  // How many there are to train on. After the last one an epoch ends.
+  int64_t sequences() const { return order_->samples(); }
+  int64_t validation_sequences() const { return validation_sequences_; }
+
+  // The sequence_length() + 1 tokens that position `position` >= 0 of the run takes.
+  std::vector<uint32_t> sequence(int64_t position) const;
+  std::vector<uint32_t> validation_sequence(int64_t index) const;
 
  private:
-  int64_t global_batch_, microbatch_, ranks_;
+  std::vector<uint32_t> read(const TokenFiles& files, int64_t sequence) const;
+
+  DataOptions options_;
+  std::unique_ptr<const TokenFiles> files_, validation_files_;  // the latter only where validation has files of its own
+  std::optional<SampleOrder> order_;
+  int64_t validation_begin_ = 0, validation_sequences_ = 0;
 };
 
 }  // namespace harness

@@ -35,16 +35,17 @@ void require_axes(const shardproof::Mesh& mesh) {
   }
 }
 
-void require_model(const golden::Model& model, const TextData& data) {
+void require_model(const golden::Model& model, const TrainingData& data) {
   SHARD_REQUIRE(model.of_tokens() && model.dropout() == 0, "train",
                 "--model must be gpt(...) or llama(...), without dropout, got {}", str(model));
-  SHARD_REQUIRE(model.vocab() >= 256, "train", "a byte-level model needs vocab=256 or more, got {}", model.vocab());
+  SHARD_REQUIRE(model.vocab() >= 256 || data.files().type() != TokenType::uint8, "train",
+                "a byte-level model needs vocab=256 or more, got {}", model.vocab());
   SHARD_REQUIRE(model.positions() >= data.sequence_length(), "train",
                 "the model has {} positions, too few for sequences of {}; raise positions or lower --seq", model.positions(),
                 data.sequence_length());
 }
 
-void require_valid(const TrainOptions& options, const Case& c, const TextData& data) {
+void require_valid(const TrainOptions& options, const Case& c, const TrainingData& data) {
   require_axes(options.mesh);
   shardproof::on_mesh(shardproof::strategy(options.strategy), shardproof::data_parallel_mesh(options.mesh));
   SHARD_REQUIRE(options.mesh.size() <= shardproof::kThreadsWorldMax, "train",
@@ -65,18 +66,20 @@ void require_valid(const TrainOptions& options, const Case& c, const TextData& d
                 options.mesh.str());
 }
 
-uint64_t checksum(const TextData& data, const BatchRule& rule, int64_t step) {
+uint64_t checksum(const TrainingData& data, const BatchRule& rule, int64_t step) {
+  const int64_t bits = 8 * bytes_of(data.files().type());
   uint64_t hash = 0xcbf29ce484222325;
   for (int64_t rank = 0; rank < rule.ranks(); ++rank)
     for (int64_t round = 0; round < rule.rounds(); ++round) {
-      const SequenceRange range = rule.sequences(step, round, rank);
+      const SampleRange range = rule.positions(step, round, rank);
       for (int64_t i = range.begin; i < range.end; ++i)
-        for (const uint8_t byte : data.sequence(i)) hash = (hash ^ byte) * 0x100000001b3;
+        for (const uint32_t token : data.sequence(i))
+          for (int64_t shift = 0; shift < bits; shift += 8) hash = (hash ^ ((token >> shift) & 0xff)) * 0x100000001b3;
     }
   return hash;
 }
 
-golden::Step training_step(const TrainOptions& options, const TextData& data, const Stretch& stretch, int64_t step) {
+golden::Step training_step(const TrainOptions& options, const TrainingData& data, const Stretch& stretch, int64_t step) {
   const Case plan = train_case(options, stretch);
   const BatchRule rule(options.global_batch, stretch.microbatch, plan.data_ranks());
   golden::Step result;
@@ -92,7 +95,7 @@ golden::Step training_step(const TrainOptions& options, const TextData& data, co
 }
 
 // `microbatch_ranks`: neighbours that report one loss.
-TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, const BatchRule& rule, const TextData& data,
+TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, const BatchRule& rule, const TrainingData& data,
                   int64_t step) {
   TrainStep result{.step = step,
                    .gradient_norm = ranks[0].gradient_norm,
@@ -106,13 +109,13 @@ TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, c
 
 }  // namespace
 
-void validate(const TrainOptions& options, const TextData& data) {
+void validate(const TrainOptions& options, const TrainingData& data) {
   const Case c = train_case(options, read_history(options, data).stretches.back());
   require_valid(options, c, data);
   BatchRule(options.global_batch, options.microbatch, c.data_ranks());
 }
 
-TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
+TrainResult train(const TrainOptions& options, const TrainingData& data, const std::function<void(const TrainStep&)>& report,
                   shardproof::ProcessWorld* processes) {
   validate(options, data);
   const TrainHistory history = read_history(options, data);

@@ -1,4 +1,4 @@
-// Trains a byte-level language model on text, sharded over the ranks of a mesh, threads or processes, and, when asked, the
+// Trains a language model on text or tokens, sharded over the ranks of a mesh, threads or processes, and, when asked, the
 // golden run beside it, compared after every step.
 #pragma once
 
@@ -21,7 +21,7 @@ struct TrainResult {
 };
 
 // Throws Error for options that do not fit each other, the data, or the checkpoints that are there.
-void validate(const TrainOptions& options, const TextData& data);
+void validate(const TrainOptions& options, const TrainingData& data);
 
 // Calls `report` after every step, on the calling thread. With a check it stops at the first difference.
 // Throws Error for options that do not fit each other, NonFiniteError when a loss or gradient is NaN or
@@ -29,7 +29,7 @@ void validate(const TrainOptions& options, const TextData& data);
 //
 // With `processes`, as many as the mesh has ranks, it is collective over them, and rank 0 reports and compares; the others
 // return nothing but where the run began.
-TrainResult train(const TrainOptions& options, const TextData& data, const std::function<void(const TrainStep&)>& report,
+TrainResult train(const TrainOptions& options, const TrainingData& data, const std::function<void(const TrainStep&)>& report,
                   shardproof::ProcessWorld* processes = nullptr);
 
 }  // namespace harness

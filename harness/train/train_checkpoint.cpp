@@ -16,11 +16,12 @@ constexpr const char* kRun = "run";
 constexpr const char* kHistory = "history";
 
 // What must not change, with the options that say it.
-Value describe_run(const TrainOptions& options, const TextData& data) {
+Value describe_run(const TrainOptions& options, const TrainingData& data) {
   const golden::Optimizer& o = options.optimizer;
-  return Value::dict({
+  const DataOptions& d = data.options();
+  Value::Pairs run = {
       {Value::string("--model"), Value::string(str(options.model))},
-      {Value::string("--data (bytes)"), Value::integer(data.bytes())},
+      {Value::string("--data (bytes)"), Value::integer(data.files().bytes())},
       {Value::string("--seq"), Value::integer(data.sequence_length())},
       {Value::string("--global-batch"), Value::integer(options.global_batch)},
       {Value::string("--seed"), Value::integer(static_cast<int64_t>(options.seed))},
@@ -30,7 +31,15 @@ Value describe_run(const TrainOptions& options, const TextData& data) {
       {Value::string("--weight-decay"), Value::real(o.weight_decay)},
       {Value::string("--clip"), Value::real(options.clip_norm)},
       {Value::string("--arithmetic"), Value::string(options.model.canonical ? "canonical" : "native")},
-  });
+  };
+  // Checkpoints are older than these options: what is not there is the default.
+  const auto add = [&](bool given, const char* option, Value value) {
+    if (given) run.emplace_back(Value::string(option), std::move(value));
+  };
+  add(d.type != TokenType::uint8, "--token-type", Value::string(to_string(d.type)));
+  add(d.shuffle.has_value(), "--shuffle with --data-seed", Value::integer(static_cast<int64_t>(d.shuffle.value_or(0))));
+  add(d.validation_part > 0, "--validation-part", Value::real(d.validation_part));
+  return Value::dict(std::move(run));
 }
 
 Value value_of(const Stretch& stretch) {
@@ -52,6 +61,10 @@ void require_same_run(const Value& saved, const Value& here, const std::string& 
                   "{} is of a run with {} = {}, this one has {}. A resumed run must have the same", folder,
                   option.as_string(kRun), before ? before->str() : "nothing", value.str());
   }
+  for (const auto& [option, value] : saved.as_dict(kRun))
+    SHARD_REQUIRE(here.find(option.as_string(kRun)), "train",
+                  "{} is of a run with {} = {}, this one has nothing. A resumed run must have the same", folder,
+                  option.as_string(kRun), value.str());
 }
 
 void require_valid(const TrainCheckpoints& checkpoints) {
@@ -74,7 +87,7 @@ const Stretch& TrainHistory::of(int64_t step) const {
   return stretches.back();
 }
 
-TrainHistory read_history(const TrainOptions& options, const TextData& data) {
+TrainHistory read_history(const TrainOptions& options, const TrainingData& data) {
   const TrainCheckpoints& checkpoints = options.checkpoints;
   require_valid(checkpoints);
   TrainHistory history;
@@ -103,11 +116,11 @@ TrainHistory read_history(const TrainOptions& options, const TextData& data) {
   return history;
 }
 
-int64_t first_step(const TrainOptions& options, const TextData& data) {
+int64_t first_step(const TrainOptions& options, const TrainingData& data) {
   return read_history(options, data).first_step;
 }
 
-shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TextData& data,
+shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TrainingData& data,
                                                    const TrainHistory& history, int64_t step) {
   Value::Items stretches;
   for (Stretch stretch : history.stretches) {

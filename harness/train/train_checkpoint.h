@@ -34,13 +34,13 @@ struct TrainHistory {
 // options of checkpoints do not fit each other, when there are checkpoints and the run does not resume, or the last one is of
 // another run. A run is its model, data, batches, optimizer and seed; mesh, strategy, microbatch and the kind of gradient sums
 // may change.
-int64_t first_step(const TrainOptions& options, const TextData& data);
+int64_t first_step(const TrainOptions& options, const TrainingData& data);
 
 // As `first_step` says. Throws Error as it does.
-TrainHistory read_history(const TrainOptions& options, const TextData& data);
+TrainHistory read_history(const TrainOptions& options, const TrainingData& data);
 
 // After `step` steps.
-shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TextData& data,
+shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TrainingData& data,
                                                    const TrainHistory& history, int64_t step);
 
 }  // namespace harness

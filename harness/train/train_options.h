@@ -21,8 +21,8 @@ struct TrainCheckpoints {
 };
 
 struct TrainOptions {
-  // A gpt or a llama: vocab of at least 256, positions of at least the data's sequence length, no dropout. `canonical`: sums
-  // inside of the model, too, do not depend on the mesh.
+  // A gpt or a llama: more vocab than any token, positions of at least the data's sequence length, no dropout. `canonical`:
+  // sums inside of the model, too, do not depend on the mesh.
   golden::Model model;
   shardproof::Mesh mesh{{{"dp_shard", 2}}};  // of the axes dp_replicate, dp_shard, cp, tp, in that order
   bool sequence_parallel = false;            // along tp
@@ -32,7 +32,7 @@ struct TrainOptions {
   int64_t global_batch = 16;
   int64_t microbatch = 2;
   int64_t steps = 100;
-  uint64_t seed = 1;  // of the initial parameters; nothing else is random
+  uint64_t seed = 1;  // of the initial parameters; nothing else of the model is random
   bool check = false;        // against the golden run
   bool fingerprint = false;  // ranks compare fingerprints after each step, and signatures of collectives before each
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
@@ -47,8 +47,7 @@ struct TrainStep {
   double gradient_norm = 0;
   int64_t tokens = 0;
   double tokens_per_s = 0;
-  uint64_t data_checksum =
-      0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
+  uint64_t data_checksum = 0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
 };
 
 }  // namespace harness

@@ -76,13 +76,14 @@ void TrainJson::line(const std::string& text) {
   std::fflush(file_.get());
 }
 
-void TrainJson::run(const std::string& description, const TextData& data, const TrainOptions& options) {
+void TrainJson::run(const std::string& description, const TrainingData& data, const TrainOptions& options) {
   line(fmt::format(
       R"({{"type":"run","run":{},"mesh":{},"strategy":{},"seed":{},"files":{},"bytes":{},"sequences":{},)"
-      R"("sequence_length":{},"global_batch":{},"microbatch":{},"steps":{}}})",
+      R"("sequence_length":{},"global_batch":{},"microbatch":{},"steps":{},"token_type":"{}","shuffle":{}}})",
       quoted(description), quoted(options.mesh.str()), quoted(options.strategy), options.seed,
-      data.files().size(), data.bytes(), data.sequences(), data.sequence_length(), options.global_batch,
-      options.microbatch, options.steps));
+      data.files().files().size(), data.files().bytes(), data.sequences(), data.sequence_length(), options.global_batch,
+      options.microbatch, options.steps, to_string(data.files().type()),
+      data.options().shuffle ? std::to_string(*data.options().shuffle) : "null"));
 }
 
 void TrainJson::step(const TrainStep& step) {

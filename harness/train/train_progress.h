@@ -43,7 +43,7 @@ class TrainJson {
   // "" writes nothing, "-" is standard output. Throws Error when the file cannot be written.
   explicit TrainJson(const std::string& path);
 
-  void run(const std::string& description, const TextData& data, const TrainOptions& options);
+  void run(const std::string& description, const TrainingData& data, const TrainOptions& options);
   void step(const TrainStep& step);
   void end(const TrainResult& result, bool checked);
 

@@ -103,19 +103,19 @@ golden::Named initial_parameters(const TrainOptions& options) {
   return parameters;
 }
 
-golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
+golden::Microbatch training_microbatch(const TrainingData& data, const BatchRule& rule, int64_t step,
                                        int64_t round, int64_t rank) {
   const int64_t length = data.sequence_length();
-  at::Tensor bytes = at::empty({rule.microbatch(), length + 1}, at::kLong);
-  int64_t* next = bytes.mutable_data_ptr<int64_t>();
-  const SequenceRange range = rule.sequences(step, round, rank);
+  at::Tensor tokens = at::empty({rule.microbatch(), length + 1}, at::kLong);
+  int64_t* next = tokens.mutable_data_ptr<int64_t>();
+  const SampleRange range = rule.positions(step, round, rank);
   for (int64_t i = range.begin; i < range.end; ++i)
-    for (const uint8_t byte : data.sequence(i)) *next++ = byte;
-  return {bytes.narrow(1, 0, length).contiguous(), bytes.narrow(1, 1, length).contiguous(),
+    for (const uint32_t token : data.sequence(i)) *next++ = token;
+  return {tokens.narrow(1, 0, length).contiguous(), tokens.narrow(1, 1, length).contiguous(),
           1.0 / static_cast<double>(rule.global_batch() * length)};
 }
 
-void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
+void train_rank(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<Comm>& comm, const PutStep& put) {
   const Case c = train_case(options, history.stretches.back());
   const auto comms = std::make_shared<MeshComm>(options.fingerprint ? checked(comm) : comm, options.mesh);

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "harness/compare/step_exchange.h"
+#include "harness/data/batch_rule.h"
 #include "harness/data/training_data.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_options.h"
@@ -24,7 +25,7 @@ golden::Named initial_parameters(const TrainOptions& options);
 
 // One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
 // the mean, however the batch is cut.
-golden::Microbatch training_microbatch(const TextData& data, const BatchRule& rule, int64_t step,
+golden::Microbatch training_microbatch(const TrainingData& data, const BatchRule& rule, int64_t step,
                                        int64_t round, int64_t rank);
 
 // Takes a rank's step; false when nobody reads any more.
@@ -32,7 +33,7 @@ using PutStep = std::function<bool(RankStep)>;
 
 // Collective over the world. Trains the steps from the history's first on, saving as asked, and puts each, with its tensors if
 // the run is checked. Throws ReaderStopped when nobody reads.
-void train_rank(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
+void train_rank(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<shardproof::Comm>& comm, const PutStep& put);
 
 }  // namespace harness

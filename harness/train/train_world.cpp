@@ -27,8 +27,8 @@ bool put_on_rank_0(Comm& steps, StepExchange& exchange, RankStep step) {
 
 }  // namespace
 
-TrainWorld::TrainWorld(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
-                       shardproof::ProcessWorld* processes)
+TrainWorld::TrainWorld(const TrainOptions& options, const TrainingData& data, const BatchRule& rule,
+                       const TrainHistory& history, shardproof::ProcessWorld* processes)
     : exchange_(static_cast<size_t>(options.mesh.size())), thread_([&options, &data, &rule, &history, processes, this] {
         // A new thread begins with LibTorch's own number of threads, and more than one round differently.
         at::set_num_threads(1);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "harness/compare/step_exchange.h"
+#include "harness/data/batch_rule.h"
 #include "harness/data/training_data.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_options.h"
@@ -18,7 +19,7 @@ namespace harness {
 // of `processes`.
 class TrainWorld {
  public:
-  TrainWorld(const TrainOptions& options, const TextData& data, const BatchRule& rule, const TrainHistory& history,
+  TrainWorld(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
              shardproof::ProcessWorld* processes);
   ~TrainWorld() { stop(); }
 

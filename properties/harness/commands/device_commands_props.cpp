@@ -37,7 +37,7 @@ TrainOptions options_on_device(const std::string& directory) {
   return options;
 }
 
-std::vector<double> losses_of(const TrainOptions& options, const TextData& text) {
+std::vector<double> losses_of(const TrainOptions& options, const TrainingData& text) {
   std::vector<double> losses;
   const TrainResult result = train(options, text, [&](const TrainStep& step) { losses.push_back(step.loss); });
   EXPECT_FALSE(result.difference) << *result.difference;
@@ -49,7 +49,7 @@ std::vector<double> losses_of(const TrainOptions& options, const TextData& text)
 
 TEST(DeviceCommands, training_equals_the_golden_run_on_the_device_and_goes_on_from_its_checkpoint_on_another_mesh_and_device) {
   const shardproof::checkpoint::Scratch scratch;
-  const TextData text({text_in(scratch)}, 16);
+  const TrainingData text({.paths = {text_in(scratch)}, .sequence_length = 16});
   TrainOptions options = options_on_device(scratch / "run");
   std::vector<double> losses = losses_of(options, text);
   options.steps = 4;

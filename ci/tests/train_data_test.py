@@ -1,0 +1,92 @@
+"""What `shardproof train` reads: files of tokens, the shuffled order, and both again after a checkpoint."""
+import json
+import os
+import shutil
+import struct
+import unittest
+
+from training_runs import TrainingRuns, data_checksum
+
+TOKENS_MODEL = "gpt(layers=1,hidden=8,heads=2,vocab=700,positions=6)"
+
+
+class TrainData(TrainingRuns):
+    def expected(self, steps, **rule):
+        return {step: data_checksum(self.files, 6, step=step, **rule) for step in steps}
+
+    def write_tokens(self, name, tokens, letter):
+        return self.write(name, struct.pack(f"<{len(tokens)}{letter}", *tokens))
+
+    def test_any_program_can_repeat_the_shuffled_order_over_epochs_and_ranks(self):
+        for ranks, microbatch, seed in ((1, 4, 1), (2, 2, 1), (4, 3, 2**40), (3, 4, 7)):
+            code, lines, output, errors = self.train(
+                "--shuffle", "--data-seed", str(seed), "--steps", "9", "--mesh", f"dp_shard={ranks}", "--microbatch",
+                str(microbatch), "--global-batch", "12")
+            self.assertEqual(code, 0, errors)
+            self.assertIn(", shuffled;", output)
+            # 57 sequences make an epoch, so the run sees the second one.
+            self.assertEqual(json.loads(lines[0])["sequences"], 57)
+            self.assertEqual(json.loads(lines[0])["shuffle"], seed)
+            self.assertEqual(self.checksums(lines), self.expected(
+                range(9), global_batch=12, microbatch=microbatch, ranks=ranks, seed=seed))
+
+    def test_a_shuffled_run_goes_on_exactly_where_it_was_on_another_mesh(self):
+        common = ("--global-batch", "12", "--canonical", "--shuffle", "--data-seed", "3")
+        whole, resumed = (os.path.join(self.folder, name) for name in ("whole", "resumed"))
+        code, through, _, errors = self.train(*common, "--steps", "6", "--checkpoint-dir", whole)
+        self.assertEqual(code, 0, errors)
+        for mesh, steps, more in (("dp_shard=3", "3", ()), ("dp_shard=1", "6", ("--resume", "--check"))):
+            code, lines, output, errors = self.train(
+                *common, "--steps", steps, "--mesh", mesh, "--checkpoint-dir", resumed, *more)
+            self.assertEqual(code, 0, output + errors)
+        self.assertIn("EQUAL in every bit", output)
+        self.assertEqual(self.checksums(lines), self.expected(
+            range(3, 6), global_batch=12, microbatch=2, ranks=1, seed=3))
+        for step, text in self.losses(lines).items():
+            self.assertEqual(text, self.losses(through)[step])
+        self.expect_same_end(os.path.join(whole, "step_6"), os.path.join(resumed, "step_6"))
+
+    def test_a_resumed_run_has_the_same_data_in_the_same_order(self):
+        folder = os.path.join(self.folder, "run")
+        self.assertEqual(self.train("--shuffle", "--checkpoint-dir", folder)[0], 0)
+        again = ("--checkpoint-dir", folder, "--resume", "--steps", "4")
+        self.expect_refused("this one has nothing", *again)
+        self.expect_refused("a run with --shuffle with --data-seed = 1, this one has 2", "--shuffle", "--data-seed", "2",
+                            *again)
+        self.assertEqual(self.train("--shuffle", *again)[0], 0)
+        plain = os.path.join(self.folder, "plain")
+        self.assertEqual(self.train("--checkpoint-dir", plain)[0], 0)
+        self.expect_refused("a run with --shuffle with --data-seed = nothing, this one has 1", "--shuffle",
+                            "--checkpoint-dir", plain, "--resume", "--steps", "4")
+
+    def test_files_of_tokens_train_to_the_golden_bits_in_the_documented_order(self):
+        for letter, kind, width in (("H", "uint16", 2), ("I", "uint32", 4)):
+            shutil.rmtree(os.path.join(self.folder, "data"))
+            self.files.clear()
+            self.write_tokens("b.bin", [(7 * i * i) % 700 for i in range(100)], letter)
+            self.write_tokens("a.bin", [(11 * i) % 700 for i in range(51)], letter)
+            code, lines, output, errors = self.train(
+                "--token-type", kind, "--check", "--global-batch", "12", "--shuffle", model=TOKENS_MODEL)
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("151 tokens in 2 files, 25 sequences of 6, shuffled", output)
+            self.assertEqual(self.checksums(lines), self.expected(
+                range(3), global_batch=12, microbatch=2, ranks=2, seed=1, width=width))
+
+    def test_tokens_that_are_not_the_models_are_refused_wherever_they_are_found(self):
+        path = self.write_tokens("t.bin", [i % 700 for i in range(120)] + [700, 1, 2], "H")
+        for mesh in ("dp_shard=1", "dp_shard=3"):
+            self.expect_refused(f"token 120 of {path} is 700, and the model has vocab=700", "--data", path, "--token-type",
+                                "uint16", "--mesh", mesh, "--global-batch", "6", "--steps", "9", "--microbatch", "1",
+                                model=TOKENS_MODEL)
+        self.expect_refused(f"{path} may hold tokens or bytes: add --token-type uint16, uint32 or uint8", "--data", path)
+        self.assertEqual(self.train("--data", path, "--token-type", "uint8")[0], 0)
+        self.expect_refused("uint8, uint16 or uint32, got 'int8'", "--data", path, "--token-type", "int8")
+        self.expect_refused("which is no multiple of the 4 bytes of a uint32 token", "--data", self.write("u.bin", b"abcdef"),
+                            "--token-type", "uint32")
+        folder = os.path.dirname(self.write("c/d", b"ab"))
+        self.expect_refused("no .bin files under", "--token-type", "uint16", "--data", folder)
+        self.expect_refused("--data-seed needs --shuffle", "--data-seed", "4")
+
+
+if __name__ == "__main__":
+    unittest.main()
