@@ -130,6 +130,15 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
   return gradients;
 }
 
+double Trainer::loss(const Microbatch& microbatch) const {
+  require_one_thread();
+  const at::NoGradGuard no_graph;
+  if (model_.canonical) return canonical_pass(model_, parameters_, microbatch).loss;
+  Parameters leaves;
+  for (const auto& [name, value] : parameters_) leaves.emplace(name, value.to(precision_.compute).to(device_));
+  return golden::loss(model_, leaves, prepared(microbatch, precision_.compute, main_, device_)).item<double>();
+}
+
 Tensors Trainer::local_sum(Collected& collected, size_t begin, size_t end, size_t rank) const {
   Tensors sum;
   for (size_t round = begin; round < end; ++round) accumulate(sum, gradients(collected, round, rank), precision_.gradient);

@@ -17,6 +17,8 @@ class Trainer {
           c10::Device device = c10::kCPU);
 
   StepTrace step(const Step& step);
+  // The weighted loss of a microbatch, with the parameters as they are; nothing changes.
+  double loss(const Microbatch& microbatch) const;
 
   const Named& parameters() const { return parameters_; }
 

@@ -1,7 +1,7 @@
 # Tests of the data-parallel library; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding/sharding_props.cpp sharding/sharding_errors_props.cpp
   sharding/strategies_props.cpp kit/toy_modules.cpp)
-shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optim/optimizer_props.cpp)
+shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optim/optimizer_props.cpp optim/lr_schedule_props.cpp)
 shardproof_test(NAME fingerprint_props LABEL train TORCH SOURCES device/fingerprint_props.cpp
   optim/fingerprint_check_props.cpp)
 shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES sharding/offload_props.cpp kit/toy_modules.cpp)

@@ -24,19 +24,10 @@ struct Arguments {
   DryRun run;
 };
 
-// "1.50 MiB"
-std::string size_of(int64_t bytes) {
-  const char* const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  auto size = static_cast<double>(bytes);
-  int unit = 0;
-  for (; size >= 1024 && unit < 4; ++unit) size /= 1024;
-  return fmt::format("{:.{}f} {}", size, unit == 0 ? 0 : 2, units[unit]);
-}
-
 // What the rank holds in one place: between steps, and at most during one.
 void report_memory(const char* place, const shardproof::MemoryBytes& use, JsonLines& out) {
   const auto report = [&](const char* kind, int64_t now, int64_t peak) {
-    fmt::print("{:<16}{:>14}{:>14}\n", kind, size_of(now), size_of(peak));
+    fmt::print("{:<16}{:>14}{:>14}\n", kind, size_text(now), size_text(peak));
     out.write({{"type", "plan_memory"}, {"place", place}, {"kind", kind}, {"now_bytes", now}, {"peak_bytes", peak}});
   };
   fmt::print("\n{:<16}{:>14}{:>14}\n", place, "between steps", "at most");
@@ -51,7 +42,7 @@ void report_traffic(const DryRunResult& result, JsonLines& out) {
   fmt::print("\n{:<16}{:<22}{:>8}{:>8}{:>14}   of a step; whole buffers\n", "call", "group", "ranks", "calls", "bytes");
   for (const Traffic& traffic : result.traffic) {
     fmt::print("{:<16}{:<22}{:>8}{:>8}{:>14}\n", traffic.op, traffic.group,
-               traffic.ranks > 0 ? std::to_string(traffic.ranks) : "", traffic.calls, size_of(traffic.bytes));
+               traffic.ranks > 0 ? std::to_string(traffic.ranks) : "", traffic.calls, size_text(traffic.bytes));
     out.write({{"type", "plan_traffic"},
                {"op", traffic.op},
                {"group", traffic.group},

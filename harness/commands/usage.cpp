@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "harness/commands/choices.h"
+#include "harness/train/train_schedule.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 
@@ -67,6 +68,7 @@ std::vector<std::pair<std::string, std::vector<std::string>>> values() {
           {"--dtype", {"float32", "bf16", "fp16"}},
           {"--sum", {"rank_order", "native"}},
           {"--token-type", {"uint8", "uint16", "uint32"}},
+          {"--schedule", schedule_kinds()},
           {"--arithmetic", {"native", "canonical"}}};
 }
 

@@ -24,6 +24,11 @@ struct RankStep {
   std::vector<double> losses;  // [round], the weighted losses of this rank's microbatches
   double gradient_norm = 0;    // of the whole gradient, before clipping
   double seconds = 0;
+  std::vector<double> validation_losses = {};  // of this rank's microbatches of held-out data, weighted
+  double parameter_norm = 0;                   // of the whole model, after the step
+  int64_t zero_gradients = 0;                  // elements of the whole gradient
+  int64_t held_bytes = 0;                      // at most, by this rank's part of the model
+  bool stopped = false;                        // this was the last step because somebody asked to stop
   bool skipped = false;   // by loss scaling, which has no gradients and no norm then
   double loss_scale = 0;  // 0: none
   std::vector<shardproof::Piece> gradients = {};  // as the optimizer read them

@@ -30,4 +30,22 @@ class BatchRule {
   int64_t global_batch_, microbatch_, ranks_;
 };
 
+// How samples that are held out are cut: in their order into microbatches of `microbatch`, of which the last one may be
+// shorter; round k gives microbatch k * ranks + i to data-parallel rank i, while there are any. So microbatches, and with them
+// the bits of their losses, are the same however many ranks there are.
+class ValidationRule {
+ public:
+  // Throws Error unless `microbatch` and `ranks` are at least 1. There may be no samples.
+  ValidationRule(int64_t samples, int64_t microbatch, int64_t ranks);
+
+  int64_t samples() const { return samples_; }
+  int64_t ranks() const { return ranks_; }
+  int64_t rounds() const;
+  // Empty where no microbatch is left.
+  SampleRange samples(int64_t round, int64_t rank) const;
+
+ private:
+  int64_t samples_, microbatch_, ranks_;
+};
+
 }  // namespace harness

@@ -107,8 +107,10 @@ std::string to_bytes(const std::vector<RankStep>& steps) {
   to.plain(steps.size());
   for (const RankStep& step : steps) {
     to.numbers(step.losses);
-    for (const double value : {step.gradient_norm, step.seconds, step.loss_scale}) to.plain(value);
-    to.plain(step.skipped);
+    for (const double value : {step.gradient_norm, step.seconds, step.loss_scale, step.parameter_norm}) to.plain(value);
+    for (const int64_t value : {step.zero_gradients, step.held_bytes}) to.plain(value);
+    for (const bool value : {step.skipped, step.stopped}) to.plain(value);
+    to.numbers(step.validation_losses);
     for (const auto* pieces : {&step.gradients, &step.parameters, &step.compute_parameters}) put(to, *pieces);
     to.plain(step.state.size());
     for (const auto& [state_name, pieces] : step.state) {
@@ -129,8 +131,11 @@ std::vector<RankStep> steps_from(const std::string& bytes) {
   std::vector<RankStep> steps(from.plain<size_t>());
   for (RankStep& step : steps) {
     step.losses = from.numbers<double>();
-    for (double* value : {&step.gradient_norm, &step.seconds, &step.loss_scale}) *value = from.plain<double>();
-    step.skipped = from.plain<bool>();
+    for (double* value : {&step.gradient_norm, &step.seconds, &step.loss_scale, &step.parameter_norm})
+      *value = from.plain<double>();
+    for (int64_t* value : {&step.zero_gradients, &step.held_bytes}) *value = from.plain<int64_t>();
+    for (bool* value : {&step.skipped, &step.stopped}) *value = from.plain<bool>();
+    step.validation_losses = from.numbers<double>();
     for (auto* pieces : {&step.gradients, &step.parameters, &step.compute_parameters}) *pieces = take_pieces(from);
     step.state.resize(from.plain<size_t>());
     for (auto& [state_name, pieces] : step.state) {

@@ -54,6 +54,13 @@ void require_valid(const TrainOptions& options, const Case& c, const TrainingDat
   SHARD_REQUIRE(options.steps >= 1, "train", "--steps must be at least 1, got {}", options.steps);
   SHARD_REQUIRE(options.clip_norm >= 0, "train", "--clip must not be negative, got {}; 0 does not clip",
                 options.clip_norm);
+  validate(options.schedule);
+  SHARD_REQUIRE(options.validate_every >= 0 && options.validation_sequences_max >= 0, "train",
+                "--validate-every and --validation-sequences must not be negative, got {} and {}", options.validate_every,
+                options.validation_sequences_max);
+  const bool wants_validation = options.validate_every > 0 || options.validation_sequences_max > 0;
+  SHARD_REQUIRE(!wants_validation || data.validation_sequences() > 0, "train",
+                "--validate-every and --validation-sequences need --validation-part or --validation-data");
   require_model(options.model, data);
   SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
   SHARD_REQUIRE(options.device.is_cpu() || !options.model.canonical || canonical_on_a_device(options.model), "train",
@@ -84,6 +91,7 @@ golden::Step training_step(const TrainOptions& options, const TrainingData& data
   const BatchRule rule(options.global_batch, stretch.microbatch, plan.data_ranks());
   golden::Step result;
   result.clip_norm = options.clip_norm;
+  result.lr_factor = lr_factor(options.schedule, step);
   result.order = {.shards = plan.shards(), .replicas = plan.replicas(), .canonical = stretch.canonical};
   result.reduce_after = reductions(plan, {.rounds = rule.rounds()});
   for (int64_t round = 0; round < rule.rounds(); ++round) {
@@ -94,17 +102,52 @@ golden::Step training_step(const TrainOptions& options, const TrainingData& data
   return result;
 }
 
-// `microbatch_ranks`: neighbours that report one loss.
-TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, const BatchRule& rule, const TrainingData& data,
-                  int64_t step) {
+// The sum of one number of each microbatch, in their order. `microbatch_ranks`: neighbours that report the same one.
+template <class Losses>
+double sum_of(const std::vector<RankStep>& ranks, size_t microbatch_ranks, int64_t rounds, Losses losses_of) {
+  double sum = 0;
+  for (int64_t round = 0; round < rounds; ++round)
+    for (size_t rank = 0; rank < ranks.size(); rank += microbatch_ranks)
+      if (const std::vector<double>& losses = losses_of(ranks[rank]); round < std::ssize(losses)) sum += losses[round];
+  return sum;
+}
+
+TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, const BatchRule& rule,
+                  const TrainOptions& options, const TrainingData& data, int64_t step) {
   TrainStep result{.step = step,
+                   .learning_rate = options.optimizer.lr * lr_factor(options.schedule, step),
                    .gradient_norm = ranks[0].gradient_norm,
+                   .parameter_norm = ranks[0].parameter_norm,
+                   .zero_gradients = ranks[0].zero_gradients,
                    .tokens = rule.global_batch() * data.sequence_length(),
+                   .stopped = ranks[0].stopped,
                    .data_checksum = checksum(data, rule, step)};
-  for (int64_t round = 0; round < rule.rounds(); ++round)
-    for (size_t rank = 0; rank < ranks.size(); rank += microbatch_ranks) result.loss += ranks[rank].losses[round];
+  const auto trained = [](const RankStep& rank) -> const auto& { return rank.losses; };
+  const auto validated = [](const RankStep& rank) -> const auto& { return rank.validation_losses; };
+  result.loss = sum_of(ranks, microbatch_ranks, rule.rounds(), trained);
+  if (!ranks[0].validation_losses.empty())
+    result.validation_loss =
+        sum_of(ranks, microbatch_ranks, validation_rule(options, data, rule.ranks()).rounds(), validated);
+  for (const RankStep& rank : ranks) result.held_bytes = std::max(result.held_bytes, rank.held_bytes);
   result.tokens_per_s = static_cast<double>(result.tokens) / ranks[0].seconds;
   return result;
+}
+
+// Between the losses of held-out microbatches and the golden run's, in every bit.
+std::optional<std::string> validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
+                                                 size_t microbatch_ranks, const ValidationRule& rule, const TrainingData& data,
+                                                 int64_t* compared) {
+  for (int64_t round = 0; round < rule.rounds(); ++round)
+    for (int64_t rank = 0; rank < rule.ranks(); ++rank) {
+      const SampleRange samples = rule.samples(round, rank);
+      if (samples.begin == samples.end) continue;
+      const double expected = golden.loss(validation_microbatch(data, rule, samples));
+      for (size_t i = 0; i < microbatch_ranks; ++i, ++*compared)
+        if (const double got = ranks[rank * microbatch_ranks + i].validation_losses.at(round); got != expected)
+          return fmt::format("validation loss of sequences {} to {} on rank {}: golden {:.17g}, sharded {:.17g}", samples.begin,
+                             samples.end - 1, rank * microbatch_ranks + i, expected, got);
+    }
+  return {};
 }
 
 }  // namespace
@@ -141,6 +184,7 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
   const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };
 
   const Copies copies = copies_of(c);
+  const auto microbatch_ranks = static_cast<size_t>(c.microbatch_ranks());
   TrainResult result{.first_step = history.first_step};
   for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
   TrainWorld world(options, data, rule, history, processes);
@@ -151,7 +195,10 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     const auto ranks = world.take();
     if (!ranks) break;
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);
-    report(summary(*ranks, static_cast<size_t>(c.microbatch_ranks()), rule, data, step));
+    if (expected && !result.difference && validates_after(options, data, step))
+      result.difference = validation_difference(*golden, *ranks, microbatch_ranks, validation_rule(options, data, rule.ranks()),
+                                                data, &result.values_compared);
+    report(summary(*ranks, microbatch_ranks, rule, options, data, step));
     ++result.steps;
   }
   world.finish();

@@ -38,6 +38,12 @@ Value describe_run(const TrainOptions& options, const TrainingData& data) {
   };
   add(d.type != TokenType::uint8, "--token-type", Value::string(to_string(d.type)));
   add(d.shuffle.has_value(), "--shuffle with --data-seed", Value::integer(static_cast<int64_t>(d.shuffle.value_or(0))));
+  const TrainSchedule& s = options.schedule;
+  add(s.kind != "constant", "--schedule", Value::string(s.kind));
+  add(s.warmup > 0, "--warmup", Value::integer(s.warmup));
+  add(s.ends(), "--schedule-steps", Value::integer(s.total));
+  add(s.ends(), "--lr-last", Value::real(s.last));
+  add(s.kind == "wsd", "--decay-steps", Value::integer(s.decay));
   add(d.validation_part > 0, "--validation-part", Value::real(d.validation_part));
   return Value::dict(std::move(run));
 }

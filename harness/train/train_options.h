@@ -4,9 +4,11 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "golden/golden.h"
+#include "harness/train/train_schedule.h"
 #include "shardproof/algebra/mesh.h"
 
 namespace harness {
@@ -28,10 +30,14 @@ struct TrainOptions {
   bool sequence_parallel = false;            // along tp
   std::string strategy = "zero3";
   golden::Optimizer optimizer;
+  TrainSchedule schedule;  // of its learning rate
   double clip_norm = 1;  // 0: no clipping
   int64_t global_batch = 16;
   int64_t microbatch = 2;
   int64_t steps = 100;
+  // Of sequences that are held out, if there are any: after so many steps and after the last one; 0: only then.
+  int64_t validate_every = 0;
+  int64_t validation_sequences_max = 0;  // 0: all
   uint64_t seed = 1;  // of the initial parameters; nothing else of the model is random
   bool check = false;        // against the golden run
   bool fingerprint = false;  // ranks compare fingerprints after each step, and signatures of collectives before each
@@ -44,9 +50,15 @@ struct TrainOptions {
 struct TrainStep {
   int64_t step = 0;
   double loss = 0;  // the mean over all tokens of the global batch
-  double gradient_norm = 0;
+  std::optional<double> validation_loss = {};  // the mean over all held-out tokens, with the parameters after the step
+  double learning_rate = 0;
+  double gradient_norm = 0;    // before clipping
+  double parameter_norm = 0;   // after the step
+  int64_t zero_gradients = 0;  // elements
+  int64_t held_bytes = 0;      // at most, for parameters, gradients, optimizer state and buffers, by the rank that holds most
   int64_t tokens = 0;
   double tokens_per_s = 0;
+  bool stopped = false;  // the last step, because somebody asked to stop
   uint64_t data_checksum = 0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
 };
 

@@ -1,8 +1,11 @@
 #include "harness/train/train_progress.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
 
@@ -18,6 +21,12 @@ std::string duration(double seconds) {
   return whole < 60 ? fmt::format("{} s", whole) : fmt::format("{} min {:02} s", whole / 60, whole % 60);
 }
 
+// A longer line could not be rewritten.
+size_t columns_of(std::FILE* terminal) {
+  struct winsize size {};
+  return ::ioctl(::fileno(terminal), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
 std::unique_ptr<std::FILE, int (*)(std::FILE*)> open_report(const std::string& path) {
   const auto leave_open = [](std::FILE*) { return 0; };
   if (path.empty()) return {nullptr, leave_open};
@@ -27,6 +36,9 @@ std::unique_ptr<std::FILE, int (*)(std::FILE*)> open_report(const std::string& p
                 std::strerror(errno));
   return {file, std::fclose};
 }
+
+// JSON has no other numbers.
+std::string json_number(double value) { return std::isfinite(value) ? fmt::format("{:.17g}", value) : "null"; }
 
 std::string quoted(const std::string& text) {
   return nlohmann::json(text).dump();
@@ -41,24 +53,51 @@ std::string grouped(int64_t number) {
   return digits;
 }
 
+std::string size_text(int64_t bytes) {
+  const char* const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  auto size = static_cast<double>(bytes);
+  int unit = 0;
+  for (; size >= 1024 && unit < 4; ++unit) size /= 1024;
+  return fmt::format("{:.{}f} {}", size, unit == 0 ? 0 : 2, units[unit]);
+}
+
+TrainEvents::TrainEvents(const std::string& directory) : file_(directory) {}
+
+void TrainEvents::step(const TrainStep& step) {
+  std::vector<std::pair<std::string, double>> values = {{"loss/train", step.loss},
+                                                        {"learning_rate", step.learning_rate},
+                                                        {"norm/gradient", step.gradient_norm},
+                                                        {"norm/parameters", step.parameter_norm},
+                                                        {"zero_gradients", static_cast<double>(step.zero_gradients)},
+                                                        {"tokens_per_s", step.tokens_per_s},
+                                                        {"held_bytes", static_cast<double>(step.held_bytes)}};
+  if (step.validation_loss) values.emplace_back("loss/validation", *step.validation_loss);
+  file_.scalars(step.step + 1, values);
+}
+
 TrainProgress::TrainProgress(std::FILE* out, int64_t first, int64_t steps)
     : out_(out), first_(first), steps_(steps), terminal_(::isatty(::fileno(out)) == 1) {}
 
 void TrainProgress::show(const TrainStep& step) {
   const int64_t done = step.step + 1, tenth = done * 10 / steps_;
   const auto now = Clock::now();
-  if (!terminal_ && done > first_ + 1 && tenth == tenth_shown_ && now - shown_at_ < kBetweenLines) return;
+  // What was validated stays on a terminal too.
+  const bool shown = step.validation_loss || done == first_ + 1 || tenth != tenth_shown_ || now - shown_at_ >= kBetweenLines;
+  if (!terminal_ && !shown) return;
   const double elapsed = std::chrono::duration<double>(now - start_).count();
   const std::string left = done == steps_
                                ? ""
                                : fmt::format("  {} left", duration(elapsed / static_cast<double>(done - first_) *
                                                                    static_cast<double>(steps_ - done)));
-  fmt::print(out_, "{}step {:>{}}/{}  loss {:.4f}  gradient norm {:.4f}  {:>7} tokens/s{}{}",
-             terminal_ ? "\r\033[K" : "", done, std::to_string(steps_).size(), steps_, step.loss,
-             step.gradient_norm, grouped(static_cast<int64_t>(step.tokens_per_s)), left,
-             terminal_ ? "" : "\n");
+  std::string line = fmt::format("step {:>{}}/{}  loss {:.4f}", done, std::to_string(steps_).size(), steps_, step.loss);
+  if (step.validation_loss) line += fmt::format("  validation loss {:.4f}", *step.validation_loss);
+  line += fmt::format("  gradient norm {:.4f}  {:>7} tokens/s{}  parameter norm {:.2f}  lr {:.2e}  {}", step.gradient_norm,
+                      grouped(static_cast<int64_t>(step.tokens_per_s)), left, step.parameter_norm, step.learning_rate,
+                      size_text(step.held_bytes));
+  if (terminal_) line.resize(std::min(line.size(), columns_of(out_) - 1));
+  fmt::print(out_, "{}{}{}", terminal_ ? "\r\033[K" : "", line, terminal_ && !step.validation_loss ? "" : "\n");
   std::fflush(out_);
-  open_line_ = terminal_;
+  open_line_ = terminal_ && !step.validation_loss;
   shown_at_ = now;
   tenth_shown_ = tenth;
 }
@@ -79,18 +118,21 @@ void TrainJson::line(const std::string& text) {
 void TrainJson::run(const std::string& description, const TrainingData& data, const TrainOptions& options) {
   line(fmt::format(
       R"({{"type":"run","run":{},"mesh":{},"strategy":{},"seed":{},"files":{},"bytes":{},"sequences":{},)"
-      R"("sequence_length":{},"global_batch":{},"microbatch":{},"steps":{},"token_type":"{}","shuffle":{}}})",
+      R"("sequence_length":{},"global_batch":{},"microbatch":{},"steps":{},"token_type":"{}","shuffle":{},)"
+      R"("validation_sequences":{}}})",
       quoted(description), quoted(options.mesh.str()), quoted(options.strategy), options.seed,
       data.files().files().size(), data.files().bytes(), data.sequences(), data.sequence_length(), options.global_batch,
       options.microbatch, options.steps, to_string(data.files().type()),
-      data.options().shuffle ? std::to_string(*data.options().shuffle) : "null"));
+      data.options().shuffle ? std::to_string(*data.options().shuffle) : "null", data.validation_sequences()));
 }
 
 void TrainJson::step(const TrainStep& step) {
   line(fmt::format(
       R"({{"type":"step","step":{},"loss":{:.17g},"gradient_norm":{:.17g},"tokens":{},"tokens_per_s":{:.17g},)"
-      R"("data_fnv1a":"{:016x}"}})",
-      step.step, step.loss, step.gradient_norm, step.tokens, step.tokens_per_s, step.data_checksum));
+      R"("data_fnv1a":"{:016x}","validation_loss":{},"lr":{:.17g},"parameter_norm":{},"zero_gradients":{},"held_bytes":{}}})",
+      step.step, step.loss, step.gradient_norm, step.tokens, step.tokens_per_s, step.data_checksum,
+      json_number(step.validation_loss.value_or(NAN)), step.learning_rate, json_number(step.parameter_norm),
+      step.zero_gradients, step.held_bytes));
 }
 
 void TrainJson::end(const TrainResult& result, bool checked) {

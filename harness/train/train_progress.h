@@ -7,12 +7,26 @@
 #include <memory>
 #include <string>
 
+#include "harness/train/event_file.h"
 #include "harness/train/train.h"
 
 namespace harness {
 
 // 1234567 as "1,234,567".
 std::string grouped(int64_t number);
+
+// 1572864 as "1.50 MiB".
+std::string size_text(int64_t bytes);
+
+// The numbers of each step for TensorBoard, by the number of steps done; "" writes nothing.
+class TrainEvents {
+ public:
+  explicit TrainEvents(const std::string& directory);
+  void step(const TrainStep& step);
+
+ private:
+  EventFile file_;
+};
 
 // One line that is rewritten on a terminal; elsewhere a line every tenth of the run or five seconds.
 class TrainProgress {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <optional>
@@ -10,6 +11,7 @@
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/train/train_case.h"
+#include "harness/train/train_measures.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/comm/checked.h"
@@ -90,6 +92,130 @@ void resume(checkpoint::Manager& manager, Sharded& sharded, Optimizer& optimizer
                 "the last checkpoint in {} changed while the run began; is another run saving there?", manager.directory());
 }
 
+// Of the sequences of a range. Its weight makes losses of `all` sequences add up to their mean over tokens.
+golden::Microbatch microbatch_of(int64_t length, SampleRange range,
+                                 const std::function<std::vector<uint32_t>(int64_t)>& sequence, int64_t all) {
+  at::Tensor tokens = at::empty({range.end - range.begin, length + 1}, at::kLong);
+  int64_t* next = tokens.mutable_data_ptr<int64_t>();
+  for (int64_t i = range.begin; i < range.end; ++i)
+    for (const uint32_t token : sequence(i)) *next++ = token;
+  return {tokens.narrow(1, 0, length).contiguous(), tokens.narrow(1, 1, length).contiguous(),
+          1.0 / static_cast<double>(all * length)};
+}
+
+// A rank's part of a run.
+class RankTraining {
+ public:
+  RankTraining(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
+               const std::shared_ptr<Comm>& comm)
+      : options_(options),
+        data_(data),
+        rule_(rule),
+        history_(history),
+        case_(train_case(options, history.stretches.back())),
+        comms_(std::make_shared<MeshComm>(options.fingerprint ? checked(comm) : comm, options.mesh)),
+        model_(make_model(case_, options, comms_)),
+        context_group_(model_.context ? &comms_->along({"cp"}) : nullptr),
+        sharded_(fully_shard(model_.network.module, comms_, shard_options(options))),
+        optimizer_(make_optimizer(sharded_, options.optimizer)),
+        measures_(sharded_),
+        rank_(comm->rank() / case_.microbatch_ranks()) {
+    if (options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
+    const TrainCheckpoints& asked = options.checkpoints;
+    if (!asked.directory.empty())
+      manager_.emplace(asked.directory, checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async});
+    if (history.first_step > 0) resume(*manager_, sharded_, optimizer_, history);
+  }
+
+  RankStep step(int64_t step) {
+    const auto start = std::chrono::steady_clock::now();
+    RankStep result;
+    backward(step, result);
+    result.gradient_norm =
+        options_.clip_norm > 0 ? sharded_.clip_gradients(options_.clip_norm) : sharded_.gradient_norm();
+    if (options_.check) result.gradients = copies(sharded_.gradients());
+    measures_.count_gradients(sharded_);
+    optimizer_.set_lr_factor(lr_factor(options_.schedule, step));
+    optimizer_.step();
+    if (fingerprints_) fingerprints_->step();
+    measure(result);
+    save(step + 1);
+    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (validates_after(options_, data_, step)) validate(step, result);
+    if (options_.check) copy_state(result);
+    return result;
+  }
+
+ private:
+  void backward(int64_t step, RankStep& result) {
+    for (int64_t round = 0; round < rule_.rounds(); ++round) {
+      sharded_.set_last_microbatch(round + 1 == rule_.rounds());
+      const PartialLoss loss =
+          loss_of(model_, training_microbatch(data_, rule_, step, round, rank_), options_, context_group_);
+      require_finite(loss.value, step, fmt::format("round {}: the loss", round));
+      result.losses.push_back(loss.value);
+      loss.part.backward();
+    }
+  }
+
+  static void require_finite(double loss, int64_t step, const std::string& what) {
+    if (!std::isfinite(loss))
+      throw NonFiniteError(fmt::format("[train] step {}, {} is {}. Lower --lr, or clip with --clip", step, what, loss));
+  }
+
+  void measure(RankStep& result) {
+    const TrainMeasures::Result measured = measures_.measure(sharded_, /*stop=*/false, comms_->world());
+    result.parameter_norm = measured.parameter_norm;
+    result.zero_gradients = measured.zero_gradients;
+    result.held_bytes = sharded_.memory().peak_total_bytes;
+  }
+
+  void save(int64_t done) {
+    if (!manager_) return;
+    const TrainCheckpoints& asked = options_.checkpoints;
+    const bool last = done == options_.steps;
+    manager_->poll();
+    if (last || (asked.save_every > 0 && done % asked.save_every == 0))
+      manager_->save(sharded_, &optimizer_, trainer_state(options_, data_, history_, done));
+    if (last) manager_->wait();
+  }
+
+  // Ranks gather parameters together, so one without a microbatch of its own computes the first one along.
+  void validate(int64_t step, RankStep& result) {
+    const at::NoGradGuard no_grad;
+    const ValidationRule rule = validation_rule(options_, data_, rule_.ranks());
+    for (int64_t round = 0; round < rule.rounds(); ++round) {
+      const SampleRange own = rule.samples(round, rank_);
+      const SampleRange taken = own.begin < own.end ? own : rule.samples(0, 0);
+      const double loss = loss_of(model_, validation_microbatch(data_, rule, taken), options_, context_group_).value;
+      require_finite(loss, step, "the validation loss");
+      if (own.begin < own.end) result.validation_losses.push_back(loss);
+    }
+  }
+
+  void copy_state(RankStep& result) {
+    result.parameters = copies(options_.model.canonical ? sharded_.main_parameters() : sharded_.parameters());
+    if (options_.model.canonical) result.compute_parameters = copies(sharded_.parameters());
+    for (const std::string& state_name : optimizer_.state_names())
+      result.state.emplace_back(state_name, copies(optimizer_.state(state_name)));
+  }
+
+  const TrainOptions& options_;
+  const TrainingData& data_;
+  const BatchRule& rule_;
+  const TrainHistory& history_;
+  const Case case_;
+  const std::shared_ptr<MeshComm> comms_;
+  TrainedModel model_;
+  Comm* const context_group_;
+  Sharded sharded_;
+  Optimizer optimizer_;
+  TrainMeasures measures_;
+  const int64_t rank_;  // among those with microbatches of their own
+  std::optional<FingerprintCheck> fingerprints_;
+  std::optional<checkpoint::Manager> manager_;
+};
+
 }  // namespace
 
 golden::Named initial_parameters(const TrainOptions& options) {
@@ -105,66 +231,30 @@ golden::Named initial_parameters(const TrainOptions& options) {
 
 golden::Microbatch training_microbatch(const TrainingData& data, const BatchRule& rule, int64_t step,
                                        int64_t round, int64_t rank) {
-  const int64_t length = data.sequence_length();
-  at::Tensor tokens = at::empty({rule.microbatch(), length + 1}, at::kLong);
-  int64_t* next = tokens.mutable_data_ptr<int64_t>();
   const SampleRange range = rule.positions(step, round, rank);
-  for (int64_t i = range.begin; i < range.end; ++i)
-    for (const uint32_t token : data.sequence(i)) *next++ = token;
-  return {tokens.narrow(1, 0, length).contiguous(), tokens.narrow(1, 1, length).contiguous(),
-          1.0 / static_cast<double>(rule.global_batch() * length)};
+  return microbatch_of(data.sequence_length(), range, [&](int64_t i) { return data.sequence(i); }, rule.global_batch());
+}
+
+golden::Microbatch validation_microbatch(const TrainingData& data, const ValidationRule& rule, SampleRange samples) {
+  return microbatch_of(data.sequence_length(), samples, [&](int64_t i) { return data.validation_sequence(i); }, rule.samples());
+}
+
+ValidationRule validation_rule(const TrainOptions& options, const TrainingData& data, int64_t ranks) {
+  const int64_t all = data.validation_sequences(), most = options.validation_sequences_max;
+  return {most > 0 ? std::min(most, all) : all, options.microbatch, ranks};
+}
+
+bool validates_after(const TrainOptions& options, const TrainingData& data, int64_t step) {
+  const int64_t done = step + 1;
+  return data.validation_sequences() > 0 &&
+         (done == options.steps || (options.validate_every > 0 && done % options.validate_every == 0));
 }
 
 void train_rank(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<Comm>& comm, const PutStep& put) {
-  const Case c = train_case(options, history.stretches.back());
-  const auto comms = std::make_shared<MeshComm>(options.fingerprint ? checked(comm) : comm, options.mesh);
-  TrainedModel model = make_model(c, options, comms);
-  Comm* const context_group = model.context ? &comms->along({"cp"}) : nullptr;
-  Sharded sharded = fully_shard(model.network.module, comms, shard_options(options));
-  Optimizer optimizer = make_optimizer(sharded, options.optimizer);
-  std::optional<FingerprintCheck> fingerprints;
-  if (options.fingerprint) fingerprints.emplace(sharded, optimizer);
-  const int64_t rank = comm->rank() / c.microbatch_ranks();
-  const TrainCheckpoints& asked = options.checkpoints;
-  std::optional<checkpoint::Manager> manager;
-  if (!asked.directory.empty())
-    manager.emplace(asked.directory, checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async});
-  if (history.first_step > 0) resume(*manager, sharded, optimizer, history);
-
-  for (int64_t step = history.first_step; step < options.steps; ++step) {
-    const auto start = std::chrono::steady_clock::now();
-    RankStep result;
-    for (int64_t round = 0; round < rule.rounds(); ++round) {
-      sharded.set_last_microbatch(round + 1 == rule.rounds());
-      const PartialLoss loss =
-          loss_of(model, training_microbatch(data, rule, step, round, rank), options, context_group);
-      result.losses.push_back(loss.value);
-      if (!std::isfinite(result.losses.back()))
-        throw NonFiniteError(
-            fmt::format("[train] step {}, round {}: the loss is {}. Lower --lr, or clip with --clip", step,
-                        round, result.losses.back()));
-      loss.part.backward();
-    }
-    result.gradient_norm =
-        options.clip_norm > 0 ? sharded.clip_gradients(options.clip_norm) : sharded.gradient_norm();
-    if (options.check) result.gradients = copies(sharded.gradients());
-    optimizer.step();
-    if (fingerprints) fingerprints->step();
-    const int64_t done = step + 1;
-    if (manager) manager->poll();
-    if (manager && (done == options.steps || (asked.save_every > 0 && done % asked.save_every == 0)))
-      manager->save(sharded, &optimizer, trainer_state(options, data, history, done));
-    if (manager && done == options.steps) manager->wait();
-    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (options.check) {
-      result.parameters = copies(options.model.canonical ? sharded.main_parameters() : sharded.parameters());
-      if (options.model.canonical) result.compute_parameters = copies(sharded.parameters());
-      for (const std::string& state_name : optimizer.state_names())
-        result.state.emplace_back(state_name, copies(optimizer.state(state_name)));
-    }
-    if (!put(std::move(result))) throw ReaderStopped();
-  }
+  RankTraining training(options, data, rule, history, comm);
+  for (int64_t step = history.first_step; step < options.steps; ++step)
+    if (!put(training.step(step))) throw ReaderStopped();
 }
 
 }  // namespace harness

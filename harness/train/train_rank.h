@@ -28,6 +28,13 @@ golden::Named initial_parameters(const TrainOptions& options);
 golden::Microbatch training_microbatch(const TrainingData& data, const BatchRule& rule, int64_t step,
                                        int64_t round, int64_t rank);
 
+// One microbatch of held-out sequences; weights are as above, of all that are validated with.
+golden::Microbatch validation_microbatch(const TrainingData& data, const ValidationRule& rule, SampleRange samples);
+// How many sequences are validated with, and how they are cut.
+ValidationRule validation_rule(const TrainOptions& options, const TrainingData& data, int64_t ranks);
+// Whether the loss of held-out data is taken after this step.
+bool validates_after(const TrainOptions& options, const TrainingData& data, int64_t step);
+
 // Takes a rank's step; false when nobody reads any more.
 using PutStep = std::function<bool(RankStep)>;
 

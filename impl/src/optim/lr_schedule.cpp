@@ -1,5 +1,6 @@
 #include "shardproof/optim/lr_schedule.h"
 
+#include <algorithm>
 #include <cmath>
 #include <numbers>
 
@@ -31,6 +32,25 @@ double warmup_cosine(int64_t step, int64_t warmup, int64_t total, double last) {
 double warmup_linear(int64_t step, int64_t warmup, int64_t total, double last) {
   const double done = progress(step, warmup, total, last);
   return done < 0 ? rising(step, warmup) : last + (1 - last) * (1 - done);
+}
+
+double warmup_stable_decay(int64_t step, int64_t warmup, int64_t total, int64_t decay, double last) {
+  SHARD_REQUIRE(0 <= decay && decay <= total - warmup, "lr_schedule",
+                "needs 0 <= decay <= total - warmup, got decay {}, total {} and warmup {}", decay, total, warmup);
+  if (step < total - decay) return warmup_constant(step, warmup);
+  return warmup_linear(step, total - decay, total, last);
+}
+
+double warmup_constant(int64_t step, int64_t warmup) {
+  SHARD_REQUIRE(warmup >= 0 && step >= 0, "lr_schedule", "needs a warmup and a step of at least 0, got {} and {}", warmup,
+                step);
+  return step < warmup ? rising(step, warmup) : 1;
+}
+
+double warmup_inverse_sqrt(int64_t step, int64_t warmup) {
+  const double factor = warmup_constant(step, warmup);
+  const auto first = static_cast<double>(std::max<int64_t>(1, warmup));
+  return step < warmup ? factor : std::sqrt(first / static_cast<double>(step + 1));
 }
 
 }  // namespace shardproof
