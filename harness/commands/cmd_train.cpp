@@ -5,8 +5,10 @@
 
 #include "harness/case/case.h"
 #include "harness/commands/commands.h"
+#include "harness/commands/config_file.h"
 #include "harness/commands/train_arguments.h"
 #include "harness/run/comm_texts.h"
+#include "harness/train/stop_request.h"
 #include "harness/train/train.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_progress.h"
@@ -38,6 +40,15 @@ std::string describe(const TrainingData& data, const TrainOptions& options) {
                      options.global_batch, options.microbatch);
 }
 
+void print_stopped(std::FILE* out, const TrainOptions& options, int64_t done) {
+  const std::string& directory = options.checkpoints.directory;
+  if (directory.empty())
+    fmt::print(out, "stopped after {} of {} steps; without --checkpoint-dir nothing was saved\n", done, options.steps);
+  else
+    fmt::print(out, "stopped after {} of {} steps; --resume goes on from {}\n", done, options.steps,
+               shardproof::checkpoint::step_folder(directory, done));
+}
+
 void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first,
                double loss_last) {
   if (result.difference)
@@ -53,6 +64,7 @@ void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& r
   else
     fmt::print(out, "trained {} steps, loss {:.4f} -> {:.4f}{}\n", result.steps, loss_first, loss_last,
                options.fingerprint ? "; replicas were equal after each" : "");
+  if (result.stopped) print_stopped(out, options, result.first_step + result.steps);
 }
 
 void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
@@ -75,8 +87,14 @@ int agreed_exit_code(shardproof::ProcessWorld& processes, int exit_code) {
 }
 
 int run_train(TrainArguments& arguments) {
+  read_config(arguments);
+  if (arguments.print_config) {
+    fmt::print("{}", resolved_config(*arguments.command, /*descriptions=*/true));
+    return 0;
+  }
+  const std::string settings = arguments.config.empty() ? "" : resolved_config(*arguments.command, /*descriptions=*/false);
   const std::unique_ptr<shardproof::ProcessWorld> processes =
-      arguments.launched.start(arguments.given("--mesh") ? arguments.mesh : "");
+      arguments.launched.start(arguments.given("--mesh") ? arguments.mesh : "", settings);
   if (processes && !arguments.given("--mesh")) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   const bool speaks = !processes || processes->rank() == 0;
   const TrainOptions options = train_options(arguments, arguments.launched.device());
@@ -93,6 +111,7 @@ int run_train(TrainArguments& arguments) {
 
   const int64_t first = first_step(options, data);
   print_begin(out, options, first);
+  const StopRequests stops;
   TrainProgress progress(out, first, options.steps);
   double loss_first = 0, loss_last = 0;
   const TrainResult result = train(
@@ -109,7 +128,7 @@ int run_train(TrainArguments& arguments) {
   progress.end_line();
   print_end(out, options, result, loss_first, loss_last);
   json.end(result, options.check);
-  const int exit_code = result.difference ? 1 : 0;
+  const int exit_code = result.difference ? 1 : result.stopped ? 2 : 0;
   return processes ? agreed_exit_code(*processes, exit_code) : exit_code;
 }
 

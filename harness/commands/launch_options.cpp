@@ -146,7 +146,7 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
                                                  shardproof::nccl_api(device), nccl);
 }
 
-std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mesh) {
+std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mesh, const std::string& settings) {
   SHARD_REQUIRE(mpi.timeout_seconds > 0, "launch", "--timeout must be above 0, got {}", mpi.timeout_seconds);
   const std::vector<std::string> own = without_ranks(remembered());
   refuse_without_effect();
@@ -170,7 +170,8 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mes
   world->run([&](std::shared_ptr<shardproof::Comm> comm) {
     shardproof::require_same(*comm, {{"program", shardproof::program_hash()},
                                      {"command line", fmt::format("{}", fmt::join(own.begin() + 1, own.end(), " "))},
-                                     {"mesh", mesh}});
+                                     {"mesh", mesh},
+                                     {"settings", settings}});
   });
   return world;
 }

@@ -30,8 +30,8 @@ struct Launched {
   void add_to(CLI::App& command, bool ranks_option = true);
   // This process' part: null for threads. Does not return where it starts processes; where those are its children, as with
   // nccl, it exits with their code. Before the first collective every process has shown that it runs the same program with the
-  // same arguments and `mesh`.
-  std::unique_ptr<shardproof::ProcessWorld> start(const std::string& mesh);
+  // same arguments, `mesh` and `settings`, which are those from a file.
+  std::unique_ptr<shardproof::ProcessWorld> start(const std::string& mesh, const std::string& settings = "");
   // Where ranks of this process compute; known once it has started.
   c10::Device device() const { return device_; }
   // Whether ranks can have memory side by side.

@@ -6,6 +6,7 @@
 
 #include "harness/case/case.h"
 #include "harness/commands/choices.h"
+#include "harness/commands/config_file.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -108,6 +109,10 @@ void add_run_options(CLI::App& app, TrainArguments& a) {
 
 }  // namespace
 
+void read_config(TrainArguments& arguments) {
+  if (!arguments.config.empty()) read_config(*arguments.command, arguments.config);
+}
+
 bool TrainArguments::given(const std::string& option) const { return command->count(option) > 0; }
 
 TrainOptions train_options(const TrainArguments& arguments, c10::Device device) {
@@ -144,6 +149,10 @@ DataOptions data_options(const TrainArguments& arguments, const golden::Model& m
 
 void TrainArguments::add_to(CLI::App& app) {
   command = &app;
+  app.add_option("--config", config, "read options from this file: TOML, `save-every = 50`; the command line has the last word")
+      ->configurable(false);
+  app.add_flag("--print-config", print_config, "print all options with their values as such a file, and train nothing")
+      ->configurable(false);
   add_model_options(app, *this);
   add_data_options(app, *this);
   add_optimizer_options(app, *this);

@@ -20,6 +20,8 @@ struct TrainArguments {
   double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
   int64_t schedule_steps = 0;  // 0: all of them
   std::string json, tensorboard;
+  std::string config;
+  bool print_config = false;
   TrainOptions options;  // those that need no reading
   Launched launched;
   CLI::App* command = nullptr;
@@ -27,6 +29,9 @@ struct TrainArguments {
   void add_to(CLI::App& command);
   bool given(const std::string& option) const;
 };
+
+// Reads the file of --config. Throws as read_config does.
+void read_config(TrainArguments& arguments);
 
 // As they were asked for. Throws Error for words and numbers that mean nothing. `device`: where ranks compute.
 TrainOptions train_options(const TrainArguments& arguments, c10::Device device);

@@ -188,7 +188,7 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
   TrainResult result{.first_step = history.first_step};
   for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
   TrainWorld world(options, data, rule, history, processes);
-  for (int64_t step = history.first_step; step < options.steps && !result.difference; ++step) {
+  for (int64_t step = history.first_step; step < options.steps && !result.difference && !result.stopped; ++step) {
     // The golden step first: it computes while the ranks do.
     std::optional<golden::StepTrace> expected;
     if (golden) expected = golden_step(step);
@@ -199,6 +199,7 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
       result.difference = validation_difference(*golden, *ranks, microbatch_ranks, validation_rule(options, data, rule.ranks()),
                                                 data, &result.values_compared);
     report(summary(*ranks, microbatch_ranks, rule, options, data, step));
+    result.stopped = ranks->front().stopped;
     ++result.steps;
   }
   world.finish();

@@ -16,6 +16,7 @@ namespace harness {
 struct TrainResult {
   int64_t first_step = 0;                 // where it began
   int64_t steps = 0;                      // reported
+  bool stopped = false;                   // before the last step, because somebody asked to stop
   int64_t values_compared = 0;            // 0 unless checked
   std::optional<std::string> difference = {};  // the first one, of the last step
 };

@@ -10,6 +10,7 @@
 
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
+#include "harness/train/stop_request.h"
 #include "harness/train/train_case.h"
 #include "harness/train/train_measures.h"
 #include "shardproof/base/check.h"
@@ -138,8 +139,8 @@ class RankTraining {
     optimizer_.set_lr_factor(lr_factor(options_.schedule, step));
     optimizer_.step();
     if (fingerprints_) fingerprints_->step();
-    measure(result);
-    save(step + 1);
+    measure(step + 1, result);
+    save(step + 1, result.stopped);
     result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (validates_after(options_, data_, step)) validate(step, result);
     if (options_.check) copy_state(result);
@@ -163,17 +164,18 @@ class RankTraining {
       throw NonFiniteError(fmt::format("[train] step {}, {} is {}. Lower --lr, or clip with --clip", step, what, loss));
   }
 
-  void measure(RankStep& result) {
-    const TrainMeasures::Result measured = measures_.measure(sharded_, /*stop=*/false, comms_->world());
+  void measure(int64_t done, RankStep& result) {
+    const TrainMeasures::Result measured = measures_.measure(sharded_, stop_requested(), comms_->world());
     result.parameter_norm = measured.parameter_norm;
     result.zero_gradients = measured.zero_gradients;
     result.held_bytes = sharded_.memory().peak_total_bytes;
+    result.stopped = measured.stop && done < options_.steps;
   }
 
-  void save(int64_t done) {
+  void save(int64_t done, bool stopped) {
     if (!manager_) return;
     const TrainCheckpoints& asked = options_.checkpoints;
-    const bool last = done == options_.steps;
+    const bool last = stopped || done == options_.steps;
     manager_->poll();
     if (last || (asked.save_every > 0 && done % asked.save_every == 0))
       manager_->save(sharded_, &optimizer_, trainer_state(options_, data_, history_, done));
@@ -253,8 +255,12 @@ bool validates_after(const TrainOptions& options, const TrainingData& data, int6
 void train_rank(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<Comm>& comm, const PutStep& put) {
   RankTraining training(options, data, rule, history, comm);
-  for (int64_t step = history.first_step; step < options.steps; ++step)
-    if (!put(training.step(step))) throw ReaderStopped();
+  bool stopped = false;
+  for (int64_t step = history.first_step; step < options.steps && !stopped; ++step) {
+    RankStep result = training.step(step);
+    stopped = result.stopped;
+    if (!put(std::move(result))) throw ReaderStopped();
+  }
 }
 
 }  // namespace harness

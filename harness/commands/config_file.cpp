@@ -1,0 +1,65 @@
+#include "harness/commands/config_file.h"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "harness/commands/choices.h"
+#include "shardproof/base/check.h"
+
+namespace harness {
+namespace {
+
+std::vector<CLI::ConfigItem> items_of(const CLI::App& command, const std::string& path) {
+  try {
+    return command.get_config_formatter()->from_file(path);
+  } catch (const CLI::FileError&) {
+    throw shardproof::Error(fmt::format("[config] cannot read {}; name another file with --config", path));
+  }
+}
+
+// Without dashes.
+std::vector<std::string> names_of_options(const CLI::App& command) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : command.get_options())
+    if (option->get_configurable())
+      for (const std::string& name : option->get_lnames()) names.push_back(name);
+  return names;
+}
+
+// A flag that is false is one that is not given; one that is true has the value that it has on a command line.
+void give(CLI::Option& option, const CLI::ConfigItem& item) {
+  if (option.get_expected_min() > 0) {
+    option.add_result(item.inputs);
+  } else {
+    const std::string value = item.inputs.size() == 1 ? item.inputs.front() : "";
+    if (value == "false") return;
+    option.add_result(option.get_flag_value(item.name, value == "true" ? "" : value));
+  }
+  option.run_callback();
+}
+
+}  // namespace
+
+void read_config(CLI::App& command, const std::string& path) {
+  const std::vector<std::string> names = names_of_options(command);
+  std::set<std::string> seen;
+  for (const CLI::ConfigItem& item : items_of(command, path)) {
+    SHARD_REQUIRE(item.parents.empty(), "config", "{}: tables such as [{}] mean nothing here; write NAME = VALUE", path,
+                  item.parents.front());
+    SHARD_REQUIRE(std::ranges::find(names, item.name) != names.end(), "config", "{}: there is no option '{}'.{}", path,
+                  item.name, did_you_mean(item.name, names));
+    SHARD_REQUIRE(seen.insert(item.name).second, "config", "{}: '{}' is there twice", path, item.name);
+    CLI::Option& option = *command.get_option("--" + item.name);
+    if (option.count() == 0) give(option, item);
+  }
+}
+
+std::string resolved_config(const CLI::App& command, bool descriptions) {
+  return command.config_to_str(/*default_also=*/true, descriptions);
+}
+
+}  // namespace harness

@@ -1,0 +1,18 @@
+// Whether somebody asked this process to stop: Ctrl-C, SIGTERM, which batch systems send before they end a job, or SIGUSR1,
+// which they can be told to send earlier. Asked once, a run ends after its step and saves; the second time it ends at once.
+#pragma once
+
+namespace harness {
+
+// While it lives, signals ask. There is one in a process.
+class StopRequests {
+ public:
+  StopRequests();
+  ~StopRequests();
+  StopRequests(const StopRequests&) = delete;
+};
+
+// Whether one of them came. Any thread may call it.
+bool stop_requested();
+
+}  // namespace harness
