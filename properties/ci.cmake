@@ -46,7 +46,10 @@ shardproof_python_tests(NAME plan CLASS Plan)
 shardproof_python_tests(NAME report_browser CLASS ReportInABrowser)
 shardproof_python_tests(NAME train CLASS Train)
 shardproof_python_tests(NAME train_data CLASS TrainData)
+shardproof_python_tests(NAME train_config CLASS TrainConfig)
 shardproof_python_tests(NAME train_log CLASS TrainLog)
+shardproof_python_tests(NAME train_sample CLASS TrainSample)
+shardproof_python_tests(NAME train_stop CLASS TrainStop)
 shardproof_python_tests(NAME train_validation CLASS TrainValidation)
 shardproof_python_tests(NAME usage CLASS Usage)
 shardproof_python_tests(NAME verify CLASS Command)
@@ -57,5 +60,6 @@ if(MPI_C_FOUND)
 endif()
 
 shardproof_test(NAME training_props LABEL train TORCH SOURCES harness/data/training_data_props.cpp
+  harness/train/sample_props.cpp
   harness/compare/step_difference_props.cpp
   LIBRARIES harness)

@@ -3,10 +3,13 @@ import json
 import os
 import subprocess
 import tempfile
+import time
 import unittest
 
 SHARDPROOF = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
 MODEL = "gpt(layers=1,hidden=8,heads=2,vocab=256,positions=6,tied)"
+DEADLINE_S = 60
+ENVIRONMENT = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
 
 
 def mix(x):
@@ -71,8 +74,7 @@ class TrainingRuns(unittest.TestCase):
         json_file = () if "--json" in arguments else ("--json", report)
         done = subprocess.run(
             [SHARDPROOF, "train", "--model", model, *json_file, *data, *seq, *steps, *arguments],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-            env=dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"))
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=ENVIRONMENT)
         lines = []
         if os.path.exists(report):
             with open(report, encoding="utf-8") as file:
@@ -99,3 +101,34 @@ class TrainingRuns(unittest.TestCase):
 
     def checksums(self, lines):
         return {step["step"]: step["data_fnv1a"] for step in map(json.loads, lines[1:-1])}
+
+    def begin(self, *arguments):
+        """A run of very many steps, and the file of its steps."""
+        report = os.path.join(self.folder, f"steps_{len(os.listdir(self.folder))}.json")
+        process = subprocess.Popen(
+            [SHARDPROOF, "train", "--model", MODEL, "--seq", "6", "--steps", "1000000", "--json", report, "--data",
+             os.path.join(self.folder, "data"), *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+        self.addCleanup(process.stdout.close)
+        self.addCleanup(process.kill)
+        return process, report
+
+    def after_steps(self, process, report, steps):
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline and process.poll() is None:
+            if os.path.exists(report):
+                with open(report, encoding="utf-8") as file:
+                    if sum('"type":"step"' in line for line in file) >= steps:
+                        return
+            time.sleep(0.02)
+        self.fail(f"no {steps} steps: {process.poll()}")
+
+    def stopped(self, process, report):
+        """The number of steps that a run has done that was told to stop."""
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        self.assertEqual(process.returncode, 2, output)
+        with open(report, encoding="utf-8") as file:
+            end = json.loads(file.read().splitlines()[-1])
+        self.assertTrue(end["stopped"])
+        self.assertIn(f"stopped after {end['steps']} of 1000000 steps", output)
+        return end["steps"], output

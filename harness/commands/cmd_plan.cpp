@@ -9,6 +9,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/train/dry_run.h"
+#include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 
 namespace harness {

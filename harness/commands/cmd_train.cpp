@@ -49,16 +49,14 @@ void print_stopped(std::FILE* out, const TrainOptions& options, int64_t done) {
                shardproof::checkpoint::step_folder(directory, done));
 }
 
-void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first,
-               double loss_last) {
+void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first, double loss_last) {
   if (result.difference)
     fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps - 1, *result.difference);
   else if (options.check && result.steps > 0)
-    fmt::print(
-        out,
-        "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "
-        "parameters, optimizer state ({} values). Loss {:.4f} -> {:.4f}\n",
-        result.steps, grouped(result.values_compared), loss_first, loss_last);
+    fmt::print(out,
+               "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "
+               "parameters, optimizer state ({} values). Loss {:.4f} -> {:.4f}\n",
+               result.steps, grouped(result.values_compared), loss_first, loss_last);
   else if (result.steps == 0)
     fmt::print(out, "nothing is left to train\n");
   else

@@ -16,6 +16,7 @@ void add_checkpoint_command(CLI::App& app, int& exit_code);
 void add_plan_command(CLI::App& app, int& exit_code);
 void add_verify_command(CLI::App& app, int& exit_code);
 void add_replay_command(CLI::App& app, int& exit_code);
+void add_sample_command(CLI::App& app, int& exit_code);
 void add_train_command(CLI::App& app, int& exit_code);
 
 }  // namespace harness

@@ -30,8 +30,11 @@ std::vector<std::string> names_of_options(const CLI::App& command) {
   return names;
 }
 
-// A flag that is false is one that is not given; one that is true has the value that it has on a command line.
+// A flag that is false, and an option that has its default, is one that is not given. So a file of all options, as
+// `resolved_config` writes it, says no more than what was asked for. A flag that is true has the value that it has on a command
+// line.
 void give(CLI::Option& option, const CLI::ConfigItem& item) {
+  if (item.inputs == std::vector<std::string>{option.get_default_str()}) return;
   if (option.get_expected_min() > 0) {
     option.add_result(item.inputs);
   } else {

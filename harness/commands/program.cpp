@@ -40,6 +40,7 @@ int run_program(int argc, char** argv, const std::vector<AddCommand>& more) {
   add_verify_command(app, exit_code);
   add_replay_command(app, exit_code);
   add_train_command(app, exit_code);
+  add_sample_command(app, exit_code);
   add_plan_command(app, exit_code);
   for (const AddCommand& add : more) add(app, exit_code);
   add_checkpoint_command(app, exit_code);

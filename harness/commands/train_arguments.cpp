@@ -38,8 +38,7 @@ TrainSchedule schedule_of(const TrainArguments& arguments) {
 
 void add_model_options(CLI::App& app, TrainArguments& a) {
   TrainOptions& o = a.options;
-  app.add_option("--model", a.model,
-                 "the model: gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied]) or llama(...)")
+  app.add_option("--model", a.model, "the model: gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied]) or llama(...)")
       ->capture_default_str();
   app.add_option("--mesh", a.mesh, "the mesh as axis=RANKS,... with axes out of dp_replicate, dp_shard, cp and tp")
       ->capture_default_str();
@@ -98,8 +97,7 @@ void add_run_options(CLI::App& app, TrainArguments& a) {
       ->capture_default_str();
   TrainCheckpoints& c = o.checkpoints;
   app.add_option("--checkpoint-dir", c.directory, "the folder for checkpoints step_N");
-  app.add_option("--save-every", c.save_every, "save after every so many steps; 0: only after the last")
-      ->capture_default_str();
+  app.add_option("--save-every", c.save_every, "save after every so many steps; 0: only after the last")->capture_default_str();
   app.add_option("--keep", c.keep, "keep so many checkpoints; 0: all")->capture_default_str();
   app.add_flag("--resume", c.resume, "go on from the last checkpoint, on any mesh and strategy");
   app.add_flag("--async-save", c.async, "write checkpoints in the background");
@@ -113,7 +111,9 @@ void read_config(TrainArguments& arguments) {
   if (!arguments.config.empty()) read_config(*arguments.command, arguments.config);
 }
 
-bool TrainArguments::given(const std::string& option) const { return command->count(option) > 0; }
+bool TrainArguments::given(const std::string& option) const {
+  return command->count(option) > 0;
+}
 
 TrainOptions train_options(const TrainArguments& arguments, c10::Device device) {
   TrainOptions options = arguments.options;

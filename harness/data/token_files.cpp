@@ -77,7 +77,9 @@ TokenType token_type(const std::string& name) {
   throw shardproof::Error(fmt::format("[data] --token-type must be uint8, uint16 or uint32, got '{}'", name));
 }
 
-int64_t bytes_of(TokenType type) { return type == TokenType::uint8 ? 1 : type == TokenType::uint16 ? 2 : 4; }
+int64_t bytes_of(TokenType type) {
+  return type == TokenType::uint8 ? 1 : type == TokenType::uint16 ? 2 : 4;
+}
 
 // A file in memory, page by page as it is read.
 class TokenFiles::Mapping {

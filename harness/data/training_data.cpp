@@ -51,7 +51,9 @@ std::vector<uint32_t> TrainingData::read(const TokenFiles& files, int64_t sequen
   return tokens;
 }
 
-std::vector<uint32_t> TrainingData::sequence(int64_t position) const { return read(*files_, order_->sample(position)); }
+std::vector<uint32_t> TrainingData::sequence(int64_t position) const {
+  return read(*files_, order_->sample(position));
+}
 
 std::vector<uint32_t> TrainingData::validation_sequence(int64_t index) const {
   SHARD_CHECK(index >= 0 && index < validation_sequences_, "data", "there are {} sequences to validate with, not number {}",

@@ -21,10 +21,10 @@ struct DataOptions {
   std::vector<std::string> paths = {};
   int64_t sequence_length = 64;
   TokenType type = TokenType::uint8;
-  std::optional<uint64_t> shuffle = {};       // the seed of the order; nothing: the order of the files
-  double validation_part = 0;                 // of the sequences
+  std::optional<uint64_t> shuffle = {};            // the seed of the order; nothing: the order of the files
+  double validation_part = 0;                      // of the sequences
   std::vector<std::string> validation_paths = {};  // instead of a part
-  int64_t vocab = 0;  // a token of this and more is an error where it is read; 0: any is taken
+  int64_t vocab = 0;                               // a token of this and more is an error where it is read; 0: any is taken
 };
 
 class TrainingData {

@@ -28,6 +28,8 @@ StopRequests::~StopRequests() {
   for (size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &before_stop_requests[i], nullptr);
 }
 
-bool stop_requested() { return requested; }
+bool stop_requested() {
+  return requested;
+}
 
 }  // namespace harness

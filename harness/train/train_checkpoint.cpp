@@ -85,6 +85,15 @@ void require_valid(const TrainCheckpoints& checkpoints) {
   SHARD_REQUIRE(!needs || !checkpoints.directory.empty(), "train", "{} needs --checkpoint-dir", needs);
 }
 
+// One of the values that `trainer_state` adds to a checkpoint.
+Value saved_value(const std::string& folder, const char* name) {
+  auto& files = shardproof::checkpoint::system_files();
+  const auto checkpoint = shardproof::checkpoint::open_checkpoint(files, folder);
+  const auto found = checkpoint.values.find(fmt::format("trainer.values.{}", name));
+  SHARD_REQUIRE(found != checkpoint.values.end(), "train", "{} was not written by `train`: it has no {}", folder, name);
+  return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
+}
+
 }  // namespace
 
 const Stretch& TrainHistory::of(int64_t step) const {
@@ -103,15 +112,8 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
     const std::string folder = shardproof::checkpoint::step_folder(checkpoints.directory, *latest);
     SHARD_REQUIRE(checkpoints.resume, "train",
                   "there is {} already; go on from it with --resume, or choose another --checkpoint-dir", folder);
-    auto& files = shardproof::checkpoint::system_files();
-    const auto checkpoint = shardproof::checkpoint::open_checkpoint(files, folder);
-    const auto value = [&](const char* name) {
-      const auto found = checkpoint.values.find(fmt::format("trainer.values.{}", name));
-      SHARD_REQUIRE(found != checkpoint.values.end(), "train", "{} was not written by `train`: it has no {}", folder, name);
-      return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
-    };
-    require_same_run(value(kRun), describe_run(options, data), folder);
-    const Value saved = value(kHistory);
+    require_same_run(saved_value(folder, kRun), describe_run(options, data), folder);
+    const Value saved = saved_value(folder, kHistory);
     for (const Value& stretch : saved.as_list(kHistory)) history.stretches.push_back(stretch_of(stretch));
     history.first_step = *latest;
     SHARD_REQUIRE(!history.stretches.empty() && history.stretches.back().end == *latest, "train",
@@ -124,6 +126,20 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
 
 int64_t first_step(const TrainOptions& options, const TrainingData& data) {
   return read_history(options, data).first_step;
+}
+
+SavedModel saved_model(const std::string& path) {
+  SavedModel saved{.folder = path, .model = {}};
+  const std::optional<int64_t> latest = shardproof::checkpoint::latest_step(path);
+  if (latest) saved.folder = shardproof::checkpoint::step_folder(path, *latest);
+  const Value run = saved_value(saved.folder, kRun);
+  const auto text = [&](const char* option) {
+    const Value* found = run.find(option);
+    return found ? found->as_string(option) : "";
+  };
+  saved.model = parse_model(text("--model"));
+  if (const std::string type = text("--token-type"); !type.empty()) saved.type = token_type(type);
+  return saved;
 }
 
 shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TrainingData& data,

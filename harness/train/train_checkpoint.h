@@ -39,6 +39,16 @@ int64_t first_step(const TrainOptions& options, const TrainingData& data);
 // As `first_step` says. Throws Error as it does.
 TrainHistory read_history(const TrainOptions& options, const TrainingData& data);
 
+// What the model of a checkpoint is.
+struct SavedModel {
+  std::string folder;  // of the checkpoint
+  golden::Model model;  // with native arithmetic, whatever it was trained with
+  TokenType type = TokenType::uint8;
+};
+// `path`: a checkpoint that `train` wrote, or a folder of them, of which the last one is taken. Throws Error when it is
+// neither.
+SavedModel saved_model(const std::string& path);
+
 // After `step` steps.
 shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TrainingData& data,
                                                    const TrainHistory& history, int64_t step);

@@ -9,7 +9,9 @@
 
 namespace harness {
 
-std::vector<std::string> schedule_kinds() { return {"constant", "cosine", "linear", "wsd", "inverse-sqrt"}; }
+std::vector<std::string> schedule_kinds() {
+  return {"constant", "cosine", "linear", "wsd", "inverse-sqrt"};
+}
 
 void validate(const TrainSchedule& s) {
   const std::vector<std::string> kinds = schedule_kinds();

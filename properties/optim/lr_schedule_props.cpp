@@ -21,8 +21,7 @@ std::vector<double> factors(int64_t steps, const std::function<double(int64_t)>&
 }  // namespace
 
 TEST(LrSchedule, rises_to_one_and_stays_there) {
-  EXPECT_EQ(factors(6, [](int64_t step) { return warmup_constant(step, 4); }),
-            (std::vector<double>{0.25, 0.5, 0.75, 1, 1, 1}));
+  EXPECT_EQ(factors(6, [](int64_t step) { return warmup_constant(step, 4); }), (std::vector<double>{0.25, 0.5, 0.75, 1, 1, 1}));
   EXPECT_EQ(warmup_constant(0, 0), 1);
 }
 

@@ -261,7 +261,7 @@ TEST(TrainingData, the_last_part_is_held_out_and_never_trained_on) {
     std::vector<std::string> read, expected;
     for (int64_t i = 0; i < 7; ++i) read.push_back(text_of(data.sequence(21 + i)));
     for (size_t i = 0; i < 7; ++i) expected.push_back(letters.substr(2 * i, 3));
-    if (shuffle) EXPECT_NE(read, expected);
+    EXPECT_EQ(read == expected, !shuffle);
     std::sort(read.begin(), read.end());
     EXPECT_EQ(read, expected);
   }
@@ -339,4 +339,22 @@ TEST(SampleOrder, every_order_is_as_likely_as_the_others) {
     EXPECT_EQ(times.size(), 24U);
     for (const auto& [taken, count] : times) EXPECT_NEAR(static_cast<double>(count), 1000, 150);
   }
+}
+
+RC_GTEST_PROP(ValidationRule, microbatches_are_the_same_however_many_ranks_share_them, ()) {
+  const auto samples = *rc::gen::inRange<int64_t>(0, 40), microbatch = *rc::gen::inRange<int64_t>(1, 6),
+             ranks = *rc::gen::inRange<int64_t>(1, 6);
+  const ValidationRule rule(samples, microbatch, ranks);
+  std::vector<int64_t> read, all(static_cast<size_t>(samples));
+  std::iota(all.begin(), all.end(), 0);
+  for (int64_t round = 0; round < rule.rounds(); ++round)
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      const SampleRange range = rule.samples(round, rank);
+      if (range.begin == range.end) continue;
+      RC_ASSERT(range.begin % microbatch == 0);
+      RC_ASSERT(range.end == std::min(samples, range.begin + microbatch));
+      for (int64_t i = range.begin; i < range.end; ++i) read.push_back(i);
+    }
+  RC_ASSERT(read == all);
+  RC_ASSERT(rule.rounds() * microbatch * ranks < samples + microbatch * ranks);
 }
