@@ -46,7 +46,13 @@ bool may_follow(GradientState now, GradientState next) {
 }  // namespace
 
 BucketGradient::BucketGradient(const BucketContext& context)
-    : BucketPart(context), arrived_(views_.size(), false), holds_(views_.size(), false), parts_(views_.size()) {}
+    : BucketPart(context), arrived_(views_.size(), false), holds_(views_.size(), false), parts_(views_.size()) {
+  // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
+  // its own, which every rank asks for here, in one order. Elsewhere gradients come and go, in an order of each rank's own.
+  // A bucket that is frozen now has none, even if it is thawed later.
+  if (layout_.reduce().empty() && views_.front().requires_grad())
+    own_ = Reduction::own_memory(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, layout_.numel());
+}
 
 void BucketGradient::enter(GradientState next) {
   SHARD_REQUIRE(
@@ -100,7 +106,7 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   const BucketParameter& member = layout_.members()[index];
   if (state_ != GradientState::produced) {
     enter(GradientState::produced);
-    produced_ = memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
+    produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
     for (const Interval& padding : layout_.whole().padding) produced_.narrow(0, padding.begin, padding.size()).zero_();
     holds_.assign(holds_.size(), false);
     suspicious_ = false;
@@ -136,7 +142,8 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
     return;
   }
   if (path.empty() && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
-  if (!path.empty()) reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_), rules_.divide_before);
+  if (!path.empty())
+    reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_), rules_.divide_before, own_.defined());
   enter(GradientState::reducing);
 }
 

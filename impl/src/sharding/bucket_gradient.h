@@ -79,6 +79,7 @@ class BucketGradient : private BucketPart {
   bool suspicious_ = false;      // produced_ holds something that is not finite or too large
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
   at::Tensor produced_, accumulated_, gradient_;
+  at::Tensor own_;                      // registered memory for produced_; undefined where there is none
   at::Tensor fixed_;                    // the final gradient in fixed point, while terms of it are to be added
   HostTransfer download_;               // of the gradient
   std::optional<Reduction> reduction_;  // reducing without one: the strategy sums over no rank

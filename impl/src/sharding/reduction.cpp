@@ -13,10 +13,24 @@
 namespace shardproof {
 
 Reduction::Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
-                     at::Tensor local, double divide_terms)
-    : comms_(comms), memory_(memory), path_(path), dtypes_(dtypes), divide_terms_(divide_terms), value_(std::move(local)) {
+                     at::Tensor local, double divide_terms, bool is_registered)
+    : comms_(comms),
+      memory_(memory),
+      path_(path),
+      dtypes_(dtypes),
+      is_registered_(is_registered),
+      divide_terms_(divide_terms),
+      value_(std::move(local)) {
   SHARD_CHECK(!path_.empty(), "reduction", "an empty path has nothing to start");
   start_hop();
+}
+
+at::Tensor Reduction::own_memory(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path,
+                                 const ReductionDtypes& dtypes, int64_t numel) {
+  if (path.empty() || dtypes.wide() || dtypes.gradient != dtypes.reduce) return {};
+  const CollectiveStep& first = path[0].collective;
+  const Op op = first.step == Step::all_reduce ? Op::all_reduce : Op::reduce_scatter;
+  return memory.allocate_of(comms.along(first.axes), op, MemoryKind::gradient, numel, dtypes.gradient);
 }
 
 at::Tensor Reduction::cast(const at::Tensor& values, at::ScalarType dtype, MemoryKind kind) {
@@ -39,8 +53,9 @@ double Reduction::take_factor() {
 }
 
 // Memory of the group's is lent in the order of these calls, the same on all ranks, in which gradients need not arrive: so what
-// arrived is copied.
+// arrived is copied, unless it arrived in memory that was lent before (own_memory).
 at::Tensor Reduction::on_the_wire(const at::Tensor& values) {
+  if (std::exchange(is_registered_, false)) return values;
   if (stage().collective.step != Step::all_reduce && !wide()) {
     const at::Tensor lent =
         memory_.allocate_of(group(), Op::reduce_scatter, MemoryKind::communication, values.numel(), dtypes_.reduce);

@@ -17,14 +17,21 @@ struct ReductionDtypes {
   at::ScalarType reduce = at::kFloat;    // on the wire, and of each addition
   bool float32_sums = false;
   bool average = false;  // each sum is divided by the size of its group, in `reduce`; or its terms are, where that is exact
+  bool wide() const { return float32_sums && reduce != at::kFloat; }
 };
 
 class Reduction {
  public:
   // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or
-  // `reduce`; it is used up, and may be summed in place. Terms of the first sum are divided by `divide_terms`. Collective.
+  // `reduce`; it is used up, and may be summed in place. Terms of the first sum are divided by `divide_terms`. `is_registered`
+  // says that it lies in memory that the first sum's group lent (own_memory). Collective.
   Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
-            at::Tensor local, double divide_terms = 1);
+            at::Tensor local, double divide_terms = 1, bool is_registered = false);
+
+  // Memory of the first sum's group in which `local` may be produced, so that nothing is copied before the sum; undefined where
+  // the group has none, or where the sum takes another dtype. Collective.
+  static at::Tensor own_memory(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path,
+                               const ReductionDtypes& dtypes, int64_t numel);
 
   // Waits, runs the rest of the path, and returns this rank's part of the last layout, in `gradient`. Once.
   at::Tensor finish();
@@ -47,9 +54,10 @@ class Reduction {
   MemoryLedger& memory_;
   const std::vector<Stage>& path_;
   ReductionDtypes dtypes_;
-  bool wide() const { return dtypes_.float32_sums && dtypes_.reduce != at::kFloat; }
+  bool wide() const { return dtypes_.wide(); }
 
   size_t next_ = 0;
+  bool is_registered_;  // value_ lies in the group's memory
   double divide_terms_, divide_sum_ = 1;  // what is left to divide by, before and after the sum under way
   at::Tensor value_;             // between sums
   at::Tensor wire_, received_;   // during one

@@ -241,3 +241,37 @@ TEST(NcclBuffers, units_gather_and_reduce_in_registered_memory_without_changing_
       EXPECT_EQ(symmetric.api(0).registrations(), registered) << "buffers are found again";
     }
 }
+
+// With ddp and zero1 the whole gradient of every unit stays on the rank until it is summed.
+TEST(NcclBuffers, gradients_that_stay_whole_are_produced_in_registered_memory_and_summed_from_there) {
+  for (const char* name : {"ddp", "zero1"})
+    for (const auto sum : {NcclOptions::Sum::rank_order, NcclOptions::Sum::native}) {
+      const ShardOptions options{.strategy = strategy(name), .numerics = Numerics::fast};
+      nccl_worlds::World plain(kRanks, on_device(sum)), symmetric(kRanks, on_device(sum, NcclApi::Memory::symmetric));
+      const auto wanted = train_in(plain, options), seen = train_in(symmetric, options);
+      for (int64_t rank = 0; rank < kRanks; ++rank)
+        expect_same(seen[static_cast<size_t>(rank)], wanted[static_cast<size_t>(rank)]);
+      if (sum == NcclOptions::Sum::rank_order) continue;  // its own buffers are in windows, too
+      EXPECT_EQ(symmetric.api(0).registrations(), 3) << name << ": a buffer for each unit, and no other";
+      if (std::string(name) == "ddp") EXPECT_EQ(symmetric.api(0).calls_in_windows(), 2 * 3) << "units, in two steps";
+    }
+}
+
+TEST(NcclBuffers, gradients_that_stay_whole_need_no_memory_for_communication) {
+  for (const char* name : {"ddp", "zero1"}) {
+    nccl_worlds::World world(kRanks, on_device(NcclOptions::Sum::native, NcclApi::Memory::symmetric));
+    expect_all_well(world.run([&](std::shared_ptr<Comm> comm) {
+      torch::nn::Linear model(6, 6), frozen(6, 6);
+      for (at::Tensor& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+      const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", comm->size()}}));
+      const ShardOptions options{.strategy = strategy(name), .numerics = Numerics::fast};
+      Sharded sharded = fully_shard(model.ptr(), comms, options), still = fully_shard(frozen.ptr(), comms, options);
+      for (int64_t step = 0; step < 2; ++step) {
+        call(model, at::ones({2, 6})).sum().backward();
+        sharded.zero_gradients();
+      }
+      EXPECT_EQ(sharded.memory().peak(MemoryKind::communication), 0) << name << ": nothing was copied";
+      EXPECT_EQ(still.memory().peak(MemoryKind::gradient), 0) << name << ": what is frozen has no gradient";
+    }));
+  }
+}
