@@ -89,6 +89,14 @@ void check_connections(int64_t compute_capability_major) {
   if (advice.verdict == Verdict::warn) fmt::print(stderr, "warning: {}\n", advice.text);
 }
 
+void note_symmetric_kernels(shardproof::NcclApi& api, const shardproof::Launch& launch, const shardproof::GpuSharing& sharing,
+                            bool native_sums) {
+  const std::string note =
+      shardproof::symmetric_kernels_note(api.why_no_windows(), sharing.way, launch.local_world == launch.world, native_sums,
+                                         shardproof::process_environment());
+  if (!note.empty()) fmt::print(stderr, "note: {}\n", note);
+}
+
 }  // namespace
 
 void Launched::refuse_without_effect() const {
@@ -136,14 +144,16 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
   check_connections(shardproof::nccl_compute_capability(device));
   shardproof::TcpStoreOptions address = shardproof::store_address(launch, shardproof::process_environment());
   address.timeout_seconds = mpi.timeout_seconds;
+  const auto api = shardproof::nccl_api(device);
+  if (registered_buffers && launch.rank == 0) note_symmetric_kernels(*api, launch, sharing, sum == "native");
   const shardproof::NcclOptions nccl{
       .sum = sum == "native" ? shardproof::NcclOptions::Sum::native : shardproof::NcclOptions::Sum::rank_order,
       .buffers = registered_buffers ? shardproof::NcclApi::Memory::symmetric : shardproof::NcclApi::Memory::plain,
       .timeout_seconds = mpi.timeout_seconds,
       .flight_directory = mpi.flight_directory,
       .flight_calls_max = mpi.flight_calls_max};
-  return std::make_unique<shardproof::NcclWorld>(launch.rank, launch.world, std::make_shared<shardproof::TcpStore>(address),
-                                                 shardproof::nccl_api(device), nccl);
+  auto store = std::make_shared<shardproof::TcpStore>(address);
+  return std::make_unique<shardproof::NcclWorld>(launch.rank, launch.world, std::move(store), api, nccl);
 }
 
 std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mesh, const std::string& settings) {

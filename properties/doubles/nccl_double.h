@@ -29,6 +29,7 @@ struct Plan {
   int64_t late_us = 100;
   bool host_tensors = false;  // tensors are not on the device, and have to be copied there and back
   bool no_kernels = false;    // that could add sums
+  bool no_windows = false;    // as before NCCL 2.27
   int64_t fails_rank = -1;    // this rank's call on a communicator number `at_call` is an asynchronous error,
   int64_t hangs_rank = -1;    // or is never done
   int64_t at_call = 0;
@@ -99,6 +100,8 @@ class Api final : public NcclApi {
   // Collectives whose input and output lay in windows, and sums that multiplied their terms.
   int64_t calls_in_windows() const { return calls_in_windows_; }
   int64_t premultiplied_calls() const { return premultiplied_calls_; }
+  // Sums that NCCL's symmetric kernels would take: from window to window, without a factor, of a dtype that they have.
+  int64_t symmetric_sums() const { return symmetric_sums_; }
 
   void use_device() override {}
   NcclApi::Stream make_stream() override;
@@ -113,6 +116,7 @@ class Api final : public NcclApi {
   std::string why_no_sums() override { return cluster_->plan.no_kernels ? "this double has no kernels" : ""; }
   void reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
               NcclApi::Stream stream) override;
+  std::string why_no_windows() override { return cluster_->plan.no_windows ? "this double has no windows" : ""; }
   bool is_on_device(const at::Tensor&) override { return !cluster_->plan.host_tensors; }
   bool is_device(c10::Device device) override { return device.is_cpu() && !cluster_->plan.host_tensors; }
   void* allocate(int64_t bytes, Memory kind) override;
@@ -172,6 +176,7 @@ class Api final : public NcclApi {
   static void add_backwards(const std::vector<Bytes>& inputs, int64_t offset, int64_t count, at::ScalarType dtype,
                             Adding adding, std::byte* place);
   Adding adding(Operator op, at::ScalarType dtype, Communicator communicator);
+  void count_symmetric_sum(const void* input, const void* output, at::ScalarType dtype, Operator op, Communicator communicator);
   NcclResult parcel(Parcel parcel);
   NcclResult ship(std::vector<Parcel> parcels);
   void launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> task);
@@ -187,7 +192,7 @@ class Api final : public NcclApi {
   std::map<Operator, OwnOperator> operators_;
   NcclApi::Stream current_ = nullptr;
   int64_t calls_ = 0, communicators_made_ = 0, registrations_ = 0, calls_in_windows_ = 0, premultiplied_calls_ = 0,
-          operators_made_ = 0;
+          symmetric_sums_ = 0, operators_made_ = 0;
 };
 
 // For ranks as threads.

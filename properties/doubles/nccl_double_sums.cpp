@@ -52,10 +52,19 @@ Api::Adding Api::adding(Operator op, at::ScalarType dtype, Communicator communic
   return {Reduce::sum, found->second.factor};
 }
 
+// As NCCL 2.28 chooses (ncclSymkImplemented in src/sym_kernels.cc, and src/scheduler/symmetric_sched.cc).
+void Api::count_symmetric_sum(const void* input, const void* output, at::ScalarType dtype, Operator op,
+                              Communicator communicator) {
+  const bool has_kernel = dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  symmetric_sums_ += has_kernel && op == operator_of(Reduce::sum) && place_of(communicator, input) != kNoWindow &&
+                     place_of(communicator, output) != kNoWindow;
+}
+
 NcclResult Api::all_reduce(const void* input, void* output, int64_t count, at::ScalarType dtype, Operator op,
                            Communicator communicator, NcclApi::Stream stream) {
   const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
   const Adding how = adding(op, dtype, communicator);
+  count_symmetric_sum(input, output, dtype, op, communicator);
   return collective(
       communicator, stream, fmt::format("all_reduce of {}, times {}", bytes, how.factor), input, bytes, output, bytes,
       [=](const std::vector<Bytes>& inputs, std::byte* place) { add_backwards(inputs, 0, count, dtype, how, place); });
@@ -66,6 +75,7 @@ NcclResult Api::reduce_scatter(const void* input, void* output, int64_t count, a
   const auto of = member(communicator);
   const auto bytes = count * static_cast<int64_t>(c10::elementSize(dtype));
   const Adding how = adding(op, dtype, communicator);
+  count_symmetric_sum(input, output, dtype, op, communicator);
   return collective(communicator, stream, fmt::format("reduce_scatter of {}, times {}", bytes, how.factor), input,
                     bytes * of->clique->size, output, bytes,
                     [=, rank = of->rank](const std::vector<Bytes>& inputs, std::byte* place) {
@@ -77,6 +87,7 @@ NcclResult Api::reduce_scatter(const void* input, void* output, int64_t count, a
 NcclResult Api::register_memory(Communicator communicator, void* memory, int64_t bytes, Memory kind, void*& handle) {
   const auto of = member(communicator);
   if (of->aborted) return NcclResult::invalid_argument;
+  if (kind == Memory::symmetric && cluster_->plan.no_windows) throw std::logic_error("a window was made where there are none");
   const std::scoped_lock lock(of->clique->mutex, mutex_);
   const auto found = memory_.find(memory);
   if (found == memory_.end() || found->second == Memory::plain || found->second != kind || bytes % 4096 != 0 ||

@@ -85,6 +85,21 @@ TEST(NcclLaunch, ranks_of_one_gpu_pose_as_different_hosts_and_others_may_meet) {
   EXPECT_EQ(sharing_variables(share_gpus(23003, 1, 2), 1, 1, "node7")[0].first, "NCCL_MULTI_RANK_GPU_ENABLE");
 }
 
+TEST(NcclLaunch, what_symmetric_kernels_will_not_take_is_known_before_nccl_starts) {
+  const auto note = [](const std::string& why, Way way, bool one_host, bool native, const Variables& variables = {}) {
+    return symmetric_kernels_note(why, way, one_host, native, environment(variables));
+  };
+  EXPECT_EQ(note("", Way::none, true, true), "");
+  EXPECT_EQ(note("", Way::none, true, true, {{"NCCL_WIN_ENABLE", "1"}}), "");
+  expect_says(note("NCCL 2.26 has no windows", Way::none, true, true), {"2.26", "ncclCommRegister", "no call"});
+  expect_says(note("", Way::none, true, true, {{"NCCL_WIN_ENABLE", "0"}}), {"NCCL_WIN_ENABLE=0", "no call"});
+  expect_says(note("", Way::none, true, true, {{"NCCL_CUMEM_ENABLE", "0"}}), {"NCCL_CUMEM_ENABLE=0", "no call"});
+  expect_says(note("", Way::host_ids, true, true), {"pose as other hosts", "no call"});
+  expect_says(note("", Way::none, false, true), {"take only calls among ranks of one host"});
+  expect_says(note("", Way::none, true, false), {"take only gathers", "--sum native"});
+  expect_says(note("", Way::none, false, false), {"ranks of one host, and of these only gathers"});
+}
+
 TEST(NcclLaunch, gpus_that_ctest_has_dealt_are_those_that_are_visible) {
   EXPECT_EQ(dealt_gpus(environment({})), "");
   EXPECT_EQ(dealt_gpus(environment({{"CTEST_RESOURCE_GROUP_COUNT", "3"},

@@ -100,6 +100,23 @@ std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuShar
   return {};
 }
 
+std::string symmetric_kernels_note(const std::string& why_no_windows, GpuSharing::Way sharing, bool one_host, bool native_sums,
+                                   const Environment& environment) {
+  const std::string none = "so NCCL's symmetric kernels take no call on registered buffers";
+  if (!why_no_windows.empty())
+    return fmt::format("{}: buffers are registered with ncclCommRegister, {}", why_no_windows, none);
+  for (const char* name : {"NCCL_WIN_ENABLE", "NCCL_CUMEM_ENABLE"})
+    if (const char* value = nonempty(environment, name); value && std::strcmp(value, "0") == 0)
+      return fmt::format("{}=0 is set, {}", name, none);
+  if (sharing == GpuSharing::Way::host_ids) return fmt::format("ranks of one GPU pose as other hosts, {}", none);
+  std::vector<std::string> limits;
+  if (!one_host) limits.push_back("calls among ranks of one host");
+  if (!native_sums) limits.push_back("gathers, because sums in rank order are not NCCL's (--sum native)");
+  if (limits.empty()) return {};
+  return fmt::format("of calls on registered buffers NCCL's symmetric kernels take only {}",
+                     fmt::join(limits, ", and of these only "));
+}
+
 // CTEST_RESOURCE_GROUP_0_GPUS is "id:0,slots:1;id:2,slots:1". Several slots of one GPU are one GPU.
 std::string dealt_gpus(const Environment& environment) {
   const char* count = nonempty(environment, "CTEST_RESOURCE_GROUP_COUNT");

@@ -40,6 +40,12 @@ GpuSharing share_gpus(int64_t nccl_version, int64_t gpus, int64_t local_ranks);
 std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t gpus, int64_t local_rank,
                                                                    const std::string& host);
 
+// Says what NCCL's symmetric kernels will not take of registered buffers, as far as it is known before NCCL starts. Empty when
+// nothing is known against them. `why_no_windows` is NcclApi's, and `native_sums` says that NCCL adds the sums. Which of the
+// GPUs reach each other only NCCL finds out.
+std::string symmetric_kernels_note(const std::string& why_no_windows, GpuSharing::Way sharing, bool one_host, bool native_sums,
+                                   const Environment& environment);
+
 std::string host_name();
 // The GPUs that CTest has assigned to this test from its resource file, in the form of CUDA_VISIBLE_DEVICES; "" when it
 // assigned none.

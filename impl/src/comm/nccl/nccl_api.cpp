@@ -21,6 +21,10 @@
 #include "shardproof/device/kernels/cuda.h"
 #include "shardproof/base/dtypes.h"
 
+// An older NCCL may be loaded than the one that this was compiled with. These are null then.
+#pragma weak ncclCommWindowRegister
+#pragma weak ncclCommWindowDeregister
+
 namespace shardproof {
 namespace {
 
@@ -124,6 +128,10 @@ class MachineApi final : public NcclApi {
   bool is_on_device(const at::Tensor& tensor) override { return tensor.is_cuda(); }
   bool is_device(c10::Device device) override { return device.is_cuda() && (!device.has_index() || device.index() == device_); }
 
+  std::string why_no_windows() override {
+    if (ncclCommWindowRegister != nullptr && ncclCommWindowDeregister != nullptr) return {};
+    return fmt::format("NCCL {}.{} has no windows, which came with 2.27", nccl_version() / 10000, nccl_version() / 100 % 100);
+  }
   void* allocate(int64_t bytes, Memory kind) override {
     void* memory = nullptr;
     if (kind == Memory::plain) {

@@ -99,6 +99,15 @@ int64_t BufferPool::lent() const {
   return std::count_if(shared_->buffers.begin(), shared_->buffers.end(), [](const auto& buffer) { return buffer->is_lent; });
 }
 
+bool BufferPool::holds(const void* memory) const {
+  if (!shared_) return false;
+  const std::lock_guard lock(shared_->mutex);
+  return std::any_of(shared_->buffers.begin(), shared_->buffers.end(), [memory](const auto& buffer) {
+    const auto begin = reinterpret_cast<uintptr_t>(buffer->memory.memory), place = reinterpret_cast<uintptr_t>(memory);
+    return begin <= place && place < begin + static_cast<uintptr_t>(buffer->memory.bytes);
+  });
+}
+
 void BufferPool::close(NcclApi::Communicator communicator) {
   const std::shared_ptr<Shared> closing = std::exchange(shared_, nullptr);
   if (!closing) return;

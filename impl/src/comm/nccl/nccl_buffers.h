@@ -36,6 +36,8 @@ class BufferPool {
   c10::DataPtr take(std::shared_ptr<NcclApi> api, NcclApi::Communicator communicator, int64_t bytes, NcclApi::Memory kind,
                     c10::Device device, const Finish& finish);
   int64_t lent() const;
+  // Whether the memory is in one of the buffers.
+  bool holds(const void* memory) const;
   // With nothing on its way; as `deregister`. What is lent is freed when it comes back.
   void close(NcclApi::Communicator communicator);
 

@@ -45,7 +45,10 @@ class Engine {
   void wait(Operation& operation);
   // As Comm::allocate.
   c10::DataPtr allocate(Group& group, Op op, int64_t bytes, c10::Device device);
-  bool premultiplies() const { return options_.sum == NcclOptions::Sum::native; }
+  // NCCL's symmetric kernels take plain sums only.
+  bool premultiplies() const {
+    return options_.sum == NcclOptions::Sum::native && options_.buffers != NcclApi::Memory::symmetric;
+  }
   // Collective over the parent, whose ranks have just told each other their colors and keys, two a rank.
   std::shared_ptr<Group> split(Group& parent, const std::vector<int64_t>& colors_and_keys);
 

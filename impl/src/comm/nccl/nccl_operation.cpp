@@ -135,19 +135,34 @@ std::byte* Issue::scratch(Lane& lane, int64_t bytes) {
   return lane.memory.scratch(api_, lane.communicator, bytes, options_.buffers, finish_);
 }
 
+// NCCL's symmetric kernels take sums of these dtypes without a factor, and only from window to window. The input of a
+// reduce-scatter is in one where it was lent; the output is not, because the caller may keep it. So the sum arrives in the
+// lane's own memory, and is copied from there.
+bool Issue::wants_window(const Call& call, const Lane& lane, const std::byte* input, const std::byte* output) const {
+  const at::ScalarType type = dtype(call);
+  const bool has_kernel = call.reduce == Reduce::sum && call.factor == 1 &&
+                          (type == at::kFloat || type == at::kHalf || type == at::kBFloat16);
+  return has_kernel && call.op == Op::reduce_scatter && options_.buffers == NcclApi::Memory::symmetric &&
+         lane.buffers.holds(input) && !lane.buffers.holds(output);
+}
+
 void Issue::reduce_natively(Operation& operation) {
   const Call& call = operation.call;
   Lane& lane = operation.lane();
   std::byte* const input = device_input(operation, call.input);
   std::byte* const output = device_output(operation, call.output);
+  const auto output_bytes = static_cast<int64_t>(call.output.nbytes());
+  const bool stages = wants_window(call, lane, input, output);
+  std::byte* const target = stages ? scratch(lane, output_bytes) : output;
   NcclApi::Operator op = NcclApi::operator_of(call.reduce);
   const bool is_own = call.factor != 1;
   if (is_own) finish_(nullptr, api_.create_premultiplied_sum(op, call.factor, dtype(call), lane.communicator));
   const auto reduces = call.op == Op::all_reduce ? &NcclApi::all_reduce : &NcclApi::reduce_scatter;
-  const NcclResult result = (api_.*reduces)(input, output, numel(call), dtype(call), op, lane.communicator, lane.stream);
+  const NcclResult result = (api_.*reduces)(input, target, numel(call), dtype(call), op, lane.communicator, lane.stream);
   // NCCL needs it no longer once the call has returned.
   if (is_own) finish_(nullptr, api_.destroy_operator(op, lane.communicator));
   finish_(lane.communicator, result);
+  if (stages) api_.copy(output, target, output_bytes, lane.stream);
 }
 
 // Everybody's terms of what this rank adds up come together in one exchange, and are added in rank order.

@@ -74,6 +74,7 @@ class Issue {
   void exchange(Operation& operation, const std::vector<Part>& sends, const std::vector<Part>& recvs);
   void all_to_all(Operation& operation);
   std::byte* scratch(Lane& lane, int64_t bytes);
+  bool wants_window(const Call& call, const Lane& lane, const std::byte* input, const std::byte* output) const;
   void reduce_natively(Operation& operation);
   void reduce_in_order(Operation& operation);
   void sum_in_order(Operation& operation, const CollectivePlan& plan, std::byte* input, std::byte* output);

@@ -13,6 +13,12 @@ namespace {
 
 constexpr auto kLookForEndings = std::chrono::microseconds(200);
 
+NcclOptions as_possible(NcclOptions options, NcclApi& api) {
+  if (options.buffers == NcclApi::Memory::symmetric && !api.why_no_windows().empty())
+    options.buffers = NcclApi::Memory::registered;
+  return options;
+}
+
 }  // namespace
 
 class NcclWorld::Impl final : public process::Runner {
@@ -77,7 +83,8 @@ NcclWorld::NcclWorld(int64_t rank, int64_t size, std::shared_ptr<NcclStore> stor
   SHARD_REQUIRE(options.timeout_seconds > 0, "nccl", "the time-out must be above 0 s, got {}", options.timeout_seconds);
   if (options.sum == NcclOptions::Sum::rank_order)
     if (const std::string why = api->why_no_sums(); !why.empty()) throw Error("[nccl] " + why);
-  impl_ = std::make_unique<Impl>(rank, size, std::move(store), std::move(api), options);
+  const NcclOptions possible = as_possible(options, *api);
+  impl_ = std::make_unique<Impl>(rank, size, std::move(store), std::move(api), possible);
 }
 NcclWorld::~NcclWorld() = default;
 int64_t NcclWorld::rank() const {

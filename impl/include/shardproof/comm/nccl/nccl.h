@@ -23,7 +23,8 @@ struct NcclOptions {
 
   Sum sum = Sum::rank_order;  // on a GPU `rank_order` needs the kernels of device/kernels/cuda.h
   // The kind of memory of the buffers in which the terms of ordered sums arrive, and of what Comm::allocate lends. Any kind but
-  // `plain` is registered with NCCL.
+  // `plain` is registered with NCCL. `symmetric` becomes `registered` where NcclApi::why_no_windows has a reason. With
+  // `symmetric`, native sums take no factor (Comm::premultiplies), because NCCL's symmetric kernels take none.
   NcclApi::Memory buffers = NcclApi::Memory::plain;
   // The world ends when a call takes longer than this, when a rank gives no sign of life for so long, or when making a
   // communicator takes longer.

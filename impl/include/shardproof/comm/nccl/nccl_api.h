@@ -69,6 +69,8 @@ class NcclApi {
   // Whether `allocate` gives memory of this device.
   virtual bool is_device(c10::Device device) = 0;
 
+  // Says why memory cannot be `symmetric`; empty when it can.
+  virtual std::string why_no_windows() { return {}; }
   // Memory on the device. For any kind but `plain` it comes from ncclMemAlloc.
   virtual void* allocate(int64_t bytes, Memory kind) = 0;
   virtual void release(void* memory, Memory kind) = 0;
