@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <functional>
+#include <map>
 
 #include "harness/case/generate.h"
 #include "harness/case/network.h"
@@ -28,6 +29,42 @@ void must_hold(const std::string& text) {
 const std::string kGpt = "gpt(layers=2,hidden=16,heads=2,vocab=29,positions=7";
 const std::string kLlama = "llama(layers=2,hidden=16,heads=4,kv_heads=2,intermediate=24,vocab=29,positions=8";
 const std::string kRun = " seed=7 : accumulate(2) step accumulate(1) step";
+
+using Waits = std::map<std::string, int64_t>;
+
+Waits difference(Waits after, const Waits& before) {
+  for (const auto& [what, times] : before) after[what] -= times;
+  std::erase_if(after, [](const auto& each) { return each.second == 0; });
+  return after;
+}
+
+// What the hosts of two ranks wait for while they shard two units and train so many steps.
+Waits waits_of(int64_t steps, shardproof::ShardOptions options) {
+  using namespace shardproof;
+  fake_device::install();
+  const Waits before = fake_device::host_waits();
+  options.units = by_type<torch::nn::LinearImpl>();
+  run_threads(
+      2,
+      [&](std::shared_ptr<Comm> comm) {
+        Mlp model(MlpOptions{.widths = {8, 8, 8}});
+        harness::move_to(*model, fake_device::device());
+        Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})), options);
+        Optimizer optimizer = adamw(sharded, {.lr = 0.1});
+        const at::Tensor input = at::ones({3, 8}).to(fake_device::device());
+        for (int64_t step = 0; step < steps; ++step) {
+          call(model, input).square().sum().backward();
+          optimizer.step();
+        }
+      },
+      {.device = fake_device::device()});
+  return difference(fake_device::host_waits(), before);
+}
+
+Waits waits_of_two_steps(const char* strategy, bool check_gradients) {
+  const shardproof::ShardOptions options{.strategy = shardproof::strategy(strategy), .check_gradients = check_gradients};
+  return difference(waits_of(3, options), waits_of(1, options));
+}
 
 }  // namespace
 
@@ -189,4 +226,18 @@ TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a
   must_hold(kGpt + mesh + "zero3(compute=bf16,reduce=bf16,float32_sums=1) adamw(lr=0.01,decay=0.1,clip=0.5) ordered" + kRun);
   must_hold(kLlama + mesh + "zero2(compute=bf16) lion(lr=0.01,clip=0.1) ordered" + kRun);
   must_hold(kGpt + mesh + "zero1(scale=1000000000,compute=fp16) adam(lr=0.01) ordered" + kRun);
+}
+
+TEST(DeviceWaits, the_host_waits_for_nothing_in_a_step_whose_gradients_are_not_checked) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"})
+    EXPECT_EQ(waits_of_two_steps(strategy, /*check_gradients=*/false), Waits{}) << strategy;
+}
+
+TEST(DeviceWaits, checks_of_gradients_wait_once_a_bucket_and_for_runs_of_padding) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3"}) {
+    Waits waits = waits_of_two_steps(strategy, /*check_gradients=*/true);
+    EXPECT_EQ(waits["first_beyond"], 2 * 2 * 2) << strategy << ": ranks, units and steps";
+    EXPECT_GT(waits["all_zero"], 0) << strategy;
+    EXPECT_EQ(waits.size(), 2u) << strategy;
+  }
 }

@@ -69,6 +69,7 @@ struct State {
   c10::StreamId next = 0;
   Exploration* exploration = nullptr;
   bool running = false;  // work of a stream
+  std::map<std::string, int64_t> waits;
 };
 State& state() {
   static State one;
@@ -162,10 +163,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return state().queues[wanted->stream].done >= wanted->until;
   }
   void synchronizeEvent(void* event) const override {
+    count_wait("event");
     const std::lock_guard lock(state().mutex);
     wait_for(static_cast<Recorded*>(event)->stream, static_cast<Recorded*>(event)->until);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    count_wait("stream");
     const std::lock_guard lock(state().mutex);
     wait_for(stream.id(), state().queues[stream.id()].queued);
   }
@@ -234,8 +237,18 @@ void queue(std::function<void()> work) {
 }
 
 void synchronize() {
-  const c10::Stream stream = guard.getStream(device());
-  guard.synchronizeStream(stream);
+  const std::lock_guard lock(state().mutex);
+  wait_for(current, state().queues[current].queued);
+}
+
+void count_wait(const std::string& what) {
+  const std::lock_guard lock(state().mutex);
+  ++state().waits[what];
+}
+
+std::map<std::string, int64_t> host_waits() {
+  const std::lock_guard lock(state().mutex);
+  return state().waits;
 }
 
 Orders every_order(const std::function<bool()>& program, When when, int64_t most) {

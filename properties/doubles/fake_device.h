@@ -6,6 +6,8 @@
 #include <ATen/ATen.h>
 
 #include <functional>
+#include <map>
+#include <string>
 
 namespace fake_device {
 
@@ -37,6 +39,9 @@ Orders every_order(const std::function<bool()>& program, When when = When::betwe
 
 // How many bytes operators have copied from the host to the device so far.
 int64_t bytes_from_host();
+
+// How often the host has waited for the device so far, where it would wait for a GPU too: by what it waited for.
+std::map<std::string, int64_t> host_waits();
 
 // How many bytes of page-locked memory of the host were asked for so far.
 int64_t bytes_page_locked();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "properties/doubles/fake_device.h"
+#include "properties/doubles/fake_parts.h"
 #include "shardproof/device/device.h"
 #include "shardproof/device/model_math.h"
 
@@ -42,6 +43,12 @@ std::vector<const std::byte*> here(std::span<const std::byte* const> terms) {
   return found;
 }
 
+// For the value that the host asked for.
+void wait(const char* what) {
+  count_wait(what);
+  synchronize();
+}
+
 // What returns nothing is queued; what returns a value waits for the stream first.
 class QueuedMath final : public ModelMath {
  public:
@@ -74,7 +81,7 @@ class QueuedMath final : public ModelMath {
   }
   bool store_fixed(int64_t* target, Element source_type, const std::byte* source, int64_t count, bool add, double unit,
                    double limit, double limit_of_sums) const override {
-    synchronize();
+    wait("store_fixed");
     return cpu_.store_fixed(here(target), source_type, here(source), count, add, unit, limit, limit_of_sums);
   }
   void fixed_to_float(float* target, const int64_t* source, int64_t count, float unit) const override {
@@ -89,7 +96,7 @@ class QueuedMath final : public ModelMath {
   bool exact_product(const ExactProduct& product, bool check) const override {
     ExactProduct all = product;
     all.a = here(product.a), all.b = here(product.b), all.out = here(product.out);
-    if (check) synchronize();
+    if (check) wait("exact_product");
     if (check) return cpu_.exact_product(all, true);
     queue([all, &cpu = cpu_] { cpu.exact_product(all, false); });
     return true;
@@ -103,11 +110,11 @@ class QueuedMath final : public ModelMath {
     });
   }
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
-    synchronize();
+    wait("first_beyond");
     return cpu_.first_beyond(type, here(values), count, limit);
   }
   bool all_zero(Element type, const std::byte* values, int64_t count) const override {
-    synchronize();
+    wait("all_zero");
     return cpu_.all_zero(type, here(values), count);
   }
   void zero(void* target, int64_t bytes) const override {
@@ -117,7 +124,7 @@ class QueuedMath final : public ModelMath {
     queue([bytes, to = on_host(target), from = on_host(source)] { std::memmove(to, from, static_cast<size_t>(bytes)); });
   }
   void exact_sum(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const override {
-    synchronize();
+    wait("exact_sum");
     std::vector<FlatSpan> found;
     for (const FlatSpan& span : spans) found.push_back({here(span.data), span.count});
     cpu_.exact_sum(found, squares, counters);

@@ -81,7 +81,9 @@ class HostCall {
     const size_t count = schema_.arguments().size(), first = stack->size() - count;
     for (size_t i = 0; i < count; ++i) visit((*stack)[first + i], [&](const at::Tensor& tensor) { return note(i, tensor); });
     if (reads_ours_) require_one_device();
-    count_copied((*stack)[first], count > 1 ? (*stack)[first + 1] : c10::IValue());
+    if (schema_.name() == "aten::copy_")
+      count_copy((*stack)[first].toTensor(), (*stack)[first + 1].toTensor(), (*stack)[first + 2]);
+    if (reads_ours_ && answers_the_host()) count_wait(schema_.name());
     if (!is_view_) synchronize();
     if (sends_later(stack, first)) return;
     for (size_t i = 0; i < count; ++i) {
@@ -139,9 +141,17 @@ class HostCall {
                 " is on the CPU, others are on ", device().str(), "; move it there");
   }
 
-  void count_copied(const c10::IValue& to, const c10::IValue& from) const {
-    if (schema_.name() == "aten::copy_" && is_ours(to.toTensor()) && from.toTensor().is_cpu())
-      copied_from_host += static_cast<int64_t>(from.toTensor().nbytes());
+  // Of a copy from or to the host that may not happen later.
+  static void count_copy(const at::Tensor& to, const at::Tensor& from, const c10::IValue& non_blocking) {
+    if (is_ours(to) && from.is_cpu()) copied_from_host += static_cast<int64_t>(from.nbytes());
+    if (is_ours(to) != is_ours(from) && !non_blocking.toBool()) count_wait("aten::copy_");
+  }
+
+  // Operators that return a number, or a tensor whose size depends on values.
+  bool answers_the_host() const {
+    static const std::set<std::string> some = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero",
+                                               "aten::masked_select"};
+    return some.contains(schema_.name());
   }
 
   // A copy to or from the host that nobody waits for: as from page-locked memory, which is read when the stream gets there.
