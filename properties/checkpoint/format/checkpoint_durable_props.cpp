@@ -4,40 +4,12 @@
 #include <cerrno>
 
 #include "properties/doubles/failing_files.h"
-#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/checkpoint_steps.h"
 #include "properties/kit/expect_error.h"
-#include "shardproof/checkpoint/box_read.h"
 #include "shardproof/checkpoint/format/durable.h"
 
 namespace shardproof::checkpoint {
 namespace {
-
-Sample sample_of(int64_t step) {
-  Random random(7);
-  Sample sample;
-  sample.tensors["w"] = at::full({3, 2}, static_cast<double>(step));
-  sample.tensors["v"] = random_tensor(random, {5}, Dtype::BFloat16);
-  sample.values["step"] = Value::integer(step);
-  return sample;
-}
-
-void save(FileSystem& files, const std::string& target, int64_t step, bool overwrite = false) {
-  Random random(8);
-  StagedFolder staged(files, target, overwrite);
-  write_sample(files, random, sample_of(step), staged.path(), 2);
-  staged.commit();
-}
-
-// The step that the folder holds, every byte of it verified.
-int64_t step_in(const std::string& folder) {
-  const Verified verified = verify_checkpoint(system_files(), folder);
-  EXPECT_TRUE(verified.problems.empty()) << verified.problems[0].str();
-  const Checkpoint checkpoint = open_checkpoint(system_files(), folder);
-  const int64_t step = read_value(system_files(), folder, "step", checkpoint.values.at("step")).as_int("step");
-  BoxReader reader(system_files(), folder, checkpoint);
-  EXPECT_TRUE(reader.read("w").equal(at::full({3, 2}, static_cast<double>(step))));
-  return step;
-}
 
 // Calls save with each of its system calls failing in turn, as long as there are any.
 template <typename Save, typename Look>
@@ -47,7 +19,7 @@ int64_t sweep(const Save& save_with, const Look& look) {
     for (const int error : {EIO, ENOSPC})
       for (failing = 0;; ++failing) {
         const Scratch scratch;
-        save(system_files(), step_folder(scratch.path(), 1), 1);
+        save_step(system_files(), step_folder(scratch.path(), 1), 1);
         FailingFiles files(failing, error, dead);
         bool threw = false;
         try {
@@ -62,7 +34,7 @@ int64_t sweep(const Save& save_with, const Look& look) {
 }
 
 TEST(Durable, whichever_call_of_a_save_fails_the_latest_checkpoint_is_whole) {
-  const int64_t calls = sweep([](FileSystem& files, const std::string& root) { save(files, step_folder(root, 2), 2); },
+  const int64_t calls = sweep([](FileSystem& files, const std::string& root) { save_step(files, step_folder(root, 2), 2); },
                               [](const std::string& root, bool threw) {
                                 const auto latest = latest_step(root);
                                 ASSERT_TRUE(latest);
@@ -77,12 +49,13 @@ TEST(Durable, whichever_call_of_a_save_fails_the_latest_checkpoint_is_whole) {
 }
 
 TEST(Durable, whichever_call_of_an_overwrite_fails_old_or_new_is_there_whole) {
-  const int64_t calls = sweep([](FileSystem& files, const std::string& root) { save(files, step_folder(root, 1), 2, true); },
-                              [](const std::string& root, bool threw) {
-                                const int64_t step = step_in(step_folder(root, 1));
-                                EXPECT_TRUE(step == 1 || step == 2);
-                                EXPECT_TRUE(threw || step == 2);
-                              });
+  const int64_t calls =
+      sweep([](FileSystem& files, const std::string& root) { save_step(files, step_folder(root, 1), 2, true); },
+            [](const std::string& root, bool threw) {
+              const int64_t step = step_in(step_folder(root, 1));
+              EXPECT_TRUE(step == 1 || step == 2);
+              EXPECT_TRUE(threw || step == 2);
+            });
   EXPECT_GT(calls, 20);
 }
 
@@ -96,10 +69,10 @@ TEST(Durable, whichever_call_of_a_removal_fails_no_half_checkpoint_is_seen) {
 
 TEST(Durable, what_exists_is_not_overwritten_unasked) {
   const Scratch scratch;
-  save(system_files(), scratch / "a", 1);
-  expect_error([&] { save(system_files(), scratch / "a", 2); }, {"exists already"});
+  save_step(system_files(), scratch / "a", 1);
+  expect_error([&] { save_step(system_files(), scratch / "a", 2); }, {"exists already"});
   EXPECT_EQ(step_in(scratch / "a"), 1);
-  save(system_files(), scratch / "a/", 2, true);
+  save_step(system_files(), scratch / "a/", 2, true);
   EXPECT_EQ(step_in(scratch / "a"), 2);
   EXPECT_EQ(list_folder(scratch.path()).size(), 1U);
 }
@@ -113,7 +86,7 @@ TEST(Durable, an_abandoned_save_leaves_nothing) {
 
 TEST(Durable, retention_keeps_the_newest) {
   const Scratch scratch;
-  for (const int64_t step : {9, 10, 100, 2}) save(system_files(), step_folder(scratch.path(), step), step);
+  for (const int64_t step : {9, 10, 100, 2}) save_step(system_files(), step_folder(scratch.path(), step), step);
   std::filesystem::create_directory(scratch / "step_7");     // nothing in it: not committed by us
   std::filesystem::create_directory(scratch / "step_0100");  // not a name of ours
   EXPECT_EQ(committed_steps(scratch.path()), (std::vector<int64_t>{2, 9, 10, 100}));
@@ -189,7 +162,7 @@ TEST(Durable, short_writes_are_carried_on) {
     int64_t calls = 0;
   } files;
   const Scratch scratch;
-  save(files, scratch / "a", 5);
+  save_step(files, scratch / "a", 5);
   EXPECT_EQ(step_in(scratch / "a"), 5);
 }
 
