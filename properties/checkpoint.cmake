@@ -18,6 +18,13 @@ add_test(NAME Killed.each_of_300_kills_leaves_the_last_committed_checkpoint_to_t
 set_tests_properties(Killed.each_of_300_kills_leaves_the_last_committed_checkpoint_to_the_bit PROPERTIES
   LABELS "checkpoint;nightly" ENVIRONMENT SHARDPROOF_KILLS=300)
 
+shardproof_test(NAME power_loss_props LABEL checkpoint TORCH LIBRARIES harness
+  SOURCES checkpoint/power_loss_props.cpp checkpoint/format/power_loss_files_props.cpp)
+add_test(NAME PowerLoss.random_states_of_2000_histories_have_the_last_committed_checkpoint_or_a_later_one
+  COMMAND power_loss_props --gtest_filter=PowerLoss.random_states_*)
+set_tests_properties(PowerLoss.random_states_of_2000_histories_have_the_last_committed_checkpoint_or_a_later_one PROPERTIES
+  LABELS "checkpoint;nightly" ENVIRONMENT SHARDPROOF_POWER_LOSSES=2000)
+
 # What the tests beside PyTorch run.
 add_executable(checkpoint_driver doubles/checkpoint_driver.cpp)
 target_link_libraries(checkpoint_driver PRIVATE shardproof shardproof_options)

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cerrno>
 #include <charconv>
+#include <utility>
 
 #include "checkpoint/format/cause.h"
 #include "shardproof/base/check.h"
@@ -31,10 +32,17 @@ std::string parent_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-std::string hidden_beside(const std::string& path, const char* kind) {
+// Calls `make` with hidden names until one of them is not taken, and returns that one and what `make` returned. A process that
+// died may have left the first ones: in a container every run may have the same process number.
+std::pair<std::string, int> make_hidden(const std::string& path, const char* kind,
+                                        const std::function<int(const std::string&)>& make) {
   static std::atomic<int64_t> count{0};
   const std::string name = path.substr(path.rfind('/') + 1);
-  return fmt::format("{}/.{}{}{}-{}", parent_of(path), name, kind, ::getpid(), count++);
+  for (;;) {
+    const std::string hidden = fmt::format("{}/.{}{}{}-{}", parent_of(path), name, kind, ::getpid(), count++);
+    const int made = make(hidden);
+    if (made != -EEXIST && made != -ENOTEMPTY) return {hidden, made};
+  }
 }
 
 bool exists(const std::string& path) {
@@ -47,17 +55,27 @@ bool is_folder(const std::string& path) {
   return ::lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
 }
 
-void flush_folder(FileSystem& files, const std::string& path) {
-  const int fd = files.open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
-  SHARD_REQUIRE(fd >= 0, "checkpoint", "cannot open folder {}: {}", path, cause(fd));
+int try_to_flush(FileSystem& files, const std::string& folder) {
+  const int fd = files.open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  if (fd < 0) return fd;
   const int flushed = files.fsync(fd);
   files.close(fd);  // nothing was written through it
+  return flushed;
+}
+
+void flush_folder(FileSystem& files, const std::string& path) {
+  const int flushed = try_to_flush(files, path);
   SHARD_REQUIRE(flushed >= 0, "checkpoint", "cannot flush folder {} to the disk: {}", path, cause(flushed));
 }
 
-void make_folder(FileSystem& files, const std::string& path) {
-  const int made = files.mkdir(path, 0755);
-  SHARD_REQUIRE(made >= 0, "checkpoint", "cannot make folder {}: {}. Is its parent writable?", path, cause(made));
+// The entry of a folder that is there already. A process that was killed may have made the folder and not flushed its entry,
+// and without the entry all that the folder holds is lost. A parent that may not be read, or that cannot be flushed at all, is
+// none in which we make folders.
+void flush_entry(FileSystem& files, const std::string& path) {
+  const int flushed = try_to_flush(files, parent_of(path));
+  const bool cannot_be = flushed == -EACCES || flushed == -EPERM || flushed == -EINVAL || flushed == -EROFS;
+  SHARD_REQUIRE(flushed >= 0 || cannot_be, "checkpoint", "cannot flush folder {} to the disk: {}", parent_of(path),
+                cause(flushed));
 }
 
 // Those that are missing, each durable in its parent.
@@ -65,6 +83,7 @@ void make_parents(FileSystem& files, const std::string& path) {
   if (exists(path)) {
     struct stat status {};
     SHARD_REQUIRE(::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "checkpoint", "{} is no folder", path);
+    flush_entry(files, path);
     return;
   }
   make_parents(files, parent_of(path));
@@ -102,13 +121,14 @@ StagedFolder::StagedFolder(FileSystem& files, std::string target, bool overwrite
   SHARD_REQUIRE(overwrite_ || !exists(target_), "checkpoint", "{} exists already; choose another name, or ask to overwrite it",
                 target_);
   make_parents(files_, parent_);
-  path_ = hidden_beside(target_, kSaving);
-  make_folder(files_, path_);
+  const auto [path, made] =
+      make_hidden(target_, kSaving, [&](const std::string& hidden) { return files_.mkdir(hidden, 0755); });
+  SHARD_REQUIRE(made >= 0, "checkpoint", "cannot make folder {}: {}. Is its parent writable?", path, cause(made));
+  path_ = path;
 }
 
 StagedFolder::~StagedFolder() {
-  // After an exchange this is the old checkpoint.
-  if (!renamed_ || overwrite_) remove_if_possible(files_, path_);
+  if (may_remove_) remove_if_possible(files_, path_);
 }
 
 void StagedFolder::commit() {
@@ -126,7 +146,11 @@ void StagedFolder::commit() {
     overwrite_ = false;
   }
   renamed_ = true;
+  // After an exchange the hidden folder is the old checkpoint. As long as a power failure may give it back its name, it stays
+  // whole.
+  may_remove_ = false;
   flush_folder(files_, parent_);
+  may_remove_ = overwrite_;
 }
 
 void write_staged_file(FileSystem& files, const std::string& target,
@@ -141,8 +165,9 @@ void write_staged_file(FileSystem& files, const std::string& target,
 }
 
 void remove_folder(FileSystem& files, const std::string& given) {
-  const std::string path = without_slashes(given), hidden = hidden_beside(path, kRemoving);
-  const int renamed = files.rename(path, hidden);
+  const std::string path = without_slashes(given);
+  const auto [hidden, renamed] =
+      make_hidden(path, kRemoving, [&](const std::string& name) { return files.rename(path, name); });
   SHARD_REQUIRE(renamed >= 0, "checkpoint", "cannot rename {} to remove it: {}", path, cause(renamed));
   flush_folder(files, parent_of(path));
   remove_tree(files, hidden);
@@ -155,6 +180,8 @@ int64_t remove_leftovers(FileSystem& files, const std::string& parent) {
     const bool leftover =
         name[0] == '.' && (name.find(kSaving) != std::string::npos || name.find(kRemoving) != std::string::npos);
     if (!leftover || !is_folder(parent + "/" + name)) continue;
+    // What died may have hidden a checkpoint and not flushed that: a power failure would give it back its name.
+    if (removed == 0) flush_folder(files, parent);
     remove_tree(files, parent + "/" + name);
     ++removed;
   }

@@ -14,10 +14,12 @@ namespace shardproof::checkpoint {
 // A save in progress. Files go to a new folder beside the target, and `commit` renames that folder to the target.
 class StagedFolder {
  public:
-  // Makes the new folder, and the parent when it does not exist. Throws Error when the target exists and `overwrite` is not
-  // set, or when the new folder cannot be made.
+  // Makes the new folder, and the parent when it does not exist. A parent that exists is flushed to the disk, because a process
+  // that died may have made it. Throws Error when the target exists and `overwrite` is not set, or when the new folder cannot
+  // be made.
   StagedFolder(FileSystem& files, std::string target, bool overwrite = false);
-  // Removes the new folder if it was not committed, as far as that is possible.
+  // Removes the new folder if it was not committed, or the old one that it replaced, as far as that is possible. When the last
+  // flush of `commit` failed, the old one stays as a leftover, because a power failure may give it back its name.
   ~StagedFolder();
   StagedFolder(const StagedFolder&) = delete;
   StagedFolder& operator=(const StagedFolder&) = delete;
@@ -34,6 +36,7 @@ class StagedFolder {
   std::string target_, parent_, path_;
   bool overwrite_;
   bool renamed_ = false;
+  bool may_remove_ = true;  // whether the folder at path_ is ours to remove
 };
 
 // Writes one file that is there whole or not at all. `write` makes the file at the path that it is given and flushes it; then
@@ -43,8 +46,8 @@ void write_staged_file(FileSystem& files, const std::string& target, const std::
 // Removes a folder with its subfolders. It renames the folder first, so nobody ever sees a part of it.
 void remove_folder(FileSystem& files, const std::string& path);
 
-// Removes what saves and removals that died left behind in `parent`, and returns how many folders that were. Call it only when
-// no save is under way there.
+// Removes what saves and removals that died left behind in `parent`, and returns how many folders that were. When there is any,
+// it flushes `parent` before. Call it only when no save is under way there.
 int64_t remove_leftovers(FileSystem& files, const std::string& parent);
 
 // The steps N of the checkpoints `parent`/step_N, ascending. All of them are committed. Empty when there is no such folder.
