@@ -1,13 +1,17 @@
 #include "harness/run/case_checkpoints.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
 
 #include "harness/case/random.h"
+#include "harness/run/power_loss.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/comm/agree.h"
 
 namespace harness {
 namespace {
@@ -72,7 +76,7 @@ CaseCheckpoints::CaseCheckpoints(const Case& c, std::string directory)
   draw(c);
 }
 
-CaseCheckpoints::CaseCheckpoints(const Case& c) : seed_(c.seed) {
+CaseCheckpoints::CaseCheckpoints(const Case& c, bool ranks_are_threads) : seed_(c.seed), ranks_are_threads_(ranks_are_threads) {
   if (!draw(c)) return;
   directory_ = (std::filesystem::temp_directory_path() / "shardproof_case_XXXXXX").string();
   SHARD_REQUIRE(::mkdtemp(directory_.data()), "harness", "cannot make the folder {} for checkpoints; is TMPDIR writable?",
@@ -94,8 +98,11 @@ bool CaseCheckpoints::after_rename(size_t step) const {
   return Draws(seed_, "dies after its rename").bits(static_cast<int64_t>(step)) % 4 == 0;
 }
 
-void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer) {
-  const bool all_die = Draws(seed_, "who dies").bits(static_cast<int64_t>(step)) % 2 == 0;
+void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer,
+                            shardproof::Comm& world) {
+  const auto at = static_cast<int64_t>(step);
+  if (ranks_are_threads_ && Draws(seed_, "loses power").bits(at) % 3 == 0) return lose_power(step, sharded, optimizer, world);
+  const bool all_die = Draws(seed_, "who dies").bits(at) % 2 == 0;
   const std::string folder = shardproof::checkpoint::step_folder(directory_, number(step) + 1);
   FileSystem& files = all_die || sharded.rank() == 0 ? crashes_.at(step) : hasty_files();
   bool told = true;
@@ -106,6 +113,49 @@ void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproo
   }
   SHARD_REQUIRE(!told, "harness", "the save before step {} died, and rank {} was told that it is there", step, sharded.rank());
   if (!after_rename(step)) return;
+  shardproof::checkpoint::load(folder, sharded, &optimizer);
+  if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
+}
+
+// Half of the saves are killed as well. Rank 0 acts for all, while the others wait for what it tells.
+void CaseCheckpoints::lose_power(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer,
+                                 shardproof::Comm& world) {
+  const Draws draws = Draws(seed_, "power").at(static_cast<int64_t>(step));
+  const int64_t saved = number(step) + 1;
+  const std::string folder = shardproof::checkpoint::step_folder(directory_, saved);
+  shardproof::from_rank_0(world, [&] {
+    disk_ = std::make_unique<LossyDisk>(directory_);
+    if (draws.bits(0) % 2 == 0) disk_->kill_after(draws.integer(1, 0, kCallsMax));
+    return std::string();
+  });
+  bool returned = true;
+  try {
+    shardproof::checkpoint::save(folder, sharded, &optimizer, {.step = saved}, {.files = &disk_->files(sharded.rank())});
+  } catch (const shardproof::Error&) {
+    returned = false;
+  }
+  world.barrier().wait();
+  const std::string there = shardproof::from_rank_0(world, [&]() -> std::string {
+    if (returned) disk_->mark(1);
+    const std::vector<int64_t> before = shardproof::checkpoint::committed_steps(directory_);
+    RandomChoice choices(draws.bits(2));
+    const DiskState state = harness::lose_power(disk_->record(), choices, {.block = draws.bits(3) % 2 == 0 ? 512U : 1000U});
+    disk_.reset();
+    restore(state, directory_);
+    const std::vector<int64_t> after = shardproof::checkpoint::committed_steps(directory_);
+    for (const int64_t known : before)
+      SHARD_REQUIRE((known == saved && state.mark == 0) || std::find(after.begin(), after.end(), known) != after.end(),
+                    "harness", "checkpoint {} is lost: power failed {} step {}", known,
+                    state.mark == 0 ? "while one was saved before" : "after one was saved before", step);
+    for (const int64_t known : after) {
+      const std::string path = shardproof::checkpoint::step_folder(directory_, known);
+      const auto verified = shardproof::checkpoint::verify_checkpoint(shardproof::checkpoint::system_files(), path);
+      SHARD_REQUIRE(verified.problems.empty(), "harness", "after a loss of power before step {}, checkpoint {} is damaged: {}",
+                    step, known, verified.problems[0].str());
+    }
+    return after.empty() || after.back() != saved ? "" : "there";
+  });
+  if (there.empty()) return;
   shardproof::checkpoint::load(folder, sharded, &optimizer);
   if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
 }

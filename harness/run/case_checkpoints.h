@@ -3,9 +3,11 @@
 
 #include <atomic>
 #include <map>
+#include <memory>
 #include <string>
 
 #include "harness/case/case.h"
+#include "harness/run/lossy_disk.h"
 #include "shardproof/checkpoint/manager.h"
 
 namespace harness {
@@ -34,7 +36,8 @@ class DyingFiles : public shardproof::checkpoint::FileSystem {
 // A folder of its own, gone with this object; shared by all ranks. Without a save in the case there is none.
 class CaseCheckpoints {
  public:
-  explicit CaseCheckpoints(const Case& c);
+  // `ranks_are_threads`: one object can see what all ranks do, so that some saves can lose power.
+  explicit CaseCheckpoints(const Case& c, bool ranks_are_threads = true);
   // In a folder that another process made and removes.
   CaseCheckpoints(const Case& c, std::string directory);
   ~CaseCheckpoints();
@@ -47,19 +50,22 @@ class CaseCheckpoints {
   // The numbers of the checkpoints before a step.
   static int64_t number(size_t step) { return 2 * static_cast<int64_t>(step); }
 
-  // Collective: a save before that step, during which every rank dies at some call, or the first does. Throws Error unless it
-  // was refused on this rank. One that died after its rename is whole: it is loaded, which changes no value, and removed.
-  void crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer);
+  // Collective: a save before that step, during which every rank dies at some call, or the first does, or during or after which
+  // power fails. Throws Error unless one that died was refused on this rank. One that died after its rename is whole, and so is
+  // one that returned before power failed: it is loaded, which changes no value, and removed.
+  void crash(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer, shardproof::Comm& world);
 
  private:
   // Whether there is anything to save.
   bool draw(const Case& c);
   bool after_rename(size_t step) const;
+  void lose_power(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer, shardproof::Comm& world);
 
   uint64_t seed_;
-  bool owns_ = true;
+  bool owns_ = true, ranks_are_threads_ = false;
   std::string directory_;
   std::map<size_t, DyingFiles> crashes_;  // by step
+  std::unique_ptr<LossyDisk> disk_;       // during a save that loses power
 };
 
 }  // namespace harness

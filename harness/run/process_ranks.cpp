@@ -42,7 +42,7 @@ Steps ProcessRanks::train(const Case& c, const golden::Run& run) {
                   "the case's mesh {} has {} ranks, and there are {} processes", c.at(s).mesh.str(), c.at(s).mesh.size(),
                   world_.size());
   Steps steps;
-  CaseCheckpoints checkpoints(c);
+  CaseCheckpoints checkpoints(c, /*ranks_are_threads=*/false);
   world_.run([&](std::shared_ptr<Comm> comm) {
     share_text(*comm, c.str());
     share_text(*comm, checkpoints.directory());

@@ -73,7 +73,7 @@ class RankRun {
     }
     if (!plan.crash) return;
     manager_->wait();
-    checkpoints_.crash(index, sharded_, optimizer_);
+    checkpoints_.crash(index, sharded_, optimizer_, comms_->world());
   }
 
   void load(size_t index) {
