@@ -200,7 +200,9 @@ TEST(DeviceModels, each_canonical_operation_that_a_device_has_gives_the_cpus_bit
     const auto here = results_of(operation, inputs, at::kCPU), there = results_of(operation, inputs, fake_device::device());
     for (size_t k = 0; k < here.size(); ++k) {
       ASSERT_EQ(here[k].defined(), there[k].defined());
-      if (here[k].defined()) EXPECT_TRUE(here[k].view(at::kLong).equal(there[k].view(at::kLong))) << i << ", result " << k;
+      if (here[k].defined()) {
+        EXPECT_TRUE(here[k].view(at::kLong).equal(there[k].view(at::kLong))) << i << ", result " << k;
+      }
     }
   }
   const auto too_large = [&] {

@@ -79,7 +79,9 @@ TEST(NcclLaunch, ranks_of_one_gpu_pose_as_different_hosts_and_others_may_meet) {
         EXPECT_EQ(variables[0].first, "NCCL_HOSTID");
         expect_says(variables[0].second, {"node7"});
         EXPECT_TRUE(hosts_of_gpus.insert({rank % gpus, variables[0].second}).second) << "one host has one rank of a GPU";
-        if (rank < gpus) EXPECT_EQ(variables[0].second, sharing_variables(sharing, gpus, 0, "node7")[0].second);
+        if (rank < gpus) {
+          EXPECT_EQ(variables[0].second, sharing_variables(sharing, gpus, 0, "node7")[0].second);
+        }
       }
     }
   EXPECT_EQ(sharing_variables(share_gpus(23003, 1, 2), 1, 1, "node7")[0].first, "NCCL_MULTI_RANK_GPU_ENABLE");

@@ -60,8 +60,9 @@ void expect_written(const kit::DrawnSharding& d) {
     expect_equal(sharded.gather_main_parameters(), parameters, d.str());
     expect_equal(optimizer.gather_state("momentum_buffer"), state, d.str());
     for (const auto& [name, value] : sharded.gather_parameters())
-      if (const auto found = parameters.find(name); found != parameters.end())
+      if (const auto found = parameters.find(name); found != parameters.end()) {
         EXPECT_TRUE(kit::same_bits(value, found->second.to(at::kBFloat16))) << d.str() << " " << name;
+      }
 
     step(model, sharded, optimizer, true);
     Values moved, expected;

@@ -236,7 +236,9 @@ TEST(NcclBuffers, units_gather_and_reduce_in_registered_memory_without_changing_
         expect_same(seen[static_cast<size_t>(rank)], wanted[static_cast<size_t>(rank)]);
       const int64_t registered = symmetric.api(0).registrations(), in_windows = symmetric.api(0).calls_in_windows();
       EXPECT_GT(registered, 0);
-      if (std::string(name) == "zero3") EXPECT_GE(in_windows, 2 * 3) << "gathers of three units in two steps";
+      if (std::string(name) == "zero3") {
+        EXPECT_GE(in_windows, 2 * 3) << "gathers of three units in two steps";
+      }
       train_in(symmetric, options);
       EXPECT_EQ(symmetric.api(0).registrations(), registered) << "buffers are found again";
     }
@@ -254,7 +256,9 @@ TEST(NcclBuffers, gradients_that_stay_whole_are_produced_in_registered_memory_an
       if (sum == NcclOptions::Sum::rank_order) continue;  // its own buffers are in windows, too
       const int64_t arriving = std::string(name) == "zero1" ? 1 : 0;  // the memory in which sums of slices arrive
       EXPECT_EQ(symmetric.api(0).registrations(), 3 + arriving) << name << ": a buffer for each unit, and no other";
-      if (std::string(name) == "ddp") EXPECT_EQ(symmetric.api(0).calls_in_windows(), 2 * 3) << "units, in two steps";
+      if (std::string(name) == "ddp") {
+        EXPECT_EQ(symmetric.api(0).calls_in_windows(), 2 * 3) << "units, in two steps";
+      }
     }
 }
 

@@ -81,7 +81,9 @@ TEST(TensorParallel, cross_entropy_of_cut_logits_is_that_of_whole_ones) {
             loss.backward();
             EXPECT_NEAR(loss.item<double>(), expected.item<double>(), 1e-12);
             const at::Tensor gradient = piece_of(whole.grad(), 1, n, comm->rank());
-            if (gradient.numel() > 0) EXPECT_LT((own.grad() - gradient).abs().max().item<double>(), 1e-14);
+            if (gradient.numel() > 0) {
+              EXPECT_LT((own.grad() - gradient).abs().max().item<double>(), 1e-14);
+            }
           });
         }
   expect_error(
@@ -125,7 +127,9 @@ void expect_as_plain(const std::function<std::shared_ptr<torch::nn::Module>()>& 
       const at::Tensor own_x = input(), y = forward(*module, own_x);
       EXPECT_TRUE(at::equal(y, expected)) << tp;
       y.backward(dy);
-      if (x.is_floating_point()) EXPECT_TRUE(at::equal(own_x.grad(), plain_x.grad())) << tp;
+      if (x.is_floating_point()) {
+        EXPECT_TRUE(at::equal(own_x.grad(), plain_x.grad())) << tp;
+      }
       const auto whole = plain->named_parameters();
       for (const auto& item : module->named_parameters()) {
         at::Tensor gradient = whole[item.key()].grad();

@@ -210,7 +210,9 @@ TEST(TensorParallel, partial_gradients_are_of_whole_parameters) {
     const auto declared = make();
     const TensorParallel parallel = parallelize(declared.ptr(), comms, plan_of("2"));
     for (const ParallelParameter& known : parallel.parameters())
-      if (known.layout == replicated()) EXPECT_EQ(known.grad_partial_ranks, 2) << known.name;
+      if (known.layout == replicated()) {
+        EXPECT_EQ(known.grad_partial_ranks, 2) << known.name;
+      }
     EXPECT_EQ(parallel.parameters().size(), 4u);
     expect_error([&] { const auto other = parallelize(make().ptr(), comms, plan_of("1")); },
                  {"PartialGradients", "'1'", "none"});
