@@ -9,7 +9,8 @@ CLEAN = {
     "README.md": "Read [the algebra](docs/layout.md#words), then run `build/tiny` of `examples/tiny.cpp`.\n"
                  "\n```cpp from=examples/tiny.cpp\nint main() {}\n```\n\n```sh run\nbuild/tiny\n```\n\n```text\n1 2 3\n```\n",
     "docs/layout.md": "`algebra/mesh.h` says it. [Back](../README.md). Layout.one_copy_tiles_the_tensor, Layout.one_copy_*,\n"
-                      "Gpu.a_case_of_mlp_holds, Verify.cases_of_zero3_hold, Docs.a_name_is_found, properties/{a,b}.cpp\n",
+                      "Gpu.a_case_of_mlp_holds, Verify.cases_of_zero3_hold, Docs.a_name_is_found,\n"
+                      "Python.two_words, properties/{a,b}.cpp\n",
     "examples/CMakeLists.txt": "add_executable(tiny tiny.cpp)\n",
     "examples/tiny.cpp": "// Does nothing.\nnamespace {}\n  int main() {}\n",
     "impl/include/shardproof/algebra/mesh.h": "",
@@ -19,6 +20,7 @@ CLEAN = {
                            "add_test(NAME \"Verify.${name}\" COMMAND verify)\n"
                            "shardproof_verify(cases_of_${strategy}_hold harness)\n"
                            "add_test(NAME Gpu.a_case_of_${model}_holds COMMAND verify)\n",
+    "python/tests/test_two_words.py": "",
     "ci/tests/docs_test.py": "class Docs:\n    def test_a_name_is_found(self):\n        pass\n",
 }
 
@@ -36,7 +38,7 @@ class CheckDocs(unittest.TestCase):
 
     def test_a_test_that_does_not_exist_is_found(self):
         for name in ("Layout.one_copy_tiles_a_box", "Gpu.a_case_of_mlp_fails", "Verify.cases_of_zero3_fail",
-                     "Docs.a_name_is_lost", "Layout.two_copies_*"):
+                     "Docs.a_name_is_lost", "Layout.two_copies_*", "Python.three_words"):
             self.expect(f"It is tested ({name}).", f"there is no test {name}")
 
     def test_a_test_that_is_renamed_is_found(self):
