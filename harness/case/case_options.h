@@ -19,6 +19,7 @@ struct CaseOptions {
   int64_t bucket_bytes = 0;       // 0: a bucket a unit
   int64_t buckets = 0;            // or that many a unit
   int64_t alignment_bytes = 512;
+  int64_t bucket_multiple = 1;    // in elements
   int64_t reshard = 1;            // after forward: 1 yes, 0 no, n: within n ranks
   int64_t reshard_backward = 1;
   int64_t prefetch = 0;           // units ahead, in both directions

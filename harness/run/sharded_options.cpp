@@ -60,6 +60,7 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
   options.bucket_count = o.buckets;
   // cuBLAS chooses kernels by alignment; the golden run's tensors have that of LibTorch's allocator.
   options.alignment_bytes = device.is_cuda() ? 512 : o.alignment_bytes;
+  options.bucket_multiple = o.bucket_multiple;
   options.granularity = o.whole ? Granularity::tensor : Granularity::element;
   options.reshard_after_forward = o.reshard == 1   ? Reshard::by_strategy()
                                   : o.reshard == 0 ? Reshard::never()

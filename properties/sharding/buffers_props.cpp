@@ -63,6 +63,25 @@ TEST(MegatronParity, buckets_are_cut_by_bytes_and_reduced_in_reverse_order_of_us
     }
 }
 
+TEST(MegatronParity, buckets_are_padded_to_a_multiple_that_is_asked_for_and_no_bit_changes) {
+  constexpr int64_t kBuckets = 2;  // of one size, because each is smaller than the multiple
+  for (const int64_t world : {2, 3})
+    for (const char* name : {"ddp", "zero1", "zero3"})
+      for (const int64_t multiple : {1000, 4096}) {
+        parity::Plan plan{.mesh = ranks(world), .options = block_units(name), .microbatches = 2};
+        plan.options.bucket_multiple = multiple;
+        plan.shard = [&](const parity::Trainee& own, std::shared_ptr<MeshComm> comms) {
+          Sharded sharded = fully_shard(own.module, comms, plan.options);
+          const int64_t here = sharded.memory().now(MemoryKind::parameter) / static_cast<int64_t>(sizeof(float)) / kBuckets;
+          const int64_t whole = std::string(name) == "zero3" ? here * world : here;
+          EXPECT_TRUE(whole % multiple == 0 && whole % world == 0 && whole >= multiple)
+              << name << ": " << whole << " elements on " << world << " ranks, multiple " << multiple;
+          return sharded;
+        };
+        expect_trains_like_plain(make_blocks(kBuckets, 5), plan);
+      }
+}
+
 TEST(MegatronParity, shards_of_the_optimizer_cover_every_parameter_once) {
   for (const Mesh& mesh : {ranks(1), ranks(3), grid(2, 2), grid(3, 1)})
     for (const Strategy& row : strategies())

@@ -79,6 +79,7 @@ def fully_shard(
     bucket_bytes_max: int = 0,
     bucket_count: int = 0,
     alignment_bytes: int = 512,
+    bucket_multiple: int = 1,
     granularity: str = "element",
     buffers: str = "freed",
     gather: str = "copied",
@@ -133,6 +134,8 @@ def fully_shard(
         A unit's parameters go into several buckets of at most so many bytes, or into so many. 0: into one.
     alignment_bytes : int
         Every parameter starts at a multiple of this in its bucket.
+    bucket_multiple : int
+        The number of elements of every bucket is a multiple of this. Megatron-LM pads to 65,536 for the bandwidth of NCCL.
     granularity : {"element", "tensor"}
         Whether shards are cut anywhere, or a parameter lies whole on one rank, as Muon needs it.
     buffers : {"freed", "pooled"}
@@ -200,6 +203,7 @@ def fully_shard(
         bucket_bytes_max=bucket_bytes_max,
         bucket_count=bucket_count,
         alignment_bytes=alignment_bytes,
+        bucket_multiple=bucket_multiple,
         granularity=granularity,
         buffers=buffers,
         gather=gather,

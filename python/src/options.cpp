@@ -74,6 +74,7 @@ const std::map<std::string, Setter>& setters() {
       {"bucket_bytes_max", set(&ShardOptions::bucket_bytes_max)},
       {"bucket_count", set(&ShardOptions::bucket_count)},
       {"alignment_bytes", set(&ShardOptions::alignment_bytes)},
+      {"bucket_multiple", set(&ShardOptions::bucket_multiple)},
       {"reshard_after_backward", set(&ShardOptions::reshard_after_backward)},
       {"prefetch_forward", set(&ShardOptions::prefetch_forward)},
       {"prefetch_backward", set(&ShardOptions::prefetch_backward)},

@@ -105,6 +105,7 @@ def test_recomputed_units_and_prefetch_change_no_bit():
         prefetch_backward=2,
         buffers="pooled",
         bucket_count=2,
+        bucket_multiple=1000,
     )
 
 

@@ -28,9 +28,9 @@ void require_movable(const CollectiveStep& collective, const Strategy& strategy,
 }  // namespace
 
 BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
-                           int64_t alignment_elements, Granularity granularity)
+                           int64_t alignment_elements, Granularity granularity, int64_t bucket_multiple)
     : mesh_(mesh), rank_(rank), members_(std::move(members)) {
-  int64_t multiple = 1, cuts = 1;
+  int64_t multiple = bucket_multiple, cuts = 1;
   for (const Layout* layout : {&strategy.parameter, &strategy.accumulated, &strategy.state}) {
     cuts = std::max(cuts, chunks(*layout, mesh));
     multiple = std::lcm(multiple, chunks(*layout, mesh));

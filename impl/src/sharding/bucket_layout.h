@@ -52,9 +52,9 @@ struct Stage {
 class BucketLayout {
  public:
   // Lays the members out (offsets are set here), each aligned; the total is padded so that every even split that the strategy
-  // makes on this mesh divides it. `strategy` is as `on_mesh` gives it.
+  // makes on this mesh divides it, and that it is a multiple of `bucket_multiple`. `strategy` is as `on_mesh` gives it.
   BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
-               int64_t alignment_elements, Granularity granularity);
+               int64_t alignment_elements, Granularity granularity, int64_t bucket_multiple = 1);
 
   const std::vector<BucketParameter>& members() const { return members_; }
   int64_t numel() const { return numel_; }

@@ -94,7 +94,8 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
   BucketRules rules = resolve(how.options, how.options.precision, how.strategy, mesh, tensors.front().scalar_type());
   rules.grad_partial_ranks = parameters.front().grad_partial_ranks;
   const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
-  BucketLayout layout(std::move(members), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity);
+  BucketLayout layout(std::move(members), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity,
+                      how.options.bucket_multiple);
   return std::make_unique<Bucket>(
       BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), how.strategy,
                     std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules)},

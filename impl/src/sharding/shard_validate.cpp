@@ -11,8 +11,15 @@
 #include "shardproof/nn/canonical/canonical.h"
 
 namespace shardproof {
+namespace {
+
+constexpr int64_t kBucketMultipleMax = int64_t{1} << 30;
+
+}  // namespace
 
 void validate(const ShardOptions& options, const Mesh& mesh) {
+  SHARD_REQUIRE(options.bucket_multiple >= 1 && options.bucket_multiple <= kBucketMultipleMax, "fully_shard",
+                "bucket_multiple must be between 1 and {}, got {}", kBucketMultipleMax, options.bucket_multiple);
   const int64_t alignment = options.alignment_bytes;
   SHARD_REQUIRE(alignment >= 64 && (alignment & (alignment - 1)) == 0, "fully_shard",
                 "alignment_bytes must be a power of two and at least 64, got {}", alignment);

@@ -142,6 +142,11 @@ struct ShardOptions {
   // Every parameter starts at a multiple of so many bytes in its bucket. It must be a power of two and at least 64, because
   // vector kernels round differently at other offsets.
   int64_t alignment_bytes = 512;
+  // The number of elements of every bucket is a multiple of this number, and of what even cuts need. The rest is padding, which
+  // is zero. Megatron-LM's pad_buckets_for_high_nccl_busbw asks for 65,536: according to its documentation, NCCL's rings are
+  // fast on many ranks only if each rank's part of a bucket is divisible by a large power of two. The values of parameters and
+  // gradients do not depend on it.
+  int64_t bucket_multiple = 1;
   Granularity granularity = Granularity::element;
 
   // It applies to all units but the root, which keeps its own parameters until its backward. Sharded::unit("") changes that.
@@ -175,7 +180,8 @@ struct ShardOptions {
 
   // Whether gradients are checked before they are communicated. A NaN, an infinity or a magnitude above
   // `gradient_magnitude_max` throws an error that names rank, step and parameter. Set it to false where a LossScaler handles
-  // such gradients.
+  // such gradients. For the answers the host waits for a device, once a bucket and once a run of padding; with false it waits
+  // for neither.
   bool check_gradients = true;
   double gradient_magnitude_max = std::numeric_limits<double>::infinity();
 
