@@ -8,10 +8,9 @@
 // - fsync of a folder makes the names in it last: those that were made, renamed, exchanged and removed before.
 // - A change of names that was not flushed has reached the disk, or has not. It is never there in part: a rename takes one name
 //   away and gives another. Two changes of one name reach the disk in their order, and nothing else has an order.
-// - Bytes that were not flushed have reached the disk or not, block by block. The length may have grown over blocks that are
-// not
-//   there; those hold a fill byte, or what was there before. Blocks of any size can be asked for, also of odd ones, so that
-//   writes are torn anywhere.
+// - Bytes that were not flushed have reached the disk or not, block by block. The length may have grown over blocks that
+//   are not there; those hold a fill byte, or what was there before. Blocks of any size can be asked for, also of odd ones, so
+//   that writes are torn anywhere.
 #pragma once
 
 #include <map>

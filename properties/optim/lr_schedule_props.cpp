@@ -45,7 +45,7 @@ TEST(LrSchedule, falls_as_the_inverse_of_the_root_of_the_step) {
 TEST(LrSchedule, numbers_that_make_no_sense_are_an_error) {
   expect_error([] { warmup_stable_decay(0, 4, 10, 7); }, {"decay <= total - warmup, got decay 7, total 10 and warmup 4"});
   expect_error([] { warmup_stable_decay(0, 4, 10, -1); }, {"0 <= decay"});
-  expect_error([] { warmup_stable_decay(9, 4, 10, 3, 2); }, {"last"});
+  expect_error([] { warmup_stable_decay(0, 4, 10, 3, 2); }, {"last"});
   expect_error([] { warmup_constant(0, -1); }, {"got -1 and 0"});
   expect_error([] { warmup_inverse_sqrt(-2, 1); }, {"got 1 and -2"});
 }

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -220,17 +219,21 @@ def test_cases_side_by_side_are_all_counted():
 
 
 def test_an_error_of_one_job_ends_the_others(tmp_path):
+    cases = 1000
+
     def make_model(draw):
+        with open(tmp_path / "made", "ab") as made:
+            made.write(b".")
         try:
             (tmp_path / "raised").touch(exist_ok=False)
         except FileExistsError:
             return models.make_model(draw)
         raise ValueError("only once")
 
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match="only once"):
-        check(replicas(""), make_model, *PLAIN[1:], cases=10**6, jobs=2, budget=60.0, load=False, no_sync=False)
-    assert time.monotonic() - start < 30
+        check(replicas(""), make_model, *PLAIN[1:], cases=cases, jobs=2, load=False, no_sync=False)
+    # The other job runs half of the cases when nothing ends it, and makes the model at least twice for each.
+    assert (tmp_path / "made").stat().st_size < cases // 2
 
 
 def forgets_to_divide(model: nn.Module, mesh) -> nn.Module:

@@ -9,12 +9,16 @@
 namespace shardproof {
 namespace {
 
-// How far the fall has come, in [0, 1]; below 0 during the warm-up.
-double progress(int64_t step, int64_t warmup, int64_t total, double last) {
+void require_valid(int64_t step, int64_t warmup, int64_t total, double last) {
   SHARD_REQUIRE(
       0 <= warmup && warmup <= total && last >= 0 && last <= 1 && step >= 0, "lr_schedule",
       "needs 0 <= warmup <= total, a last factor in [0, 1] and a step of at least 0, got warmup {}, total {}, last {}, step {}",
       warmup, total, last, step);
+}
+
+// How far the fall has come, in [0, 1]; below 0 during the warm-up.
+double progress(int64_t step, int64_t warmup, int64_t total, double last) {
+  require_valid(step, warmup, total, last);
   if (step < warmup) return -1;
   if (step >= total) return 1;
   return static_cast<double>(step - warmup) / static_cast<double>(total - warmup);
@@ -35,6 +39,7 @@ double warmup_linear(int64_t step, int64_t warmup, int64_t total, double last) {
 }
 
 double warmup_stable_decay(int64_t step, int64_t warmup, int64_t total, int64_t decay, double last) {
+  require_valid(step, warmup, total, last);
   SHARD_REQUIRE(0 <= decay && decay <= total - warmup, "lr_schedule",
                 "needs 0 <= decay <= total - warmup, got decay {}, total {} and warmup {}", decay, total, warmup);
   if (step < total - decay) return warmup_constant(step, warmup);

@@ -1,7 +1,6 @@
 // Which tokens a training run reads, in which order, and who gets them.
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -13,6 +12,7 @@
 #include "harness/data/sample_order.h"
 #include "harness/data/training_data.h"
 #include "properties/kit/expect_error.h"
+#include "properties/kit/harness_env.h"
 
 using namespace harness;
 using shardproof::expect_error;
@@ -20,29 +20,19 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// A folder of its own for each test, removed at the end.
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "training_data_XXXXXX").string();
-    path_ = ::mkdtemp(name.data());
-  }
-  ~Folder() { fs::remove_all(path_); }
+using harness_env::Folder;
 
-  std::string path(const std::string& name = "") const {
-    return (name.empty() ? path_ : path_ / name).string();
-  }
-  std::string write(const std::string& name, const std::string& text) const {
-    fs::create_directories(fs::path(path(name)).parent_path());
-    std::ofstream(path(name), std::ios::binary) << text;
-    return path(name);
-  }
+// A file of this text in the folder, and its path.
+std::string write(const Folder& folder, const std::string& name, const std::string& text) {
+  const fs::path path = folder / name;
+  fs::create_directories(path.parent_path());
+  std::ofstream(path, std::ios::binary) << text;
+  return path.string();
+}
 
- private:
-  fs::path path_;
-};
-
-std::string text_of(const std::vector<uint32_t>& tokens) { return {tokens.begin(), tokens.end()}; }
+std::string text_of(const std::vector<uint32_t>& tokens) {
+  return {tokens.begin(), tokens.end()};
+}
 
 TrainingData text(const std::vector<std::string>& paths, int64_t sequence_length) {
   return TrainingData({.paths = paths, .sequence_length = sequence_length});
@@ -62,8 +52,7 @@ std::string bytes_of_tokens(const std::vector<uint32_t>& tokens, int64_t width) 
 
 std::vector<std::string> names(const Folder& folder, const TokenFiles& files) {
   std::vector<std::string> result;
-  for (const std::string& file : files.files())
-    result.push_back(fs::path(file).lexically_relative(folder.path()).string());
+  for (const std::string& file : files.files()) result.push_back(fs::path(file).lexically_relative(folder.path()).string());
   return result;
 }
 
@@ -71,7 +60,7 @@ std::vector<std::string> names(const Folder& folder, const TokenFiles& files) {
 
 TEST(TrainingData, sequence_i_starts_at_byte_i_times_its_length_and_ends_with_its_last_target) {
   const Folder folder;
-  const TrainingData data = text({folder.write("a", "abcdefgh")}, 3);
+  const TrainingData data = text({write(folder, "a", "abcdefgh")}, 3);
   EXPECT_EQ(data.sequences(), 2);
   EXPECT_EQ(text_of(data.sequence(0)), "abcd");
   EXPECT_EQ(text_of(data.sequence(1)), "defg");
@@ -79,24 +68,24 @@ TEST(TrainingData, sequence_i_starts_at_byte_i_times_its_length_and_ends_with_it
 
 TEST(TrainingData, after_the_last_whole_sequence_the_first_comes_again) {
   const Folder folder;
-  const TrainingData data = text({folder.write("a", "abcdefgh")}, 3);
+  const TrainingData data = text({write(folder, "a", "abcdefgh")}, 3);
   EXPECT_EQ(text_of(data.sequence(2)), "abcd");
   EXPECT_EQ(text_of(data.sequence(101)), "defg");
 }
 
 TEST(TrainingData, exactly_one_sequence_is_enough) {
   const Folder folder;
-  EXPECT_EQ(text_of(text({folder.write("a", "abcde")}, 4).sequence(7)), "abcde");
+  EXPECT_EQ(text_of(text({write(folder, "a", "abcde")}, 4).sequence(7)), "abcde");
 }
 
 RC_GTEST_PROP(TrainingData, files_are_one_text_wherever_their_borders_lie, ()) {
-  const auto texts = *rc::gen::container<std::vector<std::string>>(
-      rc::gen::container<std::string>(rc::gen::inRange<char>('a', 'z')));
+  const auto texts =
+      *rc::gen::container<std::vector<std::string>>(rc::gen::container<std::string>(rc::gen::inRange<char>('a', 'z')));
   const std::string all = std::accumulate(texts.begin(), texts.end(), std::string());
   RC_PRE(texts.size() < 100 && all.size() > 1);
   const auto length = *rc::gen::inRange<size_t>(1, all.size());
   const Folder folder;
-  for (size_t i = 0; i < texts.size(); ++i) folder.write(fmt::format("{:02}", i), texts[i]);
+  for (size_t i = 0; i < texts.size(); ++i) write(folder, fmt::format("{:02}", i), texts[i]);
   const TrainingData data = text({folder.path()}, static_cast<int64_t>(length));
   RC_ASSERT(data.files().bytes() == static_cast<int64_t>(all.size()));
   for (int64_t i = 0; i < data.sequences(); ++i)
@@ -106,55 +95,53 @@ RC_GTEST_PROP(TrainingData, files_are_one_text_wherever_their_borders_lie, ()) {
 
 TEST(TrainingData, files_are_sorted_by_their_whole_path_byte_by_byte) {
   const Folder folder;
-  for (const char* name : {"b", "a/z", "a.txt", "B", "a/y/x", "a0"}) folder.write(name, name);
+  for (const char* name : {"b", "a/z", "a.txt", "B", "a/y/x", "a0"}) write(folder, name, name);
   const TrainingData data = text({folder.path()}, 1);
   EXPECT_EQ(names(folder, data.files()), (std::vector<std::string>{"B", "a.txt", "a/y/x", "a/z", "a0", "b"}));
 }
 
 TEST(TrainingData, the_order_of_the_paths_given_does_not_matter_and_a_file_named_twice_counts_once) {
   const Folder folder;
-  const std::string a = folder.write("d/a", "first "), b = folder.write("d/b", "second"),
-                    c = folder.write("c", "zero  ");
-  const TrainingData data = text({b, c, folder.path("d"), b}, 5);
+  const std::string a = write(folder, "d/a", "first "), b = write(folder, "d/b", "second"), c = write(folder, "c", "zero  ");
+  const TrainingData data = text({b, c, folder / "d", b}, 5);
   EXPECT_EQ(names(folder, data.files()), (std::vector<std::string>{"c", "d/a", "d/b"}));
   EXPECT_EQ(data.files().bytes(), 18);
 }
 
 TEST(TrainingData, a_folder_stands_for_its_text_files_only) {
   const Folder folder;
-  for (const char* name :
-       {"a.py", ".hidden", ".git/config", "__pycache__/a.pyc", "sub/__pycache__/b.py", "sub/b.py"})
-    folder.write(name, "text");
-  folder.write("zero.so", std::string("ELF\0binary", 10));
-  folder.write("late.txt", std::string(8000, 'x') + std::string("\0", 1));
-  fs::create_directory_symlink(folder.path(), folder.path("loop"));
-  fs::create_symlink(folder.path("gone"), folder.path("dangling"));
-  fs::create_symlink(folder.path("a.py"), folder.path("link.py"));
+  for (const char* name : {"a.py", ".hidden", ".git/config", "__pycache__/a.pyc", "sub/__pycache__/b.py", "sub/b.py"})
+    write(folder, name, "text");
+  write(folder, "zero.so", std::string("ELF\0binary", 10));
+  write(folder, "late.txt", std::string(8000, 'x') + std::string("\0", 1));
+  fs::create_directory_symlink(folder.path(), folder / "loop");
+  fs::create_symlink(folder / "gone", folder / "dangling");
+  fs::create_symlink(folder / "a.py", folder / "link.py");
   const TrainingData data = text({folder.path()}, 1);
   EXPECT_EQ(names(folder, data.files()), (std::vector<std::string>{"a.py", "late.txt", "link.py", "sub/b.py"}));
 }
 
 TEST(TrainingData, a_file_named_itself_is_read_whatever_it_holds) {
   const Folder folder;
-  const TrainingData data = text({folder.write(".hidden", std::string("a\0b", 3))}, 1);
+  const TrainingData data = text({write(folder, ".hidden", std::string("a\0b", 3))}, 1);
   EXPECT_EQ(data.sequence(1), (std::vector<uint32_t>{0, 'b'}));
 }
 
 TEST(TrainingData, what_cannot_be_read_is_an_error_that_names_it) {
   const Folder folder;
-  expect_refused({folder.path("gone")}, "there is no " + folder.path("gone"));
-  expect_refused({folder.write("empty", "")}, folder.path("empty") + " is empty");
-  expect_refused({folder.write("short", "abcd")}, "4 bytes in " + folder.path("short") + " are too few");
-  fs::create_directory(folder.path("bare"));
-  expect_refused({folder.path("bare")}, "no text files under " + folder.path("bare"));
+  expect_refused({folder / "gone"}, "there is no " + folder / "gone");
+  expect_refused({write(folder, "empty", "")}, folder / "empty" + " is empty");
+  expect_refused({write(folder, "short", "abcd")}, "4 bytes in " + folder / "short" + " are too few");
+  fs::create_directory(folder / "bare");
+  expect_refused({folder / "bare"}, "no text files under " + folder / "bare");
   expect_refused({"/dev/null"}, "/dev/null is neither a file nor a folder");
   expect_refused({}, "no path given");
 }
 
 TEST(TrainingData, a_file_cut_short_during_the_run_is_an_error) {
   const Folder folder;
-  const TrainingData data = text({folder.write("a", "abcdefgh")}, 4);
-  fs::resize_file(folder.path("a"), 3);
+  const TrainingData data = text({write(folder, "a", "abcdefgh")}, 4);
+  fs::resize_file(folder / "a", 3);
   expect_error([&] { data.sequence(0); }, {"became shorter"});
 }
 
@@ -196,8 +183,8 @@ TEST(TokenFiles, numbers_have_their_lowest_byte_first_and_run_on_from_file_to_fi
     const int64_t width = bytes_of(type);
     const std::string all = bytes_of_tokens(tokens, width);
     const auto cut = static_cast<size_t>(4 * width);
-    const std::string a = folder.write("a.bin", all.substr(0, cut)), empty = folder.write("b.bin", ""),
-                      c = folder.write("c.bin", all.substr(cut));
+    const std::string a = write(folder, "a.bin", all.substr(0, cut)), empty = write(folder, "b.bin", ""),
+                      c = write(folder, "c.bin", all.substr(cut));
     const TokenFiles files({c, empty, a}, type);
     EXPECT_EQ(files.tokens(), 9);
     EXPECT_EQ(files.bytes(), 9 * width);
@@ -207,24 +194,24 @@ TEST(TokenFiles, numbers_have_their_lowest_byte_first_and_run_on_from_file_to_fi
     EXPECT_EQ(files.place(5), "token 1 of " + c);
   }
   const std::vector<uint32_t> large{4294967295, 1};
-  EXPECT_EQ(TokenFiles({folder.write("large.bin", bytes_of_tokens(large, 4))}, TokenType::uint32).read(0, 2), large);
+  EXPECT_EQ(TokenFiles({write(folder, "large.bin", bytes_of_tokens(large, 4))}, TokenType::uint32).read(0, 2), large);
 }
 
 TEST(TokenFiles, a_folder_of_tokens_stands_for_its_bin_files) {
   const Folder folder;
   for (const char* name : {"train_1.bin", "train_0.bin", "sub/more.bin", ".hidden.bin", "tokenizer.json", "train.bin.txt"})
-    folder.write(name, std::string("\0\1", 2));
+    write(folder, name, std::string("\0\1", 2));
   EXPECT_EQ(names(folder, TokenFiles({folder.path()}, TokenType::uint16)),
             (std::vector<std::string>{"sub/more.bin", "train_0.bin", "train_1.bin"}));
-  fs::create_directory(folder.path("bare"));
-  expect_error([&] { TokenFiles({folder.path("bare")}, TokenType::uint16); }, {"no .bin files under"});
+  fs::create_directory(folder / "bare");
+  expect_error([&] { TokenFiles({folder / "bare"}, TokenType::uint16); }, {"no .bin files under"});
 }
 
 TEST(TokenFiles, a_file_that_ends_inside_a_token_or_is_cut_later_is_an_error) {
   const Folder folder;
-  const std::string path = folder.write("a.bin", std::string(12, 'x'));
-  expect_error([&] { TokenFiles({folder.write("odd.bin", "abc")}, TokenType::uint16); }, {"odd.bin has 3 bytes", "uint16"});
-  expect_error([&] { TokenFiles({folder.write("six.bin", "abcdef")}, TokenType::uint32); }, {"six.bin has 6 bytes", "uint32"});
+  const std::string path = write(folder, "a.bin", std::string(12, 'x'));
+  expect_error([&] { TokenFiles({write(folder, "odd.bin", "abc")}, TokenType::uint16); }, {"odd.bin has 3 bytes", "uint16"});
+  expect_error([&] { TokenFiles({write(folder, "six.bin", "abcdef")}, TokenType::uint32); }, {"six.bin has 6 bytes", "uint32"});
   const TokenFiles files({path}, TokenType::uint16);
   fs::resize_file(path, 6);
   EXPECT_EQ(files.read(0, 3).size(), 3U);
@@ -238,10 +225,9 @@ TEST(TokenFiles, a_type_that_is_not_there_is_an_error) {
 
 TEST(TrainingData, a_token_that_the_model_does_not_know_is_an_error_that_says_where_it_is) {
   const Folder folder;
-  const std::string path = folder.write("a.bin", bytes_of_tokens({1, 2, 3, 4, 500, 6, 7}, 2));
+  const std::string path = write(folder, "a.bin", bytes_of_tokens({1, 2, 3, 4, 500, 6, 7}, 2));
   const TrainingData data({.paths = {path}, .sequence_length = 3, .type = TokenType::uint16, .vocab = 500});
-  EXPECT_EQ(TrainingData({.paths = {path}, .sequence_length = 2, .type = TokenType::uint16, .vocab = 501})
-                .sequence(1),
+  EXPECT_EQ(TrainingData({.paths = {path}, .sequence_length = 2, .type = TokenType::uint16, .vocab = 501}).sequence(1),
             (std::vector<uint32_t>{3, 4, 500}));
   expect_error([&] { data.sequence(1); }, {"token 4 of " + path + " is 500", "vocab=500"});
 }
@@ -251,10 +237,8 @@ TEST(TrainingData, the_last_part_is_held_out_and_never_trained_on) {
   std::string letters;
   for (char letter = 'A'; letter <= 'U'; ++letter) letters += letter;  // 10 sequences of 2
   for (const std::optional<uint64_t> shuffle : {std::optional<uint64_t>(), std::optional<uint64_t>(3)}) {
-    const TrainingData data({.paths = {folder.write("a", letters)},
-                             .sequence_length = 2,
-                             .shuffle = shuffle,
-                             .validation_part = 0.39});
+    const TrainingData data(
+        {.paths = {write(folder, "a", letters)}, .sequence_length = 2, .shuffle = shuffle, .validation_part = 0.39});
     EXPECT_EQ(data.sequences(), 7);
     EXPECT_EQ(data.validation_sequences(), 3);
     for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(text_of(data.validation_sequence(i)), letters.substr(14 + 2 * i, 3));
@@ -270,7 +254,7 @@ TEST(TrainingData, the_last_part_is_held_out_and_never_trained_on) {
 TEST(TrainingData, files_of_their_own_can_be_validated_with) {
   const Folder folder;
   const TrainingData data(
-      {.paths = {folder.write("a", "abcdefg")}, .sequence_length = 3, .validation_paths = {folder.write("b", "ABCDEFG")}});
+      {.paths = {write(folder, "a", "abcdefg")}, .sequence_length = 3, .validation_paths = {write(folder, "b", "ABCDEFG")}});
   EXPECT_EQ(data.sequences(), 2);
   EXPECT_EQ(data.validation_sequences(), 2);
   EXPECT_EQ(text_of(data.validation_sequence(1)), "DEFG");
@@ -279,7 +263,7 @@ TEST(TrainingData, files_of_their_own_can_be_validated_with) {
 
 TEST(TrainingData, a_split_that_leaves_nothing_is_an_error) {
   const Folder folder;
-  const std::string path = folder.write("a", "abcdefg");
+  const std::string path = write(folder, "a", "abcdefg");
   const auto split = [&](double part, const std::vector<std::string>& paths) {
     TrainingData({.paths = {path}, .sequence_length = 3, .validation_part = part, .validation_paths = paths});
   };
@@ -287,7 +271,7 @@ TEST(TrainingData, a_split_that_leaves_nothing_is_an_error) {
   expect_error([&] { split(1, {}); }, {"in [0, 1), got 1"});
   expect_error([&] { split(-0.1, {}); }, {"in [0, 1)"});
   expect_error([&] { split(0.5, {path}); }, {"exclude each other"});
-  expect_error([&] { split(0, {folder.write("short", "abc")}); }, {"3 bytes in", "too few"});
+  expect_error([&] { split(0, {write(folder, "short", "abc")}); }, {"3 bytes in", "too few"});
 }
 
 // The vectors that docs/howto/train_on_my_data.md has as well.

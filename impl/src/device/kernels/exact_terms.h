@@ -1,4 +1,4 @@
-// Floats as terms of exact sums (device/device_math.h): integers, of a power of two that the exponent gives.
+// Floats as terms of the exact sums of device/device_math.h.
 #pragma once
 
 #include <cstdint>

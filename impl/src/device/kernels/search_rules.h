@@ -10,7 +10,8 @@
 
 namespace shardproof::SHARD_KERNELS {
 
-// The first element that a predicate finds. `finds` alone looks at one element, so that a CPU can look at many at once.
+// A search for the first element of a kind. The rule's `finds` says whether one element is of the kind. A GPU asks for a pack
+// at a time, and a CPU for a block.
 template <class T, class Rule>
 struct SearchRule {
   static constexpr int kWidth = sizeof(T) >= 4 ? 4 : 8;
