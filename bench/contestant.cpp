@@ -8,6 +8,7 @@
 #include <malloc.h>
 
 #include <fstream>
+#include <optional>
 
 #include "bench/stopwatch.h"
 #include "shardproof/shardproof.h"
@@ -54,10 +55,13 @@ class Autocast {
   bool on_;
 };
 
-at::Tensor loss_of(const Model& model, const at::Tensor& tokens) {
+// `cut`: the ranks among which the logits are cut, of a vocabulary of `vocab` entries; null where they are whole.
+at::Tensor loss_of(const Model& model, const at::Tensor& tokens, Comm* cut = nullptr, int64_t vocab = 0) {
   const at::Tensor logits = call(model, tokens.narrow(1, 0, tokens.size(1) - 1).contiguous());
   const at::Tensor targets = tokens.narrow(1, 1, tokens.size(1) - 1).reshape({-1});
-  return at::cross_entropy_loss(logits.flatten(0, 1).to(at::kFloat), targets, {}, at::Reduction::Mean);
+  const at::Tensor flat = logits.flatten(0, 1).to(at::kFloat);
+  if (cut) return vocab_parallel_cross_entropy(flat, targets, vocab, *cut);
+  return at::cross_entropy_loss(flat, targets, {}, at::Reduction::Mean);
 }
 
 // AdamW as PyTorch fuses it, on whole tensors.
@@ -124,10 +128,13 @@ struct Measured {
   int64_t live_bytes = 0;
 };
 
-std::shared_ptr<MeshComm> mesh_of(const Task& task, const std::shared_ptr<Comm>& comm, const std::shared_ptr<Trace>& trace) {
-  const bool replicas = task.strategy == "hsdp" || task.strategy == "hfsdp";
-  const Mesh mesh = replicas ? Mesh({{"dp_replicate", 1}, {"dp_shard", task.ranks}}) : Mesh({{"dp_shard", task.ranks}});
-  return std::make_shared<MeshComm>(traced(comm, trace), mesh);
+// This rank's part of the batch.
+at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank) {
+  int64_t part = 0;
+  for (const Axis& axis : task.mesh.axes())
+    if (axis.name != "tp") part = part * axis.size + task.mesh.coordinate(rank, axis.name);
+  const int64_t per_rank = task.size.batch / task.data_ranks();
+  return tokens_of(task.size, step).narrow(0, part * per_rank, per_rank).to(task.device);
 }
 
 ShardOptions options_of(const Task& task) {
@@ -143,24 +150,28 @@ ShardOptions options_of(const Task& task) {
 }
 
 void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const std::shared_ptr<Trace>& trace, Measured& measured) {
-  const int64_t rank = comm->rank(), per_rank = task.size.batch / task.ranks;
+  const int64_t rank = comm->rank();
+  const auto comms = std::make_shared<MeshComm>(traced(comm, trace), task.mesh);
   Model model = model_of(task);
-  Sharded sharded = fully_shard(model.ptr(), mesh_of(task, comm, trace), options_of(task));
+  std::optional<TensorParallel> parallel;
+  if (task.mesh.has("tp")) parallel = parallelize(model.ptr(), comms, parallel_plan(task.sequence_parallel));
+  Comm* const cut = parallel ? &comms->along({"tp"}) : nullptr;
+  Sharded sharded = fully_shard(model.ptr(), comms, options_of(task));
   Optimizer optimizer = adamw(sharded, {.lr = task.lr});
   at::Tensor losses = at::zeros({task.warmup + task.steps}, at::kDouble);
   for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
-    const at::Tensor tokens = tokens_of(task.size, step).narrow(0, rank * per_rank, per_rank).to(task.device);
+    const at::Tensor tokens = own_tokens(task, step, rank);
     finish(task.device);
     comm->barrier().wait();
     if (rank == 0) measured.calls_before_last = trace->of_rank(0).size();
     const auto start = Clock::now();
-    const at::Tensor loss = loss_of(model, tokens);
+    const at::Tensor loss = loss_of(model, tokens, cut, task.size.vocab);
     loss.backward();
     optimizer.step();
     finish(task.device);
     comm->barrier().wait();
     if (rank == 0) measured.times.push_back(milliseconds_since(start));
-    losses.mutable_data_ptr<double>()[step] = loss.item<double>() / static_cast<double>(task.ranks);
+    losses.mutable_data_ptr<double>()[step] = loss.item<double>() / static_cast<double>(task.mesh.size());
   }
   comm->all_reduce(losses).wait();
   if (rank != 0) return;
@@ -175,9 +186,9 @@ nlohmann::json run_ours(const Task& task, ProcessWorld* processes) {
   reset_peak();
   const auto body = [&](std::shared_ptr<Comm> comm) { train_rank(task, comm, trace, measured); };
   if (processes)
-    processes->run(body, task.ranks);
+    processes->run(body, task.mesh.size());
   else
-    run_threads(task.ranks, body, {.device = task.device});
+    run_threads(task.mesh.size(), body, {.device = task.device});
   int64_t calls = 0, bytes = 0;
   const auto records = trace->of_rank(0);
   for (size_t i = measured.calls_before_last; i < records.size(); ++i) {
@@ -198,7 +209,7 @@ nlohmann::json run(const Task& task, ProcessWorld* processes) {
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
   const double base = memory_mib("VmRSS:");
   nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes);
-  const auto ranks = static_cast<double>(task.contestant == "single" || processes ? 1 : task.ranks);
+  const auto ranks = static_cast<double>(task.contestant == "single" || processes ? 1 : task.mesh.size());
   result["peak_mib"] = (task.device.is_cpu() ? memory_mib("VmHWM:") - base : device_peak_mib(task.device)) / ranks;
   auto& times = result["step_ms"];
   if (!times.empty()) times.erase(times.begin(), times.begin() + task.warmup);  // rank 0's

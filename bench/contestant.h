@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bench/model.h"
+#include "shardproof/algebra/mesh.h"
 #include "shardproof/comm/process/process_world.h"
 
 namespace bench {
@@ -15,7 +16,8 @@ namespace bench {
 struct Task {
   std::string contestant;  // "ours", "side_by_side": ours without copies, "single"
   std::string strategy = "zero3";
-  int64_t ranks = 2;
+  shardproof::Mesh mesh;  // of the axes dp_replicate, dp_shard and tp
+  bool sequence_parallel = false;
   Size size;
   int64_t steps = 10, warmup = 2;
   double lr = 3e-4;
@@ -23,6 +25,9 @@ struct Task {
   // Forwards and backwards in bfloat16, by autocast where there is one copy of the parameters, by a unit's own precision where
   // they are sharded; parameters, sums of gradients and updates in float32.
   bool bf16 = false;
+
+  // How many parts the batch of a step has. Ranks along tp have the same part.
+  int64_t data_ranks() const { return mesh.size() / (mesh.has("tp") ? mesh.size("tp") : 1); }
 };
 
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a

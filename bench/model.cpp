@@ -30,7 +30,7 @@ Size size_of(const std::string& name) {
   return {name, 2, 64, 4, 256, 32, 8};
 }
 
-BlockImpl::BlockImpl(const Size& size) : heads_(size.heads) {
+BlockImpl::BlockImpl(const Size& size) : head_size_(size.hidden / size.heads) {
   const int64_t hidden = size.hidden;
   ln1_ = register_module("ln1", layer_norm(hidden));
   wq_ = register_module("wq", linear(hidden, hidden));
@@ -44,7 +44,7 @@ BlockImpl::BlockImpl(const Size& size) : heads_(size.heads) {
 
 at::Tensor BlockImpl::forward(at::Tensor x) {
   const at::Tensor y = call(ln1_, x);
-  const auto by_head = [&](Linear& w) { return call(w, y).unflatten(-1, {heads_, -1}).transpose(1, 2); };
+  const auto by_head = [&](Linear& w) { return call(w, y).unflatten(-1, {-1, head_size_}).transpose(1, 2); };
   const at::Tensor mixed =
       at::scaled_dot_product_attention(by_head(wq_), by_head(wk_), by_head(wv_), {}, 0.0, /*is_causal=*/true);
   x = x + call(wo_, mixed.transpose(1, 2).flatten(2));
@@ -64,6 +64,21 @@ at::Tensor ModelImpl::forward(at::Tensor tokens) {
   at::Tensor x = call(tok_, tokens) + call(pos_, at::arange(tokens.size(1), tokens.options()));
   for (const Block& block : blocks_) x = call(block, x);
   return call(head_, call(lnf_, x));
+}
+
+shardproof::ParallelPlan parallel_plan(bool sequence_parallel) {
+  using namespace shardproof;
+  ParallelPlan plan{.styles = {{"tok", VocabParallel{}},
+                               {"pos", ScatterOutput{0}},
+                               {"blocks.*.ln*", SequenceParallel{}},
+                               {"blocks.*.wo", RowParallel{}},
+                               {"blocks.*.w*", ColumnParallel{}},
+                               {"blocks.*.fc1", ColumnParallel{}},
+                               {"blocks.*.fc2", RowParallel{}},
+                               {"lnf", SequenceParallel{}},
+                               {"head", ColumnParallel{}}}};
+  if (sequence_parallel) plan.sequence_dim = 1;
+  return plan;
 }
 
 at::Tensor tokens_of(const Size& size, int64_t step) {

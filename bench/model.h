@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "shardproof/models/models.h"
+#include "shardproof/parallel/tensor/parallel_plan.h"
 
 namespace bench {
 
@@ -28,7 +29,7 @@ class BlockImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor x);
 
  private:
-  int64_t heads_;
+  int64_t head_size_;
   torch::nn::LayerNorm ln1_{nullptr}, ln2_{nullptr};
   shardproof::Linear wq_{nullptr}, wk_{nullptr}, wv_{nullptr}, wo_{nullptr}, fc1_{nullptr}, fc2_{nullptr};
 };
@@ -46,6 +47,9 @@ class ModelImpl : public torch::nn::Module {
   shardproof::Linear head_{nullptr};
 };
 TORCH_MODULE(Model);
+
+// How tensor parallelism cuts the model: heads, the hidden size of fc1, and the vocabulary.
+shardproof::ParallelPlan parallel_plan(bool sequence_parallel);
 
 // Tokens [batch, seq + 1] of a step: a function of (step, index) alone. Half of them continue the one before, so that there is
 // something to learn.

@@ -13,5 +13,26 @@ set_tests_properties(Bench.an_unknown_contestant_is_refused PROPERTIES WILL_FAIL
 add_test(NAME Bench.checkpoints_load_to_the_loss_that_was_saved_beside_pytorch
   COMMAND shardproof_command bench checkpoint --model tiny --repeats 1 --rounds 1)
 set_tests_properties(Bench.checkpoints_load_to_the_loss_that_was_saved_beside_pytorch PROPERTIES LABELS checkpoint)
+# The same on meshes, beside DTensor and HSDP.
+set(of_mesh bench --model tiny --steps 2 --warmup 1 --rounds 1)
+add_test(NAME Bench.tensor_parallelism_trains_like_the_unsharded_step_and_dtensor
+  COMMAND shardproof_command ${of_mesh} --mesh tp=2 --against dtensor)
+add_test(NAME Bench.sequence_parallelism_over_zero3_trains_like_the_unsharded_step_and_dtensor
+  COMMAND shardproof_command ${of_mesh} --mesh dp_shard=2,tp=2 --sequence-parallel --against dtensor)
+add_test(NAME Bench.hsdp_trains_like_the_unsharded_step_and_pytorch
+  COMMAND shardproof_command ${of_mesh} --mesh dp_replicate=2,dp_shard=2 --strategy hsdp --against fsdp2,dtensor)
+set_tests_properties(Bench.tensor_parallelism_trains_like_the_unsharded_step_and_dtensor
+  Bench.sequence_parallelism_over_zero3_trains_like_the_unsharded_step_and_dtensor
+  Bench.hsdp_trains_like_the_unsharded_step_and_pytorch PROPERTIES LABELS train)
+shardproof_refused(Bench.fsdp2_is_refused_where_the_mesh_has_tp "take --against dtensor"
+  $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2,tp=2 --against fsdp2)
+shardproof_refused(Bench.a_mesh_that_does_not_divide_the_heads_is_refused "tp must divide the 4 heads"
+  $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh tp=3)
+shardproof_refused(Bench.context_parallelism_is_refused "leave cp out"
+  $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh cp=2)
+shardproof_refused(Bench.sequence_parallelism_without_tp_is_refused "needs an axis tp"
+  $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2 --sequence-parallel)
+set_tests_properties(Bench.fsdp2_is_refused_where_the_mesh_has_tp Bench.a_mesh_that_does_not_divide_the_heads_is_refused
+  Bench.context_parallelism_is_refused Bench.sequence_parallelism_without_tp_is_refused PROPERTIES LABELS train)
 set_tests_properties(Bench.zero3_trains_like_the_unsharded_step Bench.pytorch_trains_like_the_unsharded_step
   Bench.contestants_agree_in_bfloat16 Bench.an_unknown_contestant_is_refused PROPERTIES LABELS train)

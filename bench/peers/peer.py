@@ -1,8 +1,9 @@
 """PyTorch's own strategies on the model, weights and data of `shardproof bench`. One JSON line on stdout.
 
-Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, fsdp2), ranks, layers, hidden, heads, vocab, seq, batch, lr,
-steps, warmup, device (cpu, cuda), bf16, data (a file: float32 parameters in the order of `parameters`, then int64 tokens
-[steps, batch, seq + 1]).
+Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, fsdp2, dtensor), ranks, axes (of the mesh: [name, size], the
+names dp_replicate, dp_shard and tp), sequence_parallel, layers, hidden, heads, vocab, seq, batch, lr, steps, warmup, device
+(cpu, cuda), bf16, data (a file: float32 parameters in the order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
+`fsdp2` on dp_replicate and dp_shard is HSDP. `dtensor` cuts along tp with parallelize_module, and shards that as `fsdp2` does.
 Starts its own ranks on loopback: over gloo, one thread each, or over nccl, a GPU each.
 """
 
@@ -33,7 +34,7 @@ def make_model(spec):
     from torch import nn
     from torch.nn import functional as F
 
-    hidden, heads = spec["hidden"], spec["heads"]
+    hidden, heads = spec["hidden"], spec["heads"]  # of the whole model; a rank along tp has some of the heads
 
     class Block(nn.Module):
         def __init__(self):
@@ -46,7 +47,7 @@ def make_model(spec):
 
         def forward(self, x):
             y = self.ln1(x)
-            q, k, v = (w(y).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+            q, k, v = (w(y).unflatten(-1, (-1, hidden // heads)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + self.wo(mixed.transpose(1, 2).flatten(2))
             return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
@@ -91,15 +92,19 @@ def memory_mib(key):
 
 def count_collectives():
     import torch
+    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counter(TorchDispatchMode):
         calls, bytes = 0, 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if DTensor in types:
+                return NotImplemented  # it calls again, with the tensors of this rank
             result = func(*args, **(kwargs or {}))
             name = func._schema.name
-            if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
+            space, _, op = name.partition("::")
+            if space in ("c10d", "_c10d_functional") and op not in ("wait_tensor", "_wrap_tensor_autograd"):
                 sizes = [0]
 
                 def visit(value):
@@ -117,6 +122,38 @@ def count_collectives():
     return Counter()
 
 
+def cut(model, mesh, sequence_parallel):
+    """Tensor parallelism as torchtitan writes it down: logits stay cut, and norms work on pieces of the sequence."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan = {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for i in range(len(model.blocks)):
+        plan.update({f"blocks.{i}.{name}": ColwiseParallel() for name in ("wq", "wk", "wv", "fc1")})
+        plan.update({f"blocks.{i}.{name}": RowwiseParallel(output_layouts=between) for name in ("wo", "fc2")})
+        if sequence_parallel:
+            plan.update({f"blocks.{i}.{name}": SequenceParallel() for name in ("ln1", "ln2")})
+    if sequence_parallel:
+        plan["lnf"] = SequenceParallel()
+        plan["pos"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+    parallelize_module(model, mesh, plan)
+    if sequence_parallel:
+        # One gather serves all layers behind a norm.
+        for block in model.blocks:
+            for norm in (block.ln1, block.ln2):
+                norm.register_forward_hook(lambda module, inputs, output: output.redistribute(placements=[Replicate()]))
+
+
 def wrap(spec, model):
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -127,7 +164,14 @@ def wrap(spec, model):
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(spec["device"], (spec["ranks"],))
+    names = [name for name, size in spec["axes"]]
+    mesh = init_device_mesh(spec["device"], [size for name, size in spec["axes"]], mesh_dim_names=names)
+    if "tp" in names:
+        cut(model, mesh["tp"], spec["sequence_parallel"])
+    shards = tuple(name for name in ("dp_replicate", "dp_shard") if name in names)
+    if not shards:
+        return model
+    mesh = mesh[shards]
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": bf16 if spec["bf16"] else MixedPrecisionPolicy()}
     for block in model.blocks:
@@ -135,11 +179,36 @@ def wrap(spec, model):
     return fully_shard(model, **options)
 
 
+def adamw(model, lr, on_gpu):
+    """One group for each kind of tensor, since foreach refuses lists that mix them."""
+    import torch
+
+    groups = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    fast = {"fused": True} if on_gpu else {"foreach": True}
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=lr, **fast)
+
+
+def part_of_batch(spec, rank):
+    """Which part of the batch the rank has, and how many parts there are. Ranks along tp have the same part."""
+    part, parts, stride = 0, 1, 1
+    for name, size in reversed(spec["axes"]):
+        if name != "tp":
+            part += rank // stride % size * parts
+            parts *= size
+        stride *= size
+    return part, parts
+
+
 def worker(spec):
+    import contextlib
+
     import torch
     import torch.distributed as dist
     import torch.distributed.fsdp  # noqa: F401  so that the baseline of memory has it
     import torch.nn.parallel  # noqa: F401
+    from torch.distributed.tensor.parallel import loss_parallel
     from torch.nn import functional as F
 
     torch.set_num_threads(1)
@@ -147,13 +216,15 @@ def worker(spec):
     if on_gpu:
         torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    rank, per = dist.get_rank(), spec["batch"] // spec["ranks"]
+    rank = dist.get_rank()
+    part, parts = part_of_batch(spec, rank)
+    per = spec["batch"] // parts
     base = memory_mib("VmRSS")
     model = make_model(spec)
     tokens = load(spec, model).to(spec["device"])
     model = wrap(spec, model.to(spec["device"]))
-    fast = {"fused": True} if on_gpu else {"foreach": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], **fast)
+    optimizer = adamw(model, spec["lr"], on_gpu)
+    cuts_logits = any(name == "tp" for name, size in spec["axes"])
     autocast = spec["bf16"] and spec["strategy"] == "ddp"
 
     def finish():
@@ -161,14 +232,16 @@ def worker(spec):
             torch.cuda.synchronize()
 
     def step(index):
-        mine = tokens[index, rank * per : (rank + 1) * per]
+        mine = tokens[index, part * per : (part + 1) * per]
         optimizer.zero_grad()
         with torch.autocast(spec["device"], torch.bfloat16, enabled=autocast):
             logits = model(mine[:, :-1].contiguous())
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), mine[:, 1:].reshape(-1))
-        loss.backward()
+        with loss_parallel() if cuts_logits else contextlib.nullcontext():
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), mine[:, 1:].reshape(-1))
+            loss.backward()
         optimizer.step()
-        total = loss.detach().double()
+        loss = loss.detach()
+        total = (loss.to_local() if cuts_logits else loss).double()
         dist.all_reduce(total)
         return total.item() / spec["ranks"]
 

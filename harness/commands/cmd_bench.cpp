@@ -17,6 +17,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "shardproof/algebra/mesh.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 #include "shardproof/device/kernels/cuda.h"
@@ -33,7 +34,8 @@ constexpr double kLossTolerance = 0x1p-14;
 constexpr double kLossToleranceBf16 = 0x1p-9;
 
 struct Arguments {
-  std::string against = "single", model = "gpt33m", precision = "fp32", worker, data, json;
+  std::string against = "single", model = "gpt33m", precision = "fp32", mesh, worker, data, json;
+  int64_t ranks = 2;
   bench::Task task;
   int64_t rounds = 3;
   Launched launched;
@@ -42,10 +44,18 @@ struct Arguments {
   double loss_tolerance() const { return task.bf16 ? kLossToleranceBf16 : kLossTolerance; }
 };
 
+bool of_pytorch(const std::string& contestant) {
+  return contestant == "ddp" || contestant == "fsdp2" || contestant == "dtensor";
+}
+
 json spec_of(const Arguments& a, const std::string& contestant) {
   json spec = model_spec(a.task.size);
+  json axes = json::array();
+  for (const shardproof::Axis& axis : a.task.mesh.axes()) axes.push_back({axis.name, axis.size});
   spec.update({{"strategy", contestant},
-               {"ranks", a.task.ranks},
+               {"ranks", a.task.mesh.size()},
+               {"axes", axes},
+               {"sequence_parallel", a.task.sequence_parallel},
                {"lr", a.task.lr},
                {"steps", a.task.steps},
                {"warmup", a.task.warmup},
@@ -57,7 +67,7 @@ json spec_of(const Arguments& a, const std::string& contestant) {
 
 // The command that runs one contestant in a process of its own and prints one JSON object.
 std::string command_of(const Arguments& a, const std::string& contestant) {
-  if (contestant == "ddp" || contestant == "fsdp2")
+  if (of_pytorch(contestant))
     return fmt::format("'{}/bin/python' '{}/bench/peers/peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE,
                        spec_of(a, contestant).dump());
   // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
@@ -68,12 +78,12 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   const std::string own = contestant == "single_cached" ? "single" : contestant;
   std::string start;  // with nccl the worker starts its own
   if (processes && backend == "mpi")
-    start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.ranks, {}, ::geteuid() == 0), " "));
+    start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.mesh.size(), {}, ::geteuid() == 0), " "));
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
-      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --ranks {} --model {} --precision {} --steps {} --warmup {}",
-      allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.ranks, a.model, a.precision,
-      a.task.steps, a.task.warmup);
+      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --model {} --precision {} --steps {} --warmup {}",
+      allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
+      a.task.sequence_parallel ? " --sequence-parallel" : "", a.model, a.precision, a.task.steps, a.task.warmup);
 }
 
 struct Row {
@@ -110,7 +120,9 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"precision", a.precision},
                {"backend", a.launched.options.backend},
                {"backend_options", a.launched.given()},
-               {"ranks", name.starts_with("single") ? 1 : a.task.ranks},
+               {"ranks", name.starts_with("single") ? 1 : a.task.mesh.size()},
+               {"mesh", name.starts_with("single") ? "" : a.task.mesh.str()},
+               {"sequence_parallel", a.task.sequence_parallel},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
                {"ratio_min", *low},
@@ -122,27 +134,67 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"loss_difference_max", difference},
                {"losses", row.losses}});
   }
-  fmt::print("{} rounds of {} steps after {} of warm-up, {} on {}; peak: of a rank, {}; loss diff: relative, at most {:.1e}\n",
-             a.rounds, a.task.steps, a.task.warmup, a.precision, a.launched.options.device,
+  fmt::print("{}{}: {} rounds of {} steps after {} of warm-up, {} on {}; peak: of a rank, {}; loss diff: relative, at most "
+             "{:.1e}\n",
+             a.task.mesh.str(), a.task.sequence_parallel ? " with sequence parallelism" : "", a.rounds, a.task.steps,
+             a.task.warmup, a.precision, a.launched.options.device,
              a.on_gpu() ? "that LibTorch allocated on the GPU, without NCCL's own" : "above the process before the model",
              a.loss_tolerance());
   return held;
 }
 
-// A GPU's allocator keeps its blocks, and no memory there is side by side.
-std::vector<std::string> contestants(const std::string& against, bool on_gpu) {
+// A GPU's allocator keeps its blocks, and no memory there is side by side. Parameters that are whole on every rank are not
+// gathered, so there is nothing to lay side by side.
+std::vector<std::string> contestants(const Arguments& a) {
   std::vector<std::string> order = {"single", "ours"};
-  if (!on_gpu) order = {"single", "single_cached", "ours", "side_by_side"};
+  if (!a.on_gpu()) order = {"single", "single_cached", "ours"};
+  if (!a.on_gpu() && !chosen_strategy(a.task.strategy).parameter.flat.empty()) order.push_back("side_by_side");
   size_t begin = 0;
-  while (begin <= against.size()) {
-    const size_t end = std::min(against.find(',', begin), against.size());
-    const std::string name = against.substr(begin, end - begin);
-    SHARD_REQUIRE(name == "single" || name == "ddp" || name == "fsdp2", "bench",
-                  "--against takes single, ddp and fsdp2, got '{}'", name);
+  while (begin <= a.against.size()) {
+    const size_t end = std::min(a.against.find(',', begin), a.against.size());
+    const std::string name = a.against.substr(begin, end - begin);
+    SHARD_REQUIRE(name == "single" || of_pytorch(name), "bench", "--against takes single, ddp, fsdp2 and dtensor, got '{}'",
+                  name);
     if (std::find(order.begin(), order.end(), name) == order.end()) order.push_back(name);
     begin = end + 1;
   }
   return order;
+}
+
+// --ranks N is short for the mesh dp_shard=N, and dp_replicate=1,dp_shard=N for strategies that need both axes.
+shardproof::Mesh mesh_of(const Arguments& a) {
+  if (!a.mesh.empty()) return chosen_mesh(a.mesh);
+  SHARD_REQUIRE(a.ranks >= 1, "bench", "--ranks must be at least 1, got {}", a.ranks);
+  const std::vector<std::string>& axes = chosen_strategy(a.task.strategy).axes;
+  std::vector<shardproof::Axis> own = {{"dp_shard", a.ranks}};
+  if (std::find(axes.begin(), axes.end(), "dp_replicate") != axes.end()) own.insert(own.begin(), {"dp_replicate", 1});
+  return shardproof::Mesh(own);
+}
+
+void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
+  const shardproof::Mesh& mesh = a.task.mesh;
+  const bench::Size& size = a.task.size;
+  const int64_t tp = mesh.has("tp") ? mesh.size("tp") : 1;
+  SHARD_REQUIRE(!mesh.has("cp"), "bench", "the benchmark's model has whole sequences; leave cp out of --mesh {}", mesh.str());
+  on_mesh(chosen_strategy(a.task.strategy), data_parallel_mesh(mesh));
+  SHARD_REQUIRE(size.batch % a.task.data_ranks() == 0, "bench",
+                "the ranks along dp_replicate and dp_shard must divide the batch of {}; --mesh {} has {} of them", size.batch,
+                mesh.str(), a.task.data_ranks());
+  SHARD_REQUIRE(size.heads % tp == 0 && size.vocab % tp == 0, "bench",
+                "tp must divide the {} heads and the {} words of {}, got --mesh {}", size.heads, size.vocab, size.name,
+                mesh.str());
+  SHARD_REQUIRE(!a.task.sequence_parallel || (tp > 1 && size.seq % tp == 0), "bench",
+                "--sequence-parallel needs an axis tp that divides the {} tokens of a sequence, got --mesh {}", size.seq,
+                mesh.str());
+  for (const std::string& name : order) {
+    if (!of_pytorch(name)) continue;
+    SHARD_REQUIRE(name == "dtensor" || !mesh.has("tp"), "bench",
+                  "{} cuts nothing along tp, so it cannot train on {}; take --against dtensor, which cuts with "
+                  "parallelize_module",
+                  name, mesh.str());
+    SHARD_REQUIRE(name == "ddp" || mesh.has("dp_shard") || !mesh.has("dp_replicate"), "bench",
+                  "{} replicates only over shards; give --mesh {} an axis dp_shard, of size 1 if need be", name, mesh.str());
+  }
 }
 
 // The contestants start their own processes.
@@ -156,26 +208,23 @@ void require_alone(const Arguments& a) {
     SHARD_REQUIRE(shardproof::mpi_available(), "bench", "this build has no MPI; use --backend threads");
   } else {
     options.gpus = shardproof::nccl_devices();
-    if (options.backend == "nccl") options.ranks = a.task.ranks;
+    if (options.backend == "nccl") options.ranks = a.task.mesh.size();
     shardproof::launch(options, {});
   }
   if (a.on_gpu()) shardproof::use_cuda();
 }
 
 int compete(Arguments& a) {
-  SHARD_REQUIRE(a.task.ranks >= 1 && a.task.size.batch % a.task.ranks == 0, "bench",
-                "--ranks must divide the batch of {}, got {}", a.task.size.batch, a.task.ranks);
   a.launched.refuse_without_effect();
   SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
-  chosen_strategy(a.task.strategy);
-  const std::vector<std::string> order = contestants(a.against, a.on_gpu());
+  const std::vector<std::string> order = contestants(a);
+  require_mesh(a, order);
   JsonLines out(a.json);
   std::string folder = (std::filesystem::temp_directory_path() / "shardproof_bench_XXXXXX").string();
   SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder in {}", std::filesystem::temp_directory_path().string());
   const std::shared_ptr<void> removed(nullptr, [folder](void*) { std::filesystem::remove_all(folder); });
   a.data = folder + "/data";
-  if (a.against.find("ddp") != std::string::npos || a.against.find("fsdp2") != std::string::npos)
-    bench::write_data(a.task, a.data);
+  if (std::any_of(order.begin(), order.end(), of_pytorch)) bench::write_data(a.task, a.data);
 
   std::map<std::string, Row> rows;
   for (int64_t round = 0; round < a.rounds; ++round) {
@@ -204,12 +253,17 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   Arguments* a = arguments.get();
   CLI::App* command =
       app.add_subcommand("bench", "time a training step against the unsharded one and PyTorch's, in interleaved rounds");
-  command->add_option("--against", a->against, "the other contestants, separated by commas: single, ddp, fsdp2")
+  command->add_option("--against", a->against, "the other contestants, separated by commas: single, ddp, fsdp2, dtensor")
       ->capture_default_str();
   command->add_option("--strategy", a->task.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")
       ->capture_default_str();
-  command->add_option("--ranks", a->task.ranks, "how many ranks a contestant has; `single` has two threads instead")
+  CLI::Option* mesh = command->add_option(
+      "--mesh", a->mesh, "the ranks of a contestant: axes dp_replicate, dp_shard and tp, e.g. dp_shard=2,tp=2");
+  command->add_option("--ranks", a->ranks, "short for --mesh dp_shard=N; `single` has two threads instead of ranks")
+      ->excludes(mesh)
       ->capture_default_str();
+  command->add_flag("--sequence-parallel", a->task.sequence_parallel,
+                    "cut activations between parallel blocks along the sequence too, over tp");
   command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))
@@ -227,13 +281,14 @@ void add_bench_command(CLI::App& app, int& exit_code) {
     if (!command->get_subcommands().empty()) return;  // the subcommand ran instead
     a->task.size = bench::size_of(a->model);
     a->task.bf16 = a->precision == "bf16";
+    a->task.mesh = mesh_of(*a);
     if (a->worker.empty()) {
       require_alone(*a);
       exit_code = compete(*a);
       return;
     }
     a->task.contestant = a->worker;
-    if (a->launched.options.backend == "nccl") a->launched.options.ranks = a->task.ranks;
+    if (a->launched.options.backend == "nccl") a->launched.options.ranks = a->task.mesh.size();
     a->launched.reproducible = false;
     const auto world = a->launched.start(a->model);
     a->task.device = a->launched.device();
