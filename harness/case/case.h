@@ -117,6 +117,15 @@ std::string str(const golden::Model& model);
 
 // Throws Error, naming what does not fit and what would, unless the case can be run.
 void validate(const Case& c);
+bool is_valid(const Case& c);
+
+// Changes the case, unless it would not be valid then.
+template <class Change>
+void try_change(Case& c, Change change) {
+  const Case before = c;
+  change();
+  if (!is_valid(c)) c = before;
+}
 void validate(const golden::Model& model);
 
 }  // namespace harness

@@ -272,4 +272,13 @@ void validate(const Case& c) {
   validate_loads(c);
 }
 
+bool is_valid(const Case& c) {
+  try {
+    validate(c);
+    return true;
+  } catch (const shardproof::Error&) {
+    return false;
+  }
+}
+
 }  // namespace harness

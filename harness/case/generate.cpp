@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "harness/case/device_cases.h"
+#include "harness/case/mix.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
 #include "shardproof/algebra/strategy.h"
@@ -208,18 +209,6 @@ void fit_to_parallel_ranks(Case& c) {
     while (!sequence_fits(with_sequence_parallelism, *length)) ++*length;
 }
 
-// Changes the case, unless it would not be valid then.
-template <class Change>
-void try_change(Case& c, Change change) {
-  const Case before = c;
-  change();
-  try {
-    validate(c);
-  } catch (const shardproof::Error&) {
-    c = before;
-  }
-}
-
 // Every second case has few options, so that each also occurs without the others.
 void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
   const double scale = choose.chance(0.5) ? 1 : 0.4;
@@ -364,6 +353,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     try_wide_world(Chooser(Draws(seed, "wide").at(index)), c, limits);
     generate_options(choose, c, seed, index);
     try_overflow(Chooser(Draws(seed, "overflow").at(index)), c);
+    mix(Chooser(Draws(seed, "mix").at(index)), c, limits);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
     if (!limits.canonical_arithmetic && !canonical_on_a_device(c.model)) {
       c.options.arithmetic = 0;

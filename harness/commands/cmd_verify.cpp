@@ -100,7 +100,7 @@ void print_refused(const VerifyResult& result, const Engine& engine) {
 }
 
 void print(const VerifyResult& result, const VerifyOptions& options) {
-  fmt::print("{}\n{}", result.coverage.table(), result.coverage.summary());
+  fmt::print("{}\n{}{}", result.coverage.table(), result.coverage.summary(), describe(result.combinations));
   if (options.engine) print_refused(result, *options.engine);
   if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
   if (result.left_out > 0)

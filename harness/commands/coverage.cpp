@@ -4,68 +4,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <functional>
 #include <vector>
 
+#include "harness/case/facets.h"
 #include "harness/run/property.h"
-#include "shardproof/algebra/strategy.h"
 
 namespace harness {
-namespace {
-
-// What a case is in one respect: one of `values`.
-struct Facet {
-  std::string name;
-  std::vector<std::string> values;
-  std::function<std::string(const Case&)> of;
-};
-
-bool has_ties(const Case& c) {
-  return (c.model.kind == golden::Model::Kind::gpt && c.model.gpt.tied) ||
-         (c.model.kind == golden::Model::Kind::llama && c.model.llama.tied) ||
-         (c.model.kind == golden::Model::Kind::odd && c.model.odd.tied);
-}
-
-// Key heads that several ranks along tp hold in copies.
-bool has_copies(const Case& c) {
-  return c.model.kind == golden::Model::Kind::llama && c.model.llama.kv_heads < c.tensor_ranks();
-}
-
-// Some dim that the mesh cuts is no multiple of the ranks that cut it.
-bool has_odd_sizes(const Case& c) {
-  for (const auto& [name, shape] : golden::parameter_shapes(c.model))
-    if (!shape.empty() && (shape[0] % c.tensor_ranks() != 0 || shape[0] % (c.shards() * c.context_ranks()) != 0)) return true;
-  return false;
-}
-
-const std::vector<Facet>& facets() {
-  const auto flag = [](const std::string& name, bool (*is)(const Case&)) {
-    return Facet{name, {name, "no " + name}, [name, is](const Case& c) { return is(c) ? name : "no " + name; }};
-  };
-  static const std::vector<Facet> all = {
-      {"strategy",
-       [] {
-         std::vector<std::string> names;
-         for (const shardproof::Strategy& strategy : shardproof::strategies()) names.push_back(strategy.name);
-         names.push_back("row outside the table");
-         return names;
-       }(),
-       [](const Case& c) { return c.strategy.starts_with("row_") ? "row outside the table" : c.strategy; }},
-      flag("tp", [](const Case& c) { return c.tensor_ranks() > 1; }),
-      flag("cp", [](const Case& c) { return c.context_ranks() > 1; }),
-      flag("sp", [](const Case& c) { return c.options.sequence_parallel != 0; }),
-      flag("low precision", [](const Case& c) { return c.options.compute != fp32 || c.options.reduce != fp32; }),
-      {"model",
-       {"gpt", "llama", "other model"},
-       [](const Case& c) { return c.model.of_tokens() ? to_string(c.model.kind) : "other model"; }},
-      flag("dropout", [](const Case& c) { return c.model.dropout() > 0; }),
-      flag("recompute", [](const Case& c) { return c.options.recompute != 0; }),
-      flag("ties", has_ties),
-      flag("odd sizes", has_odd_sizes)};
-  return all;
-}
-
-}  // namespace
 
 void Coverage::add(const Case& c, const Verdict& verdict) {
   const int64_t world = c.mesh.size();
@@ -122,7 +66,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("canonical dropout", canonical && c.model.dropout() > 0);
   count("canonical dropout with tp or cp", canonical && c.model.dropout() > 0 && c.microbatch_ranks() > 1);
   count("canonical dropout with recomputation", canonical && c.model.dropout() > 0 && c.options.recompute != 0);
-  count("canonical key heads fewer than tp", canonical && has_copies(c));
+  count("canonical key heads fewer than tp", canonical && has_copied_heads(c));
   count("canonical ring", canonical && c.context_ranks() > 1 && c.options.context_gathered == 0);
   count("canonical on another mesh", canonical && std::any_of(c.steps.begin(), c.steps.end(), [&](const StepPlan& step) {
                                        return step.load_mesh && step.load_mesh->str() != c.mesh.str();
@@ -135,7 +79,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   count("world odd, above 1", world > 1 && world % 2 == 1);
   count("world even", world % 2 == 0);
   add_model(c);
-  add_pairs(c);
+  combinations_.add(c);
 }
 
 void Coverage::add_history(const Case& c) {
@@ -172,7 +116,7 @@ void Coverage::add_model(const Case& c) {
   count("dropout with recomputation", c.model.dropout() > 0 && c.options.recompute != 0);
   count("dropout with tp or cp", c.model.dropout() > 0 && c.microbatch_ranks() > 1);
   count("grouped queries", c.model.kind == Kind::llama && c.model.llama.kv_heads < c.model.llama.heads);
-  count("key heads fewer than tp", has_copies(c));
+  count("key heads fewer than tp", has_copied_heads(c));
   count("norms of cut heads", c.model.kind == Kind::llama && c.model.llama.qk_norm && c.tensor_ranks() > 1);
   count("module called twice or more", odd && c.model.odd.calls > 1);
   count("0-dim parameter", odd && c.model.odd.gain);
@@ -188,38 +132,19 @@ void Coverage::add_model(const Case& c) {
   count("parameter below the world size", below_world);
 }
 
-void Coverage::add_pairs(const Case& c) {
-  const std::vector<Facet>& all = facets();
-  for (size_t a = 0; a < all.size(); ++a)
-    for (size_t b = a + 1; b < all.size(); ++b) ++pairs_[{all[a].of(c), all[b].of(c)}];
-}
-
 nlohmann::json Coverage::pairs() const {
   nlohmann::json known = nlohmann::json::array(), drawn = nlohmann::json::array();
-  for (const Facet& facet : facets()) known.push_back({{"name", facet.name}, {"values", facet.values}});
-  for (const auto& [values, cases] : pairs_) drawn.push_back({values.first, values.second, cases});
-  return {{"facets", std::move(known)}, {"drawn", std::move(drawn)}};
-}
-
-std::string Coverage::pairs_summary() const {
   const std::vector<Facet>& all = facets();
-  int64_t pairs = 0, drawn = 0;
-  std::vector<std::string> never;
-  for (size_t a = 0; a < all.size(); ++a)
+  for (size_t a = 0; a < all.size(); ++a) {
+    if (!all[a].overview) continue;
+    known.push_back({{"name", all[a].name}, {"values", all[a].values}});
     for (size_t b = a + 1; b < all.size(); ++b)
-      for (const std::string& first : all[a].values)
-        for (const std::string& second : all[b].values) {
-          ++pairs;
-          const bool seen = pairs_.contains({first, second});
-          drawn += seen;
-          if (!seen) never.push_back(first + " with " + second);
-        }
-  std::string text =
-      fmt::format("pairs of strategy, tp, cp, sp, precision, model, dropout, recomputation, ties and sizes: {} of {} drawn\n",
-                  drawn, pairs);
-  constexpr size_t kListed = 12;
-  if (never.empty() || never.size() > kListed) return text;
-  return text + fmt::format("  never: {}\n", fmt::join(never, ", "));
+      for (size_t first = 0; all[b].overview && first < all[a].values.size(); ++first)
+        for (size_t second = 0; second < all[b].values.size(); ++second)
+          if (const int64_t cases = combinations_.cases_with(a, first, b, second); cases > 0)
+            drawn.push_back({all[a].values[first], all[b].values[second], cases});
+  }
+  return {{"facets", std::move(known)}, {"drawn", std::move(drawn)}};
 }
 
 std::string Coverage::found_summary() const {
@@ -261,7 +186,7 @@ std::string Coverage::summary() const {
     line += (line.empty() ? "" : ", ") + item;
   }
   text += "  " + line + "\n";
-  text += pairs_summary() + fmt::format("compared: {} values", values_compared_);
+  text += fmt::format("compared: {} values", values_compared_);
   if (ratio_max_ > 0) text += fmt::format("; fast mode: at most {:.2f} times the unsharded run's distance", ratio_max_);
   return text + "\n" + found_summary() + properties_summary();
 }

@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
+#include "harness/commands/combinations.h"
 #include "harness/run/run_case.h"
 
 namespace harness {
@@ -27,8 +27,9 @@ class Coverage {
   // Verdict::smallest_found of all cases that were measured, by kind.
   const std::map<std::string, std::vector<double>>& smallest_found() const { return smallest_found_; }
 
-  // {"facets": [{"name", "values"}], "drawn": [[value, value of a later facet, cases]]}: a facet is a respect in which cases
-  // differ, and a pair that is not among those drawn had no case.
+  const Combinations& combinations() const { return combinations_; }
+  // {"facets": [{"name", "values"}], "drawn": [[value, value of a later facet, cases]]}, of the facets of a heat map. A pair
+  // that is not among those drawn had no case.
   nlohmann::json pairs() const;
 
   // strategy x model x world: cases and failures.
@@ -39,8 +40,6 @@ class Coverage {
  private:
   void add_history(const Case& c);
   void add_model(const Case& c);
-  void add_pairs(const Case& c);
-  std::string pairs_summary() const;
   std::string found_summary() const;
   std::string properties_summary() const;
 
@@ -50,7 +49,7 @@ class Coverage {
   std::map<std::tuple<std::string, std::string, int64_t>, Row> rows_;
   std::map<std::string, int64_t> features_;
   std::map<std::string, int64_t> properties_;
-  std::map<std::pair<std::string, std::string>, int64_t> pairs_;  // of values of two facets
+  Combinations combinations_;
   int64_t cases_ = 0, failures_ = 0, values_compared_ = 0;
   double ratio_max_ = 0;
   std::map<std::string, std::vector<double>> smallest_found_;

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "harness/commands/combinations.h"
+
 namespace harness {
 
 struct MergedFailure {
@@ -23,6 +25,7 @@ struct MergedReports {
   double seconds = 0;  // of all runs
   bool interrupted = false;
   std::map<std::string, int64_t> features;
+  Combinations combinations;
   std::vector<MergedFailure> minimal;  // each case once
   bool held() const { return failures == 0 && oracle_differences == 0; }
 };

@@ -95,6 +95,9 @@ void Report::add_faults(const std::string& path) {
 }
 
 json Report::data() const {
+  json combinations = to_json(merged_.combinations.figures({}));
+  combinations.erase("missing_pairs");  // thousands after a short run
+  combinations["facets"] = std::ssize(harness::facets());
   json failures = json::array(), pairs = json::array(), errors = json::object();
   for (const MergedFailure& failure : merged_.minimal)
     failures.push_back({{"case", failure.minimal},
@@ -119,6 +122,7 @@ json Report::data() const {
           {"program", program_name()},
           {"facets", facets_},
           {"pairs", std::move(pairs)},
+          {"combinations", combinations},
           {"case_rows", case_rows_},
           {"cases_left_out", cases_ - std::ssize(case_rows_)},
           {"failure_rows", std::move(failures)},

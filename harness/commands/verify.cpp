@@ -71,6 +71,7 @@ class Campaign {
     finish_oracle();
     result_.interrupted = interrupted_;
     result_.seconds = progress_.seconds();
+    result_.combinations = result_.coverage.combinations().figures(options_.limits);
     write_summary();
     return std::move(result_);
   }
@@ -251,6 +252,7 @@ class Campaign {
           {"interrupted", result_.interrupted},
           {"covered", features},
           {"pairs", result_.coverage.pairs()},
+          {"combinations", to_json(result_.combinations)},
           {"oracle_compared", result_.oracle_compared},
           {"oracle_differences", result_.oracle_differences.size()},
           {"values_compared", result_.coverage.values_compared()},

@@ -53,6 +53,7 @@ struct VerifyResult {
   std::vector<std::string> oracle_differences;
   int64_t drawn = 0;                      // with those that an engine cannot train
   std::map<std::string, int64_t> refused;  // these, by reason
+  CombinationFigures combinations;
   bool interrupted = false;
   double seconds = 0;
 };

@@ -102,6 +102,14 @@ function heatMap(facets, drawn) {
   ];
 }
 
+// Of all facets, where the map shows the chief ones.
+function combinationsText(all) {
+  const percent = (drawn, valid) => (100 * drawn / Math.max(1, valid)).toFixed(1) + '%';
+  return `Of all ${all.facets} respects in which cases differ: ${percent(all.pairs_drawn, all.pairs_valid)} of ` +
+      `${plural(all.pairs_valid, 'valid pair')} of values were drawn, and ` +
+      `${percent(all.triples_drawn, all.triples_valid)} of ${plural(all.triples_valid, 'triple')}.`;
+}
+
 function showCoverage() {
   const features = Object.entries(data.features), never = features.filter(([, n]) => n === 0);
   if (!features.length) return;
@@ -118,6 +126,7 @@ function showCoverage() {
         el('p', {},
            `${count(all - missing.length)} of ${plural(all, 'pair')} of values were drawn` +
                (missing.length ? '. Some of the others cannot be: no case has both.' : '.')),
+        el('p', {}, combinationsText(data.combinations)),
         heatMap(data.facets, drawn));
     if (missing.length)
       content.push(
