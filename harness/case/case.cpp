@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 
+#include "harness/case/model_fields.h"
 #include "harness/case/random.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -19,6 +20,11 @@ namespace {
 class Group {
  public:
   explicit Group(std::string name) : name_(std::move(name)) {}
+  // A whole argument, or nothing.
+  Group& add(std::string argument) {
+    if (!argument.empty()) arguments_.push_back(std::move(argument));
+    return *this;
+  }
   template <class T>
   Group& add(const char* key, const T& value) {
     arguments_.push_back(fmt::format("{}={}", key, value));
@@ -40,16 +46,6 @@ class Group {
   std::string name_;
   std::vector<std::string> arguments_;
 };
-
-const char* activation_name(golden::Activation activation) {
-  switch (activation) {
-    case golden::Activation::identity: return "identity";
-    case golden::Activation::relu: return "relu";
-    case golden::Activation::tanh: return "tanh";
-    case golden::Activation::gelu: return "gelu";
-  }
-  return "?";
-}
 
 std::string strategy_str(const Case& c) {
   const CaseOptions standard;
@@ -107,63 +103,9 @@ std::string history_str(const std::vector<StepPlan>& steps) {
 }  // namespace
 
 std::string str(const golden::Model& model) {
-  using Kind = golden::Model::Kind;
   Group group(to_string(model.kind));
-  const auto list = [](const std::vector<int64_t>& values) { return fmt::format("{}", fmt::join(values, "-")); };
-  switch (model.kind) {
-    case Kind::mlp:
-      return group.add("widths", list(model.mlp.widths))
-          .add("act", std::string(activation_name(model.mlp.activation)), std::string("tanh"))
-          .flag("bias", model.mlp.bias, true)
-          .str();
-    case Kind::gpt: {
-      const golden::Gpt& g = model.gpt;
-      return group.add("layers", g.layers)
-          .add("hidden", g.hidden)
-          .add("heads", g.heads)
-          .add("vocab", g.vocab)
-          .add("positions", g.positions)
-          .flag("tied", g.tied, false)
-          .add("dropout", g.dropout, 0.0)
-          .str();
-    }
-    case Kind::llama: {
-      const golden::Llama& m = model.llama;
-      return group.add("layers", m.layers)
-          .add("hidden", m.hidden)
-          .add("heads", m.heads)
-          .add("kv_heads", m.kv_heads)
-          .add("intermediate", m.intermediate)
-          .add("vocab", m.vocab)
-          .add("positions", m.positions)
-          .flag("tied", m.tied, false)
-          .add("dropout", m.dropout, 0.0)
-          .flag("qk_norm", m.qk_norm, false)
-          .str();
-    }
-    case Kind::conv: {
-      const golden::Conv& v = model.conv;
-      return group.add("channels", list(v.channels))
-          .add("kernel", v.kernel)
-          .add("size", v.size)
-          .add("classes", v.classes)
-          .flag("norm", v.norm, true)
-          .str();
-    }
-    case Kind::odd: {
-      const golden::Odd& d = model.odd;
-      return group.add("width", d.width)
-          .add("calls", d.calls, int64_t{1})
-          .flag("gain", d.gain, true)
-          .flag("cube", d.cube, true)
-          .flag("empty", d.empty, true)
-          .flag("side", d.side, true)
-          .flag("never", d.never, true)
-          .flag("tied", d.tied, true)
-          .str();
-    }
-  }
-  return "?";
+  for (const ModelField& field : model_fields(model.kind)) group.add(field.text(model));
+  return group.str();
 }
 
 const char* to_string(Mode mode) {

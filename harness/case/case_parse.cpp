@@ -5,6 +5,7 @@
 
 #include "harness/case/case.h"
 #include "harness/case/case_scanner.h"
+#include "harness/case/model_fields.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 
@@ -16,74 +17,19 @@ using Argument = Scanner::Argument;
 constexpr int64_t kStepsMax = 100'000;  // of one command: a slip of the finger must not fill the memory
 constexpr int64_t kRoundsMax = 100'000;
 
-template <class Value>
-Value choose(const Scanner& scanner, const Argument& argument, const std::vector<std::pair<std::string, Value>>& choices) {
-  std::vector<std::string> names;
-  for (const auto& [name, value] : choices) {
-    if (argument.value == name) return value;
-    names.push_back(name);
+[[noreturn]] void unknown(const Scanner& scanner, const Argument& argument, const std::vector<std::string>& known) {
+  scanner.fail(argument.column, fmt::format("one of {}, not '{}'", fmt::join(known, ", "), argument.key));
+}
+
+// The row of a table with the argument's key.
+template <class Row>
+const Row& find_row(const Scanner& scanner, const Argument& argument, const std::vector<Row>& rows) {
+  std::vector<std::string> keys;
+  for (const Row& row : rows) {
+    if (argument.key == row.key) return row;
+    keys.push_back(row.key);
   }
-  scanner.fail(argument.value_column, fmt::format("{}={}", argument.key, fmt::join(names, "|")));
-}
-
-[[noreturn]] void unknown(const Scanner& scanner, const Argument& argument, const char* known) {
-  scanner.fail(argument.column, fmt::format("one of {}, not '{}'", known, argument.key));
-}
-
-void read_mlp(const Scanner& scanner, const Argument& a, golden::Mlp& mlp) {
-  using enum golden::Activation;
-  if (a.key == "widths") mlp.widths = scanner.integers(a);
-  else if (a.key == "act")
-    mlp.activation =
-        choose<golden::Activation>(scanner, a, {{"identity", identity}, {"relu", relu}, {"tanh", tanh}, {"gelu", gelu}});
-  else if (a.key == "bias") mlp.bias = scanner.flag(a);
-  else unknown(scanner, a, "widths, act, bias");
-}
-
-void read_gpt(const Scanner& scanner, const Argument& a, golden::Gpt& gpt) {
-  if (a.key == "layers") gpt.layers = scanner.integer(a);
-  else if (a.key == "hidden") gpt.hidden = scanner.integer(a);
-  else if (a.key == "heads") gpt.heads = scanner.integer(a);
-  else if (a.key == "vocab") gpt.vocab = scanner.integer(a);
-  else if (a.key == "positions") gpt.positions = scanner.integer(a);
-  else if (a.key == "tied") gpt.tied = scanner.flag(a);
-  else if (a.key == "dropout") gpt.dropout = scanner.number(a);
-  else unknown(scanner, a, "layers, hidden, heads, vocab, positions, tied, dropout");
-}
-
-void read_llama(const Scanner& scanner, const Argument& a, golden::Llama& llama) {
-  if (a.key == "layers") llama.layers = scanner.integer(a);
-  else if (a.key == "hidden") llama.hidden = scanner.integer(a);
-  else if (a.key == "heads") llama.heads = scanner.integer(a);
-  else if (a.key == "kv_heads") llama.kv_heads = scanner.integer(a);
-  else if (a.key == "intermediate") llama.intermediate = scanner.integer(a);
-  else if (a.key == "vocab") llama.vocab = scanner.integer(a);
-  else if (a.key == "positions") llama.positions = scanner.integer(a);
-  else if (a.key == "tied") llama.tied = scanner.flag(a);
-  else if (a.key == "dropout") llama.dropout = scanner.number(a);
-  else if (a.key == "qk_norm") llama.qk_norm = scanner.flag(a);
-  else unknown(scanner, a, "layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm");
-}
-
-void read_conv(const Scanner& scanner, const Argument& a, golden::Conv& conv) {
-  if (a.key == "channels") conv.channels = scanner.integers(a);
-  else if (a.key == "kernel") conv.kernel = scanner.integer(a);
-  else if (a.key == "size") conv.size = scanner.integer(a);
-  else if (a.key == "classes") conv.classes = scanner.integer(a);
-  else if (a.key == "norm") conv.norm = scanner.flag(a);
-  else unknown(scanner, a, "channels, kernel, size, classes, norm");
-}
-
-void read_odd(const Scanner& scanner, const Argument& a, golden::Odd& odd) {
-  if (a.key == "width") odd.width = scanner.integer(a);
-  else if (a.key == "calls") odd.calls = scanner.integer(a);
-  else if (a.key == "gain") odd.gain = scanner.flag(a);
-  else if (a.key == "cube") odd.cube = scanner.flag(a);
-  else if (a.key == "empty") odd.empty = scanner.flag(a);
-  else if (a.key == "side") odd.side = scanner.flag(a);
-  else if (a.key == "never") odd.never = scanner.flag(a);
-  else if (a.key == "tied") odd.tied = scanner.flag(a);
-  else unknown(scanner, a, "width, calls, gain, cube, empty, side, never, tied");
+  unknown(scanner, argument, keys);
 }
 
 golden::Model read_model(Scanner& scanner) {
@@ -97,15 +43,7 @@ golden::Model read_model(Scanner& scanner) {
   for (const Kind candidate : {Kind::mlp, Kind::gpt, Kind::conv, Kind::odd, Kind::llama})
     if (kind == to_string(candidate)) model.kind = candidate, known = true;
   if (!known) scanner.fail(column, fmt::format("{}, not '{}'", kModels, kind));
-  for (const Argument& a : scanner.arguments()) {
-    switch (model.kind) {
-      case Kind::mlp: read_mlp(scanner, a, model.mlp); break;
-      case Kind::gpt: read_gpt(scanner, a, model.gpt); break;
-      case Kind::conv: read_conv(scanner, a, model.conv); break;
-      case Kind::odd: read_odd(scanner, a, model.odd); break;
-      case Kind::llama: read_llama(scanner, a, model.llama); break;
-    }
-  }
+  for (const Argument& a : scanner.arguments()) find_row(scanner, a, model_fields(model.kind)).read(model, scanner, a);
   return model;
 }
 
@@ -141,21 +79,18 @@ std::string read_strategy_name(Scanner& scanner) {
 void read_strategy(Scanner& scanner, Case& c) {
   c.strategy = read_strategy_name(scanner);
   for (const Argument& a : scanner.arguments()) {
-    const auto& rows = option_rows();
-    const auto row = std::find_if(rows.begin(), rows.end(), [&](const OptionRow& r) { return a.key == r.key; });
-    if (row == rows.end()) {
-      std::vector<std::string> keys;
-      for (const OptionRow& known : rows) keys.push_back(known.key);
-      unknown(scanner, a, fmt::format("{}", fmt::join(keys, ", ")).c_str());
-    }
-    if (row->names.empty()) {
-      c.options.*row->member = scanner.integer(a);
-      continue;
-    }
-    std::vector<std::pair<std::string, int64_t>> choices;
-    for (size_t i = 0; i < row->names.size(); ++i) choices.emplace_back(row->names[i], static_cast<int64_t>(i));
-    c.options.*row->member = choose<int64_t>(scanner, a, choices);
+    const OptionRow& row = find_row(scanner, a, option_rows());
+    c.options.*row.member = row.names.empty()
+                                ? scanner.integer(a)
+                                : static_cast<int64_t>(scanner.choice(a, {row.names.begin(), row.names.end()}));
   }
+}
+
+std::vector<std::string> fields_of(golden::Optimizer::Kind kind) {
+  using enum golden::Optimizer::Kind;
+  if (kind == sgd) return {"lr", "momentum", "nesterov", "decay", "groups", "clip", "norm"};
+  if (kind == muon) return {"lr", "momentum", "beta1", "beta2", "eps", "decay", "groups", "clip", "norm"};
+  return {"lr", "beta1", "beta2", "eps", "decay", "groups", "clip", "norm"};
 }
 
 void read_optimizer(Scanner& scanner, Case& c) {
@@ -177,15 +112,13 @@ void read_optimizer(Scanner& scanner, Case& c) {
     else if (a.key == "decay") o.weight_decay = scanner.number(a);
     else if (a.key == "groups") c.groups = scanner.integer(a);
     else if (a.key == "clip") c.clip_norm = scanner.number(a);
-    else if (a.key == "norm") c.norm_order = choose<int64_t>(scanner, a, {{"1", 1}, {"2", 2}, {"inf", 0}});
+    else if (a.key == "norm") c.norm_order = (static_cast<int64_t>(scanner.choice(a, {"1", "2", "inf"})) + 1) % 3;
     else if (has_momentum && a.key == "momentum") o.momentum = scanner.number(a);
     else if (o.kind == Kind::sgd && a.key == "nesterov") o.nesterov = scanner.flag(a);
     else if (has_betas && a.key == "beta1") o.beta1 = scanner.number(a);
     else if (has_betas && a.key == "beta2") o.beta2 = scanner.number(a);
     else if (has_betas && a.key == "eps") o.eps = scanner.number(a);
-    else unknown(scanner, a, has_betas ? (has_momentum ? "lr, momentum, beta1, beta2, eps, decay, groups, clip, norm"
-                                                       : "lr, beta1, beta2, eps, decay, groups, clip, norm")
-                                       : "lr, momentum, nesterov, decay, groups, clip, norm");
+    else unknown(scanner, a, fields_of(o.kind));
   }
 }
 

@@ -1,5 +1,9 @@
 #include "harness/case/case_scanner.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
 #include <cctype>
 #include <charconv>
 #include <cmath>
@@ -115,6 +119,12 @@ std::vector<int64_t> Scanner::integers(const Argument& argument) const {
     begin = end + 1;
   }
   return values;
+}
+
+size_t Scanner::choice(const Argument& argument, const std::vector<std::string>& names) const {
+  const auto found = std::ranges::find(names, argument.value);
+  if (found == names.end()) fail(argument.value_column, fmt::format("{}={}", argument.key, fmt::join(names, "|")));
+  return static_cast<size_t>(found - names.begin());
 }
 
 }  // namespace harness

@@ -38,6 +38,7 @@ class Scanner {
   double number(const Argument& argument) const;
   bool flag(const Argument& argument) const;  // "tied" or "tied=0|1"
   std::vector<int64_t> integers(const Argument& argument) const;  // "5-7-3"
+  size_t choice(const Argument& argument, const std::vector<std::string>& names) const;  // which of the names
 
  private:
   std::string_view text_;

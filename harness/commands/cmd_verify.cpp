@@ -58,6 +58,7 @@ void prepare(Arguments& arguments) {
   SHARD_REQUIRE(options.cases >= 1, "verify", "--cases must be at least 1, got {}", options.cases);
   SHARD_REQUIRE(options.minutes >= 0, "verify", "--minutes must not be negative, got {}", options.minutes);
   SHARD_REQUIRE(options.jobs >= 0, "verify", "--jobs must not be negative, got {}", options.jobs);
+  SHARD_REQUIRE(options.shrink_runs >= 0, "verify", "--shrink-runs must not be negative, got {}", options.shrink_runs);
   SHARD_REQUIRE(options.failures_max >= 1, "verify", "--failures-max must be at least 1, got {}", options.failures_max);
   SHARD_REQUIRE(options.limits.world_max >= 1 && options.limits.world_max <= shardproof::kThreadsWorldMax, "verify",
                 "--world-max must be between 1 and {} (ranks are threads), got {}", shardproof::kThreadsWorldMax,
@@ -233,6 +234,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();
   command->add_option("--failures", options.failures_directory, "the folder of the failure database")->capture_default_str();
   command->add_option("--shrink-seconds", options.shrink_seconds, "how many seconds to look for a smaller case")
+      ->capture_default_str();
+  command->add_option("--shrink-runs", options.shrink_runs, "how many smaller cases to try at most; 0: while there is time")
       ->capture_default_str();
   command->add_flag("!--no-python", options.python, "do not check the golden run against PyTorch in Python");
   command->add_option("--corpus", options.corpus_directory, "folder of cases that run first, as properties/corpus");

@@ -17,11 +17,19 @@ std::vector<Case> simpler(const Case& c);
 struct Shrunk {
   Case minimal;
   Verdict verdict;
-  int64_t tried = 0;
+  int64_t tried = 0;  // cases that ran
 };
 
-// Greedy: takes the first simpler variant that fails in the same category, until none does or the time is up.
-Shrunk shrink(const Case& failing, const Verdict& verdict, std::chrono::milliseconds budget,
+struct ShrinkBudget {
+  std::chrono::milliseconds time;
+  int64_t runs = 0;                             // candidates at most; 0: as many as there is time for
+  std::function<int64_t()> threads = nullptr;   // how many candidates may run at a time now; empty: one
+};
+
+// Greedy: takes the first simpler variant that fails in the same category, until none does or the budget is spent. So another
+// failure that a variant may have does not take the place of this one. `run` is called by several threads where the budget has
+// them, and the result is the same as with one. It must not throw.
+Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& budget,
               const std::function<Verdict(const Case&)>& run);
 
 }  // namespace harness

@@ -63,6 +63,7 @@ class Campaign {
           stop_ = true;
         }
         --running_;
+        ++idle_;
       });
     watch();
     for (std::thread& worker : workers) worker.join();
@@ -186,7 +187,9 @@ class Campaign {
       if (failures_found_ == options_.failures_max) return;
       if (++failures_found_ == options_.failures_max) stop_ = true;
     }
-    const auto budget = std::chrono::milliseconds(static_cast<int64_t>(options_.shrink_seconds * 1000));
+    const ShrinkBudget budget{.time = std::chrono::milliseconds(static_cast<int64_t>(options_.shrink_seconds * 1000)),
+                              .runs = options_.shrink_runs,
+                              .threads = [this] { return 1 + idle_; }};  // jobs that have nothing left to do
     const Shrunk shrunk = shrink(c, verdict, budget, [this](const Case& candidate) {
       Verdict stopped;
       stopped.held = true;
@@ -269,7 +272,7 @@ class Campaign {
   Progress progress_;
   std::unique_ptr<Oracle> oracle_;
 
-  std::atomic<int64_t> next_{0}, next_replay_{0}, running_{0};
+  std::atomic<int64_t> next_{0}, next_replay_{0}, running_{0}, idle_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;  // what follows
   VerifyResult result_;

@@ -25,6 +25,7 @@ struct VerifyOptions {
   int64_t jobs = 0;          // 0: one a processor
   int64_t failures_max = 3;  // stop after so many
   double shrink_seconds = 20;
+  int64_t shrink_runs = 0;  // simpler cases tried for a failure, at most; 0: as many as there is time for
   bool python = true;
   std::string failures_directory = ".failures";
   std::string corpus_directory;  // "": none; else its cases run first, and each of its files must parse

@@ -1,10 +1,14 @@
 // Running cases: verdicts, shrinking, the failure database, campaigns.
 #include <gtest/gtest.h>
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "harness/case/failures.h"
 #include "harness/commands/merge.h"
@@ -83,7 +87,7 @@ TEST(Shrink, reaches_the_smallest_case_that_still_fails) {
     const bool fault = c.mesh.size() >= 3 && rounds && c.options.bucket_bytes > 0;
     return fault ? fails("gradient") : holds();
   };
-  const Shrunk shrunk = shrink(large(), fails("gradient"), std::chrono::minutes(1), run);
+  const Shrunk shrunk = shrink(large(), fails("gradient"), {.time = std::chrono::minutes(1)}, run);
   const Case& c = shrunk.minimal;
   EXPECT_EQ(c.mesh.size(), 3);
   EXPECT_EQ(c.steps, std::vector<StepPlan>{{.rounds = 2}});
@@ -100,7 +104,7 @@ TEST(Shrink, reaches_the_smallest_case_that_still_fails) {
 TEST(Shrink, keeps_the_category_of_the_failure) {
   // Below four ranks something else goes wrong.
   const auto run = [](const Case& c) { return fails(c.mesh.size() >= 4 ? "gradient" : "error"); };
-  const Shrunk shrunk = shrink(large(), fails("gradient"), std::chrono::minutes(1), run);
+  const Shrunk shrunk = shrink(large(), fails("gradient"), {.time = std::chrono::minutes(1)}, run);
   EXPECT_EQ(shrunk.minimal.mesh.size(), 4);
   EXPECT_EQ(shrunk.verdict.category, "gradient");
 }
@@ -115,9 +119,49 @@ TEST(Shrink, tries_valid_cases_only_and_each_is_simpler) {
   }
 }
 
+TEST(Shrink, tries_as_many_cases_as_it_may) {
+  std::atomic<int64_t> runs{0};
+  const auto run = [&](const Case&) {
+    ++runs;
+    return fails("gradient");
+  };
+  for (const int64_t threads : {1, 3}) {
+    runs = 0;
+    const ShrinkBudget budget{.time = std::chrono::minutes(1), .runs = 7, .threads = [=] { return threads; }};
+    shrink(large(), fails("gradient"), budget, run);
+    EXPECT_EQ(runs, 7) << threads << " threads";
+  }
+}
+
+TEST(Shrink, on_several_threads_ends_at_the_same_case_as_on_one) {
+  const auto run = [](const Case& c) {
+    return c.mesh.size() >= 3 && c.model.gpt.vocab >= 5 && c.steps.size() >= 2 ? fails("gradient") : holds();
+  };
+  const auto minimal = [&](int64_t threads) {
+    const ShrinkBudget budget{.time = std::chrono::minutes(1), .threads = [=] { return threads; }};
+    return shrink(large(), fails("gradient"), budget, run).minimal.str();
+  };
+  EXPECT_EQ(minimal(4), minimal(1));
+}
+
+TEST(Shrink, a_size_takes_those_with_it_that_are_multiples_of_it) {
+  const Case c = Case::parse(
+      "llama(layers=1,hidden=48,heads=6,kv_heads=2,intermediate=1,vocab=1,positions=1) mesh(dp_shard=1) zero3 sgd(lr=0.1) "
+      "ordered seed=1 : step");
+  std::set<std::string> models;
+  for (const Case& candidate : simpler(c)) models.insert(str(candidate.model));
+  const auto llama = [](int64_t hidden, int64_t heads, int64_t kv_heads) {
+    return fmt::format("llama(layers=1,hidden={},heads={},kv_heads={},intermediate=1,vocab=1,positions=1)", hidden, heads,
+                       kv_heads);
+  };
+  EXPECT_TRUE(models.contains(llama(24, 3, 1))) << "fewer key heads: as many queries for each, of the same size";
+  EXPECT_TRUE(models.contains(llama(16, 2, 2))) << "fewer queries for each key head";
+  EXPECT_TRUE(models.contains(llama(12, 6, 2))) << "smaller heads";
+}
+
 TEST(Shrink, stops_when_its_time_is_up) {
   const Shrunk shrunk =
-      shrink(large(), fails("gradient"), std::chrono::milliseconds(0), [](const Case&) { return fails("gradient"); });
+      shrink(large(), fails("gradient"), {.time = std::chrono::milliseconds(0)}, [](const Case&) { return fails("gradient"); });
   EXPECT_EQ(shrunk.tried, 0);
   EXPECT_TRUE(shrunk.minimal == large());
 }
