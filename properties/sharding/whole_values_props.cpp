@@ -112,6 +112,53 @@ TEST(WholeValues, of_other_names_on_one_rank_are_refused_on_every_rank) {
   });
 }
 
+// One at a time, by any of its names; a misspelt name, or another one on some rank, is refused on every rank.
+TEST(WholeValues, of_one_name_are_gathered_alone_and_refused_when_ranks_ask_for_others) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    torch::nn::Linear linear(3, 4);
+    Sharded sharded = sharded_linear(linear, world);
+    Optimizer optimizer = sgd(sharded, {.lr = 0.5, .momentum = 0.5});
+    expect_error([&] { sharded.gather_gradient("weight"); }, {"gather_gradient needs the gradients of the last backward"});
+    expect_error([&] { sharded.gather_gradients(); }, {"gather_gradients needs the gradients of the last backward"});
+    call(linear, at::ones({2, 3})).square().sum().backward();
+    const Values parameters = sharded.gather_main_parameters(), gradients = sharded.gather_gradients();
+    for (const std::string name : {"weight", "bias"}) {
+      EXPECT_TRUE(kit::same_bits(sharded.gather_main_parameter(name), parameters.at(name))) << name;
+      EXPECT_TRUE(kit::same_bits(sharded.gather_gradient(name), gradients.at(name))) << name;
+    }
+    optimizer.step();
+    EXPECT_TRUE(kit::same_bits(optimizer.gather_state("momentum_buffer", "bias"), gradients.at("bias")));
+    const std::string other = world->rank() == 1 ? "wieght" : "weight";
+    expect_error([&] { sharded.gather_main_parameter(other); }, {"no parameter 'wieght'. Did you mean 'weight'?", "rank 1"});
+    const std::string one = world->rank() == 1 ? "bias" : "weight";
+    expect_error([&] { sharded.gather_main_parameter(one); }, {"rank 0 asks for weight, and rank 1 for bias"});
+    expect_error([&] { optimizer.gather_state("momentum_bufer", "bias"); }, {"Did you mean 'momentum_buffer'?"});
+  });
+}
+
+TEST(WholeValues, are_refused_inside_a_backward) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    torch::nn::Linear linear(3, 4);
+    Sharded sharded = sharded_linear(linear, world);
+    Optimizer optimizer = sgd(sharded, {.lr = 0.5, .momentum = 0.5});
+    at::Tensor x = at::ones({2, 3}).requires_grad_();
+    int64_t asked = 0;
+    x.register_hook([&](const at::Tensor& gradient) {
+      const std::vector<std::function<void()>> calls = {[&] { sharded.gather_main_parameters(); },
+                                                        [&] { sharded.gather_gradients(); },
+                                                        [&] { sharded.write_parameters({}); },
+                                                        [&] { optimizer.gather_state("momentum_buffer"); },
+                                                        [&] { optimizer.write_state("momentum_buffer", {}); }};
+      for (const auto& act : calls) expect_error(act, {"inside a backward (rank ", "call it after"});
+      ++asked;
+      return gradient;
+    });
+    call(linear, x).square().sum().backward();
+    EXPECT_EQ(asked, 1);
+    optimizer.step();
+  });
+}
+
 // One rank alone passes what does not fit; all ranks throw, and nothing is written.
 TEST(WholeValues, that_fit_nothing_on_one_rank_are_refused_on_every_rank) {
   const auto refuses = [](const Values& of_rank_1, const std::string& says) {
@@ -126,7 +173,7 @@ TEST(WholeValues, that_fit_nothing_on_one_rank_are_refused_on_every_rank) {
       expect_equal(sharded.gather_main_parameters(), before, "after a refusal");
     });
   };
-  refuses({{"wieght", at::ones({4, 3})}}, "'wieght'");
+  refuses({{"wieght", at::ones({4, 3})}}, "there is no parameter 'wieght'. Did you mean 'weight'?");
   refuses({{"weight", at::ones({3, 4})}}, "weight must have sizes [4,3], got [3,4]");
   refuses({{"weight", at::ones({4, 3}, at::kLong)}}, "floating point");
   refuses({{"weight", at::Tensor()}}, "no tensor");

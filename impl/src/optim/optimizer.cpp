@@ -7,6 +7,7 @@
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/nearest.h"
 #include "shardproof/comm/agree.h"
 
 namespace shardproof {
@@ -109,6 +110,7 @@ void Optimizer::step() {
   at::NoGradGuard no_grad;
   const std::shared_ptr<Sharded::Impl> state = sharded();
   Schedule& schedule = state->schedule;
+  state->require_own_values("Optimizer::step");
   schedule.require_final("Optimizer::step");
   for (const auto& begin : state->before_update) begin();
   const std::vector<Bucket*> buckets = schedule.buckets();
@@ -171,7 +173,7 @@ std::vector<std::string> Optimizer::state_names() const {
 std::vector<Shard> Optimizer::state_shards(const std::string& state_name) const {
   const std::vector<std::string> known = state_names();
   SHARD_REQUIRE(std::find(known.begin(), known.end(), state_name) != known.end(), "optimizer",
-                "no state called '{}': there are {}", state_name, fmt::join(known, ", "));
+                "no state called '{}': there are {}.{}", state_name, fmt::join(known, ", "), did_you_mean(state_name, known));
   std::vector<Shard> shards;
   const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
@@ -197,11 +199,22 @@ std::vector<Piece> Optimizer::state(const std::string& state_name) const {
 }
 
 std::map<std::string, at::Tensor> Optimizer::gather_state(const std::string& state_name) const {
-  return sharded()->gather(state_shards(state_name));
+  const std::shared_ptr<Sharded::Impl> state = sharded();
+  state->schedule.require_no_backward("gather_state");
+  return state->gather(state_shards(state_name));
+}
+
+at::Tensor Optimizer::gather_state(const std::string& state_name, const std::string& parameter) const {
+  const std::shared_ptr<Sharded::Impl> state = sharded();
+  state->schedule.require_no_backward("gather_state");
+  std::vector<Shard> shards;
+  agree_on(state->comms->world(), [&] { shards = state_shards(state_name); });
+  return state->gather_one("gather_state", shards, parameter);
 }
 
 void Optimizer::write_state(const std::string& state_name, const std::map<std::string, at::Tensor>& values) {
   const std::shared_ptr<Sharded::Impl> state = sharded();
+  state->schedule.require_no_backward("write_state");
   std::vector<Shard> shards;
   agree_on(state->comms->world(), [&] { shards = state_shards(state_name); });
   state->write("write_state", shards, values);

@@ -143,8 +143,12 @@ void Schedule::gather_ahead(const std::vector<Unit*>& units) {
   }
 }
 
-void Schedule::require_final(const char* what) const {
+void Schedule::require_no_backward(const char* what) const {
   SHARD_REQUIRE(!in_backward(), "schedule", "{} inside a backward (rank {}); call it after", what, rank());
+}
+
+void Schedule::require_final(const char* what) const {
+  require_no_backward(what);
   bool any = false;
   for (const Bucket* bucket : buckets()) {
     any |= bucket->trainable();

@@ -57,6 +57,8 @@ class Schedule final : public UnitEvents {
   // Runs at the end of every last backward.
   void set_finish(std::function<void()> finish) { finish_ = std::move(finish); }
 
+  // Throws Error, naming `what`, inside a backward.
+  void require_no_backward(const char* what) const;
   // Throws Error, naming `what`, unless the last backward of this step is over.
   void require_final(const char* what) const;
   void zero_gradients();

@@ -28,7 +28,7 @@ struct Sharded::Impl {
   const ShardOptions options;
   const Strategy strategy;                        // on this mesh; of all units that have none of their own
   const std::shared_ptr<ParallelState> parallel;  // null when the module is not tensor parallel
-  // Of the sequence parts: without them ranks would train on without each other.
+  // Of the sequence parts, without which ranks would train on without each other, and of adapters.
   const std::vector<std::shared_ptr<void>> rules;
   const std::shared_ptr<MemoryLedger> memory;
   const std::shared_ptr<HostTransfers> transfers;
@@ -50,9 +50,17 @@ struct Sharded::Impl {
   MeshComm& comms_of(const Mesh& mesh) const;
   // The whole tensors, by name, on every rank. Collective.
   std::map<std::string, at::Tensor> gather(const std::vector<Shard>& shards) const;
+  // That of one parameter, by any of its names. `where` is for messages. Throws Error on every rank when the name has no shard
+  // on some rank, or when ranks ask for different names. Collective.
+  at::Tensor gather_one(const char* where, const std::vector<Shard>& shards, const std::string& name) const;
   // The reverse: each rank copies its part of whole tensors, which are the same on every rank. `where` is for messages. Throws
   // Error on every rank, before anything is written, when a name or a size does not fit on some rank. Collective.
   void write(const char* where, const std::vector<Shard>& shards, const std::map<std::string, at::Tensor>& values) const;
+  // The shard of a parameter, by any of its names. Throws Error, which suggests a near name, when there is none.
+  const Shard& shard_of(const char* where, const std::vector<Shard>& shards, const std::string& name) const;
+  // Throws Error, which names `what`, while averages are in the place of the parameters; and inside a backward, too.
+  void require_no_averages(const char* what) const;
+  void require_own_values(const char* what) const;
   // The whole parameter of what a member holds. Collective along the tensor-parallel axis.
   at::Tensor join(const BucketParameter& member, const at::Tensor& local) const;
 
@@ -67,6 +75,9 @@ struct Sharded::Impl {
 
   std::vector<FinishingStep> finishing;
   std::vector<std::function<void()>> before_update;  // called by the optimizer's step
+  // State that lies as main parameters do and goes into checkpoints with them, by the first part of its names there.
+  std::map<std::string, std::function<std::vector<Shard>()>> kept_along;
+  std::string averages_in_place;  // whose; empty: parameters are their own
   std::unique_ptr<SequentialEntries> sequential;
 };
 

@@ -8,6 +8,7 @@
 
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/nearest.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/comm/redistribute.h"
 
@@ -28,6 +29,33 @@ std::map<std::string, at::Tensor> Sharded::Impl::gather(const std::vector<Shard>
     whole[shard.name] = (all.is_alias_of(shard.data) ? all.clone() : all).view(shard.shape);
   }
   return whole;
+}
+
+const Shard& Sharded::Impl::shard_of(const char* where, const std::vector<Shard>& shards, const std::string& name) const {
+  const auto known = std::find_if(aliases.begin(), aliases.end(), [&](const auto& alias) { return alias.first == name; });
+  const auto shard_called = [&](const std::string& first) {
+    return std::find_if(shards.begin(), shards.end(), [&](const Shard& shard) { return shard.name == first; });
+  };
+  if (known != aliases.end())
+    if (const auto shard = shard_called(known->second); shard != shards.end()) return *shard;
+  std::vector<std::string> names;
+  for (const auto& [alias, first] : aliases)
+    if (shard_called(first) != shards.end()) names.push_back(alias);
+  throw Error(fmt::format("[fully_shard] {}: {} '{}'.{}", where,
+                          known == aliases.end() ? "there is no parameter" : "there is nothing of the parameter", name,
+                          did_you_mean(name, names)));
+}
+
+void Sharded::Impl::require_own_values(const char* what) const {
+  schedule.require_no_backward(what);
+  require_no_averages(what);
+}
+
+void Sharded::Impl::require_no_averages(const char* what) const {
+  SHARD_REQUIRE(averages_in_place.empty(), "fully_shard",
+                "{} (rank {}) while the averages '{}' are in the place of the parameters. Put the parameters back first, by "
+                "Ema::swap_out or the end of with_averages",
+                what, comms->rank(), averages_in_place);
 }
 
 namespace {
@@ -59,18 +87,12 @@ void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
                           const std::map<std::string, at::Tensor>& values) const {
   std::map<std::string, const at::Tensor*> wanted;  // by the name that a tied parameter is sharded under
   const auto match = [&] {
-    std::map<std::string, std::string> sharded_as(aliases.begin(), aliases.end());
     for (const auto& [name, value] : values) {
-      const auto known = sharded_as.find(name);
-      const auto shard = std::find_if(shards.begin(), shards.end(), [&](const Shard& s) {
-        return known != sharded_as.end() && s.name == known->second;
-      });
-      SHARD_REQUIRE(shard != shards.end(), "fully_shard", "{}: there is nothing called '{}' to write to{}", where, name,
-                    known == sharded_as.end() ? "; gather_parameters lists the names of parameters" : "");
-      require_fits(where, name, value, *shard);
-      const auto [other, is_first] = wanted.emplace(shard->name, &value);
+      const Shard& shard = shard_of(where, shards, name);
+      require_fits(where, name, value, shard);
+      const auto [other, is_first] = wanted.emplace(shard.name, &value);
       SHARD_REQUIRE(is_first || other->second->equal(value), "fully_shard",
-                    "{}: {} is tied to {}, and got another value. Give one of them", where, name, shard->name);
+                    "{}: {} is tied to {}, and got another value. Give one of them", where, name, shard.name);
     }
   };
   agree(comms->world(), error_of(match));
@@ -85,7 +107,19 @@ void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
   }
 }
 
+at::Tensor Sharded::Impl::gather_one(const char* where, const std::vector<Shard>& shards, const std::string& name) const {
+  const Shard* shard = nullptr;
+  agree_on(comms->world(), [&] { shard = &shard_of(where, shards, name); });
+  const std::vector<std::string> asked = gather_texts(comms->world(), shard->name);
+  for (size_t rank = 1; rank < asked.size(); ++rank)
+    SHARD_REQUIRE(asked[rank] == asked[0], "fully_shard",
+                  "{}: rank 0 asks for {}, and rank {} for {}. Ask for the same name on every rank", where, asked[0], rank,
+                  asked[rank]);
+  return gather({*shard}).begin()->second;
+}
+
 std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() const {
+  impl_->schedule.require_no_backward("gather_parameters");
   std::map<std::string, at::Tensor> whole = impl_->gather(impl_->shards(Impl::Kind::parameter));
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (const auto& [name, sharded_as] : impl_->aliases) named.emplace_back(name, whole.at(sharded_as));
@@ -93,11 +127,23 @@ std::vector<std::pair<std::string, at::Tensor>> Sharded::gather_parameters() con
 }
 
 std::map<std::string, at::Tensor> Sharded::gather_gradients() const {
+  impl_->schedule.require_final("gather_gradients");
   return impl_->gather(impl_->shards(Impl::Kind::gradient));
 }
 
 std::map<std::string, at::Tensor> Sharded::gather_main_parameters() const {
+  impl_->schedule.require_no_backward("gather_main_parameters");
   return impl_->gather(impl_->shards(Impl::Kind::main));
+}
+
+at::Tensor Sharded::gather_main_parameter(const std::string& name) const {
+  impl_->schedule.require_no_backward("gather_main_parameter");
+  return impl_->gather_one("gather_main_parameter", impl_->shards(Impl::Kind::main), name);
+}
+
+at::Tensor Sharded::gather_gradient(const std::string& name) const {
+  impl_->schedule.require_final("gather_gradient");
+  return impl_->gather_one("gather_gradient", impl_->shards(Impl::Kind::gradient), name);
 }
 
 void Sharded::main_parameters_changed() {
@@ -106,6 +152,7 @@ void Sharded::main_parameters_changed() {
 }
 
 void Sharded::write_parameters(const std::map<std::string, at::Tensor>& values) {
+  impl_->require_own_values("write_parameters");
   for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.begin_update();
   impl_->write("write_parameters", impl_->shards(Impl::Kind::main), values);
   main_parameters_changed();

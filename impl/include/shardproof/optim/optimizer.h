@@ -128,7 +128,8 @@ class Optimizer {
   Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule);
 
   // Updates this rank's shards, brings the parameters up to date on all ranks (an all-gather where the strategy needs one), and
-  // drops the gradients. Throws Error before the last backward of the step. Collective over the mesh.
+  // drops the gradients. Throws Error before the last backward of the step, and while averages are in the place of the
+  // parameters (ema.h). Collective over the mesh.
   void step();
 
   // Sets the factor that multiplies every learning rate from the next step on (lr_schedule.h).
@@ -141,8 +142,11 @@ class Optimizer {
   std::vector<Piece> state(const std::string& state_name) const;
   // The same as shards, one of each parameter that has this state, whether this rank holds a part of it or not.
   std::vector<Shard> state_shards(const std::string& state_name) const;
-  // Whole state by the parameter's name, on every rank. Collective.
+  // Whole state by the parameter's name, on every rank, in the main dtype. Throws Error inside a backward, or, with a near
+  // name, when no group has this state. Collective over the mesh.
   std::map<std::string, at::Tensor> gather_state(const std::string& state_name) const;
+  // That of one parameter, as Sharded::gather_main_parameter gives the parameter.
+  at::Tensor gather_state(const std::string& state_name, const std::string& parameter) const;
   // Writes whole values into the state of parameters that have it, as Sharded::write_parameters does. Collective over the mesh.
   void write_state(const std::string& state_name, const std::map<std::string, at::Tensor>& values);
   // How often a parameter has been updated so far. Throws Error when there is no such parameter.

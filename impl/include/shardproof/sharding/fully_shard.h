@@ -131,17 +131,25 @@ class Sharded {
   void main_parameters_changed();
 
   // Returns every whole parameter with its name, on every rank, in the compute dtype. Cuts of tensor parallelism are joined
-  // too, and a tied parameter is there under each of its names. Collective over the mesh.
+  // too, and a tied parameter is there under each of its names. Throws Error inside a backward, as the calls below do.
+  // Collective over the mesh.
   std::vector<std::pair<std::string, at::Tensor>> gather_parameters() const;
   // Every whole main parameter, a tied one under its first name, on every rank, in the main dtype. Collective over the mesh.
   std::map<std::string, at::Tensor> gather_main_parameters() const;
   // Whole gradients of parameters that train, tied ones under their first name, after the last backward, in the main dtype.
-  // Collective.
+  // Throws Error before the last backward of the step. Collective over the mesh.
   std::map<std::string, at::Tensor> gather_gradients() const;
+  // One of them alone, by any of its names. A rank holds no other whole tensor meanwhile. Throws Error on every rank when some
+  // rank asks for a name that is not there, which suggests one that is near, or for another name than rank 0. Collective over
+  // the mesh.
+  at::Tensor gather_main_parameter(const std::string& name) const;
+  at::Tensor gather_gradient(const std::string& name) const;
   // Writes whole values into the parameters, or into the gradients after the last backward, by name. Every rank passes the
   // same values, and keeps its part of them, rounded to the main dtype. What has no value, and optimizer state, stay as they
-  // are. A tied parameter may be given under any of its names. Throws Error on every rank, with nothing written, when
-  // ranks pass different names, or when a name is unknown or a size does not fit on some rank. Collective over the mesh.
+  // are. A tied parameter may be given under any of its names. Throws Error on every rank, with nothing written, when ranks
+  // pass different names, when a name is unknown (the message suggests one that is near), when a size does not fit or a dtype
+  // is not of floating point on some rank, inside a backward, or while averages are in the place of the parameters
+  // (optim/ema.h). Collective over the mesh.
   void write_parameters(const std::map<std::string, at::Tensor>& values);
   void write_gradients(const std::map<std::string, at::Tensor>& values);
 
@@ -162,6 +170,7 @@ class Sharded {
   std::string describe() const;
 
   Impl& impl() { return *impl_; }
+  const Impl& impl() const { return *impl_; }
   // For objects that have to notice when the Sharded is gone.
   std::weak_ptr<Impl> watch() const { return impl_; }
 
