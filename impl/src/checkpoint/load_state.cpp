@@ -26,6 +26,7 @@ struct Restored {
 struct Matched {
   std::vector<std::pair<std::string, std::string>> parameters;  // name, key
   std::vector<std::string> plain;
+  std::set<std::string> kept_along;  // keys
   std::vector<Restored> states;
   std::vector<std::string> misfits;
 };
@@ -38,6 +39,10 @@ class Matcher {
     for (const auto& [name, parameter] : names_.parameters) match_parameter(name, parameter);
     for (const auto& [name, tensor] : names_.plain)
       if (fits(model_key(name), tensor.scalar_type(), tensor.sizes().vec())) result_.plain.push_back(name);
+    for (const std::string& first : names_.kept_along)
+      for (const auto& [name, parameter] : names_.parameters)
+        if (const std::string key = kept_key(first, name); fits(key, parameter.dtype, parameter.sizes))
+          result_.kept_along.insert(key);
     if (groups)
       for (const Optimizer::Group& group : *groups)
         for (const std::string& name : group.parameters) match_state(name, group.state_names, updates_of);
@@ -141,7 +146,7 @@ class Loader {
 
   // Every byte that any rank will read, against its checksum; each by one rank, whichever parts of it are wanted where.
   void check() {
-    std::set<std::string> keys;
+    std::set<std::string> keys = matched_.kept_along;
     for (const auto& [name, key] : matched_.parameters) keys.insert(key);
     for (const Restored& state : matched_.states)
       for (const std::string& state_name : state.state_names) keys.insert(state_key(state.parameter, state_name));
@@ -168,6 +173,7 @@ class Loader {
       const at::Tensor& tensor = names_.plain.at(name);
       if (tensor.numel() > 0) tensor.copy_(reader.read(model_key(name)));
     }
+    fill_kept_along(reader);
     std::set<std::string> restored;
     for (const Restored& state : matched_.states) {
       optimizer_->restore(state.parameter, state.updates, !state.state_names.empty());
@@ -184,6 +190,18 @@ class Loader {
 
  private:
   Value value(const std::string& name) { return read_value(*options_.files, directory_, name, checkpoint_.values.at(name)); }
+
+  // What the checkpoint lacks begins as the parameters that were loaded, as new averages do.
+  void fill_kept_along(BoxReader& reader) {
+    for (const auto& [first, shards_of] : sharded_.impl().kept_along) {
+      const std::vector<Shard> shards = shards_of(), parameters = sharded_.impl().shards(Sharded::Impl::Kind::main);
+      for (size_t i = 0; i < shards.size(); ++i)
+        if (const std::string key = kept_key(first, shards[i].name); matched_.kept_along.contains(key))
+          read_shard(reader, key, shards[i]);
+        else
+          at::Tensor(shards[i].data).copy_(parameters[i].data);
+    }
+  }
 
   static void read_box(BoxReader& reader, const std::string& key, const Box& box, char* to) {
     Shape strides(box.size());
@@ -219,6 +237,7 @@ class Loader {
 
 Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
   Sharded::Impl& state = sharded.impl();
+  state.require_no_averages("checkpoint::load");
   Comm& world = state.comms->world();
   Loader loader(directory, sharded, optimizer, options);
   agree_on(world, [&] { loader.match(); });

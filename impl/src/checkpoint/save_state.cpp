@@ -101,6 +101,10 @@ void SaveJob::Parts::collect(Sharded& sharded, const Optimizer* optimizer) {
   for (const auto& [name, tensor] : names.plain)
     include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere},
             tensor.detach().contiguous().view({-1}));
+  for (const auto& [first, shards_of] : sharded.impl().kept_along)
+    for (const Shard& shard : shards_of())
+      include(kept_key(first, shard.name), kept_path(first, shard.name), {shard.data.scalar_type(), shard.shape, shard.at},
+              shard.data);
   if (!optimizer) return;
   for (const std::string& state_name : optimizer->state_names())
     for (const Shard& shard : optimizer->state_shards(state_name)) {
@@ -223,6 +227,7 @@ void SaveJob::Parts::write_metadata(const std::vector<std::string>& records) {
 SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer,
                  const SaveOptions& options, Snapshot* snapshot)
     : parts_(std::make_unique<Parts>()) {
+  sharded.impl().require_no_averages("checkpoint::save");
   Parts& parts = *parts_;
   parts.directory = directory;
   parts.world = &sharded.impl().comms->world();

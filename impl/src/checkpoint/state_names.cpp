@@ -21,6 +21,7 @@ ModelNames names_of_model(Sharded& sharded) {
     if (item.value().defined() && !sharded_names.contains(item.key())) names.plain[item.key()] = item.value();
   for (const auto& item : state.module->named_buffers())
     if (item.value().defined()) names.plain[item.key()] = item.value();
+  for (const auto& [first, shards] : state.kept_along) names.kept_along.push_back(first);
   return names;
 }
 
@@ -28,9 +29,11 @@ std::string model_key(const std::string& name) { return "model." + name; }
 std::string state_key(const std::string& parameter, const std::string& state_name) {
   return "optim.state." + parameter + "." + state_name;
 }
+std::string kept_key(const std::string& first, const std::string& parameter) { return first + "." + parameter; }
 Path model_path(const std::string& name) { return {"model", name}; }
 Path state_path(const std::string& parameter, const std::string& state_name) {
   return {"optim", "state", parameter, state_name};
 }
+Path kept_path(const std::string& first, const std::string& parameter) { return {first, parameter}; }
 
 }  // namespace shardproof::checkpoint

@@ -23,12 +23,15 @@ struct ModelParameter {
 struct ModelNames {
   std::map<std::string, ModelParameter> parameters;  // sharded ones, by their first name
   std::map<std::string, at::Tensor> plain;           // buffers, and parameters that are not sharded: whole on every rank
+  std::vector<std::string> kept_along;  // the first parts of names of what has one tensor for each parameter, as averages
 };
 ModelNames names_of_model(Sharded& sharded);
 
 std::string model_key(const std::string& name);
 std::string state_key(const std::string& parameter, const std::string& state_name);
+std::string kept_key(const std::string& first, const std::string& parameter);
 Path model_path(const std::string& name);
 Path state_path(const std::string& parameter, const std::string& state_name);
+Path kept_path(const std::string& first, const std::string& parameter);
 
 }  // namespace shardproof::checkpoint

@@ -199,18 +199,32 @@ at::Tensor BucketParameters::allocate_state(int64_t numel) const {
   return memory_->allocate(MemoryKind::optimizer, numel, rules_.main, place());
 }
 
-void BucketParameters::all_gather_updated(bool is_rounded) {
-  const CallLabel label(label_);
-  at::NoGradGuard no_grad;
+void BucketParameters::write_own_part(bool is_rounded) {
   if (rules_.main != rules_.compute && !is_rounded) rounded_.copy_(main());
   check_padding(layout_.state(), rounded_, "parameter");
-  const at::Tensor updated = own_part();
-  if (rules_.offload) upload_ = transfers_->upload(updated, rounded_);
-  if (layout_.all_gather_updated().step == Step::all_gather)
-    comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, updated).wait();
+  if (rules_.offload) upload_ = transfers_->upload(own_part(), rounded_);
+}
+
+void BucketParameters::mark_changed() {
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
   for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();
   neighbours_write_ = true;
+}
+
+void BucketParameters::all_gather_updated(bool is_rounded) {
+  const CallLabel label(label_);
+  at::NoGradGuard no_grad;
+  write_own_part(is_rounded);
+  if (layout_.all_gather_updated().step == Step::all_gather)
+    comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, own_part()).wait();
+  mark_changed();
+}
+
+void BucketParameters::put_back(const at::Tensor& parameter) {
+  at::NoGradGuard no_grad;
+  write_own_part(/*is_rounded=*/false);
+  if (parameter.defined()) at::Tensor(parameter_).copy_(parameter);
+  mark_changed();
 }
 
 }  // namespace shardproof

@@ -61,8 +61,13 @@ class BucketParameters : private BucketPart {
   at::Tensor allocate_state(int64_t numel) const;
   // After main() was written: brings `parameter` up to date on every rank. `is_rounded`: rounded() is up to date already.
   void all_gather_updated(bool is_rounded = false);
+  // After main() has got back what it held when `parameter` was copied: the same without communication. The copy is undefined
+  // where main() is all that this rank holds of the parameters.
+  void put_back(const at::Tensor& parameter);
 
  private:
+  void write_own_part(bool is_rounded);
+  void mark_changed();
   Comm& neighbours(int64_t ranks) const;
   void keep(Comm& group, Interval part);
   void allocate_parameters();

@@ -6,8 +6,9 @@
 //
 // The format is PyTorch's Distributed Checkpoint (format/dcp.h). Names are those of FSDP2's get_state_dict:
 // "model.<parameter>", "optim.state.<parameter>.exp_avg", "optim.param_groups.0.lr". The saved parameters are the main
-// parameters; a tied one is there under each of its names. Parameters that are not sharded, and buffers, are saved once. All
-// functions are collective over the mesh. What fails on one rank throws Error on every rank.
+// parameters; a tied one is there under each of its names. Averages of parameters (optim/ema.h) are "ema.<parameter>", under
+// the first name of a tied one. Parameters that are not sharded, and buffers, are saved once. All functions are collective over
+// the mesh. What fails on one rank throws Error on every rank.
 #pragma once
 
 #include <cstdint>
@@ -79,7 +80,7 @@ class SaveJob {
 
 struct LoadOptions {
   // Whether to load what fits and list the rest in Loaded::skipped: names that are missing in the checkpoint or in the model,
-  // and names whose shape or dtype differs.
+  // and names whose shape or dtype differs. Averages that are missing begin as the parameters that were loaded.
   bool partial = false;
   // Whether each wanted entry is compared with its checksum, by one of the ranks, before anything is changed; then each rank
   // reads its boxes. When false, files are read once. An entry of which a rank reads only a part is then not checked, unless
@@ -97,7 +98,8 @@ struct Loaded {
 
 // Loads the checkpoint; each rank reads the boxes that it holds. Throws Error on every rank, and changes nothing, when the
 // checkpoint is damaged, or when its names, shapes or dtypes are not the model's and loading is not partial. Without an
-// optimizer, the state of one in the checkpoint is ignored. The optimizer keeps the settings that the caller gave it.
+// optimizer, the state of one in the checkpoint is ignored, and so are averages that the model does not keep. The optimizer
+// keeps the settings that the caller gave it. Save and load throw Error while averages are in the place of the parameters.
 Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options = {});
 
 }  // namespace shardproof::checkpoint
