@@ -4,6 +4,7 @@
 #include <c10/util/accumulate.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "shardproof/algebra/plan.h"
@@ -207,6 +208,113 @@ at::Tensor redistribute(const at::Tensor& given, const Shape& shape, const Layou
     case Step::general: break;
   }
   return GeneralExchange(task, local).run();
+}
+
+namespace {
+
+// How many ranks hold an element, at most.
+int64_t copies_of(const Shape& shape, const Placement& at) {
+  const int64_t elements = c10::multiply_integers(shape);
+  int64_t held = 0;
+  for (int64_t rank = 0; rank < at.mesh.size(); ++rank) held += owned_numel(shape, at.mesh, at.layout, rank);
+  return elements == 0 ? 1 : std::max<int64_t>(1, (held + elements - 1) / elements);
+}
+
+// A transfer between ranks of the group.
+struct Parcel {
+  int64_t peer = 0;
+  Box box;
+};
+
+// The rank's number on one side of a move; -1 when it is not there.
+int64_t number_of(const std::vector<int64_t>& ranks, int64_t rank) {
+  const auto found = std::find(ranks.begin(), ranks.end(), rank);
+  return found == ranks.end() ? -1 : found - ranks.begin();
+}
+
+// One move on one rank of the group.
+class Passage {
+ public:
+  Passage(const Move& move, Comm& group) : group_(group) {
+    const int64_t from = number_of(move.from_ranks, group.rank()), to = number_of(move.to_ranks, group.rank());
+    if (from >= 0) {
+      held_.emplace(move.shape, move.from.mesh, move.from.layout, from);
+      for (Transfer& transfer : plan_for_source(move.shape, move.from, move.to, from))
+        leaving_.push_back({move.to_ranks[static_cast<size_t>(transfer.target)], std::move(transfer.box)});
+    }
+    if (to >= 0) {
+      wanted_.emplace(move.shape, move.to.mesh, move.to.layout, to);
+      for (Transfer& transfer : plan_for_target(move.shape, move.from, move.to, to))
+        arriving_.push_back({move.from_ranks[static_cast<size_t>(transfer.source)], std::move(transfer.box)});
+    }
+    // all_to_all takes slices in the order of ranks. Between two ranks both lists are in the order of the plan.
+    const auto by_peer = [](const Parcel& a, const Parcel& b) { return a.peer < b.peer; };
+    std::stable_sort(leaving_.begin(), leaving_.end(), by_peer);
+    std::stable_sort(arriving_.begin(), arriving_.end(), by_peer);
+  }
+
+  // What lies in these indices of dim 0.
+  void run(Interval rows, const at::Tensor& source, const at::Tensor& target,
+           const std::function<at::Tensor(int64_t)>& allocate) {
+    const std::vector<Parcel> leaving = within(leaving_, rows), arriving = within(arriving_, rows);
+    std::vector<int64_t> given(static_cast<size_t>(group_.size()), 0), taken = given;
+    const at::Tensor packed = allocate(counted(leaving, given)), unpacked = allocate(counted(arriving, taken));
+    each(leaving, packed, [&](const Box& box, const at::Tensor& part) { part.copy_(held_->view(source, box)); });
+    group_.all_to_all(unpacked, packed, taken, given).wait();
+    each(arriving, unpacked, [&](const Box& box, const at::Tensor& part) { wanted_->view(target, box).copy_(part); });
+  }
+
+ private:
+  static std::vector<Parcel> within(const std::vector<Parcel>& parcels, Interval rows) {
+    std::vector<Parcel> parts;
+    for (Parcel parcel : parcels) {
+      if (!parcel.box.empty()) {
+        Interval& own = parcel.box.front();
+        own = {std::max(own.begin, rows.begin), std::min(own.end, rows.end)};
+        if (own.begin >= own.end) continue;
+      }
+      parts.push_back(std::move(parcel));
+    }
+    return parts;
+  }
+
+  static int64_t counted(const std::vector<Parcel>& parcels, std::vector<int64_t>& by_rank) {
+    int64_t total = 0;
+    for (const Parcel& parcel : parcels) {
+      by_rank[static_cast<size_t>(parcel.peer)] += numel(parcel.box);
+      total += numel(parcel.box);
+    }
+    return total;
+  }
+
+  template <class Act>
+  static void each(const std::vector<Parcel>& parcels, const at::Tensor& packed, const Act& act) {
+    int64_t offset = 0;
+    for (const Parcel& parcel : parcels) {
+      act(parcel.box, packed.narrow(0, offset, numel(parcel.box)).view(sizes_of(parcel.box)));
+      offset += numel(parcel.box);
+    }
+  }
+
+  Comm& group_;
+  std::optional<Held> held_, wanted_;
+  std::vector<Parcel> leaving_, arriving_;
+};
+
+}  // namespace
+
+void move_between(const Move& move, const at::Tensor& source, const at::Tensor& target, Comm& group,
+                  int64_t elements_at_once, const std::function<at::Tensor(int64_t elements)>& allocate) {
+  const at::NoGradGuard no_autograd;
+  SHARD_REQUIRE(move.from.layout.partial.empty() && move.to.layout.partial.empty(), "move_between",
+                "terms of a sum cannot move: from {} to {}", move.from.layout.str(), move.to.layout.str());
+  Passage passage(move, group);
+  const int64_t rows = move.shape.empty() ? 1 : move.shape.front(), elements = c10::multiply_integers(move.shape);
+  if (elements == 0) return;
+  const int64_t row = elements / rows * copies_of(move.shape, move.to);
+  const int64_t at_once = std::max<int64_t>(1, elements_at_once / row);
+  for (int64_t begin = 0; begin < rows; begin += at_once)
+    passage.run({begin, std::min(rows, begin + at_once)}, source, target, allocate);
 }
 
 }  // namespace shardproof

@@ -1,0 +1,30 @@
+// What other ranks have to know of a sharded model in order to take its parameters, or to give it theirs, as bytes.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "shardproof/sharding/fully_shard.h"
+
+namespace shardproof {
+
+struct ParameterRecord {
+  std::string name;
+  Shape shape;
+  at::ScalarType dtype = at::kFloat;  // of the main parameter
+  Placement at;                       // of it
+};
+
+struct ModelRecord {
+  std::vector<ParameterRecord> parameters;                   // in the order of the units
+  std::vector<std::pair<std::string, std::string>> aliases;  // every name, and the one that the parameter is sharded under
+};
+
+ModelRecord record_of(const Sharded::Impl& sharded);
+
+// Law: model_record(bytes_of(record)) is the record.
+std::string bytes_of(const ModelRecord& record);
+ModelRecord model_record(const std::string& bytes);
+
+}  // namespace shardproof

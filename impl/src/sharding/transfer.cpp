@@ -1,0 +1,144 @@
+#include "shardproof/sharding/transfer.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+
+#include "sharding/model_record.h"
+#include "sharding/sharded_impl.h"
+#include "shardproof/base/check.h"
+#include "shardproof/base/nearest.h"
+#include "shardproof/comm/agree.h"
+#include "shardproof/comm/redistribute.h"
+
+namespace shardproof {
+namespace {
+
+// A model on its ranks of the world, as every rank of the world knows it.
+struct Side {
+  const char* name;                      // for messages
+  const Sharded::Impl* model = nullptr;  // null on a rank that has no part of it
+  std::vector<int64_t> ranks = {};       // of the world, by rank of the model's mesh
+  ModelRecord record = {};
+};
+
+std::string broadcast_text(Comm& world, std::string text, int64_t root) {
+  at::Tensor size = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
+  world.broadcast(size, root).wait();
+  at::Tensor bytes = at::zeros({size.item<int64_t>()}, at::kByte);
+  if (world.rank() == root) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  world.broadcast(bytes, root).wait();
+  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
+}
+
+// Who is on this side: every rank says its number there.
+void find_ranks(Comm& world, Side& side) {
+  at::Tensor mine = at::full({2}, int64_t{-1}, at::kLong), all = at::empty({2 * world.size()}, at::kLong);
+  if (side.model) {
+    mine[0] = side.model->comms->rank();
+    mine[1] = side.model->comms->mesh().size();
+  }
+  world.all_gather(all, mine).wait();
+  const auto* numbers = all.const_data_ptr<int64_t>();
+  int64_t size = 0;
+  for (int64_t rank = 0; rank < world.size(); ++rank) size = std::max(size, numbers[2 * rank + 1]);
+  SHARD_REQUIRE(size > 0, "transfer", "no rank of '{}' has a model to transfer {}", world.name(), side.name);
+  side.ranks.assign(static_cast<size_t>(size), -1);
+  for (int64_t rank = 0; rank < world.size(); ++rank) {
+    const int64_t number = numbers[2 * rank];
+    if (number < 0) continue;
+    SHARD_REQUIRE(numbers[2 * rank + 1] == size && side.ranks[static_cast<size_t>(number)] < 0, "transfer",
+                  "the ranks of '{}' with a model to transfer {} are not those of one mesh: rank {} is number {} of {}",
+                  world.name(), side.name, rank, number, numbers[2 * rank + 1]);
+    side.ranks[static_cast<size_t>(number)] = rank;
+  }
+  const auto missing = std::find(side.ranks.begin(), side.ranks.end(), int64_t{-1}) - side.ranks.begin();
+  SHARD_REQUIRE(missing == size, "transfer", "rank {} of the {} that have the model to transfer {} is not in '{}'", missing,
+                size, side.name, world.name());
+}
+
+void make_known(Comm& world, Side& side) {
+  find_ranks(world, side);
+  const std::string own = side.model && side.model->comms->rank() == 0 ? bytes_of(record_of(*side.model)) : "";
+  side.record = model_record(broadcast_text(world, own, side.ranks.front()));
+}
+
+struct Pair {
+  const ParameterRecord *from, *to;
+};
+
+// What is copied where. The same, or the same Error, on every rank.
+std::vector<Pair> pairs_of(const ModelRecord& from, const ModelRecord& to) {
+  std::vector<std::string> names;
+  for (const auto& [name, first] : from.aliases) names.push_back(name);
+  std::vector<Pair> pairs;
+  std::set<std::string> used;
+  for (const ParameterRecord& wanted : to.parameters) {
+    const auto alias =
+        std::find_if(from.aliases.begin(), from.aliases.end(), [&](const auto& known) { return known.first == wanted.name; });
+    SHARD_REQUIRE(alias != from.aliases.end(), "transfer", "the model to transfer from has no parameter '{}'.{}", wanted.name,
+                  did_you_mean(wanted.name, names));
+    const auto source = std::find_if(from.parameters.begin(), from.parameters.end(),
+                                     [&](const ParameterRecord& parameter) { return parameter.name == alias->second; });
+    SHARD_REQUIRE(source->shape == wanted.shape, "transfer",
+                  "{} has shape [{}] in the model to transfer from and [{}] in the other", wanted.name,
+                  fmt::join(source->shape, ","), fmt::join(wanted.shape, ","));
+    pairs.push_back({&*source, &wanted});
+    used.insert(source->name);
+  }
+  for (const ParameterRecord& given : from.parameters)
+    SHARD_REQUIRE(used.contains(given.name), "transfer", "the model to transfer to has no parameter '{}'", given.name);
+  return pairs;
+}
+
+std::map<std::string, at::Tensor> main_shards(const Sharded::Impl* model) {
+  std::map<std::string, at::Tensor> shards;
+  if (model)
+    for (const Shard& shard : model->shards(Sharded::Impl::Kind::main)) shards[shard.name] = shard.data;
+  return shards;
+}
+
+// Moves the parameters, one after the other, through memory of whichever model this rank has.
+void move_all(Comm& world, const Side& from, const Side& to, int64_t bytes_at_once) {
+  const std::map<std::string, at::Tensor> sources = main_shards(from.model), targets = main_shards(to.model);
+  const Sharded::Impl* any = to.model ? to.model : from.model;
+  for (const Pair& pair : pairs_of(from.record, to.record)) {
+    const auto allocate = [&](int64_t elements) {
+      return any ? any->memory->allocate(MemoryKind::communication, elements, pair.from->dtype)
+                 : at::empty({elements}, pair.from->dtype);
+    };
+    const auto here = [&](const std::map<std::string, at::Tensor>& shards, const std::string& name) {
+      return any == nullptr || !shards.contains(name) ? at::Tensor() : shards.at(name).to(any->device());
+    };
+    const at::Tensor source = here(sources, pair.from->name), target = here(targets, pair.to->name);
+    const auto bytes = static_cast<int64_t>(c10::elementSize(pair.from->dtype));
+    move_between({pair.to->shape, pair.from->at, pair.to->at, from.ranks, to.ranks}, source, target, world,
+                 std::max<int64_t>(1, bytes_at_once / bytes), allocate);
+    if (target.defined() && !target.is_alias_of(targets.at(pair.to->name))) at::Tensor(targets.at(pair.to->name)).copy_(target);
+  }
+}
+
+}  // namespace
+
+void transfer(Comm& world, const Sharded* from, Sharded* to, const TransferOptions& options) {
+  const at::NoGradGuard no_grad;
+  Side source{"from", from ? &from->impl() : nullptr}, target{"to", to ? &to->impl() : nullptr};
+  agree_on(world, [&] {
+    SHARD_REQUIRE(options.bytes_at_once > 0, "transfer", "bytes_at_once must be above 0, got {}", options.bytes_at_once);
+    if (source.model) source.model->schedule.require_no_backward("transfer");
+    if (target.model) target.model->require_own_values("transfer");
+  });
+  make_known(world, source);
+  make_known(world, target);
+  pairs_of(source.record, target.record);
+  if (to)
+    for (Bucket* bucket : to->impl().schedule.buckets()) bucket->parameters.begin_update();
+  move_all(world, source, target, options.bytes_at_once);
+  if (to) to->main_parameters_changed();
+}
+
+}  // namespace shardproof
