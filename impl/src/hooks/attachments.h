@@ -21,22 +21,25 @@ class UnitAttachments {
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-// The same for styles, which it owns.
-class ParallelAttachments {
+// The same for styles and adapters, which it owns.
+template <class Hooks>
+class OwnedAttachments {
  public:
-  ParallelAttachments() = default;
-  ~ParallelAttachments();
-  ParallelAttachments(const ParallelAttachments&) = delete;
-  void attach(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ParallelHooks> hooks);
+  OwnedAttachments() = default;
+  ~OwnedAttachments();
+  OwnedAttachments(const OwnedAttachments&) = delete;
+  void attach(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<Hooks> hooks);
   const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const { return modules_; }
 
  private:
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
-  std::vector<std::shared_ptr<ParallelHooks>> hooks_;
+  std::vector<std::shared_ptr<Hooks>> hooks_;
 };
+using ParallelAttachments = OwnedAttachments<ParallelHooks>;
+using AdapterAttachments = OwnedAttachments<AdapterHooks>;
 
-// A Sequential calls its children's `forward` itself. This makes it enter those that are units, or parallel, through `call`,
-// until the result is destroyed.
+// A Sequential calls its children's `forward` itself. This makes it enter those that are units, parallel, or adapted, through
+// `call`, until the result is destroyed.
 class SequentialEntries {
  public:
   explicit SequentialEntries(torch::nn::Module& root);

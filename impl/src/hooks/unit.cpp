@@ -49,6 +49,7 @@ class Attachments {
 
 UnitHooks* unit_hooks(const torch::nn::Module& module) { return Attachments<UnitHooks>::all().find(module); }
 ParallelHooks* parallel_hooks(const torch::nn::Module& module) { return Attachments<ParallelHooks>::all().find(module); }
+AdapterHooks* adapter_hooks(const torch::nn::Module& module) { return Attachments<AdapterHooks>::all().find(module); }
 
 void UnitAttachments::attach(std::shared_ptr<torch::nn::Module> module, UnitHooks& hooks) {
   Attachments<UnitHooks>::all().add(*module, hooks);
@@ -56,12 +57,18 @@ void UnitAttachments::attach(std::shared_ptr<torch::nn::Module> module, UnitHook
 }
 UnitAttachments::~UnitAttachments() { Attachments<UnitHooks>::all().remove(modules_); }
 
-void ParallelAttachments::attach(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<ParallelHooks> hooks) {
-  Attachments<ParallelHooks>::all().add(*module, *hooks);
+template <class Hooks>
+void OwnedAttachments<Hooks>::attach(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<Hooks> hooks) {
+  Attachments<Hooks>::all().add(*module, *hooks);
   modules_.push_back(std::move(module));
   hooks_.push_back(std::move(hooks));
 }
-ParallelAttachments::~ParallelAttachments() { Attachments<ParallelHooks>::all().remove(modules_); }
+template <class Hooks>
+OwnedAttachments<Hooks>::~OwnedAttachments() {
+  Attachments<Hooks>::all().remove(modules_);
+}
+template class OwnedAttachments<ParallelHooks>;
+template class OwnedAttachments<AdapterHooks>;
 
 void detail::refuse_parallel_call(const torch::nn::Module& module) {
   throw Error(
@@ -69,6 +76,11 @@ void detail::refuse_parallel_call(const torch::nn::Module& module) {
                   "give the style to "
                   "its parts",
                   module.name()));
+}
+
+void detail::refuse_adapted_call(const torch::nn::Module& module) {
+  throw Error(fmt::format("[lora] module {} has an adapter and is called with something else than one tensor for one tensor",
+                          module.name()));
 }
 
 }  // namespace shardproof

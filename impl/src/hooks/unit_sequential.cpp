@@ -44,7 +44,7 @@ SequentialEntries::SequentialEntries(torch::nn::Module& root) {
     if (!sequential) continue;
     int64_t index = 0;
     for (AnyModule& child : *sequential) {
-      if (unit_hooks(*child.ptr()) || parallel_hooks(*child.ptr())) {
+      if (unit_hooks(*child.ptr()) || parallel_hooks(*child.ptr()) || adapter_hooks(*child.ptr())) {
         replaced_.push_back({module, index, child});
         child = AnyModule(std::make_shared<EntryImpl>(child));
       }

@@ -42,6 +42,20 @@ Initializer normal_initializer(uint64_t seed, double standard_deviation) {
   };
 }
 
+// 24 bits of each number, so that they are exact in float32.
+Initializer uniform_initializer(uint64_t seed, double bound) {
+  return [=](const std::string& name, const Shape&, Interval run, at::Tensor values) {
+    const uint64_t key = key_of(seed, name);
+    const at::Tensor floats = at::empty({run.size()}, at::kFloat);
+    float* data = floats.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < run.size(); ++i) {
+      const auto bits = static_cast<float>(counter_mix(key ^ static_cast<uint64_t>(run.begin + i)) >> 40);
+      data[i] = (bits * 0x1p-23F - 1) * static_cast<float>(bound);
+    }
+    values.copy_(floats);
+  };
+}
+
 void initialize_parameters(torch::nn::Module& module, const Initializer& initialize) {
   at::NoGradGuard no_grad;
   std::set<const c10::TensorImpl*> seen;

@@ -23,11 +23,13 @@ std::shared_ptr<MemoryLedger> make_ledger(c10::Device device, const ShardOptions
   return std::make_shared<MemoryLedger>(device, /*pins_host=*/options.offload == Offload::pinned && device.is_cuda());
 }
 
-std::vector<std::shared_ptr<void>> sequence_rules(const torch::nn::Module& root) {
+std::vector<std::shared_ptr<void>> rules_of(const torch::nn::Module& root) {
   std::vector<std::shared_ptr<void>> rules;
-  for (const auto& module : root.modules(/*include_self=*/true))
+  for (const auto& module : root.modules(/*include_self=*/true)) {
     if (const auto* part = dynamic_cast<const SequencePart*>(module.get()); part && part->rule)
       rules.push_back(part->rule->held());
+    if (const AdapterHooks* adapter = adapter_hooks(*module)) rules.push_back(adapter->held());
+  }
   return rules;
 }
 
@@ -55,7 +57,7 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
       options(std::move(chosen)),
       strategy(strategy_on(options, comms->mesh())),
       parallel(parallel_state(*module)),
-      rules(sequence_rules(*module)),
+      rules(rules_of(*module)),
       memory(make_ledger(device_of(*module, options), options)),
       transfers(std::make_shared<HostTransfers>(memory->device())),
       schedule({comms->rank(), options.bytes_in_flight_max, options.buffers}, memory) {

@@ -46,10 +46,22 @@ class ParallelHooks {
   virtual at::Tensor run(const Forward& forward, at::Tensor input) = 0;
 };
 
-// The hooks of a module; null when it is not a unit, or has no style of tensor parallelism. As long as the process has no unit
-// and no style, these calls cost next to nothing.
+// What `add_lora` (models/lora.h) adds to the output of a module that takes one tensor and returns one. It is private to the
+// library too.
+class AdapterHooks {
+ public:
+  virtual ~AdapterHooks() = default;
+  // `input` and `output` are the module's, within its unit and outside of its style of tensor parallelism.
+  virtual at::Tensor add_to(const at::Tensor& output, const at::Tensor& input) = 0;
+  // What must live as long as the module is trained.
+  virtual std::shared_ptr<void> held() const = 0;
+};
+
+// The hooks of a module; null when it is not a unit, has no style of tensor parallelism, or no adapter. As long as the process
+// has no unit, no style and no adapter, these calls cost next to nothing.
 UnitHooks* unit_hooks(const torch::nn::Module& module);
 ParallelHooks* parallel_hooks(const torch::nn::Module& module);
+AdapterHooks* adapter_hooks(const torch::nn::Module& module);
 
 namespace detail {
 
@@ -94,6 +106,7 @@ void set_tensors(Value& value, const std::vector<at::Tensor>& tensors) {
 }
 
 [[noreturn]] void refuse_parallel_call(const torch::nn::Module& module);
+[[noreturn]] void refuse_adapted_call(const torch::nn::Module& module);
 
 // Calls forward(args...) within the module's style of tensor parallelism, if it has one.
 template <class Forward, class... Args>
@@ -106,6 +119,19 @@ auto forward_in_parallel(const torch::nn::Module& module, const Forward& forward
       refuse_parallel_call(module);
   }
   return forward(std::move(args)...);
+}
+
+// The same, and adds what the module's adapter gives, if it has one.
+template <class Forward, class... Args>
+auto forward_adapted(const torch::nn::Module& module, const Forward& forward, Args... args) {
+  if (AdapterHooks* adapter = adapter_hooks(module)) {
+    using Result = decltype(forward(args...));
+    if constexpr (sizeof...(Args) == 1 && (std::is_same_v<Args, at::Tensor> && ...) && std::is_same_v<Result, at::Tensor>)
+      return adapter->add_to(forward_in_parallel(module, forward, args...), args...);
+    else
+      refuse_adapted_call(module);
+  }
+  return forward_in_parallel(module, forward, std::move(args)...);
 }
 
 template <class Forward, class... Args>
@@ -138,7 +164,7 @@ template <class Module, class Forward, class... Args>
 auto call_as(Module&& module, Forward forward, Args... args) {
   const torch::nn::Module& callee = detail::module_of(module);
   const auto run = [&callee, forward](Args... values) {
-    return detail::forward_in_parallel(callee, forward, std::move(values)...);
+    return detail::forward_adapted(callee, forward, std::move(values)...);
   };
   UnitHooks* hooks = unit_hooks(callee);
   if (!hooks) return run(std::move(args)...);
@@ -157,7 +183,7 @@ auto call_as(Module&& module, Forward forward, Args... args) {
 template <class Module, class... Args>
 auto call(Module&& module, Args... args) {
   auto& callee = detail::module_of(module);
-  if (!unit_hooks(callee) && !parallel_hooks(callee)) return callee.forward(std::move(args)...);
+  if (!unit_hooks(callee) && !parallel_hooks(callee) && !adapter_hooks(callee)) return callee.forward(std::move(args)...);
   return call_as(callee, [&callee](Args... values) { return callee.forward(std::move(values)...); }, std::move(args)...);
 }
 

@@ -21,6 +21,9 @@ using Initializer = std::function<void(const std::string& name, const Shape& sha
 // are ones, and the rest are zeros.
 Initializer normal_initializer(uint64_t seed, double standard_deviation = 0.02);
 
+// Element i of any parameter is uniformly distributed in [-bound, bound), a function of (seed, name, i) alone.
+Initializer uniform_initializer(uint64_t seed, double bound);
+
 // Fills every parameter of a module whose parameters have memory.
 void initialize_parameters(torch::nn::Module& module, const Initializer& initialize);
 inline void initialize_parameters(torch::nn::Module& module, uint64_t seed, double standard_deviation = 0.02) {

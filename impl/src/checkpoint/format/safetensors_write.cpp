@@ -85,4 +85,9 @@ void write_safetensors(FileSystem& files, const std::string& folder, const std::
   write_file(files, folder + "/model.safetensors.index.json", index.dump(2) + "\n");
 }
 
+void write_safetensors_file(FileSystem& files, const std::string& path, const std::map<std::string, SafeTensorSpec>& tensors,
+                            const TensorBytes& data, const std::map<std::string, std::string>& metadata) {
+  write_one(files, path, in_order(tensors), data, metadata);
+}
+
 }  // namespace shardproof::checkpoint

@@ -45,5 +45,8 @@ using TensorBytes = std::function<std::string(const std::string& name)>;
 void write_safetensors(FileSystem& files, const std::string& folder, const std::map<std::string, SafeTensorSpec>& tensors,
                        const TensorBytes& data, uint64_t file_bytes_max = uint64_t{5} << 30,
                        const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
+// Writes one file of this path, however large. The file is durable when it returns. Throws Error when it cannot.
+void write_safetensors_file(FileSystem& files, const std::string& path, const std::map<std::string, SafeTensorSpec>& tensors,
+                            const TensorBytes& data, const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
 
 }  // namespace shardproof::checkpoint

@@ -1,0 +1,115 @@
+#include "shardproof/checkpoint/adapters.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "sharding/sharded_impl.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/checkpoint/format/safetensors.h"
+#include "shardproof/comm/agree.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+constexpr const char* kConfig = "/adapter_config.json";
+constexpr const char* kWeights = "/adapter_model.safetensors";
+constexpr uint64_t kConfigBytesMax = 1 << 24;
+
+// The names of A and B in the file and in the model.
+std::map<std::string, std::string> names_of(const Lora& lora, const AdapterOptions& options) {
+  std::map<std::string, std::string> names;
+  for (const std::string& layer : lora.layers())
+    for (const char* part : {"lora_A", "lora_B"}) {
+      const std::string own = (layer.empty() ? "" : layer + ".") + part + ".weight";
+      names["base_model.model." + options.module_prefix + own] = own;
+    }
+  return names;
+}
+
+std::string config_of(const Lora& lora, const AdapterOptions& options) {
+  std::vector<std::string> targets;
+  for (const std::string& layer : lora.layers()) targets.push_back(options.module_prefix + layer);
+  const nlohmann::ordered_json config = {{"peft_type", "LORA"},
+                                         {"auto_mapping", nullptr},
+                                         {"base_model_name_or_path", options.base_model},
+                                         {"revision", nullptr},
+                                         {"task_type", nullptr},
+                                         {"inference_mode", true},
+                                         {"r", lora.options().rank},
+                                         {"lora_alpha", lora.options().alpha},
+                                         {"lora_dropout", 0.0},
+                                         {"target_modules", targets},
+                                         {"fan_in_fan_out", options.fan_in_fan_out},
+                                         {"bias", "none"},
+                                         {"modules_to_save", nullptr}};
+  return config.dump(2) + "\n";
+}
+
+void require_config(const std::string& path, const std::string& text, const Lora& lora) {
+  const nlohmann::json config = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  SHARD_REQUIRE(config.is_object() && config.value("peft_type", "") == "LORA", "lora", "{} does not describe LoRA adapters",
+                path);
+  const auto number = [&](const char* key) {
+    SHARD_REQUIRE(config.contains(key) && config[key].is_number(), "lora", "{} has no number '{}'", path, key);
+    return config[key].get<double>();
+  };
+  SHARD_REQUIRE(number("r") == static_cast<double>(lora.options().rank) && number("lora_alpha") == lora.options().alpha, "lora",
+                "{} has adapters of rank {} and alpha {}, and this model of rank {} and alpha {}", path, number("r"),
+                number("lora_alpha"), lora.options().rank, lora.options().alpha);
+}
+
+at::Tensor read_tensor(FileSystem& files, const SafeTensor& stored) {
+  at::Tensor tensor = at::empty(stored.sizes, stored.dtype);
+  if (stored.bytes > 0) FileSource(files, stored.file).read(stored.offset, tensor.mutable_data_ptr(), stored.bytes);
+  return tensor;
+}
+
+// By the names of the model.
+std::map<std::string, at::Tensor> read_adapters(const std::string& directory, const Lora& lora, const AdapterOptions& options) {
+  require_config(directory + kConfig, read_file(*options.files, directory + kConfig, kConfigBytesMax), lora);
+  const SafeTensors stored = open_safetensors(*options.files, directory + kWeights);
+  std::map<std::string, std::string> names = names_of(lora, options);
+  std::map<std::string, at::Tensor> values;
+  for (const auto& [name, tensor] : stored.tensors) {
+    const auto found = names.find(name);
+    SHARD_REQUIRE(found != names.end(), "lora", "{} has {}, and this model has no such adapter", directory + kWeights, name);
+    values[found->second] = read_tensor(*options.files, tensor);
+    names.erase(found);
+  }
+  SHARD_REQUIRE(names.empty(), "lora", "{} lacks {}", directory + kWeights, names.begin()->first);
+  return values;
+}
+
+}  // namespace
+
+void save_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options) {
+  std::map<std::string, at::Tensor> values;
+  std::map<std::string, SafeTensorSpec> specs;
+  for (const auto& [name, own] : names_of(lora, options)) {
+    values[name] = sharded.gather_main_parameter(own).to(at::kCPU).contiguous();
+    specs[name] = {values[name].scalar_type(), values[name].sizes().vec()};
+  }
+  from_rank_0(sharded.impl().comms->world(), [&] {
+    StagedFolder folder(*options.files, directory, options.overwrite);
+    write_file(*options.files, folder.path() + kConfig, config_of(lora, options));
+    write_safetensors_file(*options.files, folder.path() + kWeights, specs, [&](const std::string& name) {
+      const at::Tensor& tensor = values.at(name);
+      return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+    });
+    folder.commit();
+    return std::string();
+  });
+}
+
+void load_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options) {
+  std::map<std::string, at::Tensor> values;
+  agree_on(sharded.impl().comms->world(), [&] { values = read_adapters(directory, lora, options); });
+  sharded.write_parameters(values);
+}
+
+}  // namespace shardproof::checkpoint

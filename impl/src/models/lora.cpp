@@ -1,0 +1,172 @@
+#include "shardproof/models/lora.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "hooks/attachments.h"
+#include "shardproof/base/check.h"
+#include "shardproof/base/name_pattern.h"
+#include "shardproof/models/models.h"
+#include "shardproof/nn/initialize.h"
+
+namespace shardproof {
+namespace {
+
+constexpr const char* kDown = "lora_A";
+constexpr const char* kUp = "lora_B";
+
+// W x + scale * B (A x). A and B are entered as the layers that they are, so that they may be cut.
+class LinearAdapter final : public AdapterHooks {
+ public:
+  LinearAdapter(std::weak_ptr<void> state, Linear down, Linear up, double scale)
+      : state_(std::move(state)), down_(std::move(down)), up_(std::move(up)), scale_(scale) {}
+  at::Tensor add_to(const at::Tensor& output, const at::Tensor& input) override {
+    return output + call(up_, call(down_, input)) * scale_;
+  }
+  std::shared_ptr<void> held() const override { return state_.lock(); }
+
+ private:
+  std::weak_ptr<void> state_;  // which owns this
+  Linear down_, up_;
+  double scale_;
+};
+
+// Uniform numbers that are exact in float32, and the same on any machine.
+void fill_uniform(const at::Tensor& weight, const std::string& name, uint64_t seed) {
+  const auto bound = 1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, weight.size(1))));
+  const at::Tensor values = at::empty({weight.numel()}, at::kFloat);
+  uniform_initializer(seed, bound)(name, weight.sizes().vec(), {0, weight.numel()}, values);
+  weight.copy_(values.view(weight.sizes()));
+}
+
+bool is_adapter(const std::string& name) {
+  return name.ends_with(std::string(".") + kDown) || name.ends_with(std::string(".") + kUp);
+}
+
+std::string weight_of(const std::string& layer, const char* part = nullptr) {
+  return layer + (layer.empty() ? "" : ".") + (part ? std::string(part) + ".weight" : "weight");
+}
+
+const ParallelStyle* style_of(const ParallelPlan& plan, const std::string& layer) {
+  for (const auto& [pattern, style] : plan.styles)
+    if (name_matches(pattern, layer)) return &style;
+  return nullptr;
+}
+
+// scale * B A for the elements of a run of the product's rows.
+at::Tensor product_of(const at::Tensor& up, const at::Tensor& down, Interval run, double scale) {
+  const int64_t inputs = down.size(1), begin = run.begin / inputs, end = (run.end + inputs - 1) / inputs;
+  at::Tensor sum = at::zeros({end - begin, inputs}, down.options());
+  const at::Tensor rows = up.narrow(0, begin, end - begin);
+  for (int64_t k = 0; k < down.size(0); ++k) sum.add_(rows.narrow(1, k, 1) * down.narrow(0, k, 1));
+  return sum.mul_(scale).view({-1}).narrow(0, run.begin - begin * inputs, run.size());
+}
+
+}  // namespace
+
+struct Lora::State {
+  LoraOptions options;
+  std::vector<std::string> layers;
+  AdapterAttachments attached;
+  std::unique_ptr<SequentialEntries> sequential;
+};
+
+const std::vector<std::string>& Lora::layers() const {
+  return state_->layers;
+}
+const LoraOptions& Lora::options() const {
+  return state_->options;
+}
+double Lora::scale() const {
+  return state_->options.alpha / static_cast<double>(state_->options.rank);
+}
+
+ParallelPlan Lora::with_styles(ParallelPlan plan) const {
+  std::vector<std::pair<std::string, ParallelStyle>> added;
+  for (const std::string& layer : layers()) {
+    const ParallelStyle* style = style_of(plan, layer);
+    if (!style || std::holds_alternative<PartialGradients>(*style)) continue;
+    const std::string down = layer + "." + kDown, up = layer + "." + kUp;
+    if (const auto* column = std::get_if<ColumnParallel>(style)) {
+      added.emplace_back(down, SequenceParallel{});
+      added.emplace_back(up, *column);
+    } else if (const auto* row = std::get_if<RowParallel>(style)) {
+      added.emplace_back(down, *row);
+      added.emplace_back(up, SequenceParallel{});
+    } else {
+      SHARD_REQUIRE(std::holds_alternative<SequenceParallel>(*style), "lora",
+                    "layer '{}' has an adapter, and a style that is not one of a linear layer", layer);
+    }
+  }
+  plan.styles.insert(plan.styles.begin(), added.begin(), added.end());
+  return plan;
+}
+
+void Lora::merge(Sharded& sharded) const {
+  const at::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> zeros;
+  sharded.write_parameters({});  // waits for ranks that still read parameters, and refuses a bad moment
+  for (const std::string& layer : layers()) {
+    const at::Tensor down = sharded.gather_main_parameter(weight_of(layer, kDown));
+    const at::Tensor up = sharded.gather_main_parameter(weight_of(layer, kUp));
+    zeros[weight_of(layer, kUp)] = at::zeros_like(up);
+    for (const Piece& piece : sharded.main_parameters())
+      if (piece.name == weight_of(layer))
+        at::Tensor(piece.data).add_(product_of(up, down, piece.run, scale()).to(piece.data.device()));
+  }
+  sharded.write_parameters(zeros);
+}
+
+Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
+  const at::NoGradGuard no_grad;
+  SHARD_REQUIRE(options.rank >= 1, "lora", "the rank must be at least 1, got {}", options.rank);
+  SHARD_REQUIRE(!options.targets.empty(), "lora", "no targets: name the linear layers that get adapters");
+  auto state = std::make_shared<Lora::State>();
+  std::vector<bool> used(options.targets.size(), false);
+  std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> chosen;
+  for (const auto& item : module->named_modules("", /*include_self=*/true)) {
+    SHARD_REQUIRE(!parallel_hooks(*item.value()) && !unit_hooks(*item.value()), "lora",
+                  "module '{}' is parallel or sharded already; call add_lora before parallelize and fully_shard", item.key());
+    if (!item.value()->as<torch::nn::LinearImpl>() || is_adapter(item.key())) continue;
+    bool wanted = false;
+    for (size_t i = 0; i < used.size(); ++i)
+      if (name_matches(options.targets[i], item.key())) wanted = used[i] = true;
+    if (wanted) chosen.emplace_back(item.key(), item.value());
+  }
+  for (size_t i = 0; i < used.size(); ++i)
+    SHARD_REQUIRE(used[i], "lora", "target '{}' fits no torch::nn::Linear of {}", options.targets[i], module->name());
+  for (const at::Tensor& parameter : module->parameters()) parameter.set_requires_grad(false);
+  const double scale = options.alpha / static_cast<double>(options.rank);
+  for (const auto& [name, layer] : chosen) {
+    const at::Tensor& weight = layer->as<torch::nn::LinearImpl>()->weight;
+    SHARD_REQUIRE(!adapter_hooks(*layer), "lora", "layer '{}' has an adapter already", name);
+    SHARD_REQUIRE(!weight.is_meta(), "lora", "layer '{}' is on the meta device; give adapters to a model that has memory",
+                  name);
+    Linear down(torch::nn::LinearOptions(weight.size(1), options.rank).bias(false));
+    Linear up(torch::nn::LinearOptions(options.rank, weight.size(0)).bias(false));
+    for (Linear part : {down, up}) part->to(weight.device(), weight.scalar_type());
+    fill_uniform(down->weight, weight_of(name, kDown), options.seed);
+    up->weight.zero_();
+    layer->register_module(kDown, down);
+    layer->register_module(kUp, up);
+    state->layers.push_back(name);
+    state->attached.attach(layer, std::make_shared<LinearAdapter>(state, down, up, scale));
+  }
+  state->options = std::move(options);
+  state->sequential = std::make_unique<SequentialEntries>(*module);
+  return Lora(std::move(state));
+}
+
+Lora described_lora(std::vector<std::string> layers, LoraOptions options) {
+  SHARD_REQUIRE(options.rank >= 1, "lora", "the rank must be at least 1, got {}", options.rank);
+  auto state = std::make_shared<Lora::State>();
+  state->layers = std::move(layers);
+  state->options = std::move(options);
+  return Lora(std::move(state));
+}
+
+}  // namespace shardproof
