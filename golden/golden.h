@@ -227,6 +227,9 @@ struct Run {
   SumOrder order;
   Precision precision;
   LossScaling scaling;
+  // Not 0: averages of the parameters are kept, which begin as the initial values. After each step that is not skipped, for
+  // each parameter that is not frozen: average = average * ema + parameter * (1 - ema), one operation at a time.
+  double ema = 0;
   // Not 0: half of the numbers that the model computes with, chosen by this, are one float of their dtype farther from zero or
   // nearer to it. Shows how far roundings carry. Nothing of it in float64.
   uint64_t jitter = 0;
@@ -247,7 +250,9 @@ struct StepTrace {
   // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1.
   Named gradients;
   Named parameters;                                  // after the update, all of them
-  std::vector<std::pair<std::string, Named>> state;  // after the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ...
+  // After the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ..., and last {"ema", ...} of all parameters where averages are
+  // kept.
+  std::vector<std::pair<std::string, Named>> state;
 };
 using Trace = std::vector<StepTrace>;
 
@@ -264,9 +269,9 @@ Trace train(const Run& run, at::ScalarType dtype = at::kFloat);
 // that the oracle does not support.
 Trace train_in_python(const Run& run);
 
-// Not lion and muon, which torch.optim lacks or has otherwise, not dropout, whose masks are a function of its own, and not what
-// float64 knows nothing of: other dtypes than float32 loss scaling, and steps that go back. Any order of sums is supported:
-// none matters in float64 but for rounding.
+// Not averages, which it does not keep, not lion and muon, which torch.optim lacks or has otherwise, not dropout, whose masks
+// are a function of its own, and not what float64 knows nothing of: other dtypes than float32 loss scaling, and steps that go
+// back. Any order of sums is supported: none matters in float64 but for rounding.
 bool oracle_supports(const Run& run);
 
 class EnvironmentError : public std::runtime_error {

@@ -75,7 +75,8 @@ bool oracle_supports(const Run& run) {
   for (const Step& step : run.steps)
     if (step.after) return false;
   return kind != Optimizer::Kind::lion && kind != Optimizer::Kind::muon && run.model.dropout() == 0 &&
-         p.compute == at::kFloat && p.gradient == at::kFloat && p.reduce == at::kFloat && run.scaling.initial == 0;
+         p.compute == at::kFloat && p.gradient == at::kFloat && p.reduce == at::kFloat && run.scaling.initial == 0 &&
+         run.ema == 0;
 }
 
 Trace train_in_python(const Run& run) {
@@ -83,7 +84,8 @@ Trace train_in_python(const Run& run) {
   if (!oracle_supports(run))
     throw std::invalid_argument(
         "golden: the oracle in Python trains with sgd, adam or adamw, in float64, without loss scaling and dropout, "
-        "step after step; it cannot check lion, muon, dropout, other dtypes or loss scaling. Ask oracle_supports first");
+        "step after step; it cannot check lion, muon, dropout, other dtypes, loss scaling or averages. Ask oracle_supports "
+        "first");
   Trace trace;
   call_python<PythonTrain>("golden_python_train", run, &trace);
   return trace;

@@ -77,7 +77,7 @@ struct Trainer::Collected {
 };
 
 Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision,
-                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter, c10::Device device)
+                 LossScaling scaling, at::ScalarType dtype, uint64_t jitter, c10::Device device, double ema)
     : model_(std::move(model)),
       order_(order),
       precision_(in_dtype(precision, dtype)),
@@ -87,12 +87,15 @@ Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumO
       main_(dtype),
       parameters_(checked_copy(model_, parameters, dtype)),
       optimizer_(std::move(optimizer), parameters_),
-      loss_scale_(scaling.initial) {
+      loss_scale_(scaling.initial),
+      ema_(ema),
+      averages_(ema != 0 ? parameters_ : Named{}) {
   if (dtype != at::kFloat && dtype != at::kDouble)
     refuse(fmt::format("dtype: expected Float or Double, got {}", c10::toString(dtype)));
   require_valid(order);
   require_valid(precision);
   require_valid(scaling);
+  if (!(ema >= 0 && ema < 1)) refuse(fmt::format("ema: expected a number in [0, 1), got {}", ema));
 }
 
 Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) const {
@@ -193,6 +196,13 @@ void Trainer::adapt_scale(bool finite) {
   }
 }
 
+void Trainer::average(const Step& step) {
+  for (size_t i = 0; i < averages_.size(); ++i) {
+    auto& [name, value] = averages_[i];
+    if (!is_frozen(step, name)) value = value * ema_ + parameters_[i].second * (1 - ema_);
+  }
+}
+
 StepTrace Trainer::step(const Step& step) {
   require_one_thread();
   require_valid(model_, step);
@@ -227,15 +237,17 @@ StepTrace Trainer::step(const Step& step) {
     for (const auto& [name, value] : parameters_)
       if (!is_frozen(step, name)) trace.gradients.emplace_back(name, gradients[next++]);
     parameters_ = optimizer_.update(parameters_, trace.gradients, step.lr_factor);
+    average(step);
   }
   trace.parameters = parameters_;
   trace.state = optimizer_.tensors();
+  if (!averages_.empty()) trace.state.emplace_back("ema", averages_);
   return trace;
 }
 
 Trace train(const Run& run, at::ScalarType dtype) {
   Trainer trainer(run.model, run.optimizer, run.parameters, run.order, run.precision, run.scaling, dtype, run.jitter,
-                  run.device);
+                  run.device, run.ema);
   Trace trace;
   std::vector<Trainer> ends{trainer};  // before the first step, and after each
   for (const Step& step : run.steps) {

@@ -14,7 +14,7 @@ class Trainer {
   // `parameters` are copied. Throws std::invalid_argument as `train` does.
   Trainer(Model model, Optimizer optimizer, const Named& parameters, SumOrder order, Precision precision = {},
           LossScaling scaling = {}, at::ScalarType dtype = at::kFloat, uint64_t jitter = 0,
-          c10::Device device = c10::kCPU);
+          c10::Device device = c10::kCPU, double ema = 0);
 
   StepTrace step(const Step& step);
   // The weighted loss of a microbatch, with the parameters as they are; nothing changes.
@@ -36,6 +36,8 @@ class Trainer {
   // Adapts the scale to whether this step's gradients are finite.
   void adapt_scale(bool finite);
 
+  void average(const Step& step);
+
   const SumOrder& order_of(const Step& step) const { return step.order ? *step.order : order_; }
 
   Model model_;
@@ -49,6 +51,8 @@ class Trainer {
   OptimizerState optimizer_;
   double loss_scale_;
   int64_t good_steps_ = 0;
+  double ema_;
+  Named averages_;  // empty when none are kept
 };
 
 }  // namespace golden

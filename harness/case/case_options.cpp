@@ -67,6 +67,7 @@ const std::vector<OptionRow>& option_rows() {
       {"multiple", &O::bucket_multiple, {}, {3, 64, 1000, 4096}, 0.15, 1, /*draws_apart=*/true},
       {"strided", &O::strided, {}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"fingerprint", &O::fingerprint, {}, {1}, 0.5, 0, /*draws_apart=*/true},
+      {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},
   };
   return rows;
 }

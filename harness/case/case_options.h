@@ -50,6 +50,7 @@ struct CaseOptions {
   int64_t unit_mesh = 0;
   int64_t strided = 0;             // the model's input, and the gradient of its output, are dense and not contiguous
   int64_t fingerprint = 0;         // ranks compare fingerprints after each step
+  int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
   bool operator==(const CaseOptions&) const = default;
 };
 

@@ -143,6 +143,7 @@ golden::Run make_run(const Case& c) {
   run.scaling = {.initial = static_cast<double>(c.options.loss_scale),
                  .growth_interval = 2,
                  .minimum = static_cast<double>(c.options.scale_min)};
+  run.ema = static_cast<double>(c.options.ema) / 100;
   for (size_t s = 0; s < c.steps.size(); ++s) {
     const StepPlan& plan = c.steps[s];
     const Case here = c.at(s);

@@ -71,15 +71,22 @@ Difference compare_step(const Step& step) {
       "parameter", [](const auto& trace) -> auto& { return trace.parameters; });
 }
 
+// Averages follow from parameters, which are compared.
+golden::Run run_without_averages(const Case& c) {
+  golden::Run run = make_run(c);
+  run.ema = 0;
+  return run;
+}
+
 }  // namespace
 
 bool suits_oracle(const Case& c) {
   const bool judged = c.model.kind != golden::Model::Kind::gpt || c.model.gpt.hidden >= 3;
-  return judged && c.mode != Mode::canonical && golden::oracle_supports(make_run(c));
+  return judged && c.mode != Mode::canonical && golden::oracle_supports(run_without_averages(c));
 }
 
 Difference oracle_difference(const Case& c) {
-  const golden::Run run = make_run(c);
+  const golden::Run run = run_without_averages(c);
   const golden::Trace ours = golden::train(run, at::kDouble), single = golden::train(run),
                       python = golden::train_in_python(run);
   for (size_t step = 0; step < ours.size(); ++step)

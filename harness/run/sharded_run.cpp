@@ -55,6 +55,7 @@ class RankRun {
         sharded_(shard(c, run, network_, comms_, device)),
         optimizer_(make_optimizer(sharded_, c)),
         checkpoints_(checkpoints) {
+    if (run.ema > 0) ema_.emplace(sharded_, EmaOptions{.decay = run.ema});
     if (c.options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
     if (c.options.loss_scale > 0)
@@ -179,16 +180,31 @@ class RankRun {
       for (UnitHandle unit : sharded_.units())
         if (chosen(case_, "free", unit.name())) unit.reshard();
     }
-    if (plan.eval) {
-      const at::NoGradGuard no_grad;
-      network_.loss(microbatch(step, 0));
-    }
+    if (plan.eval) evaluate(step);
     if (plan.discard) {
       sharded_.set_last_microbatch(case_.seed % 2 == 0);
       sharded_.set_gradient_sync(case_.seed % 3 != 0);
       network_.loss(microbatch(step, 0)).backward();
       sharded_.zero_gradients();
       sharded_.set_gradient_sync(true);
+    }
+  }
+
+  // With the averages, if there are any. Half of these evaluations end by an exception of every rank; not where ranks still
+  // read the memory of one that puts its parameters back.
+  void evaluate(const golden::Step& step) {
+    const at::NoGradGuard no_grad;
+    if (!ema_) {
+      network_.loss(microbatch(step, 0));
+      return;
+    }
+    struct Ended {};
+    try {
+      ema_->with_averages([&] {
+        network_.loss(microbatch(step, 0));
+        if (case_.seed % 2 == 0 && case_.options.side_by_side == 0) throw Ended();
+      });
+    } catch (const Ended&) {
     }
   }
 
@@ -219,12 +235,14 @@ class RankRun {
                                                 : sharded_.gradient_norm(step.norm_order);
       result.gradients = copies(sharded_.gradients());
       optimizer_.step();
+      if (ema_) ema_->update();
     }
     const bool low_precision = case_.options.compute != fp32, canonical = case_.options.arithmetic != 0;
     result.parameters = copies(low_precision || canonical ? sharded_.main_parameters() : sharded_.parameters());
     if (low_precision || canonical) result.compute_parameters = copies(sharded_.parameters());
     for (const std::string& state_name : optimizer_.state_names())
       result.state.emplace_back(state_name, copies(optimizer_.state(state_name)));
+    if (ema_) result.state.emplace_back("ema", copies(ema_->pieces()));
   }
 
   const Case& case_;
@@ -239,6 +257,7 @@ class RankRun {
   Network network_;
   Sharded sharded_;
   Optimizer optimizer_;
+  std::optional<Ema> ema_;
   std::optional<LossScaler> scaler_;
   CaseCheckpoints& checkpoints_;
   std::optional<checkpoint::Manager> manager_;
