@@ -2,6 +2,11 @@
 shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding/sharding_props.cpp sharding/sharding_errors_props.cpp
   sharding/strategies_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optim/optimizer_props.cpp optim/lr_schedule_props.cpp)
+shardproof_test(NAME ema_props LABEL train TORCH CASES 60 SOURCES optim/ema_props.cpp kit/drawn_sharding.cpp
+  kit/toy_modules.cpp)
+shardproof_test(NAME transfer_props LABEL train TORCH CASES 60 SOURCES sharding/transfer_props.cpp kit/drawn_sharding.cpp
+  kit/toy_modules.cpp)
+shardproof_test(NAME lora_props LABEL parallel TORCH CASES 20 SOURCES models/lora_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME fingerprint_props LABEL train TORCH SOURCES device/fingerprint_props.cpp
   optim/fingerprint_check_props.cpp)
 shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES sharding/offload_props.cpp kit/toy_modules.cpp)

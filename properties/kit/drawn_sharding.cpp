@@ -30,20 +30,14 @@ std::string DrawnSharding::str() const {
   return fmt::format(
       "{} {} ({} in blocks{}) on {}: {} heads, {} of keys, tied {}, sequence {}, aligned to {}, buckets of {} bytes, {}",
       llama ? "llama" : "gpt", row.name, row_of_blocks.name, blocks_on_one_axis ? ", on one axis" : "", mesh.str(), heads,
-      kv_heads, tied, sequence, alignment, bucket_bytes_max,
-      granularity == Granularity::tensor ? "whole tensors" : "elements");
+      kv_heads, tied, sequence, alignment, bucket_bytes_max, granularity == Granularity::tensor ? "whole tensors" : "elements");
 }
 
 DrawnModel DrawnSharding::make() const {
   DrawnModel made;
   if (llama) {
-    const LlamaOptions options{.layers = 1,
-                               .hidden = 4 * heads,
-                               .heads = heads,
-                               .kv_heads = kv_heads,
-                               .intermediate = 10,
-                               .vocab = 13,
-                               .tied = tied};
+    const LlamaOptions options{
+        .layers = 1, .hidden = 4 * heads, .heads = heads, .kv_heads = kv_heads, .intermediate = 10, .vocab = 13, .tied = tied};
     Llama model(options);
     made = {model.ptr(), llama_plan(options, mesh.size("tp"), sequence),
             [model](at::Tensor x) mutable { return call(model, x); }};
@@ -92,6 +86,16 @@ DrawnSharding drawn_sharding() {
   d.bucket_bytes_max = *rc::gen::element<int64_t>(0, 200, 2000);
   d.granularity = *rc::gen::element(Granularity::element, Granularity::tensor);
   return d;
+}
+
+DrawnSharding drawn_elsewhere(const DrawnSharding& d) {
+  DrawnSharding other = drawn_sharding();
+  other.llama = d.llama, other.tied = d.tied, other.heads = d.heads, other.kv_heads = d.kv_heads;
+  // Those along which the model's heads were chosen leave no rank without one; fewer that divide them do not either.
+  const int64_t tp = d.mesh.size("tp"), drawn = other.mesh.size("tp"), fits = tp % drawn == 0 ? drawn : tp;
+  other.mesh =
+      Mesh({{"dp_replicate", other.mesh.size("dp_replicate")}, {"dp_shard", other.mesh.size("dp_shard")}, {"tp", fits}});
+  return other;
 }
 
 }  // namespace kit

@@ -39,5 +39,7 @@ struct DrawnSharding {
 
 // Inside of a RapidCheck property.
 DrawnSharding drawn_sharding();
+// The same model on another mesh, under other strategies.
+DrawnSharding drawn_elsewhere(const DrawnSharding& d);
 
 }  // namespace kit
