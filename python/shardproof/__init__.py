@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "_C": ("BrokenInvariant", "Error", "NonFiniteError"),
     "checkpoint": ("Manager", "load", "save"),
+    "ema": ("Ema",),
+    "lora": ("Lora", "add_lora"),
     "optim": (
         "LossScaler",
         "Optimizer",
@@ -26,8 +28,11 @@ _HOMES = {
         "muon",
         "sgd",
         "torch_optimizer",
+        "warmup_constant",
         "warmup_cosine",
+        "warmup_inverse_sqrt",
         "warmup_linear",
+        "warmup_stable_decay",
     ),
     "parallel": (
         "ColumnInput",
@@ -44,7 +49,7 @@ _HOMES = {
     "proof": ("ProofFailed", "Report", "verify"),
     "ranks": ("Comm", "MeshComm", "comm_of", "run_mpi", "run_threads"),
     "sharded": ("Piece", "Sharded", "UnitHandle"),
-    "sharding": ("fully_shard",),
+    "sharding": ("fully_shard", "transfer"),
     "units": ("Dropout", "Precision", "Unit", "random_stream"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

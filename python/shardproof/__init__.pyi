@@ -2,6 +2,8 @@
 from . import check as check, fsdp as fsdp
 from ._C import BrokenInvariant as BrokenInvariant, Error as Error, NonFiniteError as NonFiniteError
 from .checkpoint import Manager as Manager, load as load, save as save
+from .ema import Ema as Ema
+from .lora import Lora as Lora, add_lora as add_lora
 from .optim import (
     LossScaler as LossScaler,
     Optimizer as Optimizer,
@@ -11,8 +13,11 @@ from .optim import (
     muon as muon,
     sgd as sgd,
     torch_optimizer as torch_optimizer,
+    warmup_constant as warmup_constant,
     warmup_cosine as warmup_cosine,
+    warmup_inverse_sqrt as warmup_inverse_sqrt,
     warmup_linear as warmup_linear,
+    warmup_stable_decay as warmup_stable_decay,
 )
 from .parallel import (
     ColumnInput as ColumnInput,
@@ -29,7 +34,7 @@ from .parallel import (
 from .proof import ProofFailed as ProofFailed, Report as Report, verify as verify
 from .ranks import Comm as Comm, MeshComm as MeshComm, comm_of as comm_of, run_mpi as run_mpi, run_threads as run_threads
 from .sharded import Piece as Piece, Sharded as Sharded, UnitHandle as UnitHandle
-from .sharding import fully_shard as fully_shard
+from .sharding import fully_shard as fully_shard, transfer as transfer
 from .units import Dropout as Dropout, Precision as Precision, Unit as Unit, random_stream as random_stream
 
 __version__: str

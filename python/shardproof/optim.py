@@ -12,6 +12,9 @@ from .sharded import Sharded
 
 warmup_cosine = _C.warmup_cosine
 warmup_linear = _C.warmup_linear
+warmup_stable_decay = _C.warmup_stable_decay
+warmup_constant = _C.warmup_constant
+warmup_inverse_sqrt = _C.warmup_inverse_sqrt
 
 
 class Optimizer:
@@ -30,7 +33,7 @@ class Optimizer:
         self.sharded.zero_gradients()
 
     def set_lr_factor(self, factor: float) -> None:
-        """Multiply every learning rate from the next step on, e.g. by `warmup_cosine`."""
+        """Multiply every learning rate from the next step on, e.g. by `warmup_cosine` or another schedule."""
         self.native.set_lr_factor(factor)
 
     def state_names(self) -> "list[str]":
@@ -44,6 +47,10 @@ class Optimizer:
     def gather_state(self, name: str) -> "dict[str, torch.Tensor]":
         """One whole state tensor of each parameter that has it, on every rank. Collective."""
         return self.native.gather_state(name)
+
+    def gather_state_of(self, name: str, parameter: str) -> torch.Tensor:
+        """One whole state tensor of one parameter. Collective; every rank passes the same names."""
+        return self.native.gather_state_of(name, parameter)
 
     def write_state(self, name: str, values: "dict[str, torch.Tensor]") -> None:
         """Write whole values into one state tensor, by the parameter's name. Collective; every rank passes the same values."""

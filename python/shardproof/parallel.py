@@ -87,7 +87,12 @@ class TensorParallel:
         self.native = native
         for part in module.modules():
             call = _C.StyledCall(mirror, part)
-            if call.has_style:
+            if not call.has_style:
+                continue
+            adapted = part.__dict__.get("forward")
+            if hasattr(adapted, "plain"):  # of an adapter, which is added to what the cut layer gives
+                adapted.plain = _styled(call, adapted.plain, type(part).__name__)
+            else:
                 part.forward = _styled(call, part.forward, type(part).__name__)
 
     @torch.no_grad()

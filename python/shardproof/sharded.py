@@ -177,6 +177,14 @@ class Sharded:
         """Whole gradients by name, on every rank, after the last backward. Collective."""
         return self.native.gather_gradients()
 
+    def gather_main_parameter(self, name: str) -> torch.Tensor:
+        """One whole main parameter, by any of its names. Collective; every rank passes the same name."""
+        return self.native.gather_main_parameter(name)
+
+    def gather_gradient(self, name: str) -> torch.Tensor:
+        """One whole gradient, after the last backward. Collective; every rank passes the same name."""
+        return self.native.gather_gradient(name)
+
     def write_parameters(self, values: "dict[str, torch.Tensor]") -> None:
         """Write whole values into the parameters, by name. Collective; every rank passes the same values.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .ranks import mesh_comm
+from .ranks import comm_of, mesh_comm
 from .sharded import Sharded, sharded_of
 from .units import Precision, Unit, as_list, select_units
 
@@ -237,3 +237,39 @@ def as_precision(precision: Any) -> Optional[Precision]:
             cast_inputs=precision.cast_forward_inputs,
         )
     raise _C.Error(f"[fully_shard] precision must be a shardproof.Precision or a MixedPrecisionPolicy, got {precision!r}")
+
+
+def transfer(
+    source: "Optional[Sharded]", target: "Optional[Sharded]", comm: Any = None, *, bytes_at_once: int = 64 << 20
+) -> None:
+    """Fill one sharded model with the parameters of another, on other ranks or on another mesh. Collective over ``comm``.
+
+    No rank holds a whole parameter: what a rank lacks travels in slices. Values are the main parameters, rounded to the main
+    dtype of the target. Optimizer state and buffers stay as they are.
+
+    Parameters
+    ----------
+    source : Sharded or None
+        The model whose parameters are copied; None on a rank that has no part of it.
+    target : Sharded or None
+        The model that is filled; None on a rank that has no part of it.
+    comm : Comm, MeshComm or process group, optional
+        Has every rank of both models. Without it the ranks of the source, or of the target, which then have to be the same.
+    bytes_at_once : int
+        So many bytes leave a rank at a time, at most, and as many arrive.
+
+    Examples
+    --------
+    >>> shardproof.transfer(trained, serving)          # zero3 on 4 ranks -> tp=2 x ddp on the same 4
+    """
+    if comm is None:
+        given = source if source is not None else target
+        if given is None:
+            raise _C.Error("[transfer] give a source or a target, or the comm that has the ranks of both")
+        world = given.comms.world
+    elif isinstance(comm, _C.MeshComm):
+        world = comm.world
+    else:
+        world = comm if isinstance(comm, _C.Comm) else comm_of(comm)
+    native = [None if model is None else model.native for model in (source, target)]
+    _C.transfer(world, native[0], native[1], bytes_at_once)

@@ -12,5 +12,6 @@ void bind_sharded(pybind11::module_& module);
 void bind_optimizers(pybind11::module_& module);
 void bind_checkpoints(pybind11::module_& module);
 void bind_parallel(pybind11::module_& module);
+void bind_users(pybind11::module_& module);
 
 }  // namespace shardproof::python

@@ -19,4 +19,5 @@ PYBIND11_MODULE(_C, module) {
   python::bind_optimizers(module);
   python::bind_checkpoints(module);
   python::bind_parallel(module);
+  python::bind_users(module);
 }

@@ -113,13 +113,26 @@ void bind_optimizers(py::module_& module) {
       .def("set_lr_factor", &Optimizer::set_lr_factor, py::arg("factor"))
       .def("state_names", &Optimizer::state_names)
       .def("state", &Optimizer::state, py::arg("state_name"))
-      .def("gather_state", &Optimizer::gather_state, py::arg("state_name"), Unlocked())
+      .def(
+          "gather_state",
+          [](const Optimizer& optimizer, const std::string& state_name) { return optimizer.gather_state(state_name); },
+          py::arg("state_name"), Unlocked())
+      .def(
+          "gather_state_of",
+          [](const Optimizer& optimizer, const std::string& state_name, const std::string& parameter) {
+            return optimizer.gather_state(state_name, parameter);
+          },
+          py::arg("state_name"), py::arg("parameter"), Unlocked())
       .def("write_state", &Optimizer::write_state, py::arg("state_name"), py::arg("values"), Unlocked())
       .def("updates", &Optimizer::updates, py::arg("parameter"))
       .def("groups", &groups_of);
   module.def("make_optimizer", &make_optimizer, py::arg("sharded"), py::arg("groups"));
   module.def("warmup_cosine", &warmup_cosine, py::arg("step"), py::arg("warmup"), py::arg("total"), py::arg("last") = 0.0);
   module.def("warmup_linear", &warmup_linear, py::arg("step"), py::arg("warmup"), py::arg("total"), py::arg("last") = 0.0);
+  module.def("warmup_stable_decay", &warmup_stable_decay, py::arg("step"), py::arg("warmup"), py::arg("total"),
+             py::arg("decay"), py::arg("last") = 0.0);
+  module.def("warmup_constant", &warmup_constant, py::arg("step"), py::arg("warmup"));
+  module.def("warmup_inverse_sqrt", &warmup_inverse_sqrt, py::arg("step"), py::arg("warmup"));
   bind_scaler(module);
 }
 

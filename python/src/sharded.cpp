@@ -132,6 +132,13 @@ void bind_sharded(py::module_& module) {
       .def(
           "gather_gradients", [](Held& held) { return held.sharded.gather_gradients(); }, Unlocked())
       .def(
+          "gather_main_parameter",
+          [](Held& held, const std::string& name) { return held.sharded.gather_main_parameter(name); }, py::arg("name"),
+          Unlocked())
+      .def(
+          "gather_gradient", [](Held& held, const std::string& name) { return held.sharded.gather_gradient(name); },
+          py::arg("name"), Unlocked())
+      .def(
           "write_parameters", [](Held& held, const Values& values) { held.sharded.write_parameters(values); },
           py::arg("values"), Unlocked())
       .def(

@@ -251,7 +251,7 @@ def test_whole_values_are_written_and_gathered_by_name():
         state = optimizer.gather_state("momentum_buffer")
         assert not state.pop("out.weight").any()
         assert all(torch.equal(value, torch.ones_like(value)) for value in state.values())
-        with pytest.raises(shardproof.Error, match="nothing called 'nobody'"):
+        with pytest.raises(shardproof.Error, match="there is no parameter 'nobody'"):
             sharded.write_parameters({"nobody": torch.zeros(1)} if comm.rank == 1 else {})
 
     shardproof.run_threads(3, body)
