@@ -48,6 +48,7 @@ shardproof_python_tests(NAME train CLASS Train)
 shardproof_python_tests(NAME train_data CLASS TrainData)
 shardproof_python_tests(NAME train_config CLASS TrainConfig)
 shardproof_python_tests(NAME train_log CLASS TrainLog)
+shardproof_python_tests(NAME train_precision CLASS TrainPrecision)
 shardproof_python_tests(NAME train_sample CLASS TrainSample)
 shardproof_python_tests(NAME train_stop CLASS TrainStop)
 shardproof_python_tests(NAME train_validation CLASS TrainValidation)
@@ -61,5 +62,6 @@ endif()
 
 shardproof_test(NAME training_props LABEL train TORCH SOURCES harness/data/training_data_props.cpp
   harness/train/sample_props.cpp
+  harness/train/slow_ranks_props.cpp
   harness/compare/step_difference_props.cpp
   LIBRARIES harness)

@@ -25,8 +25,9 @@ std::string describe(const TrainArguments& arguments, const TrainOptions& option
     for (const int64_t size : shape) elements *= size;
     parameters += elements;
   }
-  return fmt::format("{} ({} parameters), {} on {}, {} lr={}{} clip={} seed={}", arguments.model, grouped(parameters),
-                     options.strategy, options.mesh.str(), arguments.optimizer, arguments.lr,
+  const std::string how = std::string(options.bf16 ? ", bf16" : "") + (options.recompute ? ", recomputing" : "");
+  return fmt::format("{} ({} parameters), {} on {}{}, {} lr={}{} clip={} seed={}", arguments.model, grouped(parameters),
+                     options.strategy, options.mesh.str(), how, arguments.optimizer, arguments.lr,
                      options.schedule.kind == "constant" ? "" : " " + options.schedule.kind, options.clip_norm, options.seed);
 }
 
@@ -84,6 +85,48 @@ int agreed_exit_code(shardproof::ProcessWorld& processes, int exit_code) {
   return std::stoi(text);
 }
 
+// Where a run's reports go: what a person reads, JSON lines and event files. On processes other than rank 0: nowhere.
+class TrainReports {
+ public:
+  TrainReports(const TrainArguments& arguments, bool speaks)
+      : silence_(speaks ? nullptr : std::fopen("/dev/null", "w"), std::fclose),
+        json(speaks ? arguments.json : ""),
+        events(speaks ? arguments.tensorboard : ""),
+        out(silence_ ? silence_.get() : arguments.json == "-" ? stderr : stdout) {}
+
+ private:
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> silence_;
+
+ public:
+  TrainJson json;
+  TrainEvents events;
+  std::FILE* const out;
+};
+
+// Trains and reports. Returns the exit code, which means something on rank 0.
+int train_and_report(const TrainOptions& options, const TrainingData& data, TrainReports& reports,
+                     shardproof::ProcessWorld* processes) {
+  const int64_t first = first_step(options, data);
+  print_begin(reports.out, options, first);
+  const StopRequests stops;
+  TrainProgress progress(reports.out, first, options.steps);
+  double loss_first = 0, loss_last = 0;
+  const auto report = [&](const TrainStep& step) {
+    if (step.step == first) loss_first = step.loss;
+    loss_last = step.loss;
+    progress.show(step);
+    progress.name_slow_ranks(step);
+    reports.json.step(step);
+    reports.events.step(step);
+  };
+  const TrainResult result = train(options, data, report, processes);
+  if (processes && processes->rank() != 0) return 0;
+  progress.end_line();
+  print_end(reports.out, options, result, loss_first, loss_last);
+  reports.json.end(result, options.check);
+  return result.difference ? 1 : result.stopped ? 2 : 0;
+}
+
 int run_train(TrainArguments& arguments) {
   read_config(arguments);
   if (arguments.print_config) {
@@ -94,39 +137,15 @@ int run_train(TrainArguments& arguments) {
   const std::unique_ptr<shardproof::ProcessWorld> processes =
       arguments.launched.start(arguments.given("--mesh") ? arguments.mesh : "", settings);
   if (processes && !arguments.given("--mesh")) arguments.mesh = fmt::format("dp_shard={}", processes->size());
-  const bool speaks = !processes || processes->rank() == 0;
   const TrainOptions options = train_options(arguments, arguments.launched.device());
   const TrainingData data(data_options(arguments, options.model));
   validate(options, data);
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> silence(speaks ? nullptr : std::fopen("/dev/null", "w"), std::fclose);
-  std::FILE* out = silence ? silence.get() : arguments.json == "-" ? stderr : stdout;
-  TrainJson json(speaks ? arguments.json : "");
-  TrainEvents events(speaks ? arguments.tensorboard : "");
+  TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0);
   const std::string description = describe(arguments, options);
-  fmt::print(out, "train  {}\ndata   {}\n", description, describe(data, options));
-  std::fflush(out);
-  json.run(description, data, options);
-
-  const int64_t first = first_step(options, data);
-  print_begin(out, options, first);
-  const StopRequests stops;
-  TrainProgress progress(out, first, options.steps);
-  double loss_first = 0, loss_last = 0;
-  const TrainResult result = train(
-      options, data,
-      [&](const TrainStep& step) {
-        if (step.step == first) loss_first = step.loss;
-        loss_last = step.loss;
-        progress.show(step);
-        json.step(step);
-        events.step(step);
-      },
-      processes.get());
-  if (!speaks) return agreed_exit_code(*processes, 0);
-  progress.end_line();
-  print_end(out, options, result, loss_first, loss_last);
-  json.end(result, options.check);
-  const int exit_code = result.difference ? 1 : result.stopped ? 2 : 0;
+  fmt::print(reports.out, "train  {}\ndata   {}\n", description, describe(data, options));
+  std::fflush(reports.out);
+  reports.json.run(description, data, options);
+  const int exit_code = train_and_report(options, data, reports, processes.get());
   return processes ? agreed_exit_code(*processes, exit_code) : exit_code;
 }
 

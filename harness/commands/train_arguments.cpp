@@ -92,6 +92,10 @@ void add_run_options(CLI::App& app, TrainArguments& a) {
                "also train the unsharded golden run and compare every bit; or --check=fingerprint: ranks compare "
                "fingerprints of what they hold in copies, for long runs");
   app.add_flag("--canonical", o.canonical, "take sums of gradients that have the same bits on every mesh");
+  app.add_option("--precision", a.precision,
+                 "what blocks compute in: float32, or bf16 with main parameters, gradients and optimizer state in float32")
+      ->capture_default_str();
+  app.add_flag("--recompute", o.recompute, "keep no activations of blocks: compute them again in the backward");
   app.add_flag("--offload", o.offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   app.add_option("--arithmetic", a.arithmetic, "canonical: take sums inside the model like this too; it implies --canonical")
       ->capture_default_str();
@@ -125,6 +129,10 @@ TrainOptions train_options(const TrainArguments& arguments, c10::Device device) 
                 "--arithmetic must be native or canonical, got '{}'", arguments.arithmetic);
   options.model.canonical = arguments.arithmetic == "canonical";
   options.canonical |= options.model.canonical;
+  SHARD_REQUIRE(arguments.precision == "float32" || arguments.precision == "bf16", "train",
+                "--precision must be float32 or bf16, got '{}'.{}", arguments.precision,
+                did_you_mean(arguments.precision, {"float32", "bf16"}));
+  options.bf16 = arguments.precision == "bf16";
   options.optimizer = optimizer_of(arguments);
   options.schedule = schedule_of(arguments);
   SHARD_REQUIRE(arguments.check.empty() || arguments.check == "golden" || arguments.check == "fingerprint", "train",

@@ -16,7 +16,7 @@ struct TrainArguments {
   std::string token_type;
   bool shuffle = false;
   uint64_t data_seed = 1;
-  std::string optimizer = "adamw", arithmetic = "native", check;
+  std::string optimizer = "adamw", arithmetic = "native", precision = "float32", check;
   double lr = 1e-3, momentum = 0.9, weight_decay = 0.01;
   int64_t schedule_steps = 0;  // 0: all of them
   std::string json, tensorboard;

@@ -24,6 +24,7 @@ struct RankStep {
   std::vector<double> losses;  // [round], the weighted losses of this rank's microbatches
   double gradient_norm = 0;    // of the whole gradient, before clipping
   double seconds = 0;
+  double compute_seconds = 0;  // those of the step that were not spent in collectives
   std::vector<double> validation_losses = {};  // of this rank's microbatches of held-out data, weighted
   double parameter_norm = 0;                   // of the whole model, after the step
   int64_t zero_gradients = 0;                  // elements of the whole gradient

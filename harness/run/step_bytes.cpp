@@ -107,7 +107,8 @@ std::string to_bytes(const std::vector<RankStep>& steps) {
   to.plain(steps.size());
   for (const RankStep& step : steps) {
     to.numbers(step.losses);
-    for (const double value : {step.gradient_norm, step.seconds, step.loss_scale, step.parameter_norm}) to.plain(value);
+    for (const double value : {step.gradient_norm, step.seconds, step.compute_seconds, step.loss_scale, step.parameter_norm})
+      to.plain(value);
     for (const int64_t value : {step.zero_gradients, step.held_bytes}) to.plain(value);
     for (const bool value : {step.skipped, step.stopped}) to.plain(value);
     to.numbers(step.validation_losses);
@@ -131,7 +132,7 @@ std::vector<RankStep> steps_from(const std::string& bytes) {
   std::vector<RankStep> steps(from.plain<size_t>());
   for (RankStep& step : steps) {
     step.losses = from.numbers<double>();
-    for (double* value : {&step.gradient_norm, &step.seconds, &step.loss_scale, &step.parameter_norm})
+    for (double* value : {&step.gradient_norm, &step.seconds, &step.compute_seconds, &step.loss_scale, &step.parameter_norm})
       *value = from.plain<double>();
     for (int64_t* value : {&step.zero_gradients, &step.held_bytes}) *value = from.plain<int64_t>();
     for (bool* value : {&step.skipped, &step.stopped}) *value = from.plain<bool>();

@@ -63,6 +63,8 @@ void require_valid(const TrainOptions& options, const Case& c, const TrainingDat
                 "--validate-every and --validation-sequences need --validation-part or --validation-data");
   require_model(options.model, data);
   SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
+  SHARD_REQUIRE(!options.bf16 || !options.model.canonical, "train",
+                "--arithmetic canonical computes in float64: leave out --precision bf16");
   SHARD_REQUIRE(options.device.is_cpu() || !options.model.canonical || canonical_on_a_device(options.model), "train",
                 "--arithmetic canonical of this model takes functions of the C library, which are on the CPU; leave out "
                 "--device {}",
@@ -179,8 +181,9 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     const shardproof::checkpoint::StagedFolder probe(shardproof::checkpoint::system_files(), directory + "/probe");
   std::optional<golden::Trainer> golden;
   if (options.check)
-    golden.emplace(options.model, options.optimizer, initial_parameters(options), golden::SumOrder{}, golden::Precision{},
-                   golden::LossScaling{}, at::kFloat, /*jitter=*/0, options.device);
+    golden.emplace(options.model, options.optimizer, initial_parameters(options), golden::SumOrder{},
+                   golden::Precision{.compute = options.bf16 ? at::kBFloat16 : at::kFloat}, golden::LossScaling{}, at::kFloat,
+                   /*jitter=*/0, options.device);
   const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };
 
   const Copies copies = copies_of(c);
@@ -188,6 +191,7 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
   TrainResult result{.first_step = history.first_step};
   for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
   TrainWorld world(options, data, rule, history, processes);
+  SlowRanks slow;
   for (int64_t step = history.first_step; step < options.steps && !result.difference && !result.stopped; ++step) {
     // The golden step first: it computes while the ranks do.
     std::optional<golden::StepTrace> expected;
@@ -198,7 +202,11 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     if (expected && !result.difference && validates_after(options, data, step))
       result.difference = validation_difference(*golden, *ranks, microbatch_ranks, validation_rule(options, data, rule.ranks()),
                                                 data, &result.values_compared);
-    report(summary(*ranks, microbatch_ranks, rule, options, data, step));
+    TrainStep done = summary(*ranks, microbatch_ranks, rule, options, data, step);
+    std::vector<double> computed;
+    for (const RankStep& rank : *ranks) computed.push_back(rank.compute_seconds);
+    done.slow_ranks = slow.add(computed);
+    report(done);
     result.stopped = ranks->front().stopped;
     ++result.steps;
   }

@@ -36,6 +36,7 @@ Value describe_run(const TrainOptions& options, const TrainingData& data) {
   const auto add = [&](bool given, const char* option, Value value) {
     if (given) run.emplace_back(Value::string(option), std::move(value));
   };
+  add(options.bf16, "--precision", Value::string("bf16"));
   add(d.type != TokenType::uint8, "--token-type", Value::string(to_string(d.type)));
   add(d.shuffle.has_value(), "--shuffle with --data-seed", Value::integer(static_cast<int64_t>(d.shuffle.value_or(0))));
   const TrainSchedule& s = options.schedule;

@@ -4,10 +4,13 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "golden/golden.h"
+#include "harness/train/slow_ranks.h"
 #include "harness/train/train_schedule.h"
 #include "shardproof/algebra/mesh.h"
 
@@ -42,8 +45,12 @@ struct TrainOptions {
   bool check = false;        // against the golden run
   bool fingerprint = false;  // ranks compare fingerprints after each step, and signatures of collectives before each
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
+  // Units compute in bfloat16; main parameters, gradients, sums and optimizer state stay float32.
+  bool bf16 = false;
+  bool recompute = false;  // blocks keep no activations, and compute them again in the backward
   bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;
+  std::function<double(int64_t rank)> clock = {};  // seconds, for what is said of slow ranks; empty: the machine's
   c10::Device device{c10::kCPU};  // of the model, the golden run's too; a GPU is shared by rank-threads
 };
 
@@ -58,6 +65,7 @@ struct TrainStep {
   int64_t held_bytes = 0;      // at most, for parameters, gradients, optimizer state and buffers, by the rank that holds most
   int64_t tokens = 0;
   double tokens_per_s = 0;
+  std::vector<SlowRank> slow_ranks = {};  // that hold up the others
   bool stopped = false;  // the last step, because somebody asked to stop
   uint64_t data_checksum = 0;  // FNV-1a (64 bits) of the bytes of the step's sequences, rank by rank, round by round
 };

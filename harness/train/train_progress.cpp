@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
 #include "shardproof/base/check.h"
@@ -102,6 +103,16 @@ void TrainProgress::show(const TrainStep& step) {
   tenth_shown_ = tenth;
 }
 
+void TrainProgress::name_slow_ranks(const TrainStep& step) {
+  for (const SlowRank& slow : step.slow_ranks) {
+    if (slow.steps != kSlowSteps) continue;
+    end_line();
+    fmt::print(out_, "slow   rank {} computed {:.3g} s in step {}, and the median of the ranks {:.3g} s; so for {} steps\n",
+               slow.rank, slow.seconds, step.step + 1, slow.median, slow.steps);
+    std::fflush(out_);
+  }
+}
+
 void TrainProgress::end_line() {
   if (open_line_) fmt::print(out_, "\n");
   open_line_ = false;
@@ -127,12 +138,15 @@ void TrainJson::run(const std::string& description, const TrainingData& data, co
 }
 
 void TrainJson::step(const TrainStep& step) {
+  std::vector<int64_t> slow;
+  for (const SlowRank& rank : step.slow_ranks) slow.push_back(rank.rank);
   line(fmt::format(
       R"({{"type":"step","step":{},"loss":{:.17g},"gradient_norm":{:.17g},"tokens":{},"tokens_per_s":{:.17g},)"
-      R"("data_fnv1a":"{:016x}","validation_loss":{},"lr":{:.17g},"parameter_norm":{},"zero_gradients":{},"held_bytes":{}}})",
+      R"("data_fnv1a":"{:016x}","validation_loss":{},"lr":{:.17g},"parameter_norm":{},"zero_gradients":{},"held_bytes":{},)"
+      R"("slow_ranks":[{}]}})",
       step.step, step.loss, step.gradient_norm, step.tokens, step.tokens_per_s, step.data_checksum,
       json_number(step.validation_loss.value_or(NAN)), step.learning_rate, json_number(step.parameter_norm),
-      step.zero_gradients, step.held_bytes));
+      step.zero_gradients, step.held_bytes, fmt::join(slow, ",")));
 }
 
 void TrainJson::end(const TrainResult& result, bool checked) {

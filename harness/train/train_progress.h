@@ -36,6 +36,8 @@ class TrainProgress {
   ~TrainProgress() { end_line(); }
 
   void show(const TrainStep& step);
+  // Names each rank that begins to hold up the others.
+  void name_slow_ranks(const TrainStep& step);
   // Ends the line that is being rewritten, if there is one.
   void end_line();
 

@@ -11,6 +11,7 @@
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/train/stop_request.h"
+#include "harness/train/timed_comm.h"
 #include "harness/train/train_case.h"
 #include "harness/train/train_measures.h"
 #include "shardproof/base/check.h"
@@ -61,6 +62,16 @@ ShardOptions shard_options(const TrainOptions& options) {
                      .numerics = options.canonical ? Numerics::canonical : Numerics::ordered,
                      .gradient_divide = 1};
   if (options.model.canonical) shard.precision = {.main = at::kFloat, .compute = at::kDouble};
+  if (options.bf16) {
+    shard.precision = {.main = at::kFloat, .compute = at::kBFloat16};
+    shard.unit_options = [precision = shard.precision](const std::string& unit) {
+      UnitOptions own;
+      own.precision = precision;
+      if (unit.empty()) own.precision->output = at::kFloat;  // of which the loss is taken
+      return own;
+    };
+  }
+  if (options.recompute) shard.recompute = [](const std::string& name, const torch::nn::Module&) { return !name.empty(); };
   return shard;
 }
 
@@ -104,6 +115,15 @@ golden::Microbatch microbatch_of(int64_t length, SampleRange range,
           1.0 / static_cast<double>(all * length)};
 }
 
+double machine_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Clock clock_of(const TrainOptions& options, int64_t rank) {
+  if (!options.clock) return machine_seconds;
+  return [clock = options.clock, rank] { return clock(rank); };
+}
+
 // A rank's part of a run.
 class RankTraining {
  public:
@@ -114,7 +134,8 @@ class RankTraining {
         rule_(rule),
         history_(history),
         case_(train_case(options, history.stretches.back())),
-        comms_(std::make_shared<MeshComm>(options.fingerprint ? checked(comm) : comm, options.mesh)),
+        call_time_(std::make_shared<CallTime>(clock_of(options, comm->rank()))),
+        comms_(std::make_shared<MeshComm>(timed(options.fingerprint ? checked(comm) : comm, call_time_), options.mesh)),
         model_(make_model(case_, options, comms_)),
         context_group_(model_.context ? &comms_->along({"cp"}) : nullptr),
         sharded_(fully_shard(model_.network.module, comms_, shard_options(options))),
@@ -129,7 +150,7 @@ class RankTraining {
   }
 
   RankStep step(int64_t step) {
-    const auto start = std::chrono::steady_clock::now();
+    const double start = machine_seconds(), began = call_time_->now(), in_calls = call_time_->seconds();
     RankStep result;
     backward(step, result);
     result.gradient_norm =
@@ -140,8 +161,9 @@ class RankTraining {
     optimizer_.step();
     if (fingerprints_) fingerprints_->step();
     measure(step + 1, result);
+    result.compute_seconds = call_time_->now() - began - (call_time_->seconds() - in_calls);
     save(step + 1, result.stopped);
-    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    result.seconds = machine_seconds() - start;
     if (validates_after(options_, data_, step)) validate(step, result);
     if (options_.check) copy_state(result);
     return result;
@@ -196,8 +218,9 @@ class RankTraining {
   }
 
   void copy_state(RankStep& result) {
-    result.parameters = copies(options_.model.canonical ? sharded_.main_parameters() : sharded_.parameters());
-    if (options_.model.canonical) result.compute_parameters = copies(sharded_.parameters());
+    const bool has_main = options_.model.canonical || options_.bf16;
+    result.parameters = copies(has_main ? sharded_.main_parameters() : sharded_.parameters());
+    if (has_main) result.compute_parameters = copies(sharded_.parameters());
     for (const std::string& state_name : optimizer_.state_names())
       result.state.emplace_back(state_name, copies(optimizer_.state(state_name)));
   }
@@ -207,6 +230,7 @@ class RankTraining {
   const BatchRule& rule_;
   const TrainHistory& history_;
   const Case case_;
+  const std::shared_ptr<CallTime> call_time_;
   const std::shared_ptr<MeshComm> comms_;
   TrainedModel model_;
   Comm* const context_group_;
