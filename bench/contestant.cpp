@@ -8,9 +8,11 @@
 #include <malloc.h>
 
 #include <fstream>
+#include <functional>
 #include <optional>
 
 #include "bench/stopwatch.h"
+#include "shardproof/comm/timeline.h"
 #include "shardproof/shardproof.h"
 
 namespace bench {
@@ -118,7 +120,11 @@ nlohmann::json run_single(const Task& task) {
     times.push_back(milliseconds_since(start));
     losses.push_back(loss.item<double>());
   }
-  return {{"step_ms", times}, {"losses", losses}, {"calls", 0}, {"bytes", 0}, {"live_mib", 0}};
+  int64_t bytes = 0;
+  for (const at::Tensor& parameter : model->parameters()) bytes += 4 * static_cast<int64_t>(parameter.nbytes());
+  // Of the parameters, their gradients and two moments.
+  const double live_mib = static_cast<double>(bytes) / 1048576;
+  return {{"step_ms", times}, {"losses", losses}, {"calls", 0}, {"bytes", 0}, {"live_mib", live_mib}};
 }
 
 // What the ranks of this process find out.
@@ -149,9 +155,20 @@ ShardOptions options_of(const Task& task) {
   return options;
 }
 
-void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const std::shared_ptr<Trace>& trace, Measured& measured) {
+void in_span(Timeline* timeline, int64_t rank, const char* name, const std::function<void()>& body) {
+  const TimedSpan span(timeline, rank, name);
+  body();
+}
+
+// What the ranks of this process write down. Without a timeline nothing but calls.
+struct Records {
+  std::shared_ptr<Trace> trace = std::make_shared<Trace>();
+  std::shared_ptr<Timeline> timeline = nullptr;
+};
+
+void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Records& records, Measured& measured) {
   const int64_t rank = comm->rank();
-  const auto comms = std::make_shared<MeshComm>(traced(comm, trace), task.mesh);
+  const auto comms = std::make_shared<MeshComm>(traced(comm, records.trace, records.timeline), task.mesh);
   Model model = model_of(task);
   std::optional<TensorParallel> parallel;
   if (task.mesh.has("tp")) parallel = parallelize(model.ptr(), comms, parallel_plan(task.sequence_parallel));
@@ -163,11 +180,16 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const std::
     const at::Tensor tokens = own_tokens(task, step, rank);
     finish(task.device);
     comm->barrier().wait();
-    if (rank == 0) measured.calls_before_last = trace->of_rank(0).size();
+    if (rank == 0) measured.calls_before_last = records.trace->of_rank(0).size();
     const auto start = Clock::now();
-    const at::Tensor loss = loss_of(model, tokens, cut, task.size.vocab);
-    loss.backward();
-    optimizer.step();
+    at::Tensor loss;
+    {
+      Timeline* const timeline = records.timeline.get();
+      const TimedSpan whole(timeline, rank, fmt::format("step {}", step));
+      in_span(timeline, rank, "forward", [&] { loss = loss_of(model, tokens, cut, task.size.vocab); });
+      in_span(timeline, rank, "backward", [&] { loss.backward(); });
+      in_span(timeline, rank, "optimizer", [&] { optimizer.step(); });
+    }
     finish(task.device);
     comm->barrier().wait();
     if (rank == 0) measured.times.push_back(milliseconds_since(start));
@@ -179,18 +201,18 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const std::
   measured.losses.assign(losses.const_data_ptr<double>(), losses.const_data_ptr<double>() + losses.numel());
 }
 
-nlohmann::json run_ours(const Task& task, ProcessWorld* processes) {
+nlohmann::json run_ours(const Task& task, ProcessWorld* processes, std::shared_ptr<Timeline> timeline) {
   at::set_num_threads(1);
-  auto trace = std::make_shared<Trace>();
+  const Records own{.timeline = std::move(timeline)};
   Measured measured;
   reset_peak();
-  const auto body = [&](std::shared_ptr<Comm> comm) { train_rank(task, comm, trace, measured); };
+  const auto body = [&](std::shared_ptr<Comm> comm) { train_rank(task, comm, own, measured); };
   if (processes)
     processes->run(body, task.mesh.size());
   else
     run_threads(task.mesh.size(), body, {.device = task.device});
   int64_t calls = 0, bytes = 0;
-  const auto records = trace->of_rank(0);
+  const auto records = own.trace->of_rank(0);
   for (size_t i = measured.calls_before_last; i < records.size(); ++i) {
     if (records[i].op == "barrier") continue;
     ++calls;
@@ -205,12 +227,19 @@ nlohmann::json run_ours(const Task& task, ProcessWorld* processes) {
 
 }  // namespace
 
-nlohmann::json run(const Task& task, ProcessWorld* processes) {
+nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Timeline> timeline) {
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
   const double base = memory_mib("VmRSS:");
-  nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes);
+  nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes, std::move(timeline));
   const auto ranks = static_cast<double>(task.contestant == "single" || processes ? 1 : task.mesh.size());
   result["peak_mib"] = (task.device.is_cpu() ? memory_mib("VmHWM:") - base : device_peak_mib(task.device)) / ranks;
+  const bool single = task.contestant == "single";
+  const int64_t tokens = task.size.batch * task.size.seq / (single ? 1 : task.data_ranks());
+  const int64_t tp = single ? 1 : task.mesh.size() / task.data_ranks();
+  if (!task.bf16) {
+    const int64_t activations = activation_bytes(task.size, tokens, tp, task.sequence_parallel && !single);
+    result["formula_mib"] = result["live_mib"].get<double>() + static_cast<double>(activations) / 1048576;
+  }
   auto& times = result["step_ms"];
   if (!times.empty()) times.erase(times.begin(), times.begin() + task.warmup);  // rank 0's
   return result;

@@ -4,12 +4,14 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "bench/model.h"
 #include "shardproof/algebra/mesh.h"
 #include "shardproof/comm/process/process_world.h"
+#include "shardproof/comm/timeline.h"
 
 namespace bench {
 
@@ -32,10 +34,14 @@ struct Task {
 
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a
 // GPU of what LibTorch allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
-// gradients, optimizer and communication of one rank}
+// gradients, optimizer and communication of one rank, "formula_mib", in float32: these and activation_bytes of model.h}
 //
 // Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
-nlohmann::json run(const Task& task, shardproof::ProcessWorld* processes = nullptr);
+//
+// Ours writes into `timeline`, where that is given: spans "step N", and in them "forward", "backward" and "optimizer", of the
+// ranks that this process has.
+nlohmann::json run(const Task& task, shardproof::ProcessWorld* processes = nullptr,
+                   std::shared_ptr<shardproof::Timeline> timeline = nullptr);
 
 // What PyTorch's contestants read: initial parameters, then tokens.
 void write_data(const Task& task, const std::string& path);

@@ -81,6 +81,15 @@ shardproof::ParallelPlan parallel_plan(bool sequence_parallel) {
   return plan;
 }
 
+int64_t activation_bytes(const Size& size, int64_t tokens, int64_t tp, bool sequence_parallel) {
+  // Of a block. Between the cut layers: inputs and outputs of its two norms. Within them: queries, keys and values, what
+  // attention returns (as it is, and in the order of tokens), and the outputs of fc1 and of gelu.
+  const int64_t between = 4 * size.hidden, within = 13 * size.hidden;
+  const int64_t cut = sequence_parallel ? tp : 1;
+  const int64_t blocks = size.layers * (between / cut + within / tp);
+  return 4 * tokens * (blocks + 2 * size.hidden / cut + 3 * size.vocab / tp);
+}
+
 at::Tensor tokens_of(const Size& size, int64_t step) {
   at::Tensor tokens = at::empty({size.batch, size.seq + 1}, at::kLong);
   int64_t* data = tokens.mutable_data_ptr<int64_t>();

@@ -51,6 +51,10 @@ TORCH_MODULE(Model);
 // How tensor parallelism cuts the model: heads, the hidden size of fc1, and the vocabulary.
 shardproof::ParallelPlan parallel_plan(bool sequence_parallel);
 
+// The bytes of activations in float32 that a rank with so many tokens keeps from its forward to its backward. They include two
+// tensors as large as the logits: their logarithms and their gradient. `tp` ranks share what parallel_plan cuts.
+int64_t activation_bytes(const Size& size, int64_t tokens, int64_t tp, bool sequence_parallel);
+
 // Tokens [batch, seq + 1] of a step: a function of (step, index) alone. Half of them continue the one before, so that there is
 // something to learn.
 at::Tensor tokens_of(const Size& size, int64_t step);

@@ -7,6 +7,7 @@ shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOUR
 shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/explain_props.cpp)
 shardproof_test(NAME report_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/report_props.cpp
   harness/run/picture_props.cpp)
+shardproof_test(NAME trace_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/trace_file_props.cpp)
 shardproof_test(NAME property_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/property_props.cpp)
 shardproof_test(NAME hugging_face_props LABEL checkpoint TORCH LIBRARIES harness SOURCES harness/commands/hugging_face_props.cpp
   kit/parallel_models.cpp kit/toy_modules.cpp)

@@ -7,16 +7,19 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "bench/contestant.h"
+#include "harness/commands/bench_plot.h"
 #include "harness/commands/bench_process.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "harness/run/trace_file.h"
 #include "shardproof/algebra/mesh.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -32,9 +35,10 @@ using nlohmann::json;
 constexpr double kLossTolerance = 0x1p-14;
 // Autocast rounds at other places than a unit's own precision does.
 constexpr double kLossToleranceBf16 = 0x1p-9;
+constexpr int64_t kStepsOfTrace = 3;
 
 struct Arguments {
-  std::string against = "single", model = "gpt33m", precision = "fp32", mesh, worker, data, json;
+  std::string against = "single", model = "gpt33m", precision = "fp32", mesh, worker, data, json, plot, trace, spans;
   int64_t ranks = 2;
   bench::Task task;
   int64_t rounds = 3;
@@ -81,14 +85,15 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.mesh.size(), {}, ::geteuid() == 0), " "));
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
-      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --model {} --precision {} --steps {} --warmup {}",
+      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --model {} --precision {} --steps {} --warmup {}{}",
       allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
-      a.task.sequence_parallel ? " --sequence-parallel" : "", a.model, a.precision, a.task.steps, a.task.warmup);
+      a.task.sequence_parallel ? " --sequence-parallel" : "", a.model, a.precision, a.task.steps, a.task.warmup,
+      a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
 }
 
 struct Row {
   std::vector<double> step_ms, ratios, losses;  // ratios: a round's median step over that of `single` in the same round
-  double peak_mib = 0, live_mib = 0;
+  double peak_mib = 0, live_mib = 0, formula_mib = 0;  // the last two are 0 where they are not known
   int64_t calls = 0, bytes = 0;
 };
 
@@ -99,9 +104,13 @@ double worst_difference(const Row& row, const Row& single) {
   return worst;
 }
 
+std::string label_of(const Arguments& a, const std::string& contestant) {
+  return contestant == "ours" ? a.task.strategy : contestant;
+}
+
 bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows, JsonLines& out) {
-  fmt::print("{:<14} {:>10} {:>21} {:>9} {:>9} {:>6} {:>10} {:>10}\n", "", "step ms", "x single (range)", "peak MiB",
-             "live MiB", "calls", "MiB moved", "loss diff");
+  fmt::print("{:<14} {:>10} {:>21} {:>9} {:>9} {:>9} {:>6} {:>10} {:>10}\n", "", "step ms", "x single (range)", "peak MiB",
+             "formula", "live MiB", "calls", "MiB moved", "loss diff");
   bool held = true;
   for (const std::string& name : order) {
     const Row& row = rows.at(name);
@@ -109,10 +118,11 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
     const double difference = worst_difference(row, rows.at("single"));
     const bool agrees = difference <= a.loss_tolerance();
     held &= agrees;
-    const std::string label = name == "ours" ? a.task.strategy : name;
-    fmt::print("{:<14} {:>10.1f} {:>7.3f} ({:.3f}-{:.3f}) {:>9.0f} {:>9.1f} {:>6} {:>10.1f} {:>10.1e}{}\n", label,
-               median(row.step_ms), median(row.ratios), *low, *high, row.peak_mib, row.live_mib, row.calls,
-               static_cast<double>(row.bytes) / 1048576, difference, agrees ? "" : "  TOO FAR");
+    const std::string label = label_of(a, name);
+    const auto known = [](double mib) { return mib == 0 ? std::string() : fmt::format("{:.1f}", mib); };
+    fmt::print("{:<14} {:>10.1f} {:>7.3f} ({:.3f}-{:.3f}) {:>9.0f} {:>9} {:>9} {:>6} {:>10.1f} {:>10.1e}{}\n", label,
+               median(row.step_ms), median(row.ratios), *low, *high, row.peak_mib, known(row.formula_mib), known(row.live_mib),
+               row.calls, static_cast<double>(row.bytes) / 1048576, difference, agrees ? "" : "  TOO FAR");
     out.write({{"type", "bench"},
                {"contestant", label},
                {"model", a.model},
@@ -129,6 +139,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"ratio_max", *high},
                {"peak_mib", row.peak_mib},
                {"live_mib", row.live_mib},
+               {"formula_mib", row.formula_mib},
                {"calls", row.calls},
                {"bytes", row.bytes},
                {"loss_difference_max", difference},
@@ -214,12 +225,57 @@ void require_alone(const Arguments& a) {
   if (a.on_gpu()) shardproof::use_cuda();
 }
 
+std::ofstream opened(const std::string& path, const char* what) {
+  std::ofstream file(path);
+  SHARD_REQUIRE(file.good(), "bench", "cannot write the {} to {}", what, path);
+  return file;
+}
+
+void plot(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows,
+          std::ofstream& file) {
+  std::vector<PlottedRow> plotted;
+  for (const std::string& name : order) {
+    const Row& row = rows.at(name);
+    const auto [low, high] = std::minmax_element(row.step_ms.begin(), row.step_ms.end());
+    plotted.push_back({.name = label_of(a, name),
+                       .step_ms = median(row.step_ms),
+                       .step_ms_min = *low,
+                       .step_ms_max = *high,
+                       .peak_mib = row.peak_mib,
+                       .formula_mib = row.formula_mib});
+  }
+  file << bars_of(plotted, fmt::format("{} on {}", a.model, a.task.mesh.str())) << std::flush;
+  SHARD_REQUIRE(file.good(), "bench", "cannot write the plot to {}", a.plot);
+}
+
+// Runs ours once more, after all rounds, so that no time of theirs contains the measuring.
+void write_trace(Arguments a, const std::string& folder, std::ofstream& file) {
+  a.spans = folder + "/spans";
+  a.task.steps = std::min(a.task.steps, kStepsOfTrace);
+  run_process(command_of(a, "ours"), "ours");
+  file << chrome_trace(read_spans(a.spans, a.task.mesh.size())) << std::flush;
+  SHARD_REQUIRE(file.good(), "bench", "cannot write the trace to {}", a.trace);
+  fmt::print("{}: {} steps of {} on every rank; open it in ui.perfetto.dev or chrome://tracing\n", a.trace, a.task.steps,
+             a.task.strategy);
+}
+
+// In a process that write_trace started: the spans of the ranks that it has, from the first timed step on.
+void leave_spans(const Arguments& a, const shardproof::Timeline& timeline, const shardproof::ProcessWorld* world) {
+  SpansOfRanks spans;
+  for (int64_t rank = 0; rank < a.task.mesh.size(); ++rank)
+    if (!world || world->rank() == rank) spans[rank] = timeline.of_rank(rank);
+  write_spans(spans, fmt::format("step {}", a.task.warmup), a.spans);
+}
+
 int compete(Arguments& a) {
   a.launched.refuse_without_effect();
   SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
   const std::vector<std::string> order = contestants(a);
   require_mesh(a, order);
   JsonLines out(a.json);
+  std::ofstream trace, drawing;
+  if (!a.trace.empty()) trace = opened(a.trace, "trace");  // before the rounds, which take minutes
+  if (!a.plot.empty()) drawing = opened(a.plot, "plot");
   std::string folder = (std::filesystem::temp_directory_path() / "shardproof_bench_XXXXXX").string();
   SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder in {}", std::filesystem::temp_directory_path().string());
   const std::shared_ptr<void> removed(nullptr, [folder](void*) { std::filesystem::remove_all(folder); });
@@ -239,11 +295,15 @@ int compete(Arguments& a) {
       row.losses = result["losses"].get<std::vector<double>>();
       row.peak_mib = std::max(row.peak_mib, result["peak_mib"].get<double>());
       row.live_mib = result.value("live_mib", 0.0);
+      row.formula_mib = result.value("formula_mib", 0.0);
       row.calls = result["calls"];
       row.bytes = result["bytes"];
     }
   }
-  return report(a, order, rows, out) ? 0 : 1;
+  const bool held = report(a, order, rows, out);
+  if (!a.plot.empty()) plot(a, order, rows, drawing);
+  if (!a.trace.empty()) write_trace(a, folder, trace);
+  return held ? 0 : 1;
 }
 
 }  // namespace
@@ -273,6 +333,10 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command->add_option("--rounds", a->rounds, "how many rounds to run; each runs every contestant once")->capture_default_str();
   command->add_option("--json", a->json, "also write one JSON object for each contestant to this file");
   a->launched.add_to(*command, /*ranks_option=*/false);
+  command->add_option("--plot", a->plot, "also draw step times and peaks of memory, as SVG, into this file");
+  command->add_option("--trace", a->trace,
+                      "also write when each rank computed, communicated and waited, in steps after the rounds, to this file");
+  command->add_option("--spans", a->spans, "write the spans of this process' ranks to this file and their numbers")->group("");
   command->add_option("--worker", a->worker, "run this contestant in this process")->group("");
   add_bench_checkpoint_command(*command, exit_code);
   add_bench_collectives_command(*command, exit_code);
@@ -292,7 +356,9 @@ void add_bench_command(CLI::App& app, int& exit_code) {
     a->launched.reproducible = false;
     const auto world = a->launched.start(a->model);
     a->task.device = a->launched.device();
-    const json result = bench::run(a->task, world.get());
+    const auto timeline = a->spans.empty() ? nullptr : std::make_shared<shardproof::Timeline>();
+    const json result = bench::run(a->task, world.get(), timeline);
+    if (timeline) leave_spans(*a, *timeline, world.get());
     if (!world || world->rank() == 0) fmt::print("{}\n", result.dump());
   });
 }

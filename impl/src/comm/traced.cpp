@@ -3,14 +3,50 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
+
+#include "shardproof/comm/timeline.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 namespace {
 
+// A collective that is measured until its rank knows that it is complete.
+class Measured final : public Work::State {
+ public:
+  Measured(std::shared_ptr<Timeline> timeline, int64_t rank, Span span)
+      : timeline_(std::move(timeline)), rank_(rank), wait_(span), number_(timeline_->begin(rank, std::move(span))) {
+    wait_.kind = Span::Kind::wait;
+  }
+  ~Measured() override { finish(); }
+  void set(Work work) { work_ = std::move(work); }
+  void wait() override {
+    if (finished_) return;
+    const int64_t waiting = timeline_->begin(rank_, wait_);
+    work_.wait();
+    timeline_->end(rank_, waiting);
+    finish();
+  }
+
+ private:
+  void finish() {
+    if (!std::exchange(finished_, true)) timeline_->end(rank_, number_);
+  }
+
+  std::shared_ptr<Timeline> timeline_;
+  int64_t rank_;
+  Span wait_;
+  int64_t number_;
+  Work work_;
+  bool finished_ = false;
+};
+
 class Traced final : public Comm {
  public:
-  Traced(std::shared_ptr<Comm> inner, std::shared_ptr<Trace> trace, int64_t world_rank)
-      : inner_(std::move(inner)), trace_(std::move(trace)), world_rank_(world_rank) {}
+  Traced(std::shared_ptr<Comm> inner, std::shared_ptr<Trace> trace, std::shared_ptr<Timeline> timeline, int64_t world_rank)
+      : inner_(std::move(inner)), trace_(std::move(trace)), timeline_(std::move(timeline)), world_rank_(world_rank) {}
+
+  const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
   int64_t rank() const override { return inner_->rank(); }
   int64_t size() const override { return inner_->size(); }
@@ -18,14 +54,14 @@ class Traced final : public Comm {
 
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
     auto group = inner_->split(color, key, std::move(name));
-    return group ? std::make_shared<Traced>(std::move(group), trace_, world_rank_) : nullptr;
+    return group ? std::make_shared<Traced>(std::move(group), trace_, timeline_, world_rank_) : nullptr;
   }
   at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
   bool premultiplies() const override { return inner_->premultiplies(); }
   c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
 
   std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
-    return std::make_shared<Traced>(inner_->split_ranks(ranks, std::move(name)), trace_, world_rank_);
+    return std::make_shared<Traced>(inner_->split_ranks(ranks, std::move(name)), trace_, timeline_, world_rank_);
   }
 
  private:
@@ -33,13 +69,21 @@ class Traced final : public Comm {
     const auto bytes = [](const at::Tensor& tensor) {
       return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : int64_t{0};
     };
-    trace_->add(world_rank_, {.op = to_string(call.op), .group = name(), .call = describe(call),
-                              .bytes = std::max(bytes(call.input), bytes(call.output))});
-    return inner_->issue(std::move(call));
+    const int64_t larger = std::max(bytes(call.input), bytes(call.output));
+    trace_->add(world_rank_, {.op = to_string(call.op), .group = name(), .call = describe(call), .bytes = larger});
+    if (!timeline_) return inner_->issue(std::move(call));
+    auto measured = std::make_shared<Measured>(timeline_, world_rank_, Span{.kind = Span::Kind::collective,
+                                                                            .name = to_string(call.op),
+                                                                            .unit = std::string(CallLabel::current()),
+                                                                            .group = name(),
+                                                                            .bytes = larger});
+    measured->set(inner_->issue(std::move(call)));
+    return Work(std::move(measured));
   }
 
   std::shared_ptr<Comm> inner_;
   std::shared_ptr<Trace> trace_;
+  std::shared_ptr<Timeline> timeline_;  // null: calls are not measured
   int64_t world_rank_;
 };
 
@@ -91,8 +135,17 @@ std::string Trace::first_disagreement(const std::string& group) const {
 }
 
 std::shared_ptr<Comm> traced(std::shared_ptr<Comm> inner, std::shared_ptr<Trace> trace) {
+  return traced(std::move(inner), std::move(trace), nullptr);
+}
+
+std::shared_ptr<Comm> traced(std::shared_ptr<Comm> inner, std::shared_ptr<Trace> trace, std::shared_ptr<Timeline> timeline) {
   const int64_t rank = inner->rank();
-  return std::make_shared<Traced>(std::move(inner), std::move(trace), rank);
+  return std::make_shared<Traced>(std::move(inner), std::move(trace), std::move(timeline), rank);
+}
+
+std::shared_ptr<Timeline> timeline_of(const Comm& comm) {
+  const auto* measured = dynamic_cast<const Traced*>(&comm);
+  return measured ? measured->timeline() : nullptr;
 }
 
 }  // namespace shardproof

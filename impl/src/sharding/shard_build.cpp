@@ -119,6 +119,8 @@ void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
   settings.recompute = plan.options.recompute;
   if (precision.cast_inputs) settings.input_dtype = precision.compute;
   settings.output_dtype = precision.output;
+  settings.timeline = timeline_of(sharded.comms->world());
+  settings.rank = sharded.comms->rank();
   unit->hook_parameters();
   for (const auto& [name, module] : plan.modules) sharded.attached.attach(module, *unit);
   sharded.schedule.add(std::move(unit));

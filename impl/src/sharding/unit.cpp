@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
+
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -68,7 +70,15 @@ Unit::~Unit() {
     for (const at::Tensor& view : bucket->views()) torch::autograd::impl::set_post_acc_grad_hooks(view, nullptr);
 }
 
+int64_t Unit::begin_span(const char* what) {
+  const std::string unit = name_.empty() ? "the root unit" : "unit '" + name_ + "'";
+  return settings.timeline->begin(settings.rank, {.name = what, .unit = unit});
+}
+
+void Unit::end_span(int64_t number) { settings.timeline->end(settings.rank, number); }
+
 void Unit::before_forward(const torch::nn::Module&) {
+  if (settings.timeline) forward_spans_.push_back(begin_span(schedule_.in_backward() ? "recompute" : "forward"));
   finish_unshard();
   call_watched_ = false;
   if (!schedule_.in_backward()) schedule_.gather_ahead(settings.forward_prefetch);
@@ -97,6 +107,10 @@ at::Tensor Unit::watch_output(const at::Tensor& given) {
 
 void Unit::after_forward(const torch::nn::Module& module) {
   if (c10::GradMode::is_enabled() && !call_watched_) leaves_unseen_ = true;
+  if (settings.timeline) {
+    end_span(forward_spans_.back());
+    forward_spans_.pop_back();
+  }
   ran_.insert(&module);
   if (ran_.size() < modules_) return;
   ran_.clear();
@@ -148,7 +162,14 @@ void Unit::before_backward() {
 
 void Unit::enter_backward() {
   schedule_.begin_backward();
-  if (passage_ == Passage::outside) passage_ = Passage::inside;
+  if (passage_ == Passage::outside) pass(Passage::inside);
+}
+
+void Unit::pass(Passage next) {
+  const bool was_inside = std::exchange(passage_, next) == Passage::inside;
+  if (!settings.timeline || was_inside == (next == Passage::inside)) return;
+  if (was_inside) end_span(backward_span_);
+  else backward_span_ = begin_span("backward");
 }
 
 void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient) {
@@ -159,7 +180,7 @@ void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradien
 
 void Unit::on_input_gradient() {
   --inputs_watched_;
-  passage_ = inputs_watched_ == 0 ? Passage::left : Passage::inside;
+  pass(inputs_watched_ == 0 ? Passage::left : Passage::inside);
   if (left()) schedule_.unit_left();
   reshard_when_done();
 }
@@ -179,7 +200,7 @@ void Unit::end_backward() {
   ran_.clear();
   inputs_watched_ = 0;
   leaves_unseen_ = false;
-  passage_ = Passage::outside;
+  pass(Passage::outside);
   if (settings.reshard_after_backward || residency() == Residency::gathering) drop();
 }
 

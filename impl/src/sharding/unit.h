@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "sharding/bucket.h"
+#include "shardproof/comm/timeline.h"
 #include "shardproof/hooks/unit.h"
 
 namespace shardproof {
@@ -47,6 +48,8 @@ struct UnitSettings {
   std::vector<Unit*> inside;  // units within this one; those of the root are not listed
   std::vector<Unit*> below;   // the same, of the root as well
   Unit* root = nullptr;       // null for the root itself
+  std::shared_ptr<Timeline> timeline;  // null: nothing is measured
+  int64_t rank = 0;                    // in the timeline
 };
 
 class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
@@ -98,6 +101,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool left() const { return passage_ == Passage::left && !leaves_unseen_ && !expects_more(); }
 
  private:
+  // A forward or backward of this unit begins or ends.
+  int64_t begin_span(const char* what);
+  void end_span(int64_t number);
   void enter_backward();
   void reshard_after_forward();
   void reshard_when_done();
@@ -116,6 +122,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool leaves_unseen_ = false;  // some call has none
   enum class Passage { outside, inside, left };
   Passage passage_ = Passage::outside;  // of a backward, through all inputs that were watched
+  void pass(Passage next);
+  std::vector<int64_t> forward_spans_;  // of calls under way
+  int64_t backward_span_ = -1;
 };
 
 }  // namespace shardproof

@@ -1,0 +1,75 @@
+"""What `bench` writes besides its table: the trace of rank-threads and of processes."""
+import json
+import os
+import subprocess
+import unittest
+import xml.etree.ElementTree
+
+from scratch import ScratchCase
+
+SHARDPROOF = os.path.join(os.environ.get("SHARDPROOF_BUILD", "build"), "shardproof")
+
+
+class BenchFiles(ScratchCase):
+    def trace_of(self, *options):
+        """The spans of a trace of two steps of the tiny model, as Chrome's format has them."""
+        path = self.path("trace.json")
+        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "2", "--warmup", "1", "--rounds", "1",
+                               "--trace", path, *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout)
+        self.assertIn("ui.perfetto.dev", done.stdout)
+        with open(path, encoding="utf-8") as file:
+            return [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+
+    def check(self, events, ranks):
+        found = {(event["pid"], event["cat"]) for event in events}
+        self.assertEqual(found, {(rank, cat) for rank in range(ranks) for cat in ("computation", "wait", "collective")})
+        for rank in range(ranks):
+            names = [event["name"] for event in events if event["pid"] == rank]
+            # The warm-up, step 0, is left out.
+            self.assertEqual([name for name in names if name.startswith("step")], ["step 1", "step 2"])
+            for part in ("forward", "backward", "optimizer", "forward unit 'blocks.0'", "backward the root unit"):
+                self.assertEqual(names.count(part), 2, part)
+
+    def test_a_trace_of_threads_has_what_each_rank_computes_sends_and_waits_for(self):
+        events = self.trace_of("--mesh", "dp_shard=2,tp=2")
+        self.check(events, 4)
+        self.assertEqual({event["args"]["group"] for event in events if event["cat"] == "collective"}, {"dp_shard", "tp"})
+
+    def test_a_trace_of_processes_has_what_each_rank_computes_sends_and_waits_for(self):
+        if "no MPI" in subprocess.run([SHARDPROOF, "bench", "collectives", "--ranks", "1"], stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False).stdout:
+            self.skipTest("this build has no MPI")
+        self.check(self.trace_of("--backend", "mpi"), 2)
+
+    def test_a_plot_has_a_bar_of_time_and_one_of_memory_for_each_contestant(self):
+        path = self.path("plot.svg")
+        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "1", "--warmup", "0", "--rounds", "2",
+                               "--plot", path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout)
+        picture = xml.etree.ElementTree.parse(path).getroot()
+        of = "{http://www.w3.org/2000/svg}"
+        texts = [text.text for text in picture.iter(of + "text")]
+        names = ["single", "single_cached", "zero3", "side_by_side"]
+        self.assertEqual([text for text in texts if text in names], names)
+        bars = [rect for rect in picture.iter(of + "rect") if rect.get("fill") != "white"]
+        self.assertEqual(len(bars), 2 * len(names))
+        # What is written in the table is what the bars say: the longest is as wide as a panel, the others in proportion.
+        steps = {line.split()[0]: float(line.split()[1]) for line in done.stdout.splitlines() if line.split()[:1] and
+                 line.split()[0] in names}
+        for name, bar in zip(names, bars):
+            self.assertAlmostEqual(float(bar.get("width")) / float(bars[0].get("width")), steps[name] / steps[names[0]],
+                                   delta=0.02 + 0.06 * steps[name] / steps[names[0]])
+
+    def test_a_file_that_cannot_be_written_is_an_error(self):
+        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "1", "--warmup", "0", "--rounds", "1",
+                               "--trace", self.path("no/such/folder/trace")], stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        self.assertEqual(done.returncode, 2, done.stdout)
+        self.assertIn("cannot write the trace", done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
