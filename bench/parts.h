@@ -1,0 +1,19 @@
+// Parts of the library, each on its own on one thread: what Google Benchmark times (parts_benchmark.cpp) and what callgrind
+// counts (parts_count.cpp).
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace bench {
+
+struct Part {
+  std::string name;
+  // Returns what is measured. It may be called any number of times, and each time does the same amount of work.
+  std::function<std::function<void()>()> prepare;
+};
+
+std::vector<Part> parts();
+
+}  // namespace bench
