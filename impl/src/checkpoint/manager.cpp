@@ -2,13 +2,12 @@
 
 #include <ATen/ATen.h>
 
-#include <atomic>
 #include <cstdio>
 #include <exception>
-#include <thread>
 
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/host_work.h"
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/comm/agree.h"
 
@@ -17,25 +16,20 @@ namespace shardproof::checkpoint {
 // A save whose files a thread writes.
 struct Manager::Pending {
   Pending(Comm& comm, int64_t its_step, std::unique_ptr<SaveJob> its_job)
-      : world(comm), step(its_step), job(std::move(its_job)), thread([this] {
-          try {
-            job->write();
-          } catch (...) {
-            broken = std::current_exception();
-          }
-          written = true;
-        }) {}
-  ~Pending() { join(); }
+      : world(comm), step(its_step), job(std::move(its_job)), writing(start_host_job([this] { job->write(); })) {}
   void join() {
-    if (thread.joinable()) thread.join();
+    try {
+      writing->wait();
+    } catch (...) {
+      broken = std::current_exception();
+    }
   }
 
   Comm& world;
   int64_t step;
   std::unique_ptr<SaveJob> job;
   std::exception_ptr broken;  // an invariant
-  std::atomic<bool> written{false};
-  std::thread thread;  // the last member: it uses the others
+  std::unique_ptr<HostJob> writing;  // the last member: it uses the others
 };
 
 void print_lost(const std::string& message) {
@@ -91,7 +85,7 @@ bool Manager::save(Sharded& sharded, const Optimizer* optimizer, const TrainerSt
 
 bool Manager::poll() {
   if (!pending_) return true;
-  at::Tensor busy = at::full({1}, static_cast<int64_t>(!pending_->written), at::kLong);
+  at::Tensor busy = at::full({1}, static_cast<int64_t>(!pending_->writing->is_over()), at::kLong);
   pending_->world.all_reduce(busy, Reduce::max).wait();
   if (busy.item<int64_t>() != 0) return false;
   commit();

@@ -80,7 +80,7 @@ OutputFile::OutputFile(FileSystem& files, std::string path) : files_(files), pat
 }
 
 OutputFile::~OutputFile() {
-  if (pending_.valid()) pending_.wait();
+  pending_.reset();
   if (fd_ >= 0) files_.close(fd_);
 }
 
@@ -112,14 +112,15 @@ void OutputFile::write(const void* data, size_t bytes) {
 
 // Only whole blocks may go around the cache; a file that has one is large.
 void OutputFile::start_block() {
-  if (pending_.valid()) pending_.get();
+  if (const std::unique_ptr<HostJob> before = std::move(pending_)) before->wait();
   if (written_ == 0) direct_ = files_.set_direct(fd_, true) >= 0;
   std::swap(filling_, leaving_);
   filled_ = 0;
-  pending_ = std::async(std::launch::async, [this] { write_out(leaving_.get(), kBlockBytes); });
+  pending_ = start_host_job([this] { write_out(leaving_.get(), kBlockBytes); });
 }
 
 void OutputFile::write_out(const char* from, size_t bytes) {
+  pause_here();
   while (bytes > 0) {
     const ssize_t count = files_.write(fd_, from, bytes);
     if (count == -EINTR) continue;
@@ -138,7 +139,7 @@ void OutputFile::write_out(const char* from, size_t bytes) {
 
 void OutputFile::finish() {
   SHARD_CHECK(fd_ >= 0, "checkpoint", "{} is already finished", path_);
-  if (pending_.valid()) pending_.get();
+  if (const std::unique_ptr<HostJob> before = std::move(pending_)) before->wait();
   if (direct_) {
     const int cached = files_.set_direct(fd_, false);
     SHARD_REQUIRE(cached >= 0, "checkpoint", "cannot write {} through the page cache: {}", path_, cause(cached));

@@ -40,6 +40,7 @@ struct Part {
   bool waited = false;  // the rank has returned from its wait
   bool late = false;    // takes effect when it is waited for
   bool done = false;    // the output is final
+  int64_t number = 0;   // of the rank's calls
   Call call;
   std::optional<InFlight> in_flight;
   std::optional<c10::Event> ready;  // on a device: what the rank had queued when it called

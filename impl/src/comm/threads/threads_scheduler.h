@@ -1,13 +1,15 @@
 // Who may run. `parallel`: every rank that is not blocked. `serial`: one rank at a time, drawn by the seed from those that
-// could. Both know when no rank can go on.
+// could, or chosen by a policy. All know when no rank can go on.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "comm/threads/threads_parker.h"
+#include "shardproof/comm/threads/schedule_policy.h"
 
 namespace shardproof::threads {
 
@@ -34,8 +36,10 @@ class Scheduler {
     bool held_ = false;
   };
 
-  // `stuck` is called when unfinished ranks are left and all are blocked; it must make one ready.
-  Scheduler(std::vector<Parker*> parkers, bool serial, uint64_t seed, std::function<void()> stuck);
+  // `caller` is woken when all have finished. `stuck` is called when unfinished ranks are left and all are blocked; it must
+  // make one ready.
+  Scheduler(std::vector<Parker*> parkers, Parker* caller, bool serial, uint64_t seed,
+            std::shared_ptr<SchedulePolicy> policy, std::function<void()> stuck);
 
   // Everything below is called under the lock.
 
@@ -45,24 +49,41 @@ class Scheduler {
   void block(Lock& lock, int64_t rank);
   // Ends the block of a rank. No effect on a rank that is not blocked.
   void ready(int64_t rank);
-  // Serial: lets the seed choose who goes on, maybe the caller.
+  // Serial: lets the seed or the policy choose who goes on, maybe the caller.
   void yield(Lock& lock, int64_t rank);
   void finish(int64_t rank);
 
-  bool all_finished() const { return unfinished_ == 0; }
+  // With a policy. A thread beside the ranks, which begins when it is first chosen; the methods above take what this returns in
+  // the place of a rank.
+  int64_t add_thread(Parker* parker, const SchedulePolicy::Actor& actor, std::function<bool()> awaited);
+  // With a policy. What happens, under the lock, when it is chosen. `awaited` says whether a thread is blocked until then.
+  struct Event {
+    SchedulePolicy::Actor actor;
+    std::function<void()> happen;
+    std::function<bool()> awaited;
+  };
+  void add_event(Event event) { events_.push_back(std::move(event)); }
+
   bool finished(int64_t rank) const { return states_[rank] == State::finished; }
 
  private:
   enum class State { runnable, running, blocked, finished };
 
-  void draw_next();
+  void draw_next(int64_t yielding = -1);
+  void choose_next(int64_t yielding);
+  void run_next(size_t drawn);
   void sleep(Lock& lock, int64_t rank);
 
   std::mutex mutex_;
   std::vector<Parker*> parkers_;
+  Parker* const caller_;
   std::vector<Parker*> to_wake_;
   const bool serial_;
   uint64_t random_;
+  const std::shared_ptr<SchedulePolicy> policy_;
+  std::vector<SchedulePolicy::Actor> actors_;   // by rank, then those of threads beside the ranks
+  std::vector<std::function<bool()>> awaited_;  // the same; nobody waits for a rank
+  std::vector<Event> events_;
   std::function<void()> stuck_;
   std::vector<State> states_;
   std::vector<int64_t> runnable_;  // serial: those that wait to be drawn

@@ -8,6 +8,7 @@
 
 #include "comm/threads/own_stream.h"
 #include "comm/threads/rank_error.h"
+#include "comm/threads/threads_host_work.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
@@ -104,13 +105,20 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
   return std::make_unique<Exchange>(call, std::move(sides), ring, device_math(device));
 }
 
-void require_untouched(const Rendezvous& rendezvous, int64_t index) {
+// `not_done`: the output is still garbage.
+void require_untouched(const Rendezvous& rendezvous, int64_t index, bool not_done) {
   const Part& part = rendezvous.parts[index];
   if (!part.in_flight) return;
   std::optional<std::string> found = part.in_flight->find_input_change(part.call);
-  if (!found && part.late) found = part.in_flight->find_output_write(part.call);
+  if (!found && not_done) found = part.in_flight->find_output_write(part.call);
   SHARD_REQUIRE(!found, "threads", "this rank {} of {} while it was in flight; wait for its Work first", *found,
                 rendezvous.title(index));
+}
+
+// What has not taken effect until now.
+void receive(const Rendezvous& rendezvous, int64_t index) {
+  require_untouched(rendezvous, index, /*not_done=*/true);
+  rendezvous.exchange->produce(index);
 }
 
 }  // namespace
@@ -118,10 +126,13 @@ void require_untouched(const Rendezvous& rendezvous, int64_t index) {
 World::World(std::vector<Parker*> parkers, const ThreadsOptions& options)
     : options_(options),
       size_(static_cast<int64_t>(parkers.size())),
-      scheduler_(std::move(parkers), options.schedule == ThreadsOptions::Schedule::serial, options.seed,
-                 [this] { end(-1, std::make_exception_ptr(Error(deadlock_message()))); }),
+      scheduler_(std::move(parkers), &caller_, options.schedule == ThreadsOptions::Schedule::serial, options.seed,
+                 options.policy, [this] { end(-1, std::make_exception_ptr(Error(deadlock_message()))); }),
       open_calls_(size_),
+      calls_made_(size_),
       blocked_in_(size_) {
+  SHARD_REQUIRE(!options.policy || options.schedule == ThreadsOptions::Schedule::serial, "threads",
+                "a policy chooses among ranks that run one at a time; set ThreadsOptions::schedule to serial");
   std::vector<int64_t> ranks(size_);
   for (int64_t rank = 0; rank < size_; ++rank) ranks[rank] = rank;
   everyone_ = std::make_shared<Group>(0, "world", std::move(ranks));
@@ -140,11 +151,13 @@ Part World::make_part(const Group& group, int64_t rank, Call call) const {
     part.ready.emplace(device.type());
     part.ready->record(current_stream(device));
   }
-  if (options_.completion != ThreadsOptions::Completion::eager) part.in_flight.emplace(part.call);
+  const bool in_flight = options_.policy ? !part.ready : options_.completion != ThreadsOptions::Completion::eager;
+  if (in_flight) part.in_flight.emplace(part.call);
   return part;
 }
 
 bool World::draw_late(const Group& group, int64_t sequence, int64_t rank) const {
+  if (options_.policy) return false;
   if (options_.completion != ThreadsOptions::Completion::random)
     return options_.completion == ThreadsOptions::Completion::late;
   // From what the call is, not from when it comes, so that the draw does not depend on the schedule.
@@ -158,12 +171,14 @@ World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
   const int64_t rank = group.ranks[group_rank], index = part_of(call, group_rank);
   require_own_thread(this, rank);
   require_supported(call, options_.completion);
+  pause_here();
   Part part = make_part(group, rank, std::move(call));
   Lock lock(scheduler_);
   if (ended_) throw WorldEnded();
   std::shared_ptr<Rendezvous> rendezvous = stream_of(group, part.call, group_rank).join(index);
   part.arrived = true;
   part.late = draw_late(group, rendezvous->sequence, rank);
+  part.number = calls_made_[rank]++;
   rendezvous->parts[index] = std::move(part);
   // Before it counts as arrived: a rank on its way into `wait` would take a mismatched call for a complete one.
   if (const auto mismatch = find_mismatch(*rendezvous, index)) throw Error("[threads] " + *mismatch);
@@ -180,6 +195,8 @@ void World::complete(Lock& lock, Rendezvous& rendezvous, int64_t part) {
   const bool alone = options_.schedule == ThreadsOptions::Schedule::serial;
   if (rendezvous.parts[static_cast<size_t>(part)].ready)
     queue_on_device(lock, rendezvous, part);
+  else if (options_.policy)
+    leave_to_policy(rendezvous);
   else if (!eager)
     complete_parts_not_late(lock, rendezvous);
   else if (alone || rendezvous.exchange->bytes() < kSharedBytesMin)
@@ -197,6 +214,7 @@ void World::queue_on_device(Lock& lock, Rendezvous& rendezvous, int64_t part) {
   rendezvous.exchange->produce_all();
   rendezvous.done.emplace(device.type());
   rendezvous.done->record(stream);
+  pause_here();  // others come to wait meanwhile
   lock.lock();
   for (Part& each : rendezvous.parts) each.done = true;
 }
@@ -207,6 +225,29 @@ void World::complete_parts_not_late(Lock& lock, Rendezvous& rendezvous) {
     if (!rendezvous.parts[p].late) rendezvous.exchange->produce(static_cast<int64_t>(p));
   lock.lock();
   for (Part& part : rendezvous.parts) part.done = !part.late;
+}
+
+// Each rank's part takes effect by itself, when the policy says so. What waits for it keeps the rendezvous alive.
+void World::leave_to_policy(Rendezvous& rendezvous) {
+  for (int64_t p = 0; p < std::ssize(rendezvous.parts); ++p) {
+    const Part& part = rendezvous.parts[p];
+    scheduler_.add_event({.actor = {SchedulePolicy::Actor::Kind::collective, part.rank, part.number},
+                          .happen = [this, &rendezvous, p] { take_effect(rendezvous, p); },
+                          .awaited = [&part] { return part.waiting; }});
+  }
+}
+
+// On whichever thread came to where the policy chose it.
+void World::take_effect(Rendezvous& rendezvous, int64_t index) {
+  if (ended_) return;
+  Part& part = rendezvous.parts[index];
+  try {
+    receive(rendezvous, index);
+  } catch (...) {
+    return end(part.rank, std::current_exception());
+  }
+  part.done = true;
+  if (part.waiting) scheduler_.ready(part.rank);
 }
 
 // Takes a share of the work; whoever ends last, ends the call for all.
@@ -221,8 +262,7 @@ void World::help(Lock& lock, Rendezvous& rendezvous, int64_t part) {
 
 void World::receive_late(Lock& lock, Rendezvous& rendezvous, int64_t part) {
   lock.unlock();
-  require_untouched(rendezvous, part);
-  rendezvous.exchange->produce(part);
+  receive(rendezvous, part);
   lock.lock();
   rendezvous.parts[part].done = true;
 }
@@ -234,7 +274,7 @@ void World::wait(Rendezvous& rendezvous, int64_t index) {
   if (part.waited) return;
   if (rendezvous.complete()) scheduler_.yield(lock, part.rank);  // else it blocks, which chooses as well
   // On a device the last to arrive does all of it.
-  const bool may_help = options_.completion == ThreadsOptions::Completion::eager && !part.ready;
+  const bool may_help = options_.completion == ThreadsOptions::Completion::eager && !part.ready && !options_.policy;
   bool helped = false;
   while (true) {
     if (ended_) throw WorldEnded();
@@ -254,7 +294,7 @@ void World::wait(Rendezvous& rendezvous, int64_t index) {
   }
   lock.unlock();
   if (rendezvous.done) rendezvous.done->block(current_stream(device_of(part.call)));
-  if (!part.late) require_untouched(rendezvous, index);
+  if (!part.late) require_untouched(rendezvous, index, /*not_done=*/false);
   lock.lock();
   close_call(rendezvous, index);
 }
@@ -289,6 +329,9 @@ std::shared_ptr<Group> World::join_group(uint64_t id, const std::string& name, c
 
 void World::run(int64_t rank, const std::function<void()>& body) {
   current = {this, rank};
+  std::optional<ScheduledWork::OnThisThread> decides;
+  if (options_.policy)
+    decides.emplace(std::shared_ptr<Scheduler>(shared_from_this(), &scheduler_), rank, SchedulePolicy::Actor{.rank = rank});
   try {
     const OwnStream own(options_.device);
     body();
@@ -300,9 +343,6 @@ void World::run(int64_t rank, const std::function<void()>& body) {
   current = {};
   Lock lock(scheduler_);
   scheduler_.finish(rank);
-  const bool last = scheduler_.all_finished();
-  lock.unlock();
-  if (last) caller_.unpark();
 }
 
 void World::require_no_open_calls(int64_t rank) {
@@ -331,6 +371,10 @@ std::string World::deadlock_message() const {
       continue;
     }
     const auto [rendezvous, index] = blocked_in_[rank];
+    if (!rendezvous) {
+      message += fmt::format("\n  rank {} waits for a thread of its own", rank);
+      continue;
+    }
     std::vector<int64_t> here, missing;
     for (const Part& part : rendezvous->parts) (part.arrived ? here : missing).push_back(part.rank);
     message += fmt::format("\n  rank {} waits in {}: called by {}, not by {}", rank, rendezvous->title(index),

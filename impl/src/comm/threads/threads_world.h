@@ -20,7 +20,7 @@ class WorldEnded : public std::exception {
   const char* what() const noexcept override { return "another rank has failed and ended this world"; }
 };
 
-class World {
+class World : public std::enable_shared_from_this<World> {
  public:
   World(std::vector<Parker*> parkers, const ThreadsOptions& options);
 
@@ -52,6 +52,8 @@ class World {
   void complete(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void queue_on_device(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void complete_parts_not_late(Lock& lock, Rendezvous& rendezvous);
+  void leave_to_policy(Rendezvous& rendezvous);
+  void take_effect(Rendezvous& rendezvous, int64_t part);
   void help(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void receive_late(Lock& lock, Rendezvous& rendezvous, int64_t part);
   void wake_waiting(Rendezvous& rendezvous);
@@ -63,10 +65,12 @@ class World {
   const ThreadsOptions options_;
   const int64_t size_;
   std::shared_ptr<Group> everyone_;
+  Parker caller_;
   Scheduler scheduler_;
   std::map<uint64_t, std::weak_ptr<Group>> groups_;
   // By rank: its calls that were not waited for yet, and the one it is blocked in.
   std::vector<std::vector<Arrival>> open_calls_;
+  std::vector<int64_t> calls_made_;
   struct Pending {
     const Rendezvous* rendezvous = nullptr;
     int64_t part = 0;
@@ -75,7 +79,6 @@ class World {
   bool ended_ = false;
   std::exception_ptr error_;
   int64_t error_rank_ = -1;
-  Parker caller_;
 };
 
 }  // namespace shardproof::threads

@@ -5,11 +5,12 @@
 #include <sys/types.h>
 
 #include <cstdint>
-#include <future>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "shardproof/base/host_work.h"
 
 namespace shardproof::checkpoint {
 
@@ -67,7 +68,7 @@ class OutputFile {
   size_t filled_ = 0;
   uint64_t written_ = 0;
   bool direct_ = false;
-  std::future<void> pending_;  // the write of leaving_
+  std::unique_ptr<HostJob> pending_;  // the write of leaving_
 };
 
 // A sequence of bytes that can be read at any offset.

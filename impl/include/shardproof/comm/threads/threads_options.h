@@ -4,9 +4,12 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 namespace shardproof {
+
+class SchedulePolicy;  // schedule_policy.h
 
 struct ThreadsOptions {
   // Under `parallel` rank-threads run freely, for speed. Under `serial` one runs at a time; whenever it waits, `seed` decides
@@ -29,6 +32,10 @@ struct ThreadsOptions {
   // block the host until the device is done: `Work::wait` makes the rank's current stream wait, as NCCL does. `completion` must
   // be `eager`.
   std::optional<c10::Device> device = {};
+  // Decides in the place of `seed` and `completion` who is next and when collectives take effect. Threads that the library
+  // starts for the ranks take part: asynchronous saves and copies of offloaded gradients happen when the policy says so. An
+  // output holds garbage until then, as under `late`. Needs `schedule` to be `serial`. One world uses a policy at a time.
+  std::shared_ptr<SchedulePolicy> policy = {};
 };
 
 }  // namespace shardproof
