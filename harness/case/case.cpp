@@ -228,8 +228,9 @@ int64_t Case::loaded_after(size_t step) const {
 }
 
 std::string Case::str() const {
-  return fmt::format("{} mesh({}) {} {} {} seed={} :{}", harness::str(model), mesh.str(), strategy_str(*this),
-                     optimizer_str(*this), to_string(mode), seed, history_str(steps));
+  return fmt::format("{} mesh({}) {} {} {} seed={}{} :{}", harness::str(model), mesh.str(), strategy_str(*this),
+                     optimizer_str(*this), to_string(mode), seed, interleaving ? " " + interleaving->str() : "",
+                     history_str(steps));
 }
 
 }  // namespace harness

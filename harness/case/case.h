@@ -5,7 +5,7 @@
 //   mlp(widths=5-3-4) mesh(dp_shard=2,tp=3) zero3 sgd(lr=0.1) exact seed=8 : step
 //
 // Model, mesh, strategy with its options, optimizer, mode, seed, and after the colon the history. Data, initial values,
-// microbatch sizes and the schedule of ranks follow from the seed.
+// microbatch sizes and the schedule of ranks follow from the seed. A schedule of its own, threads(...), may stand behind it.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@
 
 #include "golden/golden.h"
 #include "harness/case/case_options.h"
+#include "harness/case/interleaving.h"
 #include "shardproof/algebra/mesh.h"
 #include "shardproof/algebra/strategy.h"
 
@@ -61,6 +62,7 @@ struct Case {
   int64_t norm_order = 2;       // 1, 2, or 0 for infinity
   Mode mode = Mode::ordered;
   uint64_t seed = 0;
+  std::optional<Interleaving> interleaving = {};  // of the threads; where there is none, they take turns by the seed
   std::vector<StepPlan> steps = {StepPlan{}};
 
   // The case with the mesh and strategy that it has in that step.

@@ -138,6 +138,14 @@ void read_mode_and_seed(Scanner& scanner, Case& c) {
   c.seed = static_cast<uint64_t>(scanner.integer("a number below 2^63"));
 }
 
+// "threads(...)", if it is there.
+void read_threads(Scanner& scanner, Case& c) {
+  if (!scanner.comes('t')) return;
+  const size_t column = scanner.column();
+  if (scanner.word("threads(...)") != "threads") scanner.fail(column, "threads(...), or ':' before the history");
+  c.interleaving = read_interleaving(scanner, scanner.arguments(), column);
+}
+
 // "(N)" after a word that holds until it changes.
 int64_t read_setting(Scanner& scanner, const std::string& word, int64_t least, int64_t most) {
   scanner.expect('(', fmt::format("after {}", word).c_str());
@@ -223,6 +231,7 @@ Case Case::parse(std::string_view text) {
   read_strategy(scanner, c);
   read_optimizer(scanner, c);
   read_mode_and_seed(scanner, c);
+  read_threads(scanner, c);
   read_history(scanner, c);
   validate(c);
   return c;

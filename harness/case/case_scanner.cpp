@@ -37,6 +37,11 @@ bool Scanner::at_end() {
   return position_ == text_.size();
 }
 
+bool Scanner::comes(char c) {
+  skip_spaces();
+  return position_ < text_.size() && text_[position_] == c;
+}
+
 bool Scanner::accept(char c) {
   if (position_ >= text_.size() || text_[position_] != c) return false;
   ++position_;

@@ -25,6 +25,7 @@ class Scanner {
   // "(key=value,flag,...)" or nothing; no key twice. A mesh is the same.
   std::vector<Argument> arguments();
   bool accept(char c);
+  bool comes(char c);  // next, after spaces
   void expect(char c, const char* what);
   void skip_spaces();
   bool at_end();

@@ -4,15 +4,18 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "harness/commands/commands.h"
 #include "harness/commands/flight.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
+#include "harness/commands/program.h"
 #include "harness/run/engine.h"
 #include "harness/run/explain.h"
 #include "harness/run/process_ranks.h"
 #include "harness/run/run_case.h"
+#include "harness/run/schedules.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -20,6 +23,8 @@ namespace {
 
 struct Arguments {
   std::string text, json, flight, engine = "shardproof";
+  std::optional<int64_t> delays;
+  int64_t most = 10'000;
   Launched launched;
 };
 
@@ -50,6 +55,28 @@ int run_on(shardproof::ProcessWorld& world, const Launched& launched, const Case
   return exit_code;
 }
 
+// Every schedule of the case's threads, or as many as may run.
+int run_every_schedule(const Case& c, const Arguments& arguments) {
+  JsonLines json(arguments.json);
+  const Schedules found = every_schedule(c, *arguments.delays, arguments.most);
+  Case failing = c;
+  failing.interleaving = found.failing;
+  fmt::print("{}\n{} schedules that differ from the first in at most {} choices, {} of them distinct{}\n", c.str(), found.runs,
+             *arguments.delays, found.distinct, found.all ? "" : "; there are more, see --most");
+  if (found.failing)
+    fmt::print("FAILED: {}\n  replay   {} replay '{}'\n", found.what, program_name(), failing.str());
+  else
+    fmt::print("HELD: the same bits under each of them\n");
+  json.write({{"type", "schedules"},
+              {"case", failing.str()},
+              {"held", !found.failing},
+              {"what", found.what},
+              {"schedules", found.runs},
+              {"distinct", found.distinct},
+              {"all", found.all}});
+  return found.failing ? 1 : 0;
+}
+
 int run_in(const std::string& name, const Case& c, const std::string& json) {
   const Engine engine(name);
   const Engine::Fitted fitted = engine.fit(c);
@@ -66,6 +93,9 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   command->add_option("--flight", arguments->flight,
                       "instead of running a case, say where the flight records in this folder first disagree");
   command->add_option("--json", arguments->json, "also write one JSON object to this file");
+  command->add_option("--every-schedule", arguments->delays,
+                      "under every schedule of its threads that differs from the first in at most so many choices");
+  command->add_option("--most", arguments->most, "stop --every-schedule after so many")->capture_default_str();
   add_engine_option(*command, arguments->engine);
   arguments->launched.add_to(*command);
   command->callback([arguments, &exit_code] {
@@ -78,8 +108,20 @@ void add_replay_command(CLI::App& app, int& exit_code) {
     }
     const Case c = Case::parse(arguments->text);
     at::set_num_threads(1);
+    if (c.interleaving || arguments->delays) {
+      SHARD_REQUIRE(arguments->engine == "shardproof", "replay",
+                    "schedules are of the library's rank-threads; leave out --engine");
+      arguments->launched.require_threads("a case under a schedule takes rank-threads on the CPU");
+    }
+    if (arguments->delays) {
+      SHARD_REQUIRE(*arguments->delays >= 0 && arguments->most >= 1, "replay",
+                    "--every-schedule must not be negative, and --most at least 1, got {} and {}", *arguments->delays,
+                    arguments->most);
+      exit_code = run_every_schedule(c, *arguments);
+      return;
+    }
     if (arguments->engine != "shardproof") {
-      arguments->launched.require_threads("--engine " + arguments->engine);
+      arguments->launched.require_threads("--engine " + arguments->engine + " trains in Python, with ranks of its own");
       exit_code = run_in(arguments->engine, c, arguments->json);
       return;
     }

@@ -59,6 +59,7 @@ void prepare(Arguments& arguments) {
   SHARD_REQUIRE(options.minutes >= 0, "verify", "--minutes must not be negative, got {}", options.minutes);
   SHARD_REQUIRE(options.jobs >= 0, "verify", "--jobs must not be negative, got {}", options.jobs);
   SHARD_REQUIRE(options.shrink_runs >= 0, "verify", "--shrink-runs must not be negative, got {}", options.shrink_runs);
+  SHARD_REQUIRE(options.schedules >= 0, "verify", "--schedules must not be negative, got {}", options.schedules);
   SHARD_REQUIRE(options.failures_max >= 1, "verify", "--failures-max must be at least 1, got {}", options.failures_max);
   SHARD_REQUIRE(options.limits.world_max >= 1 && options.limits.world_max <= shardproof::kThreadsWorldMax, "verify",
                 "--world-max must be between 1 and {} (ranks are threads), got {}", shardproof::kThreadsWorldMax,
@@ -70,7 +71,7 @@ std::unique_ptr<Engine> start_engine(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
   SHARD_REQUIRE(!options.limits.mode && options.corpus_directory.empty(), "verify",
                 "--engine {} trains within the tolerance of the mode fast; leave out --mode and --corpus", arguments.engine);
-  arguments.launched.require_threads("--engine " + arguments.engine);
+  arguments.launched.require_threads("--engine " + arguments.engine + " trains in Python, with ranks of its own");
   auto engine = std::make_unique<Engine>(arguments.engine);
   options.engine = engine.get();
   options.limits.mode = Mode::fast;
@@ -110,6 +111,8 @@ void print(const VerifyResult& result, const VerifyOptions& options) {
   if (result.oracle_compared > 0)
     fmt::print("golden run against PyTorch in Python: {} kinds of cases, {} differences\n", result.oracle_compared,
                result.oracle_differences.size());
+  if (options.schedules > 0)
+    fmt::print("schedules: {} runs, {} of them distinct\n", result.schedules, result.schedules_distinct);
   for (const std::string& difference : result.oracle_differences) fmt::print("\nORACLE {}\n", difference);
   for (const Failure& failure : result.failures)
     fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   {}\n", failure.cases,
@@ -232,6 +235,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_flag("--tiny", options.limits.tiny, "run only the MLP on 4 ranks that parity tests of other frameworks use");
   command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();
+  command->add_option("--schedules", options.schedules,
+                      "run each case under so many schedules of its threads, and demand the same bits");
   command->add_option("--failures", options.failures_directory, "the folder of the failure database")->capture_default_str();
   command->add_option("--shrink-seconds", options.shrink_seconds, "how many seconds to look for a smaller case")
       ->capture_default_str();
@@ -260,6 +265,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
       exit_code = run(*arguments);
       return;
     }
+    if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
     const auto world = arguments->launched.start(arguments->mesh);
     const c10::Device device = arguments->launched.device();
     arguments->options.limits.canonical_arithmetic = device.is_cpu();

@@ -51,7 +51,7 @@ void add_engine_option(CLI::App& command, std::string& engine) {
 void Launched::require_threads(const std::string& what) const {
   const shardproof::LaunchOptions usual;
   SHARD_REQUIRE(options.backend == usual.backend && options.device == usual.device && options.ranks == usual.ranks, "launch",
-                "{} trains in Python, with ranks of its own; leave out --device, --backend and --ranks", what);
+                "{}; leave out --device, --backend and --ranks", what);
   refuse_without_effect();
 }
 

@@ -93,10 +93,25 @@ void simpler_options(std::vector<Case>& list, const Case& c) {
   if (c.strategy != "zero3" && c.strategy != "ddp") reset(list, c, [](Case& v) { v.strategy = "zero3"; });
 }
 
+// No schedule is simpler than any, and a policy without numbers is simpler than drawn choices.
+void simpler_schedule(std::vector<Case>& list, const Case& c) {
+  using Kind = Interleaving::Kind;
+  if (!c.interleaving) return;
+  reset(list, c, [](Case& v) { v.interleaving.reset(); });
+  if (c.interleaving->kind == Kind::eager) return;
+  reset(list, c, [](Case& v) { v.interleaving = {.kind = Kind::eager}; });
+  if (c.interleaving->kind == Kind::latest) return;
+  reset(list, c, [](Case& v) { v.interleaving = {.kind = Kind::latest}; });
+  if (c.interleaving->kind != Kind::pct) return;
+  lower(list, c, c.interleaving->depth, 1, [](Case& v, int64_t n) { v.interleaving->depth = n; });
+  lower(list, c, c.interleaving->steps, 1, [](Case& v, int64_t n) { v.interleaving->steps = n; });
+}
+
 }  // namespace
 
 std::vector<Case> simpler(const Case& c) {
   std::vector<Case> list;
+  simpler_schedule(list, c);
   simpler_mesh(list, c);
   simpler_history(list, c);
   simpler_model(list, c);

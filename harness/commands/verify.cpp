@@ -17,6 +17,7 @@
 #include "harness/commands/shrink.h"
 #include "harness/compare/oracle.h"
 #include "harness/run/picture.h"
+#include "harness/run/schedules.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -89,7 +90,8 @@ class Campaign {
   bool can_run(const Case& c) const {
     const bool has_functions =
         options_.limits.canonical_arithmetic || c.options.arithmetic == 0 || canonical_on_a_device(c.model);
-    return has_functions && (options_.ranks_max == 0 || ranks_of(c) <= options_.ranks_max);
+    const bool has_threads = options_.ranks_max == 0 || !c.interleaving;
+    return has_functions && has_threads && (options_.ranks_max == 0 || ranks_of(c) <= options_.ranks_max);
   }
 
   int64_t index_of(int64_t number) const { return options_.shard + number * options_.shard_count; }
@@ -157,9 +159,28 @@ class Campaign {
     }
   }
 
-  void try_case(const Case& c, bool is_replay) {
+  // Of a case that held, under many schedules. What fails is run once more, so that the verdict is the one that its replay has.
+  void judge_schedules(Case& c, Verdict& verdict) {
+    if (options_.schedules == 0 || !verdict.held || c.interleaving) return;
+    const Schedules found = try_schedules(c, options_.schedules);
+    {
+      const std::lock_guard lock(mutex_);
+      result_.schedules += found.runs;
+      result_.schedules_distinct += found.distinct;
+    }
+    if (!found.failing) return;
+    c.interleaving = found.failing;
+    verdict = judge(c);
+    if (!verdict.held) return;
+    verdict.held = false;
+    verdict.category = "schedule";
+    verdict.what = fmt::format("schedule: it fails once and then holds: {}", found.what);
+  }
+
+  void try_case(Case c, bool is_replay) {
     const auto start = std::chrono::steady_clock::now();
     Verdict verdict = judge(c);
+    judge_schedules(c, verdict);
     verdict.held |= verdict.diverged && !is_replay;  // not a random case's fault
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     int64_t cases = 0;
@@ -256,6 +277,8 @@ class Campaign {
           {"covered", features},
           {"pairs", result_.coverage.pairs()},
           {"combinations", to_json(result_.combinations)},
+          {"schedules", result_.schedules},
+          {"schedules_distinct", result_.schedules_distinct},
           {"oracle_compared", result_.oracle_compared},
           {"oracle_differences", result_.oracle_differences.size()},
           {"values_compared", result_.coverage.values_compared()},

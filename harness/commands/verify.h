@@ -33,6 +33,7 @@ struct VerifyOptions {
   int64_t shard = 0, shard_count = 1;
   std::string json;
   std::function<void(const nlohmann::json&)> also;  // gets each line of --json as well, one at a time; may be empty
+  int64_t schedules = 0;  // under so many each case runs, after it has held; rank-threads on the CPU only
   Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
   int64_t ranks_max = 0;   // of those, the most that a case may have; 0: as many as it likes
   const Engine* engine = nullptr;  // instead of the library; one case at a time
@@ -55,6 +56,7 @@ struct VerifyResult {
   int64_t drawn = 0;                      // with those that an engine cannot train
   std::map<std::string, int64_t> refused;  // these, by reason
   CombinationFigures combinations;
+  int64_t schedules = 0, schedules_distinct = 0;  // under which cases ran; those of two cases are never the same
   bool interrupted = false;
   double seconds = 0;
 };

@@ -13,6 +13,7 @@
 #include "harness/compare/tolerance.h"
 #include "harness/run/message.h"
 #include "harness/run/property.h"
+#include "harness/run/schedules.h"
 #include "harness/run/sharded_run.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -158,6 +159,19 @@ bool has_complaint(const FinishedRun& run, Verdict& verdict) {
   return true;
 }
 
+// A tolerance would let a schedule change bits.
+bool has_other_bits_without_its_schedule(const Case& c, const golden::Run& run, const Steps& sharded, Ranks& ranks,
+                                         Verdict& verdict) {
+  if (!c.interleaving) return false;
+  Case without = c;
+  without.interleaving.reset();
+  const auto change = first_change(ranks.train(without, run), sharded);
+  if (!change) return false;
+  verdict.category = "schedule";
+  verdict.what = fmt::format("schedule: without {} other bits in {}", c.interleaving->str(), *change);
+  return true;
+}
+
 void compare(const Case& c, const golden::Run& run, const Reference& reference, Ranks& ranks, Verdict& verdict) {
   std::vector<std::vector<RankStep>> sharded = ranks.train(c, run);
   for (size_t step = 0; step < sharded.size(); ++step) {
@@ -172,6 +186,7 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
     }
   }
   if (has_complaint({c, run, reference.trace(), sharded}, verdict)) return;
+  if (has_other_bits_without_its_schedule(c, run, sharded, ranks, verdict)) return;
   const size_t last = sharded.size() - 1;
   if (c.mode == Mode::fast && c.seed % kMeasuredEvery == 0 && run.device.is_cpu() && ranks.is_library())
     measure(c, run, reference, sharded.back(), verdict);

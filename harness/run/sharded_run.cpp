@@ -12,6 +12,7 @@
 #include "harness/case/parallel.h"
 #include "harness/case/problem.h"
 #include "harness/run/case_checkpoints.h"
+#include "harness/run/policies.h"
 #include "harness/run/property.h"
 #include "harness/run/sharded_options.h"
 
@@ -284,9 +285,11 @@ void run_stretch(const Case& c, const golden::Run& run, c10::Device device, doub
   });
 }
 
+std::shared_ptr<SchedulePolicy> policy_of(const Case& c) { return c.interleaving ? make_policy(*c.interleaving) : nullptr; }
+
 class ThreadRanks final : public Ranks {
  public:
-  Steps train(const Case& c, const golden::Run& run) override { return run_sharded(c, run); }
+  Steps train(const Case& c, const golden::Run& run) override { return run_sharded(c, run, 1, policy_of(c)); }
 };
 
 class DeviceThreads final : public Ranks {
@@ -295,8 +298,10 @@ class DeviceThreads final : public Ranks {
   c10::Device device() const override { return device_; }
   Steps train(const Case& c, const golden::Run& run) override {
     CaseCheckpoints checkpoints(c);
-    const auto run_world = [this](const Case& now, const RankBody& body) {
+    const auto policy = policy_of(c);
+    const auto run_world = [this, &policy](const Case& now, const RankBody& body) {
       ThreadsOptions options = threads_options(now);
+      options.policy = policy;
       options.completion = ThreadsOptions::Completion::eager;
       options.device = device_;
       run_threads(now.mesh.size(), body, options);
@@ -317,10 +322,13 @@ Ranks& thread_ranks() {
 
 std::unique_ptr<Ranks> thread_ranks_on(c10::Device device) { return std::make_unique<DeviceThreads>(device); }
 
-Steps run_sharded(const Case& c, const golden::Run& run, double output_scale) {
+Steps run_sharded(const Case& c, const golden::Run& run, double output_scale,
+                  const std::shared_ptr<shardproof::SchedulePolicy>& policy) {
   CaseCheckpoints checkpoints(c);
-  const auto run_world = [](const Case& now, const RankBody& body) {
-    run_threads(now.mesh.size(), body, threads_options(now));
+  const auto run_world = [&policy](const Case& now, const RankBody& body) {
+    ThreadsOptions options = threads_options(now);
+    options.policy = policy;
+    run_threads(now.mesh.size(), body, options);
   };
   return run_sharded(c, run, checkpoints, run_world, at::kCPU, output_scale);
 }

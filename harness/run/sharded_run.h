@@ -13,6 +13,7 @@
 #include "harness/run/case_checkpoints.h"
 #include "harness/run/ranks.h"
 #include "shardproof/comm/comm.h"
+#include "shardproof/comm/threads/schedule_policy.h"
 #include "shardproof/sharding/fully_shard.h"
 
 namespace harness {
@@ -25,7 +26,9 @@ using RunWorld = std::function<void(const Case&, const RankBody&)>;
 using StepWatch = std::function<void(int64_t rank, size_t step, bool ended, const shardproof::Sharded& sharded)>;
 
 // By rank-threads; see thread_ranks. `output_scale` multiplies what the model gives, before the loss: an error to be found.
-Steps run_sharded(const Case& c, const golden::Run& run, double output_scale = 1);
+// With a policy, which need not be the case's own, they take turns as it says.
+Steps run_sharded(const Case& c, const golden::Run& run, double output_scale = 1,
+                  const std::shared_ptr<shardproof::SchedulePolicy>& policy = nullptr);
 
 // The steps of those ranks that `run_world` runs in this process; the others' are empty. Models, data and communication are on
 // `device`, what comes back is on the CPU. `watch` may be empty.
