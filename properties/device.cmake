@@ -34,6 +34,12 @@ shardproof_test(NAME device_offload_props LABEL device TORCH LIBRARIES fake_devi
 # Checkpoints of what lies on it.
 shardproof_test(NAME device_checkpoint_props LABEL device CASES 15 TORCH LIBRARIES fake_device harness
   SOURCES checkpoint/device_checkpoint_props.cpp)
+# Training on it under many schedules of ranks, their threads and streams.
+shardproof_test(NAME device_schedules_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
+  device/device_schedules_props.cpp)
+add_test(NAME DeviceSchedules.a_hundred_of_each_case_give_the_same_bits COMMAND device_schedules_props)
+set_tests_properties(DeviceSchedules.a_hundred_of_each_case_give_the_same_bits PROPERTIES
+  LABELS "device;nightly" ENVIRONMENT SHARDPROOF_SCHEDULES=100 TIMEOUT 7200)
 # What the commands do with a device.
 shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
   harness/commands/device_commands_props.cpp)

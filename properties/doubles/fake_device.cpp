@@ -38,14 +38,24 @@ struct Queue {
   int64_t done = 0, queued = 0;
 };
 
-// One run of `every_order`. It takes the choices given, and the first possible one after them.
+// One run of `every_order`, which takes the choices given, and the first possible one after them; or of a policy.
 struct Exploration {
   When when;
-  std::vector<size_t> choices, widths;
+  std::shared_ptr<shardproof::SchedulePolicy> policy = {};
+  std::vector<size_t> choices = {}, widths = {};
   size_t taken = 0;
-  std::vector<c10::StreamId> streams;  // in the order in which they were first used
-  std::vector<int64_t> order;          // of the streams whose work ran
+  std::vector<c10::StreamId> streams = {};  // in the order in which they were first used
+  std::vector<int64_t> order = {};          // of the streams whose work ran
 
+  // Of the streams at these places, or 0 to stop, where that is possible and the streams come after it.
+  size_t choose(const std::vector<int64_t>& ready, bool may_stop) {
+    if (!policy) return choose(ready.size() + (may_stop ? 1 : 0));
+    using Actor = shardproof::SchedulePolicy::Actor;
+    std::vector<shardproof::SchedulePolicy::Choice> offered;
+    if (may_stop) offered.push_back({.actor = {Actor::Kind::rank, -1, 0}});
+    for (const int64_t place : ready) offered.push_back({.actor = {Actor::Kind::host_thread, -1, place}, .awaited = !may_stop});
+    return policy->choose(offered, may_stop ? 0 : -1);
+  }
   size_t choose(size_t width) {
     if (width == 1) return 0;
     if (taken == choices.size()) choices.push_back(0);
@@ -98,22 +108,22 @@ void run(c10::StreamId stream, int64_t until) {
 // Any legal order: runs streams that nothing keeps from running, as chosen, until `enough` and the choice is to stop.
 void run_some(Exploration& exploration, const std::function<bool()>& enough) {
   while (true) {
-    std::vector<c10::StreamId> ready;
-    for (const c10::StreamId stream : exploration.streams) {
-      const Queue& queue = state().queues[stream];
+    std::vector<int64_t> ready;  // places in the order of first use
+    for (size_t place = 0; place < exploration.streams.size(); ++place) {
+      const Queue& queue = state().queues[exploration.streams[place]];
       if (queue.work.empty()) continue;
       const auto& wait = queue.work.front().wait;
-      if (!wait || state().queues[wait->stream].done >= wait->until) ready.push_back(stream);
+      if (!wait || state().queues[wait->stream].done >= wait->until) ready.push_back(static_cast<int64_t>(place));
     }
     const size_t stops = enough() ? 1 : 0;
     if (stops == 1 && ready.empty()) return;
     TORCH_CHECK(!ready.empty(), "fake device: the host waits for work that no stream can come to");
-    const size_t choice = exploration.choose(ready.size() + stops);
+    const size_t choice = exploration.choose(ready, stops == 1);
     if (choice < stops) return;
-    const c10::StreamId stream = ready[choice - stops];
-    if (state().queues[stream].work.front().work)
-      exploration.order.push_back(std::ranges::find(exploration.streams, stream) - exploration.streams.begin());
-    run_first(state().queues[stream]);
+    const int64_t place = ready[choice - stops];
+    Queue& queue = state().queues[exploration.streams[static_cast<size_t>(place)]];
+    if (queue.work.front().work) exploration.order.push_back(place);
+    run_first(queue);
   }
 }
 
@@ -226,7 +236,9 @@ c10::Device device() {
   return {kType, 0};
 }
 
-int64_t bytes_page_locked() { return locked_bytes; }
+int64_t bytes_page_locked() {
+  return locked_bytes;
+}
 
 c10::StreamId current_stream() {
   return current;
@@ -249,6 +261,15 @@ void count_wait(const std::string& what) {
 std::map<std::string, int64_t> host_waits() {
   const std::lock_guard lock(state().mutex);
   return state().waits;
+}
+
+void schedule_by(std::shared_ptr<shardproof::SchedulePolicy> policy) {
+  static std::unique_ptr<Exploration> scheduled;
+  const std::lock_guard lock(state().mutex);
+  for (const auto& [stream, queue] : state().queues) run(stream, queue.queued);  // what was before
+  scheduled =
+      policy ? std::make_unique<Exploration>(Exploration{.when = When::between_calls, .policy = std::move(policy)}) : nullptr;
+  state().exploration = scheduled.get();
 }
 
 Orders every_order(const std::function<bool()>& program, When when, int64_t most) {

@@ -7,7 +7,10 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
+
+#include "shardproof/comm/threads/schedule_policy.h"
 
 namespace fake_device {
 
@@ -36,6 +39,11 @@ struct Orders {
 };
 enum class When { between_calls, at_synchronization };
 Orders every_order(const std::function<bool()>& program, When when = When::between_calls, int64_t most = 200000);
+
+// A policy decides when the streams run, in each call that queues something or synchronizes, as it decides for rank-threads
+// that have the same policy. Choices are the host, as rank -1, where it may go on, and streams that nothing keeps from running,
+// as threads of rank -1. Null: streams are as late as they may be.
+void schedule_by(std::shared_ptr<shardproof::SchedulePolicy> policy);
 
 // How many bytes operators have copied from the host to the device so far.
 int64_t bytes_from_host();
