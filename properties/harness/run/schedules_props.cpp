@@ -1,54 +1,39 @@
-// Schedules of rank-threads: policies, what they decide, and cases under many of them.
-#include <ATen/ATen.h>
+// Cases under schedules of their threads.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <rapidcheck/gtest.h>
 
-#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <set>
 
+#include "harness/case/failures.h"
 #include "harness/case/generate.h"
 #include "harness/case/problem.h"
 #include "harness/commands/shrink.h"
+#include "harness/commands/verify.h"
 #include "harness/run/policies.h"
+#include "harness/run/property.h"
 #include "harness/run/run_case.h"
 #include "harness/run/schedules.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
-#include "shardproof/base/host_work.h"
-#include "shardproof/comm/threads/threads.h"
+#include "properties/kit/scheduled.h"
 
 using namespace harness;
-using namespace shardproof;
+using scheduled::some_of_each;
+using shardproof::expect_error;
 
 namespace {
 
 using Kind = Interleaving::Kind;
-using Actor = SchedulePolicy::Actor;
-using Policy = std::shared_ptr<SchedulePolicy>;
-using Body = std::function<void(std::shared_ptr<Comm>)>;
 
 // Has a save in the background, offloaded gradients, gathers ahead, and two worlds, one after the other.
 constexpr const char* kBusy =
     "mlp(widths=5-7-6-3) mesh(dp_shard=3) zero3(units=leaf,prefetch=1,offload=pinned) adamw(lr=0.01,clip=1) ordered seed=7 : "
     "step save step load@mesh(dp_shard=2) step";
-
-void run_under(const Policy& policy, int64_t world, const Body& body) {
-  ThreadsOptions options{.schedule = ThreadsOptions::Schedule::serial};
-  options.policy = policy;
-  run_threads(world, body, options);
-}
-
-std::vector<Interleaving> some_of_each() {
-  return {{.kind = Kind::eager},
-          {.kind = Kind::latest},
-          {.kind = Kind::random, .seed = 5},
-          {.kind = Kind::pct, .seed = 5, .depth = 2, .steps = 100},
-          {.kind = Kind::pct, .seed = 5, .depth = 3, .steps = 100},
-          {.kind = Kind::choices, .choices = {1, 0, 2, 1}}};
-}
 
 std::string trace(const Case& c, const Interleaving& schedule) {
   const auto policy = std::make_shared<RecordedPolicy>(make_policy(schedule), /*with_text=*/true);
@@ -56,36 +41,27 @@ std::string trace(const Case& c, const Interleaving& schedule) {
   return policy->text();
 }
 
-// What a world of ranks does under one policy: nothing is wrong unless `wrong` says so afterwards.
-Scheduled program(int64_t world, const Body& body, const std::function<std::optional<std::string>()>& wrong = {}) {
-  return [=](const Policy& policy) -> std::optional<std::string> {
-    run_under(policy, world, body);
-    return wrong ? wrong() : std::nullopt;
-  };
-}
-
-// Each rank adds one to a number that all see, in two steps.
-struct LostUpdate {
-  int64_t value = 0;
-  Scheduled program(int64_t ranks) {
-    return [this, ranks](const Policy& policy) -> std::optional<std::string> {
-      value = 0;
-      run_under(policy, ranks, [&](std::shared_ptr<Comm>) {
-        const int64_t read = value;
-        pause_here();
-        value = read + 1;
-      });
-      if (value == ranks) return std::nullopt;
-      return fmt::format("{} instead of {}", value, ranks);
-    };
+// Ranks come to their first step in their order. That holds or not by the schedule alone.
+class RanksInOrder {
+ public:
+  void of(uint64_t seed) { seed_ = seed; }
+  Property property() {
+    return {.name = "ranks_come_in_order",
+            .applies = [this](const Case& c) { return c.seed == seed_; },
+            .finished = {},
+            .live = [this](const LiveRun& run) -> Complaint {
+              if (run.moment != Moment::begun) return {};
+              const int64_t place = come_++;
+              if (come_ == run.comms.world().size()) come_ = 0;
+              if (place == run.sharded.rank()) return {};
+              return fmt::format("it is number {}", place);
+            }};
   }
-};
 
-std::vector<SchedulePolicy::Choice> ranks_to_choose(int64_t count) {
-  std::vector<SchedulePolicy::Choice> choices;
-  for (int64_t rank = 0; rank < count; ++rank) choices.push_back({.actor = {.rank = rank}});
-  return choices;
-}
+ private:
+  uint64_t seed_ = 0;
+  int64_t come_ = 0;
+};
 
 }  // namespace
 
@@ -115,234 +91,6 @@ TEST(Schedules, background_work_comes_at_once_when_eager_and_at_the_latest_when_
     return static_cast<double>(text.find("rank 0 thread 1\n")) / static_cast<double>(text.size());
   };
   EXPECT_LT(save_begins(Kind::eager), save_begins(Kind::latest));
-}
-
-// One thread at a time, whatever the policy: no two are between the same two places.
-RC_GTEST_PROP(Schedules, one_thread_runs_at_a_time_and_collectives_give_what_they_should, (uint64_t seed, bool random)) {
-  const int64_t world = *rc::gen::inRange<int64_t>(1, 6), rounds = *rc::gen::inRange<int64_t>(1, 6);
-  const Interleaving schedule = random ? Interleaving{.kind = Kind::random, .seed = seed}
-                                       : Interleaving{.kind = Kind::pct, .seed = seed, .depth = 3, .steps = 50};
-  std::atomic<int64_t> inside = 0;
-  std::atomic<bool> right = true;
-  const auto alone = [&](const std::function<void()>& action) {
-    right = right && inside++ == 0;
-    action();
-    --inside;
-  };
-  run_under(make_policy(schedule), world, [&](std::shared_ptr<Comm> comm) {
-    for (int64_t round = 0; round < rounds; ++round) {
-      std::vector<at::Tensor> sums;
-      std::vector<Work> works;
-      int64_t written = 0;
-      const auto job = start_host_job([&] { alone([&] { written = round + 1; }); });
-      for (int64_t k = 0; k < 3; ++k) {
-        alone([&] { sums.push_back(at::full({k + 1}, static_cast<float>(comm->rank() + k), at::kFloat)); });
-        works.push_back(comm->all_reduce(sums.back()));
-      }
-      for (int64_t k = 2; k >= 0; --k) {
-        works[static_cast<size_t>(k)].wait();
-        alone([&] {
-          const float sum = static_cast<float>(world * (world - 1) / 2 + k * world);
-          right = right && (sums[static_cast<size_t>(k)] == sum).all().item<bool>();
-        });
-      }
-      job->wait();
-      right = right && written == round + 1 && job->is_over();
-    }
-  });
-  RC_ASSERT(right);
-}
-
-// A choice is a thread that could run, or work that is under way: nobody goes on before what it waits for has happened.
-TEST(Schedules, whoever_waits_goes_on_after_what_it_waits_for) {
-  for (uint64_t seed = 0; seed < 50; ++seed) {
-    const auto policy = std::make_shared<RecordedPolicy>(make_policy({.kind = Kind::random, .seed = seed}), true);
-    std::string events;
-    run_under(policy, 2, [&](std::shared_ptr<Comm> comm) {
-      const at::Tensor value = at::full({1}, 1.0f);
-      Work work = comm->all_reduce(value);
-      work.wait();
-      events += fmt::format("{} ", value.item<float>());
-    });
-    EXPECT_EQ(events, "2 2 ");
-    for (const char* rank : {"rank 0", "rank 1"}) {
-      const size_t effect = policy->text().find(fmt::format("{} call 0\n", rank));
-      const size_t last = policy->text().rfind(fmt::format("{}\n", rank));
-      EXPECT_LT(effect, last) << policy->text();
-    }
-  }
-}
-
-TEST(Schedules, an_output_is_garbage_until_its_collective_takes_effect) {
-  const auto seen = std::make_shared<std::vector<float>>();
-  run_under(make_policy({.kind = Kind::latest}), 2, [&](std::shared_ptr<Comm> comm) {
-    const at::Tensor value = at::full({1}, 1.0f);
-    Work work = comm->all_reduce(value);
-    seen->push_back(value.item<float>());
-    work.wait();
-    seen->push_back(value.item<float>());
-  });
-  ASSERT_EQ(seen->size(), 4u);
-  EXPECT_EQ(std::ranges::count_if(*seen, [](float value) { return std::isnan(value); }), 2);
-  EXPECT_EQ(std::ranges::count(*seen, 2.0f), 2);
-}
-
-TEST(Schedules, tensors_that_change_in_flight_are_errors_that_name_the_rank) {
-  for (const Kind kind : {Kind::latest, Kind::eager})
-    expect_error(
-        [&] {
-          run_under(make_policy({.kind = kind}), 2, [](std::shared_ptr<Comm> comm) {
-            const at::Tensor input = at::ones({2}), output = at::empty({4});
-            Work work = comm->all_gather(output, input);
-            if (comm->rank() == 1) input.add_(1);
-            work.wait();
-          });
-        },
-        {"rank 1", "changed element 0 of its input", "all_gather"});
-}
-
-// Two ranks of n + 1 stretches each: as many schedules as ways to merge them, and with few delays those counted here.
-TEST(Schedules, every_schedule_of_small_programs_is_counted_as_by_hand) {
-  const auto pauses = [](int64_t times) {
-    return program(2, [times](std::shared_ptr<Comm>) {
-      for (int64_t i = 0; i < times; ++i) pause_here();
-    });
-  };
-  EXPECT_EQ(every_schedule(pauses(0), 9, 1000).distinct, 2);
-  EXPECT_EQ(every_schedule(pauses(1), 9, 1000).distinct, 6);    // 4 over 2
-  EXPECT_EQ(every_schedule(pauses(2), 9, 1000).distinct, 20);   // 6 over 3
-  EXPECT_EQ(every_schedule(pauses(3), 99, 1000).distinct, 70);  // 8 over 4
-  EXPECT_EQ(every_schedule(pauses(2), 0, 1000).distinct, 1);    // rank 0, then rank 1
-  // Or rank 1 runs to its end first, or where rank 0 pauses for the first or the second time.
-  EXPECT_EQ(every_schedule(pauses(2), 1, 1000).distinct, 4);
-  const Schedules some = every_schedule(pauses(3), 99, 10);
-  EXPECT_EQ(some.runs, 10);
-  EXPECT_FALSE(some.all);
-  EXPECT_TRUE(every_schedule(pauses(3), 99, 70).all);
-}
-
-TEST(Schedules, every_schedule_of_a_thread_and_its_waiter_is_counted_as_by_hand) {
-  const Scheduled one = program(1, [](std::shared_ptr<Comm>) { start_host_job([] {})->wait(); });
-  // The thread runs when it is started, when its rank comes to wait, or when the rank is blocked.
-  const Schedules found = every_schedule(one, 9, 1000);
-  EXPECT_EQ(found.distinct, 3);
-  EXPECT_EQ(found.runs, 3);
-}
-
-TEST(Schedules, a_lost_update_is_found_by_one_delay_and_replays_from_its_choices) {
-  LostUpdate race;
-  EXPECT_FALSE(every_schedule(race.program(2), 0, 1000).failing);
-  const Schedules found = every_schedule(race.program(2), 1, 1000);
-  ASSERT_TRUE(found.failing);
-  EXPECT_EQ(found.what, "1 instead of 2");
-  const Case c = Case::parse(
-      fmt::format("mlp(widths=5-3) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=3 {} : step", found.failing->str()));
-  EXPECT_EQ(race.program(2)(make_policy(*c.interleaving)), "1 instead of 2");
-}
-
-// The guarantee of the paper, for n = 2 threads, k steps and depth d: 1 / (n * k^(d-1)) of all runs.
-TEST(Schedules, pct_finds_a_lost_update_as_often_as_it_promises) {
-  LostUpdate race;
-  const auto counted = std::make_shared<RecordedPolicy>(make_policy({.kind = Kind::eager}));
-  race.program(2)(counted);
-  const int64_t steps = std::ssize(counted->points());
-  const auto share = [&](int64_t depth) {
-    int64_t found = 0;
-    for (uint64_t seed = 0; seed < 1000; ++seed)
-      found += race.program(2)(make_policy({.kind = Kind::pct, .seed = seed, .depth = depth, .steps = steps})) ? 1 : 0;
-    return static_cast<double>(found) / 1000;
-  };
-  EXPECT_EQ(share(1), 0);  // priorities alone never preempt
-  EXPECT_GE(share(2), 1.0 / static_cast<double>(2 * steps));
-  EXPECT_GE(share(3), 1.0 / static_cast<double>(2 * steps * steps));
-}
-
-// Of threads that could all go on, the one with the highest priority runs, until a change point lowers it for good.
-TEST(Schedules, pct_changes_threads_at_its_change_points_only) {
-  std::map<int64_t, int64_t> first;
-  std::set<int64_t> places;
-  for (uint64_t seed = 0; seed < 300; ++seed)
-    for (const int64_t depth : {1, 2, 3}) {
-      const Policy policy = make_policy({.kind = Kind::pct, .seed = seed, .depth = depth, .steps = 20});
-      const auto choices = ranks_to_choose(5);
-      std::vector<size_t> ran;
-      for (int64_t step = 0; step < 40; ++step) ran.push_back(policy->choose(choices, -1));
-      std::set<size_t> before;
-      int64_t switches = 0;
-      for (size_t step = 1; step < ran.size(); ++step) {
-        if (ran[step] == ran[step - 1]) continue;
-        ++switches;
-        places.insert(static_cast<int64_t>(step));
-        before.insert(ran[step - 1]);
-        EXPECT_FALSE(before.contains(ran[step])) << "a lowered thread runs again";
-      }
-      EXPECT_LE(switches, depth - 1);
-      // At the first step nobody has run yet whom a change could take off.
-      EXPECT_GE(switches, depth - 2);
-      if (depth == 1) ++first[static_cast<int64_t>(ran[0])];
-    }
-  EXPECT_EQ(first.size(), 5u);
-  for (const auto& [rank, count] : first) EXPECT_GT(count, 30) << "of 300 runs, with priorities that are all alike";
-  EXPECT_EQ(places.size(), 19u) << "change points lie anywhere in the first 20 steps";
-  EXPECT_EQ(*places.rbegin(), 19);
-}
-
-TEST(Schedules, ranks_that_wait_for_each_other_are_named_at_once) {
-  for (const Interleaving& schedule : some_of_each())
-    expect_error(
-        [&] {
-          run_under(make_policy(schedule), 3, [](std::shared_ptr<Comm> comm) {
-            const at::Tensor value = at::ones({4});
-            if (comm->rank() < 2)
-              comm->all_reduce(value).wait();
-            else
-              comm->recv(value, 0, 7).wait();
-          });
-        },
-        {"deadlock: none of the 3 ranks can go on", "rank 0 waits in all_reduce", "called by 0,1, not by 2",
-         "rank 2 waits in recv"});
-}
-
-TEST(Schedules, an_error_ends_all_ranks_and_lets_their_threads_end_first) {
-  for (const Interleaving& schedule : some_of_each()) {
-    std::atomic<int64_t> ended = 0;
-    expect_error(
-        [&] {
-          run_under(make_policy(schedule), 3, [&](std::shared_ptr<Comm> comm) {
-            const auto job = start_host_job([&] {
-              pause_here();
-              ++ended;
-            });
-            if (comm->rank() == 1) throw Error("[test] rank 1 has had enough");
-            comm->barrier().wait();
-          });
-        },
-        {"rank 1", "has had enough"});
-    EXPECT_EQ(ended, 3);
-  }
-}
-
-TEST(Schedules, what_a_thread_throws_comes_out_of_the_wait_once_and_is_forgotten_without_one) {
-  const auto throws = [] { throw Error("[test] the disk is full"); };
-  const auto wait = [&] {
-    const auto job = start_host_job(throws);
-    EXPECT_THROW(job->wait(), Error);
-    job->wait();
-    start_host_job(throws).reset();
-  };
-  wait();
-  run_under(make_policy({.kind = Kind::random, .seed = 3}), 2, [&](std::shared_ptr<Comm>) { wait(); });
-}
-
-TEST(Schedules, a_policy_needs_ranks_that_run_one_at_a_time) {
-  ThreadsOptions options;
-  options.policy = make_policy({.kind = Kind::eager});
-  expect_error(
-      [&] {
-        run_threads(
-            2, [](std::shared_ptr<Comm>) {}, options);
-      },
-      {"one at a time", "serial"});
 }
 
 TEST(Schedules, those_of_a_case_are_of_every_kind_and_drawn_from_its_seed) {
@@ -409,6 +157,32 @@ TEST(Schedules, shrinking_tries_no_schedule_first_then_simpler_ones) {
   EXPECT_EQ(simpler_ones[3], "threads(pct=9,depth=1,steps=100)");
 }
 
+TEST(Schedules, a_minimal_case_has_the_simplest_schedule_that_still_fails) {
+  Case c = Case::parse(kBusy);
+  c.interleaving = Interleaving{.kind = Kind::pct, .seed = 9, .depth = 3, .steps = 100};
+  const auto minimal = [&](const std::function<bool(const Case&)>& fails) {
+    const Verdict failed{.held = false, .what = "error: x", .category = "error"};
+    return shrink(c, failed, std::chrono::seconds(20),
+                  [&](const Case& variant) {
+                    Verdict verdict = failed;
+                    verdict.held = !fails(variant);
+                    return verdict;
+                  })
+        .minimal;
+  };
+  EXPECT_FALSE(minimal([](const Case&) { return true; }).interleaving);
+  EXPECT_EQ(minimal([](const Case& variant) { return variant.interleaving.has_value(); }).interleaving->str(),
+            "threads(eager)");
+  const Case late =
+      minimal([](const Case& variant) { return variant.interleaving && variant.interleaving->kind != Kind::eager; });
+  EXPECT_EQ(late.interleaving->str(), "threads(latest)");
+  EXPECT_EQ(late.steps.size(), 1u);
+  const Case drawn = minimal([](const Case& variant) {
+    return variant.interleaving && variant.interleaving->kind == Kind::pct && variant.interleaving->depth >= 2;
+  });
+  EXPECT_EQ(drawn.interleaving->str(), "threads(pct=9,depth=2,steps=1)");
+}
+
 // Drawn cases, a few schedules each.
 TEST(Schedules, random_cases_have_the_same_bits_under_each) {
   Limits limits;
@@ -419,4 +193,31 @@ TEST(Schedules, random_cases_have_the_same_bits_under_each) {
     const Schedules found = try_schedules(c, 5);
     EXPECT_FALSE(found.failing) << c.str() << "\n" << found.failing->str() << "\n" << found.what;
   }
+}
+TEST(Schedules, what_only_a_schedule_shows_is_found_stored_and_replayed_with_it) {
+  static RanksInOrder order;
+  register_property(order.property());
+  Case c = Case::parse("mlp(widths=3-4-2) mesh(dp_shard=3) zero3(units=leaf) sgd(lr=0.1) ordered seed=1 : step*2");
+  for (order.of(c.seed); !run_case(c).held; order.of(++c.seed)) ASSERT_LT(c.seed, 100u);
+  const harness_env::Folder folder;
+  std::filesystem::create_directory(folder / "corpus");
+  std::ofstream(folder / "corpus/one.case") << c.str() << "\n";
+  VerifyOptions options;
+  options.cases = 1;
+  options.python = false;
+  options.shrink_seconds = 0;
+  options.corpus_directory = folder / "corpus";
+  options.failures_directory = folder / "failures";
+  options.schedules = 20;
+  const std::atomic<bool> interrupted = false;
+  const VerifyResult result = verify(options, interrupted);
+  ASSERT_EQ(result.failures.size(), 1u);
+  const Failure& failure = result.failures[0];
+  EXPECT_EQ(failure.what.rfind("property ranks_come_in_order", 0), 0u) << failure.what;
+  ASSERT_TRUE(failure.minimal.interleaving) << failure.minimal.str();
+  const std::string line = replay_line(failure.minimal, options);
+  EXPECT_NE(line.find(failure.minimal.interleaving->str()), std::string::npos) << line;
+  for (int time = 0; time < 2; ++time) EXPECT_EQ(run_case(Case::parse(failure.minimal.str())).what, failure.what);
+  EXPECT_EQ(Failures(options.failures_directory).all().at(0), failure.minimal);
+  order.of(0);
 }
