@@ -19,15 +19,14 @@ using namespace harness;
 
 namespace {
 
-// Offload, asynchronous saves and loads, gathers ahead, accumulation, dropout, tensor parallelism, low precision.
+// Offload, saves in the background and loads of them, gathers ahead, accumulation, tensor parallelism, low precision.
 constexpr std::array kCases = {
     "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,prefetch=1,offload=pinned) adamw(lr=0.01,clip=1) ordered seed=8 : "
     "step*2",
-    "mlp(widths=4-6-3) mesh(dp_shard=2) zero2(offload=pinned) sgd(lr=0.1,momentum=0.9) ordered seed=2 : accumulate(2) step "
-    "save "
-    "step load@mesh(dp_shard=3) step",
+    "mlp(widths=4-6-3) mesh(dp_shard=2) zero2(offload=pinned) sgd(lr=0.1,momentum=0.9) ordered seed=2 : accumulate(2) "
+    "step save step load@mesh(dp_shard=3) step",
     "mlp(widths=5-6-4) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf,prefetch=2) adamw(lr=0.01) ordered seed=7 : step save "
-    "step",
+    "step load@mesh(dp_replicate=2,dp_shard=3) step",
     "mlp(widths=5-6-3) mesh(dp_shard=2) zero3(compute=bf16,reduce=bf16,offload=pageable) adamw(lr=0.01) ordered seed=9 : "
     "step*2",
     "mlp(widths=4-6-2) mesh(dp_shard=2,tp=2) zero3(whole=1,offload=pinned) sgd(lr=0.1) fast seed=4 : step*2"};

@@ -21,6 +21,7 @@
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
 #include "properties/kit/scheduled.h"
+#include "shardproof/shardproof.h"
 
 using namespace harness;
 using scheduled::some_of_each;
@@ -181,6 +182,34 @@ TEST(Schedules, a_minimal_case_has_the_simplest_schedule_that_still_fails) {
     return variant.interleaving && variant.interleaving->kind == Kind::pct && variant.interleaving->depth >= 2;
   });
   EXPECT_EQ(drawn.interleaving->str(), "threads(pct=9,depth=2,steps=1)");
+}
+
+// Shards lie beside each other, and nothing but the library itself keeps a rank from updating its own while another one reads it.
+TEST(Schedules, an_evaluation_before_an_update_reads_the_old_weights_under_each) {
+  using namespace shardproof;
+  const Scheduled program = [](const scheduled::Policy& policy) -> Complaint {
+    Complaint complaint;
+    scheduled::run_under(policy, 2, [&](std::shared_ptr<Comm> comm) {
+      Mlp model(MlpOptions{.widths = {4, 6, 3}});
+      ShardOptions options;
+      options.units = by_type<torch::nn::LinearImpl>();
+      options.gather = Gather::side_by_side;
+      Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})), options);
+      Optimizer optimizer = sgd(sharded, {.lr = 0.1});
+      const at::Tensor input = at::ones({2, 4});
+      const auto evaluate = [&] {
+        const at::NoGradGuard no_grad;
+        return call(model, input);
+      };
+      const at::Tensor before = evaluate();
+      call(model, input).square().sum().backward();
+      if (!evaluate().equal(before)) complaint = fmt::format("rank {} evaluates with other weights", comm->rank());
+      optimizer.step();
+    });
+    return complaint;
+  };
+  const Schedules found = try_schedules(Case::parse(kBusy), 100, program);
+  EXPECT_FALSE(found.failing) << "schedule " << found.runs << ", " << found.failing->str() << ": " << found.what;
 }
 
 // Drawn cases, a few schedules each.
