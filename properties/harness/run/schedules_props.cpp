@@ -184,7 +184,8 @@ TEST(Schedules, a_minimal_case_has_the_simplest_schedule_that_still_fails) {
   EXPECT_EQ(drawn.interleaving->str(), "threads(pct=9,depth=2,steps=1)");
 }
 
-// Shards lie beside each other, and nothing but the library itself keeps a rank from updating its own while another one reads it.
+// Shards lie beside each other, and nothing but the library itself keeps a rank from updating its own while another one reads
+// it.
 TEST(Schedules, an_evaluation_before_an_update_reads_the_old_weights_under_each) {
   using namespace shardproof;
   const Scheduled program = [](const scheduled::Policy& policy) -> Complaint {
