@@ -163,7 +163,7 @@ TEST(Schedules, a_minimal_case_has_the_simplest_schedule_that_still_fails) {
   c.interleaving = Interleaving{.kind = Kind::pct, .seed = 9, .depth = 3, .steps = 100};
   const auto minimal = [&](const std::function<bool(const Case&)>& fails) {
     const Verdict failed{.held = false, .what = "error: x", .category = "error"};
-    return shrink(c, failed, std::chrono::seconds(20),
+    return shrink(c, failed, {.time = std::chrono::seconds(20)},
                   [&](const Case& variant) {
                     Verdict verdict = failed;
                     verdict.held = !fails(variant);
