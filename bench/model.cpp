@@ -52,8 +52,8 @@ at::Tensor BlockImpl::forward(at::Tensor x) {
 }
 
 ModelImpl::ModelImpl(const Size& size) {
-  tok_ = register_module("tok", torch::nn::Embedding(size.vocab, size.hidden));
-  pos_ = register_module("pos", torch::nn::Embedding(size.seq, size.hidden));
+  tok_ = register_module("tok", shardproof::Embedding(size.vocab, size.hidden));
+  pos_ = register_module("pos", shardproof::Embedding(size.seq, size.hidden));
   auto blocks = register_module("blocks", std::make_shared<torch::nn::Module>("blocks"));
   for (int64_t i = 0; i < size.layers; ++i) blocks_.push_back(blocks->register_module(std::to_string(i), Block(size)));
   lnf_ = register_module("lnf", layer_norm(size.hidden));

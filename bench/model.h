@@ -41,7 +41,7 @@ class ModelImpl : public torch::nn::Module {
   at::Tensor forward(at::Tensor tokens);
 
  private:
-  torch::nn::Embedding tok_{nullptr}, pos_{nullptr};
+  shardproof::Embedding tok_{nullptr}, pos_{nullptr};
   std::vector<Block> blocks_;
   torch::nn::LayerNorm lnf_{nullptr};
   shardproof::Linear head_{nullptr};

@@ -9,6 +9,8 @@ shardproof_test(NAME transfer_props LABEL train TORCH CASES 60 SOURCES sharding/
 shardproof_test(NAME lora_props LABEL parallel TORCH CASES 20 SOURCES models/lora_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME fingerprint_props LABEL train TORCH SOURCES device/fingerprint_props.cpp
   optim/fingerprint_check_props.cpp)
+shardproof_test(NAME direct_gradients_props LABEL train TORCH CASES 300 SOURCES sharding/direct_gradients_props.cpp
+  kit/toy_modules.cpp)
 shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES sharding/offload_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME strategy_formulas_props LABEL train TORCH SOURCES sharding/strategy_formulas_props.cpp kit/toy_modules.cpp)
 

@@ -6,6 +6,7 @@
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/gradient_place.h"
 #include "shardproof/nn/meta_init.h"
 #include "shardproof/parallel/tensor/parallel_layers.h"
 
@@ -101,7 +102,7 @@ class OddNetImpl : public torch::nn::Module, public HasBuffers {
     if (cube_.defined()) x = x + x * (cube_.select(0, 0) + cube_.select(0, 1)).squeeze(-1);
     if (empty_.defined()) x = x + empty_.sum(0);
     if (side_ && branch) x = x + call(side_, x);
-    if (options_.tied) x = at::linear(at::tanh(x), shared_->weight);
+    if (options_.tied) x = direct::linear(at::tanh(x), shared_->weight, {});
     return x;
   }
   std::vector<std::shared_ptr<torch::nn::Module>> parts() {

@@ -3,6 +3,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/models.h"
+#include "shardproof/nn/gradient_place.h"
 
 namespace shardproof {
 namespace {
@@ -82,7 +83,8 @@ at::Tensor GptImpl::forward(at::Tensor tokens) {
   x = call(ln_f_, x);
   if (!options_.tied) return call(lm_head_, x);
   const auto head = [this](at::Tensor hidden) {
-    return is_canonical() ? canonical_ops::linear(hidden, wte_->weight, {}, "lm_head") : at::linear(hidden, wte_->weight);
+    if (is_canonical()) return canonical_ops::linear(hidden, wte_->weight, {}, "lm_head");
+    return direct::linear(hidden, wte_->weight, {});
   };
   return call_as(*tied_head_, head, x);
 }

@@ -5,6 +5,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/models.h"
+#include "shardproof/nn/gradient_place.h"
 
 namespace shardproof {
 namespace {
@@ -145,7 +146,8 @@ at::Tensor LlamaImpl::forward(at::Tensor tokens) {
   x = call(norm_, x);
   if (!options_.tied) return call(head_, x);
   const auto head = [this](at::Tensor hidden) {
-    return is_canonical() ? canonical_ops::linear(hidden, tokens_->weight, {}, "lm_head") : at::linear(hidden, tokens_->weight);
+    if (is_canonical()) return canonical_ops::linear(hidden, tokens_->weight, {}, "lm_head");
+    return direct::linear(hidden, tokens_->weight, {});
   };
   return call_as(*tied_head_, head, x);
 }

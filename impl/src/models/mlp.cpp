@@ -3,6 +3,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/models.h"
+#include "shardproof/nn/gradient_place.h"
 
 namespace shardproof {
 namespace {
@@ -35,7 +36,7 @@ at::Tensor activate(const at::Tensor& x, Activation activation) {
 
 at::Tensor LinearImpl::forward(const at::Tensor& input) {
   if (is_canonical()) return canonical_ops::linear(input, weight, bias, canonical_name());
-  return at::linear(input, weight, bias);
+  return direct::linear(input, weight, bias);
 }
 
 at::Tensor LayerNormImpl::forward(const at::Tensor& input) {
@@ -45,7 +46,9 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& input) {
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& tokens) {
   if (is_canonical()) return canonical_ops::embedding(weight, tokens, canonical_name());
-  return torch::nn::EmbeddingImpl::forward(tokens);
+  const bool is_plain = !options.max_norm() && !options.sparse() && !options.scale_grad_by_freq();
+  if (!is_plain) return torch::nn::EmbeddingImpl::forward(tokens);
+  return direct::embedding(weight, tokens, options.padding_idx().value_or(-1));
 }
 
 MlpImpl::MlpImpl(MlpOptions options) : options_(std::move(options)) {

@@ -46,7 +46,11 @@ bool may_follow(GradientState now, GradientState next) {
 }  // namespace
 
 BucketGradient::BucketGradient(const BucketContext& context)
-    : BucketPart(context), arrived_(views_.size(), false), holds_(views_.size(), false), parts_(views_.size()) {
+    : BucketPart(context),
+      arrived_(views_.size(), false),
+      placed_(views_.size(), false),
+      holds_(views_.size(), false),
+      parts_(views_.size()) {
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
   // its own, which every rank asks for here, in one order. Elsewhere gradients come and go, in an order of each rank's own.
   // A bucket that is frozen now has none, even if it is thawed later.
@@ -66,6 +70,7 @@ void BucketGradient::enter(GradientState next) {
 void BucketGradient::begin_backward(bool reduces) {
   reduces_ = reduces;
   missing_ = 0;
+  placed_.assign(views_.size(), false);
   for (size_t i = 0; i < views_.size(); ++i) {
     arrived_[i] = !views_[i].requires_grad();
     missing_ += !arrived_[i];
@@ -102,23 +107,43 @@ void BucketGradient::add_parts() {
     if (parts_[i].defined()) take(static_cast<int64_t>(i), std::exchange(parts_[i], at::Tensor()));
 }
 
-void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
+void BucketGradient::begin_producing() {
+  if (state_ == GradientState::produced) return;
+  enter(GradientState::produced);
+  produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
+  for (const Interval& padding : layout_.whole().padding) produced_.narrow(0, padding.begin, padding.size()).zero_();
+  holds_.assign(holds_.size(), false);
+  suspicious_ = false;
+}
+
+at::Tensor BucketGradient::produced(int64_t index) const {
   const BucketParameter& member = layout_.members()[index];
-  if (state_ != GradientState::produced) {
-    enter(GradientState::produced);
-    produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
-    for (const Interval& padding : layout_.whole().padding) produced_.narrow(0, padding.begin, padding.size()).zero_();
-    holds_.assign(holds_.size(), false);
-    suspicious_ = false;
-  }
+  return produced_.narrow(0, member.offset, member.numel);
+}
+
+at::Tensor BucketGradient::place(int64_t index) {
+  const bool begins = state_ == GradientState::empty || state_ == GradientState::accumulated;
+  const at::ScalarType dtype = begins ? produced_dtype(reduces_) : produced_.defined() ? produced_.scalar_type() : at::kLong;
+  const bool is_first = begins || (state_ == GradientState::produced && !holds_[index]);
+  if (!is_first || arrived_[index] || placed_[index] || dtype != rules_.compute) return {};
+  begin_producing();
+  placed_[index] = true;
+  return produced(index).view(layout_.members()[index].shape);
+}
+
+void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
+  begin_producing();
   at::NoGradGuard no_grad;
   const at::Tensor source = gradient.contiguous().view({-1});
-  const at::Tensor target = produced_.narrow(0, member.offset, member.numel);
-  // The first term is copied, not added to zero, which would turn -0.0 into +0.0.
-  const bool fine = holds_[index] ? add_to(target, source, rules_.gradient_magnitude_max)
-                                  : copy_to(target, source, rules_.gradient_magnitude_max);
+  const at::Tensor target = produced(index);
+  const double limit = rules_.gradient_magnitude_max;
+  bool fine = false;
+  if (source.const_data_ptr() == target.const_data_ptr())  // it was made in its place; a device is not asked, as in copy_to
+    fine = target.is_cpu() && first_beyond(target, limit) == target.numel();
+  else  // the first term is copied, not added to zero, which would turn -0.0 into +0.0
+    fine = holds_[index] ? add_to(target, source, limit) : copy_to(target, source, limit);
   suspicious_ |= !fine;
-  if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = member.name;
+  if (!fine && produced_.scalar_type() == at::kLong) unrepresentable_ = layout_.members()[index].name;
   holds_[index] = true;
 }
 
@@ -133,7 +158,7 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
   SHARD_CHECK(complete() && produced_.defined(), "bucket", "{}: a reduce of {} needs every gradient, {} are missing", label_,
               first_name(), missing_);
   for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
-    if (!holds_[i]) produced_.narrow(0, layout_.members()[i].offset, layout_.members()[i].numel).zero_();
+    if (!holds_[i]) produced(static_cast<int64_t>(i)).zero_();
   if (suspicious_ && rules_.check_gradients) check_produced(where);
   last_ = last;
   const std::vector<Stage>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();

@@ -36,6 +36,9 @@ class BucketGradient : private BucketPart {
 
   // A backward begins: which gradients will come, and whether they are reduced at its end.
   void begin_backward(bool reduces);
+  // Memory of a member's sizes in which its gradient of this backward may be made; add_gradient then has nothing to copy.
+  // Undefined where the gradient is one term of several, or takes another dtype. Once for each member in a backward.
+  at::Tensor place(int64_t member);
   // Takes over one parameter's gradient. When it may be a part of what this backward makes, parts are added first, as autograd
   // adds them, and wait for `add_parts`.
   void add_gradient(int64_t member, const at::Tensor& gradient, bool may_be_part);
@@ -64,6 +67,8 @@ class BucketGradient : private BucketPart {
  private:
   void enter(GradientState next);
   at::ScalarType produced_dtype(bool reduces) const;
+  void begin_producing();
+  at::Tensor produced(int64_t member) const;  // its part of produced_
   void take(int64_t member, const at::Tensor& gradient);
   void check_produced(const std::string& where) const;
   void finalize(at::Tensor sum);
@@ -71,6 +76,7 @@ class BucketGradient : private BucketPart {
 
   GradientState state_ = GradientState::empty;
   std::vector<bool> arrived_;      // in this backward
+  std::vector<bool> placed_;       // in this backward somebody was given the place
   std::vector<bool> holds_;        // produced_ has a value, of this or an earlier backward
   std::vector<at::Tensor> parts_;  // sums of parts that are not added yet; undefined where there are none
   int64_t missing_ = 0;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "shardproof/base/check.h"
+#include "shardproof/nn/gradient_place.h"
 
 namespace shardproof {
 namespace {
@@ -24,7 +25,7 @@ std::shared_ptr<Unit> alive(const std::weak_ptr<Unit>& unit) {
 }
 
 // Hands a parameter's gradient to its bucket instead of leaving it in `.grad`, so the next backward's is fresh as well.
-class GradientHook final : public torch::autograd::PostAccumulateGradHook {
+class GradientHook final : public GradientTaker {
  public:
   GradientHook(Unit& unit, Bucket& bucket, int64_t member) : unit_(unit), bucket_(bucket), member_(member) {}
   void operator()(const Variable& parameter) override {
@@ -32,6 +33,7 @@ class GradientHook final : public torch::autograd::PostAccumulateGradHook {
     parameter.mutable_grad().reset();
     unit_.on_gradient(bucket_, member_, gradient);
   }
+  at::Tensor place() override { return unit_.place_of_gradient(bucket_, member_); }
 
  private:
   Unit& unit_;
@@ -170,6 +172,11 @@ void Unit::pass(Passage next) {
   if (!settings.timeline || was_inside == (next == Passage::inside)) return;
   if (was_inside) end_span(backward_span_);
   else backward_span_ = begin_span("backward");
+}
+
+at::Tensor Unit::place_of_gradient(Bucket& bucket, int64_t member) {
+  enter_backward();
+  return expects_more() ? at::Tensor() : bucket.gradient.place(member);
 }
 
 void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient) {

@@ -86,6 +86,8 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void set_gradient_sync(bool sync, bool recurse);
 
   void before_backward();
+  // Where the gradient of a parameter may be made; see BucketGradient.
+  at::Tensor place_of_gradient(Bucket& bucket, int64_t member);
   void on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient);
   void on_input_gradient();
   void end_backward();

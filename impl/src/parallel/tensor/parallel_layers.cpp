@@ -8,6 +8,7 @@
 #include "parallel/kept_group.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"
+#include "shardproof/nn/gradient_place.h"
 #include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof {
@@ -45,7 +46,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
                                   : collective::start_reduce_scatter(terms, sequence_dim, group_in(ctx)));
     }
     at::Tensor dw, db;
-    if (ctx->needs_input_grad(1)) dw = rows_of(dy).t().mm(rows_of(x));
+    if (ctx->needs_input_grad(1)) dw = direct::weight_gradient(rows_of(dy), rows_of(x), weight);
     if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) db = rows_of(dy).sum(0);
     return {dx ? dx->result() : at::Tensor(), dw, db, {}, {}, {}};
   }
@@ -97,7 +98,7 @@ at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
       "rank {} of '{}': the input has {} features, the weight takes {}; an input that is cut belongs in a row-parallel layer",
       group.rank(), group.name(), x.size(-1), weight.size(1));
   const c10::optional<at::Tensor> optional_bias = bias.defined() ? c10::make_optional(bias) : c10::nullopt;
-  if (group.size() == 1) return at::linear(x, weight, optional_bias);
+  if (group.size() == 1) return direct::linear(x, weight, bias);
   const int64_t dim = !sequence ? -1 : sequence->dim < 0 ? sequence->dim + x.dim() : sequence->dim;
   return ColumnLinear::apply(x, weight, optional_bias, dim, sequence ? sequence->length : 0, &group);
 }
@@ -107,8 +108,8 @@ at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight, co
   SHARD_REQUIRE(x.size(-1) == weight.size(1), "row_parallel_linear",
                 "rank {} of '{}': the input has {} features, this rank's columns of the weight take {}", group.rank(),
                 group.name(), x.size(-1), weight.size(1));
-  if (group.size() == 1) return at::linear(x, weight, bias.defined() ? c10::make_optional(bias) : c10::nullopt);
-  const at::Tensor terms = at::linear(x, weight);
+  if (group.size() == 1) return direct::linear(x, weight, bias);
+  const at::Tensor terms = direct::linear(x, weight, {});
   const at::Tensor sum =
       sequence_dim ? collective::reduce_scatter(terms, *sequence_dim, group) : collective::reduce(terms, group);
   return bias.defined() ? sum + bias : sum;
@@ -118,7 +119,7 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& 
                                     std::optional<int64_t> sequence_dim, int64_t padding_index) {
   const int64_t rows = weight.size(0);
   const int64_t padding = padding_index >= first_row && padding_index < first_row + rows ? padding_index - first_row : -1;
-  if (group.size() == 1) return at::embedding(weight, tokens, padding);
+  if (group.size() == 1) return direct::embedding(weight, tokens, padding);
   const at::Tensor local = tokens - first_row, here = (local >= 0).logical_and(local < rows);
   at::Tensor found;
   if (rows == 0) {
@@ -126,7 +127,7 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& 
     sizes.push_back(weight.size(1));
     found = at::zeros(sizes, weight.options()) + weight.sum();  // so that a backward passes here as on other ranks
   } else {
-    found = at::where(here.unsqueeze(-1), at::embedding(weight, at::where(here, local, 0), padding), 0);
+    found = at::where(here.unsqueeze(-1), direct::embedding(weight, at::where(here, local, 0), padding), 0);
   }
   return sequence_dim ? collective::reduce_scatter(found, *sequence_dim, group) : collective::reduce(found, group);
 }

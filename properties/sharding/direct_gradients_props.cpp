@@ -1,0 +1,220 @@
+// Gradients that are made where they are summed over ranks: the same bits as autograd's own, no copy, and nobody sees memory
+// that changes afterwards.
+#include <ATen/record_function.h>
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <mutex>
+
+#include "properties/kit/bits.h"
+#include "properties/kit/toy_modules.h"
+#include "shardproof/nn/gradient_place.h"
+
+using namespace shardproof;
+using kit::same_bits;
+
+namespace {
+
+// A product and a table of rows, each used as often as it is told.
+class UsesImpl : public torch::nn::Module {
+ public:
+  struct Sizes {
+    int64_t rows = 6, in = 4, out = 5, uses = 1;
+    bool bias = true;
+    at::ScalarType dtype = at::kFloat;
+  };
+  explicit UsesImpl(Sizes sizes) : sizes_(sizes) {
+    table = register_parameter("table", toy::data({sizes.rows, sizes.in}, 1).to(sizes.dtype));
+    weight = register_parameter("weight", toy::data({sizes.out, sizes.in}, 2).to(sizes.dtype));
+    if (sizes.bias) bias = register_parameter("bias", toy::data({sizes.out}, 3).to(sizes.dtype));
+  }
+  at::Tensor forward(at::Tensor tokens) {
+    at::Tensor sum;
+    for (int64_t i = 0; i < sizes_.uses; ++i) {
+      const at::Tensor y = direct::linear(direct::embedding(table, (tokens + i) % sizes_.rows, padding), weight, bias);
+      sum = sum.defined() ? sum + y.sin() : y;
+    }
+    return sum;
+  }
+  at::Tensor table, weight, bias;
+  int64_t padding = -1;
+
+ private:
+  Sizes sizes_;
+};
+TORCH_MODULE(Uses);
+
+at::Tensor tokens_of(const std::vector<int64_t>& sizes, int64_t salt) {
+  return toy::data(sizes, salt).mul(1000).abs().to(at::kLong);
+}
+
+at::Tensor loss_of(Uses& model, const at::Tensor& tokens) { return call(model, tokens).square().sum(); }
+
+// What autograd itself gives: nobody takes gradients over, so these are at::linear and at::embedding.
+std::map<std::string, at::Tensor> plain_gradients(const UsesImpl::Sizes& sizes, const std::vector<at::Tensor>& microbatches,
+                                                  int64_t padding) {
+  Uses model(sizes);
+  model->padding = padding;
+  std::map<std::string, at::Tensor> sums;
+  for (const at::Tensor& tokens : microbatches) {
+    loss_of(model, tokens % sizes.rows).backward();
+    for (const auto& item : model->named_parameters()) {
+      at::Tensor& sum = sums[item.key()];
+      sum = sum.defined() ? sum + item.value().grad() : item.value().grad().clone();
+      item.value().mutable_grad().reset();
+    }
+  }
+  return sums;
+}
+
+ShardOptions options_of(const char* name, double divide = 1) {
+  ShardOptions options = toy::options(name);
+  options.units = {};
+  options.gradient_divide = divide;
+  return options;
+}
+
+// Runs on one rank, where the gradient is that of the rank.
+void alone(const std::function<void(std::shared_ptr<MeshComm>)>& body) { toy::on_ranks(1, body); }
+
+// Counts the products of this thread that write to memory that they were given.
+class ProductsInPlace {
+ public:
+  ProductsInPlace() {
+    count = 0;
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback([](const at::RecordFunction& fn) {
+      const auto op = fn.operator_name();
+      if (op && op->name == "aten::mm" && op->overload_name == "out") ++count;
+      return std::unique_ptr<at::ObserverContext>();
+    }));
+  }
+  ~ProductsInPlace() { at::removeCallback(handle_); }
+  static thread_local int64_t count;
+
+ private:
+  at::CallbackHandle handle_;
+};
+thread_local int64_t ProductsInPlace::count = 0;
+
+}  // namespace
+
+RC_GTEST_PROP(DirectGradients, have_the_bits_of_autograds_own, ()) {
+  const UsesImpl::Sizes sizes{.rows = *rc::gen::inRange<int64_t>(1, 9),
+                              .in = *rc::gen::inRange<int64_t>(1, 40),
+                              .out = *rc::gen::inRange<int64_t>(1, 40),
+                              .uses = *rc::gen::inRange<int64_t>(1, 4),
+                              .bias = *rc::gen::arbitrary<bool>(),
+                              .dtype = *rc::gen::element(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf)};
+  const int64_t padding = *rc::gen::inRange<int64_t>(-1, sizes.rows);
+  std::vector<int64_t> shape;
+  for (int64_t dim = *rc::gen::inRange<int64_t>(1, 4); dim > 0; --dim) shape.push_back(*rc::gen::inRange<int64_t>(1, 6));
+  std::vector<at::Tensor> microbatches;
+  for (int64_t m = *rc::gen::inRange<int64_t>(1, 4); m > 0; --m) microbatches.push_back(tokens_of(shape, m));
+  const auto wanted = plain_gradients(sizes, microbatches, padding);
+  const char* name = *rc::gen::element("ddp", "zero1", "zero3");
+  std::map<std::string, at::Tensor> got;
+  alone([&](std::shared_ptr<MeshComm> comms) {
+    Uses model(sizes);
+    model->padding = padding;
+    Sharded sharded = fully_shard(model.ptr(), comms, options_of(name));
+    for (size_t m = 0; m < microbatches.size(); ++m) {
+      sharded.set_last_microbatch(m + 1 == microbatches.size());
+      loss_of(model, microbatches[m] % sizes.rows).backward();
+    }
+    got = sharded.gather_gradients();
+  });
+  for (const auto& [parameter, gradient] : wanted) {
+    // Sums of several microbatches begin with a copy of the first here, too.
+    if (!same_bits(got.at(parameter), gradient)) RC_FAIL(parameter + " of " + name);
+  }
+}
+
+TEST(DirectGradients, of_a_first_microbatch_are_made_in_their_bucket_and_later_ones_are_added) {
+  for (const bool reduces_early : {false, true})
+    toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+      Uses model(UsesImpl::Sizes{});
+      Sharded sharded = fully_shard(model.ptr(), comms, options_of(reduces_early ? "zero3" : "zero1"));
+      for (int64_t m = 0; m < 3; ++m) {
+        sharded.set_last_microbatch(m == 2);
+        const at::Tensor loss = loss_of(model, tokens_of({2, 3}, m) % 6);
+        ProductsInPlace products;
+        loss.backward();
+        EXPECT_EQ(ProductsInPlace::count, m == 0 || reduces_early ? 1 : 0) << "microbatch " << m;
+      }
+    });
+}
+
+TEST(DirectGradients, of_a_weight_that_has_hooks_are_the_hooks_to_keep) {
+  alone([](std::shared_ptr<MeshComm> comms) {
+    Uses model(UsesImpl::Sizes{});
+    Sharded sharded = fully_shard(model.ptr(), comms, options_of("zero3", /*divide=*/4));
+    at::Tensor seen, copied;
+    const unsigned hook = model->weight.register_hook([&](const at::Tensor& gradient) {
+      seen = gradient;
+      copied = gradient.clone();
+    });
+    loss_of(model, tokens_of({2, 3}, 1) % 6).backward();
+    ASSERT_TRUE(seen.defined());
+    EXPECT_TRUE(same_bits(seen, copied)) << "the division by 4 is of what the bucket has";
+    EXPECT_TRUE(same_bits(sharded.gather_gradients().at("weight"), copied / 4));
+    model->weight.remove_hook(hook);
+  });
+}
+
+TEST(DirectGradients, that_are_asked_for_by_name_stay_what_they_are) {
+  alone([](std::shared_ptr<MeshComm> comms) {
+    const UsesImpl::Sizes sizes;
+    Uses model(sizes);
+    Sharded sharded = fully_shard(model.ptr(), comms, options_of("zero1", /*divide=*/2));
+    const at::Tensor tokens = tokens_of({2, 3}, 1) % 6;
+    const at::Tensor loss = loss_of(model, tokens);
+    sharded.set_last_microbatch(false);
+    const at::Tensor own = torch::autograd::grad({loss}, {model->weight}, {}, /*retain_graph=*/true).at(0);
+    const at::Tensor copied = own.clone();
+    sharded.zero_gradients();
+    sharded.set_last_microbatch(true);
+    loss.backward();
+    EXPECT_TRUE(same_bits(own, copied));
+    EXPECT_TRUE(same_bits(sharded.gather_gradients().at("weight"), plain_gradients(sizes, {tokens}, -1).at("weight") / 2));
+  });
+}
+
+TEST(DirectGradients, of_a_gradient_are_those_of_plain_autograd) {
+  const UsesImpl::Sizes sizes;
+  const at::Tensor tokens = tokens_of({2, 3}, 1) % 6, x = toy::data({3, 4}, 7);
+  // The loss is the squared gradient by the input.
+  const auto penalty = [&](Uses& model) {
+    const at::Tensor input = x.clone().requires_grad_();
+    const auto product = [&](at::Tensor given) { return direct::linear(given, model->weight, model->bias); };
+    const at::Tensor y = call_as(model, product, input);
+    return torch::autograd::grad({y.sin().sum()}, {input}, {}, true, /*create_graph=*/true).at(0).square().sum();
+  };
+  Uses plain(sizes);
+  penalty(plain).backward();
+  alone([&](std::shared_ptr<MeshComm> comms) {
+    Uses model(sizes);
+    Sharded sharded = fully_shard(model.ptr(), comms, options_of("ddp"));
+    sharded.set_last_microbatch(false);
+    const at::Tensor loss = penalty(model);
+    sharded.zero_gradients();
+    sharded.set_last_microbatch(true);
+    loss.backward();
+    EXPECT_TRUE(same_bits(sharded.gather_gradients().at("weight"), plain->weight.grad()));
+  });
+}
+
+TEST(DirectGradients, that_are_not_finite_name_their_parameter) {
+  alone([](std::shared_ptr<MeshComm> comms) {
+    Uses model(UsesImpl::Sizes{});
+    Sharded sharded = fully_shard(model.ptr(), comms, options_of("zero3"));
+    std::string message;
+    try {
+      (loss_of(model, tokens_of({2, 3}, 1) % 6) * std::numeric_limits<float>::infinity()).backward();
+    } catch (const std::exception& error) {
+      message = error.what();
+    }
+    EXPECT_NE(message.find("gradient of table"), std::string::npos) << message;
+    sharded.zero_gradients();
+  });
+}
