@@ -100,6 +100,8 @@ Bytes expected_memory(const Plan& run) {
   else if (run.rounds == 1) bytes.gradient = 3 * P + 2 * P / s + (n - 3) * state;
   // Besides, everybody's sum so far is there; when units become final one by one, only those of the others are larger.
   else bytes.gradient = 3 * P + 2 * P / s + n * P / s;
+  // And one sum over replicas runs beside the backward of the next unit, from what was accumulated to what is final.
+  if (run.shards_state_twice() && r > 1) bytes.gradient += run.rounds == 1 ? P / s : state;
   return bytes;
 }
 

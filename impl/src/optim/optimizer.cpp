@@ -120,6 +120,8 @@ void Optimizer::step() {
     const bool rounded = update_bucket(b);
     buckets[b]->parameters.all_gather_updated(rounded);
   }
+  // Gathers of earlier buckets ran while later ones were updated.
+  for (const Bucket* bucket : buckets) bucket->parameters.await_updated();
   schedule.end_step(/*parameters_changed=*/true);
 }
 

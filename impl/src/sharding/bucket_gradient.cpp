@@ -34,7 +34,7 @@ bool may_follow(GradientState now, GradientState next) {
     case produced:
       return now == empty || now == accumulated;
     case reducing:
-      return now == produced;
+      return now == produced || now == accumulated;
     case accumulated:
       return now == reducing;
     case final:
@@ -172,30 +172,40 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
   enter(GradientState::reducing);
 }
 
-void BucketGradient::finish_reduce() {
+bool BucketGradient::advance_reduce() {
   const CallLabel label(label_);
-  if (!reducing()) return;
-  at::Tensor sum = reduction_ ? reduction_->finish() : std::move(produced_);
+  if (!reducing()) return false;
+  if (reduction_ && reduction_->advance()) return true;
+  at::Tensor sum = reduction_ ? reduction_->take() : std::move(produced_);
   produced_.reset();
   reduction_.reset();
   enter(GradientState::accumulated);
-  if (!layout_.reduce().empty()) {
-    check_padding(layout_.accumulated(), sum, "reduced gradient");
-    if (accumulated_.defined()) {
-      const bool fine = add_to(accumulated_, sum, std::numeric_limits<double>::infinity());
-      SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical",
-                    "the sum of gradients of {} and its neighbours leaves the "
-                    "range of fixed-point numbers, {}. Scale the loss down",
-                    layout_.members()[0].name, kFixedPointMax);
-    } else {
-      accumulated_ = std::move(sum);
-    }
-    if (!last_) return;
+  if (!layout_.reduce().empty() && !std::exchange(is_outer_, false)) {
+    accumulate(std::move(sum));
+    if (!last_) return false;
     sum = std::move(accumulated_);
-    if (!layout_.reduce_last().empty())
-      sum = Reduction(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, std::move(sum)).finish();
+    if (!layout_.reduce_last().empty()) {
+      reduction_.emplace(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, std::move(sum));
+      is_outer_ = true;
+      enter(GradientState::reducing);
+      return true;
+    }
   }
   finalize(std::move(sum));
+  return false;
+}
+
+void BucketGradient::accumulate(at::Tensor sum) {
+  check_padding(layout_.accumulated(), sum, "reduced gradient");
+  if (!accumulated_.defined()) {
+    accumulated_ = std::move(sum);
+    return;
+  }
+  const bool fine = add_to(accumulated_, sum, std::numeric_limits<double>::infinity());
+  SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical",
+                "the sum of gradients of {} and its neighbours leaves the "
+                "range of fixed-point numbers, {}. Scale the loss down",
+                layout_.members()[0].name, kFixedPointMax);
 }
 
 void BucketGradient::finalize(at::Tensor sum) {
@@ -245,6 +255,7 @@ void BucketGradient::divide_final(double divisor) {
 
 void BucketGradient::zero_gradients() {
   enter(GradientState::empty);
+  is_outer_ = false;
   produced_.reset();
   accumulated_.reset();
   gradient_.reset();

@@ -5,6 +5,7 @@
 //   produced     --start-->   reducing     sums over ranks are under way; where the strategy takes none yet, it stays produced
 //   reducing     --finish-->  accumulated  reduced over ranks, added over reductions
 //   accumulated  --add-->     produced     another microbatch
+//   accumulated  --advance--> reducing     after the last microbatch: the sum that is left, over replicas, is under way
 //   accumulated  --finish-->  final        after the last microbatch: in the state layout and the main dtype, divided; what the
 //                                          optimizer reads. With Offload it is in the host's memory
 //   any but reducing --zero-->  empty
@@ -49,11 +50,24 @@ class BucketGradient : private BucketPart {
   // Parameters that the backward did not reach have zero gradients.
   void fill_missing();
 
-  // Reduces what was added; `last` brings the gradient to its final form. `finish` may be called later, once. `where` is for
-  // messages.
+  // Reduces what was added; `last` brings the gradient to its final form. `where` is for messages.
   void start_reduce(bool last, const std::string& where);
-  void finish_reduce();
-  int64_t bytes_in_flight() const { return reduction_ ? reduction_->bytes_in_flight() : 0; }
+  // Waits for the sum under way. Returns whether it started another one, along the next axes; otherwise the reduction is over.
+  bool advance_reduce();
+  void finish_reduce() {
+    while (advance_reduce()) {
+    }
+  }
+  int64_t bytes_in_flight() const { return reduction_ ? reduction_->bytes_in_flight() : reducing() ? bytes_to_send() : 0; }
+  // The sum under way is of what an earlier one left, along other axes.
+  bool is_past_first_sum() const { return is_outer_ || (reduction_ && !reduction_->is_first()); }
+  // Of the bytes in flight, terms of the whole bucket.
+  int64_t bytes_sent() const {
+    return is_past_first_sum() ? 0 : reduction_ ? reduction_->bytes_sent() : bytes_in_flight();
+  }
+  int64_t bytes_to_send() const {
+    return layout_.numel() * static_cast<int64_t>(c10::elementSize(rules_.reduction.reduce));
+  }
 
   // In the state layout and the main dtype, divided by everything but what `divide_final` still adds. Offloaded, it waits until
   // the gradient is in the host's memory; one whose terms are still to be added is on the device.
@@ -71,6 +85,7 @@ class BucketGradient : private BucketPart {
   at::Tensor produced(int64_t member) const;  // its part of produced_
   void take(int64_t member, const at::Tensor& gradient);
   void check_produced(const std::string& where) const;
+  void accumulate(at::Tensor sum);
   void finalize(at::Tensor sum);
   void start_offload();
 
@@ -82,6 +97,7 @@ class BucketGradient : private BucketPart {
   int64_t missing_ = 0;
   bool reduces_ = true;          // this backward's are reduced at its end
   bool last_ = false;            // the reduction under way is the last of the step
+  bool is_outer_ = false;        // it sums what was accumulated, from there to the state's layout
   bool suspicious_ = false;      // produced_ holds something that is not finite or too large
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
   at::Tensor produced_, accumulated_, gradient_;

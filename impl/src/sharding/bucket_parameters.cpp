@@ -120,8 +120,9 @@ void BucketParameters::begin_update() {
 
 void BucketParameters::start_unshard() {
   if (residency_ != Residency::sharded && residency_ != Residency::kept) return;
-  residency_ = Residency::gathering;
   const CallLabel label(label_);
+  await_updated();
+  residency_ = Residency::gathering;
   if (side_by_side() && std::exchange(neighbours_write_, false))
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   if (!frees_compute()) return;
@@ -190,9 +191,20 @@ void BucketParameters::keep(Comm& group, Interval part) {
   kept_group_ = &group;
 }
 
+const at::Tensor& BucketParameters::parameter() const {
+  await_updated();
+  return parameter_;
+}
+
 const at::Tensor& BucketParameters::main() const {
+  await_updated();
   upload_.wait();
   return main_;
+}
+
+const at::Tensor& BucketParameters::rounded() const {
+  await_updated();
+  return rounded_;
 }
 
 at::Tensor BucketParameters::allocate_state(int64_t numel) const {
@@ -214,9 +226,10 @@ void BucketParameters::mark_changed() {
 void BucketParameters::all_gather_updated(bool is_rounded) {
   const CallLabel label(label_);
   at::NoGradGuard no_grad;
+  await_updated();
   write_own_part(is_rounded);
   if (layout_.all_gather_updated().step == Step::all_gather)
-    comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, own_part()).wait();
+    update_work_ = comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, own_part());
   mark_changed();
 }
 

@@ -52,15 +52,19 @@ class BucketParameters : private BucketPart {
   bool side_by_side() const { return layout_.unshard().step != Step::none && rules_.gather == Gather::side_by_side; }
   int64_t compute_bytes() const;
 
-  const at::Tensor& parameter() const { return parameter_; }
+  // These wait for what all_gather_updated started.
+  const at::Tensor& parameter() const;
   // To be written, too. Offloaded, it waits until the device has the values from before.
   const at::Tensor& main() const;
   // Where main() in the compute dtype goes.
-  const at::Tensor& rounded() const { return rounded_; }
+  const at::Tensor& rounded() const;
   // Memory for the optimizer's state of so many elements, where main() is.
   at::Tensor allocate_state(int64_t numel) const;
-  // After main() was written: brings `parameter` up to date on every rank. `is_rounded`: rounded() is up to date already.
+  // After main() was written: starts to bring `parameter` up to date on every rank, and returns at once. `is_rounded`:
+  // rounded() is up to date already.
   void all_gather_updated(bool is_rounded = false);
+  // Waits for that.
+  void await_updated() const { update_work_.wait(); }
   // After main() has got back what it held when `parameter` was copied: the same without communication. The copy is undefined
   // where main() is all that this rank holds of the parameters.
   void put_back(const at::Tensor& parameter);
@@ -81,6 +85,7 @@ class BucketParameters : private BucketPart {
   std::vector<at::Tensor> readable_;    // what the parameters are while the bucket is whole: views of compute_
   std::vector<at::Tensor> unreadable_;  // what they are while it is not
   Work unshard_work_;
+  mutable Work update_work_;            // of the gather of updated values into parameter_
   at::Tensor compute_, parameter_, main_, rounded_, kept_;
   HostTransfer upload_;  // of parameters, to the device
   Comm* kept_group_ = nullptr;  // which has what was kept between its ranks

@@ -117,16 +117,15 @@ void Reduction::finish_hop() {
   value_ = cast(sum, dtypes_.gradient, MemoryKind::gradient);
 }
 
-at::Tensor Reduction::finish() {
+bool Reduction::advance() {
   finish_hop();
-  for (++next_; next_ < path_.size(); ++next_) {
-    start_hop();
-    finish_hop();
-  }
-  return std::move(value_);
+  if (++next_ == path_.size()) return false;
+  start_hop();
+  return true;
 }
 
 int64_t Reduction::bytes_in_flight() const {
+  if (!wire_.defined()) return 0;
   return static_cast<int64_t>(wire_.nbytes() + (received_.is_same(wire_) ? 0 : received_.nbytes()));
 }
 

@@ -33,11 +33,15 @@ class Reduction {
   static at::Tensor own_memory(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path,
                                const ReductionDtypes& dtypes, int64_t numel);
 
-  // Waits, runs the rest of the path, and returns this rank's part of the last layout, in `gradient`. Once.
-  at::Tensor finish();
+  // Waits for the sum under way and starts the path's next one. Returns false when it was the last.
+  bool advance();
+  // Then this rank's part of the last layout, in `gradient`. Once.
+  at::Tensor take() { return std::move(value_); }
 
   // Of buffers that a backend may be reading or writing.
   int64_t bytes_in_flight() const;
+  bool is_first() const { return next_ == 0; }  // of the path
+  int64_t bytes_sent() const { return wire_.defined() ? static_cast<int64_t>(wire_.nbytes()) : 0; }
 
  private:
   void start_hop();

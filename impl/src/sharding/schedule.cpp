@@ -4,13 +4,16 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+
 #include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {
 
-// A bucket in reduction holds a whole unit's gradient; more of them at a time only costs memory.
-constexpr size_t kReducesInFlightMax = 2;
+// Without a limit in the options, so many of the largest sums may be in flight. Each holds a whole bucket's gradient, and more
+// of them at a time only cost memory.
+constexpr int64_t kLargestSumsInFlight = 2;
 // Buffers of one size that a pool keeps.
 constexpr int64_t kPooledBuffers = 2;
 
@@ -22,6 +25,12 @@ Schedule::Schedule(ScheduleOptions options, std::shared_ptr<MemoryLedger> memory
 }
 
 Schedule::~Schedule() = default;
+
+void Schedule::add(std::shared_ptr<Unit> unit) {
+  for (const auto& bucket : unit->buckets())
+    largest_sum_bytes_ = std::max(largest_sum_bytes_, bucket->gradient.bytes_to_send());
+  units_.push_back(std::move(unit));
+}
 
 std::vector<Bucket*> Schedule::buckets() const {
   std::vector<Bucket*> all;
@@ -91,12 +100,23 @@ void Schedule::start_ready_reduces() {
   }
 }
 
+bool Schedule::fits(const Bucket& bucket) const {
+  if (options_.bytes_in_flight_max > 0)
+    return bytes_in_flight() + bucket.parameters.compute_bytes() <= options_.bytes_in_flight_max;
+  int64_t sent = bucket.gradient.bytes_to_send();
+  for (const Bucket* other : reducing_) sent += other->gradient.bytes_sent();
+  return sent <= kLargestSumsInFlight * largest_sum_bytes_;
+}
+
+void Schedule::advance_oldest() {
+  Bucket* oldest = reducing_.front();
+  reducing_.pop_front();
+  if (oldest->gradient.advance_reduce()) reducing_.push_back(oldest);
+}
+
+// A further sum, as that over replicas, had the time of a unit's backward when it is the oldest.
 void Schedule::start_reduce(Bucket& bucket) {
-  const int64_t limit = options_.bytes_in_flight_max, more = bucket.parameters.compute_bytes();
-  while (reducing_.size() >= kReducesInFlightMax || (!reducing_.empty() && limit > 0 && bytes_in_flight() + more > limit)) {
-    reducing_.front()->gradient.finish_reduce();
-    reducing_.pop_front();
-  }
+  while (!reducing_.empty() && (reducing_.front()->gradient.is_past_first_sum() || !fits(bucket))) advance_oldest();
   bucket.gradient.start_reduce(last_microbatch_, fmt::format("rank {}, step {}", rank(), step_));
   if (bucket.gradient.reducing()) reducing_.push_back(&bucket);
 }
@@ -107,8 +127,7 @@ void Schedule::end_backward() {
     phase_ = Phase::ending;
     start_ready_reduces();
     SHARD_CHECK(to_reduce_.empty(), "schedule", "{} buckets were not reduced", to_reduce_.size());
-    for (Bucket* bucket : reducing_) bucket->gradient.finish_reduce();
-    reducing_.clear();
+    while (!reducing_.empty()) advance_oldest();
   }
   for (const auto& unit : units_) unit->end_backward();
   phase_ = Phase::outside;

@@ -46,7 +46,7 @@ class Schedule final : public UnitEvents {
   Schedule(const Schedule&) = delete;
   ~Schedule() override;
 
-  void add(std::shared_ptr<Unit> unit) { units_.push_back(std::move(unit)); }
+  void add(std::shared_ptr<Unit> unit);
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   // Every bucket, in unit order.
   std::vector<Bucket*> buckets() const;
@@ -80,6 +80,9 @@ class Schedule final : public UnitEvents {
   void abandon_backward();
   void start_ready_reduces();
   void start_reduce(Bucket& bucket);
+  bool fits(const Bucket& bucket) const;
+  // Waits for the oldest sum under way, and starts the next one of its bucket.
+  void advance_oldest();
   int64_t bytes_in_flight() const;
   bool fits(const Unit& unit) const;
 
@@ -96,7 +99,8 @@ class Schedule final : public UnitEvents {
     Bucket* bucket;
   };
   std::vector<Waiting> to_reduce_;  // of this backward, the next one at the back
-  std::deque<Bucket*> reducing_;
+  std::deque<Bucket*> reducing_;     // the one whose sum was started first at the front
+  int64_t largest_sum_bytes_ = 0;    // of any bucket's first sum
 };
 
 }  // namespace shardproof
