@@ -105,7 +105,7 @@ RC_GTEST_PROP(DirectGradients, have_the_bits_of_autograds_own, ()) {
                               .out = *rc::gen::inRange<int64_t>(1, 40),
                               .uses = *rc::gen::inRange<int64_t>(1, 4),
                               .bias = *rc::gen::arbitrary<bool>(),
-                              .dtype = *rc::gen::element(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf)};
+                              .dtype = *rc::gen::element(at::kFloat, at::kDouble)};
   const int64_t padding = *rc::gen::inRange<int64_t>(-1, sizes.rows);
   std::vector<int64_t> shape;
   for (int64_t dim = *rc::gen::inRange<int64_t>(1, 4); dim > 0; --dim) shape.push_back(*rc::gen::inRange<int64_t>(1, 6));
@@ -206,7 +206,7 @@ TEST(DirectGradients, of_a_gradient_are_those_of_plain_autograd) {
 
 TEST(DirectGradients, that_are_not_finite_name_their_parameter) {
   alone([](std::shared_ptr<MeshComm> comms) {
-    Uses model(UsesImpl::Sizes{});
+    Uses model(UsesImpl::Sizes{.bias = false});  // so that none of its gradients is copied
     Sharded sharded = fully_shard(model.ptr(), comms, options_of("zero3"));
     std::string message;
     try {
