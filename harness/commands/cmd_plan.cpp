@@ -8,7 +8,7 @@
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
-#include "harness/train/dry_run.h"
+#include "harness/plan/dry_run.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 

@@ -1,4 +1,4 @@
-#include "harness/train/dry_run.h"
+#include "harness/plan/dry_run.h"
 
 #include <ATen/ATen.h>
 
