@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <filesystem>
 
 #include "shardproof/base/check.h"
 
@@ -20,6 +21,17 @@ shardproof::Mesh chosen_mesh(const std::string& text) {
     SHARD_REQUIRE(std::ranges::find(kAxes, axis.name) != kAxes.end(), "mesh", "--mesh has the axis '{}'; there are {}.{}",
                   axis.name, fmt::join(kAxes, ", "), did_you_mean(axis.name, kAxes));
   return mesh;
+}
+
+Machine chosen_machine(const std::string& text) {
+  std::vector<std::string> names;
+  for (const Machine& machine : known_machines()) {
+    if (machine.name == text) return machine;
+    names.push_back(machine.name);
+  }
+  SHARD_REQUIRE(std::filesystem::exists(text), "plan", "--machine is '{}', which is no file; known machines are {}.{}", text,
+                fmt::join(names, ", "), did_you_mean(text, names));
+  return read_machine(text);
 }
 
 const shardproof::Strategy& chosen_strategy(const std::string& name) {

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "harness/plan/machine.h"
 #include "shardproof/algebra/mesh.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/nearest.h"
@@ -15,6 +16,9 @@ using shardproof::nearest;
 
 // The mesh of --mesh. Its axes are dp_replicate, dp_shard, cp and tp, the only ones that the harness knows.
 shardproof::Mesh chosen_mesh(const std::string& text);
+
+// The machine of --machine: one that the program knows, or a file.
+Machine chosen_machine(const std::string& text);
 
 // The strategy of --strategy.
 const shardproof::Strategy& chosen_strategy(const std::string& name);

@@ -341,6 +341,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   add_bench_checkpoint_command(*command, exit_code);
   add_bench_collectives_command(*command, exit_code);
   add_bench_kernels_command(*command, exit_code);
+  add_bench_scaling_command(*command, exit_code);
   command->callback([arguments, a, command, &exit_code] {
     if (!command->get_subcommands().empty()) return;  // the subcommand ran instead
     a->task.size = bench::size_of(a->model);

@@ -2,95 +2,137 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
-#include "harness/plan/dry_run.h"
+#include "harness/commands/plan_report.h"
+#include "harness/commands/progress.h"
+#include "harness/plan/calibrate.h"
+#include "harness/plan/draw.h"
+#include "harness/plan/hugging_face_config.h"
+#include "harness/plan/plot.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
 namespace {
 
-using nlohmann::json;
-using shardproof::MemoryKind;
+constexpr size_t kRowsOfSearch = 20;
+constexpr double kShownAfter = 2;  // seconds
 
 struct Arguments {
   std::string model = "gpt(layers=12,hidden=768,heads=12,vocab=50257,positions=1024,tied=1)", mesh = "dp_shard=8";
-  std::string strategy = "zero3", json;
-  bool sequence_parallel = false, offload = false, pieces = false;
+  std::string strategy = "zero3", machine, json, calibrate, plot, draw;
+  bool sequence_parallel = false, offload = false, pieces = false, searches = false;
+  int64_t ranks = 8;
+  uint64_t memory_max = 0;
   DryRun run;
 };
 
-// What the rank holds in one place: between steps, and at most during one.
-void report_memory(const char* place, const shardproof::MemoryBytes& use, JsonLines& out) {
-  const auto report = [&](const char* kind, int64_t now, int64_t peak) {
-    fmt::print("{:<16}{:>14}{:>14}\n", kind, size_text(now), size_text(peak));
-    out.write({{"type", "plan_memory"}, {"place", place}, {"kind", kind}, {"now_bytes", now}, {"peak_bytes", peak}});
-  };
-  fmt::print("\n{:<16}{:>14}{:>14}\n", place, "between steps", "at most");
-  for (int i = 0; i < shardproof::kMemoryKinds; ++i) {
-    const auto kind = static_cast<MemoryKind>(i);
-    report(to_string(kind), use.now(kind), use.peak(kind));
-  }
-  report("together", use.now_total(), use.peak_total_bytes);
+// A model as in a case, a config.json, or a folder with one.
+golden::Model chosen_model(const std::string& text) {
+  namespace fs = std::filesystem;
+  if (fs::is_directory(text)) return model_of_config(text + "/config.json");
+  if (text.ends_with(".json")) return model_of_config(text);
+  return parse_model(text);
 }
 
-void report_traffic(const DryRunResult& result, JsonLines& out) {
-  fmt::print("\n{:<16}{:<22}{:>8}{:>8}{:>14}   of a step; whole buffers\n", "call", "group", "ranks", "calls", "bytes");
-  for (const Traffic& traffic : result.traffic) {
-    fmt::print("{:<16}{:<22}{:>8}{:>8}{:>14}\n", traffic.op, traffic.group,
-               traffic.ranks > 0 ? std::to_string(traffic.ranks) : "", traffic.calls, size_text(traffic.bytes));
-    out.write({{"type", "plan_traffic"},
-               {"op", traffic.op},
-               {"group", traffic.group},
-               {"calls", traffic.calls},
-               {"bytes", traffic.bytes}});
-  }
-  if (result.traffic.empty()) fmt::print("none\n");
+std::string title_of(const DryRun& run) {
+  return fmt::format("{} on {}, rank {}", run.what.strategy, run.what.mesh.str(), run.rank);
 }
 
-void report_pieces(const DryRunResult& result, JsonLines& out) {
-  fmt::print("\n{:<40}{:>24}{:>14}{:>14}   elements of this rank, row-major\n", "parameter", "of shape", "from", "to");
-  for (const auto& piece : result.pieces) {
-    fmt::print("{:<40}{:>24}{:>14}{:>14}\n", piece.name, json(piece.shape).dump(), piece.run.begin, piece.run.end);
-    out.write({{"type", "plan_piece"},
-               {"parameter", piece.name},
-               {"shape", piece.shape},
-               {"begin", piece.run.begin},
-               {"end", piece.run.end}});
-  }
+void find_meshes(const Arguments& a, const Machine& machine, JsonLines& out) {
+  const SearchLimits limits{a.ranks, a.memory_max > 0 ? static_cast<double>(a.memory_max) : machine.memory_bytes};
+  Progress progress;
+  const SearchResult result = search(a.run, limits, machine, [&](size_t done, size_t all, const Choice& choice) {
+    if (progress.seconds() > kShownAfter)
+      progress.show(static_cast<double>(done) / static_cast<double>(all),
+                    fmt::format("{} of {}: {} on {}", done, all, choice.strategy, choice.mesh.str()));
+  });
+  progress.clear();
+  fmt::print("{}\non {} ranks of {}: {}\n", str(a.run.what.model), a.ranks, machine.name, machine.source);
+  report_search(result, kRowsOfSearch, limits.memory_max, out);
 }
 
-void run(Arguments& a) {
+void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& out) {
   DryRun& dry = a.run;
-  dry.what.model = parse_model(a.model);
-  validate(dry.what.model);
-  dry.what.mesh = chosen_mesh(a.mesh);
-  dry.what.strategy = chosen_strategy(a.strategy).name;
-  dry.what.options.sequence_parallel = a.sequence_parallel;
-  dry.what.options.offload = a.offload ? offload_pageable : offload_none;
   SHARD_REQUIRE(dry.rank >= 0 && dry.rank < dry.what.mesh.size(), "plan", "mesh '{}' has ranks 0 to {}, --rank is {}", a.mesh,
                 dry.what.mesh.size() - 1, dry.rank);
-  JsonLines out(a.json);
-  at::set_num_threads(1);
+  Progress progress;
+  dry.shown = [&](double fraction, const std::string& what) {
+    if (progress.seconds() > kShownAfter) progress.show(fraction, what);
+  };
   const DryRunResult result = dry_run(dry);
-  fmt::print("{}\n{} on {}, rank {} of {}: {} of {} parameters\n", str(dry.what.model), dry.what.strategy,
-             dry.what.mesh.str(), dry.rank, dry.what.mesh.size(), result.own_parameters, result.parameters);
+  progress.clear();
+  fmt::print("{}\n{} on {}, rank {} of {}: {} of {} parameters\n", str(dry.what.model), dry.what.strategy, dry.what.mesh.str(),
+             dry.rank, dry.what.mesh.size(), result.own_parameters, result.parameters);
   out.write({{"type", "plan"},
              {"model", str(dry.what.model)},
              {"mesh", dry.what.mesh.str()},
              {"strategy", dry.what.strategy},
              {"rank", dry.rank},
              {"parameters", result.parameters},
-             {"own_parameters", result.own_parameters}});
+             {"own_parameters", result.own_parameters},
+             {"tensors", result.placements.size()},
+             {"shard_seconds", result.cost.shard},
+             {"step_seconds", result.cost.step},
+             {"placements_seconds", result.cost.placements}});
   report_memory("device", result.stepped, out);
+  report_activations(result, out);
   if (a.offload) report_memory("host", result.stepped.host, out);
   report_traffic(result, out);
+  StepTime time;
+  if (machine) {
+    time = walk(result.record, *machine);
+    report_time(dry, result, time, *machine, out);
+  }
   if (a.pieces) report_pieces(result, out);
+  if (!a.draw.empty()) draw_layouts(result.placements, title_of(dry)).write(a.draw);
+  if (!a.plot.empty()) plot_step(result, time, machine ? machine->memory_bytes : 0, title_of(dry)).write(a.plot);
+}
+
+void run(Arguments& a) {
+  at::set_num_threads(1);
+  if (!a.calibrate.empty()) {
+    write_machine(calibrate([](const std::string& what) { fmt::print(stderr, "measuring {}\n", what); }), a.calibrate);
+    fmt::print("wrote {}; `plan --machine {}` reads it\n", a.calibrate, a.calibrate);
+    return;
+  }
+  SHARD_REQUIRE(a.plot.empty() || !a.machine.empty(), "plan",
+                "--plot draws the time of a step, for which it needs --machine, e.g. --machine h100");
+  std::optional<Machine> machine;
+  if (a.searches && a.machine.empty()) a.machine = "h100";
+  if (!a.machine.empty()) machine = chosen_machine(a.machine);
+  DryRun& dry = a.run;
+  dry.what.model = chosen_model(a.model);
+  validate(dry.what.model);
+  dry.what.mesh = chosen_mesh(a.mesh);
+  dry.what.strategy = chosen_strategy(a.strategy).name;
+  dry.what.options.sequence_parallel = a.sequence_parallel;
+  dry.what.options.offload = a.offload ? offload_pageable : offload_none;
+  JsonLines out(a.json);
+  if (a.searches)
+    find_meshes(a, *machine, out);
+  else
+    plan_one(a, machine, out);
+}
+
+void add_options_of_time(CLI::App* command, Arguments* a) {
+  command->add_option("--machine", a->machine,
+                      "also predict the time of a step on this machine: a100, h100, h200, or a file that --calibrate wrote");
+  command->add_option("--calibrate", a->calibrate, "measure this machine, with threads as ranks, and write it to this file");
+  command->add_flag("--search", a->searches,
+                    "try the meshes and strategies for --ranks ranks, and list those that fit, best first");
+  command->add_option("--ranks", a->ranks, "how many ranks --search deals out")->capture_default_str();
+  command->add_option("--memory-max", a->memory_max, "the memory of a rank for --search, e.g. 40GiB; else the machine's")
+      ->transform(CLI::AsSizeValue(false));
+  command->add_option("--plot", a->plot, "draw memory and the course of the step into this SVG file; needs --machine");
+  command->add_option("--draw", a->draw, "draw which rank holds which elements into this SVG file");
 }
 
 }  // namespace
@@ -99,8 +141,9 @@ void add_plan_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
   CLI::App* command = app.add_subcommand(
-      "plan", "say what one rank of a mesh of any size holds, calls and moves in a step; the rank computes alone and counts");
-  command->add_option("--model", a->model, "the model, written as in a case: gpt(...), mlp(...), ...")->capture_default_str();
+      "plan", "say what one rank of a mesh of any size holds, calls and moves in a step, and how long that takes");
+  command->add_option("--model", a->model, "the model, written as in a case: gpt(...), mlp(...), ...; or a config.json")
+      ->capture_default_str();
   command->add_option("--mesh", a->mesh, "the mesh as axis=size,axis=size; it may have thousands of ranks")
       ->capture_default_str();
   command->add_option("--strategy", a->strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")
@@ -112,9 +155,14 @@ void add_plan_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--dtype", a->run.dtype, "the dtype of computation and reduction: float32, bf16 or fp16")
       ->capture_default_str();
+  command->add_option("--prefetch", a->run.prefetch, "how many units ahead are gathered while a unit runs")
+      ->capture_default_str();
   command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between layers");
+  command->add_flag("--recompute", a->run.recompute,
+                    "keep no activations inside blocks, and compute them again in the backward");
   command->add_flag("--offload", a->offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
+  add_options_of_time(command, a);
   command->add_option("--json", a->json, "also write JSON objects to this file, one a line");
   command->callback([arguments, a, &exit_code] {
     run(*a);

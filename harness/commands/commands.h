@@ -12,6 +12,7 @@ void add_bench_command(CLI::App& app, int& exit_code);
 void add_bench_checkpoint_command(CLI::App& bench, int& exit_code);
 void add_bench_collectives_command(CLI::App& bench, int& exit_code);
 void add_bench_kernels_command(CLI::App& bench, int& exit_code);
+void add_bench_scaling_command(CLI::App& bench, int& exit_code);
 void add_checkpoint_command(CLI::App& app, int& exit_code);
 void add_plan_command(CLI::App& app, int& exit_code);
 void add_verify_command(CLI::App& app, int& exit_code);

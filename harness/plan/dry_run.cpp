@@ -3,14 +3,16 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <optional>
+#include <utility>
 
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
+#include "harness/plan/meta_device.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/counted.h"
-#include "shardproof/comm/traced.h"
 #include "shardproof/nn/meta_init.h"
 #include "shardproof/shardproof.h"
 
@@ -20,30 +22,49 @@ namespace {
 using namespace shardproof;
 
 at::ScalarType dtype_of(const std::string& name) {
-  const std::map<std::string, at::ScalarType> known = {
-      {"float32", at::kFloat}, {"bf16", at::kBFloat16}, {"fp16", at::kHalf}};
+  const std::map<std::string, at::ScalarType> known = {{"float32", at::kFloat}, {"bf16", at::kBFloat16}, {"fp16", at::kHalf}};
   const auto found = known.find(name);
   SHARD_REQUIRE(found != known.end(), "plan", "the dtype must be float32, bf16 or fp16, got {}", name);
   return found->second;
 }
 
+class Stopwatch {
+ public:
+  // Seconds since the last lap.
+  double lap() {
+    const auto now = std::chrono::steady_clock::now();
+    return std::chrono::duration<double>(now - std::exchange(last_, now)).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+// LibTorch has no convolution without memory: such a model, which is small, computes on the CPU.
+c10::Device device_of(const golden::Model& model) {
+  return model.kind == golden::Model::Kind::conv ? at::kCPU : at::kMeta;
+}
+
 golden::Microbatch zeros(const DryRun& options) {
   const golden::Model& model = options.what.model;
+  const at::TensorOptions floats = at::TensorOptions(at::kFloat).device(device_of(model)), tokens = floats.dtype(at::kLong);
   const int64_t samples = options.samples;
   const auto floating = [&](std::vector<int64_t> sizes) {
     sizes.insert(sizes.begin(), samples);
-    return at::zeros(sizes);
+    return at::zeros(sizes, floats);
   };
   switch (model.kind) {
     case golden::Model::Kind::gpt:
     case golden::Model::Kind::llama: {
       const int64_t length = options.length == 0 ? model.positions() : options.length;
-      return {at::zeros({samples, length}, at::kLong), at::zeros({samples, length}, at::kLong)};
+      return {at::zeros({samples, length}, tokens), at::zeros({samples, length}, tokens)};
     }
     case golden::Model::Kind::conv:
       return {floating({model.conv.channels.front(), model.conv.size, model.conv.size}), floating({model.conv.classes})};
-    case golden::Model::Kind::odd: return {floating({model.odd.width}), floating({model.odd.width})};
-    case golden::Model::Kind::mlp: break;
+    case golden::Model::Kind::odd:
+      return {floating({model.odd.width}), floating({model.odd.width})};
+    case golden::Model::Kind::mlp:
+      break;
   }
   return {floating({model.mlp.widths.front()}), floating({model.mlp.widths.back()})};
 }
@@ -56,28 +77,28 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
     return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.get() == &module; });
   };
   const at::ScalarType dtype = dtype_of(options.dtype);
+  shard.device = device_of(options.what.model);
+  shard.prefetch_forward = shard.prefetch_backward = options.prefetch;
+  if (options.recompute)
+    shard.recompute = [](const std::string&, const torch::nn::Module& module) { return !module.children().empty(); };
   if (dtype != at::kFloat) shard.precision = {.main = at::kFloat, .compute = dtype, .reduce = dtype};
-  shard.initialize = [](const std::string&, const Shape&, Interval, at::Tensor values) { values.zero_(); };
+  shard.initialize = [](const std::string&, const Shape&, Interval, at::Tensor) {};  // nobody reads them
   shard.broadcast_initial_values = false;
   shard.check_gradients = false;  // of what nobody gathered
   return shard;
 }
 
-std::vector<Traffic> traffic_of(const std::vector<TraceRecord>& records, size_t first, const MeshComm& comms) {
+std::vector<Traffic> traffic_of(const StepRecord& record) {
   std::map<std::pair<std::string, std::string>, Traffic> sums;
-  for (size_t i = first; i < records.size(); ++i) {
-    const TraceRecord& record = records[i];
-    if (record.op == "split") continue;
-    Traffic& sum = sums[{record.group, record.op}];
-    sum.op = record.op, sum.group = record.group;
+  for (const Collective& call : record.collectives) {
+    const RankGroup& group = record.groups[call.group];
+    Traffic& sum = sums[{group.name, to_string(call.op)}];
+    sum.op = to_string(call.op), sum.group = group.name, sum.ranks = std::ssize(group.ranks);
     ++sum.calls;
-    sum.bytes += record.bytes;
+    sum.bytes += call.bytes;
   }
   std::vector<Traffic> traffic;
-  for (auto& [key, sum] : sums) {
-    sum.ranks = comms.mesh().has(sum.group) ? comms.mesh().size(sum.group) : 0;
-    traffic.push_back(std::move(sum));
-  }
+  for (auto& [key, sum] : sums) traffic.push_back(std::move(sum));
   return traffic;
 }
 
@@ -89,8 +110,14 @@ DryRunResult dry_run(const DryRun& options) {
                 "expected at least one microbatch of one sample, got {} of {}", options.rounds, options.samples);
   SHARD_REQUIRE(c.tensor_ranks() == 1 || c.model.of_tokens() || c.model.kind == golden::Model::Kind::mlp, "plan",
                 "a {} has no plan for tp={}; a gpt, llama or mlp has", to_string(c.model.kind), c.tensor_ranks());
-  auto trace = std::make_shared<Trace>();
-  auto comms = std::make_shared<MeshComm>(traced(counted(c.mesh.size(), options.rank), trace), c.mesh);
+  const auto show = [&](double fraction, const char* what) {
+    if (options.shown) options.shown(fraction, what);
+  };
+  show(0.05, "building the model");
+  Stopwatch watch;
+  StepRecorder recorder;
+  MetaDevice device(recorder);
+  auto comms = std::make_shared<MeshComm>(recorded(counted(c.mesh.size(), options.rank), recorder), c.mesh);
   Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
   Network network;
   {
@@ -105,9 +132,11 @@ DryRunResult dry_run(const DryRun& options) {
   }
   std::optional<ContextParallel> context;
   if (c.context_ranks() > 1) context = context_parallel(network.module, comms, context_options(c));
+  show(0.2, "sharding it");
   Sharded sharded = fully_shard(network.module, comms, shard_options(options, network));
   Optimizer optimizer = adamw(sharded, {});
   DryRunResult result;
+  result.cost.shard = watch.lap();
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) result.parameters += numel(shape);
   for (const Piece& piece : sharded.parameters()) {
     result.own_parameters += piece.run.size();
@@ -116,19 +145,31 @@ DryRunResult dry_run(const DryRun& options) {
   result.built = sharded.memory();
   golden::Microbatch data = zeros(options);
   if (context) data.input = context->cut(data.input), data.target = context->cut(data.target);
-  size_t first = 0;
+  const auto beside_ledger = [&] { return device.bytes() - sharded.memory().now_total(); };
   // The first step makes groups and state that are there from then on.
   for (int64_t step = 0; step < 2; ++step) {
-    first = trace->of_rank(options.rank).size();
+    show(step == 0 ? 0.4 : 0.7, step == 0 ? "the first step" : "the second step");
+    watch.lap();
+    recorder.clear();
     sharded.reset_peak_memory();
+    device.reset_peak();
     for (int64_t round = 0; round < options.rounds; ++round) {
       sharded.set_last_microbatch(round + 1 == options.rounds);
-      network.loss(data).backward();
+      const int64_t before = beside_ledger();
+      const at::Tensor loss = network.loss(data);
+      result.activation_bytes = beside_ledger() - before;
+      loss.backward();
     }
     optimizer.step();
   }
+  result.cost.step = watch.lap();
   result.stepped = sharded.memory();
-  result.traffic = traffic_of(trace->of_rank(options.rank), first, *comms);
+  result.peak_bytes = device.peak_bytes();
+  result.record = recorder.record();
+  result.traffic = traffic_of(result.record);
+  watch.lap();
+  result.placements = sharded.placements();
+  result.cost.placements = watch.lap();
   return result;
 }
 

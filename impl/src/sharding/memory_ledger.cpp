@@ -47,10 +47,17 @@ void forget_peaks(MemoryBytes& use) {
 
 int64_t MemoryBytes::now_total() const { return std::accumulate(now_bytes.begin(), now_bytes.end(), int64_t{0}); }
 
+at::Tensor tensor_of(c10::Storage storage, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
+  const c10::DispatchKeySet keys = at::empty({0}, at::TensorOptions(dtype).device(device)).key_set();
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
 at::Tensor MemoryLedger::tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const {
   c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(numel) * c10::elementSize(dtype), std::move(memory),
                        /*allocator=*/nullptr, /*resizable=*/false);
-  return at::empty({0}, at::TensorOptions(dtype).device(device_)).set_(std::move(storage), 0, {numel});
+  return tensor_of(std::move(storage), {numel}, dtype, device_);
 }
 
 at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype, Place place) {

@@ -17,6 +17,9 @@ namespace shardproof {
 // On the device where the parameters are, or in the host's memory.
 enum class Place { device, host };
 
+// A contiguous tensor over the storage. Tensor::set_ wants storages on the meta device to be resizable.
+at::Tensor tensor_of(c10::Storage storage, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
+
 // Safe to use from several threads: tensors may be freed anywhere.
 class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
  public:

@@ -29,7 +29,7 @@ at::Tensor without_memory(int64_t numel, at::ScalarType dtype, c10::Device devic
   const auto bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(nullptr, device), /*allocator=*/nullptr,
                        /*resizable=*/false);
-  return at::empty({0}, at::TensorOptions(dtype).device(device)).set_(std::move(storage), 0, {numel});
+  return tensor_of(std::move(storage), {numel}, dtype, device);
 }
 
 at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device, const std::string& message) {
@@ -39,11 +39,7 @@ at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device d
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
   // As large as it says: views can be taken, and it is the read that fails, with the message.
   storage->set_nbytes(static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype));
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), at::empty({0}, at::TensorOptions(dtype).device(device)).key_set(),
-      c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return tensor;
+  return tensor_of(c10::Storage(std::move(storage)), sizes, dtype, device);
 }
 
 bool storage_is_released(const at::Tensor& tensor) { return tensor.storage().nbytes() == 0; }

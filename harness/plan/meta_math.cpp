@@ -1,0 +1,102 @@
+#include "harness/plan/meta_math.h"
+
+#include <algorithm>
+
+#include "shardproof/base/dtypes.h"
+
+namespace harness {
+namespace {
+
+using namespace shardproof;
+
+thread_local StepRecorder* current_recorder = nullptr;
+
+double size_of(Element type) {
+  for (const DtypeInfo& row : dtype_table())
+    if (row.element == type) return static_cast<double>(row.bytes);
+  return 0;
+}
+
+void moved(double bytes) {
+  record_operator({.bytes = bytes});
+}
+
+class MetaMath final : public ModelMath {
+ public:
+  void reduce(Element type, Reduce, std::span<const std::byte* const> terms, int64_t count, std::byte*) const override {
+    moved(static_cast<double>(count) * size_of(type) * static_cast<double>(terms.size() + 1));
+  }
+  void sum_wide(Element type, std::span<const std::byte* const> terms, int64_t count, Element target_type,
+                std::byte*) const override {
+    moved(static_cast<double>(count) * (size_of(type) * static_cast<double>(terms.size()) + size_of(target_type)));
+  }
+  void sgd(const SgdScalars&, const UpdateArrays& arrays) const override { update(arrays); }
+  void adam(const AdamScalars&, const UpdateArrays& arrays) const override { update(arrays); }
+  void lion(const LionScalars&, const UpdateArrays& arrays) const override { update(arrays); }
+  void store(float*, Element source_type, const std::byte*, int64_t count, bool add) const override {
+    moved(static_cast<double>(count) * (size_of(source_type) + (add ? 8 : 4)));
+  }
+  bool store_fixed(int64_t*, Element source_type, const std::byte*, int64_t count, bool add, double, double,
+                   double) const override {
+    moved(static_cast<double>(count) * (size_of(source_type) + (add ? 16 : 8)));
+    return true;
+  }
+  void fixed_to_float(float*, const int64_t*, int64_t count, float) const override { moved(12.0 * static_cast<double>(count)); }
+  void divide(float*, int64_t count, float) const override { moved(8.0 * static_cast<double>(count)); }
+  void scale(float*, int64_t count, float) const override { moved(8.0 * static_cast<double>(count)); }
+  int64_t first_beyond(Element type, const std::byte*, int64_t count, double) const override {
+    moved(static_cast<double>(count) * size_of(type));
+    return count;
+  }
+  bool all_zero(Element type, const std::byte*, int64_t count) const override {
+    moved(static_cast<double>(count) * size_of(type));
+    return true;
+  }
+  void zero(void*, int64_t bytes) const override { moved(static_cast<double>(bytes)); }
+  void copy(void*, const void*, int64_t bytes) const override { moved(2.0 * static_cast<double>(bytes)); }
+  void exact_sum(std::span<const FlatSpan> spans, bool, std::span<int64_t> counters) const override {
+    int64_t count = 0;
+    for (const FlatSpan& span : spans) count += span.count;
+    std::ranges::fill(counters, 0);
+    moved(4.0 * static_cast<double>(count));
+  }
+  void dropout_mask(Element type, const MaskScalars&, const int64_t*, const int64_t*, int64_t, int64_t count,
+                    std::byte*) const override {
+    moved(static_cast<double>(count) * size_of(type));
+  }
+  bool exact_product(const ExactProduct& product, bool) const override {
+    record_operator({.flops = 2.0 * static_cast<double>(product.rows) * static_cast<double>(product.inner) *
+                              static_cast<double>(product.columns),
+                     .dtype = at::kDouble});
+    return true;
+  }
+  void row_norm(const RowNorm& norm, const double*, double*) const override { rows(norm, 2); }
+  void row_norm_backward(const RowNorm& norm, const double*, double*, double*) const override { rows(norm, 4); }
+
+ private:
+  // Parameter, gradient and state are read; all but the gradient are written.
+  static void update(const UpdateArrays& arrays) {
+    const int states = (arrays.first != nullptr) + (arrays.second != nullptr);
+    const double low = arrays.low ? size_of(arrays.low_type) : 0;
+    moved(static_cast<double>(arrays.count) * (size_of(arrays.type) * (3 + 2 * states) + low));
+  }
+  static void rows(const RowNorm& norm, int times) {
+    moved(8.0 * times * static_cast<double>(norm.rows) * static_cast<double>(norm.width));
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<const ModelMath> meta_math() {
+  return std::make_shared<MetaMath>();
+}
+
+void record_operators_in(StepRecorder* recorder) {
+  current_recorder = recorder;
+}
+
+void record_operator(const Operator& what) {
+  if (current_recorder) current_recorder->compute(what);
+}
+
+}  // namespace harness

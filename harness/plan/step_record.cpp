@@ -1,0 +1,96 @@
+#include "harness/plan/step_record.h"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace harness {
+
+size_t StepRecorder::group(std::string name, std::vector<int64_t> ranks) {
+  record_.groups.push_back({std::move(name), std::move(ranks)});
+  return record_.groups.size() - 1;
+}
+
+void StepRecorder::compute(const Operator& what) {
+  record_.events.push_back({StepEvent::Kind::compute, record_.operators.size()});
+  record_.operators.push_back(what);
+}
+
+size_t StepRecorder::start(const Collective& what) {
+  record_.events.push_back({StepEvent::Kind::start, record_.collectives.size()});
+  record_.collectives.push_back(what);
+  return forgotten_ + record_.collectives.size() - 1;
+}
+
+void StepRecorder::wait(size_t collective) {
+  if (collective >= forgotten_) record_.events.push_back({StepEvent::Kind::wait, collective - forgotten_});
+}
+
+void StepRecorder::clear() {
+  forgotten_ += record_.collectives.size();
+  record_.events.clear();
+  record_.operators.clear();
+  record_.collectives.clear();
+}
+
+namespace {
+
+using namespace shardproof;
+
+class Awaited final : public Work::State {
+ public:
+  Awaited(Work work, StepRecorder& recorder, size_t collective)
+      : work_(std::move(work)), recorder_(recorder), collective_(collective) {}
+  void wait() override {
+    work_.wait();
+    recorder_.wait(collective_);
+  }
+
+ private:
+  Work work_;
+  StepRecorder& recorder_;
+  size_t collective_;
+};
+
+class Recorded final : public Comm {
+ public:
+  Recorded(std::shared_ptr<Comm> inner, StepRecorder& recorder, std::vector<int64_t> ranks)
+      : inner_(std::move(inner)), recorder_(recorder), group_(recorder.group(inner_->name(), std::move(ranks))) {}
+
+  int64_t rank() const override { return inner_->rank(); }
+  int64_t size() const override { return inner_->size(); }
+  const std::string& name() const override { return inner_->name(); }
+  bool premultiplies() const override { return inner_->premultiplies(); }
+  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
+    return inner_->split(color, key, std::move(name));
+  }
+  std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
+    std::vector<int64_t> of_world;
+    for (const int64_t rank : ranks) of_world.push_back(recorder_.record().groups[group_].ranks[static_cast<size_t>(rank)]);
+    return std::make_shared<Recorded>(inner_->split_ranks(ranks, std::move(name)), recorder_, std::move(of_world));
+  }
+
+ private:
+  Work start(Call call) override {
+    const auto bytes = [](const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; };
+    const at::DisableRecordFunctionGuard quiet;  // how a rank alone makes up its results is no part of its step
+    const size_t collective = recorder_.start({call.op, group_, std::max(bytes(call.input), bytes(call.output))});
+    return Work(std::make_shared<Awaited>(inner_->issue(std::move(call)), recorder_, collective));
+  }
+
+  std::shared_ptr<Comm> inner_;
+  StepRecorder& recorder_;
+  size_t group_;
+};
+
+}  // namespace
+
+std::shared_ptr<Comm> recorded(std::shared_ptr<Comm> inner, StepRecorder& recorder) {
+  std::vector<int64_t> ranks(static_cast<size_t>(inner->size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_shared<Recorded>(std::move(inner), recorder, std::move(ranks));
+}
+
+}  // namespace harness

@@ -1,0 +1,61 @@
+#include "harness/plan/svg.h"
+
+#include <fmt/format.h>
+
+#include <fstream>
+
+#include "shardproof/base/check.h"
+
+namespace harness {
+namespace {
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (const char letter : text) {
+    if (letter == '&')
+      out += "&amp;";
+    else if (letter == '<')
+      out += "&lt;";
+    else if (letter == '>')
+      out += "&gt;";
+    else if (letter == '"')
+      out += "&quot;";
+    else
+      out += letter;
+  }
+  return out;
+}
+
+}  // namespace
+
+void Svg::rectangle(double x, double y, double width, double height, const std::string& fill, const std::string& about) {
+  const std::string title = about.empty() ? "" : fmt::format("<title>{}</title>", escaped(about));
+  body_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\">{}</rect>\n", x, y,
+                       width, height, fill, title);
+}
+
+void Svg::frame(double x, double y, double width, double height, const std::string& color) {
+  body_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"none\" stroke=\"{}\"/>\n", x,
+                       y, width, height, color);
+}
+
+void Svg::words(double x, double y, const std::string& text, double size, const char* anchor) {
+  body_ += fmt::format("<text x=\"{:.2f}\" y=\"{:.2f}\" font-size=\"{:g}\" text-anchor=\"{}\">{}</text>\n", x, y, size, anchor,
+                       escaped(text));
+}
+
+std::string Svg::str() const {
+  return fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:g}\" height=\"{1:g}\" viewBox=\"0 0 {0:g} {1:g}\" "
+      "font-family=\"sans-serif\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{2}</svg>\n",
+      width_, height_, body_);
+}
+
+void Svg::write(const std::string& path) const {
+  std::ofstream file(path);
+  file << str();
+  file.close();
+  SHARD_REQUIRE(file.good(), "plan", "cannot write the picture {}", path);
+}
+
+}  // namespace harness

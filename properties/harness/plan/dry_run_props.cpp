@@ -1,0 +1,229 @@
+// A rank that runs alone, on a device without memory, counts what a rank of a real world of threads counts.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include "harness/case/network.h"
+#include "harness/case/parallel.h"
+#include "harness/plan/dry_run.h"
+#include "properties/kit/harness_env.h"
+#include "shardproof/comm/threads/threads.h"
+#include "shardproof/comm/traced.h"
+#include "shardproof/shardproof.h"
+
+using namespace harness;
+using namespace shardproof;
+
+namespace {
+
+struct Planned {
+  const char* model;
+  const char* mesh;
+  const char* strategy;
+  const char* dtype = "float32";
+  int64_t rounds = 1;
+  bool sequence_parallel = false, recompute = false;
+  int64_t prefetch = 0;
+};
+
+constexpr const char* kGpt = "gpt(layers=2,hidden=16,heads=4,vocab=24,positions=8,tied)";
+constexpr const char* kLlama = "llama(layers=2,hidden=16,heads=4,kv_heads=2,intermediate=24,vocab=20,positions=8)";
+constexpr const char* kMlp = "mlp(widths=6-10-9-4,bias)";
+
+const std::vector<Planned>& all_planned() {
+  static const std::vector<Planned> all = {
+      {kMlp, "dp_shard=3", "zero3"},
+      {kMlp, "dp_shard=4", "zero1", "float32", 3},
+      {kGpt, "dp_shard=3", "zero3", "bf16", 2},
+      {kGpt, "dp_shard=2", "zero2", "float32", 2},
+      {kGpt, "dp_replicate=2,dp_shard=2", "hsdp", "bf16", 2},
+      {kGpt, "dp_replicate=2,dp_shard=2", "hfsdp"},
+      {kGpt, "dp_shard=2,tp=2", "zero3", "float32", 1, true},
+      {kLlama, "dp_shard=2,tp=2", "zero3", "bf16", 2, true},
+      {kLlama, "dp_shard=2,tp=2", "zero1"},
+      {kLlama, "dp_shard=3", "zero3", "float32", 2, false, true},
+      {kLlama, "dp_shard=3", "zero3", "bf16", 2, false, false, 2},
+      {kLlama, "dp_shard=2,cp=2", "zero3"},
+      {kGpt, "dp_shard=2,cp=2", "ddp"},
+      {"odd(width=3,calls=2,gain,cube,empty,side,never,tied)", "dp_shard=2", "zero3"},
+  };
+  return all;
+}
+
+std::string words(const Planned& planned) {
+  return fmt::format("{} {} on {} in {}", planned.strategy, planned.model, planned.mesh, planned.dtype);
+}
+
+DryRun dry_of(const Planned& planned) {
+  DryRun run;
+  run.what.model = parse_model(planned.model);
+  run.what.mesh = Mesh::parse(planned.mesh);
+  run.what.strategy = planned.strategy;
+  run.what.options.sequence_parallel = planned.sequence_parallel;
+  run.rounds = planned.rounds;
+  run.samples = 2;
+  run.dtype = planned.dtype;
+  run.recompute = planned.recompute;
+  run.prefetch = planned.prefetch;
+  return run;
+}
+
+using Calls = std::map<std::pair<std::string, std::string>, std::pair<int64_t, int64_t>>;  // group, op -> calls, bytes
+
+struct Counted {
+  MemoryUse memory;
+  Calls calls;
+};
+
+golden::Microbatch some_data(const golden::Model& model, int64_t samples) {
+  if (model.of_tokens()) {
+    const at::Tensor tokens = at::arange(samples * model.positions(), at::kLong).remainder(model.vocab());
+    return {tokens.view({samples, model.positions()}), tokens.view({samples, model.positions()})};
+  }
+  if (model.kind == golden::Model::Kind::odd)
+    return {at::ones({samples, model.odd.width}), at::ones({samples, model.odd.width})};
+  return {at::ones({samples, model.mlp.widths.front()}), at::ones({samples, model.mlp.widths.back()})};
+}
+
+// The second step of every rank, of models with values, on threads that talk to each other.
+std::vector<Counted> really(const DryRun& run) {
+  const Case& c = run.what;
+  std::vector<Counted> counted(static_cast<size_t>(c.mesh.size()));
+  run_threads(c.mesh.size(), [&](std::shared_ptr<Comm> world) {
+    auto trace = std::make_shared<Trace>();
+    const int64_t rank = world->rank();
+    auto comms = std::make_shared<MeshComm>(traced(std::move(world), trace), c.mesh);
+    Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
+    Network network = make_network(c.model, tensor_group);
+    initialize_parameters(*network.module, /*seed=*/3);
+    std::optional<TensorParallel> parallel;
+    if (tensor_group) {
+      ParallelPlan plan = parallel_plan(c);
+      plan.compare_replicas = false;
+      parallel = parallelize(network.module, comms, std::move(plan));
+    }
+    std::optional<ContextParallel> context;
+    if (c.context_ranks() > 1) context = context_parallel(network.module, comms, context_options(c));
+    ShardOptions options;
+    options.strategy = strategy(c.strategy);
+    options.units = [parts = network.parts](const std::string&, const torch::nn::Module& module) {
+      return std::ranges::any_of(parts, [&](const auto& part) { return part.get() == &module; });
+    };
+    options.prefetch_forward = options.prefetch_backward = run.prefetch;
+    if (run.recompute) options.recompute = by_type<LlamaLayerImpl>();
+    if (run.dtype == "bf16") options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kBFloat16};
+    Sharded sharded = fully_shard(network.module, comms, options);
+    Optimizer optimizer = adamw(sharded, {});
+    golden::Microbatch data = some_data(c.model, run.samples);
+    if (context) data.input = context->cut(data.input), data.target = context->cut(data.target);
+    size_t first = 0;
+    for (int step = 0; step < 2; ++step) {
+      first = trace->of_rank(rank).size();
+      sharded.reset_peak_memory();
+      for (int64_t round = 0; round < run.rounds; ++round) {
+        sharded.set_last_microbatch(round + 1 == run.rounds);
+        network.loss(data).backward();
+      }
+      optimizer.step();
+    }
+    Counted& mine = counted[static_cast<size_t>(rank)];
+    mine.memory = sharded.memory();
+    const std::vector<TraceRecord> records = trace->of_rank(rank);
+    for (size_t i = first; i < records.size(); ++i) {
+      auto& [calls, bytes] = mine.calls[{records[i].group, records[i].op}];
+      ++calls;
+      bytes += records[i].bytes;
+    }
+  });
+  return counted;
+}
+
+Calls calls_of(const DryRunResult& result) {
+  Calls calls;
+  for (const Traffic& traffic : result.traffic) calls[{traffic.group, traffic.op}] = {traffic.calls, traffic.bytes};
+  return calls;
+}
+
+// Of a model whose products are known.
+DryRunResult of_mlp(int64_t samples) {
+  DryRun run;
+  run.what.model = parse_model("mlp(widths=6-10-4,bias=0,act=tanh)");
+  run.what.mesh = Mesh::parse("dp_shard=2");
+  run.what.strategy = "zero3";
+  run.samples = samples;
+  return dry_run(run);
+}
+
+}  // namespace
+
+TEST(Plan, calls_and_bytes_are_exactly_those_that_ranks_of_threads_make) {
+  for (const Planned& planned : all_planned()) {
+    DryRun run = dry_of(planned);
+    const std::vector<Counted> counted = really(run);
+    for (run.rank = 0; run.rank < run.what.mesh.size(); ++run.rank)
+      EXPECT_EQ(calls_of(dry_run(run)), counted[static_cast<size_t>(run.rank)].calls)
+          << words(planned) << ", rank " << run.rank;
+  }
+}
+
+TEST(Plan, memory_is_exactly_what_the_ledgers_of_ranks_of_threads_measure) {
+  for (const Planned& planned : all_planned()) {
+    DryRun run = dry_of(planned);
+    const std::vector<Counted> counted = really(run);
+    for (run.rank = 0; run.rank < run.what.mesh.size(); ++run.rank) {
+      const MemoryUse plan = dry_run(run).stepped, real = counted[static_cast<size_t>(run.rank)].memory;
+      EXPECT_EQ(plan.now_bytes, real.now_bytes) << words(planned) << ", rank " << run.rank;
+      EXPECT_EQ(plan.peak_bytes, real.peak_bytes) << words(planned) << ", rank " << run.rank;
+      EXPECT_EQ(plan.peak_total_bytes, real.peak_total_bytes) << words(planned) << ", rank " << run.rank;
+    }
+  }
+}
+
+TEST(Plan, activations_of_an_mlp_are_what_its_layers_keep) {
+  // The result of tanh, which the second layer reads too; the difference from the target, for its square; and the loss.
+  for (const int64_t samples : {1, 7}) EXPECT_EQ(of_mlp(samples).activation_bytes, 4 * (samples * (10 + 4) + 1));
+}
+
+TEST(Plan, products_of_an_mlp_are_those_of_its_layers) {
+  constexpr double kFirst = 6 * 10, kSecond = 10 * 4, kSamples = 7;
+  double flops = 0;
+  for (const Operator& what : of_mlp(7).record.operators) flops += what.flops;
+  // Forwards, gradients of both weights, and of the second layer's input; nobody wants that of the first.
+  EXPECT_EQ(flops, 2 * kSamples * (kFirst + kSecond + kFirst + kSecond + kSecond));
+}
+
+TEST(Plan, products_of_a_language_model_are_six_a_parameter_and_token_and_those_of_attention) {
+  DryRun run = dry_of({kLlama, "dp_shard=1", "zero3"});
+  double flops = 0, weights = 0;
+  for (const Operator& what : dry_run(run).record.operators) flops += what.flops;
+  for (const auto& [name, shape] : golden::parameter_shapes(run.what.model))
+    if (shape.size() == 2 && name != "model.embed_tokens.weight") weights += static_cast<double>(shape[0] * shape[1]);
+  // Two layers; scores and values of 2 samples, 8 x 8 positions, 16 features, half of them masked; 2.5 times that backwards.
+  const double attention = 2 * 3.5 * (4.0 * 2 * 8 * 8 * 16) / 2;
+  EXPECT_EQ(flops, 6 * weights * 2 * 8 + attention);
+}
+
+TEST(Plan, all_memory_is_at_least_what_the_ledger_counts_and_recomputation_keeps_less) {
+  DryRun run = dry_of({kLlama, "dp_shard=4", "zero3"});
+  const DryRunResult keeps = dry_run(run);
+  run.recompute = true;
+  const DryRunResult recomputes = dry_run(run);
+  EXPECT_GE(keeps.peak_bytes, keeps.stepped.peak_total_bytes);
+  EXPECT_GE(keeps.peak_bytes, keeps.activation_bytes);
+  EXPECT_LT(recomputes.activation_bytes, keeps.activation_bytes / 2);
+}
+
+TEST(Plan, a_large_model_on_many_ranks_takes_seconds_and_little_memory) {
+  DryRun run;
+  run.what.model =
+      parse_model("llama(layers=126,hidden=16384,heads=128,kv_heads=8,intermediate=53248,vocab=128256,positions=8192)");
+  run.what.mesh = Mesh::parse("dp_replicate=16,dp_shard=128,tp=8");
+  run.what.strategy = "hsdp";
+  run.what.options.sequence_parallel = true;
+  run.dtype = "bf16";
+  const DryRunResult result = dry_run(run);
+  EXPECT_EQ(result.parameters, 405'853'388'800);  // what the transformers package counts for Llama 3.1 405B
+  EXPECT_EQ(result.record.groups.front().ranks.size(), 16384U);
+}
