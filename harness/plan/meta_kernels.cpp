@@ -43,7 +43,8 @@ ThreeTensors native_layer_norm_backward(const at::Tensor& gradient, const at::Te
 }
 
 at::Tensor& of_one(const at::Tensor& self, at::Tensor& out) {
-  return out.resize_(self.sizes());
+  out.resize_(self.sizes());
+  return out;
 }
 
 at::Tensor& of_two(const at::Tensor& self, const at::Tensor& other, at::Tensor& out) {
