@@ -80,7 +80,9 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
   shard.device = device_of(options.what.model);
   shard.prefetch_forward = shard.prefetch_backward = options.prefetch;
   if (options.recompute)
-    shard.recompute = [](const std::string&, const torch::nn::Module& module) { return !module.children().empty(); };
+    shard.recompute = [](const std::string&, const torch::nn::Module& module) {
+      return module.as<GptBlockImpl>() || module.as<LlamaLayerImpl>();
+    };
   if (dtype != at::kFloat) shard.precision = {.main = at::kFloat, .compute = dtype, .reduce = dtype};
   shard.initialize = [](const std::string&, const Shape&, Interval, at::Tensor) {};  // nobody reads them
   shard.broadcast_initial_values = false;
@@ -108,6 +110,8 @@ DryRunResult dry_run(const DryRun& options) {
   const Case& c = options.what;
   SHARD_REQUIRE(options.rounds >= 1 && options.samples >= 1 && options.length >= 0, "plan",
                 "expected at least one microbatch of one sample, got {} of {}", options.rounds, options.samples);
+  SHARD_REQUIRE(!options.recompute || c.model.of_tokens(), "plan", "--recompute is about blocks, and a {} has none",
+                to_string(c.model.kind));
   SHARD_REQUIRE(c.tensor_ranks() == 1 || c.model.of_tokens() || c.model.kind == golden::Model::Kind::mlp, "plan",
                 "a {} has no plan for tp={}; a gpt, llama or mlp has", to_string(c.model.kind), c.tensor_ranks());
   const auto show = [&](double fraction, const char* what) {

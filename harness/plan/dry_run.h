@@ -22,7 +22,7 @@ struct DryRun {
   int64_t length = 0;             // of a sequence; 0: as long as the model takes
   std::string dtype = "float32";  // to compute and reduce gradients in; main parameters stay float32
   int64_t prefetch = 0;           // units that are gathered ahead
-  bool recompute = false;         // units that have units' parts inside keep no activations
+  bool recompute = false;         // blocks of a gpt or a llama keep no activations
   std::function<void(double fraction, const std::string& what)> shown = {};  // hears how far a long run is
 };
 
