@@ -8,6 +8,7 @@
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/plan/dry_run.h"
+#include "harness/plan/meta_device.h"
 #include "properties/kit/harness_env.h"
 #include "shardproof/comm/threads/threads.h"
 #include "shardproof/comm/traced.h"
@@ -192,6 +193,17 @@ TEST(Plan, products_of_an_mlp_are_those_of_its_layers) {
   for (const Operator& what : of_mlp(7).record.operators) flops += what.flops;
   // Forwards, gradients of both weights, and of the second layer's input; nobody wants that of the first.
   EXPECT_EQ(flops, 2 * kSamples * (kFirst + kSecond + kFirst + kSecond + kSecond));
+}
+
+TEST(Plan, a_composed_operator_counts_as_its_parts_and_views_as_nothing) {
+  const auto meta = at::TensorOptions(at::kMeta);
+  StepRecorder recorder;
+  const MetaDevice device(recorder);
+  const at::Tensor x = at::empty({2, 3, 4}, meta), weight = at::empty({5, 4}, meta), bias = at::empty({5}, meta);
+  at::linear(x, weight, bias).view({6, 5}).t();
+  ASSERT_EQ(recorder.record().operators.size(), 1U);
+  EXPECT_EQ(recorder.record().operators.front().flops, 2 * 6 * 4 * 5);
+  EXPECT_EQ(recorder.record().operators.front().bytes, 4 * (24 + 20 + 5 + 30));
 }
 
 TEST(Plan, products_of_a_language_model_are_six_a_parameter_and_token_and_those_of_attention) {
