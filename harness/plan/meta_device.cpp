@@ -89,7 +89,7 @@ void leave(const at::RecordFunction& function, at::ObserverContext* context) {
   if (!frame->has_parts) {
     std::vector<OperatorTensor> outputs;
     for (const c10::IValue& value : function.outputs()) add_tensors(value, outputs);
-    const std::optional<Operator> what = operator_of(function.name(), frame->inputs, outputs);
+    const std::optional<Operator> what = operator_of(function.name(), function.overload_name(), frame->inputs, outputs);
     frame->has_parts = what.has_value();
     if (what) record_operator(*what);
   }

@@ -25,6 +25,7 @@ double elements(const OperatorTensor& tensor) {
 
 // Of a matrix product, each element of the result is a sum over the last dim of the left factor.
 double flops(std::string_view name, const std::vector<OperatorTensor>& inputs, const OperatorTensor& output) {
+  if (name.ends_with('_')) name.remove_suffix(1);
   const bool adds = name == "aten::addmm" || name == "aten::baddbmm";
   if (!adds && name != "aten::mm" && name != "aten::bmm") return 0;
   const OperatorTensor& left = inputs.at(adds ? 1 : 0);
@@ -44,16 +45,19 @@ void add_tensors(const c10::IValue& value, std::vector<OperatorTensor>& to) {
     for (const at::Tensor& tensor : value.toTensorVector()) add(tensor);
 }
 
-std::optional<Operator> operator_of(std::string_view name, const std::vector<OperatorTensor>& inputs,
+std::optional<Operator> operator_of(std::string_view name, std::string_view overload, const std::vector<OperatorTensor>& inputs,
                                     const std::vector<OperatorTensor>& outputs) {
   if (outputs.empty() || name.starts_with("aten::empty") || name.starts_with("aten::new_empty")) return std::nullopt;
-  const auto is_input = [&](const OperatorTensor& output) {
-    return std::ranges::any_of(inputs, [&](const OperatorTensor& input) { return input.storage == output.storage; });
+  const auto is_in = [](const OperatorTensor& tensor, const std::vector<OperatorTensor>& others) {
+    return std::ranges::any_of(others, [&](const OperatorTensor& other) { return other.storage == tensor.storage; });
   };
-  if (!writes_its_input(name) && std::ranges::any_of(outputs, is_input)) return std::nullopt;
+  const bool fills = overload.ends_with("out");
+  const bool is_view = std::ranges::any_of(outputs, [&](const OperatorTensor& output) { return is_in(output, inputs); });
+  if (is_view && !fills && !writes_its_input(name)) return std::nullopt;
   Operator what{.flops = flops(name, inputs, outputs.front()), .dtype = outputs.front().dtype};
-  for (const auto* tensors : {&inputs, &outputs})
-    for (const OperatorTensor& tensor : *tensors) what.bytes += tensor.bytes;
+  for (const OperatorTensor& input : inputs)
+    if (!fills || !is_in(input, outputs)) what.bytes += input.bytes;
+  for (const OperatorTensor& output : outputs) what.bytes += output.bytes;
   if (what.bytes == 0) return std::nullopt;
   return what;
 }

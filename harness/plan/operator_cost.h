@@ -21,8 +21,9 @@ struct OperatorTensor {
 // The tensors in an argument or a result: one, or a list of them.
 void add_tensors(const c10::IValue& value, std::vector<OperatorTensor>& to);
 
-// Nothing where an operator moves nothing: a view, or new memory. Matrix products count two operations for each term.
-std::optional<Operator> operator_of(std::string_view name, const std::vector<OperatorTensor>& inputs,
+// Nothing where an operator moves nothing: a view, or new memory. The overload says whether results go into given tensors.
+// Matrix products count two operations for each term.
+std::optional<Operator> operator_of(std::string_view name, std::string_view overload, const std::vector<OperatorTensor>& inputs,
                                     const std::vector<OperatorTensor>& outputs);
 
 }  // namespace harness

@@ -28,10 +28,14 @@ bool has_hooks(const at::Tensor& weight) {
                          !accumulator->tensor_pre_hooks().empty());
 }
 
+bool is_under_autocast(c10::DeviceType type) {
+  return at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
+}
+
 // Whether the operator's backward is known here, and its weight's gradient is worth a backward of its own.
 bool applies(const at::Tensor& x, const at::Tensor& weight) {
   return c10::GradMode::is_enabled() && taker_of(weight) && weight.dim() == 2 && weight.is_contiguous() && x.numel() > 0 &&
-         weight.numel() > 0 && !at::autocast::is_autocast_enabled(weight.device().type());
+         weight.numel() > 0 && !is_under_autocast(weight.device().type());
 }
 
 // [.., n] as a matrix.

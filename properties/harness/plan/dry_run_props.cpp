@@ -204,6 +204,14 @@ TEST(Plan, a_composed_operator_counts_as_its_parts_and_views_as_nothing) {
   ASSERT_EQ(recorder.record().operators.size(), 1U);
   EXPECT_EQ(recorder.record().operators.front().flops, 2 * 6 * 4 * 5);
   EXPECT_EQ(recorder.record().operators.front().bytes, 4 * (24 + 20 + 5 + 30));
+  recorder.clear();
+  at::Tensor out = at::empty({6, 5}, meta);
+  at::mm_out(out, x.view({6, 4}), weight.t());  // the result is written and not read
+  out.addmm_(x.view({6, 4}), weight.t());       // and here it is both
+  ASSERT_EQ(recorder.record().operators.size(), 2U);
+  for (const Operator& what : recorder.record().operators) EXPECT_EQ(what.flops, 2 * 6 * 4 * 5);
+  EXPECT_EQ(recorder.record().operators[0].bytes, 4 * (24 + 20 + 30));
+  EXPECT_EQ(recorder.record().operators[1].bytes, 4 * (24 + 20 + 30 + 30));
 }
 
 TEST(Plan, products_of_a_language_model_are_six_a_parameter_and_token_and_those_of_attention) {
