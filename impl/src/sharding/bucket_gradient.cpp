@@ -138,7 +138,8 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   const at::Tensor target = produced(index);
   const double limit = rules_.gradient_magnitude_max;
   bool fine = false;
-  if (source.const_data_ptr() == target.const_data_ptr())  // it was made in its place; a device is not asked, as in copy_to
+  // It may have been made in its place; then a device is not asked, as in copy_to. Two tensors of no elements have one address.
+  if (placed_[index] && source.const_data_ptr() == target.const_data_ptr())
     fine = target.is_cpu() && first_beyond(target, limit) == target.numel();
   else  // the first term is copied, not added to zero, which would turn -0.0 into +0.0
     fine = holds_[index] ? add_to(target, source, limit) : copy_to(target, source, limit);
