@@ -40,14 +40,17 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// LibTorch has no convolution without memory: such a model, which is small, computes on the CPU.
-c10::Device device_of(const golden::Model& model) {
-  return model.kind == golden::Model::Kind::conv ? at::kCPU : at::kMeta;
+// LibTorch has no convolution without memory, and no copy between memory and none, as offloading needs it: these compute on the
+// CPU, so a model with offloading must fit there.
+c10::Device device_of(const DryRun& options) {
+  const bool needs_memory =
+      options.what.model.kind == golden::Model::Kind::conv || options.what.options.offload != offload_none;
+  return needs_memory ? at::kCPU : at::kMeta;
 }
 
 golden::Microbatch zeros(const DryRun& options) {
   const golden::Model& model = options.what.model;
-  const at::TensorOptions floats = at::TensorOptions(at::kFloat).device(device_of(model)), tokens = floats.dtype(at::kLong);
+  const at::TensorOptions floats = at::TensorOptions(at::kFloat).device(device_of(options)), tokens = floats.dtype(at::kLong);
   const int64_t samples = options.samples;
   const auto floating = [&](std::vector<int64_t> sizes) {
     sizes.insert(sizes.begin(), samples);
@@ -77,7 +80,7 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
     return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.get() == &module; });
   };
   const at::ScalarType dtype = dtype_of(options.dtype);
-  shard.device = device_of(options.what.model);
+  shard.device = device_of(options);
   shard.prefetch_forward = shard.prefetch_backward = options.prefetch;
   if (options.recompute)
     shard.recompute = [](const std::string&, const torch::nn::Module& module) {
