@@ -28,7 +28,9 @@ double memory_mib(const std::string& key) {
   return 0;
 }
 
-void reset_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+void reset_peak() {
+  std::ofstream("/proc/self/clear_refs") << "5";
+}
 
 double device_peak_mib(c10::Device device) {
   const auto stats = at::getDeviceAllocator(device.type())->getDeviceStats(device.index());
@@ -175,6 +177,8 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
   Comm* const cut = parallel ? &comms->along({"tp"}) : nullptr;
   Sharded sharded = fully_shard(model.ptr(), comms, options_of(task));
   Optimizer optimizer = adamw(sharded, {.lr = task.lr});
+  std::optional<FingerprintCheck> check;
+  if (task.contestant == "fingerprint") check.emplace(sharded, optimizer);
   at::Tensor losses = at::zeros({task.warmup + task.steps}, at::kDouble);
   for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
     const at::Tensor tokens = own_tokens(task, step, rank);
@@ -189,6 +193,7 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
       in_span(timeline, rank, "forward", [&] { loss = loss_of(model, tokens, cut, task.size.vocab); });
       in_span(timeline, rank, "backward", [&] { loss.backward(); });
       in_span(timeline, rank, "optimizer", [&] { optimizer.step(); });
+      if (check) in_span(timeline, rank, "fingerprint", [&] { check->step(); });
     }
     finish(task.device);
     comm->barrier().wait();

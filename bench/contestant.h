@@ -16,7 +16,8 @@
 namespace bench {
 
 struct Task {
-  std::string contestant;  // "ours", "side_by_side": ours without copies, "single"
+  // "ours", "side_by_side": ours without copies, "fingerprint": ours with a FingerprintCheck after each update, "single"
+  std::string contestant;
   std::string strategy = "zero3";
   shardproof::Mesh mesh;  // of the axes dp_replicate, dp_shard and tp
   bool sequence_parallel = false;

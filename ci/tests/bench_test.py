@@ -43,6 +43,17 @@ class BenchFiles(ScratchCase):
             self.skipTest("this build has no MPI")
         self.check(self.trace_of("--backend", "mpi"), 2)
 
+    def test_the_check_of_replicas_trains_the_same_with_one_gather_more_in_a_step(self):
+        path = self.path("rows.json")
+        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--strategy", "ddp", "--against", "fingerprint",
+                               "--steps", "2", "--warmup", "1", "--rounds", "1", "--json", path], stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout)
+        with open(path, encoding="utf-8") as file:
+            rows = {row["contestant"]: row for row in map(json.loads, file)}
+        self.assertEqual(rows["fingerprint"]["losses"], rows["ddp"]["losses"])
+        self.assertEqual(rows["fingerprint"]["calls"], rows["ddp"]["calls"] + 1)
+
     def test_a_plot_has_a_bar_of_time_and_one_of_memory_for_each_contestant(self):
         path = self.path("plot.svg")
         done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "1", "--warmup", "0", "--rounds", "2",

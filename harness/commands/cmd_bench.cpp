@@ -104,8 +104,10 @@ double worst_difference(const Row& row, const Row& single) {
   return worst;
 }
 
+// Ours has the name of its strategy, which may be that of one of PyTorch's contestants.
 std::string label_of(const Arguments& a, const std::string& contestant) {
-  return contestant == "ours" ? a.task.strategy : contestant;
+  if (contestant == "ours") return a.task.strategy;
+  return contestant == a.task.strategy ? contestant + "_pytorch" : contestant;
 }
 
 bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows, JsonLines& out) {
@@ -164,8 +166,8 @@ std::vector<std::string> contestants(const Arguments& a) {
   while (begin <= a.against.size()) {
     const size_t end = std::min(a.against.find(',', begin), a.against.size());
     const std::string name = a.against.substr(begin, end - begin);
-    SHARD_REQUIRE(name == "single" || of_pytorch(name), "bench", "--against takes single, ddp, fsdp2 and dtensor, got '{}'",
-                  name);
+    SHARD_REQUIRE(name == "single" || name == "fingerprint" || of_pytorch(name), "bench",
+                  "--against takes single, ddp, fsdp2, dtensor and fingerprint, got '{}'", name);
     if (std::find(order.begin(), order.end(), name) == order.end()) order.push_back(name);
     begin = end + 1;
   }
@@ -313,7 +315,10 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   Arguments* a = arguments.get();
   CLI::App* command =
       app.add_subcommand("bench", "time a training step against the unsharded one and PyTorch's, in interleaved rounds");
-  command->add_option("--against", a->against, "the other contestants, separated by commas: single, ddp, fsdp2, dtensor")
+  command
+      ->add_option("--against", a->against,
+                   "the other contestants, separated by commas: single, ddp, fsdp2, dtensor; or fingerprint, which is ours "
+                   "with the check of replicas in each step")
       ->capture_default_str();
   command->add_option("--strategy", a->task.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")
       ->capture_default_str();
