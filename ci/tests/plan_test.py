@@ -100,6 +100,8 @@ class Plan(unittest.TestCase):
                 (["--mesh", "dp_shard=4", "--rank", "4"], ["0 to 3", "4"]),
                 (["--mesh", "dp_shard=x"], ["dp_shard=x"]),
                 (["--dtype", "int8"], ["int8", "bf16"]),
+                (["--model", CHAIN, "--offload", "--search", "--ranks", "4"], ["--search", "leave", "or --offload"]),
+                (["--model", "conv(channels=1-4,kernel=3,size=4,classes=2)", "--machine", "h100"], ["--machine", "a conv"]),
                 (["--model", "gpt(layers=2,hidden=7,heads=2)"], ["hidden", "heads"])):
             _, said = plan(*arguments, code=2)
             for word in words:

@@ -115,6 +115,10 @@ void run(Arguments& a) {
   dry.what.strategy = chosen_strategy(a.strategy).name;
   dry.what.options.sequence_parallel = a.sequence_parallel;
   dry.what.options.offload = a.offload ? offload_pageable : offload_none;
+  SHARD_REQUIRE(!machine || runs_without_memory(dry), "plan",
+                "--machine, --search and --plot need the operators and the memory of a step, which are not known for {}; leave "
+                "these options out, or {}",
+                a.offload ? "--offload" : "a conv", a.offload ? "--offload" : "take another model");
   JsonLines out(a.json);
   if (a.searches)
     find_meshes(a, *machine, out);

@@ -40,8 +40,7 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// LibTorch has no convolution without memory, and no copy between memory and none, as offloading needs it: these compute on the
-// CPU, so a model with offloading must fit there.
+// LibTorch has no convolution without memory, and no copy between memory and none, as offloading needs it.
 c10::Device device_of(const DryRun& options) {
   const bool needs_memory =
       options.what.model.kind == golden::Model::Kind::conv || options.what.options.offload != offload_none;
@@ -108,6 +107,10 @@ std::vector<Traffic> traffic_of(const StepRecord& record) {
 }
 
 }  // namespace
+
+bool runs_without_memory(const DryRun& options) {
+  return device_of(options) == at::kMeta;
+}
 
 DryRunResult dry_run(const DryRun& options) {
   const Case& c = options.what;

@@ -55,9 +55,12 @@ struct DryRunResult {
 };
 
 // Along tp a gpt and a llama have the library's plan, an mlp the styles that its case draws. One rank runs the library's step
-// on a device without memory (meta_device.h), so it takes neither this rank's memory nor its time. A `conv` computes on the
-// CPU, and the numbers that MetaDevice gives are not there for it. Throws Error when something does not fit, as the library
-// does.
+// on a device without memory (meta_device.h), so it takes neither this rank's memory nor its time. Where that cannot be (see
+// below), it computes on the CPU, in memory for the whole rank; activation_bytes, peak_bytes and the operators of the record
+// are then 0 and none. Throws Error when something does not fit, as the library does.
 DryRunResult dry_run(const DryRun& options);
+
+// Whether the run takes no memory: all do but those of a `conv` and those that offload.
+bool runs_without_memory(const DryRun& options);
 
 }  // namespace harness
