@@ -29,14 +29,58 @@ def in_text(line, at):
 
 
 def changed_part(before, after):
-    """Where the lines begin to differ, and how far: (start, end in `before`, end in `after`)."""
+    """Which part of `before` became another: (start, end)."""
     start = 0
     while start < min(len(before), len(after)) and before[start] == after[start]:
         start += 1
     tail = 0
     while tail < min(len(before), len(after)) - start and before[-1 - tail] == after[-1 - tail]:
         tail += 1
-    return start, len(before) - tail, len(after) - tail
+    return start, len(before) - tail
+
+
+def letter(line, at):
+    """The letter at this place; a space beyond either end."""
+    return line[at] if 0 <= at < len(line) else " "
+
+
+def is_digit(text):
+    return text.isdigit() or text == "."
+
+
+def are_balanced(text):
+    return all(text.count(a) == text.count(b) for a, b in ("()", "[]", "{}"))
+
+
+def has_brackets_of(before, after):
+    """Whether no bracket came or went, but those of a condition or a number that became a sum."""
+    if re.search(r"\([01]==|\(\d+[+-]1\)", after):
+        return True
+    return all(before.count(bracket) == after.count(bracket) for bracket in BRACKETS)
+
+
+def is_a_number(line, start, end):
+    """Whether the digits around this part are a number of their own, and no part of a name or of a fraction."""
+    while letter(line, start - 1).isdigit():
+        start -= 1
+    while letter(line, end).isdigit():
+        end += 1
+    return not re.match(r"[\w:.]", letter(line, start - 1)) and not re.match(r"[\w:]", letter(line, end))
+
+
+def is_a_condition(text):
+    return are_balanced(text) and "=" not in text.replace("==", "")
+
+
+def cuts_a_word(line, at):
+    """Whether this place lies inside of a word, as that of "end" in "send" does."""
+    return bool(re.match(r"\w\w", letter(line, at - 1) + letter(line, at)))
+
+
+def has_arguments_of(before, after):
+    """Whether no argument went across a bracket, which leaves a comma behind it."""
+    lost = re.compile(r"[(\[{] *,")
+    return not lost.search(after) or bool(lost.search(before))
 
 
 def run_of_operators(line, at):
@@ -77,41 +121,28 @@ def is_in_a_loop(lines, index):
 def is_a_statement(lines, index):
     """Whether the line is one statement, and needed by no declaration below."""
     line, above = lines[index], next((text for text in reversed(lines[:index]) if text.strip()), "{")
-    return (line.rstrip().endswith(";") and above.rstrip()[-1] in ";{}:" and not DECLARES.match(line) and
-            all(line.count(a) == line.count(b) for a, b in ("()", "[]", "{}")))
+    return (line.rstrip().endswith(";") and above.rstrip()[-1] in ";{}:" and not DECLARES.match(line) and are_balanced(line))
 
 
 def is_plausible(lines, number, text):
     """Whether line `number` (from 1) can have become `text` in a source that compiles."""
     index, before = number - 1, lines[number - 1]
-    after = text.splitlines(keepends=True)
-    if len(after) > 1:  # a statement was put behind the line
+    if len(text.splitlines()) > 1:  # a statement was put behind the line
         return before.rstrip().endswith(";") and is_in_a_loop(lines, index)
     if text.strip().startswith("/*"):
         return is_a_statement(lines, index)
-    if any(before.count(bracket) != text.count(bracket) for bracket in BRACKETS) and "(1==" not in text and "(0==" not in text:
-        if not re.search(r"\(\d+[+-]1\)", text):  # a number that became a sum
-            return False
-    start, end, end_after = changed_part(before, text)
+    if not has_brackets_of(before, text):
+        return False
+    start, end = changed_part(before, text)
     if in_text(before, start):
         return False
-    digits = re.compile(r"[\d.]")
-    if start < len(before) and digits.match(before[start:start + 1] or " ") or digits.match(before[start - 1:start] or " "):
-        first = start
-        while first > 0 and before[first - 1].isdigit():
-            first -= 1
-        last = max(end, start)
-        while last < len(before) and before[last].isdigit():
-            last += 1
-        return not re.match(r"[\w:.]", before[first - 1:first] or " ") and not re.match(r"[\w:]", before[last:last + 1] or " ")
-    if start < len(before) and before[start] in OPERATORS or before[start - 1:start] and before[start - 1] in OPERATORS:
-        at = start if start < len(before) and before[start] in OPERATORS else start - 1
-        return keeps_an_operator(before, text, at)
+    here, left = letter(before, start), letter(before, start - 1)
+    if is_digit(here) or is_digit(left):
+        return is_a_number(before, start, end)
+    if here in OPERATORS:
+        return keeps_an_operator(before, text, start)
+    if left in OPERATORS:
+        return keeps_an_operator(before, text, start - 1)
     if "(1==1)" in text or "(0==1)" in text:
-        part = before[start:end]
-        return all(part.count(a) == part.count(b) for a, b in ("()", "[]", "{}")) and "=" not in part.replace("==", "")
-    # Neither a part of a word ("send" has an "end"), nor arguments that were swapped across brackets.
-    word = re.compile(r"\w")
-    cut = any(word.match(a or " ") and word.match(b or " ")
-              for a, b in ((before[start - 1:start], before[start:start + 1]), (before[end - 1:end], before[end:end + 1])))
-    return not cut and not (re.search(r"[(\[{] *,", text) and not re.search(r"[(\[{] *,", before)) and end_after >= start
+        return is_a_condition(before[start:end])
+    return not cuts_a_word(before, start) and not cuts_a_word(before, end) and has_arguments_of(before, text)
