@@ -7,13 +7,13 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/config_file.h"
 #include "harness/commands/train_arguments.h"
-#include "harness/run/comm_texts.h"
 #include "harness/train/stop_request.h"
 #include "harness/train/train.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/comm/agree.h"
 
 namespace harness {
 namespace {
@@ -81,7 +81,7 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
 // Rank 0's, on every process.
 int agreed_exit_code(shardproof::ProcessWorld& processes, int exit_code) {
   std::string text = fmt::format("{}", exit_code);
-  processes.run([&](std::shared_ptr<shardproof::Comm> comm) { text = share_text(*comm, comm->rank() == 0 ? text : ""); });
+  processes.run([&](std::shared_ptr<shardproof::Comm> comm) { text = shardproof::broadcast_text(*comm, text, 0); });
   return std::stoi(text);
 }
 

@@ -6,6 +6,7 @@
 #include <fstream>
 
 #include "harness/commands/program.h"
+#include "harness/plan/xml.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -66,23 +67,6 @@ void add_report(const std::string& path, const std::function<void(const nlohmann
                 "--merge: {} has no summary, so its run did not end; leave it out or run it again", path);
 }
 
-std::string xml(const std::string& text) {
-  std::string escaped;
-  for (const char c : shardproof::escaped(text)) {
-    if (c == '&')
-      escaped += "&amp;";
-    else if (c == '<')
-      escaped += "&lt;";
-    else if (c == '>')
-      escaped += "&gt;";
-    else if (c == '"')
-      escaped += "&quot;";
-    else
-      escaped += c;
-  }
-  return escaped;
-}
-
 }  // namespace
 
 void add_line(const nlohmann::json& line, MergedReports& merged) {
@@ -128,7 +112,8 @@ std::string junit(const MergedReports& merged) {
     text += fmt::format(
         "  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">where: {}&#10;guess: {}&#10;"
         "replay: {}</failure>\n  </testcase>\n",
-        xml(failure.minimal), xml(failure.what), xml(failure.where), xml(failure.guess), xml(failure.replay));
+        xml_text(failure.minimal), xml_text(failure.what), xml_text(failure.where), xml_text(failure.guess),
+        xml_text(failure.replay));
   return text + "</testsuite>\n";
 }
 

@@ -92,6 +92,18 @@ void draw_row(Svg& svg, const Tensor& tensor, double y, int64_t ranks) {
   }
 }
 
+// The ranks and their coordinates above their columns.
+void draw_ranks(Svg& svg, const Mesh& mesh, int64_t ranks) {
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const double x = kLeft + static_cast<double>(rank) * (kCell + kGap) + kCell / 2;
+    svg.words(x, kTop - 22, fmt::format("rank {}", rank), 10, "middle");
+    svg.words(x, kTop - 9, fmt::format("{}", fmt::join(mesh.coordinates(rank), ",")), 9, "middle");
+  }
+  std::vector<std::string> axes;
+  for (const Axis& axis : mesh.axes()) axes.push_back(axis.name);
+  svg.words(kLeft - 10, kTop - 9, fmt::format("{}", fmt::join(axes, ",")), 9, "end");
+}
+
 }  // namespace
 
 Svg draw_layouts(const std::map<std::string, ParameterPlacement>& placements, const std::string& title) {
@@ -103,17 +115,7 @@ Svg draw_layouts(const std::map<std::string, ParameterPlacement>& placements, co
   for (size_t i = 0; i < shown; ++i) height += kBetween + 14 + static_cast<double>(kinds[i].second.size()) * (kHigh + kGap);
   Svg svg(kLeft + static_cast<double>(ranks) * (kCell + kGap) + 20, height + 40);
   svg.words(16, 24, title, 14);
-  std::string left_out;
-  if (ranks < mesh.size()) left_out += fmt::format("Ranks {} to {} are not shown. ", ranks, mesh.size() - 1);
-  if (shown < kinds.size()) left_out += fmt::format("{} more kinds of parameters are not shown.", kinds.size() - shown);
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    const double x = kLeft + static_cast<double>(rank) * (kCell + kGap) + kCell / 2;
-    svg.words(x, kTop - 22, fmt::format("rank {}", rank), 10, "middle");
-    svg.words(x, kTop - 9, fmt::format("{}", fmt::join(mesh.coordinates(rank), ",")), 9, "middle");
-  }
-  std::vector<std::string> axes;
-  for (const Axis& axis : mesh.axes()) axes.push_back(axis.name);
-  svg.words(kLeft - 10, kTop - 9, fmt::format("{}", fmt::join(axes, ",")), 9, "end");
+  draw_ranks(svg, mesh, ranks);
   double y = kTop;
   for (size_t i = 0; i < shown; ++i) {
     const auto& [name, tensors] = kinds[i];
@@ -125,6 +127,9 @@ Svg draw_layouts(const std::map<std::string, ParameterPlacement>& placements, co
     }
     y += kBetween;
   }
+  std::string left_out;
+  if (ranks < mesh.size()) left_out += fmt::format("Ranks {} to {} are not shown. ", ranks, mesh.size() - 1);
+  if (shown < kinds.size()) left_out += fmt::format("{} more kinds of parameters are not shown.", kinds.size() - shown);
   svg.words(16, height + 24, left_out, 11);
   return svg;
 }

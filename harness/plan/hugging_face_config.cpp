@@ -76,7 +76,7 @@ golden::Model model_of_config(const std::string& path) {
             fmt::format("its model_type is '{}'; known are gpt2, llama, mistral and qwen3", family));
     return llama(config, path, family == "qwen3");
   } catch (const json::exception& error) {
-    throw shardproof::Error(fmt::format("[plan] {} is no config.json of a model: {}", path, error.what()));
+    throw shardproof::Error(shardproof::message("[plan] {} is no config.json of a model: {}", path, error.what()));
   }
 }
 

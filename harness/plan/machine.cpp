@@ -81,10 +81,10 @@ Machine read_machine(const std::string& path) {
     validate(machine);
     return machine;
   } catch (const json::exception& error) {
-    throw shardproof::Error(fmt::format("[plan] {} does not describe a machine: {}. `plan --calibrate FILE` writes such a file",
-                                        path, error.what()));
+    throw shardproof::Error(shardproof::message(
+        "[plan] {} does not describe a machine: {}. `plan --calibrate FILE` writes such a file", path, error.what()));
   } catch (const shardproof::Error& error) {
-    throw shardproof::Error(fmt::format("{}, in {}", error.what(), path));
+    throw shardproof::Error(shardproof::message("{}, in {}", error.what(), path));
   }
 }
 

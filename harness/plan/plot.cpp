@@ -16,6 +16,7 @@ using shardproof::MemoryKind;
 
 constexpr std::array<const char*, 8> kColors = {"#3b6fb6", "#7fb2e5", "#d1722e", "#3c9a5f",
                                                 "#8c6bb1", "#bbbbbb", "#c44e52", "#937860"};
+static_assert(kColors.size() > shardproof::kMemoryKinds, "each kind and the activations have a colour of their own");
 constexpr double kWidth = 900, kLeft = 150, kRight = 30, kRow = 22;
 
 double plot_memory(Svg& svg, const DryRunResult& run, double memory_of_rank, double y) {

@@ -4,32 +4,13 @@
 
 #include <fstream>
 
+#include "harness/plan/xml.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
-namespace {
-
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (const char letter : text) {
-    if (letter == '&')
-      out += "&amp;";
-    else if (letter == '<')
-      out += "&lt;";
-    else if (letter == '>')
-      out += "&gt;";
-    else if (letter == '"')
-      out += "&quot;";
-    else
-      out += letter;
-  }
-  return out;
-}
-
-}  // namespace
 
 void Svg::rectangle(double x, double y, double width, double height, const std::string& fill, const std::string& about) {
-  const std::string title = about.empty() ? "" : fmt::format("<title>{}</title>", escaped(about));
+  const std::string title = about.empty() ? "" : fmt::format("<title>{}</title>", xml_text(about));
   body_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\">{}</rect>\n", x, y,
                        width, height, fill, title);
 }
@@ -41,7 +22,7 @@ void Svg::frame(double x, double y, double width, double height, const std::stri
 
 void Svg::words(double x, double y, const std::string& text, double size, const char* anchor) {
   body_ += fmt::format("<text x=\"{:.2f}\" y=\"{:.2f}\" font-size=\"{:g}\" text-anchor=\"{}\">{}</text>\n", x, y, size, anchor,
-                       escaped(text));
+                       xml_text(text));
 }
 
 std::string Svg::str() const {

@@ -11,15 +11,6 @@ at::Tensor as_tensor(std::string& text) {
 
 }  // namespace
 
-std::string share_text(shardproof::Comm& comm, const std::string& text) {
-  at::Tensor length = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
-  comm.broadcast(length, 0).wait();
-  std::string all = text;
-  all.resize(static_cast<size_t>(length.item<int64_t>()));
-  if (!all.empty()) comm.broadcast(as_tensor(all), 0).wait();
-  return all;
-}
-
 std::vector<std::string> collect_bytes(shardproof::Comm& comm, const std::string& mine) {
   at::Tensor length = at::full({1}, static_cast<int64_t>(mine.size()), at::kLong),
              lengths = at::empty({comm.size()}, at::kLong);

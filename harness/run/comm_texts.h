@@ -1,4 +1,4 @@
-// Texts and bytes between ranks.
+// Bytes of every rank.
 #pragma once
 
 #include <string>
@@ -8,8 +8,6 @@
 
 namespace harness {
 
-// Rank 0's text, on every rank. Collective.
-std::string share_text(shardproof::Comm& comm, const std::string& text);
 // Every rank's bytes, on rank 0; empty elsewhere. Collective.
 std::vector<std::string> collect_bytes(shardproof::Comm& comm, const std::string& mine);
 

@@ -8,6 +8,7 @@
 #include "harness/run/comm_texts.h"
 #include "harness/run/sharded_run.h"
 #include "harness/run/step_bytes.h"
+#include "shardproof/comm/agree.h"
 
 namespace harness {
 
@@ -44,8 +45,8 @@ Steps ProcessRanks::train(const Case& c, const golden::Run& run) {
   Steps steps;
   CaseCheckpoints checkpoints(c, /*ranks_are_threads=*/false);
   world_.run([&](std::shared_ptr<Comm> comm) {
-    share_text(*comm, c.str());
-    share_text(*comm, checkpoints.directory());
+    shardproof::broadcast_text(*comm, c.str(), 0);
+    shardproof::broadcast_text(*comm, checkpoints.directory(), 0);
     steps = train_part(c, run, checkpoints, *comm);
   });
   return steps;
@@ -56,10 +57,10 @@ int ProcessRanks::serve() {
     std::string asked;
     try {
       world_.run([&](std::shared_ptr<Comm> comm) {
-        asked = share_text(*comm, "");
+        asked = shardproof::broadcast_text(*comm, "", 0);
         if (asked.starts_with("end ")) return;
         const Case c = Case::parse(asked);
-        CaseCheckpoints checkpoints(c, share_text(*comm, ""));
+        CaseCheckpoints checkpoints(c, shardproof::broadcast_text(*comm, "", 0));
         train_part(c, make_run(c), checkpoints, *comm);
       });
     } catch (const shardproof::WorldLostError&) {
@@ -72,7 +73,7 @@ int ProcessRanks::serve() {
 }
 
 void ProcessRanks::end(int exit_code) {
-  world_.run([&](std::shared_ptr<Comm> comm) { share_text(*comm, fmt::format("end {}", exit_code)); });
+  world_.run([&](std::shared_ptr<Comm> comm) { shardproof::broadcast_text(*comm, fmt::format("end {}", exit_code), 0); });
 }
 
 }  // namespace harness

@@ -41,6 +41,15 @@ void save_amid(const Recipe& setup, const Place& place, bool async, const std::s
   });
 }
 
+// What a device has yet to do when a save begins: the values are changed, and then what they were again.
+void change_and_restore(const Sharded& sharded) {
+  const at::NoGradGuard no_grad;
+  for (const Piece& piece : sharded.main_parameters()) {
+    piece.data.neg_();
+    piece.data.neg_();
+  }
+}
+
 // The files of the entries, by name. What names a save is random, and not in them.
 Bits entry_files(const std::string& folder) {
   Bits files;
@@ -50,8 +59,7 @@ Bits entry_files(const std::string& folder) {
 }
 
 TEST(DeviceCheckpoint, saved_on_a_device_it_has_the_bytes_of_one_saved_on_the_cpu) {
-  const std::vector<Place> places = {
-      {"dp_shard=3", "zero3"}, {"dp_replicate=2,dp_shard=2", "hsdp"}, {"dp_shard=2", "ddp"}};
+  const std::vector<Place> places = {{"dp_shard=3", "zero3"}, {"dp_replicate=2,dp_shard=2", "hsdp"}, {"dp_shard=2", "ddp"}};
   for (const Place& place : places)
     for (const bool tied : {false, true})
       for (const bool async : {false, true}) {
@@ -105,12 +113,7 @@ TEST(DeviceCheckpoint, a_job_without_a_snapshot_writes_in_the_streams_order_on_a
   on(place, [&](std::shared_ptr<Comm> comm) {
     Trained run(setup, place, comm);
     run.train(0, 2);
-    // Back to what they were, when the stream gets there.
-    for (const Piece& piece : run.sharded->main_parameters()) {
-      const at::NoGradGuard no_grad;
-      piece.data.neg_();
-      piece.data.neg_();
-    }
+    change_and_restore(*run.sharded);
     SaveJob job(scratch / "at", *run.sharded, &*run.optimizer, {.step = 2}, {}, nullptr);
     std::thread([&] { job.write(); }).join();
     job.commit();
@@ -143,12 +146,7 @@ TEST(DeviceCheckpoint, a_job_that_another_thread_writes_has_its_ranks_values_und
         [&](std::shared_ptr<Comm> comm) {
           Trained run(setup, place, comm);
           run.train(0, 2);
-          // Back to what they were, when the stream gets there.
-          for (const Piece& piece : run.sharded->main_parameters()) {
-            const at::NoGradGuard no_grad;
-            piece.data.neg_();
-            piece.data.neg_();
-          }
+          change_and_restore(*run.sharded);
           SaveJob job(scratch / "at", *run.sharded, &*run.optimizer, {.step = 2}, {}, nullptr);
           start_host_job([&] { job.write(); })->wait();
           job.commit();

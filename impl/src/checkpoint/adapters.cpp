@@ -52,8 +52,8 @@ std::string config_of(const Lora& lora, const AdapterOptions& options) {
 
 void require_config(const std::string& path, const std::string& text, const Lora& lora) {
   const nlohmann::json config = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-  SHARD_REQUIRE(config.is_object() && config.value("peft_type", "") == "LORA", "lora", "{} does not describe LoRA adapters",
-                path);
+  const bool describes_lora = config.is_object() && config.contains("peft_type") && config["peft_type"] == "LORA";
+  SHARD_REQUIRE(describes_lora, "lora", "{} does not describe LoRA adapters: it has no \"peft_type\": \"LORA\"", path);
   const auto number = [&](const char* key) {
     SHARD_REQUIRE(config.contains(key) && config[key].is_number(), "lora", "{} has no number '{}'", path, key);
     return config[key].get<double>();

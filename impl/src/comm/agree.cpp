@@ -25,6 +25,15 @@ std::vector<std::string> gather_texts(Comm& comm, const std::string& mine) {
   return texts;
 }
 
+std::string broadcast_text(Comm& comm, std::string text, int64_t root) {
+  at::Tensor length = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
+  comm.broadcast(length, root).wait();
+  text.resize(static_cast<size_t>(length.item<int64_t>()));
+  if (text.empty()) return text;
+  comm.broadcast(at::from_blob(text.data(), {length.item<int64_t>()}, at::TensorOptions(at::kByte)), root).wait();
+  return text;
+}
+
 void agree(Comm& comm, const std::string& error) {
   at::Tensor failed = at::full({1}, static_cast<int64_t>(!error.empty()), at::kLong);
   comm.all_reduce(failed, Reduce::max).wait();

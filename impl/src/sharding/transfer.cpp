@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <set>
 
@@ -25,15 +24,6 @@ struct Side {
   std::vector<int64_t> ranks = {};       // of the world, by rank of the model's mesh
   ModelRecord record = {};
 };
-
-std::string broadcast_text(Comm& world, std::string text, int64_t root) {
-  at::Tensor size = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
-  world.broadcast(size, root).wait();
-  at::Tensor bytes = at::zeros({size.item<int64_t>()}, at::kByte);
-  if (world.rank() == root) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  world.broadcast(bytes, root).wait();
-  return {static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()};
-}
 
 // Who is on this side: every rank says its number there.
 void find_ranks(Comm& world, Side& side) {

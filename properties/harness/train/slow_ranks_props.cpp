@@ -1,16 +1,15 @@
 // Which ranks are said to hold up the others, by clocks that the tests move.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
-#include <filesystem>
 #include <fstream>
 
 #include "harness/case/case.h"
 #include "harness/train/slow_ranks.h"
 #include "harness/train/timed_comm.h"
 #include "harness/train/train.h"
+#include "properties/kit/harness_env.h"
 #include "shardproof/comm/threads/threads.h"
 
 using namespace harness;
@@ -99,11 +98,9 @@ TEST(CallTime, is_what_calls_and_waits_take_in_the_group_and_in_those_split_from
 
 // One rank's clock runs three times as fast as the others', which is as if it computed so much longer.
 TEST(SlowRanks, of_a_training_run_are_named_in_its_steps) {
-  const std::string folder = (std::filesystem::temp_directory_path() / "slow_ranks_XXXXXX").string();
-  std::string path = folder;
-  ASSERT_NE(::mkdtemp(path.data()), nullptr);
-  std::ofstream(path + "/text.txt") << std::string(400, 'a') + std::string(400, 'b');
-  const TrainingData data({.paths = {path}, .sequence_length = 4});
+  const harness_env::Folder folder;
+  std::ofstream(folder / "text.txt") << std::string(400, 'a') + std::string(400, 'b');
+  const TrainingData data({.paths = {folder.path()}, .sequence_length = 4});
   TrainOptions options;
   options.model = parse_model("gpt(layers=1,hidden=8,heads=2,vocab=256,positions=4)");
   options.mesh = shardproof::Mesh::parse("dp_shard=3");
@@ -116,5 +113,4 @@ TEST(SlowRanks, of_a_training_run_are_named_in_its_steps) {
     EXPECT_EQ(named(step.slow_ranks), ++steps < kSlowSteps ? Ranks{} : Ranks{1}) << "step " << step.step;
   });
   EXPECT_EQ(steps, options.steps);
-  std::filesystem::remove_all(path);
 }

@@ -13,6 +13,9 @@ namespace shardproof {
 // Returns every rank's text, in the order of ranks. Collective.
 std::vector<std::string> gather_texts(Comm& comm, const std::string& mine);
 
+// Returns the root's text, on every rank; what the others give is not used. Collective.
+std::string broadcast_text(Comm& comm, std::string text, int64_t root);
+
 // Throws Error on every rank when `error` is not empty on some rank. The message is that of the lowest such rank and names it.
 // Collective.
 void agree(Comm& comm, const std::string& error);
