@@ -65,6 +65,8 @@ const std::vector<OptionRow>& option_rows() {
        /*draws_apart=*/true},
       {"unit_mesh", &O::unit_mesh, {}, {1}, 0.2, 0, /*draws_apart=*/true},
       {"multiple", &O::bucket_multiple, {}, {3, 64, 1000, 4096}, 0.15, 1, /*draws_apart=*/true},
+      {"keep_whole", &O::keep_whole, {}, {1, 8, 40, 300}, 0.15, 0, /*draws_apart=*/true},
+      {"publish", &O::publish, {"in_step", "at_first_use"}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"strided", &O::strided, {}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"fingerprint", &O::fingerprint, {}, {1}, 0.5, 0, /*draws_apart=*/true},
       {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},

@@ -26,6 +26,8 @@ struct CaseOptions {
   int64_t pooled = 0;
   int64_t side_by_side = 0;
   int64_t in_flight_bytes = 0;
+  int64_t keep_whole = 0;         // parameters of at most so many elements stay whole between steps
+  int64_t publish = 0;            // updated parameters are awaited: 0 in the step, 1 at their first use
   int64_t recompute = 0;          // 1: every unit, 2: some
   int64_t whole = 0;              // parameters lie whole on a rank
   int64_t meta = 0;               // built without memory

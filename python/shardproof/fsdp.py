@@ -95,6 +95,10 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.set_reshard_after_backward(reshard_after_backward)
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backwards gather this module's own parameters. False is for modules whose backward reads none of them."""
+        self._units(recurse=False)[0].set_unshard_in_backward(unshard_in_backward)
+
     def set_modules_to_forward_prefetch(self, modules: "list[nn.Module]") -> None:
         """Gather these modules while this one runs."""
         self._units(False)[0].set_forward_prefetch([module._units(False)[0] for module in modules])

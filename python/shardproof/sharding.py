@@ -83,6 +83,8 @@ def fully_shard(
     granularity: str = "element",
     buffers: str = "freed",
     gather: str = "copied",
+    keep_whole_numel_max: int = 0,
+    publish: str = "in_step",
     offload: str = "none",
     numerics: str = "ordered",
     gradient_divide: float = 0,
@@ -129,7 +131,8 @@ def fully_shard(
     prefetch_forward, prefetch_backward : int
         How many units ahead are gathered while one runs.
     bytes_in_flight_max : int
-        No gather ahead and no further reduction starts while more bytes than this are in flight. 0: no limit.
+        No gather ahead and no further reduction starts while more bytes than this are in flight. 0: gathers have no limit, and
+        reductions that of two of the largest buckets.
     bucket_bytes_max, bucket_count : int
         A unit's parameters go into several buckets of at most so many bytes, or into so many. 0: into one.
     alignment_bytes : int
@@ -142,6 +145,11 @@ def fully_shard(
         Whether memory of gathered parameters goes back to the allocator, or to a pool.
     gather : {"copied", "side_by_side"}
         Whether a gather copies, or ranks look into memory that they share (threads, MPI on one host).
+    keep_whole_numel_max : int
+        Parameters of at most so many elements stay whole on every rank, where the strategy shards parameters.
+    publish : {"in_step", "at_first_use"}
+        Whether the optimizer's step waits until updated parameters have arrived everywhere, or whoever uses them first does.
+        The model's own parameters cannot be read in between.
     offload : {"none", "pinned", "pageable"}
         Whether the optimizer's memory is the host's.
     numerics : {"ordered", "canonical", "fast"}
@@ -207,6 +215,8 @@ def fully_shard(
         granularity=granularity,
         buffers=buffers,
         gather=gather,
+        keep_whole_numel_max=keep_whole_numel_max,
+        publish=publish,
         offload=offload,
         numerics=numerics,
         gradient_divide=gradient_divide,

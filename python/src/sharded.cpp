@@ -80,6 +80,7 @@ void bind_unit_handles(py::module_& module) {
           [](UnitHandle& unit, const py::object& reshard) { unit.set_reshard_after_forward(reshard_of(reshard)); },
           py::arg("reshard"))
       .def("set_reshard_after_backward", &UnitHandle::set_reshard_after_backward, py::arg("reshard"))
+      .def("set_unshard_in_backward", &UnitHandle::set_unshard_in_backward, py::arg("unshard"))
       .def("set_gradient_sync", &UnitHandle::set_gradient_sync, py::arg("sync"), py::arg("recurse") = true)
       .def("set_forward_prefetch", &UnitHandle::set_forward_prefetch, py::arg("units"))
       .def("set_backward_prefetch", &UnitHandle::set_backward_prefetch, py::arg("units"));

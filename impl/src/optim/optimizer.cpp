@@ -121,7 +121,7 @@ void Optimizer::step() {
     buckets[b]->parameters.all_gather_updated(rounded);
   }
   // Gathers of earlier buckets ran while later ones were updated.
-  for (const Bucket* bucket : buckets) bucket->parameters.await_updated();
+  for (Bucket* bucket : buckets) bucket->parameters.end_update();
   schedule.end_step(/*parameters_changed=*/true);
 }
 

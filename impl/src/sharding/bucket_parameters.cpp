@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <exception>
+
 #include "sharding/storage.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/meta_init.h"
@@ -20,14 +22,30 @@ BucketParameters::BucketParameters(const BucketContext& context, const Initializ
   }
   if (rules_.offload) rounded_.copy_(own_part());  // padding and all
   if (frees_compute())
-    for (const BucketParameter& member : layout_.members())
-      unreadable_.push_back(unreadable(
-          member.shape, rules_.compute, memory_->device(),
-          fmt::format(
-              "[bucket] parameter {} is sharded and has no data here. It is whole only while its unit runs: enter the unit "
-              "through `call`, or use Sharded::unit(...).unshard, parameters or gather_parameters",
-              member.name)));
+    unreadable_ = unreadable_parameters("is sharded and has no data here. It is whole only while its unit runs");
+  else if (rules_.publish == Publish::at_first_use && layout_.all_gather_updated().step == Step::all_gather)
+    unreadable_ = unreadable_parameters("was updated, and with Publish::at_first_use has not been waited for");
   point_parameters_at(frees_compute() ? unreadable_ : readable_);
+}
+
+// What is on its way is awaited, unless the ranks may not meet again.
+BucketParameters::~BucketParameters() {
+  if (std::uncaught_exceptions() > 0) return;
+  try {
+    await_updated();
+  } catch (const std::exception&) {
+    // Another rank failed, and says so itself.
+  }
+}
+
+std::vector<at::Tensor> BucketParameters::unreadable_parameters(const std::string& why) const {
+  std::vector<at::Tensor> result;
+  for (const BucketParameter& member : layout_.members())
+    result.push_back(unreadable(member.shape, rules_.compute, memory_->device(),
+                                fmt::format("[bucket] parameter {} {}: enter the unit through `call`, or use "
+                                            "Sharded::unit(...).unshard, parameters or gather_parameters",
+                                            member.name, why)));
+  return result;
 }
 
 void BucketParameters::allocate_parameters() {
@@ -100,7 +118,7 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
   for (const at::Tensor& view : views_) materialize(view, memory_->device());
 }
 
-void BucketParameters::point_parameters_at(const std::vector<at::Tensor>& data) {
+void BucketParameters::point_parameters_at(const std::vector<at::Tensor>& data) const {
   for (size_t i = 0; i < views_.size(); ++i) views_[i].set_data(data[i]);
 }
 
@@ -121,7 +139,7 @@ void BucketParameters::begin_update() {
 void BucketParameters::start_unshard() {
   if (residency_ != Residency::sharded && residency_ != Residency::kept) return;
   const CallLabel label(label_);
-  await_updated();
+  if (frees_compute()) await_updated();
   residency_ = Residency::gathering;
   if (side_by_side() && std::exchange(neighbours_write_, false))
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
@@ -136,6 +154,7 @@ void BucketParameters::finish_unshard() {
   SHARD_CHECK(residency_ == Residency::gathering, "bucket", "{}: a gather of {} is awaited that was not started", label_,
               first_name());
   unshard_work_.wait();
+  await_updated();
   residency_ = Residency::whole;
   if (!frees_compute()) return;
   kept_.reset();
@@ -191,6 +210,19 @@ void BucketParameters::keep(Comm& group, Interval part) {
   kept_group_ = &group;
 }
 
+void BucketParameters::await_updated() const {
+  if (!std::exchange(updates_, false)) return;
+  update_work_.wait();
+  if (std::exchange(is_hidden_, false)) point_parameters_at(readable_);
+}
+
+void BucketParameters::end_update() {
+  if (rules_.publish == Publish::in_step) return await_updated();
+  if (!updates_ || unreadable_.empty() || frees_compute()) return;
+  point_parameters_at(unreadable_);
+  is_hidden_ = true;
+}
+
 const at::Tensor& BucketParameters::parameter() const {
   await_updated();
   return parameter_;
@@ -228,8 +260,10 @@ void BucketParameters::all_gather_updated(bool is_rounded) {
   at::NoGradGuard no_grad;
   await_updated();
   write_own_part(is_rounded);
-  if (layout_.all_gather_updated().step == Step::all_gather)
+  if (layout_.all_gather_updated().step == Step::all_gather) {
     update_work_ = comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, own_part());
+    updates_ = true;
+  }
   mark_changed();
 }
 

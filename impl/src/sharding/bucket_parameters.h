@@ -31,6 +31,8 @@ class BucketParameters : private BucketPart {
   // Copies the parameters' values into the buffers, or fills those of meta parameters, and turns the parameters into views.
   // When rules.broadcast, rank 0's values along the axes of the sum win. Collective.
   BucketParameters(const BucketContext& context, const Initializer& initialize);
+  ~BucketParameters();
+  BucketParameters(const BucketParameters&) = delete;
 
   Residency residency() const { return residency_; }
 
@@ -63,8 +65,8 @@ class BucketParameters : private BucketPart {
   // After main() was written: starts to bring `parameter` up to date on every rank, and returns at once. `is_rounded`:
   // rounded() is up to date already.
   void all_gather_updated(bool is_rounded = false);
-  // Waits for that.
-  void await_updated() const { update_work_.wait(); }
+  // Waits for that; with Publish::at_first_use it instead makes the module's parameters unreadable until somebody waits.
+  void end_update();
   // After main() has got back what it held when `parameter` was copied: the same without communication. The copy is undefined
   // where main() is all that this rank holds of the parameters.
   void put_back(const at::Tensor& parameter);
@@ -72,6 +74,8 @@ class BucketParameters : private BucketPart {
  private:
   void write_own_part(bool is_rounded);
   void mark_changed();
+  void await_updated() const;
+  std::vector<at::Tensor> unreadable_parameters(const std::string& why) const;
   Comm& neighbours(int64_t ranks) const;
   void keep(Comm& group, Interval part);
   void allocate_parameters();
@@ -79,13 +83,15 @@ class BucketParameters : private BucketPart {
   at::Tensor own_part() const;  // the state's part of `parameter`
   void fill_from_values();
   void fill_from_initializer(const Initializer& initialize);
-  void point_parameters_at(const std::vector<at::Tensor>& data);
+  void point_parameters_at(const std::vector<at::Tensor>& data) const;
 
   Residency residency_ = Residency::sharded;
   std::vector<at::Tensor> readable_;    // what the parameters are while the bucket is whole: views of compute_
   std::vector<at::Tensor> unreadable_;  // what they are while it is not
   Work unshard_work_;
   mutable Work update_work_;            // of the gather of updated values into parameter_
+  mutable bool updates_ = false;        // nobody has waited for it yet
+  mutable bool is_hidden_ = false;      // and until then the module's parameters are unreadable
   at::Tensor compute_, parameter_, main_, rounded_, kept_;
   HostTransfer upload_;  // of parameters, to the device
   Comm* kept_group_ = nullptr;  // which has what was kept between its ranks

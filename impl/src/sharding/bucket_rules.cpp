@@ -34,6 +34,7 @@ BucketRules resolve(const ShardOptions& options, const Precision& precision, con
   rules.broadcast = options.broadcast_initial_values;
   rules.gather = options.gather;
   rules.offload = options.offload != Offload::none;
+  rules.publish = options.publish;
   rules.sum_axes = strategy.produced.partial;
 
   double ranks = 1;

@@ -21,6 +21,7 @@ struct BucketRules {
   bool broadcast = true;
   Gather gather = Gather::copied;
   bool offload = false;
+  Publish publish = Publish::in_step;
   int64_t grad_partial_ranks = 1;     // so many neighbours along the tensor-parallel axis hold terms of the gradients
   std::vector<std::string> sum_axes;  // along which gradients are partial
 };

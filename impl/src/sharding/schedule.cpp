@@ -139,7 +139,8 @@ int64_t Schedule::bytes_in_flight() const {
   for (const Bucket* bucket : reducing_) bytes += bucket->gradient.bytes_in_flight();
   for (const auto& unit : units_)
     if (unit->residency() == Residency::gathering)
-      for (const auto& bucket : unit->buckets()) bytes += bucket->parameters.compute_bytes();
+      for (const auto& bucket : unit->buckets())
+        if (bucket->parameters.frees_compute()) bytes += bucket->parameters.compute_bytes();
   return bytes;
 }
 
@@ -157,6 +158,7 @@ bool Schedule::fits(const Unit& unit) const {
 void Schedule::gather_ahead(const std::vector<Unit*>& units) {
   for (Unit* unit : units) {
     if (unit->residency() == Residency::gathering || unit->residency() == Residency::whole) continue;
+    if (phase_ == Phase::backward && !unit->settings.unshard_in_backward) continue;
     if (!fits(*unit)) return;
     unit->start_unshard();
   }

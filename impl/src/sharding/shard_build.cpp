@@ -82,6 +82,13 @@ Reshard reshard_of(const Strategy& strategy) {
   return *strategy.between == strategy.compute ? Reshard::never() : Reshard::by_strategy();
 }
 
+// The strategy for parameters that stay whole between steps.
+Strategy keeping_whole(Strategy strategy) {
+  strategy.parameter = strategy.compute;
+  strategy.between = {};
+  return strategy;
+}
+
 std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan, const UnitSharding& how,
                                     const std::vector<NamedParameter>& parameters) {
   std::vector<BucketParameter> members;
@@ -91,13 +98,14 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
     tensors.push_back(parameter.tensor);
   }
   const Mesh& mesh = how.comms->mesh();
-  BucketRules rules = resolve(how.options, how.options.precision, how.strategy, mesh, tensors.front().scalar_type());
+  const Strategy strategy = stays_whole(parameters.front(), how.options) ? keeping_whole(how.strategy) : how.strategy;
+  BucketRules rules = resolve(how.options, how.options.precision, strategy, mesh, tensors.front().scalar_type());
   rules.grad_partial_ranks = parameters.front().grad_partial_ranks;
   const auto alignment = how.options.alignment_bytes / static_cast<int64_t>(c10::elementSize(rules.compute));
-  BucketLayout layout(std::move(members), how.strategy, mesh, how.comms->rank(), alignment, how.options.granularity,
+  BucketLayout layout(std::move(members), strategy, mesh, how.comms->rank(), alignment, how.options.granularity,
                       how.options.bucket_multiple);
   return std::make_unique<Bucket>(
-      BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), how.strategy,
+      BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), strategy,
                     std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules)},
       sharded.options.initialize);
 }

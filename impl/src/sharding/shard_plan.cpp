@@ -130,11 +130,16 @@ UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Shar
   return result;
 }
 
+bool stays_whole(const NamedParameter& parameter, const ShardOptions& options) {
+  return options.strategy.parameter != options.strategy.compute && parameter.room <= options.keep_whole_numel_max;
+}
+
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options) {
-  using Kind = std::tuple<bool, at::ScalarType, bool, int64_t>;  // trained ones first
-  const auto kind_of = [](const NamedParameter& parameter) {
+  using Kind = std::tuple<bool, at::ScalarType, bool, int64_t, bool>;  // trained ones first
+  const auto kind_of = [&](const NamedParameter& parameter) {
     const at::Tensor& tensor = parameter.tensor;
-    return Kind{!tensor.requires_grad(), tensor.scalar_type(), tensor.is_meta(), parameter.grad_partial_ranks};
+    return Kind{!tensor.requires_grad(), tensor.scalar_type(), tensor.is_meta(), parameter.grad_partial_ranks,
+                stays_whole(parameter, options)};
   };
   std::map<Kind, std::vector<NamedParameter>> kinds;
   for (const NamedParameter& parameter : plan.parameters) kinds[kind_of(parameter)].push_back(parameter);

@@ -44,7 +44,11 @@ bool is_within(const std::string& name, const std::string& prefix);
 UnitPlans plan_units(const std::shared_ptr<torch::nn::Module>& root, const std::vector<Sharding::Entry>& entries,
                      const ShardOptions& options);
 
-// Parameters of one unit, split by dtype, device, requires-grad and terms, and by size. The same on every rank.
+// Whether ShardOptions::keep_whole_numel_max says so. The same on every rank.
+bool stays_whole(const NamedParameter& parameter, const ShardOptions& options);
+
+// Parameters of one unit, split by dtype, device, requires-grad, terms and whether they stay whole, and by size. The same on
+// every rank.
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options);
 
 }  // namespace shardproof

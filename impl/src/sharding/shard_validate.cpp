@@ -32,6 +32,8 @@ void validate(const ShardOptions& options, const Mesh& mesh) {
                 options.gradient_divide);
   SHARD_REQUIRE(!options.divide_by_tokens || (options.gradient_divide == 0 && options.divide == Divide::after), "fully_shard",
                 "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
+  SHARD_REQUIRE(options.keep_whole_numel_max >= 0, "fully_shard", "keep_whole_numel_max must not be negative, got {}",
+                options.keep_whole_numel_max);
   SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",
                 options.gradient_magnitude_max);
   SHARD_REQUIRE(options.prefetch_forward >= 0 && options.prefetch_backward >= 0 && options.bytes_in_flight_max >= 0,

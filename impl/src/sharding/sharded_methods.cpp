@@ -21,6 +21,7 @@ void UnitHandle::reshard() { unit_->reshard(); }
 void UnitHandle::set_reshard_after_forward(Reshard reshard) { unit_->settings.reshard_after_forward = reshard; }
 void UnitHandle::set_gradient_sync(bool sync, bool recurse) { unit_->set_gradient_sync(sync, recurse); }
 bool UnitHandle::gradient_sync() const { return unit_->settings.gradient_sync; }
+void UnitHandle::set_unshard_in_backward(bool unshard) { unit_->settings.unshard_in_backward = unshard; }
 void UnitHandle::set_reshard_after_backward(bool reshard) { unit_->settings.reshard_after_backward = reshard; }
 
 void UnitHandle::set_forward_prefetch(const std::vector<UnitHandle>& units) {

@@ -158,7 +158,7 @@ void Unit::set_gradient_sync(bool sync, bool recurse) {
 
 void Unit::before_backward() {
   enter_backward();
-  finish_unshard();
+  if (settings.unshard_in_backward) finish_unshard();
   schedule_.gather_ahead(settings.backward_prefetch);
 }
 

@@ -41,6 +41,7 @@ class UnitEvents {
 struct UnitSettings {
   Reshard reshard_after_forward = Reshard::always();
   bool reshard_after_backward = true;
+  bool unshard_in_backward = true;
   bool recompute = false;
   std::optional<at::ScalarType> input_dtype, output_dtype;
   std::vector<Unit*> forward_prefetch, backward_prefetch;

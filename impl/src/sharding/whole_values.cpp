@@ -148,7 +148,7 @@ at::Tensor Sharded::gather_gradient(const std::string& name) const {
 
 void Sharded::main_parameters_changed() {
   for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.all_gather_updated();
-  for (const Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.await_updated();
+  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.end_update();
   for (const auto& unit : impl_->schedule.units()) unit->drop();
 }
 

@@ -56,6 +56,9 @@ class UnitHandle {
   // These take effect from the next forward on. All ranks must pass the same value.
   void set_reshard_after_forward(Reshard reshard);
   void set_reshard_after_backward(bool reshard);
+  // While it is false, a backward does not gather the unit's parameters, as FSDP2's method of this name has it. It is for units
+  // whose backward reads none of them, as that of an embedding; otherwise the backward is undefined.
+  void set_unshard_in_backward(bool unshard);
   // While it is false, a backward adds to this unit's gradients on this rank and does not reduce them; other units are not
   // affected. With `recurse` it applies to the units below this one too. A unit's gradients are reduced when neither the unit
   // nor Sharded::set_gradient_sync says otherwise. The last backward of a step must reduce all gradients. All ranks must pass

@@ -97,6 +97,15 @@ enum class Gather {
                 // writes main parameters by hand it needs a barrier.
 };
 
+// When parameters that ranks update for each other must have arrived on all of them: those that the strategy keeps on more
+// ranks than it updates them on.
+enum class Publish {
+  in_step,      // when the optimizer's step returns. Gathers of some buckets run while later ones are updated
+  at_first_use  // when they are first used: by the next forward of their unit, by UnitHandle::unshard, and by every function
+                // of the library that reads or writes parameters. Until then the module's own parameters have no data, and
+                // reading them throws Error. Pieces must be got anew after each step. The destructor of Sharded waits for them
+};
+
 // Where the optimizer's memory is: main parameters, state, and final gradients. With any value but `none` it is in the host's
 // memory, and the CPU updates it, as in ZeRO-Offload (Ren et al. 2021). The bits are the same, except for rules with matrix
 // products (Muon), which a GPU rounds differently. Between steps the device holds only the parameters in the compute dtype.
@@ -148,6 +157,10 @@ struct ShardOptions {
   // gradients do not depend on it.
   int64_t bucket_multiple = 1;
   Granularity granularity = Granularity::element;
+  // Where the strategy shards parameters, those of at most so many elements stay whole on every rank between steps, in buckets
+  // of their own. Their optimizer state stays sharded. 0: none do. This spares gathers of small parameters, as DeepSpeed's
+  // stage3_param_persistence_threshold does.
+  int64_t keep_whole_numel_max = 0;
 
   // It applies to all units but the root, which keeps its own parameters until its backward. Sharded::unit("") changes that.
   Reshard reshard_after_forward = Reshard::by_strategy();
@@ -155,11 +168,13 @@ struct ShardOptions {
   Buffers buffers = Buffers::freed;
   Gather gather = Gather::copied;
   Offload offload = Offload::none;
+  Publish publish = Publish::in_step;
   // How many units ahead are gathered while a unit runs. The order is that in which modules were registered, and its reverse in
   // the backward.
   int64_t prefetch_forward = 0;
   int64_t prefetch_backward = 0;
-  // No gather ahead and no further reduction starts while more bytes than this are in flight. 0: there is no limit.
+  // No gather ahead and no further reduction starts while more bytes than this are in flight. 0: gathers have no limit, and
+  // reductions may have as many bytes in flight as two of the largest bucket's.
   int64_t bytes_in_flight_max = 0;
 
   Precision precision = {};
