@@ -20,8 +20,9 @@ bool fits(const Piece& piece, const at::Tensor& whole) {
          piece.data.is_contiguous();
 }
 
-Holders holders_of(const shardproof::Strategy& row, const shardproof::Mesh& mesh, bool has_main) {
-  const shardproof::Strategy strategy = shardproof::on_mesh(row, mesh);
+Holders holders_of(const shardproof::Strategy& row, const shardproof::Mesh& mesh, bool has_main, bool small) {
+  shardproof::Strategy strategy = shardproof::on_mesh(row, mesh);
+  if (small) strategy.parameter = strategy.compute;
   const auto copies = [&](const shardproof::Layout& layout) {
     int64_t ranks = mesh.size();
     for (const shardproof::Axis& axis : mesh.axes())
@@ -37,10 +38,15 @@ Holders holders_of(const shardproof::Strategy& row, const shardproof::Mesh& mesh
 
 Copies copies_of(const Case& c) {
   const bool canonical = c.options.arithmetic != 0, has_main = c.options.compute != fp32 || canonical;
-  std::vector<Holders> holders{
-      holders_of(shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh), has_main)};
-  if (has_unit_sharding(c)) holders.push_back(holders_of(unit_strategy(c), unit_mesh(c), has_main));
-  return {.holders = std::move(holders),
+  const auto holders = [&](bool small) {
+    std::vector<Holders> result{
+        holders_of(shardproof::strategy(c.strategy), shardproof::data_parallel_mesh(c.mesh), has_main, small)};
+    if (has_unit_sharding(c)) result.push_back(holders_of(unit_strategy(c), unit_mesh(c), has_main, small));
+    return result;
+  };
+  return {.holders = holders(false),
+          .holders_of_small = holders(true),
+          .keep_whole = c.options.keep_whole,
           .compute = canonical                   ? at::kDouble
                      : c.options.compute == bf16 ? at::kBFloat16
                      : c.options.compute == fp16 ? at::kHalf
@@ -50,14 +56,26 @@ Copies copies_of(const Case& c) {
           .cut = cut_parameters(c)};
 }
 
+std::vector<int64_t> Copies::of(const std::string& parameter, int64_t numel, int64_t Holders::* held) const {
+  const auto found = cut.find(parameter);
+  std::vector<int64_t> copies;
+  const auto add = [&](const std::vector<Holders>& all) {
+    for (const Holders& one : all)
+      copies.push_back(found == cut.end() ? one.*held : one.*held / tensor_ranks * found->second);
+  };
+  // Of a parameter that is cut along tp the largest part counts, which the comparison does not know.
+  const bool is_small = keep_whole > 0 && numel <= keep_whole;
+  const bool may_be_small = is_small || (keep_whole > 0 && found != cut.end());
+  if (!is_small) add(holders);
+  if (may_be_small) add(holders_of_small);
+  return copies;
+}
+
 std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                                         std::vector<TensorKind>& kinds) {
   const auto kind = [&](const std::string& name, golden::Named tensors, int64_t Holders::* held) {
     TensorKind made{name, std::move(tensors), {}, {}};
-    for (const auto& [parameter, value] : made.golden) {
-      std::vector<int64_t>& allowed = made.copies.emplace_back();
-      for (const Holders& holders : copies.holders) allowed.push_back(copies.of(parameter, holders.*held));
-    }
+    for (const auto& [parameter, value] : made.golden) made.copies.push_back(copies.of(parameter, value.numel(), held));
     return made;
   };
   golden::Named as_computed;

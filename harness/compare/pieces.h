@@ -26,6 +26,9 @@ struct Copies {
   // Of the case's strategy and, where some units have another one, of that. Each parameter is held as one of them says; the
   // comparison does not know which.
   std::vector<Holders> holders = {Holders{}};
+  // The same of parameters of at most `keep_whole` elements, which stay whole between steps.
+  std::vector<Holders> holders_of_small = {};
+  int64_t keep_whole = 0;
   at::ScalarType compute = at::kFloat;
   bool compute_parameters = true;  // whether ranks say which parameters they compute with, where these are others
   int64_t microbatch_ranks = 1;  // neighbours that train on one microbatch
@@ -33,10 +36,8 @@ struct Copies {
   int64_t tensor_ranks = 1;
   std::map<std::string, int64_t> cut = {};
 
-  int64_t of(const std::string& parameter, int64_t copies) const {
-    const auto found = cut.find(parameter);
-    return found == cut.end() ? copies : copies / tensor_ranks * found->second;
-  }
+  // How many ranks may hold each of a parameter's elements, of the kind `held`.
+  std::vector<int64_t> of(const std::string& parameter, int64_t numel, int64_t Holders::* held) const;
 };
 Copies copies_of(const Case& c);
 

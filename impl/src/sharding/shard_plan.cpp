@@ -131,7 +131,8 @@ UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Shar
 }
 
 bool stays_whole(const NamedParameter& parameter, const ShardOptions& options) {
-  return options.strategy.parameter != options.strategy.compute && parameter.room <= options.keep_whole_numel_max;
+  return options.keep_whole_numel_max > 0 && parameter.room <= options.keep_whole_numel_max &&
+         options.strategy.parameter != options.strategy.compute;
 }
 
 std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan, const ShardOptions& options) {
