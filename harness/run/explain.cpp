@@ -19,6 +19,10 @@ namespace {
 
 using shardproof::Piece;
 
+std::string rounding_of(double apart) {
+  return fmt::format("a relative {:.1e} apart: another rounding, precision or order of sums", apart);
+}
+
 // What needs no golden run of its own.
 std::string plain_guess(const WrongPieces& wrong, const Case& c, const golden::Step& step) {
   const auto all = [&](const auto& is) { return std::ranges::all_of(wrong.pieces, is); };
@@ -26,6 +30,8 @@ std::string plain_guess(const WrongPieces& wrong, const Case& c, const golden::S
     return "they hold NaN or infinity";
   if (all([](const WrongPiece& piece) { return norm_of(piece.values) == 0; }))
     return "they are zero: nothing has arrived there";
+  if (all([&](const WrongPiece& piece) { return norm_of(wrong.of(wrong.wanted, piece)) == 0; }))
+    return "they should be zero: nothing in the unsharded run reaches them";
   if (const auto factor = factor_between(wrong, wrong.wanted)) {
     const std::string words = factor_in_words(c, step, *factor);
     if (!words.empty()) return fmt::format("they are {} times what they should be: {}", fmt::format("{:.6g}", *factor), words);
@@ -40,8 +46,7 @@ std::string rest_of_guess(const WrongPieces& wrong) {
     return fmt::format("they are shifted by {} element{}", *shift, *shift == 1 ? "" : "s");
   if (std::string elsewhere = belongs_elsewhere(wrong); !elsewhere.empty()) return elsewhere;
   const double apart = distance(wrong, wrong.wanted);
-  if (apart < 1e-2) return fmt::format("they differ by a relative {:.1e}: another rounding, precision or order of sums", apart);
-  return "";
+  return apart < 1e-2 ? "they are " + rounding_of(apart) : "";
 }
 
 struct Failing {
@@ -117,6 +122,24 @@ std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong)
   return rest_of_guess(wrong);
 }
 
+// How many times the parameters before the step is what the pieces have too much.
+std::optional<double> parameters_in(const Failing& failing, const WrongPieces& wrong) {
+  WrongPieces excess = wrong;
+  excess.tolerance = 1e-3;
+  int64_t elements = 0;
+  for (WrongPiece& piece : excess.pieces) {
+    piece.values = piece.values - wrong.of(wrong.wanted, piece);
+    elements += piece.run.size();
+  }
+  Values parameters;
+  for (const auto& [name, tensor] : wrong.golden) {
+    const auto found = std::ranges::find(failing.begin(), name, &golden::Named::value_type::first);
+    if (found == failing.begin().end() || found->second.numel() != tensor.numel()) return {};
+    parameters.push_back(found->second.to(at::kDouble).contiguous().view({-1}));
+  }
+  return elements >= 3 ? factor_between(excess, parameters) : std::nullopt;  // two numbers often have one factor
+}
+
 // Parameters, and the optimizer's state.
 std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before) {
   if (before && same_names(*before, wrong.golden)) {
@@ -132,6 +155,8 @@ std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, c
                          words.empty() ? "" : ": " + words);
     }
   }
+  if (const auto factor = parameters_in(failing, wrong))
+    return fmt::format("they have {:.4g} times the parameters too much, as if by weight decay", *factor);
   if (std::string plain = plain_guess(wrong, failing.c, failing.run.steps[failing.step]); !plain.empty()) return plain;
   return rest_of_guess(wrong);
 }
@@ -143,9 +168,17 @@ std::string guess_of_norm(const Failing& failing) {
   const double ratio = order == 2 ? std::pow(held / wanted, 2) : held / wanted;
   const std::string words = factor_in_words(failing.c, failing.run.steps[failing.step], ratio);
   if (!words.empty()) return fmt::format("the sum within the norm is {:.6g} times what it should be: {}", ratio, words);
+  if (near(held, wanted)) return "it is " + rounding_of(std::abs(held - wanted) / wanted);
+  if (order != 2) return "";
   double own = 0;
   for (const Piece& piece : failing.ranks.front().gradients) own += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
-  if (order == 2 && std::abs(std::sqrt(own) - held) < 1e-4 * held) return "it is the norm of each rank's own part";
+  if (near(std::sqrt(own), held)) return "it is the norm of each rank's own part";
+  const double excess = held * held - wanted * wanted;
+  for (const auto& [name, gradient] : failing.golden().gradients) {
+    const double part = std::pow(norm_of(gradient.to(at::kDouble)), 2);
+    if (near(excess, part)) return fmt::format("{} counts twice in it", name);
+    if (near(-excess, part)) return fmt::format("{} does not count in it", name);
+  }
   return "";
 }
 
@@ -173,26 +206,47 @@ Explanation found(const Failing& failing, const WrongPieces& wrong, std::string 
   return {fmt::format("step {}: {}", failing.step, in_words(wrong, std::ssize(failing.ranks))), std::move(guess)};
 }
 
-WrongPieces wrong_gradients(const Failing& failing, double tolerance) {
-  const auto pieces = [](const RankStep& step) -> const std::vector<Piece>& { return step.gradients; };
-  return wrong_pieces("gradients", failing.golden().gradients, failing.ranks, pieces, tolerance);
+// What differs by more than roundings do. Where nothing does and the mode promises bits, what differs at all.
+WrongPieces differing(const Failing& failing, std::string kind, const golden::Named& golden, const PiecesOf& pieces,
+                      double tolerance) {
+  WrongPieces wrong = wrong_pieces(kind, golden, failing.ranks, pieces, tolerance);
+  if (!wrong.pieces.empty() || failing.c.mode == Mode::fast) return wrong;
+  wrong = wrong_pieces(std::move(kind), golden, failing.ranks, pieces, 0);
+  wrong.tolerance = tolerance;
+  return wrong;
 }
 
+// The guess where that is a rounding; else "".
+std::string guess_of_rounding(const WrongPieces& wrong) {
+  const double apart = distance(wrong, wrong.wanted);
+  return apart <= wrong.tolerance ? "they are " + rounding_of(apart) : "";
+}
+
+// A loss that is far from the golden one tells more than one that is not, so those come first.
 Found in_losses(const Failing& failing) {
   const auto& wanted = failing.golden().losses;
   const auto neighbours = static_cast<size_t>(failing.c.microbatch_ranks());
-  for (size_t rank = 0; rank < failing.ranks.size(); ++rank)
-    for (size_t round = 0; round < std::min(wanted.size(), failing.ranks[rank].losses.size()); ++round)
-      if (!near(failing.ranks[rank].losses[round], wanted[round][rank / neighbours]))
-        return Explanation{fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step, rank, round),
-                           guess_of_loss(failing, rank, round)};
+  for (const bool far : {true, false})
+    for (size_t rank = 0; rank < failing.ranks.size(); ++rank)
+      for (size_t round = 0; round < std::min(wanted.size(), failing.ranks[rank].losses.size()); ++round) {
+        const double held = failing.ranks[rank].losses[round], golden = wanted[round][rank / neighbours];
+        const bool differs = far ? !near(held, golden) : failing.c.mode != Mode::fast && held != golden;
+        if (differs)
+          return Explanation{fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step, rank, round),
+                             far ? guess_of_loss(failing, rank, round)
+                                 : "it is " + rounding_of(std::abs(held - golden) / std::abs(golden))};
+      }
   return {};
 }
 
 Found in_gradients(const Failing& failing) {
-  const WrongPieces wrong = wrong_gradients(failing, tolerance_of(failing.c));
-  if (failing.golden().skipped || wrong.pieces.empty()) return {};
-  return found(failing, wrong, guess_of_gradients(failing, wrong));
+  if (failing.golden().skipped) return {};
+  const auto pieces = [](const RankStep& step) -> const std::vector<Piece>& { return step.gradients; };
+  const WrongPieces wrong =
+      differing(failing, "gradients", failing.golden().gradients, pieces, tolerance_of(failing.c));
+  if (wrong.pieces.empty()) return {};
+  const std::string rounding = guess_of_rounding(wrong);
+  return found(failing, wrong, rounding.empty() ? guess_of_gradients(failing, wrong) : rounding);
 }
 
 Found in_state(const Failing& failing) {
@@ -204,11 +258,11 @@ Found in_state(const Failing& failing) {
       const auto at = std::ranges::find_if(step.state, [&](const auto& item) { return item.first == name; });
       return at == step.state.end() ? none : at->second;
     };
-    const WrongPieces wrong = wrong_pieces("tensors of " + name, values, failing.ranks, pieces, tolerance_of(failing.c));
-    if (!wrong.pieces.empty())
-      return found(
-          failing, wrong,
-          guess_of_results(failing, wrong, earlier && slot < earlier->state.size() ? &earlier->state[slot].second : nullptr));
+    const WrongPieces wrong = differing(failing, "tensors of " + name, values, pieces, tolerance_of(failing.c));
+    if (wrong.pieces.empty()) continue;
+    const golden::Named* before = earlier && slot < earlier->state.size() ? &earlier->state[slot].second : nullptr;
+    const std::string rounding = guess_of_rounding(wrong);
+    return found(failing, wrong, rounding.empty() ? guess_of_results(failing, wrong, before) : rounding);
   }
   return {};
 }
@@ -217,27 +271,23 @@ Found in_parameters(const Failing& failing) {
   for (const auto& [kind, member] :
        {std::pair{"parameters", &RankStep::parameters}, {"parameters to compute with", &RankStep::compute_parameters}}) {
     const auto pieces = [member](const RankStep& step) -> const std::vector<Piece>& { return step.*member; };
-    const WrongPieces wrong =
-        wrong_pieces(kind, failing.golden().parameters, failing.ranks, pieces, tolerance_of(failing.c) / 10);
-    if (!wrong.pieces.empty()) return found(failing, wrong, guess_of_results(failing, wrong, &failing.begin()));
+    // Those to compute with are rounded, so that they differ in any case.
+    const double tolerance = tolerance_of(failing.c) / 10;
+    const WrongPieces wrong = member == &RankStep::parameters
+                                  ? differing(failing, kind, failing.golden().parameters, pieces, tolerance)
+                                  : wrong_pieces(kind, failing.golden().parameters, failing.ranks, pieces, tolerance);
+    if (wrong.pieces.empty()) continue;
+    const std::string rounding = guess_of_rounding(wrong);
+    return found(failing, wrong, rounding.empty() ? guess_of_results(failing, wrong, &failing.begin()) : rounding);
   }
   return {};
 }
 
-// Where no rounding may differ.
 Found in_norm(const Failing& failing) {
   const double wanted = failing.golden().gradient_norm, held = failing.ranks.front().gradient_norm;
   if (failing.c.mode == Mode::fast ? near(held, wanted) : held == wanted) return {};
   return Explanation{fmt::format("step {}: the gradient norm is wrong, and the gradients are right", failing.step),
                      guess_of_norm(failing)};
-}
-
-Found in_roundings(const Failing& failing) {
-  if (failing.c.mode == Mode::fast || failing.golden().skipped) return {};
-  WrongPieces wrong = wrong_gradients(failing, 0);
-  if (wrong.pieces.empty()) return {};
-  wrong.tolerance = tolerance_of(failing.c);
-  return found(failing, wrong, rest_of_guess(wrong));
 }
 
 }  // namespace
@@ -262,7 +312,7 @@ Explanation explain(const Case& c, Ranks& ranks) {
   for (size_t step = 0; step < steps.size(); ++step) {
     const Case here = c.at(step);
     const Failing failing{here, run, trace, steps[step], step};
-    for (const auto& look : {in_losses, in_gradients, in_norm, in_roundings, in_state, in_parameters})
+    for (const auto& look : {in_losses, in_gradients, in_norm, in_state, in_parameters})
       if (Found explanation = look(failing)) return *explanation;
   }
   return {};

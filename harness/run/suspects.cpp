@@ -95,6 +95,13 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
       add(fmt::format("microbatch {} of data-parallel rank {} is missing", k, r),
           [k, r](int64_t x, int64_t y) { return x != k || y != r; });
   }
+  if (rounds > 1) {
+    add("sums of earlier microbatches were added again with each later one",
+        [rounds](int64_t x, int64_t) { return static_cast<double>(rounds - x); });
+    if (ranks > 1)
+      add("sums of earlier microbatches were summed over ranks again with each later one",
+          [=](int64_t x, int64_t) { return std::pow(static_cast<double>(ranks), static_cast<double>(rounds - 1 - x)); });
+  }
   return suspects;
 }
 

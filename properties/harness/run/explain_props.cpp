@@ -2,6 +2,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "harness/case/problem.h"
 #include "harness/run/explain.h"
 #include "properties/kit/harness_env.h"
@@ -145,7 +147,71 @@ TEST(Explain, tells_a_parameter_that_was_not_updated_from_one_that_moved_too_far
 }
 
 TEST(Explain, tells_a_rounding_from_a_mistake) {
-  expect_guess("another rounding", [](Steps& steps) { change(steps, 0, 1, [](at::Tensor& g) { g = g * (1 + 3e-7); }); });
+  const char* const in_bf16 =
+      "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,align=64,loss=sum,reduce=bf16) sgd(lr=0.1) ordered seed=3 : step";
+  const auto nearly = [](double factor) {
+    return [factor](Steps& steps) { change(steps, 0, 1, [&](at::Tensor& g) { g = g * factor; }); };
+  };
+  expect_guess("another rounding", nearly(1 + 3e-7));
+  expect_guess("another rounding", nearly(1 + 1e-3), in_bf16);
+  expect_guess("another rounding", [](Steps& steps) { steps[0][1].losses[0] *= 1 + 1e-9; });
+  expect_guess("another rounding", [](Steps& steps) { steps[0][0].gradient_norm *= 1 + 1e-9; });
+  expect_guess("another rounding", [](Steps& steps) {
+    for (shardproof::Piece& piece : steps[1][2].parameters) piece.data = piece.data * (1 + 3e-7);
+  });
+}
+
+TEST(Explain, says_where_the_norm_has_too_much_or_too_little) {
+  const char* const alone = "mlp(widths=5-7-3) mesh() zero3(loss=sum) sgd(lr=0.1) ordered seed=3 : step";
+  const auto with_part = [&](double times) {
+    return [=](Steps& steps) {
+      const golden::StepTrace step = golden::train(make_run(Case::parse(alone)))[0];
+      const double part = step.gradients[1].second.to(at::kDouble).square().sum().item<double>();
+      steps[0][0].gradient_norm = std::sqrt(step.gradient_norm * step.gradient_norm + times * part);
+    };
+  };
+  expect_guess("layers.0.bias counts twice", with_part(1), alone);
+  expect_guess("layers.0.bias does not count", with_part(-1), alone);
+  expect_guess("the norm of each rank's own part", [](Steps& steps) {
+    double own = 0;
+    for (const shardproof::Piece& piece : steps[0][0].gradients) own += piece.data.to(at::kDouble).square().sum().item<double>();
+    for (RankStep& rank : steps[0]) rank.gradient_norm = std::sqrt(own);
+  });
+  EXPECT_EQ(explained([](Steps& steps) { steps[0][0].gradient_norm *= 1.37; }, alone).guess, "")
+      << "on one rank its own part is the whole";
+}
+
+TEST(Explain, says_that_sums_of_earlier_microbatches_were_added_again) {
+  expect_guess("added again with each later one", as_if([](size_t round, size_t) { return 3.0 - static_cast<double>(round); }));
+  expect_guess("summed over ranks again with each later one",
+               as_if([](size_t round, size_t) { return std::pow(4.0, 2.0 - static_cast<double>(round)); }));
+}
+
+TEST(Explain, knows_weight_decay_in_the_state_and_what_should_be_zero) {
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1,momentum=0.5) ordered seed=3 : step";
+  expect_guess(
+      "0.25 times the parameters too much, as if by weight decay",
+      [&](Steps& steps) {
+        const golden::Run run = make_run(Case::parse(text));
+        for (RankStep& rank : steps[0])
+          for (auto& [slot, pieces] : rank.state)
+            for (shardproof::Piece& piece : pieces)
+              for (const auto& [name, value] : run.parameters)
+                if (name == piece.name)
+                  piece.data = piece.data + 0.25 * value.contiguous().view({-1}).narrow(0, piece.run.begin, piece.run.size());
+      },
+      text);
+  const char* const unused = "odd(width=3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1) ordered seed=3 : step";
+  expect_guess(
+      "they should be zero",
+      [&](Steps& steps) {
+        const golden::StepTrace step = golden::train(make_run(Case::parse(unused)))[0];
+        for (RankStep& rank : steps[0])
+          for (shardproof::Piece& piece : rank.gradients)
+            for (const auto& [name, gradient] : step.gradients)
+              if (name == piece.name && gradient.square().sum().item<float>() == 0) piece.data = at::full_like(piece.data, 0.5);
+      },
+      unused);
 }
 
 TEST(Explain, names_the_loss_of_another_rank) {
