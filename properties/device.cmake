@@ -31,6 +31,9 @@ set_tests_properties(DeviceModels.each_of_1000_random_cases_has_the_golden_runs_
 # What it hands to the host, and gets back.
 shardproof_test(NAME device_offload_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
   sharding/device_offload_props.cpp kit/toy_modules.cpp)
+# What units keep for their backward, there and in the host's memory.
+shardproof_test(NAME activations_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
+  sharding/activations_props.cpp kit/toy_modules.cpp)
 # Checkpoints of what lies on it.
 shardproof_test(NAME device_checkpoint_props LABEL device CASES 15 TORCH LIBRARIES fake_device harness
   SOURCES checkpoint/device_checkpoint_props.cpp)

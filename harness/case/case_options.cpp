@@ -69,6 +69,8 @@ const std::vector<OptionRow>& option_rows() {
       {"publish", &O::publish, {"in_step", "at_first_use"}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"strided", &O::strided, {}, {1}, 0.3, 0, /*draws_apart=*/true},
       {"fingerprint", &O::fingerprint, {}, {1}, 0.5, 0, /*draws_apart=*/true},
+      {"within", &O::within, {"none", "attention", "some"}, {1, 2}, 0.3, 0, /*draws_apart=*/true},
+      {"activations", &O::activations, {"device", "host", "some"}, {1, 2}, 0.25, 0, /*draws_apart=*/true},
       {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},
   };
   return rows;

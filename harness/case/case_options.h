@@ -52,6 +52,8 @@ struct CaseOptions {
   int64_t unit_mesh = 0;
   int64_t strided = 0;             // the model's input, and the gradient of its output, are dense and not contiguous
   int64_t fingerprint = 0;         // ranks compare fingerprints after each step
+  int64_t within = 0;              // within units are recomputed 1: cores of attention, 2: some modules
+  int64_t activations = 0;         // lie in the host's memory between forward and backward 1: of every unit, 2: of some
   int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
   bool operator==(const CaseOptions&) const = default;
 };

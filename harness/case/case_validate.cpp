@@ -117,6 +117,7 @@ void validate_options(const Case& c) {
                 "of 1, 2, 4, 8, ... ranks and no reduce=fp16");
   SHARD_REQUIRE(o.loss_scale == 0 || c.mode == Mode::ordered, "case", "scale needs the mode ordered");
   SHARD_REQUIRE(o.ema < 100, "case", "ema={} is a decay in percent, below 100", o.ema);
+  SHARD_REQUIRE(o.within == 0 || c.model.of_tokens(), "case", "within is about modules of a gpt or a llama");
   SHARD_REQUIRE(o.scale_min <= o.loss_scale, "case", "scale_min={} is above scale={}", o.scale_min, o.loss_scale);
   SHARD_REQUIRE(o.unchecked == 0 || std::ranges::any_of(c.steps, [](const StepPlan& step) { return step.loads(); }), "case",
                 "unchecked is about loads; write load@ before a step");

@@ -25,7 +25,9 @@ std::string describe(const TrainArguments& arguments, const TrainOptions& option
     for (const int64_t size : shape) elements *= size;
     parameters += elements;
   }
-  const std::string how = std::string(options.bf16 ? ", bf16" : "") + (options.recompute ? ", recomputing" : "");
+  const std::string how = std::string(options.bf16 ? ", bf16" : "") +
+                          (options.recompute.empty() ? "" : ", recomputing " + options.recompute) +
+                          (options.offload_activations ? ", activations on the host" : "");
   return fmt::format("{} ({} parameters), {} on {}{}, {} lr={}{} clip={} seed={}", arguments.model, grouped(parameters),
                      options.strategy, options.mesh.str(), how, arguments.optimizer, arguments.lr,
                      options.schedule.kind == "constant" ? "" : " " + options.schedule.kind, options.clip_norm, options.seed);

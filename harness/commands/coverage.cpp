@@ -114,6 +114,9 @@ void Coverage::add_model(const Case& c) {
   count("tied parameter", has_ties(c));
   count("dropout", c.model.dropout() > 0);
   count("dropout with recomputation", c.model.dropout() > 0 && c.options.recompute != 0);
+  count("dropout with recomputation within units", c.model.dropout() > 0 && c.options.within != 0);
+  count("recomputation and activations in the host's memory", (c.options.recompute != 0 || c.options.within != 0) &&
+                                                                 c.options.activations != 0);
   count("dropout with tp or cp", c.model.dropout() > 0 && c.microbatch_ranks() > 1);
   count("grouped queries", c.model.kind == Kind::llama && c.model.llama.kv_heads < c.model.llama.heads);
   count("key heads fewer than tp", has_copied_heads(c));

@@ -95,7 +95,11 @@ void add_run_options(CLI::App& app, TrainArguments& a) {
   app.add_option("--precision", a.precision,
                  "what blocks compute in: float32, or bf16 with main parameters, gradients and optimizer state in float32")
       ->capture_default_str();
-  app.add_flag("--recompute", o.recompute, "keep no activations of blocks: compute them again in the backward");
+  app.add_flag("--recompute{blocks}", o.recompute,
+               "keep no activations of blocks: compute them again in the backward; or --recompute=attention: those within "
+               "attention only; or of the modules whose names fit a pattern");
+  app.add_flag("--offload-activations", o.offload_activations,
+               "keep activations of blocks in the host's memory between forward and backward");
   app.add_flag("--offload", o.offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   app.add_option("--arithmetic", a.arithmetic, "canonical: take sums inside the model like this too; it implies --canonical")
       ->capture_default_str();

@@ -28,6 +28,7 @@ double plot_memory(Svg& svg, const DryRunResult& run, double memory_of_rank, dou
   int64_t counted = 0;
   for (int i = 0; i < shardproof::kMemoryKinds; ++i) {
     const auto kind = static_cast<MemoryKind>(i);
+    if (kind == MemoryKind::activation) continue;  // all units' come below
     parts.push_back({to_string(kind), run.stepped.peak(kind)});
     counted += run.stepped.peak(kind);
   }

@@ -15,6 +15,22 @@ at::ScalarType dtype_of(int64_t dtype) {
   return dtype == bf16 ? at::kBFloat16 : dtype == fp16 ? at::kHalf : at::kFloat;
 }
 
+// Name spaces ("h", "attn") are never called, so they can be neither units nor recomputed.
+bool is_called(const std::string& name, const torch::nn::Module& module) {
+  const bool name_space = name == "out" || name == "lm_head";
+  return !name_space && (!module.parameters(/*recurse=*/false).empty() ||
+                         by_type<GptBlockImpl, LlamaLayerImpl, LlamaAttentionImpl, LlamaMlpImpl>()(name, module));
+}
+
+UnitSelector recomputed_within(const Case& c) {
+  if (c.options.within == 0) return {};
+  return [c](const std::string& name, const torch::nn::Module& module) {
+    const bool is_attention = by_type<AttentionImpl>()(name, module);
+    if (c.options.within == 1) return is_attention;
+    return (is_attention || is_called(name, module)) && chosen(c, "within", name);
+  };
+}
+
 UnitSelector any_unit(const Case& c) {
   switch (c.options.units) {
     case units_block:
@@ -23,12 +39,8 @@ UnitSelector any_unit(const Case& c) {
       return by_type<torch::nn::LinearImpl, torch::nn::LayerNormImpl, torch::nn::EmbeddingImpl, torch::nn::Conv2dImpl,
                      torch::nn::GroupNormImpl, RmsNormImpl>();
     case units_some:
-      // Name spaces ("h", "attn") are never called, so they cannot be units.
       return [c](const std::string& name, const torch::nn::Module& module) {
-        const bool name_space = name == "out" || name == "lm_head";
-        const bool callable = !module.parameters(/*recurse=*/false).empty() ||
-                              by_type<GptBlockImpl, LlamaLayerImpl, LlamaAttentionImpl, LlamaMlpImpl>()(name, module);
-        return callable && !name_space && chosen(c, "unit", name);
+        return is_called(name, module) && chosen(c, "unit", name);
       };
     default: return {};
   }
@@ -55,6 +67,11 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
   if (o.recompute > 0)
     options.recompute = [c](const std::string& name, const torch::nn::Module&) {
       return !name.empty() && (c.options.recompute == 1 || chosen(c, "recompute", name));
+    };
+  options.recompute_modules = recomputed_within(c);
+  if (o.activations > 0)
+    options.offload_activations = [c](const std::string& name, const torch::nn::Module&) {
+      return c.options.activations == 1 || chosen(c, "activations", name);
     };
   options.bucket_bytes_max = o.bucket_bytes;
   options.bucket_count = o.buckets;

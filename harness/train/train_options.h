@@ -47,7 +47,10 @@ struct TrainOptions {
   bool canonical = false;  // sums of gradients whose bits do not depend on the mesh
   // Units compute in bfloat16; main parameters, gradients, sums and optimizer state stay float32.
   bool bf16 = false;
-  bool recompute = false;  // blocks keep no activations, and compute them again in the backward
+  // What keeps no activations, and computes them again in the backward: `blocks`, `attention` within blocks, or the modules
+  // whose names fit a pattern. Empty: nothing.
+  std::string recompute;
+  bool offload_activations = false;  // those of blocks lie in the host's memory between forward and backward
   bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;
   std::function<double(int64_t rank)> clock = {};  // seconds, for what is said of slow ranks; empty: the machine's

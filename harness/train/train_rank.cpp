@@ -19,6 +19,7 @@
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/models/models.h"
+#include "shardproof/nn/attention.h"
 #include "shardproof/nn/initialize.h"
 #include "shardproof/optim/fingerprint_check.h"
 #include "shardproof/optim/optimizer.h"
@@ -44,6 +45,15 @@ struct TrainedModel {
   std::optional<ContextParallel> context;
 };
 
+void require_recomputed_exist(const torch::nn::Module& model, const std::string& pattern) {
+  if (pattern.empty() || pattern == "blocks" || pattern == "attention") return;
+  for (const auto& item : model.named_modules("", /*include_self=*/false))
+    if (by_name(pattern)(item.key(), *item.value())) return;
+  throw Error(fmt::format("[train] --recompute={} fits no module of the {}. Give blocks, attention, or a pattern of names "
+                          "such as {}",
+                          pattern, model.name(), "'*.mlp.*'"));
+}
+
 TrainedModel make_model(const Case& c, const TrainOptions& options, const std::shared_ptr<MeshComm>& comms) {
   Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
   TrainedModel model{.network = make_network(c.model, tensor_group), .tensor = {}, .context = {}};
@@ -51,6 +61,7 @@ TrainedModel make_model(const Case& c, const TrainOptions& options, const std::s
   move_to(*model.network.module, options.device);
   if (tensor_group) model.tensor = parallelize(model.network.module, comms, parallel_plan(c));
   if (c.context_ranks() > 1) model.context = context_parallel(model.network.module, comms, context_options(c));
+  require_recomputed_exist(*model.network.module, options.recompute);
   return model;
 }
 
@@ -71,7 +82,10 @@ ShardOptions shard_options(const TrainOptions& options) {
       return own;
     };
   }
-  if (options.recompute) shard.recompute = [](const std::string& name, const torch::nn::Module&) { return !name.empty(); };
+  if (options.recompute == "blocks") shard.recompute = shard.units;
+  else if (options.recompute == "attention") shard.recompute_modules = by_type<AttentionImpl>();
+  else if (!options.recompute.empty()) shard.recompute_modules = by_name(options.recompute);
+  if (options.offload_activations) shard.offload_activations = shard.units;
   return shard;
 }
 

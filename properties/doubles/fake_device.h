@@ -51,6 +51,9 @@ int64_t bytes_from_host();
 // How often the host has waited for the device so far, where it would wait for a GPU too: by what it waited for.
 std::map<std::string, int64_t> host_waits();
 
+// The most bytes of the device that tensors of all threads have had at a time, since the last call that forgets.
+int64_t most_bytes_in_use(bool forget);
+
 // How many bytes of page-locked memory of the host were asked for so far.
 int64_t bytes_page_locked();
 

@@ -1,10 +1,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "properties/doubles/fake_device.h"
@@ -61,9 +63,15 @@ class Memory final : public c10::Allocator {
         block->data = free.back();
         free.pop_back();
       }
+      in_use_ += static_cast<int64_t>(rounded);
+      most_in_use_ = std::max(most_in_use_, in_use_);
     }
     queue([data = on_host(block->data), rounded] { std::memset(data, 0xff, rounded); });
     return {block->data, block, &release, device()};
+  }
+  int64_t most_in_use(bool forget) {
+    const std::lock_guard lock(mutex_);
+    return forget ? std::exchange(most_in_use_, in_use_) : most_in_use_;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -80,6 +88,7 @@ class Memory final : public c10::Allocator {
 
   std::mutex mutex_;
   size_t used_ = 0;
+  int64_t in_use_ = 0, most_in_use_ = 0;
   std::map<std::pair<c10::StreamId, size_t>, std::vector<void*>> free_;
 };
 
@@ -93,6 +102,7 @@ void Memory::release(void* context) {
   Memory& memory = all_memory();
   const std::lock_guard lock(memory.mutex_);
   memory.free_[{block->stream, block->bytes}].push_back(block->data);
+  memory.in_use_ -= static_cast<int64_t>(block->bytes);
 }
 
 }  // namespace
@@ -102,6 +112,8 @@ void* on_host(const void* device_memory) {
   TORCH_CHECK(addresses().has(device_memory), "fake device: work was given an address that is not the device's");
   return const_cast<std::byte*>(static_cast<const std::byte*>(device_memory)) + kBytes;
 }
+
+int64_t most_bytes_in_use(bool forget) { return all_memory().most_in_use(forget); }
 
 c10::Allocator& memory() { return all_memory(); }
 

@@ -31,7 +31,15 @@ class Sharded:
         The communicators of the mesh.
     """
 
-    def __init__(self, module: nn.Module, native: _C.Sharded, mirror: _C.Mirror, units: list, plain: "list[nn.Parameter]"):
+    def __init__(
+        self,
+        module: nn.Module,
+        native: _C.Sharded,
+        mirror: _C.Mirror,
+        units: list,
+        inner: "list[nn.Module]",
+        plain: "list[nn.Parameter]",
+    ):
         self.module = module
         self._native = native
         self._ignored = {id(parameter) for parameter in plain}
@@ -39,7 +47,9 @@ class Sharded:
             if id(parameter) not in self._ignored:
                 parameter._shardproof_owner = weakref.ref(self)
         names = {id(each): name for name, each in module.named_modules()}
-        modules = dict.fromkeys(itertools.chain([module], *[unit.modules for unit in units]))
+        # A module within a recomputed one is not recomputed by itself.
+        recomputed = [each for each in inner if _C.UnitCall(mirror, each).is_unit]
+        modules = dict.fromkeys(itertools.chain([module], *[unit.modules for unit in units], recomputed))
         self._hooks = [UnitHooks(mirror, each, names.get(id(each), "") or "the model") for each in modules]
         module.__dict__["_shardproof_sharded"] = self
 

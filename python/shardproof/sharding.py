@@ -72,6 +72,7 @@ def fully_shard(
     reshard_after_forward: Union[bool, int, None] = None,
     reshard_after_backward: bool = True,
     recompute: Any = (),
+    offload_activations: Any = (),
     ignored: Any = None,
     prefetch_forward: int = 0,
     prefetch_backward: int = 0,
@@ -125,7 +126,10 @@ def fully_shard(
     reshard_after_backward : bool
         Whether parameters are freed after the backward.
     recompute : as units
-        Units whose activations are computed again in the backward.
+        Units whose activations are computed again in the backward, and modules within units of which the same holds: their
+        parameters stay those of the unit around them. Such a module must be called, and not only hold others.
+    offload_activations : as units
+        Units whose activations lie in the host's memory between forward and backward.
     ignored : str, callable, Parameter, or several of them
         Parameters that stay plain: a pattern of names, ``f(name, parameter) -> bool``, or the parameter.
     prefetch_forward, prefetch_backward : int
@@ -197,7 +201,7 @@ def fully_shard(
         raise _C.Error("[fully_shard] this model is sharded already. Call remove() on its Sharded first, or use a new model")
     comms = mesh_comm(comm, mesh)
     _give_memory_to_buffers(module, torch.device("cpu"))
-    selected = select_units(module, as_list(units), as_list(recompute))
+    selected, inner = select_units(module, as_list(units), as_list(recompute), as_list(offload_activations))
     plain = _ignored_parameters(module, ignored)
     options = dict(
         strategy=strategy,
@@ -205,6 +209,7 @@ def fully_shard(
         precision=as_precision(precision),
         reshard_after_forward=reshard_after_forward,
         reshard_after_backward=reshard_after_backward,
+        recompute_modules=[name for name, each in module.named_modules() if any(each is other for other in inner)],
         prefetch_forward=prefetch_forward,
         prefetch_backward=prefetch_backward,
         bytes_in_flight_max=bytes_in_flight_max,
@@ -232,7 +237,7 @@ def fully_shard(
     if root_reshard_after_forward is not None:
         selected.append(Unit([module], reshard_after_forward=root_reshard_after_forward))
     given = [(unit.modules, {**vars(unit), "precision": as_precision(unit.precision)}) for unit in selected]
-    return Sharded(module, _C.shard(mirror, comms, given, options), mirror, selected, plain)
+    return Sharded(module, _C.shard(mirror, comms, given, options), mirror, selected, inner, plain)
 
 
 def as_precision(precision: Any) -> Optional[Precision]:

@@ -58,6 +58,8 @@ class Unit:
         As in `fully_shard`, for these units.
     recompute : bool
         Compute activations again in the backward instead of keeping them.
+    offload_activations : bool
+        Keep activations in the host's memory between forward and backward.
     strategy : str, optional
         As in `fully_shard`, for these units.
     mesh : str, optional
@@ -71,6 +73,7 @@ class Unit:
     reshard_after_forward: Union[bool, int, None] = None
     precision: Optional[Precision] = None
     recompute: bool = False
+    offload_activations: bool = False
     strategy: Optional[str] = None
     mesh: Optional[str] = None
     gradient_divide: Optional[float] = None
@@ -106,8 +109,30 @@ def describe(selector: Selector) -> str:
     return selector.__name__ if isinstance(selector, type) else repr(selector)
 
 
-def select_units(root: nn.Module, selectors: Iterable[Selector], recompute: Iterable[Selector]) -> "list[Unit]":
-    """One `Unit` for each unit, whose ``modules`` is the list of its modules."""
+def modules_of(option: str, selectors: Iterable[Selector], root: nn.Module) -> "list[nn.Module]":
+    """The modules below the root that the selectors of an option choose; each selector must choose one."""
+    named = [(name, module) for name, module in root.named_modules() if name]
+    found: "dict[int, nn.Module]" = {}
+    for selector in selectors:
+        groups = chosen(selector, named)
+        if not groups:
+            kind = type(root).__name__
+            raise _C.Error(f"[fully_shard] {option}: {describe(selector)} fits no module of the {kind}. {_have(named)}")
+        found.update((id(module), module) for group in groups for module in group)
+    return list(found.values())
+
+
+def _have(named: "list[tuple[str, nn.Module]]") -> str:
+    return f"It has modules of these types: {', '.join(sorted({type(module).__name__ for _, module in named}))}."
+
+
+def select_units(
+    root: nn.Module, selectors: Iterable[Selector], recompute: Iterable[Selector] = (), away: Iterable[Selector] = ()
+) -> "tuple[list[Unit], list[nn.Module]]":
+    """One `Unit` for each unit, whose ``modules`` is the list of its modules, and the modules that `recompute` chooses besides.
+
+    `away` chooses units whose activations are kept in the host's memory.
+    """
     named = [(name, module) for name, module in root.named_modules() if name]
     units: "list[Unit]" = []
     taken: set = set()
@@ -115,10 +140,9 @@ def select_units(root: nn.Module, selectors: Iterable[Selector], recompute: Iter
         options = selector if isinstance(selector, Unit) else Unit(selector)
         groups = chosen(options.modules, named)
         if not groups:
-            types = ", ".join(sorted({type(module).__name__ for _, module in named}))
             raise _C.Error(
                 f"[fully_shard] units: {describe(options.modules)} fits no module of the {type(root).__name__}. "
-                f"It has modules of these types: {types}. An element of units is a class, a pattern of names such "
+                f"{_have(named)} An element of units is a class, a pattern of names such "
                 "as 'blocks.*', a module, a list of modules that make up one unit, or a function of name and module"
             )
         explicit = isinstance(options.modules, (nn.Module, list, tuple))
@@ -127,15 +151,23 @@ def select_units(root: nn.Module, selectors: Iterable[Selector], recompute: Iter
                 continue
             taken.update(id(module) for module in group)
             units.append(dataclasses.replace(options, modules=group))
-    again = {id(module) for selector in recompute for group in chosen(selector, named) for module in group}
-    for i, unit in enumerate(units):
-        if any(id(module) in again for module in unit.modules):
-            units[i] = dataclasses.replace(unit, recompute=True)
-            again -= {id(module) for module in unit.modules}
-    if again:
-        names = ", ".join(f"'{name}'" for name, module in named if id(module) in again)
-        raise _C.Error(f"[fully_shard] recompute: {names} are no units. Only units can be recomputed; add them to units")
-    return units
+    units, inner = _marked(units, "recompute", modules_of("recompute", recompute, root))
+    units, others = _marked(units, "offload_activations", modules_of("offload_activations", away, root))
+    if others:
+        names = ", ".join(f"'{name}'" for name, module in named if any(module is other for other in others))
+        raise _C.Error(f"[fully_shard] offload_activations: {names} are no units. Only units can be; add them to units")
+    return units, inner
+
+
+def _marked(units: "list[Unit]", option: str, modules: "list[nn.Module]") -> "tuple[list[Unit], list[nn.Module]]":
+    """The units, with the option where the modules are theirs, and the other modules."""
+    marks = {id(module) for module in modules}
+    marked = [
+        dataclasses.replace(unit, **{option: True}) if any(id(module) in marks for module in unit.modules) else unit
+        for unit in units
+    ]
+    of_units = {id(module) for unit in units for module in unit.modules}
+    return marked, [module for module in modules if id(module) not in of_units]
 
 
 def map_tensors(value: Any, visit: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -32,6 +32,13 @@ ParameterSelector one_of(const py::handle& parameters) {
   return [chosen](const std::string&, const at::Tensor& parameter) { return chosen.contains(parameter.unsafeGetTensorImpl()); };
 }
 
+UnitSelector modules_named(const py::handle& given) {
+  const auto all = given.cast<std::vector<std::string>>();
+  const std::set<std::string> names(all.begin(), all.end());
+  if (names.empty()) return {};
+  return [names](const std::string& name, const torch::nn::Module&) { return names.contains(name); };
+}
+
 // A function of Python, called as initialize(name, shape, begin, end, values), which fills `values`.
 Initializer initializer_of(const py::handle& value) {
   if (value.is_none()) return {};
@@ -71,6 +78,7 @@ const std::map<std::string, Setter>& setters() {
          if (!v.is_none()) o.reshard_after_forward = reshard_of(v);
        }},
       {"initialize", [](ShardOptions& o, const py::handle& v) { o.initialize = initializer_of(v); }},
+      {"recompute_modules", [](ShardOptions& o, const py::handle& v) { o.recompute_modules = modules_named(v); }},
       {"bucket_bytes_max", set(&ShardOptions::bucket_bytes_max)},
       {"bucket_count", set(&ShardOptions::bucket_count)},
       {"alignment_bytes", set(&ShardOptions::alignment_bytes)},

@@ -12,6 +12,7 @@ UnitOptions unit_options(const py::dict& given) {
   UnitOptions options;
   options.precision = precision_of(given["precision"]);
   options.recompute = given["recompute"].cast<bool>();
+  options.offload_activations = given["offload_activations"].cast<bool>();
   options.gradient_divide = given["gradient_divide"].cast<std::optional<double>>();
   if (!given["reshard_after_forward"].is_none()) options.reshard_after_forward = reshard_of(given["reshard_after_forward"]);
   if (!given["strategy"].is_none()) options.strategy = strategy(given["strategy"].cast<std::string>());

@@ -10,17 +10,26 @@
 #include "shardproof/base/host_work.h"
 
 namespace shardproof {
+namespace {
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+}  // namespace
 
 // Both ends live as long as the copy, however it is let go of.
 struct HostTransfer::Flight {
-  Flight(at::Tensor to, at::Tensor from, c10::Stream stream) : target(std::move(to)), source(std::move(from)) {
+  Flight(std::vector<HostCopy> given, c10::Stream stream) : copies(std::move(given)) {
     done.emplace(stream.device_type());
     done->record(stream);
   }
   // On the CPU, where a test decides when copies happen. Until then the target is garbage.
-  Flight(at::Tensor to, at::Tensor from, HostWork& decides) : target(std::move(to)), source(std::move(from)) {
-    if (target.is_floating_point()) target.fill_(std::numeric_limits<double>::quiet_NaN());
-    copy = decides.later([this] { target.copy_(source); });
+  Flight(std::vector<HostCopy> given, HostWork& decides) : copies(std::move(given)) {
+    for (const HostCopy& each : copies)
+      if (each.target.is_floating_point()) each.target.fill_(std::numeric_limits<double>::quiet_NaN());
+      else if (each.target.scalar_type() == at::kByte) each.target.fill_(0xff);
+    job = decides.later([this] {
+      for (const HostCopy& each : copies) at::Tensor(each.target).copy_(each.source);
+    });
   }
   ~Flight() {
     try {
@@ -32,56 +41,89 @@ struct HostTransfer::Flight {
   Flight& operator=(const Flight&) = delete;
 
   void wait() {
-    if (!source.defined()) return;
-    copy ? copy->wait() : done->synchronize();
-    target.reset();
-    source.reset();
+    if (copies.empty()) return;
+    job ? job->wait() : done->synchronize();
+    copies.clear();
   }
 
-  at::Tensor target, source;
+  void order() {
+    if (copies.empty()) return;
+    if (job) return wait();
+    for (HostCopy& each : copies) {
+      at::Tensor& of_device = each.target.is_cpu() ? each.source : each.target;
+      if (!of_device.defined()) return;
+      if (&each == &copies.front()) done->block(current_stream(of_device.device()));
+      of_device.reset();
+    }
+  }
+
+  std::vector<HostCopy> copies;
   std::optional<c10::Event> done;
-  std::unique_ptr<HostJob> copy;
+  std::unique_ptr<HostJob> job;
 };
 
 void HostTransfer::wait() const {
   if (flight_) flight_->wait();
 }
 
-HostTransfer HostTransfers::download(const at::Tensor& target, at::Tensor source) {
+void HostTransfer::order() const {
+  if (flight_) flight_->order();
+}
+
+c10::Stream HostTransfers::after_current(std::optional<c10::Stream>& stream) const {
+  if (!stream) stream = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
+  c10::Event ready(device_.type());
+  ready.record(current_stream(device_));
+  ready.block(*stream);
+  return *stream;
+}
+
+HostTransfer HostTransfers::copy(std::vector<HostCopy> copies, std::optional<c10::Stream>& stream) const {
   HostTransfer transfer;
   HostWork* const decides = HostWork::of_this_thread();
   if (device_.is_cpu() && !decides) {
-    target.copy_(source);
+    for (const HostCopy& each : copies) each.target.copy_(each.source);
     return transfer;
   }
+  if (device_.is_cpu()) {
+    transfer.flight_ = std::make_shared<HostTransfer::Flight>(std::move(copies), *decides);
+    return transfer;
+  }
+  const c10::Stream own = after_current(stream);
+  const c10::StreamGuard on_stream(own);
+  for (const HostCopy& each : copies) each.target.copy_(each.source, /*non_blocking=*/true);
+  transfer.flight_ = std::make_shared<HostTransfer::Flight>(std::move(copies), own);
+  return transfer;
+}
+
+HostTransfer HostTransfers::download(const at::Tensor& target, at::Tensor source) {
   while (downloads_.size() >= kDownloadsMax) {
     downloads_.front().wait();
     downloads_.pop_front();
   }
-  if (device_.is_cpu()) {
-    transfer.flight_ = std::make_shared<HostTransfer::Flight>(target, std::move(source), *decides);
-    downloads_.push_back(transfer);
-    return transfer;
-  }
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  if (!stream_) stream_ = guard.getStreamFromGlobalPool(device_);
-  c10::Event ready(device_.type());
-  ready.record(guard.getStream(device_));
-  ready.block(*stream_);
-  const c10::StreamGuard on_stream(*stream_);
-  target.copy_(source, /*non_blocking=*/true);
-  transfer.flight_ = std::make_shared<HostTransfer::Flight>(target, std::move(source), *stream_);
-  downloads_.push_back(transfer);
+  HostTransfer transfer = download_all({{target, std::move(source)}});
+  if (transfer.flight_) downloads_.push_back(transfer);
   return transfer;
 }
+
+HostTransfer HostTransfers::download_all(std::vector<HostCopy> copies) { return copy(std::move(copies), stream_); }
 
 HostTransfer HostTransfers::upload(const at::Tensor& target, const at::Tensor& source) {
   HostTransfer transfer;
   target.copy_(source, /*non_blocking=*/true);
   if (device_.is_cpu()) return transfer;
-  const c10::impl::VirtualGuardImpl guard(device_.type());
-  transfer.flight_ = std::make_shared<HostTransfer::Flight>(target, source, guard.getStream(device_));
+  transfer.flight_ = std::make_shared<HostTransfer::Flight>(std::vector<HostCopy>{{target, source}}, current_stream(device_));
   return transfer;
+}
+
+HostTransfer HostTransfers::upload_ahead(const at::Tensor& target, const at::Tensor& source, const HostTransfer& written) {
+  if (device_.is_cpu()) {
+    written.wait();
+  } else if (written.flight_ && written.flight_->done) {
+    if (!ahead_) ahead_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
+    written.flight_->done->block(*ahead_);
+  }
+  return copy({{target, source}}, ahead_);
 }
 
 }  // namespace shardproof

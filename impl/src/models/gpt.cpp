@@ -41,7 +41,7 @@ at::Tensor GptBlockImpl::forward(at::Tensor x) {
     return part.view({batch, length, width / head_size_, head_size_}).transpose(1, 2);
   };
   const std::vector<at::Tensor> qkv = fused.split(width, -1);
-  const at::Tensor attended = attend_->forward(heads(qkv[0]), heads(qkv[1]), heads(qkv[2]));
+  const at::Tensor attended = call(attend_, heads(qkv[0]), heads(qkv[1]), heads(qkv[2]));
   x = x + call(attn_dropout_, call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, width})));
   const at::Tensor wide = call(c_fc_, call(ln_2_, x));
   return x + call(mlp_dropout_, call(mlp_proj_, is_canonical() ? canonical_ops::gelu(wide) : at::gelu(wide)));

@@ -96,7 +96,7 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
   const Turn turn = is_canonical() ? canonical_turn_of(positions, head_size_, theta_)
                                    : turn_of(positions, head_size_, theta_, q);
   const at::Tensor queries = rotated(heads(q, q_norm_), turn), keys = rotated(heads(k, k_norm_), turn);
-  const at::Tensor attended = attend_->forward(queries, keys, heads(v, nullptr));
+  const at::Tensor attended = call(attend_, queries, keys, heads(v, nullptr));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -15,14 +16,21 @@ using torch::autograd::Node;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
+// A backward gets a tensor that a keeper of saved tensors kept as another tensor, which shares the accumulator of gradients.
+at::Tensor parameter_of(const at::Tensor& saved) {
+  const std::shared_ptr<Node> accumulator = torch::autograd::impl::try_get_grad_accumulator(saved);
+  const auto* of_parameter = dynamic_cast<const torch::autograd::AccumulateGrad*>(accumulator.get());
+  return of_parameter ? of_parameter->variable : saved;
+}
+
 GradientTaker* taker_of(const at::Tensor& weight) {
   if (!weight.defined() || !weight.requires_grad() || !weight.is_leaf()) return nullptr;
-  return dynamic_cast<GradientTaker*>(torch::autograd::impl::post_acc_grad_hooks(weight).get());
+  return dynamic_cast<GradientTaker*>(torch::autograd::impl::post_acc_grad_hooks(parameter_of(weight)).get());
 }
 
 // Whether a program looks at the gradient before it is taken over.
 bool has_hooks(const at::Tensor& weight) {
-  if (!torch::autograd::impl::hooks(weight).empty()) return true;
+  if (!torch::autograd::impl::hooks(parameter_of(weight)).empty()) return true;
   const std::shared_ptr<Node> accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
   return accumulator && (!accumulator->post_hooks().empty() || !accumulator->pre_hooks().empty() ||
                          !accumulator->tensor_pre_hooks().empty());

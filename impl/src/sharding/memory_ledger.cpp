@@ -25,6 +25,7 @@ const char* to_string(MemoryKind kind) {
     case MemoryKind::gradient: return "gradient";
     case MemoryKind::optimizer: return "optimizer";
     case MemoryKind::communication: return "communication";
+    case MemoryKind::activation: return "activation";
   }
   return "?";
 }
@@ -80,6 +81,15 @@ at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_
     ledger->count(kind, place, -bytes);
   };
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), forget, tensor.options());
+}
+
+std::shared_ptr<void> MemoryLedger::counted(MemoryKind kind, int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  count(kind, Place::device, bytes);
+  return {nullptr, [ledger = shared_from_this(), kind, bytes](void*) {
+            const std::lock_guard held(ledger->mutex_);
+            ledger->count(kind, Place::device, -bytes);
+          }};
 }
 
 c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {

@@ -31,6 +31,8 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype, Place place = Place::device);
   // The same tensor, counted as `bytes` as long as its storage lives.
   at::Tensor adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes, Place place = Place::device);
+  // Counts bytes of the device that somebody else allocated, as long as the result lives.
+  std::shared_ptr<void> counted(MemoryKind kind, int64_t bytes);
   c10::DataPtr allocate_bytes(MemoryKind kind, int64_t bytes);
   // Of the memory that the group has for tensors of such calls (Comm::allocate), to which it goes back; null where it has none.
   c10::DataPtr allocate_bytes_of(Comm& group, Op op, MemoryKind kind, int64_t bytes);

@@ -73,6 +73,15 @@ void Schedule::abandon_backward() {
     unit->end_backward();
   }
   phase_ = Phase::outside;
+  end_backward_within_units();
+}
+
+void Schedule::end_backward_within_units() {
+  for (const auto& module : recomputed_) {
+    module->expect_no_more();
+    module->end_backward();
+  }
+  if (activations_) activations_->end_backward();
 }
 
 void Schedule::begin_backward() {
@@ -131,7 +140,18 @@ void Schedule::end_backward() {
   }
   for (const auto& unit : units_) unit->end_backward();
   phase_ = Phase::outside;
+  end_backward_within_units();
+  require_recomputed_entered();
   if (sync_ && last_microbatch_ && finish_) finish_();
+}
+
+void Schedule::require_recomputed_entered() const {
+  const auto was_entered = [](const auto& module) { return module->was_entered(); };
+  SHARD_REQUIRE(recomputed_.empty() || std::ranges::any_of(recomputed_, was_entered), "schedule",
+                "recompute_modules chose {} modules, the first being '{}', and a backward has ended before any of them was "
+                "entered (rank {}). Choose modules that the model enters through call(module, ..), which it writes instead of "
+                "module->forward(..)",
+                recomputed_.size(), recomputed_.front()->name(), rank());
 }
 
 int64_t Schedule::bytes_in_flight() const {
@@ -185,6 +205,7 @@ void Schedule::zero_gradients() {
   if (phase() == Phase::interrupted) abandon_backward();
   SHARD_REQUIRE(!in_backward(), "schedule", "zero_gradients inside a backward (rank {}); call it after", rank());
   for (Bucket* bucket : buckets()) bucket->gradient.zero_gradients();
+  if (activations_) activations_->abandon_forwards();
 }
 
 void Schedule::end_step(bool parameters_changed) {

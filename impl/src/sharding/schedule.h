@@ -47,6 +47,10 @@ class Schedule final : public UnitEvents {
   ~Schedule() override;
 
   void add(std::shared_ptr<Unit> unit);
+  // A module that is recomputed and is no unit: it has no bucket, and no other unit knows of it.
+  void add_recomputed(std::shared_ptr<Unit> module) { recomputed_.push_back(std::move(module)); }
+  const std::shared_ptr<ActivationStore>& activations() const { return activations_; }
+  void set_activations(std::shared_ptr<ActivationStore> activations) { activations_ = std::move(activations); }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   // Every bucket, in unit order.
   std::vector<Bucket*> buckets() const;
@@ -77,6 +81,8 @@ class Schedule final : public UnitEvents {
 
  private:
   void end_backward();
+  void end_backward_within_units();
+  void require_recomputed_entered() const;
   void abandon_backward();
   void start_ready_reduces();
   void start_reduce(Bucket& bucket);
@@ -91,7 +97,8 @@ class Schedule final : public UnitEvents {
   int64_t step_ = 0;
   bool last_microbatch_ = true, sync_ = true;
   std::function<void()> finish_;
-  std::vector<std::shared_ptr<Unit>> units_;
+  std::vector<std::shared_ptr<Unit>> units_, recomputed_;
+  std::shared_ptr<ActivationStore> activations_;  // null: no unit has its activations elsewhere
 
   Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out
   struct Waiting {

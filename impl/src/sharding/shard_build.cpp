@@ -110,6 +110,25 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
       sharded.options.initialize);
 }
 
+bool is_parameter(const Schedule& schedule, const at::Tensor& tensor) {
+  const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  for (const auto& unit : schedule.units())
+    for (const auto& bucket : unit->buckets())
+      if (bucket->views().front().storage().unsafeGetStorageImpl() == storage) return true;
+  return false;
+}
+
+// Made for the first unit that needs it.
+std::shared_ptr<ActivationStore> activations_of(Sharded::Impl& sharded) {
+  SHARD_REQUIRE(!sharded.device().is_meta(), "fully_shard",
+                "offload_activations copies values, and the module is on the meta device, where there are none");
+  if (!sharded.schedule.activations())
+    sharded.schedule.set_activations(std::make_shared<ActivationStore>(
+        sharded.memory, sharded.transfers,
+        [&schedule = sharded.schedule](const at::Tensor& tensor) { return is_parameter(schedule, tensor); }));
+  return sharded.schedule.activations();
+}
+
 void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
   const UnitSharding how = sharding_of(sharded, plan, views);
   const Precision& precision = how.options.precision;
@@ -125,6 +144,7 @@ void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
   validate(settings.reshard_after_forward, how.strategy, how.comms->mesh());
   settings.reshard_after_backward = sharded.options.reshard_after_backward;
   settings.recompute = plan.options.recompute;
+  if (plan.options.offload_activations) settings.activations = activations_of(sharded);
   if (precision.cast_inputs) settings.input_dtype = precision.compute;
   settings.output_dtype = precision.output;
   settings.timeline = timeline_of(sharded.comms->world());
@@ -144,6 +164,22 @@ void relate_units(Sharded::Impl& sharded, const std::vector<UnitPlan>& plans) {
       for (const auto& [name, module] : plans[outer].modules)
         if (inner != outer && is_within(plans[inner].name(), name)) settings.inside.push_back(units[inner].get());
     settings.below = settings.inside;
+  }
+}
+
+void build_recomputed(Sharded::Impl& sharded, const UnitPlans& plans) {
+  const auto& units = sharded.schedule.units();
+  for (const RecomputedPlan& plan : plans.recomputed) {
+    auto part = std::make_shared<Unit>(sharded.schedule, plan.name, std::vector<std::unique_ptr<Bucket>>(), 1);
+    part->settings.recompute = true;
+    part->settings.root = units[0].get();
+    if (plan.holder > 0) part->settings.holder = units[plan.holder].get();
+    for (size_t inner = 1; inner < units.size(); ++inner)
+      if (is_within(plans.units[inner].name(), plan.name)) part->settings.inside.push_back(units[inner].get());
+    part->settings.timeline = timeline_of(sharded.comms->world());
+    part->settings.rank = sharded.comms->rank();
+    sharded.attached.attach(plan.module, *part);
+    sharded.schedule.add_recomputed(std::move(part));
   }
 }
 
@@ -193,9 +229,13 @@ std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> 
     for (const auto& [name, unit_module] : plan.modules)
       SHARD_REQUIRE(unit_hooks(*unit_module) == nullptr, "fully_shard",
                     "module '{}' is sharded already; destroy the Sharded that holds it first", name);
+  for (const RecomputedPlan& plan : plans.recomputed)
+    SHARD_REQUIRE(unit_hooks(*plan.module) == nullptr, "fully_shard",
+                  "module '{}' is sharded already; destroy the Sharded that holds it first", plan.name);
   Views views;
   for (const UnitPlan& plan : plans.units) build_unit(sharded, plan, views);
   relate_units(sharded, plans.units);
+  build_recomputed(sharded, plans);
   choose_prefetch(sharded);
   sharded.sequential = std::make_unique<SequentialEntries>(*sharded.module);
   reset_meta_buffers(sharded);

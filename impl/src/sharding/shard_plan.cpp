@@ -45,6 +45,7 @@ void fill_open(UnitOptions& options, const UnitOptions& others) {
   if (!options.mesh) options.mesh = others.mesh;
   if (!options.gradient_divide) options.gradient_divide = others.gradient_divide;
   options.recompute |= others.recompute;
+  options.offload_activations |= others.offload_activations;
 }
 
 std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
@@ -83,10 +84,41 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
         if (module == item.value()) plan.names.push_back(item.key());
   for (UnitPlan& plan : plans) {
     if (options.unit_options) fill_open(plan.options, options.unit_options(plan.name()));
-    for (const auto& [name, module] : plan.modules)
+    for (const auto& [name, module] : plan.modules) {
       plan.options.recompute |= options.recompute && options.recompute(name, *module);
+      plan.options.offload_activations |= options.offload_activations && options.offload_activations(name, *module);
+    }
   }
   return plans;
+}
+
+bool is_recomputed(const std::string& name, const UnitPlans& plans) {
+  const auto within = [&](const std::string& outer) { return !outer.empty() && (name == outer || is_within(name, outer)); };
+  for (const UnitPlan& unit : plans.units)
+    if (unit.options.recompute && std::ranges::any_of(unit.names, within)) return true;
+  return std::ranges::any_of(plans.recomputed, [&](const RecomputedPlan& plan) { return within(plan.name); });
+}
+
+// Needs the units to have their parameters.
+size_t holder_of(const std::string& module, const std::vector<UnitPlan>& units) {
+  for (size_t i = 1; i < units.size(); ++i)
+    if (units[i].name() != module && !is_within(units[i].name(), module))
+      for (const NamedParameter& parameter : units[i].parameters)
+        if (is_within(parameter.name, module)) return i;
+  return 0;
+}
+
+void choose_recomputed(UnitPlans& plans, const torch::nn::Module& root, const ShardOptions& options) {
+  if (!options.recompute_modules) return;
+  for (const auto& item : root.named_modules("", /*include_self=*/false)) {
+    if (!options.recompute_modules(item.key(), *item.value()) || is_recomputed(item.key(), plans)) continue;
+    const auto has = [&](const UnitPlan& unit) {
+      return std::ranges::any_of(unit.modules, [&](const auto& module) { return module.second == item.value(); });
+    };
+    const auto unit = std::ranges::find_if(plans.units, has);
+    if (unit != plans.units.end()) unit->options.recompute = true;
+    else plans.recomputed.push_back({item.key(), item.value(), holder_of(item.key(), plans.units)});
+  }
 }
 
 }  // namespace
@@ -97,7 +129,7 @@ bool is_within(const std::string& name, const std::string& prefix) {
 
 UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
                      const ShardOptions& options) {
-  UnitPlans result{choose_units(root, entries, options), {}};
+  UnitPlans result{.units = choose_units(root, entries, options), .aliases = {}};
   const auto innermost = [&](const std::string& name) {
     size_t best = 0, longest = 0;
     for (size_t i = 1; i < result.units.size(); ++i)
@@ -127,6 +159,7 @@ UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Shar
     result.units[use.unit].parameters.push_back(use.parameter);
   }
   require_separate(all);
+  choose_recomputed(result, *root, options);
   return result;
 }
 

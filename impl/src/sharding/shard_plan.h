@@ -29,8 +29,16 @@ struct UnitPlan {
   const std::string& name() const { return modules.front().first; }
 };
 
+// A module that is recomputed and is no unit.
+struct RecomputedPlan {
+  std::string name;
+  std::shared_ptr<torch::nn::Module> module;
+  size_t holder = 0;  // the unit that holds its parameters; 0 where it is the root, or there are none
+};
+
 struct UnitPlans {
   std::vector<UnitPlan> units;  // in order of registration, the root first
+  std::vector<RecomputedPlan> recomputed = {};
   // Every name of a sharded parameter and, for the ones that share a tensor, the name under which it is sharded.
   std::vector<std::pair<std::string, std::string>> aliases;
 };

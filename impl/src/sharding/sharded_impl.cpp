@@ -20,7 +20,9 @@ constexpr int64_t kParallelOrder = 100, kDivisionOrder = 1000;
 constexpr int64_t kReplicasOrder = std::numeric_limits<int64_t>::max();  // after whatever the caller sums
 
 std::shared_ptr<MemoryLedger> make_ledger(c10::Device device, const ShardOptions& options) {
-  return std::make_shared<MemoryLedger>(device, /*pins_host=*/options.offload == Offload::pinned && device.is_cuda());
+  const bool uses_host = options.offload != Offload::none || options.offload_activations || options.unit_options;
+  return std::make_shared<MemoryLedger>(device,
+                                        /*pins_host=*/uses_host && options.offload != Offload::pageable && device.is_cuda());
 }
 
 std::vector<std::shared_ptr<void>> rules_of(const torch::nn::Module& root) {

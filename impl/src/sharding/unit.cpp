@@ -73,13 +73,19 @@ Unit::~Unit() {
 }
 
 int64_t Unit::begin_span(const char* what) {
-  const std::string unit = name_.empty() ? "the root unit" : "unit '" + name_ + "'";
-  return settings.timeline->begin(settings.rank, {.name = what, .unit = unit});
+  return settings.timeline->begin(settings.rank, {.name = what, .unit = label()});
 }
 
 void Unit::end_span(int64_t number) { settings.timeline->end(settings.rank, number); }
 
+// Inside a backward this is a recomputation, and its backward comes next.
+bool Unit::keeps_activations_away() const {
+  return settings.activations && c10::GradMode::is_enabled() && !schedule_.in_backward();
+}
+
 void Unit::before_forward(const torch::nn::Module&) {
+  was_entered_ = true;
+  if (keeps_activations_away()) settings.activations->begin_forward(label());
   if (settings.timeline) forward_spans_.push_back(begin_span(schedule_.in_backward() ? "recompute" : "forward"));
   finish_unshard();
   call_watched_ = false;
@@ -109,6 +115,7 @@ at::Tensor Unit::watch_output(const at::Tensor& given) {
 
 void Unit::after_forward(const torch::nn::Module& module) {
   if (c10::GradMode::is_enabled() && !call_watched_) leaves_unseen_ = true;
+  if (keeps_activations_away()) settings.activations->end_forward();
   if (settings.timeline) {
     end_span(forward_spans_.back());
     forward_spans_.pop_back();
@@ -188,6 +195,7 @@ void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradien
 void Unit::on_input_gradient() {
   --inputs_watched_;
   pass(inputs_watched_ == 0 ? Passage::left : Passage::inside);
+  expect_no_more_when_left();
   if (left()) schedule_.unit_left();
   reshard_when_done();
 }
@@ -215,6 +223,9 @@ void Unit::begin_recomputation() {
   ++recomputations_;
   for (Unit* unit : settings.inside) ++unit->recomputations_;
   if (settings.root) settings.root->until_the_end_ = true;
+  if (!settings.holder) return;
+  ++settings.holder->recomputations_;
+  settings.holder->until_left_ = true;
 }
 
 void Unit::end_recomputation() {
@@ -223,6 +234,10 @@ void Unit::end_recomputation() {
   for (Unit* unit : settings.inside) {
     --unit->recomputations_;
     unit->add_parts();
+  }
+  if (settings.holder) {
+    --settings.holder->recomputations_;
+    settings.holder->expect_no_more_when_left();
   }
   schedule_.unit_left();
   for (Unit* unit : settings.inside) unit->reshard_when_done();
@@ -234,9 +249,16 @@ void Unit::add_parts() {
   for (const auto& bucket : buckets_) bucket->gradient.add_parts();
 }
 
+// What was recomputed may share parameters with the rest of the unit.
+void Unit::expect_no_more_when_left() {
+  if (!until_left_ || passage_ != Passage::left || leaves_unseen_ || recomputations_ > 0) return;
+  until_left_ = false;
+  add_parts();
+}
+
 void Unit::expect_no_more() {
   recomputations_ = 0;
-  until_the_end_ = false;
+  until_left_ = until_the_end_ = false;
   add_parts();
 }
 

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "sharding/activations.h"
 #include "sharding/bucket.h"
 #include "shardproof/comm/timeline.h"
 #include "shardproof/hooks/unit.h"
@@ -43,12 +44,15 @@ struct UnitSettings {
   bool reshard_after_backward = true;
   bool unshard_in_backward = true;
   bool recompute = false;
+  std::shared_ptr<ActivationStore> activations;  // where they go between forward and backward; null: they stay
   std::optional<at::ScalarType> input_dtype, output_dtype;
   std::vector<Unit*> forward_prefetch, backward_prefetch;
   bool gradient_sync = true;  // backwards reduce its gradients, where the schedule has them reduced
   std::vector<Unit*> inside;  // units within this one; those of the root are not listed
   std::vector<Unit*> below;   // the same, of the root as well
   Unit* root = nullptr;       // null for the root itself
+  // Of a module that is recomputed and is no unit: the unit other than the root that holds its parameters, if it has any.
+  Unit* holder = nullptr;
   std::shared_ptr<Timeline> timeline;  // null: nothing is measured
   int64_t rank = 0;                    // in the timeline
 };
@@ -75,6 +79,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool recomputes() const override { return settings.recompute; }
   std::vector<at::Tensor> run_without_graph(Body body, std::vector<at::Tensor> inputs) override;
 
+  // Since it was made.
+  bool was_entered() const { return was_entered_; }
+
   // All its buckets; see BucketParameters. Nothing when already there.
   void start_unshard();
   void finish_unshard();
@@ -95,10 +102,11 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
 
   // A recomputation is the forward and backward of its own of something that ran before, so the gradients of one backward come
   // in several parts: those of the unit, of units inside it, and of the root, whose parameters it may have used. Theirs are
-  // complete when all recomputations are over; the root's, which the rest of the backward may use as well, at the end.
+  // complete when all recomputations are over; the root's, which the rest of the backward may use as well, at the end. Those
+  // of a holder are complete when the backward has left it.
   void begin_recomputation();
   void end_recomputation();
-  bool expects_more() const { return recomputations_ > 0 || until_the_end_; }
+  bool expects_more() const { return recomputations_ > 0 || until_left_ || until_the_end_; }
   void expect_no_more();
   // The backward of this unit is over, recomputations included. Only known when each of its calls had an input with a gradient.
   bool left() const { return passage_ == Passage::left && !leaves_unseen_ && !expects_more(); }
@@ -112,15 +120,19 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void reshard_when_done();
   bool complete() const;
   void add_parts();
+  void expect_no_more_when_left();
+  bool keeps_activations_away() const;
+  std::string label() const { return name_.empty() ? "the root unit" : "unit '" + name_ + "'"; }
 
   UnitEvents& schedule_;
   std::string name_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   size_t modules_;
+  bool was_entered_ = false;
   std::set<const torch::nn::Module*> ran_;  // in this forward
   int64_t inputs_watched_ = 0;   // backward has still to leave through so many
   int64_t recomputations_ = 0;   // of it, or around it, that the backward has still to run
-  bool until_the_end_ = false;
+  bool until_left_ = false, until_the_end_ = false;
   bool call_watched_ = false;   // the current call has an input whose gradient will come
   bool leaves_unseen_ = false;  // some call has none
   enum class Passage { outside, inside, left };

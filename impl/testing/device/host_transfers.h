@@ -7,14 +7,22 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace shardproof {
 
-// One copy. Empty: nothing is under way.
+struct HostCopy {
+  at::Tensor target, source;
+};
+
+// One copy, or several that go together. Empty: nothing is under way.
 class HostTransfer {
  public:
   // Returns when the copy is over. Until then the host must neither read nor write its memory.
   void wait() const;
+  // What the current stream is given from now on comes after the copy, and the host goes on. The transfer lets go of the
+  // device's memory, and of the host's when the copy is over. On the CPU it is `wait`.
+  void order() const;
 
  private:
   friend class HostTransfers;
@@ -33,12 +41,21 @@ class HostTransfers {
   // From the device to the host, on a stream of its own, behind what the current stream has queued. `source` lives until the
   // copy is over, and nobody writes it.
   HostTransfer download(const at::Tensor& target, at::Tensor source);
+  // The same of several tensors. The caller sees to it that not too many are under way.
+  HostTransfer download_all(std::vector<HostCopy> copies);
   // From the host to the device, on the current stream.
   HostTransfer upload(const at::Tensor& target, const at::Tensor& source);
+  // From the host to the device, on a stream of its own, behind what the current stream has queued and behind `written`, which
+  // copied to `source`. The memory of `target` came from the current stream.
+  HostTransfer upload_ahead(const at::Tensor& target, const at::Tensor& source, const HostTransfer& written);
 
  private:
+  c10::Stream after_current(std::optional<c10::Stream>& stream) const;
+  HostTransfer copy(std::vector<HostCopy> copies, std::optional<c10::Stream>& stream) const;
+
   const c10::Device device_;
   std::optional<c10::Stream> stream_;  // of downloads
+  std::optional<c10::Stream> ahead_;   // of uploads
   std::deque<HostTransfer> downloads_;
 };
 

@@ -44,6 +44,8 @@ class ParallelHooks {
   virtual ~ParallelHooks() = default;
   using Forward = std::function<at::Tensor(at::Tensor)>;
   virtual at::Tensor run(const Forward& forward, at::Tensor input) = 0;
+  // Whether it only says what the module has, so that `run` is the forward itself and any forward will do.
+  virtual bool only_places() const { return false; }
 };
 
 // What `add_lora` (models/lora.h) adds to the output of a module that takes one tensor and returns one. It is private to the
@@ -115,7 +117,7 @@ auto forward_in_parallel(const torch::nn::Module& module, const Forward& forward
     using Result = decltype(forward(args...));
     if constexpr (sizeof...(Args) == 1 && (std::is_same_v<Args, at::Tensor> && ...) && std::is_same_v<Result, at::Tensor>)
       return hooks->run(forward, std::move(args)...);
-    else
+    else if (!hooks->only_places())
       refuse_parallel_call(module);
   }
   return forward(std::move(args)...);

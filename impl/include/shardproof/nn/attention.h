@@ -69,8 +69,8 @@ TORCH_MODULE(Positions);
 // Scaled dot-product attention: q [B, heads, T, head], k and v [B, kv_heads, T, head] -> [B, heads, T, head]. `heads` is a
 // multiple of `kv_heads`, and a key head serves heads / kv_heads neighbouring query heads. `dropout` is the probability of
 // dropout on attention probabilities. Where tensor parallelism cuts the heads, the module needs the style CutAttention; with as
-// many key heads as query heads CutDropout{1, ..}, counted in heads, is enough. Such a module is entered by `forward`, not by
-// `call`.
+// many key heads as query heads CutDropout{1, ..}, counted in heads, is enough. A model that enters it through `call` can have
+// it recomputed (ShardOptions::recompute_modules).
 class AttentionImpl : public torch::nn::Module, public SequencePart, public CanonicalPart {
  public:
   explicit AttentionImpl(bool causal = true, double dropout = 0) : causal_(causal), dropout_(dropout) {}

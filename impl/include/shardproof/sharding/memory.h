@@ -13,8 +13,9 @@ enum class MemoryKind {
   gradient,       // produced, accumulated and final gradients
   optimizer,      // the optimizer's state
   communication,  // buffers of collectives whose dtype or layout differs from that of what is kept
+  activation,     // what units with ShardOptions::offload_activations keep for their backward; of other units it is not counted
 };
-constexpr int kMemoryKinds = 5;
+constexpr int kMemoryKinds = 6;
 const char* to_string(MemoryKind kind);
 
 struct MemoryBytes {
@@ -26,7 +27,8 @@ struct MemoryBytes {
   int64_t now_total() const;
 };
 
-// The memory of the device that holds the parameters. `host` counts the host's memory that ShardOptions::offload uses.
+// The memory of the device that holds the parameters. `host` counts the host's memory that ShardOptions::offload and
+// offload_activations use.
 struct MemoryUse : MemoryBytes {
   MemoryBytes host;
 };

@@ -125,6 +125,7 @@ struct UnitOptions {
   std::optional<Reshard> reshard_after_forward = {};
   std::optional<Precision> precision = {};
   bool recompute = false;  // recomputes this unit, besides those that ShardOptions::recompute chooses
+  bool offload_activations = false;  // likewise
   std::optional<Strategy> strategy = {};
   // Another mesh of the same ranks, which the unit's strategy then uses: e.g. dp_replicate=2,dp_shard=4 where the other units
   // have dp_shard=8. The unit's gradients must be summed over the same ranks as those of the others, and `tp` must be the same.
@@ -143,6 +144,16 @@ struct ShardOptions {
   // Chooses units that keep no activations and compute them again in the backward (Chen et al. 2016, "Training Deep Nets with
   // Sublinear Memory Cost").
   UnitSelector recompute = {};
+  // Chooses further modules that do the same and are no units: what they hold stays in the units around them, and no
+  // collective changes. A model enters them through `call`. E.g. by_type<AttentionImpl>(), whose activations grow with the
+  // square of a sequence and are cheap to compute (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+  // Transformer Models"). Modules within a recomputed unit or module are not chosen again.
+  UnitSelector recompute_modules = {};
+  // Chooses units whose activations lie in the host's memory between their forward and their backward. They leave the device
+  // while the next such unit computes, and come back while the backward of the next such unit runs, so the device holds those
+  // of two units. In units that are recomputed as well these are the inputs. No bit changes. On CUDA the host's memory is
+  // page-locked unless `offload` is `pageable`. On the CPU the copies are made and nothing is saved.
+  UnitSelector offload_activations = {};
 
   // A unit's parameters go into one bucket, or into several buckets of at most `bucket_bytes_max` bytes each, or into
   // `bucket_count` buckets. 0: not set.

@@ -79,6 +79,7 @@ class CutDropoutHooks final : public StyleHooks {
     aware->tensor_placement = std::make_shared<CutPlacement>(owner, style);
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
+  bool only_places() const override { return true; }
 };
 
 // Keys and values as they are; gradients summed for the first rank of the group, the others get zeros. Both in one collective,
@@ -133,6 +134,7 @@ class CutAttentionHooks final : public StyleHooks {
     owner->sums_copied_keys = true;
   }
   at::Tensor run(const Forward& forward, at::Tensor x) override { return forward(std::move(x)); }
+  bool only_places() const override { return true; }
 };
 
 }  // namespace

@@ -1,0 +1,62 @@
+#include "sharding/saved_tensors.h"
+
+#include <torch/csrc/autograd/engine.h>
+
+namespace shardproof {
+namespace {
+
+using torch::autograd::Engine;
+using torch::autograd::GraphTask;
+using torch::autograd::Node;
+using torch::autograd::SavedVariableHooks;
+
+// It runs nothing itself, so it has no threads.
+class AskingEngine final : public Engine {
+ public:
+  explicit AskingEngine(Engine& before) : before_(before) {}
+
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (auto theirs = before_.get_default_saved_variable_hooks()) return theirs;
+    const std::shared_ptr<SavedTensorKeeper> keeper = saved_tensor_keeper().lock();
+    return keeper ? keeper->hooks() : nullptr;
+  }
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
+                                         bool keep_graph, bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
+    return before_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(const std::shared_ptr<GraphTask>& task,
+                                                                 std::shared_ptr<Node> root,
+                                                                 torch::autograd::InputBuffer&& buffer) override {
+    return before_.execute_with_graph_task(task, std::move(root), std::move(buffer));
+  }
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override { return before_.make_anomaly_metadata(); }
+  void thread_on_exception(const std::shared_ptr<GraphTask>& task, const std::shared_ptr<Node>& node,
+                           std::exception& error) override {
+    before_.thread_on_exception(task, node, error);
+  }
+
+ private:
+  Engine& before_;
+};
+
+Engine* asking_engine = nullptr;
+
+}  // namespace
+
+std::weak_ptr<SavedTensorKeeper>& saved_tensor_keeper() {
+  thread_local std::weak_ptr<SavedTensorKeeper> keeper;
+  return keeper;
+}
+
+void ask_saved_tensor_keepers() {
+  static const bool once = [] {
+    asking_engine = new AskingEngine(Engine::get_default_engine());  // lives as long as LibTorch's own, which may be asked last
+    torch::autograd::set_default_engine_stub([]() -> Engine& { return *asking_engine; });
+    return true;
+  }();
+  (void)once;
+}
+
+}  // namespace shardproof

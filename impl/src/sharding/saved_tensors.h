@@ -1,0 +1,27 @@
+// Who keeps what autograd saves for backwards.
+//
+// LibTorch lets a program pack what autograd saves (torch/csrc/autograd/saved_variable_hooks.h), but asks Python which hooks
+// apply. Its engine is the one that is asked, and it may be replaced. So here is an engine that asks the keeper of the thread,
+// and leaves everything else to the engine that was there before, which is Python's in a process of Python.
+#pragma once
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <memory>
+
+namespace shardproof {
+
+class SavedTensorKeeper {
+ public:
+  virtual ~SavedTensorKeeper() = default;
+  // For the next tensor that autograd saves on this thread. Null: autograd keeps it itself.
+  virtual std::unique_ptr<torch::autograd::SavedVariableHooks> hooks() = 0;
+};
+
+// Of this thread; expired: autograd keeps everything itself. Hooks that Python has set come first.
+std::weak_ptr<SavedTensorKeeper>& saved_tensor_keeper();
+
+// From now on keepers are asked.
+void ask_saved_tensor_keepers();
+
+}  // namespace shardproof
