@@ -31,6 +31,22 @@ class TrainPrecision(TrainingRuns):
             self.assertEqual(self.losses(runs[0][1]), self.losses(runs[1][1]))
             self.assertIn(", recomputing", runs[1][2].splitlines()[0])
 
+    def test_recomputed_attention_and_activations_in_the_hosts_memory_change_no_bit(self):
+        plain = self.losses(self.train("--check")[1])
+        for options in (("--recompute=attention",), ("--recompute=**.c_fc",), ("--offload-activations",),
+                        ("--recompute", "--offload-activations"),
+                        ("--recompute=attention", "--offload-activations", "--precision", "bf16")):
+            code, lines, output, errors = self.train("--check", *options)
+            self.assertEqual(code, 0, output + errors)
+            if "bf16" not in options:
+                self.assertEqual(self.losses(lines), plain)
+            first = output.splitlines()[0]
+            self.assertEqual(", activations on the host" in first, "--offload-activations" in options)
+            self.assertEqual(", recomputing attention" in first, "--recompute=attention" in options)
+
+    def test_a_pattern_of_recomputed_modules_that_fits_none_is_refused(self):
+        self.expect_refused("--recompute=nothing.* fits no module", "--recompute=nothing.*")
+
     def test_a_run_goes_on_in_its_precision_on_another_mesh_and_in_no_other(self):
         folder = os.path.join(self.folder, "run")
         first = self.train("--precision", "bf16", "--checkpoint-dir", folder, "--steps", "2")

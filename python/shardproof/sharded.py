@@ -263,7 +263,7 @@ class Sharded:
         return self.native.memory()[0]
 
     def host_memory(self) -> "dict[str, tuple[int, int]]":
-        """The same of what ``offload`` moved to the host's memory."""
+        """The same of what ``offload`` and ``offload_activations`` moved to the host's memory."""
         return self.native.memory()[1]
 
     def reset_peak_memory(self) -> None:

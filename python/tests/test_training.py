@@ -109,6 +109,55 @@ def test_recomputed_units_and_prefetch_change_no_bit():
     )
 
 
+class Inner(nn.Module):
+    """Half of it is a module that is recomputed by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+        self.middle = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return x + self.middle(self.before(x)).tanh()
+
+
+class Inners(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Inner() for _ in range(4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(recompute="blocks.*.middle"),
+        dict(offload_activations=[Inner]),
+        dict(recompute=[nn.Sequential], offload_activations="blocks.*"),
+        dict(recompute=["blocks.0", "blocks.*.middle"], offload_activations=["blocks.0", "blocks.2"]),
+    ],
+)
+def test_recomputed_modules_and_activations_in_the_hosts_memory_change_no_bit(options):
+    model = Inners()
+
+    def body(comm, **chosen):
+        own = copy.deepcopy(model)
+        sharded = shardproof.fully_shard(own, comm, units=[Inner], **chosen)
+        own(torch.ones(8, 8) * (comm.rank + 1)).square().sum().backward()
+        return sharded.native.gather_gradients(), sharded.host_memory()["activation"]
+
+    plain = shardproof.run_threads(2, body)
+    chosen = shardproof.run_threads(2, lambda comm: body(comm, **options))
+    for (expected, _), (gradients, (now, most)) in zip(plain, chosen):
+        assert expected.keys() == gradients.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+        assert now == 0 and (most > 0) == ("offload_activations" in options)
+
+
 def test_shards_that_lie_side_by_side_change_no_bit():
     check(Net(), torch.optim.Adam, {"lr": 0.01}, strategy="zero3", units=[Block], gather="side_by_side")
 
