@@ -46,7 +46,7 @@ Matrix in_rows_of(Matrix x, int64_t columns) {
 class Layer {
  public:
   Layer(const Llama& llama, Store& store, int64_t index)
-      : llama_(llama), store_(store), name_(fmt::format("model.layers.{}.", index)), width_(llama.hidden / llama.heads) {}
+      : llama_(llama), store_(store), name_(fmt::format("model.layers.{}.", index)), width_(llama.head()) {}
 
   Matrix forward(const Matrix& x, const Tokens& tokens, Dropout& dropout) {
     x_ = x;

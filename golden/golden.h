@@ -47,16 +47,17 @@ struct Gpt {
 
 // Llama style, pre-norm: RMS norm (eps 1e-5, x * rsqrt(mean(x^2) + eps) * weight), rotary positions (theta 10000, element i of
 // a head turns with element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head
-// serves heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)), no biases. Data and loss as the
-// GPT's; `positions` is the longest sequence. With `qk_norm` an RMS norm over the features of each head's
-// queries, and one of its keys, before they turn. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per
-// layer "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight"
-// [hidden / heads], "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
+// serves heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Data and loss as the GPT's;
+// `positions` is the longest sequence. A head has `head_size` features, or hidden / heads where that is 0. With `qkv_bias` the
+// projections of queries, keys and values have biases. With `qk_norm` an RMS norm over the features of each head's queries,
+// and one of its keys, before they turn. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
+// "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qkv_bias each of the first three followed by its "bias", with
+// qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head], "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
 // "model.layers.<i>.{input,post_attention}_layernorm.weight", then "model.norm.weight" and, unless tied, "lm_head.weight".
 // Dropout: per layer, of attention's probabilities.
 struct Llama {
   int64_t layers = 1;
-  int64_t hidden = 8;  // a multiple of heads, by an even number
+  int64_t hidden = 8;  // a multiple of heads, by an even number unless head_size is given
   int64_t heads = 2;   // a multiple of kv_heads
   int64_t kv_heads = 1;
   int64_t intermediate = 12;
@@ -65,6 +66,10 @@ struct Llama {
   bool tied = false;
   double dropout = 0;
   bool qk_norm = false;
+  bool qkv_bias = false;
+  int64_t head_size = 0;  // even
+
+  int64_t head() const { return head_size > 0 ? head_size : hidden / heads; }
 };
 
 // Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an

@@ -30,11 +30,15 @@ class Layer {
  private:
   const at::Tensor& weight(const char* name) const { return parameters_.at(prefix_ + name + ".weight"); }
   at::Tensor linear(const at::Tensor& x, const char* name) const { return at::linear(x, weight(name)); }
+  // Of queries, keys or values.
+  at::Tensor projection(const at::Tensor& x, const char* name) const {
+    return llama_.qkv_bias ? at::linear(x, weight(name), parameters_.at(prefix_ + name + ".bias")) : linear(x, name);
+  }
 
   at::Tensor attention(const at::Tensor& x, Dropout& dropout) const {
-    const int64_t batch = x.size(0), length = x.size(1), width = llama_.hidden / llama_.heads;
+    const int64_t batch = x.size(0), length = x.size(1), width = llama_.head();
     const auto heads = [&](const at::Tensor& input, const char* name, int64_t count, const char* norm = nullptr) {
-      const at::Tensor each = linear(input, name).view({batch, length, count, width});
+      const at::Tensor each = projection(input, name).view({batch, length, count, width});
       return (norm && llama_.qk_norm ? rms_norm(each, weight(norm)) : each).transpose(1, 2);
     };
     const auto serving_all = [&](const at::Tensor& kv) {
@@ -46,7 +50,7 @@ class Layer {
     const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads, "self_attn.k_norm"), angles));
     const at::Tensor v = serving_all(heads(both, "self_attn.v_proj", llama_.kv_heads));
     const at::Tensor mixed = causal_attention(q, k, v, dropout);
-    return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.hidden}), "self_attn.o_proj");
+    return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.heads * width}), "self_attn.o_proj");
   }
 
   // [length, width / 2]
@@ -70,18 +74,23 @@ class Layer {
 }  // namespace
 
 Shapes llama_shapes(const Llama& llama) {
-  const int64_t hidden = llama.hidden, kv = llama.kv_heads * (hidden / llama.heads), wide = llama.intermediate;
+  const int64_t hidden = llama.hidden, wide = llama.intermediate;
+  const int64_t queries = llama.heads * llama.head(), keys = llama.kv_heads * llama.head();
   Shapes shapes = {{"model.embed_tokens.weight", {llama.vocab, hidden}}};
   for (int64_t i = 0; i < llama.layers; ++i) {
     const auto add = [&](const char* name, std::vector<int64_t> shape) {
       shapes.push_back({fmt::format("model.layers.{}.{}.weight", i, name), std::move(shape)});
     };
-    add("self_attn.q_proj", {hidden, hidden});
-    add("self_attn.k_proj", {kv, hidden});
-    add("self_attn.v_proj", {kv, hidden});
-    add("self_attn.o_proj", {hidden, hidden});
-    if (llama.qk_norm) add("self_attn.q_norm", {hidden / llama.heads});
-    if (llama.qk_norm) add("self_attn.k_norm", {hidden / llama.heads});
+    const auto add_projection = [&](const char* name, int64_t outputs) {
+      add(name, {outputs, hidden});
+      if (llama.qkv_bias) shapes.push_back({fmt::format("model.layers.{}.{}.bias", i, name), {outputs}});
+    };
+    add_projection("self_attn.q_proj", queries);
+    add_projection("self_attn.k_proj", keys);
+    add_projection("self_attn.v_proj", keys);
+    add("self_attn.o_proj", {hidden, queries});
+    if (llama.qk_norm) add("self_attn.q_norm", {llama.head()});
+    if (llama.qk_norm) add("self_attn.k_norm", {llama.head()});
     add("mlp.gate_proj", {wide, hidden});
     add("mlp.up_proj", {wide, hidden});
     add("mlp.down_proj", {hidden, wide});

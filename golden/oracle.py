@@ -153,13 +153,13 @@ class RmsNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, hidden, heads, kv_heads, qk_norm):
+    def __init__(self, hidden, heads, kv_heads, qk_norm, qkv_bias, head):
         super().__init__()
-        self.heads, self.kv_heads, self.width = heads, kv_heads, hidden // heads
-        self.q_proj = nn.Linear(hidden, hidden, bias=False, **MADE)
-        self.k_proj = nn.Linear(hidden, kv_heads * self.width, bias=False, **MADE)
-        self.v_proj = nn.Linear(hidden, kv_heads * self.width, bias=False, **MADE)
-        self.o_proj = nn.Linear(hidden, hidden, bias=False, **MADE)
+        self.heads, self.kv_heads, self.width = heads, kv_heads, head
+        self.q_proj = nn.Linear(hidden, heads * head, bias=qkv_bias, **MADE)
+        self.k_proj = nn.Linear(hidden, kv_heads * head, bias=qkv_bias, **MADE)
+        self.v_proj = nn.Linear(hidden, kv_heads * head, bias=qkv_bias, **MADE)
+        self.o_proj = nn.Linear(heads * head, hidden, bias=False, **MADE)
         self.q_norm = RmsNorm(self.width) if qk_norm else nn.Identity()
         self.k_norm = RmsNorm(self.width) if qk_norm else nn.Identity()
 
@@ -188,9 +188,9 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, hidden, heads, kv_heads, intermediate, qk_norm):
+    def __init__(self, hidden, heads, kv_heads, intermediate, **attention):
         super().__init__()
-        self.self_attn = LlamaAttention(hidden, heads, kv_heads, qk_norm)
+        self.self_attn = LlamaAttention(hidden, heads, kv_heads, **attention)
         sizes = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate), "down_proj": (intermediate, hidden)}
         self.mlp = nn.ModuleDict({name: nn.Linear(a, b, bias=False, **MADE) for name, (a, b) in sizes.items()})
         self.input_layernorm = RmsNorm(hidden)
@@ -203,9 +203,9 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, qk_norm):
+    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, **attention):
         super().__init__()
-        made = [LlamaLayer(hidden, heads, kv_heads, intermediate, qk_norm) for _ in range(layers)]
+        made = [LlamaLayer(hidden, heads, kv_heads, intermediate, **attention) for _ in range(layers)]
         self.model = nn.ModuleDict(
             {"embed_tokens": nn.Embedding(vocab, hidden, **MADE), "layers": nn.ModuleList(made), "norm": RmsNorm(hidden)}
         )

@@ -133,6 +133,8 @@ py::dict to_python(const Llama& llama) {
   options["vocab"] = llama.vocab;
   options["tied"] = llama.tied;
   options["qk_norm"] = llama.qk_norm;
+  options["qkv_bias"] = llama.qkv_bias;
+  options["head"] = llama.head();
   return options;
 }
 

@@ -73,13 +73,17 @@ void require_dropout(double probability) {
 }
 
 void require_llama(const Llama& llama) {
-  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm] = llama;
+  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm, qkv_bias,
+              head_size] = llama;
   if (layers < 0 || hidden < 1 || heads < 1 || kv_heads < 1 || intermediate < 1 || vocab < 1 || positions < 1)
     refuse(
         fmt::format("llama: expected layers >= 0 and hidden, heads, kv_heads, intermediate, vocab, positions >= 1, got "
                     "layers={} hidden={} heads={} kv_heads={} intermediate={} vocab={} positions={}",
                     layers, hidden, heads, kv_heads, intermediate, vocab, positions));
-  if (hidden % heads != 0 || hidden / heads % 2 != 0 || heads % kv_heads != 0)
+  if (head_size < 0 || head_size % 2 != 0)
+    refuse(fmt::format("llama: head_size {} must be even and not below 0", head_size));
+  const bool fits = head_size > 0 || (hidden % heads == 0 && hidden / heads % 2 == 0);
+  if (!fits || heads % kv_heads != 0)
     refuse(fmt::format("llama: hidden {} must be a multiple of heads {}, by an even number, and that of kv_heads {}", hidden,
                        heads, kv_heads));
 }

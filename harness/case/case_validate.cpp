@@ -201,6 +201,8 @@ void validate(const golden::Llama& m) {
                               {"vocab", m.vocab},
                               {"positions", m.positions}});
   SHARD_REQUIRE(m.layers <= kLayersMax, "case", "llama: layers must be at most {}, got {}", kLayersMax, m.layers);
+  SHARD_REQUIRE(m.head_size >= 0 && m.head_size <= kSizeMax && m.head_size % 2 == 0, "case",
+                "llama: head_size={} must be even and at most {}; 0 is hidden / heads", m.head_size, kSizeMax);
   SHARD_REQUIRE(m.hidden % (2 * m.heads) == 0 && m.heads % m.kv_heads == 0, "case",
                 "llama: hidden={} must be a multiple of twice heads={}, and heads of kv_heads={}. Choose hidden={} or heads={}",
                 m.hidden, m.heads, m.kv_heads, (m.hidden / (2 * m.heads) + 1) * 2 * m.heads, m.kv_heads);

@@ -71,6 +71,13 @@ golden::Model generate_llama(Chooser& choose, int64_t head_min) {
   return model;
 }
 
+// What only some families of a llama have. Drawn apart, so that all else of a case is what it was without them.
+void generate_family(Chooser choose, golden::Model& model) {
+  if (model.kind != golden::Model::Kind::llama) return;
+  model.llama.qkv_bias = choose.chance(0.35);
+  if (choose.chance(0.25)) model.llama.head_size = 2 * choose.integer(2, 5);
+}
+
 // A norm over few values, as small images have, is as hard to judge as a narrow layer norm.
 golden::Model generate_conv(Chooser& choose, bool norms_allowed) {
   golden::Model model;
@@ -330,6 +337,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     const bool with_context = given && limits.mesh->has("cp");
     c.model = with_context ? generate_language_model(choose, c.mode)
                            : generate_model(choose, c.mode, parallel, !limits.canonical_arithmetic);
+    generate_family(Chooser(Draws(seed, "family").at(index)), c.model);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
     generate_optimizer(choose, c);

@@ -174,6 +174,8 @@ Fields llama_fields() {
       .flag("tied", &Llama::tied)
       .number("dropout", &Llama::dropout)
       .flag("qk_norm", &Llama::qk_norm)
+      .flag("qkv_bias", &Llama::qkv_bias)
+      .sizes({{"head_size", &Llama::head_size, nullptr, 2, /*may_be_left_out=*/true}})
       .fields();
 }
 

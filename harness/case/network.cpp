@@ -132,13 +132,7 @@ at::Tensor token_loss(const at::Tensor& logits, const at::Tensor& target, int64_
 }
 
 Network make_gpt(const golden::Gpt& g, Comm* tensor_group) {
-  Gpt gpt(GptOptions{.layers = g.layers,
-                     .hidden = g.hidden,
-                     .heads = g.heads,
-                     .vocab = g.vocab,
-                     .positions = g.positions,
-                     .tied = g.tied,
-                     .dropout = g.dropout});
+  Gpt gpt(gpt_options(g));
   Network network{gpt.ptr(), [gpt](const golden::Microbatch& data) { return call(gpt, data.input); },
                   [vocab = g.vocab, tensor_group](const at::Tensor& logits, const golden::Microbatch& data) {
                     return token_loss(logits, data.target, vocab, tensor_group);
@@ -183,6 +177,16 @@ Network make_canonical(const golden::Model& model, Comm* tensor_group) {
 
 }  // namespace
 
+GptOptions gpt_options(const golden::Gpt& g) {
+  return {.layers = g.layers,
+          .hidden = g.hidden,
+          .heads = g.heads,
+          .vocab = g.vocab,
+          .positions = g.positions,
+          .tied = g.tied,
+          .dropout = g.dropout};
+}
+
 LlamaOptions llama_options(const golden::Llama& m) {
   return {.layers = m.layers,
           .hidden = m.hidden,
@@ -192,7 +196,9 @@ LlamaOptions llama_options(const golden::Llama& m) {
           .vocab = m.vocab,
           .tied = m.tied,
           .attention_dropout = m.dropout,
-          .qk_norm = m.qk_norm};
+          .qk_norm = m.qk_norm,
+          .qkv_bias = m.qkv_bias,
+          .head_size = m.head_size};
 }
 
 // Module::to gives each a new impl's content by set_data, which LibTorch grants to some devices only.

@@ -27,6 +27,7 @@ struct Network {
   at::Tensor loss(const golden::Microbatch& data) const { return loss_of(output(data), data) * data.weight; }
 };
 
+shardproof::GptOptions gpt_options(const golden::Gpt& gpt);
 shardproof::LlamaOptions llama_options(const golden::Llama& llama);
 
 // Parameters and buffers go there and stay the tensors that they are, those with two names, too.

@@ -50,10 +50,7 @@ ParallelPlan parallel_plan(const Case& c) {
   if (c.model.kind == golden::Model::Kind::mlp) return mlp_plan(c);
   if (c.model.kind == golden::Model::Kind::llama)
     return llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);
-  const golden::Gpt& g = c.model.gpt;
-  const GptOptions options{
-      .layers = g.layers, .hidden = g.hidden, .heads = g.heads, .vocab = g.vocab, .positions = g.positions, .tied = g.tied};
-  return gpt_plan(options, c.options.sequence_parallel != 0);
+  return gpt_plan(gpt_options(c.model.gpt), c.options.sequence_parallel != 0);
 }
 
 ContextOptions context_options(const Case& c) {

@@ -121,6 +121,8 @@ void Coverage::add_model(const Case& c) {
   count("grouped queries", c.model.kind == Kind::llama && c.model.llama.kv_heads < c.model.llama.heads);
   count("key heads fewer than tp", has_copied_heads(c));
   count("norms of cut heads", c.model.kind == Kind::llama && c.model.llama.qk_norm && c.tensor_ranks() > 1);
+  count("biases of cut heads", c.model.kind == Kind::llama && c.model.llama.qkv_bias && c.tensor_ranks() > 1);
+  count("heads of their own size", c.model.kind == Kind::llama && c.model.llama.head_size > 0);
   count("module called twice or more", odd && c.model.odd.calls > 1);
   count("0-dim parameter", odd && c.model.odd.gain);
   count("parameter of no elements", odd && c.model.odd.empty);

@@ -87,6 +87,9 @@ inline golden::Model random_llama() {
   llama.positions = draw(1, 7);
   llama.tied = pick({true, false});
   llama.qk_norm = llama.hidden / llama.heads >= 4 && pick({true, false});
+  llama.qkv_bias = pick({true, false});
+  llama.head_size = 2 * draw(0, 3);
+  llama.qk_norm &= llama.head() >= 4;
   return model;
 }
 

@@ -46,7 +46,7 @@ MakeModel gpt(bool tied, double dropout) {
   };
 }
 
-MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout, bool qk_norm) {
+MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout, bool qk_norm, bool qkv_bias) {
   return [=](const MeshSetting& setting) {
     const LlamaOptions options{.layers = 2,
                                .hidden = 24,
@@ -56,7 +56,8 @@ MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout, bool qk_n
                                .vocab = kVocab,
                                .tied = tied,
                                .attention_dropout = attention_dropout,
-                               .qk_norm = qk_norm};
+                               .qk_norm = qk_norm,
+                               .qkv_bias = qkv_bias};
     Llama llama(options);
     return Model{llama.ptr(), [llama](at::Tensor tokens) mutable { return call(llama, tokens); },
                  llama_plan(options, setting.tp, setting.sequence_parallel)};

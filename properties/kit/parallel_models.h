@@ -31,7 +31,7 @@ using MakeModel = std::function<Model(const MeshSetting&)>;
 constexpr int64_t kVocab = 13;
 shardproof::GptOptions gpt_options(bool tied, double dropout = 0);
 MakeModel gpt(bool tied, double dropout = 0);
-MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout = 0, bool qk_norm = false);
+MakeModel llama(bool tied, int64_t kv_heads, double attention_dropout = 0, bool qk_norm = false, bool qkv_bias = false);
 
 struct Trained {
   std::vector<double> losses, norms;  // by step; losses are sums over the tokens that count

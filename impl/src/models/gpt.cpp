@@ -18,7 +18,8 @@ LayerNorm layer_norm(int64_t size) {
 
 }  // namespace
 
-GptBlockImpl::GptBlockImpl(const GptOptions& options) : head_size_(options.hidden / options.heads) {
+GptBlockImpl::GptBlockImpl(const GptOptions& options)
+    : head_size_(options.hidden / options.heads), tanh_gelu_(options.tanh_gelu) {
   const int64_t hidden = options.hidden;
   ln_1_ = register_module("ln_1", layer_norm(hidden));
   auto attention = name_space(*this, "attn");
@@ -44,7 +45,9 @@ at::Tensor GptBlockImpl::forward(at::Tensor x) {
   const at::Tensor attended = call(attend_, heads(qkv[0]), heads(qkv[1]), heads(qkv[2]));
   x = x + call(attn_dropout_, call(attn_proj_, attended.transpose(1, 2).reshape({batch, length, width})));
   const at::Tensor wide = call(c_fc_, call(ln_2_, x));
-  return x + call(mlp_dropout_, call(mlp_proj_, is_canonical() ? canonical_ops::gelu(wide) : at::gelu(wide)));
+  SHARD_REQUIRE(!is_canonical() || !tanh_gelu_, "gpt", "canonical arithmetic has the exact GELU, and this model has tanh_gelu");
+  const at::Tensor curved = is_canonical() ? canonical_ops::gelu(wide) : at::gelu(wide, tanh_gelu_ ? "tanh" : "none");
+  return x + call(mlp_dropout_, call(mlp_proj_, curved));
 }
 
 GptImpl::GptImpl(GptOptions options) : options_(options) {

@@ -10,12 +10,37 @@
 namespace shardproof {
 namespace {
 
-torch::nn::LinearOptions plain(int64_t in, int64_t out) { return torch::nn::LinearOptions(in, out).bias(false); }
+torch::nn::LinearOptions plain(int64_t in, int64_t out, bool bias = false) {
+  return torch::nn::LinearOptions(in, out).bias(bias);
+}
+
+struct Rope {
+  int64_t head_size;
+  double theta;
+  RopeScaling scaling;
+};
+
+// One frequency, in the arithmetic of its type.
+template <class Real>
+Real scaled(Real frequency, const RopeScaling& scaling) {
+  if (scaling.factor == 1) return frequency;
+  const Real length = static_cast<Real>(2 * M_PI) / frequency, factor = static_cast<Real>(scaling.factor);
+  const auto positions = static_cast<Real>(scaling.positions);
+  const auto low = static_cast<Real>(scaling.low_turns), high = static_cast<Real>(scaling.high_turns);
+  if (length > positions / low) return frequency / factor;
+  if (length < positions / high) return frequency;
+  const Real smooth = (positions / length - low) / (high - low);
+  return (1 - smooth) * frequency / factor + smooth * frequency;
+}
 
 // Angles [T, head / 2] of rotary embeddings: position / theta^(2i / head), in float32.
-at::Tensor angles(const at::Tensor& positions, int64_t head_size, double theta, at::ScalarType dtype) {
-  const at::Tensor exponents = at::arange(0, head_size, 2, at::kFloat) / static_cast<double>(head_size);
-  const at::Tensor frequencies = at::pow(at::scalar_tensor(theta, at::kFloat), exponents).reciprocal();
+at::Tensor angles(const at::Tensor& positions, const Rope& rope, at::ScalarType dtype) {
+  const at::Tensor exponents = at::arange(0, rope.head_size, 2, at::kFloat) / static_cast<double>(rope.head_size);
+  const at::Tensor frequencies = at::pow(at::scalar_tensor(rope.theta, at::kFloat), exponents).reciprocal();
+  for (int64_t i = 0; rope.scaling.factor != 1 && i < frequencies.numel(); ++i) {
+    float& frequency = frequencies.mutable_data_ptr<float>()[i];
+    frequency = scaled(frequency, rope.scaling);
+  }
   return at::outer(positions.to(at::kFloat), frequencies).to(dtype);
 }
 
@@ -24,18 +49,20 @@ struct Turn {
 };
 
 // In the dtype and on the device of `like`.
-Turn turn_of(const at::Tensor& positions, int64_t head_size, double theta, const at::Tensor& like) {
-  const at::Tensor turn = angles(positions, head_size, theta, like.scalar_type());
+Turn turn_of(const at::Tensor& positions, const Rope& rope, const at::Tensor& like) {
+  const at::Tensor turn = angles(positions, rope, like.scalar_type());
   return {turn.cos().to(like.device()), turn.sin().to(like.device())};
 }
 
 // Each by itself, in float64 and with the C library: LibTorch's vectors and their tails may differ.
-Turn canonical_turn_of(const at::Tensor& positions, int64_t head_size, double theta) {
-  const int64_t half = head_size / 2;
+Turn canonical_turn_of(const at::Tensor& positions, const Rope& rope) {
+  const int64_t half = rope.head_size / 2;
   Turn turn{at::empty({positions.numel(), half}, at::kDouble), at::empty({positions.numel(), half}, at::kDouble)};
   for (int64_t i = 0; i < positions.numel() * half; ++i) {
-    const double exponent = static_cast<double>(2 * (i % half)) / static_cast<double>(head_size);
-    const double angle = static_cast<double>(positions.const_data_ptr<int64_t>()[i / half]) / std::pow(theta, exponent);
+    const double exponent = static_cast<double>(2 * (i % half)) / static_cast<double>(rope.head_size);
+    const auto position = static_cast<double>(positions.const_data_ptr<int64_t>()[i / half]);
+    const double power = std::pow(rope.theta, exponent);
+    const double angle = rope.scaling.factor == 1 ? position / power : position * scaled(1 / power, rope.scaling);
     turn.cosine.mutable_data_ptr<double>()[i] = std::cos(angle);
     turn.sine.mutable_data_ptr<double>()[i] = std::sin(angle);
   }
@@ -52,9 +79,17 @@ void require_valid(const LlamaOptions& o) {
   SHARD_REQUIRE(o.layers >= 0 && o.hidden > 0 && o.heads > 0 && o.kv_heads > 0 && o.intermediate > 0 && o.vocab > 0, "llama",
                 "sizes must be positive, got layers={} hidden={} heads={} kv_heads={} intermediate={} vocab={}", o.layers,
                 o.hidden, o.heads, o.kv_heads, o.intermediate, o.vocab);
-  SHARD_REQUIRE(o.hidden % o.heads == 0 && o.hidden / o.heads % 2 == 0 && o.heads % o.kv_heads == 0, "llama",
-                "hidden={} must be a multiple of heads={} with an even quotient, and heads of kv_heads={}", o.hidden, o.heads,
-                o.kv_heads);
+  SHARD_REQUIRE(o.head_size >= 0 && o.head_size % 2 == 0 && o.longest >= 0, "llama",
+                "head_size must be even and not below 0, longest not below 0, got head_size={} longest={}", o.head_size,
+                o.longest);
+  SHARD_REQUIRE(o.head_size > 0 || (o.hidden % o.heads == 0 && o.hidden / o.heads % 2 == 0), "llama",
+                "without head_size hidden={} must be a multiple of heads={} with an even quotient", o.hidden, o.heads);
+  const RopeScaling& rope = o.rope_scaling;
+  SHARD_REQUIRE(rope.factor > 0 && rope.low_turns > 0 && rope.high_turns > rope.low_turns && rope.positions > 0, "llama",
+                "rope_scaling must have a factor, turns and positions above 0, and low_turns below high_turns, got factor={} "
+                "low_turns={} high_turns={} positions={}",
+                rope.factor, rope.low_turns, rope.high_turns, rope.positions);
+  SHARD_REQUIRE(o.heads % o.kv_heads == 0, "llama", "heads={} must be a multiple of kv_heads={}", o.heads, o.kv_heads);
 }
 
 }  // namespace
@@ -70,13 +105,17 @@ at::Tensor RmsNormImpl::forward(at::Tensor x) {
 }
 
 LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)
-    : head_size_(options.hidden / options.heads), theta_(options.rope_theta) {
-  q_proj_ = register_module("q_proj", Linear(plain(options.hidden, options.hidden)));
-  k_proj_ = register_module("k_proj", Linear(plain(options.hidden, options.kv_heads * head_size_)));
-  v_proj_ = register_module("v_proj", Linear(plain(options.hidden, options.kv_heads * head_size_)));
+    : head_size_(options.features_of_head()),
+      longest_(options.longest),
+      theta_(options.rope_theta),
+      scaling_(options.rope_scaling) {
+  const int64_t queries = options.heads * head_size_, keys = options.kv_heads * head_size_;
+  q_proj_ = register_module("q_proj", Linear(plain(options.hidden, queries, options.qkv_bias)));
+  k_proj_ = register_module("k_proj", Linear(plain(options.hidden, keys, options.qkv_bias)));
+  v_proj_ = register_module("v_proj", Linear(plain(options.hidden, keys, options.qkv_bias)));
   positions_ = register_module("positions", Positions());
   attend_ = register_module("attend", Attention(/*causal=*/true, options.attention_dropout));
-  o_proj_ = register_module("o_proj", Linear(plain(options.hidden, options.hidden)));
+  o_proj_ = register_module("o_proj", Linear(plain(queries, options.hidden)));
   if (options.qk_norm) {
     q_norm_ = register_module("q_norm", RmsNorm(head_size_, options.norm_eps));
     k_norm_ = register_module("k_norm", RmsNorm(head_size_, options.norm_eps));
@@ -93,8 +132,11 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
     return (norm.is_empty() ? each : call(norm, each)).transpose(1, 2);
   };
   const at::Tensor positions = positions_->forward(length);
-  const Turn turn = is_canonical() ? canonical_turn_of(positions, head_size_, theta_)
-                                   : turn_of(positions, head_size_, theta_, q);
+  SHARD_REQUIRE(longest_ == 0 || positions.numel() == 0 || positions[-1].item<int64_t>() < longest_, "llama",
+                "a sequence reaches position {}, and the longest sequence of this model is {}", positions[-1].item<int64_t>(),
+                longest_);
+  const Rope rope{head_size_, theta_, scaling_};
+  const Turn turn = is_canonical() ? canonical_turn_of(positions, rope) : turn_of(positions, rope, q);
   const at::Tensor queries = rotated(heads(q, q_norm_), turn), keys = rotated(heads(k, k_norm_), turn);
   const at::Tensor attended = call(attend_, queries, keys, heads(v, nullptr));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));
@@ -156,10 +198,10 @@ ParallelPlan llama_plan(const LlamaOptions& options, int64_t ranks, bool sequenc
   SHARD_REQUIRE(ranks <= options.kv_heads || options.heads % ranks == 0, "llama",
                 "{} heads over {} ranks, which share {} key-value heads: each rank must have as many", options.heads, ranks,
                 options.kv_heads);
-  const int64_t head = options.hidden / options.heads;
+  const int64_t head = options.features_of_head();
   // Query heads go where their key head is.
   const int64_t together = ranks <= options.kv_heads ? options.heads / options.kv_heads : 1;
-  const std::vector<CutSegment> heads = {{options.hidden, together * head}};
+  const std::vector<CutSegment> heads = {{options.heads * head, together * head}};
   const std::vector<CutSegment> kv_heads = {{options.kv_heads * head, head, /*copied=*/true}};
   ParallelPlan plan{.styles = {{"model.embed_tokens", VocabParallel{}},
                                {"model.layers.*.*_layernorm", SequenceParallel{}},

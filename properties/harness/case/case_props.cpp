@@ -110,10 +110,13 @@ TEST(Case, every_field_of_a_llama_is_in_the_text) {
     c.model.llama.*size *= 2;
     EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
   }
-  Case tied = base, dropped = base;
+  Case tied = base, dropped = base, normed = base, biased = base, wide = base;
   tied.model.llama.tied = true;
   dropped.model.llama.dropout = 0.25;
-  for (const Case& c : {tied, dropped}) {
+  normed.model.llama.qk_norm = true;
+  biased.model.llama.qkv_bias = true;
+  wide.model.llama.head_size = 10;
+  for (const Case& c : {tied, dropped, normed, biased, wide}) {
     EXPECT_TRUE(texts.insert(c.str()).second) << "not in the text: " << c.str();
     EXPECT_EQ(Case::parse(c.str()), c);
   }

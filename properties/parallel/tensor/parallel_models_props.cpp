@@ -151,6 +151,16 @@ TEST(TensorParallel, norms_of_queries_and_keys_on_cut_heads_train_like_plain) {
     parallel_models::expect_equal_on_meshes(llama(false, kv_heads, 0, /*qk_norm=*/true), settings, {8, 7});
 }
 
+// A rank has the biases of its heads; of a key head that several ranks hold, each has the bias, too.
+TEST(TensorParallel, biases_of_queries_keys_and_values_on_cut_heads_train_like_plain) {
+  const std::vector<MeshSetting> settings = {{.tp = 2},
+                                             {.tp = 3, .strategy = "ddp"},
+                                             {.dp = 2, .tp = 2, .sequence_parallel = true},
+                                             {.cp = 2, .tp = 2}};
+  for (const int64_t kv_heads : {6, 1})
+    parallel_models::expect_equal_on_meshes(llama(false, kv_heads, 0, /*qk_norm=*/false, /*qkv_bias=*/true), settings, {8, 7});
+}
+
 namespace {
 
 MakeModel with_undeclared_norms(bool compares) {

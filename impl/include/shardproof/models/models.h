@@ -71,6 +71,7 @@ struct GptOptions {
   int64_t positions = 128;  // the length of the longest sequence
   bool tied = true;         // whether the head uses the weight of the token embedding
   double dropout = 0;       // its probability, on embeddings, attention probabilities and both branches of a block
+  bool tanh_gelu = false;   // GELU by its formula with tanh, as OpenAI's GPT-2 has it, instead of the exact one
 };
 
 // One pre-norm transformer block: [B, T, hidden] -> [B, T, hidden].
@@ -81,6 +82,7 @@ class GptBlockImpl : public torch::nn::Module, public CanonicalPart {
 
  private:
   int64_t head_size_;
+  bool tanh_gelu_;
   LayerNorm ln_1_{nullptr}, ln_2_{nullptr};
   Linear c_attn_{nullptr}, attn_proj_{nullptr}, c_fc_{nullptr}, mlp_proj_{nullptr};
   Attention attend_{nullptr};
@@ -88,7 +90,7 @@ class GptBlockImpl : public torch::nn::Module, public CanonicalPart {
 };
 TORCH_MODULE(GptBlock);
 
-// GPT-2: tokens [B, T] int64 -> logits [B, T, vocab]. It has learned positions, layer norms, exact GELU and causal attention.
+// GPT-2: tokens [B, T] int64 -> logits [B, T, vocab]. It has learned positions, layer norms, GELU and causal attention.
 // Its parameters have the names of GPT2LMHeadModel in Hugging Face's transformers, without "transformer.": "wte.weight",
 // "wpe.weight", "h.<i>.ln_1.*", "h.<i>.attn.c_attn.*", "h.<i>.attn.c_proj.*", "h.<i>.ln_2.*", "h.<i>.mlp.c_fc.*",
 // "h.<i>.mlp.c_proj.*", "ln_f.*" and "lm_head.weight", which is "wte.weight" itself when tied.
@@ -114,9 +116,18 @@ TORCH_MODULE(Gpt);
 // T, ..] are split along T between blocks.
 ParallelPlan gpt_plan(const GptOptions& options, bool sequence_parallel = false);
 
+// Rotary frequencies for longer sequences, as Llama has them from 3.1 on ("rope_type": "llama3" in Hugging Face's package):
+// those that turn fewer than `low_turns` times in `positions` tokens are divided by the factor, those that turn more than
+// `high_turns` times stay, and those between go over smoothly.
+struct RopeScaling {
+  double factor = 1;  // 1: frequencies are not scaled
+  double low_turns = 1, high_turns = 4;
+  int64_t positions = 8192;
+};
+
 struct LlamaOptions {
   int64_t layers = 2;
-  int64_t hidden = 64;         // an even multiple of heads
+  int64_t hidden = 64;         // an even multiple of heads, unless head_size is given
   int64_t heads = 4;           // query heads; a multiple of kv_heads
   int64_t kv_heads = 2;        // key and value heads
   int64_t intermediate = 128;  // the width of the gated MLP
@@ -126,6 +137,12 @@ struct LlamaOptions {
   bool tied = false;
   double attention_dropout = 0;  // the probability of dropout on attention probabilities
   bool qk_norm = false;          // RMS norms over the features of each head's queries and keys before rotation, as in Qwen3
+  bool qkv_bias = false;         // biases of the projections of queries, keys and values, as in Qwen2
+  int64_t head_size = 0;         // how many features a head has, an even number; 0: hidden / heads
+  int64_t longest = 0;           // the longest sequence that the model takes; 0: any
+  RopeScaling rope_scaling = {};
+
+  int64_t features_of_head() const { return head_size > 0 ? head_size : hidden / heads; }
 };
 
 // Divides each row of [.., size] by the root of its mean square and multiplies it by "weight" [size] (Zhang and Sennrich 2019,
@@ -149,8 +166,9 @@ class LlamaAttentionImpl : public torch::nn::Module, public CanonicalPart {
   at::Tensor forward(at::Tensor x);
 
  private:
-  int64_t head_size_;
+  int64_t head_size_, longest_;
   double theta_;
+  RopeScaling scaling_;
   Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr}, o_proj_{nullptr};
   RmsNorm q_norm_{nullptr}, k_norm_{nullptr};  // null without qk_norm
   Positions positions_{nullptr};
@@ -184,7 +202,8 @@ TORCH_MODULE(LlamaLayer);
 // Llama: tokens [B, T] int64 -> logits [B, T, vocab]. Parameters have the names and shapes of LlamaForCausalLM in Hugging
 // Face's transformers: "model.embed_tokens.weight", "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight",
 // "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight",
-// "model.norm.weight" and "lm_head.weight", which is the embedding's weight itself when tied. With qk_norm they are those of
+// "model.norm.weight" and "lm_head.weight", which is the embedding's weight itself when tied. With qkv_bias they are those of
+// Qwen2ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k,v}_proj.bias". With qk_norm they are those of
 // Qwen3ForCausalLM, which also has "model.layers.<i>.self_attn.{q,k}_norm.weight".
 class LlamaImpl : public torch::nn::Module, public CanonicalPart {
  public:
