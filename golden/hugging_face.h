@@ -1,7 +1,6 @@
 // The models of the transformers package, run by embedded Python on given weights.
 #pragma once
 
-#include <map>
 #include <string>
 
 #include "golden/golden.h"
@@ -9,12 +8,7 @@
 namespace golden {
 
 struct PeerRun {
-  std::string family;  // "gpt2" or "llama"
-  // Of the family's configuration class, under its names.
-  std::map<std::string, int64_t> sizes;
-  std::map<std::string, double> numbers;
-  std::map<std::string, std::string> words;
-  bool tied = false;
+  std::string config;                 // the text of the model's config.json
   Named parameters;                   // of GPT-2 without "transformer." before the names; matrices are outputs x inputs
   at::Tensor tokens, targets;         // int64 [B, T]
   at::ScalarType dtype = at::kFloat;  // or double

@@ -4,12 +4,13 @@ Embedded into the library at build time, as oracle.py is, whose forms of tensors
 and have the shapes, of the weights that were given.
 """
 
+import json
+
 import torch
 import torch.nn.functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-FAMILIES = {"gpt2": (GPT2Config, GPT2LMHeadModel), "llama": (LlamaConfig, LlamaForCausalLM)}
 # Of texts that these models have none of.
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
@@ -33,11 +34,11 @@ def weights_of(model):
         yield name.removeprefix("transformer."), parameter, name in turned
 
 
-def run(family, options, parameters, tokens, targets, dtype):
-    config, kind = FAMILIES[family]
+def run(config, parameters, tokens, targets, dtype):
+    config = AutoConfig.for_model(**{**json.loads(config), **NO_TOKENS})
     dtype = getattr(torch, dtype)
     with torch.random.fork_rng(devices=[]):  # C++ shares the generator
-        model = kind(config(**options, **NO_TOKENS, attn_implementation="eager")).to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     own = list(weights_of(model))
     names = [name for name, _, _ in own]
     if names != [name for name, _ in parameters]:

@@ -249,14 +249,9 @@ EngineTrace train_with(const py::object& python_train, const EngineRun& run) {
 }
 
 PeerResult run_with(py::object& python_run, const PeerRun& run) {
-  py::dict options;
-  for (const auto& [name, value] : run.sizes) options[name.c_str()] = value;
-  for (const auto& [name, value] : run.numbers) options[name.c_str()] = value;
-  for (const auto& [name, value] : run.words) options[name.c_str()] = value;
-  options["tie_word_embeddings"] = run.tied;
   py::list parameters;
   for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
-  const py::object result = python_run(run.family, options, parameters, to_python(run.tokens), to_python(run.targets),
+  const py::object result = python_run(run.config, parameters, to_python(run.tokens), to_python(run.targets),
                                        run.dtype == at::kDouble ? "float64" : "float32");
   return {tensor_from_python(result["logits"]), named_from_python(result["gradients"])};
 }

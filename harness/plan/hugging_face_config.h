@@ -1,4 +1,4 @@
-// Models of the transformers package, by their config.json.
+// Models of Hugging Face's transformers package, by their config.json.
 #pragma once
 
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace harness {
 
-// The model that the file describes: GPT-2, Llama, Mistral or Qwen3. Throws Error, which names the file and what it has that
-// the models of this library have not: another family, biases in a Llama, heads of another size.
+// The model that the file, or a folder with it, describes (shardproof/checkpoint/hugging_face.h), in its sizes: a case has no
+// word for eps, theta and the like. Throws Error, which names the file and what it asks for that the models have not.
 golden::Model model_of_config(const std::string& path);
 
 }  // namespace harness

@@ -2,9 +2,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
 #include <set>
 
 #include "golden/hugging_face.h"
+#include "shardproof/checkpoint/hugging_face.h"
 #include "shardproof/shardproof.h"
 
 using namespace shardproof;
@@ -36,8 +38,12 @@ void randomize(torch::nn::Module& module) {
   });
 }
 
-at::Tensor tokens() { return (at::arange(3 * 9, at::kLong) * 5 + 2).remainder(kVocab).view({3, 9}); }
-at::Tensor targets() { return (at::arange(3 * 9, at::kLong) * 7 + 1).remainder(kVocab).view({3, 9}); }
+at::Tensor tokens() {
+  return (at::arange(3 * 9, at::kLong) * 5 + 2).remainder(kVocab).view({3, 9});
+}
+at::Tensor targets() {
+  return (at::arange(3 * 9, at::kLong) * 7 + 1).remainder(kVocab).view({3, 9});
+}
 
 template <class Model>
 Result run_ours(Model model, at::ScalarType dtype) {
@@ -70,79 +76,83 @@ double distance_of_peer(const golden::PeerRun& peer, const Result& ours) {
   return apart({result.logits, result.gradients}, ours);
 }
 
-golden::PeerRun gpt2(const GptOptions& o, golden::Named parameters) {
-  return {.family = "gpt2",
-          .sizes = {{"vocab_size", o.vocab},
-                    {"n_positions", o.positions},
-                    {"n_embd", o.hidden},
-                    {"n_layer", o.layers},
-                    {"n_head", o.heads}},
-          .numbers = {{"layer_norm_epsilon", 1e-5}},
-          .words = {{"activation_function", "gelu"}},
-          .tied = o.tied,
+golden::PeerRun peer_of(const checkpoint::HuggingFaceModel& model, golden::Named parameters) {
+  return {.config = checkpoint::hugging_face_config(model),
           .parameters = std::move(parameters),
           .tokens = tokens(),
           .targets = targets()};
 }
 
-golden::PeerRun llama(const LlamaOptions& o, golden::Named parameters) {
-  return {.family = "llama",
-          .sizes = {{"vocab_size", o.vocab},
-                    {"hidden_size", o.hidden},
-                    {"intermediate_size", o.intermediate},
-                    {"num_hidden_layers", o.layers},
-                    {"num_attention_heads", o.heads},
-                    {"num_key_value_heads", o.kv_heads},
-                    {"max_position_embeddings", 32}},
-          .numbers = {{"rms_norm_eps", o.norm_eps}},
-          .words = {},
-          .tied = o.tied,
-          .parameters = std::move(parameters),
-          .tokens = tokens(),
-          .targets = targets()};
+// The same model with another number in its configuration.
+golden::PeerRun with(golden::PeerRun peer, const char* key, const nlohmann::json& value) {
+  nlohmann::json config = nlohmann::json::parse(peer.config);
+  EXPECT_TRUE(config.contains(key)) << key;
+  config[key] = value;
+  peer.config = config.dump();
+  return peer;
 }
 
 }  // namespace
 
 // In float64 both, where a hundred roundings are far below 1e-12. Parameters of other names are refused.
 TEST(Transformers, a_gpt_has_the_names_logits_and_gradients_of_gpt2) {
-  for (const bool tied : {true, false}) {
-    const GptOptions options{.layers = 2, .hidden = 12, .heads = 3, .vocab = kVocab, .positions = 10, .tied = tied};
-    Gpt model(options);
-    randomize(*model);
-    const Result ours = run_ours(model, at::kDouble);
-    golden::PeerRun peer = gpt2(options, distinct(*model, false));
-    peer.dtype = at::kDouble;
-    EXPECT_LT(distance_of_peer(peer, ours), 1e-12);
-    peer.numbers["layer_norm_epsilon"] *= 1.01;
-    EXPECT_GT(distance_of_peer(peer, ours), 1e-9) << "a comparison without teeth";
-    peer.parameters[0].first = "wte.weights";
-    EXPECT_THROW(golden::run_in_transformers(peer), std::runtime_error);
-  }
-}
-
-// The package computes norms and angles of its Llama in float32, whatever the model's dtype.
-TEST(Transformers, a_llama_has_the_names_logits_and_gradients_of_llama) {
   for (const bool tied : {true, false})
-    for (const int64_t kv_heads : {6, 2, 1}) {
-      const LlamaOptions options{.layers = 2,
-                                 .hidden = 24,
-                                 .heads = 6,
-                                 .kv_heads = kv_heads,
-                                 .intermediate = 10,
-                                 .vocab = kVocab,
-                                 .tied = tied};
-      Llama single(options), twice(options);
-      randomize(*single);
-      randomize(*twice);
-      const golden::Named parameters = distinct(*single, false);
-      const Result ours = run_ours(twice, at::kDouble);
-      const double bound = kSpread * apart(run_ours(single, at::kFloat), ours);
-      EXPECT_LT(bound, 1e-3);
-      EXPECT_LT(distance_of_peer(llama(options, parameters), ours), bound);
-      golden::PeerRun other = llama(options, parameters);
-      other.numbers["rms_norm_eps"] *= 100;
-      EXPECT_GT(distance_of_peer(other, ours), bound) << "a comparison without teeth";
+    for (const bool tanh_gelu : {true, false}) {
+      const GptOptions options{
+          .layers = 2, .hidden = 12, .heads = 3, .vocab = kVocab, .positions = 10, .tied = tied, .tanh_gelu = tanh_gelu};
+      Gpt model(options);
+      randomize(*model);
+      const Result ours = run_ours(model, at::kDouble);
+      golden::PeerRun peer = peer_of({"gpt2", options, options.positions}, distinct(*model, false));
+      peer.dtype = at::kDouble;
+      EXPECT_LT(distance_of_peer(peer, ours), 1e-12);
+      EXPECT_GT(distance_of_peer(with(peer, "layer_norm_epsilon", 1.01e-5), ours), 1e-9) << "a comparison without teeth";
+      peer.parameters[0].first = "wte.weights";
+      EXPECT_THROW(golden::run_in_transformers(peer), std::runtime_error);
     }
 }
 
+namespace {
+
+// The package computes norms and angles of these families in float32, whatever the model's dtype.
+void expect_same_model(const std::string& family, const LlamaOptions& options, const char* key,
+                       const nlohmann::json& other) {
+  Llama single(options), twice(options);
+  randomize(*single);
+  randomize(*twice);
+  const golden::PeerRun peer = peer_of({family, options, 32}, distinct(*single, false));
+  const Result ours = run_ours(twice, at::kDouble);
+  const double bound = kSpread * apart(run_ours(single, at::kFloat), ours);
+  EXPECT_LT(bound, 1e-3) << family;
+  EXPECT_LT(distance_of_peer(peer, ours), bound) << family;
+  EXPECT_GT(distance_of_peer(with(peer, key, other), ours), bound) << family << ": a comparison without teeth, " << key;
+}
+
+LlamaOptions small_llama(int64_t kv_heads, bool tied) {
+  return {.layers = 2, .hidden = 24, .heads = 6, .kv_heads = kv_heads, .intermediate = 10, .vocab = kVocab, .tied = tied};
+}
+
+}  // namespace
+
+TEST(Transformers, a_llama_has_the_names_logits_and_gradients_of_llama) {
+  for (const bool tied : {true, false})
+    for (const int64_t kv_heads : {6, 2, 1}) expect_same_model("llama", small_llama(kv_heads, tied), "rms_norm_eps", 1e-3);
+  LlamaOptions options = small_llama(2, false);
+  options.rope_theta = 500;
+  options.rope_scaling = {.factor = 8, .low_turns = 1, .high_turns = 4, .positions = 16};
+  options.head_size = 8;
+  expect_same_model("llama", options, "rope_theta", 400);
+}
+
+TEST(Transformers, llamas_with_biases_norms_and_windows_are_mistral_qwen2_and_qwen3) {
+  LlamaOptions mistral = small_llama(2, false), qwen2 = small_llama(2, true), qwen3 = small_llama(2, true);
+  mistral.longest = 9;
+  mistral.head_size = 6;
+  expect_same_model("mistral", mistral, "sliding_window", 3);
+  qwen2.qkv_bias = true;
+  qwen2.rope_theta = 1e6;
+  expect_same_model("qwen2", qwen2, "rope_theta", 100);
+  qwen3.qk_norm = true;
+  qwen3.head_size = 8;
+  expect_same_model("qwen3", qwen3, "rms_norm_eps", 1e-2);
+}

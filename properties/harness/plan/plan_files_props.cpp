@@ -79,6 +79,14 @@ TEST(PlanConfig, models_of_others_have_the_numbers_of_parameters_that_their_make
   EXPECT_EQ(count(R"({"model_type": "mistral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
                       "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000})"),
             7'241'732'096);
+  EXPECT_EQ(count(R"({"model_type": "qwen2", "num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14,
+                      "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+                      "tie_word_embeddings": true})"),
+            494'032'768);
+  EXPECT_EQ(count(R"({"model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16,
+                      "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
+                      "tie_word_embeddings": true})"),
+            596'049'920);
 }
 
 TEST(PlanConfig, a_model_that_the_library_has_not_is_a_clear_error) {
@@ -88,14 +96,15 @@ TEST(PlanConfig, a_model_that_the_library_has_not_is_a_clear_error) {
   };
   const std::string sizes =
       R"("num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100)";
-  refuse(R"({"model_type": "bert"})", {"config.json", "'bert'", "gpt2, llama, mistral and qwen3"});
+  refuse(R"({"model_type": "bert"})", {"config.json", "'bert'", "gpt2, llama, mistral, qwen2, qwen3"});
   refuse("{}", {"model_type is ''"});
-  refuse("[1", {"config.json", "is no config.json"});
+  refuse("[1", {"config.json", "json"});
+  refuse("[1]", {"is no config.json"});
   refuse(R"({"model_type": "llama", "hidden_size": 64})", {"config.json", "num_hidden_layers"});
   refuse(R"({"model_type": "llama", "attention_bias": true, )" + sizes + "}", {"biases"});
-  refuse(R"({"model_type": "qwen3", "head_dim": 128, )" + sizes + "}", {"4 heads of 128 features", "64"});
+  refuse(R"({"model_type": "llama", "head_dim": 0, )" + sizes + "}", {"head_dim"});
   refuse(R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_inner": 24})", {"24 wide"});
-  expect_error([&] { model_of_config(folder / "nothing.json"); }, {"cannot read", "nothing.json"});
+  expect_error([&] { model_of_config(folder / "nothing.json"); }, {"nothing.json"});
 }
 
 TEST(PlanSearch, deals_out_all_ranks_in_every_way_once) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "checkpoint/format/json_text.h"
+#include "checkpoint/format/weights_index.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
 
@@ -71,18 +72,11 @@ bool exists(const std::string& path) {
 }
 
 SafeTensors open_index(FileSystem& files, const std::string& path) {
-  const json index = parse_json(read_file(files, path, kHeaderBytesMax), path);
-  const std::string folder = path.find('/') == std::string::npos ? "." : path.substr(0, path.rfind('/'));
-  SHARD_REQUIRE(index.is_object() && index.contains("weight_map") && index["weight_map"].is_object(), "safetensors",
-                "{}: has no weight_map", path);
+  const WeightsIndex index = read_weights_index(files, path);
   SafeTensors all;
   std::map<std::string, SafeTensors> opened;
-  for (const auto& [tensor, file] : index["weight_map"].items()) {
-    SHARD_REQUIRE(file.is_string(), "safetensors", "{}: {} lies in {}, which is no file name", path, tensor, file.dump());
-    const auto name = file.get<std::string>();
-    SHARD_REQUIRE(!name.empty() && name.find('/') == std::string::npos && name != "..", "safetensors",
-                  "{}: {} lies in '{}', outside its folder", path, tensor, name);
-    if (!opened.contains(name)) opened[name] = read_safetensors_header(FileSource(files, folder + "/" + name));
+  for (const auto& [tensor, name] : index.files) {
+    if (!opened.contains(name)) opened[name] = read_safetensors_header(FileSource(files, index.folder + "/" + name));
     const auto found = opened[name].tensors.find(tensor);
     SHARD_REQUIRE(found != opened[name].tensors.end(), "safetensors", "{}: {} is not in {}", path, tensor, name);
     all.tensors.insert(*found);

@@ -66,12 +66,6 @@ void require_byte_order(const ByteSource& source, const std::vector<ZipRecord>& 
   SHARD_REQUIRE(text == "little", "checkpoint", "{}: byte order '{}'; only little is read", source.name(), text);
 }
 
-Value read_data(const ByteSource& source, const std::vector<ZipRecord>& records, const AllowedGlobals& allowed) {
-  const ZipRecord* data = find_record(records, "data.pkl");
-  SHARD_REQUIRE(data, "checkpoint", "{}: has no data.pkl, so it was not written by torch.save", source.name());
-  return read_pickle(read_record(source, *data, kPickleBytesMax), allowed, source.name());
-}
-
 }  // namespace
 
 uint64_t bytes_of(Dtype dtype, const Shape& sizes) {
@@ -112,11 +106,19 @@ bool TensorEntry::contiguous() const {
   return true;
 }
 
-TensorEntry parse_tensor_entry(const ByteSource& source) {
-  const std::string name = source.name();
-  const std::vector<ZipRecord> records = read_zip(source);
+Value read_torch_data(const ByteSource& source, const std::vector<ZipRecord>& records, const AllowedGlobals& allowed) {
+  const ZipRecord* data = find_record(records, "data.pkl");
+  SHARD_REQUIRE(data, "checkpoint", "{}: has no data.pkl, so it was not written by torch.save", source.name());
   require_byte_order(source, records);
-  Value value = read_data(source, records, tensor_globals());
+  return read_pickle(read_record(source, *data, kPickleBytesMax), allowed, source.name());
+}
+
+bool is_torch_tensor(const Value& value) {
+  return value.type_name() == "torch._utils._rebuild_parameter" || value.type_name() == "torch._utils._rebuild_tensor_v2";
+}
+
+TensorEntry read_torch_tensor(const Value& described, const std::vector<ZipRecord>& records, const std::string& name) {
+  Value value = described;
   if (value.type_name() == "torch._utils._rebuild_parameter" && !value.args().empty()) value = Value(value.args()[0]);
   SHARD_REQUIRE(value.type_name() == "torch._utils._rebuild_tensor_v2" && value.args().size() >= 4, "checkpoint",
                 "{}: holds no plain tensor but {}", name, value.str());
@@ -139,6 +141,11 @@ TensorEntry parse_tensor_entry(const ByteSource& source) {
   return entry;
 }
 
+TensorEntry parse_tensor_entry(const ByteSource& source) {
+  const std::vector<ZipRecord> records = read_zip(source);
+  return read_torch_tensor(read_torch_data(source, records, tensor_globals()), records, source.name());
+}
+
 std::string write_value_entry(const Value& value) {
   std::string text;
   ZipWriter zip([&](const void* data, size_t bytes) { text.append(static_cast<const char*>(data), bytes); });
@@ -149,7 +156,7 @@ std::string write_value_entry(const Value& value) {
 }
 
 Value read_value_entry(const ByteSource& source, const AllowedGlobals& allowed) {
-  return read_data(source, read_zip(source), allowed);
+  return read_torch_data(source, read_zip(source), allowed);
 }
 
 }  // namespace shardproof::checkpoint

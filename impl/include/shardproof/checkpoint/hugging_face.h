@@ -1,0 +1,38 @@
+// The configuration of a model of Hugging Face's transformers package (config.json), to the library's models and back.
+//
+//   const HuggingFaceModel described = read_hugging_face_config("Qwen2.5-0.5B");
+//   Llama model(std::get<LlamaOptions>(described.options));
+//
+// weights.h reads and writes the weights beside it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+
+#include "shardproof/base/dtypes.h"
+#include "shardproof/checkpoint/format/file_system.h"
+#include "shardproof/models/models.h"
+
+namespace shardproof::checkpoint {
+
+struct HuggingFaceModel {
+  std::string family;  // gpt2, llama, mistral, qwen2 or qwen3
+  std::variant<GptOptions, LlamaOptions> options;
+  int64_t positions = 0;  // max_position_embeddings: the longest sequence that it was made for
+  // A JSON object of bos_token_id, eos_token_id and pad_token_id, which the model does not compute with. What is not there is
+  // written as null.
+  std::string token_ids = "{}";
+};
+
+// Reads a config.json, or that of a folder. What is absent has the value that the package takes. Dropout is not read: set it in
+// the options. Where the model attends within a sliding window, `longest` is that window, since shorter sequences do not notice
+// it. Throws Error, which names the file and what it asks for, when the library's models cannot compute it: another family,
+// biases where they have none, scaled rotary positions, other activations.
+HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& files = system_files());
+
+// The text of a config.json with which the package computes what the library's model does. `dtype` is that of the weights
+// beside it. Throws Error when the family has no such model, such as a llama with qkv_bias.
+std::string hugging_face_config(const HuggingFaceModel& model, Dtype dtype = Dtype::Float);
+
+}  // namespace shardproof::checkpoint

@@ -1,0 +1,248 @@
+#include "shardproof/checkpoint/hugging_face.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <array>
+
+#include "checkpoint/format/json_text.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/weight_names.h"
+
+namespace shardproof::checkpoint {
+namespace {
+
+using nlohmann::json;
+
+constexpr uint64_t kModelConfigBytesMax = 1 << 24;
+constexpr double kNormEps = 1e-5;  // of the library's layer norms
+
+constexpr std::array<const char*, 3> kTokenIds = {"bos_token_id", "eos_token_id", "pad_token_id"};
+
+// A config.json under its path, for messages.
+class Config {
+ public:
+  Config(std::string path, json values) : path_(std::move(path)), values_(std::move(values)) {}
+
+  void require(bool holds, const std::string& what) const { SHARD_REQUIRE(holds, "hugging_face", "{}: {}", path_, what); }
+
+  bool has(const char* key) const { return values_.contains(key) && !values_.at(key).is_null(); }
+  int64_t integer(const char* key) const {
+    require(has(key), fmt::format("it has no {}", key));
+    require(values_.at(key).is_number_integer() && values_.at(key).get<int64_t>() > 0,
+            fmt::format("{} should be a whole number above 0, and is {}", key, values_.at(key).dump()));
+    return values_.at(key).get<int64_t>();
+  }
+  int64_t integer(const char* key, int64_t otherwise) const { return has(key) ? integer(key) : otherwise; }
+  double number(const char* key, double otherwise) const {
+    if (!has(key)) return otherwise;
+    require(values_.at(key).is_number(), fmt::format("{} should be a number, and is {}", key, values_.at(key).dump()));
+    return values_.at(key).get<double>();
+  }
+  bool flag(const char* key, bool otherwise) const {
+    if (!has(key)) return otherwise;
+    require(values_.at(key).is_boolean(), fmt::format("{} should be true or false, and is {}", key, values_.at(key).dump()));
+    return values_.at(key).get<bool>();
+  }
+  std::string text(const char* key, const std::string& otherwise) const {
+    if (!has(key)) return otherwise;
+    require(values_.at(key).is_string(), fmt::format("{} should be a text, and is {}", key, values_.at(key).dump()));
+    return values_.at(key).get<std::string>();
+  }
+  Config inside(const char* key) const { return {path_ + ": " + key, values_.at(key)}; }
+  bool is_object() const { return values_.is_object(); }
+  std::string token_ids() const {
+    json ids = json::object();
+    for (const char* key : kTokenIds)
+      if (has(key)) ids[key] = values_.at(key);
+    return ids.dump();
+  }
+  bool names(const char* key) const { return values_.contains(key); }
+
+ private:
+  std::string path_;
+  json values_;
+};
+
+GptOptions gpt_of(const Config& config) {
+  GptOptions gpt;
+  gpt.layers = config.integer("n_layer");
+  gpt.hidden = config.integer("n_embd");
+  gpt.heads = config.integer("n_head");
+  gpt.vocab = config.integer("vocab_size");
+  gpt.positions = config.integer("n_positions", 1024);
+  gpt.tied = config.flag("tie_word_embeddings", true);
+  const std::string activation = config.text("activation_function", "gelu_new");
+  gpt.tanh_gelu = activation == "gelu_new" || activation == "gelu_pytorch_tanh";
+  config.require(gpt.tanh_gelu || activation == "gelu",
+                 fmt::format("activation_function is '{}'; known are gelu, gelu_new and gelu_pytorch_tanh", activation));
+  const int64_t inner = config.integer("n_inner", 4 * gpt.hidden);
+  config.require(inner == 4 * gpt.hidden,
+                 fmt::format("the MLP is {} wide, and a Gpt's is four times {}, the hidden size", inner, gpt.hidden));
+  config.require(config.number("layer_norm_epsilon", kNormEps) == kNormEps,
+                 fmt::format("layer_norm_epsilon is {}, and a Gpt's is {}", config.number("layer_norm_epsilon", 0), kNormEps));
+  config.require(config.flag("scale_attn_weights", true) && !config.flag("scale_attn_by_inverse_layer_idx", false) &&
+                     !config.flag("add_cross_attention", false),
+                 "its attention is scaled otherwise than a Gpt's, or attends to another model");
+  return gpt;
+}
+
+void read_rope(const Config& config, LlamaOptions& llama) {
+  llama.rope_theta = config.number("rope_theta", 10000);
+  for (const char* key : {"rope_scaling", "rope_parameters"}) {
+    if (!config.has(key)) continue;
+    const Config rope = config.inside(key);
+    config.require(rope.is_object(), fmt::format("{} should be an object", key));
+    const std::string kind = rope.text("rope_type", rope.text("type", "default"));
+    config.require(kind == "default" || kind == "llama3",
+                   fmt::format("its rotary positions are of the type '{}' ({}); known are default and llama3", kind, key));
+    config.require(rope.number("partial_rotary_factor", 1) == 1, "only a part of a head turns, and of a Llama's all");
+    llama.rope_theta = rope.number("rope_theta", llama.rope_theta);
+    if (kind == "llama3")
+      llama.rope_scaling = {rope.number("factor", 1), rope.number("low_freq_factor", 1), rope.number("high_freq_factor", 4),
+                            rope.integer("original_max_position_embeddings")};
+  }
+  config.require(config.number("partial_rotary_factor", 1) == 1, "only a part of a head turns, and of a Llama's all");
+}
+
+// The sliding window, where one is in use; 0: none.
+int64_t window_of(const Config& config, const std::string& family) {
+  if (family == "mistral") return config.names("sliding_window") ? config.integer("sliding_window", 0) : 4096;
+  if (!family.starts_with("qwen") || !config.flag("use_sliding_window", false)) return 0;
+  return config.integer("sliding_window", 4096);
+}
+
+// What the package takes when a file of this family does not say it.
+struct Defaults {
+  int64_t kv_heads, head_size, positions;  // 0: the heads; hidden / heads
+};
+
+Defaults defaults_of(const std::string& family) {
+  if (family == "llama") return {0, 0, 2048};
+  if (family == "mistral") return {8, 0, 4096 * 32};
+  return {32, family == "qwen3" ? 128 : 0, 32768};
+}
+
+LlamaOptions llama_of(const Config& config, const std::string& family) {
+  const Defaults otherwise = defaults_of(family);
+  LlamaOptions llama;
+  llama.layers = config.integer("num_hidden_layers");
+  llama.hidden = config.integer("hidden_size");
+  llama.heads = config.integer("num_attention_heads");
+  // Where null is written, the package takes as many as heads.
+  const bool as_heads = otherwise.kv_heads == 0 || config.names("num_key_value_heads");
+  llama.kv_heads = config.integer("num_key_value_heads", as_heads ? llama.heads : otherwise.kv_heads);
+  llama.intermediate = config.integer("intermediate_size");
+  llama.vocab = config.integer("vocab_size");
+  read_rope(config, llama);
+  llama.norm_eps = config.number("rms_norm_eps", 1e-6);
+  llama.tied = config.flag("tie_word_embeddings", false);
+  llama.qk_norm = family == "qwen3";
+  llama.qkv_bias = family == "qwen2";
+  llama.longest = window_of(config, family);
+  const int64_t head = config.integer("head_dim", otherwise.head_size);
+  if (head > 0 && head * llama.heads != llama.hidden) llama.head_size = head;
+  config.require(!config.flag("attention_bias", false) && !config.flag("mlp_bias", false),
+                 "its projections have biases, and a Llama's have none but those of Qwen2");
+  config.require(config.text("hidden_act", "silu") == "silu",
+                 fmt::format("hidden_act is '{}', and a Llama's is silu", config.text("hidden_act", "")));
+  config.require(llama.head_size > 0 || llama.hidden % llama.heads == 0,
+                 fmt::format("hidden_size {} is no multiple of {} heads", llama.hidden, llama.heads));
+  return llama;
+}
+
+json config_of_gpt(const GptOptions& gpt) {
+  return {{"architectures", {"GPT2LMHeadModel"}},
+          {"n_layer", gpt.layers},
+          {"n_embd", gpt.hidden},
+          {"n_head", gpt.heads},
+          {"vocab_size", gpt.vocab},
+          {"n_positions", gpt.positions},
+          {"activation_function", gpt.tanh_gelu ? "gelu_new" : "gelu"},
+          {"layer_norm_epsilon", kNormEps},
+          {"attn_pdrop", gpt.dropout},
+          {"embd_pdrop", gpt.dropout},
+          {"resid_pdrop", gpt.dropout},
+          {"tie_word_embeddings", gpt.tied}};
+}
+
+json config_of_llama(const HuggingFaceModel& model, const LlamaOptions& llama) {
+  static const std::map<std::string, std::string> classes = {{"llama", "LlamaForCausalLM"},
+                                                             {"mistral", "MistralForCausalLM"},
+                                                             {"qwen2", "Qwen2ForCausalLM"},
+                                                             {"qwen3", "Qwen3ForCausalLM"}};
+  const int64_t head = llama.features_of_head();
+  SHARD_REQUIRE(llama.qkv_bias == (model.family == "qwen2") && llama.qk_norm == (model.family == "qwen3"), "hugging_face",
+                "a {} has no such model: of these families qwen2 alone has qkv_bias, got {}, and qwen3 alone qk_norm, got {}",
+                model.family, llama.qkv_bias, llama.qk_norm);
+  SHARD_REQUIRE(model.family != "qwen2" || head * llama.heads == llama.hidden, "hugging_face",
+                "a qwen2 has heads of hidden / heads features, {} / {}, got {}", llama.hidden, llama.heads, head);
+  json config = {{"architectures", {classes.at(model.family)}},
+                 {"num_hidden_layers", llama.layers},
+                 {"hidden_size", llama.hidden},
+                 {"num_attention_heads", llama.heads},
+                 {"num_key_value_heads", llama.kv_heads},
+                 {"intermediate_size", llama.intermediate},
+                 {"vocab_size", llama.vocab},
+                 {"max_position_embeddings", std::max<int64_t>(1, model.positions)},
+                 {"rms_norm_eps", llama.norm_eps},
+                 {"rope_theta", llama.rope_theta},
+                 {"hidden_act", "silu"},
+                 {"attention_dropout", llama.attention_dropout},
+                 {"tie_word_embeddings", llama.tied}};
+  if (model.family != "qwen2") config["head_dim"] = head;
+  if (const RopeScaling& rope = llama.rope_scaling; rope.factor != 1)
+    config["rope_scaling"] = {{"rope_type", "llama3"},
+                              {"factor", rope.factor},
+                              {"low_freq_factor", rope.low_turns},
+                              {"high_freq_factor", rope.high_turns},
+                              {"original_max_position_embeddings", rope.positions}};
+  const json window = llama.longest > 0 ? json(llama.longest) : json();
+  if (model.family == "mistral") config["sliding_window"] = window;
+  if (model.family.starts_with("qwen")) {
+    config["use_sliding_window"] = llama.longest > 0;
+    config["sliding_window"] = window;
+    config["max_window_layers"] = 0;
+  }
+  return config;
+}
+
+}  // namespace
+
+HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& files) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode))
+    return read_hugging_face_config(path + "/config.json", files);
+  const Config config(path, parse_json(read_file(files, path, kModelConfigBytesMax), path));
+  config.require(config.is_object(), "it is no config.json of a model");
+  HuggingFaceModel model;
+  model.family = config.text("model_type", "");
+  const auto& known = weight_families();
+  config.require(std::find(known.begin(), known.end(), model.family) != known.end(),
+                 fmt::format("its model_type is '{}'; known are {}", model.family, fmt::join(known, ", ")));
+  model.token_ids = config.token_ids();
+  if (model.family == "gpt2") {
+    const GptOptions gpt = gpt_of(config);
+    model.options = gpt;
+    model.positions = gpt.positions;
+  } else {
+    model.options = llama_of(config, model.family);
+    model.positions = config.integer("max_position_embeddings", defaults_of(model.family).positions);
+  }
+  return model;
+}
+
+std::string hugging_face_config(const HuggingFaceModel& model, Dtype dtype) {
+  require_family(model.family);
+  const auto* gpt = std::get_if<GptOptions>(&model.options);
+  SHARD_REQUIRE((gpt != nullptr) == (model.family == "gpt2"), "hugging_face", "a {} is no {}", gpt ? "Gpt" : "Llama",
+                model.family);
+  json config = gpt ? config_of_gpt(*gpt) : config_of_llama(model, std::get<LlamaOptions>(model.options));
+  const json ids = parse_json(model.token_ids, "token_ids");
+  for (const char* key : kTokenIds) config[key] = ids.value(key, json());
+  config["model_type"] = model.family;
+  config["torch_dtype"] = dtype_info(dtype).name;
+  return config.dump(2) + "\n";
+}
+
+}  // namespace shardproof::checkpoint

@@ -1,0 +1,93 @@
+// config.json of model families, both ways.
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/expect_error.h"
+#include "properties/kit/family_models.h"
+#include "shardproof/checkpoint/hugging_face.h"
+#include "shardproof/shardproof.h"
+
+namespace shardproof::checkpoint {
+
+using namespace family_models;
+
+RC_GTEST_PROP(HuggingFaceConfig, says_what_the_model_is, ()) {
+  HuggingFaceModel model = drawn_model();
+  if (auto* llama = std::get_if<LlamaOptions>(&model.options)) {
+    if (model.family != "llama") llama->longest = drawn(0, 5);
+    if (*rc::gen::arbitrary<bool>()) llama->rope_scaling = {8, 1, 4, 64};
+  }
+  if (*rc::gen::arbitrary<bool>()) model.token_ids = R"({"bos_token_id":2,"eos_token_id":[3,4]})";
+  const Scratch scratch;
+  spill(scratch / "config.json", hugging_face_config(model, Dtype::BFloat16));
+  const HuggingFaceModel again = read_hugging_face_config(scratch.path());
+  RC_ASSERT(again.family == model.family);
+  RC_ASSERT(again.positions == model.positions);
+  RC_ASSERT(again.token_ids == model.token_ids);
+  RC_ASSERT(hugging_face_config(again, Dtype::BFloat16) == hugging_face_config(model, Dtype::BFloat16));
+  const Values ours = values_of(model, 3), theirs = values_of(again, 3);
+  for (const auto& [name, value] : ours) RC_ASSERT(theirs.contains(name) && theirs.at(name).sizes() == value.sizes());
+}
+
+TEST(HuggingFaceConfig, defaults_are_those_of_the_package) {
+  const Scratch scratch;
+  const auto read = [&](const std::string& text) {
+    spill(scratch / "config.json", text);
+    return read_hugging_face_config(scratch / "config.json");
+  };
+  const std::string sizes =
+      R"("num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100)";
+  const LlamaOptions small = llama_of(read(R"({"model_type": "qwen2", "num_key_value_heads": 2, "rope_theta": 1e6,
+                                               "use_sliding_window": false, "sliding_window": 32768,
+                                               "tie_word_embeddings": true, )" +
+                                           sizes + "}"));
+  EXPECT_TRUE(small.qkv_bias && small.tied && !small.qk_norm);
+  EXPECT_EQ(small.longest, 0);
+  EXPECT_EQ(small.rope_theta, 1e6);
+  EXPECT_EQ(small.norm_eps, 1e-6);
+  EXPECT_EQ(small.head_size, 0);
+  const LlamaOptions large = llama_of(read(R"({"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 128,
+                                               "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, )" +
+                                           sizes + "}"));
+  EXPECT_TRUE(large.qk_norm && !large.qkv_bias);
+  EXPECT_EQ(large.head_size, 128);
+  EXPECT_EQ(large.rope_theta, 5e6);
+  EXPECT_EQ(llama_of(read(R"({"model_type": "mistral", "num_key_value_heads": 2, )" + sizes + "}")).longest, 4096);
+  EXPECT_EQ(
+      llama_of(read(R"({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": null, )" + sizes + "}")).longest,
+      0);
+  EXPECT_EQ(llama_of(read(R"({"model_type": "qwen2", "num_key_value_heads": 2, "use_sliding_window": true,
+                              "sliding_window": 64, )" +
+                          sizes + "}"))
+                .longest,
+            64);
+}
+
+TEST(HuggingFaceConfig, of_what_the_models_cannot_compute_is_refused) {
+  const Scratch scratch;
+  const auto refuse = [&](const std::string& text, std::initializer_list<std::string> parts) {
+    spill(scratch / "config.json", text);
+    expect_error([&] { read_hugging_face_config(scratch / "config.json"); }, parts);
+  };
+  const std::string sizes =
+      R"("num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100})";
+  refuse(R"({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}, )" + sizes, {"config.json", "'yarn'"});
+  refuse(R"({"model_type": "llama", "hidden_act": "gelu", )" + sizes, {"hidden_act is 'gelu'"});
+  refuse(R"({"model_type": "qwen3", "attention_bias": true, )" + sizes, {"biases"});
+  refuse(R"({"model_type": "llama", "num_key_value_heads": "two", )" + sizes, {"num_key_value_heads", "two"});
+  refuse(R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "activation_function": "relu"})",
+         {"activation_function is 'relu'"});
+  refuse(R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "layer_norm_epsilon": 1e-6})",
+         {"layer_norm_epsilon"});
+  const HuggingFaceModel biased{"llama", LlamaOptions{.qkv_bias = true}, 16};
+  expect_error([&] { hugging_face_config(biased); }, {"a llama has no such model", "qkv_bias"});
+}
+
+TEST(Llama, a_sequence_above_the_longest_is_refused) {
+  Llama model(LlamaOptions{.hidden = 16, .heads = 2, .kv_heads = 1, .vocab = 7, .longest = 4});
+  call(model, at::zeros({1, 4}, at::kLong));
+  expect_error([&] { call(model, at::zeros({1, 5}, at::kLong)); }, {"position 4", "longest sequence of this model is 4"});
+}
+
+}  // namespace shardproof::checkpoint
