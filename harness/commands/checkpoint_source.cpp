@@ -1,7 +1,11 @@
 #include "harness/commands/checkpoint_source.h"
 
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
 #include <cstring>
 #include <filesystem>
+#include <set>
 
 #include "shardproof/base/check.h"
 
@@ -9,6 +13,7 @@ namespace harness {
 
 using namespace shardproof::checkpoint;
 using shardproof::dtype_info;
+using shardproof::DtypeInfo;
 using shardproof::Box;
 using shardproof::Shape;
 
@@ -29,61 +34,88 @@ std::string turned(const std::string& bytes, size_t rows, size_t columns, size_t
   return result;
 }
 
-}  // namespace
-
-CheckpointSource::CheckpointSource(std::string path, const Rename& rename) : path_(std::move(path)) {
-  open();
-  if (rename) this->rename(rename);
+std::string rounded(const std::string& bytes, shardproof::Dtype from, shardproof::Dtype to) {
+  if (from == to) return bytes;
+  const at::Tensor values = at::empty({static_cast<int64_t>(bytes.size()) / dtype_info(from).bytes}, from);
+  std::memcpy(values.mutable_data_ptr(), bytes.data(), bytes.size());
+  const at::Tensor result = values.to(to);
+  return {static_cast<const char*>(result.const_data_ptr()), result.nbytes()};
 }
 
-void CheckpointSource::rename(const Rename& rename) {
-  std::map<std::string, SafeTensorSpec> renamed;
-  Checkpoint checkpoint;
-  for (const auto& [name, spec] : tensors_) {
-    const auto other = rename(name);
-    if (!other) {
-      ++left_out_;
+}  // namespace
+
+CheckpointSource::CheckpointSource(std::string path, const MakeRecipes& recipes, const std::string& entry,
+                                   const DtypeInfo* dtype)
+    : path_(std::move(path)), weight_reader_(system_files()) {
+  open(entry);
+  stored_ = tensors_;
+  if (recipes) make(recipes(*this));
+  if (!dtype) return;
+  for (auto& [name, spec] : tensors_)
+    if (at::isFloatingType(spec.dtype)) spec.dtype = checkpoint_.tensors[name].dtype = dtype->dtype;
+}
+
+void CheckpointSource::make(const Recipes& recipes) {
+  SHARD_REQUIRE(!recipes.empty(), "checkpoint", "{}: has no tensor with a name of this family", path_);
+  recipes_ = recipes;
+  std::set<std::string> used;
+  tensors_.clear();
+  kept_ = std::move(checkpoint_);
+  checkpoint_ = {};
+  for (const auto& [name, recipe] : recipes_) {
+    add_made(name, recipe);
+    for (const WeightPart& part : recipe.parts) used.insert(part.name);
+  }
+  left_out_ = stored_.size() - used.size() + kept_.values.size();
+  if (reader_) reader_ = make_reader(kept_);
+}
+
+void CheckpointSource::add_made(const std::string& name, const WeightRecipe& recipe) {
+  SafeTensorSpec& made = tensors_[name];
+  for (const WeightPart& part : recipe.parts) {
+    SafeTensorSpec spec = stored_.at(part.name);
+    SHARD_REQUIRE(!recipe.turned || spec.sizes.size() == 2, "checkpoint", "{}: {} has {} dims, expected a matrix", path_,
+                  part.name, spec.sizes.size());
+    if (part.rows) spec.sizes.at(0) = part.rows->size();
+    if (&part == &recipe.parts[0]) {
+      made = spec;
       continue;
     }
-    SHARD_REQUIRE(!renamed.contains(other->name), "checkpoint", "{}: two tensors would be called {}", path_, other->name);
-    SHARD_REQUIRE(!other->turned || spec.sizes.size() == 2, "checkpoint", "{}: {} has {} dims, expected a matrix", path_, name,
-                  spec.sizes.size());
-    SafeTensorSpec& its = renamed[other->name] = spec;
-    if (other->turned) std::swap(its.sizes[0], its.sizes[1]);
-    stored_as_[other->name] = {name, other->turned};
-    checkpoint.tensors[other->name] = {its.dtype, its.sizes, checkpoint_.tensors.at(name).chunks};
+    const bool fits = spec.dtype == made.dtype && !spec.sizes.empty() && spec.sizes.size() == made.sizes.size() &&
+                      Shape(spec.sizes.begin() + 1, spec.sizes.end()) == Shape(made.sizes.begin() + 1, made.sizes.end());
+    SHARD_REQUIRE(fits, "checkpoint", "{}: {} [{}] and {} [{}] make no tensor {}", path_, recipe.parts[0].name,
+                  fmt::join(made.sizes, ", "), part.name, fmt::join(spec.sizes, ", "), name);
+    made.sizes[0] += spec.sizes[0];
   }
-  SHARD_REQUIRE(!renamed.empty(), "checkpoint", "{}: has no tensor with a name of this family", path_);
-  left_out_ += checkpoint_.values.size();
-  tensors_ = std::move(renamed);
-  kept_ = std::move(checkpoint_);
-  checkpoint_ = std::move(checkpoint);
-  if (reader_) reader_ = make_reader(kept_);
+  if (recipe.turned) std::swap(made.sizes[0], made.sizes[1]);
+  checkpoint_.tensors[name] = {made.dtype, made.sizes, kept_.tensors.at(recipe.parts[0].name).chunks};
 }
 
 std::unique_ptr<BoxReader> CheckpointSource::make_reader(const Checkpoint& checkpoint) const {
   return std::make_unique<BoxReader>(system_files(), path_, checkpoint, ReadOptions{.check_parts = true});
 }
 
-void CheckpointSource::open() {
+void CheckpointSource::open(const std::string& entry) {
   if (std::filesystem::exists(path_ + "/" + kMetadataFile)) {
+    SHARD_REQUIRE(entry.empty(), "checkpoint", "{}: is no file of torch.save, so there is no entry '{}' to take", path_, entry);
     checkpoint_ = open_checkpoint(system_files(), path_);
     for (const auto& [name, tensor] : checkpoint_.tensors) tensors_[name] = {tensor.dtype, tensor.sizes};
     reader_ = make_reader(checkpoint_);
     return;
   }
   SHARD_REQUIRE(std::filesystem::exists(path_), "checkpoint", "there is no {}", path_);
-  safe_ = open_safetensors(system_files(), path_);
-  for (const auto& [name, tensor] : safe_.tensors) {
+  weights_ = open_weights(system_files(), path_, entry);
+  for (const auto& [name, tensor] : weights_) {
     tensors_[name] = {tensor.dtype, tensor.sizes};
-    Chunk chunk{Shape(tensor.sizes.size(), 0), tensor.sizes, {tensor.file, tensor.offset, tensor.bytes}};
+    const uint64_t bytes = shardproof::checkpoint::bytes_of(tensor.dtype, tensor.sizes);
+    Chunk chunk{Shape(tensor.sizes.size(), 0), tensor.sizes, {tensor.file, tensor.offset, bytes}};
     checkpoint_.tensors[name] = {tensor.dtype, tensor.sizes, {chunk}};
   }
 }
 
 uint64_t CheckpointSource::bytes() const {
   uint64_t all = 0;
-  for (const auto& [name, tensor] : tensors_) all += bytes_of(tensor.dtype, tensor.sizes);
+  for (const auto& [name, tensor] : tensors_) all += shardproof::checkpoint::bytes_of(tensor.dtype, tensor.sizes);
   return all;
 }
 
@@ -92,37 +124,43 @@ std::string CheckpointSource::read(const std::string& name) {
 }
 
 std::string CheckpointSource::read(const std::string& name, const Box& box) {
-  const auto found = stored_as_.find(name);
-  if (found == stored_as_.end()) return read_stored(name, tensors_.at(name), box);
-  const auto& [stored, is_turned] = found->second;
-  SafeTensorSpec spec = tensors_.at(name);
-  if (!is_turned) return read_stored(stored, spec, box);
-  std::swap(spec.sizes[0], spec.sizes[1]);
-  // Of a turned matrix rows are columns, so all of it is read.
-  const auto rows = static_cast<size_t>(spec.sizes[0]), columns = static_cast<size_t>(spec.sizes[1]);
-  const auto item = static_cast<size_t>(dtype_info(spec.dtype).bytes);
-  const std::string all = turned(read_stored(stored, spec, whole(spec.sizes)), rows, columns, item);
-  SHARD_CHECK(box[1].size() == spec.sizes[0], "checkpoint", "a box of {} that cuts more than dim 0", name);
-  return all.substr(static_cast<size_t>(box[0].begin) * rows * item, static_cast<size_t>(box[0].size()) * rows * item);
+  const auto recipe = recipes_.find(name);
+  const std::string& stored = recipe == recipes_.end() ? name : recipe->second.parts[0].name;
+  const std::string bytes = recipe == recipes_.end() ? read_stored(name, box) : read_made(name, box);
+  return rounded(bytes, stored_.at(stored).dtype, tensors_.at(name).dtype);
 }
 
-std::string CheckpointSource::read_stored(const std::string& name, const SafeTensorSpec& spec, const Box& box) {
+// Rows of what a recipe makes, which may be anywhere in the parts, so that all of them are read.
+std::string CheckpointSource::read_made(const std::string& name, const Box& box) {
+  const WeightRecipe& recipe = recipes_.at(name);
+  const Shape& sizes = tensors_.at(name).sizes;
+  const auto item = static_cast<size_t>(dtype_info(stored_.at(recipe.parts[0].name).dtype).bytes);
+  std::string all;
+  for (const WeightPart& part : recipe.parts) all += read_part(part);
+  if (sizes.empty()) return all;
+  if (recipe.turned) all = turned(all, static_cast<size_t>(sizes[1]), static_cast<size_t>(sizes[0]), item);
+  SHARD_CHECK(Box(box.begin() + 1, box.end()) == whole(Shape(sizes.begin() + 1, sizes.end())), "checkpoint",
+              "a box of {} that cuts more than dim 0", name);
+  const size_t row = sizes[0] == 0 ? 0 : all.size() / static_cast<size_t>(sizes[0]);
+  return all.substr(static_cast<size_t>(box[0].begin) * row, static_cast<size_t>(box[0].size()) * row);
+}
+
+std::string CheckpointSource::read_part(const WeightPart& part) {
+  Box box = whole(stored_.at(part.name).sizes);
+  if (part.rows) box.at(0) = *part.rows;
+  return read_stored(part.name, box);
+}
+
+std::string CheckpointSource::read_stored(const std::string& name, const Box& box) {
   Shape sizes, strides(box.size());
   for (const auto& interval : box) sizes.push_back(interval.size());
   int64_t stride = 1;
   for (size_t d = box.size(); d-- > 0; stride *= sizes[d]) strides[d] = stride;
-  std::string bytes(bytes_of(spec.dtype, sizes), '\0');
-  if (reader_) {
+  std::string bytes(shardproof::checkpoint::bytes_of(stored_.at(name).dtype, sizes), '\0');
+  if (reader_)
     reader_->read(name, box, bytes.data(), strides);
-    return bytes;
-  }
-  // Only dim 0 is ever cut here, so a box is one run.
-  const SafeTensor& tensor = safe_.tensors.at(name);
-  const uint64_t rows = spec.sizes.empty() || spec.sizes[0] == 0 ? 1 : static_cast<uint64_t>(spec.sizes[0]);
-  const uint64_t begin = box.empty() ? 0 : static_cast<uint64_t>(box[0].begin);
-  SHARD_CHECK(box.empty() || Box(box.begin() + 1, box.end()) == Box(whole(Shape(spec.sizes.begin() + 1, spec.sizes.end()))),
-              "checkpoint", "a box of {} that cuts more than dim 0", name);
-  FileSource(system_files(), tensor.file).read(tensor.offset + begin * (tensor.bytes / rows), bytes.data(), bytes.size());
+  else
+    weight_reader_.read(weights_.at(name), box, bytes.data());
   return bytes;
 }
 

@@ -13,7 +13,7 @@ void add_checkpoint_command(CLI::App& app, int& exit_code) {
   command->require_subcommand(1);
   const auto add = [&](const char* name, const char* text, int (*run)(const CheckpointArguments&), bool two) {
     CLI::App* sub = command->add_subcommand(name, text);
-    sub->add_option("A", a->one, "a folder with .metadata, or safetensors")->required();
+    sub->add_option("A", a->one, "a folder with .metadata, safetensors, or what torch.save wrote of tensors")->required();
     if (two) sub->add_option("B", a->two, "the checkpoint to compare with, or the one to write")->required();
     sub->add_option("--json", a->json, "also write JSON objects to this file, one a line");
     sub->callback([arguments, run, &exit_code] { exit_code = run(*arguments); });
@@ -29,7 +29,16 @@ void add_checkpoint_command(CLI::App& app, int& exit_code) {
   convert->add_option("--file-bytes-max", a->file_bytes_max, "the largest number of bytes of a safetensors file")
       ->capture_default_str();
   convert->add_option("--family", a->family,
-                      "gpt2 or llama: safetensors have the names of this family in Hugging Face's transformers");
+                      "gpt2, llama, mistral, qwen2 or qwen3: files of weights have the names of this family in Hugging Face's "
+                      "transformers");
+  convert->add_option("--config", a->config,
+                      "with --family: the config.json of the model, for a folder that from_pretrained opens; a checkpoint of "
+                      "`train` says it itself");
+  convert->add_option("--projections", a->projections,
+                      "with --family: family, or fused or separate queries, keys and values, and gates")
+      ->capture_default_str();
+  convert->add_option("--dtype", a->dtype, "round floating tensors to float32, bf16 or fp16; by default they stay as they are");
+  convert->add_option("--entry", a->entry, "of a torch.save file A: the key of the dict with the weights, such as model");
   convert->add_flag("--overwrite", a->overwrite, "replace a folder B that exists");
   CLI::App* reshard = add("reshard", "write A as the ranks of a mesh would, into folder B", checkpoint_reshard, true);
   reshard->add_option("--mesh", a->mesh, "the mesh, such as dp_shard=4")->required();

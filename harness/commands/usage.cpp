@@ -13,6 +13,7 @@
 #include "harness/train/train_schedule.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/weight_names.h"
 
 namespace harness {
 namespace {
@@ -42,6 +43,8 @@ const std::map<std::string, std::string> kExamples = {
     {"checkpoint",
      "  shardproof checkpoint inspect RUN/step_100\n"
      "  shardproof checkpoint convert RUN/step_100 OUT --to safetensors\n"
+     "  shardproof checkpoint convert RUN/step_100 HF --to safetensors --family llama --dtype bf16\n"
+     "  shardproof checkpoint convert Qwen2.5-0.5B OURS --family qwen2 --dtype float32\n"
      "  shardproof checkpoint reshard RUN/step_100 OUT --mesh dp_shard=4"},
 };
 
@@ -75,7 +78,9 @@ std::vector<std::pair<std::string, std::vector<std::string>>> values() {
           {"--sum", {"rank_order", "native"}},
           {"--token-type", {"uint8", "uint16", "uint32"}},
           {"--schedule", schedule_kinds()},
-          {"--arithmetic", {"native", "canonical"}}};
+          {"--arithmetic", {"native", "canonical"}},
+          {"--projections", {"family", "fused", "separate"}},
+          {"--family", shardproof::checkpoint::weight_families()}};
 }
 
 // Visits a command and all below it, with the words that lead there: "", " bench", " bench kernels".

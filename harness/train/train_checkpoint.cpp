@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
+
 #include "harness/case/case.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/dcp.h"
@@ -86,11 +88,13 @@ void require_valid(const TrainCheckpoints& checkpoints) {
   SHARD_REQUIRE(!needs || !checkpoints.directory.empty(), "train", "{} needs --checkpoint-dir", needs);
 }
 
+std::string value_name(const char* name) { return fmt::format("trainer.values.{}", name); }
+
 // One of the values that `trainer_state` adds to a checkpoint.
 Value saved_value(const std::string& folder, const char* name) {
   auto& files = shardproof::checkpoint::system_files();
   const auto checkpoint = shardproof::checkpoint::open_checkpoint(files, folder);
-  const auto found = checkpoint.values.find(fmt::format("trainer.values.{}", name));
+  const auto found = checkpoint.values.find(value_name(name));
   SHARD_REQUIRE(found != checkpoint.values.end(), "train", "{} was not written by `train`: it has no {}", folder, name);
   return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
 }
@@ -141,6 +145,13 @@ SavedModel saved_model(const std::string& path) {
   saved.model = parse_model(text("--model"));
   if (const std::string type = text("--token-type"); !type.empty()) saved.type = token_type(type);
   return saved;
+}
+
+std::optional<SavedModel> model_if_trained(const std::string& folder) {
+  if (!std::filesystem::exists(folder + "/" + shardproof::checkpoint::kMetadataFile)) return std::nullopt;
+  const auto checkpoint = shardproof::checkpoint::open_checkpoint(shardproof::checkpoint::system_files(), folder);
+  if (!checkpoint.values.contains(value_name(kRun))) return std::nullopt;
+  return saved_model(folder);
 }
 
 shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TrainingData& data,

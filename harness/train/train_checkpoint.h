@@ -48,6 +48,8 @@ struct SavedModel {
 // `path`: a checkpoint that `train` wrote, or a folder of them, of which the last one is taken. Throws Error when it is
 // neither.
 SavedModel saved_model(const std::string& path);
+// That of one checkpoint; nothing when `train` did not write it.
+std::optional<SavedModel> model_if_trained(const std::string& folder);
 
 // After `step` steps.
 shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, const TrainingData& data,

@@ -4,12 +4,12 @@
 #include <sys/stat.h>
 
 #include "harness/commands/checkpoint_command.h"
-#include "harness/commands/hugging_face_names.h"
 #include "properties/kit/bits.h"
 #include "properties/kit/checkpoint_scratch.h"
 #include "properties/kit/parallel_models.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/checkpoint/format/safetensors.h"
+#include "shardproof/checkpoint/format/weight_names.h"
 #include "shardproof/checkpoint/saved_state.h"
 
 using namespace shardproof;
@@ -66,16 +66,28 @@ TEST(HuggingFace, what_the_package_saved_is_loaded_to_the_bit) {
 }
 
 TEST(HuggingFace, names_go_and_come_back) {
-  for (const std::string& family : harness::hugging_face_families())
-    for (const char* parameter : {"wte.weight", "h.0.attn.c_attn.weight", "h.11.mlp.c_proj.weight", "h.1.attn.c_attn.bias",
-                                  "lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"}) {
-      const auto theirs = harness::to_hugging_face(family, std::string("model.") + parameter);
-      ASSERT_TRUE(theirs);
-      const auto ours = harness::from_hugging_face(family, theirs->name);
-      ASSERT_TRUE(ours);
-      EXPECT_EQ(ours->name, std::string("model.") + parameter);
-      EXPECT_EQ(ours->turned, theirs->turned);
+  using namespace shardproof::checkpoint;
+  const WeightShapes parameters = {{"wte.weight", {5, 4}},
+                                   {"h.0.attn.c_attn.weight", {12, 4}},
+                                   {"h.11.mlp.c_proj.weight", {4, 16}},
+                                   {"h.1.attn.c_attn.bias", {12}},
+                                   {"lm_head.weight", {5, 4}},
+                                   {"model.layers.0.self_attn.q_proj.weight", {4, 4}},
+                                   {"model.norm.weight", {4}}};
+  for (const std::string& family : weight_families()) {
+    WeightShapes stored;
+    for (const auto& [name, recipe] : file_recipes(family, parameters)) {
+      ASSERT_EQ(recipe.parts.size(), 1);
+      stored[name] = parameters.at(recipe.parts[0].name);
+      if (recipe.turned) std::swap(stored[name][0], stored[name][1]);
     }
-  EXPECT_FALSE(harness::to_hugging_face("gpt2", "optim.state.wte.weight.exp_avg"));
-  EXPECT_FALSE(harness::from_hugging_face("gpt2", "transformer.h.0.attn.bias"));
+    EXPECT_EQ(stored.size(), parameters.size());
+    EXPECT_EQ(stored.contains("transformer.wte.weight"), family == "gpt2");
+    for (const auto& [name, shape] : parameters) {
+      const auto recipe = parameter_recipe(family, name, parameters, stored);
+      ASSERT_TRUE(recipe) << name;
+      EXPECT_EQ(recipe->turned, family == "gpt2" && name.starts_with("h.") && shape.size() == 2) << name;
+    }
+  }
+  EXPECT_TRUE(is_no_weight("gpt2", "transformer.h.0.attn.bias"));
 }
