@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "_C": ("BrokenInvariant", "Error", "NonFiniteError"),
-    "checkpoint": ("Manager", "load", "save"),
+    "checkpoint": ("Manager", "load", "load_weights", "save", "save_weights"),
     "ema": ("Ema",),
     "lora": ("Lora", "add_lora"),
     "optim": (

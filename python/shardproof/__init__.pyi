@@ -1,7 +1,13 @@
 # What `import shardproof` gives; a test compares the names with __init__.py.
 from . import check as check, fsdp as fsdp
 from ._C import BrokenInvariant as BrokenInvariant, Error as Error, NonFiniteError as NonFiniteError
-from .checkpoint import Manager as Manager, load as load, save as save
+from .checkpoint import (
+    Manager as Manager,
+    load as load,
+    load_weights as load_weights,
+    save as save,
+    save_weights as save_weights,
+)
 from .ema import Ema as Ema
 from .lora import Lora as Lora, add_lora as add_lora
 from .optim import (

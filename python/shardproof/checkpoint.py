@@ -84,6 +84,74 @@ def load(
     return _C.load(str(directory), sharded.native, _native(optimizer), scaler, partial)
 
 
+def load_weights(
+    path: str, sharded: Sharded, *, family: str = "", entry: str = "", partial: bool = False
+) -> "dict[str, Any]":
+    """Load weights of another program straight into the shards: each rank reads the elements that it holds. Collective.
+
+    Parameters
+    ----------
+    path : str
+        A ``.safetensors`` file, a file of ``torch.save`` with a dict of tensors, the index of several of either, or a folder
+        with ``model.safetensors`` or ``pytorch_model.bin``. Of a pickle nothing is run; what is no tensor is an error.
+    sharded : Sharded
+        The model. It may have been made on the device meta.
+    family : str
+        "": the file has the model's own names, as one of ``transformers`` has for the package's module. For a module with the
+        names of shardproof's C++ models: gpt2, llama, mistral, qwen2 or qwen3. Queries, keys and values may be fused in the
+        file and separate in the model, or the reverse, and likewise gates.
+    entry : str
+        Of a file of ``torch.save``: the key of the dict with the weights, such as "model" or "state_dict".
+    partial : bool
+        Load what fits.
+
+    Returns
+    -------
+    dict
+        "missing" and "unused", lists of names, and "bytes_read", of weights by this rank.
+    """
+    return _C.load_weights(str(path), sharded.native, family, entry, partial)
+
+
+def save_weights(
+    folder: str,
+    sharded: Sharded,
+    *,
+    family: str = "",
+    dtype: "torch.dtype | str" = "float32",
+    projections: str = "family",
+    config: Any = None,
+    file_bytes_max: int = 5 << 30,
+    overwrite: bool = False,
+) -> None:
+    """Save the main parameters as a folder with ``model.safetensors``, whole and durable or not at all. Collective.
+
+    With ``config`` the folder is one that ``from_pretrained`` of ``transformers`` opens.
+
+    Parameters
+    ----------
+    folder : str
+        Where to, on a file system that rank 0 sees.
+    sharded : Sharded
+        The model.
+    family : str
+        As in `load_weights`.
+    dtype : torch.dtype or str
+        What values are rounded to.
+    projections : str
+        "family", or "fused" or "separate" queries, keys and values, and gates.
+    config : optional
+        The text of ``config.json``, or what has ``to_json_string()``, as ``model.config`` of ``transformers`` has.
+    file_bytes_max : int
+        Weights of more bytes become several files and their index.
+    overwrite : bool
+        Replace a folder that exists; otherwise it is an error.
+    """
+    text = config.to_json_string() if hasattr(config, "to_json_string") else (config or "")
+    name = str(dtype).removeprefix("torch.")
+    _C.save_weights(str(folder), sharded.native, family, name, projections, text, file_bytes_max, overwrite)
+
+
 class Manager:
     """The checkpoints of one run: DIRECTORY/step_N, saved in the background if asked, the last few kept.
 

@@ -4,6 +4,7 @@
 #include "sharded.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/manager.h"
+#include "shardproof/checkpoint/weights.h"
 
 namespace shardproof::python {
 namespace {
@@ -127,6 +128,42 @@ py::object manager_load(ck::Manager& manager, ShardedMirror& held, Optimizer* op
   return loaded ? py::object(dict_of(*loaded, scaler)) : py::none();
 }
 
+py::dict load_weights(const std::string& path, ShardedMirror& held, const std::string& family, const std::string& entry,
+                      bool partial) {
+  ck::LoadedWeights loaded;
+  {
+    const py::gil_scoped_release unlocked;
+    loaded = ck::load_weights(path, held.sharded, {.family = family, .entry = entry, .partial = partial});
+  }
+  py::dict result;
+  result["missing"] = loaded.missing;
+  result["unused"] = loaded.unused;
+  result["bytes_read"] = loaded.bytes_read;
+  return result;
+}
+
+ck::Projections projections_of(const std::string& name) {
+  if (name == "family") return ck::Projections::as_family;
+  if (name == "fused") return ck::Projections::fused;
+  SHARD_REQUIRE(name == "separate", "checkpoint", "projections are 'family', 'fused' or 'separate', got '{}'", name);
+  return ck::Projections::separate;
+}
+
+void save_weights(const std::string& folder, ShardedMirror& held, const std::string& family, const std::string& dtype,
+                  const std::string& projections, const std::string& config, uint64_t file_bytes_max, bool overwrite) {
+  const DtypeInfo* info = find_dtype(dtype);
+  SHARD_REQUIRE(info, "checkpoint", "there is no dtype '{}' for weights; known are float32, bfloat16, float16 and float64",
+                dtype);
+  const ck::SaveWeightsOptions options{.family = family,
+                                       .dtype = info->dtype,
+                                       .projections = projections_of(projections),
+                                       .config = config,
+                                       .file_bytes_max = file_bytes_max,
+                                       .overwrite = overwrite};
+  const py::gil_scoped_release unlocked;
+  ck::save_weights(folder, held.sharded, options);
+}
+
 void bind_manager(py::module_& module) {
   py::class_<ck::Manager>(module, "Manager")
       .def(py::init([](const std::string& directory, int64_t keep, bool in_background, bool overwrite) {
@@ -151,6 +188,10 @@ void bind_checkpoints(py::module_& module) {
              py::arg("values"), py::arg("of_rank"), py::arg("scaler"), py::arg("overwrite"));
   module.def("load", &load_checkpoint, py::arg("directory"), py::arg("sharded"), py::arg("optimizer"), py::arg("scaler"),
              py::arg("partial"));
+  module.def("load_weights", &load_weights, py::arg("path"), py::arg("sharded"), py::arg("family"), py::arg("entry"),
+             py::arg("partial"));
+  module.def("save_weights", &save_weights, py::arg("folder"), py::arg("sharded"), py::arg("family"), py::arg("dtype"),
+             py::arg("projections"), py::arg("config"), py::arg("file_bytes_max"), py::arg("overwrite"));
   bind_manager(module);
 }
 

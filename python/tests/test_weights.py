@@ -1,0 +1,132 @@
+"""Weights of the transformers package in and out of shards, and files of torch.save."""
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+
+import shardproof
+from models import Block, Net, assert_same_bits
+
+
+def whole(module):
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_file_of_torch_save_comes_into_shards(tmp_path, nested):
+    model = Net()
+    expected = whole(model)
+    # Matrices lie transposed in memory, and so in the file.
+    state = {name: value.mT.contiguous().mT if value.dim() == 2 else value for name, value in model.state_dict().items()}
+    path = str(tmp_path / "model.pt")
+    torch.save({"model": state, "step": 3} if nested else state, path)
+
+    def body(comm):
+        own = Net()
+        with torch.no_grad():
+            for parameter in own.parameters():
+                parameter.fill_(7)
+        sharded = shardproof.fully_shard(own, comm, units=[Block])
+        loaded = shardproof.load_weights(path, sharded, entry="model" if nested else "")
+        assert loaded["missing"] == [] and loaded["unused"] == []
+        return sharded.gather(), loaded["bytes_read"]
+
+    results = shardproof.run_threads(3, body)
+    for values, _ in results:
+        assert_same_bits(values, expected)
+    assert sum(count for _, count in results) == sum(value.nbytes for value in model.state_dict().values())
+
+
+def test_what_is_no_tensor_is_refused_and_nothing_is_run(tmp_path):
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was_run"),)
+
+    def refused(content, match, **options):
+        torch.save(content, str(tmp_path / "bad.pt"))
+
+        def body(comm):
+            sharded = shardproof.fully_shard(Net(), comm, units=[Block])
+            with pytest.raises(shardproof.Error, match=match):
+                shardproof.load_weights(str(tmp_path / "bad.pt"), sharded, **options)
+
+        shardproof.run_threads(2, body)
+
+    refused({"model": Net().state_dict(), "step": 3}, "'step' is 3")
+    refused({"model": Net().state_dict(), "x": Runs()}, "mkdir", entry="model")
+    refused({**Net().state_dict(), "x": Runs()}, "mkdir")
+    assert not (tmp_path / "was_run").exists()
+    torch.save(Net().state_dict(), str(tmp_path / "old.pt"), _use_new_zipfile_serialization=False)
+    with pytest.raises(shardproof.Error, match="before 1.6"):
+        shardproof.run_threads(
+            1, lambda comm: shardproof.load_weights(str(tmp_path / "old.pt"), shardproof.fully_shard(Net(), comm))
+        )
+
+
+def small(transformers, family):
+    sizes = dict(
+        vocab_size=13,
+        hidden_size=12,
+        intermediate_size=10,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+    )
+    if family == "gpt2":
+        return transformers.GPT2Config(vocab_size=13, n_positions=16, n_embd=12, n_layer=2, n_head=2)
+    if family == "qwen3":
+        return transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
+    kinds = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config"}
+    return getattr(transformers, kinds[family])(**sizes)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_a_model_of_transformers_goes_out_and_from_pretrained_opens_it(tmp_path, family):
+    transformers = pytest.importorskip("transformers")
+    config = small(transformers, family)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    folder = str(tmp_path / "out")
+
+    def out(comm):
+        sharded = shardproof.fully_shard(copy.deepcopy(model), comm)
+        shardproof.save_weights(folder, sharded, config=model.config, file_bytes_max=2000)
+
+    shardproof.run_threads(3, out)
+    assert os.path.exists(os.path.join(folder, "model.safetensors.index.json"))
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same_bits(whole(again), whole(model))
+    tokens = torch.arange(16).reshape(2, 8) % 13
+    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+
+    def back(comm):
+        own = transformers.AutoModelForCausalLM.from_config(config)
+        sharded = shardproof.fully_shard(own, comm)
+        shardproof.load_weights(folder, sharded)
+        return sharded.gather()
+
+    for values in shardproof.run_threads(2, back):
+        assert_same_bits({name: values[name] for name in whole(model)}, whole(model))
+
+
+def test_weights_are_rounded_to_a_dtype(tmp_path):
+    model, folder = Net(), str(tmp_path / "out")
+
+    def body(comm):
+        sharded = shardproof.fully_shard(copy.deepcopy(model), comm, units=[Block])
+        with pytest.raises(shardproof.Error, match="no dtype 'float8'"):
+            shardproof.save_weights(folder, sharded, dtype="float8")
+        shardproof.save_weights(folder, sharded, dtype=torch.bfloat16, config=json.dumps({"model_type": "net"}))
+        shardproof.load_weights(folder, sharded)
+        return sharded.gather()
+
+    for values in shardproof.run_threads(2, body):
+        assert_same_bits(values, {name: value.to(torch.bfloat16).float() for name, value in whole(model).items()})
+    assert json.load(open(os.path.join(folder, "config.json"))) == {"model_type": "net"}
