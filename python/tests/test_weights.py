@@ -40,6 +40,21 @@ def test_a_file_of_torch_save_comes_into_shards(tmp_path, nested):
     assert sum(count for _, count in results) == sum(value.nbytes for value in model.state_dict().values())
 
 
+def test_a_model_on_meta_is_filled_without_a_whole_one_anywhere(tmp_path):
+    model, path = Net(), str(tmp_path / "model.pt")
+    torch.save(model.state_dict(), path)
+
+    def body(comm):
+        with torch.device("meta"):
+            own = Net()
+        sharded = shardproof.fully_shard(own, comm, units=[Block], initialize=(7, 0.02), broadcast_initial_values=False)
+        shardproof.load_weights(path, sharded)
+        return sharded.gather()
+
+    for values in shardproof.run_threads(3, body):
+        assert_same_bits(values, whole(model))
+
+
 def test_what_is_no_tensor_is_refused_and_nothing_is_run(tmp_path):
     class Runs:
         def __reduce__(self):
