@@ -24,6 +24,12 @@ bool is_cut(const BucketParameter& member) {
   return member.is_cut() && member.own.mesh.size() > 1;
 }
 
+Schedule::Place place_of(const Sharded::Impl& state, const std::string& parameter) {
+  const Schedule::Place* found = state.schedule.find(parameter);
+  if (!found) throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));
+  return *found;
+}
+
 // Refuses a member that no rank can update as a whole, on every rank alike.
 void require_whole(const BucketLayout& layout, const BucketParameter& member) {
   const auto [mesh, owned] = layout.placement(member, layout.state());
@@ -113,7 +119,7 @@ void Optimizer::step() {
   state->require_own_values("Optimizer::step");
   schedule.require_final("Optimizer::step");
   for (const auto& begin : state->before_update) begin();
-  const std::vector<Bucket*> buckets = schedule.buckets();
+  const std::vector<Bucket*>& buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!buckets[b]->gradient.final()) continue;
     buckets[b]->parameters.begin_update();
@@ -223,11 +229,9 @@ void Optimizer::write_state(const std::string& state_name, const std::map<std::s
 }
 
 int64_t Optimizer::updates(const std::string& parameter) const {
-  const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
-  for (size_t b = 0; b < buckets.size(); ++b)
-    for (size_t i = 0; i < held_[b].size(); ++i)
-      if (buckets[b]->layout().members()[i].name == parameter) return held_[b][i].updates;
-  throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));
+  const std::shared_ptr<Sharded::Impl> state = sharded();
+  const Schedule::Place place = place_of(*state, parameter);
+  return held_[place.bucket][place.member].updates;
 }
 
 std::vector<Optimizer::Group> Optimizer::groups() const {
@@ -248,18 +252,14 @@ std::vector<Optimizer::Group> Optimizer::groups() const {
 }
 
 void Optimizer::restore(const std::string& parameter, int64_t updates, bool with_state) {
-  const std::vector<Bucket*> buckets = sharded()->schedule.buckets();
-  for (size_t b = 0; b < buckets.size(); ++b)
-    for (size_t i = 0; i < held_[b].size(); ++i) {
-      if (buckets[b]->layout().members()[i].name != parameter) continue;
-      held_[b][i].updates = updates;
-      if (with_state)
-        allocate_state(b, i);
-      else
-        held_[b][i].has_state = false, held_[b][i].state.clear();
-      return;
-    }
-  throw Error(fmt::format("[optimizer] there is no parameter '{}'", parameter));
+  const std::shared_ptr<Sharded::Impl> state = sharded();
+  const Schedule::Place place = place_of(*state, parameter);
+  Held& held = held_[place.bucket][place.member];
+  held.updates = updates;
+  if (with_state)
+    allocate_state(place.bucket, place.member);
+  else
+    held.has_state = false, held.state.clear();
 }
 
 std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<UpdateRule> rule) {

@@ -27,16 +27,18 @@ Schedule::Schedule(ScheduleOptions options, std::shared_ptr<MemoryLedger> memory
 Schedule::~Schedule() = default;
 
 void Schedule::add(std::shared_ptr<Unit> unit) {
-  for (const auto& bucket : unit->buckets())
+  for (const auto& bucket : unit->buckets()) {
     largest_sum_bytes_ = std::max(largest_sum_bytes_, bucket->gradient.bytes_to_send());
+    const auto& members = bucket->layout().members();
+    for (size_t i = 0; i < members.size(); ++i) places_.emplace(members[i].name, Place{buckets_.size(), i});
+    buckets_.push_back(bucket.get());
+  }
   units_.push_back(std::move(unit));
 }
 
-std::vector<Bucket*> Schedule::buckets() const {
-  std::vector<Bucket*> all;
-  for (const auto& unit : units_)
-    for (const auto& bucket : unit->buckets()) all.push_back(bucket.get());
-  return all;
+const Schedule::Place* Schedule::find(const std::string& parameter) const {
+  const auto found = places_.find(parameter);
+  return found == places_.end() ? nullptr : &found->second;
 }
 
 void Schedule::set_last_microbatch(bool last) {

@@ -26,6 +26,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "sharding/unit.h"
@@ -53,7 +54,12 @@ class Schedule final : public UnitEvents {
   void set_activations(std::shared_ptr<ActivationStore> activations) { activations_ = std::move(activations); }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   // Every bucket, in unit order.
-  std::vector<Bucket*> buckets() const;
+  const std::vector<Bucket*>& buckets() const { return buckets_; }
+  // Where a parameter lies, by its first name: which of the buckets, and which member of it. Null when there is none.
+  struct Place {
+    size_t bucket, member;
+  };
+  const Place* find(const std::string& parameter) const;
 
   void set_last_microbatch(bool last);
   void set_gradient_sync(bool sync);
@@ -99,6 +105,8 @@ class Schedule final : public UnitEvents {
   std::function<void()> finish_;
   std::vector<std::shared_ptr<Unit>> units_, recomputed_;
   std::shared_ptr<ActivationStore> activations_;  // null: no unit has its activations elsewhere
+  std::vector<Bucket*> buckets_;                  // of the units
+  std::unordered_map<std::string, Place> places_;
 
   Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out
   struct Waiting {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <unordered_map>
 
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/shard_plan.h"
@@ -156,15 +157,18 @@ void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
 
 void relate_units(Sharded::Impl& sharded, const std::vector<UnitPlan>& plans) {
   const auto& units = sharded.schedule.units();
-  for (size_t inner = 1; inner < units.size(); ++inner) units[0]->settings.below.push_back(units[inner].get());
-  for (size_t outer = 1; outer < units.size(); ++outer) {
-    UnitSettings& settings = units[outer]->settings;
-    settings.root = units[0].get();
-    for (size_t inner = 1; inner < units.size(); ++inner)
-      for (const auto& [name, module] : plans[outer].modules)
-        if (inner != outer && is_within(plans[inner].name(), name)) settings.inside.push_back(units[inner].get());
-    settings.below = settings.inside;
+  std::unordered_map<std::string, Unit*> unit_called;
+  for (size_t i = 1; i < units.size(); ++i)
+    for (const auto& [name, module] : plans[i].modules) unit_called[name] = units[i].get();
+  for (size_t i = 1; i < units.size(); ++i) {
+    Unit* const inner = units[i].get();
+    inner->settings.root = units[0].get();
+    units[0]->settings.below.push_back(inner);
+    for (const std::string& name : modules_around(plans[i].name()))
+      if (const auto outer = unit_called.find(name); outer != unit_called.end() && outer->second != inner)
+        outer->second->settings.inside.push_back(inner);
   }
+  for (size_t i = 1; i < units.size(); ++i) units[i]->settings.below = units[i]->settings.inside;
 }
 
 void build_recomputed(Sharded::Impl& sharded, const UnitPlans& plans) {

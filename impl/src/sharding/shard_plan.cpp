@@ -13,18 +13,26 @@ using torch::nn::Module;
 
 // Parameters that look into one memory would each get a copy.
 void require_separate(const std::vector<NamedParameter>& parameters) {
-  std::map<std::pair<const void*, const void*>, std::string> begins;  // [begin, end) -> name
+  struct Range {
+    const std::byte* end;
+    const std::string* name;
+  };
+  std::map<const std::byte*, Range> ranges;  // by where they begin; those that are there are apart
   for (const NamedParameter& parameter : parameters) {
     const at::Tensor& tensor = parameter.tensor;
     if (tensor.is_meta() || tensor.numel() == 0 || !tensor.is_contiguous()) continue;
     const auto* begin = static_cast<const std::byte*>(tensor.const_data_ptr());
     const auto* end = begin + tensor.nbytes();
-    for (const auto& [range, name] : begins)
+    const auto after = ranges.lower_bound(begin);
+    const auto require_apart = [&](bool apart, const Range& other) {
       SHARD_REQUIRE(
-          begin >= range.second || end <= range.first, "fully_shard",
+          apart, "fully_shard",
           "parameters {} and {} share memory but are not one tensor. Register the same tensor under both names to tie them",
-          name, parameter.name);
-    begins[{begin, end}] = parameter.name;
+          *other.name, parameter.name);
+    };
+    if (after != ranges.end()) require_apart(end <= after->first, after->second);
+    if (after != ranges.begin()) require_apart(std::prev(after)->second.end <= begin, std::prev(after)->second);
+    ranges.emplace_hint(after, begin, Range{end, &parameter.name});
   }
 }
 
@@ -51,11 +59,12 @@ void fill_open(UnitOptions& options, const UnitOptions& others) {
 std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
                                    const ShardOptions& options) {
   std::vector<UnitPlan> plans{{{{"", root}}, {}, {}}};
+  const auto all = root->named_modules("", /*include_self=*/true);
   std::unordered_map<const Module*, std::string> names;
-  std::vector<const Module*> order;
-  for (const auto& item : root->named_modules("", /*include_self=*/true)) {
+  std::unordered_map<const Module*, int64_t> order;  // of the first of a module's names
+  for (const auto& item : all) {
     names.emplace(item.value().get(), item.key());
-    order.push_back(item.value().get());
+    order.emplace(item.value().get(), std::ssize(order));
   }
   std::unordered_map<const Module*, bool> taken;
   for (const Sharding::Entry& entry : entries) {
@@ -71,17 +80,17 @@ std::vector<UnitPlan> choose_units(const std::shared_ptr<Module>& root, const st
     else plans.push_back(std::move(plan));
   }
   if (options.units)
-    for (const auto& item : root->named_modules("", /*include_self=*/false))
-      if (options.units(item.key(), *item.value()) && !std::exchange(taken[item.value().get()], true))
+    for (const auto& item : all)
+      if (item.value() != root && options.units(item.key(), *item.value()) && !std::exchange(taken[item.value().get()], true))
         plans.push_back({{{item.key(), item.value()}}, {}, {}});
-  const auto place = [&](const UnitPlan& plan) {
-    return std::find(order.begin(), order.end(), plan.modules.front().second.get()) - order.begin();
-  };
+  const auto place = [&](const UnitPlan& plan) { return order.at(plan.modules.front().second.get()); };
   std::stable_sort(plans.begin() + 1, plans.end(), [&](const UnitPlan& a, const UnitPlan& b) { return place(a) < place(b); });
-  for (const auto& item : root->named_modules("", /*include_self=*/true))
-    for (UnitPlan& plan : plans)
-      for (const auto& [name, module] : plan.modules)
-        if (module == item.value()) plan.names.push_back(item.key());
+  std::unordered_map<const Module*, std::vector<UnitPlan*>> plans_of;  // the root may be in a second unit, with others
+  for (UnitPlan& plan : plans)
+    for (const auto& [name, module] : plan.modules) plans_of[module.get()].push_back(&plan);
+  for (const auto& item : all)
+    if (const auto found = plans_of.find(item.value().get()); found != plans_of.end())
+      for (UnitPlan* plan : found->second) plan->names.push_back(item.key());
   for (UnitPlan& plan : plans) {
     if (options.unit_options) fill_open(plan.options, options.unit_options(plan.name()));
     for (const auto& [name, module] : plan.modules) {
@@ -127,15 +136,24 @@ bool is_within(const std::string& name, const std::string& prefix) {
   return prefix.empty() || (name.size() > prefix.size() && name.starts_with(prefix) && name[prefix.size()] == '.');
 }
 
+std::vector<std::string> modules_around(const std::string& name) {
+  std::vector<std::string> around;
+  for (size_t end = name.rfind('.'); end != std::string::npos && end > 0; end = name.rfind('.', end - 1))
+    around.push_back(name.substr(0, end));
+  around.emplace_back();
+  return around;
+}
+
 UnitPlans plan_units(const std::shared_ptr<Module>& root, const std::vector<Sharding::Entry>& entries,
                      const ShardOptions& options) {
   UnitPlans result{.units = choose_units(root, entries, options), .aliases = {}};
+  std::unordered_map<std::string, size_t> unit_called;
+  for (size_t i = 1; i < result.units.size(); ++i)
+    for (const std::string& module_name : result.units[i].names) unit_called[module_name] = i;
   const auto innermost = [&](const std::string& name) {
-    size_t best = 0, longest = 0;
-    for (size_t i = 1; i < result.units.size(); ++i)
-      for (const std::string& module_name : result.units[i].names)
-        if (is_within(name, module_name) && module_name.size() >= longest) best = i, longest = module_name.size();
-    return best;
+    for (const std::string& module_name : modules_around(name))
+      if (const auto found = unit_called.find(module_name); found != unit_called.end()) return found->second;
+    return size_t{0};
   };
   struct Use {
     NamedParameter parameter;

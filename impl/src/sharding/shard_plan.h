@@ -43,8 +43,11 @@ struct UnitPlans {
   std::vector<std::pair<std::string, std::string>> aliases;
 };
 
-// Whether a name is that of a descendant of the module called `prefix`.
+// Whether the module or parameter of this name lies below the module called `prefix`.
 bool is_within(const std::string& name, const std::string& prefix);
+
+// The names that a module around the one called `name` can have, innermost first: "a.b", "a" and "" for "a.b.c".
+std::vector<std::string> modules_around(const std::string& name);
 
 // A tensor belongs to the innermost unit of its first name; one that other units use as well belongs to the root, which is
 // whole as long as any of them runs. Throws Error, naming module or parameter, when an entry is not below the root, a module is
