@@ -94,20 +94,6 @@ TEST(SaveFailures, whenever_the_disk_of_one_of_3_ranks_is_full_all_ranks_know_an
   sweep(3, ENOSPC);
 }
 
-// Adds up what is read.
-class CountingFiles : public FileSystem {
- public:
-  ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override {
-    const ssize_t count = FileSystem::pread(fd, data, bytes, offset);
-    if (count > 0) read_ += count;
-    return count;
-  }
-  int64_t read() const { return read_; }
-
- private:
-  std::atomic<int64_t> read_ = 0;
-};
-
 // Saved by 2, loaded by 3: ranks read parts of entries, whose checksums are of the whole.
 TEST(LoadDamage, a_flip_in_any_entry_is_an_error_on_every_rank_though_each_reads_parts_of_it) {
   const Scratch scratch;
@@ -140,28 +126,6 @@ TEST(LoadDamage, a_flip_in_any_entry_is_an_error_on_every_rank_though_each_reads
     }
 }
 
-TEST(LoadDamage, to_check_and_to_read_takes_each_byte_about_twice_over_all_ranks) {
-  const Scratch scratch;
-  const std::vector<int64_t> widths = {300, 500, 200};
-  const std::string folder = scratch / "at";
-  run_threads(2, [&](std::shared_ptr<Comm> comm) {
-    Stamped run(comm, widths);
-    save(folder, *run.sharded, &*run.optimizer);
-  });
-  int64_t bytes = 0;
-  for (const std::string& name : list_folder(folder)) bytes += static_cast<int64_t>(slurp(folder + "/" + name).size());
-  CountingFiles files;
-  run_threads(3, [&](std::shared_ptr<Comm> comm) {
-    Stamped run(comm, widths);
-    LoadOptions options;
-    options.files = &files;
-    load(folder, *run.sharded, &*run.optimizer, options);
-  });
-  EXPECT_GT(files.read(), bytes * 18 / 10);
-  EXPECT_LT(files.read(), bytes * 23 / 10);
-}
-
-}  // namespace
 TEST(LoadDamage, a_load_without_a_check_before_finds_damage_while_it_reads) {
   const Scratch scratch;
   save_stamped(scratch.path(), 1, 1);
@@ -198,4 +162,5 @@ TEST(LoadDamage, a_load_without_a_check_before_finds_damage_while_it_reads) {
   EXPECT_GT(damaged, 5);
 }
 
+}  // namespace
 }  // namespace shardproof::checkpoint

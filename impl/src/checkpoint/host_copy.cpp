@@ -14,6 +14,13 @@ void start_host_copy(char* to, const at::Tensor& from) {
   at::from_blob(to, from.sizes(), from.options().device(at::kCPU).requires_grad(false)).copy_(from, /*non_blocking=*/true);
 }
 
+void start_copy_from_host(const at::Tensor& to, const at::Tensor& from) {
+  const at::NoGradGuard no_grad;
+  if (to.device().is_cpu() && to.is_contiguous())
+    return stream_copy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+  to.copy_(from, /*non_blocking=*/true);
+}
+
 void finish_host_copies(c10::Device device) {
   if (!device.is_cpu()) current_stream_of(device).synchronize();
 }

@@ -3,7 +3,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
+#include "checkpoint/format/stream_copy.h"
+#include "checkpoint/host_copy.h"
+#include "checkpoint/joined_sums.h"
 #include "checkpoint/state_names.h"
 #include "checkpoint/trainer_values.h"
 #include "sharding/sharded_impl.h"
@@ -118,18 +122,17 @@ class Loader {
 
   // Reads what describes the checkpoint. Throws when it does not fit.
   void match() {
-    checkpoint_ = open_checkpoint(*options_.files, directory_);
+    open();
     names_ = names_of_model(sharded_);
     std::map<std::string, int64_t> updates;
     if (checkpoint_.values.contains(kUpdates)) {
       const Value saved = value(kUpdates);
       for (const auto& [name, count] : saved.as_dict(kUpdates)) updates[name.as_string(kUpdates)] = count.as_int(kUpdates);
     }
-    BoxReader reader(*options_.files, directory_, checkpoint_, options_.read);
     const auto updates_of = [&](const std::string& name) -> int64_t {
       const std::string step = state_key(name, "step");
       if (const auto found = updates.find(name); found != updates.end()) return found->second;
-      if (checkpoint_.tensors.contains(step)) return static_cast<int64_t>(reader.read(step).item<double>());
+      if (checkpoint_.tensors.contains(step)) return static_cast<int64_t>(reader_->read(step).item<double>());
       return -1;
     };
     std::vector<Optimizer::Group> groups;
@@ -142,38 +145,59 @@ class Loader {
                   fmt::join(misfits.begin(), misfits.begin() + std::min<int64_t>(8, std::ssize(misfits)), "; "),
                   misfits.size() > 8 ? fmt::format("; and {} more", misfits.size() - 8) : "");
     loaded_.skipped = misfits;
+    list_wanted();
   }
 
-  // Every byte that any rank will read, against its checksum; each by one rank, whichever parts of it are wanted where.
-  void check() {
-    std::set<std::string> keys = matched_.kept_along;
-    for (const auto& [name, key] : matched_.parameters) keys.insert(key);
-    for (const Restored& state : matched_.states)
-      for (const std::string& state_name : state.state_names) keys.insert(state_key(state.parameter, state_name));
-    for (const std::string& name : matched_.plain) keys.insert(model_key(name));
-    const VerifiedPart part{[&](const std::string& key) { return keys.contains(key); }, sharded_.rank(),
+  // Reads what this rank is to hold into memory beside the model, as far as that has room. An entry of which this rank reads
+  // everything is compared with its checksum.
+  void stage() {
+    uint64_t bytes = 0;
+    for (auto& [key, wanted] : wanted_) {
+      const uint64_t begin = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+      if (wanted.bytes > options_.staging_bytes_max || begin > options_.staging_bytes_max - wanted.bytes) continue;
+      wanted.staged_at = begin;
+      bytes = begin + wanted.bytes;
+    }
+    staging_ = staging(bytes, sharded_.impl().state_device());
+    auto* const memory = static_cast<char*>(staging_.data_ptr());
+    if (sharded_.impl().state_device().is_cpu()) prefer_large_pages(memory, bytes);
+    for (const auto& [key, wanted] : wanted_) {
+      reader_->check_without_elements(key);
+      if (wanted.staged_at) read(key, wanted, memory + *wanted.staged_at);
+    }
+    loaded_.counts.staged_bytes = bytes;
+  }
+
+  // What the others are to know of entries of which this rank read a part, or nothing yet.
+  std::string told() const {
+    std::vector<PartlyRead> parts = reader_->partly_read();
+    for (const auto& [key, wanted] : wanted_)
+      if (!wanted.staged_at)
+        for (const Chunk& chunk : checkpoint_.tensors.at(key).chunks) parts.push_back({chunk.extent, kUnread, {}});
+    return text_of(parts);
+  }
+
+  // Of the entries that no rank has read completely: their parts together, or else all of the entry, which one rank reads.
+  void check_together(const std::vector<std::string>& told) {
+    std::set<EntryPlace> left = compare_joined(told, *reader_);
+    if (left.empty()) return;
+    const VerifiedPart part{[&](const Extent& entry) { return left.erase({entry.file, entry.offset}) > 0; }, sharded_.rank(),
                             sharded_.impl().comms->world().size()};
     const Verified verified = verify_checkpoint(*options_.files, directory_, {}, part);
     SHARD_REQUIRE(verified.problems.empty(), "checkpoint",
                   "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`", directory_,
                   verified.problems.front().str());
-    checked_ = true;
+    loaded_.bytes_only_checked = verified.bytes;
   }
 
   // Into the model.
   void fill() {
     at::NoGradGuard no_grad;
-    ReadOptions read = options_.read;
-    read.check &= !checked_;
-    BoxReader reader(*options_.files, directory_, checkpoint_, read);
     std::map<std::string, std::string> keys(matched_.parameters.begin(), matched_.parameters.end());
-    for (const Shard& shard : sharded_.impl().shards(Sharded::Impl::Kind::main))
-      if (const auto key = keys.find(shard.name); key != keys.end()) read_shard(reader, key->second, shard);
-    for (const std::string& name : matched_.plain) {
-      const at::Tensor& tensor = names_.plain.at(name);
-      if (tensor.numel() > 0) tensor.copy_(reader.read(model_key(name)));
-    }
-    fill_kept_along(reader);
+    for (const Shard& shard : mains_)
+      if (const auto key = keys.find(shard.name); key != keys.end()) put(key->second, shard.data);
+    for (const std::string& name : matched_.plain) put(model_key(name), names_.plain.at(name));
+    fill_kept_along();
     std::set<std::string> restored;
     for (const Restored& state : matched_.states) {
       optimizer_->restore(state.parameter, state.updates, !state.state_names.empty());
@@ -182,44 +206,106 @@ class Loader {
     if (optimizer_)
       for (const std::string& state_name : optimizer_->state_names())
         for (const Shard& shard : optimizer_->state_shards(state_name))
-          if (const std::string key = state_key(shard.name, state_name); restored.contains(key)) read_shard(reader, key, shard);
-    loaded_.counts = reader.counts();
+          if (const std::string key = state_key(shard.name, state_name); restored.contains(key)) put(key, shard.data);
+    finish_host_copies(sharded_.impl().state_device());
   }
 
-  Loaded take() { return std::move(loaded_); }
+  Loaded take() {
+    const uint64_t staged = loaded_.counts.staged_bytes;
+    loaded_.counts = reader_->counts();
+    loaded_.counts.staged_bytes = staged;
+    return std::move(loaded_);
+  }
 
  private:
+  static constexpr uint64_t kAlignment = 64;
+
+  // What this rank is to hold of a tensor of the checkpoint, whatever boxes the ranks that saved it held.
+  struct Wanted {
+    std::vector<Box> boxes;
+    uint64_t bytes = 0;
+    std::optional<uint64_t> staged_at;  // in the staging memory
+  };
+
+  void open() {
+    ReadOptions read = options_.read;
+    if (options_.check_before) {
+      CheckedCheckpoint opened = open_checked(*options_.files, directory_);
+      checkpoint_ = std::move(opened.checkpoint);
+      sums_ = std::move(opened.sums);
+      read.check = read.check_around = true;
+      read.check_parts = false;  // all ranks together do
+    } else {
+      checkpoint_ = open_checkpoint(*options_.files, directory_);
+    }
+    reader_.emplace(*options_.files, directory_, checkpoint_, read, sums_ ? &*sums_ : nullptr);
+  }
+
   Value value(const std::string& name) { return read_value(*options_.files, directory_, name, checkpoint_.values.at(name)); }
 
+  void want(const std::string& key, std::vector<Box> boxes) {
+    Wanted& wanted = wanted_[key];
+    wanted.boxes = std::move(boxes);
+    const auto item = static_cast<uint64_t>(dtype_info(checkpoint_.tensors.at(key).dtype).bytes);
+    for (const Box& box : wanted.boxes) wanted.bytes += static_cast<uint64_t>(numel(box)) * item;
+  }
+
+  // An optimizer's state, and what is kept along, lie as the main parameters do.
+  void list_wanted() {
+    mains_ = sharded_.impl().shards(Sharded::Impl::Kind::main);
+    std::map<std::string, std::vector<Box>> boxes;
+    for (const Shard& shard : mains_) boxes[shard.name] = owned(shard.shape, shard.at.mesh, shard.at.layout, sharded_.rank());
+    for (const auto& [name, key] : matched_.parameters) want(key, boxes.at(name));
+    for (const Restored& state : matched_.states)
+      for (const std::string& state_name : state.state_names)
+        want(state_key(state.parameter, state_name), boxes.at(state.parameter));
+    for (const auto& [first, shards_of] : sharded_.impl().kept_along)
+      for (const auto& [name, own] : boxes)
+        if (const std::string key = kept_key(first, name); matched_.kept_along.contains(key)) want(key, own);
+    for (const std::string& name : matched_.plain) {
+      Box whole;
+      for (const int64_t size : names_.plain.at(name).sizes()) whole.push_back({0, size});
+      want(model_key(name), {whole});
+    }
+  }
+
   // What the checkpoint lacks begins as the parameters that were loaded, as new averages do.
-  void fill_kept_along(BoxReader& reader) {
+  void fill_kept_along() {
     for (const auto& [first, shards_of] : sharded_.impl().kept_along) {
-      const std::vector<Shard> shards = shards_of(), parameters = sharded_.impl().shards(Sharded::Impl::Kind::main);
+      const std::vector<Shard> shards = shards_of();
       for (size_t i = 0; i < shards.size(); ++i)
         if (const std::string key = kept_key(first, shards[i].name); matched_.kept_along.contains(key))
-          read_shard(reader, key, shards[i]);
+          put(key, shards[i].data);
         else
-          at::Tensor(shards[i].data).copy_(parameters[i].data);
+          at::Tensor(shards[i].data).copy_(mains_[i].data);
     }
   }
 
-  static void read_box(BoxReader& reader, const std::string& key, const Box& box, char* to) {
-    Shape strides(box.size());
-    int64_t stride = 1;
-    for (size_t d = box.size(); d-- > 0; stride *= box[d].size()) strides[d] = stride;
-    reader.read(key, box, to, strides);
+  void read(const std::string& key, const Wanted& wanted, char* to) {
+    const int64_t item = dtype_info(checkpoint_.tensors.at(key).dtype).bytes;
+    for (const Box& box : wanted.boxes) {
+      Shape strides(box.size());
+      int64_t stride = 1;
+      for (size_t d = box.size(); d-- > 0; stride *= box[d].size()) strides[d] = stride;
+      reader_->read(key, box, to, strides);
+      to += numel(box) * item;
+    }
   }
 
-  // Each box that this rank is to hold, whatever boxes the ranks that saved it held.
-  void read_shard(BoxReader& reader, const std::string& key, const Shard& shard) {
-    const bool elsewhere = !shard.data.device().is_cpu();
-    const at::Tensor here = elsewhere ? at::empty(shard.data.sizes(), shard.data.options().device(at::kCPU)) : shard.data;
-    auto* to = static_cast<char*>(here.data_ptr());
-    for (const Box& box : owned(shard.shape, shard.at.mesh, shard.at.layout, sharded_.rank())) {
-      read_box(reader, key, box, to);
-      to += numel(box) * static_cast<int64_t>(shard.data.element_size());
+  // Into its place in the model: from the staging memory, or from the file when it found no room there.
+  void put(const std::string& key, const at::Tensor& place) {
+    const Wanted& wanted = wanted_.at(key);
+    SHARD_CHECK(wanted.bytes == place.nbytes(), "checkpoint", "{} bytes were planned for {}, which has {}", wanted.bytes, key,
+                place.nbytes());
+    if (wanted.bytes == 0) return;
+    if (wanted.staged_at) {
+      const at::Tensor from = staging_.narrow(0, static_cast<int64_t>(*wanted.staged_at), static_cast<int64_t>(wanted.bytes));
+      return start_copy_from_host(place, from.view(place.scalar_type()).view(place.sizes()));
     }
-    if (elsewhere) shard.data.copy_(here);
+    const bool elsewhere = !place.device().is_cpu() || !place.is_contiguous();
+    const at::Tensor here = elsewhere ? at::empty(place.sizes(), place.scalar_type()) : place;
+    read(key, wanted, static_cast<char*>(here.data_ptr()));
+    if (elsewhere) place.copy_(here);
   }
 
   const std::string& directory_;
@@ -227,11 +313,33 @@ class Loader {
   Optimizer* optimizer_;
   const LoadOptions& options_;
   Checkpoint checkpoint_;
+  std::optional<Checksums> sums_;
+  std::optional<BoxReader> reader_;
   ModelNames names_;
   Matched matched_;
+  std::vector<Shard> mains_;
+  std::map<std::string, Wanted> wanted_;  // by key
+  at::Tensor staging_;
   Loaded loaded_;
-  bool checked_ = false;
 };
+
+// Before anything is changed. What one rank finds is an error on all.
+void check_before(Comm& world, Loader& loader) {
+  std::string told;
+  const std::string error = error_of([&] {
+    loader.stage();
+    told = loader.told();
+  });
+  if (!error.empty()) told = "e" + error;
+  else if (!told.empty()) told = "r" + told;
+  std::vector<std::string> all = gather_texts(world, told), errors;
+  for (std::string& text : all) {
+    errors.push_back(text.starts_with('e') ? text.substr(1) : "");
+    if (!text.empty()) text.erase(0, 1);
+  }
+  throw_first(errors);
+  agree_on(world, [&] { loader.check_together(all); });
+}
 
 }  // namespace
 
@@ -241,7 +349,7 @@ Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer
   Comm& world = state.comms->world();
   Loader loader(directory, sharded, optimizer, options);
   agree_on(world, [&] { loader.match(); });
-  if (options.check_before) agree_on(world, [&] { loader.check(); });
+  if (options.check_before) check_before(world, loader);
   sharded.zero_gradients();
   for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
   const std::string error = error_of([&] { loader.fill(); });

@@ -70,7 +70,8 @@ bool Manager::save(Sharded& sharded, const Optimizer* optimizer, const TrainerSt
                         .after =
                             [files = options_.files, keep = options_.keep, directory = directory_] {
                               if (keep > 0) retain_steps(*files, directory, keep);
-                            }};
+                            },
+                        .plan = &plan_};
   auto job = std::make_unique<SaveJob>(step_folder(directory_, trainer.step), sharded, optimizer, trainer, how,
                                        options_.async ? &snapshot_ : nullptr);
   begun_ = true;

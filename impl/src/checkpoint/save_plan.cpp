@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "checkpoint/format/row_walk.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -59,6 +61,57 @@ std::vector<std::vector<PlannedBox>> plan_save(const std::map<std::string, Saved
   }
   for (auto& own : boxes) std::sort(own.begin(), own.end(), before);
   return boxes;
+}
+
+namespace {
+
+// Both lists ascend: the rank's boxes, and what it holds of a tensor, box by box.
+std::vector<SavePlan::Part> parts_of(const SavePlan& plan) {
+  std::vector<SavePlan::Part> parts;
+  const std::string* name = nullptr;
+  std::vector<Box> boxes;
+  size_t at = 0;
+  int64_t begin = 0;
+  for (const PlannedBox& planned : plan.boxes[static_cast<size_t>(plan.rank)]) {
+    if (!name || *name != planned.name) {
+      const SavedTensor& tensor = plan.tensors.at(planned.name);
+      boxes = owned(tensor.shape, tensor.at.mesh, tensor.at.layout, plan.rank);
+      name = &planned.name;
+      at = 0, begin = 0;
+    }
+    const int64_t count = numel(planned.box);
+    for (; count > 0 && at < boxes.size() && boxes[at] != planned.box; ++at) begin += numel(boxes[at]);
+    SHARD_CHECK(count == 0 || at < boxes.size(), "checkpoint", "rank {} writes a box of {} that it does not hold", plan.rank,
+                planned.name);
+    parts.push_back({begin, count});
+  }
+  return parts;
+}
+
+std::vector<std::vector<uint64_t>> lengths_of(const SavePlan& plan) {
+  std::map<std::pair<Dtype, Shape>, uint64_t> known;
+  std::vector<std::vector<uint64_t>> lengths(plan.boxes.size());
+  for (size_t rank = 0; rank < plan.boxes.size(); ++rank)
+    for (const PlannedBox& planned : plan.boxes[rank]) {
+      const Dtype dtype = plan.tensors.at(planned.name).dtype;
+      uint64_t& length = known[{dtype, sizes_of(planned.box)}];
+      if (length == 0) length = lay_out_tensor_entry(dtype, sizes_of(planned.box)).length;
+      lengths[rank].push_back(length);
+    }
+  return lengths;
+}
+
+}  // namespace
+
+std::shared_ptr<const SavePlan> make_save_plan(std::map<std::string, SavedTensor> tensors, int64_t ranks, int64_t rank) {
+  auto plan = std::make_shared<SavePlan>();
+  plan->tensors = std::move(tensors);
+  plan->ranks = ranks;
+  plan->rank = rank;
+  plan->boxes = plan_save(plan->tensors, ranks);
+  plan->own = parts_of(*plan);
+  if (rank == 0) plan->lengths = lengths_of(*plan);
+  return plan;
 }
 
 }  // namespace shardproof::checkpoint

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ struct SavedTensor {
   Dtype dtype = Dtype::Float;
   Shape shape;
   Placement at;  // nothing partial
+  bool operator==(const SavedTensor&) const = default;
 };
 
 struct PlannedBox {
@@ -26,5 +28,20 @@ struct PlannedBox {
 // the largest first; a tensor without elements is one empty box of rank 0. A function of its arguments alone, so that every
 // rank finds the same.
 std::vector<std::vector<PlannedBox>> plan_save(const std::map<std::string, SavedTensor>& tensors, int64_t ranks);
+
+// All that a save works out before it has seen a value, and what it was made of. The next save may use it as long as that is
+// the same.
+struct SavePlan {
+  std::map<std::string, SavedTensor> tensors;
+  int64_t ranks = 0, rank = 0;
+  std::vector<std::vector<PlannedBox>> boxes;  // by rank
+  // Of `rank`: where its boxes lie in what it holds of their tensors.
+  struct Part {
+    int64_t begin = 0, count = 0;
+  };
+  std::vector<Part> own;
+  std::vector<std::vector<uint64_t>> lengths;  // of the entries of `boxes`, on rank 0, which alone writes .metadata
+};
+std::shared_ptr<const SavePlan> make_save_plan(std::map<std::string, SavedTensor> tensors, int64_t ranks, int64_t rank);
 
 }  // namespace shardproof::checkpoint

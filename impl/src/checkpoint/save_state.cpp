@@ -2,7 +2,10 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <cstring>
+#include <string_view>
 
+#include "checkpoint/format/row_walk.h"
 #include "checkpoint/format/stream_copy.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/save_plan.h"
@@ -18,7 +21,6 @@
 namespace shardproof::checkpoint {
 namespace {
 
-// What was written, in the order of the plan.
 Value value_of(const EntryFile::Written& written) {
   return Value::tuple({Value::string(written.extent.file), Value::integer(static_cast<int64_t>(written.extent.offset)),
                        Value::integer(static_cast<int64_t>(written.extent.length)), Value::integer(written.crc)});
@@ -29,6 +31,38 @@ EntryFile::Written written_of(const Value& value) {
            static_cast<uint64_t>(fields[2].as_int("length"))},
           static_cast<uint32_t>(fields[3].as_int("crc"))};
 }
+
+// What a rank tells of the entries of its boxes: where they begin and end in its file, and their checksums. Their lengths are
+// known from the plan.
+struct WrittenBoxes {
+  uint64_t begin = 0, end = 0;
+  std::vector<uint32_t> crcs;
+
+  void add(const EntryFile::Written& written) {
+    if (crcs.empty()) begin = written.extent.offset;
+    end = written.extent.offset + written.extent.length;
+    crcs.push_back(written.crc);
+  }
+  std::string text() const {
+    std::string text(sizeof begin + sizeof end + crcs.size() * sizeof(uint32_t), '\0');
+    std::memcpy(text.data(), &begin, sizeof begin);
+    std::memcpy(text.data() + sizeof begin, &end, sizeof end);
+    if (!crcs.empty()) std::memcpy(text.data() + sizeof begin + sizeof end, crcs.data(), crcs.size() * sizeof(uint32_t));
+    return text;
+  }
+  // Takes them, of so many boxes, off the text.
+  static WrittenBoxes take(std::string_view& text, size_t boxes) {
+    WrittenBoxes written;
+    const size_t bytes = sizeof begin + sizeof end + boxes * sizeof(uint32_t);
+    SHARD_CHECK(text.size() >= bytes, "checkpoint", "{} bytes tell of {} boxes", text.size(), boxes);
+    written.crcs.resize(boxes);
+    std::memcpy(&written.begin, text.data(), sizeof begin);
+    std::memcpy(&written.end, text.data() + sizeof begin, sizeof end);
+    if (boxes > 0) std::memcpy(written.crcs.data(), text.data() + sizeof begin + sizeof end, boxes * sizeof(uint32_t));
+    text.remove_prefix(bytes);
+    return written;
+  }
+};
 
 Value value_of(const Path& path) {
   Value::Items items;
@@ -56,10 +90,10 @@ struct SaveJob::Parts {
   FileSystem* files = nullptr;
   std::unique_ptr<StagedFolder> staged;  // rank 0
   std::string folder;                    // of the staged files
-  std::map<std::string, SavedTensor> tensors;
+  std::map<std::string, SavedTensor> tensors;  // until the plan has them
   std::map<std::string, Path> paths;
   std::map<std::string, std::string> same_as;  // key of another name of a tied parameter -> key of its first
-  std::vector<std::vector<PlannedBox>> plan;   // by rank
+  std::shared_ptr<const SavePlan> plan;
   std::vector<NamedValue> values;              // of this rank
   std::map<std::string, at::Tensor> held;      // what this rank holds of each tensor, 1-D, in storage order
   std::vector<at::Tensor> sources;             // of this rank's boxes: parts of `held`
@@ -70,11 +104,13 @@ struct SaveJob::Parts {
   std::vector<size_t> offsets;  // in the snapshot, of this rank's boxes
   std::string error;
   std::function<void()> after;
-  Value::Items written_tensors, written_values;
+  WrittenBoxes written_boxes;
+  Value::Items written_values;
 
-  const std::vector<PlannedBox>& own() const { return plan[static_cast<size_t>(world->rank())]; }
+  const std::vector<PlannedBox>& own() const { return plan->boxes[static_cast<size_t>(world->rank())]; }
   void collect(Sharded& sharded, const Optimizer* optimizer);
   void include(const std::string& key, const Path& path, const SavedTensor& tensor, const at::Tensor& data);
+  void make_plan(KeptPlan* kept);
   void find_sources();
   void fill(Snapshot& memory);
   void write_entries();
@@ -116,25 +152,23 @@ void SaveJob::Parts::collect(Sharded& sharded, const Optimizer* optimizer) {
     }
 }
 
-// Both lists ascend: this rank's boxes, and what it holds of a tensor, box by box.
-void SaveJob::Parts::find_sources() {
-  const std::string* name = nullptr;
-  std::vector<Box> boxes;
-  size_t at = 0;
-  int64_t begin = 0;
-  for (const PlannedBox& planned : own()) {
-    if (!name || *name != planned.name) {
-      const SavedTensor& tensor = tensors.at(planned.name);
-      boxes = owned(tensor.shape, tensor.at.mesh, tensor.at.layout, world->rank());
-      name = &planned.name;
-      at = 0, begin = 0;
-    }
-    const int64_t count = numel(planned.box);
-    for (; count > 0 && at < boxes.size() && boxes[at] != planned.box; ++at) begin += numel(boxes[at]);
-    SHARD_CHECK(count == 0 || at < boxes.size(), "checkpoint", "rank {} writes a box of {} that it does not hold",
-                world->rank(), planned.name);
-    sources.push_back(held.at(planned.name).narrow(0, begin, count));
+// The plan depends on nothing but the tensors' descriptions and the ranks, so one that was made for the same is this one.
+void SaveJob::Parts::make_plan(KeptPlan* kept) {
+  KeptPlan none;
+  KeptPlan& known = kept ? *kept : none;
+  const bool is_this = known.last && known.last->ranks == world->size() && known.last->rank == world->rank() &&
+                       known.last->tensors == tensors;
+  if (!is_this) {
+    known.last = make_save_plan(std::move(tensors), world->size(), world->rank());
+    ++known.made;
   }
+  plan = known.last;
+  tensors.clear();
+}
+
+void SaveJob::Parts::find_sources() {
+  for (size_t i = 0; i < own().size(); ++i)
+    sources.push_back(held.at(own()[i].name).narrow(0, plan->own[i].begin, plan->own[i].count));
 }
 
 void SaveJob::Parts::fill(Snapshot& memory) {
@@ -172,8 +206,6 @@ void SaveJob::Parts::write_entries() {
   at::Tensor copied;
   for (size_t i = 0; i < own().size(); ++i) {
     const PlannedBox& box = own()[i];
-    Shape sizes;
-    for (const Interval& interval : box.box) sizes.push_back(interval.size());
     const char* data = nullptr;
     if (is_copied) {
       data = snapshot + offsets[i];
@@ -186,7 +218,7 @@ void SaveJob::Parts::write_entries() {
       finish_host_copies(stream.device());
       data = target;
     }
-    written_tensors.push_back(value_of(file.add_tensor(tensors.at(box.name).dtype, sizes, data)));
+    written_boxes.add(file.add_tensor(plan->tensors.at(box.name).dtype, sizes_of(box.box), data));
   }
   file.finish();
 }
@@ -194,25 +226,26 @@ void SaveJob::Parts::write_entries() {
 void SaveJob::Parts::write_metadata(const std::vector<std::string>& records) {
   Checkpoint checkpoint;
   Checksums checksums;
-  for (const auto& [key, tensor] : tensors) checkpoint.tensors[key] = {tensor.dtype, tensor.shape, {}};
+  for (const auto& [key, tensor] : plan->tensors) checkpoint.tensors[key] = {tensor.dtype, tensor.shape, {}};
   checkpoint.paths = paths;
   for (size_t rank = 0; rank < records.size(); ++rank) {
-    const Value record = read_pickle(records[rank], {}, "what a rank wrote");
-    const Value::Items& parts = record.as_list("record");
-    const Value::Items& entries = parts[0].as_list("tensors");
-    SHARD_CHECK(entries.size() == plan[rank].size(), "checkpoint", "rank {} wrote {} boxes of {}", rank, entries.size(),
-                plan[rank].size());
-    for (size_t i = 0; i < entries.size(); ++i) {
-      const EntryFile::Written written = written_of(entries[i]);
+    std::string_view record = records[rank];
+    const std::vector<PlannedBox>& boxes = plan->boxes[rank];
+    const WrittenBoxes written_boxes = WrittenBoxes::take(record, boxes.size());
+    uint64_t offset = written_boxes.begin;
+    for (size_t i = 0; i < boxes.size(); ++i) {
+      const EntryFile::Written written{{entry_file_name(static_cast<int64_t>(rank)), offset, plan->lengths[rank][i]},
+                                       written_boxes.crcs[i]};
+      offset += written.extent.length;
       add(checksums, written);
-      Chunk chunk{{}, {}, written.extent};
-      for (const Interval& interval : plan[rank][i].box) {
-        chunk.offsets.push_back(interval.begin);
-        chunk.sizes.push_back(interval.size());
-      }
-      checkpoint.tensors.at(plan[rank][i].name).chunks.push_back(std::move(chunk));
+      Chunk chunk{{}, sizes_of(boxes[i].box), written.extent};
+      for (const Interval& interval : boxes[i].box) chunk.offsets.push_back(interval.begin);
+      checkpoint.tensors.at(boxes[i].name).chunks.push_back(std::move(chunk));
     }
-    for (const Value& value : parts[1].as_list("values")) {
+    SHARD_CHECK(offset == written_boxes.end, "checkpoint",
+                "the entries of rank {} end at {} of its file, and by the plan at {}", rank, written_boxes.end, offset);
+    const Value values_told = read_pickle(record, {}, "what a rank wrote");
+    for (const Value& value : values_told.as_list("values")) {
       const Value::Items& fields = value.as_list("value");
       const EntryFile::Written written = written_of(fields[2]);
       add(checksums, written);
@@ -244,7 +277,7 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
     if (optimizer && parts.world->rank() == 0)
       for (NamedValue& value : optimizer_values(*optimizer)) parts.values.push_back(std::move(value));
     parts.collect(sharded, optimizer);
-    parts.plan = plan_save(parts.tensors, parts.world->size());
+    parts.make_plan(options.plan);
     parts.find_sources();
     if (snapshot) parts.fill(*snapshot);
   });
@@ -262,9 +295,9 @@ const std::string& SaveJob::error() const { return parts_->error; }
 
 void SaveJob::commit() {
   Parts& parts = *parts_;
-  const Value record =
-      Value::tuple({Value::list(std::move(parts.written_tensors)), Value::list(std::move(parts.written_values))});
-  const std::string told = parts.error.empty() ? "w" + write_pickle(record, 4) : "e" + parts.error;
+  const std::string told = parts.error.empty() ? "w" + parts.written_boxes.text() +
+                                                     write_pickle(Value::list(std::move(parts.written_values)), 4)
+                                               : "e" + parts.error;
   std::vector<std::string> records = gather_texts(*parts.world, told), errors;
   for (std::string& text : records) {
     errors.push_back(text.starts_with('e') ? text.substr(1) : "");

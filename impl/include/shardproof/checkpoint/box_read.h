@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/format/dcp.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
 
@@ -21,6 +22,16 @@ struct ReadOptions {
   bool check = true;
   // Whether the CRC of an entry that is read only in part is checked too. The rest of the entry is then read as well.
   bool check_parts = false;
+  // Whether what surrounds the payload of an entry is checked too: against the sidecar's checksum of the whole entry, or where
+  // there is no sidecar, against the CRCs in the entry.
+  bool check_around = false;
+};
+
+// An entry of which less was read than its checksum covers.
+struct PartlyRead {
+  Extent entry;
+  uint64_t payload_bytes = 0;
+  std::vector<SummedRun> runs;  // of the payload, as they were read; none when they were too many to keep
 };
 
 struct ReadCounts {
@@ -28,12 +39,15 @@ struct ReadCounts {
   uint64_t bytes_read = 0;    // how many bytes they read
   uint64_t bytes_used = 0;    // how many of these bytes were wanted
   uint64_t buffer_bytes = 0;  // the largest number of bytes in buffers at a time
+  uint64_t staged_bytes = 0;  // `load` only: the bytes that waited for the check of all before they were put into place
 };
 
 // Reads from one checkpoint. It keeps files open and remembers parsed entries. One thread at a time may use it.
 class BoxReader {
  public:
-  BoxReader(FileSystem& files, std::string folder, const Checkpoint& checkpoint, ReadOptions options = {});
+  // `sums` is the content of the sidecar; null where there is none. It is used by `check_around`.
+  BoxReader(FileSystem& files, std::string folder, const Checkpoint& checkpoint, ReadOptions options = {},
+            const Checksums* sums = nullptr);
   ~BoxReader();
 
   // Reads the box of the tensor `name` into `destination`, a tensor of the box's sizes and the stored dtype on any device.
@@ -45,10 +59,20 @@ class BoxReader {
   // Returns the whole tensor.
   at::Tensor read(const std::string& name);
 
+  // Opens the tensor's entries that have no elements. No box reads them, so nobody else would find them damaged.
+  void check_without_elements(const std::string& name);
+  // The entries whose payload was read and not compared with its checksum, because not all of it was read.
+  std::vector<PartlyRead> partly_read() const;
+  // Compares the CRC-32 of the payload of an entry, which the caller knows, with its checksum. Throws Error when they differ.
+  // An entry that this reader did not read from is left alone.
+  void compare(const Extent& entry, uint32_t payload_crc);
+
   const ReadCounts& counts() const { return counts_; }
 
  private:
   struct Entry;
+  void check_surroundings(Entry& entry, const Extent& extent, const SliceSource& slice);
+  static void compare(const Entry& entry, uint32_t payload_crc);
   Entry& entry(const std::string& name, const StoredTensor& tensor, size_t chunk);
   const FileSource& source(const std::string& file);
   void read_part(const std::string& name, const StoredTensor& tensor, size_t chunk, const Box& box, char* destination,
@@ -58,6 +82,7 @@ class BoxReader {
   std::string folder_;
   const Checkpoint& checkpoint_;
   ReadOptions options_;
+  const Checksums* sums_;
   ReadCounts counts_;
   std::map<std::string, std::unique_ptr<FileSource>> sources_;
   std::map<std::pair<std::string, uint64_t>, std::unique_ptr<Entry>> entries_;

@@ -67,6 +67,8 @@ class Manager {
   std::vector<int64_t> steps() const;
   std::optional<int64_t> latest() const;
   const std::string& directory() const { return directory_; }
+  // How often a save made a plan, which later saves of the same tensors use again. Not collective.
+  int64_t plans_made() const { return plan_.made; }
 
  private:
   struct Pending;
@@ -77,6 +79,7 @@ class Manager {
   ManagerOptions options_;
   bool begun_ = false;
   SaveJob::Snapshot snapshot_;
+  KeptPlan plan_;
   std::unique_ptr<Pending> pending_;
 };
 

@@ -41,12 +41,22 @@ struct TrainerState {
   bool operator==(const TrainerState&) const;
 };
 
+struct SavePlan;
+// What a save works out before it has seen a value: who writes what, and where it will lie. It is kept for the next save, which
+// uses it if every tensor has the name, dtype, shape and placement that it had, on as many ranks. Otherwise that save makes a
+// new one, whichever model and optimizer it saves. Each rank has its own.
+struct KeptPlan {
+  std::shared_ptr<const SavePlan> last;
+  int64_t made = 0;  // how many plans were made
+};
+
 struct SaveOptions {
   bool overwrite = false;  // whether to replace a directory that exists, atomically; else it is an Error
   FileSystem* files = &system_files();
   // Rank 0 runs them, before anything is written and after the checkpoint has its name. Their errors are errors of the save, on
   // every rank.
   std::function<void()> before = {}, after = {};
+  KeptPlan* plan = nullptr;  // null: the save makes a plan for itself
 };
 
 // Saves the checkpoint. Afterwards it is there, whole and durable; when the save fails it is not there at all.
@@ -82,10 +92,14 @@ struct LoadOptions {
   // Whether to load what fits and list the rest in Loaded::skipped: names that are missing in the checkpoint or in the model,
   // and names whose shape or dtype differs. Averages that are missing begin as the parameters that were loaded.
   bool partial = false;
-  // Whether each wanted entry is compared with its checksum, by one of the ranks, before anything is changed; then each rank
-  // reads its boxes. When false, files are read once. An entry of which a rank reads only a part is then not checked, unless
+  // Whether each wanted entry is compared with its checksum before anything is changed. What a rank is to hold is read into
+  // memory beside the model first, and summed on the way; it is put into place when all ranks have found all of it whole. When
+  // false, files are read straight into the model. An entry of which a rank reads only a part is then not checked, unless
   // ReadOptions::check_parts is set, and an error while reading leaves the model loaded in part; its message says so.
   bool check_before = true;
+  // The most memory that a rank takes for that, besides ReadOptions::bytes_max. What finds no room there is read twice: once by
+  // one of the ranks for its checksum, and once into the model.
+  uint64_t staging_bytes_max = uint64_t{2} << 30;
   ReadOptions read = {};
   FileSystem* files = &system_files();
 };
@@ -93,7 +107,8 @@ struct LoadOptions {
 struct Loaded {
   TrainerState trainer;
   std::vector<std::string> skipped;  // the names that were not loaded, each with the reason
-  ReadCounts counts;                 // what this rank read in the last pass
+  ReadCounts counts;                 // what this rank read of what it holds
+  uint64_t bytes_only_checked = 0;   // what it read for checksums alone
 };
 
 // Loads the checkpoint; each rank reads the boxes that it holds. Throws Error on every rank, and changes nothing, when the

@@ -20,7 +20,8 @@
 namespace shardproof::checkpoint {
 namespace {
 
-constexpr uint64_t kEnd = 2048;  // of a slice, kept
+constexpr uint64_t kEnd = 2048;        // of a slice, kept
+constexpr uint64_t kWhole = 2 * kEnd;  // a slice of at most so many bytes is kept as a whole
 constexpr size_t kCallBytes = size_t{1} << 30;
 constexpr size_t kBlockBytes = size_t{4} << 20;  // of output files; a file holds two in memory
 
@@ -204,10 +205,14 @@ SliceSource::SliceSource(const ByteSource& whole, uint64_t offset, uint64_t byte
   SHARD_REQUIRE(offset <= whole.size() && bytes <= whole.size() - offset, "checkpoint",
                 "{}: bytes {} to {} lie behind the end of {}, which has {}. Was it cut off?", name_, offset, offset + bytes,
                 whole.name(), whole.size());
-  head_.resize(std::min(bytes, kEnd));
+  head_.resize(bytes <= kWhole ? bytes : kEnd);
   whole_.read(offset_, head_.data(), head_.size());
   tail_.resize(std::min(bytes - head_.size(), kEnd));
   whole_.read(offset_ + size_ - tail_.size(), tail_.data(), tail_.size());
+}
+
+bool SliceSource::is_kept() const {
+  return head_.size() == size_;
 }
 
 void SliceSource::read(uint64_t offset, void* data, size_t bytes) const {

@@ -47,6 +47,12 @@ struct RowWalk {
   }
 };
 
+inline Shape sizes_of(const Box& box) {
+  Shape sizes;
+  for (const Interval& interval : box) sizes.push_back(interval.size());
+  return sizes;
+}
+
 inline Shape contiguous_strides(const Shape& sizes) {
   Shape strides(sizes.size());
   int64_t stride = 1;

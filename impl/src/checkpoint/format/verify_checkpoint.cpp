@@ -23,15 +23,18 @@ bool exists(const std::string& path) {
   return ::lstat(path.c_str(), &status) == 0;
 }
 
+void require_folder(const std::string& path) {
+  struct stat status {};
+  SHARD_REQUIRE(::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "checkpoint", "there is no folder {}", path);
+}
+
 class Verifier {
  public:
   Verifier(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress, const VerifiedPart& part)
       : files_(files), folder_(folder), progress_(progress), part_(part) {}
 
   Verified run() {
-    result_.sidecar = exists(folder_ + "/" + kSidecarFile);
-    if (result_.sidecar) read_sidecar();
-    if (!read_metadata_file()) return std::move(result_);
+    if (!describe()) return std::move(result_);
     const std::vector<Owned> all = owned_extents(checkpoint_);
     const std::vector<const Owned*> part = part_of(all);
     for (const Owned* owned : part) bytes_all_ += owned->extent->length;
@@ -40,7 +43,28 @@ class Verifier {
     return std::move(result_);
   }
 
+  // The checkpoint without its entries, when nothing is wrong with that.
+  CheckedCheckpoint open() {
+    const auto require_whole = [this] {
+      SHARD_REQUIRE(result_.problems.empty(), "checkpoint",
+                    "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`", folder_,
+                    result_.problems.front().str());
+    };
+    describe();
+    require_whole();
+    validate_files(checkpoint_, folder_);
+    if (sums_) check_files(owned_extents(checkpoint_));
+    require_whole();
+    return {std::move(checkpoint_), std::move(sums_)};
+  }
+
  private:
+  bool describe() {
+    result_.sidecar = exists(folder_ + "/" + kSidecarFile);
+    if (result_.sidecar) read_sidecar();
+    return read_metadata_file();
+  }
+
   void report(const std::string& file, const std::string& what) { result_.problems.push_back({file, "", "", what}); }
   void report(const Owned& owned, const std::string& what) {
     result_.problems.push_back(
@@ -51,7 +75,7 @@ class Verifier {
     std::vector<const Owned*> wanted, part;
     uint64_t bytes = 0, before = 0;
     for (const Owned& owned : all)
-      if (!part_.wanted || (owned.chunk && part_.wanted(*owned.name))) {
+      if (!part_.wanted || (owned.chunk && part_.wanted(*owned.extent))) {
         wanted.push_back(&owned);
         bytes += owned.extent->length;
       }
@@ -159,8 +183,8 @@ class Verifier {
 
   FileSystem& files_;
   const std::string& folder_;
-  const std::function<void(double)>& progress_;
-  const VerifiedPart& part_;
+  const std::function<void(double)> progress_;
+  const VerifiedPart part_;
   Verified result_;
   std::optional<Checksums> sums_;
   Checkpoint checkpoint_;
@@ -179,9 +203,13 @@ std::string Problem::str() const {
 
 Verified verify_checkpoint(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress,
                            const VerifiedPart& part) {
-  struct stat status {};
-  SHARD_REQUIRE(::stat(folder.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "checkpoint", "there is no folder {}", folder);
+  require_folder(folder);
   return Verifier(files, folder, progress, part).run();
+}
+
+CheckedCheckpoint open_checked(FileSystem& files, const std::string& folder) {
+  require_folder(folder);
+  return Verifier(files, folder, {}, {}).open();
 }
 
 }  // namespace shardproof::checkpoint

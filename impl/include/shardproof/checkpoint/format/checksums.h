@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,27 @@ Checksums read_checksums(std::string_view text, const std::string& name);
 // Writes `.metadata` and the sidecar into a folder whose entry files are written already. Both are durable when it returns.
 void write_metadata_files(FileSystem& files, const std::string& folder, const Checkpoint& checkpoint, Checksums checksums);
 
+// The CRC-32 of the bytes [begin, begin + bytes) of something.
+struct SummedRun {
+  uint64_t begin = 0, bytes = 0;
+  uint32_t crc = 0;
+  uint64_t end() const { return begin + bytes; }
+  bool operator==(const SummedRun&) const = default;
+};
+// The CRC-32 of the bytes [0, bytes) of `name`, found without reading them: from runs that lie end to end. There is none when
+// the runs do not reach from 0 to `bytes`, or when one of them lies in no such row. Throws Error when two rows disagree: then
+// somebody read other bytes than are there.
+std::optional<uint32_t> joined_crc(uint64_t bytes, std::vector<SummedRun> runs, const std::string& name);
+
+// A checkpoint whose `.metadata` and sidecar were compared with their checksums, and whose files have the lengths that these
+// say.
+struct CheckedCheckpoint {
+  Checkpoint checkpoint;
+  std::optional<Checksums> sums;  // none in checkpoints of PyTorch
+};
+// Reads no entry. Throws Error at the first thing that is wrong.
+CheckedCheckpoint open_checked(FileSystem& files, const std::string& folder);
+
 struct Problem {
   std::string file, tensor;  // the tensor is "" when the problem is not about a tensor
   std::string box;           // e.g. "[0:2, 0:4]"
@@ -44,11 +66,11 @@ struct Verified {
   int64_t entries = 0;
   uint64_t bytes = 0;
 };
-// A part of the entries of a checkpoint. The entries of the wanted tensors are dealt out to `count` parts of about as many
-// bytes each, and this is part `index`. Every entry is in exactly one part. What is not an entry, such as `.metadata`, is in
+// A part of the entries of a checkpoint. The wanted entries of tensors are dealt out to `count` parts of about as many bytes
+// each, and this is part `index`. Every wanted entry is in exactly one part. What is not an entry, such as `.metadata`, is in
 // every part.
 struct VerifiedPart {
-  std::function<bool(const std::string& tensor)> wanted = {};  // empty: all tensors, and values too
+  std::function<bool(const Extent& entry)> wanted = {};  // asked once for each name of each entry; empty: all, and values too
   int64_t index = 0, count = 1;
 };
 // Reads and checks every byte of the part. Damage is reported as a problem. It throws Error only when the folder cannot be read

@@ -114,14 +114,16 @@ class FileSource : public ByteSource {
   uint64_t size_ = 0;
 };
 
-// The range [offset, offset + bytes) of another source, which must outlive this object. Its first and last KiB are read once
-// and kept, because zip files describe themselves there.
+// The range [offset, offset + bytes) of another source, which must outlive this object. Its first and last 2 KiB are read once
+// and kept, because zip files describe themselves there. A range of up to 4 KiB is kept as a whole.
 class SliceSource : public ByteSource {
  public:
   SliceSource(const ByteSource& whole, uint64_t offset, uint64_t bytes, std::string name);
   uint64_t size() const override { return size_; }
   void read(uint64_t offset, void* data, size_t bytes) const override;
   std::string name() const override { return name_; }
+  // Whether all of it was read already.
+  bool is_kept() const;
 
  private:
   const ByteSource& whole_;
