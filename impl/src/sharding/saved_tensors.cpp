@@ -2,6 +2,9 @@
 
 #include <torch/csrc/autograd/engine.h>
 
+#include <atomic>
+#include <mutex>
+
 namespace shardproof {
 namespace {
 
@@ -41,7 +44,7 @@ class AskingEngine final : public Engine {
   Engine& before_;
 };
 
-Engine* asking_engine = nullptr;
+std::atomic<Engine*> asking_engine = nullptr;
 
 }  // namespace
 
@@ -51,12 +54,12 @@ std::weak_ptr<SavedTensorKeeper>& saved_tensor_keeper() {
 }
 
 void ask_saved_tensor_keepers() {
-  static const bool once = [] {
-    asking_engine = new AskingEngine(Engine::get_default_engine());  // lives as long as LibTorch's own, which may be asked last
-    torch::autograd::set_default_engine_stub([]() -> Engine& { return *asking_engine; });
-    return true;
-  }();
-  (void)once;
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  Engine& current = Engine::get_default_engine();
+  if (&current == asking_engine) return;  // Python, imported meanwhile, would have put its own there
+  asking_engine = new AskingEngine(current);  // lives as long as LibTorch's own, which may be asked last
+  torch::autograd::set_default_engine_stub([]() -> Engine& { return *asking_engine; });
 }
 
 }  // namespace shardproof

@@ -21,7 +21,7 @@ class SavedTensorKeeper {
 // Of this thread; expired: autograd keeps everything itself. Hooks that Python has set come first.
 std::weak_ptr<SavedTensorKeeper>& saved_tensor_keeper();
 
-// From now on keepers are asked.
+// From now on keepers are asked, until somebody else replaces the engine, as Python does when it is imported.
 void ask_saved_tensor_keepers();
 
 }  // namespace shardproof
