@@ -353,6 +353,46 @@ TEST(Weights, what_does_not_fit_is_left_out_when_loading_is_partial) {
   });
 }
 
+namespace {
+
+// Its reads fail from the one of this number on.
+class UnreadableFiles : public FileSystem {
+ public:
+  explicit UnreadableFiles(int64_t failing) : left_(failing) {}
+  ssize_t pread(int fd, void* data, size_t bytes, off_t offset) override {
+    return left_-- > 0 ? FileSystem::pread(fd, data, bytes, offset) : -EIO;
+  }
+
+ private:
+  int64_t left_;
+};
+
+}  // namespace
+
+TEST(Weights, a_read_that_fails_on_one_rank_is_an_error_on_every_rank) {
+  const Scratch scratch;
+  save_from(qwen2(), {}, 7, scratch / "good", {.family = "qwen2"});
+  for (const int64_t failing : {0, 2, 4})  // what describes them takes three reads
+    on_mesh(qwen2(), {1, 3, 1}, 5, [&](Sharded& sharded, int64_t rank) {
+      UnreadableFiles files(rank == 1 ? failing : 1 << 20);
+      const std::string error = refusal([&] { load_weights(scratch / "good", sharded, {.family = "qwen2", .files = &files}); });
+      expect_says(error, {"model.safetensors", "rank 1"});
+      EXPECT_EQ(error.find("has some of the file's values") != std::string::npos, failing > 2) << failing << ": " << error;
+    });
+}
+
+TEST(Weights, a_prefix_of_every_name_is_taken_off) {
+  const Scratch scratch;
+  Values stored;
+  for (const auto& [name, value] : values_of(qwen2(), 7)) stored["module." + name] = value;
+  write_torch(scratch / "of_ddp.pt", stored);
+  EXPECT_EQ(differences(qwen2(), {1, 2, 1}, scratch / "of_ddp.pt", {.prefix = "module."}, values_of(qwen2(), 7)), "");
+  on_mesh(qwen2(), {1, 2, 1}, 5, [&](Sharded& sharded, int64_t) {
+    expect_error([&] { load_weights(scratch / "of_ddp.pt", sharded, {.prefix = "_orig_mod."}); },
+                 {"of_ddp.pt", "module.lm_head.weight does not begin with the prefix '_orig_mod.'"});
+  });
+}
+
 TEST(Weights, a_save_that_fails_anywhere_is_an_error_on_every_rank_and_leaves_no_folder) {
   const Scratch scratch;
   const HuggingFaceModel model = qwen2();

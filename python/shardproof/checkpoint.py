@@ -85,7 +85,7 @@ def load(
 
 
 def load_weights(
-    path: str, sharded: Sharded, *, family: str = "", entry: str = "", partial: bool = False
+    path: str, sharded: Sharded, *, family: str = "", entry: str = "", prefix: str = "", partial: bool = False
 ) -> "dict[str, Any]":
     """Load weights of another program straight into the shards: each rank reads the elements that it holds. Collective.
 
@@ -102,6 +102,8 @@ def load_weights(
         file and separate in the model, or the reverse, and likewise gates.
     entry : str
         Of a file of ``torch.save``: the key of the dict with the weights, such as "model" or "state_dict".
+    prefix : str
+        What stands before every name in the file, such as "module." of DDP or "_orig_mod." of ``torch.compile``.
     partial : bool
         Load what fits.
 
@@ -110,7 +112,7 @@ def load_weights(
     dict
         "missing" and "unused", lists of names, and "bytes_read", of weights by this rank.
     """
-    return _C.load_weights(str(path), sharded.native, family, entry, partial)
+    return _C.load_weights(str(path), sharded.native, family, entry, prefix, partial)
 
 
 def save_weights(

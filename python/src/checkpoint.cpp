@@ -129,11 +129,11 @@ py::object manager_load(ck::Manager& manager, ShardedMirror& held, Optimizer* op
 }
 
 py::dict load_weights(const std::string& path, ShardedMirror& held, const std::string& family, const std::string& entry,
-                      bool partial) {
+                      const std::string& prefix, bool partial) {
   ck::LoadedWeights loaded;
   {
     const py::gil_scoped_release unlocked;
-    loaded = ck::load_weights(path, held.sharded, {.family = family, .entry = entry, .partial = partial});
+    loaded = ck::load_weights(path, held.sharded, {.family = family, .entry = entry, .prefix = prefix, .partial = partial});
   }
   py::dict result;
   result["missing"] = loaded.missing;
@@ -189,7 +189,7 @@ void bind_checkpoints(py::module_& module) {
   module.def("load", &load_checkpoint, py::arg("directory"), py::arg("sharded"), py::arg("optimizer"), py::arg("scaler"),
              py::arg("partial"));
   module.def("load_weights", &load_weights, py::arg("path"), py::arg("sharded"), py::arg("family"), py::arg("entry"),
-             py::arg("partial"));
+             py::arg("prefix"), py::arg("partial"));
   module.def("save_weights", &save_weights, py::arg("folder"), py::arg("sharded"), py::arg("family"), py::arg("dtype"),
              py::arg("projections"), py::arg("config"), py::arg("file_bytes_max"), py::arg("overwrite"));
   bind_manager(module);

@@ -22,6 +22,8 @@ def test_a_file_of_torch_save_comes_into_shards(tmp_path, nested):
     # Matrices lie transposed in memory, and so in the file.
     state = {name: value.mT.contiguous().mT if value.dim() == 2 else value for name, value in model.state_dict().items()}
     path = str(tmp_path / "model.pt")
+    prefix = "_orig_mod.module." if nested else ""
+    state = {prefix + name: value for name, value in state.items()}
     torch.save({"model": state, "step": 3} if nested else state, path)
 
     def body(comm):
@@ -30,7 +32,7 @@ def test_a_file_of_torch_save_comes_into_shards(tmp_path, nested):
             for parameter in own.parameters():
                 parameter.fill_(7)
         sharded = shardproof.fully_shard(own, comm, units=[Block])
-        loaded = shardproof.load_weights(path, sharded, entry="model" if nested else "")
+        loaded = shardproof.load_weights(path, sharded, entry="model" if nested else "", prefix=prefix)
         assert loaded["missing"] == [] and loaded["unused"] == []
         return sharded.gather(), loaded["bytes_read"]
 

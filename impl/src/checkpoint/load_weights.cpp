@@ -32,7 +32,7 @@ class WeightLoader {
 
   // Reads what describes the files and finds a place for everything. Throws when something has none.
   void match() {
-    stored_ = open_weights(*options_.files, path_, options_.entry);
+    stored_ = without_prefix(open_weights(*options_.files, path_, options_.entry));
     for (const auto& [name, weight] : stored_) stored_shapes_[name] = weight.sizes;
     const ModelNames names = names_of_model(sharded_);
     for (const auto& [name, parameter] : names.parameters) {
@@ -63,6 +63,17 @@ class WeightLoader {
   LoadedWeights take() { return std::move(loaded_); }
 
  private:
+  StoredWeights without_prefix(StoredWeights weights) const {
+    const std::string& prefix = options_.prefix;
+    if (prefix.empty()) return weights;
+    StoredWeights result;
+    for (const auto& [name, weight] : weights) {
+      SHARD_REQUIRE(name.starts_with(prefix), "checkpoint", "{}: {} does not begin with the prefix '{}'", path_, name, prefix);
+      result[name.substr(prefix.size())] = weight;
+    }
+    return result;
+  }
+
   // Each of the names of a tied parameter that the file has.
   void match_parameter(const std::string& name, const ModelParameter& parameter) {
     std::vector<std::string> aliases = {name};

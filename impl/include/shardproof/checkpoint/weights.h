@@ -26,7 +26,9 @@ namespace shardproof::checkpoint {
 struct LoadWeightsOptions {
   std::string family = "";  // whose names and layouts the file has (format/weight_names.h); "": the model's own names
   std::string entry = "";   // of a file of torch.save: the key of the dict with the weights; "": the file's dict itself
-  bool partial = false;     // whether parameters that the file lacks stay as they are, and tensors without a place are left out
+  std::string prefix =
+      "";                // what stands before every name in the file, such as "module." of DDP or "_orig_mod." of torch.compile
+  bool partial = false;  // whether parameters that the file lacks stay as they are, and tensors without a place are left out
   FileSystem* files = &system_files();
 };
 
