@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <unordered_set>
 
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/comm/counted.h"
@@ -44,6 +45,14 @@ Part update(const std::string& name, const std::shared_ptr<UpdateRule>& rule) {
           }};
 }
 
+// A selector that holds a list of all units, as many callers' do.
+UnitSelector these(const torch::nn::Module& model) {
+  std::unordered_set<const torch::nn::Module*> chosen;
+  for (const auto& module : model.modules(/*include_self=*/false))
+    if (module->as<LinearImpl>()) chosen.insert(module.get());
+  return [chosen](const std::string&, const torch::nn::Module& module) { return chosen.contains(&module); };
+}
+
 // A rank of a world in which it is alone, with a model of many small units: what remains is the work around the arithmetic.
 struct Alone {
   std::shared_ptr<MeshComm> comms;
@@ -61,7 +70,7 @@ struct Alone {
     initialize_parameters(*model, /*seed=*/1, /*standard_deviation=*/0.1);
     sharded = std::make_shared<Sharded>(fully_shard(model.ptr(), comms,
                                                     {.strategy = strategy(strategy_name),
-                                                     .units = by_type<LinearImpl>(),
+                                                     .units = these(*model),
                                                      .buffers = Buffers::pooled,
                                                      .check_gradients = false,
                                                      .broadcast_initial_values = false}));
@@ -70,6 +79,24 @@ struct Alone {
   }
   void backward() { call(model, input).sum().backward(); }
 };
+
+// Bookkeeping of so many tensors, two to a unit, beside that of four times as many: ci/instructions compares the two.
+constexpr int64_t kFewTensors = 500, kManyTensors = 2000;
+
+Part growth_of_sharding(int64_t tensors) {
+  return {fmt::format("growth/shard/{}", tensors),
+          [=]() -> std::function<void()> { return [=] { Alone("dp_shard=4", "zero3", tensors / 2); }; }};
+}
+
+Part growth_of_a_step(int64_t tensors) {
+  return {fmt::format("growth/step/{}", tensors), [=] {
+            auto alone = std::make_shared<Alone>("dp_shard=4", "zero3", tensors / 2);
+            return [alone] {
+              alone->backward();
+              alone->optimizer->step();
+            };
+          }};
+}
 
 Part step(const std::string& name, const char* mesh, const char* strategy_name, bool measured = false) {
   return {"step/" + name, [=] {
@@ -107,10 +134,12 @@ Part plan_of_resharding() {
 Part steps_between_layouts() {
   return {"layout/lower", [] {
             const Mesh mesh = Mesh::parse("dp_replicate=2,dp_shard=4,tp=2");
-            const std::vector<Layout> layouts = {
-                replicated(), split_dim(replicated(), 0, Split{"dp_shard"}), split_flat(replicated(), Split{"dp_shard"}),
-                add_partial(replicated(), "dp_shard"), split_dim(replicated(), 1, Split{"tp"}),
-                split_flat(split_dim(replicated(), 1, Split{"tp"}), Split{"dp_shard"})};
+            const std::vector<Layout> layouts = {replicated(),
+                                                 split_dim(replicated(), 0, Split{"dp_shard"}),
+                                                 split_flat(replicated(), Split{"dp_shard"}),
+                                                 add_partial(replicated(), "dp_shard"),
+                                                 split_dim(replicated(), 1, Split{"tp"}),
+                                                 split_flat(split_dim(replicated(), 1, Split{"tp"}), Split{"dp_shard"})};
             return [=] {
               for (const Layout& from : layouts)
                 for (const Layout& to : layouts)
@@ -136,14 +165,22 @@ struct Folder {
   }
 };
 
+// Until the first byte is written.
+Part growth_of_a_save(int64_t tensors) {
+  return {fmt::format("growth/save/{}", tensors), [=] {
+            auto alone = std::make_shared<Alone>("dp_shard=4", "zero3", tensors / 2);
+            auto folder = std::make_shared<Folder>();
+            return [=] { checkpoint::SaveJob(folder->path + "/c", *alone->sharded, alone->optimizer.get(), {}, {}, nullptr); };
+          }};
+}
+
 // Of 100 tensors that are small, so that planning, names and metadata are most of the work.
 Part checkpoint_of_small_tensors(bool load) {
   return {load ? "checkpoint/load" : "checkpoint/save", [load]() -> std::function<void()> {
             auto alone = std::make_shared<Alone>("dp_shard=1", "zero3", 50);
             auto folder = std::make_shared<Folder>();
             checkpoint::save(folder->path + "/c", *alone->sharded, alone->optimizer.get());
-            if (load)
-              return [=] { checkpoint::load(folder->path + "/c", *alone->sharded, alone->optimizer.get()); };
+            if (load) return [=] { checkpoint::load(folder->path + "/c", *alone->sharded, alone->optimizer.get()); };
             return [=] {
               checkpoint::save(folder->path + "/c", *alone->sharded, alone->optimizer.get(), {}, {.overwrite = true});
             };
@@ -171,6 +208,14 @@ std::vector<Part> parts() {
       checkpoint_of_small_tensors(/*load=*/false),
       checkpoint_of_small_tensors(/*load=*/true),
   };
+}
+
+std::vector<Part> parts_of_growth() {
+  std::vector<Part> parts;
+  for (const int64_t tensors : {kFewTensors, kManyTensors})
+    for (const Part& part : {growth_of_sharding(tensors), growth_of_a_step(tensors), growth_of_a_save(tensors)})
+      parts.push_back(part);
+  return parts;
 }
 
 }  // namespace bench

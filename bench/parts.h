@@ -15,5 +15,7 @@ struct Part {
 };
 
 std::vector<Part> parts();
+// Bookkeeping in two sizes each, called growth/NAME/SIZE.
+std::vector<Part> parts_of_growth();
 
 }  // namespace bench

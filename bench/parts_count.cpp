@@ -15,11 +15,12 @@ extern "C" __attribute__((noinline)) void shardproof_counted_part(const std::fun
   asm volatile("" ::: "memory");
 }
 
-int main() {
+// With any argument it runs the parts of growth.
+int main(int count, char**) {
   at::set_num_threads(1);
   fmt::print("{{\"compiler\": \"{}\", \"torch\": \"{}\", \"instructions of the CPU\": \"{}\"}}\n", __VERSION__, TORCH_VERSION,
              at::get_cpu_capability());
-  for (const bench::Part& part : bench::parts()) {
+  for (const bench::Part& part : count > 1 ? bench::parts_of_growth() : bench::parts()) {
     const auto run = part.prepare();
     run();  // what only a first call does
     shardproof_counted_part(&run);

@@ -1,17 +1,21 @@
 #include "harness/plan/dry_run.h"
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <map>
 #include <optional>
+#include <unordered_set>
 #include <utility>
 
 #include "harness/case/network.h"
 #include "harness/case/parallel.h"
 #include "harness/plan/meta_device.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/counted.h"
 #include "shardproof/nn/meta_init.h"
 #include "shardproof/shardproof.h"
@@ -75,9 +79,9 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
   ShardOptions shard;
   shard.strategy = strategy(options.what.strategy);
   shard.offload = options.what.options.offload == offload_none ? Offload::none : Offload::pageable;
-  shard.units = [parts = network.parts](const std::string&, const torch::nn::Module& module) {
-    return std::any_of(parts.begin(), parts.end(), [&](const auto& part) { return part.get() == &module; });
-  };
+  std::unordered_set<const torch::nn::Module*> parts;
+  for (const auto& part : network.parts) parts.insert(part.get());
+  shard.units = [parts](const std::string&, const torch::nn::Module& module) { return parts.contains(&module); };
   const at::ScalarType dtype = dtype_of(options.dtype);
   shard.device = device_of(options);
   shard.prefetch_forward = shard.prefetch_backward = options.prefetch;
@@ -104,6 +108,17 @@ std::vector<Traffic> traffic_of(const StepRecord& record) {
   std::vector<Traffic> traffic;
   for (auto& [key, sum] : sums) traffic.push_back(std::move(sum));
   return traffic;
+}
+
+// A save that ends before it has written anything.
+double seconds_of_save(Sharded& sharded, const Optimizer& optimizer, checkpoint::KeptPlan& plan) {
+  const std::string parent =
+      (std::filesystem::temp_directory_path() / fmt::format("shardproof_dry_run_{}", ::getpid())).string();
+  std::filesystem::create_directory(parent);
+  const std::shared_ptr<void> removed(nullptr, [&](void*) { std::filesystem::remove_all(parent); });
+  Stopwatch watch;
+  checkpoint::SaveJob(parent + "/step", sharded, &optimizer, {}, {.plan = &plan}, nullptr);
+  return watch.lap();
 }
 
 }  // namespace
@@ -180,6 +195,11 @@ DryRunResult dry_run(const DryRun& options) {
   watch.lap();
   result.placements = sharded.placements();
   result.cost.placements = watch.lap();
+  if (options.saves) {
+    checkpoint::KeptPlan plan;
+    result.cost.save_plan = seconds_of_save(sharded, optimizer, plan);
+    result.cost.next_save_plan = seconds_of_save(sharded, optimizer, plan);
+  }
   return result;
 }
 

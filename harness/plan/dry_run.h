@@ -23,6 +23,7 @@ struct DryRun {
   std::string dtype = "float32";  // to compute and reduce gradients in; main parameters stay float32
   int64_t prefetch = 0;           // units that are gathered ahead
   bool recompute = false;         // blocks of a gpt or a llama keep no activations
+  bool saves = false;             // plan a checkpoint, too
   std::function<void(double fraction, const std::string& what)> shown = {};  // hears how far a long run is
 };
 
@@ -38,6 +39,8 @@ struct DryRunCost {
   double shard = 0;  // the model is built and sharded, and the optimizer is made
   double step = 0;   // the second step
   double placements = 0;
+  double save_plan = 0;       // a save finds out who writes what; with DryRun::saves
+  double next_save_plan = 0;  // the save after it, which finds the plan of the one before
 };
 
 struct DryRunResult {

@@ -53,19 +53,31 @@ struct UnitSharding {
   Strategy strategy;
 };
 
-// Units with the same mesh of their own share its communicators.
-using Views = std::map<std::string, std::shared_ptr<MeshComm>>;
+// What the units share while they are built.
+struct Shared {
+  ShardOptions options;  // without functions: each unit copies the options, and a function may hold a list of all units
+  std::map<std::string, std::shared_ptr<MeshComm>> views;  // of units with the same mesh of their own
+};
 
-UnitSharding sharding_of(const Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
+Shared shared_by_units(ShardOptions options) {
+  options.units = nullptr;
+  options.unit_options = nullptr;
+  options.recompute = nullptr;
+  options.ignored = nullptr;
+  options.initialize = nullptr;
+  return {std::move(options), {}};
+}
+
+UnitSharding sharding_of(const Sharded::Impl& sharded, const UnitPlan& plan, Shared& shared) {
   const UnitOptions& own = plan.options;
-  UnitSharding result{sharded.options, sharded.comms, sharded.strategy};
+  UnitSharding result{shared.options, sharded.comms, sharded.strategy};
   if (own.precision) result.options.precision = *own.precision;
   if (!own.strategy && !own.mesh && !own.gradient_divide) return result;
   if (own.strategy) result.options.strategy = *own.strategy;
   if (own.gradient_divide) result.options.gradient_divide = *own.gradient_divide;
   if (own.mesh) {
     const Mesh mesh = data_parallel_mesh(*own.mesh);
-    std::shared_ptr<MeshComm>& view = views[mesh.str()];
+    std::shared_ptr<MeshComm>& view = shared.views[mesh.str()];
     if (!view) view = mesh == sharded.comms->mesh() ? sharded.comms : sharded.comms->on(mesh);
     result.comms = view;
   }
@@ -130,8 +142,8 @@ std::shared_ptr<ActivationStore> activations_of(Sharded::Impl& sharded) {
   return sharded.schedule.activations();
 }
 
-void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Views& views) {
-  const UnitSharding how = sharding_of(sharded, plan, views);
+void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Shared& shared) {
+  const UnitSharding how = sharding_of(sharded, plan, shared);
   const Precision& precision = how.options.precision;
   std::vector<std::unique_ptr<Bucket>> buckets;
   for (const auto& parameters : split_into_buckets(plan, how.options))
@@ -236,8 +248,8 @@ std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> 
   for (const RecomputedPlan& plan : plans.recomputed)
     SHARD_REQUIRE(unit_hooks(*plan.module) == nullptr, "fully_shard",
                   "module '{}' is sharded already; destroy the Sharded that holds it first", plan.name);
-  Views views;
-  for (const UnitPlan& plan : plans.units) build_unit(sharded, plan, views);
+  Shared shared = shared_by_units(sharded.options);
+  for (const UnitPlan& plan : plans.units) build_unit(sharded, plan, shared);
   relate_units(sharded, plans.units);
   build_recomputed(sharded, plans);
   choose_prefetch(sharded);
