@@ -258,8 +258,10 @@ class BlockImpl : public torch::nn::Module {
     last_ = register_module("last", torch::nn::Linear(torch::nn::LinearOptions(32, 32).bias(false)));
   }
   at::Tensor forward(at::Tensor x) {
-    x = last_->forward(call(middle, first_->forward(x)));
-    return middle->weight.defined() ? x * middle->weight : x;
+    x = first_->forward(x);
+    // Its gradient is complete after that of the middle.
+    if (middle->weight.defined()) x = x * middle->weight;
+    return last_->forward(call(middle, x));
   }
   Middle middle{nullptr};
 

@@ -116,13 +116,7 @@ HostTransfer HostTransfers::upload(const at::Tensor& target, const at::Tensor& s
   return transfer;
 }
 
-HostTransfer HostTransfers::upload_ahead(const at::Tensor& target, const at::Tensor& source, const HostTransfer& written) {
-  if (device_.is_cpu()) {
-    written.wait();
-  } else if (written.flight_ && written.flight_->done) {
-    if (!ahead_) ahead_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
-    written.flight_->done->block(*ahead_);
-  }
+HostTransfer HostTransfers::upload_ahead(const at::Tensor& target, const at::Tensor& source) {
   return copy({{target, source}}, ahead_);
 }
 

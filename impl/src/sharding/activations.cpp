@@ -109,7 +109,7 @@ class SavedGroup : public std::enable_shared_from_this<SavedGroup> {
     if (place_ != Place::away) return;
     place_ = Place::coming;
     buffer_ = memory_->allocate(MemoryKind::activation, total_, at::kByte);
-    upload_ = transfers_->upload_ahead(buffer_, host_, download_);
+    upload_ = transfers_->upload_ahead(buffer_, host_);
   }
 
   at::Tensor get(size_t number) {

@@ -45,9 +45,9 @@ class HostTransfers {
   HostTransfer download_all(std::vector<HostCopy> copies);
   // From the host to the device, on the current stream.
   HostTransfer upload(const at::Tensor& target, const at::Tensor& source);
-  // From the host to the device, on a stream of its own, behind what the current stream has queued and behind `written`, which
-  // copied to `source`. The memory of `target` came from the current stream.
-  HostTransfer upload_ahead(const at::Tensor& target, const at::Tensor& source, const HostTransfer& written);
+  // From the host to the device, on a stream of its own, behind what the current stream has queued: what freed the memory that
+  // `target` has now, and the `order` of the download that wrote `source`.
+  HostTransfer upload_ahead(const at::Tensor& target, const at::Tensor& source);
 
  private:
   c10::Stream after_current(std::optional<c10::Stream>& stream) const;
