@@ -48,7 +48,7 @@ _HOMES = {
     ),
     "proof": ("ProofFailed", "Report", "verify"),
     "ranks": ("Comm", "MeshComm", "comm_of", "run_mpi", "run_threads"),
-    "sharded": ("Piece", "Sharded", "UnitHandle"),
+    "sharded": ("Piece", "Sharded", "UnitHandle", "sharded_of"),
     "sharding": ("fully_shard", "transfer"),
     "units": ("Dropout", "Precision", "Unit", "random_stream"),
 }

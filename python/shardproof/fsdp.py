@@ -6,7 +6,7 @@
 >>> optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=1e-3)      # instead of torch.optim.AdamW
 
 Modules are only noted down until the optimizer is made or the model first runs: then all of them are sharded at once.
-docs/python.md lists what is the same and what is not.
+docs/howto/move_from_fsdp2.md lists what is the same and what is not.
 """
 
 from __future__ import annotations

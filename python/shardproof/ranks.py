@@ -170,14 +170,14 @@ def as_comm(comm: Union[Comm, "torch.distributed.ProcessGroup", None]) -> Comm:
 
 
 def mesh_text(mesh: Any, ranks: int) -> str:
-    """A mesh as "axis=size,...": from such a text, a number, a DeviceMesh of torch.distributed, or nothing."""
+    """A mesh as "axis=size,...": from such a text, a dict, a DeviceMesh of torch.distributed, or None."""
     if mesh is None:
         return f"dp_shard={ranks}"
     if isinstance(mesh, str):
         return mesh
     if isinstance(mesh, dict):
         return ",".join(f"{name}={size}" for name, size in mesh.items())
-    sizes = list(getattr(mesh, "mesh", torch.empty(0)).shape)
+    sizes = list(getattr(mesh, "mesh", torch.empty(())).shape)
     if not sizes:
         raise _C.Error(f"[mesh] expected a text such as 'dp_shard=2,tp=2', a dict or a DeviceMesh, got {mesh!r}")
     names = mesh.mesh_dim_names or (("dp_shard",) if len(sizes) == 1 else ("dp_replicate", "dp_shard"))

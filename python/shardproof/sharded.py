@@ -120,7 +120,10 @@ class Sharded:
             self.native.set_gradient_sync(before)
 
     def add_tokens(self, tokens: int) -> None:
-        """Say how many tokens this rank's next backward is about; needed with ``divide_by_tokens``."""
+        """Add to the number of tokens that this rank's backwards of this step cover; needed with ``divide_by_tokens``.
+
+        Call it before the last of these backwards.
+        """
         self.native.add_tokens(tokens)
 
     def zero_gradients(self) -> None:
