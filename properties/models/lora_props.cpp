@@ -157,6 +157,7 @@ TEST(Lora, adds_the_scaled_product_of_its_two_layers) {
   run_threads(2, [&](std::shared_ptr<Comm> world) {
     torch::nn::Linear linear(5, 4);
     initialize_parameters(*linear, 7, 0.3);
+    EXPECT_EQ(add_lora(torch::nn::Linear(3, 3).ptr(), {.rank = 5, .targets = {""}}).options().alpha, 10) << "twice the rank";
     std::optional<Lora> lora(add_lora(linear.ptr(), {.rank = 2, .alpha = 3, .targets = {""}}));
     Sharded sharded =
         fully_shard(linear.ptr(), std::make_shared<MeshComm>(world, Mesh({{"dp_shard", 2}})), toy::options("zero3"));

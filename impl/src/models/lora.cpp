@@ -125,6 +125,7 @@ Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
   const at::NoGradGuard no_grad;
   SHARD_REQUIRE(options.rank >= 1, "lora", "the rank must be at least 1, got {}", options.rank);
   SHARD_REQUIRE(!options.targets.empty(), "lora", "no targets: name the linear layers that get adapters");
+  if (options.alpha == 0) options.alpha = 2 * static_cast<double>(options.rank);
   auto state = std::make_shared<Lora::State>();
   std::vector<bool> used(options.targets.size(), false);
   std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> chosen;
@@ -164,6 +165,7 @@ Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
 Lora described_lora(std::vector<std::string> layers, LoraOptions options) {
   SHARD_REQUIRE(options.rank >= 1, "lora", "the rank must be at least 1, got {}", options.rank);
   auto state = std::make_shared<Lora::State>();
+  if (options.alpha == 0) options.alpha = 2 * static_cast<double>(options.rank);
   state->layers = std::move(layers);
   state->options = std::move(options);
   return Lora(std::move(state));

@@ -174,7 +174,8 @@ TEST(Explain, says_where_the_norm_has_too_much_or_too_little) {
   expect_guess("layers.0.bias does not count", with_part(-1), alone);
   expect_guess("the norm of each rank's own part", [](Steps& steps) {
     double own = 0;
-    for (const shardproof::Piece& piece : steps[0][0].gradients) own += piece.data.to(at::kDouble).square().sum().item<double>();
+    for (const shardproof::Piece& piece : steps[0][0].gradients)
+      own += piece.data.to(at::kDouble).square().sum().item<double>();
     for (RankStep& rank : steps[0]) rank.gradient_norm = std::sqrt(own);
   });
   EXPECT_EQ(explained([](Steps& steps) { steps[0][0].gradient_norm *= 1.37; }, alone).guess, "")

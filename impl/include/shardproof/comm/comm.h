@@ -130,11 +130,13 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // overlap.
   Work all_to_all(at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,
                   std::vector<int64_t> input_sizes);
+  // Every rank receives the tensor of rank `root` of this group, in a tensor of as many elements.
   Work broadcast(at::Tensor tensor, int64_t root);
   // Messages from one rank to another. A send matches the receive of the same (source, target, tag), in the order of calls. A
   // send completes once its receive has been called.
   Work send(at::Tensor tensor, int64_t target, int64_t tag = 0);
   Work recv(at::Tensor tensor, int64_t source, int64_t tag = 0);
+  // Its `wait` returns when every rank of the group has made the call.
   Work barrier();
 
   // Every function above ends here; decorators call it too. It checks the tensors, performs the call itself in a group of one,

@@ -17,15 +17,17 @@ class MeshComm {
   // Rank r of `world` is rank r of the mesh. Throws Error, which names both sizes, when they differ. Collective over `world`.
   MeshComm(std::shared_ptr<Comm> world, Mesh mesh);
 
-  // Arranges the same ranks on another mesh. Throws Error as the constructor does.
+  // Arranges the same ranks on another mesh. Throws Error as the constructor does. Collective over the world.
   std::shared_ptr<MeshComm> on(const Mesh& mesh) const { return std::make_shared<MeshComm>(world_, mesh); }
 
   const Mesh& mesh() const { return mesh_; }
   int64_t rank() const { return world_->rank(); }
   Comm& world() { return *world_; }
 
-  // Returns the group of this rank's peers along these axes. Law: its ranks are mesh().peers(rank(), axes), in that order. The
-  // first call for a set of axes makes the group and is collective over the world.
+  // Returns the group of this rank's peers along these axes. Law: its ranks are mesh().peers(rank(), axes), in that order: of
+  // the axes the last varies fastest, and every rank passes them in the same order. The first call for a list of axes makes
+  // the group and is collective over the world. The group lives as long as this object. Throws Error when the mesh has no such
+  // axis.
   Comm& along(const std::vector<std::string>& axes);
 
   // Cuts the axis into groups of `ranks` neighbours and returns this rank's group: the coordinates [k * ranks, (k + 1) * ranks)

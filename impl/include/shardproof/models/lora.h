@@ -26,7 +26,7 @@ namespace shardproof {
 
 struct LoraOptions {
   int64_t rank = 8;
-  double alpha = 16;  // the scale is alpha / rank
+  double alpha = 0;  // the scale is alpha / rank; 0: alpha is twice the rank
   // Patterns of the names of layers (base/name_pattern.h). A pattern that matches no linear layer is an error.
   std::vector<std::string> targets = {};
   uint64_t seed = 0;  // of the first values of A; those of B are zeros, so that the model computes at first what it computed

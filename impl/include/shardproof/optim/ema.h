@@ -5,7 +5,8 @@
 //   for (...) { ...; optimizer.step(); ema.update(); }
 //   ema.with_averages([&] { evaluate(model); });       // the parameters are back afterwards, also after an exception
 //
-// Law: averages are the same bits under every strategy and on every mesh on which the parameters are.
+// Law: two runs whose main parameters have the same bits after every step have averages of the same bits, whatever their
+// strategies and meshes are.
 #pragma once
 
 #include <cstdint>

@@ -123,7 +123,7 @@ class Optimizer {
   // Allocates the state for this rank's shards of all parameters that require gradients. A parameter that requires them only
   // later gets its state at its first update. The Sharded may be moved. Once it is destroyed, every call here throws Error.
   // Throws Error, which names the parameter, when no group takes it, or when its rule needs whole parameters and the shards cut
-  // it.
+  // it. Every rank makes its own, with the same groups. It does not communicate.
   Optimizer(Sharded& sharded, std::vector<ParameterGroup> groups);
   Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule);
 
@@ -132,13 +132,14 @@ class Optimizer {
   // parameters (ema.h). Collective over the mesh.
   void step();
 
-  // Sets the factor that multiplies every learning rate from the next step on (lr_schedule.h).
+  // Sets the factor that multiplies every learning rate from the next step on (lr_schedule.h). Every rank passes the same one.
+  // It does not communicate. Throws Error when it is negative.
   void set_lr_factor(double factor);
 
   // The names of all groups' state tensors, each once.
   std::vector<std::string> state_names() const;
   // What this rank holds of one state tensor, in the strategy's `state` layout and the main dtype, for the parameters that have
-  // it.
+  // it. Local, like all below that does not say otherwise.
   std::vector<Piece> state(const std::string& state_name) const;
   // The same as shards, one of each parameter that has this state, whether this rank holds a part of it or not.
   std::vector<Shard> state_shards(const std::string& state_name) const;

@@ -84,10 +84,11 @@ class Sharded {
 
   // Says whether the next backward is the last one before the optimizer's step; at first it is. A backward that is not the last
   // accumulates gradients, before or after a reduction, as the strategy says. After the last backward another one throws Error
-  // unless a step or zero_gradients comes between.
+  // unless a step or zero_gradients comes between. Every rank calls this with the same value. It does not communicate. Throws
+  // Error inside a backward.
   void set_last_microbatch(bool last);
   // While it is false, a backward adds to gradients on this rank and reduces nothing, as DDP's no_sync. It must be true for the
-  // last backward.
+  // last backward. Every rank calls this with the same value. It does not communicate. Throws Error inside a backward.
   void set_gradient_sync(bool sync);
   bool gradient_sync() const;
 
@@ -103,6 +104,7 @@ class Sharded {
 
   // Drops accumulated gradients. `Optimizer::step` does this too. After a backward that ended with an exception it also drops
   // what the backward left half done, and training may go on, provided that the exception came at the same point on every rank.
+  // Every rank calls it. It does not communicate. Throws Error inside a backward.
   void zero_gradients();
 
   // The norm of the whole gradient, in which each element of each parameter counts once. The order is 1, 2 or infinity. Call it
@@ -117,7 +119,8 @@ class Sharded {
   void divide_gradients(double divisor);
   // Whether all elements of all gradients on all ranks are finite. Collective over the mesh.
   bool gradients_are_finite();
-  // Ends a step without an update: gradients are dropped, and parameters stay as they are.
+  // Ends a step without an update: gradients are dropped, and parameters stay as they are. Every rank calls it. It does not
+  // communicate.
   void skip_step();
 
   // What this rank holds between steps. Parameters are in the strategy's `parameter` layout and the compute dtype. Main
