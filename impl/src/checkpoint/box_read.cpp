@@ -16,8 +16,8 @@
 namespace shardproof::checkpoint {
 namespace {
 
-constexpr uint64_t kPieceBytes = uint64_t{512} << 10;  // of a long row, summed while it lies in the cache
-constexpr size_t kRunsMax = 65536;                     // that are kept of an entry
+constexpr uint64_t kPieceBytes = uint64_t{4} << 20;  // of a long row, summed while it lies in the cache
+constexpr size_t kRunsMax = 65536;                   // that are kept of an entry
 
 // The sums of what was read of a payload.
 class Runs {
