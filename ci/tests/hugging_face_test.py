@@ -6,6 +6,7 @@ import subprocess
 import unittest
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
                           MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
@@ -126,7 +127,6 @@ class HuggingFace(ScratchCase):
         shardproof("checkpoint", "convert", self.path("theirs"), self.path("ours"), "--family", "qwen2")
         shardproof("checkpoint", "convert", self.path("ours"), self.path("fused"), "--to", "safetensors", "--family", "qwen2",
                    "--projections", "fused", "--config", self.path("theirs"))
-        from safetensors.torch import load_file
         fused, state = load_file(self.path("fused/model.safetensors")), model.state_dict()
         for leaf in ("weight", "bias"):
             parts = [state[f"model.layers.1.self_attn.{part}_proj.{leaf}"] for part in "qkv"]
@@ -139,7 +139,6 @@ class HuggingFace(ScratchCase):
         state = dict(model.state_dict())
         state["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
         state["h.0.attn.masked_bias"] = torch.tensor(-1e4)
-        from safetensors.torch import save_file
         os.mkdir(self.path("base"))
         save_file({name: value.contiguous() for name, value in state.items()}, self.path("base/model.safetensors"))
         output = shardproof("checkpoint", "convert", self.path("base"), self.path("ours"), "--family", "gpt2")
@@ -175,7 +174,9 @@ class HuggingFace(ScratchCase):
                 self.assertEqual(rounded.dtype, torch.bfloat16)
                 for (name, parameter), other in zip(whole.named_parameters(), rounded.parameters()):
                     self.assertTrue(torch.equal(parameter.to(torch.bfloat16), other), name)
-                self.assertEqual(whole.config.tie_word_embeddings, family in ("gpt2", "qwen2"))
+                tied = family in ("gpt2", "qwen2")
+                self.assertEqual(whole.config.tie_word_embeddings, tied)
+                self.assertEqual("lm_head.weight" in load_file(self.path("float32/model.safetensors")), not tied)
                 self.assertTrue(torch.isfinite(logits_of(whole)).all())
                 error = shardproof("checkpoint", "convert", self.path("run/step_2"), self.path("x"), "--to", "safetensors",
                                    "--family", "llama" if family == "qwen2" else "qwen2", code=2)

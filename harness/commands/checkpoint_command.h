@@ -8,7 +8,7 @@ namespace harness {
 
 struct CheckpointArguments {
   std::string one, two;  // folders or files
-  std::string to = "dcp", mesh, json, family, entry, dtype, config;
+  std::string to = "dcp", mesh = "", json = "", family = "", entry = "", dtype = "", config = "";
   std::string projections = "family";
   bool overwrite = false, boxes = false;
   uint64_t file_bytes_max = uint64_t{5} << 30;

@@ -105,18 +105,18 @@ CheckpointSource::MakeRecipes recipes_out(const CheckpointArguments& arguments) 
   return [&arguments](const CheckpointSource& source) {
     const std::string key = kModelKey, head = key + "lm_head.weight";
     const auto& tensors = source.checkpoint().tensors;
-    const auto same_place = [&](const std::string& a, const std::string& b) {
-      const Extent& one = tensors.at(a).chunks.front().extent;
-      const Extent& two = tensors.at(b).chunks.front().extent;
-      return one.file == two.file && one.offset == two.offset && one.length == two.length;
+    const auto is_parameter = [&](const std::string& name) {
+      return name.starts_with(key) && !tensors.at(name).chunks.empty();
     };
+    const auto is_head_again = [&](const auto& item) {
+      return item.first != head && is_parameter(item.first) &&
+             item.second.chunks.front().extent == tensors.at(head).chunks.front().extent;
+    };
+    const bool tied =
+        tensors.contains(head) && is_parameter(head) && std::any_of(tensors.begin(), tensors.end(), is_head_again);
     WeightShapes parameters;
-    for (const auto& [name, shape] : shapes_of(source)) {
-      if (!name.starts_with(key) || tensors.at(name).chunks.empty()) continue;
-      const bool again = tensors.contains(head) && name != head && same_place(name, head);
-      if (again) parameters.erase("lm_head.weight");
-      parameters[name.substr(key.size())] = shape;
-    }
+    for (const auto& [name, shape] : shapes_of(source))
+      if (is_parameter(name) && !(tied && name == head)) parameters[name.substr(key.size())] = shape;
     CheckpointSource::Recipes recipes = file_recipes(arguments.family, parameters, projections_of(arguments));
     for (auto& [name, recipe] : recipes)
       for (WeightPart& part : recipe.parts) part.name = key + part.name;
