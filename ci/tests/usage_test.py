@@ -74,6 +74,14 @@ class Usage(unittest.TestCase):
         self.assertNotIn("ddp", completed("plan", "--strategy", "zero"))
         self.assertEqual(completed("plan", "--cas"), [])
 
+    def test_a_quiet_run_says_its_verdict_and_a_verbose_one_each_case(self):
+        quiet, verbose = (run("verify", "--cases", "3", "--no-python", "--jobs", "1", how) for how in ("--quiet", "-v"))
+        self.assertEqual((quiet.returncode, quiet.stderr), (0, ""))
+        self.assertRegex(quiet.stdout, r"^ALL HELD: 3 of 3 cases held, in [^\n]*\n$")
+        self.assertEqual(len(re.findall(r"^held +[0-9.]+ s  ", verbose.stderr, re.MULTILINE)), 3, verbose.stderr)
+        self.assertGreater(len(verbose.stdout.splitlines()), 5)
+        self.assertEqual(run("verify", "--quiet", "--verbose").returncode, 2)
+
     def test_scripts_of_the_other_shells_are_written(self):
         zsh = run("completion", "zsh").stdout
         self.assertTrue(zsh.startswith("autoload -U +X bashcompinit && bashcompinit\n_shardproof() {"), zsh)

@@ -3,6 +3,7 @@
 
 #include "harness/commands/checkpoint_command.h"
 #include "harness/commands/commands.h"
+#include "harness/commands/usage.h"
 
 namespace harness {
 
@@ -16,6 +17,7 @@ void add_checkpoint_command(CLI::App& app, int& exit_code) {
     sub->add_option("A", a->one, "a folder with .metadata, safetensors, or what torch.save wrote of tensors")->required();
     if (two) sub->add_option("B", a->two, "the checkpoint to compare with, or the one to write")->required();
     sub->add_option("--json", a->json, "also write JSON objects to this file, one a line");
+    add_verbosity(*sub, "show no progress");
     sub->callback([arguments, run, &exit_code] { exit_code = run(*arguments); });
     return sub;
   };

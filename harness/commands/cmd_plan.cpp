@@ -12,6 +12,7 @@
 #include "harness/commands/json_lines.h"
 #include "harness/commands/plan_report.h"
 #include "harness/commands/progress.h"
+#include "harness/commands/usage.h"
 #include "harness/plan/calibrate.h"
 #include "harness/plan/draw.h"
 #include "harness/plan/hugging_face_config.h"
@@ -70,7 +71,7 @@ void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& ou
   const DryRunResult result = dry_run(dry);
   progress.clear();
   fmt::print("{}\n{} on {}, rank {} of {}: {} of {} parameters\n", str(dry.what.model), dry.what.strategy, dry.what.mesh.str(),
-             dry.rank, dry.what.mesh.size(), result.own_parameters, result.parameters);
+             dry.rank, dry.what.mesh.size(), grouped(result.own_parameters), grouped(result.parameters));
   out.write({{"type", "plan"},
              {"model", str(dry.what.model)},
              {"mesh", dry.what.mesh.str()},
@@ -168,6 +169,7 @@ void add_plan_command(CLI::App& app, int& exit_code) {
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
   add_options_of_time(command, a);
   command->add_option("--json", a->json, "also write JSON objects to this file, one a line");
+  add_verbosity(*command, "show no progress");
   command->callback([arguments, a, &exit_code] {
     run(*a);
     exit_code = 0;

@@ -7,6 +7,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/config_file.h"
 #include "harness/commands/train_arguments.h"
+#include "harness/run/verbosity.h"
 #include "harness/train/stop_request.h"
 #include "harness/train/train.h"
 #include "harness/train/train_checkpoint.h"
@@ -109,7 +110,7 @@ class TrainReports {
 int train_and_report(const TrainOptions& options, const TrainingData& data, TrainReports& reports,
                      shardproof::ProcessWorld* processes) {
   const int64_t first = first_step(options, data);
-  print_begin(reports.out, options, first);
+  if (verbosity() != Verbosity::quiet) print_begin(reports.out, options, first);
   const StopRequests stops;
   TrainProgress progress(reports.out, first, options.steps);
   double loss_first = 0, loss_last = 0;
@@ -144,7 +145,8 @@ int run_train(TrainArguments& arguments) {
   validate(options, data);
   TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0);
   const std::string description = describe(arguments, options);
-  fmt::print(reports.out, "train  {}\ndata   {}\n", description, describe(data, options));
+  if (verbosity() != Verbosity::quiet)
+    fmt::print(reports.out, "train  {}\ndata   {}\n", description, describe(data, options));
   std::fflush(reports.out);
   reports.json.run(description, data, options);
   const int exit_code = train_and_report(options, data, reports, processes.get());

@@ -15,8 +15,11 @@
 #include "harness/commands/launch_options.h"
 #include "harness/commands/merge.h"
 #include "harness/commands/report.h"
+#include "harness/commands/usage.h"
 #include "harness/commands/verify.h"
 #include "harness/run/process_ranks.h"
+#include "harness/run/verbosity.h"
+#include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 #include "shardproof/comm/threads/threads.h"
 
@@ -101,7 +104,7 @@ void print_refused(const VerifyResult& result, const Engine& engine) {
   for (const auto& [reason, count] : result.refused) fmt::print("  {:>6}  {}\n", count, reason);
 }
 
-void print(const VerifyResult& result, const VerifyOptions& options) {
+void print_coverage(const VerifyResult& result, const VerifyOptions& options) {
   fmt::print("{}\n{}{}", result.coverage.table(), result.coverage.summary(), describe(result.combinations));
   if (options.engine) print_refused(result, *options.engine);
   if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
@@ -113,6 +116,11 @@ void print(const VerifyResult& result, const VerifyOptions& options) {
                result.oracle_differences.size());
   if (options.schedules > 0)
     fmt::print("schedules: {} runs, {} of them distinct\n", result.schedules, result.schedules_distinct);
+}
+
+void print(const VerifyResult& result, const VerifyOptions& options) {
+  const bool is_quiet = verbosity() == Verbosity::quiet;
+  if (!is_quiet) print_coverage(result, options);
   for (const std::string& difference : result.oracle_differences) fmt::print("\nORACLE {}\n", difference);
   for (const Failure& failure : result.failures)
     fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   {}\n", failure.cases,
@@ -121,9 +129,10 @@ void print(const VerifyResult& result, const VerifyOptions& options) {
   const int64_t cases = result.coverage.cases();
   if (cases == 0) return;  // and no verdict
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
-  fmt::print("\n{}{}: {} of {} cases held, in {:.1f} s ({:.0f} cases a minute)\n",
+  const std::string took = result.seconds < 60 ? fmt::format("{:.1f} s", result.seconds) : duration_text(result.seconds);
+  fmt::print("{}{}{}: {} of {} cases held, in {} ({:.0f} cases a minute)\n", is_quiet ? "" : "\n",
              result.interrupted ? "INTERRUPTED, so far " : "", held ? "ALL HELD" : "FAILED", cases - result.coverage.failures(),
-             cases, result.seconds, static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
+             cases, took, static_cast<double>(cases) * 60 / std::max(result.seconds, 1e-3));
 }
 
 // Files that are written when there is a verdict, from the lines of --json.
@@ -251,6 +260,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--faults", arguments->faults, "a file of ci/faults --json, to be shown on the page of --report");
   command->add_option("--json", options.json, "also write JSON objects to this file, one a line");
   arguments->launched.add_to(*command);
+  add_verbosity(*command, "say nothing but failures and the verdict", "say a line for each case, when it has been judged");
   command->callback([arguments, command, &exit_code] {
     if (!arguments->merge.empty()) {
       require_alone(*command);

@@ -6,6 +6,9 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "harness/run/verbosity.h"
+#include "harness/train/train_progress.h"
+
 namespace harness {
 namespace {
 
@@ -25,16 +28,16 @@ double Progress::seconds() const { return std::chrono::duration<double>(steady_c
 
 void Progress::show(double fraction, const std::string& text) {
   const auto now = steady_clock::now();
-  if (now < next_) return;
+  if (now < next_ || verbosity() == Verbosity::quiet) return;
   next_ = now + (terminal_ ? std::chrono::milliseconds(100) : std::chrono::milliseconds(5000));
   const double left = fraction > 0 ? seconds() * (1 - fraction) / fraction : 0;
-  const std::string line = fmt::format("{} {:3.0f}%  {}  {:.0f} s left", bar(fraction), fraction * 100, text, left);
+  const std::string line = fmt::format("{} {:3.0f}%  {}  {} left", bar(fraction), fraction * 100, text, duration_text(left));
   fmt::print(stderr, "{}{}{}", terminal_ ? "\r\033[K" : "", line, terminal_ ? "" : "\n");
   std::fflush(stderr);
 }
 
 void Progress::clear() {
-  if (!terminal_) return;
+  if (!terminal_ || verbosity() == Verbosity::quiet) return;
   fmt::print(stderr, "\r\033[K");
   std::fflush(stderr);
 }

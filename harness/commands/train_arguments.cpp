@@ -7,6 +7,7 @@
 #include "harness/case/case.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/config_file.h"
+#include "harness/commands/usage.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -170,6 +171,7 @@ void TrainArguments::add_to(CLI::App& app) {
   add_optimizer_options(app, *this);
   add_run_options(app, *this);
   launched.add_to(app);
+  add_verbosity(app, "say nothing but how it ended, what went wrong, and which ranks are slow", "say a line for each step");
 }
 
 }  // namespace harness

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "harness/commands/choices.h"
+#include "harness/run/verbosity.h"
 #include "harness/train/train_schedule.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -151,6 +152,14 @@ void add_examples(CLI::App& app) {
   for (CLI::App* command : commands_of(app))
     for (const auto& [name, text] : kExamples)
       if (command->get_name() == name) command->footer("Examples:\n" + text);
+}
+
+void add_verbosity(CLI::App& command, const std::string& quiet, const std::string& verbose) {
+  CLI::Option* less = command.add_flag_callback("-q,--quiet", [] { verbosity() = Verbosity::quiet; }, quiet);
+  less->configurable(false);
+  if (verbose.empty()) return;
+  CLI::Option* more = command.add_flag_callback("-v,--verbose", [] { verbosity() = Verbosity::verbose; }, verbose);
+  more->configurable(false)->excludes(less);
 }
 
 void add_completion_command(CLI::App& app) {

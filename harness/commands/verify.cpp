@@ -18,6 +18,7 @@
 #include "harness/compare/oracle.h"
 #include "harness/run/picture.h"
 #include "harness/run/schedules.h"
+#include "harness/run/verbosity.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -197,6 +198,7 @@ class Campaign {
       }
       if (options_.engine) line["engine"] = options_.engine->name();
       tell(line);
+      say(c, verdict, seconds);
       if (is_replay && verdict.held) failures_.forget(c);
     }
     if (!verdict.held) add_failure(c, verdict, cases);
@@ -233,6 +235,14 @@ class Campaign {
           {"tried", shrunk.tried},
           {"replay", replay_line(shrunk.minimal, options_)},
           {"picture", picture}});
+  }
+
+  // Under the lock.
+  void say(const Case& c, const Verdict& verdict, double seconds) {
+    if (verbosity() != Verbosity::verbose) return;
+    progress_.clear();
+    fmt::print(stderr, "{} {:>6.2f} s  {}\n", verdict.diverged ? "diverged" : verdict.held ? "held    " : "FAILED  ", seconds,
+               c.str());
   }
 
   // Under the lock, or when all workers are through.

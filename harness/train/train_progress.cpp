@@ -10,17 +10,13 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
+#include "harness/run/verbosity.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
 namespace {
 
 constexpr std::chrono::seconds kBetweenLines{5};
-
-std::string duration(double seconds) {
-  const auto whole = static_cast<int64_t>(seconds);
-  return whole < 60 ? fmt::format("{} s", whole) : fmt::format("{} min {:02} s", whole / 60, whole % 60);
-}
 
 // A longer line could not be rewritten.
 size_t columns_of(std::FILE* terminal) {
@@ -62,6 +58,13 @@ std::string size_text(int64_t bytes) {
   return fmt::format("{:.{}f} {}", size, unit == 0 ? 0 : 2, units[unit]);
 }
 
+std::string duration_text(double seconds) {
+  const auto whole = static_cast<int64_t>(seconds);
+  if (whole < 60) return fmt::format("{} s", whole);
+  if (whole < 3600) return fmt::format("{} min {:02} s", whole / 60, whole % 60);
+  return fmt::format("{} h {:02} min", whole / 3600, whole / 60 % 60);
+}
+
 TrainEvents::TrainEvents(const std::string& directory) : file_(directory) {}
 
 void TrainEvents::step(const TrainStep& step) {
@@ -77,19 +80,21 @@ void TrainEvents::step(const TrainStep& step) {
 }
 
 TrainProgress::TrainProgress(std::FILE* out, int64_t first, int64_t steps)
-    : out_(out), first_(first), steps_(steps), terminal_(::isatty(::fileno(out)) == 1) {}
+    : out_(out), first_(first), steps_(steps), terminal_(::isatty(::fileno(out)) == 1 && verbosity() != Verbosity::verbose) {}
 
 void TrainProgress::show(const TrainStep& step) {
   const int64_t done = step.step + 1, tenth = done * 10 / steps_;
   const auto now = Clock::now();
   // What was validated stays on a terminal too.
-  const bool shown = step.validation_loss || done == first_ + 1 || tenth != tenth_shown_ || now - shown_at_ >= kBetweenLines;
+  if (verbosity() == Verbosity::quiet) return;
+  const bool shown = verbosity() == Verbosity::verbose || step.validation_loss || done == first_ + 1 ||
+                     tenth != tenth_shown_ || now - shown_at_ >= kBetweenLines;
   if (!terminal_ && !shown) return;
   const double elapsed = std::chrono::duration<double>(now - start_).count();
   const std::string left = done == steps_
                                ? ""
-                               : fmt::format("  {} left", duration(elapsed / static_cast<double>(done - first_) *
-                                                                   static_cast<double>(steps_ - done)));
+                               : fmt::format("  {} left", duration_text(elapsed / static_cast<double>(done - first_) *
+                                                                        static_cast<double>(steps_ - done)));
   std::string line = fmt::format("step {:>{}}/{}  loss {:.4f}", done, std::to_string(steps_).size(), steps_, step.loss);
   if (step.validation_loss) line += fmt::format("  validation loss {:.4f}", *step.validation_loss);
   line += fmt::format("  gradient norm {:.4f}  {:>7} tokens/s{}  parameter norm {:.2f}  lr {:.2e}  {}", step.gradient_norm,

@@ -18,6 +18,9 @@ std::string grouped(int64_t number);
 // 1572864 as "1.50 MiB".
 std::string size_text(int64_t bytes);
 
+// 81.4 as "1 min 21 s".
+std::string duration_text(double seconds);
+
 // The numbers of each step for TensorBoard, by the number of steps done; "" writes nothing.
 class TrainEvents {
  public:
