@@ -151,6 +151,33 @@ TEST(LoadOnce, what_finds_no_room_beside_the_model_is_read_twice_and_the_room_is
   EXPECT_LT(before, bytes * 11 / 10);
 }
 
+void flip(const std::string& path, uint64_t byte, int bit) {
+  std::string bytes = slurp(path);
+  bytes[byte] = static_cast<char>(bytes[byte] ^ 1 << bit);
+  spill(path, bytes);
+}
+
+// How many ranks refused to load, and how many have what they had before.
+struct Refusals {
+  int64_t errors = 0, kept = 0;
+  bool operator==(const Refusals&) const = default;
+};
+Refusals refused_on(const Place& place, const Recipe& setup, const std::string& folder, const LoadOptions& options) {
+  std::atomic<int64_t> errors = 0, kept = 0;
+  on(place, [&](std::shared_ptr<Comm> comm) {
+    Trained run(setup, place, comm, 0.75);
+    run.train(0, 1);
+    const Bits before = run.bits();
+    try {
+      load(folder, *run.sharded, &*run.optimizer, options);
+    } catch (const Error&) {
+      ++errors;
+    }
+    kept += run.bits() == before;
+  });
+  return {errors, kept};
+}
+
 // Whatever ranks read together, and wherever the bit is.
 RC_GTEST_PROP(LoadOnce, a_flipped_bit_anywhere_is_an_error_on_every_rank_before_anything_is_changed, ()) {
   const Recipe setup = any_setup();
@@ -168,25 +195,26 @@ RC_GTEST_PROP(LoadOnce, a_flipped_bit_anywhere_is_an_error_on_every_rank_before_
       for (const Chunk& chunk : tensor.chunks) chunks.push_back(&chunk);
   const Extent& entry = (*rc::gen::elementOf(chunks))->extent;
   const std::string path = scratch / ("at/" + entry.file);
-  std::string bytes = slurp(path);
   const auto byte = entry.offset + static_cast<uint64_t>(*rc::gen::inRange<int64_t>(0, static_cast<int64_t>(entry.length)));
-  bytes[byte] = static_cast<char>(bytes[byte] ^ 1 << *rc::gen::inRange(0, 8));
-  spill(path, bytes);
-  std::atomic<int64_t> errors = 0, kept = 0;
-  on(to, [&](std::shared_ptr<Comm> comm) {
-    Trained run(setup, to, comm, 0.75);
-    run.train(0, 1);
-    const Bits before = run.bits();
-    try {
-      load(scratch / "at", *run.sharded, &*run.optimizer, options);
-    } catch (const Error&) {
-      ++errors;
-    }
-    kept += run.bits() == before;
-  });
+  flip(path, byte, *rc::gen::inRange(0, 8));
   const int64_t ranks = Mesh::parse(to.mesh).size();
-  RC_ASSERT(errors == ranks);
-  RC_ASSERT(kept == ranks);
+  RC_ASSERT(refused_on(to, setup, scratch / "at", options) == (Refusals{ranks, ranks}));
+}
+
+// Entries that are too large to be read whole when they are opened.
+TEST(LoadOnce, damage_in_an_entry_of_which_ranks_read_parts_is_found_by_the_sums_of_the_parts) {
+  const Scratch scratch;
+  trained(kWide, {"dp_shard=2", "zero3"}, 1, scratch / "at");
+  const Checkpoint checkpoint = open_checkpoint(system_files(), scratch / "at");
+  for (const Chunk& chunk : checkpoint.tensors.at("model.layers.0.weight").chunks)
+    for (const uint64_t part : {2, 4, 6}) {
+      const uint64_t byte = chunk.extent.offset + part * chunk.extent.length / 8;
+      const std::string path = scratch / ("at/" + chunk.extent.file);
+      flip(path, byte, 3);
+      EXPECT_EQ(refused_on({"dp_shard=3", "zero3"}, kWide, scratch / "at", {}), (Refusals{3, 3})) << path << " at " << byte;
+      flip(path, byte, 3);
+    }
+  EXPECT_EQ(refused_on({"dp_shard=3", "zero3"}, kWide, scratch / "at", {}).errors, 0);
 }
 
 // What a save tells the others besides values of the trainer: two places and a checksum for each box, and no names.
