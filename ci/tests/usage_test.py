@@ -34,6 +34,11 @@ class Usage(unittest.TestCase):
         self.expect_suggestion("There is no command 'verfy'. Did you mean 'verify'?", "verfy")
         self.expect_suggestion("There is no command 'kernls'. Did you mean 'kernels'?", "bench", "kernls")
 
+    def test_help_lists_all_strategies(self):
+        for command in ("plan", "train", "bench", "sample"):
+            help_text = " ".join(run(command, "--help").stdout.split())
+            self.assertIn("zero3, hsdp, hfsdp, hzero2", help_text, command)
+
     def test_a_mistyped_option_is_suggested(self):
         self.expect_suggestion("There is no option '--casse'. Did you mean '--cases'?", "verify", "--casse=3")
         self.expect_suggestion("There is no option '--stratgey'. Did you mean '--strategy'?", "plan", "--stratgey", "zero3")

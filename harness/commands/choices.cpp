@@ -13,6 +13,12 @@ namespace {
 
 const std::vector<std::string> kAxes = {"dp_replicate", "dp_shard", "cp", "tp"};
 
+std::vector<std::string> strategy_names() {
+  std::vector<std::string> names;
+  for (const shardproof::Strategy& row : shardproof::strategies()) names.push_back(row.name);
+  return names;
+}
+
 }  // namespace
 
 shardproof::Mesh chosen_mesh(const std::string& text) {
@@ -34,13 +40,13 @@ Machine chosen_machine(const std::string& text) {
   return read_machine(text);
 }
 
+std::string strategy_help() { return fmt::format("the strategy, one of {}", fmt::join(strategy_names(), ", ")); }
+
 const shardproof::Strategy& chosen_strategy(const std::string& name) {
   try {
     return shardproof::strategy(name);
   } catch (const shardproof::Error& error) {
-    std::vector<std::string> names;
-    for (const shardproof::Strategy& row : shardproof::strategies()) names.push_back(row.name);
-    throw shardproof::Error(fmt::format("{}.{}", error.what(), did_you_mean(name, names)));
+    throw shardproof::Error(fmt::format("{}.{}", error.what(), did_you_mean(name, strategy_names())));
   }
 }
 

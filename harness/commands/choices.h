@@ -20,6 +20,9 @@ shardproof::Mesh chosen_mesh(const std::string& text);
 // The machine of --machine: one that the program knows, or a file.
 Machine chosen_machine(const std::string& text);
 
+// What --help says of --strategy: the strategies by name, those that a program registered among them.
+std::string strategy_help();
+
 // The strategy of --strategy.
 const shardproof::Strategy& chosen_strategy(const std::string& name);
 

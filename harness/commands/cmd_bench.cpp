@@ -320,8 +320,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
                    "the other contestants, separated by commas: single, ddp, fsdp2, dtensor; or fingerprint, which is ours "
                    "with the check of replicas in each step")
       ->capture_default_str();
-  command->add_option("--strategy", a->task.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")
-      ->capture_default_str();
+  command->add_option("--strategy", a->task.strategy, strategy_help())->capture_default_str();
   CLI::Option* mesh = command->add_option(
       "--mesh", a->mesh, "the ranks of a contestant: axes dp_replicate, dp_shard and tp, e.g. dp_shard=2,tp=2");
   command->add_option("--ranks", a->ranks, "short for --mesh dp_shard=N; `single` has two threads instead of ranks")

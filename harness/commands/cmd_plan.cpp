@@ -151,8 +151,7 @@ void add_plan_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_option("--mesh", a->mesh, "the mesh as axis=size,axis=size; it may have thousands of ranks")
       ->capture_default_str();
-  command->add_option("--strategy", a->strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")
-      ->capture_default_str();
+  command->add_option("--strategy", a->strategy, strategy_help())->capture_default_str();
   command->add_option("--rank", a->run.rank, "the rank whose memory and calls are counted")->capture_default_str();
   command->add_option("--rounds", a->run.rounds, "how many microbatches a step has")->capture_default_str();
   command->add_option("--samples", a->run.samples, "how many samples a microbatch has")->capture_default_str();

@@ -84,7 +84,7 @@ void add_sample_command(CLI::App& app, int& exit_code) {
   command->add_option("--seed", o.seed, "the seed of the draws")->capture_default_str();
   CLI::Option* const mesh =
       command->add_option("--mesh", a->mesh, "the ranks over which parameters are cut: dp_shard=N")->capture_default_str();
-  command->add_option("--strategy", o.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
+  command->add_option("--strategy", o.strategy, strategy_help())->capture_default_str();
   command->add_option("--json", a->json, "also write the tokens as a JSON object to this file");
   a->launched.add_to(*command);
   command->callback([a, prompt, mesh, &exit_code] {

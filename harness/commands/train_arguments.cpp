@@ -44,7 +44,7 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
   app.add_option("--mesh", a.mesh, "the mesh as axis=RANKS,... with axes out of dp_replicate, dp_shard, cp and tp")
       ->capture_default_str();
   app.add_flag("--sequence-parallel", o.sequence_parallel, "cut activations between blocks by position along tp");
-  app.add_option("--strategy", o.strategy, "the strategy: ddp, zero1, zero2, zero3, hsdp or hfsdp")->capture_default_str();
+  app.add_option("--strategy", o.strategy, strategy_help())->capture_default_str();
 }
 
 void add_data_options(CLI::App& app, TrainArguments& a) {
