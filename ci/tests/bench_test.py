@@ -54,6 +54,23 @@ class BenchFiles(ScratchCase):
         self.assertEqual(rows["fingerprint"]["losses"], rows["ddp"]["losses"])
         self.assertEqual(rows["fingerprint"]["calls"], rows["ddp"]["calls"] + 1)
 
+    def test_curves_of_scaling_have_a_dot_for_each_cost_of_each_row(self):
+        path = self.path("curves.svg")
+        for ranks_max, tensors_max in (("1", "10"), ("16", "100")):
+            done = subprocess.run([SHARDPROOF, "bench", "scaling", "--ranks-max", ranks_max, "--tensors-max", tensors_max,
+                                   "--repeats", "1", "--plot", path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True, check=False)
+            self.assertEqual(done.returncode, 0, done.stdout)
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+            self.assertNotIn("nan", text)
+            self.assertNotIn("inf", text)
+            rows = [line for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
+            dots = list(xml.etree.ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}circle"))
+            self.assertGreater(len(rows), 1)
+            self.assertEqual(len(dots) % len(rows), 0, (len(dots), len(rows)))
+            self.assertGreaterEqual(len(dots), 3 * len(rows))
+
     def test_a_plot_has_a_bar_of_time_and_one_of_memory_for_each_contestant(self):
         path = self.path("plot.svg")
         done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "1", "--warmup", "0", "--rounds", "2",

@@ -109,8 +109,9 @@ std::string axes(double left, const Decades& across, const Decades& up) {
   return svg;
 }
 
-// From the lower left on, as far as the panel goes.
+// From the lower left on, as far as the panel goes. A panel of one value has no such line.
 std::string proportion(double left, const Decades& across, const Decades& up) {
+  if (across.high == across.low || up.high == up.low) return "";
   const auto decades = static_cast<double>(std::min(across.high - across.low, up.high - up.low));
   const double x = left + decades / static_cast<double>(across.high - across.low) * kSide;
   const double y = kTop + (1 - decades / static_cast<double>(up.high - up.low)) * kSide;

@@ -157,27 +157,6 @@ void flip(const std::string& path, uint64_t byte, int bit) {
   spill(path, bytes);
 }
 
-// How many ranks refused to load, and how many have what they had before.
-struct Refusals {
-  int64_t errors = 0, kept = 0;
-  bool operator==(const Refusals&) const = default;
-};
-Refusals refused_on(const Place& place, const Recipe& setup, const std::string& folder, const LoadOptions& options) {
-  std::atomic<int64_t> errors = 0, kept = 0;
-  on(place, [&](std::shared_ptr<Comm> comm) {
-    Trained run(setup, place, comm, 0.75);
-    run.train(0, 1);
-    const Bits before = run.bits();
-    try {
-      load(folder, *run.sharded, &*run.optimizer, options);
-    } catch (const Error&) {
-      ++errors;
-    }
-    kept += run.bits() == before;
-  });
-  return {errors, kept};
-}
-
 // Whatever ranks read together, and wherever the bit is.
 RC_GTEST_PROP(LoadOnce, a_flipped_bit_anywhere_is_an_error_on_every_rank_before_anything_is_changed, ()) {
   const Recipe setup = any_setup();

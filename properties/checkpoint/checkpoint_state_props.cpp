@@ -46,24 +46,12 @@ RC_GTEST_PROP(SavedState, training_on_after_a_load_elsewhere_is_training_through
   RC_ASSERT(resumed == trained(setup, {"dp_shard=1", "zero3"}, before + after, ""));
 }
 
-// Loads on `place` what `damage` made of the checkpoint; every rank must get an error with the words and keep its values.
+// Every rank gets an error with the words, and keeps its values.
 void expect_refused(const std::string& directory, const Recipe& setup, const std::vector<std::string>& words) {
-  const Place place{"dp_shard=3", "zero3"};
-  std::atomic<int64_t> refused = 0, kept = 0;
-  on(place, [&](std::shared_ptr<Comm> comm) {
-    Trained run(setup, place, comm, 0.75);
-    run.train(0, 1);
-    const Bits before = run.bits();
-    try {
-      load(directory, *run.sharded, &*run.optimizer);
-    } catch (const Error& error) {
-      ++refused;
-      for (const std::string& word : words) EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
-    }
-    if (run.bits() == before) ++kept;
-  });
-  EXPECT_EQ(refused, 3) << words.front();
-  EXPECT_EQ(kept, 3) << words.front();
+  const auto look = [&](const Error& error) {
+    for (const std::string& word : words) EXPECT_NE(std::string(error.what()).find(word), std::string::npos) << error.what();
+  };
+  EXPECT_EQ(refused_on({"dp_shard=3", "zero3"}, setup, directory, {}, look), (Refusals{3, 3})) << words.front();
 }
 
 TEST(SavedState, what_does_not_fit_or_is_damaged_is_an_error_on_every_rank_and_changes_nothing) {

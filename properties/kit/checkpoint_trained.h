@@ -3,6 +3,9 @@
 
 #include <rapidcheck.h>
 
+#include <atomic>
+#include <functional>
+
 #include "properties/kit/checkpoint_scratch.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/shardproof.h"
@@ -136,6 +139,31 @@ inline Bits trained(const Recipe& setup, const Place& place, int64_t steps, cons
     if (comm->rank() == 0) bits = std::move(own);
   });
   return bits;
+}
+
+// How many ranks refused to load, and how many have what they had before.
+struct Refusals {
+  int64_t errors = 0, kept = 0;
+  bool operator==(const Refusals&) const = default;
+};
+
+// Loads into other values than the checkpoint has. `look` gets each rank's error.
+inline Refusals refused_on(const Place& place, const Recipe& setup, const std::string& folder, const LoadOptions& options = {},
+                           const std::function<void(const Error&)>& look = {}) {
+  std::atomic<int64_t> errors = 0, kept = 0;
+  on(place, [&](std::shared_ptr<Comm> comm) {
+    Trained run(setup, place, comm, 0.75);
+    run.train(0, 1);
+    const Bits before = run.bits();
+    try {
+      load(folder, *run.sharded, &*run.optimizer, options);
+    } catch (const Error& error) {
+      ++errors;
+      if (look) look(error);
+    }
+    kept += run.bits() == before;
+  });
+  return {errors, kept};
 }
 
 }  // namespace shardproof::checkpoint
