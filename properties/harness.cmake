@@ -4,7 +4,8 @@ shardproof_test(NAME case_props LABEL harness TORCH LIBRARIES harness SOURCES ha
 shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOURCES harness/compare/comparison_props.cpp
   harness/case/exact_props.cpp
   harness/commands/campaign_props.cpp)
-shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/explain_props.cpp)
+shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/explain_props.cpp
+  harness/run/module_difference_props.cpp)
 shardproof_test(NAME report_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/report_props.cpp
   harness/run/picture_props.cpp)
 shardproof_test(NAME trace_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/trace_file_props.cpp)

@@ -8,5 +8,7 @@ shardproof_test(NAME parity_props LABEL train TORCH SOURCES
   sharding/wire_props.cpp
   sharding/aliases_props.cpp
   kit/parity_models.cpp kit/parity_training.cpp kit/toy_modules.cpp)
+shardproof_test(NAME module_watch_props LABEL train TORCH SOURCES sharding/module_watch_props.cpp
+  kit/parity_models.cpp kit/parity_training.cpp kit/toy_modules.cpp)
 shardproof_test(NAME unit_options_props LABEL train TORCH SOURCES sharding/unit_options_props.cpp
   kit/parity_models.cpp kit/parity_training.cpp kit/toy_modules.cpp)

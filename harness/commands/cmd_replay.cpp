@@ -41,6 +41,7 @@ int report(const Case& c, const Verdict& verdict, Ranks& ranks, const std::strin
               {"held", verdict.held},
               {"what", verdict.what},
               {"where", looks_like.where},
+              {"first", looks_like.first},
               {"guess", looks_like.guess},
               {"values_compared", verdict.values_compared}});
   std::fflush(stdout);

@@ -39,6 +39,7 @@ void add_failure(const nlohmann::json& line, MergedReports& merged) {
   merged.minimal.push_back({.minimal = minimal,
                             .what = line.at("what"),
                             .where = line.value("where", ""),
+                            .first = line.value("first", ""),
                             .guess = line.value("guess", ""),
                             .original = line.value("original", ""),
                             .engine = engine,
@@ -90,6 +91,7 @@ std::string describe(const MergedReports& merged) {
   for (const MergedFailure& failure : merged.minimal) {
     text += fmt::format("\nFAILURE: {}\n", shardproof::escaped_lines(failure.what));
     if (!failure.where.empty()) text += fmt::format("  where    {}\n", escaped(failure.where));
+    if (!failure.first.empty()) text += fmt::format("  first    {}\n", escaped(failure.first));
     if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", escaped(failure.guess));
     text += fmt::format("  minimal  {}\n  replay   {}\n", escaped(failure.minimal), escaped(failure.replay));
   }
@@ -110,9 +112,10 @@ std::string junit(const MergedReports& merged) {
   text += "</testcase>\n";
   for (const MergedFailure& failure : merged.minimal)
     text += fmt::format(
-        "  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">where: {}&#10;guess: {}&#10;"
+        "  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">where: {}&#10;first: {}&#10;guess: {}&#10;"
         "replay: {}</failure>\n  </testcase>\n",
-        xml_text(failure.minimal), xml_text(failure.what), xml_text(failure.where), xml_text(failure.guess),
+        xml_text(failure.minimal), xml_text(failure.what), xml_text(failure.where), xml_text(failure.first),
+        xml_text(failure.guess),
         xml_text(failure.replay));
   return text + "</testsuite>\n";
 }

@@ -13,7 +13,7 @@
 namespace harness {
 
 struct MergedFailure {
-  std::string minimal, what, where, guess, original;
+  std::string minimal, what, where, first, guess, original;
   std::string engine;      // of verify --engine; empty: the library
   std::string replay;      // the command that runs it once more, as its run printed it
   int64_t cases = 0;       // that had run when it was found

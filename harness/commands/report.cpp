@@ -103,6 +103,7 @@ json Report::data() const {
     failures.push_back({{"case", failure.minimal},
                         {"what", failure.what},
                         {"where", failure.where},
+                        {"first", failure.first},
                         {"guess", failure.guess},
                         {"original", failure.original},
                         {"replay", failure.replay},

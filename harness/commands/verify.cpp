@@ -229,6 +229,7 @@ class Campaign {
           {"case", shrunk.minimal.str()},
           {"what", shrunk.verdict.what},
           {"where", looks_like.where},
+          {"first", looks_like.first},
           {"guess", looks_like.guess},
           {"original", c.str()},
           {"cases", cases},

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "harness/case/problem.h"
+#include "harness/run/module_difference.h"
 #include "harness/run/suspects.h"
 #include "harness/run/wrong_pieces.h"
 #include "shardproof/base/check.h"
@@ -34,8 +35,7 @@ std::string plain_guess(const WrongPieces& wrong, const Case& c, const golden::S
     return "they should be zero: nothing in the unsharded run reaches them";
   if (const auto factor = factor_between(wrong, wrong.wanted)) {
     const std::string words = factor_in_words(c, step, *factor);
-    if (!words.empty()) return fmt::format("they are {} times what they should be: {}", fmt::format("{:.6g}", *factor), words);
-    return fmt::format("they are {:.6g} times what they should be", *factor);
+    if (!words.empty()) return fmt::format("they are {:.6g} times what they should be: {}", *factor, words);
   }
   return "";
 }
@@ -45,12 +45,15 @@ std::string rest_of_guess(const WrongPieces& wrong) {
   if (const auto shift = shift_of(wrong))
     return fmt::format("they are shifted by {} element{}", *shift, *shift == 1 ? "" : "s");
   if (std::string elsewhere = belongs_elsewhere(wrong); !elsewhere.empty()) return elsewhere;
+  if (const auto factor = factor_between(wrong, wrong.wanted))
+    return fmt::format("they are {:.6g} times what they should be", *factor);
   const double apart = distance(wrong, wrong.wanted);
   return apart < 1e-2 ? "they are " + rounding_of(apart) : "";
 }
 
 struct Failing {
-  const Case& c;
+  const Case& whole;
+  const Case& c;  // as it is in this step
   const golden::Run& run;
   const golden::Trace& trace;
   const std::vector<RankStep>& ranks;
@@ -101,15 +104,38 @@ bool same_names(const golden::Named& a, const golden::Named& b) {
   return std::ranges::equal(a, b, {}, &golden::Named::value_type::first, &golden::Named::value_type::first);
 }
 
+// Where losses are summed by token: each rank divides by its own tokens, as often as there are ranks.
+std::optional<Suspect> own_tokens(const Failing& failing, const Values& wanted) {
+  if (failing.c.options.loss != loss_tokens) return {};
+  std::vector<double> tokens(failing.run.steps[failing.step].microbatches.front().size());
+  for (const auto& round : failing.run.steps[failing.step].microbatches)
+    for (size_t rank = 0; rank < round.size(); ++rank) tokens[rank] += static_cast<double>(round[rank].target.numel());
+  double all = 0;
+  for (const double own : tokens) all += own;
+  const int64_t neighbours = failing.c.microbatch_ranks();
+  return Suspect{"each rank divides by its own number of tokens", [=](int64_t rank) {
+                   const double own = tokens[static_cast<size_t>(rank / neighbours)];
+                   Values values;
+                   for (const at::Tensor& value : wanted)
+                     values.push_back(value * (all / (own * static_cast<double>(tokens.size()))));
+                   return values;
+                 }};
+}
+
 std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong) {
   const golden::Step& step = failing.run.steps[failing.step];
   const double clipped = step.clip_norm / (failing.golden().gradient_norm + 1e-6);
   if (step.clip_norm > 0 && clipped < 1)
     if (const auto factor = factor_between(wrong, wrong.wanted); factor && std::abs(*factor * clipped - 1) < 1e-3)
       return "they were not clipped";
+  if (step.clip_norm > failing.golden().gradient_norm)
+    if (const auto factor = factor_between(wrong, wrong.wanted);
+        factor && near(*factor * failing.golden().gradient_norm, step.clip_norm))
+      return "they were scaled up to the norm at which clipping begins";
   if (std::string plain = plain_guess(wrong, failing.c, step); !plain.empty()) return plain;
   std::vector<Suspect> suspects;
   if (step.clip_norm == 0 || clipped >= 1) suspects = gradient_suspects(failing.c, alone(failing));
+  if (auto suspect = own_tokens(failing, wrong.wanted)) suspects.push_back(std::move(*suspect));
   const golden::StepTrace* earlier = failing.earlier();
   if (earlier && same_names(earlier->gradients, wrong.golden)) {
     const Values before = in_double(earlier->gradients);
@@ -119,6 +145,10 @@ std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong)
     suspects.push_back({"those of the step before were added to them: they were not zeroed", [both](int64_t) { return both; }});
   }
   if (std::string text = with(failing, wrong, suspects); !text.empty()) return text;
+  if (std::string text = parts_of_a_sum(wrong, failing.c.mesh); !text.empty()) return text;
+  if (std::string text = factors_by_rank(wrong); !text.empty()) return text;
+  if (!suspects.empty())
+    if (std::string text = fitted_terms(wrong, gradient_terms(alone(failing))); !text.empty()) return text;
   return rest_of_guess(wrong);
 }
 
@@ -140,8 +170,17 @@ std::optional<double> parameters_in(const Failing& failing, const WrongPieces& w
   return elements >= 3 ? factor_between(excess, parameters) : std::nullopt;  // two numbers often have one factor
 }
 
+// Ranks but 0 begin with a parameter of equal elements (ranks.h), which hardly an update makes.
+bool holds_own_beginning(const WrongPiece& piece) {
+  const double first = piece.values.numel() == 0 ? 0 : piece.values[0].item<double>();
+  return piece.rank > 0 && piece.values.numel() > 0 && at::all(piece.values == first).item<bool>() &&
+         std::abs(first - beginning_of(piece.rank)) < 0.1;
+}
+
 // Parameters, and the optimizer's state.
 std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before) {
+  if (failing.step == 0 && std::ranges::all_of(wrong.pieces, holds_own_beginning))
+    return "they are those that the rank's own model was built with: rank 0's did not arrive";
   if (before && same_names(*before, wrong.golden)) {
     const Values old = in_double(*before);
     if (distance(wrong, old) <= wrong.tolerance / 100) return "they are those from before the step: nothing has updated them";
@@ -173,6 +212,10 @@ std::string guess_of_norm(const Failing& failing) {
   double own = 0;
   for (const Piece& piece : failing.ranks.front().gradients) own += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
   if (near(std::sqrt(own), held)) return "it is the norm of each rank's own part";
+  double all = 0;
+  for (const RankStep& rank : failing.ranks)
+    for (const Piece& piece : rank.gradients) all += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
+  if (near(std::sqrt(all), held)) return "elements count once for each rank that holds them";
   const double excess = held * held - wanted * wanted;
   for (const auto& [name, gradient] : failing.golden().gradients) {
     const double part = std::pow(norm_of(gradient.to(at::kDouble)), 2);
@@ -200,10 +243,16 @@ double tolerance_of(const Case& c) {
   return o.compute != fp32 || o.gradient != fp32 || o.reduce != fp32 ? 2e-2 : 1e-4;
 }
 
-using Found = std::optional<Explanation>;
+struct Told {
+  Explanation text;
+  bool in_modules = false;  // whether modules may have gone wrong: a loss or gradients are, by more than a rounding
+};
+using Found = std::optional<Told>;
 
-Explanation found(const Failing& failing, const WrongPieces& wrong, std::string guess) {
-  return {fmt::format("step {}: {}", failing.step, in_words(wrong, std::ssize(failing.ranks))), std::move(guess)};
+Told found(const Failing& failing, const WrongPieces& wrong, std::string guess, bool in_modules = false) {
+  return {{.where = fmt::format("step {}: {}", failing.step, in_words(wrong, std::ssize(failing.ranks))),
+           .guess = std::move(guess)},
+          in_modules};
 }
 
 // What differs by more than roundings do. Where nothing does and the mode promises bits, what differs at all.
@@ -232,9 +281,11 @@ Found in_losses(const Failing& failing) {
         const double held = failing.ranks[rank].losses[round], golden = wanted[round][rank / neighbours];
         const bool differs = far ? !near(held, golden) : failing.c.mode != Mode::fast && held != golden;
         if (differs)
-          return Explanation{fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step, rank, round),
-                             far ? guess_of_loss(failing, rank, round)
-                                 : "it is " + rounding_of(std::abs(held - golden) / std::abs(golden))};
+          return Told{
+              {.where = fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step, rank, round),
+               .guess = far ? guess_of_loss(failing, rank, round)
+                            : "it is " + rounding_of(std::abs(held - golden) / std::abs(golden))},
+              far};
       }
   return {};
 }
@@ -246,7 +297,7 @@ Found in_gradients(const Failing& failing) {
       differing(failing, "gradients", failing.golden().gradients, pieces, tolerance_of(failing.c));
   if (wrong.pieces.empty()) return {};
   const std::string rounding = guess_of_rounding(wrong);
-  return found(failing, wrong, rounding.empty() ? guess_of_gradients(failing, wrong) : rounding);
+  return rounding.empty() ? found(failing, wrong, guess_of_gradients(failing, wrong), true) : found(failing, wrong, rounding);
 }
 
 Found in_state(const Failing& failing) {
@@ -286,8 +337,22 @@ Found in_parameters(const Failing& failing) {
 Found in_norm(const Failing& failing) {
   const double wanted = failing.golden().gradient_norm, held = failing.ranks.front().gradient_norm;
   if (failing.c.mode == Mode::fast ? near(held, wanted) : held == wanted) return {};
-  return Explanation{fmt::format("step {}: the gradient norm is wrong, and the gradients are right", failing.step),
-                     guess_of_norm(failing)};
+  return Told{{.where = fmt::format("step {}: the gradient norm is wrong, and the gradients are right", failing.step),
+               .guess = guess_of_norm(failing)}};
+}
+
+// What the modules say. A module that differs is nearer to the mistake than what its gradients became.
+void add_modules(const Failing& failing, Explanation& text) {
+  const golden::Named* before = nullptr;
+  if (failing.step > 0) before = failing.step >= 2 ? &failing.trace[failing.step - 2].parameters : &failing.run.parameters;
+  try {
+    const TracedStep traced = trace_step(failing.whole, failing.run, failing.step, failing.begin());
+    const ModuleDifference found = module_difference(failing.c, failing.run.steps[failing.step], traced, before);
+    text.first = found.where;
+    if (!found.guess.empty()) text.guess = found.guess;
+  } catch (const std::exception&) {
+    // The ranks ended another way than before, so there is nothing to compare.
+  }
 }
 
 }  // namespace
@@ -295,6 +360,7 @@ Found in_norm(const Failing& failing) {
 std::string in_lines(const Explanation& explanation) {
   std::string lines;
   if (!explanation.where.empty()) lines += fmt::format("  where    {}\n", explanation.where);
+  if (!explanation.first.empty()) lines += fmt::format("  first    {}\n", explanation.first);
   if (!explanation.guess.empty()) lines += fmt::format("  guess    {}\n", explanation.guess);
   return lines;
 }
@@ -311,9 +377,13 @@ Explanation explain(const Case& c, Ranks& ranks) {
   const golden::Trace trace = golden::train(run);
   for (size_t step = 0; step < steps.size(); ++step) {
     const Case here = c.at(step);
-    const Failing failing{here, run, trace, steps[step], step};
-    for (const auto& look : {in_losses, in_gradients, in_norm, in_state, in_parameters})
-      if (Found explanation = look(failing)) return *explanation;
+    const Failing failing{c, here, run, trace, steps[step], step};
+    for (const auto& look : {in_losses, in_gradients, in_norm, in_state, in_parameters}) {
+      Found told = look(failing);
+      if (!told) continue;
+      if (told->in_modules && &ranks == &thread_ranks()) add_modules(failing, told->text);
+      return told->text;
+    }
   }
   return {};
 }

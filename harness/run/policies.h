@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,10 @@
 namespace harness {
 
 std::shared_ptr<shardproof::SchedulePolicy> make_policy(const Interleaving& interleaving);
+// Null where there is none.
+inline std::shared_ptr<shardproof::SchedulePolicy> policy_of(const std::optional<Interleaving>& interleaving) {
+  return interleaving ? make_policy(*interleaving) : nullptr;
+}
 
 // Follows a policy and keeps what it chose.
 class RecordedPolicy final : public shardproof::SchedulePolicy {

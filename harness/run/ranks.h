@@ -13,13 +13,15 @@
 
 namespace harness {
 
+// What every element of every parameter is when a rank but 0 begins. Rank 0 begins with the run's parameters.
+constexpr double beginning_of(int64_t rank) { return static_cast<double>(rank) + 0.5; }
+
 class Ranks {
  public:
   virtual ~Ranks() = default;
   // Where models are, the golden run's too.
   virtual c10::Device device() const { return c10::kCPU; }
-  // The steps as [step][rank]. Rank 0 begins with the run's parameters, the other ranks with different ones, which the library
-  // has to replace.
+  // The steps as [step][rank]. The library has to replace what ranks but 0 begin with.
   virtual std::vector<std::vector<RankStep>> train(const Case& c, const golden::Run& run) = 0;
   // How many of them hold each element.
   virtual Copies copies(const Case& c) const { return copies_of(c); }

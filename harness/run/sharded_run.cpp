@@ -15,6 +15,8 @@
 #include "harness/run/policies.h"
 #include "harness/run/property.h"
 #include "harness/run/sharded_options.h"
+#include "shardproof/comm/timeline.h"
+#include "shardproof/comm/traced.h"
 
 namespace harness {
 namespace {
@@ -30,7 +32,8 @@ void set_parameters(torch::nn::Module& module, const golden::Named& values, int6
                 distinct.size(), values.size());
   for (const auto& [name, value] : values) {
     if (rank == 0) parameters[name].copy_(value);
-    else parameters[name].fill_(static_cast<double>(rank) + 0.5);
+    else
+      parameters[name].fill_(beginning_of(rank));
   }
 }
 
@@ -39,23 +42,52 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
   return pieces;
 }
 
+// Whether, and where, ranks write down what their modules do in one step.
+struct Tracing {
+  size_t step = 0;
+  ModuleTraces* ranks = nullptr;  // null: they do not
+  std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();
+
+  std::shared_ptr<Comm> around(std::shared_ptr<Comm> comm) const {
+    return ranks ? traced(std::move(comm), std::make_shared<Trace>(), timeline) : comm;
+  }
+
+  std::string last_collective(int64_t rank) const {
+    const std::vector<Span> spans = timeline->of_rank(rank);
+    for (auto span = spans.rbegin(); span != spans.rend(); ++span)
+      if (span->kind == Span::Kind::collective)
+        return fmt::format("{}{}{} in '{}'", span->name, span->unit.empty() ? "" : " of ", span->unit, span->group);
+    return "";
+  }
+};
+
+// What the watch saw, after a call of the model itself that reads all buffers.
+std::vector<ModuleCall> calls_of(const ModuleWatch& watch, const torch::nn::Module& root) {
+  std::vector<ModuleCall> calls{ModuleCall{}};
+  for (const auto& item : root.named_buffers()) calls.front().parameters.emplace_back(item.key(), item.value().clone());
+  calls.insert(calls.end(), watch.calls().begin(), watch.calls().end());
+  return calls;
+}
+
 // One rank through the history, or through what lies between two loads.
 class RankRun {
  public:
   // `resumes`: begins with values of its own, which a load has to replace.
   RankRun(const Case& c, const golden::Run& run, c10::Device device, double output_scale, const std::shared_ptr<Comm>& comm,
-          CaseCheckpoints& checkpoints, bool resumes)
+          CaseCheckpoints& checkpoints, bool resumes, const Tracing& tracing)
       : case_(c),
         run_(run),
         device_(device),
         output_scale_(output_scale),
         rank_(comm->rank()),
         resumes_(resumes),
-        comms_(std::make_shared<MeshComm>(comm, c.mesh)),
+        tracing_(tracing),
+        comms_(std::make_shared<MeshComm>(tracing.around(comm), c.mesh)),
         network_(build()),
         sharded_(shard(c, run, network_, comms_, device)),
         optimizer_(make_optimizer(sharded_, c)),
         checkpoints_(checkpoints) {
+    if (tracing.ranks) watch_.emplace(*network_.module, [this] { return tracing_.last_collective(rank_); });
     if (run.ema > 0) ema_.emplace(sharded_, EmaOptions{.decay = run.ema});
     if (c.options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
     if (!checkpoints.directory().empty()) manager_.emplace(checkpoints.directory(), checkpoints.options());
@@ -215,6 +247,7 @@ class RankRun {
     sharded_.set_last_microbatch(last);
     sharded_.set_gradient_sync(last || (static_cast<int64_t>(round) + 1) % every == 0);
     const golden::Microbatch data = microbatch(step, round);
+    if (watch_) watch_->begin();
     if (case_.options.loss == loss_tokens) sharded_.add_tokens(data.target.numel());
     at::Tensor output = network_.output(data);
     if (output_scale_ != 1) output = output * output_scale_;
@@ -223,7 +256,17 @@ class RankRun {
     if (!std::isfinite(result.losses.back()))
       throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index, round,
                                        result.losses.back()));
+    if (watch_) watch_->begin_backward();
     (scaler_ ? scaler_->scale(loss) : loss).backward();
+    if (watch_ && index == tracing_.step)
+      write_down(step.microbatches[round][static_cast<size_t>(rank_ / case_.microbatch_ranks())].input);
+  }
+
+  // Of a microbatch with as many positions as `like`.
+  void write_down(const at::Tensor& like) {
+    MicrobatchTrace seen{.calls = calls_of(*watch_, *network_.module), .scale = scaler_ ? scaler_->value() : 1};
+    if (context_) seen.positions = context_->cut(at::arange(like.size(1)), /*dim=*/0);
+    (*tracing_.ranks)[static_cast<size_t>(rank_)].push_back(std::move(seen));
   }
 
   void finish(const golden::Step& step, RankStep& result) {
@@ -252,6 +295,7 @@ class RankRun {
   double output_scale_;
   int64_t rank_;
   bool resumes_;
+  const Tracing& tracing_;
   std::shared_ptr<MeshComm> comms_;
   std::optional<TensorParallel> parallel_;
   std::optional<ContextParallel> context_;
@@ -263,16 +307,18 @@ class RankRun {
   CaseCheckpoints& checkpoints_;
   std::optional<checkpoint::Manager> manager_;
   std::optional<FingerprintCheck> fingerprints_;
+  std::optional<ModuleWatch> watch_;
   bool begun_ = false;
   std::vector<PropertyComplaint> complaints_;  // of the step that goes on
 };
 
 // Steps [first, last) in one world, and the saves before step `last`.
 void run_stretch(const Case& c, const golden::Run& run, c10::Device device, double output_scale, CaseCheckpoints& checkpoints,
-                 const RunWorld& run_world, const StepWatch& watch, bool resumes, size_t first, size_t last, Steps& steps) {
+                 const RunWorld& run_world, const StepWatch& watch, const Tracing& tracing, bool resumes, size_t first,
+                 size_t last, Steps& steps) {
   for (size_t s = first; s < last; ++s) steps[s].resize(static_cast<size_t>(c.mesh.size()));
   run_world(c, [&](std::shared_ptr<Comm> comm) {
-    RankRun rank_run(c, run, device, output_scale, comm, checkpoints, resumes);
+    RankRun rank_run(c, run, device, output_scale, comm, checkpoints, resumes, tracing);
     if (resumes) rank_run.load(first);
     for (size_t s = first; s < last; ++s) {
       if (s != first || !resumes) rank_run.save(s);
@@ -285,66 +331,63 @@ void run_stretch(const Case& c, const golden::Run& run, c10::Device device, doub
   });
 }
 
-std::shared_ptr<SchedulePolicy> policy_of(const Case& c) { return c.interleaving ? make_policy(*c.interleaving) : nullptr; }
-
-class ThreadRanks final : public Ranks {
- public:
-  Steps train(const Case& c, const golden::Run& run) override { return run_sharded(c, run, 1, policy_of(c)); }
-};
-
-class DeviceThreads final : public Ranks {
- public:
-  explicit DeviceThreads(c10::Device device) : device_(device) {}
-  c10::Device device() const override { return device_; }
-  Steps train(const Case& c, const golden::Run& run) override {
-    CaseCheckpoints checkpoints(c);
-    const auto policy = policy_of(c);
-    const auto run_world = [this, &policy](const Case& now, const RankBody& body) {
-      ThreadsOptions options = threads_options(now);
-      options.policy = policy;
-      options.completion = ThreadsOptions::Completion::eager;
-      options.device = device_;
-      run_threads(now.mesh.size(), body, options);
-    };
-    return run_sharded(c, run, checkpoints, run_world, device_);
-  }
-
- private:
-  c10::Device device_;
-};
-
-}  // namespace
-
-Ranks& thread_ranks() {
-  static ThreadRanks ranks;
-  return ranks;
-}
-
-std::unique_ptr<Ranks> thread_ranks_on(c10::Device device) { return std::make_unique<DeviceThreads>(device); }
-
-Steps run_sharded(const Case& c, const golden::Run& run, double output_scale,
-                  const std::shared_ptr<shardproof::SchedulePolicy>& policy) {
-  CaseCheckpoints checkpoints(c);
-  const auto run_world = [&policy](const Case& now, const RankBody& body) {
-    ThreadsOptions options = threads_options(now);
-    options.policy = policy;
-    run_threads(now.mesh.size(), body, options);
-  };
-  return run_sharded(c, run, checkpoints, run_world, at::kCPU, output_scale);
-}
-
-Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
-                  c10::Device device, double output_scale, const StepWatch& watch) {
+// All steps, from one load to the next.
+Steps run_stretches(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
+                    c10::Device device, double output_scale, const StepWatch& watch, const Tracing& tracing) {
   Steps steps(run.steps.size());
   bool resumes = false;
   for (size_t first = 0; first < steps.size() || !resumes;) {
     size_t last = resumes ? first + 1 : first;
     while (last < steps.size() && !c.steps[last].loads()) ++last;
-    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, run_world, watch, resumes, first, last,
-                steps);
+    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, run_world, watch, tracing, resumes, first,
+                last, steps);
     first = last, resumes = true;
   }
   return steps;
+}
+
+RunWorld on_threads(std::shared_ptr<SchedulePolicy> policy) {
+  return [policy = std::move(policy)](const Case& now, const RankBody& body) {
+    ThreadsOptions options = threads_options(now);
+    options.policy = policy;
+    run_threads(now.mesh.size(), body, options);
+  };
+}
+
+}  // namespace
+
+Steps run_sharded(const Case& c, const golden::Run& run, double output_scale,
+                  const std::shared_ptr<shardproof::SchedulePolicy>& policy) {
+  CaseCheckpoints checkpoints(c);
+  return run_sharded(c, run, checkpoints, on_threads(policy), at::kCPU, output_scale);
+}
+
+Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
+                  c10::Device device, double output_scale, const StepWatch& watch) {
+  return run_stretches(c, run, checkpoints, run_world, device, output_scale, watch, {});
+}
+
+ModuleTraces trace_modules(const Case& c, const golden::Run& run, size_t step) {
+  CaseCheckpoints checkpoints(c);
+  ModuleTraces traces(static_cast<size_t>(c.mesh.size()));
+  run_stretches(c, run, checkpoints, on_threads(policy_of(c.interleaving)), at::kCPU, 1, {}, {.step = step, .ranks = &traces});
+  return traces;
+}
+
+MicrobatchTrace trace_unsharded(const golden::Model& model, const golden::Named& parameters, golden::Microbatch data) {
+  const Network network = make_network(model);
+  set_parameters(*network.module, parameters, 0);
+  if (model.canonical) {
+    network.module->to(at::kDouble);
+    if (data.input.is_floating_point()) data.input = data.input.to(at::kDouble);
+  }
+  ModuleWatch watch(*network.module);
+  watch.begin();
+  random_stream() = {.seed = data.dropout_seed};
+  const at::Tensor loss = network.loss(data);
+  watch.begin_backward();
+  loss.backward();
+  return {.calls = calls_of(watch, *network.module)};
 }
 
 }  // namespace harness

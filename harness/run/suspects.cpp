@@ -21,6 +21,7 @@ class Terms {
     }
   }
 
+  const std::vector<std::vector<Values>>& each() const { return terms_; }
   int64_t rounds() const { return std::ssize(terms_); }
   int64_t ranks() const { return std::ssize(terms_.front()); }
 
@@ -103,6 +104,10 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
           [=](int64_t x, int64_t) { return std::pow(static_cast<double>(ranks), static_cast<double>(rounds - 1 - x)); });
   }
   return suspects;
+}
+
+std::vector<std::vector<Values>> gradient_terms(const golden::Run& run) {
+  return Terms(run).each();
 }
 
 std::string factor_in_words(const Case& c, const golden::Step& step, double factor) {

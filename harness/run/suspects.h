@@ -21,6 +21,9 @@ struct Suspect {
 // The step's gradients under each mistake. `run` is the failing step alone, begun with the parameters that it found.
 std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run);
 
+// The gradients of each microbatch by itself, [round][data-parallel rank]. `run` as above.
+std::vector<std::vector<Values>> gradient_terms(const golden::Run& run);
+
 // What a factor between two values may be, in words: "2, the ranks along dp_shard"; "" when nothing of the case has this size.
 std::string factor_in_words(const Case& c, const golden::Step& step, double factor);
 

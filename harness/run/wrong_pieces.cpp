@@ -108,6 +108,85 @@ std::optional<int64_t> shift_of(const WrongPieces& wrong) {
   return {};
 }
 
+namespace {
+
+// What a rank holds of the same run of a tensor; null where that is right, or it holds none.
+const WrongPiece* like(const WrongPieces& wrong, const WrongPiece& piece, int64_t rank) {
+  for (const WrongPiece& other : wrong.pieces)
+    if (other.rank == rank && other.tensor == piece.tensor && other.run == piece.run) return &other;
+  return nullptr;
+}
+
+bool add_up(const WrongPieces& wrong, const shardproof::Mesh& mesh, const std::string& axis) {
+  return std::ranges::all_of(wrong.pieces, [&](const WrongPiece& piece) {
+    at::Tensor sum = at::zeros_like(piece.values);
+    for (const int64_t peer : mesh.peers(piece.rank, {axis})) {
+      const WrongPiece* const part = like(wrong, piece, peer);
+      if (!part) return false;
+      sum += part->values;
+    }
+    const at::Tensor wanted = wrong.of(wrong.wanted, piece);
+    return norm_of(sum - wanted) <= wrong.tolerance * norm_of(wanted);
+  });
+}
+
+}  // namespace
+
+std::string parts_of_a_sum(const WrongPieces& wrong, const shardproof::Mesh& mesh) {
+  for (const shardproof::Axis& axis : mesh.axes())
+    if (axis.size > 1 && !wrong.pieces.empty() && add_up(wrong, mesh, axis.name))
+      return fmt::format("each rank along {} has a part of the sum: they were not summed over {}", axis.name, axis.name);
+  return "";
+}
+
+std::string factors_by_rank(const WrongPieces& wrong) {
+  std::set<int64_t> ranks;
+  for (const WrongPiece& piece : wrong.pieces) ranks.insert(piece.rank);
+  if (ranks.empty()) return "";
+  std::vector<std::string> texts;
+  std::vector<double> factors;
+  int64_t elements = 0;
+  for (const int64_t rank : ranks) {
+    WrongPieces own = wrong;
+    std::erase_if(own.pieces, [rank](const WrongPiece& piece) { return piece.rank != rank; });
+    int64_t of_rank = 0;
+    for (const WrongPiece& piece : own.pieces) of_rank += piece.run.size();
+    if (of_rank < 2) continue;  // any number is a factor of one
+    const auto factor = factor_between(own, own.wanted);
+    if (!factor) return "";
+    elements += of_rank;
+    factors.push_back(*factor);
+    texts.push_back(fmt::format("{:.4g} on rank {}", *factor, rank));
+  }
+  if (factors.size() < 2) return "";
+  const auto [least, most] = std::ranges::minmax(factors);
+  if (elements < 2 * std::ssize(factors) + 2 || near(least, most)) return "";
+  return fmt::format("each rank has them another number of times: {}. The ranks multiply or divide by numbers of their own",
+                     fmt::join(texts, ", "));
+}
+
+std::string fitted_terms(const WrongPieces& wrong, const std::vector<std::vector<Values>>& terms) {
+  std::vector<at::Tensor> held, columns;
+  for (const WrongPiece& piece : wrong.pieces) held.push_back(piece.values);
+  for (const auto& round : terms)
+    for (const Values& term : round) {
+      std::vector<at::Tensor> column;
+      for (const WrongPiece& piece : wrong.pieces) column.push_back(wrong.of(term, piece));
+      columns.push_back(at::cat(column));
+    }
+  const at::Tensor matrix = at::stack(columns, 1), values = at::cat(held);
+  // Fewer equations fit by chance.
+  if (values.numel() < 2 * std::ssize(columns) + 2 || !at::isfinite(values).all().item<bool>()) return "";
+  const at::Tensor counts = std::get<0>(at::linalg_lstsq(matrix, values.unsqueeze(1), {}, "gelsd")).view({-1});
+  if (!(norm_of(at::mv(matrix, counts) - values) <= wrong.tolerance * norm_of(values))) return "";
+  std::vector<std::string> others;
+  const auto ranks = std::ssize(terms.front());
+  for (int64_t i = 0; i < counts.numel(); ++i)
+    if (const double count = counts[i].item<double>(); !near(count, 1))
+      others.push_back(fmt::format("microbatch {} of data-parallel rank {} counts {:.4g} times", i / ranks, i % ranks, count));
+  return fmt::format("{}", fmt::join(others, ", "));
+}
+
 // Whether every wrong piece holds what belongs elsewhere: another interval that some rank holds, or another tensor.
 std::string belongs_elsewhere(const WrongPieces& wrong) {
   std::string text;

@@ -168,7 +168,8 @@ function showFailures() {
       (failure) => el(
           'article', {}, el('h3', {class: 'what'}, failure.what),
           facts(
-              ['where', failure.where], ['it looks as if', failure.guess], ['minimal case', el('code', {}, failure.case)],
+              ['where', failure.where], ['first module', failure.first], ['it looks as if', failure.guess],
+              ['minimal case', el('code', {}, failure.case)],
               ['replay', command(failure.replay)],
               ['found', `after ${plural(failure.cases, 'case')}`],
               ['found as', failure.original && failure.original !== failure.case ? el('code', {}, failure.original) : '']),

@@ -231,6 +231,81 @@ TEST(Explain, finds_gradients_that_were_not_clipped) {
       text);
 }
 
+TEST(Explain, finds_numbers_of_each_rank_of_each_microbatch_and_parts_of_a_sum) {
+  expect_guess("each rank has them another number of times: 1.5 on rank 0, 2.5 on rank 1", [](Steps& steps) {
+    for (size_t rank = 0; rank < 4; ++rank)
+      change(steps, 0, rank, [&](at::Tensor& g) { g = g * (1.5 + static_cast<double>(rank)); });
+  });
+  expect_guess("microbatch 1 of data-parallel rank 2 counts 0.3 times, microbatch 2 of data-parallel rank 0 counts 1.75 times",
+               as_if([](size_t round, size_t rank) {
+                 if (round == 1 && rank == 2) return 0.3;
+                 return round == 2 && rank == 0 ? 1.75 : 1.0;
+               }));
+  expect_guess(
+      "each rank along dp_replicate has a part of the sum: they were not summed over dp_replicate",
+      [](Steps& steps) {
+        for (size_t rank = 0; rank < 4; ++rank)
+          change(steps, 0, rank, [&](at::Tensor& g) {
+            const at::Tensor part = at::arange(g.numel(), at::kFloat).view(g.sizes()) / 64;
+            g = rank < 2 ? part : g - part;
+          });
+      },
+      "mlp(widths=5-7-3) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : step");
+}
+
+TEST(Explain, knows_each_rank_that_divides_by_its_own_tokens) {
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero2(loss=tokens) sgd(lr=0.1) fast seed=3 : step";
+  expect_guess(
+      "each rank divides by its own number of tokens",
+      [&](Steps& steps) {
+        const golden::Run run = make_run(Case::parse(text));
+        const auto& data = run.steps[0].microbatches[0];
+        const auto tokens = [&](size_t rank) { return static_cast<double>(data[rank].target.numel()); };
+        for (size_t rank = 0; rank < 2; ++rank)
+          change(steps, 0, rank, [&](at::Tensor& g) { g = g * ((tokens(0) + tokens(1)) / (2 * tokens(rank))); });
+      },
+      text);
+}
+
+TEST(Explain, knows_what_was_scaled_up_and_what_ranks_were_built_with) {
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1,clip=4096) ordered seed=3 : step";
+  expect_guess(
+      "they were scaled up to the norm at which clipping begins",
+      [&](Steps& steps) {
+        const double norm = golden::train(make_run(Case::parse(text)))[0].gradient_norm;
+        for (size_t rank = 0; rank < 2; ++rank) change(steps, 0, rank, [&](at::Tensor& g) { g = g * (4096 / norm); });
+      },
+      text);
+  expect_guess("the rank's own model was built with", [](Steps& steps) {
+    for (shardproof::Piece& piece : steps[0][3].parameters) piece.data = at::full_like(piece.data, 3.5);
+  });
+}
+
+TEST(Explain, says_that_a_norm_counts_elements_once_for_each_rank_that_holds_them) {
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_replicate=3,dp_shard=2) hsdp(loss=sum) sgd(lr=0.1) ordered seed=3 : step";
+  expect_guess(
+      "the sum within the norm is 3 times what it should be: 3, the number of ranks along dp_replicate",
+      [](Steps& steps) {
+        for (RankStep& rank : steps[0]) rank.gradient_norm *= std::sqrt(3.0);
+      },
+      text);
+  // Some elements are held once and others by both.
+  const char* const mixed = "mlp(widths=5-7-3) mesh(tp=2) zero1(loss=sum) sgd(lr=0.1) fast seed=3 : step";
+  expect_guess(
+      "elements count once for each rank that holds them",
+      [](Steps& steps) {
+        double all = 0;
+        for (const RankStep& rank : steps[0])
+          for (const shardproof::Piece& piece : rank.gradients) all += piece.data.to(at::kDouble).square().sum().item<double>();
+        for (RankStep& rank : steps[0]) rank.gradient_norm = std::sqrt(all);
+      },
+      mixed);
+}
+
+TEST(Explain, names_the_first_module_only_where_ranks_are_threads) {
+  EXPECT_EQ(explained([](Steps& steps) { change(steps, 1, 2, [](at::Tensor& g) { g = g * 3; }); }).first, "");
+}
+
 TEST(Explain, survives_whatever_ranks_say) {
   const char* const freezing =
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero2(align=64,loss=sum) sgd(lr=0.1,momentum=0.5) ordered seed=3 : freeze(%d) step "

@@ -1,0 +1,128 @@
+// What a watch sees of the modules of a model, and that nothing changes because of it.
+#include <gtest/gtest.h>
+
+#include "properties/kit/expect_error.h"
+#include "properties/kit/parity_models.h"
+#include "properties/kit/parity_training.h"
+#include "shardproof/hooks/module_watch.h"
+#include "shardproof/models/lora.h"
+
+using namespace shardproof;
+using parity::on_mesh;
+
+namespace {
+
+Mlp mlp() {
+  Mlp model(MlpOptions{.widths = {4, 6, 3}, .activation = Activation::tanh});
+  const at::NoGradGuard no_grad;
+  double start = 0;
+  for (at::Tensor parameter : model->parameters())
+    parameter.copy_(at::sin(at::arange(parameter.numel(), at::kFloat) * 0.37 + (start += 1)).view(parameter.sizes()));
+  return model;
+}
+
+ShardOptions sharded(const std::string& strategy, bool recompute = false) {
+  ShardOptions options = toy::options(strategy);
+  options.units = by_name("layers.*");
+  if (recompute) options.recompute = by_name("layers.*");
+  return options;
+}
+
+// The calls of one forward and backward.
+std::vector<ModuleCall> seen(Mlp& model, const at::Tensor& input) {
+  ModuleWatch watch(*model);
+  watch.begin();
+  const at::Tensor output = call(model, input);
+  watch.begin_backward();
+  output.square().sum().backward();
+  return watch.calls();
+}
+
+}  // namespace
+
+TEST(ModuleWatch, sees_what_each_module_reads_and_gives_and_the_gradient_that_comes_back) {
+  Mlp model = mlp();
+  const at::Tensor input = toy::data({2, 4}, 0);
+  const std::vector<ModuleCall> calls = seen(model, input);
+  ASSERT_EQ(calls.size(), 2u);
+  const auto parameters = model->named_parameters();
+  const at::Tensor first = at::linear(input, parameters["layers.0.weight"], parameters["layers.0.bias"]).detach();
+  const at::Tensor second = at::linear(first.tanh(), parameters["layers.1.weight"], parameters["layers.1.bias"]).detach();
+  EXPECT_EQ(calls[0].module, "layers.0");
+  EXPECT_TRUE(calls[0].input.equal(input) && calls[0].output.equal(first));
+  EXPECT_EQ(calls[1].module, "layers.1");
+  EXPECT_TRUE(calls[1].input.equal(first.tanh()) && calls[1].output.equal(second));
+  EXPECT_TRUE(calls[1].output_gradient.equal(2 * second));
+  const at::Tensor to_first = at::mm(2 * second, parameters["layers.1.weight"].detach()) * (1 - first.tanh().square());
+  EXPECT_TRUE(at::allclose(calls[0].output_gradient, to_first));
+  ASSERT_EQ(calls[1].parameters.size(), 2u);
+  EXPECT_EQ(calls[1].parameters[0].first, "layers.1.weight");
+  EXPECT_TRUE(calls[1].parameters[0].second.equal(parameters["layers.1.weight"]));
+}
+
+TEST(ModuleWatch, sees_the_same_on_each_rank_of_a_sharded_model_and_a_recomputation_is_no_second_call) {
+  for (const bool recompute : {false, true}) {
+    Mlp plain = mlp();
+    const std::vector<ModuleCall> golden = seen(plain, toy::data({2, 4}, 0));
+    on_mesh(Mesh::parse("dp_shard=2"), [&](std::shared_ptr<MeshComm> comms) {
+      Mlp model = mlp();
+      Sharded handle = fully_shard(model.ptr(), comms, sharded("zero3", recompute));
+      const std::vector<ModuleCall> calls = seen(model, toy::data({2, 4}, 0));
+      ASSERT_EQ(calls.size(), golden.size());
+      for (size_t i = 0; i < calls.size(); ++i) {
+        EXPECT_EQ(calls[i].module, golden[i].module);
+        EXPECT_TRUE(calls[i].input.equal(golden[i].input) && calls[i].output.equal(golden[i].output)) << i;
+        ASSERT_TRUE(calls[i].output_gradient.defined()) << i << " recompute " << recompute;
+        EXPECT_TRUE(calls[i].output_gradient.equal(golden[i].output_gradient)) << i;
+        for (size_t k = 0; k < calls[i].parameters.size(); ++k)
+          EXPECT_TRUE(calls[i].parameters[k].second.equal(golden[i].parameters[k].second)) << "gathered, " << i;
+      }
+    });
+  }
+}
+
+TEST(ModuleWatch, changes_no_bit_of_a_step) {
+  on_mesh(Mesh::parse("dp_shard=2"), [](std::shared_ptr<MeshComm> comms) {
+    std::vector<std::vector<at::Tensor>> gradients;
+    for (const bool watched : {false, true}) {
+      Mlp model = mlp();
+      Sharded handle = fully_shard(model.ptr(), comms, sharded("zero3"));
+      std::optional<ModuleWatch> watch;
+      if (watched) watch.emplace(*model);
+      call(model, toy::data({2, 4}, comms->rank())).square().sum().backward();
+      gradients.emplace_back();
+      for (const Piece& piece : handle.gradients()) gradients.back().push_back(piece.data.clone());
+    }
+    ASSERT_EQ(gradients[0].size(), gradients[1].size());
+    for (size_t i = 0; i < gradients[0].size(); ++i) EXPECT_TRUE(gradients[0][i].equal(gradients[1][i]));
+  });
+}
+
+TEST(ModuleWatch, forgets_with_each_forward_notes_what_it_is_told_to_and_ends_with_its_object) {
+  Mlp model = mlp();
+  int64_t asked = 0;
+  {
+    ModuleWatch watch(*model, [&] { return std::to_string(asked++); });
+    for (int64_t forward = 0; forward < 2; ++forward) {
+      watch.begin();
+      call(model, toy::data({2, 4}, 0));
+      ASSERT_EQ(watch.calls().size(), 2u);
+      EXPECT_EQ(watch.calls()[1].note, std::to_string(2 * forward + 1));
+      EXPECT_EQ(watch.calls()[1].number, 0);
+    }
+    expect_error([&] { ModuleWatch again(*model); }, {"module 'layers.0' is watched already"});
+    call(model, toy::data({2, 4}, 0));
+    EXPECT_EQ(asked, 6) << "the watch that was refused changed nothing";
+  }
+  call(model, toy::data({2, 4}, 0));
+  EXPECT_EQ(asked, 6);
+}
+
+TEST(ModuleWatch, leaves_layers_with_adapters_to_their_adapters) {
+  Mlp model = mlp();
+  const Lora lora = add_lora(model.ptr(), {.rank = 2, .targets = {"layers.0"}});
+  const std::vector<ModuleCall> calls = seen(model, toy::data({2, 4}, 0));
+  std::vector<std::string> names;
+  for (const ModuleCall& call : calls) names.push_back(call.module);
+  EXPECT_EQ(names, (std::vector<std::string>{"layers.0.lora_A", "layers.0.lora_B", "layers.1"}));
+}
