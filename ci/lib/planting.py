@@ -55,8 +55,9 @@ def run(command, cwd, seconds_max=None):
 class Scratch:
     """A copy of the tree with a build of its own, where each change rebuilds only what it touches."""
 
-    def __init__(self, options):
+    def __init__(self, options, configure=()):
         self.options = options
+        self.configure = configure  # more arguments of cmake
         self.tree = os.path.join(options.scratch, "src")
 
     def mirror(self):
@@ -108,7 +109,8 @@ class Scratch:
         if self.options.build:
             command = ["bash", "-c", self.options.build]
         else:
-            command = ["bash", "-c", "set -e; [ -f build/build.ninja ] || cmake --preset release; "
+            configure = shlex.join(["cmake", "--preset", "release", *self.configure])
+            command = ["bash", "-c", f"set -e; [ -f build/build.ninja ] || {configure}; "
                                      f"cmake --build build -j {os.cpu_count()} --target {shlex.join(targets)}"]
         code, output = run(command, self.tree)
         if code != 0:
@@ -224,11 +226,11 @@ def main(name, campaign, options):
     return 2
 
 
-def baseline(scratch, checks):
+def baseline(scratch, checks, everything=False):
     """The tree as it is has to build and to pass every check. Otherwise a kill would say nothing."""
     say(scratch.options, f"building the tree as it is in {os.path.relpath(scratch.tree)}")
     try:
-        scratch.build([EVERYTHING if any(check.startswith("ctest") for check in checks) else COMMAND])
+        scratch.build([EVERYTHING if everything or any(check.startswith("ctest") for check in checks) else COMMAND])
         for check in sorted(checks):
             say(scratch.options, f"the tree as it is: {check}")
             outcome = scratch.check(check)
