@@ -240,7 +240,8 @@ std::string guess_of_parameter(const std::vector<Difference>& found, const golde
   if (all([](const Difference& d) { return d.reordered; }))
     return fmt::format("the elements that {} reads are there in another order, as if the pieces of ranks were swapped",
                        first.golden->module);
-  if (all([](const Difference& d) { return norm_of(d.held) == 0; })) return "the forward reads zeros: nothing was gathered";
+  if (all([](const Difference& d) { return norm_of(d.held) == 0; }))
+    return "the forward reads zeros: nothing was gathered there, or it is the padding of another place";
   if (!earlier) return wrong_elements(first) + " are not the initial values that rank 0 has";
   return wrong_elements(first) + " are wrong where the forward reads them";
 }
@@ -288,12 +289,43 @@ std::string factor_in_gradient(const std::vector<Difference>& found, const Case&
 
 }  // namespace
 
+namespace {
+
+// The gradients of one microbatch by the golden functions, in float64 and with nothing after the backward.
+golden::Named golden_gradients(golden::Run run, size_t step, const golden::Named& parameters) {
+  golden::Step only;
+  only.microbatches = {{run.steps[step].microbatches[0][0]}};
+  only.frozen = run.steps[step].frozen;
+  run.parameters = parameters;
+  run.steps = {std::move(only)};
+  run.order = {};
+  run.model.canonical = false;
+  run.precision = {};
+  run.scaling = {};
+  run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
+  run.ema = 0;
+  run.jitter = 0;
+  return golden::train(run, at::kDouble).front().gradients;
+}
+
+// Up to what roundings to the compute dtype may do.
+bool are_alike(const golden::Named& golden, const MicrobatchTrace& unsharded) {
+  for (const auto& [name, wanted] : golden) {
+    const at::Tensor* const held = tensor_of(unsharded.gradients, name);
+    if (held && norm_of(in_double(*held) - in_double(wanted)) > 1e-3 * norm_of(in_double(wanted)) + 1e-6) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
 TracedStep trace_step(const Case& c, const golden::Run& run, size_t step, const golden::Named& parameters) {
   const auto& rounds = run.steps[step].microbatches;
   TracedStep traced{.ranks = trace_modules(c, run, step), .golden = ModuleTraces(rounds.front().size())};
   for (const auto& round : rounds)
     for (size_t rank = 0; rank < round.size(); ++rank)
       traced.golden[rank].push_back(trace_unsharded(run.model, parameters, round[rank]));
+  traced.model_is_right = are_alike(golden_gradients(run, step, parameters), traced.golden.front().front());
   return traced;
 }
 
@@ -306,6 +338,9 @@ ModuleDifference module_difference(const Case& c, const golden::Step& step, cons
     for (size_t rank = 0; rank < traced.ranks.size(); ++rank)
       if (auto first = compared.first(rank)) found.push_back(std::move(*first));
   }
+  if (found.empty() && !traced.model_is_right)
+    return {.where = "every module reads and gives what it does in the unsharded model, whose gradients are wrong too",
+            .guess = "the model itself computes something else than the golden one"};
   if (found.empty())
     return {.where = "every module reads and gives what it does unsharded: what follows the backward is wrong", .guess = ""};
   std::ranges::stable_sort(found, {}, &Difference::key);

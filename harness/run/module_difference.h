@@ -21,6 +21,8 @@ struct ModuleDifference {
 struct TracedStep {
   ModuleTraces ranks;   // [rank][round]
   ModuleTraces golden;  // [data-parallel rank][round]
+  // Whether the unsharded model has the gradients of the golden functions. Else the mistake is in the model.
+  bool model_is_right = true;
 };
 
 // Trains the case once more on rank-threads up to the end of this step, and each of the step's microbatches unsharded with
@@ -28,8 +30,8 @@ struct TracedStep {
 TracedStep trace_step(const Case& c, const golden::Run& run, size_t step, const golden::Named& parameters);
 
 // Compares modules in the order in which they run, the forward of a microbatch first. A part is compared with the part of the
-// unsharded tensor that it should be, and left out where that is not plain. `earlier` are the parameters of the step before;
-// null in the first step.
+// unsharded tensor that it should be, and left out where that is not plain. `earlier`
+// are the parameters of the step before; null in the first step.
 ModuleDifference module_difference(const Case& c, const golden::Step& step, const TracedStep& traced,
                                    const golden::Named* earlier);
 

@@ -387,7 +387,11 @@ MicrobatchTrace trace_unsharded(const golden::Model& model, const golden::Named&
   const at::Tensor loss = network.loss(data);
   watch.begin_backward();
   loss.backward();
-  return {.calls = calls_of(watch, *network.module)};
+  MicrobatchTrace seen{.calls = calls_of(watch, *network.module)};
+  const auto trained = network.module->named_parameters();
+  for (const auto& [name, value] : parameters)
+    if (const at::Tensor& gradient = trained[name].grad(); gradient.defined()) seen.gradients.emplace_back(name, gradient);
+  return seen;
 }
 
 }  // namespace harness

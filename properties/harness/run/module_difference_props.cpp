@@ -80,6 +80,7 @@ TEST(ModuleDifference, finds_none_where_ranks_are_right_however_they_are_cut) {
         "odd(width=4,calls=2) mesh(dp_shard=3) zero3(loss=sum,meta=1) adamw(lr=0.1) fast seed=6 : step*2",
         "conv(channels=2-3) mesh(dp_shard=2) zero2(loss=sum) sgd(lr=0.1) fast seed=7 : step*2"}) {
     const Traced traced(text);
+    EXPECT_TRUE(traced.traced.model_is_right) << text;
     for (const auto& rank : traced.traced.ranks)
       for (const MicrobatchTrace& round : rank) EXPECT_GE(round.calls.size(), 2u) << text;
     expect_told(traced, kNone, "");
@@ -147,4 +148,11 @@ TEST(ModuleDifference, compares_parts_of_tensor_parallel_modules_with_the_parts_
   std::swap(swapped.parameter(0, 0, "h.0.mlp.c_fc", "h.0.mlp.c_fc.weight"),
             swapped.parameter(1, 0, "h.0.mlp.c_fc", "h.0.mlp.c_fc.weight"));
   expect_told(swapped, "h.0.mlp.c_fc reads another h.0.mlp.c_fc.weight in the forward on all 2 ranks", "");
+}
+
+TEST(ModuleDifference, tells_a_model_that_is_wrong_by_itself_from_one_that_is_sharded_wrongly) {
+  Traced traced(kMlp);
+  EXPECT_TRUE(traced.traced.model_is_right);
+  traced.traced.model_is_right = false;
+  expect_told(traced, "the unsharded model, whose gradients are wrong too", "the model itself computes something else");
 }
