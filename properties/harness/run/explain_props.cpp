@@ -281,6 +281,53 @@ TEST(Explain, knows_what_was_scaled_up_and_what_ranks_were_built_with) {
   });
 }
 
+TEST(Explain, knows_the_optimizer_that_counts_one_step_more_and_the_factor_of_a_schedule) {
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) adamw(lr=0.01,beta1=0.5,beta2=0.75,decay=0) "
+                           "ordered seed=3 : lr(50) step*2";
+  const auto moved = [&](double factor) {
+    return [=](Steps& steps) {
+      const golden::Run run = make_run(Case::parse(text));
+      for (RankStep& rank : steps[0])
+        for (shardproof::Piece& piece : rank.parameters)
+          for (const auto& [name, value] : run.parameters)
+            if (name == piece.name) {
+              const at::Tensor before = value.contiguous().view({-1}).narrow(0, piece.run.begin, piece.run.size());
+              piece.data = before + (piece.data - before) * factor;
+            }
+    };
+  };
+  const auto correction = [](double t) { return std::sqrt(1 - std::pow(0.75, t)) / (1 - std::pow(0.5, t)); };
+  expect_guess("the bias correction of step 2 instead of step 1", moved(correction(2) / correction(1)), text);
+  expect_guess("the factor 0.5 of the step's learning rate", moved(2), text);
+}
+
+TEST(Explain, knows_what_a_load_did_not_bring_back_and_what_was_discarded) {
+  const char* const loaded = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,ema=50) sgd(lr=0.1) ordered seed=3 : "
+                             "save step step load@mesh(dp_shard=2) step";
+  expect_guess(
+      "the load did not bring them back",
+      [&](Steps& steps) {
+        const golden::Run run = make_run(Case::parse(loaded));
+        const golden::Trace trace = golden::train(run);
+        for (size_t rank = 0; rank < 2; ++rank)
+          for (auto& [slot, pieces] : steps[2][rank].state)
+            for (size_t i = 0; slot == "ema" && i < pieces.size(); ++i)
+              for (const auto& [name, before] : trace[1].state.back().second)
+                if (name == pieces[i].name) {
+                  const shardproof::Interval own = pieces[i].run;
+                  const auto part = [&](const at::Tensor& whole) {
+                    return whole.contiguous().view({-1}).narrow(0, own.begin, own.size());
+                  };
+                  for (const auto& [same, now] : trace[2].parameters)
+                    if (same == name) pieces[i].data = part(before) * run.ema + part(now) * (1 - run.ema);
+                }
+      },
+      loaded);
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : discard step";
+  expect_guess("gradients that were computed and discarded before the step are in them",
+               as_if([](size_t, size_t) { return 2.0; }, text, 0), text);
+}
+
 TEST(Explain, says_that_a_norm_counts_elements_once_for_each_rank_that_holds_them) {
   const char* const text = "mlp(widths=5-7-3) mesh(dp_replicate=3,dp_shard=2) hsdp(loss=sum) sgd(lr=0.1) ordered seed=3 : step";
   expect_guess(

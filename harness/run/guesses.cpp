@@ -1,0 +1,271 @@
+#include "harness/run/guesses.h"
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <optional>
+
+#include "harness/case/problem.h"
+#include "harness/run/ranks.h"
+#include "harness/run/suspects.h"
+
+namespace harness {
+namespace {
+
+using shardproof::Piece;
+
+// What needs no golden run of its own.
+std::string plain_guess(const WrongPieces& wrong, const Case& c, const golden::Step& step) {
+  const auto all = [&](const auto& is) { return std::ranges::all_of(wrong.pieces, is); };
+  if (all([](const WrongPiece& piece) { return !at::isfinite(piece.values).all().item<bool>(); }))
+    return "they hold NaN or infinity";
+  if (all([](const WrongPiece& piece) { return norm_of(piece.values) == 0; }))
+    return "they are zero: nothing has arrived there";
+  if (all([&](const WrongPiece& piece) { return norm_of(wrong.of(wrong.wanted, piece)) == 0; }))
+    return "they should be zero: nothing in the unsharded run reaches them";
+  if (const auto factor = factor_between(wrong, wrong.wanted)) {
+    const std::string words = factor_in_words(c, step, *factor);
+    if (!words.empty()) return fmt::format("they are {:.6g} times what they should be: {}", *factor, words);
+  }
+  return "";
+}
+
+// What remains when nothing else fits.
+std::string rest_of_guess(const WrongPieces& wrong) {
+  if (const auto shift = shift_of(wrong))
+    return fmt::format("they are shifted by {} element{}", *shift, *shift == 1 ? "" : "s");
+  if (std::string elsewhere = belongs_elsewhere(wrong); !elsewhere.empty()) return elsewhere;
+  if (const auto factor = factor_between(wrong, wrong.wanted))
+    return fmt::format("they are {:.6g} times what they should be", *factor);
+  const double apart = distance(wrong, wrong.wanted);
+  return apart < 1e-2 ? "they are " + rounding_of(apart) : "";
+}
+
+std::string with(const Failing& failing, const WrongPieces& wrong, const std::vector<Suspect>& suspects) {
+  const double usual = distance(wrong, wrong.wanted);
+  double best = std::min(wrong.tolerance, usual / 10);
+  std::string text;
+  for (const Suspect& suspect : suspects) {
+    std::map<int64_t, Values> by_rank;
+    for (int64_t rank = 0; rank < std::ssize(failing.ranks); ++rank) by_rank[rank] = suspect.values(rank);
+    const double apart = distance(wrong, [&](int64_t rank) -> const Values& { return by_rank.at(rank); });
+    if (apart < best * 0.999) best = apart, text = suspect.text;
+  }
+  return text;
+}
+
+// The failing step by itself, in plain float64 and without what comes after the sum.
+golden::Run alone(const Failing& failing) {
+  golden::Run run = failing.run;
+  run.parameters = failing.begin();
+  golden::Step step = run.steps[failing.step];
+  step.after = {};
+  step.clip_norm = 0;
+  const int64_t ranks = std::ssize(step.microbatches.front()), replicas = failing.c.replicas();
+  run.order = {.shards = ranks / replicas, .replicas = replicas};
+  step.order = run.order;
+  run.steps = {std::move(step)};
+  run.model.canonical = false;
+  run.precision = {};
+  run.scaling = {};
+  run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
+  run.jitter = 0;
+  return run;
+}
+
+// Whether both are of the same parameters: steps may freeze others.
+bool same_names(const golden::Named& a, const golden::Named& b) {
+  return std::ranges::equal(a, b, {}, &golden::Named::value_type::first, &golden::Named::value_type::first);
+}
+
+// Where losses are summed by token: each rank divides by its own tokens, as often as there are ranks.
+std::optional<Suspect> own_tokens(const Failing& failing, const Values& wanted) {
+  if (failing.c.options.loss != loss_tokens) return {};
+  std::vector<double> tokens(failing.run.steps[failing.step].microbatches.front().size());
+  for (const auto& round : failing.run.steps[failing.step].microbatches)
+    for (size_t rank = 0; rank < round.size(); ++rank) tokens[rank] += static_cast<double>(round[rank].target.numel());
+  double all = 0;
+  for (const double own : tokens) all += own;
+  const int64_t neighbours = failing.c.microbatch_ranks();
+  return Suspect{"each rank divides by its own number of tokens", [=](int64_t rank) {
+                   const double own = tokens[static_cast<size_t>(rank / neighbours)];
+                   Values values;
+                   for (const at::Tensor& value : wanted)
+                     values.push_back(value * (all / (own * static_cast<double>(tokens.size()))));
+                   return values;
+                 }};
+}
+
+// How many times the parameters before the step is what the pieces have too much.
+std::optional<double> parameters_in(const Failing& failing, const WrongPieces& wrong) {
+  WrongPieces excess = wrong;
+  excess.tolerance = 1e-3;
+  int64_t elements = 0;
+  for (WrongPiece& piece : excess.pieces) {
+    piece.values = piece.values - wrong.of(wrong.wanted, piece);
+    elements += piece.run.size();
+  }
+  Values parameters;
+  for (const auto& [name, tensor] : wrong.golden) {
+    const auto found = std::ranges::find(failing.begin(), name, &golden::Named::value_type::first);
+    if (found == failing.begin().end() || found->second.numel() != tensor.numel()) return {};
+    parameters.push_back(found->second.to(at::kDouble).contiguous().view({-1}));
+  }
+  return elements >= 3 ? factor_between(excess, parameters) : std::nullopt;  // two numbers often have one factor
+}
+
+// Ranks but 0 begin with a parameter of equal elements (ranks.h), which hardly an update makes.
+bool holds_own_beginning(const WrongPiece& piece) {
+  const double first = piece.values.numel() == 0 ? 0 : piece.values[0].item<double>();
+  return piece.rank > 0 && piece.values.numel() > 0 && at::all(piece.values == first).item<bool>() &&
+         std::abs(first - beginning_of(piece.rank)) < 0.1;
+}
+
+// Of the gradients that a forward and backward before the step left, and that should have been forgotten.
+std::optional<Suspect> discarded(const Failing& failing, const Values& wanted) {
+  if (!failing.whole.steps[failing.step].discard) return {};
+  Values both = wanted;
+  const auto terms = gradient_terms(alone(failing));
+  for (const Values& term : terms.front())
+    for (size_t i = 0; i < both.size(); ++i) both[i] = both[i] + term[i];
+  return Suspect{"gradients that were computed and discarded before the step are in them", [both](int64_t) { return both; }};
+}
+
+// What of the optimizer has the size of a factor between two updates; else "".
+std::string factor_of_optimizer(const Failing& failing, double factor) {
+  const golden::Optimizer& o = failing.run.optimizer;
+  for (const golden::Optimizer::Group& group : o.groups)
+    if (group.lr_factor != 1 && (near(factor, group.lr_factor) || near(factor, 1 / group.lr_factor)))
+      return fmt::format("the factor {} of a group's learning rate", group.lr_factor);
+  const double lr = failing.run.steps[failing.step].lr_factor;
+  if (lr != 1 && lr > 0 && (near(factor, lr) || near(factor, 1 / lr)))
+    return fmt::format("the factor {} of the step's learning rate", lr);
+  const bool is_adam = o.kind == golden::Optimizer::Kind::adam || o.kind == golden::Optimizer::Kind::adamw;
+  if (!is_adam) return "";
+  const auto correction = [&o](double t) { return std::sqrt(1 - std::pow(o.beta2, t)) / (1 - std::pow(o.beta1, t)); };
+  for (double t = 1; t <= static_cast<double>(failing.step) + 1; ++t)
+    for (const double other : {t - 1, t + 1})
+      // eps and decay move it a little.
+      if (other > 0 && std::abs(factor - correction(other) / correction(t)) < 5e-3 * factor)
+        return fmt::format("the bias correction of step {} instead of step {}", other, t);
+  return "";
+}
+
+// Averages that went on from those before a load.
+bool ema_missed_load(const Failing& failing, const WrongPieces& wrong) {
+  const golden::Run& run = failing.run;
+  if (failing.step == 0 || !failing.whole.steps[failing.step].loads() || run.ema == 0) return false;
+  const auto& slots = failing.trace[failing.step - 1].state;
+  if (slots.empty() || slots.back().first != "ema" || wrong.kind != "tensors of ema") return false;
+  Values gone_on = in_double(slots.back().second);
+  const Values parameters = in_double(failing.golden().parameters);
+  if (gone_on.size() != wrong.wanted.size() || parameters.size() != gone_on.size()) return false;
+  for (size_t i = 0; i < gone_on.size(); ++i) gone_on[i] = gone_on[i] * run.ema + parameters[i] * (1 - run.ema);
+  return distance(wrong, gone_on) < distance(wrong, wrong.wanted) / 10;
+}
+
+}  // namespace
+
+std::string rounding_of(double apart) {
+  return fmt::format("a relative {:.1e} apart: another rounding, precision or order of sums", apart);
+}
+
+std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong) {
+  const golden::Step& step = failing.run.steps[failing.step];
+  const double clipped = step.clip_norm / (failing.golden().gradient_norm + 1e-6);
+  if (step.clip_norm > 0 && clipped < 1)
+    if (const auto factor = factor_between(wrong, wrong.wanted); factor && std::abs(*factor * clipped - 1) < 1e-3)
+      return "they were not clipped";
+  if (step.clip_norm > failing.golden().gradient_norm)
+    if (const auto factor = factor_between(wrong, wrong.wanted);
+        factor && near(*factor * failing.golden().gradient_norm, step.clip_norm))
+      return "they were scaled up to the norm at which clipping begins";
+  if (auto suspect = discarded(failing, wrong.wanted))
+    if (std::string text = with(failing, wrong, {*suspect}); !text.empty()) return text;
+  if (std::string plain = plain_guess(wrong, failing.c, step); !plain.empty()) return plain;
+  std::vector<Suspect> suspects;
+  if (step.clip_norm == 0 || clipped >= 1) suspects = gradient_suspects(failing.c, alone(failing));
+  if (auto suspect = own_tokens(failing, wrong.wanted)) suspects.push_back(std::move(*suspect));
+  const golden::StepTrace* earlier = failing.earlier();
+  if (earlier && same_names(earlier->gradients, wrong.golden)) {
+    const Values before = in_double(earlier->gradients);
+    Values both = wrong.wanted;
+    for (size_t i = 0; i < both.size(); ++i) both[i] = both[i] + before[i];
+    suspects.push_back({"they are those of the step before", [before](int64_t) { return before; }});
+    suspects.push_back({"those of the step before were added to them: they were not zeroed", [both](int64_t) { return both; }});
+  }
+  if (std::string text = with(failing, wrong, suspects); !text.empty()) return text;
+  if (std::string text = parts_of_a_sum(wrong, failing.c.mesh); !text.empty()) return text;
+  if (std::string text = factors_by_rank(wrong); !text.empty()) return text;
+  if (!suspects.empty())
+    if (std::string text = fitted_terms(wrong, gradient_terms(alone(failing))); !text.empty()) return text;
+  return rest_of_guess(wrong);
+}
+
+// Parameters, and the optimizer's state.
+std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before) {
+  if (failing.step == 0 && std::ranges::all_of(wrong.pieces, holds_own_beginning))
+    return "they are those that the rank's own model was built with: rank 0's did not arrive";
+  if (before && same_names(*before, wrong.golden)) {
+    const Values old = in_double(*before);
+    if (distance(wrong, old) <= wrong.tolerance / 100) return "they are those from before the step: nothing has updated them";
+    WrongPieces updates = wrong;
+    for (size_t i = 0; i < old.size(); ++i) updates.wanted[i] = wrong.wanted[i] - old[i];
+    for (WrongPiece& piece : updates.pieces) piece.values = piece.values - wrong.of(old, piece);
+    updates.tolerance = 1e-3;
+    if (const auto factor = factor_between(updates, updates.wanted)) {
+      std::string words = factor_of_optimizer(failing, *factor);
+      if (words.empty()) words = factor_in_words(failing.c, failing.run.steps[failing.step], *factor);
+      return fmt::format("their change in this step is {:.4g} times what it should be{}", *factor,
+                         words.empty() ? "" : ": " + words);
+    }
+  }
+  if (ema_missed_load(failing, wrong)) return "the load did not bring them back: they go on from those before it";
+  if (const auto factor = parameters_in(failing, wrong))
+    return fmt::format("they have {:.4g} times the parameters too much, as if by weight decay", *factor);
+  if (std::string plain = plain_guess(wrong, failing.c, failing.run.steps[failing.step]); !plain.empty()) return plain;
+  return rest_of_guess(wrong);
+}
+
+// The norm is wrong, and the gradients are right.
+std::string guess_of_norm(const Failing& failing) {
+  const double wanted = failing.golden().gradient_norm, held = failing.ranks.front().gradient_norm;
+  const double order = failing.run.steps[failing.step].norm_order;
+  const double ratio = order == 2 ? std::pow(held / wanted, 2) : held / wanted;
+  const std::string words = factor_in_words(failing.c, failing.run.steps[failing.step], ratio);
+  if (!words.empty()) return fmt::format("the sum within the norm is {:.6g} times what it should be: {}", ratio, words);
+  if (near(held, wanted)) return "it is " + rounding_of(std::abs(held - wanted) / wanted);
+  if (order != 2) return "";
+  double own = 0;
+  for (const Piece& piece : failing.ranks.front().gradients) own += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
+  if (near(std::sqrt(own), held)) return "it is the norm of each rank's own part";
+  double all = 0;
+  for (const RankStep& rank : failing.ranks)
+    for (const Piece& piece : rank.gradients) all += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
+  if (near(std::sqrt(all), held)) return "elements count once for each rank that holds them";
+  const double excess = held * held - wanted * wanted;
+  for (const auto& [name, gradient] : failing.golden().gradients) {
+    const double part = std::pow(norm_of(gradient.to(at::kDouble)), 2);
+    if (near(excess, part)) return fmt::format("{} counts twice in it", name);
+    if (near(-excess, part)) return fmt::format("{} does not count in it", name);
+  }
+  return "";
+}
+
+std::string guess_of_loss(const Failing& failing, size_t rank, size_t round) {
+  const std::vector<double>& wanted = failing.golden().losses[round];
+  const double held = failing.ranks[rank].losses[round];
+  for (size_t other = 0; other < wanted.size(); ++other)
+    if (near(held, wanted[other])) return fmt::format("it is that of data-parallel rank {}", other);
+  if (failing.step == 0) return "";
+  golden::Run stale = alone(failing);
+  stale.parameters = failing.step >= 2 ? failing.trace[failing.step - 2].parameters : failing.run.parameters;
+  const auto neighbours = static_cast<size_t>(failing.c.microbatch_ranks());
+  const bool is_stale = near(held, golden::train(stale, at::kDouble).front().losses[round][rank / neighbours]);
+  return is_stale ? "the forward computed on the parameters of the step before" : "";
+}
+
+}  // namespace harness

@@ -1,0 +1,42 @@
+// What a failing step's values may have come from, in words: mistakes are computed and compared with what ranks hold.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "golden/golden.h"
+#include "harness/case/case.h"
+#include "harness/compare/step_exchange.h"
+#include "harness/run/wrong_pieces.h"
+
+namespace harness {
+
+// The first step that differs, on both sides.
+struct Failing {
+  const Case& whole;
+  const Case& c;  // as it is in this step
+  const golden::Run& run;
+  const golden::Trace& trace;
+  const std::vector<RankStep>& ranks;
+  size_t step;
+
+  const golden::StepTrace& golden() const { return trace[step]; }
+  const golden::StepTrace* earlier() const {
+    const int64_t last = run.steps[step].after.value_or(static_cast<int64_t>(step) - 1);
+    return last < 0 ? nullptr : &trace[static_cast<size_t>(last)];
+  }
+  const golden::Named& begin() const { return earlier() ? earlier()->parameters : run.parameters; }
+};
+
+// Each gives "" where nothing that is known fits.
+std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong);
+// Of parameters and the optimizer's state. `before` are those before the step, in the golden order; null where there are none.
+std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before);
+// Where the norm is wrong, and the gradients are right.
+std::string guess_of_norm(const Failing& failing);
+std::string guess_of_loss(const Failing& failing, size_t rank, size_t round);
+
+// "a relative 1.0e-07 apart: another rounding, precision or order of sums"
+std::string rounding_of(double apart);
+
+}  // namespace harness
