@@ -323,7 +323,8 @@ TEST(Explain, knows_what_a_load_did_not_bring_back_and_what_was_discarded) {
                 }
       },
       loaded);
-  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : discard step";
+  const char* const text =
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : discard step";
   expect_guess("gradients that were computed and discarded before the step are in them",
                as_if([](size_t, size_t) { return 2.0; }, text, 0), text);
 }
