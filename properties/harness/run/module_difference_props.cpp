@@ -106,6 +106,10 @@ TEST(ModuleDifference, names_the_parameter_that_a_module_reads_wrongly_and_the_g
   weight = weight.flatten().roll(-11).view(weight.sizes());
   expect_told(ring, "rank 1 of 2", "the elements that layers.1 reads are there in another order");
 
+  Traced broken(kMlp);
+  broken.parameter(1, 0, "layers.0", "layers.0.bias")[3] = NAN;
+  expect_told(broken, "layers.0.bias in the forward on rank 1 of 2", "elements [3, 4) of layers.0.bias are wrong");
+
   Traced lost(kMlp);
   lost.parameter(0, 0, "layers.0", "layers.0.bias").zero_();
   expect_told(lost, "layers.0.bias in the forward on rank 0 of 2", "nothing was gathered");
@@ -125,6 +129,8 @@ TEST(ModuleDifference, tells_a_wrong_input_from_a_wrong_module) {
   Traced input(kMlp);
   input.of(1, 0, "layers.1").input += 1;
   expect_told(input, "microbatch 0: layers.1 gets another input on rank 1 of 2", "between layers.0 and layers.1 goes wrong");
+  input.of(0, 0, "layers.0").input += 1;
+  expect_told(input, "layers.0 gets another input on rank 0", "the input of the model is wrong on its way to layers.0");
   Traced output(kMlp);
   output.of(0, 0, "layers.0").output *= 1.5;
   output.of(0, 0, "layers.1").input += 1;

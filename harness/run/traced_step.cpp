@@ -1,0 +1,52 @@
+#include "harness/run/traced_step.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "harness/run/wrong_pieces.h"
+
+namespace harness {
+namespace {
+
+// The gradients of one microbatch by the golden functions, in float64 and with nothing after the backward.
+golden::Named golden_gradients(golden::Run run, size_t step, const golden::Named& parameters) {
+  golden::Step only;
+  only.microbatches = {{run.steps[step].microbatches[0][0]}};
+  only.frozen = run.steps[step].frozen;
+  run.parameters = parameters;
+  run.steps = {std::move(only)};
+  run.order = {};
+  run.model.canonical = false;
+  run.precision = {};
+  run.scaling = {};
+  run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
+  run.ema = 0;
+  run.jitter = 0;
+  return golden::train(run, at::kDouble).front().gradients;
+}
+
+// Up to what roundings to the compute dtype may do.
+bool are_alike(const golden::Named& golden, const MicrobatchTrace& unsharded) {
+  for (const auto& [name, wanted] : golden) {
+    const auto held = std::ranges::find(unsharded.gradients, name, &golden::Named::value_type::first);
+    if (held == unsharded.gradients.end()) continue;
+    const at::Tensor right = wanted.to(at::kDouble), other = held->second.to(at::kDouble);
+    if (!(norm_of(other - right) <= 1e-3 * norm_of(right) + 1e-6)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+TracedStep trace_step(const Case& c, const golden::Run& run, size_t step, const golden::Named& parameters) {
+  const auto& rounds = run.steps[step].microbatches;
+  TracedStep traced{.ranks = trace_modules(c, run, step), .golden = ModuleTraces(rounds.front().size())};
+  for (const auto& round : rounds)
+    for (size_t rank = 0; rank < round.size(); ++rank)
+      traced.golden[rank].push_back(trace_unsharded(run.model, parameters, round[rank]));
+  traced.model_is_right = are_alike(golden_gradients(run, step, parameters), traced.golden.front().front());
+  return traced;
+}
+
+}  // namespace harness
