@@ -4,23 +4,23 @@
 
 #include "golden/canonical_models.h"
 #include "golden/canonical_store.h"
+#include "golden/rope.h"
 
 namespace golden {
 namespace {
 
 using namespace exact;
 
-constexpr double kTheta = 10000;
-
 // Element i of a head turns with element i + width / 2, forwards or back.
-Matrix turned(const Matrix& x, int64_t width, int64_t length, bool back) {
+Matrix turned(const Matrix& x, const Llama& llama, int64_t length, bool back) {
   Matrix y(x.rows, x.columns);
-  const int64_t half = width / 2;
+  const int64_t width = llama.head(), half = width / 2;
   for (int64_t row = 0; row < x.rows; ++row)
     for (int64_t first = 0; first < x.columns; first += width)
       for (int64_t i = 0; i < half; ++i) {
-        const double power = std::pow(kTheta, static_cast<double>(2 * i) / static_cast<double>(width));
-        const double angle = static_cast<double>(row % length) / power;
+        const double power = std::pow(llama.theta, static_cast<double>(2 * i) / static_cast<double>(width));
+        const auto position = static_cast<double>(row % length);
+        const double angle = llama.rope_factor == 1 ? position / power : position * slowed(1 / power, llama);
         const double cosine = std::cos(angle), sine = back ? -std::sin(angle) : std::sin(angle);
         const double a = x.at(row, first + i), b = x.at(row, first + half + i);
         y.at(row, first + i) = a * cosine - b * sine;
@@ -54,8 +54,8 @@ class Layer {
     normed_ = store_.rms_norm(name_ + "input_layernorm", x);
     q_ = attention_linear("q_proj", normed_);
     k_ = attention_linear("k_proj", normed_);
-    const Matrix q = turned(norm_of_heads("q_norm", q_), width_, length_, /*back=*/false);
-    const Matrix k = turned(norm_of_heads("k_norm", k_), width_, length_, /*back=*/false);
+    const Matrix q = turned(norm_of_heads("q_norm", q_), llama_, length_, /*back=*/false);
+    const Matrix k = turned(norm_of_heads("k_norm", k_), llama_, length_, /*back=*/false);
     attention_ = BatchAttention(tokens, {q, k, attention_linear("v_proj", normed_), llama_.heads, llama_.kv_heads,
                                          dropout.mask(tokens.samples * llama_.heads * length_ * length_)});
     mixed_ = attention_.forward();
@@ -74,8 +74,8 @@ class Layer {
                             store_.linear_backward(name_ + "mlp.up_proj", normed_again_, product(d_product, gated));
     const Matrix d_middle = dy + store_.rms_norm_backward(name_ + "post_attention_layernorm", middle_, d_normed);
     const AttentionGradients g = attention_.backward(attention_backward("o_proj", mixed_, d_middle));
-    const Matrix d_q = norm_of_heads_backward("q_norm", q_, turned(g.q, width_, length_, /*back=*/true));
-    const Matrix d_k = norm_of_heads_backward("k_norm", k_, turned(g.k, width_, length_, /*back=*/true));
+    const Matrix d_q = norm_of_heads_backward("q_norm", q_, turned(g.q, llama_, length_, /*back=*/true));
+    const Matrix d_k = norm_of_heads_backward("k_norm", k_, turned(g.k, llama_, length_, /*back=*/true));
     const Matrix of_q = attention_backward("q_proj", normed_, d_q);
     const Matrix of_k = attention_backward("k_proj", normed_, d_k);
     const Matrix of_v = attention_backward("v_proj", normed_, g.v);

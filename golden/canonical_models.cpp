@@ -125,7 +125,7 @@ double gpt_pass(const Gpt& gpt, Store& store, const Microbatch& data) {
 }  // namespace
 
 CanonicalPass canonical_pass(const Model& model, const Named& parameters, const Microbatch& microbatch) {
-  Store store(parameters);
+  Store store(parameters, model.llama.eps);
   double loss = 0;
   switch (model.kind) {
     case Model::Kind::mlp:

@@ -35,7 +35,7 @@ Matrix matrix(const at::Tensor& tensor) {
   return m;
 }
 
-Store::Store(const Named& parameters) {
+Store::Store(const Named& parameters, double rms_eps) : rms_eps_(rms_eps) {
   for (const auto& [name, value] : parameters) parameters_[name] = matrix(value), sizes_[name] = value.sizes().vec();
 }
 
@@ -69,16 +69,16 @@ Matrix Store::linear_backward(const std::string& name, const Matrix& x, const Ma
   return keep(name, exact::linear_backward(x, parameters_.at(name + ".weight"), dy));
 }
 Matrix Store::layer_norm(const std::string& name, const Matrix& x) const {
-  return exact::layer_norm(x, parameters_.at(name + ".weight"), parameters_.at(name + ".bias"), kNormEps);
+  return exact::layer_norm(x, parameters_.at(name + ".weight"), parameters_.at(name + ".bias"), kLayerNormEps);
 }
 Matrix Store::layer_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
-  return keep(name, exact::layer_norm_backward(x, parameters_.at(name + ".weight"), dy, kNormEps));
+  return keep(name, exact::layer_norm_backward(x, parameters_.at(name + ".weight"), dy, kLayerNormEps));
 }
 Matrix Store::rms_norm(const std::string& name, const Matrix& x) const {
-  return exact::rms_norm(x, parameters_.at(name + ".weight"), kNormEps);
+  return exact::rms_norm(x, parameters_.at(name + ".weight"), rms_eps_);
 }
 Matrix Store::rms_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
-  return keep(name, exact::rms_norm_backward(x, parameters_.at(name + ".weight"), dy, kNormEps));
+  return keep(name, exact::rms_norm_backward(x, parameters_.at(name + ".weight"), dy, rms_eps_));
 }
 
 void Store::embedding_backward(const std::string& name, const std::vector<int64_t>& rows, const Matrix& dy) {

@@ -14,14 +14,15 @@
 
 namespace golden::exact {
 
-constexpr double kNormEps = 1e-5;
+constexpr double kLayerNormEps = 1e-5;
 
 Matrix matrix(const at::Tensor& tensor);
 
 // Parameters and the gradients that were found, by name.
 class Store {
  public:
-  explicit Store(const Named& parameters);
+  // rms_eps: of RMS norms.
+  Store(const Named& parameters, double rms_eps);
   bool has(const std::string& name) const { return parameters_.contains(name); }
   const Matrix& operator[](const std::string& name) const { return parameters_.at(name); }
   void add(const std::string& name, const Matrix& gradient);
@@ -40,6 +41,7 @@ class Store {
  private:
   Matrix keep(const std::string& name, const LinearGradients& g);
 
+  double rms_eps_;
   std::map<std::string, Matrix> parameters_, gradients_;
   std::map<std::string, std::vector<int64_t>> sizes_;
 };

@@ -27,14 +27,15 @@ struct Mlp {
   bool bias = true;
 };
 
-// GPT-2 style, pre-norm; layer norm eps 1e-5, gelu of the erf form, causal attention with scale
-// 1/sqrt(hidden / heads). Input and target [B, T] int64, T <= positions; loss = sum over tokens of the cross entropy.
-// Parameters, in this order: "wte.weight" [vocab, hidden], "wpe.weight" [positions, hidden], per layer
-// "h.<i>.ln_1.{weight,bias}", "h.<i>.attn.c_attn.{weight,bias}" [3 * hidden, hidden], "h.<i>.attn.c_proj.{weight,bias}",
-// "h.<i>.ln_2.{weight,bias}", "h.<i>.mlp.c_fc.{weight,bias}" [4 * hidden, hidden], "h.<i>.mlp.c_proj.{weight,bias}",
-// then "ln_f.{weight,bias}" and, unless tied, "lm_head.weight" [vocab, hidden] (tied: wte.weight is the head).
-// Dropout (dropout.h): of the sum of the embeddings, then per layer of attention's probabilities [B, heads, T, T], of what
-// attn.c_proj gives and of what mlp.c_proj gives. With it attention is softmax(q / sqrt(head) k^T, masked) in single steps.
+// GPT-2 style, pre-norm; layer norm eps 1e-5, gelu of the erf form or, with `tanh_gelu`, of the tanh form (which canonical
+// arithmetic has not), causal attention with scale 1/sqrt(hidden / heads). Input and target [B, T] int64, T <= positions; loss
+// = sum over tokens of the cross entropy. Parameters, in this order: "wte.weight" [vocab, hidden], "wpe.weight" [positions,
+// hidden], per layer "h.<i>.ln_1.{weight,bias}", "h.<i>.attn.c_attn.{weight,bias}" [3 * hidden, hidden],
+// "h.<i>.attn.c_proj.{weight,bias}", "h.<i>.ln_2.{weight,bias}", "h.<i>.mlp.c_fc.{weight,bias}" [4 * hidden, hidden],
+// "h.<i>.mlp.c_proj.{weight,bias}", then "ln_f.{weight,bias}" and, unless tied, "lm_head.weight" [vocab, hidden] (tied:
+// wte.weight is the head). Dropout (dropout.h): of the sum of the embeddings, then per layer of attention's probabilities [B,
+// heads, T, T], of what attn.c_proj gives and of what mlp.c_proj gives. With it attention is softmax(q / sqrt(head) k^T,
+// masked) in single steps.
 struct Gpt {
   int64_t layers = 1;
   int64_t hidden = 8;
@@ -43,11 +44,13 @@ struct Gpt {
   int64_t positions = 8;
   bool tied = false;
   double dropout = 0;
+  bool tanh_gelu = false;
 };
 
-// Llama style, pre-norm: RMS norm (eps 1e-5, x * rsqrt(mean(x^2) + eps) * weight), rotary positions (theta 10000, element i of
-// a head turns with element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head
-// serves heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Data and loss as the GPT's;
+// Llama style, pre-norm: RMS norm (x * rsqrt(mean(x^2) + eps) * weight), rotary positions (element i of a head turns with
+// element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head serves
+// heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Where rope_factor is not 1, turns are
+// slowed down as in Llama 3.1 (rope.h). Data and loss as the GPT's;
 // `positions` is the longest sequence. A head has `head_size` features, or hidden / heads where that is 0. With `qkv_bias` the
 // projections of queries, keys and values have biases. With `qk_norm` an RMS norm over the features of each head's queries,
 // and one of its keys, before they turn. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
@@ -68,6 +71,10 @@ struct Llama {
   bool qk_norm = false;
   bool qkv_bias = false;
   int64_t head_size = 0;  // even
+  double theta = 10000;
+  double eps = 1e-5;
+  double rope_factor = 1, rope_low = 1, rope_high = 4;
+  int64_t rope_positions = 8192;
 
   int64_t head() const { return head_size > 0 ? head_size : hidden / heads; }
 };

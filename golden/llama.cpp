@@ -3,12 +3,10 @@
 
 #include "golden/attention.h"
 #include "golden/models.h"
+#include "golden/rope.h"
 
 namespace golden {
 namespace {
-
-constexpr double kNormEps = 1e-5;
-constexpr double kTheta = 10000;
 
 class Layer {
  public:
@@ -16,15 +14,15 @@ class Layer {
       : llama_(llama), parameters_(parameters), prefix_(fmt::format("model.layers.{}.", index)) {}
 
   at::Tensor forward(at::Tensor x, Dropout& dropout) const {
-    x = x + attention(rms_norm(x, weight("input_layernorm")), dropout);
-    const at::Tensor normed = rms_norm(x, weight("post_attention_layernorm"));
+    x = x + attention(rms_norm(x, weight("input_layernorm"), llama_.eps), dropout);
+    const at::Tensor normed = rms_norm(x, weight("post_attention_layernorm"), llama_.eps);
     return x + linear(at::silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj"), "mlp.down_proj");
   }
 
-  static at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& scale) {
+  static at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& scale, double eps) {
     const at::Tensor own = x.view_as(x);
     const at::Tensor mean_square = own.square().mean(-1, /*keepdim=*/true);
-    return own * at::rsqrt(mean_square + kNormEps) * scale;
+    return own * at::rsqrt(mean_square + eps) * scale;
   }
 
  private:
@@ -39,12 +37,12 @@ class Layer {
     const int64_t batch = x.size(0), length = x.size(1), width = llama_.head();
     const auto heads = [&](const at::Tensor& input, const char* name, int64_t count, const char* norm = nullptr) {
       const at::Tensor each = projection(input, name).view({batch, length, count, width});
-      return (norm && llama_.qk_norm ? rms_norm(each, weight(norm)) : each).transpose(1, 2);
+      return (norm && llama_.qk_norm ? rms_norm(each, weight(norm), llama_.eps) : each).transpose(1, 2);
     };
     const auto serving_all = [&](const at::Tensor& kv) {
       return llama_.kv_heads == llama_.heads ? kv : kv.repeat_interleave(llama_.heads / llama_.kv_heads, 1);
     };
-    const at::Tensor angles = angles_of(length, width, x.scalar_type());
+    const at::Tensor angles = angles_of(length, x.scalar_type());
     const at::Tensor both = x.view_as(x);
     const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads, "self_attn.q_norm"), angles);
     const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads, "self_attn.k_norm"), angles));
@@ -54,9 +52,14 @@ class Layer {
   }
 
   // [length, width / 2]
-  static at::Tensor angles_of(int64_t length, int64_t width, at::ScalarType dtype) {
-    const at::Tensor powers = at::pow(at::full({}, kTheta, at::kFloat), at::arange(0, width, 2, at::kFloat) / double(width));
-    return (at::arange(length, at::kFloat).unsqueeze(1) * powers.reciprocal()).to(dtype);
+  at::Tensor angles_of(int64_t length, at::ScalarType dtype) const {
+    const int64_t width = llama_.head();
+    const at::Tensor powers =
+        at::pow(at::full({}, llama_.theta, at::kFloat), at::arange(0, width, 2, at::kFloat) / double(width));
+    const at::Tensor rates = powers.reciprocal();
+    float* rate = rates.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < rates.numel(); ++i) rate[i] = slowed(rate[i], llama_);
+    return (at::arange(length, at::kFloat).unsqueeze(1) * rates).to(dtype);
   }
 
   static at::Tensor turned(const at::Tensor& x, const at::Tensor& angles) {
@@ -106,7 +109,7 @@ at::Tensor llama_forward(const Llama& llama, const Parameters& parameters, const
   const at::Tensor& embedding = parameters.at("model.embed_tokens.weight");
   at::Tensor x = at::embedding(embedding, tokens);
   for (int64_t i = 0; i < llama.layers; ++i) x = Layer(llama, parameters, i).forward(x, dropout);
-  x = Layer::rms_norm(x, parameters.at("model.norm.weight"));
+  x = Layer::rms_norm(x, parameters.at("model.norm.weight"), llama.eps);
   return at::linear(x, llama.tied ? embedding : parameters.at("lm_head.weight"));
 }
 

@@ -55,8 +55,8 @@ at::Tensor attention(const Scope& block, const at::Tensor& x, int64_t heads, Dro
   return block.linear(mixed.transpose(1, 2).reshape({batch, length, hidden}), "attn.c_proj");
 }
 
-at::Tensor feed_forward(const Scope& block, const at::Tensor& x) {
-  return block.linear(at::gelu(block.linear(x, "mlp.c_fc")), "mlp.c_proj");
+at::Tensor feed_forward(const Scope& block, const at::Tensor& x, bool tanh_gelu) {
+  return block.linear(at::gelu(block.linear(x, "mlp.c_fc"), tanh_gelu ? "tanh" : "none"), "mlp.c_proj");
 }
 
 }  // namespace
@@ -162,7 +162,7 @@ at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::T
   for (int64_t i = 0; i < gpt.layers; ++i) {
     const Scope block(parameters, fmt::format("h.{}.", i));
     x = x + dropout(attention(block, block.layer_norm(x, "ln_1"), gpt.heads, dropout));
-    x = x + dropout(feed_forward(block, block.layer_norm(x, "ln_2")));
+    x = x + dropout(feed_forward(block, block.layer_norm(x, "ln_2"), gpt.tanh_gelu));
   }
   return at::linear(model.layer_norm(x, "ln_f"), model(gpt.tied ? "wte.weight" : "lm_head.weight"));
 }

@@ -112,8 +112,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden, heads):
+    def __init__(self, hidden, heads, gelu):
         super().__init__()
+        self.gelu = gelu
         self.ln_1 = nn.LayerNorm(hidden, **MADE)
         self.attn = Attention(hidden, heads)
         self.ln_2 = nn.LayerNorm(hidden, **MADE)
@@ -123,15 +124,15 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x))))
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate=self.gelu))
 
 
 class Gpt(nn.Module):
-    def __init__(self, layers, hidden, heads, vocab, positions, tied):
+    def __init__(self, layers, hidden, heads, vocab, positions, tied, gelu):
         super().__init__()
         self.wte = nn.Embedding(vocab, hidden, **MADE)
         self.wpe = nn.Embedding(positions, hidden, **MADE)
-        self.h = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.h = nn.ModuleList(Block(hidden, heads, gelu) for _ in range(layers))
         self.ln_f = nn.LayerNorm(hidden, **MADE)
         self.lm_head = None if tied else nn.Linear(hidden, vocab, bias=False, **MADE)
 
@@ -144,30 +145,38 @@ class Gpt(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    def __init__(self, size):
+    def __init__(self, size, eps):
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, **MADE))
 
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-5)
+        return F.rms_norm(x, x.shape[-1:], self.weight, eps=self.eps)
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, hidden, heads, kv_heads, qk_norm, qkv_bias, head):
+    def __init__(self, hidden, heads, kv_heads, qk_norm, qkv_bias, head, eps, theta, slower):
         super().__init__()
         self.heads, self.kv_heads, self.width = heads, kv_heads, head
+        self.theta, self.slower = theta, slower
         self.q_proj = nn.Linear(hidden, heads * head, bias=qkv_bias, **MADE)
         self.k_proj = nn.Linear(hidden, kv_heads * head, bias=qkv_bias, **MADE)
         self.v_proj = nn.Linear(hidden, kv_heads * head, bias=qkv_bias, **MADE)
         self.o_proj = nn.Linear(heads * head, hidden, bias=False, **MADE)
-        self.q_norm = RmsNorm(self.width) if qk_norm else nn.Identity()
-        self.k_norm = RmsNorm(self.width) if qk_norm else nn.Identity()
+        self.q_norm = RmsNorm(self.width, eps) if qk_norm else nn.Identity()
+        self.k_norm = RmsNorm(self.width, eps) if qk_norm else nn.Identity()
 
     def turn(self, head):
         """Pairs (i, i + half) as complex numbers, times e^(i * angle)."""
         half = self.width // 2
         # The rates are part of the model as float32 numbers.
-        rates = 1 / 10000 ** (torch.arange(0, self.width, 2).to(torch.float32) / self.width)
+        rates = 1 / self.theta ** (torch.arange(0, self.width, 2).to(torch.float32) / self.width)
+        if self.slower is not None:
+            factor, low, high, positions = self.slower
+            turn = 2 * math.pi / rates  # so many tokens
+            part = (positions / turn - low) / (high - low)
+            between = torch.where(turn < positions / high, rates, (1 - part) * rates / factor + part * rates)
+            rates = torch.where(turn > positions / low, rates / factor, between)
         angles = torch.arange(head.shape[1]).to(torch.float32)[:, None] * rates[None, :]
         turn = torch.polar(torch.ones_like(angles.double()), angles.double())
         turned = torch.complex(head[..., :half].double(), head[..., half:].double()) * turn
@@ -188,13 +197,13 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, hidden, heads, kv_heads, intermediate, **attention):
+    def __init__(self, hidden, heads, kv_heads, intermediate, eps, **attention):
         super().__init__()
-        self.self_attn = LlamaAttention(hidden, heads, kv_heads, **attention)
+        self.self_attn = LlamaAttention(hidden, heads, kv_heads, eps=eps, **attention)
         sizes = {"gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate), "down_proj": (intermediate, hidden)}
         self.mlp = nn.ModuleDict({name: nn.Linear(a, b, bias=False, **MADE) for name, (a, b) in sizes.items()})
-        self.input_layernorm = RmsNorm(hidden)
-        self.post_attention_layernorm = RmsNorm(hidden)
+        self.input_layernorm = RmsNorm(hidden, eps)
+        self.post_attention_layernorm = RmsNorm(hidden, eps)
 
     def forward(self, x):
         x = x + self.self_attn(self.input_layernorm(x))
@@ -203,11 +212,11 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, **attention):
+    def __init__(self, layers, hidden, heads, kv_heads, intermediate, vocab, tied, eps, **attention):
         super().__init__()
-        made = [LlamaLayer(hidden, heads, kv_heads, intermediate, **attention) for _ in range(layers)]
+        made = [LlamaLayer(hidden, heads, kv_heads, intermediate, eps, **attention) for _ in range(layers)]
         self.model = nn.ModuleDict(
-            {"embed_tokens": nn.Embedding(vocab, hidden, **MADE), "layers": nn.ModuleList(made), "norm": RmsNorm(hidden)}
+            {"embed_tokens": nn.Embedding(vocab, hidden, **MADE), "layers": nn.ModuleList(made), "norm": RmsNorm(hidden, eps)}
         )
         self.lm_head = None if tied else nn.Linear(hidden, vocab, bias=False, **MADE)
 

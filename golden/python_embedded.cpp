@@ -98,6 +98,7 @@ py::dict to_python(const Gpt& gpt) {
   options["vocab"] = gpt.vocab;
   options["positions"] = gpt.positions;
   options["tied"] = gpt.tied;
+  options["gelu"] = gpt.tanh_gelu ? "tanh" : "none";
   return options;
 }
 
@@ -135,6 +136,11 @@ py::dict to_python(const Llama& llama) {
   options["qk_norm"] = llama.qk_norm;
   options["qkv_bias"] = llama.qkv_bias;
   options["head"] = llama.head();
+  options["eps"] = llama.eps;
+  options["theta"] = llama.theta;
+  options["slower"] = py::none();
+  if (llama.rope_factor != 1)
+    options["slower"] = py::make_tuple(llama.rope_factor, llama.rope_low, llama.rope_high, llama.rope_positions);
   return options;
 }
 

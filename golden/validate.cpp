@@ -73,8 +73,8 @@ void require_dropout(double probability) {
 }
 
 void require_llama(const Llama& llama) {
-  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm, qkv_bias,
-              head_size] = llama;
+  const auto [layers, hidden, heads, kv_heads, intermediate, vocab, positions, tied, dropout, qk_norm, qkv_bias, head_size,
+              theta, eps, rope_factor, rope_low, rope_high, rope_positions] = llama;
   if (layers < 0 || hidden < 1 || heads < 1 || kv_heads < 1 || intermediate < 1 || vocab < 1 || positions < 1)
     refuse(
         fmt::format("llama: expected layers >= 0 and hidden, heads, kv_heads, intermediate, vocab, positions >= 1, got "
@@ -82,6 +82,11 @@ void require_llama(const Llama& llama) {
                     layers, hidden, heads, kv_heads, intermediate, vocab, positions));
   if (head_size < 0 || head_size % 2 != 0)
     refuse(fmt::format("llama: head_size {} must be even and not below 0", head_size));
+  if (!(theta > 0) || !(eps > 0) || !(rope_factor > 0) || !(rope_low > 0) || !(rope_high > rope_low) || rope_positions < 1)
+    refuse(fmt::format(
+        "llama: expected theta, eps, rope_factor, rope_low and rope_positions above 0 and rope_high above rope_low, "
+        "got theta={} eps={} rope_factor={} rope_low={} rope_high={} rope_positions={}",
+        theta, eps, rope_factor, rope_low, rope_high, rope_positions));
   const bool fits = head_size > 0 || (hidden % heads == 0 && hidden / heads % 2 == 0);
   if (!fits || heads % kv_heads != 0)
     refuse(fmt::format("llama: hidden {} must be a multiple of heads {}, by an even number, and that of kv_heads {}", hidden,
@@ -104,6 +109,8 @@ void require_odd(const Odd& odd) {
 
 void require_valid(const Model& model) {
   require_dropout(model.dropout());
+  if (model.canonical && model.kind == Model::Kind::gpt && model.gpt.tanh_gelu)
+    refuse("gpt: canonical arithmetic has the gelu of the erf form, and tanh_gelu is of the other");
   switch (model.kind) {
     case Model::Kind::mlp:
       return require_widths("mlp widths", model.mlp.widths);

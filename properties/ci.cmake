@@ -68,5 +68,6 @@ endif()
 shardproof_test(NAME training_props LABEL train TORCH SOURCES harness/data/training_data_props.cpp
   harness/train/sample_props.cpp
   harness/train/slow_ranks_props.cpp
+  harness/train/train_weights_props.cpp
   harness/compare/step_difference_props.cpp
   LIBRARIES harness)

@@ -157,6 +157,8 @@ void validate_mode(const Case& c) {
     SHARD_REQUIRE(o.divide == divide_after && o.float32_sums == 0, "case",
                   "canonical sums are in fixed point: leave out divide");
   }
+  SHARD_REQUIRE(o.arithmetic == 0 || c.model.kind != Kind::gpt || !c.model.gpt.tanh_gelu, "case",
+                "arithmetic=canonical has the exact GELU; leave out tanh_gelu");
   SHARD_REQUIRE(o.arithmetic == 0 || (c.mode == Mode::canonical && (c.model.kind == Kind::mlp || c.model.of_tokens())), "case",
                 "arithmetic=canonical needs the mode canonical, and an mlp, a gpt or a llama");
   if (c.mode != Mode::exact) return;
@@ -203,7 +205,13 @@ void validate(const golden::Llama& m) {
   SHARD_REQUIRE(m.layers <= kLayersMax, "case", "llama: layers must be at most {}, got {}", kLayersMax, m.layers);
   SHARD_REQUIRE(m.head_size >= 0 && m.head_size <= kSizeMax && m.head_size % 2 == 0, "case",
                 "llama: head_size={} must be even and at most {}; 0 is hidden / heads", m.head_size, kSizeMax);
-  SHARD_REQUIRE(m.hidden % (2 * m.heads) == 0 && m.heads % m.kv_heads == 0, "case",
+  SHARD_REQUIRE(
+      m.theta > 0 && m.eps > 0 && m.rope_factor > 0 && m.rope_low > 0 && m.rope_high > m.rope_low && m.rope_positions >= 1,
+      "case",
+      "llama: theta={} eps={} rope_factor={} rope_low={} and rope_positions={} must be above 0, and rope_high={} above "
+      "rope_low",
+      m.theta, m.eps, m.rope_factor, m.rope_low, m.rope_positions, m.rope_high);
+  SHARD_REQUIRE((m.head_size > 0 || m.hidden % (2 * m.heads) == 0) && m.heads % m.kv_heads == 0, "case",
                 "llama: hidden={} must be a multiple of twice heads={}, and heads of kv_heads={}. Choose hidden={} or heads={}",
                 m.hidden, m.heads, m.kv_heads, (m.hidden / (2 * m.heads) + 1) * 2 * m.heads, m.kv_heads);
 }

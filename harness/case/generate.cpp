@@ -73,9 +73,16 @@ golden::Model generate_llama(Chooser& choose, int64_t head_min) {
 
 // What only some families of a llama have. Drawn apart, so that all else of a case is what it was without them.
 void generate_family(Chooser choose, golden::Model& model) {
+  if (model.kind == golden::Model::Kind::gpt) model.gpt.tanh_gelu = choose.chance(0.25);
   if (model.kind != golden::Model::Kind::llama) return;
   model.llama.qkv_bias = choose.chance(0.35);
   if (choose.chance(0.25)) model.llama.head_size = 2 * choose.integer(2, 5);
+  if (choose.chance(0.2)) model.llama.theta = choose.one_of<double>({500'000, 1e6});
+  if (choose.chance(0.2)) model.llama.eps = choose.one_of<double>({1e-4, 1e-3});
+  if (!choose.chance(0.2)) return;
+  // In sequences this short no turn is long otherwise.
+  model.llama.rope_factor = choose.one_of<double>({2, 8});
+  model.llama.rope_positions = choose.one_of<int64_t>({20, 200, 8192});
 }
 
 // A norm over few values, as small images have, is as hard to judge as a narrow layer norm.
@@ -348,6 +355,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       if (c.mode == fast) c.optimizer.eps = 0.01;
       if (c.mode == canonical) {
         c.options.arithmetic = 1;
+        c.model.gpt.tanh_gelu = false;
         if (c.optimizer.kind == golden::Optimizer::Kind::muon && c.tensor_ranks() > 1)
           c.optimizer.kind = golden::Optimizer::Kind::adamw;
       }

@@ -88,7 +88,8 @@ class Table {
   Table& number(const char* key, double M::*member) {
     return add(
         key, [=](const M& m) { return m.*member == M{}.*member ? "" : fmt::format("{}={}", key, m.*member); },
-        [=](M& m, const Scanner& scanner, const Scanner::Argument& a) { m.*member = scanner.number(a); }, reset(member, 0.0));
+        [=](M& m, const Scanner& scanner, const Scanner::Argument& a) { m.*member = scanner.number(a); },
+        reset(member, M{}.*member));
   }
 
   // The enum's values have these names, in their order; the first is the simplest.
@@ -158,6 +159,7 @@ Fields gpt_fields() {
               {"positions", &Gpt::positions}})
       .flag("tied", &Gpt::tied)
       .number("dropout", &Gpt::dropout)
+      .flag("tanh_gelu", &Gpt::tanh_gelu)
       .fields();
 }
 
@@ -176,6 +178,12 @@ Fields llama_fields() {
       .flag("qk_norm", &Llama::qk_norm)
       .flag("qkv_bias", &Llama::qkv_bias)
       .sizes({{"head_size", &Llama::head_size, nullptr, 2, /*may_be_left_out=*/true}})
+      .number("theta", &Llama::theta)
+      .number("eps", &Llama::eps)
+      .number("rope_factor", &Llama::rope_factor)
+      .number("rope_low", &Llama::rope_low)
+      .number("rope_high", &Llama::rope_high)
+      .sizes({{"rope_positions", &Llama::rope_positions, nullptr, 1, /*may_be_left_out=*/true}})
       .fields();
 }
 

@@ -184,7 +184,8 @@ GptOptions gpt_options(const golden::Gpt& g) {
           .vocab = g.vocab,
           .positions = g.positions,
           .tied = g.tied,
-          .dropout = g.dropout};
+          .dropout = g.dropout,
+          .tanh_gelu = g.tanh_gelu};
 }
 
 LlamaOptions llama_options(const golden::Llama& m) {
@@ -194,11 +195,14 @@ LlamaOptions llama_options(const golden::Llama& m) {
           .kv_heads = m.kv_heads,
           .intermediate = m.intermediate,
           .vocab = m.vocab,
+          .rope_theta = m.theta,
+          .norm_eps = m.eps,
           .tied = m.tied,
           .attention_dropout = m.dropout,
           .qk_norm = m.qk_norm,
           .qkv_bias = m.qkv_bias,
-          .head_size = m.head_size};
+          .head_size = m.head_size,
+          .rope_scaling = {m.rope_factor, m.rope_low, m.rope_high, m.rope_positions}};
 }
 
 // Module::to gives each a new impl's content by set_data, which LibTorch grants to some devices only.

@@ -29,7 +29,7 @@ std::string describe(const TrainArguments& arguments, const TrainOptions& option
   const std::string how = std::string(options.bf16 ? ", bf16" : "") +
                           (options.recompute.empty() ? "" : ", recomputing " + options.recompute) +
                           (options.offload_activations ? ", activations on the host" : "");
-  return fmt::format("{} ({} parameters), {} on {}{}, {} lr={}{} clip={} seed={}", arguments.model, grouped(parameters),
+  return fmt::format("{} ({} parameters), {} on {}{}, {} lr={}{} clip={} seed={}", str(options.model), grouped(parameters),
                      options.strategy, options.mesh.str(), how, arguments.optimizer, arguments.lr,
                      options.schedule.kind == "constant" ? "" : " " + options.schedule.kind, options.clip_norm, options.seed);
 }
@@ -76,6 +76,9 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
                options.steps);
   else if (options.checkpoints.resume)
     fmt::print(out, "resume no checkpoint in {}: starting from step 0\n", directory);
+  if (!options.weights.empty())
+    fmt::print(out, "begin  {} the weights in {}{}\n", first > 0 ? "without" : "with", options.weights,
+               first > 0 ? ": the checkpoint has what they became" : "");
   if (!directory.empty() && first < options.steps)
     fmt::print(out, "save   into {}, {}after the last step\n", directory,
                options.checkpoints.save_every ? fmt::format("every {} steps and ", options.checkpoints.save_every) : "");

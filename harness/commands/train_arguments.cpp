@@ -8,6 +8,8 @@
 #include "harness/commands/choices.h"
 #include "harness/commands/config_file.h"
 #include "harness/commands/usage.h"
+#include "harness/train/train_checkpoint.h"
+#include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -37,8 +39,23 @@ TrainSchedule schedule_of(const TrainArguments& arguments) {
   return schedule;
 }
 
+// A checkpoint that the run goes on from says which model it is, and so do weights that it starts from.
+golden::Model model_of(const TrainArguments& arguments) {
+  const std::string& weights = arguments.options.weights;
+  if (const auto resumed = model_to_resume(arguments.options.checkpoints); resumed && !arguments.given("--model"))
+    return resumed->model;
+  else if (weights.empty() || resumed)
+    return parse_model(arguments.model);
+  const golden::Model model = model_of_weights(weights);
+  if (arguments.given("--model")) require_same_model(arguments.model, model, weights);
+  return model;
+}
+
 void add_model_options(CLI::App& app, TrainArguments& a) {
   TrainOptions& o = a.options;
+  app.add_option("--weights", o.weights,
+                 "start from the weights in this folder of a Hugging Face model (GPT-2, Llama, Mistral, Qwen2, Qwen3), whose "
+                 "config.json says which model it is; a run that is resumed does not read it again");
   app.add_option("--model", a.model, "the model: gpt(layers=..,hidden=..,heads=..,vocab=..,positions=..[,tied]) or llama(...)")
       ->capture_default_str();
   app.add_option("--mesh", a.mesh, "the mesh as axis=RANKS,... with axes out of dp_replicate, dp_shard, cp and tp")
@@ -129,7 +146,7 @@ TrainOptions train_options(const TrainArguments& arguments, c10::Device device) 
   options.device = device;
   options.mesh = chosen_mesh(arguments.mesh);
   options.strategy = chosen_strategy(options.strategy).name;
-  options.model = parse_model(arguments.model);
+  options.model = model_of(arguments);
   SHARD_REQUIRE(arguments.arithmetic == "native" || arguments.arithmetic == "canonical", "train",
                 "--arithmetic must be native or canonical, got '{}'", arguments.arithmetic);
   options.model.canonical = arguments.arithmetic == "canonical";

@@ -31,10 +31,12 @@ const std::map<std::string, std::string> kExamples = {
      "  shardproof train --data TEXT --steps 900 --checkpoint-dir RUN --resume --mesh dp_shard=3\n"
      "  shardproof train --config run.toml --lr 3e-4\n"
      "  shardproof train --data tokens.bin --token-type uint16 --shuffle --model "
-     "'gpt(layers=4,hidden=128,heads=4,vocab=50257,positions=64)'"},
+     "'gpt(layers=4,hidden=128,heads=4,vocab=50257,positions=64)'\n"
+     "  shardproof train --weights Qwen2.5-0.5B --data tokens.bin --token-type uint32 --mesh dp_shard=2,tp=2 --lr 1e-5"},
     {"sample",
      "  shardproof sample RUN --prompt 'def ' --length 300 --temperature 0.8\n"
-     "  shardproof sample RUN/step_100 --prompt-tokens 464 2068 --top-k 40 --mesh dp_shard=2"},
+     "  shardproof sample RUN/step_100 --prompt-tokens 464 2068 --top-k 40 --mesh dp_shard=2\n"
+     "  shardproof sample --weights gpt2 --prompt-tokens 464 2068 --length 20"},
     {"plan",
      "  shardproof plan --mesh dp_replicate=4,dp_shard=64 --strategy hsdp\n"
      "  shardproof plan --model 'llama(layers=2,hidden=64,heads=4,vocab=256,positions=64)' --mesh dp_shard=2,tp=2 --pieces\n"

@@ -10,11 +10,13 @@
 
 #include "harness/case/network.h"
 #include "harness/case/random.h"
+#include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/comm/threads/threads.h"
 #include "shardproof/models/models.h"
+#include "shardproof/nn/meta_init.h"
 #include "shardproof/sharding/fully_shard.h"
 
 namespace harness {
@@ -48,13 +50,18 @@ std::vector<double> last_logits(const Network& network, const SampleOptions& opt
 void sample_rank(const SampleOptions& options, const std::shared_ptr<shardproof::Comm>& comm,
                  const std::function<void(int64_t token)>& put) {
   const auto comms = std::make_shared<shardproof::MeshComm>(comm, options.mesh);
-  const Network network = make_network(options.saved.model);
-  move_to(*network.module, options.device);
-  shardproof::Sharded sharded =
-      fully_shard(network.module, comms,
-                  {.strategy = shardproof::strategy(options.strategy),
-                   .units = shardproof::by_type<shardproof::GptBlockImpl, shardproof::LlamaLayerImpl>()});
-  shardproof::checkpoint::load(options.saved.folder, sharded, nullptr);
+  const Network network = [&] {
+    const shardproof::MetaInit meta;
+    return make_network(options.saved.model);
+  }();
+  shardproof::ShardOptions shard{.strategy = shardproof::strategy(options.strategy),
+                                 .units = shardproof::by_type<shardproof::GptBlockImpl, shardproof::LlamaLayerImpl>()};
+  fill_shards_later(shard, options.device);
+  shardproof::Sharded sharded = fully_shard(network.module, comms, shard);
+  if (options.saved.are_weights)
+    load_weights_of(options.saved.folder, sharded);
+  else
+    shardproof::checkpoint::load(options.saved.folder, sharded, nullptr);
   const at::NoGradGuard no_grad;
   std::vector<int64_t> tokens = options.prompt;
   for (int64_t i = 0; i < options.length; ++i) {

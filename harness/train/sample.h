@@ -1,4 +1,4 @@
-// Tokens from a model that `train` saved, one after the other.
+// Tokens from a model that `train` saved, or of a Hugging Face folder, one after the other.
 #pragma once
 
 #include <c10/core/Device.h>

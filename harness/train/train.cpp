@@ -15,6 +15,7 @@
 #include "harness/train/train_case.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_rank.h"
+#include "harness/train/train_weights.h"
 #include "harness/train/train_world.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -61,6 +62,8 @@ void require_valid(const TrainOptions& options, const Case& c, const TrainingDat
   const bool wants_validation = options.validate_every > 0 || options.validation_sequences_max > 0;
   SHARD_REQUIRE(!wants_validation || data.validation_sequences() > 0, "train",
                 "--validate-every and --validation-sequences need --validation-part or --validation-data");
+  if (!options.weights.empty() && data.files().type() == TokenType::uint8)
+    require_bytes(options.model, options.weights, "train", "Give --data token files, with --token-type");
   require_model(options.model, data);
   SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
   SHARD_REQUIRE(!options.bf16 || !options.model.canonical, "train",
@@ -181,7 +184,7 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     const shardproof::checkpoint::StagedFolder probe(shardproof::checkpoint::system_files(), directory + "/probe");
   std::optional<golden::Trainer> golden;
   if (options.check)
-    golden.emplace(options.model, options.optimizer, initial_parameters(options), golden::SumOrder{},
+    golden.emplace(options.model, options.optimizer, initial_parameters(options, history), golden::SumOrder{},
                    golden::Precision{.compute = options.bf16 ? at::kBFloat16 : at::kFloat}, golden::LossScaling{}, at::kFloat,
                    /*jitter=*/0, options.device);
   const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "harness/case/case.h"
+#include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/dcp.h"
 #include "shardproof/checkpoint/format/durable.h"
@@ -16,6 +17,7 @@ using shardproof::checkpoint::Value;
 
 constexpr const char* kRun = "run";
 constexpr const char* kHistory = "history";
+constexpr const char* kWeights = "weights";
 
 // What must not change, with the options that say it.
 Value describe_run(const TrainOptions& options, const TrainingData& data) {
@@ -90,13 +92,19 @@ void require_valid(const TrainCheckpoints& checkpoints) {
 
 std::string value_name(const char* name) { return fmt::format("trainer.values.{}", name); }
 
-// One of the values that `trainer_state` adds to a checkpoint.
-Value saved_value(const std::string& folder, const char* name) {
+// One of the values that `trainer_state` adds to a checkpoint, if it is there.
+std::optional<Value> value_if_saved(const std::string& folder, const char* name) {
   auto& files = shardproof::checkpoint::system_files();
   const auto checkpoint = shardproof::checkpoint::open_checkpoint(files, folder);
   const auto found = checkpoint.values.find(value_name(name));
-  SHARD_REQUIRE(found != checkpoint.values.end(), "train", "{} was not written by `train`: it has no {}", folder, name);
+  if (found == checkpoint.values.end()) return std::nullopt;
   return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
+}
+
+Value saved_value(const std::string& folder, const char* name) {
+  std::optional<Value> value = value_if_saved(folder, name);
+  SHARD_REQUIRE(value, "train", "{} was not written by `train`: it has no {}", folder, name);
+  return std::move(*value);
 }
 
 }  // namespace
@@ -111,6 +119,7 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
   const TrainCheckpoints& checkpoints = options.checkpoints;
   require_valid(checkpoints);
   TrainHistory history;
+  if (!options.weights.empty()) history.weights = std::filesystem::absolute(options.weights).lexically_normal().string();
   std::optional<int64_t> latest;
   if (!checkpoints.directory.empty()) latest = shardproof::checkpoint::latest_step(checkpoints.directory);
   if (latest) {
@@ -118,6 +127,8 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
     SHARD_REQUIRE(checkpoints.resume, "train",
                   "there is {} already; go on from it with --resume, or choose another --checkpoint-dir", folder);
     require_same_run(saved_value(folder, kRun), describe_run(options, data), folder);
+    const std::optional<Value> weights = value_if_saved(folder, kWeights);
+    history.weights = weights ? weights->as_string(kWeights) : "";
     const Value saved = saved_value(folder, kHistory);
     for (const Value& stretch : saved.as_list(kHistory)) history.stretches.push_back(stretch_of(stretch));
     history.first_step = *latest;
@@ -147,6 +158,18 @@ SavedModel saved_model(const std::string& path) {
   return saved;
 }
 
+std::optional<SavedModel> model_to_resume(const TrainCheckpoints& checkpoints) {
+  if (!checkpoints.resume || checkpoints.directory.empty()) return std::nullopt;
+  if (!shardproof::checkpoint::latest_step(checkpoints.directory)) return std::nullopt;
+  return saved_model(checkpoints.directory);
+}
+
+SavedModel model_in_weights(const std::string& folder) {
+  SavedModel saved{.folder = folder, .are_weights = true, .model = model_of_weights(folder)};
+  if (saved.model.vocab() > 256) saved.type = TokenType::uint32;
+  return saved;
+}
+
 std::optional<SavedModel> model_if_trained(const std::string& folder) {
   if (!std::filesystem::exists(folder + "/" + shardproof::checkpoint::kMetadataFile)) return std::nullopt;
   const auto checkpoint = shardproof::checkpoint::open_checkpoint(shardproof::checkpoint::system_files(), folder);
@@ -164,6 +187,7 @@ shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, 
   shardproof::checkpoint::TrainerState state{.step = step, .schedule_step = step, .data_position = step * options.global_batch};
   state.values[kRun] = describe_run(options, data);
   state.values[kHistory] = Value::list(std::move(stretches));
+  if (!history.weights.empty()) state.values[kWeights] = Value::string(history.weights);
   return state;
 }
 

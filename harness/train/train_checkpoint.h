@@ -26,6 +26,7 @@ struct Stretch {
 // Of the whole run: those of the checkpoint that it goes on from, if any, then its own.
 struct TrainHistory {
   std::vector<Stretch> stretches;
+  std::string weights;     // the folder that the run started from, where it did
   int64_t first_step = 0;  // of the last stretch
   const Stretch& of(int64_t step) const;
 };
@@ -41,13 +42,18 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
 
 // What the model of a checkpoint is.
 struct SavedModel {
-  std::string folder;  // of the checkpoint
+  std::string folder;        // of the checkpoint, or of the weights
+  bool are_weights = false;  // of a Hugging Face folder
   golden::Model model;  // with native arithmetic, whatever it was trained with
   TokenType type = TokenType::uint8;
 };
 // `path`: a checkpoint that `train` wrote, or a folder of them, of which the last one is taken. Throws Error when it is
 // neither.
 SavedModel saved_model(const std::string& path);
+// That of the last checkpoint, from which a run with these options goes on; nothing when it starts.
+std::optional<SavedModel> model_to_resume(const TrainCheckpoints& checkpoints);
+// That of a Hugging Face folder.
+SavedModel model_in_weights(const std::string& folder);
 // That of one checkpoint; nothing when `train` did not write it.
 std::optional<SavedModel> model_if_trained(const std::string& folder);
 

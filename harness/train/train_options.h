@@ -26,6 +26,9 @@ struct TrainCheckpoints {
 };
 
 struct TrainOptions {
+  // The folder of a Hugging Face model whose weights the run starts from; empty: from numbers drawn by `seed`. A run that goes
+  // on from a checkpoint reads nothing of it.
+  std::string weights;
   // A gpt or a llama: more vocab than any token, positions of at least the data's sequence length, no dropout. `canonical`:
   // sums inside of the model, too, do not depend on the mesh.
   golden::Model model;

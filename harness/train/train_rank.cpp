@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
+#include <map>
 #include <optional>
 #include <set>
 
@@ -14,13 +16,16 @@
 #include "harness/train/timed_comm.h"
 #include "harness/train/train_case.h"
 #include "harness/train/train_measures.h"
+#include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/mesh_comm.h"
+#include "shardproof/comm/threads/threads.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/initialize.h"
+#include "shardproof/nn/meta_init.h"
 #include "shardproof/optim/fingerprint_check.h"
 #include "shardproof/optim/optimizer.h"
 #include "shardproof/sharding/fully_shard.h"
@@ -54,18 +59,33 @@ void require_recomputed_exist(const torch::nn::Module& model, const std::string&
                           pattern, model.name(), "'*.mlp.*'"));
 }
 
-TrainedModel make_model(const Case& c, const TrainOptions& options, const std::shared_ptr<MeshComm>& comms) {
+// Without memory, where what fills it is read into shards.
+Network network_of(const Case& c, const TrainOptions& options, bool filled_later, Comm* tensor_group) {
+  if (filled_later) {
+    const MetaInit meta;
+    return make_network(c.model, tensor_group);
+  }
+  Network network = make_network(c.model, tensor_group);
+  initialize_parameters(*network.module, options.seed);
+  move_to(*network.module, options.device);
+  return network;
+}
+
+// Whether a run begins with values out of files: weights, or a checkpoint.
+bool begins_with_files(const TrainOptions& options, const TrainHistory& history) {
+  return history.first_step > 0 || !options.weights.empty();
+}
+
+TrainedModel make_model(const Case& c, const TrainOptions& options, bool filled_later, const std::shared_ptr<MeshComm>& comms) {
   Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
-  TrainedModel model{.network = make_network(c.model, tensor_group), .tensor = {}, .context = {}};
-  initialize_parameters(*model.network.module, options.seed);
-  move_to(*model.network.module, options.device);
+  TrainedModel model{.network = network_of(c, options, filled_later, tensor_group), .tensor = {}, .context = {}};
   if (tensor_group) model.tensor = parallelize(model.network.module, comms, parallel_plan(c));
   if (c.context_ranks() > 1) model.context = context_parallel(model.network.module, comms, context_options(c));
   require_recomputed_exist(*model.network.module, options.recompute);
   return model;
 }
 
-ShardOptions shard_options(const TrainOptions& options) {
+ShardOptions shard_options(const TrainOptions& options, bool filled_later) {
   // The weights of losses already divide by the tokens of the global batch.
   ShardOptions shard{.strategy = strategy(options.strategy),
                      .units = by_type<GptBlockImpl, LlamaLayerImpl>(),
@@ -86,6 +106,7 @@ ShardOptions shard_options(const TrainOptions& options) {
   else if (options.recompute == "attention") shard.recompute_modules = by_type<AttentionImpl>();
   else if (!options.recompute.empty()) shard.recompute_modules = by_name(options.recompute);
   if (options.offload_activations) shard.offload_activations = shard.units;
+  if (filled_later) fill_shards_later(shard, options.device);
   return shard;
 }
 
@@ -129,6 +150,23 @@ golden::Microbatch microbatch_of(int64_t length, SampleRange range,
           1.0 / static_cast<double>(all * length)};
 }
 
+std::map<std::string, at::Tensor> whole_weights(const golden::Model& model, const std::string& folder) {
+  SHARD_REQUIRE(
+      std::filesystem::exists(folder), "train",
+      "the run began with the weights in {}, and they are gone. The golden run begins there as well: bring them back, "
+      "or leave out --check",
+      folder);
+  std::map<std::string, at::Tensor> values;
+  run_threads(1, [&](const std::shared_ptr<Comm>& comm) {
+    const Network network = make_network(model);
+    Sharded whole =
+        fully_shard(network.module, std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}})), {.strategy = strategy("ddp")});
+    load_weights_of(folder, whole);
+    values = whole.gather_main_parameters();
+  });
+  return values;
+}
+
 double machine_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -150,9 +188,9 @@ class RankTraining {
         case_(train_case(options, history.stretches.back())),
         call_time_(std::make_shared<CallTime>(clock_of(options, comm->rank()))),
         comms_(std::make_shared<MeshComm>(timed(options.fingerprint ? checked(comm) : comm, call_time_), options.mesh)),
-        model_(make_model(case_, options, comms_)),
+        model_(make_model(case_, options, begins_with_files(options, history), comms_)),
         context_group_(model_.context ? &comms_->along({"cp"}) : nullptr),
-        sharded_(fully_shard(model_.network.module, comms_, shard_options(options))),
+        sharded_(fully_shard(model_.network.module, comms_, shard_options(options, begins_with_files(options, history)))),
         optimizer_(make_optimizer(sharded_, options.optimizer)),
         measures_(sharded_),
         rank_(comm->rank() / case_.microbatch_ranks()) {
@@ -160,7 +198,10 @@ class RankTraining {
     const TrainCheckpoints& asked = options.checkpoints;
     if (!asked.directory.empty())
       manager_.emplace(asked.directory, checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async});
-    if (history.first_step > 0) resume(*manager_, sharded_, optimizer_, history);
+    if (history.first_step > 0)
+      resume(*manager_, sharded_, optimizer_, history);
+    else if (!options.weights.empty())
+      load_weights_of(options.weights, sharded_);
   }
 
   RankStep step(int64_t step) {
@@ -258,9 +299,14 @@ class RankTraining {
 
 }  // namespace
 
-golden::Named initial_parameters(const TrainOptions& options) {
+golden::Named initial_parameters(const TrainOptions& options, const TrainHistory& history) {
   const Network network = make_network(options.model);
   initialize_parameters(*network.module, options.seed);
+  if (!history.weights.empty()) {
+    const at::NoGradGuard no_grad;
+    auto own = network.module->named_parameters();
+    for (const auto& [name, value] : whole_weights(options.model, history.weights)) own[name].copy_(value);
+  }
   golden::Named parameters;
   std::set<const c10::TensorImpl*> seen;  // a tied parameter counts under its first name
   for (const auto& item : network.module->named_parameters())

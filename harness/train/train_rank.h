@@ -20,8 +20,8 @@ class ReaderStopped : public std::runtime_error {
   ReaderStopped() : std::runtime_error("the reader of this run stopped") {}
 };
 
-// Of the unsharded model.
-golden::Named initial_parameters(const TrainOptions& options);
+// Of the unsharded model, when the run began. Throws Error when it began with weights that are no longer there.
+golden::Named initial_parameters(const TrainOptions& options, const TrainHistory& history);
 
 // One microbatch: weight 1 / (tokens of the global batch), so that losses and gradients add up to those of
 // the mean, however the batch is cut.

@@ -1,0 +1,124 @@
+#include "harness/train/train_weights.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <set>
+#include <sstream>
+
+#include "harness/case/case.h"
+#include "harness/case/model_fields.h"
+#include "shardproof/base/check.h"
+#include "shardproof/checkpoint/hugging_face.h"
+#include "shardproof/checkpoint/weights.h"
+
+namespace harness {
+namespace {
+
+using shardproof::checkpoint::HuggingFaceModel;
+
+constexpr int64_t kBytes = 256;  // of which text consists
+
+golden::Gpt gpt_of(const shardproof::GptOptions& o) {
+  return {.layers = o.layers,
+          .hidden = o.hidden,
+          .heads = o.heads,
+          .vocab = o.vocab,
+          .positions = o.positions,
+          .tied = o.tied,
+          .tanh_gelu = o.tanh_gelu};
+}
+
+golden::Llama llama_of(const shardproof::LlamaOptions& o, int64_t positions) {
+  return {.layers = o.layers,
+          .hidden = o.hidden,
+          .heads = o.heads,
+          .kv_heads = o.kv_heads,
+          .intermediate = o.intermediate,
+          .vocab = o.vocab,
+          .positions = o.longest > 0 ? std::min(o.longest, positions) : positions,
+          .tied = o.tied,
+          .qk_norm = o.qk_norm,
+          .qkv_bias = o.qkv_bias,
+          .head_size = o.head_size,
+          .theta = o.rope_theta,
+          .eps = o.norm_eps,
+          .rope_factor = o.rope_scaling.factor,
+          .rope_low = o.rope_scaling.low_turns,
+          .rope_high = o.rope_scaling.high_turns,
+          .rope_positions = o.rope_scaling.positions};
+}
+
+// The keys that stand in "gpt(layers=2,tied)".
+std::set<std::string> keys_in(const std::string& text) {
+  const size_t begin = text.find('(') + 1;
+  std::istringstream inside(text.substr(begin, text.rfind(')') - begin));
+  std::set<std::string> keys;
+  for (std::string argument; std::getline(inside, argument, ',');) {
+    std::string key = argument.substr(0, argument.find('='));
+    std::erase(key, ' ');
+    keys.insert(key);
+  }
+  return keys;
+}
+
+}  // namespace
+
+golden::Model model_of_weights(const std::string& folder) {
+  SHARD_REQUIRE(std::filesystem::is_directory(folder), "weights",
+                "--weights {}: there is no such folder. Give one with config.json and model*.safetensors, as a clone of a "
+                "model of Hugging Face is",
+                folder);
+  const HuggingFaceModel described = shardproof::checkpoint::read_hugging_face_config(folder);
+  golden::Model model;
+  if (const auto* gpt = std::get_if<shardproof::GptOptions>(&described.options)) {
+    model.kind = golden::Model::Kind::gpt;
+    model.gpt = gpt_of(*gpt);
+  } else {
+    model.kind = golden::Model::Kind::llama;
+    model.llama = llama_of(std::get<shardproof::LlamaOptions>(described.options), described.positions);
+  }
+  validate(model);
+  return model;
+}
+
+void require_same_model(const std::string& text, const golden::Model& model, const std::string& folder) {
+  const golden::Model given = parse_model(text);
+  SHARD_REQUIRE(given.kind == model.kind, "weights", "--model is a {}, and {}/config.json describes a {}. Leave out --model",
+                to_string(given.kind), folder, to_string(model.kind));
+  const std::set<std::string> keys = keys_in(text);
+  for (const ModelField& field : model_fields(model.kind)) {
+    const std::string said = field.text(given), there = field.text(model);
+    SHARD_REQUIRE(said == there || !keys.contains(field.key), "weights",
+                  "--model has {}, and {}/config.json has {}. Leave out --model, which the folder says",
+                  said.empty() ? fmt::format("the usual {}", field.key) : said, folder,
+                  there.empty() ? fmt::format("the usual {}", field.key) : there);
+  }
+}
+
+void require_bytes(const golden::Model& model, const std::string& folder, const char* where, const char* to_do) {
+  if (model.vocab() <= kBytes) return;
+  const std::string tokenizer = folder + "/tokenizer.json";
+  const bool has_tokenizer = std::filesystem::exists(tokenizer);
+  throw shardproof::Error(fmt::format(
+      "[{}] the weights in {} are of a model of {} tokens, and text has bytes. {}, which {} (docs/howto/weights.md)", where,
+      folder, model.vocab(), to_do,
+      has_tokenizer ? fmt::format("{} makes of text", tokenizer)
+                    : fmt::format("the tokenizer makes of text that the model was trained with; there is no {}", tokenizer)));
+}
+
+void load_weights_of(const std::string& folder, shardproof::Sharded& sharded) {
+  shardproof::checkpoint::load_weights(folder, sharded,
+                                       {.family = shardproof::checkpoint::read_hugging_face_config(folder).family});
+}
+
+void fill_shards_later(shardproof::ShardOptions& options, c10::Device device) {
+  options.device = device;
+  options.initialize = [](const std::string&, const shardproof::Shape&, shardproof::Interval, at::Tensor values) {
+    values.zero_();
+  };
+  options.broadcast_initial_values = false;
+}
+
+}  // namespace harness
