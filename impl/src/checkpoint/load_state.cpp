@@ -8,6 +8,7 @@
 #include "checkpoint/format/stream_copy.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/joined_sums.h"
+#include "checkpoint/match_state.h"
 #include "checkpoint/state_names.h"
 #include "checkpoint/trainer_values.h"
 #include "sharding/sharded_impl.h"
@@ -18,101 +19,6 @@
 
 namespace shardproof::checkpoint {
 namespace {
-
-// What becomes of the optimizer's state of a parameter.
-struct Restored {
-  std::string parameter;
-  int64_t updates = 0;
-  std::vector<std::string> state_names;  // none: it has no state in the checkpoint
-};
-
-// What is loaded, and what does not fit. The same on every rank.
-struct Matched {
-  std::vector<std::pair<std::string, std::string>> parameters;  // name, key
-  std::vector<std::string> plain;
-  std::set<std::string> kept_along;  // keys
-  std::vector<Restored> states;
-  std::vector<std::string> misfits;
-};
-
-class Matcher {
- public:
-  Matcher(const Checkpoint& checkpoint, const ModelNames& names) : checkpoint_(checkpoint), names_(names) {}
-
-  Matched match(const std::vector<Optimizer::Group>* groups, const std::function<int64_t(const std::string&)>& updates_of) {
-    for (const auto& [name, parameter] : names_.parameters) match_parameter(name, parameter);
-    for (const auto& [name, tensor] : names_.plain)
-      if (fits(model_key(name), tensor.scalar_type(), tensor.sizes().vec())) result_.plain.push_back(name);
-    for (const std::string& first : names_.kept_along)
-      for (const auto& [name, parameter] : names_.parameters)
-        if (const std::string key = kept_key(first, name); fits(key, parameter.dtype, parameter.sizes))
-          result_.kept_along.insert(key);
-    if (groups)
-      for (const Optimizer::Group& group : *groups)
-        for (const std::string& name : group.parameters) match_state(name, group.state_names, updates_of);
-    find_extra(groups != nullptr);
-    return std::move(result_);
-  }
-
- private:
-  bool fits(const std::string& key, Dtype dtype, const Shape& sizes) {
-    known_.insert(key);
-    const auto found = checkpoint_.tensors.find(key);
-    if (found == checkpoint_.tensors.end()) {
-      result_.misfits.push_back(message("{} is missing from the checkpoint", key));
-      return false;
-    }
-    const StoredTensor& stored = found->second;
-    if (stored.sizes != sizes)
-      result_.misfits.push_back(message("{} has shape [{}] in the checkpoint and [{}] here", key, fmt::join(stored.sizes, ", "),
-                                        fmt::join(sizes, ", ")));
-    else if (stored.dtype != dtype)
-      result_.misfits.push_back(
-          message("{} is {} in the checkpoint and {} here", key, dtype_info(stored.dtype).name, dtype_info(dtype).name));
-    return stored.sizes == sizes && stored.dtype == dtype;
-  }
-
-  // A tied parameter is there if it is under any of its names.
-  void match_parameter(const std::string& name, const ModelParameter& parameter) {
-    std::string chosen = name;
-    for (const std::string& other : parameter.other_names) {
-      known_.insert(model_key(other));
-      if (!checkpoint_.tensors.contains(model_key(chosen)) && checkpoint_.tensors.contains(model_key(other))) chosen = other;
-    }
-    known_.insert(model_key(name));
-    if (fits(model_key(chosen), parameter.dtype, parameter.sizes)) result_.parameters.emplace_back(name, model_key(chosen));
-  }
-
-  void match_state(const std::string& name, const std::vector<std::string>& state_names,
-                   const std::function<int64_t(const std::string&)>& updates_of) {
-    known_.insert(state_key(name, "step"));
-    const ModelParameter& parameter = names_.parameters.at(name);
-    const bool saved = std::any_of(state_names.begin(), state_names.end(), [&](const std::string& state_name) {
-      return checkpoint_.tensors.contains(state_key(name, state_name));
-    });
-    // Before the first update state is zero, or is not there yet.
-    if (!saved && (!parameter.trains || updates_of(name) == 0)) return result_.states.push_back({name, 0, {}});
-    bool all = true;
-    for (const std::string& state_name : state_names)
-      all &= fits(state_key(name, state_name), parameter.dtype, parameter.sizes);
-    if (all) result_.states.push_back({name, std::max<int64_t>(0, updates_of(name)), state_names});
-  }
-
-  void find_extra(bool with_optimizer) {
-    const auto check = [&](const std::string& key) {
-      const bool ours = key.starts_with("model.") || (with_optimizer && key.starts_with("optim.state."));
-      if (ours && !known_.contains(key))
-        result_.misfits.push_back(message("{} is in the checkpoint and nothing here has that name", key));
-    };
-    for (const auto& [key, tensor] : checkpoint_.tensors) check(key);
-    for (const auto& [key, extent] : checkpoint_.values) check(key);
-  }
-
-  const Checkpoint& checkpoint_;
-  const ModelNames& names_;
-  std::set<std::string> known_;
-  Matched result_;
-};
 
 // One load, on one rank.
 class Loader {
@@ -137,7 +43,7 @@ class Loader {
     };
     std::vector<Optimizer::Group> groups;
     if (optimizer_) groups = optimizer_->groups();
-    matched_ = Matcher(checkpoint_, names_).match(optimizer_ ? &groups : nullptr, updates_of);
+    matched_ = match_state(checkpoint_, names_, optimizer_ ? &groups : nullptr, updates_of);
     loaded_.trainer = trainer_of(checkpoint_, sharded_.rank(), [&](const std::string& name) { return value(name); });
     const auto& misfits = matched_.misfits;
     SHARD_REQUIRE(options_.partial || misfits.empty(), "checkpoint",
