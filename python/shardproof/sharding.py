@@ -257,15 +257,16 @@ def as_precision(precision: Any) -> Optional[Precision]:
 def transfer(
     source: "Optional[Sharded]", target: "Optional[Sharded]", comm: Any = None, *, bytes_at_once: int = 64 << 20
 ) -> None:
-    """Fill one sharded model with the parameters of another, on other ranks or on another mesh. Collective over ``comm``.
+    """Fill one sharded model with the values of another, on other ranks or on another mesh. Collective over ``comm``.
 
     No rank holds a whole parameter: what a rank lacks travels in slices. Values are the main parameters, rounded to the main
-    dtype of the target. Optimizer state and buffers stay as they are.
+    dtype of the target. Persistent buffers are those of the source's rank 0. Optimizer state and other buffers stay as they
+    are.
 
     Parameters
     ----------
     source : Sharded or None
-        The model whose parameters are copied; None on a rank that has no part of it.
+        The model that is copied; None on a rank that has no part of it.
     target : Sharded or None
         The model that is filled; None on a rank that has no part of it.
     comm : Comm, MeshComm or process group, optional

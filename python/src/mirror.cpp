@@ -3,22 +3,31 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include <set>
+
 #include "bindings.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/meta_init.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof::python {
 namespace {
 
 using torch::nn::Module;
 
+// What Python says of the buffers that were registered with persistent=False.
+struct BuffersOfPython : HasTransientBuffers {
+  bool is_transient(const std::string& buffer) const override { return transient.contains(buffer); }
+  std::set<std::string> transient;
+};
+
 // A module without a forward of its own: Python has that.
-struct Image final : Module {
+struct Image final : Module, BuffersOfPython {
   using Module::Module;
 };
 
 // Styles of tensor parallelism ask for these types, and for their members.
-struct LinearImage final : torch::nn::LinearImpl {
+struct LinearImage final : torch::nn::LinearImpl, BuffersOfPython {
   LinearImage(const at::Tensor& own_weight, const at::Tensor& own_bias)
       : LinearImpl(torch::nn::LinearOptions(1, 1).bias(own_bias.defined())) {
     weight = parameters_["weight"] = own_weight;
@@ -26,7 +35,7 @@ struct LinearImage final : torch::nn::LinearImpl {
   }
 };
 
-struct EmbeddingImage final : torch::nn::EmbeddingImpl {
+struct EmbeddingImage final : torch::nn::EmbeddingImpl, BuffersOfPython {
   EmbeddingImage(const torch::nn::EmbeddingOptions& own_options, const at::Tensor& own_weight)
       : EmbeddingImpl(torch::nn::EmbeddingOptions(1, 1)) {
     options = own_options;
@@ -87,6 +96,7 @@ std::shared_ptr<Module> Mirror::reflect(const py::object& module) {
   }
   for (const auto& [name, value] : module.attr("_buffers").cast<py::dict>())
     if (!value.is_none()) image->register_buffer(py::str(name).cast<std::string>(), value.cast<at::Tensor>());
+  dynamic_cast<BuffersOfPython&>(*image).transient = module.attr("_non_persistent_buffers_set").cast<std::set<std::string>>();
   for (const auto& [name, value] : module.attr("_modules").cast<py::dict>())
     if (!value.is_none())
       image->register_module(py::str(name).cast<std::string>(), reflect(py::reinterpret_borrow<py::object>(value)));

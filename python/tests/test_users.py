@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from models import Block, Net, assert_same_bits, batch, loss_of, train_plain
 from safetensors.torch import load_file
 
@@ -106,6 +107,47 @@ def test_a_trainer_fills_a_model_that_is_cut_by_tensor_parallelism():
         assert parallel.parameters()
 
     shardproof.run_threads(2, body)
+
+
+class Counting(torch.nn.Module):
+    """With a buffer that is state, and a table that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("table", torch.zeros(4), persistent=False)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_persistent_buffers_are_transferred_and_saved_and_others_are_not(tmp_path):
+    saved = str(tmp_path / "saved")
+
+    def sharded_counting(comm, mesh, value):
+        model = Counting()
+        sharded = shardproof.fully_shard(model, comm, mesh=mesh)
+        model.seen.fill_(value)
+        model.mask.copy_(torch.tensor([value % 2 == 1, True, False]))
+        model.table.fill_(value)
+        return sharded
+
+    def body(comm):
+        trained = sharded_counting(comm, "dp_shard=3", 7 + comm.rank)  # each rank has its own
+        served = sharded_counting(comm, "dp_replicate=3", 20)
+        shardproof.transfer(trained, served)
+        own = served.module
+        assert own.seen.item() == 7 and own.mask.tolist() == [True, True, False] and own.table.tolist() == [20.0] * 4
+        shardproof.save(saved, trained)
+        loaded = sharded_counting(comm, "dp_shard=3", 30)
+        shardproof.load(saved, loaded)
+        assert loaded.module.seen.item() in (7, 8, 9) and loaded.module.table.tolist() == [30.0] * 4
+
+    shardproof.run_threads(3, body)
+    names = torch.distributed.checkpoint.FileSystemReader(saved).read_metadata().state_dict_metadata
+    assert "model.seen" in names and "model.mask" in names and "model.table" not in names
 
 
 class PlainAdapted(torch.nn.Module):

@@ -25,6 +25,7 @@ class Matcher {
     if (groups)
       for (const Optimizer::Group& group : *groups)
         for (const std::string& name : group.parameters) match_state(name, group.state_names, updates_of);
+    for (const std::string& name : names_.transient) known_.insert(model_key(name));  // another program may have saved them
     find_extra(groups != nullptr);
     return std::move(result_);
   }

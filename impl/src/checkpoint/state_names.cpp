@@ -1,6 +1,7 @@
 #include "checkpoint/state_names.h"
 
 #include "sharding/sharded_impl.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof::checkpoint {
 
@@ -19,8 +20,9 @@ ModelNames names_of_model(Sharded& sharded) {
   }
   for (const auto& item : state.module->named_parameters())
     if (item.value().defined() && !sharded_names.contains(item.key())) names.plain[item.key()] = item.value();
-  for (const auto& item : state.module->named_buffers())
-    if (item.value().defined()) names.plain[item.key()] = item.value();
+  ModuleBuffers buffers = buffers_of(*state.module);
+  names.plain.merge(buffers.state);
+  for (const auto& [name, buffer] : buffers.transient) names.transient.insert(name);
   for (const auto& [first, shards] : state.kept_along) names.kept_along.push_back(first);
   return names;
 }

@@ -22,7 +22,8 @@ struct ModelParameter {
 // The same on every rank.
 struct ModelNames {
   std::map<std::string, ModelParameter> parameters;  // sharded ones, by their first name
-  std::map<std::string, at::Tensor> plain;           // buffers, and parameters that are not sharded: whole on every rank
+  std::map<std::string, at::Tensor> plain;  // buffers of state, and parameters that are not sharded: whole on every rank
+  std::set<std::string> transient;          // buffers that are no state
   std::vector<std::string> kept_along;  // the first parts of names of what has one tensor for each parameter, as averages
 };
 ModelNames names_of_model(Sharded& sharded);

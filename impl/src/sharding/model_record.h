@@ -16,8 +16,16 @@ struct ParameterRecord {
   Placement at;                       // of it
 };
 
+// A buffer of state, which lies whole on every rank.
+struct BufferRecord {
+  std::string name;
+  Shape shape;
+  at::ScalarType dtype = at::kFloat;
+};
+
 struct ModelRecord {
   std::vector<ParameterRecord> parameters;                   // in the order of the units
+  std::vector<BufferRecord> buffers;                         // by name
   std::vector<std::pair<std::string, std::string>> aliases;  // every name, and the one that the parameter is sharded under
 };
 

@@ -13,6 +13,7 @@
 #include "shardproof/base/nearest.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/comm/redistribute.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -85,23 +86,48 @@ std::vector<Pair> pairs_of(const ModelRecord& from, const ModelRecord& to) {
   return pairs;
 }
 
-std::map<std::string, at::Tensor> main_shards(const Sharded::Impl* model) {
-  std::map<std::string, at::Tensor> shards;
+// Both models have the same buffers, in the order of their names.
+void require_same_buffers(const ModelRecord& from, const ModelRecord& to) {
+  const auto named = [](const ModelRecord& record, const std::string& name) {
+    return std::ranges::find(record.buffers, name, &BufferRecord::name);
+  };
+  std::vector<std::string> names;
+  for (const BufferRecord& given : from.buffers) {
+    names.push_back(given.name);
+    SHARD_REQUIRE(named(to, given.name) != to.buffers.end(), "transfer", "the model to transfer to has no buffer '{}'",
+                  given.name);
+  }
+  for (const BufferRecord& wanted : to.buffers) {
+    const auto given = named(from, wanted.name);
+    SHARD_REQUIRE(given != from.buffers.end(), "transfer", "the model to transfer from has no buffer '{}'.{}", wanted.name,
+                  did_you_mean(wanted.name, names));
+    SHARD_REQUIRE(given->shape == wanted.shape, "transfer",
+                  "buffer {} has shape [{}] in the model to transfer from and [{}] in the other", wanted.name,
+                  fmt::join(given->shape, ","), fmt::join(wanted.shape, ","));
+  }
+}
+
+using Tensors = std::map<std::string, at::Tensor>;
+
+Tensors main_shards(const Sharded::Impl* model) {
+  Tensors shards;
   if (model)
     for (const Shard& shard : model->shards(Sharded::Impl::Kind::main)) shards[shard.name] = shard.data;
   return shards;
 }
 
+// Memory for what leaves a rank or arrives, beside the model `any` of this rank; null: it has none.
+at::Tensor on_its_way(const Sharded::Impl* any, int64_t elements, at::ScalarType dtype) {
+  return any ? any->memory->allocate(MemoryKind::communication, elements, dtype) : at::empty({elements}, dtype);
+}
+
 // Moves the parameters, one after the other, through memory of whichever model this rank has.
 void move_all(Comm& world, const Side& from, const Side& to, int64_t bytes_at_once) {
-  const std::map<std::string, at::Tensor> sources = main_shards(from.model), targets = main_shards(to.model);
+  const Tensors sources = main_shards(from.model), targets = main_shards(to.model);
   const Sharded::Impl* any = to.model ? to.model : from.model;
   for (const Pair& pair : pairs_of(from.record, to.record)) {
-    const auto allocate = [&](int64_t elements) {
-      return any ? any->memory->allocate(MemoryKind::communication, elements, pair.from->dtype)
-                 : at::empty({elements}, pair.from->dtype);
-    };
-    const auto here = [&](const std::map<std::string, at::Tensor>& shards, const std::string& name) {
+    const auto allocate = [&](int64_t elements) { return on_its_way(any, elements, pair.from->dtype); };
+    const auto here = [&](const Tensors& shards, const std::string& name) {
       return any == nullptr || !shards.contains(name) ? at::Tensor() : shards.at(name).to(any->device());
     };
     const at::Tensor source = here(sources, pair.from->name), target = here(targets, pair.to->name);
@@ -109,6 +135,25 @@ void move_all(Comm& world, const Side& from, const Side& to, int64_t bytes_at_on
     move_between({pair.to->shape, pair.from->at, pair.to->at, from.ranks, to.ranks}, source, target, world,
                  std::max<int64_t>(1, bytes_at_once / bytes), allocate);
     if (target.defined() && !target.is_alias_of(targets.at(pair.to->name))) at::Tensor(targets.at(pair.to->name)).copy_(target);
+  }
+}
+
+// Rank 0 of `from` gives its buffers to every rank of `to`. They travel as bytes, since a buffer may have any dtype.
+void move_buffers(Comm& world, const Side& from, const Side& to, int64_t bytes_at_once) {
+  const auto tensors = [](const Side& side) { return side.model ? buffers_of(*side.model->module).state : Tensors(); };
+  const Tensors sources = tensors(from), targets = tensors(to);
+  const bool gives = from.ranks.front() == world.rank();
+  const Sharded::Impl* any = to.model ? to.model : from.model;
+  const at::TensorOptions bytes = at::TensorOptions(at::kByte).device(any ? any->device() : at::kCPU);
+  const Placement one{Mesh({{"one", 1}}), replicated()}, every{Mesh({{"every", std::ssize(to.ranks)}}), replicated()};
+  for (const BufferRecord& buffer : from.record.buffers) {
+    const int64_t size = numel(buffer.shape) * static_cast<int64_t>(c10::elementSize(buffer.dtype));
+    at::Tensor source, target;
+    if (gives) source = sources.at(buffer.name).to(bytes.device()).contiguous().view({-1}).view(at::kByte);
+    if (to.model) target = at::empty({size}, bytes);
+    const auto allocate = [&](int64_t elements) { return on_its_way(any, elements, at::kByte); };
+    move_between({{size}, one, every, {from.ranks.front()}, to.ranks}, source, target, world, bytes_at_once, allocate);
+    if (target.defined()) at::Tensor(targets.at(buffer.name)).copy_(target.view(buffer.dtype).view(buffer.shape));
   }
 }
 
@@ -125,9 +170,11 @@ void transfer(Comm& world, const Sharded* from, Sharded* to, const TransferOptio
   make_known(world, source);
   make_known(world, target);
   pairs_of(source.record, target.record);
+  require_same_buffers(source.record, target.record);
   if (to)
     for (Bucket* bucket : to->impl().schedule.buckets()) bucket->parameters.begin_update();
   move_all(world, source, target, options.bytes_at_once);
+  move_buffers(world, source, target, options.bytes_at_once);
   if (to) to->main_parameters_changed();
 }
 

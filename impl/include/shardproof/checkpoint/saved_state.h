@@ -7,8 +7,8 @@
 // The format is PyTorch's Distributed Checkpoint (format/dcp.h). Names are those of FSDP2's get_state_dict:
 // "model.<parameter>", "optim.state.<parameter>.exp_avg", "optim.param_groups.0.lr". The saved parameters are the main
 // parameters; a tied one is there under each of its names. Averages of parameters (optim/ema.h) are "ema.<parameter>", under
-// the first name of a tied one. Parameters that are not sharded, and buffers, are saved once. All functions are collective over
-// the mesh. What fails on one rank throws Error on every rank.
+// the first name of a tied one. Parameters that are not sharded, and buffers of state (nn/state_buffers.h), are saved once. All
+// functions are collective over the mesh. What fails on one rank throws Error on every rank.
 #pragma once
 
 #include <cstdint>
