@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Callable, Optional, Union
 
-import torch  # noqa: F401  loads the libraries of the extension module
+import torch
+from torch import nn
 
 from . import _C
 from .optim import LossScaler, Optimizer
-from .sharded import Sharded
+from .sharded import Sharded, sharded_of
+from .torch_state import TorchState
 
 
-def _native(optimizer: Optional[Optimizer]) -> Optional[_C.Optimizer]:
+AnyOptimizer = Union[Optimizer, torch.optim.Optimizer]
+
+
+def _sharded(model: "Union[Sharded, nn.Module]") -> _C.Sharded:
+    if isinstance(model, Sharded):
+        return model.native
+    found = sharded_of(model) if isinstance(model, nn.Module) else None
+    if found is None:
+        raise _C.Error(
+            f"[checkpoint] expected a sharded model, got a {type(model).__name__}. Give what shardproof.fully_shard returned; "
+            "after shardproof.fsdp.fully_shard, give the outermost module, once its optimizer was made or it has run"
+        )
+    return found.native
+
+
+def _on_shards(optimizer: Optional[AnyOptimizer]) -> Optional[TorchState]:
+    """What is known of an optimizer of torch.optim; None of the library's own."""
     if optimizer is None or isinstance(optimizer, Optimizer):
-        return None if optimizer is None else optimizer.native
-    raise _C.Error(
-        f"[checkpoint] expected an optimizer of shardproof, got a {type(optimizer).__name__}. Checkpoints save the state "
-        "of shardproof.sgd, adam, adamw, lion and muon; of another optimizer, save sharded.state_dict() and its own"
-    )
+        return None
+    found = getattr(optimizer, "torch_state", None)
+    if not isinstance(found, TorchState):
+        raise _C.Error(
+            f"[checkpoint] expected an optimizer on shards, got a {type(optimizer).__name__}. Make it by shardproof.adamw or "
+            "the like, by shardproof.fsdp.AdamW or the like, or by shardproof.torch_optimizer"
+        )
+    return found
+
+
+def _for_save(optimizer: Optional[AnyOptimizer]) -> Optional[_C.OptimizerState]:
+    state = _on_shards(optimizer)
+    return state.for_save() if state is not None else optimizer and optimizer.native
+
+
+def _load(run: "Callable[[Optional[_C.OptimizerState]], Any]", optimizer: Optional[AnyOptimizer]) -> Any:
+    state = _on_shards(optimizer)
+    if state is None:
+        return run(optimizer and optimizer.native)
+    target = state.for_load()
+    loaded = run(target)
+    if loaded is not None:
+        state.take(target)
+    return loaded
 
 
 def save(
     directory: str,
-    sharded: Sharded,
-    optimizer: Optional[Optimizer] = None,
+    sharded: "Union[Sharded, nn.Module]",
+    optimizer: Optional[AnyOptimizer] = None,
     *,
     step: int = 0,
     values: Optional[dict] = None,
@@ -39,10 +76,10 @@ def save(
     ----------
     directory : str
         Where to, on a file system that all ranks see.
-    sharded : Sharded
-        The model.
-    optimizer : Optimizer, optional
-        Its optimizer.
+    sharded : Sharded or torch.nn.Module
+        The model; after `shardproof.fsdp.fully_shard`, its outermost module.
+    optimizer : Optimizer or torch.optim.Optimizer, optional
+        Its optimizer: one of the library's, or one of torch.optim that `torch_optimizer` or `shardproof.fsdp` made.
     step : int
         The caller's count of steps.
     values : dict, optional
@@ -54,13 +91,14 @@ def save(
     overwrite : bool
         Replace a directory that exists; otherwise it is an error.
     """
-    _C.save(str(directory), sharded.native, _native(optimizer), step, values or {}, of_rank or {}, scaler, overwrite)
+    native = _sharded(sharded)
+    _C.save(str(directory), native, _for_save(optimizer), step, values or {}, of_rank or {}, scaler, overwrite)
 
 
 def load(
     directory: str,
-    sharded: Sharded,
-    optimizer: Optional[Optimizer] = None,
+    sharded: "Union[Sharded, nn.Module]",
+    optimizer: Optional[AnyOptimizer] = None,
     *,
     scaler: Optional[LossScaler] = None,
     partial: bool = False,
@@ -72,7 +110,8 @@ def load(
     directory : str
         The checkpoint.
     sharded, optimizer, scaler
-        What to fill.
+        What to fill. An optimizer of torch.optim also takes its learning rates and other settings from the checkpoint, as
+        its own ``load_state_dict`` does; the library's own keep those that they were made with.
     partial : bool
         Load what fits, and list the rest under "skipped".
 
@@ -81,7 +120,8 @@ def load(
     dict
         "step", "values", "of_rank" and "skipped".
     """
-    return _C.load(str(directory), sharded.native, _native(optimizer), scaler, partial)
+    native = _sharded(sharded)
+    return _load(lambda state: _C.load(str(directory), native, state, scaler, partial), optimizer)
 
 
 def load_weights(
@@ -174,8 +214,8 @@ class Manager:
 
     def save(
         self,
-        sharded: Sharded,
-        optimizer: Optional[Optimizer],
+        sharded: "Union[Sharded, nn.Module]",
+        optimizer: Optional[AnyOptimizer],
         step: int,
         *,
         values: Optional[dict] = None,
@@ -183,7 +223,8 @@ class Manager:
         scaler: Optional[LossScaler] = None,
     ) -> bool:
         """Save step_N. False when it was refused because the save before is still being written. Collective."""
-        return self.native.save(sharded.native, _native(optimizer), step, values or {}, of_rank or {}, scaler)
+        native = _sharded(sharded)
+        return self.native.save(native, _for_save(optimizer), step, values or {}, of_rank or {}, scaler)
 
     def poll(self) -> bool:
         """Commit the save under way if all ranks have written it. True when none is under way. Collective."""
@@ -195,14 +236,15 @@ class Manager:
 
     def load_latest(
         self,
-        sharded: Sharded,
-        optimizer: Optional[Optimizer] = None,
+        sharded: "Union[Sharded, nn.Module]",
+        optimizer: Optional[AnyOptimizer] = None,
         *,
         scaler: Optional[LossScaler] = None,
         partial: bool = False,
     ) -> "Optional[dict[str, Any]]":
         """Load the last checkpoint that was committed, as `load` does. None when there is none. Collective."""
-        return self.native.load_latest(sharded.native, _native(optimizer), scaler, partial)
+        native = _sharded(sharded)
+        return _load(lambda state: self.native.load_latest(native, state, scaler, partial), optimizer)
 
     def steps(self) -> "list[int]":
         """What is committed."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from . import _C
 from .sharded import Sharded
+from .torch_state import TorchState
 
 warmup_cosine = _C.warmup_cosine
 warmup_linear = _C.warmup_linear
@@ -289,25 +290,29 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
         )
     shards = ShardParameters(sharded)
     names = {id(value): name for name, value in reversed(list(sharded.module.named_parameters(remove_duplicate=False)))}
+    every = list(sharded.module.parameters())
+    plain: "dict[str, nn.Parameter]" = {}
+    names_of_groups: "list[list[str]]" = []
 
     def shard(given: Iterable) -> list:
-        wanted = []
+        given = list(given)
         for parameter in given:
             if id(parameter) not in names:
                 raise _C.Error(
                     f"[optimizer] rank {sharded.rank}: a parameter of shape {tuple(parameter.shape)} is not one of the "
                     "sharded model's. Give model.parameters()"
                 )
-            wanted.append(names[id(parameter)])
-        plain = [parameter for parameter in given if id(parameter) in sharded._ignored]
-        return [*shards.of(wanted), *plain]
+        own = {names[id(parameter)]: parameter for parameter in given if id(parameter) in sharded._ignored}
+        plain.update(own)
+        names_of_groups.append([names[id(parameter)] for parameter in given])
+        return [*shards.of(names_of_groups[-1]), *own.values()]
 
     if params is None:
-        groups: list = [{"params": [parameter for _, _, parameter in shards.pieces]}]
+        groups: list = [{"params": shard(parameter for parameter in every if id(parameter) not in sharded._ignored)}]
     else:
         given = list(params)
         groups = (
-            [{**group, "params": shard(list(group["params"]))} for group in given]
+            [{**group, "params": shard(group["params"])} for group in given]
             if given and isinstance(given[0], dict)
             else [{"params": shard(given)}]
         )
@@ -333,4 +338,6 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
             super().zero_grad(set_to_none)  # of ignored parameters
 
     OnShards.__name__ = OnShards.__qualname__ = f"Sharded{kind.__name__}"
-    return OnShards(groups, **settings)
+    made = OnShards(groups, **settings)
+    made.torch_state = TorchState(made, kind, settings, shards, names_of_groups, plain)
+    return made

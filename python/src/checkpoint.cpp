@@ -95,14 +95,14 @@ py::dict dict_of(const ck::Loaded& loaded, LossScaler* scaler) {
   return result;
 }
 
-void save_checkpoint(const std::string& directory, ShardedMirror& held, const Optimizer* optimizer, int64_t step,
+void save_checkpoint(const std::string& directory, ShardedMirror& held, const OptimizerState* optimizer, int64_t step,
                      const py::dict& values, const py::dict& of_rank, const LossScaler* scaler, bool overwrite) {
   const ck::TrainerState state = state_of(step, values, of_rank, scaler);
   const py::gil_scoped_release unlocked;
   ck::save(directory, held.sharded, optimizer, state, {.overwrite = overwrite});
 }
 
-py::dict load_checkpoint(const std::string& directory, ShardedMirror& held, Optimizer* optimizer, LossScaler* scaler,
+py::dict load_checkpoint(const std::string& directory, ShardedMirror& held, OptimizerState* optimizer, LossScaler* scaler,
                          bool partial) {
   ck::Loaded loaded;
   {
@@ -112,14 +112,15 @@ py::dict load_checkpoint(const std::string& directory, ShardedMirror& held, Opti
   return dict_of(loaded, scaler);
 }
 
-bool manager_save(ck::Manager& manager, ShardedMirror& held, const Optimizer* optimizer, int64_t step, const py::dict& values,
-                  const py::dict& of_rank, const LossScaler* scaler) {
+bool manager_save(ck::Manager& manager, ShardedMirror& held, const OptimizerState* optimizer, int64_t step,
+                  const py::dict& values, const py::dict& of_rank, const LossScaler* scaler) {
   const ck::TrainerState state = state_of(step, values, of_rank, scaler);
   const py::gil_scoped_release unlocked;
   return manager.save(held.sharded, optimizer, state);
 }
 
-py::object manager_load(ck::Manager& manager, ShardedMirror& held, Optimizer* optimizer, LossScaler* scaler, bool partial) {
+py::object manager_load(ck::Manager& manager, ShardedMirror& held, OptimizerState* optimizer, LossScaler* scaler,
+                        bool partial) {
   std::optional<ck::Loaded> loaded;
   {
     const py::gil_scoped_release unlocked;

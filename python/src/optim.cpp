@@ -1,6 +1,7 @@
 // The library's optimizers, learning-rate schedules and loss scaling.
 #include "bindings.h"
 #include "held.h"
+#include "settings.h"
 #include "sharded.h"
 #include "shardproof/base/check.h"
 #include "shardproof/optim/loss_scaler.h"
@@ -58,16 +59,7 @@ std::unique_ptr<Optimizer> make_optimizer(ShardedMirror& held, const std::vector
 py::list groups_of(const Optimizer& optimizer) {
   py::list groups;
   for (const Optimizer::Group& group : optimizer.groups()) {
-    py::dict settings;
-    for (const auto& [name, value] : group.settings)
-      std::visit(
-          [&](const auto& setting) {
-            if constexpr (std::is_same_v<std::decay_t<decltype(setting)>, std::monostate>)
-              settings[name.c_str()] = py::none();
-            else
-              settings[name.c_str()] = setting;
-          },
-          value);
+    py::dict settings = dict_of(group.settings);
     settings["parameters"] = group.parameters;
     settings["state"] = group.state_names;
     groups.append(settings);
@@ -108,7 +100,8 @@ void bind_scaler(py::module_& module) {
 }  // namespace
 
 void bind_optimizers(py::module_& module) {
-  py::class_<Optimizer>(module, "Optimizer")
+  py::class_<OptimizerState>(module, "OptimizerState");
+  py::class_<Optimizer, OptimizerState>(module, "Optimizer")
       .def("step", &Optimizer::step, Unlocked())
       .def("set_lr_factor", &Optimizer::set_lr_factor, py::arg("factor"))
       .def("state_names", &Optimizer::state_names)

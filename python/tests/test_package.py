@@ -13,7 +13,20 @@ import torch  # noqa: F401
 import shardproof
 
 ROOT = os.path.dirname(os.path.abspath(shardproof.__file__))
-PARTS = ["checkpoint", "ema", "fsdp", "lora", "optim", "parallel", "ranks", "sharded", "sharding", "units", "proof.campaign"]
+PARTS = [
+    "checkpoint",
+    "ema",
+    "fsdp",
+    "lora",
+    "optim",
+    "parallel",
+    "ranks",
+    "sharded",
+    "sharding",
+    "torch_state",
+    "units",
+    "proof.campaign",
+]
 
 
 def stub(name):

@@ -23,7 +23,7 @@ namespace {
 // One load, on one rank.
 class Loader {
  public:
-  Loader(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options)
+  Loader(const std::string& directory, Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options)
       : directory_(directory), sharded_(sharded), optimizer_(optimizer), options_(options) {}
 
   // Reads what describes the checkpoint. Throws when it does not fit.
@@ -41,9 +41,13 @@ class Loader {
       if (checkpoint_.tensors.contains(step)) return static_cast<int64_t>(reader_->read(step).item<double>());
       return -1;
     };
-    std::vector<Optimizer::Group> groups;
+    std::vector<OptimizerState::Group> groups;
     if (optimizer_) groups = optimizer_->groups();
     matched_ = match_state(checkpoint_, names_, optimizer_ ? &groups : nullptr, updates_of);
+    if (optimizer_ && optimizer_->takes_settings()) match_settings(groups);
+    for (const Restored& state : matched_.states)
+      for (const std::string& scalar : state.scalar_names)
+        scalars_.push_back({state.parameter, scalar, number(state_key(state.parameter, scalar))});
     loaded_.trainer = trainer_of(checkpoint_, sharded_.rank(), [&](const std::string& name) { return value(name); });
     const auto& misfits = matched_.misfits;
     SHARD_REQUIRE(options_.partial || misfits.empty(), "checkpoint",
@@ -109,6 +113,8 @@ class Loader {
       optimizer_->restore(state.parameter, state.updates, !state.state_names.empty());
       for (const std::string& state_name : state.state_names) restored.insert(state_key(state.parameter, state_name));
     }
+    for (const auto& [parameter, name, value] : scalars_) optimizer_->restore_scalar(parameter, name, value);
+    for (const auto& [index, settings] : settings_) optimizer_->restore_settings(index, settings);
     if (optimizer_)
       for (const std::string& state_name : optimizer_->state_names())
         for (const Shard& shard : optimizer_->state_shards(state_name))
@@ -147,7 +153,35 @@ class Loader {
     reader_.emplace(*options_.files, directory_, checkpoint_, read, sums_ ? &*sums_ : nullptr);
   }
 
+  // The settings of a group here are those of the group in the checkpoint that has the same parameters.
+  void match_settings(const std::vector<OptimizerState::Group>& groups) {
+    std::map<std::set<std::string>, std::vector<Setting>> saved;
+    for (OptimizerState::Group& group : groups_of(checkpoint_, [&](const std::string& name) { return value(name); }))
+      saved[{group.parameters.begin(), group.parameters.end()}] = std::move(group.settings);
+    for (size_t i = 0; i < groups.size(); ++i)
+      if (const auto found = saved.find({groups[i].parameters.begin(), groups[i].parameters.end()}); found != saved.end())
+        settings_.emplace_back(i, found->second);
+      else
+        matched_.misfits.push_back(
+            message("optim.param_groups: no group in the checkpoint has just the {} parameters of group {} here, which begin "
+                    "with {}",
+                    groups[i].parameters.size(), i, groups[i].parameters.empty() ? "none" : groups[i].parameters.front()));
+  }
+
+  at::Tensor number(const std::string& key) {
+    if (checkpoint_.tensors.contains(key)) return reader_->read(key).view(at::IntArrayRef());
+    const Value saved = value(key);
+    return saved.kind() == Value::Kind::kInt ? at::scalar_tensor(saved.as_int(key), at::kLong)
+                                             : at::scalar_tensor(saved.as_float(key), at::kDouble);
+  }
+
   Value value(const std::string& name) { return read_value(*options_.files, directory_, name, checkpoint_.values.at(name)); }
+
+  static Box whole_box(at::IntArrayRef sizes) {
+    Box whole;
+    for (const int64_t size : sizes) whole.push_back({0, size});
+    return whole;
+  }
 
   void want(const std::string& key, std::vector<Box> boxes) {
     Wanted& wanted = wanted_[key];
@@ -161,6 +195,7 @@ class Loader {
     mains_ = sharded_.impl().shards(Sharded::Impl::Kind::main);
     std::map<std::string, std::vector<Box>> boxes;
     for (const Shard& shard : mains_) boxes[shard.name] = owned(shard.shape, shard.at.mesh, shard.at.layout, sharded_.rank());
+    for (const auto& [name, tensor] : names_.plain) boxes[name] = {whole_box(tensor.sizes())};
     for (const auto& [name, key] : matched_.parameters) want(key, boxes.at(name));
     for (const Restored& state : matched_.states)
       for (const std::string& state_name : state.state_names)
@@ -168,11 +203,7 @@ class Loader {
     for (const auto& [first, shards_of] : sharded_.impl().kept_along)
       for (const auto& [name, own] : boxes)
         if (const std::string key = kept_key(first, name); matched_.kept_along.contains(key)) want(key, own);
-    for (const std::string& name : matched_.plain) {
-      Box whole;
-      for (const int64_t size : names_.plain.at(name).sizes()) whole.push_back({0, size});
-      want(model_key(name), {whole});
-    }
+    for (const std::string& name : matched_.plain) want(model_key(name), boxes.at(name));
   }
 
   // What the checkpoint lacks begins as the parameters that were loaded, as new averages do.
@@ -216,13 +247,15 @@ class Loader {
 
   const std::string& directory_;
   Sharded& sharded_;
-  Optimizer* optimizer_;
+  OptimizerState* optimizer_;
   const LoadOptions& options_;
   Checkpoint checkpoint_;
   std::optional<Checksums> sums_;
   std::optional<BoxReader> reader_;
   ModelNames names_;
   Matched matched_;
+  std::vector<OptimizerState::Scalar> scalars_;
+  std::vector<std::pair<size_t, std::vector<Setting>>> settings_;  // of groups here
   std::vector<Shard> mains_;
   std::map<std::string, Wanted> wanted_;  // by key
   at::Tensor staging_;
@@ -249,7 +282,7 @@ void check_before(Comm& world, Loader& loader) {
 
 }  // namespace
 
-Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
+Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options) {
   Sharded::Impl& state = sharded.impl();
   state.require_no_averages("checkpoint::load");
   Comm& world = state.comms->world();

@@ -60,7 +60,7 @@ void Manager::begin(int64_t step) const {
                 directory_);
 }
 
-bool Manager::save(Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer) {
+bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer) {
   if (options_.when_busy == WhenBusy::wait) wait();
   if (!poll()) return false;
   Comm& world = sharded.impl().comms->world();
@@ -108,7 +108,7 @@ void Manager::commit() {
   pending->job->commit();
 }
 
-std::optional<Loaded> Manager::load_latest(Sharded& sharded, Optimizer* optimizer, const LoadOptions& options) {
+std::optional<Loaded> Manager::load_latest(Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options) {
   wait();
   Comm& world = sharded.impl().comms->world();
   const std::string found = from_rank_0(world, [&] {  // so that all load the same

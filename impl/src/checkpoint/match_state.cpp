@@ -14,7 +14,8 @@ class Matcher {
  public:
   Matcher(const Checkpoint& checkpoint, const ModelNames& names) : checkpoint_(checkpoint), names_(names) {}
 
-  Matched match(const std::vector<Optimizer::Group>* groups, const std::function<int64_t(const std::string&)>& updates_of) {
+  Matched match(const std::vector<OptimizerState::Group>* groups,
+                const std::function<int64_t(const std::string&)>& updates_of) {
     for (const auto& [name, parameter] : names_.parameters) match_parameter(name, parameter);
     for (const auto& [name, tensor] : names_.plain)
       if (fits(model_key(name), tensor.scalar_type(), tensor.sizes().vec())) result_.plain.push_back(name);
@@ -23,8 +24,8 @@ class Matcher {
         if (const std::string key = kept_key(first, name); fits(key, parameter.dtype, parameter.sizes))
           result_.kept_along.insert(key);
     if (groups)
-      for (const Optimizer::Group& group : *groups)
-        for (const std::string& name : group.parameters) match_state(name, group.state_names, updates_of);
+      for (const OptimizerState::Group& group : *groups)
+        for (const std::string& name : group.parameters) match_state(name, group, updates_of);
     for (const std::string& name : names_.transient) known_.insert(model_key(name));  // another program may have saved them
     find_extra(groups != nullptr);
     return std::move(result_);
@@ -59,10 +60,18 @@ class Matcher {
     if (fits(model_key(chosen), parameter.dtype, parameter.sizes)) result_.parameters.emplace_back(name, model_key(chosen));
   }
 
-  void match_state(const std::string& name, const std::vector<std::string>& state_names,
+  // Of a parameter that is not sharded, too: an optimizer may have taken it.
+  ModelParameter parameter_of(const std::string& name) const {
+    if (const auto found = names_.parameters.find(name); found != names_.parameters.end()) return found->second;
+    const at::Tensor& plain = names_.plain.at(name);
+    return {plain.scalar_type(), plain.sizes().vec(), plain.requires_grad(), {}};
+  }
+
+  void match_state(const std::string& name, const OptimizerState::Group& group,
                    const std::function<int64_t(const std::string&)>& updates_of) {
+    const std::vector<std::string>& state_names = group.state_names;
     known_.insert(state_key(name, "step"));
-    const ModelParameter& parameter = names_.parameters.at(name);
+    const ModelParameter parameter = parameter_of(name);
     const bool saved = std::any_of(state_names.begin(), state_names.end(), [&](const std::string& state_name) {
       return checkpoint_.tensors.contains(state_key(name, state_name));
     });
@@ -71,7 +80,20 @@ class Matcher {
     bool all = true;
     for (const std::string& state_name : state_names)
       all &= fits(state_key(name, state_name), parameter.dtype, parameter.sizes);
-    if (all) result_.states.push_back({name, std::max<int64_t>(0, updates_of(name)), state_names});
+    for (const std::string& scalar : group.scalar_names) all &= is_number(state_key(name, scalar));
+    if (all) result_.states.push_back({name, std::max<int64_t>(0, updates_of(name)), state_names, group.scalar_names});
+  }
+
+  // PyTorch saves what an optimizer holds as a tensor as one, and a number of Python as a value.
+  bool is_number(const std::string& key) {
+    known_.insert(key);
+    const auto found = checkpoint_.tensors.find(key);
+    if (found == checkpoint_.tensors.end() ? checkpoint_.values.contains(key) : numel(found->second.sizes) == 1) return true;
+    result_.misfits.push_back(found == checkpoint_.tensors.end()
+                                  ? message("{} is missing from the checkpoint", key)
+                                  : message("{} has shape [{}] in the checkpoint, and here it is one number", key,
+                                            fmt::join(found->second.sizes, ", ")));
+    return false;
   }
 
   void find_extra(bool with_optimizer) {
@@ -92,7 +114,7 @@ class Matcher {
 
 }  // namespace
 
-Matched match_state(const Checkpoint& checkpoint, const ModelNames& names, const std::vector<Optimizer::Group>* groups,
+Matched match_state(const Checkpoint& checkpoint, const ModelNames& names, const std::vector<OptimizerState::Group>* groups,
                     const std::function<int64_t(const std::string&)>& updates_of) {
   return Matcher(checkpoint, names).match(groups, updates_of);
 }

@@ -16,6 +16,7 @@ struct Restored {
   std::string parameter;
   int64_t updates = 0;
   std::vector<std::string> state_names;  // none: it has no state in the checkpoint
+  std::vector<std::string> scalar_names = {};
 };
 
 // What is loaded, and what does not fit. The same on every rank.
@@ -29,7 +30,7 @@ struct Matched {
 
 // `groups`: of the optimizer; null without one. `updates_of`: how often a parameter was updated when it was saved; below 0:
 // the checkpoint does not say.
-Matched match_state(const Checkpoint& checkpoint, const ModelNames& names, const std::vector<Optimizer::Group>* groups,
+Matched match_state(const Checkpoint& checkpoint, const ModelNames& names, const std::vector<OptimizerState::Group>* groups,
                     const std::function<int64_t(const std::string&)>& updates_of);
 
 }  // namespace shardproof::checkpoint

@@ -108,7 +108,7 @@ struct SaveJob::Parts {
   Value::Items written_values;
 
   const std::vector<PlannedBox>& own() const { return plan->boxes[static_cast<size_t>(world->rank())]; }
-  void collect(Sharded& sharded, const Optimizer* optimizer);
+  void collect(Sharded& sharded, const OptimizerState* optimizer);
   void include(const std::string& key, const Path& path, const SavedTensor& tensor, const at::Tensor& data);
   void make_plan(KeptPlan* kept);
   void find_sources();
@@ -124,7 +124,7 @@ void SaveJob::Parts::include(const std::string& key, const Path& path, const Sav
 }
 
 // Every tensor that there is, the same on every rank, and what this rank has of it.
-void SaveJob::Parts::collect(Sharded& sharded, const Optimizer* optimizer) {
+void SaveJob::Parts::collect(Sharded& sharded, const OptimizerState* optimizer) {
   const ModelNames names = names_of_model(sharded);
   for (const auto& [name, parameter] : names.parameters)
     for (const std::string& other : parameter.other_names) {
@@ -143,13 +143,12 @@ void SaveJob::Parts::collect(Sharded& sharded, const Optimizer* optimizer) {
               shard.data);
   if (!optimizer) return;
   for (const std::string& state_name : optimizer->state_names())
-    for (const Shard& shard : optimizer->state_shards(state_name)) {
+    for (const Shard& shard : optimizer->state_shards(state_name))
       include(state_key(shard.name, state_name), state_path(shard.name, state_name),
               {shard.data.scalar_type(), shard.shape, shard.at}, shard.data);
-      if (state_name == "exp_avg")
-        include(state_key(shard.name, "step"), state_path(shard.name, "step"), {Dtype::Float, {}, everywhere},
-                at::full({1}, static_cast<float>(optimizer->updates(shard.name))));
-    }
+  for (const OptimizerState::Scalar& scalar : optimizer->scalars())
+    include(state_key(scalar.parameter, scalar.name), state_path(scalar.parameter, scalar.name),
+            {scalar.value.scalar_type(), {}, everywhere}, scalar.value.view({1}));
 }
 
 // The plan depends on nothing but the tensors' descriptions and the ranks, so one that was made for the same is this one.
@@ -257,7 +256,7 @@ void SaveJob::Parts::write_metadata(const std::vector<std::string>& records) {
   write_metadata_files(*files, folder, checkpoint, checksums);
 }
 
-SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer,
+SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer,
                  const SaveOptions& options, Snapshot* snapshot)
     : parts_(std::make_unique<Parts>()) {
   sharded.impl().require_no_averages("checkpoint::save");
@@ -312,7 +311,7 @@ void SaveJob::commit() {
   });
 }
 
-void save(const std::string& directory, Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer,
+void save(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer,
           const SaveOptions& options) {
   SaveJob job(directory, sharded, optimizer, trainer, options, nullptr);
   job.write();

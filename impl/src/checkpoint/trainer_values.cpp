@@ -1,5 +1,7 @@
 #include "checkpoint/trainer_values.h"
 
+#include <optional>
+
 #include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
@@ -13,6 +15,7 @@ Value value_of(const Setting& setting) {
     Value operator()(bool value) const { return Value::boolean(value); }
     Value operator()(double value) const { return Value::real(value); }
     Value operator()(int64_t value) const { return Value::integer(value); }
+    Value operator()(const std::string& value) const { return Value::string(value); }
     Value operator()(const std::vector<double>& values) const {
       Value::Items items;
       for (const double value : values) items.push_back(Value::real(value));
@@ -20,6 +23,36 @@ Value value_of(const Setting& setting) {
     }
   };
   return std::visit(Visitor{}, setting.second);
+}
+
+std::optional<Setting> setting_of(const std::string& name, const Value& value) {
+  switch (value.kind()) {
+    case Value::Kind::kNone:
+      return Setting{name, std::monostate()};
+    case Value::Kind::kBool:
+      return Setting{name, value.as_bool(name)};
+    case Value::Kind::kInt:
+      return Setting{name, value.as_int(name)};
+    case Value::Kind::kFloat:
+      return Setting{name, value.as_float(name)};
+    case Value::Kind::kString:
+      return Setting{name, value.as_string(name)};
+    case Value::Kind::kTuple:
+    case Value::Kind::kList: {
+      std::vector<double> numbers;
+      for (const Value& item : value.as_list(name)) {
+        if (item.kind() != Value::Kind::kInt && item.kind() != Value::Kind::kFloat) return {};
+        numbers.push_back(item.as_float(name));
+      }
+      return Setting{name, std::move(numbers)};
+    }
+    default:
+      return {};
+  }
+}
+
+std::string group_prefix(size_t index) {
+  return fmt::format("optim.param_groups.{}.", index);
 }
 
 }  // namespace
@@ -53,24 +86,42 @@ std::vector<NamedValue> trainer_values(const TrainerState& trainer, int64_t rank
   return result;
 }
 
-std::vector<NamedValue> optimizer_values(const Optimizer& optimizer) {
+std::vector<NamedValue> optimizer_values(const OptimizerState& optimizer) {
   std::vector<NamedValue> result;
   Value::Pairs updates;
   int64_t index = 0;
-  for (const Optimizer::Group& group : optimizer.groups()) {
-    const std::string prefix = fmt::format("optim.param_groups.{}.", index);
+  for (const OptimizerState::Group& group : optimizer.groups()) {
+    const std::string prefix = group_prefix(static_cast<size_t>(index));
     for (const Setting& setting : group.settings)
       result.push_back({prefix + setting.first, {"optim", "param_groups", index, setting.first}, value_of(setting)});
     Value::Items names;
     for (const std::string& name : group.parameters) {
       names.push_back(Value::string(name));
-      updates.emplace_back(Value::string(name), Value::integer(optimizer.updates(name)));
+      if (const int64_t count = optimizer.updates(name); count >= 0)
+        updates.emplace_back(Value::string(name), Value::integer(count));
     }
     result.push_back({prefix + "params", {"optim", "param_groups", index, "params"}, Value::list(std::move(names))});
     ++index;
   }
   result.push_back({kUpdates, {"shardproof", "updates"}, Value::dict(std::move(updates))});
   return result;
+}
+
+std::vector<OptimizerState::Group> groups_of(const Checkpoint& checkpoint,
+                                             const std::function<Value(const std::string&)>& read) {
+  std::vector<OptimizerState::Group> groups;
+  while (true) {
+    const std::string prefix = group_prefix(groups.size()), parameters = prefix + "params";
+    if (!checkpoint.values.contains(parameters)) return groups;
+    OptimizerState::Group& group = groups.emplace_back();
+    const Value names = read(parameters);
+    for (const Value& name : names.as_list(parameters)) group.parameters.push_back(name.as_string(parameters));
+    for (auto found = checkpoint.values.lower_bound(prefix);
+         found != checkpoint.values.end() && found->first.starts_with(prefix); ++found)
+      if (found->first != parameters)
+        if (auto setting = setting_of(found->first.substr(prefix.size()), read(found->first)))
+          group.settings.push_back(std::move(*setting));
+  }
 }
 
 TrainerState trainer_of(const Checkpoint& checkpoint, int64_t rank, const std::function<Value(const std::string&)>& read) {

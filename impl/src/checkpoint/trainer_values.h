@@ -21,7 +21,11 @@ inline constexpr const char* kUpdates = "shardproof.updates";  // of each parame
 
 // What this rank writes.
 std::vector<NamedValue> trainer_values(const TrainerState& trainer, int64_t rank);
-std::vector<NamedValue> optimizer_values(const Optimizer& optimizer);
+std::vector<NamedValue> optimizer_values(const OptimizerState& optimizer);
+// The parameters and settings of the groups that `optimizer_values` wrote. Settings of kinds that `Setting` has not are left
+// out.
+std::vector<OptimizerState::Group> groups_of(const Checkpoint& checkpoint,
+                                             const std::function<Value(const std::string&)>& read);
 
 // `read` is called with names of values only. Names that are unknown are ignored.
 TrainerState trainer_of(const Checkpoint& checkpoint, int64_t rank, const std::function<Value(const std::string&)>& read);

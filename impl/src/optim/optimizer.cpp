@@ -251,6 +251,14 @@ std::vector<Optimizer::Group> Optimizer::groups() const {
   return result;
 }
 
+std::vector<Optimizer::Scalar> Optimizer::scalars() const {
+  std::vector<Scalar> scalars;
+  const std::vector<std::string> known = state_names();
+  if (std::find(known.begin(), known.end(), "exp_avg") == known.end()) return scalars;
+  for (const Shard& shard : state_shards("exp_avg"))
+    scalars.push_back({shard.name, "step", at::scalar_tensor(static_cast<float>(updates(shard.name)), at::kFloat)});
+  return scalars;
+}
 void Optimizer::restore(const std::string& parameter, int64_t updates, bool with_state) {
   const std::shared_ptr<Sharded::Impl> state = sharded();
   const Schedule::Place place = place_of(*state, parameter);

@@ -52,7 +52,7 @@ class Manager {
   // that is there, or equal the last one to overwrite it. An asynchronous save has the values of this call, and the checkpoint
   // is there once a later call of the manager has committed it. Returns false when the save was refused because the one before
   // is still being written. When the one before failed, the call throws that error and saves nothing. Collective.
-  bool save(Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer);
+  bool save(Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer);
 
   // Commits the save that is under way if all ranks have written it. Returns true when no save is under way any more.
   // Collective.
@@ -61,7 +61,7 @@ class Manager {
   void wait();
 
   // Loads the last checkpoint that was committed. Returns nothing, and changes nothing, when there is none. Collective.
-  std::optional<Loaded> load_latest(Sharded& sharded, Optimizer* optimizer, const LoadOptions& options = {});
+  std::optional<Loaded> load_latest(Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options = {});
 
   // The steps that are committed, ascending, and the last of them. Not collective.
   std::vector<int64_t> steps() const;

@@ -60,7 +60,7 @@ struct SaveOptions {
 };
 
 // Saves the checkpoint. Afterwards it is there, whole and durable; when the save fails it is not there at all.
-void save(const std::string& directory, Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer = {},
+void save(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer = {},
           const SaveOptions& options = {});
 
 // A save in three parts: the constructor, `write` and `commit`. Only one save may be under way in a directory.
@@ -71,7 +71,7 @@ class SaveJob {
     std::vector<char> bytes;
   };
   // Plans the save. With a snapshot it copies the values now; without one `write` reads them. Collective.
-  SaveJob(const std::string& directory, Sharded& sharded, const Optimizer* optimizer, const TrainerState& trainer,
+  SaveJob(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer,
           const SaveOptions& options, Snapshot* snapshot);
   ~SaveJob();
   // Writes this rank's file. Any thread may call it. It does not communicate and does not throw.
@@ -114,7 +114,8 @@ struct Loaded {
 // Loads the checkpoint; each rank reads the boxes that it holds. Throws Error on every rank, and changes nothing, when the
 // checkpoint is damaged, or when its names, shapes or dtypes are not the model's and loading is not partial. Without an
 // optimizer, the state of one in the checkpoint is ignored, and so are averages that the model does not keep. The optimizer
-// keeps the settings that the caller gave it. Save and load throw Error while averages are in the place of the parameters.
-Loaded load(const std::string& directory, Sharded& sharded, Optimizer* optimizer, const LoadOptions& options = {});
+// keeps the settings that the caller gave it, unless OptimizerState::takes_settings. Save and load throw Error while averages
+// are in the place of the parameters.
+Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options = {});
 
 }  // namespace shardproof::checkpoint

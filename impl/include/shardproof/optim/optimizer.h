@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "shardproof/optim/optimizer_state.h"
 #include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof {
@@ -80,9 +81,6 @@ struct Update {
   double decay_factor = 1;
 };
 
-// A setting and its name. std::monostate stands for Python's None, and a vector for a tuple of floats.
-using Setting = std::pair<std::string, std::variant<std::monostate, bool, int64_t, double, std::vector<double>>>;
-
 // The rule by which an optimizer updates a parameter. For a new optimizer, derive a class.
 class UpdateRule {
  public:
@@ -118,7 +116,7 @@ struct ParameterGroup {
 // not decayed. All others are.
 std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<UpdateRule> rule);
 
-class Optimizer {
+class Optimizer : public OptimizerState {
  public:
   // Allocates the state for this rank's shards of all parameters that require gradients. A parameter that requires them only
   // later gets its state at its first update. The Sharded may be moved. Once it is destroyed, every call here throws Error.
@@ -137,12 +135,12 @@ class Optimizer {
   void set_lr_factor(double factor);
 
   // The names of all groups' state tensors, each once.
-  std::vector<std::string> state_names() const;
+  std::vector<std::string> state_names() const override;
   // What this rank holds of one state tensor, in the strategy's `state` layout and the main dtype, for the parameters that have
   // it. Local, like all below that does not say otherwise.
   std::vector<Piece> state(const std::string& state_name) const;
   // The same as shards, one of each parameter that has this state, whether this rank holds a part of it or not.
-  std::vector<Shard> state_shards(const std::string& state_name) const;
+  std::vector<Shard> state_shards(const std::string& state_name) const override;
   // Whole state by the parameter's name, on every rank, in the main dtype. Throws Error inside a backward, or, with a near
   // name, when no group has this state. Collective over the mesh.
   std::map<std::string, at::Tensor> gather_state(const std::string& state_name) const;
@@ -151,18 +149,14 @@ class Optimizer {
   // Writes whole values into the state of parameters that have it, as Sharded::write_parameters does. Collective over the mesh.
   void write_state(const std::string& state_name, const std::map<std::string, at::Tensor>& values);
   // How often a parameter has been updated so far. Throws Error when there is no such parameter.
-  int64_t updates(const std::string& parameter) const;
+  int64_t updates(const std::string& parameter) const override;
 
-  // The groups for checkpoints, in order, with the parameters that each took. A group that took none is left out.
-  struct Group {
-    std::vector<std::string> parameters;
-    std::vector<std::string> state_names;
-    std::vector<Setting> settings;  // rates and decays are multiplied by the present factors
-  };
-  std::vector<Group> groups() const;
-  // For loading: makes the parameter one that was updated `updates` times. With `with_state` this rank's part of its state is
-  // allocated, as zeros where there was none; else it has no state.
-  void restore(const std::string& parameter, int64_t updates, bool with_state);
+  // Rates and decays are multiplied by the present factors. A group that took no parameter is left out.
+  std::vector<Group> groups() const override;
+  // "step", the number of updates, of parameters with Adam's state, as PyTorch's optimizer has it.
+  std::vector<Scalar> scalars() const override;
+  // State that was not there is zeros.
+  void restore(const std::string& parameter, int64_t updates, bool with_state) override;
 
  private:
   // The state of one run of a parameter.

@@ -1,0 +1,58 @@
+// What a checkpoint asks of an optimizer, and what it gives back to it. `Optimizer` is one. A program that updates the shards
+// by an optimizer of its own derives another one, and then saves and loads it as any.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "shardproof/sharding/piece.h"
+
+namespace shardproof {
+
+// A setting and its name. std::monostate stands for Python's None, and a vector for a tuple of floats.
+using Setting = std::pair<std::string, std::variant<std::monostate, bool, int64_t, double, std::vector<double>, std::string>>;
+
+// Everything here is the same on every rank, but for the elements of shards. Nothing communicates.
+class OptimizerState {
+ public:
+  // Parameters, with their state and settings. A parameter is in one group at most.
+  struct Group {
+    std::vector<std::string> parameters;
+    std::vector<std::string> state_names;
+    std::vector<std::string> scalar_names;  // of the scalars that a load must find where a parameter has state
+    std::vector<Setting> settings;
+  };
+  // One number of a parameter's state.
+  struct Scalar {
+    std::string parameter, name;
+    at::Tensor value;  // without dims, on the CPU
+  };
+
+  virtual ~OptimizerState() = default;
+  virtual std::vector<Group> groups() const = 0;
+  // The names of all state tensors, each once.
+  virtual std::vector<std::string> state_names() const = 0;
+  // One shard of each parameter that has this state, whether this rank holds a part of it or not. They lie as main parameters
+  // do, or whole on every rank where the parameter is not sharded.
+  virtual std::vector<Shard> state_shards(const std::string& state_name) const = 0;
+  virtual std::vector<Scalar> scalars() const = 0;
+  // How often a parameter has been updated so far; below 0: unknown.
+  virtual int64_t updates(const std::string& parameter) const = 0;
+
+  // For loading. Makes the parameter one that was updated `updates` times. With `with_state` this rank's part of the state that
+  // its group names is allocated, and the load fills it; else the parameter has no state.
+  virtual void restore(const std::string& parameter, int64_t updates, bool with_state) = 0;
+  // Then each of its group's scalars.
+  virtual void restore_scalar(const std::string& parameter, const std::string& name, const at::Tensor& value) {}
+  // Whether settings are loaded, too. If not, the optimizer keeps those that it has.
+  virtual bool takes_settings() const { return false; }
+  // Those that the checkpoint has for the parameters of group `index`.
+  virtual void restore_settings(size_t index, const std::vector<Setting>& settings) {}
+};
+
+}  // namespace shardproof

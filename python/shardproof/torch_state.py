@@ -1,0 +1,167 @@
+"""State of an optimizer of torch.optim on shards, on its way into a checkpoint and out of it.
+
+Such an optimizer holds a tensor for each piece of a parameter, and numbers such as its count of steps. A checkpoint has one
+tensor for each parameter, and each number once, by the names that FSDP2 gives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _C
+
+# How a step is computed, and not what: an optimizer keeps its own, whoever saved the checkpoint.
+_OF_THE_MACHINE = {"foreach", "fused", "capturable", "differentiable"}
+
+
+class TorchState:
+    """What `torch_optimizer` knows of an optimizer that it made.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        The optimizer.
+    kind : type
+        Its class in torch.optim.
+    settings : dict
+        What it was made with.
+    shards : ShardParameters
+        The pieces that it updates.
+    groups : list of list of str
+        Names of parameters, by group, the same on every rank.
+    plain : dict
+        Parameters of the groups that are not sharded, by name.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type,
+        settings: dict,
+        shards: Any,
+        groups: "list[list[str]]",
+        plain: "dict[str, nn.Parameter]",
+    ):
+        self.optimizer = optimizer
+        self.kind = kind
+        self.settings = settings
+        self.sharded = shards.sharded
+        self.pieces: "dict[str, list[nn.Parameter]]" = {name: [parameter] for name, parameter in plain.items()}
+        for name, found in itertools.groupby(shards.pieces, lambda piece: piece[0]):
+            self.pieces[name] = [parameter for _, _, parameter in found]
+        self.groups = groups
+        self.plain = plain
+
+    def for_save(self) -> _C.ForeignOptimizer:
+        """The state of all ranks. Collective."""
+        foreign = self._foreign([([], []) for _ in self.groups])
+        try:
+            for name in itertools.chain(*self.groups):
+                if name in self.pieces:
+                    foreign.hold(name, *self._joined(name, self.pieces[name]))
+        except _C.Error as error:
+            foreign.fail(str(error))
+        foreign.share()
+        return foreign
+
+    def for_load(self) -> _C.ForeignOptimizer:
+        """What a load is to fill."""
+        names = []
+        for group in self.optimizer.param_groups:
+            state = self._after_a_step(group)
+            names.append(([n for n in state if not _is_number(state[n])], [n for n in state if _is_number(state[n])]))
+        return self._foreign(names)
+
+    def take(self, loaded: _C.ForeignOptimizer) -> None:
+        """Put into the optimizer what was loaded."""
+        for group, names in zip(self.optimizer.param_groups, self.groups):
+            model = self._after_a_step(group)
+            for name in names:
+                tensors, scalars = loaded.state(name)
+                numbers = {what: (value, model[what]) for what, value in scalars.items()}
+                at = 0
+                for parameter in self.pieces.get(name, []):
+                    end = at + parameter.numel()
+                    state: "dict[str, Any]" = {what: _number_as(*number) for what, number in numbers.items()}
+                    state.update({what: whole[at:end].view(parameter.shape) for what, whole in tensors.items()})
+                    self.optimizer.state.pop(parameter, None)
+                    if state:
+                        self.optimizer.state[parameter] = state
+                    at = end
+        for index, saved in loaded.loaded_settings().items():
+            group = self.optimizer.param_groups[index]
+            for name in set(saved) & set(group) - _OF_THE_MACHINE:
+                if isinstance(group[name], torch.Tensor):
+                    group[name].fill_(saved[name])
+                else:
+                    group[name] = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
+            # A scheduler that was made after the optimizer has this one, and so may the checkpoint alone.
+            group.update({name: saved[name] for name in ("initial_lr",) if name in saved})
+
+    def _foreign(self, names: "list[tuple[list, list]]") -> _C.ForeignOptimizer:
+        groups = [
+            (of_group, *known, _settings_of(group))
+            for of_group, known, group in zip(self.groups, names, self.optimizer.param_groups)
+        ]
+        return _C.ForeignOptimizer(self.sharded.native, groups, {name: p.detach() for name, p in self.plain.items()})
+
+    def _joined(self, name: str, pieces: "list[nn.Parameter]") -> "tuple[dict, dict]":
+        """The tensors of a parameter's state that this rank has, each in one piece, and its numbers."""
+        states = [self.optimizer.state.get(piece, {}) for piece in pieces]
+        tensors, scalars = {}, {}
+        for what, first in states[0].items():
+            if first is None:
+                continue
+            values = [state.get(what) for state in states]
+            if _is_number(first):
+                scalars[what] = torch.as_tensor(first).detach().cpu()
+                continue
+            for piece, value in zip(pieces, values):
+                if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+                    raise _C.Error(
+                        f"[checkpoint] rank {self.sharded.rank}: the state '{what}' that {self.kind.__name__} keeps of {name} "
+                        "has neither one value for each element of the parameter nor one number, so it cannot be saved"
+                    )
+            flat = [value.detach().contiguous().view(-1) for value in values]
+            tensors[what] = flat[0] if len(flat) == 1 else torch.cat(flat)
+        return tensors, scalars
+
+    def _after_a_step(self, group: dict) -> dict:
+        """What the optimizer holds of a parameter of this group after one step: of one with two elements."""
+        like = next((piece for pieces in self.pieces.values() for piece in pieces), torch.empty(0))
+        parameter = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+        parameter.grad = torch.zeros_like(parameter)
+        settings = {name: _copied(value) for name, value in group.items() if name != "params"}
+        alone = self.kind([{**settings, "params": [parameter]}], **self.settings)
+        with torch.no_grad():
+            alone.step()
+        return {name: value for name, value in alone.state[parameter].items() if value is not None}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def _number_as(value: torch.Tensor, model: Any) -> Any:
+    if isinstance(model, torch.Tensor):
+        return value.to(dtype=model.dtype, device=model.device, copy=True)
+    return type(model)(value.item())
+
+
+def _settings_of(group: dict) -> dict:
+    settings = {}
+    for name, value in group.items():
+        if name == "params":
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            value = value.item()
+        settings[name] = tuple(map(float, value)) if isinstance(value, (tuple, list)) else value
+    return settings

@@ -1,0 +1,344 @@
+"""Optimizers of torch.optim on shards are saved and loaded as the library's own: a resumed run has plain PyTorch's bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import shardproof
+import shardproof.fsdp
+from models import Block, Net, assert_same_bits, batch, loss_of, train_plain
+
+KINDS = [
+    (torch.optim.AdamW, dict(lr=0.01, amsgrad=True)),
+    (torch.optim.AdamW, dict(lr=0.01, fused=True)),
+    (torch.optim.SGD, dict(lr=0.01)),
+    (torch.optim.SGD, dict(lr=0.01, momentum=0.9, dampening=0.5)),
+    (torch.optim.RMSprop, dict(lr=0.01, momentum=0.9, centered=True)),
+    (torch.optim.NAdam, dict(lr=0.01)),
+    (torch.optim.Adagrad, dict(lr=0.01)),
+    (torch.optim.ASGD, dict(lr=0.01)),
+    (torch.optim.Rprop, dict(lr=0.01)),
+]
+
+
+class Scaled(nn.Module):
+    """With a parameter of no dims, whose state has the shape of a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.net = Net()
+
+    def forward(self, x):
+        return self.gain * self.net(x)
+
+
+def shard(comm, model, strategy="zero3"):
+    own = copy.deepcopy(model)
+    mesh = shardproof.MeshComm(comm, f"dp_shard={comm.size}")
+    for block in own.net.blocks:
+        shardproof.fsdp.fully_shard(block, mesh=mesh)
+    return shardproof.fsdp.fully_shard(own, mesh=mesh, strategy=strategy)
+
+
+def train(comm, model, optimizer, steps):
+    for step in range(steps):
+        loss_of(model, batch(step * comm.size + comm.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(base, kind, settings, parts):
+    """Plain PyTorch through parts of a run, each of (steps, ranks)."""
+    made = []
+
+    def make(parameters):
+        optimizer = kind(parameters, **settings)
+        if made:
+            optimizer.load_state_dict(made[-1].state_dict())
+        made.append(optimizer)
+        return optimizer
+
+    model = base
+    for steps, world in parts:
+        _, model = train_plain(model, make, steps=steps, world=world)
+    return dict(model.named_parameters()), made[-1]
+
+
+@pytest.mark.parametrize("kind,settings", KINDS)
+@pytest.mark.parametrize("world,strategy", [(2, "zero3"), (3, "zero1"), (1, "ddp")])
+def test_a_run_on_another_mesh_goes_on_with_the_bits_of_plain_pytorch(tmp_path, kind, settings, world, strategy):
+    base, saved = Scaled(), str(tmp_path / "saved")
+
+    def first(comm):
+        model = shard(comm, base)
+        optimizer = shardproof.fsdp.optimizer(kind, model.parameters(), **settings)
+        train(comm, model, optimizer, 3)
+        shardproof.save(saved, model, optimizer, step=3)
+
+    def second(comm):
+        model = shard(comm, base, strategy)
+        optimizer = shardproof.fsdp.optimizer(kind, model.parameters(), **settings)
+        assert shardproof.load(saved, model, optimizer)["step"] == 3
+        train(comm, model, optimizer, 2)
+        return shardproof.sharded_of(model).gather()
+
+    shardproof.run_threads(2, first)
+    expected, _ = plain(base, kind, settings, [(3, 2), (2, world)])
+    for got in shardproof.run_threads(world, second):
+        assert_same_bits(got, expected, kind.__name__)
+
+
+def test_a_load_restores_what_the_optimizer_had_before_it_trained_on(tmp_path):
+    base, saved = Scaled(), str(tmp_path / "saved")
+
+    def body(comm):
+        model = shard(comm, base)
+        optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=0.01)
+        train(comm, model, optimizer, 1)
+        shardproof.save(saved, model, optimizer)
+        results = []
+        for _ in range(2):
+            train(comm, model, optimizer, 2)
+            results.append(shardproof.sharded_of(model).gather())
+            shardproof.load(saved, model, optimizer)
+        assert_same_bits(*results)
+
+    shardproof.run_threads(2, body)
+
+
+def test_pytorch_goes_on_with_what_was_saved(tmp_path):
+    base, saved = Scaled(), str(tmp_path / "saved")
+    settings = dict(lr=0.01, amsgrad=True)
+
+    def body(comm):
+        model = shard(comm, base)
+        optimizer = shardproof.fsdp.AdamW(model.parameters(), **settings)
+        train(comm, model, optimizer, 3)
+        shardproof.save(saved, model, optimizer)
+
+    shardproof.run_threads(2, body)
+    model = copy.deepcopy(base)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=saved, no_dist=True)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+    expected, before = plain(base, torch.optim.AdamW, settings, [(3, 2)])
+    assert_same_bits(dict(model.named_parameters()), expected)
+    for own, theirs in zip(optimizer.state_dict()["state"].values(), before.state_dict()["state"].values()):
+        assert_same_bits(own, theirs)
+
+
+@pytest.mark.parametrize("first_is_ours", [True, False])
+def test_the_librarys_adamw_and_pytorchs_load_each_others_state(tmp_path, first_is_ours):
+    base, saved = Scaled(), str(tmp_path / "saved")
+
+    def make(model, ours):
+        if ours:
+            return shardproof.adamw(shardproof.sharded_of(model), lr=0.01, weight_decay=0.1)
+        return shardproof.fsdp.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+    def body(comm):
+        model = shard(comm, base)
+        probe = shardproof.fsdp.SGD(model.parameters())  # shards the model
+        first, second = make(model, first_is_ours), make(model, not first_is_ours)
+        del probe
+        train(comm, model, first, 2)
+        shardproof.save(saved, model, first)
+        shardproof.load(saved, model, second)
+        ours = first if first_is_ours else second
+        theirs = second if first_is_ours else first
+        state = theirs.torch_state.for_save()
+        for name in ("exp_avg", "exp_avg_sq"):
+            pieces = {}
+            for piece in ours.state(name):
+                pieces.setdefault(piece.name, []).append(piece.data)
+            for parameter, data in pieces.items():
+                assert torch.equal(torch.cat(data), state.state(parameter)[0][name])
+                assert state.state(parameter)[1]["step"] == ours.updates(parameter) == 2
+
+    shardproof.run_threads(2, body)
+
+
+def test_settings_come_from_the_checkpoint_and_a_scheduler_goes_on(tmp_path):
+    saved = str(tmp_path / "saved")
+    base = Scaled()
+
+    def run(comm, first, last, restore):
+        model = shard(comm, base)
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.5 if restore else 0.02}]
+        optimizer = shardproof.fsdp.AdamW(groups, lr=0.7 if restore else 0.01, weight_decay=0.0, foreach=restore)
+        if restore:
+            values = shardproof.load(saved, model, optimizer)["values"]
+            assert [group["foreach"] for group in optimizer.param_groups] == [True, True]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        if restore:
+            shardproof.load(saved, model, optimizer)  # what the scheduler's constructor did to the rates
+            schedule.load_state_dict(values["schedule"])
+        rates = []
+        for step in range(first, last):
+            loss_of(model, batch(step * comm.size + comm.rank)).backward()
+            optimizer.step()
+            schedule.step()
+            rates.append([group["lr"] for group in optimizer.param_groups])
+        if not restore:
+            state = {name: value for name, value in schedule.state_dict().items() if isinstance(value, (int, float, list))}
+            shardproof.save(saved, model, optimizer, step=last, values={"schedule": state}, overwrite=True)
+        return rates, shardproof.sharded_of(model).gather()
+
+    whole_rates, whole = shardproof.run_threads(2, lambda comm: run(comm, 0, 4, False))[0]
+    shardproof.run_threads(2, lambda comm: run(comm, 0, 2, False))
+    for rates, values in shardproof.run_threads(2, lambda comm: run(comm, 2, 4, True)):
+        assert rates == whole_rates[2:]
+        assert_same_bits(values, whole)
+
+
+def test_parameters_that_are_not_sharded_or_not_trained_keep_their_state_too(tmp_path):
+    saved = str(tmp_path / "saved")
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+            self.shift = nn.Parameter(torch.ones(1, 3))
+            self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+            self.net.inp.weight.requires_grad_(False)
+
+        def forward(self, x):
+            return self.net(x) + self.shift.sum() + self.frozen.sum()
+
+    def body(comm):
+        def make():
+            model = Mixed()
+            sharded = shardproof.fully_shard(model, comm, units=[Block], ignored=[model.shift])
+            return model, sharded, shardproof.torch_optimizer(torch.optim.Adam, sharded, model.parameters(), lr=0.1)
+
+        model, sharded, optimizer = make()
+        for _ in range(2):
+            loss_of(model, batch(0)).backward()  # the same on every rank
+            optimizer.step()
+            optimizer.zero_grad()
+        shardproof.save(saved, sharded, optimizer)
+        other, sharded, restored = make()
+        shardproof.load(saved, sharded, restored)
+        before, after = optimizer.state[model.shift], restored.state[other.shift]
+        assert_same_bits(after, before)
+        assert after["step"] == 2 and after["exp_avg"].abs().sum() > 0
+        assert other.frozen not in restored.state
+
+    shardproof.run_threads(2, body)
+
+
+def contents(folder):
+    """Every tensor of a checkpoint, as PyTorch reads it."""
+    described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in described.items()
+        if hasattr(tensor, "size")
+    }
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def test_state_of_parameters_that_are_cut_by_columns_comes_back_under_any_cut(tmp_path):
+    folders = [str(tmp_path / name) for name in ("cut", "whole", "cut_again")]
+    plan = {"blocks.*.up": shardproof.ColumnParallel(), "blocks.*.down": shardproof.RowParallel()}
+
+    def run(comm, tp, restore, save):
+        model = Net()
+        comms = shardproof.MeshComm(comm, f"dp_shard={comm.size // tp},tp={tp}")
+        if tp > 1:
+            shardproof.parallelize(model, comms, plan=plan)
+        sharded = shardproof.fully_shard(model, comms, units=[Block])
+        optimizer = shardproof.torch_optimizer(torch.optim.AdamW, sharded, lr=0.01)
+        if restore:
+            shardproof.load(restore, sharded, optimizer)
+            if tp > 1:
+                assert any(len(pieces) > 1 for pieces in optimizer.torch_state.pieces.values())
+        else:
+            for step in range(2):
+                loss_of(model, batch(step)).backward()
+                optimizer.step()
+        shardproof.save(save, sharded, optimizer)
+
+    shardproof.run_threads(4, lambda comm: run(comm, 2, None, folders[0]))
+    shardproof.run_threads(3, lambda comm: run(comm, 1, folders[0], folders[1]))
+    shardproof.run_threads(4, lambda comm: run(comm, 2, folders[1], folders[2]))
+    values = contents(folders[0])
+    assert values["optim.state.blocks.0.down.weight.exp_avg"].abs().sum() > 0
+    for folder in folders[1:]:
+        assert_same_bits(contents(folder), values)
+
+
+def test_a_manager_saves_in_the_background_what_the_optimizer_was_then(tmp_path):
+    base = Scaled()
+
+    def body(comm):
+        model = shard(comm, base)
+        optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=0.01)
+        manager = shardproof.Manager(str(tmp_path), in_background=True)
+        assert manager.load_latest(model, optimizer) is None
+        train(comm, model, optimizer, 2)
+        manager.save(model, optimizer, 2)
+        train(comm, model, optimizer, 3)
+        manager.wait()
+        comm.barrier()
+        assert manager.load_latest(model, optimizer)["step"] == 2
+        train(comm, model, optimizer, 1)
+        return shardproof.sharded_of(model).gather()
+
+    expected, _ = plain(base, torch.optim.AdamW, dict(lr=0.01), [(2, 2), (1, 2)])
+    for got in shardproof.run_threads(2, body):
+        assert_same_bits(got, expected)
+
+
+def test_what_cannot_be_saved_or_does_not_fit_is_an_error_on_every_rank(tmp_path):
+    saved = str(tmp_path / "saved")
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self.state[parameter]["rows"] = torch.zeros(2, 2)
+
+    def body(comm):
+        model = shard(comm, Scaled())
+        optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=0.01)
+        with pytest.raises(shardproof.Error, match="expected an optimizer on shards, got a SGD"):
+            shardproof.save(saved, model, torch.optim.SGD(nn.Linear(1, 1).parameters()))
+        with pytest.raises(shardproof.Error, match="expected a sharded model, got a Linear"):
+            shardproof.save(saved, nn.Linear(1, 1))
+        sharded = shardproof.sharded_of(model)
+        odd = shardproof.torch_optimizer(Odd, sharded)
+        train(comm, model, odd, 1)
+        with pytest.raises(shardproof.Error, match="the state 'rows' that Odd keeps of .* cannot be saved"):
+            shardproof.save(saved, model, odd)
+        train(comm, model, optimizer, 1)
+        if comm.rank == 1:
+            next(iter(optimizer.state.values()))["step"] += 1
+        with pytest.raises(shardproof.Error, match="is not the same on the ranks that hold parts of it: rank 0 has .* rank 1"):
+            shardproof.save(saved, model, optimizer)
+        if comm.rank == 1:
+            next(iter(optimizer.state.values()))["step"] -= 1
+        shardproof.save(saved, model, optimizer)
+        parameters = list(model.parameters())
+        other = shardproof.fsdp.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.02, amsgrad=True)
+        with pytest.raises(shardproof.Error, match="max_exp_avg_sq is missing from the checkpoint"):
+            shardproof.load(saved, model, other)
+        other = shardproof.fsdp.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.02)
+        with pytest.raises(shardproof.Error, match="no group in the checkpoint has just the 2 parameters of group 0 here"):
+            shardproof.load(saved, model, other)
+        skipped = shardproof.load(saved, model, other, partial=True)["skipped"]
+        assert len(skipped) == 2 and all("optim.param_groups" in line for line in skipped)
+        assert [group["lr"] for group in other.param_groups] == [0.02, 0.02]
+
+    shardproof.run_threads(2, body)
