@@ -73,9 +73,21 @@ def without_kinds(markdown):
     return "\n".join(re.sub(FENCE, r"\1\2\3", line) for line in markdown.split("\n"))
 
 
+def explained_in_command(line):
+    """Whether words follow a command after a gap, as an explanation does, without the # that begins one."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "x", line.strip())
+    return re.match(r"[^#'\"]*\S {3,}[A-Za-z]", bare) is not None
+
+
 def violations(markdown, read):
-    """(line, message) of each block that says neither how it is tested nor why it is not. `read`: path -> text, or None."""
+    """(line, message) of each block that says neither how it is tested nor why it is not. `read`: path -> text, or None.
+
+    And of each line of a shell's block that could not be pasted into a shell."""
     blocks, indented = blocks_of(markdown)
+    for block in blocks:
+        for offset, line in enumerate(block.text.split("\n"), 1):
+            if block.language == "sh" and explained_in_command(line):
+                yield block.line + offset, "an explanation of a command begins with #, so that the line can be pasted"
     for line in indented:
         yield line, "a block without a kind; begin it with ```sh run, ```text or another kind (ci/pages/blocks.py)"
     for block in blocks:

@@ -93,6 +93,14 @@ class CheckDocs(unittest.TestCase):
         self.expect("```cpp run\nint main() {}\n```",
                     "blocks of cpp cannot be executed alone; name a source that is built: from=PATH")
 
+    def test_an_explanation_of_a_command_that_would_be_pasted_with_it_is_found(self):
+        message = "an explanation of a command begins with #, so that the line can be pasted"
+        text = "Text.\n```sh run\nbuild/tiny %s\n```\n"
+        for words in ("-x    says nothing", "--name 'a b'     the user's name"):
+            self.assertEqual(self.found({"docs/page.md": text % words}), [("docs/page.md", 3, message)], words)
+        for words in ("-x    # says nothing", "--name 'a    b'", "--name \"a    b\"   # why", "-x \\\n    --more"):
+            self.assertEqual(self.found({"docs/page.md": text % words}), [], words)
+
     def test_what_goes_on_with_an_item_of_a_list_is_no_block(self):
         self.assertEqual(self.found({"docs/page.md": "- An item.\n\n    It goes on.\n"}), [])
 
