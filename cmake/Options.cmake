@@ -6,7 +6,9 @@ target_compile_features(shardproof_options INTERFACE cxx_std_20)
 # -fPIC for programs too: a precompiled header serves only files that were compiled with its own settings.
 target_compile_options(shardproof_options INTERFACE -fPIC -Wall -Wextra -Wno-unused-parameter -ffp-contract=off -fno-math-errno)
 find_package(Threads REQUIRED)
-target_link_libraries(shardproof_options INTERFACE shardproof::torch Threads::Threads)
+# The readers of checkpoints parse JSON, and so do reports and tests.
+find_package(nlohmann_json REQUIRED)
+target_link_libraries(shardproof_options INTERFACE shardproof::torch Threads::Threads nlohmann_json::nlohmann_json)
 
 find_program(SHARDPROOF_CCACHE ccache)
 if(SHARDPROOF_CCACHE)

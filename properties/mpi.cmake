@@ -3,7 +3,6 @@ shardproof_test(NAME launch_props LABEL mpi TORCH SOURCES doubles/comm_worlds.cp
   launch/launch_props.cpp)
 
 if(MPI_C_FOUND)
-  find_package(nlohmann_json REQUIRED)
   add_executable(comm_mpi_props doubles/comm_worlds.cpp doubles/comm_worlds_mpi.cpp comm/comm_props.cpp
     comm/comm_programs_props.cpp)
   add_executable(mpi_driver doubles/mpi_driver.cpp)
@@ -37,7 +36,6 @@ if(MPI_C_FOUND)
     Mpi.ranks_with_other_arguments_are_refused PROPERTIES LABELS mpi PROCESSORS 2
     ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
 
-  find_package(nlohmann_json REQUIRED)
   shardproof_test(NAME mpi_faults_props LABEL mpi ALONE LIBRARIES nlohmann_json::nlohmann_json SOURCES
     comm/mpi/mpi_faults_props.cpp "${PROJECT_SOURCE_DIR}/harness/commands/flight.cpp"
     "${PROJECT_SOURCE_DIR}/impl/src/base/escape.cpp")

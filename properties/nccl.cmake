@@ -1,5 +1,4 @@
 # The NCCL backend. `ctest -L nccl`: on a double of NCCL everywhere, and on GPUs where there are any.
-find_package(nlohmann_json REQUIRED)
 add_library(nccl_double STATIC doubles/nccl_double.cpp doubles/nccl_double_calls.cpp doubles/nccl_double_sums.cpp
   doubles/nccl_worlds.cpp doubles/comm_worlds.cpp
   doubles/comm_worlds_nccl.cpp)
