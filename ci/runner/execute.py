@@ -59,17 +59,19 @@ def count_google_test(output):
     return (found.get("PASSED", 0), found.get("FAILED", 0), found.get("SKIPPED", 0)) if found else None
 
 
-def last_line(output):
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "no output"
+def telling_line(output):
+    """The first that a compiler or linker calls an error, else the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("$ ")]
+    errors = (line for line in lines if re.search(r"(^|\s)(fatal )?error: |undefined reference", line))
+    return next(errors, lines[-1] if lines else "no output")[:200]
 
 
 def judge(code, output, has_gpu, counts=None):
     """(status, what to say). Tests that are skipped where a GPU is are a failure: something was to be tested and was not."""
     if code is None:
-        return TIMED_OUT, last_line(output)
+        return TIMED_OUT, telling_line(output)
     counts = counts or count_google_test(output)
-    told = f"{counts[0]} passed, {counts[1]} failed, {counts[2]} skipped" if counts else last_line(output)
+    told = f"{counts[0]} passed, {counts[1]} failed, {counts[2]} skipped" if counts else telling_line(output)
     if counts and counts[1] > 0:
         return FAILED, told
     lacks_gpu = counts[2] > 0 if counts else code != 0 and SAYS_NO_GPU.search(output) is not None

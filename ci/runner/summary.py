@@ -57,8 +57,8 @@ def page(results, stages, json_of):
     lines += ["| stage | | seconds | |", "|---|---|---|---|"]
     for stage in stages:
         result = results["stages"].get(stage.name, {"status": "not run", "seconds": 0, "detail": ""})
-        detail = result["detail"].replace("|", "/")
-        lines.append(f"| {stage.name}: {stage.title} | **{result['status']}** | {result['seconds']:.0f} | {detail} |")
+        title, detail = (text.replace("|", "\\|") for text in (stage.title, result["detail"]))
+        lines.append(f"| {stage.name}: {title} | **{result['status']}** | {result['seconds']:.0f} | {detail} |")
     figures = [text for stage in stages for text in map(figure, rows_of(json_of(stage))) if text]
     if figures:
         lines += ["", "## Figures", ""] + [f"- {text}" for text in figures]
