@@ -18,8 +18,8 @@ struct ModuleDifference {
 };
 
 // Compares modules in the order in which they run, the forward of a microbatch first. A part is compared with the part of the
-// unsharded tensor that it should be, and left out where that is not plain. `earlier` are the parameters of the step before; null
-// in the first step.
+// unsharded tensor that it should be, and left out where that is not plain. `earlier` are the parameters of the step before, or
+// null in the first step.
 ModuleDifference module_difference(const Case& c, const golden::Step& step, const TracedStep& traced,
                                    const golden::Named* earlier);
 
