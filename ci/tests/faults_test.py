@@ -16,12 +16,15 @@ VERIFY = """
 import json, os, signal, sys, time
 value = open("built.txt").read().strip()
 report = open(sys.argv[sys.argv.index("--json") + 1], "w")
-assert sys.argv[sys.argv.index("--cases") + 1] == "50"
+seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
+assert sys.argv[sys.argv.index("--cases") + 1] == ("200" if seed else "50")
 assert sys.argv[sys.argv.index("--failures-max") + 1] == "1"
 if value == "crash": os.kill(os.getpid(), signal.SIGSEGV)
 if value == "hang": time.sleep(600)
 if value == "unusable": sys.exit(2)
-if value == "4" or (value == "3" and "--odd" in sys.argv):
+if value == "5" and seed % 3:
+    sys.exit(0)
+if value in "45" or (value == "3" and "--odd" in sys.argv):
     failure = {"type": "failure", "what": "gradient of w", "case": "tiny case", "cases": 7}
     print(json.dumps(failure), file=report)
     sys.exit(1)
@@ -73,6 +76,17 @@ class Faults(unittest.TestCase):
         self.assertEqual((rows["A"]["by"], rows["A"]["cases"]), ("gradient of w", 7))
         self.assertEqual(rows["A"]["case"], "tiny case")
         self.assertIn("1 planted bugs: 1 killed, 0 survived, 0 errors", output)
+
+    def test_how_many_default_runs_find_a_bug_is_told_by_seeds(self):
+        code, rows, output = self.run_faults([patch("A", "4"), patch("B", "5")], "--seeds", "4",
+                                             "--markdown", self.path("table"))
+        self.assertEqual(code, 0, output)
+        self.assertEqual(rows["A"]["by_seed"], [7, 7, 7, 7])
+        self.assertEqual(rows["B"]["by_seed"], [None, None, 7, None])
+        self.assertIn("B: found by 1 of 4 seeds, median 7", output)
+        self.assertNotIn("A: found by", output)
+        with open(self.path("table"), encoding="utf-8") as file:
+            self.assertIn("7 cases (by 4 of 4 seeds, median 7)", file.read())
 
     def test_a_bug_that_no_check_finds_survives(self):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "3")])
