@@ -83,7 +83,7 @@ class Layer {
   }
 
  private:
-  Matrix attention_linear(const char* name, const Matrix& x) const { return store_.linear(name_ + "self_attn." + name, x); }
+  Matrix attention_linear(const char* name, const Matrix& x) { return store_.linear(name_ + "self_attn." + name, x); }
   Matrix attention_backward(const char* name, const Matrix& x, const Matrix& dy) {
     return store_.linear_backward(name_ + "self_attn." + name, x, dy);
   }
@@ -109,8 +109,8 @@ class Layer {
 
 double canonical_llama_pass(const Llama& llama, Store& store, const Microbatch& data) {
   const Tokens tokens(data);
-  Dropout dropout(data.dropout_seed, llama.dropout);
-  const std::string embedding = "model.embed_tokens.weight", head = llama.tied ? embedding : "lm_head.weight";
+  Dropout& dropout = store.dropout;
+  const std::string embedding = "model.embed_tokens.weight";
   Matrix x(std::ssize(tokens.words), llama.hidden);
   for (int64_t i = 0; i < x.rows; ++i)
     for (int64_t j = 0; j < llama.hidden; ++j)
@@ -118,11 +118,9 @@ double canonical_llama_pass(const Llama& llama, Store& store, const Microbatch& 
   std::vector<Layer> layers;
   for (int64_t l = 0; l < llama.layers; ++l) x = layers.emplace_back(llama, store, l).forward(x, tokens, dropout);
   const Matrix normed = store.rms_norm("model.norm", x);
-  Matrix logits = linear(normed, store[head], {});
-  const double loss = token_loss(logits, tokens.targets, data.weight);
-  const LinearGradients g = linear_backward(normed, store[head], logits);
-  store.add(head, g.weight);
-  Matrix d = store.rms_norm_backward("model.norm", x, g.x);
+  double loss = 0;
+  Matrix d = store.rms_norm_backward("model.norm", x,
+                                     head_pass(llama.tied ? embedding : "", store, normed, tokens, data.weight, loss));
   for (int64_t l = llama.layers; l-- > 0;) d = layers[static_cast<size_t>(l)].backward(d);
   store.embedding_backward(embedding, tokens.words, d);
   return loss;

@@ -66,12 +66,14 @@ class GptBlock {
                                          dropout.mask(tokens.samples * gpt_.heads * tokens.length * tokens.length)});
     mixed_ = attention_.forward();
     const auto elements = static_cast<int64_t>(x.values.size());
+    const Matrix projected = store_.linear(name_ + "attn.c_proj", mixed_);
     attn_mask_ = dropout.mask(elements);
-    middle_ = x + times(store_.linear(name_ + "attn.c_proj", mixed_), attn_mask_);
+    middle_ = x + times(projected, attn_mask_);
     normed_again_ = store_.layer_norm(name_ + "ln_2", middle_);
     wide_ = store_.linear(name_ + "mlp.c_fc", normed_again_);
+    const Matrix narrow = store_.linear(name_ + "mlp.c_proj", curve(wide_, Curve::gelu));
     mlp_mask_ = dropout.mask(elements);
-    return middle_ + times(store_.linear(name_ + "mlp.c_proj", curve(wide_, Curve::gelu)), mlp_mask_);
+    return middle_ + times(narrow, mlp_mask_);
   }
 
   Matrix backward(const Matrix& dy) {
@@ -95,7 +97,7 @@ class GptBlock {
 
 double gpt_pass(const Gpt& gpt, Store& store, const Microbatch& data) {
   const Tokens tokens(data);
-  Dropout dropout(data.dropout_seed, gpt.dropout);
+  Dropout& dropout = store.dropout;
   std::vector<int64_t> positions;
   Matrix x(std::ssize(tokens.words), gpt.hidden);
   for (int64_t i = 0; i < x.rows; ++i) {
@@ -108,13 +110,10 @@ double gpt_pass(const Gpt& gpt, Store& store, const Microbatch& data) {
   x = times(x, mask);
   std::vector<GptBlock> blocks;
   for (int64_t l = 0; l < gpt.layers; ++l) x = blocks.emplace_back(gpt, store, l).forward(x, tokens, dropout);
-  const std::string head = gpt.tied ? "wte.weight" : "lm_head.weight";
   const Matrix normed = store.layer_norm("ln_f", x);
-  Matrix logits = linear(normed, store[head], {});
-  const double loss = token_loss(logits, tokens.targets, data.weight);
-  const LinearGradients g = linear_backward(normed, store[head], logits);
-  store.add(head, g.weight);
-  Matrix d = store.layer_norm_backward("ln_f", x, g.x);
+  double loss = 0;
+  Matrix d =
+      store.layer_norm_backward("ln_f", x, head_pass(gpt.tied ? "wte.weight" : "", store, normed, tokens, data.weight, loss));
   for (int64_t l = gpt.layers; l-- > 0;) d = blocks[static_cast<size_t>(l)].backward(d);
   d = times(d, mask);
   store.embedding_backward("wte.weight", tokens.words, d);
@@ -125,7 +124,7 @@ double gpt_pass(const Gpt& gpt, Store& store, const Microbatch& data) {
 }  // namespace
 
 CanonicalPass canonical_pass(const Model& model, const Named& parameters, const Microbatch& microbatch) {
-  Store store(parameters, model.llama.eps);
+  Store store(parameters, model, microbatch.dropout_seed);
   double loss = 0;
   switch (model.kind) {
     case Model::Kind::mlp:

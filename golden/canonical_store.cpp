@@ -19,6 +19,11 @@ Matrix rows_of(const Matrix& m, int64_t begin, int64_t count) {
   return result;
 }
 
+Matrix scaled(Matrix m, double factor) {
+  for (double& value : m.values) value *= factor;
+  return m;
+}
+
 void append(Matrix& whole, const Matrix& rows) {
   whole.rows += rows.rows;
   whole.columns = rows.columns;
@@ -35,7 +40,8 @@ Matrix matrix(const at::Tensor& tensor) {
   return m;
 }
 
-Store::Store(const Named& parameters, double rms_eps) : rms_eps_(rms_eps) {
+Store::Store(const Named& parameters, const Model& model, uint64_t dropout_seed)
+    : dropout(dropout_seed, model.dropout()), rms_eps_(model.llama.eps), adapters_(model.adapters) {
   for (const auto& [name, value] : parameters) parameters_[name] = matrix(value), sizes_[name] = value.sizes().vec();
 }
 
@@ -62,11 +68,26 @@ Matrix Store::keep(const std::string& name, const LinearGradients& g) {
   return g.x;
 }
 
-Matrix Store::linear(const std::string& name, const Matrix& x) const {
-  return exact::linear(x, parameters_.at(name + ".weight"), has(name + ".bias") ? parameters_.at(name + ".bias") : Matrix());
+Matrix Store::linear(const std::string& name, const Matrix& x) {
+  const Matrix y =
+      exact::linear(x, parameters_.at(name + ".weight"), has(name + ".bias") ? parameters_.at(name + ".bias") : Matrix());
+  const std::string down = name + ".lora_A.weight", up = name + ".lora_B.weight";
+  if (!has(down)) return y;
+  masks_[name] = dropout.mask(static_cast<int64_t>(x.values.size()), adapters_.dropout);
+  const Matrix inner = exact::linear(times(x, masks_[name]), parameters_.at(down), {});
+  return y + scaled(exact::linear(inner, parameters_.at(up), {}), adapters_.scale());
 }
+
 Matrix Store::linear_backward(const std::string& name, const Matrix& x, const Matrix& dy) {
-  return keep(name, exact::linear_backward(x, parameters_.at(name + ".weight"), dy));
+  const Matrix dx = keep(name, exact::linear_backward(x, parameters_.at(name + ".weight"), dy));
+  const std::string down = name + ".lora_A.weight", up = name + ".lora_B.weight";
+  if (!has(down)) return dx;
+  const Matrix kept = times(x, masks_.at(name)), inner = exact::linear(kept, parameters_.at(down), {});
+  const LinearGradients of_up = exact::linear_backward(inner, parameters_.at(up), scaled(dy, adapters_.scale()));
+  const LinearGradients of_down = exact::linear_backward(kept, parameters_.at(down), of_up.x);
+  add(up, of_up.weight);
+  add(down, of_down.weight);
+  return dx + times(of_down.x, masks_.at(name));
 }
 Matrix Store::layer_norm(const std::string& name, const Matrix& x) const {
   return exact::layer_norm(x, parameters_.at(name + ".weight"), parameters_.at(name + ".bias"), kLayerNormEps);
@@ -124,6 +145,9 @@ AttentionGradients BatchAttention::backward(const Matrix& dy) const {
   return whole;
 }
 
+namespace {
+
+// The loss, and its weighted gradient in place of the logits.
 double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double weight) {
   Sum loss;
   for (int64_t i = 0; i < logits.rows; ++i) {
@@ -138,6 +162,17 @@ double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double we
       logits.at(i, j) = rounded(weight * (std::exp(logits.at(i, j) - most) / sum - (j == target ? 1 : 0)));
   }
   return loss.value() * weight;
+}
+
+}  // namespace
+
+Matrix head_pass(const std::string& tied, Store& store, const Matrix& x, const Tokens& tokens, double weight, double& loss) {
+  Matrix logits = tied.empty() ? store.linear("lm_head", x) : exact::linear(x, store[tied], {});
+  loss = token_loss(logits, tokens.targets, weight);
+  if (tied.empty()) return store.linear_backward("lm_head", x, logits);
+  const LinearGradients g = exact::linear_backward(x, store[tied], logits);
+  store.add(tied, g.weight);
+  return g.x;
 }
 
 }  // namespace golden::exact

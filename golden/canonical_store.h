@@ -21,15 +21,15 @@ Matrix matrix(const at::Tensor& tensor);
 // Parameters and the gradients that were found, by name.
 class Store {
  public:
-  // rms_eps: of RMS norms.
-  Store(const Named& parameters, double rms_eps);
+  Store(const Named& parameters, const Model& model, uint64_t dropout_seed);
   bool has(const std::string& name) const { return parameters_.contains(name); }
   const Matrix& operator[](const std::string& name) const { return parameters_.at(name); }
   void add(const std::string& name, const Matrix& gradient);
   std::map<std::string, at::Tensor> gradients() const;
 
-  // Of the module `name`, with a bias if it has one; backwards add the gradients of its parameters and give the input's.
-  Matrix linear(const std::string& name, const Matrix& x) const;
+  // Of the module `name`, with a bias and an adapter if it has them; backwards add the gradients of its parameters and give the
+  // input's. A linear layer is used once in a forward.
+  Matrix linear(const std::string& name, const Matrix& x);
   Matrix linear_backward(const std::string& name, const Matrix& x, const Matrix& dy);
   Matrix layer_norm(const std::string& name, const Matrix& x) const;
   Matrix layer_norm_backward(const std::string& name, const Matrix& x, const Matrix& dy);
@@ -38,10 +38,14 @@ class Store {
   // Of rows that were looked up in an embedding.
   void embedding_backward(const std::string& name, const std::vector<int64_t>& rows, const Matrix& dy);
 
+  Dropout dropout;  // of the model, and of the adapters
+
  private:
   Matrix keep(const std::string& name, const LinearGradients& g);
 
   double rms_eps_;
+  Adapters adapters_;
+  std::map<std::string, std::vector<double>> masks_;  // of adapters, by layer
   std::map<std::string, Matrix> parameters_, gradients_;
   std::map<std::string, std::vector<int64_t>> sizes_;
 };
@@ -65,7 +69,8 @@ class BatchAttention {
   std::vector<Attention> samples_;
 };
 
-// The loss, and its weighted gradient in place of the logits.
-double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double weight);
+// Logits and the loss of them, forwards and back: gives the gradient of x. `tied`: the parameter that is the head's weight; "":
+// the head is the linear layer "lm_head".
+Matrix head_pass(const std::string& tied, Store& store, const Matrix& x, const Tokens& tokens, double weight, double& loss);
 
 }  // namespace golden::exact

@@ -18,18 +18,18 @@ uint64_t mixed(uint64_t bits) {
 
 }  // namespace
 
-at::Tensor Dropout::operator()(const at::Tensor& x) {
-  if (!drops()) return x;
-  return x * at::tensor(mask(x.numel()), at::kDouble).view(x.sizes()).to(x.scalar_type()).to(x.device());
+at::Tensor Dropout::dropped(const at::Tensor& x, double probability) {
+  if (probability == 0) return x;
+  return x * at::tensor(mask(x.numel(), probability), at::kDouble).view(x.sizes()).to(x.scalar_type()).to(x.device());
 }
 
-std::vector<double> Dropout::mask(int64_t elements) {
-  if (!drops()) return {};
+std::vector<double> Dropout::mask(int64_t elements, double probability) {
+  if (probability == 0) return {};
   const uint64_t key = mixed(seed_ ^ mixed(sites_++));
   std::vector<double> factors(static_cast<size_t>(elements));
   for (size_t i = 0; i < factors.size(); ++i) {
     const auto draw = static_cast<double>(mixed(key ^ i) >> 32);
-    if (draw >= std::floor(probability_ * 4294967296.0)) factors[i] = static_cast<float>(1 / (1 - probability_));
+    if (draw >= std::floor(probability * 4294967296.0)) factors[i] = static_cast<float>(1 / (1 - probability));
   }
   return factors;
 }

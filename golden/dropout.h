@@ -18,9 +18,12 @@ class Dropout {
 
   bool drops() const { return probability_ > 0; }
   // At the next site; x itself when nothing is dropped.
-  at::Tensor operator()(const at::Tensor& x);
+  at::Tensor operator()(const at::Tensor& x) { return dropped(x, probability_); }
   // The next site's factors, row-major, for a tensor of so many elements; none when nothing is dropped.
-  std::vector<double> mask(int64_t elements);
+  std::vector<double> mask(int64_t elements) { return mask(elements, probability_); }
+  // The same with a probability of the site's own.
+  at::Tensor dropped(const at::Tensor& x, double probability);
+  std::vector<double> mask(int64_t elements, double probability);
 
  private:
   uint64_t seed_;

@@ -50,10 +50,10 @@ struct Gpt {
 // Llama style, pre-norm: RMS norm (x * rsqrt(mean(x^2) + eps) * weight), rotary positions (element i of a head turns with
 // element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head serves
 // heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Where rope_factor is not 1, turns are
-// slowed down as in Llama 3.1 (rope.h). Data and loss as the GPT's;
-// `positions` is the longest sequence. A head has `head_size` features, or hidden / heads where that is 0. With `qkv_bias` the
-// projections of queries, keys and values have biases. With `qk_norm` an RMS norm over the features of each head's queries,
-// and one of its keys, before they turn. Parameters, in this order: "model.embed_tokens.weight" [vocab, hidden], per layer
+// slowed down as in Llama 3.1 (rope.h). Data and loss as the GPT's; `positions` is the longest sequence. A head has `head_size`
+// features, or hidden / heads where that is 0. With `qkv_bias` the projections of queries, keys and values have biases. With
+// `qk_norm` an RMS norm over the features of each head's queries, and one of its keys, before they turn. Parameters, in this
+// order: "model.embed_tokens.weight" [vocab, hidden], per layer
 // "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qkv_bias each of the first three followed by its "bias", with
 // qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head], "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
 // "model.layers.<i>.{input,post_attention}_layernorm.weight", then "model.norm.weight" and, unless tied, "lm_head.weight".
@@ -110,6 +110,19 @@ struct Odd {
   bool gain = true, cube = true, empty = true, side = true, never = true, tied = true;  // tied: the last line above
 };
 
+// Adapters of low rank (LoRA) beside linear layers of an mlp, a gpt or a llama. A layer W of theirs gives
+//   linear(v, W, bias) + linear(linear(d, A), B) * (alpha / rank),  where v is x.view_as(x)
+// and d is v after dropout, a site like others where it is above 0, in the order of the layers. The parameters "<layer>.lora_A.
+// weight" [rank, inputs] and "<layer>.lora_B.weight" [outputs, rank] come after those of the layer.
+struct Adapters {
+  int64_t rank = 1;
+  double alpha = 2;
+  double dropout = 0;
+  std::vector<std::string> layers = {};  // their names, such as "h.0.mlp.c_fc"; none: no adapters
+
+  double scale() const { return alpha / static_cast<double>(rank); }
+};
+
 struct Model {
   enum class Kind { mlp, gpt, conv, odd, llama } kind = Kind::mlp;
   // Not of conv or odd; with canonical sums (SumOrder): forward and backward are in float64 and every sum over products, rows,
@@ -122,6 +135,7 @@ struct Model {
   Conv conv;
   Odd odd;
   Llama llama;
+  Adapters adapters;
 
   // Input and target are tokens.
   bool of_tokens() const { return kind == Kind::gpt || kind == Kind::llama; }

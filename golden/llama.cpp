@@ -10,13 +10,15 @@ namespace {
 
 class Layer {
  public:
-  Layer(const Llama& llama, const Parameters& parameters, int64_t index)
-      : llama_(llama), parameters_(parameters), prefix_(fmt::format("model.layers.{}.", index)) {}
+  Layer(const Llama& llama, Forward& forward, int64_t index)
+      : llama_(llama), forward_(forward), prefix_(fmt::format("model.layers.{}.", index)) {}
 
-  at::Tensor forward(at::Tensor x, Dropout& dropout) const {
-    x = x + attention(rms_norm(x, weight("input_layernorm"), llama_.eps), dropout);
+  at::Tensor forward(at::Tensor x) const {
+    x = x + attention(rms_norm(x, weight("input_layernorm"), llama_.eps));
     const at::Tensor normed = rms_norm(x, weight("post_attention_layernorm"), llama_.eps);
-    return x + linear(at::silu(linear(normed, "mlp.gate_proj")) * linear(normed, "mlp.up_proj"), "mlp.down_proj");
+    // One after the other: sites of dropout are counted.
+    const at::Tensor gate = linear(normed, "mlp.gate_proj"), up = linear(normed, "mlp.up_proj");
+    return x + linear(at::silu(gate) * up, "mlp.down_proj");
   }
 
   static at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& scale, double eps) {
@@ -26,17 +28,13 @@ class Layer {
   }
 
  private:
-  const at::Tensor& weight(const char* name) const { return parameters_.at(prefix_ + name + ".weight"); }
-  at::Tensor linear(const at::Tensor& x, const char* name) const { return at::linear(x, weight(name)); }
-  // Of queries, keys or values.
-  at::Tensor projection(const at::Tensor& x, const char* name) const {
-    return llama_.qkv_bias ? at::linear(x, weight(name), parameters_.at(prefix_ + name + ".bias")) : linear(x, name);
-  }
+  const at::Tensor& weight(const char* name) const { return forward_.parameters.at(prefix_ + name + ".weight"); }
+  at::Tensor linear(const at::Tensor& x, const char* name) const { return forward_.linear(x, prefix_ + name); }
 
-  at::Tensor attention(const at::Tensor& x, Dropout& dropout) const {
+  at::Tensor attention(const at::Tensor& x) const {
     const int64_t batch = x.size(0), length = x.size(1), width = llama_.head();
     const auto heads = [&](const at::Tensor& input, const char* name, int64_t count, const char* norm = nullptr) {
-      const at::Tensor each = projection(input, name).view({batch, length, count, width});
+      const at::Tensor each = linear(input, name).view({batch, length, count, width});
       return (norm && llama_.qk_norm ? rms_norm(each, weight(norm), llama_.eps) : each).transpose(1, 2);
     };
     const auto serving_all = [&](const at::Tensor& kv) {
@@ -47,7 +45,7 @@ class Layer {
     const at::Tensor q = turned(heads(x, "self_attn.q_proj", llama_.heads, "self_attn.q_norm"), angles);
     const at::Tensor k = serving_all(turned(heads(both, "self_attn.k_proj", llama_.kv_heads, "self_attn.k_norm"), angles));
     const at::Tensor v = serving_all(heads(both, "self_attn.v_proj", llama_.kv_heads));
-    const at::Tensor mixed = causal_attention(q, k, v, dropout);
+    const at::Tensor mixed = causal_attention(q, k, v, forward_.dropout);
     return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.heads * width}), "self_attn.o_proj");
   }
 
@@ -70,7 +68,7 @@ class Layer {
   }
 
   const Llama& llama_;
-  const Parameters& parameters_;
+  Forward& forward_;
   std::string prefix_;
 };
 
@@ -105,12 +103,12 @@ Shapes llama_shapes(const Llama& llama) {
   return shapes;
 }
 
-at::Tensor llama_forward(const Llama& llama, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout) {
-  const at::Tensor& embedding = parameters.at("model.embed_tokens.weight");
+at::Tensor llama_forward(const Llama& llama, Forward& forward, const at::Tensor& tokens) {
+  const at::Tensor& embedding = forward.parameters.at("model.embed_tokens.weight");
   at::Tensor x = at::embedding(embedding, tokens);
-  for (int64_t i = 0; i < llama.layers; ++i) x = Layer(llama, parameters, i).forward(x, dropout);
-  x = Layer::rms_norm(x, parameters.at("model.norm.weight"), llama.eps);
-  return at::linear(x, llama.tied ? embedding : parameters.at("lm_head.weight"));
+  for (int64_t i = 0; i < llama.layers; ++i) x = Layer(llama, forward, i).forward(x);
+  x = Layer::rms_norm(x, forward.parameters.at("model.norm.weight"), llama.eps);
+  return llama.tied ? at::linear(x, embedding) : forward.linear(x, "lm_head");
 }
 
 }  // namespace golden

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "golden/attention.h"
@@ -47,16 +48,17 @@ class Scope {
   std::string prefix_;
 };
 
-at::Tensor attention(const Scope& block, const at::Tensor& x, int64_t heads, Dropout& dropout) {
+at::Tensor attention(Forward& forward, const std::string& block, const at::Tensor& x, int64_t heads) {
   const int64_t batch = x.size(0), length = x.size(1), hidden = x.size(2);
-  const std::vector<at::Tensor> qkv = block.linear(x, "attn.c_attn").split(hidden, -1);
+  const std::vector<at::Tensor> qkv = forward.linear(x, block + "attn.c_attn").split(hidden, -1);
   const auto by_head = [&](const at::Tensor& t) { return t.view({batch, length, heads, hidden / heads}).transpose(1, 2); };
-  const at::Tensor mixed = causal_attention(by_head(qkv[0]), by_head(qkv[1]), by_head(qkv[2]), dropout);
-  return block.linear(mixed.transpose(1, 2).reshape({batch, length, hidden}), "attn.c_proj");
+  const at::Tensor mixed = causal_attention(by_head(qkv[0]), by_head(qkv[1]), by_head(qkv[2]), forward.dropout);
+  return forward.linear(mixed.transpose(1, 2).reshape({batch, length, hidden}), block + "attn.c_proj");
 }
 
-at::Tensor feed_forward(const Scope& block, const at::Tensor& x, bool tanh_gelu) {
-  return block.linear(at::gelu(block.linear(x, "mlp.c_fc"), tanh_gelu ? "tanh" : "none"), "mlp.c_proj");
+at::Tensor feed_forward(Forward& forward, const std::string& block, const at::Tensor& x, bool tanh_gelu) {
+  const at::Tensor curved = at::gelu(forward.linear(x, block + "mlp.c_fc"), tanh_gelu ? "tanh" : "none");
+  return forward.linear(curved, block + "mlp.c_proj");
 }
 
 }  // namespace
@@ -125,10 +127,7 @@ Shapes odd_shapes(const Odd& odd) {
   return shapes;
 }
 
-}  // namespace
-
-Shapes parameter_shapes(const Model& model) {
-  require_valid(model);
+Shapes bare_shapes(const Model& model) {
   switch (model.kind) {
     case Model::Kind::mlp:
       return mlp_shapes(model.mlp);
@@ -144,27 +143,61 @@ Shapes parameter_shapes(const Model& model) {
   throw std::logic_error("golden: unknown model");
 }
 
-at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::Tensor& input) {
+}  // namespace
+
+Shapes parameter_shapes(const Model& model) {
+  require_valid(model);
+  Shapes shapes = bare_shapes(model);
+  for (const std::string& layer : model.adapters.layers) {
+    const auto named = [&](const char* part) {
+      return std::find_if(shapes.begin(), shapes.end(), [&](const auto& shape) { return shape.first == layer + part; });
+    };
+    const auto weight = named(".weight");
+    if (weight == shapes.end() || weight->second.size() != 2 || layer.ends_with("wte") || layer.ends_with("wpe") ||
+        layer.ends_with("embed_tokens"))
+      throw std::invalid_argument("golden: adapters: " + layer + " is no linear layer of the model");
+    const int64_t outputs = weight->second[0], inputs = weight->second[1], rank = model.adapters.rank;
+    const auto behind = (named(".bias") == shapes.end() ? weight : named(".bias")) + 1;
+    shapes.insert(behind, {{layer + ".lora_A.weight", {rank, inputs}}, {layer + ".lora_B.weight", {outputs, rank}}});
+  }
+  return shapes;
+}
+
+at::Tensor Forward::linear(const at::Tensor& x, const std::string& name) {
+  const auto bias = parameters.find(name + ".bias");
+  const auto plain = [&](const at::Tensor& input) {
+    return bias == parameters.end() ? at::linear(input, parameters.at(name + ".weight"))
+                                    : at::linear(input, parameters.at(name + ".weight"), bias->second);
+  };
+  const auto down = parameters.find(name + ".lora_A.weight");
+  if (down == parameters.end()) return plain(x);
+  const at::Tensor own = x.view_as(x), output = plain(own);
+  const at::Tensor kept = dropout.dropped(own, adapters.dropout);
+  return output + at::linear(at::linear(kept, down->second), parameters.at(name + ".lora_B.weight")) * adapters.scale();
+}
+
+at::Tensor mlp_forward(const Mlp& mlp, Forward& forward, const at::Tensor& input) {
   at::Tensor x = input;
   const size_t layers = mlp.widths.size() - 1;
   for (size_t i = 0; i < layers; ++i) {
-    const Scope layer(parameters, fmt::format("layers.{}.", i));
-    x = mlp.bias ? at::linear(x, layer("weight"), layer("bias")) : at::linear(x, layer("weight"));
+    x = forward.linear(x, fmt::format("layers.{}", i));
     if (i + 1 < layers) x = activate(mlp.activation, x);
   }
   return x;
 }
 
-at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout) {
-  const Scope model(parameters, "");
+at::Tensor gpt_forward(const Gpt& gpt, Forward& forward, const at::Tensor& tokens) {
+  const Scope model(forward.parameters, "");
+  Dropout& dropout = forward.dropout;
   const at::Tensor positions = at::arange(tokens.size(1), tokens.options());
   at::Tensor x = dropout(at::embedding(model("wte.weight"), tokens) + at::embedding(model("wpe.weight"), positions));
   for (int64_t i = 0; i < gpt.layers; ++i) {
-    const Scope block(parameters, fmt::format("h.{}.", i));
-    x = x + dropout(attention(block, block.layer_norm(x, "ln_1"), gpt.heads, dropout));
-    x = x + dropout(feed_forward(block, block.layer_norm(x, "ln_2"), gpt.tanh_gelu));
+    const std::string block = fmt::format("h.{}.", i);
+    x = x + dropout(attention(forward, block, model.layer_norm(x, block + "ln_1"), gpt.heads));
+    x = x + dropout(feed_forward(forward, block, model.layer_norm(x, block + "ln_2"), gpt.tanh_gelu));
   }
-  return at::linear(model.layer_norm(x, "ln_f"), model(gpt.tied ? "wte.weight" : "lm_head.weight"));
+  x = model.layer_norm(x, "ln_f");
+  return gpt.tied ? at::linear(x, model("wte.weight")) : forward.linear(x, "lm_head");
 }
 
 at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input) {
@@ -194,18 +227,19 @@ at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::T
 
 namespace {
 
-at::Tensor forward(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
+at::Tensor output_of(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
+  Forward forward{parameters, model.adapters, {microbatch.dropout_seed, model.dropout()}};
   switch (model.kind) {
     case Model::Kind::mlp:
-      return mlp_forward(model.mlp, parameters, microbatch.input);
+      return mlp_forward(model.mlp, forward, microbatch.input);
     case Model::Kind::gpt:
-      return gpt_forward(model.gpt, parameters, microbatch.input, {microbatch.dropout_seed, model.gpt.dropout});
+      return gpt_forward(model.gpt, forward, microbatch.input);
     case Model::Kind::conv:
       return conv_forward(model.conv, parameters, microbatch.input);
     case Model::Kind::odd:
       return odd_forward(model.odd, parameters, microbatch.input, microbatch.branch);
     case Model::Kind::llama:
-      return llama_forward(model.llama, parameters, microbatch.input, {microbatch.dropout_seed, model.llama.dropout});
+      return llama_forward(model.llama, forward, microbatch.input);
   }
   throw std::logic_error("golden: unknown model");
 }
@@ -213,7 +247,7 @@ at::Tensor forward(const Model& model, const Parameters& parameters, const Micro
 }  // namespace
 
 at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
-  at::Tensor output = forward(model, parameters, microbatch);
+  at::Tensor output = output_of(model, parameters, microbatch);
   if (output.scalar_type() != at::kDouble) output = output.to(at::kFloat);
   if (model.of_tokens())
     return at::cross_entropy_loss(output.reshape({-1, model.vocab()}), microbatch.target.reshape({-1}), {},

@@ -19,12 +19,22 @@ using Parameters = std::map<std::string, at::Tensor>;
 using Shapes = std::vector<std::pair<std::string, std::vector<int64_t>>>;
 Shapes llama_shapes(const Llama& llama);
 
+// What one forward consists of.
+struct Forward {
+  const Parameters& parameters;
+  const Adapters& adapters;
+  Dropout dropout;
+
+  // The linear layer of that name, with a bias and with an adapter where there are such parameters.
+  at::Tensor linear(const at::Tensor& x, const std::string& name);
+};
+
 // input [B, widths.front()] -> [B, widths.back()]
-at::Tensor mlp_forward(const Mlp& mlp, const Parameters& parameters, const at::Tensor& input);
+at::Tensor mlp_forward(const Mlp& mlp, Forward& forward, const at::Tensor& input);
 
 // tokens [B, T] int64 -> logits [B, T, vocab]
-at::Tensor gpt_forward(const Gpt& gpt, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout);
-at::Tensor llama_forward(const Llama& llama, const Parameters& parameters, const at::Tensor& tokens, Dropout dropout);
+at::Tensor gpt_forward(const Gpt& gpt, Forward& forward, const at::Tensor& tokens);
+at::Tensor llama_forward(const Llama& llama, Forward& forward, const at::Tensor& tokens);
 
 // input [B, channels.front(), size, size] -> [B, classes]
 at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input);

@@ -228,6 +228,24 @@ class Llama(nn.Module):
         return x @ self.model["embed_tokens"].weight.mT if self.lm_head is None else self.lm_head(x)
 
 
+class Adapted(nn.Linear):
+    def __init__(self, plain, rank, scale):
+        super().__init__(plain.in_features, plain.out_features, plain.bias is not None, **MADE)
+        self.lora_A = nn.Linear(plain.in_features, rank, bias=False, **MADE)
+        self.lora_B = nn.Linear(rank, plain.out_features, bias=False, **MADE)
+        self.scale = scale
+
+    def forward(self, x):
+        return super().forward(x) + self.scale * self.lora_B(self.lora_A(x))
+
+
+def adapt(model, layers, rank, scale):
+    """Adapters of low rank beside these linear layers."""
+    for name in layers:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, Adapted(model.get_submodule(name), rank, scale))
+
+
 def tensor(given):
     buffer, dtype, shape = given
     if len(buffer) == 0:  # which frombuffer refuses
@@ -251,7 +269,12 @@ def parameters_of(model):
 def make_model(kind, options, given):
     """The model with the given values in it; `given` must be exactly its own parameters, in their order."""
     kinds = {"mlp": Perceptron, "gpt": Gpt, "conv": Convolutions, "odd": Oddities, "llama": Llama}
-    model = kinds[kind](**options).to_empty(device="cpu")
+    options = dict(options)
+    adapters = options.pop("adapters", None)
+    model = kinds[kind](**options)
+    if adapters:
+        adapt(model, *adapters)
+    model = model.to_empty(device="cpu")
     values = [(name, tensor(value)) for name, value in given]
     own = parameters_of(model)
     shapes = [(name, tuple(p.shape)) for name, p in own]
@@ -340,6 +363,9 @@ def train_step(model, optimizer, options, microbatches, divide, clip_norm, norm_
     norm = nn.utils.clip_grad_norm_(counted, norm_max, norm_type=norm_order, foreach=False)
     gradients = [(name, exported(p.grad)) for name, p in trained]
     optimizer.step()
+    # What never trains beside adapters has no state.
+    adapted = any(isinstance(module, Adapted) for module in model.modules())
+    with_state = [(name, p) for name, p in named if not adapted or "lora_" in name]
     return {
         "losses": losses,
         "gradient_norm": norm.item(),
@@ -347,7 +373,7 @@ def train_step(model, optimizer, options, microbatches, divide, clip_norm, norm_
         "parameters": [(name, exported(p)) for name, p in named],
         "state": [
             (slot, [(name, exported(value)) for name, value in values])
-            for slot, values in state_of(optimizer, named, options["kind"], options["momentum"])
+            for slot, values in state_of(optimizer, with_state, options["kind"], options["momentum"])
         ],
     }
 

@@ -75,8 +75,8 @@ bool oracle_supports(const Run& run) {
   for (const Step& step : run.steps)
     if (step.after) return false;
   return kind != Optimizer::Kind::lion && kind != Optimizer::Kind::muon && run.model.dropout() == 0 &&
-         p.compute == at::kFloat && p.gradient == at::kFloat && p.reduce == at::kFloat && run.scaling.initial == 0 &&
-         run.ema == 0;
+         run.model.adapters.dropout == 0 && p.compute == at::kFloat && p.gradient == at::kFloat && p.reduce == at::kFloat &&
+         run.scaling.initial == 0 && run.ema == 0;
 }
 
 Trace train_in_python(const Run& run) {

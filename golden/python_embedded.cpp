@@ -144,7 +144,7 @@ py::dict to_python(const Llama& llama) {
   return options;
 }
 
-std::pair<const char*, py::dict> to_python(const Model& model) {
+std::pair<const char*, py::dict> bare_to_python(const Model& model) {
   switch (model.kind) {
     case Model::Kind::mlp:
       return {"mlp", to_python(model.mlp)};
@@ -158,6 +158,13 @@ std::pair<const char*, py::dict> to_python(const Model& model) {
       return {"llama", to_python(model.llama)};
   }
   throw std::logic_error("golden: unknown model");
+}
+
+std::pair<const char*, py::dict> to_python(const Model& model) {
+  auto result = bare_to_python(model);
+  const Adapters& adapters = model.adapters;
+  if (!adapters.layers.empty()) result.second["adapters"] = py::make_tuple(adapters.layers, adapters.rank, adapters.scale());
+  return result;
 }
 
 py::dict to_python(const Optimizer& o) {

@@ -62,6 +62,15 @@ bool is_frozen(const Step& step, const std::string& name) {
   return std::find(step.frozen.begin(), step.frozen.end(), name) != step.frozen.end();
 }
 
+// Those that have optimizer state: of a model with adapters theirs alone.
+Named with_state(const Model& model, const Named& parameters) {
+  if (model.adapters.layers.empty()) return parameters;
+  Named adapters;
+  for (const auto& item : parameters)
+    if (item.first.find(".lora_") != std::string::npos) adapters.push_back(item);
+  return adapters;
+}
+
 // The truth is not rounded to anything.
 Precision in_dtype(const Precision& precision, at::ScalarType dtype) {
   if (dtype == at::kFloat) return precision;
@@ -86,7 +95,7 @@ Trainer::Trainer(Model model, Optimizer optimizer, const Named& parameters, SumO
       device_(device),
       main_(dtype),
       parameters_(checked_copy(model_, parameters, dtype)),
-      optimizer_(std::move(optimizer), parameters_),
+      optimizer_(std::move(optimizer), with_state(model_, parameters_)),
       loss_scale_(scaling.initial),
       ema_(ema),
       averages_(ema != 0 ? parameters_ : Named{}) {

@@ -109,6 +109,11 @@ void require_odd(const Odd& odd) {
 
 void require_valid(const Model& model) {
   require_dropout(model.dropout());
+  require_dropout(model.adapters.dropout);
+  if (!model.adapters.layers.empty() &&
+      (model.adapters.rank < 1 || model.kind == Model::Kind::conv || model.kind == Model::Kind::odd))
+    refuse(
+        fmt::format("adapters: expected a rank of at least 1 and an mlp, a gpt or a llama, got rank={}", model.adapters.rank));
   if (model.canonical && model.kind == Model::Kind::gpt && model.gpt.tanh_gelu)
     refuse("gpt: canonical arithmetic has the gelu of the erf form, and tanh_gelu is of the other");
   switch (model.kind) {

@@ -156,6 +156,17 @@ const char* to_string(golden::Model::Kind kind) {
 
 namespace {
 
+// Names of the modules that can have adapters.
+std::vector<std::string> linear_layers(const golden::Model& model) {
+  std::vector<std::string> names;
+  for (const auto& [name, shape] : golden::parameter_shapes(model)) {
+    const std::string module = name.substr(0, name.rfind('.'));
+    const bool embeds = module == "wte" || module == "wpe" || module == "model.embed_tokens";
+    if (shape.size() == 2 && !embeds) names.push_back(module);
+  }
+  return names;
+}
+
 // One group for each parameter that is not decayed.
 std::vector<golden::Optimizer::Group> undecayed(const golden::Model& model) {
   std::vector<golden::Optimizer::Group> groups;
@@ -173,20 +184,42 @@ std::vector<golden::Optimizer::Group> optimizer_groups(const Case& c) {
     case 2:
       return {{.pattern = "0", .lr_factor = 0.5, .decay_factor = 2}, {.pattern = "weight", .lr_factor = 2, .decay_factor = 1}};
     case 3: return {{.pattern = "weight", .lr_factor = 0, .decay_factor = 0}};
-    case kUndecayedGroups: return undecayed(c.model);
+    case kUndecayedGroups:
+      return undecayed(model_of(c));
     default: return {};
   }
 }
 
+golden::Model model_of(const Case& c) {
+  golden::Model model = c.model;
+  const CaseOptions& o = c.options;
+  if (o.lora == 0) return model;
+  const std::vector<std::string> all = linear_layers(c.model);
+  for (const std::string& layer : all)
+    if (o.lora_layers == 0 || Draws(static_cast<uint64_t>(o.lora_layers), layer).bits(0) % 2 == 0)
+      model.adapters.layers.push_back(layer);
+  if (model.adapters.layers.empty()) model.adapters.layers = {all.front()};
+  model.adapters.rank = o.lora;
+  model.adapters.alpha = static_cast<double>(o.lora_alpha > 0 ? o.lora_alpha : 2 * o.lora);
+  model.adapters.dropout = static_cast<double>(o.lora_dropout) / 100;
+  return model;
+}
+
 std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan) {
   std::vector<std::string> names;
-  if (plan.frozen == 0) return names;
-  const auto shapes = golden::parameter_shapes(c.model);
+  const bool adapted = c.options.lora > 0;
+  if (plan.frozen == 0 && !adapted) return names;
+  const golden::Model model = model_of(c);
+  const auto shapes = golden::parameter_shapes(model);
   // What every output depends on stays.
-  const std::string stays = c.model.kind == golden::Model::Kind::odd ? "shared.weight" : shapes[0].first;
-  for (size_t i = 0; i < shapes.size(); ++i)
-    if (shapes[i].first != stays && Draws(static_cast<uint64_t>(plan.frozen), shapes[i].first).bits(0) % 3 == 0)
-      names.push_back(shapes[i].first);
+  const std::string stays = adapted                                    ? model.adapters.layers[0] + ".lora_A.weight"
+                            : c.model.kind == golden::Model::Kind::odd ? "shared.weight"
+                                                                       : shapes[0].first;
+  for (const auto& [name, shape] : shapes) {
+    const bool is_base = adapted && name.find(".lora_") == std::string::npos;
+    const bool chosen = plan.frozen != 0 && Draws(static_cast<uint64_t>(plan.frozen), name).bits(0) % 3 == 0;
+    if (name != stays && (is_base || chosen)) names.push_back(name);
+  }
   return names;
 }
 

@@ -110,7 +110,10 @@ shardproof::Mesh unit_mesh(const Case& c);
 constexpr int64_t kWarmup = 2, kScheduleSteps = 6;
 constexpr double kScheduleLast = 0.25;
 
-// Names of the parameters that a plan freezes; one that every loss depends on never is.
+// The model with the adapters that the options ask for.
+golden::Model model_of(const Case& c);
+
+// Names of the parameters that a plan freezes; one that every loss depends on never is. Beside adapters all else is frozen.
 std::vector<std::string> frozen_parameters(const Case& c, const StepPlan& plan);
 
 // Reads "gpt(...)", "mlp(...)", ... alone.

@@ -71,6 +71,10 @@ const std::vector<OptionRow>& option_rows() {
       {"fingerprint", &O::fingerprint, {}, {1}, 0.5, 0, /*draws_apart=*/true},
       {"within", &O::within, {"none", "attention", "some"}, {1, 2}, 0.3, 0, /*draws_apart=*/true},
       {"activations", &O::activations, {"device", "host", "some"}, {1, 2}, 0.25, 0, /*draws_apart=*/true},
+      {"lora", &O::lora, {}, {1, 2, 3}, 0.12, 0, /*draws_apart=*/true},
+      {"lora_alpha", &O::lora_alpha, {}, {1, 3}, 0.8, 0, /*draws_apart=*/true},
+      {"lora_layers", &O::lora_layers, {}, {1, 2, 3, 4, 5, 6, 7}, 0.9, 0, /*draws_apart=*/true},
+      {"lora_dropout", &O::lora_dropout, {}, {10, 25, 50}, 0.6, 0, /*draws_apart=*/true},
       {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},
   };
   return rows;

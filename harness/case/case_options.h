@@ -54,6 +54,11 @@ struct CaseOptions {
   int64_t fingerprint = 0;         // ranks compare fingerprints after each step
   int64_t within = 0;              // within units are recomputed 1: cores of attention, 2: some modules
   int64_t activations = 0;         // lie in the host's memory between forward and backward 1: of every unit, 2: of some
+  // Adapters of low rank beside linear layers, which alone are trained. 0: none, else their rank.
+  int64_t lora = 0;
+  int64_t lora_alpha = 0;          // 0: twice the rank
+  int64_t lora_layers = 0;         // 0: beside all linear layers, else beside those that this number chooses
+  int64_t lora_dropout = 0;        // in percent
   int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
   bool operator==(const CaseOptions&) const = default;
 };

@@ -89,6 +89,16 @@ void validate_axes(const Case& c) {
                 "attention and context say how sequences are cut over the mesh axis cp");
 }
 
+// Before anything asks for the parameters of the case.
+void validate_adapters(const Case& c) {
+  const CaseOptions& o = c.options;
+  SHARD_REQUIRE(o.lora > 0 || (o.lora_alpha == 0 && o.lora_layers == 0 && o.lora_dropout == 0), "case",
+                "lora_alpha, lora_layers and lora_dropout are about adapters: write lora=1, the rank");
+  SHARD_REQUIRE(o.lora == 0 || (o.meta == 0 && (c.model.kind == Kind::mlp || c.model.of_tokens())), "case",
+                "lora={} needs an mlp, a gpt or a llama, which is not made on meta", o.lora);
+  SHARD_REQUIRE(o.lora_dropout < 100, "case", "lora_dropout={} is in percent, below 100", o.lora_dropout);
+}
+
 void validate_options(const Case& c) {
   const CaseOptions& o = c.options;
   SHARD_REQUIRE(o.keep_whole >= 0, "case", "keep_whole={} must not be negative", o.keep_whole);
@@ -162,6 +172,8 @@ void validate_mode(const Case& c) {
   SHARD_REQUIRE(o.arithmetic == 0 || (c.mode == Mode::canonical && (c.model.kind == Kind::mlp || c.model.of_tokens())), "case",
                 "arithmetic=canonical needs the mode canonical, and an mlp, a gpt or a llama");
   if (c.mode != Mode::exact) return;
+  SHARD_REQUIRE(o.lora == 0, "case",
+                "exact needs sums that are exact in any order, and those of adapters are not; leave out lora");
   using golden::Activation;
   const bool linear = c.model.kind == Kind::mlp && (c.model.mlp.activation == Activation::identity ||
                                                      c.model.mlp.activation == Activation::relu);
@@ -263,6 +275,7 @@ void validate(const Case& c) {
     const int64_t value = c.options.*row.member;
     SHARD_REQUIRE(value >= 0, "case", "{}={} must not be negative", row.key, value);
   }
+  validate_adapters(c);
   validate(c.optimizer);
   SHARD_REQUIRE(c.clip_norm >= 0 && c.groups >= 0 && c.groups <= kOptimizerGroups, "case",
                 "clip must not be negative, and groups 0 to {}, got clip={} groups={}", kOptimizerGroups, c.clip_norm,
@@ -274,7 +287,7 @@ void validate(const Case& c) {
     SHARD_REQUIRE(step.rounds >= 1 && step.sync_every >= 1 && step.lr_percent >= 0 && step.frozen >= 0, "case",
                   "accumulate({}) and sync({}) must be at least 1, lr({}) and freeze({}) at least 0", step.rounds,
                   step.sync_every, step.lr_percent, step.frozen);
-    SHARD_REQUIRE(frozen_parameters(c, step).size() < golden::parameter_shapes(c.model).size(), "case",
+    SHARD_REQUIRE(frozen_parameters(c, step).size() < golden::parameter_shapes(model_of(c)).size(), "case",
                   "freeze({}) freezes all", step.frozen);
   }
   validate_options(c);

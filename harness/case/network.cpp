@@ -162,17 +162,64 @@ Network make_llama(const golden::Llama& m, Comm* tensor_group) {
   return network;
 }
 
-Network make_canonical(const golden::Model& model, Comm* tensor_group) {
-  Network network = model.kind == golden::Model::Kind::gpt     ? make_gpt(model.gpt, nullptr)
-                    : model.kind == golden::Model::Kind::llama ? make_llama(model.llama, nullptr)
-                                                               : make_mlp(model.mlp);
+void make_canonical(Network& network, const golden::Model& model, Comm* tensor_group) {
   use_canonical_arithmetic(*network.module);
   network.loss_of = [of_tokens = model.of_tokens(), vocab = model.vocab(), tensor_group](const at::Tensor& output,
                                                                                          const golden::Microbatch& data) {
     return of_tokens ? canonical_ops::cross_entropy(output, data.target, vocab, tensor_group)
                      : canonical_ops::squared_error(output, data.target);
   };
-  return network;
+}
+
+golden::Gpt gpt_of(const GptOptions& o) {
+  return {.layers = o.layers,
+          .hidden = o.hidden,
+          .heads = o.heads,
+          .vocab = o.vocab,
+          .positions = o.positions,
+          .tied = o.tied,
+          .tanh_gelu = o.tanh_gelu};
+}
+
+golden::Llama llama_of(const LlamaOptions& o, int64_t positions) {
+  return {.layers = o.layers,
+          .hidden = o.hidden,
+          .heads = o.heads,
+          .kv_heads = o.kv_heads,
+          .intermediate = o.intermediate,
+          .vocab = o.vocab,
+          .positions = o.longest > 0 ? std::min(o.longest, positions) : positions,
+          .tied = o.tied,
+          .qk_norm = o.qk_norm,
+          .qkv_bias = o.qkv_bias,
+          .head_size = o.head_size,
+          .theta = o.rope_theta,
+          .eps = o.norm_eps,
+          .rope_factor = o.rope_scaling.factor,
+          .rope_low = o.rope_scaling.low_turns,
+          .rope_high = o.rope_scaling.high_turns,
+          .rope_positions = o.rope_scaling.positions};
+}
+
+Network make_bare(const golden::Model& model, Comm* tensor_group) {
+  switch (model.kind) {
+    case golden::Model::Kind::mlp:
+      return make_mlp(model.mlp);
+    case golden::Model::Kind::gpt:
+      return make_gpt(model.gpt, tensor_group);
+    case golden::Model::Kind::conv: {
+      auto net = std::make_shared<ConvNetImpl>(model.conv);
+      return {net, [net](const golden::Microbatch& data) { return call(net, data.input); }, squared_error, net->parts()};
+    }
+    case golden::Model::Kind::odd: {
+      auto net = std::make_shared<OddNetImpl>(model.odd);
+      return {net, [net](const golden::Microbatch& data) { return call(net, data.input, data.branch); }, squared_error,
+              net->parts()};
+    }
+    case golden::Model::Kind::llama:
+      return make_llama(model.llama, tensor_group);
+  }
+  return {};
 }
 
 }  // namespace
@@ -231,25 +278,28 @@ Network Network::strided() const {
   return result;
 }
 
+golden::Model described_model(const checkpoint::HuggingFaceModel& described) {
+  golden::Model model;
+  if (const auto* gpt = std::get_if<GptOptions>(&described.options)) {
+    model.kind = golden::Model::Kind::gpt;
+    model.gpt = gpt_of(*gpt);
+  } else {
+    model.kind = golden::Model::Kind::llama;
+    model.llama = llama_of(std::get<LlamaOptions>(described.options), described.positions);
+  }
+  return model;
+}
+
+LoraOptions lora_options(const golden::Adapters& adapters) {
+  return {.rank = adapters.rank, .alpha = adapters.alpha, .targets = adapters.layers, .dropout = adapters.dropout};
+}
+
 Network make_network(const golden::Model& model, Comm* tensor_group) {
   static_assert(static_cast<int>(Activation::gelu) == static_cast<int>(golden::Activation::gelu));
-  if (model.canonical) return make_canonical(model, tensor_group);
-  switch (model.kind) {
-    case golden::Model::Kind::mlp: return make_mlp(model.mlp);
-    case golden::Model::Kind::gpt: return make_gpt(model.gpt, tensor_group);
-    case golden::Model::Kind::conv: {
-      auto net = std::make_shared<ConvNetImpl>(model.conv);
-      return {net, [net](const golden::Microbatch& data) { return call(net, data.input); }, squared_error, net->parts()};
-    }
-    case golden::Model::Kind::odd: {
-      auto net = std::make_shared<OddNetImpl>(model.odd);
-      return {net, [net](const golden::Microbatch& data) { return call(net, data.input, data.branch); }, squared_error,
-              net->parts()};
-    }
-    case golden::Model::Kind::llama:
-      return make_llama(model.llama, tensor_group);
-  }
-  return {};
+  Network network = make_bare(model, tensor_group);
+  if (!model.adapters.layers.empty()) network.lora = add_lora(network.module, lora_options(model.adapters));
+  if (model.canonical) make_canonical(network, model, tensor_group);
+  return network;
 }
 
 }  // namespace harness

@@ -6,10 +6,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "golden/golden.h"
+#include "shardproof/checkpoint/hugging_face.h"
 #include "shardproof/comm/comm.h"
+#include "shardproof/models/lora.h"
 #include "shardproof/models/models.h"
 
 namespace harness {
@@ -20,6 +23,7 @@ struct Network {
   std::function<at::Tensor(const at::Tensor& output, const golden::Microbatch&)> loss_of;  // without its weight
   // The modules that can be units and together hold every parameter but the root's own, in order.
   std::vector<std::shared_ptr<torch::nn::Module>> parts;
+  std::optional<shardproof::Lora> lora = {};  // the adapters of its linear layers, if it has any
 
   // The same network, whose input, and whose output's gradient, lie in memory with the first and the last dim exchanged.
   Network strided() const;
@@ -29,6 +33,9 @@ struct Network {
 
 shardproof::GptOptions gpt_options(const golden::Gpt& gpt);
 shardproof::LlamaOptions llama_options(const golden::Llama& llama);
+// As the library reads it. Its positions are those that it was made for, or the sliding window where that is shorter.
+golden::Model described_model(const shardproof::checkpoint::HuggingFaceModel& described);
+shardproof::LoraOptions lora_options(const golden::Adapters& adapters);
 
 // Parameters and buffers go there and stay the tensors that they are, those with two names, too.
 void move_to(torch::nn::Module& module, c10::Device device);

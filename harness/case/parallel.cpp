@@ -36,6 +36,13 @@ ParallelPlan mlp_plan(const Case& c) {
   return plan;
 }
 
+ParallelPlan bare_plan(const Case& c) {
+  if (c.model.kind == golden::Model::Kind::mlp) return mlp_plan(c);
+  if (c.model.kind == golden::Model::Kind::llama)
+    return llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);
+  return gpt_plan(gpt_options(c.model.gpt), c.options.sequence_parallel != 0);
+}
+
 // How many ranks along tp hold the same piece of the parameter; 0: the style leaves it whole.
 int64_t copies_by(const ParallelStyle& style, const std::string& parameter, int64_t ranks) {
   if (const auto* column = std::get_if<ColumnParallel>(&style))
@@ -47,10 +54,13 @@ int64_t copies_by(const ParallelStyle& style, const std::string& parameter, int6
 }  // namespace
 
 ParallelPlan parallel_plan(const Case& c) {
-  if (c.model.kind == golden::Model::Kind::mlp) return mlp_plan(c);
-  if (c.model.kind == golden::Model::Kind::llama)
-    return llama_plan(llama_options(c.model.llama), c.tensor_ranks(), c.options.sequence_parallel != 0);
-  return gpt_plan(gpt_options(c.model.gpt), c.options.sequence_parallel != 0);
+  const golden::Model model = model_of(c);
+  ParallelPlan plan = bare_plan(c);
+  if (model.adapters.layers.empty()) return plan;
+  std::map<std::string, int64_t> inputs;
+  for (const auto& [name, shape] : golden::parameter_shapes(c.model))
+    if (shape.size() == 2) inputs[name.substr(0, name.rfind('.'))] = shape[1];
+  return described_lora(model.adapters.layers, lora_options(model.adapters), inputs).with_styles(std::move(plan));
 }
 
 ContextOptions context_options(const Case& c) {
@@ -62,7 +72,7 @@ std::map<std::string, int64_t> cut_parameters(const Case& c) {
   std::map<std::string, int64_t> copies;
   if (c.tensor_ranks() == 1) return copies;
   const ParallelPlan plan = parallel_plan(c);
-  for (const auto& [name, shape] : golden::parameter_shapes(c.model))
+  for (const auto& [name, shape] : golden::parameter_shapes(model_of(c)))
     for (const auto& [pattern, style] : plan.styles)
       if (name_matches(pattern, name.substr(0, name.rfind('.')))) {
         if (const int64_t held = copies_by(style, name, c.tensor_ranks()); held > 0) copies[name] = held;

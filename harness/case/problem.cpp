@@ -31,14 +31,15 @@ at::Tensor uniform(std::vector<int64_t> sizes, const Draws& draws, double scale,
 
 golden::Named initial_parameters(const Case& c) {
   golden::Named parameters;
-  for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
+  for (const auto& [name, shape] : golden::parameter_shapes(model_of(c))) {
     const Draws draws(c.seed, name);
     const bool scales = name == "gain" || ((name.find("ln_") != std::string::npos || name.find("norm") != std::string::npos) &&
                                            name.ends_with("weight"));
     int64_t inputs = 1;
     for (size_t dim = 1; dim < shape.size(); ++dim) inputs *= shape[dim];
     if (shape.size() >= 2 && inputs > 0) {
-      parameters.emplace_back(name, uniform(shape, draws, 1.5 / std::sqrt(static_cast<double>(inputs))));
+      const double size = name.ends_with("lora_B.weight") ? 0.5 : 1.5;
+      parameters.emplace_back(name, uniform(shape, draws, size / std::sqrt(static_cast<double>(inputs))));
     } else {
       parameters.emplace_back(name, uniform(shape, draws, 0.2, scales ? 1 : 0));
     }
@@ -134,8 +135,13 @@ std::vector<bool> reductions(const Case& c, const StepPlan& plan) {
 }
 
 golden::Run make_run(const Case& c) {
-  golden::Run run{.model = c.model, .optimizer = c.optimizer, .parameters = initial_parameters(c), .steps = {}, .order = {},
-                  .precision = precision(c.options), .scaling = {}};
+  golden::Run run{.model = model_of(c),
+                  .optimizer = c.optimizer,
+                  .parameters = initial_parameters(c),
+                  .steps = {},
+                  .order = {},
+                  .precision = precision(c.options),
+                  .scaling = {}};
   run.model.canonical = c.options.arithmetic != 0;
   run.optimizer.groups = optimizer_groups(c);
   run.order = {.shards = c.shards(), .replicas = c.replicas(), .replicas_last = c.options.replicas_each == 0,

@@ -72,11 +72,12 @@ bool CaseCheckpoints::draw(const Case& c) {
 }
 
 CaseCheckpoints::CaseCheckpoints(const Case& c, std::string directory)
-    : seed_(c.seed), owns_(false), directory_(std::move(directory)) {
+    : seed_(c.seed), owns_(false), directory_(std::move(directory)), steps_(c.steps.size()) {
   draw(c);
 }
 
-CaseCheckpoints::CaseCheckpoints(const Case& c, bool ranks_are_threads) : seed_(c.seed), ranks_are_threads_(ranks_are_threads) {
+CaseCheckpoints::CaseCheckpoints(const Case& c, bool ranks_are_threads)
+    : seed_(c.seed), ranks_are_threads_(ranks_are_threads), steps_(c.steps.size()) {
   if (!draw(c)) return;
   directory_ = (std::filesystem::temp_directory_path() / "shardproof_case_XXXXXX").string();
   SHARD_REQUIRE(::mkdtemp(directory_.data()), "harness", "cannot make the folder {} for checkpoints; is TMPDIR writable?",
@@ -85,7 +86,9 @@ CaseCheckpoints::CaseCheckpoints(const Case& c, bool ranks_are_threads) : seed_(
 
 CaseCheckpoints::~CaseCheckpoints() {
   std::error_code ignored;
-  if (owns_ && !directory_.empty()) std::filesystem::remove_all(directory_, ignored);
+  if (!owns_ || directory_.empty()) return;
+  std::filesystem::remove_all(directory_, ignored);
+  for (size_t step = 0; step < steps_; ++step) std::filesystem::remove_all(adapters(step), ignored);
 }
 
 shardproof::checkpoint::ManagerOptions CaseCheckpoints::options() const {

@@ -1,6 +1,8 @@
 // The checkpoints of a case's history: where they are, and saves that die.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <atomic>
 #include <map>
 #include <memory>
@@ -47,6 +49,8 @@ class CaseCheckpoints {
   // What a rank's run saves and loads with; in the background by the case's seed.
   shardproof::checkpoint::ManagerOptions options() const;
   const std::string& directory() const { return directory_; }
+  // Where the adapters alone are saved before a step.
+  std::string adapters(size_t step) const { return fmt::format("{}.adapters_{}", directory_, step); }
   // The numbers of the checkpoints before a step.
   static int64_t number(size_t step) { return 2 * static_cast<int64_t>(step); }
 
@@ -64,6 +68,7 @@ class CaseCheckpoints {
   uint64_t seed_;
   bool owns_ = true, ranks_are_threads_ = false;
   std::string directory_;
+  size_t steps_;
   std::map<size_t, DyingFiles> crashes_;  // by step
   std::unique_ptr<LossyDisk> disk_;       // during a save that loses power
 };

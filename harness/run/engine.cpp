@@ -63,6 +63,7 @@ std::string why_not_model(const Abilities& engine, const Case& c) {
   if (c.model.dropout() > 0) return "dropout, whose masks are the harness' own";
   if (c.optimizer.kind == Kind::lion || c.optimizer.kind == Kind::muon) return "an optimizer that torch.optim lacks";
   if (c.options.arithmetic != 0) return "canonical arithmetic";
+  if (c.options.lora != 0) return "adapters";
   if (c.options.compute != fp32 && !engine.precision) return "low precision";
   if (c.options.sequence_parallel != 0) return "sequence parallelism";
   if (engine.shards && odd && c.model.odd.gain) return "a parameter without dims";

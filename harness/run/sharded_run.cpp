@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "harness/run/policies.h"
 #include "harness/run/property.h"
 #include "harness/run/sharded_options.h"
+#include "shardproof/checkpoint/adapters.h"
 #include "shardproof/comm/timeline.h"
 #include "shardproof/comm/traced.h"
 
@@ -104,6 +106,9 @@ class RankRun {
       checkpoint::TrainerState trainer{.step = CaseCheckpoints::number(index)};
       if (scaler_) trainer.scaler = scaler_->state();
       manager_->save(sharded_, &optimizer_, trainer);
+      if (network_.lora)
+        checkpoint::save_adapters(checkpoints_.adapters(index), sharded_, *network_.lora,
+                                  {.overwrite = true, .files = checkpoints_.options().files});
     }
     if (!plan.crash) return;
     manager_->wait();
@@ -119,6 +124,7 @@ class RankRun {
     SHARD_REQUIRE(loaded && loaded->trainer.step == expected, "harness", "checkpoint {} was loaded instead of {}",
                   loaded ? loaded->trainer.step : -1, expected);
     if (scaler_) scaler_->set_state(loaded->trainer.scaler.value());
+    if (network_.lora) load_adapters(static_cast<size_t>(case_.loaded_after(index) + 1));
   }
 
   const Sharded& sharded() const { return sharded_; }
@@ -146,6 +152,15 @@ class RankRun {
   }
 
  private:
+  // Those that were saved by themselves before that step, in place of the checkpoint's.
+  void load_adapters(size_t step) {
+    std::map<std::string, at::Tensor> zeros;
+    for (const auto& [name, value] : run_.parameters)
+      if (name.find(".lora_") != std::string::npos) zeros[name] = at::zeros_like(value);
+    sharded_.write_parameters(zeros);
+    checkpoint::load_adapters(checkpoints_.adapters(step), sharded_, *network_.lora);
+  }
+
   // All ranks throw the same, so all go on, and the values say what is wrong before the fingerprints do.
   void compare_fingerprints() {
     if (!fingerprints_) return;

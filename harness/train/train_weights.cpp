@@ -2,13 +2,13 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <set>
 #include <sstream>
 
 #include "harness/case/case.h"
 #include "harness/case/model_fields.h"
+#include "harness/case/network.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/hugging_face.h"
 #include "shardproof/checkpoint/weights.h"
@@ -16,39 +16,7 @@
 namespace harness {
 namespace {
 
-using shardproof::checkpoint::HuggingFaceModel;
-
 constexpr int64_t kBytes = 256;  // of which text consists
-
-golden::Gpt gpt_of(const shardproof::GptOptions& o) {
-  return {.layers = o.layers,
-          .hidden = o.hidden,
-          .heads = o.heads,
-          .vocab = o.vocab,
-          .positions = o.positions,
-          .tied = o.tied,
-          .tanh_gelu = o.tanh_gelu};
-}
-
-golden::Llama llama_of(const shardproof::LlamaOptions& o, int64_t positions) {
-  return {.layers = o.layers,
-          .hidden = o.hidden,
-          .heads = o.heads,
-          .kv_heads = o.kv_heads,
-          .intermediate = o.intermediate,
-          .vocab = o.vocab,
-          .positions = o.longest > 0 ? std::min(o.longest, positions) : positions,
-          .tied = o.tied,
-          .qk_norm = o.qk_norm,
-          .qkv_bias = o.qkv_bias,
-          .head_size = o.head_size,
-          .theta = o.rope_theta,
-          .eps = o.norm_eps,
-          .rope_factor = o.rope_scaling.factor,
-          .rope_low = o.rope_scaling.low_turns,
-          .rope_high = o.rope_scaling.high_turns,
-          .rope_positions = o.rope_scaling.positions};
-}
 
 // The keys that stand in "gpt(layers=2,tied)".
 std::set<std::string> keys_in(const std::string& text) {
@@ -70,15 +38,7 @@ golden::Model model_of_weights(const std::string& folder) {
                 "--weights {}: there is no such folder. Give one with config.json and model*.safetensors, as a clone of a "
                 "model of Hugging Face is",
                 folder);
-  const HuggingFaceModel described = shardproof::checkpoint::read_hugging_face_config(folder);
-  golden::Model model;
-  if (const auto* gpt = std::get_if<shardproof::GptOptions>(&described.options)) {
-    model.kind = golden::Model::Kind::gpt;
-    model.gpt = gpt_of(*gpt);
-  } else {
-    model.kind = golden::Model::Kind::llama;
-    model.llama = llama_of(std::get<shardproof::LlamaOptions>(described.options), described.positions);
-  }
+  const golden::Model model = described_model(shardproof::checkpoint::read_hugging_face_config(folder));
   validate(model);
   return model;
 }

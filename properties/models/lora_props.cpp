@@ -32,8 +32,8 @@ struct Where {
   std::string row = "zero3";
   LoraOptions lora = options_of({"h.*.attn.c_attn", "h.*.attn.c_proj", "h.*.mlp.*", "lm_head"});
   std::string str() const {
-    return fmt::format("{} on dp {} tp {}, sequence {}, recompute {}, leaves {}, targets {}", row, dp, tp, sequence, recompute,
-                       by_leaf, fmt::join(lora.targets, " "));
+    return fmt::format("{} on dp {} tp {}, sequence {}, recompute {}, leaves {}, targets {}, dropout {}", row, dp, tp, sequence,
+                       recompute, by_leaf, fmt::join(lora.targets, " "), lora.dropout);
   }
 };
 
@@ -66,10 +66,12 @@ class Part {
     for (int64_t round = 0; round < rounds; ++round) {
       sharded->set_last_microbatch(round + 1 == rounds);
       const int64_t sample = own * rounds + round;
+      random_stream() = {.seed = static_cast<uint64_t>(steps_ * kSamples + sample)};
       const at::Tensor targets = (at::arange(6, at::kLong) * (sample + 3)).remainder(13).view({1, 6});
       (canonical_ops::cross_entropy(logits(sample), targets, 13, &comms_->along({"tp"})) / kSamples).backward();
     }
     optimizer->step();
+    ++steps_;
   }
 
   std::optional<Lora> lora;
@@ -78,6 +80,7 @@ class Part {
 
  private:
   Where where_;
+  int64_t steps_ = 0;
   std::shared_ptr<MeshComm> comms_;
   Gpt gpt_{kGpt};
   std::optional<TensorParallel> parallel_;
@@ -119,6 +122,7 @@ RC_GTEST_PROP(Lora, trains_and_merges_with_the_bits_of_the_unsharded_run_on_any_
   one.lora.targets = *rc::gen::elementOf(std::vector<std::vector<std::string>>{
       one.lora.targets, {"h.*.attn.c_attn"}, {"h.*.mlp.c_proj"}, {"h.1.mlp.c_fc", "lm_head"}});
   one.lora.rank = *rc::gen::inRange<int64_t>(1, 4);
+  one.lora.dropout = *rc::gen::element(0.0, 0.25);
   Where many = one;
   many.dp = *rc::gen::element<int64_t>(1, 2, 3);
   many.tp = *rc::gen::element<int64_t>(1, 2, 4);
@@ -207,7 +211,9 @@ TEST(Lora, adapters_are_saved_as_peft_names_them_and_loaded_on_another_mesh) {
     return values;
   };
   run_threads(4, [&](std::shared_ptr<Comm> world) {
-    Part run({.dp = 2, .tp = 2}, world);
+    Where where{.dp = 2, .tp = 2};
+    where.lora.dropout = 0.5;
+    Part run(where, world);
     for (int64_t step = 0; step < 2; ++step) run.step();
     checkpoint::save_adapters(scratch / "adapters", *run.sharded, *run.lora,
                               {.base_model = "gpt2", .module_prefix = "transformer.", .fan_in_fan_out = true});
@@ -218,6 +224,7 @@ TEST(Lora, adapters_are_saved_as_peft_names_them_and_loaded_on_another_mesh) {
   EXPECT_EQ(config["peft_type"], "LORA");
   EXPECT_EQ(config["r"], 3);
   EXPECT_EQ(config["lora_alpha"], 6);
+  EXPECT_EQ(config["lora_dropout"], 0.5);
   EXPECT_EQ(config["base_model_name_or_path"], "gpt2");
   EXPECT_EQ(config["fan_in_fan_out"], true);
   EXPECT_EQ(config["target_modules"].size(), 9U);
@@ -232,6 +239,14 @@ TEST(Lora, adapters_are_saved_as_peft_names_them_and_loaded_on_another_mesh) {
     expect_error([&] { checkpoint::load_adapters(scratch / "adapters", *run.sharded, *run.lora); },
                  {"and this model has no such adapter"});
     expect_error([&] { checkpoint::load_adapters(scratch / "nowhere", *run.sharded, *run.lora); }, {"nowhere"});
+    for (const char* key : {"use_rslora", "alpha_pattern"}) {
+      const std::string there = fmt::format("{}/{}_of_{}", scratch.path(), key, world->rank());
+      std::filesystem::copy(scratch / "adapters", there);
+      auto other = config;
+      other[key] = std::string(key) == "use_rslora" ? nlohmann::json(true) : nlohmann::json{{"lm_head", 9}};
+      checkpoint::spill(there + "/adapter_config.json", other.dump());
+      expect_error([&] { checkpoint::load_adapters(there, *run.sharded, *run.lora); }, {key});
+    }
   });
   run_threads(2, [&](std::shared_ptr<Comm> world) {
     Where other{.dp = 2};
@@ -249,6 +264,7 @@ TEST(Lora, that_cannot_be_is_refused) {
   };
   refused({.rank = 0, .targets = {"lm_head"}}, "the rank must be at least 1, got 0");
   refused({.rank = 1}, "no targets");
+  refused({.rank = 1, .targets = {"lm_head"}, .dropout = 1}, "the dropout must be at least 0 and below 1, got 1");
   refused({.rank = 1, .targets = {"lm_haed"}}, "target 'lm_haed' fits no torch::nn::Linear");
   refused({.rank = 1, .targets = {"h.*.ln_1"}}, "target 'h.*.ln_1' fits no torch::nn::Linear");
   const Lora lora = add_lora(gpt.ptr(), options_of({"lm_head"}));

@@ -13,6 +13,7 @@ from torch import nn
 from . import _C
 from .parallel import ColumnParallel, PartialGradients, RowParallel, SequenceParallel, Style
 from .sharded import Sharded, sharded_of
+from .units import Dropout
 
 
 class Lora:
@@ -26,11 +27,13 @@ class Lora:
         Of the adapters.
     alpha : float
         The outputs of adapters are multiplied by ``alpha / rank``.
+    dropout : float
+        Of the inputs of adapters while the model trains.
     """
 
-    def __init__(self, layers: "list[str]", rank: int, alpha: float):
-        self.layers, self.rank, self.alpha = layers, rank, alpha
-        self.native = _C.Lora(layers, rank, alpha)
+    def __init__(self, layers: "list[str]", rank: int, alpha: float, dropout: float = 0.0):
+        self.layers, self.rank, self.alpha, self.dropout = layers, rank, alpha, dropout
+        self.native = _C.Lora(layers, rank, alpha, dropout)
 
     @property
     def scale(self) -> float:
@@ -38,7 +41,15 @@ class Lora:
         return self.native.scale
 
     def with_styles(self, plan: "dict[str, Style]") -> "dict[str, Style]":
-        """The plan of `parallelize` with styles for the adapters, so that they are cut as their layers are."""
+        """The plan of `parallelize` with styles for the adapters, so that they are cut as their layers are.
+
+        Adapters with dropout are refused: `Dropout` does not know of cuts.
+        """
+        if self.dropout > 0:
+            raise _C.Error(
+                f"[lora] the adapters have dropout={self.dropout}, and in Python its masks know nothing of tensor parallelism. "
+                "Leave out dropout, or the plan"
+            )
         added: "dict[str, Style]" = {}
         for layer in self.layers:
             style = next((style for pattern, style in plan.items() if _C.name_matches(pattern, layer)), None)
@@ -93,14 +104,17 @@ class Lora:
 
 @dataclasses.dataclass(eq=False)
 class Adapted:
-    """The forward of a layer with an adapter: W x + scale * B (A x)."""
+    """The forward of a layer with an adapter: W x + scale * B (A x). Where there is dropout, A gets what that leaves of x."""
 
     layer: nn.Linear
     scale: float
     plain: Callable
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return self.plain(input) + self.layer.lora_B(self.layer.lora_A(input)) * self.scale
+        own = input.view_as(input)  # the gradients of both are added first, whatever else uses the input
+        output = self.plain(own)
+        kept = self.layer.lora_dropout(own) if hasattr(self.layer, "lora_dropout") else own
+        return output + self.layer.lora_B(self.layer.lora_A(kept)) * self.scale
 
 
 def _uniform(weight: torch.Tensor, seed: int, name: str) -> None:
@@ -117,6 +131,7 @@ def add_lora(
     rank: int = 8,
     alpha: Optional[float] = None,
     seed: int = 0,
+    dropout: float = 0.0,
 ) -> Lora:
     """Give linear layers adapters of low rank, and freeze all parameters that there are. Only the adapters train.
 
@@ -135,6 +150,8 @@ def add_lora(
         Twice the rank without it.
     seed : int
         Of the first values of A.
+    dropout : float
+        The probability of zero in the input of A while the model trains. Masks are those of `Dropout`.
 
     Returns
     -------
@@ -151,6 +168,8 @@ def add_lora(
         raise _C.Error("[lora] this model is sharded or parallel already. Call add_lora before parallelize and fully_shard")
     if rank < 1:
         raise _C.Error(f"[lora] the rank must be at least 1, got {rank}")
+    if not 0 <= dropout < 1:
+        raise _C.Error(f"[lora] the dropout must be at least 0 and below 1, got {dropout}")
     alpha = float(2 * rank if alpha is None else alpha)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     linear = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}
@@ -171,5 +190,7 @@ def add_lora(
         layer.lora_B = nn.utils.skip_init(nn.Linear, rank, layer.out_features, **made)
         _uniform(layer.lora_A.weight, seed, name)
         layer.lora_B.weight.zero_()
+        if dropout > 0:
+            layer.lora_dropout = Dropout(dropout)
         layer.forward = Adapted(layer, alpha / rank, layer.forward)
-    return Lora(list(chosen), rank, alpha)
+    return Lora(list(chosen), rank, alpha, dropout)

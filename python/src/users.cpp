@@ -43,10 +43,10 @@ checkpoint::AdapterOptions adapter_options(const std::string& base_model, const 
 
 void bind_lora(py::module_& module) {
   py::class_<Lora>(module, "Lora")
-      .def(py::init([](std::vector<std::string> layers, int64_t rank, double alpha) {
-             return described_lora(std::move(layers), {.rank = rank, .alpha = alpha});
+      .def(py::init([](std::vector<std::string> layers, int64_t rank, double alpha, double dropout) {
+             return described_lora(std::move(layers), {.rank = rank, .alpha = alpha, .dropout = dropout});
            }),
-           py::arg("layers"), py::arg("rank"), py::arg("alpha"))
+           py::arg("layers"), py::arg("rank"), py::arg("alpha"), py::arg("dropout"))
       .def_property_readonly("layers", &Lora::layers)
       .def_property_readonly("scale", &Lora::scale)
       .def(

@@ -42,7 +42,7 @@ std::string config_of(const Lora& lora, const AdapterOptions& options) {
                                          {"inference_mode", true},
                                          {"r", lora.options().rank},
                                          {"lora_alpha", lora.options().alpha},
-                                         {"lora_dropout", 0.0},
+                                         {"lora_dropout", lora.options().dropout},
                                          {"target_modules", targets},
                                          {"fan_in_fan_out", options.fan_in_fan_out},
                                          {"bias", "none"},
@@ -61,6 +61,12 @@ void require_config(const std::string& path, const std::string& text, const Lora
   SHARD_REQUIRE(number("r") == static_cast<double>(lora.options().rank) && number("lora_alpha") == lora.options().alpha, "lora",
                 "{} has adapters of rank {} and alpha {}, and this model of rank {} and alpha {}", path, number("r"),
                 number("lora_alpha"), lora.options().rank, lora.options().alpha);
+  SHARD_REQUIRE(!config.contains("use_rslora") || config["use_rslora"] != true, "lora",
+                "{} has \"use_rslora\": true, so its adapters are scaled by alpha / sqrt(rank), and these by alpha / rank",
+                path);
+  for (const char* key : {"rank_pattern", "alpha_pattern"})
+    SHARD_REQUIRE(!config.contains(key) || config[key].empty(), "lora",
+                  "{} has a {}, so its layers differ in rank or alpha, and these have all the same", path, key);
 }
 
 at::Tensor read_tensor(FileSystem& files, const SafeTensor& stored) {

@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 
 #include "hooks/attachments.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/name_pattern.h"
 #include "shardproof/models/models.h"
+#include "shardproof/nn/dropout.h"
 #include "shardproof/nn/initialize.h"
 
 namespace shardproof {
@@ -18,20 +20,24 @@ namespace {
 
 constexpr const char* kDown = "lora_A";
 constexpr const char* kUp = "lora_B";
+constexpr const char* kDropout = "lora_dropout";
 
 // W x + scale * B (A x). A and B are entered as the layers that they are, so that they may be cut.
 class LinearAdapter final : public AdapterHooks {
  public:
-  LinearAdapter(std::weak_ptr<void> state, Linear down, Linear up, double scale)
-      : state_(std::move(state)), down_(std::move(down)), up_(std::move(up)), scale_(scale) {}
+  // `dropout`: of what A gets; null: none.
+  LinearAdapter(std::weak_ptr<void> state, Linear down, Linear up, Dropout dropout, double scale)
+      : state_(std::move(state)), down_(std::move(down)), up_(std::move(up)), dropout_(std::move(dropout)), scale_(scale) {}
   at::Tensor add_to(const at::Tensor& output, const at::Tensor& input) override {
-    return output + call(up_, call(down_, input)) * scale_;
+    const at::Tensor kept = dropout_.is_empty() ? input : call(dropout_, input);
+    return output + call(up_, call(down_, kept)) * scale_;
   }
   std::shared_ptr<void> held() const override { return state_.lock(); }
 
  private:
   std::weak_ptr<void> state_;  // which owns this
   Linear down_, up_;
+  Dropout dropout_;
   double scale_;
 };
 
@@ -57,6 +63,15 @@ const ParallelStyle* style_of(const ParallelPlan& plan, const std::string& layer
   return nullptr;
 }
 
+// Of the dropout of what a layer of this style gets. A layer that is whole has it below itself.
+std::optional<ParallelStyle> dropout_style(const ParallelStyle& style, int64_t inputs) {
+  if (std::holds_alternative<ColumnParallel>(style)) return SequenceParallel{};
+  const auto* row = std::get_if<RowParallel>(&style);
+  if (!row || !row->input_is_parallel) return std::nullopt;
+  // Granules of one element are dealt out as the even cut deals out elements.
+  return CutDropout{.dim = -1, .segments = row->segments.empty() ? std::vector<CutSegment>{{inputs}} : row->segments};
+}
+
 // scale * B A for the elements of a run of the product's rows.
 at::Tensor product_of(const at::Tensor& up, const at::Tensor& down, Interval run, double scale) {
   const int64_t inputs = down.size(1), begin = run.begin / inputs, end = (run.end + inputs - 1) / inputs;
@@ -71,6 +86,7 @@ at::Tensor product_of(const at::Tensor& up, const at::Tensor& down, Interval run
 struct Lora::State {
   LoraOptions options;
   std::vector<std::string> layers;
+  std::map<std::string, int64_t> inputs;  // how many features each layer takes
   AdapterAttachments attached;
   std::unique_ptr<SequentialEntries> sequential;
 };
@@ -90,7 +106,14 @@ ParallelPlan Lora::with_styles(ParallelPlan plan) const {
   for (const std::string& layer : layers()) {
     const ParallelStyle* style = style_of(plan, layer);
     if (!style || std::holds_alternative<PartialGradients>(*style)) continue;
-    const std::string down = layer + "." + kDown, up = layer + "." + kUp;
+    const std::string below = layer + ".", down = below + kDown, up = below + kUp;
+    if (options().dropout > 0) {
+      SHARD_REQUIRE(state_->inputs.contains(layer), "lora",
+                    "how many features layer '{}' takes is not known; give described_lora "
+                    "its inputs",
+                    layer);
+      if (const auto dropped = dropout_style(*style, state_->inputs.at(layer))) added.emplace_back(below + kDropout, *dropped);
+    }
     if (const auto* column = std::get_if<ColumnParallel>(style)) {
       added.emplace_back(down, SequenceParallel{});
       added.emplace_back(up, *column);
@@ -125,6 +148,8 @@ Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
   const at::NoGradGuard no_grad;
   SHARD_REQUIRE(options.rank >= 1, "lora", "the rank must be at least 1, got {}", options.rank);
   SHARD_REQUIRE(!options.targets.empty(), "lora", "no targets: name the linear layers that get adapters");
+  SHARD_REQUIRE(options.dropout >= 0 && options.dropout < 1, "lora", "the dropout must be at least 0 and below 1, got {}",
+                options.dropout);
   if (options.alpha == 0) options.alpha = 2 * static_cast<double>(options.rank);
   auto state = std::make_shared<Lora::State>();
   std::vector<bool> used(options.targets.size(), false);
@@ -154,19 +179,23 @@ Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
     up->weight.zero_();
     layer->register_module(kDown, down);
     layer->register_module(kUp, up);
+    Dropout dropout{nullptr};
+    if (options.dropout > 0) dropout = layer->register_module(kDropout, Dropout(options.dropout));
     state->layers.push_back(name);
-    state->attached.attach(layer, std::make_shared<LinearAdapter>(state, down, up, scale));
+    state->inputs[name] = weight.size(1);
+    state->attached.attach(layer, std::make_shared<LinearAdapter>(state, down, up, dropout, scale));
   }
   state->options = std::move(options);
   state->sequential = std::make_unique<SequentialEntries>(*module);
   return Lora(std::move(state));
 }
 
-Lora described_lora(std::vector<std::string> layers, LoraOptions options) {
+Lora described_lora(std::vector<std::string> layers, LoraOptions options, std::map<std::string, int64_t> inputs) {
   SHARD_REQUIRE(options.rank >= 1, "lora", "the rank must be at least 1, got {}", options.rank);
   auto state = std::make_shared<Lora::State>();
   if (options.alpha == 0) options.alpha = 2 * static_cast<double>(options.rank);
   state->layers = std::move(layers);
+  state->inputs = std::move(inputs);
   state->options = std::move(options);
   return Lora(std::move(state));
 }

@@ -29,8 +29,9 @@ struct AdapterOptions {
 void save_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options = {});
 
 // Loads them, whatever mesh or program saved them, rounded to the main dtype. Throws Error on every rank, and changes nothing,
-// when a file is missing or damaged; when rank, alpha or a layer is not as in `lora`; or when a shape does not fit. Collective
-// over the mesh of the Sharded.
+// when a file is missing or damaged; when rank, alpha or a layer is not as in `lora`, or the file scales its adapters otherwise
+// (use_rslora, rank_pattern, alpha_pattern); or when a shape does not fit. The dropout may differ. Collective over the mesh of
+// the Sharded.
 void load_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options = {});
 
 }  // namespace shardproof::checkpoint

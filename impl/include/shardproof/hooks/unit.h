@@ -129,7 +129,11 @@ auto forward_adapted(const torch::nn::Module& module, const Forward& forward, Ar
   if (AdapterHooks* adapter = adapter_hooks(module)) {
     using Result = decltype(forward(args...));
     if constexpr (sizeof...(Args) == 1 && (std::is_same_v<Args, at::Tensor> && ...) && std::is_same_v<Result, at::Tensor>)
-      return adapter->add_to(forward_in_parallel(module, forward, args...), args...);
+      return [&](const at::Tensor& input) {
+        // The gradients of both are added before those of other uses of the input, wherever units begin and end.
+        const at::Tensor own = input.view_as(input);
+        return adapter->add_to(forward_in_parallel(module, forward, own), own);
+      }(args...);
     else
       refuse_adapted_call(module);
   }

@@ -15,6 +15,7 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,6 +31,9 @@ struct LoraOptions {
   // Patterns of the names of layers (base/name_pattern.h). A pattern that matches no linear layer is an error.
   std::vector<std::string> targets = {};
   uint64_t seed = 0;  // of the first values of A; those of B are zeros, so that the model computes at first what it computed
+  // Of the input of A while the model trains (nn/dropout.h): the probability of zero. The layer then has a module
+  // "lora_dropout". Masks do not depend on the mesh.
+  double dropout = 0;
 };
 
 class [[nodiscard]] Lora {
@@ -43,8 +47,8 @@ class [[nodiscard]] Lora {
   double scale() const;
 
   // The plan with styles for A and B of each layer, so that they are cut as the layer is: of a ColumnParallel layer B is cut by
-  // rows and A is whole; of a RowParallel layer A is cut by columns and B is whole. Throws Error when a layer has a style that
-  // is not one of a linear layer.
+  // rows and A is whole; of a RowParallel layer A is cut by columns and B is whole. Dropout is cut as the input of A is. Throws
+  // Error when a layer has a style that is not one of a linear layer.
   ParallelPlan with_styles(ParallelPlan plan) const;
 
   // Adds scale * B A to each layer's main weight and makes B zero. The model then computes, up to rounding, what it computed
@@ -68,7 +72,8 @@ class [[nodiscard]] Lora {
 Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options);
 
 // Describes adapters that layers of these names have already, under the names above, for a program that adds them to its
-// forward itself. The result names, cuts, merges and saves them, and attaches nothing.
-Lora described_lora(std::vector<std::string> layers, LoraOptions options);
+// forward itself. The result names, cuts, merges and saves them, and attaches nothing. `inputs`: how many features each layer
+// takes, which with_styles needs to know where there is dropout.
+Lora described_lora(std::vector<std::string> layers, LoraOptions options, std::map<std::string, int64_t> inputs = {});
 
 }  // namespace shardproof
