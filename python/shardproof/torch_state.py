@@ -80,7 +80,7 @@ class TorchState:
         """Put into the optimizer what was loaded."""
         for group, names in zip(self.optimizer.param_groups, self.groups):
             model = self._after_a_step(group)
-            for name in names:
+            for name in filter(loaded.is_restored, names):
                 tensors, scalars = loaded.state(name)
                 numbers = {what: (value, model[what]) for what, value in scalars.items()}
                 at = 0

@@ -137,6 +137,7 @@ int64_t ForeignOptimizer::updates(const std::string& name) const {
 void ForeignOptimizer::restore(const std::string& name, int64_t, bool with_state) {
   Parameter& parameter = parameters_.at(name);
   parameter.state = {};
+  parameter.is_restored = true;
   if (!with_state) return;
   for (const std::string& what : groups_[parameter.group].state_names)
     parameter.state.tensors[what] = at::empty({parameter.numel}, parameter.options);
@@ -172,6 +173,7 @@ void bind_foreign_optimizer(py::module_& module) {
           py::arg("parameter"), py::arg("tensors"), py::arg("scalars"))
       .def("fail", &ForeignOptimizer::fail, py::arg("error"))
       .def("share", &ForeignOptimizer::share, Unlocked())
+      .def("is_restored", &ForeignOptimizer::is_restored, py::arg("parameter"))
       .def(
           "state",
           [](const ForeignOptimizer& optimizer, const std::string& name) {

@@ -29,7 +29,9 @@ class ForeignOptimizer final : public OptimizerState {
   // Every rank learns which parameters have state, and their scalars. Throws Error on every rank when one failed, or when two
   // ranks that hold parts of a parameter differ. Collective over the mesh.
   void share();
-  // What was loaded: nothing of a parameter without state.
+  // Whether a load has set the state of the parameter. It has not where that of the checkpoint does not fit.
+  bool is_restored(const std::string& parameter) const { return parameters_.at(parameter).is_restored; }
+  // Nothing of a parameter without state.
   State state(const std::string& parameter) const { return parameters_.at(parameter).state; }
   const std::map<size_t, std::vector<Setting>>& loaded_settings() const { return loaded_settings_; }
 
@@ -51,6 +53,7 @@ class ForeignOptimizer final : public OptimizerState {
     int64_t numel = 0;  // of this rank
     size_t group = 0;
     State state = {};
+    bool is_restored = false;
   };
   std::string told() const;
 

@@ -126,22 +126,22 @@ class Counting(torch.nn.Module):
 def test_persistent_buffers_are_transferred_and_saved_and_others_are_not(tmp_path):
     saved = str(tmp_path / "saved")
 
-    def sharded_counting(comm, mesh, value):
+    def sharded_counting(comm, strategy, value):
         model = Counting()
-        sharded = shardproof.fully_shard(model, comm, mesh=mesh)
+        sharded = shardproof.fully_shard(model, comm, strategy=strategy)
         model.seen.fill_(value)
         model.mask.copy_(torch.tensor([value % 2 == 1, True, False]))
         model.table.fill_(value)
         return sharded
 
     def body(comm):
-        trained = sharded_counting(comm, "dp_shard=3", 7 + comm.rank)  # each rank has its own
-        served = sharded_counting(comm, "dp_replicate=3", 20)
+        trained = sharded_counting(comm, "zero3", 7 + comm.rank)  # each rank has its own
+        served = sharded_counting(comm, "ddp", 20)
         shardproof.transfer(trained, served)
         own = served.module
         assert own.seen.item() == 7 and own.mask.tolist() == [True, True, False] and own.table.tolist() == [20.0] * 4
         shardproof.save(saved, trained)
-        loaded = sharded_counting(comm, "dp_shard=3", 30)
+        loaded = sharded_counting(comm, "zero2", 30)
         shardproof.load(saved, loaded)
         assert loaded.module.seen.item() in (7, 8, 9) and loaded.module.table.tolist() == [30.0] * 4
 
