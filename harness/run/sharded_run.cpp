@@ -16,9 +16,8 @@
 #include "harness/run/policies.h"
 #include "harness/run/property.h"
 #include "harness/run/sharded_options.h"
+#include "harness/run/tracing.h"
 #include "shardproof/checkpoint/adapters.h"
-#include "shardproof/comm/timeline.h"
-#include "shardproof/comm/traced.h"
 
 namespace harness {
 namespace {
@@ -42,33 +41,6 @@ void set_parameters(torch::nn::Module& module, const golden::Named& values, int6
 std::vector<Piece> copies(std::vector<Piece> pieces) {
   for (Piece& piece : pieces) piece.data = piece.data.to(at::kCPU, at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   return pieces;
-}
-
-// Whether, and where, ranks write down what their modules do in one step.
-struct Tracing {
-  size_t step = 0;
-  ModuleTraces* ranks = nullptr;  // null: they do not
-  std::shared_ptr<Timeline> timeline = std::make_shared<Timeline>();
-
-  std::shared_ptr<Comm> around(std::shared_ptr<Comm> comm) const {
-    return ranks ? traced(std::move(comm), std::make_shared<Trace>(), timeline) : comm;
-  }
-
-  std::string last_collective(int64_t rank) const {
-    const std::vector<Span> spans = timeline->of_rank(rank);
-    for (auto span = spans.rbegin(); span != spans.rend(); ++span)
-      if (span->kind == Span::Kind::collective)
-        return fmt::format("{}{}{} in '{}'", span->name, span->unit.empty() ? "" : " of ", span->unit, span->group);
-    return "";
-  }
-};
-
-// What the watch saw, after a call of the model itself that reads all buffers.
-std::vector<ModuleCall> calls_of(const ModuleWatch& watch, const torch::nn::Module& root) {
-  std::vector<ModuleCall> calls{ModuleCall{}};
-  for (const auto& item : root.named_buffers()) calls.front().parameters.emplace_back(item.key(), item.value().clone());
-  calls.insert(calls.end(), watch.calls().begin(), watch.calls().end());
-  return calls;
 }
 
 // One rank through the history, or through what lies between two loads.

@@ -1,0 +1,32 @@
+// How ranks write down what their modules do in one step.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "harness/run/sharded_run.h"
+#include "shardproof/comm/comm.h"
+#include "shardproof/comm/timeline.h"
+#include "shardproof/hooks/module_watch.h"
+
+namespace harness {
+
+struct Tracing {
+  size_t step = 0;
+  ModuleTraces* ranks = nullptr;  // null: they write nothing down
+  std::shared_ptr<shardproof::Timeline> timeline = std::make_shared<shardproof::Timeline>();
+
+  // The world of a rank, whose collectives the timeline then has.
+  std::shared_ptr<shardproof::Comm> around(std::shared_ptr<shardproof::Comm> comm) const;
+  // "all_gather of unit 'h.0' in 'dp_shard'"; "" before the first one.
+  std::string last_collective(int64_t rank) const;
+};
+
+// What the watch saw, after a call of the model itself that reads all buffers.
+std::vector<shardproof::ModuleCall> calls_of(const shardproof::ModuleWatch& watch, const torch::nn::Module& root);
+
+}  // namespace harness
