@@ -12,9 +12,9 @@
 #include "harness/compare/step_exchange.h"
 #include "harness/run/case_checkpoints.h"
 #include "harness/run/ranks.h"
+#include "harness/run/tracing.h"
 #include "shardproof/comm/comm.h"
 #include "shardproof/comm/threads/schedule_policy.h"
-#include "shardproof/hooks/module_watch.h"
 #include "shardproof/sharding/fully_shard.h"
 
 namespace harness {
@@ -25,15 +25,6 @@ using RankBody = std::function<void(std::shared_ptr<shardproof::Comm>)>;
 using RunWorld = std::function<void(const Case&, const RankBody&)>;
 // Called by each rank when a step begins, and again when it has ended.
 using StepWatch = std::function<void(int64_t rank, size_t step, bool ended, const shardproof::Sharded& sharded)>;
-
-// What the modules of a rank did in one microbatch.
-struct MicrobatchTrace {
-  std::vector<shardproof::ModuleCall> calls;
-  at::Tensor positions;  // those of its sequences that the rank computes, int64; undefined where it computes all
-  double scale = 1;      // of the loss, and so of its gradients
-  golden::Named gradients = {};  // of the parameters, where the model is unsharded
-};
-using ModuleTraces = std::vector<std::vector<MicrobatchTrace>>;  // [rank][round]
 
 // By rank-threads: what the modules did in the microbatches of one step. The note of each call is the last collective that the
 // rank had begun, e.g. "all_gather of unit 'h.0' in 'dp_shard'".

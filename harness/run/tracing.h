@@ -8,12 +8,21 @@
 #include <string>
 #include <vector>
 
-#include "harness/run/sharded_run.h"
+#include "golden/golden.h"
 #include "shardproof/comm/comm.h"
 #include "shardproof/comm/timeline.h"
 #include "shardproof/hooks/module_watch.h"
 
 namespace harness {
+
+// What the modules of a rank did in one microbatch.
+struct MicrobatchTrace {
+  std::vector<shardproof::ModuleCall> calls;
+  at::Tensor positions;  // those of its sequences that the rank computes, int64; undefined where it computes all
+  double scale = 1;      // of the loss, and so of its gradients
+  golden::Named gradients = {};  // of the parameters, where the model is unsharded
+};
+using ModuleTraces = std::vector<std::vector<MicrobatchTrace>>;  // [rank][round]
 
 struct Tracing {
   size_t step = 0;
