@@ -30,6 +30,8 @@ class Session:
         before = summary.read_results(self.path("results.json")) if options.go_on else {}
         self.results = {"begun": datetime.datetime.now().isoformat(timespec="seconds"), "notes": [],
                         "seed": before.get("seed", random.SystemRandom().randrange(2**31)), "stages": before.get("stages", {})}
+        if options.go_on:  # what an earlier call has built takes no time now, which would tell nobody anything
+            self.results["first_gpu_stage_seconds"] = before.get("first_gpu_stage_seconds")
         self.now_passed = set()
         self.cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
         self.commands = dict(os.environ)  # the environment of commands
