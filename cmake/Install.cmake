@@ -33,6 +33,13 @@ if(TARGET golden_python)
   add_dependencies(shardproof_installed golden_python)
 endif()
 
+if(TARGET shardproof_cuda_graph)  # loaded, and linked by nobody
+  set_target_properties(shardproof_cuda_graph PROPERTIES INSTALL_RPATH "$ORIGIN;${SHARDPROOF_TORCH_DIR}/lib"
+    INSTALL_RPATH_USE_LINK_PATH ON)
+  install(TARGETS shardproof_cuda_graph LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+  add_dependencies(shardproof_installed shardproof_cuda_graph)
+endif()
+
 install(EXPORT shardproof NAMESPACE shardproof:: FILE shardproofTargets.cmake DESTINATION "${_package}")
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/shardproofConfig.cmake.in"
   "${CMAKE_BINARY_DIR}/shardproofConfig.cmake" INSTALL_DESTINATION "${_package}")

@@ -1,9 +1,11 @@
 # What `pip install .` and ci/wheel put into the Python package: the extension modules, the library, and the command with what
 # it needs. Libraries are found beside each other, and torch's where pip has it.
 set(_files shardproof_python shardproof shardproof_mpi shardproof_nccl shardproof_cuda golden golden_python harness)
-if(TARGET shardproof_python_mpi)
-  list(APPEND _files shardproof_python_mpi)
-endif()
+foreach(part shardproof_python_mpi shardproof_cuda_graph)
+  if(TARGET ${part})
+    list(APPEND _files ${part})
+  endif()
+endforeach()
 set_target_properties(${_files} PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../torch/lib;${SHARDPROOF_TORCH_DIR}/lib"
   INSTALL_RPATH_USE_LINK_PATH ON)
 set_target_properties(shardproof_command PROPERTIES

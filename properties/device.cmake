@@ -43,6 +43,11 @@ shardproof_test(NAME device_schedules_props LABEL device TORCH LIBRARIES fake_de
 add_test(NAME DeviceSchedules.a_hundred_of_each_case_give_the_same_bits COMMAND device_schedules_props)
 set_tests_properties(DeviceSchedules.a_hundred_of_each_case_give_the_same_bits PROPERTIES
   LABELS "device;nightly" ENVIRONMENT SHARDPROOF_SCHEDULES=100 TIMEOUT 7200)
+# Steps that it captures and replays; and a GPU.
+shardproof_test(NAME step_graph_props LABEL device CASES 20 TORCH LIBRARIES fake_device SOURCES
+  sharding/step_graph_props.cpp doubles/echo_comm.cpp)
+gtest_discover_tests(step_graph_props TEST_PREFIX Cuda. TEST_FILTER "StepGraphs.*" DISCOVERY_TIMEOUT 60 PROPERTIES LABELS cuda
+  RESOURCE_GROUPS 1,gpus:1 ENVIRONMENT "SHARDPROOF_TEST_DEVICE=cuda;RC_PARAMS=max_success=20")
 # What the commands do with a device.
 shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
   harness/commands/device_commands_props.cpp)

@@ -18,7 +18,8 @@ class Stage:
 
 COMMAND = "{build}/shardproof"
 KERNEL_TESTS = "device_math_props"
-TESTS = (KERNEL_TESTS, "comm_nccl_props", "nccl_props", "nccl_training_props", "nccl_launch_props")
+TESTS = (KERNEL_TESTS, "comm_nccl_props", "nccl_props", "nccl_training_props", "nccl_launch_props",
+         "step_graph_props")
 
 
 CTEST = ("ctest --test-dir {build} -L 'cuda|nccl' -LE nightly --timeout 300 --output-on-failure --no-tests=error "

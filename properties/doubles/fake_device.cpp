@@ -17,6 +17,7 @@
 #include "properties/doubles/fake_math.h"
 #include "properties/doubles/fake_parts.h"
 #include "shardproof/device/device.h"
+#include "shardproof/device/device_graph.h"
 
 namespace fake_device {
 namespace {
@@ -73,7 +74,15 @@ struct Exploration {
   }
 };
 
+// What replays do, in the order in which the host asked for it; whatever waits for it does so in this order too.
+struct Captured {
+  std::vector<std::function<void()>> work;
+  std::vector<std::string> launches;
+};
+
 struct State {
+  std::shared_ptr<Captured> capturing, last;
+  int64_t pools = 0, not_captured = 0;
   std::recursive_mutex mutex;
   std::map<c10::StreamId, Queue> queues;
   c10::StreamId next = 0;
@@ -143,6 +152,45 @@ void append(c10::StreamId stream, Entry entry) {
   if (std::ranges::find(exploration->streams, stream) == exploration->streams.end()) exploration->streams.push_back(stream);
   if (exploration->when == When::between_calls) run_some(*exploration, [] { return true; });
 }
+
+void run_all() {
+  const std::lock_guard lock(state().mutex);
+  for (const auto& [stream, queue] : state().queues) run(stream, queue.queued);
+}
+
+class Graph final : public shardproof::DeviceGraph {
+ public:
+  explicit Graph(std::shared_ptr<const Captured> captured) : captured_(std::move(captured)) {}
+  void replay() override {
+    append(current, {.work = [captured = captured_] {
+      for (const auto& work : captured->work) work();
+    }, .wait = {}});
+  }
+
+ private:
+  const std::shared_ptr<const Captured> captured_;
+};
+
+class Graphs final : public shardproof::DeviceGraphs {
+ public:
+  std::shared_ptr<shardproof::DeviceGraph> capture(const std::function<void()>& work) const override {
+    run_all();
+    const std::vector<std::byte> before = contents();
+    auto captured = std::make_shared<Captured>();
+    const c10::StreamId outer = std::exchange(current, kStreams + 1);
+    set_pool(++state().pools);
+    state().capturing = captured;
+    const std::shared_ptr<void> over(nullptr, [&](void*) {
+      state().capturing = nullptr, state().last = captured;
+      run_all();
+      set_pool(0);
+      restore(before);
+      current = outer;
+    });
+    work();
+    return std::make_shared<Graph>(captured);
+  }
+};
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -227,6 +275,7 @@ void install() {
     c10::SetAllocator(kType, &memory());
     register_operators();
     shardproof::use_device_math(kType, queued_math());
+    shardproof::use_device_graphs(kType, std::make_shared<Graphs>());
     return true;
   }();
   (void)once;
@@ -244,9 +293,22 @@ c10::StreamId current_stream() {
   return current;
 }
 
-void queue(std::function<void()> work) {
+void queue(std::function<void()> work, const std::string& what) {
+  if (captures()) capture(what, work);
   append(current, {.work = std::move(work), .wait = {}});
 }
+
+bool captures() { return state().capturing && state().not_captured == 0; }
+
+void capture(std::string what, std::function<void()> work) {
+  state().capturing->work.push_back(std::move(work));
+  state().capturing->launches.push_back(std::move(what));
+}
+
+NotCaptured::NotCaptured() { ++state().not_captured; }
+NotCaptured::~NotCaptured() { --state().not_captured; }
+
+std::vector<std::string> last_launches() { return state().last ? state().last->launches : std::vector<std::string>{}; }
 
 void synchronize() {
   const std::lock_guard lock(state().mutex);
@@ -254,6 +316,7 @@ void synchronize() {
 }
 
 void count_wait(const std::string& what) {
+  TORCH_CHECK(!state().capturing, "fake device: the host waits for the device in ", what, " while its streams are captured");
   const std::lock_guard lock(state().mutex);
   ++state().waits[what];
 }

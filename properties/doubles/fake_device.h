@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "shardproof/comm/threads/schedule_policy.h"
 
@@ -57,9 +58,15 @@ int64_t most_bytes_in_use(bool forget);
 // How many bytes of page-locked memory of the host were asked for so far.
 int64_t bytes_page_locked();
 
-// Appends to the calling thread's current stream.
-void queue(std::function<void()> work);
+// Appends to the calling thread's current stream. `what` is its name among the launches of a graph.
+void queue(std::function<void()> work, const std::string& what = "kernel");
 // Runs what the calling thread's current stream has, and what that waits for.
 void synchronize();
+
+// A graph (shardproof/device/device_graph.h) that is captured here keeps addresses and numbers, as CUDA's does: replays read
+// and write where the capture did, and nothing of what was captured happens by the capture itself. A host that waits inside of
+// a capture is an error that names what it waits for. These are the launches of the last capture, in the order of the host,
+// each with the addresses that it was given; those of the graph's own memory count from where that begins.
+std::vector<std::string> last_launches();
 
 }  // namespace fake_device

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -51,10 +53,11 @@ class Memory final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, device()};
     const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    auto* block = new Block{nullptr, rounded, current_stream()};
+    auto* block = new Block{nullptr, rounded, current_stream(), 0};
     {
       const std::lock_guard lock(mutex_);
-      auto& free = free_[{block->stream, rounded}];
+      block->pool = pool_;
+      auto& free = free_[{block->pool, block->stream, rounded}];
       if (free.empty()) {
         TORCH_CHECK(used_ + rounded <= kBytes, "the fake device has no memory left");
         block->data = addresses().begin + used_;
@@ -73,6 +76,27 @@ class Memory final : public c10::Allocator {
     const std::lock_guard lock(mutex_);
     return forget ? std::exchange(most_in_use_, in_use_) : most_in_use_;
   }
+  void set_pool(int64_t pool) {
+    const std::lock_guard lock(mutex_);
+    pool_ = pool;
+    pool_begin_ = used_;
+  }
+  std::vector<std::byte> contents() {
+    const std::lock_guard lock(mutex_);
+    const std::byte* memory = addresses().begin + kBytes;
+    return {memory, memory + used_};
+  }
+  void restore(const std::vector<std::byte>& contents) {
+    const std::lock_guard lock(mutex_);
+    std::byte* memory = addresses().begin + kBytes;
+    std::memcpy(memory, contents.data(), contents.size());
+    std::memset(memory + contents.size(), 0xff, used_ - contents.size());
+  }
+  std::string address_text(const void* device_memory) {
+    const std::lock_guard lock(mutex_);
+    const auto at = static_cast<size_t>(static_cast<const std::byte*>(device_memory) - addresses().begin);
+    return pool_ > 0 && at >= pool_begin_ ? "own " + std::to_string(at - pool_begin_) : std::to_string(at);
+  }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     queue([=] { std::memcpy(on_host(to), on_host(from), bytes); });
@@ -83,13 +107,16 @@ class Memory final : public c10::Allocator {
     void* data;
     size_t bytes;
     c10::StreamId stream;
+    int64_t pool;
   };
   static void release(void* context);
 
   std::mutex mutex_;
   size_t used_ = 0;
   int64_t in_use_ = 0, most_in_use_ = 0;
-  std::map<std::pair<c10::StreamId, size_t>, std::vector<void*>> free_;
+  int64_t pool_ = 0;
+  size_t pool_begin_ = 0;
+  std::map<std::tuple<int64_t, c10::StreamId, size_t>, std::vector<void*>> free_;
 };
 
 Memory& all_memory() {
@@ -101,7 +128,7 @@ void Memory::release(void* context) {
   const std::unique_ptr<Block> block(static_cast<Block*>(context));
   Memory& memory = all_memory();
   const std::lock_guard lock(memory.mutex_);
-  memory.free_[{block->stream, block->bytes}].push_back(block->data);
+  memory.free_[{block->pool, block->stream, block->bytes}].push_back(block->data);
   memory.in_use_ -= static_cast<int64_t>(block->bytes);
 }
 
@@ -116,5 +143,10 @@ void* on_host(const void* device_memory) {
 int64_t most_bytes_in_use(bool forget) { return all_memory().most_in_use(forget); }
 
 c10::Allocator& memory() { return all_memory(); }
+
+void set_pool(int64_t pool) { all_memory().set_pool(pool); }
+std::vector<std::byte> contents() { return all_memory().contents(); }
+void restore(const std::vector<std::byte>& contents) { all_memory().restore(contents); }
+std::string address_text(const void* device_memory) { return all_memory().address_text(device_memory); }
 
 }  // namespace fake_device

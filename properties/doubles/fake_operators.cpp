@@ -78,6 +78,83 @@ class HostCall {
   }
 
   void run(torch::jit::Stack* stack) {
+    if (captures() && !is_view_) return capture_and_run(stack);
+    run_now(stack);
+  }
+
+ private:
+  // A graph has the addresses and numbers of this call, and its replays run the operator on whatever lies there then.
+  void capture_and_run(torch::jit::Stack* stack) {
+    const size_t count = schema_.arguments().size(), first = stack->size() - count;
+    const torch::jit::Stack given(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+    torch::jit::Stack inputs;  // on the CPU, over the device's memory
+    std::string what = schema_.name();
+    const auto baked = [&](const at::Tensor& tensor) -> at::Tensor {
+      if (!tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
+      if (is_ours(tensor) && tensor.numel() > 0) what += " " + address_text(tensor.const_data_ptr());
+      return is_ours(tensor) ? mirror(tensor, /*may_be_unreadable=*/tensor.numel() == 0) : tensor.clone();
+    };
+    for (size_t i = 0; i < count; ++i) {
+      c10::IValue value = given[i];
+      if (!is_written(i)) visit(value, baked);
+      if (value.isDevice() && value.toDevice() == device()) value = c10::Device(at::kCPU);
+      inputs.push_back(std::move(value));
+    }
+    {
+      const bool later = schema_.name() == "aten::copy_" && given[2].toBool() &&
+                         is_ours(given[0].toTensor()) != is_ours(given[1].toTensor());  // it queues what replays do
+      std::optional<NotCaptured> paused;
+      if (!later) paused.emplace();
+      run_now(stack);
+      if (later) return;
+    }
+    for (size_t i = 0; i < count; ++i)
+      if (is_written(i)) visit(inputs[i], baked);
+    std::vector<at::Tensor> made;  // undefined where it is an argument that was written, or shares its memory
+    for (size_t i = stack->size() - schema_.returns().size(); i < stack->size(); ++i) {
+      c10::IValue value = (*stack)[i];
+      visit(value, [&](const at::Tensor& tensor) {
+        made.push_back(is_ours(tensor) && !aliases_any(given, tensor) ? baked(tensor) : at::Tensor());
+        return tensor;
+      });
+    }
+    capture(what, [op = op_, inputs, made] { run_again(op, inputs, made); });
+  }
+
+  static void run_again(const c10::OperatorHandle& op, torch::jit::Stack stack, const std::vector<at::Tensor>& made) {
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op.callBoxed(stack);
+    }
+    size_t next = 0;
+    for (c10::IValue& value : stack)
+      visit(value, [&](const at::Tensor& tensor) {
+        const at::Tensor& place = made[next++];
+        if (!place.defined() || place.numel() == 0) return tensor;
+        TORCH_CHECK(tensor.sizes() == place.sizes() && tensor.strides() == place.strides() && tensor.dtype() == place.dtype(),
+                    "fake device: a replay of ", op.schema().name(), " gives another shape or dtype than its capture");
+        std::memcpy(place.mutable_data_ptr(), tensor.const_data_ptr(),
+                    static_cast<size_t>(extent(tensor)) * tensor.element_size());
+        return tensor;
+      });
+  }
+
+  bool is_written(size_t argument) const {
+    const auto* alias = schema_.arguments()[argument].alias_info();
+    return alias && alias->isWrite();
+  }
+
+  static bool aliases_any(const torch::jit::Stack& given, const at::Tensor& tensor) {
+    bool any = false;
+    for (c10::IValue value : given)
+      visit(value, [&](const at::Tensor& other) {
+        any |= other.has_storage() && other.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl();
+        return other;
+      });
+    return any;
+  }
+
+  void run_now(torch::jit::Stack* stack) {
     const size_t count = schema_.arguments().size(), first = stack->size() - count;
     for (size_t i = 0; i < count; ++i) visit((*stack)[first + i], [&](const at::Tensor& tensor) { return note(i, tensor); });
     if (reads_ours_) require_one_device();
@@ -88,8 +165,7 @@ class HostCall {
     if (sends_later(stack, first)) return;
     for (size_t i = 0; i < count; ++i) {
       c10::IValue& value = (*stack)[first + i];
-      const auto* alias = schema_.arguments()[i].alias_info();
-      visit(value, [&](const at::Tensor& tensor) { return to_cpu(tensor, alias && alias->isWrite()); });
+      visit(value, [&](const at::Tensor& tensor) { return to_cpu(tensor, is_written(i)); });
       if (value.isDevice() && value.toDevice() == device()) value = c10::Device(at::kCPU);
     }
     {
@@ -101,7 +177,6 @@ class HostCall {
     for (Written& written : written_) write_back(written);
   }
 
- private:
   struct Shared {
     c10::Storage ours, cpu;
   };

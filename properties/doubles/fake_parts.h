@@ -4,7 +4,10 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
 
+#include <cstddef>
+#include <functional>
 #include <string>
+#include <vector>
 
 namespace fake_device {
 
@@ -15,6 +18,24 @@ c10::StreamId current_stream();
 
 // Adds one to what `host_waits` says.
 void count_wait(const std::string& what);
+
+// What a graph has of memory. Whoever allocates while a pool is set gets memory of that pool, and nobody else ever does.
+void set_pool(int64_t pool);  // 0: none
+std::vector<std::byte> contents();
+// Puts it back; what was allocated since gets NaN.
+void restore(const std::vector<std::byte>& contents);
+// Counted from the beginning of the pool where the address lies there.
+std::string address_text(const void* device_memory);
+
+// Whether a graph is being captured, and what its replays do.
+bool captures();
+void capture(std::string what, std::function<void()> work);
+// While it lives, work that streams are given is not captured: `capture` is told what a replay does instead.
+class NotCaptured {
+ public:
+  NotCaptured();
+  ~NotCaptured();
+};
 
 // Every operator that has a kernel for the CPU.
 void register_operators();

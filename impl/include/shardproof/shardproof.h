@@ -42,4 +42,5 @@
 #include "shardproof/sharding/memory.h"
 #include "shardproof/sharding/piece.h"
 #include "shardproof/sharding/shard_options.h"
+#include "shardproof/sharding/step_graph.h"
 #include "shardproof/sharding/transfer.h"

@@ -16,6 +16,15 @@ LayerNorm layer_norm(int64_t size) {
   return LayerNorm(torch::nn::LayerNormOptions({size}));
 }
 
+// Of tokens in the whole sequence, ascending. Where a rank has all of it the device counts them itself.
+at::Tensor positions_of(const at::Tensor& tokens, Positions& module, int64_t positions_max) {
+  if (!module->rule) return at::arange(tokens.size(1), tokens.options().dtype(at::kLong));
+  const at::Tensor positions = module->forward(tokens.size(1));
+  SHARD_REQUIRE(positions.numel() == 0 || positions[-1].item<int64_t>() < positions_max, "gpt",
+                "a sequence reaches position {}, and there are {}", positions[-1].item<int64_t>(), positions_max);
+  return positions.to(tokens.device());
+}
+
 }  // namespace
 
 GptBlockImpl::GptBlockImpl(const GptOptions& options)
@@ -77,10 +86,7 @@ GptImpl::GptImpl(GptOptions options) : options_(options) {
 at::Tensor GptImpl::forward(at::Tensor tokens) {
   SHARD_REQUIRE(tokens.dim() == 2 && tokens.size(1) <= options_.positions, "gpt",
                 "tokens must be [batch, at most {} positions], got {}", options_.positions, fmt::join(tokens.sizes(), "x"));
-  const at::Tensor positions = positions_->forward(tokens.size(1));  // in the whole sequence, ascending
-  SHARD_REQUIRE(positions.numel() == 0 || positions[-1].item<int64_t>() < options_.positions, "gpt",
-                "a sequence reaches position {}, and there are {}", positions[-1].item<int64_t>(), options_.positions);
-  const at::Tensor found = call(wte_, tokens), placed = call(wpe_, positions.to(tokens.device()));
+  const at::Tensor found = call(wte_, tokens), placed = call(wpe_, positions_of(tokens, positions_, options_.positions));
   at::Tensor x = call(drop_, is_canonical() ? canonical_ops::add_bias(found, placed, "wpe") : found + placed);
   for (const GptBlock& block : blocks_) x = call(block, x);
   x = call(ln_f_, x);

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "shardproof/base/check.h"
+#include "shardproof/device/device_graph.h"
 #include "shardproof/hooks/unit.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/gradient_place.h"
@@ -50,6 +51,9 @@ struct Turn {
 
 // In the dtype and on the device of `like`.
 Turn turn_of(const at::Tensor& positions, const Rope& rope, const at::Tensor& like) {
+  SHARD_REQUIRE(!is_capturing(), "llama",
+                "rotary angles inside of a captured step: the host computes them in each forward and copies them there. "
+                "Train a Llama without a graph");
   const at::Tensor turn = angles(positions, rope, like.scalar_type());
   return {turn.cos().to(like.device()), turn.sin().to(like.device())};
 }

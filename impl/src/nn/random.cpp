@@ -8,6 +8,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
+#include "shardproof/device/device_graph.h"
 #include "shardproof/device/model_math.h"
 #include "shardproof/nn/dropout_mask.h"
 
@@ -26,6 +27,9 @@ DimRows whole_rows(int64_t rows) {
 
 DropoutSite next_dropout_site(double probability) {
   SHARD_REQUIRE(probability >= 0 && probability < 1, "dropout", "the probability must be in [0, 1), got {}", probability);
+  SHARD_REQUIRE(!is_capturing(), "dropout",
+                "dropout inside of a captured step: its masks come from numbers of the host, and each replay would have those "
+                "of the capture. Set the probability to 0, or train without a graph");
   RandomStream& stream = random_stream();
   return {counter_mix(stream.seed ^ counter_mix(stream.sites++)), probability};
 }

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "shardproof/base/check.h"
+#include "shardproof/device/device_graph.h"
 
 namespace shardproof {
 
@@ -25,7 +26,13 @@ void LossScaler::set_state(const State& state) {
   good_steps_ = state.good_steps;
 }
 
-at::Tensor LossScaler::scale(const at::Tensor& loss) const { return loss * scale_; }
+at::Tensor LossScaler::scale(const at::Tensor& loss) const {
+  SHARD_REQUIRE(!is_capturing(), "loss_scaler",
+                "LossScaler::scale inside of a captured step: a replay would keep the scale of {}, whatever it is then. Train "
+                "without a scaler, in bfloat16, or without a graph",
+                scale_);
+  return loss * scale_;
+}
 
 bool LossScaler::unscale(Sharded& sharded) {
   if (sharded.gradients_are_finite()) {

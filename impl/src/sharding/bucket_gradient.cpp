@@ -254,6 +254,13 @@ void BucketGradient::divide_final(double divisor) {
   if (divisor != 1) divide_by(values(), divisor);
 }
 
+void BucketGradient::adopt(at::Tensor gradient) {
+  SHARD_CHECK(state_ == GradientState::empty, "bucket", "{}: the gradient of {} is {}, and a replay made another", label_,
+              first_name(), to_string(state_));
+  state_ = GradientState::final;
+  gradient_ = std::move(gradient);
+}
+
 void BucketGradient::zero_gradients() {
   enter(GradientState::empty);
   is_outer_ = false;

@@ -8,6 +8,7 @@
 //   accumulated  --advance--> reducing     after the last microbatch: the sum that is left, over replicas, is under way
 //   accumulated  --finish-->  final        after the last microbatch: in the state layout and the main dtype, divided; what the
 //                                          optimizer reads. With Offload it is in the host's memory
+//   empty        --adopt-->    final       a replayed graph made it (step_graph.h)
 //   any but reducing --zero-->  empty
 //
 // Every other step is an error that names the unit and a parameter.
@@ -75,6 +76,9 @@ class BucketGradient : private BucketPart {
   void divide_final(double divisor);
   // Adds up what the ranks of the group have of the final gradient: terms along the tensor-parallel axis. Collective.
   void sum_terms(Comm& group);
+
+  // Takes what a replayed graph has made as the final gradient.
+  void adopt(at::Tensor gradient);
 
   void zero_gradients();
 

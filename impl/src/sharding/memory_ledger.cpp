@@ -138,6 +138,11 @@ void MemoryLedger::count(MemoryKind kind, Place place, int64_t bytes) {
   if (kind == MemoryKind::gathered) gathered_[std::abs(bytes)] += bytes > 0 ? 1 : bytes < 0 ? -1 : 0;
 }
 
+void MemoryLedger::drop_free() {
+  const std::lock_guard lock(mutex_);
+  free_.clear();
+}
+
 int64_t MemoryLedger::gathered_in_use(int64_t bytes) const {
   const std::lock_guard lock(mutex_);
   const auto found = gathered_.find(bytes);

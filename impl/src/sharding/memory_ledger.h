@@ -41,6 +41,8 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   // How many free buffers of each size are kept for the next request of that size instead of going back to the allocator; what
   // is kept does not count as in use.
   void keep_free(int64_t buffers) { keep_free_ = buffers; }
+  // Gives what is kept back to the allocator.
+  void drop_free();
   // Buffers of this size in use, of kind `gathered`.
   int64_t gathered_in_use(int64_t bytes) const;
 

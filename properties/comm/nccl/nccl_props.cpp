@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <filesystem>
 #include <fstream>
@@ -15,6 +16,8 @@
 #include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/capturable.h"
+#include "shardproof/device/device_graph.h"
 #include "testing/base/call_label.h"
 
 using namespace shardproof;
@@ -278,4 +281,28 @@ TEST(NcclMachine, a_machine_without_gpu_or_build_says_so) {
   } catch (const Error& error) {
     expect_says(error.what(), {nccl_available() ? "this machine has no GPU" : "this build has no NCCL", "--backend mpi"});
   }
+}
+
+TEST(Nccl, inside_of_a_captured_step_calls_on_the_device_pass_and_those_that_let_the_host_wait_are_refused_by_name) {
+  // Whoever asks is told that somebody captures.
+  struct NoGraphs final : DeviceGraphs {
+    std::shared_ptr<DeviceGraph> capture(const std::function<void()>& work) const override {
+      work();
+      return nullptr;
+    }
+  };
+  use_device_graphs(at::kCPU, std::make_shared<NoGraphs>());
+  std::barrier<> all_are_done(2);
+  nccl_worlds::run(2, {}, [&](std::shared_ptr<Comm> comm) {
+    at::Tensor sum = at::full({4}, 1.0 + static_cast<double>(comm->rank()));
+    EXPECT_TRUE(can_be_captured(*comm));
+    capture_graph(at::kCPU, [&] {
+      comm->all_reduce(sum).wait();
+      expect_error([&] { comm->barrier().wait(); }, {"inside of a captured step", "barrier"});
+    });
+    all_are_done.arrive_and_wait();  // the other rank captures no longer
+    comm->barrier().wait();
+    EXPECT_TRUE(at::equal(sum, at::full({4}, 3.0)));
+  });
+  use_device_graphs(at::kCPU, nullptr);
 }

@@ -2,11 +2,12 @@
 
 #include "comm/process/engine.h"
 #include "comm/split_group.h"
+#include "shardproof/comm/capturable.h"
 
 namespace shardproof::nccl {
 namespace {
 
-class NcclComm final : public Comm {
+class NcclComm final : public Comm, public CapturableComm {
  public:
   NcclComm(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group, std::string name)
       : engine_(std::move(engine)), group_(std::move(group)), name_(std::move(name)) {

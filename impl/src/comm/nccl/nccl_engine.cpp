@@ -7,6 +7,7 @@
 
 #include "comm/split_group.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/device_graph.h"
 
 namespace shardproof::nccl {
 namespace {
@@ -136,6 +137,8 @@ std::shared_ptr<Operation> Engine::start(std::shared_ptr<Group> group, std::shar
   const std::lock_guard lock(mutex_);
   api_->use_device();
   auto operation = std::make_shared<Operation>(api_, group, std::move(flight), std::move(call));
+  SHARD_REQUIRE(!is_capturing() || !operation->blocks, "nccl",
+                "{} inside of a captured step lets the host wait, and a replay would not", operation->title());
   operation->sequence = operation->is_message() ? group->message_count++ : group->collectives++;
   require_alive(operation->title());
   calls_.begin(operation);
@@ -179,7 +182,12 @@ void Engine::launch(const std::vector<std::shared_ptr<Operation>>& operations) {
     operation->begun = Clock::now();
   }
   const std::lock_guard state(state_mutex_);
-  flying_.insert(flying_.end(), operations.begin(), operations.end());
+  // An event of a capture is never over, and CUDA lets nobody ask for it.
+  if (!is_capturing()) return void(flying_.insert(flying_.end(), operations.begin(), operations.end()));
+  for (const auto& operation : operations) {
+    operation->complete = true;
+    calls_.mark(*operation, FlightCall::State::done);
+  }
 }
 
 void Engine::finish(NcclApi::Communicator communicator, NcclResult result, const std::string& doing) {

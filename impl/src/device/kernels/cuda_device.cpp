@@ -54,6 +54,7 @@ void use_cuda() {
   SHARD_REQUIRE(reason.empty(), "cuda", "CUDA cannot be used here: {}. Use the CPU, or look at nvidia-smi", reason);
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   use_device_math(c10::DeviceType::CUDA, kernels::make_gpu_math(&current_stream));
+  dlopen("libshardproof_cuda_graph.so", RTLD_NOW | RTLD_GLOBAL);  // it registers itself; without it captures are refused
 }
 
 std::shared_ptr<const DeviceMath> kernels_on(void* stream) {

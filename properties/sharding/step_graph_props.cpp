@@ -1,0 +1,365 @@
+// Steps that are captured once and replayed, beside steps that run each time. On the fake device, under any strategy on any
+// mesh, of whose ranks one is there; and on a GPU, alone, where SHARDPROOF_TEST_DEVICE is cuda.
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "properties/doubles/echo_comm.h"
+#include "properties/doubles/fake_device.h"
+#include "properties/kit/device_subject.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/device/device_graph.h"
+#include "shardproof/shardproof.h"
+
+using namespace shardproof;
+
+namespace {
+
+constexpr int64_t kVocab = 11, kLength = 5, kBatch = 2;
+constexpr int64_t kWarmUp = 2;  // steps
+
+c10::Device the_device() {
+  if (device_testing::on_cuda()) return {at::kCUDA, 0};
+  fake_device::install();
+  return fake_device::device();
+}
+
+struct Subject {
+  std::string strategy = "zero3";
+  int64_t replicas = 1, shards = 2;
+  int64_t microbatches = 1;
+  bool low_precision = false, recompute = false, tied = false, ordered = true;
+  bool looks = false;  // at whole parameters before the step that is captured, and leaves them whole
+  ShardOptions options = {};
+  double dropout = 0;
+
+  std::string str() const {
+    return fmt::format(
+        "{} on {} x {}, {} microbatches, low {}, recompute {}, tied {}, ordered {}, looks {}, pooled {}, reshards {}, prefetch "
+        "{}",
+        strategy, replicas, shards, microbatches, low_precision, recompute, tied, ordered, looks,
+        options.buffers == Buffers::pooled, options.reshard_after_backward, options.prefetch_forward);
+  }
+};
+
+Subject drawn_subject() {
+  Subject subject;
+  subject.strategy = *rc::gen::elementOf(std::vector<std::string>{"ddp", "zero1", "zero2", "zero3", "hsdp"});
+  const bool alone = device_testing::on_cuda();
+  subject.replicas = alone ? 1 : *rc::gen::inRange<int64_t>(1, 4);
+  subject.shards = alone ? 1 : *rc::gen::inRange<int64_t>(1, 4);
+  subject.microbatches = *rc::gen::inRange<int64_t>(1, 4);
+  subject.low_precision = *rc::gen::arbitrary<bool>();
+  subject.recompute = *rc::gen::arbitrary<bool>();
+  subject.tied = *rc::gen::arbitrary<bool>();
+  subject.ordered = *rc::gen::arbitrary<bool>();
+  subject.looks = *rc::gen::arbitrary<bool>();
+  subject.options.buffers = *rc::gen::element(Buffers::freed, Buffers::pooled);
+  subject.options.prefetch_forward = subject.options.prefetch_backward = *rc::gen::inRange<int64_t>(0, 3);
+  subject.options.reshard_after_backward = *rc::gen::arbitrary<bool>();
+  return subject;
+}
+
+// A GPT on one rank, and what a training program does with it.
+class Training {
+ public:
+  explicit Training(const Subject& subject) : subject_(subject), model_(make(subject)) {
+    const Mesh mesh({{"dp_replicate", subject.replicas}, {"dp_shard", subject.shards}});
+    ShardOptions options = subject.options;
+    options.strategy = strategy(subject.strategy);
+    options.units = by_type<GptBlockImpl>();
+    options.device = the_device();
+    options.initialize = normal_initializer(7, 0.3);
+    options.numerics = subject.ordered ? options.numerics : Numerics::fast;
+    if (subject.low_precision) options.precision = {.main = at::kFloat, .compute = at::kBFloat16};
+    if (subject.recompute)
+      options.unit_options = [](const std::string& unit) { return UnitOptions{.recompute = !unit.empty()}; };
+    // The first: others may have nothing of a bucket, and then all echo nothing.
+    comms_ = std::make_shared<MeshComm>(echo_comm(0, mesh.size()), mesh);
+    sharded_.emplace(fully_shard(model_.ptr(), comms_, options));
+    optimizer_.emplace(adamw(*sharded_, {.lr = 0.01}));
+  }
+
+  Sharded& sharded() { return *sharded_; }
+  Gpt& model() { return model_; }
+  StepGraph graph(int64_t warm_up = kWarmUp) {
+    return StepGraph(*sharded_, [this](const auto& inputs) { return body(inputs); }, {.warm_up_steps = warm_up});
+  }
+
+  std::vector<at::Tensor> body(const std::vector<at::Tensor>& inputs) {
+    at::Tensor total;
+    for (int64_t k = 0; k < subject_.microbatches; ++k) {
+      sharded_->set_last_microbatch(k + 1 == subject_.microbatches);
+      const at::Tensor logits = call(model_, inputs[static_cast<size_t>(2 * k)]);
+      const at::Tensor loss =
+          at::cross_entropy_loss(logits.to(at::kFloat).view({-1, kVocab}), inputs[static_cast<size_t>(2 * k + 1)].view({-1}));
+      (loss / static_cast<double>(subject_.microbatches)).backward();
+      total = total.defined() ? total + loss.detach() : loss.detach();
+      between();
+    }
+    return {total};
+  }
+
+  // Of a step, on the host.
+  std::vector<at::Tensor> inputs(int64_t step) const {
+    std::vector<at::Tensor> all;
+    for (int64_t k = 0; k < 2 * subject_.microbatches; ++k)
+      all.push_back(
+          at::arange(kBatch * kLength, at::kLong).mul(3 + 2 * k).add(7 * step + k).remainder(kVocab).view({kBatch, -1}));
+    return all;
+  }
+
+  // What changes from step to step stays outside of the graph.
+  void update(int64_t step) {
+    sharded_->clip_gradients(step % 2 == 0 ? 0.1 : 10);
+    optimizer_->set_lr_factor(1.0 / static_cast<double>(step + 1));
+    optimizer_->step();
+  }
+
+  std::vector<at::Tensor> main_parameters() const {
+    std::vector<at::Tensor> all;
+    for (const Piece& piece : sharded_->main_parameters()) all.push_back(piece.data.to(at::kCPU).clone());
+    return all;
+  }
+
+  std::function<void()> between = [] {};
+
+ private:
+  static Gpt make(const Subject& subject) {
+    const MetaInit meta;
+    return Gpt(GptOptions{.layers = 2,
+                          .hidden = 8,
+                          .heads = 2,
+                          .vocab = kVocab,
+                          .positions = kLength,
+                          .tied = subject.tied,
+                          .dropout = subject.dropout});
+  }
+
+  Subject subject_;
+  Gpt model_;
+  std::shared_ptr<MeshComm> comms_;
+  std::optional<Sharded> sharded_;
+  std::optional<Optimizer> optimizer_;
+};
+
+// Losses of each step and main parameters at the end.
+struct Trained {
+  std::vector<at::Tensor> losses, parameters;
+};
+
+Trained train(const Subject& subject, int64_t steps, bool captured) {
+  Training training(subject);
+  StepGraph graph = training.graph();
+  Trained trained;
+  for (int64_t step = 0; step < steps; ++step) {
+    std::vector<at::Tensor> inputs = training.inputs(step);
+    if (!captured)
+      for (at::Tensor& input : inputs) input = input.to(the_device());
+    if (subject.looks && step == kWarmUp) training.sharded().unit("h.0").unshard();
+    trained.losses.push_back((captured ? graph.run(inputs) : training.body(inputs))[0].to(at::kCPU).clone());
+    training.update(step);
+  }
+  EXPECT_EQ(graph.is_captured(), captured);
+  trained.parameters = training.main_parameters();
+  return trained;
+}
+
+// What differs first; "" for nothing.
+std::string difference(const std::vector<at::Tensor>& expected, const std::vector<at::Tensor>& got) {
+  if (expected.size() != got.size()) return fmt::format("{} tensors, expected {}", got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    if (!expected[i].isfinite().all().item<bool>()) return fmt::format("tensor {} is not finite", i);
+    if (at::equal(expected[i], got[i])) continue;
+    const auto first = expected[i].ne(got[i]).view({-1}).nonzero()[0].item<int64_t>();
+    return fmt::format("tensor {} has {} at element {}, expected {}", i, got[i].view({-1})[first].item<double>(), first,
+                       expected[i].view({-1})[first].item<double>());
+  }
+  return "";
+}
+
+// What is told where a body does something that no graph can repeat.
+std::string refusal_of_body(const std::function<void(Training&)>& between, Subject subject = {}) {
+  subject.options.check_gradients = false;
+  Training training(subject);
+  StepGraph graph = training.graph(1);
+  graph.run(training.inputs(0));
+  training.update(0);
+  training.between = [&] { between(training); };
+  const std::string told = refusal([&] { graph.run(training.inputs(1)); });
+  EXPECT_FALSE(graph.is_captured());
+  // Training goes on without it.
+  training.between = [] {};
+  training.body([&] {
+    std::vector<at::Tensor> inputs = training.inputs(1);
+    for (at::Tensor& input : inputs) input = input.to(the_device());
+    return inputs;
+  }());
+  training.update(1);
+  return told;
+}
+
+class StepGraphs : public device_testing::Kernels {
+ protected:
+  void SetUp() override {
+    device_testing::Kernels::SetUp();
+    if (IsSkipped() || !device_testing::on_cuda()) return;
+    use_cuda();
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+    at::globalContext().setSDPUseFlash(false);
+    at::globalContext().setSDPUseMemEfficient(false);
+    at::globalContext().setSDPUseCuDNN(false);
+  }
+};
+// What only the fake device can show.
+class FakeStepGraphs : public testing::Test {};
+
+}  // namespace
+
+TEST_F(StepGraphs, replays_have_the_bits_of_steps_that_run_each_time) {
+  EXPECT_TRUE(rc::check("bits", [] {
+    Subject subject = drawn_subject();
+    subject.options.check_gradients = false;
+    constexpr int64_t kSteps = 6;
+    const Trained eager = train(subject, kSteps, false), captured = train(subject, kSteps, true);
+    const std::string losses = difference(eager.losses, captured.losses);
+    const std::string parameters = difference(eager.parameters, captured.parameters);
+    if (!losses.empty()) RC_FAIL(fmt::format("losses: {}: {}", losses, subject.str()));
+    if (!parameters.empty()) RC_FAIL(fmt::format("parameters: {}: {}", parameters, subject.str()));
+  }));
+}
+
+// So that the property above says something. (Under some drawn cuts an echo holds nothing that a loss depends on.)
+TEST_F(FakeStepGraphs, what_is_compared_changes_from_step_to_step) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp"}) {
+    Subject subject{.strategy = strategy};
+    subject.options.check_gradients = false;
+    const std::vector<at::Tensor> losses = train(subject, 6, true).losses;
+    for (size_t step = 1; step < losses.size(); ++step) EXPECT_FALSE(at::equal(losses[step], losses[step - 1])) << strategy;
+  }
+}
+
+// The plan of addresses: what a graph relies on holds in steps that nobody captures for good.
+TEST_F(FakeStepGraphs, each_of_three_steps_has_the_same_launches_and_collectives_on_the_same_addresses) {
+  EXPECT_TRUE(rc::check("launches", [] {
+    Subject subject = drawn_subject();
+    subject.options.check_gradients = false;
+    subject.options.buffers = Buffers::freed;
+    Training training(subject);
+    std::vector<at::Tensor> inputs = training.inputs(0);
+    for (at::Tensor& input : inputs) input = input.to(the_device());
+    training.body(inputs);
+    training.update(0);
+    std::vector<std::vector<std::string>> launches;
+    for (int64_t step = 1; step <= 3; ++step) {
+      const std::shared_ptr<DeviceGraph> graph = capture_graph(the_device(), [&] { training.body(inputs); });
+      graph->replay();
+      launches.push_back(fake_device::last_launches());
+      training.sharded().zero_gradients();
+      training.body(inputs);
+      training.update(step);
+    }
+    RC_ASSERT(launches[0].size() > 20u);
+    RC_ASSERT(launches[0] == launches[1]);
+    RC_ASSERT(launches[0] == launches[2]);
+    const auto collectives =
+        std::ranges::count_if(launches[0], [](const std::string& launch) { return launch.find(" of ") != std::string::npos; });
+    RC_ASSERT((collectives > 0) == (subject.replicas * subject.shards > 1));
+  }));
+}
+
+TEST_F(FakeStepGraphs, a_model_whose_options_let_the_host_take_part_is_refused_by_the_options_names) {
+  const auto refused = [](const std::function<void(ShardOptions&)>& set, std::initializer_list<std::string> parts) {
+    Subject subject;
+    subject.options.check_gradients = false;
+    set(subject.options);
+    Training training(subject);
+    expect_error([&] { training.graph(); }, parts);
+  };
+  refused([](ShardOptions& options) { options.check_gradients = true; }, {"check_gradients", "set it to false"});
+  refused([](ShardOptions& options) { options.offload = Offload::pageable; }, {"ShardOptions::offload"});
+  refused([](ShardOptions& options) { options.divide_by_tokens = true; }, {"divide_by_tokens"});
+  refused([](ShardOptions& options) { options.publish = Publish::at_first_use; }, {"Publish::at_first_use"});
+  refused([](ShardOptions& options) { options.offload_activations = by_type<GptBlockImpl>(); },
+          {"activations offloaded", "h.0"});
+}
+
+TEST_F(FakeStepGraphs, a_host_without_graphs_and_backends_that_need_the_host_are_refused_by_name) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    Mlp model(MlpOptions{.widths = {4, 4}});
+    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})), {});
+    expect_error([&] { StepGraph(sharded, [](const auto& inputs) { return inputs; }); },
+                 {"cpu has no graphs", "backend of 'world'", "use NCCL"});
+  });
+}
+
+TEST_F(FakeStepGraphs, a_finishing_step_on_the_host_is_refused_by_its_name) {
+  Subject subject;
+  subject.options.check_gradients = false;
+  Training training(subject);
+  training.sharded().add_finishing_step("log the norm", 50, [](Sharded&) {});
+  expect_error([&] { training.graph(); }, {"finishing step 'log the norm'"});
+}
+
+TEST_F(FakeStepGraphs, a_body_that_does_what_a_graph_cannot_repeat_is_refused_by_name_and_training_goes_on) {
+  expect_says(refusal_of_body([](Training&) { at::ones({1}, fake_device::options(at::kFloat)).item<float>(); }),
+              {"cannot be captured", "_local_scalar_dense", "rank 0, step 1"});
+  expect_says(refusal_of_body(
+                  [](Training&) { LossScaler(LossScalerOptions()).scale(at::ones({1}, fake_device::options(at::kFloat))); }),
+              {"LossScaler::scale", "replay would keep the scale"});
+  expect_says(refusal_of_body([](Training&) { at::ones({3}).to(fake_device::device()); }), {"aten::copy_"});
+  expect_says(refusal_of_body([](Training& training) { training.model()->eval(); }), {"the body changed", "is in training"});
+  expect_says(refusal_of_body([](Training&) { throw Error("no more data"); }), {"cannot be captured", "no more data"});
+}
+
+TEST_F(FakeStepGraphs, dropout_is_refused_by_name) {
+  Subject subject;
+  subject.options.check_gradients = false;
+  subject.dropout = 0.1;
+  Training training(subject);
+  StepGraph graph = training.graph(1);
+  graph.run(training.inputs(0));
+  training.update(0);
+  expect_error([&] { graph.run(training.inputs(1)); }, {"dropout inside of a captured step", "Set the probability to 0"});
+}
+
+TEST_F(StepGraphs, a_replay_is_refused_when_what_it_relies_on_has_changed) {
+  Subject subject{.shards = device_testing::on_cuda() ? 1 : 2};
+  subject.options.check_gradients = false;
+  Training training(subject);
+  StepGraph graph = training.graph(1);
+  int64_t step = 0;
+  const auto one_step = [&] {
+    graph.run(training.inputs(step));
+    training.update(step++);
+  };
+  one_step();
+  one_step();
+  ASSERT_TRUE(graph.is_captured());
+  expect_error(
+      [&] {
+        graph.run({at::zeros({kBatch, kLength + 1}, at::kLong), at::zeros({1}, at::kLong)});
+      },
+      {"input 0 is Long [2,6], and was Long [2,5] at first"});
+  expect_error([&] { graph.run({at::zeros({1}, at::kLong)}); }, {"2 inputs were expected", "got 1"});
+  training.model()->eval();
+  expect_error([&] { one_step(); }, {"is in training", "forget()"});
+  training.model()->train();
+  training.sharded().set_gradient_sync(false);
+  expect_error([&] { one_step(); }, {"are synchronized"});
+  training.sharded().set_gradient_sync(true);
+  graph.run(training.inputs(step));
+  expect_error([&] { graph.run(training.inputs(step)); }, {"is final before the step begins", "Optimizer::step"});
+  training.update(step++);
+  training.model()->named_parameters()["ln_f.bias"].set_requires_grad(false);
+  expect_error([&] { one_step(); }, {"whether ln_f.bias trains"});
+  graph.forget();
+  one_step();
+  one_step();
+  EXPECT_TRUE(graph.is_captured());
+}
