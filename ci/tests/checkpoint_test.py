@@ -195,6 +195,23 @@ class Checkpoint(ScratchCase):
             write_safetensors(wrong, [name], dtype=name)
             self.assertEqual(len(shown("inspect", wrong)), 1)  # one error, one line
 
+    def test_people_read_sizes_and_times_in_their_units_and_programs_in_bytes_and_seconds(self):
+        one, folder, listing = self.path("one.safetensors"), self.path("folder"), self.path("list.json")
+        write_safetensors(one, ["first", "second"])
+        shown("convert", one, folder)
+        lines = shown("inspect", folder, "--boxes", "--json", listing)
+        self.assertRegex(lines[0], r"^first +float32 +\[1\] +4 B in 1 box$")
+        self.assertRegex(lines[1], r"^  \[0:1\] +\S+ from byte [0-9]+ on, [0-9.]+ (B|KiB)$")
+        self.assertRegex(lines[-1], r"^2 tensors, 8 B; [0-9]+ values?; with checksums$")
+        with open(listing, encoding="ascii") as file:
+            self.assertEqual(json.loads(file.readline())["bytes"], 4)
+        self.assertRegex(shardproof("verify", folder, "--json", listing).splitlines()[0],
+                         r"^[0-9]+ entries, [0-9.]+ KiB in [0-9.]+ (us|ms|s), against the sidecar's checksums: 0 problems$")
+        with open(listing, encoding="ascii") as file:
+            verified = json.loads(file.readline())
+        self.assertGreater(verified["bytes"], 1000)
+        self.assertGreater(verified["seconds"], 0)
+
     def test_damaged_names_and_hostile_names_of_files_make_readable_messages(self):
         one, folder = self.path("one.safetensors"), self.path("folder")
         write_safetensors(one, ["layers.first.weight", "layers.second.weight"])

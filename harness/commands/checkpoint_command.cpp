@@ -8,6 +8,8 @@
 #include "harness/commands/checkpoint_source.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/shown_reads.h"
+#include "harness/plan/plot.h"
+#include "harness/train/train_progress.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
 
@@ -27,6 +29,13 @@ std::string box_text(const Box& box) {
   std::vector<std::string> intervals;
   for (const auto& interval : box) intervals.push_back(fmt::format("{}:{}", interval.begin, interval.end));
   return fmt::format("[{}]", fmt::join(intervals, ", "));
+}
+
+std::string text_of_size(uint64_t bytes) { return size_text(static_cast<int64_t>(bytes)); }
+
+template <class Count>
+std::string counted(Count count, const char* one, const char* many) {
+  return fmt::format("{} {}", grouped(static_cast<int64_t>(count)), count == 1 ? one : many);
 }
 
 // Where in contiguous bytes of this shape element `index` is: "[1, 2]".
@@ -64,14 +73,14 @@ int checkpoint_inspect(const CheckpointArguments& arguments) {
   CheckpointSource source(arguments.one);
   JsonLines out(arguments.json);
   for (const auto& [name, tensor] : source.checkpoint().tensors) {
-    const uint64_t bytes = bytes_of(tensor.dtype, tensor.sizes);
-    fmt::print("{:<48} {:<9} [{}]  {} bytes in {} boxes\n", escaped(name), dtype_info(tensor.dtype).name,
-               fmt::join(tensor.sizes, ", "), bytes, tensor.chunks.size());
+    const uint64_t bytes = shardproof::checkpoint::bytes_of(tensor.dtype, tensor.sizes);
+    fmt::print("{:<48} {:<9} [{}]  {} in {}\n", escaped(name), dtype_info(tensor.dtype).name, fmt::join(tensor.sizes, ", "),
+               text_of_size(bytes), counted(tensor.chunks.size(), "box", "boxes"));
     json boxes = json::array();
     for (const Chunk& chunk : tensor.chunks) {
       if (arguments.boxes)
-        fmt::print("  {:<28} {} at {}, {} bytes\n", box_text(chunk.box()), escaped(chunk.extent.file),
-                   chunk.extent.offset, chunk.extent.length);
+        fmt::print("  {:<28} {} from byte {} on, {}\n", box_text(chunk.box()), escaped(chunk.extent.file),
+                   chunk.extent.offset, text_of_size(chunk.extent.length));
       boxes.push_back({{"offsets", chunk.offsets},
                        {"sizes", chunk.sizes},
                        {"file", chunk.extent.file},
@@ -90,8 +99,9 @@ int checkpoint_inspect(const CheckpointArguments& arguments) {
     fmt::print("{:<48} {}\n", escaped(name), text);
     out.write({{"type", "value"}, {"name", name}, {"value", text}, {"file", extent.file}});
   }
-  fmt::print("{} tensors, {} bytes; {} values; {}\n", source.tensors().size(), source.bytes(),
-             source.checkpoint().values.size(), source.checkpoint().has_checksums ? "with checksums" : "without checksums");
+  fmt::print("{}, {}; {}; {}\n", counted(source.tensors().size(), "tensor", "tensors"), text_of_size(source.bytes()),
+             counted(source.checkpoint().values.size(), "value", "values"),
+             source.checkpoint().has_checksums ? "with checksums" : "without checksums");
   return 0;
 }
 
@@ -99,6 +109,7 @@ int checkpoint_verify(const CheckpointArguments& arguments) {
   Progress progress;
   const Verified verified =
       verify_checkpoint(system_files(), arguments.one, [&](double fraction) { progress.show(fraction, "verifying"); });
+  const double seconds = progress.seconds();
   progress.clear();
   JsonLines out(arguments.json);
   for (const Problem& problem : verified.problems) {
@@ -109,12 +120,14 @@ int checkpoint_verify(const CheckpointArguments& arguments) {
                {"box", problem.box},
                {"what", problem.what}});
   }
-  fmt::print("{} entries, {} bytes, {}: {} problems\n", verified.entries, verified.bytes,
+  fmt::print("{}, {} in {}, {}: {}\n", counted(verified.entries, "entry", "entries"), text_of_size(verified.bytes),
+             seconds_text(seconds),
              verified.sidecar ? "against the sidecar's checksums" : "against the CRCs of the entries (no sidecar)",
-             verified.problems.size());
+             counted(verified.problems.size(), "problem", "problems"));
   out.write({{"type", "verified"},
              {"entries", verified.entries},
              {"bytes", verified.bytes},
+             {"seconds", seconds},
              {"sidecar", verified.sidecar},
              {"problems", verified.problems.size()}});
   return verified.problems.empty() ? 0 : 1;
