@@ -85,7 +85,7 @@ void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& ou
              {"placements_seconds", result.cost.placements}});
   report_memory("device", result.stepped, out);
   report_activations(result, out);
-  if (a.offload) report_memory("host", result.stepped.host, out);
+  if (a.offload || dry.offload_activations) report_memory("host", result.stepped.host, out);
   report_traffic(result, out);
   StepTime time;
   if (machine) {
@@ -164,6 +164,8 @@ void add_plan_command(CLI::App& app, int& exit_code) {
   command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between layers");
   command->add_flag("--recompute", a->run.recompute,
                     "keep no activations inside blocks, and compute them again in the backward");
+  command->add_flag("--offload-activations", a->run.offload_activations,
+                    "keep activations of units in the host's memory between their forward and their backward");
   command->add_flag("--offload", a->offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
   add_options_of_time(command, a);

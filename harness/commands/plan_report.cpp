@@ -22,7 +22,7 @@ void report_memory(const char* place, const shardproof::MemoryBytes& use, JsonLi
   fmt::print("\n{:<16}{:>14}{:>14}\n", place, "between steps", "at most");
   for (int i = 0; i < shardproof::kMemoryKinds; ++i) {
     const auto kind = static_cast<MemoryKind>(i);
-    if (kind == MemoryKind::activation) continue;  // `report_activations` has those of all units
+    if (kind == MemoryKind::activation && use.peak(kind) == 0) continue;  // none leave; `report_activations` has them
     report(to_string(kind), use.now(kind), use.peak(kind));
   }
   report("together", use.now_total(), use.peak_total_bytes);

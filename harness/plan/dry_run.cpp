@@ -44,7 +44,7 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// LibTorch has no convolution without memory, and no copy between memory and none, as offloading needs it.
+// LibTorch has no convolution without memory, and no copy between memory and none, as an optimizer on the host needs it.
 c10::Device device_of(const DryRun& options) {
   const bool needs_memory =
       options.what.model.kind == golden::Model::Kind::conv || options.what.options.offload != offload_none;
@@ -89,6 +89,7 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
     shard.recompute = [](const std::string&, const torch::nn::Module& module) {
       return module.as<GptBlockImpl>() || module.as<LlamaLayerImpl>();
     };
+  if (options.offload_activations) shard.offload_activations = shard.units;
   if (dtype != at::kFloat) shard.precision = {.main = at::kFloat, .compute = dtype, .reduce = dtype};
   shard.initialize = [](const std::string&, const Shape&, Interval, at::Tensor) {};  // nobody reads them
   shard.broadcast_initial_values = false;
@@ -170,7 +171,11 @@ DryRunResult dry_run(const DryRun& options) {
   result.built = sharded.memory();
   golden::Microbatch data = zeros(options);
   if (context) data.input = context->cut(data.input), data.target = context->cut(data.target);
-  const auto beside_ledger = [&] { return device.bytes() - sharded.memory().now_total(); };
+  // The ledger counts those activations that leave, too.
+  const auto beside_ledger = [&] {
+    const MemoryUse use = sharded.memory();
+    return device.bytes() - use.now_total() + use.now(MemoryKind::activation);
+  };
   // The first step makes groups and state that are there from then on.
   for (int64_t step = 0; step < 2; ++step) {
     show(step == 0 ? 0.4 : 0.7, step == 0 ? "the first step" : "the second step");

@@ -23,6 +23,7 @@ struct DryRun {
   std::string dtype = "float32";  // to compute and reduce gradients in; main parameters stay float32
   int64_t prefetch = 0;           // units that are gathered ahead
   bool recompute = false;         // blocks of a gpt or a llama keep no activations
+  bool offload_activations = false;  // those of units lie in the host's memory between forward and backward
   bool saves = false;             // plan a checkpoint, too
   std::function<void(double fraction, const std::string& what)> shown = {};  // hears how far a long run is
 };
@@ -48,7 +49,7 @@ struct DryRunResult {
   int64_t own_parameters = 0;     // elements that this rank keeps between steps
   shardproof::MemoryUse built;    // after the optimizer was made
   shardproof::MemoryUse stepped;  // after the second step, its peaks being of that step
-  int64_t activation_bytes = 0;   // what a microbatch's forward leaves for its backward
+  int64_t activation_bytes = 0;   // what a microbatch's forward leaves on the device for its backward
   int64_t peak_bytes = 0;         // all memory of the device at most in that step: `stepped`, activations, what operators make
   StepRecord record;              // of that step
   std::vector<Traffic> traffic;   // the sums of its collectives
@@ -63,7 +64,7 @@ struct DryRunResult {
 // are then 0 and none. Throws Error when something does not fit, as the library does.
 DryRunResult dry_run(const DryRun& options);
 
-// Whether the run takes no memory: all do but those of a `conv` and those that offload.
+// Whether the run takes no memory: all do but those of a `conv` and those that offload the optimizer.
 bool runs_without_memory(const DryRun& options);
 
 }  // namespace harness

@@ -82,7 +82,7 @@ struct FusedAttention : torch::autograd::Function<FusedAttention> {
                           bool is_causal) {
     std::vector<int64_t> rows = query.sizes().vec();
     rows.pop_back();
-    const at::Tensor output = at::empty(query.sizes(), query.options());
+    const at::Tensor output = at::empty_like(query);  // in its order of dims, on which it depends whether a reshape copies
     const at::Tensor sums = at::empty(rows, query.options().dtype(at::kFloat));
     ctx->save_for_backward({query, key, value, output, sums});
     ctx->saved_data["causal"] = is_causal;

@@ -80,6 +80,7 @@ c10::Stream HostTransfers::after_current(std::optional<c10::Stream>& stream) con
 
 HostTransfer HostTransfers::copy(std::vector<HostCopy> copies, std::optional<c10::Stream>& stream) const {
   HostTransfer transfer;
+  if (device_.is_meta()) return transfer;
   HostWork* const decides = HostWork::of_this_thread();
   if (device_.is_cpu() && !decides) {
     for (const HostCopy& each : copies) each.target.copy_(each.source);

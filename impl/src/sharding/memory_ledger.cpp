@@ -14,6 +14,7 @@ struct MemoryLedger::Block {
   std::shared_ptr<MemoryLedger> ledger;
   c10::DataPtr memory;
   MemoryKind kind;
+  Place place;
   int64_t bytes;
   bool is_kept;  // may stay here for the next request
 };
@@ -63,6 +64,10 @@ at::Tensor MemoryLedger::tensor_over(c10::DataPtr memory, int64_t numel, at::Sca
 
 at::Tensor MemoryLedger::allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype, Place place) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  if (place == Place::host && device_.is_meta()) {
+    const std::lock_guard lock(mutex_);
+    return tensor_over(owned(c10::DataPtr(nullptr, device_), kind, place, bytes, /*is_kept=*/false), numel, dtype);
+  }
   if (place == Place::host)
     return adopt(kind, at::empty({numel}, at::TensorOptions(dtype).pinned_memory(pins_host_)), bytes, place);
   return tensor_over(allocate_bytes(kind, bytes), numel, dtype);
@@ -101,7 +106,7 @@ c10::DataPtr MemoryLedger::allocate_bytes(MemoryKind kind, int64_t bytes) {
   } else {
     memory = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(bytes));
   }
-  return owned(std::move(memory), kind, bytes, kind == MemoryKind::gathered);
+  return owned(std::move(memory), kind, Place::device, bytes, kind == MemoryKind::gathered);
 }
 
 // The group may wait for other ranks: not under the lock, which whoever frees a tensor takes.
@@ -109,14 +114,14 @@ c10::DataPtr MemoryLedger::allocate_bytes_of(Comm& group, Op op, MemoryKind kind
   c10::DataPtr memory = group.allocate(op, bytes, device_);
   if (!memory) return {};
   const std::lock_guard lock(mutex_);
-  return owned(std::move(memory), kind, bytes, /*is_kept=*/false);
+  return owned(std::move(memory), kind, Place::device, bytes, /*is_kept=*/false);
 }
 
 // Under the lock.
-c10::DataPtr MemoryLedger::owned(c10::DataPtr memory, MemoryKind kind, int64_t bytes, bool is_kept) {
-  count(kind, Place::device, bytes);
+c10::DataPtr MemoryLedger::owned(c10::DataPtr memory, MemoryKind kind, Place place, int64_t bytes, bool is_kept) {
+  count(kind, place, bytes);
   void* data = memory.get();
-  auto* block = new Block{shared_from_this(), std::move(memory), kind, bytes, is_kept};
+  auto* block = new Block{shared_from_this(), std::move(memory), kind, place, bytes, is_kept};
   return {data, block, [](void* context) {
             auto* dead = static_cast<Block*>(context);
             const std::shared_ptr<MemoryLedger> ledger = dead->ledger;
@@ -127,7 +132,7 @@ c10::DataPtr MemoryLedger::owned(c10::DataPtr memory, MemoryKind kind, int64_t b
 void MemoryLedger::free(Block* block) {
   const std::unique_ptr<Block> owned(block);
   const std::lock_guard lock(mutex_);
-  count(block->kind, Place::device, -block->bytes);
+  count(block->kind, block->place, -block->bytes);
   if (!block->is_kept) return;
   auto& kept = free_[block->bytes];
   if (static_cast<int64_t>(kept.size()) < keep_free_) kept.push_back(std::move(block->memory));

@@ -27,7 +27,8 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   explicit MemoryLedger(c10::Device device = at::kCPU, bool pins_host = false) : device_(device), pins_host_(pins_host) {}
   c10::Device device() const { return device_; }
 
-  // 1-D, contents undefined.
+  // 1-D, contents undefined. Beside a device without memory the host's is counted, and there is none either: the tensor is on
+  // that device and has no address.
   at::Tensor allocate(MemoryKind kind, int64_t numel, at::ScalarType dtype, Place place = Place::device);
   // The same tensor, counted as `bytes` as long as its storage lives.
   at::Tensor adopt(MemoryKind kind, const at::Tensor& tensor, int64_t bytes, Place place = Place::device);
@@ -53,7 +54,7 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
   struct Block;
   void count(MemoryKind kind, Place place, int64_t bytes);
   void free(Block* block);
-  c10::DataPtr owned(c10::DataPtr memory, MemoryKind kind, int64_t bytes, bool is_kept);
+  c10::DataPtr owned(c10::DataPtr memory, MemoryKind kind, Place place, int64_t bytes, bool is_kept);
   at::Tensor tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const;
 
   const c10::Device device_;

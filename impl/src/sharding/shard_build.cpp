@@ -133,8 +133,6 @@ bool is_parameter(const Schedule& schedule, const at::Tensor& tensor) {
 
 // Made for the first unit that needs it.
 std::shared_ptr<ActivationStore> activations_of(Sharded::Impl& sharded) {
-  SHARD_REQUIRE(!sharded.device().is_meta(), "fully_shard",
-                "offload_activations copies values, and the module is on the meta device, where there are none");
   if (!sharded.schedule.activations())
     sharded.schedule.set_activations(std::make_shared<ActivationStore>(
         sharded.memory, sharded.transfers,

@@ -30,7 +30,8 @@ class HostTransfer {
   std::shared_ptr<Flight> flight_;
 };
 
-// Of one rank, used by one thread at a time. On the CPU a copy is over when the call returns.
+// Of one rank, used by one thread at a time. On the CPU a copy is over when the call returns. On a device without memory there
+// is nothing to copy.
 class HostTransfers {
  public:
   // So many downloads keep device memory alive; another one waits for the oldest.

@@ -27,6 +27,7 @@ struct Planned {
   int64_t rounds = 1;
   bool sequence_parallel = false, recompute = false;
   int64_t prefetch = 0;
+  bool offload_activations = false;
 };
 
 constexpr const char* kGpt = "gpt(layers=2,hidden=16,heads=4,vocab=24,positions=8,tied)";
@@ -49,12 +50,19 @@ const std::vector<Planned>& all_planned() {
       {kLlama, "dp_shard=2,cp=2", "zero3"},
       {kGpt, "dp_shard=2,cp=2", "ddp"},
       {"odd(width=3,calls=2,gain,cube,empty,side,never,tied)", "dp_shard=2", "zero3"},
+      {kMlp, "dp_shard=3", "zero3", "float32", 2, false, false, 0, true},
+      {kGpt, "dp_shard=2", "zero3", "bf16", 2, false, false, 1, true},
+      {kGpt, "dp_shard=3", "zero1", "float32", 1, false, false, 0, true},
+      {kLlama, "dp_shard=2", "zero3", "bf16", 2, false, false, 1, true},
+      {kLlama, "dp_shard=2,tp=2", "zero2", "float32", 1, true, false, 0, true},
+      {kLlama, "dp_shard=3", "zero3", "float32", 2, false, true, 0, true},
   };
   return all;
 }
 
 std::string words(const Planned& planned) {
-  return fmt::format("{} {} on {} in {}", planned.strategy, planned.model, planned.mesh, planned.dtype);
+  return fmt::format("{} {} on {} in {}{}", planned.strategy, planned.model, planned.mesh, planned.dtype,
+                     planned.offload_activations ? ", activations on the host" : "");
 }
 
 DryRun dry_of(const Planned& planned) {
@@ -68,6 +76,7 @@ DryRun dry_of(const Planned& planned) {
   run.dtype = planned.dtype;
   run.recompute = planned.recompute;
   run.prefetch = planned.prefetch;
+  run.offload_activations = planned.offload_activations;
   return run;
 }
 
@@ -114,6 +123,7 @@ std::vector<Counted> really(const DryRun& run) {
     };
     options.prefetch_forward = options.prefetch_backward = run.prefetch;
     if (run.recompute) options.recompute = by_type<LlamaLayerImpl>();
+    if (run.offload_activations) options.offload_activations = options.units;
     if (run.dtype == "bf16") options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kBFloat16};
     Sharded sharded = fully_shard(network.module, comms, options);
     Optimizer optimizer = adamw(sharded, {});
@@ -175,9 +185,15 @@ TEST(Plan, memory_is_exactly_what_the_ledgers_of_ranks_of_threads_measure) {
     const std::vector<Counted> counted = really(run);
     for (run.rank = 0; run.rank < run.what.mesh.size(); ++run.rank) {
       const MemoryUse plan = dry_run(run).stepped, real = counted[static_cast<size_t>(run.rank)].memory;
-      EXPECT_EQ(plan.now_bytes, real.now_bytes) << words(planned) << ", rank " << run.rank;
-      EXPECT_EQ(plan.peak_bytes, real.peak_bytes) << words(planned) << ", rank " << run.rank;
-      EXPECT_EQ(plan.peak_total_bytes, real.peak_total_bytes) << words(planned) << ", rank " << run.rank;
+      const auto expect_equal = [&](const MemoryBytes& planned_bytes, const MemoryBytes& real_bytes, const char* place) {
+        const std::string where = fmt::format("{}, rank {}, {}", words(planned), run.rank, place);
+        EXPECT_EQ(planned_bytes.now_bytes, real_bytes.now_bytes) << where;
+        EXPECT_EQ(planned_bytes.peak_bytes, real_bytes.peak_bytes) << where;
+        EXPECT_EQ(planned_bytes.peak_total_bytes, real_bytes.peak_total_bytes) << where;
+      };
+      expect_equal(plan, real, "device");
+      expect_equal(plan.host, real.host, "host");
+      EXPECT_EQ(plan.host.peak(MemoryKind::activation) > 0, planned.offload_activations) << words(planned);
     }
   }
 }
@@ -233,6 +249,21 @@ TEST(Plan, all_memory_is_at_least_what_the_ledger_counts_and_recomputation_keeps
   EXPECT_GE(keeps.peak_bytes, keeps.stepped.peak_total_bytes);
   EXPECT_GE(keeps.peak_bytes, keeps.activation_bytes);
   EXPECT_LT(recomputes.activation_bytes, keeps.activation_bytes / 2);
+}
+
+// Four equal blocks: the device holds at most what two of them keep, and the host what all keep.
+TEST(Plan, offloaded_activations_are_those_of_two_units_on_the_device_and_of_all_on_the_host) {
+  DryRun run = dry_of({"llama(layers=4,hidden=64,heads=4,kv_heads=2,intermediate=128,vocab=20,positions=64)", "dp_shard=4",
+                       "zero3"});
+  const DryRunResult keeps = dry_run(run);
+  run.offload_activations = true;
+  const DryRunResult offloads = dry_run(run);
+  const int64_t host = offloads.stepped.host.peak(MemoryKind::activation);
+  EXPECT_GT(host, keeps.activation_bytes * 9 / 10);
+  EXPECT_LE(offloads.stepped.peak(MemoryKind::activation), host * 6 / 10);
+  EXPECT_LT(offloads.activation_bytes, keeps.activation_bytes * 7 / 10);
+  EXPECT_LT(offloads.peak_bytes, keeps.peak_bytes);
+  EXPECT_EQ(keeps.stepped.host.peak_total_bytes, 0);
 }
 
 TEST(Plan, a_large_model_on_many_ranks_takes_seconds_and_little_memory) {
