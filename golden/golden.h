@@ -112,8 +112,9 @@ struct Odd {
 
 // Adapters of low rank (LoRA) beside linear layers of an mlp, a gpt or a llama. A layer W of theirs gives
 //   linear(v, W, bias) + linear(linear(d, A), B) * (alpha / rank),  where v is x.view_as(x)
-// and d is v after dropout, a site like others where it is above 0, in the order of the layers. The parameters "<layer>.lora_A.
-// weight" [rank, inputs] and "<layer>.lora_B.weight" [outputs, rank] come after those of the layer.
+// and d is v after dropout, a site like others where it is above 0, in the order of the layers. The parameters "lora_A.weight"
+// [rank, inputs] and "lora_B.weight" [outputs, rank] below the layer come after its own. All others have no optimizer state:
+// they are to be frozen in every step (Step::frozen).
 struct Adapters {
   int64_t rank = 1;
   double alpha = 2;
