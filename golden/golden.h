@@ -112,9 +112,8 @@ struct Odd {
 
 // Adapters of low rank (LoRA) beside linear layers of an mlp, a gpt or a llama. A layer W of theirs gives
 //   linear(v, W, bias) + linear(linear(d, A), B) * (alpha / rank),  where v is x.view_as(x)
-// and d is v after dropout, a site like others where it is above 0, in the order of the layers. The parameters "lora_A.weight"
-// [rank, inputs] and "lora_B.weight" [outputs, rank] below the layer come after its own. All others have no optimizer state:
-// they are to be frozen in every step (Step::frozen).
+// and d is v after dropout, a site in the order of the layers where it is above 0. Of each layer "lora_A.weight" [rank, inputs]
+// and "lora_B.weight" [outputs, rank] come after its own parameters. All others have no state, and are frozen in every step.
 struct Adapters {
   int64_t rank = 1;
   double alpha = 2;
