@@ -92,7 +92,9 @@ class TwoHosts(unittest.TestCase):
 
     def test_the_ranks_are_on_two_hosts(self):
         said = self.run_well("sh", "-c", "echo $(hostname) $OMPI_COMM_WORLD_RANK $OMPI_COMM_WORLD_LOCAL_SIZE")
-        self.assertEqual(sorted(said.split("\n"))[1:], ["host-a 0 2", "host-a 1 2", "host-b 2 2", "host-b 3 2"])
+        # Open MPI may warn that its agent was faster than its call of setpgid. The line begins with a bracket.
+        ranks = sorted(line for line in said.split("\n") if line and not line.startswith("["))
+        self.assertEqual(ranks, ["host-a 0 2", "host-a 1 2", "host-b 2 2", "host-b 3 2"], said)
 
     def test_every_collective_is_its_specification_bit_for_bit(self):
         self.run_well(f"{BUILD}/comm_mpi_props", "--gtest_filter=-CommThreads.*")
