@@ -114,6 +114,17 @@ class Train(TrainingRuns):
             self.assertEqual(text, self.losses(through)[step])
         self.expect_same_end(os.path.join(whole, "step_6"), os.path.join(resumed, "step_6"))
 
+    def test_a_check_of_earlier_steps_that_the_golden_run_cannot_repeat_is_refused(self):
+        folder = os.path.join(self.folder, "cut")
+        code, _, output, errors = self.train("--steps", "1", "--mesh", "tp=2", "--checkpoint-dir", folder)
+        self.assertEqual(code, 0, output + errors)
+        on = ("--steps", "2", "--mesh", "dp_shard=2", "--global-batch", "6", "--checkpoint-dir", folder, "--resume")
+        code, _, output, errors = self.train(*on, "--check")
+        self.assertEqual(code, 2, output + errors)
+        self.assertIn("steps up to 1 were trained on --mesh tp=2 without --arithmetic canonical", errors)
+        code, _, output, errors = self.train(*on)
+        self.assertEqual(code, 0, output + errors)
+
     def test_tensor_sequence_and_context_parallel_runs_train_to_the_golden_bits_and_resume_as_each_other(self):
         legs = (("cp=2,tp=2", "zero3", ()), ("tp=2", "zero1", ()), ("cp=2", "ddp", ()),
                 ("dp_shard=2,tp=2", "zero2", ("--sequence-parallel",)),

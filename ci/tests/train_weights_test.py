@@ -126,7 +126,8 @@ class TrainFromWeights(TrainingRuns):
     def test_what_does_not_fit_is_refused_by_its_name(self):
         _, folder = self.saved("gpt2")
         self.refused("there is no such folder", os.path.join(self.folder, "nowhere"))
-        self.refused("config.json", self.folder)
+        self.refused("this folder has no config.json, so it is not that of a Hugging Face model", self.folder)
+        self.refused("this is a file, and no folder", os.path.join(folder, "config.json"))
         self.refused("--model has heads=2, and", folder, "--model", "gpt(layers=2,heads=2)")
         self.refused("--model is a llama, and", folder, "--model", "llama(layers=2)")
         self.refused("the model has 64 positions, too few for sequences of 65", folder, "--seq", "65")

@@ -249,9 +249,9 @@ int checkpoint_convert(const CheckpointArguments& arguments) {
   if (arguments.to == "torch") write_torch(arguments);
   if (arguments.to == "safetensors") left_out = write_safe(arguments);
   if (left_out > 0)
-    fmt::print("{} {} and were left out\n", left_out,
-               arguments.family.empty() ? "values that are no tensors have no place in safetensors"
-                                        : "tensors and values have no name in that family");
+    fmt::print("left out {} {}\n", left_out,
+               arguments.family.empty() ? "values that are no tensors, for which safetensors has no place"
+                                        : "entries that are no weights of that family, such as the optimizer's state");
   out.write({{"type", "convert"}, {"to", arguments.to}, {"path", arguments.two}, {"left_out", left_out}});
   return 0;
 }

@@ -64,8 +64,8 @@ void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& r
   else if (result.steps == 0)
     fmt::print(out, "nothing is left to train\n");
   else
-    fmt::print(out, "trained {} steps, loss {:.4f} -> {:.4f}{}\n", result.steps, loss_first, loss_last,
-               options.fingerprint ? "; replicas were equal after each" : "");
+    fmt::print(out, "trained {} step{}, loss {:.4f} -> {:.4f}{}\n", result.steps, result.steps == 1 ? "" : "s", loss_first,
+               loss_last, options.fingerprint ? "; replicas were equal after each" : "");
   if (result.stopped) print_stopped(out, options, result.first_step + result.steps);
 }
 

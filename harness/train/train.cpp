@@ -78,6 +78,16 @@ void require_valid(const TrainOptions& options, const Case& c, const TrainingDat
                 options.mesh.str());
 }
 
+// The golden run begins with the first step, also where the ranks go on from a checkpoint.
+void require_golden_can_repeat(const TrainOptions& options, const TrainHistory& history) {
+  if (!options.check || options.model.canonical) return;
+  for (const Stretch& stretch : history.stretches)
+    SHARD_REQUIRE(train_case(options, stretch).microbatch_ranks() == 1, "train",
+                  "steps up to {} were trained on --mesh {} without --arithmetic canonical. That mesh cuts sums inside of the "
+                  "model, so the golden run cannot repeat these steps: leave --check out",
+                  stretch.end, stretch.mesh.str());
+}
+
 uint64_t checksum(const TrainingData& data, const BatchRule& rule, int64_t step) {
   const int64_t bits = 8 * bytes_of(data.files().type());
   uint64_t hash = 0xcbf29ce484222325;
@@ -158,8 +168,10 @@ std::optional<std::string> validation_difference(const golden::Trainer& golden, 
 }  // namespace
 
 void validate(const TrainOptions& options, const TrainingData& data) {
-  const Case c = train_case(options, read_history(options, data).stretches.back());
+  const TrainHistory history = read_history(options, data);
+  const Case c = train_case(options, history.stretches.back());
   require_valid(options, c, data);
+  require_golden_can_repeat(options, history);
   BatchRule(options.global_batch, options.microbatch, c.data_ranks());
 }
 

@@ -34,10 +34,16 @@ std::set<std::string> keys_in(const std::string& text) {
 }  // namespace
 
 golden::Model model_of_weights(const std::string& folder) {
+  const bool is_file = std::filesystem::is_regular_file(folder);
   SHARD_REQUIRE(std::filesystem::is_directory(folder), "weights",
-                "--weights {}: there is no such folder. Give one with config.json and model*.safetensors, as a clone of a "
-                "model of Hugging Face is",
-                folder);
+                "--weights {}: {}. Give one with config.json and model*.safetensors, as a clone of a model of Hugging Face is",
+                folder, is_file ? "this is a file, and no folder" : "there is no such folder");
+  SHARD_REQUIRE(
+      std::filesystem::exists(folder + "/config.json"), "weights",
+      "--weights {}: this folder has no config.json, so it is not that of a Hugging Face model. A checkpoint of train "
+      "becomes one by: shardproof checkpoint convert CHECKPOINT FOLDER --to safetensors --family FAMILY. To go on from "
+      "a checkpoint, give --checkpoint-dir and --resume",
+      folder);
   const golden::Model model = described_model(shardproof::checkpoint::read_hugging_face_config(folder));
   validate(model);
   return model;

@@ -35,8 +35,8 @@ struct ModuleCall {
   std::string note;            // what the watcher's `note` said when the module had run
 };
 
-// Watches the modules below `root` that have parameters of their own and no adapter. Such a module is seen when it is entered
-// through `call` (unit.h), with one tensor for one tensor. Throws Error when one of them is watched already.
+// Watches the modules below `root` that have parameters of their own and no adapter, when they are entered through `call`
+// (unit.h) with one tensor for one tensor; any other call of such a module is an Error. So is a module that is watched already.
 class ModuleWatch {
  public:
   explicit ModuleWatch(torch::nn::Module& root, std::function<std::string()> note = {});

@@ -1,6 +1,6 @@
 // The forwards and backwards of a step, captured once and replayed in each later step: the host then gives the device one call
 // instead of one for each kernel and collective. As in Megatron-LM's graph of a full iteration, the optimizer stays outside,
-// and so do clipping, loss scaling and learning rates, which are numbers that change.
+// and so do clipping and learning rates, which are numbers that change. LossScaler scales within the body, and is refused.
 //
 //   StepGraph graph(sharded, [&](const std::vector<at::Tensor>& inputs) {
 //     const at::Tensor loss = loss_of(call(model, inputs[0]), inputs[1]);
@@ -55,10 +55,12 @@ class StepGraph {
   // Throws Error, which says what, when inputs have other sizes or dtypes than at first, when gradients are there already, when
   // the body does what a graph cannot repeat, and after the capture when something that the graph relies on has changed: where
   // parameters or buffers of the model lie, which parameters train, whether modules are in training, or whether gradients are
-  // synchronized. An error of the capture comes on every rank. Collective over the mesh.
+  // synchronized. Inputs must not require gradients. An error of the capture comes on every rank, leaves no gradients and
+  // changes no parameter; later runs begin with the warm-up. Other errors come on the rank that sees them, and the others then
+  // wait in the replay, so give all ranks inputs of one size. Collective over the mesh.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
   bool is_captured() const;
-  // Forgets the graph: later runs begin with the warm-up. For what changed on purpose, as by freezing parameters.
+  // Forgets the graph: later runs begin with the warm-up. For what changed on purpose, as by freezing parameters. Every rank.
   void forget();
 
  private:

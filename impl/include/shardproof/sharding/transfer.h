@@ -5,7 +5,7 @@
 //   Sharded serving = fully_shard(copy, other_comms, ...);              // the same ranks, some of them, or others
 //   transfer(world, is_trainer ? &trained : nullptr, is_server ? &serving : nullptr);
 //
-// No rank ever holds a whole model, or a whole parameter: what a rank lacks travels in slices of
+// Beyond its part of both models no rank holds a whole model, nor a large parameter: what a rank lacks travels in slices of
 // TransferOptions::bytes_at_once. What has to move, and from which of several copies, is `plan` of algebra/plan.h.
 #pragma once
 
