@@ -118,7 +118,7 @@ class Train(TrainingRuns):
         folder = os.path.join(self.folder, "cut")
         code, _, output, errors = self.train("--steps", "1", "--mesh", "tp=2", "--checkpoint-dir", folder)
         self.assertEqual(code, 0, output + errors)
-        on = ("--steps", "2", "--mesh", "dp_shard=2", "--global-batch", "6", "--checkpoint-dir", folder, "--resume")
+        on = ("--steps", "2", "--mesh", "dp_shard=2", "--checkpoint-dir", folder, "--resume")
         code, _, output, errors = self.train(*on, "--check")
         self.assertEqual(code, 2, output + errors)
         self.assertIn("steps up to 1 were trained on --mesh tp=2 without --arithmetic canonical", errors)
