@@ -29,13 +29,15 @@ Place somewhere() {
   return *rc::gen::arbitrary<bool>() ? on_device(place) : place;
 }
 
-// Trains, saves through a manager, and trains on at once.
-void save_amid(const Recipe& setup, const Place& place, bool async, const std::string& directory) {
+// Trains, saves through a manager, and trains on at once; or, with `waits`, when the save is through. Training waits for the
+// device, and so for copies that a save forgot to wait for.
+void save_amid(const Recipe& setup, const Place& place, bool async, const std::string& directory, bool waits = false) {
   on(place, [&](std::shared_ptr<Comm> comm) {
     Trained run(setup, place, comm);
     run.train(0, 2);
     Manager manager(directory, {.async = async});
     manager.save(*run.sharded, &*run.optimizer, {.step = 2});
+    if (waits) manager.wait();
     run.train(2, 3);
     manager.wait();
   });
@@ -62,11 +64,11 @@ TEST(DeviceCheckpoint, saved_on_a_device_it_has_the_bytes_of_one_saved_on_the_cp
   const std::vector<Place> places = {{"dp_shard=3", "zero3"}, {"dp_replicate=2,dp_shard=2", "hsdp"}, {"dp_shard=2", "ddp"}};
   for (const Place& place : places)
     for (const bool tied : {false, true})
-      for (const bool async : {false, true}) {
+      for (const auto& [async, waits] : {std::pair(false, false), std::pair(true, false), std::pair(true, true)}) {
         const Recipe setup = movable({.tied = tied});
         const Scratch scratch;
         save_amid(setup, place, false, scratch / "cpu");
-        save_amid(setup, on_device(place), async, scratch / "device");
+        save_amid(setup, on_device(place), async, scratch / "device", waits);
         const Bits expected = entry_files(scratch / "cpu/step_2"), got = entry_files(scratch / "device/step_2");
         ASSERT_FALSE(expected.empty());
         EXPECT_EQ(expected == got, true) << place.mesh << " " << place.strategy << " tied " << tied << " async " << async;
