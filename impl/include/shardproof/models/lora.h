@@ -65,7 +65,7 @@ class [[nodiscard]] Lora {
 
 // Gives the chosen layers below the module adapters, and freezes every parameter that there is (requires_grad becomes false).
 // Call it before use_canonical_arithmetic, parallelize and fully_shard, on every rank alike. The layers have adapters as long
-// as the Lora lives, a copy of it, or a Sharded that was made of the module meanwhile; the module must be entered through
+// as one of these lives: the Lora, a copy of it, or a Sharded made of the module while it had them. It must be entered through
 // `call`. First values of A are those of PEFT, uniform in [-1 / sqrt(inputs), 1 / sqrt(inputs)), as a function of seed, name
 // and index. Throws Error when the rank is below 1, a pattern matches no torch::nn::Linear, a layer has an adapter already, or
 // the module is parallel, sharded or without memory (meta).

@@ -13,7 +13,7 @@ namespace shardproof {
 class HasTransientBuffers {
  public:
   virtual ~HasTransientBuffers() = default;
-  // Of a buffer of this module itself.
+  // `buffer`: its name within this module, without dots. Buffers of modules that are no HasTransientBuffers are state.
   virtual bool is_transient(const std::string& buffer) const = 0;
 };
 
