@@ -11,13 +11,13 @@ namespace harness {
 
 struct Explanation {
   std::string where;  // "step 0: 2 of 4 gradients are wrong, layers.1.weight first, on ranks 1 and 3 of 4"
-  // The first module that differs (module_difference.h), or that none does; "" where a loss and the gradients are right, or
+  // The first module that differs (module_difference.h), or that none does. It is "" where losses and gradients are right or
   // only rounded in another way, and where ranks are not threads.
   std::string first = {};
   std::string guess;  // "the terms of data-parallel rank 1 are missing"; "" when no mistake that is known here fits
 };
 
-// Trains the case on both sides once more, and every microbatch of the failing step by itself. Both texts are empty when the
+// Trains the case on both sides once more, and every microbatch of the failing step by itself. All texts are empty when the
 // case holds, or fails by an error.
 Explanation explain(const Case& c, Ranks& ranks = thread_ranks());
 

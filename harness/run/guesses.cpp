@@ -57,22 +57,13 @@ std::string with(const Failing& failing, const WrongPieces& wrong, const std::ve
   return text;
 }
 
-// The failing step by itself, in plain float64 and without what comes after the sum.
+// The failing step by itself, added up as its ranks add.
 golden::Run alone(const Failing& failing) {
-  golden::Run run = failing.run;
-  run.parameters = failing.begin();
-  golden::Step step = run.steps[failing.step];
-  step.after = {};
-  step.clip_norm = 0;
+  golden::Run run = plain_step(failing.run, failing.step, failing.begin());
+  golden::Step& step = run.steps.front();
   const int64_t ranks = std::ssize(step.microbatches.front()), replicas = failing.c.replicas();
   run.order = {.shards = ranks / replicas, .replicas = replicas};
   step.order = run.order;
-  run.steps = {std::move(step)};
-  run.model.canonical = false;
-  run.precision = {};
-  run.scaling = {};
-  run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
-  run.jitter = 0;
   return run;
 }
 
@@ -154,17 +145,14 @@ std::string factor_of_optimizer(const Failing& failing, double factor) {
   return "";
 }
 
-// Averages that went on from those before a load.
+// Averages that a load left as the new run made them, of what its model was built with (ranks.h).
 bool ema_missed_load(const Failing& failing, const WrongPieces& wrong) {
   const golden::Run& run = failing.run;
-  if (failing.step == 0 || !failing.whole.steps[failing.step].loads() || run.ema == 0) return false;
-  const auto& slots = failing.trace[failing.step - 1].state;
-  if (slots.empty() || slots.back().first != "ema" || wrong.kind != "tensors of ema") return false;
-  Values gone_on = in_double(slots.back().second);
-  const Values parameters = in_double(failing.golden().parameters);
-  if (gone_on.size() != wrong.wanted.size() || parameters.size() != gone_on.size()) return false;
-  for (size_t i = 0; i < gone_on.size(); ++i) gone_on[i] = gone_on[i] * run.ema + parameters[i] * (1 - run.ema);
-  return distance(wrong, gone_on) < distance(wrong, wrong.wanted) / 10;
+  if (!failing.whole.steps[failing.step].loads() || run.ema == 0 || wrong.kind != "tensors of ema") return false;
+  Values left = in_double(failing.golden().parameters);
+  if (left.size() != wrong.wanted.size()) return false;
+  for (at::Tensor& value : left) value = value * (1 - run.ema) + kResumedBeginning * run.ema;
+  return distance(wrong, left) < distance(wrong, wrong.wanted) / 10;
 }
 
 }  // namespace
@@ -223,7 +211,7 @@ std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, c
                          words.empty() ? "" : ": " + words);
     }
   }
-  if (ema_missed_load(failing, wrong)) return "the load did not bring them back: they go on from those before it";
+  if (ema_missed_load(failing, wrong)) return "the load did not bring them back: they go on from what the new run began with";
   if (const auto factor = parameters_in(failing, wrong))
     return fmt::format("they have {:.4g} times the parameters too much, as if by weight decay", *factor);
   if (std::string plain = plain_guess(wrong, failing.c, failing.run.steps[failing.step]); !plain.empty()) return plain;

@@ -15,6 +15,8 @@ namespace harness {
 
 // What every element of every parameter is when a rank but 0 begins. Rank 0 begins with the run's parameters.
 constexpr double beginning_of(int64_t rank) { return static_cast<double>(rank) + 0.5; }
+// The same of all ranks of a run that begins in order to load a checkpoint.
+constexpr double kResumedBeginning = beginning_of(1);
 
 class Ranks {
  public:

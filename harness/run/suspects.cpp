@@ -106,6 +106,21 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
   return suspects;
 }
 
+golden::Run plain_step(golden::Run run, size_t step, const golden::Named& parameters) {
+  golden::Step only = run.steps[step];
+  only.after = {};
+  only.clip_norm = 0;
+  run.parameters = parameters;
+  run.steps = {std::move(only)};
+  run.model.canonical = false;
+  run.precision = {};
+  run.scaling = {};
+  run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
+  run.ema = 0;
+  run.jitter = 0;
+  return run;
+}
+
 std::vector<std::vector<Values>> gradient_terms(const golden::Run& run) {
   return Terms(run).each();
 }

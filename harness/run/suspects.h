@@ -27,6 +27,9 @@ std::vector<std::vector<Values>> gradient_terms(const golden::Run& run);
 // What a factor between two values may be, in words: "2, the ranks along dp_shard"; "" when nothing of the case has this size.
 std::string factor_in_words(const Case& c, const golden::Step& step, double factor);
 
+// One step of a run by itself, which begins with these parameters: in plain float64, and without what comes after the sum.
+golden::Run plain_step(golden::Run run, size_t step, const golden::Named& parameters);
+
 Values in_double(const golden::Named& tensors);
 
 // Whether `a` is `b` but for rounding.

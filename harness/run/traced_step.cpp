@@ -4,26 +4,18 @@
 
 #include <algorithm>
 
+#include "harness/run/suspects.h"
 #include "harness/run/wrong_pieces.h"
 
 namespace harness {
 namespace {
 
-// The gradients of one microbatch by the golden functions, in float64 and with nothing after the backward.
-golden::Named golden_gradients(golden::Run run, size_t step, const golden::Named& parameters) {
-  golden::Step only;
-  only.microbatches = {{run.steps[step].microbatches[0][0]}};
-  only.frozen = run.steps[step].frozen;
-  run.parameters = parameters;
-  run.steps = {std::move(only)};
-  run.order = {};
-  run.model.canonical = false;
-  run.precision = {};
-  run.scaling = {};
-  run.optimizer = {.kind = golden::Optimizer::Kind::sgd, .lr = 0};
-  run.ema = 0;
-  run.jitter = 0;
-  return golden::train(run, at::kDouble).front().gradients;
+// The gradients of the first microbatch by the golden functions.
+golden::Named golden_gradients(const golden::Run& run, size_t step, const golden::Named& parameters) {
+  golden::Run alone = plain_step(run, step, parameters);
+  alone.order = {};
+  alone.steps = {{.microbatches = {{run.steps[step].microbatches[0][0]}}, .frozen = run.steps[step].frozen}};
+  return golden::train(alone, at::kDouble).front().gradients;
 }
 
 // Up to what roundings to the compute dtype may do.

@@ -312,15 +312,11 @@ TEST(Explain, knows_what_a_load_did_not_bring_back_and_what_was_discarded) {
         for (size_t rank = 0; rank < 2; ++rank)
           for (auto& [slot, pieces] : steps[2][rank].state)
             for (size_t i = 0; slot == "ema" && i < pieces.size(); ++i)
-              for (const auto& [name, before] : trace[1].state.back().second)
-                if (name == pieces[i].name) {
-                  const shardproof::Interval own = pieces[i].run;
-                  const auto part = [&](const at::Tensor& whole) {
-                    return whole.contiguous().view({-1}).narrow(0, own.begin, own.size());
-                  };
-                  for (const auto& [same, now] : trace[2].parameters)
-                    if (same == name) pieces[i].data = part(before) * run.ema + part(now) * (1 - run.ema);
-                }
+              for (const auto& [name, now] : trace[2].parameters)
+                if (name == pieces[i].name)
+                  pieces[i].data =
+                      kResumedBeginning * run.ema +
+                      (1 - run.ema) * now.contiguous().view({-1}).narrow(0, pieces[i].run.begin, pieces[i].run.size());
       },
       loaded);
   const char* const text =
