@@ -249,3 +249,16 @@ class JsonRows:
     def add(self, row):
         if self.file:
             print(json.dumps(row), file=self.file, flush=True)
+
+
+def read_rows(path, keys, tool):
+    """What `tool --json` wrote there: objects that have all these keys."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+    except (OSError, ValueError) as error:
+        raise Trouble(f"{path}: {error}") from None
+    for row in rows:
+        if not isinstance(row, dict) or not keys.issubset(row):
+            raise Trouble(f"{path}: not a file of {tool} --json")
+    return rows

@@ -114,6 +114,28 @@ class Mutants(ScratchCase):
         self.assertEqual(code, 2)
         self.assertIn("there is no room attic in impl/src; there are: blind seen", output)
 
+    def test_runs_are_merged_with_each_mutant_once(self):
+        rows = []
+        for seed in ("1", "2"):
+            rows.append(self.run_mutants("--sample", "3", "--seed", seed)[1])
+            os.rename(self.path("report"), self.path(seed))
+        code, merged, output = self.run_mutants("--merge", self.path("1"), self.path("2"))
+        different = {row["diff"]: row["verdict"] for row in rows[0] + rows[1]}
+        self.assertLess(len(different), len(rows[0] + rows[1]))
+        self.assertEqual({row["diff"]: row["verdict"] for row in merged}, different, output)
+        self.assertEqual(len(merged), len(different))
+        verdicts = list(different.values())
+        self.assertEqual(code, 1)
+        self.assertRegex(output, rf"(?m)^all +{verdicts.count('killed')} +{verdicts.count('survived')} +0 ")
+
+    def test_what_is_no_result_is_not_merged(self):
+        self.write("text", "no result\n")
+        for name in ("text", "absent"):
+            code, _, output = self.run_mutants("--merge", self.path(name))
+            self.assertEqual(code, 2, output)
+            self.assertIn(self.path(name), output)
+            self.assertNotIn("Traceback", output)
+
 
 if __name__ == "__main__":
     unittest.main()
