@@ -31,6 +31,12 @@ if(CMAKE_UNITY_BUILD)
   add_compile_options(-Wno-subobject-linkage)
 endif()
 
+# The code of impl/ counts which of its lines and branches run (ci/coverage). Whoever links it needs the runtime that writes the counts.
+option(SHARDPROOF_COVERAGE "Count which lines and branches of impl/ run" OFF)
+if(SHARDPROOF_COVERAGE)
+  add_link_options(--coverage)
+endif()
+
 # LibTorch's headers cost seconds a file; they are parsed once, here.
 # Written only when it differs: a younger file would rebuild everything.
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp" CONTENT "")
