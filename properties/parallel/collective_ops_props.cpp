@@ -1,5 +1,6 @@
 // Differentiable collectives beside loops over the ranks; cuts of parameters.
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
@@ -127,6 +128,15 @@ TEST(Collectives, a_piece_of_the_wrong_size_is_refused_on_every_rank) {
   expect_error([] {
     run_threads(2, [](std::shared_ptr<Comm> comm) { collective::gather(at::zeros({2, 3}), 0, 5, *comm); });
   }, {"collective", "gather", "5 rows"});
+}
+
+TEST(Collectives, a_dim_that_the_tensor_does_not_have_is_refused) {
+  for (const int64_t dim : {-3, 2, 3})
+    expect_error(
+        [&] { run_threads(2, [&](std::shared_ptr<Comm> comm) {
+                collective::scatter(at::zeros({2, 3}), dim, *comm);
+              }); },
+        {"collective", "scatter", "2 dims", fmt::format("dim {}", dim)});
 }
 
 // The case that DTensor got wrong: tensor parallelism cuts dim 0, and the data-parallel strategy cuts what is left of it.

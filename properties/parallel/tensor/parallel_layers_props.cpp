@@ -134,7 +134,7 @@ void expect_as_plain(const std::function<std::shared_ptr<torch::nn::Module>()>& 
       for (const auto& item : module->named_parameters()) {
         at::Tensor gradient = whole[item.key()].grad();
         for (const ParallelParameter& known : parallel.parameters())
-          if (known.name == item.key() && !known.layout.dims.empty())
+          if (module->named_parameters()[known.name].is_same(item.value()) && !known.layout.dims.empty())
             gradient = piece_of(gradient, std::ssize(known.layout.dims) - 1, tp, comm->rank());
         EXPECT_TRUE(at::equal(item.value().grad(), gradient)) << item.key() << " tp " << tp;
       }
@@ -175,6 +175,44 @@ TEST(TensorParallel, the_padding_row_of_a_cut_embedding_is_read_and_gets_no_grad
                       return call(dynamic_cast<torch::nn::EmbeddingImpl&>(module), tokens);
                     },
                     at::tensor({0, 6, 3, 2, 3, 1, 0, 5}, at::kLong).view({2, 4}));
+}
+
+namespace {
+
+// The head comes before the embedding that shares its weight.
+struct HeadFirst : torch::nn::Module {
+  explicit HeadFirst(int64_t vocab)
+      : head(register_module("head", torch::nn::Linear(torch::nn::LinearOptions(4, vocab).bias(false)))),
+        tokens(register_module("tokens", torch::nn::Embedding(torch::nn::EmbeddingOptions(vocab, 4)._weight(head->weight)))) {}
+
+  torch::nn::Linear head;
+  torch::nn::Embedding tokens;
+};
+
+}  // namespace
+
+TEST(TensorParallel, a_weight_that_a_head_and_an_embedding_share_is_cut_once_whichever_comes_first) {
+  for (const int64_t vocab : {6, 7})
+    expect_as_plain([=] { return std::make_shared<HeadFirst>(vocab); },
+                    {.styles = {{"head", ColumnParallel{.gather_output = true}}, {"tokens", VocabParallel{}}}},
+                    [](torch::nn::Module& module, const at::Tensor& tokens) {
+                      auto& model = dynamic_cast<HeadFirst&>(module);
+                      return call(*model.head, call(*model.tokens, tokens));
+                    },
+                    at::tensor({0, 5, 3, 2, 3, 1}, at::kLong).view({2, 3}));
+}
+
+TEST(TensorParallel, a_shared_weight_that_two_styles_cut_in_different_ways_is_refused) {
+  for (const ParallelStyle& style : {ParallelStyle(RowParallel{}), ParallelStyle(ColumnParallel{.segments = {{2}, {4}}})})
+    expect_error(
+        [&] {
+          run_threads(2, [&](std::shared_ptr<Comm> comm) {
+            auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+            const auto parallel =
+                parallelize(std::make_shared<HeadFirst>(6), comms, {.styles = {{"head", style}, {"tokens", VocabParallel{}}}});
+          });
+        },
+        {"tensor_parallel", "head.weight", "shared", "in different ways"});
 }
 
 // Of a cut weight, so that only one rank of the four has it, before and after the reduction.

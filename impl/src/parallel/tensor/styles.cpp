@@ -27,20 +27,28 @@ std::string name_in(const ParallelState& state, const at::Tensor& parameter) {
   throw BrokenInvariant("[tensor_parallel] a parameter is not of the module");
 }
 
+// Of the whole parameter, which another module that shares it may have cut already.
+Shape whole_shape(const ParallelState& state, const at::Tensor& parameter) {
+  const ParallelParameter* known = state.find(parameter);
+  return known ? known->shape : parameter.sizes().vec();
+}
+
 // A parameter that two modules share is cut once, and must be cut alike.
 void cut_parameter(ParallelState& state, const at::Tensor& parameter, int64_t dim, const std::vector<CutSegment>& segments) {
   const std::string name = name_in(state, parameter);
-  if (const ParallelParameter* known = state.find(parameter)) {
-    SHARD_REQUIRE(dim + 1 == std::ssize(known->layout.dims), "tensor_parallel", "parameter {} is shared, and cut in two ways",
-                  name);
-    return;
-  }
-  const Shape shape = parameter.sizes().vec();
+  const Shape shape = whole_shape(state, parameter);
   SHARD_REQUIRE(dim < std::ssize(shape), "tensor_parallel", "parameter {} has {} dims; it cannot be cut along dim {}", name,
                 shape.size(), dim);
   const Split split = state.split(segments);
   validate(split, shape[static_cast<size_t>(dim)], state.parts(), fmt::format("dim {} of parameter {}", dim, name));
   const Layout layout = split_dim(replicated(), dim, split);
+  if (const ParallelParameter* known = state.find(parameter)) {
+    SHARD_REQUIRE(known->layout == layout, "tensor_parallel",
+                  "parameter {} is shared by modules whose styles cut it in different ways. Give them styles that cut the same "
+                  "dim in the same segments",
+                  name);
+    return;
+  }
   const int64_t terms = copies_held(split, state.parts());
   at::NoGradGuard no_grad;
   if (!parameter.is_meta()) {
@@ -89,7 +97,7 @@ class Column final : public StyleHooks {
         name_(name),
         linear_(require_type<torch::nn::LinearImpl>(module, name, "ColumnParallel", "torch::nn::Linear")),
         style_(std::move(style)),
-        outputs_(linear_.weight.size(0)) {
+        outputs_(whole_shape(*owner, linear_.weight).front()) {
     SHARD_REQUIRE(!style_.gather_output || style_.segments.size() <= 1, "tensor_parallel",
                   "module '{}': outputs of several segments cannot be gathered into one", name);
     require_granules_everywhere(*owner, name, style_.segments);
@@ -153,7 +161,7 @@ class Vocab final : public StyleHooks {
       : StyleHooks(owner),
         name_(name),
         embedding_(require_type<torch::nn::EmbeddingImpl>(module, name, "VocabParallel", "torch::nn::Embedding")) {
-    const int64_t rows = embedding_.weight.size(0);
+    const int64_t rows = whole_shape(*owner, embedding_.weight).front();
     SHARD_REQUIRE(!embedding_.options.max_norm() && !embedding_.options.scale_grad_by_freq() && !embedding_.options.sparse(),
                   "tensor_parallel", "module '{}': max_norm, scale_grad_by_freq and sparse cannot be cut by rows", name);
     first_row_ = piece({}, rows, owner->parts(), owner->part()).begin;
