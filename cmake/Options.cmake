@@ -31,7 +31,8 @@ if(CMAKE_UNITY_BUILD)
   add_compile_options(-Wno-subobject-linkage)
 endif()
 
-# The code of impl/ counts which of its lines and branches run (ci/coverage). Whoever links it needs the runtime that writes the counts.
+# The code of impl/ counts which of its lines and branches run (ci/coverage). Whoever links it needs the runtime that writes the
+# counts.
 option(SHARDPROOF_COVERAGE "Count which lines and branches of impl/ run" OFF)
 if(SHARDPROOF_COVERAGE)
   add_link_options(--coverage)
