@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "golden/curves.h"
+
 namespace golden::exact {
 namespace {
 
@@ -30,7 +32,7 @@ struct Head {
       scores.push_back(dot.value() * scale());
     }
     const double most = *std::max_element(scores.begin(), scores.end());
-    for (double& score : scores) score = std::exp(score - most);
+    for (double& score : scores) score = exp(score - most);
     return scores;
   }
 };

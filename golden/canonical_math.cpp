@@ -3,6 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "golden/curves.h"
+
 namespace golden::exact {
 namespace {
 
@@ -15,11 +17,11 @@ double curve_at(double x, Curve kind) {
     case Curve::relu:
       return x > 0 ? x : 0;
     case Curve::tanh:
-      return std::tanh(x);
+      return tanh(x);
     case Curve::gelu:
-      return x * (0.5 * (1 + std::erf(x * 0.7071067811865476)));
+      return x * normal_below(x);
     case Curve::silu:
-      return x / (1 + std::exp(-x));
+      return x / (1 + exp(-x));
   }
   return NAN;
 }
@@ -31,11 +33,11 @@ double slope_at(double x, Curve kind) {
     case Curve::relu:
       return x > 0 ? 1 : 0;
     case Curve::tanh:
-      return 1 - std::tanh(x) * std::tanh(x);
+      return 1 - tanh(x) * tanh(x);
     case Curve::gelu:
-      return 0.5 * (1 + std::erf(x * 0.7071067811865476)) + x * (std::exp(-0.5 * x * x) * 0.3989422804014327);
+      return normal_below(x) + x * (exp(-0.5 * x * x) * 0.3989422804014327);
     case Curve::silu: {
-      const double share = 1 / (1 + std::exp(-x));
+      const double share = 1 / (1 + exp(-x));
       return share * (1 + x * (1 - share));
     }
   }

@@ -3,7 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
+
+#include "golden/curves.h"
 
 namespace golden::exact {
 namespace {
@@ -155,11 +156,11 @@ double token_loss(Matrix& logits, const std::vector<int64_t>& targets, double we
     double most = logits.at(i, 0);
     for (int64_t j = 1; j < logits.columns; ++j) most = std::max(most, logits.at(i, j));
     Sum powers;
-    for (int64_t j = 0; j < logits.columns; ++j) powers.add(std::exp(logits.at(i, j) - most));
+    for (int64_t j = 0; j < logits.columns; ++j) powers.add(exp(logits.at(i, j) - most));
     const double sum = powers.value();
-    loss.add(std::log(sum) - rounded(logits.at(i, target) - most));
+    loss.add(log(sum) - rounded(logits.at(i, target) - most));
     for (int64_t j = 0; j < logits.columns; ++j)
-      logits.at(i, j) = rounded(weight * (std::exp(logits.at(i, j) - most) / sum - (j == target ? 1 : 0)));
+      logits.at(i, j) = rounded(weight * (exp(logits.at(i, j) - most) / sum - (j == target ? 1 : 0)));
   }
   return loss.value() * weight;
 }

@@ -19,10 +19,6 @@
 namespace golden {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) {
-  throw std::invalid_argument("golden: " + what);
-}
-
 // Kernels may take another path for data at another address modulo 64, so every operand starts where the
 // allocator puts it; a caller's view into something larger is copied.
 at::Tensor aligned(const at::Tensor& tensor) {

@@ -9,11 +9,12 @@
 #include <stdexcept>
 
 namespace golden {
-namespace {
 
-[[noreturn]] void refuse(const std::string& what) {
+void refuse(const std::string& what) {
   throw std::invalid_argument("golden: " + what);
 }
+
+namespace {
 
 std::string shape_of(const at::Tensor& t) {
   return t.defined() ? fmt::format("{} [{}]", c10::toString(t.scalar_type()), fmt::join(t.sizes(), ", ")) : "nothing";

@@ -2,9 +2,14 @@
 // right.
 #pragma once
 
+#include <string>
+
 #include "golden/golden.h"
 
 namespace golden {
+
+// Throws std::invalid_argument.
+[[noreturn]] void refuse(const std::string& what);
 
 void require_valid(const Model& model);
 // Exactly the model's own parameters, float32, in its order.

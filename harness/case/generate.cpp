@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "harness/case/device_cases.h"
 #include "harness/case/mix.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
@@ -115,8 +114,8 @@ golden::Model generate_language_model(Chooser& choose, Mode mode) {
   return choose.chance(0.5) ? generate_llama(choose, plain ? 4 : 2) : generate_gpt(choose, plain ? 4 : 1, 6, plain);
 }
 
-golden::Model generate_model(Chooser& choose, Mode mode, bool parallel, bool on_device) {
-  if (mode == Mode::exact || (mode == Mode::canonical && parallel && on_device)) return generate_mlp(choose, true);
+golden::Model generate_model(Chooser& choose, Mode mode, bool parallel) {
+  if (mode == Mode::exact) return generate_mlp(choose, true);
   const bool plain = mode != Mode::canonical;
   if (parallel) return choose.chance(0.2) ? generate_mlp(choose, false) : generate_language_model(choose, mode);
   const double kind = choose.unit();
@@ -318,12 +317,6 @@ Case generate_tiny(Chooser& choose) {
 
 }  // namespace
 
-bool canonical_on_a_device(const golden::Model& model) {
-  const golden::Activation activation = model.mlp.activation;
-  return model.kind == golden::Model::Kind::mlp &&
-         (activation == golden::Activation::identity || activation == golden::Activation::relu);
-}
-
 Case generate(uint64_t seed, int64_t index, const Limits& limits) {
   Chooser choose(Draws(seed, "case").at(index));
   Case c;
@@ -334,7 +327,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
     const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
     c.mode = limits.mode.value_or(
-        given ? choose.one_of<Mode>({exact, !limits.canonical_arithmetic && limits.mesh->has("cp") ? fast : canonical, fast})
+        given ? choose.one_of<Mode>({exact, canonical, fast})
               : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
@@ -342,8 +335,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
       c.strategy = own.one_of(shardproof::free_rows()).name;
     const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");
-    c.model = with_context ? generate_language_model(choose, c.mode)
-                           : generate_model(choose, c.mode, parallel, !limits.canonical_arithmetic);
+    c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
     generate_family(Chooser(Draws(seed, "family").at(index)), c.model);
     c.mesh = parallel && !given ? generate_parallel_mesh(choose, limits, c.strategy, c.model.of_tokens())
                                 : generate_mesh(choose, limits, c.strategy);
@@ -371,10 +363,6 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     try_overflow(Chooser(Draws(seed, "overflow").at(index)), c);
     mix(Chooser(Draws(seed, "mix").at(index)), c, limits);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
-    if (!limits.canonical_arithmetic && !canonical_on_a_device(c.model)) {
-      c.options.arithmetic = 0;
-      if (c.mode == canonical) c.options.strided = 0;  // which needs it
-    }
   }
   c.seed = choose.bits() % 1'000'000;
   return c;

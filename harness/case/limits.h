@@ -15,8 +15,7 @@ struct Limits {
   std::optional<Mode> mode = {};              // only this one
   int64_t world_max = 8;
   bool above_ten = false;  // some cases that save have 11 to 14 ranks, whatever world_max says
-  bool tiny = false;  // only the small MLP that other frameworks' parity tests use: 4 ranks, zero3, 3 AdamW steps
-  bool canonical_arithmetic = true;  // false: as on a device, only in models for which canonical_on_a_device
+  bool tiny = false;       // only the small MLP that other frameworks' parity tests use: 4 ranks, zero3, 3 AdamW steps
 };
 
 }  // namespace harness

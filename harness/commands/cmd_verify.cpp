@@ -278,7 +278,6 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
     const auto world = arguments->launched.start(arguments->mesh);
     const c10::Device device = arguments->launched.device();
-    arguments->options.limits.canonical_arithmetic = device.is_cpu();
     arguments->options.limits.above_ten = !world && !arguments->world_max_given;
     const auto threads = thread_ranks_on(device);
     if (!device.is_cpu()) arguments->options.ranks = threads.get();

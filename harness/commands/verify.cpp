@@ -9,7 +9,6 @@
 #include <mutex>
 #include <thread>
 
-#include "harness/case/device_cases.h"
 #include "harness/case/failures.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/program.h"
@@ -89,10 +88,8 @@ class Campaign {
 
   // Whether a case that was not drawn here suits these ranks.
   bool can_run(const Case& c) const {
-    const bool has_functions =
-        options_.limits.canonical_arithmetic || c.options.arithmetic == 0 || canonical_on_a_device(c.model);
     const bool has_threads = options_.ranks_max == 0 || !c.interleaving;
-    return has_functions && has_threads && (options_.ranks_max == 0 || ranks_of(c) <= options_.ranks_max);
+    return has_threads && (options_.ranks_max == 0 || ranks_of(c) <= options_.ranks_max);
   }
 
   int64_t index_of(int64_t number) const { return options_.shard + number * options_.shard_count; }

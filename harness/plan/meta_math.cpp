@@ -72,6 +72,15 @@ class MetaMath final : public ModelMath {
   }
   void row_norm(const RowNorm& norm, const double*, double*) const override { rows(norm, 2); }
   void row_norm_backward(const RowNorm& norm, const double*, double*, double*) const override { rows(norm, 4); }
+  void exp(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
+  void log(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
+  void activate(Activation, const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
+  void activate_backward(Activation, const double*, const double*, int64_t count, double*) const override {
+    moved(24.0 * static_cast<double>(count));
+  }
+  void row_dots(const double*, const double*, int64_t rows, int64_t width, double*) const override {
+    moved(8.0 * static_cast<double>(rows) * static_cast<double>(2 * width + 1));
+  }
 
  private:
   // Parameter, gradient and state are read; all but the gradient are written.

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <functional>
 
-#include "harness/case/device_cases.h"
 #include "harness/case/problem.h"
 #include "harness/case/random.h"
 #include "harness/compare/step_difference.h"
@@ -233,17 +232,9 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& rank
 
 }  // namespace
 
-void require_runs_on(const Case& c, c10::Device device) {
-  SHARD_REQUIRE(c.options.arithmetic == 0 || device.is_cpu() || canonical_on_a_device(c.model), "case",
-                "canonical arithmetic of {} takes functions of the C library, which are on the CPU, not on {}; leave out "
-                "--device, or take an mlp with relu",
-                str(c.model), device.str());
-}
-
 Verdict run_case(const Case& c, Ranks& ranks) {
   validate(c);
   Verdict verdict;
-  require_runs_on(c, ranks.device());
   golden::Run run = make_run(c);
   run.device = ranks.device();
   if (c.options.offload == offload_none) run.optimizer.device = ranks.device();

@@ -28,9 +28,6 @@ struct Verdict {
   int64_t step = -1;  // the first that differs; -1 where it held, or failed by an error
 };
 
-// Throws Error for a case that cannot be computed there. Processes ask before they begin, so that each of them ends.
-void require_runs_on(const Case& c, c10::Device device);
-
 constexpr uint64_t kMeasuredEvery = 64;
 
 // Never throws for what the library under test does wrong: that is a verdict. Every case that held has shown that its

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "golden/train.h"
-#include "harness/case/device_cases.h"
 #include "harness/case/problem.h"
 #include "harness/compare/step_difference.h"
 #include "harness/compare/step_exchange.h"
@@ -68,10 +67,6 @@ void require_valid(const TrainOptions& options, const Case& c, const TrainingDat
   SHARD_REQUIRE(options.canonical || !options.model.canonical, "train", "--arithmetic canonical needs --canonical");
   SHARD_REQUIRE(!options.bf16 || !options.model.canonical, "train",
                 "--arithmetic canonical computes in float64: leave out --precision bf16");
-  SHARD_REQUIRE(options.device.is_cpu() || !options.model.canonical || canonical_on_a_device(options.model), "train",
-                "--arithmetic canonical of this model takes functions of the C library, which are on the CPU; leave out "
-                "--device {}",
-                c10::DeviceTypeName(options.device.type(), /*lower_case=*/true));
   SHARD_REQUIRE(!options.check || c.microbatch_ranks() == 1 || options.model.canonical, "train",
                 "--mesh {} cuts sums inside of the model, and the golden run adds whole ones: add --arithmetic canonical, or "
                 "leave --check out",

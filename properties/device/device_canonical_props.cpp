@@ -100,13 +100,56 @@ TEST_F(Kernels, multiply_exactly_wherever_the_terms_come_from) {
     const Subject subject(drawn_walk());
     const at::Tensor a_there = moved(a, subject), b_there = moved(b, subject);
     const at::Tensor there = at::empty({rows * columns}, a_there.options());
-    const ExactProduct product{data(a_there), data(b_there), there.mutable_data_ptr<double>(), rows, inner, columns};
+    const ExactProduct product{.a = data(a_there),
+                               .b = data(b_there),
+                               .out = there.mutable_data_ptr<double>(),
+                               .rows = rows,
+                               .inner = inner,
+                               .columns = columns};
     RC_ASSERT(model_math(subject.math()).exact_product(product, /*check=*/true) == fits);
     if (!fits) return;
     RC_ASSERT(same_but_for_nans(expected, there));
     there.fill_(-1);
     RC_ASSERT(model_math(subject.math()).exact_product(product, /*check=*/false));
     RC_ASSERT(same_but_for_nans(expected, there));
+  });
+}
+
+// Columns that a row does not see have terms out of range here, which nobody looks at.
+TEST_F(Kernels, multiply_the_columns_that_a_row_sees_and_add_to_sums_that_are_there) {
+  check("exact_product of some columns", [] {
+    std::mt19937_64 random = drawn_numbers();
+    const int64_t rows = *rc::gen::inRange(1, 6), inner = *rc::gen::inRange(0, 9), columns = *rc::gen::inRange(1, 20);
+    const at::Tensor a = doubles(rows * inner, random, false), b = doubles(inner * columns, random, false);
+    const int64_t seen_of_any = *rc::gen::inRange<int64_t>(0, columns + 1);
+    at::Tensor seen = at::empty({rows}, at::kLong), whole = at::empty({rows * columns}, at::kDouble);
+    for (int64_t i = 0; i < rows; ++i)
+      seen.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(random() % static_cast<uint64_t>(seen_of_any + 1));
+    for (int64_t k = 0; k < inner; ++k)
+      for (int64_t j = seen_of_any; j < columns; ++j) b.mutable_data_ptr<double>()[k * columns + j] = 1e9;
+    const bool check = *rc::gen::arbitrary<bool>();
+    at::Tensor expected = at::zeros({rows * columns}, at::kDouble), sums = at::empty({rows * columns}, at::kLong);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < seen.const_data_ptr<int64_t>()[i]; ++j)
+        for (int64_t k = 0; k < inner; ++k)
+          expected.mutable_data_ptr<double>()[i * columns + j] += rounded(data(a)[i * inner + k] * data(b)[k * columns + j]);
+    for (int64_t i = 0; i < rows * columns; ++i) sums.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(random() >> 20);
+    const Subject subject(drawn_walk());
+    const at::Tensor a_there = moved(a, subject), b_there = moved(b, subject), seen_there = moved(seen, subject);
+    const at::Tensor out = at::full({rows * columns}, -1.0, a_there.options()), sums_there = moved(sums, subject);
+    ExactProduct product{.a = data(a_there),
+                         .b = data(b_there),
+                         .out = out.mutable_data_ptr<double>(),
+                         .rows = rows,
+                         .inner = inner,
+                         .columns = columns,
+                         .seen = seen_there.const_data_ptr<int64_t>()};
+    RC_ASSERT(model_math(subject.math()).exact_product(product, check));
+    RC_ASSERT(same_but_for_nans(expected, out));
+    product.out = nullptr;
+    product.units = sums_there.mutable_data_ptr<int64_t>();
+    RC_ASSERT(model_math(subject.math()).exact_product(product, check));
+    RC_ASSERT((sums + expected.mul(0x1p40).to(at::kLong)).equal(sums_there.to(at::kCPU)));
   });
 }
 

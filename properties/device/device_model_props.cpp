@@ -73,7 +73,7 @@ TEST(DeviceModels, random_cases_have_the_golden_runs_bits_on_a_device) {
   const int64_t cases = asked ? std::atoll(asked) : 50;
   int64_t held = 0;
   for (int64_t i = 0; i < cases; ++i) {
-    const Case c = generate(77, i, {.world_max = 4, .canonical_arithmetic = false});
+    const Case c = generate(77, i, {.world_max = 4});
     held += expect_held_or_diverged(c, fake_device::ranks());
   }
   EXPECT_GT(held, cases / 2);
@@ -147,11 +147,17 @@ TEST(DeviceModels, a_norm_that_overflows_names_the_parameter) {
 
 TEST(DeviceModels, canonical_arithmetic_has_the_golden_runs_bits_on_a_device) {
   const std::string rest = "arithmetic=canonical,loss=sum) adamw(lr=0.01,clip=0.1) canonical" + kRun;
-  for (const char* activation : {"relu", "identity"}) {
+  for (const char* activation : {"relu", "identity", "tanh", "gelu"}) {
     const std::string model = std::string("mlp(widths=5-9-3,act=") + activation + ") ";
     must_hold(model + "mesh(dp_shard=3) zero3(" + rest);
     must_hold(model + "mesh(dp_shard=2,tp=2) zero3(" + rest);
     must_hold(model + "mesh(dp_replicate=2,tp=3) ddp(" + rest);
+  }
+  for (const std::string& model : {kGpt + ",tied,dropout=0.25) ", kLlama + ") "}) {
+    must_hold(model + "mesh(dp_shard=2,tp=2) zero3(recompute=1," + rest);
+    must_hold(model + "mesh(dp_shard=1,tp=2) zero3(sp=1," + rest);
+    for (const char* attention : {"ring", "gathered"})
+      must_hold(model + "mesh(dp_shard=1,cp=3) zero3(attention=" + attention + "," + rest);
   }
 }
 
@@ -177,11 +183,13 @@ std::vector<at::Tensor> results_of(const Operation& operation, const std::vector
 
 }  // namespace
 
-TEST(DeviceModels, each_canonical_operation_that_a_device_has_gives_the_cpus_bits_and_gradients) {
+TEST(DeviceModels, each_canonical_operation_gives_the_cpus_bits_and_gradients) {
   using namespace shardproof;
   fake_device::install();
   at::manual_seed(3);
   const auto random = [](at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); };
+  const std::vector<at::Tensor> heads = {random({2, 4, 3, 5}), random({2, 2, 3, 5}), random({2, 2, 3, 5})};
+  const at::Tensor targets = at::tensor({0, 6, 5, -100, 2, 4, 3, 3, 1, -100, 0, 2}, at::kLong).view({4, 3});
   const at::Tensor x = random({4, 3, 7}), tokens = at::tensor({0, 4, 5, -1, 2, 4, 9}, at::kLong);
   const std::vector<std::pair<Operation, std::vector<at::Tensor>>> operations = {
       {[](const auto& in) { return canonical_ops::linear(in[0], in[1], in[2], "l"); }, {x, random({5, 7}), random({5})}},
@@ -193,6 +201,18 @@ TEST(DeviceModels, each_canonical_operation_that_a_device_has_gives_the_cpus_bit
       {[](const auto& in) { return canonical_ops::rms_norm(in[0], in[1], 1e-5, "n"); }, {x, random({7})}},
       {[](const auto& in) { return canonical_ops::round(in[0]); }, {x}},
       {[](const auto& in) { return canonical_ops::relu(in[0]); }, {x}},
+      {[](const auto& in) { return canonical_ops::tanh(in[0]); }, {x}},
+      {[](const auto& in) { return canonical_ops::gelu(in[0]); }, {x}},
+      {[](const auto& in) { return canonical_ops::silu(in[0]); }, {x}},
+      {[](const auto& in) {
+         return canonical_ops::attention(in[0], in[1], in[2], {0, 1, 2}, true, "a");
+       },
+       heads},
+      {[](const auto& in) {
+         return canonical_ops::attention(in[0], in[1], in[2], {0, 2, 1}, false, "a", in[3].detach());
+       },
+       {heads[0], heads[1], heads[2], random({2, 4, 3, 3})}},
+      {[](const auto& in) { return canonical_ops::cross_entropy(in[0], in[1], 7); }, {x, targets}},
       {[](const auto& in) { return canonical_ops::dropout(in[0], in[1].detach()); }, {x, random({4, 3, 7})}},
       {[](const auto& in) { return canonical_ops::squared_error(in[0], in[1].detach()); }, {x, random({4, 3, 7})}}};
   for (size_t i = 0; i < operations.size(); ++i) {
@@ -209,18 +229,6 @@ TEST(DeviceModels, each_canonical_operation_that_a_device_has_gives_the_cpus_bit
     canonical_ops::linear(x.mul(100).to(fake_device::device()), random({5, 7}).mul(100).to(fake_device::device()), {}, "far");
   };
   EXPECT_THROW(too_large(), NonFiniteError);
-}
-
-TEST(DeviceModels, canonical_operations_that_need_the_c_library_are_refused_by_name) {
-  using namespace shardproof;
-  fake_device::install();
-  const at::Tensor x = at::ones({1, 2, 3, 4}, fake_device::options(at::kDouble));
-  const at::Tensor targets = at::zeros({1, 2, 3}, fake_device::options(at::kLong));
-  expect_error([&] { canonical_ops::gelu(x); }, {"gelu", "C library", "move the module to the CPU"});
-  expect_error([&] { canonical_ops::tanh(x); }, {"tanh", "C library"});
-  expect_error([&] { canonical_ops::silu(x); }, {"silu", "C library"});
-  expect_error([&] { canonical_ops::attention(x, x, x, {0, 1, 2}, true, "h.0.attn"); }, {"h.0.attn", "C library"});
-  expect_error([&] { canonical_ops::cross_entropy(x, targets, 4); }, {"cross_entropy", "C library"});
 }
 
 TEST(DeviceModels, low_precision_and_loss_scaling_have_the_golden_runs_bits_on_a_device) {

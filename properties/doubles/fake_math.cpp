@@ -96,6 +96,7 @@ class QueuedMath final : public ModelMath {
   bool exact_product(const ExactProduct& product, bool check) const override {
     ExactProduct all = product;
     all.a = here(product.a), all.b = here(product.b), all.out = here(product.out);
+    all.units = here(product.units), all.seen = here(product.seen);
     if (check) wait("exact_product");
     if (check) return cpu_.exact_product(all, true);
     queue([all, &cpu = cpu_] { cpu.exact_product(all, false); });
@@ -108,6 +109,23 @@ class QueuedMath final : public ModelMath {
     queue([all = here(norm), above = here(dy), to = here(dx), terms = here(of_weight), &cpu = cpu_] {
       cpu.row_norm_backward(all, above, to, terms);
     });
+  }
+  void exp(const double* x, int64_t count, double* y) const override {
+    queue([count, from = here(x), to = here(y), &cpu = cpu_] { cpu.exp(from, count, to); });
+  }
+  void log(const double* x, int64_t count, double* y) const override {
+    queue([count, from = here(x), to = here(y), &cpu = cpu_] { cpu.log(from, count, to); });
+  }
+  void activate(Activation activation, const double* x, int64_t count, double* y) const override {
+    queue([=, from = here(x), to = here(y), &cpu = cpu_] { cpu.activate(activation, from, count, to); });
+  }
+  void activate_backward(Activation activation, const double* x, const double* dy, int64_t count, double* dx) const override {
+    queue([=, from = here(x), above = here(dy), to = here(dx), &cpu = cpu_] {
+      cpu.activate_backward(activation, from, above, count, to);
+    });
+  }
+  void row_dots(const double* a, const double* b, int64_t rows, int64_t width, double* out) const override {
+    queue([=, left = here(a), right = here(b), to = here(out), &cpu = cpu_] { cpu.row_dots(left, right, rows, width, to); });
   }
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
     wait("first_beyond");

@@ -58,8 +58,9 @@ Turn turn_of(const at::Tensor& positions, const Rope& rope, const at::Tensor& li
   return {turn.cos().to(like.device()), turn.sin().to(like.device())};
 }
 
-// Each by itself, in float64 and with the C library: LibTorch's vectors and their tails may differ.
-Turn canonical_turn_of(const at::Tensor& positions, const Rope& rope) {
+// Each by itself, in float64 and with the host's C library: LibTorch's vectors and their tails may differ, and so may a
+// device's.
+Turn canonical_turn_of(const at::Tensor& positions, const Rope& rope, c10::Device device) {
   const int64_t half = rope.head_size / 2;
   Turn turn{at::empty({positions.numel(), half}, at::kDouble), at::empty({positions.numel(), half}, at::kDouble)};
   for (int64_t i = 0; i < positions.numel() * half; ++i) {
@@ -70,7 +71,7 @@ Turn canonical_turn_of(const at::Tensor& positions, const Rope& rope) {
     turn.cosine.mutable_data_ptr<double>()[i] = std::cos(angle);
     turn.sine.mutable_data_ptr<double>()[i] = std::sin(angle);
   }
-  return turn;
+  return {turn.cosine.to(device), turn.sine.to(device)};
 }
 
 // x [B, heads, T, head]: element i turns with element i + head / 2.
@@ -140,7 +141,7 @@ at::Tensor LlamaAttentionImpl::forward(at::Tensor x) {
                 "a sequence reaches position {}, and the longest sequence of this model is {}", positions[-1].item<int64_t>(),
                 longest_);
   const Rope rope{head_size_, theta_, scaling_};
-  const Turn turn = is_canonical() ? canonical_turn_of(positions, rope) : turn_of(positions, rope, q);
+  const Turn turn = is_canonical() ? canonical_turn_of(positions, rope, q.device()) : turn_of(positions, rope, q);
   const at::Tensor queries = rotated(heads(q, q_norm_), turn), keys = rotated(heads(k, k_norm_), turn);
   const at::Tensor attended = call(attend_, queries, keys, heads(v, nullptr));
   return call(o_proj_, attended.transpose(1, 2).reshape({batch, length, q.size(-1)}));

@@ -62,7 +62,8 @@ at::Tensor AttentionImpl::canonically(const at::Tensor& q, const at::Tensor& giv
   if (rule) return rule->attend_canonically(q, k, v, causal_, dropout, canonical_name());
   const DimRows positions = whole_rows(q.size(2));
   at::Tensor mask;
-  if (dropout) mask = dropout_mask(dropout->site, {dropout->samples, dropout->heads, positions, positions}, at::kDouble);
+  if (dropout)
+    mask = dropout_mask(dropout->site, {dropout->samples, dropout->heads, positions, positions}, at::kDouble, q.device());
   return canonical_ops::attention(q, k, v, positions.rows, causal_, canonical_name(), mask);
 }
 

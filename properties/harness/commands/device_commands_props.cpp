@@ -3,7 +3,6 @@
 
 #include <set>
 
-#include "harness/case/device_cases.h"
 #include "harness/case/generate.h"
 #include "harness/run/run_case.h"
 #include "harness/train/train.h"
@@ -62,31 +61,4 @@ TEST(DeviceCommands, training_equals_the_golden_run_on_the_device_and_goes_on_fr
   for (const double loss : losses_of(options, text)) losses.push_back(loss);
   EXPECT_EQ(losses.size(), 5u);
   EXPECT_LT(losses[1], losses[0]);
-}
-
-TEST(DeviceCommands, canonical_arithmetic_of_curves_is_refused_by_name) {
-  fake_device::install();
-  const Case c = Case::parse(
-      "mlp(widths=3-4-2) mesh(dp_shard=1,tp=2) zero3(loss=sum,arithmetic=canonical) sgd(lr=0.1) canonical seed=1 : step");
-  shardproof::expect_error([&] { run_case(c, *thread_ranks_on(fake_device::device())); },
-                           {"canonical arithmetic", "on the CPU", "--device"});
-}
-
-TEST(DeviceCommands, limits_of_a_device_draw_every_mode_and_canonical_arithmetic_that_it_has) {
-  std::set<Mode> modes;
-  bool cut = false;
-  int64_t canonical = 0;
-  for (int64_t i = 0; i < 400; ++i) {
-    const Case c = generate(5, i, {.canonical_arithmetic = false});
-    EXPECT_TRUE(c.options.arithmetic == 0 || canonical_on_a_device(c.model)) << c.str();
-    validate(c);
-    modes.insert(c.mode);
-    cut |= c.microbatch_ranks() > 1;
-    canonical += c.options.arithmetic;
-  }
-  EXPECT_EQ(modes.size(), 4u);
-  EXPECT_TRUE(cut);
-  EXPECT_GT(canonical, 10);
-  const Limits on_mesh{.mesh = shardproof::Mesh({{"dp_shard", 2}, {"cp", 2}}), .canonical_arithmetic = false};
-  for (int64_t i = 0; i < 100; ++i) EXPECT_NE(generate(6, i, on_mesh).mode, Mode::canonical);
 }

@@ -1,4 +1,4 @@
-// The arithmetic of models on flat memory that LibTorch does not have: masks of dropout and exact products. One source,
+// The arithmetic of models on flat memory that LibTorch does not have: masks of dropout, and canonical arithmetic. One source,
 // device/kernels, implements it together with the arithmetic of device_math.h, whose first comment holds here, too. This header
 // does not include Torch.
 #pragma once
@@ -22,7 +22,14 @@ struct ExactProduct {
   const double *a = nullptr, *b = nullptr;
   double* out = nullptr;
   int64_t rows = 0, inner = 0, columns = 0;
+  // [rows, columns] in multiples of 2^-40, to which the sums are added modulo 2^64. Then `out` is not used.
+  int64_t* units = nullptr;
+  // [rows]: only so many columns of each row are computed, the first ones. The others are 0 in `out`. Null: all are.
+  const int64_t* seen = nullptr;
 };
+
+// Activations of canonical arithmetic. Gelu is the exact one, not that by tanh.
+enum class Activation : uint8_t { tanh, gelu, silu };
 
 // A norm of canonical arithmetic, over the rows of x [rows, width], float64. One that is not centred takes a mean of 0.
 struct RowNorm {
@@ -44,6 +51,15 @@ class ModelMath : public DeviceMath {
   virtual void row_norm(const RowNorm& norm, const double* bias, double* y) const = 0;
   // dx [rows, width], and in `of_weight` [rows, width] the terms of the gradient of the weight.
   virtual void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const = 0;
+
+  // Curves of canonical arithmetic, element by element (device/kernels/curves.h). y may be x.
+  virtual void exp(const double* x, int64_t count, double* y) const = 0;
+  virtual void log(const double* x, int64_t count, double* y) const = 0;
+  // Rounded to multiples of 2^-40; as is the gradient dx of the input.
+  virtual void activate(Activation activation, const double* x, int64_t count, double* y) const = 0;
+  virtual void activate_backward(Activation activation, const double* x, const double* dy, int64_t count, double* dx) const = 0;
+  // out [rows]: the sum of a times b, [rows, width], in the order of indices. Nothing is rounded to multiples.
+  virtual void row_dots(const double* a, const double* b, int64_t rows, int64_t width, double* out) const = 0;
 };
 
 // What a device's arithmetic (device.h) has for models. Throws Error when it was registered without.

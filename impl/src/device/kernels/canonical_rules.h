@@ -20,6 +20,10 @@ struct ProductRule {
   SHARD_HD int pack(int64_t i) const {
     static_assert(W == 1);
     const int64_t row = i / product.columns, column = i - row * product.columns;
+    if (product.seen && column >= product.seen[row]) {
+      if (!product.units) product.out[i] = 0;
+      return 1;
+    }
     const double *a = product.a + row * product.inner, *b = product.b + column;
     uint64_t sum = 0, beyond = 0;
     for (int64_t k = 0; k < product.inner; ++k) {
@@ -27,7 +31,10 @@ struct ProductRule {
       sum += term;
       if (kChecked) beyond |= fixed::beyond(term);
     }
-    product.out[i] = fixed::value(sum);
+    if (product.units)
+      product.units[i] = static_cast<int64_t>(static_cast<uint64_t>(product.units[i]) + sum);
+    else
+      product.out[i] = fixed::value(sum);
     return beyond == 0 ? 1 : 0;
   }
 };

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "device/kernels/canonical_rules.h"
+#include "device/kernels/curve_rules.h"
 #include "device/kernels/element_rules.h"
 #include "device/kernels/search_rules.h"
 
@@ -133,6 +134,17 @@ class KernelMath final : public ModelMath {
   void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const override {
     run_.each(norm.rows, NormBackwardRule{norm, dy, dx, of_weight});
   }
+  void exp(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Exp>{x, y}); }
+  void log(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Log>{x, y}); }
+  void activate(Activation activation, const double* x, int64_t count, double* y) const override {
+    with_curve(activation, [&]<class Curve>(Curve) { run_.each(count, CurveRule<Curve>{x, y}); });
+  }
+  void activate_backward(Activation activation, const double* x, const double* dy, int64_t count, double* dx) const override {
+    with_curve(activation, [&]<class Curve>(Curve) { run_.each(count, CurveBackwardRule<Curve>{x, dy, dx}); });
+  }
+  void row_dots(const double* a, const double* b, int64_t rows, int64_t width, double* out) const override {
+    run_.each(rows, RowDotRule{a, b, out, width});
+  }
 
   int64_t first_beyond(Element type, const std::byte* values, int64_t count, double limit) const override {
     const double finite = std::min(limit, std::numeric_limits<double>::max());
@@ -156,6 +168,18 @@ class KernelMath final : public ModelMath {
     if (type == Element::f32) return run(static_cast<float*>(nullptr));
     if (type == Element::f64) return run(static_cast<double*>(nullptr));
     throw std::logic_error("[device_math] an update: expected float32 or float64");
+  }
+  template <class Run>
+  static void with_curve(Activation activation, const Run& run) {
+    switch (activation) {
+      case Activation::tanh:
+        return run(Tanh());
+      case Activation::gelu:
+        return run(Gelu());
+      case Activation::silu:
+        return run(Silu());
+    }
+    throw std::logic_error("[device_math] an activation of no kind");
   }
   static void require_terms(std::span<const std::byte* const> terms) {
     if (terms.empty()) throw std::logic_error("[device_math] a sum of no terms");

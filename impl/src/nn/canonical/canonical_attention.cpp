@@ -29,8 +29,8 @@ struct Attend : torch::autograd::Function<Attend> {
                           const std::vector<int64_t>& positions, bool causal, const std::string& name,
                           const c10::optional<Variable>& given_mask) {
     const at::Tensor mask = given_mask.value_or(at::Tensor());
-    const at::Tensor q = fixed::require_host(given_q, name), k = fixed::require_host(given_k, name),
-                     v = fixed::require_host(given_v, name);
+    const at::Tensor q = fixed::require_double(given_q, name), k = fixed::require_double(given_k, name),
+                     v = fixed::require_double(given_v, name);
     fixed::require_terms(std::max(k.size(2), q.size(3)), name);
     const std::vector<int64_t> keys = all_positions(k.size(2));
     fixed::Terms terms;
@@ -54,7 +54,8 @@ struct Attend : torch::autograd::Function<Attend> {
     fixed::require_terms(q.size(2) * (q.size(1) / k.size(1)), what);
     const std::vector<int64_t> positions = ctx->saved_data["positions"].toIntVector(), keys = all_positions(k.size(2));
     Gradients gradients(q, dys[0].contiguous(), output);
-    const at::Tensor of_keys = at::zeros(k.sizes(), at::kLong), of_values = at::zeros(v.sizes(), at::kLong);
+    const at::TensorOptions integers = k.options().dtype(at::kLong);
+    const at::Tensor of_keys = at::zeros(k.sizes(), integers), of_values = at::zeros(v.sizes(), integers);
     fixed::Terms terms;
     gradients.add(k, v, shares, mask, {positions, keys, ctx->saved_data["causal"].toBool()}, of_keys, of_values, terms);
     terms.require_fit(what);

@@ -6,39 +6,80 @@
 #include <cmath>
 #include <limits>
 
+#include "shardproof/device/device.h"
+#include "shardproof/device/model_math.h"
+
+// Every sum is an exact product of a head's rows, and everything else is single IEEE operations of LibTorch on elements, so a
+// block has the same bits on every device.
 namespace shardproof::canonical_blocks {
 namespace {
 
 constexpr double kHidden = -std::numeric_limits<double>::infinity();
 
-// The tensors of a block as plain arrays of rows.
 struct Sizes {
   int64_t batch, heads, kv_heads, queries, keys, width;
   Sizes(const at::Tensor& q, const at::Tensor& k)
       : batch(q.size(0)), heads(q.size(1)), kv_heads(k.size(1)), queries(q.size(2)), keys(k.size(2)), width(q.size(3)) {}
   double scale() const { return 1 / std::sqrt(static_cast<double>(width)); }
 
-  // f(query's row, its place, the first row of its keys), for every sample and head.
+  // f(a head of queries, the head of keys that serves it), for every sample.
   template <class F>
-  void each_query(const F& f) const {
+  void each_head(const F& f) const {
     for (int64_t b = 0; b < batch; ++b)
-      for (int64_t h = 0; h < heads; ++h)
-        for (int64_t i = 0; i < queries; ++i)
-          f((b * heads + h) * queries + i, i, (b * kv_heads + h / (heads / kv_heads)) * keys);
+      for (int64_t h = 0; h < heads; ++h) f(b * heads + h, b * kv_heads + h / (heads / kv_heads));
   }
 };
 
-double dot(const double* a, const double* b, int64_t count, fixed::Terms& terms) {
-  uint64_t sum = 0;
-  for (int64_t d = 0; d < count; ++d) sum += terms.units(a[d] * b[d]);
-  return fixed::value(sum);
+// [queries]: how many keys each query sees, on the device.
+at::Tensor seen_keys(const Places& places, c10::Device device) {
+  std::vector<int64_t> seen;
+  for (int64_t i = 0; i < std::ssize(places.queries); ++i) seen.push_back(places.seen(i));
+  return at::tensor(seen, at::kLong).to(device);
 }
 
-// Integers are added modulo 2^64. Each loop below notes terms that are out of range in a copy of its own, which can stay in a
-// register: the one that it is given might be among the sums, for all that the compiler knows.
-uint64_t* units_in(const at::Tensor& sums) {
-  return reinterpret_cast<uint64_t*>(sums.mutable_data_ptr<int64_t>());
+at::Tensor swapped(const at::Tensor& rows) {
+  return rows.transpose(-2, -1).contiguous();
 }
+
+// Products of heads: the matrices of `a` and `b`, which lie behind one another in float64, by the numbers of their heads.
+class HeadProducts {
+ public:
+  HeadProducts(const at::Tensor& a, const at::Tensor& b, fixed::Terms& terms)
+      : math_(model_math(device_math(a))), a_(a), b_(b), terms_(terms), check_(!fixed::all_terms_fit(a, b)) {}
+
+  // out's head of `a` = a's times b's; only the first `seen` columns of each row.
+  void write(const at::Tensor& out, int64_t head, int64_t other, const at::Tensor& seen) {
+    ExactProduct product = of(head, other);
+    product.out = at_head(out, head, out.mutable_data_ptr<double>());
+    product.seen = seen.const_data_ptr<int64_t>();
+    run(product);
+  }
+  // sums' head `to` += a's times b's, in units.
+  void add(const at::Tensor& sums, int64_t to, int64_t head, int64_t other) {
+    ExactProduct product = of(head, other);
+    product.units = at_head(sums, to, sums.mutable_data_ptr<int64_t>());
+    run(product);
+  }
+
+ private:
+  template <class T>
+  static T* at_head(const at::Tensor& x, int64_t head, T* data) {
+    return data + head * x.size(-2) * x.size(-1);
+  }
+  ExactProduct of(int64_t head, int64_t other) const {
+    return {.a = at_head(a_, head, a_.const_data_ptr<double>()),
+            .b = at_head(b_, other, b_.const_data_ptr<double>()),
+            .rows = a_.size(-2),
+            .inner = a_.size(-1),
+            .columns = b_.size(-1)};
+  }
+  void run(const ExactProduct& product) { terms_.note(math_.exact_product(product, check_)); }
+
+  const ModelMath& math_;
+  const at::Tensor &a_, &b_;
+  fixed::Terms& terms_;
+  bool check_;
+};
 
 }  // namespace
 
@@ -47,17 +88,17 @@ int64_t Places::seen(int64_t query) const {
   return std::upper_bound(keys.begin(), keys.end(), queries[static_cast<size_t>(query)]) - keys.begin();
 }
 
-at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Places& places, fixed::Terms& found) {
-  fixed::Terms terms = found;
+at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Places& places, fixed::Terms& terms) {
   const Sizes s(q, k);
-  at::Tensor result = at::full({s.batch, s.heads, s.queries, s.keys}, kHidden, q.options());
-  const double *qs = q.const_data_ptr<double>(), *ks = k.const_data_ptr<double>(), scale = s.scale();
-  double* to = result.mutable_data_ptr<double>();
-  s.each_query([&](int64_t row, int64_t i, int64_t first) {
-    for (int64_t j = 0, seen = places.seen(i); j < seen; ++j)
-      to[row * s.keys + j] = dot(qs + row * s.width, ks + (first + j) * s.width, s.width, terms) * scale;
-  });
-  found = terms;
+  const at::Tensor columns = swapped(k), seen = seen_keys(places, q.device());
+  at::Tensor result = at::empty({s.batch, s.heads, s.queries, s.keys}, q.options());
+  HeadProducts products(q, columns, terms);
+  s.each_head([&](int64_t head, int64_t of_keys) { products.write(result, head, of_keys, seen); });
+  result.mul_(s.scale());
+  if (places.causal) {
+    const at::Tensor numbers = at::arange(s.keys, seen.options());
+    result.masked_fill_(numbers.unsqueeze(0).ge(seen.unsqueeze(1)), kHidden);
+  }
   return result;
 }
 
@@ -67,77 +108,61 @@ at::Tensor largest(const at::Tensor& scores) {
 }
 
 at::Tensor powers(const at::Tensor& scores, const at::Tensor& most) {
-  at::Tensor result = at::empty(scores.sizes(), scores.options());
-  const double *from = scores.const_data_ptr<double>(), *tops = most.const_data_ptr<double>();
-  double* to = result.mutable_data_ptr<double>();
-  for (int64_t row = 0, keys = scores.size(-1); row < most.numel(); ++row)
-    for (int64_t j = row * keys; j < (row + 1) * keys; ++j) to[j] = from[j] == kHidden ? 0 : std::exp(from[j] - tops[row]);
-  return result;
+  at::Tensor result = scores - most.unsqueeze(-1);
+  double* data = result.mutable_data_ptr<double>();
+  model_math(device_math(result)).exp(data, result.numel(), data);
+  return result.masked_fill_(scores.eq(kHidden), 0.0);  // of a query that sees no key, too
 }
 
 Mixture::Mixture(const at::Tensor& q)
-    : mixed_(at::zeros(q.sizes(), at::kLong)), total_(at::zeros(q.sizes().slice(0, 3), at::kLong)) {}
+    : mixed_(at::zeros(q.sizes(), q.options().dtype(at::kLong))),
+      total_(at::zeros({q.size(0), q.size(1), q.size(2), 1}, q.options().dtype(at::kLong))) {}
 
-void Mixture::add(const at::Tensor& powers, const at::Tensor& mask, const at::Tensor& v, fixed::Terms& found) {
-  fixed::Terms terms = found;
+void Mixture::add(const at::Tensor& powers, const at::Tensor& mask, const at::Tensor& v, fixed::Terms& terms) {
   const Sizes s(mixed_, v);
-  const double *weights = powers.const_data_ptr<double>(), *values = v.const_data_ptr<double>();
-  const double* kept = mask.defined() ? mask.const_data_ptr<double>() : nullptr;
-  uint64_t *mixed = units_in(mixed_), *total = units_in(total_);
-  s.each_query([&](int64_t row, int64_t, int64_t first) {
-    uint64_t* sums = mixed + row * s.width;
-    for (int64_t j = 0; j < s.keys; ++j) {
-      const double power = weights[row * s.keys + j];
-      if (power == 0) continue;  // adds nothing
-      total[row] += terms.units(power);
-      const double weight = kept ? kept[row * s.keys + j] * power : power;
-      const double* value = values + (first + j) * s.width;
-      for (int64_t d = 0; d < s.width; ++d) sums[d] += terms.units(weight * value[d]);
-    }
+  const at::Tensor ones = at::ones({s.keys, 1}, powers.options());
+  const at::Tensor weights = mask.defined() ? mask * powers : powers;
+  HeadProducts sums(powers, ones, terms), products(weights, v, terms);
+  s.each_head([&](int64_t head, int64_t of_keys) {
+    sums.add(total_, head, head, 0);
+    products.add(mixed_, head, head, of_keys);
   });
-  found = terms;
 }
 
 at::Tensor Mixture::divisor() const {
-  return fixed::from_units(total_).unsqueeze(-1);
+  return fixed::from_units(total_);
 }
 
 at::Tensor Mixture::output() const {
-  at::Tensor result = fixed::from_units(mixed_);
-  const at::Tensor divisors = divisor();
-  double* to = result.mutable_data_ptr<double>();
-  const int64_t width = result.size(-1);
-  for (int64_t i = 0; i < result.numel(); ++i) to[i] = fixed::grid(to[i] / divisors.const_data_ptr<double>()[i / width]);
-  return result;
+  return fixed::grid(fixed::from_units(mixed_) / divisor());
 }
 
 Gradients::Gradients(const at::Tensor& q, const at::Tensor& dy, const at::Tensor& output)
-    : q_(q), dy_(dy), along_(at::zeros(q.sizes().slice(0, 3), q.options())), of_queries_(at::zeros(q.sizes(), at::kLong)) {
-  double* along = along_.mutable_data_ptr<double>();
-  const double *above = dy.const_data_ptr<double>(), *own = output.const_data_ptr<double>();
-  for (int64_t i = 0, width = q.size(-1); i < q.numel(); ++i) along[i / width] += above[i] * own[i];
+    : q_(q),
+      dy_(dy),
+      along_(at::empty({q.size(0), q.size(1), q.size(2), 1}, q.options())),
+      of_queries_(at::zeros(q.sizes(), q.options().dtype(at::kLong))) {
+  model_math(device_math(q))
+      .row_dots(dy.const_data_ptr<double>(), output.const_data_ptr<double>(), along_.numel(), q.size(-1),
+                along_.mutable_data_ptr<double>());
 }
 
 void Gradients::add(const at::Tensor& k, const at::Tensor& v, const at::Tensor& shares, const at::Tensor& mask,
-                    const Places& places, at::Tensor of_keys, at::Tensor of_values, fixed::Terms& found) {
-  fixed::Terms terms = found;
+                    const Places& places, at::Tensor of_keys, at::Tensor of_values, fixed::Terms& terms) {
   const Sizes s(q_, k);
-  const double *qs = q_.const_data_ptr<double>(), *ks = k.const_data_ptr<double>(), *vs = v.const_data_ptr<double>();
-  const double *dys = dy_.const_data_ptr<double>(), *along = along_.const_data_ptr<double>(), scale = s.scale();
-  const double* kept = mask.defined() ? mask.const_data_ptr<double>() : nullptr;
-  uint64_t *q_sums = units_in(of_queries_), *k_sums = units_in(of_keys), *v_sums = units_in(of_values);
-  s.each_query([&](int64_t row, int64_t i, int64_t first) {
-    const double *query = qs + row * s.width, *above = dys + row * s.width;
-    for (int64_t j = 0, seen = places.seen(i); j < seen; ++j) {
-      const double share = shares.const_data_ptr<double>()[row * s.keys + j], m = kept ? kept[row * s.keys + j] : 1;
-      const int64_t key = (first + j) * s.width;
-      const double score = share * (m * dot(above, vs + key, s.width, terms) - along[row]) * scale, kept_share = share * m;
-      for (int64_t d = 0; d < s.width; ++d) q_sums[row * s.width + d] += terms.units(score * ks[key + d]);
-      for (int64_t d = 0; d < s.width; ++d) k_sums[key + d] += terms.units(score * query[d]);
-      for (int64_t d = 0; d < s.width; ++d) v_sums[key + d] += terms.units(kept_share * above[d]);
-    }
+  const at::Tensor value_columns = swapped(v), seen = seen_keys(places, q_.device());
+  at::Tensor scores = at::empty(shares.sizes(), shares.options());  // the gradient of what scores() gave, before its scale
+  HeadProducts above(dy_, value_columns, terms);
+  s.each_head([&](int64_t head, int64_t key_head) { above.write(scores, head, key_head, seen); });
+  if (mask.defined()) scores.mul_(mask);
+  scores.sub_(along_).mul_(shares).mul_(s.scale());
+  const at::Tensor score_columns = swapped(scores), share_columns = swapped(mask.defined() ? shares * mask : shares);
+  HeadProducts for_queries(scores, k, terms), for_keys(score_columns, q_, terms), for_values(share_columns, dy_, terms);
+  s.each_head([&](int64_t head, int64_t key_head) {
+    for_queries.add(of_queries_, head, head, key_head);
+    for_keys.add(of_keys, key_head, head, head);
+    for_values.add(of_values, key_head, head, head);
   });
-  found = terms;
 }
 
 }  // namespace shardproof::canonical_blocks

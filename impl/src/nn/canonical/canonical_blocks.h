@@ -28,7 +28,7 @@ at::Tensor largest(const at::Tensor& scores);
 // exp(score - most of its row).
 at::Tensor powers(const at::Tensor& scores, const at::Tensor& most);
 
-// Of each query, in units: sum u(m e v) [B, heads, queries, width] and sum u(e) [B, heads, queries]; e are powers, m is the
+// Of each query, in units: sum u(m e v) [B, heads, queries, width] and sum u(e) [B, heads, queries, 1]; e are powers, m is the
 // mask of dropout [B, heads, queries, keys], undefined for none.
 class Mixture {
  public:

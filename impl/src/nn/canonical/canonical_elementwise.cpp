@@ -1,14 +1,14 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <cmath>
-
 #include "nn/canonical/fixed_point.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/device.h"
+#include "shardproof/device/model_math.h"
 #include "shardproof/nn/canonical/canonical.h"
 
-// Curves go through the C library, one element at a time: LibTorch's vector bodies and scalar tails differ, so its activations
-// would depend on where a tensor is cut. What consists of single IEEE operations is LibTorch's, on any device.
+// Curves are kernels of one source for all devices (device/kernels/curves.h). LibTorch's differ between its vectors and their
+// tails, and the C library's between machines. What consists of single IEEE operations is LibTorch's.
 namespace shardproof::canonical_ops {
 namespace {
 
@@ -17,50 +17,23 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-struct Tanh {
-  static constexpr const char* name = "tanh";
-  static double value(double x) { return std::tanh(x); }
-  static double derivative(double x) {
-    const double y = std::tanh(x);
-    return 1 - y * y;
-  }
-};
-
-struct Gelu {
-  static constexpr const char* name = "gelu";
-  static constexpr double kRootHalf = 0.7071067811865476, kPeak = 0.3989422804014327;  // sqrt(1/2), 1 / sqrt(2 pi)
-  static double below(double x) { return 0.5 * (1 + std::erf(x * kRootHalf)); }
-  static double value(double x) { return x * below(x); }
-  static double derivative(double x) { return below(x) + x * (std::exp(-0.5 * x * x) * kPeak); }
-};
-
-struct Silu {
-  static constexpr const char* name = "silu";
-  static double value(double x) { return x / (1 + std::exp(-x)); }
-  static double derivative(double x) {
-    const double share = 1 / (1 + std::exp(-x));
-    return share * (1 + x * (1 - share));
-  }
-};
-
-template <class Rule>
-struct Curve : torch::autograd::Function<Curve<Rule>> {
-  static Variable forward(AutogradContext* ctx, const Variable& given) {
-    const at::Tensor x = fixed::require_host(given, Rule::name);
+struct Curve : torch::autograd::Function<Curve> {
+  static Variable forward(AutogradContext* ctx, const Variable& given, Activation activation, const char* name) {
+    const at::Tensor x = fixed::require_double(given, name);
     ctx->save_for_backward({x});
+    ctx->saved_data["activation"] = static_cast<int64_t>(activation);
     at::Tensor y = at::empty(x.sizes(), x.options());
-    const double* from = x.const_data_ptr<double>();
-    double* to = y.mutable_data_ptr<double>();
-    for (int64_t i = 0; i < x.numel(); ++i) to[i] = grid(Rule::value(from[i]));
+    model_math(device_math(x)).activate(activation, x.const_data_ptr<double>(), x.numel(), y.mutable_data_ptr<double>());
     return y;
   }
   static variable_list backward(AutogradContext* ctx, variable_list dys) {
     const at::Tensor x = ctx->get_saved_variables()[0], dy = dys[0].contiguous();
+    const auto activation = static_cast<Activation>(ctx->saved_data["activation"].toInt());
     at::Tensor dx = at::empty(x.sizes(), x.options());
-    const double *at_x = x.const_data_ptr<double>(), *from = dy.const_data_ptr<double>();
-    double* to = dx.mutable_data_ptr<double>();
-    for (int64_t i = 0; i < x.numel(); ++i) to[i] = grid(from[i] * Rule::derivative(at_x[i]));
-    return {dx};
+    model_math(device_math(x))
+        .activate_backward(activation, x.const_data_ptr<double>(), dy.const_data_ptr<double>(), x.numel(),
+                           dx.mutable_data_ptr<double>());
+    return {dx, {}, {}};
   }
 };
 
@@ -112,13 +85,13 @@ at::Tensor relu(const at::Tensor& x) {
   return Relu::apply(x);
 }
 at::Tensor tanh(const at::Tensor& x) {
-  return Curve<Tanh>::apply(x);
+  return Curve::apply(x, Activation::tanh, "tanh");
 }
 at::Tensor gelu(const at::Tensor& x) {
-  return Curve<Gelu>::apply(x);
+  return Curve::apply(x, Activation::gelu, "gelu");
 }
 at::Tensor silu(const at::Tensor& x) {
-  return Curve<Silu>::apply(x);
+  return Curve::apply(x, Activation::silu, "silu");
 }
 
 at::Tensor dropout(const at::Tensor& x, const at::Tensor& mask) {

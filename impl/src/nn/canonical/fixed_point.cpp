@@ -25,7 +25,7 @@ bool everywhere(const at::Tensor& condition) {
 }  // namespace
 
 void Terms::require_fit(const std::string& what) const {
-  require(fit(), what);
+  require(fit_, what);
 }
 
 void require_terms(int64_t count, const std::string& what) {
@@ -40,34 +40,25 @@ at::Tensor require_double(const at::Tensor& x, const std::string& what) {
   return x.contiguous();
 }
 
-at::Tensor require_host(const at::Tensor& x, const std::string& what) {
-  SHARD_REQUIRE(x.is_cpu(), "canonical",
-                "{}: takes functions of the C library, which the CPU has, and its tensor is on {}. On a device there are "
-                "canonical products, embeddings, norms, relu, dropout and squared errors; move the module to the CPU",
-                what, x.device().str());
-  return require_double(x, what);
-}
-
 at::Tensor grid(const at::Tensor& x) {
   return x.mul(kUnits).round_().mul_(kUnit).add_(0.0);
 }
 
-namespace {
-
-// Whether every product of an element of one by one of the other is in range by a margin. Not so for NaN.
 bool all_terms_fit(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return true;
   return (a.abs().amax() * b.abs().amax()).item<double>() < kTermMax - 1;
 }
 
-}  // namespace
-
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what) {
   const at::Tensor left = require_double(a, what), right = require_double(b, what);
   require_terms(left.size(1), what);
   at::Tensor result = at::empty({left.size(0), right.size(1)}, left.options());
-  const ExactProduct task{left.const_data_ptr<double>(), right.const_data_ptr<double>(), result.mutable_data_ptr<double>(),
-                          left.size(0), left.size(1), right.size(1)};
+  const ExactProduct task{.a = left.const_data_ptr<double>(),
+                          .b = right.const_data_ptr<double>(),
+                          .out = result.mutable_data_ptr<double>(),
+                          .rows = left.size(0),
+                          .inner = left.size(1),
+                          .columns = right.size(1)};
   require(model_math(device_math(left)).exact_product(task, /*check=*/!all_terms_fit(left, right)), what);
   return result;
 }

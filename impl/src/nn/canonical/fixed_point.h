@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cmath>
 #include <cstdint>
 #include <string>
 
@@ -11,27 +10,21 @@
 
 namespace shardproof::fixed {
 
-// Of one kind of sum: remembers whether any term was out of range.
+// Of several sums: remembers whether all terms of all of them were in range. The error comes after the last one, since other
+// ranks wait for what this rank sends in between.
 class Terms {
  public:
-  uint64_t units(double term) {
-    const uint64_t rounded = fixed::units(term);
-    beyond_ |= fixed::beyond(rounded);
-    return rounded;
-  }
-  // Of a value that is a multiple already.
-  int64_t exact_units(double value) {
-    const bool fits = std::abs(value) < kTotalMax;  // false for NaN
-    beyond_ |= !fits;
-    return fits ? static_cast<int64_t>(std::nearbyint(value * kUnits)) : 0;
-  }
-  bool fit() const { return beyond_ == 0; }
+  void note(bool fit) { fit_ &= fit; }
   // Throws NonFiniteError naming what was computed.
   void require_fit(const std::string& what) const;
 
  private:
-  uint64_t beyond_ = 0;
+  bool fit_ = true;
 };
+
+// Whether every product of an element of one by one of the other is in range by a margin. Not so for NaN. On a device, the host
+// waits for the answer.
+bool all_terms_fit(const at::Tensor& a, const at::Tensor& b);
 
 // The functions below work where their tensors are: LibTorch's operators on single elements, each of which is one IEEE
 // operation, and the device's exact products (model_math.h). So they have the same bits on every device.
@@ -55,8 +48,5 @@ at::Tensor units_of_terms(const at::Tensor& terms, const std::string& what);
 
 // Throws Error unless it is float64; contiguous.
 at::Tensor require_double(const at::Tensor& x, const std::string& what);
-// The same, and throws Error unless it is on the CPU. For operators that call functions of the C library, such as exp, whose
-// bits a device has no functions for.
-at::Tensor require_host(const at::Tensor& x, const std::string& what);
 
 }  // namespace shardproof::fixed

@@ -6,6 +6,7 @@
 #include "parallel/context/context_ring.h"
 #include "parallel/context/exact_ring.h"
 #include "shardproof/base/check.h"
+#include "shardproof/nn/dropout_mask.h"
 #include "shardproof/parallel/collective_ops.h"
 
 namespace shardproof {
@@ -126,7 +127,8 @@ at::Tensor canonical_gathered_attention(const at::Tensor& q, const at::Tensor& k
   const DimRows own{cut.positions(group.rank()), cut.length};
   at::Tensor mask;
   if (dropout)
-    mask = dropout_mask(dropout->site, {dropout->samples, dropout->heads, own, whole_rows(cut.length)}, at::kDouble);
+    mask =
+        dropout_mask(dropout->site, {dropout->samples, dropout->heads, own, whole_rows(cut.length)}, at::kDouble, q.device());
   return canonical_ops::attention(q, both.narrow(1, 0, k.size(1)), both.narrow(1, k.size(1), v.size(1)), own.rows, causal, name,
                                   mask);
 }

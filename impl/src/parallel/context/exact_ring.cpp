@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "shardproof/nn/dropout_mask.h"
+
 namespace shardproof {
 
 using canonical_blocks::Mixture;
@@ -15,29 +17,30 @@ ExactRing::ExactRing(const DimCut& cut, bool causal, std::optional<AttentionDrop
       name_(std::move(name)),
       own_(cut.positions(group.rank())) {}
 
-ExactRing::Block ExactRing::block(int64_t source, bool with_mask) const {
+ExactRing::Block ExactRing::block(int64_t source, bool with_mask, c10::Device device) const {
   const DimCut& cut = ring_.cut();
   Block block{cut.positions(source), {}};
   if (dropout_ && with_mask)
-    block.mask = dropout_mask(
-        dropout_->site, {dropout_->samples, dropout_->heads, {own_, cut.length}, {block.keys, cut.length}}, at::kDouble);
+    block.mask =
+        dropout_mask(dropout_->site, {dropout_->samples, dropout_->heads, {own_, cut.length}, {block.keys, cut.length}},
+                     at::kDouble, device);
   return block;
 }
 
 ExactRing::Kept ExactRing::forward(const at::Tensor& given_q, const at::Tensor& given_k, const at::Tensor& given_v) const {
-  const at::Tensor q = fixed::require_host(given_q, name_), k = fixed::require_host(given_k, name_),
-                   v = fixed::require_host(given_v, name_);
+  const at::Tensor q = fixed::require_double(given_q, name_), k = fixed::require_double(given_k, name_),
+                   v = fixed::require_double(given_v, name_);
   fixed::require_terms(std::max(ring_.cut().length, q.size(3)), name_);
   fixed::Terms terms;
   at::Tensor most;
   ring_.go_round(k, [&](const at::Tensor& keys, int64_t source) {
-    const Block here = block(source, /*with_mask=*/false);
+    const Block here = block(source, /*with_mask=*/false, q.device());
     const at::Tensor found = canonical_blocks::largest(canonical_blocks::scores(q, keys, places(here), terms));
     most = most.defined() ? at::maximum(most, found) : found;
   });
   Mixture mixture(q);
   ring_.go_round(at::stack({k, v}), [&](const at::Tensor& both, int64_t source) {
-    const Block here = block(source, /*with_mask=*/true);
+    const Block here = block(source, /*with_mask=*/true, q.device());
     const at::Tensor scores = canonical_blocks::scores(q, both[0], places(here), terms);
     mixture.add(canonical_blocks::powers(scores, most), here.mask, both[1], terms);
   });
@@ -52,12 +55,13 @@ ExactRing::Gradients ExactRing::backward(const Kept& kept, const at::Tensor& out
   fixed::Terms terms;
   const at::Tensor own_keys = at::stack({kept.k, kept.v});
   const auto visit = [&](const at::Tensor& both, const at::Tensor& of_both, int64_t source) {
-    const Block here = block(source, /*with_mask=*/true);
+    const Block here = block(source, /*with_mask=*/true, kept.q.device());
     const at::Tensor scores = canonical_blocks::scores(kept.q, both[0], places(here), terms);
     const at::Tensor shares = canonical_blocks::powers(scores, kept.most).div_(kept.divisor);
     gradients.add(both[0], both[1], shares, here.mask, places(here), of_both[0], of_both[1], terms);
   };
-  const at::Tensor of_both = ring_.go_round_adding(own_keys, at::zeros(own_keys.sizes(), at::kLong), visit);
+  const at::Tensor of_both =
+      ring_.go_round_adding(own_keys, at::zeros(own_keys.sizes(), own_keys.options().dtype(at::kLong)), visit);
   terms.require_fit(what);
   return {fixed::from_units(gradients.of_queries()), fixed::from_units(of_both[0]), fixed::from_units(of_both[1])};
 }

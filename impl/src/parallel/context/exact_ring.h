@@ -39,7 +39,7 @@ class ExactRing : public torch::CustomClassHolder {
     std::vector<int64_t> keys;  // positions
     at::Tensor mask;
   };
-  Block block(int64_t source, bool with_mask) const;
+  Block block(int64_t source, bool with_mask, c10::Device device) const;
   canonical_blocks::Places places(const Block& block) const { return {own_, block.keys, causal_}; }
 
   Ring ring_;
