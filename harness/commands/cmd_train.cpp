@@ -130,7 +130,7 @@ int train_and_report(const TrainOptions& options, const TrainingData& data, Trai
   progress.end_line();
   print_end(reports.out, options, result, loss_first, loss_last);
   reports.json.end(result, options.check);
-  return result.difference ? 1 : result.stopped ? 2 : 0;
+  return result.difference ? 1 : result.stopped ? kStoppedAsAsked : 0;
 }
 
 int run_train(TrainArguments& arguments) {
@@ -164,6 +164,10 @@ void add_train_command(CLI::App& app, int& exit_code) {
                                          "with the unsharded golden run");
   auto arguments = std::make_shared<TrainArguments>();
   arguments->add_to(*command);
+  command->footer(fmt::format(
+      "Exit codes: 0 trained; 1 --check failed, or NaN; 2 wrong usage or environment; {} stopped by Ctrl-C, SIGTERM or\n"
+      "SIGUSR1 before the last step, after a checkpoint where there is a --checkpoint-dir. --resume goes on.\n\n",
+      kStoppedAsAsked));
   command->callback([arguments, &exit_code] { exit_code = run_train(*arguments); });
 }
 
