@@ -77,6 +77,8 @@ class Lora:
     ) -> None:
         """Save the adapters alone, in the files of PEFT: adapter_config.json and adapter_model.safetensors. Collective.
 
+        After `merge` the adapters are zero, and until they are trained again this is an error.
+
         Parameters
         ----------
         directory : str

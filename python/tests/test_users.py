@@ -244,6 +244,8 @@ def test_adapters_that_cannot_be_are_refused():
         shardproof.add_lora(net, "blocks.0.upp")
     with pytest.raises(shardproof.Error, match="the rank must be at least 1"):
         shardproof.add_lora(net, "out", rank=0)
+        with pytest.raises(shardproof.Error, match="these adapters were merged"):
+            lora.save(tmp_path / "merged", sharded)
     shardproof.add_lora(net, "out")
     with pytest.raises(shardproof.Error, match="layer 'out' has an adapter already"):
         shardproof.add_lora(net, "out")
