@@ -185,7 +185,11 @@ class Train(TrainingRuns):
         self.expect_refused("beyond --steps 2", "--steps", "2", *again)
         for option, value in (("--lr", "0.5"), ("--seed", "4"), ("--global-batch", "8"), ("--seq", "5")):
             self.expect_refused(f"a run with {option} = ", option, value, *again)
-        self.expect_refused("a run with --model = ", *again, model=MODEL.replace("heads=2", "heads=4"))
+        self.expect_refused(f"--model has heads=4, and {directory}/step_3 has heads=2", *again,
+                            model=MODEL.replace("heads=2", "heads=4"))
+        self.expect_refused(f"--model is a llama, and {directory}/step_3 is of a gpt", *again, model="llama(layers=1)")
+        code, _, output, errors = self.train(*again, "--steps", "4", model="gpt(layers=1,heads=2)")
+        self.assertEqual(code, 0, "what is left out is as in the checkpoint: " + output + errors)
 
     def test_damage_is_named_and_the_checkpoint_before_still_resumes(self):
         directory = os.path.join(self.folder, "damaged")

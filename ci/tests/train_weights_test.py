@@ -101,6 +101,14 @@ class TrainFromWeights(TrainingRuns):
         self.assertEqual(rest, whole[2:])
         self.assertNotIn("begin", output)
 
+    def test_a_model_said_in_part_starts_a_run_and_resumes_it(self):
+        _, folder = self.saved("gpt2")
+        part = ("--model", "gpt(layers=2,heads=4)", "--checkpoint-dir", os.path.join(self.folder, "run"))
+        whole, _ = self.losses_from(folder, "--steps", "3")
+        self.losses_from(folder, "--steps", "2", *part)
+        rest, _ = self.losses_from(folder, "--steps", "3", *part, "--resume")
+        self.assertEqual(rest, whole[2:])
+
     def test_text_goes_on_as_the_package_goes_on(self):
         model, folder = self.saved("qwen3")
         prompt, expected = [5, 250, 17], [5, 250, 17]
