@@ -143,6 +143,12 @@ class TrainFromWeights(TrainingRuns):
         self.refused("is 300, and the model has vocab=300", folder, "--data", other, "--mesh", "dp_shard=2")
         text = self.write("text", b"letters " * 200)
         self.refused(f"there is no {folder}/tokenizer.json", folder, "--data", text, "--token-type", "uint8")
+        config = os.path.join(folder, "config.json")
+        with open(config, encoding="utf-8") as file:
+            described = json.load(file)
+        with open(config, "w", encoding="utf-8") as file:
+            json.dump(dict(described, n_layer=3), file)
+        self.refused("The weights may be those of another model, or of another family (known are gpt2, ", folder)
         os.remove(os.path.join(folder, "model.safetensors"))
         self.refused(folder, folder, "--mesh", "dp_shard=2")
 

@@ -168,9 +168,12 @@ class WeightLoader {
     if (!missing.empty()) text = fmt::format("the file lacks {}.{}", first(missing), did_you_mean(missing[0], names));
     if (!unknown.empty()) text += fmt::format("{} model has no place for {}.", text.empty() ? "the" : " The", first(unknown));
     throw Error(message(
-        "[checkpoint] {} does not fit this model{}, and nothing was loaded: {} Give the family whose names the "
-        "file has (known are {}), or `partial` to load what fits",
-        path_, options_.family.empty() ? "" : " by the names of " + options_.family, text, fmt::join(weight_families(), ", ")));
+        "[checkpoint] {} does not fit this model{}, and nothing was loaded: {} {} (known are {}). A program can load what "
+        "fits, by `partial`",
+        path_, options_.family.empty() ? "" : " by the names of " + options_.family, text,
+        options_.family.empty() ? "Give the family whose names the file has"
+                                : "The weights may be those of another model, or of another family",
+        fmt::join(weight_families(), ", ")));
   }
 
   // The box of a parameter, whose rows may come from several tensors, as contiguous values of the dtype.
