@@ -55,7 +55,7 @@ void print_stopped(std::FILE* out, const TrainOptions& options, int64_t done) {
 
 void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first, double loss_last) {
   if (result.difference)
-    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps - 1, *result.difference);
+    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps, *result.difference);
   else if (options.check && result.steps > 0)
     fmt::print(out,
                "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "
@@ -75,7 +75,7 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
     fmt::print(out, "resume from {} after {} of {} steps\n", shardproof::checkpoint::step_folder(directory, first), first,
                options.steps);
   else if (options.checkpoints.resume)
-    fmt::print(out, "resume no checkpoint in {}: starting from step 0\n", directory);
+    fmt::print(out, "resume no checkpoint in {}: starting with step 1\n", directory);
   if (!options.weights.empty())
     fmt::print(out, "begin  {} the weights in {}{}\n", first > 0 ? "without" : "with", options.weights,
                first > 0 ? ": the checkpoint has what they became" : "");
