@@ -174,6 +174,28 @@ class Checkpoint(ScratchCase):
         os.remove(os.path.join(two, ".metadata"))
         self.assertIn("is missing", shardproof("verify", two, code=1))
 
+    def test_a_folder_of_checkpoints_is_told_from_one_and_the_newest_is_named(self):
+        file, run = self.path("one.safetensors"), self.path("run")
+        write_safetensors(file, ["first"])
+        for step in (2, 10):
+            os.makedirs(run, exist_ok=True)
+            shardproof("convert", file, os.path.join(run, f"step_{step}"))
+        for command in (("inspect", run), ("convert", run, self.path("out")), ("verify", run)):
+            said = shardproof(*command, code=2)
+            self.assertIn(f"{run} is a folder of checkpoints, and no checkpoint. The newest one in it is {run}/step_10", said)
+        shardproof("inspect", os.path.join(run, "step_10"))
+
+    def test_a_pointer_of_git_lfs_is_called_one(self):
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 988097824\n"
+        for name in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+            folder = self.path(name + "_folder")
+            os.makedirs(folder)
+            with open(os.path.join(folder, name), "w", encoding="ascii") as file:
+                file.write(pointer)
+            said = shardproof("convert", folder, self.path("out"), code=2)
+            self.assertIn(f"{name}: this is a pointer of Git LFS", said)
+            self.assertIn("git lfs pull", said)
+
     def test_names_in_files_are_shown_and_never_obeyed(self):
         one, other, listing = self.path("a.safetensors"), self.path("b.safetensors"), self.path("list.json")
         write_safetensors(one, HOSTILE)

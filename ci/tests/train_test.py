@@ -165,11 +165,25 @@ class Train(TrainingRuns):
                 "--global-batch", "12", "--checkpoint-dir", directory, "--keep", "2", "--resume", "--check")
             self.assertEqual(code, 0, output + errors)
             self.assertIn("EQUAL in every bit", output)
-            self.assertIn("after" if number else "starting from step 0", output)
+            self.assertIn("after" if number else "starting with step 1", output)
             self.assertEqual(json.loads(lines[-1])["first_step"], 2 * number)
         self.assertEqual(sorted(os.listdir(directory)), ["step_4", "step_6"])
         code, _, output, _ = self.train("--steps", "6", "--global-batch", "12", "--checkpoint-dir", directory, "--resume")
         self.assertEqual((code, output.splitlines()[-1]), (0, "nothing is left to train"))
+
+    def test_the_step_of_a_difference_is_that_of_the_line_above(self):
+        folder = os.path.join(self.folder, "differs")
+        code, _, output, errors = self.train("--steps", "2", "--checkpoint-dir", folder)
+        self.assertEqual(code, 0, output + errors)
+        # The golden run begins with other bytes than those that the checkpoint was trained on.
+        data = self.write("other", b"".join(self.files[name] for name in sorted(self.files))[::-1])
+        code, lines, output, errors = self.train("--steps", "4", "--checkpoint-dir", folder, "--resume", "--check", "--data",
+                                                 data)
+        self.assertEqual(code, 1, output + errors)
+        shown, verdict = output.splitlines()[-2:]
+        self.assertRegex(shown, "^step +3/4 ")
+        self.assertRegex(verdict, "^NOT EQUAL to the golden run at step 3: ")
+        self.assertEqual(json.loads(lines[-2])["step"], 2, "programs count from 0")
 
     def test_checkpoint_options_that_make_no_sense_are_refused(self):
         directory = os.path.join(self.folder, "taken")
@@ -185,7 +199,11 @@ class Train(TrainingRuns):
         self.expect_refused("beyond --steps 2", "--steps", "2", *again)
         for option, value in (("--lr", "0.5"), ("--seed", "4"), ("--global-batch", "8"), ("--seq", "5")):
             self.expect_refused(f"a run with {option} = ", option, value, *again)
-        self.expect_refused("a run with --model = ", *again, model=MODEL.replace("heads=2", "heads=4"))
+        self.expect_refused(f"--model has heads=4, and {directory}/step_3 has heads=2", *again,
+                            model=MODEL.replace("heads=2", "heads=4"))
+        self.expect_refused(f"--model is a llama, and {directory}/step_3 is of a gpt", *again, model="llama(layers=1)")
+        code, _, output, errors = self.train(*again, "--steps", "4", model="gpt(layers=1,heads=2)")
+        self.assertEqual(code, 0, "what is left out is as in the checkpoint: " + output + errors)
 
     def test_damage_is_named_and_the_checkpoint_before_still_resumes(self):
         directory = os.path.join(self.folder, "damaged")

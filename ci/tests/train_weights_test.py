@@ -101,6 +101,14 @@ class TrainFromWeights(TrainingRuns):
         self.assertEqual(rest, whole[2:])
         self.assertNotIn("begin", output)
 
+    def test_a_model_said_in_part_starts_a_run_and_resumes_it(self):
+        _, folder = self.saved("gpt2")
+        part = ("--model", "gpt(layers=2,heads=4)", "--checkpoint-dir", os.path.join(self.folder, "run"))
+        whole, _ = self.losses_from(folder, "--steps", "3")
+        self.losses_from(folder, "--steps", "2", *part)
+        rest, _ = self.losses_from(folder, "--steps", "3", *part, "--resume")
+        self.assertEqual(rest, whole[2:])
+
     def test_text_goes_on_as_the_package_goes_on(self):
         model, folder = self.saved("qwen3")
         prompt, expected = [5, 250, 17], [5, 250, 17]
@@ -135,6 +143,12 @@ class TrainFromWeights(TrainingRuns):
         self.refused("is 300, and the model has vocab=300", folder, "--data", other, "--mesh", "dp_shard=2")
         text = self.write("text", b"letters " * 200)
         self.refused(f"there is no {folder}/tokenizer.json", folder, "--data", text, "--token-type", "uint8")
+        config = os.path.join(folder, "config.json")
+        with open(config, encoding="utf-8") as file:
+            described = json.load(file)
+        with open(config, "w", encoding="utf-8") as file:
+            json.dump(dict(described, n_layer=3), file)
+        self.refused("The weights may be those of another model, or of another family (known are gpt2, ", folder)
         os.remove(os.path.join(folder, "model.safetensors"))
         self.refused(folder, folder, "--mesh", "dp_shard=2")
 

@@ -9,6 +9,7 @@ import unittest
 SHARDPROOF = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
 MODEL = "gpt(layers=1,hidden=8,heads=2,vocab=256,positions=6,tied)"
 DEADLINE_S = 60
+STOPPED = 75  # the exit code of a run that was told to stop
 ENVIRONMENT = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
 
 
@@ -126,7 +127,7 @@ class TrainingRuns(unittest.TestCase):
     def stopped(self, process, report):
         """The number of steps that a run has done that was told to stop."""
         output, _ = process.communicate(timeout=DEADLINE_S)
-        self.assertEqual(process.returncode, 2, output)
+        self.assertEqual(process.returncode, STOPPED, output)
         with open(report, encoding="utf-8") as file:
             end = json.loads(file.read().splitlines()[-1])
         self.assertTrue(end["stopped"])

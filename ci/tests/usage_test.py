@@ -52,6 +52,9 @@ class Usage(unittest.TestCase):
         for command in ("plan", "verify", "train", "bench"):
             self.expect_suggestion("hzero2. Did you mean 'hfsdp'?", command, "--strategy", "hfsdb")
 
+    def test_help_of_train_says_its_exit_codes(self):
+        self.assertIn("75 stopped by Ctrl-C, SIGTERM or", run("train", "--help").stdout)
+
     def test_what_is_near_nothing_gets_no_suggestion(self):
         done = run("verify", "--horses", "3")
         self.assertEqual(done.returncode, 2)

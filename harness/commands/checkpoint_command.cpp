@@ -106,6 +106,7 @@ int checkpoint_inspect(const CheckpointArguments& arguments) {
 }
 
 int checkpoint_verify(const CheckpointArguments& arguments) {
+  require_no_run(arguments.one);
   Progress progress;
   const Verified verified =
       verify_checkpoint(system_files(), arguments.one, [&](double fraction) { progress.show(fraction, "verifying"); });

@@ -44,6 +44,13 @@ std::string rounded(const std::string& bytes, shardproof::Dtype from, shardproof
 
 }  // namespace
 
+void require_no_run(const std::string& path) {
+  if (std::filesystem::exists(path + "/" + kMetadataFile) || !std::filesystem::is_directory(path)) return;
+  const std::optional<int64_t> latest = latest_step(path);
+  SHARD_REQUIRE(!latest, "checkpoint", "{} is a folder of checkpoints, and no checkpoint. The newest one in it is {}", path,
+                step_folder(path, *latest));
+}
+
 CheckpointSource::CheckpointSource(std::string path, const MakeRecipes& recipes, const std::string& entry,
                                    const DtypeInfo* dtype)
     : path_(std::move(path)), weight_reader_(system_files()) {
@@ -104,6 +111,7 @@ void CheckpointSource::open(const std::string& entry) {
     return;
   }
   SHARD_REQUIRE(std::filesystem::exists(path_), "checkpoint", "there is no {}", path_);
+  require_no_run(path_);
   weights_ = open_weights(system_files(), path_, entry);
   for (const auto& [name, tensor] : weights_) {
     tensors_[name] = {tensor.dtype, tensor.sizes};

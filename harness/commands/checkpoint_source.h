@@ -14,6 +14,9 @@
 
 namespace harness {
 
+// Throws Error, naming the newest checkpoint in it, when the path is a folder of checkpoints, as a run leaves them.
+void require_no_run(const std::string& path);
+
 class CheckpointSource {
  public:
   // Which tensors are made of those that are there, and how.

@@ -55,7 +55,7 @@ void print_stopped(std::FILE* out, const TrainOptions& options, int64_t done) {
 
 void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& result, double loss_first, double loss_last) {
   if (result.difference)
-    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps - 1, *result.difference);
+    fmt::print(out, "NOT EQUAL to the golden run at step {}: {}\n", result.first_step + result.steps, *result.difference);
   else if (options.check && result.steps > 0)
     fmt::print(out,
                "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "
@@ -75,7 +75,7 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
     fmt::print(out, "resume from {} after {} of {} steps\n", shardproof::checkpoint::step_folder(directory, first), first,
                options.steps);
   else if (options.checkpoints.resume)
-    fmt::print(out, "resume no checkpoint in {}: starting from step 0\n", directory);
+    fmt::print(out, "resume no checkpoint in {}: starting with step 1\n", directory);
   if (!options.weights.empty())
     fmt::print(out, "begin  {} the weights in {}{}\n", first > 0 ? "without" : "with", options.weights,
                first > 0 ? ": the checkpoint has what they became" : "");
@@ -130,7 +130,7 @@ int train_and_report(const TrainOptions& options, const TrainingData& data, Trai
   progress.end_line();
   print_end(reports.out, options, result, loss_first, loss_last);
   reports.json.end(result, options.check);
-  return result.difference ? 1 : result.stopped ? 2 : 0;
+  return result.difference ? 1 : result.stopped ? kStoppedAsAsked : 0;
 }
 
 int run_train(TrainArguments& arguments) {
@@ -164,6 +164,10 @@ void add_train_command(CLI::App& app, int& exit_code) {
                                          "with the unsharded golden run");
   auto arguments = std::make_shared<TrainArguments>();
   arguments->add_to(*command);
+  command->footer(fmt::format(
+      "Exit codes: 0 trained; 1 --check failed, or NaN; 2 wrong usage or environment; {} stopped by Ctrl-C, SIGTERM or\n"
+      "SIGUSR1 before the last step, after a checkpoint where there is a --checkpoint-dir. --resume goes on.\n\n",
+      kStoppedAsAsked));
   command->callback([arguments, &exit_code] { exit_code = run_train(*arguments); });
 }
 

@@ -1,5 +1,4 @@
-// The subcommands of `shardproof`. Each adds itself to the parser; its body sets the exit code: 0 all held, 1 a
-// counterexample or a failed check, 2 usage or environment.
+// The subcommands of `shardproof`. Each adds itself to the parser; its body sets the exit code, as program.h says.
 #pragma once
 
 namespace CLI {

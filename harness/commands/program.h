@@ -21,7 +21,7 @@ namespace harness {
 using AddCommand = std::function<void(CLI::App& app, int& exit_code)>;
 
 // Returns the exit code: 0 if all held (of what ran, when interrupted); 1 for a counterexample, a failed check or NaN; 2 for
-// wrong usage or an environment that cannot run this.
+// wrong usage or an environment that cannot run this; 75 for a run of `train` that was stopped as somebody asked.
 int run_program(int argc, char** argv, const std::vector<AddCommand>& more = {});
 
 // As the program was called, for lines that a reader may paste; build/shardproof where it was not called through run_program.

@@ -39,16 +39,15 @@ TrainSchedule schedule_of(const TrainArguments& arguments) {
   return schedule;
 }
 
-// A checkpoint that the run goes on from says which model it is, and so do weights that it starts from.
+// A checkpoint that the run goes on from says which model it is, and so do weights that it starts from. --model may repeat it.
 golden::Model model_of(const TrainArguments& arguments) {
   const std::string& weights = arguments.options.weights;
-  if (const auto resumed = model_to_resume(arguments.options.checkpoints); resumed && !arguments.given("--model"))
-    return resumed->model;
-  else if (weights.empty() || resumed)
-    return parse_model(arguments.model);
-  const golden::Model model = model_of_weights(weights);
-  if (arguments.given("--model")) require_same_model(arguments.model, model, weights);
-  return model;
+  const auto as_said = [&](const golden::Model& model, const std::string& source) {
+    if (arguments.given("--model")) require_same_model(arguments.model, model, source);
+    return model;
+  };
+  if (const auto resumed = model_to_resume(arguments.options.checkpoints)) return as_said(resumed->model, resumed->folder);
+  return weights.empty() ? parse_model(arguments.model) : as_said(model_of_weights(weights), weights + "/config.json");
 }
 
 void add_model_options(CLI::App& app, TrainArguments& a) {

@@ -153,7 +153,7 @@ void add_examples(CLI::App& app) {
   app.footer("`shardproof COMMAND --help` has the options of a command, and examples.");
   for (CLI::App* command : commands_of(app))
     for (const auto& [name, text] : kExamples)
-      if (command->get_name() == name) command->footer("Examples:\n" + text);
+      if (command->get_name() == name) command->footer(command->get_footer() + "Examples:\n" + text);
 }
 
 void add_verbosity(CLI::App& command, const std::string& quiet, const std::string& verbose) {

@@ -77,7 +77,7 @@ TokenType token_type(const std::string& name) {
   throw shardproof::Error(fmt::format("[data] --token-type must be uint8, uint16 or uint32, got '{}'", name));
 }
 
-int64_t bytes_of(TokenType type) {
+int64_t bytes_of_token(TokenType type) {
   return type == TokenType::uint8 ? 1 : type == TokenType::uint16 ? 2 : 4;
 }
 
@@ -119,7 +119,7 @@ class TokenFiles::Mapping {
 
 TokenFiles::TokenFiles(const std::vector<std::string>& paths, TokenType type) : type_(type) {
   SHARD_REQUIRE(!paths.empty(), "data", "no path given; --data takes files and folders");
-  const int64_t width = bytes_of(type);
+  const int64_t width = bytes_of_token(type);
   for (const std::string& path : find_files(paths, type)) {
     std::error_code error;
     const auto size = static_cast<int64_t>(fs::file_size(path, error));
@@ -151,7 +151,7 @@ std::string TokenFiles::place(int64_t index) const {
 }
 
 std::vector<uint32_t> TokenFiles::read(int64_t begin, int64_t count) const {
-  const int64_t width = bytes_of(type_);
+  const int64_t width = bytes_of_token(type_);
   std::vector<uint32_t> tokens;
   tokens.reserve(static_cast<size_t>(count));
   std::vector<unsigned char> buffer;

@@ -21,7 +21,7 @@ enum class TokenType { uint8, uint16, uint32 };
 const char* to_string(TokenType type);
 // Throws Error when there is no such type.
 TokenType token_type(const std::string& name);
-int64_t bytes_of(TokenType type);
+int64_t bytes_of_token(TokenType type);
 
 class TokenFiles {
  public:
@@ -31,7 +31,7 @@ class TokenFiles {
 
   TokenType type() const { return type_; }
   int64_t tokens() const { return tokens_; }
-  int64_t bytes() const { return tokens_ * bytes_of(type_); }
+  int64_t bytes() const { return tokens_ * bytes_of_token(type_); }
   std::vector<std::string> files() const;
 
   // Tokens [begin, begin + count). They are read when asked for: the files may be larger than memory. Files of longer tokens

@@ -4,6 +4,9 @@
 
 namespace harness {
 
+// The exit code of a run that ended so. It is EX_TEMPFAIL of <sysexits.h>, which invites whoever called to try again.
+constexpr int kStoppedAsAsked = 75;
+
 // While it lives, signals ask. There is one in a process.
 class StopRequests {
  public:

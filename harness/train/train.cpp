@@ -84,7 +84,7 @@ void require_golden_can_repeat(const TrainOptions& options, const TrainHistory& 
 }
 
 uint64_t checksum(const TrainingData& data, const BatchRule& rule, int64_t step) {
-  const int64_t bits = 8 * bytes_of(data.files().type());
+  const int64_t bits = 8 * bytes_of_token(data.files().type());
   uint64_t hash = 0xcbf29ce484222325;
   for (int64_t rank = 0; rank < rule.ranks(); ++rank)
     for (int64_t round = 0; round < rule.rounds(); ++round) {

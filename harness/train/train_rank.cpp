@@ -238,7 +238,7 @@ class RankTraining {
 
   static void require_finite(double loss, int64_t step, const std::string& what) {
     if (!std::isfinite(loss))
-      throw NonFiniteError(fmt::format("[train] step {}, {} is {}. Lower --lr, or clip with --clip", step, what, loss));
+      throw NonFiniteError(fmt::format("[train] step {}, {} is {}. Lower --lr, or clip with --clip", step + 1, what, loss));
   }
 
   void measure(int64_t done, RankStep& result) {

@@ -49,16 +49,16 @@ golden::Model model_of_weights(const std::string& folder) {
   return model;
 }
 
-void require_same_model(const std::string& text, const golden::Model& model, const std::string& folder) {
+void require_same_model(const std::string& text, const golden::Model& model, const std::string& source) {
   const golden::Model given = parse_model(text);
-  SHARD_REQUIRE(given.kind == model.kind, "weights", "--model is a {}, and {}/config.json describes a {}. Leave out --model",
-                to_string(given.kind), folder, to_string(model.kind));
+  SHARD_REQUIRE(given.kind == model.kind, "train", "--model is a {}, and {} is of a {}. Leave out --model",
+                to_string(given.kind), source, to_string(model.kind));
   const std::set<std::string> keys = keys_in(text);
   for (const ModelField& field : model_fields(model.kind)) {
     const std::string said = field.text(given), there = field.text(model);
-    SHARD_REQUIRE(said == there || !keys.contains(field.key), "weights",
-                  "--model has {}, and {}/config.json has {}. Leave out --model, which the folder says",
-                  said.empty() ? fmt::format("the usual {}", field.key) : said, folder,
+    SHARD_REQUIRE(said == there || !keys.contains(field.key), "train",
+                  "--model has {}, and {} has {}. Leave out --model, which is known from there",
+                  said.empty() ? fmt::format("the usual {}", field.key) : said, source,
                   there.empty() ? fmt::format("the usual {}", field.key) : there);
   }
 }

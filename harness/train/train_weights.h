@@ -13,9 +13,9 @@ namespace harness {
 // names the file, when it is not there or describes a model that the library does not have.
 golden::Model model_of_weights(const std::string& folder);
 
-// Throws Error when `text`, that of --model, says something else than the folder's config.json. It names what differs. What the
-// text leaves out is as in the folder.
-void require_same_model(const std::string& text, const golden::Model& model, const std::string& folder);
+// Throws Error when `text`, that of --model, says something else than the model. It names what differs, and `source`, where the
+// model was read. What the text leaves out is as there.
+void require_same_model(const std::string& text, const golden::Model& model, const std::string& source);
 
 // Throws Error when the model knows more tokens than there are bytes, because text was given to it. `where` is the command,
 // `to_do` what it needs instead: "Give token files".

@@ -112,6 +112,52 @@ TEST(SavedState, a_partial_load_lists_what_it_skipped_and_leaves_it) {
   });
 }
 
+// An optimizer that notes what is called, a function several times in a row once.
+class Noted final : public OptimizerState {
+ public:
+  Noted(OptimizerState& inner, bool takes) : inner_(inner), takes_(takes) {}
+  std::vector<Group> groups() const override { return note("groups"), inner_.groups(); }
+  std::vector<std::string> state_names() const override { return note("state_names"), inner_.state_names(); }
+  std::vector<Shard> state_shards(const std::string& name) const override {
+    return note("state_shards"), inner_.state_shards(name);
+  }
+  std::vector<Scalar> scalars() const override { return note("scalars"), inner_.scalars(); }
+  int64_t updates(const std::string& parameter) const override { return note("updates"), inner_.updates(parameter); }
+  void restore(const std::string& parameter, int64_t updates, bool with_state) override {
+    note("restore"), inner_.restore(parameter, updates, with_state);
+  }
+  bool takes_settings() const override { return note("takes_settings"), takes_; }
+  void restore_settings(size_t, const std::vector<Setting>&) override { note("restore_settings"); }
+
+  std::string take() { return std::exchange(calls_, ""); }
+
+ private:
+  void note(const std::string& call) const {
+    if (!calls_.ends_with(" " + call)) calls_ += " " + call;
+  }
+  OptimizerState& inner_;
+  bool takes_;
+  mutable std::string calls_;
+};
+
+TEST(SavedState, an_optimizer_is_asked_and_filled_in_the_order_that_its_header_says) {
+  const Scratch scratch;
+  const Place place{"dp_shard=2", "zero3"};
+  on(place, [&](std::shared_ptr<Comm> comm) {
+    Trained run({}, place, comm);
+    run.train(0, 1);
+    Noted optimizer(*run.optimizer, /*takes=*/true);
+    save(scratch / "at", *run.sharded, &optimizer, {.step = 1});
+    EXPECT_EQ(optimizer.take(), std::string(comm->rank() == 0 ? " groups updates" : "") + " state_names state_shards scalars");
+    load(scratch / "at", *run.sharded, &optimizer);
+    EXPECT_EQ(optimizer.take(), " groups takes_settings restore restore_settings state_names state_shards");
+    Trained other({.widths = {3, 6, 2}}, place, comm);
+    Noted unfit(*other.optimizer, /*takes=*/true);
+    expect_error([&] { load(scratch / "at", *other.sharded, &unfit); }, {"does not fit this model"});
+    EXPECT_EQ(unfit.take(), " groups takes_settings");
+  });
+}
+
 class FullDisk : public FileSystem {
  public:
   ssize_t write(int fd, const void* data, size_t bytes) override {

@@ -12,6 +12,7 @@
 #include "properties/kit/toy_modules.h"
 #include "shardproof/checkpoint/adapters.h"
 #include "shardproof/checkpoint/format/safetensors.h"
+#include "shardproof/checkpoint/weights.h"
 #include "shardproof/models/lora.h"
 
 using namespace shardproof;
@@ -254,6 +255,57 @@ TEST(Lora, adapters_are_saved_as_peft_names_them_and_loaded_on_another_mesh) {
     Part run(other, world);
     expect_error([&] { checkpoint::load_adapters(scratch / "adapters", *run.sharded, *run.lora); },
                  {"has adapters of rank 3 and alpha 6, and this model of rank 2 and alpha 6"});
+  });
+}
+
+TEST(Lora, that_was_merged_is_not_saved_until_it_trains_again) {
+  const checkpoint::Scratch scratch;
+  run_threads(2, [&](std::shared_ptr<Comm> world) {
+    Part run({.dp = 2}, world);
+    checkpoint::save_adapters(scratch / "new", *run.sharded, *run.lora);
+    run.step();
+    EXPECT_FALSE(run.lora->is_merged());
+    run.lora->merge(*run.sharded);
+    EXPECT_TRUE(run.lora->is_merged());
+    expect_error([&] { checkpoint::save_adapters(scratch / "merged", *run.sharded, *run.lora); },
+                 {"these adapters were merged", "Save adapters before merge, or the merged model with save_weights"});
+    run.step();
+    checkpoint::save_adapters(scratch / "again", *run.sharded, *run.lora);
+  });
+  EXPECT_TRUE(std::filesystem::exists(scratch / "new/adapter_model.safetensors")) << "what is zero from the start is saved";
+  EXPECT_FALSE(std::filesystem::exists(scratch / "merged"));
+  EXPECT_TRUE(std::filesystem::exists(scratch / "again/adapter_model.safetensors"));
+}
+
+TEST(Lora, stays_as_it_is_when_the_weights_of_its_base_are_loaded) {
+  const checkpoint::Scratch scratch;
+  run_threads(2, [&](std::shared_ptr<Comm> world) {
+    const auto comms = std::make_shared<MeshComm>(world, Mesh({{"dp_shard", 2}}));
+    Gpt base(kGpt);
+    initialize_parameters(*base, 17, 0.3);
+    Sharded whole = fully_shard(base.ptr(), comms, toy::options("zero3"));
+    checkpoint::save_weights(scratch / "base", whole);
+    Part run({.dp = 1, .tp = 2}, world);
+    run.step();
+    checkpoint::save_weights(scratch / "adapted", *run.sharded);
+    const Values before = run.sharded->gather_main_parameters(), expected = whole.gather_main_parameters();
+    const checkpoint::LoadedWeights loaded = checkpoint::load_weights(scratch / "base", *run.sharded);
+    EXPECT_EQ(loaded.missing.size(), 18U);
+    for (const auto& [name, value] : run.sharded->gather_main_parameters())
+      EXPECT_TRUE(kit::same_bits(value, is_adapter(name) ? before.at(name) : expected.at(name))) << name;
+    EXPECT_TRUE(checkpoint::load_weights(scratch / "adapted", *run.sharded).missing.empty());
+    EXPECT_EQ(first_difference(run.sharded->gather_main_parameters(), before), "");
+  });
+  std::map<std::string, checkpoint::SafeTensorSpec> specs;
+  for (const auto& [name, weight] : checkpoint::open_weights(checkpoint::system_files(), scratch / "adapted"))
+    if (name != "lm_head.lora_B.weight") specs[name] = {weight.dtype, weight.sizes};
+  checkpoint::write_safetensors_file(checkpoint::system_files(), scratch / "some.safetensors", specs, [&](const auto& name) {
+    return std::string(static_cast<size_t>(numel(specs.at(name).sizes)) * sizeof(float), '\0');
+  });
+  run_threads(1, [&](std::shared_ptr<Comm> world) {
+    Part run({}, world);
+    expect_error([&] { checkpoint::load_weights(scratch / "some.safetensors", *run.sharded); },
+                 {"the file lacks lm_head.lora_B.weight"});
   });
 }
 

@@ -28,8 +28,24 @@ ShardOptions sharded(const std::string& strategy, bool recompute = false) {
   return options;
 }
 
+// A layer that takes two tensors, and a model in which one that takes one comes after it.
+struct ScaledLinearImpl : torch::nn::Module {
+  ScaledLinearImpl() : weight(register_parameter("weight", toy::data({4, 4}, 1))) {}
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& scale) { return at::mm(input * scale, weight); }
+  at::Tensor weight;
+};
+TORCH_MODULE(ScaledLinear);
+
+struct AfterScaledImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return call(plain, call(scaled, input, input.abs())); }
+  ScaledLinear scaled = register_module("scaled", ScaledLinear());
+  torch::nn::Linear plain = register_module("plain", torch::nn::Linear(4, 3));
+};
+TORCH_MODULE(AfterScaled);
+
 // The calls of one forward and backward.
-std::vector<ModuleCall> seen(Mlp& model, const at::Tensor& input) {
+template <class Model>
+std::vector<ModuleCall> seen(Model& model, const at::Tensor& input) {
   ModuleWatch watch(*model);
   watch.begin();
   const at::Tensor output = call(model, input);
@@ -125,4 +141,14 @@ TEST(ModuleWatch, leaves_layers_with_adapters_to_their_adapters) {
   std::vector<std::string> names;
   for (const ModuleCall& call : calls) names.push_back(call.module);
   EXPECT_EQ(names, (std::vector<std::string>{"layers.0.lora_A", "layers.0.lora_B", "layers.1"}));
+}
+
+TEST(ModuleWatch, lets_a_module_that_takes_two_tensors_pass_unseen_and_sees_the_others) {
+  AfterScaled model;
+  const at::Tensor input = toy::data({2, 4}, 0);
+  const std::vector<ModuleCall> calls = seen(model, input);
+  ASSERT_EQ(calls.size(), 1u);
+  EXPECT_EQ(calls[0].module, "plain");
+  EXPECT_TRUE(calls[0].input.equal(at::mm(input * input.abs(), model->scaled->weight).detach()));
+  EXPECT_TRUE(model->scaled->weight.grad().defined());
 }

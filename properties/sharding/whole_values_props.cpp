@@ -118,7 +118,8 @@ TEST(WholeValues, of_one_name_are_gathered_alone_and_refused_when_ranks_ask_for_
     torch::nn::Linear linear(3, 4);
     Sharded sharded = sharded_linear(linear, world);
     Optimizer optimizer = sgd(sharded, {.lr = 0.5, .momentum = 0.5});
-    expect_error([&] { sharded.gather_gradient("weight"); }, {"gather_gradient needs the gradients of the last backward"});
+    expect_error([&] { sharded.gather_gradient("weight"); },
+                 {"gather_gradient needs the gradients of the last backward", "has none: no backward has run. Run a backward"});
     expect_error([&] { sharded.gather_gradients(); }, {"gather_gradients needs the gradients of the last backward"});
     call(linear, at::ones({2, 3})).square().sum().backward();
     const Values parameters = sharded.gather_main_parameters(), gradients = sharded.gather_gradients();
@@ -133,6 +134,36 @@ TEST(WholeValues, of_one_name_are_gathered_alone_and_refused_when_ranks_ask_for_
     const std::string one = world->rank() == 1 ? "bias" : "weight";
     expect_error([&] { sharded.gather_main_parameter(one); }, {"rank 0 asks for weight, and rank 1 for bias"});
     expect_error([&] { optimizer.gather_state("momentum_bufer", "bias"); }, {"Did you mean 'momentum_buffer'?"});
+  });
+}
+
+TEST(WholeValues, of_gradients_that_are_not_there_say_why_and_what_to_do) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    torch::nn::Linear linear(3, 4);
+    linear->bias.set_requires_grad(false);
+    Sharded sharded = sharded_linear(linear, world);
+    Optimizer optimizer = sgd(sharded, {.lr = 0.5});
+    const auto backward = [&](bool last) {
+      sharded.set_last_microbatch(last);
+      call(linear, at::ones({2, 3})).square().sum().backward();
+    };
+    const auto asked = [&](const std::string& says) { expect_error([&] { sharded.gather_gradient("weight"); }, {says}); };
+    backward(/*last=*/false);
+    asked("has none: the last microbatch has not run. Run a backward with set_last_microbatch(true)");
+    backward(/*last=*/true);
+    EXPECT_EQ(sharded.gather_gradient("weight").sizes(), (std::vector<int64_t>{4, 3}));
+    expect_error([&] { sharded.gather_gradient("bias"); },
+                 {"gather_gradient: the parameter 'bias' is frozen (its requires_grad is false), so it has none"});
+    optimizer.step();
+    asked("has none: the optimizer's step has taken them. Call this before it, or after the next backward");
+    sharded.zero_gradients();
+    asked("the optimizer's step has taken them");
+    backward(/*last=*/true);
+    sharded.zero_gradients();
+    asked("zero_gradients has taken them");
+    backward(/*last=*/true);
+    sharded.skip_step();
+    asked("skip_step has taken them");
   });
 }
 

@@ -37,6 +37,7 @@ _HOMES = {
     "parallel": (
         "ColumnInput",
         "ColumnParallel",
+        "CutDropout",
         "PartialGradients",
         "RowParallel",
         "ScatterOutput",

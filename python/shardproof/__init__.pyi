@@ -28,6 +28,7 @@ from .optim import (
 from .parallel import (
     ColumnInput as ColumnInput,
     ColumnParallel as ColumnParallel,
+    CutDropout as CutDropout,
     PartialGradients as PartialGradients,
     RowParallel as RowParallel,
     ScatterOutput as ScatterOutput,

@@ -150,7 +150,8 @@ def load_weights(
     Returns
     -------
     dict
-        "missing" and "unused", lists of names, and "bytes_read", of weights by this rank.
+        "missing" and "unused", lists of names, and "bytes_read", of weights by this rank. A file without adapters may be
+        loaded into a model that has them: they stay as they are, and are among the missing.
     """
     return _C.load_weights(str(path), sharded.native, family, entry, prefix, partial)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .parallel import ColumnParallel, PartialGradients, RowParallel, SequenceParallel, Style
+from .parallel import ColumnParallel, CutDropout, PartialGradients, RowParallel, SequenceParallel, Style
 from .sharded import Sharded, sharded_of
 from .units import Dropout
 
@@ -31,9 +31,10 @@ class Lora:
         Of the inputs of adapters while the model trains.
     """
 
-    def __init__(self, layers: "list[str]", rank: int, alpha: float, dropout: float = 0.0):
-        self.layers, self.rank, self.alpha, self.dropout = layers, rank, alpha, dropout
-        self.native = _C.Lora(layers, rank, alpha, dropout)
+    def __init__(self, inputs: "dict[str, int]", rank: int, alpha: float, dropout: float = 0.0):
+        self.layers, self.rank, self.alpha, self.dropout = list(inputs), rank, alpha, dropout
+        self._inputs = inputs  # how many features each layer takes
+        self.native = _C.Lora(self.layers, rank, alpha, dropout)
 
     @property
     def scale(self) -> float:
@@ -43,16 +44,15 @@ class Lora:
     def with_styles(self, plan: "dict[str, Style]") -> "dict[str, Style]":
         """The plan of `parallelize` with styles for the adapters, so that they are cut as their layers are.
 
-        Adapters with dropout are refused: `Dropout` does not know of cuts.
+        Masks of dropout are then those of the model that is not cut.
         """
-        if self.dropout > 0:
-            raise _C.Error(
-                f"[lora] the adapters have dropout={self.dropout}, and in Python its masks know nothing of tensor parallelism. "
-                "Leave out dropout, or the plan"
-            )
         added: "dict[str, Style]" = {}
         for layer in self.layers:
             style = next((style for pattern, style in plan.items() if _C.name_matches(pattern, layer)), None)
+            if self.dropout > 0 and isinstance(style, ColumnParallel):
+                added[layer + ".lora_dropout"] = SequenceParallel()
+            elif self.dropout > 0 and isinstance(style, RowParallel) and style.input_is_parallel:
+                added[layer + ".lora_dropout"] = CutDropout(segments=style.segments or ((self._inputs[layer], 1, False),))
             if isinstance(style, ColumnParallel):
                 added[layer + ".lora_A"], added[layer + ".lora_B"] = SequenceParallel(), style
             elif isinstance(style, RowParallel):
@@ -76,6 +76,8 @@ class Lora:
         overwrite: bool = False,
     ) -> None:
         """Save the adapters alone, in the files of PEFT: adapter_config.json and adapter_model.safetensors. Collective.
+
+        After `merge` the adapters are zero, and until they are trained again this is an error.
 
         Parameters
         ----------
@@ -193,4 +195,4 @@ def add_lora(
         if dropout > 0:
             layer.lora_dropout = Dropout(dropout)
         layer.forward = Adapted(layer, alpha / rank, layer.forward)
-    return Lora(list(chosen), rank, alpha, dropout)
+    return Lora({name: layer.in_features for name, layer in chosen.items()}, rank, alpha, dropout)

@@ -12,6 +12,7 @@ from . import _C
 from .ranks import mesh_comm
 from .sharded import sharded_of
 from .sharding import mirrors
+from .units import Dropout
 
 Segments = "tuple[tuple[int, int, bool], ...]"
 
@@ -76,7 +77,25 @@ class ColumnInput:
     """What a column-parallel layer does to its input, for a module that uses a weight which is cut elsewhere."""
 
 
-Style = Union[ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, ScatterOutput, ColumnInput]
+@dataclasses.dataclass(frozen=True)
+class CutDropout:
+    """A `Dropout` of what a column-parallel layer gives. It uses this rank's part of the mask of the whole tensor.
+
+    Attributes
+    ----------
+    dim : int
+        The dim that is cut.
+    segments : tuple of (length, granule, copied)
+        Of that dim, as the outputs of the layer are cut.
+    """
+
+    dim: int = -1
+    segments: Segments = ()  # type: ignore[valid-type]
+
+
+Style = Union[
+    ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, ScatterOutput, ColumnInput, CutDropout
+]
 
 
 class TensorParallel:
@@ -86,6 +105,8 @@ class TensorParallel:
         self.module = module
         self.native = native
         for part in module.modules():
+            if isinstance(part, Dropout):
+                part.__dict__["placed"] = _C.DropoutCall(mirror, part)
             call = _C.StyledCall(mirror, part)
             if not call.has_style:
                 continue

@@ -332,6 +332,7 @@ class Dropout(nn.Module):
     """Dropout whose masks do not depend on the ranks: they are a function of `random_stream`.
 
     ``torch.nn.Dropout`` draws from a generator that all rank-threads share, and cannot be recomputed in a unit. This one can.
+    Where tensor parallelism cuts its input, it needs a style: SequenceParallel, or CutDropout.
 
     Parameters
     ----------
@@ -344,7 +345,8 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _C.dropout(input, self.p, self.training)
+        placed = self.__dict__.get("placed")  # parallelize sets it
+        return placed.run(input, self.p, self.training) if placed else _C.dropout(input, self.p, self.training)
 
 
 def random_stream(seed: int, first_sample: int = 0) -> None:

@@ -3,23 +3,15 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
-#include <set>
-
 #include "bindings.h"
 #include "shardproof/base/check.h"
+#include "shardproof/nn/dropout_mask.h"
 #include "shardproof/nn/meta_init.h"
-#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof::python {
 namespace {
 
 using torch::nn::Module;
-
-// What Python says of the buffers that were registered with persistent=False.
-struct BuffersOfPython : HasTransientBuffers {
-  bool is_transient(const std::string& buffer) const override { return transient.contains(buffer); }
-  std::set<std::string> transient;
-};
 
 // A module without a forward of its own: Python has that.
 struct Image final : Module, BuffersOfPython {
@@ -64,6 +56,7 @@ std::shared_ptr<Module> image_of(const py::object& module) {
     return std::make_shared<LinearImage>(module.attr("weight").cast<at::Tensor>(), tensor_or_nothing(module.attr("bias")));
   if (py::type::handle_of(module).is(nn.attr("Embedding")))
     return std::make_shared<EmbeddingImage>(embedding_options(module), module.attr("weight").cast<at::Tensor>());
+  if (py::isinstance(module, py::module_::import("shardproof.units").attr("Dropout"))) return std::make_shared<DropoutImage>();
   return std::make_shared<Image>(type_name(module));
 }
 
@@ -76,6 +69,12 @@ void require_plain(const py::handle& name, const py::handle& value, const py::ob
 }
 
 }  // namespace
+
+at::Tensor DropoutImage::run(const at::Tensor& input, double probability, bool training) const {
+  if (!training || probability == 0) return input;
+  const DropoutSite site = next_dropout_site(probability);
+  return input * dropout_mask(site, rows_in_whole(input.sizes()), input.scalar_type(), input.device());
+}
 
 Mirror::Mirror(const py::object& module) {
   root_ = reflect(module);

@@ -6,10 +6,27 @@
 
 #include <map>
 #include <memory>
+#include <set>
+#include <string>
 
 #include "held.h"
+#include "shardproof/nn/dropout.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof::python {
+
+// What Python says of the buffers that were registered with persistent=False.
+struct BuffersOfPython : HasTransientBuffers {
+  bool is_transient(const std::string& buffer) const override { return transient.contains(buffer); }
+  std::set<std::string> transient;
+};
+
+// Of shardproof.Dropout. Styles of tensor parallelism tell it which part of the whole tensor this rank has.
+struct DropoutImage final : DropoutImpl, BuffersOfPython {
+  DropoutImage() : DropoutImpl(0) {}
+  // Python may change the probability at any time.
+  at::Tensor run(const at::Tensor& input, double probability, bool training) const;
+};
 
 class Mirror {
  public:

@@ -26,9 +26,10 @@ ParallelStyle style_of(const py::handle& style) {
   if (kind == "SequenceParallel") return SequenceParallel{};
   if (kind == "PartialGradients") return PartialGradients{};
   if (kind == "ColumnInput") return ColumnInput{};
+  if (kind == "CutDropout") return CutDropout{.dim = style.attr("dim").cast<int64_t>(), .segments = segments_of(style)};
   SHARD_REQUIRE(kind == "ScatterOutput", "tensor_parallel",
                 "a plan holds styles (ColumnParallel, RowParallel, VocabParallel, SequenceParallel, PartialGradients, "
-                "ScatterOutput, ColumnInput), got a {}",
+                "ScatterOutput, ColumnInput, CutDropout), got a {}",
                 kind);
   return ScatterOutput{.dim = style.attr("dim").cast<int64_t>()};
 }
@@ -64,6 +65,22 @@ class StyledCall {
   std::shared_ptr<torch::nn::Module> image_;
 };
 
+// The forward of a shardproof.Dropout whose input may be cut.
+class DropoutCall {
+ public:
+  DropoutCall(const Mirror& mirror, const py::object& module)
+      : image_(std::dynamic_pointer_cast<DropoutImage>(mirror.find(module))) {
+    SHARD_REQUIRE(image_, "tensor_parallel", "a {} is no shardproof.Dropout", type_name(module));
+  }
+
+  at::Tensor run(const at::Tensor& input, double probability, bool training) const {
+    return image_->run(input, probability, training);
+  }
+
+ private:
+  std::shared_ptr<DropoutImage> image_;
+};
+
 at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets, int64_t entries, MeshComm& comms,
                          const std::string& axis, bool mean, double label_smoothing, int64_t ignore_index, int64_t vocab) {
   return vocab_parallel_cross_entropy(
@@ -88,6 +105,9 @@ void bind_parallel(py::module_& module) {
       .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))
       .def_property_readonly("has_style", &StyledCall::has_style)
       .def("run", &StyledCall::run, py::arg("forward"), py::arg("input"));
+  py::class_<DropoutCall>(module, "DropoutCall")
+      .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))
+      .def("run", &DropoutCall::run, py::arg("input"), py::arg("probability"), py::arg("training"));
   module.def("vocab_parallel_cross_entropy", &cross_entropy, py::arg("logits"), py::arg("targets"), py::arg("entries"),
              py::arg("comms"), py::arg("axis"), py::arg("mean"), py::arg("label_smoothing"), py::arg("ignore_index"),
              py::arg("vocab"), Unlocked());

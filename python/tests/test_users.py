@@ -192,6 +192,39 @@ def test_adapters_train_as_lora_by_hand_in_plain_pytorch():
     shardproof.run_threads(2, body)
 
 
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_adapters_with_dropout_have_the_same_masks_however_their_layers_are_cut(sequence_dim):
+    base = Net()
+    plan = {"blocks.*.up": shardproof.ColumnParallel(), "blocks.*.down": shardproof.RowParallel()}
+    if sequence_dim is not None:
+        plan |= {"blocks.*.norm": shardproof.SequenceParallel(), "inp": shardproof.ScatterOutput(dim=sequence_dim)}
+        plan["out"] = shardproof.SequenceParallel()
+
+    def train(mesh):
+        def body(comm):
+            model = copy.deepcopy(base)
+            lora = shardproof.add_lora(model, "blocks.*.*", rank=2, seed=3, dropout=0.5)
+            comms = shardproof.MeshComm(comm, mesh)
+            parallel = None
+            if "tp" in mesh:
+                styles = lora.with_styles(plan)
+                parallel = shardproof.parallelize(model, comms, plan=styles, sequence_dim=sequence_dim)
+            sharded = shardproof.fully_shard(model, comms, strategy="zero3", units=[Block])
+            optimizer = shardproof.torch_optimizer(torch.optim.SGD, sharded, lr=0.1)
+            for step in range(3):
+                shardproof.random_stream(step)
+                (sharded(torch.stack(batch(step)[0].split(2))).square().sum() / 6).backward()
+                optimizer.step()
+            return sharded.gather_main_parameters(), parallel
+
+        return shardproof.run_threads(2, body)[0][0]
+
+    whole, cut = train("dp_shard=2"), train("dp_shard=1,tp=2")
+    assert any(value.count_nonzero() for name, value in whole.items() if name.endswith("lora_B.weight"))
+    for name, value in whole.items():
+        assert torch.allclose(cut[name], value, atol=1e-5), name
+
+
 def test_adapters_are_saved_for_peft_loaded_cut_and_merged(tmp_path):
     plan = {"blocks.*.up": shardproof.ColumnParallel(), "blocks.*.down": shardproof.RowParallel()}
 
@@ -211,6 +244,8 @@ def test_adapters_are_saved_for_peft_loaded_cut_and_merged(tmp_path):
             before = sharded(x)
             lora.merge(sharded)
             assert torch.allclose(sharded(x), before, atol=1e-5)
+        with pytest.raises(shardproof.Error, match="these adapters were merged"):
+            lora.save(tmp_path / "merged", sharded)
         return before
 
     before = shardproof.run_threads(2, train)[0]

@@ -75,6 +75,16 @@ at::Tensor read_tensor(FileSystem& files, const SafeTensor& stored) {
   return tensor;
 }
 
+// After a merge B is zero until it trains again.
+void require_something_to_save(const Lora& lora, const std::map<std::string, at::Tensor>& values) {
+  if (!lora.is_merged()) return;
+  for (const auto& [name, value] : values)
+    if (name.ends_with("lora_B.weight") && value.count_nonzero().item<int64_t>() > 0) return;
+  throw Error(
+      "[lora] these adapters were merged into the weights of their layers, and now B of each is zero, so a checkpoint of them "
+      "would have nothing of what they learned. Save adapters before merge, or the merged model with save_weights");
+}
+
 // By the names of the model.
 std::map<std::string, at::Tensor> read_adapters(const std::string& directory, const Lora& lora, const AdapterOptions& options) {
   require_config(directory + kConfig, read_file(*options.files, directory + kConfig, kConfigBytesMax), lora);
@@ -100,6 +110,7 @@ void save_adapters(const std::string& directory, Sharded& sharded, const Lora& l
     values[name] = sharded.gather_main_parameter(own).to(at::kCPU).contiguous();
     specs[name] = {values[name].scalar_type(), values[name].sizes().vec()};
   }
+  require_something_to_save(lora, values);
   from_rank_0(sharded.impl().comms->world(), [&] {
     StagedFolder folder(*options.files, directory, options.overwrite);
     write_file(*options.files, folder.path() + kConfig, config_of(lora, options));

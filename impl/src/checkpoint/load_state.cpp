@@ -51,8 +51,8 @@ class Loader {
     loaded_.trainer = trainer_of(checkpoint_, sharded_.rank(), [&](const std::string& name) { return value(name); });
     const auto& misfits = matched_.misfits;
     SHARD_REQUIRE(options_.partial || misfits.empty(), "checkpoint",
-                  "{} does not fit this model, and nothing was loaded: {}{}. LoadOptions::partial loads what fits", directory_,
-                  fmt::join(misfits.begin(), misfits.begin() + std::min<int64_t>(8, std::ssize(misfits)), "; "),
+                  "{} does not fit this model, and nothing was loaded: {}{}. A program can load what fits, by `partial`",
+                  directory_, fmt::join(misfits.begin(), misfits.begin() + std::min<int64_t>(8, std::ssize(misfits)), "; "),
                   misfits.size() > 8 ? fmt::format("; and {} more", misfits.size() - 8) : "");
     loaded_.skipped = misfits;
     list_wanted();

@@ -11,6 +11,7 @@
 #include "shardproof/base/nearest.h"
 #include "shardproof/checkpoint/weights.h"
 #include "shardproof/comm/agree.h"
+#include "shardproof/models/lora.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -139,12 +140,23 @@ class WeightLoader {
       if (!used_.contains(name)) loaded_.unused.push_back(name);
   }
 
+  // What is missing. Files of a base have no adapters, and those begin as they were made.
+  std::vector<std::string> needed() const {
+    const auto is_adapter = [](const auto& item) { return is_adapter_parameter(item.first); };
+    if (std::any_of(stored_.begin(), stored_.end(), is_adapter)) return loaded_.missing;
+    std::vector<std::string> names;
+    for (const std::string& name : loaded_.missing)
+      if (!is_adapter_parameter(name)) names.push_back(name);
+    return names;
+  }
+
   void require_complete() const {
     if (options_.partial) return;
     std::vector<std::string> unknown;
     for (const std::string& name : loaded_.unused)
       if (!is_no_weight(options_.family, name)) unknown.push_back(name);
-    if (loaded_.missing.empty() && unknown.empty()) return;
+    const std::vector<std::string> missing = needed();
+    if (missing.empty() && unknown.empty()) return;
     std::vector<std::string> names;
     for (const auto& [name, weight] : stored_) names.push_back(name);
     const auto first = [](const std::vector<std::string>& list) {
@@ -153,13 +165,15 @@ class WeightLoader {
                          more > 0 ? fmt::format(" and {} more", more) : "");
     };
     std::string text;
-    if (!loaded_.missing.empty())
-      text = fmt::format("the file lacks {}.{}", first(loaded_.missing), did_you_mean(loaded_.missing[0], names));
+    if (!missing.empty()) text = fmt::format("the file lacks {}.{}", first(missing), did_you_mean(missing[0], names));
     if (!unknown.empty()) text += fmt::format("{} model has no place for {}.", text.empty() ? "the" : " The", first(unknown));
     throw Error(message(
-        "[checkpoint] {} does not fit this model{}, and nothing was loaded: {} Give the family whose names the "
-        "file has (known are {}), or `partial` to load what fits",
-        path_, options_.family.empty() ? "" : " by the names of " + options_.family, text, fmt::join(weight_families(), ", ")));
+        "[checkpoint] {} does not fit this model{}, and nothing was loaded: {} {} (known are {}). A program can load what "
+        "fits, by `partial`",
+        path_, options_.family.empty() ? "" : " by the names of " + options_.family, text,
+        options_.family.empty() ? "Give the family whose names the file has"
+                                : "The weights may be those of another model, or of another family",
+        fmt::join(weight_families(), ", ")));
   }
 
   // The box of a parameter, whose rows may come from several tensors, as contiguous values of the dtype.

@@ -45,6 +45,7 @@ class Watcher final : public AdapterHooks {
     return output;
   }
   std::shared_ptr<void> held() const override { return nullptr; }
+  bool only_looks() const override { return true; }
 
  private:
   void see(int64_t number, const at::Tensor& output, const at::Tensor& input) {

@@ -80,8 +80,8 @@ void detail::refuse_parallel_call(const torch::nn::Module& module) {
 
 void detail::refuse_adapted_call(const torch::nn::Module& module) {
   throw Error(
-      fmt::format("[unit] module {} has an adapter, or a ModuleWatch sees it, and it is called with something else than one "
-                  "tensor for one tensor. Give the adapter to its parts, or do without the watch",
+      fmt::format("[unit] module {} has an adapter and is called with something else than one tensor for one tensor. Give the "
+                  "adapter to its parts",
                   module.name()));
 }
 

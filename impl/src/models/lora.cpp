@@ -87,6 +87,7 @@ struct Lora::State {
   LoraOptions options;
   std::vector<std::string> layers;
   std::map<std::string, int64_t> inputs;  // how many features each layer takes
+  bool merged = false;
   AdapterAttachments attached;
   std::unique_ptr<SequentialEntries> sequential;
 };
@@ -142,6 +143,16 @@ void Lora::merge(Sharded& sharded) const {
         at::Tensor(piece.data).add_(product_of(up, down, piece.run, scale()).to(piece.data.device()));
   }
   sharded.write_parameters(zeros);
+  state_->merged = true;
+}
+
+bool Lora::is_merged() const {
+  return state_->merged;
+}
+
+bool is_adapter_parameter(const std::string& name) {
+  const std::string part = "." + name;
+  return part.ends_with(std::string(".") + kDown + ".weight") || part.ends_with(std::string(".") + kUp + ".weight");
 }
 
 Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {

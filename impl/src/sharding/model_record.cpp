@@ -137,7 +137,7 @@ ModelRecord record_of(const Sharded::Impl& sharded) {
   return record;
 }
 
-std::string bytes_of(const ModelRecord& record) {
+std::string serialized(const ModelRecord& record) {
   ModelRecord copy = record;
   Writer writer;
   walk(writer, copy);

@@ -31,8 +31,8 @@ struct ModelRecord {
 
 ModelRecord record_of(const Sharded::Impl& sharded);
 
-// Law: model_record(bytes_of(record)) is the record.
-std::string bytes_of(const ModelRecord& record);
+// Law: model_record(serialized(record)) is the record.
+std::string serialized(const ModelRecord& record);
 ModelRecord model_record(const std::string& bytes);
 
 }  // namespace shardproof

@@ -89,6 +89,7 @@ void Schedule::end_backward_within_units() {
 void Schedule::begin_backward() {
   if (phase_ != Phase::outside) return;
   phase_ = Phase::backward;
+  taken_by_ = nullptr;
   to_reduce_.clear();
   for (const auto& unit : units_)
     for (const auto& bucket : unit->buckets()) {
@@ -190,30 +191,45 @@ void Schedule::require_no_backward(const char* what) const {
   SHARD_REQUIRE(!in_backward(), "schedule", "{} inside a backward (rank {}); call it after", what, rank());
 }
 
+std::string Schedule::why_not_final(const BucketGradient& gradient) const {
+  if (gradient.state() == GradientState::empty && taken_by_)
+    return fmt::format("{} has taken them. Call this before it, or after the next backward", taken_by_);
+  const char* so_far = gradient.state() == GradientState::empty ? "no backward has run" : "the last microbatch has not run";
+  return fmt::format("{}. Run a backward with set_last_microbatch(true) and set_gradient_sync(true), of the module and of its "
+                     "unit, first",
+                     so_far);
+}
+
 void Schedule::require_final(const char* what) const {
   require_no_backward(what);
   bool any = false;
   for (const Bucket* bucket : buckets()) {
     any |= bucket->trainable();
     SHARD_REQUIRE(!bucket->trainable() || bucket->gradient.final(), "schedule",
-                  "{} needs the gradients of the last backward of step {} (rank {}), but {} has none. Run a backward with "
-                  "set_last_microbatch(true) and set_gradient_sync(true), of the module and of its unit, first",
-                  what, step_, rank(), bucket->layout().members().front().name);
+                  "{} needs the gradients of the last backward of step {} (rank {}), but {} has none: {}", what, step_, rank(),
+                  bucket->layout().members().front().name, why_not_final(bucket->gradient));
   }
   SHARD_REQUIRE(any, "schedule", "{} in step {} (rank {}): every parameter is frozen", what, step_, rank());
 }
 
 void Schedule::zero_gradients() {
+  take_gradients("zero_gradients");
+}
+
+void Schedule::take_gradients(const char* who) {
   if (phase() == Phase::interrupted) abandon_backward();
   SHARD_REQUIRE(!in_backward(), "schedule", "zero_gradients inside a backward (rank {}); call it after", rank());
-  for (Bucket* bucket : buckets()) bucket->gradient.zero_gradients();
+  for (Bucket* bucket : buckets()) {
+    if (bucket->gradient.state() != GradientState::empty) taken_by_ = who;
+    bucket->gradient.zero_gradients();
+  }
   if (activations_) activations_->abandon_forwards();
 }
 
 void Schedule::end_step(bool parameters_changed) {
   if (parameters_changed)
     for (const auto& unit : units_) unit->drop();
-  zero_gradients();
+  take_gradients(parameters_changed ? "the optimizer's step" : "skip_step");
   last_microbatch_ = true;
   ++step_;
 }

@@ -86,6 +86,8 @@ class Schedule final : public UnitEvents {
   void gather_ahead(const std::vector<Unit*>& units) override;
 
  private:
+  std::string why_not_final(const BucketGradient& gradient) const;
+  void take_gradients(const char* who);
   void end_backward();
   void end_backward_within_units();
   void require_recomputed_entered() const;
@@ -101,6 +103,7 @@ class Schedule final : public UnitEvents {
   ScheduleOptions options_;
   std::shared_ptr<MemoryLedger> memory_;
   int64_t step_ = 0;
+  const char* taken_by_ = nullptr;  // what took or discarded the gradients of the last backward
   bool last_microbatch_ = true, sync_ = true;
   std::function<void()> finish_;
   std::vector<std::shared_ptr<Unit>> units_, recomputed_;

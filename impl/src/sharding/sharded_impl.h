@@ -56,6 +56,8 @@ struct Sharded::Impl {
   // The reverse: each rank copies its part of whole tensors, which are the same on every rank. `where` is for messages. Throws
   // Error on every rank, before anything is written, when a name or a size does not fit on some rank. Collective.
   void write(const char* where, const std::vector<Shard>& shards, const std::map<std::string, at::Tensor>& values) const;
+  // Of a parameter by its first name.
+  bool trains(const std::string& first) const;
   // The shard of a parameter, by any of its names. Throws Error, which suggests a near name, when there is none.
   const Shard& shard_of(const char* where, const std::vector<Shard>& shards, const std::string& name) const;
   // Throws Error, which names `what`, while averages are in the place of the parameters; and inside a backward, too.

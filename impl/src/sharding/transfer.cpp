@@ -54,7 +54,7 @@ void find_ranks(Comm& world, Side& side) {
 
 void make_known(Comm& world, Side& side) {
   find_ranks(world, side);
-  const std::string own = side.model && side.model->comms->rank() == 0 ? bytes_of(record_of(*side.model)) : "";
+  const std::string own = side.model && side.model->comms->rank() == 0 ? serialized(record_of(*side.model)) : "";
   side.record = model_record(broadcast_text(world, own, side.ranks.front()));
 }
 

@@ -31,6 +31,11 @@ std::map<std::string, at::Tensor> Sharded::Impl::gather(const std::vector<Shard>
   return whole;
 }
 
+bool Sharded::Impl::trains(const std::string& first) const {
+  const Schedule::Place* place = schedule.find(first);
+  return place && schedule.buckets()[place->bucket]->trains(static_cast<int64_t>(place->member));
+}
+
 const Shard& Sharded::Impl::shard_of(const char* where, const std::vector<Shard>& shards, const std::string& name) const {
   const auto known = std::find_if(aliases.begin(), aliases.end(), [&](const auto& alias) { return alias.first == name; });
   const auto shard_called = [&](const std::string& first) {
@@ -41,6 +46,9 @@ const Shard& Sharded::Impl::shard_of(const char* where, const std::vector<Shard>
   std::vector<std::string> names;
   for (const auto& [alias, first] : aliases)
     if (shard_called(first) != shards.end()) names.push_back(alias);
+  SHARD_REQUIRE(known == aliases.end() || trains(known->second), "fully_shard",
+                "{}: the parameter '{}' is frozen (its requires_grad is false), so it has none. Ask for one that trains", where,
+                name);
   throw Error(fmt::format("[fully_shard] {}: {} '{}'.{}", where,
                           known == aliases.end() ? "there is no parameter" : "there is nothing of the parameter", name,
                           did_you_mean(name, names)));

@@ -153,6 +153,25 @@ TEST(CommThreads, an_error_inside_one_ranks_backward_ends_the_others_backward_an
   }
 }
 
+TEST(CommThreads, an_error_that_begins_with_its_rank_does_not_say_it_twice) {
+  const std::vector<std::pair<std::string, std::string>> said_and_shown = {
+      {"rank 1, step 3: the loss is nan", "rank 1, step 3: the loss is nan"},
+      {"[gradient] rank 1, step 3: nan", "[gradient] rank 1, step 3: nan"},
+      {"[gradient] in step 3: nan", "rank 1 of 3: [gradient] in step 3: nan"},
+      {"rank 10 is late", "rank 1 of 3: rank 10 is late"},
+      {"rank 0 is late", "rank 1 of 3: rank 0 is late"},
+      {"[open", "rank 1 of 3: [open"}};
+  for (const auto& [said, shown] : said_and_shown) {
+    const std::string message = worlds::error_of(
+        3,
+        [&](std::shared_ptr<Comm> comm) {
+          if (comm->rank() == 1) throw Error(said);
+        },
+        {});
+    EXPECT_EQ(message, shown);
+  }
+}
+
 TEST(CommThreads, an_error_that_is_caught_still_ends_the_world_at_the_next_call) {
   for (const ThreadsOptions& options : worlds::all_options()) {
     const std::string message = worlds::error_of(

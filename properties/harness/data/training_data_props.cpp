@@ -180,7 +180,7 @@ TEST(TokenFiles, numbers_have_their_lowest_byte_first_and_run_on_from_file_to_fi
   const Folder folder;
   const std::vector<uint32_t> tokens{1, 255, 256, 65535, 4660, 0, 7, 8, 9};
   for (const TokenType type : {TokenType::uint16, TokenType::uint32}) {
-    const int64_t width = bytes_of(type);
+    const int64_t width = bytes_of_token(type);
     const std::string all = bytes_of_tokens(tokens, width);
     const auto cut = static_cast<size_t>(4 * width);
     const std::string a = write(folder, "a.bin", all.substr(0, cut)), empty = write(folder, "b.bin", ""),

@@ -209,12 +209,11 @@ TEST_F(TrainWeights, what_is_no_such_folder_is_refused) {
   const golden::Model model = harness::model_of_weights(there.weights);
   expect_error([&] { harness::model_of_weights(scratch / "nowhere"); }, {"there is no such folder", "nowhere"});
   expect_error([&] { harness::model_of_weights(scratch.path()); }, {"config.json"});
-  expect_error([&] { harness::require_same_model("gpt(layers=1)", model, there.weights); }, {"--model is a gpt", "a llama"});
-  expect_error([&] { harness::require_same_model("llama(layers=1,hidden=16)", model, there.weights); },
-               {"--model has hidden=16", "config.json has hidden=8"});
-  expect_error([&] { harness::require_same_model("llama(layers=1,tied)", model, there.weights); },
-               {"--model has tied", "config.json has the usual tied"});
-  EXPECT_NO_THROW(harness::require_same_model("llama(layers=1,rope_factor=4)", model, there.weights));
+  const auto said = [&](const std::string& text) { harness::require_same_model(text, model, there.weights + "/config.json"); };
+  expect_error([&] { said("gpt(layers=1)"); }, {"--model is a gpt", "config.json is of a llama"});
+  expect_error([&] { said("llama(layers=1,hidden=16)"); }, {"--model has hidden=16", "config.json has hidden=8"});
+  expect_error([&] { said("llama(layers=1,tied)"); }, {"--model has tied", "config.json has the usual tied"});
+  EXPECT_NO_THROW(said("llama(layers=1,rope_factor=4)"));
   TrainOptions options = options_of(model, "dp_shard=2");
   options.weights = there.weights;
   options.steps = 1;

@@ -25,7 +25,8 @@ struct AdapterOptions {
 };
 
 // Saves the main parameters of the adapters. Afterwards the checkpoint is there, whole and durable; when the save fails it is
-// not there at all. What fails on one rank throws Error on every rank. Collective over the mesh of the Sharded.
+// not there at all. What fails on one rank throws Error on every rank. So does saving what `merge` has made zero, until it was
+// trained again. Collective over the mesh of the Sharded.
 void save_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options = {});
 
 // Loads them, whatever mesh or program saved them, rounded to the main dtype. Throws Error on every rank, and changes nothing,

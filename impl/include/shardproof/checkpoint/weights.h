@@ -33,17 +33,17 @@ struct LoadWeightsOptions {
 };
 
 struct LoadedWeights {
-  std::vector<std::string> missing;  // parameters that the file lacks; empty unless loading is partial
+  std::vector<std::string> missing;  // parameters that the file lacks: adapters, and others if loading is partial
   std::vector<std::string> unused;   // tensors that have no place in the model
   uint64_t bytes_read = 0;           // of weights, by this rank: those of its shards and of buffers, and no others
 };
 
 // Loads the weights: each rank reads the elements that it holds, and what describes the files. `path` is what open_weights
 // takes. Values are rounded to the dtype of the main parameters. A buffer is loaded if the file has it. A tied parameter may be
-// in the file under one of its names or under several, with the same values. Optimizer state stays as it is. Throws Error, and
-// changes nothing, when a parameter or a tensor has no counterpart and loading is not partial, when a shape does not fit, or
-// when a file is missing or does not describe weights. An error while reading leaves the model loaded in part; its message says
-// so.
+// in the file under one of its names or under several, with the same values. Adapters (models/lora.h) stay as they are if the
+// file has none at all, as a file of their base. Optimizer state stays as it is. Throws Error, and changes nothing, when any
+// other parameter or a tensor has no counterpart and loading is not partial, when a shape does not fit, or when a file is
+// missing or does not describe weights. An error while reading leaves the model loaded in part; its message says so.
 LoadedWeights load_weights(const std::string& path, Sharded& sharded, const LoadWeightsOptions& options = {});
 
 struct SaveWeightsOptions {

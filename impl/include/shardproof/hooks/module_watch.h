@@ -28,7 +28,7 @@ namespace shardproof {
 // parallelism some are parts.
 struct ModuleCall {
   std::string module;                                          // its name below the root, e.g. "h.0.attn.c_attn"
-  int64_t number = 0;                                          // how often this module was called before in this forward
+  int64_t number = 0;                                          // how often this module was seen before in this forward
   std::vector<std::pair<std::string, at::Tensor>> parameters;  // those of its own, whole if its unit was gathered; by name
   at::Tensor input, output;    // within the module's unit, and outside of its style of tensor parallelism
   at::Tensor output_gradient;  // what the backward brought; undefined when nothing came
@@ -36,7 +36,8 @@ struct ModuleCall {
 };
 
 // Watches the modules below `root` that have parameters of their own and no adapter, when they are entered through `call`
-// (unit.h) with one tensor for one tensor; any other call of such a module is an Error. So is a module that is watched already.
+// (unit.h) with one tensor for one tensor. Any other call of such a module passes unseen. A module that is watched already is
+// an Error.
 class ModuleWatch {
  public:
   explicit ModuleWatch(torch::nn::Module& root, std::function<std::string()> note = {});

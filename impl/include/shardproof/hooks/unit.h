@@ -57,6 +57,8 @@ class AdapterHooks {
   virtual at::Tensor add_to(const at::Tensor& output, const at::Tensor& input) = 0;
   // What must live as long as the module is trained.
   virtual std::shared_ptr<void> held() const = 0;
+  // Whether `add_to` only looks and adds nothing, so that a forward that it cannot take does without it.
+  virtual bool only_looks() const { return false; }
 };
 
 // The hooks of a module; null when it is not a unit, has no style of tensor parallelism, or no adapter. As long as the process
@@ -134,7 +136,7 @@ auto forward_adapted(const torch::nn::Module& module, const Forward& forward, Ar
         const at::Tensor own = input.view_as(input);
         return adapter->add_to(forward_in_parallel(module, forward, own), own);
       }(args...);
-    else
+    else if (!adapter->only_looks())
       refuse_adapted_call(module);
   }
   return forward_in_parallel(module, forward, std::move(args)...);

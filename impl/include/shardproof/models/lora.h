@@ -58,6 +58,8 @@ class [[nodiscard]] Lora {
   // backward, while averages are in the place of the parameters, or when the Sharded does not have these layers. Collective
   // over the mesh of the Sharded.
   void merge(Sharded& sharded) const;
+  // Whether `merge` has been called.
+  bool is_merged() const;
 
  private:
   std::shared_ptr<State> state_;
@@ -70,6 +72,9 @@ class [[nodiscard]] Lora {
 // and index. Throws Error when the rank is below 1, a pattern matches no torch::nn::Linear, a layer has an adapter already, or
 // the module is parallel, sharded or without memory (meta).
 Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options);
+
+// Whether a parameter of this name is A or B of a layer.
+bool is_adapter_parameter(const std::string& name);
 
 // Describes adapters that layers of these names have already, under the names above, for a program that adds them to its
 // forward itself. The result names, cuts, merges and saves them, and attaches nothing. `inputs`: how many features each layer

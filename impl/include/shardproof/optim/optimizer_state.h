@@ -18,6 +18,14 @@ namespace shardproof {
 using Setting = std::pair<std::string, std::variant<std::monostate, bool, int64_t, double, std::vector<double>, std::string>>;
 
 // Everything here is the same on every rank, but for the elements of shards. Nothing communicates.
+//
+// A save calls, on rank 0 alone, groups, and updates for each of their parameters. Then it calls, on every rank, state_names,
+// state_shards for each of them, and scalars.
+//
+// A load calls groups and takes_settings, and compares them with the checkpoint. If all fits, it calls restore for each
+// parameter of the groups, restore_scalar for each scalar, restore_settings for each group, state_names, and state_shards for
+// each of them, in this order, and fills the shards. With LoadOptions::partial these are the parameters that fit. If the
+// checkpoint does not fit, or is damaged, it calls none of these.
 class OptimizerState {
  public:
   // Parameters, with their state and settings. A parameter is in one group at most.
@@ -44,10 +52,10 @@ class OptimizerState {
   // How often a parameter has been updated so far; below 0: unknown.
   virtual int64_t updates(const std::string& parameter) const = 0;
 
-  // For loading. Makes the parameter one that was updated `updates` times. With `with_state` this rank's part of the state that
-  // its group names is allocated, and the load fills it; else the parameter has no state.
+  // For loading, as all below. Makes the parameter one that was updated `updates` times. With `with_state` this rank's part of
+  // the state that its group names is allocated, and the load fills it; else the parameter has no state.
   virtual void restore(const std::string& parameter, int64_t updates, bool with_state) = 0;
-  // Then each of its group's scalars.
+  // One of its group's scalars.
   virtual void restore_scalar(const std::string& parameter, const std::string& name, const at::Tensor& value) {}
   // Whether settings are loaded, too. If not, the optimizer keeps those that it has.
   virtual bool takes_settings() const { return false; }

@@ -2,12 +2,14 @@
 
 #include <set>
 
+#include "checkpoint/format/lfs_pointer.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {
 
 nlohmann::json parse_json(std::string_view text, const std::string& name) {
   using nlohmann::json;
+  require_no_lfs_pointer(text, name);
   constexpr int kDepthMax = 32;
   std::vector<std::set<std::string>> keys;
   const auto watch = [&](int depth, json::parse_event_t event, json& value) {

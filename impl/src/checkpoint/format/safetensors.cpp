@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "checkpoint/format/json_text.h"
+#include "checkpoint/format/lfs_pointer.h"
 #include "checkpoint/format/weights_index.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
@@ -94,6 +95,7 @@ SafeTensors open_index(FileSystem& files, const std::string& path) {
 
 SafeTensors read_safetensors_header(const ByteSource& source) {
   const std::string name = source.name();
+  require_no_lfs_pointer(source);
   SHARD_REQUIRE(source.size() >= 8, "safetensors", "{}: {} bytes are too few", name, source.size());
   char prefix[8];
   source.read(0, prefix, sizeof prefix);

@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "checkpoint/format/lfs_pointer.h"
 #include "checkpoint/format/torch_pickles.h"
 #include "checkpoint/format/weights_index.h"
 #include "shardproof/base/check.h"
@@ -94,6 +95,7 @@ bool is_directory(const std::string& path) {
 // Files of torch.save are zips; before PyTorch 1.6 they were pickles, which protocol 2 begins like this.
 StoredWeights open_file(FileSystem& files, const std::string& path, const std::string& entry) {
   const FileSource source(files, path);
+  require_no_lfs_pointer(source);
   const std::string begin = source.size() < 4 ? "" : source.read_string(0, 4, 4);
   SHARD_REQUIRE(!begin.starts_with("\x80\x02"), "checkpoint",
                 "{}: is a file of torch.save as PyTorch wrote them before 1.6. Load it there and save it again", path);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "comm/said_rank.h"
 #include "shardproof/comm/process/process_world.h"
 
 namespace shardproof {
@@ -61,7 +62,8 @@ Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call)
 }
 
 [[noreturn]] void rethrow(const Ending& ending, size_t rank, size_t world) {
-  const std::string text = fmt::format("rank {} of {}: {}", rank, world, ending.text);
+  const std::string text =
+      said_rank(ending.text, static_cast<int64_t>(rank), static_cast<int64_t>(world)) + ending.text;
   if (ending.kind == Ending::non_finite) throw NonFiniteError(text);
   if (ending.kind == Ending::invariant) throw BrokenInvariant(text);
   throw Error(text);
