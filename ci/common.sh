@@ -23,6 +23,20 @@ job_count() {
   echo $((cores < by_memory ? cores : by_memory))
 }
 
+# take_targets ARGUMENTS...: puts what stands between a first --build and -- into `targets`, and the rest into `arguments`.
+take_targets() {
+  targets=() arguments=()
+  if [[ ${1:-} == --build ]]; then
+    shift
+    while [[ $# -gt 0 && $1 != -- ]]; do
+      targets+=("$1")
+      shift
+    done
+    [[ $# -eq 0 ]] || shift
+  fi
+  arguments=("$@")
+}
+
 # install_locked NAME: installs what ci/requirements/NAME.lock has into build-NAME, an environment of its own. It does nothing
 # where that is there, and needs a network only where it is not.
 install_locked() {
