@@ -158,6 +158,8 @@ TEST(CommThreads, an_error_that_begins_with_its_rank_does_not_say_it_twice) {
       {"rank 1, step 3: the loss is nan", "rank 1, step 3: the loss is nan"},
       {"[gradient] rank 1, step 3: nan", "[gradient] rank 1, step 3: nan"},
       {"[gradient] in step 3: nan", "rank 1 of 3: [gradient] in step 3: nan"},
+      {"rank 1 of 3: told by another", "rank 1 of 3: told by another"},
+      {"[data] rank 1 of 'tp' gave no tensor", "rank 1 of 3: [data] rank 1 of 'tp' gave no tensor"},
       {"rank 10 is late", "rank 1 of 3: rank 10 is late"},
       {"rank 0 is late", "rank 1 of 3: rank 0 is late"},
       {"[open", "rank 1 of 3: [open"}};

@@ -20,9 +20,9 @@ inline void require_no_lfs_pointer(std::string_view text, const std::string& nam
                 name);
 }
 
-// The same for a file.
-inline void require_no_lfs_pointer(const ByteSource& source) {
-  if (source.size() >= kLfsPointerBegin.size())
+// The same for a file, of which `begin` is read already. It reads more only where that is what a pointer begins with.
+inline void require_no_lfs_pointer(const ByteSource& source, std::string_view begin) {
+  if (kLfsPointerBegin.starts_with(begin) && source.size() >= kLfsPointerBegin.size())
     require_no_lfs_pointer(source.read_string(0, kLfsPointerBegin.size(), kLfsPointerBegin.size()), source.name());
 }
 

@@ -95,10 +95,10 @@ SafeTensors open_index(FileSystem& files, const std::string& path) {
 
 SafeTensors read_safetensors_header(const ByteSource& source) {
   const std::string name = source.name();
-  require_no_lfs_pointer(source);
   SHARD_REQUIRE(source.size() >= 8, "safetensors", "{}: {} bytes are too few", name, source.size());
   char prefix[8];
   source.read(0, prefix, sizeof prefix);
+  require_no_lfs_pointer(source, {prefix, sizeof prefix});
   const uint64_t header_bytes = little(prefix);
   SHARD_REQUIRE(header_bytes <= kHeaderBytesMax && header_bytes <= source.size() - 8, "safetensors",
                 "{}: a header of {} bytes does not fit; is it a safetensors file, and whole?", name, header_bytes);

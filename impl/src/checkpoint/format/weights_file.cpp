@@ -95,8 +95,8 @@ bool is_directory(const std::string& path) {
 // Files of torch.save are zips; before PyTorch 1.6 they were pickles, which protocol 2 begins like this.
 StoredWeights open_file(FileSystem& files, const std::string& path, const std::string& entry) {
   const FileSource source(files, path);
-  require_no_lfs_pointer(source);
   const std::string begin = source.size() < 4 ? "" : source.read_string(0, 4, 4);
+  require_no_lfs_pointer(source, begin);
   SHARD_REQUIRE(!begin.starts_with("\x80\x02"), "checkpoint",
                 "{}: is a file of torch.save as PyTorch wrote them before 1.6. Load it there and save it again", path);
   if (begin.starts_with("PK")) return TorchWeights(source).weights(entry);
