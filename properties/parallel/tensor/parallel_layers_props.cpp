@@ -238,3 +238,42 @@ TEST(TensorParallel, an_infinite_gradient_in_one_cut_skips_the_step_on_all_ranks
         EXPECT_EQ(sharded.step(), 1);
       });
 }
+
+TEST(TensorParallel, a_pattern_that_fits_no_module_is_refused) {
+  for (const char* pattern : {"1", "layers.*", "0.weight"})
+    expect_error(
+        [&] {
+          run_threads(2, [&](std::shared_ptr<Comm> comm) {
+            const auto parallel = parallelize(
+                torch::nn::Sequential(torch::nn::Linear(3, 4)).ptr(), std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}})),
+                {.styles = {{"0", ColumnParallel{.gather_output = true}}, {pattern, RowParallel{}}}});
+          });
+        },
+        {"tensor_parallel", fmt::format("pattern '{}'", pattern), "fits no module"});
+}
+
+TEST(Mlp, a_width_of_nothing_or_less_is_refused_wherever_it_is) {
+  for (size_t at = 0; at < 4; ++at)
+    for (const int64_t width : {0, -1}) {
+      std::vector<int64_t> widths{3, 4, 5, 2};
+      widths[at] = width;
+      expect_error([&] { Mlp model(MlpOptions{.widths = widths}); }, {"mlp", "positive", fmt::format("{}", width)});
+    }
+}
+
+TEST(Attention, takes_heads_of_queries_keys_and_values_that_fit_and_refuses_others) {
+  const auto attend = [](std::vector<int64_t> q, std::vector<int64_t> k, std::vector<int64_t> v) {
+    return Attention()->forward(at::ones(q), at::ones(k), at::ones(v));
+  };
+  const std::vector<int64_t> q{2, 4, 3, 6}, k{2, 2, 3, 6};
+  EXPECT_EQ(attend(q, k, k).sizes(), at::IntArrayRef(q));
+  using Sizes = std::vector<int64_t>;
+  for (const auto& [queries, keys, values] : std::vector<std::tuple<Sizes, Sizes, Sizes>>{{{4, 3, 6}, k, k},
+                                                                                          {{1, 2, 4, 3, 6}, k, k},
+                                                                                          {q, {2, 3, 6}, {2, 3, 6}},
+                                                                                          {q, {1, 2, 2, 3, 6}, {1, 2, 2, 3, 6}},
+                                                                                          {q, k, {2, 4, 3, 6}},
+                                                                                          {q, {2, 3, 3, 6}, {2, 3, 3, 6}},
+                                                                                          {q, {2, 0, 3, 6}, {2, 0, 3, 6}}})
+    expect_error([&] { attend(queries, keys, values); }, {"attention", "needs q [B, heads, T, head]"});
+}
