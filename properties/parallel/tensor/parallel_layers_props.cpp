@@ -159,6 +159,32 @@ TEST(TensorParallel, a_row_layer_that_cuts_its_own_input_is_the_plain_one) {
                     {.styles = {{"", RowParallel{.input_is_parallel = false}}}}, forward_linear, integers({2, 3, inputs}, 2));
 }
 
+TEST(TensorParallel, a_column_and_a_row_layer_may_have_the_sequence_cut_along_any_dim) {
+  const at::Tensor x = integers({5, 7, 3}, 1), w = integers({4, 3}, 2), b = integers({4}, 3), v = integers({6, 4}, 4);
+  const at::Tensor plain_x = x.clone().set_requires_grad(true), plain_w = w.clone().set_requires_grad(true),
+                   plain_b = b.clone().set_requires_grad(true), plain_v = v.clone().set_requires_grad(true);
+  const at::Tensor plain = at::linear(at::linear(plain_x, plain_w, plain_b), plain_v), dy = integers({5, 7, 6}, 5);
+  plain.backward(dy);
+  for (const int64_t tp : {2, 3})
+    for (const int64_t given : {0, 1, -2, -3})
+      run_threads(tp, [&](std::shared_ptr<Comm> comm) {
+        const int64_t dim = given < 0 ? given + 3 : given, rank = comm->rank();
+        const auto own = [&](const at::Tensor& whole, int64_t along) {
+          return piece_of(whole, along, tp, rank).contiguous().set_requires_grad(true);
+        };
+        const at::Tensor own_x = own(x, dim), own_w = own(w, 0), own_b = own(b, 0), own_v = own(v, 1);
+        const at::Tensor hidden =
+            column_parallel_linear(own_x, own_w, own_b, *comm, SequenceSplit{.dim = given, .length = x.size(dim)});
+        const at::Tensor y = row_parallel_linear(hidden, own_v, {}, *comm, given);
+        EXPECT_TRUE(at::equal(y, piece_of(plain, dim, tp, rank))) << tp << " ranks, dim " << given;
+        y.backward(piece_of(dy, dim, tp, rank));
+        EXPECT_TRUE(at::equal(own_x.grad(), piece_of(plain_x.grad(), dim, tp, rank))) << tp << " ranks, dim " << given;
+        EXPECT_TRUE(at::equal(own_w.grad(), piece_of(plain_w.grad(), 0, tp, rank)));
+        EXPECT_TRUE(at::equal(own_b.grad(), piece_of(plain_b.grad(), 0, tp, rank)));
+        EXPECT_TRUE(at::equal(own_v.grad(), piece_of(plain_v.grad(), 1, tp, rank)));
+      });
+}
+
 TEST(TensorParallel, a_sequential_is_made_parallel_without_a_change) {
   expect_as_plain(
       [] { return torch::nn::Sequential(torch::nn::Linear(3, 7), torch::nn::ReLU(), torch::nn::Linear(7, 4)).ptr(); },
