@@ -6,7 +6,7 @@ target_include_directories(layout_testing PUBLIC
 target_link_libraries(layout_testing PUBLIC shardproof_options shardproof_rapidcheck)
 
 shardproof_test(NAME algebra_props LABEL layout CASES 1000 ALONE SOURCES base/escape_props.cpp
-  kit/gen_layout_props.cpp algebra/mesh_props.cpp algebra/split_props.cpp algebra/layout_props.cpp
+  base/nearest_props.cpp kit/gen_layout_props.cpp algebra/mesh_props.cpp algebra/split_props.cpp algebra/layout_props.cpp
   algebra/plan_props.cpp algebra/lower_props.cpp
   LIBRARIES layout_testing shardproof_algebra)
 # Not to load LibTorch, of which it needs nothing and which takes 100 times as long as most tests.

@@ -8,8 +8,8 @@ function(shardproof_device_test)
     ENVIRONMENT "SHARDPROOF_TEST_DEVICE=cuda;RC_PARAMS=max_success=${ARG_CASES}")
 endfunction()
 
-shardproof_device_test(NAME device_math_props CASES 300 SOURCES device/device_math_props.cpp device/device_sums_props.cpp
-  device/device_canonical_props.cpp device/device_curves_props.cpp)
+shardproof_device_test(NAME device_math_props CASES 300 LIBRARIES golden SOURCES
+  device/device_math_props.cpp device/device_sums_props.cpp device/device_canonical_props.cpp device/device_curves_props.cpp)
 # How a GPU's launches cover memory, on the CPU: long arrays, short ones, and every alignment.
 shardproof_test(NAME device_launch_props LABEL device CASES 1000 LIBRARIES shardproof_cuda SOURCES
   device/device_launch_props.cpp)

@@ -62,6 +62,35 @@ RC_GTEST_PROP(Split, pieces_are_what_dealing_leaves_and_first_copies_tile_the_le
   for (int64_t at = 0; at < length; ++at) RC_ASSERT(firsts[at] == at);
 }
 
+namespace {
+
+// The split that a text of Split::str says.
+Split said_by(const std::string& text) {
+  const size_t colon = text.find(':');
+  Split split{text.substr(0, colon)};
+  std::string rule = colon == std::string::npos ? "" : text.substr(colon + 1);
+  split.balanced = rule == "balanced";
+  if (split.balanced) return split;
+  const bool in_segments = rule.find('/') != std::string::npos;
+  while (!rule.empty()) {
+    const size_t end = std::min(rule.find(in_segments ? '+' : '|'), rule.size());
+    const std::string one = rule.substr(0, end);
+    if (in_segments)
+      split.segments.push_back({std::stoll(one), std::stoll(one.substr(one.find('/') + 1)), one.ends_with('*')});
+    else
+      split.bounds.push_back(std::stoll(one));
+    rule.erase(0, end + 1);
+  }
+  return split;
+}
+
+}  // namespace
+
+RC_GTEST_PROP(Split, the_text_of_a_split_says_all_of_it, ()) {
+  const Split split = *gen::split("dp", *rc::gen::inRange(0, 30), *rc::gen::inRange(1, 9));
+  RC_ASSERT(said_by(split.str()) == split);
+}
+
 TEST(Split, balanced_parts_have_equal_work_under_a_causal_mask) {
   for (int64_t parts = 1; parts <= 8; ++parts) {
     const int64_t length = 6 * parts;

@@ -70,3 +70,50 @@ RC_GTEST_PROP(Escape, a_text_that_is_put_into_a_message_adds_no_lines, ()) {
   RC_ASSERT(refusal_of(text, 7) == "[escape] " + whole + ": " + whole + " of   7 lies in '" + to_its_end + "'");
   RC_ASSERT(can_be_shown(refusal_of(text, 7)));
 }
+
+namespace {
+
+std::string utf8(uint32_t code, size_t bytes) {
+  if (bytes == 1) return {static_cast<char>(code)};
+  std::string text(bytes, '\0');
+  for (size_t i = bytes - 1; i > 0; --i, code >>= 6) text[i] = static_cast<char>(0x80 | (code & 0x3F));
+  text[0] = static_cast<char>((0xF00u >> bytes & 0xFF) | code);
+  return text;
+}
+
+size_t bytes_of(uint32_t code) {
+  return code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+}
+
+// Controls, and what Unicode lists as Bidi_Control, or as a separator of lines or paragraphs.
+bool is_hidden(uint32_t code) {
+  if (code < 0x20 || (code >= 0x7F && code <= 0x9F)) return true;
+  for (const uint32_t mover :
+       {0x061C, 0x200E, 0x200F, 0x2028, 0x2029, 0x202A, 0x202B, 0x202C, 0x202D, 0x202E, 0x2066, 0x2067, 0x2068, 0x2069})
+    if (code == mover) return true;
+  return false;
+}
+
+std::string in_hexadecimal(const std::string& text) {
+  std::string result;
+  for (const char byte : text) result += fmt::format("\\x{:02x}", static_cast<unsigned char>(byte));
+  return result;
+}
+
+}  // namespace
+
+TEST(Escape, of_all_characters_just_controls_and_movers_of_text_are_escaped) {
+  for (uint32_t code = 0; code <= 0x110000; ++code) {
+    const bool is_character = (code < 0xD800 || code > 0xDFFF) && code <= 0x10FFFF;
+    const std::string text = utf8(code, bytes_of(code));
+    ASSERT_EQ(is_utf8(text), is_character) << std::hex << code;
+    ASSERT_EQ(escaped(text), is_character && !is_hidden(code) ? text : in_hexadecimal(text)) << std::hex << code;
+    ASSERT_EQ(escaped_lines(text), code == '\n' ? text : escaped(text)) << std::hex << code;
+    if (bytes_of(code) < 4) {
+      ASSERT_FALSE(is_utf8(utf8(code, bytes_of(code) + 1))) << "a longer form, " << std::hex << code;
+    }
+    if (text.size() > 1) {
+      ASSERT_FALSE(is_utf8(text.substr(0, text.size() - 1))) << std::hex << code;
+    }
+  }
+}

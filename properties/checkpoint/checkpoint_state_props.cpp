@@ -96,6 +96,37 @@ TEST(SavedState, a_parameter_of_no_elements_has_its_state_in_the_checkpoint) {
   run("dp_shard=3", false);
 }
 
+// Its buffer has its columns end to end in memory.
+struct WithTransposedImpl : torch::nn::Module {
+  WithTransposedImpl() {
+    weight = register_parameter("weight", at::full({5}, 0.5));
+    table = register_buffer("table", at::zeros({3, 2}).t());
+  }
+  at::Tensor weight, table;
+};
+
+TEST(SavedState, a_buffer_that_is_not_contiguous_is_loaded_where_it_lies) {
+  const Scratch scratch;
+  const at::Tensor values = at::arange(6, at::kFloat).view({2, 3});
+  on({"dp_shard=2", "zero3"}, [&](std::shared_ptr<Comm> comm) {
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh::parse("dp_shard=2"));
+    const auto module = std::make_shared<WithTransposedImpl>();
+    Sharded sharded = fully_shard(module, comms, {});
+    module->table.copy_(values);
+    save(scratch / "at", sharded, nullptr, {});
+  });
+  for (const uint64_t room : {0, 1 << 20})
+    on({"dp_shard=3", "zero3"}, [&](std::shared_ptr<Comm> comm) {
+      const auto comms = std::make_shared<MeshComm>(comm, Mesh::parse("dp_shard=3"));
+      const auto module = std::make_shared<WithTransposedImpl>();
+      Sharded sharded = fully_shard(module, comms, {});
+      const at::Tensor before = module->table;
+      load(scratch / "at", sharded, nullptr, {.staging_bytes_max = room});
+      EXPECT_TRUE(at::equal(module->table, values)) << "room for " << room << " bytes";
+      EXPECT_TRUE(module->table.is_alias_of(before) && !module->table.is_contiguous());
+    });
+}
+
 TEST(SavedState, a_partial_load_lists_what_it_skipped_and_leaves_it) {
   const Scratch scratch;
   const Place place{"dp_shard=2", "zero3"};

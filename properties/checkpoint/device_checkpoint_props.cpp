@@ -92,12 +92,13 @@ TEST(DeviceCheckpoint, copies_of_values_on_a_device_are_staged_in_page_locked_me
 RC_GTEST_PROP(DeviceCheckpoint, saved_on_either_it_loads_on_either_under_any_sharding, ()) {
   const Recipe setup = movable(any_setup());
   const Place from = somewhere(), to = somewhere();
+  const LoadOptions options{.staging_bytes_max = static_cast<uint64_t>(*rc::gen::element<int64_t>(0, 100, 1 << 20))};
   const Scratch scratch;
   const Bits saved = trained(setup, from, 2, scratch / "at");
   Bits loaded, resumed;
   on(to, [&](std::shared_ptr<Comm> comm) {
     Trained run(setup, to, comm, 0.75);
-    load(scratch / "at", *run.sharded, &*run.optimizer);
+    load(scratch / "at", *run.sharded, &*run.optimizer, options);
     Bits first = run.bits();
     run.train(2, 3);
     Bits second = run.bits();

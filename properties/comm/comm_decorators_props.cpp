@@ -73,6 +73,29 @@ TEST(Checked, every_rank_gets_the_same_error_for_a_mismatch) {
                  {"all_to_all", "1+3"});
 }
 
+TEST(Checked, an_error_says_of_each_call_what_it_has_and_no_more) {
+  // Each call of rank 0 meets a barrier of rank 1.
+  const auto told = [](const std::function<Work(Comm&, at::Tensor)>& call) {
+    const std::vector<std::string> messages = errors_on_ranks(2, [&](Comm& comm) {
+      comm.barrier().wait();
+      (comm.rank() == 0 ? call(comm, at::ones({4})) : comm.barrier()).wait();
+    });
+    EXPECT_EQ(messages[0], messages[1]);
+    const size_t begin = messages[0].find("rank 0 calls ") + 13;
+    return messages[0].substr(begin, messages[0].find(", rank 1 calls") - begin);
+  };
+  using at::Tensor;
+  EXPECT_EQ(told([](Comm& c, Tensor x) { return c.all_gather(at::empty({8}), x); }), "all_gather(Float x 4) as call 1");
+  EXPECT_EQ(told([](Comm& c, Tensor x) { return c.reduce_scatter(at::empty({2}), x, Reduce::min); }),
+            "reduce_scatter(Float x 2, min) as call 1");
+  EXPECT_EQ(told([](Comm& c, Tensor x) { return c.all_reduce(x, Reduce::max); }), "all_reduce(Float x 4, max) as call 1");
+  EXPECT_EQ(told([](Comm& c, Tensor x) { return c.broadcast(x, 1); }), "broadcast(Float x 4, root 1) as call 1");
+  EXPECT_EQ(told([](Comm& c, Tensor x) {
+              return c.all_to_all(at::empty({5}), x, {3, 2}, {1, 3});
+            }),
+            "all_to_all(Float x 0, sends 1+3, receives 3+2) as call 1");
+}
+
 TEST(Checked, matching_calls_pass_unchanged_in_groups_too) {
   run_threads(4, [](std::shared_ptr<Comm> comm) {
     const auto guarded = checked(comm);

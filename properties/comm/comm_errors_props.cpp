@@ -156,3 +156,19 @@ TEST(CommErrors, tensors_that_do_not_fit_the_call_are_refused) {
                                }),
               {"all_reduce", "contiguous"});
 }
+
+TEST(CommErrors, a_peer_that_the_group_does_not_have_is_refused) {
+  for (const int64_t world : {1, 3})
+    for (const int64_t peer : {int64_t{-1}, world, world + 1})
+      for (const char* op : {"broadcast", "send", "recv"})
+        worlds::run(world, [&](std::shared_ptr<Comm> comm) {
+          at::Tensor tensor = at::ones({2});
+          expect_error(
+              [&] {
+                if (op == std::string("broadcast")) comm->broadcast(tensor, peer).wait();
+                if (op == std::string("send")) comm->send(tensor, peer).wait();
+                if (op == std::string("recv")) comm->recv(tensor, peer).wait();
+              },
+              {op, fmt::format("there is no rank {}", peer), fmt::format("ranks are 0 to {}", world - 1)});
+        });
+}

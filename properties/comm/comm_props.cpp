@@ -143,6 +143,26 @@ TEST(Comm, broadcast_send_and_recv_deliver_what_was_given) {
   });
 }
 
+// Each rank sends to every other with the same tag, before it receives, and asks for the last one first.
+TEST(Comm, a_message_reaches_the_rank_that_it_was_sent_to) {
+  everywhere([](Comm& comm, int64_t numel, int64_t salt) {
+    const auto message = [&](int64_t from, int64_t to) {
+      return worlds::values(numel, at::kFloat, from, salt) + static_cast<double>(to);
+    };
+    std::vector<Work> works;
+    for (int64_t to = 0; to < comm.size(); ++to)
+      if (to != comm.rank()) works.push_back(comm.send(message(comm.rank(), to), to, 3));
+    std::vector<at::Tensor> received(static_cast<size_t>(comm.size()));
+    for (int64_t from = comm.size() - 1; from >= 0; --from)
+      if (from != comm.rank()) works.push_back(comm.recv(received[from] = at::empty({numel}), from, 3));
+    for (Work& work : works) work.wait();
+    for (int64_t from = 0; from < comm.size(); ++from) {
+      if (from == comm.rank()) continue;
+      EXPECT_TRUE(same_bits(received[from], message(from, comm.rank()))) << "from " << from;
+    }
+  });
+}
+
 TEST(Comm, collectives_in_flight_may_be_awaited_in_any_order) {
   everywhere([](Comm& comm, int64_t numel, int64_t salt) {
     const golden::Ranks a = inputs_of(comm.size(), numel, at::kFloat, salt),

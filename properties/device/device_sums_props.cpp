@@ -6,9 +6,11 @@
 #include <bit>
 #include <cmath>
 
+#include "golden/norm.h"
 #include "properties/kit/device_subject.h"
 #include "properties/kit/harness_env.h"
 #include "shardproof/base/dtypes.h"
+#include "testing/device/exact_sum.h"
 
 using namespace shardproof;
 using namespace device_testing;
@@ -156,4 +158,46 @@ TEST_F(Kernels, sum_many_equal_terms_exactly) {
     subject.math().exact_sum({&span, 1}, /*squares=*/true, counters);
     EXPECT_EQ(meaning(counters), exact_terms(values, true));
   }
+}
+
+// Floats of every size, or finite ones and one that is not.
+TEST_F(Kernels, round_an_exact_sum_once_and_to_nan_where_a_term_is_not_finite) {
+  check("ExactSum", [] {
+    Draw d = draw();
+    const bool squares = *rc::gen::arbitrary<bool>(), finite = *rc::gen::arbitrary<bool>();
+    at::Tensor values = random_values(at::kFloat, d.count, d.offset, d.random).contiguous().nan_to_num(0.5, 3e38, -1e-44);
+    if (!finite && d.count > 0)
+      values[static_cast<int64_t>(d.random() % static_cast<uint64_t>(d.count))] = *rc::gen::element(NAN, INFINITY, -INFINITY);
+    golden::ExactSum expected;
+    for (int64_t i = 0; i < d.count; ++i) {
+      const double value = values.const_data_ptr<float>()[i];
+      if (std::isfinite(value)) expected.add(squares ? value * value : std::abs(value));
+    }
+    const Subject subject(drawn_walk());
+    const at::Tensor there = moved(values, subject);
+    const FlatSpan span{data<float>(there), d.count};
+    ExactSum sum(squares ? ExactSum::Term::square : ExactSum::Term::magnitude);
+    sum.add(subject.device(), {&span, 1});
+    if (finite || d.count == 0)
+      RC_ASSERT(sum.total() == expected.rounded());
+    else
+      RC_ASSERT(std::isnan(sum.total()));
+  });
+}
+
+namespace {
+
+// In a process of its own, since CUDA looks once. Where there is a driver it sees no GPU.
+[[noreturn]] void ask_for_gpus_that_are_hidden() {
+  setenv("CUDA_VISIBLE_DEVICES", "", /*overwrite=*/1);
+  fprintf(stderr, "says: %s.\n", shardproof::why_no_cuda().c_str());
+  _exit(0);
+}
+
+}  // namespace
+
+TEST(CudaDeathTest, where_all_gpus_are_hidden_there_is_none) {
+  if (!cuda_built()) GTEST_SKIP() << "this build has no CUDA";
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  EXPECT_EXIT(ask_for_gpus_that_are_hidden(), testing::ExitedWithCode(0), "says: no (GPU|driver)\\.");
 }

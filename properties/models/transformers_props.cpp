@@ -6,6 +6,7 @@
 #include <set>
 
 #include "golden/hugging_face.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/hugging_face.h"
 #include "shardproof/shardproof.h"
 
@@ -155,4 +156,13 @@ TEST(Transformers, llamas_with_biases_norms_and_windows_are_mistral_qwen2_and_qw
   qwen3.qk_norm = true;
   qwen3.head_size = 8;
   expect_same_model("qwen3", qwen3, "rms_norm_eps", 1e-2);
+}
+
+TEST(Transformers, tokens_that_are_no_batch_of_sequences_are_refused) {
+  Llama llama(small_llama(2, false));
+  Gpt gpt(GptOptions{.layers = 1, .hidden = 8, .heads = 2, .vocab = kVocab, .positions = 9});
+  for (const at::Tensor& wrong : {tokens()[0], tokens().unsqueeze(0)}) {
+    expect_error([&] { llama->forward(wrong); }, {"llama", "[batch, length]"});
+    expect_error([&] { gpt->forward(wrong); }, {"gpt", "[batch, at most 9 positions]"});
+  }
 }

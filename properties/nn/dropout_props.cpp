@@ -89,6 +89,18 @@ TEST(Dropout, sites_and_seeds_have_masks_of_their_own_and_evaluation_none) {
   EXPECT_TRUE(at::equal(module->forward(x), x));
 }
 
+TEST(Dropout, a_tensor_of_no_elements_has_none_and_counts_as_a_site) {
+  for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{0}, {0, 4}, {4, 0}, {2, 0, 3}}) {
+    const at::Tensor x = at::ones({8, 64});
+    random_stream() = {.seed = 3};
+    shardproof::dropout(x, 0.3, true);
+    const at::Tensor second = shardproof::dropout(x, 0.3, true);
+    random_stream() = {.seed = 3};
+    EXPECT_EQ(shardproof::dropout(at::ones(sizes), 0.3, true).sizes(), at::IntArrayRef(sizes));
+    EXPECT_TRUE(at::equal(shardproof::dropout(x, 0.3, true), second));
+  }
+}
+
 // Attention's probabilities, residuals and embeddings dropped, heads cut by tp, positions by cp and tp, samples by dp.
 TEST(Dropout, a_gpt_with_dropout_on_any_mesh_trains_as_the_unsharded_one) {
   const ContextOptions gathered{.attention = ContextAttention::gathered}, contiguous{.split = ContextSplit::contiguous};

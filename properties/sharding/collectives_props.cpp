@@ -239,3 +239,24 @@ TEST(Fsdp2Parity, a_world_of_one_divides_by_what_is_given_and_nothing_else) {
         expect_near(sharded.gradients()[0].data, at::full({32}, 3 / (divisor == 0 ? 1 : divisor)), 0, row.name);
       });
 }
+
+TEST(TensorParallel, gradients_of_whole_parameters_are_compared_where_there_is_another_rank_to_compare_with) {
+  const auto calls_on = [](int64_t tp, bool compares) {
+    auto trace = std::make_shared<Trace>();
+    on_mesh(
+        Mesh({{"dp_shard", 2}, {"tp", tp}}),
+        [&](std::shared_ptr<MeshComm> comms) {
+          torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, 3));
+          initialize_parameters(*model, 7, 0.5);
+          ParallelPlan plan{.styles = {{"0", ColumnParallel{.gather_output = true}}}};
+          plan.compare_replicas = compares;
+          const TensorParallel parallel = parallelize(model.ptr(), comms, plan);
+          Sharded sharded = fully_shard(model.ptr(), comms, toy::options("zero3"));
+          call(model, toy::data({2, 4}, 1)).square().sum().backward();
+        },
+        {}, trace);
+    return std::ssize(trace->of_rank(0));
+  };
+  EXPECT_EQ(calls_on(1, true), calls_on(1, false));
+  EXPECT_GT(calls_on(2, true), calls_on(2, false));
+}

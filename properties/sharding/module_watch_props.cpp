@@ -12,8 +12,8 @@ using parity::on_mesh;
 
 namespace {
 
-Mlp mlp() {
-  Mlp model(MlpOptions{.widths = {4, 6, 3}, .activation = Activation::tanh});
+Mlp mlp(std::vector<int64_t> widths = {4, 6, 3}) {
+  Mlp model(MlpOptions{.widths = std::move(widths), .activation = Activation::tanh});
   const at::NoGradGuard no_grad;
   double start = 0;
   for (at::Tensor parameter : model->parameters())
@@ -78,10 +78,10 @@ TEST(ModuleWatch, sees_what_each_module_reads_and_gives_and_the_gradient_that_co
 
 TEST(ModuleWatch, sees_the_same_on_each_rank_of_a_sharded_model_and_a_recomputation_is_no_second_call) {
   for (const bool recompute : {false, true}) {
-    Mlp plain = mlp();
+    Mlp plain = mlp({4, 6, 5, 5, 3});
     const std::vector<ModuleCall> golden = seen(plain, toy::data({2, 4}, 0));
     on_mesh(Mesh::parse("dp_shard=2"), [&](std::shared_ptr<MeshComm> comms) {
-      Mlp model = mlp();
+      Mlp model = mlp({4, 6, 5, 5, 3});
       Sharded handle = fully_shard(model.ptr(), comms, sharded("zero3", recompute));
       const std::vector<ModuleCall> calls = seen(model, toy::data({2, 4}, 0));
       ASSERT_EQ(calls.size(), golden.size());
@@ -95,6 +95,29 @@ TEST(ModuleWatch, sees_the_same_on_each_rank_of_a_sharded_model_and_a_recomputat
       }
     });
   }
+}
+
+TEST(ModuleWatch, counts_the_calls_of_a_module_and_each_has_a_gradient_of_its_own) {
+  Mlp model = mlp({4, 4, 4});
+  ModuleWatch watch(*model);
+  watch.begin();
+  const at::Tensor once = call(model, toy::data({2, 4}, 0)), twice = call(model, once), thrice = call(model, twice);
+  watch.begin_backward();
+  (3 * thrice).sum().backward();
+  ASSERT_EQ(watch.calls().size(), 6u);
+  const std::vector<at::Tensor> outputs{once, twice, thrice};
+  for (size_t i = 0; i < 6; ++i) {
+    const ModuleCall& call = watch.calls()[i];
+    EXPECT_EQ(call.module, i % 2 == 0 ? "layers.0" : "layers.1");
+    EXPECT_EQ(call.number, static_cast<int64_t>(i / 2));
+    if (i % 2 == 1) {
+      EXPECT_TRUE(call.output.equal(outputs[i / 2].detach()));
+    }
+  }
+  const at::Tensor x = twice.detach().requires_grad_(true);
+  (3 * model->forward(x)).sum().backward();
+  EXPECT_TRUE(watch.calls()[3].output_gradient.equal(x.grad()));
+  EXPECT_TRUE(watch.calls()[5].output_gradient.equal(at::full({2, 4}, 3.0f)));
 }
 
 TEST(ModuleWatch, changes_no_bit_of_a_step) {

@@ -1,5 +1,6 @@
 // Every misuse ends in one error that says what to do.
 #include <gtest/gtest.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
@@ -210,4 +211,56 @@ TEST(ShardingErrors, a_backward_that_failed_is_forgotten_and_training_goes_on_wi
         EXPECT_TRUE(kit::same_bits(seen[i].second, expected[i].second)) << name << " " << seen[i].first;
     }
   }
+}
+
+namespace {
+
+// In a process of its own, whose first backward this is.
+[[noreturn]] void change_the_microbatch_inside_of_the_first_backward() {
+  toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
+    toy::Net net(toy::NetImpl::Options{});
+    Sharded sharded = fully_shard(net.ptr(), comms, toy::options("zero2"));
+    const at::Tensor hidden = at::tanh(call(net->first, toy::data({4, 7}, 1)));
+    hidden.register_hook(
+        [&](const at::Tensor&) { fprintf(stderr, "%s\n", refusal([&] { sharded.set_last_microbatch(true); }).c_str()); });
+    call(net->second, hidden).square().sum().backward();
+  });
+  _exit(0);
+}
+
+// Its forward takes something else than a tensor.
+struct Multiplied : torch::nn::Module {
+  Multiplied() { weight = register_parameter("weight", at::ones({3})); }
+  at::Tensor forward(double factor) { return weight * factor; }
+  at::Tensor weight;
+};
+
+}  // namespace
+
+TEST(ShardingErrorsDeathTest, the_first_backward_of_a_process_is_one_like_any_other) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  EXPECT_EXIT(change_the_microbatch_inside_of_the_first_backward(), testing::ExitedWithCode(0),
+              "set_last_microbatch inside a backward");
+}
+
+TEST(ShardingErrors, a_unit_in_a_sequential_that_takes_no_tensor_is_named_and_an_error_of_its_own_stays_what_it_is) {
+  const auto error_of = [](torch::nn::Sequential model) {
+    std::string message;
+    toy::on_ranks(1, [&](std::shared_ptr<MeshComm> comms) {
+      ShardOptions options = toy::options("zero3");
+      options.units = by_name("1");
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      try {
+        call(model, at::ones({2, 3}));
+      } catch (const std::exception& error) {
+        message = error.what();
+      }
+    });
+    return message;
+  };
+  const std::string says = "must take one tensor and return one";
+  expect_says(error_of(torch::nn::Sequential(torch::nn::Linear(3, 3), Multiplied())), {"[unit]", says, "Multiplied"});
+  const std::string own = error_of(torch::nn::Sequential(torch::nn::Linear(3, 3), torch::nn::Linear(4, 3)));
+  expect_says(own, {"shapes cannot be multiplied"});
+  EXPECT_EQ(own.find(says), std::string::npos) << own;
 }

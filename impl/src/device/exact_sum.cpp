@@ -1,4 +1,4 @@
-#include "device/exact_sum.h"
+#include "testing/device/exact_sum.h"
 
 #include <algorithm>
 #include <array>

@@ -46,7 +46,6 @@ at::Tensor dropout_mask(const DropoutSite& site, const std::vector<DimRows>& dim
   }
   const DimRows columns = dims.empty() ? whole_rows(1) : dims.back();
   at::Tensor mask = at::empty(sizes, at::TensorOptions(dtype).device(device));
-  if (mask.numel() == 0) return mask;
   const at::Tensor rows_there = at::tensor(rows, at::kLong).to(device);
   const at::Tensor columns_there = at::tensor(columns.rows, at::kLong).to(device);
   const MaskScalars scalars{.key = site.key,

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "device/exact_sum.h"
 #include "shardproof/base/check.h"
 #include "shardproof/optim/optimizer.h"
+#include "testing/device/exact_sum.h"
 
 namespace shardproof {
 namespace {

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "device/exact_sum.h"
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
 #include "sharding/state_groups.h"
 #include "shardproof/base/check.h"
+#include "testing/device/exact_sum.h"
 
 namespace shardproof {
 namespace {

@@ -266,6 +266,21 @@ TEST(Context, a_batch_that_was_not_cut_is_refused_on_every_rank) {
       {"of the 7 positions", "was given 7", "ContextParallel::cut"});
 }
 
+TEST(Context, a_dim_may_be_counted_from_either_end_and_must_have_the_length) {
+  const DimCut cut = context_cut(ContextSplit::balanced, 5, 2);
+  for (int64_t dim = 0; dim < 3; ++dim) {
+    std::vector<int64_t> sizes{2, 3, 4};
+    sizes[static_cast<size_t>(dim)] = 5;
+    const at::Tensor x = waves(sizes, 1);
+    for (int64_t rank = 0; rank < 2; ++rank)
+      EXPECT_TRUE(at::equal(context_piece(x, dim - 3, cut, rank), context_piece(x, dim, cut, rank)));
+    for (const int64_t other : {-4, -3, -2, -1, 0, 1, 2, 3})
+      if (other != dim && other != dim - 3)
+        expect_error([&] { context_piece(x, other, cut, 0); },
+                     {"context_parallel", "5 positions", fmt::format("dim {}", other)});
+  }
+}
+
 TEST(Context, a_module_that_does_not_attend_is_refused) {
   expect_error(
       [] {

@@ -159,6 +159,32 @@ TEST(TensorParallel, a_row_layer_that_cuts_its_own_input_is_the_plain_one) {
                     {.styles = {{"", RowParallel{.input_is_parallel = false}}}}, forward_linear, integers({2, 3, inputs}, 2));
 }
 
+TEST(TensorParallel, a_column_and_a_row_layer_may_have_the_sequence_cut_along_any_dim) {
+  const at::Tensor x = integers({5, 7, 3}, 1), w = integers({4, 3}, 2), b = integers({4}, 3), v = integers({6, 4}, 4);
+  const at::Tensor plain_x = x.clone().set_requires_grad(true), plain_w = w.clone().set_requires_grad(true),
+                   plain_b = b.clone().set_requires_grad(true), plain_v = v.clone().set_requires_grad(true);
+  const at::Tensor plain = at::linear(at::linear(plain_x, plain_w, plain_b), plain_v), dy = integers({5, 7, 6}, 5);
+  plain.backward(dy);
+  for (const int64_t tp : {2, 3})
+    for (const int64_t given : {0, 1, -2, -3})
+      run_threads(tp, [&](std::shared_ptr<Comm> comm) {
+        const int64_t dim = given < 0 ? given + 3 : given, rank = comm->rank();
+        const auto own = [&](const at::Tensor& whole, int64_t along) {
+          return piece_of(whole, along, tp, rank).contiguous().set_requires_grad(true);
+        };
+        const at::Tensor own_x = own(x, dim), own_w = own(w, 0), own_b = own(b, 0), own_v = own(v, 1);
+        const at::Tensor hidden =
+            column_parallel_linear(own_x, own_w, own_b, *comm, SequenceSplit{.dim = given, .length = x.size(dim)});
+        const at::Tensor y = row_parallel_linear(hidden, own_v, {}, *comm, given);
+        EXPECT_TRUE(at::equal(y, piece_of(plain, dim, tp, rank))) << tp << " ranks, dim " << given;
+        y.backward(piece_of(dy, dim, tp, rank));
+        EXPECT_TRUE(at::equal(own_x.grad(), piece_of(plain_x.grad(), dim, tp, rank))) << tp << " ranks, dim " << given;
+        EXPECT_TRUE(at::equal(own_w.grad(), piece_of(plain_w.grad(), 0, tp, rank)));
+        EXPECT_TRUE(at::equal(own_b.grad(), piece_of(plain_b.grad(), 0, tp, rank)));
+        EXPECT_TRUE(at::equal(own_v.grad(), piece_of(plain_v.grad(), 1, tp, rank)));
+      });
+}
+
 TEST(TensorParallel, a_sequential_is_made_parallel_without_a_change) {
   expect_as_plain(
       [] { return torch::nn::Sequential(torch::nn::Linear(3, 7), torch::nn::ReLU(), torch::nn::Linear(7, 4)).ptr(); },
@@ -237,4 +263,43 @@ TEST(TensorParallel, an_infinite_gradient_in_one_cut_skips_the_step_on_all_ranks
         if (!infinite) optimizer.step();
         EXPECT_EQ(sharded.step(), 1);
       });
+}
+
+TEST(TensorParallel, a_pattern_that_fits_no_module_is_refused) {
+  for (const char* pattern : {"1", "layers.*", "0.weight"})
+    expect_error(
+        [&] {
+          run_threads(2, [&](std::shared_ptr<Comm> comm) {
+            const auto parallel = parallelize(
+                torch::nn::Sequential(torch::nn::Linear(3, 4)).ptr(), std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}})),
+                {.styles = {{"0", ColumnParallel{.gather_output = true}}, {pattern, RowParallel{}}}});
+          });
+        },
+        {"tensor_parallel", fmt::format("pattern '{}'", pattern), "fits no module"});
+}
+
+TEST(Mlp, a_width_of_nothing_or_less_is_refused_wherever_it_is) {
+  for (size_t at = 0; at < 4; ++at)
+    for (const int64_t width : {0, -1}) {
+      std::vector<int64_t> widths{3, 4, 5, 2};
+      widths[at] = width;
+      expect_error([&] { Mlp model(MlpOptions{.widths = widths}); }, {"mlp", "positive", fmt::format("{}", width)});
+    }
+}
+
+TEST(Attention, takes_heads_of_queries_keys_and_values_that_fit_and_refuses_others) {
+  const auto attend = [](std::vector<int64_t> q, std::vector<int64_t> k, std::vector<int64_t> v) {
+    return Attention()->forward(at::ones(q), at::ones(k), at::ones(v));
+  };
+  const std::vector<int64_t> q{2, 4, 3, 6}, k{2, 2, 3, 6};
+  EXPECT_EQ(attend(q, k, k).sizes(), at::IntArrayRef(q));
+  using Sizes = std::vector<int64_t>;
+  for (const auto& [queries, keys, values] : std::vector<std::tuple<Sizes, Sizes, Sizes>>{{{4, 3, 6}, k, k},
+                                                                                          {{1, 2, 4, 3, 6}, k, k},
+                                                                                          {q, {2, 3, 6}, {2, 3, 6}},
+                                                                                          {q, {1, 2, 2, 3, 6}, {1, 2, 2, 3, 6}},
+                                                                                          {q, k, {2, 4, 3, 6}},
+                                                                                          {q, {2, 3, 3, 6}, {2, 3, 3, 6}},
+                                                                                          {q, {2, 0, 3, 6}, {2, 0, 3, 6}}})
+    expect_error([&] { attend(queries, keys, values); }, {"attention", "needs q [B, heads, T, head]"});
 }

@@ -116,13 +116,7 @@ class Writer {
   void write_global(const std::string& module, const std::string& name) {
     const std::string key = "g" + module + "." + name;
     if (recall(key)) return;
-    if (protocol_ == 4) {
-      write_string(module);
-      write_string(name);
-      out_ += '\x93';
-    } else {
-      out_ += "c" + module + "\n" + name + "\n";
-    }
+    out_ += "c" + module + "\n" + name + "\n";
     remember(key);
   }
   void write_global(const Value::Node& node) {

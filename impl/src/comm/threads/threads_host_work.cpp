@@ -1,6 +1,7 @@
 #include "comm/threads/threads_host_work.h"
 
 #include <exception>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -38,22 +39,22 @@ class ScheduledWork::Job : public HostJob {
     scheduler_->yield(lock, waiting->thread_);
     while (!over_) {
       waiter_ = waiting->thread_;
-      scheduler_->block(lock, waiter_);
-      waiter_ = -1;
+      scheduler_->block(lock, *waiter_);
+      waiter_.reset();
     }
   }
   // Under the lock.
   void end() {
     over_ = true;
-    if (waiter_ >= 0) scheduler_->ready(waiter_);
+    if (waiter_) scheduler_->ready(*waiter_);
   }
-  bool awaited() const { return waiter_ >= 0; }
+  bool awaited() const { return waiter_.has_value(); }
 
   const std::shared_ptr<Scheduler> scheduler_;
 
  private:
   bool over_ = false;
-  int64_t waiter_ = -1;
+  std::optional<int64_t> waiter_;
 };
 
 class ScheduledWork::ThreadJob final : public Job {
