@@ -51,7 +51,9 @@ TEST(CommThreads, shared_memory_is_zero_aligned_and_written_for_all) {
         group->barrier().wait();
         if (group->rank() == 0) memory.reset();
         group->barrier().wait();
-        if (group->rank() > 0 && bytes > 0) EXPECT_EQ(memory[bytes - 1].item<int64_t>(), first + group->size());
+        if (group->rank() > 0 && bytes > 0) {
+          EXPECT_EQ(memory[bytes - 1].item<int64_t>(), first + group->size());
+        }
       }
   });
 }
