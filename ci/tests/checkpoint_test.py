@@ -1,6 +1,7 @@
 """Checkpoints of real PyTorch through `shardproof checkpoint`, and ours through real PyTorch."""
 import json
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from scratch import ScratchCase
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 COMMAND = os.path.join(os.environ["SHARDPROOF_BUILD"], "shardproof")
+DRIVER = os.path.join(os.environ["SHARDPROOF_BUILD"], "checkpoint_driver")
 
 
 def ranks(world, *arguments):
@@ -78,6 +80,21 @@ class Checkpoint(ScratchCase):
 
     def test_fsdp2_with_tensor_parallel_comes_back(self):
         self.there_and_back("fsdp2_tp", 4, 2)
+
+    def test_pickles_of_both_protocols_are_what_python_reads(self):
+        numbers = [(1 << power) + near for power in range(64) for near in (-1, 0, 1)]
+        numbers = [number - (1 << 64) if number >= 1 << 63 else number for number in numbers]
+        expected = {"numbers": numbers + [0.0, -0.5, 1e300, 5e-324],
+                    "texts": tuple("x" * (i % 300) + "\u00e4" for i in range(600)),
+                    "nested": [None, True, False, bytes(range(256)), [], {}, *(tuple(range(i)) for i in range(6)),
+                               torch.Size(range(6)), torch.float32, torch.float32]}
+        for protocol in "24":
+            written = subprocess.run([DRIVER, "pickle", protocol], capture_output=True, check=True).stdout
+            self.assertEqual(written[1], int(protocol))
+            got = pickle.loads(written)
+            self.assertEqual(got, expected)
+            self.assertEqual([type(value) for value in got["numbers"]], [type(value) for value in expected["numbers"]])
+            self.assertEqual(type(got["nested"][12]), torch.Size)
 
     def test_our_folder_is_what_dcp_to_torch_save_reads_and_our_file_what_torch_load_does(self):
         theirs, ours = self.path("theirs"), self.path("ours")

@@ -120,6 +120,31 @@ TEST(ModuleWatch, counts_the_calls_of_a_module_and_each_has_a_gradient_of_its_ow
   EXPECT_TRUE(watch.calls()[5].output_gradient.equal(at::full({2, 4}, 3.0f)));
 }
 
+TEST(ModuleWatch, a_module_that_is_called_again_and_computed_again_has_each_gradient_with_its_own_call) {
+  const auto calls_of = [](Mlp& model) {
+    ModuleWatch watch(*model);
+    watch.begin();
+    at::Tensor x = toy::data({2, 4}, 0);
+    for (int64_t i = 0; i < 3; ++i) x = call(model, x);
+    watch.begin_backward();
+    (3 * x).sum().backward();
+    return watch.calls();
+  };
+  Mlp plain = mlp({4, 4, 4});
+  const std::vector<ModuleCall> expected = calls_of(plain);
+  on_mesh(Mesh::parse("dp_shard=2"), [&](std::shared_ptr<MeshComm> comms) {
+    Mlp model = mlp({4, 4, 4});
+    Sharded handle = fully_shard(model.ptr(), comms, sharded("zero3", /*recompute=*/true));
+    const std::vector<ModuleCall> calls = calls_of(model);
+    ASSERT_EQ(calls.size(), expected.size());
+    for (size_t i = 0; i < calls.size(); ++i) {
+      EXPECT_TRUE(calls[i].input.equal(expected[i].input)) << i;
+      ASSERT_TRUE(calls[i].output_gradient.defined()) << i;
+      EXPECT_TRUE(calls[i].output_gradient.equal(expected[i].output_gradient)) << i;
+    }
+  });
+}
+
 TEST(ModuleWatch, changes_no_bit_of_a_step) {
   on_mesh(Mesh::parse("dp_shard=2"), [](std::shared_ptr<MeshComm> comms) {
     std::vector<std::vector<at::Tensor>> gradients;

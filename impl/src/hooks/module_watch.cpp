@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <map>
+#include <set>
 
 #include "hooks/attachments.h"
 #include "shardproof/base/check.h"
@@ -14,7 +15,8 @@ namespace shardproof {
 struct ModuleWatch::State {
   std::function<std::string()> note;
   std::shared_ptr<std::vector<ModuleCall>> calls = std::make_shared<std::vector<ModuleCall>>();
-  std::map<std::string, int64_t> numbers;  // calls so far of each module, or recomputations of it
+  std::map<std::string, int64_t> numbers;  // calls so far of each module
+  std::set<size_t> computed_again;         // those of `calls` that the backward has recomputed
   bool backward = false;
   AdapterAttachments attached;  // the last member, so that nobody is called any more when the others go
 };
@@ -32,12 +34,11 @@ class Watcher final : public AdapterHooks {
       : state_(state), name_(std::move(name)), module_(module) {}
 
   at::Tensor add_to(const at::Tensor& output, const at::Tensor& input) override {
-    const int64_t number = state_.numbers[name_]++;
     size_t index = state_.calls->size();
-    if (state_.backward)
-      index = find(number);
-    else
-      see(number, output, input);
+    if (!state_.backward)
+      see(output, input);
+    else if (output.requires_grad())
+      index = find(input);
     if (output.requires_grad() && index < state_.calls->size()) {
       output.register_hook(
           [calls = state_.calls, index](const at::Tensor& gradient) { calls->at(index).output_gradient = copy_of(gradient); });
@@ -48,19 +49,27 @@ class Watcher final : public AdapterHooks {
   bool only_looks() const override { return true; }
 
  private:
-  void see(int64_t number, const at::Tensor& output, const at::Tensor& input) {
-    ModuleCall call{.module = name_, .number = number, .input = copy_of(input), .output = copy_of(output)};
+  void see(const at::Tensor& output, const at::Tensor& input) {
+    ModuleCall call{.module = name_, .number = state_.numbers[name_]++, .input = copy_of(input), .output = copy_of(output)};
     for (const auto& item : module_.named_parameters(/*recurse=*/false))
       call.parameters.emplace_back(name_ + "." + item.key(), copy_of(item.value()));
     if (state_.note) call.note = state_.note();
     state_.calls->push_back(std::move(call));
   }
 
-  size_t find(int64_t number) const {
-    size_t index = 0;
-    while (index < state_.calls->size() && ((*state_.calls)[index].module != name_ || (*state_.calls)[index].number != number))
-      ++index;
-    return index;
+  // The call that is computed again. It had the same input; a backward comes to the last of several first.
+  size_t find(const at::Tensor& input) {
+    const std::vector<ModuleCall>& calls = *state_.calls;
+    size_t found = calls.size();
+    for (size_t index = calls.size(); index-- > 0;) {
+      if (calls[index].module != name_ || state_.computed_again.contains(index)) continue;
+      if (found == calls.size()) found = index;  // kept where the input has NaN, which equals nothing
+      if (!calls[index].input.equal(input)) continue;
+      found = index;
+      break;
+    }
+    state_.computed_again.insert(found);
+    return found;
   }
 
   ModuleWatch::State& state_;  // which owns this
@@ -89,7 +98,7 @@ void ModuleWatch::begin() {
 }
 
 void ModuleWatch::begin_backward() {
-  state_->numbers.clear();
+  state_->computed_again.clear();
   state_->backward = true;
 }
 
