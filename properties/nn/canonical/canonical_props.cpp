@@ -170,6 +170,18 @@ TEST(Canonical, what_exact_sums_cannot_hold_is_refused_naming_the_tensor) {
                {"lm_head", "float64", "Precision::compute"});
 }
 
+// A key's gradient has a term for each query of each head that it serves.
+TEST(Canonical, more_queries_than_a_sum_has_terms_are_refused_by_the_backward) {
+  const auto attend = [](int64_t heads, int64_t queries) {
+    const at::Tensor q = at::zeros({1, heads, queries, 1}, at::kDouble).requires_grad_(true);
+    const at::Tensor key = at::zeros({1, 1, 2, 1}, at::kDouble);
+    const std::vector<int64_t> positions(static_cast<size_t>(queries), 0);
+    canonical_ops::attention(q, key, key, positions, /*causal=*/false, "h.1.attn").sum().backward();
+  };
+  attend(5, 13107);
+  expect_error([&] { attend(16, 4096); }, {"h.1.attn", "gradients", "65536", "65535"});
+}
+
 // Five steps of GPT or Llama on four samples; whole parameters and losses at the end.
 struct Trained {
   std::vector<double> losses;
