@@ -297,6 +297,36 @@ TEST(Sharding, a_recomputed_unit_drops_the_elements_that_it_dropped_first) {
   EXPECT_GT(gradients[true].abs().sum().item<float>(), 0);
 }
 
+// The input of its linear layer is transposed, as that behind a convolution is.
+class TurnedImpl : public torch::nn::Module {
+ public:
+  TurnedImpl()
+      : linear(register_module("linear", torch::nn::Linear(12, 20))), scale(register_parameter("scale", at::ones({12}))) {}
+  at::Tensor forward(const at::Tensor& x) { return call(linear, (x * scale).transpose(1, 2).contiguous().transpose(1, 2)); }
+  torch::nn::Linear linear;
+  at::Tensor scale;
+};
+TORCH_MODULE(Turned);
+
+// Sums in another order of strides have other bits.
+TEST(Sharding, the_gradient_of_a_recomputed_units_input_has_the_strides_that_it_has_without) {
+  std::map<bool, at::Tensor> gradients;
+  for (int64_t seed = 1; seed <= 5; ++seed) {
+    for (const bool recompute : {false, true})
+      toy::on_ranks(1, [&](std::shared_ptr<MeshComm> comms) {
+        Turned model;
+        initialize_parameters(*model, static_cast<uint64_t>(seed), 0.5);
+        ShardOptions options = toy::options("zero3");
+        options.units = by_type<torch::nn::LinearImpl>();
+        if (recompute) options.recompute = by_type<torch::nn::LinearImpl>();
+        Sharded sharded = fully_shard(model.ptr(), comms, options);
+        call(model, toy::data({4, 5, 12}, seed)).tanh().sum().backward();
+        gradients[recompute] = sharded.gather_gradients().at("scale");
+      });
+    EXPECT_TRUE(kit::same_bits(gradients[false], gradients[true])) << seed;
+  }
+}
+
 TEST(Sharding, side_by_side_nothing_is_gathered_and_a_step_only_meets) {
   auto trace = std::make_shared<Trace>();
   run_threads(2, [&](std::shared_ptr<Comm> comm) {

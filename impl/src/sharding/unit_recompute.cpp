@@ -63,6 +63,19 @@ class CountedForward {
   UnitEvents& schedule_;
 };
 
+// Where the gradient of an input arrives, as it is. A leaf in this place would give it the strides of the input, and sums over
+// other strides add in another order.
+class Arrival final : public torch::autograd::Node {
+ public:
+  variable_list apply(variable_list&& gradients) override {
+    gradient = std::move(gradients[0]);
+    return {};
+  }
+  std::string name() const override { return "ShardproofArrival"; }
+
+  at::Tensor gradient;
+};
+
 // The backward of a forward that kept only its inputs: runs it again, with a graph, and goes back through that at once.
 class Recompute final : public torch::autograd::Node {
  public:
@@ -82,8 +95,12 @@ class Recompute final : public torch::autograd::Node {
     SHARD_REQUIRE(!inputs_.empty() || body_, "unit",
                   "unit '{}' was recomputed already; a second backward needs a second forward", unit->name());
     variable_list inputs, roots, root_gradients, input_gradients;
-    for (size_t i = 0; i < inputs_.size(); ++i)
-      inputs.push_back(inputs_[i].unpack().detach().set_requires_grad(needs_gradient_[i]));
+    std::vector<std::shared_ptr<Arrival>> arrivals;
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      inputs.push_back(inputs_[i].unpack().detach());
+      arrivals.push_back(std::make_shared<Arrival>());
+      if (needs_gradient_[i]) torch::autograd::set_history(inputs.back(), arrivals.back());
+    }
     {
       const at::AutoGradMode with_graph(true);
       const ReplayRandom replay(random_);
@@ -95,7 +112,7 @@ class Recompute final : public torch::autograd::Node {
       }
     }
     if (!roots.empty()) torch::autograd::backward(roots, root_gradients);
-    for (const at::Tensor& input : inputs) input_gradients.push_back(input.grad());
+    for (const auto& arrival : arrivals) input_gradients.push_back(std::move(arrival->gradient));
     unit->end_recomputation();
     return input_gradients;
   }
