@@ -15,27 +15,23 @@ constexpr double kLn2 = 0x1.62e42fefa2p-1, kLn2Rest = 0x1.9ef35793c7673p-41, kPe
 // Adding this makes an addition round to integers, which the last bits of the sum then are.
 constexpr double kToInteger = 0x1.8p52;
 
+// From the coefficient of the highest power of x to that of the lowest: one multiplication and one addition for each.
+template <class... Coefficients>
+SHARD_HD double polynomial(double x, double highest, Coefficients... others) {
+  double sum = highest;
+  ((sum = sum * x + others), ...);
+  return sum;
+}
+
 // e^x, within 2^-51 of its size; 0 below -708 and infinite above 709.
 SHARD_HD double exp(double x) {
   const double clamped = x > 709 ? 709.0 : x < -708 ? -708.0 : x;
   const double shifted = clamped * kPerLn2 + kToInteger, power = shifted - kToInteger;
   const double rest = (clamped - power * kLn2) - power * kLn2Rest;  // at most ln(2) / 2
-  // The first terms of the series, 1 / k!.
-  double sum = 1.0 / 6227020800;
-  sum = sum * rest + 1.0 / 479001600;
-  sum = sum * rest + 1.0 / 39916800;
-  sum = sum * rest + 1.0 / 3628800;
-  sum = sum * rest + 1.0 / 362880;
-  sum = sum * rest + 1.0 / 40320;
-  sum = sum * rest + 1.0 / 5040;
-  sum = sum * rest + 1.0 / 720;
-  sum = sum * rest + 1.0 / 120;
-  sum = sum * rest + 1.0 / 24;
-  sum = sum * rest + 1.0 / 6;
-  sum = sum * rest + 0.5;
-  sum = sum * rest + 1;
-  sum = sum * rest + 1;
-  const double scaled = sum * bits_of<double>((bits_of<uint64_t>(shifted) + 1023) << 52);
+  // The first terms of the series, with the coefficients 1 / k!.
+  const double series = polynomial(rest, 1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                   1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0);
+  const double scaled = series * bits_of<double>((bits_of<uint64_t>(shifted) + 1023) << 52);
   return x > 709 ? std::numeric_limits<double>::infinity() : x < -708 ? 0.0 : scaled;  // NaN stays NaN
 }
 
@@ -47,19 +43,9 @@ SHARD_HD double log(double x) {
   const double power = static_cast<double>(static_cast<int64_t>(bits >> 52) - (upper ? 1022 : 1023));
   // log((1 + s) / (1 - s)) = 2 (s + s^3 / 3 + s^5 / 5 + ...)
   const double s = (significand - 1) / (significand + 1), square = s * s;
-  double sum = 1.0 / 23;
-  sum = sum * square + 1.0 / 21;
-  sum = sum * square + 1.0 / 19;
-  sum = sum * square + 1.0 / 17;
-  sum = sum * square + 1.0 / 15;
-  sum = sum * square + 1.0 / 13;
-  sum = sum * square + 1.0 / 11;
-  sum = sum * square + 1.0 / 9;
-  sum = sum * square + 1.0 / 7;
-  sum = sum * square + 1.0 / 5;
-  sum = sum * square + 1.0 / 3;
-  sum = sum * square + 1;
-  return power * kLn2 + (power * kLn2Rest + 2 * s * sum);
+  const double series = polynomial(square, 1.0 / 23, 1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9,
+                                   1.0 / 7, 1.0 / 5, 1.0 / 3, 1.0);
+  return power * kLn2 + (power * kLn2Rest + 2 * s * series);
 }
 
 // Within 2^-51.
@@ -71,29 +57,14 @@ SHARD_HD double tanh(double x) {
 // What the normal distribution has below x, (1 + erf(x / sqrt(2))) / 2, within 2^-50.
 SHARD_HD double normal_below(double x) {
   const double y = (x < 0 ? -x : x) * 0.7071067811865476;  // sqrt(1/2)
-  // erfc(y) e^(y^2) for y in [0, 6], as a polynomial of u = (y - 4) / (y + 4): the Chebyshev interpolation of degree 18,
-  // written in powers of u. It is within 2^-57. Beyond 6, erfc is below 2^-55.
-  const double u = (y - 4) / (y + 4);
-  double sum = -0x1.50c15ad8717c1p-28;
-  sum = sum * u + -0x1.53cc373214aa6p-23;
-  sum = sum * u + -0x1.e54a3c8314bb1p-21;
-  sum = sum * u + -0x1.50e8eeb0e048dp-20;
-  sum = sum * u + 0x1.2a085542c8f38p-19;
-  sum = sum * u + -0x1.332fe05423826p-19;
-  sum = sum * u + -0x1.7c3ffbcf0dc15p-16;
-  sum = sum * u + 0x1.4b4801b8087b6p-14;
-  sum = sum * u + -0x1.6ce9ff07f389cp-16;
-  sum = sum * u + -0x1.a2f895d9e865ep-11;
-  sum = sum * u + 0x1.0a17eb344e0e5p-8;
-  sum = sum * u + -0x1.a4ded464e5de0p-7;
-  sum = sum * u + 0x1.0066e102a2502p-5;
-  sum = sum * u + -0x1.027d574489e2fp-4;
-  sum = sum * u + 0x1.be502c365eef5p-4;
-  sum = sum * u + -0x1.506666f69e78cp-3;
-  sum = sum * u + 0x1.bff01a5f907fcp-3;
-  sum = sum * u + -0x1.0949227374319p-2;
-  sum = sum * u + 0x1.18932bf08e154p-3;
-  const double tail = y > 6 ? 0.0 : 0.5 * (exp(-(y * y)) * sum);
+  // erfc(y) e^(y^2) for y in [0, 6], as a polynomial of (y - 4) / (y + 4): the Chebyshev interpolation of degree 18, written
+  // in powers. It is within 2^-57. Beyond 6, erfc is below 2^-55.
+  const double over_exp = polynomial(
+      (y - 4) / (y + 4), -0x1.50c15ad8717c1p-28, -0x1.53cc373214aa6p-23, -0x1.e54a3c8314bb1p-21, -0x1.50e8eeb0e048dp-20,
+      0x1.2a085542c8f38p-19, -0x1.332fe05423826p-19, -0x1.7c3ffbcf0dc15p-16, 0x1.4b4801b8087b6p-14, -0x1.6ce9ff07f389cp-16,
+      -0x1.a2f895d9e865ep-11, 0x1.0a17eb344e0e5p-8, -0x1.a4ded464e5de0p-7, 0x1.0066e102a2502p-5, -0x1.027d574489e2fp-4,
+      0x1.be502c365eef5p-4, -0x1.506666f69e78cp-3, 0x1.bff01a5f907fcp-3, -0x1.0949227374319p-2, 0x1.18932bf08e154p-3);
+  const double tail = y > 6 ? 0.0 : 0.5 * (exp(-(y * y)) * over_exp);
   return x < 0 ? tail : 1 - tail;
 }
 
