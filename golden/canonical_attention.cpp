@@ -28,7 +28,7 @@ struct Head {
     std::vector<double> scores;
     for (int64_t j = 0; j <= i; ++j) {
       Sum dot;
-      for (int64_t d = 0; d < width; ++d) dot.add(a.q.at(i, first + d) * a.k.at(j, key_first + d));
+      for (int64_t d = 0; d < width; ++d) dot.add_product(a.q.at(i, first + d), a.k.at(j, key_first + d));
       scores.push_back(dot.value() * scale());
     }
     const double most = *std::max_element(scores.begin(), scores.end());
@@ -50,7 +50,7 @@ void attend(const Head& head, Matrix& output) {
     for (int64_t d = 0; d < head.width; ++d) {
       Sum mixed;
       for (int64_t j = 0; j <= i; ++j)
-        mixed.add(head.mask(i, j) * powers[static_cast<size_t>(j)] * head.a.v.at(j, head.key_first + d));
+        mixed.add_product(head.mask(i, j) * powers[static_cast<size_t>(j)], head.a.v.at(j, head.key_first + d));
       output.at(i, head.first + d) = rounded(mixed.value() / divisor);
     }
   }
@@ -81,12 +81,12 @@ void attend_backward(const Head& head, const Matrix& output, const Matrix& dy, S
     for (int64_t j = 0; j <= i; ++j) {
       const double share = powers[static_cast<size_t>(j)] / divisor, mask = head.mask(i, j);
       Sum dot;
-      for (int64_t d = 0; d < head.width; ++d) dot.add(dy.at(i, head.first + d) * head.a.v.at(j, head.key_first + d));
+      for (int64_t d = 0; d < head.width; ++d) dot.add_product(dy.at(i, head.first + d), head.a.v.at(j, head.key_first + d));
       const double score = share * (mask * dot.value() - along) * head.scale();
       for (int64_t d = 0; d < head.width; ++d) {
-        q.at(i, head.first + d).add(score * head.a.k.at(j, head.key_first + d));
-        k.at(j, head.key_first + d).add(score * head.a.q.at(i, head.first + d));
-        v.at(j, head.key_first + d).add(share * mask * dy.at(i, head.first + d));
+        q.at(i, head.first + d).add_product(score, head.a.k.at(j, head.key_first + d));
+        k.at(j, head.key_first + d).add_product(score, head.a.q.at(i, head.first + d));
+        v.at(j, head.key_first + d).add_product(share * mask, dy.at(i, head.first + d));
       }
     }
   }

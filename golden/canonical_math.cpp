@@ -69,7 +69,15 @@ double rounded(double x) {
 }
 
 void Sum::add(double term) {
-  const double units = std::nearbyint(term * kPerUnit);
+  add_units(std::nearbyint(term * kPerUnit));
+}
+
+// Doubles from 4096 to 8192 are the multiples of 2^-40, so a sum that lies there is rounded to one of them.
+void Sum::add_product(double x, double y) {
+  add_units((std::fma(x, y, 6144.0) - 6144.0) * kPerUnit);
+}
+
+void Sum::add_units(double units) {
   if (units >= -128 * kPerUnit && units < 128 * kPerUnit)
     units_ += static_cast<int64_t>(units);
   else
@@ -85,7 +93,7 @@ Matrix linear(const Matrix& x, const Matrix& weight, const Matrix& bias) {
   for (int64_t i = 0; i < x.rows; ++i)
     for (int64_t o = 0; o < weight.rows; ++o) {
       Sum sum;
-      for (int64_t k = 0; k < x.columns; ++k) sum.add(x.at(i, k) * weight.at(o, k));
+      for (int64_t k = 0; k < x.columns; ++k) sum.add_product(x.at(i, k), weight.at(o, k));
       y.at(i, o) = bias.rows > 0 ? sum.value() + rounded(bias.at(0, o)) : sum.value();
     }
   return y;
@@ -96,7 +104,7 @@ LinearGradients linear_backward(const Matrix& x, const Matrix& weight, const Mat
   for (int64_t i = 0; i < x.rows; ++i)
     for (int64_t k = 0; k < x.columns; ++k) {
       Sum sum;
-      for (int64_t o = 0; o < weight.rows; ++o) sum.add(dy.at(i, o) * weight.at(o, k));
+      for (int64_t o = 0; o < weight.rows; ++o) sum.add_product(dy.at(i, o), weight.at(o, k));
       result.x.at(i, k) = sum.value();
     }
   for (int64_t o = 0; o < weight.rows; ++o) {
@@ -105,7 +113,7 @@ LinearGradients linear_backward(const Matrix& x, const Matrix& weight, const Mat
     result.bias.at(0, o) = bias.value();
     for (int64_t k = 0; k < x.columns; ++k) {
       Sum sum;
-      for (int64_t i = 0; i < x.rows; ++i) sum.add(dy.at(i, o) * x.at(i, k));
+      for (int64_t i = 0; i < x.rows; ++i) sum.add_product(dy.at(i, o), x.at(i, k));
       result.weight.at(o, k) = sum.value();
     }
   }

@@ -13,9 +13,13 @@ double rounded(double x);
 class Sum {
  public:
   void add(double term);
+  // The term x y, where the exact product is rounded, and only once.
+  void add_product(double x, double y);
   double value() const;
 
  private:
+  void add_units(double units);
+
   int64_t units_ = 0;
   bool lost_ = false;
 };

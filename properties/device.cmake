@@ -9,7 +9,8 @@ function(shardproof_device_test)
 endfunction()
 
 shardproof_device_test(NAME device_math_props CASES 300 LIBRARIES golden SOURCES
-  device/device_math_props.cpp device/device_sums_props.cpp device/device_canonical_props.cpp device/device_curves_props.cpp)
+  device/device_math_props.cpp device/device_sums_props.cpp device/device_canonical_props.cpp device/device_curves_props.cpp
+  device/device_products_props.cpp)
 # How a GPU's launches cover memory, on the CPU: long arrays, short ones, and every alignment.
 shardproof_test(NAME device_launch_props LABEL device CASES 1000 LIBRARIES shardproof_cuda SOURCES
   device/device_launch_props.cpp)

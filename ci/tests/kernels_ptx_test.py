@@ -12,6 +12,17 @@ INSTRUCTION = re.compile(r"^[\s{]*(?:@!?%p\d+\s+)?([a-z][a-z0-9_]*(?:\.[a-z0-9_:
 BEGIN = re.compile(rb"\.version [\d.]+\s+\.target sm_\w+")
 
 
+# The rule whose terms are rounded once, by one operation that multiplies and adds. Its kernels have no other sum or product of
+# floats, so nothing there can be contracted.
+FUSES = "ProductRule"
+FUSED = {"fma.rn.f64"}
+
+
+def entries(ptx):
+    """The kernels by name."""
+    return {entry.split("(")[0].strip(): entry for entry in ptx.split(".entry ")[1:]}
+
+
 def wrong_with(instruction):
     """Why an instruction may give other bits than the CPU's IEEE operation, or None."""
     name, *parts = instruction.split(".")
@@ -34,7 +45,17 @@ def wrong_with(instruction):
 
 
 def violations(ptx):
-    return [f"{name}: {wrong_with(name)}" for name, _ in INSTRUCTION.findall(ptx) if wrong_with(name)]
+    """Of kernels, and of the functions before the first one."""
+    found = []
+    for kernel, code in {"": ptx.split(".entry ")[0], **entries(ptx)}.items():
+        for name, _ in INSTRUCTION.findall(code):
+            if FUSES in kernel and name in FUSED:
+                continue
+            if FUSES in kernel and name.split(".")[0] in ("add", "sub", "mul") and FLOATS.intersection(name.split(".")):
+                found.append(f"{name}: rounds a term twice")
+            if wrong_with(name):
+                found.append(f"{name}: {wrong_with(name)}")
+    return found
 
 
 def narrow_uses_of_blocks(ptx):
@@ -53,8 +74,10 @@ def narrow_uses_of_blocks(ptx):
 MACHINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 
 
-def machine_code_wrong_with(name, operands):
+def machine_code_wrong_with(kernel, name, operands):
     """The same of an instruction of a GPU, in a kernel that neither divides nor takes roots: those are made of such steps."""
+    if FUSES in kernel and name.split(".")[0] == "DFMA":
+        return None
     if name.startswith("HFMA2") and re.match(r"\s*\w+, -RZ, RZ, ", operands):
         return None  # loads a constant
     if name.split(".")[0] in ("FFMA", "DFMA", "HFMA2", "FFMA32I"):
@@ -67,7 +90,7 @@ def machine_code_wrong_with(name, operands):
 
 
 def kernels_that_divide(ptx):
-    return {entry.split("(")[0].strip() for entry in ptx.split(".entry ")[1:] if re.search(r"\b(div|sqrt|rcp)\.", entry)}
+    return {kernel for kernel, code in entries(ptx).items() if re.search(r"\b(div|sqrt|rcp)\.", code)}
 
 
 def machine_code_violations(code, dividing):
@@ -77,8 +100,9 @@ def machine_code_violations(code, dividing):
     for kernel, body in zip(parts[1::2], parts[2::2]):
         for name, operands in MACHINE.findall(body):
             (others if kernel in dividing else judged).add(name.split(".")[0])
-            if kernel not in dividing and machine_code_wrong_with(name, operands):
-                found.append(f"{kernel}: {name}{operands}: {machine_code_wrong_with(name, operands)}")
+            wrong = machine_code_wrong_with(kernel, name, operands)
+            if kernel not in dividing and wrong:
+                found.append(f"{kernel}: {name}{operands}: {wrong}")
     return found, judged, others
 
 
@@ -116,6 +140,13 @@ class KernelsPtx(unittest.TestCase):
         for ptx in self.ptx:
             self.assertEqual(violations(ptx), [])
 
+    def test_terms_of_exact_products_are_rounded_once(self):
+        for ptx in self.ptx:
+            products = [code for kernel, code in entries(ptx).items() if FUSES in kernel]
+            self.assertGreaterEqual(len(products), 2)  # with a look at each term, and without
+            for code in products:
+                self.assertLessEqual(FUSED, {name for name, _ in INSTRUCTION.findall(code)})
+
     def test_numbers_of_blocks_are_widened_before_anything_is_computed_with_them(self):
         for ptx in self.ptx:
             self.assertGreater(ptx.count("%ctaid.x"), 100)
@@ -141,9 +172,17 @@ class KernelsPtx(unittest.TestCase):
             self.assertRegex(" ".join(violations(f"\t{instruction} \t%f1, %f2, %f3;\n")), why)
         for instruction in ("mad.lo.s32", "add.s64", "mul.rn.f32", "cvt.f32.f16", "setp.nan.f32", "mul.wide.u32"):
             self.assertEqual(violations(f"{{  {instruction} %r1, %r2, %r3;}}\n"), [])
+        product = ".entry a11ProductRule(\n\t{} \t%fd1, %fd2, %fd3;\n"
+        self.assertEqual(violations(product.format("fma.rn.f64")), [])
+        for instruction, why in (("mul.rn.f64", "twice"), ("add.rn.f64", "twice"), ("fma.rz.f64", "contracts")):
+            self.assertRegex(" ".join(violations(product.format(instruction))), why)
+        self.assertRegex(" ".join(violations(product.format("fma.rn.f64").replace("Product", "Norm"))), "contracts")
+        fused = "Function : a11ProductRule\n/*0100*/ DFMA R0, R1, R2, R3 ;\n"
+        self.assertEqual(machine_code_violations(fused, set())[0], [])
         code = "Function : k\n/*0100*/ @!P0 {} ;\n"
         for instruction, why in (("FFMA R0, R1, R2, R3", "contracts"), ("HFMA2.MMA R0, R1, R2, R3", "contracts"),
-                                 ("MUFU.RCP R0, R1", "approximate"), ("FADD.FTZ R0, R1, R2", "flushes")):
+                                 ("DFMA R0, R1, R2, R3", "contracts"), ("MUFU.RCP R0, R1", "approximate"),
+                                 ("FADD.FTZ R0, R1, R2", "flushes")):
             self.assertRegex(" ".join(machine_code_violations(code.format(instruction), set())[0]), why)
             self.assertEqual(machine_code_violations(code.format(instruction), {"k"})[0], [])
         for instruction in ("FADD R0, R1, R2", "HFMA2.MMA R0, -RZ, RZ, 0, 1", "IMAD R0, R1, R2, R3"):

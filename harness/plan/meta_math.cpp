@@ -74,6 +74,7 @@ class MetaMath final : public ModelMath {
   void row_norm_backward(const RowNorm& norm, const double*, double*, double*) const override { rows(norm, 4); }
   void exp(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
   void log(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
+  void grid(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
   void activate(Activation, const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
   void activate_backward(Activation, const double*, const double*, int64_t count, double*) const override {
     moved(24.0 * static_cast<double>(count));

@@ -80,76 +80,20 @@ const double* data(const at::Tensor& x) {
 
 }  // namespace
 
-TEST_F(Kernels, multiply_exactly_wherever_the_terms_come_from) {
-  check("exact_product", [] {
+TEST_F(Kernels, round_to_the_nearest_multiples_and_never_to_negative_zero) {
+  check("grid", [] {
     std::mt19937_64 random = drawn_numbers();
-    const int64_t rows = *rc::gen::inRange(0, 6), inner = *rc::gen::inRange(0, 40), columns = *rc::gen::inRange(0, 20);
-    const bool large = *rc::gen::inRange(0, 4) == 0;
-    const at::Tensor a = doubles(rows * inner, random, large), b = doubles(inner * columns, random, false);
-    at::Tensor expected = at::empty({rows * columns}, at::kDouble);
-    bool fits = true;
-    for (int64_t i = 0; i < rows * columns; ++i) {
-      double sum = 0;  // exact, as long as all terms are in range
-      for (int64_t k = 0; k < inner; ++k) {
-        const double term = data(a)[i / columns * inner + k] * data(b)[k * columns + i % columns];
-        fits &= rounded(term) >= -128 && rounded(term) < 128;
-        sum += rounded(term);
-      }
-      expected.mutable_data_ptr<double>()[i] = sum;
+    const at::Tensor x = doubles(*rc::gen::inRange<int64_t>(0, 200), random, /*large=*/true);
+    at::Tensor expected = at::empty_like(x);
+    for (int64_t i = 0; i < x.numel(); ++i) {
+      double& value = x.mutable_data_ptr<double>()[i];
+      if (i % 3 == 0) value = std::ldexp(static_cast<double>(random() % 16) - 8, -42);  // ties, and what rounds to zero
+      expected.mutable_data_ptr<double>()[i] = rounded(value);
     }
     const Subject subject(drawn_walk());
-    const at::Tensor a_there = moved(a, subject), b_there = moved(b, subject);
-    const at::Tensor there = at::empty({rows * columns}, a_there.options());
-    const ExactProduct product{.a = data(a_there),
-                               .b = data(b_there),
-                               .out = there.mutable_data_ptr<double>(),
-                               .rows = rows,
-                               .inner = inner,
-                               .columns = columns};
-    RC_ASSERT(model_math(subject.math()).exact_product(product, /*check=*/true) == fits);
-    if (!fits) return;
-    RC_ASSERT(same_but_for_nans(expected, there));
-    there.fill_(-1);
-    RC_ASSERT(model_math(subject.math()).exact_product(product, /*check=*/false));
-    RC_ASSERT(same_but_for_nans(expected, there));
-  });
-}
-
-// Columns that a row does not see have terms out of range here, which nobody looks at.
-TEST_F(Kernels, multiply_the_columns_that_a_row_sees_and_add_to_sums_that_are_there) {
-  check("exact_product of some columns", [] {
-    std::mt19937_64 random = drawn_numbers();
-    const int64_t rows = *rc::gen::inRange(1, 6), inner = *rc::gen::inRange(0, 9), columns = *rc::gen::inRange(1, 20);
-    const at::Tensor a = doubles(rows * inner, random, false), b = doubles(inner * columns, random, false);
-    const int64_t seen_of_any = *rc::gen::inRange<int64_t>(0, columns + 1);
-    at::Tensor seen = at::empty({rows}, at::kLong), whole = at::empty({rows * columns}, at::kDouble);
-    for (int64_t i = 0; i < rows; ++i)
-      seen.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(random() % static_cast<uint64_t>(seen_of_any + 1));
-    for (int64_t k = 0; k < inner; ++k)
-      for (int64_t j = seen_of_any; j < columns; ++j) b.mutable_data_ptr<double>()[k * columns + j] = 1e9;
-    const bool check = *rc::gen::arbitrary<bool>();
-    at::Tensor expected = at::zeros({rows * columns}, at::kDouble), sums = at::empty({rows * columns}, at::kLong);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < seen.const_data_ptr<int64_t>()[i]; ++j)
-        for (int64_t k = 0; k < inner; ++k)
-          expected.mutable_data_ptr<double>()[i * columns + j] += rounded(data(a)[i * inner + k] * data(b)[k * columns + j]);
-    for (int64_t i = 0; i < rows * columns; ++i) sums.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(random() >> 20);
-    const Subject subject(drawn_walk());
-    const at::Tensor a_there = moved(a, subject), b_there = moved(b, subject), seen_there = moved(seen, subject);
-    const at::Tensor out = at::full({rows * columns}, -1.0, a_there.options()), sums_there = moved(sums, subject);
-    ExactProduct product{.a = data(a_there),
-                         .b = data(b_there),
-                         .out = out.mutable_data_ptr<double>(),
-                         .rows = rows,
-                         .inner = inner,
-                         .columns = columns,
-                         .seen = seen_there.const_data_ptr<int64_t>()};
-    RC_ASSERT(model_math(subject.math()).exact_product(product, check));
-    RC_ASSERT(same_but_for_nans(expected, out));
-    product.out = nullptr;
-    product.units = sums_there.mutable_data_ptr<int64_t>();
-    RC_ASSERT(model_math(subject.math()).exact_product(product, check));
-    RC_ASSERT((sums + expected.mul(0x1p40).to(at::kLong)).equal(sums_there.to(at::kCPU)));
+    const at::Tensor there = moved(x, subject), found = at::empty_like(there);
+    model_math(subject.math()).grid(there.const_data_ptr<double>(), x.numel(), found.mutable_data_ptr<double>());
+    RC_ASSERT(same_but_for_nans(expected, found));
   });
 }
 

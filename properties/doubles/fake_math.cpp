@@ -116,6 +116,9 @@ class QueuedMath final : public ModelMath {
   void log(const double* x, int64_t count, double* y) const override {
     queue([count, from = here(x), to = here(y), &cpu = cpu_] { cpu.log(from, count, to); });
   }
+  void grid(const double* x, int64_t count, double* y) const override {
+    queue([count, from = here(x), to = here(y), &cpu = cpu_] { cpu.grid(from, count, to); });
+  }
   void activate(Activation activation, const double* x, int64_t count, double* y) const override {
     queue([=, from = here(x), to = here(y), &cpu = cpu_] { cpu.activate(activation, from, count, to); });
   }

@@ -25,20 +25,21 @@ SHARD_ON_DEVICE inline double grid(double value) {
   return nearbyint(value * kUnits) * kUnit + 0.0;
 }
 
-// Adding this makes an addition round to units. The sum's bits are then the units plus kShiftBits.
+// Adding this makes an operation round to units. The bits of the result are then the units plus kShiftBits.
 constexpr double kShift = 0x1.8p12;
 constexpr uint64_t kShiftBits = 0x40b8000000000000;
 static_assert(std::bit_cast<uint64_t>(kShift) == kShiftBits);
 
-SHARD_ON_DEVICE inline uint64_t shifted_units(double term) {
-  const double shifted = term + kShift;
+// The term x y. It is rounded once, from the exact product to the nearest multiple, ties to even.
+SHARD_ON_DEVICE inline uint64_t shifted_product(double x, double y) {
+  const double shifted = fma(x, y, kShift);
   uint64_t bits;
   memcpy(&bits, &shifted, sizeof(bits));
   return bits;
 }
-// The term in units, as an integer modulo 2^64.
-SHARD_ON_DEVICE inline uint64_t units(double term) {
-  return shifted_units(term) - kShiftBits;
+// The same in units, as an integer modulo 2^64.
+SHARD_ON_DEVICE inline uint64_t units_of_product(double x, double y) {
+  return shifted_product(x, y) - kShiftBits;
 }
 // Whether these units came from a term that is not in [-128, 128): zero where it is. NaN is not.
 SHARD_ON_DEVICE inline uint64_t beyond(uint64_t units) {

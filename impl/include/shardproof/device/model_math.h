@@ -17,7 +17,8 @@ struct MaskScalars {
 };
 
 // A product of canonical arithmetic (nn/canonical/canonical.h): out [rows, columns] = a [rows, inner] times b [inner, columns].
-// All three are float64 and row-major. Each term is rounded to a multiple of 2^-40, and the sums of these are exact.
+// All three are float64 and row-major. Each term, a product of two numbers, is rounded once to a multiple of 2^-40, and the
+// sums of these are exact.
 struct ExactProduct {
   const double *a = nullptr, *b = nullptr;
   double* out = nullptr;
@@ -26,6 +27,8 @@ struct ExactProduct {
   int64_t* units = nullptr;
   // [rows]: only so many columns of each row are computed, the first ones. The others are 0 in `out`. Null: all are.
   const int64_t* seen = nullptr;
+  // Where the transpose of a or b is row-major instead: a is [inner, rows] in memory, b is [columns, inner].
+  bool a_transposed = false, b_transposed = false;
 };
 
 // Activations of canonical arithmetic. Gelu is the exact one, not that by tanh.
@@ -55,7 +58,9 @@ class ModelMath : public DeviceMath {
   // Curves of canonical arithmetic, element by element (device/kernels/curves.h). y may be x.
   virtual void exp(const double* x, int64_t count, double* y) const = 0;
   virtual void log(const double* x, int64_t count, double* y) const = 0;
-  // Rounded to multiples of 2^-40; as is the gradient dx of the input.
+  // The nearest multiple of 2^-40, ties to even; never -0.
+  virtual void grid(const double* x, int64_t count, double* y) const = 0;
+  // Rounded to such multiples; as is the gradient dx of the input.
   virtual void activate(Activation activation, const double* x, int64_t count, double* y) const = 0;
   virtual void activate_backward(Activation activation, const double* x, const double* dy, int64_t count, double* dx) const = 0;
   // out [rows]: the sum of a times b, [rows, width], in the order of indices. Nothing is rounded to multiples.

@@ -24,10 +24,12 @@ struct ProductRule {
       if (!product.units) product.out[i] = 0;
       return 1;
     }
-    const double *a = product.a + row * product.inner, *b = product.b + column;
+    const double* a = product.a + (product.a_transposed ? row : row * product.inner);
+    const double* b = product.b + (product.b_transposed ? column * product.inner : column);
+    const int64_t a_step = product.a_transposed ? product.rows : 1, b_step = product.b_transposed ? 1 : product.columns;
     uint64_t sum = 0, beyond = 0;
     for (int64_t k = 0; k < product.inner; ++k) {
-      const uint64_t term = fixed::units(a[k] * b[k * product.columns]);
+      const uint64_t term = fixed::units_of_product(a[k * a_step], b[k * b_step]);
       sum += term;
       if (kChecked) beyond |= fixed::beyond(term);
     }
@@ -61,6 +63,7 @@ SHARD_HD RowScale row_scale(const double* x, const RowNorm& norm) {
 // One row a pack. A centred norm has a bias.
 struct NormRule {
   static constexpr int kWidth = 1;
+  static constexpr bool kComputes = true;
   RowNorm norm;
   const double* bias;
   double* y;
@@ -80,6 +83,7 @@ struct NormRule {
 
 struct NormBackwardRule {
   static constexpr int kWidth = 1;
+  static constexpr bool kComputes = true;
   RowNorm norm;
   const double* dy;
   double *dx, *of_weight;

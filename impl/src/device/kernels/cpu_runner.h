@@ -10,6 +10,7 @@
 #include "device/kernels/cpu_product.h"
 #include "device/kernels/element_rules.h"
 #include "device/kernels/exact_terms.h"
+#include "device/kernels/instructions.h"
 #include "device/kernels/launches.h"
 
 namespace shardproof::SHARD_KERNELS {
@@ -37,9 +38,10 @@ struct CpuRunner {
       for (; i + Rule::kBlock <= count; i += Rule::kBlock) rule.template pack<Rule::kBlock>(i);
       for (; i + kPart <= count; i += kPart) rule.template pack<kPart>(i);
       for (; i < count; ++i) rule.template pack<1>(i);
+    } else if constexpr (requires { Rule::kComputes; }) {
+      by_richest_instructions(count, rule);
     } else {
-      SHARD_VECTORIZE
-      for (int64_t i = 0; i < count; ++i) rule.template pack<1>(i);
+      loop(count, rule);
     }
   }
 
@@ -78,6 +80,33 @@ struct CpuRunner {
   bool product(const ExactProduct& product, bool check) const { return cpu_product::run(product, check); }
 
  private:
+  template <class Rule>
+  [[gnu::always_inline]] static void loop(int64_t count, const Rule& rule) {
+    SHARD_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) rule.template pack<1>(i);
+  }
+
+  // Of a rule that computes much for each number it loads. Nothing is contracted, so all instructions have the same bits.
+  template <class Rule>
+  static void by_richest_instructions(int64_t count, const Rule& rule) {
+#ifdef SHARD_X86
+    static const Instructions richest = richest_instructions();
+    if (richest == Instructions::avx512) return loop_avx512(count, rule);
+    if (richest == Instructions::avx2) return loop_avx2(count, rule);
+#endif
+    loop(count, rule);
+  }
+#ifdef SHARD_X86
+  template <class Rule>
+  [[SHARD_AVX512, gnu::flatten]] static void loop_avx512(int64_t count, const Rule& rule) {
+    loop(count, rule);
+  }
+  template <class Rule>
+  [[SHARD_AVX2, gnu::flatten]] static void loop_avx2(int64_t count, const Rule& rule) {
+    loop(count, rule);
+  }
+#endif
+
   template <class Rule>
   static int64_t find(int64_t count, const Rule& given) {
     constexpr int64_t kBlock = 1024;

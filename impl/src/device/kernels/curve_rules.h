@@ -14,6 +14,10 @@ struct Log {
   static SHARD_HD double value(double x) { return curves::log(x); }
 };
 
+struct Grid {
+  static SHARD_HD double value(double x) { return fixed::grid(x); }
+};
+
 struct Tanh {
   static SHARD_HD double value(double x) { return fixed::grid(curves::tanh(x)); }
   static SHARD_HD double derivative(double x) {
@@ -39,6 +43,7 @@ struct Silu {
 template <class Curve>
 struct CurveRule {
   static constexpr int kWidth = 1;
+  static constexpr bool kComputes = true;
   const double* x;
   double* y;
 
@@ -53,6 +58,7 @@ struct CurveRule {
 template <class Curve>
 struct CurveBackwardRule {
   static constexpr int kWidth = 1;
+  static constexpr bool kComputes = true;
   const double *x, *dy;
   double* dx;
 

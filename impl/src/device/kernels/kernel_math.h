@@ -136,6 +136,7 @@ class KernelMath final : public ModelMath {
   }
   void exp(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Exp>{x, y}); }
   void log(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Log>{x, y}); }
+  void grid(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Grid>{x, y}); }
   void activate(Activation activation, const double* x, int64_t count, double* y) const override {
     with_curve(activation, [&]<class Curve>(Curve) { run_.each(count, CurveRule<Curve>{x, y}); });
   }

@@ -38,14 +38,22 @@ at::Tensor seen_keys(const Places& places, c10::Device device) {
 }
 
 at::Tensor swapped(const at::Tensor& rows) {
-  return rows.transpose(-2, -1).contiguous();
+  return rows.transpose(-2, -1);
 }
 
-// Products of heads: the matrices of `a` and `b`, which lie behind one another in float64, by the numbers of their heads.
+// Products of heads: the matrices of `a` and `b`, or their transposes, which lie behind one another in float64, by the numbers
+// of their heads.
 class HeadProducts {
  public:
   HeadProducts(const at::Tensor& a, const at::Tensor& b, fixed::Terms& terms)
-      : math_(model_math(device_math(a))), a_(a), b_(b), terms_(terms), check_(!fixed::all_terms_fit(a, b)) {}
+      : math_(model_math(device_math(a))),
+        a_(a, "attention"),
+        b_(b, "attention"),
+        rows_(a.size(-2)),
+        inner_(a.size(-1)),
+        columns_(b.size(-1)),
+        terms_(terms),
+        check_(!fixed::all_terms_fit(a_.memory, b_.memory)) {}
 
   // out's head of `a` = a's times b's; only the first `seen` columns of each row.
   void write(const at::Tensor& out, int64_t head, int64_t other, const at::Tensor& seen) {
@@ -67,16 +75,19 @@ class HeadProducts {
     return data + head * x.size(-2) * x.size(-1);
   }
   ExactProduct of(int64_t head, int64_t other) const {
-    return {.a = at_head(a_, head, a_.const_data_ptr<double>()),
-            .b = at_head(b_, other, b_.const_data_ptr<double>()),
-            .rows = a_.size(-2),
-            .inner = a_.size(-1),
-            .columns = b_.size(-1)};
+    return {.a = at_head(a_.memory, head, a_.memory.const_data_ptr<double>()),
+            .b = at_head(b_.memory, other, b_.memory.const_data_ptr<double>()),
+            .rows = rows_,
+            .inner = inner_,
+            .columns = columns_,
+            .a_transposed = a_.transposed,
+            .b_transposed = b_.transposed};
   }
   void run(const ExactProduct& product) { terms_.note(math_.exact_product(product, check_)); }
 
   const ModelMath& math_;
-  const at::Tensor &a_, &b_;
+  fixed::Operand a_, b_;
+  int64_t rows_, inner_, columns_;
   fixed::Terms& terms_;
   bool check_;
 };
@@ -90,9 +101,9 @@ int64_t Places::seen(int64_t query) const {
 
 at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Places& places, fixed::Terms& terms) {
   const Sizes s(q, k);
-  const at::Tensor columns = swapped(k), seen = seen_keys(places, q.device());
+  const at::Tensor seen = seen_keys(places, q.device());
   at::Tensor result = at::empty({s.batch, s.heads, s.queries, s.keys}, q.options());
-  HeadProducts products(q, columns, terms);
+  HeadProducts products(q, swapped(k), terms);
   s.each_head([&](int64_t head, int64_t of_keys) { products.write(result, head, of_keys, seen); });
   result.mul_(s.scale());
   if (places.causal) {
@@ -150,14 +161,15 @@ Gradients::Gradients(const at::Tensor& q, const at::Tensor& dy, const at::Tensor
 void Gradients::add(const at::Tensor& k, const at::Tensor& v, const at::Tensor& shares, const at::Tensor& mask,
                     const Places& places, at::Tensor of_keys, at::Tensor of_values, fixed::Terms& terms) {
   const Sizes s(q_, k);
-  const at::Tensor value_columns = swapped(v), seen = seen_keys(places, q_.device());
+  const at::Tensor seen = seen_keys(places, q_.device());
   at::Tensor scores = at::empty(shares.sizes(), shares.options());  // the gradient of what scores() gave, before its scale
-  HeadProducts above(dy_, value_columns, terms);
+  HeadProducts above(dy_, swapped(v), terms);
   s.each_head([&](int64_t head, int64_t key_head) { above.write(scores, head, key_head, seen); });
   if (mask.defined()) scores.mul_(mask);
   scores.sub_(along_).mul_(shares).mul_(s.scale());
-  const at::Tensor score_columns = swapped(scores), share_columns = swapped(mask.defined() ? shares * mask : shares);
-  HeadProducts for_queries(scores, k, terms), for_keys(score_columns, q_, terms), for_values(share_columns, dy_, terms);
+  const at::Tensor kept_shares = mask.defined() ? shares * mask : shares;
+  HeadProducts for_queries(scores, k, terms), for_keys(swapped(scores), q_, terms),
+      for_values(swapped(kept_shares), dy_, terms);
   s.each_head([&](int64_t head, int64_t key_head) {
     for_queries.add(of_queries_, head, head, key_head);
     for_keys.add(of_keys, key_head, head, head);

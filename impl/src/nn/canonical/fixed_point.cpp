@@ -22,7 +22,19 @@ bool everywhere(const at::Tensor& condition) {
   return condition.all().item<bool>();
 }
 
+// The largest magnitude; NaN where there is one.
+at::Tensor largest(const at::Tensor& x) {
+  const auto [low, high] = at::aminmax(x);
+  return at::maximum(low.neg(), high);
+}
+
 }  // namespace
+
+Operand::Operand(const at::Tensor& matrix, const std::string& what) {
+  const at::Tensor turned = matrix.transpose(-2, -1);
+  transposed = !matrix.is_contiguous() && turned.is_contiguous();
+  memory = require_double(transposed ? turned : matrix, what);
+}
 
 void Terms::require_fit(const std::string& what) const {
   require(fit_, what);
@@ -41,25 +53,31 @@ at::Tensor require_double(const at::Tensor& x, const std::string& what) {
 }
 
 at::Tensor grid(const at::Tensor& x) {
-  return x.mul(kUnits).round_().mul_(kUnit).add_(0.0);
+  const at::Tensor given = x.contiguous();
+  at::Tensor result = at::empty(given.sizes(), given.options());
+  model_math(device_math(given)).grid(given.const_data_ptr<double>(), given.numel(), result.mutable_data_ptr<double>());
+  return result;
 }
 
 bool all_terms_fit(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return true;
-  return (a.abs().amax() * b.abs().amax()).item<double>() < kTermMax - 1;
+  return (largest(a) * largest(b)).item<double>() < kTermMax - 1;
 }
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what) {
-  const at::Tensor left = require_double(a, what), right = require_double(b, what);
-  require_terms(left.size(1), what);
-  at::Tensor result = at::empty({left.size(0), right.size(1)}, left.options());
-  const ExactProduct task{.a = left.const_data_ptr<double>(),
-                          .b = right.const_data_ptr<double>(),
+  const Operand left(a, what), right(b, what);
+  require_terms(a.size(1), what);
+  at::Tensor result = at::empty({a.size(0), b.size(1)}, a.options());
+  const ExactProduct task{.a = left.memory.const_data_ptr<double>(),
+                          .b = right.memory.const_data_ptr<double>(),
                           .out = result.mutable_data_ptr<double>(),
-                          .rows = left.size(0),
-                          .inner = left.size(1),
-                          .columns = right.size(1)};
-  require(model_math(device_math(left)).exact_product(task, /*check=*/!all_terms_fit(left, right)), what);
+                          .rows = a.size(0),
+                          .inner = a.size(1),
+                          .columns = b.size(1),
+                          .a_transposed = left.transposed,
+                          .b_transposed = right.transposed};
+  const bool check = !all_terms_fit(left.memory, right.memory);
+  require(model_math(device_math(result)).exact_product(task, check), what);
   return result;
 }
 

@@ -27,10 +27,17 @@ class Terms {
 bool all_terms_fit(const at::Tensor& a, const at::Tensor& b);
 
 // The functions below work where their tensors are: LibTorch's operators on single elements, each of which is one IEEE
-// operation, and the device's exact products (model_math.h). So they have the same bits on every device.
+// operation, and the device's own arithmetic (model_math.h). So they have the same bits on every device.
 
-// Each element's nearest multiple; never -0.
+// Each element's nearest multiple; never -0. Contiguous.
 at::Tensor grid(const at::Tensor& x);
+
+// A matrix, or matrices of the last two dims, as exact products take it: as it lies, where it or its transpose is contiguous.
+struct Operand {
+  at::Tensor memory;  // float64, contiguous
+  bool transposed = false;
+  Operand(const at::Tensor& matrix, const std::string& what);
+};
 
 // Throws Error.
 void require_terms(int64_t count, const std::string& what);

@@ -1,0 +1,202 @@
+// Exact products on flat memory, against plain loops over integers, bit for bit.
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+
+#include <cmath>
+#include <optional>
+
+#include "properties/kit/device_subject.h"
+#include "properties/kit/harness_env.h"
+#include "shardproof/device/model_math.h"
+#include "testing/device/product_variants.h"
+
+using namespace shardproof;
+using namespace device_testing;
+
+namespace {
+
+void check(const std::string& what, const std::function<void()>& property) {
+  EXPECT_TRUE(rc::check(what, property));
+}
+
+// The term x y in multiples of 2^-40: the exact product, an integer times a power of two, rounded to nearest, ties to even.
+// Nothing when it is not in [-128, 128).
+std::optional<int64_t> term(double x, double y) {
+  constexpr double kLimit = 0x1p20;  // far beyond
+  if (!(std::abs(x) < kLimit && std::abs(y) < kLimit)) return std::nullopt;
+  int of_x = 0, of_y = 0;
+  const auto left = static_cast<int64_t>(std::frexp(x, &of_x) * 0x1p53),
+             right = static_cast<int64_t>(std::frexp(y, &of_y) * 0x1p53);
+  const __int128 product = static_cast<__int128>(left) * right;  // times 2^(of_x + of_y - 106)
+  const int down = 106 - 40 - of_x - of_y;
+  __int128 units = 0;
+  if (down <= 0) {
+    units = product << -down;
+  } else if (down < 120) {
+    units = product >> down;  // downwards
+    const __int128 rest = product - (units << down), half = static_cast<__int128>(1) << (down - 1);
+    if (rest > half || (rest == half && units % 2 != 0)) ++units;
+  }
+  const __int128 limit = static_cast<__int128>(1) << 47;
+  if (units < -limit || units >= limit) return std::nullopt;
+  return static_cast<int64_t>(units);
+}
+
+// Mostly of a magnitude at which terms need more digits than there are, some of few digits, whose terms are ties, some 0.
+double number(std::mt19937_64& random) {
+  const auto bits = static_cast<int64_t>(random());
+  switch (random() % 8) {
+    case 0:
+      return std::ldexp(static_cast<double>(bits >> 58), -21);
+    case 1:
+      return random() % 2 ? 0.0 : -0.0;
+    default:
+      return std::ldexp(static_cast<double>(bits), -62);
+  }
+}
+
+struct Drawn {
+  int64_t rows, inner, columns;
+  bool a_transposed, b_transposed, sees_all;
+  at::Tensor a, b, seen, added;                  // as the memory is
+  std::vector<std::optional<int64_t>> expected;  // sums in units; of columns that are not seen 0
+
+  Drawn(std::mt19937_64& random, int64_t most_rows, int64_t most_inner, int64_t most_columns, bool large)
+      : rows(*rc::gen::inRange<int64_t>(0, most_rows)),
+        inner(*rc::gen::inRange<int64_t>(0, most_inner)),
+        columns(*rc::gen::inRange<int64_t>(0, most_columns)),
+        a_transposed(*rc::gen::arbitrary<bool>()),
+        b_transposed(*rc::gen::arbitrary<bool>()),
+        sees_all(*rc::gen::arbitrary<bool>()),
+        a(at::empty({rows * inner}, at::kDouble)),
+        b(at::empty({inner * columns}, at::kDouble)),
+        seen(at::empty({rows}, at::kLong)),
+        added(at::empty({rows * columns}, at::kLong)) {
+    for (int64_t i = 0; i < a.numel(); ++i) a.mutable_data_ptr<double>()[i] = number(random);
+    for (int64_t i = 0; i < b.numel(); ++i) b.mutable_data_ptr<double>()[i] = number(random);
+    if (large && a.numel() > 0)
+      a.mutable_data_ptr<double>()[random() % static_cast<uint64_t>(a.numel())] = random() % 2 ? 1e4 : double{NAN};
+    const int64_t seen_of_any = sees_all ? columns : *rc::gen::inRange<int64_t>(0, columns + 1);
+    for (int64_t i = 0; i < rows; ++i)
+      seen.mutable_data_ptr<int64_t>()[i] =
+          sees_all ? columns : static_cast<int64_t>(random() % static_cast<uint64_t>(seen_of_any + 1));
+    // Columns that nobody sees have terms out of range, which nobody looks at.
+    for (int64_t k = 0; k < inner; ++k)
+      for (int64_t j = seen_of_any; j < columns; ++j) b.mutable_data_ptr<double>()[b_place(k, j)] = 1e9;
+    for (int64_t i = 0; i < rows * columns; ++i) added.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(random() >> 20);
+    for (int64_t i = 0; i < rows * columns; ++i) expected.push_back(sum(i / columns, i % columns));
+  }
+  int64_t a_place(int64_t row, int64_t k) const { return a_transposed ? k * rows + row : row * inner + k; }
+  int64_t b_place(int64_t k, int64_t column) const { return b_transposed ? column * inner + k : k * columns + column; }
+
+  bool fits() const {
+    return std::all_of(expected.begin(), expected.end(), [](const auto& one) { return one.has_value(); });
+  }
+  at::Tensor values() const {
+    at::Tensor result = at::empty({rows * columns}, at::kDouble);
+    for (size_t i = 0; i < expected.size(); ++i)
+      result.mutable_data_ptr<double>()[i] = static_cast<double>(*expected[i]) * 0x1p-40;
+    return result;
+  }
+  at::Tensor units() const {
+    at::Tensor result = added.clone();
+    for (size_t i = 0; i < expected.size(); ++i) result.mutable_data_ptr<int64_t>()[i] += *expected[i];
+    return result;
+  }
+  // To `out`, or added to `units`, with what is multiplied at these places.
+  ExactProduct product(const at::Tensor& a_there, const at::Tensor& b_there, const at::Tensor& seen_there,
+                       const at::Tensor& out, const at::Tensor& units) const {
+    return {.a = a_there.const_data_ptr<double>(),
+            .b = b_there.const_data_ptr<double>(),
+            .out = out.defined() ? out.mutable_data_ptr<double>() : nullptr,
+            .rows = rows,
+            .inner = inner,
+            .columns = columns,
+            .units = units.defined() ? units.mutable_data_ptr<int64_t>() : nullptr,
+            .seen = sees_all ? nullptr : seen_there.const_data_ptr<int64_t>(),
+            .a_transposed = a_transposed,
+            .b_transposed = b_transposed};
+  }
+
+ private:
+  std::optional<int64_t> sum(int64_t row, int64_t column) const {
+    int64_t sum = 0;
+    if (column >= seen.const_data_ptr<int64_t>()[row]) return sum;
+    for (int64_t k = 0; k < inner; ++k) {
+      const auto one = term(a.const_data_ptr<double>()[a_place(row, k)], b.const_data_ptr<double>()[b_place(k, column)]);
+      if (!one) return std::nullopt;
+      sum += *one;
+    }
+    return sum;
+  }
+};
+
+}  // namespace
+
+TEST_F(Kernels, multiply_exactly_and_round_each_term_once_wherever_it_comes_from) {
+  check("exact_product", [] {
+    std::mt19937_64 random(*rc::gen::arbitrary<uint64_t>());
+    const Drawn drawn(random, 6, 40, 20, /*large=*/*rc::gen::inRange(0, 4) == 0);
+    const Subject subject(drawn_walk());
+    const at::Tensor a = moved(drawn.a, subject), b = moved(drawn.b, subject), seen = moved(drawn.seen, subject);
+    const at::Tensor out = at::full({drawn.rows * drawn.columns}, -1.0, a.options()), units = moved(drawn.added, subject);
+    const ModelMath& math = model_math(subject.math());
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), /*check=*/true) == drawn.fits());
+    if (!drawn.fits()) return;
+    RC_ASSERT(same_but_for_nans(drawn.values(), out));
+    out.fill_(-1);
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), /*check=*/false));
+    RC_ASSERT(same_but_for_nans(drawn.values(), out));
+    const bool check = *rc::gen::arbitrary<bool>();
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, {}, units), check));
+    RC_ASSERT(units.to(at::kCPU).equal(drawn.units()));
+  });
+}
+
+// Blocks of rows and columns have tails of every length, and begin at every row, as with several threads.
+TEST(ExactProducts, have_the_same_bits_by_all_instructions_that_the_processor_has) {
+  check("variants of exact_product", [] {
+    std::mt19937_64 random(*rc::gen::arbitrary<uint64_t>());
+    const Drawn drawn(random, 30, 40, 50, /*large=*/false);
+    const int64_t cut = *rc::gen::inRange<int64_t>(0, drawn.rows + 1);
+    const bool check = *rc::gen::arbitrary<bool>();
+    for (const cpu_product::Variant& variant : cpu_product::variants()) {
+      RC_TAG(variant.name);
+      const at::Tensor out = at::full({drawn.rows * drawn.columns}, -1.0, at::kDouble), units = drawn.added.clone();
+      const ExactProduct to_out = drawn.product(drawn.a, drawn.b, drawn.seen, out, {});
+      const ExactProduct to_units = drawn.product(drawn.a, drawn.b, drawn.seen, {}, units);
+      for (const ExactProduct& product : {to_out, to_units}) {
+        RC_ASSERT(variant.rows(product, check, 0, cut));
+        RC_ASSERT(variant.rows(product, check, cut, drawn.rows));
+      }
+      RC_ASSERT(same_but_for_nans(drawn.values(), out));
+      RC_ASSERT(units.equal(drawn.units()));
+    }
+  });
+}
+
+// Large enough that each of three threads has rows.
+TEST(ExactProducts, have_the_same_bits_on_any_number_of_threads) {
+  std::mt19937_64 random(5);
+  const int64_t rows = 203, inner = 130, columns = 131;
+  at::Tensor a = at::empty({rows, inner}, at::kDouble), b = at::empty({inner, columns}, at::kDouble);
+  for (const at::Tensor& x : {a, b})
+    for (int64_t i = 0; i < x.numel(); ++i) x.mutable_data_ptr<double>()[i] = number(random);
+  const auto product = [&](int threads) {
+    const int before = at::get_num_threads();
+    at::set_num_threads(threads);
+    at::Tensor out = at::full({rows, columns}, -1.0, at::kDouble);
+    model_math(device_math(at::kCPU))
+        .exact_product({.a = a.const_data_ptr<double>(),
+                        .b = b.const_data_ptr<double>(),
+                        .out = out.mutable_data_ptr<double>(),
+                        .rows = rows,
+                        .inner = inner,
+                        .columns = columns},
+                       /*check=*/false);
+    at::set_num_threads(before);
+    return out;
+  };
+  EXPECT_TRUE(product(1).equal(product(3)));
+}
