@@ -24,12 +24,16 @@ constexpr std::array<AddTile*, sizeof...(Rows)> tiles_of(std::index_sequence<Row
 template <int64_t kColumns>
 [[gnu::always_inline]] inline void copy_panel(const ExactProduct& p, int64_t column, int64_t count, double* panel) {
   if (count < kColumns) std::fill_n(panel, p.inner * kColumns, 0.0);
-  if (p.b_transposed)
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t k = 0; k < p.inner; ++k) panel[k * kColumns + j] = p.b[(column + j) * p.inner + k];
-  else
+  if (!p.b_transposed) {
     for (int64_t k = 0; k < p.inner; ++k)
       for (int64_t j = 0; j < count; ++j) panel[k * kColumns + j] = p.b[k * p.columns + column + j];
+    return;
+  }
+  constexpr int64_t kTerms = 16;  // whose part of the panel stays in the nearest cache
+  for (int64_t begin = 0; begin < p.inner; begin += kTerms)
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t k = begin; k < std::min(begin + kTerms, p.inner); ++k)
+        panel[k * kColumns + j] = p.b[(column + j) * p.inner + k];
 }
 
 // The left side in blocks of kRows. One that is transposed is copied, so that the rows of a block lie beside each other.

@@ -107,8 +107,8 @@ at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Places& places
   s.each_head([&](int64_t head, int64_t of_keys) { products.write(result, head, of_keys, seen); });
   result.mul_(s.scale());
   if (places.causal) {
-    const at::Tensor numbers = at::arange(s.keys, seen.options());
-    result.masked_fill_(numbers.unsqueeze(0).ge(seen.unsqueeze(1)), kHidden);
+    const at::Tensor numbers = at::arange(s.keys, seen.options()), hidden = numbers.unsqueeze(0).ge(seen.unsqueeze(1));
+    result.add_(at::zeros({s.queries, s.keys}, q.options()).masked_fill_(hidden, kHidden));  // 0 or kHidden: nothing is rounded
   }
   return result;
 }
@@ -119,10 +119,11 @@ at::Tensor largest(const at::Tensor& scores) {
 }
 
 at::Tensor powers(const at::Tensor& scores, const at::Tensor& most) {
-  at::Tensor result = scores - most.unsqueeze(-1);
+  // A query that sees no key has no largest score either, and its powers are 0, too.
+  at::Tensor result = scores - most.masked_fill(most.eq(kHidden), 0.0).unsqueeze(-1);
   double* data = result.mutable_data_ptr<double>();
   model_math(device_math(result)).exp(data, result.numel(), data);
-  return result.masked_fill_(scores.eq(kHidden), 0.0);  // of a query that sees no key, too
+  return result;
 }
 
 Mixture::Mixture(const at::Tensor& q)
