@@ -132,6 +132,7 @@ nlohmann::json run_single(const Task& task) {
 // What the ranks of this process find out.
 struct Measured {
   std::vector<double> times, losses;  // of rank 0; losses are means over all ranks
+  std::vector<double> check_percent;  // of the processor time of the step without its check
   size_t calls_before_last = 0;
   int64_t live_bytes = 0;
 };
@@ -186,6 +187,7 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
     comm->barrier().wait();
     if (rank == 0) measured.calls_before_last = records.trace->of_rank(0).size();
     const auto start = Clock::now();
+    const double begun = processor_milliseconds();
     at::Tensor loss;
     {
       Timeline* const timeline = records.timeline.get();
@@ -193,7 +195,11 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
       in_span(timeline, rank, "forward", [&] { loss = loss_of(model, tokens, cut, task.size.vocab); });
       in_span(timeline, rank, "backward", [&] { loss.backward(); });
       in_span(timeline, rank, "optimizer", [&] { optimizer.step(); });
-      if (check) in_span(timeline, rank, "fingerprint", [&] { check->step(); });
+      if (check) {
+        const double trained = processor_milliseconds();
+        in_span(timeline, rank, "fingerprint", [&] { check->step(); });
+        if (rank == 0) measured.check_percent.push_back(100 * (processor_milliseconds() - trained) / (trained - begun));
+      }
     }
     finish(task.device);
     comm->barrier().wait();
@@ -227,6 +233,7 @@ nlohmann::json run_ours(const Task& task, ProcessWorld* processes, std::shared_p
           {"losses", measured.losses},
           {"calls", calls},
           {"bytes", bytes},
+          {"check_percent", measured.check_percent},
           {"live_mib", static_cast<double>(measured.live_bytes) / 1048576}};
 }
 
@@ -245,8 +252,8 @@ nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Ti
     const int64_t activations = activation_bytes(task.size, tokens, tp, task.sequence_parallel && !single);
     result["formula_mib"] = result["live_mib"].get<double>() + static_cast<double>(activations) / 1048576;
   }
-  auto& times = result["step_ms"];
-  if (!times.empty()) times.erase(times.begin(), times.begin() + task.warmup);  // rank 0's
+  for (const char* of_steps : {"step_ms", "check_percent"})  // rank 0's
+    if (auto& values = result[of_steps]; !values.empty()) values.erase(values.begin(), values.begin() + task.warmup);
   return result;
 }
 

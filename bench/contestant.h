@@ -35,7 +35,8 @@ struct Task {
 
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a
 // GPU of what LibTorch allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
-// gradients, optimizer and communication of one rank, "formula_mib", in float32: these and activation_bytes of model.h}
+// gradients, optimizer and communication of one rank, "formula_mib", in float32: these and activation_bytes of model.h,
+// "check_percent", of steps with a FingerprintCheck: its processor time, of that of the rest of the step}
 //
 // Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
 //

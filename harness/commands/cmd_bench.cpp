@@ -93,6 +93,7 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
 
 struct Row {
   std::vector<double> step_ms, ratios, losses;  // ratios: a round's median step over that of `single` in the same round
+  std::vector<double> check_percent;            // of the steps of all rounds
   double peak_mib = 0, live_mib = 0, formula_mib = 0;  // the last two are 0 where they are not known
   int64_t calls = 0, bytes = 0;
 };
@@ -108,6 +109,12 @@ double worst_difference(const Row& row, const Row& single) {
 std::string label_of(const Arguments& a, const std::string& contestant) {
   if (contestant == "ours") return a.task.strategy;
   return contestant == a.task.strategy ? contestant + "_pytorch" : contestant;
+}
+
+void report_check(const Row& row) {
+  const auto [low, high] = std::minmax_element(row.check_percent.begin(), row.check_percent.end());
+  fmt::print("the check of replicas takes {:.2f}% of the processor time of the rest of a step ({:.2f}-{:.2f}, on rank 0)\n",
+             median(row.check_percent), *low, *high);
 }
 
 bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows, JsonLines& out) {
@@ -145,8 +152,10 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"calls", row.calls},
                {"bytes", row.bytes},
                {"loss_difference_max", difference},
+               {"check_percent", row.check_percent},
                {"losses", row.losses}});
   }
+  if (const auto checked = rows.find("fingerprint"); checked != rows.end() && !a.on_gpu()) report_check(checked->second);
   fmt::print("{}{}: {} rounds of {} steps after {} of warm-up, {} on {}; peak: of a rank, {}; loss diff: relative, at most "
              "{:.1e}\n",
              a.task.mesh.str(), a.task.sequence_parallel ? " with sequence parallelism" : "", a.rounds, a.task.steps,
@@ -295,6 +304,8 @@ int compete(Arguments& a) {
       row.step_ms.push_back(median(times));
       row.ratios.push_back(median(times) / single_ms);
       row.losses = result["losses"].get<std::vector<double>>();
+      if (result.contains("check_percent"))
+        for (const json& percent : result["check_percent"]) row.check_percent.push_back(percent);
       row.peak_mib = std::max(row.peak_mib, result["peak_mib"].get<double>());
       row.live_mib = result.value("live_mib", 0.0);
       row.formula_mib = result.value("formula_mib", 0.0);

@@ -5,10 +5,8 @@
 #include <thread>
 
 #include "harness/case/network.h"
-#include "harness/run/policies.h"
 #include "properties/doubles/fake_device.h"
 #include "properties/kit/checkpoint_trained.h"
-#include "shardproof/base/host_work.h"
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/manager.h"
 
@@ -125,40 +123,6 @@ TEST(DeviceCheckpoint, a_job_without_a_snapshot_writes_in_the_streams_order_on_a
     const Bits bits = other.bits();
     EXPECT_EQ(bits == expected, true) << "rank " << comm->rank();
   });
-}
-
-TEST(DeviceCheckpoint, a_job_that_another_thread_writes_has_its_ranks_values_under_every_schedule) {
-  const Place place = on_device({"dp_shard=2", "zero3"});
-  const Recipe setup = movable({});
-  const Bits expected = trained(setup, {"dp_shard=2", "zero3"}, 2, "");
-  using Kind = harness::Interleaving::Kind;
-  std::vector<harness::Interleaving> schedules = {{.kind = Kind::eager}, {.kind = Kind::latest}};
-  for (uint64_t seed = 0; seed < 3; ++seed) {
-    schedules.push_back({.kind = Kind::random, .seed = seed});
-    schedules.push_back({.kind = Kind::pct, .seed = seed, .depth = 3, .steps = 500});
-  }
-  for (const harness::Interleaving& schedule : schedules) {
-    const auto policy = harness::make_policy(schedule);
-    const Scratch scratch;
-    fake_device::schedule_by(policy);
-    const std::shared_ptr<void> over(nullptr, [](void*) { fake_device::schedule_by(nullptr); });
-    ThreadsOptions options{.schedule = ThreadsOptions::Schedule::serial, .device = place.device};
-    options.policy = policy;
-    run_threads(
-        2,
-        [&](std::shared_ptr<Comm> comm) {
-          Trained run(setup, place, comm);
-          run.train(0, 2);
-          change_and_restore(*run.sharded);
-          SaveJob job(scratch / "at", *run.sharded, &*run.optimizer, {.step = 2}, {}, nullptr);
-          start_host_job([&] { job.write(); })->wait();
-          job.commit();
-          Trained other(setup, place, comm, 0.75);
-          load(scratch / "at", *other.sharded, &*other.optimizer);
-          EXPECT_EQ(other.bits() == expected, true) << "rank " << comm->rank() << ", " << schedule.str();
-        },
-        options);
-  }
 }
 
 TEST(DeviceCheckpoint, a_box_is_read_into_a_tensor_of_the_device) {

@@ -3,7 +3,10 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <functional>
+#include <vector>
 
 #include "testing/device/fingerprint.h"
 
@@ -21,7 +24,42 @@ void expect_told_apart(const at::Tensor& values, const std::function<void(at::Te
   for (const Fingerprint of : kBoth) EXPECT_NE(of(values), of(changed)) << what << ", " << values.numel() << " elements";
 }
 
+// What the fingerprint of memory is, a word at a time: of each MiB 32 lanes, eight of each quarter of its whole strides.
+uint64_t by_definition(const at::Tensor& values) {
+  constexpr size_t kBlock = size_t{1} << 20, kStride = 64;
+  constexpr uint64_t kStart = 0x9e3779b97f4a7c15, kFactor = 0x9e3779b1;
+  const auto* data = static_cast<const unsigned char*>(values.const_data_ptr());
+  uint64_t print = values.nbytes();
+  for (size_t begin = 0; begin < values.nbytes(); begin += kBlock) {
+    const size_t bytes = std::min(kBlock, values.nbytes() - begin), part = bytes / (4 * kStride) * kStride;
+    std::vector<uint64_t> lanes;
+    for (uint64_t lane = 1; lane <= 32; ++lane) lanes.push_back(kStart * lane);
+    for (size_t word = 0; word < (bytes + kStride - 1) / kStride * kStride; word += 8) {  // zeros behind the end
+      uint64_t bits = 0;
+      for (size_t byte = word; byte < std::min(bytes, word + 8); ++byte)
+        bits |= static_cast<uint64_t>(data[begin + byte]) << 8 * (byte - word);
+      const bool behind = word >= 4 * part;  // the whole strides
+      const size_t quarter = behind ? (word - 4 * part) / kStride : word / part;
+      uint64_t& lane = lanes[8 * quarter + (behind ? word - 4 * part : word % part) % kStride / 8];
+      lane = std::rotl(lane ^ bits, 29) * kFactor;
+    }
+    uint64_t of_block = bytes;
+    for (const uint64_t lane : lanes) of_block = combined(of_block, lane);
+    print = combined(print, of_block);
+  }
+  return print;
+}
+
 }  // namespace
+
+TEST(Fingerprint, is_the_same_by_wide_and_by_narrow_instructions) {
+  const at::Tensor values = at::randint(-128, 128, {(1 << 20) + 5000}, at::kChar);
+  for (const int64_t bytes : {0, 1, 63, 64, 65, 255, 256, 257, 500, 4095, 4096, 4097, 5001, 1 << 20, (1 << 20) + 4999})
+    for (const int64_t begin : {0, 1}) {
+      const at::Tensor part = values.narrow(0, begin, bytes);
+      EXPECT_EQ(fingerprint(part), by_definition(part)) << bytes << " bytes from " << begin;
+    }
+}
 
 TEST(Fingerprint, of_equal_bytes_is_equal_wherever_they_lie) {
   const at::Tensor values = at::randn({70'001}), elsewhere = at::cat({at::zeros({3}), values}).narrow(0, 3, 70'001);
@@ -29,7 +67,7 @@ TEST(Fingerprint, of_equal_bytes_is_equal_wherever_they_lie) {
 }
 
 TEST(Fingerprint, changes_with_every_bit_of_every_byte) {
-  for (const int64_t bytes : {1, 7, 8, 63, 64, 65, 130}) {
+  for (const int64_t bytes : {1, 7, 8, 63, 64, 65, 130, 300}) {
     const at::Tensor values = at::randint(-128, 128, {bytes}, at::kChar);
     for (int64_t bit = 0; bit < 8 * bytes; ++bit)
       expect_told_apart(values, [&](at::Tensor v) { v[bit / 8].bitwise_xor_(static_cast<int8_t>(1 << bit % 8)); },
@@ -38,7 +76,7 @@ TEST(Fingerprint, changes_with_every_bit_of_every_byte) {
 }
 
 TEST(Fingerprint, tells_apart_what_differs_in_order_in_signs_and_in_length) {
-  for (const int64_t count : {2, 5, 16, 48, 1000, 300'000}) {
+  for (const int64_t count : {2, 5, 16, 48, 1000, 1500, 300'000}) {
     const at::Tensor values = at::randn({count});
     const auto exchange = [&](int64_t a, int64_t b) {
       expect_told_apart(
@@ -50,7 +88,7 @@ TEST(Fingerprint, tells_apart_what_differs_in_order_in_signs_and_in_length) {
           },
           fmt::format("{} and {} exchanged", a, b));
     };
-    for (const int64_t apart : {1, 2, 16, 32}) // within a lane, between lanes, between words
+    for (const int64_t apart : {1, 2, 16, 32, 368})  // between halves of a word, words, steps of a lane, and parts of 1,500
       if (apart < count) exchange(0, apart), exchange(count - 1 - apart, count - 1);
     expect_told_apart(values, [](at::Tensor v) { v.neg_(); }, "all signs");
     expect_told_apart(values, [](at::Tensor v) { v.narrow(0, 0, 2).neg_(); }, "two signs");
