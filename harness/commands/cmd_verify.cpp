@@ -69,11 +69,18 @@ void prepare(Arguments& arguments) {
                 options.limits.world_max);
 }
 
+// There is one engine, one world of processes and one device, so cases take turns.
+void require_one_job(const Arguments& arguments, const char* where) {
+  SHARD_REQUIRE(arguments.options.jobs <= 1, "verify", "--jobs {} has no effect with {}: cases run one at a time; leave it out",
+                arguments.options.jobs, where);
+}
+
 // Engines are compared within a tolerance, on ranks of their own, and with a golden run that is their model already.
 std::unique_ptr<Engine> start_engine(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
   SHARD_REQUIRE(!options.limits.mode && options.corpus_directory.empty(), "verify",
                 "--engine {} trains within the tolerance of the mode fast; leave out --mode and --corpus", arguments.engine);
+  require_one_job(arguments, "--engine");
   arguments.launched.require_threads("--engine " + arguments.engine + " trains in Python, with ranks of its own");
   auto engine = std::make_unique<Engine>(arguments.engine);
   options.engine = engine.get();
@@ -278,6 +285,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
     const auto world = arguments->launched.start(arguments->mesh);
     const c10::Device device = arguments->launched.device();
+    if (world || !device.is_cpu()) require_one_job(*arguments, world ? "ranks that are processes" : "--device");
     arguments->options.limits.above_ten = !world && !arguments->world_max_given;
     const auto threads = thread_ranks_on(device);
     if (!device.is_cpu()) arguments->options.ranks = threads.get();
