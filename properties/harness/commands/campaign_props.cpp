@@ -245,6 +245,20 @@ TEST(Verify, the_table_and_the_coverage_add_up) {
   EXPECT_NE(coverage.table().find("all                            60         0"), std::string::npos) << coverage.table();
 }
 
+TEST(Verify, the_overview_counts_strategies_models_and_ranks_that_were_drawn) {
+  Coverage coverage;
+  EXPECT_EQ(coverage.overview(), "");
+  Verdict verdict;
+  verdict.held = true;
+  verdict.values_compared = 7;
+  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=3 : step"), verdict);
+  EXPECT_EQ(coverage.overview(), "drawn: 1 strategy, 1 kind of model, 2 ranks\ncompared: 7 values\n");
+  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=3) row_b_t_sr sgd(lr=0.1) ordered seed=3 : step"), verdict);
+  coverage.add(Case::parse("odd() mesh(dp_shard=2) ddp sgd(lr=0.1) ordered seed=3 : step"), verdict);
+  EXPECT_EQ(coverage.overview(),
+            "drawn: 2 strategies and 1 without a name (row_*), 2 kinds of models, 2 to 3 ranks\ncompared: 21 values\n");
+}
+
 // Minimal cases of bugs that random campaigns found in this library, so that they stay found.
 TEST(Verdict, bugs_found_before_stay_mended) {
   const char* const found[] = {
@@ -329,7 +343,10 @@ TEST(Verify, merged_failures_are_listed_once_and_escaped_for_junit) {
   EXPECT_FALSE(merged.held());
   EXPECT_EQ(merged.minimal.size(), 1U);
   EXPECT_EQ(merged.features.at("tp"), 4);
-  EXPECT_NE(describe(merged).find("FAILED: 8 of 10 cases held, in 2 reports"), std::string::npos) << describe(merged);
+  const std::string said = describe(merged, /*everything=*/false);
+  EXPECT_NE(said.find("FAILED: 8 of 10 cases held, in 2 reports"), std::string::npos) << said;
+  EXPECT_EQ(said.find("tp 4"), std::string::npos) << said;
+  EXPECT_NE(describe(merged, /*everything=*/true).find("  tp 4\n"), std::string::npos);
   EXPECT_NE(junit(merged).find("message=\"a &lt; b &amp; &quot;c&quot;\""), std::string::npos) << junit(merged);
   EXPECT_NE(junit(merged).find("tests=\"2\" failures=\"1\""), std::string::npos) << junit(merged);
 }
@@ -351,7 +368,8 @@ TEST(Verify, merged_failures_of_two_engines_are_two_each_with_the_line_that_repl
   const MergedReports merged = merge_reports(paths);
   ASSERT_EQ(merged.minimal.size(), 2U);
   for (const char* line : {"own/program replay 'mlp() : step'", "own/program replay --engine torch-ddp 'mlp() : step'"}) {
-    EXPECT_NE(describe(merged).find("  replay   " + std::string(line)), std::string::npos) << describe(merged);
+    const std::string said = describe(merged, /*everything=*/false);
+    EXPECT_NE(said.find("  replay   " + std::string(line)), std::string::npos) << said;
     EXPECT_NE(junit(merged).find("replay: " + std::string(line)), std::string::npos) << junit(merged);
   }
 }
@@ -364,8 +382,9 @@ TEST(Verify, texts_of_merged_reports_are_shown_and_never_obeyed) {
   failure.minimal = failure.where = failure.guess = failure.replay = evil;
   failure.what = evil + "\nsecond line";
   merged.minimal.push_back(failure);
-  EXPECT_TRUE(can_be_shown(describe(merged), /*lines=*/true)) << describe(merged);
-  EXPECT_NE(describe(merged).find("\nsecond line"), std::string::npos) << describe(merged);
+  const std::string said = describe(merged, /*everything=*/true);
+  EXPECT_TRUE(can_be_shown(said, /*lines=*/true)) << said;
+  EXPECT_NE(said.find("\nsecond line"), std::string::npos) << said;
   EXPECT_TRUE(can_be_shown(junit(merged), /*lines=*/true)) << junit(merged);
 }
 

@@ -65,7 +65,7 @@ TEST(Property, that_has_no_complaint_lets_a_case_hold_and_is_counted) {
   EXPECT_TRUE(result.failures.empty());
   EXPECT_EQ(result.coverage.properties().at("content"), 6);
   EXPECT_EQ(result.coverage.properties().at("not_about_this"), 0);
-  EXPECT_NE(result.coverage.summary().find("content 6"), std::string::npos) << result.coverage.summary();
+  EXPECT_NE(result.coverage.properties_summary().find("content 6"), std::string::npos) << result.coverage.properties_summary();
 }
 
 TEST(Property, is_asked_on_every_rank_at_every_moment_and_begins_again_after_a_load) {
