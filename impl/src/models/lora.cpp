@@ -53,8 +53,8 @@ bool is_adapter(const std::string& name) {
   return name.ends_with(std::string(".") + kDown) || name.ends_with(std::string(".") + kUp);
 }
 
-std::string weight_of(const std::string& layer, const char* part = nullptr) {
-  return layer + (layer.empty() ? "" : ".") + (part ? std::string(part) + ".weight" : "weight");
+std::string weight_of(const std::string& layer) {
+  return layer.empty() ? "weight" : layer + ".weight";
 }
 
 const ParallelStyle* style_of(const ParallelPlan& plan, const std::string& layer) {
@@ -135,9 +135,9 @@ void Lora::merge(Sharded& sharded) const {
   std::map<std::string, at::Tensor> zeros;
   sharded.write_parameters({});  // waits for ranks that still read parameters, and refuses a bad moment
   for (const std::string& layer : layers()) {
-    const at::Tensor down = sharded.gather_main_parameter(weight_of(layer, kDown));
-    const at::Tensor up = sharded.gather_main_parameter(weight_of(layer, kUp));
-    zeros[weight_of(layer, kUp)] = at::zeros_like(up);
+    const AdapterParameters names = adapter_parameters(layer);
+    const at::Tensor down = sharded.gather_main_parameter(names.a), up = sharded.gather_main_parameter(names.b);
+    zeros[names.b] = at::zeros_like(up);
     for (const Piece& piece : sharded.main_parameters())
       if (piece.name == weight_of(layer))
         at::Tensor(piece.data).add_(product_of(up, down, piece.run, scale()).to(piece.data.device()));
@@ -150,9 +150,15 @@ bool Lora::is_merged() const {
   return state_->merged;
 }
 
+AdapterParameters adapter_parameters(const std::string& layer) {
+  const std::string below = layer.empty() ? "" : layer + ".";
+  return {weight_of(below + kDown), weight_of(below + kUp)};
+}
+
 bool is_adapter_parameter(const std::string& name) {
-  const std::string part = "." + name;
-  return part.ends_with(std::string(".") + kDown + ".weight") || part.ends_with(std::string(".") + kUp + ".weight");
+  const AdapterParameters ends = adapter_parameters("");
+  const auto is = [&](const std::string& end) { return ("." + name).ends_with("." + end); };
+  return is(ends.a) || is(ends.b);
 }
 
 Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
@@ -186,7 +192,7 @@ Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
     Linear down(torch::nn::LinearOptions(weight.size(1), options.rank).bias(false));
     Linear up(torch::nn::LinearOptions(options.rank, weight.size(0)).bias(false));
     for (Linear part : {down, up}) part->to(weight.device(), weight.scalar_type());
-    fill_uniform(down->weight, weight_of(name, kDown), options.seed);
+    fill_uniform(down->weight, adapter_parameters(name).a, options.seed);
     up->weight.zero_();
     layer->register_module(kDown, down);
     layer->register_module(kUp, up);

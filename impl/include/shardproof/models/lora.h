@@ -73,6 +73,11 @@ class [[nodiscard]] Lora {
 // the module is parallel, sharded or without memory (meta).
 Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options);
 
+// The names of the parameters A and B of a layer.
+struct AdapterParameters {
+  std::string a, b;
+};
+AdapterParameters adapter_parameters(const std::string& layer);
 // Whether a parameter of this name is A or B of a layer.
 bool is_adapter_parameter(const std::string& name);
 
