@@ -291,9 +291,12 @@ Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* opti
   if (options.check_before) check_before(world, loader);
   sharded.zero_gradients();
   for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
-  const std::string error = error_of([&] { loader.fill(); });
-  agree(world,
-        error.empty() ? "" : error + " This was found while loading: the model now has some of the checkpoint's values.");
+  std::string error = error_of([&] { loader.fill(); });
+  if (!error.empty())
+    error +=
+        " This was found while loading: the model now has some of the checkpoint's values, and some of its own. Load it "
+        "again, or another checkpoint, before you use it.";
+  agree(world, error);
   sharded.main_parameters_changed();
   Loaded loaded = loader.take();
   state.schedule.set_step(loaded.trainer.step);

@@ -245,8 +245,12 @@ LoadedWeights load_weights(const std::string& path, Sharded& sharded, const Load
   WeightLoader loader(path, sharded, options);
   agree_on(world, [&] { loader.match(); });
   for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
-  const std::string error = error_of([&] { loader.fill(); });
-  agree(world, error.empty() ? "" : error + " This was found while loading: the model now has some of the file's values.");
+  std::string error = error_of([&] { loader.fill(); });
+  if (!error.empty())
+    error +=
+        " This was found while loading: the model now has some of the file's values, and some of its own. Load it again "
+        "before you use it.";
+  agree(world, error);
   sharded.main_parameters_changed();
   return loader.take();
 }
