@@ -58,6 +58,7 @@ class WeightLoader {
       const at::Tensor values = read(sources, box, tensor.scalar_type());
       at::Tensor(tensor).copy_(values.view(tensor.sizes()));
     }
+    if (!options_.partial) sharded_.impl().merged_adapters.clear();
     loaded_.bytes_read = reader_.bytes_read();
   }
 
