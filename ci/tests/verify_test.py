@@ -158,7 +158,7 @@ class Command(unittest.TestCase):
     def test_numbers_that_blow_up_end_replay_with_1_step_and_rank(self):
         done = self.run_command("replay", EXPLOSIVE)
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
-        for word in ("rank ", "step 1", "the loss is"):
+        for word in ("rank ", "step 2", "the loss is"):
             self.assertIn(word, done.stdout)
 
     def test_malformed_case_text_is_shown_with_its_column(self):

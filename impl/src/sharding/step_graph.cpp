@@ -107,7 +107,7 @@ struct StepGraph::Impl {
 
   Sharded::Impl& state() const { return sharded.impl(); }
   Schedule& schedule() const { return state().schedule; }
-  std::string where() const { return fmt::format("rank {}, step {}", schedule().rank(), schedule().step()); }
+  std::string where() const { return fmt::format("rank {}, step {}", schedule().rank(), schedule().current_step()); }
 
   void require_beginning() const {
     schedule().require_no_backward("StepGraph::run");

@@ -48,7 +48,7 @@ TEST(Property, that_complains_fails_the_case_by_its_name_with_step_and_rank) {
   const Verdict verdict = run_case(two_steps());
   EXPECT_FALSE(verdict.held);
   EXPECT_EQ(verdict.category, "property planted_live");
-  EXPECT_EQ(verdict.what, "property planted_live: step 1, rank 2, after the update: two eggs");
+  EXPECT_EQ(verdict.what, "property planted_live: step 2, rank 2, after the update: two eggs");
 }
 
 TEST(Property, that_has_no_complaint_lets_a_case_hold_and_is_counted) {
