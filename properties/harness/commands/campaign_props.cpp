@@ -16,7 +16,6 @@
 #include "harness/commands/verify.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
-#include "properties/kit/shown.h"
 
 using namespace harness;
 using shardproof::expect_error;
@@ -245,20 +244,6 @@ TEST(Verify, the_table_and_the_coverage_add_up) {
   EXPECT_NE(coverage.table().find("all                            60         0"), std::string::npos) << coverage.table();
 }
 
-TEST(Verify, the_overview_counts_strategies_models_and_ranks_that_were_drawn) {
-  Coverage coverage;
-  EXPECT_EQ(coverage.overview(), "");
-  Verdict verdict;
-  verdict.held = true;
-  verdict.values_compared = 7;
-  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=3 : step"), verdict);
-  EXPECT_EQ(coverage.overview(), "drawn: 1 strategy, 1 kind of model, 2 ranks\ncompared: 7 values\n");
-  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=3) row_b_t_sr sgd(lr=0.1) ordered seed=3 : step"), verdict);
-  coverage.add(Case::parse("odd() mesh(dp_shard=2) ddp sgd(lr=0.1) ordered seed=3 : step"), verdict);
-  EXPECT_EQ(coverage.overview(),
-            "drawn: 2 strategies and 1 without a name (row_*), 2 kinds of models, 2 to 3 ranks\ncompared: 21 values\n");
-}
-
 // Minimal cases of bugs that random campaigns found in this library, so that they stay found.
 TEST(Verdict, bugs_found_before_stay_mended) {
   const char* const found[] = {
@@ -372,20 +357,6 @@ TEST(Verify, merged_failures_of_two_engines_are_two_each_with_the_line_that_repl
     EXPECT_NE(said.find("  replay   " + std::string(line)), std::string::npos) << said;
     EXPECT_NE(junit(merged).find("replay: " + std::string(line)), std::string::npos) << junit(merged);
   }
-}
-
-TEST(Verify, texts_of_merged_reports_are_shown_and_never_obeyed) {
-  MergedReports merged;
-  const std::string evil = "a\x1b[2Jb";
-  merged.features[evil] = 1;
-  MergedFailure failure;
-  failure.minimal = failure.where = failure.guess = failure.replay = evil;
-  failure.what = evil + "\nsecond line";
-  merged.minimal.push_back(failure);
-  const std::string said = describe(merged, /*everything=*/true);
-  EXPECT_TRUE(can_be_shown(said, /*lines=*/true)) << said;
-  EXPECT_NE(said.find("\nsecond line"), std::string::npos) << said;
-  EXPECT_TRUE(can_be_shown(junit(merged), /*lines=*/true)) << junit(merged);
 }
 
 TEST(Verify, earlier_failures_with_more_ranks_than_there_are_are_left_out_and_counted) {
