@@ -48,16 +48,15 @@ struct Gpt {
 };
 
 // Llama style, pre-norm: RMS norm (x * rsqrt(mean(x^2) + eps) * weight), rotary positions (element i of a head turns with
-// element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head serves
-// heads / kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Where rope_factor is not 1, turns are
-// slowed down as in Llama 3.1 (rope.h). Data and loss as the GPT's; `positions` is the longest sequence. A head has `head_size`
-// features, or hidden / heads where that is 0. With `qkv_bias` the projections of queries, keys and values have biases. With
-// `qk_norm` an RMS norm over the features of each head's queries, and one of its keys, before they turn. Parameters, in this
-// order: "model.embed_tokens.weight" [vocab, hidden], per layer
-// "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with qkv_bias each of the first three followed by its "bias", with
-// qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head], "model.layers.<i>.mlp.{gate,up,down}_proj.weight",
-// "model.layers.<i>.{input,post_attention}_layernorm.weight", then "model.norm.weight" and, unless tied, "lm_head.weight".
-// Dropout: per layer, of attention's probabilities.
+// element i + head / 2 by position / theta^(2i / head), in float32 or canonical), grouped queries (a key head serves heads /
+// kv_heads neighbouring query heads), gated MLP down(silu(gate(x)) * up(x)). Where rope_factor is not 1, turns are slowed down
+// as in Llama 3.1 (rope.h). Data and loss are the GPT's; `positions` is the longest sequence. A head has `head_size` features,
+// or hidden / heads where that is 0. With `qkv_bias` the projections of queries, keys and values have biases. With `qk_norm`
+// there is an RMS norm over the features of each head's queries, and one of its keys, before they turn. Parameters, in this
+// order: "model.embed_tokens.weight" [vocab, hidden], per layer "model.layers.<i>.self_attn.{q,k,v,o}_proj.weight", with
+// qkv_bias each of the first three followed by its "bias", with qk_norm "model.layers.<i>.self_attn.{q,k}_norm.weight" [head],
+// "model.layers.<i>.mlp.{gate,up,down}_proj.weight", "model.layers.<i>.{input,post_attention}_layernorm.weight", then
+// "model.norm.weight" and, unless tied, "lm_head.weight". Dropout: per layer, of attention's probabilities.
 struct Llama {
   int64_t layers = 1;
   int64_t hidden = 8;  // a multiple of heads, by an even number unless head_size is given

@@ -254,7 +254,8 @@ void require_valid(const Run& run) {
   for (const Step& step : run.steps) {
     const int64_t index = &step - run.steps.data();
     if (step.after && (*step.after < -1 || *step.after >= index))
-      refuse(fmt::format("step {} begins after step {}, expected -1 or an earlier one", index, *step.after));
+      refuse(fmt::format("step {} begins after step {}, expected an earlier one, or 0 for the beginning", index + 1,
+                         *step.after + 1));
     require_valid(run.model, step);
     require_valid(step.order.value_or(run.order), step);
   }

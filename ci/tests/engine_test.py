@@ -106,6 +106,7 @@ class Engines(unittest.TestCase):
         self.expect_refused("no engine is called ddp; there are torch-ddp, ", "verify", "--engine", "ddp")
         self.expect_refused("engines:nothing cannot be imported: AttributeError", "verify", "--engine", "engines:nothing")
         self.expect_refused("leave out --mode", "verify", "--engine", "torch-ddp", "--mode", "exact")
+        self.expect_refused("--jobs 4 has no effect with --engine", "verify", "--engine", "torch-ddp", "--jobs", "4")
         for command in (["verify"], ["replay", MLP]):
             self.expect_refused("leave out --device, --backend and --ranks", *command, "--engine", "torch-ddp", "--ranks", "2")
             self.expect_refused("--timeout is for --backend", *command, "--engine", "torch-ddp", "--timeout", "3")

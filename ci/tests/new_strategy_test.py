@@ -30,7 +30,7 @@ class NewStrategy(unittest.TestCase):
             for library in ("libshardproof.so", "libshardproof_harness.so", "libshardproof_golden.so"):
                 self.assertIn(f"{scratch}/prefix", next(line for line in linked.split("\n") if library in line))
             only = ("--strategy", "tiered", "--no-python", "--failures", f"{scratch}/failures")
-            output = run(program, "verify", "--cases", "40", *only)
+            output = run(program, "verify", "--cases", "40", "--verbose", *only)
             self.assertRegex(output, r"tiered +\w+ +\d+")
             self.assertRegex(output, r"properties asked \(cases\): keeps_what_it_updates [1-9]")
             self.assertIn("ALL HELD: 40 of 40 cases", output)

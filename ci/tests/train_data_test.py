@@ -50,14 +50,18 @@ class TrainData(TrainingRuns):
         folder = os.path.join(self.folder, "run")
         self.assertEqual(self.train("--shuffle", "--checkpoint-dir", folder)[0], 0)
         again = ("--checkpoint-dir", folder, "--resume", "--steps", "4")
-        self.expect_refused("this one has nothing", *again)
-        self.expect_refused("a run with --shuffle with --data-seed = 1, this one has 2", "--shuffle", "--data-seed", "2",
-                            *again)
+        self.expect_refused("it was saved with --shuffle --data-seed 1, and this run has no --shuffle. To go on, "
+                            "give --shuffle --data-seed 1. Or", *again)
+        self.expect_refused("saved with --shuffle --data-seed 1, and this run has --shuffle --data-seed 2. To go on, give "
+                            "--shuffle --data-seed 1. Or", "--shuffle", "--data-seed", "2", *again)
         self.assertEqual(self.train("--shuffle", *again)[0], 0)
         plain = os.path.join(self.folder, "plain")
         self.assertEqual(self.train("--checkpoint-dir", plain)[0], 0)
-        self.expect_refused("a run with --shuffle with --data-seed = nothing, this one has 1", "--shuffle",
-                            "--checkpoint-dir", plain, "--resume", "--steps", "4")
+        self.expect_refused("saved with no --shuffle, and this run has --shuffle --data-seed 1. To go on, leave out --shuffle "
+                            "--data-seed 1. Or", "--shuffle", "--checkpoint-dir", plain, "--resume", "--steps", "4")
+        self.expect_refused("saved with --lr 0.001, no --shuffle, and this run has --lr 0.5, --shuffle --data-seed 1. To go "
+                            "on, give --lr 0.001, and leave out --shuffle", "--shuffle", "--lr", "0.5", "--checkpoint-dir",
+                            plain, "--resume", "--steps", "4")
 
     def test_files_of_tokens_train_to_the_golden_bits_in_the_documented_order(self):
         for letter, kind, width in (("H", "uint16", 2), ("I", "uint32", 4)):

@@ -51,7 +51,8 @@ class TrainPrecision(TrainingRuns):
         folder = os.path.join(self.folder, "run")
         first = self.train("--precision", "bf16", "--checkpoint-dir", folder, "--steps", "2")
         self.assertEqual(first[0], 0, first[3])
-        self.expect_refused("is of a run with --precision", "--checkpoint-dir", folder, "--resume")
+        self.expect_refused("saved with --precision 'bf16', and this run has no --precision", "--checkpoint-dir", folder,
+                            "--resume")
         code, _, output, errors = self.train(
             "--precision", "bf16", "--checkpoint-dir", folder, "--resume", "--mesh", "dp_shard=4", "--steps", "4", "--check")
         self.assertEqual(code, 0, output + errors)

@@ -196,9 +196,9 @@ class Train(TrainingRuns):
         self.assertEqual(self.train("--checkpoint-dir", directory)[0], 0)
         self.expect_refused("go on from it with --resume", "--checkpoint-dir", directory)
         again = ("--checkpoint-dir", directory, "--resume")
-        self.expect_refused("beyond --steps 2", "--steps", "2", *again)
+        self.expect_refused("counts from the beginning of the run; give at least", "--steps", "2", *again)
         for option, value in (("--lr", "0.5"), ("--seed", "4"), ("--global-batch", "8"), ("--seq", "5")):
-            self.expect_refused(f"a run with {option} = ", option, value, *again)
+            self.expect_refused(f"and this run has {option} {value}. To go on, give {option} ", option, value, *again)
         self.expect_refused(f"--model has heads=4, and {directory}/step_3 has heads=2", *again,
                             model=MODEL.replace("heads=2", "heads=4"))
         self.expect_refused(f"--model is a llama, and {directory}/step_3 is of a gpt", *again, model="llama(layers=1)")

@@ -92,8 +92,8 @@ class TrainValidation(TrainingRuns):
         folder = os.path.join(self.folder, "run")
         cosine = ("--schedule", "cosine", "--warmup", "2", "--checkpoint-dir", folder)
         self.steps(*cosine, "--schedule-steps", "6", "--steps", "3")
-        self.expect_refused("a run with --schedule-steps = 6, this one has 5", *cosine, "--resume", "--steps", "5")
-        self.expect_refused("a run with --schedule = 'cosine', this one has nothing", "--checkpoint-dir", folder, "--resume",
+        self.expect_refused("with --schedule-steps 6, and this run has --schedule-steps 5", *cosine, "--resume", "--steps", "5")
+        self.expect_refused("give --schedule 'cosine' --schedule-steps 6 --lr-last", "--checkpoint-dir", folder, "--resume",
                             "--warmup", "2", "--steps", "5")
         resumed, output = self.steps(*cosine, "--schedule-steps", "6", "--steps", "6", "--resume", "--check", "--mesh",
                                      "dp_shard=4")

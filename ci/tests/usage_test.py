@@ -87,7 +87,7 @@ class Usage(unittest.TestCase):
         self.assertEqual((quiet.returncode, quiet.stderr), (0, ""))
         self.assertRegex(quiet.stdout, r"^ALL HELD: 3 of 3 cases held, in [^\n]*\n$")
         self.assertEqual(len(re.findall(r"^held +[0-9.]+ s  ", verbose.stderr, re.MULTILINE)), 3, verbose.stderr)
-        self.assertGreater(len(verbose.stdout.splitlines()), 5)
+        self.assertGreater(len(verbose.stdout.splitlines()), 10)
         self.assertEqual(run("verify", "--quiet", "--verbose").returncode, 2)
 
     def test_scripts_of_the_other_shells_are_written(self):

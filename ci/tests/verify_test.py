@@ -38,16 +38,35 @@ class Command(unittest.TestCase):
         for word in ("Exception raised from", "frame #", "terminate called"):
             self.assertNotIn(word, done.stderr)
 
-    def test_a_healthy_campaign_ends_with_0_a_table_and_a_report(self):
+    def test_a_healthy_campaign_ends_with_0_a_short_verdict_and_a_report(self):
         done, lines = self.verify("--cases", "30", "--jobs", "2", "--strategy", "zero2", "--world-max", "3")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("ALL HELD: 30 of 30 cases held", done.stdout)
-        self.assertRegex(done.stdout, r"strategy +model +world +cases +failures")
+        said = done.stdout.splitlines()
+        self.assertLessEqual(len(said), 6, done.stdout)
+        self.assertRegex(said[0], r"^drawn: 1 strategy, [1-5] kinds? of models?, 1 to 3 ranks$")
+        self.assertRegex(said[1], r"^compared: [1-9]\d* values")
+        self.assertIn("--verbose lists it, --report FILE shows it in a browser, --json FILE has all of it", said[2])
+        self.assertRegex(said[-1], "^ALL HELD: ")
         cases = [line["case"] for line in lines if line["type"] == "case"]
         self.assertEqual(len(set(cases)), 30)
         for case in cases:
             self.assertRegex(case, r"mesh\(((dp_replicate=[123],)?dp_shard=[123])?,?(cp=[23])?,?(tp=[23])?\) zero2")
         self.assertEqual(lines[-1]["type"], "summary")
+        self.assertIn("frozen", lines[-1]["covered"])
+
+    def test_a_verbose_campaign_lists_what_its_cases_had_and_so_do_merged_reports(self):
+        done, _ = self.verify("--cases", "6", "--tiny", "--verbose")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertRegex(done.stdout, r"strategy +model +world +cases +failures\n")
+        merged = {how: self.run_command("verify", "--merge", self.report, *how).stdout for how in ((), ("--verbose",))}
+        self.assertNotIn("covered (cases):", merged[()])
+        self.assertIn("--verbose lists it", merged[()])
+        for said in (done.stdout, merged["--verbose",]):
+            self.assertRegex(said, r"covered \(cases\):\n")
+            self.assertRegex(said, r"valid pairs were drawn")
+        for said in (done.stdout, *merged.values()):
+            self.assertRegex(said.splitlines()[-1], "^ALL HELD: 6 of 6 cases held")
 
     def test_the_same_seed_runs_the_same_cases_and_another_others(self):
         def cases(seed):
@@ -139,7 +158,7 @@ class Command(unittest.TestCase):
     def test_numbers_that_blow_up_end_replay_with_1_step_and_rank(self):
         done = self.run_command("replay", EXPLOSIVE)
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
-        for word in ("rank ", "step 1", "the loss is"):
+        for word in ("rank ", "step 2", "the loss is"):
             self.assertIn(word, done.stdout)
 
     def test_malformed_case_text_is_shown_with_its_column(self):

@@ -189,7 +189,7 @@ void validate_mode(const Case& c) {
 void validate_loads(const Case& c) {
   for (size_t s = 0; s < c.steps.size(); ++s) {
     if (!c.steps[s].loads()) continue;
-    SHARD_REQUIRE(c.loaded_after(s) >= -1, "case", "load@ before step {} needs a save before it", s);
+    SHARD_REQUIRE(c.loaded_after(s) >= -1, "case", "load@ before step {} needs a save before it", s + 1);
     const Case there = c.at(s);
     validate_mesh(there);
     validate_options(there);

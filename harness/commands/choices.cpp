@@ -40,7 +40,9 @@ Machine chosen_machine(const std::string& text) {
   return read_machine(text);
 }
 
-std::string strategy_help() { return fmt::format("the strategy, one of {}", fmt::join(strategy_names(), ", ")); }
+std::string strategy_help() {
+  return fmt::format("the strategy, one of {}, or a row_* (docs/strategies.md)", fmt::join(strategy_names(), ", "));
+}
 
 const shardproof::Strategy& chosen_strategy(const std::string& name) {
   try {

@@ -69,11 +69,18 @@ void prepare(Arguments& arguments) {
                 options.limits.world_max);
 }
 
+// There is one engine, one world of processes and one device, so cases take turns.
+void require_one_job(const Arguments& arguments, const char* where) {
+  SHARD_REQUIRE(arguments.options.jobs <= 1, "verify", "--jobs {} has no effect with {}: cases run one at a time; leave it out",
+                arguments.options.jobs, where);
+}
+
 // Engines are compared within a tolerance, on ranks of their own, and with a golden run that is their model already.
 std::unique_ptr<Engine> start_engine(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
   SHARD_REQUIRE(!options.limits.mode && options.corpus_directory.empty(), "verify",
                 "--engine {} trains within the tolerance of the mode fast; leave out --mode and --corpus", arguments.engine);
+  require_one_job(arguments, "--engine");
   arguments.launched.require_threads("--engine " + arguments.engine + " trains in Python, with ranks of its own");
   auto engine = std::make_unique<Engine>(arguments.engine);
   options.engine = engine.get();
@@ -95,6 +102,9 @@ void limit_to(const shardproof::ProcessWorld& world, Arguments& arguments) {
   arguments.options.ranks_max = world.size();
 }
 
+constexpr const char* kWhereTheRestIs =
+    "what the cases had: --verbose lists it, --report FILE shows it in a browser, --json FILE has all of it\n";
+
 void print_refused(const VerifyResult& result, const Engine& engine) {
   fmt::print("{} trained {} of {} drawn cases; each of the others has something that it cannot do, or is not given:\n",
              engine.name(),
@@ -104,8 +114,11 @@ void print_refused(const VerifyResult& result, const Engine& engine) {
   for (const auto& [reason, count] : result.refused) fmt::print("  {:>6}  {}\n", count, reason);
 }
 
+// Everything with --verbose, and else what fits in a few lines.
 void print_coverage(const VerifyResult& result, const VerifyOptions& options) {
-  fmt::print("{}\n{}{}", result.coverage.table(), result.coverage.summary(), describe(result.combinations));
+  const bool everything = verbosity() == Verbosity::verbose;
+  if (everything) fmt::print("{}\n{}{}", result.coverage.table(), result.coverage.summary(), describe(result.combinations));
+  fmt::print("{}{}", result.coverage.overview(), result.coverage.properties_summary());
   if (options.engine) print_refused(result, *options.engine);
   if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
   if (result.left_out > 0)
@@ -116,6 +129,7 @@ void print_coverage(const VerifyResult& result, const VerifyOptions& options) {
                result.oracle_differences.size());
   if (options.schedules > 0)
     fmt::print("schedules: {} runs, {} of them distinct\n", result.schedules, result.schedules_distinct);
+  if (!everything) fmt::print("{}", kWhereTheRestIs);
 }
 
 void print(const VerifyResult& result, const VerifyOptions& options) {
@@ -185,7 +199,7 @@ void require_compared(const VerifyResult& result, const VerifyOptions& options) 
 
 // The options that mean something beside --merge.
 void require_alone(const CLI::App& command) {
-  const std::set<std::string> with_merge = {"--merge", "--junit", "--report", "--faults"};
+  const std::set<std::string> with_merge = {"--merge", "--junit", "--report", "--faults", "--verbose"};
   for (const CLI::Option* option : command.get_options())
     SHARD_REQUIRE(option->count() == 0 || with_merge.contains(option->get_name()), "verify",
                   "--merge runs no case, so {} has no effect; leave it out", option->get_name());
@@ -196,7 +210,7 @@ int merge(const Arguments& arguments) {
   const MergedReports merged = merge_reports(arguments.merge, [&](const nlohmann::json& line) { files.add(line); });
   SHARD_REQUIRE(merged.cases > 0, "verify", "--merge: no case has run in the {} reports, so nothing was compared",
                 merged.reports);
-  fmt::print("{}", describe(merged));
+  fmt::print("{}", describe(merged, verbosity() == Verbosity::verbose));
   files.write();
   return merged.held() ? 0 : 1;
 }
@@ -234,7 +248,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--minutes", options.minutes, "run for so many minutes instead");
   command->add_option("--seed", options.seed, "the seed from which the cases are drawn")->capture_default_str();
   command->add_option("--jobs", options.jobs, "how many cases run at a time; 0: one for each processor")->capture_default_str();
-  command->add_option("--strategy", arguments->strategy, "only this one, e.g. ddp, zero1, zero2, zero3, hsdp, hfsdp, hzero2");
+  command->add_option("--strategy", arguments->strategy,
+                      "only this one: ddp, zero1, zero2, zero3, hsdp, hfsdp, hzero2, or a row_* (docs/strategies.md)");
   add_engine_option(*command, arguments->engine);
   command->add_option("--mesh", arguments->mesh, "run only on this mesh, axis=size,axis=size");
   command->add_option("--mode", arguments->mode, "run only this mode: exact, ordered, canonical or fast");
@@ -260,7 +275,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_option("--faults", arguments->faults, "a file of ci/faults --json, to be shown on the page of --report");
   command->add_option("--json", options.json, "also write JSON objects to this file, one a line");
   arguments->launched.add_to(*command);
-  add_verbosity(*command, "say nothing but failures and the verdict", "say a line for each case, when it has been judged");
+  add_verbosity(*command, "say nothing but failures and the verdict",
+                "say a line for each case, when it has been judged, and at the end what the cases had");
   command->callback([arguments, command, &exit_code] {
     if (!arguments->merge.empty()) {
       require_alone(*command);
@@ -278,6 +294,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
     const auto world = arguments->launched.start(arguments->mesh);
     const c10::Device device = arguments->launched.device();
+    if (world || !device.is_cpu()) require_one_job(*arguments, world ? "ranks that are processes" : "--device");
     arguments->options.limits.above_ten = !world && !arguments->world_max_given;
     const auto threads = thread_ranks_on(device);
     if (!device.is_cpu()) arguments->options.ranks = threads.get();

@@ -4,10 +4,12 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <set>
 #include <vector>
 
 #include "harness/case/facets.h"
 #include "harness/run/property.h"
+#include "shardproof/algebra/strategy.h"
 
 namespace harness {
 
@@ -170,13 +172,43 @@ std::string Coverage::properties_summary() const {
   return fmt::format("properties asked (cases): {}\n", fmt::join(items, ", "));
 }
 
+namespace {
+
+std::string counted(size_t count, const char* one, const char* many) {
+  return fmt::format("{} {}", count, count == 1 ? one : many);
+}
+
+}  // namespace
+
+std::string Coverage::overview() const {
+  std::set<std::string> named, free, models;
+  std::set<int64_t> worlds;
+  for (const auto& [key, row] : rows_) {
+    const auto& [strategy, model, world] = key;
+    const auto is_this = [&](const shardproof::Strategy& known) { return known.name == strategy; };
+    (std::ranges::any_of(shardproof::free_rows(), is_this) ? free : named).insert(strategy);
+    models.insert(model);
+    worlds.insert(world);
+  }
+  if (worlds.empty()) return "";
+  std::string text = fmt::format("drawn: {}", counted(named.size(), "strategy", "strategies"));
+  if (!free.empty()) text += fmt::format(" and {} without a name (row_*)", free.size());
+  text += fmt::format(", {}, ", counted(models.size(), "kind of model", "kinds of models"));
+  text += *worlds.begin() == *worlds.rbegin() ? counted(static_cast<size_t>(*worlds.begin()), "rank", "ranks")
+                                              : fmt::format("{} to {} ranks", *worlds.begin(), *worlds.rbegin());
+  text += fmt::format("\ncompared: {} values", values_compared_);
+  if (ratio_max_ > 0) text += fmt::format("; fast mode: at most {:.2f} times the unsharded run's distance", ratio_max_);
+  return text + "\n";
+}
+
 std::string Coverage::table() const {
   std::string text = fmt::format("{:<10} {:<6} {:>6} {:>8} {:>9}\n", "strategy", "model", "world", "cases", "failures");
   for (const auto& [key, row] : rows_) {
     const auto& [strategy, model, world] = key;
     text += fmt::format("{:<10} {:<6} {:>6} {:>8} {:>9}\n", strategy, model, world, row.cases, row.failures);
   }
-  return text + fmt::format("{:<10} {:<6} {:>6} {:>8} {:>9}\n", "all", "", "", cases_, failures_);
+  text += fmt::format("{:<10} {:<6} {:>6} {:>8} {:>9}\n", "all", "", "", cases_, failures_);
+  return text + "row_* are rows of layouts that no framework has a name for (docs/strategies.md)\n";
 }
 
 std::string Coverage::summary() const {
@@ -190,10 +222,7 @@ std::string Coverage::summary() const {
     }
     line += (line.empty() ? "" : ", ") + item;
   }
-  text += "  " + line + "\n";
-  text += fmt::format("compared: {} values", values_compared_);
-  if (ratio_max_ > 0) text += fmt::format("; fast mode: at most {:.2f} times the unsharded run's distance", ratio_max_);
-  return text + "\n" + found_summary() + properties_summary();
+  return text + "  " + line + "\n" + found_summary();
 }
 
 }  // namespace harness

@@ -32,16 +32,19 @@ class Coverage {
   // that is not among those drawn had no case.
   nlohmann::json pairs() const;
 
+  // In two lines: what was drawn, and how much was compared.
+  std::string overview() const;
   // strategy x model x world: cases and failures.
   std::string table() const;
-  // What was covered, by feature.
+  // How many cases had which feature.
   std::string summary() const;
+  // In how many cases each registered property was asked; "" where there is none.
+  std::string properties_summary() const;
 
  private:
   void add_history(const Case& c);
   void add_model(const Case& c);
   std::string found_summary() const;
-  std::string properties_summary() const;
 
   struct Row {
     int64_t cases = 0, failures = 0;

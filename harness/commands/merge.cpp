@@ -83,11 +83,19 @@ MergedReports merge_reports(const std::vector<std::string>& paths, const std::fu
   return merged;
 }
 
-std::string describe(const MergedReports& merged) {
+std::string describe(const MergedReports& merged, bool everything) {
   using shardproof::escaped;
-  std::string text = "covered (cases):\n";
-  for (const auto& [feature, cases] : merged.features) text += fmt::format("  {} {}\n", escaped(feature), cases);
-  text += describe(merged.combinations.figures({}));
+  std::string text;
+  if (everything) {
+    text = "covered (cases):\n";
+    for (const auto& [feature, cases] : merged.features) text += fmt::format("  {} {}\n", escaped(feature), cases);
+    text += describe(merged.combinations.figures({}));
+  } else {
+    text = fmt::format("compared: {} values\nwhat the cases had: --verbose lists it, --report FILE shows it in a browser\n",
+                       merged.values_compared);
+  }
+  if (merged.oracle_differences > 0)
+    text += fmt::format("golden run against PyTorch in Python: {} differences\n", merged.oracle_differences);
   for (const MergedFailure& failure : merged.minimal) {
     text += fmt::format("\nFAILURE: {}\n", shardproof::escaped_lines(failure.what));
     if (!failure.where.empty()) text += fmt::format("  where    {}\n", escaped(failure.where));

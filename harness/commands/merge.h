@@ -38,8 +38,9 @@ void add_line(const nlohmann::json& line, MergedReports& merged);
 MergedReports merge_reports(const std::vector<std::string>& paths,
                             const std::function<void(const nlohmann::json&)>& also = {});
 
-// As verify prints it. Texts of the files are escaped.
-std::string describe(const MergedReports& merged);
+// As verify prints it. Texts of the files are escaped. `everything`: also how many cases had which feature, and how many pairs
+// of values were drawn.
+std::string describe(const MergedReports& merged, bool everything);
 
 // JUnit's XML, as CI systems read it: one test of all cases, and one for each failure.
 std::string junit(const MergedReports& merged);

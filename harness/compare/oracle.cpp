@@ -91,7 +91,7 @@ Difference oracle_difference(const Case& c) {
                       python = golden::train_in_python(run);
   for (size_t step = 0; step < ours.size(); ++step)
     if (auto difference = compare_step({ours[step], single[step], python.at(step)}))
-      return fmt::format("step {}: {}", step, *difference);
+      return fmt::format("step {}: {}", step + 1, *difference);
   return {};
 }
 

@@ -114,7 +114,8 @@ void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproo
   } catch (const shardproof::Error&) {
     told = false;
   }
-  SHARD_REQUIRE(!told, "harness", "the save before step {} died, and rank {} was told that it is there", step, sharded.rank());
+  SHARD_REQUIRE(!told, "harness", "the save before step {} died, and rank {} was told that it is there", step + 1,
+                sharded.rank());
   if (!after_rename(step)) return;
   shardproof::checkpoint::load(folder, sharded, &optimizer);
   if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
@@ -149,12 +150,12 @@ void CaseCheckpoints::lose_power(size_t step, shardproof::Sharded& sharded, shar
     for (const int64_t known : before)
       SHARD_REQUIRE((known == saved && state.mark == 0) || std::find(after.begin(), after.end(), known) != after.end(),
                     "harness", "checkpoint {} is lost: power failed {} step {}", known,
-                    state.mark == 0 ? "while one was saved before" : "after one was saved before", step);
+                    state.mark == 0 ? "while one was saved before" : "after one was saved before", step + 1);
     for (const int64_t known : after) {
       const std::string path = shardproof::checkpoint::step_folder(directory_, known);
       const auto verified = shardproof::checkpoint::verify_checkpoint(shardproof::checkpoint::system_files(), path);
       SHARD_REQUIRE(verified.problems.empty(), "harness", "after a loss of power before step {}, checkpoint {} is damaged: {}",
-                    step, known, verified.problems[0].str());
+                    step + 1, known, verified.problems[0].str());
     }
     return after.empty() || after.back() != saved ? "" : "there";
   });

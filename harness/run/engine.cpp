@@ -202,7 +202,7 @@ class EngineRanks final : public Ranks {
       bool finite = std::isfinite(ranks[rank].gradient_norm);
       for (const double loss : ranks[rank].losses) finite &= std::isfinite(loss);
       if (!finite)
-        throw shardproof::NonFiniteError(fmt::format("rank {}, step {}: the loss or the norm is not finite", rank, step));
+        throw shardproof::NonFiniteError(fmt::format("rank {}, step {}: the loss or the norm is not finite", rank, step + 1));
     }
   }
 

@@ -33,7 +33,7 @@ struct Told {
 using Found = std::optional<Told>;
 
 Told found(const Failing& failing, const WrongPieces& wrong, std::string guess, bool in_modules = false) {
-  return {{.where = fmt::format("step {}: {}", failing.step, in_words(wrong, std::ssize(failing.ranks))),
+  return {{.where = fmt::format("step {}: {}", failing.step + 1, in_words(wrong, std::ssize(failing.ranks))),
            .guess = std::move(guess)},
           in_modules};
 }
@@ -65,7 +65,7 @@ Found in_losses(const Failing& failing) {
         const bool differs = far ? !near(held, golden) : failing.c.mode != Mode::fast && held != golden;
         if (differs)
           return Told{
-              {.where = fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step, rank, round),
+              {.where = fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step + 1, rank, round),
                .guess = far ? guess_of_loss(failing, rank, round)
                             : "it is " + rounding_of(std::abs(held - golden) / std::abs(golden))},
               far};
@@ -120,7 +120,7 @@ Found in_parameters(const Failing& failing) {
 Found in_norm(const Failing& failing) {
   const double wanted = failing.golden().gradient_norm, held = failing.ranks.front().gradient_norm;
   if (failing.c.mode == Mode::fast ? near(held, wanted) : held == wanted) return {};
-  return Told{{.where = fmt::format("step {}: the gradient norm is wrong, and the gradients are right", failing.step),
+  return Told{{.where = fmt::format("step {}: the gradient norm is wrong, and the gradients are right", failing.step + 1),
                .guess = guess_of_norm(failing)}};
 }
 

@@ -10,7 +10,7 @@
 namespace harness {
 
 struct Explanation {
-  std::string where;  // "step 0: 2 of 4 gradients are wrong, layers.1.weight first, on ranks 1 and 3 of 4"
+  std::string where;  // "step 1: 2 of 4 gradients are wrong, layers.1.weight first, on ranks 1 and 3 of 4"
   // The first module that differs (module_difference.h), or that none does. It is "" where losses and gradients are right or
   // only rounded in another way, and where ranks are not threads.
   std::string first = {};

@@ -28,10 +28,10 @@ struct Difference {
   size_t order = 0;  // among the calls of the microbatch, in the order of the pass
   Aspect aspect = Aspect::parameter;
   const ModuleCall* golden = nullptr;
-  std::string parameter;    // its name, where it is one
-  bool reordered = false;   // the module's parameters together have the right elements, in another order
-  at::Tensor wanted, held;  // float64
-  std::string note;
+  std::string parameter = "";  // its name, where it is one
+  bool reordered = false;      // the module's parameters together have the right elements, in another order
+  at::Tensor wanted, held;     // float64
+  std::string note = "";
   size_t rank = 0;
 
   auto key() const { return std::tuple(round, backward, order, aspect); }

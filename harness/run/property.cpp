@@ -49,7 +49,7 @@ void ask_properties(const LiveRun& run, std::vector<PropertyComplaint>& complain
   for (const Property& property : registered()) {
     if (!property.live || !is_asked(property, run.c)) continue;
     if (const Complaint complaint = property.live(run))
-      complaints.push_back({property.name, fmt::format("step {}, rank {}, {}: {}", run.step, run.sharded.rank(),
+      complaints.push_back({property.name, fmt::format("step {}, rank {}, {}: {}", run.step + 1, run.sharded.rank(),
                                                        to_string(run.moment), *complaint)});
   }
 }

@@ -179,7 +179,7 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
       ++(reference.trace()[step].gradient_norm > c.clip_norm ? verdict.steps_clipped : verdict.steps_not_clipped);
     if (auto difference = reference.difference(step, sharded[step], verdict)) {
       verdict.category = first_word(*difference);
-      verdict.what = fmt::format("step {}: {}", step, *difference);
+      verdict.what = fmt::format("step {}: {}", step + 1, *difference);
       verdict.step = static_cast<int64_t>(step);
       return;
     }
@@ -213,7 +213,8 @@ void compare_until_divergence(Case c, golden::Run run, size_t steps, Ranks& rank
   try {
     ranks.train(c, run);
     verdict.category = "error";
-    verdict.what = fmt::format("error: the unsharded run is not finite in step {}, and the sharded run did not notice", steps);
+    verdict.what =
+        fmt::format("error: the unsharded run is not finite in step {}, and the sharded run did not notice", steps + 1);
     return;
   } catch (const shardproof::NonFiniteError& error) {
     refusal = message_of(error);

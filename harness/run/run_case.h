@@ -13,7 +13,7 @@ namespace harness {
 
 struct Verdict {
   bool held = false;
-  std::string what;      // empty when it held; else "step 1: gradient of ..., element [..], on rank 2: golden .., sharded .."
+  std::string what;      // empty when it held; else "step 2: gradient of ..., element [..], on rank 2: golden .., sharded .."
   std::string category;  // its first word: loss, gradient, parameter, a state's name, "property NAME", error, control
   int64_t values_compared = 0;
   double ratio_max = 0;  // fast mode: largest distance from the truth over the unsharded run's

@@ -89,7 +89,7 @@ std::optional<std::string> first_change(const Steps& before, const Steps& after)
   for (size_t step = 0; step < before.size(); ++step)
     for (size_t rank = 0; rank < before[step].size(); ++rank)
       if (auto change = first_change(before[step][rank], after[step][rank]))
-        return fmt::format("step {}, rank {}: {}", step, rank, *change);
+        return fmt::format("step {}, rank {}: {}", step + 1, rank, *change);
   return std::nullopt;
 }
 

@@ -241,8 +241,8 @@ class RankRun {
     const at::Tensor sum = network_.loss_of(output, data), loss = sum * data.weight;
     result.losses.push_back(value_of(sum, data.weight));
     if (!std::isfinite(result.losses.back()))
-      throw NonFiniteError(fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index, round,
-                                       result.losses.back()));
+      throw NonFiniteError(
+          fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index + 1, round, result.losses.back()));
     if (watch_) watch_->begin_backward();
     (scaler_ ? scaler_->scale(loss) : loss).backward();
     if (watch_ && index == tracing_.step)

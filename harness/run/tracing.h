@@ -18,8 +18,8 @@ namespace harness {
 // What the modules of a rank did in one microbatch.
 struct MicrobatchTrace {
   std::vector<shardproof::ModuleCall> calls;
-  at::Tensor positions;  // those of its sequences that the rank computes, int64; undefined where it computes all
-  double scale = 1;      // of the loss, and so of its gradients
+  at::Tensor positions = {};     // those of its sequences that the rank computes, int64; undefined where it computes all
+  double scale = 1;              // of the loss, and so of its gradients
   golden::Named gradients = {};  // of the parameters, where the model is unsharded
 };
 using ModuleTraces = std::vector<std::vector<MicrobatchTrace>>;  // [rank][round]

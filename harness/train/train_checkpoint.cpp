@@ -1,6 +1,7 @@
 #include "harness/train/train_checkpoint.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <filesystem>
 
@@ -18,6 +19,9 @@ using shardproof::checkpoint::Value;
 constexpr const char* kRun = "run";
 constexpr const char* kHistory = "history";
 constexpr const char* kWeights = "weights";
+// Options whose names in a checkpoint are not those of the command line.
+constexpr const char* kBytes = "--data (bytes)";
+constexpr const char* kShuffle = "--shuffle with --data-seed";
 
 // What must not change, with the options that say it.
 Value describe_run(const TrainOptions& options, const TrainingData& data) {
@@ -25,7 +29,7 @@ Value describe_run(const TrainOptions& options, const TrainingData& data) {
   const DataOptions& d = data.options();
   Value::Pairs run = {
       {Value::string("--model"), Value::string(str(options.model))},
-      {Value::string("--data (bytes)"), Value::integer(data.files().bytes())},
+      {Value::string(kBytes), Value::integer(data.files().bytes())},
       {Value::string("--seq"), Value::integer(data.sequence_length())},
       {Value::string("--global-batch"), Value::integer(options.global_batch)},
       {Value::string("--seed"), Value::integer(static_cast<int64_t>(options.seed))},
@@ -42,7 +46,7 @@ Value describe_run(const TrainOptions& options, const TrainingData& data) {
   };
   add(options.bf16, "--precision", Value::string("bf16"));
   add(d.type != TokenType::uint8, "--token-type", Value::string(to_string(d.type)));
-  add(d.shuffle.has_value(), "--shuffle with --data-seed", Value::integer(static_cast<int64_t>(d.shuffle.value_or(0))));
+  add(d.shuffle.has_value(), kShuffle, Value::integer(static_cast<int64_t>(d.shuffle.value_or(0))));
   const TrainSchedule& s = options.schedule;
   add(s.kind != "constant", "--schedule", Value::string(s.kind));
   add(s.warmup > 0, "--warmup", Value::integer(s.warmup));
@@ -65,17 +69,40 @@ Stretch stretch_of(const Value& value) {
           fields[3].as_int("microbatch"), fields[4].as_bool("canonical")};
 }
 
+// As it is given on a command line.
+std::string in_words(const std::string& option, const Value& value) {
+  if (option == kBytes) return fmt::format("--data of {} bytes", value.str());
+  return fmt::format("{} {}", option == kShuffle ? "--shuffle --data-seed" : option, value.str());
+}
+
+std::string without(const std::string& option) {
+  return "no " + option.substr(0, option.find(' '));
+}
+
 void require_same_run(const Value& saved, const Value& here, const std::string& folder) {
-  for (const auto& [option, value] : here.as_dict(kRun)) {
-    const Value* before = saved.find(option.as_string(kRun));
-    SHARD_REQUIRE(before && *before == value, "train",
-                  "{} is of a run with {} = {}, this one has {}. A resumed run must have the same", folder,
-                  option.as_string(kRun), before ? before->str() : "nothing", value.str());
+  std::vector<std::string> before, now, give, leave_out;
+  for (const auto& [name, value] : saved.as_dict(kRun)) {
+    const std::string& option = name.as_string(kRun);
+    const Value* found = here.find(option);
+    if (found && *found == value) continue;
+    before.push_back(in_words(option, value));
+    now.push_back(found ? in_words(option, *found) : without(option));
+    give.push_back(before.back());
   }
-  for (const auto& [option, value] : saved.as_dict(kRun))
-    SHARD_REQUIRE(here.find(option.as_string(kRun)), "train",
-                  "{} is of a run with {} = {}, this one has nothing. A resumed run must have the same", folder,
-                  option.as_string(kRun), value.str());
+  for (const auto& [name, value] : here.as_dict(kRun)) {
+    const std::string& option = name.as_string(kRun);
+    if (saved.find(option)) continue;
+    before.push_back(without(option));
+    now.push_back(in_words(option, value));
+    leave_out.push_back(now.back());
+  }
+  std::vector<std::string> advice;
+  if (!give.empty()) advice.push_back(fmt::format("give {}", fmt::join(give, " ")));
+  if (!leave_out.empty()) advice.push_back(fmt::format("leave out {}", fmt::join(leave_out, " ")));
+  SHARD_REQUIRE(before.empty(), "train",
+                "{} cannot be resumed with these options: it was saved with {}, and this run has {}. To go on, {}. Or begin "
+                "another run, in another --checkpoint-dir",
+                folder, fmt::join(before, ", "), fmt::join(now, ", "), fmt::join(advice, ", and "));
 }
 
 void require_valid(const TrainCheckpoints& checkpoints) {
@@ -134,7 +161,9 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
     history.first_step = *latest;
     SHARD_REQUIRE(!history.stretches.empty() && history.stretches.back().end == *latest, "train",
                   "the history in {} does not end with its step", folder);
-    SHARD_REQUIRE(options.steps >= *latest, "train", "{} is beyond --steps {}", folder, options.steps);
+    SHARD_REQUIRE(options.steps >= *latest, "train",
+                  "{} is after {} steps, and --steps {} counts from the beginning of the run; give at least {}", folder,
+                  *latest, options.steps, *latest);
   }
   history.stretches.push_back({options.steps, options.mesh, options.strategy, options.microbatch, options.canonical});
   return history;

@@ -378,6 +378,10 @@ TEST(Weights, a_read_that_fails_on_one_rank_is_an_error_on_every_rank) {
       const std::string error = refusal([&] { load_weights(scratch / "good", sharded, {.family = "qwen2", .files = &files}); });
       expect_says(error, {"model.safetensors", "rank 1"});
       EXPECT_EQ(error.find("has some of the file's values") != std::string::npos, failing > 2) << failing << ": " << error;
+      EXPECT_EQ(error.find("Load it again before you use it") != std::string::npos, failing > 2) << failing << ": " << error;
+      load_weights(scratch / "good", sharded, {.family = "qwen2"});
+      const auto found = sharded.gather_main_parameters();
+      for (const auto& [name, value] : values_of(qwen2(), 7)) EXPECT_TRUE(found.at(name).equal(value)) << name;
     });
 }
 

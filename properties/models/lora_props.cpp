@@ -12,6 +12,7 @@
 #include "properties/kit/toy_modules.h"
 #include "shardproof/checkpoint/adapters.h"
 #include "shardproof/checkpoint/format/safetensors.h"
+#include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/checkpoint/weights.h"
 #include "shardproof/models/lora.h"
 
@@ -264,9 +265,9 @@ TEST(Lora, that_was_merged_is_not_saved_until_it_trains_again) {
     Part run({.dp = 2}, world);
     checkpoint::save_adapters(scratch / "new", *run.sharded, *run.lora);
     run.step();
-    EXPECT_FALSE(run.lora->is_merged());
+    EXPECT_FALSE(run.lora->is_merged(*run.sharded));
     run.lora->merge(*run.sharded);
-    EXPECT_TRUE(run.lora->is_merged());
+    EXPECT_TRUE(run.lora->is_merged(*run.sharded));
     expect_error([&] { checkpoint::save_adapters(scratch / "merged", *run.sharded, *run.lora); },
                  {"these adapters were merged", "Save adapters before merge, or the merged model with save_weights"});
     run.step();
@@ -275,6 +276,49 @@ TEST(Lora, that_was_merged_is_not_saved_until_it_trains_again) {
   EXPECT_TRUE(std::filesystem::exists(scratch / "new/adapter_model.safetensors")) << "what is zero from the start is saved";
   EXPECT_FALSE(std::filesystem::exists(scratch / "merged"));
   EXPECT_TRUE(std::filesystem::exists(scratch / "again/adapter_model.safetensors"));
+}
+
+TEST(Lora, a_run_that_goes_on_from_a_checkpoint_knows_what_was_merged_before) {
+  const checkpoint::Scratch scratch;
+  at::Tensor logits;
+  run_threads(2, [&](std::shared_ptr<Comm> world) {
+    Part run({.dp = 2}, world);
+    run.step();
+    checkpoint::save_adapters(scratch / "adapters", *run.sharded, *run.lora);
+    checkpoint::save(scratch / "before", *run.sharded, &*run.optimizer);
+    run.lora->merge(*run.sharded);
+    checkpoint::save(scratch / "after", *run.sharded, &*run.optimizer);
+    expect_error([&] { checkpoint::load_adapters(scratch / "adapters", *run.sharded, *run.lora); },
+                 {"have the adapters in", "already", "added twice"});
+    const at::Tensor own = run.logits(1).detach();
+    if (world->rank() == 0) logits = own;
+  });
+  run_threads(2, [&](std::shared_ptr<Comm> world) {
+    Part run({.dp = 1, .tp = 2, .row = "zero1"}, world);
+    const auto loads = [&] { checkpoint::load_adapters(scratch / "adapters", *run.sharded, *run.lora); };
+    checkpoint::load(scratch / "after", *run.sharded, &*run.optimizer);
+    const Values merged = run.sharded->gather_main_parameters();
+    EXPECT_TRUE(run.lora->is_merged(*run.sharded));
+    expect_error(loads, {"were merged into them", "added twice"});
+    expect_error([&] { checkpoint::save_adapters(scratch / "merged", *run.sharded, *run.lora); },
+                 {"before the checkpoint was saved that this run loaded"});
+    EXPECT_EQ(first_difference(run.sharded->gather_main_parameters(), merged), "") << "a refusal changed something";
+    run.step();  // other adapters, which may be saved and loaded
+    checkpoint::save_adapters(scratch / "second", *run.sharded, *run.lora);
+    checkpoint::load_adapters(scratch / "second", *run.sharded, *run.lora);
+    checkpoint::load(scratch / "before", *run.sharded, &*run.optimizer);
+    EXPECT_FALSE(run.lora->is_merged(*run.sharded));
+    loads();
+  });
+  run_threads(1, [&](std::shared_ptr<Comm> world) {
+    Part run({}, world);
+    checkpoint::load(scratch / "after", *run.sharded, &*run.optimizer);
+    EXPECT_TRUE(kit::same_bits(run.logits(1).detach(), logits));
+    run.lora->merge(*run.sharded);  // of adapters that add nothing
+    checkpoint::save_weights(scratch / "weights", *run.sharded);
+    checkpoint::load_weights(scratch / "weights", *run.sharded);
+    EXPECT_FALSE(run.lora->is_merged(*run.sharded)) << "the weights are those of the file";
+  });
 }
 
 TEST(Lora, stays_as_it_is_when_the_weights_of_its_base_are_loaded) {

@@ -131,16 +131,17 @@ TEST(FingerprintCheck, names_step_tensor_and_ranks_of_one_bit_in_a_parameter) {
     const std::string message = found({.strategy = name}, [](const Rank& rank) {
       if (rank.comm->rank() == 2) flip_a_bit(rank.sharded.parameters(), 1);
     });
-    expect_says(message, {"[fingerprint] step 1: parameter", "bias differs between ranks 0 and 2", "1 of "});
+    expect_says(message, {"[fingerprint] step 2: parameter", "bias differs between ranks 0 and 2", "1 of "});
   }
 }
 
 TEST(FingerprintCheck, knows_who_holds_the_same_on_a_mesh_of_two_axes) {
   const Training hsdp{.mesh = Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}), .strategy = "hsdp"};
-  expect_says(found(hsdp, [](const Rank& rank) {
-                if (rank.comm->rank() == 3) flip_a_bit(rank.sharded.parameters(), 0);
-              }),
-              {"step 1: parameter", "differs between ranks 1 and 3"});
+  expect_says(found(hsdp,
+                    [](const Rank& rank) {
+                      if (rank.comm->rank() == 3) flip_a_bit(rank.sharded.parameters(), 0);
+                    }),
+              {"step 2: parameter", "differs between ranks 1 and 3"});
   // Nobody else holds what a rank holds under zero3, so that there is nothing to compare with.
   EXPECT_EQ(found({.strategy = "zero3"},
                   [](const Rank& rank) {
@@ -154,12 +155,12 @@ TEST(FingerprintCheck, looks_at_main_parameters_and_at_the_optimizers_state) {
                     [](const Rank& rank) {
                       if (rank.comm->rank() == 1) flip_a_bit(rank.sharded.main_parameters(), 2);
                     }),
-              {"step 1: main parameter", "between ranks 0 and 1"});
+              {"step 2: main parameter", "between ranks 0 and 1"});
   expect_says(found({.strategy = "ddp"},
                     [](const Rank& rank) {
                       if (rank.comm->rank() == 2) flip_a_bit(rank.optimizer.state("exp_avg_sq"), 3);
                     }),
-              {"step 1: exp_avg_sq", "between ranks 0 and 2"});
+              {"step 2: exp_avg_sq", "between ranks 0 and 2"});
 }
 
 TEST(FingerprintCheck, finds_padding_that_was_written) {
@@ -168,7 +169,7 @@ TEST(FingerprintCheck, finds_padding_that_was_written) {
     const Piece piece = rank.sharded.parameters().at(0);
     at::empty({0}).set_(piece.data.storage())[piece.data.storage_offset() + piece.run.size()].fill_(3);
   });
-  expect_says(message, {"[fingerprint] step 1: on rank 1 the padding of the bucket of ", "is not zero"});
+  expect_says(message, {"[fingerprint] step 2: on rank 1 the padding of the bucket of ", "is not zero"});
 }
 
 namespace {
@@ -189,7 +190,7 @@ TEST(FingerprintCheck, finds_a_trained_shard_that_does_not_move) {
     return make_rule(SgdOptions{.lr = 0.1});
   };
   expect_says(found({.strategy = "zero3", .rule = rule}, [](const Rank&) {}),
-              {"[fingerprint] step 0: on rank 0 neither ", " nor its optimizer state has moved"});
+              {"[fingerprint] step 1: on rank 0 neither ", " nor its optimizer state has moved"});
 }
 
 TEST(FingerprintCheck, compares_what_tensor_parallelism_leaves_whole_and_what_ranks_hold_in_copies) {

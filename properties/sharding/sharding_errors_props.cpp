@@ -52,7 +52,7 @@ TEST(ShardingErrors, a_step_without_gradients_says_what_is_missing) {
                   optimizer.step();
                 });
               }),
-              {"Optimizer::step", "step 0", "set_last_microbatch(true)"});
+              {"Optimizer::step", "step 1", "set_last_microbatch(true)"});
 }
 
 TEST(ShardingErrors, a_nan_gradient_names_rank_step_and_parameter_before_any_communication) {
@@ -70,7 +70,7 @@ TEST(ShardingErrors, a_nan_gradient_names_rank_step_and_parameter_before_any_com
         }
       });
     });
-    expect_says(message, {"rank 2", "step 1", "second.", "nan"});
+    expect_says(message, {"rank 2", "step 2", "second.", "nan"});
   }
 }
 
@@ -98,7 +98,7 @@ TEST(ShardingErrors, a_gradient_above_the_largest_magnitude_allowed_names_rank_s
     if (allowed)
       train();
     else
-      expect_says(refusal(train), {"rank 1", "step 1", name.c_str(), "before any communication"});
+      expect_says(refusal(train), {"rank 1", "step 2", name.c_str(), "before any communication"});
   }
 }
 
@@ -112,7 +112,7 @@ TEST(ShardingErrors, an_infinite_sum_of_finite_gradients_names_the_parameter) {
       sharded.gradient_norm();
     });
   });
-  expect_says(message, {"step 0", "second.bias", "overflowed"});
+  expect_says(message, {"step 1", "second.bias", "overflowed"});
 }
 
 TEST(ShardingErrors, a_module_is_sharded_once) {

@@ -308,7 +308,7 @@ TEST_F(FakeStepGraphs, a_finishing_step_on_the_host_is_refused_by_its_name) {
 
 TEST_F(FakeStepGraphs, a_body_that_does_what_a_graph_cannot_repeat_is_refused_by_name_and_training_goes_on) {
   expect_says(refusal_of_body([](Training&) { at::ones({1}, fake_device::options(at::kFloat)).item<float>(); }),
-              {"cannot be captured", "_local_scalar_dense", "rank 0, step 1"});
+              {"cannot be captured", "_local_scalar_dense", "rank 0, step 2"});
   expect_says(refusal_of_body(
                   [](Training&) { LossScaler(LossScalerOptions()).scale(at::ones({1}, fake_device::options(at::kFloat))); }),
               {"LossScaler::scale", "replay would keep the scale"});

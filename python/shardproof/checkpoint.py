@@ -129,6 +129,9 @@ def load_weights(
 ) -> "dict[str, Any]":
     """Load weights of another program straight into the shards: each rank reads the elements that it holds. Collective.
 
+    Names, shapes and what describes the files are checked before anything changes. When a read fails later, the model has some
+    of the file's values; the error says so, and another load mends it.
+
     Parameters
     ----------
     path : str

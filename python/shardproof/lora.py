@@ -77,7 +77,8 @@ class Lora:
     ) -> None:
         """Save the adapters alone, in the files of PEFT: adapter_config.json and adapter_model.safetensors. Collective.
 
-        After `merge` the adapters are zero, and until they are trained again this is an error.
+        After `merge` the adapters are zero, and until they are trained again this is an error. So it is in a run that loaded a
+        checkpoint from after the merge.
 
         Parameters
         ----------
@@ -99,7 +100,8 @@ class Lora:
     def load(self, directory: str, sharded: Sharded, *, module_prefix: str = "") -> None:
         """Load adapters that `save` or PEFT saved. Collective.
 
-        Rank, alpha and layers must be those of this model; what does not fit is an error on every rank.
+        Rank, alpha and layers must be those of this model; what does not fit is an error on every rank. So are adapters that
+        were merged into the weights of this model, which would then have them twice.
         """
         self.native.load(str(directory), sharded.native, module_prefix)
 

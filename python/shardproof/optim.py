@@ -251,7 +251,7 @@ class ShardParameters:
             parameter.grad = gradients.get((name, begin))
             if parameter.grad is None and name in trained:
                 raise _C.Error(
-                    f"[optimizer] rank {self.sharded.rank}, step {self.sharded.step}: parameter {name} has no gradient. "
+                    f"[optimizer] rank {self.sharded.rank}, step {self.sharded.step + 1}: parameter {name} has no gradient. "
                     "Run the last backward of the step with set_last_microbatch(True) and set_gradient_sync(True) "
                     "before optimizer.step()"
                 )

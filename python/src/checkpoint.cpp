@@ -178,8 +178,7 @@ void bind_manager(py::module_& module) {
       .def("wait", &ck::Manager::wait, Unlocked())
       .def("load_latest", &manager_load, py::arg("sharded"), py::arg("optimizer"), py::arg("scaler"), py::arg("partial"))
       .def("steps", &ck::Manager::steps)
-      .def("latest", &ck::Manager::latest)
-      .def_property_readonly("directory", &ck::Manager::directory);
+      .def("latest", &ck::Manager::latest);
 }
 
 }  // namespace

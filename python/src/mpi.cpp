@@ -46,5 +46,4 @@ PYBIND11_MODULE(_mpi, module) {
   namespace py = pybind11;
   module.def("run_mpi", &shardproof::python::run_mpi, py::arg("body"), py::arg("timeout_seconds") = 300.0,
              py::arg("flight_directory") = "");
-  module.def("available", &shardproof::mpi_available);
 }

@@ -246,9 +246,21 @@ def test_adapters_are_saved_for_peft_loaded_cut_and_merged(tmp_path):
             assert torch.allclose(sharded(x), before, atol=1e-5)
         with pytest.raises(shardproof.Error, match="these adapters were merged"):
             lora.save(tmp_path / "merged", sharded)
+        shardproof.save(tmp_path / "checkpoint", sharded, optimizer, step=3)
         return before
 
+    def resume(comm):
+        model = copy.deepcopy(base)
+        lora = shardproof.add_lora(model, "blocks.*.*", rank=2)
+        sharded = shardproof.fully_shard(model, comm, strategy="zero1", units=[Block])
+        shardproof.load(tmp_path / "checkpoint", sharded, shardproof.adamw(sharded, lr=0.05))
+        with pytest.raises(shardproof.Error, match="these adapters were merged"):
+            lora.save(tmp_path / "merged", sharded)
+        with pytest.raises(shardproof.Error, match="They would be added twice"):
+            lora.load(tmp_path / "adapters", sharded)
+
     before = shardproof.run_threads(2, train)[0]
+    shardproof.run_threads(3, resume)
     with open(os.path.join(tmp_path, "adapters", "adapter_config.json"), encoding="utf-8") as file:
         config = json.load(file)
     assert config["peft_type"] == "LORA" and config["r"] == 2 and config["lora_alpha"] == 4.0

@@ -32,7 +32,7 @@ def test_the_line_of_a_case_is_the_case():
 
 def test_a_wrong_division_is_found_made_small_and_replayed(monkeypatch):
     monkeypatch.setattr(trained, "fully_shard", functools.partial(trained.fully_shard, gradient_divide=1))
-    with pytest.raises(shardproof.ProofFailed, match="step 0: gradient of ") as raised:
+    with pytest.raises(shardproof.ProofFailed, match="step 1: gradient of ") as raised:
         shardproof.verify(Net, batch, loss_of, cases=20)
     line = raised.value.case
     assert "=2" in line and "() sgd(lr=0.1) ordered seed(" in line

@@ -133,7 +133,7 @@ function timeline(picture) {
   const labels = picture.calls.map((_, rank) => svg('text', {x: 0, y: rank * high + high / 2 + 4}, `rank ${rank}`));
   const apart = calls.filter((call) => call.differs);
   return [
-    el('h3', {}, `Collectives of step ${picture.step}, by rank`),
+    el('h3', {}, `Collectives of step ${picture.step + 1}, by rank`),
     el('p', {class: 'muted'},
        'From left to right in the order of calls; calls of one column belong together. This is an order and no time.' +
            (picture.calls_left_out ? ` ${plural(picture.calls_left_out, 'call')} left out.` : '')),

@@ -23,11 +23,10 @@ constexpr uint64_t kConfigBytesMax = 1 << 24;
 // The names of A and B in the file and in the model.
 std::map<std::string, std::string> names_of(const Lora& lora, const AdapterOptions& options) {
   std::map<std::string, std::string> names;
-  for (const std::string& layer : lora.layers())
-    for (const char* part : {"lora_A", "lora_B"}) {
-      const std::string own = (layer.empty() ? "" : layer + ".") + part + ".weight";
-      names["base_model.model." + options.module_prefix + own] = own;
-    }
+  for (const std::string& layer : lora.layers()) {
+    const AdapterParameters own = adapter_parameters(layer);
+    for (const std::string& name : {own.a, own.b}) names["base_model.model." + options.module_prefix + name] = name;
+  }
   return names;
 }
 
@@ -76,13 +75,24 @@ at::Tensor read_tensor(FileSystem& files, const SafeTensor& stored) {
 }
 
 // After a merge B is zero until it trains again.
-void require_something_to_save(const Lora& lora, const std::map<std::string, at::Tensor>& values) {
-  if (!lora.is_merged()) return;
-  for (const auto& [name, value] : values)
-    if (name.ends_with("lora_B.weight") && value.count_nonzero().item<int64_t>() > 0) return;
+void require_something_to_save(const Lora& lora, const Sharded& sharded, const std::map<std::string, at::Tensor>& values) {
+  if (!lora.is_merged(sharded)) return;
+  for (const std::string& layer : lora.layers())
+    if (values.at(adapter_parameters(layer).b).count_nonzero().item<int64_t>() > 0) return;
   throw Error(
-      "[lora] these adapters were merged into the weights of their layers, and now B of each is zero, so a checkpoint of them "
-      "would have nothing of what they learned. Save adapters before merge, or the merged model with save_weights");
+      "[lora] these adapters were merged into the weights of their layers, here or before the checkpoint was saved that this "
+      "run "
+      "loaded. Now B of each is zero, so a checkpoint of them would have nothing of what they learned. Save adapters before "
+      "merge, or the merged model with save_weights");
+}
+
+void require_not_merged(const std::string& directory, const Lora& lora, const Sharded& sharded,
+                        const std::map<std::string, at::Tensor>& values) {
+  SHARD_REQUIRE(!lora.is_merged(sharded, values), "lora",
+                "the weights of this model have the adapters in {} already: they were merged into them, here or before the "
+                "checkpoint was saved that this run loaded. They would be added twice, so nothing was loaded. Load the weights "
+                "of the base first, or a checkpoint from before the merge",
+                directory);
 }
 
 // By the names of the model.
@@ -106,16 +116,17 @@ std::map<std::string, at::Tensor> read_adapters(const std::string& directory, co
 void save_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options) {
   std::map<std::string, at::Tensor> values;
   std::map<std::string, SafeTensorSpec> specs;
-  for (const auto& [name, own] : names_of(lora, options)) {
-    values[name] = sharded.gather_main_parameter(own).to(at::kCPU).contiguous();
-    specs[name] = {values[name].scalar_type(), values[name].sizes().vec()};
+  const std::map<std::string, std::string> names = names_of(lora, options);
+  for (const auto& [name, own] : names) {
+    values[own] = sharded.gather_main_parameter(own).to(at::kCPU).contiguous();
+    specs[name] = {values[own].scalar_type(), values[own].sizes().vec()};
   }
-  require_something_to_save(lora, values);
+  require_something_to_save(lora, sharded, values);
   from_rank_0(sharded.impl().comms->world(), [&] {
     StagedFolder folder(*options.files, directory, options.overwrite);
     write_file(*options.files, folder.path() + kConfig, config_of(lora, options));
     write_safetensors_file(*options.files, folder.path() + kWeights, specs, [&](const std::string& name) {
-      const at::Tensor& tensor = values.at(name);
+      const at::Tensor& tensor = values.at(names.at(name));
       return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
     });
     folder.commit();
@@ -125,7 +136,10 @@ void save_adapters(const std::string& directory, Sharded& sharded, const Lora& l
 
 void load_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options) {
   std::map<std::string, at::Tensor> values;
-  agree_on(sharded.impl().comms->world(), [&] { values = read_adapters(directory, lora, options); });
+  agree_on(sharded.impl().comms->world(), [&] {
+    values = read_adapters(directory, lora, options);
+    require_not_merged(directory, lora, sharded, values);
+  });
   sharded.write_parameters(values);
 }
 

@@ -49,6 +49,10 @@ class Loader {
       for (const std::string& scalar : state.scalar_names)
         scalars_.push_back({state.parameter, scalar, number(state_key(state.parameter, scalar))});
     loaded_.trainer = trainer_of(checkpoint_, sharded_.rank(), [&](const std::string& name) { return value(name); });
+    if (checkpoint_.values.contains(kMergedAdapters)) {
+      const Value saved = value(kMergedAdapters);
+      for (const Value& print : saved.as_list(kMergedAdapters)) merged_adapters_.push_back(print.as_string(kMergedAdapters));
+    }
     const auto& misfits = matched_.misfits;
     SHARD_REQUIRE(options_.partial || misfits.empty(), "checkpoint",
                   "{} does not fit this model, and nothing was loaded: {}{}. A program can load what fits, by `partial`",
@@ -120,6 +124,7 @@ class Loader {
         for (const Shard& shard : optimizer_->state_shards(state_name))
           if (const std::string key = state_key(shard.name, state_name); restored.contains(key)) put(key, shard.data);
     finish_host_copies(sharded_.impl().state_device());
+    sharded_.impl().merged_adapters = merged_adapters_;
   }
 
   Loaded take() {
@@ -256,6 +261,7 @@ class Loader {
   Matched matched_;
   std::vector<OptimizerState::Scalar> scalars_;
   std::vector<std::pair<size_t, std::vector<Setting>>> settings_;  // of groups here
+  std::vector<std::string> merged_adapters_;
   std::vector<Shard> mains_;
   std::map<std::string, Wanted> wanted_;  // by key
   at::Tensor staging_;
@@ -291,9 +297,12 @@ Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* opti
   if (options.check_before) check_before(world, loader);
   sharded.zero_gradients();
   for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
-  const std::string error = error_of([&] { loader.fill(); });
-  agree(world,
-        error.empty() ? "" : error + " This was found while loading: the model now has some of the checkpoint's values.");
+  std::string error = error_of([&] { loader.fill(); });
+  if (!error.empty())
+    error +=
+        " This was found while loading: the model now has some of the checkpoint's values, and some of its own. Load it "
+        "again, or another checkpoint, before you use it.";
+  agree(world, error);
   sharded.main_parameters_changed();
   Loaded loaded = loader.take();
   state.schedule.set_step(loaded.trainer.step);

@@ -58,6 +58,7 @@ class WeightLoader {
       const at::Tensor values = read(sources, box, tensor.scalar_type());
       at::Tensor(tensor).copy_(values.view(tensor.sizes()));
     }
+    if (!options_.partial) sharded_.impl().merged_adapters.clear();
     loaded_.bytes_read = reader_.bytes_read();
   }
 
@@ -245,8 +246,12 @@ LoadedWeights load_weights(const std::string& path, Sharded& sharded, const Load
   WeightLoader loader(path, sharded, options);
   agree_on(world, [&] { loader.match(); });
   for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
-  const std::string error = error_of([&] { loader.fill(); });
-  agree(world, error.empty() ? "" : error + " This was found while loading: the model now has some of the file's values.");
+  std::string error = error_of([&] { loader.fill(); });
+  if (!error.empty())
+    error +=
+        " This was found while loading: the model now has some of the file's values, and some of its own. Load it again "
+        "before you use it.";
+  agree(world, error);
   sharded.main_parameters_changed();
   return loader.take();
 }

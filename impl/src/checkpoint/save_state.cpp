@@ -273,6 +273,7 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
   });
   parts.error = error_of([&] {  // which `commit` tells the others
     parts.values = trainer_values(trainer, parts.world->rank());
+    if (parts.world->rank() == 0) add_merged_adapters(sharded.impl().merged_adapters, parts.values);
     if (optimizer && parts.world->rank() == 0)
       for (NamedValue& value : optimizer_values(*optimizer)) parts.values.push_back(std::move(value));
     parts.collect(sharded, optimizer);

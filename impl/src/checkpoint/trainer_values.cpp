@@ -107,6 +107,13 @@ std::vector<NamedValue> optimizer_values(const OptimizerState& optimizer) {
   return result;
 }
 
+void add_merged_adapters(const std::vector<std::string>& fingerprints, std::vector<NamedValue>& values) {
+  if (fingerprints.empty()) return;
+  Value::Items items;
+  for (const std::string& print : fingerprints) items.push_back(Value::string(print));
+  values.push_back({kMergedAdapters, {"shardproof", "merged_adapters"}, Value::list(std::move(items))});
+}
+
 std::vector<OptimizerState::Group> groups_of(const Checkpoint& checkpoint,
                                              const std::function<Value(const std::string&)>& read) {
   std::vector<OptimizerState::Group> groups;

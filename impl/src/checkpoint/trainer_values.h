@@ -19,9 +19,12 @@ struct NamedValue {
 
 inline constexpr const char* kUpdates = "shardproof.updates";  // of each parameter, by name
 
+inline constexpr const char* kMergedAdapters = "shardproof.merged_adapters";  // fingerprints, where there are any
+
 // What this rank writes.
 std::vector<NamedValue> trainer_values(const TrainerState& trainer, int64_t rank);
 std::vector<NamedValue> optimizer_values(const OptimizerState& optimizer);
+void add_merged_adapters(const std::vector<std::string>& fingerprints, std::vector<NamedValue>& values);
 // The parameters and settings of the groups that `optimizer_values` wrote. Settings of kinds that `Setting` has not are left
 // out.
 std::vector<OptimizerState::Group> groups_of(const Checkpoint& checkpoint,

@@ -9,11 +9,13 @@
 #include <optional>
 
 #include "hooks/attachments.h"
+#include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/name_pattern.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/dropout.h"
 #include "shardproof/nn/initialize.h"
+#include "testing/device/fingerprint.h"
 
 namespace shardproof {
 namespace {
@@ -53,8 +55,8 @@ bool is_adapter(const std::string& name) {
   return name.ends_with(std::string(".") + kDown) || name.ends_with(std::string(".") + kUp);
 }
 
-std::string weight_of(const std::string& layer, const char* part = nullptr) {
-  return layer + (layer.empty() ? "" : ".") + (part ? std::string(part) + ".weight" : "weight");
+std::string weight_of(const std::string& layer) {
+  return layer.empty() ? "weight" : layer + ".weight";
 }
 
 const ParallelStyle* style_of(const ParallelPlan& plan, const std::string& layer) {
@@ -81,13 +83,28 @@ at::Tensor product_of(const at::Tensor& up, const at::Tensor& down, Interval run
   return sum.mul_(scale).view({-1}).narrow(0, run.begin - begin * inputs, run.size());
 }
 
+// Of the values of all adapters, taken together layer by layer. The dtype does not matter.
+class AdaptersFingerprint {
+ public:
+  void add(const at::Tensor& down, const at::Tensor& up) {
+    for (const at::Tensor& values : {down, up})
+      print_ = combined(print_, fingerprint(values.to(at::kCPU, at::kDouble).contiguous().view({-1})));
+    is_zero_ = is_zero_ && up.count_nonzero().item<int64_t>() == 0;
+  }
+  bool is_zero() const { return is_zero_; }  // these adapters add nothing
+  std::string str() const { return fmt::format("{:016x}", print_); }
+
+ private:
+  uint64_t print_ = 0;
+  bool is_zero_ = true;
+};
+
 }  // namespace
 
 struct Lora::State {
   LoraOptions options;
   std::vector<std::string> layers;
   std::map<std::string, int64_t> inputs;  // how many features each layer takes
-  bool merged = false;
   AdapterAttachments attached;
   std::unique_ptr<SequentialEntries> sequential;
 };
@@ -133,26 +150,48 @@ ParallelPlan Lora::with_styles(ParallelPlan plan) const {
 void Lora::merge(Sharded& sharded) const {
   const at::NoGradGuard no_grad;
   std::map<std::string, at::Tensor> zeros;
+  AdaptersFingerprint print;
   sharded.write_parameters({});  // waits for ranks that still read parameters, and refuses a bad moment
   for (const std::string& layer : layers()) {
-    const at::Tensor down = sharded.gather_main_parameter(weight_of(layer, kDown));
-    const at::Tensor up = sharded.gather_main_parameter(weight_of(layer, kUp));
-    zeros[weight_of(layer, kUp)] = at::zeros_like(up);
+    const AdapterParameters names = adapter_parameters(layer);
+    const at::Tensor down = sharded.gather_main_parameter(names.a), up = sharded.gather_main_parameter(names.b);
+    zeros[names.b] = at::zeros_like(up);
+    print.add(down, up);
     for (const Piece& piece : sharded.main_parameters())
       if (piece.name == weight_of(layer))
         at::Tensor(piece.data).add_(product_of(up, down, piece.run, scale()).to(piece.data.device()));
   }
   sharded.write_parameters(zeros);
-  state_->merged = true;
+  if (!print.is_zero()) sharded.impl().merged_adapters.push_back(print.str());
 }
 
-bool Lora::is_merged() const {
-  return state_->merged;
+bool Lora::is_merged(const Sharded& sharded) const {
+  return !sharded.impl().merged_adapters.empty();
+}
+
+// Values of a file are compared as they would be in the model, where their dtype may be narrower.
+bool Lora::is_merged(const Sharded& sharded, const std::map<std::string, at::Tensor>& values) const {
+  const std::vector<std::string>& merged = sharded.impl().merged_adapters;
+  if (merged.empty()) return false;
+  std::map<std::string, at::ScalarType> dtypes;
+  for (const Shard& shard : sharded.impl().shards(Sharded::Impl::Kind::main)) dtypes[shard.name] = shard.data.scalar_type();
+  AdaptersFingerprint print;
+  for (const std::string& layer : layers()) {
+    const AdapterParameters names = adapter_parameters(layer);
+    print.add(values.at(names.a).to(dtypes.at(names.a)), values.at(names.b).to(dtypes.at(names.b)));
+  }
+  return std::ranges::find(merged, print.str()) != merged.end();
+}
+
+AdapterParameters adapter_parameters(const std::string& layer) {
+  const std::string below = layer.empty() ? "" : layer + ".";
+  return {weight_of(below + kDown), weight_of(below + kUp)};
 }
 
 bool is_adapter_parameter(const std::string& name) {
-  const std::string part = "." + name;
-  return part.ends_with(std::string(".") + kDown + ".weight") || part.ends_with(std::string(".") + kUp + ".weight");
+  const AdapterParameters ends = adapter_parameters("");
+  const auto is = [&](const std::string& end) { return ("." + name).ends_with("." + end); };
+  return is(ends.a) || is(ends.b);
 }
 
 Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
@@ -186,7 +225,7 @@ Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options) {
     Linear down(torch::nn::LinearOptions(weight.size(1), options.rank).bias(false));
     Linear up(torch::nn::LinearOptions(options.rank, weight.size(0)).bias(false));
     for (Linear part : {down, up}) part->to(weight.device(), weight.scalar_type());
-    fill_uniform(down->weight, weight_of(name, kDown), options.seed);
+    fill_uniform(down->weight, adapter_parameters(name).a, options.seed);
     up->weight.zero_();
     layer->register_module(kDown, down);
     layer->register_module(kUp, up);

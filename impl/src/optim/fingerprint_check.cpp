@@ -109,7 +109,7 @@ struct Own {
 // A run of a parameter that the next update has to move, and what it is before.
 struct Watched {
   int64_t bucket = 0, member = 0, updates = 0;
-  std::vector<at::Tensor> live, before;
+  std::vector<at::Tensor> live, before = {};
 };
 
 // Elements in which an update by `rate` is far above a rounding of some parameter.
@@ -215,7 +215,7 @@ Own FingerprintCheck::State::own_complaint(const Sharded::Impl& impl) const {
 void FingerprintCheck::State::throw_of(const Sharded::Impl& impl, int64_t rank, const Own& own) const {
   const auto& members = impl.schedule.buckets()[static_cast<size_t>(own.bucket)]->layout().members();
   const std::string& name = members[static_cast<size_t>(own.member)].name;
-  const int64_t step = impl.schedule.step() - 1;
+  const int64_t step = impl.schedule.step();  // the one that has just ended, counted from 1
   if (own.complaint == kPadding)
     throw FingerprintError(message(
         "[fingerprint] step {}: on rank {} the padding of the bucket of {} is not zero. Something wrote behind a parameter; "
@@ -246,7 +246,7 @@ void FingerprintCheck::State::throw_of_replicas(const Sharded::Impl& impl, const
       "[fingerprint] step {}: {}, which hold the same elements of it; {} of {} tensors that are held in copies differ. A sum "
       "or an update was not the same on these ranks, they drew different random numbers, or something wrote on one of them "
       "alone. Go back to a checkpoint from before this step",
-      impl.schedule.step() - 1, *first, differing, held.size()));
+      impl.schedule.step(), *first, differing, held.size()));
 }
 
 FingerprintCheck::FingerprintCheck(Sharded& sharded, Optimizer& optimizer)

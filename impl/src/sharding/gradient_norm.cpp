@@ -155,9 +155,10 @@ double norm_of_order(Sharded::Impl& state, double order) {
   for (const StateGroup& group : state_groups(state.schedule))
     reduce_over_shards(state, group, at::from_blob(&first, {1}, at::kLong), Reduce::min);
   const std::string name = first < static_cast<int64_t>(members.size()) ? members[first]->name : "no single parameter";
-  throw NonFiniteError(fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
-                                   "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",
-                                   state.comms->rank(), state.schedule.step(), norm, name));
+  throw NonFiniteError(
+      fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "
+                  "Every rank's own gradient was finite, so a sum overflowed: scale the loss down",
+                  state.comms->rank(), state.schedule.current_step(), norm, name));
 }
 
 }  // namespace

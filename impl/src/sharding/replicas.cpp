@@ -91,7 +91,7 @@ void require_equal_in(const StateGroup& group, int64_t step, MeshComm& comms, co
 void require_equal_replicas(const Schedule& schedule, MeshComm& comms, const ParallelState& parallel) {
   const at::NoGradGuard no_grad;
   const CallLabel label("the comparison of whole parameters' gradients");
-  for (const StateGroup& group : state_groups(schedule)) require_equal_in(group, schedule.step(), comms, parallel);
+  for (const StateGroup& group : state_groups(schedule)) require_equal_in(group, schedule.current_step(), comms, parallel);
 }
 
 }  // namespace shardproof

@@ -61,7 +61,7 @@ bool Schedule::in_backward() const {
       phase() != Phase::interrupted, "schedule",
       "the last backward of step {} ended in an exception (rank {}). Call zero_gradients on every rank to forget what "
       "it left, then go on",
-      step_, rank());
+      current_step(), rank());
   return phase_ != Phase::outside;
 }
 
@@ -129,7 +129,7 @@ void Schedule::advance_oldest() {
 // A further sum, as that over replicas, had the time of a unit's backward when it is the oldest.
 void Schedule::start_reduce(Bucket& bucket) {
   while (!reducing_.empty() && (reducing_.front()->gradient.is_past_first_sum() || !fits(bucket))) advance_oldest();
-  bucket.gradient.start_reduce(last_microbatch_, fmt::format("rank {}, step {}", rank(), step_));
+  bucket.gradient.start_reduce(last_microbatch_, fmt::format("rank {}, step {}", rank(), current_step()));
   if (bucket.gradient.reducing()) reducing_.push_back(&bucket);
 }
 
@@ -206,10 +206,10 @@ void Schedule::require_final(const char* what) const {
   for (const Bucket* bucket : buckets()) {
     any |= bucket->trainable();
     SHARD_REQUIRE(!bucket->trainable() || bucket->gradient.final(), "schedule",
-                  "{} needs the gradients of the last backward of step {} (rank {}), but {} has none: {}", what, step_, rank(),
-                  bucket->layout().members().front().name, why_not_final(bucket->gradient));
+                  "{} needs the gradients of the last backward of step {} (rank {}), but {} has none: {}", what, current_step(),
+                  rank(), bucket->layout().members().front().name, why_not_final(bucket->gradient));
   }
-  SHARD_REQUIRE(any, "schedule", "{} in step {} (rank {}): every parameter is frozen", what, step_, rank());
+  SHARD_REQUIRE(any, "schedule", "{} in step {} (rank {}): every parameter is frozen", what, current_step(), rank());
 }
 
 void Schedule::zero_gradients() {

@@ -74,7 +74,9 @@ class Schedule final : public UnitEvents {
   void zero_gradients();
   // A step is over. The optimizer changed parameters: whatever is gathered is stale.
   void end_step(bool parameters_changed);
-  int64_t step() const { return step_; }
+  int64_t step() const { return step_; }  // how many are over
+  // The step under way, as messages count: the first one is step 1.
+  int64_t current_step() const { return step_ + 1; }
   void set_step(int64_t step) { step_ = step; }  // of a run that is resumed
   int64_t rank() const { return options_.rank; }
 

@@ -79,6 +79,8 @@ struct Sharded::Impl {
   std::vector<std::function<void()>> before_update;  // called by the optimizer's step
   // State that lies as main parameters do and goes into checkpoints with them, by the first part of its names there.
   std::map<std::string, std::function<std::vector<Shard>()>> kept_along;
+  // Fingerprints of adapters that were merged into the weights. Checkpoints have them.
+  std::vector<std::string> merged_adapters;
   std::string averages_in_place;  // whose; empty: parameters are their own
   std::unique_ptr<SequentialEntries> sequential;
 };

@@ -100,13 +100,14 @@ struct StepGraph::Impl {
   Body body;
   StepGraphOptions options;
   int64_t steps = 0;                                   // that ran without a graph
-  std::vector<at::Tensor> inputs, outputs, gradients;  // gradients by bucket; undefined of those that do not train
-  std::shared_ptr<DeviceGraph> graph;
-  std::vector<uintptr_t> facts;
+  std::vector<at::Tensor> inputs = {}, outputs = {};
+  std::vector<at::Tensor> gradients = {};  // by bucket; undefined of those that do not train
+  std::shared_ptr<DeviceGraph> graph = nullptr;
+  std::vector<uintptr_t> facts = {};
 
   Sharded::Impl& state() const { return sharded.impl(); }
   Schedule& schedule() const { return state().schedule; }
-  std::string where() const { return fmt::format("rank {}, step {}", schedule().rank(), schedule().step()); }
+  std::string where() const { return fmt::format("rank {}, step {}", schedule().rank(), schedule().current_step()); }
 
   void require_beginning() const {
     schedule().require_no_backward("StepGraph::run");

@@ -1,15 +1,19 @@
-// The page of `verify --report`: what it says, and that it is safe and whole. ci/tests/report_browser_test.py opens it.
+// The page of `verify --report`: what it says, and that it is safe and whole. ci/tests/report_browser_test.py opens it. And
+// what `verify` prints at its end.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <fstream>
 
+#include "harness/commands/coverage.h"
+#include "harness/commands/merge.h"
 #include "harness/commands/program.h"
 #include "harness/commands/report.h"
 #include "harness/commands/verify.h"
 #include "harness/compare/tolerance.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/harness_env.h"
+#include "properties/kit/shown.h"
 
 using namespace harness;
 using nlohmann::json;
@@ -172,4 +176,32 @@ TEST(Report, shows_planted_bugs_and_refuses_another_file) {
   std::ofstream(folder / "other") << row << "\nno JSON\n";
   expect_error([&] { report.add_faults(folder / "other"); }, {"line 2", "ci/faults --json"});
   expect_error([&] { report.add_faults(folder / "missing"); }, {"cannot read", "missing"});
+}
+
+TEST(Verify, the_overview_counts_strategies_models_and_ranks_that_were_drawn) {
+  Coverage coverage;
+  EXPECT_EQ(coverage.overview(), "");
+  Verdict verdict;
+  verdict.held = true;
+  verdict.values_compared = 7;
+  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=2) zero3 sgd(lr=0.1) ordered seed=3 : step"), verdict);
+  EXPECT_EQ(coverage.overview(), "drawn: 1 strategy, 1 kind of model, 2 ranks\ncompared: 7 values\n");
+  coverage.add(Case::parse("mlp(widths=3-2) mesh(dp_shard=3) row_b_t_sr sgd(lr=0.1) ordered seed=3 : step"), verdict);
+  coverage.add(Case::parse("odd() mesh(dp_shard=2) ddp sgd(lr=0.1) ordered seed=3 : step"), verdict);
+  EXPECT_EQ(coverage.overview(),
+            "drawn: 2 strategies and 1 without a name (row_*), 2 kinds of models, 2 to 3 ranks\ncompared: 21 values\n");
+}
+
+TEST(Verify, texts_of_merged_reports_are_shown_and_never_obeyed) {
+  MergedReports merged;
+  const std::string evil = "a\x1b[2Jb";
+  merged.features[evil] = 1;
+  MergedFailure failure;
+  failure.minimal = failure.where = failure.guess = failure.replay = evil;
+  failure.what = evil + "\nsecond line";
+  merged.minimal.push_back(failure);
+  const std::string said = describe(merged, /*everything=*/true);
+  EXPECT_TRUE(can_be_shown(said, /*lines=*/true)) << said;
+  EXPECT_NE(said.find("\nsecond line"), std::string::npos) << said;
+  EXPECT_TRUE(can_be_shown(junit(merged), /*lines=*/true)) << junit(merged);
 }

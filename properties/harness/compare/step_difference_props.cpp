@@ -118,7 +118,7 @@ TEST(StepDifference, an_element_that_no_rank_holds_is_found) {
 }
 
 TEST(StepDifference, a_tensor_or_a_state_that_one_side_lacks_is_found) {
-  expect_prefix(difference_after([](auto&, auto& ranks) { ranks[1].gradients[0].name = "v"; }),
+  expect_prefix(difference_after([](auto&, auto& ranks) { ranks[1].gradients[0].name[0] = 'v'; }),
                 "gradient of v on rank 1: the golden run has none");
   expect_prefix(difference_after([](auto&, auto& ranks) { ranks[1].state.clear(); }),
                 "optimizer state exp_avg on rank 1: there is none");

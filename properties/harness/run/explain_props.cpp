@@ -72,7 +72,7 @@ TEST(Explain, says_nothing_of_a_case_that_holds) {
 
 TEST(Explain, names_the_tensors_and_the_ranks) {
   const Explanation found = explained([](Steps& steps) { change(steps, 1, 2, [](at::Tensor& g) { g = g * 3; }); });
-  EXPECT_NE(found.where.find("step 1: "), std::string::npos) << found.where;
+  EXPECT_NE(found.where.find("step 2: "), std::string::npos) << found.where;
   EXPECT_NE(found.where.find("on rank 2 of 4"), std::string::npos) << found.where;
 }
 

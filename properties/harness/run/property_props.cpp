@@ -48,7 +48,7 @@ TEST(Property, that_complains_fails_the_case_by_its_name_with_step_and_rank) {
   const Verdict verdict = run_case(two_steps());
   EXPECT_FALSE(verdict.held);
   EXPECT_EQ(verdict.category, "property planted_live");
-  EXPECT_EQ(verdict.what, "property planted_live: step 1, rank 2, after the update: two eggs");
+  EXPECT_EQ(verdict.what, "property planted_live: step 2, rank 2, after the update: two eggs");
 }
 
 TEST(Property, that_has_no_complaint_lets_a_case_hold_and_is_counted) {
@@ -65,7 +65,7 @@ TEST(Property, that_has_no_complaint_lets_a_case_hold_and_is_counted) {
   EXPECT_TRUE(result.failures.empty());
   EXPECT_EQ(result.coverage.properties().at("content"), 6);
   EXPECT_EQ(result.coverage.properties().at("not_about_this"), 0);
-  EXPECT_NE(result.coverage.summary().find("content 6"), std::string::npos) << result.coverage.summary();
+  EXPECT_NE(result.coverage.properties_summary().find("content 6"), std::string::npos) << result.coverage.properties_summary();
 }
 
 TEST(Property, is_asked_on_every_rank_at_every_moment_and_begins_again_after_a_load) {

@@ -23,7 +23,7 @@ class Found:
     step: int
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.what} on rank {self.rank}"
+        return f"step {self.step + 1}: {self.what} on rank {self.rank}"
 
 
 class Differs(Exception):

@@ -43,7 +43,8 @@ struct LoadedWeights {
 // in the file under one of its names or under several, with the same values. Adapters (models/lora.h) stay as they are if the
 // file has none at all, as a file of their base. Optimizer state stays as it is. Throws Error, and changes nothing, when any
 // other parameter or a tensor has no counterpart and loading is not partial, when a shape does not fit, or when a file is
-// missing or does not describe weights. An error while reading leaves the model loaded in part; its message says so.
+// missing or does not describe weights. Values go straight into the shards, so an error while reading leaves the model loaded
+// in part; its message says so, and another load mends it.
 LoadedWeights load_weights(const std::string& path, Sharded& sharded, const LoadWeightsOptions& options = {});
 
 struct SaveWeightsOptions {

@@ -29,10 +29,10 @@ namespace shardproof {
 struct ModuleCall {
   std::string module;                                          // its name below the root, e.g. "h.0.attn.c_attn"
   int64_t number = 0;                                          // how often this module was seen before in this forward
-  std::vector<std::pair<std::string, at::Tensor>> parameters;  // those of its own, whole if its unit was gathered; by name
-  at::Tensor input, output;    // within the module's unit, and outside of its style of tensor parallelism
-  at::Tensor output_gradient;  // what the backward brought; undefined when nothing came
-  std::string note;            // what the watcher's `note` said when the module had run
+  std::vector<std::pair<std::string, at::Tensor>> parameters = {};  // those of its own, whole if its unit was gathered; by name
+  at::Tensor input, output;         // within the module's unit, and outside of its style of tensor parallelism
+  at::Tensor output_gradient = {};  // what the backward brought; undefined when nothing came
+  std::string note = "";            // what the watcher's `note` said when the module had run
 };
 
 // Watches the modules below `root` that have parameters of their own and no adapter, when they are entered through `call`

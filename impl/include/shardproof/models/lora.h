@@ -58,8 +58,11 @@ class [[nodiscard]] Lora {
   // backward, while averages are in the place of the parameters, or when the Sharded does not have these layers. Collective
   // over the mesh of the Sharded.
   void merge(Sharded& sharded) const;
-  // Whether `merge` has been called.
-  bool is_merged() const;
+  // Whether adapters were merged into the weights that the Sharded has: by `merge`, or by the run that saved the checkpoint
+  // that it loaded last. load_weights ends that, because the weights are then those of its file.
+  bool is_merged(const Sharded& sharded) const;
+  // Whether adapters with these values were, by the names of parameters. The weights have what they would add already.
+  bool is_merged(const Sharded& sharded, const std::map<std::string, at::Tensor>& values) const;
 
  private:
   std::shared_ptr<State> state_;
@@ -73,6 +76,11 @@ class [[nodiscard]] Lora {
 // the module is parallel, sharded or without memory (meta).
 Lora add_lora(std::shared_ptr<torch::nn::Module> module, LoraOptions options);
 
+// The names of the parameters A and B of a layer.
+struct AdapterParameters {
+  std::string a, b;
+};
+AdapterParameters adapter_parameters(const std::string& layer);
 // Whether a parameter of this name is A or B of a layer.
 bool is_adapter_parameter(const std::string& name);
 

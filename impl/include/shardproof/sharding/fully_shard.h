@@ -167,7 +167,7 @@ class Sharded {
   MemoryUse memory() const;
   void reset_peak_memory();
 
-  // The number of steps so far, including skipped ones.
+  // The number of steps so far, including skipped ones. Messages count from 1: they name the step that comes after these.
   int64_t step() const;
   // This rank's number in the mesh.
   int64_t rank() const;
