@@ -42,14 +42,25 @@ endif()
 # LibTorch's headers cost seconds a file; they are parsed once, here.
 # Written only when it differs: a younger file would rebuild everything.
 file(CONFIGURE OUTPUT "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp" CONTENT "")
-add_library(shardproof_pch OBJECT "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp")
-target_link_libraries(shardproof_pch PRIVATE shardproof_options)
-target_precompile_headers(shardproof_pch PRIVATE
-  <ATen/ATen.h> <torch/nn/module.h> <torch/csrc/autograd/function.h> <fmt/format.h> <fmt/ranges.h>
-  <algorithm> <functional> <map> <memory> <string> <vector>)
+function(shardproof_precompile name)
+  add_library(${name} OBJECT "${CMAKE_BINARY_DIR}/pch/torch_pch.cpp")
+  target_link_libraries(${name} PRIVATE shardproof_options)
+  target_precompile_headers(${name} PRIVATE
+    <ATen/ATen.h> <torch/nn/module.h> <torch/csrc/autograd/function.h> <fmt/format.h> <fmt/ranges.h>
+    <algorithm> <functional> <map> <memory> <string> <vector>)
+endfunction()
+shardproof_precompile(shardproof_pch)
+set(SHARDPROOF_PCH shardproof_pch)
+
+# A sanitizer makes a file take three times as long to compile, and most files are tests.
+option(SHARDPROOF_PLAIN_TESTS "Compile tests without the sanitizers of what they test" OFF)
+if(SHARDPROOF_PLAIN_TESTS)
+  shardproof_precompile(shardproof_plain_pch)
+  target_compile_options(shardproof_plain_pch PRIVATE -fno-sanitize=all)
+endif()
 
 # Compiled with Torch's headers precompiled.
 function(shardproof_uses_torch target)
-  target_precompile_headers(${target} REUSE_FROM shardproof_pch)
+  target_precompile_headers(${target} REUSE_FROM ${SHARDPROOF_PCH})
   target_link_libraries(${target} PRIVATE shardproof_options)
 endfunction()
