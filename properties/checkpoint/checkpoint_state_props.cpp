@@ -247,5 +247,27 @@ TEST(SavedState, a_snapshot_keeps_the_values_of_the_call_and_every_element_is_wr
   EXPECT_LT(largest, all / 2) << "replicas share the work";
 }
 
+TEST(TrainerState, is_equal_to_another_when_all_its_parts_are) {
+  const TrainerState state{.step = 3,
+                           .schedule_step = 4,
+                           .data_position = 5,
+                           .scaler = LossScaler::State{.scale = 8, .good_steps = 2},
+                           .values = {{"epoch", Value::integer(1)}},
+                           .random = RandomStream{.seed = 7, .sites = 2},
+                           .of_rank = {{"worker", Value::integer(2)}}};
+  const std::vector<std::function<void(TrainerState&)>> changes = {
+      [](TrainerState& s) { ++s.step; },          [](TrainerState& s) { ++s.schedule_step; },
+      [](TrainerState& s) { ++s.data_position; }, [](TrainerState& s) { s.scaler->good_steps = 0; },
+      [](TrainerState& s) { s.scaler.reset(); },  [](TrainerState& s) { s.values["epoch"] = Value::integer(2); },
+      [](TrainerState& s) { ++s.random->seed; },  [](TrainerState& s) { ++s.random->sites; },
+      [](TrainerState& s) { s.random.reset(); },  [](TrainerState& s) { s.of_rank.clear(); }};
+  EXPECT_TRUE(state == TrainerState(state));
+  for (size_t i = 0; i < changes.size(); ++i) {
+    TrainerState other = state;
+    changes[i](other);
+    EXPECT_FALSE(state == other) << "change " << i;
+  }
+}
+
 }  // namespace
 }  // namespace shardproof::checkpoint

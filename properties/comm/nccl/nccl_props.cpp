@@ -273,6 +273,47 @@ TEST(Nccl, the_tcp_store_holds_texts_and_counts_for_all_its_clients) {
   EXPECT_EQ(first.get("name"), std::nullopt);
 }
 
+TEST(Nccl, a_tcp_store_that_is_gone_is_named_with_its_address) {
+  auto server = std::make_unique<TcpStore>(TcpStoreOptions{.serves = true, .timeout_seconds = 20});
+  const int64_t port = server->port();
+  TcpStore client({.port = port, .timeout_seconds = 1});
+  server.reset();
+  expect_error([&] { client.set("name", "text"), client.get("name"); }, {"[nccl] the TCP store at", fmt::format("{}", port)});
+}
+
+TEST(Nccl, the_kind_and_the_words_of_an_error_reach_every_rank) {
+  const auto expect_everywhere = [](const auto& kind, const std::function<void()>& fail, const std::string& words) {
+    nccl_worlds::World world(2, {});
+    const auto thrown = world.run([&](std::shared_ptr<Comm> comm) {
+      if (comm->rank() == 1) fail();
+      all_reduce_ones(*comm);
+    });
+    for (const std::exception_ptr& each : thrown) try {
+        std::rethrow_exception(each);
+      } catch (const std::decay_t<decltype(kind)>& error) {
+        expect_says(error.what(), {"rank 1", words});
+        EXPECT_EQ(std::string(error.what()).find("frame #"), std::string::npos) << "a trace of LibTorch's calls is left out";
+      }
+  };
+  expect_everywhere(
+      BrokenInvariant(""), [] { throw BrokenInvariant("two heads"); }, "two heads");
+  expect_everywhere(
+      NonFiniteError(""), [] { throw NonFiniteError("a nan"); }, "a nan");
+  expect_everywhere(
+      Error(""), [] { TORCH_CHECK(false, "no such dim"); }, "no such dim");
+  expect_everywhere(
+      Error(""), [] { throw 7; }, "an exception without a message");
+}
+
+TEST(Nccl, a_body_for_more_ranks_than_there_are_is_refused) {
+  const auto api = std::make_shared<nccl_double::Api>(std::make_shared<nccl_double::Cluster>(nccl_double::Plan{}), 0);
+  NcclWorld world(0, 1, std::make_shared<nccl_double::MemoryStore>(), api, {.timeout_seconds = 20});
+  EXPECT_EQ(world.rank(), 0);
+  EXPECT_EQ(world.size(), 1);
+  expect_error([&] { world.run([](std::shared_ptr<Comm>) {}, 2); }, {"a body for 2 ranks cannot run on 1 processes"});
+  world.run([](std::shared_ptr<Comm> comm) { all_reduce_ones(*comm); });
+}
+
 TEST(NcclMachine, a_machine_without_gpu_or_build_says_so) {
   if (nccl_devices() > 0) GTEST_SKIP() << "this machine has a GPU";
   try {
