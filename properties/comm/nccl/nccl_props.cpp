@@ -283,17 +283,20 @@ TEST(Nccl, a_tcp_store_that_is_gone_is_named_with_its_address) {
 
 TEST(Nccl, the_kind_and_the_words_of_an_error_reach_every_rank) {
   const auto expect_everywhere = [](const auto& kind, const std::function<void()>& fail, const std::string& words) {
-    nccl_worlds::World world(2, {});
+    nccl_worlds::World world(2, hasty(20));
     const auto thrown = world.run([&](std::shared_ptr<Comm> comm) {
       if (comm->rank() == 1) fail();
       all_reduce_ones(*comm);
     });
-    for (const std::exception_ptr& each : thrown) try {
+    for (const std::exception_ptr& each : thrown) {
+      ASSERT_NE(each, nullptr);
+      try {
         std::rethrow_exception(each);
       } catch (const std::decay_t<decltype(kind)>& error) {
         expect_says(error.what(), {"rank 1", words});
         EXPECT_EQ(std::string(error.what()).find("frame #"), std::string::npos) << "a trace of LibTorch's calls is left out";
       }
+    }
   };
   expect_everywhere(
       BrokenInvariant(""), [] { throw BrokenInvariant("two heads"); }, "two heads");
@@ -306,7 +309,8 @@ TEST(Nccl, the_kind_and_the_words_of_an_error_reach_every_rank) {
 }
 
 TEST(Nccl, a_body_for_more_ranks_than_there_are_is_refused) {
-  const auto api = std::make_shared<nccl_double::Api>(std::make_shared<nccl_double::Cluster>(nccl_double::Plan{}), 0);
+  const auto cluster = std::make_shared<nccl_double::Cluster>(nccl_double::Plan{.host_tensors = true});
+  const auto api = std::make_shared<nccl_double::Api>(cluster, 0);
   NcclWorld world(0, 1, std::make_shared<nccl_double::MemoryStore>(), api, {.timeout_seconds = 20});
   EXPECT_EQ(world.rank(), 0);
   EXPECT_EQ(world.size(), 1);
