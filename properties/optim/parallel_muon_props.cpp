@@ -140,3 +140,13 @@ TEST(Muon, takes_the_matrices_and_leaves_the_rest_to_adamw) {
     EXPECT_TRUE(at::allclose(sharded.gather_main_parameter("bias"), bias - 0.125, 0, 1e-6));
   });
 }
+
+TEST(Optimizer, whose_groups_leave_a_parameter_out_is_refused_with_its_name) {
+  run_threads(1, [](std::shared_ptr<Comm> comm) {
+    torch::nn::Linear model(2, 3);
+    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}})), {});
+    const auto only_weights = [](const std::string& name, const Shape&) { return name == "weight"; };
+    expect_error([&] { Optimizer(sharded, {{.takes = only_weights, .rule = make_rule(AdamWOptions{})}}); },
+                 {"[optimizer] no group takes parameter bias", "`takes` is empty"});
+  });
+}

@@ -318,6 +318,58 @@ TEST(Nccl, a_body_for_more_ranks_than_there_are_is_refused) {
   world.run([](std::shared_ptr<Comm> comm) { all_reduce_ones(*comm); });
 }
 
+namespace {
+
+// A store whose connection can be cut.
+class CutStore final : public NcclStore {
+ public:
+  void set(const std::string& name, const std::string& text) override { whole().set(name, text); }
+  std::optional<std::string> get(const std::string& name) override { return whole().get(name); }
+  int64_t count(const std::string& name) override { return whole().count(name); }
+  void erase(const std::string& name) override { whole().erase(name); }
+  std::atomic<bool> is_cut = false;
+
+ private:
+  nccl_double::MemoryStore& whole() {
+    if (is_cut) throw Error("the cable is cut");
+    return inner_;
+  }
+  nccl_double::MemoryStore inner_;
+};
+
+// NCCL makes no communicator, and the store may be gone when it says so.
+class Refusing final : public nccl_double::Api {
+ public:
+  Refusing(CutStore& store, bool cuts)
+      : Api(std::make_shared<nccl_double::Cluster>(nccl_double::Plan{.host_tensors = true}), 0), store_(store), cuts_(cuts) {}
+  NcclResult init_rank(Communicator&, int64_t, const UniqueId&, int64_t) override {
+    store_.is_cut = cuts_;
+    return NcclResult::invalid_usage;
+  }
+
+ private:
+  CutStore& store_;
+  const bool cuts_;
+};
+
+}  // namespace
+
+TEST(Nccl, what_nccl_refuses_ends_the_world_with_its_reason_and_says_when_the_store_is_gone_too) {
+  for (const bool cuts : {false, true}) {
+    const auto store = std::make_shared<CutStore>();
+    NcclWorld world(0, 1, store, std::make_shared<Refusing>(*store, cuts), {.timeout_seconds = 20});
+    try {
+      world.run([](std::shared_ptr<Comm> comm) { all_reduce_ones(*comm); });
+      ADD_FAILURE() << "it went on";
+    } catch (const WorldLostError& error) {
+      if (cuts)
+        expect_says(error.what(), {"the cable is cut"});
+      else
+        expect_says(error.what(), {"rank 0: NCCL refuses ncclCommInitRankConfig for 1 ranks"});
+    }
+  }
+}
+
 TEST(NcclMachine, a_machine_without_gpu_or_build_says_so) {
   if (nccl_devices() > 0) GTEST_SKIP() << "this machine has a GPU";
   try {
