@@ -14,7 +14,7 @@ gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-Com
   PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)
 
 shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES comm/nccl/nccl_props.cpp
-  comm/nccl/nccl_buffers_props.cpp)
+  comm/nccl/nccl_buffers_props.cpp comm/nccl/nccl_errors_props.cpp)
 shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES
   comm/nccl/nccl_training_props.cpp)
 
