@@ -15,7 +15,9 @@ if(SHARDPROOF_CCACHE)
   set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env
     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime "CCACHE_BASEDIR=${CMAKE_SOURCE_DIR}"
     CCACHE_NOHASHDIR=1 "${SHARDPROOF_CCACHE}")
-  add_compile_options(-fpch-preprocess)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options(-fpch-preprocess)
+  endif()
 endif()
 
 # Sources are compiled four at a time. Beside a precompiled header of LibTorch, GCC spends two seconds a file on templates that
@@ -26,16 +28,15 @@ option(CMAKE_UNITY_BUILD "Compile sources in groups of SHARDPROOF_GROUP_SIZE" ON
 set(SHARDPROOF_ALONE "" CACHE STRING "Targets whose files are compiled alone; ci/mutants changes one file after another")
 set(SHARDPROOF_GROUP_SIZE 4)
 set(CMAKE_UNITY_BUILD_BATCH_SIZE ${SHARDPROOF_GROUP_SIZE})
-if(CMAKE_UNITY_BUILD)
+if(CMAKE_UNITY_BUILD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # GCC takes each file of a group for a header, where an anonymous namespace would be a mistake.
   add_compile_options(-Wno-subobject-linkage)
 endif()
 
-# The code of impl/ counts which of its lines and branches run (ci/coverage). Whoever links it needs the runtime that writes the
-# counts.
-option(SHARDPROOF_COVERAGE "Count which lines and branches of impl/ run" OFF)
-if(SHARDPROOF_COVERAGE)
-  add_link_options(--coverage)
+option(SHARDPROOF_COVERAGE "Count which lines and branches of impl/ run (ci/coverage)" OFF)
+if(SHARDPROOF_COVERAGE AND NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  message(FATAL_ERROR "SHARDPROOF_COVERAGE needs Clang: GCC counts the branches of exceptions, which no source has. "
+                      "Use the preset coverage, in a build folder of its own")
 endif()
 
 # LibTorch's headers cost seconds a file; they are parsed once, here.

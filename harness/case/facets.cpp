@@ -68,7 +68,7 @@ Facet option_facet(const OptionRow& row) {
   std::vector<int64_t> values = row.others;
   values.push_back(standard.*row.member);
   std::ranges::sort(values);
-  values.erase(std::ranges::unique(values).begin(), values.end());
+  values.erase(std::unique(values.begin(), values.end()), values.end());
   std::vector<std::string> texts;
   for (const int64_t value : values) texts.push_back(fmt::format("{}={}", row.key, value_text(row, value)));
   return numbers(

@@ -185,7 +185,7 @@ std::string Coverage::overview() const {
   std::set<int64_t> worlds;
   for (const auto& [key, row] : rows_) {
     const auto& [strategy, model, world] = key;
-    const auto is_this = [&](const shardproof::Strategy& known) { return known.name == strategy; };
+    const auto is_this = [&strategy = strategy](const shardproof::Strategy& known) { return known.name == strategy; };
     (std::ranges::any_of(shardproof::free_rows(), is_this) ? free : named).insert(strategy);
     models.insert(model);
     worlds.insert(world);

@@ -95,7 +95,8 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
     TensorKind state = kind(name, values, &Holders::state);
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       const auto& states = ranks[rank].state;
-      const auto found = std::find_if(states.begin(), states.end(), [&](const auto& item) { return item.first == name; });
+      const auto found =
+          std::find_if(states.begin(), states.end(), [&name = name](const auto& item) { return item.first == name; });
       if (found == states.end()) return fmt::format("optimizer state {} on rank {}: there is none", name, rank);
       state.pieces.push_back(&found->second);
     }
@@ -103,8 +104,8 @@ std::optional<std::string> tensor_kinds(const golden::StepTrace& golden, const s
   }
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     for (const auto& [name, pieces] : ranks[rank].state) {
-      const bool known =
-          std::any_of(golden.state.begin(), golden.state.end(), [&](const auto& item) { return item.first == name; });
+      const bool known = std::any_of(golden.state.begin(), golden.state.end(),
+                                     [&name = name](const auto& item) { return item.first == name; });
       if (!known && !pieces.empty()) return fmt::format("optimizer state {} on rank {}: the golden run has none", name, rank);
     }
   kinds.push_back(std::move(parameters));
@@ -137,8 +138,9 @@ std::optional<std::string> sort_pieces(const TensorKind& kind, std::vector<std::
     for (const HeldPiece& held : sorted[i]) runs.push_back(held.piece->run);
     const std::vector<int64_t>& allowed = kind.copies[i];
     const auto miscount = miscounted(runs, tensor.numel(), allowed.front());
-    const bool as_others = std::any_of(allowed.begin() + 1, allowed.end(),
-                                       [&](int64_t copies) { return !miscounted(runs, tensor.numel(), copies); });
+    const bool as_others = std::any_of(allowed.begin() + 1, allowed.end(), [&, &tensor = tensor](int64_t copies) {
+      return !miscounted(runs, tensor.numel(), copies);
+    });
     if (miscount && !as_others)
       return fmt::format("{} of {}, element {}: held by {} ranks, not by {}", kind.name, name,
                          index_of(miscount->element, tensor), miscount->copies == 0 ? "no" : std::to_string(miscount->copies),

@@ -88,7 +88,7 @@ Found in_state(const Failing& failing) {
   const golden::StepTrace* earlier = failing.earlier();
   for (size_t slot = 0; slot < failing.golden().state.size(); ++slot) {
     const auto& [name, values] = failing.golden().state[slot];
-    const auto pieces = [&name](const RankStep& step) -> const std::vector<Piece>& {
+    const auto pieces = [&name = name](const RankStep& step) -> const std::vector<Piece>& {
       const auto at = std::ranges::find_if(step.state, [&](const auto& item) { return item.first == name; });
       return at == step.state.end() ? none : at->second;
     };
@@ -104,7 +104,7 @@ Found in_state(const Failing& failing) {
 Found in_parameters(const Failing& failing) {
   for (const auto& [kind, member] :
        {std::pair{"parameters", &RankStep::parameters}, {"parameters to compute with", &RankStep::compute_parameters}}) {
-    const auto pieces = [member](const RankStep& step) -> const std::vector<Piece>& { return step.*member; };
+    const auto pieces = [member = member](const RankStep& step) -> const std::vector<Piece>& { return step.*member; };
     // Those to compute with are rounded, so that they differ in any case.
     const double tolerance = tolerance_of(failing.c) / 10;
     const WrongPieces wrong = member == &RankStep::parameters

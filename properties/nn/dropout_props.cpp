@@ -43,7 +43,7 @@ TEST(Dropout, masks_on_a_mesh_are_parts_of_the_mask_of_the_whole) {
         const at::Tensor whole = mask_of_whole({kBatch, sequence ? 12 : 13, kWidth});
         EXPECT_GT(whole.std().item<float>(), 0.5f);
         const Mesh mesh({{"dp_shard", dp}, {"cp", cp}, {"tp", tp}});
-        run_threads(mesh.size(), [&](std::shared_ptr<Comm> comm) {
+        run_threads(mesh.size(), [&, dp = dp, tp = tp](std::shared_ptr<Comm> comm) {
           auto comms = std::make_shared<MeshComm>(comm, mesh);
           Dropping module;
           ParallelPlan plan;

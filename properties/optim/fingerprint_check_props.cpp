@@ -198,7 +198,7 @@ TEST(FingerprintCheck, compares_what_tensor_parallelism_leaves_whole_and_what_ra
   for (const auto& [which, ranks] :
        {std::pair{"", ""}, {"norm", "between ranks 0 and 3"}, {"k_proj", "between ranks 2 and 3"}}) {
     Messages messages;
-    run_threads(4, [&](std::shared_ptr<Comm> comm) {
+    run_threads(4, [&, which = which](std::shared_ptr<Comm> comm) {
       const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}, {"tp", 4}}));
       const LlamaOptions options{
           .layers = 1, .hidden = 16, .heads = 4, .kv_heads = 2, .intermediate = 8, .vocab = 13};

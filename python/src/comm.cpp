@@ -1,6 +1,8 @@
 // Communicators, and ranks that are threads.
 #include "shardproof/comm/comm.h"
 
+#include <fmt/ranges.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings.h"

@@ -79,9 +79,8 @@ class Arrival final : public torch::autograd::Node {
 // The backward of a forward that kept only its inputs: runs it again, with a graph, and goes back through that at once.
 class Recompute final : public torch::autograd::Node {
  public:
-  Recompute(std::shared_ptr<Unit> unit, UnitEvents& schedule, UnitHooks::Body body, const variable_list& inputs,
-            RandomStream random)
-      : unit_(unit), schedule_(schedule), body_(std::move(body)), random_(random) {
+  Recompute(std::shared_ptr<Unit> unit, UnitHooks::Body body, const variable_list& inputs, RandomStream random)
+      : unit_(unit), body_(std::move(body)), random_(random) {
     for (const at::Tensor& input : inputs) {
       inputs_.emplace_back(input, /*is_output=*/false);
       needs_gradient_.push_back(input.requires_grad());
@@ -125,7 +124,6 @@ class Recompute final : public torch::autograd::Node {
 
  private:
   std::weak_ptr<Unit> unit_;
-  UnitEvents& schedule_;
   UnitHooks::Body body_;
   std::vector<SavedVariable> inputs_;
   std::vector<bool> needs_gradient_;
@@ -136,7 +134,7 @@ class Recompute final : public torch::autograd::Node {
 
 std::vector<at::Tensor> Unit::run_without_graph(Body body, std::vector<at::Tensor> inputs) {
   const RandomStream random = random_stream();
-  auto node = std::make_shared<Recompute>(shared_from_this(), schedule_, body, inputs, random);
+  auto node = std::make_shared<Recompute>(shared_from_this(), body, inputs, random);
   variable_list outputs;
   {
     const at::NoGradGuard no_graph;

@@ -71,7 +71,7 @@ TEST(Safetensors, what_the_format_forbids_is_refused) {
       {file_of(R"({"__metadata__":{"k":1}})", ""), "safetensors"},
       {file_of("{\"a\":" + std::string(100, '[') + std::string(100, ']') + "}", ""), "deep"},
   };
-  for (const auto& [bytes, message] : wrong) expect_error([&] { read(bytes); }, {message});
+  for (const auto& [bytes, message] : wrong) expect_error([&, &bytes = bytes] { read(bytes); }, {message});
 }
 
 TEST(Safetensors, an_index_may_not_leave_its_folder) {

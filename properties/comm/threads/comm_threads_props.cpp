@@ -169,12 +169,11 @@ TEST(CommThreads, an_error_that_begins_with_its_rank_does_not_say_it_twice) {
       {"rank 0 is late", "rank 1 of 3: rank 0 is late"},
       {"[open", "rank 1 of 3: [open"}};
   for (const auto& [said, shown] : said_and_shown) {
-    const std::string message = worlds::error_of(
-        3,
-        [&](std::shared_ptr<Comm> comm) {
-          if (comm->rank() == 1) throw Error(said);
-        },
-        {});
+    const std::string message = worlds::error_of(3,
+                                                 [&said = said](std::shared_ptr<Comm> comm) {
+                                                   if (comm->rank() == 1) throw Error(said);
+                                                 },
+                                                 {});
     EXPECT_EQ(message, shown);
   }
 }

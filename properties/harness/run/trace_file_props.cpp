@@ -175,7 +175,7 @@ TEST(TraceFile, every_unit_runs_forward_and_backward_once_in_a_step_inside_of_it
           }
           EXPECT_EQ(count, 1) << what << " of " << unit << " on rank " << rank << " of " << training.mesh.str();
         }
-      const auto of = [&](const std::string& what, const std::string& unit) {
+      const auto of = [&spans = spans](const std::string& what, const std::string& unit) {
         return *std::find_if(spans.begin(), spans.end(), [&](const Span& s) { return s.name == what && s.unit == unit; });
       };
       EXPECT_LE(of("forward", "unit 'h.0'").end_ns, of("forward", "unit 'h.1'").begin_ns);

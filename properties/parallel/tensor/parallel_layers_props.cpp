@@ -18,7 +18,7 @@ using pieces::piece_of;
 TEST(TensorParallel, what_tp_and_dp_both_cut_along_dim_0_is_gathered_exactly) {
   for (const auto& [tp, dp] : std::vector<std::pair<int64_t, int64_t>>{{2, 2}, {2, 3}, {3, 2}, {4, 2}})
     for (int64_t rows = 1; rows <= 3 * tp * dp; ++rows)
-      run_threads(tp * dp, [&](std::shared_ptr<Comm> comm) {
+      run_threads(tp * dp, [&, tp = tp, dp = dp](std::shared_ptr<Comm> comm) {
         auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", dp}, {"tp", tp}}));
         torch::nn::Linear linear(3, rows);
         const at::Tensor weight = integers({rows, 3}, rows), bias = integers({rows}, 1);
@@ -301,7 +301,8 @@ TEST(Attention, takes_heads_of_queries_keys_and_values_that_fit_and_refuses_othe
                                                                                           {q, k, {2, 4, 3, 6}},
                                                                                           {q, {2, 3, 3, 6}, {2, 3, 3, 6}},
                                                                                           {q, {2, 0, 3, 6}, {2, 0, 3, 6}}})
-    expect_error([&] { attend(queries, keys, values); }, {"attention", "needs q [B, heads, T, head]"});
+    expect_error([&, &queries = queries, &keys = keys, &values = values] { attend(queries, keys, values); },
+                 {"attention", "needs q [B, heads, T, head]"});
 }
 
 namespace {

@@ -21,6 +21,12 @@ bool is_eager(int64_t bytes) {
   return bytes <= kBodyBytesMax;
 }
 
+// The second one goes on even where the first one is not through.
+bool advance_both(Flow& first, Flow& second) {
+  const bool through = first.advance();
+  return second.advance() && through;
+}
+
 int64_t element_bytes(const Call& call) {
   return static_cast<int64_t>(c10::elementSize(dtype(call)));
 }
@@ -185,7 +191,7 @@ bool Collective::exchange_sums() {
       const Bytes to_receive = bytes_of(call.output, plan_.recv_sum_range(peer));
       side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kCopyChunkBytes);
     }
-    through &= side.sums_open && side.out_sum.advance() & side.in_sum.advance();
+    through &= side.sums_open && advance_both(side.out_sum, side.in_sum);
   }
   return through;
 }
@@ -196,7 +202,7 @@ bool Collective::advance() {
   for (int64_t peer = 0; peer < group_->size(); ++peer) {
     Side& side = sides_[static_cast<size_t>(peer)];
     if (side.match == Match::pending) match_header(peer);
-    if (peer != group_->rank()) through &= side.match != Match::pending && side.out.advance() & side.in.advance();
+    if (peer != group_->rank()) through &= side.match != Match::pending && advance_both(side.out, side.in);
   }
   if (plan_.sums() && all_matched()) {
     add_up();
