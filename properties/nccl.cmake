@@ -14,7 +14,7 @@ gtest_discover_tests(comm_nccl_props TEST_PREFIX "NcclDouble." TEST_FILTER "-Com
   PROPERTIES LABELS nccl DISCOVERY_TIMEOUT 60)
 
 shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES comm/nccl/nccl_props.cpp
-  comm/nccl/nccl_buffers_props.cpp)
+  comm/nccl/nccl_buffers_props.cpp comm/nccl/nccl_errors_props.cpp)
 shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES
   comm/nccl/nccl_training_props.cpp)
 
@@ -25,3 +25,21 @@ target_link_libraries(nccl_driver PRIVATE nccl_double)
 shardproof_test(NAME nccl_launch_props LABEL nccl LIBRARIES shardproof_nccl SOURCES launch/nccl_launch_props.cpp)
 target_compile_definitions(nccl_launch_props PRIVATE "NCCL_DRIVER=\"$<TARGET_FILE:nccl_driver>\"")
 add_dependencies(nccl_launch_props nccl_driver)
+
+# The binding itself, where there is one. The doubles have the file name of NCCL's library, so the dynamic loader takes them
+# for it, and their entry points come before those of the CUDA runtime.
+if(TARGET shardproof::nccl)
+  foreach(double gpu_libraries gpu_libraries_before_windows)
+    add_library(${double} SHARED doubles/gpu_libraries.cpp)
+    target_include_directories(${double} SYSTEM PUBLIC
+      $<TARGET_PROPERTY:shardproof::nccl,INTERFACE_INCLUDE_DIRECTORIES>)
+    target_link_libraries(${double} PRIVATE shardproof_options)
+    set_target_properties(${double} PROPERTIES OUTPUT_NAME nccl SOVERSION 2
+      LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/${double}")
+  endforeach()
+  target_compile_definitions(gpu_libraries_before_windows PRIVATE NCCL_BEFORE_WINDOWS)
+  shardproof_test(NAME nccl_api_props LABEL nccl TORCH LIBRARIES gpu_libraries shardproof_nccl shardproof_cuda SOURCES
+    comm/nccl/nccl_api_props.cpp)
+  shardproof_test(NAME nccl_old_props LABEL nccl TORCH LIBRARIES gpu_libraries_before_windows shardproof_nccl SOURCES
+    comm/nccl/nccl_old_props.cpp)
+endif()

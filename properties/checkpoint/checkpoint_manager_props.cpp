@@ -276,5 +276,35 @@ TEST(Manager, steps_only_go_up_unless_the_last_is_to_be_overwritten) {
   EXPECT_NE(error_in([&] { Manager(""); }), "");
 }
 
+// A disk whose writes break an invariant of the program, as a thread of its own finds out.
+class BrokenDisk : public FileSystem {
+ public:
+  ssize_t write(int, const void*, size_t) override { throw BrokenInvariant("the disk has two heads"); }
+};
+
+TEST(Manager, an_invariant_that_breaks_in_the_background_is_thrown_at_the_next_call_and_the_other_ranks_fail_with_it) {
+  const Scratch scratch;
+  std::atomic<int64_t> broken = 0, failed = 0;
+  on(kPlace, [&](std::shared_ptr<Comm> comm) {
+    Trained run({}, kPlace, comm);
+    BrokenDisk disk;
+    ManagerOptions options{.async = true};
+    if (comm->rank() == 1) options.files = &disk;
+    Manager manager(scratch / "run", options);
+    manager.save(*run.sharded, &*run.optimizer, {.step = 1});
+    try {
+      manager.wait();
+    } catch (const BrokenInvariant& error) {
+      broken += std::string(error.what()).find("two heads") != std::string::npos;
+    } catch (const Error& error) {
+      ++failed;
+    }
+    manager.wait();  // what was reported once is over
+    EXPECT_EQ(manager.latest(), std::nullopt);
+  });
+  EXPECT_EQ(broken, 1);
+  EXPECT_EQ(failed, 1);
+}
+
 }  // namespace
 }  // namespace shardproof::checkpoint

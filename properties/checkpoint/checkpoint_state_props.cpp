@@ -189,6 +189,72 @@ TEST(SavedState, an_optimizer_is_asked_and_filled_in_the_order_that_its_header_s
   });
 }
 
+// An optimizer with a number for each parameter and a setting that is a text, as those of other programs have.
+class Numbered final : public OptimizerState {
+ public:
+  Numbered(OptimizerState& inner, std::string number, double value = 0)
+      : inner_(inner), number_(std::move(number)), value_(value) {}
+  std::vector<Group> groups() const override {
+    std::vector<Group> groups = inner_.groups();
+    for (Group& group : groups) {
+      group.scalar_names = {number_};
+      group.settings.emplace_back("mode", std::string("amsgrad"));
+    }
+    return groups;
+  }
+  std::vector<std::string> state_names() const override { return inner_.state_names(); }
+  std::vector<Shard> state_shards(const std::string& name) const override { return inner_.state_shards(name); }
+  std::vector<Scalar> scalars() const override {
+    std::vector<Scalar> all;
+    for (const Group& group : inner_.groups())
+      for (const std::string& name : group.parameters) all.push_back({name, number_, at::scalar_tensor(value_, at::kDouble)});
+    return all;
+  }
+  int64_t updates(const std::string& parameter) const override { return inner_.updates(parameter); }
+  void restore(const std::string& parameter, int64_t updates, bool with_state) override {
+    inner_.restore(parameter, updates, with_state);
+  }
+  void restore_scalar(const std::string& parameter, const std::string& name, const at::Tensor& value) override {
+    numbers[parameter + " " + name] = value.item<double>();
+  }
+  bool takes_settings() const override { return true; }
+  void restore_settings(size_t, const std::vector<Setting>& all) override { settings = all; }
+
+  std::map<std::string, double> numbers;
+  std::vector<Setting> settings;
+
+ private:
+  OptimizerState& inner_;
+  std::string number_;
+  double value_;
+};
+
+TEST(SavedState, numbers_and_settings_of_an_optimizer_come_back_and_a_number_that_is_none_is_refused) {
+  const Scratch scratch;
+  const Place from{"dp_shard=2", "zero3"}, to{"dp_shard=3", "zero1"};
+  trained({}, from, 1, scratch / "without");
+  on(from, [&](std::shared_ptr<Comm> comm) {
+    Trained run({}, from, comm);
+    run.train(0, 1);
+    Numbered optimizer(*run.optimizer, "restarts", 2.5);
+    save(scratch / "with", *run.sharded, &optimizer, {});
+  });
+  on(to, [&](std::shared_ptr<Comm> comm) {
+    Trained run({}, to, comm);
+    Numbered optimizer(*run.optimizer, "restarts");
+    load(scratch / "with", *run.sharded, &optimizer);
+    EXPECT_EQ(optimizer.numbers.size(), 4U);
+    for (const auto& [name, value] : optimizer.numbers) EXPECT_EQ(value, 2.5) << name;
+    const Setting mode{"mode", std::string("amsgrad")};
+    EXPECT_NE(std::find(optimizer.settings.begin(), optimizer.settings.end(), mode), optimizer.settings.end());
+    expect_error([&] { load(scratch / "without", *run.sharded, &optimizer); },
+                 {"optim.state.layers.0.bias.restarts is missing from the checkpoint"});
+    Numbered moments(*run.optimizer, "exp_avg");
+    expect_error([&] { load(scratch / "without", *run.sharded, &moments); },
+                 {"optim.state.layers.0.weight.exp_avg has shape [5, 3] in the checkpoint, and here it is one number"});
+  });
+}
+
 class FullDisk : public FileSystem {
  public:
   ssize_t write(int fd, const void* data, size_t bytes) override {
@@ -245,6 +311,28 @@ TEST(SavedState, a_snapshot_keeps_the_values_of_the_call_and_every_element_is_wr
     largest = std::max(largest, bytes), all += bytes;
   }
   EXPECT_LT(largest, all / 2) << "replicas share the work";
+}
+
+TEST(TrainerState, is_equal_to_another_when_all_its_parts_are) {
+  const TrainerState state{.step = 3,
+                           .schedule_step = 4,
+                           .data_position = 5,
+                           .scaler = LossScaler::State{.scale = 8, .good_steps = 2},
+                           .values = {{"epoch", Value::integer(1)}},
+                           .random = RandomStream{.seed = 7, .sites = 2},
+                           .of_rank = {{"worker", Value::integer(2)}}};
+  const std::vector<std::function<void(TrainerState&)>> changes = {
+      [](TrainerState& s) { ++s.step; },          [](TrainerState& s) { ++s.schedule_step; },
+      [](TrainerState& s) { ++s.data_position; }, [](TrainerState& s) { s.scaler->good_steps = 0; },
+      [](TrainerState& s) { s.scaler.reset(); },  [](TrainerState& s) { s.values["epoch"] = Value::integer(2); },
+      [](TrainerState& s) { ++s.random->seed; },  [](TrainerState& s) { ++s.random->sites; },
+      [](TrainerState& s) { s.random.reset(); },  [](TrainerState& s) { s.of_rank.clear(); }};
+  EXPECT_TRUE(state == TrainerState(state));
+  for (size_t i = 0; i < changes.size(); ++i) {
+    TrainerState other = state;
+    changes[i](other);
+    EXPECT_FALSE(state == other) << "change " << i;
+  }
 }
 
 }  // namespace

@@ -158,3 +158,23 @@ TEST(Counted, other_ranks_count_as_zeros) {
   EXPECT_TRUE(told.equal(at::zeros({3})));
   EXPECT_EQ(gathered._version(), version);
 }
+
+TEST(Checked, a_communicator_gives_the_memory_of_the_one_inside) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    const auto guarded = checked(comm);
+    at::Tensor memory = guarded->shared_memory(8);
+    ASSERT_EQ(memory.numel(), 8);
+    if (comm->rank() == 0) memory.fill_(3);
+    guarded->barrier().wait();
+    EXPECT_TRUE(memory.eq(3).all().item<bool>()) << "both ranks have the same";
+    guarded->barrier().wait();
+    EXPECT_EQ(guarded->allocate(Op::all_gather, 64, at::kCPU).get(), nullptr) << "nothing is registered here";
+  });
+}
+
+TEST(Counted, memory_is_shared_by_one_rank_with_itself_and_with_nobody_who_is_only_counted) {
+  const at::Tensor own = counted(1, 0)->shared_memory(8);
+  ASSERT_EQ(own.numel(), 8);
+  EXPECT_EQ(own.count_nonzero().item<int64_t>(), 0);
+  EXPECT_FALSE(counted(3, 1)->shared_memory(8).defined());
+}

@@ -6,6 +6,7 @@
 #include "properties/doubles/comm_worlds.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/counted.h"
 #include "shardproof/comm/mesh_comm.h"
 
 using namespace shardproof;
@@ -34,6 +35,28 @@ TEST(CommErrors, the_type_of_the_first_error_is_kept) {
   EXPECT_THROW(run([] { throw NonFiniteError("nan"); }), NonFiniteError);
   EXPECT_THROW(run([] { throw BrokenInvariant("broken"); }), BrokenInvariant);
   EXPECT_THROW(run([] { throw std::out_of_range("outside"); }), std::out_of_range);
+}
+
+TEST(CommErrors, an_error_of_the_standard_library_keeps_its_type_and_names_its_rank) {
+  const auto message_of = [](const auto& thrown) -> std::string {
+    try {
+      run_threads(2, [&](std::shared_ptr<Comm> comm) {
+        if (comm->rank() == 1) throw thrown;
+        comm->barrier().wait();
+      });
+    } catch (const std::decay_t<decltype(thrown)>& error) {
+      return error.what();
+    }
+    return "nothing was thrown";
+  };
+  expect_says(message_of(std::runtime_error("no more paper")), {"rank 1", "no more paper"});
+  expect_says(message_of(std::invalid_argument("a blank page")), {"rank 1", "a blank page"});
+}
+
+TEST(CommErrors, one_rank_that_counts_for_many_cannot_know_who_joins_a_group_by_color) {
+  const auto comm = counted(4, 2);
+  expect_error([&] { comm->split(0, 0, "pairs"); }, {"[comm]", "cannot know who else joins group 'pairs'", "split_ranks"});
+  EXPECT_EQ(comm->split_ranks({0, 2}, "pairs")->rank(), 1);
 }
 
 TEST(CommErrors, ranks_in_groups_that_wait_for_each_other_are_a_deadlock_that_lists_their_calls) {

@@ -38,6 +38,10 @@ Work start(Comm& comm, const std::string& op, const Buffers& buffers) {
   if (op == "all_reduce") return comm.all_reduce(buffers.mine);
   if (op == "broadcast") return comm.broadcast(buffers.mine, size - 1);
   if (op == "barrier") return comm.barrier();
+  if (op == "send") {  // from the last rank to the first
+    if (comm.rank() == size - 1) return comm.send(buffers.mine, 0, 7);
+    return comm.rank() == 0 ? comm.recv(buffers.mine, size - 1, 7) : comm.barrier();
+  }
   const std::vector<int64_t> sizes(static_cast<size_t>(size), numel);
   if (op == "all_to_all") return comm.all_to_all(buffers.whole, at::ones({numel * size}, buffers.mine.options()), sizes, sizes);
   throw Error("no such op: " + op);

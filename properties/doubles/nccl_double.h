@@ -84,7 +84,7 @@ class Cluster {
 };
 
 // One rank's.
-class Api final : public NcclApi {
+class Api : public NcclApi {
  public:
   Api(std::shared_ptr<Cluster> cluster, int64_t rank);
   ~Api() override;

@@ -230,6 +230,51 @@ TEST(Ema, averages_that_a_checkpoint_lacks_begin_as_the_parameters_that_are_load
   });
 }
 
+TEST(Ema, a_decay_that_is_set_holds_from_the_next_update) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    Small small(world);
+    small.ema->set_decay(0.75);
+    small.step();
+    Values expected = copies(small.ema->gather());
+    small.ema->update();
+    for (const auto& [name, value] : small.sharded->gather_main_parameters())
+      expected[name] = expected[name] * 0.75 + value * 0.25;
+    expect_equal(small.ema->gather(), expected, "after the update");
+    expect_error([&] { small.ema->set_decay(1); }, {"the decay must be in [0, 1), got 1"});
+  });
+}
+
+TEST(Ema, that_was_moved_keeps_its_averages_and_its_name_until_the_last_owner_is_gone) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    Small small(world);
+    const Values averages = copies(small.ema->gather());
+    {
+      const Ema moved = std::move(*small.ema);
+      small.ema.reset();
+      expect_equal(moved.gather(), averages, "after the move");
+      expect_error([&] { Ema(*small.sharded); }, {"averages called 'ema' already"});
+    }
+    const Ema again(*small.sharded);
+  });
+}
+
+// A gather needs the other rank, which is gone. What was swapped in is put back all the same.
+TEST(Ema, parameters_are_back_after_a_gather_that_failed_with_another_rank) {
+  for (const char* row : {"zero1", "zero2", "zero3"})
+    expect_error(
+        [&] {
+          run_threads(2, [&](std::shared_ptr<Comm> world) {
+            Small small(world, row);
+            const std::vector<at::Tensor> before = held_by(*small.sharded);
+            if (world->rank() == 1) throw Error("of this rank alone");
+            EXPECT_THROW(small.ema->with_averages([&] { call(small.linear, at::ones({2, 3})); }), std::exception) << row;
+            EXPECT_FALSE(small.ema->is_swapped_in()) << row;
+            expect_held(*small.sharded, before, row);
+          });
+        },
+        {"rank 1", "of this rank alone"});
+}
+
 TEST(Ema, takes_the_memory_of_the_main_parameters_once_more) {
   run_threads(2, [](std::shared_ptr<Comm> world) {
     Small small(world, "zero3");

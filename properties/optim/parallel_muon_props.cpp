@@ -122,3 +122,31 @@ TEST(ParallelMuon, a_matrix_of_which_a_rank_has_nothing_is_refused_on_every_rank
   });
   EXPECT_EQ(refused, 8);
 }
+
+TEST(Muon, takes_the_matrices_and_leaves_the_rest_to_adamw) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    torch::nn::Linear model(2, 3);
+    initialize_parameters(*model, 3, 0.3);
+    const at::Tensor bias = model->bias.detach().clone();
+    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})),
+                                  {.granularity = Granularity::tensor});
+    Optimizer optimizer = muon(sharded, kMuon, {.lr = 0.125, .weight_decay = 0});
+    ASSERT_EQ(optimizer.groups().size(), 2U);
+    EXPECT_EQ(optimizer.groups()[0].parameters, std::vector<std::string>{"weight"});
+    EXPECT_EQ(optimizer.groups()[1].parameters, std::vector<std::string>{"bias"});
+    call(model, at::ones({4, 2})).sum().backward();
+    optimizer.step();
+    // The first step of AdamW is the learning rate, whatever the gradient, but for its epsilon.
+    EXPECT_TRUE(at::allclose(sharded.gather_main_parameter("bias"), bias - 0.125, 0, 1e-6));
+  });
+}
+
+TEST(Optimizer, whose_groups_leave_a_parameter_out_is_refused_with_its_name) {
+  run_threads(1, [](std::shared_ptr<Comm> comm) {
+    torch::nn::Linear model(2, 3);
+    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}})), {});
+    const auto only_weights = [](const std::string& name, const Shape&) { return name == "weight"; };
+    expect_error([&] { Optimizer(sharded, {{.takes = only_weights, .rule = make_rule(AdamWOptions{})}}); },
+                 {"[optimizer] no group takes parameter bias", "`takes` is empty"});
+  });
+}

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "properties/kit/checkpoint_scratch.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/format/tensor_entry.h"
 
 namespace shardproof::checkpoint {
@@ -135,6 +136,27 @@ TEST(Damage, without_checksums_every_flip_in_a_payload_is_found) {
       EXPECT_TRUE(found(written.scratch.path())) << name;
       spill(path, before);
     }
+}
+
+TEST(Damage, metadata_that_describe_an_entry_otherwise_than_it_does_itself_are_named_with_both) {
+  Random random(7);
+  const Scratch scratch;
+  Sample sample;
+  sample.tensors["w"] = random_tensor(random, {2, 3}, Dtype::Float);
+  Checkpoint checkpoint = write_sample(system_files(), random, sample, scratch.path(), 1, /*checksums=*/false);
+  ASSERT_FALSE(found(scratch.path()));
+  checkpoint.tensors["w"].dtype = Dtype::Int;
+  spill(scratch / kMetadataFile, write_metadata(checkpoint));
+  const Verified verified = verify_checkpoint(system_files(), scratch.path());
+  ASSERT_EQ(verified.problems.size(), checkpoint.tensors["w"].chunks.size());
+  for (const Problem& problem : verified.problems)
+    for (const char* part : {"w", "holds float32 of [", "but .metadata says int32 of ["})
+      EXPECT_NE(problem.str().find(part), std::string::npos) << problem.str();
+}
+
+TEST(Damage, a_folder_in_the_place_of_a_file_is_refused) {
+  const Scratch scratch;
+  expect_error([&] { FileSource(system_files(), scratch.path()); }, {scratch.path() + " is no regular file"});
 }
 
 }  // namespace

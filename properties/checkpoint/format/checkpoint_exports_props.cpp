@@ -1,10 +1,13 @@
-// safetensors, both ways.
+// Files of other programs: safetensors, both ways, and what torch.save would write.
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
 #include "properties/kit/checkpoint_scratch.h"
 #include "properties/kit/expect_error.h"
+#include "shardproof/checkpoint/format/pickle.h"
 #include "shardproof/checkpoint/format/safetensors.h"
+#include "shardproof/checkpoint/format/torch_file.h"
+#include "testing/checkpoint/format/zip_file.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -79,6 +82,23 @@ TEST(Safetensors, an_index_may_not_leave_its_folder) {
   spill(index, R"({"weight_map":{"a":"b.safetensors"}})");
   spill(scratch / "b.safetensors", file_of("{}", ""));
   expect_error([&] { open_safetensors(system_files(), index); }, {"a is not in"});
+}
+
+// Behind a gap a list has no place for a value, so its indices become keys.
+TEST(TorchFile, values_at_indices_are_a_list_when_none_is_missing) {
+  const Scratch scratch;
+  const std::string path = scratch / "x.pt";
+  const auto at = [](const char* name, int64_t index) { return Path{name, index}; };
+  write_torch_file(system_files(), path, {}, {{"a", Value::integer(5)}, {"b", Value::integer(6)}, {"c", Value::integer(7)}},
+                   {{"a", at("whole", 0)}, {"b", at("whole", 1)}, {"c", at("gap", 1)}}, {});
+  const FileSource file(system_files(), path);
+  const std::vector<ZipRecord> records = read_zip(file);
+  const ZipRecord* pickle = find_record(records, "data.pkl");
+  ASSERT_NE(pickle, nullptr);
+  const Value value = read_pickle(file.read_string(pickle->offset, pickle->bytes, 1 << 20), tensor_globals(), path);
+  const Value whole = Value::list({Value::integer(5), Value::integer(6)});
+  const Value gap = Value::dict({{Value::integer(1), Value::integer(7)}});
+  EXPECT_TRUE(value == Value::dict({{Value::string("gap"), gap}, {Value::string("whole"), whole}})) << value.str();
 }
 
 }  // namespace

@@ -219,5 +219,57 @@ TEST(Metadata, what_cannot_be_is_refused_with_tensor_box_and_file) {
   }
 }
 
+TEST(Pickle, every_way_that_protocols_2_to_5_have_to_write_a_value_is_read) {
+  const auto sized = [](const char* opcode, size_t width, const std::string& text) {
+    std::string bytes = opcode;
+    for (size_t i = 0; i < width; ++i) bytes += static_cast<char>(text.size() >> (8 * i));
+    return bytes + text;
+  };
+  const Value text = Value::string("ab"), bytes = Value::bytes("ab"), none, one = Value::integer(1);
+  const std::string minus_300("\xd4\xfe", 2);
+  const std::vector<std::pair<std::string, Value>> written = {
+      {sized("\x8c", 1, "ab"), text},
+      {sized("X", 4, "ab"), text},
+      {sized("\x8d", 8, "ab"), text},
+      {sized("C", 1, "ab"), bytes},
+      {sized("B", 4, "ab"), bytes},
+      {sized("\x8e", 8, "ab"), bytes},
+      {sized("\x8a", 1, minus_300), Value::integer(-300)},
+      {sized("\x8b", 4, minus_300), Value::integer(-300)},
+      {"(K\1Nt", Value::tuple({one, none})},
+      {")", Value::tuple({})},
+      {"]K\1a", Value::list({one})},
+      {"](K\1Ne", Value::list({one, none})},
+      {"}K\1Ns", Value::dict({{one, none}})},
+      {"}(K\1Nu", Value::dict({{one, none}})},
+      {"ctorch\nfloat32\n", Value::global("torch", "float32")},
+      {sized("\x8c", 1, "torch") + sized("\x8c", 1, "float32") + "\x93", Value::global("torch", "float32")},
+      {std::string("K\1r\0\0\0\0j\0\0\0\0\x86", 13), Value::tuple({one, one})},
+  };
+  for (const auto& [opcodes, value] : written) {
+    const Value read = read_pickle("\x80\x02" + opcodes + ".", all_globals(), "test");
+    EXPECT_TRUE(read == value) << read.str() << " instead of " << value.str();
+  }
+  expect_error([] { read_pickle("\x80\x02NN\x93.", all_globals(), "test"); }, {"[pickle] test", "global by what is no string"});
+}
+
+TEST(Pickle, more_values_than_a_short_memo_holds_are_shared_as_well) {
+  Value::Items items;
+  for (int64_t i = 0; i < 300; ++i) items.push_back(Value::string(fmt::format("text {}", i)));
+  items.push_back(items.back());
+  items.push_back(items.front());
+  const Value all = Value::list(std::move(items));
+  for (const int protocol : {2, 4}) {
+    const std::string text = write_pickle(all, protocol);
+    EXPECT_TRUE(read_pickle(text, {}, "test") == all) << protocol;
+    EXPECT_EQ(text.find("text 299"), text.rfind("text 299")) << "it is written once";
+  }
+}
+
+TEST(Pickle, a_value_of_another_kind_is_named_with_what_it_should_be) {
+  EXPECT_EQ(Value::bytes("ab").as_bytes("it"), "ab");
+  expect_error([] { Value::integer(7).as_bytes("the seed"); }, {"the seed should be bytes, got an int: 7"});
+}
+
 }  // namespace
 }  // namespace shardproof::checkpoint

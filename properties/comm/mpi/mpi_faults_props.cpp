@@ -168,3 +168,30 @@ TEST(MpiFaults, without_a_fault_every_rank_ends_well) {
     for (const auto& [rank, ending] : outcome.ranks) EXPECT_EQ(ending.kind, "well") << outcome.output;
   }
 }
+
+TEST(MpiFaults, a_send_that_does_not_fit_its_receive_names_both) {
+  // Elements that are within the message that announces them, and that come after it.
+  const std::vector<Fault> faults = {{.kind = "size", .op = "send", .victim = 0, .step = 1, .elements = 3},
+                                     {.kind = "size", .op = "send", .victim = 1, .step = 1, .elements = 200'000},
+                                     {.kind = "dtype", .op = "send", .victim = 1, .step = 1, .elements = 3},
+                                     {.kind = "dtype", .op = "send", .victim = 0, .step = 1, .elements = 200'000}};
+  for (const Fault& f : faults) {
+    const Outcome outcome = run(f);
+    ASSERT_EQ(outcome.ranks.size(), 2u) << outcome.output;
+    const std::vector<std::string> both =
+        f.kind == "size" ? std::vector{fmt::format("x {}", f.elements), fmt::format("x {}", f.elements + 1)}
+                         : std::vector<std::string>{"float32", "int32"};
+    for (const auto& [rank, ending] : outcome.ranks) {
+      EXPECT_EQ(ending.kind, "error") << outcome.output;
+      for (const std::string& part :
+           {std::string("ranks disagree: "), std::string("send"), std::string("recv"), both[0], both[1]})
+        EXPECT_NE(ending.text.find(part), std::string::npos) << "'" << part << "' in: " << ending.text;
+    }
+    std::filesystem::remove_all(outcome.flight);
+  }
+}
+
+TEST(MpiFaults, a_rank_that_fails_instead_of_sending_or_receiving_ends_the_other) {
+  for (const int64_t victim : {0, 1})
+    expect_clean_ending({.kind = "throw", .op = "send", .ranks = 2, .victim = victim, .step = 2, .elements = 500});
+}

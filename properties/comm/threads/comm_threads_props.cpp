@@ -5,7 +5,10 @@
 #include <sys/resource.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
+#include <unistd.h>
 
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <stdexcept>
 #include <thread>
@@ -251,3 +254,38 @@ TEST(CommThreadsDeathTest, threads_that_the_system_refuses_are_an_error_that_say
   testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(ask_for_more_threads_than_fit(), testing::ExitedWithCode(2), "of the 500 threads.*smaller world");
 }
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // whose shadows take more address space than any limit
+namespace {
+
+// In a process of its own, since its limit stays. The limit leaves address space for a few stacks of threads.
+[[noreturn]] void ask_for_more_threads_than_there_are() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  const auto limit = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE) + (int64_t{1} << 29));
+  const rlimit space{limit, limit};
+  ::setrlimit(RLIMIT_AS, &space);
+  try {
+    run_threads(1000, [](std::shared_ptr<Comm>) {});
+  } catch (const Error& error) {
+    fprintf(stderr, "%s\n", error.what());
+    int64_t sum = 0;
+    run_threads(2, [&](std::shared_ptr<Comm> comm) {
+      at::Tensor ranks = at::full({1}, comm->rank() + 1);
+      comm->all_reduce(ranks).wait();
+      if (comm->rank() == 0) sum = ranks.item<int64_t>();
+    });
+    fprintf(stderr, "a smaller world adds to %d\n", static_cast<int>(sum));
+    std::exit(0);
+  }
+  std::exit(1);
+}
+
+}  // namespace
+
+TEST(CommThreadsDeathTest, a_world_of_more_ranks_than_the_system_gives_threads_is_refused_and_a_smaller_one_runs) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(ask_for_more_threads_than_there_are(), testing::ExitedWithCode(0),
+              "the system gave [0-9]+ of the 1000 threads asked for(.|\n)*use a smaller world(.|\n)*adds to 3");
+}
+#endif

@@ -304,3 +304,33 @@ TEST(Attention, takes_heads_of_queries_keys_and_values_that_fit_and_refuses_othe
     expect_error([&, &queries = queries, &keys = keys, &values = values] { attend(queries, keys, values); },
                  {"attention", "needs q [B, heads, T, head]"});
 }
+
+namespace {
+
+// A linear layer that is called with two tensors, as a style and an adapter do not expect.
+struct OfTwoImpl : torch::nn::LinearImpl {
+  using torch::nn::LinearImpl::LinearImpl;
+  at::Tensor forward(const at::Tensor& a, const at::Tensor& b) { return torch::nn::LinearImpl::forward(a + b); }
+};
+TORCH_MODULE(OfTwo);
+
+struct HolderImpl : torch::nn::Module {
+  HolderImpl() { layer = register_module("layer", OfTwo(4, 6)); }
+  OfTwo layer{nullptr};
+};
+TORCH_MODULE(Holder);
+
+}  // namespace
+
+TEST(TensorParallel, a_module_with_a_style_or_an_adapter_that_is_called_with_two_tensors_is_refused) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    const at::Tensor x = at::ones({2, 4});
+    Holder cut, adapted;
+    const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+    const TensorParallel parallel = parallelize(cut.ptr(), comms, {.styles = {{"layer", ColumnParallel{}}}});
+    expect_error([&] { call(cut->layer, x, x); },
+                 {"[tensor_parallel]", "has a style", "one tensor for one tensor", "its parts"});
+    const Lora lora = add_lora(adapted.ptr(), {.rank = 2, .targets = {"layer"}});
+    expect_error([&] { call(adapted->layer, x, x); }, {"[unit]", "has an adapter", "one tensor for one tensor", "its parts"});
+  });
+}

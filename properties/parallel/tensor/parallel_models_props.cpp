@@ -105,6 +105,23 @@ TEST(TensorParallel, a_rank_without_a_head_is_refused) {
   }, {"h.0.attn.c_attn", "5 heads", "4 ranks"});
 }
 
+TEST(TensorParallel, the_plan_of_a_model_without_layers_fits_it_and_leaves_its_logits) {
+  const GptOptions of_gpt{.layers = 0, .hidden = 8, .heads = 2, .vocab = 6, .positions = 8, .tied = false};
+  const LlamaOptions of_llama{.layers = 0, .hidden = 8, .heads = 2, .kv_heads = 2, .intermediate = 6, .vocab = 6};
+  const at::Tensor tokens = at::arange(6, at::kLong).view({1, 6});
+  const auto expect_pieces = [&](auto plain, auto cut, const ParallelPlan& plan, const std::shared_ptr<Comm>& comm) {
+    initialize_parameters(*plain, 3, 0.3);
+    initialize_parameters(*cut, 3, 0.3);
+    const auto parallel = parallelize(cut.ptr(), std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}})), plan);
+    const at::Tensor own = call(plain, tokens).narrow(-1, comm->rank() * 3, 3);
+    EXPECT_TRUE(at::allclose(call(cut, tokens), own, 0, 1e-6));
+  };
+  run_threads(2, [&](std::shared_ptr<Comm> comm) {
+    expect_pieces(Gpt(of_gpt), Gpt(of_gpt), gpt_plan(of_gpt), comm);
+    expect_pieces(Llama(of_llama), Llama(of_llama), llama_plan(of_llama, 2), comm);
+  });
+}
+
 TEST(TensorParallel, a_module_without_a_style_is_refused_when_the_sequence_is_split) {
   expect_error(
       [] {

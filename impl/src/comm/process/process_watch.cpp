@@ -15,8 +15,8 @@
 #include <sstream>
 #include <utility>
 
-#include "comm/process/watch_sockets.h"
 #include "shardproof/base/check.h"
+#include "testing/comm/watch_sockets.h"
 
 namespace shardproof {
 namespace {

@@ -1,4 +1,4 @@
-#include "comm/process/watch_sockets.h"
+#include "testing/comm/watch_sockets.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>

@@ -1,0 +1,120 @@
+// The NCCL backend on its double: what each rank is told when a body, NCCL or the store fails.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "properties/doubles/nccl_worlds.h"
+#include "properties/kit/expect_error.h"
+#include "shardproof/base/check.h"
+
+using namespace shardproof;
+
+namespace {
+
+// Of tensors of the host, which nothing writes after the wait.
+const nccl_double::Plan kOnHost{.host_tensors = true};
+
+void all_reduce_ones(Comm& comm) {
+  at::Tensor tensor = at::ones({8});
+  comm.all_reduce(tensor).wait();
+}
+
+}  // namespace
+
+TEST(Nccl, a_tcp_store_that_is_gone_is_named_with_its_address) {
+  auto server = std::make_unique<TcpStore>(TcpStoreOptions{.serves = true, .timeout_seconds = 20});
+  const int64_t port = server->port();
+  TcpStore client({.port = port, .timeout_seconds = 1});
+  server.reset();
+  expect_error([&] { client.set("name", "text"), client.get("name"); }, {"[nccl] the TCP store at", fmt::format("{}", port)});
+}
+
+TEST(Nccl, the_kind_and_the_words_of_an_error_reach_every_rank) {
+  const auto expect_everywhere = [](const auto& kind, const std::function<void()>& fail, const std::string& words) {
+    nccl_worlds::World world(2, {.plan = kOnHost, .options = {.timeout_seconds = 20}});
+    const auto thrown = world.run([&](std::shared_ptr<Comm> comm) {
+      if (comm->rank() == 1) fail();
+      all_reduce_ones(*comm);
+    });
+    for (const std::exception_ptr& each : thrown) {
+      ASSERT_NE(each, nullptr);
+      try {
+        std::rethrow_exception(each);
+      } catch (const std::decay_t<decltype(kind)>& error) {
+        expect_says(error.what(), {"rank 1", words});
+        EXPECT_EQ(std::string(error.what()).find("frame #"), std::string::npos) << "a trace of LibTorch's calls is left out";
+      }
+    }
+  };
+  expect_everywhere(
+      BrokenInvariant(""), [] { throw BrokenInvariant("two heads"); }, "two heads");
+  expect_everywhere(
+      NonFiniteError(""), [] { throw NonFiniteError("a nan"); }, "a nan");
+  expect_everywhere(
+      Error(""), [] { TORCH_CHECK(false, "no such dim"); }, "no such dim");
+  expect_everywhere(
+      Error(""), [] { throw 7; }, "an exception without a message");
+}
+
+TEST(Nccl, a_body_for_more_ranks_than_there_are_is_refused) {
+  const auto cluster = std::make_shared<nccl_double::Cluster>(kOnHost);
+  const auto api = std::make_shared<nccl_double::Api>(cluster, 0);
+  NcclWorld world(0, 1, std::make_shared<nccl_double::MemoryStore>(), api, {.timeout_seconds = 20});
+  EXPECT_EQ(world.rank(), 0);
+  EXPECT_EQ(world.size(), 1);
+  expect_error([&] { world.run([](std::shared_ptr<Comm>) {}, 2); }, {"a body for 2 ranks cannot run on 1 processes"});
+  world.run([](std::shared_ptr<Comm> comm) { all_reduce_ones(*comm); });
+}
+
+namespace {
+
+// A store whose connection can be cut.
+class CutStore final : public NcclStore {
+ public:
+  void set(const std::string& name, const std::string& text) override { whole().set(name, text); }
+  std::optional<std::string> get(const std::string& name) override { return whole().get(name); }
+  int64_t count(const std::string& name) override { return whole().count(name); }
+  void erase(const std::string& name) override { whole().erase(name); }
+  std::atomic<bool> is_cut = false;
+
+ private:
+  nccl_double::MemoryStore& whole() {
+    if (is_cut) throw Error("the cable is cut");
+    return inner_;
+  }
+  nccl_double::MemoryStore inner_;
+};
+
+// NCCL makes no communicator, and the store may be gone when it says so.
+class Refusing final : public nccl_double::Api {
+ public:
+  Refusing(CutStore& store, bool cuts) : Api(std::make_shared<nccl_double::Cluster>(kOnHost), 0), store_(store), cuts_(cuts) {}
+  NcclResult init_rank(Communicator&, int64_t, const UniqueId&, int64_t) override {
+    store_.is_cut = cuts_;
+    return NcclResult::invalid_usage;
+  }
+
+ private:
+  CutStore& store_;
+  const bool cuts_;
+};
+
+}  // namespace
+
+TEST(Nccl, what_nccl_refuses_ends_the_world_with_its_reason_and_says_when_the_store_is_gone_too) {
+  for (const bool cuts : {false, true}) {
+    const auto store = std::make_shared<CutStore>();
+    NcclWorld world(0, 1, store, std::make_shared<Refusing>(*store, cuts), {.timeout_seconds = 20});
+    try {
+      world.run([](std::shared_ptr<Comm> comm) { all_reduce_ones(*comm); });
+      ADD_FAILURE() << "it went on";
+    } catch (const WorldLostError& error) {
+      if (cuts)
+        expect_says(error.what(), {"the cable is cut"});
+      else
+        expect_says(error.what(), {"rank 0: NCCL refuses ncclCommInitRankConfig for 1 ranks"});
+    }
+  }
+}

@@ -1,0 +1,81 @@
+// The connections by which processes watch each other: who is let in, and what is said of who does not come.
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <map>
+#include <thread>
+
+#include "properties/kit/expect_error.h"
+#include "testing/comm/watch_sockets.h"
+
+using namespace shardproof;
+
+namespace {
+
+WatchDeadline in_seconds(int64_t seconds) {
+  return std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+}
+
+std::string first_address(const std::string& addresses) {
+  const size_t begin = addresses.find(' ') + 1;
+  return addresses.substr(begin, addresses.find(' ', begin) - begin);
+}
+
+// Connects as what is no rank of the job, and returns how many bytes it is answered.
+ssize_t answer_to_a_stranger(const std::string& address) {
+  const size_t colon = address.find(':');
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(colon + 1))));
+  ::inet_pton(AF_INET, address.substr(0, colon).c_str(), &to.sin_addr);
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  EXPECT_EQ(::connect(socket, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+  std::array<char, 16> bytes{};
+  EXPECT_EQ(::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL), 16);
+  const ssize_t answered = ::recv(socket, bytes.data(), bytes.size(), 0);
+  ::close(socket);
+  return answered;
+}
+
+}  // namespace
+
+TEST(WatchSockets, ranks_of_the_job_are_let_in_and_a_stranger_is_turned_away_without_a_word) {
+  const auto [listener, addresses] = watch_listen(3, /*one_host=*/true);
+  std::map<int64_t, int> own;
+  std::thread others([&, to = addresses] {
+    EXPECT_EQ(answer_to_a_stranger(first_address(to)), 0);
+    for (const int64_t rank : {2, 1}) own[rank] = watch_connect(to, rank, in_seconds(60));
+  });
+  const auto accepted = watch_accept(listener, 2, in_seconds(60));
+  others.join();
+  ASSERT_EQ(accepted.size(), 2U);
+  for (const auto& [rank, socket] : accepted) {
+    ASSERT_TRUE(own.contains(rank)) << rank;
+    const auto sent = static_cast<char>('a' + rank);
+    char received = 0;
+    EXPECT_EQ(::send(socket, &sent, 1, MSG_NOSIGNAL), 1);
+    EXPECT_EQ(::recv(own[rank], &received, 1, 0), 1);
+    EXPECT_EQ(received, sent) << "rank " << rank << " is at the other end";
+    ::close(socket);
+    ::close(own[rank]);
+  }
+  ::close(listener);
+}
+
+TEST(WatchSockets, rank_0_says_how_many_ranks_did_not_come) {
+  const auto [listener, addresses] = watch_listen(4, /*one_host=*/true);
+  expect_error([listener = listener] { watch_accept(listener, 3, in_seconds(0)); }, {"[watch] 3 of 3 ranks did not connect"});
+  ::close(listener);
+}
+
+TEST(WatchSockets, a_rank_that_nobody_answers_says_where_it_looked) {
+  const auto [listener, addresses] = watch_listen(2, /*one_host=*/true);
+  ::close(listener);
+  expect_error([to = addresses] { watch_connect(to, 1, in_seconds(0)); },
+               {"[watch] rank 1 cannot reach rank 0 at any of " + first_address(addresses), "TCP"});
+}
