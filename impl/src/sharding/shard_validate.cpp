@@ -135,8 +135,8 @@ c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options
   }
   const c10::Device device = found.value_or(at::kCPU);
   SHARD_REQUIRE(has_device_math(device), "fully_shard",
-                "parameters are on {}, and this process has no arithmetic for it. Call shardproof::use_cuda() first, or move "
-                "the module to the CPU",
+                "parameters are on {}, and this process has no arithmetic for it. Move the module to the CPU, or to a GPU of "
+                "CUDA after shardproof::use_cuda(), which Python's fully_shard calls by itself",
                 device.str());
   return device;
 }
