@@ -52,6 +52,12 @@ class Usage(unittest.TestCase):
         for command in ("plan", "verify", "train", "bench"):
             self.expect_suggestion("hzero2. Did you mean 'hfsdp'?", command, "--strategy", "hfsdb")
 
+    def test_the_names_of_pytorch_are_answered_with_ours(self):
+        self.expect_suggestion("Did you mean 'dp_shard'?", "plan", "--mesh", "dp=2")
+        self.expect_suggestion("Did you mean 'dp_replicate'?", "plan", "--mesh", "replicate=2")
+        self.expect_suggestion("Did you mean 'zero3'?", "plan", "--strategy", "fsdp")
+        self.expect_suggestion("Did you mean 'hsdp'?", "plan", "--strategy", "hybrid_shard")
+
     def test_help_of_train_says_its_exit_codes(self):
         self.assertIn("75 stopped by Ctrl-C, SIGTERM or", run("train", "--help").stdout)
 

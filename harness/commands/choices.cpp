@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 
 #include "shardproof/base/check.h"
 
@@ -12,6 +13,20 @@ namespace harness {
 namespace {
 
 const std::vector<std::string> kAxes = {"dp_replicate", "dp_shard", "cp", "tp"};
+
+// What PyTorch and its users call them.
+const std::map<std::string, std::string> kAxesOfPeers = {{"dp", "dp_shard"},      {"fsdp", "dp_shard"},
+                                                         {"data", "dp_shard"},    {"shard", "dp_shard"},
+                                                         {"ddp", "dp_replicate"}, {"replicate", "dp_replicate"}};
+const std::map<std::string, std::string> kStrategiesOfPeers = {
+    {"fsdp", "zero3"},   {"fsdp2", "zero3"}, {"full_shard", "zero3"}, {"shard_grad_op", "zero2"}, {"hybrid_shard", "hsdp"},
+    {"no_shard", "ddp"}, {"dp", "ddp"}};
+
+std::string suggestion(const std::string& word, const std::map<std::string, std::string>& of_peers,
+                       const std::vector<std::string>& names) {
+  const auto found = of_peers.find(word);
+  return found == of_peers.end() ? did_you_mean(word, names) : fmt::format(" Did you mean '{}'?", found->second);
+}
 
 std::vector<std::string> strategy_names() {
   std::vector<std::string> names;
@@ -25,7 +40,7 @@ shardproof::Mesh chosen_mesh(const std::string& text) {
   shardproof::Mesh mesh = shardproof::Mesh::parse(text);
   for (const shardproof::Axis& axis : mesh.axes())
     SHARD_REQUIRE(std::ranges::find(kAxes, axis.name) != kAxes.end(), "mesh", "--mesh has the axis '{}'; there are {}.{}",
-                  axis.name, fmt::join(kAxes, ", "), did_you_mean(axis.name, kAxes));
+                  axis.name, fmt::join(kAxes, ", "), suggestion(axis.name, kAxesOfPeers, kAxes));
   return mesh;
 }
 
@@ -48,7 +63,7 @@ const shardproof::Strategy& chosen_strategy(const std::string& name) {
   try {
     return shardproof::strategy(name);
   } catch (const shardproof::Error& error) {
-    throw shardproof::Error(fmt::format("{}.{}", error.what(), did_you_mean(name, strategy_names())));
+    throw shardproof::Error(fmt::format("{}.{}", error.what(), suggestion(name, kStrategiesOfPeers, strategy_names())));
   }
 }
 

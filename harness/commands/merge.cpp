@@ -103,9 +103,9 @@ std::string describe(const MergedReports& merged, bool everything) {
     if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", escaped(failure.guess));
     text += fmt::format("  minimal  {}\n  replay   {}\n", escaped(failure.minimal), escaped(failure.replay));
   }
-  return text + fmt::format("\n{}{}: {} of {} cases held, in {} reports\n", merged.interrupted ? "INTERRUPTED, so far " : "",
-                            merged.held() ? "ALL HELD" : "FAILED", merged.cases - merged.failures, merged.cases,
-                            merged.reports);
+  return text + fmt::format("\n{}{}: {} of {} cases held, in {} report{}\n", merged.interrupted ? "INTERRUPTED, so far " : "",
+                            merged.held() ? "ALL HELD" : "FAILED", merged.cases - merged.failures, merged.cases, merged.reports,
+                            merged.reports == 1 ? "" : "s");
 }
 
 std::string junit(const MergedReports& merged) {

@@ -5,6 +5,7 @@
 #include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/toy_modules.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
 
 using namespace shardproof;
 
@@ -26,6 +27,23 @@ TEST(ShardingErrors, a_strategy_whose_axis_the_mesh_lacks_names_both) {
                 });
               }),
               {"zero3", "dp_shard", "dp_replicate=2"});
+}
+
+TEST(ShardingErrors, ranks_that_would_share_nothing_are_told_the_names_of_axes) {
+  const auto refusal_of = [](const char* row, const Mesh& mesh, bool parallel) {
+    return refusal([&] {
+      run_threads(mesh.size(), [&](std::shared_ptr<Comm> comm) {
+        torch::nn::Linear linear(4, 4);
+        const auto comms = std::make_shared<MeshComm>(comm, mesh);
+        if (parallel) parallelize(linear.ptr(), comms, {.styles = {{"", ColumnParallel{}}}});
+        fully_shard(linear.ptr(), comms, toy::options(row));
+      });
+    });
+  };
+  expect_says(refusal_of("ddp", Mesh({{"dp", 2}}), false),
+              {"dp=2", "'ddp'", "dp_replicate and dp_shard", "along dp would", "Name that axis"});
+  expect_says(refusal_of("zero3", Mesh({{"dp_shard", 1}, {"data", 2}}), false), {"data=2", "'zero3'", "along data would"});
+  expect_says(refusal_of("zero1", Mesh({{"dp", 2}, {"tp", 2}}), true), {"dp=2", "'zero1'", "along dp would"});
 }
 
 TEST(ShardingErrors, a_second_backward_after_the_last_one_says_how_to_accumulate) {

@@ -258,8 +258,10 @@ def mesh_text(mesh: Any, ranks: int) -> str:
             f"[mesh] a DeviceMesh of {len(sizes)} dimensions needs names: init_device_mesh(..., "
             "mesh_dim_names=('dp_shard', 'tp'))"
         )
-    ours = {"dp", "fsdp", "shard", "data"}
-    names = ["dp_shard" if name in ours else "dp_replicate" if name in ("replicate", "ddp") else name for name in names]
+    shard = {"dp", "fsdp", "shard", "data"}
+    names = ["dp_shard" if name in shard else "dp_replicate" if name in ("replicate", "ddp") else name for name in names]
+    if len(names) == 1 and names[0] not in ("dp_replicate", "dp_shard", "cp", "tp"):
+        names = ["dp_shard"]  # as FSDP2 shards over a mesh of one dimension, whatever its name
     size = 1
     for each in sizes:
         size *= each

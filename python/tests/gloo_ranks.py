@@ -42,7 +42,7 @@ def fsdp_script(module):
         from shardproof.fsdp import fully_shard
 
         adamw = shardproof.fsdp.AdamW
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("world",))
     model = net()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

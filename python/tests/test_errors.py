@@ -80,6 +80,7 @@ def test_a_step_without_a_backward_is_refused():
         (dict(recompute=["nothing.*"]), "recompute: 'nothing.*' fits no module of the Net"),
         (dict(offload_activations=[Block]), "are no units"),
         (dict(mesh="dp_shard=5"), "5"),
+        (dict(mesh="dp=2"), "Name that axis dp_shard"),
         (dict(mesh=2), "expected a text such as 'dp_shard=2,tp=2', a dict or a DeviceMesh, got 2"),
         (dict(mesh="dp_shard=2", strategy="hsdp"), "dp_replicate"),
         (dict(ignored="nothing.*"), "The first ones are called inp.weight"),

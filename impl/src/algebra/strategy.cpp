@@ -106,15 +106,8 @@ auto layouts_of(Row& row) {
 
 // A mesh of two ranks along each axis that a row names.
 Mesh smallest_mesh(const Strategy& row) {
-  std::set<std::string> names(row.axes.begin(), row.axes.end());
-  for (const Layout* layout : layouts_of(row)) {
-    for (const auto& dim : layout->dims)
-      for (const Split& split : dim) names.insert(split.axis);
-    for (const Split& split : layout->flat) names.insert(split.axis);
-    names.insert(layout->partial.begin(), layout->partial.end());
-  }
   std::vector<Axis> axes;
-  for (const std::string& name : names) axes.push_back({name, 2});
+  for (const std::string& name : axis_names(row)) axes.push_back({name, 2});
   return Mesh(axes);
 }
 
@@ -161,6 +154,17 @@ const Strategy& strategy(std::string_view name) {
     names.push_back(row.name);
   }
   throw Error(fmt::format("[strategy] unknown strategy '{}': there are {}", name, fmt::join(names, ", ")));
+}
+
+std::set<std::string> axis_names(const Strategy& strategy) {
+  std::set<std::string> names(strategy.axes.begin(), strategy.axes.end());
+  for (const Layout* layout : layouts_of(strategy)) {
+    for (const auto& dim : layout->dims)
+      for (const Split& split : dim) names.insert(split.axis);
+    for (const Split& split : layout->flat) names.insert(split.axis);
+    names.insert(layout->partial.begin(), layout->partial.end());
+  }
+  return names;
 }
 
 Strategy on_mesh(Strategy strategy, const Mesh& mesh) {

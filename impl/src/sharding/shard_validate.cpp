@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <set>
 
 #include "parallel/tensor/parallel_state.h"
 #include "shardproof/base/check.h"
@@ -89,6 +90,20 @@ void require_parallel(const Mesh& mesh, const ParallelState* parallel) {
       "mesh '{}' has {} ranks along {}, and no module was cut along it. Call parallelize before fully_shard, or leave the "
       "axis out",
       mesh.str(), mesh.size(kAxis), kAxis);
+}
+
+void require_shared(const Mesh& mesh, const Strategy& strategy, const ParallelState* parallel) {
+  const std::set<std::string> known = axis_names(strategy);
+  std::vector<std::string> alone;
+  for (const Axis& axis : mesh.axes()) {
+    if (axis.size == 1 || axis.name == "tp" || (parallel && axis.name == parallel->axis())) continue;
+    if (known.contains(axis.name)) return;
+    alone.push_back(axis.name);
+  }
+  SHARD_REQUIRE(alone.empty(), "fully_shard",
+                "mesh '{}': strategy '{}' sums gradients over {}, of which the mesh has one rank, and nothing over {}. Each "
+                "rank along {} would train a model of its own. Name that axis dp_shard, or dp_replicate for replicas",
+                mesh.str(), strategy.name, fmt::join(known, " and "), fmt::join(alone, " and "), fmt::join(alone, " and "));
 }
 
 namespace {

@@ -24,6 +24,9 @@ void validate(const Reshard& reshard, const Strategy& strategy, const Mesh& mesh
 
 // Parameters that tensor parallelism was to cut would be taken for replicated ones.
 void require_parallel(const Mesh& mesh, const ParallelState* parallel);
+// A mesh of several ranks that share nothing: each would train a model of its own, as it does where the axis has another name
+// than the strategy's.
+void require_shared(const Mesh& mesh, const Strategy& strategy, const ParallelState* parallel);
 
 // The mesh as strategies see it: ranks along cp that compute on their own positions sum gradients as those along dp_shard do.
 // Throws Error when the module does not know of an axis that it must know of.

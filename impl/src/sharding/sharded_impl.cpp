@@ -64,6 +64,7 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
       transfers(std::make_shared<HostTransfers>(memory->device())),
       schedule({comms->rank(), options.bytes_in_flight_max, options.buffers}, memory) {
   validate(options, comms->mesh());
+  require_shared(comms->mesh(), options.strategy, parallel.get());
   require_parallel(comms->mesh(), parallel.get());
   if (parallel) {
     add_finishing_step({"parallel terms", kParallelOrder, [](Sharded& sharded) { sum_parallel_terms(sharded.impl()); }});

@@ -26,6 +26,7 @@
 #pragma once
 
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -65,6 +66,9 @@ const std::vector<Strategy>& free_rows();
 
 // The row of this name, of either kind. Throws Error, which lists the names of the table, when there is no such row.
 const Strategy& strategy(std::string_view name);
+
+// Every axis that the strategy names, whether it needs it or not.
+std::set<std::string> axis_names(const Strategy& strategy);
 
 // The strategy as it is on this mesh, without the axes that the mesh does not have. Throws Error, which names the strategy and
 // the mesh, when the mesh lacks an axis that the strategy needs, or has none of the axes over which it sums.

@@ -212,7 +212,8 @@ class UnitNoSync {
 // contiguous. Throws Error in these cases: a parameter is not floating, shares memory with another one, or is sharded already;
 // parameters are on several devices, on a device without arithmetic in this process (use_cuda() sets it for GPUs), or, with
 // canonical arithmetic, on a device other than the CPU; the mesh lacks an axis of the strategy, or has ranks along "tp"
-// although `parallelize` was not called; an option is out of range. Collective over the mesh of `comms`.
+// although `parallelize` was not called; all of its ranks lie along axes that the strategy does not know, so that each would
+// train a model of its own; an option is out of range. Collective over the mesh of `comms`.
 Sharded fully_shard(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms, ShardOptions options);
 
 // Shards a module whose units are named one by one:
