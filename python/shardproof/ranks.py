@@ -149,8 +149,8 @@ def run_mpi(body: Callable[[Comm], Any], *, timeout_seconds: float = 300.0, flig
 def _maker_of_groups(group: "torch.distributed.ProcessGroup") -> Callable:
     """Makes a group of some ranks of `group`, on its backend, when those ranks and no others call it with the same name.
 
-    `torch.distributed.new_group` chooses names by counting the groups that a process is in, and it hangs where ranks are in
-    different numbers of groups. Here the ranks agreed on the name before.
+    `torch.distributed.new_group` with `use_local_synchronization` names a group by the number of groups that a process is in.
+    Where ranks are in different numbers of groups they wait for each other until a timeout. Here they agreed on the name.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
