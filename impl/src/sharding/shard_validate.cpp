@@ -145,7 +145,7 @@ c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options
     if (item.value().is_meta() || (options.ignored && options.ignored(item.key(), item.value()))) continue;
     if (!found) found = item.value().device();
     SHARD_REQUIRE(item.value().device() == *found, "fully_shard",
-                  "parameter {} is on {}, others or ShardOptions::device are on {}; move the module to one device", item.key(),
+                  "parameter {} is on {}, others or the option device are on {}; move the module to one device", item.key(),
                   item.value().device().str(), found->str());
   }
   const c10::Device device = found.value_or(at::kCPU);
