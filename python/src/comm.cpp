@@ -157,6 +157,8 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("mesh", [](const MeshComm& comms) { return comms.mesh().str(); })
       .def_property_readonly("rank", &MeshComm::rank)
       .def_property_readonly("size", [](const MeshComm& comms) { return comms.mesh().size(); })
+      .def_property_readonly("data_rank", &MeshComm::data_rank)
+      .def_property_readonly("data_size", &MeshComm::data_size)
       .def_property_readonly("world", [](MeshComm& comms) { return comms.world().shared(); })
       .def("axes",
            [](const MeshComm& comms) {
