@@ -12,6 +12,7 @@
 namespace shardproof::checkpoint {
 
 void stream_copy(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return;  // memory of an empty tensor may be null, which memcpy must not see
   auto* out = static_cast<char*>(to);
   const auto* in = static_cast<const char*>(from);
 #if defined(__x86_64__)
