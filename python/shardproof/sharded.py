@@ -328,7 +328,9 @@ def _refuse_to_clip_whole_parameters(name: str) -> None:
     What it wraps is changed inside of it, because a program may have imported the function before this package.
     """
     function = getattr(torch.nn.utils.clip_grad, name)
-    inside = dict(zip(function.__code__.co_freevars, function.__closure__))["func"]
+    inside = dict(zip(function.__code__.co_freevars, function.__closure__ or ())).get("func")
+    if inside is None:  # another version of PyTorch, which wraps it in another way
+        return
     clip = inside.cell_contents
 
     @functools.wraps(clip)
