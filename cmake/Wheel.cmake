@@ -1,6 +1,7 @@
 # What `pip install .` and ci/wheel put into the Python package: the extension modules, the library, and the command with what
 # it needs. Libraries are found beside each other, and torch's where pip has it.
-set(_files shardproof_python shardproof shardproof_mpi shardproof_nccl shardproof_cuda golden golden_python harness)
+set(_files shardproof_python shardproof_python_cuda
+  shardproof shardproof_mpi shardproof_nccl shardproof_cuda golden golden_python harness)
 foreach(part shardproof_python_mpi shardproof_cuda_graph)
   if(TARGET ${part})
     list(APPEND _files ${part})

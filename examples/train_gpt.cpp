@@ -21,11 +21,11 @@ namespace {
 constexpr int64_t kLength = 64, kBatch = 4, kSteps = 60;
 const GptOptions kModel{.layers = 2, .hidden = 64, .heads = 4, .vocab = 256, .positions = kLength, .tied = true};
 
-// Sequences drawn by (step, rank), with one byte more than inputs.
-at::Tensor batch(const std::string& text, int64_t step, int64_t rank) {
+// Sequences drawn by (step, data_rank), with one byte more than inputs.
+at::Tensor batch(const std::string& text, int64_t step, int64_t data_rank) {
   at::Tensor tokens = at::empty({kBatch, kLength + 1}, at::kLong);
   for (int64_t i = 0; i < kBatch; ++i) {
-    const auto begin = (step * 131 + rank * 37 + i * 17) * 11 % static_cast<int64_t>(text.size() - kLength - 1);
+    const auto begin = (step * 131 + data_rank * 37 + i * 17) * 11 % static_cast<int64_t>(text.size() - kLength - 1);
     for (int64_t t = 0; t <= kLength; ++t)
       tokens.index_put_({at::tensor(i), at::tensor(t)}, int64_t{static_cast<uint8_t>(text[begin + t])});
   }
@@ -35,7 +35,7 @@ at::Tensor batch(const std::string& text, int64_t step, int64_t rank) {
 void train(const std::shared_ptr<Comm>& comm, const Mesh& mesh, const std::string& text, const std::string& directory) {
   const auto comms = std::make_shared<MeshComm>(comm, mesh);
   const auto ranks_along = [&](const char* axis) { return mesh.has(axis) ? mesh.size(axis) : 1; };
-  const int64_t tp = ranks_along("tp"), cp = ranks_along("cp"), data_rank = comm->rank() / (tp * cp);
+  const int64_t tp = ranks_along("tp"), cp = ranks_along("cp");
 
   Gpt model(kModel);
   initialize_parameters(*model, /*seed=*/1);
@@ -54,7 +54,7 @@ void train(const std::shared_ptr<Comm>& comm, const Mesh& mesh, const std::strin
   const auto resumed = manager.load_latest(sharded, &optimizer);
 
   for (int64_t step = resumed ? resumed->trainer.step : 0; step < kSteps; ++step) {
-    const at::Tensor tokens = batch(text, step, data_rank);
+    const at::Tensor tokens = batch(text, step, comms->data_rank());
     at::Tensor input = tokens.narrow(1, 0, kLength), target = tokens.narrow(1, 1, kLength);
     if (context) input = context->cut(input), target = context->cut(target);
     const at::Tensor logits = call(model, input).to(at::kFloat);

@@ -14,3 +14,6 @@ set_tests_properties(Python.check_engines Python.check_findings PROPERTIES LABEL
 
 # Where peft is not installed nothing of this file runs, and the test says that it was skipped, and why.
 set_tests_properties(Python.peft PROPERTIES SKIP_REGULAR_EXPRESSION "peft is not installed")
+
+# Without a GPU the test says that it was skipped, and why. `ctest -L cuda` has it too.
+set_tests_properties(Python.cuda PROPERTIES LABELS "python;cuda" SKIP_REGULAR_EXPRESSION "CUDA cannot be used here")

@@ -14,6 +14,26 @@ Comm = _C.Comm
 MeshComm = _C.MeshComm
 
 
+def use_cuda() -> None:
+    """Give this process the arithmetic of CUDA. `fully_shard` calls it for models on a GPU."""
+    try:
+        from . import _cuda
+    except ImportError as error:
+        raise _C.Error(
+            f"[cuda] the CUDA part of shardproof cannot be opened: {error}. Install torch with CUDA, or use the CPU"
+        ) from error
+    _cuda.use_cuda()
+
+
+def usable_device(device: Union[torch.device, str]) -> torch.device:
+    """A device by its type and index, ready for use. Of a GPU without an index, the current one."""
+    chosen = torch.device(device)
+    if chosen.type != "cuda":
+        return chosen
+    use_cuda()
+    return chosen if chosen.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
 def run_threads(
     ranks: int,
     body: Callable[[Comm], Any],
@@ -22,6 +42,7 @@ def run_threads(
     completion: str = "eager",
     sum: str = "rank_order",
     seed: int = 0,
+    device: Union[torch.device, str, None] = None,
 ) -> list:
     """Run ``body(comm)`` on every rank, each a thread of this process.
 
@@ -39,6 +60,8 @@ def run_threads(
         The order in which collectives add.
     seed : int
         Chooses the order of ranks and of completions.
+    device : torch.device or str, optional
+        A GPU that all ranks share, each with a stream of its own. Needed where models are on a GPU.
 
     Returns
     -------
@@ -50,6 +73,7 @@ def run_threads(
     Exception
         What the first rank to fail raised, with a note that names the rank. All other ranks end, too.
     """
+    gpu = None if device is None else usable_device(device)
     identities: set = set()
 
     def registered(comm):
@@ -64,7 +88,7 @@ def run_threads(
 
     def run():
         try:
-            outcome["results"] = _C.run_threads(ranks, registered, schedule, completion, sum, seed)
+            outcome["results"] = _C.run_threads(ranks, registered, schedule, completion, sum, seed, gpu)
         except BaseException as error:  # noqa: B036  handed to the caller's thread
             outcome["error"] = error
 
@@ -122,7 +146,45 @@ def run_mpi(body: Callable[[Comm], Any], *, timeout_seconds: float = 300.0, flig
     return _mpi.run_mpi(body, timeout_seconds, flight_directory)
 
 
-def comm_of(group: Optional["torch.distributed.ProcessGroup"] = None, *, native: bool = False) -> Comm:
+def _maker_of_groups(group: "torch.distributed.ProcessGroup") -> Callable:
+    """Makes a group of some ranks of `group`, on its backend, when those ranks and no others call it with the same name.
+
+    `torch.distributed.new_group` with `use_local_synchronization` names a group by the number of groups that a process is in.
+    Where ranks are in different numbers of groups they wait for each other until a timeout. Here they agreed on the name.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    members = dist.get_process_group_ranks(group)
+    if dist.group.WORLD.bound_device_id is not None and len(members) != dist.get_world_size():
+        raise _C.Error(
+            "[comm] init_process_group was given a device_id, so every rank of the job takes part in making a group, and this "
+            "group has only some of them. Leave device_id out"
+        )
+
+    def make(ranks: "list[int]", name: str) -> "torch.distributed.ProcessGroup":
+        backend, store = distributed_c10d._world.pg_map[group]
+        outside = [members[rank] for rank in ranks]
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(outside),
+            outside.index(dist.get_rank()),
+            outside,
+            dist.Backend(backend),
+            store,
+            f"shardproof/{name}/{outside}",
+            timeout=distributed_c10d._get_default_timeout(dist.Backend(backend)),
+            device_id=dist.group.WORLD.bound_device_id,
+            group_desc=name,
+        )
+        distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(outside)}
+        return made
+
+    return make
+
+
+def comm_of(
+    group: Optional["torch.distributed.ProcessGroup"] = None, *, native: bool = False, make_groups: Optional[bool] = None
+) -> Comm:
     """Make a communicator of a process group of torch.distributed.
 
     Parameters
@@ -132,6 +194,9 @@ def comm_of(group: Optional["torch.distributed.ProcessGroup"] = None, *, native:
     native : bool
         Leave sums to the process group, in its own order. Otherwise they are taken in rank order, and have the bits of
         ranks that are threads.
+    make_groups : bool, optional
+        Whether ranks along an axis of a mesh get a process group of their own, on the same backend. Without one they send
+        messages with tags through the given group. NCCL has no tags, so by default groups are made where it takes part.
     """
     import torch.distributed as dist
 
@@ -143,7 +208,14 @@ def comm_of(group: Optional["torch.distributed.ProcessGroup"] = None, *, native:
                 "shardproof.run_threads(ranks, body), and pass the body's argument as comm"
             )
         group = dist.group.WORLD
-    return _C.comm_of(group, native)
+    backends = dist.get_backend_config(group)
+    if torch.device("cpu") not in group._device_types:
+        raise _C.Error(
+            f"[comm] the process group ({backends}) takes no tensors of the CPU, by which ranks agree on sizes and names. "
+            "Give it two backends: torch.distributed.init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    makes = "nccl" in backends if make_groups is None else make_groups
+    return _C.comm_of(group, native, _maker_of_groups(group) if makes else None)
 
 
 _default_comms: "dict[int, tuple]" = {}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import types
 import weakref
 from typing import Any, Iterable, Iterator, Optional
 
@@ -318,3 +320,35 @@ def _refuse_whole_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs
 
 
 register_optimizer_step_pre_hook(_refuse_whole_parameters)
+
+
+def _refuse_to_clip_whole_parameters(name: str) -> None:
+    """Make a clipping function of torch.nn.utils refuse parameters of a sharded model. It would find no gradient.
+
+    What it wraps is changed inside of it, because a program may have imported the function before this package.
+    """
+    function = getattr(torch.nn.utils.clip_grad, name)
+    inside = dict(zip(function.__code__.co_freevars, function.__closure__ or ())).get("func")
+    if inside is None:  # another version of PyTorch, which wraps it in another way
+        return
+    clip = inside.cell_contents
+
+    @functools.wraps(clip)
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = parameters if isinstance(parameters, (torch.Tensor, types.GeneratorType)) else given
+        if any(owner_of(parameter) is not None for parameter in given):
+            raise _C.Error(
+                f"[clip] torch.nn.utils.{name} was given parameters of a sharded model, which have their gradients in shards, "
+                "so it would clip nothing. Call sharded.clip_gradients(norm_max), or shardproof.fsdp.clip_grad_norm_(params, "
+                "max_norm), on every rank"
+            )
+        if isinstance(parameters, types.GeneratorType):  # PyTorch warns of an empty one
+            parameters = (parameter for parameter in given)
+        return clip(parameters, *args, **kwargs)
+
+    inside.cell_contents = checked
+
+
+for _name in ("clip_grad_norm_", "clip_grad_value_"):
+    _refuse_to_clip_whole_parameters(_name)

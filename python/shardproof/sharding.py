@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
 from torch import nn
 
 from . import _C
-from .ranks import comm_of, mesh_comm
+from .ranks import comm_of, mesh_comm, usable_device
 from .sharded import Sharded, sharded_of
 from .units import Precision, Unit, as_list, select_units
 
@@ -43,6 +43,17 @@ def _ignored_parameters(module: nn.Module, ignored: Any) -> "list[nn.Parameter]"
             raise _C.Error(f"[fully_shard] ignored: {selector!r} fits no parameter. The first ones are called {names}")
         chosen.update((id(value), value) for value in fits)
     return list(chosen.values())
+
+
+def device_of(
+    module: nn.Module, plain: "Iterable[nn.Parameter]" = (), device: Union[torch.device, str, None] = None
+) -> torch.device:
+    """The device that a model trains on: the given one, or that of its parameters, without those that stay plain."""
+    if device is not None:
+        return usable_device(device)
+    spared = {id(parameter) for parameter in plain}
+    own = (each.device for each in module.parameters() if not each.is_meta and id(each) not in spared)
+    return usable_device(next(own, "cpu"))
 
 
 def _give_memory_to_buffers(module: nn.Module, device: torch.device) -> None:
@@ -96,6 +107,7 @@ def fully_shard(
     gradient_magnitude_max: float = float("inf"),
     broadcast_initial_values: bool = True,
     initialize: Union["tuple[int, float]", Callable, None] = None,
+    device: Union[torch.device, str, None] = None,
     root_reshard_after_forward: Union[bool, int, None] = None,
 ) -> Sharded:
     """Shard the training of any ``torch.nn.Module`` over ranks.
@@ -175,6 +187,9 @@ def fully_shard(
     initialize : (int, float) or callable, optional
         For parameters on the meta device: a seed and a standard deviation, or ``f(name, shape, begin, end, values)`` that fills
         the elements [begin, end) of a parameter.
+    device : torch.device or str, optional
+        Where parameters and buffers of the meta device get their memory. Without it where the other parameters are; when all
+        are meta, the CPU.
     root_reshard_after_forward : bool or int, optional
         As ``reshard_after_forward``, for the root, which keeps its own parameters without it.
 
@@ -200,9 +215,10 @@ def fully_shard(
     if sharded_of(module) is not None:
         raise _C.Error("[fully_shard] this model is sharded already. Call remove() on its Sharded first, or use a new model")
     comms = mesh_comm(comm, mesh)
-    _give_memory_to_buffers(module, torch.device("cpu"))
     selected, inner = select_units(module, as_list(units), as_list(recompute), as_list(offload_activations))
     plain = _ignored_parameters(module, ignored)
+    where = device_of(module, plain, device)
+    _give_memory_to_buffers(module, where)
     options = dict(
         strategy=strategy,
         ignored=plain,
@@ -232,6 +248,7 @@ def fully_shard(
         gradient_magnitude_max=gradient_magnitude_max,
         broadcast_initial_values=broadcast_initial_values,
         initialize=initialize,
+        device=where,
     )
     mirror = mirror_of(module)
     if root_reshard_after_forward is not None:

@@ -27,7 +27,7 @@ Choice choice_of(const std::string& given, const char* what, const std::vector<s
 }
 
 ThreadsOptions threads_options(const std::string& schedule, const std::string& completion, const std::string& sum,
-                               uint64_t seed) {
+                               uint64_t seed, const std::optional<at::Device>& device) {
   using Options = ThreadsOptions;
   ThreadsOptions options;
   options.schedule = choice_of<Options::Schedule>(
@@ -37,6 +37,7 @@ ThreadsOptions threads_options(const std::string& schedule, const std::string& c
       {{"eager", Options::Completion::eager}, {"late", Options::Completion::late}, {"random", Options::Completion::random}});
   options.sum = choice_of<Options::Sum>(sum, "sum", {{"rank_order", Options::Sum::rank_order}, {"ring", Options::Sum::ring}});
   options.seed = seed;
+  options.device = device;
   return options;
 }
 
@@ -56,8 +57,8 @@ struct RaisedInBody final : std::exception {
 }
 
 py::list run_bodies(int64_t world, const py::function& body, const std::string& schedule, const std::string& completion,
-                    const std::string& sum, uint64_t seed) {
-  const ThreadsOptions options = threads_options(schedule, completion, sum, seed);
+                    const std::string& sum, uint64_t seed, const std::optional<at::Device>& device) {
+  const ThreadsOptions options = threads_options(schedule, completion, sum, seed, device);
   py::list results, raised;
   for (int64_t rank = 0; rank < world; ++rank) {
     results.append(py::none());
@@ -87,11 +88,21 @@ py::list run_bodies(int64_t world, const py::function& body, const std::string& 
   return results;
 }
 
-std::shared_ptr<Comm> comm_of_group(const py::object& group, bool native) {
-  auto pointer = c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(group.cast<c10d::ProcessGroup*>());
-  const C10dOptions options{.sum = native ? C10dOptions::Sum::native : C10dOptions::Sum::rank_order, .make_group = {}};
+C10dGroup group_of(const py::object& group) {
+  return C10dGroup::unsafe_reclaim_from_nonowning(group.cast<c10d::ProcessGroup*>());
+}
+
+// `make_group`: a function of ranks and a name, or None.
+std::shared_ptr<Comm> comm_of_group(const py::object& group, bool native, const py::object& make_group) {
+  C10dOptions options{.sum = native ? C10dOptions::Sum::native : C10dOptions::Sum::rank_order, .make_group = {}};
+  if (!make_group.is_none())
+    options.make_group = [make = Held(make_group)](const std::vector<int>& ranks, const std::string& name) {
+      const py::gil_scoped_acquire locked;
+      return group_of(make.get()(ranks, name));
+    };
+  C10dGroup pointer = group_of(group);
   const py::gil_scoped_release unlocked;
-  return comm_of(std::move(pointer), options);
+  return comm_of(std::move(pointer), std::move(options));
 }
 
 Reduce reduce_of(const std::string& name) {
@@ -135,8 +146,9 @@ void bind_comm(py::module_& module) {
       .def("all_gather", &all_gather, py::arg("tensor"), Unlocked())
       .def("gather_texts", &gather_texts, py::arg("text"), Unlocked());
   module.def("run_threads", &run_bodies, py::arg("ranks"), py::arg("body"), py::arg("schedule") = "parallel",
-             py::arg("completion") = "eager", py::arg("sum") = "rank_order", py::arg("seed") = 0);
-  module.def("comm_of", &comm_of_group, py::arg("group"), py::arg("native") = false);
+             py::arg("completion") = "eager", py::arg("sum") = "rank_order", py::arg("seed") = 0,
+             py::arg("device") = py::none());
+  module.def("comm_of", &comm_of_group, py::arg("group"), py::arg("native") = false, py::arg("make_group") = py::none());
   py::class_<MeshComm, std::shared_ptr<MeshComm>>(module, "MeshComm")
       .def(py::init([](std::shared_ptr<Comm> comm, const std::string& mesh) {
              return std::make_shared<MeshComm>(std::move(comm), Mesh::parse(mesh));
@@ -145,6 +157,8 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("mesh", [](const MeshComm& comms) { return comms.mesh().str(); })
       .def_property_readonly("rank", &MeshComm::rank)
       .def_property_readonly("size", [](const MeshComm& comms) { return comms.mesh().size(); })
+      .def_property_readonly("data_rank", &MeshComm::data_rank)
+      .def_property_readonly("data_size", &MeshComm::data_size)
       .def_property_readonly("world", [](MeshComm& comms) { return comms.world().shared(); })
       .def("axes",
            [](const MeshComm& comms) {

@@ -77,6 +77,7 @@ const std::map<std::string, Setter>& setters() {
        [](ShardOptions& o, const py::handle& v) {
          if (!v.is_none()) o.reshard_after_forward = reshard_of(v);
        }},
+      {"device", [](ShardOptions& o, const py::handle& v) { o.device = v.cast<at::Device>(); }},
       {"initialize", [](ShardOptions& o, const py::handle& v) { o.initialize = initializer_of(v); }},
       {"recompute_modules", [](ShardOptions& o, const py::handle& v) { o.recompute_modules = modules_named(v); }},
       {"bucket_bytes_max", set(&ShardOptions::bucket_bytes_max)},

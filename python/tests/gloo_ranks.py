@@ -76,6 +76,80 @@ def hsdp_mesh():
         assert torch.allclose(sharded.gather()[name], value, atol=1e-6)
 
 
+def groups_made():
+    """Global ranks of each group that this rank is in and that the library made."""
+    from torch.distributed import distributed_c10d
+
+    names = distributed_c10d._world.pg_names
+    return sorted(
+        dist.get_process_group_ranks(group) for group, name in names.items() if name.startswith("shardproof/")
+    )
+
+
+def trained_on(comm, mesh, strategy):
+    model = net()
+    sharded = shardproof.fully_shard(model, comm, mesh=mesh, strategy=strategy, units=[Block])
+    optimizer = shardproof.adamw(sharded, lr=0.01)
+    for step in range(2):
+        loss_of(model, batch(step * comm.size + comm.rank)).backward()
+        optimizer.step()
+    return sharded.gather()
+
+
+def made_groups():
+    """Groups along two axes are process groups, and change no bit."""
+    dist.new_group([0, 1])  # ranks are in different numbers of groups from now on
+    with_messages = trained_on(shardproof.comm_of(), "dp_replicate=2,dp_shard=2", "hsdp")
+    assert groups_made() == []
+    with_groups = trained_on(shardproof.comm_of(make_groups=True), "dp_replicate=2,dp_shard=2", "hsdp")
+    assert_same_bits(with_groups, with_messages)
+    rank = dist.get_rank()
+    along_shard, along_replicate = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]
+    assert along_shard in groups_made() and along_replicate in groups_made(), groups_made()
+
+
+def made_groups_of_a_part():
+    """Ranks of the part have other numbers in the job."""
+    part = dist.new_group([1, 2, 3])
+    if dist.get_rank() == 0:
+        return
+    trained_on(shardproof.comm_of(part, make_groups=True), "dp_replicate=1,dp_shard=3", "hsdp")
+    made = groups_made()
+    assert made and all(dist.get_rank() in ranks and set(ranks) <= {1, 2, 3} for ranks in made), made
+    assert [1, 2, 3] in made, made
+
+
+def refused_groups():
+    def refused(call, *says):
+        try:
+            call()
+        except shardproof.Error as error:
+            assert all(each in str(error) for each in says), error
+            return
+        raise AssertionError("nothing was refused")
+
+    for_cuda_alone = dist.new_group(backend="cuda:gloo")
+    refused(lambda: shardproof.comm_of(for_cuda_alone), "takes no tensors of the CPU", "'cpu:gloo,cuda:nccl'")
+    part = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    refused(lambda: shardproof.comm_of(part, make_groups=True), "Leave device_id out")
+
+
+def nccl():
+    """One GPU a rank. Groups along the axes are process groups, because NCCL has no tags."""
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    model = net().to(device)
+    sharded = shardproof.fully_shard(model, group, mesh="dp_replicate=2,dp_shard=2", strategy="hsdp", units=[Block])
+    loss_of(model, [part.to(device) for part in batch(dist.get_rank())]).backward()
+    shardproof.sgd(sharded, lr=0.1).step()
+    assert len(groups_made()) > 1, groups_made()
+    _, expected = train_plain(net(), lambda p: torch.optim.SGD(p, lr=0.1), steps=1, world=dist.get_world_size())
+    for name, value in expected.named_parameters():
+        assert torch.allclose(sharded.gather()[name].cpu(), value, rtol=1e-4, atol=1e-6), name
+
+
 def checkpoint(folder):
     """FSDP2 opens what we saved, and we open what FSDP2 saved."""
     import torch.distributed.checkpoint as dcp

@@ -194,6 +194,42 @@ def test_a_nan_names_rank_step_and_parameter():
     assert "weight" in str(raised.value) or "bias" in str(raised.value)
 
 
+def test_errors_name_the_calls_of_python():
+    def says(call, *words):
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        for word in words:
+            assert word in str(raised.value), raised.value
+        for word in ("ShardOptions::", "Sharded::", "Optimizer::", "Granularity::"):
+            assert word not in str(raised.value), raised.value
+
+    def body(comm):
+        model = Net()
+        sharded = shardproof.fully_shard(model, comm, units=[Block])
+        says(lambda: model.blocks[0].up.weight.sum(), "in Python call its module", "unit(...).unshard()", "in Python gather()")
+        sharded.unit("blocks.0").unshard()
+        model.blocks[0].up.weight.sum()
+        sharded.unit("blocks.0").reshard()
+        assert "blocks.0.up.weight" in sharded.gather() and sharded.parameters()
+
+        loss_of(model, batch(0)).backward()
+        says(loss_of(model, batch(1)).backward, "set_last_microbatch(False)", "set_is_last_backward(False)")
+        sharded.zero_gradients()
+        sharded.set_last_microbatch(False)
+        loss_of(model, batch(0)).backward()
+        says(lambda: sharded.clip_gradients(1.0), "set_last_microbatch(true)", "in Python True")
+        sharded.zero_gradients()
+
+        on_meta = Net().to("meta")
+        says(lambda: shardproof.fully_shard(on_meta, comm), "Give fully_shard the option initialize")
+        sharded = shardproof.fully_shard(Net(), comm, units=[Block])
+        averages = shardproof.Ema(sharded)
+        says(lambda: shardproof.Ema(sharded), "Give these another name")
+        assert averages.pieces()
+
+    shardproof.run_threads(2, body)
+
+
 def test_sharding_twice_is_refused_and_parameters_of_strangers_too():
     def body(comm):
         model = Net()

@@ -151,3 +151,14 @@ def test_parallelize_comes_before_fully_shard():
             shardproof.parallelize(model, comm, "tp=2", PLAN)
 
     shardproof.run_threads(2, body)
+
+
+@pytest.mark.parametrize("mesh", ["dp_replicate=2,dp_shard=2,tp=2", "tp=2,dp_shard=2,dp_replicate=2"])
+def test_ranks_along_tp_read_the_same_samples_wherever_the_axis_stands(mesh):
+    def body(comm):
+        comms = shardproof.MeshComm(comm, mesh)
+        expected = 2 * comms.coordinate("dp_replicate") + comms.coordinate("dp_shard")
+        assert comms.data_rank == expected and comms.data_size == 4
+        return comms.data_rank
+
+    assert sorted(shardproof.run_threads(8, body)) == [0, 0, 1, 1, 2, 2, 3, 3]

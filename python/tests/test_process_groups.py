@@ -27,6 +27,18 @@ def test_a_device_mesh_of_two_dimensions_is_hsdp():
     run_ranks(SCRIPT, 4, ["hsdp_mesh"])
 
 
+def test_axes_of_a_mesh_have_groups_of_their_own_however_many_groups_a_rank_is_in():
+    run_ranks(SCRIPT, 4, ["made_groups"])
+
+
+def test_a_group_of_some_ranks_makes_groups_of_those_ranks():
+    run_ranks(SCRIPT, 4, ["made_groups_of_a_part"])
+
+
+def test_a_group_that_cannot_serve_is_refused_with_what_to_do():
+    run_ranks(SCRIPT, 2, ["refused_groups"])
+
+
 def test_fsdp2_opens_our_checkpoints_and_we_open_those_of_fsdp2(tmp_path):
     run_ranks(SCRIPT, 2, ["checkpoint", str(tmp_path)])
 

@@ -2,15 +2,36 @@
 
 #include <fmt/ranges.h>
 
+#include <array>
+
 #include "shardproof/base/check.h"
 
 namespace shardproof {
+namespace {
+
+constexpr std::array kDataAxes = {"dp_replicate", "dp_shard"};
+
+}  // namespace
 
 MeshComm::MeshComm(std::shared_ptr<Comm> world, Mesh mesh) : world_(std::move(world)), mesh_(std::move(mesh)) {
   SHARD_REQUIRE(mesh_.size() == world_->size(), "mesh",
                 "mesh '{}' has {} ranks, the world '{}' has {} (seen by rank {}). Choose "
                 "axis sizes whose product is the world's size",
                 mesh_.str(), mesh_.size(), world_->name(), world_->size(), world_->rank());
+}
+
+int64_t MeshComm::data_rank() const {
+  int64_t place = 0;
+  for (const char* axis : kDataAxes)
+    if (mesh_.has(axis)) place = place * mesh_.size(axis) + mesh_.coordinate(rank(), axis);
+  return place;
+}
+
+int64_t MeshComm::data_size() const {
+  int64_t size = 1;
+  for (const char* axis : kDataAxes)
+    if (mesh_.has(axis)) size *= mesh_.size(axis);
+  return size;
 }
 
 Comm& MeshComm::along(const std::vector<std::string>& axes) {

@@ -22,7 +22,7 @@ void require_free_name(const Sharded::Impl& sharded, const std::string& name) {
     SHARD_REQUIRE(name != used, "ema", "the name '{}' cannot be that of averages in checkpoints; choose another", name);
   SHARD_REQUIRE(name.find('.') == std::string::npos, "ema", "the name '{}' must not contain a dot", name);
   SHARD_REQUIRE(!sharded.kept_along.contains(name), "ema",
-                "this model has averages called '{}' already. Give EmaOptions::name another one", name);
+                "this model has averages called '{}' already. Give these another name", name);
 }
 
 void exchange(const at::Tensor& one, const at::Tensor& other) {

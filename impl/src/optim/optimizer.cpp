@@ -38,11 +38,11 @@ void require_whole(const BucketLayout& layout, const BucketParameter& member) {
     const int64_t held = owned_numel(member.whole, mesh, owned, rank), part = owned_numel(member.whole, mesh, cut, rank);
     SHARD_REQUIRE(held == 0 || held == part, "optimizer",
                   "the rule for parameter {} needs it whole, and rank {} holds {} of the {} elements that tensor parallelism "
-                  "leaves it. Set ShardOptions::granularity to Granularity::tensor",
+                  "leaves it. Give fully_shard the granularity `tensor`",
                   member.name, rank, held, part);
     SHARD_REQUIRE(part > 0 || numel(member.whole) == 0, "optimizer",
                   "the rule for parameter {} needs it whole, and tensor parallelism leaves rank {} nothing of it to join. "
-                  "Choose another rule for it, by ParameterGroup::takes, or fewer ranks",
+                  "Choose another rule for it, by `takes` of a group, or fewer ranks",
                   member.name, rank);
   }
 }

@@ -87,8 +87,9 @@ void BucketGradient::add_gradient(int64_t index, const at::Tensor& gradient, boo
   const BucketParameter& member = layout_.members()[index];
   SHARD_REQUIRE(
       !final(), "bucket",
-      "parameter {} of {} got a gradient after the last backward of this step. Call set_last_microbatch(false) before "
-      "every backward but the last, then Optimizer::step or zero_gradients",
+      "parameter {} of {} got a gradient after the last backward of this step. Call set_last_microbatch(false) (in Python "
+      "set_last_microbatch(False), or with the names of FSDP2 set_is_last_backward(False)) before every backward but the "
+      "last, then the optimizer's step or zero_gradients",
       member.name, label_);
   SHARD_REQUIRE(!reducing() && (!arrived_[index] || may_be_part), "bucket",
                 "parameter {} of {} got a second gradient in one backward after its bucket was taken", member.name, label_);

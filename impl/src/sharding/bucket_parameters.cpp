@@ -42,8 +42,9 @@ std::vector<at::Tensor> BucketParameters::unreadable_parameters(const std::strin
   std::vector<at::Tensor> result;
   for (const BucketParameter& member : layout_.members())
     result.push_back(unreadable(member.shape, rules_.compute, memory_->device(),
-                                fmt::format("[bucket] parameter {} {}: enter the unit through `call`, or use "
-                                            "Sharded::unit(...).unshard, parameters or gather_parameters",
+                                fmt::format("[bucket] parameter {} {}: enter the unit (in Python call its module, in C++ go "
+                                            "through `call`), or use unit(...).unshard(), parameters() or gather_parameters() "
+                                            "(in Python gather()) of the sharded model",
                                             member.name, why)));
   return result;
 }
@@ -102,7 +103,7 @@ void BucketParameters::fill_from_values() {
 
 void BucketParameters::fill_from_initializer(const Initializer& initialize) {
   SHARD_REQUIRE(initialize != nullptr, "fully_shard",
-                "parameter {} is on the meta device, so it has no values. Set ShardOptions::initialize",
+                "parameter {} is on the meta device, so it has no values. Give fully_shard the option initialize",
                 layout_.members()[0].name);
   const auto fill = [&](const LocalView& view, const at::Tensor& local) {
     local.zero_();

@@ -80,7 +80,7 @@ void require_equal_in(const StateGroup& group, int64_t step, MeshComm& comms, co
           "the axis have gradients of norm {} and {}, and would train it apart. Where its module computes on what a cut gave "
           "it, as a norm of the queries of some heads does, give the module the style PartialGradients; where it sees a "
           "piece of the sequence, SequenceParallel. Otherwise the ranks were given different batches or drew different "
-          "random numbers. ParallelPlan::compare_replicas = false leaves this check out",
+          "random numbers. The plan's compare_replicas = false (in Python False) leaves this check out",
           comms.rank(), step, parallel.axis(), own.names[static_cast<size_t>(i)], part, std::sqrt(first[1]),
           std::sqrt(other[1]));
     }

@@ -195,9 +195,10 @@ std::string Schedule::why_not_final(const BucketGradient& gradient) const {
   if (gradient.state() == GradientState::empty && taken_by_)
     return fmt::format("{} has taken them. Call this before it, or after the next backward", taken_by_);
   const char* so_far = gradient.state() == GradientState::empty ? "no backward has run" : "the last microbatch has not run";
-  return fmt::format("{}. Run a backward with set_last_microbatch(true) and set_gradient_sync(true), of the module and of its "
-                     "unit, first",
-                     so_far);
+  return fmt::format(
+      "{}. Run a backward with set_last_microbatch(true) and set_gradient_sync(true) (in Python True), of the module "
+      "and of its unit, first",
+      so_far);
 }
 
 void Schedule::require_final(const char* what) const {

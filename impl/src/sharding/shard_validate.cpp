@@ -145,13 +145,13 @@ c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options
     if (item.value().is_meta() || (options.ignored && options.ignored(item.key(), item.value()))) continue;
     if (!found) found = item.value().device();
     SHARD_REQUIRE(item.value().device() == *found, "fully_shard",
-                  "parameter {} is on {}, others or ShardOptions::device are on {}; move the module to one device", item.key(),
+                  "parameter {} is on {}, others or the option device are on {}; move the module to one device", item.key(),
                   item.value().device().str(), found->str());
   }
   const c10::Device device = found.value_or(at::kCPU);
   SHARD_REQUIRE(has_device_math(device), "fully_shard",
-                "parameters are on {}, and this process has no arithmetic for it. Call shardproof::use_cuda() first, or move "
-                "the module to the CPU",
+                "parameters are on {}, and this process has no arithmetic for it. Move the module to the CPU, or to a GPU of "
+                "CUDA after shardproof::use_cuda(), which Python's fully_shard calls by itself",
                 device.str());
   return device;
 }

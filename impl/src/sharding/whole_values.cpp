@@ -62,7 +62,7 @@ void Sharded::Impl::require_own_values(const char* what) const {
 void Sharded::Impl::require_no_averages(const char* what) const {
   SHARD_REQUIRE(averages_in_place.empty(), "fully_shard",
                 "{} (rank {}) while the averages '{}' are in the place of the parameters. Put the parameters back first, by "
-                "Ema::swap_out or the end of with_averages",
+                "swap_out of the averages, or the end of with_averages (in Python of swapped_in)",
                 what, comms->rank(), averages_in_place);
 }
 

@@ -24,6 +24,12 @@ class MeshComm {
   int64_t rank() const { return world_->rank(); }
   Comm& world() { return *world_; }
 
+  // Which part of a step's samples this rank reads, of data_size() parts: its place along dp_replicate and dp_shard together,
+  // where dp_shard varies fastest, whatever the order of the mesh's axes. Ranks that differ along other axes only, such as tp
+  // and cp, read the same samples. On a mesh without these two axes every rank reads part 0 of 1.
+  int64_t data_rank() const;
+  int64_t data_size() const;
+
   // Returns the group of this rank's peers along these axes. Law: its ranks are mesh().peers(rank(), axes), in that order: of
   // the axes the last varies fastest, and every rank passes them in the same order. The first call for a list of axes makes
   // the group and is collective over the world. The group lives as long as this object. Throws Error when the mesh has no such

@@ -9,7 +9,7 @@ namespace shardproof {
 namespace {
 
 Comm& group_of(MeshComm& comms, const std::string& axis) {
-  SHARD_REQUIRE(comms.mesh().has(axis), "tensor_parallel", "mesh '{}' has no axis {}; name it in ParallelPlan::axis",
+  SHARD_REQUIRE(comms.mesh().has(axis), "tensor_parallel", "mesh '{}' has no axis {}; name it as the plan's axis",
                 comms.mesh().str(), axis);
   return comms.along({axis});
 }
