@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -14,7 +15,9 @@
 #include <thread>
 
 #include "properties/doubles/comm_worlds.h"
+#include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
 
 using namespace shardproof;
 
@@ -253,6 +256,25 @@ int64_t address_space_bytes() {
 TEST(CommThreadsDeathTest, threads_that_the_system_refuses_are_an_error_that_says_what_to_do) {
   testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(ask_for_more_threads_than_fit(), testing::ExitedWithCode(2), "of the 500 threads.*smaller world");
+}
+
+// What a rank had for a call is not freed while another one may still be writing into it. The text is so long that the allocator
+// gives freed memory of its size back to the system, where a late write ends the process.
+TEST(CommThreads, a_rank_that_leaves_a_call_because_another_one_failed_frees_nothing_that_is_still_written) {
+  const std::string text(size_t{34} << 20, 'x');
+  for (int64_t i = 0; i < 60; ++i)
+    expect_error(
+        [&] {
+          run_threads(3, [&](std::shared_ptr<Comm> world) {
+            const auto group = world->split(world->rank() / 2, 0, "group");
+            if (world->rank() == 2) {
+              std::this_thread::sleep_for(std::chrono::microseconds(1000 + 1237 * i % 20000));
+              throw Error("[test] rank 2 has had enough");
+            }
+            while (true) broadcast_text(*group, group->rank() == 0 ? text : "", 0);
+          });
+        },
+        {"had enough"});
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // whose shadows take more address space than any limit
