@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "comm/owning_tensor.h"
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
 #include "sharding/state_groups.h"
@@ -59,7 +58,8 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
 
 template <class Number>
 void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, std::span<Number> numbers, Reduce op) {
-  const at::Tensor values = owning_tensor(std::vector<Number>(numbers.begin(), numbers.end()));
+  const at::Tensor values = at::empty({std::ssize(numbers)}, c10::CppTypeToScalarType<Number>::value);
+  std::ranges::copy(numbers, values.mutable_data_ptr<Number>());
   group.all_reduce(values, op);
   if (state.parallel) state.comms->along({state.parallel->axis()}).all_reduce(values, op).wait();
   std::copy_n(values.const_data_ptr<Number>(), numbers.size(), numbers.begin());
