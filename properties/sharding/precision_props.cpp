@@ -246,7 +246,7 @@ TEST(CanonicalSums, are_exact_or_refused_however_large_their_terms_are) {
         const double expected = 4 * static_cast<double>(microbatches) * term;
         const std::optional<double> sum = canonical_sum(mesh, strategy, term, microbatches);
         EXPECT_EQ(sum.has_value(), std::abs(expected) < 0x1p18) << strategy << ", " << microbatches << " times " << term;
-        if (sum) EXPECT_EQ(*sum, expected) << strategy << ", " << microbatches << " times " << term;
+        EXPECT_EQ(sum.value_or(expected), expected) << strategy << ", " << microbatches << " times " << term;
       }
   }
 }
