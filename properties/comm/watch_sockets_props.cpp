@@ -26,8 +26,8 @@ std::string first_address(const std::string& addresses) {
   return addresses.substr(begin, addresses.find(' ', begin) - begin);
 }
 
-// Connects as what is no rank of the job, and returns how many bytes it is answered.
-ssize_t answer_to_a_stranger(const std::string& address) {
+// A connection on which nothing was said yet.
+int connection_to(const std::string& address) {
   const size_t colon = address.find(':');
   sockaddr_in to{};
   to.sin_family = AF_INET;
@@ -35,6 +35,12 @@ ssize_t answer_to_a_stranger(const std::string& address) {
   ::inet_pton(AF_INET, address.substr(0, colon).c_str(), &to.sin_addr);
   const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
   EXPECT_EQ(::connect(socket, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+  return socket;
+}
+
+// Connects as what is no rank of the job, and returns how many bytes it is answered.
+ssize_t answer_to_a_stranger(const std::string& address) {
+  const int socket = connection_to(address);
   std::array<char, 16> bytes{};
   EXPECT_EQ(::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL), 16);
   const ssize_t answered = ::recv(socket, bytes.data(), bytes.size(), 0);
@@ -65,6 +71,35 @@ TEST(WatchSockets, ranks_of_the_job_are_let_in_and_a_stranger_is_turned_away_wit
     ::close(own[rank]);
   }
   ::close(listener);
+}
+
+TEST(WatchSockets, a_rank_that_gave_up_before_it_was_answered_is_let_in_by_its_next_connection) {
+  const auto [listener, addresses] = watch_listen(2, /*one_host=*/true);
+  const int given_up = connection_to(first_address(addresses));
+  const std::array<uint64_t, 2> hello{std::stoull(addresses), 1};
+  EXPECT_EQ(::send(given_up, hello.data(), sizeof hello, MSG_NOSIGNAL), 16);
+  ::close(given_up);
+  int own = -1;
+  std::thread rank_1([&, to = addresses] { own = watch_connect(to, 1, in_seconds(60)); });
+  const auto accepted = watch_accept(listener, 1, in_seconds(60));
+  rank_1.join();
+  ASSERT_EQ(accepted.size(), 1U);
+  char received = 0;
+  EXPECT_EQ(::send(accepted[0].second, "x", 1, MSG_NOSIGNAL), 1);
+  EXPECT_EQ(::recv(own, &received, 1, 0), 1);
+  EXPECT_EQ(received, 'x');
+  for (const int socket : {accepted[0].second, own, listener}) ::close(socket);
+}
+
+TEST(WatchSockets, a_stranger_that_says_half_a_word_holds_nobody_up_for_good) {
+  const auto [listener, addresses] = watch_listen(2, /*one_host=*/true);
+  const int stranger = connection_to(first_address(addresses));
+  EXPECT_EQ(::send(stranger, "who", 3, MSG_NOSIGNAL), 3);
+  int own = -1;
+  std::thread rank_1([&, to = addresses] { own = watch_connect(to, 1, in_seconds(60)); });
+  EXPECT_EQ(watch_accept(listener, 1, in_seconds(60)).size(), 1U);
+  rank_1.join();
+  for (const int socket : {stranger, own, listener}) ::close(socket);
 }
 
 TEST(WatchSockets, rank_0_says_how_many_ranks_did_not_come) {

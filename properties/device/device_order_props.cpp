@@ -8,6 +8,7 @@
 
 #include "properties/doubles/fake_device.h"
 #include "properties/kit/expect_error.h"
+#include "shardproof/comm/data_group.h"
 #include "shardproof/comm/threads/threads.h"
 
 using namespace shardproof;
@@ -163,6 +164,16 @@ TEST(FakeDevice, what_operators_write_is_there_when_the_stream_has_run) {
     expect_all(sum, 0, kNumel, 83);
     expect_all(base, 1, 3, 15);
     expect_all(base, 3, 4, 5);
+  });
+}
+
+TEST(DeviceOrder, batches_on_the_device_are_compared_and_told_by_the_hosts_memory) {
+  run(2, [&](std::shared_ptr<Comm> comm) {
+    const at::Tensor same = at::arange(kNumel).to(fake_device::device());
+    check_same_data(same, *comm);
+    expect_error([&] { check_same_data(same + comm->rank(), *comm); }, {"[1] other values than rank 0"});
+    const at::Tensor told = broadcast_data(comm->rank() == 1 ? same : at::Tensor(), *comm, /*root=*/1);
+    EXPECT_TRUE(told.to(at::kCPU).equal(at::arange(kNumel)));
   });
 }
 

@@ -245,3 +245,19 @@ TEST(MegatronParity, finishing_steps_run_in_order_after_the_reduction) {
       EXPECT_EQ(saw[2], static_cast<float>(20.0 / 12)) << row.name;
     });
 }
+
+TEST(Tokens, of_a_step_that_was_skipped_are_not_counted_in_the_next_one) {
+  on_mesh(ranks(2), [](std::shared_ptr<MeshComm> comms) {
+    torch::nn::Linear model(torch::nn::LinearOptions(1, 8).bias(false));
+    ShardOptions options = toy::options("zero2");
+    options.divide_by_tokens = true;
+    Sharded sharded = fully_shard(model.ptr(), comms, options);
+    for (const bool skipped : {true, false}) {
+      sharded.set_last_microbatch(!skipped);
+      sharded.add_tokens(skipped ? 100 : 2);
+      call(model, at::full({1, 1}, 8.0)).sum().backward();
+      if (skipped) sharded.skip_step();
+    }
+    EXPECT_EQ(sharded.gather_gradient("weight")[0][0].item<float>(), 16.0f / 4) << "over the tokens of two ranks";
+  });
+}

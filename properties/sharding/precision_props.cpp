@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <optional>
 
 #include "properties/kit/bits.h"
 #include "properties/kit/parity_models.h"
@@ -189,4 +190,63 @@ TEST(Fsdp2Parity, an_infinite_gradient_on_one_rank_skips_the_step_on_all) {
         EXPECT_EQ(moved, !infinite);
         EXPECT_EQ(optimizer.updates("0.weight"), infinite ? 0 : 1);
       });
+}
+
+TEST(LossScaler, does_not_grow_beyond_what_a_number_holds) {
+  on_mesh(ranks(2), [](std::shared_ptr<MeshComm> comms) {
+    torch::nn::Linear model(torch::nn::LinearOptions(1, 4));
+    ShardOptions options = toy::options("zero2");
+    options.check_gradients = false;
+    Sharded sharded = fully_shard(model.ptr(), comms, options);
+    LossScaler scaler({.initial = 1, .growth = 1e200, .growth_interval = 1});
+    for (const double wanted : {1e200, 1e200}) {
+      call(model, at::zeros({1, 1})).mul(0).sum().backward();
+      EXPECT_TRUE(scaler.unscale(sharded));
+      sharded.skip_step();
+      EXPECT_EQ(scaler.value(), wanted);
+    }
+    scaler.set_state(scaler.state());  // as a run that goes on from a checkpoint does
+  });
+}
+
+namespace {
+
+// The gradient of one weight, to which each rank adds `term` in each microbatch; nothing where that was refused.
+std::optional<double> canonical_sum(const Mesh& mesh, const char* strategy, double term, int64_t microbatches) {
+  std::optional<double> sum;
+  const auto body = [&](std::shared_ptr<MeshComm> comms) {
+    torch::nn::Linear model(torch::nn::LinearOptions(8, 1).bias(false));
+    ShardOptions options = toy::options(strategy);
+    options.numerics = Numerics::canonical;
+    options.gradient_divide = 1;
+    Sharded sharded = fully_shard(model.ptr(), comms, options);
+    for (int64_t k = 1; k <= microbatches; ++k) {
+      sharded.set_last_microbatch(k == microbatches);
+      call(model, at::full({1, 8}, term)).sum().backward();
+    }
+    const at::Tensor gradient = sharded.gather_gradient("weight");
+    if (comms->rank() == 0) sum = gradient[0][0].item<double>();
+  };
+  try {
+    on_mesh(mesh, body);
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("ixed-point"), std::string::npos) << error.what();
+    return {};
+  }
+  return sum;
+}
+
+}  // namespace
+
+TEST(CanonicalSums, are_exact_or_refused_however_large_their_terms_are) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "hsdp", "hzero2"}) {
+    const Mesh mesh = strategy[0] == 'h' ? parity::grid(2, 2) : ranks(4);
+    for (const int64_t microbatches : {1, 3})
+      for (const double term : {0x1p13, 0x1p14, 0x1p15, 0x1p16 - 1, -0x1p16, 0x1p17, -0x1p18 + 1}) {
+        const double expected = 4 * static_cast<double>(microbatches) * term;
+        const std::optional<double> sum = canonical_sum(mesh, strategy, term, microbatches);
+        EXPECT_EQ(sum.has_value(), std::abs(expected) < 0x1p18) << strategy << ", " << microbatches << " times " << term;
+        EXPECT_EQ(sum.value_or(expected), expected) << strategy << ", " << microbatches << " times " << term;
+      }
+  }
 }

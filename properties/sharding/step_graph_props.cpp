@@ -317,6 +317,16 @@ TEST_F(FakeStepGraphs, a_body_that_does_what_a_graph_cannot_repeat_is_refused_by
   expect_says(refusal_of_body([](Training&) { throw Error("no more data"); }), {"cannot be captured", "no more data"});
 }
 
+TEST_F(FakeStepGraphs, inputs_that_were_refused_are_forgotten) {
+  Subject subject;
+  subject.options.check_gradients = false;
+  Training training(subject);
+  StepGraph graph = training.graph(1);
+  expect_error([&] { graph.run({training.inputs(0)[0], at::Tensor()}); }, {"input 1 is undefined"});
+  graph.run(training.inputs(0));
+  training.update(0);
+}
+
 TEST_F(FakeStepGraphs, dropout_is_refused_by_name) {
   Subject subject;
   subject.options.check_gradients = false;

@@ -38,6 +38,8 @@ class Ema:
     def __init__(self, sharded: Sharded, decay: float = 0.999, *, name: str = "ema"):
         self.sharded = sharded
         self.native = _C.Ema(sharded.native, decay, name)
+        self.name = name
+        sharded._averages.add(self)
 
     def update(self) -> None:
         """After a step of the optimizer: ``average = decay * average + (1 - decay) * parameter``, of those that train."""

@@ -40,6 +40,8 @@ class _Request:
 
 
 _noted: "weakref.WeakKeyDictionary[nn.Module, _Request]" = weakref.WeakKeyDictionary()
+# By each module that was noted down: the model that it is a unit of. A unit need not have parameters.
+_around: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Sharded]]" = weakref.WeakKeyDictionary()
 
 
 class FSDPModule:
@@ -202,6 +204,9 @@ def _sharded_around(module: nn.Module) -> Optional[Sharded]:
     own = sharded_of(module)
     if own is not None:
         return own
+    known = _around.get(module)
+    if known is not None and (found := known()) is not None:
+        return found
     return next((found for found in map(owner_of, module.parameters()) if found is not None), None)
 
 
@@ -221,7 +226,7 @@ def shard_now(root: nn.Module) -> Sharded:
     options = dict(own["options"])
     if type(own["offload_policy"]).__name__ == "CPUOffloadPolicy":
         options.setdefault("offload", "pinned" if own["offload_policy"].pin_memory else "pageable")
-    return _fully_shard(
+    sharded = _fully_shard(
         root,
         mesh_comm(None, own["mesh"]),
         units=units,
@@ -230,6 +235,9 @@ def shard_now(root: nn.Module) -> Sharded:
         root_reshard_after_forward=own["reshard_after_forward"],
         **options,
     )
+    for module, _ in noted:
+        _around[module] = weakref.ref(sharded)
+    return sharded
 
 
 def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Optimizer:

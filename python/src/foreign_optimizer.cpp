@@ -156,6 +156,7 @@ std::unique_ptr<ForeignOptimizer> make_foreign(ShardedMirror& held, const Groups
   std::vector<OptimizerState::Group> groups;
   for (const auto& [parameters, state_names, scalar_names, settings] : given)
     groups.push_back({parameters, state_names, scalar_names, settings_of(settings)});
+  const py::gil_scoped_release unlocked;
   return std::make_unique<ForeignOptimizer>(held, std::move(groups), plain);
 }
 

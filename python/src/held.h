@@ -32,7 +32,19 @@ inline std::string type_name(const py::handle& object) {
   return py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
 }
 
-// Of every function that may wait for another rank: it holds no lock that the other one needs.
+// Of every function that may wait for another rank: it holds no lock that the other one needs. An `__init__` releases the lock
+// inside of its function instead: around it, pybind11 would enter the new object in its list of all objects without the lock.
 using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+// The same of a destructor: what it waits for are values that are still on their way from other ranks.
+struct DeleteUnlocked {
+  template <class Object>
+  void operator()(Object* object) const {
+    const py::gil_scoped_release unlocked;
+    delete object;
+  }
+};
+template <class Object>
+using UnlockedPtr = std::unique_ptr<Object, DeleteUnlocked>;
 
 }  // namespace shardproof::python

@@ -1,6 +1,7 @@
 #include "sharded.h"
 
 #include "bindings.h"
+#include "held.h"
 #include "options.h"
 #include "shardproof/base/check.h"
 
@@ -21,8 +22,8 @@ UnitOptions unit_options(const py::dict& given) {
 }
 
 // `units`: of each its modules and its options.
-std::unique_ptr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr<MeshComm> comms, const py::list& units,
-                                     const py::dict& options) {
+UnlockedPtr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr<MeshComm> comms, const py::list& units,
+                                 const py::dict& options) {
   ShardOptions chosen = options_of(options);
   const bool side_by_side = chosen.gather == Gather::side_by_side;
   Sharding sharding(comms, std::move(chosen));
@@ -34,8 +35,7 @@ std::unique_ptr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared
   }
   const py::gil_scoped_release unlocked;
   Sharded sharded = sharding.shard(mirror->root());
-  return std::unique_ptr<ShardedMirror>(
-      new ShardedMirror{std::move(mirror), std::move(comms), std::move(sharded), side_by_side});
+  return UnlockedPtr<ShardedMirror>(new ShardedMirror{std::move(mirror), std::move(comms), std::move(sharded), side_by_side});
 }
 
 // The optimizer's step was somebody else's: parameters follow the main ones, gradients are forgotten.
@@ -94,7 +94,7 @@ void bind_sharded(py::module_& module) {
   bind_unit_handles(module);
   using Held = ShardedMirror;
   using Values = std::map<std::string, at::Tensor>;
-  py::class_<ShardedMirror>(module, "Sharded")
+  py::class_<ShardedMirror, UnlockedPtr<ShardedMirror>>(module, "Sharded")
       .def_property_readonly("step", [](Held& held) { return held.sharded.step(); })
       .def_property_readonly("rank", [](Held& held) { return held.sharded.rank(); })
       .def_property_readonly("comms", [](Held& held) { return held.comms; })
@@ -120,9 +120,12 @@ void bind_sharded(py::module_& module) {
           "gradients_are_finite", [](Held& held) { return held.sharded.gradients_are_finite(); }, Unlocked())
       .def(
           "skip_step", [](Held& held) { held.sharded.skip_step(); }, Unlocked())
-      .def("parameters", [](Held& held) { return held.sharded.parameters(); })
-      .def("main_parameters", [](Held& held) { return held.sharded.main_parameters(); })
-      .def("gradients", [](Held& held) { return held.sharded.gradients(); })
+      .def(
+          "parameters", [](Held& held) { return held.sharded.parameters(); }, Unlocked())
+      .def(
+          "main_parameters", [](Held& held) { return held.sharded.main_parameters(); }, Unlocked())
+      .def(
+          "gradients", [](Held& held) { return held.sharded.gradients(); }, Unlocked())
       .def(
           "main_parameters_changed", [](Held& held) { held.sharded.main_parameters_changed(); }, Unlocked())
       .def("begin_foreign_step", &begin_foreign_step, Unlocked())
@@ -134,9 +137,8 @@ void bind_sharded(py::module_& module) {
       .def(
           "gather_gradients", [](Held& held) { return held.sharded.gather_gradients(); }, Unlocked())
       .def(
-          "gather_main_parameter",
-          [](Held& held, const std::string& name) { return held.sharded.gather_main_parameter(name); }, py::arg("name"),
-          Unlocked())
+          "gather_main_parameter", [](Held& held, const std::string& name) { return held.sharded.gather_main_parameter(name); },
+          py::arg("name"), Unlocked())
       .def(
           "gather_gradient", [](Held& held, const std::string& name) { return held.sharded.gather_gradient(name); },
           py::arg("name"), Unlocked())
@@ -144,8 +146,8 @@ void bind_sharded(py::module_& module) {
           "write_parameters", [](Held& held, const Values& values) { held.sharded.write_parameters(values); },
           py::arg("values"), Unlocked())
       .def(
-          "write_gradients", [](Held& held, const Values& values) { held.sharded.write_gradients(values); },
-          py::arg("values"), Unlocked())
+          "write_gradients", [](Held& held, const Values& values) { held.sharded.write_gradients(values); }, py::arg("values"),
+          Unlocked())
       .def(
           "unit", [](Held& held, const std::string& name) { return held.sharded.unit(name); }, py::arg("name"),
           py::keep_alive<0, 1>())
@@ -161,7 +163,8 @@ void bind_sharded(py::module_& module) {
              return py::make_tuple(bytes_of(use), bytes_of(use.host));
            })
       .def("reset_peak_memory", [](Held& held) { held.sharded.reset_peak_memory(); })
-      .def("describe", [](Held& held) { return held.sharded.describe(); });
+      .def(
+          "describe", [](Held& held) { return held.sharded.describe(); }, Unlocked());
   module.def("shard", &shard, py::arg("mirror"), py::arg("comms"), py::arg("units"), py::arg("options"));
 }
 

@@ -13,9 +13,10 @@ namespace {
 using Values = std::map<std::string, at::Tensor>;
 
 void bind_ema(py::module_& module) {
-  py::class_<Ema>(module, "Ema")
+  py::class_<Ema, UnlockedPtr<Ema>>(module, "Ema")
       .def(py::init([](ShardedMirror& held, double decay, const std::string& name) {
-             return std::make_unique<Ema>(held.sharded, EmaOptions{.decay = decay, .name = name});
+             const py::gil_scoped_release unlocked;
+             return UnlockedPtr<Ema>(new Ema(held.sharded, EmaOptions{.decay = decay, .name = name}));
            }),
            py::arg("sharded"), py::arg("decay"), py::arg("name"))
       .def("update", &Ema::update, Unlocked())

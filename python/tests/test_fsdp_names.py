@@ -176,3 +176,20 @@ def test_groups_of_parameters_keep_their_settings():
     _, expected = train_plain(base, make, steps=2, world=3)
     for got in shardproof.run_threads(3, body):
         assert_same_bits(got, dict(expected.named_parameters()))
+
+
+def test_a_unit_without_parameters_has_the_methods_of_a_unit():
+    def body(comm):
+        comms = shardproof.MeshComm(comm, f"dp_shard={comm.size}")
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU()))
+        for part in (*model, model):
+            fully_shard(part, mesh=comms)
+        optimizer = shardproof.fsdp.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        model[1].unshard()
+        model[1].reshard()
+        model[1].set_reshard_after_forward(False)
+        assert model[1]._shardproof_handle() is model._shardproof_handle()
+
+    shardproof.run_threads(2, body)

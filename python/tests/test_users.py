@@ -43,7 +43,12 @@ def test_averages_are_those_of_plain_pytorch_and_stand_in_for_the_parameters():
             assert_same_bits(model.gather(), expected, "within")
             with pytest.raises(shardproof.Error, match="averages 'ema' are in the place of the parameters"):
                 ema.update()
+            loss_of(model, batch(comm.rank)).backward()
+            with pytest.raises(shardproof.Error, match="SGD.step while the averages 'ema' are in the place of the parameters"):
+                optimizer.step()
+            model.zero_gradients()
         assert_same_bits(model.state_dict(), before, "afterwards")
+        assert_same_bits(ema.gather(), expected, "averages afterwards")
         with pytest.raises(ValueError, match="of rank 1 alone"):
             with ema.swapped_in():
                 if comm.rank == 1:

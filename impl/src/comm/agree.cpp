@@ -28,9 +28,11 @@ std::vector<std::string> gather_texts(Comm& comm, const std::string& mine) {
 std::string broadcast_text(Comm& comm, std::string text, int64_t root) {
   at::Tensor length = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
   comm.broadcast(length, root).wait();
-  text.resize(static_cast<size_t>(length.item<int64_t>()));
-  if (text.empty()) return text;
-  comm.broadcast(at::from_blob(text.data(), {length.item<int64_t>()}, at::TensorOptions(at::kByte)), root).wait();
+  if (length.item<int64_t>() == 0) return "";
+  const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
+  if (comm.rank() == root) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  comm.broadcast(bytes, root).wait();
+  if (comm.rank() != root) text.assign(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
   return text;
 }
 

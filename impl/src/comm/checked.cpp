@@ -6,6 +6,7 @@
 
 #include <bit>
 
+#include "comm/owning_tensor.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -56,13 +57,13 @@ class Checked final : public Comm {
   }
 
   void compare(const Call& call) {
-    Signature own = sign(call);
     const auto count = static_cast<int64_t>(length());
-    std::vector<int64_t> all(static_cast<size_t>(size()) * length());
-    inner_->all_gather(at::from_blob(all.data(), {size() * count}, at::kLong), at::from_blob(own.data(), {count}, at::kLong))
-        .wait();
+    const at::Tensor own = owning_tensor(sign(call)),
+                     table = owning_tensor(Signature(static_cast<size_t>(size()) * length()));
+    inner_->all_gather(table, own).wait();
     // Every rank looks at the same table, so every rank throws the same message.
-    const auto of = [&](int64_t rank) { return Signature(all.begin() + rank * count, all.begin() + (rank + 1) * count); };
+    const auto* all = table.const_data_ptr<int64_t>();
+    const auto of = [&](int64_t rank) { return Signature(all + rank * count, all + (rank + 1) * count); };
     for (int64_t other = 1; other < size(); ++other)
       for (int64_t earlier = 0; earlier < other; ++earlier)
         if (!agree(of(earlier), earlier, of(other), other)) complain(of(earlier), earlier, of(other), other);

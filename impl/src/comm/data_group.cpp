@@ -16,7 +16,7 @@ constexpr int64_t kDimsMax = 16;
 
 // Of the bits in row-major order: an element counts by what it is and where.
 uint64_t digest_of(const at::Tensor& tensor) {
-  const at::Tensor values = tensor.detach().contiguous();
+  const at::Tensor values = tensor.detach().to(at::kCPU).contiguous();
   const auto* bytes = static_cast<const std::byte*>(values.const_data_ptr());
   const size_t count = values.nbytes();
   uint64_t digest = counter_mix(count);
@@ -74,10 +74,11 @@ at::Tensor broadcast_data(const at::Tensor& tensor, Comm& group, int64_t root) {
   group.broadcast(description, root).wait();
   const auto* fields = description.const_data_ptr<int64_t>();
   const std::vector<int64_t> sizes(fields + 2, fields + 2 + fields[1]);
-  at::Tensor values =
-      is_root ? tensor.detach().contiguous() : at::empty(sizes, at::TensorOptions(static_cast<at::ScalarType>(fields[0])));
+  // By the host's memory, since the others do not know where the root's tensor lies.
+  at::Tensor values = is_root ? tensor.detach().to(at::kCPU).contiguous()
+                              : at::empty(sizes, at::TensorOptions(static_cast<at::ScalarType>(fields[0])));
   group.broadcast(values, root).wait();
-  return values;
+  return is_root ? tensor.detach().contiguous() : values;
 }
 
 }  // namespace shardproof

@@ -32,16 +32,16 @@ std::string shown(const Fact& fact) {
 }  // namespace
 
 void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts) {
-  std::vector<Fact> mine(facts.size()), all(facts.size() * static_cast<size_t>(comm.size()));
+  const auto bytes = static_cast<int64_t>(facts.size() * sizeof(Fact));
+  const at::Tensor own = at::zeros({bytes}, at::kByte), gathered = at::empty({comm.size() * bytes}, at::kByte);
+  auto* const mine = static_cast<Fact*>(own.mutable_data_ptr());
+  const auto* const all = static_cast<const Fact*>(gathered.const_data_ptr());
   for (size_t i = 0; i < facts.size(); ++i) {
     mine[i].hash = hash_of(facts[i].second);
     facts[i].second.copy(mine[i].text, sizeof mine[i].text - 1);
   }
-  const auto bytes = [](std::vector<Fact>& of) {
-    return at::from_blob(of.data(), {static_cast<int64_t>(of.size() * sizeof(Fact))}, at::TensorOptions(at::kByte));
-  };
   const CallLabel label("the check that all ranks are of one job");
-  comm.all_gather(bytes(all), bytes(mine)).wait();
+  comm.all_gather(gathered, own).wait();
   for (size_t i = 0; i < facts.size(); ++i)
     for (int64_t rank = 1; rank < comm.size(); ++rank) {
       const Fact& first = all[i];

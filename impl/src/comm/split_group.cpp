@@ -6,17 +6,16 @@
 #include <utility>
 
 #include "base/counter_random.h"
+#include "comm/owning_tensor.h"
 
 namespace shardproof {
 
 std::vector<int64_t> tell_colors(Comm& parent, int64_t color, int64_t key) {
-  std::vector<int64_t> mine = {color, key}, all(static_cast<size_t>(2 * parent.size()));
-  parent
-      .issue({.op = Op::split,
-              .output = at::from_blob(all.data(), {std::ssize(all)}, at::kLong),
-              .input = at::from_blob(mine.data(), {2}, at::kLong)})
-      .wait();
-  return all;
+  const at::Tensor mine = owning_tensor<int64_t>({color, key}),
+                   all = owning_tensor(std::vector<int64_t>(static_cast<size_t>(2 * parent.size())));
+  parent.issue({.op = Op::split, .output = all, .input = mine}).wait();
+  const auto* told = all.const_data_ptr<int64_t>();
+  return {told, told + all.numel()};
 }
 
 SplitGroup split_group(const std::vector<int64_t>& colors_and_keys, int64_t rank_in_parent,

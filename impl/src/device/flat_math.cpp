@@ -48,10 +48,10 @@ bool store_floats(const at::Tensor& target, const at::Tensor& source, double mag
 
 bool combine(const at::Tensor& target, const at::Tensor& source, double magnitude_max, bool add) {
   if (target.numel() == 0) return true;
+  const double fixed_max = std::min(magnitude_max, kFixedPointMax);
   if (target.scalar_type() == at::kLong)
     return device_math(target).store_fixed(target.mutable_data_ptr<int64_t>(), element_type(source.scalar_type()),
-                                           bytes_of(source), target.numel(), add, kFixedPointUnit,
-                                           std::min(magnitude_max, kFixedPointMax), kFixedPointMax);
+                                           bytes_of(source), target.numel(), add, kFixedPointUnit, fixed_max, fixed_max);
   if (target.scalar_type() == at::kFloat && at::isFloatingType(source.scalar_type()))
     return store_floats(target, source, magnitude_max, add);
   if (add) target.add_(source.to(target.scalar_type()));

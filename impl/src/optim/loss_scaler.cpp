@@ -38,7 +38,7 @@ bool LossScaler::unscale(Sharded& sharded) {
   if (sharded.gradients_are_finite()) {
     sharded.divide_gradients(scale_);
     if (++good_steps_ == options_.growth_interval) {
-      scale_ *= options_.growth;
+      if (std::isfinite(scale_ * options_.growth)) scale_ *= options_.growth;
       good_steps_ = 0;
     }
     return true;

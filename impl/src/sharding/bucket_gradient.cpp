@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "device/flat_math.h"
 #include "shardproof/base/check.h"
 #include "testing/base/call_label.h"
@@ -41,6 +44,22 @@ bool may_follow(GradientState now, GradientState next) {
       return now == accumulated;
   }
   return false;
+}
+
+// What a fixed-point number must stay below when the terms of so many ranks are added to it: sums of integers wrap around, and
+// nobody would see it.
+double room_of_terms(std::initializer_list<const std::vector<Stage>*> paths, const Mesh& mesh, int64_t ranks) {
+  for (const std::vector<Stage>* path : paths)
+    for (const Stage& stage : *path)
+      for (const std::string& axis : stage.collective.axes) ranks *= mesh.size(axis);
+  return kFixedPointMax / static_cast<double>(ranks);
+}
+
+// The largest magnitude that a rank may produce.
+double produced_max(const BucketRules& rules, const BucketLayout& layout, const Mesh& mesh) {
+  if (rules.reduction.gradient != at::kLong) return rules.gradient_magnitude_max;
+  return std::min(rules.gradient_magnitude_max,
+                  room_of_terms({&layout.reduce(), &layout.reduce_last()}, mesh, rules.grad_partial_ranks));
 }
 
 }  // namespace
@@ -137,7 +156,7 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   at::NoGradGuard no_grad;
   const at::Tensor source = part_of(gradient.contiguous(), 0, {gradient.numel()});
   const at::Tensor target = produced(index);
-  const double limit = rules_.gradient_magnitude_max;
+  const double limit = produced_max(rules_, layout_, comms_->mesh());
   bool fine = false;
   // It may have been made in its place; then a device is not asked, as in copy_to. Two tensors of no elements have one address.
   if (placed_[index] && source.const_data_ptr() == target.const_data_ptr())
@@ -203,11 +222,13 @@ void BucketGradient::accumulate(at::Tensor sum) {
     accumulated_ = std::move(sum);
     return;
   }
-  const bool fine = add_to(accumulated_, sum, std::numeric_limits<double>::infinity());
-  SHARD_REQUIRE(fine || sum.scalar_type() != at::kLong, "canonical",
-                "the sum of gradients of {} and its neighbours leaves the "
-                "range of fixed-point numbers, {}. Scale the loss down",
-                layout_.members()[0].name, kFixedPointMax);
+  const double limit = room_of_terms({&layout_.reduce_last()}, comms_->mesh(), rules_.grad_partial_ranks);
+  const bool fine = add_to(accumulated_, sum, sum.scalar_type() == at::kLong ? limit : INFINITY);
+  SHARD_REQUIRE(
+      fine || sum.scalar_type() != at::kLong, "canonical",
+      "the sum of gradients of {} and its neighbours leaves the range of fixed-point numbers. Here that is {}, as the "
+      "sums of other ranks are added to it. Scale the loss down",
+      layout_.members()[0].name, limit);
 }
 
 void BucketGradient::finalize(at::Tensor sum) {
@@ -275,10 +296,10 @@ void BucketGradient::zero_gradients() {
 
 void BucketGradient::check_produced(const std::string& where) const {
   SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
-                "{}: the gradient of {} has an element that is NaN, infinite or above {}, before any communication. "
-                "Fixed-point sums cannot "
-                "hold it: look at the loss and the data of this rank, or scale the loss down",
-                where, unrepresentable_, kFixedPointMax);
+                "{}: the gradient of {} has an element that is NaN, infinite or not below {}, before any communication. "
+                "Fixed-point sums over the ranks cannot hold it: look at the loss and the data of this rank, or scale the loss "
+                "down",
+                where, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
   // One answer for the whole bucket, whose padding is zero, so that a device is waited for once.
   if (first_beyond(produced_, rules_.gradient_magnitude_max) == produced_.numel()) return;
   for (const BucketParameter& member : layout_.members()) {

@@ -56,9 +56,17 @@ std::vector<at::Tensor> visit_gradients(const std::vector<Bucket*>& buckets, con
   return visited;
 }
 
-void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, at::Tensor values, Reduce op) {
+template <class Number>
+void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, std::span<Number> numbers, Reduce op) {
+  const at::Tensor values = at::empty({std::ssize(numbers)}, c10::CppTypeToScalarType<Number>::value);
+  std::ranges::copy(numbers, values.mutable_data_ptr<Number>());
   group.all_reduce(values, op);
   if (state.parallel) state.comms->along({state.parallel->axis()}).all_reduce(values, op).wait();
+  std::copy_n(values.const_data_ptr<Number>(), numbers.size(), numbers.begin());
+}
+template <class Number>
+void reduce_over_shards(Sharded::Impl& state, const StateGroup& group, Number& number, Reduce op) {
+  reduce_over_shards(state, group, std::span(&number, 1), op);
 }
 
 // The terms that are float32; all of them in one call, for which a device's kernel is started once.
@@ -81,8 +89,8 @@ double exact_sum(Sharded::Impl& state, ExactSum::Term term) {
     visit_gradients(group.buckets, {.floats = false}, [&](const BucketParameter&, auto values) {
       for (const double value : values) doubles += term == ExactSum::Term::square ? value * value : std::abs(value);
     });
-    reduce_over_shards(state, group, at::from_blob(sum.counters().data(), {ExactSum::kCounters}, at::kLong), Reduce::sum);
-    reduce_over_shards(state, group, at::from_blob(&doubles, {1}, at::kDouble), Reduce::sum);
+    reduce_over_shards(state, group, std::span<int64_t>(sum.counters()), Reduce::sum);
+    reduce_over_shards(state, group, doubles, Reduce::sum);
     for (size_t i = 0; i < total.counters().size(); ++i) total.counters()[i] += sum.counters()[i];
     total_of_doubles += doubles;
   }
@@ -97,7 +105,7 @@ double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
       for (const auto value : values)
         sum += term == ExactSum::Term::square ? static_cast<double>(value) * value : std::abs(static_cast<double>(value));
     });
-    reduce_over_shards(state, group, at::from_blob(&sum, {1}, at::kDouble), Reduce::sum);
+    reduce_over_shards(state, group, sum, Reduce::sum);
     total += sum;
   }
   return total;
@@ -130,7 +138,7 @@ double largest_on_host(Sharded::Impl& state) {
 double largest_magnitude(Sharded::Impl& state) {
   double most = state.state_device().is_cpu() ? largest_on_host(state) : largest_on_device(state);
   for (const StateGroup& group : state_groups(state.schedule))
-    reduce_over_shards(state, group, at::from_blob(&most, {1}, at::kDouble), Reduce::max);
+    reduce_over_shards(state, group, most, Reduce::max);
   return most;
 }
 
@@ -153,7 +161,7 @@ double norm_of_order(Sharded::Impl& state, double order) {
     first = std::min<int64_t>(first, std::find(members.begin(), members.end(), &member) - members.begin());
   });
   for (const StateGroup& group : state_groups(state.schedule))
-    reduce_over_shards(state, group, at::from_blob(&first, {1}, at::kLong), Reduce::min);
+    reduce_over_shards(state, group, first, Reduce::min);
   const std::string name = first < static_cast<int64_t>(members.size()) ? members[first]->name : "no single parameter";
   throw NonFiniteError(
       fmt::format("[gradient_norm] rank {}, step {}: the norm of the reduced gradient is {}, through {}. "

@@ -44,7 +44,10 @@ void Sharded::set_gradient_sync(bool sync) { impl_->schedule.set_gradient_sync(s
 bool Sharded::gradient_sync() const { return impl_->schedule.gradient_sync(); }
 int64_t Sharded::step() const { return impl_->schedule.step(); }
 int64_t Sharded::rank() const { return impl_->schedule.rank(); }
-void Sharded::skip_step() { impl_->schedule.end_step(/*parameters_changed=*/false); }
+void Sharded::skip_step() {
+  impl_->schedule.end_step(/*parameters_changed=*/false);
+  impl_->tokens = 0;
+}
 MemoryUse Sharded::memory() const { return impl_->memory->use(); }
 void Sharded::reset_peak_memory() { impl_->memory->reset_peak(); }
 

@@ -121,12 +121,15 @@ struct StepGraph::Impl {
   // The graph reads the inputs where the first ones were put.
   void take_inputs(const std::vector<at::Tensor>& given) {
     const at::NoGradGuard no_grad;
-    if (inputs.empty())
+    if (inputs.empty()) {
+      std::vector<at::Tensor> places;
       for (const at::Tensor& input : given) {
         SHARD_REQUIRE(input.defined() && !input.requires_grad(), "step graph",
-                      "{}: input {} is undefined or requires a gradient; give data only", where(), inputs.size());
-        inputs.push_back(at::empty(input.sizes(), input.options().device(state().device())));
+                      "{}: input {} is undefined or requires a gradient; give data only", where(), places.size());
+        places.push_back(at::empty(input.sizes(), input.options().device(state().device())));
       }
+      inputs = std::move(places);
+    }
     SHARD_REQUIRE(given.size() == inputs.size(), "step graph", "{}: {} inputs were expected, as at first, got {}", where(),
                   inputs.size(), given.size());
     for (size_t i = 0; i < given.size(); ++i) {

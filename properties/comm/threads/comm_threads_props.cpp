@@ -6,9 +6,12 @@
 #include <time.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/nn/modules/linear.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -17,6 +20,10 @@
 
 #include "properties/doubles/comm_worlds.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
+#include "shardproof/comm/checked.h"
+#include "shardproof/comm/require_same.h"
+#include "shardproof/sharding/fully_shard.h"
 
 using namespace shardproof;
 
@@ -270,6 +277,51 @@ int64_t address_space_bytes() {
 TEST(CommThreadsDeathTest, threads_that_the_system_refuses_are_an_error_that_says_what_to_do) {
   testing::GTEST_FLAG(death_test_style) = "threadsafe";
   EXPECT_EXIT(ask_for_more_threads_than_fit(), testing::ExitedWithCode(2), "of the 500 threads.*smaller world");
+}
+
+namespace {
+
+// Looks at the tensors of each call of a world and of its groups.
+class Owned final : public Comm {
+ public:
+  Owned(std::shared_ptr<Comm> inner, std::atomic<int64_t>& calls) : inner_(std::move(inner)), calls_(calls) {}
+  int64_t rank() const override { return inner_->rank(); }
+  int64_t size() const override { return inner_->size(); }
+  const std::string& name() const override { return inner_->name(); }
+  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
+    return std::make_shared<Owned>(inner_->split(color, key, std::move(name)), calls_);
+  }
+
+ private:
+  Work start(Call call) override {
+    ++calls_;
+    for (const at::Tensor* tensor : {&call.input, &call.output})  // memory without an owner has no context
+      EXPECT_TRUE(!tensor->defined() || tensor->numel() == 0 || tensor->storage().data_ptr().get_context()) << describe(call);
+    return inner_->issue(std::move(call));
+  }
+
+  std::shared_ptr<Comm> inner_;
+  std::atomic<int64_t>& calls_;
+};
+
+}  // namespace
+
+// When another rank fails, a rank leaves its call by an exception, and a third one may still be writing into what it gave.
+TEST(CommThreads, what_the_library_gives_to_a_call_lives_as_long_as_its_tensor) {
+  std::atomic<int64_t> calls = 0;
+  run_threads(2, [&](std::shared_ptr<Comm> plain) {
+    const auto world = std::make_shared<Owned>(plain, calls);
+    EXPECT_EQ(broadcast_text(*world, world->rank() == 1 ? "told" : "", 1), "told");
+    EXPECT_EQ(gather_texts(*world, "both").back(), "both");
+    require_same(*world, {{"program", "this one"}});
+    checked(world)->barrier().wait();
+    torch::nn::Linear model(3, 2);
+    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(world, Mesh({{"dp_shard", 2}})), {});
+    call(model, at::ones({1, 3})).sum().backward();
+    for (const double order : {1.0, 2.0, static_cast<double>(INFINITY)}) sharded.gradient_norm(order);
+    sharded.gather_parameters();
+  });
+  EXPECT_GE(calls, 20);
 }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // whose shadows take more address space than any limit

@@ -62,10 +62,10 @@ class Reshard {
 // How sums of gradients are taken.
 // `ordered`: sums are taken in rank order. The gradient norm is an exact sum that is rounded once, so it does not depend on
 // where shards are cut.
-// `canonical`: in addition, each microbatch's gradient is converted to 64-bit fixed point (a multiple of 2^-44, below 2^18 in
-// magnitude), so sums do not depend on any order. Every mesh, every strategy and every way to deal microbatches to ranks and
-// rounds then gives the same bits. It needs a loss whose weights do not depend on the mesh (gradient_divide = 1, or by
-// tokens).
+// `canonical`: in addition, each microbatch's gradient is converted to 64-bit fixed point (multiples of 2^-44), so sums do not
+// depend on any order. Every mesh, every strategy and every way to deal microbatches to ranks and rounds then gives the same
+// bits. What one of n ranks adds to a sum must be below 2^18 / n in magnitude, else the backward throws Error. It needs a loss
+// whose weights do not depend on the mesh (gradient_divide = 1, or by tokens).
 // `fast`: sums are taken as the backend takes them, and norms are plain sums.
 enum class Numerics { ordered, canonical, fast };
 

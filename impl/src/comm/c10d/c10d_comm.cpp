@@ -39,13 +39,15 @@ class C10dWork : public Work::State {
 
   void wait() override {
     if (done_) return;
-    done_ = true;
+    if (!failed_.empty()) throw Error(failed_);
     try {
       for (const Pending& part : pending_) part->wait();
     } catch (const std::exception& error) {
-      throw Error(fmt::format("[c10d] {} failed: {}. Did another rank die, or come later than the group's timeout?", where_,
-                              error.what()));
+      failed_ = fmt::format("[c10d] {} failed: {}. Did another rank die, or come later than the group's timeout?", where_,
+                            error.what());
+      throw Error(failed_);
     }
+    done_ = true;
     if (finish_) finish_();
     alive_.clear();
   }
@@ -56,6 +58,7 @@ class C10dWork : public Work::State {
   std::function<void()> finish_;
   std::vector<at::Tensor> alive_;
   bool done_ = false;
+  std::string failed_;  // why; a wait that comes again must not find it done
 };
 
 // Messages of a rank to itself, which process groups refuse. A receive may come before its send.

@@ -11,6 +11,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -28,6 +29,8 @@ constexpr int kConnectMs = 2000;
 // A job's own word, so that whatever else connects is turned away.
 uint64_t job_word = 0;
 
+// What a rank says first. Rank 0 answers with ~word, and the rank repeats the word: only then are the two connected. A rank
+// that was not answered in time gives its connection up and makes another, and rank 0 finds the old one first.
 struct Hello {
   uint64_t word = 0;
   int64_t rank = 0;
@@ -41,6 +44,28 @@ int milliseconds_left(WatchDeadline deadline) {
 bool is_ready(int socket, short events, int timeout_ms) {
   pollfd fd{.fd = socket, .events = events, .revents = 0};
   return ::poll(&fd, 1, timeout_ms) == 1;
+}
+
+template <class Message>
+bool tell(int socket, const Message& message) {
+  return ::send(socket, &message, sizeof message, MSG_NOSIGNAL) == sizeof message;
+}
+
+// Whether all of it came before the deadline.
+template <class Message>
+bool hear(int socket, Message& message, WatchDeadline deadline) {
+  auto* const bytes = reinterpret_cast<char*>(&message);
+  for (size_t heard = 0; heard < sizeof message;) {
+    if (!is_ready(socket, POLLIN, milliseconds_left(deadline))) return false;
+    const ssize_t got = ::recv(socket, bytes + heard, sizeof message - heard, 0);
+    if (got <= 0) return false;
+    heard += static_cast<size_t>(got);
+  }
+  return true;
+}
+
+WatchDeadline soon(WatchDeadline deadline) {
+  return std::min(deadline, std::chrono::steady_clock::now() + std::chrono::milliseconds(kConnectMs));
 }
 
 // Loopback last: another host would reach itself by it.
@@ -65,7 +90,7 @@ void send_at_once(int socket) {
 }
 
 // A connection that rank 0 has answered, or -1.
-int try_connect(const std::string& host, uint16_t port, const Hello& hello, int timeout_ms) {
+int try_connect(const std::string& host, uint16_t port, const Hello& hello, WatchDeadline deadline) {
   const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (socket < 0) return -1;
   sockaddr_in address{};
@@ -74,9 +99,8 @@ int try_connect(const std::string& host, uint16_t port, const Hello& hello, int 
   ::inet_pton(AF_INET, host.c_str(), &address.sin_addr);
   const bool begun = ::connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 || errno == EINPROGRESS;
   uint64_t answer = 0;
-  if (begun && is_ready(socket, POLLOUT, timeout_ms) && ::send(socket, &hello, sizeof hello, MSG_NOSIGNAL) == sizeof hello &&
-      is_ready(socket, POLLIN, timeout_ms) && ::recv(socket, &answer, sizeof answer, MSG_WAITALL) == sizeof answer &&
-      answer == ~hello.word) {
+  if (begun && is_ready(socket, POLLOUT, milliseconds_left(deadline)) && tell(socket, hello) &&
+      hear(socket, answer, deadline) && answer == ~hello.word && tell(socket, hello.word)) {
     send_at_once(socket);
     return socket;
   }
@@ -113,10 +137,9 @@ std::vector<std::pair<int64_t, int>> watch_accept(int listener, int64_t connecti
                   connections - static_cast<int64_t>(accepted.size()), connections);
     const int socket = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
     Hello hello;
-    const uint64_t answer = ~job_word;
-    const bool ours = socket >= 0 && is_ready(socket, POLLIN, kConnectMs) &&
-                      ::recv(socket, &hello, sizeof hello, MSG_WAITALL) == sizeof hello && hello.word == job_word &&
-                      ::send(socket, &answer, sizeof answer, MSG_NOSIGNAL) == sizeof answer && ranks.insert(hello.rank).second;
+    uint64_t again = 0;
+    const bool ours = socket >= 0 && hear(socket, hello, soon(deadline)) && hello.word == job_word && tell(socket, ~job_word) &&
+                      hear(socket, again, deadline) && again == job_word && ranks.insert(hello.rank).second;
     if (ours) {
       send_at_once(socket);
       accepted.emplace_back(hello.rank, socket);
@@ -136,8 +159,8 @@ int watch_connect(const std::string& addresses, int64_t rank, WatchDeadline dead
   do {
     for (const std::string& each : all) {
       const size_t colon = each.rfind(':');
-      const int socket = try_connect(each.substr(0, colon), static_cast<uint16_t>(std::stoi(each.substr(colon + 1))), hello,
-                                     std::min(kConnectMs, milliseconds_left(deadline)));
+      const int socket =
+          try_connect(each.substr(0, colon), static_cast<uint16_t>(std::stoi(each.substr(colon + 1))), hello, soon(deadline));
       if (socket >= 0) return socket;
     }
   } while (milliseconds_left(deadline) > 0);
