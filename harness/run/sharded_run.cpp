@@ -356,7 +356,7 @@ Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkp
 
 ModuleTraces trace_modules(const Case& c, const golden::Run& run, size_t step) {
   CaseCheckpoints checkpoints(c);
-  ModuleTraces traces(static_cast<size_t>(c.mesh.size()));
+  ModuleTraces traces(static_cast<size_t>(c.at(step).mesh.size()));
   run_stretches(c, run, checkpoints, on_threads(policy_of(c.interleaving)), at::kCPU, 1, {}, {.step = step, .ranks = &traces});
   return traces;
 }
