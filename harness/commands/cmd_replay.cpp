@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "harness/commands/commands.h"
+#include "harness/commands/crash_report.h"
 #include "harness/commands/flight.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
@@ -15,6 +16,7 @@
 #include "harness/run/explain.h"
 #include "harness/run/process_ranks.h"
 #include "harness/run/run_case.h"
+#include "harness/run/running_cases.h"
 #include "harness/run/schedules.h"
 #include "shardproof/base/check.h"
 
@@ -108,6 +110,8 @@ void add_replay_command(CLI::App& app, int& exit_code) {
       return;
     }
     const Case c = Case::parse(arguments->text);
+    const RunningCase running(c.str());
+    report_crashes(program_name() + " replay ");
     at::set_num_threads(1);
     if (c.interleaving || arguments->delays) {
       SHARD_REQUIRE(arguments->engine == "shardproof", "replay",
