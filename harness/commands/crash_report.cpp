@@ -83,8 +83,10 @@ struct Telling {
 
 void tell_replay(const char* text, void* with) {
   Telling& telling = *static_cast<Telling*>(with);
+  const bool is_own = text == telling.own;
   if (!telling.own.empty() && telling.told++ == 1) telling.out << "other cases that ran then:\n";
   telling.out << "  replay   " << texts->replay << "'" << text << "'\n";
+  if (is_own) telling.out << "  shrink   " << texts->replay << "--shrink '" << text << "'\n";
 }
 
 void tell_failure(const char* text, void* with) {

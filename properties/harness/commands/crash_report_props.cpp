@@ -1,4 +1,4 @@
-// What a crash of the code under test leaves: the replay lines of the cases that ran, and exit code 1.
+// What a crash of the code under test leaves: the replay lines of the cases that ran, and exit code 1; and how it is shrunk.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <stdexcept>
+#include <string_view>
 #include <thread>
 
 #include "harness/commands/crash_report.h"
@@ -79,7 +80,8 @@ class CrashDeathTest : public testing::Test {
     const std::string report = folder / "report", failures = folder / "failures";
     EXPECT_EXIT(run_and_crash(crash, {"verify", "--cases", "40", "--jobs", "2", "--no-python", "--world-max", "4", "--failures",
                                       failures, "--json", report}),
-                testing::ExitedWithCode(1), crash_says(signal) + "[^']* mesh\\([^']*'\n");
+                testing::ExitedWithCode(1),
+                crash_says(signal) + "[^']* mesh\\([^']*'\n  shrink   here/shardproof replay --shrink '");
     const auto left = failures_in(report);
     ASSERT_EQ(left.size(), 1u);
     const Case c = Case::parse(left[0].at("case").get<std::string>());
@@ -143,12 +145,35 @@ TEST_F(CrashDeathTest, of_a_replay_is_told_alike) {
               crash_says("SIGSEGV") + "mlp.widths=3-4. mesh.dp_shard=2. zero3 [^']* seed=1 : step'\n");
 }
 
+TEST_F(CrashDeathTest, of_a_case_is_shrunk_by_replays_in_processes_of_their_own) {
+  const harness_env::Folder folder;
+  const std::string report = folder / "report";
+  const std::string text = "mlp(widths=3-4) mesh(dp_shard=3) zero3 sgd(lr=0.1) ordered seed=1 : step*3";
+  EXPECT_EXIT(run_and_crash(write_nowhere,
+                            {"replay", text, "--shrink", "--shrink-seconds", "600", "--shrink-runs", "300", "--json", report}),
+              testing::ExitedWithCode(1), "");
+  const auto left = failures_in(report);
+  ASSERT_EQ(left.size(), 1u);
+  const Case c = Case::parse(left[0].at("case").get<std::string>());
+  EXPECT_EQ(c.mesh.size(), 2);
+  EXPECT_EQ(c.steps.size(), 1u);
+  EXPECT_EQ(left[0].at("what"), "crash (SIGSEGV)");
+  EXPECT_EQ(left[0].at("original"), Case::parse(text).str());
+}
+
+TEST_F(CrashDeathTest, that_a_case_does_not_have_is_not_shrunk) {
+  EXPECT_EXIT(
+      run_and_crash(write_nowhere, {"replay", "mlp(widths=3-4) mesh() zero3 sgd(lr=0.1) ordered seed=1 : step", "--shrink"}),
+      testing::ExitedWithCode(0), "");
+}
+
 TEST_F(CrashDeathTest, the_innermost_case_of_the_crashed_thread_comes_first_and_is_the_failure) {
   const harness_env::Folder folder;
   const std::string report = begun(folder / "report");
-  EXPECT_EXIT(crash_beside_others(report, true), testing::ExitedWithCode(1),
-              "CRASH .SIGABRT. while a thread worked on this case:\n  replay   here replay 'in\"ner'\n"
-              "other cases that ran then:\n(  replay   here replay '(other|outer)'\n){2}$");
+  EXPECT_EXIT(
+      crash_beside_others(report, true), testing::ExitedWithCode(1),
+      "CRASH .SIGABRT. while a thread worked on this case:\n  replay   here replay 'in\"ner'\n"
+      "  shrink   here replay --shrink 'in\"ner'\nother cases that ran then:\n(  replay   here replay '(other|outer)'\n){2}$");
   const auto left = failures_in(report);
   ASSERT_EQ(left.size(), 1u);
   EXPECT_EQ(left[0].at("case"), "in\"ner");
@@ -180,4 +205,11 @@ TEST_F(CrashDeathTest, is_told_before_a_handler_that_was_there_is_called) {
   };
   for (const Crash crash : {Crash(write_nowhere), Crash(std::abort)})
     EXPECT_EXIT(crash_with_a_handler(crash), testing::ExitedWithCode(7), "replay   here replay 'some'\n");
+}
+
+// Replays of this program crash, as those do that the tests start.
+int main(int argc, char** argv) {
+  if (argc > 1 && std::string_view(argv[1]) == "replay") run_and_crash(write_nowhere, {argv + 1, argv + argc});
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
 }
