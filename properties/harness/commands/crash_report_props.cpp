@@ -25,8 +25,11 @@ namespace {
 
 using Crash = void (*)();
 
-void throw_where_nothing_may() noexcept {
+void refuse() {
   throw std::runtime_error("nobody catches this");
+}
+void throw_where_nothing_may() noexcept {
+  refuse();
 }
 
 void write_nowhere() {
