@@ -33,7 +33,7 @@ void throw_where_nothing_may() noexcept {
 }
 
 void write_nowhere() {
-  int* volatile nowhere = nullptr;
+  volatile int* volatile nowhere = nullptr;
   *nowhere = 1;
 }
 
