@@ -136,8 +136,9 @@ bool Optimizer::update_bucket(size_t index) {
   Bucket& bucket = *state->schedule.buckets()[index];
   for (size_t member = 0; member < held_[index].size(); ++member) {
     if (!bucket.trains(static_cast<int64_t>(member))) continue;
-    ++held_[index][member].updates;
-    allocate_state(index, member);
+    Held& held = held_[index][member];
+    ++held.updates;
+    if (held.state.empty()) allocate_state(index, member);  // frozen until now, elsewhere, or not needed
   }
   const bool rounds = bucket.rules().main != bucket.rules().compute;
   const at::Tensor own = bucket.parameters.rounded();
@@ -149,13 +150,13 @@ bool Optimizer::update_bucket(size_t index) {
     const BucketParameter& member = bucket.layout().members()[segment.member];
     const Update update{.name = member.name,
                         .shape = member.shape,
-                        .parameter = bucket.parameters.main().narrow(0, segment.local, segment.run.size()),
-                        .gradient = bucket.gradient.values().narrow(0, segment.local, segment.run.size()),
+                        .parameter = part_of(bucket.parameters.main(), segment.local, {segment.run.size()}),
+                        .gradient = part_of(bucket.gradient.values(), segment.local, {segment.run.size()}),
                         .state = held.state,
                         .step = held.updates,
                         .lr_factor = lr_factor_ * group.lr_factor,
                         .decay_factor = group.decay_factor};
-    if (rounds && group.rule->update_and_round(update, own.narrow(0, segment.local, segment.run.size()))) continue;
+    if (rounds && group.rule->update_and_round(update, part_of(own, segment.local, {segment.run.size()}))) continue;
     rounded = false;
     if (group.rule->needs_whole_parameters() && is_cut(member))
       update_joined(*state, member, *group.rule, update);

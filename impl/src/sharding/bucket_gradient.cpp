@@ -112,14 +112,14 @@ void BucketGradient::begin_producing() {
   if (state_ == GradientState::produced) return;
   enter(GradientState::produced);
   produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
-  for (const Interval& padding : layout_.whole().padding) produced_.narrow(0, padding.begin, padding.size()).zero_();
+  for (const Interval& padding : layout_.whole().padding) part_of(produced_, padding.begin, {padding.size()}).zero_();
   holds_.assign(holds_.size(), false);
   suspicious_ = false;
 }
 
 at::Tensor BucketGradient::produced(int64_t index) const {
   const BucketParameter& member = layout_.members()[index];
-  return produced_.narrow(0, member.offset, member.numel);
+  return part_of(produced_, member.offset, {member.numel});
 }
 
 at::Tensor BucketGradient::place(int64_t index) {
@@ -129,13 +129,13 @@ at::Tensor BucketGradient::place(int64_t index) {
   if (!is_first || arrived_[index] || placed_[index] || dtype != rules_.compute) return {};
   begin_producing();
   placed_[index] = true;
-  return produced(index).view(layout_.members()[index].shape);
+  return part_of(produced_, layout_.members()[index].offset, layout_.members()[index].shape);
 }
 
 void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   begin_producing();
   at::NoGradGuard no_grad;
-  const at::Tensor source = gradient.contiguous().view({-1});
+  const at::Tensor source = part_of(gradient.contiguous(), 0, {gradient.numel()});
   const at::Tensor target = produced(index);
   const double limit = rules_.gradient_magnitude_max;
   bool fine = false;

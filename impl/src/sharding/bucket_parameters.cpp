@@ -120,7 +120,7 @@ void BucketParameters::fill_from_initializer(const Initializer& initialize) {
 }
 
 void BucketParameters::point_parameters_at(const std::vector<at::Tensor>& data) const {
-  for (size_t i = 0; i < views_.size(); ++i) views_[i].set_data(data[i]);
+  for (size_t i = 0; i < views_.size(); ++i) point_at(views_[i], data[i]);
 }
 
 at::Tensor BucketParameters::own_part() const {

@@ -14,7 +14,7 @@ at::TensorOptions BucketPart::options(at::ScalarType dtype) const {
 void BucketPart::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {
   if (!rules_.check_gradients && !local.is_cpu()) return;  // the host would wait for the device's answer
   for (const Interval& padding : view.padding)
-    SHARD_CHECK(all_zero(local.narrow(0, padding.begin, padding.size())), "bucket",
+    SHARD_CHECK(all_zero(part_of(local, padding.begin, {padding.size()})), "bucket",
                 "padding of the {} after {} is not zero, at bucket offset {} to {}", what, layout_.members().front().name,
                 view.interval.begin + padding.begin, view.interval.begin + padding.end);
 }

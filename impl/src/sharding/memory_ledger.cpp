@@ -7,6 +7,8 @@
 #include <numeric>
 #include <utility>
 
+#include "shardproof/base/check.h"
+
 namespace shardproof {
 
 // What a tensor's storage points back to. It keeps the ledger alive, since tensors may outlive the module that made them.
@@ -54,6 +56,17 @@ at::Tensor tensor_of(c10::Storage storage, at::IntArrayRef sizes, at::ScalarType
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, c10::scalarTypeToTypeMeta(dtype));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return tensor;
+}
+
+at::Tensor part_of(const at::Tensor& whole, int64_t begin, at::IntArrayRef sizes) {
+  const int64_t end = begin + c10::multiply_integers(sizes);
+  SHARD_CHECK(whole.is_contiguous() && 0 <= begin && begin <= end && end <= whole.numel(), "memory",
+              "elements {} to {} of a tensor that has {} and {} contiguous", begin, end, whole.numel(),
+              whole.is_contiguous() ? "is" : "is not");
+  at::Tensor part = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(whole.storage()), whole.key_set(), whole.dtype());
+  part.unsafeGetTensorImpl()->set_storage_offset(whole.storage_offset() + begin);
+  part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return part;
 }
 
 at::Tensor MemoryLedger::tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const {

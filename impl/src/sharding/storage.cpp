@@ -44,4 +44,12 @@ at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device d
 
 bool storage_is_released(const at::Tensor& tensor) { return tensor.storage().nbytes() == 0; }
 
+// set_data looks for what autograd has to forget when a dtype or a device changes. Here neither does.
+void point_at(const at::Tensor& parameter, const at::Tensor& data) {
+  c10::TensorImpl* impl = parameter.unsafeGetTensorImpl();
+  const bool stays = parameter.scalar_type() == data.scalar_type() && parameter.device() == data.device();
+  if (stays && impl->has_compatible_shallow_copy_type(data.key_set())) return impl->shallow_copy_from(data.getIntrusivePtr());
+  parameter.set_data(data);
+}
+
 }  // namespace shardproof

@@ -26,4 +26,7 @@ at::Tensor unreadable(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device d
 
 bool storage_is_released(const at::Tensor& tensor);
 
+// `parameter` has the sizes and the memory of `data` from now on, as after parameter.set_data(data).
+void point_at(const at::Tensor& parameter, const at::Tensor& data);
+
 }  // namespace shardproof

@@ -3,10 +3,12 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <time.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -31,6 +33,21 @@ TEST(CommThreads, ranks_use_as_many_torch_threads_as_their_caller) {
     run_threads(3, [&](std::shared_ptr<Comm>) { EXPECT_EQ(at::get_num_threads(), threads); });
   }
   at::set_num_threads(before);
+}
+
+// It looks for what it waits for during some tens of microseconds, and sleeps afterwards.
+TEST(CommThreads, a_rank_that_waits_for_long_takes_hardly_any_processor_time) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    const auto processor_seconds = [] {
+      timespec now{};
+      clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+      return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+    };
+    const double before = processor_seconds();
+    if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(400));
+    comm->barrier().wait();
+    EXPECT_LT(processor_seconds() - before, 0.1) << "rank " << comm->rank();
+  });
 }
 
 // Also in groups of the world, and when the rank that allocated it lets go first.

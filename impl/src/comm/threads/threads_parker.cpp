@@ -6,8 +6,22 @@
 
 namespace shardproof::threads {
 
-// std::atomic::wait spins and yields before it sleeps, which on few cores takes time from the very rank it waits for.
-void Parker::park() {
+namespace {
+
+// Tells the processor that the thread only waits.
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+// std::atomic::wait always spins and yields before it sleeps, which on few cores takes time from the very rank it waits for.
+void Parker::park(int64_t looks) {
+  for (; looks > 0 && state_.load(std::memory_order_relaxed) == empty; --looks) relax();
   uint32_t expected = empty;
   if (state_.compare_exchange_strong(expected, parked, std::memory_order_acq_rel)) {
     // Returns at once when the word is no longer `parked`; may also return for no reason.

@@ -10,7 +10,8 @@ namespace shardproof::threads {
 // park. One thread parks, any may unpark.
 class Parker {
  public:
-  void park();
+  // `looks`: how many times it looks for a permit before it goes to sleep, some ten nanoseconds each.
+  void park(int64_t looks = 0);
   void unpark();
 
  private:

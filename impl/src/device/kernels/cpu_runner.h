@@ -31,24 +31,24 @@ struct CpuRunner {
 
   template <class Rule>
   void each(int64_t count, const Rule& given) const {
-    const Rule rule = given;  // a copy that the loops' stores cannot change
     if constexpr (requires { Rule::kBlock; }) {
+      const Rule rule = given;  // a copy that the loops' stores cannot change
       constexpr int kPart = 64;
       int64_t i = 0;
       for (; i + Rule::kBlock <= count; i += Rule::kBlock) rule.template pack<Rule::kBlock>(i);
       for (; i + kPart <= count; i += kPart) rule.template pack<kPart>(i);
       for (; i < count; ++i) rule.template pack<1>(i);
     } else if constexpr (requires { Rule::kComputes; }) {
-      by_richest_instructions(count, rule);
+      by_richest_instructions(count, given);
     } else {
-      loop(count, rule);
+      loop(count, given);
     }
   }
 
   // Where rules only look at elements, it looks at blocks of them. Else it looks everywhere, as these rules write, too.
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
-    if constexpr (requires { rule.finds(*rule.values); }) return find(count, rule);
+    if constexpr (requires { rule.finds(*rule.values); }) return find_by_richest_instructions(count, rule);
     const int64_t whole = rule.fits() ? count / Rule::kWidth * Rule::kWidth : 0;
     int64_t found = count;
     for (int64_t i = 0; i < whole; i += Rule::kWidth) {
@@ -81,7 +81,8 @@ struct CpuRunner {
 
  private:
   template <class Rule>
-  [[gnu::always_inline]] static void loop(int64_t count, const Rule& rule) {
+  [[gnu::always_inline]] static void loop(int64_t count, const Rule& given) {
+    const Rule rule = given;  // as in `each`
     SHARD_VECTORIZE
     for (int64_t i = 0; i < count; ++i) rule.template pack<1>(i);
   }
@@ -107,8 +108,29 @@ struct CpuRunner {
   }
 #endif
 
+  // Of what lies in a cache these find more at a time; the first loop has no other work.
   template <class Rule>
-  static int64_t find(int64_t count, const Rule& given) {
+  static int64_t find_by_richest_instructions(int64_t count, const Rule& rule) {
+#ifdef SHARD_X86
+    static const Instructions richest = richest_instructions();
+    if (richest == Instructions::avx512) return find_avx512(count, rule);
+    if (richest == Instructions::avx2) return find_avx2(count, rule);
+#endif
+    return find(count, rule);
+  }
+#ifdef SHARD_X86
+  template <class Rule>
+  [[SHARD_AVX512, gnu::flatten]] static int64_t find_avx512(int64_t count, const Rule& rule) {
+    return find(count, rule);
+  }
+  template <class Rule>
+  [[SHARD_AVX2, gnu::flatten]] static int64_t find_avx2(int64_t count, const Rule& rule) {
+    return find(count, rule);
+  }
+#endif
+
+  template <class Rule>
+  [[gnu::always_inline]] static int64_t find(int64_t count, const Rule& given) {
     constexpr int64_t kBlock = 1024;
     const Rule rule = given;
     for (int64_t begin = 0; begin < count; begin += kBlock) {

@@ -195,6 +195,7 @@ template <class Real, class Update, class Low>
 struct UpdateRule {
   static constexpr bool kLow = !std::is_same_v<Low, Nothing>;
   static constexpr int kWidth = kLow ? 8 : 4;
+  static constexpr bool kComputes = true;  // roots and divisions
   Update update;
   Real* parameter;
   const Real* gradient;
