@@ -8,6 +8,7 @@ shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES
   harness/run/module_difference_props.cpp)
 shardproof_test(NAME report_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/report_props.cpp
   harness/run/picture_props.cpp)
+shardproof_test(NAME crash_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/crash_report_props.cpp)
 shardproof_test(NAME trace_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/trace_file_props.cpp)
 shardproof_test(NAME property_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/property_props.cpp)
 shardproof_test(NAME schedules_props LABEL harness CASES 50 TORCH LIBRARIES harness SOURCES harness/run/policies_props.cpp

@@ -27,6 +27,7 @@ class Outcome:
     cases: int = 0
     case: str = ""
     guess: str = ""  # what verify says that it looks like
+    replay: str = ""  # the command that runs the case
 
 
 def source_files(root):
@@ -150,8 +151,21 @@ class Scratch:
             raise Trouble("verify could not run: " + output.strip()[-300:])
         failure, cases = read_report(report)
         if code == 1 and failure:
-            return Outcome(True, failure.get("what", ""), cases, failure.get("case", ""), failure.get("guess", ""))
+            return Outcome(True, failure.get("what", ""), cases, failure.get("case", ""), failure.get("guess", ""),
+                           failure.get("replay", ""))
         return Outcome(True, how_it_ended(code, self.options.seconds), cases)
+
+    def shrink_crash(self, outcome):
+        """A smaller case for one that crashed: it ended `verify`, which shrinks other failures itself."""
+        if not outcome.by.startswith("crash (") or not outcome.replay:
+            return
+        report = os.path.join(os.path.abspath(self.options.scratch), "shrunk.json")
+        run([*shlex.split(outcome.replay), "--shrink", "--json", report], self.tree, self.options.seconds)
+        failure, _ = read_report(report)
+        if failure:
+            outcome.case = failure["case"]
+        if os.path.exists(report):
+            os.remove(report)
 
     def ctest(self, arguments):
         command = ["ctest", "--test-dir", "build", "--no-tests=error", "--output-on-failure", "--stop-on-failure",

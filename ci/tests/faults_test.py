@@ -24,11 +24,24 @@ if value == "hang": time.sleep(600)
 if value == "unusable": sys.exit(2)
 if value == "5" and seed % 3:
     sys.exit(0)
+if value == "6":
+    replay = sys.executable + " replay.py 'large case'"
+    failure = {"type": "failure", "what": "crash (SIGSEGV)", "case": "large case", "replay": replay}
+    print(json.dumps(failure), file=report)
+    sys.exit(1)
 if value in "45" or (value == "3" and "--odd" in sys.argv):
     failure = {"type": "failure", "what": "gradient of w", "case": "tiny case", "cases": 7}
     print(json.dumps(failure), file=report)
     sys.exit(1)
 print(json.dumps({"type": "summary", "cases": 50}), file=report)
+"""
+
+# Answers as `shardproof replay --shrink` does.
+REPLAY = """
+import json, sys
+assert sys.argv[1:4] == ["large case", "--shrink", "--json"]
+print(json.dumps({"type": "failure", "what": "crash (SIGSEGV)", "case": "small case"}), file=open(sys.argv[4], "w"))
+sys.exit(1)
 """
 
 
@@ -46,6 +59,7 @@ class Faults(unittest.TestCase):
         self.addCleanup(self.folder.cleanup)
         self.write("source/impl/value.txt", "2\n")
         self.write("source/verify.py", textwrap.dedent(VERIFY))
+        self.write("source/replay.py", textwrap.dedent(REPLAY))
 
     def path(self, name):
         return os.path.join(self.folder.name, name)
@@ -76,6 +90,11 @@ class Faults(unittest.TestCase):
         self.assertEqual((rows["A"]["by"], rows["A"]["cases"]), ("gradient of w", 7))
         self.assertEqual(rows["A"]["case"], "tiny case")
         self.assertIn("1 planted bugs: 1 killed, 0 survived, 0 errors", output)
+
+    def test_a_case_that_crashes_is_shrunk_by_its_replay(self):
+        code, rows, output = self.run_faults([patch("A", "6")])
+        self.assertEqual((code, rows["A"]["verdict"], rows["A"]["by"]), (0, "killed", "crash (SIGSEGV)"), output)
+        self.assertEqual(rows["A"]["case"], "small case")
 
     def test_how_many_default_runs_find_a_bug_is_told_by_seeds(self):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "5")], "--seeds", "4",

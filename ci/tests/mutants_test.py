@@ -36,6 +36,33 @@ def mutants_regexp(lines, ruleFiles=None, ignorePatterns=None):
                                                                 ("3", "x"), (" + ", " +  "))]
 """
 
+# A tree that CMake builds. The program of the test has the library's objects in it in the place of the library, and so it
+# is out of date after a mutant until it is built as well.
+CMAKE_TREE = {
+    "CMakePresets.json": """{"version": 3, "configurePresets": [{"name": "release", "generator": "Ninja",
+        "binaryDir": "${sourceDir}/build"}]}""",
+    "CMakeLists.txt": """
+        cmake_minimum_required(VERSION 3.25)
+        project(toy CXX)
+        enable_testing()
+        add_library(shardproof SHARED impl/src/comm/a.cpp)
+        add_executable(shardproof_command command.cpp)
+        add_executable(comm_props props.cpp impl/src/comm/a.cpp)
+        add_test(NAME Comm.answers COMMAND comm_props --gtest_filter=Comm.answers)
+        set_tests_properties(Comm.answers PROPERTIES LABELS comm)""",
+    "impl/src/comm/a.cpp": "int answer() {\n  return 2 + 3;\n}\n",
+    "command.cpp": "int main() {}\n",
+    "props.cpp": """
+        #include <cstdio>
+        int answer();
+        int main() {
+          if (answer() == 5) return 0;
+          std::puts("[  FAILED  ] Comm.answers (0 ms)");
+          return 1;
+        }
+        """,
+}
+
 
 class Mutants(ScratchCase):
     def setUp(self):
@@ -51,12 +78,12 @@ class Mutants(ScratchCase):
         with open(self.path(name), "w", encoding="utf-8") as file:
             file.write(text)
 
-    def run_mutants(self, *arguments):
+    def run_mutants(self, *arguments, source="source",
+                    how=("--build", BUILD, "--libraries", "build/lib.txt", "--verify", f"{sys.executable} verify.py")):
         """Exit code, rows, and everything printed."""
         done = subprocess.run(
-            [sys.executable, MUTANTS, "--source", self.path("source"), "--scratch", self.path("scratch"), "--build", BUILD,
-             "--libraries", "build/lib.txt", "--verify", f"{sys.executable} verify.py", "--json", self.path("report"),
-             *arguments],
+            [sys.executable, MUTANTS, "--source", self.path(source), "--scratch", self.path("scratch"), *how,
+             "--json", self.path("report"), *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         rows = []
         if os.path.exists(self.path("report")):
@@ -108,6 +135,16 @@ class Mutants(ScratchCase):
         code, rows, output = self.run_mutants()
         self.assertEqual((code, rows), (2, []), output)
         self.assertIn("the tree without any planted bug fails `verify`: answer tiny case", output)
+
+    def test_the_programs_of_a_room_are_built_anew_for_each_mutant(self):
+        for name, text in CMAKE_TREE.items():
+            self.write(f"cmake/{name}", textwrap.dedent(text))
+        code, rows, output = self.run_mutants("--sample", "3", source="cmake", how=("--verify", "true"))
+        counted = [row for row in rows if row["verdict"] not in ("does not compile", "same code")]
+        self.assertEqual(len(counted), 3, output)
+        self.assertEqual({(row["verdict"], row["check"], row["by"]) for row in counted},
+                         {("killed", "ctest -L ^comm$ -LE nightly", "Comm.answers")}, output)
+        self.assertEqual(code, 0, output)
 
     def test_an_unknown_room_is_refused_with_those_there_are(self):
         code, _, output = self.run_mutants("--room", "attic")

@@ -7,14 +7,17 @@
 #include <optional>
 
 #include "harness/commands/commands.h"
+#include "harness/commands/crash_report.h"
 #include "harness/commands/flight.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
 #include "harness/commands/program.h"
+#include "harness/commands/shrink_crash.h"
 #include "harness/run/engine.h"
 #include "harness/run/explain.h"
 #include "harness/run/process_ranks.h"
 #include "harness/run/run_case.h"
+#include "harness/run/running_cases.h"
 #include "harness/run/schedules.h"
 #include "shardproof/base/check.h"
 
@@ -25,6 +28,9 @@ struct Arguments {
   std::string text, json, flight, engine = "shardproof";
   std::optional<int64_t> delays;
   int64_t most = 10'000;
+  bool shrink = false;
+  double shrink_seconds = 60;
+  int64_t shrink_runs = 0;
   Launched launched;
 };
 
@@ -78,6 +84,26 @@ int run_every_schedule(const Case& c, const Arguments& arguments) {
   return found.failing ? 1 : 0;
 }
 
+// 0 if the case does not crash, whatever its verdict is.
+int run_and_shrink(const Case& c, const Arguments& arguments) {
+  JsonLines json(arguments.json);
+  const Verdict verdict = crash_verdict(c);
+  if (verdict.held) {
+    fmt::print("{}\nno crash: in a process of its own this case ends with a verdict; replay it without --shrink\n", c.str());
+    return 0;
+  }
+  const Shrunk shrunk = shrink_crash(c, verdict, arguments.shrink_seconds, arguments.shrink_runs);
+  const std::string replay = fmt::format("{} replay '{}'", program_name(), shrunk.minimal.str());
+  fmt::print("FAILURE: {}\n  minimal  {}\n  found as {}\n  replay   {}\n", verdict.what, shrunk.minimal.str(), c.str(), replay);
+  json.write({{"type", "failure"},
+              {"what", verdict.what},
+              {"case", shrunk.minimal.str()},
+              {"original", c.str()},
+              {"tried", shrunk.tried},
+              {"replay", replay}});
+  return 1;
+}
+
 int run_in(const std::string& name, const Case& c, const std::string& json) {
   const Engine engine(name);
   const Engine::Fitted fitted = engine.fit(c);
@@ -97,6 +123,11 @@ void add_replay_command(CLI::App& app, int& exit_code) {
   command->add_option("--every-schedule", arguments->delays,
                       "under every schedule of its threads that differs from the first in at most so many choices");
   command->add_option("--most", arguments->most, "stop --every-schedule after so many")->capture_default_str();
+  command->add_flag("--shrink", arguments->shrink,
+                    "if the case crashes, look for a smaller one that crashes too, each in a process of its own");
+  command->add_option("--shrink-seconds", arguments->shrink_seconds, "how many seconds to look for it")->capture_default_str();
+  command->add_option("--shrink-runs", arguments->shrink_runs, "how many smaller cases to try at most; 0: while there is time")
+      ->capture_default_str();
   add_engine_option(*command, arguments->engine);
   arguments->launched.add_to(*command);
   command->callback([arguments, &exit_code] {
@@ -108,6 +139,17 @@ void add_replay_command(CLI::App& app, int& exit_code) {
       return;
     }
     const Case c = Case::parse(arguments->text);
+    if (arguments->shrink) {
+      SHARD_REQUIRE(arguments->engine == "shardproof" && !arguments->delays, "replay",
+                    "--shrink runs a case as it is; leave out --engine and --every-schedule");
+      SHARD_REQUIRE(arguments->shrink_runs >= 0, "replay", "--shrink-runs must not be negative, got {}",
+                    arguments->shrink_runs);
+      arguments->launched.require_threads("--shrink takes rank-threads on the CPU");
+      exit_code = run_and_shrink(c, *arguments);
+      return;
+    }
+    const RunningCase running(c.str());
+    report_crashes(program_name() + " replay ");
     at::set_num_threads(1);
     if (c.interleaving || arguments->delays) {
       SHARD_REQUIRE(arguments->engine == "shardproof", "replay",

@@ -12,6 +12,7 @@
 
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
+#include "harness/commands/crash_report.h"
 #include "harness/commands/launch_options.h"
 #include "harness/commands/merge.h"
 #include "harness/commands/report.h"
@@ -216,6 +217,7 @@ int merge(const Arguments& arguments) {
 }
 
 int run(Arguments& arguments) {
+  report_crashes(replay_words(arguments.options), arguments.options.json);
   Files files(arguments);
   arguments.options.also = [&](const nlohmann::json& line) { files.add(line); };
   const VerifyResult result = verify(arguments.options, interrupted);
@@ -230,7 +232,10 @@ int run(Arguments& arguments) {
 int run_on(shardproof::ProcessWorld& world, Arguments& arguments) {
   limit_to(world, arguments);
   ProcessRanks ranks(world, arguments.launched.device(), arguments.launched.shares_memory());
-  if (world.rank() != 0) return ranks.serve();
+  if (world.rank() != 0) {
+    report_crashes(replay_words(arguments.options), arguments.options.json);
+    return ranks.serve();
+  }
   arguments.options.ranks = &ranks;
   const int exit_code = run(arguments);
   std::fflush(stdout);

@@ -1,5 +1,7 @@
 #include "harness/commands/json_lines.h"
 
+#include <filesystem>
+
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -20,7 +22,10 @@ std::string in_ascii(const nlohmann::json& object) { return in_utf8(object).dump
 
 JsonLines::JsonLines(const std::string& path) : path_(path) {
   if (path_.empty()) return;
-  file_.open(path_);
+  // Emptied, and then appended to: a crash adds lines of its own to what is there (crash_report.h).
+  std::error_code none;
+  if (std::filesystem::is_regular_file(path_, none)) std::filesystem::resize_file(path_, 0, none);
+  file_.open(path_, std::ios::app);
   SHARD_REQUIRE(file_.good(), "json", "cannot write {}; give --json a path in a folder that exists", path_);
 }
 

@@ -16,6 +16,7 @@
 #include "harness/commands/shrink.h"
 #include "harness/compare/oracle.h"
 #include "harness/run/picture.h"
+#include "harness/run/running_cases.h"
 #include "harness/run/schedules.h"
 #include "harness/run/verbosity.h"
 #include "shardproof/base/check.h"
@@ -103,6 +104,7 @@ class Campaign {
 
   // What an engine cannot train, of simpler variants of a case, holds.
   Verdict judge(const Case& c) const {
+    const RunningCase running(c.str());
     if (!options_.engine) return run_case(c, ranks());
     const Engine::Fitted fitted = options_.engine->fit(c);
     if (fitted.reason.empty() && fitted.c == c) return options_.engine->run(c);
@@ -176,6 +178,7 @@ class Campaign {
   }
 
   void try_case(Case c, bool is_replay) {
+    const RunningCase running(c.str());
     const auto start = std::chrono::steady_clock::now();
     Verdict verdict = judge(c);
     judge_schedules(c, verdict);
@@ -215,6 +218,7 @@ class Campaign {
       stopped.held = true;
       return interrupted_ ? stopped : judge(candidate);
     });
+    const RunningCase running(shrunk.minimal.str());
     const Explanation looks_like = interrupted_ ? Explanation{} : explain(shrunk.minimal, ranks());
     const nlohmann::json picture =
         interrupted_ || options_.engine ? nlohmann::json() : to_json(picture_of(shrunk.minimal, shrunk.verdict.step));
@@ -313,9 +317,13 @@ class Campaign {
 
 }  // namespace
 
-std::string replay_line(const Case& c, const VerifyOptions& options) {
+std::string replay_words(const VerifyOptions& options) {
   const std::string engine = options.engine ? fmt::format("--engine {} ", options.engine->name()) : "";
-  return fmt::format("{} replay {}'{}'", program_name(), engine, c.str());
+  return fmt::format("{} replay {}", program_name(), engine);
+}
+
+std::string replay_line(const Case& c, const VerifyOptions& options) {
+  return fmt::format("{}'{}'", replay_words(options), c.str());
 }
 
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted) {

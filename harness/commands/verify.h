@@ -65,7 +65,8 @@ struct VerifyResult {
 // left. Throws Error for limits that cannot be met, golden::EnvironmentError when Python is asked for and missing.
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted);
 
-// What runs the case once more.
+// What runs the case once more, and what that has before the case.
 std::string replay_line(const Case& c, const VerifyOptions& options);
+std::string replay_words(const VerifyOptions& options);
 
 }  // namespace harness

@@ -15,6 +15,7 @@
 #include "harness/run/case_checkpoints.h"
 #include "harness/run/policies.h"
 #include "harness/run/property.h"
+#include "harness/run/running_cases.h"
 #include "harness/run/sharded_options.h"
 #include "harness/run/tracing.h"
 #include "shardproof/checkpoint/adapters.h"
@@ -322,12 +323,18 @@ void run_stretch(const Case& c, const golden::Run& run, c10::Device device, doub
 Steps run_stretches(const Case& c, const golden::Run& run, CaseCheckpoints& checkpoints, const RunWorld& run_world,
                     c10::Device device, double output_scale, const StepWatch& watch, const Tracing& tracing) {
   Steps steps(run.steps.size());
+  const RunWorld told = [&run_world, text = c.str()](const Case& now, const RankBody& body) {
+    run_world(now, [&](std::shared_ptr<Comm> comm) {
+      const RunningCase running(text);
+      body(std::move(comm));
+    });
+  };
   bool resumes = false;
   for (size_t first = 0; first < steps.size() || !resumes;) {
     size_t last = resumes ? first + 1 : first;
     while (last < steps.size() && !c.steps[last].loads()) ++last;
-    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, run_world, watch, tracing, resumes, first,
-                last, steps);
+    run_stretch(resumes ? c.at(first) : c, run, device, output_scale, checkpoints, told, watch, tracing, resumes, first, last,
+                steps);
     first = last, resumes = true;
   }
   return steps;
@@ -356,7 +363,7 @@ Steps run_sharded(const Case& c, const golden::Run& run, CaseCheckpoints& checkp
 
 ModuleTraces trace_modules(const Case& c, const golden::Run& run, size_t step) {
   CaseCheckpoints checkpoints(c);
-  ModuleTraces traces(static_cast<size_t>(c.mesh.size()));
+  ModuleTraces traces(static_cast<size_t>(c.at(step).mesh.size()));
   run_stretches(c, run, checkpoints, on_threads(policy_of(c.interleaving)), at::kCPU, 1, {}, {.step = step, .ranks = &traces});
   return traces;
 }

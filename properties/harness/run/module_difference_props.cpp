@@ -87,6 +87,14 @@ TEST(ModuleDifference, finds_none_where_ranks_are_right_however_they_are_cut) {
   }
 }
 
+TEST(ModuleDifference, looks_at_all_ranks_of_a_step_that_has_more_of_them_than_the_first) {
+  const Traced traced(
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : save step "
+      "load@mesh(dp_shard=5) step");
+  ASSERT_EQ(traced.traced.ranks.size(), 5u);
+  for (const auto& rounds : traced.traced.ranks) EXPECT_EQ(rounds.size(), 1u);
+}
+
 TEST(ModuleDifference, names_the_parameter_that_a_module_reads_wrongly_and_the_gather_before_it) {
   Traced wrong(kMlp);
   wrong.parameter(1, 1, "layers.1", "layers.1.weight")[2][3] += 1;
