@@ -124,7 +124,7 @@ void on_crash(int number, siginfo_t* info, void*) {
   const int thread = ::gettid();
   int nobody = 0;
   if (!crashed.compare_exchange_strong(nobody, thread)) {
-    if (nobody == thread) ::_exit(1);  // in here
+    if (nobody == thread) ::_exit(1);  // this handler crashed itself
     for (;;) ::pause();                // the other thread ends the process
   }
   const Fatal* signal = fatal.data();

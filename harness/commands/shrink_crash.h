@@ -5,8 +5,8 @@
 
 namespace harness {
 
-// Of a replay of the case by this program in a process of its own, so that this one goes on. It holds unless that process
-// crashes (crash_report.h), whatever else goes wrong in it.
+// Replays the case by this program in a process of its own, so that this one goes on. The verdict is that it holds, unless that
+// process crashes (crash_report.h), whatever else goes wrong in it.
 Verdict crash_verdict(const Case& c);
 
 // The case crashes. Each simpler one is tried in a process of its own, and those that crash by the same signal fail alike.

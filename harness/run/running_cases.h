@@ -25,8 +25,8 @@ class RunningCase {
   stack_t stack_before_{};
 };
 
-// For signal handlers, so they neither lock nor allocate. The case of the thread with that number, "" where it has none; and a
-// call of `tell` for each different case, that of this thread first.
+// Signal handlers call these two, so they neither lock nor allocate. The first returns the case of the thread with that number,
+// and "" where it has none. The second calls `tell` once for each different case, beginning with that of the thread.
 const char* running_case_of(int thread);
 void each_running_case(int thread, void (*tell)(const char* text, void* with), void* with);
 

@@ -168,16 +168,21 @@ double train(const py::object& group, const std::string& mesh, const std::string
   return distance;
 }
 
-// Issues a collective that the others do not, and tells what becomes of it.
+// Issues a collective that the others do not, and tells what becomes of its second wait.
 std::string wait_alone(const py::object& group) {
   const auto comm = comm_of(group_of(group));
   const py::gil_scoped_release unlocked;
-  try {
-    comm->all_reduce(at::ones({3})).wait();
-  } catch (const Error& error) {
-    return error.what();
+  Work work = comm->all_reduce(at::ones({3}));
+  std::string said;
+  for (int waits = 0; waits < 2; ++waits) {
+    said.clear();
+    try {
+      work.wait();
+    } catch (const Error& error) {
+      said = error.what();
+    }
   }
-  return "";
+  return said;
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <set>
 
+#include "comm/owning_tensor.h"
 #include "shardproof/base/check.h"
 #include "testing/base/call_label.h"
 
@@ -33,7 +34,8 @@ std::string shown(const Fact& fact) {
 
 void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts) {
   const auto bytes = static_cast<int64_t>(facts.size() * sizeof(Fact));
-  const at::Tensor own = at::zeros({bytes}, at::kByte), gathered = at::empty({comm.size() * bytes}, at::kByte);
+  const at::Tensor own = owning_tensor(std::vector<uint8_t>(static_cast<size_t>(bytes))),
+                   gathered = owning_tensor(std::vector<uint8_t>(static_cast<size_t>(comm.size() * bytes)));
   auto* const mine = static_cast<Fact*>(own.mutable_data_ptr());
   const auto* const all = static_cast<const Fact*>(gathered.const_data_ptr());
   for (size_t i = 0; i < facts.size(); ++i) {

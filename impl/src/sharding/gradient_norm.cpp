@@ -111,7 +111,7 @@ double plain_sum(Sharded::Impl& state, ExactSum::Term term) {
   return total;
 }
 
-// NaN if there is one. On a device, a number of each run is copied to the host, all together.
+// NaN if there is one. Each run has its largest on the device, and one number is copied to the host.
 double largest_on_device(Sharded::Impl& state) {
   std::vector<at::Tensor> found;
   const auto alive = visit_gradients(state.schedule.buckets(), {.stay = true}, [&](const BucketParameter&, auto values) {

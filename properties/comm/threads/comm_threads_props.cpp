@@ -42,7 +42,8 @@ TEST(CommThreads, ranks_use_as_many_torch_threads_as_their_caller) {
   at::set_num_threads(before);
 }
 
-// It looks for what it waits for during some tens of microseconds, and sleeps afterwards.
+// A rank looks for what it waits for during some tens of microseconds, and sleeps afterwards. The limit is on its processor
+// time, which does not depend on how busy the machine is.
 TEST(CommThreads, a_rank_that_waits_for_long_takes_hardly_any_processor_time) {
   run_threads(2, [](std::shared_ptr<Comm> comm) {
     const auto processor_seconds = [] {

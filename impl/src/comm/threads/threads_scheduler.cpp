@@ -103,8 +103,8 @@ void Scheduler::run_next(size_t drawn) {
   to_wake_.push_back(parkers_[rank]);
 }
 
-// Where every other rank that runs has a core of its own, the last one is left to this rank, which looks for its permit there:
-// what it waits for often comes sooner than a sleeping thread wakes.
+// Where fewer ranks of this world run than there are cores, one is left to this rank, which looks for its permit there: what
+// it waits for often comes sooner than a sleeping thread wakes.
 void Scheduler::sleep(Lock& lock, int64_t rank) {
   static const int64_t cores = std::thread::hardware_concurrency();
   const bool has_core = !serial_ && running_ < cores;
