@@ -123,7 +123,8 @@ TEST(NcclApi, a_factor_is_read_from_the_host_in_the_dtype_of_the_terms) {
     NcclApi::Operator op = 0;
     ASSERT_EQ(api->create_premultiplied_sum(op, factor, dtype, address(5)), kSuccess);
     EXPECT_EQ(op, 17) << "NCCL's number of the operator";
-    const auto type = std::find_if(kTypes.begin(), kTypes.end(), [&](const auto& t) { return t.first == dtype; })->second;
+    const auto is_of_dtype = [&dtype = dtype](const auto& t) { return t.first == dtype; };
+    const auto type = std::find_if(kTypes.begin(), kTypes.end(), is_of_dtype)->second;
     EntryCall made = entry_call("ncclRedOpCreatePreMulSum", type, ncclScalarHostImmediate, 5);
     made.content = bytes;
     EXPECT_EQ(taken(), std::vector<EntryCall>{made}) << dtype;
