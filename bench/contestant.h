@@ -21,6 +21,7 @@ struct Task {
   std::string strategy = "zero3";
   shardproof::Mesh mesh;  // of the axes dp_replicate, dp_shard and tp
   bool sequence_parallel = false;
+  int64_t overlap_pieces = 1;
   Size size;
   int64_t steps = 10, warmup = 2;
   double lr = 3e-4;

@@ -48,6 +48,6 @@ shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES nn/dropout_props
 shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES models/transformers_props.cpp)
 shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
   parallel/collective_ops_props.cpp parallel/lifetimes_props.cpp parallel/tensor/parallel_layers_props.cpp
-  parallel/tensor/parallel_models_props.cpp optim/parallel_muon_props.cpp
+  parallel/tensor/overlap_pieces_props.cpp parallel/tensor/parallel_models_props.cpp optim/parallel_muon_props.cpp
   kit/parallel_models.cpp
   kit/toy_modules.cpp)

@@ -39,6 +39,7 @@ const std::vector<OptionRow>& option_rows() {
       {"scale_min", &O::scale_min, {}, {2, 2, 600}, 1, 0, /*draws_apart=*/true},
       {"arithmetic", &O::arithmetic, {"native", "canonical"}, {1}, 0.4, 0},
       {"sp", &O::sequence_parallel, {}, {1}, 0.9, 0},
+      {"overlap_pieces", &O::overlap_pieces, {}, {2, 2, 3}, 0.6, 1, /*draws_apart=*/true},
       {"attention", &O::context_gathered, {"ring", "gathered"}, {1}, 0.8, 1},
       {"context", &O::context_contiguous, {"balanced", "contiguous"}, {1}, 0.8, 1},
       {"offload",

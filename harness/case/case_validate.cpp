@@ -85,6 +85,9 @@ void validate_axes(const Case& c) {
   };
   SHARD_REQUIRE(o.sequence_parallel == 0 || (any_has("tp") && c.model.of_tokens()), "case",
                 "sp splits the sequence of a gpt or a llama over the mesh axis tp");
+  SHARD_REQUIRE(o.overlap_pieces >= 1, "case", "overlap_pieces={} must be at least 1", o.overlap_pieces);
+  SHARD_REQUIRE(o.overlap_pieces == 1 || any_has("tp"), "case",
+                "overlap_pieces cuts the products of layers that are cut over the mesh axis tp");
   SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || any_has("cp"), "case",
                 "attention and context say how sequences are cut over the mesh axis cp");
 }

@@ -60,6 +60,11 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
   app.add_option("--mesh", a.mesh, "the mesh as axis=RANKS,... with axes out of dp_replicate, dp_shard, cp and tp")
       ->capture_default_str();
   app.add_flag("--sequence-parallel", o.sequence_parallel, "cut activations between blocks by position along tp");
+  app.add_option("--overlap-pieces", o.overlap_pieces,
+                 "cut products of layers that tp cuts into so many pieces of the microbatch, each of which is sent while the "
+                 "next one is multiplied")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--strategy", o.strategy, strategy_help())->capture_default_str();
 }
 

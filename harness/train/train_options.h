@@ -34,6 +34,7 @@ struct TrainOptions {
   golden::Model model;
   shardproof::Mesh mesh{{{"dp_shard", 2}}};  // of the axes dp_replicate, dp_shard, cp, tp, in that order
   bool sequence_parallel = false;            // along tp
+  int64_t overlap_pieces = 1;                // of products that are cut over tp
   std::string strategy = "zero3";
   golden::Optimizer optimizer;
   TrainSchedule schedule;  // of its learning rate

@@ -28,6 +28,7 @@ struct Planned {
   bool sequence_parallel = false, recompute = false;
   int64_t prefetch = 0;
   bool offload_activations = false;
+  int64_t overlap_pieces = 1;
 };
 
 constexpr const char* kGpt = "gpt(layers=2,hidden=16,heads=4,vocab=24,positions=8,tied)";
@@ -45,6 +46,8 @@ const std::vector<Planned>& all_planned() {
       {kGpt, "dp_shard=2,tp=2", "zero3", "float32", 1, true},
       {kLlama, "dp_shard=2,tp=2", "zero3", "bf16", 2, true},
       {kLlama, "dp_shard=2,tp=2", "zero1"},
+      {kGpt, "dp_shard=2,tp=2", "zero3", "float32", 1, true, false, 0, false, 2},
+      {kLlama, "dp_shard=1,tp=2", "zero1", "bf16", 2, false, false, 0, false, 3},
       {kLlama, "dp_shard=3", "zero3", "float32", 2, false, true},
       {kLlama, "dp_shard=3", "zero3", "bf16", 2, false, false, 2},
       {kLlama, "dp_shard=2,cp=2", "zero3"},
@@ -71,6 +74,7 @@ DryRun dry_of(const Planned& planned) {
   run.what.mesh = Mesh::parse(planned.mesh);
   run.what.strategy = planned.strategy;
   run.what.options.sequence_parallel = planned.sequence_parallel;
+  run.what.options.overlap_pieces = planned.overlap_pieces;
   run.rounds = planned.rounds;
   run.samples = 2;
   run.dtype = planned.dtype;
