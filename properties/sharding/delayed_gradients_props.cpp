@@ -1,14 +1,19 @@
 // Gradients of weights that are made when the next unit's gather has started: the same bits, within the memory that was asked
 // for, and nothing left over after an error.
 #include <ATen/record_function.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <mutex>
 #include <set>
 
 #include "harness/case/generate.h"
+#include "harness/case/network.h"
 #include "properties/doubles/fake_ranks.h"
 #include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
@@ -21,6 +26,16 @@ using namespace shardproof;
 using kit::same_bits;
 
 namespace {
+
+c10::impl::VirtualGuardImpl streams() {
+  return c10::impl::VirtualGuardImpl(fake_device::device().type());
+}
+
+void order(c10::Stream first, c10::Stream second) {
+  c10::Event event(first.device_type());
+  event.record(first);
+  event.block(second);
+}
 
 constexpr int64_t kUnlimited = int64_t{1} << 40;
 
@@ -46,7 +61,7 @@ class BlockImpl : public torch::nn::Module {
       const at::Tensor given = y * 2;  // which only the product saves
       if (given.requires_grad() && after_b)
         given.register_hook([this, input = given.detach()](const at::Tensor&) { after_b(input); });
-      y = direct::linear(given, b, {}).sin();
+      y = times_b(given).sin();
     }
     if (uses_.by_autograd) y = y + at::linear(x, b) + at::linear(x, b).cos();
     if (uses_.of_weights) y = y + direct::linear(a, c, {}).sum(0);
@@ -54,8 +69,21 @@ class BlockImpl : public torch::nn::Module {
   }
   at::Tensor a, b, c, bias;
   std::function<void(at::Tensor)> after_b;  // when a backward has passed a product with b, whose input it gets
+  std::optional<c10::Stream> stream_of_b;
 
  private:
+  at::Tensor times_b(const at::Tensor& given) {
+    if (!stream_of_b) return direct::linear(given, b, {});
+    const c10::Stream here = streams().getStream(fake_device::device());
+    order(here, *stream_of_b);
+    at::Tensor product;
+    {
+      const c10::StreamGuard guard(*stream_of_b);
+      product = direct::linear(given, b, {});
+    }
+    order(*stream_of_b, here);
+    return product;
+  }
   Uses uses_;
 };
 TORCH_MODULE(Block);
@@ -86,6 +114,44 @@ class StackImpl : public torch::nn::Module {
   Sizes sizes_;
 };
 TORCH_MODULE(Stack);
+
+using Body = std::function<at::Tensor(at::Tensor)>;
+
+// A program's own recomputation, which the library does not know of: each use of a weight is in a graph of its own.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, at::Tensor x, const Body* body) {
+    ctx->save_for_backward({x});
+    ctx->saved_data["body"] = reinterpret_cast<int64_t>(body);
+    return (*body)(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list dy) {
+    const auto* body = reinterpret_cast<const Body*>(ctx->saved_data["body"].toInt());
+    const at::Tensor x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    const at::AutoGradMode with_graph(true);
+    torch::autograd::backward({(*body)(x)}, {dy[0]});
+    return {x.grad(), {}};
+  }
+};
+
+// Its weight is used three times before a block, once by autograd's own product.
+class RecomputingImpl : public torch::nn::Module {
+ public:
+  RecomputingImpl() {
+    weight = register_parameter("weight", toy::data({5, 5}, 1));
+    block = register_module("block", Block(5, Uses{}, 2));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (const Body* body : {&own_, &autograds_, &own_}) x = Recomputed::apply(x, body);
+    return call(block, x);
+  }
+  at::Tensor weight;
+  Block block{nullptr};
+
+ private:
+  const Body own_ = [this](at::Tensor x) { return direct::linear(x, weight, {}).tanh(); };
+  const Body autograds_ = [this](at::Tensor x) { return at::linear(x, weight).tanh(); };
+};
+TORCH_MODULE(Recomputing);
 
 at::Tensor tokens_of(int64_t rows, int64_t salt) {
   return toy::data({3, 4}, salt).mul(1000).abs().to(at::kLong) % rows;
@@ -317,6 +383,20 @@ TEST(DelayedGradients, that_hooks_or_a_caller_ask_for_are_made_at_once) {
   });
 }
 
+TEST(DelayedGradients, that_come_in_parts_are_added_in_the_order_of_the_backward) {
+  std::vector<Gradients> got;
+  for (const int64_t bytes_max : {int64_t{0}, kUnlimited})
+    toy::on_ranks(1, [&](std::shared_ptr<MeshComm> comms) {
+      Recomputing model;
+      ShardOptions options = options_of("zero3", bytes_max);
+      options.recompute = by_type<BlockImpl>();
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      call(model, toy::data({3, 5}, 7).requires_grad_()).square().sum().backward();
+      got.push_back(sharded.gather_gradients());
+    });
+  expect_same(got.at(0), got.at(1));
+}
+
 TEST(DelayedGradients, of_random_cases_have_the_golden_runs_bits_on_a_device) {
   for (int64_t i = 0; i < 40; ++i) {
     harness::Case c = harness::generate(20261123, i, {.world_max = 4});
@@ -324,6 +404,26 @@ TEST(DelayedGradients, of_random_cases_have_the_golden_runs_bits_on_a_device) {
     c.options.delayed_bytes = i % 4 == 0 ? 500 : kUnlimited;
     harness::expect_held_or_diverged(c, fake_device::ranks());
   }
+}
+
+TEST(DelayedGradients, of_layers_with_a_stream_of_their_own_are_there_when_they_are_summed) {
+  fake_device::install();
+  std::vector<Gradients> got;
+  for (const int64_t bytes_max : {int64_t{0}, kUnlimited}) {
+    const auto body = [&](std::shared_ptr<MeshComm> comms) {
+      Stack model(StackImpl::Sizes{});
+      harness::move_to(*model, fake_device::device());
+      for (Block block : model->blocks) block->stream_of_b = streams().getStreamFromGlobalPool(fake_device::device());
+      ShardOptions options = options_of("zero3", bytes_max);
+      options.alignment_bytes = 512;
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      call(model, tokens_of(7, 1).to(fake_device::device())).square().sum().backward();
+      got.emplace_back();
+      for (const auto& [name, gradient] : sharded.gather_gradients()) got.back()[name] = gradient.cpu();
+    };
+    toy::on_ranks(1, body, {.device = fake_device::device()});
+  }
+  expect_same(got.at(0), got.at(1));
 }
 
 TEST(DelayedGradients, of_fewer_than_no_bytes_are_refused) {
