@@ -30,6 +30,7 @@ class GradientHook final : public GradientTaker {
   GradientHook(Unit& unit, Bucket& bucket, int64_t member) : unit_(unit), bucket_(bucket), member_(member) {}
   void operator()(const Variable& parameter) override {
     const at::Tensor gradient = parameter.grad();
+    if (!gradient.defined()) return;  // autograd was passed none: it is delayed
     parameter.mutable_grad().reset();
     unit_.on_gradient(bucket_, member_, gradient);
   }
