@@ -151,6 +151,7 @@ ShardOptions options_of(const Task& task) {
                        .units = by_type<BlockImpl>(),
                        .buffers = Buffers::pooled,
                        .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
+                       .delayed_gradient_bytes_max = task.delayed_gradient_bytes,
                        .numerics = Numerics::fast,
                        .broadcast_initial_values = false};
   if (task.bf16)

@@ -11,6 +11,8 @@ shardproof_test(NAME fingerprint_props LABEL train TORCH SOURCES device/fingerpr
   optim/fingerprint_check_props.cpp)
 shardproof_test(NAME direct_gradients_props LABEL train TORCH CASES 300 SOURCES sharding/direct_gradients_props.cpp
   kit/toy_modules.cpp)
+shardproof_test(NAME delayed_gradients_props LABEL train TORCH CASES 150 LIBRARIES fake_device harness SOURCES
+  sharding/delayed_gradients_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME in_flight_props LABEL train TORCH SOURCES sharding/in_flight_props.cpp
   kit/parity_models.cpp kit/parity_training.cpp kit/toy_modules.cpp)
 shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES sharding/offload_props.cpp kit/toy_modules.cpp)

@@ -60,6 +60,7 @@ struct CaseOptions {
   int64_t lora_alpha = 0;          // 0: twice the rank
   int64_t lora_layers = 0;         // 0: beside all linear layers, else beside those that this number chooses
   int64_t lora_dropout = 0;        // in percent
+  int64_t delayed_bytes = 0;       // of what delayed gradients of weights are made of, at most; 0: none is delayed
   int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
   bool operator==(const CaseOptions&) const = default;
 };

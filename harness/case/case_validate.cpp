@@ -105,6 +105,7 @@ void validate_adapters(const Case& c) {
 void validate_options(const Case& c) {
   const CaseOptions& o = c.options;
   SHARD_REQUIRE(o.keep_whole >= 0, "case", "keep_whole={} must not be negative", o.keep_whole);
+  SHARD_REQUIRE(o.delayed_bytes >= 0, "case", "delayed={} must not be negative", o.delayed_bytes);
   SHARD_REQUIRE(o.bucket_multiple >= 1, "case", "multiple={} must be at least 1", o.bucket_multiple);
   SHARD_REQUIRE(o.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(o.alignment_bytes)), "case",
                 "align={} must be a power of two and at least 64", o.alignment_bytes);

@@ -92,10 +92,10 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
       "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
-      "--steps {} --warmup {}{}",
+      "--steps {} --warmup {} --delay-gradients {}{}",
       allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
       a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
-      a.task.warmup, a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
+      a.task.warmup, a.task.delayed_gradient_bytes, a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
 }
 
 struct Row {
@@ -353,6 +353,10 @@ void add_bench_command(CLI::App& app, int& exit_code) {
                    "cut our products along tp into so many pieces of the batch, each sent while the next one is multiplied")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  command
+      ->add_option("--delay-gradients", a->task.delayed_gradient_bytes,
+                   "ours makes gradients of weights when the next gather has started, and keeps so much for them, e.g. 64MiB")
+      ->transform(CLI::AsSizeValue(false));
   command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))

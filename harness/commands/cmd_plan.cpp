@@ -172,6 +172,10 @@ void add_plan_command(CLI::App& app, int& exit_code) {
                     "keep no activations inside blocks, and compute them again in the backward");
   command->add_flag("--offload-activations", a->run.offload_activations,
                     "keep activations of units in the host's memory between their forward and their backward");
+  command
+      ->add_option("--delay-gradients", a->run.delayed_gradient_bytes,
+                   "make gradients of weights when the next gather has started, and keep so much for them, e.g. 64MiB")
+      ->transform(CLI::AsSizeValue(false));
   command->add_flag("--offload", a->offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
   add_options_of_time(command, a);

@@ -55,6 +55,7 @@ struct TrainOptions {
   // whose names fit a pattern. Empty: nothing.
   std::string recompute;
   bool offload_activations = false;  // those of blocks lie in the host's memory between forward and backward
+  int64_t delayed_gradient_bytes = 0;  // of what delayed gradients are made of, at most; 0: none is delayed
   bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;
   std::function<double(int64_t rank)> clock = {};  // seconds, for what is said of slow ranks; empty: the machine's

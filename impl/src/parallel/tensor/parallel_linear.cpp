@@ -94,6 +94,10 @@ struct Layer {
     return arithmetic.canonical ? fixed::product(left.t(), right, arithmetic.name + ", gradient of the weight")
                                 : direct::weight_gradient(left, right, weight);
   }
+  // Whether it is made later, and not where the backward comes by.
+  bool delays_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) const {
+    return !arithmetic.canonical && direct::is_delayed(matrix_of(dy), matrix_of(x), weight);
+  }
 };
 
 // Cuts of a tensor [.., n] along its first dim that is neither the sequence nor the last. They follow from sizes that all ranks
@@ -213,7 +217,7 @@ struct RowLinear : torch::autograd::Function<RowLinear> {
       dy = collective::start_all_gather(dy, layer.dim, layer.length, group).result();
     else if (dx.defined())
       factor.multiply(dy, dx);
-    if (ctx->needs_input_grad(1)) dw = layer.weight_gradient(dy, x, weight);
+    if (ctx->needs_input_grad(1) && !layer.delays_weight_gradient(dy, x, weight)) dw = layer.weight_gradient(dy, x, weight);
     return {dx, dw, {}, {}};
   }
 };
