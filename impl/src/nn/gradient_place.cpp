@@ -36,8 +36,8 @@ bool has_hooks(const at::Tensor& weight) {
                          !accumulator->tensor_pre_hooks().empty());
 }
 
-// Autograd adds up what comes through several edges, in an order of its own. Edges keep the accumulator, and a backward keeps its
-// graph, so none of them is missed. Those of other graphs that are alive count, too.
+// Autograd adds up what comes through several edges, in an order of its own. Edges keep the accumulator, and a backward keeps
+// its graph, so none of them is missed. Those of other graphs that are alive count, too.
 bool has_one_edge(const at::Tensor& weight) {
   const std::shared_ptr<Node> accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
   return accumulator.use_count() == 2;  // the edge's, and this one
