@@ -48,7 +48,7 @@ def run(name, steps):
     )
     plain = made(spec)
     start = copy.deepcopy(plain)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4, foreach=True)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4, fused=True)
     times = {"plain": [], "sharded": []}
     losses = []
 

@@ -84,7 +84,7 @@ class Command(unittest.TestCase):
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         failure = next(line for line in lines if line["type"] == "failure")
         self.assertIn("the loss is", failure["what"])
-        self.assertIn(f"build/shardproof replay '{failure['case']}'", done.stdout)
+        self.assertIn(f"{SHARDPROOF} replay '{failure['case']}'", done.stdout)
         self.assertEqual(self.run_command("replay", failure["case"]).returncode, 1)
 
     def data_of(self, page):
