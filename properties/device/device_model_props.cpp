@@ -153,7 +153,7 @@ TEST(DeviceModels, canonical_arithmetic_has_the_golden_runs_bits_on_a_device) {
     must_hold(model + "mesh(dp_shard=2,tp=2) zero3(" + rest);
     must_hold(model + "mesh(dp_replicate=2,tp=3) ddp(" + rest);
   }
-  must_hold("mlp(widths=5-4-3,act=tanh) mesh(dp_shard=1,tp=3) zero3(" + rest);  // the last rank has no column of the first layer
+  must_hold("mlp(widths=5-4-3,act=tanh) mesh(dp_shard=1,tp=3) zero3(" + rest);  // the last rank has no hidden column
   for (const std::string& model : {kGpt + ",tied,dropout=0.25) ", kLlama + ") "}) {
     must_hold(model + "mesh(dp_shard=2,tp=2) zero3(recompute=1," + rest);
     must_hold(model + "mesh(dp_shard=1,tp=2) zero3(sp=1," + rest);
