@@ -151,6 +151,7 @@ ShardOptions options_of(const Task& task) {
                        .units = by_type<BlockImpl>(),
                        .buffers = Buffers::pooled,
                        .gather = task.contestant == "side_by_side" ? Gather::side_by_side : Gather::copied,
+                       .delayed_gradient_bytes_max = task.delayed_gradient_bytes,
                        .numerics = Numerics::fast,
                        .broadcast_initial_values = false};
   if (task.bf16)
@@ -174,7 +175,8 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
   const auto comms = std::make_shared<MeshComm>(traced(comm, records.trace, records.timeline), task.mesh);
   Model model = model_of(task);
   std::optional<TensorParallel> parallel;
-  if (task.mesh.has("tp")) parallel = parallelize(model.ptr(), comms, parallel_plan(task.sequence_parallel));
+  if (task.mesh.has("tp"))
+    parallel = parallelize(model.ptr(), comms, parallel_plan(task.sequence_parallel, task.overlap_pieces));
   Comm* const cut = parallel ? &comms->along({"tp"}) : nullptr;
   Sharded sharded = fully_shard(model.ptr(), comms, options_of(task));
   Optimizer optimizer = adamw(sharded, {.lr = task.lr});

@@ -21,6 +21,7 @@ struct Task {
   std::string strategy = "zero3";
   shardproof::Mesh mesh;  // of the axes dp_replicate, dp_shard and tp
   bool sequence_parallel = false;
+  int64_t overlap_pieces = 1;
   Size size;
   int64_t steps = 10, warmup = 2;
   double lr = 3e-4;
@@ -28,6 +29,7 @@ struct Task {
   // Forwards and backwards in bfloat16, by autocast where there is one copy of the parameters, by a unit's own precision where
   // they are sharded; parameters, sums of gradients and updates in float32.
   bool bf16 = false;
+  int64_t delayed_gradient_bytes = 0;  // of ours: ShardOptions::delayed_gradient_bytes_max
 
   // How many parts the batch of a step has. Ranks along tp have the same part.
   int64_t data_ranks() const { return mesh.size() / (mesh.has("tp") ? mesh.size("tp") : 1); }

@@ -66,7 +66,7 @@ at::Tensor ModelImpl::forward(at::Tensor tokens) {
   return call(head_, call(lnf_, x));
 }
 
-shardproof::ParallelPlan parallel_plan(bool sequence_parallel) {
+shardproof::ParallelPlan parallel_plan(bool sequence_parallel, int64_t overlap_pieces) {
   using namespace shardproof;
   ParallelPlan plan{.styles = {{"tok", VocabParallel{}},
                                {"pos", ScatterOutput{0}},
@@ -78,6 +78,7 @@ shardproof::ParallelPlan parallel_plan(bool sequence_parallel) {
                                {"lnf", SequenceParallel{}},
                                {"head", ColumnParallel{}}}};
   if (sequence_parallel) plan.sequence_dim = 1;
+  plan.overlap_pieces = overlap_pieces;
   return plan;
 }
 

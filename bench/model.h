@@ -49,7 +49,7 @@ class ModelImpl : public torch::nn::Module {
 TORCH_MODULE(Model);
 
 // How tensor parallelism cuts the model: heads, the hidden size of fc1, and the vocabulary.
-shardproof::ParallelPlan parallel_plan(bool sequence_parallel);
+shardproof::ParallelPlan parallel_plan(bool sequence_parallel, int64_t overlap_pieces = 1);
 
 // The bytes of activations in float32 that a rank with so many tokens keeps from its forward to its backward. They include two
 // tensors as large as the logits: their logarithms and their gradient. `tp` ranks share what parallel_plan cuts.

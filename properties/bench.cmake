@@ -23,11 +23,14 @@ add_test(NAME Bench.tensor_parallelism_trains_like_the_unsharded_step_and_dtenso
   COMMAND shardproof_command ${of_mesh} --mesh tp=2 --against dtensor)
 add_test(NAME Bench.sequence_parallelism_over_zero3_trains_like_the_unsharded_step_and_dtensor
   COMMAND shardproof_command ${of_mesh} --mesh dp_shard=2,tp=2 --sequence-parallel --against dtensor)
+add_test(NAME Bench.products_in_pieces_train_like_the_unsharded_step
+  COMMAND shardproof_command ${of_mesh} --mesh tp=2 --sequence-parallel --overlap-pieces 2)
 add_test(NAME Bench.hsdp_trains_like_the_unsharded_step_and_pytorch
   COMMAND shardproof_command ${of_mesh} --mesh dp_replicate=2,dp_shard=2 --strategy hsdp --against fsdp2,dtensor)
 set_tests_properties(Bench.tensor_parallelism_trains_like_the_unsharded_step_and_dtensor
   Bench.sequence_parallelism_over_zero3_trains_like_the_unsharded_step_and_dtensor
-  Bench.hsdp_trains_like_the_unsharded_step_and_pytorch PROPERTIES LABELS train)
+  Bench.hsdp_trains_like_the_unsharded_step_and_pytorch
+  Bench.products_in_pieces_train_like_the_unsharded_step PROPERTIES LABELS train)
 shardproof_refused(Bench.fsdp2_is_refused_where_the_mesh_has_tp "take --against dtensor"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2,tp=2 --against fsdp2)
 shardproof_refused(Bench.a_mesh_that_does_not_divide_the_heads_is_refused "tp must divide the 4 heads"
@@ -36,7 +39,10 @@ shardproof_refused(Bench.context_parallelism_is_refused "leave cp out"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh cp=2)
 shardproof_refused(Bench.sequence_parallelism_without_tp_is_refused "needs an axis tp"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2 --sequence-parallel)
+shardproof_refused(Bench.pieces_without_tp_are_refused "--overlap-pieces needs an axis tp"
+  $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2 --overlap-pieces 2)
 set_tests_properties(Bench.fsdp2_is_refused_where_the_mesh_has_tp Bench.a_mesh_that_does_not_divide_the_heads_is_refused
-  Bench.context_parallelism_is_refused Bench.sequence_parallelism_without_tp_is_refused PROPERTIES LABELS train)
+  Bench.context_parallelism_is_refused Bench.sequence_parallelism_without_tp_is_refused
+  Bench.pieces_without_tp_are_refused PROPERTIES LABELS train)
 set_tests_properties(Bench.zero3_trains_like_the_unsharded_step Bench.pytorch_trains_like_the_unsharded_step
   Bench.contestants_agree_in_bfloat16 Bench.an_unknown_contestant_is_refused PROPERTIES LABELS train)

@@ -11,6 +11,8 @@ shardproof_test(NAME fingerprint_props LABEL train TORCH SOURCES device/fingerpr
   optim/fingerprint_check_props.cpp)
 shardproof_test(NAME direct_gradients_props LABEL train TORCH CASES 300 SOURCES sharding/direct_gradients_props.cpp
   kit/toy_modules.cpp)
+shardproof_test(NAME delayed_gradients_props LABEL train TORCH CASES 150 LIBRARIES fake_device harness SOURCES
+  sharding/delayed_gradients_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME in_flight_props LABEL train TORCH SOURCES sharding/in_flight_props.cpp
   kit/parity_models.cpp kit/parity_training.cpp kit/toy_modules.cpp)
 shardproof_test(NAME offload_props LABEL train TORCH LIBRARIES harness SOURCES sharding/offload_props.cpp kit/toy_modules.cpp)
@@ -48,6 +50,6 @@ shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES nn/dropout_props
 shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES models/transformers_props.cpp)
 shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
   parallel/collective_ops_props.cpp parallel/lifetimes_props.cpp parallel/tensor/parallel_layers_props.cpp
-  parallel/tensor/parallel_models_props.cpp optim/parallel_muon_props.cpp
+  parallel/tensor/overlap_pieces_props.cpp parallel/tensor/parallel_models_props.cpp optim/parallel_muon_props.cpp
   kit/parallel_models.cpp
   kit/toy_modules.cpp)

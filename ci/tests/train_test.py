@@ -146,6 +146,7 @@ class Train(TrainingRuns):
         for model in (MODEL, llama):
             losses = []
             for mesh, more in (("dp_shard=2", ()), ("dp_shard=2,cp=2", ()), ("dp_shard=2,tp=2", ("--sequence-parallel",)),
+                               ("dp_shard=2,tp=2", ("--sequence-parallel", "--overlap-pieces", "2")),
                                ("dp_replicate=2,dp_shard=1,cp=2,tp=2", ())):
                 code, lines, output, errors = self.train("--mesh", mesh, "--global-batch", "4", *more, model=model)
                 self.assertEqual(code, 0, output + errors)

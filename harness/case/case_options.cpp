@@ -39,6 +39,7 @@ const std::vector<OptionRow>& option_rows() {
       {"scale_min", &O::scale_min, {}, {2, 2, 600}, 1, 0, /*draws_apart=*/true},
       {"arithmetic", &O::arithmetic, {"native", "canonical"}, {1}, 0.4, 0},
       {"sp", &O::sequence_parallel, {}, {1}, 0.9, 0},
+      {"overlap_pieces", &O::overlap_pieces, {}, {2, 2, 3}, 0.6, 1, /*draws_apart=*/true},
       {"attention", &O::context_gathered, {"ring", "gathered"}, {1}, 0.8, 1},
       {"context", &O::context_contiguous, {"balanced", "contiguous"}, {1}, 0.8, 1},
       {"offload",
@@ -75,6 +76,7 @@ const std::vector<OptionRow>& option_rows() {
       {"lora_alpha", &O::lora_alpha, {}, {1, 3}, 0.8, 0, /*draws_apart=*/true},
       {"lora_layers", &O::lora_layers, {}, {1, 2, 3, 4, 5, 6, 7}, 0.9, 0, /*draws_apart=*/true},
       {"lora_dropout", &O::lora_dropout, {}, {10, 25, 50}, 0.6, 0, /*draws_apart=*/true},
+      {"delayed", &O::delayed_bytes, {}, {200, 1'000'000'000, 1'000'000'000}, 0.3, 0, /*draws_apart=*/true},
       {"ema", &O::ema, {}, {50, 90, 99}, 0.3, 0, /*draws_apart=*/true},
   };
   return rows;

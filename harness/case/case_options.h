@@ -42,6 +42,7 @@ struct CaseOptions {
   int64_t scale_min = 0;           // below which it does not fall; 0: the library's default
   int64_t arithmetic = 0;          // 1: canonical inside of the model, too
   int64_t sequence_parallel = 0;   // between parallel blocks activations are split along the sequence
+  int64_t overlap_pieces = 1;      // of the products of layers that are cut over tp
   int64_t context_gathered = 0;    // context parallelism gathers keys and values; else they go round in a ring
   int64_t context_contiguous = 0;  // and cuts sequences into one run a rank; else it balances a causal mask's work
   int64_t offload = offload_none;  // of main parameters, gradients and optimizer state to the host's memory
@@ -59,6 +60,7 @@ struct CaseOptions {
   int64_t lora_alpha = 0;          // 0: twice the rank
   int64_t lora_layers = 0;         // 0: beside all linear layers, else beside those that this number chooses
   int64_t lora_dropout = 0;        // in percent
+  int64_t delayed_bytes = 0;       // of what delayed gradients of weights are made of, at most; 0: none is delayed
   int64_t ema = 0;                 // averages of parameters are kept, with a decay of so many percent; 0: none
   bool operator==(const CaseOptions&) const = default;
 };

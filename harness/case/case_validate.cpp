@@ -85,6 +85,9 @@ void validate_axes(const Case& c) {
   };
   SHARD_REQUIRE(o.sequence_parallel == 0 || (any_has("tp") && c.model.of_tokens()), "case",
                 "sp splits the sequence of a gpt or a llama over the mesh axis tp");
+  SHARD_REQUIRE(o.overlap_pieces >= 1, "case", "overlap_pieces={} must be at least 1", o.overlap_pieces);
+  SHARD_REQUIRE(o.overlap_pieces == 1 || any_has("tp"), "case",
+                "overlap_pieces cuts the products of layers that are cut over the mesh axis tp");
   SHARD_REQUIRE((o.context_gathered == 0 && o.context_contiguous == 0) || any_has("cp"), "case",
                 "attention and context say how sequences are cut over the mesh axis cp");
 }
@@ -102,6 +105,7 @@ void validate_adapters(const Case& c) {
 void validate_options(const Case& c) {
   const CaseOptions& o = c.options;
   SHARD_REQUIRE(o.keep_whole >= 0, "case", "keep_whole={} must not be negative", o.keep_whole);
+  SHARD_REQUIRE(o.delayed_bytes >= 0, "case", "delayed={} must not be negative", o.delayed_bytes);
   SHARD_REQUIRE(o.bucket_multiple >= 1, "case", "multiple={} must be at least 1", o.bucket_multiple);
   SHARD_REQUIRE(o.alignment_bytes >= 64 && std::has_single_bit(static_cast<uint64_t>(o.alignment_bytes)), "case",
                 "align={} must be a power of two and at least 64", o.alignment_bytes);

@@ -56,6 +56,7 @@ int64_t copies_by(const ParallelStyle& style, const std::string& parameter, int6
 ParallelPlan parallel_plan(const Case& c) {
   const golden::Model model = model_of(c);
   ParallelPlan plan = bare_plan(c);
+  plan.overlap_pieces = c.options.overlap_pieces;
   if (model.adapters.layers.empty()) return plan;
   std::map<std::string, int64_t> inputs;
   for (const auto& [name, shape] : golden::parameter_shapes(c.model))

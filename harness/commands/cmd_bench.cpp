@@ -52,6 +52,12 @@ bool of_pytorch(const std::string& contestant) {
   return contestant == "ddp" || contestant == "fsdp2" || contestant == "dtensor";
 }
 
+// What the last line says of a mesh.
+std::string with_of(const bench::Task& task) {
+  return fmt::format("{}{}", task.sequence_parallel ? " with sequence parallelism" : "",
+                     task.overlap_pieces > 1 ? fmt::format(", products in {} pieces", task.overlap_pieces) : "");
+}
+
 json spec_of(const Arguments& a, const std::string& contestant) {
   json spec = model_spec(a.task.size);
   json axes = json::array();
@@ -85,10 +91,11 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.mesh.size(), {}, ::geteuid() == 0), " "));
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
-      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --model {} --precision {} --steps {} --warmup {}{}",
+      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
+      "--steps {} --warmup {} --delay-gradients {}{}",
       allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
-      a.task.sequence_parallel ? " --sequence-parallel" : "", a.model, a.precision, a.task.steps, a.task.warmup,
-      a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
+      a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
+      a.task.warmup, a.task.delayed_gradient_bytes, a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
 }
 
 struct Row {
@@ -142,6 +149,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"ranks", name.starts_with("single") ? 1 : a.task.mesh.size()},
                {"mesh", name.starts_with("single") ? "" : a.task.mesh.str()},
                {"sequence_parallel", a.task.sequence_parallel},
+               {"overlap_pieces", a.task.overlap_pieces},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
                {"ratio_min", *low},
@@ -156,12 +164,12 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"losses", row.losses}});
   }
   if (const auto checked = rows.find("fingerprint"); checked != rows.end() && !a.on_gpu()) report_check(checked->second);
-  fmt::print("{}{}: {} rounds of {} steps after {} of warm-up, {} on {}; peak: of a rank, {}; loss diff: relative, at most "
-             "{:.1e}\n",
-             a.task.mesh.str(), a.task.sequence_parallel ? " with sequence parallelism" : "", a.rounds, a.task.steps,
-             a.task.warmup, a.precision, a.launched.options.device,
-             a.on_gpu() ? "that LibTorch allocated on the GPU, without NCCL's own" : "above the process before the model",
-             a.loss_tolerance());
+  fmt::print(
+      "{}{}: {} rounds of {} steps after {} of warm-up, {} on {}; peak: of a rank, {}; loss diff: relative, at most "
+      "{:.1e}\n",
+      a.task.mesh.str(), with_of(a.task), a.rounds, a.task.steps, a.task.warmup, a.precision, a.launched.options.device,
+      a.on_gpu() ? "that LibTorch allocated on the GPU, without NCCL's own" : "above the process before the model",
+      a.loss_tolerance());
   return held;
 }
 
@@ -205,6 +213,7 @@ void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
   SHARD_REQUIRE(size.heads % tp == 0 && size.vocab % tp == 0, "bench",
                 "tp must divide the {} heads and the {} words of {}, got --mesh {}", size.heads, size.vocab, size.name,
                 mesh.str());
+  SHARD_REQUIRE(a.task.overlap_pieces == 1 || tp > 1, "bench", "--overlap-pieces needs an axis tp, got --mesh {}", mesh.str());
   SHARD_REQUIRE(!a.task.sequence_parallel || (tp > 1 && size.seq % tp == 0), "bench",
                 "--sequence-parallel needs an axis tp that divides the {} tokens of a sequence, got --mesh {}", size.seq,
                 mesh.str());
@@ -339,6 +348,15 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   command->add_flag("--sequence-parallel", a->task.sequence_parallel,
                     "cut activations between parallel blocks along the sequence too, over tp");
+  command
+      ->add_option("--overlap-pieces", a->task.overlap_pieces,
+                   "cut our products along tp into so many pieces of the batch, each sent while the next one is multiplied")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command
+      ->add_option("--delay-gradients", a->task.delayed_gradient_bytes,
+                   "ours makes gradients of weights when the next gather has started, and keeps so much for them, e.g. 64MiB")
+      ->transform(CLI::AsSizeValue(false));
   command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))

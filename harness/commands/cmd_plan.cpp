@@ -30,7 +30,7 @@ struct Arguments {
   std::string model = "gpt(layers=12,hidden=768,heads=12,vocab=50257,positions=1024,tied=1)", mesh = "dp_shard=8";
   std::string strategy = "zero3", machine, json, calibrate, plot, draw;
   bool sequence_parallel = false, offload = false, pieces = false, searches = false;
-  int64_t ranks = 8;
+  int64_t ranks = 8, overlap_pieces = 1;
   uint64_t memory_max = 0;
   DryRun run;
 };
@@ -115,6 +115,7 @@ void run(Arguments& a) {
   dry.what.mesh = chosen_mesh(a.mesh);
   dry.what.strategy = chosen_strategy(a.strategy).name;
   dry.what.options.sequence_parallel = a.sequence_parallel;
+  dry.what.options.overlap_pieces = a.overlap_pieces;
   dry.what.options.offload = a.offload ? offload_pageable : offload_none;
   SHARD_REQUIRE(!machine || runs_without_memory(dry), "plan",
                 "--machine, --search and --plot need the operators and the memory of a step, which are not known for {}; leave "
@@ -162,10 +163,19 @@ void add_plan_command(CLI::App& app, int& exit_code) {
   command->add_option("--prefetch", a->run.prefetch, "how many units ahead are gathered while a unit runs")
       ->capture_default_str();
   command->add_flag("--sequence-parallel", a->sequence_parallel, "split activations along tp between layers");
+  command
+      ->add_option("--overlap-pieces", a->overlap_pieces,
+                   "cut products of layers that tp cuts into so many pieces of the microbatch")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   command->add_flag("--recompute", a->run.recompute,
                     "keep no activations inside blocks, and compute them again in the backward");
   command->add_flag("--offload-activations", a->run.offload_activations,
                     "keep activations of units in the host's memory between their forward and their backward");
+  command
+      ->add_option("--delay-gradients", a->run.delayed_gradient_bytes,
+                   "make gradients of weights when the next gather has started, and keep so much for them, e.g. 64MiB")
+      ->transform(CLI::AsSizeValue(false));
   command->add_flag("--offload", a->offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   command->add_flag("--pieces", a->pieces, "list which elements of each parameter the rank keeps");
   add_options_of_time(command, a);

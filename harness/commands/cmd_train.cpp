@@ -28,7 +28,8 @@ std::string describe(const TrainArguments& arguments, const TrainOptions& option
   }
   const std::string how = std::string(options.bf16 ? ", bf16" : "") +
                           (options.recompute.empty() ? "" : ", recomputing " + options.recompute) +
-                          (options.offload_activations ? ", activations on the host" : "");
+                          (options.offload_activations ? ", activations on the host" : "") +
+                          (options.delayed_gradient_bytes > 0 ? ", delayed gradients" : "");
   return fmt::format("{} ({} parameters), {} on {}{}, {} lr={}{} clip={} seed={}", str(options.model), grouped(parameters),
                      options.strategy, options.mesh.str(), how, arguments.optimizer, arguments.lr,
                      options.schedule.kind == "constant" ? "" : " " + options.schedule.kind, options.clip_norm, options.seed);

@@ -62,6 +62,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
   const bool canonical = c.options.arithmetic != 0;
   count("canonical tp", canonical && c.tensor_ranks() > 1);
   count("canonical sp", canonical && c.tensor_ranks() > 1 && c.options.sequence_parallel != 0);
+  count("canonical tp in pieces", canonical && c.tensor_ranks() > 1 && c.options.overlap_pieces > 1);
   count("canonical cp", canonical && c.context_ranks() > 1);
   count("canonical cp with tp", canonical && c.context_ranks() > 1 && c.tensor_ranks() > 1);
   count("canonical llama", canonical && c.model.kind == golden::Model::Kind::llama);

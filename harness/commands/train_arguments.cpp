@@ -60,6 +60,11 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
   app.add_option("--mesh", a.mesh, "the mesh as axis=RANKS,... with axes out of dp_replicate, dp_shard, cp and tp")
       ->capture_default_str();
   app.add_flag("--sequence-parallel", o.sequence_parallel, "cut activations between blocks by position along tp");
+  app.add_option("--overlap-pieces", o.overlap_pieces,
+                 "cut products of layers that tp cuts into so many pieces of the microbatch, each of which is sent while the "
+                 "next one is multiplied")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--strategy", o.strategy, strategy_help())->capture_default_str();
 }
 
@@ -117,6 +122,9 @@ void add_run_options(CLI::App& app, TrainArguments& a) {
                "attention only; or of the modules whose names fit a pattern");
   app.add_flag("--offload-activations", o.offload_activations,
                "keep activations of blocks in the host's memory between forward and backward");
+  app.add_option("--delay-gradients", o.delayed_gradient_bytes,
+                 "make gradients of weights when the next gather has started, and keep so much for them, e.g. 64MiB")
+      ->transform(CLI::AsSizeValue(false));
   app.add_flag("--offload", o.offload, "keep main parameters, optimizer state and final gradients in the host's memory");
   app.add_option("--arithmetic", a.arithmetic, "canonical: take sums inside the model like this too; it implies --canonical")
       ->capture_default_str();

@@ -85,6 +85,7 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
   const at::ScalarType dtype = dtype_of(options.dtype);
   shard.device = device_of(options);
   shard.prefetch_forward = shard.prefetch_backward = options.prefetch;
+  shard.delayed_gradient_bytes_max = options.delayed_gradient_bytes;
   if (options.recompute)
     shard.recompute = [](const std::string&, const torch::nn::Module& module) {
       return module.as<GptBlockImpl>() || module.as<LlamaLayerImpl>();

@@ -24,6 +24,7 @@ struct DryRun {
   int64_t prefetch = 0;           // units that are gathered ahead
   bool recompute = false;         // blocks of a gpt or a llama keep no activations
   bool offload_activations = false;  // those of units lie in the host's memory between forward and backward
+  int64_t delayed_gradient_bytes = 0;  // of what delayed gradients are made of, at most; 0: none is delayed
   bool saves = false;             // plan a checkpoint, too
   std::function<void(double fraction, const std::string& what)> shown = {};  // hears how far a long run is
 };

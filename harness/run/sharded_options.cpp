@@ -90,6 +90,7 @@ ShardOptions shard_options(const Case& c, const golden::Run& run, c10::Device de
                                                     : Offload::none;
   options.prefetch_forward = options.prefetch_backward = o.prefetch;
   options.bytes_in_flight_max = o.in_flight_bytes;
+  options.delayed_gradient_bytes_max = o.delayed_bytes;
   options.keep_whole_numel_max = o.keep_whole;
   options.publish = o.publish ? Publish::at_first_use : Publish::in_step;
   if (o.compute != fp32) {

@@ -8,6 +8,7 @@ Case train_case(const TrainOptions& options, const Stretch& stretch) {
   c.mesh = stretch.mesh;
   c.strategy = stretch.strategy;
   c.options.sequence_parallel = options.sequence_parallel;
+  c.options.overlap_pieces = options.overlap_pieces;
   c.options.arithmetic = options.model.canonical;
   c.options.compute = options.bf16 ? bf16 : fp32;
   return c;

@@ -34,6 +34,7 @@ struct TrainOptions {
   golden::Model model;
   shardproof::Mesh mesh{{{"dp_shard", 2}}};  // of the axes dp_replicate, dp_shard, cp, tp, in that order
   bool sequence_parallel = false;            // along tp
+  int64_t overlap_pieces = 1;                // of products that are cut over tp
   std::string strategy = "zero3";
   golden::Optimizer optimizer;
   TrainSchedule schedule;  // of its learning rate
@@ -54,6 +55,7 @@ struct TrainOptions {
   // whose names fit a pattern. Empty: nothing.
   std::string recompute;
   bool offload_activations = false;  // those of blocks lie in the host's memory between forward and backward
+  int64_t delayed_gradient_bytes = 0;  // of what delayed gradients are made of, at most; 0: none is delayed
   bool offload = false;    // main parameters, optimizer state and final gradients lie in the host's memory
   TrainCheckpoints checkpoints;
   std::function<double(int64_t rank)> clock = {};  // seconds, for what is said of slow ranks; empty: the machine's

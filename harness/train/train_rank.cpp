@@ -105,6 +105,7 @@ ShardOptions shard_options(const TrainOptions& options, bool filled_later) {
   if (options.recompute == "blocks") shard.recompute = shard.units;
   else if (options.recompute == "attention") shard.recompute_modules = by_type<AttentionImpl>();
   else if (!options.recompute.empty()) shard.recompute_modules = by_name(options.recompute);
+  shard.delayed_gradient_bytes_max = options.delayed_gradient_bytes;
   if (options.offload_activations) shard.offload_activations = shard.units;
   if (filled_later) fill_shards_later(shard, options.device);
   return shard;

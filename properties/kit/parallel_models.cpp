@@ -27,10 +27,9 @@ Data data_of(int64_t step, int64_t length) {
 }  // namespace
 
 std::string MeshSetting::str() const {
-  return fmt::format("replicate {} dp {} cp {} tp {} sequence {} {} {} {} recompute {}", replicate, dp, cp, tp,
-                     sequence_parallel, strategy,
-                     context.attention == ContextAttention::ring ? "ring" : "gathered",
-                     context.split == ContextSplit::balanced ? "balanced" : "contiguous", recompute);
+  return fmt::format("replicate {} dp {} cp {} tp {} sequence {} {} {} {} recompute {} pieces {}", replicate, dp, cp, tp,
+                     sequence_parallel, strategy, context.attention == ContextAttention::ring ? "ring" : "gathered",
+                     context.split == ContextSplit::balanced ? "balanced" : "contiguous", recompute, overlap_pieces);
 }
 
 GptOptions gpt_options(bool tied, double dropout) {
@@ -74,6 +73,7 @@ Trained train(const MakeModel& make, const MeshSetting& setting, int64_t length)
     model.module->to(at::kDouble);
     std::optional<ContextParallel> early;
     if (setting.recompute) early = context_parallel(model.module, comms, setting.context);
+    model.plan.overlap_pieces = setting.overlap_pieces;
     const TensorParallel parallel = parallelize(model.module, comms, model.plan);
     ContextParallel context = early ? std::move(*early) : context_parallel(model.module, comms, setting.context);
     const auto blocks = by_type<GptBlockImpl, LlamaLayerImpl>();

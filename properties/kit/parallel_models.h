@@ -18,6 +18,7 @@ struct MeshSetting {
   shardproof::ContextOptions context = {};
   bool recompute = false;  // and context_parallel before parallelize
   int64_t replicate = 1;
+  int64_t overlap_pieces = 1;
   std::string str() const;
 };
 

@@ -238,7 +238,13 @@ def make_optimizer(
 ) -> Optimizer: ...
 def name_matches(pattern: str, name: str) -> bool: ...
 def parallelize(
-    mirror: Mirror, comms: MeshComm, styles: list, axis: str, sequence_dim: int | None, compare_replicas: bool
+    mirror: Mirror,
+    comms: MeshComm,
+    styles: list,
+    axis: str,
+    sequence_dim: int | None,
+    compare_replicas: bool,
+    overlap_pieces: int,
 ) -> TensorParallel: ...
 def random_stream() -> tuple: ...
 def run_threads(

@@ -147,6 +147,7 @@ def parallelize(
     axis: str = "tp",
     sequence_dim: Optional[int] = None,
     compare_replicas: bool = True,
+    overlap_pieces: int = 1,
 ) -> TensorParallel:
     """Cut a model's layers over the ranks along one axis. Call it before `fully_shard`, with the same comm and mesh.
 
@@ -167,6 +168,9 @@ def parallelize(
         Between parallel blocks activations are split along this dim.
     compare_replicas : bool
         Whether training compares gradients of parameters that are whole on every rank, in steps 1, 2, 4, 8 and so on.
+    overlap_pieces : int
+        Into how many pieces of the batch `ColumnParallel` and `RowParallel` layers cut their products, so that one piece is
+        gathered or summed over the ranks while another is multiplied. A batch of one stays whole.
 
     Returns
     -------
@@ -184,7 +188,7 @@ def parallelize(
         raise _C.Error("[tensor_parallel] this model is sharded already. Call parallelize before fully_shard")
     comms = mesh_comm(comm, mesh)
     mirror = _C.Mirror(module)
-    native = _C.parallelize(mirror, comms, list((plan or {}).items()), axis, sequence_dim, compare_replicas)
+    native = _C.parallelize(mirror, comms, list((plan or {}).items()), axis, sequence_dim, compare_replicas, overlap_pieces)
     parallel = TensorParallel(module, native, mirror)
     mirrors[module] = mirror
     module.__dict__["_shardproof_parallel"] = parallel

@@ -35,8 +35,13 @@ ParallelStyle style_of(const py::handle& style) {
 }
 
 std::unique_ptr<TensorParallel> cut(const Mirror& mirror, std::shared_ptr<MeshComm> comms, const py::list& styles,
-                                    const std::string& axis, std::optional<int64_t> sequence_dim, bool compare_replicas) {
-  ParallelPlan plan{.styles = {}, .axis = axis, .sequence_dim = sequence_dim, .compare_replicas = compare_replicas};
+                                    const std::string& axis, std::optional<int64_t> sequence_dim, bool compare_replicas,
+                                    int64_t overlap_pieces) {
+  ParallelPlan plan{.styles = {},
+                    .axis = axis,
+                    .sequence_dim = sequence_dim,
+                    .compare_replicas = compare_replicas,
+                    .overlap_pieces = overlap_pieces};
   for (const auto& [pattern, style] : styles.cast<std::vector<std::pair<std::string, py::object>>>())
     plan.styles.emplace_back(pattern, style_of(style));
   const py::gil_scoped_release unlocked;
@@ -100,7 +105,7 @@ void bind_parallel(py::module_& module) {
         return parameters;
       });
   module.def("parallelize", &cut, py::arg("mirror"), py::arg("comms"), py::arg("styles"), py::arg("axis"),
-             py::arg("sequence_dim"), py::arg("compare_replicas"));
+             py::arg("sequence_dim"), py::arg("compare_replicas"), py::arg("overlap_pieces"));
   py::class_<StyledCall>(module, "StyledCall")
       .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))
       .def_property_readonly("has_style", &StyledCall::has_style)

@@ -54,11 +54,11 @@ def loss_of(logits, tokens):
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-def train(model, world, mesh, steps=3, sequence_dim=None, plan=PLAN, strategy="zero3", loss=None):
+def train(model, world, mesh, steps=3, sequence_dim=None, plan=PLAN, strategy="zero3", loss=None, overlap_pieces=1):
     def body(comm):
         own = copy.deepcopy(model)
         comms = shardproof.MeshComm(comm, mesh)
-        shardproof.parallelize(own, comms, plan=plan, sequence_dim=sequence_dim)
+        shardproof.parallelize(own, comms, plan=plan, sequence_dim=sequence_dim, overlap_pieces=overlap_pieces)
         sharded = shardproof.fully_shard(own, comms, units=[Layer], strategy=strategy)
         optimizer = shardproof.adamw(sharded, lr=0.01)
         losses = []
@@ -74,12 +74,13 @@ def train(model, world, mesh, steps=3, sequence_dim=None, plan=PLAN, strategy="z
     return shardproof.run_threads(world, body)
 
 
+@pytest.mark.parametrize("overlap_pieces", [1, 3])
 @pytest.mark.parametrize("sequence_dim", [None, 1])
-def test_a_model_that_is_cut_and_sharded_trains_what_the_whole_one_trains(sequence_dim):
+def test_a_model_that_is_cut_and_sharded_trains_what_the_whole_one_trains(sequence_dim, overlap_pieces):
     model = Model()
     plan = PLAN if sequence_dim is not None else {k: v for k, v in PLAN.items() if not isinstance(v, SequenceParallel)}
     whole = train(model, 2, "dp_shard=2,tp=1", plan={"norm": SequenceParallel()})
-    cut = train(model, 4, "dp_shard=2,tp=2", sequence_dim=sequence_dim, plan=plan)
+    cut = train(model, 4, "dp_shard=2,tp=2", sequence_dim=sequence_dim, plan=plan, overlap_pieces=overlap_pieces)
     for rank, (losses, parameters) in enumerate(cut):
         expected_losses, expected = whole[rank // 2]
         assert losses == pytest.approx(expected_losses, rel=1e-4)

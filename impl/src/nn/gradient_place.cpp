@@ -36,6 +36,21 @@ bool has_hooks(const at::Tensor& weight) {
                          !accumulator->tensor_pre_hooks().empty());
 }
 
+// Autograd adds up what comes through several edges, in an order of its own. Edges keep the accumulator, and a backward keeps
+// its graph, so none of them is missed. Those of other graphs that are alive count, too.
+bool has_one_edge(const at::Tensor& weight) {
+  const std::shared_ptr<Node> accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
+  return accumulator.use_count() == 2;  // the edge's, and this one
+}
+
+// Null where autograd, a hook or a caller is to have the gradient.
+GradientTaker* only_taker_of(const at::Tensor& weight) {
+  GradientTaker* taker = taker_of(weight);
+  if (!taker || c10::GradMode::is_enabled() || has_hooks(weight)) return nullptr;
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen && !chosen->empty() ? nullptr : taker;
+}
+
 bool is_under_autocast(c10::DeviceType type) {
   return at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
 }
@@ -69,7 +84,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const bool by_columns = rows.stride(0) == 1 && rows.stride(1) == rows.size(0);
       dx = (by_columns ? weight.t().mm(dy.t()).t() : dy.mm(weight)).view(x.sizes());
     }
-    if (ctx->needs_input_grad(1)) dw = weight_gradient(dy, rows_of(x), weight);
+    if (ctx->needs_input_grad(1) && !is_delayed(dy, rows_of(x), weight)) dw = weight_gradient(dy, rows_of(x), weight);
     const bool has_bias = ctx->saved_data["bias"].toBool();
     return {dx, dw, has_bias ? dy : at::Tensor()};  // autograd itself sums the last one to the sizes of the bias
   }
@@ -102,16 +117,18 @@ struct Embedding : torch::autograd::Function<Embedding> {
 }  // namespace
 
 at::Tensor place_of_gradient(const at::Tensor& weight) {
-  GradientTaker* taker = taker_of(weight);
-  if (!taker || c10::GradMode::is_enabled() || has_hooks(weight)) return {};
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  if (chosen && !chosen->empty()) return {};
-  return taker->place();
+  GradientTaker* taker = only_taker_of(weight);
+  return taker ? taker->place() : at::Tensor();
 }
 
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) {
   at::Tensor place = place_of_gradient(weight);
   return place.defined() ? at::mm_out(place, dy.t(), x) : dy.t().mm(x);
+}
+
+bool is_delayed(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) {
+  GradientTaker* taker = only_taker_of(weight);
+  return taker && has_one_edge(weight) && taker->delay(dy, x);
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {

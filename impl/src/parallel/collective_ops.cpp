@@ -24,15 +24,54 @@ int64_t normal_dim(const at::Tensor& x, int64_t dim, const char* name) {
 Interval piece_of(int64_t length, const Comm& group) { return piece({}, length, group.size(), group.rank()); }
 int64_t chunk_of(int64_t length, const Comm& group) { return (length + group.size() - 1) / group.size(); }
 
-// The cut dim first, contiguous, with zeros up to `rows`.
-at::Tensor rows_first(const at::Tensor& x, int64_t dim, int64_t rows) {
-  const at::Tensor moved = x.movedim(dim, 0);
-  if (moved.size(0) == rows) return moved.contiguous();
-  std::vector<int64_t> sizes = moved.sizes().vec();
-  sizes[0] = rows;
-  at::Tensor padded = at::zeros(sizes, x.options());
-  padded.narrow(0, 0, moved.size(0)).copy_(moved);
-  return padded;
+// Whether the pieces of ranks along dim lie one behind the other in a contiguous tensor.
+bool is_outermost(const at::Tensor& x, int64_t dim) {
+  return c10::multiply_integers(x.sizes().slice(0, dim)) == 1;
+}
+
+std::vector<int64_t> with_length(const at::Tensor& x, int64_t dim, int64_t length) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes[static_cast<size_t>(dim)] = length;
+  return sizes;
+}
+
+// A buffer [ranks, .., chunk, ..] beside the whole [.., length, ..]. Chunks but for the last ones are full, so all of the whole
+// is in at most two runs: visits the full chunks and the rest, as views of equal sizes.
+template <class Visit>
+void visit_chunks(const at::Tensor& buffer, const at::Tensor& whole, int64_t dim, const Visit& visit) {
+  const int64_t length = whole.size(dim), chunk = buffer.size(dim + 1), full = chunk == 0 ? 0 : length / chunk;
+  if (full > 0)
+    visit(buffer.narrow(0, 0, full).movedim(0, dim), whole.narrow(dim, 0, full * chunk).unflatten(dim, {full, chunk}));
+  const int64_t rest = length - full * chunk;
+  if (rest > 0) visit(buffer.select(0, full).narrow(dim, 0, rest), whole.narrow(dim, full * chunk, rest));
+}
+
+// What a rank sends to be gathered: contiguous, with zeros up to `chunk`.
+at::Tensor padded(const at::Tensor& x, int64_t dim, int64_t chunk) {
+  if (x.size(dim) == chunk) return x.contiguous();
+  at::Tensor sent = at::zeros(with_length(x, dim, chunk), x.options());
+  sent.narrow(dim, 0, x.size(dim)).copy_(x);
+  return sent;
+}
+
+// The whole as ranks' chunks one behind the other, with zeros behind the last row.
+at::Tensor in_chunks(const at::Tensor& whole, int64_t dim, const Comm& group) {
+  const int64_t length = whole.size(dim), chunk = chunk_of(length, group), ranks = group.size();
+  if (length == chunk * ranks && is_outermost(whole, dim)) return whole.contiguous();
+  std::vector<int64_t> sizes = with_length(whole, dim, chunk);
+  sizes.insert(sizes.begin(), ranks);
+  at::Tensor chunks = length == chunk * ranks ? at::empty(sizes, whole.options()) : at::zeros(sizes, whole.options());
+  visit_chunks(chunks, whole, dim, [](const at::Tensor& into, const at::Tensor& from) { into.copy_(from); });
+  return chunks;
+}
+
+bool is_contiguous(const at::Tensor& out) {
+  return out.defined() && out.is_contiguous();
+}
+
+// The values, in the memory of `out` where that is defined.
+at::Tensor in_memory_of(const at::Tensor& out, const at::Tensor& values) {
+  return out.defined() ? out.copy_(values) : values;
 }
 
 at::Tensor own_piece(const at::Tensor& x, int64_t dim, const Comm& group) {
@@ -49,13 +88,16 @@ void require_piece(const at::Tensor& x, int64_t dim, int64_t length, const Comm&
 
 at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim, int64_t concat_length, Comm& group) {
   const int64_t split_length = x.size(split_dim), ranks = group.size();
-  std::vector<at::Tensor> parts;
+  at::Tensor input = at::empty({x.numel()}, x.options());
   std::vector<int64_t> sent, received;
   std::vector<std::vector<int64_t>> shapes;
+  int64_t begin = 0;
   for (int64_t r = 0; r < ranks; ++r) {
     const Interval to = piece({}, split_length, ranks, r);
-    parts.push_back(x.narrow(split_dim, to.begin, to.size()).reshape({-1}));
-    sent.push_back(parts.back().numel());
+    const at::Tensor part = x.narrow(split_dim, to.begin, to.size());
+    sent.push_back(part.numel());
+    input.narrow(0, begin, part.numel()).view(part.sizes()).copy_(part);
+    begin += part.numel();
     std::vector<int64_t> shape = x.sizes().vec();
     shape[split_dim] = piece_of(split_length, group).size();
     shape[concat_dim] = piece({}, concat_length, ranks, r).size();
@@ -65,7 +107,7 @@ at::Tensor raw_all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat
   int64_t total = 0;
   for (const int64_t count : received) total += count;
   at::Tensor output = at::empty({total}, x.options());
-  group.all_to_all(output, at::cat(parts), received, sent).wait();
+  group.all_to_all(output, input, received, sent).wait();
   std::vector<at::Tensor> pieces = output.split_with_sizes(received);
   for (int64_t r = 0; r < ranks; ++r) pieces[r] = pieces[r].view(shapes[r]);
   return at::cat(pieces, concat_dim);
@@ -173,8 +215,7 @@ Pending::~Pending() {
 
 at::Tensor Pending::result() {
   work_.wait();
-  const at::Tensor output = dim_ < 0 ? buffer_ : buffer_.narrow(0, 0, rows_).movedim(0, dim_).contiguous();
-  return in_units_ ? fixed::from_units(output) : output;
+  return arrange_ ? arrange_(buffer_) : buffer_;
 }
 
 Sum Sum::exact(std::string what) {
@@ -183,33 +224,49 @@ Sum Sum::exact(std::string what) {
   return sum;
 }
 
-Pending start_all_reduce(const at::Tensor& x, Comm& group, const Sum& sum) {
+Pending start_all_reduce(const at::Tensor& x, Comm& group, const Sum& sum, const at::Tensor& out) {
   const at::Tensor terms = x.detach();
-  at::Tensor total = sum.is_exact() ? fixed::to_units(terms, sum.what()) : terms.clone(at::MemoryFormat::Contiguous);
+  const bool in_place = !sum.is_exact() && is_contiguous(out);
+  at::Tensor total = sum.is_exact() ? fixed::to_units(terms, sum.what())
+                     : in_place     ? out
+                                    : terms.clone(at::MemoryFormat::Contiguous);
+  if (in_place && !out.is_same(x)) total.copy_(terms);
   Work work = group.all_reduce(total);
-  return {std::move(work), total, -1, 0, sum.is_exact()};
+  if (in_place) return {std::move(work), total};
+  return {std::move(work), total, [out, exact = sum.is_exact()](const at::Tensor& buffer) {
+            return in_memory_of(out, exact ? fixed::from_units(buffer) : buffer);
+          }};
 }
 
-// The pieces are whole chunks but for the last ones, so the padding ends up behind the rows.
-Pending start_all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group) {
-  const int64_t chunk = chunk_of(length, group);
-  const at::Tensor mine = rows_first(x.detach(), dim, chunk);
-  std::vector<int64_t> sizes = mine.sizes().vec();
-  sizes[0] = chunk * group.size();
-  at::Tensor whole = at::empty(sizes, x.options());
-  Work work = group.all_gather(whole, mine);
-  return {std::move(work), whole, dim, length};
+Pending start_all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group, const at::Tensor& out) {
+  const int64_t chunk = chunk_of(length, group), ranks = group.size();
+  const at::Tensor mine = padded(x.detach(), dim, chunk);
+  const bool is_whole = is_outermost(mine, dim) && length == chunk * ranks && (!out.defined() || out.is_contiguous());
+  std::vector<int64_t> sizes = is_whole ? with_length(mine, dim, length) : mine.sizes().vec();
+  if (!is_whole) sizes.insert(sizes.begin(), ranks);
+  at::Tensor chunks = is_whole && out.defined() ? out : at::empty(sizes, mine.options());
+  Work work = group.all_gather(chunks, mine);
+  if (is_whole) return {std::move(work), chunks};
+  return {std::move(work), chunks, [=](const at::Tensor& buffer) {
+            if (!out.defined() && is_outermost(mine, dim))
+              return buffer.view(with_length(mine, dim, chunk * ranks)).narrow(dim, 0, length).detach();
+            const at::Tensor whole = out.defined() ? out : at::empty(with_length(mine, dim, length), mine.options());
+            visit_chunks(buffer, whole, dim, [](const at::Tensor& from, const at::Tensor& into) { into.copy_(from); });
+            return whole;
+          }};
 }
 
-Pending start_reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const Sum& sum) {
-  const int64_t length = x.size(dim), chunk = chunk_of(length, group);
-  const at::Tensor terms = sum.is_exact() ? fixed::to_units(x.detach(), sum.what()) : x.detach();
-  const at::Tensor whole = rows_first(terms, dim, chunk * group.size());
-  std::vector<int64_t> sizes = whole.sizes().vec();
-  sizes[0] = chunk;
-  at::Tensor mine = at::empty(sizes, whole.options());
-  Work work = group.reduce_scatter(mine, whole);
-  return {std::move(work), mine, dim, piece_of(length, group).size(), sum.is_exact()};
+Pending start_reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const Sum& sum, const at::Tensor& out) {
+  const int64_t length = x.size(dim), chunk = chunk_of(length, group), own = piece_of(length, group).size();
+  const at::Tensor chunks = in_chunks(sum.is_exact() ? fixed::to_units(x.detach(), sum.what()) : x.detach(), dim, group);
+  const bool in_place = !sum.is_exact() && own == chunk && is_contiguous(out);
+  at::Tensor mine = in_place ? out : at::empty(with_length(x, dim, chunk), chunks.options());
+  Work work = group.reduce_scatter(mine, chunks);
+  if (in_place) return {std::move(work), mine};
+  return {std::move(work), mine, [=, exact = sum.is_exact()](const at::Tensor& buffer) {
+            const at::Tensor rows = buffer.narrow(dim, 0, own);
+            return in_memory_of(out, exact ? fixed::from_units(rows) : rows.contiguous().detach());
+          }};
 }
 
 at::Tensor copy(const at::Tensor& x, Comm& group, const Sum& sum) {

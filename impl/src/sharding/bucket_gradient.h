@@ -46,6 +46,8 @@ class BucketGradient : private BucketPart {
   void add_gradient(int64_t member, const at::Tensor& gradient, bool may_be_part);
   // All parts are there.
   void add_parts();
+  // Something of this parameter's gradient has come in this backward.
+  bool has_arrived(int64_t member) const { return arrived_[member]; }
   // Every gradient of this backward is there.
   bool complete() const { return missing_ == 0; }
   // Parameters that the backward did not reach have zero gradients.

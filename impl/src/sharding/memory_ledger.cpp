@@ -135,11 +135,17 @@ c10::DataPtr MemoryLedger::owned(c10::DataPtr memory, MemoryKind kind, Place pla
   count(kind, place, bytes);
   void* data = memory.get();
   auto* block = new Block{shared_from_this(), std::move(memory), kind, place, bytes, is_kept};
-  return {data, block, [](void* context) {
-            auto* dead = static_cast<Block*>(context);
-            const std::shared_ptr<MemoryLedger> ledger = dead->ledger;
-            ledger->free(dead);
-          }, device_};
+  return {data, block, &free_block, device_};
+}
+
+void MemoryLedger::free_block(void* context) {
+  auto* dead = static_cast<Block*>(context);
+  const std::shared_ptr<MemoryLedger> ledger = dead->ledger;
+  ledger->free(dead);
+}
+
+bool MemoryLedger::owns(const at::Tensor& tensor) {
+  return tensor.storage().data_ptr().get_deleter() == &free_block;
 }
 
 void MemoryLedger::free(Block* block) {

@@ -53,11 +53,14 @@ class MemoryLedger : public std::enable_shared_from_this<MemoryLedger> {
 
   MemoryUse use() const;
   void reset_peak();
+  // Whether the tensor lies in memory that a ledger allocated and will free.
+  static bool owns(const at::Tensor& tensor);
 
  private:
   struct Block;
   void count(MemoryKind kind, Place place, int64_t bytes);
   void free(Block* block);
+  static void free_block(void* context);
   c10::DataPtr owned(c10::DataPtr memory, MemoryKind kind, Place place, int64_t bytes, bool is_kept);
   at::Tensor tensor_over(c10::DataPtr memory, int64_t numel, at::ScalarType dtype) const;
 

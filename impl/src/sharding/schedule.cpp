@@ -67,6 +67,7 @@ bool Schedule::in_backward() const {
 
 // What was started in common is awaited, the rest dropped.
 void Schedule::abandon_backward() {
+  if (delayed_) delayed_->drop();
   for (Bucket* bucket : reducing_) bucket->gradient.finish_reduce();
   reducing_.clear();
   to_reduce_.clear();
@@ -112,6 +113,13 @@ void Schedule::start_ready_reduces() {
   }
 }
 
+// Gathers and reductions start in an order that does not depend on whether this rank has put off anything.
+void Schedule::before_wait() {
+  if (!delayed_ || phase() != Phase::backward) return;
+  delayed_->make_all();
+  start_ready_reduces();
+}
+
 bool Schedule::fits(const Bucket& bucket) const {
   if (options_.bytes_in_flight_max > 0)
     return bytes_in_flight() + bucket.parameters.compute_bytes() <= options_.bytes_in_flight_max;
@@ -134,6 +142,7 @@ void Schedule::start_reduce(Bucket& bucket) {
 }
 
 void Schedule::end_backward() {
+  if (delayed_) delayed_->make_all();
   for (const auto& unit : units_) unit->expect_no_more();
   if (sync_) {
     phase_ = Phase::ending;

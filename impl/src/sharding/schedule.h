@@ -15,7 +15,8 @@
 //
 //   Phase        event                                      then
 //   outside      first gradient or output hook              backward: every trainable bucket expects its gradients
-//   backward     a unit is left                             backward: buckets whose turn it is are reduced
+//   backward     a unit is left                             backward: buckets whose turn it is are reduced; with delayed
+//                                                           gradients this waits until the next unit's gather has started
 //   backward     autograd's callback at its end             ending: what never fired is caught, everything is reduced
 //   ending       all reductions have finished               outside: after the last microbatch, finishing steps run
 //   backward     an exception ends it: no graph task runs   interrupted: every call but zero_gradients is an error
@@ -52,6 +53,8 @@ class Schedule final : public UnitEvents {
   void add_recomputed(std::shared_ptr<Unit> module) { recomputed_.push_back(std::move(module)); }
   const std::shared_ptr<ActivationStore>& activations() const { return activations_; }
   void set_activations(std::shared_ptr<ActivationStore> activations) { activations_ = std::move(activations); }
+  const std::shared_ptr<DelayedGradients>& delayed() const { return delayed_; }
+  void set_delayed(std::shared_ptr<DelayedGradients> delayed) { delayed_ = std::move(delayed); }
   const std::vector<std::shared_ptr<Unit>>& units() const { return units_; }
   // Every bucket, in unit order.
   const std::vector<Bucket*>& buckets() const { return buckets_; }
@@ -84,7 +87,10 @@ class Schedule final : public UnitEvents {
   // Throws Error after a backward that ended in an exception, until zero_gradients.
   bool in_backward() const override;
   void begin_backward() override;
-  void unit_left() override { start_ready_reduces(); }
+  void unit_left() override {
+    if (!delayed_) start_ready_reduces();
+  }
+  void before_wait() override;
   void gather_ahead(const std::vector<Unit*>& units) override;
 
  private:
@@ -110,6 +116,7 @@ class Schedule final : public UnitEvents {
   std::function<void()> finish_;
   std::vector<std::shared_ptr<Unit>> units_, recomputed_;
   std::shared_ptr<ActivationStore> activations_;  // null: no unit has its activations elsewhere
+  std::shared_ptr<DelayedGradients> delayed_;     // null: no gradient is made later
   std::vector<Bucket*> buckets_;                  // of the units
   std::unordered_map<std::string, Place> places_;
 

@@ -156,6 +156,7 @@ void build_unit(Sharded::Impl& sharded, const UnitPlan& plan, Shared& shared) {
   settings.reshard_after_backward = sharded.options.reshard_after_backward;
   settings.recompute = plan.options.recompute;
   if (plan.options.offload_activations) settings.activations = activations_of(sharded);
+  settings.delayed = sharded.schedule.delayed();
   if (precision.cast_inputs) settings.input_dtype = precision.compute;
   settings.output_dtype = precision.output;
   settings.timeline = timeline_of(sharded.comms->world());
@@ -247,6 +248,9 @@ std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> 
     SHARD_REQUIRE(unit_hooks(*plan.module) == nullptr, "fully_shard",
                   "module '{}' is sharded already; destroy the Sharded that holds it first", plan.name);
   Shared shared = shared_by_units(sharded.options);
+  if (sharded.options.delayed_gradient_bytes_max > 0)
+    sharded.schedule.set_delayed(
+        std::make_shared<DelayedGradients>(sharded.options.delayed_gradient_bytes_max, sharded.memory));
   for (const UnitPlan& plan : plans.units) build_unit(sharded, plan, shared);
   relate_units(sharded, plans.units);
   build_recomputed(sharded, plans);

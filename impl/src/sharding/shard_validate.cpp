@@ -35,6 +35,8 @@ void validate(const ShardOptions& options, const Mesh& mesh) {
                 "divide_by_tokens takes the place of gradient_divide and needs Divide::after");
   SHARD_REQUIRE(options.keep_whole_numel_max >= 0, "fully_shard", "keep_whole_numel_max must not be negative, got {}",
                 options.keep_whole_numel_max);
+  SHARD_REQUIRE(options.delayed_gradient_bytes_max >= 0, "fully_shard",
+                "delayed_gradient_bytes_max must not be negative, got {}", options.delayed_gradient_bytes_max);
   SHARD_REQUIRE(options.gradient_magnitude_max > 0, "fully_shard", "gradient_magnitude_max must be above 0, got {}",
                 options.gradient_magnitude_max);
   SHARD_REQUIRE(options.prefetch_forward >= 0 && options.prefetch_backward >= 0 && options.bytes_in_flight_max >= 0,

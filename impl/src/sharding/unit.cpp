@@ -30,10 +30,12 @@ class GradientHook final : public GradientTaker {
   GradientHook(Unit& unit, Bucket& bucket, int64_t member) : unit_(unit), bucket_(bucket), member_(member) {}
   void operator()(const Variable& parameter) override {
     const at::Tensor gradient = parameter.grad();
+    if (!gradient.defined()) return;  // autograd was passed none: it is delayed
     parameter.mutable_grad().reset();
     unit_.on_gradient(bucket_, member_, gradient);
   }
   at::Tensor place() override { return unit_.place_of_gradient(bucket_, member_); }
+  bool delay(const at::Tensor& dy, const at::Tensor& x) override { return unit_.delay_gradient(bucket_, member_, dy, x); }
 
  private:
   Unit& unit_;
@@ -87,7 +89,7 @@ void Unit::before_forward(const torch::nn::Module&) {
   was_entered_ = true;
   if (keeps_activations_away()) settings.activations->begin_forward(label());
   if (settings.timeline) forward_spans_.push_back(begin_span(schedule_.in_backward() ? "recompute" : "forward"));
-  finish_unshard();
+  gather();
   call_watched_ = false;
   if (!schedule_.in_backward()) schedule_.gather_ahead(settings.forward_prefetch);
 }
@@ -146,6 +148,12 @@ void Unit::finish_unshard() {
   for (const auto& bucket : buckets_) bucket->parameters.finish_unshard();
 }
 
+void Unit::gather() {
+  start_unshard();
+  schedule_.before_wait();
+  finish_unshard();
+}
+
 void Unit::reshard() {
   if (residency() == Residency::kept) return;
   for (const auto& bucket : buckets_) bucket->parameters.reshard();
@@ -165,7 +173,10 @@ void Unit::set_gradient_sync(bool sync, bool recurse) {
 
 void Unit::before_backward() {
   enter_backward();
-  if (settings.unshard_in_backward) finish_unshard();
+  if (settings.unshard_in_backward)
+    gather();
+  else
+    schedule_.before_wait();
   schedule_.gather_ahead(settings.backward_prefetch);
 }
 
@@ -183,11 +194,38 @@ void Unit::pass(Passage next) {
 
 at::Tensor Unit::place_of_gradient(Bucket& bucket, int64_t member) {
   enter_backward();
+  make_delayed(bucket, member);
   return expects_more() ? at::Tensor() : bucket.gradient.place(member);
+}
+
+// Terms of one gradient are added in the order in which the backward comes by.
+void Unit::make_delayed(const Bucket& bucket, int64_t member) {
+  if (settings.delayed) settings.delayed->make(bucket, member);
+}
+
+// Offloaded activations come back in one block, all of which one of them would keep.
+bool Unit::delay_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x) {
+  if (!settings.delayed || settings.activations) return false;
+  enter_backward();
+  make_delayed(bucket, member);
+  if (bucket.gradient.has_arrived(member)) return false;
+  return settings.delayed->keep(bucket, member, dy, x,
+                                [this, &bucket, member](const at::Tensor& later_dy, const at::Tensor& later_x) {
+                                  make_gradient(bucket, member, later_dy, later_x);
+                                });
+}
+
+// As direct::weight_gradient would have made it. Its unit may be on its way back by now, for a use without gradients.
+void Unit::make_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x) {
+  at::Tensor place = expects_more() ? at::Tensor() : bucket.gradient.place(member);
+  const at::Tensor gradient = place.defined() ? at::mm_out(place, dy.t(), x) : dy.t().mm(x);
+  bucket.gradient.add_gradient(member, gradient, /*may_be_part=*/expects_more());
+  if (residency() != Residency::gathering) reshard_when_done();
 }
 
 void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient) {
   enter_backward();
+  make_delayed(bucket, member);
   bucket.gradient.add_gradient(member, gradient, /*may_be_part=*/expects_more());
   reshard_when_done();
 }

@@ -16,6 +16,7 @@
 
 #include "sharding/activations.h"
 #include "sharding/bucket.h"
+#include "sharding/delayed_gradients.h"
 #include "shardproof/comm/timeline.h"
 #include "shardproof/hooks/unit.h"
 
@@ -32,6 +33,8 @@ class UnitEvents {
   virtual void begin_backward() = 0;
   // A backward has left a unit.
   virtual void unit_left() = 0;
+  // A unit's gather has started, if it needs one, and the rank is about to wait for it.
+  virtual void before_wait() = 0;
   // Starts gathering these units, in order, as far as the limits allow.
   virtual void gather_ahead(const std::vector<Unit*>& units) = 0;
 
@@ -45,6 +48,7 @@ struct UnitSettings {
   bool unshard_in_backward = true;
   bool recompute = false;
   std::shared_ptr<ActivationStore> activations;  // where they go between forward and backward; null: they stay
+  std::shared_ptr<DelayedGradients> delayed;     // null: gradients are made when the backward comes by
   std::optional<at::ScalarType> input_dtype, output_dtype;
   std::vector<Unit*> forward_prefetch, backward_prefetch;
   bool gradient_sync = true;  // backwards reduce its gradients, where the schedule has them reduced
@@ -96,6 +100,8 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void before_backward();
   // Where the gradient of a parameter may be made; see BucketGradient.
   at::Tensor place_of_gradient(Bucket& bucket, int64_t member);
+  // Whether the gradient dy^T x is made later.
+  bool delay_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x);
   void on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient);
   void on_input_gradient();
   void end_backward();
@@ -115,7 +121,10 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   // A forward or backward of this unit begins or ends.
   int64_t begin_span(const char* what);
   void end_span(int64_t number);
+  void gather();
   void enter_backward();
+  void make_delayed(const Bucket& bucket, int64_t member);
+  void make_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x);
   void reshard_after_forward();
   void reshard_when_done();
   bool complete() const;

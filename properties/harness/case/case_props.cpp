@@ -198,6 +198,8 @@ TEST(Case, what_cannot_run_is_refused) {
   refused("gpt(hidden=8,heads=2) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step", {"heads=2", "tp=3"});
   refused("gpt(hidden=9,heads=3,positions=4) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"positions=4"});
   refused("mlp(widths=3-3) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"sp", "gpt"});
+  refused("mlp(widths=3-3) mesh(dp_shard=3) ddp(overlap_pieces=2) sgd(lr=1) fast seed=1 : step", {"overlap_pieces", "tp"});
+  refused("mlp(widths=3-3) mesh(dp_shard=1,tp=3) ddp(overlap_pieces=0) sgd(lr=1) fast seed=1 : step", {"overlap_pieces=0"});
   const std::string llama =
       "llama(hidden=24,heads=6,kv_heads=3,intermediate=8) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step";
   EXPECT_NO_THROW(Case::parse(llama));

@@ -28,6 +28,8 @@ struct Planned {
   bool sequence_parallel = false, recompute = false;
   int64_t prefetch = 0;
   bool offload_activations = false;
+  int64_t overlap_pieces = 1;
+  int64_t delayed_bytes = 0;
 };
 
 constexpr const char* kGpt = "gpt(layers=2,hidden=16,heads=4,vocab=24,positions=8,tied)";
@@ -45,6 +47,8 @@ const std::vector<Planned>& all_planned() {
       {kGpt, "dp_shard=2,tp=2", "zero3", "float32", 1, true},
       {kLlama, "dp_shard=2,tp=2", "zero3", "bf16", 2, true},
       {kLlama, "dp_shard=2,tp=2", "zero1"},
+      {kGpt, "dp_shard=2,tp=2", "zero3", "float32", 1, true, false, 0, false, 2},
+      {kLlama, "dp_shard=1,tp=2", "zero1", "bf16", 2, false, false, 0, false, 3},
       {kLlama, "dp_shard=3", "zero3", "float32", 2, false, true},
       {kLlama, "dp_shard=3", "zero3", "bf16", 2, false, false, 2},
       {kLlama, "dp_shard=2,cp=2", "zero3"},
@@ -56,13 +60,19 @@ const std::vector<Planned>& all_planned() {
       {kLlama, "dp_shard=2", "zero3", "bf16", 2, false, false, 1, true},
       {kLlama, "dp_shard=2,tp=2", "zero2", "float32", 1, true, false, 0, true},
       {kLlama, "dp_shard=3", "zero3", "float32", 2, false, true, 0, true},
+      {kMlp, "dp_shard=3", "zero3", "float32", 2, false, false, 0, false, 1, 1 << 20},
+      {kGpt, "dp_shard=2", "zero3", "bf16", 2, false, false, 1, false, 1, 1 << 20},
+      {kGpt, "dp_shard=3", "zero1", "float32", 3, false, false, 0, false, 1, 5000},
+      {kLlama, "dp_shard=2,tp=2", "zero3", "float32", 2, true, false, 0, false, 1, 1 << 20},
+      {kLlama, "dp_shard=3", "zero3", "float32", 2, false, true, 0, false, 1, 1 << 20},
+      {kLlama, "dp_shard=2,tp=2", "zero3", "float32", 2, true, false, 0, false, 2, 1 << 20},
   };
   return all;
 }
 
 std::string words(const Planned& planned) {
-  return fmt::format("{} {} on {} in {}{}", planned.strategy, planned.model, planned.mesh, planned.dtype,
-                     planned.offload_activations ? ", activations on the host" : "");
+  return fmt::format("{} {} on {} in {}{}, {} bytes of delayed gradients", planned.strategy, planned.model, planned.mesh,
+                     planned.dtype, planned.offload_activations ? ", activations on the host" : "", planned.delayed_bytes);
 }
 
 DryRun dry_of(const Planned& planned) {
@@ -71,12 +81,14 @@ DryRun dry_of(const Planned& planned) {
   run.what.mesh = Mesh::parse(planned.mesh);
   run.what.strategy = planned.strategy;
   run.what.options.sequence_parallel = planned.sequence_parallel;
+  run.what.options.overlap_pieces = planned.overlap_pieces;
   run.rounds = planned.rounds;
   run.samples = 2;
   run.dtype = planned.dtype;
   run.recompute = planned.recompute;
   run.prefetch = planned.prefetch;
   run.offload_activations = planned.offload_activations;
+  run.delayed_gradient_bytes = planned.delayed_bytes;
   return run;
 }
 
@@ -124,6 +136,7 @@ std::vector<Counted> really(const DryRun& run) {
     options.prefetch_forward = options.prefetch_backward = run.prefetch;
     if (run.recompute) options.recompute = by_type<LlamaLayerImpl>();
     if (run.offload_activations) options.offload_activations = options.units;
+    options.delayed_gradient_bytes_max = run.delayed_gradient_bytes;
     if (run.dtype == "bf16") options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kBFloat16};
     Sharded sharded = fully_shard(network.module, comms, options);
     Optimizer optimizer = adamw(sharded, {});
@@ -194,6 +207,8 @@ TEST(Plan, memory_is_exactly_what_the_ledgers_of_ranks_of_threads_measure) {
       expect_equal(plan, real, "device");
       expect_equal(plan.host, real.host, "host");
       EXPECT_EQ(plan.host.peak(MemoryKind::activation) > 0, planned.offload_activations) << words(planned);
+      EXPECT_EQ(plan.peak(MemoryKind::activation) > 0, planned.offload_activations || planned.delayed_bytes > 0)
+          << words(planned);
     }
   }
 }

@@ -1,4 +1,5 @@
-// Products whose weight's gradient is made where it is summed over ranks, so that nothing has to copy it there.
+// Products whose weight's gradient is made where it is summed over ranks, so that nothing has to copy it there. That of
+// `linear` may also be made later than its backward comes by (ShardOptions::delayed_gradient_bytes_max).
 //
 // They give the same bits as at::linear and at::embedding. They are those where the weight is no parameter of a sharded
 // module, and under autocast. A gradient that has to be added to another one, or converted, is made elsewhere and copied.
@@ -18,6 +19,8 @@ class GradientTaker : public torch::autograd::PostAccumulateGradHook {
   // what autograd passes on. Returns an undefined tensor where the gradient must be made elsewhere: when this is asked a second
   // time in one backward, and where the gradient is one of several terms or takes another dtype.
   virtual at::Tensor place() = 0;
+  // Returns true if it keeps dy and x and makes the gradient dy^T x itself, before the backward ends. Then autograd gets none.
+  virtual bool delay(const at::Tensor& dy, const at::Tensor& x) = 0;
 };
 
 namespace direct {
@@ -28,6 +31,10 @@ at::Tensor place_of_gradient(const at::Tensor& weight);
 
 // dy^T x, for matrices dy [n, out] and x [n, in]: the gradient of a weight [out, in], in its place if it has one.
 at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight);
+
+// Whether the weight's gradient dy^T x is made later, and the backward passes on none. That is so where the options of
+// fully_shard allow it, and where the graph uses the weight once, so that autograd has nothing to add to it.
+bool is_delayed(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight);
 
 // x [.., in], weight [out, in], and bias [out] or undefined -> [.., out].
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);

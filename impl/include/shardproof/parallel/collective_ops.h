@@ -24,6 +24,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <string>
 
 #include "shardproof/comm/comm.h"
@@ -58,22 +59,28 @@ at::Tensor all_to_all(const at::Tensor& x, int64_t split_dim, int64_t concat_dim
 // of the collective. So when it is destroyed without `result`, it waits too, except during an exception, which ends the world.
 class [[nodiscard]] Pending {
  public:
-  Pending(Work work, at::Tensor buffer, int64_t dim, int64_t rows, bool in_units = false)
-      : work_(std::move(work)), buffer_(std::move(buffer)), dim_(dim), rows_(rows), in_units_(in_units) {}
+  // `arrange` makes the output of what the buffer holds in the end; empty: the buffer is the output.
+  using Arrange = std::function<at::Tensor(const at::Tensor& buffer)>;
+  Pending(Work work, at::Tensor buffer, Arrange arrange = {})
+      : work_(std::move(work)), buffer_(std::move(buffer)), arrange_(std::move(arrange)) {}
   Pending(Pending&&) noexcept = default;
   Pending& operator=(Pending&&) = delete;
   ~Pending();
-  [[nodiscard]] at::Tensor result();
+  at::Tensor result();
 
  private:
   Work work_;
   at::Tensor buffer_;
-  int64_t dim_, rows_;  // the output is the first `rows` rows of the buffer, moved to dim
-  bool in_units_;       // whether the buffer holds the integers of an exact sum
+  Arrange arrange_;
   int exceptions_ = std::uncaught_exceptions();
 };
-Pending start_all_reduce(const at::Tensor& x, Comm& group, const Sum& sum = {});
-Pending start_all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group);
-Pending start_reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const Sum& sum = {});
+// The output lies in `out`, contiguous or not, which has its sizes and dtype, or in new memory where `out` is undefined. `x`
+// must not change before `result`. What lies in the order of the collective is read and written where it is. An all-gather
+// copies x only if x is not contiguous, or shorter than other ranks' pieces. It copies its output only if a dim before `dim` is
+// longer than 1, or if the ranks do not divide `length`. A reduce-scatter copies its input and output in the same cases, with
+// their parts exchanged. An all-reduce copies x unless `out` is x itself.
+Pending start_all_reduce(const at::Tensor& x, Comm& group, const Sum& sum = {}, const at::Tensor& out = {});
+Pending start_all_gather(const at::Tensor& x, int64_t dim, int64_t length, Comm& group, const at::Tensor& out = {});
+Pending start_reduce_scatter(const at::Tensor& x, int64_t dim, Comm& group, const Sum& sum = {}, const at::Tensor& out = {});
 
 }  // namespace shardproof::collective

@@ -13,7 +13,8 @@ enum class MemoryKind {
   gradient,       // produced, accumulated and final gradients
   optimizer,      // the optimizer's state
   communication,  // buffers of collectives whose dtype or layout differs from that of what is kept
-  activation,     // what units with ShardOptions::offload_activations keep for their backward; of other units it is not counted
+  activation,     // what units with ShardOptions::offload_activations keep for their backward, and what delayed gradients are
+                  // made of (delayed_gradient_bytes_max); other activations are not counted
 };
 constexpr int kMemoryKinds = 6;
 const char* to_string(MemoryKind kind);

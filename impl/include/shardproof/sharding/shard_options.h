@@ -187,6 +187,13 @@ struct ShardOptions {
   // No gather ahead and no further reduction starts while more bytes than this are in flight. 0: gathers have no limit, and
   // reductions may have as many bytes in flight as two of the largest bucket's.
   int64_t bytes_in_flight_max = 0;
+  // The gradient of a weight is made later than that of its layer's input: when the gather of the next unit has started, and at
+  // the latest when the backward ends. Until then what it is made of is kept, the layer's input and the gradient of its output,
+  // at most so many bytes at a time. A gradient that would need more is made at once. 0: all are. With it a unit's reduction
+  // starts after the next unit's gather. No bit changes. It applies to the linear layers of this library (direct::linear), to
+  // weights that the graph uses once and that have no hooks, and not within units with offload_activations. What is kept must
+  // not be written in place before the backward ends, which throws Error.
+  int64_t delayed_gradient_bytes_max = 0;
 
   Precision precision = {};
   // Returns the options of the unit of this name. Options that were given to Sharding::unit come first. Empty: no unit has

@@ -65,20 +65,24 @@ bool all_terms_fit(const at::Tensor& a, const at::Tensor& b) {
 }
 
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what) {
+  const at::Tensor result = at::empty({a.size(0), b.size(1)}, a.options());
+  product_into(result, a, b, what);
+  return result;
+}
+
+void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const std::string& what) {
   const Operand left(a, what), right(b, what);
   require_terms(a.size(1), what);
-  at::Tensor result = at::empty({a.size(0), b.size(1)}, a.options());
   const ExactProduct task{.a = left.memory.const_data_ptr<double>(),
                           .b = right.memory.const_data_ptr<double>(),
-                          .out = result.mutable_data_ptr<double>(),
+                          .out = out.mutable_data_ptr<double>(),
                           .rows = a.size(0),
                           .inner = a.size(1),
                           .columns = b.size(1),
                           .a_transposed = left.transposed,
                           .b_transposed = right.transposed};
   const bool check = !all_terms_fit(left.memory, right.memory);
-  require(model_math(device_math(result)).exact_product(task, check), what);
-  return result;
+  require(model_math(device_math(out)).exact_product(task, check), what);
 }
 
 at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what) {

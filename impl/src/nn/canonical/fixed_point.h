@@ -42,8 +42,11 @@ struct Operand {
 // Throws Error.
 void require_terms(int64_t count, const std::string& what);
 
-// a [rows, n] times b [n, columns], both float64.
+// a [rows, n] times b [n, columns], both float64. A row of the result depends on one row of a, so any cut of the rows gives the
+// same bits.
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what);
+// The same in the contiguous memory of `out` [rows, columns].
+void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const std::string& what);
 // x [rows, n] -> [n].
 at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what);
 

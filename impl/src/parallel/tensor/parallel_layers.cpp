@@ -5,7 +5,6 @@
 
 #include <limits>
 
-#include "parallel/kept_group.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/gradient_place.h"
@@ -22,35 +21,6 @@ using torch::autograd::variable_list;
 at::Tensor rows_of(const at::Tensor& x) {
   return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
-
-struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
-  static Variable forward(AutogradContext* ctx, const Variable& x, const Variable& weight, const c10::optional<Variable>& bias,
-                          int64_t sequence_dim, int64_t length, Comm* group) {
-    keep_group(ctx, *group);
-    ctx->saved_data["sequence_dim"] = sequence_dim;
-    ctx->saved_data["bias"] = bias.has_value();
-    const at::Tensor whole =
-        sequence_dim < 0 ? x : collective::start_all_gather(x, sequence_dim, length, *group).result();
-    ctx->save_for_backward({whole, weight});
-    return at::linear(whole, weight, bias);
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list dys) {
-    const auto saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1], dy = dys[0].contiguous();
-    const int64_t sequence_dim = ctx->saved_data["sequence_dim"].toInt();
-    std::optional<collective::Pending> dx;
-    if (ctx->needs_input_grad(0)) {
-      const at::Tensor terms = rows_of(dy).mm(weight).view(x.sizes());
-      dx.emplace(sequence_dim < 0 ? collective::start_all_reduce(terms, group_in(ctx))
-                                  : collective::start_reduce_scatter(terms, sequence_dim, group_in(ctx)));
-    }
-    at::Tensor dw, db;
-    if (ctx->needs_input_grad(1)) dw = direct::weight_gradient(rows_of(dy), rows_of(x), weight);
-    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) db = rows_of(dy).sum(0);
-    return {dx ? dx->result() : at::Tensor(), dw, db, {}, {}, {}};
-  }
-};
 
 // Of one rank's entries, with what all ranks know after two reductions.
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
@@ -90,30 +60,6 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 };
 
 }  // namespace
-
-at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, Comm& group,
-                                  std::optional<SequenceSplit> sequence) {
-  SHARD_REQUIRE(
-      x.size(-1) == weight.size(1), "column_parallel_linear",
-      "rank {} of '{}': the input has {} features, the weight takes {}; an input that is cut belongs in a row-parallel layer",
-      group.rank(), group.name(), x.size(-1), weight.size(1));
-  const c10::optional<at::Tensor> optional_bias = bias.defined() ? c10::make_optional(bias) : c10::nullopt;
-  if (group.size() == 1) return direct::linear(x, weight, bias);
-  const int64_t dim = !sequence ? -1 : sequence->dim < 0 ? sequence->dim + x.dim() : sequence->dim;
-  return ColumnLinear::apply(x, weight, optional_bias, dim, sequence ? sequence->length : 0, &group);
-}
-
-at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, Comm& group,
-                               std::optional<int64_t> sequence_dim) {
-  SHARD_REQUIRE(x.size(-1) == weight.size(1), "row_parallel_linear",
-                "rank {} of '{}': the input has {} features, this rank's columns of the weight take {}", group.rank(),
-                group.name(), x.size(-1), weight.size(1));
-  if (group.size() == 1) return direct::linear(x, weight, bias);
-  const at::Tensor terms = direct::linear(x, weight, {});
-  const at::Tensor sum =
-      sequence_dim ? collective::reduce_scatter(terms, *sequence_dim, group) : collective::reduce(terms, group);
-  return bias.defined() ? sum + bias : sum;
-}
 
 at::Tensor vocab_parallel_embedding(const at::Tensor& tokens, const at::Tensor& weight, int64_t first_row, Comm& group,
                                     std::optional<int64_t> sequence_dim, int64_t padding_index) {

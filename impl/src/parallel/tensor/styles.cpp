@@ -4,6 +4,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include "parallel/tensor/parallel_linear.h"
 #include "parallel/tensor/placements.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/canonical/canonical.h"
@@ -65,14 +66,13 @@ void describe_partial_gradient(ParallelState& state, const at::Tensor& parameter
     state.add(parameter, {name_in(state, parameter), parameter.sizes().vec(), replicated(), state.parts()});
 }
 
-// How this module adds what ranks have of `what`.
-collective::Sum sum_of(const ParallelState& state, const std::string& what) {
-  return state.canonical ? collective::Sum::exact(what) : collective::Sum();
+LinearArithmetic arithmetic_of(const ParallelState& state, const std::string& name) {
+  return {.canonical = state.canonical, .name = name, .pieces = state.plan().overlap_pieces};
 }
 
 at::Tensor into_parallel(ParallelState& state, const std::string& name, const at::Tensor& x) {
   const auto dim = state.plan().sequence_dim;
-  const collective::Sum sum = sum_of(state, name + ", gradient of the input");
+  const collective::Sum sum = state.canonical ? collective::Sum::exact(name + ", gradient of the input") : collective::Sum();
   return dim ? collective::all_gather(x, *dim, state.sequence_length(x.size(*dim)), state.group(), sum)
              : collective::copy(x, state.group(), sum);
 }
@@ -106,18 +106,13 @@ class Column final : public StyleHooks {
   }
   at::Tensor run(const Forward&, at::Tensor x) override {
     const auto owner = state();
-    const at::Tensor y = own_outputs(*owner, x);
+    std::optional<SequenceSplit> sequence;
+    if (const auto dim = owner->plan().sequence_dim) sequence = {*dim, owner->sequence_length(x.size(*dim))};
+    const at::Tensor y = column_linear(x, linear_.weight, linear_.bias, owner->group(), sequence, arithmetic_of(*owner, name_));
     return style_.gather_output ? collective::gather(y, -1, outputs_, owner->group()) : y;
   }
 
  private:
-  at::Tensor own_outputs(ParallelState& owner, const at::Tensor& x) const {
-    if (owner.canonical) return canonical_ops::linear(into_parallel(owner, name_, x), linear_.weight, linear_.bias, name_);
-    std::optional<SequenceSplit> sequence;
-    if (const auto dim = owner.plan().sequence_dim) sequence = {*dim, owner.sequence_length(x.size(*dim))};
-    return column_parallel_linear(x, linear_.weight, linear_.bias, owner.group(), sequence);
-  }
-
   std::string name_;
   torch::nn::LinearImpl& linear_;
   ColumnParallel style_;
@@ -141,12 +136,7 @@ class Row final : public StyleHooks {
     const auto dim = owner->plan().sequence_dim;
     if (!style_.input_is_parallel) x = collective::scatter(x, -1, owner->group());
     if (dim) owner->saw_sequence(x.size(*dim));
-    if (!owner->canonical) return row_parallel_linear(x, linear_.weight, linear_.bias, owner->group(), dim);
-    const at::Tensor terms = canonical_ops::linear(x, linear_.weight, {}, name_);
-    const collective::Sum sum = sum_of(*owner, name_);
-    const at::Tensor y = dim ? collective::reduce_scatter(terms, *dim, owner->group(), sum)
-                             : collective::reduce(terms, owner->group(), sum);
-    return linear_.bias.defined() ? canonical_ops::add_bias(y, linear_.bias, name_) : y;
+    return row_linear(x, linear_.weight, linear_.bias, owner->group(), dim, arithmetic_of(*owner, name_));
   }
 
  private:

@@ -15,8 +15,8 @@ namespace shardproof {
 
 // For a torch::nn::Linear: cuts the rows of its weight and bias, which are its outputs. Its input is replicated, or split along
 // sequence_dim. Its output is split in the last dim, or replicated with `gather_output`. The reduction of the input's gradient
-// overlaps with the computation of the weight's gradient. `segments` cuts rows that consist of several things, such as queries,
-// keys and values; empty: the rows are cut evenly.
+// overlaps with the computation of the weight's gradient (see also ParallelPlan::overlap_pieces). `segments` cuts rows that
+// consist of several things, such as queries, keys and values; empty: the rows are cut evenly.
 struct ColumnParallel {
   bool gather_output = false;
   std::vector<CutSegment> segments = {};
@@ -79,6 +79,13 @@ struct ParallelPlan {
   // between ranks, the copies of the parameter would drift apart silently. So after the last backward of steps 1, 2, 4, 8 and
   // so on, every rank throws an Error that names such a parameter. A comparison sends two numbers for each parameter.
   bool compare_replicas = true;
+  // Into how many pieces of the batch ColumnParallel and RowParallel layers cut their products, so that the collective of one
+  // piece runs while another is multiplied: the gather of the input and the sum of its gradient, or the sum of the output and
+  // the gather of its gradient. 1: products stay whole. The batch is the first dim that is neither the sequence nor the last.
+  // It is cut as torch.chunk cuts it, into fewer pieces where it is shorter. The gradients of weights are not cut. In canonical
+  // arithmetic no number of pieces changes a bit. Otherwise a product of fewer rows may be rounded differently, as with another
+  // number of ranks.
+  int64_t overlap_pieces = 1;
 };
 
 // A parameter that was cut, or for which each rank holds a term of the gradient.
