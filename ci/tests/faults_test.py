@@ -102,8 +102,9 @@ class Faults(unittest.TestCase):
                  "C": "gpt(layers=1) mesh(dp_shard=2,tp=2) zero3 sgd(lr=0.1) fast seed=1 : step",
                  "D": "conv(channels=4-1) mesh(cp=2) zero3 sgd(lr=0.1) fast seed=1 : step accumulate(2) step*2",
                  "E": ""}
-        rows = [{"type": "fault", "id": name, "title": "", "from": "", "expect": "", "check": "verify", "verdict": "killed", "by": "",
-                 "cases": number, "case": case, "guess": "doubled" if name in "AB" else "", "seconds": 1.0}
+        same = {"type": "fault", "title": "", "from": "", "expect": "", "check": "verify", "verdict": "killed", "by": "",
+                "seconds": 1.0}
+        rows = [{**same, "id": name, "cases": number, "case": case, "guess": "doubled" if name in "AB" else ""}
                 for number, (name, case) in enumerate(cases.items(), 1)]
         self.write("rows", "".join(json.dumps(row) + "\n" for row in rows))
         code, _, output = self.run_faults([patch(name, "4") for name in cases], "--merge", self.path("rows"))
