@@ -42,17 +42,23 @@ double seconds_of(clockid_t clock, int64_t threads, const std::function<std::fun
   return fastest;
 }
 
-// Many products in a row, since a core may be faster for a moment than for long.
+// The products of a step, over more weights than caches hold: forwards, gradients of inputs, and gradients of weights. Those of
+// one matrix again and again would be faster than any training's.
 double product_rate(int64_t cores, at::ScalarType dtype) {
   constexpr int64_t kRows = 256, kSize = 768;
-  const int64_t times = dtype == at::kFloat ? 40 : 10;  // some processors have no instructions for bf16
+  const int64_t layers = dtype == at::kFloat ? 16 : 4;  // some processors have no instructions for bf16
   const double seconds = seconds_of(CLOCK_THREAD_CPUTIME_ID, cores, [&](shardproof::Comm&) {
-    const at::Tensor a = at::ones({kRows, kSize}, dtype), b = at::ones({kSize, kSize}, dtype);
-    return [=, out = at::empty({kRows, kSize}, dtype)]() mutable {
-      for (int64_t i = 0; i < times; ++i) at::mm_out(out, a, b);
+    const at::Tensor x = at::ones({kRows, kSize}, dtype), weights = at::ones({layers, kSize, kSize}, dtype);
+    return [=, y = at::empty_like(x), gradients = at::empty_like(weights)]() mutable {
+      for (int64_t i = 0; i < layers; ++i) at::mm_out(y, x, weights[i].t());
+      for (int64_t i = 0; i < layers; ++i) {
+        at::mm_out(y, x, weights[i]);
+        at::Tensor gradient = gradients[i];
+        at::mm_out(gradient, x.t(), x);
+      }
     };
   });
-  return 2.0 * kRows * kSize * kSize * static_cast<double>(times) / seconds;
+  return 3 * 2.0 * kRows * kSize * kSize * static_cast<double>(layers) / seconds;
 }
 
 double copy_rate(int64_t cores) {
