@@ -7,11 +7,14 @@
 #include <fmt/format.h>
 #include <malloc.h>
 
+#include <atomic>
 #include <fstream>
 #include <functional>
+#include <mutex>
 #include <optional>
 
 #include "bench/stopwatch.h"
+#include "bench/tensor_bytes.h"
 #include "shardproof/comm/timeline.h"
 #include "shardproof/shardproof.h"
 
@@ -96,6 +99,10 @@ class FusedAdamW {
 };
 
 Model model_of(const Task& task) {
+  if (task.device.is_meta()) {
+    const MetaInit meta;
+    return Model(task.size);
+  }
   Model model(task.size);
   initialize_parameters(*model, kSeed);
   model->to(task.device);
@@ -135,16 +142,10 @@ struct Measured {
   std::vector<double> check_percent;  // of the processor time of the step without its check
   size_t calls_before_last = 0;
   int64_t live_bytes = 0;
+  std::mutex mutex;
+  std::vector<double> processor_ms;       // of all steps of all ranks of this process
+  std::atomic<int64_t> tensor_bytes = 0;  // of the tensors of each rank at most, all ranks of this process together
 };
-
-// This rank's part of the batch.
-at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank) {
-  int64_t part = 0;
-  for (const Axis& axis : task.mesh.axes())
-    if (axis.name != "tp") part = part * axis.size + task.mesh.coordinate(rank, axis.name);
-  const int64_t per_rank = task.size.batch / task.data_ranks();
-  return tokens_of(task.size, step).narrow(0, part * per_rank, per_rank).to(task.device);
-}
 
 ShardOptions options_of(const Task& task) {
   ShardOptions options{.strategy = strategy(task.strategy),
@@ -154,6 +155,11 @@ ShardOptions options_of(const Task& task) {
                        .delayed_gradient_bytes_max = task.delayed_gradient_bytes,
                        .numerics = Numerics::fast,
                        .broadcast_initial_values = false};
+  if (task.device.is_meta()) {
+    options.device = task.device;
+    options.initialize = [](const std::string&, const Shape&, Interval, at::Tensor) {};
+    options.check_gradients = false;  // of what nobody gathered
+  }
   if (task.bf16)
     options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .gradient = at::kFloat, .reduce = at::kFloat};
   return options;
@@ -173,17 +179,13 @@ struct Records {
 void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Records& records, Measured& measured) {
   const int64_t rank = comm->rank();
   const auto comms = std::make_shared<MeshComm>(traced(comm, records.trace, records.timeline), task.mesh);
-  Model model = model_of(task);
-  std::optional<TensorParallel> parallel;
-  if (task.mesh.has("tp"))
-    parallel = parallelize(model.ptr(), comms, parallel_plan(task.sequence_parallel, task.overlap_pieces));
-  Comm* const cut = parallel ? &comms->along({"tp"}) : nullptr;
-  Sharded sharded = fully_shard(model.ptr(), comms, options_of(task));
-  Optimizer optimizer = adamw(sharded, {.lr = task.lr});
+  Training training(task, comms);
+  Optimizer& optimizer = training.optimizer;
   std::optional<FingerprintCheck> check;
-  if (task.contestant == "fingerprint") check.emplace(sharded, optimizer);
+  if (task.contestant == "fingerprint") check.emplace(training.sharded, optimizer);
   at::Tensor losses = at::zeros({task.warmup + task.steps}, at::kDouble);
   for (int64_t step = 0; step < task.warmup + task.steps; ++step) {
+    if (step == 1) reset_peak_tensor_bytes();  // the first step, and what was before it, are not like the others
     const at::Tensor tokens = own_tokens(task, step, rank);
     finish(task.device);
     comm->barrier().wait();
@@ -194,7 +196,7 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
     {
       Timeline* const timeline = records.timeline.get();
       const TimedSpan whole(timeline, rank, fmt::format("step {}", step));
-      in_span(timeline, rank, "forward", [&] { loss = loss_of(model, tokens, cut, task.size.vocab); });
+      in_span(timeline, rank, "forward", [&] { loss = training.loss(tokens); });
       in_span(timeline, rank, "backward", [&] { loss.backward(); });
       in_span(timeline, rank, "optimizer", [&] { optimizer.step(); });
       if (check) {
@@ -204,13 +206,16 @@ void train_rank(const Task& task, const std::shared_ptr<Comm>& comm, const Recor
       }
     }
     finish(task.device);
+    const double taken = processor_milliseconds() - begun;
     comm->barrier().wait();
     if (rank == 0) measured.times.push_back(milliseconds_since(start));
+    if (const std::lock_guard lock(measured.mutex); step >= task.warmup) measured.processor_ms.push_back(taken);
     losses.mutable_data_ptr<double>()[step] = loss.item<double>() / static_cast<double>(task.mesh.size());
   }
+  measured.tensor_bytes += peak_tensor_bytes();
   comm->all_reduce(losses).wait();
   if (rank != 0) return;
-  measured.live_bytes = sharded.memory().peak_total_bytes;
+  measured.live_bytes = training.sharded.memory().peak_total_bytes;
   measured.losses.assign(losses.const_data_ptr<double>(), losses.const_data_ptr<double>() + losses.numel());
 }
 
@@ -218,6 +223,7 @@ nlohmann::json run_ours(const Task& task, ProcessWorld* processes, std::shared_p
   at::set_num_threads(1);
   const Records own{.timeline = std::move(timeline)};
   Measured measured;
+  if (task.counts_tensors) count_tensors();
   reset_peak();
   const auto body = [&](std::shared_ptr<Comm> comm) { train_rank(task, comm, own, measured); };
   if (processes)
@@ -236,10 +242,39 @@ nlohmann::json run_ours(const Task& task, ProcessWorld* processes, std::shared_p
           {"calls", calls},
           {"bytes", bytes},
           {"check_percent", measured.check_percent},
+          {"processor_ms", measured.processor_ms},
+          {"tensor_mib", static_cast<double>(measured.tensor_bytes) / 1048576 / (processes ? 1.0 : double(task.mesh.size()))},
           {"live_mib", static_cast<double>(measured.live_bytes) / 1048576}};
 }
 
+std::optional<TensorParallel> cut_model(const Task& task, Model& model, const std::shared_ptr<MeshComm>& comms) {
+  if (!task.mesh.has("tp")) return {};
+  ParallelPlan plan = parallel_plan(task.sequence_parallel, task.overlap_pieces);
+  plan.compare_replicas = false;  // few steps have this traffic, and the one whose calls are counted is as most are
+  return parallelize(model.ptr(), comms, std::move(plan));
+}
+
 }  // namespace
+
+Training::Training(const Task& task, const std::shared_ptr<MeshComm>& comms)
+    : model(model_of(task)),
+      parallel(cut_model(task, model, comms)),
+      cut(parallel ? &comms->along({"tp"}) : nullptr),
+      vocab(task.size.vocab),
+      sharded(fully_shard(model.ptr(), comms, options_of(task))),
+      optimizer(adamw(sharded, {.lr = task.lr})) {}
+
+at::Tensor Training::loss(const at::Tensor& tokens) const {
+  return loss_of(model, tokens, cut, vocab);
+}
+
+at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank) {
+  int64_t part = 0;
+  for (const Axis& axis : task.mesh.axes())
+    if (axis.name != "tp") part = part * axis.size + task.mesh.coordinate(rank, axis.name);
+  const int64_t per_rank = task.size.batch / task.data_ranks();
+  return tokens_of(task.size, step).narrow(0, part * per_rank, per_rank).to(task.device);
+}
 
 nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Timeline> timeline) {
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
@@ -247,6 +282,7 @@ nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Ti
   nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes, std::move(timeline));
   const auto ranks = static_cast<double>(task.contestant == "single" || processes ? 1 : task.mesh.size());
   result["peak_mib"] = (task.device.is_cpu() ? memory_mib("VmHWM:") - base : device_peak_mib(task.device)) / ranks;
+  if (!task.device.is_cpu()) result["tensor_mib"] = result["peak_mib"];
   const bool single = task.contestant == "single";
   const int64_t tokens = task.size.batch * task.size.seq / (single ? 1 : task.data_ranks());
   const int64_t tp = single ? 1 : task.mesh.size() / task.data_ranks();

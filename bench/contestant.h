@@ -6,12 +6,17 @@
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "bench/model.h"
 #include "shardproof/algebra/mesh.h"
+#include "shardproof/comm/mesh_comm.h"
 #include "shardproof/comm/process/process_world.h"
 #include "shardproof/comm/timeline.h"
+#include "shardproof/optim/optimizer.h"
+#include "shardproof/parallel/tensor/tensor_parallel.h"
+#include "shardproof/sharding/fully_shard.h"
 
 namespace bench {
 
@@ -25,20 +30,40 @@ struct Task {
   Size size;
   int64_t steps = 10, warmup = 2;
   double lr = 3e-4;
-  c10::Device device{c10::kCPU};  // a GPU: of this process; its rank-threads share it
+  c10::Device device{c10::kCPU};  // a GPU: of this process; its rank-threads share it. Meta: nothing has memory or values
   // Forwards and backwards in bfloat16, by autocast where there is one copy of the parameters, by a unit's own precision where
   // they are sharded; parameters, sums of gradients and updates in float32.
   bool bf16 = false;
   int64_t delayed_gradient_bytes = 0;  // of ours: ShardOptions::delayed_gradient_bytes_max
+  bool counts_tensors = false;         // of ours: their bytes, where they are allocated, which takes time
 
   // How many parts the batch of a step has. Ranks along tp have the same part.
   int64_t data_ranks() const { return mesh.size() / (mesh.has("tp") ? mesh.size("tp") : 1); }
 };
 
+// One rank of ours: a model, what cuts it, and its optimizer.
+struct Training {
+  Training(const Task& task, const std::shared_ptr<shardproof::MeshComm>& comms);
+  // The forward. `tokens`: those of this rank.
+  at::Tensor loss(const at::Tensor& tokens) const;
+
+  Model model;
+  std::optional<shardproof::TensorParallel> parallel;
+  shardproof::Comm* cut = nullptr;  // the ranks among which the logits are cut, of a vocabulary of `vocab` entries
+  int64_t vocab = 0;
+  shardproof::Sharded sharded;
+  shardproof::Optimizer optimizer;
+};
+
+// The part that a rank has of the batch of a step.
+at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank);
+
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a
 // GPU of what LibTorch allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
 // gradients, optimizer and communication of one rank, "formula_mib", in float32: these and activation_bytes of model.h,
 // "check_percent", of steps with a FingerprintCheck: its processor time, of that of the rest of the step}
+// Of ours also "processor_ms": of steps of all ranks of the process, and "tensor_mib": of the tensors of one rank at most, after
+// the first step; 0 where they are not counted.
 //
 // Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
 //

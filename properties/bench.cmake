@@ -31,6 +31,24 @@ set_tests_properties(Bench.tensor_parallelism_trains_like_the_unsharded_step_and
   Bench.sequence_parallelism_over_zero3_trains_like_the_unsharded_step_and_dtensor
   Bench.hsdp_trains_like_the_unsharded_step_and_pytorch
   Bench.products_in_pieces_train_like_the_unsharded_step PROPERTIES LABELS train)
+# What plan predicts has the calls and bytes that ours makes, by copies and side by side; else bench ends with 1.
+function(shardproof_predicted name)
+  add_test(NAME "Bench.predicted_calls_and_bytes_are_those_of_${name}"
+    COMMAND shardproof_command ${of_mesh} --machine h100 ${ARGN})
+  set_tests_properties("Bench.predicted_calls_and_bytes_are_those_of_${name}" PROPERTIES LABELS harness)
+endfunction()
+add_test(NAME Bench.a_prediction_is_printed_beside_what_was_measured COMMAND shardproof_command ${of_mesh} --machine h100)
+set_tests_properties(Bench.a_prediction_is_printed_beside_what_was_measured PROPERTIES LABELS harness
+  PASS_REGULAR_EXPRESSION "plan predicts for 'h100'.*zero3 [^\n]*%[^\n]*%[^\n]*\nside_by_side [^\n]*%[^\n]*%")
+foreach(strategy ddp zero1 zero2 zero3)
+  shardproof_predicted(${strategy} --ranks 4 --strategy ${strategy})
+endforeach()
+foreach(strategy hsdp hfsdp hzero2)
+  shardproof_predicted(${strategy} --mesh dp_replicate=2,dp_shard=2 --strategy ${strategy})
+endforeach()
+shardproof_predicted(tp --mesh tp=2)
+shardproof_predicted(zero3_over_tp_in_bf16 --mesh dp_shard=2,tp=2 --precision bf16)
+shardproof_predicted(pieces_of_sequences --mesh dp_shard=2,tp=2 --sequence-parallel --overlap-pieces 2)
 shardproof_refused(Bench.fsdp2_is_refused_where_the_mesh_has_tp "take --against dtensor"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2,tp=2 --against fsdp2)
 shardproof_refused(Bench.a_mesh_that_does_not_divide_the_heads_is_refused "tp must divide the 4 heads"

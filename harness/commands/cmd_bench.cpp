@@ -4,17 +4,19 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "bench/contestant.h"
 #include "harness/commands/bench_plot.h"
+#include "harness/commands/bench_prediction.h"
 #include "harness/commands/bench_process.h"
+#include "harness/commands/bench_row.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/json_lines.h"
@@ -38,7 +40,7 @@ constexpr double kLossToleranceBf16 = 0x1p-9;
 constexpr int64_t kStepsOfTrace = 3;
 
 struct Arguments {
-  std::string against = "single", model = "gpt33m", precision = "fp32", mesh, worker, data, json, plot, trace, spans;
+  std::string against = "single", model = "gpt33m", precision = "fp32", mesh, worker, data, machine, json, plot, trace, spans;
   int64_t ranks = 2;
   bench::Task task;
   int64_t rounds = 3;
@@ -92,24 +94,11 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
       "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
-      "--steps {} --warmup {} --delay-gradients {}{}",
+      "--steps {} --warmup {} --delay-gradients {}{}{}",
       allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
       a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
-      a.task.warmup, a.task.delayed_gradient_bytes, a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
-}
-
-struct Row {
-  std::vector<double> step_ms, ratios, losses;  // ratios: a round's median step over that of `single` in the same round
-  std::vector<double> check_percent;            // of the steps of all rounds
-  double peak_mib = 0, live_mib = 0, formula_mib = 0;  // the last two are 0 where they are not known
-  int64_t calls = 0, bytes = 0;
-};
-
-double worst_difference(const Row& row, const Row& single) {
-  double worst = 0;
-  for (size_t i = 0; i < row.losses.size(); ++i)
-    worst = std::max(worst, std::abs(row.losses[i] - single.losses.at(i)) / std::abs(single.losses.at(i)));
-  return worst;
+      a.task.warmup, a.task.delayed_gradient_bytes, a.machine.empty() ? "" : " --count-tensors",
+      a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
 }
 
 // Ours has the name of its strategy, which may be that of one of PyTorch's contestants.
@@ -118,18 +107,19 @@ std::string label_of(const Arguments& a, const std::string& contestant) {
   return contestant == a.task.strategy ? contestant + "_pytorch" : contestant;
 }
 
-void report_check(const Row& row) {
+void report_check(const BenchRow& row) {
   const auto [low, high] = std::minmax_element(row.check_percent.begin(), row.check_percent.end());
   fmt::print("the check of replicas takes {:.2f}% of the processor time of the rest of a step ({:.2f}-{:.2f}, on rank 0)\n",
              median(row.check_percent), *low, *high);
 }
 
-bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows, JsonLines& out) {
+bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, BenchRow>& rows,
+            JsonLines& out) {
   fmt::print("{:<14} {:>10} {:>21} {:>9} {:>9} {:>9} {:>6} {:>10} {:>10}\n", "", "step ms", "x single (range)", "peak MiB",
              "formula", "live MiB", "calls", "MiB moved", "loss diff");
   bool held = true;
   for (const std::string& name : order) {
-    const Row& row = rows.at(name);
+    const BenchRow& row = rows.at(name);
     const auto [low, high] = std::minmax_element(row.ratios.begin(), row.ratios.end());
     const double difference = worst_difference(row, rows.at("single"));
     const bool agrees = difference <= a.loss_tolerance();
@@ -150,12 +140,14 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"mesh", name.starts_with("single") ? "" : a.task.mesh.str()},
                {"sequence_parallel", a.task.sequence_parallel},
                {"overlap_pieces", a.task.overlap_pieces},
+               {"delayed_gradient_bytes_max", a.task.delayed_gradient_bytes},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
                {"ratio_min", *low},
                {"ratio_max", *high},
                {"peak_mib", row.peak_mib},
                {"live_mib", row.live_mib},
+               {"tensor_mib", row.tensor_mib},
                {"formula_mib", row.formula_mib},
                {"calls", row.calls},
                {"bytes", row.bytes},
@@ -251,11 +243,11 @@ std::ofstream opened(const std::string& path, const char* what) {
   return file;
 }
 
-void plot(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, Row>& rows,
+void plot(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, BenchRow>& rows,
           std::ofstream& file) {
   std::vector<PlottedRow> plotted;
   for (const std::string& name : order) {
-    const Row& row = rows.at(name);
+    const BenchRow& row = rows.at(name);
     const auto [low, high] = std::minmax_element(row.step_ms.begin(), row.step_ms.end());
     plotted.push_back({.name = label_of(a, name),
                        .step_ms = median(row.step_ms),
@@ -287,11 +279,26 @@ void leave_spans(const Arguments& a, const shardproof::Timeline& timeline, const
   write_spans(spans, fmt::format("step {}", a.task.warmup), a.spans);
 }
 
+// Of ours. PyTorch's and `single` are no steps of this library, and what a check of replicas adds is no part of one.
+std::vector<Predicted> predictions(const Arguments& a, const std::map<std::string, BenchRow>& rows, const Machine& machine) {
+  std::vector<Predicted> predicted;
+  for (const char* name : {"ours", "side_by_side"}) {
+    const auto measured = rows.find(name);
+    if (measured == rows.end()) continue;
+    bench::Task task = a.task;
+    task.contestant = name;
+    predicted.push_back({label_of(a, name), predict(task, machine), measured->second});
+  }
+  return predicted;
+}
+
 int compete(Arguments& a) {
   a.launched.refuse_without_effect();
   SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
   const std::vector<std::string> order = contestants(a);
   require_mesh(a, order);
+  std::optional<Machine> machine;
+  if (!a.machine.empty()) machine = chosen_machine(a.machine);
   JsonLines out(a.json);
   std::ofstream trace, drawing;
   if (!a.trace.empty()) trace = opened(a.trace, "trace");  // before the rounds, which take minutes
@@ -302,27 +309,17 @@ int compete(Arguments& a) {
   a.data = folder + "/data";
   if (std::any_of(order.begin(), order.end(), of_pytorch)) bench::write_data(a.task, a.data);
 
-  std::map<std::string, Row> rows;
+  std::map<std::string, BenchRow> rows;
   for (int64_t round = 0; round < a.rounds; ++round) {
     double single_ms = 0;
     for (const std::string& name : order) {
       const json result = run_process(command_of(a, name), name);
-      Row& row = rows[name];
-      const auto times = result["step_ms"].get<std::vector<double>>();
-      if (name == "single") single_ms = median(times);
-      row.step_ms.push_back(median(times));
-      row.ratios.push_back(median(times) / single_ms);
-      row.losses = result["losses"].get<std::vector<double>>();
-      if (result.contains("check_percent"))
-        for (const json& percent : result["check_percent"]) row.check_percent.push_back(percent);
-      row.peak_mib = std::max(row.peak_mib, result["peak_mib"].get<double>());
-      row.live_mib = result.value("live_mib", 0.0);
-      row.formula_mib = result.value("formula_mib", 0.0);
-      row.calls = result["calls"];
-      row.bytes = result["bytes"];
+      if (name == "single") single_ms = median(result["step_ms"].get<std::vector<double>>());
+      rows[name].add(result, single_ms);
     }
   }
-  const bool held = report(a, order, rows, out);
+  bool held = report(a, order, rows, out);
+  if (machine) held &= report_predictions(predictions(a, rows, *machine), *machine, out);
   if (!a.plot.empty()) plot(a, order, rows, drawing);
   if (!a.trace.empty()) write_trace(a, folder, trace);
   return held ? 0 : 1;
@@ -367,9 +364,13 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command->add_option("--json", a->json, "also write one JSON object for each contestant to this file");
   a->launched.add_to(*command, /*ranks_option=*/false);
   command->add_option("--plot", a->plot, "also draw step times and peaks of memory, as SVG, into this file");
+  command->add_option("--machine", a->machine,
+                      "also compare with what plan predicts for this machine: a file that plan --calibrate wrote, or a known "
+                      "one; calls and bytes must be equal");
   command->add_option("--trace", a->trace,
                       "also write when each rank computed, communicated and waited, in steps after the rounds, to this file");
   command->add_option("--spans", a->spans, "write the spans of this process' ranks to this file and their numbers")->group("");
+  command->add_flag("--count-tensors", a->task.counts_tensors, "count the bytes of tensors")->group("");
   command->add_option("--worker", a->worker, "run this contestant in this process")->group("");
   add_bench_checkpoint_command(*command, exit_code);
   add_bench_collectives_command(*command, exit_code);

@@ -168,6 +168,8 @@ void add_plan_command(CLI::App& app, int& exit_code) {
                    "cut products of layers that tp cuts into so many pieces of the microbatch")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  command->add_flag("--side-by-side", a->run.side_by_side,
+                    "lay the shards of a host's ranks beside each other in its memory, so that nothing is gathered");
   command->add_flag("--recompute", a->run.recompute,
                     "keep no activations inside blocks, and compute them again in the backward");
   command->add_flag("--offload-activations", a->run.offload_activations,

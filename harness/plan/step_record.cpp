@@ -1,5 +1,6 @@
 #include "harness/plan/step_record.h"
 
+#include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
@@ -63,6 +64,11 @@ class Recorded final : public Comm {
   int64_t size() const override { return inner_->size(); }
   const std::string& name() const override { return inner_->name(); }
   bool premultiplies() const override { return inner_->premultiplies(); }
+  at::Tensor shared_memory(int64_t bytes) override {
+    if (at::Tensor memory = inner_->shared_memory(bytes); memory.defined()) return memory;
+    recorder_.share(bytes - bytes / size());
+    return at::empty({bytes}, at::TensorOptions(at::kByte).device(at::kMeta));
+  }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
     return inner_->split(color, key, std::move(name));
   }

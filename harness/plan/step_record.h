@@ -52,10 +52,14 @@ class StepRecorder {
   // Forgets events. Groups stay, and a collective that was started before and is awaited later is no event.
   void clear();
   const StepRecord& record() const { return record_; }
+  // Of memory that the ranks of a group share, the parts of the others. A rank alone allocates them too.
+  void share(int64_t neighbours_bytes) { neighbours_bytes_ += neighbours_bytes; }
+  int64_t neighbours_bytes() const { return neighbours_bytes_; }
 
  private:
   StepRecord record_;
   size_t forgotten_ = 0;  // collectives that were started before the last `clear`
+  int64_t neighbours_bytes_ = 0;
 };
 
 // Writes the calls and waits of every group into the recorder, which must live as long. `ranks`: those of `inner` in the world.

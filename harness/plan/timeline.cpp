@@ -15,6 +15,12 @@ const char* name_of(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? "bf16" : dtype == at::kHalf ? "fp16" : "float32";
 }
 
+// How many ranks take turns on a core.
+double crowd_of(const Machine& machine, int64_t ranks_on_host) {
+  const bool shares = machine.ranks_at_once > 0 && ranks_on_host > machine.ranks_at_once;
+  return shares ? static_cast<double>(ranks_on_host) / static_cast<double>(machine.ranks_at_once) : 1;
+}
+
 double steps_between(int64_t hosts) {
   return std::ceil(std::log2(static_cast<double>(hosts)));
 }
@@ -29,9 +35,8 @@ double operator_seconds(const Operator& what, const Machine& machine, int64_t ra
                   name_of(what.dtype));
     products = what.flops / (rate->second * machine.efficiency);
   }
-  const bool shares = machine.ranks_at_once > 0 && ranks_on_host > machine.ranks_at_once;
-  const double crowd = shares ? static_cast<double>(ranks_on_host) / static_cast<double>(machine.ranks_at_once) : 1;
-  return crowd * std::max({machine.operator_seconds, products, what.bytes / machine.memory_bytes_per_second});
+  return crowd_of(machine, ranks_on_host) *
+         std::max({machine.operator_seconds, products, what.bytes / machine.memory_bytes_per_second});
 }
 
 Spread spread_of(const RankGroup& group, const Machine& machine) {
@@ -69,6 +74,8 @@ StepTime walk(const StepRecord& record, const Machine& machine) {
     spreads.push_back(spread_of(group, machine));
     ranks_on_host = std::max(ranks_on_host, spreads.back().on_a_host);
   }
+  // Where the ranks' own threads carry what is sent, they take turns with that, too.
+  const double carrying = machine.overlaps ? 1 : crowd_of(machine, ranks_on_host);
   std::vector<bool> is_carried(record.collectives.size(), false);
   std::vector<double> ends(record.collectives.size(), 0);
   std::array<double, 2> free_at{};  // the links inside a host, and between hosts
@@ -76,7 +83,7 @@ StepTime walk(const StepRecord& record, const Machine& machine) {
   const auto carry_out = [&](size_t index, double earliest) {
     const Collective& what = record.collectives[index];
     double& free = free_at[spreads[what.group].hosts > 1 ? 1 : 0];
-    const double seconds = collective_seconds(what, spreads[what.group], machine), begin = std::max(earliest, free);
+    const double seconds = carrying * collective_seconds(what, spreads[what.group], machine), begin = std::max(earliest, free);
     time.communicating += seconds;
     time.communicating_by_group[record.groups[what.group].name] += seconds;
     ends[index] = free = begin + seconds;

@@ -53,7 +53,7 @@ void BucketParameters::allocate_parameters() {
   const LocalView& own = layout_.parameter();
   if (side_by_side()) {
     Comm& group = comms_->along(layout_.unshard().axes);
-    SHARD_REQUIRE(memory_->device().is_cpu(), "fully_shard",
+    SHARD_REQUIRE(memory_->device().is_cpu() || memory_->device().is_meta(), "fully_shard",
                   "Gather::side_by_side: memory that ranks share is the CPU's, and parameters are on {}. Use Gather::copied",
                   memory_->device().str());
     const at::Tensor memory = group.shared_memory(compute_bytes());

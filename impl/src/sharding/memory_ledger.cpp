@@ -98,7 +98,7 @@ at::Tensor MemoryLedger::adopt(MemoryKind kind, const at::Tensor& tensor, int64_
     const std::lock_guard held(ledger->mutex_);
     ledger->count(kind, place, -bytes);
   };
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), forget, tensor.options());
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), forget, tensor.options(), tensor.device());
 }
 
 std::shared_ptr<void> MemoryLedger::counted(MemoryKind kind, int64_t bytes) {

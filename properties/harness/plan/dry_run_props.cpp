@@ -30,6 +30,7 @@ struct Planned {
   bool offload_activations = false;
   int64_t overlap_pieces = 1;
   int64_t delayed_bytes = 0;
+  bool side_by_side = false;
 };
 
 constexpr const char* kGpt = "gpt(layers=2,hidden=16,heads=4,vocab=24,positions=8,tied)";
@@ -66,13 +67,17 @@ const std::vector<Planned>& all_planned() {
       {kLlama, "dp_shard=2,tp=2", "zero3", "float32", 2, true, false, 0, false, 1, 1 << 20},
       {kLlama, "dp_shard=3", "zero3", "float32", 2, false, true, 0, false, 1, 1 << 20},
       {kLlama, "dp_shard=2,tp=2", "zero3", "float32", 2, true, false, 0, false, 2, 1 << 20},
+      {.model = kMlp, .mesh = "dp_shard=3", .strategy = "zero3", .rounds = 2, .side_by_side = true},
+      {.model = kGpt, .mesh = "dp_shard=2,tp=2", .strategy = "zero3", .dtype = "bf16", .side_by_side = true},
+      {.model = kLlama, .mesh = "dp_replicate=2,dp_shard=2", .strategy = "hsdp", .prefetch = 1, .side_by_side = true},
   };
   return all;
 }
 
 std::string words(const Planned& planned) {
-  return fmt::format("{} {} on {} in {}{}, {} bytes of delayed gradients", planned.strategy, planned.model, planned.mesh,
-                     planned.dtype, planned.offload_activations ? ", activations on the host" : "", planned.delayed_bytes);
+  return fmt::format("{} {} on {} in {}{}{}, {} bytes of delayed gradients", planned.strategy, planned.model, planned.mesh,
+                     planned.dtype, planned.offload_activations ? ", activations on the host" : "",
+                     planned.side_by_side ? ", side by side" : "", planned.delayed_bytes);
 }
 
 DryRun dry_of(const Planned& planned) {
@@ -89,6 +94,7 @@ DryRun dry_of(const Planned& planned) {
   run.prefetch = planned.prefetch;
   run.offload_activations = planned.offload_activations;
   run.delayed_gradient_bytes = planned.delayed_bytes;
+  run.side_by_side = planned.side_by_side;
   return run;
 }
 
@@ -137,6 +143,7 @@ std::vector<Counted> really(const DryRun& run) {
     if (run.recompute) options.recompute = by_type<LlamaLayerImpl>();
     if (run.offload_activations) options.offload_activations = options.units;
     options.delayed_gradient_bytes_max = run.delayed_gradient_bytes;
+    if (run.side_by_side) options.gather = Gather::side_by_side;
     if (run.dtype == "bf16") options.precision = {.main = at::kFloat, .compute = at::kBFloat16, .reduce = at::kBFloat16};
     Sharded sharded = fully_shard(network.module, comms, options);
     Optimizer optimizer = adamw(sharded, {});
@@ -264,6 +271,18 @@ TEST(Plan, all_memory_is_at_least_what_the_ledger_counts_and_recomputation_keeps
   EXPECT_GE(keeps.peak_bytes, keeps.stepped.peak_total_bytes);
   EXPECT_GE(keeps.peak_bytes, keeps.activation_bytes);
   EXPECT_LT(recomputes.activation_bytes, keeps.activation_bytes / 2);
+}
+
+// Of four ranks, with units of which none is half of the model.
+TEST(Plan, memory_that_ranks_share_counts_once_for_all_of_them) {
+  DryRun run =
+      dry_of({"llama(layers=6,hidden=32,heads=4,kv_heads=4,intermediate=64,vocab=20,positions=2)", "dp_shard=4", "zero3"});
+  const DryRunResult copies = dry_run(run);
+  run.side_by_side = true;
+  const DryRunResult shares = dry_run(run);
+  EXPECT_EQ(shares.built.now_total(), copies.built.now_total());
+  EXPECT_EQ(shares.stepped.peak(MemoryKind::gathered), 0);
+  EXPECT_LT(shares.peak_bytes, copies.peak_bytes);
 }
 
 // Four equal blocks: the device holds at most what two of them keep, and the host what all keep.

@@ -159,6 +159,17 @@ TEST(Timeline, operators_take_the_longest_of_products_memory_and_their_least_tim
   EXPECT_EQ(operator_seconds({.flops = 100}, machine, 6), 60);
 }
 
+TEST(Timeline, ranks_that_take_turns_on_cores_take_turns_with_what_their_threads_carry) {
+  Steps steps;
+  steps.compute(3);
+  steps.recorder.wait(steps.start(steps.pair, 8));  // 4 s for two ranks alone
+  Machine machine = slow();
+  machine.ranks_per_host = 4, machine.ranks_at_once = 1;
+  EXPECT_EQ(steps.time(machine).seconds, 4 * 3 + 4);  // a network carries
+  machine.overlaps = false;
+  EXPECT_EQ(steps.time(machine).seconds, 4 * (3 + 4));
+}
+
 RC_GTEST_PROP(Timeline, a_free_network_leaves_the_operators_alone, ()) {
   Drawn d = drawn();
   d.machine.inside = d.machine.between = {0, kFree};
