@@ -297,8 +297,7 @@ int compete(Arguments& a) {
   SHARD_REQUIRE(a.rounds >= 1 && a.task.steps >= 1 && a.task.warmup >= 0, "bench", "--rounds and --steps must be at least 1");
   const std::vector<std::string> order = contestants(a);
   require_mesh(a, order);
-  std::optional<Machine> machine;
-  if (!a.machine.empty()) machine = chosen_machine(a.machine);
+  const auto machine = a.machine.empty() ? std::nullopt : std::optional(chosen_machine(a.machine));
   JsonLines out(a.json);
   std::ofstream trace, drawing;
   if (!a.trace.empty()) trace = opened(a.trace, "trace");  // before the rounds, which take minutes
