@@ -95,6 +95,22 @@ class Engines(unittest.TestCase):
         self.assertEqual(self.run_command("replay", "--engine", "engines:right", failure["case"]).returncode, 0)
         self.assertEqual(self.run_command("replay", failure["case"]).returncode, 0)
 
+    def test_a_known_fault_of_pytorch_is_counted_by_verify_and_shown_by_replay(self):
+        done, lines = self.verify("torch-ddp", "--cases", "40", "--seed", "2", "--world-max", "2", "--mesh", "dp_shard=1")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        counted = next(line for line in lines if line["type"] == "engine")["refused"]
+        for known in ("a save before the first step", "the largest gradient, where a rank has an empty one"):
+            self.assertTrue([reason for reason in counted if reason.startswith(known)], counted)
+        save = "mlp(widths=1-1) mesh() ddp {} fast seed=3 : save step"
+        largest = "mlp(widths=1-1) mesh(dp_shard=2) {} sgd(lr=0.1,norm=inf) fast seed=3 : step"
+        for engine, case, code in (("torch-ddp", save.format("adamw(lr=0.1)"), 1),
+                                   ("torch-ddp", save.format("sgd(lr=0.1,momentum=0.9,decay=0.1)"), 1),
+                                   ("torch-ddp", save.format("sgd(lr=0.1,momentum=0.9)"), 0),
+                                   ("torch-ddp", largest.format("ddp"), 0),
+                                   ("torch-fsdp2", largest.format("zero3"), 1)):
+            done = self.run_command("replay", "--engine", engine, case)
+            self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+
     def expect_refused(self, message, *arguments, environment=None):
         """Exit code 2 and one clear message."""
         done = self.run_command(*arguments, environment=environment)

@@ -96,6 +96,22 @@ class Faults(unittest.TestCase):
         self.assertEqual((code, rows["A"]["verdict"], rows["A"]["by"]), (0, "killed", "crash (SIGSEGV)"), output)
         self.assertEqual(rows["A"]["case"], "small case")
 
+    def test_minimal_cases_and_guesses_are_summed_up(self):
+        cases = {"A": "mlp(widths=1-1) mesh() ddp sgd(lr=0.1) fast seed=1 : save load@mesh(dp_shard=2,tp=1) step*2",
+                 "B": "mlp(widths=1-1-1) mesh(dp_shard=2) ddp sgd(lr=0.1) fast seed=1 : step",
+                 "C": "gpt(layers=1) mesh(dp_shard=2,tp=2) zero3 sgd(lr=0.1) fast seed=1 : step",
+                 "D": "conv(channels=4-1) mesh(cp=2) zero3 sgd(lr=0.1) fast seed=1 : step accumulate(2) step*2",
+                 "E": ""}
+        same = {"type": "fault", "title": "", "from": "", "expect": "", "check": "verify", "verdict": "killed", "by": "",
+                "seconds": 1.0}
+        rows = [{**same, "id": name, "cases": number, "case": case, "guess": "doubled" if name in "AB" else ""}
+                for number, (name, case) in enumerate(cases.items(), 1)]
+        self.write("rows", "".join(json.dumps(row) + "\n" for row in rows))
+        code, _, output = self.run_faults([patch(name, "4") for name in cases], "--merge", self.path("rows"))
+        self.assertEqual(code, 0, output)
+        self.assertIn("4 have a minimal case: 25% of them with at most 2 ranks, 1 layer and 2 steps, 50% with a guess; "
+                      "found after 3 cases in the median", output)
+
     def test_how_many_default_runs_find_a_bug_is_told_by_seeds(self):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "5")], "--seeds", "4",
                                              "--markdown", self.path("table"))

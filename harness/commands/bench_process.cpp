@@ -1,9 +1,8 @@
 #include "harness/commands/bench_process.h"
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 
+#include "harness/commands/process.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -11,12 +10,7 @@ namespace harness {
 using nlohmann::json;
 
 json run_process(const std::string& command, const std::string& contestant) {
-  FILE* pipe = popen(command.c_str(), "r");
-  SHARD_REQUIRE(pipe, "bench", "cannot start {}", command);
-  std::string output;
-  std::array<char, 65536> buffer;
-  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) output.append(buffer.data(), count);
-  const int status = pclose(pipe);
+  const auto [output, status] = output_of(command);
   const size_t begin = output.find('{');
   SHARD_REQUIRE(status == 0 && begin != std::string::npos, "bench", "{} did not finish (status {}). Run it alone: {}",
                 contestant, status, command);

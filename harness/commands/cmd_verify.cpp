@@ -107,11 +107,13 @@ constexpr const char* kWhereTheRestIs =
     "what the cases had: --verbose lists it, --report FILE shows it in a browser, --json FILE has all of it\n";
 
 void print_refused(const VerifyResult& result, const Engine& engine) {
-  fmt::print("{} trained {} of {} drawn cases; each of the others has something that it cannot do, or is not given:\n",
-             engine.name(),
-             result.drawn - std::transform_reduce(result.refused.begin(), result.refused.end(), int64_t{0}, std::plus(),
-                                                  [](const auto& item) { return item.second; }),
-             result.drawn);
+  fmt::print(
+      "{} trained {} of {} drawn cases; each of the others has something that it cannot do, is not given, or is known to do "
+      "wrong:\n",
+      engine.name(),
+      result.drawn - std::transform_reduce(result.refused.begin(), result.refused.end(), int64_t{0}, std::plus(),
+                                           [](const auto& item) { return item.second; }),
+      result.drawn);
   for (const auto& [reason, count] : result.refused) fmt::print("  {:>6}  {}\n", count, reason);
 }
 

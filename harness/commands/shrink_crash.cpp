@@ -2,35 +2,18 @@
 
 #include <fmt/format.h>
 
-#include <array>
-#include <cstdio>
 #include <filesystem>
 #include <thread>
 
-#include "shardproof/base/check.h"
+#include "harness/commands/process.h"
 
 namespace harness {
-namespace {
-
-// One word of a shell.
-std::string quoted(const std::string& text) {
-  std::string word = "'";
-  for (const char letter : text) word += letter == '\'' ? "'\\''" : std::string(1, letter);
-  return word + "'";
-}
-
-}  // namespace
 
 Verdict crash_verdict(const Case& c) {
   static const std::string kSays = "CRASH (";
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
-  const std::string command = fmt::format("{} replay {} 2>&1 >/dev/null", quoted(program), quoted(c.str()));
-  FILE* const pipe = popen(command.c_str(), "r");
-  SHARD_REQUIRE(pipe, "replay", "cannot start {}", command);
-  std::string output;
-  std::array<char, 4096> buffer;
-  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe)) output.append(buffer.data(), count);
-  pclose(pipe);
+  const std::string output =
+      output_of(fmt::format("{} replay {} 2>&1 >/dev/null", shell_word(program), shell_word(c.str()))).text;
   Verdict verdict;
   const size_t begin = output.find(kSays);
   verdict.held = begin == std::string::npos;

@@ -32,6 +32,11 @@ int64_t ranks_of(const Case& c) {
   return ranks;
 }
 
+// Empty if an engine's run of the case is compared.
+const std::string& why_left_out(const Engine::Fitted& fitted) {
+  return fitted.reason.empty() ? fitted.known : fitted.reason;
+}
+
 constexpr int64_t kOracleSample = 400;  // the oracle looks for kinds among so many cases
 
 class Campaign {
@@ -102,12 +107,12 @@ class Campaign {
     return options_.engine ? options_.engine->ranks() : options_.ranks ? *options_.ranks : thread_ranks();
   }
 
-  // What an engine cannot train, of simpler variants of a case, holds.
+  // What an engine cannot train, of simpler variants of a case, holds. So does what is known to go wrong.
   Verdict judge(const Case& c) const {
     const RunningCase running(c.str());
     if (!options_.engine) return run_case(c, ranks());
     const Engine::Fitted fitted = options_.engine->fit(c);
-    if (fitted.reason.empty() && fitted.c == c) return options_.engine->run(c);
+    if (why_left_out(fitted).empty() && fitted.c == c) return options_.engine->run(c);
     Verdict none;
     none.held = true;
     return none;
@@ -116,10 +121,11 @@ class Campaign {
   void try_drawn(const Case& c) {
     if (!options_.engine) return try_case(c, false);
     const Engine::Fitted fitted = options_.engine->fit(c);
-    if (fitted.reason.empty()) try_case(fitted.c, false);
+    const std::string& reason = why_left_out(fitted);
+    if (reason.empty()) try_case(fitted.c, false);
     const std::lock_guard lock(mutex_);
     ++result_.drawn;
-    if (!fitted.reason.empty()) ++result_.refused[fitted.reason];
+    if (!reason.empty()) ++result_.refused[reason];
   }
 
   void start_oracle() {

@@ -81,6 +81,29 @@ std::string why_not_history(const Abilities& engine, const Case& c) {
   return {};
 }
 
+bool a_rank_has_an_empty_gradient(const Abilities& engine, const Case& c) {
+  for (size_t s = 0; s < c.steps.size(); ++s) {
+    const Mesh& mesh = c.at(s).mesh;
+    const int64_t ranks = engine.shards && mesh.has("dp_shard") ? mesh.size("dp_shard") : 1;
+    for (const auto& [name, shape] : golden::parameter_shapes(c.model)) {
+      const int64_t rows = shape.empty() ? 1 : shape[0], most = (rows + ranks - 1) / ranks;
+      if (c10::multiply_integers(shape) == 0 || (ranks - 1) * most >= rows) return true;
+    }
+  }
+  return false;
+}
+
+std::string known_of(const Abilities& engine, const Case& c) {
+  // So that there is a state to save, PyTorch lets the optimizer step once with gradients and learning rates of zero.
+  const golden::Optimizer& o = c.optimizer;
+  const bool steps_alter = o.kind != golden::Optimizer::Kind::sgd || (o.momentum > 0 && o.weight_decay > 0);
+  if (c.steps[0].save && steps_alter)
+    return "a save before the first step, which changes the optimizer's state in PyTorch (docs/findings/019.md)";
+  if (c.norm_order == 0 && a_rank_has_an_empty_gradient(engine, c))
+    return "the largest gradient, where a rank has an empty one, which PyTorch refuses (docs/findings/001.md)";
+  return {};
+}
+
 // The options that mean something to the engine; the library's are as they are by default.
 CaseOptions options_of(const Abilities& engine, const CaseOptions& o) {
   CaseOptions kept{.loss = o.loss, .compute = o.compute, .schedule = o.schedule};
@@ -234,16 +257,17 @@ Engine::Fitted Engine::fit(const Case& drawn) const {
   Case c = drawn;
   c.mode = Mode::fast;
   for (const auto& why_not : {why_not_on, why_not_model, why_not_history})
-    if (std::string reason = why_not(engine, c); !reason.empty()) return {drawn, std::move(reason)};
+    if (std::string reason = why_not(engine, c); !reason.empty()) return {drawn, std::move(reason), {}};
   c.options = options_of(engine, c.options);
   for (StepPlan& step : c.steps) step.unshard &= engine.shards;
   give_strategy(engine, c);
   try {
     validate(c);
   } catch (const shardproof::Error&) {
-    return {drawn, "an option that does not suit its mesh"};
+    return {drawn, "an option that does not suit its mesh", {}};
   }
-  return {std::move(c), {}};
+  std::string known = known_of(engine, c);
+  return {std::move(c), {}, std::move(known)};
 }
 
 Verdict Engine::run(const Case& c) const {

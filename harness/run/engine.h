@@ -23,6 +23,7 @@ class Engine {
   struct Fitted {
     Case c;
     std::string reason;  // why the engine cannot train the case; empty if it can
+    std::string known;   // what goes wrong in PyTorch itself when it does; `verify` leaves such a case out, `replay` runs it
   };
   // The case as the engine can train it: in the mode fast, under the engine's own strategy, and without the library's options.
   // A fitted case stays as it is.

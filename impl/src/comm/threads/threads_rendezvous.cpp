@@ -42,6 +42,20 @@ std::byte poison(const Call& call) {
   return std::byte{static_cast<unsigned char>(at::isFloatingType(call.output.scalar_type()) ? 0xff : 0x7f)};
 }
 
+// Where the two first differ; the end of `range` where they do not. Nearly always they are the same, which memcmp sees fastest.
+const std::byte* first_change(Bytes range, const std::byte* before) {
+  const auto bytes = static_cast<size_t>(range.end - range.begin);
+  if (bytes == 0 || std::memcmp(range.begin, before, bytes) == 0) return range.end;
+  return std::mismatch(range.begin, range.end, before).first;
+}
+
+// The first byte that is not `value`. All are, where the first one is and each is the same as the one before it.
+const std::byte* first_other(Bytes range, std::byte value) {
+  if (range.begin == range.end) return range.end;
+  if (*range.begin != value) return range.begin;
+  return first_change({range.begin + 1, range.end}, range.begin);
+}
+
 int64_t element(const std::byte* at, const at::Tensor& tensor) {
   return (at - static_cast<const std::byte*>(tensor.const_data_ptr())) /
          static_cast<int64_t>(tensor.element_size());
@@ -61,15 +75,16 @@ InFlight::InFlight(const Call& call) {
 std::optional<std::string> InFlight::find_input_change(const Call& call) const {
   const Bytes input = bytes_of(call.input);
   for (const Bytes& range : kept(call)) {
-    auto [now, before] = std::mismatch(range.begin, range.end, snapshot_.get() + (range.begin - input.begin));
+    const std::byte* now = first_change(range, snapshot_.get() + (range.begin - input.begin));
     if (now != range.end) return fmt::format("changed element {} of its input", element(now, call.input));
   }
   return std::nullopt;
 }
 
 std::optional<std::string> InFlight::find_output_write(const Call& call) const {
+  const std::byte value = poison(call);
   for (const Bytes& range : poisoned(call)) {
-    auto* written = std::find_if(range.begin, range.end, [&](std::byte b) { return b != poison(call); });
+    const std::byte* written = first_other(range, value);
     if (written != range.end) return fmt::format("wrote element {} of its output", element(written, call.output));
   }
   return std::nullopt;

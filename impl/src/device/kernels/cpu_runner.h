@@ -39,7 +39,7 @@ struct CpuRunner {
       for (; i + kPart <= count; i += kPart) rule.template pack<kPart>(i);
       for (; i < count; ++i) rule.template pack<1>(i);
     } else if constexpr (requires { Rule::kComputes; }) {
-      by_richest_instructions(count, given);
+      by_richest_instructions([&] { loop(count, given); });
     } else {
       loop(count, given);
     }
@@ -48,7 +48,7 @@ struct CpuRunner {
   // Where rules only look at elements, it looks at blocks of them. Else it looks everywhere, as these rules write, too.
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
-    if constexpr (requires { rule.finds(*rule.values); }) return find_by_richest_instructions(count, rule);
+    if constexpr (requires { rule.finds(*rule.values); }) return by_richest_instructions([&] { return find(count, rule); });
     const int64_t whole = rule.fits() ? count / Rule::kWidth * Rule::kWidth : 0;
     int64_t found = count;
     for (int64_t i = 0; i < whole; i += Rule::kWidth) {
@@ -87,48 +87,6 @@ struct CpuRunner {
     for (int64_t i = 0; i < count; ++i) rule.template pack<1>(i);
   }
 
-  // Of a rule that computes much for each number it loads. Nothing is contracted, so all instructions have the same bits.
-  template <class Rule>
-  static void by_richest_instructions(int64_t count, const Rule& rule) {
-#ifdef SHARD_X86
-    static const Instructions richest = richest_instructions();
-    if (richest == Instructions::avx512) return loop_avx512(count, rule);
-    if (richest == Instructions::avx2) return loop_avx2(count, rule);
-#endif
-    loop(count, rule);
-  }
-#ifdef SHARD_X86
-  template <class Rule>
-  [[SHARD_AVX512, gnu::flatten]] static void loop_avx512(int64_t count, const Rule& rule) {
-    loop(count, rule);
-  }
-  template <class Rule>
-  [[SHARD_AVX2, gnu::flatten]] static void loop_avx2(int64_t count, const Rule& rule) {
-    loop(count, rule);
-  }
-#endif
-
-  // Of what lies in a cache these find more at a time; the first loop has no other work.
-  template <class Rule>
-  static int64_t find_by_richest_instructions(int64_t count, const Rule& rule) {
-#ifdef SHARD_X86
-    static const Instructions richest = richest_instructions();
-    if (richest == Instructions::avx512) return find_avx512(count, rule);
-    if (richest == Instructions::avx2) return find_avx2(count, rule);
-#endif
-    return find(count, rule);
-  }
-#ifdef SHARD_X86
-  template <class Rule>
-  [[SHARD_AVX512, gnu::flatten]] static int64_t find_avx512(int64_t count, const Rule& rule) {
-    return find(count, rule);
-  }
-  template <class Rule>
-  [[SHARD_AVX2, gnu::flatten]] static int64_t find_avx2(int64_t count, const Rule& rule) {
-    return find(count, rule);
-  }
-#endif
-
   template <class Rule>
   [[gnu::always_inline]] static int64_t find(int64_t count, const Rule& given) {
     constexpr int64_t kBlock = 1024;
@@ -142,6 +100,28 @@ struct CpuRunner {
     }
     return count;
   }
+
+  // Of a rule that computes much for each number it loads, and of looking at numbers that lie in a cache. Nothing is
+  // contracted, so all instructions have the same bits.
+  template <class Body>
+  static auto by_richest_instructions(const Body& body) {
+#ifdef SHARD_X86
+    static const Instructions richest = richest_instructions();
+    if (richest == Instructions::avx512) return with_avx512(body);
+    if (richest == Instructions::avx2) return with_avx2(body);
+#endif
+    return body();
+  }
+#ifdef SHARD_X86
+  template <class Body>
+  [[SHARD_AVX512, gnu::flatten]] static auto with_avx512(const Body& body) {
+    return body();
+  }
+  template <class Body>
+  [[SHARD_AVX2, gnu::flatten]] static auto with_avx2(const Body& body) {
+    return body();
+  }
+#endif
 
   // Integers by exponent. Neighbours often have the same exponent. They go into different lanes, so that no addition waits for
   // the one before it.
