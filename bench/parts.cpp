@@ -8,6 +8,7 @@
 #include <memory>
 #include <unordered_set>
 
+#include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/comm/counted.h"
 #include "shardproof/comm/redistribute.h"
@@ -86,6 +87,23 @@ constexpr int64_t kFewTensors = 500, kManyTensors = 2000;
 Part growth_of_sharding(int64_t tensors) {
   return {fmt::format("growth/shard/{}", tensors),
           [=]() -> std::function<void()> { return [=] { Alone("dp_shard=4", "zero3", tensors / 2); }; }};
+}
+
+// Finding the collectives of a unit takes a rank the same, however many others there are.
+constexpr int64_t kFewRanks = 64, kManyRanks = 16384;
+
+Part level_of_collectives(int64_t ranks) {
+  return {fmt::format("level/collectives/{}", ranks), [=] {
+            const Mesh mesh({{"dp_shard", ranks}});
+            const Shape bucket = {kManyRanks * 3};
+            const Layout cut = split_flat(replicated(), Split{"dp_shard"}), terms = add_partial(replicated(), "dp_shard");
+            return [=] {
+              for (int64_t unit = 0; unit < 100; ++unit) {
+                lower(bucket, mesh, cut, replicated());
+                lower(bucket, mesh, terms, cut);
+              }
+            };
+          }};
 }
 
 Part growth_of_a_step(int64_t tensors) {
@@ -174,6 +192,31 @@ Part growth_of_a_save(int64_t tensors) {
           }};
 }
 
+// Both texts that describe a checkpoint, written and read: of tensors that 4 ranks hold alike.
+Part growth_of_metadata(int64_t tensors) {
+  return {fmt::format("growth/metadata/{}", tensors), [=] {
+            auto described = std::make_shared<checkpoint::Checkpoint>();
+            auto sums = std::make_shared<checkpoint::Checksums>();
+            std::vector<uint64_t> ends(4, 0);  // of the ranks' files
+            for (int64_t i = 0; i < tensors; ++i) {
+              checkpoint::StoredTensor& tensor = described->tensors[fmt::format("model.layers.{}.weight", i)];
+              tensor = {Dtype::Float, {8, 16}, {}};
+              for (int64_t rank = 0; rank < 4; ++rank) {
+                uint64_t& end = ends[static_cast<size_t>(rank)];
+                tensor.chunks.push_back({{2 * rank, 0}, {2, 16}, {checkpoint::entry_file_name(rank), end, 1152}});
+                checkpoint::add(*sums, {tensor.chunks.back().extent, static_cast<uint32_t>(i)});
+                end += 1152;
+              }
+            }
+            return [=] {
+              checkpoint::validate(*described, "what is written");
+              const std::string metadata = checkpoint::write_metadata(*described), sidecar = checkpoint::write_checksums(*sums);
+              checkpoint::validate(checkpoint::read_metadata(metadata, "what was written"), "what was written");
+              checkpoint::read_checksums(sidecar, "what was written");
+            };
+          }};
+}
+
 // Of 100 tensors that are small, so that planning, names and metadata are most of the work.
 Part checkpoint_of_small_tensors(bool load) {
   return {load ? "checkpoint/load" : "checkpoint/save", [load]() -> std::function<void()> {
@@ -213,8 +256,10 @@ std::vector<Part> parts() {
 std::vector<Part> parts_of_growth() {
   std::vector<Part> parts;
   for (const int64_t tensors : {kFewTensors, kManyTensors})
-    for (const Part& part : {growth_of_sharding(tensors), growth_of_a_step(tensors), growth_of_a_save(tensors)})
+    for (const Part& part :
+         {growth_of_sharding(tensors), growth_of_a_step(tensors), growth_of_a_save(tensors), growth_of_metadata(tensors)})
       parts.push_back(part);
+  for (const int64_t ranks : {kFewRanks, kManyRanks}) parts.push_back(level_of_collectives(ranks));
   return parts;
 }
 

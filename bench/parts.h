@@ -15,7 +15,7 @@ struct Part {
 };
 
 std::vector<Part> parts();
-// Bookkeeping in two sizes each, called growth/NAME/SIZE.
+// Bookkeeping in two sizes each: growth/NAME/SIZE may grow as the size does, and level/NAME/SIZE may not grow.
 std::vector<Part> parts_of_growth();
 
 }  // namespace bench

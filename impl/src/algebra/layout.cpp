@@ -107,8 +107,15 @@ class Resolver {
 // The lengths that the pieces of some `lengths` can have.
 std::set<int64_t> piece_sizes(const detail::Cut& cut, const std::set<int64_t>& lengths) {
   std::set<int64_t> sizes;
-  for (const int64_t length : lengths)
+  const bool is_even = cut.split->is_contiguous() && cut.split->bounds.empty();
+  for (const int64_t length : lengths) {
+    if (is_even) {  // the parts before the one that holds the last element are full, and those behind it are empty
+      for (const int64_t part : {int64_t{0}, length > 0 ? cut.part_at(length, length - 1) : 0, cut.parts - 1})
+        sizes.insert(cut.piece_size(length, part));
+      continue;
+    }
     for (int64_t part = 0; part < cut.parts; ++part) sizes.insert(cut.piece_size(length, part));
+  }
   return sizes;
 }
 

@@ -109,7 +109,8 @@ struct SaveJob::Parts {
 
   const std::vector<PlannedBox>& own() const { return plan->boxes[static_cast<size_t>(world->rank())]; }
   void collect(Sharded& sharded, const OptimizerState* optimizer);
-  void include(const std::string& key, const Path& path, const SavedTensor& tensor, const at::Tensor& data);
+  void include(std::string key, Path path, SavedTensor tensor, at::Tensor data);
+  void include(std::string key, Path path, Shard&& shard);
   void make_plan(KeptPlan* kept);
   void find_sources();
   void fill(Snapshot& memory);
@@ -117,10 +118,14 @@ struct SaveJob::Parts {
   void write_metadata(const std::vector<std::string>& records);
 };
 
-void SaveJob::Parts::include(const std::string& key, const Path& path, const SavedTensor& tensor, const at::Tensor& data) {
-  tensors[key] = tensor;
-  paths[key] = path;
-  held[key] = data;
+void SaveJob::Parts::include(std::string key, Path path, SavedTensor tensor, at::Tensor data) {
+  tensors[key] = std::move(tensor);
+  paths[key] = std::move(path);
+  held[std::move(key)] = std::move(data);
+}
+void SaveJob::Parts::include(std::string key, Path path, Shard&& shard) {
+  const Dtype dtype = shard.data.scalar_type();
+  include(std::move(key), std::move(path), {dtype, std::move(shard.shape), std::move(shard.at)}, std::move(shard.data));
 }
 
 // Every tensor that there is, the same on every rank, and what this rank has of it.
@@ -131,21 +136,19 @@ void SaveJob::Parts::collect(Sharded& sharded, const OptimizerState* optimizer) 
       same_as[model_key(other)] = model_key(name);
       paths[model_key(other)] = model_path(other);
     }
-  for (const Shard& shard : sharded.impl().shards(Sharded::Impl::Kind::main))
-    include(model_key(shard.name), model_path(shard.name), {shard.data.scalar_type(), shard.shape, shard.at}, shard.data);
+  for (Shard& shard : sharded.impl().shards(Sharded::Impl::Kind::main))
+    include(model_key(shard.name), model_path(shard.name), std::move(shard));
   const Placement everywhere{sharded.impl().comms->mesh(), replicated()};
   for (const auto& [name, tensor] : names.plain)
     include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere},
             tensor.detach().contiguous().view({-1}));
   for (const auto& [first, shards_of] : sharded.impl().kept_along)
-    for (const Shard& shard : shards_of())
-      include(kept_key(first, shard.name), kept_path(first, shard.name), {shard.data.scalar_type(), shard.shape, shard.at},
-              shard.data);
+    for (Shard& shard : shards_of())
+      include(kept_key(first, shard.name), kept_path(first, shard.name), std::move(shard));
   if (!optimizer) return;
   for (const std::string& state_name : optimizer->state_names())
-    for (const Shard& shard : optimizer->state_shards(state_name))
-      include(state_key(shard.name, state_name), state_path(shard.name, state_name),
-              {shard.data.scalar_type(), shard.shape, shard.at}, shard.data);
+    for (Shard& shard : optimizer->state_shards(state_name))
+      include(state_key(shard.name, state_name), state_path(shard.name, state_name), std::move(shard));
   for (const OptimizerState::Scalar& scalar : optimizer->scalars())
     include(state_key(scalar.parameter, scalar.name), state_path(scalar.parameter, scalar.name),
             {scalar.value.scalar_type(), {}, everywhere}, scalar.value.view({1}));
@@ -166,8 +169,11 @@ void SaveJob::Parts::make_plan(KeptPlan* kept) {
 }
 
 void SaveJob::Parts::find_sources() {
-  for (size_t i = 0; i < own().size(); ++i)
-    sources.push_back(held.at(own()[i].name).narrow(0, plan->own[i].begin, plan->own[i].count));
+  for (size_t i = 0; i < own().size(); ++i) {
+    const at::Tensor& all = held.at(own()[i].name);
+    const SavePlan::Part& part = plan->own[i];
+    sources.push_back(part.count == all.numel() ? all : all.narrow(0, part.begin, part.count));
+  }
 }
 
 void SaveJob::Parts::fill(Snapshot& memory) {

@@ -189,10 +189,32 @@ RC_GTEST_PROP(Metadata, reads_what_it_wrote, (uint64_t seed)) {
   RC_ASSERT(open_checkpoint(system_files(), scratch.path()) == checkpoint);
 }
 
+RC_GTEST_PROP(Metadata, is_the_pickle_of_the_values_that_are_read_from_it, (uint64_t seed)) {
+  Random random(seed);
+  const Scratch scratch;
+  const std::string metadata =
+      write_metadata(write_sample(system_files(), random, random_sample(random, 6), scratch.path(), 1 + draw(random, 4), true));
+  RC_ASSERT(write_pickle(read_pickle(metadata, metadata_globals(), "test"), 4) == metadata);
+}
+
 Checkpoint one_tensor() {
   Checkpoint checkpoint;
   checkpoint.tensors["w"] = {Dtype::Float, {4, 4}, {{{0, 0}, {2, 4}, {"a", 0, 10}}, {{2, 0}, {2, 4}, {"a", 10, 10}}}};
   return checkpoint;
+}
+
+TEST(Metadata, a_box_that_is_stored_twice_is_refused_whatever_lies_between) {
+  Checkpoint checkpoint = one_tensor();
+  checkpoint.tensors["w"].chunks.push_back(checkpoint.tensors["w"].chunks[0]);
+  expect_error([&] { read_metadata(write_metadata(checkpoint), "test"); }, {"tensor w", "is stored twice at [0, 0]"});
+}
+
+TEST(Metadata, chunks_are_found_in_whichever_order_they_are_listed) {
+  Checkpoint checkpoint = one_tensor();
+  checkpoint.tensors["v"] = checkpoint.tensors["w"];
+  std::swap(checkpoint.tensors["w"].chunks[0], checkpoint.tensors["w"].chunks[1]);
+  const Checkpoint read = read_metadata(write_metadata(checkpoint), "test");
+  EXPECT_EQ(read.tensors, checkpoint.tensors);
 }
 
 TEST(Metadata, what_cannot_be_is_refused_with_tensor_box_and_file) {

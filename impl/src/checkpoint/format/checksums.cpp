@@ -1,5 +1,7 @@
 #include "shardproof/checkpoint/format/checksums.h"
 
+#include <iterator>
+
 #include "checkpoint/format/json_text.h"
 #include "shardproof/base/check.h"
 #include "testing/checkpoint/format/crc32.h"
@@ -15,13 +17,20 @@ uint32_t sum(std::string_view text) {
   return crc32(0, text.data(), text.size());
 }
 
-json body_of(const Checksums& checksums) {
-  json files = json::object();
-  for (const auto& [file, bytes] : checksums.file_bytes) files[file] = {{"bytes", bytes}, {"entries", json::array()}};
-  for (const auto& [place, crc] : checksums.entries) files[place.first]["entries"].push_back({place.second, crc});
-  return {{"format", kFormat},
-          {"metadata", {{"bytes", checksums.metadata_bytes}, {"crc32", checksums.metadata_crc}}},
-          {"files", files}};
+// As nlohmann::json would print it, but without making an object for each entry.
+std::string body_of(const Checksums& checksums) {
+  std::string text = "{\"files\":{";
+  auto entry = checksums.entries.begin();
+  for (const auto& [file, bytes] : checksums.file_bytes) {
+    text += fmt::format("{}{}:{{\"bytes\":{},\"entries\":[", text.ends_with('{') ? "" : ",", json(file).dump(), bytes);
+    for (; entry != checksums.entries.end() && entry->first.first == file; ++entry)
+      fmt::format_to(std::back_inserter(text), "{}[{},{}]", text.ends_with('[') ? "" : ",", entry->first.second, entry->second);
+    text += "]}";
+  }
+  SHARD_CHECK(entry == checksums.entries.end(), "checkpoint", "the length of {} is missing", entry->first.first);
+  fmt::format_to(std::back_inserter(text), "}},\"format\":\"{}\",\"metadata\":{{\"bytes\":{},\"crc32\":{}}}}}", kFormat,
+                 checksums.metadata_bytes, checksums.metadata_crc);
+  return text;
 }
 
 }  // namespace
@@ -34,8 +43,8 @@ void add(Checksums& checksums, const EntryFile::Written& written) {
 }
 
 std::string write_checksums(const Checksums& checksums) {
-  const json body = body_of(checksums);
-  return json{{"body", body}, {"crc32", sum(body.dump())}}.dump() + "\n";
+  const std::string body = body_of(checksums);
+  return fmt::format("{{\"body\":{},\"crc32\":{}}}\n", body, sum(body));
 }
 
 Checksums read_checksums(std::string_view text, const std::string& name) {
@@ -49,7 +58,8 @@ Checksums read_checksums(std::string_view text, const std::string& name) {
     for (const auto& [file, entry] : body.at("files").items()) {
       checksums.file_bytes[file] = entry.at("bytes").get<uint64_t>();
       for (const json& pair : entry.at("entries"))
-        checksums.entries[{file, pair.at(0).get<uint64_t>()}] = pair.at(1).get<uint32_t>();
+        checksums.entries.insert_or_assign(checksums.entries.end(), {file, pair.at(0).get<uint64_t>()},
+                                           pair.at(1).get<uint32_t>());
     }
   } catch (const json::exception& error) {
     throw Error(message("[checkpoint] {}: is no sidecar of checksums: {}", name, error.what()));

@@ -1,5 +1,9 @@
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <string_view>
+#include <unordered_map>
+
 #include "checkpoint/format/dcp_validate.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/dcp.h"
@@ -9,6 +13,12 @@ namespace shardproof::checkpoint {
 namespace {
 
 constexpr uint64_t kMetadataBytesMax = uint64_t{1} << 31;
+
+// Where the chunks of a tensor lie.
+struct Place {
+  Shape offsets;
+  Extent extent;
+};
 
 // Reads the tree of one `.metadata`; `where_` is the name it is busy with, for messages.
 class MetadataReader {
@@ -35,13 +45,20 @@ class MetadataReader {
   }
 
  private:
-  void require(bool condition, const std::string& what) const {
-    SHARD_REQUIRE(condition, "checkpoint", "{}: {}{} {}", name_, where_.empty() ? "" : "tensor ",
-                  where_.empty() ? "it" : where_, what);
+  // The message is made only where it is needed: a large checkpoint is asked tens of millions of questions.
+  template <class... Values>
+  void require(bool condition, fmt::format_string<Values...> what, Values&&... values) const {
+    if (!condition) [[unlikely]]
+      fail(what, std::forward<Values>(values)...);
+  }
+  template <class... Values>
+  [[noreturn]] void fail(fmt::format_string<Values...> what, Values&&... values) const {
+    throw Error(message("[checkpoint] {}: {}{} {}", name_, where_.empty() ? "" : "tensor ", where_.empty() ? "it" : where_,
+                        fmt::format(what, std::forward<Values>(values)...)));
   }
   const Value& field(const Value& object, const char* name) const {
     const Value* found = object.find(name);
-    require(found, fmt::format("lacks the field {}", name));
+    require(found, "lacks the field {}", name);
     return *found;
   }
 
@@ -50,13 +67,15 @@ class MetadataReader {
     const bool wrapped = value.type_name() == "torch.Size";
     require(!wrapped || value.args().size() == 1, "has a torch.Size without sizes");
     Shape sizes;
-    for (const Value& size : (wrapped ? value.args()[0] : value).as_list(what)) sizes.push_back(size.as_int(what));
+    const Value::Items& items = (wrapped ? value.args()[0] : value).as_list(what);
+    sizes.reserve(items.size());
+    for (const Value& size : items) sizes.push_back(size.as_int(what));
     return sizes;
   }
 
   uint64_t natural(const Value& value, const char* what) const {
     const int64_t number = value.as_int(what);
-    require(number >= 0, fmt::format("has the {} {}", what, number));
+    require(number >= 0, "has the {} {}", what, number);
     return static_cast<uint64_t>(number);
   }
 
@@ -64,7 +83,8 @@ class MetadataReader {
   void read_places(const Value& storage) {
     require(!storage.is_none(), "has no storage_data: it was not written by a file system writer");
     for (const auto& [index, info] : storage.as_dict("storage_data")) {
-      where_ = field(index, "fqn").as_string("the name in a MetadataIndex");
+      const std::string& name = field(index, "fqn").as_string("the name in a MetadataIndex");
+      where_ = name;
       const Value* transforms = info.find("transform_descriptors");
       require(!transforms || transforms->is_none() || transforms->as_list("transform_descriptors").empty(),
               "is stored compressed or transformed, which is not read");
@@ -74,11 +94,30 @@ class MetadataReader {
       if (!offsets || offsets->is_none()) {
         require(places_of_values_.emplace(where_, extent).second, "is stored twice");
       } else {
-        const auto key = std::make_pair(where_, shape(*offsets, "the offsets in a MetadataIndex"));
-        require(places_.emplace(key, extent).second, fmt::format("is stored twice at [{}]", fmt::join(key.second, ", ")));
+        places_[name].push_back({shape(*offsets, "the offsets in a MetadataIndex"), std::move(extent)});
       }
     }
+    for (auto& [name, places] : places_) sort_places(name, places);
     where_.clear();
+  }
+
+  void sort_places(std::string_view name, std::vector<Place>& places) {
+    std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) { return a.offsets < b.offsets; });
+    const auto twice = std::adjacent_find(places.begin(), places.end(),
+                                          [](const Place& a, const Place& b) { return a.offsets == b.offsets; });
+    if (twice == places.end()) return;
+    where_ = name;
+    fail("is stored twice at [{}]", fmt::join(twice->offsets, ", "));
+  }
+
+  // Of a tensor's chunk. Most files list places and chunks in the same order, so it is looked for at the same number first.
+  const Extent& place_of(const Shape& offsets, const std::vector<Place>& places, size_t chunk) const {
+    if (chunk < places.size() && places[chunk].offsets == offsets) return places[chunk].extent;
+    const auto found = std::lower_bound(places.begin(), places.end(), offsets,
+                                        [](const Place& place, const Shape& wanted) { return place.offsets < wanted; });
+    if (found == places.end() || found->offsets != offsets)
+      fail("lies nowhere at [{}]: storage_data does not name that chunk", fmt::join(offsets, ", "));
+    return found->extent;
   }
 
   void read_value() {
@@ -96,47 +135,55 @@ class MetadataReader {
     require(value, "has no dtype");
     const std::string& name = value->as_global("a dtype");
     const DtypeInfo* info = find_dtype(std::string_view(name).substr(name.find('.') + 1));
-    require(info, fmt::format("has the dtype {}, which is not read", name));
+    require(info, "has the dtype {}, which is not read", name);
     return info->dtype;
   }
 
   void read_tensor(const Value& value) {
-    require(value.type_name().ends_with(".TensorStorageMetadata"), fmt::format("is of the unknown kind {}", value.str()));
+    if (!value.type_name().ends_with(".TensorStorageMetadata")) fail("is of the unknown kind {}", value.str());
     StoredTensor tensor;
     tensor.dtype = dtype(field(value, "properties"));
     tensor.sizes = shape(field(value, "size"), "the sizes of a tensor");
-    for (const Value& item : field(value, "chunks").as_list("chunks")) {
+    const Value::Items& items = field(value, "chunks").as_list("chunks");
+    const auto known = places_.find(where_);
+    static const std::vector<Place> none;
+    const std::vector<Place>& places = known == places_.end() ? none : known->second;
+    tensor.chunks.reserve(items.size());
+    for (const Value& item : items) {
       Chunk chunk;
       chunk.offsets = shape(field(item, "offsets"), "the offsets of a chunk");
       chunk.sizes = shape(field(item, "sizes"), "the sizes of a chunk");
-      const auto found = places_.find({where_, chunk.offsets});
-      require(found != places_.end(),
-              fmt::format("lies nowhere at [{}]: storage_data does not name that chunk", fmt::join(chunk.offsets, ", ")));
-      chunk.extent = found->second;
+      chunk.extent = place_of(chunk.offsets, places, tensor.chunks.size());
       tensor.chunks.push_back(std::move(chunk));
     }
-    require(checkpoint_.tensors.emplace(where_, std::move(tensor)).second, "is named twice");
+    const size_t before = checkpoint_.tensors.size();
+    checkpoint_.tensors.emplace_hint(checkpoint_.tensors.end(), where_, std::move(tensor));  // most files ascend
+    require(checkpoint_.tensors.size() > before, "is named twice");
   }
 
   void read_paths(const Value& paths) {
     for (const auto& [key, value] : paths.as_dict("planner_data")) {
       where_ = key.as_string("a name in planner_data");
+      const Value::Items& elements = value.as_list("a path in planner_data");
+      const bool is_own = elements.size() == 1 && elements[0].kind() == Value::Kind::kString &&
+                          elements[0].as_string("a path") == where_;
+      if (is_own) continue;
       Path path;
-      for (const Value& element : value.as_list("a path in planner_data")) {
+      for (const Value& element : elements) {
         if (element.kind() == Value::Kind::kInt)
           path.emplace_back(element.as_int("a path"));
         else
           path.emplace_back(element.as_string("a path"));
       }
       if (!checkpoint_.tensors.contains(where_) && !checkpoint_.values.contains(where_)) continue;  // of nothing that is stored
-      if (path != Path{where_}) checkpoint_.paths.emplace(where_, std::move(path));
+      checkpoint_.paths.emplace_hint(checkpoint_.paths.end(), where_, std::move(path));
     }
   }
 
   const std::string& name_;
   std::string where_;
   Checkpoint checkpoint_;
-  std::map<std::pair<std::string, Shape>, Extent> places_;
+  std::unordered_map<std::string_view, std::vector<Place>> places_;  // by names in the tree; of a tensor, by offsets
   std::map<std::string, Extent> places_of_values_;
 };
 
@@ -149,7 +196,12 @@ Box Chunk::box() const {
 }
 
 Checkpoint read_metadata(std::string_view bytes, const std::string& name) {
-  return MetadataReader(name).read(read_pickle(bytes, metadata_globals(), name));
+  // A box takes less than this many values for each byte of its description, however many boxes there are.
+  constexpr int64_t kNodesPerByte = 4;
+  PickleLimits limits;
+  limits.nodes_max = std::max(limits.nodes_max, kNodesPerByte * std::ssize(bytes));
+  const Value root = read_pickle(bytes, metadata_globals(), name, limits);
+  return MetadataReader(name).read(root);
 }
 
 Checkpoint open_checkpoint(FileSystem& files, const std::string& folder) {

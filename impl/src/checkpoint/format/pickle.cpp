@@ -11,27 +11,30 @@ namespace {
 
 using Kind = Value::Kind;
 
-std::shared_ptr<Value::Node> node_of(Kind kind) {
-  auto node = std::make_shared<Value::Node>();
-  node->kind = kind;
-  return node;
-}
-
 Value with_text(Kind kind, std::string text) {
-  auto node = node_of(kind);
-  node->text = std::move(text);
-  return Value(std::move(node));
+  return Value(std::make_shared<TextNode>(kind, std::move(text)));
 }
 
 Value with_items(Kind kind, Value::Items items) {
-  auto node = node_of(kind);
+  auto node = std::make_shared<ItemsNode>(kind);
   node->items = std::move(items);
   return Value(std::move(node));
 }
 
-void set_global(Value::Node& node, const std::string& module, const std::string& name) {
-  node.text = module + "." + name;
-  node.module_chars = module.size();
+std::shared_ptr<TextNode> global_node(const std::string& module, const std::string& name) {
+  return std::make_shared<TextNode>(Kind::kGlobal, module + "." + name, module.size());
+}
+
+// Points to what lives as long as the program, and counts no owners.
+template <class Node>
+std::shared_ptr<Value::Node> unowned(Node& node) {
+  return {std::shared_ptr<Value::Node>(), &node};
+}
+
+std::vector<NumberNode> numbers_below(Kind kind, int64_t end) {
+  std::vector<NumberNode> nodes;
+  for (int64_t value = 0; value < end; ++value) nodes.emplace_back(kind, value, /*is_final=*/true);
+  return nodes;
 }
 
 const char* noun(Kind kind) {
@@ -49,27 +52,39 @@ const std::string kNoName;
 
 }  // namespace
 
-Value::Value() {
-  static const std::shared_ptr<const Node> none = node_of(Kind::kNone);
-  node_ = none;
+std::shared_ptr<Value::Node> none_node() {
+  static Value::Node node(Kind::kNone, /*is_final=*/true);
+  return unowned(node);
 }
+
+std::shared_ptr<Value::Node> empty_tuple_node() {
+  static ItemsNode node(Kind::kTuple, /*is_final=*/true);
+  return unowned(node);
+}
+
+std::shared_ptr<Value::Node> number_node(Kind kind, int64_t bits) {
+  constexpr int64_t kSmall = 256;
+  static std::vector<NumberNode> bools = numbers_below(Kind::kBool, 2), ints = numbers_below(Kind::kInt, kSmall);
+  if (kind == Kind::kBool) return unowned(bools[bits != 0 ? 1 : 0]);
+  if (kind == Kind::kInt && bits >= 0 && bits < kSmall) return unowned(ints[static_cast<size_t>(bits)]);
+  return std::make_shared<NumberNode>(kind, bits);
+}
+
+const std::shared_ptr<const TextNode>& persistent_type() {
+  static const auto type = std::make_shared<const TextNode>(Kind::kGlobal, std::string(kPersistentId));
+  return type;
+}
+
+Value::Value() : node_(none_node()) {}
 
 Value Value::boolean(bool value) {
-  auto node = node_of(Kind::kBool);
-  node->integer = value;
-  return Value(std::move(node));
+  return Value(number_node(Kind::kBool, value));
 }
-
 Value Value::integer(int64_t value) {
-  auto node = node_of(Kind::kInt);
-  node->integer = value;
-  return Value(std::move(node));
+  return Value(number_node(Kind::kInt, value));
 }
-
 Value Value::real(double value) {
-  auto node = node_of(Kind::kFloat);
-  node->real = value;
-  return Value(std::move(node));
+  return Value(number_node(Kind::kFloat, std::bit_cast<int64_t>(value)));
 }
 
 Value Value::string(std::string value) {
@@ -86,20 +101,17 @@ Value Value::tuple(Items items) {
 }
 
 Value Value::dict(Pairs pairs) {
-  auto node = node_of(Kind::kDict);
+  auto node = std::make_shared<PairsNode>(Kind::kDict);
   node->pairs = std::move(pairs);
   return Value(std::move(node));
 }
 
 Value Value::global(std::string module, std::string name) {
-  auto node = node_of(Kind::kGlobal);
-  set_global(*node, module, name);
-  return Value(std::move(node));
+  return Value(global_node(module, name));
 }
 
 Value Value::reduced(std::string module, std::string name, Items args) {
-  auto node = node_of(Kind::kObject);
-  set_global(*node, module, name);
+  auto node = std::make_shared<ObjectNode>(global_node(module, name));
   node->items = std::move(args);
   return Value(std::move(node));
 }
@@ -110,16 +122,14 @@ Value Value::instance(std::string module, std::string name, Pairs fields) {
 }
 
 Value Value::instance(std::string module, std::string name, Value state) {
-  auto node = node_of(Kind::kObject);
-  set_global(*node, module, name);
+  auto node = std::make_shared<ObjectNode>(global_node(module, name));
   node->instance = true;
   node->state = std::move(state);
   return Value(std::move(node));
 }
 
 Value Value::persistent(Value id) {
-  auto node = node_of(Kind::kObject);
-  node->text = kPersistentId;
+  auto node = std::make_shared<ObjectNode>(persistent_type());
   node->items = {std::move(id)};
   return Value(std::move(node));
 }
@@ -130,62 +140,64 @@ Value::Kind Value::kind() const {
 
 bool Value::as_bool(std::string_view what) const {
   if (kind() != Kind::kBool) wrong_kind(*this, what, "a bool");
-  return node_->integer != 0;
+  return as<NumberNode>(*node_).bits != 0;
 }
 
 int64_t Value::as_int(std::string_view what) const {
   if (kind() != Kind::kInt) wrong_kind(*this, what, "an int");
-  return node_->integer;
+  return as<NumberNode>(*node_).bits;
 }
 
 double Value::as_float(std::string_view what) const {
-  if (kind() == Kind::kInt) return static_cast<double>(node_->integer);
+  if (kind() == Kind::kInt) return static_cast<double>(as<NumberNode>(*node_).bits);
   if (kind() != Kind::kFloat) wrong_kind(*this, what, "a float");
-  return node_->real;
+  return std::bit_cast<double>(as<NumberNode>(*node_).bits);
 }
 
 const std::string& Value::as_string(std::string_view what) const {
   if (kind() != Kind::kString) wrong_kind(*this, what, "a string");
-  return node_->text;
+  return as<TextNode>(*node_).text;
 }
 
 const std::string& Value::as_bytes(std::string_view what) const {
   if (kind() != Kind::kBytes) wrong_kind(*this, what, "bytes");
-  return node_->text;
+  return as<TextNode>(*node_).text;
 }
 
 const Value::Items& Value::as_list(std::string_view what) const {
   if (kind() != Kind::kList && kind() != Kind::kTuple) wrong_kind(*this, what, "a list or a tuple");
-  return node_->items;
+  return as<ItemsNode>(*node_).items;
 }
 
 const Value::Pairs& Value::as_dict(std::string_view what) const {
   if (kind() != Kind::kDict) wrong_kind(*this, what, "a dict");
-  return node_->pairs;
+  return as<PairsNode>(*node_).pairs;
 }
 
 const std::string& Value::as_global(std::string_view what) const {
   if (kind() != Kind::kGlobal) wrong_kind(*this, what, "a global");
-  return node_->text;
+  return as<TextNode>(*node_).text;
 }
 
 const std::string& Value::type_name() const {
-  return kind() == Kind::kObject ? node_->text : kNoName;
+  return kind() == Kind::kObject ? as<ObjectNode>(*node_).type->text : kNoName;
 }
 const Value::Items& Value::args() const {
-  return kind() == Kind::kObject ? node_->items : kNoItems;
+  return kind() == Kind::kObject ? as<ObjectNode>(*node_).items : kNoItems;
 }
 
 const Value& Value::state() const {
   static const Value none;
-  return kind() == Kind::kObject && node_->state.node_ ? node_->state : none;
+  if (kind() != Kind::kObject) return none;
+  const Value& given = as<ObjectNode>(*node_).state;
+  return given.node_ ? given : none;
 }
 
 const Value* Value::find(std::string_view field) const {
   const Value& dict = kind() == Kind::kObject ? state() : *this;
   if (dict.kind() != Kind::kDict) return nullptr;
-  for (const auto& [key, value] : dict.node_->pairs)
-    if (key.kind() == Kind::kString && key.node_->text == field) return &value;
+  for (const auto& [key, value] : as<PairsNode>(*dict.node_).pairs)
+    if (key.kind() == Kind::kString && as<TextNode>(*key.node_).text == field) return &value;
   return nullptr;
 }
 
@@ -195,11 +207,11 @@ namespace {
 void print(const Value& value, size_t chars_max, std::string& out) {
   const Value::Node& node = value.node();
   if (out.size() > chars_max) return;
-  const auto print_items = [&](const char* open, const char* close) {
+  const auto print_items = [&](const Value::Items& items, const char* open, const char* close) {
     out += open;
-    for (size_t i = 0; i < node.items.size() && out.size() <= chars_max; ++i) {
+    for (size_t i = 0; i < items.size() && out.size() <= chars_max; ++i) {
       if (i > 0) out += ", ";
-      print(node.items[i], chars_max, out);
+      print(items[i], chars_max, out);
     }
     out += close;
   };
@@ -208,43 +220,45 @@ void print(const Value& value, size_t chars_max, std::string& out) {
       out += "None";
       break;
     case Kind::kBool:
-      out += node.integer ? "True" : "False";
+      out += as<NumberNode>(node).bits ? "True" : "False";
       break;
     case Kind::kInt:
-      out += fmt::format("{}", node.integer);
+      out += fmt::format("{}", as<NumberNode>(node).bits);
       break;
     case Kind::kFloat:
-      out += fmt::format("{}", node.real);
+      out += fmt::format("{}", std::bit_cast<double>(as<NumberNode>(node).bits));
       break;
     case Kind::kString:
-      out += "'" + node.text.substr(0, chars_max) + "'";
+      out += "'" + as<TextNode>(node).text.substr(0, chars_max) + "'";
       break;
     case Kind::kBytes:
-      out += fmt::format("<{} bytes>", node.text.size());
+      out += fmt::format("<{} bytes>", as<TextNode>(node).text.size());
       break;
     case Kind::kList:
-      print_items("[", "]");
+      print_items(as<ItemsNode>(node).items, "[", "]");
       break;
     case Kind::kTuple:
-      print_items("(", node.items.size() == 1 ? ",)" : ")");
+      print_items(as<ItemsNode>(node).items, "(", as<ItemsNode>(node).items.size() == 1 ? ",)" : ")");
       break;
     case Kind::kGlobal:
-      out += node.text;
+      out += as<TextNode>(node).text;
       break;
     case Kind::kObject:
-      out += node.text;
-      print_items("(", ")");
+      out += as<ObjectNode>(node).type->text;
+      print_items(as<ObjectNode>(node).items, "(", ")");
       break;
-    case Kind::kDict:
+    case Kind::kDict: {
+      const Value::Pairs& pairs = as<PairsNode>(node).pairs;
       out += "{";
-      for (size_t i = 0; i < node.pairs.size() && out.size() <= chars_max; ++i) {
+      for (size_t i = 0; i < pairs.size() && out.size() <= chars_max; ++i) {
         if (i > 0) out += ", ";
-        print(node.pairs[i].first, chars_max, out);
+        print(pairs[i].first, chars_max, out);
         out += ": ";
-        print(node.pairs[i].second, chars_max, out);
+        print(pairs[i].second, chars_max, out);
       }
       out += "}";
       break;
+    }
   }
 }
 
@@ -259,11 +273,29 @@ std::string Value::str(size_t chars_max) const {
 bool Value::operator==(const Value& other) const {
   if (node_ == other.node_) return true;
   if (!node_ || !other.node_) return false;
-  const Node& a = *node_;
-  const Node& b = *other.node_;
-  return a.kind == b.kind && a.instance == b.instance && a.integer == b.integer &&
-         std::bit_cast<uint64_t>(a.real) == std::bit_cast<uint64_t>(b.real) && a.text == b.text && a.items == b.items &&
-         a.pairs == b.pairs && a.state == b.state;
+  if (kind() != other.kind()) return false;
+  switch (kind()) {
+    case Kind::kNone:
+      return true;
+    case Kind::kBool:
+    case Kind::kInt:
+    case Kind::kFloat:
+      return as<NumberNode>(*node_).bits == as<NumberNode>(*other.node_).bits;
+    case Kind::kString:
+    case Kind::kBytes:
+    case Kind::kGlobal:
+      return as<TextNode>(*node_).text == as<TextNode>(*other.node_).text;
+    case Kind::kList:
+    case Kind::kTuple:
+      return as<ItemsNode>(*node_).items == as<ItemsNode>(*other.node_).items;
+    case Kind::kDict:
+      return as<PairsNode>(*node_).pairs == as<PairsNode>(*other.node_).pairs;
+    case Kind::kObject:
+      break;
+  }
+  const auto& a = as<ObjectNode>(*node_);
+  const auto& b = as<ObjectNode>(*other.node_);
+  return a.instance == b.instance && a.type->text == b.type->text && a.items == b.items && a.state == b.state;
 }
 
 namespace {

@@ -13,6 +13,7 @@ namespace {
 
 using Kind = Value::Kind;
 using Node = Value::Node;
+using Items = Value::Items;
 using NodePtr = std::shared_ptr<Node>;
 
 // A pickle machine whose only effect is a tree. A node that has a parent is sealed, for good: so no cycle can come about, and
@@ -33,23 +34,19 @@ class Machine : private PickleBytes {
   }
 
  private:
-  NodePtr make(Kind kind) {
-    require(++made_ <= limits_.nodes_max, "holds too many values");
-    auto node = std::make_shared<Node>();
-    node->kind = kind;
-    return node;
+  void count_one() { require(++made_ <= limits_.nodes_max, "holds too many values"); }
+  template <class Made, class... Args>
+  std::shared_ptr<Made> make(Args&&... args) {
+    count_one();
+    return std::make_shared<Made>(std::forward<Args>(args)...);
   }
   void push(NodePtr node) { stack_.push_back(std::move(node)); }
-  void push_text(Kind kind, std::string_view text) {
-    NodePtr node = make(kind);
-    node->text = text;
+  void push_shared(NodePtr node) {
+    count_one();
     push(std::move(node));
   }
-  void push_int(int64_t value, Kind kind = Kind::kInt) {
-    NodePtr node = make(kind);
-    node->integer = value;
-    push(std::move(node));
-  }
+  void push_text(Kind kind, std::string_view text) { push(make<TextNode>(kind, std::string(text))); }
+  void push_number(int64_t bits, Kind kind = Kind::kInt) { push_shared(number_node(kind, bits)); }
 
   size_t floor() const { return marks_.empty() ? 0 : marks_.back(); }
   NodePtr pop() {
@@ -58,24 +55,29 @@ class Machine : private PickleBytes {
     stack_.pop_back();
     return node;
   }
-  Node& top() {
-    require(stack_.size() > floor(), "takes from an empty stack");
-    Node& node = *stack_.back();
+  // Where the last so many values of the stack begin, or those above the last mark, which goes.
+  size_t last(size_t count) const {
+    require(stack_.size() >= floor() + count, "takes from an empty stack");
+    return stack_.size() - count;
+  }
+  size_t pop_mark() {
+    require(!marks_.empty(), "has no mark to go back to");
+    const size_t from = marks_.back();
+    marks_.pop_back();
+    return from;
+  }
+  // The value below those from `from` on, which is to change.
+  Node& below(size_t from, Kind kind, std::string_view otherwise) {
+    require(from > floor(), "takes from an empty stack");
+    Node& node = *stack_[from - 1];
+    require(node.kind == kind, otherwise);
     require(!node.sealed, "changes a value that is already part of another");
     return node;
   }
-  std::vector<NodePtr> pop_mark() {
-    require(!marks_.empty(), "has no mark to go back to");
-    const auto from = stack_.begin() + static_cast<std::ptrdiff_t>(marks_.back());
-    std::vector<NodePtr> nodes(std::make_move_iterator(from), std::make_move_iterator(stack_.end()));
-    stack_.erase(from, stack_.end());
-    marks_.pop_back();
-    return nodes;
-  }
 
-  Value seal(const NodePtr& node) {
-    node->sealed = true;
-    return Value(node);
+  Value seal(NodePtr node) {
+    if (!node->sealed) node->sealed = true;  // nothing writes to nodes that are shared by all pickles
+    return Value(std::move(node));
   }
   void grow(Node& node, const Value& child) {
     node.depth = std::max(node.depth, child.node().depth + 1);
@@ -83,39 +85,39 @@ class Machine : private PickleBytes {
     require(node.depth <= limits_.depth_max, "is nested too deeply");
     require(node.nodes <= limits_.nodes_max, "holds too many values");
   }
-  Value adopt(Node& parent, const NodePtr& child) {
+  Value adopt(Node& parent, NodePtr child) {
     require(child.get() != &parent, "puts a value into itself");
-    Value value = seal(child);
+    Value value = seal(std::move(child));
     grow(parent, value);
     return value;
   }
-  void append(Node& to, const std::vector<NodePtr>& nodes) {
-    for (const NodePtr& node : nodes) {
-      to.items.push_back(adopt(to, node));
-      require(!to.sealed, "puts a value into itself");
-    }
+  // Takes the values from `from` on off the stack and appends them.
+  void append(Node& parent, Items& items, size_t from) {
+    if (items.empty()) items.reserve(stack_.size() - from);
+    for (size_t i = from; i < stack_.size(); ++i) items.push_back(adopt(parent, std::move(stack_[i])));
+    stack_.resize(from);
+    require(!parent.sealed, "puts a value into itself");
   }
-  void push_tuple(const std::vector<NodePtr>& nodes) {
-    NodePtr tuple = make(Kind::kTuple);
-    append(*tuple, nodes);
+  void push_tuple(size_t from) {
+    auto tuple = make<ItemsNode>(Kind::kTuple);
+    append(*tuple, tuple->items, from);
     push(std::move(tuple));
   }
-  void push_top_tuple(size_t count) {
-    std::vector<NodePtr> nodes(count);
-    for (size_t i = count; i-- > 0;) nodes[i] = pop();
-    push_tuple(nodes);
+  void append_items(size_t from) {
+    auto& list = static_cast<ItemsNode&>(below(from, Kind::kList, "appends to what is no list"));
+    append(list, list.items, from);
   }
-  void set_items(Node& dict, const std::vector<NodePtr>& nodes) {
-    require(dict.kind == Kind::kDict && nodes.size() % 2 == 0, "sets items of what is no dict");
-    for (size_t i = 0; i < nodes.size(); i += 2) {
-      Value key = adopt(dict, nodes[i]);
-      dict.pairs.emplace_back(std::move(key), adopt(dict, nodes[i + 1]));
+  void set_items(size_t from) {
+    constexpr std::string_view kWrong = "sets items of what is no dict";
+    auto& dict = static_cast<PairsNode&>(below(from, Kind::kDict, kWrong));
+    require((stack_.size() - from) % 2 == 0, kWrong);
+    if (dict.pairs.empty()) dict.pairs.reserve((stack_.size() - from) / 2);
+    for (size_t i = from; i < stack_.size(); i += 2) {
+      Value key = adopt(dict, std::move(stack_[i]));
+      dict.pairs.emplace_back(std::move(key), adopt(dict, std::move(stack_[i + 1])));
     }
+    stack_.resize(from);
     require(!dict.sealed, "puts a value into itself");
-  }
-  void append_items(Node& list, const std::vector<NodePtr>& nodes) {
-    require(list.kind == Kind::kList, "appends to what is no list");
-    append(list, nodes);
   }
 
   void push_global(const std::string& module, const std::string& name) {
@@ -123,30 +125,27 @@ class Machine : private PickleBytes {
     if (!allowed_.contains(whole))
       throw Error(message("[pickle] {}: refuses the global '{}' at byte {}; it is none of those that checkpoints need", name_,
                           whole.substr(0, 200), opcode_at_));
-    NodePtr node = make(Kind::kGlobal);
-    node->text = whole;
-    node->module_chars = module.size();
-    push(std::move(node));
+    push(make<TextNode>(Kind::kGlobal, whole, module.size()));
   }
   void construct(bool instance) {
-    const NodePtr args = pop(), callable = pop();
+    const NodePtr args = pop();
+    NodePtr callable = pop();
     require(callable->kind == Kind::kGlobal && args->kind == Kind::kTuple, "calls what is no global");
-    if (callable->text == "collections.OrderedDict" && args->items.empty()) return push(make(Kind::kDict));
-    if (callable->text == "_codecs.encode") return push_text(Kind::kBytes, latin1(args->items));
-    NodePtr object = make(Kind::kObject);
-    object->text = callable->text;
-    object->module_chars = callable->module_chars;
+    auto type = std::static_pointer_cast<const TextNode>(std::move(callable));
+    Items& given = static_cast<ItemsNode&>(*args).items;
+    if (type->text == "collections.OrderedDict" && given.empty()) return push(make<PairsNode>(Kind::kDict));
+    if (type->text == "_codecs.encode") return push_text(Kind::kBytes, latin1(given));
+    auto object = make<ObjectNode>(std::move(type));
     object->instance = instance;
-    for (const Value& arg : args->items) {
-      object->items.push_back(arg);
-      grow(*object, arg);
-    }
+    for (const Value& arg : given) grow(*object, arg);
+    if (args.use_count() == 1) object->items = std::move(given);
+    else object->items = given;
     push(std::move(object));
   }
   // How protocol 2 writes bytes: as the characters of the same numbers.
   std::string latin1(const std::vector<Value>& args) const {
     require(args.size() == 2 && args[0].kind() == Kind::kString && args[1].str() == "'latin1'", "encodes what is not latin1");
-    const std::string& text = args[0].node().text;
+    const std::string& text = args[0].as_string("encoded bytes");
     std::string bytes;
     for (size_t i = 0; i < text.size(); ++i) {
       const auto byte = static_cast<unsigned char>(text[i]);
@@ -160,19 +159,20 @@ class Machine : private PickleBytes {
     return bytes;
   }
   void build() {
-    const NodePtr state = pop();
-    Node& object = top();
-    if (object.kind == Kind::kDict) return;  // attributes of an OrderedDict, such as _metadata
-    require(object.kind == Kind::kObject, "gives a state to what is no object");
+    NodePtr state = pop();
+    require(stack_.size() > floor(), "takes from an empty stack");
+    const Kind kind = stack_.back()->kind;
+    Node& node = below(stack_.size(), kind == Kind::kDict ? kind : Kind::kObject, "gives a state to what is no object");
+    if (kind == Kind::kDict) return;  // attributes of an OrderedDict, such as _metadata
+    auto& object = static_cast<ObjectNode&>(node);
     require(!object.state.pointer(), "gives a state twice");
-    object.state = adopt(object, state);
+    object.state = adopt(object, std::move(state));
     require(!object.sealed, "puts a value into itself");
   }
   void push_persistent() {
-    const NodePtr id = pop();
-    NodePtr object = make(Kind::kObject);
-    object->text = kPersistentId;
-    object->items.push_back(adopt(*object, id));
+    NodePtr id = pop();
+    auto object = make<ObjectNode>(persistent_type());
+    object->items.push_back(adopt(*object, std::move(id)));
     push(std::move(object));
   }
 
@@ -192,14 +192,12 @@ class Machine : private PickleBytes {
     require(bytes <= 8, "holds an integer of more than 64 bits");
     uint64_t value = number(bytes);
     if (bytes > 0 && bytes < 8 && value >> (8 * bytes - 1)) value |= ~uint64_t{0} << (8 * bytes);
-    push_int(static_cast<int64_t>(value));
+    push_number(static_cast<int64_t>(value));
   }
   void push_real() {
     uint64_t bits = 0;
     for (const char byte : take(8)) bits = bits << 8 | static_cast<unsigned char>(byte);
-    NodePtr node = make(Kind::kFloat);
-    node->real = std::bit_cast<double>(bits);
-    push(std::move(node));
+    push_number(static_cast<int64_t>(bits), Kind::kFloat);
   }
 
   bool step() {
@@ -214,22 +212,22 @@ class Machine : private PickleBytes {
   bool push_plain(char opcode) {
     switch (opcode) {
       case 'N':
-        push(make(Kind::kNone));
+        push_shared(none_node());
         return true;
       case '\x88':
-        push_int(1, Kind::kBool);
+        push_number(1, Kind::kBool);
         return true;
       case '\x89':
-        push_int(0, Kind::kBool);
+        push_number(0, Kind::kBool);
         return true;
       case 'J':
-        push_int(static_cast<int32_t>(number(4)));
+        push_number(static_cast<int32_t>(number(4)));
         return true;
       case 'K':
-        push_int(static_cast<int64_t>(number(1)));
+        push_number(static_cast<int64_t>(number(1)));
         return true;
       case 'M':
-        push_int(static_cast<int64_t>(number(2)));
+        push_number(static_cast<int64_t>(number(2)));
         return true;
       case '\x8a':
         push_long(number(1));
@@ -259,13 +257,13 @@ class Machine : private PickleBytes {
         push_text(Kind::kBytes, take(number(8)));
         return true;
       case ']':
-        push(make(Kind::kList));
+        push(make<ItemsNode>(Kind::kList));
         return true;
       case '}':
-        push(make(Kind::kDict));
+        push(make<PairsNode>(Kind::kDict));
         return true;
       case ')':
-        push(make(Kind::kTuple));
+        push_shared(empty_tuple_node());
         return true;
       default:
         return false;
@@ -281,34 +279,26 @@ class Machine : private PickleBytes {
         push_tuple(pop_mark());
         return true;
       case '\x85':
-        push_top_tuple(1);
+        push_tuple(last(1));
         return true;
       case '\x86':
-        push_top_tuple(2);
+        push_tuple(last(2));
         return true;
       case '\x87':
-        push_top_tuple(3);
+        push_tuple(last(3));
         return true;
-      case 'a': {
-        const NodePtr item = pop();
-        append_items(top(), {item});
+      case 'a':
+        append_items(last(1));
         return true;
-      }
-      case 'e': {
-        const auto items = pop_mark();
-        append_items(top(), items);
+      case 'e':
+        append_items(pop_mark());
         return true;
-      }
-      case 's': {
-        const NodePtr value = pop(), key = pop();
-        set_items(top(), {key, value});
+      case 's':
+        set_items(last(2));
         return true;
-      }
-      case 'u': {
-        const auto items = pop_mark();
-        set_items(top(), items);
+      case 'u':
+        set_items(pop_mark());
         return true;
-      }
       default:
         return false;
     }
@@ -332,7 +322,7 @@ class Machine : private PickleBytes {
       case '\x93': {
         const NodePtr name = pop(), module = pop();
         require(name->kind == Kind::kString && module->kind == Kind::kString, "names a global by what is no string");
-        push_global(module->text, name->text);
+        push_global(static_cast<TextNode&>(*module).text, static_cast<TextNode&>(*name).text);
         return true;
       }
       case 'R':
