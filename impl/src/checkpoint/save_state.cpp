@@ -143,8 +143,7 @@ void SaveJob::Parts::collect(Sharded& sharded, const OptimizerState* optimizer) 
     include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere},
             tensor.detach().contiguous().view({-1}));
   for (const auto& [first, shards_of] : sharded.impl().kept_along)
-    for (Shard& shard : shards_of())
-      include(kept_key(first, shard.name), kept_path(first, shard.name), std::move(shard));
+    for (Shard& shard : shards_of()) include(kept_key(first, shard.name), kept_path(first, shard.name), std::move(shard));
   if (!optimizer) return;
   for (const std::string& state_name : optimizer->state_names())
     for (Shard& shard : optimizer->state_shards(state_name))

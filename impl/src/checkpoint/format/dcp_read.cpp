@@ -103,8 +103,8 @@ class MetadataReader {
 
   void sort_places(std::string_view name, std::vector<Place>& places) {
     std::sort(places.begin(), places.end(), [](const Place& a, const Place& b) { return a.offsets < b.offsets; });
-    const auto twice = std::adjacent_find(places.begin(), places.end(),
-                                          [](const Place& a, const Place& b) { return a.offsets == b.offsets; });
+    const auto twice =
+        std::adjacent_find(places.begin(), places.end(), [](const Place& a, const Place& b) { return a.offsets == b.offsets; });
     if (twice == places.end()) return;
     where_ = name;
     fail("is stored twice at [{}]", fmt::join(twice->offsets, ", "));
@@ -165,8 +165,8 @@ class MetadataReader {
     for (const auto& [key, value] : paths.as_dict("planner_data")) {
       where_ = key.as_string("a name in planner_data");
       const Value::Items& elements = value.as_list("a path in planner_data");
-      const bool is_own = elements.size() == 1 && elements[0].kind() == Value::Kind::kString &&
-                          elements[0].as_string("a path") == where_;
+      const bool is_own =
+          elements.size() == 1 && elements[0].kind() == Value::Kind::kString && elements[0].as_string("a path") == where_;
       if (is_own) continue;
       Path path;
       for (const Value& element : elements) {

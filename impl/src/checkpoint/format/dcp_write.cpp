@@ -149,8 +149,10 @@ class MetadataWriter {
     const Path& path = found->second;
     out_.begin_tuple(path.size());
     for (const PathElement& element : path) {
-      if (const auto* index = std::get_if<int64_t>(&element)) out_.integer(*index);
-      else out_.string(std::get<std::string>(element));
+      if (const auto* index = std::get_if<int64_t>(&element))
+        out_.integer(*index);
+      else
+        out_.string(std::get<std::string>(element));
     }
     out_.end_tuple(path.size());
   }
@@ -199,8 +201,10 @@ class MetadataWriter {
   void write_storage_meta(const std::string& save_id) {
     begin_instance(kStorageMeta, 4);
     out_.string("checkpoint_id");
-    if (checkpoint_.has_checksums) out_.string(kChecksumsMark);
-    else out_.none();
+    if (checkpoint_.has_checksums)
+      out_.string(kChecksumsMark);
+    else
+      out_.none();
     out_.string("save_id");
     out_.string(save_id);
     out_.string("load_id");

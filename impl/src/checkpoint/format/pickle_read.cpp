@@ -138,8 +138,10 @@ class Machine : private PickleBytes {
     auto object = make<ObjectNode>(std::move(type));
     object->instance = instance;
     for (const Value& arg : given) grow(*object, arg);
-    if (args.use_count() == 1) object->items = std::move(given);
-    else object->items = given;
+    if (args.use_count() == 1)
+      object->items = std::move(given);
+    else
+      object->items = given;
     push(std::move(object));
   }
   // How protocol 2 writes bytes: as the characters of the same numbers.

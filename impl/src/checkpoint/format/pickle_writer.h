@@ -31,9 +31,9 @@ class PickleWriter {
   void begin_dict(size_t count);
   void end_dict(size_t count);
 
-  void call() { out_ += 'R'; }        // of the last global with the tuple behind it
+  void call() { out_ += 'R'; }            // of the last global with the tuple behind it
   void make_object() { out_ += '\x81'; }  // of the same, without its constructor
-  void set_state() { out_ += 'b'; }   // the last value becomes the state of the object before it
+  void set_state() { out_ += 'b'; }       // the last value becomes the state of the object before it
   void as_persistent_id() { out_ += 'Q'; }
 
   std::string finish();
@@ -47,7 +47,7 @@ class PickleWriter {
   const int protocol_;
   std::string out_;
   Memo strings_, globals_;
-  size_t remembered_ = 0;               // in both
+  size_t remembered_ = 0;                // in both
   std::deque<std::string> own_strings_;  // that no caller keeps
 };
 
