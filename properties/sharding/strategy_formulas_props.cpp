@@ -197,3 +197,20 @@ TEST(Formulas, one_rank_of_a_thousand_holds_its_part_of_a_model_larger_than_memo
     ASSERT_EQ(piece.run.begin, rank * kHidden * kHidden / kRanks);
   }
 }
+
+// It was padded to the square of the ranks once: on 16,384 of them every unit would have taken a GiB.
+TEST(Formulas, a_part_of_a_bucket_is_padded_by_less_than_an_element_for_each_rank_that_sums_it) {
+  constexpr int64_t kElements = 100 * 100;
+  for (const auto& [replicas, shards] : {std::pair<int64_t, int64_t>{1, 7}, {1, 1000}, {1, 16'384}, {4, 256}, {16, 1024}}) {
+    const Mlp model(MlpOptions{.widths = {100, 100}, .bias = false});
+    const Mesh mesh({{"dp_replicate", replicas}, {"dp_shard", shards}});
+    ShardOptions options;
+    options.strategy = strategy(replicas > 1 ? "hsdp" : "zero3");
+    options.broadcast_initial_values = false;
+    const Sharded sharded =
+        fully_shard(model.ptr(), std::make_shared<MeshComm>(counted(mesh.size(), /*rank=*/0), mesh), options);
+    const int64_t part = (kElements + shards - 1) / shards, elements = sharded.memory().now(MemoryKind::parameter) / 4;
+    EXPECT_GE(elements, part) << mesh.str();
+    EXPECT_LT(elements, part + replicas) << mesh.str();
+  }
+}

@@ -19,6 +19,10 @@ int64_t chunks(const Layout& layout, const Mesh& mesh) {
   return parts;
 }
 
+bool is_cut_by(const Layout& layout, const std::string& axis) {
+  return std::ranges::any_of(layout.flat, [&](const Split& split) { return split.axis == axis; });
+}
+
 void require_movable(const CollectiveStep& collective, const Strategy& strategy, const char* what) {
   SHARD_REQUIRE(collective.step == Step::none || collective.step == Step::all_gather, "strategy",
                 "{}: {} is a {} step; parameters move by all_gather. Choose layouts that differ by innermost splits",
@@ -35,7 +39,8 @@ BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy&
     cuts = std::max(cuts, chunks(*layout, mesh));
     multiple = std::lcm(multiple, chunks(*layout, mesh));
   }
-  for (const std::string& axis : strategy.produced.partial) multiple = std::lcm(multiple, cuts * mesh.size(axis));
+  for (const std::string& axis : strategy.produced.partial)  // a sum over ranks that keep the same part has a slice for each
+    if (!is_cut_by(strategy.state, axis)) multiple = std::lcm(multiple, cuts * mesh.size(axis));
   if (strategy.between) multiple = std::lcm(multiple, chunks(*strategy.between, mesh));
   place(alignment_elements, cuts, multiple, granularity);
   numel_ = std::max(multiple, round_up(numel_, multiple));
