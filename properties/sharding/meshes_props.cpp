@@ -75,12 +75,12 @@ TEST(MegatronParity, every_strategy_trains_like_plain_on_every_mesh) {
 TEST(MegatronParity, there_are_no_gradients_before_the_last_microbatch) {
   for (const Strategy& row : strategies())
     on_mesh(grid(2, 2), [&](std::shared_ptr<MeshComm> comms) {
-      auto model = parity::blocks(2, 3);
+      auto model = parity::blocks(2, 8);  // large enough for each rank to hold some of it
       Sharded sharded = fully_shard(model.ptr(), comms, toy::options(row.name));
       Optimizer optimizer = sgd(sharded, {.lr = 0.1});
       for (int64_t k = 0; k < 3; ++k) {
         sharded.set_last_microbatch(k == 2);
-        call(model, toy::data({2, 3}, comms->rank() + k)).square().sum().backward();
+        call(model, toy::data({2, 8}, comms->rank() + k)).square().sum().backward();
         EXPECT_EQ(sharded.gradients().empty(), k < 2) << row.name << " microbatch " << k;
         for (const at::Tensor& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined()) << row.name;
       }
