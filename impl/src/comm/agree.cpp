@@ -74,6 +74,8 @@ std::string error_of(const std::function<void()>& body) {
     body();
   } catch (const BrokenInvariant&) {
     throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
   } catch (const std::exception& error) {
     return error.what()[0] == '\0' ? "[comm] an error without a message" : error.what();
   }

@@ -359,3 +359,10 @@ TEST(CommThreadsDeathTest, a_world_of_more_ranks_than_the_system_gives_threads_i
               "the system gave [0-9]+ of the 1000 threads asked for(.|\n)*use a smaller world(.|\n)*adds to 3");
 }
 #endif
+
+// Ranks send it to each other, and it may be printed for each of them.
+TEST(CommThreads, what_libtorch_refuses_on_a_rank_is_told_to_the_others_without_the_stack_of_its_calls) {
+  const std::string error = error_of([] { at::ones({2}).narrow(0, 1, 4); });
+  EXPECT_NE(error.find("exceeds dimension size"), std::string::npos) << error;
+  EXPECT_EQ(error.find("frame #"), std::string::npos) << error;
+}
