@@ -142,8 +142,10 @@ void BucketParameters::start_unshard() {
   const CallLabel label(label_);
   if (frees_compute()) await_updated();
   residency_ = Residency::gathering;
-  if (side_by_side() && std::exchange(neighbours_write_, false))
+  if (side_by_side() && std::exchange(neighbours_write_, false)) {
+    await_updated();  // neighbours that pass the barrier read what this gather brings
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
+  }
   if (!frees_compute()) return;
   Comm& group = kept_.defined() ? *kept_group_ : comms_->along(layout_.unshard().axes);
   restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
