@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "device/matrix.h"
+
 namespace shardproof::direct {
 namespace {
 
@@ -60,9 +62,6 @@ bool applies(const at::Tensor& x, const at::Tensor& weight) {
   return c10::GradMode::is_enabled() && taker_of(weight) && weight.dim() == 2 && weight.is_contiguous() && x.numel() > 0 &&
          weight.numel() > 0 && !is_under_autocast(weight.device().type());
 }
-
-// [.., n] as a matrix.
-at::Tensor rows_of(const at::Tensor& x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
 
 // Autograd's own formulas for addmm and mm, operation by operation.
 struct Linear : torch::autograd::Function<Linear> {

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "device/matrix.h"
 #include "nn/canonical/fixed_point.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/canonical/canonical.h"
@@ -14,10 +15,6 @@ using torch::autograd::variable_list;
 
 std::string kept_name(AutogradContext* ctx) {
   return ctx->saved_data["name"].toStringRef();
-}
-
-at::Tensor rows_of(const at::Tensor& x) {
-  return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
 struct Linear : torch::autograd::Function<Linear> {

@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "device/matrix.h"
 #include "shardproof/algebra/layout.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/gradient_place.h"
@@ -16,11 +17,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
-
-// [.., n] as a matrix; n may be 0.
-at::Tensor rows_of(const at::Tensor& x) {
-  return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
-}
 
 // Of one rank's entries, with what all ranks know after two reductions.
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {

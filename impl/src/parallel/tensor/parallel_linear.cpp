@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "device/matrix.h"
 #include "nn/canonical/fixed_point.h"
 #include "parallel/kept_group.h"
 #include "shardproof/algebra/layout.h"
@@ -21,14 +22,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// [.., n] as a matrix; n may be 0.
-at::Tensor matrix_of(const at::Tensor& x) {
-  return x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)});
-}
-
 // The same tensor, whose pieces are matrices without a copy.
 at::Tensor as_rows(const at::Tensor& x) {
-  return matrix_of(x).view(x.sizes());
+  return rows_of(x).view(x.sizes());
 }
 
 // What rows are multiplied by.
@@ -39,7 +35,7 @@ struct Factor {
   std::string what = {};  // in messages of canonical arithmetic
 
   void multiply(const at::Tensor& x, const at::Tensor& out) const {
-    const at::Tensor rows = matrix_of(x);
+    const at::Tensor rows = rows_of(x);
     const std::vector<int64_t> sizes{rows.size(0), matrix.size(1)};
     at::Tensor place = out.is_contiguous() ? out.view(sizes) : at::empty(sizes, out.options());
     if (canonical)
@@ -90,13 +86,13 @@ struct Layer {
     return at::empty(sizes, x.options());
   }
   at::Tensor weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) const {
-    const at::Tensor left = matrix_of(dy), right = matrix_of(x);
+    const at::Tensor left = rows_of(dy), right = rows_of(x);
     return arithmetic.canonical ? fixed::product(left.t(), right, arithmetic.name + ", gradient of the weight")
                                 : direct::weight_gradient(left, right, weight);
   }
   // Whether it is made later, and not where the backward comes by.
   bool delays_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) const {
-    return !arithmetic.canonical && direct::is_delayed(matrix_of(dy), matrix_of(x), weight);
+    return !arithmetic.canonical && direct::is_delayed(rows_of(dy), rows_of(x), weight);
   }
 };
 
@@ -187,7 +183,7 @@ struct ColumnLinear : torch::autograd::Function<ColumnLinear> {
       summing.emplace(multiply_and_sum(dy, layer, layer.factor(weight, layer.of_input()), dx, group));
     }
     if (ctx->needs_input_grad(1)) dw = layer.weight_gradient(dy, x, weight);
-    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) db = matrix_of(dy).sum(0);
+    if (ctx->saved_data["bias"].toBool() && ctx->needs_input_grad(2)) db = rows_of(dy).sum(0);
     if (summing) summing->result();
     return {dx, dw, db, {}, {}};
   }
