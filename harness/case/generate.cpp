@@ -6,6 +6,7 @@
 #include "harness/case/mix.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
+#include "harness/case/work.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
 
@@ -363,6 +364,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     try_overflow(Chooser(Draws(seed, "overflow").at(index)), c);
     mix(Chooser(Draws(seed, "mix").at(index)), c, limits);
     if (c.mode == fast && c.options.compute != fp32) c.optimizer.eps = 0.01;  // as above: roundings are larger
+    bound_work(Chooser(Draws(seed, "work").at(index)), c);
   }
   c.seed = choose.bits() % 1'000'000;
   return c;

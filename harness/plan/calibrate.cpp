@@ -10,6 +10,8 @@
 #include <memory>
 #include <thread>
 
+#include "harness/plan/dry_run.h"
+#include "harness/plan/timeline.h"
 #include "shardproof/comm/threads/threads.h"
 
 namespace harness {
@@ -94,6 +96,32 @@ Link link_of_threads() {
   return {small, 4.0 * kElements / std::max(large - small, 1e-9)};
 }
 
+// A step of a GPT whose matrices do not fit into caches, on a replica a core.
+DryRun small_training(int64_t cores) {
+  DryRun run;
+  run.samples = 4;
+  run.what.mesh = shardproof::Mesh({{"dp_replicate", cores}});
+  run.what.strategy = "ddp";
+  run.what.model.kind = golden::Model::Kind::gpt;
+  run.what.model.gpt = {.layers = 2, .hidden = 512, .heads = 8, .vocab = 2048, .positions = 128};
+  return run;
+}
+
+// The efficiency that makes the predicted step as long as a measured one.
+double training_efficiency(int64_t cores, Machine machine) {
+  const DryRun run = small_training(cores);
+  const double seconds = seconds_of(CLOCK_THREAD_CPUTIME_ID, cores, [&](shardproof::Comm& comm) {
+    // The threads own the communicator for as long as this runs.
+    auto comms = std::make_shared<shardproof::MeshComm>(std::shared_ptr<shardproof::Comm>(&comm, [](auto*) {}), run.what.mesh);
+    return [training = training_of(run, comms, at::kCPU, /*computes=*/true)] {
+      training.loss().backward();
+      training.optimizer.step();
+    };
+  });
+  machine.ranks_at_once = 0;  // processor time of one thread
+  return efficiency_of(dry_run(run).record, machine, seconds);
+}
+
 }  // namespace
 
 Machine calibrate(const std::function<void(const std::string&)>& shown) {
@@ -116,6 +144,8 @@ Machine calibrate(const std::function<void(const std::string&)>& shown) {
   machine.ranks_per_host = shardproof::kThreadsWorldMax;
   machine.ranks_at_once = cores;
   machine.overlaps = false;  // the ranks' own threads carry what is sent
+  shown("steps of a small GPT");
+  machine.efficiency = training_efficiency(cores, machine);
   at::set_num_threads(threads);
   validate(machine);
   return machine;

@@ -33,9 +33,9 @@ c10::Device device_of(const DryRun& options) {
   return needs_memory ? at::kCPU : at::kMeta;
 }
 
-golden::Microbatch zeros(const DryRun& options) {
+golden::Microbatch zeros(const DryRun& options, c10::Device device) {
   const golden::Model& model = options.what.model;
-  const at::TensorOptions floats = at::TensorOptions(at::kFloat).device(device_of(options)), tokens = floats.dtype(at::kLong);
+  const at::TensorOptions floats = at::TensorOptions(at::kFloat).device(device), tokens = floats.dtype(at::kLong);
   const int64_t samples = options.samples;
   const auto floating = [&](std::vector<int64_t> sizes) {
     sizes.insert(sizes.begin(), samples);
@@ -57,7 +57,7 @@ golden::Microbatch zeros(const DryRun& options) {
   return {floating({model.mlp.widths.front()}), floating({model.mlp.widths.back()})};
 }
 
-ShardOptions shard_options(const DryRun& options, const Network& network) {
+ShardOptions shard_options(const DryRun& options, const Network& network, c10::Device device) {
   ShardOptions shard;
   shard.strategy = strategy(options.what.strategy);
   shard.offload = options.what.options.offload == offload_none ? Offload::none : Offload::pageable;
@@ -65,7 +65,7 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
   for (const auto& part : network.parts) parts.insert(part.get());
   shard.units = [parts](const std::string&, const torch::nn::Module& module) { return parts.contains(&module); };
   const at::ScalarType dtype = dtype_of(options.dtype);
-  shard.device = device_of(options);
+  shard.device = device;
   if (options.side_by_side) shard.gather = Gather::side_by_side;
   shard.prefetch_forward = shard.prefetch_backward = options.prefetch;
   shard.delayed_gradient_bytes_max = options.delayed_gradient_bytes;
@@ -75,7 +75,6 @@ ShardOptions shard_options(const DryRun& options, const Network& network) {
     };
   if (options.offload_activations) shard.offload_activations = shard.units;
   if (dtype != at::kFloat) shard.precision = {.main = at::kFloat, .compute = dtype, .reduce = dtype};
-  shard.initialize = [](const std::string&, const Shape&, Interval, at::Tensor) {};  // nobody reads them
   shard.broadcast_initial_values = false;
   shard.check_gradients = false;  // of what nobody gathered
   return shard;
@@ -89,7 +88,9 @@ struct Trained {
   std::optional<Optimizer> optimizer = {};
 };
 
-DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& comms) {
+}  // namespace
+
+DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& comms, c10::Device device, bool computes) {
   const Case& c = options.what;
   Comm* const tensor_group = c.tensor_ranks() > 1 ? &comms->along({"tp"}) : nullptr;
   auto made = std::make_shared<Trained>();
@@ -103,14 +104,14 @@ DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& 
     made->parallel = parallelize(made->network.module, comms, std::move(plan));
   }
   if (c.context_ranks() > 1) made->context = context_parallel(made->network.module, comms, context_options(c));
-  made->sharded = fully_shard(made->network.module, comms, shard_options(options, made->network));
+  ShardOptions shard = shard_options(options, made->network, device);
+  shard.initialize = computes ? normal_initializer(/*seed=*/0) : [](const auto&, const auto&, Interval, const at::Tensor&) {};
+  made->sharded = fully_shard(made->network.module, comms, shard);
   made->optimizer = adamw(*made->sharded, {});
-  golden::Microbatch data = zeros(options);
+  golden::Microbatch data = zeros(options, device);
   if (made->context) data.input = made->context->cut(data.input), data.target = made->context->cut(data.target);
   return {made, *made->sharded, *made->optimizer, [made, data] { return made->network.loss(data); }};
 }
-
-}  // namespace
 
 bool runs_without_memory(const DryRun& options) {
   return device_of(options) == at::kMeta;
@@ -129,7 +130,8 @@ DryRunResult dry_run(const DryRun& options) {
                 c.model.kind == golden::Model::Kind::conv ? "a conv" : "--offload");
   const DryStep step{
       .mesh = c.mesh, .rank = options.rank, .rounds = options.rounds, .saves = options.saves, .shown = options.shown};
-  DryRunResult result = dry_step(step, [&](const auto& comms) { return training_of(options, comms); });
+  DryRunResult result =
+      dry_step(step, [&](const auto& comms) { return training_of(options, comms, device_of(options), false); });
   for (const auto& [name, shape] : golden::parameter_shapes(c.model)) result.parameters += numel(shape);
   return result;
 }

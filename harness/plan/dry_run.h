@@ -32,6 +32,11 @@ struct DryRun {
 // are then 0 and none. Throws Error when something does not fit, as the library does.
 DryRunResult dry_run(const DryRun& options);
 
+// What that run trains, on a device and with communicators of one's choice. With `computes` parameters have initial values, so
+// that a real step can be measured.
+DryTraining training_of(const DryRun& options, const std::shared_ptr<shardproof::MeshComm>& comms, c10::Device device,
+                        bool computes);
+
 // Whether the run takes no memory: all do but those of a `conv` and those that offload the optimizer.
 bool runs_without_memory(const DryRun& options);
 

@@ -121,4 +121,14 @@ StepTime walk(const StepRecord& record, const Machine& machine) {
   return time;
 }
 
+double efficiency_of(const StepRecord& record, Machine machine, double seconds) {
+  // A higher efficiency never makes a step longer, so halving an interval finds it.
+  double low = 0.05, high = 1;
+  for (int i = 0; i < 40; ++i) {
+    machine.efficiency = (low + high) / 2;
+    (walk(record, machine).seconds > seconds ? low : high) = machine.efficiency;
+  }
+  return high;
+}
+
 }  // namespace harness

@@ -45,4 +45,7 @@ struct StepTime {
 
 StepTime walk(const StepRecord& record, const Machine& machine);
 
+// The machine's efficiency of matrix products with which the step takes so many seconds: between 0.05 and 1.
+double efficiency_of(const StepRecord& record, Machine machine, double seconds);
+
 }  // namespace harness

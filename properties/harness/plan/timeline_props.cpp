@@ -159,6 +159,21 @@ TEST(Timeline, operators_take_the_longest_of_products_memory_and_their_least_tim
   EXPECT_EQ(operator_seconds({.flops = 100}, machine, 6), 60);
 }
 
+TEST(Timeline, the_efficiency_of_a_measured_step_predicts_that_step) {
+  Machine machine = slow();
+  machine.flops = {{"float32", 10}};
+  machine.memory_bytes_per_second = 4;
+  StepRecorder recorder;
+  recorder.compute({.flops = 100});  // 10 s at full efficiency
+  recorder.compute({.bytes = 12});   // 3 s at any
+  const StepRecord record = recorder.record();
+  machine.efficiency = efficiency_of(record, machine, 23);
+  EXPECT_NEAR(machine.efficiency, 0.5, 1e-9);
+  EXPECT_NEAR(walk(record, machine).seconds, 23, 1e-6);
+  EXPECT_NEAR(efficiency_of(record, machine, 1), 1, 1e-9) << "no machine is faster than its products";
+  EXPECT_NEAR(efficiency_of(record, machine, 1e6), 0.05, 1e-9) << "a measurement that no machine makes";
+}
+
 TEST(Timeline, ranks_that_take_turns_on_cores_take_turns_with_what_their_threads_carry) {
   Steps steps;
   steps.compute(3);
