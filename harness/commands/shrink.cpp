@@ -56,9 +56,23 @@ void simpler_load(std::vector<Case>& list, const Case& c, size_t step) {
   });
 }
 
+// What comes after a load, alone: it begins where that went on.
+void without_what_was_loaded(std::vector<Case>& list, const Case& c) {
+  for (size_t i = c.steps.size(); i-- > 0;) {
+    if (!c.steps[i].loads()) continue;
+    Case rest = c.at(i);
+    rest.steps.assign(c.steps.begin() + static_cast<std::ptrdiff_t>(i), c.steps.end());
+    rest.steps.front().load_mesh = {};
+    rest.steps.front().load_strategy.clear();
+    list.push_back(std::move(rest));
+  }
+}
+
 void simpler_history(std::vector<Case>& list, const Case& c) {
+  without_what_was_loaded(list, c);
   lower(list, c, static_cast<int64_t>(c.steps.size()), 1, [](Case& v, int64_t n) { v.steps.resize(static_cast<size_t>(n)); });
-  if (c.steps.size() > 1) reset(list, c, [](Case& v) { v.steps.erase(v.steps.begin()); });
+  for (size_t i = 0; c.steps.size() > 1 && i < c.steps.size(); ++i)
+    reset(list, c, [i](Case& v) { v.steps.erase(v.steps.begin() + static_cast<std::ptrdiff_t>(i)); });
   for (size_t i = 0; i < c.steps.size(); ++i) {
     lower(list, c, c.steps[i].rounds, 1, [i](Case& v, int64_t n) { v.steps[i].rounds = n; });
     lower(list, c, c.steps[i].sync_every, 1, [i](Case& v, int64_t n) { v.steps[i].sync_every = n; });
@@ -79,6 +93,9 @@ void simpler_model(std::vector<Case>& list, const Case& c) {
 }
 
 void simpler_options(std::vector<Case>& list, const Case& c) {
+  reset(list, c, [](Case& v) {
+    for (const OptionRow& row : option_rows()) v.options.*row.member = row.simplest;
+  });
   for (const OptionRow& row : option_rows()) reset(list, c, [&](Case& v) { v.options.*row.member = row.simplest; });
   reset(list, c, [](Case& v) { v.clip_norm = 0; });
   reset(list, c, [](Case& v) { v.norm_order = 2; });
@@ -146,9 +163,14 @@ Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& b
   const auto spent = [&] {
     return std::chrono::steady_clock::now() >= deadline || (budget.runs > 0 && best.tried >= budget.runs);
   };
-  // Whether some candidate was simpler and failed alike. The first of them is taken, however many run at a time.
+  // Whether some candidate was simpler and failed alike. They are tried in turn, beginning with the one behind the last that
+  // was taken: what came before it held, and mostly holds again. The first that fails is taken, however many run at a time.
+  size_t next = 0;
   const auto step = [&] {
-    const std::vector<Case> candidates = simpler(best.minimal);
+    std::vector<Case> candidates = simpler(best.minimal);
+    if (candidates.empty()) return false;
+    next %= candidates.size();
+    std::ranges::rotate(candidates, candidates.begin() + static_cast<std::ptrdiff_t>(next));
     for (size_t first = 0; first < candidates.size() && !spent();) {
       const int64_t left = budget.runs > 0 ? budget.runs - best.tried : std::numeric_limits<int64_t>::max();
       const auto threads = static_cast<size_t>(std::clamp<int64_t>(budget.threads ? budget.threads() : 1, 1, left));
@@ -158,6 +180,7 @@ Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& b
         if (found[i].held || found[i].category != verdict.category) continue;
         best.minimal = candidates[first + i];
         best.verdict = found[i];
+        next += first + i;
         return true;
       }
       first += found.size();

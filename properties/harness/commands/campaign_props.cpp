@@ -143,6 +143,24 @@ TEST(Shrink, on_several_threads_ends_at_the_same_case_as_on_one) {
   EXPECT_EQ(minimal(4), minimal(1));
 }
 
+TEST(Shrink, leaves_out_steps_in_the_middle_and_what_came_before_a_load) {
+  const Case c = Case::parse(
+      "mlp(widths=3-4) mesh(dp_shard=4) zero3 sgd(lr=0.1) ordered seed=1 : save step step load@mesh(dp_shard=3) "
+      "load@strategy(zero2) step eval step");
+  std::set<std::string> texts;
+  for (const Case& candidate : simpler(c)) texts.insert(candidate.str());
+  const std::string before = "mlp(widths=3-4) mesh(dp_shard=4) zero3 sgd(lr=0.1) ordered seed=1 : ";
+  EXPECT_TRUE(texts.contains(before + "save step load@mesh(dp_shard=3) load@strategy(zero2) step eval step"));
+  EXPECT_TRUE(texts.contains("mlp(widths=3-4) mesh(dp_shard=3) zero2 sgd(lr=0.1) ordered seed=1 : step eval step"));
+}
+
+TEST(Shrink, tries_what_held_a_moment_ago_again_only_when_all_else_was_tried) {
+  // It takes 39 tries, and 193 where each variant that failed is followed by all variants from the first on.
+  const auto run = [](const Case& v) { return v.mesh.size() >= 6 && v.steps.size() >= 2 ? fails("gradient") : holds(); };
+  const Shrunk shrunk = shrink(large(), fails("gradient"), {.time = std::chrono::minutes(1)}, run);
+  EXPECT_LT(shrunk.tried, 80);
+}
+
 TEST(Shrink, a_size_takes_those_with_it_that_are_multiples_of_it) {
   const Case c = Case::parse(
       "llama(layers=1,hidden=48,heads=6,kv_heads=2,intermediate=1,vocab=1,positions=1) mesh(dp_shard=1) zero3 sgd(lr=0.1) "
