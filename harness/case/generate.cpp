@@ -67,7 +67,7 @@ golden::Model generate_llama(Chooser& choose, int64_t head_min) {
   m.positions = choose.integer(1, 9);
   m.tied = choose.chance(0.4);
   m.dropout = generate_dropout(choose);
-  m.qk_norm = m.hidden / m.heads >= 4 && choose.chance(0.4);  // narrower norms are hard to judge
+  m.qk_norm = m.hidden / m.heads >= 4 && choose.chance(0.5);  // narrower norms are hard to judge
   return model;
 }
 
@@ -256,8 +256,8 @@ std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
   const int64_t few = exact ? 1 : choose.integer(1, c.mode == Mode::fast ? 2 : 4);
   const bool long_run = c.mode == Mode::canonical && choose.chance(0.2);
   std::vector<StepPlan> steps(static_cast<size_t>(long_run ? 10 : few));
-  const bool accumulates = choose.chance(0.5), skips_sync = choose.chance(0.3), freezes = choose.chance(0.25);
-  const bool changes_lr = choose.chance(0.25), by_hand = choose.chance(0.25), evaluates = choose.chance(0.25);
+  const bool accumulates = choose.chance(0.5), skips_sync = choose.chance(0.3), freezes = choose.chance(0.35);
+  const bool changes_lr = choose.chance(0.35), by_hand = choose.chance(0.25), evaluates = choose.chance(0.25);
   const bool discards = !exact && choose.chance(0.2);
   for (StepPlan& step : steps) {
     if (accumulates) step.rounds = choose.one_of<int64_t>({1, 2, 3, 3, 4});
