@@ -98,7 +98,8 @@ class Scratch:
         code, output = run(["ctest", "--test-dir", build, "--show-only=json-v1", *words[1:]], self.tree)
         programs = set()
         for test in json.loads(output)["tests"] if code == 0 else []:
-            built = [word for word in test.get("command", []) if word.startswith(build + os.sep) and os.access(word, os.X_OK)]
+            built = [word for word in test.get("command", [])
+                     if word.startswith(build + os.sep) and os.path.isfile(word) and os.access(word, os.X_OK)]
             if not built:
                 return [EVERYTHING]  # a script: there is no telling what it runs
             programs.update(os.path.relpath(word, build) for word in built)

@@ -111,6 +111,11 @@ class Mutants(ScratchCase):
         self.assertEqual(sorted(verdicts), ["does not compile", "killed", "killed", "killed", "same code"], output)
         self.assertNotIn("anther", "".join(row["diff"] for row in rows if row["verdict"] != "does not compile"))
 
+    def test_a_mutant_with_another_signature_is_not_counted_when_programs_miss_the_symbol(self):
+        how = ("--build", BUILD, "--libraries", "build/lib.txt", "--verify", "bash -c 'exit 127' --")
+        _, rows, output = self.run_mutants("--sample", "1", "--skip-baseline", how=how)
+        self.assertNotIn("killed", [row["verdict"] for row in rows], output)
+
     def test_rooms_are_sampled_evenly(self):
         _, rows, output = self.run_mutants("--sample", "4")
         counted = [row["room"] for row in rows if row["verdict"] in ("killed", "survived")]

@@ -187,12 +187,12 @@ Split balanced_split(std::string axis) { return {std::move(axis), {}, {}, true};
 
 std::vector<SplitRun> pieces(const Split& split, int64_t length, int64_t parts, int64_t part) {
   require_part(split, length, parts, part);
-  return detail::Cut{0, parts, &split}.pieces(length, part);
+  return detail::Cut{.parts = parts, .split = &split}.pieces(length, part);
 }
 
 int64_t piece_size(const Split& split, int64_t length, int64_t parts, int64_t part) {
   require_part(split, length, parts, part);
-  return detail::Cut{0, parts, &split}.piece_size(length, part);
+  return detail::Cut{.parts = parts, .split = &split}.piece_size(length, part);
 }
 
 Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part) {
@@ -200,7 +200,7 @@ Interval piece(const Split& split, int64_t length, int64_t parts, int64_t part) 
                 "piece asks for one run a part, and split {} may give several; use an even or a ragged split, or `pieces`",
                 split.str());
   require_part(split, length, parts, part);
-  return detail::Cut{0, parts, &split}.piece(length, part);
+  return detail::Cut{.parts = parts, .split = &split}.piece(length, part);
 }
 
 std::vector<int64_t> DimCut::positions(int64_t part) const {
