@@ -86,6 +86,39 @@ RC_GTEST_PROP(Pickle, reads_what_it_wrote, (uint64_t seed)) {
   for (const int protocol : {2, 4}) RC_ASSERT(read_pickle(write_pickle(value, protocol), all_globals(), "test") == value);
 }
 
+// Else the property above would say little.
+TEST(Pickle, values_that_differ_in_one_thing_are_unequal) {
+  const Value one = Value::integer(1), two = Value::integer(2);
+  const std::vector<Value> all = {
+      Value(),
+      one,
+      two,
+      Value::real(1),
+      Value::boolean(true),
+      Value::string("1"),
+      Value::bytes("1"),
+      Value::list({one}),
+      Value::list({two}),
+      Value::list({one, one}),
+      Value::tuple({one}),
+      Value::dict({{one, one}}),
+      Value::dict({{one, two}}),
+      Value::dict({{two, one}}),
+      Value::global("torch", "float32"),
+      Value::global("torch", "float64"),
+      Value::reduced("torch", "Size", {one}),
+      Value::reduced("torch", "Size", {two}),
+      Value::reduced("torch", "size", {one}),
+      Value::reduced("torch", "Size", {}),
+      Value::instance("torch", "Size", Value::Pairs{}),
+      Value::instance("torch", "Size", one),
+      Value::instance("torch", "Size", two),
+      Value::instance("torch", "size", one),
+  };
+  for (size_t i = 0; i < all.size(); ++i)
+    for (size_t j = 0; j < all.size(); ++j) EXPECT_EQ(all[i] == all[j], i == j) << i << " and " << j;
+}
+
 // Every result of damage is a value or an Error: a crash, or anything else thrown, fails the test.
 RC_GTEST_PROP(Pickle, damaged_bytes_are_data_or_an_error, (uint64_t seed)) {
   Random random(seed);
