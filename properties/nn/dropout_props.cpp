@@ -87,6 +87,8 @@ TEST(Dropout, sites_and_seeds_have_masks_of_their_own_and_evaluation_none) {
   EXPECT_TRUE(at::equal(module->forward(x), first));
   module->eval();
   EXPECT_TRUE(at::equal(module->forward(x), x));
+  EXPECT_TRUE(shardproof::dropout(x, 0.3, /*training=*/false).is_same(x));
+  EXPECT_TRUE(shardproof::dropout(x, 0, /*training=*/true).is_same(x));
 }
 
 TEST(Dropout, a_tensor_of_no_elements_has_none_and_counts_as_a_site) {

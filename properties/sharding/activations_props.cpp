@@ -5,7 +5,7 @@
 
 #include "harness/case/generate.h"
 #include "harness/case/network.h"
-#include "properties/doubles/fake_device.h"
+#include "properties/doubles/fake_device_env.h"
 #include "properties/doubles/fake_ranks.h"
 #include "properties/kit/bits.h"
 #include "properties/kit/harness_env.h"
