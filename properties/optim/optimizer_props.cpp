@@ -97,6 +97,34 @@ TEST(UpdateRules, adamw_is_torch_adamw) {
       torch::optim::AdamWOptions(0.01).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1));
 }
 
+TEST(UpdateRules, low_precision_is_computed_in_float32_and_rounded_once_a_step) {
+  const std::string name = "p";
+  const Shape shape{40};
+  for (const auto& rule : {make_rule(SgdOptions{.lr = 0.1, .momentum = 0.9}), make_rule(AdamWOptions{.lr = 0.1}),
+                           make_rule(AdamOptions{.lr = 0.1}), make_rule(LionOptions{.lr = 0.1})})
+    for (const at::ScalarType low : {at::kBFloat16, at::kHalf}) {
+      const auto zeros = [&] { return std::vector<at::Tensor>(rule->state_names().size()); };
+      Update update{
+          .name = name, .shape = shape, .parameter = at::sin(at::arange(40.0)).to(low), .gradient = {}, .state = zeros()};
+      for (at::Tensor& state : update.state) state = at::zeros({40}, low);
+      for (update.step = 1; update.step <= 3; ++update.step) {
+        update.gradient = at::cos(at::arange(40.0) * static_cast<double>(update.step)).to(low);
+        Update wide{.name = name,
+                    .shape = shape,
+                    .parameter = update.parameter.to(at::kFloat),
+                    .gradient = update.gradient.to(at::kFloat),
+                    .state = zeros(),
+                    .step = update.step};
+        for (size_t i = 0; i < wide.state.size(); ++i) wide.state[i] = update.state[i].to(at::kFloat);
+        rule->update(wide);
+        rule->update(update);
+        EXPECT_TRUE(at::equal(update.parameter, wide.parameter.to(low))) << "step " << update.step;
+        for (size_t i = 0; i < wide.state.size(); ++i) EXPECT_TRUE(at::equal(update.state[i], wide.state[i].to(low)));
+      }
+      EXPECT_FALSE(at::equal(update.parameter, at::sin(at::arange(40.0)).to(low))) << "nothing has moved";
+    }
+}
+
 TEST(UpdateRules, options_out_of_range_are_refused_by_name) {
   for (const auto& bad :
        {AdamWOptions{.lr = -1}, AdamWOptions{.beta1 = 1}, AdamWOptions{.beta2 = NAN}, AdamWOptions{.eps = -1}})

@@ -43,6 +43,24 @@ struct AfterScaledImpl : torch::nn::Module {
 };
 TORCH_MODULE(AfterScaled);
 
+// Two layers that read the same, as projections of queries and keys do.
+struct ForkImpl : torch::nn::Module {
+  ForkImpl() {
+    left->weight.set_data(toy::data({4, 4}, 1));
+    right->weight.set_data(toy::data({4, 4}, 2));
+  }
+  at::Tensor forward(const at::Tensor& input) { return call(left, input) + 2 * call(right, input); }
+  Linear left = register_module("left", Linear(torch::nn::LinearOptions(4, 4).bias(false)));
+  Linear right = register_module("right", Linear(torch::nn::LinearOptions(4, 4).bias(false)));
+};
+TORCH_MODULE(Fork);
+
+struct WithForkImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return call(fork, input); }
+  Fork fork = register_module("fork", Fork());
+};
+TORCH_MODULE(WithFork);
+
 // The calls of one forward and backward.
 template <class Model>
 std::vector<ModuleCall> seen(Model& model, const at::Tensor& input) {
@@ -95,6 +113,24 @@ TEST(ModuleWatch, sees_the_same_on_each_rank_of_a_sharded_model_and_a_recomputat
       }
     });
   }
+}
+
+TEST(ModuleWatch, layers_that_read_the_same_have_each_their_gradient_when_they_are_computed_again) {
+  WithFork plain;
+  const std::vector<ModuleCall> golden = seen(plain, toy::data({2, 4}, 0));
+  on_mesh(Mesh::parse("dp_shard=2"), [&](std::shared_ptr<MeshComm> comms) {
+    WithFork model;
+    ShardOptions options = toy::options("zero3");
+    options.units = options.recompute = by_name("fork");
+    Sharded handle = fully_shard(model.ptr(), comms, options);
+    const std::vector<ModuleCall> calls = seen(model, toy::data({2, 4}, 0));
+    ASSERT_EQ(calls.size(), golden.size());
+    for (size_t i = 0; i < calls.size(); ++i) {
+      EXPECT_EQ(calls[i].module, golden[i].module);
+      ASSERT_TRUE(calls[i].output_gradient.defined()) << calls[i].module;
+      EXPECT_TRUE(calls[i].output_gradient.equal(golden[i].output_gradient)) << calls[i].module;
+    }
+  });
 }
 
 TEST(ModuleWatch, counts_the_calls_of_a_module_and_each_has_a_gradient_of_its_own) {
