@@ -30,13 +30,14 @@ struct Training {
   Offload offload = Offload::none;
   std::function<std::shared_ptr<UpdateRule>(int64_t rank)> rule = [](int64_t) { return make_rule(AdamWOptions{.lr = 0.01}); };
   Body before_update = [](const Rank&) {};
+  std::vector<int64_t> widths = {3, 5, 2};
 };
 
 using CheckStep = std::function<void(FingerprintCheck&)>;
 
 void train(const Training& setting, int64_t steps, const Body& after_update, const CheckStep& check_step) {
   run_threads(setting.mesh.size(), [&](std::shared_ptr<Comm> comm) {
-    Mlp model(MlpOptions{.widths = {3, 5, 2}});
+    Mlp model(MlpOptions{.widths = setting.widths});
     initialize_parameters(*model, 1, 0.5);
     Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, setting.mesh),
                                   {.strategy = strategy(setting.strategy),
@@ -182,6 +183,19 @@ class Idle final : public UpdateRule {
   void update(const Update&) const override {}
 };
 
+// A rule that forgets shards of one element.
+class IdleForOne final : public UpdateRule {
+ public:
+  std::vector<std::string> state_names() const override { return {}; }
+  std::vector<shardproof::Setting> settings() const override { return rule_->settings(); }
+  void update(const Update& update) const override {
+    if (update.parameter.numel() > 1) rule_->update(update);
+  }
+
+ private:
+  std::shared_ptr<UpdateRule> rule_ = make_rule(SgdOptions{.lr = 0.1});
+};
+
 }  // namespace
 
 TEST(FingerprintCheck, finds_a_trained_shard_that_does_not_move) {
@@ -193,6 +207,12 @@ TEST(FingerprintCheck, finds_a_trained_shard_that_does_not_move) {
               {"[fingerprint] step 1: on rank 0 neither ", " nor its optimizer state has moved"});
 }
 
+TEST(FingerprintCheck, finds_a_shard_of_one_element_that_does_not_move) {
+  const auto rule = [](int64_t) { return std::make_shared<IdleForOne>(); };
+  expect_says(found({.strategy = "ddp", .rule = rule, .widths = {3, 5, 1}}, [](const Rank&) {}),
+              {"[fingerprint] step 1: on rank 0 neither layers.1.bias nor its optimizer state has moved"});
+}
+
 TEST(FingerprintCheck, compares_what_tensor_parallelism_leaves_whole_and_what_ranks_hold_in_copies) {
   // Four ranks hold norms, and two neighbours each key head.
   for (const auto& [which, ranks] :
@@ -200,8 +220,7 @@ TEST(FingerprintCheck, compares_what_tensor_parallelism_leaves_whole_and_what_ra
     Messages messages;
     run_threads(4, [&, which = which](std::shared_ptr<Comm> comm) {
       const auto comms = std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 1}, {"tp", 4}}));
-      const LlamaOptions options{
-          .layers = 1, .hidden = 16, .heads = 4, .kv_heads = 2, .intermediate = 8, .vocab = 13};
+      const LlamaOptions options{.layers = 1, .hidden = 16, .heads = 4, .kv_heads = 2, .intermediate = 8, .vocab = 13};
       Llama model(options);
       initialize_parameters(*model, 3, 0.3);
       const TensorParallel parallel = parallelize(model.ptr(), comms, llama_plan(options, 4));

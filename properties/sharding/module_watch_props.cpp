@@ -1,6 +1,8 @@
 // What a watch sees of the modules of a model, and that nothing changes because of it.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "properties/kit/expect_error.h"
 #include "properties/kit/parity_models.h"
 #include "properties/kit/parity_training.h"
@@ -130,6 +132,18 @@ TEST(ModuleWatch, layers_that_read_the_same_have_each_their_gradient_when_they_a
       ASSERT_TRUE(calls[i].output_gradient.defined()) << calls[i].module;
       EXPECT_TRUE(calls[i].output_gradient.equal(golden[i].output_gradient)) << calls[i].module;
     }
+  });
+}
+
+TEST(ModuleWatch, a_call_with_nan_is_found_again_when_it_is_computed_again) {
+  on_mesh(Mesh::parse("dp_shard=2"), [&](std::shared_ptr<MeshComm> comms) {
+    Mlp model = mlp();
+    ShardOptions options = sharded("zero3", /*recompute=*/true);
+    options.check_gradients = false;
+    Sharded handle = fully_shard(model.ptr(), comms, options);
+    const std::vector<ModuleCall> calls = seen(model, at::full({2, 4}, NAN));
+    ASSERT_EQ(calls.size(), 2u);
+    for (const ModuleCall& call : calls) EXPECT_TRUE(call.output_gradient.defined()) << call.module;
   });
 }
 

@@ -58,6 +58,24 @@ TEST(MegatronParity, recomputation_gathers_nothing_ahead) {
   EXPECT_EQ(gathers, std::vector<int64_t>(3, gathers[0]));
 }
 
+TEST(Units, within_recomputed_units_are_freed_before_the_backward_of_the_next_one) {
+  constexpr int64_t kWidth = 32, kBlock = 2 * (kWidth * kWidth + kWidth) * 4;
+  for (const bool frozen : {false, true})
+    on_mesh(ranks(2), [&](std::shared_ptr<MeshComm> comms) {
+      auto model = parity::blocks(4, kWidth);
+      if (frozen)
+        for (at::Tensor parameter : model->parameters()) parameter.set_requires_grad(parameter.dim() == 2);
+      ShardOptions options = toy::options("zero3");
+      options.units = by_type<parity::BlockImpl, torch::nn::LinearImpl>();
+      options.recompute = by_type<parity::BlockImpl>();
+      Sharded sharded = fully_shard(model.ptr(), comms, options);
+      const at::Tensor loss = call(model, toy::data({2, kWidth}, 1).requires_grad_(true)).sum();
+      sharded.reset_peak_memory();
+      loss.backward();
+      EXPECT_LE(sharded.memory().peak(MemoryKind::gathered), kBlock) << "frozen biases " << frozen;
+    });
+}
+
 TEST(MegatronParity, replicas_are_reduced_once_after_the_last_microbatch) {
   constexpr int64_t kUnits = 3, kMicrobatches = 3;
   for (const char* name : {"hsdp", "hfsdp"})
