@@ -212,7 +212,8 @@ def add_options(parser, cases):
     option("--cases", type=int, default=cases, help=f"budget of verify for each bug ({cases})")
     option("--seconds", type=int, default=300, help="a check that runs longer counts as a kill (300)")
     option("--scratch", default=os.path.join(ROOT, f"build-{parser.prog.split('/')[-1]}"), help="where the copy is built")
-    option("--skip-baseline", action="store_true", help="do not try the tree as it is first")
+    option("--skip-baseline", action="store_true",
+           help="do not try the tree as it is first: what fails by itself then counts as a kill")
     option = parser.add_argument_group("for a program of your own (docs/extending.md)").add_argument
     option("--build", metavar="COMMAND", help="rebuilds what is checked, in the copy")
     option("--verify", metavar="COMMAND", default="build/shardproof verify", help="stands for `verify`")
