@@ -9,7 +9,7 @@
 namespace harness {
 
 // Calls of operators in all forwards and backwards of all ranks, roughly: what a case of small tensors takes its time for. On
-// one core 1,000 of them take about 80 ms, the golden run and the comparison included.
+// one of two busy cores 1,000 of them take about 160 ms, the golden run and the comparison included.
 int64_t work_of(const Case& c);
 
 // Nineteen of twenty cases with more work than kWorkMax get less: a few steps are left out and a few rounds of accumulation,

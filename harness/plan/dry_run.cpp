@@ -105,6 +105,7 @@ DryTraining training_of(const DryRun& options, const std::shared_ptr<MeshComm>& 
   }
   if (c.context_ranks() > 1) made->context = context_parallel(made->network.module, comms, context_options(c));
   ShardOptions shard = shard_options(options, made->network, device);
+  // Of a dry run nobody reads the values.
   shard.initialize = computes ? normal_initializer(/*seed=*/0) : [](const auto&, const auto&, Interval, const at::Tensor&) {};
   made->sharded = fully_shard(made->network.module, comms, shard);
   made->optimizer = adamw(*made->sharded, {});

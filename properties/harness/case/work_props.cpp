@@ -16,9 +16,8 @@ namespace {
 
 constexpr const char* kLong =
     "llama(layers=1,hidden=8,heads=2,kv_heads=1,intermediate=5,vocab=11,positions=7) mesh(dp_shard=4) zero3 sgd(lr=0.1) "
-    "ordered "
-    "seed=3 : accumulate(4) save lr(50) step eval step accumulate(3) step freeze(2) step load@mesh(dp_shard=2) step discard "
-    "step";
+    "ordered seed=3 : accumulate(4) save lr(50) step eval step accumulate(3) step freeze(2) step load@mesh(dp_shard=2) "
+    "step discard step";
 
 bool is_as_short_as_it_may_be(const Case& c) {
   return c.model.llama.layers <= kLayersLeft && static_cast<int64_t>(c.steps.size()) <= kStepsLeft &&
