@@ -76,17 +76,24 @@ double bytes_of(std::initializer_list<at::Tensor> tensors) {
   return bytes;
 }
 
+// A mask of truths in the numbers that the fused kernel adds to the scores, and keeps for the backward. Without a mask: nothing.
+at::Tensor added_to_scores(const std::optional<at::Tensor>& mask, const at::Tensor& query) {
+  if (!mask || !mask->defined()) return at::empty({0}, query.options());
+  return mask->scalar_type() == at::kBool ? at::empty(mask->sizes(), query.options()) : *mask;
+}
+
 // The backward computes the scores again and takes four more products.
 struct FusedAttention : torch::autograd::Function<FusedAttention> {
   static Variable forward(AutogradContext* ctx, const Variable& query, const Variable& key, const Variable& value,
-                          bool is_causal) {
+                          const Variable& mask, bool is_causal) {
     std::vector<int64_t> rows = query.sizes().vec();
     rows.pop_back();
     const at::Tensor output = at::empty_like(query);  // in its order of dims, on which it depends whether a reshape copies
     const at::Tensor sums = at::empty(rows, query.options().dtype(at::kFloat));
-    ctx->save_for_backward({query, key, value, output, sums});
+    ctx->save_for_backward({query, key, value, output, sums, mask});
     ctx->saved_data["causal"] = is_causal;
-    record_inside({attention_flops(query, key, is_causal), bytes_of({query, key, value, output, sums}), query.scalar_type()});
+    record_inside(
+        {attention_flops(query, key, is_causal), bytes_of({query, key, value, output, sums, mask}), query.scalar_type()});
     return output;
   }
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
@@ -95,17 +102,17 @@ struct FusedAttention : torch::autograd::Function<FusedAttention> {
     variable_list results;
     for (size_t i = 0; i < 3; ++i) results.push_back(at::empty(saved[i].sizes(), saved[i].options()));
     record_inside({2.5 * attention_flops(saved[0], saved[1], is_causal),
-                   bytes_of({saved[0], saved[1], saved[2], saved[3], saved[4], gradients[0]}) +
+                   bytes_of({saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], gradients[0]}) +
                        bytes_of({results[0], results[1], results[2]}),
                    saved[0].scalar_type()});
-    results.emplace_back();
+    results.resize(5);
     return results;
   }
 };
 
-at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>&,
-                     double, bool is_causal, std::optional<double>, bool) {
-  return FusedAttention::apply(query, key, value, is_causal);
+at::Tensor attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                     const std::optional<at::Tensor>& mask, double, bool is_causal, std::optional<double>, bool) {
+  return FusedAttention::apply(query, key, value, added_to_scores(mask, query), is_causal);
 }
 
 std::unique_ptr<torch::Library> library(c10::DispatchKey key) {

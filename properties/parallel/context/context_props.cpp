@@ -161,6 +161,24 @@ TEST(Context, attention_in_bfloat16_is_as_near_as_one_rounding_of_its_result) {
   EXPECT_TRUE(at::all((run.output.to(at::kDouble) - expected).abs() <= expected.abs() * 0x1p-8 + 1e-5).item<bool>());
 }
 
+// One rank computes a query's results from every key, as without ranks. So the same kernel rounds the same numbers.
+RC_GTEST_PROP(Context, gathered_attention_in_low_precision_has_the_bits_of_the_whole_sequences, ()) {
+  constexpr int64_t kHead = 4;  // of wider heads, the order of sums in a product depends on the number of its rows
+  Case c = random_case();
+  c.ring = false;
+  const auto dtype = *rc::gen::element(at::kHalf, at::kBFloat16);
+  const auto input = [&](int64_t heads, double step) {
+    return waves({2, heads, c.length, kHead}, step).to(dtype).set_requires_grad(true);
+  };
+  const at::Tensor q = input(c.heads, 1.3), k = input(c.kv_heads, 0.7), v = input(c.kv_heads, 2.1);
+  const at::Tensor dy = input(c.heads, 0.9).detach();
+  const at::Tensor expected = plain_attention(q, k, v, c.causal);
+  expected.backward(dy);
+  const Attended run = attend_on_ranks(c, q.detach(), k.detach(), v.detach(), dy);
+  RC_ASSERT(at::equal(run.output, expected));
+  RC_ASSERT(at::equal(run.q, q.grad()));
+}
+
 TEST(Context, the_ring_sends_each_ranks_keys_around_and_gathers_nothing) {
   constexpr int64_t kLength = 12, kRanks = 3;
   auto trace = std::make_shared<Trace>();
