@@ -73,12 +73,15 @@ class MetadataWriter {
     out_.call();
   }
 
+  // Layers of a kind have equal sizes and are cut at equal offsets, so most of these were written before.
   void write_size(const Shape& sizes) {
+    if (const auto known = sizes_.find(sizes); known != sizes_.end()) return out_.recall(known->second);
     write_call(kSize, [&] {
       out_.begin_tuple(sizes.size());
       for (const int64_t size : sizes) out_.integer(size);
       out_.end_tuple(sizes.size());
     });
+    sizes_.emplace(sizes, out_.remember());
   }
   void write_number(std::string_view field, uint64_t value) {
     out_.string(field);
@@ -217,6 +220,7 @@ class MetadataWriter {
 
   const Checkpoint& checkpoint_;
   PickleWriter out_{4};
+  std::map<Shape, size_t> sizes_;        // where the pickle's memo has those that were written
   std::map<Dtype, std::string> dtypes_;  // the globals of those that occur
 };
 

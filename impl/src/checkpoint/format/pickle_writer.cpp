@@ -47,19 +47,26 @@ void PickleWriter::real(double value) {
 bool PickleWriter::recall(const Memo& memo, std::string_view key) {
   const auto found = memo.find(key);
   if (found == memo.end()) return false;
-  if (found->second < 256) {
-    out_ += 'h';
-    number(found->second, 1);
-  } else {
-    out_ += 'j';
-    number(found->second, 4);
-  }
+  recall(found->second);
   return true;
 }
 
 void PickleWriter::remember(Memo& memo, std::string_view key) {
+  memo.emplace(key, remember());
+}
+
+void PickleWriter::recall(size_t index) {
+  if (index < 256) {
+    out_ += 'h';
+    number(index, 1);
+  } else {
+    out_ += 'j';
+    number(index, 4);
+  }
+}
+
+size_t PickleWriter::remember() {
   const size_t index = remembered_++;
-  memo.emplace(key, index);
   if (protocol_ == 4) {
     out_ += '\x94';
   } else if (index < 256) {
@@ -69,6 +76,7 @@ void PickleWriter::remember(Memo& memo, std::string_view key) {
     out_ += 'r';
     number(index, 4);
   }
+  return index;
 }
 
 void PickleWriter::string(std::string_view text) {

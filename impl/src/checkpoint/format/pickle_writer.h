@@ -36,6 +36,11 @@ class PickleWriter {
   void set_state() { out_ += 'b'; }       // the last value becomes the state of the object before it
   void as_persistent_id() { out_ += 'Q'; }
 
+  // For values that occur often and that Python never changes: `remember` is called behind the first, and `recall` with what it
+  // returned stands for the same value again.
+  size_t remember();
+  void recall(size_t index);
+
   std::string finish();
 
  private:
@@ -47,7 +52,7 @@ class PickleWriter {
   const int protocol_;
   std::string out_;
   Memo strings_, globals_;
-  size_t remembered_ = 0;                // in both
+  size_t remembered_ = 0;                // with other values too
   std::deque<std::string> own_strings_;  // that no caller keeps
 };
 
