@@ -76,7 +76,7 @@ double bytes_of(std::initializer_list<at::Tensor> tensors) {
   return bytes;
 }
 
-// A mask of truths in the numbers that the fused kernel adds to the scores, and keeps for the backward. Without a mask: nothing.
+// A mask of truths in the numbers that the fused kernel adds to the scores and keeps for the backward; without a mask, nothing.
 at::Tensor added_to_scores(const std::optional<at::Tensor>& mask, const at::Tensor& query) {
   if (!mask || !mask->defined()) return at::empty({0}, query.options());
   return mask->scalar_type() == at::kBool ? at::empty(mask->sizes(), query.options()) : *mask;
