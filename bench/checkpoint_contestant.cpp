@@ -9,6 +9,7 @@
 #include <fstream>
 #include <functional>
 
+#include "shardproof/checkpoint/manager.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/shardproof.h"
 
@@ -68,7 +69,8 @@ struct Run {
 };
 
 struct Times {
-  std::vector<double> save, async_blocking, load, load_once, load_resharded, losses;
+  std::vector<double> save, async_blocking, async_copied_later, load, load_once, load_resharded, losses;
+  std::vector<double> step, step_with_save, step_with_save_copied_later;
 };
 
 void remove_on_rank_0(Run& run, const std::string& folder) {
@@ -99,6 +101,29 @@ void save_all(const CheckpointTask& task, Run& run, Times& times) {
       });
 }
 
+// What an asynchronous save costs the run: its call, and with it the step behind it.
+void save_between_steps(const CheckpointTask& task, Run& run, Times& times) {
+  int64_t step = 3;
+  run.repeat(task.repeats, times.step, [&](int64_t) { run.train(step++); });
+  const auto timed = [&](const std::string& kind, bool copied_later, bool with_step, std::vector<double>& milliseconds) {
+    checkpoint::Manager manager(task.folder + "/" + kind, {.keep = 1, .async = true, .copy_in_background = copied_later});
+    run.repeat(
+        task.repeats, milliseconds,
+        [&](int64_t) {
+          manager.save(*run.sharded, &*run.optimizer, {.step = step});
+          if (with_step) run.train(step);
+        },
+        [&](int64_t) {
+          manager.wait();
+          ++step;
+        });
+    remove_on_rank_0(run, manager.directory());
+  };
+  timed("later", true, false, times.async_copied_later);
+  timed("later_step", true, true, times.step_with_save_copied_later);
+  timed("step", false, true, times.step_with_save);
+}
+
 void load_all(const CheckpointTask& task, int64_t ranks, std::vector<double>& checked, std::vector<double>* once,
               Times& times) {
   run_threads(ranks, [&](std::shared_ptr<Comm> comm) {
@@ -126,14 +151,23 @@ nlohmann::json run_checkpoint(const CheckpointTask& task) {
     save_all(task, run, times);
     const double loss = run.train(2);
     if (comm->rank() == 0) times.losses.push_back(loss);
+    save_between_steps(task, run, times);
   });
   uint64_t bytes = 0;
   for (const auto& entry : fs::directory_iterator(task.folder + "/save0")) bytes += entry.file_size();
   load_all(task, task.ranks, times.load, &times.load_once, times);
   load_all(task, task.load_ranks, times.load_resharded, nullptr, times);
   fs::remove_all(task.folder + "/save0");
-  return {{"save", times.save},           {"async_blocking", times.async_blocking}, {"load", times.load},
-          {"load_once", times.load_once}, {"load_resharded", times.load_resharded}, {"losses", times.losses},
+  return {{"save", times.save},
+          {"async_blocking", times.async_blocking},
+          {"async_copied_later", times.async_copied_later},
+          {"load", times.load},
+          {"load_once", times.load_once},
+          {"load_resharded", times.load_resharded},
+          {"step", times.step},
+          {"step_with_save", times.step_with_save},
+          {"step_with_save_copied_later", times.step_with_save_copied_later},
+          {"losses", times.losses},
           {"disk_bytes", bytes}};
 }
 

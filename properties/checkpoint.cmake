@@ -5,7 +5,8 @@ shardproof_test(NAME checkpoint_files_props LABEL checkpoint TORCH
   SOURCES checkpoint/checkpoint_boxes_props.cpp checkpoint/format/checkpoint_damage_props.cpp
   checkpoint/format/checkpoint_durable_props.cpp)
 shardproof_test(NAME checkpoint_state_props LABEL checkpoint TORCH CASES 60 SOURCES checkpoint/checkpoint_state_props.cpp
-  checkpoint/checkpoint_manager_props.cpp checkpoint/checkpoint_parallel_props.cpp checkpoint/checkpoint_refusals_props.cpp)
+  checkpoint/checkpoint_copies_props.cpp checkpoint/checkpoint_manager_props.cpp checkpoint/checkpoint_parallel_props.cpp
+  checkpoint/checkpoint_refusals_props.cpp)
 shardproof_test(NAME weights_props LABEL checkpoint TORCH CASES 60 SOURCES checkpoint/weights_props.cpp
   checkpoint/weights_files_props.cpp checkpoint/hugging_face_config_props.cpp)
 

@@ -36,7 +36,11 @@ struct Contestant {
   double disk_mib = 0;
 };
 
-const std::vector<std::string> kTimed = {"save", "async_blocking", "load", "load_once", "load_resharded"};
+const std::vector<std::string> kTimed = {"save", "async_blocking", "async_copied_later", "load", "load_once", "load_resharded"};
+// Ours alone: a training step, and one with an asynchronous save before it.
+const std::vector<std::string> kSteps = {"step", "step_with_save", "step_with_save_copied_later"};
+// What of PyTorch's is compared with another name of ours.
+const std::map<std::string, std::string> kPeers = {{"load_once", "load"}, {"async_copied_later", "async_blocking"}};
 
 std::string peer_command(const Arguments& a, const std::string& folder) {
   json spec = model_spec(a.task.size);
@@ -53,8 +57,9 @@ std::string own_command(const Arguments& a, const std::string& folder) {
 
 bool run_round(Contestant& contestant) {
   const json result = run_process(contestant.command, contestant.name);
-  for (const std::string& timed : kTimed)
-    if (result.contains(timed)) contestant.milliseconds[timed].push_back(median(result[timed].get<std::vector<double>>()));
+  for (const auto* names : {&kTimed, &kSteps})
+    for (const std::string& timed : *names)
+      if (result.contains(timed)) contestant.milliseconds[timed].push_back(median(result[timed].get<std::vector<double>>()));
   contestant.disk_mib = result["disk_bytes"].get<double>() / 1048576;
   const auto losses = result["losses"].get<std::vector<double>>();
   const bool same = losses[0] == losses[1] && std::abs(losses[0] - losses[2]) <= kLossTolerance * std::abs(losses[0]);
@@ -65,14 +70,14 @@ bool run_round(Contestant& contestant) {
 }
 
 void report(const Contestant& ours, const Contestant& theirs, JsonLines& out) {
-  fmt::print("{:<16} {:>10} {:>10} {:>22}\n", "", "ours ms", "PyTorch ms", "times as fast (range)");
+  fmt::print("{:<19} {:>10} {:>10} {:>22}\n", "", "ours ms", "PyTorch ms", "times as fast (range)");
   for (const std::string& timed : kTimed) {
     const auto& mine = ours.milliseconds.at(timed);
-    const auto& other = theirs.milliseconds.at(timed == "load_once" ? "load" : timed);
+    const auto& other = theirs.milliseconds.at(kPeers.contains(timed) ? kPeers.at(timed) : timed);
     std::vector<double> ratios;
     for (size_t i = 0; i < mine.size(); ++i) ratios.push_back(other[i] / mine[i]);
     const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
-    fmt::print("{:<16} {:>10.1f} {:>10.1f} {:>8.2f} ({:.2f}-{:.2f})\n", timed, median(mine), median(other), median(ratios),
+    fmt::print("{:<19} {:>10.1f} {:>10.1f} {:>8.2f} ({:.2f}-{:.2f})\n", timed, median(mine), median(other), median(ratios),
                *low, *high);
     out.write({{"type", "bench_checkpoint"},
                {"timed", timed},
@@ -86,6 +91,13 @@ void report(const Contestant& ours, const Contestant& theirs, JsonLines& out) {
   fmt::print("async blocks for {:.3f} of our save and {:.3f} of PyTorch's; {:.0f} MiB on disk, PyTorch's {:.0f}\n",
              blocked / median(ours.milliseconds.at("save")), blocked / median(theirs.milliseconds.at("save")), ours.disk_mib,
              theirs.disk_mib);
+  std::vector<double> steps;
+  for (const std::string& timed : kSteps) {
+    steps.push_back(median(ours.milliseconds.at(timed)));
+    out.write({{"type", "bench_checkpoint"}, {"timed", timed}, {"ours_ms", ours.milliseconds.at(timed)}});
+  }
+  fmt::print("a step takes {:.0f} ms; with an async save before it {:.0f}, and {:.0f} when that copies in the background\n",
+             steps[0], steps[1], steps[2]);
 }
 
 int compete(Arguments& a) {

@@ -92,9 +92,13 @@ CaseCheckpoints::~CaseCheckpoints() {
 }
 
 shardproof::checkpoint::ManagerOptions CaseCheckpoints::options() const {
+  const uint64_t drawn = Draws(seed_, "async").bits(0);
   // A run that diverges ends with an error that says more than what became of its checkpoint.
-  return {
-      .keep = 2, .async = Draws(seed_, "async").bits(0) % 2 == 0, .lost = [](const std::string&) {}, .files = &hasty_files()};
+  return {.keep = 2,
+          .async = drawn % 2 == 0,
+          .copy_in_background = drawn / 2 % 2 == 0,
+          .lost = [](const std::string&) {},
+          .files = &hasty_files()};
 }
 
 bool CaseCheckpoints::after_rename(size_t step) const {

@@ -198,7 +198,8 @@ class RankTraining {
     if (options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
     const TrainCheckpoints& asked = options.checkpoints;
     if (!asked.directory.empty())
-      manager_.emplace(asked.directory, checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async});
+      manager_.emplace(asked.directory,
+                       checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async, .copy_in_background = asked.async});
     if (history.first_step > 0)
       resume(*manager_, sharded_, optimizer_, history);
     else if (!options.weights.empty())

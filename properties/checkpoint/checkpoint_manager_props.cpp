@@ -49,12 +49,12 @@ std::string error_in(const std::function<void()>& body) {
 RC_GTEST_PROP(Manager, the_last_few_are_kept_and_the_last_one_loads_with_the_values_of_its_save, ()) {
   const Place from = any_place(), to = any_place();
   const int64_t saves = *rc::gen::inRange<int64_t>(0, 4), keep = *rc::gen::inRange<int64_t>(0, 3);
-  const bool async = *rc::gen::arbitrary<bool>(), polls = *rc::gen::arbitrary<bool>();
+  const bool async = *rc::gen::arbitrary<bool>(), polls = *rc::gen::arbitrary<bool>(), copies = *rc::gen::arbitrary<bool>();
   const Scratch scratch;
   Bits last;
   on(from, [&](std::shared_ptr<Comm> comm) {
     Trained run({}, from, comm);
-    Manager manager(scratch / "run", {.keep = keep, .async = async});
+    Manager manager(scratch / "run", {.keep = keep, .async = async, .copy_in_background = copies});
     for (int64_t step = 1; step <= saves; ++step) {
       run.train(step - 1, step);
       Bits now = run.bits();
@@ -113,46 +113,6 @@ TEST(Manager, a_save_in_the_background_has_the_values_of_the_call_and_a_second_o
       EXPECT_EQ(other.bits(), expected);
     });
   }
-}
-
-// A running mean that forwards change, a parameter that the library leaves alone, and one that it trains.
-class ChangingImpl : public torch::nn::Module {
- public:
-  ChangingImpl() : Module("changing") {
-    mean = register_buffer("mean", at::zeros({3}));
-    plain = register_parameter("plain", at::zeros({5}));
-    trained = register_parameter("trained", at::ones({7}));
-  }
-  at::Tensor mean, plain, trained;
-};
-
-TEST(Manager, a_save_in_the_background_has_buffers_and_ignored_parameters_of_the_call) {
-  const Scratch scratch;
-  GatedDisk disk;
-  const auto set = [](ChangingImpl& model, double value) {
-    const at::NoGradGuard no_grad;
-    model.mean.fill_(value);
-    model.plain.fill_(2 * value);
-  };
-  on(kPlace, [&](std::shared_ptr<Comm> comm) {
-    const auto comms = std::make_shared<MeshComm>(comm, Mesh::parse(kPlace.mesh));
-    const ShardOptions options{.ignored = [](const std::string& name, const at::Tensor&) { return name == "plain"; }};
-    auto model = std::make_shared<ChangingImpl>(), other = std::make_shared<ChangingImpl>();
-    Sharded sharded = fully_shard(model, comms, options), resumed = fully_shard(other, comms, options);
-    Manager manager(scratch / "run", {.async = true, .files = &disk});
-    set(*model, 3);
-    disk.set_open(false);
-    comm->barrier().wait();
-    ASSERT_TRUE(manager.save(sharded, nullptr, {.step = 1}));
-    set(*model, 5);
-    comm->barrier().wait();
-    disk.set_open(true);
-    manager.wait();
-    comm->barrier().wait();
-    load(step_folder(scratch / "run", 1), resumed, nullptr);
-    EXPECT_TRUE(other->mean.equal(at::full({3}, 3.0))) << other->mean;
-    EXPECT_TRUE(other->plain.equal(at::full({5}, 6.0))) << other->plain;
-  });
 }
 
 TEST(Manager, a_failure_in_the_background_is_an_error_of_the_next_call_on_every_rank_and_only_of_that) {

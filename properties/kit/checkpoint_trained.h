@@ -65,20 +65,23 @@ struct Trained {
 
   // Twelve samples a step, one at a time, dealt to the ranks.
   void train(int64_t begin, int64_t end) {
-    const int64_t ranks = comms->mesh().size(), rounds = 12 / ranks;
     for (int64_t step = begin; step < end; ++step) {
-      for (int64_t round = 0; round < rounds; ++round) {
-        sharded->set_last_microbatch(round + 1 == rounds);
-        const int64_t sample = step * 12 + round * ranks + comms->rank();
-        if (setup_.tied) {
-          const at::Tensor tokens = (at::arange(4, at::kLong) * 3 + sample).remainder(11).view({1, 4});
-          call(gpt_, tokens.to(device_)).square().sum().mul(0.01).backward();
-        } else {
-          const at::Tensor x = at::cos(at::arange(setup_.widths.front(), at::kFloat) + static_cast<double>(sample));
-          call(mlp_, x.view({1, -1}).to(device_)).square().sum().mul(0.1).backward();
-        }
-      }
+      backward(step);
       optimizer->step();
+    }
+  }
+  void backward(int64_t step) {
+    const int64_t ranks = comms->mesh().size(), rounds = 12 / ranks;
+    for (int64_t round = 0; round < rounds; ++round) {
+      sharded->set_last_microbatch(round + 1 == rounds);
+      const int64_t sample = step * 12 + round * ranks + comms->rank();
+      if (setup_.tied) {
+        const at::Tensor tokens = (at::arange(4, at::kLong) * 3 + sample).remainder(11).view({1, 4});
+        call(gpt_, tokens.to(device_)).square().sum().mul(0.01).backward();
+      } else {
+        const at::Tensor x = at::cos(at::arange(setup_.widths.front(), at::kFloat) + static_cast<double>(sample));
+        call(mlp_, x.view({1, -1}).to(device_)).square().sum().mul(0.1).backward();
+      }
     }
   }
 

@@ -209,12 +209,24 @@ class Manager:
         How many are kept. 0: all.
     in_background : bool
         Whether `save` returns when the values are copied.
+    copy_in_background : bool
+        Whether a save in the background copies the values beside the next forward and backward, too. The optimizer's step and
+        all calls of this package that change values wait for the copy. Before other code writes to parameters or to the
+        optimizer's state, call `Sharded.main_parameters_will_change`; without it the save fails.
     overwrite : bool
         Whether a step that is there already is replaced.
     """
 
-    def __init__(self, directory: str, *, keep: int = 0, in_background: bool = False, overwrite: bool = False):
-        self.native = _C.Manager(str(directory), keep, in_background, overwrite)
+    def __init__(
+        self,
+        directory: str,
+        *,
+        keep: int = 0,
+        in_background: bool = False,
+        copy_in_background: bool = False,
+        overwrite: bool = False,
+    ):
+        self.native = _C.Manager(str(directory), keep, in_background, copy_in_background, overwrite)
 
     def save(
         self,

@@ -178,13 +178,17 @@ class Sharded:
     def main_parameters(self) -> "list[Piece]":
         """What this rank holds of the parameters that the optimizer updates: live memory.
 
-        Call `main_parameters_changed` after writing to it.
+        Call `main_parameters_will_change` before and `main_parameters_changed` after writing to it.
         """
         return self.native.main_parameters()
 
     def gradients(self) -> "list[Piece]":
         """What this rank holds of the final gradients, after the last backward."""
         return self.native.gradients()
+
+    def main_parameters_will_change(self) -> None:
+        """Wait until a save under way has copied the values (`copy_in_background`). Not collective."""
+        self.native.main_parameters_will_change()
 
     def main_parameters_changed(self) -> None:
         """Bring the parameters up to date after the main ones were written to. Collective."""

@@ -167,11 +167,15 @@ void save_weights(const std::string& folder, ShardedMirror& held, const std::str
 
 void bind_manager(py::module_& module) {
   py::class_<ck::Manager>(module, "Manager")
-      .def(py::init([](const std::string& directory, int64_t keep, bool in_background, bool overwrite) {
-             return std::make_unique<ck::Manager>(
-                 directory, ck::ManagerOptions{.keep = keep, .async = in_background, .overwrite = overwrite});
-           }),
-           py::arg("directory"), py::arg("keep") = 0, py::arg("in_background") = false, py::arg("overwrite") = false)
+      .def(
+          py::init([](const std::string& directory, int64_t keep, bool in_background, bool copy_in_background, bool overwrite) {
+            return std::make_unique<ck::Manager>(
+                directory,
+                ck::ManagerOptions{
+                    .keep = keep, .async = in_background, .copy_in_background = copy_in_background, .overwrite = overwrite});
+          }),
+          py::arg("directory"), py::arg("keep") = 0, py::arg("in_background") = false, py::arg("copy_in_background") = false,
+          py::arg("overwrite") = false)
       .def("save", &manager_save, py::arg("sharded"), py::arg("optimizer"), py::arg("step"), py::arg("values"),
            py::arg("of_rank"), py::arg("scaler"))
       .def("poll", &ck::Manager::poll, Unlocked())

@@ -46,6 +46,7 @@ void finish_foreign_step(ShardedMirror& held) {
 
 // Before somebody else writes main parameters that other ranks may be reading.
 void begin_foreign_step(ShardedMirror& held) {
+  held.sharded.main_parameters_will_change();
   if (held.side_by_side) held.comms->world().barrier().wait();
 }
 
@@ -126,6 +127,8 @@ void bind_sharded(py::module_& module) {
           "main_parameters", [](Held& held) { return held.sharded.main_parameters(); }, Unlocked())
       .def(
           "gradients", [](Held& held) { return held.sharded.gradients(); }, Unlocked())
+      .def(
+          "main_parameters_will_change", [](Held& held) { held.sharded.main_parameters_will_change(); }, Unlocked())
       .def(
           "main_parameters_changed", [](Held& held) { held.sharded.main_parameters_changed(); }, Unlocked())
       .def("begin_foreign_step", &begin_foreign_step, Unlocked())

@@ -58,11 +58,12 @@ def test_what_does_not_fit_is_an_error_on_every_rank_or_is_skipped(tmp_path):
         assert any("blocks.3.up.weight" in line for line in skipped)
 
 
-def test_a_manager_keeps_the_last_ones_and_loads_the_latest(tmp_path):
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_manager_keeps_the_last_ones_and_loads_the_latest(tmp_path, copies):
     def body(comm):
         sharded = shardproof.fully_shard(Net(), comm, units=[Block])
         optimizer = shardproof.sgd(sharded)
-        manager = shardproof.Manager(str(tmp_path), keep=2, in_background=True)
+        manager = shardproof.Manager(str(tmp_path), keep=2, in_background=True, copy_in_background=copies)
         assert manager.load_latest(sharded, optimizer) is None
         for step in range(1, 5):
             loss_of(sharded.module, batch(comm.rank)).backward()

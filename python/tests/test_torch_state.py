@@ -277,13 +277,14 @@ def test_state_of_parameters_that_are_cut_by_columns_comes_back_under_any_cut(tm
         assert_same_bits(contents(folder), values)
 
 
-def test_a_manager_saves_in_the_background_what_the_optimizer_was_then(tmp_path):
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_manager_saves_in_the_background_what_the_optimizer_was_then(tmp_path, copies):
     base = Scaled()
 
     def body(comm):
         model = shard(comm, base)
         optimizer = shardproof.fsdp.AdamW(model.parameters(), lr=0.01)
-        manager = shardproof.Manager(str(tmp_path), in_background=True)
+        manager = shardproof.Manager(str(tmp_path), in_background=True, copy_in_background=copies)
         assert manager.load_latest(model, optimizer) is None
         train(comm, model, optimizer, 2)
         manager.save(model, optimizer, 2)

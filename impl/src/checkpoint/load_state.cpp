@@ -296,7 +296,7 @@ Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* opti
   agree_on(world, [&] { loader.match(); });
   if (options.check_before) check_before(world, loader);
   sharded.zero_gradients();
-  for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
+  state.begin_update();
   std::string error = error_of([&] { loader.fill(); });
   if (!error.empty())
     error +=

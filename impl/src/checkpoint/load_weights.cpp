@@ -245,7 +245,7 @@ LoadedWeights load_weights(const std::string& path, Sharded& sharded, const Load
   Comm& world = state.comms->world();
   WeightLoader loader(path, sharded, options);
   agree_on(world, [&] { loader.match(); });
-  for (Bucket* bucket : state.schedule.buckets()) bucket->parameters.begin_update();
+  state.begin_update();
   std::string error = error_of([&] { loader.fill(); });
   if (!error.empty())
     error +=

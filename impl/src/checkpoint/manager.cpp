@@ -13,23 +13,49 @@
 
 namespace shardproof::checkpoint {
 
-// A save whose files a thread writes.
+// A save whose files a thread writes. Where it copies later, another thread copies the values before that.
 struct Manager::Pending {
   Pending(Comm& comm, int64_t its_step, std::unique_ptr<SaveJob> its_job)
-      : world(comm), step(its_step), job(std::move(its_job)), writing(start_host_job([this] { job->write(); })) {}
+      : world(comm), step(its_step), job(std::move(its_job)) {
+    if (job->copies_later())
+      copying = start_host_job([this] { job->copy(); });
+    else
+      start_writing();
+  }
+  // Waits for the copies, once. Then the files are written.
+  void finish_copy() {
+    if (!copying) return;
+    wait_for(*copying);
+    copying.reset();
+    job->end_copy();
+    start_writing();
+  }
   void join() {
-    try {
-      writing->wait();
-    } catch (...) {
-      broken = std::current_exception();
-    }
+    finish_copy();
+    wait_for(*writing);
+  }
+  bool is_over() {
+    if (copying && copying->is_over()) finish_copy();
+    return writing && writing->is_over();
   }
 
   Comm& world;
   int64_t step;
   std::unique_ptr<SaveJob> job;
-  std::exception_ptr broken;  // an invariant
-  std::unique_ptr<HostJob> writing;  // the last member: it uses the others
+  std::exception_ptr broken;                  // an invariant
+  std::unique_ptr<HostJob> copying, writing;  // the last members: they use the others
+
+ private:
+  void start_writing() {
+    writing = start_host_job([this] { job->write(); });
+  }
+  void wait_for(HostJob& work) {
+    try {
+      work.wait();
+    } catch (...) {
+      broken = std::current_exception();
+    }
+  }
 };
 
 void print_lost(const std::string& message) {
@@ -73,10 +99,15 @@ bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const Trai
                             },
                         .plan = &plan_};
   auto job = std::make_unique<SaveJob>(step_folder(directory_, trainer.step), sharded, optimizer, trainer, how,
-                                       options_.async ? &snapshot_ : nullptr);
+                                       options_.async ? &snapshot_ : nullptr,
+                                       options_.copy_in_background ? SaveJob::Copies::later : SaveJob::Copies::at_once);
   begun_ = true;
   if (options_.async) {
-    pending_ = std::make_unique<Pending>(world, trainer.step, std::move(job));
+    pending_ = std::make_shared<Pending>(world, trainer.step, std::move(job));
+    if (pending_->copying)
+      sharded.impl().reads.push_back([save = std::weak_ptr(pending_)] {
+        if (const auto copying = save.lock()) copying->finish_copy();
+      });
     return true;
   }
   job->write();
@@ -86,7 +117,7 @@ bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const Trai
 
 bool Manager::poll() {
   if (!pending_) return true;
-  at::Tensor busy = at::full({1}, static_cast<int64_t>(!pending_->writing->is_over()), at::kLong);
+  at::Tensor busy = at::full({1}, static_cast<int64_t>(!pending_->is_over()), at::kLong);
   pending_->world.all_reduce(busy, Reduce::max).wait();
   if (busy.item<int64_t>() != 0) return false;
   commit();
@@ -99,7 +130,7 @@ void Manager::wait() {
 
 void Manager::commit() {
   // Whatever becomes of it, it is reported once.
-  const std::unique_ptr<Pending> pending = std::move(pending_);
+  const std::shared_ptr<Pending> pending = std::move(pending_);
   pending->join();
   if (pending->broken) {
     error_of([&] { pending->job->commit(); });  // in which the other ranks fail as well

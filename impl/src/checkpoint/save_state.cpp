@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <string_view>
 
 #include "checkpoint/format/row_walk.h"
@@ -31,6 +32,8 @@ EntryFile::Written written_of(const Value& value) {
            static_cast<uint64_t>(fields[2].as_int("length"))},
           static_cast<uint32_t>(fields[3].as_int("crc"))};
 }
+
+constexpr const char* kBroken = "[checkpoint] an invariant is broken; see what that rank says";
 
 // What a rank tells of the entries of its boxes: where they begin and end in its file, and their checksums. Their lengths are
 // known from the plan.
@@ -96,12 +99,15 @@ struct SaveJob::Parts {
   std::shared_ptr<const SavePlan> plan;
   std::vector<NamedValue> values;              // of this rank
   std::map<std::string, at::Tensor> held;      // what this rank holds of each tensor, 1-D, in storage order
+  std::set<std::string> lasting;               // those of them that change only where Impl::finish_reads comes first
   std::vector<at::Tensor> sources;             // of this rank's boxes: parts of `held`
   c10::Stream stream{c10::Stream::DEFAULT, c10::Device(at::kCPU)};  // on which the values were made
   bool is_copied = false;  // to `snapshot`, where `write` finds the values
   char* snapshot = nullptr;
   at::Tensor staged_values;  // of a device: the snapshot. LibTorch keeps freed page-locked memory for the next save
   std::vector<size_t> offsets;  // in the snapshot, of this rank's boxes
+  std::vector<size_t> later;    // the boxes that `copy` copies
+  std::vector<int64_t> versions;  // of their sources, as autograd counts changes
   std::string error;
   std::function<void()> after;
   WrittenBoxes written_boxes;
@@ -113,7 +119,8 @@ struct SaveJob::Parts {
   void include(std::string key, Path path, Shard&& shard);
   void make_plan(KeptPlan* kept);
   void find_sources();
-  void fill(Snapshot& memory);
+  void fill(Snapshot& memory, Copies copies);
+  void end_fill();
   void write_entries();
   void write_metadata(const std::vector<std::string>& records);
 };
@@ -125,6 +132,7 @@ void SaveJob::Parts::include(std::string key, Path path, SavedTensor tensor, at:
 }
 void SaveJob::Parts::include(std::string key, Path path, Shard&& shard) {
   const Dtype dtype = shard.data.scalar_type();
+  lasting.insert(key);
   include(std::move(key), std::move(path), {dtype, std::move(shard.shape), std::move(shard.at)}, std::move(shard.data));
 }
 
@@ -175,7 +183,7 @@ void SaveJob::Parts::find_sources() {
   }
 }
 
-void SaveJob::Parts::fill(Snapshot& memory) {
+void SaveJob::Parts::fill(Snapshot& memory, Copies copies) {
   size_t bytes = 0;
   for (const at::Tensor& source : sources) {
     offsets.push_back(bytes);
@@ -193,15 +201,28 @@ void SaveJob::Parts::fill(Snapshot& memory) {
     staged_values = staging(bytes, stream.device());
     snapshot = static_cast<char*>(staged_values.mutable_data_ptr());
   }
-  for (size_t i = 0; i < sources.size(); ++i) start_host_copy(snapshot + offsets[i], sources[i]);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (copies == Copies::later && stream.device().is_cpu() && lasting.contains(own()[i].name)) {
+      later.push_back(i);
+      versions.push_back(sources[i]._version());
+    } else {
+      start_host_copy(snapshot + offsets[i], sources[i]);
+    }
+  }
   finish_host_copies(stream.device());
+  if (later.empty()) end_fill();
+}
+
+void SaveJob::Parts::end_fill() {
   is_copied = true;
+  later.clear();
   sources.clear();
   held.clear();
 }
 
 void SaveJob::Parts::write_entries() {
   if (own().empty() && values.empty()) return;
+  SHARD_CHECK(later.empty(), "checkpoint", "{} boxes are written before they are copied", later.size());
   const c10::StreamGuard on_stream(stream);
   EntryFile file(*files, folder, entry_file_name(world->rank()));
   for (const NamedValue& value : values)
@@ -262,7 +283,7 @@ void SaveJob::Parts::write_metadata(const std::vector<std::string>& records) {
 }
 
 SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer,
-                 const SaveOptions& options, Snapshot* snapshot)
+                 const SaveOptions& options, Snapshot* snapshot, Copies copies)
     : parts_(std::make_unique<Parts>()) {
   sharded.impl().require_no_averages("checkpoint::save");
   Parts& parts = *parts_;
@@ -284,15 +305,41 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
     parts.collect(sharded, optimizer);
     parts.make_plan(options.plan);
     parts.find_sources();
-    if (snapshot) parts.fill(*snapshot);
+    if (snapshot) parts.fill(*snapshot, copies);
   });
 }
 
 SaveJob::~SaveJob() = default;
 
+bool SaveJob::copies_later() const {
+  return !parts_->later.empty();
+}
+
+void SaveJob::copy() {
+  Parts& parts = *parts_;
+  if (!parts.error.empty()) return;
+  parts.error = kBroken;  // unless it is known to hold
+  parts.error = error_of([&parts] {
+    for (const size_t i : parts.later) start_host_copy(parts.snapshot + parts.offsets[i], parts.sources[i]);
+  });
+}
+
+void SaveJob::end_copy() {
+  Parts& parts = *parts_;
+  if (parts.later.empty()) return;
+  for (size_t n = 0; n < parts.later.size() && parts.error.empty(); ++n)
+    if (parts.sources[parts.later[n]]._version() != parts.versions[n])
+      parts.error = message(
+          "[checkpoint] {}, or what lies in one buffer with it, was written to on rank {} while a save was copying it. Call "
+          "Sharded::main_parameters_will_change before you write to it, or let the save copy at once (copy_in_background = "
+          "false)",
+          parts.own()[parts.later[n]].name, parts.world->rank());
+  parts.end_fill();
+}
+
 void SaveJob::write() {
   if (!parts_->error.empty()) return;
-  parts_->error = "[checkpoint] an invariant is broken; see what that rank says";  // unless it is known to hold
+  parts_->error = kBroken;
   parts_->error = error_of([this] { parts_->write_entries(); });
 }
 

@@ -67,6 +67,7 @@ struct Ema::State {
 };
 
 void Ema::State::update() const {
+  model()->finish_reads();
   const std::vector<Bucket*> buckets = model()->schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b)
     for (const Segment& segment : buckets[b]->layout().state().segments) {
@@ -174,7 +175,7 @@ void Ema::swap_in() {
   const at::NoGradGuard no_grad;
   const std::shared_ptr<Sharded::Impl> impl = state_->model();
   impl->require_own_values("Ema::swap_in");
-  for (Bucket* bucket : impl->schedule.buckets()) bucket->parameters.begin_update();
+  impl->begin_update();
   state_->put_in();
   try {
     Sharded(impl).main_parameters_changed();
@@ -189,7 +190,7 @@ void Ema::swap_out() {
   SHARD_REQUIRE(state_->in_place(), "ema", "swap_out (rank {}): the averages '{}' are not in the place of the parameters",
                 impl->comms->rank(), state_->options.name);
   const at::NoGradGuard no_grad;
-  for (Bucket* bucket : impl->schedule.buckets()) bucket->parameters.begin_update();
+  impl->begin_update();
   state_->put_back();
 }
 

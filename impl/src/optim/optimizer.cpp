@@ -118,6 +118,7 @@ void Optimizer::step() {
   Schedule& schedule = state->schedule;
   state->require_own_values("Optimizer::step");
   schedule.require_final("Optimizer::step");
+  state->finish_reads();
   for (const auto& begin : state->before_update) begin();
   const std::vector<Bucket*>& buckets = schedule.buckets();
   for (size_t b = 0; b < buckets.size(); ++b) {

@@ -94,7 +94,18 @@ void Sharded::Impl::add_finishing_step(FinishingStep step) {
   finishing.insert(later, std::move(step));
 }
 
+void Sharded::Impl::finish_reads() {
+  for (const auto& finish_read : std::exchange(reads, {})) finish_read();
+}
+
+void Sharded::Impl::begin_update() {
+  finish_reads();
+  for (Bucket* bucket : schedule.buckets()) bucket->parameters.begin_update();
+}
+
+// What has its final gradients is updated next, by whichever optimizer.
 void Sharded::Impl::finish(const std::shared_ptr<Sharded::Impl>& self) {
+  finish_reads();
   Sharded sharded(self);
   const auto run = [&](bool before_division) {
     for (const FinishingStep& step : finishing)

@@ -55,7 +55,7 @@ struct Sharded::Impl {
   at::Tensor gather_one(const char* where, const std::vector<Shard>& shards, const std::string& name) const;
   // The reverse: each rank copies its part of whole tensors, which are the same on every rank. `where` is for messages. Throws
   // Error on every rank, before anything is written, when a name or a size does not fit on some rank. Collective.
-  void write(const char* where, const std::vector<Shard>& shards, const std::map<std::string, at::Tensor>& values) const;
+  void write(const char* where, const std::vector<Shard>& shards, const std::map<std::string, at::Tensor>& values);
   // Of a parameter by its first name.
   bool trains(const std::string& first) const;
   // The shard of a parameter, by any of its names. Throws Error, which suggests a near name, when there is none.
@@ -77,6 +77,11 @@ struct Sharded::Impl {
 
   std::vector<FinishingStep> finishing;
   std::vector<std::function<void()>> before_update;  // called by the optimizer's step
+  // Each waits for another thread that is copying parameters, averages or the optimizer's state. Whatever changes one of these
+  // calls `finish_reads` first, or `begin_update`, which does.
+  std::vector<std::function<void()>> reads;
+  void finish_reads();
+  void begin_update();
   // State that lies as main parameters do and goes into checkpoints with them, by the first part of its names there.
   std::map<std::string, std::function<std::vector<Shard>()>> kept_along;
   // Fingerprints of adapters that were merged into the weights. Checkpoints have them.

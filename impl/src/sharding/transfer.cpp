@@ -171,8 +171,7 @@ void transfer(Comm& world, const Sharded* from, Sharded* to, const TransferOptio
   make_known(world, target);
   pairs_of(source.record, target.record);
   require_same_buffers(source.record, target.record);
-  if (to)
-    for (Bucket* bucket : to->impl().schedule.buckets()) bucket->parameters.begin_update();
+  if (to) to->impl().begin_update();
   move_all(world, source, target, options.bytes_at_once);
   move_buffers(world, source, target, options.bytes_at_once);
   if (to) to->main_parameters_changed();

@@ -92,7 +92,7 @@ void require_same_names(Comm& world, const char* where, const std::map<std::stri
 }  // namespace
 
 void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
-                          const std::map<std::string, at::Tensor>& values) const {
+                          const std::map<std::string, at::Tensor>& values) {
   std::map<std::string, const at::Tensor*> wanted;  // by the name that a tied parameter is sharded under
   const auto match = [&] {
     for (const auto& [name, value] : values) {
@@ -105,6 +105,7 @@ void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
   };
   agree(comms->world(), error_of(match));
   require_same_names(comms->world(), where, values);
+  finish_reads();
   const at::NoGradGuard no_grad;
   for (const Shard& shard : shards) {
     const auto found = wanted.find(shard.name);
@@ -154,6 +155,10 @@ at::Tensor Sharded::gather_gradient(const std::string& name) const {
   return impl_->gather_one("gather_gradient", impl_->shards(Impl::Kind::gradient), name);
 }
 
+void Sharded::main_parameters_will_change() {
+  impl_->finish_reads();
+}
+
 void Sharded::main_parameters_changed() {
   for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.all_gather_updated();
   for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.end_update();
@@ -162,7 +167,7 @@ void Sharded::main_parameters_changed() {
 
 void Sharded::write_parameters(const std::map<std::string, at::Tensor>& values) {
   impl_->require_own_values("write_parameters");
-  for (Bucket* bucket : impl_->schedule.buckets()) bucket->parameters.begin_update();
+  impl_->begin_update();
   impl_->write("write_parameters", impl_->shards(Impl::Kind::main), values);
   main_parameters_changed();
 }

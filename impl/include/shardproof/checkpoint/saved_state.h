@@ -63,17 +63,28 @@ struct SaveOptions {
 void save(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer = {},
           const SaveOptions& options = {});
 
-// A save in three parts: the constructor, `write` and `commit`. Only one save may be under way in a directory.
+// A save in parts: the constructor, `copy` and `end_copy` when copies come later, `write` and `commit`. Only one save may be
+// under way in a directory.
 class SaveJob {
  public:
+  // When parameters, averages and the optimizer's state are copied to the snapshot. The rest is small and may change in a
+  // forward, so it is copied at once. Values on a device are copied at once too.
+  enum class Copies { at_once, later };
   // Memory for copies of the values. It can be kept from one save to the next.
   struct Snapshot {
     std::vector<char> bytes;
   };
-  // Plans the save. With a snapshot it copies the values now; without one `write` reads them. Collective.
+  // Plans the save. With a snapshot the values are copied, now or by `copy`; without one `write` reads them. Collective.
   SaveJob(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer,
-          const SaveOptions& options, Snapshot* snapshot);
+          const SaveOptions& options, Snapshot* snapshot, Copies copies = Copies::at_once);
   ~SaveJob();
+  // Whether values are left to copy.
+  bool copies_later() const;
+  // Copies them. Any thread may call it, once. Nothing may change them until it returns. It does not communicate or throw.
+  void copy();
+  // Comes behind `copy`. When somebody did change a value, the save fails in `commit`, with a message that names a tensor in
+  // the same buffer. It does not communicate or throw.
+  void end_copy();
   // Writes this rank's file. Any thread may call it. It does not communicate and does not throw.
   void write();
   // The message of the error of `write`; "" when it did not fail.

@@ -133,6 +133,9 @@ class Sharded {
   std::vector<Piece> gradients() const;
   // What every rank holds between steps, by the parameter's name; of a tied one, by its first name. Not collective.
   std::map<std::string, ParameterPlacement> placements() const;
+  // Call it before you write to main parameters, averages or the optimizer's state yourself, when a save may be copying them
+  // (ManagerOptions::copy_in_background). It waits until they are copied, and is not collective.
+  void main_parameters_will_change();
   // Brings the parameters up to date after main parameters were written to, e.g. from a checkpoint. Collective over the mesh.
   void main_parameters_changed();
 
