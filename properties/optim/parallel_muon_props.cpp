@@ -141,6 +141,21 @@ TEST(Muon, takes_the_matrices_and_leaves_the_rest_to_adamw) {
   });
 }
 
+TEST(Muon, leaves_a_matrix_without_elements_to_adamw) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    for (const Shape& sizes : {Shape{3, 0}, Shape{0, 3}}) {
+      auto model = std::make_shared<torch::nn::Module>("model");
+      model->register_parameter("empty", at::zeros(sizes));
+      model->register_parameter("matrix", at::zeros({2, 3}));
+      Sharded sharded =
+          fully_shard(model, std::make_shared<MeshComm>(comm, Mesh({{"dp_shard", 2}})), {.granularity = Granularity::tensor});
+      const Optimizer optimizer = muon(sharded, kMuon, {});
+      ASSERT_EQ(optimizer.groups().size(), 2U);
+      EXPECT_EQ(optimizer.groups()[0].parameters, std::vector<std::string>{"matrix"});
+    }
+  });
+}
+
 TEST(Optimizer, whose_groups_leave_a_parameter_out_is_refused_with_its_name) {
   run_threads(1, [](std::shared_ptr<Comm> comm) {
     torch::nn::Linear model(2, 3);

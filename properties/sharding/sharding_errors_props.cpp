@@ -29,6 +29,20 @@ TEST(ShardingErrors, a_strategy_whose_axis_the_mesh_lacks_names_both) {
               {"zero3", "dp_shard", "dp_replicate=2"});
 }
 
+TEST(ShardingErrors, a_strategy_that_splits_a_dim_of_its_buckets_is_told_of_flat_splits) {
+  for (const auto layout : {&Strategy::parameter, &Strategy::state, &Strategy::accumulated})
+    expect_says(refusal([&] {
+                  toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+                    toy::Net net(toy::NetImpl::Options{});
+                    ShardOptions options = toy::options("zero3");
+                    options.strategy.name = "mine";
+                    (options.strategy.*layout).dims = {std::exchange((options.strategy.*layout).flat, {})};
+                    fully_shard(net.ptr(), comms, options);
+                  });
+                }),
+                {"mine", "a dim of its buckets", "`flat`"});
+}
+
 TEST(ShardingErrors, ranks_that_would_share_nothing_are_told_the_names_of_axes) {
   const auto refusal_of = [](const char* row, const Mesh& mesh, bool parallel) {
     return refusal([&] {

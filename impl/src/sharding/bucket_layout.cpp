@@ -13,8 +13,6 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 // The number of equal chunks that a layout's splits make.
 int64_t chunks(const Layout& layout, const Mesh& mesh) {
   int64_t parts = 1;
-  for (const auto& dim : layout.dims)
-    for (const Split& split : dim) parts *= mesh.size(split.axis);
   for (const Split& split : layout.flat) parts *= mesh.size(split.axis);
   return parts;
 }
@@ -34,6 +32,10 @@ void require_movable(const CollectiveStep& collective, const Strategy& strategy,
 BucketLayout::BucketLayout(std::vector<BucketParameter> members, const Strategy& strategy, const Mesh& mesh, int64_t rank,
                            int64_t alignment_elements, Granularity granularity, int64_t bucket_multiple)
     : mesh_(mesh), rank_(rank), members_(std::move(members)) {
+  for (const Layout* layout :
+       {&strategy.parameter, &strategy.compute, &strategy.produced, &strategy.accumulated, &strategy.state})
+    SHARD_REQUIRE(layout->dims.empty(), "strategy", "{} splits a dim of its buckets in {}; name the axes in `flat` instead",
+                  strategy.name, layout->str());
   int64_t multiple = bucket_multiple, cuts = 1;
   for (const Layout* layout : {&strategy.parameter, &strategy.accumulated, &strategy.state}) {
     cuts = std::max(cuts, chunks(*layout, mesh));

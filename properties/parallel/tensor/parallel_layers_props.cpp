@@ -241,6 +241,19 @@ TEST(TensorParallel, a_shared_weight_that_two_styles_cut_in_different_ways_is_re
         {"tensor_parallel", "head.weight", "shared", "in different ways"});
 }
 
+TEST(TensorParallel, outputs_of_two_segments_that_are_to_be_gathered_are_refused) {
+  expect_error(
+      [] {
+        run_threads(2, [](std::shared_ptr<Comm> comm) {
+          auto comms = std::make_shared<MeshComm>(comm, Mesh({{"tp", 2}}));
+          torch::nn::Linear linear(3, 6);
+          const auto parallel = parallelize(linear.ptr(), comms,
+                                            {.styles = {{"", ColumnParallel{.gather_output = true, .segments = {{2}, {4}}}}}});
+        });
+      },
+      {"tensor_parallel", "several segments cannot be gathered"});
+}
+
 // Of a cut weight, so that only one rank of the four has it, before and after the reduction.
 TEST(TensorParallel, an_infinite_gradient_in_one_cut_skips_the_step_on_all_ranks) {
   for (const bool infinite : {true, false})

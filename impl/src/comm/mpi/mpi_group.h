@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "comm/mpi/mpi_wire.h"
-#include "comm/process/flight_record.h"
+#include "testing/comm/flight_record.h"
 
 namespace shardproof::mpi {
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "comm/process/body_ending.h"
-#include "comm/process/flight_record.h"
 #include "shardproof/comm/comm.h"
+#include "testing/comm/flight_record.h"
 
 namespace shardproof::process {
 

@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
-#include "comm/process/flight_record.h"
 #include "shardproof/comm/comm.h"
+#include "testing/comm/flight_record.h"
 
 namespace shardproof {
 

@@ -1,4 +1,4 @@
-#include "comm/process/flight_record.h"
+#include "testing/comm/flight_record.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,0 +1,73 @@
+// What a process leaves of its last calls when its run fails.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "properties/kit/checkpoint_scratch.h"
+#include "testing/comm/flight_record.h"
+
+using namespace shardproof;
+using nlohmann::json;
+using State = FlightCall::State;
+
+namespace {
+
+FlightCall call(int64_t sequence, const char* op, int64_t numel, std::string label = "") {
+  static const auto world = std::make_shared<const FlightGroup>(FlightGroup{.id = 7, .name = "world", .ranks = {0, 1}});
+  return {.group = world,
+          .sequence = sequence,
+          .op = op,
+          .reduce = numel > 0 ? "sum" : "",
+          .dtype = "float32",
+          .numel = numel,
+          .label = std::move(label)};
+}
+
+// The lines of rank 1's file, of which the first is about the rank.
+std::vector<json> written(const FlightRecord& record) {
+  const checkpoint::Scratch scratch;
+  EXPECT_EQ(record.write(scratch.path(), "why"), "");
+  std::ifstream file(scratch / "rank_1.jsonl");
+  std::vector<json> lines;
+  for (std::string line; std::getline(file, line);) lines.push_back(json::parse(line));
+  return lines;
+}
+
+TEST(FlightRecord, keeps_the_last_calls_and_marks_each_of_them) {
+  FlightRecord record(1, 2, 3);
+  for (int64_t sequence = 0; sequence < 3; ++sequence) EXPECT_EQ(record.add(call(sequence, "barrier", 0)), sequence);
+  record.mark(0, State::done);  // the oldest that is kept
+  std::vector<json> lines = written(record);
+  ASSERT_EQ(lines.size(), 4);
+  EXPECT_EQ(lines[0]["calls"], 3);
+  EXPECT_EQ(lines[1]["state"], "done");
+  EXPECT_EQ(lines[2]["state"], "started");
+  record.add(call(3, "barrier", 0));
+  record.mark(0, State::failed);  // no longer kept, and call 3 is in its place
+  lines = written(record);
+  ASSERT_EQ(lines.size(), 4);
+  for (size_t i = 1; i < 4; ++i) {
+    EXPECT_EQ(lines[i]["sequence"], i);
+    EXPECT_EQ(lines[i]["state"], "started");
+  }
+}
+
+TEST(FlightRecord, describes_the_last_call_with_what_it_moves) {
+  FlightRecord record(1, 2, 3);
+  EXPECT_EQ(record.last(), "");
+  record.add(call(3, "all_reduce", 1, "unit 'h.3'"));
+  EXPECT_EQ(record.last(), "all_reduce(sum, float32 x 1), call 3 on 'world', for unit 'h.3'");
+  record.add(call(4, "barrier", 0));
+  EXPECT_EQ(record.last(), "barrier, call 4 on 'world'");
+}
+
+TEST(FlightRecord, its_lines_are_json_whatever_a_name_contains) {
+  const std::string label = "unit \"a\\b\"\n\t";
+  FlightRecord record(1, 2, 3);
+  record.add(call(0, "barrier", 0, label));
+  EXPECT_EQ(written(record).at(1)["for"], label);
+}
+
+}  // namespace
