@@ -7,6 +7,7 @@
 
 #include <mutex>
 
+#include "properties/kit/autocast.h"
 #include "properties/kit/bits.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/nn/gradient_place.h"
@@ -216,5 +217,25 @@ TEST(DirectGradients, that_are_not_finite_name_their_parameter) {
     }
     EXPECT_NE(message.find("gradient of table"), std::string::npos) << message;
     sharded.zero_gradients();
+  });
+}
+
+// Autocast rounds products and their gradients, and casts weights through the graph. That is left to autograd.
+TEST(DirectGradients, under_autocast_are_those_of_plain_autograd) {
+  const at::Tensor tokens = tokens_of({3, 2}, 5);
+  const auto gradients_of = [&](Uses& model) {
+    const kit::Autocast on;
+    const at::Tensor y = call(model, tokens % 6);
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    y.to(at::kFloat).square().sum().backward();
+  };
+  Uses plain(UsesImpl::Sizes{});
+  gradients_of(plain);
+  alone([&](std::shared_ptr<MeshComm> comms) {
+    Uses model(UsesImpl::Sizes{});
+    Sharded sharded = fully_shard(model.ptr(), comms, options_of("zero3"));
+    gradients_of(model);
+    for (const auto& [name, gradient] : sharded.gather_gradients())
+      EXPECT_TRUE(same_bits(gradient, plain->named_parameters()[name].grad())) << name;
   });
 }

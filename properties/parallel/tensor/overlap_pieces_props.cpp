@@ -1,6 +1,5 @@
 // Products of cut layers in pieces of the batch: what they compute, and what runs beside what.
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -9,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "properties/kit/autocast.h"
 #include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
 #include "properties/kit/parallel_models.h"
@@ -251,22 +251,11 @@ TEST(OverlapPieces, a_gathered_tensor_can_be_changed_in_place) {
 }
 
 TEST(OverlapPieces, layers_under_autocast_compute_what_plain_ones_do) {
-  class Autocast {
-   public:
-    Autocast() {
-      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-      at::autocast::set_autocast_enabled(at::kCPU, true);
-    }
-    ~Autocast() {
-      at::autocast::set_autocast_enabled(at::kCPU, false);
-      at::autocast::clear_cache();
-    }
-  };
   // Sums of so small numbers are exact in bfloat16.
   const at::Tensor x = integers({3, 4, 3}, 1).clamp(-1, 1), dy = integers({3, 4, 6}, 5).clamp(-1, 1).to(at::kBFloat16);
   std::optional<Pair> plain;
   run_threads(1, [&](std::shared_ptr<Comm> comm) {
-    const Autocast on;
+    const kit::Autocast on;
     plain.emplace(x, std::nullopt, 1, *comm);
   });
   plain->y.backward(dy);
@@ -275,7 +264,7 @@ TEST(OverlapPieces, layers_under_autocast_compute_what_plain_ones_do) {
     run_threads(2, [&](std::shared_ptr<Comm> comm) {
       std::optional<Pair> cut;
       {
-        const Autocast on;
+        const kit::Autocast on;
         cut.emplace(x, std::nullopt, overlap_pieces, *comm);
       }
       EXPECT_TRUE(at::equal(cut->y, plain->y));
