@@ -158,6 +158,20 @@ TEST(Transformers, llamas_with_biases_norms_and_windows_are_mistral_qwen2_and_qw
   expect_same_model("qwen3", qwen3, "rms_norm_eps", 1e-2);
 }
 
+TEST(Transformers, attention_between_queries_and_keys_that_do_not_fit_is_refused) {
+  const auto zeros = [](std::vector<int64_t> sizes) { return at::zeros(sizes); };
+  const at::Tensor q = zeros({2, 4, 3, 8});
+  const std::vector<std::array<at::Tensor, 3>> given = {{q, zeros({2, 0, 3, 8}), zeros({2, 0, 3, 8})},  // no head of keys
+                                                        {q, zeros({2, 3, 3, 8}), zeros({2, 3, 3, 8})},
+                                                        {q, zeros({2, 2, 3, 8}), zeros({2, 4, 3, 8})},
+                                                        {q[0], zeros({2, 2, 3, 8}), zeros({2, 2, 3, 8})},
+                                                        {q, zeros({2, 3, 8}), zeros({2, 3, 8})}};
+  for (const auto& [queries, keys, values] : given)
+    expect_error([&, q = queries, k = keys, v = values] { Attention()->forward(q, k, v); },
+                 {"attention", "a divisor of the heads"});
+  EXPECT_EQ(Attention()->forward(q, zeros({2, 2, 3, 8}), zeros({2, 2, 3, 8})).sizes(), q.sizes());
+}
+
 TEST(Transformers, tokens_that_are_no_batch_of_sequences_are_refused) {
   Llama llama(small_llama(2, false));
   Gpt gpt(GptOptions{.layers = 1, .hidden = 8, .heads = 2, .vocab = kVocab, .positions = 9});
