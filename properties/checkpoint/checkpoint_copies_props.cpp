@@ -157,6 +157,27 @@ TEST(CopyInBackground, a_value_that_somebody_else_wrote_to_meanwhile_fails_the_s
   });
 }
 
+TEST(CopyInBackground, a_save_outlives_the_model_that_it_copies) {
+  const Scratch scratch;
+  const Bits expected = trained({}, kPlace, 1, "");
+  on(kPlace, [&](std::shared_ptr<Comm> comm) {
+    const LateHostWork late;
+    Manager manager(scratch / "run", {.async = true, .copy_in_background = true});
+    {
+      Trained run({}, kPlace, comm);
+      run.train(0, 1);
+      manager.save(*run.sharded, &*run.optimizer, {.step = 1});
+      run.optimizer.reset();
+      run.sharded.reset();
+      run.module.reset();
+      manager.wait();
+    }
+    Trained other({}, kPlace, comm, 0.75);
+    load(step_folder(scratch / "run", 1), *other.sharded, &*other.optimizer);
+    EXPECT_EQ(other.bits(), expected);
+  });
+}
+
 TEST(CopyInBackground, a_save_without_a_step_behind_it_is_committed_by_polls_and_one_that_nobody_waits_for_is_lost) {
   const Scratch scratch;
   on(kPlace, [&](std::shared_ptr<Comm> comm) {
