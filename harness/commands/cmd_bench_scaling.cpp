@@ -14,6 +14,8 @@
 #include "harness/plan/dry_run.h"
 #include "harness/plan/metadata_cost.h"
 #include "harness/plan/plot.h"
+#include "harness/plan/stopwatch.h"
+#include "shardproof/algebra/plan.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -31,10 +33,24 @@ golden::Model layers_of(int64_t tensors) {
   return model;
 }
 
+// A rank finds out which collectives bring each unit's parameters and sum its gradients. It is a part of sharding.
+double seconds_of_collectives(const DryRun& run, int64_t units) {
+  const shardproof::Strategy strategy = on_mesh(shardproof::strategy(run.what.strategy), run.what.mesh);
+  const shardproof::Mesh& mesh = run.what.mesh;
+  const shardproof::Shape bucket = {mesh.size() * 16};
+  Stopwatch watch;
+  for (int64_t unit = 0; unit < units; ++unit) {
+    lower(bucket, mesh, strategy.parameter, strategy.compute);
+    lower(bucket, mesh, strategy.produced, strategy.state);
+  }
+  return watch.lap();
+}
+
 struct Row {
   int64_t ranks = 0, tensors = 0;
   DryRunCost cost;
   MetadataCost metadata;
+  double collectives = 0;
 };
 
 void keep_least(double& seconds, double other) {
@@ -51,7 +67,9 @@ Row measured(int64_t ranks, int64_t tensors, int64_t repeats) {
   for (int64_t repeat = 0; repeat < repeats; ++repeat) {
     const DryRunResult result = dry_run(run);
     const MetadataCost metadata = metadata_cost(result.placements);
-    if (repeat == 0) row.cost = result.cost, row.metadata = metadata;
+    const double collectives = seconds_of_collectives(run, tensors / 2);
+    if (repeat == 0) row.cost = result.cost, row.metadata = metadata, row.collectives = collectives;
+    keep_least(row.collectives, collectives);
     keep_least(row.cost.shard, result.cost.shard);
     keep_least(row.cost.step, result.cost.step);
     keep_least(row.cost.placements, result.cost.placements);
@@ -70,6 +88,7 @@ struct Column {
 };
 const std::vector<Column> kColumns = {
     {"shard", "shard_seconds", [](const Row& row) { return row.cost.shard; }},
+    {"collectives", "collectives_seconds", [](const Row& row) { return row.collectives; }},
     {"step", "step_seconds", [](const Row& row) { return row.cost.step; }},
     {"placements", "placements_seconds", [](const Row& row) { return row.cost.placements; }},
     {"save plan", "save_plan_seconds", [](const Row& row) { return row.cost.save_plan; }},

@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <filesystem>
 #include <utility>
 
 #include "harness/plan/meta_device.h"
+#include "harness/plan/stopwatch.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/counted.h"
 
@@ -15,18 +15,6 @@ namespace harness {
 namespace {
 
 using namespace shardproof;
-
-class Stopwatch {
- public:
-  // Seconds since the last lap.
-  double lap() {
-    const auto now = std::chrono::steady_clock::now();
-    return std::chrono::duration<double>(now - std::exchange(last_, now)).count();
-  }
-
- private:
-  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
-};
 
 std::vector<Traffic> traffic_of(const StepRecord& record) {
   std::map<std::pair<std::string, std::string>, Traffic> sums;

@@ -1,7 +1,6 @@
 #include "harness/plan/metadata_cost.h"
 
-#include <chrono>
-
+#include "harness/plan/stopwatch.h"
 #include "shardproof/algebra/plan.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
@@ -49,29 +48,21 @@ Described described(const std::map<std::string, ParameterPlacement>& placements)
   return made;
 }
 
-class MetadataWatch {
- public:
-  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-
- private:
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
-
 }  // namespace
 
 MetadataCost metadata_cost(const std::map<std::string, ParameterPlacement>& placements) {
   const Described made = described(placements);
   MetadataCost cost{.boxes = made.boxes};
-  const MetadataWatch writing;
+  Stopwatch watch;
   checkpoint::validate(made.checkpoint, "what is written");
   const std::string metadata = checkpoint::write_metadata(made.checkpoint), sidecar = checkpoint::write_checksums(made.sums);
-  cost.write = writing.seconds();
+  cost.write = watch.lap();
   cost.bytes = std::ssize(metadata) + std::ssize(sidecar);
-  const MetadataWatch reading;
+  watch.lap();
   const checkpoint::Checkpoint read = checkpoint::read_metadata(metadata, "what was written");
   checkpoint::validate(read, "what was written");
   const checkpoint::Checksums sums = checkpoint::read_checksums(sidecar, "what was written");
-  cost.read = reading.seconds();
+  cost.read = watch.lap();
   SHARD_CHECK(read.tensors == made.checkpoint.tensors && sums == made.sums, "plan", "{} boxes are read as others", made.boxes);
   return cost;
 }
