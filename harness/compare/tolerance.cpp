@@ -52,7 +52,7 @@ struct Farthest {
 class Judge {
  public:
   Judge(at::ScalarType compute, double* ratio_max, int64_t* compared)
-      : floor_(distance_floor(compute)), ratio_max_(ratio_max), compared_(compared) {}
+      : floor_(distance_floor(compute)), spacing_(spacing_around_zero(compute)), ratio_max_(ratio_max), compared_(compared) {}
 
   // Empty when `found` is near enough; else how far off it is. A distance up to `least` is as good as none.
   std::string too_far(double found, double reference, double least, double size) {
@@ -75,9 +75,10 @@ class Judge {
     return fmt::format("{}: truth {:.17g}, golden {:.17g}, sharded {:.17g}: {}", what, truth, references[0], sharded, far);
   }
 
-  // `before`: what the step began with, where it only changes something. `kind_size`: of all tensors of the kind.
+  // `before`: what the step began with, where it only changes something. `kind_size`: of all tensors of the kind. `gradient`:
+  // of the same parameter, in the truth.
   Difference tensor(const std::string& what, const at::Tensor& whole, const at::Tensor& before, double kind_size,
-                    const std::vector<Values>& references, const std::vector<HeldPiece>& pieces) {
+                    const at::Tensor& gradient, const std::vector<Values>& references, const std::vector<HeldPiece>& pieces) {
     const Values truth = doubles(whole);
     double reference = 0;
     for (const Values& values : references) reference = std::max(reference, distance(truth, values));
@@ -86,13 +87,20 @@ class Judge {
     const double size = norm(truth);
     double own = size_of(whole, before);
     if (floor_ > kSingleFloor && own <= kNothing * kind_size) own = kind_size;
-    const double least = floor_ * own + (before.defined() ? kSingleFloor * size : 0);
+    const double least = (floor_ + spacing_of(gradient)) * own + (before.defined() ? kSingleFloor * size : 0);
     const std::string far = too_far(norm(farthest.distances), reference, least, size);
     if (far.empty()) return {};
     const auto at = static_cast<size_t>(farthest.element);
     return fmt::format("{}, element {}, on rank {}: truth {:.17g}, golden {:.9g}, sharded {:.9g}: {}", what,
                        index_of(farthest.element, whole), farthest.held->rank, truth[at], references[0][at], farthest.value(),
                        far);
+  }
+
+  // How much of a gradient, and of what follows from it, the spacing of numbers around zero may be.
+  double spacing_of(const at::Tensor& gradient) const {
+    if (spacing_ == 0 || !gradient.defined()) return 0;
+    const double size = norm(doubles(gradient));
+    return size == 0 ? 0 : spacing_ * std::sqrt(static_cast<double>(gradient.numel())) / size;
   }
 
   // Of what the step made of the tensor.
@@ -105,7 +113,7 @@ class Judge {
   static constexpr double kNothing = 0x1p-40;
   static constexpr double kSingleFloor = distance_floor(at::kFloat);
 
-  double floor_;
+  double floor_, spacing_;
   double* ratio_max_;
   int64_t* compared_;
 };
@@ -138,6 +146,13 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
   return {};
 }
 
+// Undefined where the parameter has none.
+at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parameter) {
+  for (const auto& [name, gradient] : trace.gradients)
+    if (name == parameter) return gradient;
+  return {};
+}
+
 }  // namespace
 
 Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before, const Traces& references,
@@ -161,7 +176,7 @@ Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
       if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, start_of(i), kind_size,
-                                         of_references, sorted[i]))
+                                         gradient_of(truth, name), of_references, sorted[i]))
         return difference;
     }
   }

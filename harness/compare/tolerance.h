@@ -26,6 +26,13 @@ constexpr double distance_floor(at::ScalarType compute) {
   return compute == at::kBFloat16 ? 0x1p-7 : compute == at::kHalf ? 0x1p-10 : 0x1p-23;
 }
 
+// How far apart numbers of that dtype are around zero. A gradient that is computed in it may be off by this much in each
+// element, however small it is: float16 has no smaller numbers, and sums over ranks round in more places than one sum does. In
+// other dtypes it is too small to matter.
+constexpr double spacing_around_zero(at::ScalarType compute) {
+  return compute == at::kHalf ? 0x1p-24 : 0;
+}
+
 // The first tensor of the step that is too far off, in words (what, the worst element, its rank, the values, how far), or
 // nothing. `ratio_max` grows to the largest ratio of distances seen. Of each element the rank that is farthest off counts;
 // pieces must tile every tensor as in `first_difference`, and what is not finite is never near. Adds the number of values

@@ -118,6 +118,23 @@ TEST(Comparison, low_precision_noise_in_a_gradient_that_is_zero_counts_beside_th
   EXPECT_NE(both.tolerance(0).value_or("").find("gradient of never"), std::string::npos);
 }
 
+// float16 has no numbers between two multiples of 2^-24, and sums over ranks round in more places than the unsharded one does.
+TEST(Comparison, a_tiny_gradient_may_be_off_by_the_spacing_of_float16_and_not_by_its_own_size) {
+  const auto with_all = [](const char* compute, double truth, double off) {
+    Both both(Case::parse(fmt::format("mlp(widths=3-4) mesh(dp_shard=2) zero2({}) sgd(lr=0.1) fast seed=5 : step", compute)));
+    for (golden::Trace* trace : {&both.golden, &both.truth}) trace->at(0).gradients[0].second.fill_(truth);
+    for (RankStep& rank : both.sharded[0])
+      for (const Piece& piece : rank.gradients)
+        if (piece.name == both.golden[0].gradients[0].first) at::Tensor(piece.data).fill_(truth + off);
+    return both.tolerance(0);
+  };
+  constexpr double kTiny = 0x1p-18, kSpacing = 0x1p-24;
+  EXPECT_EQ(with_all("compute=fp16", kTiny, 2 * kSpacing), std::nullopt) << "3% of it";
+  EXPECT_NE(with_all("compute=fp16", kTiny, kTiny), std::nullopt) << "twice the value";
+  EXPECT_NE(with_all("compute=fp16", 1, 0.03), std::nullopt) << "3% of a gradient that float16 knows well";
+  EXPECT_NE(with_all("", kTiny, 2 * kSpacing), std::nullopt) << "float32";
+}
+
 TEST(Comparison, a_piece_that_is_missing_or_there_twice_is_found) {
   for (const char* strategy : kStrategies)
     for (size_t kind = 0; kind < 4; ++kind) {
