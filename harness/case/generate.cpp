@@ -305,7 +305,7 @@ void try_wide_world(Chooser choose, Case& c, const Limits& limits) {
 
 // In low precision and `fast` mode, where a tolerance has to judge.
 void fit_to_roundings(Case& c) {
-  c.optimizer.eps = 0.01;  // as for cut layers: roundings are larger
+  c.optimizer.eps = 0.01;  // roundings are larger, as with cut layers
   // A rounding may put a value on the other side of the kink of relu: a whole sample then comes to a gradient or leaves it.
   if (c.model.mlp.activation == golden::Activation::relu) c.model.mlp.activation = golden::Activation::gelu;
 }

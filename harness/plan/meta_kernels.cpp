@@ -76,7 +76,8 @@ double bytes_of(std::initializer_list<at::Tensor> tensors) {
   return bytes;
 }
 
-// A mask of truths in the numbers that the fused kernel adds to the scores and keeps for the backward; without a mask, nothing.
+// The fused kernel turns a mask of bools into numbers that it adds to the scores, and keeps them for the backward. The result
+// is empty when there is no mask.
 at::Tensor added_to_scores(const std::optional<at::Tensor>& mask, const at::Tensor& query) {
   if (!mask || !mask->defined()) return at::empty({0}, query.options());
   return mask->scalar_type() == at::kBool ? at::empty(mask->sizes(), query.options()) : *mask;

@@ -30,7 +30,7 @@ at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::
                             const std::optional<AttentionDropout>& dropout, const DimRows& q_positions,
                             const DimRows& k_positions) {
   const at::Tensor keys = repeated(k, q.size(1)), values = repeated(v, q.size(1));
-  // The kernel of the attention without a mask, so that both round alike: in low precision it rounds far less often.
+  // Attention without a mask uses this kernel too, so both round alike. It rounds less often than the steps below.
   if (!dropout)
     return at::scaled_dot_product_attention(q, keys, values, allowed.defined() ? std::optional(allowed) : std::nullopt);
   at::Tensor scores = at::matmul(q / std::sqrt(static_cast<double>(q.size(-1))), keys.transpose(-2, -1));

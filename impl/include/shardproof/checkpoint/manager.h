@@ -30,9 +30,9 @@ void print_lost(const std::string& message);
 struct ManagerOptions {
   int64_t keep = 0;                     // how many checkpoints are kept, besides one that is being saved; 0: all
   bool async = false;                   // whether save returns as soon as the values are copied, and a thread writes them
-  // Whether a thread copies the values too, while the next forward and backward run. Only for asynchronous saves. The end of
-  // the backward, the optimizer's step, a load and whatever else of the library changes them wait for it. Who writes to them in
-  // another way calls Sharded::main_parameters_will_change first, or the save fails.
+  // Whether a thread copies the values of asynchronous saves too, while the next forward and backward run. The end of
+  // the backward, the optimizer's step, a load and whatever else of the library changes them wait for it. A caller who writes
+  // to them in another way calls Sharded::main_parameters_will_change first; without that call the save fails.
   bool copy_in_background = false;
   WhenBusy when_busy = WhenBusy::wait;
   bool overwrite = false;               // whether a step that is there already may be saved again
