@@ -68,6 +68,20 @@ class Command(unittest.TestCase):
         for said in (done.stdout, *merged.values()):
             self.assertRegex(said.splitlines()[-1], "^ALL HELD: 6 of 6 cases held")
 
+    def test_a_campaign_runs_on_jemalloc_and_a_few_cases_or_a_caller_with_another_allocator_do_not(self):
+        def summary(*arguments, **environment):
+            done = self.run_command("verify", "--no-python", "--tiny", "--json", self.report, *arguments,
+                                    environment=environment)
+            self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
+            with open(self.report, encoding="utf-8") as file:
+                return json.loads(file.readlines()[-1])
+
+        many = summary("--cases", "100", "--quiet")
+        self.assertEqual((many["cases"], many["allocator"]), (100, "jemalloc"))
+        self.assertEqual(summary("--minutes", "0.01", "--quiet")["allocator"], "jemalloc")
+        self.assertEqual(summary("--cases", "99", "--quiet")["allocator"], "libc")
+        self.assertEqual(summary("--cases", "100", "--quiet", LD_PRELOAD="libm.so.6")["allocator"], "libc")
+
     def test_the_same_seed_runs_the_same_cases_and_another_others(self):
         def cases(seed):
             return sorted(line["case"] for line in self.verify("--cases", "12", "--seed", seed)[1] if line["type"] == "case")

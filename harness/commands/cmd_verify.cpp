@@ -10,6 +10,7 @@
 #include <numeric>
 #include <set>
 
+#include "harness/commands/allocator.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/crash_report.h"
@@ -200,6 +201,12 @@ void require_compared(const VerifyResult& result, const VerifyOptions& options) 
                                       options.shard + 1, options.shard_count, options.cases));
 }
 
+// Whether the time that jemalloc saves is more than it takes to load the program again.
+bool is_campaign(const VerifyOptions& options) {
+  constexpr int64_t kManyCases = 100;
+  return options.minutes > 0 || options.cases >= kManyCases;
+}
+
 // The options that mean something beside --merge.
 void require_alone(const CLI::App& command) {
   const std::set<std::string> with_merge = {"--merge", "--junit", "--report", "--faults", "--verbose"};
@@ -292,6 +299,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     }
     arguments->world_max_given = command->count("--world-max") > 0;
     prepare(*arguments);
+    if (is_campaign(arguments->options)) start_again_on_jemalloc();
     std::signal(SIGINT, [](int) { interrupted = true; });
     if (arguments->engine != "shardproof") {
       const auto engine = start_engine(*arguments);

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "harness/case/failures.h"
+#include "harness/commands/allocator.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/program.h"
 #include "harness/commands/progress.h"
@@ -292,6 +293,7 @@ class Campaign {
           {"failures", result_.coverage.failures()},
           {"seconds", result_.seconds},
           {"interrupted", result_.interrupted},
+          {"allocator", allocator_name()},
           {"covered", features},
           {"pairs", result_.coverage.pairs()},
           {"combinations", to_json(result_.combinations)},
