@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <future>
 #include <limits>
+#include <numeric>
+#include <set>
 
 #include "harness/case/model_fields.h"
+#include "harness/case/smallest_models.h"
 
 namespace harness {
 namespace {
@@ -40,6 +43,26 @@ void simpler_mesh(std::vector<Case>& list, const Case& c) {
     lower(list, c, axis.size, 0, [&](Case& v, int64_t n) { v.mesh = with_size(n); });
     lower(list, c, axis.size, 1, [&](Case& v, int64_t n) { v.mesh = with_size(n); });
   }
+}
+
+// Fewer ranks that cut layers, with as many heads: another number of heads need not divide among them.
+void simpler_heads(std::vector<Case>& list, const Case& c) {
+  const int64_t ranks = c.tensor_ranks();
+  lower(list, c, ranks, 1, [&](Case& v, int64_t n) {
+    std::vector<shardproof::Axis> axes = c.mesh.axes();
+    for (shardproof::Axis& axis : axes)
+      if (axis.name == "tp") axis.size = n;
+    v.mesh = shardproof::Mesh(std::move(axes));
+    if (golden::Gpt& gpt = v.model.gpt; gpt.heads > n) {
+      gpt.hidden = gpt.hidden / gpt.heads * n;
+      gpt.heads = n;
+    }
+    if (golden::Llama& llama = v.model.llama; llama.heads > n) {
+      llama.hidden = llama.hidden / llama.heads * n;
+      llama.kv_heads = std::gcd(llama.kv_heads, n);
+      llama.heads = n;
+    }
+  });
 }
 
 void simpler_load(std::vector<Case>& list, const Case& c, size_t step) {
@@ -128,12 +151,15 @@ void simpler_schedule(std::vector<Case>& list, const Case& c) {
 
 std::vector<Case> simpler(const Case& c) {
   std::vector<Case> list;
+  for (Case& variant : with_smallest_models(c)) list.push_back(std::move(variant));
   simpler_schedule(list, c);
   simpler_mesh(list, c);
+  simpler_heads(list, c);
   simpler_history(list, c);
   simpler_model(list, c);
   simpler_options(list, c);
-  std::erase_if(list, [](const Case& variant) { return !is_valid(variant); });
+  std::set<std::string> known = {c.str()};
+  std::erase_if(list, [&](const Case& variant) { return !is_valid(variant) || !known.insert(variant.str()).second; });
   return list;
 }
 
@@ -165,22 +191,30 @@ Shrunk shrink(const Case& failing, const Verdict& verdict, const ShrinkBudget& b
   };
   // Whether some candidate was simpler and failed alike. They are tried in turn, beginning with the one behind the last that
   // was taken: what came before it held, and mostly holds again. The first that fails is taken, however many run at a time.
+  // None is tried twice, because a case has one verdict.
   size_t next = 0;
+  std::set<std::string> known;
   const auto step = [&] {
-    std::vector<Case> candidates = simpler(best.minimal);
-    if (candidates.empty()) return false;
-    next %= candidates.size();
-    std::ranges::rotate(candidates, candidates.begin() + static_cast<std::ptrdiff_t>(next));
+    const std::vector<Case> variants = simpler(best.minimal);
+    std::vector<size_t> places;  // of the candidates among the variants
+    std::vector<Case> candidates;
+    for (size_t i = 0; i < variants.size(); ++i) {
+      const size_t place = (next + i) % variants.size();
+      if (known.contains(variants[place].str())) continue;
+      places.push_back(place);
+      candidates.push_back(variants[place]);
+    }
     for (size_t first = 0; first < candidates.size() && !spent();) {
       const int64_t left = budget.runs > 0 ? budget.runs - best.tried : std::numeric_limits<int64_t>::max();
       const auto threads = static_cast<size_t>(std::clamp<int64_t>(budget.threads ? budget.threads() : 1, 1, left));
       const std::vector<Verdict> found = run_together(candidates, first, threads, run);
       best.tried += std::ssize(found);
+      for (size_t i = 0; i < found.size(); ++i) known.insert(candidates[first + i].str());
       for (size_t i = 0; i < found.size(); ++i) {
         if (found[i].held || found[i].category != verdict.category) continue;
         best.minimal = candidates[first + i];
         best.verdict = found[i];
-        next += first + i;
+        next = places[first + i];
         return true;
       }
       first += found.size();

@@ -91,10 +91,7 @@ TEST(Shrink, reaches_the_smallest_case_that_still_fails) {
   EXPECT_EQ(c.mesh.size(), 3);
   EXPECT_EQ(c.steps, std::vector<StepPlan>{{.rounds = 2}});
   EXPECT_GT(c.options.bucket_bytes, 0);
-  EXPECT_EQ(c.model.gpt.layers, 1);
-  EXPECT_EQ(c.model.gpt.hidden, 1);
-  EXPECT_EQ(c.model.gpt.positions, 1);
-  EXPECT_FALSE(c.model.gpt.tied);
+  EXPECT_EQ(str(c.model), "mlp(widths=1-1,act=identity,bias=0)");
   EXPECT_EQ(c.clip_norm, 0);
   EXPECT_EQ(c.optimizer.kind, golden::Optimizer::Kind::sgd);
   EXPECT_EQ(c.options.units, units_root);
@@ -141,6 +138,43 @@ TEST(Shrink, on_several_threads_ends_at_the_same_case_as_on_one) {
     return shrink(large(), fails("gradient"), budget, run).minimal.str();
   };
   EXPECT_EQ(minimal(4), minimal(1));
+}
+
+TEST(Shrink, tries_the_smallest_model_of_each_kind_first_with_the_options_that_fit) {
+  const Case c = Case::parse(
+      "llama(layers=2,hidden=24,heads=4,kv_heads=2,intermediate=9,vocab=37,positions=9) mesh(dp_shard=2,tp=2) "
+      "zero3(sp=1,bucket=64) sgd(lr=0.1) fast seed=7 : step");
+  const std::vector<Case> candidates = simpler(c);
+  ASSERT_GE(candidates.size(), 3u);
+  const std::string rest = " sgd(lr=0.1) fast seed=7 : step";
+  EXPECT_EQ(candidates[0].str(), "mlp(widths=2-2,act=identity) mesh(dp_shard=2,tp=2) zero3(bucket=64)" + rest);
+  EXPECT_EQ(candidates[1].str(),
+            "gpt(layers=1,hidden=2,heads=2,vocab=2,positions=2) mesh(dp_shard=2,tp=2) zero3(bucket=64,sp=1)" + rest);
+  EXPECT_EQ(candidates[2].str(),
+            "llama(layers=1,hidden=4,heads=2,kv_heads=1,intermediate=2,vocab=2,positions=2) mesh(dp_shard=2,tp=2) "
+            "zero3(bucket=64,sp=1)" +
+                rest);
+}
+
+TEST(Shrink, lets_heads_follow_the_ranks_that_divide_them) {
+  const Case c = Case::parse(
+      "llama(layers=1,hidden=6,heads=3,kv_heads=1,intermediate=3,vocab=3,positions=1) mesh(tp=3) zero3 sgd(lr=0.1) fast "
+      "seed=7 : step");
+  std::set<std::string> texts;
+  for (const Case& candidate : simpler(c)) texts.insert(candidate.str());
+  EXPECT_TRUE(
+      texts.contains("llama(layers=1,hidden=4,heads=2,kv_heads=1,intermediate=3,vocab=3,positions=1) mesh(tp=2) zero3 "
+                     "sgd(lr=0.1) fast seed=7 : step"));
+}
+
+TEST(Shrink, tries_no_case_twice) {
+  std::vector<std::string> tried;
+  const auto run = [&](const Case& c) {
+    tried.push_back(c.str());
+    return c.mesh.size() >= 3 && c.steps.size() >= 2 ? fails("gradient") : holds();
+  };
+  shrink(large(), fails("gradient"), {.time = std::chrono::minutes(1)}, run);
+  EXPECT_EQ(std::set<std::string>(tried.begin(), tried.end()).size(), tried.size());
 }
 
 TEST(Shrink, leaves_out_steps_in_the_middle_and_what_came_before_a_load) {
