@@ -12,7 +12,7 @@ shardproof_test(NAME crash_props LABEL harness TORCH LIBRARIES harness SOURCES h
 shardproof_test(NAME trace_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/trace_file_props.cpp)
 shardproof_test(NAME property_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/property_props.cpp)
 shardproof_test(NAME schedules_props LABEL harness CASES 50 TORCH LIBRARIES harness SOURCES harness/run/policies_props.cpp
-  harness/run/schedules_props.cpp)
+  harness/run/planted_change_props.cpp harness/run/schedules_props.cpp)
 shardproof_test(NAME plan_props LABEL harness TORCH LIBRARIES harness SOURCES harness/plan/dry_run_props.cpp
   harness/plan/timeline_props.cpp harness/plan/plan_files_props.cpp)
 shardproof_test(NAME hugging_face_props LABEL checkpoint TORCH LIBRARIES harness SOURCES harness/commands/hugging_face_props.cpp

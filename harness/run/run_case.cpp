@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <functional>
 #include <optional>
@@ -13,6 +12,7 @@
 #include "harness/compare/step_difference.h"
 #include "harness/compare/tolerance.h"
 #include "harness/run/message.h"
+#include "harness/run/planted_change.h"
 #include "harness/run/property.h"
 #include "harness/run/schedules.h"
 #include "harness/run/sharded_run.h"
@@ -89,29 +89,6 @@ class Reference {
   golden::Trace trace_, truth_;
   std::vector<golden::Trace> others_;
 };
-
-// The longest piece of the named parameter, on any rank.
-shardproof::Piece* longest_piece(std::vector<RankStep>& ranks, const std::string& name) {
-  shardproof::Piece* longest = nullptr;
-  for (RankStep& rank : ranks)
-    for (shardproof::Piece& piece : rank.parameters)
-      if (piece.name == name && (!longest || piece.run.size() > longest->run.size())) longest = &piece;
-  return longest;
-}
-
-// Flips the lowest bit of one element; in fast mode moves a whole piece by a hundredth, which any useful tolerance sees, or in
-// low precision, where a step may move parameters as far and is known to a hundredth, by half.
-void plant_change(const Case& c, const std::string& parameter, std::vector<RankStep>& ranks) {
-  shardproof::Piece* piece = longest_piece(ranks, parameter);
-  if (c.mode == Mode::fast) {
-    const double error = c.options.compute == fp32 ? 0.01 : 0.5;
-    piece->data.mul_(1 + error).add_(error);
-    return;
-  }
-  float* values = piece->data.mutable_data_ptr<float>();
-  float& value = values[Draws(c.seed, "control").bits(0) % static_cast<uint64_t>(piece->run.size())];
-  value = std::bit_cast<float>(std::bit_cast<uint32_t>(value) ^ 1u);
-}
 
 // The smallest error, as a power of two, that `finds` says yes to; 2 when it is larger than 1.
 double smallest_found(const std::function<bool(double)>& finds) {

@@ -52,14 +52,20 @@ std::optional<std::string> first_change(const RankStep& before, const RankStep& 
   return std::nullopt;
 }
 
-// What a case does under one schedule after another.
+// What a case does under one schedule after another. Where a race makes the run without a schedule fail, so does the first
+// schedule, since there is nothing to compare it with.
 class Program {
  public:
   explicit Program(Case c) : case_(std::move(c)), run_(make_run(case_)) {
     case_.interleaving.reset();
-    before_ = run_sharded(case_, run_);
+    try {
+      before_ = run_sharded(case_, run_);
+    } catch (const std::exception& error) {
+      failed_before_ = fmt::format("error without a schedule: {}", message_of(error));
+    }
   }
   std::optional<std::string> operator()(const std::shared_ptr<shardproof::SchedulePolicy>& policy) const {
+    if (failed_before_) return failed_before_;
     try {
       return first_change(before_, run_sharded(case_, run_, 1, policy));
     } catch (const std::exception& error) {
@@ -71,6 +77,7 @@ class Program {
   Case case_;
   golden::Run run_;
   Steps before_;
+  std::optional<std::string> failed_before_;
 };
 
 // Puts a run into the count. Returns whether it failed.

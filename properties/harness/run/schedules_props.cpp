@@ -118,6 +118,15 @@ TEST(Schedules, a_case_has_the_same_bits_under_each_and_most_are_distinct) {
   EXPECT_GE(found.distinct, 19);
 }
 
+TEST(Schedules, where_the_run_without_one_fails_the_first_one_fails_too) {
+  const Case c = Case::parse("mlp(widths=3-4) mesh(dp_shard=2) zero3 sgd(lr=1e+30) ordered seed=1 : step*3");
+  const Schedules found = try_schedules(c, 3);
+  ASSERT_TRUE(found.failing);
+  EXPECT_EQ(found.failing->str(), "threads(eager)");
+  EXPECT_EQ(found.runs, 1);
+  EXPECT_EQ(found.what.rfind("error without a schedule: ", 0), 0u) << found.what;
+}
+
 TEST(Schedules, a_case_with_a_schedule_reads_back_and_holds) {
   for (const Interleaving& schedule : some_of_each()) {
     Case c = Case::parse(kBusy);
