@@ -86,8 +86,8 @@ struct Malformed {
 TEST(Mesh, text_that_is_malformed_is_refused_with_its_column) {
   const Malformed cases[] = {
       {"dp", 3, "expected '=' after axis `dp`"},
-      {"dp=", 4, "expected the size of axis `dp`"},
-      {"dp=x", 4, "expected the size of axis `dp`"},
+      {"dp=", 4, "expected the size of axis `dp` in digits, got the end;"},
+      {"dp=x", 4, "expected the size of axis `dp` in digits, got 'x';"},
       {"dp=-1", 4, "expected the size of axis `dp`"},
       {"dp=0", 4, "must be between 1 and 2147483647"},
       {"dp=2147483648", 4, "must be between 1 and 2147483647"},

@@ -313,6 +313,12 @@ TEST(SavedState, a_snapshot_keeps_the_values_of_the_call_and_every_element_is_wr
   EXPECT_LT(largest, all / 2) << "replicas share the work";
 }
 
+TEST(SavedState, a_checkpoint_says_nothing_of_merged_adapters_where_there_are_none) {
+  const Scratch scratch;
+  trained({}, {"dp_shard=2", "zero3"}, 1, scratch / "at");
+  EXPECT_EQ(slurp(scratch / "at/.metadata").find("merged_adapters"), std::string::npos);
+}
+
 TEST(TrainerState, is_equal_to_another_when_all_its_parts_are) {
   const TrainerState state{.step = 3,
                            .schedule_step = 4,

@@ -1,4 +1,5 @@
 // What a process leaves of its last calls when its run fails.
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -6,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "properties/kit/checkpoint_scratch.h"
+#include "testing/comm/flight_call.h"
 #include "testing/comm/flight_record.h"
 
 using namespace shardproof;
@@ -68,6 +70,23 @@ TEST(FlightRecord, its_lines_are_json_whatever_a_name_contains) {
   FlightRecord record(1, 2, 3);
   record.add(call(0, "barrier", 0, label));
   EXPECT_EQ(written(record).at(1)["for"], label);
+}
+
+TEST(FlightCall, says_what_a_call_moves_and_of_a_sum_how_it_is_taken) {
+  const auto recorded = [](const Call& call) { return flight_call(call, nullptr, 3, "unit 'h.3'"); };
+  const at::Tensor four = at::zeros({4}), eight = at::zeros({8}, at::kDouble);
+  const FlightCall sum = recorded({.op = Op::all_reduce, .output = four, .input = four, .reduce = Reduce::max});
+  EXPECT_EQ(std::tie(sum.op, sum.reduce, sum.dtype, sum.label), std::tuple("all_reduce", "max", "float32", "unit 'h.3'"));
+  EXPECT_EQ(std::tie(sum.sequence, sum.numel, sum.bytes), std::tuple(3, 4, 32));
+  const FlightCall gather = recorded({.op = Op::all_gather, .output = eight, .input = eight.narrow(0, 0, 4)});
+  EXPECT_EQ(std::tie(gather.op, gather.reduce, gather.dtype), std::tuple("all_gather", "", "float64"));
+  EXPECT_EQ(std::tie(gather.numel, gather.bytes), std::tuple(4, 96));
+  const FlightCall sent = recorded({.op = Op::send, .input = four, .peer = 1});
+  EXPECT_EQ(std::tie(sent.dtype, sent.numel, sent.bytes, sent.peer), std::tuple("float32", 4, 16, 1));
+  for (const Op op : {Op::barrier, Op::split}) {
+    const FlightCall none = recorded({.op = op});
+    EXPECT_EQ(std::tie(none.reduce, none.dtype, none.numel, none.bytes), std::tuple("", "", 0, 0)) << none.op;
+  }
 }
 
 }  // namespace

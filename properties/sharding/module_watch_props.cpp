@@ -63,6 +63,20 @@ struct WithForkImpl : torch::nn::Module {
 };
 TORCH_MODULE(WithFork);
 
+// One layer, called twice.
+struct TwiceImpl : torch::nn::Module {
+  TwiceImpl() { layer->weight.set_data(toy::data({4, 4}, 1)); }
+  at::Tensor forward(const at::Tensor& input) { return call(layer, call(layer, input).tanh()); }
+  Linear layer = register_module("layer", Linear(torch::nn::LinearOptions(4, 4).bias(false)));
+};
+TORCH_MODULE(Twice);
+
+struct WithTwiceImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& input) { return call(twice, input); }
+  Twice twice = register_module("twice", Twice());
+};
+TORCH_MODULE(WithTwice);
+
 // The calls of one forward and backward.
 template <class Model>
 std::vector<ModuleCall> seen(Model& model, const at::Tensor& input) {
@@ -144,6 +158,27 @@ TEST(ModuleWatch, a_call_with_nan_is_found_again_when_it_is_computed_again) {
     const std::vector<ModuleCall> calls = seen(model, at::full({2, 4}, NAN));
     ASSERT_EQ(calls.size(), 2u);
     for (const ModuleCall& call : calls) EXPECT_TRUE(call.output_gradient.defined()) << call.module;
+  });
+}
+
+TEST(ModuleWatch, two_calls_with_nan_in_one_row_have_each_their_gradient_when_they_are_computed_again) {
+  at::Tensor input = toy::data({2, 4}, 0);
+  input[1].fill_(NAN);
+  WithTwice plain;
+  const std::vector<ModuleCall> golden = seen(plain, input);
+  ASSERT_FALSE(golden.at(0).output_gradient[0].equal(golden.at(1).output_gradient[0]));
+  on_mesh(Mesh::parse("dp_shard=2"), [&](std::shared_ptr<MeshComm> comms) {
+    WithTwice model;
+    ShardOptions options = toy::options("zero3");
+    options.units = options.recompute = by_name("twice");
+    options.check_gradients = false;
+    Sharded handle = fully_shard(model.ptr(), comms, options);
+    const std::vector<ModuleCall> calls = seen(model, input);
+    ASSERT_EQ(calls.size(), 2u);
+    for (size_t i = 0; i < 2; ++i) {
+      ASSERT_TRUE(calls[i].output_gradient.defined()) << i;
+      EXPECT_TRUE(calls[i].output_gradient[0].equal(golden[i].output_gradient[0])) << i;
+    }
   });
 }
 

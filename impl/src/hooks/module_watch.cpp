@@ -28,6 +28,12 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   return tensor.detach().clone();
 }
 
+// NaN in the same places counts as the same.
+bool same_values(const at::Tensor& a, const at::Tensor& b) {
+  if (a.equal(b)) return true;
+  return a.sizes() == b.sizes() && a.is_floating_point() && at::allclose(a, b, 0, 0, /*equal_nan=*/true);
+}
+
 class Watcher final : public AdapterHooks {
  public:
   Watcher(ModuleWatch::State& state, std::string name, torch::nn::Module& module)
@@ -60,16 +66,13 @@ class Watcher final : public AdapterHooks {
   // The call that is computed again. It had the same input; a backward comes to the last of several first.
   size_t find(const at::Tensor& input) {
     const std::vector<ModuleCall>& calls = *state_.calls;
-    size_t found = calls.size();
     for (size_t index = calls.size(); index-- > 0;) {
       if (calls[index].module != name_ || state_.computed_again.contains(index)) continue;
-      if (found == calls.size()) found = index;  // kept where the input has NaN, which equals nothing
-      if (!calls[index].input.equal(input)) continue;
-      found = index;
-      break;
+      if (!same_values(calls[index].input, input)) continue;
+      state_.computed_again.insert(index);
+      return index;
     }
-    state_.computed_again.insert(found);
-    return found;
+    return calls.size();
   }
 
   ModuleWatch::State& state_;  // which owns this

@@ -213,6 +213,32 @@ TEST(ZipFile, a_record_beyond_4_gib_is_found) {
   EXPECT_EQ(sparse.size(), layout.length);
 }
 
+// APPNOTE.TXT 4.3.12. Readers other than ours look at all of it.
+TEST(ZipFile, an_entry_of_its_directory_has_no_comment_no_attributes_and_no_other_disk) {
+  std::string file;
+  ZipWriter writer([&](const void* data, size_t bytes) { file.append(static_cast<const char*>(data), bytes); });
+  writer.add("archive/data.pkl", "abc");
+  writer.finish();
+  const size_t entry = file.rfind("PK\x01\x02");
+  ASSERT_NE(entry, std::string::npos);
+  const auto number = [&](size_t offset, size_t bytes) {
+    uint64_t value = 0;
+    for (size_t i = bytes; i-- > 0;) value = value << 8 | static_cast<unsigned char>(file.at(entry + offset + i));
+    return value;
+  };
+  EXPECT_EQ(number(10, 2), 0u) << "stored";
+  EXPECT_EQ(number(12, 4), 0u) << "time and date";
+  EXPECT_EQ(number(20, 4), 3u) << "compressed size";
+  EXPECT_EQ(number(24, 4), 3u) << "size";
+  EXPECT_EQ(number(28, 2), 16u) << "length of the name";
+  EXPECT_EQ(number(30, 2), 0u) << "length of the extra field";
+  EXPECT_EQ(number(32, 2), 0u) << "length of the comment";
+  EXPECT_EQ(number(34, 2), 0u) << "disk";
+  EXPECT_EQ(number(36, 2), 0u) << "internal attributes";
+  EXPECT_EQ(number(38, 4), 0u) << "external attributes";
+  EXPECT_EQ(number(42, 4), 0u) << "where its record begins";
+}
+
 RC_GTEST_PROP(Metadata, reads_what_it_wrote, (uint64_t seed)) {
   Random random(seed);
   const Scratch scratch;

@@ -347,3 +347,12 @@ TEST(TensorParallel, a_module_with_a_style_or_an_adapter_that_is_called_with_two
     expect_error([&] { call(adapted->layer, x, x); }, {"[unit]", "has an adapter", "one tensor for one tensor", "its parts"});
   });
 }
+
+TEST(ParallelLinear, inputs_of_another_width_are_refused_with_both_widths) {
+  run_threads(2, [](std::shared_ptr<Comm> comm) {
+    const at::Tensor x = at::ones({2, 7}), weight = at::ones({3, 4});
+    const std::string who = fmt::format("rank {} of", comm->rank());
+    expect_error([&] { row_parallel_linear(x, weight, {}, *comm); },
+                 {"[row_parallel_linear]", who, "the input has 7 features, this rank's columns of the weight take 4"});
+  });
+}

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "comm/process/flight_call.h"
 #include "testing/base/call_label.h"
+#include "testing/comm/flight_call.h"
 
 namespace shardproof::process {
 

@@ -1,4 +1,4 @@
-#include "comm/process/flight_call.h"
+#include "testing/comm/flight_call.h"
 
 #include <ATen/core/Tensor.h>
 
