@@ -27,7 +27,7 @@ constexpr bool kSanitized = false;
 bool is_installed() {
   if (void* library = dlopen(kLibrary, RTLD_LAZY | RTLD_LOCAL)) return dlclose(library) == 0;
   const char* why = dlerror();
-  return why && !std::string_view(why).find("cannot open shared object file") == std::string_view::npos;
+  return why && std::string_view(why).find("cannot open shared object file") == std::string_view::npos;
 }
 
 // The strings of this process' command line, as the system has them.

@@ -4,65 +4,53 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <iterator>
+
+#include "harness/plan/svg.h"
 
 namespace harness {
 namespace {
 
 constexpr double kRow = 26, kNames = 120, kBars = 260, kFigures = 120, kTop = 52;
-
-std::string words(double x, double y, const std::string& text, const char* anchor = "start") {
-  return fmt::format("<text x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>\n", x, y, anchor, text);
-}
-
-std::string line(double x, double y, double to_x, double to_y, const char* color) {
-  return fmt::format("<path d=\"M{:.1f} {:.1f}L{:.1f} {:.1f}\" stroke=\"{}\" stroke-width=\"1.5\"/>\n", x, y, to_x, to_y,
-                     color);
-}
+constexpr double kText = 12;
 
 struct Bar {
   double value, low, high;  // low and high: 0 where nothing is marked
 };
 
 // One panel: a bar for each row, from 0, and its figure behind it.
-std::string panel(double left, const std::string& title, const std::vector<Bar>& bars, const char* color) {
+void add_bars(Svg& svg, double left, const std::string& title, const std::vector<Bar>& bars, const char* color) {
   double most = 0;
   for (const Bar& bar : bars) most = std::max({most, bar.value, bar.high});
-  std::string svg = words(left, kTop - 10, title);
+  svg.words(left, kTop - 10, title, kText);
   for (size_t i = 0; i < bars.size(); ++i) {
     const Bar& bar = bars[i];
     const double y = kTop + kRow * static_cast<double>(i), middle = y + kRow / 2 - 3;
     const auto x = [&](double value) { return left + (most == 0 ? 0 : value / most) * kBars; };
-    svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"/>\n", left, y, x(bar.value) - left,
-                       kRow - 6, color);
+    svg.rectangle(left, y, x(bar.value) - left, kRow - 6, color);
     if (bar.high > 0) {
-      svg += line(x(bar.low), middle, x(bar.high), middle, "#222");
-      for (const double end : {bar.low, bar.high}) svg += line(x(end), middle - 6, x(end), middle + 6, "#222");
+      svg.line(x(bar.low), middle, x(bar.high), middle, "#222");
+      for (const double end : {bar.low, bar.high}) svg.line(x(end), middle - 6, x(end), middle + 6, "#222");
     }
-    svg += words(x(std::max(bar.value, bar.high)) + 6, y + 15, fmt::format("{:.1f}", bar.value));
+    svg.words(x(std::max(bar.value, bar.high)) + 6, y + 15, fmt::format("{:.1f}", bar.value), kText);
   }
-  return svg;
 }
 
 }  // namespace
 
 std::string bars_of(const std::vector<PlottedRow>& rows, const std::string& title) {
-  const double width = kNames + 2 * (kBars + kFigures), height = kTop + kRow * static_cast<double>(rows.size()) + 24;
+  Svg svg(kNames + 2 * (kBars + kFigures), kTop + kRow * static_cast<double>(rows.size()) + 24);
+  svg.words(10, 20, title, kText);
   std::vector<Bar> times, peaks;
-  std::string names;
   for (size_t i = 0; i < rows.size(); ++i) {
     const PlottedRow& row = rows[i];
     times.push_back({row.step_ms, row.step_ms_min, row.step_ms_max});
     peaks.push_back({row.peak_mib, row.formula_mib, row.formula_mib});
-    names += words(kNames - 10, kTop + kRow * static_cast<double>(i) + 15, row.name, "end");
+    svg.words(kNames - 10, kTop + kRow * static_cast<double>(i) + 15, row.name, kText, "end");
   }
-  return fmt::format(
-             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {1}\" width=\"{0}\" height=\"{1}\" "
-             "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{0}\" height=\"{1}\" fill=\"white\"/>\n",
-             width, height) +
-         words(10, 20, title) + names + panel(kNames, "step in ms: median of rounds, and their range", times, "#4878a8") +
-         panel(kNames + kBars + kFigures, "peak of a rank in MiB; the mark is the formula", peaks, "#a8784a") + "</svg>\n";
+  add_bars(svg, kNames, "step in ms: median of rounds, and their range", times, "#4878a8");
+  add_bars(svg, kNames + kBars + kFigures, "peak of a rank in MiB; the mark is the formula", peaks, "#a8784a");
+  return svg.str();
 }
 
 namespace {
@@ -86,37 +74,43 @@ struct Decades {
   bool is_empty = true;
 };
 
-std::string curve(const PlottedCurve& given, const char* color, double left, const Decades& across, const Decades& up) {
-  std::string path, dots;
-  for (const auto& [x, seconds] : given.points) {
-    const double at_x = left + across.place(x) * kSide, at_y = kTop + (1 - up.place(seconds)) * kSide;
-    path += fmt::format("{}{:.1f} {:.1f}", path.empty() ? "M" : "L", at_x, at_y);
-    dots += fmt::format("<circle cx=\"{:.1f}\" cy=\"{:.1f}\" r=\"3\" fill=\"{}\"><title>{}: {:g} s at {:g}</title></circle>\n",
-                        at_x, at_y, color, given.name, seconds, x);
+// A square whose left side is here, with logarithmic scales.
+struct Panel {
+  double left;
+  Decades across, up;
+
+  double x(double value) const { return left + across.place(value) * kSide; }
+  double y(double value) const { return kTop + (1 - up.place(value)) * kSide; }
+};
+
+void add_curve(Svg& svg, const PlottedCurve& given, const char* color, const Panel& panel) {
+  for (size_t i = 0; i < given.points.size(); ++i) {
+    const auto& [value, seconds] = given.points[i];
+    if (i > 0)
+      svg.line(panel.x(given.points[i - 1].first), panel.y(given.points[i - 1].second), panel.x(value), panel.y(seconds),
+               color);
+    svg.dot(panel.x(value), panel.y(seconds), color, fmt::format("{}: {:g} s at {:g}", given.name, seconds, value));
   }
-  return fmt::format("<path d=\"{}\" stroke=\"{}\" stroke-width=\"1.5\" fill=\"none\"/>\n{}", path, color, dots);
 }
 
-std::string axes(double left, const Decades& across, const Decades& up) {
-  std::string svg = fmt::format("<rect x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" fill=\"none\" stroke=\"#888\"/>\n", left,
-                                kTop, kSide, kSide);
-  for (int64_t decade = across.low; decade <= across.high; ++decade)
-    svg += words(left + across.place(std::pow(10, decade)) * kSide, kTop + kSide + 16, fmt::format("1e{}", decade), "middle");
-  for (int64_t decade = up.low; decade <= up.high; ++decade) {
-    const double y = kTop + (1 - up.place(std::pow(10, decade))) * kSide;
-    svg += words(left - 6, y + 4, fmt::format("1e{} s", decade), "end") + line(left, y, left + kSide, y, "#ddd");
+void add_axes(Svg& svg, const Panel& panel) {
+  svg.frame(panel.left, kTop, kSide, kSide, "#888");
+  for (int64_t decade = panel.across.low; decade <= panel.across.high; ++decade)
+    svg.words(panel.x(std::pow(10, decade)), kTop + kSide + 16, fmt::format("1e{}", decade), kText, "middle");
+  for (int64_t decade = panel.up.low; decade <= panel.up.high; ++decade) {
+    const double y = panel.y(std::pow(10, decade));
+    svg.words(panel.left - 6, y + 4, fmt::format("1e{} s", decade), kText, "end");
+    svg.line(panel.left, y, panel.left + kSide, y, "#ddd");
   }
-  return svg;
 }
 
 // From the lower left on, as far as the panel goes. A panel of one value has no such line.
-std::string proportion(double left, const Decades& across, const Decades& up) {
-  if (across.high == across.low || up.high == up.low) return "";
-  const auto decades = static_cast<double>(std::min(across.high - across.low, up.high - up.low));
-  const double x = left + decades / static_cast<double>(across.high - across.low) * kSide;
-  const double y = kTop + (1 - decades / static_cast<double>(up.high - up.low)) * kSide;
-  return fmt::format("<path d=\"M{:.1f} {:.1f}L{:.1f} {:.1f}\" stroke=\"#888\" stroke-dasharray=\"2 4\"/>\n", left,
-                     kTop + kSide, x, y);
+void add_proportion(Svg& svg, const Panel& panel) {
+  const auto &across = panel.across, &up = panel.up;
+  if (across.high == across.low || up.high == up.low) return;
+  const int64_t decades = std::min(across.high - across.low, up.high - up.low);
+  svg.line(panel.left, kTop + kSide, panel.x(std::pow(10, across.low + decades)), panel.y(std::pow(10, up.low + decades)),
+           "#888", "2 4");
 }
 
 }  // namespace
@@ -126,27 +120,25 @@ std::string curves_of(const std::vector<PlottedPanel>& panels, const std::string
   for (const PlottedPanel& panel : panels)
     for (const PlottedCurve& one : panel.curves)
       for (const auto& point : one.points) up.include(point.second);
-  const double width = kMargin + static_cast<double>(panels.size()) * (kSide + kMargin) + kLegend, height = kTop + kSide + 40;
-  std::string body = words(10, 20, title);
+  Svg svg(kMargin + static_cast<double>(panels.size()) * (kSide + kMargin) + kLegend, kTop + kSide + 40);
+  svg.words(10, 20, title, kText);
   for (size_t i = 0; i < panels.size(); ++i) {
-    const double left = kMargin + static_cast<double>(i) * (kSide + kMargin);
-    Decades across;
+    Panel panel{kMargin + static_cast<double>(i) * (kSide + kMargin), {}, up};
     for (const PlottedCurve& one : panels[i].curves)
-      for (const auto& point : one.points) across.include(point.first);
-    body += words(left, kTop - 10, panels[i].title) + axes(left, across, up) + proportion(left, across, up);
+      for (const auto& point : one.points) panel.across.include(point.first);
+    svg.words(panel.left, kTop - 10, panels[i].title, kText);
+    add_axes(svg, panel);
+    add_proportion(svg, panel);
     for (size_t c = 0; c < panels[i].curves.size(); ++c) {
       const char* color = kColors[c % std::size(kColors)];
-      body += curve(panels[i].curves[c], color, left, across, up);
+      add_curve(svg, panels[i].curves[c], color, panel);
       if (i + 1 < panels.size()) continue;
-      const double x = left + kSide + 16, y = kTop + 16 + 18 * static_cast<double>(c);
-      body += line(x, y - 4, x + 16, y - 4, color) + words(x + 22, y, panels[i].curves[c].name);
+      const double x = panel.left + kSide + 16, y = kTop + 16 + 18 * static_cast<double>(c);
+      svg.line(x, y - 4, x + 16, y - 4, color);
+      svg.words(x + 22, y, panels[i].curves[c].name, kText);
     }
   }
-  return fmt::format(
-             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {1}\" width=\"{0}\" height=\"{1}\" "
-             "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{0}\" height=\"{1}\" fill=\"white\"/>\n",
-             width, height) +
-         body + "</svg>\n";
+  return svg.str();
 }
 
 }  // namespace harness

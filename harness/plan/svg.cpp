@@ -8,16 +8,32 @@
 #include "shardproof/base/check.h"
 
 namespace harness {
+namespace {
+
+std::string title_of(const std::string& about) {
+  return about.empty() ? "" : fmt::format("<title>{}</title>", xml_text(about));
+}
+
+}  // namespace
 
 void Svg::rectangle(double x, double y, double width, double height, const std::string& fill, const std::string& about) {
-  const std::string title = about.empty() ? "" : fmt::format("<title>{}</title>", xml_text(about));
   body_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"{}\">{}</rect>\n", x, y,
-                       width, height, fill, title);
+                       width, height, fill, title_of(about));
 }
 
 void Svg::frame(double x, double y, double width, double height, const std::string& color) {
   body_ += fmt::format("<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.2f}\" fill=\"none\" stroke=\"{}\"/>\n", x,
                        y, width, height, color);
+}
+
+void Svg::line(double x, double y, double to_x, double to_y, const std::string& color, const std::string& dashes) {
+  const std::string pattern = dashes.empty() ? "" : fmt::format(" stroke-dasharray=\"{}\"", dashes);
+  body_ += fmt::format("<path d=\"M{:.2f} {:.2f}L{:.2f} {:.2f}\" stroke=\"{}\" stroke-width=\"1.5\"{}/>\n", x, y, to_x, to_y,
+                       color, pattern);
+}
+
+void Svg::dot(double x, double y, const std::string& color, const std::string& about) {
+  body_ += fmt::format("<circle cx=\"{:.2f}\" cy=\"{:.2f}\" r=\"3\" fill=\"{}\">{}</circle>\n", x, y, color, title_of(about));
 }
 
 void Svg::words(double x, double y, const std::string& text, double size, const char* anchor) {
