@@ -75,17 +75,23 @@ TEST(FlightRecord, its_lines_are_json_whatever_a_name_contains) {
 TEST(FlightCall, says_what_a_call_moves_and_of_a_sum_how_it_is_taken) {
   const auto recorded = [](const Call& call) { return flight_call(call, nullptr, 3, "unit 'h.3'"); };
   const at::Tensor four = at::zeros({4}), eight = at::zeros({8}, at::kDouble);
+  using Words = std::vector<std::string_view>;
+  using Numbers = std::vector<int64_t>;
   const FlightCall sum = recorded({.op = Op::all_reduce, .output = four, .input = four, .reduce = Reduce::max});
-  EXPECT_EQ(std::tie(sum.op, sum.reduce, sum.dtype, sum.label), std::tuple("all_reduce", "max", "float32", "unit 'h.3'"));
-  EXPECT_EQ(std::tie(sum.sequence, sum.numel, sum.bytes), std::tuple(3, 4, 32));
+  EXPECT_EQ((Words{sum.op, sum.reduce, sum.dtype, sum.label}), (Words{"all_reduce", "max", "float32", "unit 'h.3'"}));
+  EXPECT_EQ((Numbers{sum.sequence, sum.numel, sum.bytes}), (Numbers{3, 4, 32}));
   const FlightCall gather = recorded({.op = Op::all_gather, .output = eight, .input = eight.narrow(0, 0, 4)});
-  EXPECT_EQ(std::tie(gather.op, gather.reduce, gather.dtype), std::tuple("all_gather", "", "float64"));
-  EXPECT_EQ(std::tie(gather.numel, gather.bytes), std::tuple(4, 96));
-  const FlightCall sent = recorded({.op = Op::send, .input = four, .peer = 1});
-  EXPECT_EQ(std::tie(sent.dtype, sent.numel, sent.bytes, sent.peer), std::tuple("float32", 4, 16, 1));
+  EXPECT_EQ((Words{gather.op, gather.reduce, gather.dtype}), (Words{"all_gather", "", "float64"}));
+  EXPECT_EQ((Numbers{gather.numel, gather.bytes}), (Numbers{4, 96}));
+  const FlightCall sent = recorded({.op = Op::send, .output = {}, .input = four, .peer = 1});
+  EXPECT_EQ(sent.dtype, "float32");
+  EXPECT_EQ((Numbers{sent.numel, sent.bytes, sent.peer}), (Numbers{4, 16, 1}));
   for (const Op op : {Op::barrier, Op::split}) {
-    const FlightCall none = recorded({.op = op});
-    EXPECT_EQ(std::tie(none.reduce, none.dtype, none.numel, none.bytes), std::tuple("", "", 0, 0)) << none.op;
+    Call call;
+    call.op = op;
+    const FlightCall none = recorded(call);
+    EXPECT_EQ((Words{none.reduce, none.dtype}), (Words{"", ""})) << none.op;
+    EXPECT_EQ((Numbers{none.numel, none.bytes}), (Numbers{0, 0})) << none.op;
   }
 }
 

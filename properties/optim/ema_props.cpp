@@ -150,6 +150,7 @@ TEST(Ema, that_stand_in_for_parameters_refuse_what_would_change_or_save_them) {
     refused("Ema::update", [&] { small.ema->update(); });
     refused("Ema::swap_in", [&] { small.ema->swap_in(); });
     refused("Ema::write", [&] { small.ema->write({}); });
+    refused("main_parameters_will_change", [&] { sharded.main_parameters_will_change(); });
     refused("write_parameters", [&] { sharded.write_parameters({}); });
     refused("checkpoint::save", [&] { checkpoint::save(scratch / "here", sharded, nullptr); });
     refused("checkpoint::load", [&] { checkpoint::load(scratch / "here", sharded, nullptr); });

@@ -39,7 +39,6 @@ class Ema:
         self.sharded = sharded
         self.native = _C.Ema(sharded.native, decay, name)
         self.name = name
-        sharded._averages.add(self)
 
     def update(self) -> None:
         """After a step of the optimizer: ``average = decay * average + (1 - decay) * parameter``, of those that train."""

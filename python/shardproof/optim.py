@@ -326,9 +326,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            sharded._require_own_values(f"{kind.__name__}.step")
+            sharded.native.begin_foreign_step(f"{kind.__name__}.step")
             shards.take_gradients()
-            sharded.native.begin_foreign_step()
             super().step()
             sharded.native.finish_foreign_step()
             shards.drop_gradients()

@@ -45,7 +45,6 @@ class Sharded:
         self.module = module
         self._native = native
         self._ignored = {id(parameter) for parameter in plain}
-        self._averages: "weakref.WeakSet" = weakref.WeakSet()  # each an `Ema`
         for parameter in module.parameters():
             if id(parameter) not in self._ignored:
                 parameter._shardproof_owner = weakref.ref(self)
@@ -161,16 +160,6 @@ class Sharded:
         """End a step without an update."""
         self.native.skip_step()
 
-    def _require_own_values(self, what: str) -> None:
-        """Raise an error, which names `what`, while averages are in the place of the parameters."""
-        for averages in self._averages:
-            if averages.native.is_swapped_in:
-                raise _C.Error(
-                    f"[optimizer] rank {self.rank}, step {self.step + 1}: {what} while the averages '{averages.name}' are in "
-                    "the place of the parameters. It would change the averages. Put the parameters back first, by the end of "
-                    "swapped_in"
-                )
-
     def parameters(self) -> "list[Piece]":
         """What this rank holds of the parameters between steps."""
         return self.native.parameters()
@@ -187,7 +176,10 @@ class Sharded:
         return self.native.gradients()
 
     def main_parameters_will_change(self) -> None:
-        """Wait until a save under way has copied the values (`copy_in_background`). Not collective."""
+        """Wait until a save under way has copied the values (`copy_in_background`). Not collective.
+
+        Raises an error while averages are in the place of the parameters.
+        """
         self.native.main_parameters_will_change()
 
     def main_parameters_changed(self) -> None:

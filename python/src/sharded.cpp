@@ -44,9 +44,9 @@ void finish_foreign_step(ShardedMirror& held) {
   held.sharded.skip_step();
 }
 
-// Before somebody else writes main parameters that other ranks may be reading.
-void begin_foreign_step(ShardedMirror& held) {
-  held.sharded.main_parameters_will_change();
+// Before somebody else, whose name errors begin with, writes main parameters that other ranks may be reading.
+void begin_foreign_step(ShardedMirror& held, const std::string& who) {
+  held.sharded.main_parameters_will_change(who.c_str());
   if (held.side_by_side) held.comms->world().barrier().wait();
 }
 
@@ -131,7 +131,7 @@ void bind_sharded(py::module_& module) {
           "main_parameters_will_change", [](Held& held) { held.sharded.main_parameters_will_change(); }, Unlocked())
       .def(
           "main_parameters_changed", [](Held& held) { held.sharded.main_parameters_changed(); }, Unlocked())
-      .def("begin_foreign_step", &begin_foreign_step, Unlocked())
+      .def("begin_foreign_step", &begin_foreign_step, py::arg("who"), Unlocked())
       .def("finish_foreign_step", &finish_foreign_step, Unlocked())
       .def(
           "gather_parameters", [](Held& held) { return held.sharded.gather_parameters(); }, Unlocked())

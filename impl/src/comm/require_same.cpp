@@ -65,8 +65,10 @@ std::string program_hash() {
   std::string block(1 << 16, '\0');
   for (const std::string& path : files) {
     std::ifstream file(path, std::ios::binary);
-    while (file.read(block.data(), static_cast<std::streamsize>(block.size())) || file.gcount() > 0)
+    while (file) {
+      file.read(block.data(), static_cast<std::streamsize>(block.size()));
       hash = hash_of(block.substr(0, static_cast<size_t>(file.gcount())), hash);
+    }
   }
   return fmt::format("{:016x}", hash);
 }

@@ -109,7 +109,7 @@ struct Own {
 // A run of a parameter that the next update has to move, and what it is before.
 struct Watched {
   int64_t bucket = 0, member = 0, updates = 0;
-  std::vector<at::Tensor> live, before = {};
+  std::vector<at::Tensor> live = {}, before = {};
 };
 
 // Elements in which an update by `rate` is far above a rounding of some parameter.

@@ -155,7 +155,8 @@ at::Tensor Sharded::gather_gradient(const std::string& name) const {
   return impl_->gather_one("gather_gradient", impl_->shards(Impl::Kind::gradient), name);
 }
 
-void Sharded::main_parameters_will_change() {
+void Sharded::main_parameters_will_change(const char* who) {
+  impl_->require_no_averages(who);
   impl_->finish_reads();
 }
 
