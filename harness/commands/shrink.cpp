@@ -71,12 +71,12 @@ void simpler_load(std::vector<Case>& list, const Case& c, size_t step) {
   if (!plan.load_mesh) return;
   if (!plan.load_strategy.empty()) reset(list, c, [step](Case& v) { v.steps[step].load_mesh = {}; });
   reset(list, c, [step](Case& v) { v.steps[step].load_strategy.clear(); });
-  const int64_t last = plan.load_mesh->axes().empty() ? 0 : plan.load_mesh->axes().back().size;
-  lower(list, c, last, 1, [step](Case& v, int64_t n) {
-    std::vector<shardproof::Axis> axes = v.steps[step].load_mesh->axes();
-    axes.back().size = n;
-    v.steps[step].load_mesh = shardproof::Mesh(std::move(axes));
-  });
+  for (size_t axis = 0; axis < plan.load_mesh->axes().size(); ++axis)
+    lower(list, c, plan.load_mesh->axes()[axis].size, 1, [step, axis](Case& v, int64_t n) {
+      std::vector<shardproof::Axis> axes = v.steps[step].load_mesh->axes();
+      axes[axis].size = n;
+      v.steps[step].load_mesh = shardproof::Mesh(std::move(axes));
+    });
 }
 
 // What comes after a load, alone: it begins where that went on.

@@ -167,6 +167,16 @@ TEST(Shrink, lets_heads_follow_the_ranks_that_divide_them) {
                      "sgd(lr=0.1) fast seed=7 : step"));
 }
 
+TEST(Shrink, lowers_every_axis_of_a_mesh_that_a_load_goes_on_with) {
+  const Case c = Case::parse(
+      "mlp(widths=1-1) mesh() zero3 sgd(lr=0.1) ordered seed=1 : save step load@mesh(dp_replicate=4,dp_shard=3) step");
+  std::set<std::string> texts;
+  for (const Case& candidate : simpler(c)) texts.insert(candidate.str());
+  const std::string before = "mlp(widths=1-1) mesh() zero3 sgd(lr=0.1) ordered seed=1 : save step load@mesh(";
+  EXPECT_TRUE(texts.contains(before + "dp_replicate=2,dp_shard=3) step"));
+  EXPECT_TRUE(texts.contains(before + "dp_replicate=4,dp_shard=1) step"));
+}
+
 TEST(Shrink, tries_no_case_twice) {
   std::vector<std::string> tried;
   const auto run = [&](const Case& c) {
