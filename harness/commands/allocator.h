@@ -1,5 +1,5 @@
 // The allocator of this process. A campaign of small cases allocates and frees small pieces of memory most of all, and
-// jemalloc does that in about three quarters of the time that glibc's allocator needs (docs/performance.md).
+// jemalloc does that faster than the allocator of glibc (docs/performance.md).
 #pragma once
 
 #include <string>
