@@ -31,28 +31,25 @@ void reset(std::vector<Case>& list, const Case& c, const Set& set) {
   if (!(variant == c)) list.push_back(std::move(variant));
 }
 
+// The mesh with another size of that axis, or without the axis if the size is 0.
+shardproof::Mesh with_size(const shardproof::Mesh& mesh, const std::string& name, int64_t size) {
+  std::vector<shardproof::Axis> axes = mesh.axes();
+  std::erase_if(axes, [&](const shardproof::Axis& axis) { return size == 0 && axis.name == name; });
+  for (shardproof::Axis& axis : axes)
+    if (axis.name == name) axis.size = size;
+  return shardproof::Mesh(std::move(axes));
+}
+
 void simpler_mesh(std::vector<Case>& list, const Case& c) {
-  for (const shardproof::Axis& axis : c.mesh.axes()) {
-    const auto with_size = [&](int64_t size) {
-      std::vector<shardproof::Axis> axes = c.mesh.axes();
-      std::erase_if(axes, [&](const shardproof::Axis& a) { return size == 0 && a.name == axis.name; });
-      for (shardproof::Axis& a : axes)
-        if (a.name == axis.name) a.size = size;
-      return shardproof::Mesh(std::move(axes));
-    };
-    lower(list, c, axis.size, 0, [&](Case& v, int64_t n) { v.mesh = with_size(n); });
-    lower(list, c, axis.size, 1, [&](Case& v, int64_t n) { v.mesh = with_size(n); });
-  }
+  for (const shardproof::Axis& axis : c.mesh.axes())
+    for (const int64_t least : {0, 1})
+      lower(list, c, axis.size, least, [&](Case& v, int64_t n) { v.mesh = with_size(c.mesh, axis.name, n); });
 }
 
 // Fewer ranks that cut layers, with as many heads: another number of heads need not divide among them.
 void simpler_heads(std::vector<Case>& list, const Case& c) {
-  const int64_t ranks = c.tensor_ranks();
-  lower(list, c, ranks, 1, [&](Case& v, int64_t n) {
-    std::vector<shardproof::Axis> axes = c.mesh.axes();
-    for (shardproof::Axis& axis : axes)
-      if (axis.name == "tp") axis.size = n;
-    v.mesh = shardproof::Mesh(std::move(axes));
+  lower(list, c, c.tensor_ranks(), 1, [&](Case& v, int64_t n) {
+    v.mesh = with_size(c.mesh, "tp", n);
     if (golden::Gpt& gpt = v.model.gpt; gpt.heads > n) {
       gpt.hidden = gpt.hidden / gpt.heads * n;
       gpt.heads = n;
@@ -71,12 +68,9 @@ void simpler_load(std::vector<Case>& list, const Case& c, size_t step) {
   if (!plan.load_mesh) return;
   if (!plan.load_strategy.empty()) reset(list, c, [step](Case& v) { v.steps[step].load_mesh = {}; });
   reset(list, c, [step](Case& v) { v.steps[step].load_strategy.clear(); });
-  for (size_t axis = 0; axis < plan.load_mesh->axes().size(); ++axis)
-    lower(list, c, plan.load_mesh->axes()[axis].size, 1, [step, axis](Case& v, int64_t n) {
-      std::vector<shardproof::Axis> axes = v.steps[step].load_mesh->axes();
-      axes[axis].size = n;
-      v.steps[step].load_mesh = shardproof::Mesh(std::move(axes));
-    });
+  for (const shardproof::Axis& axis : plan.load_mesh->axes())
+    lower(list, c, axis.size, 1,
+          [&](Case& v, int64_t n) { v.steps[step].load_mesh = with_size(*plan.load_mesh, axis.name, n); });
 }
 
 // What comes after a load, alone: it begins where that went on.
