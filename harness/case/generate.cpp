@@ -6,6 +6,7 @@
 #include "harness/case/mix.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
+#include "harness/case/together.h"
 #include "harness/case/work.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -237,20 +238,6 @@ void generate_options(Chooser& choose, Case& c, uint64_t seed, int64_t index) {
   }
 }
 
-// A scale at which some ranks' gradients leave float16's range and others' do not: all have to skip the step then. Half of the
-// time it is the least scale as well.
-void try_overflow(Chooser choose, Case& c) {
-  if (c.options.loss_scale == 0 || !choose.chance(0.6)) return;
-  const bool on_the_wire = choose.chance(0.5);
-  const int64_t scale = choose.one_of<int64_t>({16'384, 65'536, 262'144});
-  const bool is_least = choose.chance(0.5);
-  try_change(c, [&] {
-    if (is_least) c.options.scale_min = scale;
-    (on_the_wire ? c.options.reduce : c.options.compute) = fp16;
-    c.options.loss_scale = scale;
-  });
-}
-
 std::vector<StepPlan> generate_history(Chooser& choose, const Case& c) {
   const bool exact = c.mode == Mode::exact;
   const int64_t few = exact ? 1 : choose.integer(1, c.mode == Mode::fast ? 2 : 4);
@@ -368,7 +355,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
     try_wide_world(Chooser(Draws(seed, "wide").at(index)), c, limits);
     generate_options(choose, c, seed, index);
-    try_overflow(Chooser(Draws(seed, "overflow").at(index)), c);
+    bring_together(Chooser(Draws(seed, "together").at(index)), c);
     mix(Chooser(Draws(seed, "mix").at(index)), c, limits);
     if (c.mode == fast && c.options.compute != fp32) fit_to_roundings(c);
     bound_work(Chooser(Draws(seed, "work").at(index)), c);

@@ -1,0 +1,89 @@
+#include "harness/case/together.h"
+
+#include "shardproof/algebra/strategy.h"
+
+namespace harness {
+namespace {
+
+// A checkpoint of adapters beside layers that are cut: their two matrices may have one shape and lie differently.
+void save_cut_adapters(Chooser& choose, Case& c) {
+  if (c.options.lora == 0 || c.tensor_ranks() == 1 || !choose.chance(0.7)) return;
+  try_change(c, [&] { c.steps.back().save = true; });
+}
+
+// A gather of updated parameters that is under way while neighbours read the shards.
+void publish_beside_neighbours(Chooser& choose, Case& c) {
+  if (c.strategy != "hfsdp" || !choose.chance(0.3)) return;
+  try_change(c, [&] { c.options.side_by_side = 1; });
+  try_change(c, [&] { c.options.publish = 1; });
+  if (c.steps.size() == 1) try_change(c, [&] { c.steps.emplace_back(); });
+}
+
+// A unit that is freed in the backward, whose frozen parameters are read after the gradients of its trained ones were made.
+// Only a unit whose input needs no gradient, as the root, may be taken for done too early.
+void freeze_within_units(Chooser& choose, Case& c) {
+  const bool frees = shardproof::strategy(c.strategy).parameter.splits("dp_shard");
+  if (!frees || c.shards() * c.context_ranks() == 1 || !choose.chance(0.2)) return;
+  const int64_t units = choose.one_of<int64_t>({units_some, units_some, units_listed});
+  const int64_t frozen = choose.integer(1, 9);
+  try_change(c, [&] {
+    c.options.units = units;
+    c.options.reshard_backward = 1;
+  });
+  try_change(c, [&] {
+    for (StepPlan& step : c.steps) step.frozen = frozen;
+  });
+}
+
+// The norms of cut heads, whose gradients are sums over the ranks, with and without sequence parallelism.
+void normalise_cut_heads(Chooser& choose, Case& c) {
+  golden::Llama& m = c.model.llama;
+  const int64_t head = m.head_size > 0 ? m.head_size : m.hidden / m.heads;
+  if (c.model.kind != golden::Model::Kind::llama || c.tensor_ranks() == 1 || head < 4 || !choose.chance(0.4)) return;
+  try_change(c, [&] { m.qk_norm = true; });
+  if (choose.chance(0.5)) try_change(c, [&] { c.options.sequence_parallel = 0; });
+}
+
+// A collective that averages needs groups of 1, 2, 4, ... ranks, and losses that are means.
+void average_in_collectives(Chooser& choose, Case& c) {
+  if (c.data_ranks() == 1 || !choose.chance(0.04)) return;
+  try_change(c, [&] {
+    c.options.loss = loss_mean;
+    c.options.divide = divide_collective;
+  });
+}
+
+// A step whose learning rate is zero moves nothing, and the check of fingerprints must not complain.
+void stand_still_under_watch(Chooser& choose, Case& c) {
+  if (c.options.fingerprint == 0 || !choose.chance(0.1)) return;
+  try_change(c, [&] { c.steps.back().lr_percent = 0; });
+}
+
+// A scale at which some ranks' gradients leave float16's range and others' do not: all have to skip the step then. Most of the
+// time it is the least scale as well, and the next step shows whether it stayed.
+void overflow(Chooser& choose, Case& c) {
+  if (!choose.chance(c.options.loss_scale > 0 ? 0.6 : 0.08)) return;
+  const bool on_the_wire = choose.chance(0.5);
+  const int64_t scale = choose.one_of<int64_t>({16'384, 65'536, 262'144});
+  const bool is_least = choose.chance(0.6);
+  try_change(c, [&] {
+    if (is_least) c.options.scale_min = scale;
+    (on_the_wire ? c.options.reduce : c.options.compute) = fp16;
+    c.options.loss_scale = scale;
+    if (is_least && c.steps.size() == 1) c.steps.emplace_back();
+  });
+}
+
+}  // namespace
+
+void bring_together(Chooser choose, Case& c) {
+  save_cut_adapters(choose, c);
+  publish_beside_neighbours(choose, c);
+  freeze_within_units(choose, c);
+  normalise_cut_heads(choose, c);
+  average_in_collectives(choose, c);
+  stand_still_under_watch(choose, c);
+  overflow(choose, c);
+}
+
+}  // namespace harness

@@ -1,0 +1,87 @@
+// Values that matter only beside certain others.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "harness/case/generate.h"
+#include "harness/case/limits.h"
+#include "harness/case/together.h"
+
+using namespace harness;
+
+namespace {
+
+bool in_some_step(const Case& c, const std::function<bool(const StepPlan&)>& has) {
+  return std::ranges::any_of(c.steps, has);
+}
+
+struct Group {
+  std::string name;
+  int64_t least;  // of 200 cases
+  std::function<bool(const Case&)> has;
+  std::optional<std::string> strategy = {};  // a run of this one alone, as ctest has one of each
+};
+
+const std::vector<Group>& groups() {
+  static const std::vector<Group> all = {
+      {"a checkpoint of adapters beside cut layers", 3,
+       [](const Case& c) {
+         return c.options.lora > 0 && c.tensor_ranks() > 1 && in_some_step(c, [](const StepPlan& s) { return s.save; });
+       }},
+      {"updated parameters that are gathered beside neighbours", 8,
+       [](const Case& c) {
+         return c.options.side_by_side && c.options.publish && c.steps.size() > 1 && c.replicas() > 1 && c.shards() > 1;
+       },
+       "hfsdp"},
+      {"a frozen parameter in a root that is freed beside units of their own", 5,
+       [](const Case& c) {
+         return c.shards() > 1 && (c.strategy == "zero3" || c.strategy == "hsdp" || c.strategy == "hfsdp") &&
+                (c.options.units == units_some || c.options.units == units_listed) && c.options.reshard_backward == 1 &&
+                in_some_step(c, [](const StepPlan& s) { return s.frozen != 0; });
+       }},
+      {"norms of cut heads without sequence parallelism", 3,
+       [](const Case& c) {
+         return c.model.kind == golden::Model::Kind::llama && c.model.llama.qk_norm && c.tensor_ranks() > 1 &&
+                c.options.sequence_parallel == 0;
+       }},
+      {"a collective that averages over ranks", 3,
+       [](const Case& c) { return c.options.divide == divide_collective && c.data_ranks() > 1; }},
+      {"a rate of zero under the check of fingerprints", 11,
+       [](const Case& c) {
+         return c.options.fingerprint == 1 && in_some_step(c, [](const StepPlan& s) { return s.lr_percent == 0; });
+       }},
+      {"a least scale at which float16 overflows", 5,
+       [](const Case& c) {
+         return c.steps.size() > 1 && c.options.scale_min >= 16'384 && (c.options.reduce == fp16 || c.options.compute == fp16);
+       }},
+  };
+  return all;
+}
+
+}  // namespace
+
+// A default run has 200 cases. Of values that three of them have on average, one run in twenty has none. The least numbers lie
+// between those with and without `bring_together`.
+TEST(Together, a_default_run_has_cases_with_each_group_of_values_that_matter_only_together) {
+  constexpr int64_t kCases = 2000;
+  for (const Group& group : groups()) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < kCases; ++i) count += group.has(generate(11, i, {.strategy = group.strategy, .above_ten = true}));
+    EXPECT_GE(count * 200, group.least * kCases) << group.name << ": " << count << " of " << kCases;
+  }
+}
+
+TEST(Together, a_case_stays_valid_and_keeps_its_mesh_and_strategy) {
+  for (int64_t i = 0; i < 500; ++i) {
+    const Case before = generate(12, i, {.above_ten = true});
+    Case after = before;
+    bring_together(Chooser(Draws(static_cast<uint64_t>(i), "test")), after);
+    EXPECT_TRUE(is_valid(after)) << after.str();
+    EXPECT_EQ(after.mesh, before.mesh);
+    EXPECT_EQ(after.strategy, before.strategy);
+  }
+}
