@@ -1,4 +1,6 @@
 """ci/mutants on a toy tree whose build takes the comments out of its sources and whose `verify` reads what is left."""
+import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
@@ -150,6 +152,21 @@ class Mutants(ScratchCase):
         self.assertEqual({(row["verdict"], row["check"], row["by"]) for row in counted},
                          {("killed", "ctest -L ^(comm|parallel)$ -LE nightly", "Comm.answers")}, output)
         self.assertEqual(code, 0, output)
+
+    def test_ctest_knows_the_tests_of_each_room_of_this_tree(self):
+        loader = importlib.machinery.SourceFileLoader("mutants", MUTANTS)
+        mutants = importlib.util.module_from_spec(importlib.util.spec_from_loader("mutants", loader))
+        loader.exec_module(mutants)
+        build = os.environ["SHARDPROOF_BUILD"]
+        selections = {}
+        for room in mutants.sources_by_room(mutants.ROOT):
+            library = os.path.join(build, f"libshardproof_{room.rsplit('/', 1)[-1]}.so")  # of a room that not every machine builds
+            if room not in ("comm/mpi", "comm/nccl") or os.path.exists(library):
+                selections.setdefault(" ".join(mutants.tests_of(room)), []).append(room)
+        for selection, rooms in selections.items():
+            done = subprocess.run(["ctest", "--test-dir", build, "--show-only=json-v1", *selection.split()],
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+            self.assertTrue(selection and json.loads(done.stdout)["tests"], f"no test for mutants of {rooms}: ctest {selection}")
 
     def test_an_unknown_room_is_refused_with_those_there_are(self):
         code, _, output = self.run_mutants("--room", "attic")
