@@ -66,6 +66,14 @@ CMAKE_TREE = {
 }
 
 
+def the_script():
+    """ci/mutants as a module."""
+    loader = importlib.machinery.SourceFileLoader("mutants", MUTANTS)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mutants", loader))
+    loader.exec_module(module)
+    return module
+
+
 class Mutants(ScratchCase):
     def setUp(self):
         super().setUp()
@@ -154,9 +162,7 @@ class Mutants(ScratchCase):
         self.assertEqual(code, 0, output)
 
     def test_ctest_knows_the_tests_of_each_room_of_this_tree(self):
-        loader = importlib.machinery.SourceFileLoader("mutants", MUTANTS)
-        mutants = importlib.util.module_from_spec(importlib.util.spec_from_loader("mutants", loader))
-        loader.exec_module(mutants)
+        mutants = the_script()
         build = os.environ["SHARDPROOF_BUILD"]
         selections = {}
         for room in mutants.sources_by_room(mutants.ROOT):
@@ -167,6 +173,12 @@ class Mutants(ScratchCase):
             done = subprocess.run(["ctest", "--test-dir", build, "--show-only=json-v1", *selection.split()],
                                   stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
             self.assertTrue(selection and json.loads(done.stdout)["tests"], f"no test for mutants of {rooms}: ctest {selection}")
+
+    def test_a_mutant_leaves_all_other_lines_their_numbers(self):
+        on_one_line = the_script().on_one_line
+        self.assertEqual(on_one_line("  a();\n  continue;\n"), "  a();   continue;\n")
+        self.assertEqual(on_one_line("  b();\n"), "  b();\n")
+        self.assertEqual(on_one_line("  c();  // why\n  break;\n"), "  c();  // why\n  break;\n")  # which a comment would hide
 
     def test_an_unknown_room_is_refused_with_those_there_are(self):
         code, _, output = self.run_mutants("--room", "attic")

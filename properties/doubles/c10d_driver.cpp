@@ -108,7 +108,31 @@ void check_exchanges(Comm& comm, at::ScalarType dtype) {
   comm.barrier().wait();
 }
 
+// A tag on the wire has 31 bits, of which 12 are the group's number, and one tag of each group is that of collectives.
+void check_tags(Comm& comm) {
+  constexpr int64_t kLargest = (int64_t{1} << 19) - 2;
+  const int64_t next = (comm.rank() + 1) % comm.size(), before = (comm.rank() + comm.size() - 1) % comm.size();
+  for (const int64_t tag : {int64_t{0}, kLargest}) {
+    at::Tensor message = at::empty({1});
+    Work arrives = comm.recv(message, before, tag), leaves = comm.send(at::full({1}, comm.rank(), at::kFloat), next, tag);
+    leaves.wait();
+    arrives.wait();
+    expect_bytes(message, at::full({1}, before, at::kFloat), "a message with tag " + std::to_string(tag));
+  }
+  for (const int64_t tag : {int64_t{-1}, kLargest + 1}) {
+    std::string said;
+    try {
+      comm.send(at::ones({1}), next, tag);
+    } catch (const Error& error) {
+      said = error.what();
+    }
+    if (said.find("between 0 and " + std::to_string(kLargest)) == std::string::npos)
+      throw std::runtime_error("tag " + std::to_string(tag) + " should be refused, and was not: " + said);
+  }
+}
+
 void check_comm(Comm& comm) {
+  check_tags(comm);
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt, at::kLong, at::kByte}) {
     for (const int64_t numel : {0, 1, 5, 64, 257}) {
       check_gathers(comm, numel, dtype);

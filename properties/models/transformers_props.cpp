@@ -116,8 +116,7 @@ TEST(Transformers, a_gpt_has_the_names_logits_and_gradients_of_gpt2) {
 namespace {
 
 // The package computes norms and angles of these families in float32, whatever the model's dtype.
-void expect_same_model(const std::string& family, const LlamaOptions& options, const char* key,
-                       const nlohmann::json& other) {
+void expect_same_model(const std::string& family, const LlamaOptions& options, const char* key, const nlohmann::json& other) {
   Llama single(options), twice(options);
   randomize(*single);
   randomize(*twice);
@@ -156,6 +155,35 @@ TEST(Transformers, llamas_with_biases_norms_and_windows_are_mistral_qwen2_and_qw
   qwen3.qk_norm = true;
   qwen3.head_size = 8;
   expect_same_model("qwen3", qwen3, "rms_norm_eps", 1e-2);
+}
+
+// Each of these is valid but for one number, which lies just beyond its bound.
+TEST(Transformers, a_llama_of_impossible_sizes_is_refused) {
+  const auto refused = [](void (*change)(LlamaOptions&), std::initializer_list<std::string> words) {
+    LlamaOptions options = small_llama(2, false);
+    change(options);
+    expect_error([&] { Llama{options}; }, words);
+  };
+  using O = LlamaOptions;
+  refused([](O& o) { o.layers = -1; }, {"sizes must be positive", "layers=-1"});
+  refused([](O& o) { o.hidden = 0; }, {"sizes must be positive", "hidden=0"});
+  refused([](O& o) { o.heads = 0; }, {"sizes must be positive", "heads=0"});
+  refused([](O& o) { o.kv_heads = 0; }, {"sizes must be positive", "kv_heads=0"});
+  refused([](O& o) { o.intermediate = 0; }, {"sizes must be positive", "intermediate=0"});
+  refused([](O& o) { o.vocab = 0; }, {"sizes must be positive", "vocab=0"});
+  refused([](O& o) { o.head_size = -2; }, {"head_size must be even and not below 0", "head_size=-2"});
+  refused([](O& o) { o.head_size = 3; }, {"head_size must be even and not below 0", "head_size=3"});
+  refused([](O& o) { o.longest = -1; }, {"longest not below 0", "longest=-1"});
+  refused([](O& o) { o.hidden += 1; }, {"must be a multiple of heads", "even quotient"});
+  refused([](O& o) { o.hidden = 3 * o.heads; }, {"must be a multiple of heads", "even quotient"});
+  refused([](O& o) { o.rope_scaling.factor = 0; }, {"rope_scaling", "factor=0"});
+  refused([](O& o) { o.rope_scaling.low_turns = 0; }, {"rope_scaling", "low_turns=0"});
+  refused([](O& o) { o.rope_scaling.high_turns = o.rope_scaling.low_turns; }, {"rope_scaling", "low_turns below high_turns"});
+  refused([](O& o) { o.rope_scaling.positions = 0; }, {"rope_scaling", "positions=0"});
+  refused([](O& o) { o.kv_heads = o.heads - 1; }, {"must be a multiple of kv_heads"});
+  LlamaOptions none = small_llama(2, false);
+  none.layers = 0;
+  EXPECT_NO_THROW(Llama{none});
 }
 
 TEST(Transformers, attention_between_queries_and_keys_that_do_not_fit_is_refused) {
