@@ -1,5 +1,7 @@
 #include "harness/case/together.h"
 
+#include <algorithm>
+
 #include "shardproof/algebra/strategy.h"
 
 namespace harness {
@@ -53,6 +55,16 @@ void average_in_collectives(Chooser& choose, Case& c) {
   });
 }
 
+// Sums that wait for the round that is synced stay in full precision where the wire has less.
+void wait_beside_a_narrow_wire(Chooser& choose, Case& c) {
+  if (c.options.reduce == fp32 || !choose.chance(0.4)) return;
+  try_change(c, [&] {
+    StepPlan& step = c.steps.back();
+    step.rounds = std::max<int64_t>(step.rounds, 2);
+    step.sync_every = 2;
+  });
+}
+
 // A step whose learning rate is zero moves nothing, and the check of fingerprints must not complain.
 void stand_still_under_watch(Chooser& choose, Case& c) {
   if (c.options.fingerprint == 0 || !choose.chance(0.1)) return;
@@ -84,6 +96,7 @@ void bring_together(Chooser choose, Case& c) {
   average_in_collectives(choose, c);
   stand_still_under_watch(choose, c);
   overflow(choose, c);
+  wait_beside_a_narrow_wire(choose, c);
 }
 
 }  // namespace harness

@@ -58,6 +58,10 @@ const std::vector<Group>& groups() {
        [](const Case& c) {
          return c.steps.size() > 1 && c.options.scale_min >= 16'384 && (c.options.reduce == fp16 || c.options.compute == fp16);
        }},
+      {"sums that wait beside a narrow wire", 5,
+       [](const Case& c) {
+         return c.options.reduce != fp32 && in_some_step(c, [](const StepPlan& s) { return s.sync_every > 1 && s.rounds > 1; });
+       }},
   };
   return all;
 }
