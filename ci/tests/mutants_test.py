@@ -161,6 +161,14 @@ class Mutants(ScratchCase):
                          {("killed", "ctest -L ^(comm|parallel)$ -LE nightly", "Comm.answers")}, output)
         self.assertEqual(code, 0, output)
 
+    def test_a_test_whose_program_misses_a_symbol_kills_nothing(self):
+        ends_unlinked = {"props.cpp": "int answer();\nint main() { return answer() == 5 ? 0 : 127; }\n"}
+        for name, text in {**CMAKE_TREE, **ends_unlinked}.items():
+            self.write(f"cmake/{name}", textwrap.dedent(text))
+        _, rows, output = self.run_mutants("--sample", "1", source="cmake", how=("--verify", "true"))
+        self.assertTrue(rows, output)
+        self.assertEqual({row["verdict"] for row in rows} - {"same code"}, {"does not compile"}, output)
+
     def test_ctest_knows_the_tests_of_each_room_of_this_tree(self):
         mutants = the_script()
         build = os.environ["SHARDPROOF_BUILD"]
