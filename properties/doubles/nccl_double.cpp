@@ -116,6 +116,11 @@ void* Api::allocate(int64_t bytes, Memory kind) {
   return memory;
 }
 
+int64_t Api::pieces_of_memory() {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(memory_.size());
+}
+
 void Api::release(void* memory, Memory kind) {
   {
     const std::lock_guard lock(mutex_);

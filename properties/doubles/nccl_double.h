@@ -102,6 +102,8 @@ class Api : public NcclApi {
   int64_t premultiplied_calls() const { return premultiplied_calls_; }
   // Sums that NCCL's symmetric kernels would take: from window to window, without a factor, of a dtype that they have.
   int64_t symmetric_sums() const { return symmetric_sums_; }
+  // Pieces of memory that were allocated and not released.
+  int64_t pieces_of_memory();
 
   void use_device() override {}
   NcclApi::Stream make_stream() override;

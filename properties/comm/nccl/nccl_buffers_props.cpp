@@ -88,6 +88,22 @@ std::string error_on_rank_0(nccl_worlds::World& world, const nccl_worlds::Body& 
 
 }  // namespace
 
+TEST(NcclMemory, of_tensors_on_the_host_is_taken_again_by_the_next_collectives) {
+  nccl_worlds::World world(kRanks, {.plan = {.host_tensors = true}});
+  const auto body = [](std::shared_ptr<Comm> comm) {
+    for (const int64_t numel : {10, 1000, 3000, 1000}) {
+      at::Tensor sum = at::ones({numel}), gathered = at::empty({kRanks * numel});
+      comm->all_reduce(sum).wait();
+      comm->all_gather(gathered, sum).wait();
+    }
+  };
+  expect_all_well(world.run(body));
+  const int64_t once = world.api(0).pieces_of_memory();
+  EXPECT_GT(once, 0);
+  for (int repeats = 0; repeats < 5; ++repeats) expect_all_well(world.run(body));
+  EXPECT_EQ(world.api(0).pieces_of_memory(), once);
+}
+
 TEST(NcclFactor, a_native_sum_with_a_factor_has_the_bits_of_terms_that_were_multiplied_before) {
   Arrangement arrangement = on_device(NcclOptions::Sum::native);
   arrangement.late_inputs = true;
