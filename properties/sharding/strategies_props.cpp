@@ -1,6 +1,7 @@
 // Strategies that are registered, and units whose gradients are summed when they say so.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 
 #include "properties/kit/bits.h"
@@ -138,6 +139,31 @@ TEST(Strategies, gradients_of_a_unit_that_waited_are_those_of_one_that_did_not) 
     });
   ASSERT_EQ(found[0].size(), found[1].size());
   for (size_t i = 0; i < found[0].size(); ++i) EXPECT_TRUE(at::allclose(found[0][i], found[1][i], 1e-5, 1e-6)) << i;
+}
+
+TEST(Strategies, gradient_sync_of_a_block_is_that_of_the_units_within_it_and_of_no_others) {
+  using torch::nn::Module;
+  toy::on_ranks(1, [](std::shared_ptr<MeshComm> comms) {
+    auto model = std::make_shared<Module>("model");
+    const std::vector<std::string> names = {"a", "a.inner", "b", "b.inner"};
+    for (const char* name : {"a", "b"}) {
+      auto outer = std::make_shared<Module>("block"), inner = std::make_shared<Module>("block");
+      outer->register_parameter("weight", at::ones({2}));
+      inner->register_parameter("weight", at::ones({2}));
+      outer->register_module("inner", inner);
+      model->register_module(name, outer);
+    }
+    const auto is_unit = [&](const std::string& name, const Module&) { return std::ranges::find(names, name) != names.end(); };
+    Sharded sharded = fully_shard(model, comms, {.strategy = strategy("zero3"), .units = is_unit});
+    for (const std::string outer : {"a", "b"})
+      for (const bool recurse : {true, false}) {
+        sharded.unit(outer).set_gradient_sync(false, recurse);
+        for (const std::string& name : names)
+          EXPECT_EQ(sharded.unit(name).gradient_sync(), !(name == outer || (recurse && name == outer + ".inner")))
+              << name << " after " << outer << (recurse ? " and what is within it" : " alone");
+        sharded.unit("").set_gradient_sync(true);
+      }
+  });
 }
 
 TEST(Strategies, a_step_says_which_unit_was_left_out) {
