@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
@@ -59,6 +60,21 @@ TEST(Fingerprint, is_the_same_by_wide_and_by_narrow_instructions) {
       const at::Tensor part = values.narrow(0, begin, bytes);
       EXPECT_EQ(fingerprint(part), by_definition(part)) << bytes << " bytes from " << begin;
     }
+}
+
+// The pages before and behind the values cannot be touched.
+TEST(Fingerprint, reads_no_byte_beside_the_values) {
+  constexpr int64_t kPage = 4096, kRoom = 16 * kPage;
+  auto* const all = static_cast<char*>(::mmap(nullptr, kRoom + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(static_cast<void*>(all), MAP_FAILED);
+  char* const begin = all + kPage;
+  ASSERT_EQ(::mprotect(begin, kRoom, PROT_READ | PROT_WRITE), 0);
+  for (const int64_t bytes : {int64_t{1}, int64_t{64}, int64_t{300}, kPage - 1, kPage, kPage + 65, kRoom})
+    for (char* const from : {begin, begin + kRoom - bytes}) {
+      const at::Tensor values = at::from_blob(from, {bytes}, at::kChar);
+      EXPECT_EQ(fingerprint(values), fingerprint(values.clone())) << bytes;
+    }
+  ::munmap(all, kRoom + 2 * kPage);
 }
 
 TEST(Fingerprint, of_equal_bytes_is_equal_wherever_they_lie) {
