@@ -182,6 +182,24 @@ TEST(Canonical, more_queries_than_a_sum_has_terms_are_refused_by_the_backward) {
   expect_error([&] { attend(16, 4096); }, {"h.1.attn", "gradients", "65536", "65535"});
 }
 
+TEST(Canonical, attention_between_tensors_that_do_not_fit_is_refused_naming_it) {
+  const auto zeros = [](std::vector<int64_t> sizes) { return at::zeros(sizes, at::kDouble); };
+  const at::Tensor q = zeros({2, 4, 3, 8}), k = zeros({2, 2, 3, 8});
+  const std::vector<int64_t> positions = {0, 1, 2};
+  const auto attend = [&](const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                          const std::vector<int64_t>& at, const at::Tensor& mask = {}) {
+    return canonical_ops::attention(queries, keys, values, at, /*causal=*/true, "h.0.attn", mask);
+  };
+  EXPECT_EQ(attend(q, k, k, positions).sizes(), q.sizes());
+  for (const at::Tensor& keys : {zeros({2, 0, 3, 8}), zeros({2, 3, 3, 8}), zeros({1, 2, 3, 8}), zeros({2, 2, 3, 6}), k[0]})
+    expect_error([&] { attend(q, keys, keys, positions); }, {"h.0.attn", "do not fit"});
+  expect_error([&] { attend(q[0], k, k, positions); }, {"h.0.attn", "do not fit"});
+  expect_error([&] { attend(q, k, zeros({2, 2, 4, 8}), positions); }, {"h.0.attn", "do not fit"});
+  expect_error([&] { attend(q, k, k, {0, 1}); }, {"h.0.attn", "2 positions", "do not fit"});
+  expect_error([&] { attend(q, k, k, {0, 1, 3}); }, {"h.0.attn", "a query at position 3 of 3"});
+  expect_error([&] { attend(q, k, k, positions, zeros({2, 4, 3, 4})); }, {"h.0.attn", "a mask of sizes 2x4x3x4"});
+}
+
 // Five steps of GPT or Llama on four samples; whole parameters and losses at the end.
 struct Trained {
   std::vector<double> losses;
