@@ -25,7 +25,7 @@ void publish_beside_neighbours(Chooser& choose, Case& c) {
 // Only a unit whose input needs no gradient, as the root, may be taken for done too early.
 void freeze_within_units(Chooser& choose, Case& c) {
   const bool frees = shardproof::strategy(c.strategy).parameter.splits("dp_shard");
-  if (!frees || c.shards() * c.context_ranks() == 1 || !choose.chance(0.2)) return;
+  if (!frees || c.shards() * c.context_ranks() == 1 || !choose.chance(0.3)) return;
   const int64_t units = choose.one_of<int64_t>({units_some, units_some, units_listed});
   const int64_t frozen = choose.integer(1, 9);
   try_change(c, [&] {
@@ -55,14 +55,27 @@ void average_in_collectives(Chooser& choose, Case& c) {
   });
 }
 
-// Sums that wait for the round that is synced stay in full precision where the wire has less.
-void wait_beside_a_narrow_wire(Chooser& choose, Case& c) {
-  if (c.options.reduce == fp32 || !choose.chance(0.4)) return;
+// Beside a wire of less precision: sums that wait for the round that is synced, buckets that train in part, and sums of terms
+// that are widened before.
+void narrow_the_wire(Chooser& choose, Case& c) {
+  if (c.options.reduce == fp32) return;
+  const bool waits = choose.chance(0.4), freezes = choose.chance(0.25), widens = choose.chance(0.3);
+  const int64_t frozen = choose.integer(1, 9);
   try_change(c, [&] {
     StepPlan& step = c.steps.back();
-    step.rounds = std::max<int64_t>(step.rounds, 2);
-    step.sync_every = 2;
+    if (waits) step.rounds = std::max<int64_t>(step.rounds, 2);
+    if (waits) step.sync_every = 2;
   });
+  if (freezes) try_change(c, [&] { c.steps.front().frozen = frozen; });
+  if (widens) try_change(c, [&] { c.options.float32_sums = 1; });
+}
+
+// What a unit keeps after a step is wrong in the next one.
+void keep_over_steps(Chooser& choose, Case& c) {
+  const bool splits = shardproof::strategy(c.strategy).parameter.splits("dp_shard");
+  if (splits && c.shards() * c.context_ranks() > 1 && choose.chance(0.1)) try_change(c, [&] { c.options.reshard = 2; });
+  const bool keeps = c.options.reshard != 1 || c.options.reshard_backward == 0;
+  if (keeps && c.steps.size() == 1 && choose.chance(0.7)) try_change(c, [&] { c.steps.emplace_back(); });
 }
 
 // A step whose learning rate is zero moves nothing, and the check of fingerprints must not complain.
@@ -96,7 +109,8 @@ void bring_together(Chooser choose, Case& c) {
   average_in_collectives(choose, c);
   stand_still_under_watch(choose, c);
   overflow(choose, c);
-  wait_beside_a_narrow_wire(choose, c);
+  narrow_the_wire(choose, c);
+  keep_over_steps(choose, c);
 }
 
 }  // namespace harness

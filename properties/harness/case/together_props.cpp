@@ -58,6 +58,14 @@ const std::vector<Group>& groups() {
        [](const Case& c) {
          return c.steps.size() > 1 && c.options.scale_min >= 16'384 && (c.options.reduce == fp16 || c.options.compute == fp16);
        }},
+      {"a narrow wire of terms that are widened before they are added", 5,
+       [](const Case& c) { return c.options.reduce != fp32 && c.options.float32_sums == 1; }},
+      {"frozen parameters beside a narrow wire", 8,
+       [](const Case& c) {
+         return c.options.reduce != fp32 && in_some_step(c, [](const StepPlan& s) { return s.frozen != 0; });
+       }},
+      {"a second step of units that keep a part", 8,
+       [](const Case& c) { return c.steps.size() > 1 && c.options.reshard > 1; }},
       {"sums that wait beside a narrow wire", 5,
        [](const Case& c) {
          return c.options.reduce != fp32 && in_some_step(c, [](const StepPlan& s) { return s.sync_every > 1 && s.rounds > 1; });
