@@ -1,16 +1,22 @@
 #include "harness/case/together.h"
 
-#include <algorithm>
+#include <vector>
 
 #include "shardproof/algebra/strategy.h"
 
 namespace harness {
 namespace {
 
-// A checkpoint of adapters beside layers that are cut: their two matrices may have one shape and lie differently.
+// A checkpoint of adapters beside layers that are cut. The two matrices of an adapter lie differently, even if they have one
+// shape, as those of a square layer do that is as wide as the adapter's rank.
 void save_cut_adapters(Chooser& choose, Case& c) {
-  if (c.options.lora == 0 || c.tensor_ranks() == 1 || !choose.chance(0.7)) return;
-  try_change(c, [&] { c.steps.back().save = true; });
+  if (c.tensor_ranks() == 1) return;
+  const bool saves = choose.chance(0.7), is_square = choose.chance(0.35);
+  const int64_t rank = choose.integer(1, 3);
+  std::vector<int64_t>& widths = c.model.mlp.widths;
+  if (c.model.kind == golden::Model::Kind::mlp && is_square)
+    try_change(c, [&] { widths[widths.size() - 2] = widths.back() = c.options.lora = rank; });
+  if (c.options.lora > 0 && saves) try_change(c, [&] { c.steps.back().save = true; });
 }
 
 // A gather of updated parameters that is under way while neighbours read the shards.
@@ -63,8 +69,7 @@ void narrow_the_wire(Chooser& choose, Case& c) {
   const int64_t frozen = choose.integer(1, 9);
   try_change(c, [&] {
     StepPlan& step = c.steps.back();
-    if (waits) step.rounds = std::max<int64_t>(step.rounds, 2);
-    if (waits) step.sync_every = 2;
+    if (waits) step.rounds = step.sync_every = 4;
   });
   if (freezes) try_change(c, [&] { c.steps.front().frozen = frozen; });
   if (widens) try_change(c, [&] { c.options.float32_sums = 1; });
@@ -78,9 +83,15 @@ void keep_over_steps(Chooser& choose, Case& c) {
   if (keeps && c.steps.size() == 1 && choose.chance(0.7)) try_change(c, [&] { c.steps.emplace_back(); });
 }
 
+// Buffers whose first values nobody gave when the model was built without memory.
+void build_buffers_without_memory(Chooser& choose, Case& c) {
+  const bool has = c.model.kind == golden::Model::Kind::odd || (c.model.kind == golden::Model::Kind::conv && c.model.conv.norm);
+  if (has && choose.chance(0.15)) try_change(c, [&] { c.options.meta = 1; });
+}
+
 // A step whose learning rate is zero moves nothing, and the check of fingerprints must not complain.
 void stand_still_under_watch(Chooser& choose, Case& c) {
-  if (c.options.fingerprint == 0 || !choose.chance(0.1)) return;
+  if (c.options.fingerprint == 0 || !choose.chance(0.2)) return;
   try_change(c, [&] { c.steps.back().lr_percent = 0; });
 }
 
@@ -108,6 +119,7 @@ void bring_together(Chooser choose, Case& c) {
   normalise_cut_heads(choose, c);
   average_in_collectives(choose, c);
   stand_still_under_watch(choose, c);
+  build_buffers_without_memory(choose, c);
   overflow(choose, c);
   narrow_the_wire(choose, c);
   keep_over_steps(choose, c);

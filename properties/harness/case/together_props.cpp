@@ -32,6 +32,18 @@ const std::vector<Group>& groups() {
        [](const Case& c) {
          return c.options.lora > 0 && c.tensor_ranks() > 1 && in_some_step(c, [](const StepPlan& s) { return s.save; });
        }},
+      {"a square layer as wide as the rank of its adapter, cut and saved", 1,
+       [](const Case& c) {
+         const std::vector<int64_t>& widths = c.model.mlp.widths;
+         return c.model.kind == golden::Model::Kind::mlp && c.options.lora > 0 && c.tensor_ranks() > 1 &&
+                widths.back() == c.options.lora && widths[widths.size() - 2] == c.options.lora &&
+                in_some_step(c, [](const StepPlan& s) { return s.save; });
+       }},
+      {"a model with buffers that is built without memory", 5,
+       [](const Case& c) {
+         return c.options.meta == 1 &&
+                (c.model.kind == golden::Model::Kind::odd || (c.model.kind == golden::Model::Kind::conv && c.model.conv.norm));
+       }},
       {"updated parameters that are gathered beside neighbours", 8,
        [](const Case& c) {
          return c.options.side_by_side && c.options.publish && c.steps.size() > 1 && c.replicas() > 1 && c.shards() > 1;
@@ -64,8 +76,7 @@ const std::vector<Group>& groups() {
        [](const Case& c) {
          return c.options.reduce != fp32 && in_some_step(c, [](const StepPlan& s) { return s.frozen != 0; });
        }},
-      {"a second step of units that keep a part", 8,
-       [](const Case& c) { return c.steps.size() > 1 && c.options.reshard > 1; }},
+      {"a second step of units that keep a part", 8, [](const Case& c) { return c.steps.size() > 1 && c.options.reshard > 1; }},
       {"sums that wait beside a narrow wire", 5,
        [](const Case& c) {
          return c.options.reduce != fp32 && in_some_step(c, [](const StepPlan& s) { return s.sync_every > 1 && s.rounds > 1; });
