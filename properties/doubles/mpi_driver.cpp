@@ -67,6 +67,8 @@ void misbehave(const Arguments& a, Comm& comm, Comm& other) {
   if (a.fault == "order") start(comm, a.op == "all_reduce" ? "barrier" : "all_reduce", buffers).wait();
   if (a.fault == "size") start(comm, a.op, buffers_of(comm, a.elements + 1, at::kFloat)).wait();
   if (a.fault == "dtype") start(comm, a.op, buffers_of(comm, a.elements, at::kInt)).wait();
+  if (a.fault == "root") comm.broadcast(buffers.mine, 0).wait();  // the others' root is the last rank
+  if (a.fault == "reduce") comm.all_reduce(buffers.mine, Reduce::max).wait();  // the others add
   if (a.fault == "group") start(other, a.op, buffers).wait();
 }
 

@@ -106,6 +106,8 @@ Expected expected(const Fault& f) {
   if (f.kind == "throw") return {"error", {victim + " of", "the disk is full", "last call", "call"}};
   if (f.kind == "nan") return {"non_finite", {victim + " of", "the loss is nan", "last call"}};
   if (f.kind == "group") return {"lost", {"ranks wait for each other", f.op, "'tp'", "'dp'", "unit 'h.3'"}};
+  if (f.kind == "root") return {"error", {disagree, "root 0", fmt::format("root {}", f.ranks - 1)}};
+  if (f.kind == "reduce") return {"error", {disagree, "(sum, ", "(max, "}};
   return {"error", {disagree, "rank 0 calls"}};
 }
 
@@ -159,6 +161,11 @@ INSTANTIATE_TEST_SUITE_P(Of, MpiFaults,
 
 TEST(MpiFaults, the_records_of_an_all_to_all_disagree_in_its_dtype) {
   expect_clean_ending({.kind = "dtype", .op = "all_to_all", .ranks = 3, .victim = 1, .step = 4, .elements = 500});
+}
+
+TEST(MpiFaults, broadcasts_from_two_roots_and_reductions_of_two_kinds_disagree) {
+  expect_clean_ending({.kind = "root", .op = "broadcast", .ranks = 3, .victim = 1, .step = 4, .elements = 500});
+  expect_clean_ending({.kind = "reduce", .op = "all_reduce", .ranks = 3, .victim = 1, .step = 4, .elements = 500});
 }
 
 TEST(MpiFaults, without_a_fault_every_rank_ends_well) {
