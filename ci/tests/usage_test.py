@@ -58,10 +58,11 @@ class Usage(unittest.TestCase):
         self.expect_suggestion("Did you mean 'zero3'?", "plan", "--strategy", "fsdp")
         self.expect_suggestion("Did you mean 'hsdp'?", "plan", "--strategy", "hybrid_shard")
 
-    @unittest.skipUnless(os.path.exists(os.path.join(os.environ["SHARDPROOF_BUILD"], "libshardproof_mpi.so")), "built without MPI")
+    @unittest.skipUnless(os.path.exists(os.path.join(os.path.dirname(SHARDPROOF), "libshardproof_mpi.so")), "built without MPI")
     def test_a_launcher_that_is_missing_is_named(self):
-        done = subprocess.run([SHARDPROOF, "verify", "--backend", "mpi", "--ranks", "2", "--cases", "1"], stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, check=False, env=dict(os.environ, PATH="/nonexistent"))
+        nowhere = dict(os.environ, PATH="/nonexistent")
+        done = subprocess.run([SHARDPROOF, "verify", "--backend", "mpi", "--ranks", "2", "--cases", "1"],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=nowhere)
         self.assertEqual(done.returncode, 2, done.stderr)
         self.assertIn("cannot run mpirun: No such file or directory. Install Open MPI", done.stderr)
 
