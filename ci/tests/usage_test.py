@@ -58,7 +58,6 @@ class Usage(unittest.TestCase):
         self.expect_suggestion("Did you mean 'zero3'?", "plan", "--strategy", "fsdp")
         self.expect_suggestion("Did you mean 'hsdp'?", "plan", "--strategy", "hybrid_shard")
 
-    @unittest.skipUnless(os.path.exists(os.path.join(os.path.dirname(SHARDPROOF), "libshardproof_mpi.so")), "built without MPI")
     def test_a_launcher_that_is_missing_is_named(self):
         nowhere = dict(os.environ, PATH="/nonexistent")
         done = subprocess.run([SHARDPROOF, "verify", "--backend", "mpi", "--ranks", "2", "--cases", "1"],

@@ -7,16 +7,17 @@
 namespace harness {
 namespace {
 
-// A checkpoint of adapters beside layers that are cut. The two matrices of an adapter lie differently, even if they have one
-// shape, as those of a square layer do that is as wide as the adapter's rank.
+// A checkpoint of adapters beside layers that are cut. The two matrices of an adapter lie differently even where they have one
+// shape, which they have in a square layer as wide as the adapter's rank.
 void save_cut_adapters(Chooser& choose, Case& c) {
   if (c.tensor_ranks() == 1) return;
   const bool saves = choose.chance(0.7), is_square = choose.chance(0.35);
   const int64_t rank = choose.integer(1, 3);
   std::vector<int64_t>& widths = c.model.mlp.widths;
+  if (!saves) return;
   if (c.model.kind == golden::Model::Kind::mlp && is_square)
     try_change(c, [&] { widths[widths.size() - 2] = widths.back() = c.options.lora = rank; });
-  if (c.options.lora > 0 && saves) try_change(c, [&] { c.steps.back().save = true; });
+  if (c.options.lora > 0) try_change(c, [&] { c.steps.back().save = true; });
 }
 
 // A gather of updated parameters that is under way while neighbours read the shards.
@@ -28,10 +29,10 @@ void publish_beside_neighbours(Chooser& choose, Case& c) {
 }
 
 // A unit that is freed in the backward, whose frozen parameters are read after the gradients of its trained ones were made.
-// Only a unit whose input needs no gradient, as the root, may be taken for done too early.
+// Only a unit whose input needs no gradient, as the root, may be taken for done too early. Beside adapters all else is frozen.
 void freeze_within_units(Chooser& choose, Case& c) {
   const bool frees = shardproof::strategy(c.strategy).parameter.splits("dp_shard");
-  if (!frees || c.shards() * c.context_ranks() == 1 || !choose.chance(0.3)) return;
+  if (!frees || c.shards() * c.context_ranks() == 1 || !choose.chance(c.options.lora > 0 ? 0.6 : 0.3)) return;
   const int64_t units = choose.one_of<int64_t>({units_some, units_some, units_listed});
   const int64_t frozen = choose.integer(1, 9);
   try_change(c, [&] {

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -64,17 +65,18 @@ TEST(Fingerprint, is_the_same_by_wide_and_by_narrow_instructions) {
 
 // The pages before and behind the values cannot be touched.
 TEST(Fingerprint, reads_no_byte_beside_the_values) {
-  constexpr int64_t kPage = 4096, kRoom = 16 * kPage;
-  auto* const all = static_cast<char*>(::mmap(nullptr, kRoom + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  const int64_t page = ::sysconf(_SC_PAGESIZE), room = 16 * page;
+  auto* const all = static_cast<char*>(::mmap(nullptr, room + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   ASSERT_NE(static_cast<void*>(all), MAP_FAILED);
-  char* const begin = all + kPage;
-  ASSERT_EQ(::mprotect(begin, kRoom, PROT_READ | PROT_WRITE), 0);
-  for (const int64_t bytes : {int64_t{1}, int64_t{64}, int64_t{300}, kPage - 1, kPage, kPage + 65, kRoom})
-    for (char* const from : {begin, begin + kRoom - bytes}) {
+  char* const begin = all + page;
+  ASSERT_EQ(::mprotect(begin, room, PROT_READ | PROT_WRITE), 0);
+  at::from_blob(begin, {room}, at::kChar).random_(-128, 128);
+  for (const int64_t bytes : {int64_t{1}, int64_t{64}, int64_t{300}, page - 1, page, page + 65, room})
+    for (char* const from : {begin, begin + room - bytes}) {
       const at::Tensor values = at::from_blob(from, {bytes}, at::kChar);
       EXPECT_EQ(fingerprint(values), fingerprint(values.clone())) << bytes;
     }
-  ::munmap(all, kRoom + 2 * kPage);
+  ::munmap(all, room + 2 * page);
 }
 
 TEST(Fingerprint, of_equal_bytes_is_equal_wherever_they_lie) {

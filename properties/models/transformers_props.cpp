@@ -157,7 +157,7 @@ TEST(Transformers, llamas_with_biases_norms_and_windows_are_mistral_qwen2_and_qw
   expect_same_model("qwen3", qwen3, "rms_norm_eps", 1e-2);
 }
 
-// Each of these is valid but for one number, which lies just beyond its bound.
+// Each has one number that is not allowed.
 TEST(Transformers, a_llama_of_impossible_sizes_is_refused) {
   const auto refused = [](void (*change)(LlamaOptions&), std::initializer_list<std::string> words) {
     LlamaOptions options = small_llama(2, false);

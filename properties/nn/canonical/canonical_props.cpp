@@ -182,7 +182,7 @@ TEST(Canonical, more_queries_than_a_sum_has_terms_are_refused_by_the_backward) {
   expect_error([&] { attend(16, 4096); }, {"h.1.attn", "gradients", "65536", "65535"});
 }
 
-TEST(Canonical, attention_between_tensors_that_do_not_fit_is_refused_naming_it) {
+TEST(Canonical, attention_between_tensors_that_do_not_fit_is_refused_with_the_name_of_the_module) {
   const auto zeros = [](std::vector<int64_t> sizes) { return at::zeros(sizes, at::kDouble); };
   const at::Tensor q = zeros({2, 4, 3, 8}), k = zeros({2, 2, 3, 8});
   const std::vector<int64_t> positions = {0, 1, 2};
