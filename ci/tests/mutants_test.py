@@ -1,6 +1,4 @@
 """ci/mutants on a toy tree whose build takes the comments out of its sources and whose `verify` reads what is left."""
-import importlib.machinery
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,7 +6,7 @@ import sys
 import textwrap
 import unittest
 
-from scratch import ScratchCase
+from scratch import ScratchCase, load
 
 MUTANTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "mutants")
 
@@ -64,14 +62,6 @@ CMAKE_TREE = {
         }
         """,
 }
-
-
-def the_script():
-    """ci/mutants as a module."""
-    loader = importlib.machinery.SourceFileLoader("mutants", MUTANTS)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("mutants", loader))
-    loader.exec_module(module)
-    return module
 
 
 class Mutants(ScratchCase):
@@ -170,7 +160,7 @@ class Mutants(ScratchCase):
         self.assertEqual({row["verdict"] for row in rows} - {"same code"}, {"does not compile"}, output)
 
     def test_ctest_knows_the_tests_of_each_room_of_this_tree(self):
-        mutants = the_script()
+        mutants = load("mutants")
         build = os.environ["SHARDPROOF_BUILD"]
         selections = {}
         for room in mutants.sources_by_room(mutants.ROOT):
@@ -183,7 +173,7 @@ class Mutants(ScratchCase):
             self.assertTrue(selection and json.loads(done.stdout)["tests"], f"mutants of {rooms} meet no test: {selection}")
 
     def test_an_added_statement_joins_its_line_unless_that_ends_with_a_comment(self):
-        on_one_line = the_script().on_one_line
+        on_one_line = load("mutants").on_one_line
         self.assertEqual(on_one_line("  a();\n  continue;\n"), "  a();   continue;\n")
         self.assertEqual(on_one_line("  b();\n"), "  b();\n")
         self.assertEqual(on_one_line("  c();  // why\n  break;\n"), "  c();  // why\n  break;\n")

@@ -7,6 +7,11 @@
 namespace harness {
 namespace {
 
+// Whether ranks hold parts of the parameters between steps, so that units are gathered and freed.
+bool splits_parameters(const Case& c) {
+  return shardproof::strategy(c.strategy).parameter.splits("dp_shard") && c.shards() * c.context_ranks() > 1;
+}
+
 // A checkpoint of adapters beside layers that are cut. The two matrices of an adapter lie differently even where they have one
 // shape, which they have in a square layer as wide as the adapter's rank.
 void save_cut_adapters(Chooser& choose, Case& c) {
@@ -31,8 +36,7 @@ void publish_beside_neighbours(Chooser& choose, Case& c) {
 // A unit that is freed in the backward, whose frozen parameters are read after the gradients of its trained ones were made.
 // Only a unit whose input needs no gradient, as the root, may be taken for done too early. Beside adapters all else is frozen.
 void freeze_within_units(Chooser& choose, Case& c) {
-  const bool frees = shardproof::strategy(c.strategy).parameter.splits("dp_shard");
-  if (!frees || c.shards() * c.context_ranks() == 1 || !choose.chance(c.options.lora > 0 ? 0.6 : 0.3)) return;
+  if (!splits_parameters(c) || !choose.chance(c.options.lora > 0 ? 0.6 : 0.3)) return;
   const int64_t units = choose.one_of<int64_t>({units_some, units_some, units_listed});
   const int64_t frozen = choose.integer(1, 9);
   try_change(c, [&] {
@@ -68,18 +72,14 @@ void narrow_the_wire(Chooser& choose, Case& c) {
   if (c.options.reduce == fp32) return;
   const bool waits = choose.chance(0.4), freezes = choose.chance(0.25), widens = choose.chance(0.3);
   const int64_t frozen = choose.integer(1, 9);
-  try_change(c, [&] {
-    StepPlan& step = c.steps.back();
-    if (waits) step.rounds = step.sync_every = 4;
-  });
+  if (waits) try_change(c, [&] { c.steps.back().rounds = c.steps.back().sync_every = 4; });
   if (freezes) try_change(c, [&] { c.steps.front().frozen = frozen; });
   if (widens) try_change(c, [&] { c.options.float32_sums = 1; });
 }
 
 // What a unit keeps after a step is wrong in the next one.
 void keep_over_steps(Chooser& choose, Case& c) {
-  const bool splits = shardproof::strategy(c.strategy).parameter.splits("dp_shard");
-  if (splits && c.shards() * c.context_ranks() > 1 && choose.chance(0.1)) try_change(c, [&] { c.options.reshard = 2; });
+  if (splits_parameters(c) && choose.chance(0.1)) try_change(c, [&] { c.options.reshard = 2; });
   const bool keeps = c.options.reshard != 1 || c.options.reshard_backward == 0;
   if (keeps && c.steps.size() == 1 && choose.chance(0.7)) try_change(c, [&] { c.steps.emplace_back(); });
 }

@@ -7,7 +7,7 @@
 
 namespace harness {
 
-// Where a case has some of such values, gives it the others with a chance of its own.
+// A case that could have a group of such values gets it with a chance of that group's own. Its mesh and its strategy stay.
 void bring_together(Chooser choose, Case& c);
 
 }  // namespace harness

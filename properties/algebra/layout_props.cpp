@@ -359,7 +359,7 @@ TEST(Layout, that_does_not_fit_is_refused_with_layout_mesh_and_shape) {
   refused({int64_t{1} << 31, int64_t{1} << 31, 2}, replicated(), {"[layout]", "2^62"});
   refused({int64_t{1} << 40, int64_t{1} << 40}, replicated(), {"[layout]", "2^62"});
   refused({(int64_t{1} << 62) + 1}, replicated(), {"[layout]", "2^62"});
-  EXPECT_EQ(numel(Shape{int64_t{1} << 31, int64_t{1} << 31}), int64_t{1} << 62);  // as many are not too many
+  EXPECT_EQ(numel(Shape{int64_t{1} << 31, int64_t{1} << 31}), int64_t{1} << 62);  // the most that a shape may have
 }
 
 TEST(Layout, ragged_bounds_that_do_not_fit_are_refused) {

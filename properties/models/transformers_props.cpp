@@ -116,7 +116,8 @@ TEST(Transformers, a_gpt_has_the_names_logits_and_gradients_of_gpt2) {
 namespace {
 
 // The package computes norms and angles of these families in float32, whatever the model's dtype.
-void expect_same_model(const std::string& family, const LlamaOptions& options, const char* key, const nlohmann::json& other) {
+void expect_same_model(const std::string& family, const LlamaOptions& options, const char* key,
+                       const nlohmann::json& other) {
   Llama single(options), twice(options);
   randomize(*single);
   randomize(*twice);
