@@ -25,9 +25,11 @@ void save_cut_adapters(Chooser& choose, Case& c) {
   if (c.options.lora > 0) try_change(c, [&] { c.steps.back().save = true; });
 }
 
-// A gather of updated parameters that is under way while neighbours read the shards.
+// A gather of updated parameters that is under way while neighbours read the shards: replicas update parts of them.
 void publish_beside_neighbours(Chooser& choose, Case& c) {
-  if (c.strategy != "hfsdp" || !choose.chance(0.3)) return;
+  const shardproof::Strategy layouts = shardproof::strategy(c.strategy);
+  const bool gathers = layouts.state.splits("dp_replicate") && !layouts.parameter.splits("dp_replicate");
+  if (!gathers || !layouts.parameter.splits("dp_shard") || !choose.chance(0.3)) return;
   try_change(c, [&] { c.options.side_by_side = 1; });
   try_change(c, [&] { c.options.publish = 1; });
   if (c.steps.size() == 1) try_change(c, [&] { c.steps.emplace_back(); });
@@ -45,6 +47,18 @@ void freeze_within_units(Chooser& choose, Case& c) {
   });
   try_change(c, [&] {
     for (StepPlan& step : c.steps) step.frozen = frozen;
+  });
+}
+
+// Adapters within a transformer whose units are named one by one: a root or a unit that has two modules then reads frozen
+// parameters after its last gradient.
+void adapt_listed_units(Chooser& choose, Case& c) {
+  if (!c.model.of_tokens() || !splits_parameters(c) || !choose.chance(0.3)) return;
+  const int64_t rank = choose.integer(1, 3);
+  try_change(c, [&] {
+    c.options.units = units_listed;
+    c.options.reshard_backward = 1;
+    if (c.options.lora == 0) c.options.lora = rank;
   });
 }
 
@@ -70,7 +84,7 @@ void average_in_collectives(Chooser& choose, Case& c) {
 // that are widened before.
 void narrow_the_wire(Chooser& choose, Case& c) {
   if (c.options.reduce == fp32) return;
-  const bool waits = choose.chance(0.4), freezes = choose.chance(0.25), widens = choose.chance(0.3);
+  const bool waits = choose.chance(0.8), freezes = choose.chance(0.25), widens = choose.chance(0.3);
   const int64_t frozen = choose.integer(1, 9);
   if (waits) try_change(c, [&] { c.steps.back().rounds = c.steps.back().sync_every = 4; });
   if (freezes) try_change(c, [&] { c.steps.front().frozen = frozen; });
@@ -117,6 +131,7 @@ void bring_together(Chooser choose, Case& c) {
   save_cut_adapters(choose, c);
   publish_beside_neighbours(choose, c);
   freeze_within_units(choose, c);
+  adapt_listed_units(choose, c);
   normalise_cut_heads(choose, c);
   average_in_collectives(choose, c);
   stand_still_under_watch(choose, c);

@@ -10,6 +10,7 @@
 #include "harness/case/generate.h"
 #include "harness/case/limits.h"
 #include "harness/case/together.h"
+#include "shardproof/algebra/strategy.h"
 
 using namespace harness;
 
@@ -17,6 +18,10 @@ namespace {
 
 bool in_some_step(const Case& c, const std::function<bool(const StepPlan&)>& has) {
   return std::ranges::any_of(c.steps, has);
+}
+
+bool splits_parameters(const Case& c) {
+  return c.shards() * c.context_ranks() > 1 && shardproof::strategy(c.strategy).parameter.splits("dp_shard");
 }
 
 struct Group {
@@ -51,9 +56,13 @@ const std::vector<Group>& groups() {
        "hfsdp"},
       {"a frozen parameter in a root that is freed, beside other units", 8,
        [](const Case& c) {
-         return c.shards() > 1 && (c.strategy == "zero3" || c.strategy == "hsdp" || c.strategy == "hfsdp") &&
-                (c.options.units == units_some || c.options.units == units_listed) && c.options.reshard_backward == 1 &&
-                in_some_step(c, [](const StepPlan& s) { return s.frozen != 0; });
+         return splits_parameters(c) && (c.options.units == units_some || c.options.units == units_listed) &&
+                c.options.reshard_backward == 1 && in_some_step(c, [](const StepPlan& s) { return s.frozen != 0; });
+       }},
+      {"adapters in a transformer whose units are listed and freed", 3,
+       [](const Case& c) {
+         return splits_parameters(c) && c.model.of_tokens() && c.options.lora > 0 && c.options.units == units_listed &&
+                c.options.reshard_backward == 1;
        }},
       {"norms of cut heads without sequence parallelism", 3,
        [](const Case& c) {
@@ -79,7 +88,7 @@ const std::vector<Group>& groups() {
        }},
       {"a second step of units that keep a part", 6,
        [](const Case& c) { return c.steps.size() > 1 && c.options.reshard > 1 && c.shards() > 1; }},
-      {"sums that wait beside a narrow wire", 5,
+      {"sums that wait beside a narrow wire", 8,
        [](const Case& c) {
          return c.options.reduce != fp32 && in_some_step(c, [](const StepPlan& s) { return s.sync_every > 1 && s.rounds > 1; });
        }},
