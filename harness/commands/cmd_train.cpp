@@ -66,7 +66,7 @@ void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& r
     fmt::print(out, "nothing is left to train\n");
   else
     fmt::print(out, "trained {} step{}, loss {:.4f} -> {:.4f}{}\n", result.steps, result.steps == 1 ? "" : "s", loss_first,
-               loss_last, options.fingerprint ? "; replicas were equal after each" : "");
+               loss_last, options.fingerprint ? "; the check of replicas found nothing wrong after any of them" : "");
   if (result.stopped) print_stopped(out, options, result.first_step + result.steps);
 }
 

@@ -10,6 +10,7 @@
 #include "harness/commands/usage.h"
 #include "harness/run/message.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/failed_check.h"
 #include "shardproof/version.h"
 
 namespace harness {
@@ -56,6 +57,8 @@ int run_program(int argc, char** argv, const std::vector<AddCommand>& more) {
     fmt::print(stderr, "{}", suggestions(app));
     return 2;
   } catch (const shardproof::NonFiniteError& error) {
+    return complain(error, 1);
+  } catch (const shardproof::FailedCheck& error) {
     return complain(error, 1);
   } catch (const std::exception& error) {
     return complain(error, 2);

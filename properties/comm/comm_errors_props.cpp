@@ -6,6 +6,7 @@
 #include "properties/doubles/comm_worlds.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/failed_check.h"
 #include "shardproof/comm/counted.h"
 #include "shardproof/comm/mesh_comm.h"
 
@@ -33,6 +34,7 @@ TEST(CommErrors, the_type_of_the_first_error_is_kept) {
     });
   };
   EXPECT_THROW(run([] { throw NonFiniteError("nan"); }), NonFiniteError);
+  EXPECT_THROW(run([] { throw FailedCheck("replicas"); }), FailedCheck);
   EXPECT_THROW(run([] { throw BrokenInvariant("broken"); }), BrokenInvariant);
   EXPECT_THROW(run([] { throw std::out_of_range("outside"); }), std::out_of_range);
 }

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "shardproof/base/check.h"
+#include "shardproof/base/failed_check.h"
 #include "shardproof/comm/mpi/mpi.h"
 #include "testing/base/call_label.h"
 
@@ -58,6 +59,7 @@ void misbehave(const Arguments& a, Comm& comm, Comm& other) {
   if (a.fault == "exit") ::_exit(0);
   if (a.fault == "throw") throw Error("the disk is full");
   if (a.fault == "nan") throw NonFiniteError("the loss is nan");
+  if (a.fault == "check") throw FailedCheck("replicas differ");
   if (a.fault == "slow") std::this_thread::sleep_for(std::chrono::duration<double>(a.options.timeout_seconds * 3 + 3));
   Buffers buffers = buffers_of(comm, a.elements, at::kFloat);
   if (a.fault == "kill_midway") {
@@ -113,6 +115,8 @@ int main(int argc, char** argv) {
     return report(world.rank(), "lost", error.what(), last_good);
   } catch (const NonFiniteError& error) {
     return report(world.rank(), "non_finite", error.what(), last_good);
+  } catch (const FailedCheck& error) {
+    return report(world.rank(), "failed_check", error.what(), last_good);
   } catch (const std::exception& error) {
     return report(world.rank(), "error", error.what(), last_good);
   }

@@ -15,9 +15,10 @@ import importlib as _importlib
 __version__ = "0.1.0"
 
 _HOMES = {
-    "_C": ("BrokenInvariant", "Error", "NonFiniteError"),
+    "_C": ("BrokenInvariant", "Error", "FailedCheck", "NonFiniteError"),
     "checkpoint": ("Manager", "load", "load_weights", "save", "save_weights"),
     "ema": ("Ema",),
+    "fingerprint": ("FingerprintCheck",),
     "lora": ("Lora", "add_lora"),
     "optim": (
         "LossScaler",

@@ -1,6 +1,11 @@
 # What `import shardproof` gives; a test compares the names with __init__.py.
 from . import check as check, fsdp as fsdp
-from ._C import BrokenInvariant as BrokenInvariant, Error as Error, NonFiniteError as NonFiniteError
+from ._C import (
+    BrokenInvariant as BrokenInvariant,
+    Error as Error,
+    FailedCheck as FailedCheck,
+    NonFiniteError as NonFiniteError,
+)
 from .checkpoint import (
     Manager as Manager,
     load as load,
@@ -9,6 +14,7 @@ from .checkpoint import (
     save_weights as save_weights,
 )
 from .ema import Ema as Ema
+from .fingerprint import FingerprintCheck as FingerprintCheck
 from .lora import Lora as Lora, add_lora as add_lora
 from .optim import (
     LossScaler as LossScaler,

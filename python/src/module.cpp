@@ -2,6 +2,7 @@
 // (python/shardproof) gives them the names and defaults that its pages describe.
 #include "bindings.h"
 #include "shardproof/base/check.h"
+#include "shardproof/base/failed_check.h"
 #include "shardproof/base/name_pattern.h"
 
 PYBIND11_MODULE(_C, module) {
@@ -10,6 +11,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ library of Shardproof. Use the package `shardproof`, which wraps it.";
   const auto error = py::register_exception<Error>(module, "Error", PyExc_RuntimeError);
   py::register_exception<NonFiniteError>(module, "NonFiniteError", error);
+  py::register_exception<FailedCheck>(module, "FailedCheck", error);
   py::register_exception<BrokenInvariant>(module, "BrokenInvariant", PyExc_AssertionError);
   module.def("name_matches", &name_matches, py::arg("pattern"), py::arg("name"));
   python::bind_comm(module);

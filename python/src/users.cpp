@@ -1,10 +1,12 @@
-// What lies beside a model in training: averages of its parameters, adapters, and another model that it fills.
+// What lies beside a model in training: averages of its parameters, a check of its replicas, adapters, and another model that
+// it fills.
 #include "bindings.h"
 #include "held.h"
 #include "sharded.h"
 #include "shardproof/checkpoint/adapters.h"
 #include "shardproof/models/lora.h"
 #include "shardproof/optim/ema.h"
+#include "shardproof/optim/fingerprint_check.h"
 #include "shardproof/sharding/transfer.h"
 
 namespace shardproof::python {
@@ -32,6 +34,15 @@ void bind_ema(py::module_& module) {
       .def("swap_out", &Ema::swap_out, Unlocked())
       .def("put_back", &Ema::put_back, Unlocked())
       .def_property_readonly("is_swapped_in", &Ema::is_swapped_in);
+}
+
+void bind_fingerprint_check(py::module_& module) {
+  py::class_<FingerprintCheck>(module, "FingerprintCheck")
+      .def(py::init([](ShardedMirror& held, Optimizer& optimizer) {
+             return std::make_unique<FingerprintCheck>(held.sharded, optimizer);
+           }),
+           py::arg("sharded"), py::arg("optimizer"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("step", &FingerprintCheck::step, Unlocked());
 }
 
 checkpoint::AdapterOptions adapter_options(const std::string& base_model, const std::string& module_prefix,
@@ -77,6 +88,7 @@ void move_parameters(Comm& world, ShardedMirror* from, ShardedMirror* to, int64_
 
 void bind_users(py::module_& module) {
   bind_ema(module);
+  bind_fingerprint_check(module);
   bind_lora(module);
   module.def("transfer", &move_parameters, py::arg("world"), py::arg("source"), py::arg("target"), py::arg("bytes_at_once"),
              Unlocked());

@@ -19,6 +19,27 @@ def sharded_net(comm, mesh=None, strategy="zero3", seed=0, **options):
     return shardproof.fully_shard(Net(), comm, **with_options)
 
 
+def test_the_check_of_replicas_names_the_tensor_that_one_rank_changed():
+    def body(comm):
+        model = sharded_net(comm, strategy="ddp")
+        optimizer = shardproof.adamw(model, lr=0.1)
+        check = shardproof.FingerprintCheck(model, optimizer)
+        for step in range(2):
+            loss_of(model, batch(comm.rank)).backward()
+            optimizer.step()
+            check.step()
+        if comm.rank == 1:
+            with torch.no_grad():
+                next(piece for piece in model.parameters() if piece.name == "out.weight").data[0] += 1
+        with pytest.raises(shardproof.FailedCheck, match=r"step 2.*out\.weight"):
+            check.step()
+        other = shardproof.torch_optimizer(torch.optim.SGD, model, lr=0.1)
+        with pytest.raises(TypeError, match="an optimizer of the library, as shardproof.adamw makes it"):
+            shardproof.FingerprintCheck(model, other)
+
+    shardproof.run_threads(3, body)
+
+
 def test_averages_are_those_of_plain_pytorch_and_stand_in_for_the_parameters():
     torch.manual_seed(0)
     plain = Net()

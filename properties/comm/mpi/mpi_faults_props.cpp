@@ -105,6 +105,7 @@ Expected expected(const Fault& f) {
   if (f.kind == "slow") return {"lost", {victim + " is late", f.op, "unit 'h.3'"}, false};
   if (f.kind == "throw") return {"error", {victim + " of", "the disk is full", "last call", "call"}};
   if (f.kind == "nan") return {"non_finite", {victim + " of", "the loss is nan", "last call"}};
+  if (f.kind == "check") return {"failed_check", {victim + " of", "replicas differ", "last call"}};
   if (f.kind == "group") return {"lost", {"ranks wait for each other", f.op, "'tp'", "'dp'", "unit 'h.3'"}};
   if (f.kind == "root") return {"error", {disagree, "root 0", fmt::format("root {}", f.ranks - 1)}};
   if (f.kind == "reduce") return {"error", {disagree, "(sum, ", "(max, "}};
@@ -155,8 +156,8 @@ TEST_P(MpiFaults, ends_every_other_rank_with_an_error_that_says_what_happened_wh
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, MpiFaults,
-                         testing::Values("kill", "kill_midway", "exit", "stop", "slow", "throw", "nan", "order", "size",
-                                         "dtype", "group"),
+                         testing::Values("kill", "kill_midway", "exit", "stop", "slow", "throw", "nan", "check", "order",
+                                         "size", "dtype", "group"),
                          [](const auto& kind) { return kind.param; });
 
 TEST(MpiFaults, the_records_of_an_all_to_all_disagree_in_its_dtype) {

@@ -16,16 +16,16 @@
 
 #include <memory>
 
-#include "shardproof/base/check.h"
+#include "shardproof/base/failed_check.h"
 #include "shardproof/optim/optimizer.h"
 #include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof {
 
 // What the check found. It has the same message on every rank.
-class FingerprintError : public Error {
+class FingerprintError : public FailedCheck {
  public:
-  using Error::Error;
+  using FailedCheck::FailedCheck;
 };
 
 class FingerprintCheck {

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "comm/said_rank.h"
+#include "shardproof/base/failed_check.h"
 #include "shardproof/comm/process/process_world.h"
 
 namespace shardproof {
@@ -47,6 +48,9 @@ Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call)
   } catch (const NonFiniteError& e) {
     ending.kind = Ending::non_finite;
     text = e.what();
+  } catch (const FailedCheck& e) {
+    ending.kind = Ending::failed_check;
+    text = e.what();
   } catch (const BrokenInvariant& e) {
     ending.kind = Ending::invariant;
     text = e.what();
@@ -65,6 +69,7 @@ Ending ending_of(const std::exception_ptr& thrown, const std::string& last_call)
   const std::string text =
       said_rank(ending.text, static_cast<int64_t>(rank), static_cast<int64_t>(world)) + ending.text;
   if (ending.kind == Ending::non_finite) throw NonFiniteError(text);
+  if (ending.kind == Ending::failed_check) throw FailedCheck(text);
   if (ending.kind == Ending::invariant) throw BrokenInvariant(text);
   throw Error(text);
 }

@@ -19,7 +19,7 @@ class RelayedError : public Error {
 
 // Of fixed size and without pointers, so that its bytes can be sent.
 struct Ending {
-  enum Kind : int64_t { well, error, non_finite, invariant };
+  enum Kind : int64_t { well, error, non_finite, failed_check, invariant };
   int64_t failed = 0, relayed = 0, kind = well;
   char text[3500] = {};
 };
