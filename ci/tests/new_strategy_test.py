@@ -19,7 +19,7 @@ def build(scratch, source):
     run("cmake", "--install", BUILD, "--prefix", f"{scratch}/prefix")
     run("cmake", "-S", source, "-B", f"{scratch}/own", f"-DCMAKE_PREFIX_PATH={scratch}/prefix")
     run("cmake", "--build", f"{scratch}/own")
-    return f"{scratch}/own/tiered"
+    return f"{scratch}/own/crossed"
 
 
 class NewStrategy(unittest.TestCase):
@@ -29,28 +29,28 @@ class NewStrategy(unittest.TestCase):
             linked = run("ldd", program)
             for library in ("libshardproof.so", "libshardproof_harness.so", "libshardproof_golden.so"):
                 self.assertIn(f"{scratch}/prefix", next(line for line in linked.split("\n") if library in line))
-            only = ("--strategy", "tiered", "--no-python", "--failures", f"{scratch}/failures")
+            only = ("--strategy", "crossed", "--no-python", "--failures", f"{scratch}/failures")
             output = run(program, "verify", "--cases", "40", "--verbose", *only)
-            self.assertRegex(output, r"tiered +\w+ +\d+")
+            self.assertRegex(output, r"crossed +\w+ +\d+")
             self.assertRegex(output, r"properties asked \(cases\): keeps_what_it_updates [1-9]")
             self.assertIn("ALL HELD: 40 of 40 cases", output)
-            run(program, "plan", "--mesh", "dp_replicate=2,dp_shard=2", "--strategy", "tiered")
+            planned = run(program, "plan", "--mesh", "dp_replicate=2,dp_shard=2", "--strategy", "crossed")
+            self.assertRegex(planned, r"all_gather +dp_replicate")  # of a backward, which no other row with hsdp's state has
 
             # The same claim about a row of which it is not true: parameters are whole, and only the state is split.
-            with open(os.path.join(PROJECT, "tiered.cpp"), encoding="utf-8") as file:
+            with open(os.path.join(PROJECT, "crossed.cpp"), encoding="utf-8") as file:
                 text = file.read()
-            wrong = text.replace("row.parameter = row.state = ", "row.parameter = whole;\n  row.state = ").replace(
-                "row.between = inner;", "")
+            wrong = text.replace("row.parameter = row.state = ", "row.parameter = whole;\n  row.state = ")
             self.assertNotEqual(text, wrong)
             os.mkdir(f"{scratch}/wrong")
             with open(os.path.join(PROJECT, "CMakeLists.txt"), encoding="utf-8") as file:
                 lists = file.read()
-            for name, content in (("tiered.cpp", wrong), ("CMakeLists.txt", lists)):
+            for name, content in (("crossed.cpp", wrong), ("CMakeLists.txt", lists)):
                 with open(f"{scratch}/wrong/{name}", "w", encoding="utf-8") as file:
                     file.write(content)
             run("cmake", "-S", f"{scratch}/wrong", "-B", f"{scratch}/other", f"-DCMAKE_PREFIX_PATH={scratch}/prefix")
             run("cmake", "--build", f"{scratch}/other")
-            program = f"{scratch}/other/tiered"
+            program = f"{scratch}/other/crossed"
             output = run(program, "verify", "--cases", "40", "--failures-max", "1", *only, code=1)
             self.assertRegex(output, r"FAILURE after \d+ cases?: property keeps_what_it_updates: step \d+, rank \d+, ")
             case = next(line for line in output.split("\n") if line.startswith("  replay   "))

@@ -5,18 +5,18 @@
 
 using namespace shardproof;
 
-// Parameters and optimizer state are split over all ranks, as in ZeRO-3. Between forward and backward a rank keeps its part of
-// the replica, so that the second gather stays within the replica. Gradients leave the replica once a step.
-Strategy tiered() {
-  const Layout whole = replicated(), inner = split_flat(whole, {"dp_shard", {}});
+// As hsdp, parameters, gradients and optimizer state are split within each replica. But between forward and backward a bucket
+// stays split over the replicas. So the gathers of a backward cross the replicas, and its sums stay within one.
+Strategy crossed() {
+  const Layout whole = replicated(), within = split_flat(whole, {"dp_shard", {}});
   Strategy row;
-  row.name = "tiered";
+  row.name = "crossed";
   row.axes = {"dp_replicate", "dp_shard"};
   row.compute = whole;
-  row.between = inner;
-  row.parameter = row.state = split_flat(inner, {"dp_replicate", {}});
+  row.between = split_flat(whole, {"dp_replicate", {}});
+  row.parameter = row.state = within;
   row.produced = add_partial(add_partial(whole, "dp_replicate"), "dp_shard");
-  row.accumulated = add_partial(inner, "dp_replicate");
+  row.accumulated = add_partial(within, "dp_replicate");
   return row;
 }
 
@@ -30,12 +30,12 @@ harness::Complaint keeps_what_it_updates(const harness::LiveRun& run) {
 }
 
 int main(int argc, char** argv) {
-  register_strategy(tiered());
+  register_strategy(crossed());
   harness::register_property({.name = "keeps_what_it_updates",
                               // Not where some units have another strategy, or small parameters stay whole on request.
                               .applies =
                                   [](const harness::Case& c) {
-                                    return c.strategy == "tiered" && !has_unit_sharding(c) && c.options.keep_whole == 0;
+                                    return c.strategy == "crossed" && !has_unit_sharding(c) && c.options.keep_whole == 0;
                                   },
                               .live = keeps_what_it_updates});
   return harness::run_program(argc, argv);
