@@ -125,8 +125,7 @@ size_t EachChoice::choose(size_t count) {
   if (made_ == choices_.size()) choices_.push_back({0, count});
   Choice& choice = choices_[made_++];
   choice.count = count;
-  SHARD_REQUIRE(choice.chosen < count, "harness", "choice {} of the list is {}, but there are only {} to choose from", made_,
-                choice.chosen, count);
+  SHARD_REQUIRE(choice.chosen < count, "harness", "choice {} is {}, expected 0 to {}", made_, choice.chosen, count - 1);
   return choice.chosen;
 }
 

@@ -39,6 +39,8 @@ class EachChoice : public Choices {
   size_t choose(size_t count) override;
   // Goes on to the next list. Returns false after the last.
   bool next();
+  // Whether the list that it began with has no more choices than there were to make.
+  bool all_made() const { return made_ == choices_.size(); }
   std::string text() const;
 
  private:

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <charconv>
 
 #include "properties/kit/checkpoint_stamped.h"
 #include "properties/kit/power_loss.h"
@@ -102,6 +103,9 @@ void save_steps(const Story& story, const std::string& run, LossyDisk& disk) {
 }
 
 int64_t look_at_all(const Story& story) {
+  const std::string name = fmt::format("{} by {} rank{}{}", story.name, story.ranks, story.ranks > 1 ? "s" : "",
+                                       story.async ? " in the background" : "");
+  if (replay.leaves_out(name)) return 0;
   const Scratch scratch;
   const std::string run = scratch / "run";
   HastyFiles hasty;
@@ -117,8 +121,6 @@ int64_t look_at_all(const Story& story) {
   LossyDisk disk(scratch.path());
   disk.take_turns(story.ranks, 1);
   save_steps(story, run, disk);
-  const std::string name = fmt::format("{} by {} rank{}{}", story.name, story.ranks, story.ranks > 1 ? "s" : "",
-                                       story.async ? " in the background" : "");
   int64_t all = 0;
   run_threads(1, [&](std::shared_ptr<Comm> comm) {
     Stamped model(comm, {2, 2});
@@ -133,12 +135,12 @@ int64_t look_at_all(const Story& story) {
   return all;
 }
 
-void look_at_all_kinds(Story story, int64_t at_least) {
+void look_at_all_kinds(Story story, int64_t few) {
   for (const int64_t ranks : {1, 2})
     for (const bool async : {false, true}) {
       story.ranks = ranks, story.async = async;
       story.block = ranks == 1 ? 4096 : 16384;
-      EXPECT_GT(look_at_all(story), at_least);
+      expect_more_than(few, look_at_all(story));
     }
 }
 
@@ -283,21 +285,29 @@ class History {
   Expected last_;
 };
 
+uint64_t asked_seed() {
+  const std::string& text = replay.choices();
+  uint64_t seed = 0;
+  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
+  SHARD_REQUIRE(error == std::errc() && stop == text.data() + text.size(), "test", "'{}' is no seed of a history, as 12",
+                text);
+  return seed;
+}
+
 // SHARDPROOF_POWER_LOSSES=N takes so many histories instead, others than those.
 void look_at_histories(bool large, int64_t few) {
   const char* asked = std::getenv("SHARDPROOF_POWER_LOSSES");
   const std::string story = large ? "large saves" : "small saves";
-  const PowerLossReplay replay;
   if (replay.leaves_out(story)) return;
-  const int64_t histories = !replay.story.empty() ? 1 : asked ? std::atoll(asked) / (large ? 10 : 1) : few;
+  const int64_t histories = replay.asked() ? 1 : asked ? std::atoll(asked) / (large ? 10 : 1) : few;
   int64_t states = 0;
   for (int64_t i = 0; i < histories; ++i) {
-    const uint64_t seed = replay.story.empty() ? static_cast<uint64_t>(asked ? 1'000'000 + i : i) : std::stoull(replay.choices);
+    const uint64_t seed = replay.asked() ? asked_seed() : static_cast<uint64_t>(asked ? 1'000'000 + i : i);
     History history(seed, large);
     try {
       history.run();
     } catch (const std::exception& error) {
-      FAIL() << error.what() << "replay: SHARDPROOF_POWER_LOSS='" << story << " " << seed << "'";
+      FAIL() << error.what() << "\n" << replay_line(story, std::to_string(seed));
     }
     states += history.states();
   }

@@ -5,6 +5,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <set>
@@ -20,20 +21,53 @@ namespace shardproof::checkpoint {
 // last mark before power failed.
 using LookAtState = std::function<std::string(const std::string& root, int64_t mark)>;
 
-// SHARDPROOF_POWER_LOSS="STORY CHOICES" looks at that one state only.
-class PowerLossReplay {
+// SHARDPROOF_POWER_LOSS='STORY CHOICES' looks at that one state only. Of a random history, CHOICES is the seed.
+class PowerLossReplay : public testing::Environment {
  public:
-  PowerLossReplay() {
+  // A mistake in the variable is told once, and not by each test.
+  void SetUp() override {
     const char* text = std::getenv("SHARDPROOF_POWER_LOSS");
     if (!text) return;
     const std::string line = text;
     const size_t space = line.rfind(' ');
-    SHARD_REQUIRE(space != std::string::npos, "test", "SHARDPROOF_POWER_LOSS is '{}', expected 'STORY CHOICES'", line);
-    story = line.substr(0, space), choices = line.substr(space + 1);
+    if (space == std::string::npos || space == 0 || space + 1 == line.size())
+      FAIL() << "SHARDPROOF_POWER_LOSS is '" << line << "', expected 'STORY CHOICES', e.g. 'second save by 1 rank 3.1'";
+    story_ = line.substr(0, space), choices_ = line.substr(space + 1);
   }
-  bool leaves_out(const std::string& its_story) const { return !story.empty() && story != its_story; }
-  std::string story, choices;
+  // A replay that looked at nothing has not passed.
+  void TearDown() override {
+    if (!asked() || stories_.contains(story_)) return;
+    std::string known;
+    for (const std::string& story : stories_) known += "\n  " + story;
+    ADD_FAILURE() << "SHARDPROOF_POWER_LOSS asks for the story '" << story_
+                  << "'. The tests that ran have these:" << (known.empty() ? " none" : known);
+  }
+
+  bool asked() const { return !story_.empty(); }
+  bool leaves_out(const std::string& story) {
+    stories_.insert(story);
+    return asked() && story != story_;
+  }
+  const std::string& choices() const { return choices_; }
+
+ private:
+  std::string story_, choices_;
+  std::set<std::string> stories_;  // that the tests came by
 };
+inline PowerLossReplay& replay = static_cast<PowerLossReplay&>(*testing::AddGlobalTestEnvironment(new PowerLossReplay));
+
+// The command that looks at this state again.
+inline std::string replay_line(const std::string& story, const std::string& choices) {
+  const testing::TestInfo& test = *testing::UnitTest::GetInstance()->current_test_info();
+  return fmt::format("replay: SHARDPROOF_POWER_LOSS='{} {}' {} --gtest_filter={}.{}", story, choices,
+                     std::filesystem::read_symlink("/proc/self/exe").string(), test.test_suite_name(), test.name());
+}
+
+// Of all states there are more than so many. A replay has only one.
+inline void expect_more_than(int64_t few, int64_t count) {
+  if (replay.asked()) return;
+  EXPECT_GT(count, few);
+}
 
 inline uint64_t hash_of(const harness::DiskState& state) {
   uint64_t hash = harness::mix(static_cast<uint64_t>(state.mark));
@@ -48,14 +82,17 @@ using FoundStates = std::map<std::string, int64_t>;
 // Every crash state once; those in which power fails after the first `calls` calls of the record or later.
 inline FoundStates look_at_all_states(const std::string& story, const harness::DiskRecord& record,
                                       const harness::PowerLoss& how, const LookAtState& look, size_t calls = 0) {
-  const PowerLossReplay replay;
   FoundStates found;
   if (replay.leaves_out(story)) return found;
   const Scratch scratch;
   std::set<uint64_t> seen;  // their hashes
-  harness::EachChoice choices(replay.story.empty() ? std::to_string(calls) : replay.choices);
+  harness::EachChoice choices(replay.asked() ? replay.choices() : std::to_string(calls));
   do {
     const harness::DiskState state = harness::lose_power(record, choices, how);
+    SHARD_REQUIRE(choices.all_made(), "test", "there is no state {} of '{}': after {} nothing is left to choose",
+                  replay.choices(), story, choices.text());
+    SHARD_REQUIRE(state.calls >= calls, "test", "choice 1 is {}, but in '{}' power fails after {} to {} calls", state.calls,
+                  story, calls, record.calls.size());
     if (!seen.insert(hash_of(state)).second) continue;
     harness::restore(state, scratch.path());
     try {
@@ -63,15 +100,16 @@ inline FoundStates look_at_all_states(const std::string& story, const harness::D
     } catch (const std::exception& error) {
       ADD_FAILURE() << error.what() << "\nafter " << state.calls << " of " << record.calls.size()
                     << " calls, with this on the disk:\n"
-                    << state.str() << "replay: SHARDPROOF_POWER_LOSS='" << story << " " << choices.text() << "'";
+                    << state.str() << replay_line(story, choices.text());
       return found;
     }
-  } while (replay.story.empty() && choices.next());
+  } while (!replay.asked() && choices.next());
   return found;
 }
 
-// Prints what was found, and returns how many states that were.
+// Prints what was found, and returns how many states that were. Of a story that a replay leaves out, there is nothing to print.
 inline int64_t tell(const std::string& story, const FoundStates& found) {
+  if (replay.asked() && found.empty()) return 0;
   int64_t all = 0;
   std::string text;
   for (const auto& [what, count] : found) {
