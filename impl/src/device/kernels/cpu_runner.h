@@ -49,13 +49,8 @@ struct CpuRunner {
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
     if constexpr (requires { rule.finds(*rule.values); }) return by_richest_instructions([&] { return find(count, rule); });
-    const int64_t whole = rule.fits() ? count / Rule::kWidth * Rule::kWidth : 0;
     int64_t found = count;
-    for (int64_t i = 0; i < whole; i += Rule::kWidth) {
-      const int at = rule.template pack<Rule::kWidth>(i);
-      if (at < Rule::kWidth) found = std::min(found, i + at);
-    }
-    for (int64_t i = whole; i < count; ++i)
+    for (int64_t i = 0; i < count; ++i)
       if (rule.template pack<1>(i) < 1) found = std::min(found, i);
     return found;
   }
