@@ -52,7 +52,8 @@ def lines():
     facets = [{"name": name, "values": [name, "no " + name]} for name in ("tp", "cp", "sp")]
     drawn = [["tp", "no cp", 9], ["no tp", "cp", 90], ["no tp", "no cp", 9000]]
     drawn += [[first, second, 4] for first in ("tp", "no tp", "cp", "no cp") for second in ("sp", "no sp")]
-    yield {"type": "summary", "cases": CASES, "failures": 1, "seconds": 300.0, "interrupted": False,
+    yield {"type": "summary", "drawn_from": "seed 1", "asked": f"{CASES} cases", "part": 1, "parts": 1, "cases": CASES,
+           "failures": 1, "seconds": 300.0, "interrupted": False,
            "covered": {"tp": 9, "rare": 0}, "pairs": {"facets": facets, "drawn": drawn}, "oracle_compared": 0,
            "oracle_differences": 0, "values_compared": 123456, "ratio_max": 2.0,
            "smallest_found": {"gradient in float32": [1e-6, 3e-6]}}

@@ -115,20 +115,26 @@ class Command(unittest.TestCase):
             self.assertEqual((self.data_of(page)["cases"], self.data_of(page)["held"]), (3, True))
             parts.append(self.report + shard[0])
             os.rename(self.report, parts[-1])
-        done = self.run_command("verify", "--merge", *parts, "--report", page)
+        self.expect_refused("part 2 of 2 of 6 cases from seed 1 --tiny", "verify", "--merge", parts[0])
+        both = os.path.join(self.folder, "both.json")
+        done = self.run_command("verify", "--merge", *parts, "--json", both)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.expect_refused("so --json must name another file", "verify", "--merge", both, "--json", both)
+        done = self.run_command("verify", "--merge", both, "--report", page)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual((self.data_of(page)["cases"], self.data_of(page)["reports"]), (6, 2))
 
     def test_where_nothing_was_compared_nothing_holds(self):
         self.expect_refused("part 3 of 3 has none of 2 cases", "verify", "--no-python", "--cases", "2", "--shard", "3/3")
-        empty = {"type": "summary", "cases": 0, "failures": 0, "seconds": 0, "interrupted": True, "covered": {},
+        empty = {"type": "summary", "drawn_from": "seed 1", "asked": "2 cases", "part": 1, "parts": 1, "cases": 0,
+                 "failures": 0, "seconds": 0, "interrupted": True, "covered": {},
                  "oracle_differences": 0, "values_compared": 0}
         with open(self.report, "w", encoding="utf-8") as file:
             file.write(json.dumps(empty) + "\n")
         self.expect_refused("no case has run in the 1 reports", "verify", "--merge", self.report)
 
     def test_options_that_mean_nothing_beside_merge_are_refused(self):
-        for options in (["--json", "x"], ["--cases", "3"], ["--no-python"], ["--backend", "threads"]):
+        for options in (["--cases", "3"], ["--no-python"], ["--backend", "threads"]):
             self.expect_refused(f"so {options[0]} has no effect", "verify", "--merge", self.report, *options)
 
     def test_a_report_of_a_failure_shows_who_owns_what_and_the_calls_of_its_step(self):
@@ -159,7 +165,7 @@ class Command(unittest.TestCase):
             self.assertIsNone(process.poll())
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate()
-        self.assertEqual(process.returncode, 0, output)
+        self.assertEqual(process.returncode, 2, output)  # the other cases have no verdict
         self.assertRegex(output, r"INTERRUPTED, so far ALL HELD: [1-9]")
 
     def test_replay_gives_the_same_verdict_every_time(self):

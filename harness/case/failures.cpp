@@ -51,10 +51,10 @@ void Failures::store(const Case& c, const std::string& what) const {
 void Failures::require_writable() const {
   const fs::path probe = fs::path(directory_) / "probe";
   std::error_code error;
-  fs::create_directories(directory_, error);
+  const bool made = fs::create_directories(directory_, error);
   const bool writable = (std::ofstream(probe) << "writable\n").flush().good();
   fs::remove(probe, error);
-  fs::remove(directory_, error);  // fails where there is anything in it
+  if (made) fs::remove(directory_, error);  // there is nothing to store yet
   SHARD_REQUIRE(writable, "failures", "cannot write into {}; choose another place with --failures DIR", directory_);
 }
 

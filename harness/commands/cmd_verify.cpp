@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
@@ -15,6 +16,7 @@
 #include "harness/commands/commands.h"
 #include "harness/commands/crash_report.h"
 #include "harness/commands/launch_options.h"
+#include "harness/commands/json_lines.h"
 #include "harness/commands/merge.h"
 #include "harness/commands/report.h"
 #include "harness/commands/usage.h"
@@ -64,6 +66,7 @@ void prepare(Arguments& arguments) {
   SHARD_REQUIRE(options.minutes >= 0, "verify", "--minutes must not be negative, got {}", options.minutes);
   SHARD_REQUIRE(options.jobs >= 0, "verify", "--jobs must not be negative, got {}", options.jobs);
   SHARD_REQUIRE(options.shrink_runs >= 0, "verify", "--shrink-runs must not be negative, got {}", options.shrink_runs);
+  SHARD_REQUIRE(options.shrink_seconds >= 0, "verify", "--shrink-seconds must not be negative, got {}", options.shrink_seconds);
   SHARD_REQUIRE(options.schedules >= 0, "verify", "--schedules must not be negative, got {}", options.schedules);
   SHARD_REQUIRE(options.failures_max >= 1, "verify", "--failures-max must be at least 1, got {}", options.failures_max);
   SHARD_REQUIRE(options.limits.world_max >= 1 && options.limits.world_max <= shardproof::kThreadsWorldMax, "verify",
@@ -82,6 +85,9 @@ std::unique_ptr<Engine> start_engine(Arguments& arguments) {
   VerifyOptions& options = arguments.options;
   SHARD_REQUIRE(!options.limits.mode && options.corpus_directory.empty(), "verify",
                 "--engine {} trains within the tolerance of the mode fast; leave out --mode and --corpus", arguments.engine);
+  SHARD_REQUIRE(options.schedules == 0, "verify",
+                "--schedules takes the library's rank-threads, and --engine {} has ranks of its own; leave one of them out",
+                arguments.engine);
   require_one_job(arguments, "--engine");
   arguments.launched.require_threads("--engine " + arguments.engine + " trains in Python, with ranks of its own");
   auto engine = std::make_unique<Engine>(arguments.engine);
@@ -124,9 +130,10 @@ void print_coverage(const VerifyResult& result, const VerifyOptions& options) {
   if (everything) fmt::print("{}\n{}{}", result.coverage.table(), result.coverage.summary(), describe(result.combinations));
   fmt::print("{}{}", result.coverage.overview(), result.coverage.properties_summary());
   if (options.engine) print_refused(result, *options.engine);
+  if (result.from_corpus > 0) fmt::print("ran {} cases of the corpus first\n", result.from_corpus);
   if (result.replayed > 0) fmt::print("replayed {} earlier failures first\n", result.replayed);
   if (result.left_out > 0)
-    fmt::print("left out {} earlier failures that need more ranks than there are, or functions that the device lacks\n",
+    fmt::print("left out {} of these that need more ranks than there are, or functions that the device lacks\n",
                result.left_out);
   if (result.oracle_compared > 0)
     fmt::print("golden run against PyTorch in Python: {} kinds of cases, {} differences\n", result.oracle_compared,
@@ -177,7 +184,7 @@ class Files {
 
  private:
   static void require_written(const std::ofstream& file, const std::string& path, const char* option) {
-    SHARD_REQUIRE(file.good(), "verify", "cannot write {}; give {} a path in a folder that exists", path, option);
+    SHARD_REQUIRE(file.good(), "verify", "cannot write {}; give {} the path of a file, in a folder that exists", path, option);
   }
   static void write(const std::string& path, const char* option, const std::string& text) {
     std::ofstream file(path);
@@ -209,20 +216,32 @@ bool is_campaign(const VerifyOptions& options) {
 
 // The options that mean something beside --merge.
 void require_alone(const CLI::App& command) {
-  const std::set<std::string> with_merge = {"--merge", "--junit", "--report", "--faults", "--verbose"};
+  const std::set<std::string> with_merge = {"--merge", "--junit", "--report", "--faults", "--json", "--verbose"};
   for (const CLI::Option* option : command.get_options())
     SHARD_REQUIRE(option->count() == 0 || with_merge.contains(option->get_name()), "verify",
                   "--merge runs no case, so {} has no effect; leave it out", option->get_name());
 }
 
+// An interrupted run has no answer for the cases that are left.
+int exit_code_of(bool held, bool interrupted) { return !held ? 1 : interrupted ? 2 : 0; }
+
 int merge(const Arguments& arguments) {
+  for (const std::string& path : arguments.merge) {
+    std::error_code ignored;
+    SHARD_REQUIRE(!std::filesystem::equivalent(path, arguments.options.json, ignored), "verify",
+                  "--merge reads {}, so --json must name another file", path);
+  }
   Files files(arguments);
-  const MergedReports merged = merge_reports(arguments.merge, [&](const nlohmann::json& line) { files.add(line); });
+  JsonLines json(arguments.options.json);
+  const MergedReports merged = merge_reports(arguments.merge, [&](const nlohmann::json& line) {
+    files.add(line);
+    json.write(line);
+  });
   SHARD_REQUIRE(merged.cases > 0, "verify", "--merge: no case has run in the {} reports, so nothing was compared",
                 merged.reports);
   fmt::print("{}", describe(merged, verbosity() == Verbosity::verbose));
   files.write();
-  return merged.held() ? 0 : 1;
+  return exit_code_of(merged.held(), merged.interrupted);
 }
 
 int run(Arguments& arguments) {
@@ -234,7 +253,7 @@ int run(Arguments& arguments) {
   require_compared(result, arguments.options);
   files.write();
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
-  return held ? 0 : 1;  // of what ran, when it was interrupted
+  return exit_code_of(held, result.interrupted);
 }
 
 // Rank 0 draws the cases and judges, the other processes train with it; all end alike.
@@ -283,7 +302,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
   command->add_flag("!--no-python", options.python, "do not check the golden run against PyTorch in Python");
   command->add_option("--corpus", options.corpus_directory, "folder of cases that run first, as properties/corpus");
   command->add_option("--shard", arguments->shard, "only the I-th of N parts of the cases, as 2/8, for a job array");
-  command->add_option("--merge", arguments->merge, "instead: put reports of --json together")->expected(1, -1);
+  command->add_option("--merge", arguments->merge, "instead: put reports of --json together, of all parts of each campaign")
+      ->expected(1, -1);
   command->add_option("--junit", arguments->junit, "also write JUnit's XML here");
   command->add_option("--report", arguments->report, "also write one HTML page of what was found and covered");
   command->add_option("--faults", arguments->faults, "a file of ci/faults --json, to be shown on the page of --report");

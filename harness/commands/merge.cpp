@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <set>
 
 #include "harness/commands/program.h"
 #include "harness/plan/xml.h"
@@ -14,6 +15,11 @@ namespace {
 
 void add_summary(const nlohmann::json& line, MergedReports& merged) {
   ++merged.reports;
+  merged.parts.push_back({.drawn_from = line.at("drawn_from"),
+                          .asked = line.at("asked"),
+                          .part = line.at("part").get<int64_t>(),
+                          .parts = line.at("parts").get<int64_t>(),
+                          .path = ""});
   merged.cases += line.at("cases").get<int64_t>();
   merged.failures += line.at("failures").get<int64_t>();
   merged.values_compared += line.at("values_compared").get<int64_t>();
@@ -66,6 +72,32 @@ void add_report(const std::string& path, const std::function<void(const nlohmann
   }
   SHARD_REQUIRE(merged.reports > before, "verify",
                 "--merge: {} has no summary, so its run did not end; leave it out or run it again", path);
+  for (auto part = merged.parts.begin() + before; part != merged.parts.end(); ++part) part->path = path;
+}
+
+// Two reports that have cases in common count them twice.
+void require_disjoint(const MergedPart& first, const MergedPart& second) {
+  using shardproof::escaped;
+  const bool one_campaign = first.asked == second.asked && first.parts == second.parts;
+  SHARD_REQUIRE(
+      first.drawn_from != second.drawn_from || (one_campaign && first.part != second.part), "verify",
+      "--merge: {} is part {} of {} of {} from {}, and {} is part {} of {} of {}. They have cases in common; leave one "
+      "of them out, or run it with another --seed",
+      first.path, first.part, first.parts, escaped(first.asked), escaped(first.drawn_from), second.path, second.part,
+      second.parts, escaped(second.asked));
+}
+
+void require_complete(const std::vector<MergedPart>& parts) {
+  std::map<std::string, std::set<int64_t>> present;
+  for (const MergedPart& part : parts) present[part.drawn_from].insert(part.part);
+  for (const MergedPart& part : parts)
+    for (int64_t number = 1; number <= part.parts; ++number)
+      SHARD_REQUIRE(
+          present[part.drawn_from].contains(number), "verify",
+          "--merge: part {} of {} of {} from {} is missing, so not all of these cases have a verdict; add its report, or "
+          "run `verify --shard {}/{}` with the options of {}",
+          number, part.parts, shardproof::escaped(part.asked), shardproof::escaped(part.drawn_from), number, part.parts,
+          part.path);
 }
 
 }  // namespace
@@ -80,6 +112,9 @@ void add_line(const nlohmann::json& line, MergedReports& merged) {
 MergedReports merge_reports(const std::vector<std::string>& paths, const std::function<void(const nlohmann::json&)>& also) {
   MergedReports merged;
   for (const std::string& path : paths) add_report(path, also, merged);
+  for (auto first = merged.parts.begin(); first != merged.parts.end(); ++first)
+    for (auto second = first + 1; second != merged.parts.end(); ++second) require_disjoint(*first, *second);
+  require_complete(merged.parts);
   return merged;
 }
 
@@ -112,19 +147,22 @@ std::string junit(const MergedReports& merged) {
   const bool other = merged.oracle_differences > 0;
   std::string text = fmt::format(
       "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<testsuite name=\"shardproof verify\" tests=\"{}\" failures=\"{}\" "
-      "time=\"{:.1f}\">\n",
-      1 + merged.minimal.size(), merged.minimal.size() + other, merged.seconds);
+      "errors=\"{}\" time=\"{:.1f}\">\n",
+      1 + merged.minimal.size(), merged.minimal.size() + other, merged.interrupted ? 1 : 0, merged.seconds);
   text +=
       fmt::format("  <testcase classname=\"verify\" name=\"{} random cases\" time=\"{:.1f}\">", merged.cases, merged.seconds);
   if (other) text += fmt::format("<failure message=\"{} differences to PyTorch in Python\"/>", merged.oracle_differences);
+  if (merged.interrupted) text += "<error message=\"interrupted: the other cases did not run\"/>";
   text += "</testcase>\n";
-  for (const MergedFailure& failure : merged.minimal)
-    text += fmt::format(
-        "  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">where: {}&#10;first: {}&#10;guess: {}&#10;"
-        "replay: {}</failure>\n  </testcase>\n",
-        xml_text(failure.minimal), xml_text(failure.what), xml_text(failure.where), xml_text(failure.first),
-        xml_text(failure.guess),
-        xml_text(failure.replay));
+  for (const MergedFailure& failure : merged.minimal) {
+    std::string more;
+    for (const auto& [name, value] :
+         {std::pair{"where", failure.where}, {"first", failure.first}, {"guess", failure.guess}, {"replay", failure.replay}})
+      if (!value.empty()) more += fmt::format("{}{}: {}", more.empty() ? "" : "&#10;", name, xml_text(value));
+    text +=
+        fmt::format("  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">{}</failure>\n  </testcase>\n",
+                    xml_text(failure.minimal), xml_text(failure.what), more);
+  }
   return text + "</testsuite>\n";
 }
 

@@ -20,12 +20,20 @@ struct MergedFailure {
   nlohmann::json picture;  // of picture.h; null where there is none
 };
 
+// Which of the cases of a campaign a report has.
+struct MergedPart {
+  std::string drawn_from, asked;  // as "seed 1 --tiny" and "200 cases"
+  int64_t part = 1, parts = 1;
+  std::string path;
+};
+
 struct MergedReports {
   int64_t reports = 0, cases = 0, failures = 0, values_compared = 0, oracle_differences = 0;
   double seconds = 0;  // of all runs
   bool interrupted = false;
   std::map<std::string, int64_t> features;
   Combinations combinations;
+  std::vector<MergedPart> parts;  // one a report
   std::vector<MergedFailure> minimal;  // each case once
   bool held() const { return failures == 0 && oracle_differences == 0; }
 };
@@ -34,7 +42,9 @@ struct MergedReports {
 void add_line(const nlohmann::json& line, MergedReports& merged);
 
 // Reads files of `verify --json`. Throws Error, naming the file, where one cannot be read, or has no summary because its run
-// did not end. `also`, where it is not empty, gets each line too.
+// did not end. A campaign that was dealt to several parts must be complete, and no case may be in two reports: for that two
+// reports from one seed and the same limits have to be different parts of one campaign. `also`, where it is not empty, gets
+// each line too.
 MergedReports merge_reports(const std::vector<std::string>& paths,
                             const std::function<void(const nlohmann::json&)>& also = {});
 

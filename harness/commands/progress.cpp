@@ -30,8 +30,8 @@ void Progress::show(double fraction, const std::string& text) {
   const auto now = steady_clock::now();
   if (now < next_ || verbosity() == Verbosity::quiet) return;
   next_ = now + (terminal_ ? std::chrono::milliseconds(100) : std::chrono::milliseconds(5000));
-  const double left = fraction > 0 ? seconds() * (1 - fraction) / fraction : 0;
-  const std::string line = fmt::format("{} {:3.0f}%  {}  {} left", bar(fraction), fraction * 100, text, duration_text(left));
+  const std::string left = fraction > 0 ? fmt::format("  {} left", duration_text(seconds() * (1 - fraction) / fraction)) : "";
+  const std::string line = fmt::format("{} {:3.0f}%  {}{}", bar(fraction), fraction * 100, text, left);
   fmt::print(stderr, "{}{}{}", terminal_ ? "\r\033[K" : "", line, terminal_ ? "" : "\n");
   std::fflush(stderr);
 }

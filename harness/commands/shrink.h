@@ -10,8 +10,8 @@
 
 namespace harness {
 
-// Simpler variants of a case, the largest jumps first: fewer ranks, steps, rounds, layers, sizes, options at their defaults. Then
-// smaller ones again with other seeds. All valid. Law: following first candidates always ends.
+// Simpler variants of a case, the largest jumps first: fewer ranks, steps, rounds, layers, sizes, options at their defaults.
+// Then smaller ones again with other seeds. All valid. Law: following first candidates always ends.
 std::vector<Case> simpler(const Case& c);
 
 struct Shrunk {

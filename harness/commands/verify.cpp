@@ -38,6 +38,19 @@ const std::string& why_left_out(const Engine::Fitted& fitted) {
   return fitted.reason.empty() ? fitted.known : fitted.reason;
 }
 
+// What decides which cases are drawn, but for their number and the part: two runs with one text draw the same cases.
+std::string drawn_from(const VerifyOptions& options) {
+  const Limits& limits = options.limits;
+  std::string text = fmt::format("seed {}", options.seed);
+  if (limits.strategy) text += fmt::format(" --strategy {}", *limits.strategy);
+  if (limits.mesh) text += fmt::format(" --mesh {}", limits.mesh->str());
+  if (limits.mode) text += fmt::format(" --mode {}", to_string(*limits.mode));
+  if (limits.tiny) text += " --tiny";
+  if (!limits.above_ten) text += fmt::format(" --world-max {}", limits.world_max);
+  if (options.engine) text += fmt::format(" --engine {}", options.engine->name());
+  return text;
+}
+
 constexpr int64_t kOracleSample = 400;  // the oracle looks for kinds among so many cases
 
 class Campaign {
@@ -48,7 +61,7 @@ class Campaign {
         failures_(options.failures_directory),
         json_(options.json),
         replays_(all_replays()) {
-    result_.left_out = static_cast<int64_t>(std::erase_if(replays_, [&](const Case& c) { return !can_run(c); }));
+    result_.left_out = static_cast<int64_t>(std::erase_if(replays_, [&](const Replay& replay) { return !can_run(replay.c); }));
   }
 
   VerifyResult run() {
@@ -57,9 +70,7 @@ class Campaign {
     start_oracle();
     std::vector<std::thread> workers;
     const bool one_at_a_time = options_.ranks || options_.engine;
-    running_ = one_at_a_time         ? 1
-               : options_.jobs > 0   ? options_.jobs
-                                     : std::max(1u, std::thread::hardware_concurrency());
+    running_ = one_at_a_time ? 1 : options_.jobs > 0 ? options_.jobs : std::max(1u, std::thread::hardware_concurrency());
     for (int64_t job = running_; job > 0; --job)
       workers.emplace_back([this] {
         at::set_num_threads(1);
@@ -79,6 +90,8 @@ class Campaign {
     if (error_) std::rethrow_exception(error_);
     finish_oracle();
     result_.interrupted = interrupted_;
+    result_.from_corpus = from_corpus_;
+    result_.replayed = replayed_;
     result_.seconds = progress_.seconds();
     result_.combinations = result_.coverage.combinations().figures(options_.limits);
     write_summary();
@@ -86,11 +99,21 @@ class Campaign {
   }
 
  private:
-  std::vector<Case> all_replays() const {
-    std::vector<Case> cases;
-    if (!options_.corpus_directory.empty()) cases = Failures(options_.corpus_directory).all(/*strict=*/true);
-    for (Case& c : failures_.all()) cases.push_back(std::move(c));
-    return cases;
+  struct Replay {
+    Case c;
+    bool of_corpus = false;
+  };
+
+  // Of the corpus, this part's cases. Each machine has failures of its own.
+  std::vector<Replay> all_replays() const {
+    std::vector<Replay> replays;
+    if (!options_.corpus_directory.empty()) {
+      const std::vector<Case> corpus = Failures(options_.corpus_directory).all(/*strict=*/true);
+      for (int64_t i = options_.shard; i < std::ssize(corpus); i += options_.shard_count)
+        replays.push_back({corpus[static_cast<size_t>(i)], true});
+    }
+    for (Case& c : failures_.all()) replays.push_back({std::move(c), false});
+    return replays;
   }
 
   // Whether a case that was not drawn here suits these ranks.
@@ -157,7 +180,9 @@ class Campaign {
       const int64_t replay = next_replay_++;
       if (replay >= static_cast<int64_t>(replays_.size())) break;
       if (stop_ || interrupted_) return;
-      try_case(replays_[static_cast<size_t>(replay)], true);
+      const Replay& found = replays_[static_cast<size_t>(replay)];
+      ++(found.of_corpus ? from_corpus_ : replayed_);
+      try_case(found.c, true);
     }
     while (!over()) {
       const int64_t number = next_++;
@@ -195,7 +220,6 @@ class Campaign {
     {
       const std::lock_guard lock(mutex_);
       result_.coverage.add(c, verdict);
-      result_.replayed += is_replay;
       cases = result_.coverage.cases();
       nlohmann::json line = {
           {"type", "case"}, {"case", c.str()}, {"held", verdict.held}, {"seconds", seconds}, {"cases", cases}};
@@ -250,8 +274,11 @@ class Campaign {
   void say(const Case& c, const Verdict& verdict, double seconds) {
     if (verbosity() != Verbosity::verbose) return;
     progress_.clear();
-    fmt::print(stderr, "{} {:>6.2f} s  {}\n", verdict.diverged ? "diverged" : verdict.held ? "held    " : "FAILED  ", seconds,
-               c.str());
+    fmt::print(stderr, "{} {:>6.2f} s  {}\n",
+               verdict.diverged ? "diverged"
+               : verdict.held   ? "held    "
+                                : "FAILED  ",
+               seconds, c.str());
   }
 
   // Under the lock, or when all workers are through.
@@ -289,6 +316,11 @@ class Campaign {
             {"trained", result_.coverage.cases()},
             {"refused", result_.refused}});
     tell({{"type", "summary"},
+          {"drawn_from", drawn_from(options_)},
+          {"asked",
+           options_.minutes > 0 ? fmt::format("{} minutes", options_.minutes) : fmt::format("{} cases", options_.cases)},
+          {"part", options_.shard + 1},
+          {"parts", options_.shard_count},
           {"cases", result_.coverage.cases()},
           {"failures", result_.coverage.failures()},
           {"seconds", result_.seconds},
@@ -311,11 +343,11 @@ class Campaign {
   const std::atomic<bool>& interrupted_;
   Failures failures_;
   JsonLines json_;
-  std::vector<Case> replays_;
+  std::vector<Replay> replays_;
   Progress progress_;
   std::unique_ptr<Oracle> oracle_;
 
-  std::atomic<int64_t> next_{0}, next_replay_{0}, running_{0}, idle_{0};
+  std::atomic<int64_t> next_{0}, next_replay_{0}, from_corpus_{0}, replayed_{0}, running_{0}, idle_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;  // what follows
   VerifyResult result_;

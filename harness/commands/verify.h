@@ -49,8 +49,9 @@ struct Failure {
 struct VerifyResult {
   Coverage coverage;
   std::vector<Failure> failures;
-  int64_t replayed = 0;         // of the corpus and the failure database
-  int64_t left_out = 0;         // of these, since they need more ranks than there are, or functions that the device lacks
+  int64_t from_corpus = 0;      // cases of the corpus that ran
+  int64_t replayed = 0;         // cases of the failure database that ran
+  int64_t left_out = 0;         // of both, since they need more ranks than there are, or functions that the device lacks
   int64_t oracle_compared = 0;  // against PyTorch in Python
   std::vector<std::string> oracle_differences;
   int64_t drawn = 0;                      // with those that an engine cannot train

@@ -105,7 +105,7 @@ function heatMap(facets, drawn) {
 // Of all facets, where the map shows the chief ones.
 function combinationsText(all) {
   const percent = (drawn, valid) => (100 * drawn / Math.max(1, valid)).toFixed(1) + '%';
-  return `Of all ${all.facets} respects in which cases differ: ${percent(all.pairs_drawn, all.pairs_valid)} of ` +
+  return `Of all ${all.facets} respects: ${percent(all.pairs_drawn, all.pairs_valid)} of ` +
       `${plural(all.pairs_valid, 'valid pair')} of values were drawn, and ` +
       `${percent(all.triples_drawn, all.triples_valid)} of ${plural(all.triples_valid, 'triple')}.`;
 }
@@ -124,7 +124,8 @@ function showCoverage() {
         }))));
     content.push(
         el('p', {},
-           `${count(all - missing.length)} of ${plural(all, 'pair')} of values were drawn` +
+           `The map shows ${data.facets.length} of the ${data.combinations.facets} respects in which cases differ. ` +
+               `${count(all - missing.length)} of its ${plural(all, 'pair')} of values were drawn` +
                (missing.length ? '. Some of the others cannot be: no case has both.' : '.')),
         el('p', {}, combinationsText(data.combinations)),
         heatMap(data.facets, drawn));

@@ -375,6 +375,39 @@ TEST(Verify, shards_of_a_run_draw_its_cases_once_between_them_and_merge_into_it)
   EXPECT_TRUE(merged.held());
 }
 
+namespace {
+
+// The last line of a report.
+nlohmann::json summary_of(const std::string& drawn_from, int64_t part = 1, int64_t parts = 1, const char* asked = "9 cases") {
+  return {{"type", "summary"},       {"drawn_from", drawn_from}, {"asked", asked},         {"part", part},
+          {"parts", parts},          {"cases", 5},               {"failures", 1},          {"seconds", 1.5},
+          {"covered", {{"tp", 2}}},  {"oracle_differences", 0},  {"values_compared", 9},   {"interrupted", false}};
+}
+
+}  // namespace
+
+TEST(Verify, reports_are_merged_only_when_all_parts_are_there_and_no_case_is_in_two_of_them) {
+  const harness_env::Folder folder;
+  const auto report = [&](const std::string& name, const nlohmann::json& summary) {
+    std::ofstream(folder / name) << summary.dump() << "\n";
+    return std::string(folder / name);
+  };
+  const std::string first = report("first.json", summary_of("seed 1", 1, 2));
+  const std::string second = report("second.json", summary_of("seed 1", 2, 2));
+  const std::string whole = report("whole.json", summary_of("seed 1"));
+  const std::string longer = report("longer.json", summary_of("seed 1", 1, 1, "80 cases"));
+  const std::string other = report("other.json", summary_of("seed 2"));
+  const auto refused = [](const std::vector<std::string>& paths, std::initializer_list<std::string> words) {
+    expect_error([&] { merge_reports(paths); }, words);
+  };
+  EXPECT_EQ(merge_reports({first, other, second}).cases, 15);
+  refused({first}, {"part 2 of 2 of 9 cases from seed 1 is missing", "verify --shard 2/2", "first.json"});
+  refused({other, second}, {"part 1 of 2", "is missing", "second.json"});
+  refused({first, second, first}, {"first.json is part 1 of 2", "cases in common"});
+  refused({first, second, whole}, {"first.json", "whole.json is part 1 of 1", "cases in common"});
+  refused({whole, longer}, {"of 9 cases", "of 80 cases", "cases in common", "another --seed"});
+}
+
 TEST(Verify, a_report_that_did_not_end_is_not_merged) {
   const harness_env::Folder folder;
   std::ofstream(folder / "cut.json") << R"({"type":"case","case":"x","held":true})"
@@ -389,11 +422,8 @@ TEST(Verify, merged_failures_are_listed_once_and_escaped_for_junit) {
   const harness_env::Folder folder;
   const nlohmann::json failure{
       {"type", "failure"}, {"case", "mlp(widths=1-1) : step"}, {"what", "a < b & \"c\""}, {"where", "step 0"}, {"guess", "it"}};
-  const nlohmann::json summary{
-      {"type", "summary"},       {"cases", 5},           {"failures", 1},       {"seconds", 1.5}, {"covered", {{"tp", 2}}},
-      {"oracle_differences", 0}, {"values_compared", 9}, {"interrupted", false}};
   for (const char* name : {"a.json", "b.json"})
-    std::ofstream(folder / name) << failure.dump() << "\n" << summary.dump() << "\n";
+    std::ofstream(folder / name) << failure.dump() << "\n" << summary_of(name).dump() << "\n";
   const MergedReports merged = merge_reports({folder / "a.json", folder / "b.json"});
   EXPECT_FALSE(merged.held());
   EXPECT_EQ(merged.minimal.size(), 1U);
@@ -408,9 +438,6 @@ TEST(Verify, merged_failures_are_listed_once_and_escaped_for_junit) {
 
 TEST(Verify, merged_failures_of_two_engines_are_two_each_with_the_line_that_replays_it) {
   const harness_env::Folder folder;
-  const nlohmann::json summary{
-      {"type", "summary"},       {"cases", 5},           {"failures", 1},       {"seconds", 1.5}, {"covered", {{"tp", 2}}},
-      {"oracle_differences", 0}, {"values_compared", 9}, {"interrupted", false}};
   std::vector<std::string> paths;
   for (const std::string engine : {"", "torch-ddp"}) {
     const std::string option = engine.empty() ? "" : "--engine " + engine + " ";
@@ -418,7 +445,7 @@ TEST(Verify, merged_failures_of_two_engines_are_two_each_with_the_line_that_repl
     const nlohmann::json failure{
         {"type", "failure"}, {"case", "mlp() : step"}, {"engine", engine}, {"what", "a loss"}, {"replay", line}};
     paths.push_back(folder / (engine + "x.json"));
-    std::ofstream(paths.back()) << failure.dump() << "\n" << summary.dump() << "\n";
+    std::ofstream(paths.back()) << failure.dump() << "\n" << summary_of(engine).dump() << "\n";
   }
   const MergedReports merged = merge_reports(paths);
   ASSERT_EQ(merged.minimal.size(), 2U);
@@ -445,12 +472,28 @@ TEST(Verify, earlier_failures_with_more_ranks_than_there_are_are_left_out_and_co
   EXPECT_EQ(before.all().size(), 2U) << "they stay for a run with more ranks";
 }
 
+TEST(Verify, a_folder_of_failures_that_was_there_stays) {
+  const harness_env::Folder folder;
+  VerifyOptions options = options_in(folder, 1);
+  options.failures_directory = folder / "mine";
+  std::filesystem::create_directory(options.failures_directory);
+  verify(options, kGoOn);
+  EXPECT_TRUE(std::filesystem::exists(options.failures_directory));
+  options.failures_directory = folder / "new";
+  EXPECT_EQ(verify(options, kGoOn).coverage.failures(), 0);
+  EXPECT_FALSE(std::filesystem::exists(options.failures_directory));
+}
+
 TEST(Verify, the_corpus_runs_first_and_all_of_it_must_parse) {
   const harness_env::Folder folder;
   VerifyOptions options = options_in(folder, 1);
   options.corpus_directory = folder / "corpus";
-  Failures(options.corpus_directory).store(generate(1, 3, {}), "rare");
-  EXPECT_EQ(verify(options, kGoOn).replayed, 1);
+  for (const int64_t i : {3, 4, 5}) Failures(options.corpus_directory).store(generate(1, i, {}), "rare");
+  EXPECT_EQ(verify(options, kGoOn).from_corpus, 3);
+  options.cases = 2, options.shard_count = 2;
+  std::vector<int64_t> of_parts;
+  for (options.shard = 0; options.shard < 2; ++options.shard) of_parts.push_back(verify(options, kGoOn).from_corpus);
+  EXPECT_EQ(of_parts, (std::vector<int64_t>{2, 1})) << "each case in one part";
   std::ofstream(folder / "corpus/broken.case") << "mlp(widths=) mesh() zero3 sgd ordered seed=1 : step\n";
   expect_error([&] { verify(options, kGoOn); }, {"broken.case"});
 }

@@ -166,8 +166,9 @@ TEST(Report, has_the_line_that_replays_each_failure_and_what_those_of_cases_are_
 
 TEST(Report, shows_planted_bugs_and_refuses_another_file) {
   const harness_env::Folder folder;
-  const json row = {{"type", "fault"}, {"id", "GRD-05"},      {"title", "A sum"}, {"check", "verify"},
-                    {"cases", 17},     {"verdict", "killed"}, {"seconds", 2.5}};
+  const json row = {{"type", "fault"},   {"id", "GRD-05"},      {"title", "A sum"}, {"from", "here"},
+                    {"check", "verify"}, {"verdict", "killed"}, {"by", "a loss"},   {"case", ""},
+                    {"guess", ""},       {"cases", 17},         {"seconds", 2.5}};
   std::ofstream(folder / "faults.json") << row << "\n";
   Report report;
   report.add_faults(folder / "faults.json");
@@ -175,7 +176,18 @@ TEST(Report, shows_planted_bugs_and_refuses_another_file) {
   EXPECT_EQ(report.data()["fault_rows"][0]["cases"], 17);
   std::ofstream(folder / "other") << row << "\nno JSON\n";
   expect_error([&] { report.add_faults(folder / "other"); }, {"line 2", "ci/faults --json"});
+  std::ofstream(folder / "cases") << json{{"type", "case"}, {"case", "mlp() : step"}, {"seconds", 1}} << "\n";
+  expect_error([&] { report.add_faults(folder / "cases"); }, {"line 1", "no line of ci/faults --json"});
   expect_error([&] { report.add_faults(folder / "missing"); }, {"cannot read", "missing"});
+}
+
+TEST(Verify, an_interrupted_report_is_an_error_of_junit) {
+  MergedReports merged;
+  merged.cases = 3;
+  EXPECT_EQ(junit(merged).find("<error"), std::string::npos);
+  merged.interrupted = true;
+  EXPECT_NE(junit(merged).find("errors=\"1\""), std::string::npos) << junit(merged);
+  EXPECT_NE(junit(merged).find("<error message=\"interrupted"), std::string::npos) << junit(merged);
 }
 
 TEST(Verify, the_overview_counts_strategies_models_and_ranks_that_were_drawn) {
