@@ -59,7 +59,7 @@ validation-data = ["{self.write('x', b'abcdefgh')}", "{self.write('y', b'abcdefg
         self.assertEqual(tomllib.loads(again[2]), values)
         code, _, output, errors = self.train("--config", self.config(text))
         self.assertEqual(code, 0, errors)
-        self.assertIn("replicas were equal after each", output)
+        self.assertIn("the check of replicas found nothing wrong", output)
 
     def test_what_a_file_cannot_say_is_refused_with_its_name(self):
         for text, words in (("learning-rate = 1", "run.toml: there is no option 'learning-rate'."),

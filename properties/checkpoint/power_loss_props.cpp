@@ -289,8 +289,7 @@ uint64_t asked_seed() {
   const std::string& text = replay.choices();
   uint64_t seed = 0;
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), seed);
-  SHARD_REQUIRE(error == std::errc() && stop == text.data() + text.size(), "test", "'{}' is no seed of a history, as 12",
-                text);
+  SHARD_REQUIRE(error == std::errc() && stop == text.data() + text.size(), "test", "'{}' is no seed, e.g. 12", text);
   return seed;
 }
 

@@ -31,7 +31,7 @@ class PowerLossReplay : public testing::Environment {
     const std::string line = text;
     const size_t space = line.rfind(' ');
     if (space == std::string::npos || space == 0 || space + 1 == line.size())
-      FAIL() << "SHARDPROOF_POWER_LOSS is '" << line << "', expected 'STORY CHOICES', e.g. 'second save by 1 rank 3.1'";
+      FAIL() << "SHARDPROOF_POWER_LOSS is '" << line << "', expected 'STORY CHOICES', e.g. 'second save by 1 rank 3'";
     story_ = line.substr(0, space), choices_ = line.substr(space + 1);
   }
   // A replay that looked at nothing has not passed.
@@ -89,6 +89,7 @@ inline FoundStates look_at_all_states(const std::string& story, const harness::D
   harness::EachChoice choices(replay.asked() ? replay.choices() : std::to_string(calls));
   do {
     const harness::DiskState state = harness::lose_power(record, choices, how);
+    // As when a flush was added since the line was printed.
     SHARD_REQUIRE(choices.all_made(), "test", "there is no state {} of '{}': after {} nothing is left to choose",
                   replay.choices(), story, choices.text());
     SHARD_REQUIRE(state.calls >= calls, "test", "choice 1 is {}, but in '{}' power fails after {} to {} calls", state.calls,
