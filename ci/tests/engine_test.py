@@ -121,6 +121,8 @@ class Engines(unittest.TestCase):
         self.expect_refused("megatron-fsdp runs on CUDA devices only", "verify", "--engine", "megatron-fsdp")
         self.expect_refused("no engine is called ddp; there are torch-ddp, ", "verify", "--engine", "ddp")
         self.expect_refused("engines:nothing cannot be imported: AttributeError", "verify", "--engine", "engines:nothing")
+        self.expect_refused("--schedules takes the library's rank-threads", "verify", "--engine", "torch-ddp",
+                            "--schedules", "3")
         self.expect_refused("leave out --mode", "verify", "--engine", "torch-ddp", "--mode", "exact")
         self.expect_refused("--jobs 4 has no effect with --engine", "verify", "--engine", "torch-ddp", "--jobs", "4")
         for command in (["verify"], ["replay", MLP]):

@@ -125,6 +125,7 @@ class Command(unittest.TestCase):
         self.assertEqual((self.data_of(page)["cases"], self.data_of(page)["reports"]), (6, 2))
 
     def test_where_nothing_was_compared_nothing_holds(self):
+        self.expect_refused("--shrink-seconds must not be negative, got -1", "verify", "--shrink-seconds", "-1")
         self.expect_refused("part 3 of 3 has none of 2 cases", "verify", "--no-python", "--cases", "2", "--shard", "3/3")
         empty = {"type": "summary", "drawn_from": "seed 1", "asked": "2 cases", "part": 1, "parts": 1, "cases": 0,
                  "failures": 0, "seconds": 0, "interrupted": True, "covered": {},

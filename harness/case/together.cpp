@@ -50,8 +50,8 @@ void freeze_within_units(Chooser& choose, Case& c) {
   });
 }
 
-// Adapters within a transformer whose units are named one by one: a root or a unit that has two modules then reads frozen
-// parameters after its last gradient.
+// Adapters within a transformer whose units are named one by one, two modules a unit. In one of three such cases a unit reads a
+// frozen parameter after its last gradient has arrived.
 void adapt_listed_units(Chooser& choose, Case& c) {
   if (!c.model.of_tokens() || !splits_parameters(c) || !choose.chance(0.3)) return;
   const int64_t rank = choose.integer(1, 3);

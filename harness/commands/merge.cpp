@@ -77,14 +77,12 @@ void add_report(const std::string& path, const std::function<void(const nlohmann
 
 // Two reports that have cases in common count them twice.
 void require_disjoint(const MergedPart& first, const MergedPart& second) {
-  using shardproof::escaped;
   const bool one_campaign = first.asked == second.asked && first.parts == second.parts;
   SHARD_REQUIRE(
       first.drawn_from != second.drawn_from || (one_campaign && first.part != second.part), "verify",
       "--merge: {} is part {} of {} of {} from {}, and {} is part {} of {} of {}. They have cases in common; leave one "
       "of them out, or run it with another --seed",
-      first.path, first.part, first.parts, escaped(first.asked), escaped(first.drawn_from), second.path, second.part,
-      second.parts, escaped(second.asked));
+      first.path, first.part, first.parts, first.asked, first.drawn_from, second.path, second.part, second.parts, second.asked);
 }
 
 void require_complete(const std::vector<MergedPart>& parts) {
@@ -96,8 +94,7 @@ void require_complete(const std::vector<MergedPart>& parts) {
           present[part.drawn_from].contains(number), "verify",
           "--merge: part {} of {} of {} from {} is missing, so not all of these cases have a verdict; add its report, or "
           "run `verify --shard {}/{}` with the options of {}",
-          number, part.parts, shardproof::escaped(part.asked), shardproof::escaped(part.drawn_from), number, part.parts,
-          part.path);
+          number, part.parts, part.asked, part.drawn_from, number, part.parts, part.path);
 }
 
 }  // namespace

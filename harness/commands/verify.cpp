@@ -70,7 +70,9 @@ class Campaign {
     start_oracle();
     std::vector<std::thread> workers;
     const bool one_at_a_time = options_.ranks || options_.engine;
-    running_ = one_at_a_time ? 1 : options_.jobs > 0 ? options_.jobs : std::max(1u, std::thread::hardware_concurrency());
+    running_ = one_at_a_time         ? 1
+               : options_.jobs > 0   ? options_.jobs
+                                     : std::max(1u, std::thread::hardware_concurrency());
     for (int64_t job = running_; job > 0; --job)
       workers.emplace_back([this] {
         at::set_num_threads(1);
@@ -274,11 +276,8 @@ class Campaign {
   void say(const Case& c, const Verdict& verdict, double seconds) {
     if (verbosity() != Verbosity::verbose) return;
     progress_.clear();
-    fmt::print(stderr, "{} {:>6.2f} s  {}\n",
-               verdict.diverged ? "diverged"
-               : verdict.held   ? "held    "
-                                : "FAILED  ",
-               seconds, c.str());
+    fmt::print(stderr, "{} {:>6.2f} s  {}\n", verdict.diverged ? "diverged" : verdict.held ? "held    " : "FAILED  ", seconds,
+               c.str());
   }
 
   // Under the lock, or when all workers are through.

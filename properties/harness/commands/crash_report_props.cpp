@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <fstream>
 #include <latch>
@@ -18,6 +19,7 @@
 #include "harness/run/property.h"
 #include "harness/run/running_cases.h"
 #include "properties/kit/harness_env.h"
+#include "shardproof/base/failed_check.h"
 
 using namespace harness;
 
@@ -215,4 +217,15 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::string_view(argv[1]) == "replay") run_and_crash(write_nowhere, {argv + 1, argv + argc});
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
+}
+
+TEST(Program, ends_with_1_for_a_check_that_failed_and_with_2_for_a_mistake) {
+  const auto exit_code = [](const std::function<void()>& body) {
+    char program[] = "here/shardproof", command[] = "own";
+    char* words[] = {program, command, nullptr};
+    return run_program(2, words, {[&](CLI::App& app, int&) { app.add_subcommand("own")->callback(body); }});
+  };
+  EXPECT_EQ(exit_code([] {}), 0);
+  EXPECT_EQ(exit_code([] { throw shardproof::FailedCheck("replicas differ"); }), 1);
+  EXPECT_EQ(exit_code([] { throw shardproof::Error("no such file"); }), 2);
 }
