@@ -1,7 +1,7 @@
 // Comparison in `fast` mode, where the backend adds in an order of its own.
 //
 // The tolerance is derived: the same run in float64 is the truth, and a tensor of the sharded run may be at most
-// kToleranceFactor times as far from it, in the Frobenius norm, as unsharded float32 runs are: those with either order of
+// kToleranceFactor times as far from it, in the Frobenius norm, as unsharded float32 runs are: those with other orders of
 // sums, and some from parameters that are one float off, whichever is farthest. There is no absolute tolerance, which would
 // pass a doubled gradient once gradients are small. What is zero in the truth and in every float32 run has to be zero; in low
 // precision a tensor that is zero in the truth, but for float64's rounding, counts beside all tensors of its kind in that step.

@@ -38,6 +38,23 @@ std::optional<golden::Run> with_other_reductions(golden::Run run) {
   return run;
 }
 
+// With how many data-parallel ranks later sums over ranks begin, `third` being 1 or 2. Two ranks have one sum. Three have three,
+// by the pair that is added first, so these two and the golden run's are all.
+int64_t later(const golden::Step& step, int64_t third) {
+  const int64_t ranks = std::ssize(step.microbatches.front());
+  return ranks < 3 ? 0 : (third * ranks + 2) / 3;
+}
+
+// The same run, but for where sums over ranks begin. Losses stay in their places.
+golden::Trace with_later_sums(golden::Run run, int64_t third) {
+  for (golden::Step& step : run.steps)
+    for (auto& round : step.microbatches) std::ranges::rotate(round, round.begin() + later(step, third));
+  golden::Trace trace = golden::train(run);
+  for (size_t s = 0; s < trace.size(); ++s)
+    for (auto& round : trace[s].losses) std::ranges::rotate(round, round.end() - later(run.steps[s], third));
+  return trace;
+}
+
 // What the sharded run is held against.
 class Reference {
  public:
@@ -46,6 +63,8 @@ class Reference {
     if (c.mode != Mode::fast) return;
     truth_ = golden::train(run, at::kDouble);
     if (const auto other = with_other_reductions(run)) others_.push_back(golden::train(*other));
+    if (std::ranges::any_of(run.steps, [](const golden::Step& step) { return later(step, 1) > 0; }))
+      for (const int64_t third : {1, 2}) others_.push_back(with_later_sums(run, third));
     // Roundings may come anywhere, and tensor parallelism has them inside of the model: how far they carry is seen from others
     // of their size.
     for (int64_t k = 0; k < kJitteredRuns; ++k) {
