@@ -76,9 +76,10 @@ class Judge {
   }
 
   // `before`: what the step began with, where it only changes something. `kind_size`: of all tensors of the kind. `gradient`:
-  // of the same parameter, in the truth.
+  // of the same parameter, in the truth; and the size of all gradients.
   Difference tensor(const std::string& what, const at::Tensor& whole, const at::Tensor& before, double kind_size,
-                    const at::Tensor& gradient, const std::vector<Values>& references, const std::vector<HeldPiece>& pieces) {
+                    const at::Tensor& gradient, double gradients_size, const std::vector<Values>& references,
+                    const std::vector<HeldPiece>& pieces) {
     const Values truth = doubles(whole);
     double reference = 0;
     for (const Values& values : references) reference = std::max(reference, distance(truth, values));
@@ -86,8 +87,10 @@ class Judge {
     for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
     const double size = norm(truth);
     double own = size_of(whole, before);
-    if (floor_ > kSingleFloor && own <= kNothing * kind_size) own = kind_size;
-    const double least = (floor_ + spacing_of(gradient)) * own + (before.defined() ? kSingleFloor * size : 0);
+    const bool is_nothing = floor_ > kSingleFloor && own <= kNothing * kind_size;
+    if (is_nothing) own = kind_size;
+    const double spacing = spacing_of(gradient, is_nothing ? gradients_size : size_of(gradient, {}));
+    const double least = (floor_ + spacing) * own + (before.defined() ? kSingleFloor * size : 0);
     const std::string far = too_far(norm(farthest.distances), reference, least, size);
     if (far.empty()) return {};
     const auto at = static_cast<size_t>(farthest.element);
@@ -96,15 +99,15 @@ class Judge {
                        far);
   }
 
-  // How much of a gradient, and of what follows from it, the spacing of numbers around zero may be.
-  double spacing_of(const at::Tensor& gradient) const {
-    if (spacing_ == 0 || !gradient.defined()) return 0;
-    const double size = norm(doubles(gradient));
-    return size == 0 ? 0 : spacing_ * std::sqrt(static_cast<double>(gradient.numel())) / size;
+  // How much of a gradient of that size, and of what follows from it, the spacing of numbers around zero may be.
+  double spacing_of(const at::Tensor& gradient, double size) const {
+    if (spacing_ == 0 || !gradient.defined() || size == 0) return 0;
+    return spacing_ * std::sqrt(static_cast<double>(gradient.numel())) / size;
   }
 
-  // Of what the step made of the tensor.
+  // Of what the step made of the tensor; 0 where there is none.
   static double size_of(const at::Tensor& whole, const at::Tensor& before) {
+    if (!whole.defined()) return 0;
     return before.defined() ? distance(doubles(whole), doubles(before)) : norm(doubles(whole));
   }
 
@@ -165,6 +168,9 @@ Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::
   for (size_t r = 0; r < references.size(); ++r)
     if (auto difference = tensor_kinds(*references[r], ranks, copies, reference_kinds[r])) return difference;
   std::vector<std::vector<HeldPiece>> sorted;
+  double gradients_size = 0;
+  for (const auto& [name, gradient] : truth.gradients)
+    gradients_size = std::hypot(gradients_size, Judge::size_of(gradient, {}));
   for (size_t k = 0; k < kinds.size(); ++k) {
     if (auto difference = sort_pieces(kinds[k], sorted)) return difference;
     const auto start_of = [&](size_t i) { return kinds[k].name == "parameter" ? before[i].second : at::Tensor(); };
@@ -176,7 +182,7 @@ Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::
       std::vector<Values> of_references;
       for (const auto& trace_kinds : reference_kinds) of_references.push_back(doubles(trace_kinds[k].golden.at(i).second));
       if (auto difference = judge.tensor(fmt::format("{} of {}", kinds[k].name, name), whole, start_of(i), kind_size,
-                                         gradient_of(truth, name), of_references, sorted[i]))
+                                         gradient_of(truth, name), gradients_size, of_references, sorted[i]))
         return difference;
     }
   }

@@ -178,6 +178,18 @@ RC_GTEST_PROP(Comparison, counting_copies_equals_counting_each_element, ()) {
   RC_ASSERT(miscounted(runs, length, copies) == wanted);
 }
 
+// A gradient that is zero but for float64's rounding is far below that spacing. Its parameter is not free for all that.
+TEST(Comparison, a_parameter_without_a_gradient_is_not_free_in_float16) {
+  Both both(Case::parse("odd(width=3,never) mesh(dp_shard=2) zero3(compute=fp16) sgd(lr=0.1) fast seed=3 : step"));
+  for (auto& [name, gradient] : both.truth[0].gradients)
+    if (name == "never") gradient.fill_(1e-17);
+  ASSERT_EQ(both.tolerance(0), std::nullopt);
+  for (RankStep& rank : both.sharded[0])
+    for (Piece& piece : rank.parameters)
+      if (piece.name == "never") piece.data.add_(0.5);
+  EXPECT_NE(both.tolerance(0).value_or("").find("parameter of never"), std::string::npos);
+}
+
 TEST(Tolerance, healthy_runs_are_within_it) {
   for (int64_t i = 0; i < 60; ++i) {
     const Case c = generate(11, i, {.mode = Mode::fast});
