@@ -57,6 +57,9 @@ void start_again_on_jemalloc() {
   for (size_t i = 0; i < text.size(); i = text.find('\0', i) + 1) arguments.push_back(text.data() + i);
   arguments.push_back(nullptr);
   setenv("LD_PRELOAD", kLibrary, 1);
+  // Each thread of LibTorch keeps oneDNN's primitives of the last 1,024 shapes. Each case has other shapes, so a campaign would
+  // hold gigabytes that nobody asks for. The variable is ideep's (include/ideep/lru_cache.hpp), read when LibTorch is loaded.
+  setenv("LRU_CACHE_CAPACITY", "16", /*overwrite=*/0);
   setenv(kMark, "1", 1);
   execv(program.c_str(), arguments.data());
   unsetenv("LD_PRELOAD");  // it could not be started, and this process does the work
