@@ -21,7 +21,8 @@
 namespace bench {
 
 struct Task {
-  // "ours", "side_by_side": ours without copies, "fingerprint": ours with a FingerprintCheck after each update, "single"
+  // "ours", "side_by_side": ours without copies, "single", "fingerprint": ours with a FingerprintCheck after
+  // each update and signatures of collectives
   std::string contestant;
   std::string strategy = "zero3";
   shardproof::Mesh mesh;  // of the axes dp_replicate, dp_shard and tp
@@ -61,7 +62,7 @@ at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank);
 // {"step_ms": [...], "losses": [...] (warm-up included), "peak_mib": of one rank, above the process before the model, or on a
 // GPU of what LibTorch allocated there, "calls", "bytes": of collectives in a step, "live_mib": largest bytes of parameters,
 // gradients, optimizer and communication of one rank, "formula_mib", in float32: these and activation_bytes of model.h,
-// "check_percent", of steps with a FingerprintCheck: its processor time, of that of the rest of the step}
+// "check_percent", of steps with a FingerprintCheck and signatures: their processor time, of that of the rest of the step}
 // Of ours also "processor_ms": of steps of all ranks of the process, and "tensor_mib": of the tensors of one rank at most,
 // after the first step; 0 where they are not counted.
 //

@@ -5,12 +5,13 @@ shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOUR
   harness/case/exact_props.cpp
   harness/commands/campaign_props.cpp)
 shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/explain_props.cpp
-  harness/run/module_difference_props.cpp)
+  harness/run/module_difference_props.cpp harness/run/replicas_props.cpp)
 shardproof_test(NAME report_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/report_props.cpp
   harness/run/picture_props.cpp)
 shardproof_test(NAME crash_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/crash_report_props.cpp)
 shardproof_test(NAME trace_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/trace_file_props.cpp)
-shardproof_test(NAME property_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/property_props.cpp)
+shardproof_test(NAME property_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/property_props.cpp
+  harness/commands/causes_props.cpp)
 shardproof_test(NAME schedules_props LABEL harness CASES 50 TORCH LIBRARIES harness SOURCES harness/run/policies_props.cpp
   harness/run/planted_change_props.cpp harness/run/schedules_props.cpp)
 shardproof_test(NAME plan_props LABEL harness TORCH LIBRARIES harness SOURCES harness/plan/dry_run_props.cpp

@@ -28,6 +28,7 @@ class Outcome:
     case: str = ""
     guess: str = ""  # what verify says that it looks like
     replay: str = ""  # the command that runs the case
+    replicas: str = ""  # where the bug leaves replicas different: whether their check finds it in the same step
 
 
 def source_files(root):
@@ -51,6 +52,15 @@ def run(command, cwd, seconds_max=None):
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
+
+
+def replicas_of(failure):
+    """Whether the check of replicas finds a failure of `verify` in the first step that leaves some of them different, in its
+    minimal case and as it was found: "found" or "missed"; "" where replicas never differ."""
+    different = [run for run in failure.get("replicas_differ", {}).values() if run["differ"]]
+    if not different:
+        return ""
+    return "found" if all(0 < run["found"] <= run["differ"] for run in different) else "missed"
 
 
 class Scratch:
@@ -153,7 +163,7 @@ class Scratch:
         failure, cases = read_report(report)
         if code == 1 and failure:
             return Outcome(True, failure.get("what", ""), cases, failure.get("case", ""), failure.get("guess", ""),
-                           failure.get("replay", ""))
+                           failure.get("replay", ""), replicas_of(failure))
         return Outcome(True, how_it_ended(code, self.options.seconds), cases)
 
     def shrink_crash(self, outcome):

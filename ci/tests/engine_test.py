@@ -135,9 +135,40 @@ class Engines(unittest.TestCase):
         self.expect_refused("no Python at /nowhere/bin/python. Run ./ci/setup", "verify", "--engine", "torch-ddp",
                             environment={"SHARDPROOF_VENV": "/nowhere"})
 
-    def test_an_engine_that_ends_its_process_is_a_failure_that_says_so(self):
+    def add(self, text):
         with open(os.path.join(self.folder, "engines.py"), "a", encoding="utf-8") as file:
-            file.write("\n\ndef dies(model, mesh):\n    import os\n    os._exit(7)\n")
+            file.write("\n\n" + text)
+
+    def test_a_guess_on_two_ranks_knows_that_both_hold_the_same(self):
+        self.add("def first(model, mesh):\n"
+                 "    group = mesh.get_group('dp')\n\n"
+                 "    def only_of_rank_0(gradient):\n"
+                 "        gradient = gradient.clone()\n"
+                 "        dist.broadcast(gradient, dist.get_global_rank(group, 0), group=group)\n"
+                 "        return gradient / dist.get_world_size(group)\n\n"
+                 "    for parameter in model.parameters():\n"
+                 "        parameter.register_hook(only_of_rank_0)\n"
+                 "    return model\n")
+        done = self.run_command("replay", "--engine", "engines:first", MLP)
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertIn("guess    only the terms of data-parallel rank 0 are there", done.stdout)
+
+    def test_replicas_of_an_engine_that_drift_apart_are_told(self):
+        self.add("def apart(model, mesh):\n    for parameter in model.parameters():\n"
+                 "        parameter.register_hook(lambda gradient: gradient / 2)\n    return model\n")
+        done = self.run_command("replay", "--engine", "engines:apart", MLP)
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertRegex(done.stdout, r"replicas after step 1 rank 0 and rank 1 hold different bits of layers\.\d\.")
+        self.assertIn("guess    each rank has its own terms alone", done.stdout)
+
+    def test_an_exception_of_an_engine_is_shown_with_all_its_lines(self):
+        self.add("def raises(model, mesh):\n    raise RuntimeError('sizes differ:\\n  given 3\\n  expected 4')\n")
+        done = self.run_command("replay", "--engine", "engines:raises", MLP)
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        self.assertRegex(done.stdout, r"raised: RuntimeError: sizes differ:\n\s*given 3\n\s*expected 4")
+
+    def test_an_engine_that_ends_its_process_is_a_failure_that_says_so(self):
+        self.add("def dies(model, mesh):\n    import os\n    os._exit(7)\n")
         done = self.run_command("replay", "--engine", "engines:dies", MLP)
         self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
         self.assertIsNotNone(re.search(r"FAILED: error: .*the process ended with 7", done.stdout), done.stdout)

@@ -30,7 +30,9 @@ if value == "6":
     print(json.dumps(failure), file=report)
     sys.exit(1)
 if value in "45" or (value == "3" and "--odd" in sys.argv):
-    failure = {"type": "failure", "what": "gradient of w", "case": "tiny case", "cases": 7}
+    same, later = {"differ": 2, "found": 2}, {"differ": 1, "found": 2}
+    replicas = {"minimal": same, "original": same if value == "4" else later}
+    failure = {"type": "failure", "what": "gradient of w", "case": "tiny case", "cases": 7, "replicas_differ": replicas}
     print(json.dumps(failure), file=report)
     sys.exit(1)
 print(json.dumps({"type": "summary", "cases": 50}), file=report)
@@ -88,7 +90,11 @@ class Faults(unittest.TestCase):
         code, rows, output = self.run_faults([patch("A", "4")])
         self.assertEqual((code, rows["A"]["verdict"]), (0, "killed"), output)
         self.assertEqual((rows["A"]["by"], rows["A"]["cases"]), ("gradient of w", 7))
-        self.assertEqual(rows["A"]["case"], "tiny case")
+        self.assertEqual((rows["A"]["case"], rows["A"]["replicas"]), ("tiny case", "found"))
+
+    def test_replicas_that_differ_before_their_check_says_so_are_missed(self):
+        _, rows, output = self.run_faults([patch("A", "5")])
+        self.assertEqual(rows["A"]["replicas"], "missed", output)
         self.assertIn("1 planted bugs: 1 killed, 0 survived, 0 errors", output)
 
     def test_a_case_that_crashes_is_shrunk_by_its_replay(self):
@@ -104,13 +110,16 @@ class Faults(unittest.TestCase):
                  "E": ""}
         same = {"type": "fault", "title": "", "from": "", "expect": "", "check": "verify", "verdict": "killed", "by": "",
                 "seconds": 1.0}
-        rows = [{**same, "id": name, "cases": number, "case": case, "guess": "doubled" if name in "AB" else ""}
-                for number, (name, case) in enumerate(cases.items(), 1)]
+        replicas = {"A": "found", "B": "missed", "C": "found"}
+        rows = [{**same, "id": name, "cases": number, "case": case, "guess": "doubled" if name in "AB" else "",
+                 "replicas": replicas.get(name, "")} for number, (name, case) in enumerate(cases.items(), 1)]
         self.write("rows", "".join(json.dumps(row) + "\n" for row in rows))
         code, _, output = self.run_faults([patch(name, "4") for name in cases], "--merge", self.path("rows"))
         self.assertEqual(code, 0, output)
         self.assertIn("4 have a minimal case: 25% of them with at most 2 ranks, 1 layer and 2 steps, 50% with a guess; "
                       "found after 3 cases in the median", output)
+        self.assertIn("3 leave replicas different: --check=fingerprint finds 2 of them in that step\n"
+                      "  not B: mlp(widths=1-1-1)", output)
 
     def test_how_many_default_runs_find_a_bug_is_told_by_seeds(self):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "5")], "--seeds", "4",

@@ -50,7 +50,11 @@ class Usage(unittest.TestCase):
 
     def test_a_mistyped_strategy_is_suggested(self):
         for command in ("plan", "verify", "train", "bench"):
-            self.expect_suggestion("hzero2. Did you mean 'hfsdp'?", command, "--strategy", "hfsdb")
+            self.expect_suggestion("hzero2, and rows without a name, row_* (docs/strategies.md). Did you mean 'hfsdp'?",
+                                   command, "--strategy", "hfsdb")
+
+    def test_a_value_of_check_that_stands_alone_is_shown_in_its_place(self):
+        self.expect_suggestion("stands behind an equals sign: --check=fingerprint", "train", "--check", "fingerprint")
 
     def test_the_names_of_pytorch_are_answered_with_ours(self):
         self.expect_suggestion("Did you mean 'dp_shard'?", "plan", "--mesh", "dp=2")

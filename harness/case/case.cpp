@@ -254,6 +254,13 @@ Case Case::at(size_t step) const {
   return result;
 }
 
+int64_t Case::largest_world() const {
+  int64_t ranks = mesh.size();
+  for (const StepPlan& step : steps)
+    if (step.load_mesh) ranks = std::max(ranks, step.load_mesh->size());
+  return ranks;
+}
+
 int64_t Case::loaded_after(size_t step) const {
   for (size_t i = step + 1; i-- > 0;)
     if (steps[i].save) return static_cast<int64_t>(i) - 1;

@@ -81,6 +81,9 @@ struct Case {
   int64_t microbatch_ranks() const { return context_ranks() * tensor_ranks(); }
   int64_t data_ranks() const { return mesh.size() / microbatch_ranks(); }
 
+  // Ranks of the largest mesh of the history.
+  int64_t largest_world() const;
+
   int64_t along(const char* axis) const { return mesh.has(axis) ? mesh.size(axis) : 1; }
 
   // Law: parse(str()).str() == str().

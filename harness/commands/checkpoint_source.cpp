@@ -8,6 +8,7 @@
 #include <set>
 
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/durable.h"
 
 namespace harness {
 

@@ -63,7 +63,8 @@ const shardproof::Strategy& chosen_strategy(const std::string& name) {
   try {
     return shardproof::strategy(name);
   } catch (const shardproof::Error& error) {
-    throw shardproof::Error(fmt::format("{}.{}", error.what(), suggestion(name, kStrategiesOfPeers, strategy_names())));
+    throw shardproof::Error(fmt::format("{}, and rows without a name, row_* (docs/strategies.md).{}", error.what(),
+                                        suggestion(name, kStrategiesOfPeers, strategy_names())));
   }
 }
 

@@ -109,8 +109,9 @@ std::string label_of(const Arguments& a, const std::string& contestant) {
 
 void report_check(const BenchRow& row) {
   const auto [low, high] = std::minmax_element(row.check_percent.begin(), row.check_percent.end());
-  fmt::print("the check of replicas takes {:.2f}% of the processor time of the rest of a step ({:.2f}-{:.2f}, on rank 0)\n",
-             median(row.check_percent), *low, *high);
+  fmt::print(
+      "the checks of --check=fingerprint take {:.2f}% of the processor time of the rest of a step ({:.2f}-{:.2f}, on rank 0)\n",
+      median(row.check_percent), *low, *high);
 }
 
 bool report(const Arguments& a, const std::vector<std::string>& order, const std::map<std::string, BenchRow>& rows,
@@ -334,7 +335,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
   command
       ->add_option("--against", a->against,
                    "the other contestants, separated by commas: single, ddp, fsdp2, dtensor; or fingerprint, which is ours "
-                   "with the check of replicas in each step")
+                   "with the checks of train --check=fingerprint in each step")
       ->capture_default_str();
   command->add_option("--strategy", a->task.strategy, strategy_help())->capture_default_str();
   CLI::Option* mesh = command->add_option(

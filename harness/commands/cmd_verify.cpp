@@ -12,6 +12,7 @@
 #include <set>
 
 #include "harness/commands/allocator.h"
+#include "harness/commands/causes.h"
 #include "harness/commands/choices.h"
 #include "harness/commands/commands.h"
 #include "harness/commands/crash_report.h"
@@ -143,14 +144,19 @@ void print_coverage(const VerifyResult& result, const VerifyOptions& options) {
   if (!everything) fmt::print("{}", kWhereTheRestIs);
 }
 
+void print(const Failure& failure, const VerifyOptions& options) {
+  fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   {}\n", failure.cases,
+             failure.cases == 1 ? "" : "s", failure.what, in_lines(failure.looks_like), failure.minimal.str(),
+             failure.original.str(), replay_line(failure.minimal, options));
+  if (!failure.alike.empty())
+    fmt::print("  alike    {}, as {}\n", alike_in_words(std::ssize(failure.alike)), failure.alike.front().str());
+}
+
 void print(const VerifyResult& result, const VerifyOptions& options) {
   const bool is_quiet = verbosity() == Verbosity::quiet;
   if (!is_quiet) print_coverage(result, options);
   for (const std::string& difference : result.oracle_differences) fmt::print("\nORACLE {}\n", difference);
-  for (const Failure& failure : result.failures)
-    fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   {}\n", failure.cases,
-               failure.cases == 1 ? "" : "s", failure.what, in_lines(failure.looks_like), failure.minimal.str(),
-               failure.original.str(), replay_line(failure.minimal, options));
+  for (const Failure& failure : result.failures) print(failure, options);
   const int64_t cases = result.coverage.cases();
   if (cases == 0) return;  // and no verdict
   const bool held = result.coverage.failures() == 0 && result.oracle_differences.empty();
@@ -291,7 +297,8 @@ void add_verify_command(CLI::App& app, int& exit_code) {
                    "largest world; where it is not given, some cases that save have up to 14 ranks")
       ->capture_default_str();
   command->add_flag("--tiny", options.limits.tiny, "run only the MLP on 4 ranks that parity tests of other frameworks use");
-  command->add_option("--failures-max", options.failures_max, "stop after so many failures")->capture_default_str();
+  command->add_option("--failures-max", options.failures_max, "stop after so many failures of different causes")
+      ->capture_default_str();
   command->add_option("--schedules", options.schedules,
                       "run each case under so many schedules of its threads, and demand the same bits");
   command->add_option("--failures", options.failures_directory, "the folder of the failure database")->capture_default_str();

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <set>
 
+#include "harness/commands/causes.h"
 #include "harness/commands/program.h"
 #include "harness/plan/xml.h"
 #include "shardproof/base/check.h"
@@ -37,21 +38,47 @@ void add_case(const nlohmann::json& line, MergedReports& merged) {
   }
 }
 
+std::string key_of(const nlohmann::json& line, const char* minimal) {
+  return fmt::format("{} {}", line.value("engine", ""), line.at(minimal).get<std::string>());
+}
+
+// Whether parts of a campaign have found one bug twice. Here no case is run, so strategy and mode have to be the same.
+bool has_cause_of(const MergedFailure& failure, const MergedFailure& known) {
+  if (failure.engine != known.engine || failure.kind != known.kind || failure.kind.empty()) return false;
+  try {
+    const Case c = Case::parse(failure.minimal), minimal = Case::parse(known.minimal);
+    return c.strategy == minimal.strategy && c.mode == minimal.mode && has_all_of(c, minimal);
+  } catch (const shardproof::Error&) {
+    return false;  // of an older version, as above
+  }
+}
+
 void add_failure(const nlohmann::json& line, MergedReports& merged) {
-  const std::string minimal = line.at("case");
-  const std::string engine = line.value("engine", "");
-  const auto known = [&](const MergedFailure& failure) { return failure.minimal == minimal && failure.engine == engine; };
-  if (std::any_of(merged.minimal.begin(), merged.minimal.end(), known)) return;
-  merged.minimal.push_back({.minimal = minimal,
-                            .what = line.at("what"),
-                            .where = line.value("where", ""),
-                            .first = line.value("first", ""),
-                            .guess = line.value("guess", ""),
-                            .original = line.value("original", ""),
-                            .engine = engine,
-                            .replay = line.value("replay", fmt::format("{} replay '{}'", program_name(), minimal)),
-                            .cases = line.value("cases", int64_t{0}),
-                            .picture = line.value("picture", nlohmann::json())});
+  const std::string minimal = line.at("case"), key = key_of(line, "case");
+  if (merged.cause_of.contains(key)) return;
+  MergedFailure failure{.minimal = minimal,
+                        .what = line.at("what"),
+                        .where = line.value("where", ""),
+                        .first = line.value("first", ""),
+                        .replicas = line.value("replicas", ""),
+                        .guess = line.value("guess", ""),
+                        .original = line.value("original", ""),
+                        .engine = line.value("engine", ""),
+                        .replay = line.value("replay", fmt::format("{} replay '{}'", program_name(), minimal)),
+                        .kind = line.value("kind", ""),
+                        .cases = line.value("cases", int64_t{0}),
+                        .picture = line.value("picture", nlohmann::json())};
+  const auto known = std::ranges::find_if(merged.minimal, [&](const auto& other) { return has_cause_of(failure, other); });
+  merged.cause_of[key] = static_cast<size_t>(known - merged.minimal.begin());
+  if (known != merged.minimal.end())
+    ++known->alike;
+  else
+    merged.minimal.push_back(std::move(failure));
+}
+
+void add_alike(const nlohmann::json& line, MergedReports& merged) {
+  const auto cause = merged.cause_of.find(key_of(line, "minimal"));
+  if (cause != merged.cause_of.end()) ++merged.minimal[cause->second].alike;
 }
 
 void add_report(const std::string& path, const std::function<void(const nlohmann::json&)>& also, MergedReports& merged) {
@@ -104,6 +131,7 @@ void add_line(const nlohmann::json& line, MergedReports& merged) {
   if (type == "summary") add_summary(line, merged);
   if (type == "case") add_case(line, merged);
   if (type == "failure") add_failure(line, merged);
+  if (type == "alike") add_alike(line, merged);
 }
 
 MergedReports merge_reports(const std::vector<std::string>& paths, const std::function<void(const nlohmann::json&)>& also) {
@@ -132,8 +160,10 @@ std::string describe(const MergedReports& merged, bool everything) {
     text += fmt::format("\nFAILURE: {}\n", shardproof::escaped_lines(failure.what));
     if (!failure.where.empty()) text += fmt::format("  where    {}\n", escaped(failure.where));
     if (!failure.first.empty()) text += fmt::format("  first    {}\n", escaped(failure.first));
+    if (!failure.replicas.empty()) text += fmt::format("  replicas {}\n", escaped(failure.replicas));
     if (!failure.guess.empty()) text += fmt::format("  guess    {}\n", escaped(failure.guess));
     text += fmt::format("  minimal  {}\n  replay   {}\n", escaped(failure.minimal), escaped(failure.replay));
+    if (failure.alike > 0) text += fmt::format("  alike    {}\n", alike_in_words(failure.alike));
   }
   return text + fmt::format("\n{}{}: {} of {} cases held, in {} report{}\n", merged.interrupted ? "INTERRUPTED, so far " : "",
                             merged.held() ? "ALL HELD" : "FAILED", merged.cases - merged.failures, merged.cases, merged.reports,
@@ -153,8 +183,12 @@ std::string junit(const MergedReports& merged) {
   text += "</testcase>\n";
   for (const MergedFailure& failure : merged.minimal) {
     std::string more;
-    for (const auto& [name, value] :
-         {std::pair{"where", failure.where}, {"first", failure.first}, {"guess", failure.guess}, {"replay", failure.replay}})
+    for (const auto& [name, value] : {std::pair{"where", failure.where},
+                                      {"first", failure.first},
+                                      {"replicas", failure.replicas},
+                                      {"guess", failure.guess},
+                                      {"replay", failure.replay},
+                                      {"alike", failure.alike > 0 ? alike_in_words(failure.alike) : ""}})
       if (!value.empty()) more += fmt::format("{}{}: {}", more.empty() ? "" : "&#10;", name, xml_text(value));
     text +=
         fmt::format("  <testcase classname=\"verify\" name=\"{}\">\n    <failure message=\"{}\">{}</failure>\n  </testcase>\n",

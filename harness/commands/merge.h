@@ -13,10 +13,12 @@
 namespace harness {
 
 struct MergedFailure {
-  std::string minimal, what, where, first, guess, original;
+  std::string minimal, what, where, first, replicas, guess, original;
   std::string engine;      // of verify --engine; empty: the library
   std::string replay;      // the command that runs it once more, as its run printed it
+  std::string kind;        // of failure (causes.h); empty in a report of an older build
   int64_t cases = 0;       // that had run when it was found
+  int64_t alike = 0;       // other cases that failed of the same cause
   nlohmann::json picture;  // of picture.h; null where there is none
 };
 
@@ -34,7 +36,8 @@ struct MergedReports {
   std::map<std::string, int64_t> features;
   Combinations combinations;
   std::vector<MergedPart> parts;  // one a report
-  std::vector<MergedFailure> minimal;  // each case once
+  std::vector<MergedFailure> minimal;  // one a cause, as far as that can be told without running cases
+  std::map<std::string, size_t> cause_of;  // of each minimal case of the reports, its place in `minimal`
   bool held() const { return failures == 0 && oracle_differences == 0; }
 };
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <fstream>
 
+#include "harness/commands/causes.h"
 #include "harness/commands/json_lines.h"
 #include "harness/commands/program.h"
 #include "harness/compare/tolerance.h"
@@ -103,10 +104,12 @@ json Report::data() const {
                         {"what", failure.what},
                         {"where", failure.where},
                         {"first", failure.first},
+                        {"replicas", failure.replicas},
                         {"guess", failure.guess},
                         {"original", failure.original},
                         {"replay", failure.replay},
                         {"cases", failure.cases},
+                        {"alike", failure.alike > 0 ? alike_in_words(failure.alike) : ""},
                         {"picture", failure.picture}});
   for (const auto& [values, count] : pairs_) pairs.push_back({values.first, values.second, count});
   for (const auto& [precision, bins] : errors_) errors[precision] = bins;

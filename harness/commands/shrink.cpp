@@ -46,6 +46,13 @@ void simpler_mesh(std::vector<Case>& list, const Case& c) {
       lower(list, c, axis.size, least, [&](Case& v, int64_t n) { v.mesh = with_size(c.mesh, axis.name, n); });
 }
 
+// Ranks that shard parameters are simpler than ranks that cut layers or sequences.
+void only_shards(std::vector<Case>& list, const Case& c) {
+  if (c.microbatch_ranks() == 1) return;
+  for (const int64_t ranks : {int64_t{2}, c.mesh.size()})
+    reset(list, c, [&](Case& v) { v.mesh = shardproof::Mesh({{"dp_shard", ranks}}); });
+}
+
 // Fewer ranks that cut layers, with as many heads: another number of heads need not divide among them.
 void simpler_heads(std::vector<Case>& list, const Case& c) {
   lower(list, c, c.tensor_ranks(), 1, [&](Case& v, int64_t n) {
@@ -162,6 +169,7 @@ std::vector<Case> simpler(const Case& c) {
   for (Case& variant : with_smallest_models(c)) list.push_back(std::move(variant));
   simpler_schedule(list, c);
   simpler_mesh(list, c);
+  only_shards(list, c);
   simpler_heads(list, c);
   simpler_history(list, c);
   simpler_model(list, c);

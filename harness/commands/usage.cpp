@@ -147,6 +147,14 @@ std::string fish_script(CLI::App& app) {
   return out;
 }
 
+// The one option that may have a value takes it behind an equals sign. "" for other words that nobody expected.
+std::string of_check(const CLI::App& command, const std::string& value) {
+  for (const CLI::Option* option : command.get_options())
+    if (option->check_lname("check") && option->count() > 0)
+      return fmt::format("A value of --check stands behind an equals sign: --check={}\n", value);
+  return "";
+}
+
 }  // namespace
 
 void add_examples(CLI::App& app) {
@@ -195,6 +203,8 @@ std::string suggestions(const CLI::App& app) {
       out += fmt::format("There is no option '{}'.{}\n", name, did_you_mean(name, options_of(*command)));
     else if (!commands.empty())
       out += fmt::format("There is no command '{}'.{}\n", name, did_you_mean(name, commands));
+    else
+      out += of_check(*command, name);
   }
   return out;
 }

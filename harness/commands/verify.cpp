@@ -11,12 +11,10 @@
 
 #include "harness/case/failures.h"
 #include "harness/commands/allocator.h"
+#include "harness/commands/findings.h"
 #include "harness/commands/json_lines.h"
-#include "harness/commands/program.h"
 #include "harness/commands/progress.h"
-#include "harness/commands/shrink.h"
 #include "harness/compare/oracle.h"
-#include "harness/run/picture.h"
 #include "harness/run/running_cases.h"
 #include "harness/run/schedules.h"
 #include "harness/run/verbosity.h"
@@ -24,14 +22,6 @@
 
 namespace harness {
 namespace {
-
-// The most that its history asks for.
-int64_t ranks_of(const Case& c) {
-  int64_t ranks = c.mesh.size();
-  for (const StepPlan& step : c.steps)
-    if (step.load_mesh) ranks = std::max(ranks, step.load_mesh->size());
-  return ranks;
-}
 
 // Empty if an engine's run of the case is compared.
 const std::string& why_left_out(const Engine::Fitted& fitted) {
@@ -60,6 +50,12 @@ class Campaign {
         interrupted_(interrupted),
         failures_(options.failures_directory),
         json_(options.json),
+        findings_(
+            options, interrupted, idle_, [this](const Case& c) { return judge(c); },
+            [this](const nlohmann::json& line) {
+              const std::lock_guard lock(mutex_);
+              tell(line);
+            }),
         replays_(all_replays()) {
     result_.left_out = static_cast<int64_t>(std::erase_if(replays_, [&](const Replay& replay) { return !can_run(replay.c); }));
   }
@@ -91,6 +87,7 @@ class Campaign {
     progress_.clear();
     if (error_) std::rethrow_exception(error_);
     finish_oracle();
+    result_.failures = findings_.take();
     result_.interrupted = interrupted_;
     result_.from_corpus = from_corpus_;
     result_.replayed = replayed_;
@@ -121,7 +118,7 @@ class Campaign {
   // Whether a case that was not drawn here suits these ranks.
   bool can_run(const Case& c) const {
     const bool has_threads = options_.ranks_max == 0 || !c.interleaving;
-    return has_threads && (options_.ranks_max == 0 || ranks_of(c) <= options_.ranks_max);
+    return has_threads && (options_.ranks_max == 0 || c.largest_world() <= options_.ranks_max);
   }
 
   int64_t index_of(int64_t number) const { return options_.shard + number * options_.shard_count; }
@@ -187,6 +184,8 @@ class Campaign {
       try_case(found.c, true);
     }
     while (!over()) {
+      findings_.wait_for_turn();
+      if (over()) return;
       const int64_t number = next_++;
       if (options_.minutes <= 0 && number >= own_cases()) return;
       try_drawn(generate(options_.seed, index_of(number), options_.limits));
@@ -234,42 +233,9 @@ class Campaign {
       say(c, verdict, seconds);
       if (is_replay && verdict.held) failures_.forget(c);
     }
-    if (!verdict.held) add_failure(c, verdict, cases);
-  }
-
-  void add_failure(const Case& c, const Verdict& verdict, int64_t cases) {
-    {
-      const std::lock_guard lock(mutex_);
-      if (failures_found_ == options_.failures_max) return;
-      if (++failures_found_ == options_.failures_max) stop_ = true;
-    }
-    const ShrinkBudget budget{.time = std::chrono::milliseconds(static_cast<int64_t>(options_.shrink_seconds * 1000)),
-                              .runs = options_.shrink_runs,
-                              .threads = [this] { return 1 + idle_; }};  // jobs that have nothing left to do
-    const Shrunk shrunk = shrink(c, verdict, budget, [this](const Case& candidate) {
-      Verdict stopped;
-      stopped.held = true;
-      return interrupted_ ? stopped : judge(candidate);
-    });
-    const RunningCase running(shrunk.minimal.str());
-    const Explanation looks_like = interrupted_ ? Explanation{} : explain(shrunk.minimal, ranks());
-    const nlohmann::json picture =
-        interrupted_ || options_.engine ? nlohmann::json() : to_json(picture_of(shrunk.minimal, shrunk.verdict.step));
-    const std::lock_guard lock(mutex_);
-    result_.failures.push_back({c, shrunk.minimal, shrunk.verdict.what, looks_like, cases});
-    failures_.store(shrunk.minimal, shrunk.verdict.what);
-    tell({{"type", "failure"},
-          {"engine", options_.engine ? options_.engine->name() : ""},
-          {"case", shrunk.minimal.str()},
-          {"what", shrunk.verdict.what},
-          {"where", looks_like.where},
-          {"first", looks_like.first},
-          {"guess", looks_like.guess},
-          {"original", c.str()},
-          {"cases", cases},
-          {"tried", shrunk.tried},
-          {"replay", replay_line(shrunk.minimal, options_)},
-          {"picture", picture}});
+    if (verdict.held) return;
+    findings_.add(c, verdict, cases);
+    if (findings_.enough()) stop_ = true;
   }
 
   // Under the lock.
@@ -342,6 +308,7 @@ class Campaign {
   const std::atomic<bool>& interrupted_;
   Failures failures_;
   JsonLines json_;
+  Findings findings_;
   std::vector<Replay> replays_;
   Progress progress_;
   std::unique_ptr<Oracle> oracle_;
@@ -350,20 +317,10 @@ class Campaign {
   std::atomic<bool> stop_{false};
   std::mutex mutex_;  // what follows
   VerifyResult result_;
-  int64_t failures_found_ = 0;
   std::exception_ptr error_;
 };
 
 }  // namespace
-
-std::string replay_words(const VerifyOptions& options) {
-  const std::string engine = options.engine ? fmt::format("--engine {} ", options.engine->name()) : "";
-  return fmt::format("{} replay {}", program_name(), engine);
-}
-
-std::string replay_line(const Case& c, const VerifyOptions& options) {
-  return fmt::format("{}'{}'", replay_words(options), c.str());
-}
 
 VerifyResult verify(const VerifyOptions& options, const std::atomic<bool>& interrupted) {
   return Campaign(options, interrupted).run();

@@ -12,6 +12,7 @@
 #include "harness/case/problem.h"
 #include "harness/run/guesses.h"
 #include "harness/run/module_difference.h"
+#include "harness/run/replicas.h"
 #include "harness/run/suspects.h"
 #include "harness/run/wrong_pieces.h"
 #include "shardproof/base/check.h"
@@ -138,12 +139,19 @@ void add_modules(const Failing& failing, Explanation& text) {
   }
 }
 
+void add_replicas(const Case& c, const std::vector<std::vector<RankStep>>& steps, Ranks& ranks, Explanation& text) {
+  const Replicas apart = first_disagreement(steps);
+  if (apart.step < 0) return;
+  text.replicas = ranks.is_library() ? in_words(replicas_of(c, ranks), true) : in_words(apart, false);
+}
+
 }  // namespace
 
 std::string in_lines(const Explanation& explanation) {
   std::string lines;
   if (!explanation.where.empty()) lines += fmt::format("  where    {}\n", explanation.where);
   if (!explanation.first.empty()) lines += fmt::format("  first    {}\n", explanation.first);
+  if (!explanation.replicas.empty()) lines += fmt::format("  replicas {}\n", explanation.replicas);
   if (!explanation.guess.empty()) lines += fmt::format("  guess    {}\n", explanation.guess);
   return lines;
 }
@@ -160,11 +168,12 @@ Explanation explain(const Case& c, Ranks& ranks) {
   const golden::Trace trace = golden::train(run);
   for (size_t step = 0; step < steps.size(); ++step) {
     const Case here = c.at(step);
-    const Failing failing{c, here, run, trace, steps[step], step};
+    const Failing failing{c, here, run, trace, steps[step], step, ranks.is_library()};
     for (const auto& look : {in_losses, in_gradients, in_norm, in_state, in_parameters}) {
       Found told = look(failing);
       if (!told) continue;
       if (told->in_modules && &ranks == &thread_ranks()) add_modules(failing, told->text);
+      add_replicas(c, steps, ranks, told->text);
       return told->text;
     }
   }

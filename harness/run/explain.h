@@ -14,6 +14,8 @@ struct Explanation {
   // The first module that differs (module_difference.h), or that none does. It is "" where losses and gradients are right or
   // only rounded in another way, and where ranks are not threads.
   std::string first = {};
+  // Which ranks agree with each other, where ranks that hold the same elements have different bits (replicas.h); else "".
+  std::string replicas = {};
   std::string guess;  // "the terms of data-parallel rank 1 are missing"; "" when no mistake that is known here fits
 };
 
@@ -21,7 +23,7 @@ struct Explanation {
 // case holds, or fails by an error.
 Explanation explain(const Case& c, Ranks& ranks = thread_ranks());
 
-// "  where    ...\n  first    ...\n  guess    ...\n", without the lines that say nothing.
+// "  where    ...\n  first    ...\n  replicas ...\n  guess    ...\n", without the lines that say nothing.
 std::string in_lines(const Explanation& explanation);
 
 }  // namespace harness

@@ -44,11 +44,16 @@ std::string rest_of_guess(const WrongPieces& wrong) {
   return apart < 1e-2 ? "they are " + rounding_of(apart) : "";
 }
 
+bool is_on_one_rank(const WrongPieces& wrong) {
+  return std::ranges::all_of(wrong.pieces, [&](const WrongPiece& piece) { return piece.rank == wrong.pieces.front().rank; });
+}
+
 std::string with(const Failing& failing, const WrongPieces& wrong, const std::vector<Suspect>& suspects) {
   const double usual = distance(wrong, wrong.wanted);
   double best = std::min(wrong.tolerance, usual / 10);
   std::string text;
   for (const Suspect& suspect : suspects) {
+    if (suspect.apart && !failing.lists_replicas && is_on_one_rank(wrong)) continue;  // the others hold the same
     std::map<int64_t, Values> by_rank;
     for (int64_t rank = 0; rank < std::ssize(failing.ranks); ++rank) by_rank[rank] = suspect.values(rank);
     const double apart = distance(wrong, [&](int64_t rank) -> const Values& { return by_rank.at(rank); });
@@ -87,7 +92,8 @@ std::optional<Suspect> own_tokens(const Failing& failing, const Values& wanted) 
                    for (const at::Tensor& value : wanted)
                      values.push_back(value * (all / (own * static_cast<double>(tokens.size()))));
                    return values;
-                 }};
+                 },
+                 true};
 }
 
 // How many times the parameters before the step is what the pieces have too much.

@@ -19,6 +19,7 @@ struct Failing {
   const golden::Trace& trace;
   const std::vector<RankStep>& ranks;
   size_t step;
+  bool lists_replicas = true;  // whether a replica with the bits of another rank's is among what ranks hold (engine.h)
 
   const golden::StepTrace& golden() const { return trace[step]; }
   const golden::StepTrace* earlier() const {

@@ -69,9 +69,13 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
   // Of what each rank holds by itself: `together` says whose terms a rank has.
   const auto add_own = [&](std::string text, std::function<bool(int64_t own, int64_t rank)> together) {
     const int64_t neighbours = c.microbatch_ranks();
-    suspects.push_back({std::move(text), [=](int64_t rank) {
-                          return terms->sum([&](int64_t, int64_t other) { return together(rank / neighbours, other) ? 1 : 0; });
-                        }});
+    suspects.push_back({.text = std::move(text),
+                        .values =
+                            [=](int64_t rank) {
+                              return terms->sum(
+                                  [&](int64_t, int64_t other) { return together(rank / neighbours, other) ? 1 : 0; });
+                            },
+                        .apart = true});
   };
   const int64_t ranks = terms->ranks(), rounds = terms->rounds(), shards = c.shards();
   if (ranks > 1) {

@@ -16,6 +16,7 @@ using Values = std::vector<at::Tensor>;  // float64, 1-D, one a trained paramete
 struct Suspect {
   std::string text;
   std::function<Values(int64_t rank)> values;
+  bool apart = false;  // ranks hold different values under this mistake
 };
 
 // The step's gradients under each mistake. `run` is the failing step alone, begun with the parameters that it found.

@@ -168,9 +168,10 @@ function showFailures() {
       (failure) => el(
           'article', {}, el('h3', {class: 'what'}, failure.what),
           facts(
-              ['where', failure.where], ['first module', failure.first], ['it looks as if', failure.guess],
+              ['where', failure.where], ['first module', failure.first], ['replicas', failure.replicas],
+              ['it looks as if', failure.guess],
               ['minimal case', el('code', {}, failure.case)],
-              ['replay', command(failure.replay)],
+              ['replay', command(failure.replay)], ['alike', failure.alike],
               ['found', `after ${plural(failure.cases, 'case')}`],
               ['found as', failure.original && failure.original !== failure.case ? el('code', {}, failure.original) : '']),
           failure.picture ? [ownership(failure.picture, `${failure.what} ${failure.where}`), timeline(failure.picture)] : ''));

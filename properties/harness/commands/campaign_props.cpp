@@ -165,6 +165,7 @@ TEST(Shrink, lets_heads_follow_the_ranks_that_divide_them) {
   EXPECT_TRUE(
       texts.contains("llama(layers=1,hidden=4,heads=2,kv_heads=1,intermediate=3,vocab=3,positions=1) mesh(tp=2) zero3 "
                      "sgd(lr=0.1) fast seed=7 : step"));
+  EXPECT_TRUE(texts.contains(str(c.model) + " mesh(dp_shard=2) zero3 sgd(lr=0.1) fast seed=7 : step"));
 }
 
 TEST(Shrink, lowers_every_axis_of_a_mesh_that_a_load_goes_on_with) {

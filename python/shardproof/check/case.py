@@ -64,9 +64,8 @@ class Trial:
             return self.finish(Verdict("hung", where="hung", message=message, traces={r: f.text for r, f in failures.items()}))
         own = own or failures
         first = next(iter(own.values()))
-        last = [line for line in first.text.strip().splitlines() if line.strip()][-1]
         ranks = "every rank" if len(own) == self.segments[segment].ranks else f"rank {', '.join(map(str, sorted(own)))}"
-        message = f"segment {segment}: {ranks} raised: {last}"
+        message = f"segment {segment}: {ranks} raised: {_raised(first)}"
         return self.finish(Verdict("raised", where=_place(first), message=message, traces={r: f.text for r, f in own.items()}))
 
 
@@ -102,6 +101,12 @@ class Case(Trial):
 
 def failure_of(error: BaseException) -> Failure:
     return Failure(type(error).__name__, "".join(traceback.format_exception(error)))
+
+
+def _raised(failure: Failure) -> str:
+    """The exception as it was printed, with all of its lines."""
+    begin = list(re.finditer(rf"^(?:[\w.]+\.)?{re.escape(failure.kind)}(?:: |$)", failure.text, re.MULTILINE))
+    return failure.text[begin[-1].start() :].strip() if begin else failure.text.strip().splitlines()[-1]
 
 
 def _place(failure: Failure) -> str:

@@ -1,0 +1,18 @@
+#include "harness/commands/verify_options.h"
+
+#include <fmt/format.h>
+
+#include "harness/commands/program.h"
+
+namespace harness {
+
+std::string replay_words(const VerifyOptions& options) {
+  const std::string engine = options.engine ? fmt::format("--engine {} ", options.engine->name()) : "";
+  return fmt::format("{} replay {}", program_name(), engine);
+}
+
+std::string replay_line(const Case& c, const VerifyOptions& options) {
+  return fmt::format("{}'{}'", replay_words(options), c.str());
+}
+
+}  // namespace harness

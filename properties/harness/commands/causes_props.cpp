@@ -1,0 +1,179 @@
+// Failures of one cause are one failure, and failures of two causes are two.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <fstream>
+#include <memory>
+
+#include "harness/commands/causes.h"
+#include "harness/commands/merge.h"
+#include "harness/commands/shrink.h"
+#include "harness/commands/verify.h"
+#include "harness/run/property.h"
+#include "properties/kit/harness_env.h"
+
+using namespace harness;
+
+namespace {
+
+const std::atomic<bool> kGoOn{false};
+
+Verdict failed(const std::string& category, const std::string& what = "") {
+  Verdict verdict;
+  verdict.category = category;
+  verdict.what = what;
+  return verdict;
+}
+
+// As if two bugs were in the tree: averages are wrong, and so is clipping. Registration is for good.
+class TwoBugs {
+ public:
+  TwoBugs() {
+    static const bool registered = [] {
+      register_property({.name = "two_bugs",
+                         .applies = [](const Case&) { return planted_.load(); },
+                         .finished = [](const FinishedRun& run) -> Complaint {
+                           return run.c.options.ema != 0 || run.c.clip_norm != 0 ? Complaint("planted") : Complaint();
+                         }});
+      return true;
+    }();
+    planted_ = registered;
+  }
+  ~TwoBugs() { planted_ = false; }
+
+ private:
+  static inline std::atomic<bool> planted_{false};
+};
+
+VerifyOptions options_in(const harness_env::Folder& folder) {
+  VerifyOptions options;
+  options.cases = 150;
+  options.python = false;
+  options.shrink_seconds = 5;
+  options.limits.world_max = 4;
+  options.failures_directory = folder / "failures";
+  options.json = folder / "report.json";
+  return options;
+}
+
+}  // namespace
+
+TEST(Causes, errors_with_other_numbers_names_and_paths_are_of_one_kind) {
+  const auto kind = [](const char* what) { return kind_of_failure(failed("error", what)); };
+  EXPECT_EQ(kind("error: rank 0 of 2: /tmp/a.1: is missing"), kind("error: rank 13 of 20: /tmp/b.2: is missing"));
+  EXPECT_EQ(kind("error: start (0) + length (1) exceeds\nmore"), kind("error: start (2) + length (3) exceeds\nelse"));
+  EXPECT_EQ(kind("error: [bucket] broken invariant `a && b`: the root unit"),
+            kind("error: [bucket] broken invariant `a && b`: unit 'x'"));
+  EXPECT_NE(kind("error: [bucket] broken invariant `a`: x"), kind("error: [bucket] broken invariant `b`: x"));
+  EXPECT_NE(kind("error: [bucket] of it"), kind("error: [norm] of it"));
+  EXPECT_NE(kind("error: rank 0: a file is missing"), kind("error: rank 0: a file is torn"));
+}
+
+TEST(Causes, wrong_values_are_of_one_kind_and_properties_are_of_their_own) {
+  EXPECT_EQ(kind_of_failure(failed("gradient")), kind_of_failure(failed("parameter")));
+  EXPECT_NE(kind_of_failure(failed("property a")), kind_of_failure(failed("property b")));
+  EXPECT_NE(kind_of_failure(failed("gradient")), kind_of_failure(failed("error", "error: gradient")));
+}
+
+TEST(Causes, a_case_has_all_that_its_simpler_variants_of_one_model_have) {
+  for (int64_t i = 0; i < 60; ++i) {
+    const Case c = generate(3, i, {});
+    EXPECT_TRUE(has_all_of(c, c)) << c.str();
+    for (const Case& variant : simpler(c))
+      if (variant.model.kind == c.model.kind) EXPECT_TRUE(has_all_of(c, variant)) << c.str() << "\n" << variant.str();
+  }
+}
+
+TEST(Causes, what_a_minimal_case_has_and_the_case_lacks_is_no_explanation) {
+  const auto with = [](const char* strategy, const char* optimizer, const char* steps) {
+    return Case::parse(std::string("mlp(widths=1-1,act=identity,bias=0) mesh(dp_shard=2) ") + strategy + " " + optimizer +
+                       " ordered seed=1 : " + steps);
+  };
+  const Case c = with("zero3(units=root,align=64,loss=sum)", "sgd(lr=0.1)", "step");
+  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,align=64,loss=sum,prefetch=1)", "sgd(lr=0.1)", "step")));
+  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,align=64,loss=sum)", "adam(lr=0.1)", "step")));
+  EXPECT_FALSE(has_all_of(c, with("zero3(units=root,align=64,loss=sum)", "sgd(lr=0.1)", "accumulate(2) step")));
+  EXPECT_TRUE(has_all_of(with("zero2(units=leaf,prefetch=2)", "adamw(lr=0.1,clip=1)", "accumulate(3) step*2"),
+                         with("zero3(units=root,align=64,loss=sum,prefetch=1)", "adam(lr=0.1)", "accumulate(2) step")));
+}
+
+TEST(Causes, a_case_is_explained_when_it_fails_with_nothing_else) {
+  const Case minimal = Case::parse(
+      "mlp(widths=1-1,act=identity,bias=0) mesh(dp_shard=2) zero3(units=root,align=64,loss=sum) sgd(lr=0.1) exact seed=1 : "
+      "accumulate(2) step");
+  const Case c = Case::parse(
+      "gpt(layers=1,hidden=4,heads=2,vocab=5,positions=3) mesh(dp_shard=4) zero2(prefetch=2) adam(lr=0.1) "
+      "ordered seed=7 : accumulate(3) step*2");
+  std::vector<Case> tried;
+  const auto only_there = [&](const Case& other) {
+    tried.push_back(other);
+    return failed("gradient");
+  };
+  EXPECT_TRUE(explains(minimal, "values", c, only_there));
+  ASSERT_EQ(tried.size(), 1u);
+  EXPECT_EQ(tried[0].model.kind, golden::Model::Kind::gpt);
+  EXPECT_EQ(tried[0].options.prefetch, 0) << "prefetch is no part of it";
+  EXPECT_EQ(tried[0].optimizer.kind, golden::Optimizer::Kind::sgd);
+  const auto nowhere = [](const Case&) {
+    Verdict held;
+    held.held = true;
+    return held;
+  };
+  EXPECT_FALSE(explains(minimal, "values", c, nowhere));
+  EXPECT_FALSE(explains(minimal, "values", c, [](const Case&) { return failed("error", "error: another"); }));
+}
+
+TEST(Causes, two_bugs_are_two_failures_however_many_cases_they_fail) {
+  const TwoBugs planted;
+  const harness_env::Folder folder;
+  const VerifyResult result = verify(options_in(folder), kGoOn);
+  ASSERT_EQ(result.failures.size(), 2u);
+  int64_t with_ema = 0, explained = 0;
+  for (const Failure& failure : result.failures) {
+    EXPECT_NE(failure.minimal.options.ema != 0, failure.minimal.clip_norm != 0) << "one bug each: " << failure.minimal.str();
+    with_ema += failure.minimal.options.ema != 0;
+    explained += 1 + std::ssize(failure.alike);
+    for (const Case& c : failure.alike) EXPECT_TRUE(has_all_of(c, failure.minimal)) << c.str();
+  }
+  EXPECT_EQ(with_ema, 1);
+  EXPECT_GT(result.coverage.failures(), 20);
+  EXPECT_EQ(explained, result.coverage.failures()) << "every failure is told, or counted with one that is";
+  EXPECT_EQ(result.coverage.cases(), 150) << "two are fewer than --failures-max";
+  const MergedReports merged = merge_reports({folder / "report.json"});
+  ASSERT_EQ(merged.minimal.size(), 2u);
+  EXPECT_EQ(merged.minimal[0].alike + merged.minimal[1].alike + 2, merged.failures);
+  EXPECT_NE(describe(merged, false).find(alike_in_words(merged.minimal[0].alike)), std::string::npos);
+}
+
+TEST(Causes, a_campaign_ends_with_as_many_causes_as_are_asked_for) {
+  const TwoBugs planted;
+  const harness_env::Folder folder;
+  VerifyOptions options = options_in(folder);
+  options.failures_max = 1;
+  const VerifyResult result = verify(options, kGoOn);
+  EXPECT_EQ(result.failures.size(), 1u);
+  EXPECT_LT(result.coverage.cases(), 150);
+}
+
+TEST(Causes, parts_of_a_campaign_that_found_one_bug_merge_into_one_failure) {
+  const TwoBugs planted;
+  const harness_env::Folder folder;
+  std::vector<std::string> reports;
+  int64_t failures = 0;
+  for (int64_t part = 0; part < 3; ++part) {
+    VerifyOptions options = options_in(folder);
+    options.limits.mode = Mode::ordered;
+    options.limits.strategy = "ddp";
+    options.shard = part;
+    options.shard_count = 3;
+    options.failures_directory = folder / ("failures" + std::to_string(part));
+    options.json = folder / ("report" + std::to_string(part) + ".json");
+    reports.push_back(options.json);
+    failures += std::ssize(verify(options, kGoOn).failures);
+  }
+  const MergedReports merged = merge_reports(reports);
+  EXPECT_EQ(failures, 6);
+  EXPECT_EQ(merged.minimal.size(), 2u);
+  EXPECT_EQ(merged.minimal[0].alike + merged.minimal[1].alike + 2, merged.failures);
+}
