@@ -57,10 +57,10 @@ def run(command, cwd, seconds_max=None):
 def replicas_of(failure):
     """Whether the check of replicas finds a failure of `verify` in the first step that leaves some of them different, in its
     minimal case and as it was found: "found" or "missed"; "" where replicas never differ."""
-    different = [run for run in failure.get("replicas_differ", {}).values() if run["differ"]]
+    different = [run for run in (failure.get("replicas_differ") or {}).values() if run["differ"]]
     if not different:
         return ""
-    return "found" if all(0 < run["found"] <= run["differ"] for run in different) else "missed"
+    return "found" if all(run["found"] == run["differ"] for run in different) else "missed"
 
 
 class Scratch:

@@ -279,15 +279,19 @@ void generate_checkpoints(Chooser choose, Case& c, const Limits& limits) {
   }
 }
 
-// Ranks above ten, of some cases that save: names of files, and of ranks, then have two digits.
+// Ranks above ten, of some cases that save: names of files, and of ranks, then have two digits. Axes cp and tp stay.
 void try_wide_world(Chooser choose, Case& c, const Limits& limits) {
+  constexpr int64_t kLeast = 11, kMost = 14;
   const bool saves = std::ranges::any_of(c.steps, &StepPlan::save);
-  if (!saves || !limits.above_ten || limits.mesh || c.microbatch_ranks() > 1 || !choose.chance(0.15)) return;
-  const int64_t ranks = choose.integer(11, 14);
-  const bool two_axes = choose.chance(0.5) && ranks % 2 == 0;
-  try_change(c, [&] {
-    c.mesh = two_axes ? Mesh({{"dp_replicate", 2}, {"dp_shard", ranks / 2}}) : Mesh({{"dp_shard", ranks}});
-  });
+  const int64_t inner = c.microbatch_ranks();
+  if (!saves || !limits.above_ten || limits.mesh || !choose.chance(inner > 1 ? 0.4 : 0.15)) return;
+  const int64_t outer = inner == 1 ? choose.integer(kLeast, kMost) : (kLeast + inner - 1) / inner;
+  if (outer * inner > kMost) return;
+  std::vector<shardproof::Axis> axes = {{"dp_shard", outer}};
+  if (choose.chance(0.5) && outer % 2 == 0) axes = {{"dp_replicate", 2}, {"dp_shard", outer / 2}};
+  for (const shardproof::Axis& axis : c.mesh.axes())
+    if (axis.name == "cp" || axis.name == "tp") axes.push_back(axis);
+  try_change(c, [&] { c.mesh = Mesh(axes); });
 }
 
 // In low precision and `fast` mode, where a tolerance has to judge.

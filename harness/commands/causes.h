@@ -10,8 +10,8 @@
 
 namespace harness {
 
-// In which way a case failed: "values" where any are wrong; of an error the place that it names and the condition that is
-// broken, or its words but for numbers, names and paths; else the verdict's category.
+// In which way a case failed: "values" where any are wrong; of an error the place that it names, and the condition that is
+// broken or the words but for numbers, names and paths; else the verdict's category.
 std::string kind_of_failure(const Verdict& verdict);
 
 // Whether a case has something else than the simplest wherever a minimal one has: options, events, the optimizer, the model,
@@ -22,8 +22,9 @@ bool has_all_of(const Case& c, const Case& minimal);
 // stay, and the history is that of the minimal one. It may be invalid.
 Case reduced_to(const Case& minimal, const Case& c);
 
-// Whether what made `minimal` fail is enough for `c` to fail: `c` has all of it, and fails alike when it is reduced to that, or
-// `minimal` does with the strategy and the mode of `c`. `run` judges other cases. Both have failed, in a way of that kind.
+// Whether what made `minimal` fail is enough for `c` to fail: `c` has all of it, `minimal` fails alike on the mesh, under the
+// strategy and in the mode of `c`, and so does `c` when it is reduced to what `minimal` has. `run` judges these cases. Both
+// have failed, in a way of that kind. A second bug that needs nothing but another model is not told from the first.
 bool explains(const Case& minimal, const std::string& kind, const Case& c, const std::function<Verdict(const Case&)>& run);
 
 // "4 more cases have all of this and failed alike"

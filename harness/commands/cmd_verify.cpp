@@ -148,8 +148,8 @@ void print(const Failure& failure, const VerifyOptions& options) {
   fmt::print("\nFAILURE after {} case{}: {}\n{}  minimal  {}\n  found as {}\n  replay   {}\n", failure.cases,
              failure.cases == 1 ? "" : "s", failure.what, in_lines(failure.looks_like), failure.minimal.str(),
              failure.original.str(), replay_line(failure.minimal, options));
-  if (!failure.alike.empty())
-    fmt::print("  alike    {}, as {}\n", alike_in_words(std::ssize(failure.alike)), failure.alike.front().str());
+  if (failure.alike > 0)
+    fmt::print("  alike    {}, as {}\n", alike_in_words(failure.alike), failure.some_alike.front().str());
 }
 
 void print(const VerifyResult& result, const VerifyOptions& options) {

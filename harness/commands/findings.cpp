@@ -11,7 +11,7 @@
 namespace harness {
 namespace {
 
-constexpr int64_t kAlikeMax = 100;  // of one cause: after so many a campaign has nothing more to say
+constexpr int64_t kAlikeKept = 100;  // of one cause; the others are in --json
 
 }  // namespace
 
@@ -58,7 +58,7 @@ bool Findings::is_full() const {
 
 bool Findings::enough() const {
   const std::lock_guard lock(mutex_);
-  return has_many_alike_ || std::ssize(failures_) >= options_.failures_max;
+  return std::ssize(failures_) >= options_.failures_max;
 }
 
 void Findings::end_turn() {
@@ -99,14 +99,18 @@ Shrunk Findings::shrunk(const Case& c, const Verdict& verdict) const {
   const ShrinkBudget budget{.time = std::chrono::milliseconds(static_cast<int64_t>(options_.shrink_seconds * 1000)),
                             .runs = options_.shrink_runs,
                             .threads = [this] { return 1 + idle_; }};
-  return shrink(c, verdict, budget, [this](const Case& candidate) { return judge_unless_interrupted(candidate); });
+  const std::string kind = kind_of_failure(verdict);
+  return shrink(c, verdict, budget, [&](const Case& candidate) {
+    Verdict found = judge_unless_interrupted(candidate);
+    found.held |= kind_of_failure(found) != kind;  // a smaller case of another failure says nothing about this one
+    return found;
+  });
 }
 
 void Findings::add_alike(const Case& c, const Verdict& verdict, size_t cause) {
   const std::lock_guard lock(mutex_);
   Failure& known = failures_[cause];
-  known.alike.push_back(c);
-  has_many_alike_ |= std::ssize(known.alike) >= kAlikeMax;
+  if (known.alike++ < kAlikeKept) known.some_alike.push_back(c);
   tell_({{"type", "alike"},
          {"engine", options_.engine ? options_.engine->name() : ""},
          {"case", c.str()},
@@ -121,7 +125,9 @@ void Findings::add_failure(const Case& c, const Shrunk& shrunk, int64_t cases) {
   const bool draws = !interrupted_ && !options_.engine;
   const Explanation looks_like = interrupted_ ? Explanation{} : explain(minimal, ranks());
   const nlohmann::json picture = draws ? to_json(picture_of(minimal, shrunk.verdict.step)) : nlohmann::json();
-  const nlohmann::json replicas = {{"minimal", replicas_json(minimal)}, {"original", replicas_json(c)}};
+  nlohmann::json replicas;  // null where the run ends in an error, and of engines, which have no check
+  if (draws && shrunk.verdict.category != "error")
+    replicas = {{"minimal", replicas_json(minimal)}, {"original", replicas_json(c)}};
   const std::string kind = kind_of_failure(shrunk.verdict);
   database_.store(minimal, shrunk.verdict.what);
   const std::lock_guard lock(mutex_);
@@ -145,7 +151,7 @@ void Findings::add_failure(const Case& c, const Shrunk& shrunk, int64_t cases) {
 
 // After which step replicas differ, and after which their check complains, counted from 1; 0: never.
 nlohmann::json Findings::replicas_json(const Case& c) const {
-  const Replicas replicas = interrupted_ || options_.engine ? Replicas{} : replicas_of(c, ranks());
+  const Replicas replicas = replicas_of(c, ranks());
   return {{"differ", replicas.step + 1}, {"found", replicas.found + 1}};
 }
 

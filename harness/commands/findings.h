@@ -24,7 +24,8 @@ struct Failure {
   std::string kind;        // of failure (causes.h)
   Explanation looks_like;  // of the minimal case
   int64_t cases = 0;       // how many had run when it was found, itself included
-  std::vector<Case> alike = {};  // other cases that failed, and that the minimal one explains
+  int64_t alike = 0;               // other cases that failed, and that the minimal one explains
+  std::vector<Case> some_alike = {};  // the first of these
 };
 
 class Findings {
@@ -41,7 +42,7 @@ class Findings {
   // one of them turns out to have a cause that is known.
   void wait_for_turn();
 
-  // Whether the campaign has found what it was asked for.
+  // Whether as many failures are known as are asked for.
   bool enough() const;
 
   // At the end.
@@ -72,7 +73,6 @@ class Findings {
   std::condition_variable turn_;
   std::vector<Failure> failures_;  // grows at its end only
   int64_t shrinking_ = 0;
-  bool has_many_alike_ = false;
 };
 
 }  // namespace harness

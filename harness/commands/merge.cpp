@@ -42,12 +42,15 @@ std::string key_of(const nlohmann::json& line, const char* minimal) {
   return fmt::format("{} {}", line.value("engine", ""), line.at(minimal).get<std::string>());
 }
 
-// Whether parts of a campaign have found one bug twice. Here no case is run, so strategy and mode have to be the same.
+// Whether two parts of a campaign have found one bug. Here no case is run, so the minimal cases have to have the same. What one
+// run told apart stays apart.
 bool has_cause_of(const MergedFailure& failure, const MergedFailure& known) {
   if (failure.engine != known.engine || failure.kind != known.kind || failure.kind.empty()) return false;
+  if (failure.report == known.report) return false;
   try {
     const Case c = Case::parse(failure.minimal), minimal = Case::parse(known.minimal);
-    return c.strategy == minimal.strategy && c.mode == minimal.mode && has_all_of(c, minimal);
+    return c.strategy == minimal.strategy && c.mode == minimal.mode && has_all_of(c, minimal) &&
+           has_all_of(minimal, c);
   } catch (const shardproof::Error&) {
     return false;  // of an older version, as above
   }
@@ -55,7 +58,11 @@ bool has_cause_of(const MergedFailure& failure, const MergedFailure& known) {
 
 void add_failure(const nlohmann::json& line, MergedReports& merged) {
   const std::string minimal = line.at("case"), key = key_of(line, "case");
-  if (merged.cause_of.contains(key)) return;
+  if (const auto cause = merged.cause_of.find(key); cause != merged.cause_of.end()) {
+    MergedFailure& known = merged.minimal[cause->second];
+    known.alike += known.report != merged.reports;  // a crash may be written twice into one report
+    return;
+  }
   MergedFailure failure{.minimal = minimal,
                         .what = line.at("what"),
                         .where = line.value("where", ""),
@@ -67,6 +74,7 @@ void add_failure(const nlohmann::json& line, MergedReports& merged) {
                         .replay = line.value("replay", fmt::format("{} replay '{}'", program_name(), minimal)),
                         .kind = line.value("kind", ""),
                         .cases = line.value("cases", int64_t{0}),
+                        .report = merged.reports,
                         .picture = line.value("picture", nlohmann::json())};
   const auto known = std::ranges::find_if(merged.minimal, [&](const auto& other) { return has_cause_of(failure, other); });
   merged.cause_of[key] = static_cast<size_t>(known - merged.minimal.begin());

@@ -19,6 +19,7 @@ struct MergedFailure {
   std::string kind;        // of failure (causes.h); empty in a report of an older build
   int64_t cases = 0;       // that had run when it was found
   int64_t alike = 0;       // other cases that failed of the same cause
+  int64_t report = 0;      // which of the reports has it
   nlohmann::json picture;  // of picture.h; null where there is none
 };
 

@@ -170,7 +170,7 @@ class Campaign {
   }
 
   bool over() const {
-    if (stop_ || interrupted_) return true;
+    if (stop_ || interrupted_ || findings_.enough()) return true;
     return options_.minutes > 0 ? progress_.seconds() >= options_.minutes * 60 : next_ >= own_cases();
   }
 

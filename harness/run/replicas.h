@@ -23,8 +23,8 @@ Replicas replicas_of(const Case& c, Ranks& ranks = thread_ranks());
 // The first step of a run in which replicas differ; `found` is of the complaints that ranks have handed in.
 Replicas first_disagreement(const std::vector<std::vector<RankStep>>& steps);
 
-// "after step 1 ranks 0, 2 and ranks 1, 3 hold other bits of layers.0.weight; --check=fingerprint finds it in step 1". "" where
-// no replicas differ.
+// "after step 1 ranks 0, 2 and ranks 1, 3 hold different bits of layers.0.weight; --check=fingerprint finds it in step 1". ""
+// where no replicas differ.
 std::string in_words(const Replicas& replicas, bool has_check);
 
 }  // namespace harness

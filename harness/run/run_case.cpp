@@ -72,10 +72,12 @@ class Reference {
     add_jittered(kJitteredRuns);
   }
 
-  Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict) const {
+  // With `may_doubt` more unsharded runs are asked before a difference that may be luck is told.
+  Difference difference(size_t step, const std::vector<RankStep>& ranks, Verdict& verdict, bool may_doubt = false) const {
     if (truth_.empty()) return first_difference(trace_[step], ranks, copies_[step], &verdict.values_compared);
     Compared compared = within_tolerance(step, ranks);
-    if (compared.difference && compared.ratio <= kLuckMax && jittered_ == kJitteredRuns) {
+    const bool is_doubt = compared.ratio > kToleranceFactor && compared.ratio <= kLuckMax;
+    if (may_doubt && compared.difference && is_doubt && jittered_ == kJitteredRuns) {
       add_jittered(kMoreRuns);
       compared = within_tolerance(step, ranks);
     }
@@ -210,7 +212,7 @@ void compare(const Case& c, const golden::Run& run, const Reference& reference, 
     verdict.steps_skipped += reference.trace()[step].skipped;
     if (c.clip_norm > 0)
       ++(reference.trace()[step].gradient_norm > c.clip_norm ? verdict.steps_clipped : verdict.steps_not_clipped);
-    if (auto difference = reference.difference(step, sharded[step], verdict)) {
+    if (auto difference = reference.difference(step, sharded[step], verdict, /*may_doubt=*/true)) {
       verdict.category = first_word(*difference);
       verdict.what = fmt::format("step {}: {}", step + 1, *difference);
       verdict.step = static_cast<int64_t>(step);

@@ -119,3 +119,16 @@ TEST(Together, a_case_stays_valid_and_keeps_its_mesh_and_strategy) {
     EXPECT_EQ(after.strategy, before.strategy);
   }
 }
+
+TEST(Together, worlds_above_ten_are_drawn_with_and_without_axes_inside_of_the_model) {
+  int64_t plain = 0, tensor = 0, context = 0;
+  for (int64_t i = 0; i < 4000; ++i) {
+    const Case c = generate(7, i, {.above_ten = true});
+    if (c.mesh.size() <= 10) continue;
+    ++(c.context_ranks() > 1 ? context : c.tensor_ranks() > 1 ? tensor : plain);
+    EXPECT_LE(c.mesh.size(), 14) << c.str();
+  }
+  EXPECT_GT(plain, 20);
+  EXPECT_GT(tensor, 10);
+  EXPECT_GT(context, 3);
+}

@@ -22,7 +22,7 @@ Steps trained(const char* text) {
 constexpr const char* kReplicas =
     "mlp(widths=5-7-3) mesh(dp_replicate=2,dp_shard=2) hsdp(units=leaf) sgd(lr=0.1,momentum=0.9) ordered seed=3 : step*3";
 
-// The ranks that hold the first element of the first parameter of that rank have other bits of it.
+// Adds 1 to the first element of the first piece.
 void move_first(std::vector<shardproof::Piece>& pieces) {
   pieces.front().data.view({-1})[0] += 1;
 }
