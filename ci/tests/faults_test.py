@@ -90,12 +90,13 @@ class Faults(unittest.TestCase):
         code, rows, output = self.run_faults([patch("A", "4")])
         self.assertEqual((code, rows["A"]["verdict"]), (0, "killed"), output)
         self.assertEqual((rows["A"]["by"], rows["A"]["cases"]), ("gradient of w", 7))
-        self.assertEqual((rows["A"]["case"], rows["A"]["replicas"]), ("tiny case", "found"))
+        self.assertEqual(rows["A"]["case"], "tiny case")
+        self.assertEqual(rows["A"]["replicas"], "found")
+        self.assertIn("1 planted bugs: 1 killed, 0 survived, 0 errors", output)
 
     def test_replicas_that_differ_before_their_check_says_so_are_missed(self):
         _, rows, output = self.run_faults([patch("A", "5")])
         self.assertEqual(rows["A"]["replicas"], "missed", output)
-        self.assertIn("1 planted bugs: 1 killed, 0 survived, 0 errors", output)
 
     def test_a_case_that_crashes_is_shrunk_by_its_replay(self):
         code, rows, output = self.run_faults([patch("A", "6")])

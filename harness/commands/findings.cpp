@@ -123,7 +123,7 @@ void Findings::add_failure(const Case& c, const Shrunk& shrunk, int64_t cases) {
   const Case& minimal = shrunk.minimal;
   const RunningCase running(minimal.str());
   const bool draws = !interrupted_ && !options_.engine;
-  const Explanation looks_like = interrupted_ ? Explanation{} : explain(minimal, ranks());
+  const Explanation looks_like = interrupted_ ? Explanation{} : explain(minimal, ranks_of(options_));
   const nlohmann::json picture = draws ? to_json(picture_of(minimal, shrunk.verdict.step)) : nlohmann::json();
   nlohmann::json replicas;  // null where the run ends in an error, and of engines, which have no check
   if (draws && shrunk.verdict.category != "error")
@@ -151,12 +151,8 @@ void Findings::add_failure(const Case& c, const Shrunk& shrunk, int64_t cases) {
 
 // After which step replicas differ, and after which their check complains, counted from 1; 0: never.
 nlohmann::json Findings::replicas_json(const Case& c) const {
-  const Replicas replicas = replicas_of(c, ranks());
+  const Replicas replicas = replicas_of(c, ranks_of(options_));
   return {{"differ", replicas.step + 1}, {"found", replicas.found + 1}};
-}
-
-Ranks& Findings::ranks() const {
-  return options_.engine ? options_.engine->ranks() : options_.ranks ? *options_.ranks : thread_ranks();
 }
 
 }  // namespace harness

@@ -59,7 +59,6 @@ class Findings {
   void add_alike(const Case& c, const Verdict& verdict, size_t cause);
   void add_failure(const Case& c, const Shrunk& shrunk, int64_t cases);
   nlohmann::json replicas_json(const Case& c) const;
-  Ranks& ranks() const;
 
   const VerifyOptions& options_;
   const std::atomic<bool>& interrupted_;

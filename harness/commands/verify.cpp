@@ -126,14 +126,10 @@ class Campaign {
     return std::max<int64_t>(0, (options_.cases - options_.shard + options_.shard_count - 1) / options_.shard_count);
   }
 
-  Ranks& ranks() const {
-    return options_.engine ? options_.engine->ranks() : options_.ranks ? *options_.ranks : thread_ranks();
-  }
-
   // What an engine cannot train, of simpler variants of a case, holds. So does what is known to go wrong.
   Verdict judge(const Case& c) const {
     const RunningCase running(c.str());
-    if (!options_.engine) return run_case(c, ranks());
+    if (!options_.engine) return run_case(c, ranks_of(options_));
     const Engine::Fitted fitted = options_.engine->fit(c);
     if (why_left_out(fitted).empty() && fitted.c == c) return options_.engine->run(c);
     Verdict none;
@@ -169,8 +165,9 @@ class Campaign {
     }
   }
 
+  bool is_stopped() const { return stop_ || interrupted_ || findings_.enough(); }
   bool over() const {
-    if (stop_ || interrupted_ || findings_.enough()) return true;
+    if (is_stopped()) return true;
     return options_.minutes > 0 ? progress_.seconds() >= options_.minutes * 60 : next_ >= own_cases();
   }
 
@@ -178,7 +175,7 @@ class Campaign {
     for (;;) {
       const int64_t replay = next_replay_++;
       if (replay >= static_cast<int64_t>(replays_.size())) break;
-      if (stop_ || interrupted_) return;
+      if (is_stopped()) return;
       const Replay& found = replays_[static_cast<size_t>(replay)];
       ++(found.of_corpus ? from_corpus_ : replayed_);
       try_case(found.c, true);
@@ -235,7 +232,6 @@ class Campaign {
     }
     if (verdict.held) return;
     findings_.add(c, verdict, cases);
-    if (findings_.enough()) stop_ = true;
   }
 
   // Under the lock.

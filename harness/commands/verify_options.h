@@ -34,6 +34,9 @@ struct VerifyOptions {
   const Engine* engine = nullptr;  // instead of the library; one case at a time
 };
 
+// Who trains its cases: an engine's ranks, those that are given, or threads.
+Ranks& ranks_of(const VerifyOptions& options);
+
 // What runs the case once more, and what that has before the case.
 std::string replay_line(const Case& c, const VerifyOptions& options);
 std::string replay_words(const VerifyOptions& options);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "harness/case/problem.h"
+#include "harness/compare/pieces.h"
 
 namespace harness {
 namespace {
@@ -18,26 +19,19 @@ namespace {
 using shardproof::Piece;
 using Pieces = std::vector<const std::vector<Piece>*>;  // of each rank
 
-struct Held {
-  int64_t rank = 0;
-  const Piece* piece = nullptr;
-  at::Tensor values;  // float32, 1-D
-};
-
-uint32_t bits_of(const Held& held, int64_t element) {
-  return std::bit_cast<uint32_t>(held.values.const_data_ptr<float>()[element - held.piece->run.begin]);
+uint32_t bits_of(const HeldPiece& held, int64_t element) {
+  return std::bit_cast<uint32_t>(held.piece->data.const_data_ptr<float>()[element - held.piece->run.begin]);
 }
 
-std::map<std::string, std::vector<Held>> by_tensor(const Pieces& pieces) {
-  std::map<std::string, std::vector<Held>> all;
+std::map<std::string, std::vector<HeldPiece>> by_tensor(const Pieces& pieces) {
+  std::map<std::string, std::vector<HeldPiece>> all;
   for (size_t rank = 0; rank < pieces.size(); ++rank)
-    for (const Piece& piece : *pieces[rank])
-      all[piece.name].push_back({static_cast<int64_t>(rank), &piece, piece.data.to(at::kFloat).contiguous().view({-1})});
+    for (const Piece& piece : *pieces[rank]) all[piece.name].push_back({rank, &piece});
   return all;
 }
 
 // The first element of which two pieces have other bits.
-std::optional<int64_t> first_difference(const Held& a, const Held& b) {
+std::optional<int64_t> first_difference(const HeldPiece& a, const HeldPiece& b) {
   const int64_t begin = std::max(a.piece->run.begin, b.piece->run.begin);
   const int64_t end = std::min(a.piece->run.end, b.piece->run.end);
   for (int64_t i = begin; i < end; ++i)
@@ -45,10 +39,11 @@ std::optional<int64_t> first_difference(const Held& a, const Held& b) {
   return {};
 }
 
-std::vector<std::vector<int64_t>> groups_at(const std::vector<Held>& pieces, int64_t element) {
+std::vector<std::vector<int64_t>> groups_at(const std::vector<HeldPiece>& pieces, int64_t element) {
   std::map<uint32_t, std::vector<int64_t>> by_bits;
-  for (const Held& held : pieces)
-    if (held.piece->run.begin <= element && element < held.piece->run.end) by_bits[bits_of(held, element)].push_back(held.rank);
+  for (const HeldPiece& held : pieces)
+    if (held.piece->run.begin <= element && element < held.piece->run.end)
+      by_bits[bits_of(held, element)].push_back(static_cast<int64_t>(held.rank));
   std::vector<std::vector<int64_t>> groups;
   for (auto& [bits, ranks] : by_bits) groups.push_back(std::move(ranks));
   std::ranges::sort(groups);

@@ -14,7 +14,7 @@ struct Replicas {
   int64_t step = -1;   // the first after which replicas of a parameter or of optimizer state differ; -1: they never do
   std::string tensor;  // the first of these
   std::vector<std::vector<int64_t>> groups;  // ranks with the same bits of the first element that differs
-  int64_t found = -1;  // the first step after which FingerprintCheck (optim/fingerprint.h) complains; -1: it never does
+  int64_t found = -1;  // the first step after which FingerprintCheck (optim/fingerprint_check.h) complains; -1: it never does
 };
 
 // Trains the case once more, with the check. An engine has none, so `found` is -1 there. Nothing differs where a rank throws.
