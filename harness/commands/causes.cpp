@@ -61,6 +61,16 @@ std::string kind_of_error(const std::string& what) {
   return (is_place ? place + " " : "") + plain_words(words);
 }
 
+// With the mesh, the strategy and the mode of another case, and the options that only a mesh with an axis cp may have.
+Case moved_to(Case moved, const Case& c) {
+  moved.mesh = c.mesh;
+  moved.strategy = c.strategy;
+  moved.mode = c.mode;
+  moved.options.context_gathered = c.options.context_gathered;
+  moved.options.context_contiguous = c.options.context_contiguous;
+  return moved;
+}
+
 bool fails_alike(const Case& c, const std::string& kind, const std::function<Verdict(const Case&)>& run) {
   if (!is_valid(c)) return false;
   const Verdict verdict = run(c);
@@ -87,11 +97,8 @@ bool has_all_of(const Case& c, const Case& minimal) {
 }
 
 Case reduced_to(const Case& minimal, const Case& c) {
-  Case reduced = minimal;
+  Case reduced = moved_to(minimal, c);
   reduced.model = c.model;
-  reduced.mesh = c.mesh;
-  reduced.strategy = c.strategy;
-  reduced.mode = c.mode;
   reduced.seed = c.seed;
   for (const OptionRow& row : option_rows())
     if (minimal.options.*row.member != row.simplest) reduced.options.*row.member = c.options.*row.member;
@@ -101,10 +108,7 @@ Case reduced_to(const Case& minimal, const Case& c) {
 
 bool explains(const Case& minimal, const std::string& kind, const Case& c, const std::function<Verdict(const Case&)>& run) {
   if (!has_all_of(c, minimal)) return false;
-  Case there = minimal;
-  there.mesh = c.mesh;
-  there.strategy = c.strategy;
-  there.mode = c.mode;
+  const Case there = moved_to(minimal, c);
   if (!(there == minimal) && !fails_alike(there, kind, run)) return false;
   const Case reduced = reduced_to(minimal, c);
   return reduced == c || fails_alike(reduced, kind, run);

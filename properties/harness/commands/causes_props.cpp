@@ -157,11 +157,26 @@ TEST(Causes, neither_experiment_stands_for_the_other) {
   EXPECT_FALSE(explains(minimal, "values", elsewhere, there_alone));
 }
 
+TEST(Causes, a_minimal_case_on_an_axis_cp_explains_one_without_that_axis) {
+  const Case minimal = Case::parse(
+      "mlp(widths=1-1,act=identity,bias=0) mesh(cp=1) "
+      "zero3(units=root,align=64,loss=sum,attention=gathered,context=contiguous,ema=50) sgd(lr=0.1) canonical seed=1 : step");
+  const Case c = Case::parse("mlp(widths=2-3) mesh(dp_shard=2) zero3(ema=99,prefetch=1) sgd(lr=0.1) ordered seed=2 : step");
+  const auto with_ema = [](const Case& other) {
+    Verdict verdict = failed("ema");
+    verdict.held = other.options.ema == 0;
+    return verdict;
+  };
+  EXPECT_TRUE(explains(minimal, "values", c, with_ema));
+}
+
 TEST(Causes, two_bugs_are_two_failures_however_many_cases_they_fail) {
   const TwoBugs planted;
   const harness_env::Folder folder;
   const VerifyResult result = verify(options_in(folder), kGoOn);
-  ASSERT_EQ(result.failures.size(), 2u);
+  std::string told;
+  for (const Failure& failure : result.failures) told += failure.minimal.str() + "\n  of " + failure.original.str() + "\n";
+  ASSERT_EQ(result.failures.size(), 2u) << told;
   int64_t with_ema = 0, explained = 0;
   for (const Failure& failure : result.failures) {
     EXPECT_NE(failure.minimal.options.ema != 0, failure.minimal.clip_norm != 0) << "one bug each: " << failure.minimal.str();
