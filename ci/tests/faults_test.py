@@ -29,6 +29,11 @@ if value == "6":
     failure = {"type": "failure", "what": "crash (SIGSEGV)", "case": "large case", "replay": replay}
     print(json.dumps(failure), file=report)
     sys.exit(1)
+if value in "78":
+    case = "mlp(widths=1-1) mesh(dp_shard=2) ddp sgd(lr=0.1) fast seed=1 : step"
+    guess = "the terms of rank 1 are missing" if value == "7" else ""
+    print(json.dumps({"type": "failure", "what": "gradient of w", "case": case, "cases": 7, "guess": guess}), file=report)
+    sys.exit(1)
 if value in "45" or (value == "3" and "--odd" in sys.argv):
     same, later = {"differ": 2, "found": 2}, {"differ": 1, "found": 2}
     replicas = {"minimal": same, "original": same if value == "4" else later}
@@ -53,6 +58,15 @@ def patch(fault_id, new, old="2", path="impl/value.txt", extra=""):
 
 
 NO_CHANGE = "# id: NONE\n# title: Nothing\n# from: nowhere\n# expect: survives\n"
+
+# Bugs whose guess is right, wrong, wrong, not there; one that survives, and one that has no minimal case.
+GUESSED = (patch("A", "7", extra="# guess: terms of rank \\d+ are (missing|alone)\n"),
+           patch("B", "7", extra="# check: verify\n# guess: terms of rank \\d+ are alone\n"), patch("C", "7"),
+           patch("D", "8", extra="# guess: missing\n"), patch("E", "3", extra="# guess: missing\n"),
+           patch("F", "crash", extra="# guess: missing\n"))
+FARED = {"A": "right", "B": "wrong", "C": "wrong", "D": "none", "E": "", "F": ""}
+FARED_IN_WORDS = ("1 guesses of 3 are right (33%), 25% of all\n  wrong for B: the terms of rank 1 are missing\n"
+                  "  wrong for C: the terms of rank 1 are missing\n")
 
 
 class Faults(unittest.TestCase):
@@ -121,6 +135,35 @@ class Faults(unittest.TestCase):
                       "found after 3 cases in the median", output)
         self.assertIn("3 leave replicas different: --check=fingerprint finds 2 of them in that step\n"
                       "  not B: mlp(widths=1-1-1)", output)
+
+    def test_a_guess_is_right_if_its_patch_expects_it(self):
+        _, rows, output = self.run_faults(GUESSED)
+        self.assertEqual({name: row["guess_is"] for name, row in rows.items()}, FARED, output)
+        self.assertIn(FARED_IN_WORDS, output)
+
+    def test_guesses_of_earlier_runs_are_judged_by_what_their_patches_expect_now(self):
+        self.run_faults(GUESSED)
+        with open(self.path("report"), encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        for row in rows:  # as those from before there was the header, or as judged by another one
+            if row["id"] in "AD":
+                del row["guess_is"]
+            else:
+                row["guess_is"] = "right"
+        self.write("earlier", "".join(json.dumps(row) + "\n" for row in rows))
+        _, merged, output = self.run_faults(GUESSED, "--merge", self.path("earlier"))
+        self.assertEqual({name: row["guess_is"] for name, row in merged.items()}, FARED, output)
+        self.assertIn(FARED_IN_WORDS, output)
+
+    def test_a_run_without_guesses_has_no_line_about_them(self):
+        _, _, output = self.run_faults([patch("A", "8")])
+        self.assertIn("0% with a guess", output)
+        self.assertNotIn("guesses of", output)
+
+    def test_a_guess_must_be_a_regular_expression(self):
+        code, rows, output = self.run_faults([patch("A", "4", extra="# guess: rank (\\d+ is missing\n")])
+        self.assertEqual((code, rows), (2, {}), output)
+        self.assertRegex(output, r"0\.patch: `# guess: rank \(\\d\+ is missing` is no regular expression of Python: ")
 
     def test_how_many_default_runs_find_a_bug_is_told_by_seeds(self):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "5")], "--seeds", "4",
