@@ -46,6 +46,17 @@ class TrainData(TrainingRuns):
             self.assertEqual(text, self.losses(through)[step])
         self.expect_same_end(os.path.join(whole, "step_6"), os.path.join(resumed, "step_6"))
 
+    def test_ranks_that_cut_a_layer_have_the_same_data_wherever_their_axis_stands_on_the_mesh(self):
+        common = ("--canonical", "--arithmetic", "canonical", "--check", "--global-batch", "16", "--validation-part", "0.2",
+                  "--validate-every", "2")
+        runs = {}
+        for mesh in ("dp_replicate=2,dp_shard=2,tp=2", "dp_replicate=2,tp=2,dp_shard=2", "tp=2,dp_shard=2,dp_replicate=2"):
+            code, lines, output, errors = self.train(*common, "--mesh", mesh, model="gpt(layers=1,hidden=8,heads=2,vocab=256,positions=8)")
+            self.assertEqual(code, 0, output + errors)
+            self.assertIn("EQUAL in every bit", output)
+            runs[mesh] = (self.losses(lines), self.checksums(lines))
+        self.assertEqual(len(set(map(str, runs.values()))), 1, runs)
+
     def test_a_resumed_run_has_the_same_data_in_the_same_order(self):
         folder = os.path.join(self.folder, "run")
         self.assertEqual(self.train("--shuffle", "--checkpoint-dir", folder)[0], 0)

@@ -238,11 +238,24 @@ shardproof::Mesh unit_mesh(const Case& c) {
   const int64_t shards = mesh.size("dp_shard");
   int64_t factor = 2;
   while (shards % factor != 0) ++factor;
-  std::vector<shardproof::Axis> axes{{"dp_replicate", factor * (mesh.has("dp_replicate") ? mesh.size("dp_replicate") : 1)},
-                                     {"dp_shard", shards / factor}};
-  for (const shardproof::Axis& axis : mesh.axes())
-    if (axis.name != "dp_replicate" && axis.name != "dp_shard") axes.push_back(axis);
-  return shardproof::Mesh(std::move(axes));
+  std::vector<shardproof::Axis> axes;
+  for (const shardproof::Axis& axis : mesh.axes()) {
+    const bool next_to_replicas = !axes.empty() && axes.back().name == "dp_replicate";
+    if (axis.name == "dp_shard" && next_to_replicas) axes.back().size *= factor;
+    if (axis.name == "dp_shard" && !next_to_replicas) axes.push_back({"dp_replicate", factor});
+    axes.push_back(axis.name == "dp_shard" ? shardproof::Axis{axis.name, shards / factor} : axis);
+  }
+  const bool is_apart = std::ranges::count(axes, "dp_replicate", &shardproof::Axis::name) > 1;
+  return is_apart ? mesh : shardproof::Mesh(std::move(axes));
+}
+
+std::vector<int64_t> Case::data_rank_of_each() const {
+  std::vector<int64_t> all;
+  for (int64_t rank = 0; rank < mesh.size(); ++rank) {
+    const auto along = [&](const char* axis) { return mesh.has(axis) ? mesh.coordinate(rank, axis) : 0; };
+    all.push_back(along("dp_replicate") * shards() + along("dp_shard"));
+  }
+  return all;
 }
 
 Case Case::at(size_t step) const {

@@ -77,9 +77,11 @@ struct Case {
   int64_t replicas() const { return along("dp_replicate"); }
   int64_t context_ranks() const { return along("cp"); }
   int64_t tensor_ranks() const { return along("tp"); }
-  // Neighbours that work on one microbatch, and how many such groups there are.
+  // Ranks that work on one microbatch, and how many such groups there are: the data-parallel ranks.
   int64_t microbatch_ranks() const { return context_ranks() * tensor_ranks(); }
   int64_t data_ranks() const { return mesh.size() / microbatch_ranks(); }
+  // The data-parallel rank of each rank of the world. The axis dp_shard varies fastest, wherever it is on the mesh.
+  std::vector<int64_t> data_rank_of_each() const;
 
   // Ranks of the largest mesh of the history.
   int64_t largest_world() const;

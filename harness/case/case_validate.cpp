@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "harness/case/case.h"
+#include "harness/case/mesh_order.h"
 #include "harness/case/parallel_sizes.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
@@ -28,21 +29,30 @@ void validate(const golden::Optimizer& o) {
                 o.momentum);
 }
 
+// What needs replicas to be outside of shards.
+void validate_order(const Case& c, const shardproof::Strategy& strategy, const shardproof::Mesh& mesh) {
+  if (!has_replicas_inside(mesh)) return;
+  SHARD_REQUIRE(c.mode != Mode::ordered, "case",
+                "mesh '{}': the golden run adds along dp_shard first, then along dp_replicate. Let dp_replicate come first, or "
+                "leave the mode ordered",
+                c.mesh.str());
+  const bool every_time = c.options.replicas_each != 0;
+  SHARD_REQUIRE(can_sum_on(every_time ? shardproof::reducing_replicas_every_time(strategy) : strategy, mesh), "case",
+                "mesh '{}': gradients are summed along dp_replicate first there, and {}{} splits them along dp_shard first. Let "
+                "dp_replicate come first",
+                c.mesh.str(), strategy.name, every_time ? " with replicas_each=1" : "");
+}
+
 void validate_mesh(const Case& c) {
   const shardproof::Strategy& strategy = shardproof::strategy(c.strategy);  // throws for unknown ones
-  const std::vector<std::string> order = {"dp_replicate", "dp_shard", "cp", "tp"};
-  size_t next = 0;
-  for (const shardproof::Axis& axis : c.mesh.axes()) {
-    const auto at = static_cast<size_t>(std::ranges::find(order, axis.name) - order.begin());
+  for (const shardproof::Axis& axis : c.mesh.axes())
     SHARD_REQUIRE(
-        at < order.size(), "case",
+        std::ranges::find(mesh_axes(), axis.name) != mesh_axes().end(), "case",
         "mesh axis '{}' is not used by strategy {}; it shards over dp_shard and replicates over dp_replicate, context "
         "parallelism cuts over cp and tensor parallelism over tp",
         axis.name, c.strategy);
-    SHARD_REQUIRE(at >= next, "case", "write dp_replicate, dp_shard, cp, tp in this order: the outer axis comes first");
-    next = at + 1;
-  }
-  shardproof::on_mesh(strategy, shardproof::data_parallel_mesh(c.mesh));
+  const shardproof::Mesh mesh = shardproof::data_parallel_mesh(c.mesh);
+  validate_order(c, shardproof::on_mesh(strategy, mesh), mesh);
   SHARD_REQUIRE(c.mesh.size() <= shardproof::kThreadsWorldMax, "case",
                 "mesh {} has {} ranks; the threads backend runs at most {}", c.mesh.str(), c.mesh.size(),
                 shardproof::kThreadsWorldMax);
@@ -150,6 +160,7 @@ void validate_units(const Case& c) {
   const auto on = [](const shardproof::Strategy& row, const shardproof::Mesh& mesh) { return shardproof::on_mesh(row, mesh); };
   const shardproof::Mesh mesh = shardproof::data_parallel_mesh(c.mesh);
   const shardproof::Strategy own = on(unit_strategy(c), unit_mesh(c)), others = on(shardproof::strategy(c.strategy), mesh);
+  validate_order(c, own, unit_mesh(c));
   SHARD_REQUIRE(c.options.unit_mesh <= 1, "case", "unit_mesh={} is 0 or 1", c.options.unit_mesh);
   SHARD_REQUIRE(c.options.unit_mesh == 0 || unit_mesh(c) != mesh, "case",
                 "unit_mesh=1 takes the ranks along dp_shard apart, and mesh '{}' has at most one there", c.mesh.str());

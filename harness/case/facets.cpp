@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "harness/case/mesh_order.h"
 #include "shardproof/algebra/strategy.h"
 
 namespace harness {
@@ -102,6 +103,12 @@ void add_meshes(std::vector<Facet>& all) {
   all.push_back(overview(flag("cp", [](const Case& c) { return c.context_ranks() > 1; })));
   all.push_back(flag("several replicas", [](const Case& c) { return c.replicas() > 1; }));
   all.push_back(flag("several shards", [](const Case& c) { return c.shards() > 1; }));
+  all.push_back(flag(
+      "axes in another order", [](const Case& c) { return !is_in_usual_order(c.mesh); },
+      [](Case& c, size_t value) {
+        const std::vector<shardproof::Mesh> orders = in_other_orders(c.mesh);
+        c.mesh = value == 1 && !orders.empty() ? orders.front() : in_usual_order(c.mesh);
+      }));
   all.push_back(world_facet());
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "harness/case/mesh_order.h"
 #include "harness/case/mix.h"
 #include "harness/case/parallel_sizes.h"
 #include "harness/case/random.h"
@@ -154,16 +155,21 @@ void generate_optimizer(Chooser& choose, Case& c) {
   if (choose.chance(0.3)) c.norm_order = choose.one_of<int64_t>({1, 0});
 }
 
-// Names of those that the mesh allows, if there is one.
-std::vector<std::string> strategies_on(const std::optional<Mesh>& mesh) {
+// Names of those rows that the mesh allows, if there is one.
+std::vector<std::string> names_on(const std::optional<Mesh>& mesh, const std::vector<shardproof::Strategy>& rows) {
   std::vector<std::string> names;
-  for (const shardproof::Strategy& strategy : shardproof::strategies()) {
+  for (const shardproof::Strategy& row : rows) {
     try {
-      if (mesh) shardproof::on_mesh(strategy, shardproof::data_parallel_mesh(*mesh));
-      names.push_back(strategy.name);
+      const Mesh seen = shardproof::data_parallel_mesh(mesh.value_or(Mesh()));
+      if (!mesh || can_sum_on(shardproof::on_mesh(row, seen), seen)) names.push_back(row.name);
     } catch (const shardproof::Error&) {
     }
   }
+  return names;
+}
+
+std::vector<std::string> strategies_on(const std::optional<Mesh>& mesh) {
+  std::vector<std::string> names = names_on(mesh, shardproof::strategies());
   SHARD_REQUIRE(!names.empty(), "case", "no strategy runs on mesh {}; give it an axis dp_shard or dp_replicate", mesh->str());
   return names;
 }
@@ -294,6 +300,19 @@ void try_wide_world(Chooser choose, Case& c, const Limits& limits) {
   try_change(c, [&] { c.mesh = Mesh(axes); });
 }
 
+// Other orders of the axes of some meshes, so that no order is taken for granted.
+void try_other_orders(Chooser choose, Case& c, const Limits& limits) {
+  if (limits.mesh) return;
+  const auto try_order = [&](const auto& mesh_in) {
+    const bool takes = choose.chance(0.3);
+    const std::vector<Mesh> orders = in_other_orders(mesh_in(c));
+    if (takes && !orders.empty()) try_change(c, [&] { mesh_in(c) = choose.one_of(orders); });
+  };
+  try_order([](Case& of) -> Mesh& { return of.mesh; });
+  for (size_t s = 0; s < c.steps.size(); ++s)
+    if (c.steps[s].load_mesh) try_order([s](Case& of) -> Mesh& { return *of.steps[s].load_mesh; });
+}
+
 // In low precision and `fast` mode, where a tolerance has to judge.
 void fit_to_roundings(Case& c) {
   c.optimizer.eps = 0.01;  // roundings are larger, as with cut layers
@@ -325,13 +344,15 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     using enum Mode;
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
     const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
+    const bool ordered_fits = !limits.mesh || !(given || has_replicas_inside(*limits.mesh));
     c.mode = limits.mode.value_or(
-        given ? choose.one_of<Mode>({exact, canonical, fast})
-              : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
+        !ordered_fits
+            ? choose.one_of<Mode>({exact, canonical, fast})
+            : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
     if (Chooser own(Draws(seed, "free rows").at(index)); !limits.strategy && own.chance(0.15))
-      c.strategy = own.one_of(shardproof::free_rows()).name;
+      c.strategy = own.one_of(names_on(limits.mesh, shardproof::free_rows()));
     const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");
     c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);
@@ -358,6 +379,7 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     c.steps = generate_history(choose, c);
     generate_checkpoints(Chooser(Draws(seed, "checkpoints").at(index)), c, limits);
     try_wide_world(Chooser(Draws(seed, "wide").at(index)), c, limits);
+    try_other_orders(Chooser(Draws(seed, "order of axes").at(index)), c, limits);
     generate_options(choose, c, seed, index);
     bring_together(Chooser(Draws(seed, "together").at(index)), c);
     mix(Chooser(Draws(seed, "mix").at(index)), c, limits);

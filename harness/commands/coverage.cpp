@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "harness/case/facets.h"
+#include "harness/case/mesh_order.h"
 #include "harness/run/property.h"
 #include "shardproof/algebra/strategy.h"
 
@@ -75,6 +76,7 @@ void Coverage::add(const Case& c, const Verdict& verdict) {
                                        return step.load_mesh && step.load_mesh->str() != c.mesh.str();
                                      }));
   count("no axis of data parallelism", !c.mesh.has("dp_replicate") && !c.mesh.has("dp_shard"));
+  count("axes in another order", !is_in_usual_order(c.mesh));
   count("one replica", c.mesh.has("dp_replicate") && c.replicas() == 1);
   count("one shard", c.mesh.has("dp_shard") && c.shards() == 1 && world > 1);
   count("world 1", world == 1);

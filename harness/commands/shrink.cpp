@@ -8,6 +8,7 @@
 #include <numeric>
 #include <set>
 
+#include "harness/case/mesh_order.h"
 #include "harness/case/model_fields.h"
 #include "harness/case/smallest_models.h"
 
@@ -41,6 +42,7 @@ shardproof::Mesh with_size(const shardproof::Mesh& mesh, const std::string& name
 }
 
 void simpler_mesh(std::vector<Case>& list, const Case& c) {
+  reset(list, c, [](Case& v) { v.mesh = in_usual_order(v.mesh); });
   for (const shardproof::Axis& axis : c.mesh.axes())
     for (const int64_t least : {0, 1})
       lower(list, c, axis.size, least, [&](Case& v, int64_t n) { v.mesh = with_size(c.mesh, axis.name, n); });

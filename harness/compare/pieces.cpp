@@ -51,7 +51,7 @@ Copies copies_of(const Case& c) {
                      : c.options.compute == bf16 ? at::kBFloat16
                      : c.options.compute == fp16 ? at::kHalf
                                                  : at::kFloat,
-          .microbatch_ranks = c.microbatch_ranks(),
+          .data_ranks = c.data_rank_of_each(),
           .tensor_ranks = c.tensor_ranks(),
           .cut = cut_parameters(c)};
 }

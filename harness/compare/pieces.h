@@ -31,10 +31,13 @@ struct Copies {
   int64_t keep_whole = 0;
   at::ScalarType compute = at::kFloat;
   bool compute_parameters = true;  // whether ranks say which parameters they compute with, where these are others
-  int64_t microbatch_ranks = 1;  // neighbours that train on one microbatch
-  // Those of them along tp, and the parameters of which they hold different pieces, each held by so many of them.
+  std::vector<int64_t> data_ranks = {};  // the data-parallel rank of each rank; empty: each is one
+  // Ranks along tp, and the parameters of which they hold different pieces, each held by so many of them.
   int64_t tensor_ranks = 1;
   std::map<std::string, int64_t> cut = {};
+
+  // Whose microbatches the rank trains on.
+  size_t data_rank(size_t rank) const { return data_ranks.empty() ? rank : static_cast<size_t>(data_ranks.at(rank)); }
 
   // How many ranks may hold each of a parameter's elements, of the kind `held`.
   std::vector<int64_t> of(const std::string& parameter, int64_t numel, int64_t Holders::* held) const;

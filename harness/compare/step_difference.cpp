@@ -22,7 +22,7 @@ std::string both(Float golden, Float sharded) {
                      sharded, std::bit_cast<Bits>(sharded));
 }
 
-Difference losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, int64_t microbatch_ranks,
+Difference losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
                   int64_t* compared) {
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (ranks[rank].losses.size() != golden.losses.size())
@@ -30,7 +30,7 @@ Difference losses(const golden::StepTrace& golden, const std::vector<RankStep>& 
                          golden.losses.size());
   for (size_t round = 0; round < golden.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank, ++*compared) {
-      const double expected = golden.losses[round].at(rank / static_cast<size_t>(microbatch_ranks));
+      const double expected = golden.losses[round].at(copies.data_rank(rank));
       if (!same<uint64_t>(expected, ranks[rank].losses[round]))
         return fmt::format("loss of rank {}, round {}: {}", rank, round, both<uint64_t>(expected, ranks[rank].losses[round]));
     }
@@ -80,7 +80,7 @@ Difference tensor(const TensorKind& kind, const std::string& name, const at::Ten
 
 Difference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                             int64_t* compared) {
-  if (auto difference = losses(golden, ranks, copies.microbatch_ranks, compared)) return difference;
+  if (auto difference = losses(golden, ranks, copies, compared)) return difference;
   std::vector<TensorKind> kinds;
   if (auto difference = tensor_kinds(golden, ranks, copies, kinds)) return difference;
   // A product over one sample is -0 in one kernel and +0 in another, and a cut product takes another kernel. Canonical products

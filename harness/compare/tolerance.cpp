@@ -122,7 +122,7 @@ class Judge {
 };
 
 Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& references, const std::vector<RankStep>& ranks,
-                   int64_t microbatch_ranks) {
+                   const Copies& copies) {
   const auto of_references = [&](const auto& value_of) {
     Values values;
     for (const golden::StepTrace* trace : references) values.push_back(value_of(*trace));
@@ -135,7 +135,7 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
   for (size_t round = 0; round < truth.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       const auto loss = [&](const golden::StepTrace& trace) {
-        return trace.losses[round].at(rank / static_cast<size_t>(microbatch_ranks));
+        return trace.losses[round].at(copies.data_rank(rank));
       };
       if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth),
                                          of_references(loss), ranks[rank].losses[round]))
@@ -161,7 +161,7 @@ at::Tensor gradient_of(const golden::StepTrace& trace, const std::string& parame
 Difference first_beyond_tolerance(const golden::StepTrace& truth, const golden::Named& before, const Traces& references,
                                   const std::vector<RankStep>& ranks, Copies copies, double* ratio_max, int64_t* compared) {
   Judge judge(copies.compute, ratio_max, compared);
-  if (auto difference = scalars(judge, truth, references, ranks, copies.microbatch_ranks)) return difference;
+  if (auto difference = scalars(judge, truth, references, ranks, copies)) return difference;
   std::vector<TensorKind> kinds;
   if (auto difference = tensor_kinds(truth, ranks, copies, kinds)) return difference;
   std::vector<std::vector<TensorKind>> reference_kinds(references.size());  // the same kinds in the same order

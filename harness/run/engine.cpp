@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "golden/engine.h"
+#include "harness/case/mesh_order.h"
 #include "harness/case/problem.h"
 #include "harness/compare/pieces.h"
 #include "harness/run/sharded_run.h"
@@ -43,6 +44,7 @@ Abilities abilities_of(const std::string& name) {
 }
 
 std::string why_not_on(const Abilities& engine, const Case& c) {
+  if (!is_in_usual_order(c.mesh)) return "mesh axes in another order than dp_replicate, dp_shard, cp, tp";
   if (c.context_ranks() > 1) return "context parallelism";
   if (!engine.tensor && c.tensor_ranks() > 1) return "tensor parallelism";
   if (engine.tensor && c.tensor_ranks() == 1) return "a mesh without tensor parallelism";
@@ -211,7 +213,7 @@ class EngineRanks final : public Ranks {
     Copies copies{.holders = {},
                   .compute = copies_of(c).compute,
                   .compute_parameters = false,
-                  .microbatch_ranks = c.microbatch_ranks()};
+                  .data_ranks = c.data_rank_of_each()};
     for (int64_t ranks = 1; ranks <= c.mesh.size(); ++ranks) copies.holders.push_back({ranks, ranks, ranks});
     return copies;
   }

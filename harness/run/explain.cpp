@@ -58,11 +58,11 @@ std::string guess_of_rounding(const WrongPieces& wrong) {
 // A loss that is far from the golden one tells more than one that is not, so those come first.
 Found in_losses(const Failing& failing) {
   const auto& wanted = failing.golden().losses;
-  const auto neighbours = static_cast<size_t>(failing.c.microbatch_ranks());
+  const std::vector<int64_t> data_ranks = failing.c.data_rank_of_each();
   for (const bool far : {true, false})
     for (size_t rank = 0; rank < failing.ranks.size(); ++rank)
       for (size_t round = 0; round < std::min(wanted.size(), failing.ranks[rank].losses.size()); ++round) {
-        const double held = failing.ranks[rank].losses[round], golden = wanted[round][rank / neighbours];
+        const double held = failing.ranks[rank].losses[round], golden = wanted[round][static_cast<size_t>(data_ranks[rank])];
         const bool differs = far ? !near(held, golden) : failing.c.mode != Mode::fast && held != golden;
         if (differs)
           return Told{

@@ -85,9 +85,8 @@ std::optional<Suspect> own_tokens(const Failing& failing, const Values& wanted) 
     for (size_t rank = 0; rank < round.size(); ++rank) tokens[rank] += static_cast<double>(round[rank].target.numel());
   double all = 0;
   for (const double own : tokens) all += own;
-  const int64_t neighbours = failing.c.microbatch_ranks();
-  return Suspect{"each rank divides by its own number of tokens", [=](int64_t rank) {
-                   const double own = tokens[static_cast<size_t>(rank / neighbours)];
+  return Suspect{"each rank divides by its own number of tokens", [=, data_ranks = failing.c.data_rank_of_each()](int64_t rank) {
+                   const double own = tokens[static_cast<size_t>(data_ranks[static_cast<size_t>(rank)])];
                    Values values;
                    for (const at::Tensor& value : wanted)
                      values.push_back(value * (all / (own * static_cast<double>(tokens.size()))));
@@ -257,8 +256,8 @@ std::string guess_of_loss(const Failing& failing, size_t rank, size_t round) {
   if (failing.step == 0) return "";
   golden::Run stale = alone(failing);
   stale.parameters = failing.step >= 2 ? failing.trace[failing.step - 2].parameters : failing.run.parameters;
-  const auto neighbours = static_cast<size_t>(failing.c.microbatch_ranks());
-  const bool is_stale = near(held, golden::train(stale, at::kDouble).front().losses[round][rank / neighbours]);
+  const auto data_rank = static_cast<size_t>(failing.c.data_rank_of_each()[rank]);
+  const bool is_stale = near(held, golden::train(stale, at::kDouble).front().losses[round][data_rank]);
   return is_stale ? "the forward computed on the parameters of the step before" : "";
 }
 

@@ -74,11 +74,11 @@ bool has_elements_of(const ModuleCall& a, const ModuleCall& b) {
 class Round {
  public:
   Round(const Case& c, const shardproof::ParallelPlan& plan, size_t round, const TracedStep& traced)
-      : case_(c), plan_(plan), round_(round), traced_(traced) {}
+      : case_(c), plan_(plan), round_(round), traced_(traced), data_ranks_(c.data_rank_of_each()) {}
 
   // The first of this rank.
   std::optional<Difference> first(size_t rank) const {
-    const MicrobatchTrace& golden = traced_.golden[rank / static_cast<size_t>(case_.microbatch_ranks())][round_];
+    const MicrobatchTrace& golden = traced_.golden[static_cast<size_t>(data_ranks_[rank])][round_];
     const size_t calls = golden.calls.size();
     for (size_t i = 0; i < calls; ++i)
       if (auto found = in_forward(golden.calls[i], rank)) return placed(std::move(*found), rank, i, false);
@@ -174,6 +174,7 @@ class Round {
   const shardproof::ParallelPlan& plan_;
   size_t round_;
   const TracedStep& traced_;
+  const std::vector<int64_t> data_ranks_;
 };
 
 std::string in_words(const std::vector<Difference>& found, const Case& c) {
@@ -307,7 +308,7 @@ ModuleDifference module_difference(const Case& c, const golden::Step& step, cons
   std::erase_if(found, [key = found.front().key()](const Difference& d) { return d.key() != key; });
   const Difference& first = found.front();
   ModuleDifference result{.where = in_words(found, c), .guess = ""};
-  const auto data_rank = first.rank / static_cast<size_t>(c.microbatch_ranks());
+  const auto data_rank = static_cast<size_t>(c.data_rank_of_each()[first.rank]);
   if (first.aspect == Aspect::parameter)
     result.guess = guess_of_parameter(found, earlier);
   else

@@ -55,6 +55,7 @@ class RankRun {
         device_(device),
         output_scale_(output_scale),
         rank_(comm->rank()),
+        data_rank_(static_cast<size_t>(c.data_rank_of_each()[static_cast<size_t>(rank_)])),
         resumes_(resumes),
         tracing_(tracing),
         comms_(std::make_shared<MeshComm>(tracing.around(comm), c.mesh)),
@@ -169,7 +170,7 @@ class RankRun {
 
   // With the rank's positions of its sequences. Its forward is next.
   golden::Microbatch microbatch(const golden::Step& step, size_t round) {
-    golden::Microbatch data = step.microbatches[round][static_cast<size_t>(rank_ / case_.microbatch_ranks())];
+    golden::Microbatch data = step.microbatches[round][data_rank_];
     data.input = data.input.to(device_), data.target = data.target.to(device_);
     if (context_) data.input = context_->cut(data.input), data.target = context_->cut(data.target);
     random_stream() = {.seed = data.dropout_seed};
@@ -247,7 +248,7 @@ class RankRun {
     if (watch_) watch_->begin_backward();
     (scaler_ ? scaler_->scale(loss) : loss).backward();
     if (watch_ && index == tracing_.step)
-      write_down(step.microbatches[round][static_cast<size_t>(rank_ / case_.microbatch_ranks())].input);
+      write_down(step.microbatches[round][data_rank_].input);
   }
 
   // Of a microbatch with as many positions as `like`.
@@ -282,6 +283,7 @@ class RankRun {
   c10::Device device_;
   double output_scale_;
   int64_t rank_;
+  size_t data_rank_;  // whose microbatches it trains on
   bool resumes_;
   const Tracing& tracing_;
   std::shared_ptr<MeshComm> comms_;

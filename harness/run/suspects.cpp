@@ -68,12 +68,12 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
   };
   // Of what each rank holds by itself: `together` says whose terms a rank has.
   const auto add_own = [&](std::string text, std::function<bool(int64_t own, int64_t rank)> together) {
-    const int64_t neighbours = c.microbatch_ranks();
+    const std::vector<int64_t> data_ranks = c.data_rank_of_each();
     suspects.push_back({.text = std::move(text),
                         .values =
                             [=](int64_t rank) {
                               return terms->sum(
-                                  [&](int64_t, int64_t other) { return together(rank / neighbours, other) ? 1 : 0; });
+                                  [&](int64_t, int64_t other) { return together(data_ranks[static_cast<size_t>(rank)], other) ? 1 : 0; });
                             },
                         .apart = true});
   };

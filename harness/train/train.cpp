@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "golden/train.h"
+#include "harness/case/mesh_order.h"
 #include "harness/case/problem.h"
 #include "harness/compare/step_difference.h"
 #include "harness/compare/step_exchange.h"
@@ -26,13 +27,9 @@ namespace harness {
 namespace {
 
 void require_axes(const shardproof::Mesh& mesh) {
-  static const std::vector<std::string> known = {"dp_replicate", "dp_shard", "cp", "tp"};
-  auto next = known.begin();
-  for (const shardproof::Axis& axis : mesh.axes()) {
-    next = std::find(next, known.end(), axis.name);
-    SHARD_REQUIRE(next++ != known.end(), "train", "--mesh must have axes out of {}, in that order, got '{}'",
-                  fmt::join(known, ", "), mesh.str());
-  }
+  for (const shardproof::Axis& axis : mesh.axes())
+    SHARD_REQUIRE(std::ranges::find(mesh_axes(), axis.name) != mesh_axes().end(), "train",
+                  "--mesh must have axes out of {}, got '{}'", fmt::join(mesh_axes(), ", "), mesh.str());
 }
 
 void require_model(const golden::Model& model, const TrainingData& data) {
@@ -112,18 +109,25 @@ golden::Step training_step(const TrainOptions& options, const TrainingData& data
   return result;
 }
 
-// The sum of one number of each microbatch, in their order. `microbatch_ranks`: neighbours that report the same one.
+// Of the ranks that train on the same microbatches the first, in the order of the microbatches.
+std::vector<const RankStep*> one_of_each(const std::vector<RankStep>& ranks, const Copies& copies, int64_t data_ranks) {
+  std::vector<const RankStep*> ones(static_cast<size_t>(data_ranks));
+  for (size_t rank = ranks.size(); rank-- > 0;) ones[copies.data_rank(rank)] = &ranks[rank];
+  return ones;
+}
+
+// The sum of one number of each microbatch, in their order.
 template <class Losses>
-double sum_of(const std::vector<RankStep>& ranks, size_t microbatch_ranks, int64_t rounds, Losses losses_of) {
+double sum_of(const std::vector<const RankStep*>& ranks, int64_t rounds, Losses losses_of) {
   double sum = 0;
   for (int64_t round = 0; round < rounds; ++round)
-    for (size_t rank = 0; rank < ranks.size(); rank += microbatch_ranks)
-      if (const std::vector<double>& losses = losses_of(ranks[rank]); round < std::ssize(losses)) sum += losses[round];
+    for (const RankStep* rank : ranks)
+      if (const std::vector<double>& losses = losses_of(*rank); round < std::ssize(losses)) sum += losses[round];
   return sum;
 }
 
-TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, const BatchRule& rule,
-                  const TrainOptions& options, const TrainingData& data, int64_t step) {
+TrainStep summary(const std::vector<RankStep>& ranks, const Copies& copies, const BatchRule& rule, const TrainOptions& options,
+                  const TrainingData& data, int64_t step) {
   TrainStep result{.step = step,
                    .learning_rate = options.optimizer.lr * lr_factor(options.schedule, step),
                    .gradient_norm = ranks[0].gradient_norm,
@@ -134,10 +138,10 @@ TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, c
                    .data_checksum = checksum(data, rule, step)};
   const auto trained = [](const RankStep& rank) -> const auto& { return rank.losses; };
   const auto validated = [](const RankStep& rank) -> const auto& { return rank.validation_losses; };
-  result.loss = sum_of(ranks, microbatch_ranks, rule.rounds(), trained);
+  const std::vector<const RankStep*> ones = one_of_each(ranks, copies, rule.ranks());
+  result.loss = sum_of(ones, rule.rounds(), trained);
   if (!ranks[0].validation_losses.empty())
-    result.validation_loss =
-        sum_of(ranks, microbatch_ranks, validation_rule(options, data, rule.ranks()).rounds(), validated);
+    result.validation_loss = sum_of(ones, validation_rule(options, data, rule.ranks()).rounds(), validated);
   for (const RankStep& rank : ranks) result.held_bytes = std::max(result.held_bytes, rank.held_bytes);
   result.tokens_per_s = static_cast<double>(result.tokens) / ranks[0].seconds;
   return result;
@@ -145,17 +149,20 @@ TrainStep summary(const std::vector<RankStep>& ranks, size_t microbatch_ranks, c
 
 // Between the losses of held-out microbatches and the golden run's, in every bit.
 std::optional<std::string> validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
-                                                 size_t microbatch_ranks, const ValidationRule& rule, const TrainingData& data,
+                                                 const Copies& copies, const ValidationRule& rule, const TrainingData& data,
                                                  int64_t* compared) {
   for (int64_t round = 0; round < rule.rounds(); ++round)
-    for (int64_t rank = 0; rank < rule.ranks(); ++rank) {
-      const SampleRange samples = rule.samples(round, rank);
+    for (int64_t data_rank = 0; data_rank < rule.ranks(); ++data_rank) {
+      const SampleRange samples = rule.samples(round, data_rank);
       if (samples.begin == samples.end) continue;
       const double expected = golden.loss(validation_microbatch(data, rule, samples));
-      for (size_t i = 0; i < microbatch_ranks; ++i, ++*compared)
-        if (const double got = ranks[rank * microbatch_ranks + i].validation_losses.at(round); got != expected)
+      for (size_t rank = 0; rank < ranks.size(); ++rank) {
+        if (copies.data_rank(rank) != static_cast<size_t>(data_rank)) continue;
+        ++*compared;
+        if (const double got = ranks[rank].validation_losses.at(round); got != expected)
           return fmt::format("validation loss of sequences {} to {} on rank {}: golden {:.17g}, sharded {:.17g}", samples.begin,
-                             samples.end - 1, rank * microbatch_ranks + i, expected, got);
+                             samples.end - 1, rank, expected, got);
+      }
     }
   return {};
 }
@@ -197,7 +204,6 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
   const auto golden_step = [&](int64_t step) { return golden->step(training_step(options, data, history.of(step), step)); };
 
   const Copies copies = copies_of(c);
-  const auto microbatch_ranks = static_cast<size_t>(c.microbatch_ranks());
   TrainResult result{.first_step = history.first_step};
   for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
   TrainWorld world(options, data, rule, history, processes);
@@ -210,9 +216,9 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     if (!ranks) break;
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);
     if (expected && !result.difference && validates_after(options, data, step))
-      result.difference = validation_difference(*golden, *ranks, microbatch_ranks, validation_rule(options, data, rule.ranks()),
+      result.difference = validation_difference(*golden, *ranks, copies, validation_rule(options, data, rule.ranks()),
                                                 data, &result.values_compared);
-    TrainStep done = summary(*ranks, microbatch_ranks, rule, options, data, step);
+    TrainStep done = summary(*ranks, copies, rule, options, data, step);
     std::vector<double> computed;
     for (const RankStep& rank : *ranks) computed.push_back(rank.compute_seconds);
     done.slow_ranks = slow.add(computed);

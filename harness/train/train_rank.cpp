@@ -194,7 +194,7 @@ class RankTraining {
         sharded_(fully_shard(model_.network.module, comms_, shard_options(options, begins_with_files(options, history)))),
         optimizer_(make_optimizer(sharded_, options.optimizer)),
         measures_(sharded_),
-        rank_(comm->rank() / case_.microbatch_ranks()) {
+        rank_(comms_->data_rank()) {
     if (options.fingerprint) fingerprints_.emplace(sharded_, optimizer_);
     const TrainCheckpoints& asked = options.checkpoints;
     if (!asked.directory.empty())

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "harness/case/generate.h"
+#include "harness/case/mesh_order.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/algebra/strategy.h"
 
@@ -193,7 +194,7 @@ TEST(Case, what_cannot_run_is_refused) {
   };
   refused("gpt(hidden=10,heads=3) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"hidden=10", "heads=3", "divisible"});
   refused(with("dp_shard=4", "ep=4"), {"axis 'ep'", "dp_shard"});
-  refused(with("dp_shard=4", "dp_shard=4,dp_replicate=2"), {"dp_replicate, dp_shard, cp, tp in this order"});
+  refused(with("dp_shard=4", "dp_shard=4,dp_replicate=2"), {"dp_shard=4,dp_replicate=2", "Let dp_replicate come first"});
   refused(with("dp_shard=4", "dp_shard=4,tp=2"), {"tp=2", "exact", "fast"});
   refused("gpt(hidden=8,heads=2) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step", {"heads=2", "tp=3"});
   refused("gpt(hidden=9,heads=3,positions=4) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"positions=4"});
@@ -264,6 +265,7 @@ TEST(Generate, no_feature_is_rare) {
     ++counts[std::string("model ") + to_string(c.model.kind)];
     ++counts[std::string("optimizer ") + to_string(c.optimizer.kind)];
     counts["mesh of two axes"] += c.mesh.axes().size() == 2;
+    counts["axes in another order"] += !is_in_usual_order(c.mesh);
     counts["momentum"] += c.optimizer.momentum != 0;
     counts["decay"] += c.optimizer.weight_decay != 0;
     counts["groups"] += c.groups != 0;
@@ -294,7 +296,7 @@ TEST(Generate, no_feature_is_rare) {
       counts[std::string("option ") + row.key] += c.options.*row.member != CaseOptions{}.*row.member;
   }
   const size_t of_strategies = shardproof::strategies().size() + 1;
-  EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 6 + 4 + 11 + 1 + option_rows().size())
+  EXPECT_EQ(counts.size(), of_strategies + 4 + 5 + 5 + 6 + 4 + 11 + 2 + option_rows().size())
       << "a kind of case is never drawn";
   for (const auto& [feature, count] : counts) EXPECT_GE(count * 100, 2 * kCases) << feature;
 }
