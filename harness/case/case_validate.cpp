@@ -37,10 +37,11 @@ void validate_order(const Case& c, const shardproof::Strategy& strategy, const s
                 "leave the mode ordered",
                 c.mesh.str());
   const bool every_time = c.options.replicas_each != 0;
-  SHARD_REQUIRE(can_sum_on(every_time ? shardproof::reducing_replicas_every_time(strategy) : strategy, mesh), "case",
-                "mesh '{}': gradients are summed along dp_replicate first there, and {}{} splits them along dp_shard first. Let "
-                "dp_replicate come first",
-                c.mesh.str(), strategy.name, every_time ? " with replicas_each=1" : "");
+  SHARD_REQUIRE(
+      can_sum_on(every_time ? shardproof::reducing_replicas_every_time(strategy) : strategy, mesh), "case",
+      "mesh '{}': gradients are summed along dp_replicate first there, and {}{} splits them along dp_shard first. Let "
+      "dp_replicate come first",
+      c.mesh.str(), strategy.name, every_time ? " with replicas_each=1" : "");
 }
 
 void validate_mesh(const Case& c) {

@@ -345,10 +345,9 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
     const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
     const bool ordered_fits = !limits.mesh || !(given || has_replicas_inside(*limits.mesh));
-    c.mode = limits.mode.value_or(
-        !ordered_fits
-            ? choose.one_of<Mode>({exact, canonical, fast})
-            : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
+    c.mode = limits.mode.value_or(!ordered_fits ? choose.one_of<Mode>({exact, canonical, fast})
+                                                : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered,
+                                                                       canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
     c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
     if (Chooser own(Draws(seed, "free rows").at(index)); !limits.strategy && own.chance(0.15))

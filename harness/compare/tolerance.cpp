@@ -134,9 +134,7 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
                          truth.losses.size());
   for (size_t round = 0; round < truth.losses.size(); ++round)
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
-      const auto loss = [&](const golden::StepTrace& trace) {
-        return trace.losses[round].at(copies.data_rank(rank));
-      };
+      const auto loss = [&](const golden::StepTrace& trace) { return trace.losses[round].at(copies.data_rank(rank)); };
       if (auto difference = judge.scalar(fmt::format("loss of rank {}, round {}", rank, round), loss(truth),
                                          of_references(loss), ranks[rank].losses[round]))
         return difference;

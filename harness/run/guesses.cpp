@@ -85,7 +85,8 @@ std::optional<Suspect> own_tokens(const Failing& failing, const Values& wanted) 
     for (size_t rank = 0; rank < round.size(); ++rank) tokens[rank] += static_cast<double>(round[rank].target.numel());
   double all = 0;
   for (const double own : tokens) all += own;
-  return Suspect{"each rank divides by its own number of tokens", [=, data_ranks = failing.c.data_rank_of_each()](int64_t rank) {
+  return Suspect{"each rank divides by its own number of tokens",
+                 [=, data_ranks = failing.c.data_rank_of_each()](int64_t rank) {
                    const double own = tokens[static_cast<size_t>(data_ranks[static_cast<size_t>(rank)])];
                    Values values;
                    for (const at::Tensor& value : wanted)

@@ -247,8 +247,7 @@ class RankRun {
           fmt::format("rank {}, step {}, round {}: the loss is {}", rank_, index + 1, round, result.losses.back()));
     if (watch_) watch_->begin_backward();
     (scaler_ ? scaler_->scale(loss) : loss).backward();
-    if (watch_ && index == tracing_.step)
-      write_down(step.microbatches[round][data_rank_].input);
+    if (watch_ && index == tracing_.step) write_down(step.microbatches[round][data_rank_].input);
   }
 
   // Of a microbatch with as many positions as `like`.

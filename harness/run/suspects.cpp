@@ -72,8 +72,9 @@ std::vector<Suspect> gradient_suspects(const Case& c, const golden::Run& run) {
     suspects.push_back({.text = std::move(text),
                         .values =
                             [=](int64_t rank) {
-                              return terms->sum(
-                                  [&](int64_t, int64_t other) { return together(data_ranks[static_cast<size_t>(rank)], other) ? 1 : 0; });
+                              return terms->sum([&](int64_t, int64_t other) {
+                                return together(data_ranks[static_cast<size_t>(rank)], other) ? 1 : 0;
+                              });
                             },
                         .apart = true});
   };

@@ -216,8 +216,8 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     if (!ranks) break;
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);
     if (expected && !result.difference && validates_after(options, data, step))
-      result.difference = validation_difference(*golden, *ranks, copies, validation_rule(options, data, rule.ranks()),
-                                                data, &result.values_compared);
+      result.difference = validation_difference(*golden, *ranks, copies, validation_rule(options, data, rule.ranks()), data,
+                                                &result.values_compared);
     TrainStep done = summary(*ranks, copies, rule, options, data, step);
     std::vector<double> computed;
     for (const RankStep& rank : *ranks) computed.push_back(rank.compute_seconds);

@@ -1,6 +1,5 @@
 // Meshes whose axes stand in another order than the usual one.
 #include <gtest/gtest.h>
-#include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 #include <torch/nn/modules/linear.h>
 
