@@ -10,9 +10,11 @@
 #include <optional>
 
 #include "harness/case/problem.h"
+#include "harness/run/awaited_ranks.h"
 #include "harness/run/guesses.h"
 #include "harness/run/module_difference.h"
 #include "harness/run/replicas.h"
+#include "harness/run/run_case.h"
 #include "harness/run/suspects.h"
 #include "harness/run/wrong_pieces.h"
 #include "shardproof/base/check.h"
@@ -27,24 +29,31 @@ double tolerance_of(const Case& c) {
   return o.compute != fp32 || o.gradient != fp32 || o.reduce != fp32 ? 2e-2 : 1e-4;
 }
 
+// With canonical arithmetic modules give the same bits on every mesh, so a rounding is a mistake that they may show.
+bool has_exact_modules(const Case& c) {
+  return c.options.arithmetic != 0;
+}
+
 struct Told {
   Explanation text;
   bool in_modules = false;  // whether modules may have gone wrong: a loss or gradients are, by more than a rounding
+  bool stays = false;       // whether the guess says more than what modules say
 };
 using Found = std::optional<Told>;
 
-Told found(const Failing& failing, const WrongPieces& wrong, std::string guess, bool in_modules = false) {
+Told found(const Failing& failing, const WrongPieces& wrong, std::string guess) {
   return {{.where = fmt::format("step {}: {}", failing.step + 1, in_words(wrong, std::ssize(failing.ranks))),
-           .guess = std::move(guess)},
-          in_modules};
+           .guess = std::move(guess)}};
 }
 
-// What differs by more than roundings do. Where nothing does and the mode promises bits, what differs at all.
+// What differs by more than roundings do. Where nothing does, what differs at all, if the mode promises bits, or by more than
+// those of float32.
 WrongPieces differing(const Failing& failing, std::string kind, const golden::Named& golden, const PiecesOf& pieces,
                       double tolerance) {
   WrongPieces wrong = wrong_pieces(kind, golden, failing.ranks, pieces, tolerance);
-  if (!wrong.pieces.empty() || failing.c.mode == Mode::fast) return wrong;
-  wrong = wrong_pieces(std::move(kind), golden, failing.ranks, pieces, 0);
+  constexpr double kSingle = 1e-5;
+  if (!wrong.pieces.empty() || (failing.c.mode == Mode::fast && !failing.closely)) return wrong;
+  wrong = wrong_pieces(std::move(kind), golden, failing.ranks, pieces, failing.c.mode == Mode::fast ? kSingle : 0);
   wrong.tolerance = tolerance;
   return wrong;
 }
@@ -69,8 +78,21 @@ Found in_losses(const Failing& failing) {
               {.where = fmt::format("step {}: the loss of rank {} in microbatch {} is wrong", failing.step + 1, rank, round),
                .guess = far ? guess_of_loss(failing, rank, round)
                             : "it is " + rounding_of(std::abs(held - golden) / std::abs(golden))},
-              far};
+              far || has_exact_modules(failing.c)};
       }
+  return {};
+}
+
+Found in_scale(const Failing& failing) {
+  const golden::StepTrace& golden = failing.golden();
+  for (size_t rank = 0; rank < failing.ranks.size(); ++rank) {
+    const RankStep& held = failing.ranks[rank];
+    if (held.skipped == golden.skipped && held.loss_scale == golden.loss_scale) continue;
+    return Told{{.where = fmt::format("step {}: the loss scale of rank {} is {:.6g}{} after the step, and should be {:.6g}{}",
+                                      failing.step + 1, rank, held.loss_scale, held.skipped ? ", which it skipped," : "",
+                                      golden.loss_scale, golden.skipped ? " after a skipped one" : ""),
+                 .guess = guess_of_scale(failing, rank)}};
+  }
   return {};
 }
 
@@ -81,23 +103,32 @@ Found in_gradients(const Failing& failing) {
       differing(failing, "gradients", failing.golden().gradients, pieces, tolerance_of(failing.c));
   if (wrong.pieces.empty()) return {};
   const std::string rounding = guess_of_rounding(wrong);
-  return rounding.empty() ? found(failing, wrong, guess_of_gradients(failing, wrong), true) : found(failing, wrong, rounding);
+  Told told = found(failing, wrong, rounding.empty() ? guess_of_gradients(failing, wrong) : rounding);
+  told.in_modules = rounding.empty() || has_exact_modules(failing.c);
+  const std::string unsummed = parts_of_a_sum(wrong, failing.c.mesh);
+  told.stays = !unsummed.empty() && told.text.guess == unsummed;
+  return told;
 }
 
-Found in_state(const Failing& failing) {
+// Of the optimizer, or averages of parameters: those follow from the parameters, which so come first.
+Found in_state(const Failing& failing, bool averages) {
   static const std::vector<Piece> none;
   const golden::StepTrace* earlier = failing.earlier();
   for (size_t slot = 0; slot < failing.golden().state.size(); ++slot) {
     const auto& [name, values] = failing.golden().state[slot];
+    if ((name == "ema") != averages) continue;
     const auto pieces = [&name = name](const RankStep& step) -> const std::vector<Piece>& {
       const auto at = std::ranges::find_if(step.state, [&](const auto& item) { return item.first == name; });
       return at == step.state.end() ? none : at->second;
     };
     const WrongPieces wrong = differing(failing, "tensors of " + name, values, pieces, tolerance_of(failing.c));
     if (wrong.pieces.empty()) continue;
-    const golden::Named* before = earlier && slot < earlier->state.size() ? &earlier->state[slot].second : nullptr;
+    const auto tensors = [slot](const golden::StepTrace& trace) {
+      return slot < trace.state.size() ? &trace.state[slot].second : nullptr;
+    };
+    const golden::Named* before = earlier ? tensors(*earlier) : nullptr;
     const std::string rounding = guess_of_rounding(wrong);
-    return found(failing, wrong, rounding.empty() ? guess_of_results(failing, wrong, before) : rounding);
+    return found(failing, wrong, rounding.empty() ? guess_of_results(failing, wrong, before, tensors) : rounding);
   }
   return {};
 }
@@ -113,30 +144,51 @@ Found in_parameters(const Failing& failing) {
                                   : wrong_pieces(kind, failing.golden().parameters, failing.ranks, pieces, tolerance);
     if (wrong.pieces.empty()) continue;
     const std::string rounding = guess_of_rounding(wrong);
-    return found(failing, wrong, rounding.empty() ? guess_of_results(failing, wrong, &failing.begin()) : rounding);
+    const auto tensors = [](const golden::StepTrace& trace) { return &trace.parameters; };
+    return found(failing, wrong, rounding.empty() ? guess_of_results(failing, wrong, &failing.begin(), tensors) : rounding);
   }
   return {};
 }
 
+Found in_optimizer(const Failing& failing) {
+  return in_state(failing, false);
+}
+
+Found in_averages(const Failing& failing) {
+  return in_state(failing, true);
+}
+
 Found in_norm(const Failing& failing) {
-  const double wanted = failing.golden().gradient_norm, held = failing.ranks.front().gradient_norm;
-  if (failing.c.mode == Mode::fast ? near(held, wanted) : held == wanted) return {};
-  return Told{{.where = fmt::format("step {}: the gradient norm is wrong, and the gradients are right", failing.step + 1),
-               .guess = guess_of_norm(failing)}};
+  const double wanted = failing.golden().gradient_norm;
+  for (size_t rank = 0; rank < failing.ranks.size(); ++rank) {
+    const double held = failing.ranks[rank].gradient_norm;
+    if (failing.c.mode == Mode::fast ? near(held, wanted) : held == wanted) continue;
+    return Told{{.where = fmt::format("step {}: the gradient norm is wrong{}, and the gradients are right", failing.step + 1,
+                                      rank == 0 ? "" : fmt::format(" on rank {}", rank)),
+                 .guess = guess_of_norm(failing, rank)}};
+  }
+  return {};
 }
 
 // What the modules say. A module that differs is nearer to the mistake than what its gradients became.
-void add_modules(const Failing& failing, Explanation& text) {
+void add_modules(const Failing& failing, Told& told) {
+  Explanation& text = told.text;
   const golden::Named* before = nullptr;
   if (failing.step > 0) before = failing.step >= 2 ? &failing.trace[failing.step - 2].parameters : &failing.run.parameters;
   try {
     const TracedStep traced = trace_step(failing.whole, failing.run, failing.step, failing.begin());
     const ModuleDifference found = module_difference(failing.c, failing.run.steps[failing.step], traced, before);
     text.first = found.where;
-    if (!found.guess.empty()) text.guess = found.guess;
+    if (!found.guess.empty() && !told.stays) text.guess = found.guess;
   } catch (const std::exception&) {
     // The ranks ended another way than before, so there is nothing to compare.
   }
+}
+
+// What has no guess by its values, or leaves none, since it ends in an error.
+std::string guess_of_waits(const Case& c, const Ranks& ranks) {
+  if (&ranks != &thread_ranks() || c.largest_world() == 1 || !run_case(c, awaited_ranks()).held) return "";
+  return "something is used before the collective that brings it is over: the case holds when each collective is waited for at once";
 }
 
 void add_replicas(const Case& c, const std::vector<std::vector<RankStep>>& steps, Ranks& ranks, Explanation& text) {
@@ -163,20 +215,22 @@ Explanation explain(const Case& c, Ranks& ranks) {
   try {
     steps = ranks.train(c, run);
   } catch (const std::exception&) {
-    return {};  // the failure is that error, which has been told already
+    return {.where = "", .guess = guess_of_waits(c, ranks)};  // the failure is that error, which has been told already
   }
   const golden::Trace trace = golden::train(run);
-  for (size_t step = 0; step < steps.size(); ++step) {
-    const Case here = c.at(step);
-    const Failing failing{c, here, run, trace, steps[step], step, ranks.is_library()};
-    for (const auto& look : {in_losses, in_gradients, in_norm, in_state, in_parameters}) {
-      Found told = look(failing);
-      if (!told) continue;
-      if (told->in_modules && &ranks == &thread_ranks()) add_modules(failing, told->text);
-      add_replicas(c, steps, ranks, told->text);
-      return told->text;
+  for (const bool closely : {false, true})
+    for (size_t step = 0; step < steps.size(); ++step) {
+      const Case here = c.at(step);
+      const Failing failing{c, here, run, trace, steps[step], step, closely, ranks.is_library()};
+      for (const auto& look : {in_losses, in_scale, in_gradients, in_norm, in_optimizer, in_parameters, in_averages}) {
+        Found told = look(failing);
+        if (!told) continue;
+        if (told->in_modules && &ranks == &thread_ranks()) add_modules(failing, *told);
+        if (told->text.guess.empty()) told->text.guess = guess_of_waits(c, ranks);
+        add_replicas(c, steps, ranks, told->text);
+        return told->text;
+      }
     }
-  }
   return {};
 }
 

@@ -151,6 +151,21 @@ std::string factor_of_optimizer(const Failing& failing, double factor) {
   return "";
 }
 
+// Averages under another rule, and of parameters that should not be averaged. `before` are those before the step.
+std::vector<Suspect> ema_suspects(const Failing& failing, const WrongPieces& wrong, const golden::Named* before) {
+  if (failing.run.ema == 0 || wrong.kind != "tensors of ema" || !before || !same_names(*before, wrong.golden) ||
+      !same_names(failing.golden().parameters, wrong.golden))
+    return {};
+  const Values old = in_double(*before), updated = in_double(failing.golden().parameters);
+  const auto mixed = [&](double share) {
+    Values values;
+    for (size_t i = 0; i < old.size(); ++i) values.push_back(old[i] * share + updated[i] * (1 - share));
+    return [values](int64_t) { return values; };
+  };
+  return {{"parameters that are frozen were averaged again", mixed(failing.run.ema)},
+          {"the decay of the average counts for the new parameters, and not for the average", mixed(1 - failing.run.ema)}};
+}
+
 // Averages that a load left as the new run made them, of what its model was built with (ranks.h).
 bool ema_missed_load(const Failing& failing, const WrongPieces& wrong) {
   const golden::Run& run = failing.run;
@@ -200,12 +215,21 @@ std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong)
 }
 
 // Parameters, and the optimizer's state.
-std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before) {
+std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before,
+                             const TensorsOf& tensors) {
   if (failing.step == 0 && std::ranges::all_of(wrong.pieces, holds_own_beginning))
     return "they are those that the rank's own model was built with: rank 0's did not arrive";
   if (before && same_names(*before, wrong.golden)) {
     const Values old = in_double(*before);
-    if (distance(wrong, old) <= wrong.tolerance / 100) return "they are those from before the step: nothing has updated them";
+    if (distance(wrong, old) <= wrong.tolerance / 100)
+      return fmt::format("they are those from before the step: nothing has updated them{}",
+                         failing.c.options.schedule != 0 ? ", or the learning rate is zero" : "");
+    if (std::string text = with(failing, wrong, ema_suspects(failing, wrong, before)); !text.empty()) return text;
+  }
+  const std::vector<Suspect> updates = update_suspects(failing.run, failing.step, tensors, wrong.golden);
+  if (std::string text = with(failing, wrong, updates); !text.empty()) return text;
+  if (before && same_names(*before, wrong.golden)) {
+    const Values old = in_double(*before);
     WrongPieces updates = wrong;
     for (size_t i = 0; i < old.size(); ++i) updates.wanted[i] = wrong.wanted[i] - old[i];
     for (WrongPiece& piece : updates.pieces) piece.values = piece.values - wrong.of(old, piece);
@@ -218,34 +242,27 @@ std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, c
     }
   }
   if (ema_missed_load(failing, wrong)) return "the load did not bring them back: they go on from what the new run began with";
+  if (const auto factor = factor_between(wrong, wrong.wanted))
+    if (const double m = failing.run.optimizer.momentum; m > 0 && (near(*factor, 1 / (1 - m)) || near(*factor, 1 - m)))
+      return fmt::format("they are {:.6g} times what they should be: {}, momentum being {:.6g}", *factor,
+                         *factor > 1 ? "1 / (1 - momentum)" : "1 - momentum", m);
   if (const auto factor = parameters_in(failing, wrong))
     return fmt::format("they have {:.4g} times the parameters too much, as if by weight decay", *factor);
   if (std::string plain = plain_guess(wrong, failing.c, failing.run.steps[failing.step]); !plain.empty()) return plain;
   return rest_of_guess(wrong);
 }
 
-// The norm is wrong, and the gradients are right.
-std::string guess_of_norm(const Failing& failing) {
-  const double wanted = failing.golden().gradient_norm, held = failing.ranks.front().gradient_norm;
-  const double order = failing.run.steps[failing.step].norm_order;
-  const double ratio = order == 2 ? std::pow(held / wanted, 2) : held / wanted;
-  const std::string words = factor_in_words(failing.c, failing.run.steps[failing.step], ratio);
-  if (!words.empty()) return fmt::format("the sum within the norm is {:.6g} times what it should be: {}", ratio, words);
-  if (near(held, wanted)) return "it is " + rounding_of(std::abs(held - wanted) / wanted);
-  if (order != 2) return "";
-  double own = 0;
-  for (const Piece& piece : failing.ranks.front().gradients) own += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
-  if (near(std::sqrt(own), held)) return "it is the norm of each rank's own part";
-  double all = 0;
-  for (const RankStep& rank : failing.ranks)
-    for (const Piece& piece : rank.gradients) all += std::pow(norm_of(piece.data.to(at::kDouble)), 2);
-  if (near(std::sqrt(all), held)) return "elements count once for each rank that holds them";
-  const double excess = held * held - wanted * wanted;
-  for (const auto& [name, gradient] : failing.golden().gradients) {
-    const double part = std::pow(norm_of(gradient.to(at::kDouble)), 2);
-    if (near(excess, part)) return fmt::format("{} counts twice in it", name);
-    if (near(-excess, part)) return fmt::format("{} does not count in it", name);
-  }
+std::string guess_of_scale(const Failing& failing, size_t rank) {
+  const RankStep& held = failing.ranks[rank];
+  const golden::StepTrace& golden = failing.golden();
+  if (held.loss_scale < failing.run.scaling.minimum) return "it fell below its least value";
+  if (held.skipped != golden.skipped)
+    return golden.skipped ? "the step was not skipped, though a sum of gradients is not finite"
+                          : "the step was skipped, though all gradients are finite";
+  if (held.loss_scale == 2 * golden.loss_scale)
+    return golden.skipped ? "it was not halved after a skipped step" : "it was doubled too early";
+  if (2 * held.loss_scale == golden.loss_scale)
+    return golden.skipped ? "it was halved once more" : "it was not doubled after as many good steps as it takes";
   return "";
 }
 

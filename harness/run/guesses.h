@@ -7,6 +7,7 @@
 #include "golden/golden.h"
 #include "harness/case/case.h"
 #include "harness/compare/step_exchange.h"
+#include "harness/run/update_suspects.h"
 #include "harness/run/wrong_pieces.h"
 
 namespace harness {
@@ -19,6 +20,7 @@ struct Failing {
   const golden::Trace& trace;
   const std::vector<RankStep>& ranks;
   size_t step;
+  bool closely = false;        // roundings of fast mode count as well, since nothing else differs
   bool lists_replicas = true;  // whether a replica with the bits of another rank's is among what ranks hold (engine.h)
 
   const golden::StepTrace& golden() const { return trace[step]; }
@@ -32,9 +34,13 @@ struct Failing {
 // Each gives "" where nothing that is known fits.
 std::string guess_of_gradients(const Failing& failing, const WrongPieces& wrong);
 // Of parameters and the optimizer's state. `before` are those before the step, in the golden order; null where there are none.
-std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before);
-// Where the norm is wrong, and the gradients are right.
-std::string guess_of_norm(const Failing& failing);
+// `tensors` takes such tensors out of another trace.
+std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, const golden::Named* before,
+                             const TensorsOf& tensors);
+// Where the norm is wrong, at least on that rank, and the gradients are right.
+std::string guess_of_norm(const Failing& failing, size_t rank);
+// Where the loss scale of that rank is wrong, or it skipped a step that the golden run did not, or the other way round.
+std::string guess_of_scale(const Failing& failing, size_t rank);
 std::string guess_of_loss(const Failing& failing, size_t rank, size_t round);
 
 // "a relative 1.0e-07 apart: another rounding, precision or order of sums"

@@ -147,6 +147,7 @@ std::string factor_in_words(const Case& c, const golden::Step& step, double fact
                                   {static_cast<double>(c.mesh.size()), "the number of all ranks"},
                                   {step.divide * step.divide_before, "the divisor of the gradients"},
                                   {static_cast<double>(c.options.loss_scale), "the loss scale"},
+                                  {c.mode == Mode::canonical ? 0x1p44 : 0, "the unit of sums in fixed point"},
                                   {tokens, "the number of elements of all targets"}};
   std::vector<std::string> names;
   double size = 0;
