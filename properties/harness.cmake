@@ -6,6 +6,7 @@ shardproof_test(NAME comparison_props LABEL harness TORCH LIBRARIES harness SOUR
   harness/case/exact_props.cpp
   harness/commands/campaign_props.cpp)
 shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/explain_props.cpp
+  harness/run/guesses_props.cpp
   harness/run/module_difference_props.cpp harness/run/replicas_props.cpp)
 shardproof_test(NAME report_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/report_props.cpp
   harness/run/picture_props.cpp)

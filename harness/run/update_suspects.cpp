@@ -52,8 +52,6 @@ void add_rules(Mistakes& mistakes, const golden::Optimizer& o) {
 
 void add_groups(Mistakes& mistakes, const golden::Optimizer& o) {
   if (o.groups.empty()) return;
-  mistakes.add("parameters have no group: the factors of its learning rate and decay were left out",
-               [](golden::Run& run) { run.optimizer.groups.clear(); });
   mistakes.add("the last group that takes a parameter decides its learning rate and decay, and not the first",
                [](golden::Run& run) { std::ranges::reverse(run.optimizer.groups); });
   mistakes.add("all parameters have the factors of the first group, for their learning rate and decay", [](golden::Run& run) {
@@ -66,16 +64,18 @@ void add_groups(Mistakes& mistakes, const golden::Optimizer& o) {
   mistakes.add("the factors of groups for the decay were left out", [](golden::Run& run) {
     for (golden::Optimizer::Group& group : run.optimizer.groups) group.decay_factor = 1;
   });
+  mistakes.add("parameters have no group: the factors of its learning rate and decay were left out",
+               [](golden::Run& run) { run.optimizer.groups.clear(); });
 }
 
-void add_rates(Mistakes& mistakes, const golden::Run& run) {
+void add_rates(Mistakes& mistakes, const std::vector<golden::Step>& steps) {
   const auto is_usual = [](const golden::Step& step) { return step.lr_factor == 1; };
-  if (std::ranges::all_of(run.steps, is_usual)) return;
+  if (std::ranges::all_of(steps, is_usual)) return;
   mistakes.add("the learning rate is that of the step before", [](golden::Run& late) {
-    for (size_t s = late.steps.size(); s-- > 0;) late.steps[s].lr_factor = s == 0 ? 0 : late.steps[s - 1].lr_factor;
+    for (size_t s = late.steps.size(); s-- > 1;) late.steps[s].lr_factor = late.steps[s - 1].lr_factor;
   });
-  mistakes.add("the learning rate is that of the next step", [](golden::Run& early) {
-    for (size_t s = 0; s + 1 < early.steps.size(); ++s) early.steps[s].lr_factor = early.steps[s + 1].lr_factor;
+  mistakes.add("the learning rate is that of the next step", [&steps](golden::Run& early) {
+    for (size_t s = 0; s < early.steps.size() && s + 1 < steps.size(); ++s) early.steps[s].lr_factor = steps[s + 1].lr_factor;
   });
   mistakes.add("the factors of steps for the learning rate were left out", [](golden::Run& constant) {
     for (golden::Step& step : constant.steps) step.lr_factor = 1;
@@ -103,7 +103,7 @@ std::vector<Suspect> update_suspects(const golden::Run& run, size_t step, const 
   Mistakes mistakes(until);
   add_rules(mistakes, run.optimizer);
   add_groups(mistakes, run.optimizer);
-  add_rates(mistakes, until);
+  add_rates(mistakes, run.steps);
   std::vector<Suspect> suspects;
   for (Mistake& mistake : mistakes.take()) {
     const golden::Trace trace = golden::train(mistake.run);

@@ -7,33 +7,20 @@
 #include "harness/case/problem.h"
 #include "harness/run/explain.h"
 #include "properties/kit/harness_env.h"
+#include "properties/kit/lying_ranks.h"
 
 using namespace harness;
 
 namespace {
 
-using Steps = std::vector<std::vector<RankStep>>;
-using Plant = std::function<void(Steps& steps)>;
-
-// Ranks that train well and then say something else.
-class Lying final : public Ranks {
- public:
-  explicit Lying(Plant plant) : plant_(std::move(plant)) {}
-  Steps train(const Case& c, const golden::Run& run) override {
-    Steps steps = thread_ranks().train(c, run);
-    plant_(steps);
-    return steps;
-  }
-
- private:
-  Plant plant_;
-};
+using Plant = LyingRanks::Plant;
+using Steps = LyingRanks::Steps;
 
 const char* const kCase =
     "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,align=64,loss=sum) sgd(lr=0.1) ordered seed=3 : accumulate(3) step*2";
 
 Explanation explained(const Plant& plant, const char* text = kCase) {
-  Lying ranks(plant);
+  LyingRanks ranks(plant);
   return explain(Case::parse(text), ranks);
 }
 

@@ -67,6 +67,10 @@ TEST(ModuleDifference, finds_none_where_ranks_are_right_however_they_are_cut) {
         "gpt(layers=2,hidden=8,heads=2,vocab=9,positions=6,dropout=0.25) mesh(dp_shard=2,tp=2) zero3(loss=sum,recompute=1) "
         "sgd(lr=0.1) fast seed=3 : step*2",
         "gpt(layers=1,hidden=8,heads=2,vocab=9,positions=6) mesh(tp=2) zero1(loss=sum,sp=1) sgd(lr=0.1) fast seed=4 : step*2",
+        "llama(layers=1,hidden=8,heads=4,kv_heads=1,intermediate=6,vocab=8,positions=6,qk_norm) mesh(tp=2) zero3(loss=sum) "
+        "sgd(lr=0.1) fast seed=4 : step*2",
+        "llama(layers=1,hidden=8,heads=4,kv_heads=1,intermediate=6,vocab=8,positions=8) mesh(cp=2,tp=2) "
+        "zero3(loss=sum,arithmetic=canonical) sgd(lr=0.1) canonical seed=4 : step*2",
         "llama(layers=2,hidden=8,heads=4,kv_heads=2,intermediate=12,vocab=8,positions=8) mesh(cp=2,tp=2) zero3(loss=sum) "
         "sgd(lr=0.1) "
         "fast seed=5 : step*2",
