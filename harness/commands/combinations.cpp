@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <bit>
 #include <optional>
 
@@ -12,6 +13,7 @@ namespace harness {
 namespace {
 
 constexpr size_t kBits = 64;
+constexpr size_t kPairsOfTriples = 1000;  // under which missing triples are listed
 constexpr size_t kKept = 6;  // cases with each value, from which cases with pairs are made
 
 // The case with that value of the facet, if it is valid.
@@ -78,24 +80,40 @@ std::vector<uint64_t> Combinations::valid_pairs(const Limits& limits, Combinatio
       ++figures.pairs_valid;
       figures.pairs_drawn += met(a, b);
       valid[a * words_ + b / kBits] |= uint64_t{1} << b % kBits;
-      if (example)
-        figures.missing.push_back({facets()[facet_of_[a]].values[a - first_ids_[facet_of_[a]]],
-                                   facets()[facet_of_[b]].values[b - first_ids_[facet_of_[b]]], *example});
+      if (example) figures.missing.push_back({text_of(a), text_of(b), *example});
     }
   return valid;
 }
 
+std::vector<std::string> Combinations::texts_of(const std::vector<uint64_t>& bits) const {
+  std::vector<std::string> texts;
+  for (size_t value = 0; value < values_; ++value)
+    if ((bits[value / kBits] >> value % kBits & 1) != 0) texts.push_back(text_of(value));
+  return texts;
+}
+
 void Combinations::count_triples(const std::vector<uint64_t>& valid, CombinationFigures& figures) const {
+  std::vector<uint64_t> undrawn(words_);
   for (size_t a = 0; a < values_; ++a)
     for (size_t b = a + 1; b < values_; ++b) {
       if ((valid[a * words_ + b / kBits] >> b % kBits & 1) == 0) continue;
+      int64_t missing = 0;
       // A row of triples_ has the bit of b itself, and valid rows have none of b's own facet.
       for (size_t word = 0; word < words_; ++word) {
         const uint64_t both = valid[a * words_ + word] & valid[b * words_ + word];
+        const uint64_t drawn = both & triples_[word_of(a, b) + word];
+        undrawn[word] = both & ~drawn;
+        // Valid rows have later values alone, so a triple is met once.
         figures.triples_valid += std::popcount(both);
-        figures.triples_drawn += std::popcount(both & triples_[word_of(a, b) + word]);
+        figures.triples_drawn += std::popcount(drawn);
+        missing += std::popcount(undrawn[word]);
       }
+      if (missing > 0) figures.missing_triples.push_back({text_of(a), text_of(b), texts_of(undrawn)});
     }
+  const auto count = [](const MissingTriples& m) { return m.thirds.size(); };
+  std::ranges::stable_sort(figures.missing_triples, std::ranges::greater{}, count);
+  for (; figures.missing_triples.size() > kPairsOfTriples; figures.missing_triples.pop_back())
+    figures.triples_left_out += std::ssize(figures.missing_triples.back().thirds);
 }
 
 CombinationFigures Combinations::figures(const Limits& limits) const {
@@ -112,25 +130,36 @@ std::string describe(const CombinationFigures& figures) {
                                  facets().size(), share(figures.pairs_drawn, figures.pairs_valid), figures.pairs_valid,
                                  share(figures.triples_drawn, figures.triples_valid), figures.triples_valid);
   constexpr size_t kListed = 12;
-  if (figures.missing.empty()) return text;
-  std::vector<std::string> some;
-  for (const MissingPair& pair : figures.missing)
-    if (some.size() < kListed) some.push_back(pair.first + " with " + pair.second);
-  return text + fmt::format("  never: {}{}\n", fmt::join(some, ", "),
-                            figures.missing.size() > kListed
-                                ? fmt::format(", and {} more; --json lists them", figures.missing.size() - kListed)
-                                : "");
+  const auto list = [&](const char* what, const auto& missing, const auto& in_words) {
+    std::vector<std::string> some;
+    for (const auto& one : missing)
+      if (some.size() < kListed) some.push_back(in_words(one));
+    if (missing.empty()) return;
+    const size_t more = missing.size() - some.size();
+    text += fmt::format("  {}: {}{}\n", what, fmt::join(some, ", "),
+                        more > 0 ? fmt::format(", and {} more; --json lists them", more) : "");
+  };
+  list("never", figures.missing, [](const MissingPair& pair) { return pair.first + " with " + pair.second; });
+  list("never with many others", figures.missing_triples, [](const MissingTriples& triples) {
+    return fmt::format("{} with {} (with {} values)", triples.first, triples.second, triples.thirds.size());
+  });
+  return text;
 }
 
 nlohmann::json to_json(const CombinationFigures& figures) {
   nlohmann::json missing = nlohmann::json::array();
   for (const MissingPair& pair : figures.missing)
     missing.push_back({{"first", pair.first}, {"second", pair.second}, {"example", pair.example.str()}});
+  nlohmann::json triples = nlohmann::json::array();
+  for (const MissingTriples& one : figures.missing_triples)
+    triples.push_back({{"first", one.first}, {"second", one.second}, {"thirds", one.thirds}});
   return {{"pairs_drawn", figures.pairs_drawn},
           {"pairs_valid", figures.pairs_valid},
           {"triples_drawn", figures.triples_drawn},
           {"triples_valid", figures.triples_valid},
-          {"missing_pairs", std::move(missing)}};
+          {"missing_pairs", std::move(missing)},
+          {"missing_triples", std::move(triples)},
+          {"missing_triples_left_out", figures.triples_left_out}};
 }
 
 }  // namespace harness

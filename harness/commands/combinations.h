@@ -17,10 +17,20 @@ struct MissingPair {
   Case example;
 };
 
+// A valid pair and the values that no case had beside it. Each makes a triple of which every two values are a valid pair; the
+// three together need not be valid. A triple is listed once, under its first two values.
+struct MissingTriples {
+  std::string first, second;
+  std::vector<std::string> thirds;
+};
+
 struct CombinationFigures {
   int64_t pairs_drawn = 0, pairs_valid = 0;
   int64_t triples_drawn = 0, triples_valid = 0;
   std::vector<MissingPair> missing;  // the valid pairs that were not drawn
+  // Those with the most third values first, and how many triples were left out behind them.
+  std::vector<MissingTriples> missing_triples;
+  int64_t triples_left_out = 0;
 };
 
 class Combinations {
@@ -41,6 +51,11 @@ class Combinations {
   bool met(size_t a, size_t b) const { return pairs_[a * values_ + b] > 0; }
   std::vector<uint64_t> valid_pairs(const Limits& limits, CombinationFigures& figures) const;
   void count_triples(const std::vector<uint64_t>& valid, CombinationFigures& figures) const;
+  const std::string& text_of(size_t value) const {
+    return facets()[facet_of_[value]].values[value - first_ids_[facet_of_[value]]];
+  }
+  // The values of the bits.
+  std::vector<std::string> texts_of(const std::vector<uint64_t>& bits) const;
 
   size_t values_ = 0, words_ = 0;             // of all facets; words of 64 bits for one bit each
   std::vector<size_t> first_ids_;             // of each facet

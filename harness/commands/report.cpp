@@ -96,7 +96,7 @@ void Report::add_faults(const std::string& path) {
 
 json Report::data() const {
   json combinations = to_json(merged_.combinations.figures({}));
-  combinations.erase("missing_pairs");  // thousands after a short run
+  for (const char* list : {"missing_pairs", "missing_triples"}) combinations.erase(list);  // thousands after a short run
   combinations["facets"] = std::ssize(harness::facets());
   json failures = json::array(), pairs = json::array(), errors = json::object();
   for (const MergedFailure& failure : merged_.minimal)

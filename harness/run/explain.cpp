@@ -189,7 +189,8 @@ void add_modules(const Failing& failing, Told& told) {
 // What has no guess by its values, or leaves none, since it ends in an error.
 std::string guess_of_waits(const Case& c, const Ranks& ranks) {
   if (&ranks != &thread_ranks() || c.largest_world() == 1 || !run_case(c, awaited_ranks()).held) return "";
-  return "something is used before the collective that brings it is over: the case holds when each collective is waited for at once";
+  return "something is used before the collective that brings it is over: the case holds when each collective is waited for at "
+         "once";
 }
 
 void add_replicas(const Case& c, const std::vector<std::vector<RankStep>>& steps, Ranks& ranks, Explanation& text) {

@@ -102,6 +102,22 @@ TEST(Combinations, a_pair_that_was_not_drawn_is_valid_if_a_valid_case_has_it) {
   EXPECT_TRUE(found);
 }
 
+TEST(Combinations, a_triple_that_was_not_drawn_is_listed_once_under_its_first_two_values) {
+  const CombinationFigures figures = combinations_of({kPlain}).figures({});
+  int64_t listed = 0;
+  std::set<std::string> seen;
+  size_t most = std::numeric_limits<size_t>::max();
+  for (const MissingTriples& triples : figures.missing_triples) {
+    EXPECT_LE(triples.thirds.size(), most) << "those with the most come first";
+    most = triples.thirds.size();
+    listed += std::ssize(triples.thirds);
+    for (const std::string& third : triples.thirds)
+      EXPECT_TRUE(seen.insert(triples.first + "|" + triples.second + "|" + third).second) << third;
+  }
+  EXPECT_GT(listed, 0);
+  EXPECT_EQ(figures.triples_valid, figures.triples_drawn + listed + figures.triples_left_out);
+}
+
 TEST(Combinations, limits_leave_out_what_they_forbid) {
   Limits limits;
   limits.strategy = "zero3";
