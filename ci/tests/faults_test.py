@@ -52,6 +52,25 @@ sys.exit(1)
 """
 
 
+# Answers as ctest does: the first test of the family finds value 9 in its first two runs, and the second one in its first.
+CTEST = """#!/usr/bin/env python3
+import os, re, sys
+if "--show-only=json-v1" in sys.argv:
+    print('{"tests": []}')
+    sys.exit(0)
+assert "--stop-on-failure" in sys.argv
+pattern, runs = sys.argv[sys.argv.index("-R") + 1], []
+for number, name in enumerate(("Family.first", "Family.second"), 1):
+    if not re.search(pattern, name): continue
+    with open("runs_of_" + name, "a") as file: print(file=file)
+    count = len(open("runs_of_" + name).readlines())
+    print(f"    {number}/2 Test #{number}: {name}")
+    if open("built.txt").read().strip() == "9" and count <= 3 - number:
+        print("The following tests FAILED:\\n" + f"          {number} - {name} (Failed)")
+        sys.exit(8)
+"""
+
+
 def patch(fault_id, new, old="2", path="impl/value.txt", extra=""):
     return (f"# id: {fault_id}\n# title: The value is {new}\n# from: nowhere\n# expect: a case\n{extra}"
             f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-{old}\n+{new}\n")
@@ -175,6 +194,22 @@ class Faults(unittest.TestCase):
         self.assertNotIn("A: found by", output)
         with open(self.path("table"), encoding="utf-8") as file:
             self.assertIn("7 cases (by 4 of 4 seeds, median 7)", file.read())
+
+    def test_how_many_runs_of_tests_find_a_bug_is_told_as_well(self):
+        self.write("bin/ctest", CTEST)
+        os.chmod(self.path("bin/ctest"), 0o755)
+        path = os.environ["PATH"]
+        self.addCleanup(os.environ.__setitem__, "PATH", path)
+        os.environ["PATH"] = self.path("bin") + os.pathsep + path
+        code, rows, output = self.run_faults([patch("A", "9", extra="# check: ctest -R ^Family[.]\n")], "--seeds", "4",
+                                             "--skip-baseline", "--markdown", self.path("table"))
+        self.assertEqual(code, 0, output)
+        self.assertEqual(rows["A"]["by"], "Family.first")
+        # The first test alone; then the second one, since the first finds nothing any more; then nobody.
+        self.assertEqual(rows["A"]["by_seed"], [1, 2, None, None])
+        self.assertIn("A: found by 2 of 4 runs", output)
+        with open(self.path("table"), encoding="utf-8") as file:
+            self.assertIn("1 test (by 2 of 4 runs)", file.read())
 
     def test_a_bug_that_no_check_finds_survives(self):
         code, rows, output = self.run_faults([patch("A", "4"), patch("B", "3")])
