@@ -52,7 +52,8 @@ class AwaitedRanks final : public Ranks {
     return run_sharded(c, run, checkpoints, [&](const Case& now, const RankBody& body) {
       ThreadsOptions options = threads_options(now);
       options.policy = policy;
-      run_threads(now.mesh.size(), [&](std::shared_ptr<Comm> comm) { body(awaited(std::move(comm))); }, options);
+      run_threads(
+          now.mesh.size(), [&](std::shared_ptr<Comm> comm) { body(awaited(std::move(comm))); }, options);
     });
   }
 };

@@ -25,8 +25,10 @@ double own_norm(const RankStep& rank, double order) {
   for (const Piece& piece : rank.gradients) {
     if (piece.data.numel() == 0) continue;
     const at::Tensor sizes = piece.data.to(at::kDouble).abs();
-    if (std::isinf(order)) norm = std::max(norm, sizes.max().item<double>());
-    else norm += order == 1 ? sizes.sum().item<double>() : square_of(sizes);
+    if (std::isinf(order))
+      norm = std::max(norm, sizes.max().item<double>());
+    else
+      norm += order == 1 ? sizes.sum().item<double>() : square_of(sizes);
   }
   return order == 2 ? std::sqrt(norm) : norm;
 }
@@ -68,9 +70,9 @@ void add_by_holders(const Failing& failing, size_t rank, std::vector<Candidate>&
   double every = 0;
   for (const auto& [copies, group] : groups) {
     every += static_cast<double>(copies) * group.square;
-    candidates.push_back({wanted * wanted + static_cast<double>(copies - 1) * group.square,
-                          fmt::format("elements count once for each rank that holds them, as those of {} on {} ranks",
-                                      group.first, copies)});
+    candidates.push_back(
+        {wanted * wanted + static_cast<double>(copies - 1) * group.square,
+         fmt::format("elements count once for each rank that holds them, as those of {} on {} ranks", group.first, copies)});
     candidates.push_back({wanted * wanted - group.square + group.own,
                           fmt::format("it is the norm of each rank's own part of some parameters, as of {}", group.first)});
   }

@@ -63,13 +63,13 @@ double norm_of_parts(const RankStep& rank) {
 }  // namespace
 
 TEST(Guesses, name_another_rule_of_the_optimizer) {
-  const char* const adamw = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) adamw(lr=0.01,beta1=0.5,beta2=0.9,decay=0.1) "
-                            "ordered seed=3 : step*2";
+  const char* const adamw =
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) adamw(lr=0.01,beta1=0.5,beta2=0.9,decay=0.1) "
+      "ordered seed=3 : step*2";
   using Kind = golden::Optimizer::Kind;
   expect_guess("weight decay was added to the gradient, as Adam does", adamw,
                trained_as(adamw, [](golden::Run& run) { run.optimizer.kind = Kind::adam; }));
-  expect_guess("there was no weight decay", adamw,
-               trained_as(adamw, [](golden::Run& run) { run.optimizer.weight_decay = 0; }));
+  expect_guess("there was no weight decay", adamw, trained_as(adamw, [](golden::Run& run) { run.optimizer.weight_decay = 0; }));
   expect_guess("the two betas changed places", adamw,
                trained_as(adamw, [](golden::Run& run) { std::swap(run.optimizer.beta1, run.optimizer.beta2); }));
   const char* const adam = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) adam(lr=0.01,decay=0.1) ordered seed=3 : step";
@@ -80,8 +80,9 @@ TEST(Guesses, name_another_rule_of_the_optimizer) {
 }
 
 TEST(Guesses, name_factors_that_belong_to_another_group) {
-  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1,decay=0.1,groups=2) ordered "
-                           "seed=3 : step";
+  const char* const text =
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1,decay=0.1,groups=2) ordered "
+      "seed=3 : step";
   expect_guess("parameters have no group", text, trained_as(text, [](golden::Run& run) { run.optimizer.groups.clear(); }));
   expect_guess("the last group that takes a parameter decides", text,
                trained_as(text, [](golden::Run& run) { std::ranges::reverse(run.optimizer.groups); }));
@@ -122,8 +123,7 @@ TEST(Guesses, name_averages_of_frozen_parameters_and_a_sum_in_the_place_of_a_mea
           if (slot == "ema" && std::ranges::count(run.steps[1].frozen, averages[i].name))
             averages[i].data = averages[i].data * 0.9 + rank.parameters[i].data * 0.1;
   });
-  const char* const muon =
-      "mlp(widths=5-7-3,bias=0) mesh() zero3(loss=sum) muon(lr=0.01,momentum=0.75) ordered seed=3 : step";
+  const char* const muon = "mlp(widths=5-7-3,bias=0) mesh() zero3(loss=sum) muon(lr=0.01,momentum=0.75) ordered seed=3 : step";
   expect_guess("4 times what they should be: 1 / (1 - momentum)", muon, [](Steps& steps) {
     for (auto& [name, pieces] : steps[0][0].state)
       for (shardproof::Piece& piece : pieces)
@@ -173,8 +173,7 @@ TEST(Guesses, know_the_unit_of_fixed_point) {
 }
 
 TEST(Guesses, of_fast_mode_know_roundings_of_a_lower_precision) {
-  const char* const text =
-      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,compute=bf16) sgd(lr=0.1) fast seed=3 : step";
+  const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,compute=bf16) sgd(lr=0.1) fast seed=3 : step";
   expect_guess("another rounding", text, [](Steps& steps) {
     for (RankStep& rank : steps[0])
       for (shardproof::Piece& piece : rank.parameters) piece.data = piece.data * 1.0005;
