@@ -6,18 +6,11 @@ import sys
 PARTS = ("lines", "branches", "functions")
 
 
-def percent(text):
-    value = float(text)
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is no percentage")
-    return value
-
-
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="ci/coverage", description=__doc__, allow_abbrev=False)
     parser.add_argument("summary", help="what llvm-cov export -summary-only has written")
-    parser.add_argument("--lines-min", type=percent, default=0, metavar="PERCENT")
-    parser.add_argument("--branches-min", type=percent, default=0, metavar="PERCENT")
+    parser.add_argument("--lines-min", type=float, default=0, metavar="PERCENT")
+    parser.add_argument("--branches-min", type=float, default=0, metavar="PERCENT")
     return parser.parse_args(arguments)
 
 

@@ -31,17 +31,18 @@ void validate(const golden::Optimizer& o) {
 
 // What needs replicas to be outside of shards.
 void validate_order(const Case& c, const shardproof::Strategy& strategy, const shardproof::Mesh& mesh) {
-  if (!has_replicas_inside(mesh)) return;
-  SHARD_REQUIRE(c.mode != Mode::ordered, "case",
-                "mesh '{}': the golden run adds along dp_shard first, then along dp_replicate. Let dp_replicate come first, or "
-                "leave the mode ordered",
-                c.mesh.str());
   const bool every_time = c.options.replicas_each != 0;
+  const shardproof::Strategy row = every_time ? shardproof::reducing_replicas_every_time(strategy) : strategy;
+  const std::string name = row.name + (every_time ? " with replicas_each=1" : "");
+  SHARD_REQUIRE(can_sum_on(row, mesh), "case",
+                "mesh '{}': {} sums gradients along both axes at once, which begins with dp_replicate there, and splits them "
+                "along dp_shard first. Let dp_replicate come first",
+                c.mesh.str(), name);
   SHARD_REQUIRE(
-      can_sum_on(every_time ? shardproof::reducing_replicas_every_time(strategy) : strategy, mesh), "case",
-      "mesh '{}': gradients are summed along dp_replicate first there, and {}{} splits them along dp_shard first. Let "
-      "dp_replicate come first",
-      c.mesh.str(), strategy.name, every_time ? " with replicas_each=1" : "");
+      c.mode != Mode::ordered || !sums_replicas_first(row, mesh), "case",
+      "mesh '{}': {} sums gradients along both axes at once, which begins with dp_replicate there, and the golden run "
+      "begins with dp_shard. Let dp_replicate come first, or leave the mode ordered",
+      c.mesh.str(), name);
 }
 
 void validate_mesh(const Case& c) {
@@ -163,8 +164,11 @@ void validate_units(const Case& c) {
   const shardproof::Strategy own = on(unit_strategy(c), unit_mesh(c)), others = on(shardproof::strategy(c.strategy), mesh);
   validate_order(c, own, unit_mesh(c));
   SHARD_REQUIRE(c.options.unit_mesh <= 1, "case", "unit_mesh={} is 0 or 1", c.options.unit_mesh);
+  const bool has_several = mesh.has("dp_shard") && mesh.size("dp_shard") > 1;
   SHARD_REQUIRE(c.options.unit_mesh == 0 || unit_mesh(c) != mesh, "case",
-                "unit_mesh=1 takes the ranks along dp_shard apart, and mesh '{}' has at most one there", c.mesh.str());
+                "unit_mesh=1 takes the ranks along dp_shard apart, and {} on mesh '{}'",
+                has_several ? "dp_replicate, if it is there, has to stand directly before dp_shard" : "there is at most one",
+                c.mesh.str());
   SHARD_REQUIRE(c.mode != Mode::ordered || (c.options.unit_mesh == 0 && shardproof::accumulates_before_reducing(own) ==
                                                                             shardproof::accumulates_before_reducing(others)),
                 "case",

@@ -155,21 +155,26 @@ void generate_optimizer(Chooser& choose, Case& c) {
   if (choose.chance(0.3)) c.norm_order = choose.one_of<int64_t>({1, 0});
 }
 
-// Names of those rows that the mesh allows, if there is one.
-std::vector<std::string> names_on(const std::optional<Mesh>& mesh, const std::vector<shardproof::Strategy>& rows) {
+bool can_run(const shardproof::Strategy& row, const Mesh& mesh, Mode mode) {
+  const shardproof::Strategy strategy = shardproof::on_mesh(row, mesh);
+  return can_sum_on(strategy, mesh) && (mode != Mode::ordered || !sums_replicas_first(strategy, mesh));
+}
+
+// Names of those rows that the mesh and the mode allow, if there is a mesh.
+std::vector<std::string> names_on(const std::optional<Mesh>& mesh, Mode mode, const std::vector<shardproof::Strategy>& rows) {
+  const Mesh seen = shardproof::data_parallel_mesh(mesh.value_or(Mesh()));
   std::vector<std::string> names;
   for (const shardproof::Strategy& row : rows) {
     try {
-      const Mesh seen = shardproof::data_parallel_mesh(mesh.value_or(Mesh()));
-      if (!mesh || can_sum_on(shardproof::on_mesh(row, seen), seen)) names.push_back(row.name);
+      if (!mesh || can_run(row, seen, mode)) names.push_back(row.name);
     } catch (const shardproof::Error&) {
     }
   }
   return names;
 }
 
-std::vector<std::string> strategies_on(const std::optional<Mesh>& mesh) {
-  std::vector<std::string> names = names_on(mesh, shardproof::strategies());
+std::vector<std::string> strategies_on(const std::optional<Mesh>& mesh, Mode mode) {
+  std::vector<std::string> names = names_on(mesh, mode, shardproof::strategies());
   SHARD_REQUIRE(!names.empty(), "case", "no strategy runs on mesh {}; give it an axis dp_shard or dp_replicate", mesh->str());
   return names;
 }
@@ -344,14 +349,13 @@ Case generate(uint64_t seed, int64_t index, const Limits& limits) {
     using enum Mode;
     // Tensor and context parallelism cut sums inside of models: for modes in which that leaves no trace, or is judged.
     const bool given = limits.mesh && (limits.mesh->has("tp") || limits.mesh->has("cp"));
-    const bool ordered_fits = !limits.mesh || !(given || has_replicas_inside(*limits.mesh));
-    c.mode = limits.mode.value_or(!ordered_fits ? choose.one_of<Mode>({exact, canonical, fast})
-                                                : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered,
-                                                                       canonical, canonical, fast, fast}));
+    c.mode = limits.mode.value_or(
+        given ? choose.one_of<Mode>({exact, canonical, fast})
+              : choose.one_of<Mode>({exact, exact, ordered, ordered, ordered, ordered, canonical, canonical, fast, fast}));
     if (given && limits.mesh->has("cp") && !limits.mode && c.mode == exact) c.mode = fast;
-    c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh)));
+    c.strategy = limits.strategy.value_or(choose.one_of(strategies_on(limits.mesh, c.mode)));
     if (Chooser own(Draws(seed, "free rows").at(index)); !limits.strategy && own.chance(0.15))
-      c.strategy = own.one_of(names_on(limits.mesh, shardproof::free_rows()));
+      c.strategy = own.one_of(names_on(limits.mesh, c.mode, shardproof::free_rows()));
     const bool parallel = given || (!limits.mesh && c.mode != ordered && choose.chance(0.65));
     const bool with_context = given && limits.mesh->has("cp");
     c.model = with_context ? generate_language_model(choose, c.mode) : generate_model(choose, c.mode, parallel);

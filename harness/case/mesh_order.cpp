@@ -1,6 +1,7 @@
 #include "harness/case/mesh_order.h"
 
 #include <algorithm>
+#include <array>
 
 #include "shardproof/base/check.h"
 
@@ -63,8 +64,15 @@ std::vector<Mesh> in_other_orders(const Mesh& mesh) {
   return orders;
 }
 
-bool has_replicas_inside(const Mesh& mesh) {
-  return mesh.has("dp_replicate") && mesh.has("dp_shard") && mesh.index("dp_replicate") > mesh.index("dp_shard");
+bool sums_replicas_first(const shardproof::Strategy& strategy, const Mesh& mesh) {
+  const auto has = [&](const char* axis) { return mesh.has(axis) && mesh.size(axis) > 1; };
+  if (!has("dp_replicate") || !has("dp_shard") || mesh.index("dp_replicate") < mesh.index("dp_shard")) return false;
+  const auto adds_both = [](const shardproof::Layout& from, const shardproof::Layout& to) {
+    return std::ranges::all_of(std::array{"dp_replicate", "dp_shard"}, [&](const char* axis) {
+      return std::ranges::count(from.partial, axis) > 0 && std::ranges::count(to.partial, axis) == 0;
+    });
+  };
+  return adds_both(strategy.produced, strategy.accumulated) || adds_both(strategy.accumulated, strategy.state);
 }
 
 bool can_sum_on(const shardproof::Strategy& strategy, const Mesh& mesh) {

@@ -20,12 +20,12 @@ shardproof::Mesh in_usual_order(const shardproof::Mesh& mesh);
 // The same axes in every order that is not the usual one and that data_parallel_mesh takes. Empty where there is none.
 std::vector<shardproof::Mesh> in_other_orders(const shardproof::Mesh& mesh);
 
-// Whether dp_replicate comes after dp_shard, so that gradients are summed along it first.
-bool has_replicas_inside(const shardproof::Mesh& mesh);
+// Whether a strategy adds the gradients of replicas before those of shards: where it adds both at once, and dp_replicate comes
+// after dp_shard. Here and below, the strategy is what shardproof::on_mesh returns for the mesh.
+bool sums_replicas_first(const shardproof::Strategy& strategy, const shardproof::Mesh& mesh);
 
 // Whether the sums of a strategy end at the layouts that it names. They go along the innermost axis of the mesh first, and each
-// may split its result once more; so a layout that several of them split has to name the innermost axis first. The strategy is
-// as shardproof::on_mesh gives it.
+// may split its result once more; so a layout that several of them split has to name the innermost axis first.
 bool can_sum_on(const shardproof::Strategy& strategy, const shardproof::Mesh& mesh);
 
 }  // namespace harness

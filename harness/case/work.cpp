@@ -28,7 +28,8 @@ bool has_checkpoint(const StepPlan& step) {
   return step.save || step.crash || step.loads();
 }
 
-// All ways to leave one thing out of the history.
+// All ways to leave one thing out of the history, so that less is left to do: without a load of a smaller mesh there may be
+// more.
 std::vector<Case> shorter(const Case& c) {
   std::vector<Case> found, with_fewer_checkpoints;
   for (size_t s = 0; s < c.steps.size(); ++s) {
@@ -36,7 +37,8 @@ std::vector<Case> shorter(const Case& c) {
     if (std::ssize(c.steps) <= kStepsLeft) continue;
     Case without = c;
     without.steps.erase(without.steps.begin() + static_cast<std::ptrdiff_t>(s));
-    if (is_valid(without)) (has_checkpoint(c.steps[s]) ? with_fewer_checkpoints : found).push_back(std::move(without));
+    if (is_valid(without) && work_of(without) < work_of(c))
+      (has_checkpoint(c.steps[s]) ? with_fewer_checkpoints : found).push_back(std::move(without));
   }
   return found.empty() ? with_fewer_checkpoints : found;
 }

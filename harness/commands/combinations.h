@@ -17,8 +17,8 @@ struct MissingPair {
   Case example;
 };
 
-// A valid pair and the values that no case had beside it. Each makes a triple of which every two values are a valid pair; the
-// three together need not be valid. A triple is listed once, under its first two values.
+// A pair that some case had, and the values that no case had beside it. Each makes a triple of which every two values are a
+// valid pair; the three together need not be valid. A triple is listed once, under its first two values.
 struct MissingTriples {
   std::string first, second;
   std::vector<std::string> thirds;
@@ -28,7 +28,8 @@ struct CombinationFigures {
   int64_t pairs_drawn = 0, pairs_valid = 0;
   int64_t triples_drawn = 0, triples_valid = 0;
   std::vector<MissingPair> missing;  // the valid pairs that were not drawn
-  // Those with the most third values first, and how many triples were left out behind them.
+  // Those with the most third values first; and how many triples are not among them, because their pair was not drawn or has
+  // fewer.
   std::vector<MissingTriples> missing_triples;
   int64_t triples_left_out = 0;
 };

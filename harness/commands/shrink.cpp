@@ -75,6 +75,7 @@ void simpler_load(std::vector<Case>& list, const Case& c, size_t step) {
   const StepPlan& plan = c.steps[step];
   if (plan.loads()) reset(list, c, [step](Case& v) { v.steps[step].load_mesh = {}, v.steps[step].load_strategy.clear(); });
   if (!plan.load_mesh) return;
+  reset(list, c, [step](Case& v) { v.steps[step].load_mesh = in_usual_order(*v.steps[step].load_mesh); });
   if (!plan.load_strategy.empty()) reset(list, c, [step](Case& v) { v.steps[step].load_mesh = {}; });
   reset(list, c, [step](Case& v) { v.steps[step].load_strategy.clear(); });
   for (const shardproof::Axis& axis : plan.load_mesh->axes())

@@ -5,9 +5,7 @@
 #include <vector>
 
 #include "harness/run/policies.h"
-#include "harness/run/sharded_options.h"
 #include "harness/run/sharded_run.h"
-#include "shardproof/comm/threads/threads.h"
 
 namespace harness {
 namespace {
@@ -48,13 +46,7 @@ class AwaitedRanks final : public Ranks {
  public:
   Steps train(const Case& c, const golden::Run& run) override {
     CaseCheckpoints checkpoints(c);
-    const auto policy = policy_of(c.interleaving);
-    return run_sharded(c, run, checkpoints, [&](const Case& now, const RankBody& body) {
-      ThreadsOptions options = threads_options(now);
-      options.policy = policy;
-      run_threads(
-          now.mesh.size(), [&](std::shared_ptr<Comm> comm) { body(awaited(std::move(comm))); }, options);
-    });
+    return run_sharded(c, run, checkpoints, on_threads(policy_of(c.interleaving), awaited));
   }
 };
 

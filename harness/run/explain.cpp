@@ -14,7 +14,6 @@
 #include "harness/run/guesses.h"
 #include "harness/run/module_difference.h"
 #include "harness/run/replicas.h"
-#include "harness/run/run_case.h"
 #include "harness/run/suspects.h"
 #include "harness/run/wrong_pieces.h"
 #include "shardproof/base/check.h"
@@ -88,10 +87,12 @@ Found in_scale(const Failing& failing) {
   for (size_t rank = 0; rank < failing.ranks.size(); ++rank) {
     const RankStep& held = failing.ranks[rank];
     if (held.skipped == golden.skipped && held.loss_scale == golden.loss_scale) continue;
-    return Told{{.where = fmt::format("step {}: the loss scale of rank {} is {:.6g}{} after the step, and should be {:.6g}{}",
-                                      failing.step + 1, rank, held.loss_scale, held.skipped ? ", which it skipped," : "",
-                                      golden.loss_scale, golden.skipped ? " after a skipped one" : ""),
-                 .guess = guess_of_scale(failing, rank)}};
+    const std::string what =
+        held.loss_scale != golden.loss_scale
+            ? fmt::format("rank {} uses the loss scale {:.6g}, and should use {:.6g}", rank, held.loss_scale, golden.loss_scale)
+        : golden.skipped ? fmt::format("rank {} does not skip the step, and should", rank)
+                         : fmt::format("rank {} skips the step, and should not", rank);
+    return Told{{.where = fmt::format("step {}: {}", failing.step + 1, what), .guess = guess_of_scale(failing, rank)}};
   }
   return {};
 }
@@ -186,11 +187,11 @@ void add_modules(const Failing& failing, Told& told) {
   }
 }
 
-// What has no guess by its values, or leaves none, since it ends in an error.
+// For an error, which leaves no values to compare, and for values that nothing explains.
 std::string guess_of_waits(const Case& c, const Ranks& ranks) {
   if (&ranks != &thread_ranks() || c.largest_world() == 1 || !run_case(c, awaited_ranks()).held) return "";
-  return "something is used before the collective that brings it is over: the case holds when each collective is waited for at "
-         "once";
+  return "the case holds when each collective is waited for at once, so something is probably used before the collective that "
+         "brings it is over";
 }
 
 void add_replicas(const Case& c, const std::vector<std::vector<RankStep>>& steps, Ranks& ranks, Explanation& text) {
@@ -210,6 +211,10 @@ std::string in_lines(const Explanation& explanation) {
   return lines;
 }
 
+bool may_explain(const Verdict& verdict) {
+  return !verdict.held && (verdict.step >= 0 || verdict.category == "error");
+}
+
 Explanation explain(const Case& c, Ranks& ranks) {
   golden::Run run = make_run(c);
   run.device = ranks.device();
@@ -220,10 +225,11 @@ Explanation explain(const Case& c, Ranks& ranks) {
     return {.where = "", .guess = guess_of_waits(c, ranks)};  // the failure is that error, which has been told already
   }
   const golden::Trace trace = golden::train(run);
-  for (const bool closely : {false, true})
+  const int passes = c.mode == Mode::fast ? 2 : 1;
+  for (int pass = 0; pass < passes; ++pass)
     for (size_t step = 0; step < steps.size(); ++step) {
       const Case here = c.at(step);
-      const Failing failing{c, here, run, trace, steps[step], step, closely, ranks.is_library()};
+      const Failing failing{c, here, run, trace, steps[step], step, pass > 0, ranks.is_library()};
       for (const auto& look : {in_losses, in_scale, in_gradients, in_norm, in_optimizer, in_parameters, in_averages}) {
         Found told = look(failing);
         if (!told) continue;

@@ -6,6 +6,7 @@
 
 #include "harness/case/case.h"
 #include "harness/run/ranks.h"
+#include "harness/run/run_case.h"
 
 namespace harness {
 
@@ -18,6 +19,9 @@ struct Explanation {
   std::string replicas = {};
   std::string guess;  // "the terms of data-parallel rank 1 are missing"; "" when no mistake that is known here fits
 };
+
+// Whether a failure is of values, or an error: complaints of properties and schedules say themselves what is wrong.
+bool may_explain(const Verdict& verdict);
 
 // Trains the case on both sides once more, and every microbatch of the failing step by itself. All texts are empty when the
 // case holds, or fails by an error.

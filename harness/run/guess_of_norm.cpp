@@ -19,12 +19,11 @@ double square_of(const at::Tensor& values) {
   return std::pow(norm_of(values.to(at::kDouble)), 2);
 }
 
-// The norm of what a rank holds.
-double own_norm(const RankStep& rank, double order) {
+double norm_of_all(const std::vector<at::Tensor>& tensors, double order) {
   double norm = 0;
-  for (const Piece& piece : rank.gradients) {
-    if (piece.data.numel() == 0) continue;
-    const at::Tensor sizes = piece.data.to(at::kDouble).abs();
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    const at::Tensor sizes = tensor.to(at::kDouble).abs();
     if (std::isinf(order))
       norm = std::max(norm, sizes.max().item<double>());
     else
@@ -33,9 +32,33 @@ double own_norm(const RankStep& rank, double order) {
   return order == 2 ? std::sqrt(norm) : norm;
 }
 
+std::vector<at::Tensor> gradients_of(const RankStep& rank) {
+  std::vector<at::Tensor> gradients;
+  for (const Piece& piece : rank.gradients) gradients.push_back(piece.data);
+  return gradients;
+}
+
+std::vector<at::Tensor> gradients_of(const golden::StepTrace& golden) {
+  std::vector<at::Tensor> gradients;
+  for (const auto& [name, gradient] : golden.gradients) gradients.push_back(gradient);
+  return gradients;
+}
+
+// Gradients are told after clipping, and norms from before it.
+double unclipped(const Failing& failing, double order) {
+  const double clip = failing.run.steps[failing.step].clip_norm, wanted = failing.golden().gradient_norm;
+  return clip > 0 && wanted > clip ? wanted / norm_of_all(gradients_of(failing.golden()), order) : 1;
+}
+
+// Each rank tells the norm of what it holds, which for one of them at least is not the whole.
 bool is_own_part(const Failing& failing, double order) {
-  return std::ranges::all_of(failing.ranks,
-                             [&](const RankStep& rank) { return near(own_norm(rank, order), rank.gradient_norm); });
+  bool is_a_part = false;
+  for (const RankStep& rank : failing.ranks) {
+    const double own = norm_of_all(gradients_of(rank), order) * unclipped(failing, order);
+    if (!near(rank.gradient_norm, own)) return false;
+    is_a_part |= !near(own, failing.golden().gradient_norm);
+  }
+  return is_a_part;
 }
 
 // A norm of order 2 that some mistake gives.
@@ -51,7 +74,7 @@ void add_by_holders(const Failing& failing, size_t rank, std::vector<Candidate>&
     double square = 0, own = 0;
   };
   std::map<int64_t, Group> groups;  // by how many ranks hold each element
-  const double wanted = failing.golden().gradient_norm;
+  const double wanted = failing.golden().gradient_norm, scale = std::pow(unclipped(failing, 2), 2);
   for (const auto& [name, gradient] : failing.golden().gradients) {
     int64_t held = 0;
     double own = 0;
@@ -61,11 +84,11 @@ void add_by_holders(const Failing& failing, size_t rank, std::vector<Candidate>&
         held += piece.run.size();
         if (r == rank) own += square_of(piece.data);
       }
-    if (gradient.numel() == 0) continue;
+    if (held == 0) continue;
     Group& group = groups[held / gradient.numel()];
     if (group.first.empty()) group.first = name;
-    group.square += square_of(gradient);
-    group.own += own;
+    group.square += square_of(gradient) * scale;
+    group.own += own * scale;
   }
   double every = 0;
   for (const auto& [copies, group] : groups) {
@@ -83,7 +106,7 @@ std::string guess_of_squares(const Failing& failing, size_t rank) {
   const double wanted = failing.golden().gradient_norm, held = failing.ranks[rank].gradient_norm;
   std::vector<Candidate> candidates;
   for (const auto& [name, gradient] : failing.golden().gradients) {
-    const double part = square_of(gradient);
+    const double part = square_of(gradient) * std::pow(unclipped(failing, 2), 2);
     candidates.push_back({wanted * wanted + part, fmt::format("{} counts twice in it", name)});
     candidates.push_back({wanted * wanted - part, fmt::format("{} does not count in it", name)});
   }
@@ -100,6 +123,7 @@ std::string guess_of_squares(const Failing& failing, size_t rank) {
 
 std::string guess_of_norm(const Failing& failing, size_t rank) {
   const double wanted = failing.golden().gradient_norm, held = failing.ranks[rank].gradient_norm;
+  if (!std::isfinite(held)) return "it is NaN or infinite";
   const double order = failing.run.steps[failing.step].norm_order;
   const double ratio = order == 2 ? std::pow(held / wanted, 2) : held / wanted;
   const std::string words = factor_in_words(failing.c, failing.run.steps[failing.step], ratio);

@@ -162,8 +162,35 @@ std::vector<Suspect> ema_suspects(const Failing& failing, const WrongPieces& wro
     for (size_t i = 0; i < old.size(); ++i) values.push_back(old[i] * share + updated[i] * (1 - share));
     return [values](int64_t) { return values; };
   };
-  return {{"parameters that are frozen were averaged again", mixed(failing.run.ema)},
-          {"the decay of the average counts for the new parameters, and not for the average", mixed(1 - failing.run.ema)}};
+  return {
+      {failing.golden().skipped ? "they were averaged after a skipped step" : "parameters that are frozen were averaged again",
+       mixed(failing.run.ema)},
+      {"the decay of the average counts for the new parameters, and not for the average", mixed(1 - failing.run.ema)}};
+}
+
+// A buffer that is a sum of gradients instead of their mean, or the other way round.
+std::string guess_of_momentum(const Failing& failing, const WrongPieces& wrong) {
+  const double momentum = failing.run.optimizer.momentum;
+  if (momentum == 0 || wrong.kind != "tensors of momentum_buffer") return "";
+  const auto factor = factor_between(wrong, wrong.wanted);
+  if (!factor || (!near(*factor, 1 / (1 - momentum)) && !near(*factor, 1 - momentum))) return "";
+  const std::string words = factor_in_words(failing.c, failing.run.steps[failing.step], *factor);
+  return fmt::format("they are {:.6g} times what they should be: {}, the momentum being {:.6g}{}", *factor,
+                     *factor > 1 ? "1 / (1 - momentum)" : "1 - momentum", momentum, words.empty() ? "" : ", or " + words);
+}
+
+// What one factor between the update that was made and the right one says. `old`: the values before the step.
+std::string guess_of_change(const Failing& failing, const WrongPieces& wrong, const Values& old) {
+  WrongPieces updates = wrong;
+  for (size_t i = 0; i < old.size(); ++i) updates.wanted[i] = wrong.wanted[i] - old[i];
+  for (WrongPiece& piece : updates.pieces) piece.values = piece.values - wrong.of(old, piece);
+  updates.tolerance = 1e-3;
+  const auto factor = factor_between(updates, updates.wanted);
+  if (!factor) return "";
+  std::string words = factor_of_optimizer(failing, *factor);
+  if (words.empty()) words = factor_in_words(failing.c, failing.run.steps[failing.step], *factor);
+  return fmt::format("their change in this step is {:.4g} times what it should be{}", *factor,
+                     words.empty() ? "" : ": " + words);
 }
 
 // Averages that a load left as the new run made them, of what its model was built with (ranks.h).
@@ -219,33 +246,17 @@ std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, c
                              const TensorsOf& tensors) {
   if (failing.step == 0 && std::ranges::all_of(wrong.pieces, holds_own_beginning))
     return "they are those that the rank's own model was built with: rank 0's did not arrive";
-  if (before && same_names(*before, wrong.golden)) {
-    const Values old = in_double(*before);
-    if (distance(wrong, old) <= wrong.tolerance / 100)
-      return fmt::format("they are those from before the step: nothing has updated them{}",
-                         failing.c.options.schedule != 0 ? ", or the learning rate is zero" : "");
-    if (std::string text = with(failing, wrong, ema_suspects(failing, wrong, before)); !text.empty()) return text;
-  }
-  const std::vector<Suspect> updates = update_suspects(failing.run, failing.step, tensors, wrong.golden);
-  if (std::string text = with(failing, wrong, updates); !text.empty()) return text;
-  if (before && same_names(*before, wrong.golden)) {
-    const Values old = in_double(*before);
-    WrongPieces updates = wrong;
-    for (size_t i = 0; i < old.size(); ++i) updates.wanted[i] = wrong.wanted[i] - old[i];
-    for (WrongPiece& piece : updates.pieces) piece.values = piece.values - wrong.of(old, piece);
-    updates.tolerance = 1e-3;
-    if (const auto factor = factor_between(updates, updates.wanted)) {
-      std::string words = factor_of_optimizer(failing, *factor);
-      if (words.empty()) words = factor_in_words(failing.c, failing.run.steps[failing.step], *factor);
-      return fmt::format("their change in this step is {:.4g} times what it should be{}", *factor,
-                         words.empty() ? "" : ": " + words);
-    }
-  }
+  const bool has_before = before && same_names(*before, wrong.golden);
+  if (has_before && distance(wrong, in_double(*before)) <= wrong.tolerance / 100)
+    return fmt::format("they are those from before the step: nothing has updated them{}",
+                       failing.c.options.schedule != 0 ? ", or the learning rate is zero" : "");
+  for (const auto& suspects :
+       {ema_suspects(failing, wrong, before), update_suspects(failing.run, failing.step, tensors, wrong.golden)})
+    if (std::string text = with(failing, wrong, suspects); !text.empty()) return text;
+  if (has_before)
+    if (std::string text = guess_of_change(failing, wrong, in_double(*before)); !text.empty()) return text;
   if (ema_missed_load(failing, wrong)) return "the load did not bring them back: they go on from what the new run began with";
-  if (const auto factor = factor_between(wrong, wrong.wanted))
-    if (const double m = failing.run.optimizer.momentum; m > 0 && (near(*factor, 1 / (1 - m)) || near(*factor, 1 - m)))
-      return fmt::format("they are {:.6g} times what they should be: {}, momentum being {:.6g}", *factor,
-                         *factor > 1 ? "1 / (1 - momentum)" : "1 - momentum", m);
+  if (std::string text = guess_of_momentum(failing, wrong); !text.empty()) return text;
   if (const auto factor = parameters_in(failing, wrong))
     return fmt::format("they have {:.4g} times the parameters too much, as if by weight decay", *factor);
   if (std::string plain = plain_guess(wrong, failing.c, failing.run.steps[failing.step]); !plain.empty()) return plain;
@@ -253,16 +264,16 @@ std::string guess_of_results(const Failing& failing, const WrongPieces& wrong, c
 }
 
 std::string guess_of_scale(const Failing& failing, size_t rank) {
-  const RankStep& held = failing.ranks[rank];
-  const golden::StepTrace& golden = failing.golden();
-  if (held.loss_scale < failing.run.scaling.minimum) return "it fell below its least value";
-  if (held.skipped != golden.skipped)
-    return golden.skipped ? "the step was not skipped, though a sum of gradients is not finite"
-                          : "the step was skipped, though all gradients are finite";
-  if (held.loss_scale == 2 * golden.loss_scale)
-    return golden.skipped ? "it was not halved after a skipped step" : "it was doubled too early";
-  if (2 * held.loss_scale == golden.loss_scale)
-    return golden.skipped ? "it was halved once more" : "it was not doubled after as many good steps as it takes";
+  const double held = failing.ranks[rank].loss_scale, wanted = failing.golden().loss_scale;
+  if (held == wanted)
+    return failing.golden().skipped ? "nobody found that a sum of gradients is not finite, and in the unsharded run one is not"
+                                    : "a rank found a sum of gradients that is not finite, and the unsharded run has none";
+  if (held < failing.run.scaling.minimum) return "it fell below its least value";
+  if (failing.whole.steps[failing.step].loads()) return "the load did not bring it back";
+  const double before = failing.earlier() ? failing.earlier()->loss_scale : failing.run.scaling.initial;
+  if (held == before)
+    return wanted < before ? "it was not halved after the skipped step" : "it was not doubled when it was due";
+  if (wanted == before) return held > before ? "it was doubled too early" : "it was halved without a skipped step";
   return "";
 }
 

@@ -341,15 +341,16 @@ Steps run_stretches(const Case& c, const golden::Run& run, CaseCheckpoints& chec
   return steps;
 }
 
-RunWorld on_threads(std::shared_ptr<SchedulePolicy> policy) {
-  return [policy = std::move(policy)](const Case& now, const RankBody& body) {
+}  // namespace
+
+RunWorld on_threads(std::shared_ptr<SchedulePolicy> policy, AroundComm around) {
+  return [policy = std::move(policy), around = std::move(around)](const Case& now, const RankBody& body) {
     ThreadsOptions options = threads_options(now);
     options.policy = policy;
-    run_threads(now.mesh.size(), body, options);
+    const auto wrapped = [&](std::shared_ptr<Comm> comm) { body(around(std::move(comm))); };
+    run_threads(now.mesh.size(), around ? RankBody(wrapped) : body, options);
   };
 }
-
-}  // namespace
 
 Steps run_sharded(const Case& c, const golden::Run& run, double output_scale,
                   const std::shared_ptr<shardproof::SchedulePolicy>& policy) {

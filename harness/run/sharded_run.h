@@ -26,6 +26,11 @@ using RunWorld = std::function<void(const Case&, const RankBody&)>;
 // Called by each rank when a step begins, and again when it has ended.
 using StepWatch = std::function<void(int64_t rank, size_t step, bool ended, const shardproof::Sharded& sharded)>;
 
+// Runs worlds of rank-threads, which take turns as the policy says, or by the case's seed where it is null. Each rank gets what
+// `around` makes of its communicator, or the communicator itself where that is empty.
+using AroundComm = std::function<std::shared_ptr<shardproof::Comm>(std::shared_ptr<shardproof::Comm>)>;
+RunWorld on_threads(std::shared_ptr<shardproof::SchedulePolicy> policy, AroundComm around = {});
+
 // By rank-threads: what the modules did in the microbatches of one step. The note of each call is the last collective that the
 // rank had begun, e.g. "all_gather of unit 'h.0' in 'dp_shard'".
 ModuleTraces trace_modules(const Case& c, const golden::Run& run, size_t step);

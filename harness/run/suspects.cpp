@@ -51,7 +51,7 @@ class Terms {
 }  // namespace
 
 bool near(double a, double b) {
-  return std::abs(a - b) <= 1e-4 * std::abs(b);
+  return std::isfinite(a) && std::isfinite(b) && std::abs(a - b) <= 1e-4 * std::abs(b);
 }
 
 Values in_double(const golden::Named& tensors) {

@@ -33,7 +33,7 @@ golden::Run plain_step(golden::Run run, size_t step, const golden::Named& parame
 
 Values in_double(const golden::Named& tensors);
 
-// Whether `a` is `b` but for rounding.
+// Whether `a` is `b` but for rounding, and both are finite.
 bool near(double a, double b);
 
 }  // namespace harness

@@ -194,7 +194,11 @@ TEST(Case, what_cannot_run_is_refused) {
   };
   refused("gpt(hidden=10,heads=3) mesh(dp_shard=1) ddp sgd(lr=1) ordered seed=1 : step", {"hidden=10", "heads=3", "divisible"});
   refused(with("dp_shard=4", "ep=4"), {"axis 'ep'", "dp_shard"});
-  refused(with("dp_shard=4", "dp_shard=4,dp_replicate=2"), {"dp_shard=4,dp_replicate=2", "Let dp_replicate come first"});
+  refused("mlp(widths=3-3) mesh(dp_shard=4,dp_replicate=2) ddp sgd(lr=1) ordered seed=1 : step",
+          {"dp_shard=4,dp_replicate=2", "ddp sums gradients along both axes at once", "Let dp_replicate come first"});
+  for (const char* mesh : {"dp_shard=4,dp_replicate=2", "dp_replicate=3,tp=2,dp_shard=4"})
+    refused("mlp(widths=3-3) mesh(" + std::string(mesh) + ") zero3(unit_mesh=1) sgd(lr=1) fast seed=1 : step",
+            {mesh, "dp_replicate, if it is there, has to stand directly before dp_shard"});
   refused(with("dp_shard=4", "dp_shard=4,tp=2"), {"tp=2", "exact", "fast"});
   refused("gpt(hidden=8,heads=2) mesh(dp_shard=1,tp=3) ddp sgd(lr=1) fast seed=1 : step", {"heads=2", "tp=3"});
   refused("gpt(hidden=9,heads=3,positions=4) mesh(dp_shard=1,tp=3) ddp(sp=1) sgd(lr=1) fast seed=1 : step", {"positions=4"});

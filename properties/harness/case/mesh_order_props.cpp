@@ -4,6 +4,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
+#include <set>
 
 #include "harness/case/generate.h"
 #include "harness/case/mesh_order.h"
@@ -99,14 +100,38 @@ TEST(MeshOrder, the_harness_refuses_a_strategy_exactly_where_the_library_does) {
 
 TEST(MeshOrder, what_needs_replicas_outside_of_shards_is_refused) {
   Case c = on("dp_shard=2,dp_replicate=2");
+  c.strategy = "ddp";
   EXPECT_TRUE(is_valid(c));
   c.mode = Mode::ordered;
-  expect_error([&] { validate(c); }, {"dp_shard=2,dp_replicate=2", "adds along dp_shard first", "dp_replicate come first"});
+  expect_error([&] { validate(c); }, {"dp_shard=2,dp_replicate=2", "ddp sums gradients along both axes at once",
+                                      "the golden run begins with dp_shard"});
+  c.mesh = Mesh::parse("dp_shard=2,dp_replicate=1");
+  EXPECT_TRUE(is_valid(c)) << "an axis of one rank has no order";
+  c.mesh = Mesh::parse("dp_shard=2,dp_replicate=2");
+  for (const char* after_each_microbatch : {"zero2", "zero3", "hsdp", "hfsdp", "hzero2"}) {
+    c.strategy = after_each_microbatch;
+    c.options.replicas_each = 0;
+    EXPECT_TRUE(is_valid(c)) << c.strategy;
+    c.options.replicas_each = 1;
+    EXPECT_FALSE(is_valid(c)) << c.strategy;
+  }
   c.mode = Mode::fast;
   c.strategy = "hfsdp";
-  EXPECT_TRUE(is_valid(c));
-  c.options.replicas_each = 1;
   expect_error([&] { validate(c); }, {"dp_shard=2,dp_replicate=2", "hfsdp with replicas_each=1", "dp_replicate come first"});
+}
+
+TEST(MeshOrder, cases_that_are_drawn_on_a_mesh_of_another_order_suit_it) {
+  Limits limits;
+  limits.mesh = Mesh::parse("dp_shard=2,dp_replicate=2");
+  std::set<Mode> modes;
+  for (int64_t i = 0; i < 100; ++i) {
+    const Case c = generate(9, i, limits);
+    EXPECT_TRUE(is_valid(c)) << c.str();
+    modes.insert(c.mode);
+  }
+  EXPECT_EQ(modes.size(), 4U);
+  limits.mesh = Mesh::parse("cp=2,dp_shard=2");
+  expect_error([&] { generate(9, 1, limits); }, {"cp=2,dp_shard=2", "cp must follow dp_shard"});
 }
 
 TEST(MeshOrder, units_on_a_view_of_their_own_keep_the_order_of_the_axes) {

@@ -9,9 +9,12 @@
 #include "harness/case/problem.h"
 #include "harness/run/awaited_ranks.h"
 #include "harness/run/explain.h"
+#include "harness/run/property.h"
 #include "harness/run/run_case.h"
 #include "properties/kit/harness_env.h"
 #include "properties/kit/lying_ranks.h"
+#include "shardproof/base/check.h"
+#include "shardproof/comm/mesh_comm.h"
 #include "shardproof/comm/threads/threads.h"
 
 using namespace harness;
@@ -140,6 +143,25 @@ TEST(Guesses, look_at_the_norm_of_every_rank) {
   EXPECT_NE(explain(Case::parse(text), ranks).where.find("the gradient norm is wrong on rank 2"), std::string::npos);
 }
 
+TEST(Guesses, do_not_take_the_whole_norm_for_one_of_a_part) {
+  const char* const whole = "mlp(widths=5-7-3) mesh(dp_shard=2) ddp(loss=sum) sgd(lr=0.1) fast seed=3 : step";
+  LyingRanks off([](Steps& steps) {
+    for (RankStep& rank : steps[0]) rank.gradient_norm *= 1.0002;
+  });
+  EXPECT_EQ(explain(Case::parse(whole), off).guess.find("own part"), std::string::npos)
+      << explain(Case::parse(whole), off).guess;
+  for (const double norm : {std::nan(""), HUGE_VAL})
+    expect_guess("it is NaN or infinite", whole, [=](Steps& steps) { steps[0][1].gradient_norm = norm; });
+  // Gradients are told after clipping, which halves them and more.
+  const char* const clips =
+      "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,loss=sum) sgd(lr=0.1,clip=0.125) ordered seed=3 : step";
+  expect_guess("it is the norm of each rank's own part", clips, [&](Steps& steps) {
+    const double norm = golden::train(make_run(Case::parse(clips)))[0].gradient_norm;
+    ASSERT_GT(norm, 0.25);
+    for (RankStep& rank : steps[0]) rank.gradient_norm = norm_of_parts(rank) * norm / 0.125;
+  });
+}
+
 TEST(Guesses, tell_elements_that_count_once_for_each_of_their_holders_from_a_rounding) {
   const char* const text =
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,loss=sum,unit_strategy=ddp) sgd(lr=0.1) fast seed=4 : step";
@@ -151,17 +173,33 @@ TEST(Guesses, tell_elements_that_count_once_for_each_of_their_holders_from_a_rou
 }
 
 TEST(Guesses, say_what_is_wrong_with_a_loss_scale) {
-  const char* const text =
+  // The golden run uses 8, 8 and 16.
+  const char* const good =
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,reduce=fp16,scale=8,scale_min=2) sgd(lr=0.1) ordered seed=3 : step*3";
-  const auto scaled = [](double factor, bool skipped = false) {
+  const auto scaled = [](size_t step, double factor) {
     return [=](Steps& steps) {
-      for (RankStep& rank : steps[1]) rank.loss_scale *= factor, rank.skipped = skipped;
+      for (RankStep& rank : steps[step]) rank.loss_scale *= factor;
     };
   };
-  expect_guess("it fell below its least value", text, scaled(0.125));
-  expect_guess("it was doubled too early", text, scaled(2));
-  expect_guess("it was not doubled", text, scaled(0.5));
-  expect_guess("the step was skipped, though all gradients are finite", text, scaled(1, true));
+  expect_guess("it fell below its least value", good, scaled(1, 0.125));
+  expect_guess("it was doubled too early", good, scaled(1, 2));
+  expect_guess("it was halved without a skipped step", good, scaled(1, 0.5));
+  expect_guess("it was not doubled when it was due", good, scaled(2, 0.5));
+  expect_guess("a rank found a sum of gradients that is not finite", good, [](Steps& steps) {
+    for (RankStep& rank : steps[1]) rank.skipped = true;
+  });
+  // Here it skips the first step, and goes on with half the scale.
+  const char* const skips =
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,reduce=fp16,scale=10000000) sgd(lr=0.1) ordered "
+      "seed=3 : step*3";
+  expect_guess("nobody found that a sum of gradients is not finite", skips, [](Steps& steps) {
+    for (RankStep& rank : steps[0]) rank.skipped = false;
+  });
+  expect_guess("it was not halved after the skipped step", skips, scaled(1, 2));
+  const char* const loads =
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,reduce=fp16,scale=8) sgd(lr=0.1) ordered seed=3 : "
+      "step*2 save load@mesh(dp_shard=2) step";
+  expect_guess("the load did not bring it back", loads, scaled(2, 0.5));
 }
 
 TEST(Guesses, know_the_unit_of_fixed_point) {
@@ -178,6 +216,31 @@ TEST(Guesses, of_fast_mode_know_roundings_of_a_lower_precision) {
     for (RankStep& rank : steps[0])
       for (shardproof::Piece& piece : rank.parameters) piece.data = piece.data * 1.0005;
   });
+}
+
+// Asked of every case: whether a gather that nobody waited for is over.
+const Property& forgets_to_wait() {
+  static const Property property{.name = "forgets",
+                                 .applies = [](const Case& c) { return c.seed == 424242; },
+                                 .live = [](const LiveRun& run) -> Complaint {
+                                   at::Tensor all = at::zeros({run.comms.mesh().size("dp_shard")});
+                                   shardproof::Work work = run.comms.along({"dp_shard"}).all_gather(all, at::ones({1}));
+                                   const bool is_there = at::all(all == 1).item<bool>();
+                                   work.wait();
+                                   if (!is_there) throw shardproof::Error("[test] what was gathered is not there");
+                                   return {};
+                                 }};
+  return property;
+}
+
+TEST(Guesses, of_an_error_try_whether_the_case_holds_when_each_collective_is_waited_for) {
+  register_property(forgets_to_wait());
+  const Case races = Case::parse(
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1) ordered seed=424242 "
+      "threads(latest) : step");
+  EXPECT_EQ(run_case(races).category, "error");
+  EXPECT_NE(explain(races).guess.find("the case holds when each collective is waited for at once"), std::string::npos)
+      << explain(races).guess;
 }
 
 TEST(AwaitedRanks, train_to_the_same_bits) {

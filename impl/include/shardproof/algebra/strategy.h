@@ -77,7 +77,7 @@ Strategy on_mesh(Strategy strategy, const Mesh& mesh);
 // The mesh as strategies see it. Ranks along `cp` compute on other tokens, so gradients are summed over them as over
 // `dp_shard`, and parameters are split over both: the two axes become one axis `dp_shard`. A mesh without any of the axes
 // dp_replicate, dp_shard and cp is one replica, and gets a `dp_shard` of size 1. Throws Error when `cp` does not follow
-// `dp_shard`.
+// `dp_shard` directly.
 Mesh data_parallel_mesh(const Mesh& mesh);
 
 // The strategy whose reduction after every microbatch goes all the way to the layout that the optimizer reads, so that nothing
