@@ -286,6 +286,7 @@ TEST(Explain, knows_the_optimizer_that_counts_one_step_more_and_the_factor_of_a_
   const auto correction = [](double t) { return std::sqrt(1 - std::pow(0.75, t)) / (1 - std::pow(0.5, t)); };
   expect_guess("the bias correction of step 2 instead of step 1", moved(correction(2) / correction(1)), text);
   expect_guess("the factors of steps for the learning rate were left out", moved(2), text);
+  expect_guess("the factor 0.5 of the step's learning rate", moved(0.5), text);
 }
 
 TEST(Explain, knows_what_a_load_did_not_bring_back_and_what_was_discarded) {

@@ -126,6 +126,16 @@ TEST(Guesses, name_averages_of_frozen_parameters_and_a_sum_in_the_place_of_a_mea
           if (slot == "ema" && std::ranges::count(run.steps[1].frozen, averages[i].name))
             averages[i].data = averages[i].data * 0.9 + rank.parameters[i].data * 0.1;
   });
+  const char* const averaged = "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum,ema=90) sgd(lr=0.1) ordered seed=3 : step*2";
+  expect_guess("the decay of the average counts for the new parameters", averaged, [](Steps& steps) {
+    for (size_t rank = 0; rank < steps[1].size(); ++rank)
+      for (auto& [slot, averages] : steps[1][rank].state)
+        for (size_t i = 0; slot == "ema" && i < averages.size(); ++i) {
+          const auto before =
+              std::ranges::find_if(steps[0][rank].state, [&slot = slot](const auto& item) { return item.first == slot; });
+          averages[i].data = before->second[i].data * 0.1 + steps[1][rank].parameters[i].data * 0.9;
+        }
+  });
   const char* const muon = "mlp(widths=5-7-3,bias=0) mesh() zero3(loss=sum) muon(lr=0.01,momentum=0.75) ordered seed=3 : step";
   expect_guess("4 times what they should be: 1 / (1 - momentum)", muon, [](Steps& steps) {
     for (auto& [name, pieces] : steps[0][0].state)
@@ -170,6 +180,14 @@ TEST(Guesses, tell_elements_that_count_once_for_each_of_their_holders_from_a_rou
     for (const RankStep& rank : steps[0]) square += std::pow(norm_of_parts(rank), 2);
     for (RankStep& rank : steps[0]) rank.gradient_norm = std::sqrt(square);
   });
+}
+
+TEST(Guesses, tell_a_norm_of_which_a_rank_knows_its_part_of_some_parameters_alone) {
+  // Units in turn under ddp, which every rank holds whole, and under zero3: here the former count in full.
+  const char* const text =
+      "mlp(widths=16-16-3) mesh(dp_shard=2) zero3(units=leaf,loss=sum,unit_strategy=ddp) sgd(lr=0.1) fast seed=4 : step";
+  expect_guess("it is the norm of each rank's own part of some parameters", text,
+               [](Steps& steps) { steps[0][1].gradient_norm = norm_of_parts(steps[0][1]); });
 }
 
 TEST(Guesses, say_what_is_wrong_with_a_loss_scale) {

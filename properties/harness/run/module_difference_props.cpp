@@ -4,6 +4,7 @@
 
 #include "harness/case/problem.h"
 #include "harness/run/module_difference.h"
+#include "harness/run/ranks.h"
 #include "properties/kit/harness_env.h"
 
 using namespace harness;
@@ -135,6 +136,19 @@ TEST(ModuleDifference, tells_initial_values_and_buffers_from_what_training_made)
   built.parameter(1, 0, "", "scales")[0] += 1;
   expect_told(built, "the model reads another scales in the forward on rank 1 of 2",
               "elements [0, 1) of scales, a buffer, are not what");
+}
+
+TEST(ModuleDifference, says_that_a_load_did_not_bring_what_a_module_reads) {
+  const char* const loads =
+      "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : step save "
+      "load@mesh(dp_shard=2) step";
+  Traced zeros(loads);
+  zeros.parameter(1, 0, "layers.0", "layers.0.bias").zero_();
+  expect_told(zeros, "layers.0 reads another layers.0.bias", "the load did not bring them back, or nothing was gathered");
+  Traced built(loads);
+  built.parameter(1, 0, "layers.0", "layers.0.bias").fill_(kResumedBeginning);
+  expect_told(built, "layers.0 reads another layers.0.bias",
+              "layers.0.bias is what the new run was built with: the load did not bring it there");
 }
 
 TEST(ModuleDifference, tells_a_wrong_input_from_a_wrong_module) {
