@@ -239,7 +239,7 @@ class Train(TrainingRuns):
         self.expect_refused("zero3", "--strategy", "zero4")
         for mesh, axis in (("ep=2", "ep"), ("dp_shard=2,pp=2", "pp")):
             self.expect_refused(f"has the axis '{axis}'; there are dp_replicate, dp_shard, cp, tp", "--mesh", mesh)
-        self.expect_refused("axes out of dp_replicate, dp_shard, cp, tp, in that order", "--mesh", "tp=2,dp_shard=2")
+        self.expect_refused("cp must follow dp_shard", "--mesh", "cp=2,dp_shard=2")
         self.expect_refused("native or canonical", "--arithmetic", "exact")
         self.expect_refused("adamw or sgd", "--optimizer", "lion")
 
