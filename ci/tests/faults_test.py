@@ -59,7 +59,7 @@ if "--show-only=json-v1" in sys.argv:
     print('{"tests": []}')
     sys.exit(0)
 assert "--stop-on-failure" in sys.argv
-pattern, runs = sys.argv[sys.argv.index("-R") + 1], []
+pattern = sys.argv[sys.argv.index("-R") + 1]
 for number, name in enumerate(("Family.first", "Family.second"), 1):
     if not re.search(pattern, name): continue
     with open("runs_of_" + name, "a") as file: print(file=file)

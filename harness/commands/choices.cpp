@@ -7,12 +7,11 @@
 #include <filesystem>
 #include <map>
 
+#include "harness/case/mesh_order.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
 namespace {
-
-const std::vector<std::string> kAxes = {"dp_replicate", "dp_shard", "cp", "tp"};
 
 // What PyTorch and its users call them.
 const std::map<std::string, std::string> kAxesOfPeers = {{"dp", "dp_shard"},      {"fsdp", "dp_shard"},
@@ -39,8 +38,9 @@ std::vector<std::string> strategy_names() {
 shardproof::Mesh chosen_mesh(const std::string& text) {
   shardproof::Mesh mesh = shardproof::Mesh::parse(text);
   for (const shardproof::Axis& axis : mesh.axes())
-    SHARD_REQUIRE(std::ranges::find(kAxes, axis.name) != kAxes.end(), "mesh", "--mesh has the axis '{}'; there are {}.{}",
-                  axis.name, fmt::join(kAxes, ", "), suggestion(axis.name, kAxesOfPeers, kAxes));
+    SHARD_REQUIRE(std::ranges::find(mesh_axes(), axis.name) != mesh_axes().end(), "mesh",
+                  "--mesh has the axis '{}'; there are {}.{}", axis.name, fmt::join(mesh_axes(), ", "),
+                  suggestion(axis.name, kAxesOfPeers, mesh_axes()));
   return mesh;
 }
 

@@ -12,8 +12,8 @@ namespace harness {
 
 struct Explanation {
   std::string where;  // "step 1: 2 of 4 gradients are wrong, layers.1.weight first, on ranks 1 and 3 of 4"
-  // The first module that differs (module_difference.h), or that none does. It is "" where losses and gradients are right or
-  // only rounded in another way, and where ranks are not threads.
+  // The first module that differs (module_difference.h), or that none does. It is "" where losses and gradients are right,
+  // where they are only rounded in another way (unless arithmetic is canonical), and where ranks are not threads.
   std::string first = {};
   // Which ranks agree with each other, where ranks that hold the same elements have different bits (replicas.h); else "".
   std::string replicas = {};
@@ -23,8 +23,8 @@ struct Explanation {
 // Whether a failure is of values, or an error: complaints of properties and schedules say themselves what is wrong.
 bool may_explain(const Verdict& verdict);
 
-// Trains the case on both sides once more, and every microbatch of the failing step by itself. All texts are empty when the
-// case holds, or fails by an error.
+// Trains a case that failed on both sides once more, and every microbatch of the failing step by itself. Where it ends in an
+// error, all texts but the guess are empty.
 Explanation explain(const Case& c, Ranks& ranks = thread_ranks());
 
 // "  where    ...\n  first    ...\n  replicas ...\n  guess    ...\n", without the lines that say nothing.

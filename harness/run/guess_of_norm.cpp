@@ -52,9 +52,10 @@ double unclipped(const Failing& failing, double order) {
 
 // Each rank tells the norm of what it holds, which for one of them at least is not the whole.
 bool is_own_part(const Failing& failing, double order) {
+  const double scale = unclipped(failing, order);
   bool is_a_part = false;
   for (const RankStep& rank : failing.ranks) {
-    const double own = norm_of_all(gradients_of(rank), order) * unclipped(failing, order);
+    const double own = norm_of_all(gradients_of(rank), order) * scale;
     if (!near(rank.gradient_norm, own)) return false;
     is_a_part |= !near(own, failing.golden().gradient_norm);
   }
@@ -104,9 +105,10 @@ void add_by_holders(const Failing& failing, size_t rank, std::vector<Candidate>&
 
 std::string guess_of_squares(const Failing& failing, size_t rank) {
   const double wanted = failing.golden().gradient_norm, held = failing.ranks[rank].gradient_norm;
+  const double scale = std::pow(unclipped(failing, 2), 2);
   std::vector<Candidate> candidates;
   for (const auto& [name, gradient] : failing.golden().gradients) {
-    const double part = square_of(gradient) * std::pow(unclipped(failing, 2), 2);
+    const double part = square_of(gradient) * scale;
     candidates.push_back({wanted * wanted + part, fmt::format("{} counts twice in it", name)});
     candidates.push_back({wanted * wanted - part, fmt::format("{} does not count in it", name)});
   }

@@ -15,8 +15,6 @@
 namespace harness {
 namespace {
 
-using shardproof::Piece;
-
 // What needs no golden run of its own.
 std::string plain_guess(const WrongPieces& wrong, const Case& c, const golden::Step& step) {
   const auto all = [&](const auto& is) { return std::ranges::all_of(wrong.pieces, is); };

@@ -1,10 +1,10 @@
 // Values of facets, and how evenly cases have pairs and triples of them.
-#include "harness/case/facets.h"
-
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <set>
 
+#include "harness/case/facets.h"
 #include "harness/case/generate.h"
 #include "harness/case/mix.h"
 #include "harness/commands/combinations.h"

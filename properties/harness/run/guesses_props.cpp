@@ -236,23 +236,18 @@ TEST(Guesses, of_fast_mode_know_roundings_of_a_lower_precision) {
   });
 }
 
-// Asked of every case: whether a gather that nobody waited for is over.
-const Property& forgets_to_wait() {
-  static const Property property{.name = "forgets",
-                                 .applies = [](const Case& c) { return c.seed == 424242; },
-                                 .live = [](const LiveRun& run) -> Complaint {
-                                   at::Tensor all = at::zeros({run.comms.mesh().size("dp_shard")});
-                                   shardproof::Work work = run.comms.along({"dp_shard"}).all_gather(all, at::ones({1}));
-                                   const bool is_there = at::all(all == 1).item<bool>();
-                                   work.wait();
-                                   if (!is_there) throw shardproof::Error("[test] what was gathered is not there");
-                                   return {};
-                                 }};
-  return property;
-}
-
 TEST(Guesses, of_an_error_try_whether_the_case_holds_when_each_collective_is_waited_for) {
-  register_property(forgets_to_wait());
+  // A property of one case alone, which looks at what it gathers before it waits.
+  register_property({.name = "forgets",
+                     .applies = [](const Case& c) { return c.seed == 424242; },
+                     .live = [](const LiveRun& run) -> Complaint {
+                       at::Tensor all = at::zeros({run.comms.mesh().size("dp_shard")});
+                       shardproof::Work work = run.comms.along({"dp_shard"}).all_gather(all, at::ones({1}));
+                       const bool is_there = at::all(all == 1).item<bool>();
+                       work.wait();
+                       if (!is_there) throw shardproof::Error("[test] what was gathered is not there");
+                       return {};
+                     }});
   const Case races = Case::parse(
       "mlp(widths=5-7-3) mesh(dp_shard=2) zero3(loss=sum) sgd(lr=0.1) ordered seed=424242 "
       "threads(latest) : step");
