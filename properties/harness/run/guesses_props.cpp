@@ -11,6 +11,7 @@
 #include "harness/run/explain.h"
 #include "harness/run/property.h"
 #include "harness/run/run_case.h"
+#include "harness/run/suspects.h"
 #include "properties/kit/harness_env.h"
 #include "properties/kit/lying_ranks.h"
 #include "shardproof/base/check.h"
@@ -144,6 +145,11 @@ TEST(Guesses, name_averages_of_frozen_parameters_and_a_sum_in_the_place_of_a_mea
   });
 }
 
+TEST(Guesses, take_nothing_for_near_to_what_is_not_finite) {
+  EXPECT_TRUE(near(1 + 1e-6, 1));
+  for (const double other : {std::nan(""), HUGE_VAL}) EXPECT_FALSE(near(1, other) || near(other, 1) || near(other, other));
+}
+
 TEST(Guesses, look_at_the_norm_of_every_rank) {
   const char* const text = "mlp(widths=5-7-3) mesh(dp_shard=4) zero2(units=leaf,loss=sum) sgd(lr=0.1) ordered seed=3 : step";
   expect_guess("it is the norm of each rank's own part", text, [](Steps& steps) {
@@ -155,8 +161,12 @@ TEST(Guesses, look_at_the_norm_of_every_rank) {
 
 TEST(Guesses, do_not_take_the_whole_norm_for_one_of_a_part) {
   const char* const whole = "mlp(widths=5-7-3) mesh(dp_shard=2) ddp(loss=sum) sgd(lr=0.1) fast seed=3 : step";
+  // Every rank holds all gradients here, and their norm is as near to the one that is told as a rounding.
   LyingRanks off([](Steps& steps) {
-    for (RankStep& rank : steps[0]) rank.gradient_norm *= 1.0002;
+    for (RankStep& rank : steps[0]) {
+      for (shardproof::Piece& piece : rank.gradients) piece.data = piece.data * 1.00008;
+      rank.gradient_norm *= 1.00015;
+    }
   });
   EXPECT_EQ(explain(Case::parse(whole), off).guess.find("own part"), std::string::npos)
       << explain(Case::parse(whole), off).guess;
