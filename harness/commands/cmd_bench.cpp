@@ -82,22 +82,21 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   if (of_pytorch(contestant))
     return fmt::format("'{}/bin/python' '{}/bench/peers/peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE,
                        spec_of(a, contestant).dump());
-  // glibc gives large blocks back to the system at each free, and fetches them again; kept, they are a caching allocator.
-  const char* allocator = contestant == "single_cached" ? "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 " : "";
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   const bool processes = a.over_processes() && !contestant.starts_with("single");
   const std::string backend = a.launched.options.backend;
-  const std::string own = contestant == "single_cached" ? "single" : contestant;
+  const std::string own = contestant == "single_pooled" ? "single" : contestant;
+  const bool pool = a.task.host_pool && contestant != "single";
   std::string start;  // with nccl the worker starts its own
   if (processes && backend == "mpi")
     start = fmt::format("{} ", fmt::join(shardproof::mpirun_command(a.task.mesh.size(), {}, ::geteuid() == 0), " "));
   const std::string options = processes ? " --backend " + backend + a.launched.given() : "";
   return fmt::format(
-      "{}{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
-      "--steps {} --warmup {} --delay-gradients {}{}{}",
-      allocator, start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
+      "{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
+      "--steps {} --warmup {} --delay-gradients {}{}{}{}",
+      start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
       a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
-      a.task.warmup, a.task.delayed_gradient_bytes, a.machine.empty() ? "" : " --count-tensors",
+      a.task.warmup, a.task.delayed_gradient_bytes, pool ? "" : " --no-host-pool", a.machine.empty() ? "" : " --count-tensors",
       a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
 }
 
@@ -142,6 +141,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"sequence_parallel", a.task.sequence_parallel},
                {"overlap_pieces", a.task.overlap_pieces},
                {"delayed_gradient_bytes_max", a.task.delayed_gradient_bytes},
+               {"host_pool", a.task.host_pool && name != "single" && !of_pytorch(name) && !a.on_gpu()},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
                {"ratio_min", *low},
@@ -170,7 +170,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
 // gathered, so there is nothing to lay side by side.
 std::vector<std::string> contestants(const Arguments& a) {
   std::vector<std::string> order = {"single", "ours"};
-  if (!a.on_gpu()) order = {"single", "single_cached", "ours"};
+  if (!a.on_gpu() && a.task.host_pool) order.insert(order.begin() + 1, "single_pooled");
   if (!a.on_gpu() && !chosen_strategy(a.task.strategy).parameter.flat.empty()) order.push_back("side_by_side");
   size_t begin = 0;
   while (begin <= a.against.size()) {
@@ -330,6 +330,7 @@ int compete(Arguments& a) {
 void add_bench_command(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
+  a->task.host_pool = true;
   CLI::App* command =
       app.add_subcommand("bench", "time a training step against the unsharded one and PyTorch's, in interleaved rounds");
   command
@@ -354,6 +355,9 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->add_option("--delay-gradients", a->task.delayed_gradient_bytes,
                    "ours makes gradients of weights when the next gather has started, and keeps so much for them, e.g. 64MiB")
       ->transform(CLI::AsSizeValue(false));
+  command->add_flag("--host-pool,!--no-host-pool", a->task.host_pool,
+                    "ours, and `single_pooled`, keep the memory of tensors on the CPU when they are freed (the default), or "
+                    "give it back to the system");
   command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))

@@ -15,6 +15,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/comm/agree.h"
+#include "shardproof/device/host_pool.h"
 
 namespace harness {
 namespace {
@@ -145,6 +146,7 @@ int run_train(TrainArguments& arguments) {
       arguments.launched.start(arguments.given("--mesh") ? arguments.mesh : "", settings);
   if (processes && !arguments.given("--mesh")) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   const TrainOptions options = train_options(arguments, arguments.launched.device());
+  if (arguments.host_pool && options.device.is_cpu()) shardproof::use_host_pool();
   const TrainingData data(data_options(arguments, options.model));
   validate(options, data);
   TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0);

@@ -1,0 +1,36 @@
+// Memory of the CPU's tensors that is kept when they are freed, for the tensors of the next step.
+//
+// glibc gives a large block back to the system when it is freed, and the system has to clear its pages when it is asked for
+// again. A training step frees and allocates the same tensors every time. With the pool their memory stays with the process,
+// and free blocks that lie beside each other become one. So a step takes less time, and the process less memory, than with
+// glibc's allocator (docs/performance.md has both). This is what c10's CUDACachingAllocator is for a GPU.
+#pragma once
+
+#include <cstdint>
+
+namespace shardproof {
+
+// Tensors on the CPU of at least so many bytes lie in the pool. Smaller ones, and memory that is no tensor's, are the system's.
+constexpr int64_t kHostPoolBlockBytesMin = int64_t{64} << 10;
+
+// From now on new tensors of this process lie in the pool, whoever makes them; older ones keep their memory. Call it when the
+// program begins: no other thread may make a tensor meanwhile. A second call has no effect. Throws Error where another
+// allocator has been set with a higher priority (c10::SetCPUAllocator).
+//
+// What the pool has is shared by all threads. A block that one thread frees may be another's next. It is not cleared, so what
+// at::empty returns holds old values, as it may with any allocator. With AddressSanitizer freed blocks are poisoned. LibTorch's
+// profiler does not see blocks of the pool.
+void use_host_pool();
+
+struct HostPoolBytes {
+  int64_t used = 0;      // of the tensors that lie in the pool now, each rounded up to whole pages
+  int64_t used_max = 0;  // the most that they were at one time
+  int64_t kept = 0;      // free, and kept for the next tensors
+};
+HostPoolBytes host_pool_bytes();
+
+// Gives the memory that is kept back to the system, as after a phase that needed much more than what follows. The next tensors
+// fetch it again.
+void trim_host_pool();
+
+}  // namespace shardproof
