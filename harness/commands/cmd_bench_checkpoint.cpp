@@ -50,9 +50,9 @@ std::string peer_command(const Arguments& a, const std::string& folder) {
 }
 
 std::string own_command(const Arguments& a, const std::string& folder) {
-  return fmt::format("'{}' bench checkpoint --worker '{}' --model {} --ranks {} --load-ranks {} --repeats {}",
+  return fmt::format("'{}' bench checkpoint --worker '{}' --model {} --ranks {} --load-ranks {} --repeats {}{}",
                      fs::read_symlink("/proc/self/exe").string(), folder, a.model, a.task.ranks, a.task.load_ranks,
-                     a.task.repeats);
+                     a.task.repeats, a.task.host_pool ? "" : " --no-host-pool");
 }
 
 bool run_round(Contestant& contestant) {
@@ -136,6 +136,8 @@ void add_bench_checkpoint_command(CLI::App& bench_command, int& exit_code) {
       ->capture_default_str();
   command->add_option("--repeats", a->task.repeats, "how many saves and loads a round times")->capture_default_str();
   command->add_option("--rounds", a->rounds, "how many rounds to run; each runs both contestants once")->capture_default_str();
+  command->add_flag("--host-pool,!--no-host-pool", a->task.host_pool,
+                    "ours keeps the memory of tensors when they are freed (the default), or gives it back to the system");
   command->add_option("--directory", a->directory, "the folder to save in; by default that of temporary files");
   command->add_option("--json", a->json, "also write one JSON object for each figure to this file");
   command->add_option("--worker", a->worker, "run ours in this process and folder")->group("");

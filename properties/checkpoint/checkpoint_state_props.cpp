@@ -155,7 +155,11 @@ class Noted final : public OptimizerState {
   std::vector<Scalar> scalars() const override { return note("scalars"), inner_.scalars(); }
   int64_t updates(const std::string& parameter) const override { return note("updates"), inner_.updates(parameter); }
   void restore(const std::string& parameter, int64_t updates, bool with_state) override {
-    note("restore"), inner_.restore(parameter, updates, with_state);
+    if (!calls_.ends_with(" restore replace_state")) note("restore");  // the next parameter's
+    inner_.restore(parameter, updates, with_state);
+  }
+  bool replace_state(const std::string& parameter, const std::string& state_name, at::Tensor values) override {
+    return note("replace_state"), inner_.replace_state(parameter, state_name, std::move(values));
   }
   bool takes_settings() const override { return note("takes_settings"), takes_; }
   void restore_settings(size_t, const std::vector<Setting>&) override { note("restore_settings"); }
@@ -181,11 +185,63 @@ TEST(SavedState, an_optimizer_is_asked_and_filled_in_the_order_that_its_header_s
     save(scratch / "at", *run.sharded, &optimizer, {.step = 1});
     EXPECT_EQ(optimizer.take(), std::string(comm->rank() == 0 ? " groups updates" : "") + " state_names state_shards scalars");
     load(scratch / "at", *run.sharded, &optimizer);
-    EXPECT_EQ(optimizer.take(), " groups takes_settings restore restore_settings state_names state_shards");
+    EXPECT_EQ(optimizer.take(), " groups takes_settings restore replace_state restore_settings state_names state_shards");
     Trained other({.widths = {3, 6, 2}}, place, comm);
     Noted unfit(*other.optimizer, /*takes=*/true);
     expect_error([&] { load(scratch / "at", *other.sharded, &unfit); }, {"does not fit this model"});
     EXPECT_EQ(unfit.take(), " groups takes_settings");
+  });
+}
+
+std::vector<const void*> memory_of(const Optimizer& optimizer) {
+  std::vector<const void*> memory;
+  for (const std::string& name : optimizer.state_names())
+    for (const Shard& shard : optimizer.state_shards(name))
+      if (shard.data.numel() > 0) memory.push_back(shard.data.const_data_ptr());
+  return memory;
+}
+
+TEST(SavedState, what_was_read_of_an_optimizers_state_becomes_the_state_and_counts_as_the_old_one_did) {
+  for (const Place& place : kPlaces) {
+    const Scratch scratch;
+    const Bits saved = trained({}, place, 2, scratch / "at");
+    on(place, [&](std::shared_ptr<Comm> comm) {
+      Trained run({}, place, comm, 0.75);
+      run.train(0, 1);
+      for (int time = 0; time < 2; ++time) {
+        const MemoryUse before = run.sharded->memory();
+        const std::vector<const void*> old = memory_of(*run.optimizer);
+        load(scratch / "at", *run.sharded, &*run.optimizer);
+        const std::vector<const void*> now = memory_of(*run.optimizer);
+        for (const void* memory : now) EXPECT_EQ(std::count(old.begin(), old.end(), memory), 0) << place.strategy;
+        EXPECT_EQ(run.sharded->memory().now_bytes, before.now_bytes) << place.strategy;
+        EXPECT_EQ(run.sharded->memory().host.now_bytes, before.host.now_bytes) << place.strategy;
+        const Bits loaded = run.bits();
+        EXPECT_TRUE(comm->rank() != 0 || loaded == saved) << place.strategy;
+      }
+    });
+  }
+}
+
+TEST(SavedState, whoever_holds_tensors_of_an_optimizers_state_sees_what_was_loaded) {
+  const Scratch scratch;
+  const Place place{"dp_shard=2", "zero3"};
+  trained({}, place, 2, scratch / "at");
+  on(place, [&](std::shared_ptr<Comm> comm) {
+    Trained other({}, place, comm), run({}, place, comm, 0.75);
+    load(scratch / "at", *other.sharded, &*other.optimizer);
+    const std::vector<Piece> wanted = other.optimizer->state("exp_avg");
+    {
+      const std::vector<Shard> held = run.optimizer->state_shards("exp_avg");  // the tensors themselves
+      load(scratch / "at", *run.sharded, &*run.optimizer);
+      const std::vector<Shard> now = other.optimizer->state_shards("exp_avg");
+      for (size_t i = 0; i < held.size(); ++i) EXPECT_TRUE(held[i].data.equal(now[i].data)) << held[i].name;
+    }
+    run.train(2, 3);
+    const std::vector<Piece> held = run.optimizer->state("exp_avg");  // views of them
+    load(scratch / "at", *run.sharded, &*run.optimizer);
+    ASSERT_EQ(held.size(), wanted.size());
+    for (size_t i = 0; i < held.size(); ++i) EXPECT_TRUE(held[i].data.equal(wanted[i].data)) << held[i].name;
   });
 }
 

@@ -143,6 +143,14 @@ void ForeignOptimizer::restore(const std::string& name, int64_t, bool with_state
     parameter.state.tensors[what] = at::empty({parameter.numel}, parameter.options);
 }
 
+// `restore` has just made the old one, so nobody else has it.
+bool ForeignOptimizer::replace_state(const std::string& name, const std::string& what, at::Tensor values) {
+  at::Tensor& old = parameters_.at(name).state.tensors.at(what);
+  if (!old.device().is_cpu()) return false;
+  old = std::move(values);
+  return true;
+}
+
 void ForeignOptimizer::restore_scalar(const std::string& name, const std::string& what, const at::Tensor& value) {
   parameters_.at(name).state.scalars[what] = value;
 }

@@ -41,6 +41,7 @@ class ForeignOptimizer final : public OptimizerState {
   std::vector<Scalar> scalars() const override;
   int64_t updates(const std::string& parameter) const override;
   void restore(const std::string& parameter, int64_t updates, bool with_state) override;
+  bool replace_state(const std::string& parameter, const std::string& state_name, at::Tensor values) override;
   void restore_scalar(const std::string& parameter, const std::string& name, const at::Tensor& value) override;
   bool takes_settings() const override { return true; }
   void restore_settings(size_t index, const std::vector<Setting>& settings) override { loaded_settings_[index] = settings; }

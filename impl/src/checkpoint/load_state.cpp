@@ -63,30 +63,39 @@ class Loader {
   }
 
   // Reads what this rank is to hold into memory beside the model, as far as that has room. An entry of which this rank reads
-  // everything is compared with its checksum.
+  // everything is compared with its checksum. On the CPU an optimizer's state is read into tensors that can take its place.
   void stage() {
-    uint64_t bytes = 0;
+    const bool on_cpu = sharded_.impl().device().is_cpu();  // beside a device, the host's memory may be page-locked
+    uint64_t staged = 0, shared = 0;
     for (auto& [key, wanted] : wanted_) {
-      const uint64_t begin = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-      if (wanted.bytes > options_.staging_bytes_max || begin > options_.staging_bytes_max - wanted.bytes) continue;
-      wanted.staged_at = begin;
-      bytes = begin + wanted.bytes;
+      const uint64_t begin = (shared + kAlignment - 1) / kAlignment * kAlignment, padding = begin - shared;
+      const uint64_t room = options_.staging_bytes_max - staged;
+      if (wanted.bytes > room || (wanted.of_state && on_cpu ? 0 : padding) > room - wanted.bytes) continue;
+      if (wanted.of_state && on_cpu) {
+        wanted.own = at::empty({wanted.elements()}, checkpoint_.tensors.at(key).dtype);
+        staged += wanted.bytes;
+      } else {
+        wanted.staged_at = begin;
+        shared = begin + wanted.bytes;
+        staged += padding + wanted.bytes;
+      }
     }
-    staging_ = staging(bytes, sharded_.impl().state_device());
+    staging_ = staging(shared, sharded_.impl().state_device());
     auto* const memory = static_cast<char*>(staging_.data_ptr());
-    if (sharded_.impl().state_device().is_cpu()) prefer_large_pages(memory, bytes);
+    if (sharded_.impl().state_device().is_cpu()) prefer_large_pages(memory, shared);
     for (const auto& [key, wanted] : wanted_) {
       reader_->check_without_elements(key);
+      if (wanted.own.defined()) read(key, wanted, static_cast<char*>(wanted.own.data_ptr()));
       if (wanted.staged_at) read(key, wanted, memory + *wanted.staged_at);
     }
-    loaded_.counts.staged_bytes = bytes;
+    loaded_.counts.staged_bytes = staged;
   }
 
   // What the others are to know of entries of which this rank read a part, or nothing yet.
   std::string told() const {
     std::vector<PartlyRead> parts = reader_->partly_read();
     for (const auto& [key, wanted] : wanted_)
-      if (!wanted.staged_at)
+      if (!wanted.is_staged())
         for (const Chunk& chunk : checkpoint_.tensors.at(key).chunks) parts.push_back({chunk.extent, kUnread, {}});
     return text_of(parts);
   }
@@ -115,7 +124,8 @@ class Loader {
     std::set<std::string> restored;
     for (const Restored& state : matched_.states) {
       optimizer_->restore(state.parameter, state.updates, !state.state_names.empty());
-      for (const std::string& state_name : state.state_names) restored.insert(state_key(state.parameter, state_name));
+      for (const std::string& state_name : state.state_names)
+        if (!replace(state.parameter, state_name)) restored.insert(state_key(state.parameter, state_name));
     }
     for (const auto& [parameter, name, value] : scalars_) optimizer_->restore_scalar(parameter, name, value);
     for (const auto& [index, settings] : settings_) optimizer_->restore_settings(index, settings);
@@ -141,7 +151,16 @@ class Loader {
   struct Wanted {
     std::vector<Box> boxes;
     uint64_t bytes = 0;
+    bool of_state = false;              // of the optimizer
     std::optional<uint64_t> staged_at;  // in the staging memory
+    at::Tensor own;                     // or in a tensor of its own
+
+    bool is_staged() const { return staged_at || own.defined(); }
+    int64_t elements() const {
+      int64_t elements = 0;
+      for (const Box& box : boxes) elements += numel(box);
+      return elements;
+    }
   };
 
   void open() {
@@ -188,11 +207,12 @@ class Loader {
     return whole;
   }
 
-  void want(const std::string& key, std::vector<Box> boxes) {
+  Wanted& want(const std::string& key, std::vector<Box> boxes) {
     Wanted& wanted = wanted_[key];
     wanted.boxes = std::move(boxes);
     const auto item = static_cast<uint64_t>(dtype_info(checkpoint_.tensors.at(key).dtype).bytes);
-    for (const Box& box : wanted.boxes) wanted.bytes += static_cast<uint64_t>(numel(box)) * item;
+    wanted.bytes = static_cast<uint64_t>(wanted.elements()) * item;
+    return wanted;
   }
 
   // An optimizer's state, and what is kept along, lie as the main parameters do.
@@ -204,7 +224,7 @@ class Loader {
     for (const auto& [name, key] : matched_.parameters) want(key, boxes.at(name));
     for (const Restored& state : matched_.states)
       for (const std::string& state_name : state.state_names)
-        want(state_key(state.parameter, state_name), boxes.at(state.parameter));
+        want(state_key(state.parameter, state_name), boxes.at(state.parameter)).of_state = true;
     for (const auto& [first, shards_of] : sharded_.impl().kept_along)
       for (const auto& [name, own] : boxes)
         if (const std::string key = kept_key(first, name); matched_.kept_along.contains(key)) want(key, own);
@@ -234,12 +254,21 @@ class Loader {
     }
   }
 
+  // Whether the tensor that was read has become the optimizer's state, so that nothing is left to be put there.
+  bool replace(const std::string& parameter, const std::string& state_name) {
+    Wanted& wanted = wanted_.at(state_key(parameter, state_name));
+    if (wanted.bytes == 0 || !wanted.own.defined() || !optimizer_->replace_state(parameter, state_name, wanted.own)) return false;
+    wanted.own.reset();
+    return true;
+  }
+
   // Into its place in the model: from the staging memory, or from the file when it found no room there.
   void put(const std::string& key, const at::Tensor& place) {
     const Wanted& wanted = wanted_.at(key);
     SHARD_CHECK(wanted.bytes == place.nbytes(), "checkpoint", "{} bytes were planned for {}, which has {}", wanted.bytes, key,
                 place.nbytes());
     if (wanted.bytes == 0) return;
+    if (wanted.own.defined()) return start_copy_from_host(place, wanted.own.view(place.sizes()));
     if (wanted.staged_at) {
       const at::Tensor from = staging_.narrow(0, static_cast<int64_t>(*wanted.staged_at), static_cast<int64_t>(wanted.bytes));
       return start_copy_from_host(place, from.view(place.scalar_type()).view(place.sizes()));

@@ -272,6 +272,21 @@ void Optimizer::restore(const std::string& parameter, int64_t updates, bool with
     held.has_state = false, held.state.clear();
 }
 
+bool Optimizer::replace_state(const std::string& parameter, const std::string& state_name, at::Tensor values) {
+  const std::shared_ptr<Sharded::Impl> state = sharded();
+  const Schedule::Place place = place_of(*state, parameter);
+  Held& held = held_[place.bucket][place.member];
+  const std::vector<std::string> names = groups_[held.group].rule->state_names();
+  const auto found = static_cast<size_t>(std::ranges::find(names, state_name) - names.begin());
+  SHARD_CHECK(found < held.state.size(), "optimizer", "{} has no {} to replace", parameter, state_name);
+  at::Tensor& old = held.state[found];
+  if (!state->device().is_cpu() || old.use_count() > 1 || old.storage().use_count() > 1) return false;
+  SHARD_CHECK(values.numel() == old.numel() && values.scalar_type() == old.scalar_type(), "optimizer",
+              "{} of {} has {} elements, and is to be replaced by {}", state_name, parameter, old.numel(), values.numel());
+  old = state->schedule.buckets()[place.bucket]->parameters.adopt_state(values);
+  return true;
+}
+
 std::vector<ParameterGroup> without_decay_of_norms_and_biases(std::shared_ptr<UpdateRule> rule) {
   const auto is_spared = [](const std::string& name, const Shape& shape) {
     return shape.size() < 2 || name.find("norm") != std::string::npos || name.find("ln_") != std::string::npos;

@@ -246,6 +246,10 @@ at::Tensor BucketParameters::allocate_state(int64_t numel) const {
   return memory_->allocate(MemoryKind::optimizer, numel, rules_.main, place());
 }
 
+at::Tensor BucketParameters::adopt_state(const at::Tensor& values) const {
+  return memory_->adopt(MemoryKind::optimizer, values, static_cast<int64_t>(values.nbytes()), place());
+}
+
 void BucketParameters::write_own_part(bool is_rounded) {
   if (rules_.main != rules_.compute && !is_rounded) rounded_.copy_(main());
   check_padding(layout_.state(), rounded_, "parameter");

@@ -62,6 +62,8 @@ class BucketParameters : private BucketPart {
   const at::Tensor& rounded() const;
   // Memory for the optimizer's state of so many elements, where main() is.
   at::Tensor allocate_state(int64_t numel) const;
+  // A tensor in the memory of `values`, on the CPU, that counts as such a state from now on.
+  at::Tensor adopt_state(const at::Tensor& values) const;
   // After main() was written: starts to bring `parameter` up to date on every rank, and returns at once. `is_rounded`:
   // rounded() is up to date already.
   void all_gather_updated(bool is_rounded = false);

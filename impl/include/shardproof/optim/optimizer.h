@@ -157,6 +157,7 @@ class Optimizer : public OptimizerState {
   std::vector<Scalar> scalars() const override;
   // State that was not there is zeros.
   void restore(const std::string& parameter, int64_t updates, bool with_state) override;
+  bool replace_state(const std::string& parameter, const std::string& state_name, at::Tensor values) override;
 
  private:
   // The state of one run of a parameter.

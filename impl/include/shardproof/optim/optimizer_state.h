@@ -23,9 +23,10 @@ using Setting = std::pair<std::string, std::variant<std::monostate, bool, int64_
 // state_shards for each of them, and scalars.
 //
 // A load calls groups and takes_settings, and compares them with the checkpoint. If all fits, it calls restore for each
-// parameter of the groups, restore_scalar for each scalar, restore_settings for each group, state_names, and state_shards for
-// each of them, in this order, and fills the shards. With LoadOptions::partial these are the parameters that fit. If the
-// checkpoint does not fit, or is damaged, it calls none of these.
+// parameter of the groups, and behind each replace_state for what it has read into memory of its own; then restore_scalar for
+// each scalar, restore_settings for each group, state_names, and state_shards for each of them, in this order, and fills the
+// shards that were not replaced. With LoadOptions::partial these are the parameters that fit. If the checkpoint does not fit,
+// or is damaged, it calls none of these.
 class OptimizerState {
  public:
   // Parameters, with their state and settings. A parameter is in one group at most.
@@ -55,6 +56,10 @@ class OptimizerState {
   // For loading, as all below. Makes the parameter one that was updated `updates` times. With `with_state` this rank's part of
   // the state that its group names is allocated, and the load fills it; else the parameter has no state.
   virtual void restore(const std::string& parameter, int64_t updates, bool with_state) = 0;
+  // Offers a tensor with the values of this rank's part: 1-D, as many, of the same dtype, on the CPU. Nobody else has it, so it
+  // may become the state, and nothing is copied. Returns whether it did; if not, the load copies the values. It must not where
+  // somebody else holds a tensor of the old state, who would not see the new values. Offered only to models on the CPU.
+  virtual bool replace_state(const std::string& parameter, const std::string& state_name, at::Tensor values) { return false; }
   // One of its group's scalars.
   virtual void restore_scalar(const std::string& parameter, const std::string& name, const at::Tensor& value) {}
   // Whether settings are loaded, too. If not, the optimizer keeps those that it has.
