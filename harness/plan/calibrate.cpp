@@ -13,7 +13,6 @@
 #include "harness/plan/dry_run.h"
 #include "harness/plan/timeline.h"
 #include "shardproof/comm/threads/threads.h"
-#include "shardproof/device/host_pool.h"
 
 namespace harness {
 namespace {
@@ -126,7 +125,6 @@ double training_efficiency(int64_t cores, Machine machine) {
 }  // namespace
 
 Machine calibrate(const std::function<void(const std::string&)>& shown) {
-  shardproof::use_host_pool();  // as in the steps that `plan` predicts
   const int threads = at::get_num_threads();
   at::set_num_threads(1);
   const auto cores = static_cast<int64_t>(std::max(1U, std::thread::hardware_concurrency()));

@@ -22,6 +22,7 @@
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/comm/threads/threads.h"
+#include "shardproof/device/host_pool.h"
 #include "shardproof/models/models.h"
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/initialize.h"
@@ -138,6 +139,7 @@ void resume(checkpoint::Manager& manager, Sharded& sharded, Optimizer& optimizer
   const auto loaded = manager.load_latest(sharded, &optimizer);
   SHARD_REQUIRE(loaded && loaded->trainer.step == history.first_step, "train",
                 "the last checkpoint in {} changed while the run began; is another run saving there?", manager.directory());
+  trim_host_pool();  // no step needs as much memory as a load
 }
 
 // Of the sequences of a range. Its weight makes losses of `all` sequences add up to their mean over tokens.

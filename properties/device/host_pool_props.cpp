@@ -211,9 +211,10 @@ TEST(HostPool, the_most_that_tensors_need_is_about_what_the_process_pays) {
   const int64_t before = status_bytes("VmRSS:");
   for (int round = 0; round < 4; ++round) const at::Tensor tensor = at::zeros({64 * kMiB}, at::kByte);
   const int64_t kept = status_bytes("VmRSS:") - before;
-  EXPECT_NEAR(static_cast<double>(kept), 64.0 * kMiB, 4.0 * kMiB) << "the memory is kept, once";
+  // An eighth for AddressSanitizer, which has a byte of its own for eight.
+  EXPECT_NEAR(static_cast<double>(kept), 64.0 * kMiB, 12.0 * kMiB) << "the memory is kept, once";
   trim_host_pool();
-  EXPECT_NEAR(static_cast<double>(status_bytes("VmRSS:") - before), 0, 4.0 * kMiB) << "the memory is the system's again";
+  EXPECT_NEAR(static_cast<double>(status_bytes("VmRSS:") - before), 0, 12.0 * kMiB) << "the memory is the system's again";
   const Marked again = marked(64 * kMiB, 7);
   EXPECT_TRUE(again.holds());
 }
@@ -243,6 +244,7 @@ TEST(HostPool, makes_do_with_the_addresses_that_the_limits_leave) {
         for (uint8_t i = 0; i < 30; ++i) tensors.push_back(marked(10 * kMiB, i));
         bool holds = host_pool_bytes().used > 0;
         for (const Marked& tensor : tensors) holds &= tensor.holds();
+        std::thread([&] { holds &= marked(kMiB, 1).holds(); }).join();  // whose stack needs addresses as well
         try {
           const at::Tensor too_large = tensor_of(300 * kMiB);
           holds = false;
@@ -313,7 +315,8 @@ TEST(HostPool, a_second_call_has_no_effect) {
 TEST(HostPool, training_has_the_golden_runs_bits) {
   use_host_pool();
   const int64_t used_max = host_pool_bytes().used_max;
-  for (const char* strategy : {"zero3(units=block,side_by_side=1)", "zero3(units=block)", "zero1(units=block)", "ddp(units=block)"})
+  for (const char* strategy :
+       {"zero3(units=block,side_by_side=1)", "zero3(units=block)", "zero1(units=block)", "ddp(units=block)"})
     harness::expect_held(std::string("gpt(layers=2,hidden=192,heads=4,vocab=512,positions=48) mesh(dp_shard=2) ") + strategy +
                          " adamw(lr=0.001) ordered seed=5 : accumulate(2) step save step load@mesh(dp_shard=3) step");
   EXPECT_GT(host_pool_bytes().used_max, used_max + kMiB) << "the model's tensors lie in the pool";

@@ -147,6 +147,8 @@ void ForeignOptimizer::restore(const std::string& name, int64_t, bool with_state
 bool ForeignOptimizer::replace_state(const std::string& name, const std::string& what, at::Tensor values) {
   at::Tensor& old = parameters_.at(name).state.tensors.at(what);
   if (!old.device().is_cpu()) return false;
+  SHARD_CHECK(values.sizes() == old.sizes() && values.scalar_type() == old.scalar_type(), "optimizer",
+              "{} of {} has {} elements, and is to be replaced by {}", what, name, old.numel(), values.numel());
   old = std::move(values);
   return true;
 }

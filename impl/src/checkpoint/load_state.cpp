@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -62,9 +63,9 @@ class Loader {
     list_wanted();
   }
 
-  // Reads what this rank is to hold into memory beside the model, as far as that has room. An entry of which this rank reads
-  // everything is compared with its checksum. On the CPU an optimizer's state is read into tensors that can take its place.
-  void stage() {
+  // Gives what this rank is to hold memory beside the model, as far as there may be some. On the CPU an optimizer's state gets
+  // tensors that can take its place.
+  void give_room() {
     const bool on_cpu = sharded_.impl().device().is_cpu();  // beside a device, the host's memory may be page-locked
     uint64_t staged = 0, shared = 0;
     for (auto& [key, wanted] : wanted_) {
@@ -80,15 +81,22 @@ class Loader {
         staged += padding + wanted.bytes;
       }
     }
+    loaded_.counts.staged_bytes = staged;
     staging_ = staging(shared, sharded_.impl().state_device());
+    // A pool's memory (device/host_pool.h) would keep large pages when others use it.
+    if (sharded_.impl().state_device().is_cpu() && c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator())
+      prefer_large_pages(staging_.data_ptr(), shared);
+  }
+
+  // Reads what has room beside the model. An entry of which this rank reads everything is compared with its checksum.
+  void stage() {
+    give_room();
     auto* const memory = static_cast<char*>(staging_.data_ptr());
-    if (sharded_.impl().state_device().is_cpu()) prefer_large_pages(memory, shared);
     for (const auto& [key, wanted] : wanted_) {
       reader_->check_without_elements(key);
       if (wanted.own.defined()) read(key, wanted, static_cast<char*>(wanted.own.data_ptr()));
       if (wanted.staged_at) read(key, wanted, memory + *wanted.staged_at);
     }
-    loaded_.counts.staged_bytes = staged;
   }
 
   // What the others are to know of entries of which this rank read a part, or nothing yet.
@@ -257,7 +265,8 @@ class Loader {
   // Whether the tensor that was read has become the optimizer's state, so that nothing is left to be put there.
   bool replace(const std::string& parameter, const std::string& state_name) {
     Wanted& wanted = wanted_.at(state_key(parameter, state_name));
-    if (wanted.bytes == 0 || !wanted.own.defined() || !optimizer_->replace_state(parameter, state_name, wanted.own)) return false;
+    if (wanted.bytes == 0 || !wanted.own.defined()) return false;
+    if (!optimizer_->replace_state(parameter, state_name, wanted.own)) return false;
     wanted.own.reset();
     return true;
   }

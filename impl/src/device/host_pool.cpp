@@ -4,6 +4,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,8 +16,13 @@
 #include "shardproof/base/check.h"
 #include "testing/device/free_ranges.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
+#if defined(__has_feature)
+#  if __has_feature(address_sanitizer)
+#    define SHARDPROOF_ASAN
+#  endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(SHARDPROOF_ASAN)
+#  include <sanitizer/asan_interface.h>
 #else
 #define ASAN_POISON_MEMORY_REGION(begin, bytes) (static_cast<void>(begin), static_cast<void>(bytes))
 #define ASAN_UNPOISON_MEMORY_REGION(begin, bytes) (static_cast<void>(begin), static_cast<void>(bytes))
@@ -39,14 +45,22 @@ struct Region {
   char *begin, *top, *end;
 };
 
-// As many addresses as the machine has memory, or what the limits of the process allow of that.
-Region reserve(size_t bytes) {
-  static const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
-  for (size_t size = std::max(memory, bytes);; size = std::max(whole_pages(size / 2), bytes)) {
+// As many addresses as the machine has memory. Where the process may have few addresses, others need them as well: then the
+// next 64 MiB, or an eighth of what the pool has. At least `bytes`.
+size_t wanted_addresses(size_t bytes, size_t reserved) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+    return std::max({bytes, size_t{64} << 20, whole_pages(reserved / 8)});
+  return std::max(bytes, static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes());
+}
+
+// Nothing where the system refuses even as many as are needed.
+Region reserve(size_t bytes, size_t reserved) {
+  for (const size_t size : {wanted_addresses(bytes, reserved), bytes}) {
     void* const begin = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (begin != MAP_FAILED) return {static_cast<char*>(begin), static_cast<char*>(begin), static_cast<char*>(begin) + size};
-    if (size == bytes) return {};
   }
+  return {};
 }
 
 class HostPool final : public c10::Allocator {
@@ -115,8 +129,9 @@ class HostPool final : public c10::Allocator {
     size_t missing = count ? bytes - free_.bytes_before(regions_[count - 1].top) : bytes;
     if (!count || static_cast<size_t>(regions_[count - 1].end - regions_[count - 1].top) < missing) {
       if (count == regions_.size()) return false;
-      const Region region = reserve(bytes);
+      const Region region = reserve(bytes, reserved_);
       if (!region.begin) return false;
+      reserved_ += static_cast<size_t>(region.end - region.begin);
       regions_[count] = region;
       region_count_.store(++count, std::memory_order_release);
       missing = bytes;
@@ -135,6 +150,7 @@ class HostPool final : public c10::Allocator {
   int64_t used_ = 0, used_max_ = 0;
   std::array<Region, 64> regions_ = {};  // the last one grows
   std::atomic<size_t> region_count_ = 0;
+  size_t reserved_ = 0;  // bytes of all regions
 };
 
 // Lives as long as the process, since tensors are freed until its end.

@@ -281,8 +281,10 @@ bool Optimizer::replace_state(const std::string& parameter, const std::string& s
   SHARD_CHECK(found < held.state.size(), "optimizer", "{} has no {} to replace", parameter, state_name);
   at::Tensor& old = held.state[found];
   if (!state->device().is_cpu() || old.use_count() > 1 || old.storage().use_count() > 1) return false;
-  SHARD_CHECK(values.numel() == old.numel() && values.scalar_type() == old.scalar_type(), "optimizer",
-              "{} of {} has {} elements, and is to be replaced by {}", state_name, parameter, old.numel(), values.numel());
+  SHARD_CHECK(values.device().is_cpu() && values.is_contiguous() && values.sizes() == old.sizes() &&
+                  values.scalar_type() == old.scalar_type(),
+              "optimizer", "{} of {} has {} elements, and is to be replaced by {}", state_name, parameter, old.numel(),
+              values.numel());
   old = state->schedule.buckets()[place.bucket]->parameters.adopt_state(values);
   return true;
 }

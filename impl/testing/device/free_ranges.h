@@ -13,7 +13,7 @@ namespace shardproof {
 class FreeRanges {
  public:
   // The start of so many bytes, which are free no more; null where no range has as many. They come from the smallest range
-  // that has them, and of ranges of one size from the one that lies lowest. It loses its lowest addresses.
+  // that has them, and of ranges of one size from the one that lies lowest. They are its lowest addresses.
   char* take(size_t bytes);
   // A range that is free from now on. It becomes one with those that touch it. Throws BrokenInvariant where it overlaps one.
   void give(char* begin, size_t bytes);

@@ -10,22 +10,21 @@
 
 namespace shardproof {
 
-// Tensors on the CPU of at least so many bytes lie in the pool. Smaller ones, and memory that is no tensor's, are the system's.
+// Tensors on the CPU of at least so many bytes lie in the pool. Smaller ones, and page-locked memory, lie elsewhere as before.
 constexpr int64_t kHostPoolBlockBytesMin = int64_t{64} << 10;
 
 // From now on new tensors of this process lie in the pool, whoever makes them; older ones keep their memory. Call it when the
 // program begins: no other thread may make a tensor meanwhile. A second call has no effect. Throws Error where another
-// allocator has been set with a higher priority (c10::SetCPUAllocator).
-//
-// What the pool has is shared by all threads. A block that one thread frees may be another's next. It is not cleared, so what
-// at::empty returns holds old values, as it may with any allocator. With AddressSanitizer freed blocks are poisoned. LibTorch's
-// profiler does not see blocks of the pool.
+// allocator has been set with a priority above 100 (c10::SetCPUAllocator). Where the system gives the pool no more memory,
+// tensors lie where they did before. All threads share the pool, and a child of fork() has a copy of it. Memory is not
+// cleared, so what at::empty returns holds old values, as it may with any allocator. With AddressSanitizer freed blocks are
+// poisoned. LibTorch's profiler does not see blocks of the pool.
 void use_host_pool();
 
 struct HostPoolBytes {
   int64_t used = 0;      // of the tensors that lie in the pool now, each rounded up to whole pages
   int64_t used_max = 0;  // the most that they were at one time
-  int64_t kept = 0;      // free, and kept for the next tensors
+  int64_t kept = 0;      // free, for the next tensors; the memory that was free at a trim counts, too
 };
 HostPoolBytes host_pool_bytes();
 

@@ -23,10 +23,10 @@ using Setting = std::pair<std::string, std::variant<std::monostate, bool, int64_
 // state_shards for each of them, and scalars.
 //
 // A load calls groups and takes_settings, and compares them with the checkpoint. If all fits, it calls restore for each
-// parameter of the groups, and behind each replace_state for what it has read into memory of its own; then restore_scalar for
-// each scalar, restore_settings for each group, state_names, and state_shards for each of them, in this order, and fills the
-// shards that were not replaced. With LoadOptions::partial these are the parameters that fit. If the checkpoint does not fit,
-// or is damaged, it calls none of these.
+// parameter of the groups, and after each of them replace_state for the state that it has read already. Then come
+// restore_scalar for each scalar, restore_settings for each group, state_names, and state_shards for each of them, in this
+// order. It fills the shards that were not replaced. With LoadOptions::partial these are the parameters that fit. If the
+// checkpoint does not fit, or is damaged, it calls none of these.
 class OptimizerState {
  public:
   // Parameters, with their state and settings. A parameter is in one group at most.
@@ -46,8 +46,8 @@ class OptimizerState {
   virtual std::vector<Group> groups() const = 0;
   // The names of all state tensors, each once.
   virtual std::vector<std::string> state_names() const = 0;
-  // One shard of each parameter that has this state, whether this rank holds a part of it or not. They lie as main parameters
-  // do, or whole on every rank where the parameter is not sharded.
+  // One shard of each parameter that has this state, whether this rank holds a part or not. They lie as main parameters do, or
+  // whole on every rank where the parameter is not sharded. Whoever keeps an address and not the tensor loses it at a load.
   virtual std::vector<Shard> state_shards(const std::string& state_name) const = 0;
   virtual std::vector<Scalar> scalars() const = 0;
   // How often a parameter has been updated so far; below 0: unknown.
@@ -56,9 +56,9 @@ class OptimizerState {
   // For loading, as all below. Makes the parameter one that was updated `updates` times. With `with_state` this rank's part of
   // the state that its group names is allocated, and the load fills it; else the parameter has no state.
   virtual void restore(const std::string& parameter, int64_t updates, bool with_state) = 0;
-  // Offers a tensor with the values of this rank's part: 1-D, as many, of the same dtype, on the CPU. Nobody else has it, so it
-  // may become the state, and nothing is copied. Returns whether it did; if not, the load copies the values. It must not where
-  // somebody else holds a tensor of the old state, who would not see the new values. Offered only to models on the CPU.
+  // Offers a 1-D tensor on the CPU with all values of this rank's part, in the state's dtype. The optimizer may keep it as the
+  // state, and returns whether it does; if not, the load copies the values. It has to decline where somebody else has a tensor
+  // of the old state, who would not see the new values. A load offers nothing on a device, or with check_before = false.
   virtual bool replace_state(const std::string& parameter, const std::string& state_name, at::Tensor values) { return false; }
   // One of its group's scalars.
   virtual void restore_scalar(const std::string& parameter, const std::string& name, const at::Tensor& value) {}
