@@ -355,9 +355,8 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->add_option("--delay-gradients", a->task.delayed_gradient_bytes,
                    "ours makes gradients of weights when the next gather has started, and keeps so much for them, e.g. 64MiB")
       ->transform(CLI::AsSizeValue(false));
-  command->add_flag("--host-pool,!--no-host-pool", a->task.host_pool,
-                    "ours, and `single_pooled`, keep the memory of tensors on the CPU when they are freed (the default), or "
-                    "give it back to the system");
+  command->add_flag("!--no-host-pool", a->task.host_pool,
+                    "ours give the memory of tensors on the CPU that are freed back to the system, and do not keep it");
   command->add_option("--model", a->model, "the model: gpt33m, gpt1b or tiny")->capture_default_str();
   command->add_option("--precision", a->precision, "fp32; or bf16, where parameters and sums of gradients stay in float32")
       ->check(CLI::IsMember({"fp32", "bf16"}))

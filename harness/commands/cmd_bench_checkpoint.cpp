@@ -136,8 +136,8 @@ void add_bench_checkpoint_command(CLI::App& bench_command, int& exit_code) {
       ->capture_default_str();
   command->add_option("--repeats", a->task.repeats, "how many saves and loads a round times")->capture_default_str();
   command->add_option("--rounds", a->rounds, "how many rounds to run; each runs both contestants once")->capture_default_str();
-  command->add_flag("--host-pool,!--no-host-pool", a->task.host_pool,
-                    "ours keeps the memory of tensors when they are freed (the default), or gives it back to the system");
+  command->add_flag("!--no-host-pool", a->task.host_pool,
+                    "ours gives the memory of tensors that are freed back to the system, and does not keep it");
   command->add_option("--directory", a->directory, "the folder to save in; by default that of temporary files");
   command->add_option("--json", a->json, "also write one JSON object for each figure to this file");
   command->add_option("--worker", a->worker, "run ours in this process and folder")->group("");

@@ -146,7 +146,7 @@ int run_train(TrainArguments& arguments) {
       arguments.launched.start(arguments.given("--mesh") ? arguments.mesh : "", settings);
   if (processes && !arguments.given("--mesh")) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   const TrainOptions options = train_options(arguments, arguments.launched.device());
-  if (arguments.host_pool && options.device.is_cpu()) shardproof::use_host_pool();
+  if (!arguments.no_host_pool && options.device.is_cpu()) shardproof::use_host_pool();
   const TrainingData data(data_options(arguments, options.model));
   validate(options, data);
   TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0);
