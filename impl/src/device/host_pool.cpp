@@ -24,8 +24,8 @@
 #if defined(__SANITIZE_ADDRESS__) || defined(SHARDPROOF_ASAN)
 #  include <sanitizer/asan_interface.h>
 #else
-#define ASAN_POISON_MEMORY_REGION(begin, bytes) (static_cast<void>(begin), static_cast<void>(bytes))
-#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes) (static_cast<void>(begin), static_cast<void>(bytes))
+#  define ASAN_POISON_MEMORY_REGION(begin, bytes) (static_cast<void>(begin), static_cast<void>(bytes))
+#  define ASAN_UNPOISON_MEMORY_REGION(begin, bytes) (static_cast<void>(begin), static_cast<void>(bytes))
 #endif
 
 namespace shardproof {
@@ -38,7 +38,9 @@ size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
 }
-size_t whole_pages(size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
+size_t whole_pages(size_t bytes) {
+  return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
+}
 
 // Addresses that are the pool's. Those from `begin` to `top` have been used; the others are reserved, and cost no memory.
 struct Region {

@@ -18,8 +18,8 @@ class FreeRanges {
   // A range that is free from now on. It becomes one with those that touch it. Throws BrokenInvariant where it overlaps one.
   void give(char* begin, size_t bytes);
 
-  size_t bytes() const { return bytes_; }  // of all ranges
-  size_t bytes_before(const char* end) const;  // of the range that ends there; 0: none does
+  size_t bytes() const { return bytes_; }                                        // of all ranges
+  size_t bytes_before(const char* end) const;                                    // of the range that ends there; 0: none does
   void each(const std::function<void(char* begin, size_t bytes)>& visit) const;  // from the lowest
 
  private:
