@@ -128,6 +128,7 @@ int compete(Arguments& a) {
 void add_bench_checkpoint_command(CLI::App& bench_command, int& exit_code) {
   auto arguments = std::make_shared<Arguments>();
   Arguments* a = arguments.get();
+  a->task.host_pool = true;
   CLI::App* command =
       bench_command.add_subcommand("checkpoint", "time saves and loads against PyTorch's, in interleaved rounds");
   command->add_option("--model", a->model, "the model: gpt33m or tiny")->capture_default_str();

@@ -101,7 +101,7 @@ void plan_one(Arguments& a, const std::optional<Machine>& machine, JsonLines& ou
 void run(Arguments& a) {
   at::set_num_threads(1);
   if (!a.calibrate.empty()) {
-    shardproof::use_host_pool();  // as the steps that are predicted
+    shardproof::use_host_pool();  // as train and bench do, whose steps are predicted
     write_machine(calibrate([](const std::string& what) { fmt::print(stderr, "measuring {}\n", what); }), a.calibrate);
     fmt::print("wrote {}; `plan --machine {}` reads it\n", a.calibrate, a.calibrate);
     return;
