@@ -15,7 +15,7 @@ endforeach()
 shardproof_gpu_test(Gpu.training_equals_the_golden_run_on_the_gpu 1 cuda
   train --device cuda --mesh dp_replicate=2,dp_shard=2 --strategy hsdp --steps 3 --check)
 shardproof_gpu_test(Gpu.bench_trains_like_the_unsharded_step_and_pytorch 1 cuda
-  bench --device cuda --ranks 1 --model tiny --steps 2 --warmup 1 --rounds 1 --against ddp,fsdp2)
+  bench --device cuda --ranks 1 --model tiny --steps 2 --warmup 1 --rounds 1 --against ddp,ddp_zero1,fsdp2,fsdp2_zero2)
 foreach(ranks 1 2)
   shardproof_gpu_test(Nccl.random_cases_hold_on_${ranks}_gpu_ranks ${ranks} "nccl;gpu"
     verify --backend nccl --ranks ${ranks} --cases 20 --no-python --seed ${ranks} --failures "${CMAKE_BINARY_DIR}/gpu_failures")

@@ -1,9 +1,11 @@
 """PyTorch's own strategies on the model, weights and data of `shardproof bench`. One JSON line on stdout.
 
-Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, fsdp2, dtensor), ranks, axes (of the mesh: [name, size], the
-names dp_replicate, dp_shard and tp), sequence_parallel, layers, hidden, heads, vocab, seq, batch, lr, steps, warmup, device
+Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, ddp_zero1, fsdp2, fsdp2_zero2, dtensor), ranks, axes (of the
+mesh: [name, size], the names dp_replicate, dp_shard and tp), sequence_parallel, layers, hidden, heads, vocab, seq, batch, lr, steps, warmup, device
 (cpu, cuda), bf16, data (a file: float32 parameters in the order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
-`fsdp2` on dp_replicate and dp_shard is HSDP. `dtensor` cuts along tp with parallelize_module, and shards that as `fsdp2` does.
+`ddp_zero1` is DDP with ZeroRedundancyOptimizer, which updates after the backward: in its mode that overlaps both, the first
+steps update nothing. `fsdp2` on dp_replicate and dp_shard is HSDP. `fsdp2_zero2` is `fsdp2` with reshard_after_forward=False:
+what a forward gathered stays whole until its backward, as in FSDP1's SHARD_GRAD_OP. `dtensor` cuts along tp with parallelize_module, and shards that as `fsdp2` does.
 Starts its own ranks on loopback: over gloo, one thread each, or over nccl, a GPU each.
 """
 
@@ -71,7 +73,7 @@ def make_model(spec):
 
 
 def load(spec, model):
-    """Fills the model and returns the tokens."""
+    """Fills the model and returns the tokens, without the memory of the file."""
     import torch
 
     with open(spec["data"], "rb") as file:
@@ -82,7 +84,7 @@ def load(spec, model):
             count = own[name].numel()
             own[name].copy_(torch.frombuffer(blob, dtype=torch.float32, count=count, offset=at).view(shape))
             at += 4 * count
-    return torch.frombuffer(blob, dtype=torch.int64, offset=at).view(-1, spec["batch"], spec["seq"] + 1)
+    return torch.frombuffer(blob, dtype=torch.int64, offset=at).view(-1, spec["batch"], spec["seq"] + 1).clone()
 
 
 def memory_mib(key):
@@ -158,7 +160,7 @@ def wrap(spec, model):
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    if spec["strategy"] == "ddp":
+    if spec["strategy"] in ("ddp", "ddp_zero1"):
         from torch.nn.parallel import DistributedDataParallel
 
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -174,19 +176,27 @@ def wrap(spec, model):
     mesh = mesh[shards]
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": bf16 if spec["bf16"] else MixedPrecisionPolicy()}
+    if spec["strategy"] == "fsdp2_zero2":
+        options["reshard_after_forward"] = False
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
-def adamw(model, lr):
-    """PyTorch's fastest, as `single` has it. One group for each kind of tensor, since it refuses lists that mix them."""
+def adamw(spec, model):
+    """Fused, as `single` has it. One group for each kind of tensor, since it refuses lists that mix them."""
     import torch
 
+    if spec["strategy"] == "ddp_zero1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        # Each rank sends what it updated as one buffer, without a copy.
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=spec["lr"],
+                                       fused=True)
     groups = {}
     for parameter in model.parameters():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=lr, fused=True)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=spec["lr"], fused=True)
 
 
 def part_of_batch(spec, rank):
@@ -200,15 +210,46 @@ def part_of_batch(spec, rank):
     return part, parts
 
 
-def worker(spec):
+def train_step(spec, model, optimizer, tokens):
+    """Returns the loss of this rank's part of a batch, detached."""
     import contextlib
 
     import torch
-    import torch.distributed as dist
-    import torch.distributed.fsdp  # noqa: F401  so that the baseline of memory has it
-    import torch.nn.parallel  # noqa: F401
     from torch.distributed.tensor.parallel import loss_parallel
     from torch.nn import functional as F
+
+    autocast = spec["bf16"] and spec["strategy"].startswith("ddp")
+    cuts_logits = any(name == "tp" for name, size in spec["axes"])
+    optimizer.zero_grad()
+    with torch.autocast(spec["device"], torch.bfloat16, enabled=autocast):
+        logits = model(tokens[:, :-1].contiguous())
+    with loss_parallel() if cuts_logits else contextlib.nullcontext():
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].reshape(-1))
+        loss.backward()
+    optimizer.step()
+    loss = loss.detach()
+    return loss.to_local() if cuts_logits else loss
+
+
+def warm_up(spec):
+    """Trains a toy for a step, so that the baseline of memory has what a first step imports and what products need."""
+    import gc
+
+    import torch
+
+    torch.mm(torch.ones(256, 256), torch.ones(256, 256))
+    ranks = spec["ranks"]
+    toy = dict(spec, layers=1, hidden=8 * spec["heads"], vocab=16 * ranks, seq=8 * ranks)
+    model = wrap(toy, make_model(toy).to(spec["device"]))
+    tokens = torch.zeros(1, toy["seq"] + 1, dtype=torch.int64, device=spec["device"])
+    train_step(toy, model, adamw(toy, model), tokens)
+    del model
+    gc.collect()
+
+
+def worker(spec):
+    import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     on_gpu = spec["device"] == "cuda"
@@ -218,13 +259,12 @@ def worker(spec):
     rank = dist.get_rank()
     part, parts = part_of_batch(spec, rank)
     per = spec["batch"] // parts
+    warm_up(spec)
     base = memory_mib("VmRSS")
     model = make_model(spec)
     tokens = load(spec, model).to(spec["device"])
     model = wrap(spec, model.to(spec["device"]))
-    optimizer = adamw(model, spec["lr"])
-    cuts_logits = any(name == "tp" for name, size in spec["axes"])
-    autocast = spec["bf16"] and spec["strategy"] == "ddp"
+    optimizer = adamw(spec, model)
 
     def finish():
         if on_gpu:
@@ -232,15 +272,7 @@ def worker(spec):
 
     def step(index):
         mine = tokens[index, part * per : (part + 1) * per]
-        optimizer.zero_grad()
-        with torch.autocast(spec["device"], torch.bfloat16, enabled=autocast):
-            logits = model(mine[:, :-1].contiguous())
-        with loss_parallel() if cuts_logits else contextlib.nullcontext():
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), mine[:, 1:].reshape(-1))
-            loss.backward()
-        optimizer.step()
-        loss = loss.detach()
-        total = (loss.to_local() if cuts_logits else loss).double()
+        total = train_step(spec, model, optimizer, mine).double()
         dist.all_reduce(total)
         return total.item() / spec["ranks"]
 

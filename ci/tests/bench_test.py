@@ -43,14 +43,28 @@ class BenchFiles(ScratchCase):
             self.skipTest("this build has no MPI")
         self.check(self.trace_of("--backend", "mpi"), 2)
 
-    def test_the_check_of_replicas_trains_the_same_with_one_gather_more_in_a_step(self):
+    def rows_of(self, *options):
+        """What --json has of each contestant, for two steps of the tiny model."""
         path = self.path("rows.json")
-        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--strategy", "ddp", "--against", "fingerprint",
-                               "--steps", "2", "--warmup", "1", "--rounds", "1", "--json", path], stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run([SHARDPROOF, "bench", "--model", "tiny", "--steps", "2", "--warmup", "1", "--rounds", "1",
+                               "--json", path, *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, check=False)
         self.assertEqual(done.returncode, 0, done.stdout)
         with open(path, encoding="utf-8") as file:
-            rows = {row["contestant"]: row for row in map(json.loads, file)}
+            return {row["contestant"]: row for row in map(json.loads, file)}
+
+    def test_pytorch_as_zero1_sends_what_each_rank_updated_and_as_zero2_gathers_each_block_once(self):
+        rows = self.rows_of("--strategy", "zero3", "--against", "ddp,ddp_zero1,fsdp2,fsdp2_zero2")
+        self.assertEqual(rows["ddp_zero1"]["calls"], rows["ddp"]["calls"] + 2)  # a broadcast of each of two ranks
+        blocks = 2  # of the tiny model; the root's parameters stay whole in both
+        self.assertEqual(rows["fsdp2_zero2"]["calls"], rows["fsdp2"]["calls"] - blocks)
+
+    def test_pytorch_as_zero1_and_zero2_trains_like_the_unsharded_step_over_replicas_and_in_bfloat16(self):
+        self.rows_of("--mesh", "dp_replicate=2,dp_shard=2", "--strategy", "hzero2", "--precision", "bf16", "--against",
+                     "ddp_zero1,fsdp2_zero2")
+
+    def test_the_check_of_replicas_trains_the_same_with_one_gather_more_in_a_step(self):
+        rows = self.rows_of("--strategy", "ddp", "--against", "fingerprint")
         self.assertEqual(rows["fingerprint"]["losses"], rows["ddp"]["losses"])
         self.assertEqual(rows["fingerprint"]["calls"], rows["ddp"]["calls"] + 1)
 

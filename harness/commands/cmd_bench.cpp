@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -50,8 +51,11 @@ struct Arguments {
   double loss_tolerance() const { return task.bf16 ? kLossToleranceBf16 : kLossTolerance; }
 };
 
+// bench/peers/peer.py says what they are.
+constexpr std::array kOfPyTorch = {"ddp", "ddp_zero1", "fsdp2", "fsdp2_zero2", "dtensor"};
+
 bool of_pytorch(const std::string& contestant) {
-  return contestant == "ddp" || contestant == "fsdp2" || contestant == "dtensor";
+  return std::find(kOfPyTorch.begin(), kOfPyTorch.end(), contestant) != kOfPyTorch.end();
 }
 
 // What the last line says of a mesh.
@@ -177,7 +181,7 @@ std::vector<std::string> contestants(const Arguments& a) {
     const size_t end = std::min(a.against.find(',', begin), a.against.size());
     const std::string name = a.against.substr(begin, end - begin);
     SHARD_REQUIRE(name == "single" || name == "fingerprint" || of_pytorch(name), "bench",
-                  "--against takes single, ddp, fsdp2, dtensor and fingerprint, got '{}'", name);
+                  "--against takes single, {} and fingerprint, got '{}'", fmt::join(kOfPyTorch, ", "), name);
     if (std::find(order.begin(), order.end(), name) == order.end()) order.push_back(name);
     begin = end + 1;
   }
@@ -216,7 +220,7 @@ void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
                   "{} cuts nothing along tp, so it cannot train on {}; take --against dtensor, which cuts with "
                   "parallelize_module",
                   name, mesh.str());
-    SHARD_REQUIRE(name == "ddp" || mesh.has("dp_shard") || !mesh.has("dp_replicate"), "bench",
+    SHARD_REQUIRE(name.starts_with("ddp") || mesh.has("dp_shard") || !mesh.has("dp_replicate"), "bench",
                   "{} replicates only over shards; give --mesh {} an axis dp_shard, of size 1 if need be", name, mesh.str());
   }
 }
@@ -335,8 +339,9 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       app.add_subcommand("bench", "time a training step against the unsharded one and PyTorch's, in interleaved rounds");
   command
       ->add_option("--against", a->against,
-                   "the other contestants, separated by commas: single, ddp, fsdp2, dtensor; or fingerprint, which is ours "
-                   "with the checks of train --check=fingerprint in each step")
+                   fmt::format("the other contestants, separated by commas: single, {}; or fingerprint, which is ours with the "
+                               "checks of train --check=fingerprint in each step",
+                               fmt::join(kOfPyTorch, ", ")))
       ->capture_default_str();
   command->add_option("--strategy", a->task.strategy, strategy_help())->capture_default_str();
   CLI::Option* mesh = command->add_option(

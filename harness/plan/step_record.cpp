@@ -7,6 +7,9 @@
 #include <numeric>
 #include <utility>
 
+#include "shardproof/base/check.h"
+#include "shardproof/comm/decorated.h"
+
 namespace harness {
 
 size_t StepRecorder::group(std::string name, std::vector<int64_t> ranks) {
@@ -55,38 +58,37 @@ class Awaited final : public Work::State {
   size_t collective_;
 };
 
-class Recorded final : public Comm {
+class Recorded final : public DecoratedComm {
  public:
   Recorded(std::shared_ptr<Comm> inner, StepRecorder& recorder, std::vector<int64_t> ranks)
-      : inner_(std::move(inner)), recorder_(recorder), group_(recorder.group(inner_->name(), std::move(ranks))) {}
+      : DecoratedComm(std::move(inner)), recorder_(recorder), group_(recorder.group(name(), std::move(ranks))) {}
 
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-  bool premultiplies() const override { return inner_->premultiplies(); }
   at::Tensor shared_memory(int64_t bytes) override {
-    if (at::Tensor memory = inner_->shared_memory(bytes); memory.defined()) return memory;
+    if (at::Tensor memory = inner().shared_memory(bytes); memory.defined()) return memory;
     recorder_.share(bytes - bytes / size());
     return at::empty({bytes}, at::TensorOptions(at::kByte).device(at::kMeta));
   }
-  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    return inner_->split(color, key, std::move(name));
-  }
+  std::shared_ptr<Comm> split(int64_t, int64_t, std::string name) override { refuse(name); }
   std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
     std::vector<int64_t> of_world;
     for (const int64_t rank : ranks) of_world.push_back(recorder_.record().groups[group_].ranks[static_cast<size_t>(rank)]);
-    return std::make_shared<Recorded>(inner_->split_ranks(ranks, std::move(name)), recorder_, std::move(of_world));
+    return std::make_shared<Recorded>(inner().split_ranks(ranks, std::move(name)), recorder_, std::move(of_world));
   }
 
  private:
+  // One rank alone cannot split by colors (counted.h), so the ranks of each group are listed.
+  [[noreturn]] static void refuse(const std::string& group) {
+    throw BrokenInvariant("[plan] the ranks of group '" + group + "' are not listed");
+  }
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override { refuse(group->name()); }
+
   Work start(Call call) override {
     const auto bytes = [](const at::Tensor& tensor) { return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0; };
     const at::DisableRecordFunctionGuard quiet;  // how a rank alone makes up its results is no part of its step
     const size_t collective = recorder_.start({call.op, group_, std::max(bytes(call.input), bytes(call.output))});
-    return Work(std::make_shared<Awaited>(inner_->issue(std::move(call)), recorder_, collective));
+    return Work(std::make_shared<Awaited>(inner().issue(std::move(call)), recorder_, collective));
   }
 
-  std::shared_ptr<Comm> inner_;
   StepRecorder& recorder_;
   size_t group_;
 };

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "shardproof/comm/decorated.h"
+
 namespace harness {
 namespace {
 
@@ -19,35 +21,32 @@ class TimedWait final : public Work::State {
   std::shared_ptr<CallTime> time_;
 };
 
-class Timed final : public Comm {
+class Timed final : public DecoratedComm {
  public:
-  Timed(std::shared_ptr<Comm> inner, std::shared_ptr<CallTime> time) : inner_(std::move(inner)), time_(std::move(time)) {}
+  Timed(std::shared_ptr<Comm> inner, std::shared_ptr<CallTime> time)
+      : DecoratedComm(std::move(inner)), time_(std::move(time)) {}
 
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    auto group = time_->timed([&] { return inner_->split(color, key, std::move(name)); });
-    return group ? timed(std::move(group), time_) : nullptr;
+    return time_->timed([&] { return DecoratedComm::split(color, key, std::move(name)); });
   }
   std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
-    return timed(time_->timed([&] { return inner_->split_ranks(ranks, std::move(name)); }), time_);
+    return time_->timed([&] { return DecoratedComm::split_ranks(ranks, std::move(name)); });
   }
   at::Tensor shared_memory(int64_t bytes) override {
-    return time_->timed([&] { return inner_->shared_memory(bytes); });
+    return time_->timed([&] { return DecoratedComm::shared_memory(bytes); });
   }
-  bool premultiplies() const override { return inner_->premultiplies(); }
   c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override {
-    return time_->timed([&] { return inner_->allocate(op, bytes, device); });
+    return time_->timed([&] { return DecoratedComm::allocate(op, bytes, device); });
   }
 
  private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override { return timed(std::move(group), time_); }
+
   Work start(Call call) override {
-    Work work = time_->timed([&] { return inner_->issue(std::move(call)); });
+    Work work = time_->timed([&] { return inner().issue(std::move(call)); });
     return Work(std::make_shared<TimedWait>(std::move(work), time_));
   }
 
-  std::shared_ptr<Comm> inner_;
   std::shared_ptr<CallTime> time_;
 };
 

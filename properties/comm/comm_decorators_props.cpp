@@ -1,4 +1,7 @@
-// `checked` turns mismatches into errors on every rank, over any backend; `traced` writes down what was called.
+// `checked` turns mismatches into errors on every rank, over any backend; `traced` writes down what was called; and what a
+// decorator does not change is passed on.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -9,6 +12,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/counted.h"
+#include "shardproof/comm/decorated.h"
 #include "shardproof/comm/traced.h"
 
 using namespace shardproof;
@@ -34,7 +38,79 @@ void expect_all_say(const std::vector<std::string>& messages, std::initializer_l
     for (const char* part : parts) EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' in: " << message;
 }
 
+// A backend that has everything that a backend may have, and knows of each group what asked for it.
+class Rich final : public Comm {
+ public:
+  explicit Rich(std::string name) : name_(std::move(name)) {}
+  int64_t rank() const override { return 3; }
+  int64_t size() const override { return 5; }
+  const std::string& name() const override { return name_; }
+  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
+    return color < 0 ? nullptr : std::make_shared<Rich>(fmt::format("{} by color {} and key {}", name, color, key));
+  }
+  std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
+    return std::make_shared<Rich>(fmt::format("{} of ranks {}", name, fmt::join(ranks, ",")));
+  }
+  at::Tensor shared_memory(int64_t bytes) override { return at::full({bytes}, 7, at::kByte); }
+  c10::DataPtr allocate(Op, int64_t bytes, c10::Device device) override { return {new char[bytes], device}; }
+  bool premultiplies() const override { return true; }
+
+ private:
+  Work start(Call call) override {
+    call.output.fill_(11);
+    return Work();
+  }
+  std::string name_;
+};
+
+// Changes nothing, and knows how often it was asked to decorate a group.
+class Plain final : public DecoratedComm {
+ public:
+  explicit Plain(std::shared_ptr<Comm> inner, int depth = 0) : DecoratedComm(std::move(inner)), depth(depth) {}
+  const int depth;
+
+ private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override {
+    return std::make_shared<Plain>(std::move(group), depth + 1);
+  }
+};
+
+int depth_of(const std::shared_ptr<Comm>& comm) {
+  const auto* const plain = dynamic_cast<const Plain*>(comm.get());
+  return plain ? plain->depth : -1;
+}
+
 }  // namespace
+
+TEST(Decorated, whatever_a_decorator_does_not_change_is_that_of_the_communicator_behind_it) {
+  const auto comm = std::make_shared<Plain>(std::make_shared<Rich>("world"));
+  EXPECT_EQ(comm->rank(), 3);
+  EXPECT_EQ(comm->size(), 5);
+  EXPECT_EQ(comm->name(), "world");
+  EXPECT_TRUE(comm->premultiplies());
+  EXPECT_TRUE(comm->shared_memory(4).equal(at::full({4}, 7, at::kByte)));
+  const c10::DataPtr memory = comm->allocate(Op::all_gather, 16, c10::kCPU);
+  EXPECT_TRUE(memory) << "the backend has memory for such calls";
+  delete[] static_cast<char*>(memory.get());
+  at::Tensor sum = at::zeros({2});
+  comm->scaled_all_reduce(sum, 0.5).wait();
+  EXPECT_TRUE(sum.equal(at::full({2}, 11)));
+}
+
+TEST(Decorated, groups_that_are_split_off_are_decorated_and_the_backend_splits_them_as_it_was_asked) {
+  const auto comm = std::make_shared<Plain>(std::make_shared<Rich>("world"));
+  const std::shared_ptr<Comm> by_color = comm->split(2, 1, "part"), by_list = comm->split_ranks({3, 4}, "pair");
+  EXPECT_EQ(by_color->name(), "part by color 2 and key 1");
+  EXPECT_EQ(depth_of(by_color), 1);
+  EXPECT_EQ(by_list->name(), "pair of ranks 3,4");
+  EXPECT_EQ(depth_of(by_list), 1);
+  EXPECT_EQ(depth_of(by_list->split(0, 0, "inner")), 2);
+  EXPECT_EQ(comm->split(-1, 0, "none"), nullptr);
+}
+
+TEST(Decorated, nothing_to_pass_calls_on_to_is_an_error) {
+  EXPECT_THROW(Plain(nullptr), Error);
+}
 
 TEST(Checked, every_rank_gets_the_same_error_for_a_mismatch) {
   expect_all_say(errors_on_ranks(3,
@@ -106,6 +182,17 @@ TEST(Checked, matching_calls_pass_unchanged_in_groups_too) {
     half->all_reduce(tensor).wait();
     EXPECT_TRUE(kit::same_bits(tensor, golden::all_reduce(inputs)[0]));
   });
+}
+
+TEST(Checked, a_split_by_lists_of_ranks_is_compared_with_what_the_other_ranks_call) {
+  expect_all_say(errors_on_ranks(2,
+                                 [](Comm& comm) {
+                                   if (comm.rank() == 0)
+                                     comm.split_ranks({0, 1}, "both");
+                                   else
+                                     comm.barrier().wait();
+                                 }),
+                 {"rank 0 calls split", "rank 1 calls barrier"});
 }
 
 TEST(Traced, calls_are_written_down_by_rank_and_group_with_their_bytes) {

@@ -26,6 +26,8 @@
 
 using namespace shardproof;
 
+extern "C" int __asan_address_is_poisoned(const volatile void* address) __attribute__((weak));  // null without it
+
 namespace {
 
 constexpr int64_t kKiB = 1024, kMiB = 1024 * kKiB;
@@ -217,6 +219,17 @@ TEST(HostPool, the_most_that_tensors_need_is_about_what_the_process_pays) {
   EXPECT_NEAR(static_cast<double>(status_bytes("VmRSS:") - before), 0, 12.0 * kMiB) << "the memory is the system's again";
   const Marked again = marked(64 * kMiB, 7);
   EXPECT_TRUE(again.holds());
+}
+
+TEST(HostPool, with_address_sanitizer_freed_memory_may_not_be_read) {
+  if (!__asan_address_is_poisoned) GTEST_SKIP() << "this build has no AddressSanitizer; `ci/sanitize asan` has";
+  use_host_pool();
+  at::Tensor tensor = tensor_of(kMiB);
+  const auto* const data = static_cast<const char*>(tensor.const_data_ptr());
+  EXPECT_FALSE(__asan_address_is_poisoned(data)) << "a tensor lies there";
+  tensor.reset();
+  EXPECT_TRUE(__asan_address_is_poisoned(data));
+  EXPECT_TRUE(__asan_address_is_poisoned(data + kMiB - 1));
 }
 
 TEST(HostPool, what_no_machine_has_is_refused_as_ever) {

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "shardproof/base/check.h"
+#include "shardproof/comm/decorated.h"
 
 namespace nccl_worlds {
 namespace {
@@ -14,6 +15,7 @@ namespace {
 using nccl_double::Api;
 using shardproof::Call;
 using shardproof::Comm;
+using shardproof::DecoratedComm;
 using shardproof::Op;
 using shardproof::Work;
 
@@ -33,21 +35,15 @@ class PressedWork final : public Work::State {
   Work inner_;
 };
 
-class PressedComm final : public Comm {
+class PressedComm final : public DecoratedComm {
  public:
   PressedComm(Api& api, std::shared_ptr<Comm> inner, bool late_inputs)
-      : api_(api), inner_(std::move(inner)), late_inputs_(late_inputs) {}
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    auto group = inner_->split(color, key, std::move(name));
-    return group ? std::make_shared<PressedComm>(api_, std::move(group), late_inputs_) : nullptr;
-  }
-  bool premultiplies() const override { return inner_->premultiplies(); }
-  c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
+      : DecoratedComm(std::move(inner)), api_(api), late_inputs_(late_inputs) {}
 
  private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override {
+    return std::make_shared<PressedComm>(api_, std::move(group), late_inputs_);
+  }
   Work start(Call call) override {
     if (late_inputs_ && call.input.defined() && call.input.numel() > 0) {
       const at::Tensor values = call.input.clone();
@@ -58,11 +54,10 @@ class PressedComm final : public Comm {
         std::memcpy(place, values.const_data_ptr(), values.nbytes());
       });
     }
-    return Work(std::make_shared<PressedWork>(api_, call, inner_->issue(call)));
+    return Work(std::make_shared<PressedWork>(api_, call, inner().issue(call)));
   }
 
   Api& api_;
-  std::shared_ptr<Comm> inner_;
   bool late_inputs_;
 };
 

@@ -21,6 +21,7 @@
 #include "properties/kit/harness_env.h"
 #include "properties/kit/held_cases.h"
 #include "properties/kit/toy_modules.h"
+#include "shardproof/comm/decorated.h"
 #include "shardproof/nn/gradient_place.h"
 
 using namespace shardproof;
@@ -176,24 +177,17 @@ void expect_same(const Gradients& one, const Gradients& other) {
 // weight are made.
 thread_local std::string done;
 
-class Noted final : public Comm {
+class Noted final : public DecoratedComm {
  public:
-  explicit Noted(std::shared_ptr<Comm> inner) : inner_(std::move(inner)) {}
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    auto part = inner_->split(color, key, std::move(name));
-    return part ? std::make_shared<Noted>(part) : nullptr;
-  }
+  explicit Noted(std::shared_ptr<Comm> inner) : DecoratedComm(std::move(inner)) {}
 
  private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override { return std::make_shared<Noted>(group); }
   Work start(Call call) override {
     if (call.op == Op::all_gather) done += 'g';
     if (call.op == Op::reduce_scatter) done += 'r';
-    return inner_->issue(std::move(call));
+    return inner().issue(std::move(call));
   }
-  std::shared_ptr<Comm> inner_;
 };
 
 class NotedProducts {

@@ -7,6 +7,7 @@
 #include "properties/kit/bits.h"
 #include "properties/kit/parity_models.h"
 #include "properties/kit/parity_training.h"
+#include "shardproof/comm/decorated.h"
 #include "shardproof/comm/traced.h"
 
 using namespace shardproof;
@@ -42,26 +43,19 @@ class OpenWork final : public Work::State {
   Op op_;
 };
 
-class Watched final : public Comm {
+class Watched final : public DecoratedComm {
  public:
-  Watched(std::shared_ptr<Comm> inner, std::shared_ptr<Open> open) : inner_(std::move(inner)), open_(std::move(open)) {}
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    auto part = inner_->split(color, key, std::move(name));
-    return part ? std::make_shared<Watched>(part, open_) : nullptr;
-  }
+  Watched(std::shared_ptr<Comm> inner, std::shared_ptr<Open> open) : DecoratedComm(std::move(inner)), open_(std::move(open)) {}
 
  private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override { return std::make_shared<Watched>(group, open_); }
   Work start(Call call) override {
     const auto op = static_cast<size_t>(call.op);
-    Work inner = inner_->issue(std::move(call));
+    Work work = inner().issue(std::move(call));
     open_->most[op] = std::max(open_->most[op], ++open_->now[op]);
     open_->most_together = std::max(open_->most_together, ++open_->together);
-    return Work(std::make_shared<OpenWork>(std::move(inner), open_, static_cast<Op>(op)));
+    return Work(std::make_shared<OpenWork>(std::move(work), open_, static_cast<Op>(op)));
   }
-  std::shared_ptr<Comm> inner_;
   std::shared_ptr<Open> open_;
 };
 

@@ -14,6 +14,7 @@
 #include "shardproof/comm/comm.h"
 #include "shardproof/comm/counted.h"
 #include "shardproof/comm/data_group.h"
+#include "shardproof/comm/decorated.h"
 #include "shardproof/comm/mesh_comm.h"
 #include "shardproof/comm/redistribute.h"
 #include "shardproof/comm/threads/threads.h"

@@ -8,6 +8,7 @@
 
 #include "comm/owning_tensor.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/decorated.h"
 
 namespace shardproof {
 namespace {
@@ -16,28 +17,24 @@ namespace {
 enum Field : size_t { kOp, kSequence, kDtype, kNumel, kReduce, kFactor, kPeer, kFields };
 using Signature = std::vector<int64_t>;
 
-class Checked final : public Comm {
+class Checked final : public DecoratedComm {
  public:
-  explicit Checked(std::shared_ptr<Comm> inner) : inner_(std::move(inner)) {}
-
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-
-  at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
-  bool premultiplies() const override { return inner_->premultiplies(); }
-  c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
+  explicit Checked(std::shared_ptr<Comm> inner) : DecoratedComm(std::move(inner)) {}
 
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
     compare({.op = Op::split, .output = {}, .input = {}});
-    auto group = inner_->split(color, key, std::move(name));
-    return group ? checked(std::move(group)) : nullptr;
+    return DecoratedComm::split(color, key, std::move(name));
+  }
+  std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
+    return Comm::split_ranks(ranks, std::move(name));  // which calls `split` of this class, so the calls are compared
   }
 
  private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override { return checked(std::move(group)); }
+
   Work start(Call call) override {
     if (call.op != Op::send && call.op != Op::recv) compare(call);
-    return inner_->issue(std::move(call));
+    return inner().issue(std::move(call));
   }
 
   size_t length() const { return kFields + 2 * static_cast<size_t>(size()); }
@@ -60,7 +57,7 @@ class Checked final : public Comm {
     const auto count = static_cast<int64_t>(length());
     const at::Tensor own = owning_tensor(sign(call)),
                      table = owning_tensor(Signature(static_cast<size_t>(size()) * length()));
-    inner_->all_gather(table, own).wait();
+    inner().all_gather(table, own).wait();
     // Every rank looks at the same table, so every rank throws the same message.
     const auto* all = table.const_data_ptr<int64_t>();
     const auto of = [&](int64_t rank) { return Signature(all + rank * count, all + (rank + 1) * count); };
@@ -98,7 +95,6 @@ class Checked final : public Comm {
                     rank_a, rank_b, name(), rank_a, str(a), rank_b, str(b)));
   }
 
-  std::shared_ptr<Comm> inner_;
   int64_t sequence_ = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "shardproof/comm/decorated.h"
 #include "shardproof/comm/timeline.h"
 #include "testing/base/call_label.h"
 
@@ -41,47 +42,34 @@ class Measured final : public Work::State {
   bool finished_ = false;
 };
 
-class Traced final : public Comm {
+class Traced final : public DecoratedComm {
  public:
   Traced(std::shared_ptr<Comm> inner, std::shared_ptr<Trace> trace, std::shared_ptr<Timeline> timeline, int64_t world_rank)
-      : inner_(std::move(inner)), trace_(std::move(trace)), timeline_(std::move(timeline)), world_rank_(world_rank) {}
+      : DecoratedComm(std::move(inner)), trace_(std::move(trace)), timeline_(std::move(timeline)), world_rank_(world_rank) {}
 
   const std::shared_ptr<Timeline>& timeline() const { return timeline_; }
 
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-
-  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    auto group = inner_->split(color, key, std::move(name));
-    return group ? std::make_shared<Traced>(std::move(group), trace_, timeline_, world_rank_) : nullptr;
-  }
-  at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
-  bool premultiplies() const override { return inner_->premultiplies(); }
-  c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
-
-  std::shared_ptr<Comm> split_ranks(const std::vector<int64_t>& ranks, std::string name) override {
-    return std::make_shared<Traced>(inner_->split_ranks(ranks, std::move(name)), trace_, timeline_, world_rank_);
-  }
-
  private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override {
+    return std::make_shared<Traced>(std::move(group), trace_, timeline_, world_rank_);
+  }
+
   Work start(Call call) override {
     const auto bytes = [](const at::Tensor& tensor) {
       return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : int64_t{0};
     };
     const int64_t larger = std::max(bytes(call.input), bytes(call.output));
     trace_->add(world_rank_, {.op = to_string(call.op), .group = name(), .call = describe(call), .bytes = larger});
-    if (!timeline_) return inner_->issue(std::move(call));
+    if (!timeline_) return inner().issue(std::move(call));
     auto measured = std::make_shared<Measured>(timeline_, world_rank_, Span{.kind = Span::Kind::collective,
                                                                             .name = to_string(call.op),
                                                                             .unit = std::string(CallLabel::current()),
                                                                             .group = name(),
                                                                             .bytes = larger});
-    measured->set(inner_->issue(std::move(call)));
+    measured->set(inner().issue(std::move(call)));
     return Work(std::move(measured));
   }
 
-  std::shared_ptr<Comm> inner_;
   std::shared_ptr<Trace> trace_;
   std::shared_ptr<Timeline> timeline_;  // null: calls are not measured
   int64_t world_rank_;

@@ -22,6 +22,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/comm/checked.h"
+#include "shardproof/comm/decorated.h"
 #include "shardproof/comm/require_same.h"
 #include "shardproof/sharding/fully_shard.h"
 
@@ -283,25 +284,19 @@ TEST(CommThreadsDeathTest, threads_that_the_system_refuses_are_an_error_that_say
 namespace {
 
 // Looks at the tensors of each call of a world and of its groups.
-class Owned final : public Comm {
+class Owned final : public DecoratedComm {
  public:
-  Owned(std::shared_ptr<Comm> inner, std::atomic<int64_t>& calls) : inner_(std::move(inner)), calls_(calls) {}
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    return std::make_shared<Owned>(inner_->split(color, key, std::move(name)), calls_);
-  }
+  Owned(std::shared_ptr<Comm> inner, std::atomic<int64_t>& calls) : DecoratedComm(std::move(inner)), calls_(calls) {}
 
  private:
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override { return std::make_shared<Owned>(group, calls_); }
   Work start(Call call) override {
     ++calls_;
     for (const at::Tensor* tensor : {&call.input, &call.output})  // memory without an owner has no context
       EXPECT_TRUE(!tensor->defined() || tensor->numel() == 0 || tensor->storage().data_ptr().get_context()) << describe(call);
-    return inner_->issue(std::move(call));
+    return inner().issue(std::move(call));
   }
 
-  std::shared_ptr<Comm> inner_;
   std::atomic<int64_t>& calls_;
 };
 

@@ -10,6 +10,7 @@
 #include "harness/train/timed_comm.h"
 #include "harness/train/train.h"
 #include "properties/kit/harness_env.h"
+#include "shardproof/comm/decorated.h"
 #include "shardproof/comm/threads/threads.h"
 
 using namespace harness;
@@ -26,15 +27,10 @@ std::vector<int64_t> named(const std::vector<SlowRank>& slow) {
 using Ranks = std::vector<int64_t>;
 
 // Moves the clock by 10 in each call, and by 5 in each wait.
-class Dawdling final : public Comm {
+class Dawdling final : public shardproof::DecoratedComm {
  public:
-  Dawdling(std::shared_ptr<Comm> inner, std::shared_ptr<double> clock) : inner_(std::move(inner)), clock_(std::move(clock)) {}
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  const std::string& name() const override { return inner_->name(); }
-  std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override {
-    return std::make_shared<Dawdling>(inner_->split(color, key, std::move(name)), clock_);
-  }
+  Dawdling(std::shared_ptr<Comm> inner, std::shared_ptr<double> clock)
+      : DecoratedComm(std::move(inner)), clock_(std::move(clock)) {}
 
  private:
   struct Waits final : shardproof::Work::State {
@@ -46,11 +42,13 @@ class Dawdling final : public Comm {
     shardproof::Work work;
     std::shared_ptr<double> clock;
   };
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override {
+    return std::make_shared<Dawdling>(std::move(group), clock_);
+  }
   shardproof::Work start(shardproof::Call call) override {
     *clock_ += 10;
-    return shardproof::Work(std::make_shared<Waits>(inner_->issue(std::move(call)), clock_));
+    return shardproof::Work(std::make_shared<Waits>(inner().issue(std::move(call)), clock_));
   }
-  std::shared_ptr<Comm> inner_;
   std::shared_ptr<double> clock_;
 };
 
