@@ -1,11 +1,18 @@
 """PyTorch's own strategies on the model, weights and data of `shardproof bench`. One JSON line on stdout.
 
-Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, ddp_zero1, fsdp2, fsdp2_zero2, dtensor), ranks, axes (of the
-mesh: [name, size], the names dp_replicate, dp_shard and tp), sequence_parallel, layers, hidden, heads, vocab, seq, batch, lr, steps, warmup, device
-(cpu, cuda), bf16, data (a file: float32 parameters in the order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
-`ddp_zero1` is DDP with ZeroRedundancyOptimizer, which updates after the backward: in its mode that overlaps both, the first
-steps update nothing. `fsdp2` on dp_replicate and dp_shard is HSDP. `fsdp2_zero2` is `fsdp2` with reshard_after_forward=False:
-what a forward gathered stays whole until its backward, as in FSDP1's SHARD_GRAD_OP. `dtensor` cuts along tp with parallelize_module, and shards that as `fsdp2` does.
+Usage: peer.py SPEC, where SPEC is a JSON object: strategy (ddp, ddp_zero1, fsdp2, fsdp2_zero2, dtensor, python_gloo), ours (the
+strategy of python_gloo), ranks, axes (of the mesh: [name, size], the names dp_replicate, dp_shard and tp), sequence_parallel,
+layers, hidden, heads, vocab, seq, batch, lr, steps, warmup, device (cpu, cuda), bf16, data (a file: float32 parameters in the
+order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
+
+- `ddp_zero1` is DDP with ZeroRedundancyOptimizer, which updates after the backward: in its mode that overlaps both, the first
+  steps update nothing.
+- `fsdp2` on dp_replicate and dp_shard is HSDP.
+- `fsdp2_zero2` is `fsdp2` with reshard_after_forward=False: what a forward gathered stays whole until its backward, as in
+  FSDP1's SHARD_GRAD_OP.
+- `dtensor` cuts along tp with parallelize_module, and shards that as `fsdp2` does.
+- `python_gloo` is Shardproof in the place of FSDP2, in the same process group.
+
 Starts its own ranks on loopback: over gloo, one thread each, or over nccl, a GPU each.
 """
 
@@ -174,6 +181,13 @@ def wrap(spec, model):
     if not shards:
         return model
     mesh = mesh[shards]
+    if spec["strategy"] == "python_gloo":
+        from shardproof.fsdp import fully_shard as shard
+
+        for block in model.blocks:
+            shard(block, mesh=mesh)
+        # FSDP2 gathers one unit ahead, too.
+        return shard(model, mesh=mesh, strategy=spec["ours"], prefetch_forward=1, prefetch_backward=1)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": bf16 if spec["bf16"] else MixedPrecisionPolicy()}
     if spec["strategy"] == "fsdp2_zero2":
@@ -187,6 +201,10 @@ def adamw(spec, model):
     """Fused, as `single` has it. One group for each kind of tensor, since it refuses lists that mix them."""
     import torch
 
+    if spec["strategy"] == "python_gloo":
+        from shardproof.fsdp import AdamW
+
+        return AdamW(model.parameters(), lr=spec["lr"])
     if spec["strategy"] == "ddp_zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 

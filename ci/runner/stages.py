@@ -75,7 +75,8 @@ STAGES = (
           f"{COMMAND} bench kernels --device cpu --mib 1 --repeats 1 --rounds 1 --json {{json}}",
           needs=("build-tests",), least=20, most=180, json=True),
     Stage("bench-step", "a step of 1 billion parameters beside DDP and FSDP2",
-          f"{COMMAND} bench --device cuda --model gpt1b --precision bf16 --ranks 1 --against ddp,fsdp2,fsdp2_zero2 --json {{json}}",
+          f"{COMMAND} bench --device cuda --model gpt1b --precision bf16 --ranks 1 --against ddp,fsdp2,fsdp2_zero2 "
+          "--json {json}",
           f"{COMMAND} bench --model tiny --steps 2 --warmup 1 --rounds 1 --against ddp,fsdp2,fsdp2_zero2 --json {{json}}",
           needs=("build-tests",), least=120, most=900, json=True),
     Stage("checkpoints", "saves on one mesh, and goes on on another", checkpoints("cuda"), checkpoints("cpu"),

@@ -59,6 +59,12 @@ class BenchFiles(ScratchCase):
         blocks = 2  # of the tiny model; the root's parameters stay whole in both
         self.assertEqual(rows["fsdp2_zero2"]["calls"], rows["fsdp2"]["calls"] - blocks)
 
+    def test_ours_in_a_process_group_of_gloo_trains_like_the_unsharded_step(self):
+        if not os.path.isdir(os.path.join(os.path.dirname(SHARDPROOF), "python", "shardproof")):
+            self.skipTest("this build has no Python package")
+        rows = self.rows_of("--strategy", "zero2", "--against", "fsdp2,python_gloo")
+        self.assertGreater(rows["python_gloo"]["calls"], rows["zero2"]["calls"])  # of the process group: messages, too
+
     def test_pytorch_as_zero1_and_zero2_trains_like_the_unsharded_step_over_replicas_and_in_bfloat16(self):
         self.rows_of("--mesh", "dp_replicate=2,dp_shard=2", "--strategy", "hzero2", "--precision", "bf16", "--against",
                      "ddp_zero1,fsdp2_zero2")

@@ -51,11 +51,11 @@ struct Arguments {
   double loss_tolerance() const { return task.bf16 ? kLossToleranceBf16 : kLossTolerance; }
 };
 
-// bench/peers/peer.py says what they are.
-constexpr std::array kOfPyTorch = {"ddp", "ddp_zero1", "fsdp2", "fsdp2_zero2", "dtensor"};
+// bench/peers/peer.py says what they are. All are PyTorch's but the last one, which is ours in the same process group.
+constexpr std::array kPeers = {"ddp", "ddp_zero1", "fsdp2", "fsdp2_zero2", "dtensor", "python_gloo"};
 
-bool of_pytorch(const std::string& contestant) {
-  return std::find(kOfPyTorch.begin(), kOfPyTorch.end(), contestant) != kOfPyTorch.end();
+bool is_peer(const std::string& contestant) {
+  return std::find(kPeers.begin(), kPeers.end(), contestant) != kPeers.end();
 }
 
 // What the last line says of a mesh.
@@ -69,6 +69,7 @@ json spec_of(const Arguments& a, const std::string& contestant) {
   json axes = json::array();
   for (const shardproof::Axis& axis : a.task.mesh.axes()) axes.push_back({axis.name, axis.size});
   spec.update({{"strategy", contestant},
+               {"ours", a.task.strategy},
                {"ranks", a.task.mesh.size()},
                {"axes", axes},
                {"sequence_parallel", a.task.sequence_parallel},
@@ -83,10 +84,10 @@ json spec_of(const Arguments& a, const std::string& contestant) {
 
 // The command that runs one contestant in a process of its own and prints one JSON object.
 std::string command_of(const Arguments& a, const std::string& contestant) {
-  if (of_pytorch(contestant))
-    return fmt::format("'{}/bin/python' '{}/bench/peers/peer.py' '{}'", SHARDPROOF_VENV, SHARDPROOF_SOURCE,
-                       spec_of(a, contestant).dump());
-  const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
+  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
+  if (is_peer(contestant))
+    return fmt::format("PYTHONPATH='{}/python' '{}/bin/python' '{}/bench/peers/peer.py' '{}'", program.parent_path().string(),
+                       SHARDPROOF_VENV, SHARDPROOF_SOURCE, spec_of(a, contestant).dump());
   const bool processes = a.over_processes() && !contestant.starts_with("single");
   const std::string backend = a.launched.options.backend;
   const std::string own = contestant == "single_pooled" ? "single" : contestant;
@@ -98,7 +99,7 @@ std::string command_of(const Arguments& a, const std::string& contestant) {
   return fmt::format(
       "{}'{}' bench{} --device {} --worker {} --strategy {} --mesh {}{} --overlap-pieces {} --model {} --precision {} "
       "--steps {} --warmup {} --delay-gradients {}{}{}{}",
-      start, program, options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
+      start, program.string(), options, a.launched.options.device, own, a.task.strategy, a.task.mesh.str(),
       a.task.sequence_parallel ? " --sequence-parallel" : "", a.task.overlap_pieces, a.model, a.precision, a.task.steps,
       a.task.warmup, a.task.delayed_gradient_bytes, pool ? "" : " --no-host-pool", a.machine.empty() ? "" : " --count-tensors",
       a.spans.empty() ? "" : fmt::format(" --spans '{}'", a.spans));
@@ -145,7 +146,7 @@ bool report(const Arguments& a, const std::vector<std::string>& order, const std
                {"sequence_parallel", a.task.sequence_parallel},
                {"overlap_pieces", a.task.overlap_pieces},
                {"delayed_gradient_bytes_max", a.task.delayed_gradient_bytes},
-               {"host_pool", a.task.host_pool && name != "single" && !of_pytorch(name) && !a.on_gpu()},
+               {"host_pool", a.task.host_pool && name != "single" && !is_peer(name) && !a.on_gpu()},
                {"step_ms_median", median(row.step_ms)},
                {"ratio_median", median(row.ratios)},
                {"ratio_min", *low},
@@ -180,8 +181,8 @@ std::vector<std::string> contestants(const Arguments& a) {
   while (begin <= a.against.size()) {
     const size_t end = std::min(a.against.find(',', begin), a.against.size());
     const std::string name = a.against.substr(begin, end - begin);
-    SHARD_REQUIRE(name == "single" || name == "fingerprint" || of_pytorch(name), "bench",
-                  "--against takes single, {} and fingerprint, got '{}'", fmt::join(kOfPyTorch, ", "), name);
+    SHARD_REQUIRE(name == "single" || name == "fingerprint" || is_peer(name), "bench",
+                  "--against takes single, {} and fingerprint, got '{}'", fmt::join(kPeers, ", "), name);
     if (std::find(order.begin(), order.end(), name) == order.end()) order.push_back(name);
     begin = end + 1;
   }
@@ -215,7 +216,9 @@ void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
                 "--sequence-parallel needs an axis tp that divides the {} tokens of a sequence, got --mesh {}", size.seq,
                 mesh.str());
   for (const std::string& name : order) {
-    if (!of_pytorch(name)) continue;
+    if (!is_peer(name)) continue;
+    SHARD_REQUIRE(name != "python_gloo" || (!a.on_gpu() && !a.task.bf16), "bench",
+                  "python_gloo trains in float32 on the CPU; leave it out of --against");
     SHARD_REQUIRE(name == "dtensor" || !mesh.has("tp"), "bench",
                   "{} cuts nothing along tp, so it cannot train on {}; take --against dtensor, which cuts with "
                   "parallelize_module",
@@ -311,7 +314,7 @@ int compete(Arguments& a) {
   SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder in {}", std::filesystem::temp_directory_path().string());
   const std::shared_ptr<void> removed(nullptr, [folder](void*) { std::filesystem::remove_all(folder); });
   a.data = folder + "/data";
-  if (std::any_of(order.begin(), order.end(), of_pytorch)) bench::write_data(a.task, a.data);
+  if (std::any_of(order.begin(), order.end(), is_peer)) bench::write_data(a.task, a.data);
 
   std::map<std::string, BenchRow> rows;
   for (int64_t round = 0; round < a.rounds; ++round) {
@@ -341,7 +344,7 @@ void add_bench_command(CLI::App& app, int& exit_code) {
       ->add_option("--against", a->against,
                    fmt::format("the other contestants, separated by commas: single, {}; or fingerprint, which is ours with the "
                                "checks of train --check=fingerprint in each step",
-                               fmt::join(kOfPyTorch, ", ")))
+                               fmt::join(kPeers, ", ")))
       ->capture_default_str();
   command->add_option("--strategy", a->task.strategy, strategy_help())->capture_default_str();
   CLI::Option* mesh = command->add_option(
