@@ -11,7 +11,7 @@ order of `parameters`, then int64 tokens [steps, batch, seq + 1]).
 - `fsdp2_zero2` is `fsdp2` with reshard_after_forward=False: what a forward gathered stays whole until its backward, as in
   FSDP1's SHARD_GRAD_OP.
 - `dtensor` cuts along tp with parallelize_module, and shards that as `fsdp2` does.
-- `python_gloo` is Shardproof in the place of FSDP2, in the same process group.
+- `python_gloo` is Shardproof in the place of FSDP2, over Gloo as well.
 
 Starts its own ranks on loopback: over gloo, one thread each, or over nccl, a GPU each.
 """
@@ -186,7 +186,7 @@ def wrap(spec, model):
 
         for block in model.blocks:
             shard(block, mesh=mesh)
-        # FSDP2 gathers one unit ahead, too.
+        # One unit ahead. FSDP2 does so on a GPU; over Gloo its collectives block.
         return shard(model, mesh=mesh, strategy=spec["ours"], prefetch_forward=1, prefetch_backward=1)
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": mesh, "mp_policy": bf16 if spec["bf16"] else MixedPrecisionPolicy()}
