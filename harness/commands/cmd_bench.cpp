@@ -51,7 +51,7 @@ struct Arguments {
   double loss_tolerance() const { return task.bf16 ? kLossToleranceBf16 : kLossTolerance; }
 };
 
-// bench/peers/peer.py says what they are. All are PyTorch's but the last one, which is ours in the same process group.
+// bench/peers/peer.py says what they are. All are PyTorch's but the last one, which is ours run as FSDP2 is.
 constexpr std::array kPeers = {"ddp", "ddp_zero1", "fsdp2", "fsdp2_zero2", "dtensor", "python_gloo"};
 
 bool is_peer(const std::string& contestant) {
