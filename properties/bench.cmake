@@ -52,6 +52,8 @@ shardproof_predicted(zero3_over_tp_in_bf16 --mesh dp_shard=2,tp=2 --precision bf
 shardproof_predicted(pieces_of_sequences --mesh dp_shard=2,tp=2 --sequence-parallel --overlap-pieces 2)
 shardproof_refused(Bench.fsdp2_is_refused_where_the_mesh_has_tp "take --against dtensor"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2,tp=2 --against fsdp2)
+shardproof_refused(Bench.ours_over_gloo_is_refused_in_bfloat16 "python_gloo trains in float32 on the CPU, got --device cpu"
+  $<TARGET_FILE:shardproof_command> ${of_mesh} --precision bf16 --against python_gloo)
 shardproof_refused(Bench.a_mesh_that_does_not_divide_the_heads_is_refused "tp must divide the 4 heads"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh tp=3)
 shardproof_refused(Bench.context_parallelism_is_refused "leave cp out"
@@ -60,7 +62,7 @@ shardproof_refused(Bench.sequence_parallelism_without_tp_is_refused "needs an ax
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2 --sequence-parallel)
 shardproof_refused(Bench.pieces_without_tp_are_refused "--overlap-pieces needs an axis tp"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2 --overlap-pieces 2)
-set_tests_properties(Bench.fsdp2_is_refused_where_the_mesh_has_tp Bench.a_mesh_that_does_not_divide_the_heads_is_refused
+set_tests_properties(Bench.fsdp2_is_refused_where_the_mesh_has_tp Bench.ours_over_gloo_is_refused_in_bfloat16 Bench.a_mesh_that_does_not_divide_the_heads_is_refused
   Bench.context_parallelism_is_refused Bench.sequence_parallelism_without_tp_is_refused
   Bench.pieces_without_tp_are_refused PROPERTIES LABELS train)
 set_tests_properties(Bench.zero3_trains_like_the_unsharded_step Bench.pytorch_trains_like_the_unsharded_step

@@ -51,7 +51,7 @@ struct Arguments {
   double loss_tolerance() const { return task.bf16 ? kLossToleranceBf16 : kLossTolerance; }
 };
 
-// bench/peers/peer.py says what they are. All are PyTorch's but the last one, which is ours run as FSDP2 is.
+// bench/peers/peer.py says what they are. All are PyTorch's but the last one, which is ours, run as FSDP2 is run.
 constexpr std::array kPeers = {"ddp", "ddp_zero1", "fsdp2", "fsdp2_zero2", "dtensor", "python_gloo"};
 
 bool is_peer(const std::string& contestant) {
@@ -86,8 +86,8 @@ json spec_of(const Arguments& a, const std::string& contestant) {
 std::string command_of(const Arguments& a, const std::string& contestant) {
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
   if (is_peer(contestant))
-    return fmt::format("PYTHONPATH='{}/python' '{}/bin/python' '{}/bench/peers/peer.py' '{}'", program.parent_path().string(),
-                       SHARDPROOF_VENV, SHARDPROOF_SOURCE, spec_of(a, contestant).dump());
+    return fmt::format("PYTHONPATH='{}/python'\"${{PYTHONPATH:+:$PYTHONPATH}}\" '{}/bin/python' '{}/bench/peers/peer.py' '{}'",
+                       program.parent_path().string(), SHARDPROOF_VENV, SHARDPROOF_SOURCE, spec_of(a, contestant).dump());
   const bool processes = a.over_processes() && !contestant.starts_with("single");
   const std::string backend = a.launched.options.backend;
   const std::string own = contestant == "single_pooled" ? "single" : contestant;
@@ -218,7 +218,8 @@ void require_mesh(const Arguments& a, const std::vector<std::string>& order) {
   for (const std::string& name : order) {
     if (!is_peer(name)) continue;
     SHARD_REQUIRE(name != "python_gloo" || (!a.on_gpu() && !a.task.bf16), "bench",
-                  "python_gloo trains in float32 on the CPU; leave it out of --against");
+                  "python_gloo trains in float32 on the CPU, got --device {} and --precision {}; leave it out of --against",
+                  a.launched.options.device, a.precision);
     SHARD_REQUIRE(name == "dtensor" || !mesh.has("tp"), "bench",
                   "{} cuts nothing along tp, so it cannot train on {}; take --against dtensor, which cuts with "
                   "parallelize_module",
