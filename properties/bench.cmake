@@ -62,7 +62,8 @@ shardproof_refused(Bench.sequence_parallelism_without_tp_is_refused "needs an ax
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2 --sequence-parallel)
 shardproof_refused(Bench.pieces_without_tp_are_refused "--overlap-pieces needs an axis tp"
   $<TARGET_FILE:shardproof_command> ${of_mesh} --mesh dp_shard=2 --overlap-pieces 2)
-set_tests_properties(Bench.fsdp2_is_refused_where_the_mesh_has_tp Bench.ours_over_gloo_is_refused_in_bfloat16 Bench.a_mesh_that_does_not_divide_the_heads_is_refused
+set_tests_properties(Bench.fsdp2_is_refused_where_the_mesh_has_tp Bench.ours_over_gloo_is_refused_in_bfloat16
+  Bench.a_mesh_that_does_not_divide_the_heads_is_refused
   Bench.context_parallelism_is_refused Bench.sequence_parallelism_without_tp_is_refused
   Bench.pieces_without_tp_are_refused PROPERTIES LABELS train)
 set_tests_properties(Bench.zero3_trains_like_the_unsharded_step Bench.pytorch_trains_like_the_unsharded_step
