@@ -1,5 +1,6 @@
 #include "golden/canonical_math.h"
 
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -69,12 +70,13 @@ double rounded(double x) {
 }
 
 void Sum::add(double term) {
-  add_units(std::nearbyint(term * kPerUnit));
+  add_product(1, term);
 }
 
 // Doubles from 4096 to 8192 are the multiples of 2^-40, so a sum that lies there is rounded to one of them.
 void Sum::add_product(double x, double y) {
-  add_units((std::fma(x, y, 6144.0) - 6144.0) * kPerUnit);
+  const double factor = std::bit_cast<double>(std::bit_cast<uint64_t>(y) | 1);
+  add_units((std::fma(x, factor, 6144.0) - 6144.0) * kPerUnit);
 }
 
 void Sum::add_units(double units) {

@@ -12,8 +12,9 @@ double rounded(double x);
 // The exact sum of rounded terms, rounded once to double; NaN once a rounded term is not in [-128, 128).
 class Sum {
  public:
+  // As the product of 1 by it.
   void add(double term);
-  // The term x y, where the exact product is rounded, and only once.
+  // The last bit of y is set, and the exact product with x is rounded to the nearest multiple, once.
   void add_product(double x, double y);
   double value() const;
 

@@ -64,7 +64,11 @@ class MetaMath final : public ModelMath {
                     std::byte*) const override {
     moved(static_cast<double>(count) * size_of(type));
   }
-  bool exact_product(const ExactProduct& product, bool) const override {
+  double largest(const double*, int64_t count) const override {
+    moved(8.0 * static_cast<double>(count));
+    return 0;
+  }
+  bool exact_product(const ExactProduct& product, double) const override {
     record_operator({.flops = 2.0 * static_cast<double>(product.rows) * static_cast<double>(product.inner) *
                               static_cast<double>(product.columns),
                      .dtype = at::kDouble});
@@ -72,7 +76,13 @@ class MetaMath final : public ModelMath {
   }
   void row_norm(const RowNorm& norm, const double*, double*) const override { rows(norm, 2); }
   void row_norm_backward(const RowNorm& norm, const double*, double*, double*) const override { rows(norm, 4); }
-  void exp(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
+  void row_powers(const double*, const double*, const double*, int64_t rows, int64_t width, double*) const override {
+    moved(16.0 * static_cast<double>(rows * width));
+  }
+  void row_slopes(const double*, const double* mask, const double*, const double*, double, int64_t rows, int64_t width,
+                  double*) const override {
+    moved((mask ? 32.0 : 24.0) * static_cast<double>(rows * width));
+  }
   void log(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
   void grid(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }
   void activate(Activation, const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }

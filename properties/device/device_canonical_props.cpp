@@ -138,3 +138,72 @@ TEST_F(Kernels, take_norms_of_rows_in_the_order_of_indices) {
     RC_ASSERT(same_but_for_nans(of_weight, of_weight_there));
   });
 }
+
+// Places where vectors end, and any bits. No element is above infinity, and any NaN is.
+TEST_F(Kernels, find_the_largest_magnitude_and_nan_where_there_is_one) {
+  check("largest", [] {
+    std::mt19937_64 random = drawn_numbers();
+    const int64_t count = *rc::gen::inRange<int64_t>(0, 600);
+    const at::Tensor x = random_values(at::kDouble, count, random() % 8, random, /*tame=*/*rc::gen::arbitrary<bool>());
+    double most = 0;
+    for (int64_t i = 0; i < count && !std::isnan(most); ++i)
+      if (!(std::abs(data(x)[i]) <= most)) most = std::abs(data(x)[i]);
+    const Subject subject(drawn_walk());
+    const double found = model_math(subject.math()).largest(data(moved(x, subject)), count);
+    RC_ASSERT(std::isnan(most) == std::isnan(found));
+    if (!std::isnan(most)) RC_ASSERT(found == most);
+  });
+}
+
+// The curve itself is compared in device_curves_props.cpp, and so it is taken here, element by element.
+TEST_F(Kernels, raise_rows_over_their_largest_number) {
+  check("row_powers", [] {
+    std::mt19937_64 random = drawn_numbers();
+    const int64_t rows = *rc::gen::inRange(0, 20), width = *rc::gen::inRange(1, 40);
+    const bool divides = *rc::gen::arbitrary<bool>();
+    const at::Tensor x = doubles(rows * width, random, true), most = doubles(rows, random, false),
+                     divisor = doubles(rows, random, false);
+    for (int64_t r = 0; r < rows; ++r)
+      if (random() % 4 == 0) most.mutable_data_ptr<double>()[r] = -INFINITY;  // counts as 0
+    for (int64_t i = 0; i < rows * width; ++i)
+      if (random() % 8 == 0) x.mutable_data_ptr<double>()[i] = -INFINITY;
+    const ModelMath& host = model_math(device_math(at::kCPU));
+    at::Tensor expected = at::empty_like(x);
+    for (int64_t i = 0; i < rows * width; ++i) {
+      const double of_row = data(most)[i / width], over = data(x)[i] - (of_row == -INFINITY ? 0 : of_row), zero = 0;
+      double power = 0;
+      host.row_powers(&over, &zero, nullptr, 1, 1, &power);
+      expected.mutable_data_ptr<double>()[i] = divides ? power / data(divisor)[i / width] : power;
+    }
+    const Subject subject(drawn_walk());
+    const at::Tensor there = moved(x, subject), most_there = moved(most, subject), divisor_there = moved(divisor, subject);
+    const at::Tensor found = *rc::gen::arbitrary<bool>() ? there : at::empty_like(there);
+    model_math(subject.math())
+        .row_powers(data(there), data(most_there), divides ? data(divisor_there) : nullptr, rows, width,
+                    found.mutable_data_ptr<double>());
+    RC_ASSERT(same_but_for_nans(expected, found));
+  });
+}
+
+TEST_F(Kernels, take_gradients_of_rows_of_a_softmax) {
+  check("row_slopes", [] {
+    std::mt19937_64 random = drawn_numbers();
+    const int64_t rows = *rc::gen::inRange(0, 20), width = *rc::gen::inRange(1, 40), count = rows * width;
+    const bool masked = *rc::gen::arbitrary<bool>();
+    const at::Tensor dy = doubles(count, random, false), mask = doubles(count, random, false),
+                     shares = doubles(count, random, false), along = doubles(rows, random, false);
+    at::Tensor expected = at::empty_like(dy);
+    for (int64_t i = 0; i < count; ++i) {
+      const double above = masked ? data(dy)[i] * data(mask)[i] : data(dy)[i];
+      expected.mutable_data_ptr<double>()[i] = (above - data(along)[i / width]) * data(shares)[i] * 0.3;
+    }
+    const Subject subject(drawn_walk());
+    const at::Tensor there = moved(dy, subject), mask_there = moved(mask, subject), shares_there = moved(shares, subject),
+                     along_there = moved(along, subject);
+    const at::Tensor found = *rc::gen::arbitrary<bool>() ? there : at::empty_like(there);
+    model_math(subject.math())
+        .row_slopes(data(there), masked ? data(mask_there) : nullptr, data(along_there), data(shares_there), 0.3, rows, width,
+                    found.mutable_data_ptr<double>());
+    RC_ASSERT(same_but_for_nans(expected, found));
+  });
+}

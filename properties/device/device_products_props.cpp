@@ -4,6 +4,7 @@
 #include <rapidcheck.h>
 
 #include <cmath>
+#include <limits>
 #include <optional>
 
 #include "properties/kit/device_subject.h"
@@ -16,34 +17,42 @@ using namespace device_testing;
 
 namespace {
 
+constexpr double kUnknown = std::numeric_limits<double>::infinity();  // so each term is looked at
+
 void check(const std::string& what, const std::function<void()>& property) {
   EXPECT_TRUE(rc::check(what, property));
 }
 
-// The term x y in multiples of 2^-40: the exact product, an integer times a power of two, rounded to nearest, ties to even.
-// Nothing when it is not in [-128, 128).
+// The term x y in multiples of 2^-40: the exact product of x and of y with its last bit set, an integer times a power of two,
+// rounded to nearest. Nothing when it is not in [-128, 128). No term that is there is a tie.
 std::optional<int64_t> term(double x, double y) {
   constexpr double kLimit = 0x1p20;  // far beyond
   if (!(std::abs(x) < kLimit && std::abs(y) < kLimit)) return std::nullopt;
+  if (x == 0 || y == 0) return 0;
   int of_x = 0, of_y = 0;
-  const auto left = static_cast<int64_t>(std::frexp(x, &of_x) * 0x1p53),
-             right = static_cast<int64_t>(std::frexp(y, &of_y) * 0x1p53);
+  const auto left = static_cast<int64_t>(std::frexp(x, &of_x) * 0x1p53);
+  auto right = static_cast<int64_t>(std::frexp(y, &of_y) * 0x1p53);
+  right += right % 2 != 0 ? 0 : right > 0 ? 1 : -1;
   const __int128 product = static_cast<__int128>(left) * right;  // times 2^(of_x + of_y - 106)
   const int down = 106 - 40 - of_x - of_y;
   __int128 units = 0;
+  bool tie = false;
   if (down <= 0) {
     units = product << -down;
   } else if (down < 120) {
     units = product >> down;  // downwards
     const __int128 rest = product - (units << down), half = static_cast<__int128>(1) << (down - 1);
-    if (rest > half || (rest == half && units % 2 != 0)) ++units;
+    if (rest > half) ++units;
+    tie = rest == half;
   }
   const __int128 limit = static_cast<__int128>(1) << 47;
   if (units < -limit || units >= limit) return std::nullopt;
+  RC_ASSERT(!tie);
   return static_cast<int64_t>(units);
 }
 
-// Mostly of a magnitude at which terms need more digits than there are, some of few digits, whose terms are ties, some 0.
+// Mostly of a magnitude at which terms need more digits than there are, some of few digits, whose terms would be ties if no
+// last bit was set, some 0.
 double number(std::mt19937_64& random) {
   const auto bits = static_cast<int64_t>(random());
   switch (random() % 8) {
@@ -59,7 +68,9 @@ double number(std::mt19937_64& random) {
 struct Drawn {
   int64_t rows, inner, columns;
   bool a_transposed, b_transposed, sees_all;
+  double scale, unseen;
   at::Tensor a, b, seen, added;                  // as the memory is
+  double largest_term = 0;                       // of those that are seen, where none is out of range
   std::vector<std::optional<int64_t>> expected;  // sums in units; of columns that are not seen 0
 
   Drawn(std::mt19937_64& random, int64_t most_rows, int64_t most_inner, int64_t most_columns, bool large)
@@ -69,12 +80,18 @@ struct Drawn {
         a_transposed(*rc::gen::arbitrary<bool>()),
         b_transposed(*rc::gen::arbitrary<bool>()),
         sees_all(*rc::gen::arbitrary<bool>()),
+        scale(*rc::gen::element(1.0, 0.3)),
+        unseen(*rc::gen::element(0.0, -std::numeric_limits<double>::infinity())),
         a(at::empty({rows * inner}, at::kDouble)),
         b(at::empty({inner * columns}, at::kDouble)),
         seen(at::empty({rows}, at::kLong)),
         added(at::empty({rows * columns}, at::kLong)) {
-    for (int64_t i = 0; i < a.numel(); ++i) a.mutable_data_ptr<double>()[i] = number(random);
-    for (int64_t i = 0; i < b.numel(); ++i) b.mutable_data_ptr<double>()[i] = number(random);
+    for (const at::Tensor& x : {a, b})
+      for (int64_t i = 0; i < x.numel(); ++i) x.mutable_data_ptr<double>()[i] = number(random);
+    // Terms of one sign and of nearly 127 make sums that 16 terms fill and 100 overflow.
+    if (*rc::gen::arbitrary<bool>()) a.mul_(31);
+    if (*rc::gen::arbitrary<bool>()) a.abs_(), b.abs_();
+    if (inner * rows * columns > 0) largest_term = a.abs().max().item<double>() * b.abs().max().item<double>();
     if (large && a.numel() > 0)
       a.mutable_data_ptr<double>()[random() % static_cast<uint64_t>(a.numel())] = random() % 2 ? 1e4 : double{NAN};
     const int64_t seen_of_any = sees_all ? columns : *rc::gen::inRange<int64_t>(0, columns + 1);
@@ -95,8 +112,11 @@ struct Drawn {
   }
   at::Tensor values() const {
     at::Tensor result = at::empty({rows * columns}, at::kDouble);
-    for (size_t i = 0; i < expected.size(); ++i)
-      result.mutable_data_ptr<double>()[i] = static_cast<double>(*expected[i]) * 0x1p-40;
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      const bool sees = i % columns < seen.const_data_ptr<int64_t>()[i / columns];
+      result.mutable_data_ptr<double>()[i] =
+          sees ? static_cast<double>(*expected[static_cast<size_t>(i)]) * 0x1p-40 * scale : unseen;
+    }
     return result;
   }
   at::Tensor units() const {
@@ -115,6 +135,8 @@ struct Drawn {
             .columns = columns,
             .units = units.defined() ? units.mutable_data_ptr<int64_t>() : nullptr,
             .seen = sees_all ? nullptr : seen_there.const_data_ptr<int64_t>(),
+            .unseen = unseen,
+            .scale = scale,
             .a_transposed = a_transposed,
             .b_transposed = b_transposed};
   }
@@ -137,19 +159,19 @@ struct Drawn {
 TEST_F(Kernels, multiply_exactly_and_round_each_term_once_wherever_it_comes_from) {
   check("exact_product", [] {
     std::mt19937_64 random(*rc::gen::arbitrary<uint64_t>());
-    const Drawn drawn(random, 6, 40, 20, /*large=*/*rc::gen::inRange(0, 4) == 0);
+    const Drawn drawn(random, 6, 100, 20, /*large=*/*rc::gen::inRange(0, 4) == 0);
     const Subject subject(drawn_walk());
     const at::Tensor a = moved(drawn.a, subject), b = moved(drawn.b, subject), seen = moved(drawn.seen, subject);
     const at::Tensor out = at::full({drawn.rows * drawn.columns}, -1.0, a.options()), units = moved(drawn.added, subject);
     const ModelMath& math = model_math(subject.math());
-    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), /*check=*/true) == drawn.fits());
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), kUnknown) == drawn.fits());
     if (!drawn.fits()) return;
     RC_ASSERT(same_but_for_nans(drawn.values(), out));
     out.fill_(-1);
-    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), /*check=*/false));
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), drawn.largest_term));
     RC_ASSERT(same_but_for_nans(drawn.values(), out));
-    const bool check = *rc::gen::arbitrary<bool>();
-    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, {}, units), check));
+    const double largest_term = *rc::gen::arbitrary<bool>() ? kUnknown : drawn.largest_term;
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, {}, units), largest_term));
     RC_ASSERT(units.to(at::kCPU).equal(drawn.units()));
   });
 }
@@ -158,17 +180,17 @@ TEST_F(Kernels, multiply_exactly_and_round_each_term_once_wherever_it_comes_from
 TEST(ExactProducts, have_the_same_bits_by_all_instructions_that_the_processor_has) {
   check("variants of exact_product", [] {
     std::mt19937_64 random(*rc::gen::arbitrary<uint64_t>());
-    const Drawn drawn(random, 30, 40, 50, /*large=*/false);
+    const Drawn drawn(random, 30, 100, 60, /*large=*/false);
     const int64_t cut = *rc::gen::inRange<int64_t>(0, drawn.rows + 1);
-    const bool check = *rc::gen::arbitrary<bool>();
+    const double largest_term = *rc::gen::arbitrary<bool>() ? kUnknown : drawn.largest_term;
     for (const cpu_product::Variant& variant : cpu_product::variants()) {
       RC_TAG(variant.name);
       const at::Tensor out = at::full({drawn.rows * drawn.columns}, -1.0, at::kDouble), units = drawn.added.clone();
       const ExactProduct to_out = drawn.product(drawn.a, drawn.b, drawn.seen, out, {});
       const ExactProduct to_units = drawn.product(drawn.a, drawn.b, drawn.seen, {}, units);
       for (const ExactProduct& product : {to_out, to_units}) {
-        RC_ASSERT(variant.rows(product, check, 0, cut));
-        RC_ASSERT(variant.rows(product, check, cut, drawn.rows));
+        RC_ASSERT(variant.rows(product, largest_term, 0, cut));
+        RC_ASSERT(variant.rows(product, largest_term, cut, drawn.rows));
       }
       RC_ASSERT(same_but_for_nans(drawn.values(), out));
       RC_ASSERT(units.equal(drawn.units()));
@@ -197,7 +219,7 @@ TEST(ExactProducts, have_the_same_bits_on_any_number_of_threads) {
                         .rows = rows,
                         .inner = inner,
                         .columns = columns},
-                       /*check=*/false);
+                       /*largest_term=*/4);
     at::set_num_threads(before);
     return out;
   };

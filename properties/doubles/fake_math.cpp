@@ -93,13 +93,19 @@ class QueuedMath final : public ModelMath {
   void scale(float* values, int64_t count, float factor) const override {
     queue([=, &cpu = cpu_, all = here(values)] { cpu.scale(all, count, factor); });
   }
-  bool exact_product(const ExactProduct& product, bool check) const override {
+  double largest(const double* x, int64_t count) const override {
+    wait("largest");
+    return cpu_.largest(here(x), count);
+  }
+  bool exact_product(const ExactProduct& product, double largest_term) const override {
     ExactProduct all = product;
     all.a = here(product.a), all.b = here(product.b), all.out = here(product.out);
     all.units = here(product.units), all.seen = here(product.seen);
-    if (check) wait("exact_product");
-    if (check) return cpu_.exact_product(all, true);
-    queue([all, &cpu = cpu_] { cpu.exact_product(all, false); });
+    if (!(largest_term < 127)) {  // the host gets an answer
+      wait("exact_product");
+      return cpu_.exact_product(all, largest_term);
+    }
+    queue([all, largest_term, &cpu = cpu_] { cpu.exact_product(all, largest_term); });
     return true;
   }
   void row_norm(const RowNorm& norm, const double* bias, double* y) const override {
@@ -110,8 +116,17 @@ class QueuedMath final : public ModelMath {
       cpu.row_norm_backward(all, above, to, terms);
     });
   }
-  void exp(const double* x, int64_t count, double* y) const override {
-    queue([count, from = here(x), to = here(y), &cpu = cpu_] { cpu.exp(from, count, to); });
+  void row_powers(const double* x, const double* most, const double* divisor, int64_t rows, int64_t width,
+                  double* y) const override {
+    queue([rows, width, from = here(x), top = here(most), over = here(divisor), to = here(y), &cpu = cpu_] {
+      cpu.row_powers(from, top, over, rows, width, to);
+    });
+  }
+  void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale, int64_t rows,
+                  int64_t width, double* y) const override {
+    queue([=, above = here(dy), kept = here(mask), means = here(along), parts = here(shares), to = here(y), &cpu = cpu_] {
+      cpu.row_slopes(above, kept, means, parts, scale, rows, width, to);
+    });
   }
   void log(const double* x, int64_t count, double* y) const override {
     queue([count, from = here(x), to = here(y), &cpu = cpu_] { cpu.log(from, count, to); });

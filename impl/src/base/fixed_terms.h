@@ -25,22 +25,48 @@ SHARD_ON_DEVICE inline double grid(double value) {
   return nearbyint(value * kUnits) * kUnit + 0.0;
 }
 
-// Adding this makes an operation round to units. The bits of the result are then the units plus kShiftBits.
+SHARD_ON_DEVICE inline uint64_t bits_of(double value) {
+  uint64_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// The right factor of a term: y with its last bit set. A term below 128 is then never half-way between two multiples. Such a
+// term would be an odd multiple of 2^-41, so its last bit would be 2^-41. That is the last bit of x times that of the right
+// factor, which is 2^52 of its last bits or more in magnitude. So the term would be 2^11 or more.
+SHARD_ON_DEVICE inline double right_factor(double y) {
+  uint64_t bits = bits_of(y);
+  bits |= static_cast<uint64_t>((bits << 1) != 0);  // 0 stays: the term is 0 either way, and a denormal factor is slow
+  double factor;
+  memcpy(&factor, &bits, sizeof(factor));
+  return factor;
+}
+
+// Sums are taken from here. A double from 4,096 to 8,192 has the unit as its last bit, so fma(x, right_factor(y), sum) adds a
+// term and rounds it. As no term is half-way, the sum before it does not matter. The bits of a sum are its units plus
+// kShiftBits.
 constexpr double kShift = 0x1.8p12;
 constexpr uint64_t kShiftBits = 0x40b8000000000000;
 static_assert(std::bit_cast<uint64_t>(kShift) == kShiftBits);
 
-// The term x y. It is rounded once, from the exact product to the nearest multiple, ties to even.
-SHARD_ON_DEVICE inline uint64_t shifted_product(double x, double y) {
-  const double shifted = fma(x, y, kShift);
-  uint64_t bits;
-  memcpy(&bits, &shifted, sizeof(bits));
-  return bits;
+// In units, as an integer modulo 2^64.
+SHARD_ON_DEVICE inline uint64_t units_of_shifted(double sum) {
+  return bits_of(sum) - kShiftBits;
 }
-// The same in units, as an integer modulo 2^64.
 SHARD_ON_DEVICE inline uint64_t units_of_product(double x, double y) {
-  return shifted_product(x, y) - kShiftBits;
+  return units_of_shifted(fma(x, right_factor(y), kShift));
 }
+
+// Whether terms of at most this magnitude are in range by a margin. Not so for NaN.
+inline bool all_fit(double largest_term) {
+  return largest_term < kTermMax - 1;
+}
+// How many such terms a sum from kShift takes before it could leave the doubles whose last bit is the unit: 16 or more.
+inline int64_t terms_of_shifted(double largest_term) {
+  constexpr double kSumMax = 0x1p11 - 1;
+  return static_cast<int64_t>(kSumMax / (largest_term + kUnit));
+}
+
 // Whether these units came from a term that is not in [-128, 128): zero where it is. NaN is not.
 SHARD_ON_DEVICE inline uint64_t beyond(uint64_t units) {
   return (units + (uint64_t{1} << 47)) >> 48;

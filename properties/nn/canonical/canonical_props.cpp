@@ -170,6 +170,18 @@ TEST(Canonical, what_exact_sums_cannot_hold_is_refused_naming_the_tensor) {
                {"lm_head", "float64", "Precision::compute"});
 }
 
+// The forward has terms of 50, and the backward one of 200.
+TEST(Canonical, terms_that_only_the_backward_has_are_refused_by_it) {
+  const auto differentiate = [](double input, double of_weight) {
+    const at::Tensor x = at::full({1, 1}, input, at::kDouble).requires_grad_(),
+                     weight = at::full({1, 1}, of_weight, at::kDouble).requires_grad_();
+    canonical_ops::linear(x, weight, {}, "h.3.c_fc").backward(at::full({1, 1}, 2.0, at::kDouble));
+  };
+  differentiate(7, 7);
+  expect_error([&] { differentiate(0.5, 100); }, {"h.3.c_fc, gradient of the input", "128"});
+  expect_error([&] { differentiate(100, 0.5); }, {"h.3.c_fc, gradient of the weight", "128"});
+}
+
 // A key's gradient has a term for each query of each head that it serves.
 TEST(Canonical, more_queries_than_a_sum_has_terms_are_refused_by_the_backward) {
   const auto attend = [](int64_t heads, int64_t queries) {

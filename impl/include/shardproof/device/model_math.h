@@ -17,16 +17,18 @@ struct MaskScalars {
 };
 
 // A product of canonical arithmetic (nn/canonical/canonical.h): out [rows, columns] = a [rows, inner] times b [inner, columns].
-// All three are float64 and row-major. Each term, a product of two numbers, is rounded once to a multiple of 2^-40, and the
-// sums of these are exact.
+// All three are float64 and row-major. A term is a number of a times one of b whose last bit is set. It is rounded once to the
+// nearest multiple of 2^-40, and the sums of these are exact.
 struct ExactProduct {
   const double *a = nullptr, *b = nullptr;
   double* out = nullptr;
   int64_t rows = 0, inner = 0, columns = 0;
   // [rows, columns] in multiples of 2^-40, to which the sums are added modulo 2^64. Then `out` is not used.
   int64_t* units = nullptr;
-  // [rows]: only so many columns of each row are computed, the first ones. The others are 0 in `out`. Null: all are.
+  // [rows]: only so many columns of each row are computed, the first ones. The others are `unseen` in `out`. Null: all are.
   const int64_t* seen = nullptr;
+  double unseen = 0;
+  double scale = 1;  // In `out` a sum is multiplied by this.
   // Where the transpose of a or b is row-major instead: a is [inner, rows] in memory, b is [columns, inner].
   bool a_transposed = false, b_transposed = false;
 };
@@ -48,15 +50,26 @@ class ModelMath : public DeviceMath {
   virtual void dropout_mask(Element type, const MaskScalars& scalars, const int64_t* rows, const int64_t* columns,
                             int64_t column_count, int64_t count, std::byte* target) const = 0;
 
-  // With `check`, returns whether every term was in [-128, 128). Without it the caller knows that they are, and gets true.
-  virtual bool exact_product(const ExactProduct& product, bool check) const = 0;
+  // The largest magnitude; NaN where there is one, and 0 of no elements. The host waits for it.
+  virtual double largest(const double* x, int64_t count) const = 0;
+  // No product of a number of a by one of b is above `largest_term` in magnitude. Where that is 127 or more, or NaN, each term
+  // is looked at, and the answer is whether every one was in [-128, 128). Otherwise it is true.
+  virtual bool exact_product(const ExactProduct& product, double largest_term) const = 0;
   // y [rows, width]. `bias` is null when the norm is not centred.
   virtual void row_norm(const RowNorm& norm, const double* bias, double* y) const = 0;
   // dx [rows, width], and in `of_weight` [rows, width] the terms of the gradient of the weight.
   virtual void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const = 0;
 
+  // y [rows, width]: exp(x - most) over `divisor`, numbers of each row. Null divisors are 1, and a `most` of -infinity counts
+  // as 0. y may be x.
+  virtual void row_powers(const double* x, const double* most, const double* divisor, int64_t rows, int64_t width,
+                          double* y) const = 0;
+  // y [rows, width]: the gradient dx of a softmax with these shares: (dy * mask - along) * shares * scale, one operation after
+  // the other. `along` is of each row. A null mask is 1. y may be dy.
+  virtual void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale,
+                          int64_t rows, int64_t width, double* y) const = 0;
+
   // Curves of canonical arithmetic, element by element (device/kernels/curves.h). y may be x.
-  virtual void exp(const double* x, int64_t count, double* y) const = 0;
   virtual void log(const double* x, int64_t count, double* y) const = 0;
   // The nearest multiple of 2^-40, ties to even; never -0.
   virtual void grid(const double* x, int64_t count, double* y) const = 0;

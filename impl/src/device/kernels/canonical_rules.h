@@ -1,19 +1,24 @@
-// Canonical arithmetic (nn/canonical/canonical.h) as rules: products whose sums are exact, and norms of rows.
+// Canonical arithmetic (nn/canonical/canonical.h) as rules: products whose sums are exact, norms of rows, and what a softmax
+// does to the elements of rows.
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "base/fixed_terms.h"
+#include "device/kernels/curves.h"
 #include "device/kernels/elements.h"
 #include "shardproof/device/model_math.h"
 
 namespace shardproof::SHARD_KERNELS {
 
-// One element of the product a pack. With `kChecked` the rule finds the elements that have a term out of range.
+// One element of the product a pack. With `kChecked` the rule finds the elements that have a term out of range. Otherwise a sum
+// takes `terms_of_sum` terms before it goes to integers.
 template <bool kChecked>
 struct ProductRule {
   static constexpr int kWidth = 1;
   ExactProduct product;
+  int64_t terms_of_sum = 1;
 
   bool fits() const { return false; }
   template <int W>
@@ -21,22 +26,25 @@ struct ProductRule {
     static_assert(W == 1);
     const int64_t row = i / product.columns, column = i - row * product.columns;
     if (product.seen && column >= product.seen[row]) {
-      if (!product.units) product.out[i] = 0;
+      if (!product.units) product.out[i] = product.unseen;
       return 1;
     }
     const double* a = product.a + (product.a_transposed ? row : row * product.inner);
     const double* b = product.b + (product.b_transposed ? column * product.inner : column);
     const int64_t a_step = product.a_transposed ? product.rows : 1, b_step = product.b_transposed ? 1 : product.columns;
     uint64_t sum = 0, beyond = 0;
-    for (int64_t k = 0; k < product.inner; ++k) {
-      const uint64_t term = fixed::units_of_product(a[k * a_step], b[k * b_step]);
-      sum += term;
-      if (kChecked) beyond |= fixed::beyond(term);
+    for (int64_t begin = 0; begin < product.inner; begin += terms_of_sum) {
+      const int64_t end = begin + terms_of_sum < product.inner ? begin + terms_of_sum : product.inner;
+      double shifted = fixed::kShift;
+      for (int64_t k = begin; k < end; ++k) shifted = fma(a[k * a_step], fixed::right_factor(b[k * b_step]), shifted);
+      const uint64_t units = fixed::units_of_shifted(shifted);
+      sum += units;
+      if (kChecked) beyond |= fixed::beyond(units);
     }
     if (product.units)
       product.units[i] = static_cast<int64_t>(static_cast<uint64_t>(product.units[i]) + sum);
     else
-      product.out[i] = fixed::value(sum);
+      product.out[i] = fixed::value(sum) * product.scale;
     return beyond == 0 ? 1 : 0;
   }
 };
@@ -111,12 +119,54 @@ struct NormBackwardRule {
   }
 };
 
+// A rule for the elements of rows as one for elements. The CPU goes through rows instead, so that what a row has is read once.
+template <class Rule>
+struct InRows {
+  static constexpr int kWidth = 1;
+  static constexpr bool kInRows = true;
+  Rule rule;
+  int64_t width;
+
+  bool fits() const { return false; }
+  template <int W>
+  SHARD_HD void pack(int64_t i) const {
+    static_assert(W == 1);
+    rule.element(rule.row(i / width), i);
+  }
+};
+
+struct PowersRule {
+  const double *x, *most, *divisor;
+  double* y;
+
+  struct Row {
+    double most, divisor;
+  };
+  SHARD_HD Row row(int64_t r) const {
+    constexpr double kLowest = std::numeric_limits<double>::lowest();
+    return {most[r] < kLowest ? 0 : most[r], divisor ? divisor[r] : 1};
+  }
+  SHARD_HD void element(const Row& row, int64_t i) const { y[i] = curves::exp(x[i] - row.most) / row.divisor; }
+};
+
+struct SlopesRule {
+  const double *dy, *mask, *along, *shares;
+  double scale;
+  double* y;
+
+  SHARD_HD double row(int64_t r) const { return along[r]; }
+  SHARD_HD void element(double along, int64_t i) const {
+    const double above = mask ? dy[i] * mask[i] : dy[i];
+    y[i] = (above - along) * shares[i] * scale;
+  }
+};
+
 // An exact product on a runner that takes one element a thread.
 template <class Runner>
-bool product_by_elements(const Runner& run, const ExactProduct& product, bool check) {
+bool product_by_elements(const Runner& run, const ExactProduct& product, double largest_term) {
   const int64_t count = product.rows * product.columns;
-  if (check) return run.first(count, ProductRule<true>{product}) == count;
-  run.each(count, ProductRule<false>{product});
+  if (!fixed::all_fit(largest_term)) return run.first(count, ProductRule<true>{product}) == count;
+  run.each(count, ProductRule<false>{product, fixed::terms_of_shifted(largest_term)});
   return true;
 }
 

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -15,26 +17,79 @@
 namespace shardproof::cpu_product {
 namespace {
 
+template <class Tiles, int R, size_t... Vectors>
+constexpr std::array<AddTile*, sizeof...(Vectors)> tiles_of_row(std::index_sequence<Vectors...>) {
+  return {Tiles::template add<R, static_cast<int>(Vectors) + 1>...};
+}
+// By the number of rows and of vectors, from 1 on.
 template <class Tiles, size_t... Rows>
-constexpr std::array<AddTile*, sizeof...(Rows)> tiles_of(std::index_sequence<Rows...>) {
-  return {Tiles::template add<static_cast<int>(Rows) + 1>...};
+constexpr std::array<std::array<AddTile*, Tiles::kVectors>, sizeof...(Rows)> tiles_of(std::index_sequence<Rows...>) {
+  return {tiles_of_row<Tiles, static_cast<int>(Rows) + 1>(std::make_index_sequence<Tiles::kVectors>())...};
 }
 
-// Columns [column, column + count) of the right side, beside each other. What is missing to a whole panel is 0.
-template <int64_t kColumns>
-[[gnu::always_inline]] inline void copy_panel(const ExactProduct& p, int64_t column, int64_t count, double* panel) {
-  if (count < kColumns) std::fill_n(panel, p.inner * kColumns, 0.0);
+constexpr int64_t kTerms = 16;  // are transposed at a time, so that both sides of them stay in the nearest cache
+
+// Some columns of the right side: `count` from `column` on, in so many vectors.
+struct Columns {
+  int64_t column, count, vectors;
+};
+
+// Panels of about the same width, so that few of the last one's columns are empty.
+template <class Tiles>
+[[gnu::always_inline]] inline int64_t vectors_of_panel(int64_t columns) {
+  constexpr int64_t kMost = Tiles::kVectors * Tiles::kWidth;
+  const int64_t panels = (columns + kMost - 1) / kMost, width = (columns + panels - 1) / panels;
+  return (width + Tiles::kWidth - 1) / Tiles::kWidth;
+}
+
+// Their factors, beside each other. What is missing to whole vectors is 0.
+template <class Tiles>
+[[gnu::always_inline]] inline void copy_panel(const ExactProduct& p, const Columns& c, double* panel) {
+  constexpr int64_t kLine = 8, kAhead = 8;  // doubles of a cache line; so many rows are asked for ahead
+  constexpr int64_t kWidth = Tiles::kWidth;
+  const int64_t width = c.vectors * kWidth;
+  if (c.count < width) std::fill_n(panel, p.inner * width, 0.0);
   if (!p.b_transposed) {
-    for (int64_t k = 0; k < p.inner; ++k)
-      for (int64_t j = 0; j < count; ++j) panel[k * kColumns + j] = p.b[k * p.columns + column + j];
+    for (int64_t k = 0; k < p.inner; ++k, panel += width) {
+      const double* from = p.b + k * p.columns + c.column;
+      for (int64_t j = 0; j < c.count; j += kLine) __builtin_prefetch(from + kAhead * p.columns + j);
+      int64_t j = 0;
+      for (; j + kWidth <= c.count; j += kWidth)
+        for (int64_t lane = 0; lane < kWidth; ++lane) panel[j + lane] = fixed::right_factor(from[j + lane]);
+      for (; j < c.count; ++j) panel[j] = fixed::right_factor(from[j]);
+    }
     return;
   }
-  constexpr int64_t kTerms = 16;  // whose part of the panel stays in the nearest cache
-  for (int64_t begin = 0; begin < p.inner; begin += kTerms)
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t k = begin; k < std::min(begin + kTerms, p.inner); ++k)
-        panel[k * kColumns + j] = p.b[(column + j) * p.inner + k];
+  for (int64_t begin = 0; begin < p.inner; begin += kTerms) {
+    const int64_t terms = std::min(kTerms, p.inner - begin);
+    for (int64_t j = 0; j < c.count; j += kWidth) {
+      const double* from = p.b + (c.column + j) * p.inner + begin;
+      double* to = panel + begin * width + j;
+      const int64_t count = std::min(kWidth, c.count - j), whole = count == kWidth ? terms / kWidth * kWidth : 0;
+      for (int64_t k = 0; k < whole; k += kWidth) Tiles::turn_factors(from + k, p.inner, to + k * width, width);
+      for (int64_t lane = 0; lane < count; ++lane)
+        for (int64_t k = whole; k < terms; ++k) to[k * width + lane] = fixed::right_factor(from[lane * p.inner + k]);
+    }
+  }
 }
+
+// Memory for `count` doubles, which hold anything. It stays with the thread, since a product is short and new pages are slow.
+class Scratch {
+ public:
+  double* of(int64_t count) {
+    if (count > count_) {
+      data_.reset();
+      data_ = std::make_unique_for_overwrite<double[]>(static_cast<size_t>(count));
+      count_ = count;
+    }
+    return data_.get();
+  }
+
+ private:
+  std::unique_ptr<double[]> data_;
+  int64_t count_ = 0;
+};
+thread_local Scratch panel_scratch, left_scratch;
 
 // The left side in blocks of kRows. One that is transposed is copied, so that the rows of a block lie beside each other.
 template <int64_t kRows>
@@ -42,60 +97,77 @@ class LeftBlocks {
  public:
   [[gnu::always_inline]] LeftBlocks(const ExactProduct& p, int64_t begin, int64_t end) : p_(p), begin_(begin) {
     if (!p.a_transposed) return;
-    copy_.resize(static_cast<size_t>((end - begin + kRows - 1) / kRows * kRows * p.inner));
-    double* to = copy_.data();
-    for (int64_t row = begin; row < end; row += kRows)
-      for (int64_t k = 0; k < p.inner; ++k, to += kRows) std::copy_n(p.a + k * p.rows + row, std::min(kRows, end - row), to);
+    const int64_t blocks = (end - begin + kRows - 1) / kRows;
+    copy_ = left_scratch.of(blocks * kRows * p.inner);
+    for (int64_t first = 0; first < p.inner; first += kTerms)
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t row = begin + block * kRows;
+        for (int64_t k = first; k < std::min(first + kTerms, p.inner); ++k)
+          copy_rows(p.a + k * p.rows + row, std::min(kRows, end - row), copy_ + (block * p.inner + k) * kRows);
+      }
   }
   [[gnu::always_inline]] const double* at(int64_t row) const {
-    return p_.a_transposed ? copy_.data() + (row - begin_) * p_.inner : p_.a + row * p_.inner;
+    return p_.a_transposed ? copy_ + (row - begin_) * p_.inner : p_.a + row * p_.inner;
   }
   [[gnu::always_inline]] int64_t row_step() const { return p_.a_transposed ? 1 : p_.inner; }
   [[gnu::always_inline]] int64_t step() const { return p_.a_transposed ? kRows : 1; }
 
  private:
+  [[gnu::always_inline]] static void copy_rows(const double* from, int64_t count, double* to) {
+    if (count == kRows)
+      memcpy(to, from, sizeof(double) * kRows);
+    else
+      std::copy_n(from, count, to);
+  }
+
   const ExactProduct& p_;
   int64_t begin_;
-  std::vector<double> copy_;
+  double* copy_ = nullptr;
 };
 
-// Stores the sums of `count` columns of a row, which sees the first `seen` of them. `shifts` is in each sum.
+// Stores the sums of `count` columns of a row, which sees the first `seen` of them.
 [[gnu::always_inline]] inline void store(const ExactProduct& p, int64_t row, int64_t column, const uint64_t* sums,
-                                         int64_t count, int64_t seen, uint64_t shifts) {
+                                         int64_t count, int64_t seen) {
   const int64_t at = row * p.columns + column;
   if (p.units) {
     int64_t* units = p.units + at;
-    for (int64_t j = 0; j < seen; ++j) units[j] = static_cast<int64_t>(static_cast<uint64_t>(units[j]) + (sums[j] - shifts));
+    for (int64_t j = 0; j < seen; ++j) units[j] = static_cast<int64_t>(static_cast<uint64_t>(units[j]) + sums[j]);
     return;
   }
   double* out = p.out + at;
-  for (int64_t j = 0; j < seen; ++j) out[j] = fixed::value(sums[j] - shifts);
-  for (int64_t j = seen; j < count; ++j) out[j] = 0.0;
+  for (int64_t j = 0; j < seen; ++j) out[j] = fixed::value(sums[j]) * p.scale;
+  for (int64_t j = seen; j < count; ++j) out[j] = p.unseen;
 }
 
-// Tile after tile. Ranges are not looked at.
+// Tile after tile. Ranges are not looked at; sums of so many terms stay in range.
 template <class Tiles>
-[[gnu::always_inline]] inline void add_tiles(const ExactProduct& p, int64_t begin, int64_t end) {
-  constexpr int64_t kRows = Tiles::kRows, kColumns = Tiles::kColumns;
+[[gnu::always_inline]] inline void add_tiles(const ExactProduct& p, int64_t terms_of_sum, int64_t begin, int64_t end) {
+  constexpr int64_t kRows = Tiles::kRows, kWidth = Tiles::kWidth, kColumns = Tiles::kVectors * kWidth;
   static constexpr auto kTiles = tiles_of<Tiles>(std::make_index_sequence<Tiles::kRows>());
-  const uint64_t shifts = static_cast<uint64_t>(p.inner) * fixed::kShiftBits;
   const LeftBlocks<kRows> left(p, begin, end);
-  std::vector<double> panel(static_cast<size_t>(p.inner * kColumns));
+  double* const panel = panel_scratch.of(p.inner * kColumns);
   std::array<uint64_t, static_cast<size_t>(kRows * kColumns)> sums;
-  for (int64_t column = 0; column < p.columns; column += kColumns) {
-    const int64_t count = std::min(kColumns, p.columns - column);
-    copy_panel<kColumns>(p, column, count, panel.data());
+  const int64_t vectors = p.columns > 0 ? vectors_of_panel<Tiles>(p.columns) : 0;
+  for (int64_t column = 0; column < p.columns; column += vectors * kWidth) {
+    const int64_t count = std::min(vectors * kWidth, p.columns - column);
+    const Columns columns{column, count, (count + kWidth - 1) / kWidth};
+    const int64_t width = columns.vectors * kWidth;
+    copy_panel<Tiles>(p, columns, panel);
     for (int64_t first = begin; first < end; first += kRows) {
       const int64_t rows = std::min(kRows, end - first);
       std::array<int64_t, static_cast<size_t>(kRows)> seen;
       int64_t most = 0;
       for (int64_t r = 0; r < rows; ++r) {
         seen[r] = p.seen ? std::clamp<int64_t>(p.seen[first + r] - column, 0, count) : count;
+        for (int64_t j = 0; p.out && j < count; j += 8) __builtin_prefetch(p.out + (first + r) * p.columns + column + j, 1);
         most = std::max(most, seen[r]);
       }
-      if (most > 0)
-        kTiles[static_cast<size_t>(rows - 1)](sums.data(), left.at(first), left.row_step(), left.step(), p.inner, panel.data());
-      for (int64_t r = 0; r < rows; ++r) store(p, first + r, column, sums.data() + r * kColumns, count, seen[r], shifts);
+      std::fill_n(sums.data(), rows * width, 0);
+      AddTile* const add = kTiles[static_cast<size_t>(rows - 1)][static_cast<size_t>(columns.vectors - 1)];
+      for (int64_t k = 0; most > 0 && k < p.inner; k += terms_of_sum)
+        add(sums.data(), left.at(first) + k * left.step(), left.row_step(), left.step(), std::min(terms_of_sum, p.inner - k),
+            panel + k * width);
+      for (int64_t r = 0; r < rows; ++r) store(p, first + r, column, sums.data() + r * width, count, seen[r]);
     }
   }
 }
@@ -116,27 +188,27 @@ template <class Tiles>
         beyond |= fixed::beyond(term);
         sums[static_cast<size_t>(j)] += term;
       }
-    store(p, row, 0, sums.data(), p.columns, seen, 0);
+    store(p, row, 0, sums.data(), p.columns, seen);
   }
   return beyond;
 }
 
 template <class Tiles>
-[[gnu::always_inline]] inline bool run_rows(const ExactProduct& p, bool check, int64_t begin, int64_t end) {
-  if (check) return add_checked_rows(p, begin, end) == 0;
-  add_tiles<Tiles>(p, begin, end);
+[[gnu::always_inline]] inline bool run_rows(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
+  if (!fixed::all_fit(largest_term)) return add_checked_rows(p, begin, end) == 0;
+  add_tiles<Tiles>(p, fixed::terms_of_shifted(largest_term), begin, end);
   return true;
 }
 
-bool rows_anywhere(const ExactProduct& p, bool check, int64_t begin, int64_t end) {
-  return run_rows<TilesAnywhere>(p, check, begin, end);
+bool rows_anywhere(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
+  return run_rows<TilesAnywhere>(p, largest_term, begin, end);
 }
 #ifdef SHARD_X86
-[[SHARD_AVX2]] bool rows_avx2(const ExactProduct& p, bool check, int64_t begin, int64_t end) {
-  return run_rows<TilesAvx2>(p, check, begin, end);
+[[SHARD_AVX2]] bool rows_avx2(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
+  return run_rows<TilesAvx2>(p, largest_term, begin, end);
 }
-[[SHARD_AVX512]] bool rows_avx512(const ExactProduct& p, bool check, int64_t begin, int64_t end) {
-  return run_rows<TilesAvx512>(p, check, begin, end);
+[[SHARD_AVX512]] bool rows_avx512(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
+  return run_rows<TilesAvx512>(p, largest_term, begin, end);
 }
 #endif
 
@@ -153,13 +225,13 @@ std::vector<Variant> variants() {
 }
 
 // Each element is computed by one thread, so their number changes no bit.
-bool run(const ExactProduct& p, bool check) {
+bool run(const ExactProduct& p, double largest_term) {
   static const Variant fastest = variants().front();
   constexpr int64_t kTermsOfThread = int64_t{1} << 19;  // ten microseconds or more, so that waking a thread pays
   const int64_t of_row = std::max<int64_t>(1, p.inner * p.columns);
   std::atomic<bool> fit = true;
   at::parallel_for(0, p.rows, kTermsOfThread / of_row + 1, [&](int64_t begin, int64_t end) {
-    if (!fastest.rows(p, check, begin, end)) fit = false;
+    if (!fastest.rows(p, largest_term, begin, end)) fit = false;
   });
   return fit;
 }

@@ -12,6 +12,7 @@
 #include "device/kernels/exact_terms.h"
 #include "device/kernels/instructions.h"
 #include "device/kernels/launches.h"
+#include "device/kernels/search_rules.h"
 
 namespace shardproof::SHARD_KERNELS {
 
@@ -38,6 +39,8 @@ struct CpuRunner {
       for (; i + Rule::kBlock <= count; i += Rule::kBlock) rule.template pack<Rule::kBlock>(i);
       for (; i + kPart <= count; i += kPart) rule.template pack<kPart>(i);
       for (; i < count; ++i) rule.template pack<1>(i);
+    } else if constexpr (requires { Rule::kInRows; }) {
+      by_richest_instructions([&] { rows(count, given); });
     } else if constexpr (requires { Rule::kComputes; }) {
       by_richest_instructions([&] { loop(count, given); });
     } else {
@@ -72,7 +75,12 @@ struct CpuRunner {
     sums.move_to(counters);
   }
 
-  bool product(const ExactProduct& product, bool check) const { return cpu_product::run(product, check); }
+  template <class T>
+  int64_t largest(const T* x, int64_t count) const {
+    return by_richest_instructions([&] { return find_largest(x, count); });
+  }
+
+  bool product(const ExactProduct& product, double largest_term) const { return cpu_product::run(product, largest_term); }
 
  private:
   template <class Rule>
@@ -80,6 +88,16 @@ struct CpuRunner {
     const Rule rule = given;  // as in `each`
     SHARD_VECTORIZE
     for (int64_t i = 0; i < count; ++i) rule.template pack<1>(i);
+  }
+
+  template <class Rule>
+  [[gnu::always_inline]] static void rows(int64_t count, const Rule& given) {
+    const auto rule = given.rule;
+    for (int64_t begin = 0, row = 0; begin < count; begin += given.width, ++row) {
+      const auto of_row = rule.row(row);
+      SHARD_VECTORIZE
+      for (int64_t i = begin; i < begin + given.width; ++i) rule.element(of_row, i);
+    }
   }
 
   template <class Rule>
@@ -94,6 +112,13 @@ struct CpuRunner {
         if (rule.finds(rule.values[i])) return i;
     }
     return count;
+  }
+
+  template <class T>
+  [[gnu::always_inline]] static int64_t find_largest(const T* x, int64_t count) {
+    int64_t bits = 0;
+    for (int64_t i = 0; i < count; ++i) bits = larger_magnitude(bits, x[i]);
+    return bits;
   }
 
   // Of a rule that computes much for each number it loads, and of looking at numbers that lie in a cache. Nothing is

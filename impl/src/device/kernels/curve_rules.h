@@ -7,9 +7,6 @@
 
 namespace shardproof::SHARD_KERNELS {
 
-struct Exp {
-  static SHARD_HD double value(double x) { return curves::exp(x); }
-};
 struct Log {
   static SHARD_HD double value(double x) { return curves::log(x); }
 };

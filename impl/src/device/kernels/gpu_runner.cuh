@@ -31,6 +31,12 @@ __global__ void __launch_bounds__(kThreads)
   if (place != kNone) atomicMin(found, static_cast<unsigned long long>(place));
 }
 
+// The bits of the largest magnitude go to `found`.
+__global__ void __launch_bounds__(kThreads) largest_of(int64_t count, const double* x, unsigned long long* found) {
+  const int64_t bits = largest_thread(blockIdx.x, threadIdx.x, gridDim.x, count, x);
+  if (bits > 0) atomicMax(found, static_cast<unsigned long long>(bits));
+}
+
 constexpr size_t kExactBytes = sizeof(uint32_t) * kExactSlots;
 
 struct Chunks {
@@ -131,7 +137,20 @@ class GpuRunner {
                  "cudaMemcpyAsync");
   }
 
-  bool product(const ExactProduct& product, bool check) const { return product_by_elements(*this, product, check); }
+  int64_t largest(const double* x, int64_t count) const {
+    unsigned long long bits = 0;
+    if (count == 0) return 0;
+    const Scratch found(sizeof(bits), stream());
+    found.fill_from(&bits);
+    largest_of<<<largest_blocks(count), kThreads, 0, stream()>>>(count, x, found.as<unsigned long long>());
+    require_cuda(cudaGetLastError(), "a kernel's launch");
+    found.read_to(&bits);
+    return static_cast<int64_t>(bits);
+  }
+
+  bool product(const ExactProduct& product, double largest_term) const {
+    return product_by_elements(*this, product, largest_term);
+  }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
     require_cuda(cudaFuncSetAttribute(exact_chunks, cudaFuncAttributeMaxDynamicSharedMemorySize, kExactBytes),

@@ -3,7 +3,8 @@
 //   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
 //   int64_t first(count, rule)       the first place that a rule found, count where there is none
 //   void exact(spans, squares, counters)
-//   bool product(exact product, check)
+//   int64_t largest(doubles, count)  the bits of the largest magnitude
+//   bool product(exact product, largest term)
 //   void zero(target, bytes), void copy(target, source, bytes)
 #pragma once
 
@@ -127,14 +128,24 @@ class KernelMath final : public ModelMath {
   }
   void scale(float* values, int64_t count, float factor) const override { run_.each(count, ScaleRule<false>{values, factor}); }
 
-  bool exact_product(const ExactProduct& product, bool check) const override { return run_.product(product, check); }
+  double largest(const double* x, int64_t count) const override { return bits_of<double>(run_.largest(x, count)); }
+  bool exact_product(const ExactProduct& product, double largest_term) const override {
+    return run_.product(product, largest_term);
+  }
   void row_norm(const RowNorm& norm, const double* bias, double* y) const override {
     run_.each(norm.rows, NormRule{norm, bias, y});
   }
   void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const override {
     run_.each(norm.rows, NormBackwardRule{norm, dy, dx, of_weight});
   }
-  void exp(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Exp>{x, y}); }
+  void row_powers(const double* x, const double* most, const double* divisor, int64_t rows, int64_t width,
+                  double* y) const override {
+    run_.each(rows * width, InRows<PowersRule>{{x, most, divisor, y}, width});
+  }
+  void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale, int64_t rows,
+                  int64_t width, double* y) const override {
+    run_.each(rows * width, InRows<SlopesRule>{{dy, mask, along, shares, scale, y}, width});
+  }
   void log(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Log>{x, y}); }
   void grid(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Grid>{x, y}); }
   void activate(Activation activation, const double* x, int64_t count, double* y) const override {

@@ -10,6 +10,7 @@
 
 #include "device/kernels/element_rules.h"
 #include "device/kernels/exact_terms.h"
+#include "device/kernels/search_rules.h"
 
 namespace shardproof::SHARD_KERNELS {
 
@@ -57,6 +58,18 @@ SHARD_HD uint64_t first_thread(uint32_t block, uint32_t thread, int64_t packs, i
   const int64_t i = begin + pack * W;
   const int at = rule.template pack<W>(i);
   return at < W ? static_cast<uint64_t>(i + at) : none;
+}
+
+// The bits of the largest magnitude that a thread finds, of `blocks` blocks.
+SHARD_HD int64_t largest_thread(uint32_t block, uint32_t thread, uint32_t blocks, int64_t count, const double* x) {
+  int64_t bits = 0;
+  for (int64_t i = pack_of(block, thread); i < count; i += static_cast<int64_t>(blocks) * kThreads)
+    bits = larger_magnitude(bits, x[i]);
+  return bits;
+}
+inline uint32_t largest_blocks(int64_t count) {
+  constexpr int64_t kMost = 256;
+  return static_cast<uint32_t>(std::min(kMost, (count + kThreads - 1) / kThreads));
 }
 
 // Cuts spans into chunks of at most `longest` terms.

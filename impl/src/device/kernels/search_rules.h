@@ -1,4 +1,4 @@
-// Rules that look for the first element of a kind, and write nothing.
+// Rules that look for the first element of a kind, or for the largest one, and write nothing.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +33,12 @@ template <class T>
 SHARD_HD auto magnitude_bits(T value) {
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
   return static_cast<Bits>(bits_of<Bits>(value) & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
+}
+
+// Of a double, signed: no magnitude has the upper bit, and instructions compare signed integers.
+SHARD_HD int64_t larger_magnitude(int64_t bits, double value) {
+  const auto others = static_cast<int64_t>(magnitude_bits(value));
+  return bits > others ? bits : others;
 }
 
 // Those of the largest T that is not above the limit. Integers are compared as doubles.

@@ -73,7 +73,8 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                 "canonical", "{}: q {} at {} positions, k {} and v {} do not fit", name, fmt::join(q.sizes(), "x"),
                 positions.size(), fmt::join(k.sizes(), "x"), fmt::join(v.sizes(), "x"));
   for (const int64_t position : positions)
-    SHARD_REQUIRE(!causal || position < k.size(2), "canonical", "{}: a query at position {} of {}", name, position, k.size(2));
+    SHARD_REQUIRE(!causal || (position >= 0 && position < k.size(2)), "canonical", "{}: a query at position {} of {}", name,
+                  position, k.size(2));
   const std::vector<int64_t> of_mask = {q.size(0), q.size(1), q.size(2), k.size(2)};
   SHARD_REQUIRE(!mask.defined() || mask.sizes() == of_mask, "canonical", "{}: a mask of sizes {} for scores of {}", name,
                 fmt::join(mask.sizes(), "x"), fmt::join(of_mask, "x"));

@@ -41,25 +41,36 @@ at::Tensor swapped(const at::Tensor& rows) {
   return rows.transpose(-2, -1);
 }
 
+fixed::Operand operand(const at::Tensor& heads) {
+  return {heads, "attention"};
+}
+// Of powers and shares, with or without a mask. A power of what is over the largest is 1 at most, and so is a share of a sum to
+// which the largest adds 1. Where scores are not finite, their own terms were out of range, and that is the error.
+fixed::Operand operand_within_one(const at::Tensor& heads, const at::Tensor& mask) {
+  if (mask.defined()) return operand(heads * mask);
+  return {heads, "attention", 1};
+}
+
 // Products of heads: the matrices of `a` and `b`, or their transposes, which lie behind one another in float64, by the numbers
 // of their heads.
 class HeadProducts {
  public:
-  HeadProducts(const at::Tensor& a, const at::Tensor& b, fixed::Terms& terms)
-      : math_(model_math(device_math(a))),
-        a_(a, "attention"),
-        b_(b, "attention"),
-        rows_(a.size(-2)),
-        inner_(a.size(-1)),
-        columns_(b.size(-1)),
-        terms_(terms),
-        check_(!fixed::all_terms_fit(a_.memory, b_.memory)) {}
+  HeadProducts(const fixed::Operand& a, const fixed::Operand& b, fixed::Terms& terms)
+      : math_(model_math(device_math(a.memory))),
+        a_(a),
+        b_(b),
+        rows_(a.rows()),
+        inner_(a.columns()),
+        columns_(b.columns()),
+        terms_(terms) {}
 
-  // out's head of `a` = a's times b's; only the first `seen` columns of each row.
-  void write(const at::Tensor& out, int64_t head, int64_t other, const at::Tensor& seen) {
+  // out's head of `a` = a's times b's times the scale; only the first `seen` columns of each row, and `unseen` in the others.
+  void write(const at::Tensor& out, int64_t head, int64_t other, const at::Tensor& seen, double scale, double unseen) {
     ExactProduct product = of(head, other);
     product.out = at_head(out, head, out.mutable_data_ptr<double>());
     product.seen = seen.const_data_ptr<int64_t>();
+    product.unseen = unseen;
+    product.scale = scale;
     run(product);
   }
   // sums' head `to` += a's times b's, in units.
@@ -83,13 +94,12 @@ class HeadProducts {
             .a_transposed = a_.transposed,
             .b_transposed = b_.transposed};
   }
-  void run(const ExactProduct& product) { terms_.note(math_.exact_product(product, check_)); }
+  void run(const ExactProduct& product) { terms_.note(math_.exact_product(product, a_.magnitude * b_.magnitude)); }
 
   const ModelMath& math_;
   fixed::Operand a_, b_;
   int64_t rows_, inner_, columns_;
   fixed::Terms& terms_;
-  bool check_;
 };
 
 }  // namespace
@@ -103,13 +113,8 @@ at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Places& places
   const Sizes s(q, k);
   const at::Tensor seen = seen_keys(places, q.device());
   at::Tensor result = at::empty({s.batch, s.heads, s.queries, s.keys}, q.options());
-  HeadProducts products(q, swapped(k), terms);
-  s.each_head([&](int64_t head, int64_t of_keys) { products.write(result, head, of_keys, seen); });
-  result.mul_(s.scale());
-  if (places.causal) {
-    const at::Tensor numbers = at::arange(s.keys, seen.options()), hidden = numbers.unsqueeze(0).ge(seen.unsqueeze(1));
-    result.add_(at::zeros({s.queries, s.keys}, q.options()).masked_fill_(hidden, kHidden));  // 0 or kHidden: nothing is rounded
-  }
+  HeadProducts products(operand(q), operand(swapped(k)), terms);
+  s.each_head([&](int64_t head, int64_t of_keys) { products.write(result, head, of_keys, seen, s.scale(), kHidden); });
   return result;
 }
 
@@ -118,12 +123,13 @@ at::Tensor largest(const at::Tensor& scores) {
   return at::full(scores.sizes().slice(0, 3), kHidden, scores.options());
 }
 
-at::Tensor powers(const at::Tensor& scores, const at::Tensor& most) {
-  // A query that sees no key has no largest score either, and its powers are 0, too.
-  at::Tensor result = scores - most.masked_fill(most.eq(kHidden), 0.0).unsqueeze(-1);
-  double* data = result.mutable_data_ptr<double>();
-  model_math(device_math(result)).exp(data, result.numel(), data);
-  return result;
+// A query that sees no key has no largest score either, and its powers are 0, too.
+at::Tensor powers(const at::Tensor& scores, const at::Tensor& most, const at::Tensor& divisor) {
+  double* data = scores.mutable_data_ptr<double>();
+  model_math(device_math(scores))
+      .row_powers(data, most.const_data_ptr<double>(), divisor.defined() ? divisor.const_data_ptr<double>() : nullptr,
+                  most.numel(), scores.size(-1), data);
+  return scores;
 }
 
 Mixture::Mixture(const at::Tensor& q)
@@ -132,13 +138,9 @@ Mixture::Mixture(const at::Tensor& q)
 
 void Mixture::add(const at::Tensor& powers, const at::Tensor& mask, const at::Tensor& v, fixed::Terms& terms) {
   const Sizes s(mixed_, v);
-  const at::Tensor ones = at::ones({s.keys, 1}, powers.options());
-  const at::Tensor weights = mask.defined() ? mask * powers : powers;
-  HeadProducts sums(powers, ones, terms), products(weights, v, terms);
-  s.each_head([&](int64_t head, int64_t of_keys) {
-    sums.add(total_, head, head, 0);
-    products.add(mixed_, head, head, of_keys);
-  });
+  fixed::add_row_sums(total_, powers, 1, terms);
+  HeadProducts products(operand_within_one(powers, mask), operand(v), terms);
+  s.each_head([&](int64_t head, int64_t of_keys) { products.add(mixed_, head, head, of_keys); });
 }
 
 at::Tensor Mixture::divisor() const {
@@ -164,13 +166,16 @@ void Gradients::add(const at::Tensor& k, const at::Tensor& v, const at::Tensor& 
   const Sizes s(q_, k);
   const at::Tensor seen = seen_keys(places, q_.device());
   at::Tensor scores = at::empty(shares.sizes(), shares.options());  // the gradient of what scores() gave, before its scale
-  HeadProducts above(dy_, swapped(v), terms);
-  s.each_head([&](int64_t head, int64_t key_head) { above.write(scores, head, key_head, seen); });
-  if (mask.defined()) scores.mul_(mask);
-  scores.sub_(along_).mul_(shares).mul_(s.scale());
-  const at::Tensor kept_shares = mask.defined() ? shares * mask : shares;
-  HeadProducts for_queries(scores, k, terms), for_keys(swapped(scores), q_, terms),
-      for_values(swapped(kept_shares), dy_, terms);
+  const fixed::Operand dy = operand(dy_);
+  HeadProducts above(dy, operand(swapped(v)), terms);
+  s.each_head([&](int64_t head, int64_t key_head) { above.write(scores, head, key_head, seen, /*scale=*/1, /*unseen=*/0); });
+  double* data = scores.mutable_data_ptr<double>();
+  model_math(device_math(scores))
+      .row_slopes(data, mask.defined() ? mask.const_data_ptr<double>() : nullptr, along_.const_data_ptr<double>(),
+                  shares.const_data_ptr<double>(), s.scale(), along_.numel(), s.keys, data);
+  const fixed::Operand slopes = operand(scores), kept_shares = operand_within_one(shares, mask);
+  HeadProducts for_queries(slopes, operand(k), terms), for_keys(slopes.turned(), operand(q_), terms),
+      for_values(kept_shares.turned(), dy, terms);
   s.each_head([&](int64_t head, int64_t key_head) {
     for_queries.add(of_queries_, head, head, key_head);
     for_keys.add(of_keys, key_head, head, head);

@@ -19,19 +19,25 @@ std::string kept_name(AutogradContext* ctx) {
 
 struct Linear : torch::autograd::Function<Linear> {
   static Variable forward(AutogradContext* ctx, const Variable& x, const Variable& weight, const std::string& name) {
+    const fixed::Operand rows(rows_of(x), name), matrix(weight.t(), name);
     ctx->save_for_backward({x, weight});
     ctx->saved_data["name"] = name;
+    ctx->saved_data["magnitudes"] = std::vector<double>{rows.magnitude, matrix.magnitude};
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = weight.size(0);
-    return fixed::product(rows_of(x), weight.t(), name).view(sizes);
+    return fixed::product(rows, matrix, name).view(sizes);
   }
   static variable_list backward(AutogradContext* ctx, variable_list dys) {
     const auto saved = ctx->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1], dy = rows_of(dys[0]);
+    const at::Tensor &x = saved[0], &weight = saved[1];
+    const std::vector<double> magnitudes = ctx->saved_data["magnitudes"].toDoubleVector();
     const std::string name = kept_name(ctx);
+    const fixed::Operand dy(rows_of(dys[0]), name);
     at::Tensor dx, dw;
-    if (ctx->needs_input_grad(0)) dx = fixed::product(dy, weight, name + ", gradient of the input").view(x.sizes());
-    if (ctx->needs_input_grad(1)) dw = fixed::product(dy.t(), rows_of(x), name + ", gradient of the weight");
+    if (ctx->needs_input_grad(0))
+      dx = fixed::product(dy, fixed::Operand(weight, name, magnitudes[1]), name + ", gradient of the input").view(x.sizes());
+    if (ctx->needs_input_grad(1))
+      dw = fixed::product(dy.turned(), fixed::Operand(rows_of(x), name, magnitudes[0]), name + ", gradient of the weight");
     return {dx, dw, {}};
   }
 };

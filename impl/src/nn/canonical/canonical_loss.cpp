@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <cmath>
 #include <limits>
 
 #include "nn/canonical/fixed_point.h"
@@ -21,16 +22,25 @@ using torch::autograd::variable_list;
 constexpr int64_t kIgnored = -100;
 constexpr const char* kName = "cross_entropy";
 
-// Logits over the largest of their row, and their powers, of this rank's entries [rows, own].
-at::Tensor shifted(const at::Tensor& logits, const at::Tensor& most) {
-  return logits - most.unsqueeze(1);
-}
-at::Tensor powers(const at::Tensor& logits, const at::Tensor& most) {
-  at::Tensor result = shifted(logits, most);
-  double* data = result.mutable_data_ptr<double>();
-  model_math(device_math(result)).exp(data, result.numel(), data);
+// Powers of logits over the largest of their row, of this rank's entries [rows, own]; over the divisor of the row where given.
+at::Tensor powers(const at::Tensor& logits, const at::Tensor& most, const at::Tensor& divisor = {}) {
+  at::Tensor result = at::empty(logits.sizes(), logits.options());
+  model_math(device_math(logits))
+      .row_powers(logits.const_data_ptr<double>(), most.const_data_ptr<double>(),
+                  divisor.defined() ? divisor.const_data_ptr<double>() : nullptr, logits.size(0), logits.size(1),
+                  result.mutable_data_ptr<double>());
   return result;
 }
+
+// Where the target of each row lies in this rank's entries. A row whose target another rank has takes entry 0, and has no own.
+struct Targets {
+  at::Tensor own, columns;  // [rows, 1]
+  Targets(const at::Tensor& targets, int64_t first, int64_t entries) {
+    const at::Tensor place = (targets - first).unsqueeze(1);
+    own = place.ge(0).logical_and(place.lt(entries));
+    columns = at::where(own, place, 0);
+  }
+};
 
 at::Tensor natural_log(const at::Tensor& x) {
   at::Tensor result = at::empty(x.sizes(), x.options());
@@ -41,27 +51,18 @@ at::Tensor natural_log(const at::Tensor& x) {
 // [rows]: the logit of each row's target, over the largest one; 0 where another rank has it.
 at::Tensor at_targets(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& most, int64_t first) {
   if (logits.size(1) == 0) return at::zeros(targets.sizes(), logits.options());
-  const at::Tensor place = targets - first, own = place.ge(0).logical_and(place.lt(logits.size(1)));
-  const at::Tensor columns = at::where(own, place, 0).unsqueeze(1);
-  return at::where(own, shifted(logits, most).gather(1, columns).squeeze(1), 0.0);
+  const Targets places(targets, first, logits.size(1));
+  return at::where(places.own, logits.gather(1, places.columns) - most.unsqueeze(1), 0.0).squeeze(1);
 }
 
 // [2, rows], in units: each row's sum of powers, and the logit of its target, of this rank's entries.
 at::Tensor sums_of(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& most, int64_t first) {
-  const at::Tensor terms = powers(logits, most), ones = at::ones({logits.size(1), 1}, logits.options());
-  at::Tensor sums = at::zeros({logits.size(0), 1}, targets.options());
-  const bool fit = model_math(device_math(terms))
-                       .exact_product({.a = terms.const_data_ptr<double>(),
-                                       .b = ones.const_data_ptr<double>(),
-                                       .rows = logits.size(0),
-                                       .inner = logits.size(1),
-                                       .columns = 1,
-                                       .units = sums.mutable_data_ptr<int64_t>()},
-                                      /*check=*/true);
+  const at::Tensor terms = powers(logits, most), sums = at::zeros({logits.size(0)}, targets.options());
   fixed::Terms found;
-  found.note(fit);
+  const bool finite = std::isfinite(fixed::largest(most));  // then no power is above 1, and none is NaN
+  fixed::add_row_sums(sums, terms, finite ? 1 : NAN, found);
   found.require_fit(kName);
-  return at::stack({sums.squeeze(1), fixed::to_units(at_targets(logits, targets, most, first), kName)});
+  return at::stack({sums, fixed::to_units(at_targets(logits, targets, most, first), kName)});
 }
 
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
@@ -86,10 +87,13 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     const auto saved = ctx->get_saved_variables();
     const at::Tensor &logits = saved[0], &targets = saved[1], &most = saved[2], &sums = saved[3];
     const int64_t first = ctx->saved_data["first"].toInt();
-    const at::Tensor entries = at::arange(first, first + logits.size(1), targets.options());
-    const at::Tensor hits = entries.unsqueeze(0).eq(targets.unsqueeze(1)).to(at::kDouble);
-    const at::Tensor shares = powers(logits, most).div_(fixed::from_units(sums[0]).unsqueeze(1));
-    at::Tensor gradient = fixed::grid(shares.sub_(hits).mul_(dy[0]));
+    at::Tensor gradient = powers(logits, most, fixed::from_units(sums[0]));
+    if (logits.size(1) > 0) {
+      const Targets places(targets, first, logits.size(1));
+      gradient.scatter_(1, places.columns, gradient.gather(1, places.columns).sub_(places.own.to(at::kDouble)));
+    }
+    double* data = gradient.mul_(dy[0]).mutable_data_ptr<double>();
+    model_math(device_math(gradient)).grid(data, gradient.numel(), data);
     gradient.masked_fill_(targets.eq(kIgnored).unsqueeze(1), 0.0);
     return {gradient.view(ctx->saved_data["sizes"].toIntVector()), {}, {}, {}};
   }

@@ -22,18 +22,39 @@ bool everywhere(const at::Tensor& condition) {
   return condition.all().item<bool>();
 }
 
-// The largest magnitude; NaN where there is one.
-at::Tensor largest(const at::Tensor& x) {
-  const auto [low, high] = at::aminmax(x);
-  return at::maximum(low.neg(), high);
+void run_product(const at::Tensor& out, const Operand& a, const Operand& b, const std::string& what) {
+  require_terms(a.columns(), what);
+  const ExactProduct task{.a = a.memory.const_data_ptr<double>(),
+                          .b = b.memory.const_data_ptr<double>(),
+                          .out = out.mutable_data_ptr<double>(),
+                          .rows = a.rows(),
+                          .inner = a.columns(),
+                          .columns = b.columns(),
+                          .a_transposed = a.transposed,
+                          .b_transposed = b.transposed};
+  require(model_math(device_math(out)).exact_product(task, a.magnitude * b.magnitude), what);
 }
 
 }  // namespace
 
-Operand::Operand(const at::Tensor& matrix, const std::string& what) {
+double largest(const at::Tensor& x) {
+  return model_math(device_math(x)).largest(x.const_data_ptr<double>(), x.numel());
+}
+
+Operand::Operand(const at::Tensor& matrix, const std::string& what, double magnitude) : magnitude(magnitude) {
   const at::Tensor turned = matrix.transpose(-2, -1);
   transposed = !matrix.is_contiguous() && turned.is_contiguous();
   memory = require_double(transposed ? turned : matrix, what);
+}
+
+Operand::Operand(const at::Tensor& matrix, const std::string& what) : Operand(matrix, what, 0) {
+  magnitude = largest(memory);
+}
+
+Operand Operand::turned() const {
+  Operand result = *this;
+  result.transposed = !transposed;
+  return result;
 }
 
 void Terms::require_fit(const std::string& what) const {
@@ -59,38 +80,42 @@ at::Tensor grid(const at::Tensor& x) {
   return result;
 }
 
-bool all_terms_fit(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return true;
-  return (largest(a) * largest(b)).item<double>() < kTermMax - 1;
-}
-
-at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what) {
-  const at::Tensor result = at::empty({a.size(0), b.size(1)}, a.options());
-  product_into(result, a, b, what);
+at::Tensor product(const Operand& a, const Operand& b, const std::string& what) {
+  const at::Tensor result = at::empty({a.rows(), b.columns()}, a.memory.options());
+  run_product(result, a, b, what);
   return result;
 }
 
+at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what) {
+  return product(Operand(a, what), Operand(b, what), what);
+}
+
 void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const std::string& what) {
-  const Operand left(a, what), right(b, what);
-  require_terms(a.size(1), what);
-  const ExactProduct task{.a = left.memory.const_data_ptr<double>(),
-                          .b = right.memory.const_data_ptr<double>(),
-                          .out = out.mutable_data_ptr<double>(),
-                          .rows = a.size(0),
-                          .inner = a.size(1),
-                          .columns = b.size(1),
-                          .a_transposed = left.transposed,
-                          .b_transposed = right.transposed};
-  const bool check = !all_terms_fit(left.memory, right.memory);
-  require(model_math(device_math(out)).exact_product(task, check), what);
+  run_product(out, Operand(a, what), Operand(b, what), what);
 }
 
 at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what) {
-  return product(at::ones({1, x.size(0)}, x.options()), x, what).view({x.size(1)});
+  const at::Tensor ones = at::ones({1, x.size(0)}, x.options());
+  return product(Operand(ones, what, 1), Operand(x, what), what).view({x.size(1)});
+}
+
+void add_row_sums(const at::Tensor& units, const at::Tensor& x, double magnitude, Terms& terms) {
+  const at::Tensor ones = at::ones({x.size(-1)}, x.options());
+  terms.note(model_math(device_math(x))
+                 .exact_product({.a = ones.const_data_ptr<double>(),
+                                 .b = x.const_data_ptr<double>(),
+                                 .rows = 1,
+                                 .inner = x.size(-1),
+                                 .columns = units.numel(),
+                                 .units = units.mutable_data_ptr<int64_t>(),
+                                 .b_transposed = true},
+                                magnitude));
 }
 
 at::Tensor units_of_terms(const at::Tensor& terms, const std::string& what) {
-  const at::Tensor units = require_double(terms, what).mul(kUnits).round_();
+  const at::Tensor given = require_double(terms, what);
+  const at::Tensor factors = given.view(at::kLong).bitwise_or(given.ne(0)).view(at::kDouble);  // as right_factor
+  const at::Tensor units = factors.mul(kUnits).round_();
   constexpr double kHalfRange = kTermMax * kUnits;
   require(everywhere(units.ge(-kHalfRange).logical_and(units.lt(kHalfRange))), what);
   return units.to(at::kLong);

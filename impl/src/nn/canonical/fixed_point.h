@@ -22,9 +22,8 @@ class Terms {
   bool fit_ = true;
 };
 
-// Whether every product of an element of one by one of the other is in range by a margin. Not so for NaN. On a device, the host
-// waits for the answer.
-bool all_terms_fit(const at::Tensor& a, const at::Tensor& b);
+// The largest magnitude, NaN where there is one, and 0 of nothing. On a device, the host waits for the answer.
+double largest(const at::Tensor& x);
 
 // The functions below work where their tensors are: LibTorch's operators on single elements, each of which is one IEEE
 // operation, and the device's own arithmetic (model_math.h). So they have the same bits on every device.
@@ -36,7 +35,15 @@ at::Tensor grid(const at::Tensor& x);
 struct Operand {
   at::Tensor memory;  // float64, contiguous
   bool transposed = false;
+  double magnitude;  // the largest one
+
   Operand(const at::Tensor& matrix, const std::string& what);
+  // Where its magnitude is known.
+  Operand(const at::Tensor& matrix, const std::string& what, double magnitude);
+
+  int64_t rows() const { return memory.size(transposed ? -1 : -2); }
+  int64_t columns() const { return memory.size(transposed ? -2 : -1); }
+  Operand turned() const;  // the transpose
 };
 
 // Throws Error.
@@ -44,11 +51,14 @@ void require_terms(int64_t count, const std::string& what);
 
 // a [rows, n] times b [n, columns], both float64. A row of the result depends on one row of a, so any cut of the rows gives the
 // same bits.
+at::Tensor product(const Operand& a, const Operand& b, const std::string& what);
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what);
 // The same in the contiguous memory of `out` [rows, columns].
 void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const std::string& what);
 // x [rows, n] -> [n].
 at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what);
+// Adds the sum of each row of x [.., n] to `units` [..], in units. Both are contiguous. Its magnitude is given.
+void add_row_sums(const at::Tensor& units, const at::Tensor& x, double magnitude, Terms& terms);
 
 // Between float64 that holds multiples of the unit and int64 in units, for sums over ranks.
 at::Tensor to_units(const at::Tensor& values, const std::string& what);

@@ -57,7 +57,7 @@ ExactRing::Gradients ExactRing::backward(const Kept& kept, const at::Tensor& out
   const auto visit = [&](const at::Tensor& both, const at::Tensor& of_both, int64_t source) {
     const Block here = block(source, /*with_mask=*/true, kept.q.device());
     const at::Tensor scores = canonical_blocks::scores(kept.q, both[0], places(here), terms);
-    const at::Tensor shares = canonical_blocks::powers(scores, kept.most).div_(kept.divisor);
+    const at::Tensor shares = canonical_blocks::powers(scores, kept.most, kept.divisor);
     gradients.add(both[0], both[1], shares, here.mask, places(here), of_both[0], of_both[1], terms);
   };
   const at::Tensor of_both =
