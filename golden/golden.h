@@ -125,9 +125,9 @@ struct Adapters {
 struct Model {
   enum class Kind { mlp, gpt, conv, odd, llama } kind = Kind::mlp;
   // Not of conv or odd; with canonical sums (SumOrder): forward and backward are in float64 and every sum over products, rows,
-  // keys or entries of the vocabulary is of terms rounded to the nearest multiple of 2^-40, ties to even; a rounded term
-  // outside [-128, 128) makes it NaN. Sums within a norm's row go by index. What is no sum is rounded likewise, element by
-  // element; docs/canonical.md has the formulas. Run::precision is ignored.
+  // keys or entries of the vocabulary is of terms rounded to the nearest multiple of 2^-40, with the last bit of the right
+  // factor set; a rounded term outside [-128, 128) makes it NaN. Sums within a norm's row go by index. What is no sum is
+  // rounded likewise, element by element; docs/canonical.md has the formulas. Run::precision is ignored.
   bool canonical = false;
   Mlp mlp;
   Gpt gpt;

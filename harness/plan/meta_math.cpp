@@ -64,11 +64,11 @@ class MetaMath final : public ModelMath {
                     std::byte*) const override {
     moved(static_cast<double>(count) * size_of(type));
   }
-  double largest(const double*, int64_t count) const override {
+  double largest_magnitude(const double*, int64_t count) const override {
     moved(8.0 * static_cast<double>(count));
     return 0;
   }
-  bool exact_product(const ExactProduct& product, double) const override {
+  bool exact_product(const ExactProduct& product) const override {
     record_operator({.flops = 2.0 * static_cast<double>(product.rows) * static_cast<double>(product.inner) *
                               static_cast<double>(product.columns),
                      .dtype = at::kDouble});

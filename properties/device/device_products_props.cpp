@@ -88,10 +88,7 @@ struct Drawn {
         added(at::empty({rows * columns}, at::kLong)) {
     for (const at::Tensor& x : {a, b})
       for (int64_t i = 0; i < x.numel(); ++i) x.mutable_data_ptr<double>()[i] = number(random);
-    // Terms of one sign and of nearly 127 make sums that 16 terms fill and 100 overflow.
-    if (*rc::gen::arbitrary<bool>()) a.mul_(31);
-    if (*rc::gen::arbitrary<bool>()) a.abs_(), b.abs_();
-    if (inner * rows * columns > 0) largest_term = a.abs().max().item<double>() * b.abs().max().item<double>();
+    if (*rc::gen::arbitrary<bool>()) make_nearly_too_large(random);
     if (large && a.numel() > 0)
       a.mutable_data_ptr<double>()[random() % static_cast<uint64_t>(a.numel())] = random() % 2 ? 1e4 : double{NAN};
     const int64_t seen_of_any = sees_all ? columns : *rc::gen::inRange<int64_t>(0, columns + 1);
@@ -103,6 +100,16 @@ struct Drawn {
       for (int64_t j = seen_of_any; j < columns; ++j) b.mutable_data_ptr<double>()[b_place(k, j)] = 1e9;
     for (int64_t i = 0; i < rows * columns; ++i) added.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(random() >> 20);
     for (int64_t i = 0; i < rows * columns; ++i) expected.push_back(sum(i / columns, i % columns));
+  }
+  // Every term is about 120 in magnitude, and all of a column have one sign, so that 17 of them leave the doubles whose last
+  // bit is the unit, at either end.
+  void make_nearly_too_large(std::mt19937_64& random) {
+    a.abs_().div_(8).add_(62);
+    b.abs_().div_(32).add_(1.9);
+    for (int64_t j = 0; j < columns; ++j) {
+      const double sign = random() % 2 ? 1 : -1;
+      for (int64_t k = 0; k < inner; ++k) b.mutable_data_ptr<double>()[b_place(k, j)] *= sign;
+    }
   }
   int64_t a_place(int64_t row, int64_t k) const { return a_transposed ? k * rows + row : row * inner + k; }
   int64_t b_place(int64_t k, int64_t column) const { return b_transposed ? column * inner + k : k * columns + column; }
@@ -126,7 +133,7 @@ struct Drawn {
   }
   // To `out`, or added to `units`, with what is multiplied at these places.
   ExactProduct product(const at::Tensor& a_there, const at::Tensor& b_there, const at::Tensor& seen_there,
-                       const at::Tensor& out, const at::Tensor& units) const {
+                       const at::Tensor& out, const at::Tensor& units, double term_max) const {
     return {.a = a_there.const_data_ptr<double>(),
             .b = b_there.const_data_ptr<double>(),
             .out = out.defined() ? out.mutable_data_ptr<double>() : nullptr,
@@ -137,16 +144,19 @@ struct Drawn {
             .seen = sees_all ? nullptr : seen_there.const_data_ptr<int64_t>(),
             .unseen = unseen,
             .scale = scale,
+            .largest_term = term_max,
             .a_transposed = a_transposed,
             .b_transposed = b_transposed};
   }
 
  private:
-  std::optional<int64_t> sum(int64_t row, int64_t column) const {
+  std::optional<int64_t> sum(int64_t row, int64_t column) {
     int64_t sum = 0;
     if (column >= seen.const_data_ptr<int64_t>()[row]) return sum;
     for (int64_t k = 0; k < inner; ++k) {
-      const auto one = term(a.const_data_ptr<double>()[a_place(row, k)], b.const_data_ptr<double>()[b_place(k, column)]);
+      const double left = a.const_data_ptr<double>()[a_place(row, k)], right = b.const_data_ptr<double>()[b_place(k, column)];
+      largest_term = std::max(largest_term, std::abs(left * right));
+      const auto one = term(left, right);
       if (!one) return std::nullopt;
       sum += *one;
     }
@@ -164,14 +174,14 @@ TEST_F(Kernels, multiply_exactly_and_round_each_term_once_wherever_it_comes_from
     const at::Tensor a = moved(drawn.a, subject), b = moved(drawn.b, subject), seen = moved(drawn.seen, subject);
     const at::Tensor out = at::full({drawn.rows * drawn.columns}, -1.0, a.options()), units = moved(drawn.added, subject);
     const ModelMath& math = model_math(subject.math());
-    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), kUnknown) == drawn.fits());
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}, kUnknown)) == drawn.fits());
     if (!drawn.fits()) return;
     RC_ASSERT(same_but_for_nans(drawn.values(), out));
     out.fill_(-1);
-    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}), drawn.largest_term));
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, out, {}, drawn.largest_term)));
     RC_ASSERT(same_but_for_nans(drawn.values(), out));
     const double largest_term = *rc::gen::arbitrary<bool>() ? kUnknown : drawn.largest_term;
-    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, {}, units), largest_term));
+    RC_ASSERT(math.exact_product(drawn.product(a, b, seen, {}, units, largest_term)));
     RC_ASSERT(units.to(at::kCPU).equal(drawn.units()));
   });
 }
@@ -186,11 +196,11 @@ TEST(ExactProducts, have_the_same_bits_by_all_instructions_that_the_processor_ha
     for (const cpu_product::Variant& variant : cpu_product::variants()) {
       RC_TAG(variant.name);
       const at::Tensor out = at::full({drawn.rows * drawn.columns}, -1.0, at::kDouble), units = drawn.added.clone();
-      const ExactProduct to_out = drawn.product(drawn.a, drawn.b, drawn.seen, out, {});
-      const ExactProduct to_units = drawn.product(drawn.a, drawn.b, drawn.seen, {}, units);
+      const ExactProduct to_out = drawn.product(drawn.a, drawn.b, drawn.seen, out, {}, largest_term);
+      const ExactProduct to_units = drawn.product(drawn.a, drawn.b, drawn.seen, {}, units, largest_term);
       for (const ExactProduct& product : {to_out, to_units}) {
-        RC_ASSERT(variant.rows(product, largest_term, 0, cut));
-        RC_ASSERT(variant.rows(product, largest_term, cut, drawn.rows));
+        RC_ASSERT(variant.rows(product, 0, cut));
+        RC_ASSERT(variant.rows(product, cut, drawn.rows));
       }
       RC_ASSERT(same_but_for_nans(drawn.values(), out));
       RC_ASSERT(units.equal(drawn.units()));
@@ -218,8 +228,8 @@ TEST(ExactProducts, have_the_same_bits_on_any_number_of_threads) {
                         .out = out.mutable_data_ptr<double>(),
                         .rows = rows,
                         .inner = inner,
-                        .columns = columns},
-                       /*largest_term=*/4);
+                        .columns = columns,
+                        .largest_term = 4});
     at::set_num_threads(before);
     return out;
   };

@@ -93,19 +93,19 @@ class QueuedMath final : public ModelMath {
   void scale(float* values, int64_t count, float factor) const override {
     queue([=, &cpu = cpu_, all = here(values)] { cpu.scale(all, count, factor); });
   }
-  double largest(const double* x, int64_t count) const override {
-    wait("largest");
-    return cpu_.largest(here(x), count);
+  double largest_magnitude(const double* x, int64_t count) const override {
+    wait("largest_magnitude");
+    return cpu_.largest_magnitude(here(x), count);
   }
-  bool exact_product(const ExactProduct& product, double largest_term) const override {
+  bool exact_product(const ExactProduct& product) const override {
     ExactProduct all = product;
     all.a = here(product.a), all.b = here(product.b), all.out = here(product.out);
     all.units = here(product.units), all.seen = here(product.seen);
-    if (!(largest_term < 127)) {  // the host gets an answer
+    if (!(product.largest_term < 127)) {  // the host gets an answer
       wait("exact_product");
-      return cpu_.exact_product(all, largest_term);
+      return cpu_.exact_product(all);
     }
-    queue([all, largest_term, &cpu = cpu_] { cpu.exact_product(all, largest_term); });
+    queue([all, &cpu = cpu_] { cpu.exact_product(all); });
     return true;
   }
   void row_norm(const RowNorm& norm, const double* bias, double* y) const override {

@@ -31,9 +31,10 @@ SHARD_ON_DEVICE inline uint64_t bits_of(double value) {
   return bits;
 }
 
-// The right factor of a term: y with its last bit set. A term below 128 is then never half-way between two multiples. Such a
-// term would be an odd multiple of 2^-41, so its last bit would be 2^-41. That is the last bit of x times that of the right
-// factor, which is 2^52 of its last bits or more in magnitude. So the term would be 2^11 or more.
+// The right factor of a term: y with its last bit set. A term below 128 is then never half-way between two multiples. The
+// lowest 1 bit of such a term would be 2^-41. The lowest 1 bit of a product is the product of the lowest ones of x and of the
+// right factor. The right factor's is its last place, of which it is 2^52 or more, and x is at least its own. So the term would
+// be 2^11 or more. (The last place of a denormal number is 2^-1074, which no x makes 2^-41.)
 SHARD_ON_DEVICE inline double right_factor(double y) {
   uint64_t bits = bits_of(y);
   bits |= static_cast<uint64_t>((bits << 1) != 0);  // 0 stays: the term is 0 either way, and a denormal factor is slow

@@ -11,7 +11,7 @@ namespace shardproof::cpu_product {
 struct Variant {
   const char* name;
   // The rows [begin, end), in one thread; like ModelMath::exact_product.
-  bool (*rows)(const ExactProduct& product, double largest_term, int64_t begin, int64_t end);
+  bool (*rows)(const ExactProduct& product, int64_t begin, int64_t end);
 };
 
 // Those that this processor has, the fastest first. The last one needs nothing.

@@ -61,6 +61,12 @@ TEST(Canonical, operations_and_their_gradients_are_those_of_plain_arithmetic_but
       [&](const Inputs& i) { return ops::cross_entropy(i[0], tokens, 8); },
       [&](const Inputs& i) { return at::cross_entropy_loss(i[0].view({15, 8}), tokens.view({15}), {}, at::Reduction::Sum); },
       {x}, "cross entropy");
+  const at::Tensor some = at::where(tokens.eq(2), -100, tokens);
+  expect_close([&](const Inputs& i) { return ops::cross_entropy(i[0], some, 8); },
+               [&](const Inputs& i) {
+                 return at::cross_entropy_loss(i[0].view({15, 8}), some.view({15}), {}, at::Reduction::Sum);
+               },
+               {x}, "cross entropy with ignored targets");
   expect_close([&](const Inputs& i) { return ops::squared_error(i[0], x); },
                [&](const Inputs& i) { return (i[0] - x).square().sum(); }, {values({3, 5, 8}, 9)}, "squared error");
   const at::Tensor mask = values({3, 5, 8}, 6).gt(0).to(at::kDouble) * 1.25;
@@ -209,7 +215,52 @@ TEST(Canonical, attention_between_tensors_that_do_not_fit_is_refused_with_the_na
   expect_error([&] { attend(q, k, zeros({2, 2, 4, 8}), positions); }, {"h.0.attn", "do not fit"});
   expect_error([&] { attend(q, k, k, {0, 1}); }, {"h.0.attn", "2 positions", "do not fit"});
   expect_error([&] { attend(q, k, k, {0, 1, 3}); }, {"h.0.attn", "a query at position 3 of 3"});
+  expect_error([&] { attend(q, k, k, {-1, 1, 2}); }, {"h.0.attn", "a query at position -1 of 3"});
   expect_error([&] { attend(q, k, k, positions, zeros({2, 4, 3, 4})); }, {"h.0.attn", "a mask of sizes 2x4x3x4"});
+}
+
+// The share is 1, and the mask doubles it.
+TEST(Canonical, a_mask_that_makes_a_term_of_attention_too_large_is_refused) {
+  const at::Tensor zero = at::zeros({1, 1, 1, 2}, at::kDouble), mask = at::full({1, 1, 1, 1}, 2.0, at::kDouble);
+  const auto attend = [&](double value) {
+    canonical_ops::attention(zero, zero, at::full({1, 1, 1, 2}, value, at::kDouble), {0}, /*causal=*/true, "h.0.attn", mask);
+  };
+  attend(60);
+  expect_error([&] { attend(100); }, {"h.0.attn", "128"});
+}
+
+// Whoever rounds it: the sum over rows of a bias, or the units of an embedding.
+TEST(Canonical, a_single_term_that_is_half_way_goes_away_from_zero) {
+  const auto [zero, token] = std::pair(at::zeros({1, 1}, at::kDouble), at::zeros({1}, at::kLong));
+  for (const auto& [halves, units] : {std::pair(1, 1), {-1, -1}, {3, 2}, {-3, -2}, {2, 1}, {0, 0}}) {
+    const at::Tensor dy = at::full({1, 1}, halves * 0x1p-41, at::kDouble);
+    const at::Tensor weight = zero.clone().requires_grad_(), bias = zero.clone().view({1}).requires_grad_();
+    canonical_ops::embedding(weight, token, "e").backward(dy);
+    canonical_ops::add_bias(zero, bias, "b").backward(dy);
+    EXPECT_EQ(weight.grad().item<double>(), units * 0x1p-40) << halves;
+    EXPECT_EQ(bias.grad().item<double>(), units * 0x1p-40) << halves;
+  }
+}
+
+TEST(Canonical, a_loss_of_logits_that_are_not_finite_is_refused_on_every_rank) {
+  const auto loss = [](int64_t row, double bad, bool of_all_entries) {
+    run_threads(2, [&](std::shared_ptr<Comm> comm) {
+      at::Tensor logits = values({3, 4}, comm->rank());  // of 8 entries
+      if (of_all_entries)
+        logits[row].fill_(bad);
+      else if (comm->rank() == 0)
+        logits[row][2] = bad;
+      const at::Tensor targets = at::tensor({7, -100, 1}, at::kLong);
+      const auto take = [&] { canonical_ops::cross_entropy(logits, targets, 8, comm.get()); };
+      if (bad < 0 && !of_all_entries)
+        EXPECT_NO_THROW(take());
+      else
+        EXPECT_THROW(take(), NonFiniteError) << "rank " << comm->rank() << ", row " << row << ", " << bad;
+    });
+  };
+  for (const int64_t row : {0, 1, 2})
+    for (const double bad : {double{NAN}, double{INFINITY}, -double{INFINITY}})
+      for (const bool of_all_entries : {false, true}) loss(row, bad, of_all_entries);
 }
 
 // Five steps of GPT or Llama on four samples; whole parameters and losses at the end.

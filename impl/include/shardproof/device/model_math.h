@@ -3,6 +3,8 @@
 // does not include Torch.
 #pragma once
 
+#include <limits>
+
 #include "shardproof/device/device_math.h"
 
 namespace shardproof {
@@ -29,6 +31,8 @@ struct ExactProduct {
   const int64_t* seen = nullptr;
   double unseen = 0;
   double scale = 1;  // In `out` a sum is multiplied by this.
+  // No product of numbers that are seen is above this in magnitude. Where it is 127 or more, or NaN, each term is looked at.
+  double largest_term = std::numeric_limits<double>::quiet_NaN();
   // Where the transpose of a or b is row-major instead: a is [inner, rows] in memory, b is [columns, inner].
   bool a_transposed = false, b_transposed = false;
 };
@@ -50,11 +54,10 @@ class ModelMath : public DeviceMath {
   virtual void dropout_mask(Element type, const MaskScalars& scalars, const int64_t* rows, const int64_t* columns,
                             int64_t column_count, int64_t count, std::byte* target) const = 0;
 
-  // The largest magnitude; NaN where there is one, and 0 of no elements. The host waits for it.
-  virtual double largest(const double* x, int64_t count) const = 0;
-  // No product of a number of a by one of b is above `largest_term` in magnitude. Where that is 127 or more, or NaN, each term
-  // is looked at, and the answer is whether every one was in [-128, 128). Otherwise it is true.
-  virtual bool exact_product(const ExactProduct& product, double largest_term) const = 0;
+  // NaN where there is one, and 0 of no elements. The host waits for it.
+  virtual double largest_magnitude(const double* x, int64_t count) const = 0;
+  // Whether every term was in [-128, 128), or needed no look.
+  virtual bool exact_product(const ExactProduct& product) const = 0;
   // y [rows, width]. `bias` is null when the norm is not centred.
   virtual void row_norm(const RowNorm& norm, const double* bias, double* y) const = 0;
   // dx [rows, width], and in `of_weight` [rows, width] the terms of the gradient of the weight.

@@ -18,7 +18,7 @@ template <bool kChecked>
 struct ProductRule {
   static constexpr int kWidth = 1;
   ExactProduct product;
-  int64_t terms_of_sum = 1;
+  int64_t terms_of_sum;
 
   bool fits() const { return false; }
   template <int W>
@@ -135,6 +135,7 @@ struct InRows {
   }
 };
 
+template <bool kDivides>
 struct PowersRule {
   const double *x, *most, *divisor;
   double* y;
@@ -144,9 +145,12 @@ struct PowersRule {
   };
   SHARD_HD Row row(int64_t r) const {
     constexpr double kLowest = std::numeric_limits<double>::lowest();
-    return {most[r] < kLowest ? 0 : most[r], divisor ? divisor[r] : 1};
+    return {most[r] < kLowest ? 0 : most[r], kDivides ? divisor[r] : 1};
   }
-  SHARD_HD void element(const Row& row, int64_t i) const { y[i] = curves::exp(x[i] - row.most) / row.divisor; }
+  SHARD_HD void element(const Row& row, int64_t i) const {
+    const double power = curves::exp(x[i] - row.most);
+    y[i] = kDivides ? power / row.divisor : power;
+  }
 };
 
 struct SlopesRule {
@@ -163,10 +167,10 @@ struct SlopesRule {
 
 // An exact product on a runner that takes one element a thread.
 template <class Runner>
-bool product_by_elements(const Runner& run, const ExactProduct& product, double largest_term) {
+bool product_by_elements(const Runner& run, const ExactProduct& product) {
   const int64_t count = product.rows * product.columns;
-  if (!fixed::all_fit(largest_term)) return run.first(count, ProductRule<true>{product}) == count;
-  run.each(count, ProductRule<false>{product, fixed::terms_of_shifted(largest_term)});
+  if (!fixed::all_fit(product.largest_term)) return run.first(count, ProductRule<true>{product, 1}) == count;
+  run.each(count, ProductRule<false>{product, fixed::terms_of_shifted(product.largest_term)});
   return true;
 }
 

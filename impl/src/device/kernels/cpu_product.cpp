@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -52,7 +53,7 @@ template <class Tiles>
   if (!p.b_transposed) {
     for (int64_t k = 0; k < p.inner; ++k, panel += width) {
       const double* from = p.b + k * p.columns + c.column;
-      for (int64_t j = 0; j < c.count; j += kLine) __builtin_prefetch(from + kAhead * p.columns + j);
+      for (int64_t j = 0; j < c.count && k + kAhead < p.inner; j += kLine) __builtin_prefetch(from + kAhead * p.columns + j);
       int64_t j = 0;
       for (; j + kWidth <= c.count; j += kWidth)
         for (int64_t lane = 0; lane < kWidth; ++lane) panel[j + lane] = fixed::right_factor(from[j + lane]);
@@ -73,20 +74,26 @@ template <class Tiles>
   }
 }
 
-// Memory for `count` doubles, which hold anything. It stays with the thread, since a product is short and new pages are slow.
+// Memory for `count` doubles from a cache line on, which hold anything. It stays with the thread, since new pages are slow. It
+// holds a panel, or a strip of the left side: some MiB where a sum has as many terms as it may have.
 class Scratch {
  public:
   double* of(int64_t count) {
     if (count > count_) {
       data_.reset();
-      data_ = std::make_unique_for_overwrite<double[]>(static_cast<size_t>(count));
+      count_ = 0;
+      data_.reset(static_cast<double*>(::operator new[](static_cast<size_t>(count) * sizeof(double), kLine)));
       count_ = count;
     }
     return data_.get();
   }
 
  private:
-  std::unique_ptr<double[]> data_;
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(double* data) const { ::operator delete[](data, kLine); }
+  };
+  std::unique_ptr<double[], Free> data_;
   int64_t count_ = 0;
 };
 thread_local Scratch panel_scratch, left_scratch;
@@ -139,14 +146,15 @@ class LeftBlocks {
   for (int64_t j = seen; j < count; ++j) out[j] = p.unseen;
 }
 
-// Tile after tile. Ranges are not looked at; sums of so many terms stay in range.
+// Tile after tile. Ranges are not looked at.
 template <class Tiles>
-[[gnu::always_inline]] inline void add_tiles(const ExactProduct& p, int64_t terms_of_sum, int64_t begin, int64_t end) {
+[[gnu::always_inline]] inline void add_tiles(const ExactProduct& p, int64_t begin, int64_t end) {
   constexpr int64_t kRows = Tiles::kRows, kWidth = Tiles::kWidth, kColumns = Tiles::kVectors * kWidth;
   static constexpr auto kTiles = tiles_of<Tiles>(std::make_index_sequence<Tiles::kRows>());
   const LeftBlocks<kRows> left(p, begin, end);
   double* const panel = panel_scratch.of(p.inner * kColumns);
   std::array<uint64_t, static_cast<size_t>(kRows * kColumns)> sums;
+  const int64_t terms_of_sum = fixed::terms_of_shifted(p.largest_term);
   const int64_t vectors = p.columns > 0 ? vectors_of_panel<Tiles>(p.columns) : 0;
   for (int64_t column = 0; column < p.columns; column += vectors * kWidth) {
     const int64_t count = std::min(vectors * kWidth, p.columns - column);
@@ -194,21 +202,24 @@ template <class Tiles>
 }
 
 template <class Tiles>
-[[gnu::always_inline]] inline bool run_rows(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
-  if (!fixed::all_fit(largest_term)) return add_checked_rows(p, begin, end) == 0;
-  add_tiles<Tiles>(p, fixed::terms_of_shifted(largest_term), begin, end);
+[[gnu::always_inline]] inline bool run_rows(const ExactProduct& p, int64_t begin, int64_t end) {
+  if (!fixed::all_fit(p.largest_term)) return add_checked_rows(p, begin, end) == 0;
+  constexpr int64_t kCopyMax = 1 << 17;  // doubles of a transposed left side at a time, which stay in a core's cache
+  const int64_t fit = std::max<int64_t>(1, kCopyMax / Tiles::kRows / std::max<int64_t>(1, p.inner)) * Tiles::kRows;
+  const int64_t strip = p.a_transposed ? fit : std::max<int64_t>(1, end - begin);
+  for (int64_t first = begin; first < end; first += strip) add_tiles<Tiles>(p, first, std::min(first + strip, end));
   return true;
 }
 
-bool rows_anywhere(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
-  return run_rows<TilesAnywhere>(p, largest_term, begin, end);
+bool rows_anywhere(const ExactProduct& p, int64_t begin, int64_t end) {
+  return run_rows<TilesAnywhere>(p, begin, end);
 }
 #ifdef SHARD_X86
-[[SHARD_AVX2]] bool rows_avx2(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
-  return run_rows<TilesAvx2>(p, largest_term, begin, end);
+[[SHARD_AVX2]] bool rows_avx2(const ExactProduct& p, int64_t begin, int64_t end) {
+  return run_rows<TilesAvx2>(p, begin, end);
 }
-[[SHARD_AVX512]] bool rows_avx512(const ExactProduct& p, double largest_term, int64_t begin, int64_t end) {
-  return run_rows<TilesAvx512>(p, largest_term, begin, end);
+[[SHARD_AVX512]] bool rows_avx512(const ExactProduct& p, int64_t begin, int64_t end) {
+  return run_rows<TilesAvx512>(p, begin, end);
 }
 #endif
 
@@ -224,14 +235,39 @@ std::vector<Variant> variants() {
   return found;
 }
 
+namespace {
+
+const Variant& fastest() {
+  static const Variant one = variants().front();
+  return one;
+}
+
+// Threads share the columns of one row, as sums of rows have it.
+bool run_columns(const ExactProduct& p, int64_t terms_of_thread) {
+  std::atomic<bool> fit = true;
+  at::parallel_for(0, p.columns, terms_of_thread / std::max<int64_t>(1, p.inner) + 1, [&](int64_t begin, int64_t end) {
+    ExactProduct part = p;
+    part.b += begin * p.inner;
+    if (p.units)
+      part.units += begin;
+    else
+      part.out += begin;
+    part.columns = end - begin;
+    if (!fastest().rows(part, 0, 1)) fit = false;
+  });
+  return fit;
+}
+
+}  // namespace
+
 // Each element is computed by one thread, so their number changes no bit.
-bool run(const ExactProduct& p, double largest_term) {
-  static const Variant fastest = variants().front();
+bool run(const ExactProduct& p) {
   constexpr int64_t kTermsOfThread = int64_t{1} << 19;  // ten microseconds or more, so that waking a thread pays
+  if (p.rows == 1 && p.b_transposed && !p.seen) return run_columns(p, kTermsOfThread);
   const int64_t of_row = std::max<int64_t>(1, p.inner * p.columns);
   std::atomic<bool> fit = true;
   at::parallel_for(0, p.rows, kTermsOfThread / of_row + 1, [&](int64_t begin, int64_t end) {
-    if (!fastest.rows(p, largest_term, begin, end)) fit = false;
+    if (!fastest().rows(p, begin, end)) fit = false;
   });
   return fit;
 }

@@ -6,6 +6,6 @@
 namespace shardproof::cpu_product {
 
 // What ModelMath::exact_product promises, by the fastest instructions of this machine, with LibTorch's threads.
-bool run(const ExactProduct& product, double largest_term);
+bool run(const ExactProduct& product);
 
 }  // namespace shardproof::cpu_product

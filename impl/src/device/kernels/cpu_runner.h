@@ -75,12 +75,12 @@ struct CpuRunner {
     sums.move_to(counters);
   }
 
-  template <class T>
-  int64_t largest(const T* x, int64_t count) const {
+  template <class T>  // of double
+  int64_t largest_magnitude_bits(const T* x, int64_t count) const {
     return by_richest_instructions([&] { return find_largest(x, count); });
   }
 
-  bool product(const ExactProduct& product, double largest_term) const { return cpu_product::run(product, largest_term); }
+  bool product(const ExactProduct& product) const { return cpu_product::run(product); }
 
  private:
   template <class Rule>

@@ -31,10 +31,14 @@ __global__ void __launch_bounds__(kThreads)
   if (place != kNone) atomicMin(found, static_cast<unsigned long long>(place));
 }
 
-// The bits of the largest magnitude go to `found`.
+// The bits of the largest magnitude go to `found`. A warp agrees on one first, since all write to one place.
 __global__ void __launch_bounds__(kThreads) largest_of(int64_t count, const double* x, unsigned long long* found) {
-  const int64_t bits = largest_thread(blockIdx.x, threadIdx.x, gridDim.x, count, x);
-  if (bits > 0) atomicMax(found, static_cast<unsigned long long>(bits));
+  auto bits = static_cast<unsigned long long>(largest_thread(blockIdx.x, threadIdx.x, gridDim.x, count, x));
+  for (int step = 16; step > 0; step /= 2) {
+    const unsigned long long others = __shfl_xor_sync(0xffffffff, bits, step);
+    bits = bits > others ? bits : others;
+  }
+  if (threadIdx.x % 32 == 0) atomicMax(found, bits);
 }
 
 constexpr size_t kExactBytes = sizeof(uint32_t) * kExactSlots;
@@ -137,7 +141,7 @@ class GpuRunner {
                  "cudaMemcpyAsync");
   }
 
-  int64_t largest(const double* x, int64_t count) const {
+  int64_t largest_magnitude_bits(const double* x, int64_t count) const {
     unsigned long long bits = 0;
     if (count == 0) return 0;
     const Scratch found(sizeof(bits), stream());
@@ -148,9 +152,7 @@ class GpuRunner {
     return static_cast<int64_t>(bits);
   }
 
-  bool product(const ExactProduct& product, double largest_term) const {
-    return product_by_elements(*this, product, largest_term);
-  }
+  bool product(const ExactProduct& product) const { return product_by_elements(*this, product); }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
     require_cuda(cudaFuncSetAttribute(exact_chunks, cudaFuncAttributeMaxDynamicSharedMemorySize, kExactBytes),

@@ -3,8 +3,8 @@
 //   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
 //   int64_t first(count, rule)       the first place that a rule found, count where there is none
 //   void exact(spans, squares, counters)
-//   int64_t largest(doubles, count)  the bits of the largest magnitude
-//   bool product(exact product, largest term)
+//   int64_t largest_magnitude_bits(doubles, count)
+//   bool product(exact product)
 //   void zero(target, bytes), void copy(target, source, bytes)
 #pragma once
 
@@ -128,10 +128,10 @@ class KernelMath final : public ModelMath {
   }
   void scale(float* values, int64_t count, float factor) const override { run_.each(count, ScaleRule<false>{values, factor}); }
 
-  double largest(const double* x, int64_t count) const override { return bits_of<double>(run_.largest(x, count)); }
-  bool exact_product(const ExactProduct& product, double largest_term) const override {
-    return run_.product(product, largest_term);
+  double largest_magnitude(const double* x, int64_t count) const override {
+    return bits_of<double>(run_.largest_magnitude_bits(x, count));
   }
+  bool exact_product(const ExactProduct& product) const override { return run_.product(product); }
   void row_norm(const RowNorm& norm, const double* bias, double* y) const override {
     run_.each(norm.rows, NormRule{norm, bias, y});
   }
@@ -140,7 +140,10 @@ class KernelMath final : public ModelMath {
   }
   void row_powers(const double* x, const double* most, const double* divisor, int64_t rows, int64_t width,
                   double* y) const override {
-    run_.each(rows * width, InRows<PowersRule>{{x, most, divisor, y}, width});
+    if (divisor)
+      run_.each(rows * width, InRows<PowersRule<true>>{{x, most, divisor, y}, width});
+    else
+      run_.each(rows * width, InRows<PowersRule<false>>{{x, most, divisor, y}, width});
   }
   void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale, int64_t rows,
                   int64_t width, double* y) const override {

@@ -50,7 +50,7 @@ struct TwinRunner : CpuRunner {
     return static_cast<int64_t>(found);
   }
 
-  int64_t largest(const double* x, int64_t count) const {
+  int64_t largest_magnitude_bits(const double* x, int64_t count) const {
     int64_t bits = 0;
     const uint32_t blocks = largest_blocks(count);
     for (uint32_t block = 0; block < blocks; ++block)
@@ -59,9 +59,7 @@ struct TwinRunner : CpuRunner {
     return bits;
   }
 
-  bool product(const ExactProduct& product, double largest_term) const {
-    return product_by_elements(*this, product, largest_term);
-  }
+  bool product(const ExactProduct& product) const { return product_by_elements(*this, product); }
 
   void exact(std::span<const FlatSpan> spans, bool squares, std::span<int64_t> counters) const {
     std::vector<uint32_t> limbs(kExactSlots, 0xdeadbeef);  // shared memory holds anything at first

@@ -1,5 +1,6 @@
 // Tiles of exact products: the sums of a few rows and columns stay in registers, so that what is loaded serves several terms.
-// There is one struct for each set of instructions, and all have the same bits, since a term is rounded once everywhere.
+// There is one struct for each set of instructions. All have the same bits: a term is rounded once everywhere, and since none
+// is half-way between two multiples, it does not matter what it is added to.
 #pragma once
 
 #include <cstdint>

@@ -35,7 +35,7 @@ struct Attend : torch::autograd::Function<Attend> {
     const std::vector<int64_t> keys = all_positions(k.size(2));
     fixed::Terms terms;
     at::Tensor shares = scores(q, k, {positions, keys, causal}, terms);
-    shares = powers(shares, largest(shares));
+    raise(shares, largest(shares));
     Mixture mixture(q);
     mixture.add(shares, mask, v, terms);
     terms.require_fit(name);

@@ -44,8 +44,9 @@ at::Tensor swapped(const at::Tensor& rows) {
 fixed::Operand operand(const at::Tensor& heads) {
   return {heads, "attention"};
 }
-// Of powers and shares, with or without a mask. A power of what is over the largest is 1 at most, and so is a share of a sum to
-// which the largest adds 1. Where scores are not finite, their own terms were out of range, and that is the error.
+// Powers and shares, times a mask where there is one. Without one nobody has to look at them: a power of a score minus the
+// largest of its row is 1 at most, and so is its share of a sum to which the largest adds 1. This holds for scores that had
+// terms out of range, too: they are wrong, but finite, and `Terms` has the error.
 fixed::Operand operand_within_one(const at::Tensor& heads, const at::Tensor& mask) {
   if (mask.defined()) return operand(heads * mask);
   return {heads, "attention", 1};
@@ -91,10 +92,11 @@ class HeadProducts {
             .rows = rows_,
             .inner = inner_,
             .columns = columns_,
+            .largest_term = a_.magnitude * b_.magnitude,
             .a_transposed = a_.transposed,
             .b_transposed = b_.transposed};
   }
-  void run(const ExactProduct& product) { terms_.note(math_.exact_product(product, a_.magnitude * b_.magnitude)); }
+  void run(const ExactProduct& product) { terms_.note(math_.exact_product(product)); }
 
   const ModelMath& math_;
   fixed::Operand a_, b_;
@@ -124,12 +126,11 @@ at::Tensor largest(const at::Tensor& scores) {
 }
 
 // A query that sees no key has no largest score either, and its powers are 0, too.
-at::Tensor powers(const at::Tensor& scores, const at::Tensor& most, const at::Tensor& divisor) {
+void raise(at::Tensor scores, const at::Tensor& most, const at::Tensor& divisor) {
   double* data = scores.mutable_data_ptr<double>();
   model_math(device_math(scores))
       .row_powers(data, most.const_data_ptr<double>(), divisor.defined() ? divisor.const_data_ptr<double>() : nullptr,
                   most.numel(), scores.size(-1), data);
-  return scores;
 }
 
 Mixture::Mixture(const at::Tensor& q)

@@ -25,9 +25,9 @@ struct Places {
 at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Places& places, fixed::Terms& terms);
 // The largest of each row [B, heads, queries].
 at::Tensor largest(const at::Tensor& scores);
-// exp(score - most of its row), over the divisor [B, heads, queries, 1] of its row where there is one. In the memory of
-// `scores`.
-at::Tensor powers(const at::Tensor& scores, const at::Tensor& most, const at::Tensor& divisor = {});
+// Puts powers in the place of scores: exp(score - most of its row), divided by the divisor [B, heads, queries, 1] of the row if
+// there is one.
+void raise(at::Tensor scores, const at::Tensor& most, const at::Tensor& divisor = {});
 
 // Of each query, in units: sum u(m e v) [B, heads, queries, width] and sum u(e) [B, heads, queries, 1]; e are powers, m is the
 // mask of dropout [B, heads, queries, keys], undefined for none.

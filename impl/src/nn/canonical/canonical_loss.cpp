@@ -22,7 +22,7 @@ using torch::autograd::variable_list;
 constexpr int64_t kIgnored = -100;
 constexpr const char* kName = "cross_entropy";
 
-// Powers of logits over the largest of their row, of this rank's entries [rows, own]; over the divisor of the row where given.
+// exp(logit - largest of its row), divided by the divisor of its row if there is one: of this rank's entries [rows, own].
 at::Tensor powers(const at::Tensor& logits, const at::Tensor& most, const at::Tensor& divisor = {}) {
   at::Tensor result = at::empty(logits.sizes(), logits.options());
   model_math(device_math(logits))
@@ -59,9 +59,7 @@ at::Tensor at_targets(const at::Tensor& logits, const at::Tensor& targets, const
 at::Tensor sums_of(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& most, int64_t first) {
   const at::Tensor terms = powers(logits, most), sums = at::zeros({logits.size(0)}, targets.options());
   fixed::Terms found;
-  const bool finite = std::isfinite(fixed::largest(most));  // then no power is above 1, and none is NaN
-  fixed::add_row_sums(sums, terms, finite ? 1 : NAN, found);
-  found.require_fit(kName);
+  fixed::add_row_sums(sums, terms, 1, found);  // no power is above 1
   return at::stack({sums, fixed::to_units(at_targets(logits, targets, most, first), kName)});
 }
 
@@ -74,6 +72,9 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
                           ? logits.amax({1})
                           : at::full({logits.size(0)}, -std::numeric_limits<double>::infinity(), logits.options());
     if (group) group->all_reduce(most, Reduce::max).wait();
+    fixed::Terms finite;  // the same on all ranks
+    finite.note(std::isfinite(fixed::largest_magnitude(most)));
+    finite.require_fit(kName);
     at::Tensor sums = sums_of(logits, targets, most, first);
     if (group) group->all_reduce(sums, Reduce::sum).wait();
     ctx->save_for_backward({logits, targets, most, sums});

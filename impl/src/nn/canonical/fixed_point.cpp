@@ -22,23 +22,10 @@ bool everywhere(const at::Tensor& condition) {
   return condition.all().item<bool>();
 }
 
-void run_product(const at::Tensor& out, const Operand& a, const Operand& b, const std::string& what) {
-  require_terms(a.columns(), what);
-  const ExactProduct task{.a = a.memory.const_data_ptr<double>(),
-                          .b = b.memory.const_data_ptr<double>(),
-                          .out = out.mutable_data_ptr<double>(),
-                          .rows = a.rows(),
-                          .inner = a.columns(),
-                          .columns = b.columns(),
-                          .a_transposed = a.transposed,
-                          .b_transposed = b.transposed};
-  require(model_math(device_math(out)).exact_product(task, a.magnitude * b.magnitude), what);
-}
-
 }  // namespace
 
-double largest(const at::Tensor& x) {
-  return model_math(device_math(x)).largest(x.const_data_ptr<double>(), x.numel());
+double largest_magnitude(const at::Tensor& x) {
+  return model_math(device_math(x)).largest_magnitude(x.const_data_ptr<double>(), x.numel());
 }
 
 Operand::Operand(const at::Tensor& matrix, const std::string& what, double magnitude) : magnitude(magnitude) {
@@ -48,7 +35,7 @@ Operand::Operand(const at::Tensor& matrix, const std::string& what, double magni
 }
 
 Operand::Operand(const at::Tensor& matrix, const std::string& what) : Operand(matrix, what, 0) {
-  magnitude = largest(memory);
+  magnitude = largest_magnitude(memory);
 }
 
 Operand Operand::turned() const {
@@ -82,7 +69,7 @@ at::Tensor grid(const at::Tensor& x) {
 
 at::Tensor product(const Operand& a, const Operand& b, const std::string& what) {
   const at::Tensor result = at::empty({a.rows(), b.columns()}, a.memory.options());
-  run_product(result, a, b, what);
+  product_into(result, a, b, what);
   return result;
 }
 
@@ -90,8 +77,18 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& 
   return product(Operand(a, what), Operand(b, what), what);
 }
 
-void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const std::string& what) {
-  run_product(out, Operand(a, what), Operand(b, what), what);
+void product_into(const at::Tensor& out, const Operand& a, const Operand& b, const std::string& what) {
+  require_terms(a.columns(), what);
+  const ExactProduct task{.a = a.memory.const_data_ptr<double>(),
+                          .b = b.memory.const_data_ptr<double>(),
+                          .out = out.mutable_data_ptr<double>(),
+                          .rows = a.rows(),
+                          .inner = a.columns(),
+                          .columns = b.columns(),
+                          .largest_term = a.magnitude * b.magnitude,
+                          .a_transposed = a.transposed,
+                          .b_transposed = b.transposed};
+  require(model_math(device_math(out)).exact_product(task), what);
 }
 
 at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what) {
@@ -108,8 +105,8 @@ void add_row_sums(const at::Tensor& units, const at::Tensor& x, double magnitude
                                  .inner = x.size(-1),
                                  .columns = units.numel(),
                                  .units = units.mutable_data_ptr<int64_t>(),
-                                 .b_transposed = true},
-                                magnitude));
+                                 .largest_term = magnitude,
+                                 .b_transposed = true}));
 }
 
 at::Tensor units_of_terms(const at::Tensor& terms, const std::string& what) {

@@ -22,8 +22,8 @@ class Terms {
   bool fit_ = true;
 };
 
-// The largest magnitude, NaN where there is one, and 0 of nothing. On a device, the host waits for the answer.
-double largest(const at::Tensor& x);
+// Of a contiguous float64 tensor; NaN where there is one, and 0 of nothing. On a device, the host waits for the answer.
+double largest_magnitude(const at::Tensor& x);
 
 // The functions below work where their tensors are: LibTorch's operators on single elements, each of which is one IEEE
 // operation, and the device's own arithmetic (model_math.h). So they have the same bits on every device.
@@ -54,7 +54,7 @@ void require_terms(int64_t count, const std::string& what);
 at::Tensor product(const Operand& a, const Operand& b, const std::string& what);
 at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& what);
 // The same in the contiguous memory of `out` [rows, columns].
-void product_into(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const std::string& what);
+void product_into(const at::Tensor& out, const Operand& a, const Operand& b, const std::string& what);
 // x [rows, n] -> [n].
 at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what);
 // Adds the sum of each row of x [.., n] to `units` [..], in units. Both are contiguous. Its magnitude is given.

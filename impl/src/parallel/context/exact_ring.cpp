@@ -42,7 +42,8 @@ ExactRing::Kept ExactRing::forward(const at::Tensor& given_q, const at::Tensor& 
   ring_.go_round(at::stack({k, v}), [&](const at::Tensor& both, int64_t source) {
     const Block here = block(source, /*with_mask=*/true, q.device());
     const at::Tensor scores = canonical_blocks::scores(q, both[0], places(here), terms);
-    mixture.add(canonical_blocks::powers(scores, most), here.mask, both[1], terms);
+    canonical_blocks::raise(scores, most);
+    mixture.add(scores, here.mask, both[1], terms);
   });
   terms.require_fit(name_);
   return {q, k, v, mixture.output(), most, mixture.divisor()};
@@ -56,8 +57,8 @@ ExactRing::Gradients ExactRing::backward(const Kept& kept, const at::Tensor& out
   const at::Tensor own_keys = at::stack({kept.k, kept.v});
   const auto visit = [&](const at::Tensor& both, const at::Tensor& of_both, int64_t source) {
     const Block here = block(source, /*with_mask=*/true, kept.q.device());
-    const at::Tensor scores = canonical_blocks::scores(kept.q, both[0], places(here), terms);
-    const at::Tensor shares = canonical_blocks::powers(scores, kept.most, kept.divisor);
+    const at::Tensor shares = canonical_blocks::scores(kept.q, both[0], places(here), terms);
+    canonical_blocks::raise(shares, kept.most, kept.divisor);
     gradients.add(both[0], both[1], shares, here.mask, places(here), of_both[0], of_both[1], terms);
   };
   const at::Tensor of_both =

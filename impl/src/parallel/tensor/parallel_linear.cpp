@@ -31,15 +31,15 @@ at::Tensor as_rows(const at::Tensor& x) {
 struct Factor {
   at::Tensor matrix;     // [n, columns]
   at::Tensor bias = {};  // [columns]; undefined in canonical arithmetic
-  bool canonical = false;
-  std::string what = {};  // in messages of canonical arithmetic
+  std::optional<fixed::Operand> exact = {};  // the matrix in canonical arithmetic
+  std::string what = {};                     // in messages of it
 
   void multiply(const at::Tensor& x, const at::Tensor& out) const {
     const at::Tensor rows = rows_of(x);
     const std::vector<int64_t> sizes{rows.size(0), matrix.size(1)};
     at::Tensor place = out.is_contiguous() ? out.view(sizes) : at::empty(sizes, out.options());
-    if (canonical)
-      fixed::product_into(place, rows, matrix, what);
+    if (exact)
+      fixed::product_into(place, fixed::Operand(rows, what), *exact, what);
     else if (bias.defined())
       at::addmm_out(place, bias, rows, matrix);
     else
@@ -76,7 +76,8 @@ struct Layer {
     return arithmetic.canonical ? collective::Sum::exact(what) : collective::Sum();
   }
   Factor factor(const at::Tensor& matrix, const std::string& what, const at::Tensor& bias = {}) const {
-    return {matrix, bias, arithmetic.canonical, what};
+    if (!arithmetic.canonical) return {matrix, bias};
+    return {matrix, {}, fixed::Operand(matrix, what), what};
   }
   // Memory for a tensor [.., features] with the leading dims of x. Its sequence, if there is one, has `positions`.
   at::Tensor memory(const at::Tensor& x, int64_t positions, int64_t features) const {
