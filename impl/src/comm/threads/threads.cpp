@@ -1,7 +1,11 @@
 #include "shardproof/comm/threads/threads.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include <cstring>
 
 #include "comm/split_group.h"
 #include "comm/threads/threads_pool.h"
@@ -82,6 +86,21 @@ class Loan {
   std::vector<PoolThread*> threads_;
 };
 
+// MKL chooses its kernels at the first product of a process. When several threads make it at once, now and then one of them gets
+// a result with 16 bits of precision (seen on a Xeon with AMX: 1 of 6,000 processes with four threads). So one thread makes it.
+// It does not go by LibTorch's dispatcher, where a program may count or record operators.
+void make_first_product() {
+  static const bool made = [] {
+    for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+      const at::Tensor x = at::detail::empty_cpu({4, 4}, at::TensorOptions(dtype));
+      memset(x.mutable_data_ptr(), 0, x.nbytes());
+      at::cpu::mm(x, x);
+    }
+    return true;
+  }();
+  static_cast<void>(made);
+}
+
 }  // namespace
 }  // namespace threads
 
@@ -90,6 +109,7 @@ void run_threads(int64_t world_size, const std::function<void(std::shared_ptr<Co
   SHARD_REQUIRE(world_size >= 1 && world_size <= kThreadsWorldMax, "threads",
                 "a world of {} ranks cannot be run as threads; use 1 to {} ranks, or another backend", world_size,
                 kThreadsWorldMax);
+  threads::make_first_product();
   const threads::Loan loan(world_size);
   const auto world = std::make_shared<threads::World>(loan.parkers(), options);
   // The number of threads that LibTorch uses within an operator is a setting of each thread; a kept one has an old one.

@@ -24,11 +24,14 @@
 #  define SHARD_HD __host__ __device__ __forceinline__
 #  define SHARD_VECTORIZE
 #  define SHARD_UNROLL _Pragma("unroll")
+#  define SHARD_ONE_BY_ONE _Pragma("unroll 1")
 #else
 #  define SHARD_HD inline
 // Before a loop in which no iteration needs another one's result, though pointers in it may be equal.
 #  define SHARD_VECTORIZE _Pragma("GCC ivdep")
 #  define SHARD_UNROLL
+// Before a loop whose rounds nvcc must not count: it would count them from the number of the block, in 32 bits where that fits.
+#  define SHARD_ONE_BY_ONE
 #endif
 
 namespace shardproof::SHARD_KERNELS {

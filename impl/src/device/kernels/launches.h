@@ -63,6 +63,7 @@ SHARD_HD uint64_t first_thread(uint32_t block, uint32_t thread, int64_t packs, i
 // The bits of the largest magnitude that a thread finds, of `blocks` blocks.
 SHARD_HD int64_t largest_thread(uint32_t block, uint32_t thread, uint32_t blocks, int64_t count, const double* x) {
   int64_t bits = 0;
+  SHARD_ONE_BY_ONE
   for (int64_t i = pack_of(block, thread); i < count; i += static_cast<int64_t>(blocks) * kThreads)
     bits = larger_magnitude(bits, x[i]);
   return bits;
