@@ -86,9 +86,9 @@ class Loan {
   std::vector<PoolThread*> threads_;
 };
 
-// MKL chooses its kernels at the first product of a process. When several threads make it at once, now and then one of them gets
-// a result with 16 bits of precision (seen on a Xeon with AMX: 1 of 6,000 processes with four threads). So one thread makes it.
-// It does not go by LibTorch's dispatcher, where a program may count or record operators.
+// MKL chooses its kernels at the first product of a process. When several threads make it at once, now and then one of them
+// gets a result with 16 bits of precision (seen on a Xeon with AMX: 1 of 6,000 processes with four threads). So one thread
+// makes it. It does not go by LibTorch's dispatcher, where a program may count or record operators.
 void make_first_product() {
   static const bool made = [] {
     for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
