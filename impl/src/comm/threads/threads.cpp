@@ -4,6 +4,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/sin_cpu_dispatch.h>
+#include <ATen/ops/tanh_cpu_dispatch.h>
 
 #include <cstring>
 
@@ -86,19 +88,22 @@ class Loan {
   std::vector<PoolThread*> threads_;
 };
 
-// MKL chooses its kernels at the first product of a process. When several threads make it at once, now and then one of them
-// gets a result with 16 bits of precision (seen on a Xeon with AMX: 1 of 6,000 processes with four threads). So one thread
-// makes it. It does not go by LibTorch's dispatcher, where a program may count or record operators.
-void make_first_product() {
-  static const bool made = [] {
+// MKL chooses the kernels of functions such as tanh and sin at the first of them in a process. When several threads call one
+// for the first time, now and then one of them gets results with some 14 bits of precision (seen on a Xeon: 1 of 10,000
+// processes with four threads). So one thread calls them first, and makes a product, too. It does not go by LibTorch's
+// dispatcher, where a program may count or record operators.
+void let_mkl_choose() {
+  static const bool chosen = [] {
     for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
       const at::Tensor x = at::detail::empty_cpu({4, 4}, at::TensorOptions(dtype));
       memset(x.mutable_data_ptr(), 0, x.nbytes());
       at::cpu::mm(x, x);
+      at::cpu::tanh(x);
+      at::cpu::sin(x);
     }
     return true;
   }();
-  static_cast<void>(made);
+  static_cast<void>(chosen);
 }
 
 }  // namespace
@@ -109,7 +114,7 @@ void run_threads(int64_t world_size, const std::function<void(std::shared_ptr<Co
   SHARD_REQUIRE(world_size >= 1 && world_size <= kThreadsWorldMax, "threads",
                 "a world of {} ranks cannot be run as threads; use 1 to {} ranks, or another backend", world_size,
                 kThreadsWorldMax);
-  threads::make_first_product();
+  threads::let_mkl_choose();
   const threads::Loan loan(world_size);
   const auto world = std::make_shared<threads::World>(loan.parkers(), options);
   // The number of threads that LibTorch uses within an operator is a setting of each thread; a kept one has an old one.
