@@ -90,8 +90,8 @@ class Loan {
 
 // MKL chooses the kernels of functions such as tanh and sin at the first of them in a process. When several threads call one
 // for the first time, now and then one of them gets results with some 14 bits of precision (seen on a Xeon: 1 of 6,000
-// processes with four threads). So one thread calls them first, and makes a product, too. It does not go by LibTorch's
-// dispatcher, where a program may count or record operators.
+// processes with four threads). So one thread calls them first, and makes a product, too. None of these calls goes by
+// LibTorch's dispatcher, where a program may count or record operators.
 void let_mkl_choose() {
   static const bool chosen = [] {
     for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {

@@ -139,7 +139,7 @@ Mixture::Mixture(const at::Tensor& q)
 
 void Mixture::add(const at::Tensor& powers, const at::Tensor& mask, const at::Tensor& v, fixed::Terms& terms) {
   const Sizes s(mixed_, v);
-  fixed::add_row_sums(total_, powers, 1, terms);
+  fixed::add_row_sums(total_, powers, 1);
   HeadProducts products(operand_within_one(powers, mask), operand(v), terms);
   s.each_head([&](int64_t head, int64_t of_keys) { products.add(mixed_, head, head, of_keys); });
 }

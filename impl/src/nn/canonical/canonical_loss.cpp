@@ -58,8 +58,7 @@ at::Tensor at_targets(const at::Tensor& logits, const at::Tensor& targets, const
 // [2, rows], in units: each row's sum of powers, and the logit of its target, of this rank's entries.
 at::Tensor sums_of(const at::Tensor& logits, const at::Tensor& targets, const at::Tensor& most, int64_t first) {
   const at::Tensor terms = powers(logits, most), sums = at::zeros({logits.size(0)}, targets.options());
-  fixed::Terms found;
-  fixed::add_row_sums(sums, terms, 1, found);  // no power is above 1
+  fixed::add_row_sums(sums, terms, 1);  // no power is above 1
   return at::stack({sums, fixed::to_units(at_targets(logits, targets, most, first), kName)});
 }
 

@@ -96,26 +96,23 @@ at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what) {
   return product(Operand(ones, what, 1), Operand(x, what), what).view({x.size(1)});
 }
 
-void add_row_sums(const at::Tensor& units, const at::Tensor& x, double magnitude, Terms& terms) {
+bool add_row_sums(const at::Tensor& units, const at::Tensor& x, double magnitude) {
   const at::Tensor ones = at::ones({x.size(-1)}, x.options());
-  terms.note(model_math(device_math(x))
-                 .exact_product({.a = ones.const_data_ptr<double>(),
-                                 .b = x.const_data_ptr<double>(),
-                                 .rows = 1,
-                                 .inner = x.size(-1),
-                                 .columns = units.numel(),
-                                 .units = units.mutable_data_ptr<int64_t>(),
-                                 .largest_term = magnitude,
-                                 .b_transposed = true}));
+  return model_math(device_math(x))
+      .exact_product({.a = ones.const_data_ptr<double>(),
+                      .b = x.const_data_ptr<double>(),
+                      .rows = 1,
+                      .inner = x.size(-1),
+                      .columns = units.numel(),
+                      .units = units.mutable_data_ptr<int64_t>(),
+                      .largest_term = magnitude,
+                      .b_transposed = true});
 }
 
 at::Tensor units_of_terms(const at::Tensor& terms, const std::string& what) {
-  const at::Tensor given = require_double(terms, what);
-  const at::Tensor factors = given.view(at::kLong).bitwise_or(given.ne(0)).view(at::kDouble);  // as right_factor
-  const at::Tensor units = factors.mul(kUnits).round_();
-  constexpr double kHalfRange = kTermMax * kUnits;
-  require(everywhere(units.ge(-kHalfRange).logical_and(units.lt(kHalfRange))), what);
-  return units.to(at::kLong);
+  const at::Tensor given = require_double(terms, what), units = at::zeros(given.sizes(), given.options().dtype(at::kLong));
+  require(add_row_sums(units, given.unsqueeze(-1), largest_magnitude(given)), what);  // rows of one term
+  return units;
 }
 
 at::Tensor to_units(const at::Tensor& values, const std::string& what) {

@@ -57,8 +57,9 @@ at::Tensor product(const at::Tensor& a, const at::Tensor& b, const std::string& 
 void product_into(const at::Tensor& out, const Operand& a, const Operand& b, const std::string& what);
 // x [rows, n] -> [n].
 at::Tensor sum_of_rows(const at::Tensor& x, const std::string& what);
-// Adds the sum of each row of x [.., n] to `units` [..], in units. Both are contiguous. Its magnitude is given.
-void add_row_sums(const at::Tensor& units, const at::Tensor& x, double magnitude, Terms& terms);
+// Adds the sum of each row of x [.., n] to `units` [..], in units. Both are contiguous, and the magnitude of x is given.
+// Returns whether all terms were in range.
+bool add_row_sums(const at::Tensor& units, const at::Tensor& x, double magnitude);
 
 // Between float64 that holds multiples of the unit and int64 in units, for sums over ranks.
 at::Tensor to_units(const at::Tensor& values, const std::string& what);

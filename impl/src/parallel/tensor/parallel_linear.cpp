@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "device/matrix.h"
 #include "nn/canonical/fixed_point.h"
