@@ -6,7 +6,7 @@
 #include <cstring>
 #include <optional>
 
-#include "checkpoint/format/stream_copy.h"
+#include "base/stream_copy.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/joined_sums.h"
 #include "checkpoint/match_state.h"

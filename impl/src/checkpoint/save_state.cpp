@@ -6,8 +6,8 @@
 #include <set>
 #include <string_view>
 
+#include "base/stream_copy.h"
 #include "checkpoint/format/row_walk.h"
-#include "checkpoint/format/stream_copy.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/save_plan.h"
 #include "checkpoint/state_names.h"

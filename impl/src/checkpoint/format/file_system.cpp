@@ -13,8 +13,8 @@
 #include <new>
 #include <utility>
 
+#include "base/stream_copy.h"
 #include "checkpoint/format/cause.h"
-#include "checkpoint/format/stream_copy.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof::checkpoint {

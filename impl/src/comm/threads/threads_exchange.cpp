@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/stream_copy.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 
@@ -11,8 +12,10 @@ namespace {
 
 // Large enough that taking a task costs nothing, small enough that two threads end together.
 constexpr int64_t kTaskBytes = 256 << 10;
-// A block of an all-reduce is summed once and copied to every party while it is in the cache.
+// A block of an all-reduce or an all-gather is made or read once, and copied to every party while it is in the cache.
 constexpr int64_t kBlockBytes = 32 << 10;
+// So much does not stay in the caches of cores until somebody reads it, so it is written past them.
+constexpr int64_t kStreamedBytesMin = 16 << 20;
 
 }  // namespace
 
@@ -34,8 +37,8 @@ void Exchange::cut_into_tasks() {
   int64_t tasks = 0;
   for (int64_t p = 0; p < parties(); ++p) {
     Lane& lane = lanes_[p];
-    // An all-reduce is cut by elements, everything else by receiving party.
-    const ElementRange part = op_ == Op::all_reduce ? equal_range(sides_[0].output_numel, p, parties())
+    // Where all parties receive the same it is cut by elements, everything else by receiving party.
+    const ElementRange part = cut_by_elements() ? equal_range(sides_[0].output_numel, p, parties())
                                                     : ElementRange{0, sides_[p].output_numel};
     lane.begin = part.begin;
     lane.end = part.end();
@@ -64,6 +67,7 @@ bool Exchange::run_tasks(int64_t party) {
 void Exchange::run_task(int64_t lane, int64_t begin, int64_t end) const {
   if (bytes_ == 0) return;
   if (op_ == Op::all_reduce) return all_reduce(begin, end);
+  if (op_ == Op::all_gather) return all_gather(begin, end);
   produce(lane, begin, end, sides_[lane].output + begin * element_bytes_);
 }
 
@@ -74,6 +78,23 @@ void Exchange::all_reduce(int64_t begin, int64_t end) const {
     const int64_t length = std::min(block_numel, end - at);
     produce(0, at, at + length, block);
     for (const Side& side : sides_) std::memcpy(side.output + at * element_bytes_, block, length * element_bytes_);
+  }
+}
+
+void Exchange::all_gather(int64_t begin, int64_t end) const {
+  const auto copy = bytes_ >= kStreamedBytesMin ? stream_copy : [](void* to, const void* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+  };
+  const int64_t block_numel = kBlockBytes / element_bytes_;
+  for (int64_t source = 0; source < parties(); ++source) {
+    const ElementRange piece = sides_[0].plan.recv_range(source);
+    const int64_t piece_end = std::min(end, piece.end());
+    for (int64_t at = std::max(begin, piece.begin); at < piece_end; at += block_numel) {
+      const auto bytes = static_cast<size_t>(std::min(block_numel, piece_end - at) * element_bytes_);
+      const std::byte* block = sides_[source].input + (at - piece.begin) * element_bytes_;
+      for (int64_t party = 0; party < parties(); ++party)
+        if (party != source || !sides_[party].in_place) copy(sides_[party].output + at * element_bytes_, block, bytes);
+    }
   }
 }
 

@@ -57,6 +57,8 @@ class Exchange {
   void reduce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
   void run_task(int64_t lane, int64_t begin, int64_t end) const;
   void all_reduce(int64_t begin, int64_t end) const;
+  void all_gather(int64_t begin, int64_t end) const;
+  bool cut_by_elements() const { return op_ == Op::all_reduce || op_ == Op::all_gather; }
   void cut_into_tasks();
   void move(void* target, const void* source, int64_t bytes) const;
 

@@ -1,4 +1,4 @@
-#include "checkpoint/format/stream_copy.h"
+#include "base/stream_copy.h"
 
 #include <sys/mman.h>
 
@@ -9,7 +9,7 @@
 #  include <emmintrin.h>
 #endif
 
-namespace shardproof::checkpoint {
+namespace shardproof {
 
 void stream_copy(void* to, const void* from, size_t bytes) {
   if (bytes == 0) return;  // memory of an empty tensor may be null, which memcpy must not see
@@ -34,4 +34,4 @@ void prefer_large_pages(void* memory, size_t bytes) {
   if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
-}  // namespace shardproof::checkpoint
+}  // namespace shardproof
