@@ -14,7 +14,7 @@ namespace shardproof {
 namespace {
 
 // What must agree: fixed fields, then for all_to_all what goes to and comes from each rank.
-enum Field : size_t { kOp, kSequence, kDtype, kNumel, kReduce, kFactor, kPeer, kFields };
+enum Field : size_t { kOp, kSequence, kDtype, kNumel, kReduce, kFactor, kFinish, kPeer, kFields };
 using Signature = std::vector<int64_t>;
 
 class Checked final : public DecoratedComm {
@@ -47,6 +47,7 @@ class Checked final : public DecoratedComm {
     signature[kNumel] = numel(call);
     signature[kReduce] = static_cast<int64_t>(call.reduce);
     signature[kFactor] = std::bit_cast<int64_t>(call.factor);
+    signature[kFinish] = std::bit_cast<int64_t>(call.finish.factor);
     signature[kPeer] = call.peer;
     std::copy(call.input_sizes.begin(), call.input_sizes.end(), signature.begin() + kFields);
     std::copy(call.output_sizes.begin(), call.output_sizes.end(), signature.begin() + kFields + size());
@@ -73,14 +74,18 @@ class Checked final : public DecoratedComm {
     return sends(a, rank_b) == receives(b, rank_a) && sends(b, rank_a) == receives(a, rank_b);
   }
 
-  static std::string times(double factor) { return factor == 1 ? "" : fmt::format(" times {}", factor); }
+  static std::string times(int64_t bits, const char* when = "") {
+    const auto factor = std::bit_cast<double>(bits);
+    return factor == 1 ? "" : fmt::format(" {}times {}", when, factor);
+  }
 
   std::string str(const Signature& s) const {
     const auto op = static_cast<Op>(s[kOp]);
     std::string text =
         fmt::format("{}({} x {}", to_string(op), c10::toString(static_cast<at::ScalarType>(s[kDtype])), s[kNumel]);
     if (op == Op::reduce_scatter || op == Op::all_reduce)
-      text += fmt::format(", {}{}", to_string(static_cast<Reduce>(s[kReduce])), times(std::bit_cast<double>(s[kFactor])));
+      text += fmt::format(", {}{}{}", to_string(static_cast<Reduce>(s[kReduce])), times(s[kFactor]),
+                          times(s[kFinish], "then "));
     if (op == Op::broadcast) text += fmt::format(", root {}", s[kPeer]);
     if (op == Op::all_to_all)
       text += fmt::format(", sends {}, receives {}", fmt::join(s.begin() + kFields, s.begin() + kFields + size(), "+"),

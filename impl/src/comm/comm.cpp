@@ -70,14 +70,29 @@ void validate_sizes(const std::vector<int64_t>& sizes, const at::Tensor& tensor,
                 where(call, comm), role, comm.size(), tensor.numel(), fmt::join(sizes, ","));
 }
 
+bool sums(const Call& call) {
+  return (call.op == Op::reduce_scatter || call.op == Op::all_reduce) && call.reduce == Reduce::sum;
+}
+
+void require_exact(double factor, const Call& call, const Comm& comm) {
+  int exponent = 0;
+  SHARD_REQUIRE(std::frexp(factor, &exponent) == 0.5 && exponent >= -14 && exponent <= 1, "comm",
+                "{}: the factor must be a power of two from 2^-15 to 1, got {}", where(call, comm), factor);
+}
+
 void validate_factor(const Call& call, const Comm& comm) {
-  const bool sums = (call.op == Op::reduce_scatter || call.op == Op::all_reduce) && call.reduce == Reduce::sum;
-  SHARD_REQUIRE(comm.premultiplies() && sums && c10::isFloatingType(dtype(call)), "comm",
+  SHARD_REQUIRE(comm.premultiplies() && sums(call) && c10::isFloatingType(dtype(call)), "comm",
                 "{}: a factor of {} is for sums of floats where Comm::premultiplies says so; multiply the terms first",
                 where(call, comm), call.factor);
-  int exponent = 0;
-  SHARD_REQUIRE(std::frexp(call.factor, &exponent) == 0.5 && exponent >= -14 && exponent <= 0, "comm",
-                "{}: the factor must be a power of two from 2^-15 to 1, got {}", where(call, comm), call.factor);
+  require_exact(call.factor, call, comm);
+}
+
+void validate_finish(const Call& call, const Comm& comm) {
+  SHARD_REQUIRE(comm.finishes_sums() && sums(call) && dtype(call) == at::kFloat && call.output.is_cpu(), "comm",
+                "{}: it is to be finished, which is for sums of float32 on the CPU where Comm::finishes_sums says so, got {} on "
+                "{}; do it after the sum",
+                where(call, comm), dtype_name(dtype(call)), call.output.device().str());
+  require_exact(call.finish.factor, call, comm);
 }
 
 void validate(const Call& call, const Comm& comm) {
@@ -88,6 +103,7 @@ void validate(const Call& call, const Comm& comm) {
   if (sends) validate_tensor(call.input, "input", call, comm);
   if (receives) validate_tensor(call.output, "output", call, comm);
   if (call.factor != 1) validate_factor(call, comm);
+  if (call.finish.factor != 1 || call.finish.all_finite) validate_finish(call, comm);
   if (!sends || !receives) return;
   SHARD_REQUIRE(call.input.scalar_type() == call.output.scalar_type(), "comm", "{}: the input is {} but the output {}",
                 where(call, comm), dtype_name(call.input.scalar_type()), dtype_name(call.output.scalar_type()));
@@ -109,6 +125,8 @@ void copy_alone(const Call& call) {
   at::Tensor output = call.output.variable_data().view({-1});
   if (call.input.const_data_ptr() != call.output.const_data_ptr()) output.copy_(call.input.variable_data().view({-1}));
   if (call.factor != 1) output.mul_(call.factor);
+  if (call.finish.all_finite) *call.finish.all_finite = at::isfinite(output).all().item<bool>();
+  if (call.finish.factor != 1) output.mul_(call.finish.factor);
 }
 
 thread_local std::string_view label;
@@ -166,8 +184,9 @@ std::string describe(const Call& call) {
     case Op::all_gather: return fmt::format("all_gather({})", elements());
     case Op::reduce_scatter:
     case Op::all_reduce:
-      return fmt::format("{}({}{}, {})", to_string(call.op), to_string(call.reduce),
-                         call.factor == 1 ? "" : fmt::format(" times {}", call.factor), elements());
+      return fmt::format("{}({}{}{}, {})", to_string(call.op), to_string(call.reduce),
+                         call.factor == 1 ? "" : fmt::format(" times {}", call.factor),
+                         call.finish.factor == 1 ? "" : fmt::format(" then times {}", call.finish.factor), elements());
     case Op::all_to_all:
       return fmt::format("all_to_all({}, sends {}, receives {})", dtype_name(dtype(call)),
                          fmt::join(call.input_sizes, "+"), fmt::join(call.output_sizes, "+"));
@@ -224,6 +243,15 @@ Work Comm::scaled_reduce_scatter(at::Tensor output, at::Tensor input, double fac
 
 Work Comm::scaled_all_reduce(at::Tensor tensor, double factor) {
   return issue({.op = Op::all_reduce, .output = tensor, .input = tensor, .factor = factor});
+}
+
+Work Comm::finished_reduce_scatter(at::Tensor output, at::Tensor input, Finish finish) {
+  return issue(
+      {.op = Op::reduce_scatter, .output = std::move(output), .input = std::move(input), .finish = std::move(finish)});
+}
+
+Work Comm::finished_all_reduce(at::Tensor tensor, Finish finish) {
+  return issue({.op = Op::all_reduce, .output = tensor, .input = tensor, .finish = std::move(finish)});
 }
 
 Work Comm::all_to_all(at::Tensor output, at::Tensor input, std::vector<int64_t> output_sizes,

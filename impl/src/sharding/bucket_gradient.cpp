@@ -73,6 +73,8 @@ BucketGradient::BucketGradient(const BucketContext& context)
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
   // its own, which every rank asks for here, in one order. Elsewhere gradients come and go, in an order of each rank's own.
   // A bucket that is frozen now has none, even if it is thawed later.
+  sums_find_bad_terms_ = rules_.check_gradients && std::isinf(rules_.gradient_magnitude_max) &&
+                         Reduction::finds_bad_terms(*comms_, layout_.reduce(), rules_.reduction, views_.front().device());
   if (layout_.reduce().empty() && views_.front().requires_grad())
     own_ = Reduction::own_memory(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, layout_.numel());
 }
@@ -160,7 +162,7 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   bool fine = false;
   // It may have been made in its place; then a device is not asked, as in copy_to. Two tensors of no elements have one address.
   if (placed_[index] && source.const_data_ptr() == target.const_data_ptr())
-    fine = target.is_cpu() && first_beyond(target, limit) == target.numel();
+    fine = (reduces_ && sums_find_bad_terms_) || (target.is_cpu() && first_beyond(target, limit) == target.numel());
   else  // the first term is copied, not added to zero, which would turn -0.0 into +0.0
     fine = holds_[index] ? add_to(target, source, limit) : copy_to(target, source, limit);
   suspicious_ |= !fine;
@@ -180,7 +182,8 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
               first_name(), missing_);
   for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
     if (!holds_[i]) produced(static_cast<int64_t>(i)).zero_();
-  if (suspicious_ && rules_.check_gradients) check_produced(where);
+  where_ = where;
+  if (suspicious_ && rules_.check_gradients) check_terms(produced_);
   last_ = last;
   const std::vector<Stage>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
   if (layout_.reduce().empty() && !last) {
@@ -188,16 +191,23 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
     return;
   }
   if (path.empty() && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
+  const bool is_result = last && !accumulated_.defined() && (layout_.reduce().empty() || layout_.reduce_last().empty());
   if (!path.empty())
-    reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_), rules_.divide_before, own_.defined());
+    reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_),
+                       Reduction::Options{.divide_terms = rules_.divide_before,
+                                          .divide_result = is_result ? divide_in_sum() : 1,
+                                          .find_bad_terms = sums_find_bad_terms_,
+                                          .is_registered = own_.defined()});
   enter(GradientState::reducing);
 }
 
-bool BucketGradient::advance_reduce() {
+bool BucketGradient::advance_reduce(bool checks) {
   const CallLabel label(label_);
   if (!reducing()) return false;
-  if (reduction_ && reduction_->advance()) return true;
+  if (reduction_) end_sum(checks);
+  if (reduction_ && reduction_->start_next()) return true;
   at::Tensor sum = reduction_ ? reduction_->take() : std::move(produced_);
+  const bool is_divided = reduction_ && reduction_->is_divided();
   produced_.reset();
   reduction_.reset();
   enter(GradientState::accumulated);
@@ -206,14 +216,34 @@ bool BucketGradient::advance_reduce() {
     if (!last_) return false;
     sum = std::move(accumulated_);
     if (!layout_.reduce_last().empty()) {
-      reduction_.emplace(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, std::move(sum));
+      reduction_.emplace(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, std::move(sum),
+                         Reduction::Options{.divide_result = divide_in_sum()});
       is_outer_ = true;
       enter(GradientState::reducing);
       return true;
     }
   }
-  finalize(std::move(sum));
+  finalize(std::move(sum), is_divided);
   return false;
+}
+
+// An error leaves the bucket as a sum does that is complete, so that zero_gradients can forget it.
+void BucketGradient::end_sum(bool checks) {
+  reduction_->finish_sum();
+  const at::Tensor suspects = reduction_->take_suspects();
+  if (!suspects.defined() || !checks) return;
+  try {
+    check_terms(suspects);
+  } catch (...) {
+    reduction_.reset();
+    enter(GradientState::accumulated);
+    throw;
+  }
+}
+
+// What sums may divide by on their way: they have the dtype of the result then.
+double BucketGradient::divide_in_sum() const {
+  return rules_.main == rules_.reduction.gradient ? rules_.divide_after : 1;
 }
 
 void BucketGradient::accumulate(at::Tensor sum) {
@@ -231,7 +261,7 @@ void BucketGradient::accumulate(at::Tensor sum) {
       layout_.members()[0].name, limit);
 }
 
-void BucketGradient::finalize(at::Tensor sum) {
+void BucketGradient::finalize(at::Tensor sum, bool is_divided) {
   check_padding(layout_.state(), sum, "gradient");
   at::NoGradGuard no_grad;
   if (sum.scalar_type() == rules_.main) {
@@ -246,7 +276,7 @@ void BucketGradient::finalize(at::Tensor sum) {
   }
   accumulated_.reset();
   enter(GradientState::final);
-  divide_final(rules_.divide_after);
+  if (!is_divided) divide_final(rules_.divide_after);
   if (rules_.grad_partial_ranks == 1) start_offload();
 }
 
@@ -294,22 +324,22 @@ void BucketGradient::zero_gradients() {
   parts_.assign(parts_.size(), at::Tensor());
 }
 
-void BucketGradient::check_produced(const std::string& where) const {
+void BucketGradient::check_terms(const at::Tensor& terms) const {
   SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
                 "{}: the gradient of {} has an element that is NaN, infinite or not below {}, before any communication. "
                 "Fixed-point sums over the ranks cannot hold it: look at the loss and the data of this rank, or scale the loss "
                 "down",
-                where, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
+                where_, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
   // One answer for the whole bucket, whose padding is zero, so that a device is waited for once.
-  if (first_beyond(produced_, rules_.gradient_magnitude_max) == produced_.numel()) return;
+  if (first_beyond(terms, rules_.gradient_magnitude_max) == terms.numel()) return;
   for (const BucketParameter& member : layout_.members()) {
-    const at::Tensor values = produced_.narrow(0, member.offset, member.numel);
+    const at::Tensor values = terms.narrow(0, member.offset, member.numel);
     const int64_t bad = first_beyond(values, rules_.gradient_magnitude_max);
     if (bad < member.numel)
       throw NonFiniteError(
           fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, before any communication. "
                       "Look at the loss and the data of this rank, or lower the learning rate",
-                      where, member.name, element_of(values, bad), bad, member.numel));
+                      where_, member.name, element_of(values, bad), bad, member.numel));
   }
 }
 

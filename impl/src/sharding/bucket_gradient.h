@@ -56,9 +56,11 @@ class BucketGradient : private BucketPart {
   // Reduces what was added; `last` brings the gradient to its final form. `where` is for messages.
   void start_reduce(bool last, const std::string& where);
   // Waits for the sum under way. Returns whether it started another one, along the next axes; otherwise the reduction is over.
-  bool advance_reduce();
-  void finish_reduce() {
-    while (advance_reduce()) {
+  // Throws where the sum says that this rank's terms are not finite, unless `checks` is false.
+  bool advance_reduce(bool checks = true);
+  // After an error, for what all ranks have started.
+  void abandon_reduce() {
+    while (advance_reduce(/*checks=*/false)) {
     }
   }
   int64_t bytes_in_flight() const { return reduction_ ? reduction_->bytes_in_flight() : reducing() ? bytes_to_send() : 0; }
@@ -90,9 +92,11 @@ class BucketGradient : private BucketPart {
   void begin_producing();
   at::Tensor produced(int64_t member) const;  // its part of produced_
   void take(int64_t member, const at::Tensor& gradient);
-  void check_produced(const std::string& where) const;
+  void check_terms(const at::Tensor& terms) const;
+  void end_sum(bool checks);
   void accumulate(at::Tensor sum);
-  void finalize(at::Tensor sum);
+  double divide_in_sum() const;
+  void finalize(at::Tensor sum, bool is_divided);
   void start_offload();
 
   GradientState state_ = GradientState::empty;
@@ -105,6 +109,8 @@ class BucketGradient : private BucketPart {
   bool last_ = false;            // the reduction under way is the last of the step
   bool is_outer_ = false;        // it sums what was accumulated, from there to the state's layout
   bool suspicious_ = false;      // produced_ holds something that is not finite or too large
+  bool sums_find_bad_terms_;     // so that what is produced in its place need not be read for it
+  std::string where_;            // the reduction's rank and step, for messages
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
   at::Tensor produced_, accumulated_, gradient_;
   at::Tensor own_;                      // registered memory for produced_; undefined where there is none

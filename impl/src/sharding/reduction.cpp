@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "device/flat_math.h"
@@ -12,17 +13,35 @@
 
 namespace shardproof {
 
+namespace {
+
+// 1 / divisor where the two are powers of two that float16 holds: then products and quotients are the same bits.
+std::optional<double> exact_factor(double divisor) {
+  int exponent = 0;
+  if (std::frexp(divisor, &exponent) != 0.5 || exponent < 1 || exponent > 15) return {};
+  return 1 / divisor;
+}
+
+bool is_float(const ReductionDtypes& dtypes) { return dtypes.gradient == at::kFloat && dtypes.reduce == at::kFloat; }
+
+}  // namespace
+
 Reduction::Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
-                     at::Tensor local, double divide_terms, bool is_registered)
+                     at::Tensor local, const Options& options)
     : comms_(comms),
       memory_(memory),
       path_(path),
       dtypes_(dtypes),
-      is_registered_(is_registered),
-      divide_terms_(divide_terms),
+      options_(options),
       value_(std::move(local)) {
   SHARD_CHECK(!path_.empty(), "reduction", "an empty path has nothing to start");
   start_hop();
+}
+
+bool Reduction::finds_bad_terms(MeshComm& comms, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
+                                c10::Device device) {
+  if (path.empty() || path[0].collective.step == Step::all_reduce) return false;
+  return is_float(dtypes) && device.is_cpu() && comms.along(path[0].collective.axes).finishes_sums();
 }
 
 at::Tensor Reduction::own_memory(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path,
@@ -43,19 +62,28 @@ at::Tensor Reduction::cast(const at::Tensor& values, at::ScalarType dtype, Memor
 // What the backend multiplies terms with, so that no kernel divides: powers of two, by which products and quotients are the
 // same bits, and within what float16 holds. What is divided lest it overflow on the wire is not put there first.
 double Reduction::take_factor() {
-  const double divisor = divide_terms_ * divide_sum_;
-  int exponent = 0;
-  const bool exact = std::frexp(divisor, &exponent) == 0.5 && exponent >= 1 && exponent <= 15;
-  const bool fits = divide_terms_ == 1 || value_.scalar_type() == dtypes_.reduce;
+  const std::optional<double> exact = exact_factor(options_.divide_terms * divide_sum_);
+  const bool fits = options_.divide_terms == 1 || value_.scalar_type() == dtypes_.reduce;
   if (!exact || !fits || wide() || !group().premultiplies() || !c10::isFloatingType(dtypes_.reduce)) return 1;
-  divide_terms_ = divide_sum_ = 1;
-  return 1 / divisor;
+  options_.divide_terms = divide_sum_ = 1;
+  return *exact;
+}
+
+// What the backend does on the way instead of this class, or of who takes the result.
+Finish Reduction::finish_of_sum() {
+  all_finite_.reset();
+  if (!is_float(dtypes_) || !wire_.is_cpu() || !group().finishes_sums()) return {};
+  if (is_first() && options_.find_bad_terms) all_finite_ = std::make_shared<bool>(true);
+  const bool is_last = next_ + 1 == path_.size();
+  const std::optional<double> exact = exact_factor(options_.divide_result);
+  is_divided_ = is_last && divide_sum_ == 1 && options_.divide_result != 1 && exact;
+  return {.factor = is_divided_ ? *exact : 1, .all_finite = all_finite_};
 }
 
 // Memory of the group's is lent in the order of these calls, the same on all ranks, in which gradients need not arrive: so what
 // arrived is copied, unless it arrived in memory that was lent before (own_memory).
 at::Tensor Reduction::on_the_wire(const at::Tensor& values) {
-  if (std::exchange(is_registered_, false)) return values;
+  if (std::exchange(options_.is_registered, false)) return values;
   if (stage().collective.step != Step::all_reduce && !wide()) {
     const at::Tensor lent =
         memory_.allocate_of(group(), Op::reduce_scatter, MemoryKind::communication, values.numel(), dtypes_.reduce);
@@ -67,17 +95,24 @@ at::Tensor Reduction::on_the_wire(const at::Tensor& values) {
 void Reduction::start_hop() {
   divide_sum_ = dtypes_.average ? static_cast<double>(group().size()) : 1;
   const double factor = take_factor();
-  if (divide_terms_ != 1) divide_by(value_, std::exchange(divide_terms_, 1));
+  if (options_.divide_terms != 1) divide_by(value_, std::exchange(options_.divide_terms, 1));
   wire_ = on_the_wire(value_);
   value_.reset();
   if (wide()) return start_wide_sum();
-  if (stage().collective.step == Step::all_reduce) {
-    received_ = wire_;
-    work_ = factor == 1 ? group().all_reduce(wire_) : group().scaled_all_reduce(wire_, factor);
-  } else {
-    received_ = memory_.allocate(MemoryKind::gradient, stage().part.size(), dtypes_.reduce);
-    work_ = factor == 1 ? group().reduce_scatter(received_, wire_) : group().scaled_reduce_scatter(received_, wire_, factor);
-  }
+  start_sum(factor);
+}
+
+void Reduction::start_sum(double factor) {
+  const bool everywhere = stage().collective.step == Step::all_reduce;
+  received_ = everywhere ? wire_ : memory_.allocate(MemoryKind::gradient, stage().part.size(), dtypes_.reduce);
+  const Finish finish = finish_of_sum();
+  if (finish.factor != 1 || finish.all_finite)
+    work_ = everywhere ? group().finished_all_reduce(wire_, finish)
+                       : group().finished_reduce_scatter(received_, wire_, finish);
+  else if (factor != 1)
+    work_ = everywhere ? group().scaled_all_reduce(wire_, factor) : group().scaled_reduce_scatter(received_, wire_, factor);
+  else
+    work_ = everywhere ? group().all_reduce(wire_) : group().reduce_scatter(received_, wire_);
 }
 
 // Everybody's terms of this rank's slice, side by side, still as they were on the wire.
@@ -101,8 +136,9 @@ at::Tensor Reduction::sum_wide() {
   return sum;
 }
 
-void Reduction::finish_hop() {
+void Reduction::finish_sum() {
   work_.wait();
+  if (all_finite_ && !*all_finite_) suspects_ = wire_;
   at::Tensor sum = received_;
   if (wide()) {
     sum = sum_wide();
@@ -117,8 +153,7 @@ void Reduction::finish_hop() {
   value_ = cast(sum, dtypes_.gradient, MemoryKind::gradient);
 }
 
-bool Reduction::advance() {
-  finish_hop();
+bool Reduction::start_next() {
   if (++next_ == path_.size()) return false;
   start_hop();
   return true;

@@ -22,21 +22,37 @@ struct ReductionDtypes {
 
 class Reduction {
  public:
+  struct Options {
+    double divide_terms = 1;         // terms of the first sum are divided by it
+    double divide_result = 1;        // the last sum is divided by it, where its backend does so on the way (is_divided)
+    bool find_bad_terms = false;     // only where finds_bad_terms()
+    bool is_registered = false;      // `local` lies in memory that the first sum's group lent (own_memory)
+  };
   // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or
-  // `reduce`; it is used up, and may be summed in place. Terms of the first sum are divided by `divide_terms`. `is_registered`
-  // says that it lies in memory that the first sum's group lent (own_memory). Collective.
+  // `reduce`; it is used up, and may be summed in place. Collective.
   Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
-            at::Tensor local, double divide_terms = 1, bool is_registered = false);
+            at::Tensor local, const Options& options);
+
+  // Whether the first sum of such a path can tell that some rank's terms are not finite, and leaves them as they are. Then
+  // nobody has to read them for it.
+  static bool finds_bad_terms(MeshComm& comms, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
+                              c10::Device device);
 
   // Memory of the first sum's group in which `local` may be produced, so that nothing is copied before the sum; undefined where
   // the group has none, or where the sum takes another dtype. Collective.
   static at::Tensor own_memory(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path,
                                const ReductionDtypes& dtypes, int64_t numel);
 
-  // Waits for the sum under way and starts the path's next one. Returns false when it was the last.
-  bool advance();
+  // Waits for the sum under way.
+  void finish_sum();
+  // Then: this rank's terms of it, where those of some rank may not be finite. Undefined where all are, or where nobody asked.
+  at::Tensor take_suspects() { return std::move(suspects_); }
+  // Then starts the path's next sum. Returns false when there is none.
+  bool start_next();
   // Then this rank's part of the last layout, in `gradient`. Once.
   at::Tensor take() { return std::move(value_); }
+  // Whether it has been divided by Options::divide_result.
+  bool is_divided() const { return is_divided_; }
 
   // Of buffers that a backend may be reading or writing.
   int64_t bytes_in_flight() const;
@@ -45,7 +61,8 @@ class Reduction {
 
  private:
   void start_hop();
-  void finish_hop();
+  void start_sum(double factor);
+  Finish finish_of_sum();
   double take_factor();
   at::Tensor on_the_wire(const at::Tensor& values);
   void start_wide_sum();
@@ -61,10 +78,13 @@ class Reduction {
   bool wide() const { return dtypes_.wide(); }
 
   size_t next_ = 0;
-  bool is_registered_;  // value_ lies in the group's memory
-  double divide_terms_, divide_sum_ = 1;  // what is left to divide by, before and after the sum under way
+  Options options_;              // `divide_terms` and `is_registered` are of the first sum, and reset when it begins
+  double divide_sum_ = 1;        // what is left to divide by after the sum under way
+  bool is_divided_ = false;
+  std::shared_ptr<bool> all_finite_;  // of the sum under way; null where nobody asked
   at::Tensor value_;             // between sums
   at::Tensor wire_, received_;   // during one
+  at::Tensor suspects_;
   Work work_;
 };
 

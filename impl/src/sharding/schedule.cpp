@@ -68,7 +68,7 @@ bool Schedule::in_backward() const {
 // What was started in common is awaited, the rest dropped.
 void Schedule::abandon_backward() {
   if (delayed_) delayed_->drop();
-  for (Bucket* bucket : reducing_) bucket->gradient.finish_reduce();
+  for (Bucket* bucket : reducing_) bucket->gradient.abandon_reduce();
   reducing_.clear();
   to_reduce_.clear();
   for (const auto& unit : units_) {

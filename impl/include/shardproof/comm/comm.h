@@ -35,6 +35,12 @@ enum class Op {
 };
 const char* to_string(Op op);
 
+// What a backend does to a sum while its elements are in the cache, so that nobody has to read them again for it.
+struct Finish {
+  double factor = 1;                            // the sum is multiplied by it
+  std::shared_ptr<bool> all_finite = nullptr;   // `wait` sets it: whether the sum has neither NaN nor infinity, on any rank
+};
+
 // One collective call of one rank, as backends and decorators see it.
 struct Call {
   Op op = Op::barrier;
@@ -46,6 +52,7 @@ struct Call {
   std::vector<int64_t> output_sizes = {};  // all_to_all
   std::vector<int64_t> input_sizes = {};   // all_to_all
   double factor = 1;                       // each term of a sum is multiplied by it
+  Finish finish = {};                      // of a sum
 };
 
 // The number of elements that must agree across ranks: those of the input of an all_gather, of the output of a reduce_scatter,
@@ -112,6 +119,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Whether this backend's sums take a factor. Law: each term is multiplied by the factor and rounded to the dtype before it is
   // added.
   virtual bool premultiplies() const { return false; }
+  // Whether this backend finishes sums. Law: outputs are those of the sum alone, then multiplied by Finish::factor and rounded.
+  virtual bool finishes_sums() const { return false; }
 
   // `output` has size() * input.numel() elements. Rank r's input arrives at element r * input.numel(). The input may be this
   // rank's own slice of the output.
@@ -125,6 +134,10 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // because every floating dtype holds these exactly.
   Work scaled_reduce_scatter(at::Tensor output, at::Tensor input, double factor);
   Work scaled_all_reduce(at::Tensor tensor, double factor);
+  // Sums that are finished, of float32 on the CPU and only where `finishes_sums` is true. All ranks pass the same factor, which
+  // is as above. Each may ask whether all is finite.
+  Work finished_reduce_scatter(at::Tensor output, at::Tensor input, Finish finish);
+  Work finished_all_reduce(at::Tensor tensor, Finish finish);
   // Slice r of the input has input_sizes[r] elements and goes to rank r. Slice r of the output has output_sizes[r] elements and
   // comes from rank r. Each list has size() entries, whose sum is the number of elements of its tensor. The tensors must not
   // overlap.

@@ -24,6 +24,7 @@ class DecoratedComm : public Comm {
   at::Tensor shared_memory(int64_t bytes) override { return inner_->shared_memory(bytes); }
   c10::DataPtr allocate(Op op, int64_t bytes, c10::Device device) override { return inner_->allocate(op, bytes, device); }
   bool premultiplies() const override { return inner_->premultiplies(); }
+  bool finishes_sums() const override { return inner_->finishes_sums(); }
 
  protected:
   explicit DecoratedComm(std::shared_ptr<Comm> inner);  // throws Error where it is null

@@ -36,6 +36,7 @@ class ThreadComm final : public Comm {
   int64_t rank() const override { return rank_; }
   int64_t size() const override { return static_cast<int64_t>(group_->ranks.size()); }
   const std::string& name() const override { return group_->name; }
+  bool finishes_sums() const override { return world_->finishes_sums(); }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override;
   at::Tensor shared_memory(int64_t bytes) override;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "base/stream_copy.h"
 #include "shardproof/base/dtypes.h"
@@ -25,9 +26,13 @@ Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const D
       dtype_(dtype(call)),
       element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
       ring_(ring),
+      factor_(call.finish.factor),
       math_(math),
       sides_(std::move(sides)) {
-  for (const Side& side : sides_) bytes_ += side.output_numel * element_bytes_;
+  for (const Side& side : sides_) {
+    bytes_ += side.output_numel * element_bytes_;
+    asks_whether_finite_ |= side.asks_whether_finite;
+  }
   cut_into_tasks();
 }
 
@@ -136,6 +141,14 @@ void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* targ
   for (const int64_t source : order_of_terms(parties(), ring_ ? party + 1 : 0))
     terms.push_back(sides_[source].input + begin * element_bytes_);
   math_.reduce(element_type(dtype_), reduce_, terms, end - begin, target);
+  finish(target, end - begin);
+}
+
+void Exchange::finish(std::byte* sum, int64_t numel) const {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  if (asks_whether_finite_ && all_finite() && math_.first_beyond(Element::f32, sum, numel, kLargest) < numel)
+    all_finite_.store(false, std::memory_order_relaxed);
+  if (factor_ != 1) math_.scale(reinterpret_cast<float*>(sum), numel, static_cast<float>(factor_));
 }
 
 // An output that is made of pieces of inputs, one from each source in order.

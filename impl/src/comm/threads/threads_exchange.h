@@ -23,6 +23,7 @@ struct Side {
   std::byte* output = nullptr;
   int64_t output_numel = 0;
   bool in_place = false;  // all_gather: the party's own piece is in its output already
+  bool asks_whether_finite = false;  // of a sum (Finish::all_finite)
 };
 
 class Exchange {
@@ -38,6 +39,9 @@ class Exchange {
 
   // Everybody's output, in place, as one party: queues the work on a device.
   void produce_all() const;
+
+  // When all has been produced, and some party asks: whether no sum has a NaN or an infinity.
+  bool all_finite() const { return all_finite_.load(std::memory_order_relaxed); }
 
   // Bytes that all parties receive together.
   int64_t bytes() const { return bytes_; }
@@ -55,6 +59,7 @@ class Exchange {
   int64_t parties() const { return static_cast<int64_t>(sides_.size()); }
   void gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
   void reduce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
+  void finish(std::byte* sum, int64_t numel) const;
   void run_task(int64_t lane, int64_t begin, int64_t end) const;
   void all_reduce(int64_t begin, int64_t end) const;
   void all_gather(int64_t begin, int64_t end) const;
@@ -67,6 +72,9 @@ class Exchange {
   at::ScalarType dtype_;
   int64_t element_bytes_;
   bool ring_;
+  double factor_;
+  bool asks_whether_finite_ = false;
+  mutable std::atomic<bool> all_finite_ = true;
   const DeviceMath& math_;
   std::vector<Side> sides_;
   int64_t bytes_ = 0;

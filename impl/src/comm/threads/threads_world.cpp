@@ -97,6 +97,7 @@ std::unique_ptr<Exchange> make_exchange(const Rendezvous& rendezvous, bool ring)
       side.output = static_cast<std::byte*>(part.call.output.mutable_data_ptr());
       side.output_numel = part.call.output.numel();
       side.in_place = part.call.op == Op::all_gather && is_alias(part.call.input, part.call.output);
+      side.asks_whether_finite = part.call.finish.all_finite != nullptr;
     }
     sides.push_back(std::move(side));
   }
@@ -165,6 +166,11 @@ bool World::draw_late(const Group& group, int64_t sequence, int64_t rank) const 
   for (uint64_t value : {group.id, static_cast<uint64_t>(sequence), static_cast<uint64_t>(rank)})
     state = next_random(state) ^ value;
   return next_random(state) & 1;
+}
+
+// Where parts take effect one by one, the first does not know what is in the others.
+bool World::finishes_sums() const {
+  return options_.completion == ThreadsOptions::Completion::eager && !options_.policy;
 }
 
 World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
@@ -295,6 +301,7 @@ void World::wait(Rendezvous& rendezvous, int64_t index) {
   lock.unlock();
   if (rendezvous.done) rendezvous.done->block(current_stream(device_of(part.call)));
   if (!part.late) require_untouched(rendezvous, index, /*not_done=*/false);
+  if (part.call.finish.all_finite) *part.call.finish.all_finite = rendezvous.exchange->all_finite();
   lock.lock();
   close_call(rendezvous, index);
 }

@@ -26,6 +26,7 @@ class World : public std::enable_shared_from_this<World> {
 
   const std::shared_ptr<Group>& everyone() const { return everyone_; }
   void start();
+  bool finishes_sums() const;
 
   struct Arrival {
     std::shared_ptr<Rendezvous> rendezvous;
