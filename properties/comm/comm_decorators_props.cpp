@@ -54,6 +54,7 @@ class Rich final : public Comm {
   at::Tensor shared_memory(int64_t bytes) override { return at::full({bytes}, 7, at::kByte); }
   c10::DataPtr allocate(Op, int64_t bytes, c10::Device device) override { return {new char[bytes], device}; }
   bool premultiplies() const override { return true; }
+  bool finishes_sums() const override { return true; }
 
  private:
   Work start(Call call) override {
@@ -88,6 +89,7 @@ TEST(Decorated, whatever_a_decorator_does_not_change_is_that_of_the_communicator
   EXPECT_EQ(comm->size(), 5);
   EXPECT_EQ(comm->name(), "world");
   EXPECT_TRUE(comm->premultiplies());
+  EXPECT_TRUE(comm->finishes_sums());
   EXPECT_TRUE(comm->shared_memory(4).equal(at::full({4}, 7, at::kByte)));
   const c10::DataPtr memory = comm->allocate(Op::all_gather, 16, c10::kCPU);
   EXPECT_TRUE(memory) << "the backend has memory for such calls";
@@ -131,6 +133,12 @@ TEST(Checked, every_rank_gets_the_same_error_for_a_mismatch) {
                                    comm.all_reduce(tensor, comm.rank() == 0 ? Reduce::sum : Reduce::max).wait();
                                  }),
                  {"sum", "max"});
+  expect_all_say(errors_on_ranks(2,
+                                 [](Comm& comm) {
+                                   at::Tensor tensor = at::ones({4});
+                                   comm.finished_all_reduce(tensor, {.factor = comm.rank() == 0 ? 0.5 : 0.25}).wait();
+                                 }),
+                 {"sum then times 0.5", "sum then times 0.25"});
   expect_all_say(errors_on_ranks(2,
                                  [](Comm& comm) {
                                    at::Tensor tensor = at::ones({4});

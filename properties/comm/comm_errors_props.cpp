@@ -197,3 +197,24 @@ TEST(CommErrors, a_peer_that_the_group_does_not_have_is_refused) {
               {op, fmt::format("there is no rank {}", peer), fmt::format("ranks are 0 to {}", world - 1)});
         });
 }
+
+TEST(CommErrors, a_sum_that_cannot_be_finished_says_why) {
+  const auto error = [](at::ScalarType dtype, double factor, const ThreadsOptions& options = {}) {
+    return worlds::error_of(
+        2, [&](std::shared_ptr<Comm> comm) { comm->finished_all_reduce(at::ones({3}, dtype), {.factor = factor}).wait(); },
+        options);
+  };
+  expect_says(error(at::kFloat, 0.3), {"power of two", "0.3"});
+  expect_says(error(at::kFloat, 2), {"2^-15 to 1", "got 2"});
+  expect_says(error(at::kDouble, 0.5), {"float32 on the CPU", "float64", "after the sum"});
+  ThreadsOptions late;
+  late.completion = ThreadsOptions::Completion::late;
+  expect_says(error(at::kFloat, 0.5, late), {"Comm::finishes_sums"});
+}
+
+TEST(CommErrors, ranks_that_finish_a_sum_with_different_factors_are_told) {
+  const std::string message = worlds::error_of(2, [](std::shared_ptr<Comm> comm) {
+    comm->finished_all_reduce(at::ones({3}), {.factor = comm->rank() == 0 ? 0.5 : 0.25}).wait();
+  });
+  expect_says(message, {"ranks disagree", "then times 0.5", "then times 0.25"});
+}

@@ -1,6 +1,9 @@
 // Every collective equals its specification, a loop over the ranks' tensors. On each backend: see comm_worlds.h.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <numeric>
 
 #include "golden/collectives.h"
@@ -240,6 +243,64 @@ TEST(Comm, large_collectives_are_shared_among_ranks_and_equal_the_loop) {
     sending.wait();
     EXPECT_TRUE(same_bits(received, inputs[(comm->rank() + world - 1) % world]));
   });
+}
+
+// What is large is written past the caches. An input may be in its place already.
+TEST(CommThreads, a_large_all_gather_writes_every_element_wherever_the_input_is) {
+  for (const int64_t numel : {2'100'001, 2'097'152})
+    worlds::run(2, [=](std::shared_ptr<Comm> comm) {
+      const auto input_of = [&](int64_t rank) { return at::arange(numel, at::kInt) * (rank == 0 ? 1 : -1); };
+      const at::Tensor wanted = at::cat({input_of(0), input_of(1)});
+      at::Tensor apart = at::zeros({2 * numel}, at::kInt), within = at::zeros({2 * numel}, at::kInt);
+      comm->all_gather(apart, input_of(comm->rank())).wait();
+      EXPECT_TRUE(apart.equal(wanted));
+      comm->all_gather(within, within.narrow(0, comm->rank() * numel, numel).copy_(input_of(comm->rank()))).wait();
+      EXPECT_TRUE(within.equal(wanted));
+    });
+}
+
+namespace {
+
+// Sums with a factor, of values to which rank `last` adds `extra`. Every other rank asks whether all is finite.
+void expect_finished(Comm& comm, int64_t numel, double factor, float extra) {
+  const int64_t world = comm.size(), rank = comm.rank();
+  golden::Ranks inputs = inputs_of(world, numel * world, at::kFloat, numel);
+  if (numel > 0) inputs[world - 1][numel / 2] += extra;
+  const golden::Ranks sums = golden::reduce_scatter(inputs);
+  const bool finite = std::ranges::all_of(sums, [](const at::Tensor& sum) { return sum.isfinite().all().item<bool>(); });
+  for (const bool scatters : {true, false}) {
+    const auto answer = rank % 2 == 0 ? std::make_shared<bool>(!finite) : nullptr;
+    at::Tensor slice = at::empty({numel}), whole = inputs[rank].clone();
+    if (scatters)
+      comm.finished_reduce_scatter(slice, inputs[rank], {.factor = factor, .all_finite = answer}).wait();
+    else
+      comm.finished_all_reduce(whole, {.factor = factor, .all_finite = answer}).wait();
+    const at::Tensor& got = scatters ? slice : whole;
+    const at::Tensor wanted = (scatters ? sums[rank] : at::cat(sums)) * factor;
+    EXPECT_TRUE(at::equal(got.nan_to_num(7), wanted.nan_to_num(7)) && at::equal(got.signbit(), wanted.signbit()))
+        << numel << " times " << factor;
+    if (answer) EXPECT_EQ(*answer, finite) << "rank " << rank << " of " << world << ", " << extra << " at " << numel / 2;
+  }
+}
+
+}  // namespace
+
+TEST(CommThreads, a_finished_sum_is_the_sum_times_its_factor_and_says_whether_it_is_finite_on_every_rank) {
+  std::atomic<int64_t> finished = 0;
+  for (const ThreadsOptions& options : worlds::all_options())
+    for (const int64_t world : {1, 2, 3})
+      worlds::run(
+          world,
+          [&](std::shared_ptr<Comm> comm) {
+            EXPECT_EQ(comm->finishes_sums(), options.completion == ThreadsOptions::Completion::eager);
+            if (!comm->finishes_sums()) return;
+            ++finished;
+            for (const int64_t numel : {0, 1, 257, 70'001})
+              for (const double factor : {1.0, 0.25, std::exp2(-15)})
+                for (const float extra : {0.0f, NAN, -INFINITY}) expect_finished(*comm, numel, factor, extra);
+          },
+          options);
+  EXPECT_EQ(finished, 4 * (1 + 2 + 3)) << "two schedules with two seeds";
 }
 
 TEST(Comm, no_memory_is_shared_across_hosts) {

@@ -9,6 +9,7 @@
 
 #include "properties/kit/autocast.h"
 #include "properties/kit/bits.h"
+#include "properties/kit/expect_error.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/nn/gradient_place.h"
 
@@ -218,6 +219,40 @@ TEST(DirectGradients, that_are_not_finite_name_their_parameter) {
     EXPECT_NE(message.find("gradient of table"), std::string::npos) << message;
     sharded.zero_gradients();
   });
+}
+
+// On two ranks the sum says that somebody's terms are not finite, and the ranks whose they are look for the parameter.
+TEST(DirectGradients, that_are_not_finite_on_every_rank_are_forgotten_and_leave_no_trace) {
+  for (const char* name : {"zero2", "zero3", "hsdp"}) {
+    const bool replicas = std::string(name) == "hsdp";
+    const auto gradients_after = [&](bool fails) {
+      std::map<std::string, at::Tensor> got;
+      run_threads(4, [&](std::shared_ptr<Comm> comm) {
+        const auto comms =
+            std::make_shared<MeshComm>(comm, replicas ? Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}) : Mesh({{"dp_shard", 4}}));
+        Uses model(UsesImpl::Sizes{.bias = false});
+        ShardOptions options = options_of(name, 4);
+        Sharded sharded = fully_shard(model.ptr(), comms, options);
+        const at::Tensor tokens = tokens_of({2, 3}, comm->rank()) % 6;
+        if (fails) {
+          std::string message;
+          try {
+            (loss_of(model, tokens) * NAN).backward();
+          } catch (const std::exception& error) {
+            message = error.what();
+          }
+          expect_says(message, {fmt::format("rank {}, step 1", comm->rank()), "the gradient of table is nan"});
+          sharded.zero_gradients();
+        }
+        loss_of(model, tokens).backward();
+        const auto gradients = sharded.gather_gradients();
+        if (comm->rank() == 0) got = gradients;
+      });
+      return got;
+    };
+    const auto wanted = gradients_after(false), got = gradients_after(true);
+    for (const auto& [parameter, gradient] : wanted) EXPECT_TRUE(same_bits(got.at(parameter), gradient)) << name << parameter;
+  }
 }
 
 // Autocast rounds products and their gradients, and casts weights through the graph. That is left to autograd.

@@ -1,4 +1,4 @@
-#include "base/stream_copy.h"
+#include "testing/base/stream_copy.h"
 
 #include <sys/mman.h>
 

@@ -4,7 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "base/stream_copy.h"
+#include "testing/base/stream_copy.h"
 
 namespace shardproof::checkpoint {
 

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <optional>
 
-#include "base/stream_copy.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/joined_sums.h"
 #include "checkpoint/match_state.h"
@@ -17,6 +16,7 @@
 #include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/agree.h"
+#include "testing/base/stream_copy.h"
 
 namespace shardproof::checkpoint {
 namespace {

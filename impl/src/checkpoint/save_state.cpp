@@ -6,7 +6,6 @@
 #include <set>
 #include <string_view>
 
-#include "base/stream_copy.h"
 #include "checkpoint/format/row_walk.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/save_plan.h"
@@ -18,6 +17,7 @@
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/agree.h"
+#include "testing/base/stream_copy.h"
 
 namespace shardproof::checkpoint {
 namespace {

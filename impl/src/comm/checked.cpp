@@ -84,8 +84,8 @@ class Checked final : public DecoratedComm {
     std::string text =
         fmt::format("{}({} x {}", to_string(op), c10::toString(static_cast<at::ScalarType>(s[kDtype])), s[kNumel]);
     if (op == Op::reduce_scatter || op == Op::all_reduce)
-      text += fmt::format(", {}{}{}", to_string(static_cast<Reduce>(s[kReduce])), times(s[kFactor]),
-                          times(s[kFinish], "then "));
+      text +=
+          fmt::format(", {}{}{}", to_string(static_cast<Reduce>(s[kReduce])), times(s[kFactor]), times(s[kFinish], "then "));
     if (op == Op::broadcast) text += fmt::format(", root {}", s[kPeer]);
     if (op == Op::all_to_all)
       text += fmt::format(", sends {}, receives {}", fmt::join(s.begin() + kFields, s.begin() + kFields + size(), "+"),

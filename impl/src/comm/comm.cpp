@@ -88,10 +88,11 @@ void validate_factor(const Call& call, const Comm& comm) {
 }
 
 void validate_finish(const Call& call, const Comm& comm) {
-  SHARD_REQUIRE(comm.finishes_sums() && sums(call) && dtype(call) == at::kFloat && call.output.is_cpu(), "comm",
-                "{}: it is to be finished, which is for sums of float32 on the CPU where Comm::finishes_sums says so, got {} on "
-                "{}; do it after the sum",
-                where(call, comm), dtype_name(dtype(call)), call.output.device().str());
+  SHARD_REQUIRE(
+      comm.finishes_sums() && sums(call) && dtype(call) == at::kFloat && call.output.is_cpu(), "comm",
+      "{}: it is to be finished, which is for sums of float32 on the CPU where Comm::finishes_sums says so, got {} on "
+      "{}; do it after the sum",
+      where(call, comm), dtype_name(dtype(call)), call.output.device().str());
   require_exact(call.finish.factor, call, comm);
 }
 
@@ -246,8 +247,7 @@ Work Comm::scaled_all_reduce(at::Tensor tensor, double factor) {
 }
 
 Work Comm::finished_reduce_scatter(at::Tensor output, at::Tensor input, Finish finish) {
-  return issue(
-      {.op = Op::reduce_scatter, .output = std::move(output), .input = std::move(input), .finish = std::move(finish)});
+  return issue({.op = Op::reduce_scatter, .output = std::move(output), .input = std::move(input), .finish = std::move(finish)});
 }
 
 Work Comm::finished_all_reduce(at::Tensor tensor, Finish finish) {

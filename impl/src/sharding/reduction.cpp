@@ -22,18 +22,15 @@ std::optional<double> exact_factor(double divisor) {
   return 1 / divisor;
 }
 
-bool is_float(const ReductionDtypes& dtypes) { return dtypes.gradient == at::kFloat && dtypes.reduce == at::kFloat; }
+bool is_float(const ReductionDtypes& dtypes) {
+  return dtypes.gradient == at::kFloat && dtypes.reduce == at::kFloat;
+}
 
 }  // namespace
 
 Reduction::Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
                      at::Tensor local, const Options& options)
-    : comms_(comms),
-      memory_(memory),
-      path_(path),
-      dtypes_(dtypes),
-      options_(options),
-      value_(std::move(local)) {
+    : comms_(comms), memory_(memory), path_(path), dtypes_(dtypes), options_(options), value_(std::move(local)) {
   SHARD_CHECK(!path_.empty(), "reduction", "an empty path has nothing to start");
   start_hop();
 }
@@ -107,8 +104,7 @@ void Reduction::start_sum(double factor) {
   received_ = everywhere ? wire_ : memory_.allocate(MemoryKind::gradient, stage().part.size(), dtypes_.reduce);
   const Finish finish = finish_of_sum();
   if (finish.factor != 1 || finish.all_finite)
-    work_ = everywhere ? group().finished_all_reduce(wire_, finish)
-                       : group().finished_reduce_scatter(received_, wire_, finish);
+    work_ = everywhere ? group().finished_all_reduce(wire_, finish) : group().finished_reduce_scatter(received_, wire_, finish);
   else if (factor != 1)
     work_ = everywhere ? group().scaled_all_reduce(wire_, factor) : group().scaled_reduce_scatter(received_, wire_, factor);
   else

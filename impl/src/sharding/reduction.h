@@ -23,10 +23,10 @@ struct ReductionDtypes {
 class Reduction {
  public:
   struct Options {
-    double divide_terms = 1;         // terms of the first sum are divided by it
-    double divide_result = 1;        // the last sum is divided by it, where its backend does so on the way (is_divided)
-    bool find_bad_terms = false;     // only where finds_bad_terms()
-    bool is_registered = false;      // `local` lies in memory that the first sum's group lent (own_memory)
+    double divide_terms = 1;      // terms of the first sum are divided by it
+    double divide_result = 1;     // the last sum is divided by it, where its backend does so on the way (is_divided)
+    bool find_bad_terms = false;  // only where finds_bad_terms()
+    bool is_registered = false;   // `local` lies in memory that the first sum's group lent (own_memory)
   };
   // Starts the first sum of the path, which must not be empty. `local` holds the first layout's part, in `gradient` or
   // `reduce`; it is used up, and may be summed in place. Collective.
@@ -78,8 +78,8 @@ class Reduction {
   bool wide() const { return dtypes_.wide(); }
 
   size_t next_ = 0;
-  Options options_;              // `divide_terms` and `is_registered` are of the first sum, and reset when it begins
-  double divide_sum_ = 1;        // what is left to divide by after the sum under way
+  Options options_;        // `divide_terms` and `is_registered` are of the first sum, and reset when it begins
+  double divide_sum_ = 1;  // what is left to divide by after the sum under way
   bool is_divided_ = false;
   std::shared_ptr<bool> all_finite_;  // of the sum under way; null where nobody asked
   at::Tensor value_;             // between sums

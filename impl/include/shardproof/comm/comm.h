@@ -37,8 +37,8 @@ const char* to_string(Op op);
 
 // What a backend does to a sum while its elements are in the cache, so that nobody has to read them again for it.
 struct Finish {
-  double factor = 1;                            // the sum is multiplied by it
-  std::shared_ptr<bool> all_finite = nullptr;   // `wait` sets it: whether the sum has neither NaN nor infinity, on any rank
+  double factor = 1;                           // the sum is multiplied by it
+  std::shared_ptr<bool> all_finite = nullptr;  // `wait` sets it: whether the sum has neither NaN nor infinity, on any rank
 };
 
 // One collective call of one rank, as backends and decorators see it.

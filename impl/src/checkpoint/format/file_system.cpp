@@ -13,9 +13,9 @@
 #include <new>
 #include <utility>
 
-#include "base/stream_copy.h"
 #include "checkpoint/format/cause.h"
 #include "shardproof/base/check.h"
+#include "testing/base/stream_copy.h"
 
 namespace shardproof::checkpoint {
 namespace {

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <limits>
 
-#include "base/stream_copy.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
+#include "testing/base/stream_copy.h"
 
 namespace shardproof::threads {
 namespace {
@@ -43,8 +43,8 @@ void Exchange::cut_into_tasks() {
   for (int64_t p = 0; p < parties(); ++p) {
     Lane& lane = lanes_[p];
     // Where all parties receive the same it is cut by elements, everything else by receiving party.
-    const ElementRange part = cut_by_elements() ? equal_range(sides_[0].output_numel, p, parties())
-                                                    : ElementRange{0, sides_[p].output_numel};
+    const ElementRange part =
+        cut_by_elements() ? equal_range(sides_[0].output_numel, p, parties()) : ElementRange{0, sides_[p].output_numel};
     lane.begin = part.begin;
     lane.end = part.end();
     lane.next = lane.begin;

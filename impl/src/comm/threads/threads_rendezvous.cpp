@@ -100,8 +100,7 @@ bool same_signature(const Call& a, const Call& b) {
   const bool transfer = a.op == Op::send || a.op == Op::recv;  // a send and its receive
   if (numel(a) != numel(b)) return false;
   if (a.op != Op::barrier && dtype(a) != dtype(b)) return false;
-  return transfer ||
-         (a.op == b.op && a.reduce == b.reduce && a.finish.factor == b.finish.factor && a.peer == b.peer);
+  return transfer || (a.op == b.op && a.reduce == b.reduce && a.finish.factor == b.finish.factor && a.peer == b.peer);
 }
 
 bool same_sizes(const Call& a, int64_t a_part, const Call& b, int64_t b_part) {
