@@ -206,7 +206,7 @@ TEST(CommErrors, a_sum_that_cannot_be_finished_says_why) {
   };
   expect_says(error(at::kFloat, 0.3), {"power of two", "0.3"});
   expect_says(error(at::kFloat, 2), {"2^-15 to 1", "got 2"});
-  expect_says(error(at::kDouble, 0.5), {"float32 on the CPU", "float64", "after the sum"});
+  expect_says(error(at::kDouble, 0.5), {"float32 on the CPU", "do it after all_reduce(sum then times 0.5, float64 x 3)"});
   ThreadsOptions late;
   late.completion = ThreadsOptions::Completion::late;
   expect_says(error(at::kFloat, 0.5, late), {"Comm::finishes_sums"});

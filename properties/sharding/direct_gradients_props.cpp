@@ -221,38 +221,88 @@ TEST(DirectGradients, that_are_not_finite_name_their_parameter) {
   });
 }
 
-// On two ranks the sum says that somebody's terms are not finite, and the ranks whose they are look for the parameter.
+namespace {
+
+// Three units, of weights whose gradients are made in their place and biases whose gradients are copied there.
+class StackImpl : public torch::nn::Module {
+ public:
+  StackImpl() {
+    first_ = register_module("layer1", Linear(torch::nn::LinearOptions(8, 8)));
+    second_ = register_module("layer2", Linear(torch::nn::LinearOptions(8, 8)));
+    third_ = register_module("layer3", Linear(torch::nn::LinearOptions(8, 8)));
+    int64_t salt = 0;
+    for (const at::Tensor& parameter : parameters()) parameter.data().copy_(toy::data(parameter.sizes().vec(), ++salt));
+  }
+  at::Tensor forward(at::Tensor x) { return call(third_, call(second_, call(first_, x))); }
+
+ private:
+  Linear first_{nullptr}, second_{nullptr}, third_{nullptr};
+};
+TORCH_MODULE(Stack);
+
+// What a backward throws on this rank.
+std::string error_of(const at::Tensor& loss) {
+  try {
+    loss.backward();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// The gradients of a step on four ranks, and what `before` did before it.
+std::map<std::string, at::Tensor> stack_gradients(const char* name,
+                                                  const std::function<void(Stack&, Sharded&, int64_t rank)>& before) {
+  const bool replicas = std::string(name) == "hsdp";
+  std::map<std::string, at::Tensor> got;
+  run_threads(4, [&](std::shared_ptr<Comm> comm) {
+    const Mesh mesh = replicas ? Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}) : Mesh({{"dp_shard", 4}});
+    Stack model;
+    ShardOptions options = toy::options(name);
+    options.units = by_type<LinearImpl>();
+    Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(comm, mesh), options);
+    before(model, sharded, comm->rank());
+    call(model, toy::data({5, 8}, comm->rank())).square().sum().backward();
+    const auto gradients = sharded.gather_gradients();
+    if (comm->rank() == 0) got = gradients;
+  });
+  return got;
+}
+
+}  // namespace
+
+// The sum says that somebody's terms are not finite, while that of another unit is under way. Then each rank looks at its own,
+// whether they were made in their place or copied there.
 TEST(DirectGradients, that_are_not_finite_on_every_rank_are_forgotten_and_leave_no_trace) {
-  for (const char* name : {"zero2", "zero3", "hsdp"}) {
-    const bool replicas = std::string(name) == "hsdp";
-    const auto gradients_after = [&](bool fails) {
-      std::map<std::string, at::Tensor> got;
-      run_threads(4, [&](std::shared_ptr<Comm> comm) {
-        const auto comms =
-            std::make_shared<MeshComm>(comm, replicas ? Mesh({{"dp_replicate", 2}, {"dp_shard", 2}}) : Mesh({{"dp_shard", 4}}));
-        Uses model(UsesImpl::Sizes{.bias = false});
-        ShardOptions options = options_of(name, 4);
-        Sharded sharded = fully_shard(model.ptr(), comms, options);
-        const at::Tensor tokens = tokens_of({2, 3}, comm->rank()) % 6;
-        if (fails) {
-          std::string message;
-          try {
-            (loss_of(model, tokens) * NAN).backward();
-          } catch (const std::exception& error) {
-            message = error.what();
-          }
-          expect_says(message, {fmt::format("rank {}, step 1", comm->rank()), "the gradient of table is nan"});
-          sharded.zero_gradients();
-        }
-        loss_of(model, tokens).backward();
-        const auto gradients = sharded.gather_gradients();
-        if (comm->rank() == 0) got = gradients;
-      });
-      return got;
-    };
-    const auto wanted = gradients_after(false), got = gradients_after(true);
+  for (const char* name : {"ddp", "zero1", "zero2", "zero3", "hsdp"}) {
+    const auto wanted = stack_gradients(name, [](Stack&, Sharded&, int64_t) {});
+    const auto got = stack_gradients(name, [&](Stack& model, Sharded& sharded, int64_t rank) {
+      // An infinite input spoils the gradients of weights alone. A loss that is NaN spoils all.
+      at::Tensor input = toy::data({5, 8}, rank);
+      if (rank == 0) input[2][3] = INFINITY;
+      const at::Tensor loss = call(model, input).sum() * (rank == 0 ? 1 : NAN);
+      const std::string message = error_of(loss);
+      EXPECT_NE(message.find(fmt::format("rank {}, step 1", rank)), std::string::npos) << name << ": " << message;
+      EXPECT_NE(message.find("the gradient of layer"), std::string::npos) << name << ": " << message;
+      sharded.zero_gradients();
+    });
     for (const auto& [parameter, gradient] : wanted) EXPECT_TRUE(same_bits(got.at(parameter), gradient)) << name << parameter;
   }
+}
+
+TEST(DirectGradients, that_are_not_finite_on_one_rank_name_it_wherever_they_were_made) {
+  for (const char* name : {"zero2", "zero3", "hsdp"})
+    for (const bool in_place : {true, false}) {
+      const std::string message = refusal([&] {
+        stack_gradients(name, [&](Stack& model, Sharded&, int64_t rank) {
+          if (rank != 2) return;
+          at::Tensor input = toy::data({5, 8}, rank);
+          if (in_place) input[2][3] = INFINITY;
+          (call(model, input).sum() * (in_place ? 1 : NAN)).backward();
+        });
+      });
+      expect_says(message, {"rank 2, step 1", "the gradient of layer"});
+    }
 }
 
 // Autocast rounds products and their gradients, and casts weights through the graph. That is left to autograd.

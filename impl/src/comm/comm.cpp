@@ -88,11 +88,11 @@ void validate_factor(const Call& call, const Comm& comm) {
 }
 
 void validate_finish(const Call& call, const Comm& comm) {
-  SHARD_REQUIRE(
-      comm.finishes_sums() && sums(call) && dtype(call) == at::kFloat && call.output.is_cpu(), "comm",
-      "{}: it is to be finished, which is for sums of float32 on the CPU where Comm::finishes_sums says so, got {} on "
-      "{}; do it after the sum",
-      where(call, comm), dtype_name(dtype(call)), call.output.device().str());
+  const bool fits = sums(call) && dtype(call) == at::kFloat && call.output.is_cpu();
+  SHARD_REQUIRE(fits && comm.finishes_sums(), "comm",
+                "{}: a result is multiplied or searched in the same call only of sums of float32 on the CPU, and where "
+                "Comm::finishes_sums is true; do it after {}",
+                where(call, comm), describe(call));
   require_exact(call.finish.factor, call, comm);
 }
 
@@ -121,12 +121,13 @@ void validate(const Call& call, const Comm& comm) {
 
 // What every collective of a group of one does.
 void copy_alone(const Call& call) {
+  // Of a sum without elements, too.
+  if (call.finish.all_finite) *call.finish.all_finite = at::isfinite(call.input).all().item<bool>();
   if (!call.input.defined() || !call.output.defined() || call.input.numel() == 0) return;
   // variable_data: no autograd, and no bump of the version that saved tensors are checked against.
   at::Tensor output = call.output.variable_data().view({-1});
   if (call.input.const_data_ptr() != call.output.const_data_ptr()) output.copy_(call.input.variable_data().view({-1}));
   if (call.factor != 1) output.mul_(call.factor);
-  if (call.finish.all_finite) *call.finish.all_finite = at::isfinite(output).all().item<bool>();
   if (call.finish.factor != 1) output.mul_(call.finish.factor);
 }
 

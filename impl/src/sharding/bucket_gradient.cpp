@@ -70,11 +70,11 @@ BucketGradient::BucketGradient(const BucketContext& context)
       placed_(views_.size(), false),
       holds_(views_.size(), false),
       parts_(views_.size()) {
+  sums_find_bad_terms_ = rules_.check_gradients && std::isinf(rules_.gradient_magnitude_max) &&
+                         Reduction::finds_bad_terms(*comms_, layout_.reduce(), rules_.reduction, views_.front().device());
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
   // its own, which every rank asks for here, in one order. Elsewhere gradients come and go, in an order of each rank's own.
   // A bucket that is frozen now has none, even if it is thawed later.
-  sums_find_bad_terms_ = rules_.check_gradients && std::isinf(rules_.gradient_magnitude_max) &&
-                         Reduction::finds_bad_terms(*comms_, layout_.reduce(), rules_.reduction, views_.front().device());
   if (layout_.reduce().empty() && views_.front().requires_grad())
     own_ = Reduction::own_memory(*comms_, *memory_, layout_.reduce_last(), rules_.reduction, layout_.numel());
 }
@@ -162,7 +162,7 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   bool fine = false;
   // It may have been made in its place; then a device is not asked, as in copy_to. Two tensors of no elements have one address.
   if (placed_[index] && source.const_data_ptr() == target.const_data_ptr())
-    fine = (reduces_ && sums_find_bad_terms_) || (target.is_cpu() && first_beyond(target, limit) == target.numel());
+    fine = !leaves_it_to_the_sum() && target.is_cpu() && first_beyond(target, limit) == target.numel();
   else  // the first term is copied, not added to zero, which would turn -0.0 into +0.0
     fine = holds_[index] ? add_to(target, source, limit) : copy_to(target, source, limit);
   suspicious_ |= !fine;
@@ -183,7 +183,8 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
   for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
     if (!holds_[i]) produced(static_cast<int64_t>(i)).zero_();
   where_ = where;
-  if (suspicious_ && rules_.check_gradients) check_terms(produced_);
+  const bool look_in_sum = suspicious_ && leaves_it_to_the_sum();
+  if (suspicious_ && rules_.check_gradients && !look_in_sum) check_terms(produced_);
   last_ = last;
   const std::vector<Stage>& path = layout_.reduce().empty() && last ? layout_.reduce_last() : layout_.reduce();
   if (layout_.reduce().empty() && !last) {
@@ -191,12 +192,13 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
     return;
   }
   if (path.empty() && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
+  // Whether the last sum is the final gradient, to which nothing is added.
   const bool is_result = last && !accumulated_.defined() && (layout_.reduce().empty() || layout_.reduce_last().empty());
   if (!path.empty())
     reduction_.emplace(*comms_, *memory_, path, rules_.reduction, std::move(produced_),
                        Reduction::Options{.divide_terms = rules_.divide_before,
                                           .divide_result = is_result ? divide_in_sum() : 1,
-                                          .find_bad_terms = sums_find_bad_terms_,
+                                          .find_bad_terms = look_in_sum,
                                           .is_registered = own_.defined()});
   enter(GradientState::reducing);
 }
@@ -229,7 +231,7 @@ bool BucketGradient::advance_reduce(bool checks) {
 
 // An error leaves the bucket as a sum does that is complete, so that zero_gradients can forget it.
 void BucketGradient::end_sum(bool checks) {
-  reduction_->finish_sum();
+  reduction_->await_sum();
   const at::Tensor suspects = reduction_->take_suspects();
   if (!suspects.defined() || !checks) return;
   try {

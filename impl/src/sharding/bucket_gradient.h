@@ -9,6 +9,7 @@
 //   accumulated  --finish-->  final        after the last microbatch: in the state layout and the main dtype, divided; what the
 //                                          optimizer reads. With Offload it is in the host's memory
 //   empty        --adopt-->    final       a replayed graph made it (step_graph.h)
+//   reducing     --error-->   accumulated  this rank's terms were not finite: there is no sum, and only zero may follow
 //   any but reducing --zero-->  empty
 //
 // Every other step is an error that names the unit and a parameter.
@@ -94,6 +95,8 @@ class BucketGradient : private BucketPart {
   void take(int64_t member, const at::Tensor& gradient);
   void check_terms(const at::Tensor& terms) const;
   void end_sum(bool checks);
+  // Bad terms are found behind the first sum, in whatever order and place they are made.
+  bool leaves_it_to_the_sum() const { return reduces_ && sums_find_bad_terms_; }
   void accumulate(at::Tensor sum);
   double divide_in_sum() const;
   void finalize(at::Tensor sum, bool is_divided);
@@ -108,8 +111,8 @@ class BucketGradient : private BucketPart {
   bool reduces_ = true;          // this backward's are reduced at its end
   bool last_ = false;            // the reduction under way is the last of the step
   bool is_outer_ = false;        // it sums what was accumulated, from there to the state's layout
-  bool suspicious_ = false;      // produced_ holds something that is not finite or too large
-  bool sums_find_bad_terms_;     // so that what is produced in its place need not be read for it
+  bool suspicious_ = false;      // produced_ may hold something that is not finite or too large
+  bool sums_find_bad_terms_ = false;  // so that what is produced in its place need not be read for it
   std::string where_;            // the reduction's rank and step, for messages
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
   at::Tensor produced_, accumulated_, gradient_;

@@ -66,8 +66,8 @@ double Reduction::take_factor() {
   return *exact;
 }
 
-// What the backend does on the way instead of this class, or of who takes the result.
-Finish Reduction::finish_of_sum() {
+// What the backend does during the sum, so that nobody goes over the result again.
+Finish Reduction::choose_finish() {
   all_finite_.reset();
   if (!is_float(dtypes_) || !wire_.is_cpu() || !group().finishes_sums()) return {};
   if (is_first() && options_.find_bad_terms) all_finite_ = std::make_shared<bool>(true);
@@ -102,13 +102,11 @@ void Reduction::start_hop() {
 void Reduction::start_sum(double factor) {
   const bool everywhere = stage().collective.step == Step::all_reduce;
   received_ = everywhere ? wire_ : memory_.allocate(MemoryKind::gradient, stage().part.size(), dtypes_.reduce);
-  const Finish finish = finish_of_sum();
-  if (finish.factor != 1 || finish.all_finite)
-    work_ = everywhere ? group().finished_all_reduce(wire_, finish) : group().finished_reduce_scatter(received_, wire_, finish);
-  else if (factor != 1)
-    work_ = everywhere ? group().scaled_all_reduce(wire_, factor) : group().scaled_reduce_scatter(received_, wire_, factor);
-  else
-    work_ = everywhere ? group().all_reduce(wire_) : group().reduce_scatter(received_, wire_);
+  work_ = group().issue({.op = everywhere ? Op::all_reduce : Op::reduce_scatter,
+                         .output = received_,
+                         .input = wire_,
+                         .factor = factor,
+                         .finish = choose_finish()});
 }
 
 // Everybody's terms of this rank's slice, side by side, still as they were on the wire.
@@ -132,7 +130,7 @@ at::Tensor Reduction::sum_wide() {
   return sum;
 }
 
-void Reduction::finish_sum() {
+void Reduction::await_sum() {
   work_.wait();
   if (all_finite_ && !*all_finite_) suspects_ = wire_;
   at::Tensor sum = received_;

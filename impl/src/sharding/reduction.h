@@ -33,8 +33,8 @@ class Reduction {
   Reduction(MeshComm& comms, MemoryLedger& memory, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
             at::Tensor local, const Options& options);
 
-  // Whether the first sum of such a path can tell that some rank's terms are not finite, and leaves them as they are. Then
-  // nobody has to read them for it.
+  // Whether the first sum of such a path says when some rank's terms are not finite, and leaves the terms as they are, so that
+  // they need not be read before. Collective.
   static bool finds_bad_terms(MeshComm& comms, const std::vector<Stage>& path, const ReductionDtypes& dtypes,
                               c10::Device device);
 
@@ -44,7 +44,7 @@ class Reduction {
                                const ReductionDtypes& dtypes, int64_t numel);
 
   // Waits for the sum under way.
-  void finish_sum();
+  void await_sum();
   // Then: this rank's terms of it, where those of some rank may not be finite. Undefined where all are, or where nobody asked.
   at::Tensor take_suspects() { return std::move(suspects_); }
   // Then starts the path's next sum. Returns false when there is none.
@@ -62,7 +62,7 @@ class Reduction {
  private:
   void start_hop();
   void start_sum(double factor);
-  Finish finish_of_sum();
+  Finish choose_finish();
   double take_factor();
   at::Tensor on_the_wire(const at::Tensor& values);
   void start_wide_sum();

@@ -38,7 +38,7 @@ const char* to_string(Op op);
 // What a backend does to a sum while its elements are in the cache, so that nobody has to read them again for it.
 struct Finish {
   double factor = 1;                           // the sum is multiplied by it
-  std::shared_ptr<bool> all_finite = nullptr;  // `wait` sets it: whether the sum has neither NaN nor infinity, on any rank
+  std::shared_ptr<bool> all_finite = nullptr;  // `wait` sets it: whether all of the sum is finite, on every rank
 };
 
 // One collective call of one rank, as backends and decorators see it.
@@ -134,8 +134,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // because every floating dtype holds these exactly.
   Work scaled_reduce_scatter(at::Tensor output, at::Tensor input, double factor);
   Work scaled_all_reduce(at::Tensor tensor, double factor);
-  // Sums that are finished, of float32 on the CPU and only where `finishes_sums` is true. All ranks pass the same factor, which
-  // is as above. Each may ask whether all is finite.
+  // Sums that are finished, of float32 on the CPU and only where `finishes_sums` is true. All ranks pass the same factor, as
+  // above. Each may ask whether all is finite. A reduce-scatter leaves its input as it was, except where the output lies in it.
   Work finished_reduce_scatter(at::Tensor output, at::Tensor input, Finish finish);
   Work finished_all_reduce(at::Tensor tensor, Finish finish);
   // Slice r of the input has input_sizes[r] elements and goes to rank r. Slice r of the output has output_sizes[r] elements and

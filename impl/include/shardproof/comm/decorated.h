@@ -10,9 +10,9 @@
 
 namespace shardproof {
 
-// Passes every function of Comm on to `inner`, so which ranks call what, and the errors, are those of `inner`. A decorator
-// overrides `decorate`, usually `start`, and the functions whose behaviour it changes. A decorated communicator cannot be
-// captured (capturable.h), and hides a timeline that is inside (timeline.h).
+// Passes every function of Comm on to `inner`, whose rules and errors are its own. A decorator overrides `decorate`, usually
+// `start`, and what it changes. If it takes sums itself, its `premultiplies` and `finishes_sums` are false. A decorated
+// communicator cannot be captured (capturable.h), and hides a timeline that is inside (timeline.h).
 class DecoratedComm : public Comm {
  public:
   int64_t rank() const override { return inner_->rank(); }

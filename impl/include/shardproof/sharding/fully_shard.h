@@ -102,9 +102,9 @@ class Sharded {
   // (100), and the division by the number of tokens (1000).
   void add_finishing_step(std::string name, int64_t order, std::function<void(Sharded&)> step);
 
-  // Drops accumulated gradients. `Optimizer::step` does this too. After a backward that ended with an exception it also drops
-  // what the backward left half done, and training may go on, provided that the exception came at the same point on every rank.
-  // Every rank calls it. It does not communicate. Throws Error inside a backward.
+  // Drops accumulated gradients. `Optimizer::step` does this too. After a backward that ended with an exception it also ends
+  // the sums that were under way, collectively, and training may go on, provided that the exception came at the same point on
+  // every rank. Every rank calls it. Otherwise it does not communicate. Throws Error inside a backward.
   void zero_gradients();
 
   // The norm of the whole gradient, in which each element of each parameter counts once. The order is 1, 2 or infinity. Call it

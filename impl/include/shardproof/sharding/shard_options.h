@@ -211,11 +211,11 @@ struct ShardOptions {
   // Whether gradients are summed over dp_replicate after every microbatch, instead of once after the last.
   bool reduce_replicas_every_microbatch = false;
 
-  // Whether each rank's gradients are checked, as they are before they are summed over ranks. A NaN, an infinity or a magnitude
-  // above `gradient_magnitude_max` throws an error that names rank, step and parameter, before the backward returns. Where the
-  // backend finishes sums (Comm::finishes_sums), the sum looks for NaN and infinities on its way. Set it to false where a
-  // LossScaler handles such gradients. For the answers the host waits for a device, once a bucket and once a run of padding;
-  // with false it waits for neither.
+  // Whether each rank's gradients are checked, as they are before the sum over ranks. A NaN, an infinity or a magnitude above
+  // `gradient_magnitude_max` throws an error in the backward that names rank, step and parameter. Other ranks may return from
+  // it with such a sum: who catches the error agrees with all ranks before going on. A device answers once a bucket and once a
+  // run of padding, and the host waits for it; with false it does not. Set it to false where a LossScaler handles such
+  // gradients.
   bool check_gradients = true;
   double gradient_magnitude_max = std::numeric_limits<double>::infinity();
 

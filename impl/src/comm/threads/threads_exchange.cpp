@@ -26,7 +26,7 @@ Exchange::Exchange(const Call& call, std::vector<Side> sides, bool ring, const D
       dtype_(dtype(call)),
       element_bytes_(static_cast<int64_t>(c10::elementSize(dtype_))),
       ring_(ring),
-      factor_(call.finish.factor),
+      finish_factor_(call.finish.factor),
       math_(math),
       sides_(std::move(sides)) {
   for (const Side& side : sides_) {
@@ -140,15 +140,22 @@ void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* targ
   terms.reserve(sides_.size());
   for (const int64_t source : order_of_terms(parties(), ring_ ? party + 1 : 0))
     terms.push_back(sides_[source].input + begin * element_bytes_);
-  math_.reduce(element_type(dtype_), reduce_, terms, end - begin, target);
-  finish(target, end - begin);
+  // What is finished is summed in blocks, and finished while they are in a cache near by.
+  const int64_t block_numel = finishes() ? kBlockBytes / element_bytes_ : end - begin;
+  for (int64_t at = begin; at < end; at += block_numel) {
+    const int64_t numel = std::min(block_numel, end - at);
+    std::byte* const block = target + (at - begin) * element_bytes_;
+    math_.reduce(element_type(dtype_), reduce_, terms, numel, block);
+    if (finishes()) finish(block, numel);
+    for (const std::byte*& term : terms) term += numel * element_bytes_;
+  }
 }
 
 void Exchange::finish(std::byte* sum, int64_t numel) const {
   constexpr double kLargest = std::numeric_limits<float>::max();
   if (asks_whether_finite_ && all_finite() && math_.first_beyond(Element::f32, sum, numel, kLargest) < numel)
     all_finite_.store(false, std::memory_order_relaxed);
-  if (factor_ != 1) math_.scale(reinterpret_cast<float*>(sum), numel, static_cast<float>(factor_));
+  if (finish_factor_ != 1) math_.scale(reinterpret_cast<float*>(sum), numel, static_cast<float>(finish_factor_));
 }
 
 // An output that is made of pieces of inputs, one from each source in order.

@@ -60,6 +60,7 @@ class Exchange {
   void gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
   void reduce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
   void finish(std::byte* sum, int64_t numel) const;
+  bool finishes() const { return finish_factor_ != 1 || asks_whether_finite_; }
   void run_task(int64_t lane, int64_t begin, int64_t end) const;
   void all_reduce(int64_t begin, int64_t end) const;
   void all_gather(int64_t begin, int64_t end) const;
@@ -72,7 +73,7 @@ class Exchange {
   at::ScalarType dtype_;
   int64_t element_bytes_;
   bool ring_;
-  double factor_;
+  double finish_factor_;
   bool asks_whether_finite_ = false;
   mutable std::atomic<bool> all_finite_ = true;
   const DeviceMath& math_;

@@ -168,7 +168,7 @@ bool World::draw_late(const Group& group, int64_t sequence, int64_t rank) const 
   return next_random(state) & 1;
 }
 
-// Where parts take effect one by one, the first does not know what is in the others.
+// Where parts take effect one by one, the first to be done does not know what will be in the others.
 bool World::finishes_sums() const {
   return options_.completion == ThreadsOptions::Completion::eager && !options_.policy;
 }
