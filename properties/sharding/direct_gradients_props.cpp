@@ -147,6 +147,24 @@ TEST(DirectGradients, of_a_first_microbatch_are_made_in_their_bucket_and_later_o
     });
 }
 
+// Two ranks with the same data: half of twice the gradient has the bits of the gradient.
+TEST(DirectGradients, of_several_microbatches_are_divided_once) {
+  const std::vector<at::Tensor> microbatches = {tokens_of({2, 3}, 1), tokens_of({2, 3}, 2), tokens_of({2, 3}, 3)};
+  const UsesImpl::Sizes sizes{};
+  const auto wanted = plain_gradients(sizes, microbatches, -1);
+  for (const char* name : {"ddp", "zero2", "zero3"})
+    toy::on_ranks(2, [&](std::shared_ptr<MeshComm> comms) {
+      Uses model(sizes);
+      Sharded sharded = fully_shard(model.ptr(), comms, options_of(name, 2));
+      for (size_t m = 0; m < microbatches.size(); ++m) {
+        sharded.set_last_microbatch(m + 1 == microbatches.size());
+        loss_of(model, microbatches[m] % sizes.rows).backward();
+      }
+      const auto got = sharded.gather_gradients();
+      for (const auto& [parameter, gradient] : wanted) EXPECT_TRUE(same_bits(got.at(parameter), gradient)) << name << parameter;
+    });
+}
+
 TEST(DirectGradients, of_a_weight_that_has_hooks_are_the_hooks_to_keep) {
   alone([](std::shared_ptr<MeshComm> comms) {
     Uses model(UsesImpl::Sizes{});
