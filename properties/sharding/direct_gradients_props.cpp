@@ -80,6 +80,16 @@ ShardOptions options_of(const char* name, double divide = 1) {
 // Runs on one rank, where the gradient is that of the rank.
 void alone(const std::function<void(std::shared_ptr<MeshComm>)>& body) { toy::on_ranks(1, body); }
 
+// What a backward throws on this rank.
+std::string error_of(const at::Tensor& loss) {
+  try {
+    loss.backward();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
 // Counts the products of this thread that write to memory that they were given.
 class ProductsInPlace {
  public:
@@ -228,12 +238,7 @@ TEST(DirectGradients, that_are_not_finite_name_their_parameter) {
   alone([](std::shared_ptr<MeshComm> comms) {
     Uses model(UsesImpl::Sizes{.bias = false});  // so that none of its gradients is copied
     Sharded sharded = fully_shard(model.ptr(), comms, options_of("zero3"));
-    std::string message;
-    try {
-      (loss_of(model, tokens_of({2, 3}, 1) % 6) * std::numeric_limits<float>::infinity()).backward();
-    } catch (const std::exception& error) {
-      message = error.what();
-    }
+    const std::string message = error_of(loss_of(model, tokens_of({2, 3}, 1) % 6) * std::numeric_limits<float>::infinity());
     EXPECT_NE(message.find("gradient of table"), std::string::npos) << message;
     sharded.zero_gradients();
   });
@@ -257,16 +262,6 @@ class StackImpl : public torch::nn::Module {
   Linear first_{nullptr}, second_{nullptr}, third_{nullptr};
 };
 TORCH_MODULE(Stack);
-
-// What a backward throws on this rank.
-std::string error_of(const at::Tensor& loss) {
-  try {
-    loss.backward();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
 
 // The gradients of a step on four ranks, and what `before` did before it.
 std::map<std::string, at::Tensor> stack_gradients(const char* name,

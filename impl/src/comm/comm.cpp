@@ -90,8 +90,8 @@ void validate_factor(const Call& call, const Comm& comm) {
 void validate_finish(const Call& call, const Comm& comm) {
   const bool fits = sums(call) && dtype(call) == at::kFloat && call.output.is_cpu();
   SHARD_REQUIRE(fits && comm.finishes_sums(), "comm",
-                "{}: a result is multiplied or searched in the same call only of sums of float32 on the CPU, and where "
-                "Comm::finishes_sums is true; do it after {}",
+                "{}: only a sum of float32 on the CPU can be multiplied, or searched for NaN and infinity, in the same call, "
+                "and only where Comm::finishes_sums is true; do it after {}",
                 where(call, comm), describe(call));
   require_exact(call.finish.factor, call, comm);
 }

@@ -59,7 +59,7 @@ class BucketGradient : private BucketPart {
   // Waits for the sum under way. Returns whether it started another one, along the next axes; otherwise the reduction is over.
   // Throws where the sum says that this rank's terms are not finite, unless `checks` is false.
   bool advance_reduce(bool checks = true);
-  // After an error, for what all ranks have started.
+  // Brings the reduction to its end after an error, whatever its terms are, because all ranks have started it.
   void abandon_reduce() {
     while (advance_reduce(/*checks=*/false)) {
     }
@@ -95,7 +95,7 @@ class BucketGradient : private BucketPart {
   void take(int64_t member, const at::Tensor& gradient);
   void check_terms(const at::Tensor& terms) const;
   void end_sum(bool checks);
-  // Bad terms are found behind the first sum, in whatever order and place they are made.
+  // Whether the first sum of this backward looks for bad terms. Then nobody looks at them before it.
   bool leaves_it_to_the_sum() const { return reduces_ && sums_find_bad_terms_; }
   void accumulate(at::Tensor sum);
   double divide_in_sum() const;
@@ -112,8 +112,8 @@ class BucketGradient : private BucketPart {
   bool last_ = false;            // the reduction under way is the last of the step
   bool is_outer_ = false;        // it sums what was accumulated, from there to the state's layout
   bool suspicious_ = false;      // produced_ may hold something that is not finite or too large
-  bool sums_find_bad_terms_ = false;  // so that what is produced in its place need not be read for it
-  std::string where_;            // the reduction's rank and step, for messages
+  bool sums_find_bad_terms_ = false;  // the first sum can look for them (Reduction::finds_bad_terms)
+  std::string where_;                 // the reduction's rank and step, for messages
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
   at::Tensor produced_, accumulated_, gradient_;
   at::Tensor own_;                      // registered memory for produced_; undefined where there is none

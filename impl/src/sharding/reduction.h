@@ -45,7 +45,7 @@ class Reduction {
 
   // Waits for the sum under way.
   void await_sum();
-  // Then: this rank's terms of it, where those of some rank may not be finite. Undefined where all are, or where nobody asked.
+  // Then returns this rank's terms of that sum if some rank's may not be finite, and otherwise an undefined tensor.
   at::Tensor take_suspects() { return std::move(suspects_); }
   // Then starts the path's next sum. Returns false when there is none.
   bool start_next();

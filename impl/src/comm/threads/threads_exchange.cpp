@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kTaskBytes = 256 << 10;
 // A block of an all-reduce or an all-gather is made or read once, and copied to every party while it is in the cache.
 constexpr int64_t kBlockBytes = 32 << 10;
-// So much does not stay in the caches of cores until somebody reads it, so it is written past them.
+// Outputs that are so large together leave the caches of cores before somebody reads them, so they are written past the caches.
 constexpr int64_t kStreamedBytesMin = 16 << 20;
 
 }  // namespace
@@ -140,7 +140,7 @@ void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* targ
   terms.reserve(sides_.size());
   for (const int64_t source : order_of_terms(parties(), ring_ ? party + 1 : 0))
     terms.push_back(sides_[source].input + begin * element_bytes_);
-  // What is finished is summed in blocks, and finished while they are in a cache near by.
+  // A sum that is finished is taken block by block, and each block is finished while it is still in a cache.
   const int64_t block_numel = finishes() ? kBlockBytes / element_bytes_ : end - begin;
   for (int64_t at = begin; at < end; at += block_numel) {
     const int64_t numel = std::min(block_numel, end - at);
