@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from typing import Any, Callable, Optional, Union
 
 import torch
 
 from . import _C
+from .interruptible import Interruptible
 
 Comm = _C.Comm
 MeshComm = _C.MeshComm
@@ -72,44 +71,27 @@ def run_threads(
     ------
     Exception
         What the first rank to fail raised, with a note that names the rank. All other ranks end, too.
+    KeyboardInterrupt
+        Of the caller's thread, after it was raised on every rank and all ranks ended. A second interrupt does not wait for them.
     """
     gpu = None if device is None else usable_device(device)
-    identities: set = set()
-
-    def registered(comm):
-        identity = threading.get_ident()
-        identities.add(identity)
-        try:
-            return body(comm)
-        finally:
-            identities.discard(identity)
-
+    interruptible = Interruptible()
     outcome: dict = {}
+    threads_within = torch.get_num_threads()
+
+    def ranks_body(comm):
+        with interruptible.part():
+            return body(comm)
 
     def run():
+        if torch.get_num_threads() != threads_within:  # the number belongs to a thread, and this one takes the caller's
+            torch.set_num_threads(threads_within)
         try:
-            outcome["results"] = _C.run_threads(ranks, registered, schedule, completion, sum, seed, gpu)
+            outcome["results"] = _C.run_threads(ranks, ranks_body, schedule, completion, sum, seed, gpu)
         except BaseException as error:  # noqa: B036  handed to the caller's thread
             outcome["error"] = error
 
-    # The caller's thread only waits, so that it can hear an interrupt. The number of threads within an operator belongs to a
-    # thread, and the new one takes the caller's.
-    threads_within = torch.get_num_threads()
-
-    def run_like_the_caller():
-        if torch.get_num_threads() != threads_within:
-            torch.set_num_threads(threads_within)
-        run()
-
-    thread = threading.Thread(target=run_like_the_caller, name="shardproof.run_threads", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except KeyboardInterrupt:
-        for identity in list(identities):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identity), ctypes.py_object(KeyboardInterrupt))
-        thread.join()
-        raise
+    interruptible.run(run, name="shardproof.run_threads")
     if "error" in outcome:
         error = outcome.pop("error")
         try:

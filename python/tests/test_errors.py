@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shardproof
+from shardproof.interruptible import Interruptible
 from models import Block, Net, batch, loss_of
 
 
@@ -271,19 +272,64 @@ def test_worlds_in_several_threads_do_not_disturb_each_other():
     assert outcomes == [[0, 1]] * 3
 
 
-def test_an_interrupt_ends_all_ranks(tmp_path):
+def test_an_interrupt_ends_all_ranks_before_the_caller_hears_of_it(tmp_path):
     script = tmp_path / "forever.py"
     script.write_text("""
+import sys
+import time
 import shardproof
+
 def body(comm):
     if comm.rank == 0:
         print("running", flush=True)
-    while True:
-        comm.barrier()
-shardproof.run_threads(3, body)
+    try:
+        while True:
+            comm.barrier()
+    finally:
+        time.sleep(0.5)
+
+def is_in_body(frame):
+    return frame is not None and (frame.f_code is body.__code__ or is_in_body(frame.f_back))
+
+try:
+    shardproof.run_threads(3, body)
+except KeyboardInterrupt:
+    print(sum(map(is_in_body, sys._current_frames().values())), "ranks go on", flush=True)
+    raise
 """)
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "running\n"
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode != 0 and "KeyboardInterrupt" in said
+    printed, said = process.communicate()
+    assert printed == "0 ranks go on\n"
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in said
+
+
+def test_parts_that_begin_after_the_interrupt_end_at_once():
+    heard = threading.Event()
+    outcomes = []
+    interruptible = Interruptible()
+
+    def part():
+        try:
+            with interruptible.part():
+                outcomes.append("ran")
+        except KeyboardInterrupt:
+            outcomes.append("interrupted")
+
+    def function():
+        signal.raise_signal(signal.SIGINT)  # Python's own handler runs it in the main thread, which waits
+        heard.wait()
+        part()
+
+    def hear(*_):
+        heard.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interruptible.run(function, name="function")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert outcomes == ["interrupted"]
