@@ -173,8 +173,9 @@ class LlamaAttention(nn.Module):
         rates = 1 / self.theta ** (torch.arange(0, self.width, 2).to(torch.float32) / self.width)
         if self.slower is not None:
             factor, low, high, positions = self.slower
-            turn = 2 * math.pi / rates  # so many tokens
-            part = (positions / turn - low) / (high - low)
+            # A number over a tensor would be multiplied by the reciprocal, which rounds once more.
+            turn = torch.full_like(rates, 2 * math.pi) / rates  # so many tokens
+            part = (torch.full_like(turn, positions) / turn - low) / (high - low)
             between = torch.where(turn < positions / high, rates, (1 - part) * rates / factor + part * rates)
             rates = torch.where(turn > positions / low, rates / factor, between)
         angles = torch.arange(head.shape[1]).to(torch.float32)[:, None] * rates[None, :]

@@ -87,7 +87,7 @@ class Judge {
     for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
     const double size = norm(truth);
     double own = size_of(whole, before);
-    const bool is_nothing = floor_ > kSingleFloor && own <= kNothing * kind_size;
+    const bool is_nothing = floor_ > kSingleFloor && gradient.defined() && own <= kNothing * kind_size;  // else it is frozen
     if (is_nothing) own = kind_size;
     const double spacing = spacing_of(gradient, is_nothing ? gradients_size : size_of(gradient, {}));
     const double least = (floor_ + spacing) * own + (before.defined() ? kSingleFloor * size : 0);

@@ -109,6 +109,18 @@ RC_GTEST_PROP(GoldenPython, a_millionth_more_of_any_number_is_seen, ()) {
   RC_ASSERT(Widest(golden::train(run, at::kDouble), trace).apart > bound);
 }
 
+// A rate that is one float32 off shows in the tenth digit of a loss. 32 pairs of features have rates of all kinds.
+TEST(GoldenPython, slowed_rotary_positions_have_the_same_rates_in_pytorch) {
+  golden::Run run;
+  Tensors tensors(1);
+  run.model.kind = golden::Model::Kind::llama;
+  golden::Llama& llama = run.model.llama;
+  llama = {.hidden = 8, .vocab = 11, .positions = 16, .head_size = 64, .theta = 500, .rope_factor = 8, .rope_positions = 1024};
+  run.parameters = random_parameters(run.model, tensors);
+  run.steps.push_back({.microbatches = {{{tensors.tokens({3, 16}, 11), tensors.tokens({3, 16}, 11), 0.5}}}});
+  EXPECT_LE(Widest(golden::train(run, at::kDouble), golden::train_in_python(run)).apart, 1e-13);
+}
+
 // Importing torch into a process that already uses LibTorch replaces the autograd engine, for one.
 TEST(GoldenPython, loading_pytorch_changes_no_bit_of_the_cpp_reference) {
   golden::Run run;

@@ -118,6 +118,23 @@ TEST(Comparison, low_precision_noise_in_a_gradient_that_is_zero_counts_beside_th
   EXPECT_NE(both.tolerance(0).value_or("").find("gradient of never"), std::string::npos);
 }
 
+TEST(Comparison, a_frozen_parameter_may_not_move_beside_others_that_move_far) {
+  Both both(
+      Case::parse("mlp(widths=1-1,act=identity) mesh(dp_shard=2) zero3(compute=bf16,lora=1) sgd(lr=0.3) fast seed=1 : step"));
+  golden::Named& parameters = both.truth[0].parameters;
+  for (golden::Trace* trace : {&both.golden, &both.truth}) trace->at(0).parameters.back().second.fill_(1000);
+  Piece* frozen = nullptr;
+  for (RankStep& rank : both.sharded[0])
+    for (std::vector<Piece>* kind : {&rank.parameters, &rank.compute_parameters})
+      for (Piece& piece : *kind) {
+        if (piece.name == parameters.back().first) at::Tensor(piece.data).fill_(1000);
+        if (kind == &rank.parameters && piece.name == parameters.front().first && piece.run.size() > 0) frozen = &piece;
+      }
+  ASSERT_EQ(both.tolerance(0), std::nullopt);
+  *values(*frozen) += 0.25f;
+  EXPECT_NE(both.tolerance(0).value_or("").find("parameter of " + parameters.front().first), std::string::npos);
+}
+
 // float16 has no numbers between two multiples of 2^-24, and sums over ranks round in more places than the unsharded one does.
 TEST(Comparison, a_tiny_gradient_may_be_off_by_the_spacing_of_float16_and_not_by_its_own_size) {
   const auto with_all = [](const char* compute, double truth, double off) {
