@@ -1,8 +1,8 @@
 # Tests of the comm part; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME comm_props LABEL comm TORCH LIBRARIES golden SOURCES
-  base/stream_copy_props.cpp doubles/comm_worlds.cpp doubles/comm_worlds_threads.cpp comm/collective_plan_props.cpp
-  comm/comm_props.cpp comm/comm_errors_props.cpp comm/comm_decorators_props.cpp comm/comm_faults_props.cpp
-  comm/flight_record_props.cpp comm/comm_programs_props.cpp comm/mesh_comm_props.cpp comm/watch_sockets_props.cpp
+  base/host_work_props.cpp base/stream_copy_props.cpp doubles/comm_worlds.cpp doubles/comm_worlds_threads.cpp
+  comm/collective_plan_props.cpp comm/comm_props.cpp comm/comm_errors_props.cpp comm/comm_decorators_props.cpp
+  comm/comm_faults_props.cpp comm/flight_record_props.cpp comm/comm_programs_props.cpp comm/mesh_comm_props.cpp comm/watch_sockets_props.cpp
   comm/threads/comm_threads_props.cpp)
 # What a build without some backend has in its place.
 shardproof_test(NAME absent_props LABEL comm TORCH LIBRARIES shardproof_absent SOURCES comm/absent_props.cpp)

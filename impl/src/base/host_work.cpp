@@ -1,38 +1,98 @@
 #include "shardproof/base/host_work.h"
 
+#include <unistd.h>
+
 #include <atomic>
-#include <exception>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <future>
+#include <mutex>
 #include <thread>
 #include <utility>
 
 namespace shardproof {
 namespace {
 
+using Task = std::packaged_task<void()>;
+
+// Threads of this process that have run a job, and wait for another. A save starts a job for every 4 MiB, and starting a thread
+// takes a noticeable part of the time that a disk takes for those.
+class IdleThreads {
+ public:
+  // A process that was forked has none of its parent's.
+  static IdleThreads& of_this_process() {
+    static std::atomic<IdleThreads*> known{nullptr};
+    IdleThreads* threads = known;
+    if (!threads || threads->process_ != ::getpid()) {
+      auto* const own = new IdleThreads;  // never deleted: its threads wait until the process ends
+      if (known.compare_exchange_strong(threads, own)) return *own;
+      delete own;
+    }
+    return *threads;
+  }
+
+  // On a thread that does nothing else meanwhile.
+  void run(Task task) {
+    {
+      const std::lock_guard lock(mutex_);
+      tasks_.push_back(std::move(task));
+      if (idle_ > 0) {
+        --idle_;
+      } else {
+        try {
+          std::thread([this] { serve(); }).detach();
+        } catch (...) {
+          tasks_.pop_back();
+          throw;
+        }
+      }
+    }
+    came_.notify_one();
+  }
+
+ private:
+  [[noreturn]] void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      came_.wait(lock, [this] { return !tasks_.empty(); });
+      {
+        Task task = std::move(tasks_.front());
+        tasks_.pop_front();
+        lock.unlock();
+        task();
+      }
+      lock.lock();
+      ++idle_;
+    }
+  }
+
+  const pid_t process_ = ::getpid();
+  std::mutex mutex_;
+  std::condition_variable came_;
+  std::deque<Task> tasks_;
+  int64_t idle_ = 0;  // threads that wait, less one for each task that waits
+};
+
 class SystemJob final : public HostJob {
  public:
-  explicit SystemJob(std::function<void()> work)
-      : thread_([this, work = std::move(work)] {
-          try {
-            work();
-          } catch (...) {
-            error_ = std::current_exception();
-          }
-          over_ = true;
-        }) {}
+  explicit SystemJob(std::function<void()> work) {
+    Task task(std::move(work));
+    over_ = task.get_future();
+    IdleThreads::of_this_process().run(std::move(task));
+  }
   ~SystemJob() override {
-    if (thread_.joinable()) thread_.join();
+    if (over_.valid()) over_.wait();
   }
 
   void wait() override {
-    if (thread_.joinable()) thread_.join();
-    if (const std::exception_ptr error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+    if (over_.valid()) over_.get();
   }
-  bool is_over() override { return over_; }
+  bool is_over() override { return !over_.valid() || over_.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
 
  private:
-  std::exception_ptr error_;
-  std::atomic<bool> over_{false};
-  std::thread thread_;  // the last member: it uses the others
+  std::future<void> over_;
 };
 
 }  // namespace

@@ -1,0 +1,64 @@
+// Jobs of the host run beside the thread that started them, and beside each other.
+#include "shardproof/base/host_work.h"
+
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <barrier>
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <vector>
+
+using shardproof::HostJob;
+using shardproof::start_host_job;
+
+// Each job ends only when all have begun, whatever threads earlier jobs left behind.
+RC_GTEST_PROP(HostWork, no_job_waits_for_another_to_end, ()) {
+  for (const int jobs : *rc::gen::container<std::vector<int>>(3, rc::gen::inRange(1, 6))) {
+    std::barrier all(jobs + 1);
+    std::vector<std::unique_ptr<HostJob>> started;
+    for (int i = 0; i < jobs; ++i) started.push_back(start_host_job([&] { all.arrive_and_wait(); }));
+    all.arrive_and_wait();
+    for (const auto& job : started) job->wait();
+    for (const auto& job : started) RC_ASSERT(job->is_over());
+  }
+}
+
+TEST(HostWork, what_a_job_throws_its_wait_throws_once) {
+  const auto job = start_host_job([] { throw std::runtime_error("of the job"); });
+  EXPECT_THROW(job->wait(), std::runtime_error);
+  EXPECT_NO_THROW(job->wait());
+  EXPECT_TRUE(job->is_over());
+}
+
+TEST(HostWork, a_job_that_is_dropped_is_waited_for) {
+  bool over = false;
+  start_host_job([&] { over = true; }).reset();
+  EXPECT_TRUE(over);
+}
+
+TEST(HostWork, jobs_one_after_another_share_few_threads) {
+  constexpr int kJobs = 100;
+  std::set<pid_t> threads;
+  for (int i = 0; i < kJobs; ++i) start_host_job([&] { threads.insert(::gettid()); })->wait();
+  EXPECT_LT(threads.size(), kJobs / 4);
+}
+
+// Of a process that was forked the threads are gone.
+TEST(HostWork, a_forked_process_has_jobs_of_its_own) {
+  start_host_job([] {})->wait();
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    ::alarm(60);  // instead of waiting forever for threads of the parent
+    bool over = false;
+    start_host_job([&] { over = true; })->wait();
+    ::_exit(over ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+}
