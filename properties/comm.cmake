@@ -2,8 +2,8 @@
 shardproof_test(NAME comm_props LABEL comm TORCH LIBRARIES golden SOURCES
   base/host_work_props.cpp base/stream_copy_props.cpp doubles/comm_worlds.cpp doubles/comm_worlds_threads.cpp
   comm/collective_plan_props.cpp comm/comm_props.cpp comm/comm_errors_props.cpp comm/comm_decorators_props.cpp
-  comm/comm_faults_props.cpp comm/flight_record_props.cpp comm/comm_programs_props.cpp comm/mesh_comm_props.cpp comm/watch_sockets_props.cpp
-  comm/threads/comm_threads_props.cpp)
+  comm/comm_faults_props.cpp comm/flight_record_props.cpp comm/comm_programs_props.cpp comm/mesh_comm_props.cpp
+  comm/watch_sockets_props.cpp comm/threads/comm_threads_props.cpp)
 # What a build without some backend has in its place.
 shardproof_test(NAME absent_props LABEL comm TORCH LIBRARIES shardproof_absent SOURCES comm/absent_props.cpp)
 shardproof_test(NAME redistribute_props LABEL comm CASES 1000 TORCH LIBRARIES layout_testing SOURCES
