@@ -247,7 +247,7 @@ TEST(Comm, large_collectives_are_shared_among_ranks_and_equal_the_loop) {
 }
 
 // What is large is written past the caches. An input may be in its place already.
-TEST(CommThreads, a_large_all_gather_writes_every_element_wherever_the_input_is) {
+TEST(Comm, a_large_all_gather_writes_every_element_wherever_the_input_is) {
   for (const int64_t numel : {2'100'001, 2'097'152})
     worlds::run(2, [=](std::shared_ptr<Comm> comm) {
       const auto input_of = [&](int64_t rank) { return at::arange(numel, at::kInt) * (rank == 0 ? 1 : -1); };

@@ -8,6 +8,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
+#include "testing/base/stream_copy.h"
 
 namespace shardproof::mpi {
 namespace {
@@ -16,6 +17,8 @@ constexpr int64_t kCopyChunkBytes = 8 << 20;
 // Terms of a sum come in chunks that are added up while they are in the cache.
 constexpr int64_t kSumChunkBytes = 512 << 10;
 constexpr int64_t kSlots = 2;
+// What a rank gives to itself goes past the caches from here on, since it would leave them before it is read.
+constexpr size_t kStreamedBytesMin = 4 << 20;
 
 bool is_eager(int64_t bytes) {
   return bytes <= kBodyBytesMax;
@@ -72,7 +75,11 @@ void Collective::open_sides() {
 void Collective::copy_own() {
   const Side& own = sides_[static_cast<size_t>(group_->rank())];
   if (plan_.sums() || own.recv_bytes == 0 || own.recv_data == own.send_data) return;
-  std::memcpy(own.recv_data, own.send_data, static_cast<size_t>(own.recv_bytes));
+  const auto bytes = static_cast<size_t>(own.recv_bytes);
+  if (bytes < kStreamedBytesMin)
+    std::memcpy(own.recv_data, own.send_data, bytes);
+  else
+    stream_copy(own.recv_data, own.send_data, bytes);
 }
 
 void Collective::post_headers() {
