@@ -130,7 +130,7 @@ TEST(ShardingErrors, a_gradient_above_the_largest_magnitude_allowed_names_rank_s
     if (allowed)
       train();
     else
-      expect_says(refusal(train), {"rank 1", "step 2", name.c_str(), "before any communication"});
+      expect_says(refusal(train), {"rank 1", "step 2", name.c_str(), "as this rank alone computed it"});
   }
 }
 

@@ -328,7 +328,7 @@ void BucketGradient::zero_gradients() {
 
 void BucketGradient::check_terms(const at::Tensor& terms) const {
   SHARD_REQUIRE(unrepresentable_.empty(), "gradient",
-                "{}: the gradient of {} has an element that is NaN, infinite or not below {}, before any communication. "
+                "{}: the gradient of {} has an element that is NaN, infinite or not below {}, as this rank alone computed it. "
                 "Fixed-point sums over the ranks cannot hold it: look at the loss and the data of this rank, or scale the loss "
                 "down",
                 where_, unrepresentable_, produced_max(rules_, layout_, comms_->mesh()));
@@ -339,7 +339,7 @@ void BucketGradient::check_terms(const at::Tensor& terms) const {
     const int64_t bad = first_beyond(values, rules_.gradient_magnitude_max);
     if (bad < member.numel)
       throw NonFiniteError(
-          fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, before any communication. "
+          fmt::format("[gradient] {}: the gradient of {} is {} at element {} of {}, as this rank alone computed it. "
                       "Look at the loss and the data of this rank, or lower the learning rate",
                       where_, member.name, element_of(values, bad), bad, member.numel));
   }
