@@ -32,9 +32,11 @@ double memory_mib(const std::string& key, const char* file = "/proc/self/status"
   return 0;
 }
 
-// A page that several processes map belongs to each of them in equal parts, and to this one as a whole in its peak.
+// A page that several processes map belongs to each of them in equal parts, and to this one as a whole in its peak. 0 where the
+// kernel does not say.
 double shared_mib_of_others() {
-  return memory_mib("RssShmem:") - memory_mib("Pss_Shmem:", "/proc/self/smaps_rollup");
+  const double own = memory_mib("Pss_Shmem:", "/proc/self/smaps_rollup");
+  return own > 0 ? memory_mib("RssShmem:") - own : 0;
 }
 
 void reset_peak() {
@@ -317,7 +319,7 @@ at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank) {
 nlohmann::json run(const Task& task, ProcessWorld* processes, std::shared_ptr<Timeline> timeline) {
   if (task.host_pool && task.device.is_cpu()) use_host_pool();
   at::mm(at::ones({256, 256}), at::ones({256, 256}));  // brings up what the products need
-  const double base = memory_mib("VmRSS:");
+  const double base = memory_mib("VmRSS:") - shared_mib_of_others();
   nlohmann::json result = task.contestant == "single" ? run_single(task) : run_ours(task, processes, std::move(timeline));
   const auto ranks = static_cast<double>(task.contestant == "single" || processes ? 1 : task.mesh.size());
   const double own_peak = memory_mib("VmHWM:") - result.value("shared_mib_of_others", 0.0) - base;

@@ -175,7 +175,8 @@ class LlamaAttention(nn.Module):
             factor, low, high, positions = self.slower
             # A number over a tensor would be multiplied by the reciprocal, which rounds once more.
             turn = torch.full_like(rates, 2 * math.pi) / rates  # so many tokens
-            part = (torch.full_like(turn, positions) / turn - low) / (high - low)
+            wide = torch.full_like(rates, high) - low
+            part = (torch.full_like(turn, positions) / turn - low) / wide
             between = torch.where(turn < positions / high, rates, (1 - part) * rates / factor + part * rates)
             rates = torch.where(turn > positions / low, rates / factor, between)
         angles = torch.arange(head.shape[1]).to(torch.float32)[:, None] * rates[None, :]

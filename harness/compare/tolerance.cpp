@@ -87,7 +87,9 @@ class Judge {
     for (const HeldPiece& held : pieces) *compared_ += held.piece->run.size();
     const double size = norm(truth);
     double own = size_of(whole, before);
-    const bool is_nothing = floor_ > kSingleFloor && gradient.defined() && own <= kNothing * kind_size;  // else it is frozen
+    // A parameter without a gradient is frozen. It is judged by itself, however far others move.
+    const bool is_frozen = before.defined() && !gradient.defined();
+    const bool is_nothing = floor_ > kSingleFloor && !is_frozen && own <= kNothing * kind_size;
     if (is_nothing) own = kind_size;
     const double spacing = spacing_of(gradient, is_nothing ? gradients_size : size_of(gradient, {}));
     const double least = (floor_ + spacing) * own + (before.defined() ? kSingleFloor * size : 0);

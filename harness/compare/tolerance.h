@@ -5,7 +5,7 @@
 // sums, and some from parameters that are one float off, whichever is farthest. There is no absolute tolerance, which would
 // pass a doubled gradient once gradients are small. What is zero in the truth and in every float32 run has to be zero; in low
 // precision a tensor that is zero in the truth, but for float64's rounding, counts beside all tensors of its kind in that step.
-// What has no gradient is frozen, and stays what it is.
+// Not so a parameter that is frozen: it may be off by rounding, however far others move.
 #pragma once
 
 #include <cstdint>

@@ -7,16 +7,17 @@ import ctypes
 import threading
 from typing import Callable, Iterator
 
-# A signal that arrives while the main thread waits for the interpreter's lock, right before it blocks, is only heard after
-# that. With other threads in Python this is not rare, so the main thread does not block for longer than this.
+# A signal that arrives while the main thread waits for the interpreter's lock, right before it blocks, is not heard until it
+# wakes. With other threads in Python this is not rare, so the main thread does not block for longer than this.
 _BLOCKED_SECONDS_MAX = 0.1
 
 
 class Interruptible:
     """A function that runs beside the caller's thread, and parts of it on threads of their own.
 
-    Python raises KeyboardInterrupt in the main thread only, between two lines of Python. So the caller's thread does nothing
-    but wait. When it hears an interrupt, it raises KeyboardInterrupt in every part and waits until the function has ended.
+    Python handles signals in the main thread only, between two lines of Python. So the caller's thread does nothing but wait.
+    When a handler raises there, be it KeyboardInterrupt or another exception, every part gets a KeyboardInterrupt, and the
+    caller gets the exception once the function has ended.
     """
 
     def __init__(self) -> None:
@@ -41,14 +42,14 @@ class Interruptible:
                 self._parts.discard(identity)
 
     def run(self, function: Callable[[], None], *, name: str) -> None:
-        """Run ``function`` once. It must raise nothing. Raises KeyboardInterrupt once the function has ended."""
+        """Run ``function`` once, and raise what a signal's handler raised meanwhile. The function must raise nothing."""
         # `Thread.join` cannot be called again after an interrupt: in Python 3.11 it then takes a running thread for one that
         # has ended (https://github.com/python/cpython/issues/90882). An event can be waited for twice.
         thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
         try:
             thread.start()
             self._wait()
-        except KeyboardInterrupt:
+        except BaseException:
             if self._interrupt_parts():
                 self._wait()
             raise

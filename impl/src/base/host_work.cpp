@@ -1,6 +1,6 @@
 #include "shardproof/base/host_work.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
@@ -17,19 +17,21 @@ namespace {
 
 using Task = std::packaged_task<void()>;
 
-// Threads of this process that have run a job, and wait for another. A save starts a job for every 4 MiB, and starting a thread
-// takes a noticeable part of the time that a disk takes for those.
-class IdleThreads {
+// Threads that run jobs, and then wait for another. A save starts a job for every 4 MiB, and starting a thread takes a
+// noticeable part of the time that a disk takes for those. What is bound to a thread stays there for its next job, so that a
+// job has to leave nothing behind.
+class JobThreads {
  public:
-  // A process that was forked has none of its parent's.
-  static IdleThreads& of_this_process() {
-    static std::atomic<IdleThreads*> known{nullptr};
-    IdleThreads* threads = known;
-    if (!threads || threads->process_ != ::getpid()) {
-      auto* const own = new IdleThreads;  // never deleted: its threads wait until the process ends
-      if (known.compare_exchange_strong(threads, own)) return *own;
-      delete own;
-    }
+  // Never deleted: its threads wait until the process ends. A process that was forked has none of its parent's threads.
+  static JobThreads& of_this_process() {
+    static std::atomic<JobThreads*> known{nullptr};
+    static const int forks = ::pthread_atfork(nullptr, nullptr, [] { known = nullptr; });
+    static_cast<void>(forks);
+    JobThreads* threads = known;
+    if (threads) return *threads;
+    auto* const own = new JobThreads;
+    if (known.compare_exchange_strong(threads, own)) return *own;
+    delete own;
     return *threads;
   }
 
@@ -68,7 +70,6 @@ class IdleThreads {
     }
   }
 
-  const pid_t process_ = ::getpid();
   std::mutex mutex_;
   std::condition_variable came_;
   std::deque<Task> tasks_;
@@ -78,9 +79,13 @@ class IdleThreads {
 class SystemJob final : public HostJob {
  public:
   explicit SystemJob(std::function<void()> work) {
-    Task task(std::move(work));
+    // The work is gone before the job is over: a task may live longer.
+    Task task([work = std::move(work)]() mutable {
+      const auto own = std::move(work);
+      own();
+    });
     over_ = task.get_future();
-    IdleThreads::of_this_process().run(std::move(task));
+    JobThreads::of_this_process().run(std::move(task));
   }
   ~SystemJob() override {
     if (over_.valid()) over_.wait();

@@ -130,9 +130,28 @@ TEST(Comparison, a_frozen_parameter_may_not_move_beside_others_that_move_far) {
         if (piece.name == parameters.back().first) at::Tensor(piece.data).fill_(1000);
         if (kind == &rank.parameters && piece.name == parameters.front().first && piece.run.size() > 0) frozen = &piece;
       }
+  ASSERT_NE(frozen, nullptr);
   ASSERT_EQ(both.tolerance(0), std::nullopt);
   *values(*frozen) += 0.25f;
   EXPECT_NE(both.tolerance(0).value_or("").find("parameter of " + parameters.front().first), std::string::npos);
+}
+
+// Its averages are those of steps in which it was not frozen.
+TEST(Comparison, averages_of_a_frozen_parameter_may_be_noise_as_those_of_others) {
+  Both both(Case::parse("odd(width=3,never) mesh(dp_shard=2) zero3(compute=bf16) adam(lr=0.1) fast seed=3 : step"));
+  for (golden::Trace* trace : {&both.golden, &both.truth}) {
+    std::erase_if(trace->at(0).gradients, [](const auto& named) { return named.first == "never"; });
+    for (auto& [slot, named] : trace->at(0).state)
+      for (auto& [name, value] : named)
+        if (name == "never" && slot != "step") value.fill_(trace == &both.truth ? 0 : 1e-20);
+  }
+  for (RankStep& rank : both.sharded[0]) {
+    std::erase_if(rank.gradients, [](const Piece& piece) { return piece.name == "never"; });
+    for (auto& [slot, pieces] : rank.state)
+      for (Piece& piece : pieces)
+        if (piece.name == "never" && slot != "step") at::Tensor(piece.data).fill_(1e-15);
+  }
+  EXPECT_EQ(both.tolerance(0), std::nullopt);
 }
 
 // float16 has no numbers between two multiples of 2^-24, and sums over ranks round in more places than the unsharded one does.

@@ -17,7 +17,7 @@ constexpr int64_t kCopyChunkBytes = 8 << 20;
 // Terms of a sum come in chunks that are added up while they are in the cache.
 constexpr int64_t kSumChunkBytes = 512 << 10;
 constexpr int64_t kSlots = 2;
-// What a rank gives to itself goes past the caches from here on, since it would leave them before it is read.
+// From this size on, what a rank gives to itself goes past the caches, since it would leave them before it is read.
 constexpr size_t kStreamedBytesMin = 4 << 20;
 
 bool is_eager(int64_t bytes) {
