@@ -65,8 +65,8 @@ at::Tensor own_tokens(const Task& task, int64_t step, int64_t rank);
 // gradients, optimizer and communication of one rank, "formula_mib", in float32: these and activation_bytes of model.h,
 // "check_percent", of steps with a FingerprintCheck and signatures: their processor time, of that of the rest of the step}
 // Of ours also "processor_ms": of steps of all ranks of the process, "tensor_mib": of the tensors of one rank at most,
-// after the first step; 0 where they are not counted, and "shared_mib_of_others": what the peak leaves out, because it is the
-// part of other processes in memory that they share with this one.
+// after the first step; 0 where they are not counted, and "shared_mib_of_others": the other processes' part of memory that they
+// share with this one. The peak leaves it out.
 //
 // Ours with `processes` is collective over them, as many as ranks, and the result is rank 0's.
 //

@@ -115,7 +115,14 @@ TEST(GoldenPython, slowed_rotary_positions_have_the_same_rates_in_pytorch) {
   Tensors tensors(1);
   run.model.kind = golden::Model::Kind::llama;
   golden::Llama& llama = run.model.llama;
-  llama = {.hidden = 8, .vocab = 11, .positions = 16, .head_size = 64, .theta = 500, .rope_factor = 8, .rope_positions = 1024};
+  llama = {.hidden = 8,
+           .vocab = 11,
+           .positions = 16,
+           .head_size = 64,
+           .theta = 500,
+           .rope_factor = 8,
+           .rope_high = 4.3,
+           .rope_positions = 1024};
   run.parameters = random_parameters(run.model, tensors);
   run.steps.push_back({.microbatches = {{{tensors.tokens({3, 16}, 11), tensors.tokens({3, 16}, 11), 0.5}}}});
   EXPECT_LE(Widest(golden::train(run, at::kDouble), golden::train_in_python(run)).apart, 1e-13);

@@ -72,7 +72,8 @@ def run_threads(
     Exception
         What the first rank to fail raised, with a note that names the rank. All other ranks end, too.
     KeyboardInterrupt
-        Of the caller's thread, after every rank got it and has ended. A second interrupt does not wait for them.
+        Of the caller's thread, after every rank got it and has ended. A second interrupt does not wait for them. The same holds
+        for whatever else the handler of a signal raises there.
     """
     gpu = None if device is None else usable_device(device)
     interruptible = Interruptible()

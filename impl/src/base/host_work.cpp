@@ -12,6 +12,8 @@
 #include <thread>
 #include <utility>
 
+#include "shardproof/base/check.h"
+
 namespace shardproof {
 namespace {
 
@@ -25,8 +27,8 @@ class JobThreads {
   // Never deleted: its threads wait until the process ends. A process that was forked has none of its parent's threads.
   static JobThreads& of_this_process() {
     static std::atomic<JobThreads*> known{nullptr};
-    static const int forks = ::pthread_atfork(nullptr, nullptr, [] { known = nullptr; });
-    static_cast<void>(forks);
+    static const int failed = ::pthread_atfork(nullptr, nullptr, [] { known = nullptr; });
+    SHARD_CHECK(failed == 0, "host work", "a fork could not be prepared for: error {}", failed);
     JobThreads* threads = known;
     if (threads) return *threads;
     auto* const own = new JobThreads;

@@ -19,7 +19,7 @@ class HostJob {
 class HostWork {
  public:
   virtual ~HostWork() = default;
-  // Runs the work on a thread of its own.
+  // Runs the work on a thread that does nothing else meanwhile. A later job may get it, so nothing stays behind there.
   virtual std::unique_ptr<HostJob> start(std::function<void()> work) = 0;
   // Does the work at some time before the job's wait returns. The work neither blocks nor throws.
   virtual std::unique_ptr<HostJob> later(std::function<void()> work) = 0;
@@ -30,7 +30,7 @@ class HostWork {
   static HostWork*& of_this_thread();
 };
 
-// Runs the work on a thread of its own, when the system or the HostWork of this thread says so.
+// Runs the work as HostWork::start does, when the system or the HostWork of this thread says so.
 std::unique_ptr<HostJob> start_host_job(std::function<void()> work);
 
 // Lets another thread go on where a test decides which; else nothing happens.
