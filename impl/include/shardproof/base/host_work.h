@@ -19,7 +19,7 @@ class HostJob {
 class HostWork {
  public:
   virtual ~HostWork() = default;
-  // Runs the work on a thread that does nothing else meanwhile. A later job may get it, so nothing stays behind there.
+  // Runs the work on a thread that does nothing else meanwhile. A later job may get it, so work leaves nothing behind there.
   virtual std::unique_ptr<HostJob> start(std::function<void()> work) = 0;
   // Does the work at some time before the job's wait returns. The work neither blocks nor throws.
   virtual std::unique_ptr<HostJob> later(std::function<void()> work) = 0;
