@@ -13,10 +13,16 @@ if(MPI_C_FOUND)
   target_link_libraries(comm_mpi_props PRIVATE golden shardproof_rapidcheck GTest::gtest)
 
   foreach(ranks 2 3 4)
-    add_test(NAME Mpi.collectives_on_${ranks}_processes COMMAND mpirun -n ${ranks} --oversubscribe --bind-to none
-      $<TARGET_FILE:comm_mpi_props> --gtest_filter=-CommThreads.*)
-    set_tests_properties(Mpi.collectives_on_${ranks}_processes PROPERTIES LABELS mpi PROCESSORS 2 ENVIRONMENT
-      "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
+    foreach(memory own in_pool)
+      set(_name Mpi.collectives_on_${ranks}_processes)
+      if(memory STREQUAL in_pool)
+        set(_name Mpi.collectives_in_the_pool_on_${ranks}_processes)
+      endif()
+      add_test(NAME ${_name} COMMAND mpirun -n ${ranks} --oversubscribe --bind-to none $<TARGET_FILE:comm_mpi_props>
+        --gtest_filter=-CommThreads.* ${memory})
+      set_tests_properties(${_name} PROPERTIES LABELS mpi PROCESSORS 2 ENVIRONMENT
+        "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
+    endforeach()
   endforeach()
 
   # The command itself. Seeds are fixed: what random ones find belongs to `verify`.
@@ -24,6 +30,10 @@ if(MPI_C_FOUND)
   foreach(ranks 2 4)
     add_test(NAME Mpi.random_cases_hold_on_${ranks}_processes
       COMMAND shardproof_command verify ${_verify} --ranks ${ranks} --seed ${ranks})
+    add_test(NAME Mpi.random_cases_hold_on_${ranks}_processes_that_send_all
+      COMMAND shardproof_command verify ${_verify} --ranks ${ranks} --seed 1${ranks} --no-direct-reads)
+    set_tests_properties(Mpi.random_cases_hold_on_${ranks}_processes_that_send_all PROPERTIES LABELS mpi PROCESSORS 2
+      ENVIRONMENT "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
     add_test(NAME Mpi.training_equals_the_golden_run_on_${ranks}_processes
       COMMAND shardproof_command train --backend mpi --ranks ${ranks} --steps 3 --check)
   endforeach()

@@ -15,6 +15,7 @@
 #include "harness/commands/json_lines.h"
 #include "harness/commands/launch_options.h"
 #include "shardproof/base/check.h"
+#include "shardproof/device/host_pool.h"
 
 namespace harness {
 namespace {
@@ -87,6 +88,7 @@ void work(const Arguments& a) {
   Launched launched;
   launched.options.backend = "mpi";
   const auto world = launched.start("");
+  shardproof::use_host_pool();  // as train and bench do
   world->run([&](std::shared_ptr<shardproof::Comm> comm) {
     const json result = bench::time_collectives(*comm, a.task);
     if (comm->rank() == 0) fmt::print("{}\n", result.dump());

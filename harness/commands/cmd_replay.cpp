@@ -169,6 +169,7 @@ void add_replay_command(CLI::App& app, int& exit_code) {
       return;
     }
     const auto world = arguments->launched.start(c.mesh.str());
+    arguments->launched.pool_small_tensors();
     const c10::Device device = arguments->launched.device();
     if (world) {
       exit_code = run_on(*world, arguments->launched, c, arguments->json);

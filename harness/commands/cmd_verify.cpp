@@ -335,6 +335,7 @@ void add_verify_command(CLI::App& app, int& exit_code) {
     }
     if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
     const auto world = arguments->launched.start(arguments->mesh);
+    arguments->launched.pool_small_tensors();
     const c10::Device device = arguments->launched.device();
     if (world || !device.is_cpu()) require_one_job(*arguments, world ? "ranks that are processes" : "--device");
     arguments->options.limits.above_ten = !world && !arguments->world_max_given;

@@ -10,6 +10,7 @@
 #include "harness/run/engine.h"
 #include "harness/run/reproducible.h"
 #include "shardproof/comm/require_same.h"
+#include "shardproof/device/host_pool.h"
 #include "shardproof/device/kernels/cuda.h"
 #include "shardproof/launch/nccl_launch.h"
 
@@ -48,6 +49,11 @@ void add_engine_option(CLI::App& command, std::string& engine) {
       ->capture_default_str();
 }
 
+void Launched::pool_small_tensors() const {
+  constexpr int64_t kBytesMin = 2048;  // smaller ones travel with the message that announces them
+  if (options.backend == "mpi" && mpi.direct_reads) shardproof::use_host_pool(kBytesMin);
+}
+
 void Launched::require_threads(const std::string& what) const {
   const shardproof::LaunchOptions usual;
   SHARD_REQUIRE(options.backend == usual.backend && options.device == usual.device && options.ranks == usual.ranks, "launch",
@@ -70,6 +76,9 @@ void Launched::add_to(CLI::App& command, bool ranks_option) {
           ->capture_default_str(),
       command.add_option("--flight-dir", mpi.flight_directory,
                          "the folder where each rank leaves its last calls if it fails, with --backend mpi or nccl")};
+  of_mpi_ = {command.add_flag_callback(
+      "--no-direct-reads", [this] { mpi.direct_reads = false; },
+      "send all data, also between ranks on one host, which could read each other's memory; with --backend mpi")};
   of_nccl_ = {
       command.add_option("--sum", sum, "how sums are taken: in rank_order by kernels, or native by NCCL; with --backend nccl")
           ->check(CLI::IsMember({"rank_order", "native"}))
@@ -106,12 +115,13 @@ void Launched::refuse_without_effect() const {
                     options.backend);
   };
   if (options.backend != "nccl") require_none(of_nccl_, "nccl");
+  if (options.backend != "mpi") require_none(of_mpi_, "mpi");
   if (options.backend == "threads") require_none(of_processes_, "mpi or nccl");
 }
 
 std::string Launched::given() const {
   std::string text;
-  for (const auto& list : {of_processes_, of_nccl_})
+  for (const auto& list : {of_processes_, of_mpi_, of_nccl_})
     for (const CLI::Option* option : list)
       for (const std::string& value : option->results())
         text += option->get_items_expected_max() == 0 ? " " + option->get_name()

@@ -36,6 +36,9 @@ struct Launched {
   c10::Device device() const { return device_; }
   // Whether ranks can have memory side by side.
   bool shares_memory() const { return options.backend != "nccl"; }
+  // For cases of random models: processes of mpi read each other's tensors where they lie, although these are smaller than
+  // those that the host pool takes elsewhere.
+  void pool_small_tensors() const;
   // Throws Error when an option of ranks was given, since `what` has ranks of its own.
   void require_threads(const std::string& what) const;
   // Throws Error for options that were given and mean nothing to this backend.
@@ -47,7 +50,7 @@ struct Launched {
   std::unique_ptr<shardproof::ProcessWorld> start_nccl(const shardproof::Launch& launch);
   void use_gpu(int64_t index);
 
-  std::vector<CLI::Option*> of_processes_, of_nccl_;
+  std::vector<CLI::Option*> of_processes_, of_mpi_, of_nccl_;
   c10::Device device_{c10::kCPU};
 };
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <numeric>
 
@@ -287,24 +288,90 @@ void expect_finished(Comm& comm, int64_t numel, double factor, float extra) {
 
 }  // namespace
 
-TEST(CommThreads, a_finished_sum_is_the_sum_times_its_factor_and_says_whether_it_is_finite_on_every_rank) {
+TEST(Comm, a_finished_sum_is_the_sum_times_its_factor_and_says_whether_it_is_finite_on_every_rank) {
   std::vector<ThreadsOptions> all = worlds::all_options();
   all.emplace_back().sum = ThreadsOptions::Sum::ring;
-  std::atomic<int64_t> finished = 0;
   for (const ThreadsOptions& options : all)
-    for (const int64_t world : {1, 2, 3})
+    for (const int64_t world : {int64_t{1}, int64_t{2}, std::min<int64_t>(3, worlds::ranks_max())})
       worlds::run(
           world,
           [&](std::shared_ptr<Comm> comm) {
-            EXPECT_EQ(comm->finishes_sums(), options.completion == ThreadsOptions::Completion::eager);
+            EXPECT_EQ(comm->finishes_sums(), worlds::finishes_sums(options));
             if (!comm->finishes_sums()) return;
-            ++finished;
-            for (const int64_t numel : {0, 1, 257, 70'001})
+            for (const int64_t numel : {0, 1, 257, 2000, 70'001, 300'000})
               for (const double factor : {1.0, 0.25, std::exp2(-15)})
                 for (const float extra : {0.0f, NAN, -INFINITY}) expect_finished(*comm, numel, factor, extra);
           },
           options);
-  EXPECT_EQ(finished, 5 * (1 + 2 + 3)) << "two schedules with two seeds, and a ring";
+}
+
+namespace {
+
+// What this rank gives to one call and gets from it. What it gives depends on the rank and the round alone.
+struct Exchanged {
+  Op op;
+  at::Tensor given, taken, expected;
+};
+
+Exchanged exchanged(Op op, const Comm& comm, int64_t numel, int64_t round) {
+  const int64_t world = comm.size(), rank = comm.rank();
+  const auto value = [&](int64_t r) { return static_cast<double>(10 * round + r + 1); };
+  double sum = 0;
+  std::vector<at::Tensor> all;
+  for (int64_t r = 0; r < world; ++r) sum += value(r), all.push_back(at::full({numel}, value(r)));
+  if (op == Op::all_gather) return {op, at::full({numel}, value(rank)), at::zeros({world * numel}), at::cat(all)};
+  if (op == Op::reduce_scatter) return {op, at::full({world * numel}, value(rank)), at::zeros({numel}), at::full({numel}, sum)};
+  return {op, at::full({world * numel}, value(rank)), at::zeros({world * numel}), at::cat(all)};
+}
+
+Work start(Comm& comm, const Exchanged& e) {
+  if (e.op == Op::all_gather) return comm.all_gather(e.taken, e.given);
+  if (e.op == Op::reduce_scatter) return comm.reduce_scatter(e.taken, e.given);
+  const std::vector<int64_t> sizes(static_cast<size_t>(comm.size()), e.given.numel() / comm.size());
+  return comm.all_to_all(e.taken, e.given, sizes, sizes);
+}
+
+void compute_for(std::chrono::milliseconds time) {
+  const auto end = std::chrono::steady_clock::now() + time;
+  at::Tensor work = at::ones({1000});
+  while (std::chrono::steady_clock::now() < end) work.mul_(1.0);
+}
+
+}  // namespace
+
+// Ranks that read each other's memory, or send it piece by piece, must be through before the owner goes on. Large tensors take
+// several pieces, and some rank is late to wait.
+TEST(Comm, what_a_rank_gave_may_change_as_soon_as_its_call_is_done) {
+  const int64_t world = std::min<int64_t>(3, worlds::ranks_max());
+  worlds::run(world, [](std::shared_ptr<Comm> comm) {
+    int64_t round = 0;
+    for (const Op op : {Op::all_gather, Op::reduce_scatter, Op::all_to_all})
+      for (const int64_t numel : {int64_t{3000}, int64_t{5'000'000}})
+        for (int64_t late = 0; late < comm->size(); ++late, ++round) {
+          const Exchanged e = exchanged(op, *comm, numel, round);
+          Work work = start(*comm, e);
+          if (comm->rank() == late) compute_for(std::chrono::milliseconds(5));
+          work.wait();
+          e.given.fill_(-1);
+          EXPECT_TRUE(e.taken.equal(e.expected)) << to_string(op) << " of " << numel << ", rank " << late << " is late";
+        }
+  });
+}
+
+TEST(Comm, the_sum_of_an_all_reduce_may_change_as_soon_as_the_call_is_done) {
+  const int64_t world = std::min<int64_t>(3, worlds::ranks_max());
+  worlds::run(world, [](std::shared_ptr<Comm> comm) {
+    for (int64_t round = 0; round < 12; ++round) {
+      const at::Tensor tensor = at::full({8'000'000}, static_cast<double>(round + comm->rank() + 1));
+      Work work = comm->all_reduce(tensor);
+      if (comm->rank() == round % comm->size()) compute_for(std::chrono::milliseconds(5));
+      work.wait();
+      const at::Tensor found = tensor.clone();
+      tensor.fill_(-1);
+      const int64_t sum = comm->size() * (round + 1) + comm->size() * (comm->size() - 1) / 2;
+      EXPECT_TRUE(found.eq(static_cast<double>(sum)).all().item<bool>()) << "round " << round;
+    }
+  });
 }
 
 // Each part takes effect when the policy says so, and what is in the others is not known yet.

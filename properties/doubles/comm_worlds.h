@@ -21,6 +21,8 @@ using Body = std::function<void(std::shared_ptr<Comm>)>;
 int64_t ranks_max();
 // Whether all of them are on one host.
 bool one_host();
+// Whether this backend finishes sums (Finish) with these options.
+bool finishes_sums(const shardproof::ThreadsOptions& options);
 // Runs the body on every rank of a world. Throws what ended it.
 void run(int64_t world, const Body& body, const shardproof::ThreadsOptions& options = {});
 // A text that some process found, "" when none did; the same in every process.

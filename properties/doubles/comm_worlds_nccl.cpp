@@ -20,6 +20,10 @@ bool one_host() {
   return true;
 }
 
+bool finishes_sums(const shardproof::ThreadsOptions&) {
+  return false;
+}
+
 std::vector<ThreadsOptions> all_options() {
   std::vector<ThreadsOptions> list;
   for (const auto schedule : {ThreadsOptions::Schedule::parallel, ThreadsOptions::Schedule::serial})

@@ -16,6 +16,10 @@ bool one_host() {
   return true;
 }
 
+bool finishes_sums(const shardproof::ThreadsOptions& options) {
+  return options.completion == shardproof::ThreadsOptions::Completion::eager;
+}
+
 std::vector<ThreadsOptions> all_options() {
   std::vector<ThreadsOptions> list;
   for (const auto schedule : {ThreadsOptions::Schedule::parallel, ThreadsOptions::Schedule::serial})

@@ -1,6 +1,7 @@
 // One process of an MPI job in which something goes wrong, for mpi_faults_props: makes calls of one kind until a rank does what
 // it was told to, and says how that ended.
-//   mpi_driver FAULT OP VICTIM STEP ELEMENTS TIMEOUT_S FLIGHT_DIRECTORY
+//   mpi_driver FAULT OP VICTIM STEP ELEMENTS MEMORY TIMEOUT_S FLIGHT_DIRECTORY
+// MEMORY is own, or pool: then other ranks can read tensors where they lie.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <signal.h>
@@ -14,6 +15,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/failed_check.h"
 #include "shardproof/comm/mpi/mpi.h"
+#include "shardproof/device/host_pool.h"
 #include "testing/base/call_label.h"
 
 using namespace shardproof;
@@ -70,6 +72,7 @@ void misbehave(const Arguments& a, Comm& comm, Comm& other) {
   if (a.fault == "size") start(comm, a.op, buffers_of(comm, a.elements + 1, at::kFloat)).wait();
   if (a.fault == "dtype") start(comm, a.op, buffers_of(comm, a.elements, at::kInt)).wait();
   if (a.fault == "root") comm.broadcast(buffers.mine, 0).wait();  // the others' root is the last rank
+  if (a.fault == "factor") comm.finished_all_reduce(buffers.mine, {.factor = 0.5}).wait();
   if (a.fault == "reduce") comm.all_reduce(buffers.mine, Reduce::max).wait();  // the others add
   if (a.fault == "group") start(other, a.op, buffers).wait();
 }
@@ -99,14 +102,15 @@ int report(int64_t rank, const char* kind, const std::string& text, Clock::time_
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 8) return 2;
+  if (argc != 9) return 2;
   Arguments a{.fault = argv[1],
               .op = argv[2],
               .victim = std::stol(argv[3]),
               .step = std::stol(argv[4]),
               .elements = std::stol(argv[5])};
-  a.options.timeout_seconds = std::stod(argv[6]);
-  a.options.flight_directory = argv[7];
+  a.options.timeout_seconds = std::stod(argv[7]);
+  a.options.flight_directory = argv[8];
+  if (argv[6] == std::string("pool")) use_host_pool(1);
   MpiWorld world(a.options);
   Clock::time_point last_good = Clock::now();
   try {

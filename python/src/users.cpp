@@ -102,7 +102,7 @@ void bind_users(py::module_& module) {
   bind_lora(module);
   module.def("transfer", &move_parameters, py::arg("world"), py::arg("source"), py::arg("target"), py::arg("bytes_at_once"),
              Unlocked());
-  module.def("use_host_pool", &use_host_pool);
+  module.def("use_host_pool", [] { use_host_pool(); });
   module.def("host_pool_bytes", &bytes_of_host_pool);
   module.def("trim_host_pool", &trim_host_pool, Unlocked());
 }

@@ -11,10 +11,13 @@
 #include <array>
 #include <atomic>
 #include <mutex>
+#include <optional>
+#include <string_view>
 #include <unordered_map>
 
 #include "shardproof/base/check.h"
 #include "testing/device/free_ranges.h"
+#include "testing/device/shared_place.h"
 
 #if defined(__has_feature)
 #  if __has_feature(address_sanitizer)
@@ -42,9 +45,11 @@ size_t whole_pages(size_t bytes) {
   return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
 }
 
-// Addresses that are the pool's. Those from `begin` to `top` have been used; the others are reserved, and cost no memory.
+// Addresses that are the pool's. Those from `begin` to `top` have been used; the others are reserved, and cost no memory. Where
+// they are those of a file, other processes can map it.
 struct Region {
   char *begin, *top, *end;
+  int32_t file;  // -1: the memory is this process' own
 };
 
 // As many addresses as the machine has memory. Where the process may have few addresses, others need them as well: then the
@@ -56,21 +61,35 @@ size_t wanted_addresses(size_t bytes, size_t reserved) {
   return std::max(bytes, static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes());
 }
 
+// A page behind the region is never used. So the free ranges of two regions do not touch, and no tensor lies in both.
+Region reserve_mapped(size_t size, int32_t file) {
+  const int flags = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+  void* const data = mmap(nullptr, size + page_bytes(), PROT_NONE, flags | MAP_NORESERVE, file, 0);
+  if (data == MAP_FAILED) return {};
+  auto* const begin = static_cast<char*>(data);
+  return {begin, begin, begin + size, file};
+}
+
 // Nothing where the system refuses even as many as are needed.
-Region reserve(size_t bytes, size_t reserved) {
+Region reserve(size_t bytes, size_t reserved, bool shared) {
   for (const size_t size : {wanted_addresses(bytes, reserved), bytes}) {
-    void* const begin = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (begin != MAP_FAILED) return {static_cast<char*>(begin), static_cast<char*>(begin), static_cast<char*>(begin) + size};
+    const int32_t file = shared ? make_memory_file(size) : -1;
+    if (shared && file < 0) continue;
+    if (const Region region = reserve_mapped(size, file); region.begin) return region;
+    if (file >= 0) close(file);
   }
   return {};
 }
 
+// Whether the pool takes memory that other processes can map.
+std::atomic<bool> is_shared = false;
+
 class HostPool final : public c10::Allocator {
  public:
-  explicit HostPool(c10::Allocator* small) : small_(small) {}
+  HostPool(c10::Allocator* small, size_t block_bytes_min) : small_(small), block_bytes_min_(block_bytes_min) {}
 
   c10::DataPtr allocate(size_t bytes) override {
-    if (bytes < static_cast<size_t>(kHostPoolBlockBytesMin)) return small_->allocate(bytes);
+    if (bytes < block_bytes_min_) return small_->allocate(bytes);
     void* const data = take(whole_pages(bytes));
     if (!data) return small_->allocate(bytes);  // which says what is missing
     return {data, data, &release, c10::Device(c10::kCPU)};
@@ -85,21 +104,45 @@ class HostPool final : public c10::Allocator {
 
   void trim() {
     const std::lock_guard lock(mutex_);
-    free_.each([](char* begin, size_t bytes) { madvise(begin, bytes, MADV_DONTNEED); });
+    free_.each([this](char* begin, size_t bytes) { madvise(begin, bytes, place(begin) ? MADV_REMOVE : MADV_DONTNEED); });
+  }
+
+  std::optional<SharedPlace> place(const void* data) const {
+    const Region* const region = region_of(data);
+    if (!region || region->file < 0) return std::nullopt;
+    return SharedPlace{region->file, static_cast<const char*>(data) - region->begin};
   }
 
   // A child of fork() has this thread only, and no other would unlock the mutex.
   void lock_for_fork() { mutex_.lock(); }
   void unlock_after_fork() { mutex_.unlock(); }
+  // What the child writes must not be the parent's, which would otherwise give the same free blocks to tensors of its own.
+  void leave_to_parent() {
+    is_shared = false;
+    for (size_t i = 0; i < region_count_; ++i) {
+      Region& region = regions_[i];
+      if (region.file < 0) continue;
+      const auto used = static_cast<size_t>(region.top - region.begin);
+      const int protection = PROT_READ | PROT_WRITE, flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+      if (used > 0 && mmap(region.begin, used, protection, flags, region.file, 0) == MAP_FAILED) {
+        constexpr std::string_view kWhy = "shardproof: [host pool] no addresses for the memory of a child of fork()\n";
+        [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, kWhy.data(), kWhy.size());
+        _exit(1);
+      }
+      region.end = region.top;
+      region.file = -1;
+    }
+  }
 
  private:
   static void release(void* data);
 
   // Any thread, without the lock: regions are only added.
-  bool owns(const void* data) const {
-    const size_t count = region_count_.load(std::memory_order_acquire);
-    return std::any_of(regions_.begin(), regions_.begin() + count,
-                       [&](const Region& region) { return region.begin <= data && data < region.end; });
+  const Region* region_of(const void* data) const {
+    const auto end = regions_.begin() + region_count_.load(std::memory_order_acquire);
+    const auto found =
+        std::find_if(regions_.begin(), end, [&](const Region& region) { return region.begin <= data && data < region.end; });
+    return found == end ? nullptr : &*found;
   }
 
   void* take(size_t bytes) {
@@ -129,9 +172,9 @@ class HostPool final : public c10::Allocator {
   bool grow(size_t bytes) {
     size_t count = region_count_.load(std::memory_order_relaxed);
     size_t missing = count ? bytes - free_.bytes_before(regions_[count - 1].top) : bytes;
-    if (!count || static_cast<size_t>(regions_[count - 1].end - regions_[count - 1].top) < missing) {
+    if (!can_extend(missing)) {
       if (count == regions_.size()) return false;
-      const Region region = reserve(bytes, reserved_);
+      const Region region = make_region(bytes);
       if (!region.begin) return false;
       reserved_ += static_cast<size_t>(region.end - region.begin);
       regions_[count] = region;
@@ -145,7 +188,22 @@ class HostPool final : public c10::Allocator {
     return true;
   }
 
+  bool can_extend(size_t bytes) const {
+    const size_t count = region_count_.load(std::memory_order_relaxed);
+    if (!count) return false;
+    const Region& last = regions_[count - 1];
+    return static_cast<size_t>(last.end - last.top) >= bytes && (!is_shared || last.file >= 0);
+  }
+
+  Region make_region(size_t bytes) const {
+    if (is_shared)
+      if (const Region region = reserve(bytes, reserved_, true); region.begin) return region;
+    is_shared = false;
+    return reserve(bytes, reserved_, false);
+  }
+
   c10::Allocator* const small_;
+  const size_t block_bytes_min_;
   mutable std::mutex mutex_;
   FreeRanges free_;
   std::unordered_map<char*, size_t> sizes_;  // of the blocks in use
@@ -161,7 +219,7 @@ std::atomic<HostPool*> the_pool = nullptr;
 void HostPool::release(void* data) {
   if (!data) return;
   HostPool& pool = *the_pool;
-  if (pool.owns(data))
+  if (pool.region_of(data))
     pool.give(static_cast<char*>(data));
   else
     pool.small_->raw_deallocate(data);
@@ -169,11 +227,22 @@ void HostPool::release(void* data) {
 
 }  // namespace
 
-void use_host_pool() {
+int32_t make_memory_file(size_t bytes) {
+  rlimit limit{};
+  // Beyond this limit a signal would end the process.
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur < bytes) return -1;
+  const int file = memfd_create("shardproof", MFD_CLOEXEC);
+  if (file < 0) return -1;
+  if (ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
+  close(file);
+  return -1;
+}
+
+void use_host_pool(int64_t block_bytes_min) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   if (the_pool) return;
-  auto* const pool = new HostPool(c10::GetCPUAllocator());
+  auto* const pool = new HostPool(c10::GetCPUAllocator(), static_cast<size_t>(std::max<int64_t>(1, block_bytes_min)));
   the_pool = pool;
   c10::SetCPUAllocator(pool, kPriority);
   if (c10::GetCPUAllocator() != pool) {
@@ -183,7 +252,19 @@ void use_host_pool() {
                 ", so tensors cannot lie in the pool; call use_host_pool() before it is set");
   }
   pthread_atfork([] { the_pool.load()->lock_for_fork(); }, [] { the_pool.load()->unlock_after_fork(); },
-                 [] { the_pool.load()->unlock_after_fork(); });
+                 [] {
+                   the_pool.load()->leave_to_parent();
+                   the_pool.load()->unlock_after_fork();
+                 });
+}
+
+void share_host_pool() {
+  is_shared = true;
+}
+
+std::optional<SharedPlace> shared_place(const void* data) {
+  const HostPool* const pool = the_pool;
+  return pool ? pool->place(data) : std::nullopt;
 }
 
 HostPoolBytes host_pool_bytes() {

@@ -20,6 +20,7 @@ namespace {
 struct Fault {
   std::string kind, op;
   int64_t ranks = 2, victim = 0, step = 0, elements = 1;
+  bool in_pool = false;  // where other ranks can read tensors
   double timeout_s = 4;  // a busy machine must not look like a dead one
 };
 
@@ -54,8 +55,8 @@ Outcome run(const Fault& f) {
   const std::string command = fmt::format(
       "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1 mpirun -n {} --oversubscribe --bind-to none "
       "'{}' {} {} "
-      "{} {} {} {} '{}' 2>&1",
-      f.ranks, MPI_DRIVER, f.kind, f.op, f.victim, f.step, f.elements, f.timeout_s, outcome.flight);
+      "{} {} {} {} {} '{}' 2>&1",
+      f.ranks, MPI_DRIVER, f.kind, f.op, f.victim, f.step, f.elements, f.in_pool ? "pool" : "own", f.timeout_s, outcome.flight);
   std::FILE* pipe = popen(command.c_str(), "r");
   char buffer[4096];
   while (std::fgets(buffer, sizeof buffer, pipe)) outcome.output += buffer;
@@ -87,6 +88,7 @@ Fault draw_fault(const std::string& kind) {
   fault.victim = draw(0, fault.ranks - 1);
   fault.step = draw(0, 8);
   fault.elements = std::vector<int64_t>{1, 500, 3000, 200'000}[static_cast<size_t>(draw(0, 3))];
+  fault.in_pool = draw(0, 1) == 1;
   return fault;
 }
 
@@ -108,13 +110,14 @@ Expected expected(const Fault& f) {
   if (f.kind == "check") return {"failed_check", {victim + " of", "replicas differ", "last call"}};
   if (f.kind == "group") return {"lost", {"ranks wait for each other", f.op, "'tp'", "'dp'", "unit 'h.3'"}};
   if (f.kind == "root") return {"error", {disagree, "root 0", fmt::format("root {}", f.ranks - 1)}};
+  if (f.kind == "factor") return {"error", {disagree, "(sum, ", "(sum then times 0.5, "}};
   if (f.kind == "reduce") return {"error", {disagree, "(sum, ", "(max, "}};
   return {"error", {disagree, "rank 0 calls"}};
 }
 
 void expect_clean_ending(const Fault& f) {
-  SCOPED_TRACE(
-      fmt::format("{} in {} of {} elements, rank {} of {}, step {}", f.kind, f.op, f.elements, f.victim, f.ranks, f.step));
+  SCOPED_TRACE(fmt::format("{} in {} of {} elements{}, rank {} of {}, step {}", f.kind, f.op, f.elements,
+                           f.in_pool ? " in the pool" : "", f.victim, f.ranks, f.step));
   const Outcome outcome = run(f);
   const Expected e = expected(f);
   double slowest_s = 0;
@@ -146,6 +149,22 @@ int64_t repeats() {
   return asked ? std::atol(asked) : 1;
 }
 
+// The two tensors are within the message that announces them, come after it, or are read.
+void expect_misfit_named(const Fault& f) {
+  const Outcome outcome = run(f);
+  ASSERT_EQ(outcome.ranks.size(), 2u) << outcome.output;
+  const std::vector<std::string> both = f.kind == "size"
+                                            ? std::vector{fmt::format("x {}", f.elements), fmt::format("x {}", f.elements + 1)}
+                                            : std::vector<std::string>{"float32", "int32"};
+  for (const auto& [rank, ending] : outcome.ranks) {
+    EXPECT_EQ(ending.kind, "error") << outcome.output;
+    for (const std::string& part :
+         {std::string("ranks disagree: "), std::string("send"), std::string("recv"), both[0], both[1]})
+      EXPECT_NE(ending.text.find(part), std::string::npos) << "'" << part << "' in: " << ending.text;
+  }
+  std::filesystem::remove_all(outcome.flight);
+}
+
 class MpiFaults : public testing::TestWithParam<std::string> {};
 
 }  // namespace
@@ -169,34 +188,44 @@ TEST(MpiFaults, broadcasts_from_two_roots_and_reductions_of_two_kinds_disagree) 
   expect_clean_ending({.kind = "reduce", .op = "all_reduce", .ranks = 3, .victim = 1, .step = 4, .elements = 500});
 }
 
+TEST(MpiFaults, sums_that_are_finished_in_two_ways_disagree) {
+  expect_clean_ending({.kind = "factor", .op = "all_reduce", .ranks = 3, .victim = 1, .step = 4, .elements = 500});
+}
+
 TEST(MpiFaults, without_a_fault_every_rank_ends_well) {
-  for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"}) {
-    const Outcome outcome = run({.kind = "none", .op = op, .ranks = 3, .step = 5, .elements = 5000});
-    EXPECT_EQ(outcome.ranks.size(), 3u) << outcome.output;
-    for (const auto& [rank, ending] : outcome.ranks) EXPECT_EQ(ending.kind, "well") << outcome.output;
-  }
+  for (const bool in_pool : {false, true})
+    for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"}) {
+      const Outcome outcome = run({.kind = "none", .op = op, .ranks = 3, .step = 5, .elements = 5000, .in_pool = in_pool});
+      EXPECT_EQ(outcome.ranks.size(), 3u) << outcome.output;
+      for (const auto& [rank, ending] : outcome.ranks) EXPECT_EQ(ending.kind, "well") << outcome.output;
+    }
+}
+
+// Others had begun to read what the rank gave.
+TEST(MpiFaults, a_rank_that_dies_while_others_read_its_memory_ends_them) {
+  for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+    expect_clean_ending(
+        {.kind = "kill_midway", .op = op, .ranks = 3, .victim = 1, .step = 2, .elements = 200'000, .in_pool = true});
+}
+
+TEST(MpiFaults, ranks_that_agree_end_a_call_in_which_another_one_fails) {
+  for (const char* kind : {"throw", "dtype", "size"})
+    for (const char* op : {"all_gather", "reduce_scatter", "all_reduce"})
+      expect_clean_ending({.kind = kind, .op = op, .ranks = 4, .victim = 2, .step = 2, .elements = 200'000, .in_pool = true});
 }
 
 TEST(MpiFaults, a_send_that_does_not_fit_its_receive_names_both) {
-  // Elements that are within the message that announces them, and that come after it.
-  const std::vector<Fault> faults = {{.kind = "size", .op = "send", .victim = 0, .step = 1, .elements = 3},
-                                     {.kind = "size", .op = "send", .victim = 1, .step = 1, .elements = 200'000},
-                                     {.kind = "dtype", .op = "send", .victim = 1, .step = 1, .elements = 3},
-                                     {.kind = "dtype", .op = "send", .victim = 0, .step = 1, .elements = 200'000}};
-  for (const Fault& f : faults) {
-    const Outcome outcome = run(f);
-    ASSERT_EQ(outcome.ranks.size(), 2u) << outcome.output;
-    const std::vector<std::string> both =
-        f.kind == "size" ? std::vector{fmt::format("x {}", f.elements), fmt::format("x {}", f.elements + 1)}
-                         : std::vector<std::string>{"float32", "int32"};
-    for (const auto& [rank, ending] : outcome.ranks) {
-      EXPECT_EQ(ending.kind, "error") << outcome.output;
-      for (const std::string& part :
-           {std::string("ranks disagree: "), std::string("send"), std::string("recv"), both[0], both[1]})
-        EXPECT_NE(ending.text.find(part), std::string::npos) << "'" << part << "' in: " << ending.text;
-    }
-    std::filesystem::remove_all(outcome.flight);
-  }
+  for (const bool in_pool : {false, true})
+    for (const int64_t elements : {3, 200'000})
+      for (const int64_t victim : {0, 1})
+        expect_misfit_named({.kind = elements == 3 ? victim == 0 ? "size" : "dtype"
+                                     : victim == 0 ? "dtype"
+                                                   : "size",
+                             .op = "send",
+                             .victim = victim,
+                             .step = 1,
+                             .elements = elements,
+                             .in_pool = in_pool});
 }
 
 TEST(MpiFaults, a_rank_that_fails_instead_of_sending_or_receiving_ends_the_other) {

@@ -10,7 +10,8 @@
 
 namespace shardproof {
 
-// Tensors on the CPU of at least so many bytes lie in the pool. Smaller ones, and page-locked memory, lie elsewhere as before.
+// Tensors on the CPU of at least so many bytes lie in the pool, unless use_host_pool is told another size. Smaller ones, and
+// page-locked memory, lie elsewhere as before.
 constexpr int64_t kHostPoolBlockBytesMin = int64_t{64} << 10;
 
 // From now on new tensors of this process lie in the pool, whoever makes them; older ones keep their memory. Call it when the
@@ -19,7 +20,13 @@ constexpr int64_t kHostPoolBlockBytesMin = int64_t{64} << 10;
 // tensors lie where they did before. All threads share the pool, and a child of fork() has a copy of it. Memory is not
 // cleared, so what at::empty returns holds old values, as it may with any allocator. With AddressSanitizer freed blocks are
 // poisoned. LibTorch's profiler does not see blocks of the pool.
-void use_host_pool();
+//
+// In a process that has an MpiWorld, the pool takes memory that the other ranks on the host can read (comm/mpi/mpi.h). There a
+// child of fork() may find that this process has changed tensors which the child did not write to, as with any memory that
+// processes share. What the child writes is its own.
+//
+// `block_bytes_min` is for tests, whose tensors are small: those of at least so many bytes lie in the pool.
+void use_host_pool(int64_t block_bytes_min = kHostPoolBlockBytesMin);
 
 struct HostPoolBytes {
   int64_t used = 0;      // of the tensors that lie in the pool now, each rounded up to whole pages

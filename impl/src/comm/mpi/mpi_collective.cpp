@@ -8,7 +8,6 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
-#include "testing/base/stream_copy.h"
 
 namespace shardproof::mpi {
 namespace {
@@ -17,17 +16,11 @@ constexpr int64_t kCopyChunkBytes = 8 << 20;
 // Terms of a sum come in chunks that are added up while they are in the cache.
 constexpr int64_t kSumChunkBytes = 512 << 10;
 constexpr int64_t kSlots = 2;
-// From this size on, what a rank gives to itself goes past the caches, since it would leave them before it is read.
-constexpr size_t kStreamedBytesMin = 4 << 20;
+// How many of them are added up before the engine's lock is given to those who start another call.
+constexpr int64_t kChunksAtOnce = 16;
 
 bool is_eager(int64_t bytes) {
   return bytes <= kBodyBytesMax;
-}
-
-// The second one goes on even where the first one is not through.
-bool advance_both(Flow& first, Flow& second) {
-  const bool through = first.advance();
-  return second.advance() && through;
 }
 
 int64_t element_bytes(const Call& call) {
@@ -40,7 +33,9 @@ Collective::Collective(std::shared_ptr<Group> group, Call given)
     : Operation(std::move(group), std::move(given)),
       element_bytes_(element_bytes(call)),
       sliced_(call.op == Op::all_reduce && !is_eager(numel(call) * element_bytes_)),
-      plan_(call, group_->rank(), group_->size(), sliced_ ? AllReduceBy::slices : AllReduceBy::whole) {
+      plan_(call, group_->rank(), group_->size(), sliced_ ? AllReduceBy::slices : AllReduceBy::whole),
+      chunk_bytes_(plan_.sums() ? kSumChunkBytes : kCopyChunkBytes),
+      finish_{call.finish.factor, call.finish.all_finite != nullptr} {
   SHARD_REQUIRE(!plan_.sums() || can_reduce(dtype(call)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
                 describe(call), group_->name(), dtype_name(dtype(call)));
   sequence = group_->next_sequence();
@@ -73,25 +68,34 @@ void Collective::open_sides() {
 }
 
 void Collective::copy_own() {
-  const Side& own = sides_[static_cast<size_t>(group_->rank())];
-  if (plan_.sums() || own.recv_bytes == 0 || own.recv_data == own.send_data) return;
-  const auto bytes = static_cast<size_t>(own.recv_bytes);
-  if (bytes < kStreamedBytesMin)
-    std::memcpy(own.recv_data, own.send_data, bytes);
-  else
-    stream_copy(own.recv_data, own.send_data, bytes);
+  const Side& own = side_of(group_->rank());
+  if (plan_.sums() || own.recv_data == own.send_data) return;
+  for (Read copy(own.recv_data, own.send_data, own.recv_bytes); !copy.advance();) continue;
 }
 
 void Collective::post_headers() {
   for (int64_t k = 1; k < group_->size(); ++k) {
     const int64_t peer = (group_->rank() + k) % group_->size();
-    const Side& side = sides_[static_cast<size_t>(peer)];
-    Header announced = header(Kind::collective);
-    announced.send_bytes = side.send_bytes;
-    announced.recv_bytes = side.recv_bytes;
-    if (is_eager(side.send_bytes)) announced.body_bytes = side.send_bytes;
-    group_->post(peer, announced, side.send_data);
+    group_->post(peer, announce(peer), side_of(peer).send_data);
   }
+}
+
+Header Collective::announce(int64_t peer) {
+  Side& side = side_of(peer);
+  Header announced = header(Kind::collective);
+  announced.send_bytes = side.send_bytes;
+  announced.recv_bytes = side.recv_bytes;
+  announced.factor = finish_.factor;
+  // Where every rank adds up everything, it knows by itself whether all is finite.
+  announced.asks_finite = finish_.asks_finite && (call.op != Op::all_reduce || sliced_);
+  if (is_eager(side.send_bytes))
+    announced.body_bytes = side.send_bytes;
+  else
+    announced.place = side.place = group_->place_for(peer, side.send_data);
+  // In an all-reduce in slices `taken` also says where the peer's slice of the sum lies.
+  announced.wants_taken = announced.asks_finite || announced.is_placed() || (sliced_ && group_->reads(peer));
+  side.awaits_taken = announced.wants_taken;
+  return announced;
 }
 
 std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const {
@@ -99,7 +103,7 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
   const Side& side = sides_[static_cast<size_t>(peer)];
   const bool same_types = mine.op == Op::barrier || mine.dtype == theirs.dtype;
   const bool same = mine.op == theirs.op && mine.reduce == theirs.reduce && same_types && mine.numel == theirs.numel &&
-                    mine.root == theirs.root;
+                    mine.root == theirs.root && finish_.factor == theirs.factor;
   const bool fits = side.send_bytes == theirs.recv_bytes && side.recv_bytes == theirs.send_bytes;
   if (same && fits) return "";
   const std::string sizes =
@@ -123,7 +127,7 @@ void Collective::match_header(int64_t peer) {
   if (auto message = group_->match_collective(peer, sequence)) {
     std::string mismatch = find_mismatch(peer, message->header);
     side.match = mismatch.empty() ? Match::found : Match::failed;
-    if (mismatch.empty()) return start_flows(peer, std::move(*message));
+    if (mismatch.empty()) return start_side(peer, std::move(*message));
     fail(std::move(mismatch), false);
   } else if (const Message* last = group_->abandoned(peer)) {
     side.match = Match::failed;
@@ -131,24 +135,34 @@ void Collective::match_header(int64_t peer) {
   }
 }
 
-void Collective::start_flows(int64_t peer, Message message) {
-  Side& side = sides_[static_cast<size_t>(peer)];
+void Collective::start_side(int64_t peer, Message message) {
+  Side& side = side_of(peer);
+  side.owes_taken = message.header.wants_taken;
+  finish_.asks_finite |= message.header.asks_finite;
+  if (!is_eager(side.send_bytes) && side.place.file < 0)
+    side.out = Flow(group_->comm(), peer, data_tag(sequence, 0), Flow::Way::out, side.send_data, side.send_bytes, chunk_bytes_);
+  start_input(peer, std::move(message));
+}
+
+void Collective::start_input(int64_t peer, Message message) {
+  Side& side = side_of(peer);
+  const bool is_small = is_eager(side.recv_bytes);
   const int tag = data_tag(sequence, 0);
-  const int64_t chunk_bytes = plan_.sums() ? kSumChunkBytes : kCopyChunkBytes;
-  if (!is_eager(side.send_bytes))
-    side.out = Flow(group_->comm(), peer, tag, Flow::Way::out, side.send_data, side.send_bytes, chunk_bytes);
-  if (is_eager(side.recv_bytes)) {
+  if (message.header.is_placed()) {
+    const std::byte* const data = group_->read_at(peer, message.header.place, side.recv_bytes);
     if (plan_.sums())
-      side.body = std::move(message.body);
-    else if (side.recv_bytes > 0)
-      std::memcpy(side.recv_data, message.body.data(), message.body.size());
-    return;
-  }
-  if (plan_.sums()) {
-    side.scratch.resize(static_cast<size_t>(kSlots * std::min(chunk_bytes, side.recv_bytes)));
-    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.scratch.data(), side.recv_bytes, chunk_bytes, kSlots);
+      side.placed = data;
+    else
+      side.read = Read(side.recv_data, data, side.recv_bytes);
+  } else if (is_small && plan_.sums()) {
+    side.body = std::move(message.body);
+  } else if (is_small) {
+    if (side.recv_bytes > 0) std::memcpy(side.recv_data, message.body.data(), message.body.size());
+  } else if (plan_.sums()) {
+    side.scratch.resize(static_cast<size_t>(kSlots * std::min(chunk_bytes_, side.recv_bytes)));
+    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.scratch.data(), side.recv_bytes, chunk_bytes_, kSlots);
   } else {
-    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.recv_data, side.recv_bytes, chunk_bytes);
+    side.in = Flow(group_->comm(), peer, tag, Flow::Way::in, side.recv_data, side.recv_bytes, chunk_bytes_);
   }
 }
 
@@ -161,21 +175,30 @@ void Collective::add_chunk(int64_t chunk) {
   std::vector<const std::byte*> terms;
   terms.reserve(sides_.size());
   for (const int64_t rank : order_of_terms(group_->size())) {
-    const Side& side = sides_[static_cast<size_t>(rank)];
+    const Side& side = side_of(rank);
     if (rank == group_->rank())
       terms.push_back(own_term_ + begin);
+    else if (side.placed)
+      terms.push_back(side.placed + begin);
     else
       terms.push_back(is_eager(sum_bytes_) ? side.body.data() : side.in.at(chunk));
   }
-  device_math(at::kCPU).reduce(element_type(dtype(call)), call.reduce, terms, length / element_bytes_, result_ + begin);
+  all_finite_ &= add_terms(device_math(at::kCPU), element_type(dtype(call)), call.reduce, std::move(terms),
+                           length / element_bytes_, result_ + begin, finish_);
+}
+
+bool Collective::is_there(int64_t rank, int64_t chunk) const {
+  const Side& side = sides_[static_cast<size_t>(rank)];
+  return rank == group_->rank() || is_eager(sum_bytes_) || side.placed || side.in.chunks_through() > chunk;
 }
 
 void Collective::add_up() {
-  const auto is_there = [&](const Side& side) {
-    return &side == &sides_[static_cast<size_t>(group_->rank())] || is_eager(sum_bytes_) ||
-           side.in.chunks_through() > chunks_added_;
+  const auto all_there = [this] {
+    for (int64_t rank = 0; rank < group_->size(); ++rank)
+      if (!is_there(rank, chunks_added_)) return false;
+    return true;
   };
-  while (chunks_added_ < chunks_ && std::all_of(sides_.begin(), sides_.end(), is_there)) {
+  for (int64_t added = 0; added < kChunksAtOnce && !is_added() && all_there(); ++added) {
     add_chunk(chunks_added_++);
     for (Side& side : sides_) {
       side.in.release(chunks_added_);
@@ -189,31 +212,72 @@ void Collective::add_up() {
 bool Collective::exchange_sums() {
   bool through = true;
   for (int64_t peer = 0; peer < group_->size(); ++peer) {
-    Side& side = sides_[static_cast<size_t>(peer)];
+    Side& side = side_of(peer);
     if (peer == group_->rank()) continue;
-    if (!side.sums_open && side.out.done() && chunks_added_ == chunks_) {
-      side.sums_open = true;
-      const int tag = data_tag(sequence, 1);
-      side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kCopyChunkBytes);
-      const Bytes to_receive = bytes_of(call.output, plan_.recv_sum_range(peer));
-      side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kCopyChunkBytes);
+    if (!side.sums_open && side.is_idle() && is_added()) open_sums(peer);
+    if (side.sums_open) {
+      side.out_sum.advance();
+      side.in_sum.advance();
+      if (!side.read_sum.done() && side.read_sum.advance()) group_->post(peer, {.kind = Kind::sum_taken, .sequence = sequence});
+      if (side.awaits_sum_taken) side.awaits_sum_taken = !group_->match_answer(peer, Kind::sum_taken, sequence);
     }
-    through &= side.sums_open && advance_both(side.out_sum, side.in_sum);
+    through &= side.sums_idle();
   }
   return through;
 }
 
+void Collective::open_sums(int64_t peer) {
+  Side& side = side_of(peer);
+  const Bytes to_receive = bytes_of(call.output, plan_.recv_sum_range(peer));
+  const int tag = data_tag(sequence, 1);
+  side.sums_open = true;
+  if (side.sum_place.file >= 0)
+    side.awaits_sum_taken = sum_bytes_ > 0;
+  else
+    side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kCopyChunkBytes);
+  if (side.peer_sum_place.file >= 0)
+    side.read_sum = Read(to_receive.data, group_->read_at(peer, side.peer_sum_place, to_receive.count), to_receive.count);
+  else
+    side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kCopyChunkBytes);
+}
+
+// A call that has failed takes nothing, and says `taken` all the same: the peers that agreed end it as well.
+void Collective::exchange_taken(int64_t peer) {
+  Side& side = side_of(peer);
+  const bool has_taken = plan_.sums() ? is_added() : side.read.done();
+  if (side.owes_taken && (has_taken || !error_.empty())) {
+    side.owes_taken = false;
+    if (sliced_) side.sum_place = group_->place_for(peer, result_);
+    group_->post(peer, {.kind = Kind::taken, .sequence = sequence, .place = side.sum_place, .finite = all_finite_});
+  }
+  if (!side.awaits_taken) return;
+  if (const auto taken = group_->match_answer(peer, Kind::taken, sequence)) {
+    side.awaits_taken = false;
+    side.peer_sum_place = taken->place;
+    all_finite_ &= taken->finite;
+  }
+}
+
+bool Collective::advance_side(int64_t peer) {
+  Side& side = side_of(peer);
+  if (side.match != Match::found) return side.match == Match::failed;
+  side.out.advance();
+  side.in.advance();
+  side.read.advance();
+  exchange_taken(peer);
+  return side.is_idle();
+}
+
 bool Collective::advance() {
   if (done_) return true;
+  for (int64_t peer = 0; peer < group_->size(); ++peer)
+    if (side_of(peer).match == Match::pending) match_header(peer);
+  if (plan_.sums() && all_matched()) add_up();
   bool through = true;
-  for (int64_t peer = 0; peer < group_->size(); ++peer) {
-    Side& side = sides_[static_cast<size_t>(peer)];
-    if (side.match == Match::pending) match_header(peer);
-    if (peer != group_->rank()) through &= side.match != Match::pending && advance_both(side.out, side.in);
-  }
+  for (int64_t peer = 0; peer < group_->size(); ++peer)
+    if (peer != group_->rank()) through &= advance_side(peer);
   if (plan_.sums() && all_matched()) {
-    add_up();
-    through &= chunks_added_ == chunks_;
+    through &= is_added();
     if (sliced_) through = exchange_sums() && through;
   }
   // The peers that agreed send all the same.
@@ -221,6 +285,7 @@ bool Collective::advance() {
     for (Side& side : sides_) side.in.release(side.in.chunks_through());
   if (!through) return false;
   done_ = error_.empty();
+  if (done_ && call.finish.all_finite) *call.finish.all_finite = all_finite_;
   return true;
 }
 
@@ -231,10 +296,8 @@ std::vector<int64_t> Collective::missing() const {
   if (!ranks.empty()) return ranks;
   for (size_t peer = 0; peer < sides_.size(); ++peer) {
     const Side& side = sides_[peer];
-    const bool idle =
-        static_cast<int64_t>(peer) == group_->rank() ||
-        (side.out.done() && side.in.done() && side.out_sum.done() && side.in_sum.done() && (!sliced_ || side.sums_open));
-    if (!idle) ranks.push_back(group_->world_ranks()[peer]);
+    const bool is_through = static_cast<int64_t>(peer) == group_->rank() || (side.is_idle() && (!sliced_ || side.sums_idle()));
+    if (!is_through) ranks.push_back(group_->world_ranks()[peer]);
   }
   return ranks;
 }

@@ -1,9 +1,12 @@
-// A collective: a header to and from every other rank, then the data that both headers announce.
+// A collective: a header to and from every other rank, then the data that both headers announce. Data of a rank on this host
+// that lie in shared memory are read there, and `taken` says that they have been; all other data are sent.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include "comm/finished_sum.h"
 #include "comm/mpi/mpi_operation.h"
+#include "comm/mpi/mpi_read.h"
 #include "testing/comm/collective_plan.h"
 
 namespace shardproof::mpi {
@@ -22,11 +25,21 @@ class Collective final : public Operation {
     std::byte* send_data = nullptr;
     std::byte* recv_data = nullptr;  // null where what arrives is a term of a sum
     int64_t send_bytes = 0, recv_bytes = 0;
-    std::vector<std::byte> body;     // a small term of a sum, which came with the header
-    std::vector<std::byte> scratch;  // where chunks of a sum arrive
+    std::vector<std::byte> body;        // a small term of a sum, which came with the header
+    std::vector<std::byte> scratch;     // where chunks of a sum arrive
+    const std::byte* placed = nullptr;  // a term of a sum, where the peer has it
+    SharedPlace place;                  // where the peer finds this rank's data
     Flow out, in;
-    Flow out_sum, in_sum;  // all_reduce: this rank's slice of the sum, and the peer's
-    bool sums_open = false;
+    Read read;
+    bool owes_taken = false, awaits_taken = false;
+    // all_reduce in slices: this rank's slice of the sum, and the peer's.
+    bool sums_open = false, awaits_sum_taken = false;
+    SharedPlace sum_place, peer_sum_place;
+    Flow out_sum, in_sum;
+    Read read_sum;
+
+    bool is_idle() const { return out.done() && in.done() && read.done() && !owes_taken && !awaits_taken; }
+    bool sums_idle() const { return sums_open && out_sum.done() && in_sum.done() && read_sum.done() && !awaits_sum_taken; }
   };
 
   // Where elements lie in memory.
@@ -34,27 +47,38 @@ class Collective final : public Operation {
     std::byte* data;
     int64_t count;
   };
+  Side& side_of(int64_t peer) { return sides_[static_cast<size_t>(peer)]; }
   Bytes bytes_of(const at::Tensor& tensor, ElementRange range) const;
   void open_sides();
   void copy_own();
   void post_headers();
+  Header announce(int64_t peer);
   void match_header(int64_t peer);
   std::string find_mismatch(int64_t peer, const Header& theirs) const;
-  void start_flows(int64_t peer, Message message);
-  // The terms of the sum that have come from everywhere.
+  void start_side(int64_t peer, Message message);
+  void start_input(int64_t peer, Message message);
+  bool advance_side(int64_t peer);
+  void exchange_taken(int64_t peer);
+  // The terms of the sum that have come from everywhere, but no more of them at once than MPI's other callers can wait for.
   void add_up();
   void add_chunk(int64_t chunk);
+  bool is_there(int64_t rank, int64_t chunk) const;
   bool all_matched() const;
+  bool is_added() const { return chunks_added_ == chunks_; }
   bool exchange_sums();
+  void open_sums(int64_t peer);
 
   const int64_t element_bytes_;
   const bool sliced_;  // all_reduce: everybody adds up a slice and gives it to all
   const CollectivePlan plan_;
+  const int64_t chunk_bytes_;  // of what is sent
   std::vector<Side> sides_;  // by rank; of this rank's own side only what it gives to itself, and takes
   // Of a sum: where this rank's own term lies, where the result goes, how large it is, and how much is done.
   std::byte* own_term_ = nullptr;
   std::byte* result_ = nullptr;
   int64_t sum_bytes_ = 0, chunks_ = 0, chunks_added_ = 0;
+  SumFinish finish_;
+  bool all_finite_ = true;  // this rank's sum, and those of the ranks that have told
 };
 
 }  // namespace shardproof::mpi

@@ -18,6 +18,7 @@ class MpiComm final : public Comm {
   const std::string& name() const override { return group_->name(); }
   std::shared_ptr<Comm> split(int64_t color, int64_t key, std::string name) override;
   at::Tensor shared_memory(int64_t bytes) override;
+  bool finishes_sums() const override { return true; }
 
  private:
   Work start(Call call) override { return process::work_of(engine_, engine_->start(group_, std::move(call))); }

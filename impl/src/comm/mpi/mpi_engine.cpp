@@ -41,6 +41,8 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   MPI_Comm host = MPI_COMM_NULL, own = MPI_COMM_NULL;
   check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
   MPI_Comm_size(host, &local);
+  neighbours_ = find_neighbours(host, options_.direct_reads);
+  if (!neighbours_.empty()) share_host_pool();
   MPI_Comm_free(&host);
   crowded_ = local >= static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   calls_ = std::make_unique<process::Calls>(rank, size, options_.flight_calls_max);
@@ -59,7 +61,7 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &own), "MPI_Comm_dup");
   std::vector<int64_t> everyone(static_cast<size_t>(size));
   for (int64_t r = 0; r < size; ++r) everyone[static_cast<size_t>(r)] = r;
-  world_ = std::make_shared<Group>(own, "world", everyone, 0);
+  world_ = std::make_shared<Group>(own, "world", everyone, 0, neighbours_);
   background_ = std::thread([this] { run_in_background(); });
 }
 
@@ -114,8 +116,17 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
   return operation;
 }
 
-// Under the lock.
+// Under the lock. When what lies below fails, other ranks would wait for this one, so the world ends for all.
 void Engine::progress() {
+  try {
+    advance_pending();
+  } catch (const std::exception& error) {
+    if (!watch_) throw;
+    watch_->end(fmt::format("rank {}: {}", world_->rank(), error.what()));
+  }
+}
+
+void Engine::advance_pending() {
   Group* polled = nullptr;
   for (auto at = pending_.begin(); at != pending_.end();) {
     Operation& operation = **at;
@@ -210,12 +221,7 @@ void Engine::run_in_background() {
     std::this_thread::sleep_for(kBackground);
     lock.lock();
     if (waiters_ > 0 || lost_ || stop_) continue;
-    try {
-      progress();
-    } catch (const std::exception& error) {
-      // The next wait meets it again, on a thread that can throw.
-      if (watch_) watch_->end(fmt::format("rank {}: {}", world_->rank(), error.what()));
-    }
+    progress();
   }
 }
 
@@ -226,7 +232,7 @@ std::shared_ptr<Group> Engine::split(Group& parent, int64_t color, int64_t key, 
   check_mpi(MPI_Comm_split(parent.comm(), color < 0 ? MPI_UNDEFINED : static_cast<int>(color), static_cast<int>(key), &made),
             "MPI_Comm_split");
   if (made == MPI_COMM_NULL) return nullptr;
-  auto group = std::make_shared<Group>(made, name, std::move(world_ranks), id);
+  auto group = std::make_shared<Group>(made, name, std::move(world_ranks), id, neighbours_);
   groups_.push_back(group);
   return group;
 }

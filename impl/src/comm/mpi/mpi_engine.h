@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "comm/mpi/mpi_group.h"
+#include "comm/mpi/mpi_neighbours.h"
 #include "comm/mpi/mpi_operation.h"
 #include "comm/process/engine.h"
 #include "comm/process/process_watch.h"
@@ -54,6 +55,7 @@ class Engine {
 
  private:
   void progress();
+  void advance_pending();
   void pause(std::chrono::steady_clock::time_point since, int64_t& looks) const;
   void finish_wait(Operation& operation);
   void publish_wait(const Operation& operation, double waited_s);
@@ -64,6 +66,7 @@ class Engine {
 
   const MpiOptions options_;
   std::mutex mutex_;  // MPI and what follows
+  Neighbours neighbours_;
   std::shared_ptr<Group> world_;
   std::vector<std::shared_ptr<Group>> groups_;  // but the world
   std::list<std::shared_ptr<Operation>> pending_;

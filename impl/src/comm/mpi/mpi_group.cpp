@@ -6,7 +6,7 @@
 
 namespace shardproof::mpi {
 
-Group::Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, uint64_t id)
+Group::Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, uint64_t id, const Neighbours& neighbours)
     : comm_(comm),
       name_(std::move(name)),
       world_ranks_(std::move(world_ranks)),
@@ -18,8 +18,11 @@ Group::Group(MPI_Comm comm, std::string name, std::vector<int64_t> world_ranks, 
   check_mpi(MPI_Comm_rank(comm_, &rank), "MPI_Comm_rank");
   check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   rank_ = rank;
-  for (int64_t peer = 0; peer < size(); ++peer)
+  for (int64_t peer = 0; peer < size(); ++peer) {
     if (peer != rank_) post_recv(peer);
+    const auto neighbour = neighbours.find(world_ranks_[static_cast<size_t>(peer)]);
+    if (neighbour != neighbours.end()) peers_[peer].memory = neighbour->second;
+  }
 }
 
 void Group::post_recv(int64_t peer) {
@@ -28,6 +31,15 @@ void Group::post_recv(int64_t peer) {
   check_mpi(MPI_Irecv(buffer.data(), static_cast<int>(buffer.size()), MPI_BYTE, static_cast<int>(peer), kHeaderTag, comm_,
                       &posted_recvs_[peer]),
             "MPI_Irecv");
+}
+
+SharedPlace Group::place_for(int64_t peer, const std::byte* data) const {
+  return reads(peer) ? shared_place(data).value_or(SharedPlace()) : SharedPlace();
+}
+
+const std::byte* Group::read_at(int64_t peer, const SharedPlace& place, int64_t bytes) {
+  SHARD_CHECK(reads(peer), "mpi", "rank {} of '{}' says where its data lie, but cannot be read", peer, name_);
+  return peers_[peer].memory->at(place, bytes);
 }
 
 void Group::post(int64_t peer, Header header, const std::byte* body) {
@@ -81,7 +93,9 @@ void Group::enqueue(int64_t peer, Message message) {
       from.sends[message.header.tag].push_back(std::move(message));
       break;
     case Kind::accept:
-      from.accepts.emplace(message.header.sequence, message.header);
+    case Kind::taken:
+    case Kind::sum_taken:
+      from.answers.emplace(std::pair(message.header.kind, message.header.sequence), message.header);
       break;
     case Kind::abandon:
       from.abandoned = std::move(message);
@@ -109,12 +123,10 @@ std::optional<Message> Group::match_send(int64_t peer, int64_t tag) {
   return message;
 }
 
-std::optional<Header> Group::match_accept(int64_t peer, int64_t sequence) {
-  const auto found = peers_[peer].accepts.find(sequence);
-  if (found == peers_[peer].accepts.end()) return std::nullopt;
-  const Header header = found->second;
-  peers_[peer].accepts.erase(found);
-  return header;
+std::optional<Header> Group::match_answer(int64_t peer, Kind kind, int64_t sequence) {
+  const auto found = peers_[peer].answers.extract({kind, sequence});
+  if (found.empty()) return std::nullopt;
+  return found.mapped();
 }
 
 void Group::close() {

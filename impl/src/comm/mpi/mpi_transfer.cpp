@@ -26,18 +26,20 @@ Send::Send(std::shared_ptr<Group> group, Call given) : Operation(std::move(group
   sequence = group_->next_send(call.peer);
   Header announced = header(Kind::send);
   announced.send_bytes = static_cast<int64_t>(call.input.nbytes());
-  if (announced.send_bytes <= kBodyBytesMax || call.peer == group_->rank()) announced.body_bytes = announced.send_bytes;
+  const bool travels = announced.send_bytes <= kBodyBytesMax || call.peer == group_->rank();
+  if (travels) announced.body_bytes = announced.send_bytes;
+  if (!travels) announced.place = group_->place_for(call.peer, bytes_of(call.input));
+  is_sent_ = !travels && !announced.is_placed();
   group_->post(call.peer, announced, bytes_of(call.input));
 }
 
 bool Send::advance() {
   if (!accepted_ && error_.empty()) {
-    if (const auto answer = group_->match_accept(call.peer, sequence)) {
+    if (const auto answer = group_->match_answer(call.peer, Kind::accept, sequence)) {
       accepted_ = true;
-      const auto bytes = static_cast<int64_t>(call.input.nbytes());
-      if (bytes > kBodyBytesMax && call.peer != group_->rank())
-        flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::out, bytes_of(call.input), bytes,
-                     kChunkBytes);
+      if (is_sent_)
+        flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::out, bytes_of(call.input),
+                     static_cast<int64_t>(call.input.nbytes()), kChunkBytes);
       if (answer->numel != numel(call) || answer->dtype != header(Kind::send).dtype)
         fail(fmt::format("ranks disagree: {} meets a recv of {} x {} on rank {}", title(),
                          dtype_name(static_cast<at::ScalarType>(answer->dtype)), answer->numel,
@@ -64,9 +66,9 @@ Recv::Recv(std::shared_ptr<Group> group, Call given) : Operation(std::move(group
 void Recv::match_header(const Message& sent) {
   matched_ = true;
   sequence = sent.header.sequence;
-  group_->post(call.peer, header(Kind::accept));
+  const Header accepts = header(Kind::accept);
   std::byte* target = bytes_of(call.output);
-  const bool fits = sent.header.numel == numel(call) && sent.header.dtype == header(Kind::accept).dtype;
+  const bool fits = sent.header.numel == numel(call) && sent.header.dtype == accepts.dtype;
   if (!fits) {
     fail(fmt::format("ranks disagree: {} meets a {} of rank {}", title(), describe_send(sent.header),
                      group_->world_ranks()[static_cast<size_t>(call.peer)]),
@@ -74,11 +76,16 @@ void Recv::match_header(const Message& sent) {
     discarded_.resize(static_cast<size_t>(sent.header.send_bytes));
     target = discarded_.data();
   }
-  if (sent.header.body_bytes > 0)
+  if (sent.header.is_placed()) {
+    std::memcpy(target, group_->read_at(call.peer, sent.header.place, sent.header.send_bytes),
+                static_cast<size_t>(sent.header.send_bytes));
+  } else if (sent.header.body_bytes > 0) {
     std::memcpy(target, sent.body.data(), sent.body.size());
-  else
+  } else {
     flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::in, target, sent.header.send_bytes,
                  kChunkBytes);
+  }
+  group_->post(call.peer, accepts);
 }
 
 bool Recv::advance() {

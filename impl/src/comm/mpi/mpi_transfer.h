@@ -12,9 +12,8 @@ class Send final : public Operation {
   std::vector<int64_t> missing() const override;
 
  private:
-  void start_flow();
-
   bool accepted_ = false;
+  bool is_sent_ = false;  // by MPI, once the receive was called
   Flow flow_;
 };
 

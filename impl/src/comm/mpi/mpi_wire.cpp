@@ -29,7 +29,9 @@ void check_mpi(int code, const char* what) {
 std::string describe(const Header& header) {
   if (header.op == Op::barrier || header.op == Op::split) return fmt::format("{}()", to_string(header.op));
   std::string text = fmt::format("{}(", to_string(header.op));
-  if (header.op == Op::all_reduce || header.op == Op::reduce_scatter) text += fmt::format("{}, ", to_string(header.reduce));
+  if (header.op == Op::all_reduce || header.op == Op::reduce_scatter)
+    text +=
+        fmt::format("{}{}, ", to_string(header.reduce), header.factor == 1 ? "" : fmt::format(" then times {}", header.factor));
   text += dtype_name(static_cast<at::ScalarType>(header.dtype));
   if (header.op != Op::all_to_all) text += fmt::format(" x {}", header.numel);
   if (header.op == Op::broadcast) text += fmt::format(", root {}", header.root);

@@ -10,13 +10,16 @@
 #include <vector>
 
 #include "shardproof/comm/comm.h"
+#include "testing/device/shared_place.h"
 
 namespace shardproof::mpi {
 
 enum class Kind : int32_t {
   collective,  // "I make this call": the k-th of each rank matches the k-th of every other
   send,        // "this is for your recv with that tag"
-  accept,      // "my recv was called": answers a send
+  accept,      // "my recv was called": answers a send. "And I have read the data", where these lie in shared memory
+  taken,       // "I have read and added up what you gave me in that collective", where `collective` wants it
+  sum_taken,   // "I have read your sum": answers a `taken` that says where a sum lies
   abandon,     // "I make no more calls in this group, because of ...": the body threw
   drained,     // after abandon: "nothing of mine is on its way any more"
 };
@@ -32,6 +35,15 @@ struct Header {
   int64_t tag = 0;               // send
   int64_t send_bytes = 0, recv_bytes = 0;  // to, and from, the rank that gets this header
   int64_t body_bytes = 0;        // that follow: the data itself where it is small, the text of abandon
+  // Where the data lie for the rank that gets this header; nowhere when they are sent. Of `taken` in an all-reduce in slices:
+  // this rank's slice of the sum.
+  SharedPlace place = {};
+  double factor = 1;         // Finish::factor
+  bool wants_taken = false;  // the sender's call is not done before it has got `taken`
+  bool asks_finite = false;  // and `taken` shall say whether the sum of who sends it is finite
+  bool finite = true;        // of `taken`
+
+  bool is_placed() const { return place.file >= 0; }
 };
 
 struct Message {

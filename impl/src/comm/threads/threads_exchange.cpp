@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
+#include "comm/finished_sum.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
 #include "testing/base/stream_copy.h"
@@ -140,22 +140,9 @@ void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* targ
   terms.reserve(sides_.size());
   for (const int64_t source : order_of_terms(parties(), ring_ ? party + 1 : 0))
     terms.push_back(sides_[source].input + begin * element_bytes_);
-  // A sum that is finished is taken block by block, and each block is finished while it is still in a cache.
-  const int64_t block_numel = finishes() ? kBlockBytes / element_bytes_ : end - begin;
-  for (int64_t at = begin; at < end; at += block_numel) {
-    const int64_t numel = std::min(block_numel, end - at);
-    std::byte* const block = target + (at - begin) * element_bytes_;
-    math_.reduce(element_type(dtype_), reduce_, terms, numel, block);
-    if (finishes()) finish(block, numel);
-    for (const std::byte*& term : terms) term += numel * element_bytes_;
-  }
-}
-
-void Exchange::finish(std::byte* sum, int64_t numel) const {
-  constexpr double kLargest = std::numeric_limits<float>::max();
-  if (asks_whether_finite_ && all_finite() && math_.first_beyond(Element::f32, sum, numel, kLargest) < numel)
+  const SumFinish finish{finish_factor_, asks_whether_finite_ && all_finite()};
+  if (!add_terms(math_, element_type(dtype_), reduce_, std::move(terms), end - begin, target, finish))
     all_finite_.store(false, std::memory_order_relaxed);
-  if (finish_factor_ != 1) math_.scale(reinterpret_cast<float*>(sum), numel, static_cast<float>(finish_factor_));
 }
 
 // An output that is made of pieces of inputs, one from each source in order.

@@ -59,8 +59,6 @@ class Exchange {
   int64_t parties() const { return static_cast<int64_t>(sides_.size()); }
   void gather(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
   void reduce(int64_t party, int64_t begin, int64_t end, std::byte* target) const;
-  void finish(std::byte* sum, int64_t numel) const;
-  bool finishes() const { return finish_factor_ != 1 || asks_whether_finite_; }
   void run_task(int64_t lane, int64_t begin, int64_t end) const;
   void all_reduce(int64_t begin, int64_t end) const;
   void all_gather(int64_t begin, int64_t end) const;

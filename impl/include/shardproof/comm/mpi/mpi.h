@@ -21,6 +21,10 @@ struct MpiOptions {
   // When something ends the world, each rank writes its last calls to rank_N.jsonl in this directory. Empty: it writes none.
   std::string flight_directory = {};
   int64_t flight_calls_max = 256;
+  // Ranks on one host read each other's tensors where they lie, if they lie in the host pool (device/host_pool.h) and the
+  // system lets processes of one user open each other's files in /proc. All other tensors are sent. When one rank does not want
+  // it, no rank on its host does.
+  bool direct_reads = true;
 };
 
 // Whether this library was built with MPI. Without MPI the constructor of MpiWorld throws Error.
