@@ -13,10 +13,12 @@ if(MPI_C_FOUND)
   target_link_libraries(comm_mpi_props PRIVATE golden shardproof_rapidcheck GTest::gtest)
 
   foreach(ranks 2 3 4)
-    foreach(memory own in_pool)
+    foreach(memory own in_pool mixed)
       set(_name Mpi.collectives_on_${ranks}_processes)
       if(memory STREQUAL in_pool)
         set(_name Mpi.collectives_in_the_pool_on_${ranks}_processes)
+      elseif(memory STREQUAL mixed)
+        set(_name Mpi.collectives_where_some_have_a_pool_on_${ranks}_processes)
       endif()
       add_test(NAME ${_name} COMMAND mpirun -n ${ranks} --oversubscribe --bind-to none $<TARGET_FILE:comm_mpi_props>
         --gtest_filter=-CommThreads.* ${memory})
@@ -56,6 +58,9 @@ else()
   add_test(NAME Mpi.collectives COMMAND ${CMAKE_COMMAND} -E echo "skipped: this build has no MPI")
   set_tests_properties(Mpi.collectives PROPERTIES LABELS mpi SKIP_REGULAR_EXPRESSION "skipped: this build has no MPI")
 endif()
+shardproof_refused(Launch.threads_refuse_no-direct-reads_which_has_no_effect "--no-direct-reads is for --backend mpi, got"
+  $<TARGET_FILE:shardproof_command> verify --cases 1 --no-direct-reads)
+set_tests_properties(Launch.threads_refuse_no-direct-reads_which_has_no_effect PROPERTIES LABELS comm)
 foreach(option timeout flight-dir)
   shardproof_refused(Launch.threads_refuse_${option}_which_has_no_effect "--${option} is for --backend.*got --backend threads"
     $<TARGET_FILE:shardproof_command> verify --cases 1 --${option} 3)

@@ -50,7 +50,7 @@ void add_engine_option(CLI::App& command, std::string& engine) {
 }
 
 void Launched::pool_small_tensors() const {
-  constexpr int64_t kBytesMin = 2048;  // smaller ones travel with the message that announces them
+  constexpr int64_t kBytesMin = 2048;  // half of what travels with the message that announces it
   if (options.backend == "mpi" && mpi.direct_reads) shardproof::use_host_pool(kBytesMin);
 }
 

@@ -263,13 +263,13 @@ TEST(Comm, a_large_all_gather_writes_every_element_wherever_the_input_is) {
 
 namespace {
 
-// Sums of integers with a factor, so that the order of terms does not show, to which the last rank adds `extra`. Every other
-// rank asks whether all is finite.
-void expect_finished(Comm& comm, int64_t numel, double factor, float extra) {
+// Sums of integers with a factor, so that the order of terms does not show. `extra` is added to a term of the slice of one
+// rank. Every other rank asks whether all is finite.
+void expect_finished(Comm& comm, int64_t numel, double factor, float extra, int64_t slice_of) {
   const int64_t world = comm.size(), rank = comm.rank();
   golden::Ranks inputs = inputs_of(world, numel * world, at::kInt, numel);
   for (at::Tensor& input : inputs) input = input.to(at::kFloat) - 3;
-  if (numel > 0) inputs[world - 1][numel / 2] += extra;
+  if (numel > 0) inputs[world - 1][slice_of * numel + numel / 2] += extra;
   const golden::Ranks sums = golden::reduce_scatter(inputs);
   const bool finite = std::ranges::all_of(sums, [](const at::Tensor& sum) { return sum.isfinite().all().item<bool>(); });
   for (const bool scatters : {true, false}) {
@@ -282,7 +282,7 @@ void expect_finished(Comm& comm, int64_t numel, double factor, float extra) {
     const at::Tensor wanted = (scatters ? sums[rank] : at::cat(sums)) * factor;
     EXPECT_TRUE(at::equal((scatters ? slice : whole).nan_to_num(7), wanted.nan_to_num(7))) << numel << " times " << factor;
     if (!answer) continue;
-    EXPECT_EQ(*answer, finite) << "rank " << rank << " of " << world << ", " << extra << " at " << numel / 2;
+    EXPECT_EQ(*answer, finite) << "rank " << rank << " of " << world << ", " << extra << " in the slice of rank " << slice_of;
   }
 }
 
@@ -300,7 +300,9 @@ TEST(Comm, a_finished_sum_is_the_sum_times_its_factor_and_says_whether_it_is_fin
             if (!comm->finishes_sums()) return;
             for (const int64_t numel : {0, 1, 257, 2000, 70'001, 300'000})
               for (const double factor : {1.0, 0.25, std::exp2(-15)})
-                for (const float extra : {0.0f, NAN, -INFINITY}) expect_finished(*comm, numel, factor, extra);
+                for (const float extra : {0.0f, NAN, -INFINITY})
+                  for (int64_t slice_of = 0; slice_of < world; ++slice_of)
+                    expect_finished(*comm, numel, factor, extra, slice_of);
           },
           options);
 }
@@ -321,12 +323,19 @@ Exchanged exchanged(Op op, const Comm& comm, int64_t numel, int64_t round) {
   for (int64_t r = 0; r < world; ++r) sum += value(r), all.push_back(at::full({numel}, value(r)));
   if (op == Op::all_gather) return {op, at::full({numel}, value(rank)), at::zeros({world * numel}), at::cat(all)};
   if (op == Op::reduce_scatter) return {op, at::full({world * numel}, value(rank)), at::zeros({numel}), at::full({numel}, sum)};
+  if (op == Op::send || op == Op::broadcast) {  // from the last rank, to the first or to all
+    const bool takes = op == Op::send ? rank == 0 : true;
+    return {op, at::full({numel}, value(rank)), at::zeros({numel}), takes ? all.back() : at::zeros({numel})};
+  }
   return {op, at::full({world * numel}, value(rank)), at::zeros({world * numel}), at::cat(all)};
 }
 
 Work start(Comm& comm, const Exchanged& e) {
   if (e.op == Op::all_gather) return comm.all_gather(e.taken, e.given);
   if (e.op == Op::reduce_scatter) return comm.reduce_scatter(e.taken, e.given);
+  const bool is_last = comm.rank() == comm.size() - 1;
+  if (e.op == Op::broadcast) return comm.broadcast(is_last ? e.taken.copy_(e.given) : e.taken, comm.size() - 1);
+  if (e.op == Op::send) return is_last ? comm.send(e.given, 0) : comm.recv(e.taken, comm.size() - 1);
   const std::vector<int64_t> sizes(static_cast<size_t>(comm.size()), e.given.numel() / comm.size());
   return comm.all_to_all(e.taken, e.given, sizes, sizes);
 }
@@ -345,14 +354,18 @@ TEST(Comm, what_a_rank_gave_may_change_as_soon_as_its_call_is_done) {
   const int64_t world = std::min<int64_t>(3, worlds::ranks_max());
   worlds::run(world, [](std::shared_ptr<Comm> comm) {
     int64_t round = 0;
-    for (const Op op : {Op::all_gather, Op::reduce_scatter, Op::all_to_all})
+    for (const Op op : {Op::all_gather, Op::reduce_scatter, Op::all_to_all, Op::broadcast, Op::send})
       for (const int64_t numel : {int64_t{3000}, int64_t{5'000'000}})
         for (int64_t late = 0; late < comm->size(); ++late, ++round) {
+          const bool is_last = comm->rank() == comm->size() - 1;
+          if (op == Op::send && comm->rank() > 0 && !is_last) continue;
           const Exchanged e = exchanged(op, *comm, numel, round);
           Work work = start(*comm, e);
           if (comm->rank() == late) compute_for(std::chrono::milliseconds(5));
           work.wait();
-          e.given.fill_(-1);
+          const bool gave_output = op == Op::broadcast && is_last;
+          (gave_output ? e.taken : e.given).fill_(-1);
+          if (gave_output) continue;
           EXPECT_TRUE(e.taken.equal(e.expected)) << to_string(op) << " of " << numel << ", rank " << late << " is late";
         }
   });

@@ -12,6 +12,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/comm/mpi/mpi.h"
 #include "shardproof/device/host_pool.h"
+#include "testing/device/shared_memory.h"
 
 namespace worlds {
 namespace {
@@ -107,9 +108,16 @@ int run_tests() {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   at::set_num_threads(1);
-  // Then ranks read each other's tensors where they lie; else all are sent.
-  if (argc > 1 && argv[1] == std::string("in_pool")) shardproof::use_host_pool(1);
   shardproof::MpiWorld world({.timeout_seconds = 120});
   worlds::job = &world;
+  // In the pool ranks read each other's tensors where they lie; else all are sent. `mixed`: every other rank has a pool.
+  const std::string memory = argc > 1 ? argv[1] : "own";
+  if (memory == "in_pool" || (memory == "mixed" && world.rank() % 2 == 1)) {
+    shardproof::use_host_pool(1);
+    if (shardproof::offset_in_shared_pool(at::empty({1}).const_data_ptr()) < 0) {
+      fmt::print("ranks cannot read each other's memory\n");
+      return 1;
+    }
+  }
   return worlds::run_tests();
 }

@@ -17,6 +17,7 @@
 #include "shardproof/comm/mpi/mpi.h"
 #include "shardproof/device/host_pool.h"
 #include "testing/base/call_label.h"
+#include "testing/device/shared_memory.h"
 
 using namespace shardproof;
 
@@ -68,6 +69,10 @@ void misbehave(const Arguments& a, Comm& comm, Comm& other) {
     const Work work = start(comm, a.op, buffers);
     ::raise(SIGKILL);
   }
+  if (a.fault == "throw_midway") {
+    const Work work = start(comm, a.op, buffers);
+    throw Error("the disk is full");
+  }
   if (a.fault == "order") start(comm, a.op == "all_reduce" ? "barrier" : "all_reduce", buffers).wait();
   if (a.fault == "size") start(comm, a.op, buffers_of(comm, a.elements + 1, at::kFloat)).wait();
   if (a.fault == "dtype") start(comm, a.op, buffers_of(comm, a.elements, at::kInt)).wait();
@@ -110,8 +115,13 @@ int main(int argc, char** argv) {
               .elements = std::stol(argv[5])};
   a.options.timeout_seconds = std::stod(argv[7]);
   a.options.flight_directory = argv[8];
-  if (argv[6] == std::string("pool")) use_host_pool(1);
+  const bool in_pool = argv[6] == std::string("pool");
+  if (in_pool) use_host_pool(1);
   MpiWorld world(a.options);
+  if (in_pool && offset_in_shared_pool(at::empty({1}).const_data_ptr()) < 0) {
+    fmt::print("ranks cannot read each other's memory\n");
+    return 2;
+  }
   Clock::time_point last_good = Clock::now();
   try {
     world.run([&](std::shared_ptr<Comm> comm) { run(a, comm, last_good); });

@@ -19,8 +19,8 @@ bool finish_block(const DeviceMath& math, std::byte* sum, int64_t numel, const S
 
 }  // namespace
 
-bool add_terms(const DeviceMath& math, Element type, Reduce op, std::vector<const std::byte*> terms, int64_t numel,
-               std::byte* target, const SumFinish& finish) {
+bool add_and_finish(const DeviceMath& math, Element type, Reduce op, std::vector<const std::byte*> terms, int64_t numel,
+                    std::byte* target, const SumFinish& finish) {
   if (finish.factor == 1 && !finish.asks_finite) {
     math.reduce(type, op, terms, numel, target);
     return true;

@@ -11,13 +11,11 @@
 #include <array>
 #include <atomic>
 #include <mutex>
-#include <optional>
-#include <string_view>
 #include <unordered_map>
 
 #include "shardproof/base/check.h"
 #include "testing/device/free_ranges.h"
-#include "testing/device/shared_place.h"
+#include "testing/device/shared_memory.h"
 
 #if defined(__has_feature)
 #  if __has_feature(address_sanitizer)
@@ -45,11 +43,9 @@ size_t whole_pages(size_t bytes) {
   return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
 }
 
-// Addresses that are the pool's. Those from `begin` to `top` have been used; the others are reserved, and cost no memory. Where
-// they are those of a file, other processes can map it.
+// Addresses that are the pool's. Those from `begin` to `top` have been used; the others are reserved, and cost no memory.
 struct Region {
   char *begin, *top, *end;
-  int32_t file;  // -1: the memory is this process' own
 };
 
 // As many addresses as the machine has memory. Where the process may have few addresses, others need them as well: then the
@@ -61,28 +57,14 @@ size_t wanted_addresses(size_t bytes, size_t reserved) {
   return std::max(bytes, static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes());
 }
 
-// A page behind the region is never used. So the free ranges of two regions do not touch, and no tensor lies in both.
-Region reserve_mapped(size_t size, int32_t file) {
-  const int flags = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
-  void* const data = mmap(nullptr, size + page_bytes(), PROT_NONE, flags | MAP_NORESERVE, file, 0);
-  if (data == MAP_FAILED) return {};
-  auto* const begin = static_cast<char*>(data);
-  return {begin, begin, begin + size, file};
-}
-
 // Nothing where the system refuses even as many as are needed.
-Region reserve(size_t bytes, size_t reserved, bool shared) {
+Region reserve(size_t bytes, size_t reserved) {
   for (const size_t size : {wanted_addresses(bytes, reserved), bytes}) {
-    const int32_t file = shared ? make_memory_file(size) : -1;
-    if (shared && file < 0) continue;
-    if (const Region region = reserve_mapped(size, file); region.begin) return region;
-    if (file >= 0) close(file);
+    void* const begin = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (begin != MAP_FAILED) return {static_cast<char*>(begin), static_cast<char*>(begin), static_cast<char*>(begin) + size};
   }
   return {};
 }
-
-// Whether the pool takes memory that other processes can map.
-std::atomic<bool> is_shared = false;
 
 class HostPool final : public c10::Allocator {
  public:
@@ -104,45 +86,24 @@ class HostPool final : public c10::Allocator {
 
   void trim() {
     const std::lock_guard lock(mutex_);
-    free_.each([this](char* begin, size_t bytes) { madvise(begin, bytes, place(begin) ? MADV_REMOVE : MADV_DONTNEED); });
-  }
-
-  std::optional<SharedPlace> place(const void* data) const {
-    const Region* const region = region_of(data);
-    if (!region || region->file < 0) return std::nullopt;
-    return SharedPlace{region->file, static_cast<const char*>(data) - region->begin};
+    free_.each([](char* begin, size_t bytes) {
+      const bool is_shared = offset_in_shared_pool(begin) >= 0;  // then the pages are the file's
+      madvise(begin, bytes, is_shared ? MADV_REMOVE : MADV_DONTNEED);
+    });
   }
 
   // A child of fork() has this thread only, and no other would unlock the mutex.
   void lock_for_fork() { mutex_.lock(); }
   void unlock_after_fork() { mutex_.unlock(); }
-  // What the child writes must not be the parent's, which would otherwise give the same free blocks to tensors of its own.
-  void leave_to_parent() {
-    is_shared = false;
-    for (size_t i = 0; i < region_count_; ++i) {
-      Region& region = regions_[i];
-      if (region.file < 0) continue;
-      const auto used = static_cast<size_t>(region.top - region.begin);
-      const int protection = PROT_READ | PROT_WRITE, flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-      if (used > 0 && mmap(region.begin, used, protection, flags, region.file, 0) == MAP_FAILED) {
-        constexpr std::string_view kWhy = "shardproof: [host pool] no addresses for the memory of a child of fork()\n";
-        [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, kWhy.data(), kWhy.size());
-        _exit(1);
-      }
-      region.end = region.top;
-      region.file = -1;
-    }
-  }
 
  private:
   static void release(void* data);
 
   // Any thread, without the lock: regions are only added.
-  const Region* region_of(const void* data) const {
-    const auto end = regions_.begin() + region_count_.load(std::memory_order_acquire);
-    const auto found =
-        std::find_if(regions_.begin(), end, [&](const Region& region) { return region.begin <= data && data < region.end; });
-    return found == end ? nullptr : &*found;
+  bool owns(const void* data) const {
+    const size_t count = region_count_.load(std::memory_order_acquire);
+    return std::any_of(regions_.begin(), regions_.begin() + count,
+                       [&](const Region& region) { return region.begin <= data && data < region.end; });
   }
 
   void* take(size_t bytes) {
@@ -172,9 +133,9 @@ class HostPool final : public c10::Allocator {
   bool grow(size_t bytes) {
     size_t count = region_count_.load(std::memory_order_relaxed);
     size_t missing = count ? bytes - free_.bytes_before(regions_[count - 1].top) : bytes;
-    if (!can_extend(missing)) {
+    if (takes_shared(bytes) || !count || static_cast<size_t>(regions_[count - 1].end - regions_[count - 1].top) < missing) {
       if (count == regions_.size()) return false;
-      const Region region = make_region(bytes);
+      const Region region = takes_shared(bytes) ? take_shared() : reserve(bytes, reserved_);
       if (!region.begin) return false;
       reserved_ += static_cast<size_t>(region.end - region.begin);
       regions_[count] = region;
@@ -188,18 +149,15 @@ class HostPool final : public c10::Allocator {
     return true;
   }
 
-  bool can_extend(size_t bytes) const {
-    const size_t count = region_count_.load(std::memory_order_relaxed);
-    if (!count) return false;
-    const Region& last = regions_[count - 1];
-    return static_cast<size_t>(last.end - last.top) >= bytes && (!is_shared || last.file >= 0);
+  // Whether the next region is the one that other processes can read.
+  bool takes_shared(size_t bytes) const {
+    const auto [begin, end] = shared_pool_addresses();
+    return !has_taken_shared_ && static_cast<size_t>(end - begin) >= bytes;
   }
-
-  Region make_region(size_t bytes) const {
-    if (is_shared)
-      if (const Region region = reserve(bytes, reserved_, true); region.begin) return region;
-    is_shared = false;
-    return reserve(bytes, reserved_, false);
+  Region take_shared() {
+    const auto [begin, end] = shared_pool_addresses();
+    has_taken_shared_ = true;
+    return {begin, begin, end};
   }
 
   c10::Allocator* const small_;
@@ -211,6 +169,7 @@ class HostPool final : public c10::Allocator {
   std::array<Region, 64> regions_ = {};  // the last one grows
   std::atomic<size_t> region_count_ = 0;
   size_t reserved_ = 0;  // bytes of all regions
+  bool has_taken_shared_ = false;
 };
 
 // Lives as long as the process, since tensors are freed until its end.
@@ -219,24 +178,13 @@ std::atomic<HostPool*> the_pool = nullptr;
 void HostPool::release(void* data) {
   if (!data) return;
   HostPool& pool = *the_pool;
-  if (pool.region_of(data))
+  if (pool.owns(data))
     pool.give(static_cast<char*>(data));
   else
     pool.small_->raw_deallocate(data);
 }
 
 }  // namespace
-
-int32_t make_memory_file(size_t bytes) {
-  rlimit limit{};
-  // Beyond this limit a signal would end the process.
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur < bytes) return -1;
-  const int file = memfd_create("shardproof", MFD_CLOEXEC);
-  if (file < 0) return -1;
-  if (ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
-  close(file);
-  return -1;
-}
 
 void use_host_pool(int64_t block_bytes_min) {
   static std::mutex mutex;
@@ -252,19 +200,7 @@ void use_host_pool(int64_t block_bytes_min) {
                 ", so tensors cannot lie in the pool; call use_host_pool() before it is set");
   }
   pthread_atfork([] { the_pool.load()->lock_for_fork(); }, [] { the_pool.load()->unlock_after_fork(); },
-                 [] {
-                   the_pool.load()->leave_to_parent();
-                   the_pool.load()->unlock_after_fork();
-                 });
-}
-
-void share_host_pool() {
-  is_shared = true;
-}
-
-std::optional<SharedPlace> shared_place(const void* data) {
-  const HostPool* const pool = the_pool;
-  return pool ? pool->place(data) : std::nullopt;
+                 [] { the_pool.load()->unlock_after_fork(); });
 }
 
 HostPoolBytes host_pool_bytes() {

@@ -3,33 +3,29 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 
-#include "testing/device/shared_place.h"
+#include "testing/device/shared_memory.h"
 
 namespace shardproof::process {
 
+// All of the file is mapped from the start on, so that nothing can fail later. For one thread at a time.
 class PeerMemory {
  public:
-  // `process`: its number for the system.
-  explicit PeerMemory(int64_t process) : process_(process) {}
+  // `process`: its number for the system. Throws Error where the file cannot be opened or mapped, and where it is another one
+  // than `file` says: processes in other containers may have the same numbers.
+  PeerMemory(int64_t process, const MemoryFile& file);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  // Where this process finds these bytes of the other one. They may be read until this object is destroyed, and hold what the
-  // other process writes there, also after it has ended. Throws Error when the file cannot be mapped, or ends before the bytes.
-  const std::byte* at(const SharedPlace& place, int64_t bytes);
+  // Where this process finds these bytes of the file. They hold what the other process writes there, may be read as long as
+  // this object lives, and stay when the other process ends. Throws Error when they do not lie in the file.
+  const std::byte* at(int64_t offset, int64_t bytes) const;
 
  private:
-  struct Mapping {
-    const std::byte* data = nullptr;
-    int64_t bytes = 0;
-  };
-  Mapping map(int32_t file) const;
-
   const int64_t process_;
-  std::map<int32_t, Mapping> files_;
+  int64_t bytes_ = 0;
+  const std::byte* data_ = nullptr;
 };
 
 }  // namespace shardproof::process

@@ -105,7 +105,8 @@ Expected expected(const Fault& f) {
     return {"lost", {victim + " died", f.op, "call", "unit 'h.3'"}, false};
   if (f.kind == "stop") return {"lost", {victim + " has given no sign of life", f.op, "unit 'h.3'"}, false};
   if (f.kind == "slow") return {"lost", {victim + " is late", f.op, "unit 'h.3'"}, false};
-  if (f.kind == "throw") return {"error", {victim + " of", "the disk is full", "last call", "call"}};
+  if (f.kind == "throw" || f.kind == "throw_midway")
+    return {"error", {victim + " of", "the disk is full", "last call", "call"}};
   if (f.kind == "nan") return {"non_finite", {victim + " of", "the loss is nan", "last call"}};
   if (f.kind == "check") return {"failed_check", {victim + " of", "replicas differ", "last call"}};
   if (f.kind == "group") return {"lost", {"ranks wait for each other", f.op, "'tp'", "'dp'", "unit 'h.3'"}};
@@ -225,6 +226,19 @@ TEST(MpiFaults, a_send_that_does_not_fit_its_receive_names_both) {
                              .victim = victim,
                              .step = 1,
                              .elements = elements,
+                             .in_pool = in_pool});
+}
+
+TEST(MpiFaults, a_rank_that_fails_while_its_call_is_under_way_ends_the_others) {
+  for (const bool in_pool : {false, true})
+    for (const int64_t victim : {0, 1})
+      for (const char* op : {"send", "all_gather", "reduce_scatter"})
+        expect_clean_ending({.kind = "throw_midway",
+                             .op = op,
+                             .ranks = 2,
+                             .victim = victim,
+                             .step = 2,
+                             .elements = 200'000,
                              .in_pool = in_pool});
 }
 

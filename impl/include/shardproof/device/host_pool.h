@@ -17,15 +17,15 @@ constexpr int64_t kHostPoolBlockBytesMin = int64_t{64} << 10;
 // From now on new tensors of this process lie in the pool, whoever makes them; older ones keep their memory. Call it when the
 // program begins: no other thread may make a tensor meanwhile. A second call has no effect. Throws Error where another
 // allocator has been set with a priority above 100 (c10::SetCPUAllocator). Where the system gives the pool no more memory,
-// tensors lie where they did before. All threads share the pool, and a child of fork() has a copy of it. Memory is not
-// cleared, so what at::empty returns holds old values, as it may with any allocator. With AddressSanitizer freed blocks are
-// poisoned. LibTorch's profiler does not see blocks of the pool.
+// tensors lie where they did before. All threads share the pool. Memory is not cleared, so what at::empty returns holds old
+// values, as it may with any allocator. With AddressSanitizer freed blocks are poisoned. LibTorch's profiler does not see
+// blocks of the pool.
 //
-// In a process that has an MpiWorld, the pool takes memory that the other ranks on the host can read (comm/mpi/mpi.h). There a
-// child of fork() may find that this process has changed tensors which the child did not write to, as with any memory that
-// processes share. What the child writes is its own.
+// A child of fork() has a copy of the pool, with one exception: where this process has made an MpiWorld, whose ranks read each
+// other's memory, the child may see what its parent writes later, also where a tensor of the parent was freed. What the child
+// writes is always its own.
 //
-// `block_bytes_min` is for tests, whose tensors are small: those of at least so many bytes lie in the pool.
+// `block_bytes_min`: tensors of at least so many bytes lie in the pool. Tests, whose tensors are small, ask for less.
 void use_host_pool(int64_t block_bytes_min = kHostPoolBlockBytesMin);
 
 struct HostPoolBytes {

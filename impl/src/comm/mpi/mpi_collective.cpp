@@ -12,16 +12,11 @@
 namespace shardproof::mpi {
 namespace {
 
-constexpr int64_t kCopyChunkBytes = 8 << 20;
 // Terms of a sum come in chunks that are added up while they are in the cache.
 constexpr int64_t kSumChunkBytes = 512 << 10;
 constexpr int64_t kSlots = 2;
-// How many of them are added up before the engine's lock is given to those who start another call.
-constexpr int64_t kChunksAtOnce = 16;
-
-bool is_eager(int64_t bytes) {
-  return bytes <= kBodyBytesMax;
-}
+// How many bytes a look copies and adds, since the engine's other callers wait for its end.
+constexpr int64_t kBytesAtOnce = 8 << 20;
 
 int64_t element_bytes(const Call& call) {
   return static_cast<int64_t>(c10::elementSize(dtype(call)));
@@ -34,7 +29,7 @@ Collective::Collective(std::shared_ptr<Group> group, Call given)
       element_bytes_(element_bytes(call)),
       sliced_(call.op == Op::all_reduce && !is_eager(numel(call) * element_bytes_)),
       plan_(call, group_->rank(), group_->size(), sliced_ ? AllReduceBy::slices : AllReduceBy::whole),
-      chunk_bytes_(plan_.sums() ? kSumChunkBytes : kCopyChunkBytes),
+      chunk_bytes_(plan_.sums() ? kSumChunkBytes : kChunkBytes),
       finish_{call.finish.factor, call.finish.all_finite != nullptr} {
   SHARD_REQUIRE(!plan_.sums() || can_reduce(dtype(call)), "mpi", "{} on '{}': {} cannot be reduced; convert it first",
                 describe(call), group_->name(), dtype_name(dtype(call)));
@@ -70,7 +65,8 @@ void Collective::open_sides() {
 void Collective::copy_own() {
   const Side& own = side_of(group_->rank());
   if (plan_.sums() || own.recv_data == own.send_data) return;
-  for (Read copy(own.recv_data, own.send_data, own.recv_bytes); !copy.advance();) continue;
+  int64_t budget = own.recv_bytes;
+  Read(own.recv_data, own.send_data, own.recv_bytes).advance(budget);
 }
 
 void Collective::post_headers() {
@@ -139,7 +135,7 @@ void Collective::start_side(int64_t peer, Message message) {
   Side& side = side_of(peer);
   side.owes_taken = message.header.wants_taken;
   finish_.asks_finite |= message.header.asks_finite;
-  if (!is_eager(side.send_bytes) && side.place.file < 0)
+  if (!is_eager(side.send_bytes) && side.place < 0)
     side.out = Flow(group_->comm(), peer, data_tag(sequence, 0), Flow::Way::out, side.send_data, side.send_bytes, chunk_bytes_);
   start_input(peer, std::move(message));
 }
@@ -183,12 +179,12 @@ void Collective::add_chunk(int64_t chunk) {
     else
       terms.push_back(is_eager(sum_bytes_) ? side.body.data() : side.in.at(chunk));
   }
-  all_finite_ &= add_terms(device_math(at::kCPU), element_type(dtype(call)), call.reduce, std::move(terms),
-                           length / element_bytes_, result_ + begin, finish_);
+  all_finite_ &= add_and_finish(device_math(at::kCPU), element_type(dtype(call)), call.reduce, std::move(terms),
+                                length / element_bytes_, result_ + begin, finish_);
 }
 
 bool Collective::is_there(int64_t rank, int64_t chunk) const {
-  const Side& side = sides_[static_cast<size_t>(rank)];
+  const Side& side = side_of(rank);
   return rank == group_->rank() || is_eager(sum_bytes_) || side.placed || side.in.chunks_through() > chunk;
 }
 
@@ -198,7 +194,8 @@ void Collective::add_up() {
       if (!is_there(rank, chunks_added_)) return false;
     return true;
   };
-  for (int64_t added = 0; added < kChunksAtOnce && !is_added() && all_there(); ++added) {
+  // At least one, however many ranks there are.
+  for (int64_t bytes = 0; bytes < kBytesAtOnce && !is_added() && all_there(); bytes += group_->size() * kSumChunkBytes) {
     add_chunk(chunks_added_++);
     for (Side& side : sides_) {
       side.in.release(chunks_added_);
@@ -208,17 +205,18 @@ void Collective::add_up() {
 }
 
 // The second half of an all-reduce in slices. A peer's slice of the sum arrives where the terms for that peer lay, so those
-// must have left.
-bool Collective::exchange_sums() {
+// must have been sent or read.
+bool Collective::exchange_sums(int64_t& budget) {
   bool through = true;
-  for (int64_t peer = 0; peer < group_->size(); ++peer) {
+  for (int64_t k = 1; k < group_->size(); ++k) {
+    const int64_t peer = (group_->rank() + k) % group_->size();
     Side& side = side_of(peer);
-    if (peer == group_->rank()) continue;
     if (!side.sums_open && side.is_idle() && is_added()) open_sums(peer);
     if (side.sums_open) {
       side.out_sum.advance();
       side.in_sum.advance();
-      if (!side.read_sum.done() && side.read_sum.advance()) group_->post(peer, {.kind = Kind::sum_taken, .sequence = sequence});
+      if (!side.read_sum.done() && side.read_sum.advance(budget))
+        group_->post(peer, {.kind = Kind::sum_taken, .sequence = sequence});
       if (side.awaits_sum_taken) side.awaits_sum_taken = !group_->match_answer(peer, Kind::sum_taken, sequence);
     }
     through &= side.sums_idle();
@@ -231,14 +229,14 @@ void Collective::open_sums(int64_t peer) {
   const Bytes to_receive = bytes_of(call.output, plan_.recv_sum_range(peer));
   const int tag = data_tag(sequence, 1);
   side.sums_open = true;
-  if (side.sum_place.file >= 0)
+  if (side.sum_place >= 0)
     side.awaits_sum_taken = sum_bytes_ > 0;
   else
-    side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kCopyChunkBytes);
-  if (side.peer_sum_place.file >= 0)
+    side.out_sum = Flow(group_->comm(), peer, tag, Flow::Way::out, result_, sum_bytes_, kChunkBytes);
+  if (side.peer_sum_place >= 0)
     side.read_sum = Read(to_receive.data, group_->read_at(peer, side.peer_sum_place, to_receive.count), to_receive.count);
   else
-    side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kCopyChunkBytes);
+    side.in_sum = Flow(group_->comm(), peer, tag, Flow::Way::in, to_receive.data, to_receive.count, kChunkBytes);
 }
 
 // A call that has failed takes nothing, and says `taken` all the same: the peers that agreed end it as well.
@@ -258,12 +256,13 @@ void Collective::exchange_taken(int64_t peer) {
   }
 }
 
-bool Collective::advance_side(int64_t peer) {
+bool Collective::advance_side(int64_t peer, int64_t& budget) {
   Side& side = side_of(peer);
   if (side.match != Match::found) return side.match == Match::failed;
   side.out.advance();
   side.in.advance();
-  side.read.advance();
+  if (!error_.empty()) side.read = {};
+  side.read.advance(budget);
   exchange_taken(peer);
   return side.is_idle();
 }
@@ -274,11 +273,12 @@ bool Collective::advance() {
     if (side_of(peer).match == Match::pending) match_header(peer);
   if (plan_.sums() && all_matched()) add_up();
   bool through = true;
-  for (int64_t peer = 0; peer < group_->size(); ++peer)
-    if (peer != group_->rank()) through &= advance_side(peer);
+  int64_t budget = kBytesAtOnce;
+  // Each rank begins with the one behind it, so that not all of them read the same memory at once.
+  for (int64_t k = 1; k < group_->size(); ++k) through &= advance_side((group_->rank() + k) % group_->size(), budget);
   if (plan_.sums() && all_matched()) {
     through &= is_added();
-    if (sliced_) through = exchange_sums() && through;
+    if (sliced_) through = exchange_sums(budget) && through;
   }
   // The peers that agreed send all the same.
   if (!error_.empty())
@@ -295,7 +295,7 @@ std::vector<int64_t> Collective::missing() const {
     if (sides_[peer].match == Match::pending) ranks.push_back(group_->world_ranks()[peer]);
   if (!ranks.empty()) return ranks;
   for (size_t peer = 0; peer < sides_.size(); ++peer) {
-    const Side& side = sides_[peer];
+    const Side& side = side_of(static_cast<int64_t>(peer));
     const bool is_through = static_cast<int64_t>(peer) == group_->rank() || (side.is_idle() && (!sliced_ || side.sums_idle()));
     if (!is_through) ranks.push_back(group_->world_ranks()[peer]);
   }

@@ -28,13 +28,13 @@ class Collective final : public Operation {
     std::vector<std::byte> body;        // a small term of a sum, which came with the header
     std::vector<std::byte> scratch;     // where chunks of a sum arrive
     const std::byte* placed = nullptr;  // a term of a sum, where the peer has it
-    SharedPlace place;                  // where the peer finds this rank's data
+    int64_t place = -1;                 // where the peer finds this rank's data (Header::place)
     Flow out, in;
     Read read;
     bool owes_taken = false, awaits_taken = false;
     // all_reduce in slices: this rank's slice of the sum, and the peer's.
     bool sums_open = false, awaits_sum_taken = false;
-    SharedPlace sum_place, peer_sum_place;
+    int64_t sum_place = -1, peer_sum_place = -1;
     Flow out_sum, in_sum;
     Read read_sum;
 
@@ -48,6 +48,7 @@ class Collective final : public Operation {
     int64_t count;
   };
   Side& side_of(int64_t peer) { return sides_[static_cast<size_t>(peer)]; }
+  const Side& side_of(int64_t peer) const { return sides_[static_cast<size_t>(peer)]; }
   Bytes bytes_of(const at::Tensor& tensor, ElementRange range) const;
   void open_sides();
   void copy_own();
@@ -57,15 +58,15 @@ class Collective final : public Operation {
   std::string find_mismatch(int64_t peer, const Header& theirs) const;
   void start_side(int64_t peer, Message message);
   void start_input(int64_t peer, Message message);
-  bool advance_side(int64_t peer);
+  bool advance_side(int64_t peer, int64_t& budget);
   void exchange_taken(int64_t peer);
-  // The terms of the sum that have come from everywhere, but no more of them at once than MPI's other callers can wait for.
+  // Adds chunks of which all terms are there, but only a few at once, since the caller holds the engine's lock.
   void add_up();
   void add_chunk(int64_t chunk);
   bool is_there(int64_t rank, int64_t chunk) const;
   bool all_matched() const;
   bool is_added() const { return chunks_added_ == chunks_; }
-  bool exchange_sums();
+  bool exchange_sums(int64_t& budget);
   void open_sums(int64_t peer);
 
   const int64_t element_bytes_;

@@ -42,7 +42,6 @@ Engine::Engine(const MpiOptions& options) : options_(options) {
   check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &host), "MPI_Comm_split_type");
   MPI_Comm_size(host, &local);
   neighbours_ = find_neighbours(host, options_.direct_reads);
-  if (!neighbours_.empty()) share_host_pool();
   MPI_Comm_free(&host);
   crowded_ = local >= static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   calls_ = std::make_unique<process::Calls>(rank, size, options_.flight_calls_max);
@@ -116,11 +115,14 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
   return operation;
 }
 
-// Under the lock. When what lies below fails, other ranks would wait for this one, so the world ends for all.
+// Under the lock. When MPI fails, or the memory of another rank cannot be read, nothing more is advanced: it may be half done.
+// The world ends for all ranks, since others would wait for this one.
 void Engine::progress() {
+  if (is_broken_) return;
   try {
     advance_pending();
   } catch (const std::exception& error) {
+    is_broken_ = true;
     if (!watch_) throw;
     watch_->end(fmt::format("rank {}: {}", world_->rank(), error.what()));
   }
@@ -268,11 +270,13 @@ void Engine::abandon(const std::string& why) {
   const std::lock_guard lock(mutex_);
   if (std::exchange(abandoned_, true)) return;
   const std::string text = why.substr(0, kBodyBytesMax);
-  for (const auto& group : groups_)
+  for (const auto& group : groups_) {
+    group->abandon();
     for (int64_t peer = 0; peer < group->size(); ++peer)
       if (peer != group->rank())
         group->post(peer, {.kind = Kind::abandon, .body_bytes = static_cast<int64_t>(text.size())},
                     reinterpret_cast<const std::byte*>(text.data()));
+  }
 }
 
 void Engine::drain() {

@@ -71,6 +71,7 @@ class Engine {
   std::vector<std::shared_ptr<Group>> groups_;  // but the world
   std::list<std::shared_ptr<Operation>> pending_;
   bool abandoned_ = false;
+  bool is_broken_ = false;
 
   std::atomic<int64_t> pending_count_{0}, waiters_{0};
   std::atomic<bool> stop_{false}, lost_{false};

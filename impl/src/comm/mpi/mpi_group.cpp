@@ -33,11 +33,11 @@ void Group::post_recv(int64_t peer) {
             "MPI_Irecv");
 }
 
-SharedPlace Group::place_for(int64_t peer, const std::byte* data) const {
-  return reads(peer) ? shared_place(data).value_or(SharedPlace()) : SharedPlace();
+int64_t Group::place_for(int64_t peer, const std::byte* data) const {
+  return reads(peer) ? offset_in_shared_pool(data) : -1;
 }
 
-const std::byte* Group::read_at(int64_t peer, const SharedPlace& place, int64_t bytes) {
+const std::byte* Group::read_at(int64_t peer, int64_t place, int64_t bytes) const {
   SHARD_CHECK(reads(peer), "mpi", "rank {} of '{}' says where its data lie, but cannot be read", peer, name_);
   return peers_[peer].memory->at(place, bytes);
 }

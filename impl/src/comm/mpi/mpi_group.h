@@ -33,10 +33,10 @@ class Group {
   const std::shared_ptr<const FlightGroup>& flight() const { return flight_; }
   // Whether this rank and the peer can read each other's memory.
   bool reads(int64_t peer) const { return peers_[peer].memory != nullptr; }
-  // Where the peer finds what lies here; nowhere when it cannot read it.
-  SharedPlace place_for(int64_t peer, const std::byte* data) const;
-  // Where this rank finds so many bytes of the peer's.
-  const std::byte* read_at(int64_t peer, const SharedPlace& place, int64_t bytes);
+  // Header::place of what lies here, for the peer.
+  int64_t place_for(int64_t peer, const std::byte* data) const;
+  // Where this rank finds so many bytes of the peer's at this Header::place.
+  const std::byte* read_at(int64_t peer, int64_t place, int64_t bytes) const;
 
   // Sends a message to the peer. Returns at once.
   void post(int64_t peer, Header header, const std::byte* body = nullptr);
@@ -51,6 +51,9 @@ class Group {
   // The message by which the peer gave up its calls; null before it has come.
   const Message* abandoned(int64_t peer) const { return peers_[peer].abandoned ? &*peers_[peer].abandoned : nullptr; }
   bool drained(int64_t peer) const { return peers_[peer].drained; }
+  // This rank makes no more calls in this group.
+  void abandon() { has_abandoned_ = true; }
+  bool has_abandoned() const { return has_abandoned_; }
 
   int64_t next_sequence() { return next_sequence_++; }
   int64_t next_send(int64_t peer) { return peers_[peer].next_send++; }
@@ -92,6 +95,7 @@ class Group {
   std::vector<MPI_Win> windows_;
   int64_t next_sequence_ = 0;
   uint64_t splits_ = 0;
+  bool has_abandoned_ = false;
 };
 
 }  // namespace shardproof::mpi

@@ -1,10 +1,8 @@
 #include "comm/mpi/mpi_neighbours.h"
 
-#include <sys/types.h>
 #include <unistd.h>
 
-#include <cstring>
-#include <random>
+#include <algorithm>
 #include <vector>
 
 #include "comm/mpi/mpi_wire.h"
@@ -13,58 +11,47 @@
 namespace shardproof::mpi {
 namespace {
 
-// What each process tells the others: where they find a number, and which one. Processes in other containers may have the same
-// process numbers, and would find another file there, or none.
-struct Sample {
+// What each process tells the others of its host.
+struct Shares {
   int64_t world_rank = 0, process = 0;
-  int32_t file = -1;
-  uint64_t number = 0;
+  MemoryFile file;
 };
 
-Sample make_sample(int64_t world_rank) {
-  std::random_device random;
-  Sample sample{.world_rank = world_rank,
-                .process = getpid(),
-                .file = make_memory_file(sizeof(uint64_t)),
-                .number = (uint64_t{random()} << 32) | random()};
-  if (sample.file >= 0 && pwrite(sample.file, &sample.number, sizeof(sample.number), 0) != ssize_t{sizeof(sample.number)}) {
-    close(sample.file);
-    sample.file = -1;
-  }
-  return sample;
+// As much as the host has memory. Each process maps the files of all, so that many ranks take twice the host's memory together:
+// a process has only so many addresses.
+size_t bytes_to_share(int ranks) {
+  const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return std::min(memory, 2 * memory / static_cast<size_t>(ranks));
 }
 
-bool can_read(const Sample& sample) {
-  if (sample.file < 0) return false;
-  try {
-    process::PeerMemory memory(sample.process);
-    return std::memcmp(memory.at({sample.file, 0}, sizeof(sample.number)), &sample.number, sizeof(sample.number)) == 0;
-  } catch (const Error&) {
-    return false;
-  }
+Neighbours map_neighbours(const std::vector<Shares>& all, int64_t own_process) {
+  Neighbours neighbours;
+  for (const Shares& one : all)
+    if (one.process != own_process) neighbours[one.world_rank] = std::make_shared<process::PeerMemory>(one.process, one.file);
+  return neighbours;
 }
 
 }  // namespace
 
 Neighbours find_neighbours(MPI_Comm host, bool wanted) {
-  int size = 1, rank = 0, world_rank = 0;
+  int size = 1, world_rank = 0;
   check_mpi(MPI_Comm_size(host, &size), "MPI_Comm_size");
-  check_mpi(MPI_Comm_rank(host, &rank), "MPI_Comm_rank");
   check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &world_rank), "MPI_Comm_rank");
   if (size == 1) return {};
-  const Sample own = make_sample(world_rank);
-  std::vector<Sample> samples(static_cast<size_t>(size));
-  constexpr int kBytes = sizeof(Sample);
-  check_mpi(MPI_Allgather(&own, kBytes, MPI_BYTE, samples.data(), kBytes, MPI_BYTE, host), "MPI_Allgather");
-  int readable = wanted;
-  for (const Sample& sample : samples) readable = readable && can_read(sample);
-  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &readable, 1, MPI_INT, MPI_MIN, host), "MPI_Allreduce");
-  if (own.file >= 0) close(own.file);
+  Shares own{.world_rank = world_rank, .process = getpid(), .file = {}};
+  if (wanted) own.file = share_host_pool(bytes_to_share(size));
+  std::vector<Shares> all(static_cast<size_t>(size));
+  constexpr int kBytes = sizeof(Shares);
+  check_mpi(MPI_Allgather(&own, kBytes, MPI_BYTE, all.data(), kBytes, MPI_BYTE, host), "MPI_Allgather");
   Neighbours neighbours;
-  if (!readable) return neighbours;
-  for (const Sample& sample : samples)
-    if (sample.world_rank != world_rank) neighbours[sample.world_rank] = std::make_shared<process::PeerMemory>(sample.process);
-  return neighbours;
+  int found = std::ranges::all_of(all, [](const Shares& one) { return one.file.file >= 0; });
+  try {
+    if (found) neighbours = map_neighbours(all, own.process);
+  } catch (const Error&) {
+    found = 0;
+  }
+  check_mpi(MPI_Allreduce(MPI_IN_PLACE, &found, 1, MPI_INT, MPI_MIN, host), "MPI_Allreduce");
+  return found ? neighbours : Neighbours();
 }
 
 }  // namespace shardproof::mpi

@@ -1,4 +1,4 @@
-// The ranks that this one can read memory of: those on its host, where the system lets all of them do it.
+// Which ranks this one can read the memory of.
 #pragma once
 
 #include <mpi.h>
@@ -11,10 +11,11 @@
 
 namespace shardproof::mpi {
 
-// By rank of the world, without this one. Either all ranks of a host can read each other's memory, or none.
+// The other ranks of this host, by rank of the world.
 using Neighbours = std::map<int64_t, std::shared_ptr<process::PeerMemory>>;
 
-// Collective over `host`, the communicator of the ranks on one host. Empty on all of them unless all want it.
+// Shares the memory of this rank's host pool, and maps that of all other ranks. Collective over `host`, the communicator of the
+// ranks on one host. When one of them does not want it, or cannot do it, the result is empty on all of them.
 Neighbours find_neighbours(MPI_Comm host, bool wanted);
 
 }  // namespace shardproof::mpi

@@ -7,16 +7,19 @@
 
 namespace shardproof::mpi {
 namespace {
-constexpr int64_t kChunkBytes = 8 << 20;
+// Copies of at least this size bypass the caches: the data would be evicted before anybody reads them.
+constexpr int64_t kStreamedBytesMin = 4 << 20;
 }
 
-bool Read::advance() {
-  const auto bytes = static_cast<size_t>(std::min(kChunkBytes, bytes_ - through_));
-  if (bytes == 0) return true;
-  const auto copy =
-      bytes_ < kStreamedBytesMin ? [](void* to, const void* from, size_t n) { std::memcpy(to, from, n); } : stream_copy;
-  copy(to_ + through_, from_ + through_, bytes);
-  through_ += static_cast<int64_t>(bytes);
+bool Read::advance(int64_t& budget) {
+  const int64_t bytes = std::min(budget, bytes_ - through_);
+  if (bytes > 0) {
+    const auto copy =
+        bytes_ < kStreamedBytesMin ? [](void* to, const void* from, size_t n) { std::memcpy(to, from, n); } : stream_copy;
+    copy(to_ + through_, from_ + through_, static_cast<size_t>(bytes));
+    through_ += bytes;
+    budget -= bytes;
+  }
   return done();
 }
 

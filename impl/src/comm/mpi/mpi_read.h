@@ -1,4 +1,4 @@
-// A copy of what lies in the memory of another process, a chunk at a time.
+// A copy of what lies in the memory of another process.
 #pragma once
 
 #include <cstddef>
@@ -6,16 +6,13 @@
 
 namespace shardproof::mpi {
 
-// From this size on copies go past the caches, which what is copied would leave before somebody reads it.
-constexpr int64_t kStreamedBytesMin = 4 << 20;
-
 class Read {
  public:
   Read() = default;  // nothing, and through with it
   Read(std::byte* to, const std::byte* from, int64_t bytes) : to_(to), from_(from), bytes_(bytes) {}
 
-  // Copies one chunk. True when the last one is through.
-  bool advance();
+  // Copies no more than `budget` bytes, and takes from the budget what it has copied. True when the last byte is through.
+  bool advance(int64_t& budget);
   bool done() const { return through_ == bytes_; }
 
  private:

@@ -3,13 +3,12 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <utility>
 
 #include "shardproof/base/dtypes.h"
 
 namespace shardproof::mpi {
 namespace {
-
-constexpr int64_t kChunkBytes = 8 << 20;
 
 std::byte* bytes_of(const at::Tensor& tensor) {
   return static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr()));
@@ -26,7 +25,7 @@ Send::Send(std::shared_ptr<Group> group, Call given) : Operation(std::move(group
   sequence = group_->next_send(call.peer);
   Header announced = header(Kind::send);
   announced.send_bytes = static_cast<int64_t>(call.input.nbytes());
-  const bool travels = announced.send_bytes <= kBodyBytesMax || call.peer == group_->rank();
+  const bool travels = is_eager(announced.send_bytes) || call.peer == group_->rank();
   if (travels) announced.body_bytes = announced.send_bytes;
   if (!travels) announced.place = group_->place_for(call.peer, bytes_of(call.input));
   is_sent_ = !travels && !announced.is_placed();
@@ -66,37 +65,40 @@ Recv::Recv(std::shared_ptr<Group> group, Call given) : Operation(std::move(group
 void Recv::match_header(const Message& sent) {
   matched_ = true;
   sequence = sent.header.sequence;
-  const Header accepts = header(Kind::accept);
   std::byte* target = bytes_of(call.output);
-  const bool fits = sent.header.numel == numel(call) && sent.header.dtype == accepts.dtype;
+  const int64_t bytes = sent.header.send_bytes;
+  const bool fits = sent.header.numel == numel(call) && sent.header.dtype == header(Kind::accept).dtype;
   if (!fits) {
     fail(fmt::format("ranks disagree: {} meets a {} of rank {}", title(), describe_send(sent.header),
                      group_->world_ranks()[static_cast<size_t>(call.peer)]),
          false);
-    discarded_.resize(static_cast<size_t>(sent.header.send_bytes));
+    if (!sent.header.is_placed()) discarded_.resize(static_cast<size_t>(bytes));
     target = discarded_.data();
   }
-  if (sent.header.is_placed()) {
-    std::memcpy(target, group_->read_at(call.peer, sent.header.place, sent.header.send_bytes),
-                static_cast<size_t>(sent.header.send_bytes));
-  } else if (sent.header.body_bytes > 0) {
+  owes_accept_ = sent.header.is_placed();
+  if (!owes_accept_) group_->post(call.peer, header(Kind::accept));
+  if (sent.header.body_bytes > 0)
     std::memcpy(target, sent.body.data(), sent.body.size());
-  } else {
-    flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::in, target, sent.header.send_bytes,
-                 kChunkBytes);
-  }
-  group_->post(call.peer, accepts);
+  else if (!owes_accept_)
+    flow_ = Flow(group_->comm(), call.peer, send_data_tag(sequence), Flow::Way::in, target, bytes, kChunkBytes);
+  else if (fits)
+    read_ = Read(target, group_->read_at(call.peer, sent.header.place, bytes), bytes);
 }
 
 bool Recv::advance() {
   if (!matched_ && error_.empty()) {
-    if (const auto sent = group_->match_send(call.peer, call.tag))
+    // A rank whose body threw takes nothing more: the sender may have ended its send because of that.
+    if (group_->has_abandoned())
+      fail(fmt::format("{} was under way when this rank failed", title()), true);
+    else if (const auto sent = group_->match_send(call.peer, call.tag))
       match_header(*sent);
     else if (const Message* last = group_->abandoned(call.peer))
       fail_abandoned(call.peer, *last);
   }
   if (!matched_) return !error_.empty();
-  if (!flow_.advance()) return false;
+  int64_t budget = kChunkBytes;
+  if (!read_.advance(budget) || !flow_.advance()) return false;
+  if (std::exchange(owes_accept_, false)) group_->post(call.peer, header(Kind::accept));
   done_ = error_.empty();
   return true;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/mpi/mpi_operation.h"
+#include "comm/mpi/mpi_read.h"
 
 namespace shardproof::mpi {
 
@@ -27,7 +28,9 @@ class Recv final : public Operation {
   void match_header(const Message& sent);
 
   bool matched_ = false;
+  bool owes_accept_ = false;  // once it has read what lies in the sender's memory
   Flow flow_;
+  Read read_;
   std::vector<std::byte> discarded_;  // what a mismatched send carries
 };
 

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "shardproof/comm/comm.h"
-#include "testing/device/shared_place.h"
 
 namespace shardproof::mpi {
 
@@ -35,15 +34,15 @@ struct Header {
   int64_t tag = 0;               // send
   int64_t send_bytes = 0, recv_bytes = 0;  // to, and from, the rank that gets this header
   int64_t body_bytes = 0;        // that follow: the data itself where it is small, the text of abandon
-  // Where the data lie for the rank that gets this header; nowhere when they are sent. Of `taken` in an all-reduce in slices:
-  // this rank's slice of the sum.
-  SharedPlace place = {};
+  // Where the data lie in the memory that the sender of this header shares, as bytes from its start; -1: they are sent. Of
+  // `taken` in an all-reduce in slices: the same of the sender's slice of the sum.
+  int64_t place = -1;
   double factor = 1;         // Finish::factor
   bool wants_taken = false;  // the sender's call is not done before it has got `taken`
   bool asks_finite = false;  // and `taken` shall say whether the sum of who sends it is finite
   bool finite = true;        // of `taken`
 
-  bool is_placed() const { return place.file >= 0; }
+  bool is_placed() const { return place >= 0; }
 };
 
 struct Message {
@@ -51,9 +50,14 @@ struct Message {
   std::vector<std::byte> body;
 };
 
-// Data up to this size are eager: they travel with the header that announces them. Open MPI itself sends larger messages than
-// this at once.
+// Data up to this size are eager: they travel with the header that announces them. Open MPI itself sends messages of this size
+// at once, without asking the receiver.
 constexpr int64_t kBodyBytesMax = 3840;
+constexpr bool is_eager(int64_t bytes) {
+  return bytes <= kBodyBytesMax;
+}
+// Data of other sizes are sent, or read, in chunks of this size, but for terms of sums.
+constexpr int64_t kChunkBytes = 8 << 20;
 constexpr int64_t kMessageBytesMax = static_cast<int64_t>(sizeof(Header)) + kBodyBytesMax;
 
 // Headers have tag 0, and data have the tags above.

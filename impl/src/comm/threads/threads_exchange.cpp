@@ -141,7 +141,7 @@ void Exchange::reduce(int64_t party, int64_t begin, int64_t end, std::byte* targ
   for (const int64_t source : order_of_terms(parties(), ring_ ? party + 1 : 0))
     terms.push_back(sides_[source].input + begin * element_bytes_);
   const SumFinish finish{finish_factor_, asks_whether_finite_ && all_finite()};
-  if (!add_terms(math_, element_type(dtype_), reduce_, std::move(terms), end - begin, target, finish))
+  if (!add_and_finish(math_, element_type(dtype_), reduce_, std::move(terms), end - begin, target, finish))
     all_finite_.store(false, std::memory_order_relaxed);
 }
 
