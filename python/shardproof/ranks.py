@@ -102,7 +102,13 @@ def run_threads(
     return outcome["results"]
 
 
-def run_mpi(body: Callable[[Comm], Any], *, timeout_seconds: float = 300.0, flight_directory: str = "") -> Any:
+def run_mpi(
+    body: Callable[[Comm], Any],
+    *,
+    timeout_seconds: float = 300.0,
+    flight_directory: str = "",
+    direct_reads: bool = True,
+) -> Any:
     """Run ``body(comm)`` on every process of an MPI job, which ``mpirun -n N python script.py`` starts.
 
     Parameters
@@ -113,6 +119,9 @@ def run_mpi(body: Callable[[Comm], Any], *, timeout_seconds: float = 300.0, flig
         A rank that others wait for, or that gives no sign of life, for longer than this ends the job.
     flight_directory : str
         Where each rank writes its last calls when something ends the job.
+    direct_reads : bool
+        Ranks on one host read each other's tensors where they lie, if these were made within ``body`` and lie in the host pool
+        (`use_host_pool`). All other tensors are sent. A child of ``fork()`` may then see what its parent writes later.
 
     Returns
     -------
@@ -126,7 +135,7 @@ def run_mpi(body: Callable[[Comm], Any], *, timeout_seconds: float = 300.0, flig
             f"[mpi] this build of shardproof has no MPI, or MPI's library is not found: {error}. Install Open MPI "
             "and build the package again, or start the ranks with torchrun"
         ) from error
-    return _mpi.run_mpi(body, timeout_seconds, flight_directory)
+    return _mpi.run_mpi(body, timeout_seconds, flight_directory, direct_reads)
 
 
 def _maker_of_groups(group: "torch.distributed.ProcessGroup") -> Callable:

@@ -44,7 +44,8 @@ def test_fsdp2_opens_our_checkpoints_and_we_open_those_of_fsdp2(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
-def test_ranks_of_mpi_have_the_bits_of_plain_pytorch():
+@pytest.mark.parametrize("more", [[], ["sends"]])
+def test_ranks_of_mpi_have_the_bits_of_plain_pytorch(more):
     command = [
         "mpirun",
         "--allow-run-as-root",
@@ -53,6 +54,7 @@ def test_ranks_of_mpi_have_the_bits_of_plain_pytorch():
         "2",
         sys.executable,
         os.path.join(HERE, "mpi_ranks.py"),
+        *more,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
