@@ -27,6 +27,14 @@ if(MPI_C_FOUND)
     endforeach()
   endforeach()
 
+  # A rank that the others cannot read, or that does not want it: then all data are sent.
+  foreach(memory one_limited one_unwilling)
+    add_test(NAME Mpi.collectives_with_${memory} COMMAND mpirun -n 3 --oversubscribe --bind-to none
+      $<TARGET_FILE:comm_mpi_props> --gtest_filter=Comm.reductions*:Comm.large* ${memory})
+    set_tests_properties(Mpi.collectives_with_${memory} PROPERTIES LABELS mpi PROCESSORS 2 ENVIRONMENT
+      "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMP_NUM_THREADS=1")
+  endforeach()
+
   # The command itself. Seeds are fixed: what random ones find belongs to `verify`.
   set(_verify --backend mpi --cases 40 --no-python --failures "${CMAKE_BINARY_DIR}/mpi_failures")
   foreach(ranks 2 4)

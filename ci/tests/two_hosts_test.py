@@ -106,7 +106,7 @@ class TwoHosts(unittest.TestCase):
 
     def test_a_cut_cable_ends_the_ranks_of_both_hosts_with_an_error_that_names_a_rank(self):
         never = "1000000000"
-        job = self.start(f"{BUILD}/mpi_driver", "none", "all_reduce", "0", never, "50000", "4", self.scratch)
+        job = self.start(f"{BUILD}/mpi_driver", "none", "all_reduce", "0", never, "50000", "own", "4", self.scratch)
         self.addCleanup(job.communicate)
         self.addCleanup(self.cable.remove)
         while len(self.drivers()) < 4:

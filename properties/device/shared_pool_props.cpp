@@ -2,6 +2,7 @@
 // (testing/comm/peer_memory.h). Each property runs in a process that has no pool yet.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -49,10 +50,21 @@ bool all_are(const std::byte* data, int64_t bytes, uint8_t value) {
   return true;
 }
 
+// What an MpiWorld does.
+MemoryFile share(int64_t bytes) {
+  const MemoryFile file = reserve_shared_memory(static_cast<size_t>(bytes));
+  share_host_pool();
+  return file;
+}
+
 // Whether it says true in a process that has no pool yet.
 void expect_in_new_process(const std::function<bool()>& body) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  EXPECT_EXIT(std::exit(body() ? 0 : 1), testing::ExitedWithCode(0), "");
+  const auto in_time = [&] {
+    alarm(120);  // it may wait for a child
+    return body();
+  };
+  EXPECT_EXIT(std::exit(in_time() ? 0 : 1), testing::ExitedWithCode(0), "");
 }
 
 // What the file has in memory.
@@ -73,7 +85,7 @@ void limit_files(rlim_t bytes) {
 
 TEST(SharedPool, another_process_reads_what_a_tensor_holds_and_what_is_written_later) {
   expect_in_new_process([] {
-    const MemoryFile file = share_host_pool(100 * kMiB);
+    const MemoryFile file = share(100 * kMiB);
     use_host_pool();
     at::Tensor first = full(3), second = full(4, 300'000);
     const int64_t places[] = {place_of(first), place_of(second.narrow(0, 1000, 10))};
@@ -83,14 +95,20 @@ TEST(SharedPool, another_process_reads_what_a_tensor_holds_and_what_is_written_l
     const pid_t pid = fork();
     if (pid == 0) {
       alarm(60);
-      const PeerMemory memory(owner, file);
-      const std::byte* const at_first = memory.at(places[0], kMiB);
-      const std::byte* const at_second = memory.at(places[1], 299'000);
-      const bool before = all_are(at_first, kMiB, 3) && all_are(at_second, 299'000, 4);
-      char byte = 0;
-      const bool told = ::write(read[1], &byte, 1) == 1 && ::read(written[0], &byte, 1) == 1;
-      _exit(before && told && all_are(at_first, kMiB, 5) && all_are(at_second, 299'000, 4) ? 0 : 1);
+      try {
+        const PeerMemory memory(owner, file);
+        const std::byte* const at_first = memory.at(places[0], kMiB);
+        const std::byte* const at_second = memory.at(places[1], 299'000);
+        const bool before = all_are(at_first, kMiB, 3) && all_are(at_second, 299'000, 4);
+        char byte = 0;
+        const bool told = ::write(read[1], &byte, 1) == 1 && ::read(written[0], &byte, 1) == 1;
+        _exit(before && told && all_are(at_first, kMiB, 5) && all_are(at_second, 299'000, 4) ? 0 : 1);
+      } catch (const Error& error) {
+        fmt::print(stderr, "{}\n", error.what());
+        _exit(1);
+      }
     }
+    close(read[1]);  // so that the end of a child that fails ends this
     char byte = 0;
     if (::read(read[0], &byte, 1) != 1) return false;
     first.fill_(5);
@@ -104,7 +122,7 @@ TEST(SharedPool, what_the_pool_got_before_and_small_tensors_are_the_process_own)
   expect_in_new_process([] {
     use_host_pool();
     const at::Tensor before = full(1);
-    share_host_pool(100 * kMiB);
+    share(100 * kMiB);
     const at::Tensor after = full(2), small = full(3, 100);
     const bool own = place_of(before) < 0 && place_of(small) < 0 && offset_in_shared_pool(nullptr) < 0;
     return own && place_of(after) > 0 && all_are(data_of(before), kMiB, 1);
@@ -117,7 +135,7 @@ TEST(SharedPool, every_tensor_lies_within_the_file_or_outside_of_it) {
     use_host_pool();
     std::vector<at::Tensor> tensors;
     for (int i = 0; i < 4; ++i) tensors.push_back(full(static_cast<uint8_t>(i), 16 * kMiB));
-    const MemoryFile file = share_host_pool(64 * kMiB);
+    const MemoryFile file = share(64 * kMiB);
     for (int i = 4; i < 24; ++i) tensors.push_back(full(static_cast<uint8_t>(i), 16 * kMiB));  // four of them fill it
     int64_t shared = 0;
     for (const at::Tensor& tensor : tensors) shared += place_of(tensor) > 0;
@@ -132,18 +150,48 @@ TEST(SharedPool, every_tensor_lies_within_the_file_or_outside_of_it) {
   });
 }
 
+TEST(SharedPool, a_tensor_that_does_not_fit_leaves_the_rest_of_the_file_to_others) {
+  expect_in_new_process([] {
+    share(64 * kMiB);
+    use_host_pool();
+    const at::Tensor first = full(1, 40 * kMiB), too_large = full(2, 30 * kMiB), fits = full(3, 20 * kMiB);
+    return place_of(first) > 0 && place_of(too_large) < 0 && place_of(fits) > 0;
+  });
+}
+
+TEST(SharedPool, memory_that_is_dropped_is_not_shared) {
+  expect_in_new_process([] {
+    const MemoryFile file = reserve_shared_memory(64 * kMiB);
+    use_host_pool();
+    const at::Tensor before = full(1);
+    drop_shared_memory();
+    share_host_pool();
+    const at::Tensor after = full(2, 10 * kMiB);
+    struct stat found {};
+    return file.file >= 0 && fstat(file.file, &found) != 0 && place_of(before) < 0 && place_of(after) < 0;
+  });
+}
+
 TEST(SharedPool, a_tensor_that_is_larger_than_the_file_is_the_process_own) {
   expect_in_new_process([] {
-    share_host_pool(10 * kMiB);
+    share(10 * kMiB);
     use_host_pool();
     const at::Tensor large = full(1, 11 * kMiB), small = full(2, kMiB);
     return place_of(large) < 0 && place_of(small) > 0 && all_are(data_of(large), 11 * kMiB, 1);
   });
 }
 
+// In a child of this process, which is a child itself.
+bool child_of_child_sees(const at::Tensor& tensor, uint8_t value) {
+  const pid_t pid = fork();
+  if (pid == 0) _exit(all_are(data_of(tensor), tensor.numel(), value) ? 0 : 1);
+  int status = 1;
+  return waitpid(pid, &status, 0) == pid && status == 0;
+}
+
 TEST(SharedPool, a_child_of_fork_neither_changes_its_parents_tensors_nor_takes_their_memory) {
   expect_in_new_process([] {
-    share_host_pool(100 * kMiB);
+    share(100 * kMiB);
     use_host_pool();
     at::Tensor kept = full(7);
     { const at::Tensor freed = full(8, 4 * kMiB); }
@@ -155,9 +203,10 @@ TEST(SharedPool, a_child_of_fork_neither_changes_its_parents_tensors_nor_takes_t
       kept.fill_(9);
       const at::Tensor mine = full(10, 4 * kMiB);  // where the parent has free memory as well
       char byte = 0;
-      const bool told = ::write(ready[1], &byte, 1) == 1;
+      const bool told = ::write(ready[1], &byte, 1) == 1 && child_of_child_sees(kept, 9);
       _exit(told && place_of(mine) < 0 && place_of(kept) < 0 && all_are(data_of(kept), kMiB, 9) ? 0 : 1);
     }
+    close(ready[1]);
     const at::Tensor made_later = full(11, 4 * kMiB);
     char byte = 0;
     int status = 1;
@@ -168,7 +217,7 @@ TEST(SharedPool, a_child_of_fork_neither_changes_its_parents_tensors_nor_takes_t
 
 TEST(SharedPool, trimmed_memory_is_the_systems_again) {
   expect_in_new_process([] {
-    const MemoryFile file = share_host_pool(100 * kMiB);
+    const MemoryFile file = share(100 * kMiB);
     use_host_pool();
     const at::Tensor small = full(3);
     { const at::Tensor large = full(1, 64 * kMiB); }
@@ -184,7 +233,7 @@ TEST(SharedPool, trimmed_memory_is_the_systems_again) {
 TEST(SharedPool, without_files_that_are_large_enough_the_memory_is_the_process_own) {
   expect_in_new_process([] {
     limit_files(99 * kMiB);
-    const MemoryFile file = share_host_pool(100 * kMiB);
+    const MemoryFile file = share(100 * kMiB);
     limit_files(RLIM_INFINITY);
     use_host_pool();
     const at::Tensor tensor = full(1), other = full(2, 50 * kMiB);
@@ -207,13 +256,14 @@ Peer start_peer() {
   const pid_t process = fork();
   if (process == 0) {
     alarm(60);
-    const MemoryFile file = share_host_pool(kMiB);
+    const MemoryFile file = reserve_shared_memory(kMiB);
     const std::vector<char> text(1000, 'x');
     char byte = 0;
     const bool said =
         pwrite(file.file, text.data(), text.size(), 5000) == 1000 && write(told[1], &file, sizeof file) == sizeof file;
     _exit(said && read(go[0], &byte, 1) == 1 ? 0 : 1);
   }
+  close(told[1]);
   Peer peer{process, {}, go[1]};
   if (read(told[0], &peer.file, sizeof peer.file) != ssize_t{sizeof peer.file}) return {};
   return peer;

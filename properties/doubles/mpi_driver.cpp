@@ -107,7 +107,11 @@ int report(int64_t rank, const char* kind, const std::string& text, Clock::time_
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 9) return 2;
+  if (argc != 9) {
+    fmt::print(stderr, "mpi_driver FAULT OP VICTIM STEP ELEMENTS MEMORY TIMEOUT_S FLIGHT_DIRECTORY, got {} arguments\n",
+               argc - 1);
+    return 2;
+  }
   Arguments a{.fault = argv[1],
               .op = argv[2],
               .victim = std::stol(argv[3]),

@@ -129,35 +129,37 @@ class HostPool final : public c10::Allocator {
     ASAN_POISON_MEMORY_REGION(begin, bytes);
   }
 
-  // Makes a free range of at least so many bytes. The one at the end of what has been used is extended.
+  // Makes a free range of at least so many bytes, in memory that other processes can read as long as that has room.
   bool grow(size_t bytes) {
-    size_t count = region_count_.load(std::memory_order_relaxed);
-    size_t missing = count ? bytes - free_.bytes_before(regions_[count - 1].top) : bytes;
-    if (takes_shared(bytes) || !count || static_cast<size_t>(regions_[count - 1].end - regions_[count - 1].top) < missing) {
-      if (count == regions_.size()) return false;
-      const Region region = takes_shared(bytes) ? take_shared() : reserve(bytes, reserved_);
-      if (!region.begin) return false;
-      reserved_ += static_cast<size_t>(region.end - region.begin);
-      regions_[count] = region;
-      region_count_.store(++count, std::memory_order_release);
-      missing = bytes;
+    if (!shared_ && shared_pool_addresses().begin) {
+      const auto [begin, end] = shared_pool_addresses();
+      shared_ = add({begin, begin, end});
     }
-    char*& top = regions_[count - 1].top;
-    if (mprotect(top, missing, PROT_READ | PROT_WRITE) != 0) return false;
-    free_.give(top, missing);
-    top += missing;
-    return true;
+    for (Region* const region : {shared_, last_own_})
+      if (region && extend(*region, bytes)) return true;
+    last_own_ = add(reserve(bytes, reserved_));
+    return last_own_ && extend(*last_own_, bytes);
   }
 
-  // Whether the next region is the one that other processes can read.
-  bool takes_shared(size_t bytes) const {
-    const auto [begin, end] = shared_pool_addresses();
-    return !has_taken_shared_ && static_cast<size_t>(end - begin) >= bytes;
+  // Null where there are too many regions, or no addresses.
+  Region* add(const Region& region) {
+    const size_t count = region_count_.load(std::memory_order_relaxed);
+    if (count == regions_.size() || !region.begin) return nullptr;
+    reserved_ += static_cast<size_t>(region.end - region.begin);
+    regions_[count] = region;
+    region_count_.store(count + 1, std::memory_order_release);
+    return &regions_[count];
   }
-  Region take_shared() {
-    const auto [begin, end] = shared_pool_addresses();
-    has_taken_shared_ = true;
-    return {begin, begin, end};
+
+  // Uses more of the region, so that the free range at the end of what has been used has so many bytes.
+  bool extend(Region& region, size_t bytes) {
+    const size_t missing = bytes - free_.bytes_before(region.top);
+    if (static_cast<size_t>(region.end - region.top) < missing) return false;
+    if (mprotect(region.top, missing, PROT_READ | PROT_WRITE) != 0) return false;
+    if (&region == shared_) madvise(region.top, missing, MADV_DODUMP);
+    free_.give(region.top, missing);
+    region.top += missing;
+    return true;
   }
 
   c10::Allocator* const small_;
@@ -166,10 +168,10 @@ class HostPool final : public c10::Allocator {
   FreeRanges free_;
   std::unordered_map<char*, size_t> sizes_;  // of the blocks in use
   int64_t used_ = 0, used_max_ = 0;
-  std::array<Region, 64> regions_ = {};  // the last one grows
+  std::array<Region, 64> regions_ = {};
+  Region *shared_ = nullptr, *last_own_ = nullptr;  // those that grow
   std::atomic<size_t> region_count_ = 0;
   size_t reserved_ = 0;  // bytes of all regions
-  bool has_taken_shared_ = false;
 };
 
 // Lives as long as the process, since tensors are freed until its end.

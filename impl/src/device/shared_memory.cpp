@@ -7,9 +7,10 @@
 
 #include <atomic>
 #include <fstream>
-#include <mutex>
 #include <random>
 #include <string_view>
+
+#include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {
@@ -18,9 +19,9 @@ struct Shared {
   MemoryFile file;
   SharedAddresses addresses;
 };
-Shared the_shared;                         // written once, by share_host_pool
-std::atomic<bool> is_made = false;         // when it has been written
-std::atomic<bool> is_apart = false;        // in a child of fork(), whose memory is no more that of the file
+Shared the_shared;  // not written any more once it is shared
+std::atomic<bool> is_shared = false;
+std::atomic<bool> is_apart = false;  // in a child of fork(), whose memory is no more that of the file
 
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -70,16 +71,18 @@ Shared make_shared(size_t bytes) {
     close(file.file);
     return {};
   }
+  madvise(data, all, MADV_DONTDUMP);  // a record of a crash would fill all of it
   char* const begin = static_cast<char*>(data) + page;
   return {file, {begin, begin + size}};
 }
 
-// In a child of fork(). What it writes must not be its parent's, which gives the same free blocks to tensors of its own.
+// In a child of fork(). What it writes must not be its parent's, which gives the same free blocks to tensors of its own. A
+// child of the child has a copy of its parent's memory as it is.
 void keep_apart_from_parent() {
+  if (is_apart.exchange(true)) return;
   const auto [begin, end] = the_shared.addresses;
   const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
   const auto offset = static_cast<off_t>(page_bytes());
-  is_apart = true;
   if (mmap(begin, static_cast<size_t>(end - begin), PROT_READ | PROT_WRITE, flags, the_shared.file.file, offset) != MAP_FAILED)
     return;
   constexpr std::string_view kWhy = "shardproof: [host pool] no addresses for the memory of a child of fork()\n";
@@ -89,19 +92,28 @@ void keep_apart_from_parent() {
 
 }  // namespace
 
-MemoryFile share_host_pool(size_t bytes) {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  if (is_made) return the_shared.file;
+MemoryFile reserve_shared_memory(size_t bytes) {
+  SHARD_CHECK(the_shared.file.file < 0 && !is_shared, "host pool", "memory that processes share is reserved twice");
   the_shared = make_shared(bytes);
-  if (the_shared.file.file < 0) return {};
-  is_made.store(true, std::memory_order_release);
-  pthread_atfork(nullptr, nullptr, keep_apart_from_parent);
   return the_shared.file;
 }
 
+void share_host_pool() {
+  if (the_shared.file.file < 0 || is_shared) return;
+  const int refused = pthread_atfork(nullptr, nullptr, keep_apart_from_parent);
+  SHARD_CHECK(refused == 0, "host pool", "the system does not take what a child of fork() has to do: {}", refused);
+  is_shared.store(true, std::memory_order_release);
+}
+
+void drop_shared_memory() {
+  if (the_shared.file.file < 0 || is_shared) return;
+  munmap(the_shared.addresses.begin - page_bytes(), static_cast<size_t>(the_shared.file.bytes));
+  close(the_shared.file.file);
+  the_shared = {};
+}
+
 SharedAddresses shared_pool_addresses() {
-  return is_made.load(std::memory_order_acquire) ? the_shared.addresses : SharedAddresses();
+  return is_shared.load(std::memory_order_acquire) ? the_shared.addresses : SharedAddresses();
 }
 
 int64_t offset_in_shared_pool(const void* data) {

@@ -202,7 +202,7 @@ TEST(MpiFaults, without_a_fault_every_rank_ends_well) {
     }
 }
 
-// Others had begun to read what the rank gave.
+// Others may have begun to read what the rank gave.
 TEST(MpiFaults, a_rank_that_dies_while_others_read_its_memory_ends_them) {
   for (const char* op : {"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
     expect_clean_ending(

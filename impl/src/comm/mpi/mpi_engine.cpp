@@ -106,7 +106,12 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
                                        process::title_of(call, group->next_sequence(), group->name(), CallLabel::current())));
     SHARD_REQUIRE(!abandoned_ || group == world_, "mpi", "{} on '{}' after this rank's body failed", describe(call),
                   group->name());
-    operation = start_operation(group, std::move(call));
+    try {
+      operation = start_operation(group, std::move(call));
+    } catch (const BrokenInvariant& error) {
+      break_world(error);  // some ranks may have been told of the call
+      throw;
+    }
     calls_->begin(operation);
     pending_.push_back(operation);
     progress();
@@ -122,10 +127,14 @@ void Engine::progress() {
   try {
     advance_pending();
   } catch (const std::exception& error) {
-    is_broken_ = true;
+    break_world(error);
     if (!watch_) throw;
-    watch_->end(fmt::format("rank {}: {}", world_->rank(), error.what()));
   }
+}
+
+void Engine::break_world(const std::exception& error) {
+  is_broken_ = true;
+  if (watch_) watch_->end(fmt::format("rank {}: {}", world_->rank(), error.what()));
 }
 
 void Engine::advance_pending() {
@@ -281,6 +290,7 @@ void Engine::abandon(const std::string& why) {
 
 void Engine::drain() {
   const auto everybody = [this](auto is_so) {
+    if (is_broken_) return false;
     for (const auto& group : groups_) {
       group->poll();
       for (int64_t peer = 0; peer < group->size(); ++peer)

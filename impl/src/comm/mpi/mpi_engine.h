@@ -56,6 +56,7 @@ class Engine {
  private:
   void progress();
   void advance_pending();
+  void break_world(const std::exception& error);
   void pause(std::chrono::steady_clock::time_point since, int64_t& looks) const;
   void finish_wait(Operation& operation);
   void publish_wait(const Operation& operation, double waited_s);

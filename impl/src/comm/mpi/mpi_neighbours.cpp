@@ -17,8 +17,8 @@ struct Shares {
   MemoryFile file;
 };
 
-// As much as the host has memory. Each process maps the files of all, so that many ranks take twice the host's memory together:
-// a process has only so many addresses.
+// As much as the host has memory. Among many ranks less, twice the host's memory for all together: each process maps the files
+// of all, and has only so many addresses.
 size_t bytes_to_share(int ranks) {
   const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return std::min(memory, 2 * memory / static_cast<size_t>(ranks));
@@ -39,7 +39,7 @@ Neighbours find_neighbours(MPI_Comm host, bool wanted) {
   check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &world_rank), "MPI_Comm_rank");
   if (size == 1) return {};
   Shares own{.world_rank = world_rank, .process = getpid(), .file = {}};
-  if (wanted) own.file = share_host_pool(bytes_to_share(size));
+  if (wanted) own.file = reserve_shared_memory(bytes_to_share(size));
   std::vector<Shares> all(static_cast<size_t>(size));
   constexpr int kBytes = sizeof(Shares);
   check_mpi(MPI_Allgather(&own, kBytes, MPI_BYTE, all.data(), kBytes, MPI_BYTE, host), "MPI_Allgather");
@@ -51,7 +51,12 @@ Neighbours find_neighbours(MPI_Comm host, bool wanted) {
     found = 0;
   }
   check_mpi(MPI_Allreduce(MPI_IN_PLACE, &found, 1, MPI_INT, MPI_MIN, host), "MPI_Allreduce");
-  return found ? neighbours : Neighbours();
+  if (!found) {
+    drop_shared_memory();
+    return {};
+  }
+  share_host_pool();
+  return neighbours;
 }
 
 }  // namespace shardproof::mpi

@@ -17,7 +17,7 @@ enum class Kind : int32_t {
   collective,  // "I make this call": the k-th of each rank matches the k-th of every other
   send,        // "this is for your recv with that tag"
   accept,      // "my recv was called": answers a send. "And I have read the data", where these lie in shared memory
-  taken,       // "I have read and added up what you gave me in that collective", where `collective` wants it
+  taken,       // "I need what you gave me in that collective no more", where `collective` wants it
   sum_taken,   // "I have read your sum": answers a `taken` that says where a sum lies
   abandon,     // "I make no more calls in this group, because of ...": the body threw
   drained,     // after abandon: "nothing of mine is on its way any more"

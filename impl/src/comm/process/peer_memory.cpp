@@ -26,7 +26,7 @@ const std::byte* map_file(int file, size_t bytes) {
 
 bool has_size(int file, int64_t bytes) {
   struct stat found {};
-  return fstat(file, &found) == 0 && found.st_size == bytes;
+  return fstat(file, &found) == 0 && S_ISREG(found.st_mode) && found.st_size == bytes;
 }
 
 }  // namespace
@@ -34,7 +34,8 @@ bool has_size(int file, int64_t bytes) {
 PeerMemory::PeerMemory(int64_t process, const MemoryFile& file) : process_(process), bytes_(file.bytes) {
   const std::string path = fmt::format("/proc/{}/fd/{}", process, file.file);
   SHARD_REQUIRE(bytes_ >= int64_t{sizeof(file.number)}, "peer memory", "{} is said to have {} bytes", path, bytes_);
-  const int opened = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // What is there may be a pipe or a terminal of another process.
+  const int opened = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   SHARD_REQUIRE(opened >= 0, "peer memory", "{} cannot be opened: {}", path, std::strerror(errno));
   const bool fits = has_size(opened, bytes_);
   data_ = fits ? map_file(opened, static_cast<size_t>(bytes_)) : nullptr;
