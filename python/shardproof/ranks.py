@@ -121,7 +121,8 @@ def run_mpi(
         Where each rank writes its last calls when something ends the job.
     direct_reads : bool
         Ranks on one host read each other's tensors where they lie, if these lie in memory that the host pool (`use_host_pool`)
-        has first used within ``body``. All other tensors are sent. A child of ``fork()`` may then see what its parent writes later.
+        has first used within ``body``. All other tensors are sent. A child of ``fork()`` may then see what its parent writes
+        later.
 
     Returns
     -------
