@@ -69,7 +69,7 @@ void misbehave(const Arguments& a, Comm& comm, Comm& other) {
     const Work work = start(comm, a.op, buffers);
     ::raise(SIGKILL);
   }
-  if (a.fault == "throw_midway") {
+  if (a.fault == "throw_midway" || a.fault == "throw_ahead") {
     const Work work = start(comm, a.op, buffers);
     throw Error("the disk is full");
   }
@@ -89,6 +89,8 @@ void run(const Arguments& a, const std::shared_ptr<Comm>& comm, Clock::time_poin
   for (int64_t step = 0;; ++step) {
     if (step == a.step && comm->rank() == a.victim) misbehave(a, *group, *other);
     if (a.fault == "none" && step == a.step) return;
+    // The victim has thrown before the others make the call that it had begun.
+    if (a.fault == "throw_ahead" && step == a.step) std::this_thread::sleep_for(std::chrono::milliseconds(100));
     start(*group, a.op, buffers).wait();
     last_good = Clock::now();
   }

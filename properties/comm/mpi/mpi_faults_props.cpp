@@ -105,7 +105,7 @@ Expected expected(const Fault& f) {
     return {"lost", {victim + " died", f.op, "call", "unit 'h.3'"}, false};
   if (f.kind == "stop") return {"lost", {victim + " has given no sign of life", f.op, "unit 'h.3'"}, false};
   if (f.kind == "slow") return {"lost", {victim + " is late", f.op, "unit 'h.3'"}, false};
-  if (f.kind == "throw" || f.kind == "throw_midway")
+  if (f.kind == "throw" || f.kind == "throw_midway" || f.kind == "throw_ahead")
     return {"error", {victim + " of", "the disk is full", "last call", "call"}};
   if (f.kind == "nan") return {"non_finite", {victim + " of", "the loss is nan", "last call"}};
   if (f.kind == "check") return {"failed_check", {victim + " of", "replicas differ", "last call"}};
@@ -231,8 +231,8 @@ TEST(MpiFaults, a_send_that_does_not_fit_its_receive_names_both) {
 
 TEST(MpiFaults, a_rank_that_fails_while_its_call_is_under_way_ends_the_others) {
   for (const bool in_pool : {false, true})
-    for (const int64_t victim : {0, 1})
-      for (const char* op : {"send", "all_gather", "reduce_scatter"})
+    for (const char* op : {"send", "all_gather", "reduce_scatter"})
+      for (const int64_t victim : {0, 1})
         expect_clean_ending({.kind = "throw_midway",
                              .op = op,
                              .ranks = 2,
@@ -240,6 +240,10 @@ TEST(MpiFaults, a_rank_that_fails_while_its_call_is_under_way_ends_the_others) {
                              .step = 2,
                              .elements = 200'000,
                              .in_pool = in_pool});
+}
+
+TEST(MpiFaults, a_receive_of_a_rank_that_has_failed_takes_nothing_that_is_sent_later) {
+  expect_clean_ending({.kind = "throw_ahead", .op = "send", .ranks = 2, .victim = 0, .step = 2, .elements = 200'000});
 }
 
 TEST(MpiFaults, a_rank_that_fails_instead_of_sending_or_receiving_ends_the_other) {
