@@ -137,7 +137,7 @@ TEST(SharedPool, every_tensor_lies_within_the_file_or_outside_of_it) {
     for (int i = 0; i < 4; ++i) tensors.push_back(full(static_cast<uint8_t>(i), 16 * kMiB));
     const MemoryFile file = share(64 * kMiB);
     for (int i = 4; i < 24; ++i) tensors.push_back(full(static_cast<uint8_t>(i), 16 * kMiB));  // four of them fill it
-    for (int i = 24; i < 28; ++i) tensors.push_back(full(static_cast<uint8_t>(i), 4096));  // what else would have room
+    for (int i = 24; i < 28; ++i) tensors.push_back(full(static_cast<uint8_t>(i), 4096));      // what else would have room
     int64_t shared = 0;
     for (const at::Tensor& tensor : tensors) shared += place_of(tensor) > 0;
     tensors.clear();

@@ -9,7 +9,7 @@ namespace shardproof::mpi {
 namespace {
 // Copies of at least this size bypass the caches: the data would be evicted before anybody reads them.
 constexpr int64_t kStreamedBytesMin = 4 << 20;
-}
+}  // namespace
 
 bool Read::advance(int64_t& budget) {
   const int64_t bytes = std::min(budget, bytes_ - through_);
