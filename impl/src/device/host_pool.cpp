@@ -137,8 +137,10 @@ class HostPool final : public c10::Allocator {
     }
     for (Region* const region : {shared_, last_own_})
       if (region && extend(*region, bytes)) return true;
-    last_own_ = add(reserve(bytes, reserved_));
-    return last_own_ && extend(*last_own_, bytes);
+    Region* const made = add(reserve(bytes, reserved_));
+    if (!made) return false;  // smaller requests may still fit into the last one
+    last_own_ = made;
+    return extend(*made, bytes);
   }
 
   // Null where there are too many regions, or no addresses.
