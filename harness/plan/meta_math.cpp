@@ -76,11 +76,12 @@ class MetaMath final : public ModelMath {
   }
   void row_norm(const RowNorm& norm, const double*, double*) const override { rows(norm, 2); }
   void row_norm_backward(const RowNorm& norm, const double*, double*, double*) const override { rows(norm, 4); }
-  void row_powers(const double*, const double*, const double*, int64_t rows, int64_t width, double*) const override {
+  void row_powers(const double*, const double*, const double*, SeenOfRows, int64_t rows, int64_t width,
+                  double*) const override {
     moved(16.0 * static_cast<double>(rows * width));
   }
-  void row_slopes(const double*, const double* mask, const double*, const double*, double, int64_t rows, int64_t width,
-                  double*) const override {
+  void row_slopes(const double*, const double* mask, const double*, const double*, double, SeenOfRows, int64_t rows,
+                  int64_t width, double*) const override {
     moved((mask ? 32.0 : 24.0) * static_cast<double>(rows * width));
   }
   void log(const double*, int64_t count, double*) const override { moved(16.0 * static_cast<double>(count)); }

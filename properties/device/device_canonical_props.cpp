@@ -157,6 +157,22 @@ TEST_F(Kernels, find_the_largest_magnitude_and_nan_where_there_is_one) {
   });
 }
 
+// What rows see, in turn for so many rows; nothing where they see all.
+at::Tensor drawn_seen(std::mt19937_64& random, int64_t rows, int64_t width) {
+  const int64_t count = *rc::gen::inRange<int64_t>(0, rows + 1);
+  at::Tensor seen = at::empty({count}, at::kLong);
+  for (int64_t i = 0; i < count; ++i)
+    seen.mutable_data_ptr<int64_t>()[i] = static_cast<int64_t>(random() % static_cast<uint64_t>(width + 1));
+  return seen;
+}
+SeenOfRows of_rows(const at::Tensor& seen) {
+  if (seen.numel() == 0) return {};
+  return {seen.const_data_ptr<int64_t>(), seen.numel()};
+}
+bool sees(const at::Tensor& seen, int64_t i, int64_t width) {
+  return seen.numel() == 0 || i % width < seen.const_data_ptr<int64_t>()[i / width % seen.numel()];
+}
+
 // The curve itself is compared in device_curves_props.cpp, and so it is taken here, element by element.
 TEST_F(Kernels, raise_rows_over_their_largest_number) {
   check("row_powers", [] {
@@ -164,7 +180,7 @@ TEST_F(Kernels, raise_rows_over_their_largest_number) {
     const int64_t rows = *rc::gen::inRange(0, 20), width = *rc::gen::inRange(1, 40);
     const bool divides = *rc::gen::arbitrary<bool>();
     const at::Tensor x = doubles(rows * width, random, true), most = doubles(rows, random, false),
-                     divisor = doubles(rows, random, false);
+                     divisor = doubles(rows, random, false), seen = drawn_seen(random, rows, width);
     for (int64_t r = 0; r < rows; ++r)
       if (random() % 4 == 0) most.mutable_data_ptr<double>()[r] = -INFINITY;  // counts as 0
     for (int64_t i = 0; i < rows * width; ++i)
@@ -174,14 +190,16 @@ TEST_F(Kernels, raise_rows_over_their_largest_number) {
     for (int64_t i = 0; i < rows * width; ++i) {
       const double of_row = data(most)[i / width], over = data(x)[i] - (of_row == -INFINITY ? 0 : of_row), zero = 0;
       double power = 0;
-      host.row_powers(&over, &zero, nullptr, 1, 1, &power);
+      host.row_powers(&over, &zero, nullptr, {}, 1, 1, &power);
       expected.mutable_data_ptr<double>()[i] = divides ? power / data(divisor)[i / width] : power;
+      if (!sees(seen, i, width)) expected.mutable_data_ptr<double>()[i] = 0;
     }
     const Subject subject(drawn_walk());
-    const at::Tensor there = moved(x, subject), most_there = moved(most, subject), divisor_there = moved(divisor, subject);
+    const at::Tensor there = moved(x, subject), most_there = moved(most, subject), divisor_there = moved(divisor, subject),
+                     seen_there = moved(seen, subject);
     const at::Tensor found = *rc::gen::arbitrary<bool>() ? there : at::empty_like(there);
     model_math(subject.math())
-        .row_powers(data(there), data(most_there), divides ? data(divisor_there) : nullptr, rows, width,
+        .row_powers(data(there), data(most_there), divides ? data(divisor_there) : nullptr, of_rows(seen_there), rows, width,
                     found.mutable_data_ptr<double>());
     RC_ASSERT(same_but_for_nans(expected, found));
   });
@@ -193,19 +211,21 @@ TEST_F(Kernels, take_gradients_of_rows_of_a_softmax) {
     const int64_t rows = *rc::gen::inRange(0, 20), width = *rc::gen::inRange(1, 40), count = rows * width;
     const bool masked = *rc::gen::arbitrary<bool>();
     const at::Tensor dy = doubles(count, random, false), mask = doubles(count, random, false),
-                     shares = doubles(count, random, false), along = doubles(rows, random, false);
+                     shares = doubles(count, random, false), along = doubles(rows, random, false),
+                     seen = drawn_seen(random, rows, width);
     at::Tensor expected = at::empty_like(dy);
     for (int64_t i = 0; i < count; ++i) {
       const double above = masked ? data(dy)[i] * data(mask)[i] : data(dy)[i];
       expected.mutable_data_ptr<double>()[i] = (above - data(along)[i / width]) * data(shares)[i] * 0.3;
+      if (!sees(seen, i, width)) expected.mutable_data_ptr<double>()[i] = 0;
     }
     const Subject subject(drawn_walk());
     const at::Tensor there = moved(dy, subject), mask_there = moved(mask, subject), shares_there = moved(shares, subject),
-                     along_there = moved(along, subject);
+                     along_there = moved(along, subject), seen_there = moved(seen, subject);
     const at::Tensor found = *rc::gen::arbitrary<bool>() ? there : at::empty_like(there);
     model_math(subject.math())
-        .row_slopes(data(there), masked ? data(mask_there) : nullptr, data(along_there), data(shares_there), 0.3, rows, width,
-                    found.mutable_data_ptr<double>());
+        .row_slopes(data(there), masked ? data(mask_there) : nullptr, data(along_there), data(shares_there), 0.3,
+                    of_rows(seen_there), rows, width, found.mutable_data_ptr<double>());
     RC_ASSERT(same_but_for_nans(expected, found));
   });
 }

@@ -30,7 +30,7 @@ at::Tensor exp_of(const at::Tensor& x) {
   const at::Tensor zero = at::zeros({1}, x.options());
   return of_each(x, [&](const ModelMath& math, const double* from, int64_t n, double* to) {
     const at::Tensor most = on_cuda() ? zero.to(at::kCUDA) : zero;
-    math.row_powers(from, most.const_data_ptr<double>(), nullptr, 1, n, to);
+    math.row_powers(from, most.const_data_ptr<double>(), nullptr, {}, 1, n, to);
   });
 }
 at::Tensor log_of(const at::Tensor& x) {

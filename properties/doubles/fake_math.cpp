@@ -101,6 +101,7 @@ class QueuedMath final : public ModelMath {
     ExactProduct all = product;
     all.a = here(product.a), all.b = here(product.b), all.out = here(product.out);
     all.units = here(product.units), all.seen = here(product.seen);
+    all.first_term = here(product.first_term), all.end_term = here(product.end_term);
     if (!(product.largest_term < 127)) {  // the host gets an answer
       wait("exact_product");
       return cpu_.exact_product(all);
@@ -116,16 +117,18 @@ class QueuedMath final : public ModelMath {
       cpu.row_norm_backward(all, above, to, terms);
     });
   }
-  void row_powers(const double* x, const double* most, const double* divisor, int64_t rows, int64_t width,
+  void row_powers(const double* x, const double* most, const double* divisor, SeenOfRows seen, int64_t rows, int64_t width,
                   double* y) const override {
-    queue([rows, width, from = here(x), top = here(most), over = here(divisor), to = here(y), &cpu = cpu_] {
-      cpu.row_powers(from, top, over, rows, width, to);
+    seen.count = here(seen.count);
+    queue([=, from = here(x), top = here(most), over = here(divisor), to = here(y), &cpu = cpu_] {
+      cpu.row_powers(from, top, over, seen, rows, width, to);
     });
   }
-  void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale, int64_t rows,
-                  int64_t width, double* y) const override {
+  void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale,
+                  SeenOfRows seen, int64_t rows, int64_t width, double* y) const override {
+    seen.count = here(seen.count);
     queue([=, above = here(dy), kept = here(mask), means = here(along), parts = here(shares), to = here(y), &cpu = cpu_] {
-      cpu.row_slopes(above, kept, means, parts, scale, rows, width, to);
+      cpu.row_slopes(above, kept, means, parts, scale, seen, rows, width, to);
     });
   }
   void log(const double* x, int64_t count, double* y) const override {

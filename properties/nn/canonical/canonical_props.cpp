@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
+#include <numeric>
 
 #include "properties/kit/bits.h"
 #include "properties/kit/expect_error.h"
@@ -83,6 +84,51 @@ TEST(Canonical, attention_is_that_of_plain_arithmetic_with_grouped_heads_too) {
                                                            0.0, causal);
                  },
                  inputs, "attention");
+}
+
+// A core takes so many heads at a time as its cache holds: some, or one of several that share a head of keys. Half of the
+// queries to one head of keys are few enough to be taken at once.
+TEST(Canonical, attention_has_the_same_bits_however_many_heads_a_core_takes_at_a_time) {
+  struct Case {
+    int64_t heads, kv_heads, length;
+  };
+  for (const auto& [heads, kv_heads, length] : {Case{6, 3, 140}, Case{6, 3, 200}, Case{4, 1, 150}, Case{5, 5, 130}}) {
+    const int64_t served = heads / kv_heads, half = length / 2;
+    const at::Tensor q = values({2, heads, length, 4}, 1), k = values({2, kv_heads, length, 4}, 2),
+                     v = values({2, kv_heads, length, 4}, 3), dy = values(q.sizes(), 4);
+    const at::Tensor mask = heads == 5 ? values({2, heads, length, length}, 5).gt(0).to(at::kDouble) * 2 : at::Tensor();
+    // Of all samples, heads and queries, or of those of one head of keys: the gradients and the output.
+    struct Part {
+      int64_t sample, samples, key, keys, query, queries;
+    };
+    const auto run = [&](const Part& p) {
+      const auto cut = [&](const at::Tensor& x, int64_t each) {
+        return x.narrow(0, p.sample, p.samples).narrow(1, p.key * each, p.keys * each);
+      };
+      const auto of_queries = [&](const at::Tensor& x) { return cut(x, served).narrow(2, p.query, p.queries).contiguous(); };
+      std::vector<at::Tensor> in = {of_queries(q), cut(k, 1).contiguous(), cut(v, 1).contiguous()};
+      for (at::Tensor& x : in) x.set_requires_grad(true);
+      std::vector<int64_t> positions(static_cast<size_t>(p.queries));
+      std::iota(positions.begin(), positions.end(), p.query);
+      const at::Tensor y = canonical_ops::attention(in[0], in[1], in[2], positions, /*causal=*/true, "a",
+                                                    mask.defined() ? of_queries(mask) : mask);
+      std::vector<at::Tensor> results = torch::autograd::grad({y}, in, {of_queries(dy)});
+      results.push_back(y.detach());
+      return results;
+    };
+    const std::vector<at::Tensor> all = run({0, 2, 0, kv_heads, 0, length});
+    for (int64_t sample = 0; sample < 2; ++sample)
+      for (int64_t key = 0; key < kv_heads; ++key) {
+        const auto first = run({sample, 1, key, 1, 0, half}), second = run({sample, 1, key, 1, half, length - half});
+        const std::vector<at::Tensor> alone = {at::cat({first[0], second[0]}, 2), first[1] + second[1], first[2] + second[2],
+                                               at::cat({first[3], second[3]}, 2)};
+        for (size_t i = 0; i < alone.size(); ++i) {
+          const int64_t each = alone[i].size(1);
+          EXPECT_TRUE(same_bits(all[i].narrow(0, sample, 1).narrow(1, key * each, each).contiguous(), alone[i]))
+              << heads << " heads, " << kv_heads << " of keys, length " << length << ", result " << i;
+        }
+      }
+  }
 }
 
 TEST(Canonical, attention_with_dropout_is_that_of_plain_arithmetic) {

@@ -74,7 +74,7 @@ class DeviceMath {
   virtual void store(float* target, Element source_type, const std::byte* source, int64_t count, bool add) const = 0;
   // Does the same in fixed point: each term is rounded to a multiple of `unit`, a power of two, and the target counts these
   // units. An integer source counts units already. Returns whether every term was below `limit` in magnitude and every result
-  // below `limit_of_sums`. Terms that are not below `limit` are left out.
+  // below `limit_of_sums`. Terms that are not below `limit` count as 0.
   virtual bool store_fixed(int64_t* target, Element source_type, const std::byte* source, int64_t count, bool add, double unit,
                            double limit, double limit_of_sums) const = 0;
   virtual void fixed_to_float(float* target, const int64_t* source, int64_t count, float unit) const = 0;

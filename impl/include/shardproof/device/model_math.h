@@ -33,6 +33,8 @@ struct ExactProduct {
   double scale = 1;  // In `out` a sum is multiplied by this.
   // No product of numbers that are seen is above this in magnitude. Where it is 127 or more, or NaN, each term is looked at.
   double largest_term = std::numeric_limits<double>::quiet_NaN();
+  // [rows]: a row of a is 0 before the one and from the other on, so that those terms can be left out. Null: no such place.
+  const int64_t *first_term = nullptr, *end_term = nullptr;
   // Where the transpose of a or b is row-major instead: a is [inner, rows] in memory, b is [columns, inner].
   bool a_transposed = false, b_transposed = false;
 };
@@ -46,6 +48,12 @@ struct RowNorm {
   int64_t rows = 0, width = 0;
   double eps = 0;
   bool centred = true;
+};
+
+// How many elements of a row are computed, the first ones: of row r it is count[r % rows]. Null: all.
+struct SeenOfRows {
+  const int64_t* count = nullptr;
+  int64_t rows = 1;
 };
 
 class ModelMath : public DeviceMath {
@@ -64,13 +72,13 @@ class ModelMath : public DeviceMath {
   virtual void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const = 0;
 
   // y [rows, width]: exp(x - most) over `divisor`, numbers of each row. Null divisors are 1, and a `most` of -infinity counts
-  // as 0. y may be x.
-  virtual void row_powers(const double* x, const double* most, const double* divisor, int64_t rows, int64_t width,
-                          double* y) const = 0;
+  // as 0. What is not seen is 0. y may be x.
+  virtual void row_powers(const double* x, const double* most, const double* divisor, SeenOfRows seen, int64_t rows,
+                          int64_t width, double* y) const = 0;
   // y [rows, width]: the gradient dx of a softmax with these shares: (dy * mask - along) * shares * scale, one operation after
-  // the other. `along` is of each row. A null mask is 1. y may be dy.
+  // the other. `along` is of each row. A null mask is 1. What is not seen is 0. y may be dy.
   virtual void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale,
-                          int64_t rows, int64_t width, double* y) const = 0;
+                          SeenOfRows seen, int64_t rows, int64_t width, double* y) const = 0;
 
   // Curves of canonical arithmetic, element by element (device/kernels/curves.h). y may be x.
   virtual void log(const double* x, int64_t count, double* y) const = 0;

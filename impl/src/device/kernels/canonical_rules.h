@@ -32,9 +32,11 @@ struct ProductRule {
     const double* a = product.a + (product.a_transposed ? row : row * product.inner);
     const double* b = product.b + (product.b_transposed ? column * product.inner : column);
     const int64_t a_step = product.a_transposed ? product.rows : 1, b_step = product.b_transposed ? 1 : product.columns;
+    const int64_t first = !kChecked && product.first_term ? product.first_term[row] : 0;
+    const int64_t last = !kChecked && product.end_term ? product.end_term[row] : product.inner;
     uint64_t sum = 0, beyond = 0;
-    for (int64_t begin = 0; begin < product.inner; begin += terms_of_sum) {
-      const int64_t end = begin + terms_of_sum < product.inner ? begin + terms_of_sum : product.inner;
+    for (int64_t begin = first; begin < last; begin += terms_of_sum) {
+      const int64_t end = begin + terms_of_sum < last ? begin + terms_of_sum : last;
       double shifted = fixed::kShift;
       for (int64_t k = begin; k < end; ++k) shifted = fma(a[k * a_step], fixed::right_factor(b[k * b_step]), shifted);
       const uint64_t units = fixed::units_of_shifted(shifted);
@@ -125,13 +127,20 @@ struct InRows {
   static constexpr int kWidth = 1;
   static constexpr bool kInRows = true;
   Rule rule;
+  SeenOfRows seen;
   int64_t width;
+
+  SHARD_HD int64_t seen_of(int64_t row) const { return seen.count ? seen.count[row % seen.rows] : width; }
 
   bool fits() const { return false; }
   template <int W>
   SHARD_HD void pack(int64_t i) const {
     static_assert(W == 1);
-    rule.element(rule.row(i / width), i);
+    const int64_t row = i / width;
+    if (i - row * width < seen_of(row))
+      rule.element(rule.row(row), i);
+    else
+      rule.y[i] = 0;
   }
 };
 

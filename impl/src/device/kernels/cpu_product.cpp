@@ -74,6 +74,17 @@ template <class Tiles>
   }
 }
 
+// The terms of the rows [begin, end) that may be other than 0.
+struct Terms {
+  int64_t first, end;
+};
+[[gnu::always_inline]] inline Terms terms_of(const ExactProduct& p, int64_t begin, int64_t end) {
+  Terms terms{0, p.inner};
+  if (p.first_term && begin < end) terms.first = *std::min_element(p.first_term + begin, p.first_term + end);
+  if (p.end_term && begin < end) terms.end = *std::max_element(p.end_term + begin, p.end_term + end);
+  return terms;
+}
+
 // Memory for `count` doubles from a cache line on, which hold anything. It stays with the thread, since new pages are slow. It
 // holds a panel, or a strip of the left side: some MiB where a sum has as many terms as it may have.
 class Scratch {
@@ -108,9 +119,10 @@ class LeftBlocks {
     copy_ = left_scratch.of(blocks * kRows * p.inner);
     for (int64_t first = 0; first < p.inner; first += kTerms)
       for (int64_t block = 0; block < blocks; ++block) {
-        const int64_t row = begin + block * kRows;
-        for (int64_t k = first; k < std::min(first + kTerms, p.inner); ++k)
-          copy_rows(p.a + k * p.rows + row, std::min(kRows, end - row), copy_ + (block * p.inner + k) * kRows);
+        const int64_t row = begin + block * kRows, rows = std::min(kRows, end - row);
+        const Terms terms = terms_of(p, row, row + rows);
+        for (int64_t k = std::max(first, terms.first); k < std::min(first + kTerms, terms.end); ++k)
+          copy_rows(p.a + k * p.rows + row, rows, copy_ + (block * p.inner + k) * kRows);
       }
   }
   [[gnu::always_inline]] const double* at(int64_t row) const {
@@ -170,11 +182,12 @@ template <class Tiles>
         for (int64_t j = 0; p.out && j < count; j += 8) __builtin_prefetch(p.out + (first + r) * p.columns + column + j, 1);
         most = std::max(most, seen[r]);
       }
-      std::fill_n(sums.data(), rows * width, 0);
       AddTile* const add = kTiles[static_cast<size_t>(rows - 1)][static_cast<size_t>(columns.vectors - 1)];
-      for (int64_t k = 0; most > 0 && k < p.inner; k += terms_of_sum)
-        add(sums.data(), left.at(first) + k * left.step(), left.row_step(), left.step(), std::min(terms_of_sum, p.inner - k),
-            panel + k * width);
+      const Terms terms = terms_of(p, first, first + rows);
+      if (terms.first >= terms.end) std::fill_n(sums.data(), rows * width, 0);
+      for (int64_t k = terms.first; most > 0 && k < terms.end; k += terms_of_sum)
+        add(sums.data(), /*fresh=*/k == terms.first, left.at(first) + k * left.step(), left.row_step(), left.step(),
+            std::min(terms_of_sum, terms.end - k), panel + k * width);
       for (int64_t r = 0; r < rows; ++r) store(p, first + r, column, sums.data() + r * width, count, seen[r]);
     }
   }
@@ -201,9 +214,43 @@ template <class Tiles>
   return beyond;
 }
 
+// A row by a column, both in one piece. Lanes of vectors take neighbouring terms.
+[[gnu::always_inline]] inline uint64_t sum_of_terms(const double* left, const double* right, int64_t inner,
+                                                    int64_t terms_of_sum) {
+  constexpr int64_t kLanes = 32;
+  uint64_t sum = 0;
+  for (int64_t begin = 0; begin < inner; begin += terms_of_sum * kLanes) {
+    const int64_t end = std::min(inner, begin + terms_of_sum * kLanes), whole = begin + (end - begin) / kLanes * kLanes;
+    double lanes[kLanes];
+    for (double& lane : lanes) lane = fixed::kShift;
+    for (int64_t k = begin; k < whole; k += kLanes)
+      for (int64_t j = 0; j < kLanes; ++j) lanes[j] = fma(left[k + j], fixed::right_factor(right[k + j]), lanes[j]);
+    for (int64_t k = whole; k < end; ++k) lanes[k - whole] = fma(left[k], fixed::right_factor(right[k]), lanes[k - whole]);
+    for (const double lane : lanes) sum += fixed::units_of_shifted(lane);
+  }
+  return sum;
+}
+// The only row by columns that lie as rows do: nothing is worth copying.
+[[gnu::always_inline]] inline void add_row(const ExactProduct& p) {
+  constexpr int64_t kColumns = 64;  // at a time
+  const int64_t terms_of_sum = fixed::terms_of_shifted(p.largest_term);
+  for (int64_t column = 0; column < p.columns; column += kColumns) {
+    const int64_t count = std::min(kColumns, p.columns - column);
+    const int64_t seen = p.seen ? std::clamp<int64_t>(*p.seen - column, 0, count) : count;
+    std::array<uint64_t, static_cast<size_t>(kColumns)> sums;
+    for (int64_t j = 0; j < seen; ++j)
+      sums[static_cast<size_t>(j)] = sum_of_terms(p.a, p.b + (column + j) * p.inner, p.inner, terms_of_sum);
+    store(p, 0, column, sums.data(), count, seen);
+  }
+}
+
 template <class Tiles>
 [[gnu::always_inline]] inline bool run_rows(const ExactProduct& p, int64_t begin, int64_t end) {
   if (!fixed::all_fit(p.largest_term)) return add_checked_rows(p, begin, end) == 0;
+  if (p.rows == 1 && begin < end && p.b_transposed && p.inner > 1) {
+    add_row(p);
+    return true;
+  }
   constexpr int64_t kCopyMax = 1 << 17;  // doubles of a transposed left side at a time, which stay in a core's cache
   const int64_t fit = std::max<int64_t>(1, kCopyMax / Tiles::kRows / std::max<int64_t>(1, p.inner)) * Tiles::kRows;
   const int64_t strip = p.a_transposed ? fit : std::max<int64_t>(1, end - begin);

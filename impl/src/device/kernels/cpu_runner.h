@@ -48,14 +48,12 @@ struct CpuRunner {
     }
   }
 
-  // Where rules only look at elements, it looks at blocks of them. Else it looks everywhere, as these rules write, too.
+  // Where rules only look at elements, it looks at blocks of them. Else it looks everywhere, as these rules write, too. Then it
+  // says 0 for any place.
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
     if constexpr (requires { rule.finds(*rule.values); }) return by_richest_instructions([&] { return find(count, rule); });
-    int64_t found = count;
-    for (int64_t i = 0; i < count; ++i)
-      if (rule.template pack<1>(i) < 1) found = std::min(found, i);
-    return found;
+    return by_richest_instructions([&] { return find_everywhere(count, rule); });
   }
 
   void zero(void* target, int64_t bytes) const {
@@ -95,8 +93,10 @@ struct CpuRunner {
     const auto rule = given.rule;
     for (int64_t begin = 0, row = 0; begin < count; begin += given.width, ++row) {
       const auto of_row = rule.row(row);
+      const int64_t seen = begin + given.seen_of(row);
       SHARD_VECTORIZE
-      for (int64_t i = begin; i < begin + given.width; ++i) rule.element(of_row, i);
+      for (int64_t i = begin; i < seen; ++i) rule.element(of_row, i);
+      for (int64_t i = seen; i < begin + given.width; ++i) rule.y[i] = 0;
     }
   }
 
@@ -112,6 +112,15 @@ struct CpuRunner {
         if (rule.finds(rule.values[i])) return i;
     }
     return count;
+  }
+
+  template <class Rule>
+  [[gnu::always_inline]] static int64_t find_everywhere(int64_t count, const Rule& given) {
+    const Rule rule = given;  // as in `each`
+    uint64_t found = 0;
+    SHARD_VECTORIZE
+    for (int64_t i = 0; i < count; ++i) found |= static_cast<uint64_t>(1 - rule.template pack<1>(i));
+    return found == 0 ? count : 0;
   }
 
   template <class T>

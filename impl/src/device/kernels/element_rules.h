@@ -271,6 +271,7 @@ struct ScaleRule {
 
 struct FixedToFloatRule {
   static constexpr int kWidth = 4;
+  static constexpr bool kComputes = true;  // conversions
   float* target;
   const int64_t* source;
   float unit;
@@ -313,6 +314,15 @@ struct MaskRule {
   }
 };
 
+// Ties to even.
+SHARD_HD int64_t nearest_integer(double value) {
+#ifdef __CUDACC__
+  return llrint(value);
+#else
+  return static_cast<int64_t>(nearbyint(value));  // the same, of what fits, and GCC has vectors of it
+#endif
+}
+
 // Rules that look for something return the first place in the pack where it is, W where it is not.
 
 template <class T>
@@ -329,15 +339,18 @@ struct StoreFixedRule {
   SHARD_HD int pack(int64_t i) const {
     static_assert(W == 1);
     int64_t term = 0;
+    bool fits = true;
     if constexpr (std::is_integral_v<T>) {
       term = source[i];
     } else {
       const double value = widen(source[i]);
-      if (!(fabs(value) < limit)) return 0;  // NaN, too
-      term = llrint(value * units_in_one);
+      fits = fabs(value) < limit;  // not so for NaN
+      term = nearest_integer(fits ? value * units_in_one : 0.0);
     }
-    target[i] = add ? target[i] + term : term;
-    return fabs(static_cast<double>(target[i])) < limit_of_sums * units_in_one ? 1 : 0;
+    const int64_t sum = add ? target[i] + term : term;  // new memory is not read: that would cost a page fault more
+    target[i] = sum;
+    const bool sum_fits = fabs(static_cast<double>(sum)) < limit_of_sums * units_in_one;
+    return static_cast<int>(fits) & static_cast<int>(sum_fits);
   }
 };
 

@@ -1,7 +1,8 @@
 // DeviceMath over a runner: types and rules are chosen here, once, for the CPU and for a GPU. A runner has
 //   Terms<T>                         a list of arrays to sum, made of their addresses
 //   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
-//   int64_t first(count, rule)       the first place that a rule found, count where there is none
+//   int64_t first(count, rule)       the first place that a rule found, count where there is none; any place of a rule that
+//                                    writes
 //   void exact(spans, squares, counters)
 //   int64_t largest_magnitude_bits(doubles, count)
 //   bool product(exact product)
@@ -138,16 +139,16 @@ class KernelMath final : public ModelMath {
   void row_norm_backward(const RowNorm& norm, const double* dy, double* dx, double* of_weight) const override {
     run_.each(norm.rows, NormBackwardRule{norm, dy, dx, of_weight});
   }
-  void row_powers(const double* x, const double* most, const double* divisor, int64_t rows, int64_t width,
+  void row_powers(const double* x, const double* most, const double* divisor, SeenOfRows seen, int64_t rows, int64_t width,
                   double* y) const override {
     if (divisor)
-      run_.each(rows * width, InRows<PowersRule<true>>{{x, most, divisor, y}, width});
+      run_.each(rows * width, InRows<PowersRule<true>>{{x, most, divisor, y}, seen, width});
     else
-      run_.each(rows * width, InRows<PowersRule<false>>{{x, most, divisor, y}, width});
+      run_.each(rows * width, InRows<PowersRule<false>>{{x, most, divisor, y}, seen, width});
   }
-  void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale, int64_t rows,
-                  int64_t width, double* y) const override {
-    run_.each(rows * width, InRows<SlopesRule>{{dy, mask, along, shares, scale, y}, width});
+  void row_slopes(const double* dy, const double* mask, const double* along, const double* shares, double scale,
+                  SeenOfRows seen, int64_t rows, int64_t width, double* y) const override {
+    run_.each(rows * width, InRows<SlopesRule>{{dy, mask, along, shares, scale, y}, seen, width});
   }
   void log(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Log>{x, y}); }
   void grid(const double* x, int64_t count, double* y) const override { run_.each(count, CurveRule<Grid>{x, y}); }

@@ -15,8 +15,10 @@
 namespace shardproof::cpu_product {
 
 // Adds to the sums [rows, V * kWidth], in units, some rows of the left side times a panel [inner, V * kWidth] of right factors.
-// Term k of row r is left[r * row_step + k * step]. No sum of such terms may be 2,048 or more.
-using AddTile = void(uint64_t* sums, const double* left, int64_t row_step, int64_t step, int64_t inner, const double* panel);
+// Fresh sums hold anything, and count as 0. Term k of row r is left[r * row_step + k * step]. No sum of such terms may be 2,048
+// or more.
+using AddTile = void(uint64_t* sums, bool fresh, const double* left, int64_t row_step, int64_t step, int64_t inner,
+                     const double* panel);
 
 // A struct has tiles of 1 to kRows rows, and of 1 to kVectors vectors of kWidth columns. `turn_factors` transposes kWidth rows
 // of as many numbers, and makes right factors of them.
@@ -24,12 +26,12 @@ struct TilesAnywhere {
   static constexpr int kRows = 1, kVectors = 1, kWidth = 8;
 
   template <int R, int V>
-  static void add(uint64_t* sums, const double* left, int64_t, int64_t step, int64_t inner, const double* panel) {
+  static void add(uint64_t* sums, bool fresh, const double* left, int64_t, int64_t step, int64_t inner, const double* panel) {
     double all[kWidth];
     for (double& sum : all) sum = fixed::kShift;
     for (int64_t k = 0; k < inner; ++k)
       for (int j = 0; j < kWidth; ++j) all[j] = fma(left[k * step], panel[k * kWidth + j], all[j]);
-    for (int j = 0; j < kWidth; ++j) sums[j] += fixed::units_of_shifted(all[j]);
+    for (int j = 0; j < kWidth; ++j) sums[j] = (fresh ? 0 : sums[j]) + fixed::units_of_shifted(all[j]);
   }
 
   static void turn_factors(const double* from, int64_t from_step, double* to, int64_t to_step) {
@@ -43,7 +45,7 @@ struct TilesAvx2 {
   static constexpr int kRows = 4, kVectors = 3, kWidth = 4;
 
   template <int R, int V>
-  [[SHARD_AVX2]] static void add(uint64_t* sums, const double* left, int64_t row_step, int64_t step, int64_t inner,
+  [[SHARD_AVX2]] static void add(uint64_t* sums, bool fresh, const double* left, int64_t row_step, int64_t step, int64_t inner,
                                  const double* panel) {
     __m256d all[R][V];
     for (int r = 0; r < R; ++r)
@@ -56,12 +58,12 @@ struct TilesAvx2 {
         for (int v = 0; v < V; ++v) all[r][v] = _mm256_fmadd_pd(one, factors[v], all[r][v]);
       }
     }
-    const __m256i shift = _mm256_set1_epi64x(static_cast<int64_t>(fixed::kShiftBits));
+    const __m256i shift = _mm256_set1_epi64x(static_cast<int64_t>(fixed::kShiftBits)), old = _mm256_set1_epi64x(fresh ? 0 : -1);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) {
         auto* at = reinterpret_cast<__m256i*>(sums + (r * V + v) * kWidth);
-        _mm256_storeu_si256(at,
-                            _mm256_add_epi64(_mm256_loadu_si256(at), _mm256_sub_epi64(_mm256_castpd_si256(all[r][v]), shift)));
+        _mm256_storeu_si256(at, _mm256_add_epi64(_mm256_and_si256(_mm256_loadu_si256(at), old),
+                                                 _mm256_sub_epi64(_mm256_castpd_si256(all[r][v]), shift)));
       }
   }
 
@@ -87,8 +89,8 @@ struct TilesAvx512 {
   static constexpr int kRows = 8, kVectors = 3, kWidth = 8;
 
   template <int R, int V>
-  [[SHARD_AVX512]] static void add(uint64_t* sums, const double* left, int64_t row_step, int64_t step, int64_t inner,
-                                   const double* panel) {
+  [[SHARD_AVX512]] static void add(uint64_t* sums, bool fresh, const double* left, int64_t row_step, int64_t step,
+                                   int64_t inner, const double* panel) {
     __m512d all[R][V];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) all[r][v] = _mm512_set1_pd(fixed::kShift);
@@ -101,11 +103,12 @@ struct TilesAvx512 {
       }
     }
     const __m512i shift = _mm512_set1_epi64(static_cast<int64_t>(fixed::kShiftBits));
+    const __mmask8 old = fresh ? 0 : 0xff;
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) {
         uint64_t* at = sums + (r * V + v) * kWidth;
-        _mm512_storeu_si512(at,
-                            _mm512_add_epi64(_mm512_loadu_si512(at), _mm512_sub_epi64(_mm512_castpd_si512(all[r][v]), shift)));
+        _mm512_storeu_si512(
+            at, _mm512_add_epi64(_mm512_maskz_loadu_epi64(old, at), _mm512_sub_epi64(_mm512_castpd_si512(all[r][v]), shift)));
       }
   }
 

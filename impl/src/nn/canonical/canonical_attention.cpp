@@ -24,6 +24,31 @@ std::vector<int64_t> all_positions(int64_t length) {
   return positions;
 }
 
+// Some heads of a sample, or all of all samples.
+struct Heads {
+  bool all = true;
+  int64_t sample = 0, head = 0, count = 0, of = 0;
+
+  // Their part of x [B, heads, ..], or that of the keys' heads [B, kv_heads, ..] which serve them.
+  at::Tensor operator()(const at::Tensor& x) const {
+    if (all || !x.defined()) return x;
+    const int64_t served = of / x.size(1);
+    return x.narrow(0, sample, 1).narrow(1, head / served, std::max<int64_t>(1, count / served));
+  }
+};
+
+// Calls f(heads) for so many heads at a time that their matrices of queries by keys stay in a core's cache from one operation
+// to the next. A device takes all at once.
+template <class F>
+void by_heads(const at::Tensor& q, const at::Tensor& k, const F& f) {
+  constexpr int64_t kCached = 1 << 16;  // doubles
+  const int64_t samples = q.size(0), heads = q.size(1), matrix = q.size(2) * k.size(2), served = heads / k.size(1);
+  if (!q.is_cpu() || samples * heads * matrix <= kCached) return f(Heads{});
+  const int64_t fit = kCached / matrix, count = fit < served ? 1 : std::min(heads, fit / served * served);
+  for (int64_t sample = 0; sample < samples; ++sample)
+    for (int64_t head = 0; head < heads; head += count) f(Heads{false, sample, head, std::min(count, heads - head), heads});
+}
+
 struct Attend : torch::autograd::Function<Attend> {
   static Variable forward(AutogradContext* ctx, const Variable& given_q, const Variable& given_k, const Variable& given_v,
                           const std::vector<int64_t>& positions, bool causal, const std::string& name,
@@ -34,13 +59,20 @@ struct Attend : torch::autograd::Function<Attend> {
     fixed::require_terms(std::max(k.size(2), q.size(3)), name);
     const std::vector<int64_t> keys = all_positions(k.size(2));
     fixed::Terms terms;
-    at::Tensor shares = scores(q, k, {positions, keys, causal}, terms);
-    raise(shares, largest(shares));
+    const Sight sight(positions, keys, causal, q.device());
+    const at::Tensor all_shares = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
     Mixture mixture(q);
-    mixture.add(shares, mask, v, terms);
+    by_heads(q, k, [&](const Heads& heads) {
+      const at::Tensor shares = heads(all_shares);
+      write_scores(heads(q), heads(k), sight, shares, terms);
+      raise(shares, largest(shares), sight);
+      Mixture own = mixture.part(heads);
+      own.add(shares, heads(mask), heads(v), sight, terms);
+      shares.div_(own.divisor());
+    });
     terms.require_fit(name);
     const at::Tensor output = mixture.output();
-    ctx->save_for_backward({q, k, v, shares.div_(mixture.divisor()), mask, output});
+    ctx->save_for_backward({q, k, v, all_shares, mask, output});
     ctx->saved_data["name"] = name;
     ctx->saved_data["positions"] = positions;
     ctx->saved_data["causal"] = causal;
@@ -53,11 +85,19 @@ struct Attend : torch::autograd::Function<Attend> {
     const std::string what = ctx->saved_data["name"].toStringRef() + ", gradients";
     fixed::require_terms(q.size(2) * (q.size(1) / k.size(1)), what);
     const std::vector<int64_t> positions = ctx->saved_data["positions"].toIntVector(), keys = all_positions(k.size(2));
-    Gradients gradients(q, dys[0].contiguous(), output);
     const at::TensorOptions integers = k.options().dtype(at::kLong);
     const at::Tensor of_keys = at::zeros(k.sizes(), integers), of_values = at::zeros(v.sizes(), integers);
+    Gradients gradients(q, dys[0].contiguous(), output);
     fixed::Terms terms;
-    gradients.add(k, v, shares, mask, {positions, keys, ctx->saved_data["causal"].toBool()}, of_keys, of_values, terms);
+    const Sight sight(positions, keys, ctx->saved_data["causal"].toBool(), q.device());
+    at::Tensor room;  // that all heads use in turn, since new pages are slow
+    by_heads(q, k, [&](const Heads& heads) {
+      const at::Tensor own_shares = heads(shares);
+      if (!room.defined()) room = at::empty(own_shares.sizes(), shares.options());
+      Gradients own = gradients.part(heads);
+      own.add(heads(k), heads(v), own_shares, heads(mask), sight, heads(of_keys), heads(of_values), terms,
+              room.narrow(1, 0, own_shares.size(1)));
+    });
     terms.require_fit(what);
     return {
         fixed::from_units(gradients.of_queries()), fixed::from_units(of_keys), fixed::from_units(of_values), {}, {}, {}, {}};

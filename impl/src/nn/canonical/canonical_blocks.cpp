@@ -30,13 +30,6 @@ struct Sizes {
   }
 };
 
-// [queries]: how many keys each query sees, on the device.
-at::Tensor seen_keys(const Places& places, c10::Device device) {
-  std::vector<int64_t> seen;
-  for (int64_t i = 0; i < std::ssize(places.queries); ++i) seen.push_back(places.seen(i));
-  return at::tensor(seen, at::kLong).to(device);
-}
-
 at::Tensor swapped(const at::Tensor& rows) {
   return rows.transpose(-2, -1);
 }
@@ -74,9 +67,12 @@ class HeadProducts {
     product.scale = scale;
     run(product);
   }
-  // sums' head `to` += a's times b's, in units.
-  void add(const at::Tensor& sums, int64_t to, int64_t head, int64_t other) {
+  // sums' head `to` += a's times b's, in units. A row of a's is 0 before its term `first` and from `end` on, where those are
+  // defined.
+  void add(const at::Tensor& sums, int64_t to, int64_t head, int64_t other, const at::Tensor& first, const at::Tensor& end) {
     ExactProduct product = of(head, other);
+    if (first.defined()) product.first_term = first.const_data_ptr<int64_t>();
+    if (end.defined()) product.end_term = end.const_data_ptr<int64_t>();
     product.units = at_head(sums, to, sums.mutable_data_ptr<int64_t>());
     run(product);
   }
@@ -106,17 +102,27 @@ class HeadProducts {
 
 }  // namespace
 
-int64_t Places::seen(int64_t query) const {
-  if (!causal) return std::ssize(keys);
-  return std::upper_bound(keys.begin(), keys.end(), queries[static_cast<size_t>(query)]) - keys.begin();
+Sight::Sight(const std::vector<int64_t>& queries, const std::vector<int64_t>& keys, bool causal, c10::Device device) {
+  std::vector<int64_t> of_queries, of_keys;
+  for (const int64_t query : queries) {
+    const int64_t seen_keys = causal ? std::upper_bound(keys.begin(), keys.end(), query) - keys.begin() : std::ssize(keys);
+    for (int64_t key = std::ssize(of_keys); key < seen_keys; ++key) of_keys.push_back(std::ssize(of_queries));
+    of_queries.push_back(seen_keys);
+  }
+  of_keys.resize(keys.size(), std::ssize(queries));
+  seen = at::tensor(of_queries, at::kLong).to(device);
+  first = at::tensor(of_keys, at::kLong).to(device);
 }
 
-at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Places& places, fixed::Terms& terms) {
+void write_scores(const at::Tensor& q, const at::Tensor& k, const Sight& sight, at::Tensor out, fixed::Terms& terms) {
   const Sizes s(q, k);
-  const at::Tensor seen = seen_keys(places, q.device());
-  at::Tensor result = at::empty({s.batch, s.heads, s.queries, s.keys}, q.options());
   HeadProducts products(operand(q), operand(swapped(k)), terms);
-  s.each_head([&](int64_t head, int64_t of_keys) { products.write(result, head, of_keys, seen, s.scale(), kHidden); });
+  s.each_head([&](int64_t head, int64_t of_keys) { products.write(out, head, of_keys, sight.seen, s.scale(), kHidden); });
+}
+
+at::Tensor scores(const at::Tensor& q, const at::Tensor& k, const Sight& sight, fixed::Terms& terms) {
+  at::Tensor result = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
+  write_scores(q, k, sight, result, terms);
   return result;
 }
 
@@ -126,22 +132,29 @@ at::Tensor largest(const at::Tensor& scores) {
 }
 
 // A query that sees no key has no largest score either, and its powers are 0, too.
-void raise(at::Tensor scores, const at::Tensor& most, const at::Tensor& divisor) {
+void raise(at::Tensor scores, const at::Tensor& most, const Sight& sight, const at::Tensor& divisor) {
   double* data = scores.mutable_data_ptr<double>();
   model_math(device_math(scores))
       .row_powers(data, most.const_data_ptr<double>(), divisor.defined() ? divisor.const_data_ptr<double>() : nullptr,
-                  most.numel(), scores.size(-1), data);
+                  sight.of_rows(), most.numel(), scores.size(-1), data);
 }
 
 Mixture::Mixture(const at::Tensor& q)
     : mixed_(at::zeros(q.sizes(), q.options().dtype(at::kLong))),
       total_(at::zeros({q.size(0), q.size(1), q.size(2), 1}, q.options().dtype(at::kLong))) {}
 
-void Mixture::add(const at::Tensor& powers, const at::Tensor& mask, const at::Tensor& v, fixed::Terms& terms) {
+Mixture Mixture::part(const Cut& cut) const {
+  Mixture result = *this;
+  for (at::Tensor* x : {&result.mixed_, &result.total_}) *x = cut(*x);
+  return result;
+}
+
+void Mixture::add(const at::Tensor& powers, const at::Tensor& mask, const at::Tensor& v, const Sight& sight,
+                  fixed::Terms& terms) {
   const Sizes s(mixed_, v);
   fixed::add_row_sums(total_, powers, 1);
   HeadProducts products(operand_within_one(powers, mask), operand(v), terms);
-  s.each_head([&](int64_t head, int64_t of_keys) { products.add(mixed_, head, head, of_keys); });
+  s.each_head([&](int64_t head, int64_t of_keys) { products.add(mixed_, head, head, of_keys, {}, sight.seen); });
 }
 
 at::Tensor Mixture::divisor() const {
@@ -162,25 +175,31 @@ Gradients::Gradients(const at::Tensor& q, const at::Tensor& dy, const at::Tensor
                 along_.mutable_data_ptr<double>());
 }
 
+Gradients Gradients::part(const Cut& cut) const {
+  Gradients result = *this;
+  for (at::Tensor* x : {&result.q_, &result.dy_, &result.along_, &result.of_queries_}) *x = cut(*x);
+  return result;
+}
+
 void Gradients::add(const at::Tensor& k, const at::Tensor& v, const at::Tensor& shares, const at::Tensor& mask,
-                    const Places& places, at::Tensor of_keys, at::Tensor of_values, fixed::Terms& terms) {
+                    const Sight& sight, at::Tensor of_keys, at::Tensor of_values, fixed::Terms& terms, at::Tensor scores) {
   const Sizes s(q_, k);
-  const at::Tensor seen = seen_keys(places, q_.device());
-  at::Tensor scores = at::empty(shares.sizes(), shares.options());  // the gradient of what scores() gave, before its scale
+  if (!scores.defined()) scores = at::empty(shares.sizes(), shares.options());
   const fixed::Operand dy = operand(dy_);
   HeadProducts above(dy, operand(swapped(v)), terms);
-  s.each_head([&](int64_t head, int64_t key_head) { above.write(scores, head, key_head, seen, /*scale=*/1, /*unseen=*/0); });
+  s.each_head(
+      [&](int64_t head, int64_t key_head) { above.write(scores, head, key_head, sight.seen, /*scale=*/1, /*unseen=*/0); });
   double* data = scores.mutable_data_ptr<double>();
   model_math(device_math(scores))
       .row_slopes(data, mask.defined() ? mask.const_data_ptr<double>() : nullptr, along_.const_data_ptr<double>(),
-                  shares.const_data_ptr<double>(), s.scale(), along_.numel(), s.keys, data);
+                  shares.const_data_ptr<double>(), s.scale(), sight.of_rows(), along_.numel(), s.keys, data);
   const fixed::Operand slopes = operand(scores), kept_shares = operand_within_one(shares, mask);
   HeadProducts for_queries(slopes, operand(k), terms), for_keys(slopes.turned(), operand(q_), terms),
       for_values(kept_shares.turned(), dy, terms);
   s.each_head([&](int64_t head, int64_t key_head) {
-    for_queries.add(of_queries_, head, head, key_head);
-    for_keys.add(of_keys, key_head, head, head);
-    for_values.add(of_values, key_head, head, head);
+    for_queries.add(of_queries_, head, head, key_head, {}, sight.seen);
+    for_keys.add(of_keys, key_head, head, head, sight.first, {});
+    for_values.add(of_values, key_head, head, head, sight.first, {});
   });
 }
 

@@ -27,7 +27,7 @@ at::Tensor powers(const at::Tensor& logits, const at::Tensor& most, const at::Te
   at::Tensor result = at::empty(logits.sizes(), logits.options());
   model_math(device_math(logits))
       .row_powers(logits.const_data_ptr<double>(), most.const_data_ptr<double>(),
-                  divisor.defined() ? divisor.const_data_ptr<double>() : nullptr, logits.size(0), logits.size(1),
+                  divisor.defined() ? divisor.const_data_ptr<double>() : nullptr, {}, logits.size(0), logits.size(1),
                   result.mutable_data_ptr<double>());
   return result;
 }

@@ -19,11 +19,11 @@ ExactRing::ExactRing(const DimCut& cut, bool causal, std::optional<AttentionDrop
 
 ExactRing::Block ExactRing::block(int64_t source, bool with_mask, c10::Device device) const {
   const DimCut& cut = ring_.cut();
-  Block block{cut.positions(source), {}};
+  const std::vector<int64_t> keys = cut.positions(source);
+  Block block{{own_, keys, causal_, device}, {}};
   if (dropout_ && with_mask)
-    block.mask =
-        dropout_mask(dropout_->site, {dropout_->samples, dropout_->heads, {own_, cut.length}, {block.keys, cut.length}},
-                     at::kDouble, device);
+    block.mask = dropout_mask(dropout_->site, {dropout_->samples, dropout_->heads, {own_, cut.length}, {keys, cut.length}},
+                              at::kDouble, device);
   return block;
 }
 
@@ -35,15 +35,15 @@ ExactRing::Kept ExactRing::forward(const at::Tensor& given_q, const at::Tensor& 
   at::Tensor most;
   ring_.go_round(k, [&](const at::Tensor& keys, int64_t source) {
     const Block here = block(source, /*with_mask=*/false, q.device());
-    const at::Tensor found = canonical_blocks::largest(canonical_blocks::scores(q, keys, places(here), terms));
+    const at::Tensor found = canonical_blocks::largest(canonical_blocks::scores(q, keys, here.sight, terms));
     most = most.defined() ? at::maximum(most, found) : found;
   });
   Mixture mixture(q);
   ring_.go_round(at::stack({k, v}), [&](const at::Tensor& both, int64_t source) {
     const Block here = block(source, /*with_mask=*/true, q.device());
-    const at::Tensor scores = canonical_blocks::scores(q, both[0], places(here), terms);
-    canonical_blocks::raise(scores, most);
-    mixture.add(scores, here.mask, both[1], terms);
+    const at::Tensor scores = canonical_blocks::scores(q, both[0], here.sight, terms);
+    canonical_blocks::raise(scores, most, here.sight);
+    mixture.add(scores, here.mask, both[1], here.sight, terms);
   });
   terms.require_fit(name_);
   return {q, k, v, mixture.output(), most, mixture.divisor()};
@@ -57,9 +57,9 @@ ExactRing::Gradients ExactRing::backward(const Kept& kept, const at::Tensor& out
   const at::Tensor own_keys = at::stack({kept.k, kept.v});
   const auto visit = [&](const at::Tensor& both, const at::Tensor& of_both, int64_t source) {
     const Block here = block(source, /*with_mask=*/true, kept.q.device());
-    const at::Tensor shares = canonical_blocks::scores(kept.q, both[0], places(here), terms);
-    canonical_blocks::raise(shares, kept.most, kept.divisor);
-    gradients.add(both[0], both[1], shares, here.mask, places(here), of_both[0], of_both[1], terms);
+    const at::Tensor shares = canonical_blocks::scores(kept.q, both[0], here.sight, terms);
+    canonical_blocks::raise(shares, kept.most, here.sight, kept.divisor);
+    gradients.add(both[0], both[1], shares, here.mask, here.sight, of_both[0], of_both[1], terms);
   };
   const at::Tensor of_both =
       ring_.go_round_adding(own_keys, at::zeros(own_keys.sizes(), own_keys.options().dtype(at::kLong)), visit);

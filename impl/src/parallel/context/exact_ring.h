@@ -36,11 +36,10 @@ class ExactRing : public torch::CustomClassHolder {
 
  private:
   struct Block {
-    std::vector<int64_t> keys;  // positions
+    canonical_blocks::Sight sight;
     at::Tensor mask;
   };
   Block block(int64_t source, bool with_mask, c10::Device device) const;
-  canonical_blocks::Places places(const Block& block) const { return {own_, block.keys, causal_}; }
 
   Ring ring_;
   bool causal_;
