@@ -202,13 +202,13 @@ TEST_F(Kernels, multiply_exactly_and_round_each_term_once_wherever_it_comes_from
   });
 }
 
-// Blocks of rows and columns have tails of every length, and begin at every row, as with several threads. One row, which has a
-// way of its own, has so many terms that each lane of vectors goes to integers more than once.
+// Blocks of rows and columns have tails of every length, and begin at every row, as with several threads. One row has a way of
+// its own.
 TEST(ExactProducts, have_the_same_bits_by_all_instructions_that_the_processor_has) {
   check("variants of exact_product", [] {
     std::mt19937_64 random(*rc::gen::arbitrary<uint64_t>());
     const bool one_row = *rc::gen::inRange(0, 4) == 0;
-    const Drawn drawn = one_row ? Drawn(random, 2, 1500, 70, /*large=*/false) : Drawn(random, 30, 100, 60, /*large=*/false);
+    const Drawn drawn = one_row ? Drawn(random, 2, 100, 140, /*large=*/false) : Drawn(random, 30, 100, 60, /*large=*/false);
     const int64_t cut = *rc::gen::inRange<int64_t>(0, drawn.rows + 1);
     const double largest_term = *rc::gen::arbitrary<bool>() ? kUnknown : drawn.largest_term;
     for (const cpu_product::Variant& variant : cpu_product::variants()) {
@@ -224,6 +224,36 @@ TEST(ExactProducts, have_the_same_bits_by_all_instructions_that_the_processor_ha
       RC_ASSERT(units.equal(drawn.units()));
     }
   });
+}
+
+// So many that each lane of vectors leaves the doubles whose last bit is the unit several times, at either end.
+TEST(ExactProducts, add_more_terms_of_one_row_than_a_double_holds) {
+  constexpr int64_t kInner = 1500;
+  std::mt19937_64 random(3);
+  at::Tensor a = at::empty({kInner}, at::kDouble), b = at::empty({2, kInner}, at::kDouble);
+  std::vector<int64_t> expected = {0, 0};
+  for (int64_t k = 0; k < kInner; ++k) {
+    const double left = 62 + std::abs(number(random)) / 8, right = 1.9 + std::abs(number(random)) / 32;
+    a.mutable_data_ptr<double>()[k] = left;
+    for (const int64_t column : {0, 1}) {
+      const double factor = column == 0 ? right : -right;
+      b.mutable_data_ptr<double>()[column * kInner + k] = factor;
+      expected[static_cast<size_t>(column)] += term(left, factor).value();
+    }
+  }
+  for (const cpu_product::Variant& variant : cpu_product::variants()) {
+    std::vector<int64_t> units = {0, 0};
+    EXPECT_TRUE(variant.rows({.a = a.const_data_ptr<double>(),
+                              .b = b.const_data_ptr<double>(),
+                              .rows = 1,
+                              .inner = kInner,
+                              .columns = 2,
+                              .units = units.data(),
+                              .largest_term = 125,
+                              .b_transposed = true},
+                             0, 1));
+    EXPECT_EQ(units, expected) << variant.name;
+  }
 }
 
 // Large enough that each of three threads has rows.
