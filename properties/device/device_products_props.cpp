@@ -74,8 +74,8 @@ struct Drawn {
   double largest_term = 0;                       // of those that are seen, where none is out of range
   std::vector<std::optional<int64_t>> expected;  // sums in units; of columns that are not seen 0
 
-  Drawn(std::mt19937_64& random, int64_t most_rows, int64_t most_inner, int64_t most_columns, bool large)
-      : rows(*rc::gen::inRange<int64_t>(0, most_rows)),
+  Drawn(std::mt19937_64& random, int64_t most_rows, int64_t most_inner, int64_t most_columns, bool large, bool one_row = false)
+      : rows(one_row ? 1 : *rc::gen::inRange<int64_t>(0, most_rows)),
         inner(*rc::gen::inRange<int64_t>(0, most_inner)),
         columns(*rc::gen::inRange<int64_t>(0, most_columns)),
         a_transposed(*rc::gen::arbitrary<bool>()),
@@ -208,7 +208,8 @@ TEST(ExactProducts, have_the_same_bits_by_all_instructions_that_the_processor_ha
   check("variants of exact_product", [] {
     std::mt19937_64 random(*rc::gen::arbitrary<uint64_t>());
     const bool one_row = *rc::gen::inRange(0, 4) == 0;
-    const Drawn drawn = one_row ? Drawn(random, 2, 100, 140, /*large=*/false) : Drawn(random, 30, 100, 60, /*large=*/false);
+    const Drawn drawn =
+        one_row ? Drawn(random, 2, 100, 140, /*large=*/false, one_row) : Drawn(random, 30, 100, 60, /*large=*/false);
     const int64_t cut = *rc::gen::inRange<int64_t>(0, drawn.rows + 1);
     const double largest_term = *rc::gen::arbitrary<bool>() ? kUnknown : drawn.largest_term;
     for (const cpu_product::Variant& variant : cpu_product::variants()) {
@@ -262,24 +263,37 @@ TEST(ExactProducts, have_the_same_bits_on_any_number_of_threads) {
   GTEST_SKIP() << "ThreadSanitizer does not see how OpenMP's threads wait for each other";
 #endif
   std::mt19937_64 random(5);
-  const int64_t rows = 203, inner = 130, columns = 131;
-  at::Tensor a = at::empty({rows, inner}, at::kDouble), b = at::empty({inner, columns}, at::kDouble);
-  for (const at::Tensor& x : {a, b})
-    for (int64_t i = 0; i < x.numel(); ++i) x.mutable_data_ptr<double>()[i] = number(random);
-  const auto product = [&](int threads) {
-    const int before = at::get_num_threads();
-    at::set_num_threads(threads);
-    at::Tensor out = at::full({rows, columns}, -1.0, at::kDouble);
-    model_math(device_math(at::kCPU))
-        .exact_product({.a = a.const_data_ptr<double>(),
-                        .b = b.const_data_ptr<double>(),
-                        .out = out.mutable_data_ptr<double>(),
-                        .rows = rows,
-                        .inner = inner,
-                        .columns = columns,
-                        .largest_term = 4});
-    at::set_num_threads(before);
-    return out;
+  // Many rows, of which each leaves some terms out, and one row by columns that lie as rows do.
+  struct Case {
+    int64_t rows, inner, columns;
   };
-  EXPECT_TRUE(product(1).equal(product(3)));
+  for (const auto& [rows, inner, columns] : {Case{203, 130, 131}, Case{1, 300, 6000}}) {
+    at::Tensor a = at::empty({rows, inner}, at::kDouble), b = at::empty({inner, columns}, at::kDouble);
+    for (const at::Tensor& x : {a, b})
+      for (int64_t i = 0; i < x.numel(); ++i) x.mutable_data_ptr<double>()[i] = number(random);
+    at::Tensor first = at::arange(rows, at::kLong).remainder(7), end = inner - first;
+    for (int64_t i = 0; i < rows; ++i) {
+      a[i].narrow(0, 0, i % 7).zero_();
+      a[i].narrow(0, inner - i % 7, i % 7).zero_();
+    }
+    const auto product = [&](int threads) {
+      const int before = at::get_num_threads();
+      at::set_num_threads(threads);
+      at::Tensor out = at::full({rows, columns}, -1.0, at::kDouble);
+      model_math(device_math(at::kCPU))
+          .exact_product({.a = a.const_data_ptr<double>(),
+                          .b = b.const_data_ptr<double>(),
+                          .out = out.mutable_data_ptr<double>(),
+                          .rows = rows,
+                          .inner = inner,
+                          .columns = columns,
+                          .largest_term = 4,
+                          .first_term = first.const_data_ptr<int64_t>(),
+                          .end_term = end.const_data_ptr<int64_t>(),
+                          .b_transposed = rows == 1});
+      at::set_num_threads(before);
+      return out;
+    };
+    EXPECT_TRUE(product(1).equal(product(3))) << rows << " rows";
+  }
 }

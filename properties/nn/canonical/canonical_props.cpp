@@ -86,17 +86,19 @@ TEST(Canonical, attention_is_that_of_plain_arithmetic_with_grouped_heads_too) {
                  inputs, "attention");
 }
 
-// A core takes so many heads at a time as its cache holds: some, or one of several that share a head of keys. Half of the
-// queries to one head of keys are few enough to be taken at once.
+// A core takes some heads at a time, or one of several that share a head of keys, where all their scores are more than 2^16.
+// Half of the queries to one head of keys are few enough to be taken at once.
 TEST(Canonical, attention_has_the_same_bits_however_many_heads_a_core_takes_at_a_time) {
   struct Case {
     int64_t heads, kv_heads, length;
+    bool causal = true, masked = false;
   };
-  for (const auto& [heads, kv_heads, length] : {Case{6, 3, 140}, Case{6, 3, 200}, Case{4, 1, 150}, Case{5, 5, 130}}) {
+  for (const auto& [heads, kv_heads, length, causal, masked] :
+       {Case{6, 3, 140}, Case{6, 3, 200}, Case{4, 1, 150}, Case{5, 5, 130, false, true}, Case{6, 3, 140, true, true}}) {
     const int64_t served = heads / kv_heads, half = length / 2;
     const at::Tensor q = values({2, heads, length, 4}, 1), k = values({2, kv_heads, length, 4}, 2),
                      v = values({2, kv_heads, length, 4}, 3), dy = values(q.sizes(), 4);
-    const at::Tensor mask = heads == 5 ? values({2, heads, length, length}, 5).gt(0).to(at::kDouble) * 2 : at::Tensor();
+    const at::Tensor mask = masked ? values({2, heads, length, length}, 5).gt(0).to(at::kDouble) * 2 : at::Tensor();
     // Of all samples, heads and queries, or of those of one head of keys: the gradients and the output.
     struct Part {
       int64_t sample, samples, key, keys, query, queries;
@@ -110,8 +112,8 @@ TEST(Canonical, attention_has_the_same_bits_however_many_heads_a_core_takes_at_a
       for (at::Tensor& x : in) x.set_requires_grad(true);
       std::vector<int64_t> positions(static_cast<size_t>(p.queries));
       std::iota(positions.begin(), positions.end(), p.query);
-      const at::Tensor y = canonical_ops::attention(in[0], in[1], in[2], positions, /*causal=*/true, "a",
-                                                    mask.defined() ? of_queries(mask) : mask);
+      const at::Tensor y =
+          canonical_ops::attention(in[0], in[1], in[2], positions, causal, "a", mask.defined() ? of_queries(mask) : mask);
       std::vector<at::Tensor> results = torch::autograd::grad({y}, in, {of_queries(dy)});
       results.push_back(y.detach());
       return results;
@@ -129,6 +131,27 @@ TEST(Canonical, attention_has_the_same_bits_however_many_heads_a_core_takes_at_a
         }
       }
   }
+}
+
+TEST(Canonical, queries_may_come_in_any_order) {
+  const at::Tensor q = values({1, 2, 4, 3}, 1), k = values({1, 2, 4, 3}, 2), v = values({1, 2, 4, 3}, 3);
+  const std::vector<int64_t> order = {2, 0, 3, 1};
+  const at::Tensor places = at::tensor(order, at::kLong);
+  const auto run = [&](const at::Tensor& queries, const std::vector<int64_t>& positions, const at::Tensor& dy) {
+    std::vector<at::Tensor> in = {queries.detach().clone(), k.clone(), v.clone()};
+    for (at::Tensor& x : in) x.set_requires_grad(true);
+    const at::Tensor y = canonical_ops::attention(in[0], in[1], in[2], positions, /*causal=*/true, "a");
+    std::vector<at::Tensor> results = torch::autograd::grad({y}, in, {dy});
+    results.push_back(y.detach());
+    return results;
+  };
+  const at::Tensor dy = values(q.sizes(), 4);
+  const std::vector<at::Tensor> ascending = run(q, {0, 1, 2, 3}, dy),
+                                any = run(q.index_select(2, places), order, dy.index_select(2, places));
+  EXPECT_TRUE(same_bits(ascending[0].index_select(2, places), any[0])) << "of queries";
+  EXPECT_TRUE(same_bits(ascending[1], any[1])) << "of keys";
+  EXPECT_TRUE(same_bits(ascending[2], any[2])) << "of values";
+  EXPECT_TRUE(same_bits(ascending[3].index_select(2, places), any[3])) << "the output";
 }
 
 TEST(Canonical, attention_with_dropout_is_that_of_plain_arithmetic) {

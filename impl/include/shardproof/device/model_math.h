@@ -33,7 +33,8 @@ struct ExactProduct {
   double scale = 1;  // In `out` a sum is multiplied by this.
   // No product of numbers that are seen is above this in magnitude. Where it is 127 or more, or NaN, each term is looked at.
   double largest_term = std::numeric_limits<double>::quiet_NaN();
-  // [rows]: a row of a is 0 before the one and from the other on, so that those terms can be left out. Null: no such place.
+  // [rows], from 0 to `inner`: a row of a is 0 before the one and from the other on, so that those terms can be left out. Where
+  // each term is looked at, these are as well, as 0 times infinity is out of range. Null: no such place.
   const int64_t *first_term = nullptr, *end_term = nullptr;
   // Where the transpose of a or b is row-major instead: a is [inner, rows] in memory, b is [columns, inner].
   bool a_transposed = false, b_transposed = false;

@@ -74,14 +74,14 @@ template <class Tiles>
   }
 }
 
-// The terms of the rows [begin, end) that may be other than 0.
+// The terms of the rows [begin, end), one or more, that may be other than 0.
 struct Terms {
   int64_t first, end;
 };
 [[gnu::always_inline]] inline Terms terms_of(const ExactProduct& p, int64_t begin, int64_t end) {
   Terms terms{0, p.inner};
-  if (p.first_term && begin < end) terms.first = *std::min_element(p.first_term + begin, p.first_term + end);
-  if (p.end_term && begin < end) terms.end = *std::max_element(p.end_term + begin, p.end_term + end);
+  if (p.first_term) terms.first = *std::min_element(p.first_term + begin, p.first_term + end);
+  if (p.end_term) terms.end = *std::max_element(p.end_term + begin, p.end_term + end);
   return terms;
 }
 

@@ -48,12 +48,13 @@ struct CpuRunner {
     }
   }
 
-  // Where rules only look at elements, it looks at blocks of them. Else it looks everywhere, as these rules write, too. Then it
-  // says 0 for any place.
+  // Where rules only look at elements, it looks at blocks of them. Rules that write have to see every element. Of these it says
+  // only whether they found something, which is then at 0.
   template <class Rule>
   int64_t first(int64_t count, const Rule& rule) const {
     if constexpr (requires { rule.finds(*rule.values); }) return by_richest_instructions([&] { return find(count, rule); });
-    return by_richest_instructions([&] { return find_everywhere(count, rule); });
+    else
+      return by_richest_instructions([&] { return find_everywhere(count, rule); });
   }
 
   void zero(void* target, int64_t bytes) const {

@@ -319,7 +319,7 @@ SHARD_HD int64_t nearest_integer(double value) {
 #ifdef __CUDACC__
   return llrint(value);
 #else
-  return static_cast<int64_t>(nearbyint(value));  // the same, of what fits, and GCC has vectors of it
+  return static_cast<int64_t>(nearbyint(value));  // the same, of what fits, and there are vectors of it
 #endif
 }
 

@@ -1,8 +1,8 @@
 // DeviceMath over a runner: types and rules are chosen here, once, for the CPU and for a GPU. A runner has
 //   Terms<T>                         a list of arrays to sum, made of their addresses
 //   void each(count, rule)           rule.pack<W>(i) for packs that cover [0, count)
-//   int64_t first(count, rule)       the first place that a rule found, count where there is none; any place of a rule that
-//                                    writes
+//   int64_t first(count, rule)       the first place that a rule found, count where there is none; of a rule that writes it may
+//                                    be any place below count
 //   void exact(spans, squares, counters)
 //   int64_t largest_magnitude_bits(doubles, count)
 //   bool product(exact product)

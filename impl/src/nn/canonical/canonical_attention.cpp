@@ -37,8 +37,8 @@ struct Heads {
   }
 };
 
-// Calls f(heads) for so many heads at a time that their matrices of queries by keys stay in a core's cache from one operation
-// to the next. A device takes all at once.
+// Calls f(heads) for so few heads at a time that their matrices of queries by keys stay in a core's cache from one operation to
+// the next, if one does. Heads that share a head of keys are taken together or one by one. A device takes all at once.
 template <class F>
 void by_heads(const at::Tensor& q, const at::Tensor& k, const F& f) {
   constexpr int64_t kCached = 1 << 16;  // doubles
@@ -46,7 +46,8 @@ void by_heads(const at::Tensor& q, const at::Tensor& k, const F& f) {
   if (!q.is_cpu() || samples * heads * matrix <= kCached) return f(Heads{});
   const int64_t fit = kCached / matrix, count = fit < served ? 1 : std::min(heads, fit / served * served);
   for (int64_t sample = 0; sample < samples; ++sample)
-    for (int64_t head = 0; head < heads; head += count) f(Heads{false, sample, head, std::min(count, heads - head), heads});
+    for (int64_t head = 0; head < heads; head += count)
+      f(Heads{.all = false, .sample = sample, .head = head, .count = std::min(count, heads - head), .of = heads});
 }
 
 struct Attend : torch::autograd::Function<Attend> {

@@ -9,8 +9,8 @@
 #include "shardproof/device/device.h"
 #include "shardproof/device/model_math.h"
 
-// Every sum is an exact product of a head's rows, and everything else is single IEEE operations of LibTorch on elements, so a
-// block has the same bits on every device.
+// Every sum is an exact product of a head's rows, or goes by index in a kernel of ours, and everything else is single IEEE
+// operations on elements, so a block has the same bits on every device.
 namespace shardproof::canonical_blocks {
 namespace {
 
@@ -110,8 +110,11 @@ Sight::Sight(const std::vector<int64_t>& queries, const std::vector<int64_t>& ke
     of_queries.push_back(seen_keys);
   }
   of_keys.resize(keys.size(), std::ssize(queries));
-  seen = at::tensor(of_queries, at::kLong).to(device);
-  first = at::tensor(of_keys, at::kLong).to(device);
+  const auto queries_end = std::ssize(of_queries);
+  of_queries.insert(of_queries.end(), of_keys.begin(), of_keys.end());
+  const at::Tensor both = at::tensor(of_queries, at::kLong).to(device);  // the host waits for one copy
+  seen = both.narrow(0, 0, queries_end);
+  first = both.narrow(0, queries_end, std::ssize(keys));
 }
 
 void write_scores(const at::Tensor& q, const at::Tensor& k, const Sight& sight, at::Tensor out, fixed::Terms& terms) {
@@ -182,18 +185,19 @@ Gradients Gradients::part(const Cut& cut) const {
 }
 
 void Gradients::add(const at::Tensor& k, const at::Tensor& v, const at::Tensor& shares, const at::Tensor& mask,
-                    const Sight& sight, at::Tensor of_keys, at::Tensor of_values, fixed::Terms& terms, at::Tensor scores) {
+                    const Sight& sight, at::Tensor of_keys, at::Tensor of_values, fixed::Terms& terms, at::Tensor room) {
   const Sizes s(q_, k);
-  if (!scores.defined()) scores = at::empty(shares.sizes(), shares.options());
+  // First the gradient of what scores() gave, before its scale; then that of the softmax.
+  const at::Tensor gradient = room.defined() ? room : at::empty(shares.sizes(), shares.options());
   const fixed::Operand dy = operand(dy_);
   HeadProducts above(dy, operand(swapped(v)), terms);
   s.each_head(
-      [&](int64_t head, int64_t key_head) { above.write(scores, head, key_head, sight.seen, /*scale=*/1, /*unseen=*/0); });
-  double* data = scores.mutable_data_ptr<double>();
-  model_math(device_math(scores))
+      [&](int64_t head, int64_t key_head) { above.write(gradient, head, key_head, sight.seen, /*scale=*/1, /*unseen=*/0); });
+  double* data = gradient.mutable_data_ptr<double>();
+  model_math(device_math(gradient))
       .row_slopes(data, mask.defined() ? mask.const_data_ptr<double>() : nullptr, along_.const_data_ptr<double>(),
                   shares.const_data_ptr<double>(), s.scale(), sight.of_rows(), along_.numel(), s.keys, data);
-  const fixed::Operand slopes = operand(scores), kept_shares = operand_within_one(shares, mask);
+  const fixed::Operand slopes = operand(gradient), kept_shares = operand_within_one(shares, mask);
   HeadProducts for_queries(slopes, operand(k), terms), for_keys(slopes.turned(), operand(q_), terms),
       for_values(kept_shares.turned(), dy, terms);
   s.each_head([&](int64_t head, int64_t key_head) {
