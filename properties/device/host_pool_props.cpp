@@ -10,7 +10,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
+#include <barrier>
 #include <fstream>
 #include <mutex>
 #include <optional>
@@ -106,6 +108,34 @@ TEST(HostPool, threads_that_free_each_others_tensors_do_not_disturb_each_other) 
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(changed, 0);
   places = std::vector<Place>();
+  EXPECT_EQ(host_pool_bytes().used, used);
+}
+
+// So fast that threads meet in the pool, whatever else the machine does.
+TEST(HostPool, threads_that_do_nothing_but_take_and_free_get_blocks_of_their_own) {
+  use_host_pool();
+  const int64_t used = host_pool_bytes().used;
+  constexpr int kThreads = 4;
+  std::atomic<int> changed = 0;
+  std::barrier begin(kThreads);
+  std::vector<std::thread> threads;
+  for (int64_t seed = 1; seed <= kThreads; ++seed)
+    threads.emplace_back([&, seed] {
+      std::minstd_rand random(static_cast<unsigned>(seed));
+      std::array<at::Tensor, 16> blocks;
+      const auto mark = [](const at::Tensor& block) -> volatile int64_t& {
+        return *block.mutable_data_ptr<int64_t>();
+      };
+      begin.arrive_and_wait();
+      for (size_t step = 0; step < 200'000; ++step) {
+        at::Tensor& block = blocks[step % blocks.size()];
+        if (block.defined() && mark(block) != seed) ++changed;
+        block = at::empty({kHostPoolBlockBytesMin / 8 + static_cast<int64_t>(random() % (64 * kKiB))}, at::kLong);
+        mark(block) = seed;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(changed, 0);
   EXPECT_EQ(host_pool_bytes().used, used);
 }
 
