@@ -134,14 +134,17 @@ TEST(Canonical, attention_has_the_same_bits_however_many_heads_a_core_takes_at_a
 }
 
 TEST(Canonical, queries_may_come_in_any_order) {
-  const std::vector<at::Tensor> in = {values({1, 2, 4, 3}, 1), values({1, 2, 4, 3}, 2), values({1, 2, 4, 3}, 3)};
-  const std::vector<int64_t> order = {2, 0, 3, 1};
+  constexpr int64_t kLength = 40;  // several tiles of products
+  const at::Tensor q = values({1, 2, kLength, 3}, 1), k = values({1, 2, kLength, 3}, 2), v = values({1, 2, kLength, 3}, 3);
+  std::vector<int64_t> sorted, order;
+  for (int64_t i = 0; i < kLength; ++i) sorted.push_back(i), order.push_back(i * 7 % kLength);
   const at::Tensor places = at::tensor(order, at::kLong), back = at::argsort(places);
   const auto of = [](const at::Tensor& q, const auto& i, const std::vector<int64_t>& positions) {
     return canonical_ops::attention(q, i[1], i[2], positions, /*causal=*/true, "a");
   };
-  const auto ascending = passes([&](const auto& i) { return of(i[0], i, {0, 1, 2, 3}); }, in);
-  const auto any = passes([&](const auto& i) { return of(i[0].index_select(2, places), i, order).index_select(2, back); }, in);
+  const auto ascending = passes([&](const auto& i) { return of(i[0], i, sorted); }, {q, k, v});
+  const auto any =
+      passes([&](const auto& i) { return of(i[0].index_select(2, places), i, order).index_select(2, back); }, {q, k, v});
   for (size_t i = 0; i < any.size(); ++i) EXPECT_TRUE(same_bits(ascending[i], any[i])) << "result " << i;
 }
 
