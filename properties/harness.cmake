@@ -9,6 +9,7 @@ shardproof_test(NAME explain_props LABEL harness TORCH LIBRARIES harness SOURCES
   harness/run/guesses_props.cpp
   harness/run/module_difference_props.cpp harness/run/replicas_props.cpp)
 shardproof_test(NAME report_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/report_props.cpp
+  harness/commands/launch_options_props.cpp
   harness/run/picture_props.cpp)
 shardproof_test(NAME crash_props LABEL harness TORCH LIBRARIES harness SOURCES harness/commands/crash_report_props.cpp)
 shardproof_test(NAME trace_props LABEL harness TORCH LIBRARIES harness SOURCES harness/run/trace_file_props.cpp)

@@ -5,10 +5,12 @@
 #include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdlib>
 
 #include "harness/run/engine.h"
 #include "harness/run/reproducible.h"
+#include "harness/train/stop_request.h"
 #include "shardproof/comm/require_same.h"
 #include "shardproof/device/host_pool.h"
 #include "shardproof/device/kernels/cuda.h"
@@ -136,12 +138,17 @@ void Launched::use_gpu(int64_t index) {
   device_ = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
 }
 
+int exit_code_of_ranks(int code) {
+  return code == kStoppedAsAsked ? code : std::min(code, 2);
+}
+
 std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof::Launch& launch) {
   if (launch.starts > 0) {
-    const int code = shardproof::start_ranks(launch.starts, remembered());
-    if (code > 2) fmt::print(stderr, "shardproof: a rank ended with {}\n", code > 128 ? fmt::format("signal {}", code - 128)
-                                                                                      : fmt::format("exit code {}", code));
-    std::exit(std::min(code, 2));
+    const int code = shardproof::start_ranks(launch.starts, remembered()), ours = exit_code_of_ranks(code);
+    if (code != ours)
+      fmt::print(stderr, "shardproof: a rank ended with {}\n",
+                 code > 128 ? fmt::format("signal {}", code - 128) : fmt::format("exit code {}", code));
+    std::exit(ours);
   }
   const int64_t gpus = shardproof::nccl_devices();
   const shardproof::GpuSharing sharing = shardproof::share_gpus(shardproof::nccl_version(), gpus, launch.local_world);

@@ -57,6 +57,10 @@ struct Launched {
 // --engine: whose training is run.
 void add_engine_option(CLI::App& command, std::string& engine);
 
+// The exit code of a command whose ranks ended with `code`: 75 where they were asked to stop, and 2 for every other code
+// above 2.
+int exit_code_of_ranks(int code);
+
 // argv of this process, for `start`.
 void remember_arguments(int argc, char** argv);
 

@@ -1,12 +1,16 @@
 // Processes of `start_ranks`, for nccl_launch_props:
 //
 //   nccl_driver start RANKS WHAT     starts them and returns what they end with
-//   nccl_driver rank WHAT            one of them: all meet in the store; then `meet` ends well, while in `kill` and `fail` rank
-//   1
-//                                    dies or ends badly, and the others are in the beginning of a world that cannot come about
+//   nccl_driver rank WHAT            one of them. All meet in the store. Then `meet` ends well, and `signals` says what came
+//   once it
+//                                    was asked to stop. In `kill` and `fail` rank 1 dies or ends badly, and the others are in
+//                                    the beginning of a world that cannot come about
 #include <fmt/format.h>
 #include <signal.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <string>
 #include <thread>
@@ -20,7 +24,20 @@ using namespace shardproof;
 
 namespace {
 
+std::atomic<int> signals_came{0};
+
+int be_asked_to_stop(int64_t rank) {
+  std::printf("rank %ld waits\n", static_cast<long>(rank));
+  std::fflush(stdout);
+  while (signals_came == 0) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // time for a second one, which should not come
+  std::printf("rank %ld had %d, in %s\n", static_cast<long>(rank), signals_came.load(),
+              ::getpgrp() == ::getpid() ? "a group of its own" : "its parent's group");
+  return 75;
+}
+
 int be_rank(const std::string& what) {
+  ::signal(SIGUSR1, [](int) { ++signals_came; });
   const Launch launch = read_launch(process_environment());
   const auto store = std::make_shared<TcpStore>(store_address(launch, process_environment()));
   store->set(fmt::format("here/{}", launch.rank), fmt::format("{} of {}", launch.local_rank, launch.local_world));
@@ -30,6 +47,7 @@ int be_rank(const std::string& what) {
     std::printf("rank %ld of %ld met all\n", static_cast<long>(launch.rank), static_cast<long>(launch.world));
     return 0;
   }
+  if (what == "signals") return be_asked_to_stop(launch.rank);
   if (launch.rank == 1 && what == "fail") return 7;
   if (launch.rank == 1) ::raise(SIGKILL);
   // Each process has a double of its own, so that its communicators wait for the others for ever.

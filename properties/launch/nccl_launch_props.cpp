@@ -1,5 +1,6 @@
 // What is decided before NCCL is used, as whole tables, and processes that nobody else starts.
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
 
 #include <cstdio>
@@ -160,4 +161,23 @@ TEST(NcclLaunch, the_others_are_told_at_once_of_a_process_that_died_or_ended_bad
   EXPECT_EQ(failed_code, 7);
   for (const int64_t rank : {0, 2})
     expect_says(failed, {fmt::format("rank {}: [nccl] rank 1 ended with exit code 7", rank).c_str()});
+}
+
+TEST(NcclLaunch, a_signal_that_asks_to_stop_reaches_each_process_once_and_their_exit_code_is_kept) {
+  std::FILE* out = ::popen(("echo $$; exec " + std::string(NCCL_DRIVER) + " start 3 signals").c_str(), "r");
+  std::string text;
+  const auto next_line = [&] {
+    char line[256] = {};
+    if (!std::fgets(line, sizeof line, out)) return std::string();
+    return std::string(line);
+  };
+  const pid_t parent = static_cast<pid_t>(std::stol(next_line()));
+  for (int64_t waiting = 0; waiting < 3; ++waiting) expect_says(next_line(), {"waits"});
+  ASSERT_EQ(::kill(parent, SIGUSR1), 0);
+  for (std::string line = next_line(); !line.empty(); line = next_line()) text += line;
+  const int status = ::pclose(out);
+  ASSERT_TRUE(WIFEXITED(status)) << "the parent was ended by signal " << WTERMSIG(status);
+  EXPECT_EQ(WEXITSTATUS(status), 75);
+  for (int64_t rank = 0; rank < 3; ++rank)
+    expect_says(text, {fmt::format("rank {} had 1, in a group of its own", rank).c_str()});
 }

@@ -6,6 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -18,6 +20,43 @@
 
 namespace shardproof {
 namespace {
+
+using Running = std::map<pid_t, int64_t>;  // ranks by process
+
+// The signals that ask a run to stop. A rank is in a process group of its own, so it gets each of them from here only, once.
+constexpr std::array kStopSignals{SIGINT, SIGTERM, SIGUSR1};
+std::array<std::atomic<bool>, kStopSignals.size()> signal_came{};
+static_assert(std::atomic<bool>::is_always_lock_free);
+
+class SignalsForRanks {
+ public:
+  SignalsForRanks() {
+    struct sigaction action {};
+    action.sa_handler = [](int signal) {
+      for (size_t i = 0; i < kStopSignals.size(); ++i)
+        if (kStopSignals[i] == signal) signal_came[i] = true;
+    };
+    action.sa_flags = SA_RESTART;
+    for (size_t i = 0; i < kStopSignals.size(); ++i) {
+      signal_came[i] = false;
+      ::sigaction(kStopSignals[i], &action, &before_[i]);
+    }
+  }
+  ~SignalsForRanks() {
+    for (size_t i = 0; i < kStopSignals.size(); ++i) ::sigaction(kStopSignals[i], &before_[i], nullptr);
+  }
+  SignalsForRanks(const SignalsForRanks&) = delete;
+
+  // Gives the ranks what came since the last call.
+  void hand_on(const Running& running) {
+    for (size_t i = 0; i < kStopSignals.size(); ++i)
+      if (signal_came[i].exchange(false))
+        for (const auto& [process, rank] : running) ::kill(process, kStopSignals[i]);
+  }
+
+ private:
+  std::array<struct sigaction, kStopSignals.size()> before_{};
+};
 
 // A process that ends with an error has told the others why, if it could: they have so long to end by themselves.
 constexpr auto kGrace = std::chrono::seconds(2);
@@ -53,6 +92,7 @@ pid_t start(const std::string& program, const std::vector<std::string>& argument
   SHARD_REQUIRE(child >= 0, "launch", "cannot start a process: {}", std::strerror(errno));
   if (child > 0) return child;
   // From here on only what is safe after a fork of a program with threads.
+  ::setpgid(0, 0);
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   if (::getppid() != parent) ::_exit(1);
   ::execve(program.c_str(), argv.data(), envp.data());
@@ -75,7 +115,8 @@ int start_ranks(int64_t ranks, const std::vector<std::string>& arguments) {
   SHARD_REQUIRE(ranks > 0 && !arguments.empty(), "launch", "--ranks must be at least 1, got {}", ranks);
   const auto store = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true});
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
-  std::map<pid_t, int64_t> running;
+  SignalsForRanks signals;
+  Running running;
   for (int64_t rank = 0; rank < ranks; ++rank)
     running[start(program, arguments, environment_of(rank, ranks, store->port()))] = rank;
   int exit_code = 0;
@@ -99,6 +140,7 @@ int start_ranks(int64_t ranks, const std::vector<std::string>& arguments) {
       end_world(store, lost);
       tell_at = std::chrono::steady_clock::time_point::max();
     }
+    signals.hand_on(running);
     std::this_thread::sleep_for(kLook);
   }
   return exit_code;

@@ -57,8 +57,8 @@ std::string dealt_gpus(const Environment& environment);
 TcpStoreOptions store_address(const Launch& launch, const Environment& environment);
 
 // Starts `ranks` processes of this program with the variables of torchrun and serves their store. When all have ended it
-// returns the first exit code that is not 0, or 0. When one of them dies, the others are told and end. No process outlives this
-// one.
+// returns the first exit code that is not 0, or 0. When one of them dies, the others are told and end. SIGINT, SIGTERM and
+// SIGUSR1 of this process are handed on to all of them. No process outlives this one.
 int start_ranks(int64_t ranks, const std::vector<std::string>& arguments);
 
 }  // namespace shardproof
