@@ -191,6 +191,14 @@ class Checkpoint(ScratchCase):
         os.remove(os.path.join(two, ".metadata"))
         self.assertIn("is missing", shardproof("verify", two, code=1))
 
+    def test_a_tensor_of_one_element_that_claims_more_bytes_than_can_be_counted_is_refused(self):
+        file = self.path("many.pt")
+        for dtype, elements in ((torch.float32, 2**62), (torch.float64, 2**61 + 3), (torch.complex128, 2**60)):
+            torch.save({"w": torch.zeros(1, dtype=dtype).expand(elements)}, file)
+            for command in (["convert", file, self.path("out")], ["convert", file, self.path("out.pt"), "--to", "torch"],
+                            ["diff", file, file]):
+                self.assertIn("2^63 bytes", shardproof(*command, code=2), command)
+
     def test_a_folder_of_checkpoints_is_told_from_one_and_the_newest_is_named(self):
         file, run = self.path("one.safetensors"), self.path("run")
         write_safetensors(file, ["first"])

@@ -191,6 +191,17 @@ RC_GTEST_PROP(TensorEntry, is_parsed_as_it_was_laid_out, (uint64_t seed)) {
 }
 
 // The sizes of zip64 fields, without 5 GiB of payload: what surrounds it is enough to find it.
+TEST(TensorEntry, more_bytes_than_64_bits_count_are_refused) {
+  const int64_t many = int64_t{1} << 60;
+  EXPECT_EQ(bytes_of(Dtype::Double, {many - 1}), static_cast<uint64_t>(8 * (many - 1)));
+  for (const auto& [dtype, sizes] : {std::pair<Dtype, Shape>{Dtype::Float, {4 * many}},
+                                     {Dtype::Double, {2, many + 1}},
+                                     {Dtype::Double, {many}},
+                                     {Dtype::ComplexDouble, {many}}})
+    expect_error([&] { bytes_of(dtype, sizes); },
+                 {std::string(dtype_info(dtype).name), fmt::format("{}", sizes.back()), "2^63 bytes"});
+}
+
 TEST(ZipFile, a_record_beyond_4_gib_is_found) {
   struct Sparse : ByteSource {
     std::string head, tail;

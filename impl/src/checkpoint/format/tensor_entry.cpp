@@ -69,7 +69,10 @@ void require_byte_order(const ByteSource& source, const std::vector<ZipRecord>& 
 }  // namespace
 
 uint64_t bytes_of(Dtype dtype, const Shape& sizes) {
-  return static_cast<uint64_t>(numel(sizes)) * static_cast<uint64_t>(dtype_info(dtype).bytes);
+  int64_t bytes = 0;
+  SHARD_REQUIRE(!__builtin_mul_overflow(numel(sizes), static_cast<int64_t>(dtype_info(dtype).bytes), &bytes), "checkpoint",
+                "a tensor of {} with the sizes [{}] has 2^63 bytes or more", dtype_info(dtype).name, fmt::join(sizes, ", "));
+  return static_cast<uint64_t>(bytes);
 }
 
 TensorEntryLayout lay_out_tensor_entry(Dtype dtype, const Shape& sizes) {
