@@ -80,6 +80,21 @@ TEST(BoxReader, a_flipped_bit_is_an_error_when_the_whole_entry_is_read_or_checke
   expect_error([&] { strict.read("w", {{0, 1}, {0, 1024}}, row); }, {"tensor w"});
 }
 
+// Tied tensors have one extent. Another dtype or other sizes would read what lies elsewhere.
+TEST(BoxReader, tensors_in_the_same_bytes_are_alike) {
+  OneTensor one;
+  const Extent extent = one.checkpoint.tensors.at("w").chunks[0].extent;
+  one.checkpoint.tensors["tied"] = one.checkpoint.tensors.at("w");
+  one.checkpoint.tensors["flat"] = {Dtype::Float, {1 << 20}, {{{0}, {1 << 20}, extent}}};
+  one.checkpoint.tensors["turned"] = {Dtype::Float, {512, 2048}, {{{0, 0}, {512, 2048}, extent}}};
+  one.checkpoint.tensors["whole"] = {Dtype::Int, {1024, 1024}, {{{0, 0}, {1024, 1024}, extent}}};
+  one.checkpoint.tensors["scalar"] = {Dtype::Float, {}, {{{}, {}, extent}}};
+  BoxReader reader(system_files(), one.scratch.path(), one.checkpoint);
+  for (const char* name : {"w", "tied"}) EXPECT_TRUE(reader.read(name).equal(one.tensor));
+  for (const char* name : {"flat", "turned", "whole", "scalar"})
+    expect_error([&] { reader.read(name); }, {name, "holds float32 of sizes [1024, 1024]", "belong together"});
+}
+
 TEST(BoxReader, wrong_questions_name_the_tensor) {
   const OneTensor one;
   BoxReader reader(system_files(), one.scratch.path(), one.checkpoint);

@@ -156,15 +156,21 @@ const FileSource& BoxReader::source(const std::string& file) {
 BoxReader::Entry& BoxReader::entry(const std::string& name, const StoredTensor& tensor, size_t index) {
   const Chunk& chunk = tensor.chunks[index];
   std::unique_ptr<Entry>& known = entries_[{chunk.extent.file, chunk.extent.offset}];
-  if (known) return *known;
   const FileSource& file = source(chunk.extent.file);
   const std::string who = fmt::format("{} (tensor {}, {})", file.name(), name, box_text(chunk.offsets, chunk.sizes));
+  const auto require_agrees = [&](const TensorEntry& found) {
+    SHARD_REQUIRE(found.dtype == tensor.dtype && found.sizes == chunk.sizes, "checkpoint",
+                  "{}: holds {} of sizes [{}], but .metadata says {} of [{}]. Do these files belong together?", who,
+                  dtype_info(found.dtype).name, fmt::join(found.sizes, ", "), dtype_info(tensor.dtype).name,
+                  fmt::join(chunk.sizes, ", "));
+  };
+  if (known) {
+    require_agrees(known->entry);  // two tensors may name the same bytes, as tied ones do
+    return *known;
+  }
   auto slice = std::make_unique<SliceSource>(file, chunk.extent.offset, chunk.extent.length, who);
   TensorEntry parsed = parse_tensor_entry(*slice);
-  SHARD_REQUIRE(parsed.dtype == tensor.dtype && parsed.sizes == chunk.sizes, "checkpoint",
-                "{}: holds {} of sizes [{}], but .metadata says {} of [{}]. Do these files belong together?", who,
-                dtype_info(parsed.dtype).name, fmt::join(parsed.sizes, ", "), dtype_info(tensor.dtype).name,
-                fmt::join(chunk.sizes, ", "));
+  require_agrees(parsed);
   auto made = std::make_unique<Entry>();
   made->source = &file;
   made->name = who;
