@@ -1,6 +1,7 @@
 // Jobs of the host run beside the thread that started them, and beside each other.
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -57,6 +58,31 @@ TEST(HostWork, what_a_job_throws_its_wait_throws_once) {
   EXPECT_THROW(job->wait(), std::runtime_error);
   EXPECT_NO_THROW(job->wait());
   EXPECT_TRUE(job->is_over());
+}
+
+// A thread needs them for its stack.
+void allow_no_more_addresses() {
+  const rlimit none{1, 1};
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &none), 0);
+}
+
+TEST(HostWork, where_no_thread_can_be_started_the_caller_does_the_job) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // in a process that has kept no thread
+  EXPECT_EXIT(
+      {
+        allow_no_more_addresses();
+        std::thread::id worker;
+        const auto job = start_host_job([&] { worker = std::this_thread::get_id(); });
+        job->wait();
+        const auto throws = start_host_job([] { throw std::runtime_error("of the job"); });
+        try {
+          throws->wait();
+        } catch (const std::runtime_error&) {
+          std::exit(worker == std::this_thread::get_id() ? 0 : 2);
+        }
+        std::exit(1);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 TEST(HostWork, a_job_that_is_dropped_is_waited_for) {

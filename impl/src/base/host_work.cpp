@@ -9,6 +9,7 @@
 #include <deque>
 #include <future>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -37,26 +38,30 @@ class JobThreads {
     return *threads;
   }
 
-  // On a thread that does nothing else meanwhile.
+  // On a thread that does nothing else meanwhile, or on the calling one where the system has no thread left.
   void run(Task task) {
-    {
-      const std::lock_guard lock(mutex_);
-      tasks_.push_back(std::move(task));
-      if (idle_ > 0) {
-        --idle_;
-      } else {
-        try {
-          std::thread([this] { serve(); }).detach();
-        } catch (...) {
-          tasks_.pop_back();
-          throw;
-        }
-      }
+    std::unique_lock lock(mutex_);
+    if (idle_ > 0) {
+      --idle_;
+    } else if (!start_thread()) {
+      lock.unlock();
+      return task();
     }
+    tasks_.push_back(std::move(task));
+    lock.unlock();
     came_.notify_one();
   }
 
  private:
+  bool start_thread() {
+    try {
+      std::thread([this] { serve(); }).detach();
+      return true;
+    } catch (const std::system_error&) {
+      return false;
+    }
+  }
+
   [[noreturn]] void serve() {
     std::unique_lock lock(mutex_);
     for (;;) {
