@@ -9,6 +9,7 @@
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/checkpoint/weights.h"
+#include "shardproof/comm/decorated.h"
 #include "shardproof/optim/ema.h"
 #include "shardproof/sharding/transfer.h"
 
@@ -16,6 +17,12 @@ namespace shardproof::checkpoint {
 namespace {
 
 const Place kPlace{"dp_shard=2", "zero3"};
+
+// A communicator that a program makes of another one.
+struct Wrapped final : DecoratedComm {
+  explicit Wrapped(std::shared_ptr<Comm> inner) : DecoratedComm(std::move(inner)) {}
+  std::shared_ptr<Comm> decorate(std::shared_ptr<Comm> group) override { return std::make_shared<Wrapped>(group); }
+};
 
 // A run with averages, saved in DIRECTORY/other and DIRECTORY/weights as it was after one step, and trained one step more.
 struct Saved {
@@ -175,6 +182,31 @@ TEST(CopyInBackground, a_save_outlives_the_model_that_it_copies) {
     Trained other({}, kPlace, comm, 0.75);
     load(step_folder(scratch / "run", 1), *other.sharded, &*other.optimizer);
     EXPECT_EQ(other.bits(), expected);
+  });
+}
+
+TEST(Manager, a_save_keeps_the_communicator_that_only_its_model_had) {
+  const Scratch scratch;
+  on(kPlace, [&](std::shared_ptr<Comm> comm) {
+    for (const bool later : {false, true}) {
+      const std::string directory = scratch / (later ? "later" : "at_once");
+      std::weak_ptr<Comm> of_the_model;
+      {
+        const LateHostWork late;
+        Manager manager(directory, {.async = true, .copy_in_background = later});
+        {
+          const auto own = std::make_shared<Wrapped>(comm);
+          of_the_model = own;
+          Trained run({}, kPlace, own);
+          run.train(0, 1);
+          manager.save(*run.sharded, &*run.optimizer, {.step = 1});
+        }
+        EXPECT_FALSE(of_the_model.expired());
+        manager.wait();
+        EXPECT_EQ(manager.latest(), 1);
+      }
+      EXPECT_TRUE(of_the_model.expired());
+    }
   });
 }
 

@@ -89,7 +89,7 @@ Path path_of(const Value& value) {
 
 struct SaveJob::Parts {
   std::string directory;
-  Comm* world = nullptr;
+  std::shared_ptr<Comm> world;  // `commit` needs it, and the model may be gone by then
   FileSystem* files = nullptr;
   std::unique_ptr<StagedFolder> staged;  // rank 0
   std::string folder;                    // of the staged files
@@ -288,7 +288,7 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
   sharded.impl().require_no_averages("checkpoint::save");
   Parts& parts = *parts_;
   parts.directory = directory;
-  parts.world = &sharded.impl().comms->world();
+  parts.world = sharded.impl().comms->world().shared();
   parts.files = options.files;
   parts.stream = current_stream_of(sharded.impl().device());
   parts.after = options.after;
