@@ -73,6 +73,10 @@ void misbehave(const Arguments& a, Comm& comm, Comm& other) {
     const Work work = start(comm, a.op, buffers);
     throw Error("the disk is full");
   }
+  if (a.fault == "throw_to_self") {
+    const Work work = comm.send(buffers.mine, comm.rank(), 9);
+    throw Error("the disk is full");
+  }
   if (a.fault == "order") start(comm, a.op == "all_reduce" ? "barrier" : "all_reduce", buffers).wait();
   if (a.fault == "size") start(comm, a.op, buffers_of(comm, a.elements + 1, at::kFloat)).wait();
   if (a.fault == "dtype") start(comm, a.op, buffers_of(comm, a.elements, at::kInt)).wait();

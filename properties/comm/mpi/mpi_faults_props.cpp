@@ -105,7 +105,7 @@ Expected expected(const Fault& f) {
     return {"lost", {victim + " died", f.op, "call", "unit 'h.3'"}, false};
   if (f.kind == "stop") return {"lost", {victim + " has given no sign of life", f.op, "unit 'h.3'"}, false};
   if (f.kind == "slow") return {"lost", {victim + " is late", f.op, "unit 'h.3'"}, false};
-  if (f.kind == "throw" || f.kind == "throw_midway" || f.kind == "throw_ahead")
+  if (f.kind == "throw" || f.kind == "throw_midway" || f.kind == "throw_ahead" || f.kind == "throw_to_self")
     return {"error", {victim + " of", "the disk is full", "last call", "call"}};
   if (f.kind == "nan") return {"non_finite", {victim + " of", "the loss is nan", "last call"}};
   if (f.kind == "check") return {"failed_check", {victim + " of", "replicas differ", "last call"}};
@@ -249,4 +249,11 @@ TEST(MpiFaults, a_receive_of_a_rank_that_has_failed_takes_nothing_that_is_sent_l
 TEST(MpiFaults, a_rank_that_fails_instead_of_sending_or_receiving_ends_the_other) {
   for (const int64_t victim : {0, 1})
     expect_clean_ending({.kind = "throw", .op = "send", .ranks = 2, .victim = victim, .step = 2, .elements = 500});
+}
+
+// Nobody else can tell the sender that nothing will take what it sent.
+TEST(MpiFaults, a_rank_that_fails_with_a_send_to_itself_under_way_ends_the_others) {
+  for (const int64_t elements : {3, 200'000})
+    expect_clean_ending(
+        {.kind = "throw_to_self", .op = "all_reduce", .ranks = 3, .victim = 1, .step = 2, .elements = elements});
 }

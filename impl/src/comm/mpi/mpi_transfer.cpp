@@ -44,6 +44,8 @@ bool Send::advance() {
                          dtype_name(static_cast<at::ScalarType>(answer->dtype)), answer->numel,
                          group_->world_ranks()[static_cast<size_t>(call.peer)]),
              false);
+    } else if (call.peer == group_->rank() && group_->has_abandoned()) {
+      fail(fmt::format("{} was under way when this rank failed", title()), true);
     } else if (const Message* last = group_->abandoned(call.peer)) {
       fail_abandoned(call.peer, *last);
     }
