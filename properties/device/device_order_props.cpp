@@ -142,6 +142,39 @@ TEST(DeviceOrder, tensors_of_two_devices_in_one_collective_are_refused) {
       {"ranks must use one device", "rank 1", "fake:0"});
 }
 
+// The rank whose call is refused still has its stack to unwind when the other one begins to wait.
+TEST(DeviceOrder, a_rank_that_waits_for_a_refused_call_takes_nothing_for_its_exchange) {
+  std::atomic<bool> has_called = false, unwinds = false, waits = false;
+  struct Unwinding {
+    std::atomic<bool>&began, &goes_on;
+    ~Unwinding() {
+      began = true;
+      goes_on.wait(false);
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until that rank is within its wait
+    }
+  };
+  expect_error(
+      [&] {
+        run(2, [&](std::shared_ptr<Comm> comm) {
+          const auto there = fake_device::options(at::kFloat);
+          if (comm->rank() == 0) {
+            Work work = comm->all_reduce(at::zeros({kNumel}));
+            has_called = true;
+            has_called.notify_one();
+            while (!unwinds) std::this_thread::yield();
+            waits = true;
+            waits.notify_one();
+            work.wait();
+          } else {
+            has_called.wait(false);
+            const Unwinding slowly{unwinds, waits};
+            comm->all_reduce(at::zeros({kNumel}, there)).wait();
+          }
+        });
+      },
+      {"ranks must use one device", "rank 1", "fake:0"});
+}
+
 TEST(DeviceOrder, late_completions_are_refused) {
   fake_device::install();
   const auto body = [](std::shared_ptr<Comm> comm) {

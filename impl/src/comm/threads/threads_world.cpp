@@ -186,8 +186,11 @@ World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
   part.late = draw_late(group, rendezvous->sequence, rank);
   part.number = calls_made_[rank]++;
   rendezvous->parts[index] = std::move(part);
-  // Before it counts as arrived: a rank on its way into `wait` would take a mismatched call for a complete one.
+  // Before it counts as arrived: a rank on its way into `wait` would take it for a complete one, although
+  // this call is mismatched, or its exchange cannot be made.
   if (const auto mismatch = find_mismatch(*rendezvous, index)) throw Error("[threads] " + *mismatch);
+  if (rendezvous->arrived + 1 == std::ssize(rendezvous->parts))
+    rendezvous->exchange = make_exchange(*rendezvous, options_.sum == ThreadsOptions::Sum::ring);
   ++rendezvous->arrived;
   open_calls_[rank].push_back({rendezvous, index});
   if (rendezvous->complete()) complete(lock, *rendezvous, index);
@@ -196,7 +199,6 @@ World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
 
 // Called by the last to arrive.
 void World::complete(Lock& lock, Rendezvous& rendezvous, int64_t part) {
-  rendezvous.exchange = make_exchange(rendezvous, options_.sum == ThreadsOptions::Sum::ring);
   const bool eager = options_.completion == ThreadsOptions::Completion::eager;
   const bool alone = options_.schedule == ThreadsOptions::Schedule::serial;
   if (rendezvous.parts[static_cast<size_t>(part)].ready)
