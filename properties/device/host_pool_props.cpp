@@ -277,6 +277,33 @@ void limit_addresses(int64_t more) {
   ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
 }
 
+// Where the process may write to little more memory than it has.
+void limit_memory(int64_t more) {
+  const auto bytes = static_cast<rlim_t>(status_bytes("VmData:") + more);
+  const rlimit limit{bytes, bytes};
+  ASSERT_EQ(setrlimit(RLIMIT_DATA, &limit), 0);
+}
+
+TEST(HostPool, memory_that_the_system_refuses_costs_no_addresses) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // in a process that has no pool yet
+  EXPECT_EXIT(
+      {
+        limit_memory(64 * kMiB);
+        use_host_pool();
+        const int64_t before = status_bytes("VmSize:");
+        int refused = 0;
+        for (int i = 0; i < 100; ++i) try {
+            tensor_of(1000 * kMiB);
+          } catch (const c10::Error&) {
+            ++refused;
+          }
+        const bool is_small = status_bytes("VmSize:") - before < 1000 * kMiB;
+        const bool holds = marked(8 * kMiB, 7).holds() && host_pool_bytes().used_max >= 8 * kMiB;
+        std::exit(refused != 100 ? 4 : !is_small ? 5 : !holds ? 6 : 0);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
 TEST(HostPool, makes_do_with_the_addresses_that_the_limits_leave) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // in a process that has no pool yet
   EXPECT_EXIT(

@@ -137,10 +137,14 @@ class HostPool final : public c10::Allocator {
     }
     for (Region* const region : {shared_, last_own_})
       if (region && extend(*region, bytes)) return true;
-    Region* const made = add(reserve(bytes, reserved_));
-    if (!made) return false;  // smaller requests may still fit into the last one
-    last_own_ = made;
-    return extend(*made, bytes);
+    if (region_count_.load(std::memory_order_relaxed) == regions_.size()) return false;
+    Region made = reserve(bytes, reserved_);
+    if (!extend(made, bytes)) {  // smaller requests may still fit into the last one
+      if (made.begin) munmap(made.begin, static_cast<size_t>(made.end - made.begin));
+      return false;
+    }
+    last_own_ = add(made);
+    return true;
   }
 
   // Null where there are too many regions, or no addresses.
