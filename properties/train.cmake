@@ -43,7 +43,8 @@ set_tests_properties(Verify.the_golden_run_agrees_with_pytorch_in_python PROPERT
 
 shardproof_test(NAME placements_props LABEL train TORCH CASES 60 SOURCES sharding/placements_props.cpp
   sharding/whole_values_props.cpp kit/drawn_sharding.cpp kit/toy_modules.cpp)
-shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES nn/canonical/canonical_props.cpp)
+shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES nn/canonical/canonical_props.cpp
+  nn/canonical/canonical_refusals_props.cpp)
 shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES parallel/context/context_props.cpp
   kit/parallel_models.cpp)
 shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES nn/dropout_props.cpp kit/parallel_models.cpp)

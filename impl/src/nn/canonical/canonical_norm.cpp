@@ -53,8 +53,9 @@ struct Norm : torch::autograd::Function<Norm> {
 };
 
 void require_width(const at::Tensor& x, const at::Tensor& weight, const std::string& name) {
-  SHARD_REQUIRE(x.dim() >= 1 && weight.dim() == 1 && x.size(-1) == weight.size(0), "canonical",
-                "{}: norms the last dim of {}, and has {} weights", name, fmt::join(x.sizes(), "x"), weight.numel());
+  SHARD_REQUIRE(x.dim() >= 1 && weight.dim() == 1 && x.size(-1) == weight.size(0) && weight.size(0) > 0, "canonical",
+                "{}: norms the last dim of {}, and has {} weights; there must be as many, at least one", name,
+                fmt::join(x.sizes(), "x"), weight.numel());
 }
 
 }  // namespace
