@@ -50,8 +50,10 @@ Machine chosen_machine(const std::string& text) {
     if (machine.name == text) return machine;
     names.push_back(machine.name);
   }
-  SHARD_REQUIRE(std::filesystem::exists(text), "plan", "--machine is '{}', which is no file; known machines are {}.{}", text,
-                fmt::join(names, ", "), did_you_mean(text, names));
+  std::error_code is_no_path;
+  SHARD_REQUIRE(std::filesystem::exists(text, is_no_path) && !std::filesystem::is_directory(text, is_no_path), "plan",
+                "--machine is '{}', which is no file; known machines are {}.{}", text, fmt::join(names, ", "),
+                did_you_mean(text, names));
   return read_machine(text);
 }
 

@@ -39,7 +39,8 @@ struct Arguments {
 // A model as in a case, a config.json, or a folder with one.
 golden::Model chosen_model(const std::string& text) {
   namespace fs = std::filesystem;
-  if (fs::is_directory(text)) return model_of_config(text + "/config.json");
+  std::error_code is_no_path;  // as the text of a long model
+  if (fs::is_directory(text, is_no_path)) return model_of_config(text + "/config.json");
   if (text.ends_with(".json")) return model_of_config(text);
   return parse_model(text);
 }

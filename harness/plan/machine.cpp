@@ -15,6 +15,7 @@ namespace {
 using nlohmann::json;
 
 constexpr double kTera = 1e12, kGiga = 1e9, kMicrosecond = 1e-6, kGibibyte = 1073741824.0;
+constexpr double kBytesMax = 0x1p62;  // so that a number of bytes is a whole number of 64 bits
 
 // Rates of products are those of dense matrices in NVIDIA's data sheets; float32 is computed in TF32 there, which a program has
 // to allow. `efficiency` is a guess for large products, and the bandwidths are 80% of what the data sheets say, which NCCL's
@@ -49,6 +50,11 @@ Link link_from(const json& object) {
   return {object.at("seconds"), object.at("bytes_per_second")};
 }
 
+int64_t ranks_from(const json& value) {
+  SHARD_REQUIRE(value.is_number_integer(), "plan", "ranks are counted in whole numbers, got {}", value.dump());
+  return value;
+}
+
 Machine machine_from(const json& object) {
   Machine machine;
   machine.name = object.at("name");
@@ -58,8 +64,8 @@ Machine machine_from(const json& object) {
   machine.memory_bytes = object.at("memory_bytes");
   machine.memory_bytes_per_second = object.at("memory_bytes_per_second");
   machine.operator_seconds = object.value("operator_seconds", 0.0);
-  machine.ranks_per_host = object.at("ranks_per_host");
-  machine.ranks_at_once = object.value("ranks_at_once", int64_t{0});
+  machine.ranks_per_host = ranks_from(object.at("ranks_per_host"));
+  machine.ranks_at_once = ranks_from(object.value("ranks_at_once", json(0)));
   machine.overlaps = object.value("overlaps", true);
   machine.inside = link_from(object.at("inside"));
   machine.between = link_from(object.at("between"));
@@ -118,7 +124,7 @@ void validate(const Machine& machine) {
     require(rate > 0, "flops", rate);
   }
   require(machine.efficiency > 0 && machine.efficiency <= 1, "efficiency", machine.efficiency);
-  require(machine.memory_bytes > 0, "memory_bytes", machine.memory_bytes);
+  require(machine.memory_bytes > 0 && machine.memory_bytes <= kBytesMax, "memory_bytes", machine.memory_bytes);
   require(machine.memory_bytes_per_second > 0, "memory_bytes_per_second", machine.memory_bytes_per_second);
   require(machine.operator_seconds >= 0, "operator_seconds", machine.operator_seconds);
   require(machine.ranks_per_host >= 1, "ranks_per_host", static_cast<double>(machine.ranks_per_host));

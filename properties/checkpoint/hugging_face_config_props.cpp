@@ -80,6 +80,9 @@ TEST(HuggingFaceConfig, of_what_the_models_cannot_compute_is_refused) {
          {"activation_function is 'relu'"});
   refuse(R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "layer_norm_epsilon": 1e-6})",
          {"layer_norm_epsilon"});
+  for (const char* size : {"0", "-8", "1073741825", "2305843009213693952", "18446744073709551615", "1e3"})
+    refuse(fmt::format(R"({{"model_type": "gpt2", "n_layer": 1, "n_embd": {}, "n_head": 2, "vocab_size": 9}})", size),
+           {"n_embd should be a whole number above 0 and at most 1073741824", size == std::string("1e3") ? "1000" : size});
   const HuggingFaceModel biased{"llama", LlamaOptions{.qkv_bias = true}, 16};
   expect_error([&] { hugging_face_config(biased); }, {"a llama has no such model", "qkv_bias"});
 }

@@ -15,6 +15,7 @@ namespace {
 using nlohmann::json;
 
 constexpr uint64_t kModelConfigBytesMax = 1 << 24;
+constexpr int64_t kIntegerMax = 1 << 30;  // so that products of two fit
 constexpr double kNormEps = 1e-5;  // of the library's layer norms
 
 constexpr std::array<const char*, 3> kTokenIds = {"bos_token_id", "eos_token_id", "pad_token_id"};
@@ -29,8 +30,10 @@ class Config {
   bool has(const char* key) const { return values_.contains(key) && !values_.at(key).is_null(); }
   int64_t integer(const char* key) const {
     require(has(key), fmt::format("it has no {}", key));
-    require(values_.at(key).is_number_integer() && values_.at(key).get<int64_t>() > 0,
-            fmt::format("{} should be a whole number above 0, and is {}", key, values_.at(key).dump()));
+    require(
+        values_.at(key).is_number_integer() && values_.at(key).get<int64_t>() > 0 &&
+            values_.at(key).get<int64_t>() <= kIntegerMax,
+        fmt::format("{} should be a whole number above 0 and at most {}, and is {}", key, kIntegerMax, values_.at(key).dump()));
     return values_.at(key).get<int64_t>();
   }
   int64_t integer(const char* key, int64_t otherwise) const { return has(key) ? integer(key) : otherwise; }

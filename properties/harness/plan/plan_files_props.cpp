@@ -62,6 +62,23 @@ TEST(PlanMachine, errors_name_the_field_the_file_and_the_machine_that_was_meant)
   machine.inside.bytes_per_second = 0;
   write_machine(machine, folder / "c.json");
   expect_error([&] { read_machine(folder / "c.json"); }, {"bytes_per_second is 0", "c.json"});
+  machine = known_machines().front();
+  machine.memory_bytes = 1e300;
+  write_machine(machine, folder / "d.json");
+  expect_error([&] { read_machine(folder / "d.json"); }, {"memory_bytes is 1e+300", "d.json"});
+  machine = known_machines().front();
+  write_machine(machine, folder / "e.json");
+  std::ifstream file(folder / "e.json");
+  const std::string text(std::istreambuf_iterator<char>(file), {});
+  const std::regex field("\"ranks_per_host\": 8");
+  for (const char* ranks : {"1e300", "2.5", "\"eight\""})
+    expect_error(
+        [&] {
+          read_machine(
+              written(folder / "f.json", std::regex_replace(text, field, fmt::format("\"ranks_per_host\": {}", ranks))));
+        },
+        {"whole numbers", "f.json"});
+  expect_error([&] { chosen_machine(folder.path()); }, {"is no file"});
 }
 
 TEST(PlanConfig, models_of_others_have_the_numbers_of_parameters_that_their_makers_say) {
