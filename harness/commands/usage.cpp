@@ -28,7 +28,7 @@ const std::map<std::string, std::string> kExamples = {
     {"train",
      "  shardproof train --mesh dp_shard=2 --strategy zero3 --check            beside the unsharded run, bit for bit\n"
      "  shardproof train --data TEXT --steps 500 --checkpoint-dir RUN --save-every 50\n"
-     "  shardproof train --data TEXT --steps 900 --checkpoint-dir RUN --resume --mesh dp_shard=3\n"
+     "  shardproof train --data TEXT --steps 900 --checkpoint-dir RUN --resume --mesh dp_shard=4\n"
      "  shardproof train --config run.toml --lr 3e-4\n"
      "  shardproof train --data tokens.bin --token-type uint16 --shuffle --model "
      "'gpt(layers=4,hidden=128,heads=4,vocab=50257,positions=64)'\n"
