@@ -30,11 +30,10 @@ class Config {
   bool has(const char* key) const { return values_.contains(key) && !values_.at(key).is_null(); }
   int64_t integer(const char* key) const {
     require(has(key), fmt::format("it has no {}", key));
-    require(
-        values_.at(key).is_number_integer() && values_.at(key).get<int64_t>() > 0 &&
-            values_.at(key).get<int64_t>() <= kIntegerMax,
-        fmt::format("{} should be a whole number above 0 and at most {}, and is {}", key, kIntegerMax, values_.at(key).dump()));
-    return values_.at(key).get<int64_t>();
+    const json& value = values_.at(key);
+    require(value.is_number_integer() && value.get<int64_t>() > 0 && value.get<int64_t>() <= kIntegerMax,
+            fmt::format("{} should be a whole number above 0 and at most {}, and is {}", key, kIntegerMax, value.dump()));
+    return value.get<int64_t>();
   }
   int64_t integer(const char* key, int64_t otherwise) const { return has(key) ? integer(key) : otherwise; }
   double number(const char* key, double otherwise) const {
