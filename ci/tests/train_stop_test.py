@@ -32,6 +32,15 @@ class TrainStop(TrainingRuns):
         process.send_signal(signal.SIGTERM)
         self.assertIn("nothing was saved", self.stopped(process, report)[1])
 
+    def test_a_signal_that_several_programs_pass_on_is_one_request(self):
+        folder = os.path.join(self.folder, "passed_on")
+        process, report = self.begin("--checkpoint-dir", folder, "--mesh", "dp_shard=2")
+        self.after_steps(process, report, 2)
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+        done, output = self.stopped(process, report)
+        self.assertIn(f"--resume goes on from {folder}/step_{done}", output)
+
     def test_a_checked_run_stops_as_well(self):
         process, report = self.begin("--check", "--mesh", "dp_shard=2")
         self.after_steps(process, report, 2)

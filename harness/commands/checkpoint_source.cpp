@@ -165,7 +165,7 @@ std::string CheckpointSource::read_stored(const std::string& name, const Box& bo
   for (const auto& interval : box) sizes.push_back(interval.size());
   int64_t stride = 1;
   for (size_t d = box.size(); d-- > 0; stride *= sizes[d]) strides[d] = stride;
-  std::string bytes(shardproof::checkpoint::bytes_of(stored_.at(name).dtype, sizes), '\0');
+  std::string bytes(shardproof::checkpoint::bytes_of(stored_.at(name).dtype, sizes, path_ + ": " + name), '\0');
   if (reader_)
     reader_->read(name, box, bytes.data(), strides);
   else

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <signal.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -144,7 +145,9 @@ int exit_code_of_ranks(int code) {
 
 std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof::Launch& launch) {
   if (launch.starts > 0) {
-    const int code = shardproof::start_ranks(launch.starts, remembered()), ours = exit_code_of_ranks(code);
+    const int code = shardproof::start_ranks(launch.starts, remembered(), kStoppedAsAsked), ours = exit_code_of_ranks(code);
+    for (const int signal : {SIGINT, SIGTERM, SIGUSR1})
+      if (code == 128 + signal) ::raise(signal);  // as it would have ended without ranks
     if (code != ours)
       fmt::print(stderr, "shardproof: a rank ended with {}\n",
                  code > 128 ? fmt::format("signal {}", code - 128) : fmt::format("exit code {}", code));

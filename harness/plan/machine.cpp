@@ -15,7 +15,7 @@ namespace {
 using nlohmann::json;
 
 constexpr double kTera = 1e12, kGiga = 1e9, kMicrosecond = 1e-6, kGibibyte = 1073741824.0;
-constexpr double kBytesMax = 0x1p62;  // so that a number of bytes is a whole number of 64 bits
+constexpr double kBytesMax = 0x1p62;  // fits into 64 bits as a whole number of bytes
 
 // Rates of products are those of dense matrices in NVIDIA's data sheets; float32 is computed in TF32 there, which a program has
 // to allow. `efficiency` is a guess for large products, and the bandwidths are 80% of what the data sheets say, which NCCL's
@@ -50,8 +50,9 @@ Link link_from(const json& object) {
   return {object.at("seconds"), object.at("bytes_per_second")};
 }
 
-int64_t ranks_from(const json& value) {
-  SHARD_REQUIRE(value.is_number_integer(), "plan", "ranks are counted in whole numbers, got {}", value.dump());
+int64_t ranks_from(const char* field, const json& value) {
+  const bool fits = value.is_number_unsigned() ? value.get<uint64_t>() <= INT64_MAX : value.is_number_integer();
+  SHARD_REQUIRE(fits, "plan", "{} is {}, and ranks are counted in whole numbers of 63 bits", field, value.dump());
   return value;
 }
 
@@ -64,8 +65,8 @@ Machine machine_from(const json& object) {
   machine.memory_bytes = object.at("memory_bytes");
   machine.memory_bytes_per_second = object.at("memory_bytes_per_second");
   machine.operator_seconds = object.value("operator_seconds", 0.0);
-  machine.ranks_per_host = ranks_from(object.at("ranks_per_host"));
-  machine.ranks_at_once = ranks_from(object.value("ranks_at_once", json(0)));
+  machine.ranks_per_host = ranks_from("ranks_per_host", object.at("ranks_per_host"));
+  machine.ranks_at_once = ranks_from("ranks_at_once", object.value("ranks_at_once", json(0)));
   machine.overlaps = object.value("overlaps", true);
   machine.inside = link_from(object.at("inside"));
   machine.between = link_from(object.at("between"));

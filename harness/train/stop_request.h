@@ -1,5 +1,6 @@
 // Whether somebody asked this process to stop: Ctrl-C, SIGTERM, which batch systems send before they end a job, or SIGUSR1,
-// which they can be told to send earlier. Asked once, a run ends after its step and saves; the second time it ends at once.
+// which they can be told to send earlier. Asked once, a run ends after its step and saves; asked again more than a second
+// later, it ends at once. What comes within a second is one request, which several programs may have passed on.
 #pragma once
 
 namespace harness {

@@ -8,9 +8,11 @@
 #include <atomic>
 #include <barrier>
 #include <chrono>
+#include <fstream>
 #include <memory>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -60,17 +62,22 @@ TEST(HostWork, what_a_job_throws_its_wait_throws_once) {
   EXPECT_TRUE(job->is_over());
 }
 
-// A thread needs them for its stack.
-void allow_no_more_addresses() {
-  const rlimit none{1, 1};
-  ASSERT_EQ(setrlimit(RLIMIT_AS, &none), 0);
+// Too few for the stack of a thread, and enough for small things.
+void allow_few_more_addresses() {
+  std::ifstream status("/proc/self/status");
+  rlim_t kib = 0;
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("VmSize:")) kib = std::stoull(line.substr(7));
+  const rlim_t bytes = (kib + 1024) * 1024;
+  const rlimit limit{bytes, bytes};
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
 }
 
 TEST(HostWork, where_no_thread_can_be_started_the_caller_does_the_job) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // in a process that has kept no thread
   EXPECT_EXIT(
       {
-        allow_no_more_addresses();
+        allow_few_more_addresses();
         std::thread::id worker;
         const auto job = start_host_job([&] { worker = std::this_thread::get_id(); });
         job->wait();

@@ -2,8 +2,14 @@
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "properties/doubles/fake_device.h"
@@ -142,15 +148,29 @@ TEST(DeviceOrder, tensors_of_two_devices_in_one_collective_are_refused) {
       {"ranks must use one device", "rank 1", "fake:0"});
 }
 
+// For at most ten seconds.
+void wait_until_asleep(pid_t thread) {
+  for (int looks = 0; looks < 1000; ++looks) {
+    std::ifstream stat(fmt::format("/proc/self/task/{}/stat", thread));
+    std::string text;
+    std::getline(stat, text);
+    if (text.find(") S ") != std::string::npos) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
 // The rank whose call is refused still has its stack to unwind when the other one begins to wait.
 TEST(DeviceOrder, a_rank_that_waits_for_a_refused_call_takes_nothing_for_its_exchange) {
-  std::atomic<bool> has_called = false, unwinds = false, waits = false;
+  std::atomic<bool> has_called = false, unwinds = false;
+  std::atomic<pid_t> waiting = 0;
   struct Unwinding {
-    std::atomic<bool>&began, &goes_on;
+    std::atomic<bool>& began;
+    std::atomic<pid_t>& other;
     ~Unwinding() {
       began = true;
-      goes_on.wait(false);
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until that rank is within its wait
+      began.notify_one();
+      other.wait(0);
+      wait_until_asleep(other);
     }
   };
   expect_error(
@@ -161,13 +181,13 @@ TEST(DeviceOrder, a_rank_that_waits_for_a_refused_call_takes_nothing_for_its_exc
             Work work = comm->all_reduce(at::zeros({kNumel}));
             has_called = true;
             has_called.notify_one();
-            while (!unwinds) std::this_thread::yield();
-            waits = true;
-            waits.notify_one();
+            unwinds.wait(false);
+            waiting = ::gettid();
+            waiting.notify_one();
             work.wait();
           } else {
             has_called.wait(false);
-            const Unwinding slowly{unwinds, waits};
+            const Unwinding slowly{unwinds, waiting};
             comm->all_reduce(at::zeros({kNumel}, there)).wait();
           }
         });

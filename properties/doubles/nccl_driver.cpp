@@ -1,10 +1,9 @@
 // Processes of `start_ranks`, for nccl_launch_props:
 //
 //   nccl_driver start RANKS WHAT     starts them and returns what they end with
-//   nccl_driver rank WHAT            one of them. All meet in the store. Then `meet` ends well, and `signals` says what came
-//   once it
-//                                    was asked to stop. In `kill` and `fail` rank 1 dies or ends badly, and the others are in
-//                                    the beginning of a world that cannot come about
+//   nccl_driver rank WHAT            is one of them. All meet in the store. Then `meet` ends well, and `signals` says how often
+//                                    SIGUSR1 came. In `stop` all end with 75, but the last one with 7, later. In `kill` and
+//                                    `fail` rank 1 dies or fails, while the others begin a world that cannot come about
 #include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
@@ -24,16 +23,18 @@ using namespace shardproof;
 
 namespace {
 
+using std::chrono::milliseconds;
+
+constexpr int kStopped = 75;
 std::atomic<int> signals_came{0};
 
 int be_asked_to_stop(int64_t rank) {
   std::printf("rank %ld waits\n", static_cast<long>(rank));
   std::fflush(stdout);
-  while (signals_came == 0) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // time for a second one, which should not come
-  std::printf("rank %ld had %d, in %s\n", static_cast<long>(rank), signals_came.load(),
-              ::getpgrp() == ::getpid() ? "a group of its own" : "its parent's group");
-  return 75;
+  for (int looks = 0; signals_came == 0 && looks < 1000; ++looks) std::this_thread::sleep_for(milliseconds(10));
+  std::this_thread::sleep_for(milliseconds(100));  // time for a second one, which should not come
+  std::printf("rank %ld had %d\n", static_cast<long>(rank), signals_came.load());
+  return kStopped;
 }
 
 int be_rank(const std::string& what) {
@@ -48,7 +49,9 @@ int be_rank(const std::string& what) {
     return 0;
   }
   if (what == "signals") return be_asked_to_stop(launch.rank);
-  if (launch.rank == 1 && what == "fail") return 7;
+  if (what == "stop" && launch.rank < launch.world - 1) return kStopped;
+  if (what == "stop") std::this_thread::sleep_for(milliseconds(300));
+  if (what == "stop" || (launch.rank == 1 && what == "fail")) return 7;
   if (launch.rank == 1) ::raise(SIGKILL);
   // Each process has a double of its own, so that its communicators wait for the others for ever.
   const auto cluster = std::make_shared<nccl_double::Cluster>(nccl_double::Plan{});
@@ -69,5 +72,5 @@ int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv, argv + argc);
   if (argc == 3 && arguments[1] == "rank") return be_rank(arguments[2]);
   if (argc != 4 || arguments[1] != "start") return 2;
-  return start_ranks(std::stoll(arguments[2]), {arguments[0], "rank", arguments[3]});
+  return start_ranks(std::stoll(arguments[2]), {arguments[0], "rank", arguments[3]}, kStopped);
 }

@@ -41,13 +41,15 @@ class JobThreads {
   // On a thread that does nothing else meanwhile, or on the calling one where the system has no thread left.
   void run(Task task) {
     std::unique_lock lock(mutex_);
+    tasks_.push_back(std::move(task));
     if (idle_ > 0) {
       --idle_;
     } else if (!start_thread()) {
+      Task own = std::move(tasks_.back());
+      tasks_.pop_back();
       lock.unlock();
-      return task();
+      return own();
     }
-    tasks_.push_back(std::move(task));
     lock.unlock();
     came_.notify_one();
   }

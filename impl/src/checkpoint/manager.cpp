@@ -15,8 +15,8 @@ namespace shardproof::checkpoint {
 
 // A save whose files a thread writes. Where it copies later, another thread copies the values before that.
 struct Manager::Pending {
-  Pending(std::shared_ptr<Comm> comm, int64_t its_step, std::unique_ptr<SaveJob> its_job)
-      : world(std::move(comm)), step(its_step), job(std::move(its_job)) {
+  Pending(Comm& comm, int64_t its_step, std::unique_ptr<SaveJob> its_job)
+      : world(comm), step(its_step), job(std::move(its_job)) {
     if (job->copies_later())
       copying = start_host_job([this] { job->copy(); });
     else
@@ -39,7 +39,7 @@ struct Manager::Pending {
     return writing && writing->is_over();
   }
 
-  const std::shared_ptr<Comm> world;  // the model may be gone before the save is committed
+  Comm& world;  // which the job keeps, for the model may be gone before the save is committed
   int64_t step;
   std::unique_ptr<SaveJob> job;
   std::exception_ptr broken;                  // an invariant
@@ -89,7 +89,7 @@ void Manager::begin(int64_t step) const {
 bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer) {
   if (options_.when_busy == WhenBusy::wait) wait();
   if (!poll()) return false;
-  const std::shared_ptr<Comm> world = sharded.impl().comms->world().shared();
+  Comm& world = sharded.impl().comms->world();
   const SaveOptions how{.overwrite = options_.overwrite,
                         .files = options_.files,
                         .before = [&] { begin(trainer.step); },
@@ -118,7 +118,7 @@ bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const Trai
 bool Manager::poll() {
   if (!pending_) return true;
   at::Tensor busy = at::full({1}, static_cast<int64_t>(!pending_->is_over()), at::kLong);
-  pending_->world->all_reduce(busy, Reduce::max).wait();
+  pending_->world.all_reduce(busy, Reduce::max).wait();
   if (busy.item<int64_t>() != 0) return false;
   commit();
   return true;

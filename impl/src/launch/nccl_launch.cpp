@@ -23,7 +23,7 @@ namespace {
 
 using Running = std::map<pid_t, int64_t>;  // ranks by process
 
-// The signals that ask a run to stop. A rank is in a process group of its own, so it gets each of them from here only, once.
+// The signals that ask a run to stop.
 constexpr std::array kStopSignals{SIGINT, SIGTERM, SIGUSR1};
 std::array<std::atomic<bool>, kStopSignals.size()> signal_came{};
 static_assert(std::atomic<bool>::is_always_lock_free);
@@ -58,6 +58,26 @@ class SignalsForRanks {
   std::array<struct sigaction, kStopSignals.size()> before_{};
 };
 
+class StopSignalsBlocked {
+ public:
+  StopSignalsBlocked() {
+    sigset_t signals;
+    ::sigemptyset(&signals);
+    for (const int signal : kStopSignals) ::sigaddset(&signals, signal);
+    ::pthread_sigmask(SIG_BLOCK, &signals, &before_);
+  }
+  ~StopSignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  StopSignalsBlocked(const StopSignalsBlocked&) = delete;
+
+  void end_in_child() const {
+    for (const int signal : kStopSignals) ::signal(signal, SIG_DFL);
+    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+
+ private:
+  sigset_t before_{};
+};
+
 // A process that ends with an error has told the others why, if it could: they have so long to end by themselves.
 constexpr auto kGrace = std::chrono::seconds(2);
 constexpr auto kLook = std::chrono::milliseconds(20);
@@ -88,11 +108,13 @@ std::vector<char*> pointers(const std::vector<std::string>& words) {
 
 pid_t start(const std::string& program, const std::vector<std::string>& arguments, const std::vector<std::string>& variables) {
   const std::vector<char*> argv = pointers(arguments), envp = pointers(variables);
+  const StopSignalsBlocked
+      blocked;  // this process hands on what comes meanwhile, and the child gets nothing that it would lose
   const pid_t parent = ::getpid(), child = ::fork();
   SHARD_REQUIRE(child >= 0, "launch", "cannot start a process: {}", std::strerror(errno));
   if (child > 0) return child;
   // From here on only what is safe after a fork of a program with threads.
-  ::setpgid(0, 0);
+  blocked.end_in_child();
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   if (::getppid() != parent) ::_exit(1);
   ::execve(program.c_str(), argv.data(), envp.data());
@@ -111,7 +133,7 @@ std::string host_name() {
   return ::gethostname(name, sizeof name - 1) == 0 ? name : "host";
 }
 
-int start_ranks(int64_t ranks, const std::vector<std::string>& arguments) {
+int start_ranks(int64_t ranks, const std::vector<std::string>& arguments, int stopped_as_asked) {
   SHARD_REQUIRE(ranks > 0 && !arguments.empty(), "launch", "--ranks must be at least 1, got {}", ranks);
   const auto store = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true});
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
@@ -128,11 +150,12 @@ int start_ranks(int64_t ranks, const std::vector<std::string>& arguments) {
     if (const auto found = running.find(ended); ended > 0 && found != running.end()) {
       const bool killed = WIFSIGNALED(status);
       const int code = killed ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-      if (code != 0 && lost.empty()) {
+      if (code != 0 && code != stopped_as_asked && lost.empty()) {
         lost = how_ended(found->second, status);
         tell_at = std::chrono::steady_clock::now() + (killed ? std::chrono::seconds(0) : kGrace);
         exit_code = code;
       }
+      if (exit_code == 0) exit_code = code;
       running.erase(found);
       continue;
     }

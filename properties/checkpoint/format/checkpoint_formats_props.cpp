@@ -190,7 +190,6 @@ RC_GTEST_PROP(TensorEntry, is_parsed_as_it_was_laid_out, (uint64_t seed)) {
   for (const ZipRecord& record : read_zip(source)) check_record(source, record);
 }
 
-// The sizes of zip64 fields, without 5 GiB of payload: what surrounds it is enough to find it.
 TEST(TensorEntry, more_bytes_than_64_bits_count_are_refused) {
   const int64_t many = int64_t{1} << 60;
   EXPECT_EQ(bytes_of(Dtype::Double, {many - 1}), static_cast<uint64_t>(8 * (many - 1)));
@@ -202,6 +201,7 @@ TEST(TensorEntry, more_bytes_than_64_bits_count_are_refused) {
                  {std::string(dtype_info(dtype).name), fmt::format("{}", sizes.back()), "2^63 bytes"});
 }
 
+// The sizes of zip64 fields, without 5 GiB of payload: what surrounds it is enough to find it.
 TEST(ZipFile, a_record_beyond_4_gib_is_found) {
   struct Sparse : ByteSource {
     std::string head, tail;

@@ -71,13 +71,13 @@ TEST(PlanMachine, errors_name_the_field_the_file_and_the_machine_that_was_meant)
   std::ifstream file(folder / "e.json");
   const std::string text(std::istreambuf_iterator<char>(file), {});
   const std::regex field("\"ranks_per_host\": 8");
-  for (const char* ranks : {"1e300", "2.5", "\"eight\""})
+  for (const char* ranks : {"1e300", "2.5", "\"eight\"", "18446744073709551615"})
     expect_error(
         [&] {
           read_machine(
               written(folder / "f.json", std::regex_replace(text, field, fmt::format("\"ranks_per_host\": {}", ranks))));
         },
-        {"whole numbers", "f.json"});
+        {"ranks_per_host is ", "whole numbers", "f.json"});
   expect_error([&] { chosen_machine(folder.path()); }, {"is no file"});
 }
 

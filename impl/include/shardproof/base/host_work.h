@@ -31,7 +31,7 @@ class HostWork {
 };
 
 // Runs the work as HostWork::start does, when the system or the HostWork of this thread says so. Where the system has no thread
-// left, the calling thread does the work first.
+// left, the calling thread does the work before this returns.
 std::unique_ptr<HostJob> start_host_job(std::function<void()> work);
 
 // Lets another thread go on where a test decides which; else nothing happens.

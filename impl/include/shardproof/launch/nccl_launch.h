@@ -56,9 +56,11 @@ std::string dealt_gpus(const Environment& environment);
 // Error, which says what to set, in any other case.
 TcpStoreOptions store_address(const Launch& launch, const Environment& environment);
 
-// Starts `ranks` processes of this program with the variables of torchrun and serves their store. When all have ended it
-// returns the first exit code that is not 0, or 0. When one of them dies, the others are told and end. SIGINT, SIGTERM and
-// SIGUSR1 of this process are handed on to all of them. No process outlives this one.
-int start_ranks(int64_t ranks, const std::vector<std::string>& arguments);
+// Starts `ranks` processes of this program with the variables of torchrun and serves their store. SIGINT, SIGTERM and SIGUSR1
+// of this process are handed on to all of them, which may have got the same signal from its sender as well. Returns when all
+// have ended: the first exit code that is neither 0 nor `stopped_as_asked`, where 128 and the signal's number stands for a rank
+// that was killed; else `stopped_as_asked` if a rank ended with that, else 0. When one of them dies or fails, the others are
+// told and end. When this process dies, they get SIGTERM.
+int start_ranks(int64_t ranks, const std::vector<std::string>& arguments, int stopped_as_asked = 0);
 
 }  // namespace shardproof

@@ -49,8 +49,9 @@ SafeTensor read_tensor(const json& entry, const std::string& tensor, const std::
   found.file = name;
   found.offset = data_begin + begin;
   found.bytes = end - begin;
-  SHARD_REQUIRE(found.bytes == bytes_of(found.dtype, found.sizes), "safetensors", "{}: {} has {} bytes, its shape asks for {}",
-                name, tensor, found.bytes, bytes_of(found.dtype, found.sizes));
+  const uint64_t expected = bytes_of(found.dtype, found.sizes, name + ": " + tensor);
+  SHARD_REQUIRE(found.bytes == expected, "safetensors", "{}: {} has {} bytes, its shape asks for {}", name, tensor, found.bytes,
+                expected);
   return found;
 }
 

@@ -23,7 +23,7 @@ std::vector<Item> in_order(const std::map<std::string, SafeTensorSpec>& tensors)
     SHARD_REQUIRE(name != "__metadata__" && !dtype_info(spec.dtype).safetensors.empty(), "safetensors",
                   "{} of {} has no place in a safetensors file", name, dtype_info(spec.dtype).name);
     SHARD_REQUIRE(is_utf8(name), "safetensors", "the name {} is no UTF-8, and has no place in a safetensors file", name);
-    items.push_back({&name, &spec, bytes_of(spec.dtype, spec.sizes)});
+    items.push_back({&name, &spec, bytes_of(spec.dtype, spec.sizes, name)});
   }
   std::stable_sort(items.begin(), items.end(),
                    [](const Item& a, const Item& b) {

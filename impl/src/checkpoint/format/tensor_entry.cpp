@@ -25,7 +25,7 @@ void require_inside(const TensorEntry& entry, const std::string& name) {
   SHARD_REQUIRE(entry.sizes.size() == entry.strides.size() && entry.storage_offset >= 0, "checkpoint",
                 "{}: sizes [{}] and strides [{}] from {} make no tensor", name, fmt::join(entry.sizes, ", "),
                 fmt::join(entry.strides, ", "), entry.storage_offset);
-  if (numel(entry.sizes) == 0) return;
+  if (bytes_of(entry.dtype, entry.sizes, name) == 0) return;
   uint64_t last = static_cast<uint64_t>(entry.storage_offset);
   const uint64_t count = entry.payload_bytes / item;
   for (size_t d = 0; d < entry.sizes.size(); ++d) {
@@ -68,10 +68,10 @@ void require_byte_order(const ByteSource& source, const std::vector<ZipRecord>& 
 
 }  // namespace
 
-uint64_t bytes_of(Dtype dtype, const Shape& sizes) {
+uint64_t bytes_of(Dtype dtype, const Shape& sizes, const std::string& who) {
   int64_t bytes = 0;
   SHARD_REQUIRE(!__builtin_mul_overflow(numel(sizes), static_cast<int64_t>(dtype_info(dtype).bytes), &bytes), "checkpoint",
-                "a tensor of {} with the sizes [{}] has 2^63 bytes or more", dtype_info(dtype).name, fmt::join(sizes, ", "));
+                "{}: {} of sizes [{}] has 2^63 bytes or more", who, dtype_info(dtype).name, fmt::join(sizes, ", "));
   return static_cast<uint64_t>(bytes);
 }
 

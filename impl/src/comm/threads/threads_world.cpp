@@ -182,7 +182,6 @@ World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
   Lock lock(scheduler_);
   if (ended_) throw WorldEnded();
   std::shared_ptr<Rendezvous> rendezvous = stream_of(group, part.call, group_rank).join(index);
-  part.arrived = true;
   part.late = draw_late(group, rendezvous->sequence, rank);
   part.number = calls_made_[rank]++;
   rendezvous->parts[index] = std::move(part);
@@ -191,6 +190,7 @@ World::Arrival World::arrive(Group& group, int64_t group_rank, Call call) {
   if (const auto mismatch = find_mismatch(*rendezvous, index)) throw Error("[threads] " + *mismatch);
   if (rendezvous->arrived + 1 == std::ssize(rendezvous->parts))
     rendezvous->exchange = make_exchange(*rendezvous, options_.sum == ThreadsOptions::Sum::ring);
+  rendezvous->parts[index].arrived = true;
   ++rendezvous->arrived;
   open_calls_[rank].push_back({rendezvous, index});
   if (rendezvous->complete()) complete(lock, *rendezvous, index);

@@ -11,8 +11,9 @@
 
 namespace shardproof::checkpoint {
 
-// The number of bytes of a contiguous tensor. Throws Error when a size is negative or the product exceeds 2^62.
-uint64_t bytes_of(Dtype dtype, const Shape& sizes);
+// The number of bytes of a contiguous tensor. Throws Error when a size is negative, or when there are more than 2^62 elements
+// or 2^63 - 1 bytes; then the message begins with `who`.
+uint64_t bytes_of(Dtype dtype, const Shape& sizes, const std::string& who = "a tensor");
 
 // The layout of a tensor's entry, which is known before its payload: the head, then `payload_bytes` of contiguous elements,
 // then the tail.
