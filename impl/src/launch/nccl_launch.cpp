@@ -28,6 +28,7 @@ constexpr std::array kStopSignals{SIGINT, SIGTERM, SIGUSR1};
 std::array<std::atomic<bool>, kStopSignals.size()> signal_came{};
 static_assert(std::atomic<bool>::is_always_lock_free);
 
+// While it lives, these signals wait for `hand_on`.
 class SignalsForRanks {
  public:
   SignalsForRanks() {
@@ -58,6 +59,8 @@ class SignalsForRanks {
   std::array<struct sigaction, kStopSignals.size()> before_{};
 };
 
+// While it lives, signals to stop are held back. A child that is made meanwhile has the handlers of its parent, which would
+// only write down its signals in memory of its own. `end_in_child` makes them end it instead, as they end any program.
 class StopSignalsBlocked {
  public:
   StopSignalsBlocked() {
@@ -108,8 +111,7 @@ std::vector<char*> pointers(const std::vector<std::string>& words) {
 
 pid_t start(const std::string& program, const std::vector<std::string>& arguments, const std::vector<std::string>& variables) {
   const std::vector<char*> argv = pointers(arguments), envp = pointers(variables);
-  const StopSignalsBlocked
-      blocked;  // this process hands on what comes meanwhile, and the child gets nothing that it would lose
+  const StopSignalsBlocked blocked;
   const pid_t parent = ::getpid(), child = ::fork();
   SHARD_REQUIRE(child >= 0, "launch", "cannot start a process: {}", std::strerror(errno));
   if (child > 0) return child;
