@@ -19,6 +19,8 @@ using shardproof::checkpoint::Value;
 constexpr const char* kRun = "run";
 constexpr const char* kHistory = "history";
 constexpr const char* kWeights = "weights";
+constexpr const char* kConfig = "config";  // the texts of the files that the weights came with
+constexpr const char* kGeneration = "generation_config";
 // Options whose names in a checkpoint are not those of the command line.
 constexpr const char* kBytes = "--data (bytes)";
 constexpr const char* kShuffle = "--shuffle with --data-seed";
@@ -128,6 +130,19 @@ std::optional<Value> value_if_saved(const std::string& folder, const char* name)
   return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
 }
 
+std::string text_if_saved(const std::string& folder, const char* name) {
+  const std::optional<Value> value = value_if_saved(folder, name);
+  return value ? value->as_string(name) : "";
+}
+
+shardproof::checkpoint::HuggingFaceModel described_in(const std::string& folder) {
+  const std::string config = text_if_saved(folder, kConfig);
+  if (config.empty()) return {};
+  auto model = shardproof::checkpoint::parse_hugging_face_config(config, folder + ": " + kConfig);
+  model.generation = text_if_saved(folder, kGeneration);
+  return model;
+}
+
 Value saved_value(const std::string& folder, const char* name) {
   std::optional<Value> value = value_if_saved(folder, name);
   SHARD_REQUIRE(value, "train", "{} was not written by `train`: it has no {}", folder, name);
@@ -154,8 +169,8 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
     SHARD_REQUIRE(checkpoints.resume, "train",
                   "there is {} already; go on from it with --resume, or choose another --checkpoint-dir", folder);
     require_same_run(saved_value(folder, kRun), describe_run(options, data), folder);
-    const std::optional<Value> weights = value_if_saved(folder, kWeights);
-    history.weights = weights ? weights->as_string(kWeights) : "";
+    history.weights = text_if_saved(folder, kWeights);
+    history.described = described_in(folder);
     const Value saved = saved_value(folder, kHistory);
     for (const Value& stretch : saved.as_list(kHistory)) history.stretches.push_back(stretch_of(stretch));
     history.first_step = *latest;
@@ -165,6 +180,8 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
                   "{} is after {} steps, and --steps {} counts from the beginning of the run; give at least {}", folder,
                   *latest, options.steps, *latest);
   }
+  if (!latest && !options.weights.empty())
+    history.described = shardproof::checkpoint::read_hugging_face_config(options.weights);
   history.stretches.push_back({options.steps, options.mesh, options.strategy, options.microbatch, options.canonical});
   return history;
 }
@@ -174,7 +191,7 @@ int64_t first_step(const TrainOptions& options, const TrainingData& data) {
 }
 
 SavedModel saved_model(const std::string& path) {
-  SavedModel saved{.folder = path, .model = {}};
+  SavedModel saved{.folder = path, .model = {}, .described = {}};
   const std::optional<int64_t> latest = shardproof::checkpoint::latest_step(path);
   if (latest) saved.folder = shardproof::checkpoint::step_folder(path, *latest);
   const Value run = saved_value(saved.folder, kRun);
@@ -183,6 +200,7 @@ SavedModel saved_model(const std::string& path) {
     return found ? found->as_string(option) : "";
   };
   saved.model = parse_model(text("--model"));
+  saved.described = described_in(saved.folder);
   if (const std::string type = text("--token-type"); !type.empty()) saved.type = token_type(type);
   return saved;
 }
@@ -194,7 +212,7 @@ std::optional<SavedModel> model_to_resume(const TrainCheckpoints& checkpoints) {
 }
 
 SavedModel model_in_weights(const std::string& folder) {
-  SavedModel saved{.folder = folder, .are_weights = true, .model = model_of_weights(folder)};
+  SavedModel saved{.folder = folder, .are_weights = true, .model = model_of_weights(folder), .described = {}};
   if (saved.model.vocab() > 256) saved.type = TokenType::uint32;
   return saved;
 }
@@ -216,7 +234,12 @@ shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, 
   shardproof::checkpoint::TrainerState state{.step = step, .schedule_step = step, .data_position = step * options.global_batch};
   state.values[kRun] = describe_run(options, data);
   state.values[kHistory] = Value::list(std::move(stretches));
-  if (!history.weights.empty()) state.values[kWeights] = Value::string(history.weights);
+  const auto keep = [&](const char* name, const std::string& text) {
+    if (!text.empty()) state.values[name] = Value::string(text);
+  };
+  keep(kWeights, history.weights);
+  keep(kConfig, history.described.source);
+  keep(kGeneration, history.described.generation);
   return state;
 }
 

@@ -10,6 +10,7 @@
 #include "harness/data/training_data.h"
 #include "harness/train/train_options.h"
 #include "shardproof/checkpoint/format/pickle.h"
+#include "shardproof/checkpoint/hugging_face.h"
 #include "shardproof/checkpoint/saved_state.h"
 
 namespace harness {
@@ -27,6 +28,7 @@ struct Stretch {
 struct TrainHistory {
   std::vector<Stretch> stretches;
   std::string weights;     // the folder that the run started from, where it did
+  shardproof::checkpoint::HuggingFaceModel described;  // by the files in that folder; without a family: there is none
   int64_t first_step = 0;  // of the last stretch
   const Stretch& of(int64_t step) const;
 };
@@ -45,6 +47,7 @@ struct SavedModel {
   std::string folder;        // of the checkpoint, or of the weights
   bool are_weights = false;  // of a Hugging Face folder
   golden::Model model;  // with native arithmetic, whatever it was trained with
+  shardproof::checkpoint::HuggingFaceModel described;  // of the folder that a run started from; without a family: of none
   TokenType type = TokenType::uint8;
 };
 // `path`: a checkpoint that `train` wrote, or a folder of them, of which the last one is taken. Throws Error when it is
