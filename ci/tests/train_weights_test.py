@@ -102,7 +102,7 @@ class TrainFromWeights(TrainingRuns):
         changes = {"llama": [{"rms_norm_eps": 0.1}, {"rope_scaling": linear}, {"rope_scaling": yarn}, {"is_causal": False},
                              {"rope_parameters": {"rope_theta": 50.0, "rope_type": "default"}}, {"hidden_act": "gelu"},
                              {"rope_parameters": {**SLOWED, "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
-                             {"rope_scaling": {**SLOWED, "factor": 2.0}}, {"initializer_range": 3.0}, {"pretraining_tp": 2},
+                             {"rope_scaling": {**SLOWED, "factor": 2.0}}, {"initializer_range": 0.5}, {"pretraining_tp": 2},
                              {"attention_bias": True}, {"final_logit_softcapping": 1.0}, {"sliding_window": 2},
                              {"quantization_config": {"quant_method": "fp8"}}, {"pad_token_id": 3, "eos_token_id": [1, 2]}],
                    "qwen2": [{"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, {"use_mrope": False},
