@@ -35,8 +35,8 @@ struct TrainHistory {
 
 // The step at which the run goes on: that of the last checkpoint when it resumes and there is one, else 0. Throws Error when
 // options of checkpoints do not fit each other, when there are checkpoints and the run does not resume, or the last one is of
-// another run. A run is its model, data, batches, optimizer and seed; mesh, strategy, microbatch and the kind of gradient sums
-// may change.
+// another run. A run is its model, data, batches, optimizer and seed, and its data are the contents of the files, whatever
+// these are called; mesh, strategy, microbatch and the kind of gradient sums may change.
 int64_t first_step(const TrainOptions& options, const TrainingData& data);
 
 // As `first_step` says. Throws Error as it does.
