@@ -6,10 +6,23 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import unittest
 
 from training_runs import MODEL, SHARDPROOF, TrainingRuns, data_checksum
+
+# Copies a checkpoint with PyTorch's own writer, one value of a tensor made infinite.
+SPOIL = """
+import sys, torch, torch.distributed.checkpoint as dcp
+source, target, name = sys.argv[1:]
+items = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+state = {key: torch.empty(item.size, dtype=item.properties.dtype) if hasattr(item, "size") else None
+         for key, item in items.items()}
+dcp.load(state, checkpoint_id=source, no_dist=True)
+state[name].view(-1)[0] = float("inf")
+dcp.save(state, checkpoint_id=target, no_dist=True)
+"""
 
 
 class Train(TrainingRuns):
@@ -135,10 +148,19 @@ class Train(TrainingRuns):
     def test_what_is_not_finite_is_neither_saved_nor_gone_on_from(self):
         folder = os.path.join(self.folder, "run")
         common = ("--checkpoint-dir", folder, "--save-every", "1", "--clip", "0")
-        code, _, output, errors = self.train(*common, "--lr", "1e38", "--optimizer", "sgd", "--steps", "2")
+        code, _, output, errors = self.train(*common, "--lr", "1e38", "--steps", "2")
         self.assertEqual(code, 1, output + errors)
         self.assertRegex(errors, "step 1, the norm of the parameters is (inf|nan)")
         self.assertEqual(os.listdir(folder), [])
+        self.assertEqual(self.train(*common)[0], 0)
+        for name in ("model.layers.0.ln_1.weight", "optim.state.layers.0.ln_1.weight.exp_avg_sq"):
+            with tempfile.TemporaryDirectory() as other:
+                rewritten = os.path.join(other, "step_3")
+                done = subprocess.run([sys.executable, "-c", SPOIL, os.path.join(folder, "step_3"), rewritten, name],
+                                      capture_output=True, text=True, check=False)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.expect_refused(f"{rewritten} has 1 values of parameters or of the optimizer's state", "--checkpoint-dir",
+                                    other, "--clip", "0", "--resume")
 
     def test_a_check_of_earlier_steps_that_the_golden_run_cannot_repeat_is_refused(self):
         folder = os.path.join(self.folder, "cut")

@@ -57,7 +57,7 @@ std::set<std::string> find_files(const std::vector<std::string>& paths, TokenTyp
     SHARD_REQUIRE(fs::exists(status), "data", "there is no {}; --data takes files and folders", path);
     if (!fs::is_directory(status)) {
       SHARD_REQUIRE(fs::is_regular_file(status), "data", "{} is neither a file nor a folder", path);
-      const fs::path file = fs::absolute(path).lexically_normal();
+      const fs::path file = fs::absolute(path);
       files.insert(fs::canonical(file.parent_path()) / file.filename());
       continue;
     }

@@ -248,7 +248,7 @@ class RankTraining {
     optimizer_.set_lr_factor(lr_factor(options_.schedule, step));
     optimizer_.step();
     if (fingerprints_) fingerprints_->step();
-    measure(step + 1, result);
+    measure(step, result);
     result.compute_seconds = call_time_->now() - began - (call_time_->seconds() - in_calls);
     save(step + 1);
     result.seconds = machine_seconds() - start;
