@@ -161,7 +161,7 @@ void SaveJob::Parts::collect(Sharded& sharded, const OptimizerState* optimizer) 
               names.plain.contains(shard.name));
   for (const OptimizerState::Scalar& scalar : optimizer->scalars())
     include(state_key(scalar.parameter, scalar.name), state_path(scalar.parameter, scalar.name),
-            {scalar.value.scalar_type(), {}, everywhere, /*of_rank_0=*/true}, scalar.value.view({1}));
+            {scalar.value.scalar_type(), {}, everywhere, names.plain.contains(scalar.parameter)}, scalar.value.view({1}));
 }
 
 // The plan depends on nothing but the tensors' descriptions and the ranks, so one that was made for the same is this one.
