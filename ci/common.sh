@@ -44,7 +44,8 @@ install_locked() {
   local stamp=$folder/.ready
   [[ ! -f $stamp || $(<"$stamp") != "$(sha256sum <"$lock")" ]] || return 0
   say "installing ci/requirements/$1.lock into build-$1"
-  "${python:-python3}" -m venv "$folder" || fail "python3 -m venv failed; its output is above. On Debian: apt-get install python3-venv"
+  "${python:-python3}" -m venv "$folder" ||
+    fail "python3 -m venv failed; its output is above. On Debian: apt-get install python3-venv"
   "$folder/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --require-hashes "${@:2}" -r "$lock" ||
     fail "pip failed; its output is above. Check that this machine reaches a Python package index"
   sha256sum <"$lock" >"$stamp"
