@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import shardproof
-from .engine import Subject, draw_case, parse_case, prepare, sets_of_units, try_case
+from shardproof.proof import Subject, draw_case, parse_case, prepare, try_case
+from shardproof.proof.campaign import sets_of_units
 
 from .model import Model, NotBuildable, said, tensors_in
 
