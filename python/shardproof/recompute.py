@@ -14,7 +14,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.Tensor,
 
 
 class State:
-    """What Python code may change in a forward: attributes and buffers of modules, and containers and objects among its arguments.
+    """What Python may change in a forward: attributes and buffers of modules, and containers and objects among its arguments.
 
     Their values are those of the time when it was made, `while` it is entered.
     """

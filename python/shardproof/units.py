@@ -218,7 +218,7 @@ def _with_items(value: Any, keys: list, items: list) -> Any:
 
 
 class _Casts:
-    """What a unit gets in the place of its caller's tensors and containers. What it writes into these is written to the caller's."""
+    """What a unit gets in the place of its caller's tensors and containers. What it writes into these goes to the caller's."""
 
     def __init__(self, call: _C.UnitCall):
         self.call = call
@@ -316,8 +316,8 @@ class UnitHooks:
         if not found and not call.is_seen:
             raise _C.Error(
                 f"[unit] '{self.name}' returned a {type(result).__name__}, in which no tensor was found, so its "
-                "backward could not be followed to gather its parameters. Return tensors, or tuples, lists, dicts or dataclasses "
-                "of tensors, register the type with torch.utils._pytree, or keep parameters (reshard_after_forward=False)"
+                "backward could not be followed to gather its parameters. Return tensors, or tuples, lists, dicts or "
+                "dataclasses of tensors, register the type with torch.utils._pytree, or pass reshard_after_forward=False"
             )
         self.entered.pop().give_back()
         call.after()

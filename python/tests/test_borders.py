@@ -1,102 +1,15 @@
 """What happens at the borders of a unit: its caller's objects stay what they are, and plain PyTorch says what is right."""
 
 import collections
-import copy
 import dataclasses
 import warnings
 
 import pytest
 import torch
+from bordered import EVERY_WAY, WAYS, Block, Closed, chain, check, sharded, square
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardproof
-
-WAYS = [
-    dict(strategy="ddp"),
-    dict(strategy="zero2", recompute=True),
-    dict(strategy="zero3"),
-    dict(strategy="zero3", prefetch_backward=1),
-    dict(strategy="zero3", recompute=True),
-]
-EVERY_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(str(key) for pair in way.items() for key in pair))
-
-
-def batch(rank):
-    return torch.linspace(-1, 1, 24).view(2, 3, 4) * (rank + 1)
-
-
-def plain(model, loss, world=2):
-    """Gradients, buffers of each rank, and what ``loss`` says besides."""
-    total, buffers, said = {}, [], []
-    for rank in range(world):
-        own = copy.deepcopy(model)
-        value = loss(own, batch(rank))
-        value, more = value if isinstance(value, tuple) else (value, None)
-        value.backward()
-        buffers.append({name: each.clone() for name, each in own.named_buffers()})
-        said.append(more)
-        for name, parameter in own.named_parameters():
-            if parameter.grad is not None:
-                total[name] = total[name] + parameter.grad if name in total else parameter.grad.clone()
-    return {name: value / world for name, value in total.items()}, buffers, said
-
-
-def sharded(model, loss, units, strategy="zero3", recompute=False, world=2, **options):
-    models = [copy.deepcopy(model) for _ in range(world)]
-
-    def body(comm):
-        own = models[comm.rank]
-        it = shardproof.fully_shard(own, comm, strategy=strategy, units=units, recompute=units if recompute else (), **options)
-        value = loss(own, batch(comm.rank))
-        value, more = value if isinstance(value, tuple) else (value, None)
-        value.backward()
-        return it.gather_gradients(), {name: each.clone() for name, each in own.named_buffers()}, more
-
-    return shardproof.run_threads(world, body)
-
-
-def check(model, loss, units, **way):
-    """Every bit of gradients and buffers, and what was said."""
-    gradients, buffers, said = plain(model, loss)
-    for rank, (own, own_buffers, own_said) in enumerate(sharded(model, loss, units, **way)):
-        for name, value in own.items():
-            assert torch.equal(value, gradients.get(name, torch.zeros_like(value))), name
-        for name, value in own_buffers.items():
-            assert torch.equal(value, buffers[rank][name]), name
-        assert own_said == said[rank]
-
-
-class Block(nn.Module):
-    """A linear layer, and what a test does with it."""
-
-    def __init__(self, run, width=4):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.run = run
-
-    def forward(self, *args, **kwargs):
-        return self.run(self, *args, **kwargs)
-
-
-class Chain(nn.Module):
-    def __init__(self, run, *blocks):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(blocks)
-        self.run = run
-
-    def forward(self, *args):
-        return self.run(self, *args)
-
-
-def chain(run, each, count=3):
-    torch.manual_seed(0)
-    return Chain(run, *[Block(each) for _ in range(count)])
-
-
-def square(model, x):
-    return model(x).square().mean()
 
 
 @EVERY_WAY
@@ -144,15 +57,8 @@ class Bag:
     last: object = None
 
 
-class Closed:
-    """Of a kind that nobody looks into."""
-
-    def __init__(self):
-        self.found = []
-
-
 @EVERY_WAY
-@pytest.mark.parametrize("make", [lambda: Bag([]), Closed, lambda: collections.deque([0])], ids=["dataclass", "object", "deque"])
+@pytest.mark.parametrize("make", [lambda: Bag([]), Closed, lambda: collections.deque([0])], ids=["bag", "object", "deque"])
 def test_objects_of_the_caller_keep_what_units_write_into_them(way, make):
     def run(self, x):
         bag = make()
@@ -234,123 +140,6 @@ def test_self_attention_packs_its_products_as_it_does_in_the_plain_model(way):
     check(layer, square, [nn.MultiheadAttention], **way)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x):
-        return self.lstm(x)[0]
-
-
-class Biased(nn.Module):
-    """Attention with a trained bias, for which PyTorch has another kernel when there is no graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(2, 3, 3))
-
-    def forward(self, x):
-        q = x.view(x.shape[0], x.shape[1], 2, 2).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, q * 2, q, attn_mask=(self.bias * 2).unsqueeze(0))
-        return y.transpose(1, 2).reshape(x.shape)
-
-
-class Normed(nn.Module):
-    """Its statistics, the vectors of the spectral norm and the two counters change in every forward, and the loss reads them."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("anew", torch.ones(()), persistent=False)
-        self.count, self.seen = 0, []
-
-    def forward(self, x):
-        self.calls += 1
-        self.anew = self.anew * 2
-        self.count += 1
-        self.seen.append(self.count)
-        return self.spectral(self.norm(x)) * self.calls.clone() + self.anew * self.count + len(self.seen) * self.norm.running_mean[0]
-
-
-@EVERY_WAY
-@pytest.mark.parametrize("kind", [Recurrent, Biased, Normed])
-def test_a_unit_has_the_kernels_and_the_buffers_of_the_plain_model(way, kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4))
-
-    def loss(model, x):
-        value = square(model, x) + square(model, x + 1)
-        model.eval()  # the backward is that of the forward that was
-        return value, (getattr(model[1], "count", 0), getattr(model[1], "seen", None))
-
-    check(model, loss, ["1"], **way)
-
-
-@EVERY_WAY
-def test_a_tensor_in_an_object_that_nobody_looks_into_has_its_gradient(way):
-    def run(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            closed, mean = block(x)
-            x = closed.found[0] + mean
-        return x
-
-    def each(self, x):
-        closed = Closed()
-        closed.found.append(self.linear(x))
-        return closed, torch.sigmoid(self.linear(x)).mean()
-
-    check(chain(run, each), square, [Block], **way)
-
-
-def test_a_recomputed_unit_of_which_nothing_is_seen_trains_like_plain():
-    def run(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x).found[0]
-        return x
-
-    def each(self, x):
-        closed = Closed()
-        closed.found.append(torch.sigmoid(self.linear(x)))
-        return closed
-
-    for strategy in ("ddp", "zero3"):
-        check(chain(run, each), square, [Block], strategy=strategy, recompute=True)
-
-
-def test_a_recomputed_unit_keeps_no_activations_and_a_kept_graph_goes_back_twice():
-    saved = []
-
-    def each(self, x):
-        for _ in range(3):
-            x = x + self.linear.bias
-            saved.append(StorageWeakRef(x.untyped_storage()))
-            x = torch.sin(x)
-        return x
-
-    def loss(model, x):
-        y = model(x).sum()
-        kept = [not storage.expired() for storage in saved]
-        torch.autograd.grad(y, model.blocks[0].linear.bias, retain_graph=True)
-        assert [not storage.expired() for storage in saved] == (kept if all(kept) else [False] * 6)
-        saved.clear()
-        return y, kept
-
-    def run(self, x):
-        return self.blocks[0](self.first(x))
-
-    model = chain(run, each, 1)
-    expected, _, _ = plain(model, loss, 1)
-    for recompute in (False, True):
-        ((gradients, _, kept),) = sharded(model, loss, [Block], recompute=recompute, world=1)
-        assert kept == [not recompute] * 3
-        assert all(torch.equal(gradients[name], value) for name, value in expected.items())
-
-
 CHANGES = {
     "nothing": lambda y: y,
     "mul_": lambda y: y.mul_(2),
@@ -384,25 +173,6 @@ def test_a_unit_may_change_its_input_as_in_the_plain_model(way):
         return x
 
     check(chain(run, lambda self, x: self.linear(x.mul_(3))), square, [Block], **way)
-
-
-def test_a_recomputed_unit_that_changes_its_input_is_an_error_that_says_so():
-    def run(self, x):
-        return self.blocks[0](self.first(x) * 1)
-
-    with pytest.raises(shardproof.Error, match=r"unit 'blocks.0' needs a tensor that was written in place.*clone"):
-        sharded(chain(run, lambda self, x: self.linear(x.mul_(3)), 1), square, [Block], recompute=True)
-
-
-def test_a_recomputed_unit_that_does_something_else_the_second_time_is_an_error_that_says_so():
-    state = {"calls": 0}
-
-    def each(self, x):
-        state["calls"] += 1
-        return torch.exp(self.linear(x)) if state["calls"] > 1 else self.linear(x)
-
-    with pytest.raises(RuntimeError, match="unit 'blocks.0' saved 3 tensors when it was recomputed, and 2"):
-        sharded(chain(lambda self, x: self.blocks[0](self.first(x)), each, 1), square, [Block], recompute=True, world=1)
 
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -483,20 +253,6 @@ def test_a_unit_that_returns_nothing_and_writes_to_its_argument_trains_like_plai
     check(chain(run, each), square, [Block], **way)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_penalty_on_the_gradient_of_the_input_trains_like_plain(strategy, recompute):
-    model = chain(lambda self, x: self.blocks[1](self.blocks[0](self.first(x))), lambda self, x: torch.tanh(self.linear(x)), 2)
-
-    def loss(model, x):
-        x = x.clone().requires_grad_()
-        y = model(x).square().sum()
-        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
-        return y + gradient.square().sum()
-
-    check(model, loss, [Block], strategy=strategy, recompute=recompute)
-
-
 def test_casts_give_one_tensor_for_one_and_what_is_written_comes_back():
     def run(self, x):
         x, kept = self.first(x).float(), {"a": None, "b": [torch.ones(4), None]}
@@ -516,52 +272,3 @@ def test_casts_give_one_tensor_for_one_and_what_is_written_comes_back():
     precision = shardproof.Precision(compute=torch.bfloat16)
     for recompute in (False, True):
         sharded(chain(run, each), square, [Block], recompute=recompute, precision=precision)
-
-
-def tiny_llama(**more):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, **more,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("is_registered", [False, True])
-def test_generation_with_a_cache_makes_the_tokens_of_the_plain_model(strategy, is_registered):
-    model = tiny_llama().eval()
-    if is_registered:  # as torch.export needs it, so that anybody may rebuild a cache
-        from transformers.integrations.executorch import register_dynamic_cache_export_support
-
-        register_dynamic_cache_export_support()
-    tokens = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(0))
-
-    def generate(model):
-        with torch.no_grad():
-            return model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False, pad_token_id=0
-            )
-
-    expected, models = generate(model), [copy.deepcopy(model) for _ in range(2)]
-
-    def body(comm):
-        own = models[comm.rank]
-        shardproof.fully_shard(own, comm, strategy=strategy, units=[type(own.model.layers[0])])
-        return generate(own)
-
-    for got in shardproof.run_threads(2, body):
-        assert torch.equal(got, expected)
-
-
-@EVERY_WAY
-def test_a_cache_that_layers_fill_while_they_train_has_each_key_once(way):
-    model = tiny_llama(use_cache=True, attn_implementation="eager").train()
-
-    def loss(model, x):
-        tokens = (x.flatten()[:12].abs() * 10).long().view(2, 6)
-        result = model(input_ids=tokens, labels=tokens)
-        return result.loss, result.past_key_values.get_seq_length()
-
-    check(model, loss, [type(model.model.layers[0])], **way)

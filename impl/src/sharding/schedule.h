@@ -3,7 +3,8 @@
 //
 // A backward has no owner in LibTorch, so it is recognised by what it touches: the first output hook or gradient hook that
 // fires begins it and queues one callback for its end, which catches whatever never fired. A unit's parameters are freed
-// once all its gradients have arrived and the backward has left it: then no node is left that could read them. Reduces start in one fixed order, last bucket first, so that all ranks agree on it.
+// once all its gradients have arrived and the backward has left it: then no node is left that could read them. Reduces start
+// in one fixed order, last bucket first, so that all ranks agree on it.
 //
 // The state machine of training is made of four, each an enum where it lives:
 //

@@ -100,6 +100,12 @@ class BuffersAsBefore {
 // A parameter, or another leaf. It stays where it is, and autograd finds it by its accumulator of gradients.
 bool stays(const at::Tensor& tensor) { return tensor.is_leaf() && tensor.requires_grad(); }
 
+// Without those of subclasses, whose sizes may be symbols.
+std::vector<int64_t> sizes_of(const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.is_nested()) return {};
+  return tensor.sizes().vec();
+}
+
 // Keeps what the forward saves that runs again, in its order.
 class Recorder final : public SavedTensorKeeper, public std::enable_shared_from_this<Recorder> {
  public:
@@ -148,12 +154,7 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
     unit->prepare_backward();
     const auto recorder = std::make_shared<Recorder>();
     run(unit->schedule(), recorder);
-    SHARD_REQUIRE(recorder->saved.size() == slots_.size(), "unit",
-                  "{} saved {} tensors when it was recomputed, and {} in its forward. A forward that is recomputed must do the "
-                  "same when it runs again on the same inputs",
-                  name_, recorder->saved.size(), slots_.size());
-    for (size_t i = 0; i < slots_.size(); ++i)
-      if (slots_[i].is_waiting) slots_[i].value.emplace(std::move(recorder->saved[i]));
+    take(recorder->saved);
     made_in_ = task;
     torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
       if (const auto held = self.lock()) held->forget();
@@ -162,8 +163,10 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
 
  private:
   struct Slot {
+    at::ScalarType dtype;
+    std::vector<int64_t> sizes;
     bool is_waiting = true;  // autograd may ask for it
-    std::optional<SavedTensor> value;
+    std::optional<SavedTensor> value = {};
   };
 
   class Hooks final : public SavedVariableHooks {
@@ -174,7 +177,7 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
     }
     void call_pack_hook(const at::Tensor& tensor) override {
       if (stays(tensor)) stays_.emplace(tensor);
-      else number_ = owner_->add();
+      else number_ = owner_->add(tensor);
     }
     at::Tensor call_unpack_hook() override {
       if (number_) return owner_->get(*number_);
@@ -188,10 +191,25 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
     std::optional<SavedTensor> stays_;
   };
 
-  size_t add() {
+  size_t add(const at::Tensor& tensor) {
     ++waiting_;
-    slots_.emplace_back();
+    slots_.push_back({tensor.scalar_type(), sizes_of(tensor)});
     return slots_.size() - 1;
+  }
+
+  void take(std::vector<SavedTensor>& saved) {
+    SHARD_REQUIRE(saved.size() == slots_.size(), "unit",
+                  "{} saved {} tensors when it was recomputed, and {} in its forward. A forward that is recomputed must do the "
+                  "same when it runs again on the same inputs",
+                  name_, saved.size(), slots_.size());
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const at::Tensor& again = saved[i].source;
+      SHARD_REQUIRE(again.scalar_type() == slots_[i].dtype && sizes_of(again) == slots_[i].sizes, "unit",
+                    "{} saved other tensors when it was recomputed than in its forward: number {} has other sizes or another "
+                    "dtype. A forward that is recomputed must do the same when it runs again on the same inputs",
+                    name_, i + 1);
+      if (slots_[i].is_waiting) slots_[i].value.emplace(std::move(saved[i]));
+    }
   }
 
   at::Tensor get(size_t number) {
@@ -203,7 +221,8 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
 
   // Nobody will ask for it. What the last one needed goes: it may hold whatever the model's arguments hold.
   void release(size_t number) {
-    slots_[number] = {.is_waiting = false, .value = {}};
+    slots_[number].is_waiting = false;
+    slots_[number].value.reset();
     if (--waiting_ > 0) return;
     inputs_.clear();
     again_ = nullptr;

@@ -36,8 +36,8 @@ class UnitHooks {
 
   // Runs the forward once more, on these inputs. What it returns is of no use.
   using Again = std::function<void(const std::vector<at::Tensor>& inputs)>;
-  // Until the returned object is gone, nobody keeps what autograd saves on this thread. The backward runs `again` to have it, on
-  // these inputs, and with buffers that have the values of now.
+  // Until the returned object is gone, nobody keeps what autograd saves on this thread. The backward runs `again` to have it,
+  // on these inputs, and with buffers that have the values of now.
   virtual std::shared_ptr<void> forget_saved(Again again, const std::vector<at::Tensor>& inputs,
                                              const std::vector<at::Tensor>& buffers) = 0;
 };
