@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardproof
 
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
