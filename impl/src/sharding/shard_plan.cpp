@@ -197,22 +197,23 @@ std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan
   for (const NamedParameter& parameter : plan.parameters) kinds[kind_of(parameter)].push_back(parameter);
   std::vector<std::vector<NamedParameter>> buckets;
   for (const auto& [kind, parameters] : kinds) {
-    int64_t bytes_max = options.bucket_bytes_max;
-    if (options.bucket_count > 0) {
-      int64_t total = 0;
-      for (const NamedParameter& parameter : parameters) total += parameter.bytes();
-      bytes_max = std::max<int64_t>(1, (total + options.bucket_count - 1) / options.bucket_count);
-    }
-    int64_t bytes = 0;
-    bool open = false;
+    int64_t total = 0, placed = 0, bytes = 0, made = 0, left = std::ssize(parameters);
+    for (const NamedParameter& parameter : parameters) total += parameter.bytes();
     for (const NamedParameter& parameter : parameters) {
-      if (!open || (bytes_max > 0 && bytes + parameter.bytes() > bytes_max)) {
+      const bool is_full = options.bucket_bytes_max > 0 && bytes + parameter.bytes() > options.bucket_bytes_max;
+      // Of `bucket_count` buckets the next one begins where those before have their part of all bytes, or each that is to come
+      // needs a parameter.
+      const int64_t to_come = options.bucket_count - made;
+      const bool has_its_part = to_come > 0 && (placed * options.bucket_count >= total * made || left <= to_come);
+      if (made == 0 || is_full || has_its_part) {
         buckets.emplace_back();
         bytes = 0;
-        open = true;
+        ++made;
       }
       buckets.back().push_back(parameter);
       bytes += parameter.bytes();
+      placed += parameter.bytes();
+      --left;
     }
   }
   return buckets;
