@@ -219,8 +219,8 @@ def fully_shard(
     for each in itertools.chain([module], *(unit.modules for unit in selected), inner):
         if isinstance(each, torch.jit.ScriptModule):
             raise _C.Error(
-                f"[fully_shard] a unit, or a module that is recomputed, is a {type(each).__name__}, which runs without Python's "
-                "hooks. Choose the module around it instead"
+                f"[fully_shard] a unit, or a module that is recomputed, is a {type(each).__name__}, which runs without "
+                "hooks of Python. Choose the module around it instead"
             )
     plain = _ignored_parameters(module, ignored)
     for name, value in module.named_parameters():
@@ -289,8 +289,8 @@ def transfer(
     """Fill one sharded model with the values of another, on other ranks or on another mesh. Collective over ``comm``.
 
     No rank holds a whole parameter: what a rank lacks travels in slices. Values are the main parameters, rounded to the main
-    dtype of the target. Persistent buffers, parameters that are not sharded and extra state of modules are those of the source's
-    rank 0. Optimizer state and other buffers stay as they are.
+    dtype of the target. Persistent buffers, parameters that are not sharded and extra state of modules are those of the
+    source's rank 0. Optimizer state and other buffers stay as they are.
 
     Parameters
     ----------

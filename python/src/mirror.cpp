@@ -105,7 +105,8 @@ void collect_parameters(const py::handle& module, const std::string& prefix, std
 
 // The same without texts, since it is looked at in each step: hashes of the names, which Python keeps, and addresses.
 void see(const py::handle& module, std::vector<intptr_t>& seen) {
-  static const py::handle parameters = PyUnicode_InternFromString("_parameters"), children = PyUnicode_InternFromString("_modules");
+  static const py::handle parameters = PyUnicode_InternFromString("_parameters");
+  static const py::handle children = PyUnicode_InternFromString("_modules");
   const auto each = [&](const py::handle& dict, const auto& visit) {
     const py::object items = py::getattr(module, dict);
     PyObject *name = nullptr, *value = nullptr;

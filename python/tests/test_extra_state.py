@@ -184,6 +184,8 @@ class Renamed(nn.Module):
         self.again = self.shared
         self.tied = nn.Linear(2, 2)
         self.tied.weight = self.shared.weight
+        self.register_buffer("one", torch.ones(2))
+        self.tied.register_buffer("same", self.one)
         self.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(extra=state.pop("layer.weight")))
         self.register_load_state_dict_pre_hook(self.take)
 
@@ -213,6 +215,7 @@ def test_a_state_dict_is_what_the_plain_models_own_code_saves_and_loads(strategy
         assert_same_bits(first, plain)
         assert list(first) == list(plain) and metadata == plain._metadata
         assert len({first[f"{name}.weight"].data_ptr() for name in ("shared", "again", "tied")}) == 1
+        assert first["one"].data_ptr() == first["tied.same"].data_ptr()
         assert not keys.missing_keys and not keys.unexpected_keys
         assert_same_bits(second, state)
 

@@ -154,14 +154,14 @@ void BucketParameters::require_own() const {
   };
   for (size_t i = 0; i < views_.size(); ++i)
     SHARD_REQUIRE(is_at(views_[i], readable_, i) || is_at(views_[i], unreadable_, i), "bucket",
-                  "{} (rank {}): parameter {} was given other data after it was sharded, by `.data = ` or a cast or move of the "
-                  "module, and training would not follow. Give it values by write_parameters or load_state_dict of the sharded "
-                  "model, and cast or move a module before it is sharded",
+                  "{} (rank {}): parameter {} was given other data after it was sharded, by `.data = ` or a cast or move of "
+                  "the module, and training would not follow. Give it values by write_parameters or load_state_dict of the "
+                  "sharded model, and cast or move a module before it is sharded",
                   label_, layout_.rank(), layout_.members()[i].name);
   const bool optimizer_sees = !frees_compute() && rules_.main == rules_.compute && !rules_.offload;
   SHARD_REQUIRE(optimizer_sees || versions() == versions_, "bucket",
-                "{} (rank {}): {} or a parameter beside it was changed in place after it was sharded, and the optimizer works on "
-                "a copy that does not follow. Give it values by write_parameters or load_state_dict of the sharded model",
+                "{} (rank {}): {} or a parameter beside it was changed in place after it was sharded, and the optimizer works "
+                "on a copy that does not follow. Give it values by write_parameters or load_state_dict of the sharded model",
                 label_, layout_.rank(), first_name());
 }
 

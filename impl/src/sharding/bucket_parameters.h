@@ -49,8 +49,8 @@ class BucketParameters : private BucketPart {
   void reshard_within(int64_t ranks);
   // The same, but what the strategy's row keeps between forward and backward stays.
   void reshard_between();
-  // Throws Error, which names a parameter of the module that is no longer a view of this memory, or that somebody has written to
-  // where the optimizer would not see it.
+  // Throws Error, which names a parameter of the module that is no view of this memory any more, or that somebody has written
+  // to where the optimizer would not see it.
   void require_own() const;
   bool frees_compute() const { return layout_.unshard().step != Step::none && !side_by_side(); }
   // Parameters are sharded, and whole all the time.
