@@ -103,8 +103,9 @@ at::ScalarType BucketGradient::produced_dtype(bool reduces) const {
   return goes_on_the_wire && dtypes.gradient == at::kFloat ? dtypes.reduce : dtypes.gradient;
 }
 
-void BucketGradient::add_gradient(int64_t index, const at::Tensor& gradient) {
+void BucketGradient::add_gradient(int64_t index, const at::Tensor& given) {
   const BucketParameter& member = layout_.members()[index];
+  const at::Tensor gradient = given.is_sparse() ? given.detach().to_dense() : given;  // of an embedding
   SHARD_REQUIRE(
       !final(), "bucket",
       "parameter {} of {} got a gradient after the last backward of this step. Call set_last_microbatch(false) (in Python "

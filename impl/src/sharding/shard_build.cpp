@@ -11,6 +11,7 @@
 #include "sharding/shard_validate.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/meta_init.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -39,11 +40,13 @@ BucketParameter member_of(const NamedParameter& parameter, const ParallelState* 
 
 void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
   at::NoGradGuard no_grad;
-  for (const at::Tensor& buffer : module.buffers()) {
-    at::Tensor values = buffer.contiguous();
-    for (const std::string& axis : strategy.produced.partial) comms.along({axis}).broadcast(values, 0).wait();
-    if (values.data_ptr() != buffer.data_ptr()) buffer.copy_(values);
-  }
+  const ModuleBuffers buffers = buffers_of(module);
+  for (const auto* kind : {&buffers.state, &buffers.transient})
+    for (const auto& [name, buffer] : *kind) {
+      at::Tensor values = buffer.contiguous();
+      for (const std::string& axis : strategy.produced.partial) comms.along({axis}).broadcast(values, 0).wait();
+      if (values.data_ptr() != buffer.data_ptr()) at::Tensor(buffer).copy_(values);
+    }
 }
 
 // How one unit is sharded: as all are, but for what its own options say.
