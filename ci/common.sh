@@ -37,15 +37,16 @@ take_targets() {
   arguments=("$@")
 }
 
-# install_locked NAME: installs what ci/requirements/NAME.lock has into build-NAME, an environment of its own. It does nothing
-# where that is there, and needs a network only where it is not.
+# install_locked NAME [OPTION OF PIP...]: installs what ci/requirements/NAME.lock has into build-NAME, an environment of its own
+# for the interpreter $python. It does nothing where that is there, and needs a network only where it is not.
 install_locked() {
   local lock=$root/ci/requirements/$1.lock folder=$root/build-$1
   local stamp=$folder/.ready
   [[ ! -f $stamp || $(<"$stamp") != "$(sha256sum <"$lock")" ]] || return 0
   say "installing ci/requirements/$1.lock into build-$1"
-  python3 -m venv "$folder" || fail "python3 -m venv failed; its output is above. On Debian: apt-get install python3-venv"
-  "$folder/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --require-hashes -r "$lock" ||
+  "${python:-python3}" -m venv "$folder" ||
+    fail "python3 -m venv failed; its output is above. On Debian: apt-get install python3-venv"
+  "$folder/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --require-hashes "${@:2}" -r "$lock" ||
     fail "pip failed; its output is above. Check that this machine reaches a Python package index"
   sha256sum <"$lock" >"$stamp"
 }

@@ -16,7 +16,7 @@ TORCH = pinned("torch==2.11.0", "a")
 PINNED = TORCH + pinned("numpy==2.4.6 ; python_full_version < '3.12'", "b") + \
     pinned("numpy==2.5.5 ; python_full_version >= '3.12'", "c")
 CLEAN = {"run.in": "# What a build needs.\ntorch==2.11.*\nnumpy\n", "run.lock": "# A lock.\n" + PINNED}
-for other in ("cuda", "docs", "mutants", "tools"):
+for other in ("cuda", "docs", "mutants", "tools", "zoo"):
     CLEAN[other + ".in"] = "some_tool==1.*\n"
     CLEAN[other + ".lock"] = pinned("some-tool==1.2", "d")
 
@@ -49,7 +49,7 @@ class Lock(unittest.TestCase):
 
     def test_a_package_that_pip_would_be_given_twice_is_found(self):
         self.assertEqual(self.found({"cuda.lock": CLEAN["cuda.lock"] + TORCH}),
-                         ["torch is in cuda.lock and in run.lock; the set-up installs both, and pip refuses that"])
+                         ["torch is in cuda.lock and in run.lock; both are installed, and must not differ"])
 
     def test_what_always_holds_is_left_out_of_markers(self):
         always = "python_full_version < '3.15' and sys_platform == 'linux'"
