@@ -216,6 +216,7 @@ def test_a_loss_of_second_order_holds():
         return value + gradient.square().mean()
 
     def make():
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 1))
+        first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        return nn.Sequential(first, nn.Tanh(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), last)
 
     require_holds(make, penalty)

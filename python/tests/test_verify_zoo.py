@@ -1,4 +1,4 @@
-"""shardproof.verify with defaults raises no alarm on models that train right: mainstream architectures, and the modules of torch."""
+"""shardproof.verify with defaults raises no alarm on models that train right: mainstream architectures, torch's modules."""
 
 import copy
 import importlib.util
@@ -45,7 +45,8 @@ def loss_of(model, batch):
     total, results = model(*batch)
     for output in _pytree.tree_leaves(results):
         if isinstance(output, torch.Tensor) and output.is_floating_point():
-            total = total + (output * torch.linspace(0.5, 1.5, output.numel()).view(output.shape)).mean() + output.square().mean()
+            weights = torch.linspace(0.5, 1.5, output.numel()).view(output.shape)
+            total = total + (output * weights).mean() + output.square().mean()
     return total
 
 

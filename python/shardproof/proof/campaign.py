@@ -87,8 +87,8 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def prepare(subject: Subject) -> "list[str]":
-    """Throws unless two plain models that are made alike give the same bits, whatever random numbers follow. Returns the modules
-    that can be units: those that are called."""
+    """Throws unless two plain models that are made alike give the same bits, whatever random numbers follow. Returns the
+    modules that can be units: those that are called."""
     called: "list[str]" = []
     losses: "list[torch.Tensor]" = []
     facts: "list[dict]" = []

@@ -79,7 +79,7 @@ class Comparison:
     Parameters
     ----------
     runs : list of Expected
-        The plain run; in mode fast then those that round otherwise, and at last the one in float64, if there are kernels for it.
+        The plain run; in mode fast then those that round otherwise, and at last the one in float64, if there are kernels.
     with_tolerance : bool
         Whether distances are compared, and not bits. Without a run in float64 they are those from the plain run.
     rank, step : int

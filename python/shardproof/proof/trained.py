@@ -369,8 +369,8 @@ class Trainer:
         comparison.pieces("gradient", lambda run: run.gradients, sharded.gradients())
         norm_max = clip_of(case)
         norm = sharded.clip_gradients(norm_max) if norm_max is not None else sharded.gradient_norm()
-        plain = comparison.plain.norm
-        if any(p.dtype != torch.float32 for p in comparison.plain.parameters.values()) and math.isclose(norm, plain, rel_tol=1e-6):
+        plain, parameters = comparison.plain.norm, comparison.plain.parameters.values()
+        if math.isclose(norm, plain, rel_tol=1e-6) and any(p.dtype != torch.float32 for p in parameters):
             norm = plain  # only float32 has a specified norm
         self.value(comparison, "norm of the gradient", lambda run: run.norm, norm)
         if hasattr(optimizer, "set_lr_factor"):
