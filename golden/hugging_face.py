@@ -38,7 +38,7 @@ def run(config, parameters, tokens, targets, dtype):
     config = AutoConfig.for_model(**{**json.loads(config), **NO_TOKENS})
     dtype = getattr(torch, dtype)
     with torch.random.fork_rng(devices=[]):  # C++ shares the generator
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
     own = list(weights_of(model))
     names = [name for name, _, _ in own]
     if names != [name for name, _ in parameters]:
@@ -48,6 +48,7 @@ def run(config, parameters, tokens, targets, dtype):
             value = tensor(value, dtype)
             parameter.copy_(value.mT if turned else value)
     logits = model(input_ids=tensor(tokens, dtype)).logits
-    F.cross_entropy(logits.flatten(0, 1), tensor(targets, dtype).flatten()).backward()
+    wide = logits if dtype == torch.float64 else logits.float()  # as the package's own loss
+    F.cross_entropy(wide.flatten(0, 1), tensor(targets, dtype).flatten(), reduction="sum").backward()
     gradients = [(name, exported(p.grad.mT if turned else p.grad)) for name, p, turned in own]
     return {"logits": exported(logits), "gradients": gradients}

@@ -21,10 +21,13 @@ class Layer {
     return x + linear(at::silu(gate) * up, "mlp.down_proj");
   }
 
+  // Norms and angles are float32 numbers in a model of a smaller dtype, as in the package that these models come from.
+  static at::Tensor in_wide(const at::Tensor& x) { return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat); }
+
   static at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& scale, double eps) {
-    const at::Tensor own = x.view_as(x);
+    const at::Tensor own = in_wide(x.view_as(x));
     const at::Tensor mean_square = own.square().mean(-1, /*keepdim=*/true);
-    return own * at::rsqrt(mean_square + eps) * scale;
+    return (own * at::rsqrt(mean_square + eps)).to(x.scalar_type()) * scale;
   }
 
  private:
@@ -49,7 +52,7 @@ class Layer {
     return linear(mixed.transpose(1, 2).reshape({batch, length, llama_.heads * width}), "self_attn.o_proj");
   }
 
-  // [length, width / 2]
+  // [length, width / 2], not rounded to a smaller dtype
   at::Tensor angles_of(int64_t length, at::ScalarType dtype) const {
     const int64_t width = llama_.head();
     const at::Tensor powers =
@@ -57,13 +60,14 @@ class Layer {
     const at::Tensor rates = powers.reciprocal();
     float* rate = rates.mutable_data_ptr<float>();
     for (int64_t i = 0; i < rates.numel(); ++i) rate[i] = slowed(rate[i], llama_);
-    return (at::arange(length, at::kFloat).unsqueeze(1) * rates).to(dtype);
+    const at::Tensor angles = at::arange(length, at::kFloat).unsqueeze(1) * rates;
+    return dtype == at::kDouble ? angles.to(dtype) : angles;
   }
 
   static at::Tensor turned(const at::Tensor& x, const at::Tensor& angles) {
     const int64_t half = x.size(3) / 2;
     const at::Tensor first = x.narrow(3, 0, half), second = x.narrow(3, half, half);
-    const at::Tensor cos = angles.cos().to(x.device()), sin = angles.sin().to(x.device());
+    const at::Tensor cos = angles.cos().to(x.options()), sin = angles.sin().to(x.options());
     return at::cat({first * cos - second * sin, second * cos + first * sin}, 3);
   }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <tuple>
 
 #include "golden/python.h"
@@ -264,8 +265,10 @@ EngineTrace train_with(const py::object& python_train, const EngineRun& run) {
 PeerResult run_with(py::object& python_run, const PeerRun& run) {
   py::list parameters;
   for (const auto& [name, value] : run.parameters) parameters.append(py::make_tuple(name, to_python(value)));
-  const py::object result = python_run(run.config, parameters, to_python(run.tokens), to_python(run.targets),
-                                       run.dtype == at::kDouble ? "float64" : "float32");
+  static const std::map<at::ScalarType, const char*> dtypes = {
+      {at::kDouble, "float64"}, {at::kFloat, "float32"}, {at::kBFloat16, "bfloat16"}, {at::kHalf, "float16"}};
+  const py::object result =
+      python_run(run.config, parameters, to_python(run.tokens), to_python(run.targets), dtypes.at(run.dtype));
   return {tensor_from_python(result["logits"]), named_from_python(result["gradients"])};
 }
 

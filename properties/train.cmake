@@ -48,7 +48,12 @@ shardproof_test(NAME canonical_props LABEL parallel TORCH SOURCES nn/canonical/c
 shardproof_test(NAME context_props LABEL parallel TORCH CASES 200 SOURCES parallel/context/context_props.cpp
   kit/parallel_models.cpp)
 shardproof_test(NAME dropout_props LABEL parallel TORCH SOURCES nn/dropout_props.cpp kit/parallel_models.cpp)
-shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES models/transformers_props.cpp)
+shardproof_test(NAME transformers_props LABEL parallel TORCH LIBRARIES golden SOURCES models/transformers_props.cpp
+  models/transformers_precision_props.cpp)
+add_test(NAME TransformersPrecision.losses_and_gradients_of_long_sequences_are_as_exact_as_those_of_the_package
+  COMMAND transformers_props --gtest_filter=TransformersPrecision.losses_*)
+set_tests_properties(TransformersPrecision.losses_and_gradients_of_long_sequences_are_as_exact_as_those_of_the_package
+  PROPERTIES LABELS nightly TIMEOUT 7200 ENVIRONMENT "SHARDPROOF_TOKENS=1024 4096")
 shardproof_test(NAME parallel_props LABEL parallel TORCH CASES 200 SOURCES
   parallel/collective_ops_props.cpp parallel/lifetimes_props.cpp parallel/tensor/parallel_layers_props.cpp
   parallel/tensor/overlap_pieces_props.cpp parallel/tensor/parallel_models_props.cpp optim/parallel_muon_props.cpp

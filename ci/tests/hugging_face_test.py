@@ -183,9 +183,120 @@ class HuggingFace(ScratchCase):
                 self.assertIn("qwen2" if family != "qwen2" else "a llama has no such model", error)
                 self.setUp()
 
+    def test_weights_that_the_model_of_the_config_lacks_are_refused(self):
+        biased = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+        biased.save_pretrained(self.path("theirs"))
+        for model_type, first in (("llama", "self_attn.k_proj.bias"), ("qwen2", "mlp.down_proj.bias")):
+            self.rewrite("theirs", model_type=model_type, attention_bias=False, mlp_bias=False)
+            error = shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", model_type, code=2)
+            self.assertIn(f"the model has no place for model.layers.0.{first}", error)
+        llama(False).save_pretrained(self.path("plain"))
+        self.rewrite("plain", vocab_size=14)
+        error = shardproof("checkpoint", "convert", self.path("plain"), self.path("x"), "--family", "llama", code=2)
+        self.assertIn("lm_head.weight is [13, 12] and not [14, 12]", error)
+        self.assertFalse(os.path.exists(self.path("x")))
+
+    def test_a_tied_head_with_values_of_its_own_is_refused(self):
+        llama(True).save_pretrained(self.path("theirs"))
+        values = load_file(self.path("theirs/model.safetensors"))
+        for head, code in ((values["model.embed_tokens.weight"].clone(), 0), (values["model.embed_tokens.weight"] + 1, 2)):
+            save_file({**values, "lm_head.weight": head}, self.path("theirs/model.safetensors"), {"format": "pt"})
+            arguments = (self.path("theirs"), self.path(f"to_{code}"), "--family", "llama")
+            said = shardproof("checkpoint", "convert", *arguments, code=code)
+        self.assertIn("the head of this model is tied to model.embed_tokens.weight, and lm_head.weight has other values", said)
+        shardproof("checkpoint", "convert", self.path("to_0"), self.path("back"), "--to", "safetensors", "--family", "llama")
+        self.assertEqual(set(load_file(self.path("back/model.safetensors"))), set(values))
+
+    def rewrite(self, folder, **changes):
+        path = self.path(folder + "/config.json")
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({**config, **changes}, file)
+
+    def described(self, folder, leave_out=("dtype", "torch_dtype")):
+        texts = []
+        for name in ("config.json", "generation_config.json"):
+            with open(os.path.join(self.path(folder), name), encoding="utf-8") as file:
+                texts.append({key: value for key, value in json.load(file).items() if key not in leave_out})
+        return texts
+
+    def test_what_a_model_says_of_itself_comes_out_as_it_went_in(self):
+        ids = dict(bos_token_id=1, eos_token_id=[2, 7], pad_token_id=0)
+        sizes = {**SIZES, "vocab_size": 256, "initializer_range": 0.5, "rms_norm_eps": 1e-5, **ids}
+        window = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+        models = {"mistral": MistralForCausalLM(MistralConfig(**sizes, sliding_window=8)),
+                  "qwen2": Qwen2ForCausalLM(Qwen2Config(**sizes, **window)),
+                  "gpt2": GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=16, n_embd=12, n_layer=2, n_head=3, **ids))}
+        for family, model in models.items():
+            with self.subTest(family=family):
+                model.generation_config.max_new_tokens = 33
+                model.save_pretrained(self.path("theirs"))
+                shardproof("checkpoint", "convert", self.path("theirs"), self.path("ours"), "--family", family)
+                shardproof("checkpoint", "reshard", self.path("ours"), self.path("two"), "--mesh", "dp_shard=2")
+                shardproof("train", "--weights", self.path("theirs"), "--seq", "8", "--steps", "1", "--checkpoint-dir",
+                           self.path("run"), "--quiet")
+                shardproof("train", "--seq", "8", "--steps", "2", "--checkpoint-dir", self.path("run"), "--quiet", "--resume")
+                shardproof("checkpoint", "reshard", self.path("run/step_2"), self.path("run_two"), "--mesh", "dp_shard=2")
+                for source in ("ours", "two", "run/step_2", "run_two"):
+                    out = source.replace("/", "_") + "_out"
+                    shardproof("checkpoint", "convert", self.path(source), self.path(out), "--to", "safetensors", "--family",
+                               family, "--dtype", "bf16")
+                    self.assertEqual(self.described(out), self.described("theirs"), source)
+                    self.assertEqual(opened(self.path(out)).dtype, torch.bfloat16)
+                shardproof("checkpoint", "convert", self.path("theirs"), self.path("plain"), "--to", "safetensors", "--dtype",
+                           "bf16")
+                self.assertEqual(self.described("plain"), self.described("theirs"))
+                self.assertEqual(opened(self.path("plain")).dtype, torch.bfloat16)
+                other = "llama" if family != "gpt2" else "qwen2"
+                error = shardproof("checkpoint", "convert", self.path("run/step_2"), self.path("x"), "--to", "safetensors",
+                                   "--family", other, code=2)
+                self.assertIn(f"describes a {family}, and --family is {other}", error)
+                self.setUp()
+
+    def test_the_config_of_another_model_is_refused(self):
+        shardproof("train", "--model", "llama(layers=1,hidden=32,heads=4,kv_heads=2,intermediate=20,vocab=256,positions=64)",
+                   "--seq", "16", "--steps", "1", "--checkpoint-dir", self.path("run"), "--quiet")
+        usual = ("--to", "safetensors", "--family", "llama")
+        shardproof("checkpoint", "convert", self.path("run/step_1"), self.path("right"), *usual)
+        shardproof("checkpoint", "convert", self.path("right"), self.path("ours"), "--family", "llama")
+        os.remove(self.path("ours/config.json"))
+        changes = {"heads": dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16), "theta": dict(rope_theta=5e5),
+                   "eps": dict(rms_norm_eps=0.01), "positions": dict(max_position_embeddings=16), "vocab": dict(vocab_size=300),
+                   "layers": dict(num_hidden_layers=7), "tied": dict(tie_word_embeddings=True),
+                   "intermediate": dict(intermediate_size=9)}
+        for word, change in changes.items():
+            shutil.copytree(self.path("right"), self.path("of_" + word))
+            self.rewrite("of_" + word, **change)
+            error = shardproof("checkpoint", "convert", self.path("run/step_1"), self.path("x"), *usual, "--config",
+                               self.path("of_" + word), code=2)
+            self.assertIn(word, error)
+            # The shapes alone are known of a checkpoint that says nothing.
+            code = 2 if word in ("vocab", "layers", "tied", "intermediate") else 0
+            shardproof("checkpoint", "convert", self.path("ours"), self.path("y"), *usual, "--config", self.path("of_" + word),
+                       "--overwrite", code=code)
+        self.assertFalse(os.path.exists(self.path("x")))
+        shardproof("checkpoint", "convert", self.path("run/step_1"), self.path("same"), *usual, "--config", self.path("right"))
+
+    def test_a_number_that_the_dtype_does_not_hold_is_refused_by_name(self):
+        model = llama(False)
+        with torch.no_grad():
+            model.model.norm.weight[3] = 1e5
+            model.lm_head.weight[0, 0] = float("inf")
+        for dtype in (torch.float32, torch.bfloat16):
+            model.to(dtype).save_pretrained(self.path("theirs"))
+            error = shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "llama", "--dtype",
+                               "fp16", code=2)
+            self.assertRegex(error, "model.norm.weight: 1 of its values are too large for float16, such as (100000|99840)")
+        self.assertFalse(os.path.exists(self.path("x")))
+        shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "llama", "--dtype", "bf16")
+
     def test_wrong_usage_is_told(self):
         model = llama(True)
         model.save_pretrained(self.path("theirs"))
+        self.assertIn("has the names of the package already. Leave out --family",
+                      shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "llama", "--to",
+                                 "safetensors", code=2))
         self.assertIn("known are gpt2, llama, mistral, qwen2, qwen3",
                       shardproof("checkpoint", "convert", self.path("theirs"), self.path("x"), "--family", "opt", code=2))
         self.assertFalse(os.path.exists(self.path("x")))

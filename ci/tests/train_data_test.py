@@ -14,6 +14,12 @@ class TrainData(TrainingRuns):
     def expected(self, steps, **rule):
         return {step: data_checksum(self.files, 6, step=step, **rule) for step in steps}
 
+    def write_elsewhere(self, name, content):
+        path = os.path.join(self.folder, name)
+        with open(path, "wb") as file:
+            file.write(content)
+        return path
+
     def write_tokens(self, name, tokens, letter):
         return self.write(name, struct.pack(f"<{len(tokens)}{letter}", *tokens))
 
@@ -73,6 +79,42 @@ class TrainData(TrainingRuns):
         self.expect_refused("saved with --lr 0.001, no --shuffle, and this run has --lr 0.5, --shuffle --data-seed 1. To go "
                             "on, give --lr 0.001, and leave out --shuffle", "--shuffle", "--lr", "0.5", "--checkpoint-dir",
                             plain, "--resume", "--steps", "4")
+
+    def test_a_resumed_run_compares_what_its_data_are_and_not_what_they_are_called(self):
+        data, run = os.path.join(self.folder, "data"), os.path.join(self.folder, "run")
+        validation = self.write_elsewhere("validation", b"v" * 60)
+        common = ("--checkpoint-dir", run, "--resume", "--validation-data", validation)
+        self.assertEqual(self.train(*common)[0], 0)
+        elsewhere = os.path.join(self.folder, "elsewhere")
+        shutil.copytree(data, os.path.join(elsewhere, "copy"))
+        os.symlink(data, os.path.join(self.folder, "0data"))
+        together = self.write_elsewhere("together", b"".join(self.files[name] for name in sorted(self.files, key=os.fsencode)))
+        for number, paths in enumerate((
+                (os.path.join(elsewhere, "copy"),), (os.path.join(self.folder, "0data"),), (os.path.relpath(data),),
+                (os.path.join(data, "b.txt"), os.path.relpath(os.path.join(data, "a")), os.path.join(data, "a", "..", "a.txt")),
+                (together,))):
+            code, lines, output, errors = self.train(*common, "--steps", str(4 + number), "--data", *paths)
+            self.assertEqual(code, 0, output + errors)
+            self.assertEqual(self.checksums(lines), self.expected(range(3 + number, 4 + number), global_batch=16, microbatch=2,
+                                                                  ranks=2))
+        again = ("--steps", "9")
+        for name, content in self.files.items():
+            for at in (0, len(content) - 1):
+                changed = bytearray(content)
+                changed[at] = changed[at] % 251 + 1  # no zero byte, which would make it no text
+                self.write(name, bytes(changed))
+                self.expect_refused("this run has --data with the fingerprint", *common, *again)
+            self.files[name] = content
+            self.write(name, content)
+        one, other = self.files["a.txt"], self.files["b.txt"]
+        self.write("a.txt", other)
+        self.write("b.txt", one)
+        self.expect_refused("this run has --data with the fingerprint", *common, *again)
+        self.write("a.txt", one)
+        self.write("b.txt", other)
+        self.write_elsewhere("validation", b"w" * 60)
+        self.expect_refused("this run has --validation-data with the fingerprint", *common, *again)
+        self.assertEqual(self.train("--checkpoint-dir", run, "--resume", *again)[0], 0)  # or validates no more
 
     def test_files_of_tokens_train_to_the_golden_bits_in_the_documented_order(self):
         for letter, kind, width in (("H", "uint16", 2), ("I", "uint32", 4)):

@@ -1,6 +1,7 @@
 """What `shardproof train` reports of a step: norms, zeros, memory, and event files for TensorBoard."""
 import json
 import os
+import shutil
 import struct
 import subprocess
 import unittest
@@ -143,6 +144,40 @@ class TrainLog(TrainingRuns):
             self.assertEqual(values, expected)
         self.assertEqual(crc32c(b"123456789"), 0xE3069283)  # the check value of CRC-32C
         self.expect_refused("name another folder with --tensorboard", "--tensorboard", self.write("file", b"x"))
+
+    def test_a_run_that_goes_on_has_each_step_once_in_its_lines_and_its_event_files(self):
+        run, path, board = (os.path.join(self.folder, name) for name in ("run", "lines.jsonl", "board"))
+
+        def lines(*arguments, folder=run):
+            code, _, output, errors = self.train("--resume", "--save-every", "4", "--tensorboard", board, "--json", path,
+                                                 "--checkpoint-dir", folder, *arguments)
+            self.assertEqual(code, 0, output + errors)
+            with open(path, encoding="utf-8") as file:
+                return [json.loads(line) for line in file]
+
+        lines("--steps", "6")
+        shutil.rmtree(os.path.join(run, "step_6"))  # as if it had been killed after its sixth step
+        with open(path, "a", encoding="utf-8") as file:
+            file.write('{"type":"step","st')
+        went_on = lines("--steps", "10")
+        self.assertEqual([line["type"] for line in went_on], ["run"] + 4 * ["step"] + ["run"] + 6 * ["step"] + ["end"])
+        steps = [line for line in went_on if line["type"] == "step"]
+        self.assertEqual([step["step"] for step in steps], list(range(10)))
+        through = self.losses(self.train("--steps", "10")[1])
+        self.assertEqual({step["step"]: step["loss"] for step in steps},
+                         {number: json.loads(line.rstrip(",") + "}")["loss"] for number, line in through.items()})
+        shown = {}
+        for name in sorted(os.listdir(board)):
+            for event in events(os.path.join(board, name)):
+                if 7 in event:
+                    self.assertEqual(dict(fields(event[7])), {1: 1})  # START: TensorBoard drops this step and later ones
+                    shown = {step: count for step, count in shown.items() if step < event[2]}
+                elif 5 in event:
+                    shown[event[2]] = shown.get(event[2], 0) + 1
+        self.assertEqual(shown, {step: 1 for step in range(1, 11)})
+        self.assertEqual(lines("--steps", "10")[:-2], went_on)
+        begun = lines("--steps", "2", folder=os.path.join(self.folder, "other"))
+        self.assertEqual([line["type"] for line in begun], ["run", "step", "step", "end"])
 
 
 if __name__ == "__main__":

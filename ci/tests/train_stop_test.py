@@ -2,9 +2,10 @@
 import json
 import os
 import signal
+import time
 import unittest
 
-from training_runs import TrainingRuns
+from training_runs import DEADLINE_S, STOPPED, TrainingRuns
 
 
 class TrainStop(TrainingRuns):
@@ -40,6 +41,61 @@ class TrainStop(TrainingRuns):
             process.send_signal(signal.SIGTERM)
         done, output = self.stopped(process, report)
         self.assertIn(f"--resume goes on from {folder}/step_{done}", output)
+
+    def validating(self, name, *arguments, **options):
+        """A run that takes minutes to validate after its first step, in the midst of it, and the folder of its checkpoints."""
+        held_out = os.path.join(self.folder, "held_out")
+        with open(held_out, "wb") as file:
+            file.write(os.urandom(20_000_000))
+        folder = os.path.join(self.folder, name)
+        process, report = self.begin("--checkpoint-dir", folder, "--validation-data", held_out, "--validate-every", "1",
+                                     "--mesh", "dp_shard=2", *arguments, **options)
+        return process, report, folder
+
+    def test_a_run_that_validates_saves_at_once_and_gives_no_loss_of_a_part(self):
+        for name, arguments in (("saved before", ("--save-every", "1")), ("saved now", ("--check",))):
+            process, report, folder = self.validating(name, *arguments)
+            deadline = time.monotonic() + DEADLINE_S
+            while time.monotonic() < deadline and not os.path.exists(os.path.join(folder, "step_1")):
+                time.sleep(0.02)
+                if name == "saved now" and os.path.exists(report) and os.path.getsize(report) > 0:
+                    time.sleep(2)
+                    break
+            process.send_signal(signal.SIGTERM)
+            done, output = self.stopped(process, report)
+            self.assertEqual(done, 1)
+            self.assertEqual(os.listdir(folder), ["step_1"])
+            with open(report, encoding="utf-8") as file:
+                self.assertIsNone(json.loads(file.read().splitlines()[1])["validation_loss"])
+
+    def test_a_run_whose_last_validation_is_cut_short_is_through(self):
+        process, _, folder = self.validating("run", steps="1")
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline and not os.path.exists(os.path.join(folder, "step_1")):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        self.assertEqual(process.returncode, 0, output)
+        self.assertIn("asked to stop: no loss was taken", output)
+
+    def test_a_run_that_repeats_its_golden_steps_stops_before_its_own(self):
+        folder = os.path.join(self.folder, "run")
+        common = ("--checkpoint-dir", folder, "--mesh", "dp_shard=2")
+        process, report = self.begin(*common)
+        self.after_steps(process, report, 2500)
+        process.send_signal(signal.SIGTERM)
+        saved, _ = self.stopped(process, report)
+        process, report = self.begin(*common, "--resume", "--check")
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline and not os.path.exists(report):
+            time.sleep(0.02)
+        time.sleep(0.5)  # it repeats 2,500 steps now
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        self.assertEqual(process.returncode, STOPPED, output)
+        self.assertIn(f"stopped after {saved} of 1000000 steps; --resume goes on from {folder}/step_{saved}", output)
+        self.assertNotIn("EQUAL", output)
+        self.assertEqual(os.listdir(folder), [f"step_{saved}"])
 
     def test_a_checked_run_stops_as_well(self):
         process, report = self.begin("--check", "--mesh", "dp_shard=2")

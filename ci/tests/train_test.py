@@ -6,10 +6,24 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import unittest
 
 from training_runs import MODEL, SHARDPROOF, TrainingRuns, data_checksum
+
+# Copies a checkpoint with PyTorch's own writer, one value of a tensor made infinite.
+SPOIL = """
+import sys, torch, torch.distributed.checkpoint as dcp
+source, target, name = sys.argv[1:]
+items = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+state = {key: torch.empty(item.size, dtype=item.properties.dtype) if hasattr(item, "size") else None
+         for key, item in items.items()}
+dcp.load(state, checkpoint_id=source, no_dist=True)
+state[name].view(-1)[0] = float("inf")
+plain = dcp.DefaultSavePlanner(flatten_state_dict=False)
+dcp.save(state, checkpoint_id=target, planner=plain, no_dist=True)
+"""
 
 
 class Train(TrainingRuns):
@@ -113,6 +127,41 @@ class Train(TrainingRuns):
         for step, text in self.losses(lines).items():
             self.assertEqual(text, self.losses(through)[step])
         self.expect_same_end(os.path.join(whole, "step_6"), os.path.join(resumed, "step_6"))
+
+    def test_a_link_to_a_run_folder_is_the_run_folder(self):
+        disk, link, behind = (os.path.join(self.folder, name) for name in ("disk", "link", "link/behind/run"))
+        os.mkdir(disk)
+        os.symlink(disk, link)
+        for folder in (link, link + "/", behind):
+            save = ("--checkpoint-dir", folder, "--save-every", "1", "--keep", "1")
+            self.assertEqual(self.train(*save)[0], 0)
+            self.assertEqual([name for name in os.listdir(folder) if "step" in name], ["step_3"])
+            self.expect_refused(f"there is {folder}/step_3 already", *save)
+            code, lines, output, errors = self.train(*save, "--resume", "--steps", "5")
+            self.assertEqual(code, 0, output + errors)
+            self.assertEqual(self.losses(lines).keys(), {3, 4})
+            done = subprocess.run([SHARDPROOF, "sample", folder, "--prompt", "a", "--length", "3"], capture_output=True,
+                                  check=False)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            shutil.rmtree(os.path.join(folder, "step_5"))
+        self.assertEqual(sorted(os.listdir(disk)), ["behind"])
+
+    def test_what_is_not_finite_is_neither_saved_nor_gone_on_from(self):
+        folder = os.path.join(self.folder, "run")
+        common = ("--checkpoint-dir", folder, "--save-every", "1", "--clip", "0")
+        code, _, output, errors = self.train(*common, "--lr", "1e38", "--steps", "2")
+        self.assertEqual(code, 1, output + errors)
+        self.assertRegex(errors, "step 1, the norm of the parameters is (inf|nan)")
+        self.assertEqual(os.listdir(folder), [])
+        self.assertEqual(self.train(*common)[0], 0)
+        for name in ("model.h.0.ln_1.weight", "optim.state.h.0.ln_1.weight.exp_avg_sq"):
+            with tempfile.TemporaryDirectory() as other:
+                rewritten = os.path.join(other, "step_3")
+                done = subprocess.run([sys.executable, "-c", SPOIL, os.path.join(folder, "step_3"), rewritten, name],
+                                      capture_output=True, text=True, check=False)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.expect_refused(f"{rewritten} has 1 values of parameters or of the optimizer's state", "--checkpoint-dir",
+                                    other, "--clip", "0", "--resume")
 
     def test_a_check_of_earlier_steps_that_the_golden_run_cannot_repeat_is_refused(self):
         folder = os.path.join(self.folder, "cut")

@@ -8,8 +8,8 @@ import subprocess
 import unittest
 
 import torch
-from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig,
+                          MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 from training_runs import ENVIRONMENT, SHARDPROOF, TrainingRuns
 
@@ -75,6 +75,58 @@ class TrainFromWeights(TrainingRuns):
                 losses, output = self.losses_from(folder, "--steps", "1", "--mesh", *mesh)
                 self.assertAlmostEqual(losses[0], loss_of(model), places=4, msg=f"{family} on {mesh}")
                 self.assertIn(f"begin  with the weights in {folder}\n", output)
+
+    def test_the_first_loss_in_bfloat16_is_as_exact_as_that_of_the_package_at_1024_tokens(self):
+        sizes = {"vocab_size": 256, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_((torch.randn_like(parameter) * 0.3 + ("norm" in name)).bfloat16())
+        folder, tokens = os.path.join(self.folder, "long"), torch.arange(1025) * 31 % 256
+        model.save_pretrained(folder)
+
+        def loss_in(dtype):
+            with torch.no_grad():
+                logits = model.to(dtype)(tokens[None, :1024]).logits[0].float()
+            return torch.nn.functional.cross_entropy(logits, tokens[1:]).item()
+
+        data = self.write("long.bin", struct.pack("<1025H", *tokens.tolist()))
+        losses, _ = self.losses_from(folder, "--data", data, "--seq", "1024", "--global-batch", "1", "--microbatch", "1",
+                                     "--mesh", "dp_shard=1", "--steps", "1", "--precision", "bf16")
+        true = loss_in(torch.float32)
+        self.assertLessEqual(abs(losses[0] - true), 1.5 * abs(loss_in(torch.bfloat16) - true) + 1e-3)
+
+    def test_an_entry_of_a_config_changes_the_first_loss_as_in_the_package_or_is_refused(self):
+        linear, yarn = ({"rope_type": kind, "factor": 4.0, "rope_theta": 1e4} for kind in ("linear", "yarn"))
+        changes = {"llama": [{"rms_norm_eps": 0.1}, {"rope_scaling": linear}, {"rope_scaling": yarn}, {"is_causal": False},
+                             {"rope_parameters": {"rope_theta": 50.0, "rope_type": "default"}}, {"hidden_act": "gelu"},
+                             {"rope_parameters": {**SLOWED, "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
+                             {"rope_scaling": {**SLOWED, "factor": 2.0}}, {"initializer_range": 0.5}, {"pretraining_tp": 2},
+                             {"attention_bias": True}, {"final_logit_softcapping": 1.0}, {"sliding_window": 2},
+                             {"quantization_config": {"quant_method": "fp8"}}, {"pad_token_id": 3, "eos_token_id": [1, 2]}],
+                   "qwen2": [{"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}, {"use_mrope": False},
+                             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}],
+                   "gpt2": [{"activation_function": "gelu"}, {"scale_attn_weights": False}, {"layer_norm_epsilon": 0.1},
+                            {"scale_attn_by_inverse_layer_idx": True}, {"reorder_and_upcast_attn": True}, {"resid_pdrop": 0.5}]}
+        taken = 0
+        for family in changes:
+            _, folder = self.saved(family)
+            path = os.path.join(folder, "config.json")
+            with open(path, encoding="utf-8") as file:
+                described = json.load(file)
+            for change in changes[family]:
+                with open(path, "w", encoding="utf-8") as file:
+                    json.dump({**described, **change}, file)
+                code, lines, _, errors = self.from_weights(folder, "--steps", "1")
+                if code == 2:
+                    self.assertIn("config.json", errors)
+                    continue
+                self.assertEqual(code, 0, f"{change}: {errors}")
+                model = AutoModelForCausalLM.from_pretrained(folder).eval()
+                self.assertAlmostEqual(lines[1]["loss"], loss_of(model), places=4, msg=f"{family}: {change}")
+                taken += 1
+        self.assertGreaterEqual(taken, 8)
 
     def test_a_file_of_options_names_the_folder_and_the_golden_run_starts_there(self):
         _, folder = self.saved("qwen2")

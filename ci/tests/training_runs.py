@@ -103,11 +103,11 @@ class TrainingRuns(unittest.TestCase):
     def checksums(self, lines):
         return {step["step"]: step["data_fnv1a"] for step in map(json.loads, lines[1:-1])}
 
-    def begin(self, *arguments):
-        """A run of very many steps, and the file of its steps."""
+    def begin(self, *arguments, steps="1000000"):
+        """A run, of very many steps unless told otherwise, and the file of its steps."""
         report = os.path.join(self.folder, f"steps_{len(os.listdir(self.folder))}.json")
         process = subprocess.Popen(
-            [SHARDPROOF, "train", "--model", MODEL, "--seq", "6", "--steps", "1000000", "--json", report, "--data",
+            [SHARDPROOF, "train", "--model", MODEL, "--seq", "6", "--steps", steps, "--json", report, "--data",
              os.path.join(self.folder, "data"), *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
         self.addCleanup(process.stdout.close)

@@ -3,8 +3,10 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <set>
+#include <nlohmann/json.hpp>
+#include <optional>
 
+#include "harness/case/model_fields.h"
 #include "harness/case/network.h"
 #include "harness/commands/checkpoint_command.h"
 #include "harness/commands/json_lines.h"
@@ -28,6 +30,10 @@ using shardproof::Shape;
 namespace {
 
 constexpr const char* kModelKey = "model.";  // of parameters in DCP checkpoints
+constexpr const char* kHead = "lm_head.weight";
+constexpr const char* kConfig = "/config.json";
+constexpr const char* kGeneration = "/generation_config.json";
+constexpr uint64_t kDescriptionBytesMax = 1 << 24;
 
 // Null: the dtypes that are there.
 const DtypeInfo* dtype_of(const CheckpointArguments& arguments) {
@@ -64,21 +70,48 @@ bool is_tied(const HuggingFaceModel& model) {
   return std::visit([](const auto& options) { return options.tied; }, model.options);
 }
 
+// What the weights of the head are, where it is tied.
+std::string embedding_of(const HuggingFaceModel& model) {
+  return model.family == "gpt2" ? "wte.weight" : "model.embed_tokens.weight";
+}
+
 WeightShapes shapes_of(const CheckpointSource& source) {
   WeightShapes shapes;
   for (const auto& [name, spec] : source.tensors()) shapes[name] = spec.sizes;
   return shapes;
 }
 
-// Each parameter under its key in a DCP checkpoint. Where a config.json lies beside the weights, all parameters of that model
-// are wanted, and projections may be fused in the file.
+// Throws Error unless these are the parameters of the model. A head that is tied may be there, and need not.
+void require_parameters(const std::string& path, const HuggingFaceModel& model, WeightShapes found) {
+  std::vector<std::string> wrong;
+  for (const auto& [name, shape] : shapes_of_model(model)) {
+    const auto own = found.extract(name);
+    if (own.empty() && !(name == kHead && is_tied(model))) wrong.push_back("it lacks " + name);
+    if (!own.empty() && own.mapped() != shape)
+      wrong.push_back(fmt::format("{} is [{}] and not [{}]", name, fmt::join(own.mapped(), ", "), fmt::join(shape, ", ")));
+  }
+  for (const auto& [name, shape] : found) wrong.push_back(fmt::format("the model has no place for {}", name));
+  SHARD_REQUIRE(wrong.empty(), "checkpoint",
+                "{} has not the parameters of the {} that its config.json, or --config, describes: {}{}", path, model.family,
+                fmt::join(wrong.begin(), wrong.begin() + std::min<int64_t>(4, std::ssize(wrong)), "; "),
+                wrong.size() > 4 ? fmt::format("; and {} more", wrong.size() - 4) : "");
+}
+
+// Throws Error when the head of a tied model has values of its own. The names are those of `source`.
+void require_tied(CheckpointSource& source, const std::string& head, const std::string& embedding) {
+  SHARD_REQUIRE(source.read(head) == source.read(embedding), "checkpoint",
+                "{}: the head of this model is tied to {}, and {} has other values", source.path(), embedding, head);
+}
+
+// Each parameter under its key in a DCP checkpoint. Where a config.json lies beside the weights, they must be those of that
+// model, as for `train --weights`, and projections may be fused in the file.
 CheckpointSource::MakeRecipes recipes_in(const CheckpointArguments& arguments) {
   if (arguments.family.empty()) return {};
   require_family(arguments.family);
-  return [&arguments](const CheckpointSource& source) {
+  return [&arguments](CheckpointSource& source) {
     const WeightShapes stored = shapes_of(source);
     CheckpointSource::Recipes recipes;
-    if (!std::filesystem::exists(source.path() + "/config.json")) {
+    if (!std::filesystem::exists(source.path() + kConfig)) {
       for (auto& [name, recipe] : renamed_parameters(arguments.family, stored)) recipes[kModelKey + name] = recipe;
       return recipes;
     }
@@ -86,24 +119,65 @@ CheckpointSource::MakeRecipes recipes_in(const CheckpointArguments& arguments) {
     SHARD_REQUIRE(described.family == arguments.family, "checkpoint", "{}/config.json describes a {}, and --family is {}",
                   source.path(), described.family, arguments.family);
     const WeightShapes parameters = shapes_of_model(described);
+    WeightShapes found, unused = stored;
     for (const auto& [name, shape] : parameters) {
       const auto recipe = parameter_recipe(arguments.family, name, parameters, stored);
-      const bool may_be_left_out = name == "lm_head.weight" && is_tied(described);
-      SHARD_REQUIRE(recipe || may_be_left_out, "checkpoint", "{}: lacks {}, which the model of its config.json has",
-                    source.path(), name);
-      if (recipe) recipes[kModelKey + name] = *recipe;
+      if (!recipe) continue;
+      recipes[kModelKey + name] = *recipe;
+      found[name] = source.made_by(name, *recipe).sizes;
+      for (const WeightPart& part : recipe->parts) unused.erase(part.name);
     }
+    std::erase_if(unused, [&](const auto& item) { return is_no_weight(arguments.family, item.first); });
+    found.merge(unused);
+    require_parameters(source.path(), described, found);
+    if (is_tied(described) && stored.contains(kHead))
+      require_tied(source, kHead, recipes.at(kModelKey + embedding_of(described)).parts[0].name);
     return recipes;
   };
 }
 
+// What the checkpoint says of its model: in the files that `convert` keeps beside it, or in what `train` wrote into it.
+std::optional<HuggingFaceModel> own_model(const std::string& path, const std::string& family) {
+  const auto saved = model_if_trained(path);
+  if (saved && saved->described.family.empty()) {
+    const golden::Model& model = saved->model;
+    HuggingFaceModel described{.family = family, .options = llama_options(model.llama), .positions = model.positions()};
+    if (model.kind == golden::Model::Kind::gpt) described.options = gpt_options(model.gpt);
+    return described;
+  }
+  if (saved) return saved->described;
+  if (!std::filesystem::exists(path + kConfig)) return std::nullopt;
+  return read_hugging_face_config(path);
+}
+
+// That of --config, which must not contradict the checkpoint, or else what the checkpoint says itself.
+std::optional<HuggingFaceModel> model_of(const CheckpointArguments& arguments, const std::string& path) {
+  const std::optional<HuggingFaceModel> own = own_model(path, arguments.family);
+  if (arguments.config.empty() && !own) return std::nullopt;
+  HuggingFaceModel model = arguments.config.empty() ? *own : read_hugging_face_config(arguments.config);
+  SHARD_REQUIRE(model.family == arguments.family, "checkpoint", "{} describes a {}, and --family is {}",
+                arguments.config.empty() ? path : arguments.config, model.family, arguments.family);
+  if (arguments.config.empty() || !own) return model;
+  const golden::Model given = described_model(model), there = described_model(*own);
+  for (const ModelField& field : model_fields(given.kind))
+    SHARD_REQUIRE(given.kind == there.kind && field.text(given) == field.text(there), "checkpoint",
+                  "--config {} says '{}', and the checkpoint {} is of a model with '{}' (nothing: the usual {}). Leave out "
+                  "--config, which the checkpoint knows itself",
+                  arguments.config, field.text(given), path, field.text(there), field.key);
+  if (model.generation.empty()) model.generation = own->generation;
+  return model;
+}
+
 // The parameters of a DCP checkpoint, by its keys. One that is tied is there under each name, in the same bytes; the files of
-// the families have it once, without the name of the head.
-CheckpointSource::MakeRecipes recipes_out(const CheckpointArguments& arguments) {
+// the families have it once, without the name of the head. `model`: where it is known, which is written there.
+CheckpointSource::MakeRecipes recipes_out(const CheckpointArguments& arguments, std::optional<HuggingFaceModel>& model) {
   if (arguments.family.empty()) return {};
   require_family(arguments.family);
-  return [&arguments](const CheckpointSource& source) {
-    const std::string key = kModelKey, head = key + "lm_head.weight";
+  return [&](CheckpointSource& source) {
+    const bool is_dcp = std::filesystem::exists(source.path() + "/" + kMetadataFile);
+    SHARD_REQUIRE(is_dcp || !std::filesystem::exists(source.path() + kConfig), "checkpoint",
+                  "{} has the names of the package already. Leave out --family", source.path());
+    const std::string key = kModelKey, head = key + kHead;
     const auto& tensors = source.checkpoint().tensors;
     const auto is_parameter = [&](const std::string& name) {
       return name.starts_with(key) && !tensors.at(name).chunks.empty();
@@ -112,11 +186,16 @@ CheckpointSource::MakeRecipes recipes_out(const CheckpointArguments& arguments) 
       return item.first != head && is_parameter(item.first) &&
              item.second.chunks.front().extent == tensors.at(head).chunks.front().extent;
     };
-    const bool tied =
-        tensors.contains(head) && is_parameter(head) && std::any_of(tensors.begin(), tensors.end(), is_head_again);
+    bool tied = tensors.contains(head) && is_parameter(head) && std::any_of(tensors.begin(), tensors.end(), is_head_again);
+    model = model_of(arguments, source.path());
+    if (model && is_tied(*model) && tensors.contains(head) && !tied) {
+      require_tied(source, head, key + embedding_of(*model));
+      tied = true;
+    }
     WeightShapes parameters;
     for (const auto& [name, shape] : shapes_of(source))
       if (is_parameter(name) && !(tied && name == head)) parameters[name.substr(key.size())] = shape;
+    if (model) require_parameters(source.path(), *model, parameters);
     CheckpointSource::Recipes recipes = file_recipes(arguments.family, parameters, projections_of(arguments));
     for (auto& [name, recipe] : recipes)
       for (WeightPart& part : recipe.parts) part.name = key + part.name;
@@ -129,26 +208,6 @@ shardproof::Dtype main_dtype(const CheckpointSource& source) {
   std::map<shardproof::Dtype, size_t> counts;
   for (const auto& [name, spec] : source.tensors()) ++counts[spec.dtype];
   return std::max_element(counts.begin(), counts.end(), [](auto& a, auto& b) { return a.second < b.second; })->first;
-}
-
-// Of the folder that is written; empty where the model is not known.
-std::string config_text(const CheckpointArguments& arguments, const CheckpointSource& source) {
-  if (arguments.family.empty()) return "";
-  HuggingFaceModel model{.family = arguments.family, .options = {}};
-  if (!arguments.config.empty()) {
-    model = read_hugging_face_config(arguments.config);
-    SHARD_REQUIRE(model.family == arguments.family, "checkpoint", "{} describes a {}, and --family is {}", arguments.config,
-                  model.family, arguments.family);
-  } else if (const auto saved = model_if_trained(source.path())) {
-    model.positions = saved->model.positions();
-    if (saved->model.kind == golden::Model::Kind::gpt)
-      model.options = gpt_options(saved->model.gpt);
-    else
-      model.options = llama_options(saved->model.llama);
-  } else {
-    return "";
-  }
-  return hugging_face_config(model, main_dtype(source));
 }
 
 // One rank's file, opened when something is written to it.
@@ -168,6 +227,21 @@ class Files {
   const std::string& folder_;
   std::map<int64_t, std::unique_ptr<EntryFile>> files_;
 };
+
+// Keeps what a folder says of its model beside the weights, in the dtype that they have now.
+void keep_descriptions(const CheckpointSource& source, const std::string& folder, const DtypeInfo* dtype) {
+  for (const char* file : {kConfig, kGeneration}) {
+    if (!std::filesystem::is_regular_file(source.path() + file)) continue;
+    std::string text = read_file(system_files(), source.path() + file, kDescriptionBytesMax);
+    nlohmann::json values = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    for (const char* key : {"dtype", "torch_dtype"})
+      if (dtype && values.is_object() && values.contains(key)) {
+        values[key] = dtype->name;
+        text = values.dump(2) + "\n";
+      }
+    write_file(system_files(), folder + file, text);
+  }
+}
 
 // The number of tensors and values that had no other name.
 size_t write_dcp(const CheckpointArguments& arguments, int64_t parts) {
@@ -203,6 +277,7 @@ size_t write_dcp(const CheckpointArguments& arguments, int64_t parts) {
     }
   }
   files.finish();
+  keep_descriptions(source, staged.path(), dtype_of(arguments));
   write_metadata_files(system_files(), staged.path(), written, checksums);
   staged.commit();
   return source.left_out();
@@ -221,11 +296,14 @@ void write_torch(const CheckpointArguments& arguments) {
 
 // The number of plain values that the format has no place for, and of what has no name in the family.
 size_t write_safe(const CheckpointArguments& arguments) {
-  CheckpointSource source(arguments.one, recipes_out(arguments), arguments.entry, dtype_of(arguments));
-  const std::string config = config_text(arguments, source);
+  std::optional<HuggingFaceModel> model;
+  CheckpointSource source(arguments.one, recipes_out(arguments, model), arguments.entry, dtype_of(arguments));
   ShownReads shown(source, "writing");
   StagedFolder staged(system_files(), arguments.two, arguments.overwrite);
-  if (!config.empty()) write_file(system_files(), staged.path() + "/config.json", config);
+  if (model) write_file(system_files(), staged.path() + kConfig, hugging_face_config(*model, main_dtype(source)));
+  if (model && !model->generation.empty()) write_file(system_files(), staged.path() + kGeneration, model->generation);
+  if (arguments.family.empty() && !std::filesystem::exists(source.path() + "/" + kMetadataFile))
+    keep_descriptions(source, staged.path(), dtype_of(arguments));
   write_safetensors(
       system_files(), staged.path(), source.tensors(), [&](const std::string& name) { return shown.read(name); },
       arguments.file_bytes_max);

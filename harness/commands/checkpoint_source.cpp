@@ -9,6 +9,7 @@
 
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/checkpoint/weights.h"
 
 namespace harness {
 
@@ -35,11 +36,11 @@ std::string turned(const std::string& bytes, size_t rows, size_t columns, size_t
   return result;
 }
 
-std::string rounded(const std::string& bytes, shardproof::Dtype from, shardproof::Dtype to) {
+std::string rounded(const std::string& name, const std::string& bytes, shardproof::Dtype from, shardproof::Dtype to) {
   if (from == to) return bytes;
   const at::Tensor values = at::empty({static_cast<int64_t>(bytes.size()) / dtype_info(from).bytes}, from);
   std::memcpy(values.mutable_data_ptr(), bytes.data(), bytes.size());
-  const at::Tensor result = values.to(to);
+  const at::Tensor result = rounded_weight(name, values, to);
   return {static_cast<const char*>(result.const_data_ptr()), result.nbytes()};
 }
 
@@ -71,15 +72,16 @@ void CheckpointSource::make(const Recipes& recipes) {
   kept_ = std::move(checkpoint_);
   checkpoint_ = {};
   for (const auto& [name, recipe] : recipes_) {
-    add_made(name, recipe);
+    const SafeTensorSpec made = tensors_[name] = made_by(name, recipe);
+    checkpoint_.tensors[name] = {made.dtype, made.sizes, kept_.tensors.at(recipe.parts[0].name).chunks};
     for (const WeightPart& part : recipe.parts) used.insert(part.name);
   }
   left_out_ = stored_.size() - used.size() + kept_.values.size();
   if (reader_) reader_ = make_reader(kept_);
 }
 
-void CheckpointSource::add_made(const std::string& name, const WeightRecipe& recipe) {
-  SafeTensorSpec& made = tensors_[name];
+SafeTensorSpec CheckpointSource::made_by(const std::string& name, const WeightRecipe& recipe) const {
+  SafeTensorSpec made;
   for (const WeightPart& part : recipe.parts) {
     SafeTensorSpec spec = stored_.at(part.name);
     SHARD_REQUIRE(!recipe.turned || spec.sizes.size() == 2, "checkpoint", "{}: {} has {} dims, expected a matrix", path_,
@@ -96,7 +98,7 @@ void CheckpointSource::add_made(const std::string& name, const WeightRecipe& rec
     made.sizes[0] += spec.sizes[0];
   }
   if (recipe.turned) std::swap(made.sizes[0], made.sizes[1]);
-  checkpoint_.tensors[name] = {made.dtype, made.sizes, kept_.tensors.at(recipe.parts[0].name).chunks};
+  return made;
 }
 
 std::unique_ptr<BoxReader> CheckpointSource::make_reader(const Checkpoint& checkpoint) const {
@@ -136,7 +138,7 @@ std::string CheckpointSource::read(const std::string& name, const Box& box) {
   const auto recipe = recipes_.find(name);
   const std::string& stored = recipe == recipes_.end() ? name : recipe->second.parts[0].name;
   const std::string bytes = recipe == recipes_.end() ? read_stored(name, box) : read_made(name, box);
-  return rounded(bytes, stored_.at(stored).dtype, tensors_.at(name).dtype);
+  return rounded(path_ + ": " + name, bytes, stored_.at(stored).dtype, tensors_.at(name).dtype);
 }
 
 // Rows of what a recipe makes, which may be anywhere in the parts, so that all of them are read.

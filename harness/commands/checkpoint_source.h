@@ -21,7 +21,7 @@ class CheckpointSource {
  public:
   // Which tensors are made of those that are there, and how.
   using Recipes = std::map<std::string, shardproof::checkpoint::WeightRecipe>;
-  using MakeRecipes = std::function<Recipes(const CheckpointSource& stored)>;
+  using MakeRecipes = std::function<Recipes(CheckpointSource& stored)>;
 
   // A folder with `.metadata`, or what open_weights takes; `entry` is of a file of torch.save. With recipes the tensors are
   // those that they make, and what no recipe uses is left out, as all values are. With a dtype floating tensors are rounded to
@@ -36,7 +36,12 @@ class CheckpointSource {
   uint64_t bytes() const;  // of all tensors
   size_t left_out() const { return left_out_; }  // tensors and values that no recipe uses
 
-  // Contiguous bytes of a tensor or of a box of it; what is damaged is an Error.
+  // What the recipe makes of the tensors that are there. Throws Error when they do not fit each other. `name` is for messages.
+  shardproof::checkpoint::SafeTensorSpec made_by(const std::string& name,
+                                                 const shardproof::checkpoint::WeightRecipe& recipe) const;
+
+  // Contiguous bytes of a tensor or of a box of it; what is damaged is an Error, and so is a value that its dtype does not
+  // hold.
   std::string read(const std::string& name);
   std::string read(const std::string& name, const shardproof::Box& box);
   shardproof::checkpoint::Value value(const std::string& name);
@@ -44,7 +49,6 @@ class CheckpointSource {
  private:
   void open(const std::string& entry);
   void make(const Recipes& recipes);
-  void add_made(const std::string& name, const shardproof::checkpoint::WeightRecipe& recipe);
   std::unique_ptr<shardproof::checkpoint::BoxReader> make_reader(const shardproof::checkpoint::Checkpoint& checkpoint) const;
   std::string read_stored(const std::string& name, const shardproof::Box& box);
   std::string read_part(const shardproof::checkpoint::WeightPart& part);

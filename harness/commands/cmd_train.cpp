@@ -15,6 +15,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/comm/agree.h"
+#include "shardproof/comm/require_same.h"
 #include "shardproof/device/host_pool.h"
 
 namespace harness {
@@ -48,7 +49,9 @@ std::string describe(const TrainingData& data, const TrainOptions& options) {
 
 void print_stopped(std::FILE* out, const TrainOptions& options, int64_t done) {
   const std::string& directory = options.checkpoints.directory;
-  if (directory.empty())
+  if (done == 0)
+    fmt::print(out, "stopped before the first step, and nothing was saved\n");
+  else if (directory.empty())
     fmt::print(out, "stopped after {} of {} steps; without --checkpoint-dir nothing was saved\n", done, options.steps);
   else
     fmt::print(out, "stopped after {} of {} steps; --resume goes on from {}\n", done, options.steps,
@@ -63,9 +66,9 @@ void print_end(std::FILE* out, const TrainOptions& options, const TrainResult& r
                "EQUAL in every bit to the golden run, after each of {} steps: losses, gradient norm, gradients, "
                "parameters, optimizer state ({} values). Loss {:.4f} -> {:.4f}\n",
                result.steps, grouped(result.values_compared), loss_first, loss_last);
-  else if (result.steps == 0)
+  else if (result.steps == 0 && !result.stopped)
     fmt::print(out, "nothing is left to train\n");
-  else
+  else if (result.steps > 0)
     fmt::print(out, "trained {} step{}, loss {:.4f} -> {:.4f}{}\n", result.steps, result.steps == 1 ? "" : "s", loss_first,
                loss_last, options.fingerprint ? "; the check of replicas found nothing wrong after any of them" : "");
   if (result.stopped) print_stopped(out, options, result.first_step + result.steps);
@@ -86,6 +89,16 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
                options.checkpoints.save_every ? fmt::format("every {} steps and ", options.checkpoints.save_every) : "");
 }
 
+// Each process reads files of its own host.
+void require_same_data(shardproof::ProcessWorld& processes, const TrainingData& data) {
+  const TokenFiles* const validation = data.validation_files();
+  processes.run([&](std::shared_ptr<shardproof::Comm> comm) {
+    shardproof::require_same(*comm, {{"fingerprint of --data", fmt::format("{:016x}", data.files().fingerprint())},
+                                     {"fingerprint of --validation-data",
+                                      fmt::format("{:016x}", validation ? validation->fingerprint() : 0)}});
+  });
+}
+
 // Rank 0's, on every process.
 int agreed_exit_code(shardproof::ProcessWorld& processes, int exit_code) {
   std::string text = fmt::format("{}", exit_code);
@@ -96,10 +109,11 @@ int agreed_exit_code(shardproof::ProcessWorld& processes, int exit_code) {
 // Where a run's reports go: what a person reads, JSON lines and event files. On processes other than rank 0: nowhere.
 class TrainReports {
  public:
-  TrainReports(const TrainArguments& arguments, bool speaks)
+  // Of a run whose next step is `first`.
+  TrainReports(const TrainArguments& arguments, bool speaks, int64_t first)
       : silence_(speaks ? nullptr : std::fopen("/dev/null", "w"), std::fclose),
-        json(speaks ? arguments.json : ""),
-        events(speaks ? arguments.tensorboard : ""),
+        json(speaks ? arguments.json : "", first),
+        events(speaks ? arguments.tensorboard : "", first),
         out(silence_ ? silence_.get() : arguments.json == "-" ? stderr : stdout) {}
 
  private:
@@ -112,14 +126,15 @@ class TrainReports {
 };
 
 // Trains and reports. Returns the exit code, which means something on rank 0.
-int train_and_report(const TrainOptions& options, const TrainingData& data, TrainReports& reports,
+int train_and_report(const TrainOptions& options, const TrainingData& data, int64_t first, TrainReports& reports,
                      shardproof::ProcessWorld* processes) {
-  const int64_t first = first_step(options, data);
   if (verbosity() != Verbosity::quiet) print_begin(reports.out, options, first);
   const StopRequests stops;
   TrainProgress progress(reports.out, first, options.steps);
   double loss_first = 0, loss_last = 0;
+  bool is_validated = true;
   const auto report = [&](const TrainStep& step) {
+    is_validated = step.validation_loss || step.step + 1 < options.steps || data.validation_sequences() == 0;
     if (step.step == first) loss_first = step.loss;
     loss_last = step.loss;
     progress.show(step);
@@ -131,6 +146,7 @@ int train_and_report(const TrainOptions& options, const TrainingData& data, Trai
   if (processes && processes->rank() != 0) return 0;
   progress.end_line();
   print_end(reports.out, options, result, loss_first, loss_last);
+  if (!is_validated) fmt::print(reports.out, "asked to stop: no loss was taken of what is validated with\n");
   reports.json.end(result, options.check);
   return result.difference ? 1 : result.stopped ? kStoppedAsAsked : 0;
 }
@@ -148,14 +164,16 @@ int run_train(TrainArguments& arguments) {
   const TrainOptions options = train_options(arguments, arguments.launched.device());
   if (!arguments.no_host_pool && options.device.is_cpu()) shardproof::use_host_pool();
   const TrainingData data(data_options(arguments, options.model));
+  if (processes) require_same_data(*processes, data);
   validate(options, data);
-  TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0);
+  const int64_t first = first_step(options, data);
+  TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0, first);
   const std::string description = describe(arguments, options);
   if (verbosity() != Verbosity::quiet)
     fmt::print(reports.out, "train  {}\ndata   {}\n", description, describe(data, options));
   std::fflush(reports.out);
   reports.json.run(description, data, options);
-  const int exit_code = train_and_report(options, data, reports, processes.get());
+  const int exit_code = train_and_report(options, data, first, reports, processes.get());
   return processes ? agreed_exit_code(*processes, exit_code) : exit_code;
 }
 

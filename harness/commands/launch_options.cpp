@@ -197,6 +197,7 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mes
     world = start_nccl(launch);
   else
     world = std::make_unique<shardproof::MpiWorld>(mpi);
+  shardproof::require_joined(world->size());
   world->run([&](std::shared_ptr<shardproof::Comm> comm) {
     shardproof::require_same(*comm, {{"program", shardproof::program_hash()},
                                      {"command line", fmt::format("{}", fmt::join(own.begin() + 1, own.end(), " "))},

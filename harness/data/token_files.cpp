@@ -8,12 +8,14 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <set>
 
+#include "harness/case/random.h"
 #include "shardproof/base/check.h"
 
 namespace harness {
@@ -22,6 +24,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr size_t kProbeBytes = 8000;
+constexpr int64_t kBlockBytes = 1 << 20, kBlocksMax = 16 << 10;  // of fingerprints
 
 bool is_text(const fs::path& path) {
   std::array<char, kProbeBytes> head;
@@ -54,11 +57,12 @@ std::set<std::string> find_files(const std::vector<std::string>& paths, TokenTyp
     SHARD_REQUIRE(fs::exists(status), "data", "there is no {}; --data takes files and folders", path);
     if (!fs::is_directory(status)) {
       SHARD_REQUIRE(fs::is_regular_file(status), "data", "{} is neither a file nor a folder", path);
-      files.insert(path);
+      const fs::path file = fs::absolute(path);
+      files.insert(fs::canonical(file.parent_path()) / file.filename());
       continue;
     }
     const size_t before = files.size();
-    add_folder(path, type, files);
+    add_folder(fs::canonical(path), type, files);
     SHARD_REQUIRE(files.size() > before, "data", "no {} files under {}; name another folder",
                   type == TokenType::uint8 ? "text" : ".bin", path);
   }
@@ -150,33 +154,52 @@ std::string TokenFiles::place(int64_t index) const {
   return fmt::format("token {} of {}", index - file.begin, file.path);
 }
 
-std::vector<uint32_t> TokenFiles::read(int64_t begin, int64_t count) const {
+void TokenFiles::read_bytes(int64_t begin, int64_t count, unsigned char* to) const {
   const int64_t width = bytes_of_token(type_);
-  std::vector<uint32_t> tokens;
-  tokens.reserve(static_cast<size_t>(count));
-  std::vector<unsigned char> buffer;
   for (const File* file = &file_of(begin); count > 0; ++file) {
     const int64_t some = std::min(count, file->end - begin), from = (begin - file->begin) * width;
-    const unsigned char* bytes = nullptr;
     if (file->mapping) {
-      bytes = file->mapping->bytes(from, some * width);
-    } else {
-      buffer.resize(static_cast<size_t>(some));
+      std::memcpy(to, file->mapping->bytes(from, some * width), static_cast<size_t>(some * width));
+    } else if (some > 0) {
       std::ifstream stream(file->path, std::ios::binary);
       stream.seekg(from);
-      stream.read(reinterpret_cast<char*>(buffer.data()), some);
+      stream.read(reinterpret_cast<char*>(to), some);
       SHARD_REQUIRE(stream.gcount() == some, "data", "{} became shorter or unreadable while it was read", file->path);
-      bytes = buffer.data();
     }
-    for (int64_t i = 0; i < some; ++i) {
-      uint32_t token = 0;
-      for (int64_t byte = 0; byte < width; ++byte) token |= uint32_t{*bytes++} << (8 * byte);
-      tokens.push_back(token);
-    }
+    to += some * width;
     begin += some;
     count -= some;
   }
+}
+
+std::vector<uint32_t> TokenFiles::read(int64_t begin, int64_t count) const {
+  const int64_t width = bytes_of_token(type_);
+  std::vector<unsigned char> bytes(static_cast<size_t>(count * width));
+  read_bytes(begin, count, bytes.data());
+  std::vector<uint32_t> tokens(static_cast<size_t>(count));
+  const unsigned char* next = bytes.data();
+  for (uint32_t& token : tokens)
+    for (int64_t byte = 0; byte < width; ++byte) token |= uint32_t{*next++} << (8 * byte);
   return tokens;
+}
+
+uint64_t TokenFiles::fingerprint() const {
+  std::call_once(fingerprint_once_, [this] {
+    const int64_t width = bytes_of_token(type_), block = kBlockBytes / width;
+    const int64_t blocks = (tokens_ + block - 1) / block, every = (blocks + kBlocksMax - 1) / kBlocksMax;
+    uint64_t hash = mix(static_cast<uint64_t>(bytes()));
+    std::vector<uint64_t> words(kBlockBytes / sizeof(uint64_t));
+    for (int64_t at = 0; at < blocks; at += every) {
+      const int64_t begin = at * block, count = std::min(block, tokens_ - begin);
+      const auto used = static_cast<size_t>((count * width + 7) / 8);
+      words[used - 1] = 0;
+      read_bytes(begin, count, reinterpret_cast<unsigned char*>(words.data()));
+      // One to one in the hash and in the word, so that one word that differs is always seen.
+      for (size_t i = 0; i < used; ++i) hash = std::rotl(hash ^ words[i], 27) * 0x9e3779b97f4a7c15;
+    }
+    fingerprint_ = mix(hash);
+  });
+  return fingerprint_;
 }
 
 }  // namespace harness

@@ -7,11 +7,13 @@
 // except hidden ones (a name with a leading dot), those under `__pycache__` and links to folders. Where a token is a byte,
 // files with a zero byte among their first 8,000 are left out as well, because they are not text; where it is longer, the
 // folder stands for the files whose name ends in .bin. All files together are sorted by their path as text, byte by byte; one
-// that is named twice counts once.
+// that is named twice counts once. Their paths are those from the root, without links up to the file or folder that was named,
+// so that the order does not depend on where a command runs and how it names its data.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -38,6 +40,9 @@ class TokenFiles {
   // are mapped; text may lie in very many files, and each is opened when it is read. Throws Error when a file has become
   // shorter.
   std::vector<uint32_t> read(int64_t begin, int64_t count) const;
+  // Of the tokens as they lie end to end, however files cut them. Up to 16 GiB every byte counts; of more, blocks of 1 MiB at
+  // equal distances do, of 16 GiB at most. It reads these bytes when it is first asked for. Any thread may call it.
+  uint64_t fingerprint() const;
   // For a message: which file token `index` lies in, and where.
   std::string place(int64_t index) const;
 
@@ -50,10 +55,13 @@ class TokenFiles {
     std::shared_ptr<const Mapping> mapping;  // null: opened when it is read
   };
   const File& file_of(int64_t index) const;
+  void read_bytes(int64_t begin, int64_t count, unsigned char* to) const;  // of tokens
 
   std::vector<File> files_;
   TokenType type_;
   int64_t tokens_ = 0;
+  mutable std::once_flag fingerprint_once_;
+  mutable uint64_t fingerprint_ = 0;
 };
 
 }  // namespace harness

@@ -36,6 +36,8 @@ class TrainingData {
   const DataOptions& options() const { return options_; }
   int64_t sequence_length() const { return options_.sequence_length; }
   const TokenFiles& files() const { return *files_; }
+  // Those of their own that are validated with; null where there are none.
+  const TokenFiles* validation_files() const { return validation_files_.get(); }
   // How many there are to train on. After the last one an epoch ends.
   int64_t sequences() const { return order_->samples(); }
   int64_t validation_sequences() const { return validation_sequences_; }

@@ -65,8 +65,10 @@ std::unique_ptr<std::FILE, int (*)(std::FILE*)> new_file(const std::string& dire
 
 }  // namespace
 
-EventFile::EventFile(const std::string& directory) : file_(new_file(directory)) {
-  if (file_) record(event(0, field(3, with_length, "brain.Event:2")));
+EventFile::EventFile(const std::string& directory, int64_t begins_with) : file_(new_file(directory)) {
+  if (!file_) return;
+  record(event(0, field(3, with_length, "brain.Event:2")));
+  if (begins_with > 1) record(event(begins_with, field(7, with_length, field(1, varint, number(1)))));
 }
 
 void EventFile::scalars(int64_t step, const std::vector<std::pair<std::string, double>>& values) {

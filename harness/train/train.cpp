@@ -12,6 +12,7 @@
 #include "harness/case/problem.h"
 #include "harness/compare/step_difference.h"
 #include "harness/compare/step_exchange.h"
+#include "harness/train/stop_request.h"
 #include "harness/train/train_case.h"
 #include "harness/train/train_checkpoint.h"
 #include "harness/train/train_rank.h"
@@ -147,14 +148,14 @@ TrainStep summary(const std::vector<RankStep>& ranks, const Copies& copies, cons
   return result;
 }
 
-// Between the losses of held-out microbatches and the golden run's, in every bit.
+// Between the losses of held-out microbatches and the golden run's, in every bit; of those before a request to stop.
 std::optional<std::string> validation_difference(const golden::Trainer& golden, const std::vector<RankStep>& ranks,
                                                  const Copies& copies, const ValidationRule& rule, const TrainingData& data,
                                                  int64_t* compared) {
   for (int64_t round = 0; round < rule.rounds(); ++round)
     for (int64_t data_rank = 0; data_rank < rule.ranks(); ++data_rank) {
       const SampleRange samples = rule.samples(round, data_rank);
-      if (samples.begin == samples.end) continue;
+      if (samples.begin == samples.end || stop_requested()) continue;
       const double expected = golden.loss(validation_microbatch(data, rule, samples));
       for (size_t rank = 0; rank < ranks.size(); ++rank) {
         if (copies.data_rank(rank) != static_cast<size_t>(data_rank)) continue;
@@ -205,7 +206,7 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
 
   const Copies copies = copies_of(c);
   TrainResult result{.first_step = history.first_step};
-  for (int64_t step = 0; golden && step < history.first_step; ++step) golden_step(step);
+  for (int64_t step = 0; golden && step < history.first_step && !stop_requested(); ++step) golden_step(step);
   TrainWorld world(options, data, rule, history, processes);
   SlowRanks slow;
   for (int64_t step = history.first_step; step < options.steps && !result.difference && !result.stopped; ++step) {
@@ -213,9 +214,12 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     std::optional<golden::StepTrace> expected;
     if (golden) expected = golden_step(step);
     const auto ranks = world.take();
-    if (!ranks) break;
+    if (!ranks) {  // they ended before a step, as they were asked to, or `finish` throws what ended them
+      result.stopped = true;
+      break;
+    }
     if (expected) result.difference = first_difference(*expected, *ranks, copies, &result.values_compared);
-    if (expected && !result.difference && validates_after(options, data, step))
+    if (expected && !result.difference && !ranks->front().validation_losses.empty())
       result.difference = validation_difference(*golden, *ranks, copies, validation_rule(options, data, rule.ranks()), data,
                                                 &result.values_compared);
     TrainStep done = summary(*ranks, copies, rule, options, data, step);

@@ -19,8 +19,12 @@ using shardproof::checkpoint::Value;
 constexpr const char* kRun = "run";
 constexpr const char* kHistory = "history";
 constexpr const char* kWeights = "weights";
+constexpr const char* kConfig = "config";  // the texts of the files that the weights came with
+constexpr const char* kGeneration = "generation_config";
 // Options whose names in a checkpoint are not those of the command line.
 constexpr const char* kBytes = "--data (bytes)";
+constexpr const char* kContents = "--data (contents)";
+constexpr const char* kValidation = "--validation-data (contents)";
 constexpr const char* kShuffle = "--shuffle with --data-seed";
 
 // What must not change, with the options that say it.
@@ -54,6 +58,9 @@ Value describe_run(const TrainOptions& options, const TrainingData& data) {
   add(s.ends(), "--lr-last", Value::real(s.last));
   add(s.kind == "wsd", "--decay-steps", Value::integer(s.decay));
   add(d.validation_part > 0, "--validation-part", Value::real(d.validation_part));
+  const auto contents = [](const TokenFiles& files) { return Value::string(fmt::format("{:016x}", files.fingerprint())); };
+  add(true, kContents, contents(data.files()));
+  if (const TokenFiles* const validation = data.validation_files()) add(true, kValidation, contents(*validation));
   return Value::dict(std::move(run));
 }
 
@@ -72,6 +79,8 @@ Stretch stretch_of(const Value& value) {
 // As it is given on a command line.
 std::string in_words(const std::string& option, const Value& value) {
   if (option == kBytes) return fmt::format("--data of {} bytes", value.str());
+  if (option == kContents || option == kValidation)
+    return fmt::format("{} with the fingerprint {}", option.substr(0, option.find(' ')), value.as_string(option));
   return fmt::format("{} {}", option == kShuffle ? "--shuffle --data-seed" : option, value.str());
 }
 
@@ -79,19 +88,25 @@ std::string without(const std::string& option) {
   return "no " + option.substr(0, option.find(' '));
 }
 
+// What is compared only where both runs say it: older checkpoints do not know contents, and validating is no part of training,
+// so that a run may begin or cease to.
+bool may_be_missing(const std::string& option) {
+  return option == kContents || option == kValidation;
+}
+
 void require_same_run(const Value& saved, const Value& here, const std::string& folder) {
   std::vector<std::string> before, now, give, leave_out;
   for (const auto& [name, value] : saved.as_dict(kRun)) {
     const std::string& option = name.as_string(kRun);
     const Value* found = here.find(option);
-    if (found && *found == value) continue;
+    if (found ? *found == value : may_be_missing(option)) continue;
     before.push_back(in_words(option, value));
     now.push_back(found ? in_words(option, *found) : without(option));
     give.push_back(before.back());
   }
   for (const auto& [name, value] : here.as_dict(kRun)) {
     const std::string& option = name.as_string(kRun);
-    if (saved.find(option)) continue;
+    if (saved.find(option) || may_be_missing(option)) continue;
     before.push_back(without(option));
     now.push_back(in_words(option, value));
     leave_out.push_back(now.back());
@@ -128,6 +143,19 @@ std::optional<Value> value_if_saved(const std::string& folder, const char* name)
   return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
 }
 
+std::string text_if_saved(const std::string& folder, const char* name) {
+  const std::optional<Value> value = value_if_saved(folder, name);
+  return value ? value->as_string(name) : "";
+}
+
+shardproof::checkpoint::HuggingFaceModel described_in(const std::string& folder) {
+  const std::string config = text_if_saved(folder, kConfig);
+  if (config.empty()) return {};
+  auto model = shardproof::checkpoint::parse_hugging_face_config(config, folder + ": " + kConfig);
+  model.generation = text_if_saved(folder, kGeneration);
+  return model;
+}
+
 Value saved_value(const std::string& folder, const char* name) {
   std::optional<Value> value = value_if_saved(folder, name);
   SHARD_REQUIRE(value, "train", "{} was not written by `train`: it has no {}", folder, name);
@@ -148,14 +176,21 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
   TrainHistory history;
   if (!options.weights.empty()) history.weights = std::filesystem::absolute(options.weights).lexically_normal().string();
   std::optional<int64_t> latest;
-  if (!checkpoints.directory.empty()) latest = shardproof::checkpoint::latest_step(checkpoints.directory);
+  Value here;
+  if (!checkpoints.directory.empty()) {
+    latest = shardproof::checkpoint::latest_step(checkpoints.directory);
+    here = describe_run(options, data);  // reads the data, which a save after a signal has no time for
+  }
   if (latest) {
     const std::string folder = shardproof::checkpoint::step_folder(checkpoints.directory, *latest);
     SHARD_REQUIRE(checkpoints.resume, "train",
                   "there is {} already; go on from it with --resume, or choose another --checkpoint-dir", folder);
-    require_same_run(saved_value(folder, kRun), describe_run(options, data), folder);
-    const std::optional<Value> weights = value_if_saved(folder, kWeights);
-    history.weights = weights ? weights->as_string(kWeights) : "";
+    require_same_run(saved_value(folder, kRun), here, folder);
+    history.weights = text_if_saved(folder, kWeights);
+    SHARD_REQUIRE(!history.weights.empty() || options.weights.empty(), "train",
+                  "{} is of a run that did not start from --weights, and this one has {}: leave them out, or begin another run",
+                  folder, options.weights);
+    history.described = described_in(folder);
     const Value saved = saved_value(folder, kHistory);
     for (const Value& stretch : saved.as_list(kHistory)) history.stretches.push_back(stretch_of(stretch));
     history.first_step = *latest;
@@ -165,6 +200,8 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
                   "{} is after {} steps, and --steps {} counts from the beginning of the run; give at least {}", folder,
                   *latest, options.steps, *latest);
   }
+  if (!latest && !options.weights.empty())
+    history.described = shardproof::checkpoint::read_hugging_face_config(options.weights);
   history.stretches.push_back({options.steps, options.mesh, options.strategy, options.microbatch, options.canonical});
   return history;
 }
@@ -174,7 +211,7 @@ int64_t first_step(const TrainOptions& options, const TrainingData& data) {
 }
 
 SavedModel saved_model(const std::string& path) {
-  SavedModel saved{.folder = path, .model = {}};
+  SavedModel saved{.folder = path, .model = {}, .described = {}};
   const std::optional<int64_t> latest = shardproof::checkpoint::latest_step(path);
   if (latest) saved.folder = shardproof::checkpoint::step_folder(path, *latest);
   const Value run = saved_value(saved.folder, kRun);
@@ -183,6 +220,7 @@ SavedModel saved_model(const std::string& path) {
     return found ? found->as_string(option) : "";
   };
   saved.model = parse_model(text("--model"));
+  saved.described = described_in(saved.folder);
   if (const std::string type = text("--token-type"); !type.empty()) saved.type = token_type(type);
   return saved;
 }
@@ -194,7 +232,7 @@ std::optional<SavedModel> model_to_resume(const TrainCheckpoints& checkpoints) {
 }
 
 SavedModel model_in_weights(const std::string& folder) {
-  SavedModel saved{.folder = folder, .are_weights = true, .model = model_of_weights(folder)};
+  SavedModel saved{.folder = folder, .are_weights = true, .model = model_of_weights(folder), .described = {}};
   if (saved.model.vocab() > 256) saved.type = TokenType::uint32;
   return saved;
 }
@@ -216,7 +254,12 @@ shardproof::checkpoint::TrainerState trainer_state(const TrainOptions& options, 
   shardproof::checkpoint::TrainerState state{.step = step, .schedule_step = step, .data_position = step * options.global_batch};
   state.values[kRun] = describe_run(options, data);
   state.values[kHistory] = Value::list(std::move(stretches));
-  if (!history.weights.empty()) state.values[kWeights] = Value::string(history.weights);
+  const auto keep = [&](const char* name, const std::string& text) {
+    if (!text.empty()) state.values[name] = Value::string(text);
+  };
+  keep(kWeights, history.weights);
+  keep(kConfig, history.described.source);
+  keep(kGeneration, history.described.generation);
   return state;
 }
 

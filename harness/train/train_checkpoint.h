@@ -10,6 +10,7 @@
 #include "harness/data/training_data.h"
 #include "harness/train/train_options.h"
 #include "shardproof/checkpoint/format/pickle.h"
+#include "shardproof/checkpoint/hugging_face.h"
 #include "shardproof/checkpoint/saved_state.h"
 
 namespace harness {
@@ -27,14 +28,15 @@ struct Stretch {
 struct TrainHistory {
   std::vector<Stretch> stretches;
   std::string weights;     // the folder that the run started from, where it did
+  shardproof::checkpoint::HuggingFaceModel described;  // by the files in that folder; without a family: there is none
   int64_t first_step = 0;  // of the last stretch
   const Stretch& of(int64_t step) const;
 };
 
 // The step at which the run goes on: that of the last checkpoint when it resumes and there is one, else 0. Throws Error when
 // options of checkpoints do not fit each other, when there are checkpoints and the run does not resume, or the last one is of
-// another run. A run is its model, data, batches, optimizer and seed; mesh, strategy, microbatch and the kind of gradient sums
-// may change.
+// another run. A run is its model, data, batches, optimizer and seed, and its data are the contents of the files, whatever
+// these are called; mesh, strategy, microbatch and the kind of gradient sums may change.
 int64_t first_step(const TrainOptions& options, const TrainingData& data);
 
 // As `first_step` says. Throws Error as it does.
@@ -45,6 +47,7 @@ struct SavedModel {
   std::string folder;        // of the checkpoint, or of the weights
   bool are_weights = false;  // of a Hugging Face folder
   golden::Model model;  // with native arithmetic, whatever it was trained with
+  shardproof::checkpoint::HuggingFaceModel described;  // of the folder that a run started from; without a family: of none
   TokenType type = TokenType::uint8;
 };
 // `path`: a checkpoint that `train` wrote, or a folder of them, of which the last one is taken. Throws Error when it is

@@ -7,7 +7,9 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <fmt/ranges.h>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "harness/run/verbosity.h"
@@ -24,11 +26,25 @@ size_t columns_of(std::FILE* terminal) {
   return ::ioctl(::fileno(terminal), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-std::unique_ptr<std::FILE, int (*)(std::FILE*)> open_report(const std::string& path) {
+// Steps from `first` on come again, so the file ends before the first of them, and before a line that a kill has cut off.
+void cut_before_step(const std::string& path, int64_t first) {
+  std::error_code none;
+  if (!std::filesystem::is_regular_file(path, none)) return;
+  std::ifstream lines(path, std::ios::binary);
+  uintmax_t kept = 0;
+  for (std::string line; std::getline(lines, line) && !lines.eof(); kept += line.size() + 1) {
+    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (json.is_object() && json.contains("type") && json["type"] == "step" && json.value("step", first) >= first) break;
+  }
+  std::filesystem::resize_file(path, kept, none);
+}
+
+std::unique_ptr<std::FILE, int (*)(std::FILE*)> open_report(const std::string& path, int64_t first) {
   const auto leave_open = [](std::FILE*) { return 0; };
   if (path.empty()) return {nullptr, leave_open};
   if (path == "-") return {stdout, leave_open};
-  std::FILE* file = std::fopen(path.c_str(), "w");
+  if (first > 0) cut_before_step(path, first);
+  std::FILE* file = std::fopen(path.c_str(), first > 0 ? "a" : "w");
   SHARD_REQUIRE(file, "train", "cannot write {}: {}; name another file with --json", path,
                 std::strerror(errno));
   return {file, std::fclose};
@@ -65,7 +81,7 @@ std::string duration_text(double seconds) {
   return fmt::format("{} h {:02} min", whole / 3600, whole / 60 % 60);
 }
 
-TrainEvents::TrainEvents(const std::string& directory) : file_(directory) {}
+TrainEvents::TrainEvents(const std::string& directory, int64_t first) : file_(directory, first + 1) {}
 
 void TrainEvents::step(const TrainStep& step) {
   std::vector<std::pair<std::string, double>> values = {{"loss/train", step.loss},
@@ -123,7 +139,7 @@ void TrainProgress::end_line() {
   open_line_ = false;
 }
 
-TrainJson::TrainJson(const std::string& path) : file_(open_report(path)) {}
+TrainJson::TrainJson(const std::string& path, int64_t first) : file_(open_report(path, first)) {}
 
 void TrainJson::line(const std::string& text) {
   if (!file_) return;

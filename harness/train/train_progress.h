@@ -24,7 +24,8 @@ std::string duration_text(double seconds);
 // The numbers of each step for TensorBoard, by the number of steps done; "" writes nothing.
 class TrainEvents {
  public:
-  explicit TrainEvents(const std::string& directory);
+  // Of a run whose next step is `first`.
+  TrainEvents(const std::string& directory, int64_t first);
   void step(const TrainStep& step);
 
  private:
@@ -59,8 +60,9 @@ class TrainProgress {
 // exactly.
 class TrainJson {
  public:
-  // "" writes nothing, "-" is standard output. Throws Error when the file cannot be written.
-  explicit TrainJson(const std::string& path);
+  // "" writes nothing, "-" is standard output. The file of a run that goes on (`first` > 0) is appended to, after what it has
+  // of steps from `first` on was taken away; that of a run that begins is emptied. Throws Error when it cannot be written.
+  TrainJson(const std::string& path, int64_t first);
 
   void run(const std::string& description, const TrainingData& data, const TrainOptions& options);
   void step(const TrainStep& step);

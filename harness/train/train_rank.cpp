@@ -18,6 +18,7 @@
 #include "harness/train/train_measures.h"
 #include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/manager.h"
 #include "shardproof/comm/checked.h"
 #include "shardproof/comm/mesh_comm.h"
@@ -135,10 +136,30 @@ std::vector<Piece> copies(std::vector<Piece> pieces) {
   return pieces;
 }
 
-void resume(checkpoint::Manager& manager, Sharded& sharded, Optimizer& optimizer, const TrainHistory& history) {
+// Of parameters and of the optimizer's state, on the rank that holds most of them. A state that overflowed stays so, and its
+// parameters move no more. Collective.
+int64_t values_not_finite(const Sharded& sharded, const Optimizer& optimizer, Comm& world) {
+  int64_t found = 0;
+  const auto count = [&](const std::vector<Piece>& pieces) {
+    for (const Piece& piece : pieces)
+      found += piece.data.numel() - piece.data.isfinite().count_nonzero().item<int64_t>();
+  };
+  count(sharded.main_parameters());
+  for (const std::string& state_name : optimizer.state_names()) count(optimizer.state(state_name));
+  at::Tensor most = at::tensor({found}, at::kLong);
+  world.all_reduce(most, Reduce::max).wait();
+  return most.item<int64_t>();
+}
+
+void resume(checkpoint::Manager& manager, Sharded& sharded, Optimizer& optimizer, const TrainHistory& history, Comm& world) {
   const auto loaded = manager.load_latest(sharded, &optimizer);
   SHARD_REQUIRE(loaded && loaded->trainer.step == history.first_step, "train",
                 "the last checkpoint in {} changed while the run began; is another run saving there?", manager.directory());
+  const int64_t broken = values_not_finite(sharded, optimizer, world);
+  SHARD_REQUIRE(broken == 0, "train",
+                "{} has {} values of parameters or of the optimizer's state on a rank that are infinite or NaN, so there is no "
+                "way on from it. Remove it, to go on from the one before, or begin another run",
+                checkpoint::step_folder(manager.directory(), history.first_step), broken);
   trim_host_pool();  // no step needs as much memory as a load
 }
 
@@ -203,9 +224,17 @@ class RankTraining {
       manager_.emplace(asked.directory,
                        checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async, .copy_in_background = asked.async});
     if (history.first_step > 0)
-      resume(*manager_, sharded_, optimizer_, history);
+      resume(*manager_, sharded_, optimizer_, history, comms_->world());
     else if (!options.weights.empty())
       load_weights_of(options.weights, sharded_);
+  }
+
+  // Whether any rank was asked to stop. Once one was, it stays so. Collective.
+  bool is_asked_to_stop() {
+    at::Tensor asked = at::tensor({int64_t{stop_requested()}}, at::kLong);
+    comms_->world().all_reduce(asked, Reduce::max).wait();
+    asked_to_stop_ = asked.item<int64_t>() != 0;
+    return asked_to_stop_;
   }
 
   RankStep step(int64_t step) {
@@ -219,11 +248,12 @@ class RankTraining {
     optimizer_.set_lr_factor(lr_factor(options_.schedule, step));
     optimizer_.step();
     if (fingerprints_) fingerprints_->step();
-    measure(step + 1, result);
+    measure(step, result);
     result.compute_seconds = call_time_->now() - began - (call_time_->seconds() - in_calls);
-    save(step + 1, result.stopped);
+    save(step + 1);
     result.seconds = machine_seconds() - start;
-    if (validates_after(options_, data_, step)) validate(step, result);
+    if (!asked_to_stop_ && validates_after(options_, data_, step)) validate(step, result);
+    result.stopped = asked_to_stop_ && step + 1 < options_.steps;
     if (options_.check) copy_state(result);
     return result;
   }
@@ -245,29 +275,44 @@ class RankTraining {
       throw NonFiniteError(fmt::format("[train] step {}, {} is {}. Lower --lr, or clip with --clip", step + 1, what, loss));
   }
 
-  void measure(int64_t done, RankStep& result) {
+  void measure(int64_t step, RankStep& result) {
     const TrainMeasures::Result measured = measures_.measure(sharded_, stop_requested(), comms_->world());
+    require_finite(measured.parameter_norm, step, "the norm of the parameters");
     result.parameter_norm = measured.parameter_norm;
     result.zero_gradients = measured.zero_gradients;
     result.held_bytes = sharded_.memory().peak_total_bytes;
-    result.stopped = measured.stop && done < options_.steps;
+    asked_to_stop_ = measured.stop;
   }
 
-  void save(int64_t done, bool stopped) {
+  // What is due, once: a run that is asked to stop while it saves or validates calls this again.
+  void save(int64_t done) {
     if (!manager_) return;
     const TrainCheckpoints& asked = options_.checkpoints;
-    const bool last = stopped || done == options_.steps;
     manager_->poll();
-    if (last || (asked.save_every > 0 && done % asked.save_every == 0))
+    const bool due = done == options_.steps || (asked.save_every > 0 && done % asked.save_every == 0);
+    if ((due || asked_to_stop_) && saved_ != done) {
+      if (const int64_t broken = values_not_finite(sharded_, optimizer_, comms_->world()); broken > 0)
+        throw NonFiniteError(fmt::format(
+            "[train] step {}, {} values of the optimizer's state on a rank are infinite or NaN, and are not saved. Lower --lr, "
+            "or clip with --clip",
+            done, broken));
       manager_->save(sharded_, &optimizer_, trainer_state(options_, data_, history_, done));
-    if (last) manager_->wait();
+      saved_ = done;
+      if (!asked_to_stop_) is_asked_to_stop();
+    }
+    if (asked_to_stop_ || done == options_.steps) manager_->wait();
   }
 
-  // Ranks gather parameters together, so one without a microbatch of its own computes the first one along.
+  // Ranks gather parameters together, so one without a microbatch of its own computes the first one along. It takes long where
+  // much is held out; a run that is asked to stop meanwhile gives no loss of a part.
   void validate(int64_t step, RankStep& result) {
     const at::NoGradGuard no_grad;
     const ValidationRule rule = validation_rule(options_, data_, rule_.ranks());
     for (int64_t round = 0; round < rule.rounds(); ++round) {
+      if (is_asked_to_stop()) {
+        result.validation_losses.clear();
+        return save(step + 1);
+      }
       const SampleRange own = rule.samples(round, rank_);
       const SampleRange taken = own.begin < own.end ? own : rule.samples(0, 0);
       const double loss = loss_of(model_, validation_microbatch(data_, rule, taken), options_, context_group_).value;
@@ -299,6 +344,8 @@ class RankTraining {
   const int64_t rank_;  // among those with microbatches of their own
   std::optional<FingerprintCheck> fingerprints_;
   std::optional<checkpoint::Manager> manager_;
+  int64_t saved_ = 0;  // after how many steps the last save was
+  bool asked_to_stop_ = false;
 };
 
 }  // namespace
@@ -343,7 +390,7 @@ bool validates_after(const TrainOptions& options, const TrainingData& data, int6
 void train_rank(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<Comm>& comm, const PutStep& put) {
   RankTraining training(options, data, rule, history, comm);
-  bool stopped = false;
+  bool stopped = training.is_asked_to_stop();  // a load takes long, too
   for (int64_t step = history.first_step; step < options.steps && !stopped; ++step) {
     RankStep result = training.step(step);
     stopped = result.stopped;

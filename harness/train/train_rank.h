@@ -39,8 +39,8 @@ bool validates_after(const TrainOptions& options, const TrainingData& data, int6
 using PutStep = std::function<bool(RankStep)>;
 
 // Collective over the world. Trains the steps from the history's first on, saving as asked, and puts each, with its tensors if
-// the run is checked. After a step in which stop_requested() on any rank it saves and ends. Throws ReaderStopped when nobody
-// reads.
+// the run is checked. Where stop_requested() on any rank it ends before the first step, or saves and ends after the step that
+// is under way, without or instead of a validation. Throws ReaderStopped when nobody reads.
 void train_rank(const TrainOptions& options, const TrainingData& data, const BatchRule& rule, const TrainHistory& history,
                 const std::shared_ptr<shardproof::Comm>& comm, const PutStep& put);
 

@@ -8,6 +8,7 @@
 #include "properties/kit/checkpoint_trained.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/format/durable.h"
+#include "shardproof/checkpoint/manager.h"
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/shardproof.h"
 
@@ -125,6 +126,48 @@ TEST(SavedState, a_buffer_that_is_not_contiguous_is_loaded_where_it_lies) {
       EXPECT_TRUE(at::equal(module->table, values)) << "room for " << room << " bytes";
       EXPECT_TRUE(module->table.is_alias_of(before) && !module->table.is_contiguous());
     });
+}
+
+// Of each rank: a buffer of few bytes and one of many, a count, and a parameter that is not sharded.
+struct WithOwnValuesImpl : torch::nn::Module {
+  WithOwnValuesImpl() {
+    weight = register_parameter("weight", at::full({50}, 0.5));
+    own = {register_parameter("outside", at::zeros({3, 7})), register_buffer("few", at::zeros({2})),
+           register_buffer("many", at::zeros({90})), register_buffer("count", at::zeros({}, at::kLong))};
+  }
+  at::Tensor weight;
+  std::vector<at::Tensor> own;
+};
+
+TEST(SavedState, what_ranks_have_as_their_own_is_saved_as_rank_0_has_it_whoever_has_least_to_write) {
+  const ShardOptions options{.ignored = [](const std::string& name, const at::Tensor&) { return name == "outside"; }};
+  const auto sharded_on = [&](std::shared_ptr<WithOwnValuesImpl> module, const Place& place, std::shared_ptr<Comm> comm) {
+    ShardOptions here = options;
+    here.strategy = strategy(place.strategy);
+    return fully_shard(module, std::make_shared<MeshComm>(comm, Mesh::parse(place.mesh)), here);
+  };
+  const std::vector<ManagerOptions> kinds = {{}, {.async = true}, {.async = true, .copy_in_background = true}};
+  const std::vector<Place> places = {{"dp_shard=3", "zero3"}, {"dp_shard=2", "ddp"}, {"dp_replicate=2,dp_shard=2", "hsdp"}};
+  for (const Place& place : places)
+    for (const ManagerOptions& kind : kinds) {
+      const Scratch scratch;
+      on(place, [&](std::shared_ptr<Comm> comm) {
+        const at::NoGradGuard no_grad;
+        const auto module = std::make_shared<WithOwnValuesImpl>();
+        Sharded sharded = sharded_on(module, place, comm);
+        for (at::Tensor& value : module->own) value.fill_(comm->rank() + 7);
+        Manager manager(scratch / "run", kind);
+        manager.save(sharded, nullptr, {.step = 1});
+        manager.wait();
+      });
+      on({"dp_shard=3", "zero2"}, [&](std::shared_ptr<Comm> comm) {
+        const auto module = std::make_shared<WithOwnValuesImpl>();
+        Sharded sharded = sharded_on(module, {"dp_shard=3", "zero2"}, comm);
+        load(scratch / "run/step_1", sharded, nullptr);
+        for (const at::Tensor& value : module->own)
+          EXPECT_TRUE(value.eq(7).all().item<bool>()) << place.mesh << " on rank " << comm->rank() << ": " << value;
+      });
+    }
 }
 
 TEST(SavedState, a_partial_load_lists_what_it_skipped_and_leaves_it) {

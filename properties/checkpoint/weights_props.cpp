@@ -279,6 +279,27 @@ TEST(Weights, that_do_not_fit_are_named_on_every_rank) {
   refused(scratch / "values.pt", model, {.entry = "model"}, {"there is no 'model'"});
 }
 
+// Rank 0 alone writes and finds it; the others gather on, and hear of it. What was infinite before may stay so.
+TEST(Weights, a_number_that_the_dtype_of_the_file_does_not_hold_is_refused) {
+  const Scratch scratch;
+  on_mesh(qwen2(), {1, 3, 1}, 7, [&](Sharded& sharded, int64_t) {
+    at::Tensor norm = at::ones({16});
+    norm[5] = -70000;
+    norm[6] = std::numeric_limits<double>::infinity();
+    sharded.write_parameters({{"model.layers.0.input_layernorm.weight", norm}});
+    expect_error([&] { save_weights(scratch / "half", sharded, {.family = "qwen2", .dtype = Dtype::Half}); },
+                 {"model.layers.0.input_layernorm.weight: 1 of its values are too large for float16, such as -70000"});
+    save_weights(scratch / "bfloat", sharded, {.family = "qwen2", .dtype = Dtype::BFloat16});
+  });
+  EXPECT_FALSE(std::filesystem::exists(scratch / "half"));
+  Values stored = read_all(scratch / "bfloat");
+  stored["model.norm.weight"] = at::full({16}, 1e300, at::kDouble);
+  write_torch(scratch / "double.pt", stored);
+  on_mesh(qwen2(), {1, 3, 1}, 7, [&](Sharded& sharded, int64_t) {
+    expect_error([&] { load_weights(scratch / "double.pt", sharded, {.family = "qwen2"}); }, {"too large for float32"});
+  });
+}
+
 // torch.save keeps a transposed matrix as it lies in memory: here a [3, 2] whose columns lie end to end.
 TEST(Weights, of_torch_save_are_read_by_their_strides) {
   const auto numbers = [](std::initializer_list<int64_t> values) {

@@ -22,6 +22,7 @@ const Variables kMpirun = {{"OMPI_COMM_WORLD_RANK", "3"},
 const Variables kTorchrun = {{"RANK", "5"},           {"WORLD_SIZE", "8"},     {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"},
                              {"MASTER_ADDR", "head"}, {"MASTER_PORT", "29500"}};
 const Variables kSlurm = {{"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "6"}, {"SLURM_LOCALID", "0"}, {"SLURM_STEP_ID", "0"}};
+const Variables kPmi = {{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}};
 
 }  // namespace
 
@@ -41,7 +42,7 @@ TEST(Launch, each_launchers_variables_say_rank_and_world) {
 }
 
 TEST(Launch, an_environment_set_by_half_is_refused_naming_what_is_missing) {
-  for (const Variables& whole : {kMpirun, kTorchrun, kSlurm})
+  for (const Variables& whole : {kMpirun, kTorchrun, kSlurm, kPmi})
     for (const auto& [name, value] : whole) {
       if (name == "SLURM_STEP_ID" || name == "OMPI_COMM_WORLD_LOCAL_SIZE" || name == "LOCAL_WORLD_SIZE") continue;
       Variables half = whole;
@@ -56,13 +57,34 @@ TEST(Launch, an_environment_set_by_half_is_refused_naming_what_is_missing) {
   expect_says(refusal([&] { read_launch(environment(contradiction)); }), {"contradicts itself", "rank 4 of 4"});
 }
 
-TEST(Launch, the_script_of_a_batch_job_is_no_task_and_mpirun_counts_before_the_others) {
+TEST(Launch, the_script_of_a_batch_job_and_the_shell_of_salloc_are_no_tasks_and_mpirun_counts_before_the_others) {
   Variables batch = kSlurm;
   batch.erase("SLURM_STEP_ID");
   EXPECT_EQ(read_launch(environment(batch)).launcher, Launcher::none);
+  for (const char* step : {"4294967291", "4294967290", "batch", "interactive", "extern"}) {
+    batch["SLURM_STEP_ID"] = step;
+    EXPECT_EQ(read_launch(environment(batch)).launcher, Launcher::none) << step;
+  }
   Variables both = kSlurm;
+  both.insert(kPmi.begin(), kPmi.end());
+  EXPECT_EQ(read_launch(environment(both)).launcher, Launcher::slurm);
   both.insert(kMpirun.begin(), kMpirun.end());
   EXPECT_EQ(read_launch(environment(both)).launcher, Launcher::mpirun);
+}
+
+TEST(Launch, processes_of_a_launcher_that_mpi_did_not_join_do_not_train_alone) {
+  const auto error = [](int64_t joined, const Variables& variables) {
+    return error_of([&] { require_joined(joined, environment(variables)); });
+  };
+  for (const Variables& launcher : {kMpirun, kTorchrun, kSlurm, kPmi}) {
+    const Launch launch = read_launch(environment(launcher));
+    EXPECT_EQ(error(launch.world, launcher), "");
+    expect_says(error(1, launcher), {to_string(launch.launcher), fmt::format("{} processes", launch.world).c_str(),
+                                     "joined 1 of them", "train alone"});
+    expect_says(error_of([&] { shardproof::launch({}, {"program"}, environment(launcher)); }),
+                {to_string(launch.launcher), "--backend threads runs all ranks in each of them"});
+  }
+  EXPECT_EQ(error(1, {}), "");
 }
 
 TEST(Launch, an_address_alone_makes_nobody_a_rank_of_torchrun) {
@@ -79,6 +101,7 @@ TEST(Launch, what_this_build_or_launcher_cannot_do_is_refused_with_the_way_out) 
   expect_says(refused({.backend = "nccl"}, {}), {"--backend nccl needs a GPU", "shows none", "mpi"});
   expect_says(refused({.backend = "nccl", .gpus = 1}, {}), {"--backend nccl needs processes", "torchrun", "--ranks N"});
   expect_says(refused({.backend = "nccl", .ranks = 3, .gpus = 1}, kTorchrun), {"--ranks 3", "8 processes"});
+  expect_says(refused({.backend = "nccl", .gpus = 1}, kPmi), {"PMI_RANK", "GPUs", "torchrun"});
   expect_says(refused({.backend = "gloo"}, {}), {"threads, mpi or nccl", "gloo"});
   expect_says(refused({.backend = "mpi", .device = "cuda", .gpus = 1}, {}), {"host memory", "--backend nccl", "threads"});
   expect_says(refused({.device = "tpu"}, {}), {"cpu or cuda", "tpu"});

@@ -241,14 +241,23 @@ TEST(Lora, adapters_are_saved_as_peft_names_them_and_loaded_on_another_mesh) {
     expect_error([&] { checkpoint::load_adapters(scratch / "adapters", *run.sharded, *run.lora); },
                  {"and this model has no such adapter"});
     expect_error([&] { checkpoint::load_adapters(scratch / "nowhere", *run.sharded, *run.lora); }, {"nowhere"});
-    for (const char* key : {"use_rslora", "alpha_pattern"}) {
-      const std::string there = fmt::format("{}/{}_of_{}", scratch.path(), key, world->rank());
-      std::filesystem::copy(scratch / "adapters", there);
+    const std::string there = fmt::format("{}/of_{}", scratch.path(), world->rank());
+    std::filesystem::copy(scratch / "adapters", there);
+    const auto load_with = [&](const std::string& key, const nlohmann::json& value) {
       auto other = config;
-      other[key] = std::string(key) == "use_rslora" ? nlohmann::json(true) : nlohmann::json{{"lm_head", 9}};
+      other[key] = value;
       checkpoint::spill(there + "/adapter_config.json", other.dump());
-      expect_error([&] { checkpoint::load_adapters(there, *run.sharded, *run.lora); }, {key});
-    }
+      checkpoint::load_adapters(there, *run.sharded, *run.lora, {.module_prefix = "transformer."});
+    };
+    const nlohmann::json others = {{"use_rslora", true},
+                                   {"alpha_pattern", {{"lm_head", 9}}},
+                                   {"bias", "all"},
+                                   {"init_lora_weights", "pissa"},
+                                   {"some_new_variant", 1}};
+    for (const auto& [key, value] : others.items())
+      expect_error([&, &key = key, &value = value] { load_with(key, value); }, {"adapter_config.json", key, "were not loaded"});
+    load_with("some_new_variant", nullptr);
+    load_with("init_lora_weights", "gaussian");
   });
   run_threads(2, [&](std::shared_ptr<Comm> world) {
     Where other{.dp = 2};
@@ -257,6 +266,61 @@ TEST(Lora, adapters_are_saved_as_peft_names_them_and_loaded_on_another_mesh) {
     expect_error([&] { checkpoint::load_adapters(scratch / "adapters", *run.sharded, *run.lora); },
                  {"has adapters of rank 3 and alpha 6, and this model of rank 2 and alpha 6"});
   });
+}
+
+namespace {
+
+struct SharingImpl : torch::nn::LinearImpl {
+  explicit SharingImpl(const at::Tensor& with) : LinearImpl(torch::nn::LinearOptions(6, 6).bias(false)) {
+    weight = parameters_["weight"] = with;
+  }
+};
+
+// A layer, and two layers with one weight, or one layer under two names.
+struct TwiceImpl : torch::nn::Module {
+  explicit TwiceImpl(bool one_layer) {
+    register_module("plain", plain);
+    register_module("a", a);
+    const std::shared_ptr<torch::nn::LinearImpl> sharing = std::make_shared<SharingImpl>(a->weight);
+    b = one_layer ? a : torch::nn::Linear(sharing);
+    register_module("b", b);
+  }
+  at::Tensor forward(const at::Tensor& x) { return call(b, at::tanh(call(a, call(plain, x)))); }
+  torch::nn::Linear plain{6, 6}, a{torch::nn::LinearOptions(6, 6).bias(false)}, b{nullptr};
+};
+TORCH_MODULE(Twice);
+
+}  // namespace
+
+TEST(Lora, that_cannot_be_merged_without_a_change_of_what_the_model_computes_is_refused) {
+  const auto merged = [](bool one_layer, std::vector<std::string> targets, bool ignored, const std::string& says) {
+    run_threads(2, [&](std::shared_ptr<Comm> world) {
+      Twice model(one_layer);
+      initialize_parameters(*model, 3, 0.5);
+      const Lora lora = add_lora(model.ptr(), {.rank = 2, .targets = targets});
+      ShardOptions options = toy::options("zero3");
+      if (ignored) options.ignored = [](const std::string& name, const at::Tensor&) { return !is_adapter(name); };
+      Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(world, Mesh({{"dp_shard", 2}})), options);
+      Values drawn;
+      for (const auto& [name, value] : sharded.gather_main_parameters())
+        if (is_adapter(name)) drawn[name] = toy::data(value.sizes().vec(), 4);
+      sharded.write_parameters(drawn);
+      const at::NoGradGuard no_grad;
+      const at::Tensor x = toy::data({3, 6}, 1), before = call(model, x);
+      const Values values = sharded.gather_main_parameters();
+      if (says.empty())
+        lora.merge(sharded);
+      else
+        expect_error([&] { lora.merge(sharded); }, {"[lora] merge: the weight of layer", says, "nothing was merged"});
+      EXPECT_TRUE(at::allclose(call(model, x), before, 0, 1e-5));
+      EXPECT_EQ(first_difference(sharded.gather_main_parameters(), values).empty(), !says.empty());
+    });
+  };
+  merged(false, {"plain", "a"}, false, "'a' is 'b.weight' too");
+  merged(false, {"plain", "b"}, false, "'b' is 'a.weight' too");
+  merged(false, {"plain", "a", "b"}, false, "too, which would compute something else");
+  merged(false, {"plain"}, true, "'plain' is no parameter of this Sharded");
+  merged(true, {"plain", "a"}, false, "");
 }
 
 TEST(Lora, that_was_merged_is_not_saved_until_it_trains_again) {

@@ -50,7 +50,7 @@ template <class Model>
 Result run_ours(Model model, at::ScalarType dtype) {
   model->to(dtype);
   const at::Tensor logits = call(model, tokens());
-  at::cross_entropy_loss(logits.flatten(0, 1), targets().flatten()).backward();
+  at::cross_entropy_loss(logits.flatten(0, 1), targets().flatten(), {}, at::Reduction::Sum).backward();
   return {logits.detach(), distinct(*model, /*gradients=*/true)};
 }
 

@@ -111,7 +111,8 @@ def load(
         The checkpoint.
     sharded, optimizer, scaler
         What to fill. An optimizer of torch.optim also takes its learning rates and other settings from the checkpoint, as
-        its own ``load_state_dict`` does; the library's own keep those that they were made with.
+        its own ``load_state_dict`` does; the library's own keep those that they were made with. A scaler that the checkpoint
+        has no state of counts as what does not fit.
     partial : bool
         Load what fits, and list the rest under "skipped".
 

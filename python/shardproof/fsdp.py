@@ -267,17 +267,18 @@ def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Opti
     return torch_optimizer(kind, sharded, given, **settings)
 
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: "float | str" = 2.0) -> torch.Tensor:
     """Clip the gradient of the whole model, as torch.nn.utils.clip_grad_norm_. Collective.
 
     The norm counts every element once on every mesh, and is taken of all parameters of the model, whichever are given.
     """
-    sharded = next((found for found in map(owner_of, parameters) if found is not None), None)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    sharded = next((found for found in map(owner_of, given) if found is not None), None)
     if sharded is None:
         raise _C.Error(
             "[fsdp] clip_grad_norm_: none of the parameters is of a sharded model. Use torch.nn.utils.clip_grad_norm_"
         )
-    return torch.tensor(sharded.clip_gradients(max_norm, norm_type))
+    return torch.tensor(sharded.clip_gradients(max_norm, float(norm_type)))
 
 
 def __getattr__(name: str) -> Callable:

@@ -62,7 +62,10 @@ class Lora:
         return {**added, **plan}
 
     def merge(self, sharded: Sharded) -> None:
-        """Add what each adapter computes to the weight of its layer, and make the adapter compute zero. Collective."""
+        """Add what each adapter computes to the weight of its layer, and make the adapter compute zero. Collective.
+
+        A weight with another user, as that of a tied head has, is an error, and nothing is merged.
+        """
         self.native.merge(sharded.native)
 
     def save(
@@ -100,8 +103,8 @@ class Lora:
     def load(self, directory: str, sharded: Sharded, *, module_prefix: str = "") -> None:
         """Load adapters that `save` or PEFT saved. Collective.
 
-        Rank, alpha and layers must be those of this model; what does not fit is an error on every rank. So are adapters that
-        were merged into the weights of this model, which would then have them twice.
+        Rank, alpha and layers must be those of this model; what does not fit, or is no plain LoRA, is an error on every rank.
+        So are adapters that were merged into the weights of this model, which would then have them twice.
         """
         self.native.load(str(directory), sharded.native, module_prefix)
 

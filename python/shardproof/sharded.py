@@ -223,7 +223,8 @@ class Sharded:
     def state_dict(self) -> "dict[str, torch.Tensor]":
         """What ``module.state_dict()`` of the plain model would be: whole parameters and buffers, on every rank. Collective.
 
-        Parameters are in the dtype in which units compute; `save` keeps the main ones.
+        Parameters are in the dtype in which units compute; `save` keeps the main ones. Buffers and parameters that are not
+        sharded are this rank's own; `save` keeps those of rank 0.
         """
         whole = self.gather()
         return {

@@ -99,7 +99,8 @@ class TorchState:
                     group[name].fill_(saved[name])
                 else:
                     group[name] = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
-            # A scheduler that was made after the optimizer has this one, and so may the checkpoint alone.
+            # Schedulers leave it here, on one side or on both. Of one that this process used before, nothing stays.
+            group.pop("initial_lr", None)
             group.update({name: saved[name] for name in ("initial_lr",) if name in saved})
 
     def _foreign(self, names: "list[tuple[list, list]]") -> _C.ForeignOptimizer:

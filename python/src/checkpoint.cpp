@@ -107,7 +107,7 @@ py::dict load_checkpoint(const std::string& directory, ShardedMirror& held, Opti
   ck::Loaded loaded;
   {
     const py::gil_scoped_release unlocked;
-    loaded = ck::load(directory, held.sharded, optimizer, {.partial = partial});
+    loaded = ck::load(directory, held.sharded, optimizer, {.partial = partial, .needs_scaler = scaler != nullptr});
   }
   return dict_of(loaded, scaler);
 }
@@ -124,7 +124,7 @@ py::object manager_load(ck::Manager& manager, ShardedMirror& held, OptimizerStat
   std::optional<ck::Loaded> loaded;
   {
     const py::gil_scoped_release unlocked;
-    loaded = manager.load_latest(held.sharded, optimizer, {.partial = partial});
+    loaded = manager.load_latest(held.sharded, optimizer, {.partial = partial, .needs_scaler = scaler != nullptr});
   }
   return loaded ? py::object(dict_of(*loaded, scaler)) : py::none();
 }

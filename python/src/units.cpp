@@ -15,20 +15,21 @@ class UnitCall {
 
   bool is_unit() const { return unit_hooks(*image_) != nullptr; }
   bool recomputes() const { return is_unit() && hooks().recomputes(); }
+  bool is_seen() const { return hooks().backward_is_seen(); }
   void before() { hooks().before_forward(*image_); }
   at::Tensor input(const at::Tensor& tensor) { return hooks().watch_input(tensor); }
   at::Tensor output(const at::Tensor& tensor) { return hooks().watch_output(tensor); }
   void after() { hooks().after_forward(*image_); }
 
-  std::vector<at::Tensor> run_without_graph(const py::function& body, std::vector<at::Tensor> inputs) {
-    const Held held(body);
+  void forget_saved(const py::function& again, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& buffers) {
+    const Held held(again);
     const auto run = [held](const std::vector<at::Tensor>& values) {
       const py::gil_scoped_acquire locked;
-      return held.get()(values).cast<std::vector<at::Tensor>>();
+      held.get()(values);
     };
-    const py::gil_scoped_release unlocked;
-    return hooks().run_without_graph(run, std::move(inputs));
+    forgetting_.push_back(hooks().forget_saved(run, inputs, buffers));
   }
+  void keep_saved() { forgetting_.pop_back(); }
 
  private:
   UnitHooks& hooks() const {
@@ -37,6 +38,7 @@ class UnitCall {
     return *hooks;
   }
   std::shared_ptr<torch::nn::Module> image_;
+  std::vector<std::shared_ptr<void>> forgetting_;  // in forwards under way
 };
 
 void set_random_stream(uint64_t seed, uint64_t sites, int64_t first_sample) {
@@ -50,11 +52,13 @@ void bind_units(py::module_& module) {
       .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))
       .def_property_readonly("is_unit", &UnitCall::is_unit)
       .def_property_readonly("recomputes", &UnitCall::recomputes)
+      .def_property_readonly("is_seen", &UnitCall::is_seen)
       .def("before", &UnitCall::before, Unlocked())
       .def("input", &UnitCall::input, py::arg("tensor"))
       .def("output", &UnitCall::output, py::arg("tensor"))
       .def("after", &UnitCall::after, Unlocked())
-      .def("run_without_graph", &UnitCall::run_without_graph, py::arg("body"), py::arg("inputs"));
+      .def("forget_saved", &UnitCall::forget_saved, py::arg("again"), py::arg("inputs"), py::arg("buffers"))
+      .def("keep_saved", &UnitCall::keep_saved);
   module.def("set_random_stream", &set_random_stream, py::arg("seed"), py::arg("sites") = 0, py::arg("first_sample") = 0);
   module.def("random_stream", [] {
     const RandomStream& now = random_stream();

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import shardproof
 from models import Block, Net, assert_same_bits, batch, loss_of
@@ -76,6 +77,157 @@ def test_a_manager_keeps_the_last_ones_and_loads_the_latest(tmp_path, copies):
         return manager.steps(), manager.latest()
 
     assert shardproof.run_threads(2, body) == [([3, 4], 4)] * 2
+
+
+class Normed(nn.Module):
+    """Batch norms, of few values and of many, and a layer that is left out of sharding."""
+
+    def __init__(self):
+        super().__init__()
+        self.sharded = nn.Sequential(nn.Linear(5, 64, bias=False), nn.BatchNorm1d(64), nn.Linear(64, 3), nn.BatchNorm1d(3))
+        self.outside = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.outside(self.sharded(x))
+
+
+@pytest.mark.parametrize("world,strategy", [(2, "zero3"), (3, "ddp")])
+@pytest.mark.parametrize("how", ["save", "Manager", "in background", "copied in background"])
+def test_what_ranks_have_as_their_own_is_saved_as_rank_0_has_it(tmp_path, world, strategy, how):
+    def make(comm, strategy):
+        torch.manual_seed(1)
+        sharded = shardproof.fully_shard(Normed(), comm, units=[nn.Linear], strategy=strategy, ignored="outside.*")
+        return sharded, shardproof.torch_optimizer(torch.optim.AdamW, sharded, sharded.module.parameters(), lr=0.01)
+
+    def own(sharded, optimizer):
+        found = {**dict(sharded.module.named_buffers()), **dict(sharded.module.outside.named_parameters())}
+        for name, parameter in sharded.module.outside.named_parameters():
+            found.update({f"{name} {what}": value for what, value in optimizer.state[parameter].items()})
+        return {name: value.detach().clone() for name, value in found.items()}
+
+    def train(comm):
+        sharded, optimizer = make(comm, strategy)
+        for step in range(2):
+            loss_of(sharded.module, batch(step * world + comm.rank)).backward()
+            optimizer.step()
+        if how == "save":
+            shardproof.save(str(tmp_path / "step_2"), sharded, optimizer)
+        else:
+            manager = shardproof.Manager(
+                str(tmp_path), in_background="back" in how, copy_in_background="copied" in how)
+            manager.save(sharded, optimizer, 2)
+            manager.wait()
+        return own(sharded, optimizer), {name: value for name, value in sharded.state_dict().items() if "running" in name}
+
+    def load(comm):
+        sharded, optimizer = make(comm, "zero2")
+        shardproof.load(str(tmp_path / "step_2"), sharded, optimizer)
+        return own(sharded, optimizer)
+
+    (first, state), *others = shardproof.run_threads(world, train)
+    assert len(first) == 2 * 3 + 2 + 2 * 3 and not torch.equal(first["weight exp_avg"], others[0][0]["weight exp_avg"])
+    assert not torch.equal(first["sharded.3.running_var"], others[0][0]["sharded.3.running_var"])
+    for loaded in shardproof.run_threads(2, load):
+        assert_same_bits(loaded, first)
+        assert_same_bits({name: loaded[name] for name in state}, state)
+
+
+KINDS = {
+    "adamw": lambda sharded: shardproof.adamw(sharded, lr=0.01),
+    "sgd": lambda sharded: shardproof.sgd(sharded, lr=0.01, momentum=0.9),
+    "torch AdamW": lambda sharded: shardproof.torch_optimizer(torch.optim.AdamW, sharded, lr=0.01, amsgrad=True),
+    "torch SGD": lambda sharded: shardproof.torch_optimizer(torch.optim.SGD, sharded, lr=0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("saved_after", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_that_has_trained_something_else_goes_on_as_a_fresh_one(tmp_path, kind, saved_after):
+    folder = str(tmp_path / "saved")
+
+    class Run:
+        def __init__(self, comm, seed):
+            torch.manual_seed(seed)
+            self.rank, self.sharded = comm.rank, shardproof.fully_shard(Net(), comm, units=[Block])
+            self.optimizer = KINDS[kind](self.sharded)
+            self.ema, self.scaler = shardproof.Ema(self.sharded, decay=0.5), shardproof.LossScaler(initial=8, growth_interval=3)
+
+        def train(self, first, steps):
+            for step in range(first, first + steps):
+                for microbatch in range(1 + step % 2):
+                    if step % 2 == 1:
+                        self.sharded.set_last_microbatch(microbatch == 1)
+                    self.backward(4 * step + 2 * microbatch + self.rank)
+                assert self.scaler.unscale(self.sharded)
+                self.optimizer.step()
+                self.ema.update()
+
+        def backward(self, index):
+            self.scaler.scale(loss_of(self.sharded.module, batch(index))).backward()
+
+    def save(comm):
+        run = Run(comm, 1)
+        run.train(0, saved_after)
+        shardproof.save(folder, run.sharded, run.optimizer, step=saved_after, scaler=run.scaler)
+
+    def go_on(comm, used):
+        run = Run(comm, 2)
+        if used:
+            if "torch" in kind:
+                run.optimizer.param_groups[0]["lr"] = 0.04
+                schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.5)
+            run.train(100, 5)
+            if "torch" in kind:
+                schedule.step()
+            run.sharded.set_last_microbatch(False)
+            run.backward(7)  # and was in the middle of a step
+        loaded = shardproof.load(folder, run.sharded, run.optimizer, scaler=run.scaler)
+        if "torch" in kind:
+            schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.5)
+            assert schedule.base_lrs == [0.01]
+        run.train(loaded["step"], 3)
+        counts = {"scale": torch.tensor(run.scaler.value), "step": torch.tensor(run.sharded.step)}
+        return {**run.sharded.gather(), **{f"ema.{name}": value for name, value in run.ema.gather().items()}, **counts}
+
+    shardproof.run_threads(2, save)
+    fresh = shardproof.run_threads(2, lambda comm: go_on(comm, used=False))[0]
+    for used in shardproof.run_threads(2, lambda comm: go_on(comm, used=True)):
+        assert_same_bits(used, fresh)
+
+
+def test_a_scaler_that_the_checkpoint_does_not_know_is_no_part_of_a_load(tmp_path):
+    def body(comm):
+        sharded, scaler = shardproof.fully_shard(Net(), comm), shardproof.LossScaler(initial=2.0)
+        shardproof.save(str(tmp_path / "saved"), sharded)
+        before = sharded.gather()
+        with torch.no_grad():
+            sharded.write_parameters({name: value + 1 for name, value in before.items()})
+        changed = sharded.gather()
+        with pytest.raises(shardproof.Error, match="nothing was loaded: trainer.scaler is missing"):
+            shardproof.load(str(tmp_path / "saved"), sharded, scaler=scaler)
+        assert_same_bits(sharded.gather(), changed)
+        skipped = shardproof.load(str(tmp_path / "saved"), sharded, scaler=scaler, partial=True)["skipped"]
+        assert len(skipped) == 1 and "trainer.scaler" in skipped[0] and scaler.value == 2.0
+        assert_same_bits(sharded.gather(), before)
+
+    shardproof.run_threads(2, body)
+
+
+def test_a_manager_takes_a_link_to_a_folder_for_that_folder(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+
+    def train(comm, steps):
+        sharded = shardproof.fully_shard(Net(), comm, units=[Block])
+        manager = shardproof.Manager(str(tmp_path / "link"), keep=2)
+        found = manager.load_latest(sharded)
+        for step in range(found["step"] if found else 0, steps):
+            manager.save(sharded, None, step + 1)
+        return found and found["step"], manager.steps()
+
+    assert shardproof.run_threads(2, lambda comm: train(comm, 3)) == [(None, [2, 3])] * 2
+    assert shardproof.run_threads(2, lambda comm: train(comm, 5)) == [(3, [4, 5])] * 2
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["step_4", "step_5"]
 
 
 def test_a_value_of_an_unknown_kind_is_refused_by_name(tmp_path):

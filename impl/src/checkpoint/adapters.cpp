@@ -49,6 +49,28 @@ std::string config_of(const Lora& lora, const AdapterOptions& options) {
   return config.dump(2) + "\n";
 }
 
+// Whether the entry of the config leaves the adapters plain. The format is open: each release of PEFT has further variants,
+// some of which have the tensors of the plain one. So what is not known here must be off.
+bool is_plain(const std::string& key, const nlohmann::json& value) {
+  // Compared elsewhere, or without a say in what is computed.
+  static const std::set<std::string> free = {"peft_type",           "auto_mapping",
+                                             "peft_version",        "revision",
+                                             "task_type",           "base_model_name_or_path",
+                                             "inference_mode",      "r",
+                                             "lora_alpha",          "lora_dropout",
+                                             "target_modules",      "exclude_modules",
+                                             "layers_to_transform", "layers_pattern",
+                                             "fan_in_fan_out",      "megatron_core",
+                                             "qalora_group_size"};
+  static const std::set<std::string> by_layer = {"rank_pattern", "alpha_pattern", "loftq_config"};
+  if (value.is_null() || value == false || free.contains(key)) return true;
+  if (by_layer.contains(key)) return value.is_object() && value.empty();
+  if (key == "bias") return value == "none";
+  // Other initialisations change the base as well.
+  if (key == "init_lora_weights") return value == true || value == "gaussian" || value == "orthogonal";
+  return false;
+}
+
 void require_config(const std::string& path, const std::string& text, const Lora& lora) {
   const nlohmann::json config = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   const bool describes_lora = config.is_object() && config.contains("peft_type") && config["peft_type"] == "LORA";
@@ -60,12 +82,12 @@ void require_config(const std::string& path, const std::string& text, const Lora
   SHARD_REQUIRE(number("r") == static_cast<double>(lora.options().rank) && number("lora_alpha") == lora.options().alpha, "lora",
                 "{} has adapters of rank {} and alpha {}, and this model of rank {} and alpha {}", path, number("r"),
                 number("lora_alpha"), lora.options().rank, lora.options().alpha);
-  SHARD_REQUIRE(!config.contains("use_rslora") || config["use_rslora"] != true, "lora",
-                "{} has \"use_rslora\": true, so its adapters are scaled by alpha / sqrt(rank), and these by alpha / rank",
-                path);
-  for (const char* key : {"rank_pattern", "alpha_pattern"})
-    SHARD_REQUIRE(!config.contains(key) || config[key].empty(), "lora",
-                  "{} has a {}, so its layers differ in rank or alpha, and these have all the same", path, key);
+  for (const auto& [key, value] : config.items())
+    SHARD_REQUIRE(
+        is_plain(key, value), "lora",
+        "{} has \"{}\": {}, with which adapters may compute something else than W x + alpha / rank * B (A x), so they "
+        "were not loaded. Let PEFT merge them into the base, or convert them to plain LoRA",
+        path, key, value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
 at::Tensor read_tensor(FileSystem& files, const SafeTensor& stored) {

@@ -3,7 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <array>
+#include <set>
 
 #include "checkpoint/format/json_text.h"
 #include "shardproof/base/check.h"
@@ -18,16 +18,41 @@ constexpr uint64_t kModelConfigBytesMax = 1 << 24;
 constexpr int64_t kIntegerMax = 1 << 30;  // so that products of two fit
 constexpr double kNormEps = 1e-5;  // of the library's layer norms
 
-constexpr std::array<const char*, 3> kTokenIds = {"bos_token_id", "eos_token_id", "pad_token_id"};
+// What a config.json says that changes no logits of these models: how they were made and are used, and what the package's
+// models of these families never read.
+constexpr std::string_view kFree =
+    " architectures model_type transformers_version torch_dtype dtype _name_or_path use_cache bos_token_id eos_token_id "
+    "pad_token_id sep_token_id unk_token_id decoder_start_token_id id2label label2id num_labels problem_type output_attentions "
+    "output_hidden_states return_dict return_dict_in_generate initializer_range chunk_size_feed_forward is_decoder "
+    "pretraining_tp max_window_layers attention_dropout attn_pdrop embd_pdrop resid_pdrop summary_activation summary_type "
+    "summary_first_dropout summary_proj_to_labels summary_use_proj reorder_and_upcast_attn task_specific_params "
+    "tokenizer_class "
+    "finetuning_task prefix n_ctx gradient_checkpointing max_length min_length do_sample early_stopping num_beams "
+    "num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+    "no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores forced_bos_token_id forced_eos_token_id "
+    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_sequence_length is_llama_config "
+    "transformers.js_config unsloth_fixed unsloth_version attn_implementation _attn_implementation "
+    "_attn_implementation_autoset _attn_implementation_internal ";
 
-// A config.json under its path, for messages.
+// A config.json under its path, for messages. It notes what was asked for.
 class Config {
  public:
   Config(std::string path, json values) : path_(std::move(path)), values_(std::move(values)) {}
 
   void require(bool holds, const std::string& what) const { SHARD_REQUIRE(holds, "hugging_face", "{}: {}", path_, what); }
+  // What nobody asked for must be off, since each release of the package may compute with further entries.
+  void require_nothing_else(std::string_view free) const {
+    for (const auto& [key, value] : values_.items())
+      require(
+          asked_.contains(key) || value.is_null() || value == false || value == "" ||
+              (value.is_structured() && value.empty()) || free.find(" " + key + " ") != free.npos,
+          fmt::format("it has {}: {}, and what a model computes with that is not known here. If this one computes nothing with "
+                      "it, take it out of a copy of the file",
+                      key, value.dump(-1, ' ', false, json::error_handler_t::replace)));
+  }
 
-  bool has(const char* key) const { return values_.contains(key) && !values_.at(key).is_null(); }
+  bool has(const char* key) const { return names(key) && !values_.at(key).is_null(); }
   int64_t integer(const char* key) const {
     require(has(key), fmt::format("it has no {}", key));
     const json& value = values_.at(key);
@@ -51,19 +76,25 @@ class Config {
     require(values_.at(key).is_string(), fmt::format("{} should be a text, and is {}", key, values_.at(key).dump()));
     return values_.at(key).get<std::string>();
   }
+  std::vector<std::string> texts(const char* key) const {
+    if (!has(key)) return {};
+    const json& list = values_.at(key);
+    require(list.is_array() && std::ranges::all_of(list, [](const json& item) { return item.is_string(); }),
+            fmt::format("{} should be a list of texts, and is {}", key, list.dump()));
+    return list.get<std::vector<std::string>>();
+  }
   Config inside(const char* key) const { return {path_ + ": " + key, values_.at(key)}; }
   bool is_object() const { return values_.is_object(); }
-  std::string token_ids() const {
-    json ids = json::object();
-    for (const char* key : kTokenIds)
-      if (has(key)) ids[key] = values_.at(key);
-    return ids.dump();
+  bool is_empty() const { return values_.empty(); }
+  bool names(const char* key) const {
+    asked_.insert(key);
+    return values_.contains(key);
   }
-  bool names(const char* key) const { return values_.contains(key); }
 
  private:
   std::string path_;
   json values_;
+  mutable std::set<std::string> asked_;
 };
 
 GptOptions gpt_of(const Config& config) {
@@ -95,6 +126,7 @@ void read_rope(const Config& config, LlamaOptions& llama) {
     if (!config.has(key)) continue;
     const Config rope = config.inside(key);
     config.require(rope.is_object(), fmt::format("{} should be an object", key));
+    if (rope.is_empty()) continue;
     const std::string kind = rope.text("rope_type", rope.text("type", "default"));
     config.require(kind == "default" || kind == "llama3",
                    fmt::format("its rotary positions are of the type '{}' ({}); known are default and llama3", kind, key));
@@ -103,6 +135,8 @@ void read_rope(const Config& config, LlamaOptions& llama) {
     if (kind == "llama3")
       llama.rope_scaling = {rope.number("factor", 1), rope.number("low_freq_factor", 1), rope.number("high_freq_factor", 4),
                             rope.integer("original_max_position_embeddings")};
+    rope.require_nothing_else("");
+    break;  // the package takes the first, and so two are an error
   }
   config.require(config.number("partial_rotary_factor", 1) == 1, "only a part of a head turns, and of a Llama's all");
 }
@@ -142,6 +176,10 @@ LlamaOptions llama_of(const Config& config, const std::string& family) {
   llama.qk_norm = family == "qwen3";
   llama.qkv_bias = family == "qwen2";
   llama.longest = window_of(config, family);
+  if (family.starts_with("qwen")) config.names("sliding_window");  // which says nothing where it is not in use
+  for (const std::string& type : config.texts("layer_types"))
+    config.require(type == "full_attention" || (type == "sliding_attention" && llama.longest > 0),
+                   fmt::format("a layer is of the type '{}', and those of a Llama see all that came before", type));
   const int64_t head = config.integer("head_dim", otherwise.head_size);
   if (head > 0 && head * llama.heads != llama.hidden) llama.head_size = head;
   config.require(!config.flag("attention_bias", false) && !config.flag("mlp_bias", false),
@@ -209,20 +247,50 @@ json config_of_llama(const HuggingFaceModel& model, const LlamaOptions& llama) {
   return config;
 }
 
+json config_of(const HuggingFaceModel& model) {
+  const auto* gpt = std::get_if<GptOptions>(&model.options);
+  SHARD_REQUIRE((gpt != nullptr) == (model.family == "gpt2"), "hugging_face", "a {} is no {}", gpt ? "Gpt" : "Llama",
+                model.family);
+  return gpt ? config_of_gpt(*gpt) : config_of_llama(model, std::get<LlamaOptions>(model.options));
+}
+
+// The text that the model was read from, with what is otherwise now.
+json changed_source(const HuggingFaceModel& model, const json& now) {
+  json source = parse_json(model.source, "source");
+  const json was = config_of(parse_hugging_face_config(model.source, "source"));
+  const auto differs = [&](const char* key) { return was.value(key, json()) != now.value(key, json()); };
+  if (differs("rope_theta") || differs("rope_scaling")) {
+    source.erase("rope_parameters");
+    source["rope_theta"] = now.at("rope_theta");
+    source["rope_scaling"] = now.value("rope_scaling", json());
+  }
+  for (const auto& [key, value] : now.items())
+    if (differs(key.c_str())) source[key] = value;
+  return source;
+}
+
 }  // namespace
 
 HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& files) {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode))
-    return read_hugging_face_config(path + "/config.json", files);
-  const Config config(path, parse_json(read_file(files, path, kModelConfigBytesMax), path));
+  const auto is = [](const std::string& name, mode_t kind) {
+    struct stat status {};
+    return ::stat(name.c_str(), &status) == 0 && (status.st_mode & S_IFMT) == kind;
+  };
+  const std::string file = is(path, S_IFDIR) ? path + "/config.json" : path;
+  HuggingFaceModel model = parse_hugging_face_config(read_file(files, file, kModelConfigBytesMax), file);
+  if (const std::string beside = path + "/generation_config.json"; is(beside, S_IFREG))
+    model.generation = read_file(files, beside, kModelConfigBytesMax);
+  return model;
+}
+
+HuggingFaceModel parse_hugging_face_config(const std::string& text, const std::string& path) {
+  const Config config(path, parse_json(text, path));
   config.require(config.is_object(), "it is no config.json of a model");
-  HuggingFaceModel model;
-  model.family = config.text("model_type", "");
+  HuggingFaceModel model{.family = config.text("model_type", ""), .options = {}, .source = text};
   const auto& known = weight_families();
   config.require(std::find(known.begin(), known.end(), model.family) != known.end(),
                  fmt::format("its model_type is '{}'; known are {}", model.family, fmt::join(known, ", ")));
-  model.token_ids = config.token_ids();
+  config.require(config.flag("is_causal", true), "its tokens see those that come after them, and those of these models do not");
   if (model.family == "gpt2") {
     const GptOptions gpt = gpt_of(config);
     model.options = gpt;
@@ -231,19 +299,20 @@ HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& f
     model.options = llama_of(config, model.family);
     model.positions = config.integer("max_position_embeddings", defaults_of(model.family).positions);
   }
+  config.require_nothing_else(kFree);
   return model;
 }
 
 std::string hugging_face_config(const HuggingFaceModel& model, Dtype dtype) {
   require_family(model.family);
-  const auto* gpt = std::get_if<GptOptions>(&model.options);
-  SHARD_REQUIRE((gpt != nullptr) == (model.family == "gpt2"), "hugging_face", "a {} is no {}", gpt ? "Gpt" : "Llama",
-                model.family);
-  json config = gpt ? config_of_gpt(*gpt) : config_of_llama(model, std::get<LlamaOptions>(model.options));
-  const json ids = parse_json(model.token_ids, "token_ids");
-  for (const char* key : kTokenIds) config[key] = ids.value(key, json());
+  json config = config_of(model);
+  if (model.source.empty())
+    for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) config[key] = nullptr;
+  else
+    config = changed_source(model, config);
   config["model_type"] = model.family;
-  config["torch_dtype"] = dtype_info(dtype).name;
+  if (config.contains("dtype")) config.erase("torch_dtype");
+  config[config.contains("dtype") ? "dtype" : "torch_dtype"] = dtype_info(dtype).name;
   return config.dump(2) + "\n";
 }
 

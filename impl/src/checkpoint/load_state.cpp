@@ -54,7 +54,9 @@ class Loader {
       const Value saved = value(kMergedAdapters);
       for (const Value& print : saved.as_list(kMergedAdapters)) merged_adapters_.push_back(print.as_string(kMergedAdapters));
     }
-    const auto& misfits = matched_.misfits;
+    auto& misfits = matched_.misfits;
+    if (options_.needs_scaler && !loaded_.trainer.scaler)
+      misfits.push_back("trainer.scaler is missing from the checkpoint, so a loss scaler would go on as it is");
     SHARD_REQUIRE(options_.partial || misfits.empty(), "checkpoint",
                   "{} does not fit this model, and nothing was loaded: {}{}. A program can load what fits, by `partial`",
                   directory_, fmt::join(misfits.begin(), misfits.begin() + std::min<int64_t>(8, std::ssize(misfits)), "; "),
@@ -344,6 +346,7 @@ Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* opti
   sharded.main_parameters_changed();
   Loaded loaded = loader.take();
   state.schedule.set_step(loaded.trainer.step);
+  state.schedule.set_last_microbatch(true);  // as at the start: this process may have been in the midst of a step
   return loaded;
 }
 

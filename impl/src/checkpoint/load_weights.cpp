@@ -190,7 +190,7 @@ class WeightLoader {
       const int64_t count = numel(part);
       const at::Tensor raw = at::empty({count}, source.weight.dtype);
       reader_.read(source.weight, part, raw.mutable_data_ptr());
-      values.narrow(0, done, count).copy_(raw);
+      values.narrow(0, done, count).copy_(rounded_weight(source.weight.file, raw, dtype));
       done += count;
     }
     SHARD_CHECK(done == values.numel(), "checkpoint", "{} of {} elements of a box have a source", done, values.numel());

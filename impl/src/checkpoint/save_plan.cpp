@@ -86,9 +86,10 @@ std::vector<std::vector<PlannedBox>> plan_save(const std::map<std::string, Saved
   std::vector<uint64_t> written(static_cast<size_t>(ranks), 0);
   for (const Part& part : parts) {
     const std::vector<int64_t>& holders = part.held->holders;
-    const int64_t rank = *std::min_element(holders.begin(), holders.end(), [&](int64_t a, int64_t b) {
+    const auto least = std::min_element(holders.begin(), holders.end(), [&](int64_t a, int64_t b) {
       return std::pair(written[static_cast<size_t>(a)], a) < std::pair(written[static_cast<size_t>(b)], b);
     });
+    const int64_t rank = part.tensor->second.of_rank_0 ? 0 : *least;
     written[static_cast<size_t>(rank)] += part.bytes;
     parts_of[static_cast<size_t>(rank)].push_back(part);
   }

@@ -16,6 +16,7 @@ struct SavedTensor {
   Dtype dtype = Dtype::Float;
   Shape shape;
   Placement at;  // nothing partial
+  bool of_rank_0 = false;  // each rank has a whole one of its own, not a copy: that of rank 0 is saved
   bool operator==(const SavedTensor&) const = default;
 };
 
@@ -24,9 +25,9 @@ struct PlannedBox {
   Box box;  // one of those that `owned` lists for the rank that writes it
 };
 
-// By rank; a rank's boxes by name, then ascending. A box that several ranks hold goes to the one with the fewest bytes so far,
-// the largest first; a tensor without elements is one empty box of rank 0. A function of its arguments alone, so that every
-// rank finds the same.
+// By rank; a rank's boxes by name, then ascending. A box that several ranks hold as copies goes to the one with the fewest
+// bytes so far, the largest first; a tensor without elements is one empty box of rank 0. A function of its arguments alone, so
+// that every rank finds the same.
 std::vector<std::vector<PlannedBox>> plan_save(const std::map<std::string, SavedTensor>& tensors, int64_t ranks);
 
 // All that a save works out before it has seen a value, and what it was made of. The next save may use it as long as that is

@@ -116,7 +116,7 @@ struct SaveJob::Parts {
   const std::vector<PlannedBox>& own() const { return plan->boxes[static_cast<size_t>(world->rank())]; }
   void collect(Sharded& sharded, const OptimizerState* optimizer);
   void include(std::string key, Path path, SavedTensor tensor, at::Tensor data);
-  void include(std::string key, Path path, Shard&& shard);
+  void include(std::string key, Path path, Shard&& shard, bool of_rank_0 = false);
   void make_plan(KeptPlan* kept);
   void find_sources();
   void fill(Snapshot& memory, Copies copies);
@@ -130,13 +130,15 @@ void SaveJob::Parts::include(std::string key, Path path, SavedTensor tensor, at:
   paths[key] = std::move(path);
   held[std::move(key)] = std::move(data);
 }
-void SaveJob::Parts::include(std::string key, Path path, Shard&& shard) {
+void SaveJob::Parts::include(std::string key, Path path, Shard&& shard, bool of_rank_0) {
   const Dtype dtype = shard.data.scalar_type();
   lasting.insert(key);
-  include(std::move(key), std::move(path), {dtype, std::move(shard.shape), std::move(shard.at)}, std::move(shard.data));
+  include(std::move(key), std::move(path), {dtype, std::move(shard.shape), std::move(shard.at), of_rank_0},
+          std::move(shard.data));
 }
 
-// Every tensor that there is, the same on every rank, and what this rank has of it.
+// Every tensor that there is, the same names on every rank, and what this rank has of it. Nobody keeps buffers, parameters that
+// are not sharded, and the optimizer's state of these the same on the ranks, so they are all rank 0's, as those of a transfer.
 void SaveJob::Parts::collect(Sharded& sharded, const OptimizerState* optimizer) {
   const ModelNames names = names_of_model(sharded);
   for (const auto& [name, parameter] : names.parameters)
@@ -148,17 +150,18 @@ void SaveJob::Parts::collect(Sharded& sharded, const OptimizerState* optimizer) 
     include(model_key(shard.name), model_path(shard.name), std::move(shard));
   const Placement everywhere{sharded.impl().comms->mesh(), replicated()};
   for (const auto& [name, tensor] : names.plain)
-    include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere},
+    include(model_key(name), model_path(name), {tensor.scalar_type(), tensor.sizes().vec(), everywhere, /*of_rank_0=*/true},
             tensor.detach().contiguous().view({-1}));
   for (const auto& [first, shards_of] : sharded.impl().kept_along)
     for (Shard& shard : shards_of()) include(kept_key(first, shard.name), kept_path(first, shard.name), std::move(shard));
   if (!optimizer) return;
   for (const std::string& state_name : optimizer->state_names())
     for (Shard& shard : optimizer->state_shards(state_name))
-      include(state_key(shard.name, state_name), state_path(shard.name, state_name), std::move(shard));
+      include(state_key(shard.name, state_name), state_path(shard.name, state_name), std::move(shard),
+              names.plain.contains(shard.name));
   for (const OptimizerState::Scalar& scalar : optimizer->scalars())
     include(state_key(scalar.parameter, scalar.name), state_path(scalar.parameter, scalar.name),
-            {scalar.value.scalar_type(), {}, everywhere}, scalar.value.view({1}));
+            {scalar.value.scalar_type(), {}, everywhere, names.plain.contains(scalar.parameter)}, scalar.value.view({1}));
 }
 
 // The plan depends on nothing but the tensors' descriptions and the ranks, so one that was made for the same is this one.

@@ -52,13 +52,13 @@ FilePlan plan_file(Sharded& sharded, const SaveWeightsOptions& options) {
 }
 
 // The whole tensor of the file. Collective.
-at::Tensor gather_for_file(Sharded& sharded, const FilePlan& plan, const WeightRecipe& recipe, Dtype dtype) {
+at::Tensor gather_for_file(Sharded& sharded, const FilePlan& plan, const WeightRecipe& recipe) {
   std::vector<at::Tensor> parts;
   for (const WeightPart& part : recipe.parts) {
     const auto plain = plan.plain.find(part.name);
     at::Tensor whole = (plain == plan.plain.end() ? sharded.gather_main_parameter(part.name) : plain->second).to(at::kCPU);
     if (part.rows) whole = whole.narrow(0, part.rows->begin, part.rows->size());
-    parts.push_back(whole.to(dtype));
+    parts.push_back(whole);
   }
   const at::Tensor tensor = parts.size() == 1 ? parts[0] : at::cat(parts, 0);
   return (recipe.turned ? tensor.t() : tensor).contiguous();
@@ -73,17 +73,27 @@ std::string write_on_rank_0(StagedFolder& folder, Sharded& sharded, const FilePl
         *options.files, folder.path(), plan.specs,
         [&](const std::string& name) {
           gathered.insert(name);
-          const at::Tensor tensor = gather_for_file(sharded, plan, plan.recipes.at(name), options.dtype);
+          const at::Tensor tensor = rounded_weight(name, gather_for_file(sharded, plan, plan.recipes.at(name)), options.dtype);
           return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
         },
         options.file_bytes_max);
   });
   for (const auto& [name, recipe] : plan.recipes)
-    if (!gathered.contains(name)) gather_for_file(sharded, plan, recipe, options.dtype);
+    if (!gathered.contains(name)) gather_for_file(sharded, plan, recipe);
   return error;
 }
 
 }  // namespace
+
+at::Tensor rounded_weight(const std::string& name, const at::Tensor& values, Dtype dtype) {
+  const at::Tensor rounded = values.to(dtype);
+  if (rounded.numel() == 0 || !at::isFloatingType(dtype)) return rounded;
+  const at::Tensor lost = at::isfinite(values).logical_and(at::isfinite(rounded).logical_not());
+  SHARD_REQUIRE(!lost.any().item<bool>(), "checkpoint",
+                "{}: {} of its values are too large for {}, such as {}, and would be infinite. Choose another dtype", name,
+                lost.sum().item<int64_t>(), dtype_name(dtype), values.masked_select(lost)[0].item<double>());
+  return rounded;
+}
 
 void save_weights(const std::string& directory, Sharded& sharded, const SaveWeightsOptions& options) {
   const at::NoGradGuard no_grad;
@@ -100,7 +110,7 @@ void save_weights(const std::string& directory, Sharded& sharded, const SaveWeig
   if (folder)
     error = write_on_rank_0(*folder, sharded, plan, options);
   else
-    for (const auto& [name, recipe] : plan.recipes) gather_for_file(sharded, plan, recipe, options.dtype);
+    for (const auto& [name, recipe] : plan.recipes) gather_for_file(sharded, plan, recipe);
   agree(world, error);
   agree_on(world, [&] {
     if (folder) folder->commit();

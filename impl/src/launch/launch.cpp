@@ -24,24 +24,26 @@ struct Variables {
   Launcher launcher;
   const char* rank;
   const char* world;
-  const char* local_rank;
+  const char* local_rank;   // null: this launcher does not say it
   const char* local_world;  // may be missing
   std::vector<const char*> others = {};
 };
 
-const std::array<Variables, 3>& all_variables() {
-  static const std::array<Variables, 3> all = {
+const std::array<Variables, 4>& all_variables() {
+  static const std::array<Variables, 4> all = {
       Variables{Launcher::mpirun, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE"},
       Variables{Launcher::torchrun, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_ADDR", "MASTER_PORT"}},
-      Variables{Launcher::slurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr}};
+      Variables{Launcher::slurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr},
+      Variables{Launcher::pmi, "PMI_RANK", "PMI_SIZE", nullptr, nullptr}};
   return all;
 }
 
-// The script that sbatch runs has variables of tasks, but is none of them.
+// The script that sbatch runs and the shell that salloc opens have variables of tasks, but are none of them. Slurm numbers such
+// steps down from the largest number of 32 bits.
 bool is_slurm_step(const Environment& environment) {
   const char* step = environment("SLURM_STEP_ID");
-  return step && std::strcmp(step, "4294967291") != 0 && std::strcmp(step, "batch") != 0;
+  return step && *step >= '0' && *step <= '9' && std::strtoull(step, nullptr, 10) < 0xfffffff0;
 }
 
 int64_t number(const Environment& environment, const char* name, const char* launcher) {
@@ -55,7 +57,8 @@ int64_t number(const Environment& environment, const char* name, const char* lau
 
 std::optional<Launch> read(const Variables& v, const Environment& environment) {
   std::vector<std::string> set, missing;
-  std::vector<const char*> required = {v.rank, v.world, v.local_rank};
+  std::vector<const char*> required = {v.rank, v.world};
+  if (v.local_rank) required.push_back(v.local_rank);
   required.insert(required.end(), v.others.begin(), v.others.end());
   for (const char* name : required) {
     const char* value = environment(name);
@@ -71,7 +74,7 @@ std::optional<Launch> read(const Variables& v, const Environment& environment) {
   Launch launch{.launcher = v.launcher,
                 .rank = number(environment, v.rank, launcher),
                 .world = number(environment, v.world, launcher),
-                .local_rank = number(environment, v.local_rank, launcher)};
+                .local_rank = number(environment, v.local_rank ? v.local_rank : v.rank, launcher)};
   launch.local_world =
       v.local_world && environment(v.local_world) ? number(environment, v.local_world, launcher) : launch.world;
   SHARD_REQUIRE(launch.rank < launch.world && launch.local_rank < launch.local_world && launch.local_world <= launch.world,
@@ -116,6 +119,8 @@ const char* to_string(Launcher launcher) {
       return "torchrun";
     case Launcher::slurm:
       return "srun";
+    case Launcher::pmi:
+      return "a launcher with PMI";
   }
   return "?";
 }
@@ -168,9 +173,19 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
   }
   SHARD_REQUIRE(options.ranks == 0 || options.ranks == launch.world, "launch", "--ranks {}, but {} started {} processes",
                 options.ranks, to_string(launch.launcher), launch.world);
+  SHARD_REQUIRE(launch.launcher != Launcher::pmi || options.backend != "nccl", "launch",
+                "PMI_RANK and PMI_SIZE do not say which of its host's GPUs a process has; use torchrun, mpirun or srun");
   // Whatever becomes of the launcher, its processes do not stay.
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   return launch;
+}
+
+void require_joined(int64_t joined, const Environment& environment) {
+  const Launch launch = read_launch(environment);
+  SHARD_REQUIRE(launch.launcher == Launcher::none || launch.world == joined, "launch",
+                "{} started {} processes, and MPI has joined {} of them here, so each would train alone. It has to speak with "
+                "this MPI: use the mpirun that belongs to it, or srun --mpi=pmix",
+                to_string(launch.launcher), launch.world, joined);
 }
 
 }  // namespace shardproof

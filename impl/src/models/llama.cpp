@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 
 #include <cmath>
 
@@ -35,27 +36,28 @@ Real scaled(Real frequency, const RopeScaling& scaling) {
 }
 
 // Angles [T, head / 2] of rotary embeddings: position / theta^(2i / head), in float32.
-at::Tensor angles(const at::Tensor& positions, const Rope& rope, at::ScalarType dtype) {
+at::Tensor angles(const at::Tensor& positions, const Rope& rope) {
   const at::Tensor exponents = at::arange(0, rope.head_size, 2, at::kFloat) / static_cast<double>(rope.head_size);
   const at::Tensor frequencies = at::pow(at::scalar_tensor(rope.theta, at::kFloat), exponents).reciprocal();
   for (int64_t i = 0; rope.scaling.factor != 1 && i < frequencies.numel(); ++i) {
     float& frequency = frequencies.mutable_data_ptr<float>()[i];
     frequency = scaled(frequency, rope.scaling);
   }
-  return at::outer(positions.to(at::kFloat), frequencies).to(dtype);
+  return at::outer(positions.to(at::kFloat), frequencies);
 }
 
 struct Turn {
   at::Tensor cosine, sine;  // [T, head / 2]
 };
 
-// In the dtype and on the device of `like`.
+// In the dtype and on the device of `like`. An angle is a number of radians up to the position itself, so smaller dtypes would
+// give neighbours one angle: sines and cosines alone are rounded to them.
 Turn turn_of(const at::Tensor& positions, const Rope& rope, const at::Tensor& like) {
   SHARD_REQUIRE(!is_capturing(), "llama",
                 "rotary angles inside of a captured step: the host computes them in each forward and copies them there. "
                 "Train a Llama without a graph");
-  const at::Tensor turn = angles(positions, rope, like.scalar_type());
-  return {turn.cos().to(like.device()), turn.sin().to(like.device())};
+  const at::Tensor turn = angles(positions, rope).to(at::toOpMathType(like.scalar_type()));
+  return {turn.cos().to(like.options()), turn.sin().to(like.options())};
 }
 
 // Each by itself, in float64 and with the host's C library: LibTorch's vectors and their tails may differ, and so may a
@@ -102,11 +104,12 @@ void require_valid(const LlamaOptions& o) {
 RmsNormImpl::RmsNormImpl(int64_t size, double eps) : eps_(eps) { weight = register_parameter("weight", at::ones({size})); }
 
 // Gradients of three uses of one tensor would be added in an order that depends on which modules are units; of two it does not
-// matter. So what is used again goes through a view, which gathers its own two first.
+// matter. So what is used again goes through a view, which gathers its own two first. Squares of what float16 holds may be none
+// that it holds, so smaller dtypes are divided in float32.
 at::Tensor RmsNormImpl::forward(at::Tensor x) {
   if (is_canonical()) return canonical_ops::rms_norm(x, weight, eps_, canonical_name());
-  x = x.view_as(x);
-  return x * at::rsqrt(x.square().mean(-1, /*keepdim=*/true) + eps_) * weight;
+  const at::Tensor wide = x.view_as(x).to(at::toOpMathType(x.scalar_type()));
+  return (wide * at::rsqrt(wide.square().mean(-1, /*keepdim=*/true) + eps_)).to(x.scalar_type()) * weight;
 }
 
 LlamaAttentionImpl::LlamaAttentionImpl(const LlamaOptions& options)

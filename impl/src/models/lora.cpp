@@ -83,6 +83,29 @@ at::Tensor product_of(const at::Tensor& up, const at::Tensor& down, Interval run
   return sum.mul_(scale).view({-1}).narrow(0, run.begin - begin * inputs, run.size());
 }
 
+// Throws Error unless the product can be added to the weight of the layer, and nothing else computes with that weight. Layers
+// that are one module under two names have the same adapter as well.
+void require_own_weight(const Sharded::Impl& sharded, const std::string& layer) {
+  const auto first_of = [&](const std::string& name) {
+    const auto found = std::ranges::find(sharded.aliases, name, [](const auto& alias) { return alias.first; });
+    return found == sharded.aliases.end() ? "" : found->second;
+  };
+  const std::string weight = first_of(weight_of(layer)), adapter = first_of(adapter_parameters(layer).a);
+  SHARD_REQUIRE(
+      !weight.empty(), "lora",
+      "merge: the weight of layer '{}' is no parameter of this Sharded (is it ignored?), so the adapter has nothing to "
+      "be added to, and nothing was merged. Save the adapters instead",
+      layer);
+  for (const auto& [name, first] : sharded.aliases) {
+    if (first != weight || name == weight_of(layer)) continue;
+    const std::string other = name.substr(0, name.size() - std::min(name.size(), std::string_view(".weight").size()));
+    SHARD_REQUIRE(first_of(adapter_parameters(other).a) == adapter, "lora",
+                  "merge: the weight of layer '{}' is '{}' too, which would compute something else with the adapter in it, so "
+                  "nothing was merged. Untie the two before add_lora, or save the adapters instead",
+                  layer, name);
+  }
+}
+
 // Of the values of all adapters, taken together layer by layer. The dtype does not matter.
 class AdaptersFingerprint {
  public:
@@ -152,6 +175,7 @@ void Lora::merge(Sharded& sharded) const {
   std::map<std::string, at::Tensor> zeros;
   AdaptersFingerprint print;
   sharded.write_parameters({});  // waits for ranks that still read parameters, and refuses a bad moment
+  for (const std::string& layer : layers()) require_own_weight(sharded.impl(), layer);
   for (const std::string& layer : layers()) {
     const AdapterParameters names = adapter_parameters(layer);
     const at::Tensor down = sharded.gather_main_parameter(names.a), up = sharded.gather_main_parameter(names.b);

@@ -173,24 +173,17 @@ void relate_units(Sharded::Impl& sharded, const std::vector<UnitPlan>& plans) {
     for (const auto& [name, module] : plans[i].modules) unit_called[name] = units[i].get();
   for (size_t i = 1; i < units.size(); ++i) {
     Unit* const inner = units[i].get();
-    inner->settings.root = units[0].get();
     units[0]->settings.below.push_back(inner);
     for (const std::string& name : modules_around(plans[i].name()))
       if (const auto outer = unit_called.find(name); outer != unit_called.end() && outer->second != inner)
-        outer->second->settings.inside.push_back(inner);
+        outer->second->settings.below.push_back(inner);
   }
-  for (size_t i = 1; i < units.size(); ++i) units[i]->settings.below = units[i]->settings.inside;
 }
 
 void build_recomputed(Sharded::Impl& sharded, const UnitPlans& plans) {
-  const auto& units = sharded.schedule.units();
   for (const RecomputedPlan& plan : plans.recomputed) {
     auto part = std::make_shared<Unit>(sharded.schedule, plan.name, std::vector<std::unique_ptr<Bucket>>(), 1);
     part->settings.recompute = true;
-    part->settings.root = units[0].get();
-    if (plan.holder > 0) part->settings.holder = units[plan.holder].get();
-    for (size_t inner = 1; inner < units.size(); ++inner)
-      if (is_within(plans.units[inner].name(), plan.name)) part->settings.inside.push_back(units[inner].get());
     part->settings.timeline = timeline_of(sharded.comms->world());
     part->settings.rank = sharded.comms->rank();
     sharded.attached.attach(plan.module, *part);

@@ -108,15 +108,6 @@ bool is_recomputed(const std::string& name, const UnitPlans& plans) {
   return std::ranges::any_of(plans.recomputed, [&](const RecomputedPlan& plan) { return within(plan.name); });
 }
 
-// Needs the units to have their parameters.
-size_t holder_of(const std::string& module, const std::vector<UnitPlan>& units) {
-  for (size_t i = 1; i < units.size(); ++i)
-    if (units[i].name() != module && !is_within(units[i].name(), module))
-      for (const NamedParameter& parameter : units[i].parameters)
-        if (is_within(parameter.name, module)) return i;
-  return 0;
-}
-
 void choose_recomputed(UnitPlans& plans, const torch::nn::Module& root, const ShardOptions& options) {
   if (!options.recompute_modules) return;
   for (const auto& item : root.named_modules("", /*include_self=*/false)) {
@@ -126,7 +117,7 @@ void choose_recomputed(UnitPlans& plans, const torch::nn::Module& root, const Sh
     };
     const auto unit = std::ranges::find_if(plans.units, has);
     if (unit != plans.units.end()) unit->options.recompute = true;
-    else plans.recomputed.push_back({item.key(), item.value(), holder_of(item.key(), plans.units)});
+    else plans.recomputed.push_back({item.key(), item.value()});
   }
 }
 
@@ -197,22 +188,23 @@ std::vector<std::vector<NamedParameter>> split_into_buckets(const UnitPlan& plan
   for (const NamedParameter& parameter : plan.parameters) kinds[kind_of(parameter)].push_back(parameter);
   std::vector<std::vector<NamedParameter>> buckets;
   for (const auto& [kind, parameters] : kinds) {
-    int64_t bytes_max = options.bucket_bytes_max;
-    if (options.bucket_count > 0) {
-      int64_t total = 0;
-      for (const NamedParameter& parameter : parameters) total += parameter.bytes();
-      bytes_max = std::max<int64_t>(1, (total + options.bucket_count - 1) / options.bucket_count);
-    }
-    int64_t bytes = 0;
-    bool open = false;
+    int64_t total = 0, placed = 0, bytes = 0, made = 0, left = std::ssize(parameters);
+    for (const NamedParameter& parameter : parameters) total += parameter.bytes();
     for (const NamedParameter& parameter : parameters) {
-      if (!open || (bytes_max > 0 && bytes + parameter.bytes() > bytes_max)) {
+      const bool is_full = options.bucket_bytes_max > 0 && bytes + parameter.bytes() > options.bucket_bytes_max;
+      // Of `bucket_count` buckets the next one begins where those before have their part of all bytes, or each that is to come
+      // needs a parameter.
+      const int64_t to_come = options.bucket_count - made;
+      const bool has_its_part = to_come > 0 && (placed * options.bucket_count >= total * made || left <= to_come);
+      if (made == 0 || is_full || has_its_part) {
         buckets.emplace_back();
         bytes = 0;
-        open = true;
+        ++made;
       }
       buckets.back().push_back(parameter);
       bytes += parameter.bytes();
+      placed += parameter.bytes();
+      --left;
     }
   }
   return buckets;

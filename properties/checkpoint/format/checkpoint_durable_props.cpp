@@ -84,6 +84,37 @@ TEST(Durable, an_abandoned_save_leaves_nothing) {
   EXPECT_FALSE(latest_step(scratch / "deep/er"));
 }
 
+TEST(Durable, a_link_to_a_folder_of_checkpoints_is_that_folder) {
+  const Scratch scratch;
+  std::filesystem::create_directories(scratch / "disk/inner");
+  std::filesystem::create_directory_symlink(scratch / "disk", scratch / "link");
+  for (const std::string& folder : {scratch / "link", scratch / "link/", scratch / "link/inner", scratch / "link/new/er"}) {
+    for (const int64_t step : {1, 2, 3}) save_step(system_files(), step_folder(folder, step), step);
+    EXPECT_EQ(committed_steps(folder), (std::vector<int64_t>{1, 2, 3})) << folder;
+    std::filesystem::create_directory(folder + "/.step_4.saving-1-0");
+    EXPECT_EQ(remove_leftovers(system_files(), folder), 1) << folder;
+    retain_steps(system_files(), folder, 1);
+    EXPECT_EQ(latest_step(folder), 3);
+    remove_folder(system_files(), step_folder(folder, 3));
+  }
+  EXPECT_EQ(list_folder(scratch / "disk"), (std::vector<std::string>{"inner", "new"}));
+  EXPECT_TRUE(std::filesystem::is_symlink(scratch / "link"));
+}
+
+TEST(Durable, what_lies_behind_a_link_is_not_removed_with_it) {
+  const Scratch scratch;
+  save_step(system_files(), scratch / "elsewhere/kept", 1);
+  std::filesystem::create_directories(scratch / "run/.step_9.saving-1-0");
+  for (const char* link : {"run/step_1", "run/step_3", "run/.step_9.saving-1-0/inner", "run/.step_1.removing-1-0"})
+    std::filesystem::create_directory_symlink(scratch / "elsewhere/kept", scratch / link);
+  EXPECT_EQ(remove_leftovers(system_files(), scratch / "run"), 2);
+  save_step(system_files(), scratch / "run/step_3", 3, /*overwrite=*/true);
+  retain_steps(system_files(), scratch / "run", 1);
+  EXPECT_EQ(list_folder(scratch / "run"), (std::vector<std::string>{"step_3"}));
+  EXPECT_EQ(step_in(scratch / "run/step_3"), 3);
+  EXPECT_EQ(step_in(scratch / "elsewhere/kept"), 1);
+}
+
 TEST(Durable, retention_keeps_the_newest) {
   const Scratch scratch;
   for (const int64_t step : {9, 10, 100, 2}) save_step(system_files(), step_folder(scratch.path(), step), step);

@@ -91,6 +91,34 @@ TEST(TensorParallel, cross_entropy_of_cut_logits_is_that_of_whole_ones) {
       {"vocab_parallel_cross_entropy", "log(2)"});
 }
 
+// As exact as PyTorch's own on whole logits of the dtype. A sum of 70,000 ones is more than float16 holds.
+TEST(TensorParallel, cross_entropy_of_low_precision_is_as_exact_as_pytorchs) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf})
+    for (const int64_t vocab : {int64_t{41}, int64_t{70000}}) {
+      const at::Tensor logits = (at::sin(at::arange(8 * vocab, at::kDouble)).view({8, vocab}) * 0.3).to(dtype);
+      const at::Tensor targets = at::arange(8, at::kLong) * 5;
+      const auto of = [&](const at::Tensor& given) {
+        const at::Tensor leaf = given.clone().set_requires_grad(true);
+        const at::Tensor loss = at::cross_entropy_loss(leaf, targets);
+        loss.backward();
+        return std::pair(loss.item<double>(), leaf.grad().to(at::kDouble));
+      };
+      const auto [truth, true_gradient] = of(logits.to(at::kDouble));
+      const auto [theirs, their_gradient] = of(logits);
+      const double loss_bound = 1.5 * std::abs(theirs - truth) + truth * (dtype == at::kHalf ? 0x1p-11 : 0x1p-8);
+      run_threads(2, [&, truth = truth, &g = true_gradient, &h = their_gradient](std::shared_ptr<Comm> comm) {
+        const at::Tensor own = piece_of(logits, 1, 2, comm->rank()).clone().set_requires_grad(true);
+        const at::Tensor loss = vocab_parallel_cross_entropy(own, targets, vocab, *comm);
+        loss.backward();
+        EXPECT_EQ(loss.scalar_type(), dtype);
+        EXPECT_NEAR(loss.item<double>(), truth, loss_bound);
+        const auto part = [&](const at::Tensor& whole) { return piece_of(whole, 1, 2, comm->rank()); };
+        EXPECT_LE((own.grad().to(at::kDouble) - part(g)).norm().item<double>(),
+                  1.5 * (part(h) - part(g)).norm().item<double>());
+      });
+    }
+}
+
 TEST(TensorParallel, a_mesh_with_ranks_along_tp_that_nothing_was_cut_along_is_refused) {
   expect_error(
       [] {

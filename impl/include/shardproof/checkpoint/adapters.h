@@ -30,8 +30,8 @@ struct AdapterOptions {
 void save_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options = {});
 
 // Loads them, whatever mesh or program saved them, rounded to the main dtype. Throws Error on every rank, and changes nothing,
-// when a file is missing or damaged; when rank, alpha or a layer is not as in `lora`, or the file scales its adapters otherwise
-// (use_rslora, rank_pattern, alpha_pattern); when a shape does not fit; or when just these adapters were merged into the
+// when a file is missing or damaged; when rank, alpha or a layer is not as in `lora`, or the config says more than
+// plain LoRA's does, known here or not; when a shape does not fit; or when just these adapters were merged into the
 // weights of this model (Lora::is_merged), so that they would be added twice. The dropout may differ. Collective over the mesh
 // of the Sharded.
 void load_adapters(const std::string& directory, Sharded& sharded, const Lora& lora, const AdapterOptions& options = {});

@@ -20,16 +20,20 @@ struct HuggingFaceModel {
   std::string family;  // gpt2, llama, mistral, qwen2 or qwen3
   std::variant<GptOptions, LlamaOptions> options;
   int64_t positions = 0;  // max_position_embeddings: the longest sequence that it was made for
-  // A JSON object of bos_token_id, eos_token_id and pad_token_id, which the model does not compute with. What is not there is
-  // written as null.
-  std::string token_ids = "{}";
+  // The text of the config.json that it was read from, which says more than the fields above: the tokens that begin and end a
+  // text, the window, whatever the package keeps there. It is written again, with what was changed in the fields since. "":
+  // there is none, and those tokens are written as null.
+  std::string source = "";
+  std::string generation = "";  // the text of the generation_config.json beside it; "": there is none
 };
 
 // Reads a config.json, or that of a folder. What is absent has the value that the package takes. Dropout is not read: set it in
 // the options. Where the model attends within a sliding window, `longest` is that window, since shorter sequences do not notice
 // it. Throws Error, which names the file and what it asks for, when the library's models cannot compute it: another family,
-// biases where they have none, scaled rotary positions, other activations.
+// biases where they have none, scaled rotary positions, other activations, or an entry that is not known and not off.
 HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& files = system_files());
+// The same of its text. `path` is for messages.
+HuggingFaceModel parse_hugging_face_config(const std::string& text, const std::string& path);
 
 // The text of a config.json with which the package computes what the library's model does. `dtype` is that of the weights
 // beside it. Throws Error when the family has no such model, such as a llama with qkv_bias.

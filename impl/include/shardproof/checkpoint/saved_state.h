@@ -7,8 +7,9 @@
 // The format is PyTorch's Distributed Checkpoint (format/dcp.h). Names are those of FSDP2's get_state_dict:
 // "model.<parameter>", "optim.state.<parameter>.exp_avg", "optim.param_groups.0.lr". The saved parameters are the main
 // parameters; a tied one is there under each of its names. Averages of parameters (optim/ema.h) are "ema.<parameter>", under
-// the first name of a tied one. Parameters that are not sharded, and buffers of state (nn/state_buffers.h), are saved once. All
-// functions are collective over the mesh. What fails on one rank throws Error on every rank.
+// the first name of a tied one. Parameters that are not sharded, and buffers of state (nn/state_buffers.h), are saved once.
+// Each rank may have values of its own there; all that are saved are rank 0's, as those of a transfer, and a load gives them to
+// every rank. All functions are collective over the mesh. What fails on one rank throws Error on every rank.
 #pragma once
 
 #include <cstdint>
@@ -103,6 +104,7 @@ struct LoadOptions {
   // Whether to load what fits and list the rest in Loaded::skipped: names that are missing in the checkpoint or in the model,
   // and names whose shape or dtype differs. Averages that are missing begin as the parameters that were loaded.
   bool partial = false;
+  bool needs_scaler = false;  // whether a TrainerState::scaler that the checkpoint lacks is one of the names that are missing
   // Whether each wanted entry is compared with its checksum before anything is changed. What a rank is to hold is read into
   // memory beside the model first, and summed on the way; it is put into place when all ranks have found all of it whole. When
   // false, files are read straight into the model. An entry of which a rank reads only a part is then not checked, unless

@@ -62,4 +62,8 @@ struct SaveWeightsOptions {
 // rank 0 writes.
 void save_weights(const std::string& folder, Sharded& sharded, const SaveWeightsOptions& options = {});
 
+// The values in the dtype, as both functions round them. Throws Error, which says `name`, where a finite number would be
+// infinite.
+at::Tensor rounded_weight(const std::string& name, const at::Tensor& values, Dtype dtype);
+
 }  // namespace shardproof::checkpoint

@@ -9,7 +9,7 @@
 
 namespace shardproof {
 
-enum class Launcher { none, mpirun, torchrun, slurm };
+enum class Launcher { none, mpirun, torchrun, slurm, pmi };
 const char* to_string(Launcher launcher);
 
 // What the launcher says about this process.
@@ -25,8 +25,9 @@ using Environment = std::function<const char*(const char*)>;
 Environment process_environment();
 
 // Reads what the launcher says. When several launchers have set their variables, mpirun counts first, then torchrun, then srun,
-// because that is the order from the innermost to the outermost. Throws Error, which names what is set and what is missing,
-// when only a part of a launcher's variables is set or when they contradict each other.
+// because that is the order from the innermost to the outermost, and last any other that sets PMI_RANK and PMI_SIZE. Throws
+// Error, which names what is set and what is missing, when only a part of a launcher's variables is set or when they contradict
+// each other.
 Launch read_launch(const Environment& environment);
 
 struct LaunchOptions {
@@ -42,6 +43,8 @@ struct LaunchOptions {
 // instead, when the options are impossible here.
 Launch launch(const LaunchOptions& options, const std::vector<std::string>& arguments,
               const Environment& environment = process_environment());
+// Throws Error unless MPI has joined all processes that the launcher started: each that it cannot join is a world of its own.
+void require_joined(int64_t joined, const Environment& environment = process_environment());
 // The command by which `launch` replaces this process.
 std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root);
 

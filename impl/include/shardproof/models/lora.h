@@ -54,9 +54,9 @@ class [[nodiscard]] Lora {
   // Adds scale * B A to each layer's main weight and makes B zero. The model then computes, up to rounding, what it computed
   // before, and its base alone does so too. Each rank adds its own part: for each element the products of A and B are added in
   // the order of the rank, each operation rounded to the main dtype, so that the bits do not depend on how weights are cut. A
-  // rank holds A and B of one layer whole, and rows of the product for its part of the layer's weight. Throws Error inside a
-  // backward, while averages are in the place of the parameters, or when the Sharded does not have these layers. Collective
-  // over the mesh of the Sharded.
+  // rank holds A and B of one layer whole, and rows of the product for its part of the layer's weight. Throws Error and
+  // changes nothing inside a backward, while averages are in place, or when the weight of a layer is not in the Sharded or is
+  // that of another layer too (a tied head). Collective over the mesh.
   void merge(Sharded& sharded) const;
   // Whether adapters were merged into the weights that the Sharded has: by `merge`, or by the run that saved the checkpoint
   // that it loaded last. load_weights ends that, because the weights are then those of its file.

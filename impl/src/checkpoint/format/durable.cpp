@@ -50,9 +50,12 @@ bool exists(const std::string& path) {
   return ::lstat(path.c_str(), &status) == 0;
 }
 
-bool is_folder(const std::string& path) {
+// A link to a folder is one to look into, and never one to remove the contents of.
+enum class Links { followed, not_followed };
+bool is_folder(const std::string& path, Links links) {
   struct stat status {};
-  return ::lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
+  const auto look = links == Links::followed ? ::stat : ::lstat;
+  return look(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
 }
 
 int try_to_flush(FileSystem& files, const std::string& folder) {
@@ -81,8 +84,7 @@ void flush_entry(FileSystem& files, const std::string& path) {
 // Those that are missing, each durable in its parent.
 void make_parents(FileSystem& files, const std::string& path) {
   if (exists(path)) {
-    struct stat status {};
-    SHARD_REQUIRE(::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "checkpoint", "{} is no folder", path);
+    SHARD_REQUIRE(is_folder(path, Links::followed), "checkpoint", "{} is no folder", path);
     flush_entry(files, path);
     return;
   }
@@ -93,17 +95,11 @@ void make_parents(FileSystem& files, const std::string& path) {
 }
 
 void remove_tree(FileSystem& files, const std::string& path) {
-  for (const std::string& name : list_folder(path)) {
-    const std::string inner = path + "/" + name;
-    if (is_folder(inner)) {
-      remove_tree(files, inner);
-      continue;
-    }
-    const int removed = files.unlink(inner);
-    SHARD_REQUIRE(removed >= 0 || removed == -ENOENT, "checkpoint", "cannot remove {}: {}", inner, cause(removed));
-  }
-  const int removed = files.rmdir(path);
-  SHARD_REQUIRE(removed >= 0 || removed == -ENOENT, "checkpoint", "cannot remove folder {}: {}", path, cause(removed));
+  const bool folder = is_folder(path, Links::not_followed);
+  if (folder)
+    for (const std::string& name : list_folder(path)) remove_tree(files, path + "/" + name);
+  const int removed = folder ? files.rmdir(path) : files.unlink(path);
+  SHARD_REQUIRE(removed >= 0 || removed == -ENOENT, "checkpoint", "cannot remove {}: {}", path, cause(removed));
 }
 
 void remove_if_possible(FileSystem& files, const std::string& path) {
@@ -175,11 +171,11 @@ void remove_folder(FileSystem& files, const std::string& given) {
 
 int64_t remove_leftovers(FileSystem& files, const std::string& parent) {
   int64_t removed = 0;
-  if (!is_folder(parent)) return removed;
+  if (!is_folder(parent, Links::followed)) return removed;
   for (const std::string& name : list_folder(parent)) {
     const bool leftover =
         name[0] == '.' && (name.find(kSaving) != std::string::npos || name.find(kRemoving) != std::string::npos);
-    if (!leftover || !is_folder(parent + "/" + name)) continue;
+    if (!leftover || !is_folder(parent + "/" + name, Links::followed)) continue;
     // What died may have hidden a checkpoint and not flushed that: a power failure would give it back its name.
     if (removed == 0) flush_folder(files, parent);
     remove_tree(files, parent + "/" + name);
@@ -190,7 +186,7 @@ int64_t remove_leftovers(FileSystem& files, const std::string& parent) {
 
 std::vector<int64_t> committed_steps(const std::string& parent) {
   std::vector<int64_t> steps;
-  if (!is_folder(parent)) return steps;
+  if (!is_folder(parent, Links::followed)) return steps;
   for (const std::string& name : list_folder(parent)) {
     if (!name.starts_with(kStep)) continue;
     int64_t step = 0;

@@ -1,6 +1,7 @@
 #include "shardproof/parallel/tensor/parallel_layers.h"
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <limits>
@@ -18,13 +19,15 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-// Of one rank's entries, with what all ranks know after two reductions.
+// Of one rank's entries, with what all ranks know after two reductions. Logits of smaller dtypes are taken as float32: float16
+// does not hold the sum of a vocabulary.
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   static Variable forward(AutogradContext* ctx, const Variable& given, const Variable& targets, int64_t first, int64_t real,
                           int64_t vocab, bool mean, double smoothing, int64_t ignore, Comm* group) {
-    const at::Tensor logits = rows_of(given).narrow(1, 0, real), target = targets.reshape({-1});
+    const at::Tensor logits = rows_of(given).narrow(1, 0, real).to(at::toOpMathType(given.scalar_type()));
+    const at::Tensor target = targets.reshape({-1});
     at::Tensor most =
-        real > 0 ? logits.amax({1}) : at::full({target.numel()}, -std::numeric_limits<double>::infinity(), given.options());
+        real > 0 ? logits.amax({1}) : at::full({target.numel()}, -std::numeric_limits<double>::infinity(), logits.options());
     group->all_reduce(most, Reduce::max).wait();
     const at::Tensor shifted = logits - most.unsqueeze(1), powers = shifted.exp();
     const at::Tensor counts = target != ignore, local = target - first;
@@ -46,8 +49,8 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     gradient = gradient * counts.unsqueeze(1) / divisor;
     const int64_t padding = given.size(-1) - real;
     if (padding > 0) gradient = at::cat({gradient, at::zeros({gradient.size(0), padding}, gradient.options())}, 1);
-    ctx->save_for_backward({gradient.view(given.sizes())});
-    return losses.sum() / divisor;
+    ctx->save_for_backward({gradient.to(given.scalar_type()).view(given.sizes())});
+    return (losses.sum() / divisor).to(given.scalar_type());
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list dy) {
