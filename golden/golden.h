@@ -225,7 +225,8 @@ struct Microbatch {
 
 struct Step {
   std::vector<std::vector<Microbatch>> microbatches;  // [round][rank], at least one of each, none of them empty
-  // First the losses of the first round, without dropout, with statistics as they are, and with the averages where they are kept.
+  // First the losses of the first round, without dropout, with statistics as they are, and with the averages where there are
+  // some.
   bool evaluate = false;
   bool discard = false;  // then a forward and backward of it whose gradients are forgotten
   // [round]: whether a reduction over the shards follows; the last one always does, and an empty list means only the last one.
@@ -237,8 +238,8 @@ struct Step {
   double lr_factor = 1;
   std::vector<std::string> frozen = {};  // names of parameters that have no gradient and are not updated in this step
   std::optional<SumOrder> order = {};    // instead of the run's
-  // A load: begins where that earlier step ended, -1 being the start, instead of the one before. All ranks have the buffers that
-  // rank 0 had there.
+  // A load: begins where that earlier step ended, -1 being the start, instead of the one before. All ranks have the buffers
+  // that rank 0 had there.
   std::optional<int64_t> after = {};
 };
 
