@@ -79,16 +79,18 @@ struct Llama {
 };
 
 // Convolutions: input [B, channels.front(), size, size]; layer i is a 2-d convolution channels[i] -> channels[i + 1] with an
-// odd square kernel, padding kernel / 2, then a group norm with one group (eps 1e-5, over channels, height and width) if
-// `norm`, then relu; after the last one the mean over height and width and a linear head to `classes`. Target [B, classes];
-// loss = sum((output - target)^2). Parameters "conv.<i>.weight" [out, in, k, k], "conv.<i>.bias", "norm.<i>.weight",
-// "norm.<i>.bias" (if norm), "head.weight", "head.bias".
+// odd square kernel, padding kernel / 2, then, if `norm`, a group norm with one group (eps 1e-5, over channels, height and
+// width) or, with `batch`, a batch norm (eps 1e-5, momentum 0.1; size >= 2), then relu; after the last one the mean over height
+// and width and a linear head to `classes`. Target [B, classes]; loss = sum((output - target)^2). Parameters "conv.<i>.weight"
+// [out, in, k, k], "conv.<i>.bias", "norm.<i>.weight", "norm.<i>.bias" (if norm), "head.weight", "head.bias". A batch norm has
+// the buffers "norm.<i>.running_mean" and "norm.<i>.running_var" of each rank's own, which begin as 0 and 1.
 struct Conv {
   std::vector<int64_t> channels;
   int64_t kernel = 3;
   int64_t size = 4;
   int64_t classes = 3;
   bool norm = true;
+  bool batch = false;
 };
 
 // A mixture of what real models hide: input and target [B, width]; loss = sum((output - target)^2). In order:
@@ -223,6 +225,10 @@ struct Microbatch {
 
 struct Step {
   std::vector<std::vector<Microbatch>> microbatches;  // [round][rank], at least one of each, none of them empty
+  // First the losses of the first round, without dropout, with statistics as they are, and with the averages where there are
+  // some.
+  bool evaluate = false;
+  bool discard = false;  // then a forward and backward of it whose gradients are forgotten
   // [round]: whether a reduction over the shards follows; the last one always does, and an empty list means only the last one.
   std::vector<bool> reduce_after = {};
   double divide_before = 1;  // each local sum is divided by this right before it is reduced over the shards (in `gradient`)
@@ -232,7 +238,9 @@ struct Step {
   double lr_factor = 1;
   std::vector<std::string> frozen = {};  // names of parameters that have no gradient and are not updated in this step
   std::optional<SumOrder> order = {};    // instead of the run's
-  std::optional<int64_t> after = {};  // begins where that earlier step ended, -1 being the start, instead of the one before
+  // A load: begins where that earlier step ended, -1 being the start, instead of the one before. All ranks have the buffers
+  // that rank 0 had there.
+  std::optional<int64_t> after = {};
 };
 
 // Dynamic loss scaling: every loss is multiplied by the scale (after its weight), and the summed gradient divided by the scale
@@ -266,6 +274,7 @@ struct Run {
 // What one step left behind.
 struct StepTrace {
   std::vector<std::vector<double>> losses;  // [round][rank], the weighted loss, without the loss scale
+  std::vector<double> evaluated;            // [rank], likewise, where the step evaluates
   double gradient_norm = 0;  // of the divided and unscaled gradients of the parameters that are not frozen, before clipping:
                              // the exact sum of squares rounded once to double, then its square root; order 1: the exact sum of
                              // magnitudes rounded once to double; infinity: the largest magnitude
@@ -275,6 +284,7 @@ struct StepTrace {
   // clip_norm / (gradient_norm + 1e-6), rounded to the dtype, when that is below 1.
   Named gradients;
   Named parameters;                                  // after the update, all of them
+  std::vector<Named> buffers;  // [rank], of each rank's own after the step, in the order of their names
   // After the update: {"exp_avg", {{"wte.weight", ...}, ...}}, ..., and last {"ema", ...} of all parameters where averages are
   // kept.
   std::vector<std::pair<std::string, Named>> state;

@@ -38,7 +38,9 @@ def run(config, parameters, tokens, targets, dtype):
     config = AutoConfig.for_model(**{**json.loads(config), **NO_TOKENS})
     dtype = getattr(torch, dtype)
     with torch.random.fork_rng(devices=[]):  # C++ shares the generator
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # and no buffer: frequencies stay float32, as from_pretrained has them
     own = list(weights_of(model))
     names = [name for name, _, _ in own]
     if names != [name for name, _ in parameters]:

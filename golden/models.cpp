@@ -1,6 +1,7 @@
 #include "golden/models.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@ namespace golden {
 namespace {
 
 constexpr double kLayerNormEps = 1e-5;
+constexpr double kBatchNormEps = 1e-5, kMomentum = 0.1;
 
 at::Tensor activate(Activation activation, const at::Tensor& x) {
   switch (activation) {
@@ -200,13 +202,17 @@ at::Tensor gpt_forward(const Gpt& gpt, Forward& forward, const at::Tensor& token
   return gpt.tied ? at::linear(x, model("wte.weight")) : forward.linear(x, "lm_head");
 }
 
-at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input) {
+at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input, bool training) {
   at::Tensor x = input;
   for (size_t i = 0; i + 1 < conv.channels.size(); ++i) {
     const Scope layer(parameters, fmt::format("conv.{}.", i)), norm(parameters, fmt::format("norm.{}.", i));
     const int64_t padding = conv.kernel / 2;
     x = at::conv2d(x, layer("weight"), layer("bias"), /*stride=*/{1, 1}, {padding, padding});
-    if (conv.norm) x = at::group_norm(x, 1, norm("weight"), norm("bias"), kLayerNormEps);
+    if (conv.norm && conv.batch)
+      x = at::batch_norm(x, norm("weight"), norm("bias"), norm("running_mean"), norm("running_var"), training, kMomentum,
+                         kBatchNormEps, at::globalContext().userEnabledCuDNN());
+    else if (conv.norm)
+      x = at::group_norm(x, 1, norm("weight"), norm("bias"), kLayerNormEps);
     x = at::relu(x);
   }
   return Scope(parameters, "").linear(x.mean({2, 3}), "head");
@@ -227,7 +233,7 @@ at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::T
 
 namespace {
 
-at::Tensor output_of(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
+at::Tensor output_of(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training) {
   Forward forward{parameters, model.adapters, {microbatch.dropout_seed, model.dropout()}};
   switch (model.kind) {
     case Model::Kind::mlp:
@@ -235,7 +241,7 @@ at::Tensor output_of(const Model& model, const Parameters& parameters, const Mic
     case Model::Kind::gpt:
       return gpt_forward(model.gpt, forward, microbatch.input);
     case Model::Kind::conv:
-      return conv_forward(model.conv, parameters, microbatch.input);
+      return conv_forward(model.conv, parameters, microbatch.input, training);
     case Model::Kind::odd:
       return odd_forward(model.odd, parameters, microbatch.input, microbatch.branch);
     case Model::Kind::llama:
@@ -246,8 +252,19 @@ at::Tensor output_of(const Model& model, const Parameters& parameters, const Mic
 
 }  // namespace
 
-at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch) {
-  at::Tensor output = output_of(model, parameters, microbatch);
+Named initial_buffers(const Model& model, at::ScalarType dtype) {
+  Named buffers;
+  if (model.kind != Model::Kind::conv || !model.conv.norm || !model.conv.batch) return buffers;
+  for (size_t i = 0; i + 1 < model.conv.channels.size(); ++i) {
+    const int64_t channels = model.conv.channels[i + 1];
+    buffers.emplace_back(fmt::format("norm.{}.running_mean", i), at::zeros({channels}, dtype));
+    buffers.emplace_back(fmt::format("norm.{}.running_var", i), at::ones({channels}, dtype));
+  }
+  return buffers;
+}
+
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training) {
+  at::Tensor output = output_of(model, parameters, microbatch, training);
   if (output.scalar_type() != at::kDouble) output = output.to(at::kFloat);
   if (model.of_tokens())
     return at::cross_entropy_loss(output.reshape({-1, model.vocab()}), microbatch.target.reshape({-1}), {},

@@ -36,13 +36,18 @@ at::Tensor mlp_forward(const Mlp& mlp, Forward& forward, const at::Tensor& input
 at::Tensor gpt_forward(const Gpt& gpt, Forward& forward, const at::Tensor& tokens);
 at::Tensor llama_forward(const Llama& llama, Forward& forward, const at::Tensor& tokens);
 
-// input [B, channels.front(), size, size] -> [B, classes]
-at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input);
+// input [B, channels.front(), size, size] -> [B, classes]. Statistics of a batch norm are among `parameters`. Where it is
+// training they are not used, and moved in place.
+at::Tensor conv_forward(const Conv& conv, const Parameters& parameters, const at::Tensor& input, bool training);
 
 // input [B, width] -> [B, width]; `branch`: Microbatch::branch
 at::Tensor odd_forward(const Odd& odd, const Parameters& parameters, const at::Tensor& input, bool branch);
 
-// weight * the model's loss, 0-dim, float32 or float64: forward, sum, then one multiplication.
-at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch);
+// What a rank's buffers of its own begin with, in the order of their names.
+Named initial_buffers(const Model& model, at::ScalarType dtype);
+
+// weight * the model's loss, 0-dim, float32 or float64: forward, sum, then one multiplication. `parameters` has a rank's own
+// buffers, too.
+at::Tensor loss(const Model& model, const Parameters& parameters, const Microbatch& microbatch, bool training = true);
 
 }  // namespace golden

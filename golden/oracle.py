@@ -32,12 +32,13 @@ class Perceptron(nn.Module):
 
 
 class Convolutions(nn.Module):
-    def __init__(self, channels, kernel, classes, norm):
+    def __init__(self, channels, kernel, classes, norm, batch):
         super().__init__()
         self.layers = len(channels) - 1
         pairs = list(zip(channels[:-1], channels[1:]))
         self.conv = nn.ModuleList(nn.Conv2d(a, b, kernel, padding="same", **MADE) for a, b in pairs)
-        self.norm = nn.ModuleList(nn.GroupNorm(1, b, **MADE) for _, b in pairs) if norm else None
+        make_norm = (lambda width: nn.BatchNorm2d(width, **MADE)) if batch else (lambda width: nn.GroupNorm(1, width, **MADE))
+        self.norm = nn.ModuleList(make_norm(b) for _, b in pairs) if norm else None
         self.head = nn.Linear(channels[-1], classes, **MADE)
 
     def in_order(self):

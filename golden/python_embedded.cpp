@@ -109,6 +109,7 @@ py::dict to_python(const Conv& conv) {
   options["kernel"] = conv.kernel;
   options["classes"] = conv.classes;
   options["norm"] = conv.norm;
+  options["batch"] = conv.batch;
   return options;
 }
 

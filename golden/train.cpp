@@ -12,7 +12,6 @@
 
 #include "golden/canonical_models.h"
 #include "golden/jitter.h"
-#include "golden/models.h"
 #include "golden/norm.h"
 #include "golden/validate.h"
 
@@ -113,17 +112,10 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
     return gradients;
   }
   at::AutoGradMode with_graph(true);
-  Parameters leaves;
+  const Parameters leaves = to_compute(parameters_, rank);
   Tensors trained;
-  for (const auto& [name, value] : parameters_) {
-    const bool frozen = is_frozen(collected.step, name);
-    at::Tensor leaf = value.detach().to(precision_.compute);
-    if (jitter_ != 0) leaf = jittered(leaf, jitter_ + leaves.size());
-    leaf = leaf.to(device_);
-    leaf.set_requires_grad(!frozen);
-    leaves.emplace(name, leaf);
-    if (!frozen) trained.push_back(leaf);
-  }
+  for (const auto& [name, value] : parameters_)
+    if (!is_frozen(collected.step, name)) trained.push_back(leaves.at(name).set_requires_grad(true));
   const Microbatch microbatch = prepared(collected.step.microbatches[round][rank], precision_.compute, main_, device_);
   at::Tensor output = golden::loss(model_, leaves, microbatch);
   collected.losses[round][rank] = output.item<double>();
@@ -138,13 +130,34 @@ Tensors Trainer::gradients(Collected& collected, size_t round, size_t rank) cons
   return gradients;
 }
 
-double Trainer::loss(const Microbatch& microbatch) const {
+Parameters Trainer::to_compute(const Named& values, size_t rank) const {
+  Parameters leaves;
+  for (const auto& [name, value] : values) {
+    at::Tensor leaf = value.detach().to(precision_.compute);
+    if (jitter_ != 0) leaf = jittered(leaf, jitter_ + leaves.size());
+    leaves.emplace(name, leaf.to(device_));
+  }
+  if (!buffers_.empty())
+    for (const auto& [name, buffer] : buffers_[rank]) leaves.emplace(name, buffer);
+  return leaves;
+}
+
+double Trainer::evaluated(const Named& values, const Microbatch& microbatch, size_t rank) const {
   require_one_thread();
   const at::NoGradGuard no_graph;
-  if (model_.canonical) return canonical_pass(model_, parameters_, microbatch).loss;
-  Parameters leaves;
-  for (const auto& [name, value] : parameters_) leaves.emplace(name, value.to(precision_.compute).to(device_));
-  return golden::loss(model_, leaves, prepared(microbatch, precision_.compute, main_, device_)).item<double>();
+  Model model = model_;
+  model.gpt.dropout = model.llama.dropout = model.adapters.dropout = 0;
+  if (model.canonical) return canonical_pass(model, values, microbatch).loss;
+  const Microbatch data = prepared(microbatch, precision_.compute, main_, device_);
+  return golden::loss(model, to_compute(values, rank), data, /*training=*/false).item<double>();
+}
+
+void Trainer::begin_buffers(const Step& step) {
+  const Named begin = buffers_.empty() ? initial_buffers(model_, main_) : buffers_[0];
+  if (begin.empty()) return;
+  if (step.after || buffers_.empty()) buffers_.assign(step.microbatches.front().size(), begin);
+  for (Named& own : buffers_)
+    for (auto& [name, buffer] : own) buffer = buffer.to(device_, /*non_blocking=*/false, /*copy=*/true);
 }
 
 Tensors Trainer::local_sum(Collected& collected, size_t begin, size_t end, size_t rank) const {
@@ -217,8 +230,13 @@ StepTrace Trainer::step(const Step& step) {
   at::NoGradGuard no_graph;
   StepTrace trace;
   trace.loss_scale = loss_scale_;
-  trace.losses.assign(step.microbatches.size(), std::vector<double>(step.microbatches.front().size()));
+  const std::vector<Microbatch>& first = step.microbatches.front();
+  trace.losses.assign(step.microbatches.size(), std::vector<double>(first.size()));
   Collected collected{step, trace.losses, loss_scale_};
+  begin_buffers(step);
+  for (size_t rank = 0; step.evaluate && rank < first.size(); ++rank)
+    trace.evaluated.push_back(evaluated(averages_.empty() ? parameters_ : averages_, first[rank], rank));
+  for (size_t rank = 0; step.discard && rank < buffers_.size(); ++rank) gradients(collected, 0, rank);
   const bool integers = order_of(step).canonical && main_ == at::kFloat;
   Tensors gradients = integers ? canonical_gradients(collected) : summed_gradients(collected);
   for (at::Tensor& g : gradients) g = g.to(main_);
@@ -245,6 +263,9 @@ StepTrace Trainer::step(const Step& step) {
     average(step);
   }
   trace.parameters = parameters_;
+  trace.buffers = buffers_;
+  for (Named& own : trace.buffers)
+    for (auto& [name, buffer] : own) buffer = buffer.to(at::kCPU);
   trace.state = optimizer_.tensors();
   if (!averages_.empty()) trace.state.emplace_back("ema", averages_);
   return trace;

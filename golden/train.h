@@ -2,6 +2,7 @@
 #pragma once
 
 #include "golden/golden.h"
+#include "golden/models.h"
 #include "golden/optimizer.h"
 #include "golden/sums.h"
 
@@ -17,14 +18,20 @@ class Trainer {
           c10::Device device = c10::kCPU, double ema = 0);
 
   StepTrace step(const Step& step);
-  // The weighted loss of a microbatch, with the parameters as they are; nothing changes.
-  double loss(const Microbatch& microbatch) const;
+  // The weighted loss of a microbatch, with the parameters as they are, without dropout and with the statistics of that rank;
+  // nothing changes.
+  double loss(const Microbatch& microbatch, size_t rank = 0) const { return evaluated(parameters_, microbatch, rank); }
 
   const Named& parameters() const { return parameters_; }
 
  private:
   struct Collected;  // what a step's forwards and backwards need and leave
 
+  // Values, and a rank's buffers, to compute with.
+  Parameters to_compute(const Named& values, size_t rank) const;
+  double evaluated(const Named& values, const Microbatch& microbatch, size_t rank) const;
+  // What a load does to buffers, and what makes them the step's own.
+  void begin_buffers(const Step& step);
   // Gradients of one microbatch, in the order of the trained parameters.
   Tensors gradients(Collected& collected, size_t round, size_t rank) const;
   // A rank's sum over rounds [begin, end).
@@ -53,6 +60,7 @@ class Trainer {
   int64_t good_steps_ = 0;
   double ema_;
   Named averages_;  // empty when none are kept
+  std::vector<Named> buffers_;  // [rank]
 };
 
 }  // namespace golden

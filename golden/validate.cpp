@@ -99,6 +99,7 @@ void require_conv(const Conv& conv) {
   if (conv.kernel < 1 || conv.kernel % 2 == 0 || conv.size < 1 || conv.classes < 1)
     refuse(fmt::format("conv: expected an odd kernel and size, classes >= 1, got kernel={} size={} classes={}", conv.kernel,
                        conv.size, conv.classes));
+  if (conv.norm && conv.batch && conv.size < 2) refuse("conv: a batch norm needs a size of at least 2, got 1");
 }
 
 void require_odd(const Odd& odd) {

@@ -9,8 +9,8 @@ foreach(path IN LISTS _tests)
     ENVIRONMENT "PYTHONPATH=${CMAKE_BINARY_DIR}/python;PYTHONDONTWRITEBYTECODE=1;OMP_NUM_THREADS=1")
 endforeach()
 
-# Campaigns over PyTorch's own engines, and the reruns of what they found, take minutes.
-set_tests_properties(Python.check_engines Python.check_findings PROPERTIES LABELS "python;nightly")
+# Campaigns over PyTorch's own engines and models of others, and the reruns of what was found, take minutes.
+set_tests_properties(Python.check_engines Python.check_findings Python.verify_zoo PROPERTIES LABELS "python;nightly")
 
 # Where peft is not installed nothing of this file runs, and the test says that it was skipped, and why.
 set_tests_properties(Python.peft PROPERTIES SKIP_REGULAR_EXPRESSION "peft is not installed")

@@ -88,7 +88,7 @@ class TrainFromWeights(TrainingRuns):
 
         def loss_in(dtype):
             with torch.no_grad():
-                logits = model.to(dtype)(tokens[None, :1024]).logits[0].float()
+                logits = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()(tokens[None, :1024]).logits[0].float()
             return torch.nn.functional.cross_entropy(logits, tokens[1:]).item()
 
         data = self.write("long.bin", struct.pack("<1025H", *tokens.tolist()))

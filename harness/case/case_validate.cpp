@@ -279,6 +279,8 @@ void validate(const golden::Model& model) {
       for (const int64_t channels : v.channels) positive({{"channels", channels}});
       positive({{"kernel", v.kernel}, {"size", v.size}, {"classes", v.classes}});
       SHARD_REQUIRE(v.kernel % 2 == 1, "case", "conv: kernel must be odd, got {}", v.kernel);
+      SHARD_REQUIRE(!v.batch || (v.norm && v.size >= 2), "case",
+                    "conv: batch says which norm it has, so it needs norm, and a size of at least 2, got size={}", v.size);
       return;
     }
     case Kind::odd:
@@ -310,6 +312,8 @@ void validate(const Case& c) {
     SHARD_REQUIRE(frozen_parameters(c, step).size() < golden::parameter_shapes(model_of(c)).size(), "case",
                   "freeze({}) freezes all", step.frozen);
   }
+  SHARD_REQUIRE(!c.model.conv.batch || c.options.compute == fp32, "case",
+                "conv(batch) has statistics in float32, and LibTorch wants parameters of their dtype: leave out compute");
   validate_options(c);
   validate_units(c);
   validate_mode(c);

@@ -193,6 +193,7 @@ Fields conv_fields() {
       .list("channels", &Conv::channels)
       .sizes({{"kernel", &Conv::kernel}, {"size", &Conv::size}, {"classes", &Conv::classes}})
       .flag("norm", &Conv::norm)
+      .flag("batch", &Conv::batch)
       .fields();
 }
 

@@ -1,6 +1,7 @@
 #include "harness/case/network.h"
 
 #include <ATen/ATen.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 
 #include "shardproof/hooks/unit.h"
@@ -20,29 +21,39 @@ at::Tensor squared_error(const at::Tensor& output, const golden::Microbatch& dat
   return (difference * difference).sum();
 }
 
+class BatchNormImpl final : public torch::nn::BatchNorm2dImpl, public HasBuffers {
+ public:
+  using BatchNorm2dImpl::BatchNorm2dImpl;
+  void reset_buffers() override { reset_running_stats(); }
+};
+
 // A normalised convolution with a relu.
 class ConvLayerImpl : public torch::nn::Module {
  public:
-  ConvLayerImpl(torch::nn::Module& convs, torch::nn::Module* norms, const std::string& name, int64_t in, int64_t out,
-                int64_t kernel) {
+  ConvLayerImpl(torch::nn::Module& convs, torch::nn::Module* norms, bool batch, const std::string& name, int64_t in,
+                int64_t out, int64_t kernel) {
     conv_ = convs.register_module(
         name, torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2)));
-    if (norms) norm_ = norms->register_module(name, torch::nn::GroupNorm(torch::nn::GroupNormOptions(1, out)));
+    if (norms && batch) batch_norm_ = norms->register_module(name, std::make_shared<BatchNormImpl>(out));
+    if (norms && !batch) norm_ = norms->register_module(name, torch::nn::GroupNorm(torch::nn::GroupNormOptions(1, out)));
   }
   at::Tensor forward(at::Tensor x) {
     x = call(conv_, x);
     if (norm_) x = call(norm_, x);
+    if (batch_norm_) x = call(batch_norm_, x);
     return at::relu(x);
   }
   std::vector<std::shared_ptr<torch::nn::Module>> parts() {
     std::vector<std::shared_ptr<torch::nn::Module>> list{conv_.ptr()};
     if (norm_) list.push_back(norm_.ptr());
+    if (batch_norm_) list.push_back(batch_norm_);
     return list;
   }
 
  private:
   torch::nn::Conv2d conv_{nullptr};
   torch::nn::GroupNorm norm_{nullptr};
+  std::shared_ptr<BatchNormImpl> batch_norm_;
 };
 
 class ConvNetImpl : public torch::nn::Module {
@@ -52,8 +63,8 @@ class ConvNetImpl : public torch::nn::Module {
     std::shared_ptr<torch::nn::Module> norms;
     if (options.norm) norms = register_module("norm", std::make_shared<torch::nn::Module>("norm"));
     for (size_t i = 0; i + 1 < options.channels.size(); ++i)
-      layers_.push_back(std::make_shared<ConvLayerImpl>(*convs, norms.get(), std::to_string(i), options.channels[i],
-                                                        options.channels[i + 1], options.kernel));
+      layers_.push_back(std::make_shared<ConvLayerImpl>(*convs, norms.get(), options.batch, std::to_string(i),
+                                                        options.channels[i], options.channels[i + 1], options.kernel));
     head_ = register_module("head", Linear(options.channels.back(), options.classes));
   }
   at::Tensor forward(at::Tensor x) {

@@ -158,6 +158,7 @@ golden::Run make_run(const Case& c) {
     step.order->shards = here.shards();
     step.order->replicas = here.replicas();
     if (plan.loads()) step.after = c.loaded_after(s);
+    step.evaluate = plan.eval, step.discard = plan.discard;
     for (int64_t round = 0; round < plan.rounds; ++round) {
       step.microbatches.emplace_back();
       for (int64_t rank = 0; rank < here.data_ranks(); ++rank)

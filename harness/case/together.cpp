@@ -98,6 +98,12 @@ void keep_over_steps(Chooser& choose, Case& c) {
   if (keeps && c.steps.size() == 1 && choose.chance(0.7)) try_change(c, [&] { c.steps.emplace_back(); });
 }
 
+// Statistics that each rank moves by itself, and a checkpoint has from one of them.
+void normalise_over_batches(Chooser& choose, Case& c) {
+  if (c.model.kind != golden::Model::Kind::conv || !c.model.conv.norm || !choose.chance(0.6)) return;
+  try_change(c, [&] { c.model.conv.batch = true; });
+}
+
 // Buffers whose first values nobody gave when the model was built without memory.
 void build_buffers_without_memory(Chooser& choose, Case& c) {
   const bool has = c.model.kind == golden::Model::Kind::odd || (c.model.kind == golden::Model::Kind::conv && c.model.conv.norm);
@@ -136,6 +142,7 @@ void bring_together(Chooser choose, Case& c) {
   average_in_collectives(choose, c);
   stand_still_under_watch(choose, c);
   build_buffers_without_memory(choose, c);
+  normalise_over_batches(choose, c);
   overflow(choose, c);
   narrow_the_wire(choose, c);
   keep_over_steps(choose, c);

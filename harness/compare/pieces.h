@@ -31,6 +31,7 @@ struct Copies {
   int64_t keep_whole = 0;
   at::ScalarType compute = at::kFloat;
   bool compute_parameters = true;  // whether ranks say which parameters they compute with, where these are others
+  bool buffers = true;             // whether ranks say what their buffers are, and what they evaluate
   std::vector<int64_t> data_ranks = {};  // the data-parallel rank of each rank; empty: each is one
   // Ranks along tp, and the parameters of which they hold different pieces, each held by so many of them.
   int64_t tensor_ranks = 1;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -20,6 +21,21 @@ template <class Bits, class Float>
 std::string both(Float golden, Float sharded) {
   return fmt::format("golden {:.17g} (0x{:x}), sharded {:.17g} (0x{:x})", golden, std::bit_cast<Bits>(golden),
                      sharded, std::bit_cast<Bits>(sharded));
+}
+
+Difference evaluations(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+                       int64_t* compared) {
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const std::vector<double>& sharded = ranks[rank].evaluated;
+    if (sharded.empty() != golden.evaluated.empty())
+      return fmt::format("evaluation on rank {}: only the {} run has one", rank, sharded.empty() ? "golden" : "sharded");
+    if (sharded.empty()) continue;
+    ++*compared;
+    const double expected = golden.evaluated.at(copies.data_rank(rank));
+    if (!same<uint64_t>(expected, sharded[0]))
+      return fmt::format("evaluation on rank {}: {}", rank, both<uint64_t>(expected, sharded[0]));
+  }
+  return {};
 }
 
 Difference losses(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
@@ -76,11 +92,32 @@ Difference tensor(const TensorKind& kind, const std::string& name, const at::Ten
                      both<uint32_t>(values[element], sharded));
 }
 
+Difference buffers(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, const Copies& copies,
+                   int64_t* compared) {
+  for (size_t rank = 0; rank < ranks.size() && !golden.buffers.empty(); ++rank)
+    for (const auto& [name, expected] : golden.buffers.at(copies.data_rank(rank))) {
+      const auto held = std::ranges::find(ranks[rank].buffers, name, [](const auto& item) { return item.first; });
+      if (held == ranks[rank].buffers.end()) return fmt::format("buffer {} on rank {}: the sharded run has none", name, rank);
+      const float* values = expected.const_data_ptr<float>();
+      const float* sharded = held->second.const_data_ptr<float>();
+      const int64_t element = first_difference(values, sharded, expected.numel(), /*zeros_alike=*/false);
+      *compared += expected.numel();
+      if (element < expected.numel())
+        return fmt::format("buffer {}, element {}, on rank {}: {}", name, index_of(element, expected), rank,
+                           both<uint32_t>(values[element], sharded[element]));
+    }
+  return {};
+}
+
 }  // namespace
 
 Difference first_difference(const golden::StepTrace& golden, const std::vector<RankStep>& ranks, Copies copies,
                             int64_t* compared) {
+  if (copies.buffers)
+    if (auto difference = evaluations(golden, ranks, copies, compared)) return difference;
   if (auto difference = losses(golden, ranks, copies, compared)) return difference;
+  if (copies.buffers)
+    if (auto difference = buffers(golden, ranks, copies, compared)) return difference;
   std::vector<TensorKind> kinds;
   if (auto difference = tensor_kinds(golden, ranks, copies, kinds)) return difference;
   // A product over one sample is -0 in one kernel and +0 in another, and a cut product takes another kernel. Canonical products

@@ -22,7 +22,8 @@ struct PropertyComplaint {
 // What one rank can say about one step. The tensors are copies, and there are none unless the run is checked.
 struct RankStep {
   std::vector<double> losses;  // [round], the weighted losses of this rank's microbatches
-  double gradient_norm = 0;    // of the whole gradient, before clipping
+  std::vector<double> evaluated = {};  // the weighted loss of an evaluation before the step, if there was one
+  double gradient_norm = 0;            // of the whole gradient, before clipping
   double seconds = 0;
   double compute_seconds = 0;  // those of the step that were not spent in collectives
   std::vector<double> validation_losses = {};  // of this rank's microbatches of held-out data, weighted
@@ -36,6 +37,7 @@ struct RankStep {
   std::vector<shardproof::Piece> parameters = {};          // main ones, if there are others to compute with
   std::vector<shardproof::Piece> compute_parameters = {};  // those
   std::vector<std::pair<std::string, std::vector<shardproof::Piece>>> state = {};  // {"exp_avg", ...}
+  std::vector<std::pair<std::string, at::Tensor>> buffers = {};  // that are state, after the step
   std::vector<PropertyComplaint> complaints = {};
 };
 

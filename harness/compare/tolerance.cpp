@@ -141,6 +141,15 @@ Difference scalars(Judge& judge, const golden::StepTrace& truth, const Traces& r
                                          of_references(loss), ranks[rank].losses[round]))
         return difference;
     }
+  for (size_t rank = 0; rank < ranks.size() && copies.buffers; ++rank) {
+    if (ranks[rank].evaluated.empty() != truth.evaluated.empty())
+      return fmt::format("evaluation on rank {}: one run has it, and one has not", rank);
+    if (truth.evaluated.empty()) continue;
+    const auto evaluated = [&](const golden::StepTrace& trace) { return trace.evaluated.at(copies.data_rank(rank)); };
+    if (auto difference = judge.scalar(fmt::format("evaluation on rank {}", rank), evaluated(truth), of_references(evaluated),
+                                       ranks[rank].evaluated[0]))
+      return difference;
+  }
   const auto gradient_norm = [](const golden::StepTrace& trace) { return trace.gradient_norm; };
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     if (auto difference = judge.scalar(fmt::format("gradient norm on rank {}", rank), truth.gradient_norm,

@@ -211,7 +211,8 @@ class EngineRanks final : public Ranks {
   // How many ranks hold a tensor is the engine's affair: a whole one is on the first of those that hold the same bits.
   Copies copies(const Case& c) const override {
     Copies copies{
-        .holders = {}, .compute = copies_of(c).compute, .compute_parameters = false, .data_ranks = c.data_rank_of_each()};
+        .holders = {}, .compute = copies_of(c).compute, .compute_parameters = false, .buffers = false,
+        .data_ranks = c.data_rank_of_each()};
     for (int64_t ranks = 1; ranks <= c.mesh.size(); ++ranks) copies.holders.push_back({ranks, ranks, ranks});
     return copies;
   }

@@ -56,6 +56,9 @@ golden::Trace with_later_sums(golden::Run run, int64_t third) {
   golden::Trace trace = golden::train(run);
   for (size_t s = 0; s < trace.size(); ++s)
     for (auto& round : trace[s].losses) std::ranges::rotate(round, round.end() - later(run.steps[s], third));
+  for (size_t s = 0; s < trace.size(); ++s)
+    if (auto& values = trace[s].evaluated; !values.empty())
+      std::ranges::rotate(values, values.end() - later(run.steps[s], third));
   return trace;
 }
 
@@ -238,6 +241,8 @@ bool is_finite(const golden::StepTrace& step) {
   for (const std::vector<double>& round : step.losses)
     for (const double loss : round)
       if (!std::isfinite(loss)) return false;
+  for (const double loss : step.evaluated)
+    if (!std::isfinite(loss)) return false;
   return std::isfinite(step.gradient_norm);
 }
 

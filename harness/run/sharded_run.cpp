@@ -19,6 +19,7 @@
 #include "harness/run/sharded_options.h"
 #include "harness/run/tracing.h"
 #include "shardproof/checkpoint/adapters.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace harness {
 namespace {
@@ -37,6 +38,8 @@ void set_parameters(torch::nn::Module& module, const golden::Named& values, int6
     else
       parameters[name].fill_(beginning_of(rank));
   }
+  if (rank == 0) return;
+  for (const auto& [name, buffer] : buffers_of(module).state) buffer.fill_(beginning_of(rank));
 }
 
 std::vector<Piece> copies(std::vector<Piece> pieces) {
@@ -114,8 +117,8 @@ class RankRun {
     const golden::Step& step = run_.steps[index];
     set_frozen(plan);
     optimizer_.set_lr_factor(lr_factor(case_, index));
-    before(plan, step);
     RankStep result;
+    before(plan, step, index, result);
     for (size_t round = 0; round < step.microbatches.size(); ++round) backward(step, index, round, result);
     ask(index, Moment::backward);
     finish(step, result);
@@ -194,15 +197,15 @@ class RankRun {
       parameters[name].set_requires_grad(std::find(frozen.begin(), frozen.end(), name) == frozen.end());
   }
 
-  // What must leave no trace in the step.
-  void before(const StepPlan& plan, const golden::Step& step) {
+  // What must leave no trace in the step, but for statistics.
+  void before(const StepPlan& plan, const golden::Step& step, size_t index, RankStep& result) {
     if (plan.unshard) {
       for (UnitHandle unit : sharded_.units()) unit.start_unshard();
       for (UnitHandle unit : sharded_.units()) unit.unshard();
       for (UnitHandle unit : sharded_.units())
         if (chosen(case_, "free", unit.name())) unit.reshard();
     }
-    if (plan.eval) evaluate(step);
+    if (plan.eval) result.evaluated.push_back(evaluate(step, index));
     if (plan.discard) {
       sharded_.set_last_microbatch(case_.seed % 2 == 0);
       sharded_.set_gradient_sync(case_.seed % 3 != 0);
@@ -214,20 +217,26 @@ class RankRun {
 
   // With the averages, if there are any. Half of these evaluations end by an exception of every rank; not where ranks still
   // read the memory of one that puts its parameters back.
-  void evaluate(const golden::Step& step) {
+  double evaluate(const golden::Step& step, size_t index) {
     const at::NoGradGuard no_grad;
-    if (!ema_) {
-      network_.loss(microbatch(step, 0));
-      return;
-    }
+    const golden::Microbatch data = microbatch(step, 0);
+    double loss = 0;
+    const auto run = [&] { loss = value_of(network_.loss_of(network_.output(data), data), data.weight); };
+    network_.module->eval();
     struct Ended {};
     try {
-      ema_->with_averages([&] {
-        network_.loss(microbatch(step, 0));
-        if (case_.seed % 2 == 0 && case_.options.side_by_side == 0) throw Ended();
-      });
+      if (!ema_) run();
+      else
+        ema_->with_averages([&] {
+          run();
+          if (case_.seed % 2 == 0 && case_.options.side_by_side == 0) throw Ended();
+        });
     } catch (const Ended&) {
     }
+    network_.module->train();
+    if (!std::isfinite(loss))
+      throw NonFiniteError(fmt::format("rank {}, step {}: the loss of an evaluation is {}", rank_, index + 1, loss));
+    return loss;
   }
 
   void backward(const golden::Step& step, size_t index, size_t round, RankStep& result) {
@@ -275,6 +284,8 @@ class RankRun {
     for (const std::string& state_name : optimizer_.state_names())
       result.state.emplace_back(state_name, copies(optimizer_.state(state_name)));
     if (ema_) result.state.emplace_back("ema", copies(ema_->pieces()));
+    for (const auto& [name, buffer] : buffers_of(*network_.module).state)
+      if (buffer.scalar_type() == at::kFloat) result.buffers.emplace_back(name, buffer.to(at::kCPU, at::kFloat, false, true));
   }
 
   const Case& case_;

@@ -107,6 +107,7 @@ std::string to_bytes(const std::vector<RankStep>& steps) {
   to.plain(steps.size());
   for (const RankStep& step : steps) {
     to.numbers(step.losses);
+    to.numbers(step.evaluated);
     for (const double value : {step.gradient_norm, step.seconds, step.compute_seconds, step.loss_scale, step.parameter_norm})
       to.plain(value);
     for (const int64_t value : {step.zero_gradients, step.held_bytes}) to.plain(value);
@@ -117,6 +118,11 @@ std::string to_bytes(const std::vector<RankStep>& steps) {
     for (const auto& [state_name, pieces] : step.state) {
       to.text(state_name);
       put(to, pieces);
+    }
+    to.plain(step.buffers.size());
+    for (const auto& [name, buffer] : step.buffers) {
+      to.text(name);
+      to.tensor(buffer);
     }
     to.plain(step.complaints.size());
     for (const PropertyComplaint& complaint : step.complaints) {
@@ -132,6 +138,7 @@ std::vector<RankStep> steps_from(const std::string& bytes) {
   std::vector<RankStep> steps(from.plain<size_t>());
   for (RankStep& step : steps) {
     step.losses = from.numbers<double>();
+    step.evaluated = from.numbers<double>();
     for (double* value : {&step.gradient_norm, &step.seconds, &step.compute_seconds, &step.loss_scale, &step.parameter_norm})
       *value = from.plain<double>();
     for (int64_t* value : {&step.zero_gradients, &step.held_bytes}) *value = from.plain<int64_t>();
@@ -142,6 +149,11 @@ std::vector<RankStep> steps_from(const std::string& bytes) {
     for (auto& [state_name, pieces] : step.state) {
       state_name = from.text();
       pieces = take_pieces(from);
+    }
+    step.buffers.resize(from.plain<size_t>());
+    for (auto& [name, buffer] : step.buffers) {
+      name = from.text();
+      buffer = from.tensor();
     }
     step.complaints.resize(from.plain<size_t>());
     for (PropertyComplaint& complaint : step.complaints) {

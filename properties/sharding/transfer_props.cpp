@@ -246,10 +246,12 @@ TEST(Transfer, between_models_that_differ_is_refused_on_every_rank) {
       counting.emplace(sharded_linear(fourth, two));
       longer.emplace(sharded_linear(fifth, two));
     }
-    expect_error([&] { transfer(*world, get(counting), get(from)); }, {"the model to transfer to has no buffer 'count'"});
-    expect_error([&] { transfer(*world, get(from), get(counting)); }, {"the model to transfer from has no buffer 'count'"});
+    expect_error([&] { transfer(*world, get(counting), get(from)); },
+                 {"the model to transfer to has no buffer or plain parameter 'count'"});
+    expect_error([&] { transfer(*world, get(from), get(counting)); },
+                 {"the model to transfer from has no buffer or plain parameter 'count'"});
     expect_error([&] { transfer(*world, get(counting), get(longer)); },
-                 {"buffer count has shape [2] in the model to transfer from and [3] in the other"});
+                 {"buffer or plain parameter count has shape [2] in the model to transfer from and [3] in the other"});
     expect_error([&] { transfer(*world, nullptr, get(from)); }, {"no rank of 'world' has a model to transfer from"});
     expect_error([&] { transfer(*world, world->rank() == 0 ? get(from) : nullptr, get(from)); },
                  {"rank 1 of the 2 that have the model to transfer from is not in 'world'"});

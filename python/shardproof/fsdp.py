@@ -165,6 +165,11 @@ def fully_shard(
     torch.nn.Module
         The module, with the methods of `FSDPModule`.
     """
+    if not isinstance(module, nn.Module):
+        raise _C.Error(
+            f"[fsdp] fully_shard takes one module, got a {type(module).__name__}. Call it for each, or give "
+            "shardproof.fully_shard the option units=[[a, b]] for modules that make up one unit"
+        )
     if shard_placement_fn is not None:
         raise _C.Error("[fsdp] shard_placement_fn is not offered: units are cut flat, at any element. Leave it out")
     if isinstance(module, FSDPModule):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _C
+from .module_state import with_tensors
 from .units import UnitHooks
 
 Piece = _C.Piece
@@ -64,7 +65,11 @@ class Sharded:
 
     @property
     def native(self) -> _C.Sharded:
-        """The library's own object."""
+        """The library's own object, of a model that has the parameters that it was sharded with."""
+        self._alive().require_same_parameters()
+        return self._alive()
+
+    def _alive(self) -> _C.Sharded:
         if self._native is None:
             raise _C.Error("[fully_shard] this model was taken apart by remove(). Call fully_shard again")
         return self._native
@@ -220,20 +225,25 @@ class Sharded:
         self.native.write_gradients({name: value.detach() for name, value in values.items()})
 
     @torch.no_grad()
-    def state_dict(self) -> "dict[str, torch.Tensor]":
+    def state_dict(self) -> "dict[str, Any]":
         """What ``module.state_dict()`` of the plain model would be: whole parameters and buffers, on every rank. Collective.
 
         Parameters are in the dtype in which units compute; `save` keeps the main ones. Buffers and parameters that are not
         sharded are this rank's own; `save` keeps those of rank 0.
         """
         whole = self.gather()
-        return {
-            name: whole[name] if name in whole else value.detach().clone() for name, value in self.module.state_dict().items()
-        }
+
+        def copy(kind: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return nn.Parameter(whole[name], tensor.requires_grad) if name in whole else tensor.detach().clone()
+
+        with with_tensors(self.module, copy):
+            return self.module.state_dict()
 
     @torch.no_grad()
-    def load_state_dict(self, state: "dict[str, torch.Tensor]", strict: bool = True) -> None:
+    def load_state_dict(self, state: "dict[str, Any]", strict: bool = True) -> Any:
         """Take the values of a plain model's state dict. Collective; every rank passes the same values.
+
+        The code of the modules themselves loads it, into whole main parameters that lie beside the shards meanwhile.
 
         Parameters
         ----------
@@ -241,27 +251,33 @@ class Sharded:
             Whole parameters and buffers by name.
         strict : bool
             Whether names must be exactly the model's.
+
+        Returns
+        -------
+        NamedTuple
+            "missing_keys" and "unexpected_keys", as of ``torch.nn.Module.load_state_dict``.
         """
-        own = self.module.state_dict()
-        missing, extra = [name for name in own if name not in state], [name for name in state if name not in own]
-        if strict and (missing or extra):
-            raise _C.Error(
-                f"[load_state_dict] rank {self.rank}: missing names {missing}, extra names {extra}. Pass strict=False "
-                "to load what fits"
-            )
-        sharded = {
-            name for name, value in self.module.named_parameters(remove_duplicate=False) if id(value) not in self._ignored
-        }
-        plain = [name for name in own if name in state and name not in sharded]
-        for name in plain:
-            if state[name].shape != own[name].shape:
-                raise _C.Error(
-                    f"[load_state_dict] rank {self.rank}: '{name}' has shape {tuple(state[name].shape)}, and the model's "
-                    f"has {tuple(own[name].shape)}"
-                )
-        self.write_parameters({name: value for name, value in state.items() if name in sharded})
-        for name in plain:
-            own[name].copy_(state[name])
+        rank, whole = self.rank, self.native.gather_main_parameters()
+        named = list(self.module.named_parameters(remove_duplicate=False))
+        first = {id(parameter): name for name, parameter in named if name in whole}
+
+        def copy(kind: str, name: str, tensor: torch.Tensor) -> "Optional[torch.Tensor]":
+            if id(tensor) in first:
+                name = first[id(tensor)]
+                whole[name] = nn.Parameter(whole[name], tensor.requires_grad)
+                return whole[name]
+            return tensor.clone() if kind == "_buffers" else None
+
+        with with_tensors(self.module, copy) as replaced:
+            try:
+                keys = self.module.load_state_dict(state, strict)
+            except RuntimeError as error:
+                raise _C.Error(f"[load_state_dict] rank {rank}: {error}. Pass strict=False to load what fits") from error
+        self.write_parameters({name: value for name, value in whole.items() if value.is_floating_point() or name in state})
+        for items, key, old, new in replaced:
+            if items.get(key) is old and id(old) not in first:
+                old.copy_(new)
+        return keys
 
     def unit(self, name: str) -> UnitHandle:
         """The unit of this name; "" is the root. Gathers and frees it by hand, and changes its options."""
@@ -290,14 +306,14 @@ class Sharded:
     @torch.no_grad()
     def remove(self) -> nn.Module:
         """Turn the model back into a plain one with whole parameters, and return it. Collective."""
-        whole = self.gather()
+        whole = dict(self._alive().gather_parameters())
         for hooks in self._hooks:
             hooks.remove()
             hooks.call = None
         self._native = None
         self.module.__dict__.pop("_shardproof_sharded", None)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if name in whole:
+            if owner_of(parameter) is self:  # and was not assigned since
                 parameter.data = whole[name]
                 parameter.__dict__.pop("_shardproof_owner", None)
         return self.module

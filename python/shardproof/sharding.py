@@ -11,7 +11,7 @@ from torch import nn
 
 from . import _C
 from .ranks import comm_of, mesh_comm, usable_device
-from .sharded import Sharded, sharded_of
+from .sharded import Sharded, owner_of, sharded_of
 from .units import Precision, Unit, as_list, select_units
 
 # What `parallelize` did to a model, for `fully_shard`: the same mirror.
@@ -216,7 +216,19 @@ def fully_shard(
         raise _C.Error("[fully_shard] this model is sharded already. Call remove() on its Sharded first, or use a new model")
     comms = mesh_comm(comm, mesh)
     selected, inner = select_units(module, as_list(units), as_list(recompute), as_list(offload_activations))
+    for each in itertools.chain([module], *(unit.modules for unit in selected), inner):
+        if isinstance(each, torch.jit.ScriptModule):
+            raise _C.Error(
+                f"[fully_shard] a unit, or a module that is recomputed, is a {type(each).__name__}, which runs without "
+                "hooks of Python. Choose the module around it instead"
+            )
     plain = _ignored_parameters(module, ignored)
+    for name, value in module.named_parameters():
+        if owner_of(value) is not None and not any(value is each for each in plain):
+            raise _C.Error(
+                f"[fully_shard] parameter {name} belongs to another sharded model already. Call remove() of that one's Sharded "
+                "first, or give the models modules of their own"
+            )
     where = device_of(module, plain, device)
     _give_memory_to_buffers(module, where)
     options = dict(
@@ -277,8 +289,8 @@ def transfer(
     """Fill one sharded model with the values of another, on other ranks or on another mesh. Collective over ``comm``.
 
     No rank holds a whole parameter: what a rank lacks travels in slices. Values are the main parameters, rounded to the main
-    dtype of the target. Persistent buffers are those of the source's rank 0. Optimizer state and other buffers stay as they
-    are.
+    dtype of the target. Persistent buffers, parameters that are not sharded and extra state of modules are those of the
+    source's rank 0. Optimizer state and other buffers stay as they are.
 
     Parameters
     ----------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from typing import Any, Callable, Iterable, Optional, Sequence, Union
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from . import _C
+from .recompute import Again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,38 +172,94 @@ def _marked(units: "list[Unit]", option: str, modules: "list[nn.Module]") -> "tu
     return marked, [module for module in modules if id(module) not in of_units]
 
 
-def map_tensors(value: Any, visit: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with every tensor replaced by ``visit(tensor)``.
+def map_tensors(value: Any, visit: Callable[[torch.Tensor], torch.Tensor], rebuilt: Optional[Callable] = None) -> Any:
+    """The same structure with every tensor replaced by ``visit(tensor)``. What has no other tensors then is the very object.
 
-    Looks into tuples, named tuples, lists, dicts, dataclasses, and types that are registered with torch.utils._pytree.
+    Looks into tuples, named tuples, lists, dicts, dataclasses, and types that are registered with torch.utils._pytree. Calls
+    ``rebuilt(before, after)`` for each that it had to make anew.
     """
     if isinstance(value, torch.Tensor):
         return visit(value)
     kind = type(value)
-    if kind is tuple:
-        return tuple([map_tensors(item, visit) for item in value])
-    if kind is list:
-        return [map_tensors(item, visit) for item in value]
-    if kind is dict:
-        return {key: map_tensors(item, visit) for key, item in value.items()}
     if value is None or kind in (int, float, bool, str):
         return value
-    if kind in _pytree.SUPPORTED_NODES:
-        leaves, spec = _pytree.tree_flatten(value)
-        return _pytree.tree_unflatten([map_tensors(leaf, visit) for leaf in leaves], spec)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*[map_tensors(item, visit) for item in value])
-    if isinstance(value, collections.abc.MutableMapping):
-        result = value.copy() if hasattr(value, "copy") else kind(value)
-        for key in list(value):
-            result[key] = map_tensors(value[key], visit)
+    make: Callable = kind
+    if kind in (tuple, list):
+        parts = value
+    elif kind in _pytree.SUPPORTED_NODES and kind is not dict:
+        parts, spec = _pytree.tree_flatten(value)
+        make = lambda items: _pytree.tree_unflatten(items, spec)  # noqa: E731
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts, make = value, kind._make
+    elif isinstance(value, collections.abc.MutableMapping):
+        keys = list(value)
+        parts = [value[key] for key in keys]
+        make = lambda items: _with_items(value, keys, items)  # noqa: E731
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        parts = [getattr(value, name) for name in names]
+        make = lambda items: dataclasses.replace(value, **dict(zip(names, items)))  # noqa: E731
+    else:
+        return value
+    items = [map_tensors(part, visit, rebuilt) for part in parts]
+    if all(map(operator.is_, items, parts)):
+        return value
+    result = make(items)
+    if rebuilt:
+        rebuilt(value, result)
+    return result
+
+
+def _with_items(value: Any, keys: list, items: list) -> Any:
+    result = value.copy() if hasattr(value, "copy") else type(value)(value)
+    for key, item in zip(keys, items):
+        result[key] = item
+    return result
+
+
+class _Casts:
+    """What a unit gets in the place of its caller's tensors and containers. What it writes into these goes to the caller's."""
+
+    def __init__(self, call: _C.UnitCall):
+        self.call = call
+        self.given: "dict[int, tuple]" = {}  # by what the unit gets: that, what the caller has, and what was in it
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        result = self.call.input(tensor)
+        if result is not tensor:
+            self.given[id(result)] = (result, tensor, None)
         return result
-    if dataclasses.is_dataclass(value):
-        changes = {
-            field.name: map_tensors(getattr(value, field.name), visit) for field in dataclasses.fields(value) if field.init
-        }
-        return dataclasses.replace(value, **changes)
-    return value
+
+    def rebuilt(self, before: Any, after: Any) -> None:
+        self.given[id(after)] = (after, before, _content(after))
+
+    def of_caller(self, value: Any) -> Any:
+        return self.given.get(id(value), (None, value))[1]
+
+    def give_back(self) -> None:
+        for after, before, content in self.given.values():
+            now = _content(after)
+            if now is None or (now.keys() == content.keys() and all(now[key] is content[key] for key in now)):
+                continue
+            items = {key: map_tensors(self.of_caller(item), self.of_caller) for key, item in now.items()}
+            if isinstance(before, list):
+                before[:] = items.values()
+            elif isinstance(before, collections.abc.MutableMapping):
+                for key in content.keys() - items.keys():
+                    del before[key]
+                for key, item in items.items():
+                    before[key] = item
+            else:
+                vars(before).update(items)
+
+
+def _content(value: Any) -> "Optional[dict]":
+    """What a container has that can change, by index, key or name."""
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    if isinstance(value, collections.abc.MutableMapping):
+        return dict(value)
+    return dict(vars(value)) if dataclasses.is_dataclass(value) and hasattr(value, "__dict__") else None
 
 
 def tensors_of(value: Any) -> "list[torch.Tensor]":
@@ -216,19 +274,13 @@ def tensors_of(value: Any) -> "list[torch.Tensor]":
     return found
 
 
-def with_tensors(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The same structure with these tensors, in the order of `map_tensors`."""
-    following = iter(tensors)
-    return map_tensors(value, lambda _: next(following))
-
-
 class UnitHooks:
     """Enters and leaves a unit around the forward of a module, until `remove`."""
 
     def __init__(self, mirror: _C.Mirror, module: nn.Module, name: str):
         self.call = _C.UnitCall(mirror, module)
         self.name = name
-        self.entered: "list[list]" = []
+        self.entered: "list[_Casts]" = []
         self.handles = [
             module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.leave, with_kwargs=True),
@@ -236,7 +288,7 @@ class UnitHooks:
         self.module = module
         if self.call.recomputes:
             self.plain_forward = module.forward
-            module.forward = self.forward_without_graph
+            module.forward = self.forward_recomputed
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -245,30 +297,12 @@ class UnitHooks:
             restore_forward(self.module, self.plain_forward)
 
     def enter(self, module, args, kwargs):
-        call = self.call
-        call.before()
-        watched: list = []
-
-        def watch(tensor):
-            result = call.input(tensor)
-            if result is not tensor and result.requires_grad:
-                watched.append((tensor, tensor._version))
-            return result
-
-        args = map_tensors(args, watch)
-        if kwargs:
-            kwargs = map_tensors(kwargs, watch)
-        self.entered.append(watched)
-        return args, kwargs
+        self.call.before()
+        casts = _Casts(self.call)
+        self.entered.append(casts)
+        return map_tensors((args, kwargs), casts, casts.rebuilt)
 
     def leave(self, module, args, kwargs, result):
-        for tensor, version in self.entered.pop():
-            if tensor._version != version:
-                raise _C.Error(
-                    f"[unit] '{self.name}' changed an input in place. Its caller would go on with a tensor whose "
-                    "gradient leaves out what the unit did. Pass a copy (x.clone()) to the unit, or take inplace=True "
-                    "out of its first operation"
-                )
         call, found = self.call, False
 
         def watch(tensor):
@@ -276,49 +310,29 @@ class UnitHooks:
             found = True
             return call.output(tensor)
 
-        result = map_tensors(result, watch)
-        if not found and torch.is_grad_enabled():
+        given, result = result, map_tensors(result, watch)
+        if not found:  # it may have written to an argument
+            map_tensors((args, kwargs), call.output)
+        if not found and not call.is_seen:
             raise _C.Error(
                 f"[unit] '{self.name}' returned a {type(result).__name__}, in which no tensor was found, so its "
-                "backward could not be followed. Return tensors, or tuples, lists, dicts or dataclasses of tensors, "
-                "or register the type with torch.utils._pytree"
+                "backward could not be followed to gather its parameters. Return tensors, or tuples, lists, dicts or "
+                "dataclasses of tensors, register the type with torch.utils._pytree, or pass reshard_after_forward=False"
             )
+        self.entered.pop().give_back()
         call.after()
-        return result
+        return None if result is given else result
 
-    def forward_without_graph(self, *args, **kwargs):
+    def forward_recomputed(self, *args, **kwargs):
         if not torch.is_grad_enabled():
             return self.plain_forward(*args, **kwargs)
-        first: list = []
-        autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-
-        def body(tensors):
-            current_args, current_kwargs = with_tensors((args, kwargs), tensors)
-            with _autocast(autocast):
-                result = self.plain_forward(*current_args, **current_kwargs)
-            if not body.ran:
-                first.append(result)
-            body.ran = True
-            return tensors_of(result)
-
-        body.ran = False
-        outputs = self.call.run_without_graph(body, tensors_of((args, kwargs)))
-        return with_tensors(first.pop(), outputs)
-
-
-class _autocast:
-    """The autocast of a forward, for the time that it is computed again."""
-
-    def __init__(self, states):
-        self.contexts = [torch.autocast(kind, dtype=dtype, enabled=True) for kind, enabled, dtype in states if enabled]
-
-    def __enter__(self):
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error):
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
+        again = Again(self.module, self.plain_forward, args, kwargs)
+        inputs, again.inputs = again.inputs, []
+        self.call.forget_saved(again, inputs, list(self.module.buffers()))
+        try:
+            return self.plain_forward(*args, **kwargs)
+        finally:
+            self.call.keep_saved()
 
 
 def restore_forward(module: nn.Module, plain: Callable) -> None:

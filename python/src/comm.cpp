@@ -153,7 +153,7 @@ void bind_comm(py::module_& module) {
       .def(py::init([](std::shared_ptr<Comm> comm, const std::string& mesh) {
              return std::make_shared<MeshComm>(std::move(comm), Mesh::parse(mesh));
            }),
-           py::arg("comm"), py::arg("mesh"))
+           py::arg("comm").none(false), py::arg("mesh"))
       .def_property_readonly("mesh", [](const MeshComm& comms) { return comms.mesh().str(); })
       .def_property_readonly("rank", &MeshComm::rank)
       .def_property_readonly("size", [](const MeshComm& comms) { return comms.mesh().size(); })

@@ -24,6 +24,8 @@ UnitOptions unit_options(const py::dict& given) {
 // `units`: of each its modules and its options.
 UnlockedPtr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr<MeshComm> comms, const py::list& units,
                                  const py::dict& options) {
+  mirror->rank = comms->rank();
+  mirror->require_same_parameters();  // `parallelize` may have made it
   ShardOptions chosen = options_of(options);
   const bool side_by_side = chosen.gather == Gather::side_by_side;
   Sharding sharding(comms, std::move(chosen));
@@ -98,6 +100,7 @@ void bind_sharded(py::module_& module) {
   py::class_<ShardedMirror, UnlockedPtr<ShardedMirror>>(module, "Sharded")
       .def_property_readonly("step", [](Held& held) { return held.sharded.step(); })
       .def_property_readonly("rank", [](Held& held) { return held.sharded.rank(); })
+      .def("require_same_parameters", [](Held& held) { held.mirror->require_same_parameters(); })
       .def_property_readonly("comms", [](Held& held) { return held.comms; })
       .def_property_readonly("gradient_sync", [](Held& held) { return held.sharded.gradient_sync(); })
       .def(

@@ -11,24 +11,30 @@ namespace {
 
 class UnitCall {
  public:
-  UnitCall(const Mirror& mirror, const py::object& module) : image_(mirror.find(module)) {}
+  UnitCall(std::shared_ptr<const Mirror> mirror, const py::object& module)
+      : mirror_(std::move(mirror)), image_(mirror_->find(module)) {}
 
   bool is_unit() const { return unit_hooks(*image_) != nullptr; }
   bool recomputes() const { return is_unit() && hooks().recomputes(); }
-  void before() { hooks().before_forward(*image_); }
+  bool is_seen() const { return hooks().backward_is_seen(); }
+  void before() {
+    if (image_ == mirror_->root()) mirror_->require_same_parameters();
+    const py::gil_scoped_release unlocked;
+    hooks().before_forward(*image_);
+  }
   at::Tensor input(const at::Tensor& tensor) { return hooks().watch_input(tensor); }
   at::Tensor output(const at::Tensor& tensor) { return hooks().watch_output(tensor); }
   void after() { hooks().after_forward(*image_); }
 
-  std::vector<at::Tensor> run_without_graph(const py::function& body, std::vector<at::Tensor> inputs) {
-    const Held held(body);
+  void forget_saved(const py::function& again, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& buffers) {
+    const Held held(again);
     const auto run = [held](const std::vector<at::Tensor>& values) {
       const py::gil_scoped_acquire locked;
-      return held.get()(values).cast<std::vector<at::Tensor>>();
+      held.get()(values);
     };
-    const py::gil_scoped_release unlocked;
-    return hooks().run_without_graph(run, std::move(inputs));
+    forgetting_.push_back(hooks().forget_saved(run, inputs, buffers));
   }
+  void keep_saved() { forgetting_.pop_back(); }
 
  private:
   UnitHooks& hooks() const {
@@ -36,8 +42,17 @@ class UnitCall {
     SHARD_REQUIRE(hooks, "unit", "the forward of a {} that is no longer sharded", image_->name());
     return *hooks;
   }
+  std::shared_ptr<const Mirror> mirror_;
   std::shared_ptr<torch::nn::Module> image_;
+  std::vector<std::shared_ptr<void>> forgetting_;  // in forwards under way
 };
+
+// A deep copy of a module, and torch.save of one, come by its hooks.
+py::object refuse_copy(const UnitCall&, int) {
+  throw Error(
+      "[fully_shard] a sharded model cannot be copied or pickled, since its ranks share it. Copy or save what state_dict() of "
+      "its Sharded returns, or call shardproof.save; or call remove() of the Sharded first");
+}
 
 void set_random_stream(uint64_t seed, uint64_t sites, int64_t first_sample) {
   random_stream() = {.seed = seed, .sites = sites, .first_sample = first_sample};
@@ -47,14 +62,17 @@ void set_random_stream(uint64_t seed, uint64_t sites, int64_t first_sample) {
 
 void bind_units(py::module_& module) {
   py::class_<UnitCall>(module, "UnitCall")
-      .def(py::init<const Mirror&, const py::object&>(), py::arg("mirror"), py::arg("module"))
+      .def(py::init<std::shared_ptr<Mirror>, const py::object&>(), py::arg("mirror"), py::arg("module"))
       .def_property_readonly("is_unit", &UnitCall::is_unit)
       .def_property_readonly("recomputes", &UnitCall::recomputes)
-      .def("before", &UnitCall::before, Unlocked())
+      .def_property_readonly("is_seen", &UnitCall::is_seen)
+      .def("before", &UnitCall::before)
       .def("input", &UnitCall::input, py::arg("tensor"))
       .def("output", &UnitCall::output, py::arg("tensor"))
       .def("after", &UnitCall::after, Unlocked())
-      .def("run_without_graph", &UnitCall::run_without_graph, py::arg("body"), py::arg("inputs"));
+      .def("__reduce_ex__", &refuse_copy)
+      .def("forget_saved", &UnitCall::forget_saved, py::arg("again"), py::arg("inputs"), py::arg("buffers"))
+      .def("keep_saved", &UnitCall::keep_saved);
   module.def("set_random_stream", &set_random_stream, py::arg("seed"), py::arg("sites") = 0, py::arg("first_sample") = 0);
   module.def("random_stream", [] {
     const RandomStream& now = random_stream();

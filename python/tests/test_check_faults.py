@@ -14,6 +14,7 @@ import torch.nn as nn
 
 import shardproof.check as check
 from shardproof.check import Sharded, models
+from shardproof.check.engines import FINITE
 
 PLAIN = (models.make_model, models.make_batch, models.loss)
 
@@ -285,3 +286,78 @@ def test_a_crash_is_a_counterexample_and_the_cases_after_it_run():
     assert report.cases == 12 and report.held > 3, str(report)
     assert [f.verdict.kind for f in report.failures] == ["crashed"], str(report)
     assert "SIGKILL" in report.failures[0].verdict.message
+
+
+class Counted(nn.Module):
+    """Has statistics of its batches, and results whose mean over the ranks is right where each is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x * 1.0).mean(2))
+
+
+def counted_batch(generator, count):
+    return torch.randn(count, 3, 4, generator=generator), torch.zeros(count, 1)
+
+
+def with_hook(change):
+    """Plain data parallelism of FSDP2, and a hook after the forward of the whole model."""
+
+    def parallelize(model: nn.Module, mesh) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        module = fully_shard(model, mesh=mesh)
+        module.register_forward_hook(lambda module, args, result: change(module, args, result, mesh.get_local_rank()))
+        return module
+
+    return parallelize
+
+
+def sums(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.mean() + target.mean()
+
+
+CHANGES = {
+    "nothing": (lambda module, args, result, rank: None, ""),
+    "statistics": (lambda module, args, result, rank: (module.norm.num_batches_tracked.add_(1), None)[1], "buffer"),
+    "results": (lambda module, args, result, rank: result + 0.01 * (1 - 2 * rank), "output"),
+    "inputs": (lambda module, args, result, rank: (args[0].add_(1.0), None)[1], "input"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_statistics_results_and_inputs_are_compared(what):
+    change, kind = CHANGES[what]
+    settings = {"mesh": {"dp": (2,)}, "load": False, "loss": sums, "cases": 4, "stop_after": 1, "clips": FINITE}
+    report = check(with_hook(change), Counted, counted_batch, dtypes=(torch.float64,), **settings)
+    assert [failure.verdict.where for failure in report.failures] == ([kind] if kind else []), str(report)
+    assert report.loose == 0, str(report)
+
+
+@pytest.mark.parametrize("which", ["make_model", "make_batch", "loss"])
+def test_what_the_callers_own_functions_raise_is_no_counterexample(which):
+    def fails(*_, **__):
+        raise LookupError("there is no more")
+
+    functions = {"make_model": Counted, "make_batch": counted_batch, "loss": models.loss, which: fails}
+    with pytest.raises((RuntimeError, LookupError), match="there is no more"):
+        check(replicas(""), **functions, cases=3, load=False, no_sync=False)
+
+
+def test_a_model_without_kernels_in_float64_is_checked_in_float32():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1, 16, 16) * 0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([len(x)], dtype=torch.int32))
+
+    def batch(generator, count):
+        return torch.randn(count, 16, generator=generator), torch.zeros(count, 16)
+
+    report = check(replicas(""), Experts, batch, models.loss, cases=8, load=False, no_sync=False, freeze=False)
+    assert report.ok and report.held > 0 and report.diverged > 0 and report.held + report.diverged == 8, str(report)

@@ -388,7 +388,7 @@ def test_a_state_dict_that_lacks_names_is_refused_unless_it_may():
 
     def body(comm):
         sharded = shardproof.fully_shard(copy.deepcopy(base), comm, units=[Block])
-        with pytest.raises(shardproof.Error, match="missing names"):
+        with pytest.raises(shardproof.Error, match="(?i)missing"):
             sharded.load_state_dict(part)
         sharded.load_state_dict({**part, "stranger": torch.ones(1)}, strict=False)
         return sharded.gather()

@@ -17,6 +17,7 @@
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/agree.h"
 #include "testing/base/stream_copy.h"
+#include "testing/checkpoint/format/crc32.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -31,6 +32,7 @@ class Loader {
   void match() {
     open();
     names_ = names_of_model(sharded_);
+    for (const auto& [name, entry] : extra_state_of(*sharded_.impl().module)) names_.extra.insert(name);
     std::map<std::string, int64_t> updates;
     if (checkpoint_.values.contains(kUpdates)) {
       const Value saved = value(kUpdates);
@@ -62,6 +64,9 @@ class Loader {
                   directory_, fmt::join(misfits.begin(), misfits.begin() + std::min<int64_t>(8, std::ssize(misfits)), "; "),
                   misfits.size() > 8 ? fmt::format("; and {} more", misfits.size() - 8) : "");
     loaded_.skipped = misfits;
+    std::map<std::string, std::string> extra;
+    for (const std::string& name : matched_.extra) extra[name] = entry_of(model_key(name));
+    put_extra_ = reads_extra_state(*sharded_.impl().module, extra);
     list_wanted();
   }
 
@@ -130,6 +135,7 @@ class Loader {
     for (const Shard& shard : mains_)
       if (const auto key = keys.find(shard.name); key != keys.end()) put(key->second, shard.data);
     for (const std::string& name : matched_.plain) put(model_key(name), names_.plain.at(name));
+    put_extra_();
     fill_kept_along();
     std::set<std::string> restored;
     for (const Restored& state : matched_.states) {
@@ -156,6 +162,7 @@ class Loader {
 
  private:
   static constexpr uint64_t kAlignment = 64;
+  static constexpr uint64_t kExtraBytesMax = uint64_t{1} << 31;
 
   // What this rank is to hold of a tensor of the checkpoint, whatever boxes the ranks that saved it held.
   struct Wanted {
@@ -210,6 +217,18 @@ class Loader {
   }
 
   Value value(const std::string& name) { return read_value(*options_.files, directory_, name, checkpoint_.values.at(name)); }
+
+  // The bytes of an entry as they are in the file.
+  std::string entry_of(const std::string& key) {
+    const auto found = checkpoint_.values.find(key);
+    const Extent& at = found == checkpoint_.values.end() ? checkpoint_.tensors.at(key).chunks[0].extent : found->second;
+    const FileSource file(*options_.files, directory_ + "/" + at.file);
+    std::string bytes = file.read_string(at.offset, at.length, kExtraBytesMax);
+    if (sums_ && sums_->entries.contains({at.file, at.offset}))
+      SHARD_REQUIRE(sums_->entries.at({at.file, at.offset}) == crc32(0, bytes.data(), bytes.size()), "checkpoint",
+                    "{}: the entry of {} is damaged, its checksum does not agree. Load an older checkpoint", file.name(), key);
+    return bytes;
+  }
 
   static Box whole_box(at::IntArrayRef sizes) {
     Box whole;
@@ -302,6 +321,7 @@ class Loader {
   std::vector<OptimizerState::Scalar> scalars_;
   std::vector<std::pair<size_t, std::vector<Setting>>> settings_;  // of groups here
   std::vector<std::string> merged_adapters_;
+  std::function<void()> put_extra_;
   std::vector<Shard> mains_;
   std::map<std::string, Wanted> wanted_;  // by key
   at::Tensor staging_;

@@ -19,6 +19,8 @@ class Matcher {
     for (const auto& [name, parameter] : names_.parameters) match_parameter(name, parameter);
     for (const auto& [name, tensor] : names_.plain)
       if (fits(model_key(name), tensor.scalar_type(), tensor.sizes().vec())) result_.plain.push_back(name);
+    for (const std::string& name : names_.extra)
+      if (has_one_entry(model_key(name))) result_.extra.push_back(name);
     for (const std::string& first : names_.kept_along)
       for (const auto& [name, parameter] : names_.parameters)
         if (const std::string key = kept_key(first, name); fits(key, parameter.dtype, parameter.sizes))
@@ -47,6 +49,15 @@ class Matcher {
       result_.misfits.push_back(
           message("{} is {} in the checkpoint and {} here", key, dtype_info(stored.dtype).name, dtype_info(dtype).name));
     return stored.sizes == sizes && stored.dtype == dtype;
+  }
+
+  // PyTorch saves a tensor of extra state as one, and all else as a value.
+  bool has_one_entry(const std::string& key) {
+    known_.insert(key);
+    const auto found = checkpoint_.tensors.find(key);
+    if (found == checkpoint_.tensors.end() ? checkpoint_.values.contains(key) : found->second.chunks.size() == 1) return true;
+    result_.misfits.push_back(message("{} is missing from the checkpoint", key));
+    return false;
   }
 
   // A tied parameter is there if it is under any of its names.

@@ -22,7 +22,7 @@ struct Restored {
 // What is loaded, and what does not fit. The same on every rank.
 struct Matched {
   std::vector<std::pair<std::string, std::string>> parameters;  // name, key
-  std::vector<std::string> plain;
+  std::vector<std::string> plain, extra;
   std::set<std::string> kept_along;  // keys
   std::vector<Restored> states;
   std::vector<std::string> misfits;

@@ -228,9 +228,10 @@ void SaveJob::Parts::write_entries() {
   SHARD_CHECK(later.empty(), "checkpoint", "{} boxes are written before they are copied", later.size());
   const c10::StreamGuard on_stream(stream);
   EntryFile file(*files, folder, entry_file_name(world->rank()));
-  for (const NamedValue& value : values)
-    written_values.push_back(
-        Value::tuple({Value::string(value.name), value_of(value.path), value_of(file.add_value(value.value))}));
+  for (const NamedValue& value : values) {
+    const auto written = value.entry.empty() ? file.add_value(value.value) : file.add_entry(value.entry);
+    written_values.push_back(Value::tuple({Value::string(value.name), value_of(value.path), value_of(written)}));
+  }
   at::Tensor copied;
   for (size_t i = 0; i < own().size(); ++i) {
     const PlannedBox& box = own()[i];
@@ -303,6 +304,9 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
   parts.error = error_of([&] {  // which `commit` tells the others
     parts.values = trainer_values(trainer, parts.world->rank());
     if (parts.world->rank() == 0) add_merged_adapters(sharded.impl().merged_adapters, parts.values);
+    if (parts.world->rank() == 0)
+      for (auto& [name, entry] : extra_state_of(*sharded.impl().module))
+        parts.values.push_back({model_key(name), model_path(name), {}, std::move(entry)});
     if (optimizer && parts.world->rank() == 0)
       for (NamedValue& value : optimizer_values(*optimizer)) parts.values.push_back(std::move(value));
     parts.collect(sharded, optimizer);

@@ -1,7 +1,6 @@
 #include "checkpoint/state_names.h"
 
 #include "sharding/sharded_impl.h"
-#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof::checkpoint {
 
@@ -13,16 +12,11 @@ ModelNames names_of_model(Sharded& sharded) {
       const BucketParameter& member = bucket->layout().members()[i];
       names.parameters[member.name] = {bucket->rules().main, member.whole, bucket->trains(static_cast<int64_t>(i)), {}};
     }
-  std::set<std::string> sharded_names;
-  for (const auto& [name, first] : state.aliases) {
-    sharded_names.insert(name);
+  for (const auto& [name, first] : state.aliases)
     if (name != first) names.parameters.at(first).other_names.push_back(name);
-  }
-  for (const auto& item : state.module->named_parameters())
-    if (item.value().defined() && !sharded_names.contains(item.key())) names.plain[item.key()] = item.value();
-  ModuleBuffers buffers = buffers_of(*state.module);
-  names.plain.merge(buffers.state);
-  for (const auto& [name, buffer] : buffers.transient) names.transient.insert(name);
+  ModuleBuffers plain = state.plain_tensors();
+  names.plain = std::move(plain.state);
+  for (const auto& [name, buffer] : plain.transient) names.transient.insert(name);
   for (const auto& [first, shards] : state.kept_along) names.kept_along.push_back(first);
   return names;
 }

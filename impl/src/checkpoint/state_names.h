@@ -24,6 +24,7 @@ struct ModelNames {
   std::map<std::string, ModelParameter> parameters;  // sharded ones, by their first name
   std::map<std::string, at::Tensor> plain;  // buffers of state, and parameters that are not sharded: whole on every rank
   std::set<std::string> transient;          // buffers that are no state
+  std::set<std::string> extra;              // what modules keep beside tensors
   std::vector<std::string> kept_along;  // the first parts of names of what has one tensor for each parameter, as averages
 };
 ModelNames names_of_model(Sharded& sharded);

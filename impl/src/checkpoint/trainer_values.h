@@ -15,6 +15,7 @@ struct NamedValue {
   std::string name;
   Path path;
   Value value;
+  std::string entry = {};  // the bytes of the entry; empty: they are made of the value
 };
 
 inline constexpr const char* kUpdates = "shardproof.updates";  // of each parameter, by name

@@ -4,7 +4,6 @@
 #include <c10/core/GradMode.h>
 
 #include <map>
-#include <set>
 
 #include "hooks/attachments.h"
 #include "shardproof/base/check.h"
@@ -16,7 +15,6 @@ struct ModuleWatch::State {
   std::function<std::string()> note;
   std::shared_ptr<std::vector<ModuleCall>> calls = std::make_shared<std::vector<ModuleCall>>();
   std::map<std::string, int64_t> numbers;  // calls so far of each module
-  std::set<size_t> computed_again;         // those of `calls` that the backward has recomputed
   bool backward = false;
   AdapterAttachments attached;  // the last member, so that nobody is called any more when the others go
 };
@@ -28,27 +26,18 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   return tensor.detach().clone();
 }
 
-// NaN in the same places counts as the same.
-bool same_values(const at::Tensor& a, const at::Tensor& b) {
-  if (a.equal(b)) return true;
-  return a.sizes() == b.sizes() && a.is_floating_point() && at::allclose(a, b, 0, 0, /*equal_nan=*/true);
-}
-
 class Watcher final : public AdapterHooks {
  public:
   Watcher(ModuleWatch::State& state, std::string name, torch::nn::Module& module)
       : state_(state), name_(std::move(name)), module_(module) {}
 
   at::Tensor add_to(const at::Tensor& output, const at::Tensor& input) override {
-    size_t index = state_.calls->size();
-    if (!state_.backward)
-      see(output, input);
-    else if (output.requires_grad())
-      index = find(input);
-    if (output.requires_grad() && index < state_.calls->size()) {
+    if (state_.backward) return output;  // it is computed again
+    const size_t index = state_.calls->size();
+    see(output, input);
+    if (output.requires_grad())
       output.register_hook(
           [calls = state_.calls, index](const at::Tensor& gradient) { calls->at(index).output_gradient = copy_of(gradient); });
-    }
     return output;
   }
   std::shared_ptr<void> held() const override { return nullptr; }
@@ -61,18 +50,6 @@ class Watcher final : public AdapterHooks {
       call.parameters.emplace_back(name_ + "." + item.key(), copy_of(item.value()));
     if (state_.note) call.note = state_.note();
     state_.calls->push_back(std::move(call));
-  }
-
-  // The call that is computed again. It had the same input; a backward comes to the last of several first.
-  size_t find(const at::Tensor& input) {
-    const std::vector<ModuleCall>& calls = *state_.calls;
-    for (size_t index = calls.size(); index-- > 0;) {
-      if (calls[index].module != name_ || state_.computed_again.contains(index)) continue;
-      if (!same_values(calls[index].input, input)) continue;
-      state_.computed_again.insert(index);
-      return index;
-    }
-    return calls.size();
   }
 
   ModuleWatch::State& state_;  // which owns this
@@ -101,7 +78,6 @@ void ModuleWatch::begin() {
 }
 
 void ModuleWatch::begin_backward() {
-  state_->computed_again.clear();
   state_->backward = true;
 }
 

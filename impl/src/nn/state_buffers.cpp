@@ -14,9 +14,20 @@ void collect(const torch::nn::Module& module, const std::string& prefix, ModuleB
 }  // namespace
 
 ModuleBuffers buffers_of(const torch::nn::Module& module) {
+  if (const auto* stands = dynamic_cast<const StandsForModules*>(&module)) return stands->present_buffers();
   ModuleBuffers buffers;
   collect(module, "", buffers);
   return buffers;
+}
+
+std::map<std::string, std::string> extra_state_of(const torch::nn::Module& module) {
+  const auto* stands = dynamic_cast<const StandsForModules*>(&module);
+  return stands ? stands->extra_state() : std::map<std::string, std::string>();
+}
+
+std::function<void()> reads_extra_state(const torch::nn::Module& module, const std::map<std::string, std::string>& entries) {
+  const auto* stands = dynamic_cast<const StandsForModules*>(&module);
+  return stands && !entries.empty() ? stands->reads_extra_state(entries) : [] {};
 }
 
 }  // namespace shardproof

@@ -21,33 +21,12 @@ constexpr int64_t kAlignment = 512;
 // Transfers of groups that are gone, of which the host waits for the oldest when there is one more.
 constexpr size_t kRetiredMax = 2;
 
-// The same memory without a graph. It shares the version counter, which counts writes.
-at::Tensor alias_of(const at::Tensor& tensor) {
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
-}
-
-void require_unchanged(bool is_changed, const std::string& unit) {
-  SHARD_REQUIRE(!is_changed, "unit",
-                "the backward of {} needs a tensor that was written in place after its forward had saved it. Write a copy of "
-                "it (x.clone()) instead",
-                unit);
-}
-
 bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_quantized() && !tensor.is_conj() &&
          !tensor.is_neg() && !tensor.unsafeGetTensorImpl()->is_python_dispatch();
 }
 
 }  // namespace
-
-// A tensor as it was when autograd saved it.
-struct SavedTensor {
-  explicit SavedTensor(const at::Tensor& tensor) : source(alias_of(tensor)), version(source._version()) {}
-  bool is_changed() const { return source._version() != version; }
-  at::Tensor source;
-  int64_t version;
-};
 
 // What one forward of a unit has saved: views into storages, each of which is copied once.
 class SavedGroup : public std::enable_shared_from_this<SavedGroup> {

@@ -68,8 +68,7 @@ BucketGradient::BucketGradient(const BucketContext& context)
     : BucketPart(context),
       arrived_(views_.size(), false),
       placed_(views_.size(), false),
-      holds_(views_.size(), false),
-      parts_(views_.size()) {
+      holds_(views_.size(), false) {
   sums_find_bad_terms_ = rules_.check_gradients && std::isinf(rules_.gradient_magnitude_max) &&
                          Reduction::finds_bad_terms(*comms_, layout_.reduce(), rules_.reduction, views_.front().device());
   // Where the whole gradient stays on the rank until the last microbatch, all buckets' are there at once. So each has memory of
@@ -104,29 +103,22 @@ at::ScalarType BucketGradient::produced_dtype(bool reduces) const {
   return goes_on_the_wire && dtypes.gradient == at::kFloat ? dtypes.reduce : dtypes.gradient;
 }
 
-void BucketGradient::add_gradient(int64_t index, const at::Tensor& gradient, bool may_be_part) {
+void BucketGradient::add_gradient(int64_t index, const at::Tensor& given) {
   const BucketParameter& member = layout_.members()[index];
+  const at::Tensor gradient = given.is_sparse() ? given.detach().to_dense() : given;  // of an embedding
   SHARD_REQUIRE(
       !final(), "bucket",
       "parameter {} of {} got a gradient after the last backward of this step. Call set_last_microbatch(false) (in Python "
       "set_last_microbatch(False), or with the names of FSDP2 set_is_last_backward(False)) before every backward but the "
       "last, then the optimizer's step or zero_gradients",
       member.name, label_);
-  SHARD_REQUIRE(!reducing() && (!arrived_[index] || may_be_part), "bucket",
+  SHARD_REQUIRE(!reducing(), "bucket",
                 "parameter {} of {} got a second gradient in one backward after its bucket was taken", member.name, label_);
   SHARD_CHECK(gradient.numel() == member.numel, "bucket", "gradient of {}: {} elements, expected {}", member.name,
               gradient.numel(), member.numel);
   missing_ -= !arrived_[index];
   arrived_[index] = true;
-  if (!may_be_part) return take(index, gradient);
-  at::NoGradGuard no_grad;
-  at::Tensor& sum = parts_[index];
-  sum = sum.defined() ? sum + gradient : gradient;
-}
-
-void BucketGradient::add_parts() {
-  for (size_t i = 0; i < parts_.size(); ++i)
-    if (parts_[i].defined()) take(static_cast<int64_t>(i), std::exchange(parts_[i], at::Tensor()));
+  take(index, gradient);
 }
 
 void BucketGradient::begin_producing() {
@@ -173,7 +165,7 @@ void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
 void BucketGradient::fill_missing() {
   for (size_t i = 0; i < views_.size(); ++i)
     if (!arrived_[i])
-      add_gradient(static_cast<int64_t>(i), at::zeros({layout_.members()[i].numel}, options(rules_.compute)), false);
+      add_gradient(static_cast<int64_t>(i), at::zeros({layout_.members()[i].numel}, options(rules_.compute)));
 }
 
 void BucketGradient::start_reduce(bool last, const std::string& where) {
@@ -323,7 +315,6 @@ void BucketGradient::zero_gradients() {
   gradient_.reset();
   download_ = {};
   fixed_.reset();
-  parts_.assign(parts_.size(), at::Tensor());
 }
 
 void BucketGradient::check_terms(const at::Tensor& terms) const {

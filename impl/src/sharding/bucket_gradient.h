@@ -42,11 +42,8 @@ class BucketGradient : private BucketPart {
   // Memory of a member's sizes in which its gradient of this backward may be made; add_gradient then has nothing to copy.
   // Undefined where the gradient is one term of several, or takes another dtype. Once for each member in a backward.
   at::Tensor place(int64_t member);
-  // Takes over one parameter's gradient. When it may be a part of what this backward makes, parts are added first, as autograd
-  // adds them, and wait for `add_parts`.
-  void add_gradient(int64_t member, const at::Tensor& gradient, bool may_be_part);
-  // All parts are there.
-  void add_parts();
+  // Takes over one parameter's gradient, or a further one of this backward, as a backward within it makes it.
+  void add_gradient(int64_t member, const at::Tensor& gradient);
   // Something of this parameter's gradient has come in this backward.
   bool has_arrived(int64_t member) const { return arrived_[member]; }
   // Every gradient of this backward is there.
@@ -106,7 +103,6 @@ class BucketGradient : private BucketPart {
   std::vector<bool> arrived_;      // in this backward
   std::vector<bool> placed_;       // in this backward somebody was given the place
   std::vector<bool> holds_;        // produced_ has a value, of this or an earlier backward
-  std::vector<at::Tensor> parts_;  // sums of parts that are not added yet; undefined where there are none
   int64_t missing_ = 0;
   bool reduces_ = true;          // this backward's are reduced at its end
   bool last_ = false;            // the reduction under way is the last of the step

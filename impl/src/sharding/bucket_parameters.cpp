@@ -26,6 +26,7 @@ BucketParameters::BucketParameters(const BucketContext& context, const Initializ
   else if (rules_.publish == Publish::at_first_use && layout_.all_gather_updated().step == Step::all_gather)
     unreadable_ = unreadable_parameters("was updated, and with Publish::at_first_use has not been waited for");
   point_parameters_at(frees_compute() ? unreadable_ : readable_);
+  versions_ = versions();
 }
 
 // What is on its way is awaited, unless the ranks may not meet again.
@@ -42,10 +43,11 @@ std::vector<at::Tensor> BucketParameters::unreadable_parameters(const std::strin
   std::vector<at::Tensor> result;
   for (const BucketParameter& member : layout_.members())
     result.push_back(unreadable(member.shape, rules_.compute, memory_->device(),
-                                fmt::format("[bucket] parameter {} {}: enter the unit (in Python call its module, in C++ go "
-                                            "through `call`), or use unit(...).unshard(), parameters() or gather_parameters() "
-                                            "(in Python gather()) of the sharded model",
-                                            member.name, why)));
+                                fmt::format("[bucket] parameter {} {}: enter {} (in Python call its module, in C++ go through "
+                                            "`call`). Where a forward begins below it, call unit(...).unshard() of the sharded "
+                                            "model with its name first, which is \"\" of the root. To read values, take "
+                                            "parameters() or gather_parameters() (in Python gather()) of the sharded model",
+                                            member.name, why, label_)));
   return result;
 }
 
@@ -137,8 +139,35 @@ void BucketParameters::begin_update() {
   if (side_by_side()) comms_->along(layout_.unshard().axes).barrier().wait();
 }
 
+int64_t BucketParameters::versions() const {
+  int64_t sum = 0;
+  for (const at::Tensor& view : views_)
+    if (!view.is_inference()) sum += view._version();
+  return sum;
+}
+
+void BucketParameters::require_own() const {
+  const auto is_at = [](const at::Tensor& view, const std::vector<at::Tensor>& places, size_t i) {
+    return i < places.size() && view.storage().unsafeGetStorageImpl() == places[i].storage().unsafeGetStorageImpl() &&
+           view.storage_offset() == places[i].storage_offset() && view.sizes() == places[i].sizes() &&
+           view.strides() == places[i].strides();
+  };
+  for (size_t i = 0; i < views_.size(); ++i)
+    SHARD_REQUIRE(is_at(views_[i], readable_, i) || is_at(views_[i], unreadable_, i), "bucket",
+                  "{} (rank {}): parameter {} was given other data after it was sharded, by `.data = ` or a cast or move of "
+                  "the module, and training would not follow. Give it values by write_parameters or load_state_dict of the "
+                  "sharded model, and cast or move a module before it is sharded",
+                  label_, layout_.rank(), layout_.members()[i].name);
+  const bool optimizer_sees = !frees_compute() && rules_.main == rules_.compute && !rules_.offload;
+  SHARD_REQUIRE(optimizer_sees || versions() == versions_, "bucket",
+                "{} (rank {}): {} or a parameter beside it was changed in place after it was sharded, and the optimizer works "
+                "on a copy that does not follow. Give it values by write_parameters or load_state_dict of the sharded model",
+                label_, layout_.rank(), first_name());
+}
+
 void BucketParameters::start_unshard() {
   if (residency_ != Residency::sharded && residency_ != Residency::kept) return;
+  require_own();
   const CallLabel label(label_);
   if (frees_compute()) await_updated();
   residency_ = Residency::gathering;
@@ -259,6 +288,7 @@ void BucketParameters::write_own_part(bool is_rounded) {
 void BucketParameters::mark_changed() {
   // Raw writes are invisible to autograd: say that the values changed, so that a graph from before the step is refused.
   for (const at::Tensor& view : views_) view.unsafeGetTensorImpl()->bump_version();
+  versions_ += std::ssize(views_);
   neighbours_write_ = true;
 }
 

@@ -49,6 +49,9 @@ class BucketParameters : private BucketPart {
   void reshard_within(int64_t ranks);
   // The same, but what the strategy's row keeps between forward and backward stays.
   void reshard_between();
+  // Throws Error, which names a parameter of the module that is no view of this memory any more, or that somebody has written
+  // to where the optimizer would not see it.
+  void require_own() const;
   bool frees_compute() const { return layout_.unshard().step != Step::none && !side_by_side(); }
   // Parameters are sharded, and whole all the time.
   bool side_by_side() const { return layout_.unshard().step != Step::none && rules_.gather == Gather::side_by_side; }
@@ -74,6 +77,7 @@ class BucketParameters : private BucketPart {
   void put_back(const at::Tensor& parameter);
 
  private:
+  int64_t versions() const;
   void write_own_part(bool is_rounded);
   void mark_changed();
   void await_updated() const;
@@ -97,6 +101,7 @@ class BucketParameters : private BucketPart {
   at::Tensor compute_, parameter_, main_, rounded_, kept_;
   HostTransfer upload_;  // of parameters, to the device
   Comm* kept_group_ = nullptr;  // which has what was kept between its ranks
+  int64_t versions_ = 0;  // of the parameters, as autograd counts changes
   bool neighbours_write_ = true;  // side by side: no collective since parameters were written
 };
 

@@ -4,7 +4,6 @@
 
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
-#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -104,16 +103,17 @@ void walk(Visit& visit, ParameterRecord& parameter) {
   walk(visit, parameter.at);
 }
 template <class Visit>
-void walk(Visit& visit, BufferRecord& buffer) {
-  visit(buffer.name);
-  each(visit, buffer.shape);
-  number(visit, buffer.dtype);
+void walk(Visit& visit, PlainRecord& tensor) {
+  visit(tensor.name);
+  each(visit, tensor.shape);
+  number(visit, tensor.dtype);
 }
 template <class Visit>
 void walk(Visit& visit, ModelRecord& record) {
   each(visit, record.parameters);
-  each(visit, record.buffers);
+  each(visit, record.plain);
   each(visit, record.aliases);
+  each(visit, record.extra);
 }
 
 template <class Visit, class Item>
@@ -127,13 +127,14 @@ void each(Visit& visit, std::vector<Item>& items) {
 }  // namespace
 
 ModelRecord record_of(const Sharded::Impl& sharded) {
-  ModelRecord record{{}, {}, sharded.aliases};
+  ModelRecord record{{}, {}, sharded.aliases, {}};
   for (const Bucket* bucket : sharded.schedule.buckets())
     for (const BucketParameter& member : bucket->layout().members())
       record.parameters.push_back(
           {member.name, member.whole, bucket->rules().main, bucket->layout().placement(member, bucket->layout().state())});
-  for (const auto& [name, buffer] : buffers_of(*sharded.module).state)
-    record.buffers.push_back({name, buffer.sizes().vec(), buffer.scalar_type()});
+  for (const auto& [name, tensor] : sharded.plain_tensors().state)
+    record.plain.push_back({name, tensor.sizes().vec(), tensor.scalar_type()});
+  for (const auto& extra : extra_state_of(*sharded.module)) record.extra.emplace_back(extra);
   return record;
 }
 

@@ -16,8 +16,8 @@ struct ParameterRecord {
   Placement at;                       // of it
 };
 
-// A buffer of state, which lies whole on every rank.
-struct BufferRecord {
+// A buffer of state, or a parameter that is not sharded: it lies whole on every rank.
+struct PlainRecord {
   std::string name;
   Shape shape;
   at::ScalarType dtype = at::kFloat;
@@ -25,8 +25,9 @@ struct BufferRecord {
 
 struct ModelRecord {
   std::vector<ParameterRecord> parameters;                   // in the order of the units
-  std::vector<BufferRecord> buffers;                         // by name
+  std::vector<PlainRecord> plain;                            // by name
   std::vector<std::pair<std::string, std::string>> aliases;  // every name, and the one that the parameter is sharded under
+  std::vector<std::pair<std::string, std::string>> extra;    // what modules keep beside tensors: the name, and bytes
 };
 
 ModelRecord record_of(const Sharded::Impl& sharded);

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "shardproof/base/check.h"
+
 namespace shardproof {
 namespace {
 
@@ -46,7 +48,23 @@ class AskingEngine final : public Engine {
 
 std::atomic<Engine*> asking_engine = nullptr;
 
+// It shares the counter of writes.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->is_python_dispatch()) return tensor.detach();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
+}
+
 }  // namespace
+
+SavedTensor::SavedTensor(const at::Tensor& tensor) : source(alias_of(tensor)), version(source._version()) {}
+
+void require_unchanged(bool is_changed, const std::string& unit) {
+  SHARD_REQUIRE(!is_changed, "unit",
+                "the backward of {} needs a tensor that was written in place after its forward had saved it. Write a copy of "
+                "it (x.clone()) instead",
+                unit);
+}
 
 std::weak_ptr<SavedTensorKeeper>& saved_tensor_keeper() {
   thread_local std::weak_ptr<SavedTensorKeeper> keeper;

@@ -5,11 +5,25 @@
 // and leaves everything else to the engine that was there before, which is Python's in a process of Python.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <memory>
+#include <string>
 
 namespace shardproof {
+
+// A tensor as it was when autograd saved it. It has the same memory, without a graph.
+struct SavedTensor {
+  explicit SavedTensor(const at::Tensor& tensor);
+  bool is_changed() const { return source._version() != version; }
+
+  at::Tensor source;
+  int64_t version;
+};
+
+// Throws Error, naming the unit whose forward had saved it, if a tensor was written to since.
+void require_unchanged(bool is_changed, const std::string& unit);
 
 class SavedTensorKeeper {
  public:

@@ -1,8 +1,10 @@
 #include "sharding/schedule.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -71,30 +73,41 @@ void Schedule::abandon_backward() {
   for (Bucket* bucket : reducing_) bucket->gradient.abandon_reduce();
   reducing_.clear();
   to_reduce_.clear();
-  for (const auto& unit : units_) {
-    unit->expect_no_more();
-    unit->end_backward();
-  }
+  for (const auto& unit : units_) unit->end_backward();
   phase_ = Phase::outside;
   end_backward_within_units();
 }
 
 void Schedule::end_backward_within_units() {
-  for (const auto& module : recomputed_) {
-    module->expect_no_more();
-    module->end_backward();
-  }
+  for (const auto& module : recomputed_) module->end_backward();
+  calls.clear();
   if (activations_) activations_->end_backward();
+}
+
+// A backward for chosen tensors, as that of autograd.grad, makes no gradient of a parameter, and is no microbatch.
+bool Schedule::reaches_parameters() const {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (!chosen || chosen->empty()) return true;
+  for (const Bucket* bucket : buckets_)
+    for (const at::Tensor& view : bucket->views()) {
+      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(view);
+      const auto found = chosen->find(accumulator.get());
+      if (found != chosen->end() && found->second.needed_) return true;
+    }
+  return false;
 }
 
 void Schedule::begin_backward() {
   if (phase_ != Phase::outside) return;
   phase_ = Phase::backward;
-  taken_by_ = nullptr;
+  backward_task = torch::autograd::get_current_graph_task_id();
+  makes_graph = c10::GradMode::is_enabled();
+  is_microbatch_ = reaches_parameters();
+  if (is_microbatch_) taken_by_ = nullptr;
   to_reduce_.clear();
   for (const auto& unit : units_)
     for (const auto& bucket : unit->buckets()) {
-      if (!bucket->trainable()) continue;
+      if (!bucket->trainable() || !is_microbatch_) continue;
       const bool reduces = sync_ && unit->settings.gradient_sync;
       bucket->gradient.begin_backward(reduces);
       if (reduces) to_reduce_.push_back({unit.get(), bucket.get()});
@@ -143,8 +156,7 @@ void Schedule::start_reduce(Bucket& bucket) {
 
 void Schedule::end_backward() {
   if (delayed_) delayed_->make_all();
-  for (const auto& unit : units_) unit->expect_no_more();
-  if (sync_) {
+  if (sync_ && is_microbatch_) {
     phase_ = Phase::ending;
     start_ready_reduces();
     SHARD_CHECK(to_reduce_.empty(), "schedule", "{} buckets were not reduced", to_reduce_.size());
@@ -154,7 +166,7 @@ void Schedule::end_backward() {
   phase_ = Phase::outside;
   end_backward_within_units();
   require_recomputed_entered();
-  if (sync_ && last_microbatch_ && finish_) finish_();
+  if (sync_ && is_microbatch_ && last_microbatch_ && finish_) finish_();
 }
 
 void Schedule::require_recomputed_entered() const {

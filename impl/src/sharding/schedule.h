@@ -3,8 +3,8 @@
 //
 // A backward has no owner in LibTorch, so it is recognised by what it touches: the first output hook or gradient hook that
 // fires begins it and queues one callback for its end, which catches whatever never fired. A unit's parameters are freed
-// once all its gradients have arrived and the backward has left it through every watched input: then no node is left that
-// could read them. Reduces start in one fixed order, last bucket first, so that all ranks agree on it.
+// once all its gradients have arrived and the backward has left it: then no node is left that could read them. Reduces start
+// in one fixed order, last bucket first, so that all ranks agree on it.
 //
 // The state machine of training is made of four, each an enum where it lives:
 //
@@ -99,6 +99,7 @@ class Schedule final : public UnitEvents {
   void end_backward();
   void end_backward_within_units();
   void require_recomputed_entered() const;
+  bool reaches_parameters() const;
   void abandon_backward();
   void start_ready_reduces();
   void start_reduce(Bucket& bucket);
@@ -120,6 +121,7 @@ class Schedule final : public UnitEvents {
   std::vector<Bucket*> buckets_;                  // of the units
   std::unordered_map<std::string, Place> places_;
 
+  bool is_microbatch_ = true;  // the backward under way
   Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out
   struct Waiting {
     Unit* unit;

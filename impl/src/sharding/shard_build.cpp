@@ -11,6 +11,7 @@
 #include "sharding/shard_validate.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/meta_init.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -39,11 +40,13 @@ BucketParameter member_of(const NamedParameter& parameter, const ParallelState* 
 
 void broadcast_buffers(const torch::nn::Module& module, MeshComm& comms, const Strategy& strategy) {
   at::NoGradGuard no_grad;
-  for (const at::Tensor& buffer : module.buffers()) {
-    at::Tensor values = buffer.contiguous();
-    for (const std::string& axis : strategy.produced.partial) comms.along({axis}).broadcast(values, 0).wait();
-    if (values.data_ptr() != buffer.data_ptr()) buffer.copy_(values);
-  }
+  const ModuleBuffers buffers = buffers_of(module);
+  for (const auto* kind : {&buffers.state, &buffers.transient})
+    for (const auto& [name, buffer] : *kind) {
+      at::Tensor values = buffer.contiguous();
+      for (const std::string& axis : strategy.produced.partial) comms.along({axis}).broadcast(values, 0).wait();
+      if (values.data_ptr() != buffer.data_ptr()) at::Tensor(buffer).copy_(values);
+    }
 }
 
 // How one unit is sharded: as all are, but for what its own options say.
@@ -173,24 +176,17 @@ void relate_units(Sharded::Impl& sharded, const std::vector<UnitPlan>& plans) {
     for (const auto& [name, module] : plans[i].modules) unit_called[name] = units[i].get();
   for (size_t i = 1; i < units.size(); ++i) {
     Unit* const inner = units[i].get();
-    inner->settings.root = units[0].get();
     units[0]->settings.below.push_back(inner);
     for (const std::string& name : modules_around(plans[i].name()))
       if (const auto outer = unit_called.find(name); outer != unit_called.end() && outer->second != inner)
-        outer->second->settings.inside.push_back(inner);
+        outer->second->settings.below.push_back(inner);
   }
-  for (size_t i = 1; i < units.size(); ++i) units[i]->settings.below = units[i]->settings.inside;
 }
 
 void build_recomputed(Sharded::Impl& sharded, const UnitPlans& plans) {
-  const auto& units = sharded.schedule.units();
   for (const RecomputedPlan& plan : plans.recomputed) {
     auto part = std::make_shared<Unit>(sharded.schedule, plan.name, std::vector<std::unique_ptr<Bucket>>(), 1);
     part->settings.recompute = true;
-    part->settings.root = units[0].get();
-    if (plan.holder > 0) part->settings.holder = units[plan.holder].get();
-    for (size_t inner = 1; inner < units.size(); ++inner)
-      if (is_within(plans.units[inner].name(), plan.name)) part->settings.inside.push_back(units[inner].get());
     part->settings.timeline = timeline_of(sharded.comms->world());
     part->settings.rank = sharded.comms->rank();
     sharded.attached.attach(plan.module, *part);

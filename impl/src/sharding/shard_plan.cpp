@@ -108,15 +108,6 @@ bool is_recomputed(const std::string& name, const UnitPlans& plans) {
   return std::ranges::any_of(plans.recomputed, [&](const RecomputedPlan& plan) { return within(plan.name); });
 }
 
-// Needs the units to have their parameters.
-size_t holder_of(const std::string& module, const std::vector<UnitPlan>& units) {
-  for (size_t i = 1; i < units.size(); ++i)
-    if (units[i].name() != module && !is_within(units[i].name(), module))
-      for (const NamedParameter& parameter : units[i].parameters)
-        if (is_within(parameter.name, module)) return i;
-  return 0;
-}
-
 void choose_recomputed(UnitPlans& plans, const torch::nn::Module& root, const ShardOptions& options) {
   if (!options.recompute_modules) return;
   for (const auto& item : root.named_modules("", /*include_self=*/false)) {
@@ -126,7 +117,7 @@ void choose_recomputed(UnitPlans& plans, const torch::nn::Module& root, const Sh
     };
     const auto unit = std::ranges::find_if(plans.units, has);
     if (unit != plans.units.end()) unit->options.recompute = true;
-    else plans.recomputed.push_back({item.key(), item.value(), holder_of(item.key(), plans.units)});
+    else plans.recomputed.push_back({item.key(), item.value()});
   }
 }
 

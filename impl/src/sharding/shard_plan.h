@@ -33,7 +33,6 @@ struct UnitPlan {
 struct RecomputedPlan {
   std::string name;
   std::shared_ptr<torch::nn::Module> module;
-  size_t holder = 0;  // the unit that holds its parameters; 0 where it is the root, or there are none
 };
 
 struct UnitPlans {

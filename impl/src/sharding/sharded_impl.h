@@ -12,6 +12,7 @@
 #include "sharding/schedule.h"
 #include "sharding/unit.h"
 #include "shardproof/comm/mesh_comm.h"
+#include "shardproof/nn/state_buffers.h"
 #include "shardproof/sharding/fully_shard.h"
 
 namespace shardproof {
@@ -46,6 +47,8 @@ struct Sharded::Impl {
   enum class Kind { parameter, main, gradient };
   std::vector<Shard> shards(Kind kind) const;
   std::vector<Piece> pieces(Kind kind) const;
+  // Parameters that are not sharded, with the buffers of state; and the other buffers. Whole on every rank, by name.
+  ModuleBuffers plain_tensors() const;
   // Those of the units on this mesh.
   MeshComm& comms_of(const Mesh& mesh) const;
   // The whole tensors, by name, on every rank. Collective.

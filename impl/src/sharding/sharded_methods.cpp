@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iterator>
 #include <map>
+#include <set>
 
 #include "device/flat_math.h"
 #include "sharding/gradient_norm.h"
@@ -17,7 +18,10 @@ const std::string& UnitHandle::name() const { return unit_->name(); }
 bool UnitHandle::is_unsharded() const { return unit_->residency() == Residency::whole; }
 void UnitHandle::start_unshard() { unit_->start_unshard(); }
 void UnitHandle::unshard() { unit_->finish_unshard(); }
-void UnitHandle::reshard() { unit_->reshard(); }
+void UnitHandle::reshard() {
+  if (unit_->residency() == Residency::gathering) unit_->finish_unshard();  // ahead, for a unit that then did not run
+  unit_->reshard();
+}
 void UnitHandle::set_reshard_after_forward(Reshard reshard) { unit_->settings.reshard_after_forward = reshard; }
 void UnitHandle::set_gradient_sync(bool sync, bool recurse) { unit_->set_gradient_sync(sync, recurse); }
 bool UnitHandle::gradient_sync() const { return unit_->settings.gradient_sync; }
@@ -102,6 +106,7 @@ std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
   std::vector<Shard> all;
   for (const Bucket* bucket : schedule.buckets()) {
     const BucketLayout& layout = bucket->layout();
+    if (kind != Kind::gradient) bucket->parameters.require_own();
     if (kind == Kind::gradient && !bucket->gradient.final()) continue;
     std::vector<Shard> own = kind == Kind::parameter ? layout.shards(layout.parameter(), bucket->parameters.parameter())
                              : kind == Kind::main    ? layout.shards(layout.state(), bucket->parameters.main())
@@ -110,6 +115,15 @@ std::vector<Shard> Sharded::Impl::shards(Kind kind) const {
     std::move(own.begin(), own.end(), std::back_inserter(all));
   }
   return all;
+}
+
+ModuleBuffers Sharded::Impl::plain_tensors() const {
+  ModuleBuffers plain = buffers_of(*module);
+  std::set<std::string> sharded;
+  for (const auto& [name, first] : aliases) sharded.insert(name);
+  for (const auto& item : module->named_parameters())
+    if (item.value().defined() && !sharded.contains(item.key())) plain.state[item.key()] = item.value();
+  return plain;
 }
 
 std::vector<Piece> Sharded::Impl::pieces(Kind kind) const {

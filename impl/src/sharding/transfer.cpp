@@ -13,7 +13,6 @@
 #include "shardproof/base/nearest.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/comm/redistribute.h"
-#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -86,25 +85,28 @@ std::vector<Pair> pairs_of(const ModelRecord& from, const ModelRecord& to) {
   return pairs;
 }
 
-// Both models have the same buffers, in the order of their names.
-void require_same_buffers(const ModelRecord& from, const ModelRecord& to) {
-  const auto named = [](const ModelRecord& record, const std::string& name) {
-    return std::ranges::find(record.buffers, name, &BufferRecord::name);
-  };
+// Throws unless `there` has the name of each of `given`.
+template <class Items, class Name>
+void require_all(const Items& given, const Items& there, Name name, const char* what, const char* where) {
   std::vector<std::string> names;
-  for (const BufferRecord& given : from.buffers) {
-    names.push_back(given.name);
-    SHARD_REQUIRE(named(to, given.name) != to.buffers.end(), "transfer", "the model to transfer to has no buffer '{}'",
-                  given.name);
-  }
-  for (const BufferRecord& wanted : to.buffers) {
-    const auto given = named(from, wanted.name);
-    SHARD_REQUIRE(given != from.buffers.end(), "transfer", "the model to transfer from has no buffer '{}'.{}", wanted.name,
-                  did_you_mean(wanted.name, names));
-    SHARD_REQUIRE(given->shape == wanted.shape, "transfer",
-                  "buffer {} has shape [{}] in the model to transfer from and [{}] in the other", wanted.name,
-                  fmt::join(given->shape, ","), fmt::join(wanted.shape, ","));
-  }
+  for (const auto& each : there) names.push_back(each.*name);
+  for (const auto& each : given)
+    SHARD_REQUIRE(std::ranges::find(names, each.*name) != names.end(), "transfer", "the model to transfer {} has no {} '{}'.{}",
+                  where, what, each.*name, did_you_mean(each.*name, names));
+}
+
+// Both models have the same buffers and parameters that are not sharded, in the order of their names, and extra state.
+void require_same_plain(const ModelRecord& from, const ModelRecord& to) {
+  using Extra = std::pair<std::string, std::string>;
+  constexpr const char* kPlain = "buffer or plain parameter";
+  require_all(from.plain, to.plain, &PlainRecord::name, kPlain, "to");
+  require_all(to.plain, from.plain, &PlainRecord::name, kPlain, "from");
+  require_all(from.extra, to.extra, &Extra::first, "extra state", "to");
+  require_all(to.extra, from.extra, &Extra::first, "extra state", "from");
+  for (size_t i = 0; i < to.plain.size(); ++i)
+    SHARD_REQUIRE(from.plain[i].shape == to.plain[i].shape, "transfer",
+                  "{} {} has shape [{}] in the model to transfer from and [{}] in the other", kPlain, to.plain[i].name,
+                  fmt::join(from.plain[i].shape, ","), fmt::join(to.plain[i].shape, ","));
 }
 
 using Tensors = std::map<std::string, at::Tensor>;
@@ -138,22 +140,22 @@ void move_all(Comm& world, const Side& from, const Side& to, int64_t bytes_at_on
   }
 }
 
-// Rank 0 of `from` gives its buffers to every rank of `to`. They travel as bytes, since a buffer may have any dtype.
-void move_buffers(Comm& world, const Side& from, const Side& to, int64_t bytes_at_once) {
-  const auto tensors = [](const Side& side) { return side.model ? buffers_of(*side.model->module).state : Tensors(); };
+// Rank 0 of `from` gives what is not sharded to every rank of `to`. It travels as bytes, since a buffer may have any dtype.
+void move_plain(Comm& world, const Side& from, const Side& to, int64_t bytes_at_once) {
+  const auto tensors = [](const Side& side) { return side.model ? side.model->plain_tensors().state : Tensors(); };
   const Tensors sources = tensors(from), targets = tensors(to);
   const bool gives = from.ranks.front() == world.rank();
   const Sharded::Impl* any = to.model ? to.model : from.model;
   const at::TensorOptions bytes = at::TensorOptions(at::kByte).device(any ? any->device() : at::kCPU);
   const Placement one{Mesh({{"one", 1}}), replicated()}, every{Mesh({{"every", std::ssize(to.ranks)}}), replicated()};
-  for (const BufferRecord& buffer : from.record.buffers) {
-    const int64_t size = numel(buffer.shape) * static_cast<int64_t>(c10::elementSize(buffer.dtype));
+  for (const PlainRecord& tensor : from.record.plain) {
+    const int64_t size = numel(tensor.shape) * static_cast<int64_t>(c10::elementSize(tensor.dtype));
     at::Tensor source, target;
-    if (gives) source = sources.at(buffer.name).to(bytes.device()).contiguous().view({-1}).view(at::kByte);
+    if (gives) source = sources.at(tensor.name).to(bytes.device()).contiguous().view({-1}).view(at::kByte);
     if (to.model) target = at::empty({size}, bytes);
     const auto allocate = [&](int64_t elements) { return on_its_way(any, elements, at::kByte); };
     move_between({{size}, one, every, {from.ranks.front()}, to.ranks}, source, target, world, bytes_at_once, allocate);
-    if (target.defined()) at::Tensor(targets.at(buffer.name)).copy_(target.view(buffer.dtype).view(buffer.shape));
+    if (target.defined()) at::Tensor(targets.at(tensor.name)).copy_(target.view(tensor.dtype).view(tensor.shape));
   }
 }
 
@@ -170,10 +172,15 @@ void transfer(Comm& world, const Sharded* from, Sharded* to, const TransferOptio
   make_known(world, source);
   make_known(world, target);
   pairs_of(source.record, target.record);
-  require_same_buffers(source.record, target.record);
+  require_same_plain(source.record, target.record);
+  std::function<void()> put_extra = [] {};
+  agree_on(world, [&] {
+    if (to) put_extra = reads_extra_state(*to->impl().module, {source.record.extra.begin(), source.record.extra.end()});
+  });
   if (to) to->impl().begin_update();
   move_all(world, source, target, options.bytes_at_once);
-  move_buffers(world, source, target, options.bytes_at_once);
+  move_plain(world, source, target, options.bytes_at_once);
+  agree_on(world, put_extra);
   if (to) to->main_parameters_changed();
 }
 

@@ -1,11 +1,17 @@
 #include "sharding/unit.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <functional>
+#include <limits>
 #include <utility>
 
 #include "shardproof/base/check.h"
@@ -43,19 +49,20 @@ class GradientHook final : public GradientTaker {
   int64_t member_;
 };
 
-// Identity on a unit's input. Its backward runs after every node of the unit on the way to that input.
-class WatchInput final : public torch::autograd::Node {
+// Runs before a node of a backward. Gradients stay what they are.
+class BeforeNode final : public torch::autograd::FunctionPreHook {
  public:
-  explicit WatchInput(std::weak_ptr<Unit> unit) : unit_(std::move(unit)) {}
-  variable_list apply(variable_list&& gradients) override {
-    alive(unit_)->on_input_gradient();
-    return std::move(gradients);
+  explicit BeforeNode(std::function<void()> told) : told_(std::move(told)) {}
+  variable_list operator()(const variable_list& gradients) override {
+    told_();
+    return gradients;
   }
-  std::string name() const override { return "ShardproofWatchInput"; }
 
  private:
-  std::weak_ptr<Unit> unit_;
+  const std::function<void()> told_;
 };
+
+torch::autograd::Node* node_of(const at::Tensor& tensor) { return tensor.grad_fn().get(); }
 
 }  // namespace
 
@@ -82,7 +89,7 @@ void Unit::end_span(int64_t number) { settings.timeline->end(settings.rank, numb
 
 // Inside a backward this is a recomputation, and its backward comes next.
 bool Unit::keeps_activations_away() const {
-  return settings.activations && c10::GradMode::is_enabled() && !schedule_.in_backward();
+  return settings.activations && c10::GradMode::is_enabled() && schedule_.forgetting_forwards == 0 && !schedule_.in_backward();
 }
 
 void Unit::before_forward(const torch::nn::Module&) {
@@ -90,33 +97,81 @@ void Unit::before_forward(const torch::nn::Module&) {
   if (keeps_activations_away()) settings.activations->begin_forward(label());
   if (settings.timeline) forward_spans_.push_back(begin_span(schedule_.in_backward() ? "recompute" : "forward"));
   gather();
-  call_watched_ = false;
+  calls_.push_back(std::make_shared<UnitCall>(UnitCall{weak_from_this(), at::sequence_number::peek()}));
+  if (has_graph()) schedule_.add_call(calls_.back());
   if (!schedule_.in_backward()) schedule_.gather_ahead(settings.forward_prefetch);
 }
 
+// A graph that somebody goes back through.
+bool Unit::has_graph() const { return c10::GradMode::is_enabled() && schedule_.recomputing_forwards == 0; }
+
+// Another device's nodes have an order of their own.
+bool Unit::is_here(const at::Tensor& tensor) const {
+  return buckets_.empty() || buckets_.front()->views().front().device().type() == tensor.device().type();
+}
+
 at::Tensor Unit::watch_input(const at::Tensor& given) {
-  const bool casts = settings.input_dtype && given.is_floating_point() && given.scalar_type() != *settings.input_dtype;
-  const at::Tensor input = casts ? given.to(*settings.input_dtype) : given;
-  if (!c10::GradMode::is_enabled() || !input.requires_grad()) return input;
-  auto node = std::make_shared<WatchInput>(weak_from_this());
-  node->add_next_edge(torch::autograd::impl::gradient_edge(input));
-  node->add_input_metadata(input);
-  at::Tensor watched = input.detach();
-  torch::autograd::impl::set_gradient_edge(watched, {std::move(node), 0});
-  ++inputs_watched_;
-  call_watched_ = true;
-  return watched;
+  UnitCall& call = *calls_.back();
+  // Of the nodes before the unit the youngest that takes part in a backward is the first to run.
+  if (has_graph() && given.requires_grad() && !given.is_leaf() && is_here(given)) watch_node(call, *node_of(given));
+  if (!settings.input_dtype || !given.is_floating_point() || given.scalar_type() == *settings.input_dtype) return given;
+  for (const auto& [tensor, cast] : call.casts)
+    if (tensor.is_same(given)) return cast;
+  return call.casts.emplace_back(given, given.to(*settings.input_dtype)).second;
+}
+
+void Unit::watch_node(UnitCall& call, torch::autograd::Node& node) {
+  const uint64_t number = node.sequence_nr();
+  if (number >= call.first_node || number < call.watched) return;
+  call.watched = number;
+  auto& hooks = node.tensor_pre_hooks();  // before that of another unit's output, which gathers
+  hooks.insert(hooks.begin(), std::make_unique<BeforeNode>([unit = weak_from_this(), number] {
+                 const auto held = unit.lock();
+                 if (held && held->schedule_.in_backward()) held->schedule_.reached(number);
+               }));
 }
 
 at::Tensor Unit::watch_output(const at::Tensor& given) {
-  if (given.requires_grad())
-    given.register_hook([unit = weak_from_this()](const at::Tensor&) { alive(unit)->before_backward(); });
+  if (has_graph() && given.requires_grad()) {
+    const UnitCall& call = *calls_.back();
+    for (const SavedTensor& input : call.inputs) require_unchanged(input.is_changed(), label());
+    watch_backward(given);
+    // A write to a view replaces its node, but not that of what it looks into.
+    const at::Tensor base = given.is_view() ? at::Tensor(given._base()) : at::Tensor();
+    if (base.defined() && base.grad_fn() && node_of(base)->sequence_nr() >= call.first_node) watch_backward(base);
+  }
   const bool casts = settings.output_dtype && given.is_floating_point() && given.scalar_type() != *settings.output_dtype;
   return casts ? given.to(*settings.output_dtype) : given;
 }
 
+// A tensor that was there before the call must not hold it, which may hold the tensor.
+void Unit::watch_backward(const at::Tensor& output) {
+  const std::shared_ptr<UnitCall>& call = calls_.back();
+  if (output.is_leaf()) {
+    output.register_hook([call = std::weak_ptr(call)](const at::Tensor&) {
+      if (const auto held = call.lock()) alive(held->unit)->before_backward(*held, std::numeric_limits<uint64_t>::max());
+    });
+    return;
+  }
+  torch::autograd::Node& node = *node_of(output);
+  const uint64_t number = node.sequence_nr();
+  const bool is_own = number >= call->first_node;
+  call->has_output |= is_own;
+  node.add_tensor_pre_hook(std::make_unique<BeforeNode>([owned = is_own ? call : nullptr, call = std::weak_ptr(call), number] {
+    if (const auto held = call.lock()) alive(held->unit)->before_backward(*held, number);
+  }));
+}
+
+bool Unit::backward_is_seen() const {
+  if (!has_graph() || settings.recompute || settings.reshard_after_forward.keeps_everything()) return true;
+  const auto frees = [](const auto& bucket) { return bucket->parameters.frees_compute(); };
+  return calls_.back()->has_output || std::ranges::none_of(buckets_, frees);
+}
+
 void Unit::after_forward(const torch::nn::Module& module) {
-  if (c10::GradMode::is_enabled() && !call_watched_) leaves_unseen_ = true;
+  calls_.back()->casts.clear();
+  calls_.back()->inputs.clear();
+  calls_.pop_back();
   if (keeps_activations_away()) settings.activations->end_forward();
   if (settings.timeline) {
     end_span(forward_spans_.back());
@@ -131,8 +186,7 @@ void Unit::after_forward(const torch::nn::Module& module) {
 
 void Unit::reshard_after_forward() {
   const Reshard& how = settings.reshard_after_forward;
-  const bool trains = c10::GradMode::is_enabled() || schedule_.recomputed_forwards > 0;
-  if (!trains || how == Reshard::always()) return reshard();
+  if (!c10::GradMode::is_enabled() || how == Reshard::always()) return reshard();
   if (how.keeps_everything() || residency() != Residency::whole) return;
   for (const auto& bucket : buckets_)
     if (how.asks_strategy()) bucket->parameters.reshard_between();
@@ -171,13 +225,29 @@ void Unit::set_gradient_sync(bool sync, bool recurse) {
   for (Unit* unit : settings.below) unit->settings.gradient_sync = sync;
 }
 
-void Unit::before_backward() {
+void Unit::before_backward(UnitCall& call, uint64_t node) {
+  schedule_.begin_backward();
+  schedule_.reached(node);
+  if (torch::autograd::get_current_graph_task_id() != schedule_.backward_task) leave_when_it_ends(call);
+  if (passage_ == Passage::left && has_calls()) pass(Passage::inside);
+  prepare_backward();
+  schedule_.gather_ahead(settings.backward_prefetch);
+  if (call.recomputation) make_again(*call.recomputation);
+}
+
+void Unit::prepare_backward() {
   enter_backward();
   if (settings.unshard_in_backward)
     gather();
   else
     schedule_.before_wait();
-  schedule_.gather_ahead(settings.backward_prefetch);
+}
+
+// A backward within a backward, which some program runs that recomputes by itself. Its nodes are younger than all others.
+void Unit::leave_when_it_ends(const UnitCall& call) {
+  torch::autograd::Engine::get_default_engine().queue_callback([unit = weak_from_this(), first = call.first_node] {
+    if (const auto held = unit.lock(); held && first > 0) held->schedule_.reached(first - 1);
+  });
 }
 
 void Unit::enter_backward() {
@@ -195,7 +265,7 @@ void Unit::pass(Passage next) {
 at::Tensor Unit::place_of_gradient(Bucket& bucket, int64_t member) {
   enter_backward();
   make_delayed(bucket, member);
-  return expects_more() ? at::Tensor() : bucket.gradient.place(member);
+  return bucket.gradient.place(member);
 }
 
 // Terms of one gradient are added in the order in which the backward comes by.
@@ -215,89 +285,65 @@ bool Unit::delay_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, 
                                 });
 }
 
-// As direct::weight_gradient would have made it. Its unit may be on its way back by now, for a use without gradients.
+// As direct::weight_gradient would have made it.
 void Unit::make_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x) {
-  at::Tensor place = expects_more() ? at::Tensor() : bucket.gradient.place(member);
+  at::Tensor place = bucket.gradient.place(member);
   const at::Tensor gradient = place.defined() ? at::mm_out(place, dy.t(), x) : dy.t().mm(x);
-  bucket.gradient.add_gradient(member, gradient, /*may_be_part=*/expects_more());
-  if (residency() != Residency::gathering) reshard_when_done();
+  bucket.gradient.add_gradient(member, gradient);
+  reshard_when_done();
 }
 
 void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient) {
   enter_backward();
   make_delayed(bucket, member);
-  bucket.gradient.add_gradient(member, gradient, /*may_be_part=*/expects_more());
+  bucket.gradient.add_gradient(member, gradient);
   reshard_when_done();
 }
 
-void Unit::on_input_gradient() {
-  --inputs_watched_;
-  pass(inputs_watched_ == 0 ? Passage::left : Passage::inside);
-  expect_no_more_when_left();
-  if (left()) schedule_.unit_left();
+void UnitEvents::reached(uint64_t node) {
+  while (!calls.empty() && calls.back()->first_node > node) {
+    const std::shared_ptr<Unit> unit = calls.back()->unit.lock();
+    calls.pop_back();
+    if (unit && !unit->has_calls()) unit->leave();
+  }
+}
+
+// Those whose graphs are gone will have no backward.
+void UnitEvents::add_call(std::shared_ptr<UnitCall> call) {
+  if (calls.size() >= calls_max_) {
+    std::erase_if(calls, [](const auto& other) { return other->has_output && other.use_count() == 1; });
+    calls_max_ = std::max<size_t>(64, 2 * calls.size());
+  }
+  calls.push_back(std::move(call));
+}
+
+bool Unit::has_calls() const {
+  return std::ranges::any_of(schedule_.calls, [&](const auto& call) { return call->unit.lock().get() == this; });
+}
+
+void Unit::leave() {
+  pass(Passage::left);
+  schedule_.unit_left();
   reshard_when_done();
 }
 
 bool Unit::complete() const {
   for (const auto& bucket : buckets_)
     if (!bucket->gradient.complete() || !bucket->all_train()) return false;
-  return !expects_more() && inputs_watched_ <= 0;
+  return !has_calls();
 }
 
-// A gradient arrives after the last use of its parameter, but a frozen parameter has none.
+// A gradient arrives after the last use of its parameter, but a frozen parameter has none. What is on its way back, for a use
+// without gradients or because it was its turn, stays until the end.
 void Unit::reshard_when_done() {
-  if (settings.reshard_after_backward && (left() || complete())) reshard();
+  if (!settings.reshard_after_backward || schedule_.makes_graph || residency() == Residency::gathering) return;
+  if (left() || complete()) reshard();
 }
 
 void Unit::end_backward() {
   ran_.clear();
-  inputs_watched_ = 0;
-  leaves_unseen_ = false;
   pass(Passage::outside);
-  if (settings.reshard_after_backward || residency() == Residency::gathering) drop();
-}
-
-void Unit::begin_recomputation() {
-  ++recomputations_;
-  for (Unit* unit : settings.inside) ++unit->recomputations_;
-  if (settings.root) settings.root->until_the_end_ = true;
-  if (!settings.holder) return;
-  ++settings.holder->recomputations_;
-  settings.holder->until_left_ = true;
-}
-
-void Unit::end_recomputation() {
-  --recomputations_;
-  add_parts();
-  for (Unit* unit : settings.inside) {
-    --unit->recomputations_;
-    unit->add_parts();
-  }
-  if (settings.holder) {
-    --settings.holder->recomputations_;
-    settings.holder->expect_no_more_when_left();
-  }
-  schedule_.unit_left();
-  for (Unit* unit : settings.inside) unit->reshard_when_done();
-  reshard_when_done();
-}
-
-void Unit::add_parts() {
-  if (expects_more()) return;
-  for (const auto& bucket : buckets_) bucket->gradient.add_parts();
-}
-
-// What was recomputed may share parameters with the rest of the unit.
-void Unit::expect_no_more_when_left() {
-  if (!until_left_ || passage_ != Passage::left || leaves_unseen_ || recomputations_ > 0) return;
-  until_left_ = false;
-  add_parts();
-}
-
-void Unit::expect_no_more() {
-  recomputations_ = 0;
-  until_left_ = until_the_end_ = false;
-  add_parts();
+  if (!schedule_.makes_graph && (settings.reshard_after_backward || residency() == Residency::gathering)) drop();
 }
 
 }  // namespace shardproof

@@ -2,27 +2,45 @@
 // is its passage through a backward:
 //
 //   outside  --output's or parameter's gradient-->  inside   parameters are gathered again, gradients go to buckets
-//   inside   --gradient of the last watched input-->  left   nothing in the unit runs any more: parameters are freed, and the
+//   inside   --a node from before its first call--> left     nothing in the unit runs any more: parameters are freed, and the
 //                                                            schedule may reduce what has arrived
-//   left     --an input that a recomputation watches-->  inside
-//   any      --end of the backward-->  outside
+//   any      --end of the backward-->               outside
+//
+// Nothing is put on a unit's inputs, so that their sums and identities are those of the plain model. That a backward has left a
+// call of a unit shows in the numbers of autograd's nodes: a backward runs the nodes that are ready in the falling order of
+// their numbers, which rise with the forward. So when it comes to a node that is older than a call, that call is over.
 #pragma once
 
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sharding/activations.h"
 #include "sharding/bucket.h"
 #include "sharding/delayed_gradients.h"
+#include "sharding/saved_tensors.h"
 #include "shardproof/comm/timeline.h"
 #include "shardproof/hooks/unit.h"
 
 namespace shardproof {
 
 class Unit;
+class Recomputation;
+
+// One forward of a unit, with a graph.
+struct UnitCall {
+  std::weak_ptr<Unit> unit;
+  uint64_t first_node = 0;                       // numbers of its nodes begin here
+  uint64_t watched = 0;                          // the youngest node before it whose turn in a backward is told
+  bool has_output = false;                       // a backward through it is told by a node of an output, which holds this
+  std::shared_ptr<Recomputation> recomputation = nullptr;  // null: autograd keeps what it saves
+  // Of the forward alone: casts of inputs, and inputs that must not change since the backward will need them again.
+  std::vector<std::pair<at::Tensor, at::Tensor>> casts = {};
+  std::vector<SavedTensor> inputs = {};
+};
 
 // What a unit tells the schedule of all units, and asks it.
 class UnitEvents {
@@ -38,8 +56,20 @@ class UnitEvents {
   // Starts gathering these units, in order, as far as the limits allow.
   virtual void gather_ahead(const std::vector<Unit*>& units) = 0;
 
-  // Forwards under way without a graph whose backward will come: units behave as in training.
-  int64_t recomputed_forwards = 0;
+  // A backward, or one within it, is about to run the node of this number: calls that are younger are over.
+  void reached(uint64_t node);
+  void add_call(std::shared_ptr<UnitCall> call);
+
+  // Calls whose backward may come, in the order of their forwards.
+  std::vector<std::shared_ptr<UnitCall>> calls;
+  int64_t forgetting_forwards = 0;   // forwards under way of which nothing is kept
+  int64_t recomputing_forwards = 0;  // those that a backward runs again, whose graph nobody uses
+  // The autograd engine's number of the backward under way, and whether it makes a graph of itself, which needs parameters.
+  int backward_task = -1;
+  bool makes_graph = false;
+
+ private:
+  size_t calls_max_ = 64;
 };
 
 struct UnitSettings {
@@ -52,11 +82,7 @@ struct UnitSettings {
   std::optional<at::ScalarType> input_dtype, output_dtype;
   std::vector<Unit*> forward_prefetch, backward_prefetch;
   bool gradient_sync = true;  // backwards reduce its gradients, where the schedule has them reduced
-  std::vector<Unit*> inside;  // units within this one; those of the root are not listed
-  std::vector<Unit*> below;   // the same, of the root as well
-  Unit* root = nullptr;       // null for the root itself
-  // Of a module that is recomputed and is no unit: the unit other than the root that holds its parameters, if it has any.
-  Unit* holder = nullptr;
+  std::vector<Unit*> below;   // units within this one
   std::shared_ptr<Timeline> timeline;  // null: nothing is measured
   int64_t rank = 0;                    // in the timeline
 };
@@ -80,8 +106,12 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   at::Tensor watch_input(const at::Tensor& input) override;
   at::Tensor watch_output(const at::Tensor& output) override;
   void after_forward(const torch::nn::Module& module) override;
+  bool backward_is_seen() const override;
   bool recomputes() const override { return settings.recompute; }
-  std::vector<at::Tensor> run_without_graph(Body body, std::vector<at::Tensor> inputs) override;
+  std::shared_ptr<void> forget_saved(Again again, const std::vector<at::Tensor>& inputs,
+                                     const std::vector<at::Tensor>& buffers) override;
+  UnitEvents& schedule() const { return schedule_; }
+  std::string label() const { return name_.empty() ? "the root unit" : "unit '" + name_ + "'"; }
 
   // Since it was made.
   bool was_entered() const { return was_entered_; }
@@ -97,25 +127,22 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   // Throws Error inside a backward. `recurse`: of all units below it as well.
   void set_gradient_sync(bool sync, bool recurse);
 
-  void before_backward();
+  // Of a call, the youngest node of which is about to run.
+  void before_backward(UnitCall& call, uint64_t node);
+  // Parameters are there for a backward.
+  void prepare_backward();
   // Where the gradient of a parameter may be made; see BucketGradient.
   at::Tensor place_of_gradient(Bucket& bucket, int64_t member);
   // Whether the gradient dy^T x is made later.
   bool delay_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x);
   void on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient);
-  void on_input_gradient();
+  // Whether a backward may still come to a call of it.
+  bool has_calls() const;
+  // A backward has left them all.
+  void leave();
   void end_backward();
-
-  // A recomputation is the forward and backward of its own of something that ran before, so the gradients of one backward come
-  // in several parts: those of the unit, of units inside it, and of the root, whose parameters it may have used. Theirs are
-  // complete when all recomputations are over; the root's, which the rest of the backward may use as well, at the end. Those
-  // of a holder are complete when the backward has left it.
-  void begin_recomputation();
-  void end_recomputation();
-  bool expects_more() const { return recomputations_ > 0 || until_left_ || until_the_end_; }
-  void expect_no_more();
-  // The backward of this unit is over, recomputations included. Only known when each of its calls had an input with a gradient.
-  bool left() const { return passage_ == Passage::left && !leaves_unseen_ && !expects_more(); }
+  // The backward of this unit is over.
+  bool left() const { return passage_ == Passage::left; }
 
  private:
   // A forward or backward of this unit begins or ends.
@@ -128,10 +155,13 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   void reshard_after_forward();
   void reshard_when_done();
   bool complete() const;
-  void add_parts();
-  void expect_no_more_when_left();
+  bool has_graph() const;
+  bool is_here(const at::Tensor& tensor) const;
+  void watch_backward(const at::Tensor& output);
+  void watch_node(UnitCall& call, torch::autograd::Node& node);
+  void leave_when_it_ends(const UnitCall& call);
+  static void make_again(Recomputation& recomputation);
   bool keeps_activations_away() const;
-  std::string label() const { return name_.empty() ? "the root unit" : "unit '" + name_ + "'"; }
 
   UnitEvents& schedule_;
   std::string name_;
@@ -139,13 +169,9 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   size_t modules_;
   bool was_entered_ = false;
   std::set<const torch::nn::Module*> ran_;  // in this forward
-  int64_t inputs_watched_ = 0;   // backward has still to leave through so many
-  int64_t recomputations_ = 0;   // of it, or around it, that the backward has still to run
-  bool until_left_ = false, until_the_end_ = false;
-  bool call_watched_ = false;   // the current call has an input whose gradient will come
-  bool leaves_unseen_ = false;  // some call has none
+  std::vector<std::shared_ptr<UnitCall>> calls_;  // under way
   enum class Passage { outside, inside, left };
-  Passage passage_ = Passage::outside;  // of a backward, through all inputs that were watched
+  Passage passage_ = Passage::outside;  // of a backward
   void pass(Passage next);
   std::vector<int64_t> forward_spans_;  // of calls under way
   int64_t backward_span_ = -1;

@@ -1,12 +1,14 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
+#include <optional>
+
+#include "sharding/saved_tensors.h"
 #include "sharding/unit.h"
 #include "shardproof/base/check.h"
 #include "shardproof/nn/random.h"
@@ -15,6 +17,7 @@ namespace shardproof {
 namespace {
 
 using torch::autograd::SavedVariable;
+using torch::autograd::SavedVariableHooks;
 using torch::autograd::variable_list;
 
 // LibTorch's random operators draw from one generator that all ranks of a process share, so nobody can replay them. While a
@@ -54,102 +57,221 @@ class ReplayRandom {
   RandomStream before_;
 };
 
-class CountedForward {
+class Counted {
  public:
-  explicit CountedForward(UnitEvents& schedule) : schedule_(schedule) { ++schedule_.recomputed_forwards; }
-  ~CountedForward() { --schedule_.recomputed_forwards; }
+  explicit Counted(int64_t& count) : count_(count) { ++count_; }
+  ~Counted() { --count_; }
+  Counted(const Counted&) = delete;
 
  private:
-  UnitEvents& schedule_;
+  int64_t& count_;
 };
 
-// Where the gradient of an input arrives, as it is. A leaf in this place would give it the strides of the input, and sums over
-// other strides add in another order.
-class Arrival final : public torch::autograd::Node {
+class KeptBy {
  public:
-  variable_list apply(variable_list&& gradients) override {
-    gradient = std::move(gradients[0]);
-    return {};
-  }
-  std::string name() const override { return "ShardproofArrival"; }
-
-  at::Tensor gradient;
-};
-
-// The backward of a forward that kept only its inputs: runs it again, with a graph, and goes back through that at once.
-class Recompute final : public torch::autograd::Node {
- public:
-  Recompute(std::shared_ptr<Unit> unit, UnitHooks::Body body, const variable_list& inputs, RandomStream random)
-      : unit_(unit), body_(std::move(body)), random_(random) {
-    for (const at::Tensor& input : inputs) {
-      inputs_.emplace_back(input, /*is_output=*/false);
-      needs_gradient_.push_back(input.requires_grad());
-      add_next_edge(input.requires_grad() ? torch::autograd::impl::gradient_edge(input) : torch::autograd::Edge());
-    }
-  }
-
-  variable_list apply(variable_list&& gradients) override {
-    const std::shared_ptr<Unit> unit = unit_.lock();
-    SHARD_REQUIRE(unit, "unit", "a backward reached a unit whose Sharded was destroyed; keep it until the backward is over");
-    SHARD_REQUIRE(!inputs_.empty() || body_, "unit",
-                  "unit '{}' was recomputed already; a second backward needs a second forward", unit->name());
-    variable_list inputs, roots, root_gradients, input_gradients;
-    std::vector<std::shared_ptr<Arrival>> arrivals;
-    for (size_t i = 0; i < inputs_.size(); ++i) {
-      inputs.push_back(inputs_[i].unpack().detach());
-      arrivals.push_back(std::make_shared<Arrival>());
-      if (needs_gradient_[i]) torch::autograd::set_history(inputs.back(), arrivals.back());
-    }
-    {
-      const at::AutoGradMode with_graph(true);
-      const ReplayRandom replay(random_);
-      const variable_list outputs = body_(inputs);
-      for (size_t i = 0; i < outputs.size(); ++i) {
-        if (!gradients[i].defined() || !outputs[i].requires_grad()) continue;
-        roots.push_back(outputs[i]);
-        root_gradients.push_back(gradients[i]);
-      }
-    }
-    if (!roots.empty()) torch::autograd::backward(roots, root_gradients);
-    for (const auto& arrival : arrivals) input_gradients.push_back(std::move(arrival->gradient));
-    unit->end_recomputation();
-    return input_gradients;
-  }
-
-  void release_variables() override {
-    inputs_.clear();
-    body_ = nullptr;
-  }
-  std::string name() const override { return "ShardproofRecompute"; }
+  explicit KeptBy(const std::shared_ptr<SavedTensorKeeper>& keeper) : before_(std::exchange(saved_tensor_keeper(), keeper)) {}
+  ~KeptBy() { saved_tensor_keeper() = std::move(before_); }
+  KeptBy(const KeptBy&) = delete;
 
  private:
-  std::weak_ptr<Unit> unit_;
-  UnitHooks::Body body_;
-  std::vector<SavedVariable> inputs_;
-  std::vector<bool> needs_gradient_;
-  RandomStream random_;
+  std::weak_ptr<SavedTensorKeeper> before_;
+};
+
+// Buffers in other memory, with the values that they had, until it goes: a forward that runs again reads those, and writes
+// nothing that stays.
+class BuffersAsBefore {
+ public:
+  BuffersAsBefore(const variable_list& buffers, const variable_list& before) : buffers_(buffers) {
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      now_.push_back(buffers_[i].tensor_data());
+      buffers_[i].set_data(before[i].clone());
+    }
+  }
+  ~BuffersAsBefore() {
+    for (size_t i = buffers_.size(); i-- > 0;) buffers_[i].set_data(now_[i]);  // one may be there twice
+  }
+  BuffersAsBefore(const BuffersAsBefore&) = delete;
+
+ private:
+  const variable_list& buffers_;
+  variable_list now_;
+};
+
+// A parameter, or another leaf. It stays where it is, and autograd finds it by its accumulator of gradients.
+bool stays(const at::Tensor& tensor) { return tensor.is_leaf() && tensor.requires_grad(); }
+
+// Without those of subclasses, whose sizes may be symbols.
+std::vector<int64_t> sizes_of(const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.is_nested()) return {};
+  return tensor.sizes().vec();
+}
+
+// Keeps what the forward saves that runs again, in its order.
+class Recorder final : public SavedTensorKeeper, public std::enable_shared_from_this<Recorder> {
+ public:
+  std::unique_ptr<SavedVariableHooks> hooks() override { return std::make_unique<Hooks>(shared_from_this()); }
+
+  std::vector<SavedTensor> saved;
+
+ private:
+  class Hooks final : public SavedVariableHooks {
+   public:
+    explicit Hooks(std::shared_ptr<Recorder> recorder) : recorder_(std::move(recorder)) {}
+    void call_pack_hook(const at::Tensor& tensor) override {
+      saved_.emplace(tensor);
+      if (!stays(tensor)) recorder_->saved.push_back(*saved_);
+      recorder_.reset();
+    }
+    at::Tensor call_unpack_hook() override { return saved_->source; }
+
+   private:
+    std::shared_ptr<Recorder> recorder_;
+    std::optional<SavedTensor> saved_;
+  };
 };
 
 }  // namespace
 
-std::vector<at::Tensor> Unit::run_without_graph(Body body, std::vector<at::Tensor> inputs) {
-  const RandomStream random = random_stream();
-  auto node = std::make_shared<Recompute>(shared_from_this(), body, inputs, random);
-  variable_list outputs;
-  {
-    const at::NoGradGuard no_graph;
-    const CountedForward counted(schedule_);
-    const ReplayableOnly replayable;
-    for (at::Tensor& input : inputs) input = input.detach();
-    outputs = body(inputs);
+// What one forward of a unit has saved: nothing but its inputs, and how to have it again. Those that are asked for first in a
+// backward run the forward once more, with a graph that nobody uses, and what that saves is what they get.
+class Recomputation final : public SavedTensorKeeper, public std::enable_shared_from_this<Recomputation> {
+ public:
+  Recomputation(std::shared_ptr<Unit> unit, UnitHooks::Again again, const variable_list& inputs, variable_list buffers)
+      : unit_(unit), name_(unit->label()), again_(std::move(again)), random_(random_stream()), buffers_(std::move(buffers)) {
+    for (const at::Tensor& input : inputs) inputs_.emplace_back(input, /*is_output=*/false);
+    for (const at::Tensor& buffer : buffers_) before_.push_back(buffer.detach().clone());
   }
-  for (at::Tensor& output : outputs) {
-    output = output.detach();
-    if (output.is_floating_point()) torch::autograd::set_history(output, node);
-    else node->add_input_metadata(torch::autograd::Node::undefined_input());
+
+  std::unique_ptr<SavedVariableHooks> hooks() override { return std::make_unique<Hooks>(shared_from_this()); }
+
+  // In a backward: runs the forward again unless this backward has.
+  void make() {
+    const int task = torch::autograd::get_current_graph_task_id();
+    SHARD_REQUIRE(task >= 0, "unit", "{} is recomputed, so what its forward saved is there in a backward only", name_);
+    if (waiting_ == 0 || task == made_in_) return;
+    const std::shared_ptr<Unit> unit = unit_.lock();
+    SHARD_REQUIRE(unit, "unit", "a backward reached a unit whose Sharded was destroyed; keep it until the backward is over");
+    unit->prepare_backward();
+    const auto recorder = std::make_shared<Recorder>();
+    run(unit->schedule(), recorder);
+    take(recorder->saved);
+    made_in_ = task;
+    torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
+      if (const auto held = self.lock()) held->forget();
+    });
   }
-  begin_recomputation();
-  return outputs;
+
+ private:
+  struct Slot {
+    at::ScalarType dtype;
+    std::vector<int64_t> sizes;
+    bool is_waiting = true;  // autograd may ask for it
+    std::optional<SavedTensor> value = {};
+  };
+
+  class Hooks final : public SavedVariableHooks {
+   public:
+    explicit Hooks(std::shared_ptr<Recomputation> owner) : owner_(std::move(owner)) {}
+    ~Hooks() override {
+      if (number_) owner_->release(*number_);
+    }
+    void call_pack_hook(const at::Tensor& tensor) override {
+      if (stays(tensor)) stays_.emplace(tensor);
+      else number_ = owner_->add(tensor);
+    }
+    at::Tensor call_unpack_hook() override {
+      if (number_) return owner_->get(*number_);
+      require_unchanged(stays_->is_changed(), owner_->name_);
+      return stays_->source;
+    }
+
+   private:
+    const std::shared_ptr<Recomputation> owner_;
+    std::optional<size_t> number_;
+    std::optional<SavedTensor> stays_;
+  };
+
+  size_t add(const at::Tensor& tensor) {
+    ++waiting_;
+    slots_.push_back({tensor.scalar_type(), sizes_of(tensor)});
+    return slots_.size() - 1;
+  }
+
+  void take(std::vector<SavedTensor>& saved) {
+    SHARD_REQUIRE(saved.size() == slots_.size(), "unit",
+                  "{} saved {} tensors when it was recomputed, and {} in its forward. A forward that is recomputed must do the "
+                  "same when it runs again on the same inputs",
+                  name_, saved.size(), slots_.size());
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const at::Tensor& again = saved[i].source;
+      SHARD_REQUIRE(again.scalar_type() == slots_[i].dtype && sizes_of(again) == slots_[i].sizes, "unit",
+                    "{} saved other tensors when it was recomputed than in its forward: number {} has other sizes or another "
+                    "dtype. A forward that is recomputed must do the same when it runs again on the same inputs",
+                    name_, i + 1);
+      if (slots_[i].is_waiting) slots_[i].value.emplace(std::move(saved[i]));
+    }
+  }
+
+  at::Tensor get(size_t number) {
+    make();
+    const SavedTensor& saved = slots_[number].value.value();
+    require_unchanged(saved.is_changed(), name_);
+    return saved.source;
+  }
+
+  // Nobody will ask for it. What the last one needed goes: it may hold whatever the model's arguments hold.
+  void release(size_t number) {
+    slots_[number].is_waiting = false;
+    slots_[number].value.reset();
+    if (--waiting_ > 0) return;
+    inputs_.clear();
+    again_ = nullptr;
+  }
+
+  // A graph that is kept has another backward.
+  void forget() {
+    made_in_ = -1;
+    for (Slot& slot : slots_) slot.value.reset();
+  }
+
+  void run(UnitEvents& schedule, const std::shared_ptr<Recorder>& recorder) {
+    variable_list inputs;
+    for (const SavedVariable& input : inputs_) inputs.push_back(input.unpack());
+    const at::AutoGradMode with_graph(true);
+    const ReplayRandom replay(random_);
+    const BuffersAsBefore buffers(buffers_, before_);
+    const Counted counted(schedule.recomputing_forwards);
+    const KeptBy kept(recorder);
+    again_(inputs);
+  }
+
+  const std::weak_ptr<Unit> unit_;
+  const std::string name_;
+  UnitHooks::Again again_;
+  const RandomStream random_;
+  std::vector<SavedVariable> inputs_;
+  const variable_list buffers_;
+  variable_list before_;  // copies of them
+  std::vector<Slot> slots_;
+  size_t waiting_ = 0;
+  int made_in_ = -1;  // the backward that has the values, as the engine counts
+};
+
+void Unit::make_again(Recomputation& recomputation) { recomputation.make(); }
+
+std::shared_ptr<void> Unit::forget_saved(Again again, const std::vector<at::Tensor>& inputs,
+                                         const std::vector<at::Tensor>& buffers) {
+  struct Forgetting {
+    KeptBy kept;
+    Counted counted;
+    ReplayableOnly replayable;
+  };
+  ask_saved_tensor_keepers();
+  UnitCall& call = *calls_.back();
+  call.recomputation = std::make_shared<Recomputation>(shared_from_this(), std::move(again), inputs, buffers);
+  for (const at::Tensor& input : inputs) call.inputs.emplace_back(input);
+  return std::shared_ptr<void>(new Forgetting{KeptBy(call.recomputation), Counted(schedule_.forgetting_forwards), {}},
+                               [](void* forgetting) { delete static_cast<Forgetting*>(forgetting); });
 }
 
 }  // namespace shardproof

@@ -20,7 +20,9 @@ namespace {
 golden::StepTrace golden_step() {
   golden::StepTrace trace;
   trace.losses = {{0.5, 0.25}};
+  trace.evaluated = {1.5, 1.25};
   trace.gradient_norm = 2;
+  trace.buffers = {{{"mean", at::arange(2, at::kFloat) + 30}}, {{"mean", at::arange(2, at::kFloat) + 40}}};
   trace.gradients = {{"w", at::arange(6, at::kFloat).view({2, 3})}};
   trace.parameters = {{"w", at::arange(6, at::kFloat).view({2, 3}) + 10}};
   trace.state = {{"exp_avg", {{"w", at::arange(6, at::kFloat).view({2, 3}) + 20}}}};
@@ -37,6 +39,8 @@ std::vector<RankStep> sharded_step(const golden::StepTrace& trace) {
     const int64_t begin = rank == 0 ? 0 : 4, end = rank == 0 ? 4 : 6;
     RankStep& step = ranks[rank];
     step.losses = {trace.losses[0][rank]};
+    step.evaluated = {trace.evaluated[rank]};
+    step.buffers = {{"mean", trace.buffers[rank][0].second.clone()}};
     step.gradient_norm = trace.gradient_norm;
     step.gradients = piece(trace.gradients[0].second, begin, end);
     step.parameters = piece(trace.parameters[0].second, begin, end);
@@ -75,7 +79,7 @@ TEST(StepDifference, equal_steps_have_none_and_every_value_is_counted) {
   const golden::StepTrace trace = golden_step();
   int64_t compared = 0;
   EXPECT_EQ(first_difference(trace, sharded_step(trace), {}, &compared), std::nullopt);
-  EXPECT_EQ(compared, 2 + 2 + 3 * 6);
+  EXPECT_EQ(compared, 2 + 2 + 2 + 2 * 2 + 3 * 6);
 }
 
 TEST(StepDifference, one_bit_of_any_value_is_found_and_named) {
@@ -92,6 +96,17 @@ TEST(StepDifference, one_bit_of_any_value_is_found_and_named) {
                 "parameter of w, element [1, 0], on rank 0: golden 13");
   expect_prefix(difference_after([&](auto&, auto& ranks) { nudge(values(ranks[1].state[0].second)[0]); }),
                 "exp_avg of w, element [1, 1], on rank 1: golden 24");
+}
+
+TEST(StepDifference, evaluations_and_buffers_are_those_of_the_same_rank_of_the_golden_run) {
+  expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[1].evaluated[0] = 1.5; }),
+                "evaluation on rank 1: golden 1.25 (0x3ff4000000000000), sharded 1.5");
+  expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[0].evaluated.clear(); }),
+                "evaluation on rank 0: only the golden run has one");
+  expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[1].buffers = ranks[0].buffers; }),
+                "buffer mean, element [0], on rank 1: golden 40 (0x42200000), sharded 30");
+  expect_prefix(difference_after([&](auto&, auto& ranks) { ranks[1].buffers.clear(); }),
+                "buffer mean on rank 1: the sharded run has none");
 }
 
 TEST(StepDifference, the_two_zeros_differ) {

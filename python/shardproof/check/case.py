@@ -7,9 +7,11 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Sequence
 
+import torch
+
 from .draw import Draw
 from .judge import Verdict, judge
-from .plain import references
+from .plain import References, references
 from .plan import Plan, Subject, base_model, draw_plan
 from .train import RankStep, run_segment
 
@@ -84,7 +86,22 @@ class Case(Trial):
         return run_segment(self.subject, self.draw, self.plan, self.base, segment, folder)
 
     def judge(self, ranks: list[list[list[RankStep]]]) -> Verdict:
-        return self.finish(judge(self.subject, self.plan, references(self.subject, self.draw, self.plan), ranks))
+        plain = self.plainly()
+        return self.finish(judge(self.subject, self.plan, plain, ranks) if plain else Verdict("diverged"))
+
+    def failed(self, segment: int, failures: dict[int, Failure]) -> Verdict:
+        """As of any trial, unless the plain model raises, too."""
+        return super().failed(segment, failures) if self.plainly() else self.finish(Verdict("diverged"))
+
+    def plainly(self) -> References | None:
+        """The plain runs, nothing where PyTorch cannot run the model in the case's precision. What else they raise is the
+        user's own."""
+        try:
+            return references(self.subject, self.draw, self.plan)
+        except Exception:
+            if self.plan.dtype is torch.float32 and self.plan.precision is None:
+                raise
+            return None
 
     def finish(self, verdict: Verdict) -> Verdict:
         verdict.line = self.draw.line

@@ -146,6 +146,9 @@ def _step(plan, references, s, t, truth, controls, found):
     yield _comparison(
         plan, s, t, "loss", "", scalar(truth.loss), [scalar(c.loss) for c in controls], [(sorted(found), losses.mean())]
     )
+    for key, value in truth.seen.items():
+        if key[0] != "buffer":
+            yield _seen(plan, s, t, key, value, controls, found)
     yield from _tensors(plan, references, s, t, "gradient", truth, controls, found)
     if truth.norm is not None:
         norms: dict[float, list[int]] = {}
@@ -154,8 +157,25 @@ def _step(plan, references, s, t, truth, controls, found):
         values = [(owners, scalar(value)) for value, owners in norms.items()]
         yield _comparison(plan, s, t, "norm", "", scalar(truth.norm), [scalar(c.norm) for c in controls], values)
     yield from _tensors(plan, references, s, t, "parameter", truth, controls, found)
+    for key, value in truth.seen.items():
+        if key[0] == "buffer":
+            yield _seen(plan, s, t, key, value, controls, found)
+    calls = {rank: record.hooks for rank, record in found.items() if record.hooks != 1}
+    if calls:
+        raise Misplaced(f"segment {s} step {t}: what the optimizer calls after a step was called so often, by rank: {calls}")
     if any(record.gathered for record in found.values()):
         yield from _tensors(plan, references, s, t, "full_tensor of", truth, controls, found)
+
+
+def _seen(plan, s, t, key, value, controls, found) -> Comparison:
+    """What a model gave, did to its inputs or holds besides parameters, on the ranks of one place in the batch."""
+    kind, name, place = key
+    values = [([rank], record.seen[key]) for rank, record in found.items() if key in record.seen]
+    if not values or any(v.shape != value.shape for _, v in values):
+        shapes = {owners[0]: v.shape for owners, v in values}
+        raise Misplaced(f"segment {s} step {t}: {kind} {name}: plain shape {value.shape}, by rank {shapes}")
+    others = [control.seen[key] for control in controls if key in control.seen]
+    return _comparison(plan, s, t, kind, name, value, others, values)
 
 
 def _tensors(plan, references, s, t, kind, truth, controls, found):
@@ -193,6 +213,6 @@ def _comparison(plan, s, t, kind, name, truth, controls, found, total=0.0, chang
         low = torch.finfo(plan.precision).eps
         epsilon = epsilon + low * change / scale if change is not None and scale > 0 else low
     comparison = Comparison(s, t, kind, name, truth, found, scale, 0.0)
-    distances = [comparison.distance(control) for control in controls] if scale > 0.0 else [0.0]
-    comparison.bound = FACTOR * max(epsilon, *distances)
+    distances = [comparison.distance(control) for control in controls] if scale > 0.0 else []
+    comparison.bound = FACTOR * max([epsilon, *distances])
     return comparison

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .draw import Draw
-from .plain import to_array
-from .plan import Plan, Subject, base_model, batch_of, call, make_optimizer
+from .plain import WRAPPERS, buffers_are_rank_0s, buffers_of, to_array
+from .plan import OPTIMIZERS, Plan, Subject, base_model, batch_of, call, make_optimizer
 
 
 @dataclass
@@ -72,6 +72,10 @@ class RankStep:
     parameters: dict[str, Piece] = field(default_factory=dict)
     state: dict[str, dict[str, Piece]] = field(default_factory=dict)
     """Of a case that was given: slots of the optimizer's state."""
+    seen: dict[tuple[str, str, int], np.ndarray] = field(default_factory=dict)
+    """As of the plain run's StepRecord."""
+    hooks: int = 1
+    """How often the optimizer called what was to be called after its step."""
     gathered: dict[str, Piece] = field(default_factory=dict)
     """What `full_tensor` gives after the last step of a segment."""
 
@@ -140,16 +144,29 @@ def _step(subject, draw, plan: Plan, sharded: Sharded, optimizer, s: int, t: int
     for m in range(step.microbatches):
         inputs, targets = batch_of(subject, draw, plan, s, t, m, pieces)[position]
         with synchronized(sharded, m, step.microbatches, wait=step.sync_last and m + 1 < step.microbatches):
-            loss = subject.loss(_in_dtype(sharded.module(inputs), plan.dtype), targets) / step.microbatches
+            output = sharded.module(inputs)
+            whole = output.full_tensor() if isinstance(output, DTensor) else output
+            record.seen["output", f"of microbatch {m}", position] = to_array(whole)
+            loss = subject.loss(_in_dtype(output, plan.dtype), targets) / step.microbatches
             loss.backward()
+        record.seen["input", f"after microbatch {m}", position] = to_array(inputs)
         record.loss += float(loss.detach())
     named = parameters_of(sharded)
     gradients = sharded.gradients() if sharded.gradients else {n: p.grad for n, p in named.items()}
     record.gradients = {n: None if g is None else piece_of(g) for n, g in gradients.items()}
     if step.clip:
         record.norm = clip_gradients(sharded, *step.clip)
+    calls: list = []
+    kind = OPTIMIZERS[plan.optimizer][0]
+    derived = isinstance(optimizer, kind) and type(optimizer) is not kind  # it may call the hooks of the class below it as well
+    watch = not derived and getattr(optimizer, "register_step_post_hook", lambda _: None)(lambda *_: calls.append(1))
     optimizer.step()
+    if watch:
+        watch.remove()
+        record.hooks = len(calls)
     optimizer.zero_grad()
+    if position == 0 and buffers_are_rank_0s(subject, plan, s):
+        record.seen.update((("buffer", name, 0), value) for name, value in buffers_of(sharded.module).items())
     record.parameters = {n: piece_of(p) for n, p in parameters_of(sharded).items()}
     return record
 
@@ -178,7 +195,6 @@ def parameters_of(sharded: Sharded) -> dict[str, torch.Tensor]:
 
 
 SPOIL_STEP = 1.0
-WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @contextlib.contextmanager

@@ -8,15 +8,16 @@ import random
 import sys
 import time
 import traceback
-from typing import Any, Callable, Iterable, Optional, Union
+from typing import Any, Callable, Iterable, Iterator, Optional, Union
 
 import torch
 from torch import nn
 
 from .._C import Error
 from ..units import tensors_of
-from .case import MODES, OPTIMIZERS, RULES, STRATEGIES, Case, draw_case, parse_call, parse_case, smaller
-from .trained import Differs, Diverged, Subject, Trainer
+from .case import MODES, OPTIMIZERS, RULES, STRATEGIES, Case, draw_case, parse_call, parse_case, smaller, without_specified_bits
+from .trained import Differs, Diverged, PlainFailed, Subject, Trainer
+from .witness import Witness
 
 SHRINK_RUNS_MAX = 80
 
@@ -44,7 +45,17 @@ class Report:
     values: int = 0
     seconds: float = 0.0
     farthest: float = 0.0
+    narrow: int = 0
     rows: "dict[tuple[str, int], int]" = dataclasses.field(default_factory=dict)
+
+    def add(self, case: Case, verdict: Verdict) -> None:
+        """Counts a case that did not fail."""
+        self.diverged += verdict.kind == "diverged"
+        self.narrow += not verdict.float64
+        self.values += verdict.values
+        self.farthest = max(self.farthest, verdict.farthest)
+        row = (case.strategy, case.world)
+        self.rows[row] = self.rows.get(row, 0) + 1
 
     def __str__(self) -> str:
         lines = ["strategy   world  cases  failures"]
@@ -52,6 +63,8 @@ class Report:
         lines.append(f"compared: {self.values} values; fast mode: at most {self.farthest:.2f} times the plain runs' distance")
         if self.diverged:
             lines.append(f"{self.diverged} cases diverged, or could not be computed, without sharding, and show nothing")
+        if self.narrow:
+            lines.append(f"{self.narrow} cases in fast mode were measured from the plain run: it has no kernels in float64")
         rate = self.cases / self.seconds * 60 if self.seconds else 0
         held = self.cases - self.diverged
         lines.append(f"ALL HELD: {held} of {held} cases held, in {self.seconds:.1f} s ({rate:.0f} cases a minute)")
@@ -73,51 +86,51 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return loss
 
 
-def batches_of(make_batch: Callable, seed: int) -> Callable[[int], Any]:
-    """Batch number n, made once. make_batch takes the number, or nothing and draws from torch's generator."""
-    takes_number = len(inspect.signature(make_batch).parameters) > 0
-    made: dict = {}
+def prepare(subject: Subject) -> "list[str]":
+    """Throws unless two plain models that are made alike give the same bits, whatever random numbers follow. Returns the
+    modules that can be units: those that are called."""
+    called: "list[str]" = []
+    losses: "list[torch.Tensor]" = []
+    facts: "list[dict]" = []
+    for stream in range(2):
+        torch.manual_seed(0)
+        model = subject.make_model()
+        if not isinstance(model, nn.Module):
+            raise Error(f"[verify] make_model returned a {type(model).__name__}, and must return a torch.nn.Module")
+        witness, handles = Witness(model, subject.loss), note_calls(model, called)
+        witness.watch()
+        torch.manual_seed(stream)
+        value, seen = witness.forward("microbatch 0", subject.batch(0))
+        for handle in handles:
+            handle.remove()
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise Error("[verify] the loss must be one number that depends on the model's parameters")
+        losses.append(value.detach())
+        value.backward()
+        facts.append({name: repr(fact) for name, fact in {**seen, **witness.state()}.items()})
+    if not bool(torch.isfinite(losses[0])):
+        raise Error(f"[verify] the model's loss on the first batch is {losses[0].item()}, before any training")
+    if not torch.equal(*losses):
+        drops = [name for name, module in model.named_modules() if "Dropout" in type(module).__name__]
+        hint = f" It has dropout at {', '.join(drops[:4])}: make the model with a probability of 0." if drops else ""
+        was, then = (each.item() for each in losses)
+        raise Error(
+            f"[verify] the model's loss on one batch was {was:.9g} and then {then:.9g}. Random models cannot be compared.{hint}"
+        )
+    subject.ignored = frozenset(name for one, two in (facts, facts[::-1]) for name in one if one[name] != two.get(name))
+    return called
 
-    def batch(number):
-        if number not in made:
-            torch.manual_seed(seed * 1_000_003 + number)
-            made[number] = make_batch(number) if takes_number else make_batch()
-        return made[number]
 
-    return batch
-
-
-def require_repeatable(subject: Subject) -> "list[str]":
-    """Throws unless a forward gives the same bits twice. Returns the modules that can be units: those that are called."""
-    torch.manual_seed(0)
-    model, called = subject.make_model(), []
-    if not isinstance(model, nn.Module):
-        raise Error(f"[verify] make_model returned a {type(model).__name__}, and must return a torch.nn.Module")
+def note_calls(model: nn.Module, called: "list[str]") -> list:
+    """Hooks that note down the names of modules with parameters that are called and give tensors."""
     names = {id(module): name for name, module in model.named_modules()}
 
-    def note(module, args, kwargs, result):
+    def note(module, args, result):
         name = names[id(module)]
         if name and name not in called and next(module.parameters(), None) is not None and tensors_of(result):
             called.append(name)
 
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
-    batch = subject.batch(0)
-    first = subject.loss(model, batch)
-    for handle in handles:
-        handle.remove()
-    if not isinstance(first, torch.Tensor) or first.numel() != 1 or not first.requires_grad:
-        raise Error("[verify] the loss must be one number that depends on the model's parameters")
-    if not bool(torch.isfinite(first)):
-        raise Error(f"[verify] the model's loss on the first batch is {first.item()}, before any training")
-    second = subject.loss(model, batch)
-    if not torch.equal(first.detach(), second.detach()):
-        drops = [name for name, module in model.named_modules() if "Dropout" in type(module).__name__]
-        hint = f" It has dropout at {', '.join(drops[:4])}: make the model with a probability of 0." if drops else ""
-        raise Error(
-            f"[verify] the model's loss on one batch was {first.item():.9g} and then {second.item():.9g}. Random models cannot "
-            f"be compared.{hint}"
-        )
-    return called
+    return [module.register_forward_hook(note) for module in model.modules()]
 
 
 def sets_of_units(called: "list[str]", units: Optional[Iterable[str]], model: nn.Module) -> "list[str]":
@@ -139,24 +152,44 @@ def sets_of_units(called: "list[str]", units: Optional[Iterable[str]], model: nn
     return list(dict.fromkeys(sets))
 
 
-def outcome_of(case: Case, subject: Subject, report: Optional[Report]) -> Optional[str]:
-    """None when the case holds, else what is wrong."""
+@dataclasses.dataclass
+class Verdict:
+    """What became of a case.
+
+    kind is one of: held; differs (a value); raised (only when it is sharded); diverged (the plain run is not finite, or cannot
+    be computed as the case asks, so there is nothing to compare); plain (the plain run raised, too: that is the model's own).
+    """
+
+    kind: str
+    detail: str = ""
+    error: Optional[Exception] = None
+    values: int = 0
+    farthest: float = 0.0
+    float64: bool = True
+
+    @property
+    def fails(self) -> bool:
+        return self.kind in ("differs", "raised")
+
+
+def try_case(subject: Subject, case: Case) -> Verdict:
+    """Runs a case, plain and sharded."""
     trainer = Trainer(case, subject)
     try:
         trainer.run()
-    except Diverged:
-        if report:
-            report.diverged += 1
-        return None
-    except Differs as error:
-        return str(error)
+    except Diverged as error:
+        return Verdict("diverged", str(error))
+    except PlainFailed as failed:
+        return Verdict("plain", f"{type(failed.error).__name__}: {failed.error}", failed.error)
     except Exception as error:  # noqa: B902  whatever a user's model raises only when it is sharded
+        if not trainer.recomputation_is_plain():
+            return Verdict("diverged", "torch.utils.checkpoint trains something else, too", error)
+        if isinstance(error, Differs):
+            return Verdict("differs", str(error), error)
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {error} (at {last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
-    if report:
-        report.values += trainer.values
-        report.farthest = max(report.farthest, trainer.farthest)
-    return None
+        where = f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
+        return Verdict("raised", f"{type(error).__name__}: {error} (at {where})", error)
+    return Verdict("held", "", None, trainer.values, trainer.farthest, trainer.float64)
 
 
 def shrunk(case: Case, why: str, subject: Subject) -> "tuple[Case, str]":
@@ -166,9 +199,9 @@ def shrunk(case: Case, why: str, subject: Subject) -> "tuple[Case, str]":
         found = False
         for candidate in smaller(case):
             runs += 1
-            says = outcome_of(candidate, subject, None)
-            if says is not None:
-                case, why, found = candidate, says, True
+            verdict = try_case(subject, candidate)
+            if verdict.fails:
+                case, why, found = candidate, verdict.detail, True
                 break
             if runs >= SHRINK_RUNS_MAX:
                 break
@@ -185,7 +218,7 @@ def failure_message(why: str, case: Case, cases: int) -> str:
     )
 
 
-def require_choices(strategies, optimizers, modes: "tuple[str, ...]", ranks_max: int) -> None:
+def require_choices(*, strategies, optimizers, modes: "tuple[str, ...]", ranks_max: int) -> None:
     """Throws for a choice that there is not, and names those there are."""
     for name in strategies or ():
         if name not in STRATEGIES:
@@ -301,71 +334,63 @@ def verify(
     minutes = minutes if minutes is not None else defaults["minutes"]
     seed = seed if seed is not None else defaults["seed"] or 0
     case = case if case is not None else defaults["case"]
-    threads = torch.get_num_threads()
+    numbered = len(inspect.signature(make_batch).parameters) > 0
+    subject = Subject(
+        make_model, make_batch if numbered else lambda _: make_batch(), loss or default_loss, plan, sequence_dim, seed
+    )
+    choices = {
+        "strategies": None if strategies is None else list(strategies),
+        "optimizers": None if optimizers is None else list(optimizers),
+        "modes": tuple(modes),
+        "ranks_max": ranks_max,
+    }
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(1)  # more would add in another order
-    state = torch.get_rng_state()
     try:
-        return _verify(
-            make_model,
-            Subject(make_model, batches_of(make_batch, seed), loss or default_loss, plan, sequence_dim),
-            cases,
-            minutes,
-            seed,
-            case,
-            ranks_max,
-            None if strategies is None else list(strategies),
-            units,
-            None if optimizers is None else list(optimizers),
-            tuple(modes),
-            progress,
-        )
+        require_choices(**choices)
+        called = prepare(subject)
+        if case is not None:
+            return campaign(subject, iter([parse_case(case)]), shows=False, shrinks=False)
+        sets = sets_of_units(called, units, make_model())
+        fit = (lambda each: each) if is_float32(make_model()) else without_specified_bits
+        draw = lambda rng: fit(draw_case(rng, sets, tensor_parallel=plan is not None, **choices))  # noqa: E731
+        drawn = drawn_cases(seed, cases, minutes, draw)
+        return campaign(subject, drawn, sys.stderr.isatty() if progress is None else progress)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(state)
 
 
-def _verify(
-    make_model, subject, cases, minutes, seed, case, ranks_max, strategies, units, optimizers, modes, progress
-) -> Report:
-    require_choices(strategies, optimizers, modes, ranks_max)
+def is_float32(model: nn.Module) -> bool:
+    """Whether cases of any kind can be compared in bits."""
+    return all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def drawn_cases(seed: int, cases: int, minutes: Optional[float], draw: Callable[[random.Random], Case]) -> "Iterator[Case]":
+    """So many random cases, or for so long."""
+    rng, start, number = random.Random(seed), time.monotonic(), 0
+    while number < cases if minutes is None else time.monotonic() - start < minutes * 60:
+        number += 1
+        yield draw(rng)
+
+
+def campaign(subject: Subject, cases: "Iterator[Case]", shows: bool, shrinks: bool = True) -> Report:
+    """Tries cases until one fails."""
     report, start = Report(), time.monotonic()
-    called = require_repeatable(subject)
-    if case is not None:
-        given = parse_case(case)
-        why = outcome_of(given, subject, report)
-        if why is not None:
-            raise ProofFailed(failure_message(why, given, 1), str(given))
-        report.cases, report.rows = 1, {(given.strategy, given.world): 1}
-        require_compared(report)
-        report.seconds = time.monotonic() - start
-        return report
-    sets = sets_of_units(called, units, make_model())
-    rng = random.Random(seed)
-    shows = progress if progress is not None else sys.stderr.isatty()
-    while report.cases < cases if minutes is None else time.monotonic() - start < minutes * 60:
-        drawn = draw_case(
-            rng,
-            sets,
-            strategies=strategies,
-            optimizers=optimizers,
-            modes=modes,
-            ranks_max=ranks_max,
-            tensor_parallel=subject.plan is not None,
-        )
+    for case in cases:
         report.cases += 1
-        why = outcome_of(drawn, subject, report)
-        if why is not None:
-            smallest, why = shrunk(drawn, why, subject)
+        verdict = try_case(subject, case)
+        if verdict.kind == "plain":
+            verdict.error.add_note(f"shardproof.verify: the plain model raises this without sharding, in the case {case}")
+            raise verdict.error
+        if verdict.fails:
+            smallest, why = shrunk(case, verdict.detail, subject) if shrinks else (case, verdict.detail)
             raise ProofFailed(failure_message(why, smallest, report.cases), str(smallest))
-        row = (drawn.strategy, drawn.world)
-        report.rows[row] = report.rows.get(row, 0) + 1
+        report.add(case, verdict)
         report.seconds = time.monotonic() - start
         if shows:
-            print(
-                f"\r{report.cases} cases, {report.cases / report.seconds * 60:.0f} a minute, 0 failures",
-                end="",
-                file=sys.stderr,
-            )
+            rate = report.cases / report.seconds * 60
+            print(f"\r{report.cases} cases, {rate:.0f} a minute, 0 failures", end="", file=sys.stderr)
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
     require_compared(report)

@@ -41,6 +41,8 @@ OPTIONS = {
     "granularity": ("tensor", "element"),
     "compute": ("bfloat16", "float16", ""),
     "scale": ("4", "1024", "1000000000", ""),  # the loss scale at first
+    "resume": ("used", ""),  # what is loaded into has trained something else
+    "inputs": ("grad", ""),  # floating tensors of a batch want gradients, too
 }
 MODES = ("ordered", "canonical", "fast")
 ONLY_ORDERED = ("compute", "scale")
@@ -161,7 +163,7 @@ def draw_strategy(rng: random.Random, names, ranks_max: int):
     return name, _draw_mesh(rng, axes, ranks_max)
 
 
-def _draw_history(rng: random.Random, names, mesh, ranks_max: int, can_load: bool) -> "tuple[str, ...]":
+def _draw_history(rng: random.Random, names, mesh, ranks_max: int) -> "tuple[str, ...]":
     words: "list[str]" = []
     steps = rng.randint(1, 4)
     saved = False
@@ -177,7 +179,7 @@ def _draw_history(rng: random.Random, names, mesh, ranks_max: int, can_load: boo
         if rng.random() < 0.1:
             words.append(rng.choice(["eval", "discard"]))
         words.append("step")
-        if can_load and rng.random() < 0.2:
+        if rng.random() < 0.2:
             words.append("save")
             saved = True
         elif saved and rng.random() < 0.5:
@@ -209,7 +211,6 @@ def draw_case(
         if rng.random() < 0.25 and (name not in ONLY_ORDERED or mode == "ordered"):
             options.append((name, rng.choice(values[:-1])))
     clip = rng.choice([0.1, 0.5, 1.0]) if rng.random() < 0.3 else None
-    can_load = not optimizer.startswith("torch.")
     return Case(
         mesh,
         strategy,
@@ -218,8 +219,17 @@ def draw_case(
         mode,
         clip,
         rng.randint(0, 10**6),
-        _draw_history(rng, names, mesh, max(2, ranks_max // 2) if cuts else ranks_max, can_load),
+        _draw_history(rng, names, mesh, max(2, ranks_max // 2) if cuts else ranks_max),
     )
+
+
+def without_specified_bits(case: Case) -> Case:
+    """The case as a model can have it whose parameters are not all in float32: for these no formulas are specified, so the
+    optimizer is one of torch, and nothing is clipped or summed in fixed point."""
+    plain = case.optimizer if case.optimizer.startswith("torch.") else "torch.AdamW(lr=0.01)"
+    options = tuple((name, value) for name, value in case.options if name not in ONLY_ORDERED)
+    mode = "ordered" if case.mode == "canonical" else case.mode
+    return dataclasses.replace(case, optimizer=plain, options=options, mode=mode, clip=None)
 
 
 def smaller(case: Case):

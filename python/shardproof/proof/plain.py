@@ -1,18 +1,27 @@
 """The plain run: PyTorch alone trains the model on all microbatches, and takes sums in the order that the strategy specifies.
 
-Nothing here calls the library.
+Nothing here calls the library, but for the code that finds the tensors of a structure, and casts them where a unit begins.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import itertools
 import math
+import types
 from fractions import Fraction
 from typing import Any, Callable
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from ..units import _Casts as Casts
+from ..units import map_tensors
 from .case import Case, parse_call
+from .witness import Witness, leaves
 
 ACCUMULATES_FIRST = ("ddp", "zero1")
 
@@ -55,22 +64,24 @@ def added(terms: list):
     return total
 
 
-def canonical_sum(terms: list):
-    """The sum in fixed point, of multiples of 2^-44, so that no order matters; None where all are None. NaN where a term does
-    not fit."""
+def canonical_sum(terms: list, world: int):
+    """The sum in fixed point, of multiples of 2^-44, so that no order matters; None where all are None. NaN where the terms may
+    not fit: each rank has the room of its part of the sum."""
     given = [term for term in terms if term is not None]
     if not given:
         return None
     scaled = torch.stack([torch.round(term.double() * 2.0**44) for term in given])
-    fits = (scaled.abs() < 2.0**62).all(0)  # false for NaN
+    fits = scaled.abs().sum(0) < 2.0**62 / world  # false for NaN
     total = torch.where(fits, scaled, 0.0).to(torch.int64).sum(0)
     return torch.where(fits, total.to(torch.float32) * 2.0**-44, math.nan)
 
 
 class PlainRun:
-    """A plain model in training. `flavour` rounds otherwise, to measure how far roundings carry.
+    """A plain model in training: a replica for each rank, of which all share the parameters' memory, while buffers and all else
+    is each one's own. `flavour` rounds otherwise, to measure how far roundings carry.
 
-    flavour: "" as specified, "backwards" adds in the opposite order, "off" starts with one element off by a float.
+    flavour: "" as specified, "backwards" adds in the opposite order, "off" starts with one element off by a float, "recompute"
+    runs the unit that is recomputed by torch.utils.checkpoint.
     """
 
     def __init__(
@@ -82,109 +93,120 @@ class PlainRun:
         flavour: str = "",
         off: int = 0,
     ):
-        self.model = make_model()
-        if dtype is not None:
-            self.model.to(dtype)
-        self.dtype, self.loss, self.case, self.flavour = dtype, loss, case, flavour
-        self.named = dict(self.model.named_parameters())
-        self.runs_on = self.model
-        if case.option("compute"):
-            self.runs_on = self.low_precision(make_model, getattr(torch, case.option("compute")))
+        self.make_model, self.dtype, self.loss, self.case, self.flavour = make_model, dtype, loss, case, flavour
+        self.build()
         self.trains = {name for name, p in self.named.items() if p.requires_grad}
         self.rule, self.settings = parse_call(case.optimizer)
         self.state: "dict[str, dict[str, torch.Tensor]]" = {}
         self.updates: "dict[str, int]" = {}
         self.torch_optimizer = None
+        self.hooks_ran: "list[str]" = []
         self.lr_factor = 1.0
         self.scale, self.good_steps = float(case.option("scale") or 0), 0
         if flavour == "off":
-            trained = [p for p in self.named.values() if p.requires_grad]
+            trained = [p for p in self.named.values() if p.requires_grad and p.numel() and p.is_floating_point()]
             with torch.no_grad():
-                flat = trained[off % len(trained)].view(-1)
-                flat[0] = torch.nextafter(flat[0], flat[0] + 1)
+                first = trained[off % len(trained)]
+                first[(0,) * first.dim()] = torch.nextafter(*(first.new_tensor(first.flatten()[0].item() + k) for k in (0, 1)))
+
+    def build(self) -> None:
+        """Makes the models, as they are at first."""
+        low = self.case.option("compute")
+        self.model = self.make_model()
+        if self.dtype is not None:
+            self.model.to(self.dtype)
+        self.named = dict(self.model.named_parameters())
+        self.witnesses: "list[Witness]" = []
+        first: Any = None
+        for rank in range(self.case.data_ranks):
+            replica = self.make_model() if low or rank else self.model
+            if self.dtype is not None:
+                replica.to(self.dtype)
+            for name, p in replica.named_parameters():
+                # Parameters of units are contiguous. Other strides may mean other kernels, which round otherwise.
+                own = p.detach().to(getattr(torch, low) if low else p.dtype).contiguous()
+                p.data = first[name].data if rank else own
+            first = first or dict(replica.named_parameters())
+            modules = dict(replica.named_modules())
+            for name in {"", *filter(None, self.case.option("units").split("+"))} if low else ():
+                cast_at_border(modules[name], getattr(torch, low))
+            again = self.case.option("recompute")
+            if again and self.flavour == "recompute":
+                forward = modules[again].forward
+                modules[again].forward = functools.partial(checkpoint, forward, use_reentrant=False)
+            self.witnesses.append(Witness(replica, self.loss, self.case.option("inputs") == "grad"))
+            self.witnesses[-1].watch()
+        self.stream = torch.get_rng_state()
 
     def cast(self, batch: Any) -> Any:
         if self.dtype is None:
             return batch
-        from ..units import map_tensors
-
         return map_tensors(batch, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
-    def low_precision(self, make_model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-        """A model whose parameters are rounded copies of the main ones, and whose units cast what they are given."""
-        from ..units import map_tensors
+    def refresh(self) -> None:
+        """Brings what the models compute with up to date: rounded copies of the parameters, and what trains."""
+        for witness in self.witnesses:
+            for name, p in witness.model.named_parameters():
+                if p.dtype != self.named[name].dtype:
+                    p.data.copy_(self.named[name].detach())
+                p.requires_grad_(self.named[name].requires_grad)
 
-        def cast_inputs(module, args, kwargs):
-            return map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-        model = make_model()
-        for parameter in model.parameters():
-            parameter.data = parameter.detach().to(dtype)
-        modules = dict(model.named_modules())
-        for name in {"", *filter(None, self.case.option("units").split("+"))}:
-            modules[name].register_forward_pre_hook(cast_inputs, with_kwargs=True)
-        return model
-
-    def copies(self) -> "dict[str, nn.Parameter]":
-        """What the model computes with: the parameters, or rounded copies, as they are now."""
-        copies = dict(self.runs_on.named_parameters())
-        if self.runs_on is not self.model:
-            for name, copy in copies.items():
-                copy.data.copy_(self.named[name].detach())
-                copy.requires_grad_(self.named[name].requires_grad)
-        return copies
+    @contextlib.contextmanager
+    def own_stream(self):
+        """Draws random numbers where this run left off."""
+        torch.set_rng_state(self.stream)
+        yield
+        self.stream = torch.get_rng_state()
 
     def freeze(self, choice: int) -> None:
-        """Freezes the chosen parameters, and lets all others train."""
+        """Freezes the chosen parameters, and lets all others train. 0: freezes none."""
         names = sorted(self.trains)
-        held = frozen(names, choice)
+        held = frozen(names, choice) if choice else set()
         for name in names:
             self.named[name].requires_grad_(name not in held)
 
-    def losses_without_graph(self, batches: list) -> list:
-        self.copies()
-        with torch.no_grad():
-            return [self.loss(self.runs_on, self.cast(batch)).detach() for batch in batches]
+    def evaluated(self, batches: list) -> "list[dict]":
+        """What each rank sees without a graph."""
+        self.refresh()
+        with torch.no_grad(), self.own_stream():
+            return [w.forward("no graph", self.cast(batch))[1] for w, batch in zip(self.witnesses, batches)]
 
-    def gradients(self, batches: "list[list]", every: int) -> "tuple[list[list], dict[str, torch.Tensor]]":
-        """Losses and the final gradient of a step; `batches` are of [round][data-parallel rank]."""
+    def gradients(self, batches: "list[list]", every: int) -> "tuple[list[list[dict]], dict[str, torch.Tensor]]":
+        """What is seen in each microbatch, and the final gradient of a step; `batches` are of [round][data-parallel rank]."""
         rounds, world = len(batches), self.case.data_ranks
         canonical = self.case.mode == "canonical"
-        losses: "list[list]" = []
+        seen: "list[list[dict]]" = [[] for _ in range(rounds)]
         terms: "dict[tuple[int, int], dict]" = {}
-        trained = {name: p for name, p in self.copies().items() if p.requires_grad}
-        for k in range(rounds):
-            losses.append([])
-            for rank in range(world):
-                for p in trained.values():
-                    p.grad = None
-                value = self.loss(self.runs_on, self.cast(batches[k][rank]))
+        self.refresh()
+        with self.own_stream():
+            for k, rank in itertools.product(range(rounds), range(world)):
+                witness = self.witnesses[rank]
+                value, results = witness.forward(f"microbatch {k}", self.cast(batches[k][rank]))
                 loss = value / (rounds * world if canonical else rounds)
                 (loss * self.scale if self.scale else loss).backward()
-                losses[k].append(value.detach())
-                terms[k, rank] = {
-                    name: None if p.grad is None else p.grad.to(self.named[name].dtype) for name, p in trained.items()
-                }
+                seen[k].append({**results, **witness.arguments(f"microbatch {k}")})
+                terms[k, rank] = {}
+                for name, p in witness.model.named_parameters():
+                    if p.requires_grad:
+                        terms[k, rank][name] = None if p.grad is None else p.grad.to(self.named[name].dtype)
+                    p.grad = None
         order = reversed if self.flavour == "backwards" else list
         groups = syncs(rounds, every, self.case.strategy in ACCUMULATES_FIRST)
         result = {}
-        for name in trained:
-            p, of_replicas = trained[name], []
+        for name in terms[0, 0]:
             if canonical:
-                total = canonical_sum([term[name] for term in terms.values()])
+                total = canonical_sum([term[name] for term in terms.values()], world)
                 result[name] = torch.zeros_like(self.named[name]) if total is None else total
-                p.grad = None
                 continue
-            for ranks in ranks_of_sums(self.case):
-                of_replicas.append(
-                    added([added([added([terms[k, rank][name] for k in group]) for rank in order(ranks)]) for group in groups])
-                )
+            of_replicas = [
+                added([added([added([terms[k, rank][name] for k in group]) for rank in order(ranks)]) for group in groups])
+                for ranks in ranks_of_sums(self.case)
+            ]
             total = added(order(of_replicas))
             result[name] = (torch.zeros_like(self.named[name]) if total is None else total) / world
             if self.scale:
                 result[name] = result[name] / self.scale
-            p.grad = None
-        return losses, result
+        return seen, result
 
     def adapt_scale(self, finite: bool) -> None:
         """As the library's LossScaler with growth_interval=2."""
@@ -220,32 +242,89 @@ class PlainRun:
         return norm
 
     def update_by_torch(self, gradients) -> None:
-        if self.torch_optimizer is None:
-            kind = getattr(torch.optim, self.rule[len("torch.") :])
-            self.torch_optimizer = kind([self.named[name] for name in self.named if name in self.trains], **self.settings)
+        optimizer = self.torch_optimizer = self.torch_optimizer or self.new_torch_optimizer()
         for name, p in self.named.items():
             p.grad = gradients.get(name)
-        for group in self.torch_optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = self.settings["lr"] * self.lr_factor
-        self.torch_optimizer.step()
+        optimizer.step()
         for p in self.named.values():
             p.grad = None
+        for name, p in self.named.items():
+            held = optimizer.state.get(p, {})
+            self.state[name] = {slot: torch.as_tensor(value).clone() for slot, value in held.items() if value is not None}
+
+    def new_torch_optimizer(self) -> torch.optim.Optimizer:
+        kind = getattr(torch.optim, self.rule[len("torch.") :])
+        optimizer = kind([self.named[name] for name in self.named if name in self.trains], **self.settings)
+        watch_steps(optimizer, self.hooks_ran)
+        return optimizer
+
+    def after_step(self) -> "list[dict]":
+        """What each rank's model holds besides parameters, and its state dict."""
+        self.refresh()
+        return [{**w.state(), **in_state_dict(w.model, w.model.state_dict())} for w in self.witnesses]
 
     def snapshot(self) -> dict:
-        return {
-            "parameters": {name: p.detach().clone() for name, p in self.named.items()},
-            "updates": dict(self.updates),
-            "scaling": (self.scale, self.good_steps),
-            "state": {name: {slot: t.clone() for slot, t in held.items()} for name, held in self.state.items()},
-        }
+        """What a checkpoint has: the model as rank 0 has it, and all that the optimizer and the scaler hold."""
+        kept = {"parameters": self.named, "state": self.state, "model": self.witnesses[0].model.state_dict()}
+        optimizer = self.torch_optimizer and self.torch_optimizer.state_dict()
+        return copy.deepcopy(
+            {**kept, "updates": self.updates, "optimizer": optimizer, "scaling": (self.scale, self.good_steps)}
+        )
 
-    @torch.no_grad()
-    def restore(self, saved: dict) -> None:
-        for name, value in saved["parameters"].items():
-            self.named[name].copy_(value)
-        self.updates = dict(saved["updates"])
+    def restore(self, saved: dict, case: Case, before: list) -> bool:
+        """Loads into new models, each of which has gone through a microbatch of `before` if there are any, and says whether
+        that was finite."""
+        saved = copy.deepcopy(saved)
+        self.case = case
+        self.build()
+        gradients = self.gradients([before], 1)[1] if before else {}
+        with torch.no_grad():
+            for name, value in saved["parameters"].items():
+                self.named[name].copy_(value)
+        for witness in self.witnesses:
+            keeps = set(dict(witness.model.named_parameters(remove_duplicate=False)))
+            witness.model.load_state_dict({n: v for n, v in saved["model"].items() if n not in keeps}, strict=False)
+        self.state, self.updates = saved["state"], saved["updates"]
         self.scale, self.good_steps = saved["scaling"]
-        self.state = {name: {slot: t.clone() for slot, t in held.items()} for name, held in saved["state"].items()}
+        self.torch_optimizer = None
+        if saved["optimizer"] is not None:
+            self.torch_optimizer = self.new_torch_optimizer()
+            self.torch_optimizer.load_state_dict(saved["optimizer"])
+        return all(bool(g.isfinite().all()) for g in gradients.values())
+
+
+def watch_steps(optimizer: torch.optim.Optimizer, ran: "list[str]") -> None:
+    """Notes down in `ran` what an optimizer of torch calls before and after each step."""
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+
+
+def in_state_dict(model: nn.Module, state: "dict[str, Any]") -> "dict[str, Any]":
+    """A state dict's names, and what it has besides parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    others = [leaves(f"state dict {name}", value) for name, value in state.items() if name not in parameters]
+    return {"names of the state dict": list(state), **dict(itertools.chain(*others))}
+
+
+def cast_at_border(module: nn.Module, dtype: torch.dtype) -> None:
+    """What a unit does in low precision with the tensors that it is given, by the code that does it there."""
+    entered: "list[Casts]" = []
+
+    def enter(_, args, kwargs):
+        made: "dict[int, torch.Tensor]" = {}
+
+        def cast(tensor):
+            if not tensor.is_floating_point() or tensor.dtype == dtype:
+                return tensor
+            return made[id(tensor)] if id(tensor) in made else made.setdefault(id(tensor), tensor.to(dtype))
+
+        entered.append(Casts(types.SimpleNamespace(input=cast)))
+        return map_tensors((args, kwargs), entered[-1], entered[-1].rebuilt)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(lambda *_: entered.pop().give_back())
 
 
 def exact_norm(gradients: "list[torch.Tensor]") -> float:

@@ -24,17 +24,22 @@ class UnitHooks {
   virtual ~UnitHooks() = default;
   // Gathers the unit's parameters.
   virtual void before_forward(const torch::nn::Module& module) = 0;
-  // Returns the input on which the unit computes. The backward of this input marks the end of the unit's backward.
+  // Returns the input on which the unit computes: the very tensor, unless it has to be cast.
   virtual at::Tensor watch_input(const at::Tensor& input) = 0;
   // Returns the output that the caller gets. When its gradient arrives, the parameters are gathered for the backward.
   virtual at::Tensor watch_output(const at::Tensor& output) = 0;
   virtual void after_forward(const torch::nn::Module& module) = 0;
+  // Whether a backward through the forward under way will be known by an output, or need not be.
+  virtual bool backward_is_seen() const = 0;
   // Whether the unit keeps no activations and computes them again in the backward.
   virtual bool recomputes() const = 0;
 
-  using Body = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>;
-  // Runs the body without an autograd graph. In the backward of what it returned the body runs once more, with a graph.
-  virtual std::vector<at::Tensor> run_without_graph(Body body, std::vector<at::Tensor> inputs) = 0;
+  // Runs the forward once more, on these inputs. What it returns is of no use.
+  using Again = std::function<void(const std::vector<at::Tensor>& inputs)>;
+  // Until the returned object is gone, nobody keeps what autograd saves on this thread. The backward runs `again` to have it,
+  // on these inputs, and with buffers that have the values of now.
+  virtual std::shared_ptr<void> forget_saved(Again again, const std::vector<at::Tensor>& inputs,
+                                             const std::vector<at::Tensor>& buffers) = 0;
 };
 
 // What `parallelize` puts around the forward of a module that takes one tensor and returns one. It is private to the library
@@ -143,24 +148,17 @@ auto forward_adapted(const torch::nn::Module& module, const Forward& forward, Ar
 }
 
 template <class Forward, class... Args>
-auto forward_without_graph(UnitHooks& hooks, const Forward& forward, std::tuple<Args...> args) {
-  using Result = std::remove_cvref_t<decltype(std::apply(forward, args))>;
+auto forward_recomputed(UnitHooks& hooks, const torch::nn::Module& module, const Forward& forward, std::tuple<Args...> args) {
   const std::vector<at::Tensor> inputs = tensors_of(args);
-  auto first = std::make_shared<std::unique_ptr<Result>>();  // holds whatever in the result is not a tensor
-  std::vector<at::Tensor> outputs = hooks.run_without_graph(
-      [forward, args, first](const std::vector<at::Tensor>& values) mutable {
-        auto current = args;
-        set_tensors(current, values);
-        auto result = std::make_unique<Result>(std::apply(forward, std::move(current)));
-        std::vector<at::Tensor> tensors = tensors_of(*result);
-        if (first) *first = std::move(result);
-        first.reset();
-        return tensors;
-      },
-      inputs);
-  Result result = std::move(**first);
-  set_tensors(result, outputs);
-  return result;
+  auto without_inputs = args;  // they are kept with their graph, or in the host's memory
+  set_tensors(without_inputs, std::vector<at::Tensor>(inputs.size(), at::empty({0})));
+  const auto again = [forward, without_inputs](const std::vector<at::Tensor>& values) {
+    auto current = without_inputs;
+    set_tensors(current, values);
+    std::apply(forward, std::move(current));
+  };
+  const std::shared_ptr<void> forgetting = hooks.forget_saved(again, inputs, module.buffers());
+  return std::apply(forward, std::move(args));
 }
 
 }  // namespace detail
@@ -179,7 +177,7 @@ auto call_as(Module&& module, Forward forward, Args... args) {
   hooks->before_forward(callee);
   (detail::visit_tensors(args, [&](at::Tensor& input) { input = hooks->watch_input(input); }), ...);
   auto result = hooks->recomputes() && c10::GradMode::is_enabled()
-                    ? detail::forward_without_graph(*hooks, run, std::make_tuple(std::move(args)...))
+                    ? detail::forward_recomputed(*hooks, callee, run, std::make_tuple(std::move(args)...))
                     : run(std::move(args)...);
   detail::visit_tensors(result, [&](at::Tensor& output) { output = hooks->watch_output(output); });
   hooks->after_forward(callee);

@@ -18,7 +18,10 @@ EntryFile::EntryFile(FileSystem& files, const std::string& folder, std::string f
     : file_(std::move(file)), output_(files, folder + "/" + file_) {}
 
 EntryFile::Written EntryFile::add_value(const Value& value) {
-  const std::string entry = write_value_entry(value);
+  return add_entry(write_value_entry(value));
+}
+
+EntryFile::Written EntryFile::add_entry(std::string_view entry) {
   const Extent extent{file_, output_.position(), entry.size()};
   output_.write(entry);
   return {extent, crc32(0, entry.data(), entry.size())};

@@ -9,6 +9,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/name_pattern.h"
 #include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -56,7 +57,9 @@ void take_values_of_rank_0(const ParallelState& state, const torch::nn::Module& 
     if (values.const_data_ptr() != tensor.const_data_ptr()) tensor.detach().copy_(values);
   };
   for (const auto& [name, parameter] : state.named) take(parameter);
-  for (const at::Tensor& buffer : module.buffers()) take(buffer);
+  const ModuleBuffers buffers = buffers_of(module);
+  for (const auto* kind : {&buffers.state, &buffers.transient})
+    for (const auto& [name, buffer] : *kind) take(buffer);
 }
 
 }  // namespace

@@ -81,6 +81,8 @@ class EntryFile {
     uint32_t crc;  // the CRC-32 of the extent's bytes, for the sidecar
   };
   Written add_value(const Value& value);
+  // Bytes that are such an entry already.
+  Written add_entry(std::string_view entry);
   // `data` points to contiguous elements in host memory.
   Written add_tensor(Dtype dtype, const Shape& sizes, const void* data);
   // Completes the file, which is durable when this returns.
