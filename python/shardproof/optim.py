@@ -9,7 +9,7 @@ from torch import nn
 
 from . import _C
 from .sharded import Sharded
-from .torch_state import TorchState
+from .torch_state import TorchState, bare_step
 
 warmup_cosine = _C.warmup_cosine
 warmup_linear = _C.warmup_linear
@@ -319,6 +319,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     for group in groups:  # torch refuses an empty group, and a rank may hold nothing of one
         group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
 
+    update = bare_step(kind)
+
     class OnShards(kind):  # type: ignore[misc, valid-type]
         @torch.no_grad()
         def step(self, closure: Optional[Callable] = None):
@@ -328,7 +330,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
                     loss = closure()
             sharded.native.begin_foreign_step(f"{kind.__name__}.step")
             shards.take_gradients()
-            super().step()
+            update(self)
             sharded.native.finish_foreign_step()
             shards.drop_gradients()
             return loss

@@ -7,7 +7,7 @@ tensor for each parameter, and each number once, by the names that FSDP2 gives t
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import nn
@@ -139,8 +139,19 @@ class TorchState:
         settings = {name: _copied(value) for name, value in group.items() if name != "params"}
         alone = self.kind([{**settings, "params": [parameter]}], **self.settings)
         with torch.no_grad():
-            alone.step()
+            bare_step(self.kind)(alone)
         return {name: value for name, value in alone.state[parameter].items() if value is not None}
+
+
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+
+def bare_step(kind: type) -> Callable:
+    """A class's step without the hooks, which torch puts around it for good when it makes the first instance."""
+    step = kind.step
+    while getattr(step, "__code__", None) is _HOOKED_STEP:
+        step = step.__wrapped__
+    return step
 
 
 def _copied(value: Any) -> Any:

@@ -350,3 +350,26 @@ def test_what_cannot_be_saved_or_does_not_fit_is_an_error_on_every_rank(tmp_path
         assert [group["lr"] for group in other.param_groups] == [0.02, 0.02]
 
     shardproof.run_threads(2, body)
+
+
+def test_hooks_of_a_step_run_once_a_step_before_and_after_a_load(tmp_path):
+    torch.optim.RMSprop([torch.nn.Parameter(torch.zeros(1))])  # torch puts hooks around the class's own step from now on
+
+    def body(comm):
+        model = torch.nn.Linear(2, 1)
+        sharded = shardproof.fully_shard(model, comm)
+        optimizer = shardproof.torch_optimizer(torch.optim.RMSprop, sharded)
+        calls, counts = [], []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        for loads in (False, True):
+            if loads:
+                shardproof.save(str(tmp_path / "saved"), sharded, optimizer)
+                shardproof.load(str(tmp_path / "saved"), sharded, optimizer)
+            calls.clear()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            counts.append(list(calls))
+        return counts
+
+    assert shardproof.run_threads(2, body)[0] == [["before", "after"]] * 2
