@@ -187,6 +187,11 @@ void build_recomputed(Sharded::Impl& sharded, const UnitPlans& plans) {
   for (const RecomputedPlan& plan : plans.recomputed) {
     auto part = std::make_shared<Unit>(sharded.schedule, plan.name, std::vector<std::unique_ptr<Bucket>>(), 1);
     part->settings.recompute = true;
+    const auto& units = sharded.schedule.units();
+    part->settings.around = units.front().get();
+    for (const auto& unit : units)
+      if (is_within(plan.name, unit->name()) && unit->name().size() > part->settings.around->name().size())
+        part->settings.around = unit.get();
     part->settings.timeline = timeline_of(sharded.comms->world());
     part->settings.rank = sharded.comms->rank();
     sharded.attached.attach(plan.module, *part);

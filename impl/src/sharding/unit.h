@@ -82,6 +82,7 @@ struct UnitSettings {
   std::optional<at::ScalarType> input_dtype, output_dtype;
   std::vector<Unit*> forward_prefetch, backward_prefetch;
   bool gradient_sync = true;  // backwards reduce its gradients, where the schedule has them reduced
+  Unit* around = nullptr;     // of a module that is recomputed and is no unit: the unit that holds its parameters
   std::vector<Unit*> below;   // units within this one
   std::shared_ptr<Timeline> timeline;  // null: nothing is measured
   int64_t rank = 0;                    // in the timeline

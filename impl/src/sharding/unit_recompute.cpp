@@ -241,6 +241,9 @@ class Recomputation final : public SavedTensorKeeper, public std::enable_shared_
     const ReplayRandom replay(random_);
     const BuffersAsBefore buffers(buffers_, before_);
     const Counted counted(schedule.recomputing_forwards);
+    // The unit around a recomputed part may have been freed, since the part's own nodes do not tell that it is needed.
+    const auto unit = unit_.lock();
+    if (unit && unit->settings.around) unit->settings.around->finish_unshard();
     const KeptBy kept(recorder);
     again_(inputs);
   }
