@@ -220,3 +220,17 @@ def test_a_loss_of_second_order_holds():
         return nn.Sequential(first, nn.Tanh(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), last)
 
     require_holds(make, penalty)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("made", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.randn(3, 4))], ids=["script", "trace"])
+def test_layers_in_torchscript_hold_and_a_whole_model_in_it_is_refused(made):
+    def loss(model, x):
+        return model(x).square().mean()
+
+    def batch(number):
+        return torch.randn(3, 4)
+
+    assert shardproof.verify(lambda: nn.Sequential(made(nn.Linear(4, 6)), nn.Linear(6, 1)), batch, loss, cases=8).cases == 8
+    with pytest.raises(shardproof.Error, match="runs without hooks of Python. Choose the module around it"):
+        shardproof.verify(lambda: made(nn.Linear(4, 6)), batch, loss)

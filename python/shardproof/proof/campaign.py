@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .._C import Error
+from ..sharding import require_hooks
 from ..units import tensors_of
 from .case import MODES, OPTIMIZERS, RULES, STRATEGIES, Case, draw_case, parse_call, parse_case, smaller, without_specified_bits
 from .trained import Differs, Diverged, PlainFailed, Subject, Trainer
@@ -97,6 +98,7 @@ def prepare(subject: Subject) -> "list[str]":
         model = subject.make_model()
         if not isinstance(model, nn.Module):
             raise Error(f"[verify] make_model returned a {type(model).__name__}, and must return a torch.nn.Module")
+        require_hooks(model)
         witness, handles = Witness(model, subject.loss), note_calls(model, called)
         witness.watch()
         torch.manual_seed(stream)
@@ -130,7 +132,8 @@ def note_calls(model: nn.Module, called: "list[str]") -> list:
         if name and name not in called and next(module.parameters(), None) is not None and tensors_of(result):
             called.append(name)
 
-    return [module.register_forward_hook(note) for module in model.modules()]
+    # A scripted module runs without hooks, so it can be no unit.
+    return [each.register_forward_hook(note) for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
 
 
 def sets_of_units(called: "list[str]", units: Optional[Iterable[str]], model: nn.Module) -> "list[str]":
