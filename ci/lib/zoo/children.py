@@ -76,6 +76,8 @@ def run_all(
         while waiting or running:
             if end is not None and time.monotonic() > end:
                 waiting = []
+                if not running:
+                    break
             while waiting and len(running) < at_once:
                 name = waiting.pop(0)
                 child = Child(name, lambda name=name: rows_of(name), seconds, memory_gib)

@@ -93,6 +93,7 @@ def prepare(subject: Subject) -> "list[str]":
     called: "list[str]" = []
     losses: "list[torch.Tensor]" = []
     facts: "list[dict]" = []
+    others: "set[nn.Module]" = set()
     for stream in range(2):
         torch.manual_seed(0)
         model = subject.make_model()
@@ -109,7 +110,12 @@ def prepare(subject: Subject) -> "list[str]":
             raise Error("[verify] the loss must be one number that depends on the model's parameters")
         losses.append(value.detach())
         value.backward()
-        facts.append({name: repr(fact) for name, fact in {**seen, **witness.state()}.items()})
+        # What models share, such as an activation of a whole process, each of them may change.
+        parts = model.named_modules(remove_duplicate=False)
+        shared = tuple(f"attribute {name}." for name, each in parts if each in others)
+        state = {name: fact for name, fact in witness.state().items() if not name.startswith(shared)}
+        facts.append({name: repr(fact) for name, fact in {**seen, **state}.items()})
+        others.update(model.modules())
     if not bool(torch.isfinite(losses[0])):
         raise Error(f"[verify] the model's loss on the first batch is {losses[0].item()}, before any training")
     if not torch.equal(*losses):
