@@ -288,7 +288,7 @@ def test_what_a_forward_changes_is_as_it_was_when_it_runs_again(what, is_argumen
     make, change = KEPT[what]
 
     def each(self, x, *given):
-        return torch.tanh(self.linear(x)) * change(*given or [self.kept])
+        return torch.tanh(self.linear(x) * change(*given or [self.kept]))
 
     def run(self, x, *given):
         for block in self.blocks:
@@ -308,7 +308,7 @@ def test_what_a_forward_changes_is_as_it_was_when_it_runs_again(what, is_argumen
 @pytest.mark.parametrize("generator", [random, pytest.importorskip("numpy").random])
 def test_random_numbers_that_are_not_torchs_are_the_same_when_a_forward_runs_again(generator):
     def each(self, x):
-        return torch.tanh(self.linear(x)) * generator.random()
+        return torch.tanh(self.linear(x) * generator.random())
 
     def loss(model, x):
         generator.seed(3)
@@ -341,3 +341,15 @@ def test_a_recomputed_unit_refuses_an_argument_that_runs_once():
     model = chain(lambda self, x: self.blocks[0](part for part in x), lambda self, parts: self.linear(sum(parts)))
     with pytest.raises(shardproof.Error, match="a Block that is recomputed was given a generator, which runs only once"):
         sharded(model, square, [Block], recompute=True)
+
+
+def test_a_recomputed_unit_gets_each_argument_in_its_place():
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x, (x.exp(), 2.0), shift=x.cos(), scale=x.sin())
+        return x
+
+    def each(self, x, pair, *, scale, shift):
+        return torch.tanh(self.linear(x) * scale + shift * pair[0] / pair[1])
+
+    check(chain(run, each), square, [Block], strategy="zero3", recompute=True)
