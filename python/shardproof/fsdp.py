@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .optim import torch_optimizer
+from .optim import parameters_in, torch_optimizer
 from .ranks import mesh_comm
 from .sharded import Sharded, owner_of, sharded_of
 from .sharding import fully_shard as _fully_shard
@@ -258,10 +258,11 @@ def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Opti
         As the class takes them.
     """
     given = list(params)
-    every = given
     if given and isinstance(given[0], dict):
-        given = [{**group, "params": list(group["params"])} for group in given]
+        given = [{**group, "params": parameters_in(group["params"])} for group in given]
         every = [parameter for group in given for parameter in group["params"]]
+    else:
+        every = parameters_in(given)
     sharded = next((found for found in map(owner_of, every) if found is not None), None)
     if sharded is None:
         ids = {id(parameter) for parameter in every}

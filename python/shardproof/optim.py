@@ -253,7 +253,7 @@ class ShardParameters:
                 raise _C.Error(
                     f"[optimizer] rank {self.sharded.rank}, step {self.sharded.step + 1}: parameter {name} has no gradient. "
                     "Run the last backward of the step with set_last_microbatch(True) and set_gradient_sync(True) "
-                    "before optimizer.step()"
+                    "before optimizer.step(), which takes the gradients of all parameters: a model has one optimizer"
                 )
 
     def drop_gradients(self) -> None:
@@ -262,6 +262,29 @@ class ShardParameters:
 
 
 _WHOLE = {"Muon", "Shampoo", "LBFGS", "SparseAdam", "Adafactor"}
+
+
+def _updates_elements(kind: type, settings: dict) -> bool:
+    """Whether elements have the same update together and one by one."""
+
+    def updated(values: "list[float]", gradients: "list[float]") -> torch.Tensor:
+        parameter = nn.Parameter(torch.tensor(values))
+        parameter.grad = torch.tensor(gradients)
+        with torch.no_grad():
+            bare_step(kind)(kind([parameter], **settings))
+        return parameter.detach()
+
+    try:
+        together = updated([0.5, -2.0], [0.1, 3.0])
+        return torch.allclose(together, torch.cat([updated([0.5], [0.1]), updated([-2.0], [3.0])]), equal_nan=True)
+    except Exception:  # noqa: BLE001  it says so when it is made, or at its step
+        return True
+
+
+def parameters_in(given: Any) -> list:
+    """Parameters as torch.optim takes them: one, several, or several with their names."""
+    listed = [given] if isinstance(given, torch.Tensor) else list(given)
+    return [each[1] if isinstance(each, tuple) else each for each in listed]
 
 
 def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = None, **settings: Any) -> torch.optim.Optimizer:
@@ -283,7 +306,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     torch.optim.Optimizer
         An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it.
     """
-    if kind.__name__ in _WHOLE:
+    if any(each.__name__ in _WHOLE for each in kind.__mro__) or not _updates_elements(kind, settings):
         raise _C.Error(
             f"[optimizer] {kind.__name__} needs whole parameters or their norms, and a rank holds parts of them. Use an "
             "optimizer that updates element by element, or shardproof.muon"
@@ -294,8 +317,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     plain: "dict[str, nn.Parameter]" = {}
     names_of_groups: "list[list[str]]" = []
 
-    def shard(given: Iterable) -> list:
-        given = list(given)
+    def shard(given: Any) -> list:
+        given = parameters_in(given)
         for parameter in given:
             if id(parameter) not in names:
                 raise _C.Error(
@@ -305,7 +328,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
         own = {names[id(parameter)]: parameter for parameter in given if id(parameter) in sharded._ignored}
         plain.update(own)
         names_of_groups.append([names[id(parameter)] for parameter in given])
-        return [*shards.of(names_of_groups[-1]), *own.values()]
+        # torch refuses an empty group, and a rank may hold nothing of one
+        return [*shards.of(names_of_groups[-1]), *own.values()] or [nn.Parameter(torch.empty(0))]
 
     if params is None:
         groups: list = [{"params": shard(parameter for parameter in every if id(parameter) not in sharded._ignored)}]
@@ -316,8 +340,6 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
             if given and isinstance(given[0], dict)
             else [{"params": shard(given)}]
         )
-    for group in groups:  # torch refuses an empty group, and a rank may hold nothing of one
-        group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
 
     update = bare_step(kind)
 
@@ -339,7 +361,30 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
             sharded.zero_gradients()
             super().zero_grad(set_to_none)  # of ignored parameters
 
+        def add_param_group(self, group: dict) -> None:
+            made = hasattr(self, "torch_state")
+            super().add_param_group({**group, "params": shard(group["params"])} if made else group)
+
+        def _no_scaler(self, *_: Any) -> bool:
+            raise _C.Error(
+                "[optimizer] torch.amp.GradScaler finds no gradients, which are in shards. Use shardproof.LossScaler"
+            )
+
+        _step_supports_amp_scaling = property(_no_scaler, lambda self, value: None)
+
     OnShards.__name__ = OnShards.__qualname__ = f"Sharded{kind.__name__}"
     made = OnShards(groups, **settings)
+    held = [[name, begin, parameter.numel()] for name, begin, parameter in shards.pieces]
+
+    def require_own(_: Any, state: dict) -> None:
+        if state.get("shards") != held:
+            raise _C.Error(
+                f"[optimizer] rank {sharded.rank}: load_state_dict takes what state_dict() of an optimizer on the same shards "
+                "returned, and got that of a plain optimizer or of other shards. shardproof.save and load keep state for any "
+                "mesh, and torch.distributed.checkpoint opens it"
+            )
+
+    made.register_state_dict_post_hook(lambda _, state: {**state, "shards": held})
+    made.register_load_state_dict_pre_hook(require_own)
     made.torch_state = TorchState(made, kind, settings, shards, names_of_groups, plain)
     return made

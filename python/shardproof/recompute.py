@@ -3,79 +3,131 @@
 from __future__ import annotations
 
 import collections
+import copyreg
+import random
+import sys
+import types
 from typing import Any
 
 import torch
 from torch import nn
 
-_PARTS = ("_parameters", "_modules")  # of a module, which a forward leaves as they are
-_CONTAINERS = (dict, list, collections.OrderedDict, collections.defaultdict, collections.deque)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.Tensor, torch.dtype, torch.device, nn.Module)
+from . import _C
+
+_PARTS = nn.Module().__dict__.keys() - {"_buffers"}  # of a module, whose content a forward leaves as it is
+_CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, nn.Parameter)
+_ONCE = (types.GeneratorType, map, zip, filter)
 
 
 class State:
-    """What Python may change in a forward: attributes and buffers of modules, and containers and objects among its arguments.
+    """What Python may change in a forward: modules, generators of random numbers, and all that attributes and arguments hold.
 
-    Their values are those of the time when it was made, `while` it is entered.
+    Their values are those of the time when it was made, `while` it is entered. Those of buffers are the library's to keep.
     """
 
     def __init__(self, module: nn.Module, arguments: list):
         self._kept: "dict[int, tuple]" = {}
-        for each in module.modules():
-            self._keep(each.__dict__, _without_graphs(each.__dict__))
-            for name, value in each.__dict__.items():
-                if type(value) in (dict, list) and name not in _PARTS:
-                    self._keep(value, _without_graphs(value))
+        self._tensors: "dict[int, tuple]" = {id(buffer): () for buffer in module.buffers()}
         for value in arguments:
-            self._look_into(value, 8)
+            self._look_into(value, 8, False)
+        of_arguments = len(self._kept)
+        for each in module.modules():
+            self._look_into_module(each, 4)
+        self._keep(random._inst)  # type: ignore[attr-defined]
+        if "numpy" in sys.modules:
+            self._keep(sys.modules["numpy"].random.mtrand._rand)
+        plain: dict = {}
+        for key, (value, content) in list(self._kept.items())[of_arguments:]:
+            self._kept[key] = (value, _without_graphs(content, plain))
 
-    def _keep(self, container: Any, copy: Any) -> bool:
-        return self._kept.setdefault(id(container), (container, copy))[1] is copy
+    def _keep(self, value: Any) -> bool:
+        return id(value) not in self._kept and bool(self._kept.setdefault(id(value), (value, _content(value))))
 
-    def _look_into(self, value: Any, depth: int) -> None:
-        if depth == 0 or isinstance(value, _PLAIN) or callable(value):
+    def _look_into_module(self, module: nn.Module, depth: int) -> None:
+        if self._keep(module.__dict__):
+            for name, value in module.__dict__.items():
+                if name not in _PARTS:
+                    self._look_into(value, depth - 1)
+
+    def _look_into(self, value: Any, depth: int, is_held: bool = True) -> None:
+        if isinstance(value, _PLAIN) or depth == 0:
             return
-        if type(value) in _CONTAINERS:
-            if not self._keep(value, value.copy()):
-                return
-        elif hasattr(value, "__dict__") and not self._keep(value.__dict__, value.__dict__.copy()):
-            return
-        for item in _items(value):
-            self._look_into(item, depth - 1)
+        if isinstance(value, torch.Tensor):
+            if is_held and type(value) is torch.Tensor and not (value.requires_grad or value.is_inference()):
+                if id(value) not in self._tensors:
+                    self._tensors[id(value)] = (value, value._version, value.clone())
+        elif isinstance(value, nn.Module):
+            self._look_into_module(value, depth)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._look_into(item, depth - 1, is_held)
+        elif type(value) in _CONTAINERS:
+            if self._keep(value):
+                for item in list(value.values() if isinstance(value, dict) else value):
+                    self._look_into(item, depth - 1)
+        elif type(value) is random.Random:
+            self._keep(value)
+        elif not callable(value):
+            self._look_into(getattr(value, "__dict__", None), depth)
+            if copyreg._slotnames(type(value)) and self._keep(value):  # type: ignore[attr-defined]
+                for item in _content(value).values():
+                    self._look_into(item, depth - 1)
 
     def __enter__(self) -> None:
-        self._now = [(container, container.copy()) for container, _ in self._kept.values()]
-        for container, before in self._kept.values():
-            _fill(container, before)
+        self._now = [(value, _content(value)) for value, _ in self._kept.values()]
+        for value, before in self._kept.values():
+            _fill(value, before)
+        # What nobody has written to stays: ranks that are threads may share it.
+        changed = [each for each in self._tensors.values() if each and each[0]._version != each[1]]
+        self._written = [(tensor, tensor.data) for tensor, _, _ in changed]
+        for tensor, _, before in changed:
+            tensor.data = before.clone()
 
     def __exit__(self, *error: Any) -> None:
-        for container, now in self._now:
-            _fill(container, now)
-        del self._now
+        for value, now in self._now:
+            _fill(value, now)
+        for tensor, now in self._written:
+            tensor.data = now
+        del self._now, self._written
 
 
-def _items(value: Any) -> list:
-    if isinstance(value, (list, tuple, set, collections.deque)):
-        return list(value)
-    inside = list(value.values()) if isinstance(value, collections.abc.Mapping) else []
-    return inside + list(getattr(value, "__dict__", {}).values())
+def _content(value: Any) -> Any:
+    """A copy of what may change of it."""
+    if type(value) in _CONTAINERS:
+        return value.copy()
+    if names := copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return value.getstate() if isinstance(value, random.Random) else value.get_state()
 
 
-def _fill(container: Any, values: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict) else container.extend)(values)
+def _fill(value: Any, content: Any) -> None:
+    if type(value) in _CONTAINERS:
+        if _identities(value) != _identities(content):
+            value.clear()
+            (value.extend if hasattr(value, "extend") else value.update)(content)
+    elif isinstance(content, dict):
+        for name, item in content.items():
+            object.__setattr__(value, name, item)
+    else:
+        (value.setstate if isinstance(value, random.Random) else value.set_state)(content)
 
 
-def _without_graphs(values: Any) -> Any:
-    """A copy that keeps no graph of an earlier step alive."""
+def _identities(values: Any) -> list:
+    return [*map(id, values), *map(id, values.values() if isinstance(values, dict) else ())]
 
-    def plain(value: Any) -> Any:
-        has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-        return value.detach().requires_grad_() if has_graph else value
 
-    if isinstance(values, list):
-        return [plain(value) for value in values]
-    return {key: plain(value) for key, value in values.items()}
+def _without_graphs(content: Any, plain: dict) -> Any:
+    """The same, of which nothing keeps a graph of an earlier step alive. One tensor is replaced by one, and is no leaf."""
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            return value
+        return plain.setdefault(id(value), value.detach().requires_grad_().view_as(value))
+
+    if isinstance(content, dict):
+        return {key: replaced(value) for key, value in content.items()}
+    return [replaced(value) for value in content] if type(content) in _CONTAINERS else content
 
 
 class Again:
@@ -88,13 +140,18 @@ class Again:
     """
 
     def __init__(self, module: nn.Module, forward: Any, args: tuple, kwargs: dict):
-        self.forward, self.inputs = forward, []
+        self.module, self.forward, self.inputs = module, forward, []
         self.state = State(module, [*args, *kwargs.values()])
         self.args = self._slots(args)
         self.kwargs = {name: self._slots(value) for name, value in kwargs.items()}
         self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
     def _slots(self, value: Any) -> Any:
+        if isinstance(value, _ONCE):
+            raise _C.Error(
+                f"[unit] a {type(self.module).__name__} that is recomputed was given a {type(value).__name__}, which runs only "
+                "once. Give it a list"
+            )
         if isinstance(value, torch.Tensor):
             self.inputs.append(value)
             return _Slot(len(self.inputs) - 1)

@@ -227,7 +227,7 @@ class _Casts:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         result = self.call.input(tensor)
         if result is not tensor:
-            self.given[id(result)] = (result, tensor, None)
+            self.given[id(result)] = (result, tensor, None if result.is_inference() else result._version)
         return result
 
     def rebuilt(self, before: Any, after: Any) -> None:
@@ -238,6 +238,12 @@ class _Casts:
 
     def give_back(self) -> None:
         for after, before, content in self.given.values():
+            if isinstance(after, torch.Tensor):
+                if after.is_inference() or after._version != content:
+                    if not after.requires_grad:  # what was not written keeps its digits
+                        after = torch.where(after == before.to(after.dtype), before, after.to(before.dtype))
+                    before.copy_(after)
+                continue
             now = _content(after)
             if now is None or (now.keys() == content.keys() and all(now[key] is content[key] for key in now)):
                 continue
@@ -286,6 +292,7 @@ class UnitHooks:
             module.register_forward_hook(self.leave, with_kwargs=True),
         ]
         self.module = module
+        self.freed = [parameter for parameter in module.parameters() if _has_no_data(parameter)]
         if self.call.recomputes:
             self.plain_forward = module.forward
             module.forward = self.forward_recomputed
@@ -304,10 +311,13 @@ class UnitHooks:
 
     def leave(self, module, args, kwargs, result):
         call, found = self.call, False
+        freed = {parameter.untyped_storage()._cdata for parameter in self.freed}
 
         def watch(tensor):
             nonlocal found
             found = True
+            if freed and torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in freed:
+                tensor = tensor.clone()  # a view of a parameter
             return call.output(tensor)
 
         given, result = result, map_tensors(result, watch)
@@ -333,6 +343,13 @@ class UnitHooks:
             return self.plain_forward(*args, **kwargs)
         finally:
             self.call.keep_saved()
+
+
+def _has_no_data(parameter: nn.Parameter) -> bool:
+    try:
+        return parameter.data_ptr() == 0
+    except RuntimeError:  # which says why
+        return True
 
 
 def restore_forward(module: nn.Module, plain: Callable) -> None:

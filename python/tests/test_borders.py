@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from bordered import EVERY_WAY, WAYS, Block, Closed, chain, check, sharded, square
+from bordered import EVERY_WAY, WAYS, Block, Closed, batch, chain, check, plain, sharded, square
 from torch import nn
 
 import shardproof
@@ -272,3 +272,66 @@ def test_casts_give_one_tensor_for_one_and_what_is_written_comes_back():
     precision = shardproof.Precision(compute=torch.bfloat16)
     for recompute in (False, True):
         sharded(chain(run, each), square, [Block], recompute=recompute, precision=precision)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_a_unit_writes_into_the_cast_of_a_tensor_is_written_into_the_tensor(mode):
+    table = torch.full((2, 4), 0.1)
+
+    def run(self, x):
+        own = table.clone()
+        for block in self.blocks:
+            x = block(x, own)
+        assert own[0].tolist() == [3.0] * 4 and torch.equal(own[1], table[1])
+        return x
+
+    def each(self, x, own):
+        own[0] = own[0].floor() + 1
+        return x
+
+    models = [chain(run, each) for _ in range(2)]
+
+    def body(comm):
+        precision = shardproof.Precision(compute=torch.bfloat16)
+        shardproof.fully_shard(models[comm.rank], comm, units=[Block], precision=precision)
+        with mode():
+            models[comm.rank](batch(comm.rank))
+
+    shardproof.run_threads(2, body)
+
+
+def test_what_a_unit_writes_into_the_cast_of_a_tensor_has_its_gradient():
+    def run(self, x):
+        x = self.first(x).double()
+        for block in self.blocks:
+            block(x)
+        return x
+
+    model = chain(run, lambda self, x: x.mul_(torch.tanh(self.linear(x.float().clone()))))
+    gradients, _, _ = plain(model, square)
+    for own, _, _ in sharded(model, square, [Block], precision=shardproof.Precision(compute=torch.float32)):
+        for name, value in own.items():
+            torch.testing.assert_close(value, gradients[name])
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda weight: weight,
+        lambda weight: weight[:3],
+        lambda weight: weight.t(),
+        lambda weight: weight[:1].expand(1, 4),
+        lambda weight: weight.detach(),
+        lambda weight: weight.data[0],
+    ],
+)
+def test_a_unit_may_return_its_parameter_or_a_part_of_it(way, view):
+    def run(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x, part = block(x)
+            x = x * part.sum().exp() + part[..., :1].mean()
+        return x
+
+    check(chain(run, lambda self, x: (torch.tanh(self.linear(x)), view(self.linear.weight))), square, [Block], **way)

@@ -1,6 +1,9 @@
 """Units that are computed again, caches, and second order: bits, buffers and memory, beside plain PyTorch."""
 
+import collections
 import copy
+import random
+import types
 
 import pytest
 import torch
@@ -217,3 +220,136 @@ def test_a_cache_that_layers_fill_while_they_train_has_each_key_once(way):
         return result.loss, result.past_key_values.get_seq_length()
 
     check(model, loss, [type(model.model.layers[0])], **way)
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+
+def count_in_an_attribute(kept):
+    kept.n += 1
+    return kept.n
+
+
+def count_in_a_list_of_a_dict(kept):
+    kept["a"][0] += 1
+    return kept["a"][0]
+
+
+def count_in_another_module(kept):
+    kept[0].n += 1
+    return kept[0].n
+
+
+def count_in_a_tensor(kept):
+    kept["n"].add_(1)
+    return kept["n"].item()
+
+
+def add_one_more(kept):
+    (kept.append if hasattr(kept, "append") else kept.add)(len(kept))
+    return len(kept)
+
+
+def count_a_key(kept):
+    kept["n"] += 1
+    return kept["n"]
+
+
+def draw(kept):
+    return kept.random()
+
+
+def module_with_a_number():
+    module = nn.Module()
+    module.n = 0
+    return module
+
+
+KEPT = {
+    "an object": (lambda: types.SimpleNamespace(n=0), count_in_an_attribute),
+    "an object with slots": (Slotted, count_in_an_attribute),
+    "a list of a dict": (lambda: {"a": [0]}, count_in_a_list_of_a_dict),
+    "another module": (lambda: (module_with_a_number(),), count_in_another_module),
+    "a tensor of a dict": (lambda: {"n": torch.zeros(())}, count_in_a_tensor),
+    "a deque": (lambda: collections.deque([1], maxlen=9), add_one_more),
+    "a set": (lambda: {7}, add_one_more),
+    "a counter": (collections.Counter, count_a_key),
+    "a generator of random numbers": (lambda: random.Random(3), draw),
+}
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+@pytest.mark.parametrize("what", KEPT)
+def test_what_a_forward_changes_is_as_it_was_when_it_runs_again(what, is_argument):
+    make, change = KEPT[what]
+
+    def each(self, x, *given):
+        return torch.tanh(self.linear(x) * change(*given or [self.kept]))
+
+    def run(self, x, *given):
+        for block in self.blocks:
+            x = block(x, *given)
+        return x
+
+    def loss(model, x):
+        given = [make()] if is_argument else []
+        return model(x, *given).square().mean() + model(x, *given).mean(), change(*given or [model.blocks[0].kept])
+
+    model = chain(run, each)
+    for block in model.blocks:
+        block.kept = make()
+    check(model, loss, [Block], strategy="zero3", recompute=True)
+
+
+@pytest.mark.parametrize("generator", [random, pytest.importorskip("numpy").random])
+def test_random_numbers_that_are_not_torchs_are_the_same_when_a_forward_runs_again(generator):
+    def each(self, x):
+        return torch.tanh(self.linear(x) * generator.random())
+
+    def loss(model, x):
+        generator.seed(3)
+        return square(model, x), None
+
+    model = chain(lambda self, x: self.blocks[1](self.blocks[0](x)), each)
+    gradients, _, _ = plain(model, loss, world=1)
+    for name, value in sharded(model, loss, [Block], recompute=True, world=1)[0][0].items():
+        assert torch.equal(value, gradients.get(name, torch.zeros_like(value))), name
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("put", [lambda gate: gate, lambda gate: [gate], lambda gate: types.SimpleNamespace(it=gate)])
+def test_a_tensor_of_this_step_in_an_attribute_has_its_gradient(way, put):
+    def run(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            block.gate = put(x.exp())
+            x = block(x)
+        return x
+
+    def each(self, x):
+        gate = self.gate[0] if isinstance(self.gate, list) else getattr(self.gate, "it", self.gate)
+        return torch.tanh(self.linear(x)) * gate
+
+    check(chain(run, each), square, [Block], **way)
+
+
+def test_a_recomputed_unit_refuses_an_argument_that_runs_once():
+    model = chain(lambda self, x: self.blocks[0](part for part in x), lambda self, parts: self.linear(sum(parts)))
+    with pytest.raises(shardproof.Error, match="a Block that is recomputed was given a generator, which runs only once"):
+        sharded(model, square, [Block], recompute=True)
+
+
+def test_a_recomputed_unit_gets_each_argument_in_its_place():
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x, (x.exp(), 2.0), shift=x.cos(), scale=x.sin())
+        return x
+
+    def each(self, x, pair, *, scale, shift):
+        return torch.tanh(self.linear(x) * scale + shift * pair[0] / pair[1])
+
+    check(chain(run, each), square, [Block], strategy="zero3", recompute=True)

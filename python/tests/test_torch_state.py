@@ -373,3 +373,111 @@ def test_hooks_of_a_step_run_once_a_step_before_and_after_a_load(tmp_path):
         return counts
 
     assert shardproof.run_threads(2, body)[0] == [["before", "after"]] * 2
+
+
+class Normalized(torch.optim.SGD):
+    """The step divides by a norm of the gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / parameter.grad.norm()
+        return super().step(closure)
+
+
+class Renamed(torch.optim.LBFGS):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Normalized, Renamed, torch.optim.Adafactor, torch.optim.Muon])
+def test_an_optimizer_that_does_not_update_element_by_element_is_refused(kind):
+    def body(comm):
+        shardproof.torch_optimizer(kind, shardproof.fully_shard(Net(), comm), lr=0.1)
+
+    with pytest.raises(shardproof.Error, match=f"{kind.__name__} needs whole parameters or their norms"):
+        shardproof.run_threads(2, body)
+
+
+def named(model, make):
+    return make(list(model.named_parameters()))
+
+
+def one_by_one(model, make):
+    first, *others = model.parameters()
+    return make([{"params": first, "lr": 0.02}, {"params": iter(others)}])
+
+
+def added_later(model, make):
+    first, *others = model.named_parameters()
+    optimizer = make([first])
+    optimizer.add_param_group({"params": others, "lr": 0.02})
+    return optimizer
+
+
+@pytest.mark.parametrize("groups", [named, one_by_one, added_later])
+def test_groups_are_taken_as_torch_takes_them(tmp_path, groups):
+    base = Net()
+
+    def body(comm):
+        model = copy.deepcopy(base)
+        sharded = shardproof.fully_shard(model, comm, units=[Block])
+        make = lambda params: shardproof.torch_optimizer(torch.optim.AdamW, sharded, params, lr=0.01)  # noqa: E731
+        optimizer = groups(model, make)
+        train(comm, model, optimizer, 2)
+        shardproof.save(str(tmp_path / "saved"), sharded, optimizer)
+        train(comm, model, optimizer, 1)
+        shardproof.load(str(tmp_path / "saved"), sharded, optimizer)
+        train(comm, model, optimizer, 1)
+        return sharded.gather_main_parameters()
+
+    own = copy.deepcopy(base)
+    optimizer = groups(own, lambda params: torch.optim.AdamW(params, lr=0.01))
+    for step in (0, 1, 0):
+        total = [torch.zeros_like(parameter) for parameter in own.parameters()]
+        for rank in range(2):
+            for sum_, gradient in zip(total, torch.autograd.grad(loss_of(own, batch(2 * step + rank)), list(own.parameters()))):
+                sum_ += gradient
+        for parameter, sum_ in zip(own.parameters(), total):
+            parameter.grad = sum_ / 2
+        optimizer.step()
+    for got in shardproof.run_threads(2, body):
+        assert_same_bits(got, dict(own.named_parameters()), groups.__name__)
+
+
+def test_state_of_other_shards_or_of_a_plain_optimizer_is_refused_and_a_rank_takes_its_own():
+    states, base = {}, Net()
+    other = torch.optim.SGD(base.parameters(), momentum=0.9)
+
+    def body(comm):
+        model = copy.deepcopy(base)
+        sharded = shardproof.fully_shard(model, comm, units=[Block])
+        optimizer = shardproof.torch_optimizer(torch.optim.SGD, sharded, lr=0.01, momentum=0.9)
+        train(comm, model, optimizer, 1)
+        states[comm.rank] = copy.deepcopy(optimizer.state_dict())
+        comm.barrier()
+        for state in (states[1 - comm.rank], other.state_dict()):
+            with pytest.raises(shardproof.Error, match=f"rank {comm.rank}: load_state_dict takes what state_dict.. of"):
+                optimizer.load_state_dict(state)
+        values = sharded.gather_main_parameters()
+        train(comm, model, optimizer, 1)
+        first = sharded.gather_main_parameters()
+        optimizer.load_state_dict(states[comm.rank])
+        sharded.write_parameters(values)
+        train(comm, model, optimizer, 1)
+        assert_same_bits(sharded.gather_main_parameters(), first)
+
+    shardproof.run_threads(2, body)
+
+
+@pytest.mark.parametrize("kind,settings", [(torch.optim.SGD, {}), (torch.optim.Adam, dict(fused=True))])
+def test_torchs_scaler_of_the_loss_is_refused(kind, settings):
+    def body(comm):
+        model = Net()
+        optimizer = shardproof.torch_optimizer(kind, shardproof.fully_shard(model, comm), **settings)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, batch(0))).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(shardproof.Error, match="Use shardproof.LossScaler"):
+        shardproof.run_threads(2, body)
