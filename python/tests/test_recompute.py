@@ -173,6 +173,19 @@ def test_a_penalty_on_the_gradient_of_the_input_trains_like_plain(strategy, reco
     check(model, loss, [Block], strategy=strategy, recompute=recompute)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_forward_between_the_two_backwards_of_a_penalty_leaves_the_first_ones_units_open(strategy, recompute):
+    model = chain(lambda self, x: self.blocks[1](self.blocks[0](self.first(x))), lambda self, x: torch.tanh(self.linear(x)), 2)
+
+    def loss(model, x):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return model(x.detach()).square().sum() + gradient.square().sum()
+
+    check(model, loss, [Block], strategy=strategy, recompute=recompute)
+
+
 def tiny_llama(**more):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

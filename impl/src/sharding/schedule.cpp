@@ -69,6 +69,7 @@ bool Schedule::in_backward() const {
 
 // What was started in common is awaited, the rest dropped.
 void Schedule::abandon_backward() {
+  kept_calls_.clear();
   if (delayed_) delayed_->drop();
   for (Bucket* bucket : reducing_) bucket->gradient.abandon_reduce();
   reducing_.clear();
@@ -80,7 +81,7 @@ void Schedule::abandon_backward() {
 
 void Schedule::end_backward_within_units() {
   for (const auto& module : recomputed_) module->end_backward();
-  calls.clear();
+  calls = std::exchange(kept_calls_, {});
   if (activations_) activations_->end_backward();
 }
 
@@ -102,6 +103,7 @@ void Schedule::begin_backward() {
   phase_ = Phase::backward;
   backward_task = torch::autograd::get_current_graph_task_id();
   makes_graph = c10::GradMode::is_enabled();
+  if (torch::autograd::get_current_graph_task_keep_graph()) kept_calls_ = calls;
   is_microbatch_ = reaches_parameters();
   if (is_microbatch_) taken_by_ = nullptr;
   to_reduce_.clear();

@@ -122,6 +122,7 @@ class Schedule final : public UnitEvents {
   std::unordered_map<std::string, Place> places_;
 
   bool is_microbatch_ = true;  // the backward under way
+  std::vector<OpenCall> kept_calls_;  // those before it, when it keeps its graph for another backward
   Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out
   struct Waiting {
     Unit* unit;
