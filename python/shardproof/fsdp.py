@@ -267,6 +267,7 @@ def optimizer(kind: type, params: Iterable, **settings: Any) -> torch.optim.Opti
         ids = {id(parameter) for parameter in every}
         noted = [module for module in _all_noted() if any(id(parameter) in ids for parameter in module.parameters())]
         if not noted:
+            settings.pop("elementwise", None)
             return kind(given, **settings)
         sharded = shard_now(_root_of(noted[0]))
     return torch_optimizer(kind, sharded, given, **settings)

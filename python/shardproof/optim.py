@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+import zlib
 from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
@@ -237,19 +240,28 @@ class ShardParameters:
         self.sharded = sharded
         self.pieces: "list[tuple[str, int, nn.Parameter]]" = []
         for piece in sharded.main_parameters():
-            parameter = nn.Parameter(piece.data, requires_grad=True)
+            is_whole = piece.data.numel() == math.prod(piece.shape)
+            parameter = nn.Parameter(piece.data.view(piece.shape) if is_whole else piece.data, requires_grad=True)
             self.pieces.append((piece.name, piece.begin, parameter))
 
     def of(self, names: Iterable[str]) -> "list[nn.Parameter]":
         wanted = set(names)
         return [parameter for name, _, parameter in self.pieces if name in wanted]
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = {(piece.name, piece.begin): piece.data for piece in self.sharded.gradients()}
         trained = {name for name, value in self.sharded.module.named_parameters() if value.requires_grad}
         for name, begin, parameter in self.pieces:
-            parameter.grad = gradients.get((name, begin))
-            if parameter.grad is None and name in trained:
+            gradient = gradients.get((name, begin))
+            parameter.grad = None if gradient is None else gradient.view(parameter.shape)
+            if gradient is None and name in trained:
+                last = self.sharded._stepped
+                if last is not None and last[0]() not in (None, optimizer) and last[1] == self.sharded.step:
+                    raise _C.Error(
+                        f"[optimizer] rank {self.sharded.rank}: the step of {type(last[0]()).__name__} has ended the step of the "
+                        f"whole model, and {type(optimizer).__name__} is another optimizer of it. Make one optimizer of all "
+                        "parameters that train, with a group for each part: [{'params': a.parameters()}, {'params': ...}]"
+                    )
                 raise _C.Error(
                     f"[optimizer] rank {self.sharded.rank}, step {self.sharded.step + 1}: parameter {name} has no gradient. "
                     "Run the last backward of the step with set_last_microbatch(True) and set_gradient_sync(True) "
@@ -261,20 +273,76 @@ class ShardParameters:
             parameter.grad = None
 
 
-_WHOLE = {"Muon", "Shampoo", "LBFGS", "SparseAdam", "Adafactor"}
+# Those of torch.optim that update each element by itself, and each tensor by itself. Of other classes nobody knows.
+_BY_ELEMENT = {
+    getattr(torch.optim, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+}
+_BY_TENSOR = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
 
 
-def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = None, **settings: Any) -> torch.optim.Optimizer:
+def _mixes_tensors(kind: type, settings: dict) -> bool:
+    """Whether this class updates two tensors otherwise together than each alone, as one with a norm of all of them."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=generator) for size in ((4, 3), (3, 2))]
+    gradients = [[torch.randn(value.shape, generator=generator) for value in values] for _ in range(3)]
+
+    def trained(chosen: "list[int]") -> "list[torch.Tensor]":
+        parameters = [nn.Parameter(values[index].clone()) for index in chosen]
+        optimizer = kind(parameters, **settings)
+        for each in gradients:
+            for parameter, index in zip(parameters, chosen):
+                parameter.grad = each[index].clone()
+            bare_step(kind)(optimizer)
+        return [parameter.detach() for parameter in parameters]
+
+    try:
+        return any(not torch.equal(a, b) for a, b in zip(trained([0, 1]), trained([0]) + trained([1])))
+    except Exception:  # it cannot be tried on such parameters
+        return False
+
+
+def _require_fits(kind: type, settings: dict, elementwise: bool, sharded: Sharded) -> None:
+    """Refuse a class that needs more of a parameter, or of the model, than each rank has."""
+    held = sharded.native.held_as()
+    what = ""
+    if issubclass(kind, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        what = "needs its closure several times a step, or sparse gradients, which shards do not offer. Use another class"
+    elif elementwise or kind in _BY_ELEMENT or held == "model" or (kind in _BY_TENSOR and held == "tensor"):
+        return
+    elif held == "element":
+        what = (
+            "may need whole parameters, e.g. for their norms, and a rank holds parts of them. Call fully_shard with "
+            "granularity='tensor', so that each parameter lies whole on one rank; for Muon there is shardproof.muon. Where "
+            "the class updates each element by itself, whatever the others are, say so: elementwise=True"
+        )
+    elif _mixes_tensors(kind, settings):
+        what = "needs all parameters together, and a rank holds some of them. Use strategy='ddp', which keeps all on every rank"
+    if what:
+        raise _C.Error(f"[optimizer] {kind.__name__} {what}")
+
+
+def _numbers_of(group: dict) -> str:
+    """A group's settings that are numbers: all ranks have the same."""
+    return " ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
+
+
+def torch_optimizer(
+    kind: type, sharded: Sharded, params: Optional[Iterable] = None, *, elementwise: bool = False, **settings: Any
+) -> torch.optim.Optimizer:
     """An optimizer of torch.optim on the shards of a model, with the bits that it has on the plain model.
 
     Parameters
     ----------
     kind : type
-        A class of torch.optim that updates each element by itself, such as AdamW, Adam, SGD or RMSprop.
+        A class of torch.optim that updates each element by itself, such as AdamW, Adam, SGD or RMSprop. After
+        ``fully_shard(granularity="tensor")`` also one that needs whole parameters, such as Muon or a class of your own.
     sharded : Sharded
         The model.
     params : iterable, optional
         Parameters of the model, or dicts of them with settings, as torch.optim takes them. Without any, all parameters.
+    elementwise : bool
+        Your word that a class of your own updates each element by itself, whatever the others are.
     **settings
         As the class takes them.
 
@@ -283,11 +351,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     torch.optim.Optimizer
         An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it.
     """
-    if kind.__name__ in _WHOLE:
-        raise _C.Error(
-            f"[optimizer] {kind.__name__} needs whole parameters or their norms, and a rank holds parts of them. Use an "
-            "optimizer that updates element by element, or shardproof.muon"
-        )
+    _require_fits(kind, settings, elementwise, sharded)
     shards = ShardParameters(sharded)
     names = {id(value): name for name, value in reversed(list(sharded.module.named_parameters(remove_duplicate=False)))}
     every = list(sharded.module.parameters())
@@ -320,6 +384,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
         group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
 
     update = bare_step(kind)
+    members = f"{kind.__name__} of parameters {zlib.crc32(repr(names_of_groups).encode()):08x}"
 
     class OnShards(kind):  # type: ignore[misc, valid-type]
         @torch.no_grad()
@@ -329,9 +394,10 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
                 with torch.enable_grad():
                     loss = closure()
             sharded.native.begin_foreign_step(f"{kind.__name__}.step")
-            shards.take_gradients()
+            shards.take_gradients(self)
             update(self)
-            sharded.native.finish_foreign_step()
+            sharded.native.finish_foreign_step(" | ".join([members, *map(_numbers_of, self.param_groups)]))
+            sharded._stepped = (weakref.ref(self), sharded.step)
             shards.drop_gradients()
             return loss
 

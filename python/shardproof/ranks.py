@@ -5,12 +5,56 @@ from __future__ import annotations
 from typing import Any, Callable, Optional, Union
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from . import _C
 from .interruptible import Interruptible
 
 Comm = _C.Comm
 MeshComm = _C.MeshComm
+
+
+_DRAWS = frozenset(
+    "rand randn randint randperm normal bernoulli multinomial poisson binomial normal_ uniform_ bernoulli_ random_ exponential_ "
+    "cauchy_ geometric_ log_normal_".split()
+)
+
+
+class seeded(TorchFunctionMode):
+    """Within, torch draws what it draws after ``torch.manual_seed(seed)``, on this thread alone.
+
+    Ranks that are threads share torch's own generator: what one of them seeds, another may have drawn from before it draws
+    itself. Functions that take no generator, such as dropout, are an error within.
+
+    Examples
+    --------
+    >>> def body(comm):
+    ...     with shardproof.seeded(0):
+    ...         model, data = Net(), torch.randn(8, 4)
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed = seed
+        self.generators: "dict[torch.device, torch.Generator]" = {}
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Optional[dict] = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "dropout" in name or (name.startswith("rand") and name.endswith("_like")):
+            raise _C.Error(f"[seeded] {name} takes no generator, so that ranks that are threads share its numbers. Draw otherwise")
+        if (name in _DRAWS or "generator" in kwargs) and kwargs.get("generator") is None:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            device = tensors[0].device if tensors else torch.device(kwargs.get("device") or torch.get_default_device())
+            if device.type != "meta":
+                kwargs = {**kwargs, "generator": self.generator(device)}
+        return func(*args, **kwargs)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        known = self.generators.get(device)
+        if known is None:
+            known = self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return known
 
 
 def use_cuda() -> None:
