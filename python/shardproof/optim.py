@@ -307,7 +307,7 @@ def _require_fits(kind: type, settings: dict, elementwise: bool, sharded: Sharde
     held = sharded.native.held_as()
     what = ""
     if issubclass(kind, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        what = "needs its closure several times a step, or sparse gradients, which shards do not offer. Use another class"
+        what = "needs whole parameters, and its closure several times a step or sparse gradients. Use another class"
     elif elementwise or kind in _BY_ELEMENT or held == "model" or (kind in _BY_TENSOR and held == "tensor"):
         return
     elif held == "element":
@@ -380,8 +380,9 @@ def torch_optimizer(
             if given and isinstance(given[0], dict)
             else [{"params": shard(given)}]
         )
-    for group in groups:  # torch refuses an empty group, and a rank may hold nothing of one
-        group["params"] = group["params"] or [nn.Parameter(torch.empty(0))]
+    for group, of_group in zip(groups, names_of_groups):  # torch refuses an empty group, and a rank may hold nothing of one
+        dims = sharded.module.get_parameter(of_group[0]).dim() if of_group else 1
+        group["params"] = group["params"] or [nn.Parameter(torch.empty([0] * max(1, dims)))]
 
     update = bare_step(kind)
     members = f"{kind.__name__} of parameters {zlib.crc32(repr(names_of_groups).encode()):08x}"

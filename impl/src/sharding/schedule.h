@@ -19,7 +19,7 @@
 //                                                           gradients this waits until the next unit's gather has started
 //   backward     autograd's callback at its end             ending: what never fired is caught, everything is reduced
 //   ending       all reductions have finished               outside: after the last microbatch, finishing steps run
-//   backward     an exception ends it: no graph task runs   interrupted: every call but zero_gradients is an error
+//   backward     an exception ends it: no graph task runs   interrupted: only zero_gradients and the switches are no errors
 //   interrupted  zero_gradients                             outside: what was started in common is awaited, the rest dropped
 #pragma once
 

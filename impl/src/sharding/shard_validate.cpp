@@ -10,6 +10,7 @@
 #include "shardproof/device/device.h"
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -211,6 +212,11 @@ Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const Shar
   add("gradient_magnitude_max", o.gradient_magnitude_max), add("broadcast_initial_values", o.broadcast_initial_values);
   add("initialize", o.initialize ? "given" : "not given");
   if (!failure.empty()) facts.emplace_back("failure", failure);
+  std::vector<std::string> units;
+  for (const UnitPlan& plan : plans.units) units.push_back(plan.name().empty() ? "the root" : plan.name());
+  facts.emplace_back("list of units", fmt::format("{}", fmt::join(units, " ")));
+  for (const auto& [name, first] : plans.aliases)
+    if (name != first) facts.emplace_back("name " + name, "tied to " + first);
   const std::shared_ptr<ParallelState> parallel = parallel_state(root);
   for (const UnitPlan& plan : plans.units) {
     facts.emplace_back("unit '" + plan.name() + "'", said(plan));
@@ -223,10 +229,9 @@ Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const Shar
     }
   }
   for (const RecomputedPlan& plan : plans.recomputed) facts.emplace_back("recomputed module '" + plan.name + "'", "there");
-  for (const auto& [name, first] : plans.aliases)
-    if (name != first) facts.emplace_back("name " + name, "tied to " + first);
-  for (const auto& buffer : root.named_buffers())
-    facts.emplace_back("buffer " + buffer.key(), said(buffer.value(), buffer.value().sizes().vec()));
+  const ModuleBuffers buffers = buffers_of(root);
+  for (const auto* kind : {&buffers.state, &buffers.transient})
+    for (const auto& [name, buffer] : *kind) facts.emplace_back("buffer " + name, said(buffer, buffer.sizes().vec()));
   return facts;
 }
 
