@@ -12,15 +12,15 @@ import unittest
 
 from training_runs import MODEL, SHARDPROOF, TrainingRuns, data_checksum
 
-# Copies a checkpoint with PyTorch's own writer, one value of a tensor made infinite.
+# Copies a checkpoint with PyTorch's own writer, one value of a tensor made another.
 SPOIL = """
 import sys, torch, torch.distributed.checkpoint as dcp
-source, target, name = sys.argv[1:]
+source, target, name, value = sys.argv[1:]
 items = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
 state = {key: torch.empty(item.size, dtype=item.properties.dtype) if hasattr(item, "size") else None
          for key, item in items.items()}
 dcp.load(state, checkpoint_id=source, no_dist=True)
-state[name].view(-1)[0] = float("inf")
+state[name].view(-1)[0] = float(value)
 plain = dcp.DefaultSavePlanner(flatten_state_dict=False)
 dcp.save(state, checkpoint_id=target, planner=plain, no_dist=True)
 """
@@ -146,6 +146,12 @@ class Train(TrainingRuns):
             shutil.rmtree(os.path.join(folder, "step_5"))
         self.assertEqual(sorted(os.listdir(disk)), ["behind"])
 
+    def spoiled(self, source, target, name, value):
+        done = subprocess.run([sys.executable, "-c", SPOIL, source, target, name, value], capture_output=True, text=True,
+                              check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return target
+
     def test_what_is_not_finite_is_neither_saved_nor_gone_on_from(self):
         folder = os.path.join(self.folder, "run")
         common = ("--checkpoint-dir", folder, "--save-every", "1", "--clip", "0")
@@ -156,10 +162,7 @@ class Train(TrainingRuns):
         self.assertEqual(self.train(*common)[0], 0)
         for name in ("model.h.0.ln_1.weight", "optim.state.h.0.ln_1.weight.exp_avg_sq"):
             with tempfile.TemporaryDirectory() as other:
-                rewritten = os.path.join(other, "step_3")
-                done = subprocess.run([sys.executable, "-c", SPOIL, os.path.join(folder, "step_3"), rewritten, name],
-                                      capture_output=True, text=True, check=False)
-                self.assertEqual(done.returncode, 0, done.stderr)
+                rewritten = self.spoiled(os.path.join(folder, "step_3"), os.path.join(other, "step_3"), name, "inf")
                 self.expect_refused(f"{rewritten} has 1 values of parameters or of the optimizer's state", "--checkpoint-dir",
                                     other, "--clip", "0", "--resume")
 
@@ -225,10 +228,9 @@ class Train(TrainingRuns):
         folder = os.path.join(self.folder, "differs")
         code, _, output, errors = self.train("--steps", "2", "--checkpoint-dir", folder)
         self.assertEqual(code, 0, output + errors)
-        # The golden run begins with other bytes than those that the checkpoint was trained on.
-        data = self.write("other", b"".join(self.files[name] for name in sorted(self.files))[::-1])
-        code, lines, output, errors = self.train("--steps", "4", "--checkpoint-dir", folder, "--resume", "--check", "--data",
-                                                 data)
+        with tempfile.TemporaryDirectory() as other:
+            self.spoiled(os.path.join(folder, "step_2"), os.path.join(other, "step_2"), "model.h.0.ln_1.weight", "1.5")
+            code, lines, output, errors = self.train("--steps", "4", "--checkpoint-dir", other, "--resume", "--check")
         self.assertEqual(code, 1, output + errors)
         shown, verdict = output.splitlines()[-2:]
         self.assertRegex(shown, "^step +3/4 ")

@@ -98,7 +98,7 @@ void Unit::before_forward(const torch::nn::Module&) {
   if (settings.timeline) forward_spans_.push_back(begin_span(schedule_.in_backward() ? "recompute" : "forward"));
   gather();
   calls_.push_back(std::make_shared<UnitCall>(UnitCall{weak_from_this(), at::sequence_number::peek()}));
-  if (has_graph()) schedule_.add_call(calls_.back());
+  if (has_graph()) schedule_.add_call({calls_.back(), open_calls_});
   if (!schedule_.in_backward()) schedule_.gather_ahead(settings.forward_prefetch);
 }
 
@@ -301,24 +301,20 @@ void Unit::on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradien
 }
 
 void UnitEvents::reached(uint64_t node) {
-  while (!calls.empty() && calls.back()->first_node > node) {
-    const std::shared_ptr<Unit> unit = calls.back()->unit.lock();
+  while (!calls.empty() && calls.back().call->first_node > node) {
+    const std::shared_ptr<Unit> unit = calls.back().call->unit.lock();
     calls.pop_back();
     if (unit && !unit->has_calls()) unit->leave();
   }
 }
 
 // Those whose graphs are gone will have no backward.
-void UnitEvents::add_call(std::shared_ptr<UnitCall> call) {
+void UnitEvents::add_call(OpenCall call) {
   if (calls.size() >= calls_max_) {
-    std::erase_if(calls, [](const auto& other) { return other->has_output && other.use_count() == 1; });
+    std::erase_if(calls, [](const OpenCall& other) { return other.call->has_output && other.call.use_count() == 1; });
     calls_max_ = std::max<size_t>(64, 2 * calls.size());
   }
   calls.push_back(std::move(call));
-}
-
-bool Unit::has_calls() const {
-  return std::ranges::any_of(schedule_.calls, [&](const auto& call) { return call->unit.lock().get() == this; });
 }
 
 void Unit::leave() {

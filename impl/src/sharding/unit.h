@@ -58,12 +58,16 @@ class UnitEvents {
   // Starts gathering these units, in order, as far as the limits allow.
   virtual void gather_ahead(const std::vector<Unit*>& units) = 0;
 
+  // Calls whose backward may come, in the order of their forwards. Each holds its unit's `open_calls`.
+  struct OpenCall {
+    std::shared_ptr<UnitCall> call;
+    std::shared_ptr<void> open_calls;
+  };
+  std::vector<OpenCall> calls;
   // A backward, or one within it, is about to run the node of this number: calls that are younger are over.
   void reached(uint64_t node);
-  void add_call(std::shared_ptr<UnitCall> call);
+  void add_call(OpenCall call);
 
-  // Calls whose backward may come, in the order of their forwards.
-  std::vector<std::shared_ptr<UnitCall>> calls;
   int64_t forgetting_forwards = 0;   // forwards under way of which nothing is kept
   int64_t recomputing_forwards = 0;  // those that a backward runs again, whose graph nobody uses
   // The autograd engine's number of the backward under way, and whether it makes a graph of itself, which needs parameters.
@@ -140,7 +144,7 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool delay_gradient(Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x);
   void on_gradient(Bucket& bucket, int64_t member, const at::Tensor& gradient);
   // Whether a backward may still come to a call of it.
-  bool has_calls() const;
+  bool has_calls() const { return open_calls_.use_count() > 1; }
   // A backward has left them all.
   void leave();
   void end_backward();
@@ -173,6 +177,7 @@ class Unit final : public UnitHooks, public std::enable_shared_from_this<Unit> {
   bool was_entered_ = false;
   std::set<const torch::nn::Module*> ran_;  // in this forward
   std::vector<std::shared_ptr<UnitCall>> calls_;  // under way
+  std::shared_ptr<void> open_calls_ = std::make_shared<char>();  // held by each in UnitEvents::calls
   enum class Passage { outside, inside, left };
   Passage passage_ = Passage::outside;  // of a backward
   void pass(Passage next);

@@ -229,6 +229,8 @@ TEST_F(TrainWeights, text_is_not_given_to_a_model_of_more_tokens_than_bytes) {
   golden::Model model = harness::parse_model("gpt(layers=1,hidden=8,heads=2,vocab=300,positions=12)");
   TrainOptions options = options_of(model, "dp_shard=1");
   options.weights = scratch.path();
+  checkpoint::spill(scratch / "config.json",
+                    R"({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 300, "n_positions": 12})");
   const TrainingData data = text_in(scratch);
   expect_error([&] { harness::validate(options, data); }, {"300 tokens", "text has bytes", "--token-type", "there is no"});
   checkpoint::spill(scratch / "tokenizer.json", "{}");

@@ -50,7 +50,7 @@ class UnitHandle {
   // as forwards of units are.
   void start_unshard();
   void unshard();
-  // Frees the gathered parameters. It does nothing when they are not whole, and throws Error while a gather is in flight.
+  // Waits for a gather in flight, and frees the gathered parameters. It does nothing when none are gathered.
   void reshard();
 
   // These take effect from the next forward on. All ranks must pass the same value.
