@@ -82,10 +82,12 @@ void throw_difference(Comm& comm, const Facts& facts, const std::string& where, 
   for (const std::string& text : gather_texts(comm, text_of(facts))) all.push_back(facts_in(text));
   const auto other = std::ranges::find_if(all, [&](const Facts& theirs) { return theirs != all[0]; });
   SHARD_CHECK(other != all.end(), "comm", "facts have other hashes and are the same on all {} ranks", all.size());
-  Facts both = all[0];
-  both.insert(both.end(), other->begin(), other->end());
-  const auto fact = std::ranges::find_if(both, [&](const auto& each) { return differ(all[0], *other, each.first); });
-  SHARD_CHECK(fact != both.end(), "comm", "rank {} has the facts of rank 0 in another order", other - all.begin());
+  const auto differs = [&](const auto& each) { return differ(all[0], *other, each.first); };
+  const auto mine = std::ranges::find_if(all[0], differs), theirs = std::ranges::find_if(*other, differs);
+  const bool is_mine = mine != all[0].end() && mine - all[0].begin() <= theirs - other->begin();  // the first says most
+  const auto fact = is_mine ? mine : theirs;
+  SHARD_CHECK(is_mine || theirs != other->end(), "comm", "rank {} has the facts of rank 0 in another order",
+              other - all.begin());
   std::vector<size_t> ranks;
   for (size_t rank = 1; rank < all.size(); ++rank)
     if (differ(all[0], all[rank], fact->first)) ranks.push_back(rank);
