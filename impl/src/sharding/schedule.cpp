@@ -151,7 +151,9 @@ bool Schedule::fits(const Bucket& bucket) const {
   return sent <= kLargestSumsInFlight * largest_sum_bytes_;
 }
 
+// Ranks that disagree would wait here for sums that never come.
 void Schedule::advance_oldest() {
+  end_comparison();
   Bucket* oldest = reducing_.front();
   reducing_.pop_front();
   if (oldest->gradient.advance_reduce()) reducing_.push_back(oldest);
@@ -253,8 +255,8 @@ void Schedule::require_no_backward(const char* what) const {
 
 std::string Schedule::why_not_final(const BucketGradient& gradient) const {
   if (gradient.state() == GradientState::empty && taken_by_)
-    return fmt::format("{} has taken them, of the whole model. Call this before it, or after the next backward. A model has one "
-                       "optimizer, of all parameters that train: give it groups", taken_by_);
+    return fmt::format("{} has taken them. Call this before it, or after the next backward. A model has one optimizer, of all "
+                       "parameters that train: give it groups", taken_by_);
   const char* so_far = gradient.state() == GradientState::empty ? "no backward has run" : "the last microbatch has not run";
   return fmt::format(
       "{}. Run a backward with set_last_microbatch(true) and set_gradient_sync(true) (in Python True), of the module "
