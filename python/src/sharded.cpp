@@ -54,8 +54,8 @@ void begin_foreign_step(ShardedMirror& held, const std::string& who) {
   if (held.side_by_side) held.comms->world().barrier().wait();
 }
 
-// Of what an optimizer works on: "model" where every rank has all of it, "tensor" where each parameter that a rank has is whole,
-// and "element" where some rank has a part of one.
+// Of what an optimizer works on: "model" where every rank has all of it, "tensor" where each parameter that a rank has is
+// whole, and "element" where some rank has a part of one.
 std::string held_as(ShardedMirror& held) {
   bool has_all = true;
   for (const auto& [name, parameter] : held.sharded.placements())

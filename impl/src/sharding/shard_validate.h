@@ -35,8 +35,8 @@ void require_shared(const Mesh& mesh, const Strategy& strategy, const ParallelSt
 std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, const ShardOptions& options,
                                               std::shared_ptr<MeshComm> comms);
 
-// What has to be the same on all ranks, for require_same: every option that is no function, units with their options, parameters
-// and buffers as each of them is, and where a plan failed, how.
+// What has to be the same on all ranks, for require_same: every option that is no function, units with their options,
+// parameters and buffers as each of them is, and where a plan failed, how.
 Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const ShardOptions& options, const Mesh& mesh,
                const std::string& failure);
 

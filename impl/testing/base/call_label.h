@@ -10,7 +10,7 @@ namespace shardproof {
 // nest; the innermost counts. Backends that hand over more than data compare what the ranks of a call say it is for.
 class CallLabel {
  public:
-  // Keeps views: the texts must outlive the label. `occasion` says which of many such calls, e.g. "step 3, gather of h.3.weight".
+  // Keeps views: the texts must outlive the label. `occasion` says which of many such calls, e.g. "step 3, gather of a.weight".
   explicit CallLabel(std::string_view text, std::string_view occasion = {});
   ~CallLabel();
   CallLabel(const CallLabel&) = delete;

@@ -110,8 +110,9 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
                          side.recv_bytes)
            : "";
   const std::string purpose = mine.purpose_hash == theirs.purpose_hash ? label : theirs.purpose.data();
-  return disagreement(sequence, group_->name(), {group_->world_ranks()[static_cast<size_t>(group_->rank())], describe(call), label},
-                      {group_->world_ranks()[static_cast<size_t>(peer)], describe(theirs), purpose}, sizes);
+  const auto in_world = [&](int64_t rank) { return group_->world_ranks()[static_cast<size_t>(rank)]; };
+  return disagreement(sequence, group_->name(), {in_world(group_->rank()), describe(call), label},
+                      {in_world(peer), describe(theirs), purpose}, sizes);
 }
 
 void Collective::match_header(int64_t peer) {
