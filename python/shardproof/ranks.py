@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Optional, Union
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _C
 from .interruptible import Interruptible
@@ -14,17 +14,11 @@ Comm = _C.Comm
 MeshComm = _C.MeshComm
 
 
-_DRAWS = frozenset(
-    "rand randn randint randperm normal bernoulli multinomial poisson binomial normal_ uniform_ bernoulli_ random_ exponential_ "
-    "cauchy_ geometric_ log_normal_".split()
-)
-
-
-class seeded(TorchFunctionMode):
+class seeded(TorchDispatchMode):
     """Within, torch draws what it draws after ``torch.manual_seed(seed)``, on this thread alone.
 
     Ranks that are threads share torch's own generator: what one of them seeds, another may have drawn from before it draws
-    itself. Functions that take no generator, such as dropout, are an error within.
+    itself.
 
     Examples
     --------
@@ -38,23 +32,37 @@ class seeded(TorchFunctionMode):
         self.seed = seed
         self.generators: "dict[torch.device, torch.Generator]" = {}
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Optional[dict] = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Optional[dict] = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if "dropout" in name or (name.startswith("rand") and name.endswith("_like")):
-            raise _C.Error(f"[seeded] {name} takes no generator, so that ranks that are threads share its numbers. Draw otherwise")
-        if (name in _DRAWS or "generator" in kwargs) and kwargs.get("generator") is None:
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-            device = tensors[0].device if tensors else torch.device(kwargs.get("device") or torch.get_default_device())
-            if device.type != "meta":
-                kwargs = {**kwargs, "generator": self.generator(device)}
-        return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        first = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        device = torch.device(kwargs.get("device") or ("cpu" if first is None else first.device))
+        if device.type == "meta":
+            return func(*args, **kwargs)
+        return _taking_generator(func)(*args, **{**kwargs, "generator": self.generator(device)})
 
     def generator(self, device: torch.device) -> torch.Generator:
         known = self.generators.get(device)
         if known is None:
             known = self.generators[device] = torch.Generator(device).manual_seed(self.seed)
         return known
+
+
+def _taking_generator(func: Any) -> Any:
+    """The overload of an operator that takes a generator beside what this one takes."""
+
+    def names(overload: Any) -> "list[str]":
+        return [argument.name for argument in overload._schema.arguments]
+
+    own = [name for name in names(func) if name != "generator"]
+    for overload in (func, *(getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())):
+        if "generator" in names(overload) and [name for name in names(overload) if name != "generator"] == own:
+            return overload
+    raise _C.Error(
+        f"[seeded] {func} takes no generator, so ranks that are threads would share its numbers. Within seeded, draw by an "
+        "operator that takes one, such as torch.rand"
+    )
 
 
 def use_cuda() -> None:

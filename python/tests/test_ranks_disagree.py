@@ -1,4 +1,4 @@
-"""Ranks that do not do the same get one error each, which says who has what; nobody waits for ever, and nothing goes wrong silently."""
+"""Ranks that do not do the same get one error each, which says who has what: no hang, and no wrong sum in silence."""
 
 import os
 import re
@@ -124,21 +124,32 @@ def test_switches_go_back_when_a_backward_ends_in_an_exception():
     shardproof.run_threads(2, body)
 
 
+def drawn():
+    """Of functions with a generator, without one, and of one that draws inside."""
+    ones = torch.ones(3)
+    values = [torch.randn(3), torch.randperm(5), torch.randint(2, 9, (4,)), torch.rand_like(ones), torch.empty(20).normal_()]
+    return [*Net().state_dict().values(), *values, nn.functional.dropout(ones), nn.functional.gumbel_softmax(ones)]
+
+
 def test_what_is_drawn_within_seeded_is_each_ranks_own_and_that_of_manual_seed():
     torch.manual_seed(7)
-    expected = [*Net().state_dict().values(), torch.randn(3), torch.randperm(5)]
+    expected = drawn()
     state = torch.get_rng_state()
 
     def body(comm):
         made = []
         for _ in range(20):
             with shardproof.seeded(7):
-                made.append([*Net().state_dict().values(), torch.randn(3), torch.randperm(5)])
+                made.append(drawn())
         return made
 
     for of_rank in shardproof.run_threads(4, body):
         for values in of_rank:
             assert all(torch.equal(a, b) for a, b in zip(values, expected))
     assert torch.equal(torch.get_rng_state(), state)
-    with shardproof.seeded(7), pytest.raises(shardproof.Error, match="dropout takes no generator"):
-        nn.functional.dropout(torch.ones(3))
+    with shardproof.seeded(7):
+        assert torch.rand(2, device="meta").is_meta
+        own = torch.Generator().manual_seed(1)
+        assert torch.equal(torch.rand(2, generator=own), torch.rand(2, generator=torch.Generator().manual_seed(1)))
+        with pytest.raises(shardproof.Error, match="native_dropout.* takes no generator"):
+            torch.native_dropout(torch.ones(3), 0.5, True)
