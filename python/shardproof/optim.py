@@ -241,7 +241,7 @@ class ShardParameters:
         self.pieces: "list[tuple[str, int, nn.Parameter]]" = []
         for piece in sharded.main_parameters():
             is_whole = piece.data.numel() == math.prod(piece.shape)
-            parameter = nn.Parameter(piece.data.view(piece.shape) if is_whole else piece.data, requires_grad=True)
+            parameter = nn.Parameter(piece.data.view(piece.shape or (1,)) if is_whole else piece.data, requires_grad=True)
             self.pieces.append((piece.name, piece.begin, parameter))
 
     def of(self, names: Iterable[str]) -> "list[nn.Parameter]":
@@ -258,9 +258,9 @@ class ShardParameters:
                 last = self.sharded._stepped
                 if last is not None and last[0]() not in (None, optimizer) and last[1] == self.sharded.step:
                     raise _C.Error(
-                        f"[optimizer] rank {self.sharded.rank}: the step of {type(last[0]()).__name__} has ended the step of the "
-                        f"whole model, and {type(optimizer).__name__} is another optimizer of it. Make one optimizer of all "
-                        "parameters that train, with a group for each part: [{'params': a.parameters()}, {'params': ...}]"
+                        f"[optimizer] rank {self.sharded.rank}: the step of {type(last[0]()).__name__} has ended the step "
+                        f"of the whole model, and {type(optimizer).__name__} is another optimizer of it. Make one optimizer of "
+                        "all parameters that train, with a group for each part: [{'params': a.parameters()}, {'params': ...}]"
                     )
                 raise _C.Error(
                     f"[optimizer] rank {self.sharded.rank}, step {self.sharded.step + 1}: parameter {name} has no gradient. "
@@ -279,6 +279,12 @@ _BY_ELEMENT = {
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 }
 _BY_TENSOR = {getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)}
+
+
+def _steps_as(kind: type, known: "set[type]") -> bool:
+    """Whether it is one of these, or a class derived from one that leaves its step alone, as one with other defaults."""
+    parts = [(bare_step(each), getattr(each, "_init_group", None)) for each in (kind, *known)]
+    return parts[0] in parts[1:]
 
 
 def _mixes_tensors(kind: type, settings: dict) -> bool:
@@ -308,7 +314,7 @@ def _require_fits(kind: type, settings: dict, elementwise: bool, sharded: Sharde
     what = ""
     if issubclass(kind, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         what = "needs whole parameters, and its closure several times a step or sparse gradients. Use another class"
-    elif elementwise or kind in _BY_ELEMENT or held == "model" or (kind in _BY_TENSOR and held == "tensor"):
+    elif elementwise or held == "model" or _steps_as(kind, _BY_ELEMENT if held == "element" else _BY_ELEMENT | _BY_TENSOR):
         return
     elif held == "element":
         what = (

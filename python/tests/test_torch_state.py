@@ -318,7 +318,7 @@ def test_what_cannot_be_saved_or_does_not_fit_is_an_error_on_every_rank(tmp_path
         with pytest.raises(shardproof.Error, match="expected a sharded model, got a Linear"):
             shardproof.save(saved, nn.Linear(1, 1))
         sharded = shardproof.sharded_of(model)
-        odd = shardproof.torch_optimizer(Odd, sharded)
+        odd = shardproof.torch_optimizer(Odd, sharded, elementwise=True)
         train(comm, model, odd, 1)
         with pytest.raises(shardproof.Error, match="the state 'rows' that Odd keeps of .* cannot be saved"):
             shardproof.save(saved, model, odd)

@@ -111,7 +111,19 @@ def test_a_class_derived_from_one_of_pytorchs_may_do_anything():
     assert_near(*sharded_run(Scaled, lr=0.1, granularity="tensor"))
 
 
-@pytest.mark.parametrize("kind", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"])
+def test_a_class_derived_from_one_of_pytorchs_that_leaves_its_step_alone_is_as_good():
+    class Ours(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.02, momentum=0.9)
+
+    Ours([nn.Parameter(torch.ones(1))])  # puts hooks around its step
+    assert_same_bits(*sharded_run(Ours))
+
+
+BY_ELEMENT = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+
+@pytest.mark.parametrize("kind", BY_ELEMENT)
 def test_each_class_of_pytorch_that_updates_by_element_has_the_bits_of_plain_pytorch(kind):
     ours, plain = sharded_run(getattr(torch.optim, kind), lr=0.01)
     assert_same_bits(ours, plain)
