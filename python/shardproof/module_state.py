@@ -92,5 +92,5 @@ def with_tensors(
         yield replaced
     finally:
         for items, key, old, new in replaced:
-            if items.get(key) is new:
+            if key in items and items[key] is new:  # TorchScript has no get
                 items[key] = old

@@ -217,11 +217,7 @@ def fully_shard(
     comms = mesh_comm(comm, mesh)
     selected, inner = select_units(module, as_list(units), as_list(recompute), as_list(offload_activations))
     for each in itertools.chain([module], *(unit.modules for unit in selected), inner):
-        if isinstance(each, torch.jit.ScriptModule):
-            raise _C.Error(
-                f"[fully_shard] a unit, or a module that is recomputed, is a {type(each).__name__}, which runs without "
-                "hooks of Python. Choose the module around it instead"
-            )
+        require_hooks(each)
     plain = _ignored_parameters(module, ignored)
     for name, value in module.named_parameters():
         if owner_of(value) is not None and not any(value is each for each in plain):
@@ -267,6 +263,14 @@ def fully_shard(
         selected.append(Unit([module], reshard_after_forward=root_reshard_after_forward))
     given = [(unit.modules, {**vars(unit), "precision": as_precision(unit.precision)}) for unit in selected]
     return Sharded(module, _C.shard(mirror, comms, given, options), mirror, selected, inner, plain)
+
+
+def require_hooks(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise _C.Error(
+            f"[fully_shard] a unit, or a module that is recomputed, is a {type(module).__name__}, which runs without "
+            "hooks of Python. Choose the module around it instead"
+        )
 
 
 def as_precision(precision: Any) -> Optional[Precision]:

@@ -139,6 +139,16 @@ def test_what_sharding_would_change_is_found_and_named(what, monkeypatch):
     assert re.search(says, verdict.detail), verdict.detail
 
 
+@pytest.mark.parametrize("mode", ["ordered", "canonical", "fast"])
+def test_a_model_in_float64_is_compared_in_float64(mode):
+    def make():
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)).double()
+
+    subject = Subject(make, lambda number: torch.randn(4, 6).double(), lambda model, x: model(x).square().mean())
+    verdict = try_case(subject, parse_case(f"mesh(dp_shard=2) zero3(units=0) sgd(lr=0.1) {mode} seed(3) : step step"))
+    assert verdict.kind == "held", verdict.detail
+
+
 def test_hooks_of_an_optimizer_that_run_twice_are_found(monkeypatch):
     plain = trained.torch_optimizer
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import shardproof
+from shardproof.proof import Subject, prepare
 
 WIDTH = 6
 
@@ -220,3 +221,31 @@ def test_a_loss_of_second_order_holds():
         return nn.Sequential(first, nn.Tanh(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), last)
 
     require_holds(make, penalty)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("made", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.randn(3, 4))], ids=["script", "trace"])
+def test_layers_in_torchscript_hold_and_a_whole_model_in_it_is_refused(made):
+    def loss(model, x):
+        return model(x).square().mean()
+
+    def batch(number):
+        return torch.randn(3, 4)
+
+    assert shardproof.verify(lambda: nn.Sequential(made(nn.Linear(4, 6)), nn.Linear(6, 1)), batch, loss, cases=8).cases == 8
+    with pytest.raises(shardproof.Error, match="runs without hooks of Python. Choose the module around it"):
+        shardproof.verify(lambda: made(nn.Linear(4, 6)), batch, loss)
+
+
+def test_an_activation_that_all_models_of_a_process_share_is_not_compared():
+    shared = nn.GELU()
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 6), shared, nn.Linear(6, 1), shared)
+
+    def batch(number):
+        return torch.randn(3, 4)
+
+    subject = Subject(make, batch, lambda model, x: model(x).square().mean())
+    prepare(subject)
+    assert {name for name in subject.ignored if name.endswith("training")} == {"attribute 1.training", "attribute 3.training"}

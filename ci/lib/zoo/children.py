@@ -10,6 +10,7 @@ import resource
 import signal
 import tempfile
 import time
+import traceback
 from typing import Any, Callable, Iterable, Iterator
 
 
@@ -39,6 +40,8 @@ class Child:
                     file.write(json.dumps(row) + "\n")
                     file.flush()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             faulthandler.cancel_dump_traceback_later()
             os._exit(code)
@@ -58,7 +61,8 @@ class Child:
             late = took > self.seconds - 1
             waits = "run_threads" in stack and usage.ru_utime + usage.ru_stime < took / 4
             verdict = "crash" if not late else "hang" if waits else "slow"
-            rows.append({"verdict": verdict, "detail": f"exit code {os.waitstatus_to_exitcode(status)}", "log": stack})
+            last = (stack.splitlines() or [""])[-1]
+            rows.append({"verdict": verdict, "detail": f"exit code {os.waitstatus_to_exitcode(status)}: {last}", "log": stack})
         return {"rows": rows, "seconds": round(took, 2), "mib": usage.ru_maxrss // 1024}
 
 
@@ -72,6 +76,8 @@ def run_all(
         while waiting or running:
             if end is not None and time.monotonic() > end:
                 waiting = []
+                if not running:
+                    break
             while waiting and len(running) < at_once:
                 name = waiting.pop(0)
                 child = Child(name, lambda name=name: rows_of(name), seconds, memory_gib)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .._C import Error
+from ..sharding import require_hooks
 from ..units import tensors_of
 from .case import MODES, OPTIMIZERS, RULES, STRATEGIES, Case, draw_case, parse_call, parse_case, smaller, without_specified_bits
 from .trained import Differs, Diverged, PlainFailed, Subject, Trainer
@@ -92,11 +93,13 @@ def prepare(subject: Subject) -> "list[str]":
     called: "list[str]" = []
     losses: "list[torch.Tensor]" = []
     facts: "list[dict]" = []
+    others: "set[nn.Module]" = set()
     for stream in range(2):
         torch.manual_seed(0)
         model = subject.make_model()
         if not isinstance(model, nn.Module):
             raise Error(f"[verify] make_model returned a {type(model).__name__}, and must return a torch.nn.Module")
+        require_hooks(model)
         witness, handles = Witness(model, subject.loss), note_calls(model, called)
         witness.watch()
         torch.manual_seed(stream)
@@ -107,7 +110,12 @@ def prepare(subject: Subject) -> "list[str]":
             raise Error("[verify] the loss must be one number that depends on the model's parameters")
         losses.append(value.detach())
         value.backward()
-        facts.append({name: repr(fact) for name, fact in {**seen, **witness.state()}.items()})
+        # What models share, such as an activation of a whole process, each of them may change.
+        parts = model.named_modules(remove_duplicate=False)
+        shared = tuple(f"attribute {name}." for name, each in parts if each in others)
+        state = {name: fact for name, fact in witness.state().items() if not name.startswith(shared)}
+        facts.append({name: repr(fact) for name, fact in {**seen, **state}.items()})
+        others.update(model.modules())
     if not bool(torch.isfinite(losses[0])):
         raise Error(f"[verify] the model's loss on the first batch is {losses[0].item()}, before any training")
     if not torch.equal(*losses):
@@ -130,7 +138,8 @@ def note_calls(model: nn.Module, called: "list[str]") -> list:
         if name and name not in called and next(module.parameters(), None) is not None and tensors_of(result):
             called.append(name)
 
-    return [module.register_forward_hook(note) for module in model.modules()]
+    # A scripted module runs without hooks, so it can be no unit.
+    return [each.register_forward_hook(note) for each in model.modules() if not isinstance(each, torch.jit.ScriptModule)]
 
 
 def sets_of_units(called: "list[str]", units: Optional[Iterable[str]], model: nn.Module) -> "list[str]":

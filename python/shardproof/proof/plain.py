@@ -73,7 +73,8 @@ def canonical_sum(terms: list, world: int):
     scaled = torch.stack([torch.round(term.double() * 2.0**44) for term in given])
     fits = scaled.abs().sum(0) < 2.0**62 / world  # false for NaN
     total = torch.where(fits, scaled, 0.0).to(torch.int64).sum(0)
-    return torch.where(fits, total.to(torch.float32) * 2.0**-44, math.nan)
+    dtype = torch.promote_types(given[0].dtype, torch.float32)
+    return torch.where(fits, total.to(dtype) * 2.0**-44, math.nan)
 
 
 class PlainRun:
