@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <fstream>
 #include <set>
-#include <span>
 
 #include "comm/owning_tensor.h"
 #include "shardproof/base/check.h"
@@ -63,18 +62,21 @@ bool differ(const Facts& a, const Facts& b, const std::string& name) {
 
 }  // namespace
 
-int64_t hash_of(const Facts& facts) {
-  return static_cast<int64_t>(hash_of(text_of(facts)));
+void require_same(Comm& comm, const Facts& facts, const std::string& where, const std::string& advice) {
+  const at::Tensor hashes = hashes_of(facts);
+  const CallLabel label("the check that all ranks run the same");
+  comm.all_reduce(hashes, Reduce::max).wait();
+  if (differ(hashes)) throw_difference(comm, facts, where, advice);
 }
 
-void require_same(Comm& comm, const Facts& facts, const std::string& where, const std::string& advice) {
-  const at::Tensor own = owning_tensor(std::vector<int64_t>{hash_of(facts)}),
-                   all = owning_tensor(std::vector<int64_t>(static_cast<size_t>(comm.size())));
-  const CallLabel label("the check that all ranks run the same");
-  comm.all_gather(all, own).wait();
-  const std::span hashes(all.const_data_ptr<int64_t>(), static_cast<size_t>(comm.size()));
-  if (std::ranges::any_of(hashes, [&](int64_t hash) { return hash != hashes[0]; }))
-    throw_difference(comm, facts, where, advice);
+at::Tensor hashes_of(const Facts& facts) {
+  const auto hash = static_cast<int64_t>(hash_of(text_of(facts)));
+  return owning_tensor(std::vector<int64_t>{hash, ~hash});
+}
+
+bool differ(const at::Tensor& hashes) {
+  const auto* const largest = hashes.const_data_ptr<int64_t>();
+  return largest[0] != ~largest[1];
 }
 
 void throw_difference(Comm& comm, const Facts& facts, const std::string& where, const std::string& advice) {

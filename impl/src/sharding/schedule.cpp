@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <span>
 
 #include "shardproof/base/check.h"
 
@@ -195,17 +194,14 @@ void Schedule::begin_comparison() {
   for (const Bucket* bucket : buckets_)
     for (size_t i = 0; i < bucket->views().size(); ++i)
       if (!bucket->views()[i].requires_grad()) facts_.emplace_back(bucket->layout().members()[i].name, "frozen");
-  hash_ = at::full({1}, hash_of(facts_), at::kLong);
-  hashes_ = at::empty({options_.compares->size()}, at::kLong);
-  comparison_ = options_.compares->all_gather(hashes_, hash_);
+  hashes_ = hashes_of(facts_);
+  comparison_ = options_.compares->all_reduce(hashes_, Reduce::max);
 }
 
 void Schedule::end_comparison() {
   if (!hashes_.defined()) return;
   comparison_.wait();
-  const at::Tensor all = std::exchange(hashes_, at::Tensor());
-  const std::span hashes(all.const_data_ptr<int64_t>(), static_cast<size_t>(all.numel()));
-  if (std::ranges::all_of(hashes, [&](int64_t hash) { return hash == hashes[0]; })) return;
+  if (!differ(std::exchange(hashes_, at::Tensor()))) return;
   throw_difference(*options_.compares, facts_, "schedule",
                    "All ranks take the same steps, each with as many microbatches, and freeze the same parameters");
 }

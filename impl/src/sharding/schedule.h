@@ -133,7 +133,7 @@ class Schedule final : public UnitEvents {
   bool is_microbatch_ = true;  // the backward under way
   int64_t reductions_ = 0;     // backwards of this step that reduced
   Facts facts_;                // of this rank's backward, while they are compared
-  at::Tensor hash_, hashes_;
+  at::Tensor hashes_;
   Work comparison_;
   Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out
   struct Waiting {

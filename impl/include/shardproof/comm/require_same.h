@@ -13,13 +13,15 @@ namespace shardproof {
 using Facts = std::vector<std::pair<std::string, std::string>>;
 
 // When ranks have other facts than rank 0, every rank throws an Error that names these ranks, and the first
-// such fact with its value on two of them. `where` and `advice` begin and end the message. Eight bytes from each rank where all
+// such fact with its value on two of them. `where` and `advice` begin and end the message. A maximum of two numbers where all
 // are the same. Collective.
 void require_same(Comm& comm, const Facts& facts, const std::string& where = "launch",
                   const std::string& advice = "Start all ranks alike");
-// The same where it is known already that facts differ: each of them has its hash from everybody. Collective.
+// The same where every rank knows already that facts differ. Collective.
 [[noreturn]] void throw_difference(Comm& comm, const Facts& facts, const std::string& where, const std::string& advice);
-int64_t hash_of(const Facts& facts);
+// The same in two steps: a maximum over ranks of the first's result, which the second looks at.
+at::Tensor hashes_of(const Facts& facts);
+bool differ(const at::Tensor& hashes);
 // A hash of the program's file and of this library's file. It tells builds apart.
 std::string program_hash();
 
