@@ -1,6 +1,6 @@
 # Tests of the data-parallel library; see shardproof_test in CMakeLists.txt.
 shardproof_test(NAME sharding_props LABEL train TORCH SOURCES sharding/sharding_props.cpp sharding/sharding_errors_props.cpp
-  sharding/strategies_props.cpp kit/toy_modules.cpp)
+  sharding/disagreement_props.cpp sharding/strategies_props.cpp kit/toy_modules.cpp)
 shardproof_test(NAME optimizer_props LABEL train TORCH SOURCES optim/optimizer_props.cpp optim/lr_schedule_props.cpp)
 shardproof_test(NAME ema_props LABEL train TORCH CASES 60 SOURCES optim/ema_props.cpp kit/drawn_sharding.cpp
   kit/toy_modules.cpp)

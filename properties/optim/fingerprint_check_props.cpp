@@ -175,12 +175,19 @@ TEST(FingerprintCheck, finds_padding_that_was_written) {
 
 namespace {
 
-// A rule that forgets to update.
-class Idle final : public UpdateRule {
+// A rule that forgets to update on rank 0.
+class IdleOnFirst final : public UpdateRule {
  public:
+  explicit IdleOnFirst(int64_t rank) : rank_(rank) {}
   std::vector<std::string> state_names() const override { return {}; }
-  std::vector<shardproof::Setting> settings() const override { return {{"lr", 0.1}}; }
-  void update(const Update&) const override {}
+  std::vector<shardproof::Setting> settings() const override { return rule_->settings(); }
+  void update(const Update& update) const override {
+    if (rank_ > 0) rule_->update(update);
+  }
+
+ private:
+  int64_t rank_;
+  std::shared_ptr<UpdateRule> rule_ = make_rule(SgdOptions{.lr = 0.1});
 };
 
 // A rule that forgets shards of one element.
@@ -199,10 +206,7 @@ class IdleForOne final : public UpdateRule {
 }  // namespace
 
 TEST(FingerprintCheck, finds_a_trained_shard_that_does_not_move) {
-  const auto rule = [](int64_t rank) -> std::shared_ptr<UpdateRule> {
-    if (rank == 0) return std::make_shared<Idle>();
-    return make_rule(SgdOptions{.lr = 0.1});
-  };
+  const auto rule = [](int64_t rank) { return std::make_shared<IdleOnFirst>(rank); };
   expect_says(found({.strategy = "zero3", .rule = rule}, [](const Rank&) {}),
               {"[fingerprint] step 1: on rank 0 neither ", " nor its optimizer state has moved"});
 }

@@ -19,6 +19,9 @@ void train_once(Sharded& sharded, toy::Net& net, int64_t salt, bool last = true)
   call(net, toy::data({4, 7}, salt)).square().sum().backward();
 }
 
+// Of fully_shard, whose ranks ask whether all run the same.
+bool of_set_up(const TraceRecord& record) { return record.call == "all_reduce(max, int64 x 2)"; }
+
 }  // namespace
 
 TEST(Sharding, a_unit_of_zero3_has_memory_only_while_it_runs) {
@@ -169,7 +172,8 @@ TEST(Sharding, collectives_of_a_step_are_those_the_layouts_ask_for) {
       optimizer.step();
     });
     std::map<std::string, int64_t> calls;
-    for (const auto& record : trace->of_rank(0)) ++calls[record.op];
+    for (const auto& record : trace->of_rank(0))
+      if (!of_set_up(record)) ++calls[record.op];
     EXPECT_EQ(calls["all_gather"], expected.gathers) << expected.strategy;
     EXPECT_EQ(calls["reduce_scatter"], expected.reduce_scatters) << expected.strategy;
     EXPECT_EQ(calls["all_reduce"], expected.all_reduces) << expected.strategy;

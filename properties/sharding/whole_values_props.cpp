@@ -181,6 +181,8 @@ TEST(WholeValues, are_refused_inside_a_backward) {
                                                         [&] { optimizer.gather_state("momentum_buffer"); },
                                                         [&] { optimizer.write_state("momentum_buffer", {}); }};
       for (const auto& act : calls) expect_error(act, {"inside a backward (rank ", "call it after"});
+      expect_error([&] { sharded.zero_gradients(); }, {"zero_gradients inside a backward (rank "});
+      expect_error([&] { sharded.skip_step(); }, {"skip_step inside a backward (rank "});
       ++asked;
       return gradient;
     });

@@ -50,7 +50,7 @@ _HOMES = {
         "vocab_parallel_cross_entropy",
     ),
     "proof": ("ProofFailed", "Report", "verify"),
-    "ranks": ("Comm", "MeshComm", "comm_of", "run_mpi", "run_threads"),
+    "ranks": ("Comm", "MeshComm", "comm_of", "run_mpi", "run_threads", "seeded"),
     "sharded": ("Piece", "Sharded", "UnitHandle", "sharded_of"),
     "sharding": ("fully_shard", "transfer"),
     "units": ("Dropout", "Precision", "Unit", "random_stream"),

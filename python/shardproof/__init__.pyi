@@ -51,6 +51,7 @@ from .parallel import (
 )
 from .proof import ProofFailed as ProofFailed, Report as Report, verify as verify
 from .ranks import Comm as Comm, MeshComm as MeshComm, comm_of as comm_of, run_mpi as run_mpi, run_threads as run_threads
+from .ranks import seeded as seeded
 from .sharded import Piece as Piece, Sharded as Sharded, UnitHandle as UnitHandle, sharded_of as sharded_of
 from .sharding import fully_shard as fully_shard, transfer as transfer
 from .units import Dropout as Dropout, Precision as Precision, Unit as Unit, random_stream as random_stream

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import weakref
+import zlib
 from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
@@ -237,19 +240,28 @@ class ShardParameters:
         self.sharded = sharded
         self.pieces: "list[tuple[str, int, nn.Parameter]]" = []
         for piece in sharded.main_parameters():
-            parameter = nn.Parameter(piece.data, requires_grad=True)
+            is_whole = piece.data.numel() == math.prod(piece.shape)
+            parameter = nn.Parameter(piece.data.view(piece.shape or (1,)) if is_whole else piece.data, requires_grad=True)
             self.pieces.append((piece.name, piece.begin, parameter))
 
     def of(self, names: Iterable[str]) -> "list[nn.Parameter]":
         wanted = set(names)
         return [parameter for name, _, parameter in self.pieces if name in wanted]
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = {(piece.name, piece.begin): piece.data for piece in self.sharded.gradients()}
         trained = {name for name, value in self.sharded.module.named_parameters() if value.requires_grad}
         for name, begin, parameter in self.pieces:
-            parameter.grad = gradients.get((name, begin))
-            if parameter.grad is None and name in trained:
+            gradient = gradients.get((name, begin))
+            parameter.grad = None if gradient is None else gradient.view(parameter.shape)
+            if gradient is None and name in trained:
+                last = self.sharded._stepped
+                if last is not None and last[0]() not in (None, optimizer) and last[1] == self.sharded.step:
+                    raise _C.Error(
+                        f"[optimizer] rank {self.sharded.rank}: the step of {type(last[0]()).__name__} has ended the step "
+                        f"of the whole model, and {type(optimizer).__name__} is another optimizer of it. Make one optimizer of "
+                        "all parameters that train, with a group for each part: [{'params': a.parameters()}, {'params': ...}]"
+                    )
                 raise _C.Error(
                     f"[optimizer] rank {self.sharded.rank}, step {self.sharded.step + 1}: parameter {name} has no gradient. "
                     "Run the last backward of the step with set_last_microbatch(True) and set_gradient_sync(True) "
@@ -261,24 +273,54 @@ class ShardParameters:
             parameter.grad = None
 
 
-_WHOLE = {"Muon", "Shampoo", "LBFGS", "SparseAdam", "Adafactor"}
+def _updates_alike(kind: type, settings: dict, flat: bool) -> bool:
+    """Whether a trial updates two tensors alike together and each alone; with `flat`, in flat pieces, as those of ranks."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(scale: float) -> "list[torch.Tensor]":
+        return [scale * torch.randn(size, dtype=torch.float64, generator=generator) for size in ((4, 3), (3, 2))]
+
+    values, gradients = drawn(1), [drawn(scale) for scale in (1, 1000, 1, 0.001, 1, 1)]
+
+    def changes(chosen: "Callable[[list[torch.Tensor]], list[torch.Tensor]]") -> torch.Tensor:
+        parameters = [nn.Parameter(each.clone()) for each in chosen(values)]
+        optimizer = kind(parameters, **settings)
+        for each in gradients:
+            for parameter, gradient in zip(parameters, chosen(each)):
+                parameter.grad = gradient.clone()
+            bare_step(kind)(optimizer)
+        return torch.cat([(new - old).flatten() for new, old in zip(parameters, chosen(values))])
+
+    pieces = [lambda t: [t[0].flatten()[:5]], lambda t: [t[0].flatten()[5:]], lambda t: [t[1].flatten()]]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            together = changes(lambda tensors: tensors)
+        except Exception:  # it says why when it is made, or at its step
+            return True
+        try:
+            alone = torch.cat([changes(each) for each in (pieces if flat else [lambda t: t[:1], lambda t: t[1:]])])
+        except Exception:  # it takes no such tensors
+            return False
+    return torch.allclose(together, alone, rtol=1e-6, atol=1e-6 * float(together.abs().amax()), equal_nan=True)
 
 
-def _updates_elements(kind: type, settings: dict) -> bool:
-    """Whether elements have the same update together and one by one."""
-
-    def updated(values: "list[float]", gradients: "list[float]") -> torch.Tensor:
-        parameter = nn.Parameter(torch.tensor(values))
-        parameter.grad = torch.tensor(gradients)
-        with torch.no_grad():
-            bare_step(kind)(kind([parameter], **settings))
-        return parameter.detach()
-
-    try:
-        together = updated([0.5, -2.0], [0.1, 3.0])
-        return torch.allclose(together, torch.cat([updated([0.5], [0.1]), updated([-2.0], [3.0])]), equal_nan=True)
-    except Exception:  # noqa: BLE001  it says so when it is made, or at its step
-        return True
+def _require_fits(kind: type, settings: dict, sharded: Sharded) -> None:
+    """Refuse a class that needs more of a parameter, or of the model, than each rank has."""
+    held = sharded.native.held_as()
+    what = ""
+    if issubclass(kind, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        what = "needs whole parameters, and its closure several times a step or sparse gradients. Use another class"
+    elif held == "model":
+        return
+    elif held == "tensor" and not _updates_alike(kind, settings, flat=False):
+        what = "needs all parameters together, and a rank holds some of them. Use strategy='ddp', which keeps all on every rank"
+    elif held == "element" and not _updates_alike(kind, settings, flat=True):
+        what = (
+            "needs whole parameters, e.g. for their norms, and a rank holds parts of them. Call fully_shard with "
+            "granularity='tensor', so that each parameter lies whole on one rank; for Muon there is shardproof.muon"
+        )
+    if what:
+        raise _C.Error(f"[optimizer] {kind.__name__} {what}")
 
 
 def parameters_in(given: Any) -> list:
@@ -287,13 +329,19 @@ def parameters_in(given: Any) -> list:
     return [each[1] if isinstance(each, tuple) else each for each in listed]
 
 
+def _numbers_of(group: dict) -> str:
+    """A group's settings that are numbers: all ranks have the same."""
+    return " ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, (bool, int, float, tuple)))
+
+
 def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = None, **settings: Any) -> torch.optim.Optimizer:
     """An optimizer of torch.optim on the shards of a model, with the bits that it has on the plain model.
 
     Parameters
     ----------
     kind : type
-        A class of torch.optim that updates each element by itself, such as AdamW, Adam, SGD or RMSprop.
+        A class of torch.optim that updates each element by itself, such as AdamW, Adam, SGD or RMSprop. After
+        ``fully_shard(granularity="tensor")`` also one that needs whole parameters, such as Muon or a class of your own.
     sharded : Sharded
         The model.
     params : iterable, optional
@@ -306,11 +354,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
     torch.optim.Optimizer
         An instance of ``kind``. Its ``step`` is collective, and learning-rate schedulers of torch take it.
     """
-    if any(each.__name__ in _WHOLE for each in kind.__mro__) or not _updates_elements(kind, settings):
-        raise _C.Error(
-            f"[optimizer] {kind.__name__} needs whole parameters or their norms, and a rank holds parts of them. Use an "
-            "optimizer that updates element by element, or shardproof.muon"
-        )
+    _require_fits(kind, settings, sharded)
     shards = ShardParameters(sharded)
     names = {id(value): name for name, value in reversed(list(sharded.module.named_parameters(remove_duplicate=False)))}
     every = list(sharded.module.parameters())
@@ -329,7 +373,8 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
         plain.update(own)
         names_of_groups.append([names[id(parameter)] for parameter in given])
         # torch refuses an empty group, and a rank may hold nothing of one
-        return [*shards.of(names_of_groups[-1]), *own.values()] or [nn.Parameter(torch.empty(0))]
+        dims = max(1, given[0].dim()) if given else 1
+        return [*shards.of(names_of_groups[-1]), *own.values()] or [nn.Parameter(torch.empty([0] * dims))]
 
     if params is None:
         groups: list = [{"params": shard(parameter for parameter in every if id(parameter) not in sharded._ignored)}]
@@ -342,6 +387,7 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
         )
 
     update = bare_step(kind)
+    members = f"{kind.__name__} of parameters {zlib.crc32(repr(names_of_groups).encode()):08x}"
 
     class OnShards(kind):  # type: ignore[misc, valid-type]
         @torch.no_grad()
@@ -351,9 +397,10 @@ def torch_optimizer(kind: type, sharded: Sharded, params: Optional[Iterable] = N
                 with torch.enable_grad():
                     loss = closure()
             sharded.native.begin_foreign_step(f"{kind.__name__}.step")
-            shards.take_gradients()
+            shards.take_gradients(self)
             update(self)
-            sharded.native.finish_foreign_step()
+            sharded.native.finish_foreign_step(" | ".join([members, *map(_numbers_of, self.param_groups)]))
+            sharded._stepped = (weakref.ref(self), sharded.step)
             shards.drop_gradients()
             return loss
 

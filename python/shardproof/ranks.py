@@ -5,12 +5,64 @@ from __future__ import annotations
 from typing import Any, Callable, Optional, Union
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _C
 from .interruptible import Interruptible
 
 Comm = _C.Comm
 MeshComm = _C.MeshComm
+
+
+class seeded(TorchDispatchMode):
+    """Within, torch draws what it draws after ``torch.manual_seed(seed)``, on this thread alone.
+
+    Ranks that are threads share torch's own generator: what one of them seeds, another may have drawn from before it draws
+    itself.
+
+    Examples
+    --------
+    >>> def body(comm):
+    ...     with shardproof.seeded(0):
+    ...         model, data = Net(), torch.randn(8, 4)
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed = seed
+        self.generators: "dict[torch.device, torch.Generator]" = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Optional[dict] = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        first = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        device = torch.device(kwargs.get("device") or ("cpu" if first is None else first.device))
+        if device.type == "meta":
+            return func(*args, **kwargs)
+        return _taking_generator(func)(*args, **{**kwargs, "generator": self.generator(device)})
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        known = self.generators.get(device)
+        if known is None:
+            known = self.generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return known
+
+
+def _taking_generator(func: Any) -> Any:
+    """The overload of an operator that takes a generator beside what this one takes."""
+
+    def names(overload: Any) -> "list[str]":
+        return [argument.name for argument in overload._schema.arguments]
+
+    own = [name for name in names(func) if name != "generator"]
+    for overload in (func, *(getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())):
+        if "generator" in names(overload) and [name for name in names(overload) if name != "generator"] == own:
+            return overload
+    raise _C.Error(
+        f"[seeded] {func} takes no generator, so ranks that are threads would share its numbers. Within seeded, draw by an "
+        "operator that takes one, such as torch.rand"
+    )
 
 
 def use_cuda() -> None:

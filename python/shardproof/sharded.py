@@ -45,6 +45,7 @@ class Sharded:
     ):
         self.module = module
         self._native = native
+        self._stepped: "Optional[tuple]" = None  # the optimizer of torch.optim that made the last step, and the steps since
         self._ignored = {id(parameter) for parameter in plain}
         for parameter in module.parameters():
             if id(parameter) not in self._ignored:

@@ -71,15 +71,15 @@ class TorchState:
     def for_load(self) -> _C.ForeignOptimizer:
         """What a load is to fill."""
         names = []
-        for group in self.optimizer.param_groups:
-            state = self._after_a_step(group)
+        for group, of_group in zip(self.optimizer.param_groups, self.groups):
+            state = self._after_a_step(group, of_group)
             names.append(([n for n in state if not _is_number(state[n])], [n for n in state if _is_number(state[n])]))
         return self._foreign(names)
 
     def take(self, loaded: _C.ForeignOptimizer) -> None:
         """Put into the optimizer what was loaded."""
         for group, names in zip(self.optimizer.param_groups, self.groups):
-            model = self._after_a_step(group)
+            model = self._after_a_step(group, names)
             for name in filter(loaded.is_restored, names):
                 tensors, scalars = loaded.state(name)
                 numbers = {what: (value, model[what]) for what, value in scalars.items()}
@@ -131,10 +131,11 @@ class TorchState:
             tensors[what] = flat[0] if len(flat) == 1 else torch.cat(flat)
         return tensors, scalars
 
-    def _after_a_step(self, group: dict) -> dict:
-        """What the optimizer holds of a parameter of this group after one step: of one with two elements."""
+    def _after_a_step(self, group: dict, names: "list[str]") -> dict:
+        """What the optimizer holds of a parameter of this group after one step: of a small one with as many dims."""
+        dims = self.sharded.module.get_parameter(names[0]).dim() if names else 1
         like = next((piece for pieces in self.pieces.values() for piece in pieces), torch.empty(0))
-        parameter = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+        parameter = nn.Parameter(torch.zeros([2] * max(1, dims), dtype=like.dtype, device=like.device))
         parameter.grad = torch.zeros_like(parameter)
         settings = {name: _copied(value) for name, value in group.items() if name != "params"}
         alone = self.kind([{**settings, "params": [parameter]}], **self.settings)

@@ -4,6 +4,7 @@
 #include "held.h"
 #include "options.h"
 #include "shardproof/base/check.h"
+#include "shardproof/sharding/note.h"
 
 namespace shardproof::python {
 namespace {
@@ -41,7 +42,8 @@ UnlockedPtr<ShardedMirror> shard(std::shared_ptr<Mirror> mirror, std::shared_ptr
 }
 
 // The optimizer's step was somebody else's: parameters follow the main ones, gradients are forgotten.
-void finish_foreign_step(ShardedMirror& held) {
+void finish_foreign_step(ShardedMirror& held, const std::string& done) {
+  note(held.sharded, done);
   held.sharded.main_parameters_changed();
   held.sharded.skip_step();
 }
@@ -50,6 +52,20 @@ void finish_foreign_step(ShardedMirror& held) {
 void begin_foreign_step(ShardedMirror& held, const std::string& who) {
   held.sharded.main_parameters_will_change(who.c_str());
   if (held.side_by_side) held.comms->world().barrier().wait();
+}
+
+// Of what an optimizer works on: "model" where every rank has all of it, "tensor" where each parameter that a rank has is
+// whole, and "element" where some rank has a part of one.
+std::string held_as(ShardedMirror& held) {
+  bool has_all = true;
+  for (const auto& [name, parameter] : held.sharded.placements())
+    for (int64_t rank = 0; rank < parameter.state.mesh.size(); ++rank) {
+      const int64_t own = owned_numel(parameter.shape, parameter.state.mesh, parameter.state.layout, rank);
+      const bool is_whole = own == numel(parameter.shape);
+      if (!is_whole && own > 0) return "element";
+      has_all &= is_whole;
+    }
+  return has_all ? "model" : "tensor";
 }
 
 py::dict bytes_of(const MemoryBytes& bytes) {
@@ -135,7 +151,8 @@ void bind_sharded(py::module_& module) {
       .def(
           "main_parameters_changed", [](Held& held) { held.sharded.main_parameters_changed(); }, Unlocked())
       .def("begin_foreign_step", &begin_foreign_step, py::arg("who"), Unlocked())
-      .def("finish_foreign_step", &finish_foreign_step, Unlocked())
+      .def("finish_foreign_step", &finish_foreign_step, py::arg("done"), Unlocked())
+      .def("held_as", &held_as)
       .def(
           "gather_parameters", [](Held& held) { return held.sharded.gather_parameters(); }, Unlocked())
       .def(

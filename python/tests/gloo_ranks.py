@@ -9,14 +9,15 @@ sys.path[:0] = [HERE, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+import disagreeing  # noqa: E402
 import peer_ranks  # noqa: E402
 import shardproof  # noqa: E402
 from models import Block, Net, assert_same_bits, batch, loss_of, train_plain  # noqa: E402
 
 
 def net():
-    torch.manual_seed(0)
-    return Net()
+    with shardproof.seeded(0):
+        return Net()
 
 
 def train():
@@ -117,6 +118,10 @@ def made_groups_of_a_part():
     made = groups_made()
     assert made and all(dist.get_rank() in ranks and set(ranks) <= {1, 2, 3} for ranks in made), made
     assert [1, 2, 3] in made, made
+
+
+def disagree(name):
+    disagreeing.run(name, shardproof.comm_of())
 
 
 def refused_groups():

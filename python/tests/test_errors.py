@@ -137,8 +137,8 @@ def test_random_operators_in_a_recomputed_unit_are_refused_and_ours_is_replayed(
 
     def gradient(recompute):
         def body(comm):
-            torch.manual_seed(0)
-            model = Around(shardproof.Dropout(0.5))
+            with shardproof.seeded(0):
+                model = Around(shardproof.Dropout(0.5))
             sharded = shardproof.fully_shard(model, comm, units=[shardproof.Unit(Drops, recompute=recompute)])
             shardproof.random_stream(5)
             model(torch.ones(4, 5)).square().sum().backward()

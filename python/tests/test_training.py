@@ -272,8 +272,8 @@ def test_a_state_dict_of_the_plain_model_can_be_loaded():
     source = Net()
 
     def body(comm):
-        torch.manual_seed(comm.rank)
-        model = Net()
+        with shardproof.seeded(comm.rank):
+            model = Net()
         sharded = shardproof.fully_shard(model, comm, units=[Block])
         sharded.load_state_dict(source.state_dict())
         with pytest.raises(shardproof.Error, match="Missing key"):
@@ -322,10 +322,11 @@ def test_ignored_parameters_stay_plain_and_keep_their_gradient():
 
 def test_rank_0s_values_become_everybodys():
     def body(comm):
-        torch.manual_seed(comm.rank)
-        return shardproof.fully_shard(Net(), comm, units=[Block]).gather()
+        with shardproof.seeded(comm.rank):
+            model = Net()
+        return shardproof.fully_shard(model, comm, units=[Block]).gather()
 
-    first, second = shardproof.run_threads(2, body, schedule="serial")
+    first, second = shardproof.run_threads(2, body)
     assert_same_bits(second, first)
 
 

@@ -14,9 +14,9 @@ import shardproof
 
 
 def sharded_net(comm, mesh=None, strategy="zero3", seed=0, **options):
-    torch.manual_seed(seed)
-    with_options = dict(mesh=mesh, strategy=strategy, units=[Block], **options)
-    return shardproof.fully_shard(Net(), comm, **with_options)
+    with shardproof.seeded(seed):
+        model = Net()
+    return shardproof.fully_shard(model, comm, mesh=mesh, strategy=strategy, units=[Block], **options)
 
 
 def test_the_check_of_replicas_names_the_tensor_that_one_rank_changed():
@@ -108,7 +108,6 @@ def test_one_model_fills_another_on_other_ranks_and_on_another_mesh():
         shardproof.transfer(trained, other, bytes_at_once=256)
         assert_same_bits(other.gather_main_parameters(), wanted, "from zero3 to hsdp")
         narrow = Net(width=8)
-        torch.manual_seed(2)
         with pytest.raises(shardproof.Error, match="has shape .* in the model to transfer from"):
             shardproof.transfer(trained, shardproof.fully_shard(narrow, comm, mesh="dp_shard=4"))
 
@@ -120,8 +119,8 @@ def test_a_trainer_fills_a_model_that_is_cut_by_tensor_parallelism():
 
     def body(comm):
         trained = sharded_net(comm, "dp_shard=2")
-        torch.manual_seed(1)
-        serving = Net()
+        with shardproof.seeded(1):
+            serving = Net()
         comms = shardproof.MeshComm(comm, "dp_shard=1,tp=2")
         parallel = shardproof.parallelize(serving, comms, plan=plan)
         cut = shardproof.fully_shard(serving, comms, strategy="ddp")

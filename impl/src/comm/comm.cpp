@@ -131,16 +131,22 @@ void copy_alone(const Call& call) {
   if (call.finish.factor != 1) output.mul_(call.finish.factor);
 }
 
-thread_local std::string_view label;
+thread_local std::string_view label, occasion;
 
 }  // namespace
 
-CallLabel::CallLabel(std::string_view text) : outer_(std::exchange(label, text)) {}
+CallLabel::CallLabel(std::string_view text, std::string_view which)
+    : outer_(std::exchange(label, text)), outer_occasion_(std::exchange(occasion, which)) {}
 CallLabel::~CallLabel() {
   label = outer_;
+  occasion = outer_occasion_;
 }
 std::string_view CallLabel::current() {
   return label;
+}
+std::string CallLabel::purpose() {
+  std::string text(occasion);
+  return text.append(text.empty() ? "" : ", ").append(label);
 }
 
 const char* to_string(Reduce op) {

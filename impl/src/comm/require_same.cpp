@@ -2,13 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
-#include <cstring>
+#include <algorithm>
 #include <fstream>
 #include <set>
 
 #include "comm/owning_tensor.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
 #include "testing/base/call_label.h"
 
 namespace shardproof {
@@ -19,39 +21,82 @@ uint64_t hash_of(const std::string& bytes, uint64_t hash = 0xcbf29ce484222325) {
   return hash;
 }
 
-// A value's hash and its beginning, so that long ones differ as well.
-struct Fact {
-  uint64_t hash = 0;
-  char text[184] = {};
-};
+// Separators of ASCII, which no name or value has.
+constexpr char kNameEnd = '\x1f', kFactEnd = '\x1e';
 
-std::string shown(const Fact& fact) {
-  const std::string text(fact.text, ::strnlen(fact.text, sizeof fact.text));
-  return fmt::format("'{}'{}", text, text.size() + 1 == sizeof fact.text ? fmt::format("... ({:016x})", fact.hash) : "");
+std::string text_of(const Facts& facts) {
+  std::string text;
+  for (const auto& [name, value] : facts) text += name + kNameEnd + value + kFactEnd;
+  return text;
+}
+
+Facts facts_in(const std::string& text) {
+  Facts facts;
+  for (size_t at = 0; at < text.size();) {
+    const size_t name_end = text.find(kNameEnd, at), end = text.find(kFactEnd, name_end);
+    facts.emplace_back(text.substr(at, name_end - at), text.substr(name_end + 1, end - name_end - 1));
+    at = end + 1;
+  }
+  return facts;
+}
+
+// Long values are shown by where they begin to differ.
+std::string shown(const std::string* value, const std::string* other) {
+  constexpr size_t kShown = 240;
+  if (!value) return "not there";
+  if (value->size() <= kShown || !other) return "'" + value->substr(0, kShown) + "'";
+  const auto differs = std::ranges::mismatch(*value, *other).in1 - value->begin();
+  const size_t begin = static_cast<size_t>(differs) < kShown / 2 ? 0 : static_cast<size_t>(differs) - kShown / 2;
+  return fmt::format("'{}{}...'", begin == 0 ? "" : "...", value->substr(begin, kShown));
+}
+
+const std::string* find(const Facts& facts, const std::string& name) {
+  const auto found = std::ranges::find(facts, name, &std::pair<std::string, std::string>::first);
+  return found == facts.end() ? nullptr : &found->second;
+}
+
+bool differ(const Facts& a, const Facts& b, const std::string& name) {
+  const std::string *one = find(a, name), *other = find(b, name);
+  return one && other ? *one != *other : one != other;
 }
 
 }  // namespace
 
-void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts) {
-  const auto bytes = static_cast<int64_t>(facts.size() * sizeof(Fact));
-  const at::Tensor own = owning_tensor(std::vector<uint8_t>(static_cast<size_t>(bytes))),
-                   gathered = owning_tensor(std::vector<uint8_t>(static_cast<size_t>(comm.size() * bytes)));
-  auto* const mine = static_cast<Fact*>(own.mutable_data_ptr());
-  const auto* const all = static_cast<const Fact*>(gathered.const_data_ptr());
-  for (size_t i = 0; i < facts.size(); ++i) {
-    mine[i].hash = hash_of(facts[i].second);
-    facts[i].second.copy(mine[i].text, sizeof mine[i].text - 1);
-  }
-  const CallLabel label("the check that all ranks are of one job");
-  comm.all_gather(gathered, own).wait();
-  for (size_t i = 0; i < facts.size(); ++i)
-    for (int64_t rank = 1; rank < comm.size(); ++rank) {
-      const Fact& first = all[i];
-      const Fact& other = all[static_cast<size_t>(rank) * facts.size() + i];
-      SHARD_REQUIRE(first.hash == other.hash, "launch",
-                    "ranks 0 and {} do not run the same: the {} is {} on rank 0 and {} on rank {}. Start all ranks alike", rank,
-                    facts[i].first, shown(first), shown(other), rank);
-    }
+void require_same(Comm& comm, const Facts& facts, const std::string& where, const std::string& advice) {
+  const at::Tensor hashes = hashes_of(facts);
+  const CallLabel label("the check that all ranks run the same");
+  comm.all_reduce(hashes, Reduce::max).wait();
+  if (differ(hashes)) throw_difference(comm, facts, where, advice);
+}
+
+at::Tensor hashes_of(const Facts& facts) {
+  const auto hash = static_cast<int64_t>(hash_of(text_of(facts)));
+  return owning_tensor(std::vector<int64_t>{hash, ~hash});
+}
+
+bool differ(const at::Tensor& hashes) {
+  const auto* const largest = hashes.const_data_ptr<int64_t>();
+  return largest[0] != ~largest[1];
+}
+
+void throw_difference(Comm& comm, const Facts& facts, const std::string& where, const std::string& advice) {
+  std::vector<Facts> all;
+  for (const std::string& text : gather_texts(comm, text_of(facts))) all.push_back(facts_in(text));
+  const auto other = std::ranges::find_if(all, [&](const Facts& theirs) { return theirs != all[0]; });
+  SHARD_CHECK(other != all.end(), "comm", "facts have other hashes and are the same on all {} ranks", all.size());
+  const auto differs = [&](const auto& each) { return differ(all[0], *other, each.first); };
+  const auto mine = std::ranges::find_if(all[0], differs), theirs = std::ranges::find_if(*other, differs);
+  const bool is_mine = mine != all[0].end() && mine - all[0].begin() <= theirs - other->begin();  // the first says most
+  const auto fact = is_mine ? mine : theirs;
+  SHARD_CHECK(is_mine || theirs != other->end(), "comm", "rank {} has the facts of rank 0 in another order",
+              other - all.begin());
+  std::vector<size_t> ranks;
+  for (size_t rank = 1; rank < all.size(); ++rank)
+    if (differ(all[0], all[rank], fact->first)) ranks.push_back(rank);
+  const std::string *first = find(all[0], fact->first), *second = find(*other, fact->first);
+  throw Error(fmt::format("[{}] ranks 0 and {} do not run the same: the {} is {} on rank 0 and {} on rank {}. {}", where,
+                          fmt::join(ranks, ", "), fact->first, shown(first, second), shown(second, first), other - all.begin(),
+                          advice));
 }
 
 std::string program_hash() {

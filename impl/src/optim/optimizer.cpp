@@ -1,8 +1,11 @@
 #include "shardproof/optim/optimizer.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Type.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <typeinfo>
 
 #include "parallel/tensor/parallel_state.h"
 #include "sharding/sharded_impl.h"
@@ -71,6 +74,26 @@ void update_joined(const Sharded::Impl& state, const BucketParameter& member, co
   for (size_t i = 0; i < held.size(); ++i) keep(own.state[i], held[i]);
 }
 
+// "SgdRule lr=0.1 momentum=0.9 times 0.5": rules, settings and factors of all groups, which other ranks have alike.
+std::string described(const std::vector<ParameterGroup>& groups, double lr_factor) {
+  std::string text;
+  const auto add = [&](const std::string& name, const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (!std::is_same_v<Value, std::monostate>)
+      if (value != Value()) text += fmt::format(" {}={}", name, value);
+  };
+  for (const ParameterGroup& group : groups) {
+    const UpdateRule& rule = *group.rule;
+    const std::string kind = c10::demangle(typeid(rule).name());
+    text += (text.empty() ? "" : " | ") + kind.substr(kind.rfind(':') + 1);
+    for (const auto& [name, setting] : rule.settings())
+      std::visit([&, of = name](const auto& value) { add(of, value); }, setting);
+    add("lr_factor", lr_factor * group.lr_factor);
+    add("decay_factor", group.decay_factor);
+  }
+  return text;
+}
+
 }  // namespace
 
 Optimizer::Optimizer(Sharded& sharded, std::shared_ptr<UpdateRule> rule)
@@ -121,6 +144,11 @@ void Optimizer::step() {
   state->finish_reads();
   for (const auto& begin : state->before_update) begin();
   const std::vector<Bucket*>& buckets = schedule.buckets();
+  size_t placed = 0;  // which group has which parameter, as a number
+  for (const std::vector<Held>& bucket : held_)
+    for (const Held& held : bucket) placed = placed * 31 + static_cast<size_t>(held.group) + 1;
+  schedule.note(fmt::format("{}{}", described(groups_, lr_factor_),
+                            groups_.size() == 1 ? "" : fmt::format(" | parameters by group {:x}", placed)));
   for (size_t b = 0; b < buckets.size(); ++b) {
     if (!buckets[b]->gradient.final()) continue;
     buckets[b]->parameters.begin_update();

@@ -169,11 +169,13 @@ void BucketGradient::fill_missing() {
 }
 
 void BucketGradient::start_reduce(bool last, const std::string& where) {
-  const CallLabel label(label_);
   SHARD_CHECK(complete() && produced_.defined(), "bucket", "{}: a reduce of {} needs every gradient, {} are missing", label_,
               first_name(), missing_);
-  for (size_t i = 0; i < views_.size(); ++i)  // frozen ones beside trained ones
-    if (!holds_[i]) produced(static_cast<int64_t>(i)).zero_();
+  std::string frozen;
+  for (size_t i = 0; i < views_.size(); ++i) {
+    if (!holds_[i]) produced(static_cast<int64_t>(i)).zero_();  // frozen ones beside trained ones
+    if (!views_[i].requires_grad()) frozen += (frozen.empty() ? " without " : " and ") + layout_.members()[i].name;
+  }
   where_ = where;
   const bool look_in_sum = suspicious_ && leaves_it_to_the_sum();
   if (suspicious_ && rules_.check_gradients && !look_in_sum) check_terms(produced_);
@@ -183,6 +185,8 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
     holds_.assign(holds_.size(), true);
     return;
   }
+  occasion_ = occasion(fmt::format("reduction {}{}{}", ++reductions_, last ? ", the last," : "", frozen));
+  const CallLabel label(label_, occasion_);
   if (path.empty() && rules_.divide_before != 1) divide_by(produced_, rules_.divide_before);
   // Whether the last sum is the final gradient, to which nothing is added.
   const bool is_result = last && !accumulated_.defined() && (layout_.reduce().empty() || layout_.reduce_last().empty());
@@ -196,7 +200,7 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
 }
 
 bool BucketGradient::advance_reduce(bool checks) {
-  const CallLabel label(label_);
+  const CallLabel label(label_, occasion_);
   if (!reducing()) return false;
   if (reduction_) end_sum(checks);
   if (reduction_ && reduction_->start_next()) return true;
@@ -309,6 +313,7 @@ void BucketGradient::adopt(at::Tensor gradient) {
 
 void BucketGradient::zero_gradients() {
   enter(GradientState::empty);
+  reductions_ = 0;
   is_outer_ = false;
   produced_.reset();
   accumulated_.reset();

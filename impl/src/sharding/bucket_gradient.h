@@ -110,6 +110,8 @@ class BucketGradient : private BucketPart {
   bool suspicious_ = false;      // produced_ may hold something that is not finite or too large
   bool sums_find_bad_terms_ = false;  // the first sum can look for them (Reduction::finds_bad_terms)
   std::string where_;                 // the reduction's rank and step, for messages
+  std::string occasion_;              // what its sums are for, for other ranks
+  int64_t reductions_ = 0;            // in this step
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
   at::Tensor produced_, accumulated_, gradient_;
   at::Tensor own_;                      // registered memory for produced_; undefined where there is none

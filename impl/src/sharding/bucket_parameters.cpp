@@ -135,8 +135,10 @@ int64_t BucketParameters::compute_bytes() const {
 }
 
 void BucketParameters::begin_update() {
-  const CallLabel label(label_);
-  if (side_by_side()) comms_->along(layout_.unshard().axes).barrier().wait();
+  if (!side_by_side()) return;
+  const std::string which = occasion("update");
+  const CallLabel label(label_, which);
+  comms_->along(layout_.unshard().axes).barrier().wait();
 }
 
 int64_t BucketParameters::versions() const {
@@ -168,7 +170,8 @@ void BucketParameters::require_own() const {
 void BucketParameters::start_unshard() {
   if (residency_ != Residency::sharded && residency_ != Residency::kept) return;
   require_own();
-  const CallLabel label(label_);
+  const std::string which = frees_compute() || side_by_side() ? occasion("gather") : "";
+  const CallLabel label(label_, which);
   if (frees_compute()) await_updated();
   residency_ = Residency::gathering;
   if (side_by_side() && std::exchange(neighbours_write_, false)) {
@@ -293,11 +296,12 @@ void BucketParameters::mark_changed() {
 }
 
 void BucketParameters::all_gather_updated(bool is_rounded) {
-  const CallLabel label(label_);
   at::NoGradGuard no_grad;
   await_updated();
   write_own_part(is_rounded);
   if (layout_.all_gather_updated().step == Step::all_gather) {
+    const std::string which = occasion("gather after the update");
+    const CallLabel label(label_, which);
     update_work_ = comms_->along(layout_.all_gather_updated().axes).all_gather(parameter_, own_part());
     updates_ = true;
   }

@@ -11,6 +11,10 @@ at::TensorOptions BucketPart::options(at::ScalarType dtype) const {
   return at::TensorOptions(dtype).device(memory_->device());
 }
 
+std::string BucketPart::occasion(std::string_view what) const {
+  return fmt::format("step {}, {} of {}{}", progress_->steps + 1, what, first_name(), progress_->last);
+}
+
 void BucketPart::check_padding(const LocalView& view, const at::Tensor& local, const char* what) const {
   if (!rules_.check_gradients && !local.is_cpu()) return;  // the host would wait for the device's answer
   for (const Interval& padding : view.padding)

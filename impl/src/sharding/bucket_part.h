@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sharding/bucket_layout.h"
@@ -14,6 +15,12 @@
 #include "testing/device/host_transfers.h"
 
 namespace shardproof {
+
+// Where the run is, which all ranks must agree on: a part of what each collective of a bucket says it is for (CallLabel).
+struct Progress {
+  int64_t steps = 0;  // that are over
+  std::string last;   // what was done in the last of them, e.g. " after clip_gradients(1, 2); AdamW(lr=0.1)"
+};
 
 // What a bucket is made from. It does not change afterwards.
 struct BucketContext {
@@ -25,6 +32,7 @@ struct BucketContext {
   std::shared_ptr<MemoryLedger> memory;
   std::shared_ptr<HostTransfers> transfers;  // serves all buckets of a rank
   BucketRules rules;
+  std::shared_ptr<const Progress> progress;
 };
 
 // One half of a bucket. The context outlives it.
@@ -37,11 +45,14 @@ class BucketPart {
         comms_(context.comms),
         memory_(context.memory),
         transfers_(context.transfers),
-        rules_(context.rules) {}
+        rules_(context.rules),
+        progress_(context.progress) {}
 
   const std::string& first_name() const { return layout_.members().front().name; }
   at::TensorOptions options(at::ScalarType dtype) const;                        // where the bucket is
   Place place() const { return rules_.offload ? Place::host : Place::device; }  // of what the optimizer works on
+  // "step 3, gather of h.3.weight": what a collective is for, besides the unit.
+  std::string occasion(std::string_view what) const;
   // Throws Error when the padding in `local`, which `view` describes, is not zero.
   void check_padding(const LocalView& view, const at::Tensor& local, const char* what) const;
 
@@ -52,6 +63,7 @@ class BucketPart {
   const std::shared_ptr<MemoryLedger>& memory_;
   const std::shared_ptr<HostTransfers>& transfers_;
   const BucketRules& rules_;
+  const std::shared_ptr<const Progress>& progress_;
 };
 
 }  // namespace shardproof

@@ -44,12 +44,12 @@ const Schedule::Place* Schedule::find(const std::string& parameter) const {
 }
 
 void Schedule::set_last_microbatch(bool last) {
-  SHARD_REQUIRE(!in_backward(), "schedule", "set_last_microbatch inside a backward (rank {}); call it before", rank());
+  require_outside("set_last_microbatch");
   last_microbatch_ = last;
 }
 
 void Schedule::set_gradient_sync(bool sync) {
-  SHARD_REQUIRE(!in_backward(), "schedule", "set_gradient_sync inside a backward (rank {}); call it before", rank());
+  require_outside("set_gradient_sync");
   sync_ = sync;
 }
 
@@ -67,9 +67,17 @@ bool Schedule::in_backward() const {
   return phase_ != Phase::outside;
 }
 
+// Not where a backward has ended in an exception: what a caller changed for its time goes back as the exception passes by.
+void Schedule::require_outside(const std::string& what) const {
+  SHARD_REQUIRE(phase() == Phase::outside || phase() == Phase::interrupted, "schedule",
+                "{} inside a backward (rank {}); call it before", what, rank());
+}
+
 // What was started in common is awaited, the rest dropped.
 void Schedule::abandon_backward() {
   kept_calls_.clear();
+  comparison_.wait();
+  hashes_.reset();
   if (delayed_) delayed_->drop();
   for (Bucket* bucket : reducing_) bucket->gradient.abandon_reduce();
   reducing_.clear();
@@ -114,6 +122,7 @@ void Schedule::begin_backward() {
       bucket->gradient.begin_backward(reduces);
       if (reduces) to_reduce_.push_back({unit.get(), bucket.get()});
     }
+  begin_comparison();
   torch::autograd::Engine::get_default_engine().queue_callback([this] { end_backward(); });
 }
 
@@ -143,7 +152,9 @@ bool Schedule::fits(const Bucket& bucket) const {
   return sent <= kLargestSumsInFlight * largest_sum_bytes_;
 }
 
+// Ranks that disagree would wait here for sums that never come.
 void Schedule::advance_oldest() {
+  end_comparison();
   Bucket* oldest = reducing_.front();
   reducing_.pop_front();
   if (oldest->gradient.advance_reduce()) reducing_.push_back(oldest);
@@ -167,8 +178,34 @@ void Schedule::end_backward() {
   for (const auto& unit : units_) unit->end_backward();
   phase_ = Phase::outside;
   end_backward_within_units();
+  end_comparison();
   require_recomputed_entered();
   if (sync_ && is_microbatch_ && last_microbatch_ && finish_) finish_();
+}
+
+// Where the backend sees nothing but data, ranks in other steps, microbatches or states would add up what does not belong
+// together. What this rank is in travels as a hash beside the backward's own work.
+void Schedule::begin_comparison() {
+  const auto communicates = [&](const Waiting& waiting) {
+    return last_microbatch_ || !waiting.bucket->layout().reduce().empty();
+  };
+  if (!options_.compares || std::ranges::none_of(to_reduce_, communicates)) return;
+  facts_ = {{"backward under way",
+             fmt::format("step {}, reduction {}, {}{}", current_step(), ++reductions_,
+                         last_microbatch_ ? "the last of this step" : "with others to follow", progress_->last)}};
+  for (const Bucket* bucket : buckets_)
+    for (size_t i = 0; i < bucket->views().size(); ++i)
+      if (!bucket->views()[i].requires_grad()) facts_.emplace_back(bucket->layout().members()[i].name, "frozen");
+  hashes_ = hashes_of(facts_);
+  comparison_ = options_.compares->all_reduce(hashes_, Reduce::max);
+}
+
+void Schedule::end_comparison() {
+  if (!hashes_.defined()) return;
+  comparison_.wait();
+  if (!differ(std::exchange(hashes_, at::Tensor()))) return;
+  throw_difference(*options_.compares, facts_, "schedule",
+                   "All ranks take the same steps, each with as many microbatches, and freeze the same parameters");
 }
 
 void Schedule::require_recomputed_entered() const {
@@ -216,7 +253,8 @@ void Schedule::require_no_backward(const char* what) const {
 
 std::string Schedule::why_not_final(const BucketGradient& gradient) const {
   if (gradient.state() == GradientState::empty && taken_by_)
-    return fmt::format("{} has taken them. Call this before it, or after the next backward", taken_by_);
+    return fmt::format("{} has taken them. Call this before it, or after the next backward. A model has one optimizer, of all "
+                       "parameters that train: give it groups", taken_by_);
   const char* so_far = gradient.state() == GradientState::empty ? "no backward has run" : "the last microbatch has not run";
   return fmt::format(
       "{}. Run a backward with set_last_microbatch(true) and set_gradient_sync(true) (in Python True), of the module "
@@ -242,7 +280,9 @@ void Schedule::zero_gradients() {
 
 void Schedule::take_gradients(const char* who) {
   if (phase() == Phase::interrupted) abandon_backward();
-  SHARD_REQUIRE(!in_backward(), "schedule", "zero_gradients inside a backward (rank {}); call it after", rank());
+  require_no_backward(who);
+  reductions_ = 0;
+  noted_.clear();
   for (Bucket* bucket : buckets()) {
     if (bucket->gradient.state() != GradientState::empty) taken_by_ = who;
     bucket->gradient.zero_gradients();
@@ -253,9 +293,10 @@ void Schedule::take_gradients(const char* who) {
 void Schedule::end_step(bool parameters_changed) {
   if (parameters_changed)
     for (const auto& unit : units_) unit->drop();
+  std::string done = noted_;
   take_gradients(parameters_changed ? "the optimizer's step" : "skip_step");
+  *progress_ = {step() + 1, std::move(done)};
   last_microbatch_ = true;
-  ++step_;
 }
 
 }  // namespace shardproof

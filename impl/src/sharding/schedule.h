@@ -19,7 +19,7 @@
 //                                                           gradients this waits until the next unit's gather has started
 //   backward     autograd's callback at its end             ending: what never fired is caught, everything is reduced
 //   ending       all reductions have finished               outside: after the last microbatch, finishing steps run
-//   backward     an exception ends it: no graph task runs   interrupted: every call but zero_gradients is an error
+//   backward     an exception ends it: no graph task runs   interrupted: only zero_gradients and the switches are no errors
 //   interrupted  zero_gradients                             outside: what was started in common is awaited, the rest dropped
 #pragma once
 
@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "sharding/unit.h"
+#include "shardproof/comm/require_same.h"
 
 namespace shardproof {
 
@@ -38,6 +39,7 @@ struct ScheduleOptions {
   int64_t rank = 0;  // only named in messages
   int64_t bytes_in_flight_max = 0;
   Buffers buffers = Buffers::freed;
+  Comm* compares = nullptr;  // of all ranks, where its backend does not compare what calls are for; null: nobody has to
 };
 
 class Schedule final : public UnitEvents {
@@ -77,13 +79,17 @@ class Schedule final : public UnitEvents {
   void zero_gradients();
   // A step is over. The optimizer changed parameters: whatever is gathered is stale.
   void end_step(bool parameters_changed);
-  int64_t step() const { return step_; }  // how many are over
+  int64_t step() const { return progress_->steps; }  // how many are over
   // The step under way, as messages count: the first one is step 1.
-  int64_t current_step() const { return step_ + 1; }
-  void set_step(int64_t step) { step_ = step; }  // of a run that is resumed
+  int64_t current_step() const { return step() + 1; }
+  void set_step(int64_t step) { *progress_ = {step, ""}; }  // of a run that is resumed
+  std::shared_ptr<const Progress> progress() const { return progress_; }
+  // What every rank does in this step besides what it exchanges. The next exchange shows whether all did.
+  void note(const std::string& done) { noted_ += (noted_.empty() ? " after " : "; ") + done; }
   int64_t rank() const { return options_.rank; }
 
   Phase phase() const;
+  void require_outside(const std::string& what) const override;
   // Throws Error after a backward that ended in an exception, until zero_gradients.
   bool in_backward() const override;
   void begin_backward() override;
@@ -98,6 +104,8 @@ class Schedule final : public UnitEvents {
   void take_gradients(const char* who);
   void end_backward();
   void end_backward_within_units();
+  void begin_comparison();
+  void end_comparison();
   void require_recomputed_entered() const;
   bool reaches_parameters() const;
   void abandon_backward();
@@ -111,7 +119,8 @@ class Schedule final : public UnitEvents {
 
   ScheduleOptions options_;
   std::shared_ptr<MemoryLedger> memory_;
-  int64_t step_ = 0;
+  const std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
+  std::string noted_;
   const char* taken_by_ = nullptr;  // what took or discarded the gradients of the last backward
   bool last_microbatch_ = true, sync_ = true;
   std::function<void()> finish_;
@@ -123,6 +132,10 @@ class Schedule final : public UnitEvents {
 
   bool is_microbatch_ = true;  // the backward under way
   std::vector<OpenCall> kept_calls_;  // those before it, when it keeps its graph for another backward
+  int64_t reductions_ = 0;     // backwards of this step that reduced
+  Facts facts_;                // of this rank's backward, while they are compared
+  at::Tensor hashes_;
+  Work comparison_;
   Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out
   struct Waiting {
     Unit* unit;

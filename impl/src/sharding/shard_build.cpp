@@ -10,6 +10,7 @@
 #include "sharding/shard_plan.h"
 #include "sharding/shard_validate.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
 #include "shardproof/nn/meta_init.h"
 #include "shardproof/nn/state_buffers.h"
 
@@ -122,7 +123,8 @@ std::unique_ptr<Bucket> make_bucket(Sharded::Impl& sharded, const UnitPlan& plan
                       how.options.bucket_multiple);
   return std::make_unique<Bucket>(
       BucketContext{plan.name().empty() ? "the root unit" : "unit '" + plan.name() + "'", std::move(tensors), strategy,
-                    std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules)},
+                    std::move(layout), how.comms, sharded.memory, sharded.transfers, std::move(rules),
+                    sharded.schedule.progress()},
       sharded.options.initialize);
 }
 
@@ -234,9 +236,13 @@ void reset_meta_buffers(Sharded::Impl& sharded) {
 
 std::shared_ptr<Sharded::Impl> build_sharded(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<MeshComm> comms,
                                              ShardOptions options, const std::vector<Sharding::Entry>& entries) {
+  UnitPlans plans;
+  const std::string failure = error_of([&] { plans = plan_units(module, entries, options); });
+  require_same(comms->world(), facts_of(*module, plans, options, comms->mesh(), failure), "fully_shard",
+               "Give all ranks the same model and the same options");
+  if (!failure.empty()) throw Error(failure);
   auto built = std::make_shared<Sharded::Impl>(std::move(module), std::move(comms), std::move(options));
   Sharded::Impl& sharded = *built;
-  UnitPlans plans = plan_units(sharded.module, entries, sharded.options);
   for (UnitPlan& plan : plans.units)
     for (NamedParameter& parameter : plan.parameters) measure(parameter, sharded.parallel.get());
   SHARD_REQUIRE(!plans.aliases.empty(), "fully_shard", "module {} has no parameters to shard", sharded.module->name());

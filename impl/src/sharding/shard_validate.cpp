@@ -10,6 +10,7 @@
 #include "shardproof/device/device.h"
 #include "shardproof/nn/attention.h"
 #include "shardproof/nn/canonical/canonical.h"
+#include "shardproof/nn/state_buffers.h"
 
 namespace shardproof {
 namespace {
@@ -139,6 +140,99 @@ std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, con
                     mesh.str(), mesh.size(kAxis), kAxis, item.key());
     }
   return comms->on(seen);
+}
+
+namespace {
+
+template <class Dtype>
+std::string name_of(const std::optional<Dtype>& dtype) {
+  return dtype ? c10::toString(*dtype) : "open";
+}
+
+std::string said(const Precision& p) {
+  return fmt::format("main {}, compute {}, gradient {}, reduce {}, output {}, cast_inputs {}, float32_sums {}", name_of(p.main),
+                     name_of(p.compute), name_of(p.gradient), name_of(p.reduce), name_of(p.output), p.cast_inputs,
+                     p.float32_sums);
+}
+
+std::string said(const Reshard& reshard) {
+  if (reshard.ranks() > 0) return fmt::format("within {}", reshard.ranks());
+  return reshard.asks_strategy() ? "by strategy" : reshard.keeps_everything() ? "never" : "always";
+}
+
+std::string said(const Strategy& s) {
+  return fmt::format("{}: {} / {} / {} / {} / {} / {}", s.name, s.parameter.str(), s.compute.str(), s.produced.str(),
+                     s.accumulated.str(), s.state.str(), s.between ? s.between->str() : "open");
+}
+
+template <class Choice>
+std::string chosen(Choice choice, std::initializer_list<const char*> names) {
+  return names.begin()[static_cast<size_t>(choice)];
+}
+
+std::string said(const UnitPlan& plan) {
+  const UnitOptions& o = plan.options;
+  std::string text = fmt::format("modules {}", fmt::join(plan.names, " "));
+  if (o.reshard_after_forward) text += ", reshard_after_forward " + said(*o.reshard_after_forward);
+  if (o.precision) text += ", " + said(*o.precision);
+  if (o.recompute) text += ", recompute";
+  if (o.offload_activations) text += ", offload_activations";
+  if (o.strategy) text += ", strategy " + said(*o.strategy);
+  if (o.mesh) text += ", mesh " + o.mesh->str();
+  if (o.gradient_divide) text += fmt::format(", gradient_divide {}", *o.gradient_divide);
+  return text;
+}
+
+std::string said(const at::Tensor& tensor, const Shape& shape) {
+  return fmt::format("{} [{}]{}", c10::toString(tensor.scalar_type()), fmt::join(shape, ", "),
+                     tensor.is_meta() ? ", without values" : "");
+}
+
+}  // namespace
+
+Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const ShardOptions& o, const Mesh& mesh,
+               const std::string& failure) {
+  Facts facts = {{"mesh", mesh.str()}, {"option strategy", said(o.strategy)}, {"option precision", said(o.precision)}};
+  const auto add = [&](const std::string& name, const auto& value) {
+    facts.emplace_back("option " + name, fmt::format("{}", value));
+  };
+  add("bucket_bytes_max", o.bucket_bytes_max), add("bucket_count", o.bucket_count), add("alignment_bytes", o.alignment_bytes);
+  add("bucket_multiple", o.bucket_multiple), add("keep_whole_numel_max", o.keep_whole_numel_max);
+  add("granularity", chosen(o.granularity, {"element", "tensor"})), add("buffers", chosen(o.buffers, {"freed", "pooled"}));
+  add("gather", chosen(o.gather, {"copied", "side_by_side"}));
+  add("offload", chosen(o.offload, {"none", "pinned", "pageable"}));
+  add("publish", chosen(o.publish, {"in_step", "at_first_use"}));
+  add("numerics", chosen(o.numerics, {"ordered", "canonical", "fast"}));
+  add("divide", chosen(o.divide, {"after", "before", "split", "in_collective"}));
+  add("gradient_divide", o.gradient_divide), add("divide_by_tokens", o.divide_by_tokens);
+  add("reshard_after_forward", said(o.reshard_after_forward)), add("reshard_after_backward", o.reshard_after_backward);
+  add("prefetch_forward", o.prefetch_forward), add("prefetch_backward", o.prefetch_backward);
+  add("bytes_in_flight_max", o.bytes_in_flight_max), add("delayed_gradient_bytes_max", o.delayed_gradient_bytes_max);
+  add("reduce_replicas_every_microbatch", o.reduce_replicas_every_microbatch), add("check_gradients", o.check_gradients);
+  add("gradient_magnitude_max", o.gradient_magnitude_max), add("broadcast_initial_values", o.broadcast_initial_values);
+  add("initialize", o.initialize ? "given" : "not given");
+  if (!failure.empty()) facts.emplace_back("failure", failure);
+  std::vector<std::string> units;
+  for (const UnitPlan& plan : plans.units) units.push_back(plan.name().empty() ? "the root" : plan.name());
+  facts.emplace_back("list of units", fmt::format("{}", fmt::join(units, " ")));
+  for (const auto& [name, first] : plans.aliases)
+    if (name != first) facts.emplace_back("name " + name, "tied to " + first);
+  const std::shared_ptr<ParallelState> parallel = parallel_state(root);
+  for (const UnitPlan& plan : plans.units) {
+    facts.emplace_back("unit '" + plan.name() + "'", said(plan));
+    for (size_t i = 0; i < plan.parameters.size(); ++i) {
+      const auto& [name, tensor, room, terms] = plan.parameters[i];
+      const ParallelParameter* cut = parallel ? parallel->find(tensor) : nullptr;
+      facts.emplace_back("parameter " + name,
+                         fmt::format("{}{}, number {} of unit '{}'", said(tensor, cut ? cut->shape : tensor.sizes().vec()),
+                                     tensor.requires_grad() ? "" : ", frozen", i + 1, plan.name()));
+    }
+  }
+  for (const RecomputedPlan& plan : plans.recomputed) facts.emplace_back("recomputed module '" + plan.name + "'", "there");
+  const ModuleBuffers buffers = buffers_of(root);
+  for (const auto* kind : {&buffers.state, &buffers.transient})
+    for (const auto& [name, buffer] : *kind) facts.emplace_back("buffer " + name, said(buffer, buffer.sizes().vec()));
+  return facts;
 }
 
 c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options) {

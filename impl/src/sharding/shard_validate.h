@@ -6,7 +6,9 @@
 
 #include <memory>
 
+#include "sharding/shard_plan.h"
 #include "shardproof/comm/mesh_comm.h"
+#include "shardproof/comm/require_same.h"
 #include "shardproof/sharding/shard_options.h"
 
 namespace shardproof {
@@ -32,6 +34,11 @@ void require_shared(const Mesh& mesh, const Strategy& strategy, const ParallelSt
 // Throws Error when the module does not know of an axis that it must know of.
 std::shared_ptr<MeshComm> data_parallel_comms(const torch::nn::Module& root, const ShardOptions& options,
                                               std::shared_ptr<MeshComm> comms);
+
+// What has to be the same on all ranks, for require_same: every option that is no function, units with their options,
+// parameters and buffers as each of them is, and where a plan failed, how.
+Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const ShardOptions& options, const Mesh& mesh,
+               const std::string& failure);
 
 // Where the parameters are, and those of the meta device will be: all in one place.
 c10::Device device_of(const torch::nn::Module& root, const ShardOptions& options);

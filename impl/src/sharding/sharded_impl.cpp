@@ -11,6 +11,8 @@
 #include "sharding/replicas.h"
 #include "sharding/shard_validate.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/capturable.h"
+#include "shardproof/comm/comparing.h"
 #include "shardproof/nn/attention.h"
 
 namespace shardproof {
@@ -23,6 +25,11 @@ std::shared_ptr<MemoryLedger> make_ledger(c10::Device device, const ShardOptions
   const bool uses_host = options.offload != Offload::none || options.offload_activations || options.unit_options;
   return std::make_shared<MemoryLedger>(device,
                                         /*pins_host=*/uses_host && options.offload != Offload::pageable && device.is_cuda());
+}
+
+// A device's host waits for the answer, as it does for those of check_gradients.
+Comm* who_compares(Comm& world, const ShardOptions& options) {
+  return compares_purposes(world) || (can_be_captured(world) && !options.check_gradients) ? nullptr : &world;
 }
 
 std::vector<std::shared_ptr<void>> rules_of(const torch::nn::Module& root) {
@@ -62,7 +69,7 @@ Sharded::Impl::Impl(std::shared_ptr<torch::nn::Module> given, std::shared_ptr<Me
       rules(rules_of(*module)),
       memory(make_ledger(device_of(*module, options), options)),
       transfers(std::make_shared<HostTransfers>(memory->device())),
-      schedule({comms->rank(), options.bytes_in_flight_max, options.buffers}, memory) {
+      schedule({comms->rank(), options.bytes_in_flight_max, options.buffers, who_compares(comms->world(), options)}, memory) {
   validate(options, comms->mesh());
   require_shared(comms->mesh(), options.strategy, parallel.get());
   require_parallel(comms->mesh(), parallel.get());

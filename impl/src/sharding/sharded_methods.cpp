@@ -11,6 +11,8 @@
 #include "sharding/gradient_norm.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
+#include "shardproof/sharding/note.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof {
 
@@ -55,6 +57,8 @@ void Sharded::skip_step() {
 MemoryUse Sharded::memory() const { return impl_->memory->use(); }
 void Sharded::reset_peak_memory() { impl_->memory->reset_peak(); }
 
+void note(Sharded& sharded, const std::string& done) { sharded.impl().schedule.note(done); }
+
 void Sharded::zero_gradients() {
   impl_->schedule.zero_gradients();
   impl_->tokens = 0;
@@ -71,14 +75,27 @@ void Sharded::add_finishing_step(std::string name, int64_t order, std::function<
   impl_->add_finishing_step({std::move(name), order, std::move(step)});
 }
 
+namespace {
+
+// What other ranks compare with what they take the norm for.
+double norm_for(Sharded::Impl& state, double order, const std::string& what) {
+  state.schedule.require_final("the gradient norm");
+  const std::string occasion = fmt::format("step {}, {}", state.schedule.current_step(), what);
+  const CallLabel label("the norm of the gradient", occasion);
+  return gradient_norm(state, order);
+}
+
+}  // namespace
+
 double Sharded::gradient_norm(double order) {
-  impl_->schedule.require_final("the gradient norm");
-  return shardproof::gradient_norm(*impl_, order);
+  return norm_for(*impl_, order, fmt::format("gradient_norm of order {}", order));
 }
 
 double Sharded::clip_gradients(double norm_max, double order) {
   SHARD_REQUIRE(norm_max > 0, "clip_gradients", "norm_max must be above 0, got {}", norm_max);
-  const double norm = gradient_norm(order);
+  const std::string what = fmt::format("clip_gradients to {}, of order {}", norm_max, order);
+  const double norm = norm_for(*impl_, order, what);
+  impl_->schedule.note(what);
   const double factor = norm_max / (norm + 1e-6);
   if (factor < 1)
     for (Bucket* bucket : impl_->schedule.buckets())
@@ -88,6 +105,7 @@ double Sharded::clip_gradients(double norm_max, double order) {
 
 void Sharded::divide_gradients(double divisor) {
   impl_->schedule.require_final("divide_gradients");
+  impl_->schedule.note(fmt::format("divide_gradients by {}", divisor));
   for (Bucket* bucket : impl_->schedule.buckets())
     if (bucket->gradient.final()) bucket->gradient.divide_final(divisor);
 }
@@ -98,6 +116,7 @@ bool Sharded::gradients_are_finite() {
   for (const Bucket* bucket : impl_->schedule.buckets())
     if (bucket->gradient.final() && first_beyond(bucket->gradient.values(), INFINITY) < bucket->layout().state().size())
       bad.fill_(1);
+  const CallLabel label("gradients_are_finite");
   impl_->comms->world().all_reduce(bad, Reduce::max).wait();
   return bad.item<int64_t>() == 0;
 }

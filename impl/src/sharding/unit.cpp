@@ -219,7 +219,7 @@ void Unit::drop() {
 }
 
 void Unit::set_gradient_sync(bool sync, bool recurse) {
-  SHARD_REQUIRE(!schedule_.in_backward(), "unit", "set_gradient_sync of unit '{}' inside a backward; call it before", name_);
+  schedule_.require_outside("set_gradient_sync of " + label());
   settings.gradient_sync = sync;
   if (!recurse) return;
   for (Unit* unit : settings.below) unit->settings.gradient_sync = sync;

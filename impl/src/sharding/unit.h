@@ -47,6 +47,8 @@ class UnitEvents {
  public:
   virtual ~UnitEvents() = default;
   virtual bool in_backward() const = 0;
+  // Throws Error, naming `what`, inside a backward.
+  virtual void require_outside(const std::string& what) const = 0;
   // A backward has reached a unit; nothing when it is known already.
   virtual void begin_backward() = 0;
   // A backward has left a unit.

@@ -27,6 +27,7 @@ class DecoratedComm : public Comm {
   bool finishes_sums() const override { return inner_->finishes_sums(); }
 
  protected:
+  friend bool compares_purposes(const Comm& comm);
   explicit DecoratedComm(std::shared_ptr<Comm> inner);  // throws Error where it is null
   Comm& inner() const { return *inner_; }
   // A decorator of the same kind for a group that was split from `inner`. Not null.

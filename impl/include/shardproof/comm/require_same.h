@@ -1,4 +1,4 @@
-// Checks that all ranks belong to one job, which means that they run the same program with the same command line and settings.
+// Checks that all ranks run the same: the same program with the same command line, the same options of the same model.
 #pragma once
 
 #include <string>
@@ -9,9 +9,19 @@
 
 namespace shardproof {
 
-// A fact is a name and a value, e.g. {"mesh", "dp_shard=4"}. Every rank passes the same names in the same order. When some
-// value differs, every rank throws an Error that names two ranks and both values. Collective.
-void require_same(Comm& comm, const std::vector<std::pair<std::string, std::string>>& facts);
+// Of facts, each a name and a value, e.g. {"mesh", "dp_shard=4"}.
+using Facts = std::vector<std::pair<std::string, std::string>>;
+
+// When ranks have other facts than rank 0, every rank throws an Error that names these ranks, and the first
+// such fact with its value on two of them. `where` and `advice` begin and end the message. A maximum of two numbers where all
+// are the same. Collective.
+void require_same(Comm& comm, const Facts& facts, const std::string& where = "launch",
+                  const std::string& advice = "Start all ranks alike");
+// The same where every rank knows already that facts differ. Collective.
+[[noreturn]] void throw_difference(Comm& comm, const Facts& facts, const std::string& where, const std::string& advice);
+// The same in two steps: a maximum over ranks of the first's result, which the second looks at.
+at::Tensor hashes_of(const Facts& facts);
+bool differ(const at::Tensor& hashes);
 // A hash of the program's file and of this library's file. It tells builds apart.
 std::string program_hash();
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/disagreement.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
@@ -99,7 +100,7 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
   const Side& side = sides_[static_cast<size_t>(peer)];
   const bool same_types = mine.op == Op::barrier || mine.dtype == theirs.dtype;
   const bool same = mine.op == theirs.op && mine.reduce == theirs.reduce && same_types && mine.numel == theirs.numel &&
-                    mine.root == theirs.root && finish_.factor == theirs.factor;
+                    mine.root == theirs.root && finish_.factor == theirs.factor && mine.purpose_hash == theirs.purpose_hash;
   const bool fits = side.send_bytes == theirs.recv_bytes && side.recv_bytes == theirs.send_bytes;
   if (same && fits) return "";
   const std::string sizes =
@@ -108,14 +109,10 @@ std::string Collective::find_mismatch(int64_t peer, const Header& theirs) const 
                          group_->world_ranks()[static_cast<size_t>(peer)], theirs.recv_bytes, theirs.send_bytes,
                          side.recv_bytes)
            : "";
-  const auto name = [&](int64_t rank, const std::string& text) {
-    return fmt::format("rank {} calls {}", group_->world_ranks()[static_cast<size_t>(rank)], text);
-  };
-  std::string first = name(group_->rank(), describe(call)), second = name(peer, describe(theirs));
-  if (peer < group_->rank()) std::swap(first, second);
-  return fmt::format(
-      "ranks disagree on call {} of '{}'{}: {}, {}{}; all ranks of a group must make the same calls in the same order",
-      sequence, group_->name(), label.empty() ? "" : fmt::format(", for {}", label), first, second, sizes);
+  const std::string purpose = mine.purpose_hash == theirs.purpose_hash ? label : theirs.purpose.data();
+  const auto in_world = [&](int64_t rank) { return group_->world_ranks()[static_cast<size_t>(rank)]; };
+  return disagreement(sequence, group_->name(), {in_world(group_->rank()), describe(call), label},
+                      {in_world(peer), describe(theirs), purpose}, sizes);
 }
 
 void Collective::match_header(int64_t peer) {

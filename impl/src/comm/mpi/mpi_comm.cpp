@@ -4,11 +4,12 @@
 
 #include "comm/process/engine.h"
 #include "comm/split_group.h"
+#include "shardproof/comm/comparing.h"
 
 namespace shardproof::mpi {
 namespace {
 
-class MpiComm final : public Comm {
+class MpiComm final : public Comm, public ComparingComm {
  public:
   MpiComm(std::shared_ptr<Engine> engine, std::shared_ptr<Group> group)
       : engine_(std::move(engine)), group_(std::move(group)) {}

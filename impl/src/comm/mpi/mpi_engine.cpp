@@ -103,7 +103,7 @@ std::shared_ptr<Operation> Engine::start(const std::shared_ptr<Group>& group, Ca
     const std::lock_guard lock(mutex_);
     if (lost_)
       throw WorldLostError(fmt::format("[mpi] {}; this rank was about to make {}", lost(),
-                                       process::title_of(call, group->next_sequence(), group->name(), CallLabel::current())));
+                                       process::title_of(call, group->next_sequence(), group->name(), CallLabel::purpose())));
     SHARD_REQUIRE(!abandoned_ || group == world_, "mpi", "{} on '{}' after this rank's body failed", describe(call),
                   group->name());
     try {

@@ -2,13 +2,15 @@
 
 #include <fmt/format.h>
 
+#include <functional>
+
 namespace shardproof::mpi {
 
 Operation::Operation(std::shared_ptr<Group> group, Call call)
     : process::Operation(group->flight(), std::move(call)), group_(std::move(group)) {}
 
 Header Operation::header(Kind kind) const {
-  return {.kind = kind,
+  Header made{.kind = kind,
           .op = call.op,
           .reduce = call.reduce,
           .dtype = static_cast<int32_t>(dtype(call)),
@@ -16,6 +18,9 @@ Header Operation::header(Kind kind) const {
           .numel = numel(call),
           .root = call.op == Op::broadcast ? call.peer : -1,
           .tag = call.tag};
+  made.purpose_hash = std::hash<std::string>()(label);
+  label.copy(made.purpose.data(), made.purpose.size() - 1);
+  return made;
 }
 
 void Operation::fail(std::string error, bool relayed) {

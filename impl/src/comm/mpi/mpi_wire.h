@@ -4,6 +4,7 @@
 
 #include <mpi.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -38,6 +39,8 @@ struct Header {
   // `taken` in an all-reduce in slices: the same of the sender's slice of the sum.
   int64_t place = -1;
   double factor = 1;         // Finish::factor
+  uint64_t purpose_hash = 0;
+  std::array<char, 96> purpose = {};  // of `collective`: the beginning of what it is for (CallLabel)
   bool wants_taken = false;  // the sender's call is not done before it has got `taken`
   bool asks_finite = false;  // and `taken` shall say whether the sum of who sends it is finite
   bool finite = true;        // of `taken`
@@ -52,7 +55,7 @@ struct Message {
 
 // Data up to this size are eager: they travel with the header that announces them. Open MPI itself sends messages of this size
 // at once, without asking the receiver.
-constexpr int64_t kBodyBytesMax = 3840;
+constexpr int64_t kBodyBytesMax = 3728;
 constexpr bool is_eager(int64_t bytes) {
   return bytes <= kBodyBytesMax;
 }

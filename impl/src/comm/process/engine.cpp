@@ -15,7 +15,7 @@ std::string title_of(const Call& call, int64_t sequence, const std::string& grou
 }
 
 Operation::Operation(std::shared_ptr<const FlightGroup> group, Call call)
-    : flight(std::move(group)), call(std::move(call)), label(CallLabel::current()) {}
+    : flight(std::move(group)), call(std::move(call)), label(CallLabel::purpose()) {}
 
 void Calls::begin(std::shared_ptr<Operation> operation) {
   operation->record = record_.add(flight_call(operation->call, operation->flight, operation->sequence, operation->label));

@@ -13,6 +13,7 @@
 #include "comm/threads/threads_pool.h"
 #include "comm/threads/threads_world.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/comparing.h"
 
 namespace shardproof {
 namespace threads {
@@ -28,7 +29,7 @@ class Ticket final : public Work::State {
   World::Arrival arrival_;
 };
 
-class ThreadComm final : public Comm {
+class ThreadComm final : public Comm, public ComparingComm {
  public:
   ThreadComm(std::shared_ptr<World> world, std::shared_ptr<Group> group, int64_t rank)
       : world_(std::move(world)), group_(std::move(group)), rank_(rank) {}

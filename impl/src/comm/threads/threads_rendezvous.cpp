@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/disagreement.h"
+
 namespace shardproof::threads {
 namespace {
 
@@ -96,11 +98,13 @@ std::string Rendezvous::title(int64_t part) const {
 
 namespace {
 
-bool same_signature(const Call& a, const Call& b) {
+bool same_signature(const Part& one, const Part& other) {
+  const Call &a = one.call, &b = other.call;
   const bool transfer = a.op == Op::send || a.op == Op::recv;  // a send and its receive
   if (numel(a) != numel(b)) return false;
   if (a.op != Op::barrier && dtype(a) != dtype(b)) return false;
-  return transfer || (a.op == b.op && a.reduce == b.reduce && a.finish.factor == b.finish.factor && a.peer == b.peer);
+  return transfer || (a.op == b.op && a.reduce == b.reduce && a.finish.factor == b.finish.factor && a.peer == b.peer &&
+                      one.purpose == other.purpose);
 }
 
 bool same_sizes(const Call& a, int64_t a_part, const Call& b, int64_t b_part) {
@@ -115,14 +119,12 @@ std::optional<std::string> find_mismatch(const Rendezvous& rendezvous, int64_t p
   for (int64_t p = 0; p < static_cast<int64_t>(rendezvous.parts.size()); ++p) {
     const Part& other = rendezvous.parts[p];
     if (p == part || !other.arrived) continue;
-    if (same_signature(mine.call, other.call) && same_sizes(mine.call, part, other.call, p)) {
+    if (same_signature(mine, other) && same_sizes(mine.call, part, other.call, p)) {
       if (mine.call.op == Op::all_to_all) continue;
       break;  // the others were compared with that one
     }
-    return fmt::format(
-        "ranks disagree on call {} of '{}': rank {} calls {}, rank {} calls {}; all ranks of a group must make the "
-        "same calls in the same order",
-        rendezvous.sequence, rendezvous.group, other.rank, describe(other.call), mine.rank, describe(mine.call));
+    return disagreement(rendezvous.sequence, rendezvous.group, {other.rank, describe(other.call), other.purpose},
+                        {mine.rank, describe(mine.call), mine.purpose});
   }
   return std::nullopt;
 }

@@ -42,6 +42,7 @@ struct Part {
   bool done = false;    // the output is final
   int64_t number = 0;   // of the rank's calls
   Call call;
+  std::string purpose;  // CallLabel's
   std::optional<InFlight> in_flight;
   std::optional<c10::Event> ready;  // on a device: what the rank had queued when it called
 };

@@ -12,6 +12,7 @@
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
 #include "shardproof/device/device.h"
+#include "testing/base/call_label.h"
 
 namespace shardproof::threads {
 namespace {
@@ -148,6 +149,7 @@ Part World::make_part(const Group& group, int64_t rank, Call call) const {
   Part part;
   part.rank = rank;
   part.call = std::move(call);
+  part.purpose = CallLabel::purpose();
   if (const c10::Device device = device_of(part.call); !device.is_cpu()) {
     part.ready.emplace(device.type());
     part.ready->record(current_stream(device));

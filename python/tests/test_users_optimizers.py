@@ -1,0 +1,256 @@
+"""Optimizers of torch.optim's kind on shards: those of a user's own, what they need of a tensor, hooks, and more than one."""
+
+import pytest
+import torch
+from models import Block, Net, assert_same_bits, batch, loss_of, train_plain
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import shardproof
+from shardproof import fsdp
+
+
+class Lars(torch.optim.Optimizer):
+    """A step as long as the tensor's own norm."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / (p.grad.norm() + 1e-8)))
+
+
+class OfAll(torch.optim.Optimizer):
+    """A step as long as the norm of all tensors."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in given]).norm() if given else 1
+        for p in given:
+            p.add_(p.grad, alpha=-self.param_groups[0]["lr"] / float(norm + 1e-8))
+
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+def sharded_run(kind, ranks=3, steps=3, granularity="element", strategy="zero3", **settings):
+    start = Net()
+
+    def body(comm):
+        model = Net()
+        model.load_state_dict(start.state_dict())
+        sharded = shardproof.fully_shard(model, comm, units=[Block], granularity=granularity, strategy=strategy)
+        optimizer = shardproof.torch_optimizer(kind, sharded, **settings)
+        for step in range(steps):
+            loss_of(model, batch(step * comm.size + comm.rank)).backward()
+            optimizer.step()
+        return sharded.gather()
+
+    _, plain = train_plain(start, lambda p: kind(p, **settings), steps=steps, world=ranks)
+    return shardproof.run_threads(ranks, body)[0], dict(plain.named_parameters())
+
+
+def assert_near(ours, plain):
+    for name, value in plain.items():
+        assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_class_that_takes_the_norm_of_each_tensor_is_refused_where_ranks_have_parts():
+    with pytest.raises(shardproof.Error, match="Lars needs whole parameters.*granularity='tensor'"):
+        sharded_run(Lars)
+
+
+def test_a_class_that_takes_the_norm_of_each_tensor_is_right_where_they_lie_whole():
+    assert_near(*sharded_run(Lars, granularity="tensor"))
+    assert_near(*sharded_run(Lars, strategy="ddp"))
+
+
+def test_a_class_that_takes_the_norm_of_all_tensors_is_refused_unless_each_rank_has_all():
+    for granularity in ("element", "tensor"):
+        with pytest.raises(shardproof.Error, match="OfAll needs (whole parameters|all parameters together)"):
+            sharded_run(OfAll, granularity=granularity)
+    assert_near(*sharded_run(OfAll, strategy="ddp"))
+
+
+def test_a_class_of_the_callers_that_updates_each_element_is_taken():
+    assert_same_bits(*sharded_run(Signs, lr=1e-6))
+
+
+@pytest.mark.parametrize("slope", [1e-6, 1])
+def test_a_norm_that_clips_only_large_gradients_and_a_small_rate_are_seen(slope):
+    class Clipped(Lars):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * min(1.0, 100 / float(p.grad.norm())), alpha=-self.param_groups[0]["lr"])
+
+    with pytest.raises(shardproof.Error, match="Clipped needs whole parameters"):
+        sharded_run(Clipped, lr=slope)
+
+
+def test_a_class_derived_from_one_of_pytorchs_may_do_anything():
+    class Scaled(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(p.grad.norm() + 1)
+            return super().step(closure)
+
+    with pytest.raises(shardproof.Error, match="needs whole parameters"):
+        sharded_run(Scaled, lr=0.1)
+    assert_near(*sharded_run(Scaled, lr=0.1, granularity="tensor"))
+
+
+def test_a_class_derived_from_one_of_pytorchs_that_leaves_its_step_alone_is_as_good():
+    class Ours(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.02, momentum=0.9)
+
+    Ours([nn.Parameter(torch.ones(1))])  # puts hooks around its step
+    assert_same_bits(*sharded_run(Ours))
+
+
+BY_ELEMENT = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+
+@pytest.mark.parametrize("kind", BY_ELEMENT)
+def test_each_class_of_pytorch_that_updates_by_element_has_the_bits_of_plain_pytorch(kind):
+    ours, plain = sharded_run(getattr(torch.optim, kind), lr=0.01)
+    assert_same_bits(ours, plain)
+
+
+def test_pytorchs_adafactor_and_muon_are_right_where_tensors_lie_whole():
+    with pytest.raises(shardproof.Error, match="Adafactor needs whole parameters"):
+        sharded_run(torch.optim.Adafactor, lr=0.01)
+    assert_near(*sharded_run(torch.optim.Adafactor, lr=0.01, granularity="tensor"))
+
+    class Matrix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 12, bias=False), nn.Linear(12, 1, bias=False)
+
+        def forward(self, x):
+            return self.b(torch.tanh(self.a(x)))
+
+    start = Matrix()
+
+    def body(comm, folder=None):
+        model = Matrix()
+        model.load_state_dict(start.state_dict())
+        sharded = shardproof.fully_shard(model, comm, granularity="tensor", strategy="zero3")
+        optimizer = shardproof.torch_optimizer(torch.optim.Muon, sharded, lr=0.02)
+        for step in range(3):
+            loss_of(model, batch(step * comm.size + comm.rank)).backward()
+            optimizer.step()
+        return sharded.gather()
+
+    _, plain = train_plain(start, lambda p: torch.optim.Muon(p, lr=0.02), steps=3, world=2)
+    for name, value in plain.named_parameters():
+        assert torch.allclose(shardproof.run_threads(2, body)[0][name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["Muon", "RMSprop"])
+def test_state_of_whole_tensors_comes_back_from_a_checkpoint(kind, tmp_path):
+    def body(comm):
+        runs = []
+        for resumed in (False, True):
+            with shardproof.seeded(3):
+                model = nn.Sequential(nn.Linear(5, 6, bias=False), nn.Tanh(), nn.Linear(6, 1, bias=False))
+            sharded = shardproof.fully_shard(model, comm, granularity="tensor")
+            optimizer = shardproof.torch_optimizer(getattr(torch.optim, kind), sharded, lr=0.01)
+            for step in range(4):
+                if step == 2:
+                    if resumed:
+                        shardproof.load(str(tmp_path / "x"), sharded, optimizer)
+                    else:
+                        shardproof.save(str(tmp_path / "x"), sharded, optimizer)
+                if not resumed or step >= 2:
+                    loss_of(model, batch(step * comm.size + comm.rank)).backward()
+                    optimizer.step()
+            runs.append(sharded.gather())
+        assert_same_bits(runs[1], runs[0])
+
+    shardproof.run_threads(3, body)
+
+
+def test_two_optimizers_of_one_model_are_told_to_be_one():
+    def body(comm):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        fsdp.fully_shard(model, mesh=shardproof.MeshComm(comm, "dp_shard=2"))
+        first, second = fsdp.SGD(model[0].parameters(), lr=0.1), fsdp.SGD(model[1].parameters(), lr=0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        first.step()
+        with pytest.raises(shardproof.Error, match="Make one optimizer of all parameters that train, with a group for each"):
+            second.step()
+        model(torch.ones(2, 3)).sum().backward()
+        second.step()  # one a step is no mistake
+        with pytest.raises(shardproof.Error, match="has no gradient. Run the last backward"):
+            second.step()
+        native = shardproof.sgd(shardproof.sharded_of(model))
+        with pytest.raises(shardproof.Error, match="A model has one optimizer"):
+            native.step()
+
+    shardproof.run_threads(2, body)
+
+
+def test_hooks_of_every_kind_run_as_often_and_in_the_order_of_plain_pytorch(tmp_path):
+    torch.optim.NAdam([nn.Parameter(torch.ones(1))])  # from now on the class itself has hooks around its step
+    order = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: order.append("all, before")),
+        register_optimizer_step_post_hook(lambda *_: order.append("all, after")),
+    ]
+
+    def with_hooks(optimizer):
+        optimizer.register_step_pre_hook(lambda *_: order.append("before"))
+        optimizer.register_step_post_hook(lambda *_: order.append("after"))
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def run(model, optimizer, scheduler):
+        order.clear()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, batch(0)).backward()
+            optimizer.step()
+            scheduler.step()
+        optimizer.step(lambda: loss_of(model, batch(1)).backward())
+        return list(order)
+
+    try:
+        plain = Net()
+        expected = run(plain, *with_hooks(torch.optim.NAdam(plain.parameters())))
+        assert expected.count("before") == expected.count("all, before") == 3
+
+        def body(comm):
+            model = Net()
+            sharded = shardproof.fully_shard(model, comm)
+            made = with_hooks(shardproof.torch_optimizer(torch.optim.NAdam, sharded))
+            before = run(model, *made)
+            order.clear()
+            shardproof.save(str(tmp_path / "x"), sharded, made[0])
+            shardproof.load(str(tmp_path / "x"), sharded, made[0])
+            return before, list(order), run(model, *made)
+
+        assert shardproof.run_threads(1, body)[0] == (expected, [], expected)
+    finally:
+        for handle in handles:
+            handle.remove()
