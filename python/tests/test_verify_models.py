@@ -224,7 +224,9 @@ def test_a_loss_of_second_order_holds():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-@pytest.mark.parametrize("made", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.randn(3, 4))], ids=["script", "trace"])
+@pytest.mark.parametrize(
+    "made", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.randn(3, 4))], ids=["script", "trace"]
+)
 def test_layers_in_torchscript_hold_and_a_whole_model_in_it_is_refused(made):
     def loss(model, x):
         return model(x).square().mean()
