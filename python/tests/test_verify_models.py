@@ -251,3 +251,15 @@ def test_an_activation_that_all_models_of_a_process_share_is_not_compared():
     subject = Subject(make, batch, lambda model, x: model(x).square().mean())
     prepare(subject)
     assert {name for name in subject.ignored if name.endswith("training")} == {"attribute 1.training", "attribute 3.training"}
+
+
+def test_a_model_that_seeds_torchs_generator_by_chance_holds():
+    class Seeds(nn.Linear):
+        def forward(self, x):
+            torch.seed()
+            return super().forward(x)
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    assert shardproof.verify(lambda: Seeds(4, 1), lambda number: torch.randn(3, 4), loss, cases=2).cases == 2

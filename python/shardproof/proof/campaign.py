@@ -114,6 +114,7 @@ def prepare(subject: Subject) -> "list[str]":
         parts = model.named_modules(remove_duplicate=False)
         shared = tuple(f"attribute {name}." for name, each in parts if each in others)
         state = {name: fact for name, fact in witness.state().items() if not name.startswith(shared)}
+        state["seed of torch's generator"] = torch.initial_seed() == stream or torch.initial_seed()
         facts.append({name: repr(fact) for name, fact in {**seen, **state}.items()})
         others.update(model.modules())
     if not bool(torch.isfinite(losses[0])):
