@@ -193,8 +193,7 @@ TEST(Manager, a_run_that_dies_at_any_system_call_leaves_a_checkpoint_that_loads)
     on(kPlace, [&](std::shared_ptr<Comm> comm) {
       Trained run({}, kPlace, comm);
       const Bits at_1 = run.bits();
-      Manager sound(scratch / "run");
-      sound.save(*run.sharded, &*run.optimizer, {.step = 1});
+      Manager(scratch / "run").save(*run.sharded, &*run.optimizer, {.step = 1});
       run.train(0, 1);
       const Bits at_2 = run.bits();
       const std::string words = error_in([&] {
