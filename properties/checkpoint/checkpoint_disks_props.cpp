@@ -166,9 +166,9 @@ TEST(Disks, a_second_run_is_refused_by_the_owners_name_unless_the_owner_is_known
     EXPECT_EQ(slurp(mark.path() + "/rank_0"), said);
     EXPECT_EQ(committed_steps(folder), before);
   };
-  taken({{"process", parent}, {"began", "1"}});   // of a process that had the number before
-  taken({{"process", "4194305"}});                // more than there may be
-  taken({{"id", "left"}});                        // of this process, whose manager could not give it back
+  taken({{"process", parent}, {"began", "1"}});  // of a process that had the number before
+  taken({{"process", "4194305"}});               // more than there may be
+  taken({{"id", "left"}});                       // of this process, whose manager could not give it back
   refused({{"process", parent}, {"began", began(parent)}}, this_host());
   refused({{"host", "node17"}, {"boot", "another"}, {"process", "4194305"}}, "node17");
   refused({{"host", "node17"}, {"boot", "another"}, {"since", "1999-12-31 23:59:59 UTC"}}, "node17");  // no clock counts
@@ -211,8 +211,10 @@ TEST(Disks, a_run_whose_folder_was_taken_meanwhile_commits_nothing) {
 
 TEST(Disks, what_the_disk_refuses_is_known_before_the_first_save_with_host_and_folder) {
   for (const int64_t unlucky : {0, 1})
-    for (const auto& [call, error, says] : std::vector<std::tuple<std::string, int, std::string>>{
-             {"open", EACCES, "Permission denied"}, {"write", ENOSPC, "No space left on device"}, {"rename", EXDEV, "Invalid cross-device link"}}) {
+    for (const auto& [call, error, says] :
+         std::vector<std::tuple<std::string, int, std::string>>{{"open", EACCES, "Permission denied"},
+                                                                {"write", ENOSPC, "No space left on device"},
+                                                                {"rename", EXDEV, "Invalid cross-device link"}}) {
       if (call == "rename" && unlucky == 1) continue;  // rank 0 renames
       const Scratch scratch;
       const std::string folder = scratch / "run";
@@ -299,7 +301,8 @@ TEST(Disks, where_the_disk_does_not_tell_what_is_there_nothing_begins_anew) {
 }
 
 TEST(Disks, what_cannot_be_removed_is_a_warning_and_the_run_goes_on) {
-  for (const auto& errors : std::vector<std::map<std::string, int>>{{{"rmdir", ENOTEMPTY}}, {{"unlink", EACCES}}, {{"rename", EXDEV}}}) {
+  for (const auto& errors :
+       std::vector<std::map<std::string, int>>{{{"rmdir", ENOTEMPTY}}, {{"unlink", EACCES}}, {{"rename", EXDEV}}}) {
     const Scratch scratch;
     save_steps(scratch.path(), {1});
     std::filesystem::create_directory(scratch / ".step_1.saving-5-1");

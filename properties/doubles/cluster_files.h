@@ -27,8 +27,10 @@ class FaultyFiles : public FileSystem {
     if (const int error = error_of((flags & O_DIRECTORY) != 0 ? "open folder" : "open", path)) return -error;
     const int fd = FileSystem::open(path, flags, mode);
     const std::lock_guard lock(mutex_);
-    if ((flags & O_DIRECTORY) != 0) folders_.insert(fd);
-    else folders_.erase(fd);
+    if ((flags & O_DIRECTORY) != 0)
+      folders_.insert(fd);
+    else
+      folders_.erase(fd);
     return fd;
   }
   ssize_t write(int fd, const void* data, size_t bytes) override {

@@ -43,10 +43,11 @@ class Loader {
   void share(Comm& world) {
     const std::vector<std::string> seen = gather_texts(world, fmt::format("{:08x} on {}", metadata_crc_, host_name()));
     for (size_t rank = 1; rank < seen.size(); ++rank)
-      SHARD_REQUIRE(seen[rank].substr(0, 8) == seen[0].substr(0, 8), "checkpoint",
-                    "ranks see different checkpoints in {}, and nothing was loaded: the CRC-32 of its {} is {} for rank 0 and {} "
-                    "for rank {}. All ranks must see one disk under this path",
-                    directory_, kMetadataFile, seen[0], seen[rank], rank);
+      SHARD_REQUIRE(
+          seen[rank].substr(0, 8) == seen[0].substr(0, 8), "checkpoint",
+          "ranks see different checkpoints in {}, and nothing was loaded: the CRC-32 of its {} is {} for rank 0 and {} "
+          "for rank {}. All ranks must see one disk under this path",
+          directory_, kMetadataFile, seen[0], seen[rank], rank);
     const std::string sums = broadcast_text(world, sums_ ? write_checksums(*sums_) : "", 0);
     if (world.rank() != 0 && !sums.empty()) sums_ = read_checksums(sums, directory_ + "/" + kSidecarFile);
     ReadOptions read = options_.read;

@@ -7,7 +7,6 @@
 #include <fstream>
 #include <map>
 #include <mutex>
-#include <random>
 #include <sstream>
 
 #include "base/disk_work.h"
@@ -24,8 +23,12 @@ constexpr uint64_t kFactsBytesMax = 1 << 16;
 // What a mark says, a line "NAME VALUE" each.
 using Facts = std::map<std::string, std::string>;
 
-std::string mark_of(const std::string& run) { return run + "/.step_owner"; }
-std::string file_of(int64_t rank) { return fmt::format("/rank_{}", rank); }
+std::string mark_of(const std::string& run) {
+  return run + "/.step_owner";
+}
+std::string file_of(int64_t rank) {
+  return fmt::format("/rank_{}", rank);
+}
 
 std::string first_line(const std::string& path) {
   std::string line;
@@ -71,15 +74,15 @@ std::string text_of(const Facts& facts) {
 Facts read_mark(FileSystem& files, const std::string& mark) {
   if (!look_at(files, mark, Links::not_followed)) return {};
   Facts facts{{"id", ""}};
-  std::istringstream lines(error_of([&] { facts["text"] = read_file(files, mark + file_of(0), kFactsBytesMax); }).empty()
-                               ? facts["text"]
-                               : "");
+  std::istringstream lines(
+      error_of([&] { facts["text"] = read_file(files, mark + file_of(0), kFactsBytesMax); }).empty() ? facts["text"] : "");
   for (std::string line; std::getline(lines, line);)
     if (const size_t space = line.find(' '); space != std::string::npos) facts[line.substr(0, space)] = line.substr(space + 1);
   return facts;
 }
 
-// Whether the owner's process no longer lives, by what cannot be otherwise. Clocks, and how long nothing was heard, say nothing.
+// Whether the owner's process no longer lives, by what cannot be otherwise. Clocks, and how long nothing was heard, say
+// nothing.
 bool is_gone(const Facts& owner) {
   const Facts here = of_this_process();
   const auto told = [&](const char* name) { return owner.contains(name) ? owner.at(name) : ""; };
@@ -93,8 +96,8 @@ bool is_gone(const Facts& owner) {
 [[noreturn]] void refuse(const std::string& run, const Facts& owner) {
   const auto told = [&](const char* name) { return owner.contains(name) ? owner.at(name) : "unknown"; };
   throw Error(message(
-      "[checkpoint] another run saves in {}: process {} on {}, since {}. This one is on {}, and nothing was changed. Wait for "
-      "the other, end it, or choose another folder. If you know that it is gone, remove its mark: rm -r {}",
+      "[checkpoint] another run saves in {}: process {} on {}, since {}. This one, on {}, saves nothing there. Wait for the "
+      "other, end it, or choose another folder. If you know that it is gone, remove its mark: rm -r {}",
       run, told("process"), told("host"), told("since"), host_name(), mark_of(run)));
 }
 
@@ -116,15 +119,10 @@ std::string now() {
   return text;
 }
 
-std::string random_id() {
-  std::random_device random;
-  return fmt::format("{:08x}{:08x}", random(), random());
-}
-
 }  // namespace
 
-RunOwner::RunOwner(FileSystem& files, std::string run)
-    : files_(files), run_(std::move(run)), id_(random_id()), process_(::getpid()) {}
+RunOwner::RunOwner(FileSystem& files, std::string run, std::string id)
+    : files_(files), run_(std::move(run)), id_(std::move(id)), process_(::getpid()) {}
 
 RunOwner::~RunOwner() {
   if (::getpid() != process_) return;  // of the process that this one was forked from
@@ -152,7 +150,7 @@ std::shared_ptr<RunOwner> RunOwner::held_or_free(FileSystem& files, const std::s
     if (auto known = found == held().owners.end() ? nullptr : found->second.lock()) return known;
   }
   if (!is_gone(owner)) refuse(run, owner);
-  remove_folder(files, mark);
+  clean_if_possible([&] { remove_folder(files, mark); });
   return nullptr;
 }
 
@@ -164,7 +162,7 @@ std::shared_ptr<RunOwner> RunOwner::take(Comm& world, FileSystem& files, const s
     owner = held_or_free(files, run);
     if (owner) return "";
     staged = std::make_unique<StagedFolder>(files, mark_of(run));
-    owner = std::shared_ptr<RunOwner>(new RunOwner(files, run));
+    owner = std::shared_ptr<RunOwner>(new RunOwner(files, run, staged->path().substr(run.size())));
     return staged->path();
   });
   if (folder.empty()) return owner;

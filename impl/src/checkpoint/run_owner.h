@@ -15,10 +15,10 @@ namespace shardproof::checkpoint {
 // the first moment on, and of two runs only one commits it, on any disk: a folder is not renamed to one that has files.
 class RunOwner {
  public:
-  // Takes the folder for this process, and removes what dead runs left there. Each rank writes a file for the mark, so that what
-  // the disk cannot do is known before there is anything to save. A mark is taken over where its process is known to be gone,
-  // and shared within a process. Throws Error, which names the owner, where somebody else may have the folder. Null on ranks
-  // other than 0. Collective.
+  // Takes the folder for this process, and removes what dead runs left there. Each rank writes a file for the mark, so that
+  // what the disk cannot do is known before there is anything to save. A mark is taken over where its process is known to be
+  // gone, and shared within a process. Throws Error, which names the owner, where somebody else may have the folder. Null on
+  // ranks other than 0. Collective.
   static std::shared_ptr<RunOwner> take(Comm& world, FileSystem& files, const std::string& run);
   // Gives it back. A mark that stays after that is one of a process that is gone.
   ~RunOwner();
@@ -29,7 +29,7 @@ class RunOwner {
   void require() const;
 
  private:
-  RunOwner(FileSystem& files, std::string run);
+  RunOwner(FileSystem& files, std::string run, std::string id);
   static std::shared_ptr<RunOwner> held_or_free(FileSystem& files, const std::string& run);
 
   FileSystem& files_;

@@ -6,11 +6,11 @@
 //   for (...) { ...; manager.poll(); if (step % 100 == 0) manager.save(sharded, &optimizer, {.step = step}); }
 //   manager.wait();
 //
-// Each rank has one manager. One run saves in a directory, and any number of others may read it: a run that begins to save takes
-// the directory, by a mark in it (`.step_owner`), and its end gives it back. Another run that begins to save there gets an Error,
-// which names the owner. A mark whose process is known to be gone is taken over: on the same host, or of the same job of SLURM
-// that was restarted. Collective calls are collective over the mesh of the model, and what fails on one rank throws Error on
-// every rank.
+// Each rank has one manager. One run saves in a directory, and any number of others may read it: a run that begins to save
+// takes the directory, by a mark in it (`.step_owner`), and its end gives it back. Another run that begins to save there gets
+// an Error, which names the owner. A mark whose process is known to be gone is taken over: on the same host, or of the same job
+// of SLURM that was restarted. Collective calls are collective over the mesh of the model, and what fails on one rank throws
+// Error on every rank.
 #pragma once
 
 #include <cstdint>
@@ -73,8 +73,8 @@ class Manager {
   // Waits for the save that is under way and commits it. Throws the save's error when it failed. Collective.
   void wait();
 
-  // Loads the last checkpoint that was committed, by rank 0's sight. Returns nothing, and changes nothing, when there is none. It
-  // changes nothing in the directory. Collective.
+  // Loads the last checkpoint that was committed, by rank 0's sight. Returns nothing, and changes nothing, when there is none.
+  // It changes nothing in the directory. Collective.
   std::optional<Loaded> load_latest(Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options = {});
 
   // The steps that are committed, ascending, and the last of them. Not collective.

@@ -121,8 +121,8 @@ std::string hide(FileSystem& files, const std::string& path) {
 
 StagedFolder::StagedFolder(FileSystem& files, std::string target, bool overwrite)
     : files_(files), target_(without_slashes(std::move(target))), parent_(parent_of(target_)), overwrite_(overwrite) {
-  SHARD_REQUIRE(overwrite_ || !exists(files_, target_), "checkpoint", "{} exists already; choose another name, or ask to overwrite it",
-                target_);
+  SHARD_REQUIRE(overwrite_ || !exists(files_, target_), "checkpoint",
+                "{} exists already; choose another name, or ask to overwrite it", target_);
   make_parents(files_, parent_);
   const auto [path, made] =
       make_hidden(target_, kSaving, [&](const std::string& hidden) { return files_.mkdir(hidden, 0777); });

@@ -220,8 +220,7 @@ void FileSource::read(uint64_t offset, void* data, size_t bytes) const {
                 "{}: {} bytes at {} lie behind its end, it has {}. Was it cut off?", path_, bytes, offset, size_);
   char* to = static_cast<char*>(data);
   while (bytes > 0) {
-    const ssize_t count =
-        again([&] { return files_.pread(fd_, to, std::min(bytes, kCallBytes), static_cast<off_t>(offset)); });
+    const ssize_t count = again([&] { return files_.pread(fd_, to, std::min(bytes, kCallBytes), static_cast<off_t>(offset)); });
     SHARD_REQUIRE(count > 0, "checkpoint", "cannot read {} at byte {}: {}", path_, offset,
                   count == 0 ? "it ends there now" : cause(count));
     to += count;

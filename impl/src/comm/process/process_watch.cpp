@@ -197,12 +197,12 @@ void ProcessWatch::say(Peer& peer, const std::string& line) {
 void ProcessWatch::say_beat() {
   next_beat_ = Clock::now() + beat_;
   const WatchStatus status = options_.status();
-  const std::string line = fmt::format("{} {:.3f} {} {} {}\n",
-                                       status.waiting  ? "wait"
-                                       : status.saving ? "save"
-                                                       : "last",
-                                       status.waited_s,
-                                       status.missing.size(), fmt::join(status.missing, " "), one_line(status.text));
+  const std::string line =
+      fmt::format("{} {:.3f} {} {} {}\n",
+                  status.waiting  ? "wait"
+                  : status.saving ? "save"
+                                  : "last",
+                  status.waited_s, status.missing.size(), fmt::join(status.missing, " "), one_line(status.text));
   for (auto& [rank, peer] : peers_) say(peer, line);
 }
 

@@ -1,6 +1,7 @@
 // Who of the job's processes is still there: each holds a connection to rank 0 and says every moment what it waits for. A
 // connection that ends is a dead process, one that falls silent a stopped one, and one that waits too long has a culprit, which
-// rank 0 finds by following who waits for whom. Who saves to a disk is none, however long it takes. What ends the world is told to all. No Torch, no MPI.
+// rank 0 finds by following who waits for whom. Who saves to a disk is none, however long it takes. What ends the world is told
+// to all. No Torch, no MPI.
 #pragma once
 
 #include <atomic>

@@ -39,10 +39,10 @@ class FileSystem {
 // The file system of this machine.
 FileSystem& system_files();
 
-// A new file that is written from front to back. The path must not exist, and the umask says who may read it. Every member throws Error, which names the path and
-// the cause. The error of a write may be thrown by a later call, by `finish` at the latest. Large files go around the page
-// cache where that is possible, which saves a copy and keeps cached what others need. While one block is filled, a thread
-// writes the one before.
+// A new file that is written from front to back. The path must not exist, and the umask says who may read it. Every member
+// throws Error, which names the path and the cause. The error of a write may be thrown by a later call, by `finish` at the
+// latest. Large files go around the page cache where that is possible, which saves a copy and keeps cached what others need.
+// While one block is filled, a thread writes the one before.
 class OutputFile {
  public:
   OutputFile(FileSystem& files, std::string path);
