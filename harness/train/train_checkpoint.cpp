@@ -8,6 +8,7 @@
 #include "harness/case/case.h"
 #include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/format/dcp.h"
 #include "shardproof/checkpoint/format/durable.h"
 
@@ -138,7 +139,8 @@ std::string value_name(const char* name) { return fmt::format("trainer.values.{}
 std::optional<Value> value_if_saved(const std::string& folder, const char* name) {
   auto& files = shardproof::checkpoint::system_files();
   try {
-    const auto checkpoint = shardproof::checkpoint::open_checkpoint(files, folder);
+    // The load looks at the files, on one rank for all.
+    const auto checkpoint = shardproof::checkpoint::open_checked(files, folder, {.sums = false, .files = false}).checkpoint;
     const auto found = checkpoint.values.find(value_name(name));
     if (found == checkpoint.values.end()) return std::nullopt;
     return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
