@@ -91,6 +91,7 @@ TEST(Manager, a_save_in_the_background_has_the_values_of_the_call_and_a_second_o
       Trained run({}, kPlace, comm);
       Manager manager(scratch / "run", {.async = true, .when_busy = when_busy, .files = &disk});
       run.train(0, 1);
+      manager.begin(*comm);
       disk.set_open(false);
       comm->barrier().wait();
       ASSERT_TRUE(manager.save(*run.sharded, &*run.optimizer, {.step = 1}));
