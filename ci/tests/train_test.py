@@ -262,7 +262,8 @@ class Train(TrainingRuns):
         save = ("--checkpoint-dir", directory, "--save-every", "1", "--keep", "2")
         first, report = self.begin(*save)
         self.after_steps(first, report, 3)
-        self.expect_refused(f"another run saves in {directory}: process {first.pid} on ", *save, "--steps", "999999", "--resume")
+        self.expect_refused(f"another run saves in {directory}: process {first.pid} on ", *save, "--steps", "999999",
+                            "--resume")
         self.after_steps(first, report, 6)
         first.kill()
         first.wait()

@@ -31,9 +31,17 @@ auto again(const Call& call) {
     if (const auto done = call(); done != -EINTR) return done;
 }
 
+// A link to a folder is one to look into, and never one to remove the contents of.
 enum class Links { followed, not_followed };
 // What is at the path; nothing where nothing is. That it cannot be found out is another matter, and an Error.
 std::optional<struct stat> look_at(FileSystem& files, const std::string& path, Links links = Links::followed);
+inline bool exists(FileSystem& files, const std::string& path) {
+  return look_at(files, path, Links::not_followed).has_value();
+}
+inline bool is_folder(FileSystem& files, const std::string& path, Links links = Links::followed) {
+  const auto found = look_at(files, path, links);
+  return found && S_ISDIR(found->st_mode);
+}
 // The length of a file. Throws Error unless it is there, and a regular one.
 uint64_t file_bytes(FileSystem& files, const std::string& path);
 // Throws Error unless the file that another rank wrote is there with so many bytes: hosts may have disks of their own.

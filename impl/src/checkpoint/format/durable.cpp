@@ -49,16 +49,6 @@ std::pair<std::string, int> make_hidden(const std::string& path, const char* kin
   }
 }
 
-bool exists(FileSystem& files, const std::string& path) {
-  return look_at(files, path, Links::not_followed).has_value();
-}
-
-// A link to a folder is one to look into, and never one to remove the contents of.
-bool is_folder(FileSystem& files, const std::string& path, Links links) {
-  const auto found = look_at(files, path, links);
-  return found && S_ISDIR(found->st_mode);
-}
-
 // The answer of a server may be lost. When it is asked again, what was renamed is no longer there.
 int rename(FileSystem& files, const std::string& from, const std::string& to) {
   const int done = again([&] { return files.rename(from, to); });

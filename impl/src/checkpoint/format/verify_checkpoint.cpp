@@ -19,8 +19,7 @@ constexpr uint64_t kPieceBytes = uint64_t{256} << 10;  // summed while it lies i
 constexpr uint64_t kMetadataBytesMax = uint64_t{1} << 31;
 
 void require_folder(FileSystem& files, const std::string& path) {
-  const auto found = look_at(files, path);
-  SHARD_REQUIRE(found && S_ISDIR(found->st_mode), "checkpoint", "there is no folder {} on {}", path, host_name());
+  SHARD_REQUIRE(is_folder(files, path), "checkpoint", "there is no folder {} on {}", path, host_name());
 }
 
 class Verifier {
@@ -55,12 +54,10 @@ class Verifier {
 
  private:
   bool describe(bool sums) {
-    result_.sidecar = sums && is_there(kSidecarFile);
+    result_.sidecar = sums && exists(files_, folder_ + "/" + kSidecarFile);
     if (result_.sidecar) read_sidecar();
     return read_metadata_file(sums);
   }
-
-  bool is_there(const char* file) const { return look_at(files_, folder_ + "/" + file, Links::not_followed).has_value(); }
 
   void report(const std::string& file, const std::string& what) { result_.problems.push_back({file, "", "", what}); }
   void report(const Owned& owned, const std::string& what) {
@@ -96,7 +93,7 @@ class Verifier {
 
   bool read_metadata_file(bool sums) {
     const std::string path = folder_ + "/" + kMetadataFile;
-    if (!is_there(kMetadataFile)) {
+    if (!exists(files_, path)) {
       report(kMetadataFile, "is missing, so this is no checkpoint, or one that was never finished");
       return false;
     }
