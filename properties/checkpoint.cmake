@@ -15,7 +15,8 @@ add_test(NAME Damage.each_of_2000_random_flips_and_cuts_is_found
 set_tests_properties(Damage.each_of_2000_random_flips_and_cuts_is_found PROPERTIES LABELS "checkpoint;nightly"
   ENVIRONMENT SHARDPROOF_DAMAGES=2000)
 
-shardproof_test(NAME checkpoint_failures_props LABEL checkpoint TORCH SOURCES checkpoint/checkpoint_failures_props.cpp)
+shardproof_test(NAME checkpoint_failures_props LABEL checkpoint TORCH
+  SOURCES checkpoint/checkpoint_disks_props.cpp checkpoint/checkpoint_failures_props.cpp)
 shardproof_test(NAME checkpoint_once_props LABEL checkpoint TORCH CASES 60 SOURCES checkpoint/checkpoint_once_props.cpp)
 shardproof_test(NAME checkpoint_kill_props LABEL checkpoint TORCH SOURCES checkpoint/checkpoint_kill_props.cpp)
 add_test(NAME Killed.each_of_300_kills_leaves_the_last_committed_checkpoint_to_the_bit COMMAND checkpoint_kill_props)

@@ -1,14 +1,64 @@
 """`shardproof train` with ranks that are processes does what it does with ranks that are threads."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import unittest
+from unittest import mock
 
 from training_runs import ENVIRONMENT, SHARDPROOF, TrainingRuns
 
+# What rank 1 sees of a disk: it flushes files of checkpoints slowly, and does not yet see a name.
+ODD_DISK = r"""
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static int is_rank_1(void) { const char* rank = getenv("OMPI_COMM_WORLD_RANK"); return rank && !strcmp(rank, "1"); }
+int fsync(int fd) {
+  char link[64], path[4096] = "";
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  if (is_rank_1() && readlink(link, path, sizeof path - 1) > 0 && strstr(path, ".distcp")) sleep(atoi(getenv("SLOW_S")));
+  return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd);
+}
+struct dirent* readdir(DIR* folder) {
+  struct dirent* entry;
+  do entry = ((struct dirent * (*)(DIR*)) dlsym(RTLD_NEXT, "readdir"))(folder);
+  while (entry && is_rank_1() && !strcmp(entry->d_name, getenv("UNSEEN")));
+  return entry;
+}
+"""
+
 
 class TrainMpi(TrainingRuns):
+    def on_an_odd_disk(self, *arguments, slow_s="0", unseen="none"):
+        library = os.path.join(self.folder, "odd_disk.so")
+        subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"], input=ODD_DISK, text=True, check=True)
+        with mock.patch.dict(ENVIRONMENT, {"LD_PRELOAD": library, "SLOW_S": slow_s, "UNSEEN": unseen}):
+            return self.train("--backend", "mpi", "--ranks", "2", *arguments)
+
+    def test_a_rank_whose_disk_is_slow_is_not_late(self):
+        folder = os.path.join(self.folder, "run")
+        for more in ((), ("--async-save",)):
+            code, _, output, errors = self.on_an_odd_disk(
+                "--steps", "2", "--checkpoint-dir", folder, "--timeout", "3", *more, slow_s="5")
+            self.assertEqual(code, 0, output + errors)
+            self.assertEqual(os.listdir(folder), ["step_2"])
+            shutil.rmtree(folder)
+
+    def test_the_latest_checkpoint_is_the_one_that_rank_0_sees(self):
+        folder = os.path.join(self.folder, "run")
+        code, _, output, errors = self.train("--steps", "4", "--checkpoint-dir", folder, "--save-every", "2")
+        self.assertEqual(code, 0, output + errors)
+        code, _, output, errors = self.on_an_odd_disk(
+            "--steps", "6", "--checkpoint-dir", folder, "--resume", "--check", unseen="step_4")
+        self.assertEqual(code, 0, output + errors)
+        self.assertIn("step_4 after 4 of 6 steps", output)
+
     def test_processes_read_and_learn_what_threads_do(self):
         runs = []
         for backend in (("--mesh", "dp_shard=2"), ("--backend", "mpi", "--ranks", "2")):

@@ -257,6 +257,30 @@ class Train(TrainingRuns):
         code, _, output, errors = self.train(*again, "--steps", "4", model="gpt(layers=1,heads=2)")
         self.assertEqual(code, 0, "what is left out is as in the checkpoint: " + output + errors)
 
+    def test_a_second_run_in_a_folder_is_refused_until_the_first_is_gone(self):
+        directory = os.path.join(self.folder, "shared")
+        save = ("--checkpoint-dir", directory, "--save-every", "1", "--keep", "2")
+        first, report = self.begin(*save)
+        self.after_steps(first, report, 3)
+        self.expect_refused(f"another run saves in {directory}: process {first.pid} on ", *save, "--steps", "999999",
+                            "--resume")
+        self.after_steps(first, report, 6)
+        first.kill()
+        first.wait()
+        self.assertIn(".step_owner", os.listdir(directory))
+        done = max(int(name[5:]) for name in os.listdir(directory) if name.startswith("step_"))
+        code, _, output, errors = self.train(*save, "--steps", str(done + 1), "--resume")
+        self.assertEqual(code, 0, output + errors)
+        self.assertEqual(sorted(os.listdir(directory)), sorted([f"step_{done}", f"step_{done + 1}"]))
+
+    def test_a_limit_on_file_sizes_is_an_error_that_names_the_file(self):
+        directory = os.path.join(self.folder, "limited")
+        done = subprocess.run(["prlimit", "--fsize=4096", SHARDPROOF, "train", "--model", MODEL, "--seq", "6", "--steps", "1",
+                               "--no-host-pool", "--data", os.path.join(self.folder, "data"), "--checkpoint-dir", directory],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+        self.assertRegex(done.stderr, r"cannot write .*\.distcp at byte .*File too large on ")
+
     def test_damage_is_named_and_the_checkpoint_before_still_resumes(self):
         directory = os.path.join(self.folder, "damaged")
         code, _, output, errors = self.train("--checkpoint-dir", directory, "--save-every", "1", "--mesh", "dp_shard=2")
@@ -265,6 +289,8 @@ class Train(TrainingRuns):
         with open(data, "r+b") as file:
             file.truncate(os.path.getsize(data) // 2)
         self.expect_refused("__1_0.distcp", "--checkpoint-dir", directory, "--steps", "4", "--resume")
+        self.expect_refused(f"The checkpoint before it is {directory}/step_2", "--checkpoint-dir", directory, "--steps", "4",
+                            "--resume")
         shutil.rmtree(os.path.join(directory, "step_3"))
         code, _, output, errors = self.train("--checkpoint-dir", directory, "--resume", "--check")
         self.assertEqual(code, 0, output + errors)

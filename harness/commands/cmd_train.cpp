@@ -99,6 +99,15 @@ void require_same_data(shardproof::ProcessWorld& processes, const TrainingData& 
   });
 }
 
+// The last checkpoint, by the sight of rank 0: other hosts may see a folder later.
+int64_t agreed_latest(shardproof::ProcessWorld* processes, const std::string& directory) {
+  const auto look = [&] { return std::to_string(shardproof::checkpoint::latest_step(directory).value_or(-1)); };
+  if (!processes) return std::stoll(look());
+  std::string text;
+  processes->run([&](std::shared_ptr<shardproof::Comm> comm) { text = shardproof::from_rank_0(*comm, look); });
+  return std::stoll(text);
+}
+
 // Rank 0's, on every process.
 int agreed_exit_code(shardproof::ProcessWorld& processes, int exit_code) {
   std::string text = fmt::format("{}", exit_code);
@@ -161,6 +170,8 @@ int run_train(TrainArguments& arguments) {
   const std::unique_ptr<shardproof::ProcessWorld> processes =
       arguments.launched.start(arguments.given("--mesh") ? arguments.mesh : "", settings);
   if (processes && !arguments.given("--mesh")) arguments.mesh = fmt::format("dp_shard={}", processes->size());
+  if (TrainCheckpoints& checkpoints = arguments.options.checkpoints; !checkpoints.directory.empty())
+    checkpoints.latest = agreed_latest(processes.get(), checkpoints.directory);
   const TrainOptions options = train_options(arguments, arguments.launched.device());
   if (!arguments.no_host_pool && options.device.is_cpu()) shardproof::use_host_pool();
   const TrainingData data(data_options(arguments, options.model));

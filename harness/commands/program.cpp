@@ -1,6 +1,7 @@
 #include "harness/commands/program.h"
 
 #include <fmt/format.h>
+#include <signal.h>
 #include <torch/version.h>
 
 #include <CLI/CLI.hpp>
@@ -36,6 +37,7 @@ int run_program(int argc, char** argv, const std::vector<AddCommand>& more) {
   app.set_version_flag("--version", fmt::format("shardproof {}, LibTorch {}", shardproof::library_version(), TORCH_VERSION),
                        "print the versions of this program and of LibTorch, and exit");
   int exit_code = 0;
+  ::signal(SIGXFSZ, SIG_IGN);  // a write beyond a limit on file sizes is an error then, which names the file
   called() = argv[0];
   remember_arguments(argc, argv);
   add_verify_command(app, exit_code);

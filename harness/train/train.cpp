@@ -20,7 +20,6 @@
 #include "harness/train/train_world.h"
 #include "shardproof/algebra/strategy.h"
 #include "shardproof/base/check.h"
-#include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/comm/threads/threads.h"
 #include "shardproof/sharding/fully_shard.h"
 
@@ -194,9 +193,6 @@ TrainResult train(const TrainOptions& options, const TrainingData& data, const s
     world.finish();
     return {.first_step = history.first_step};
   }
-  // Whether it can be written to had better be known before the training.
-  if (const std::string& directory = options.checkpoints.directory; !directory.empty())
-    const shardproof::checkpoint::StagedFolder probe(shardproof::checkpoint::system_files(), directory + "/probe");
   std::optional<golden::Trainer> golden;
   if (options.check)
     golden.emplace(options.model, options.optimizer, initial_parameters(options, history), golden::SumOrder{},

@@ -8,6 +8,7 @@
 #include "harness/case/case.h"
 #include "harness/train/train_weights.h"
 #include "shardproof/base/check.h"
+#include "shardproof/checkpoint/format/checksums.h"
 #include "shardproof/checkpoint/format/dcp.h"
 #include "shardproof/checkpoint/format/durable.h"
 
@@ -137,10 +138,15 @@ std::string value_name(const char* name) { return fmt::format("trainer.values.{}
 // One of the values that `trainer_state` adds to a checkpoint, if it is there.
 std::optional<Value> value_if_saved(const std::string& folder, const char* name) {
   auto& files = shardproof::checkpoint::system_files();
-  const auto checkpoint = shardproof::checkpoint::open_checkpoint(files, folder);
-  const auto found = checkpoint.values.find(value_name(name));
-  if (found == checkpoint.values.end()) return std::nullopt;
-  return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
+  try {
+    // The load looks at the files, on one rank for all.
+    const auto checkpoint = shardproof::checkpoint::open_checked(files, folder, {.sums = false, .files = false}).checkpoint;
+    const auto found = checkpoint.values.find(value_name(name));
+    if (found == checkpoint.values.end()) return std::nullopt;
+    return shardproof::checkpoint::read_value(files, folder, found->first, found->second);
+  } catch (const shardproof::Error& error) {
+    throw shardproof::Error(error.what() + shardproof::checkpoint::before_it(folder));
+  }
 }
 
 std::string text_if_saved(const std::string& folder, const char* name) {
@@ -162,6 +168,12 @@ Value saved_value(const std::string& folder, const char* name) {
   return std::move(*value);
 }
 
+// Rank 0 has looked, or else this process does.
+std::optional<int64_t> latest_of(const TrainCheckpoints& checkpoints) {
+  if (!checkpoints.latest) return shardproof::checkpoint::latest_step(checkpoints.directory);
+  return *checkpoints.latest >= 0 ? checkpoints.latest : std::nullopt;
+}
+
 }  // namespace
 
 const Stretch& TrainHistory::of(int64_t step) const {
@@ -178,7 +190,7 @@ TrainHistory read_history(const TrainOptions& options, const TrainingData& data)
   std::optional<int64_t> latest;
   Value here;
   if (!checkpoints.directory.empty()) {
-    latest = shardproof::checkpoint::latest_step(checkpoints.directory);
+    latest = latest_of(checkpoints);
     here = describe_run(options, data);  // reads the data, which a save after a signal has no time for
   }
   if (latest) {
@@ -227,8 +239,9 @@ SavedModel saved_model(const std::string& path) {
 
 std::optional<SavedModel> model_to_resume(const TrainCheckpoints& checkpoints) {
   if (!checkpoints.resume || checkpoints.directory.empty()) return std::nullopt;
-  if (!shardproof::checkpoint::latest_step(checkpoints.directory)) return std::nullopt;
-  return saved_model(checkpoints.directory);
+  const std::optional<int64_t> latest = latest_of(checkpoints);
+  if (!latest) return std::nullopt;
+  return saved_model(shardproof::checkpoint::step_folder(checkpoints.directory, *latest));
 }
 
 SavedModel model_in_weights(const std::string& folder) {

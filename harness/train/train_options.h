@@ -23,6 +23,8 @@ struct TrainCheckpoints {
   int64_t keep = 0;        // 0: all
   bool resume = false;     // go on from the last one that is there
   bool async = false;
+  // The last one there when the run began, by rank 0's sight; -1: none. Not given: each process looks for itself.
+  std::optional<int64_t> latest = {};
 };
 
 struct TrainOptions {

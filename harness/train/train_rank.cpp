@@ -223,6 +223,8 @@ class RankTraining {
     if (!asked.directory.empty())
       manager_.emplace(asked.directory,
                        checkpoint::ManagerOptions{.keep = asked.keep, .async = asked.async, .copy_in_background = asked.async});
+    // Whether it can be written to, and by nobody else, had better be known before the training.
+    if (manager_ && history.first_step < options.steps) manager_->begin(comms_->world());
     if (history.first_step > 0)
       resume(*manager_, sharded_, optimizer_, history, comms_->world());
     else if (!options.weights.empty())

@@ -169,6 +169,7 @@ TEST(CutState, a_save_makes_four_calls_whatever_is_saved) {
       Part part(build, cut, traced(comm, trace));
       part.fill();
       Manager manager(scratch.path(), {.keep = 1});
+      manager.begin(*comm);  // once in a run
       const auto calls_of = [&](const std::function<void()>& save) {
         const size_t before = trace->of_rank(comm->rank()).size();
         save();

@@ -64,13 +64,14 @@ void require(const std::map<int64_t, int64_t>& stamps, const Expected& expected)
 // The next process: it resumes from the latest, saves, and leaves nothing else. Of one rank.
 void go_on(const std::string& run, Stamped& model, const std::map<int64_t, int64_t>& stamps) {
   HastyFiles hasty;
-  Manager manager(run, {.files = &hasty});
-  const auto loaded = manager.load_latest(*model.sharded, &*model.optimizer);
+  std::optional<Manager> manager(std::in_place, run, ManagerOptions{.files = &hasty});
+  const auto loaded = manager->load_latest(*model.sharded, &*model.optimizer);
   const int64_t latest = stamps.empty() ? -1 : stamps.rbegin()->first;
   if ((loaded ? loaded->trainer.step : -1) != latest) throw Error("another checkpoint is resumed from than the latest");
   if (loaded && !model.has(stamps.rbegin()->second)) throw Error("what is resumed from has other values");
   model.stamp(99);
-  manager.save(*model.sharded, &*model.optimizer, trainer_of(latest + 1, 99));
+  manager->save(*model.sharded, &*model.optimizer, trainer_of(latest + 1, 99));
+  manager.reset();
   load(step_folder(run, latest + 1), *model.sharded, &*model.optimizer);
   if (!model.has(99)) throw Error("the next save has other values");
   if (list_folder(run).size() != stamps.size() + 1) throw Error("the next save left what the last one left");

@@ -202,6 +202,9 @@ def save_weights(
 class Manager:
     """The checkpoints of one run: DIRECTORY/step_N, saved in the background if asked, the last few kept.
 
+    One run saves in a directory. A second one that begins to save there gets an Error, which names the first, until that is
+    gone. Any number of programs may load meanwhile; that changes nothing in the directory.
+
     Parameters
     ----------
     directory : str

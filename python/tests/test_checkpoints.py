@@ -1,6 +1,8 @@
 """Checkpoints go on with the bits of the run that was not interrupted, on other meshes as well; schedules and loss scaling."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -228,6 +230,44 @@ def test_a_manager_takes_a_link_to_a_folder_for_that_folder(tmp_path):
     assert shardproof.run_threads(2, lambda comm: train(comm, 3)) == [(None, [2, 3])] * 2
     assert shardproof.run_threads(2, lambda comm: train(comm, 5)) == [(3, [4, 5])] * 2
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["step_4", "step_5"]
+
+
+SAVES_AND_STAYS = """
+import sys, time, shardproof
+from torch import nn
+
+def body(comm):
+    sharded = shardproof.fully_shard(nn.Linear(2, 1), comm)
+    manager = shardproof.Manager(sys.argv[1])
+    manager.save(sharded, None, 1)
+    print("saved", flush=True)
+    time.sleep(600)
+
+shardproof.run_threads(1, body)
+"""
+
+
+def test_one_process_saves_and_others_read_until_it_is_gone(tmp_path):
+    def body(comm, step):
+        sharded = shardproof.fully_shard(nn.Linear(2, 1), comm)
+        manager = shardproof.Manager(str(tmp_path))
+        loaded = manager.load_latest(sharded)
+        if step:
+            manager.save(sharded, None, step)
+        return loaded["step"]
+
+    with subprocess.Popen([sys.executable, "-c", SAVES_AND_STAYS, tmp_path], stdout=subprocess.PIPE) as owner:
+        try:
+            assert owner.stdout.readline() == b"saved\n"
+            (tmp_path / ".step_2.saving-0-0").mkdir()
+            assert shardproof.run_threads(2, lambda comm: body(comm, None)) == [1, 1]
+            assert sorted(path.name for path in tmp_path.iterdir()) == [".step_2.saving-0-0", ".step_owner", "step_1"]
+            with pytest.raises(shardproof.Error, match=f"another run saves in .*process {owner.pid} on "):
+                shardproof.run_threads(2, lambda comm: body(comm, 2))
+        finally:
+            owner.kill()
+    assert shardproof.run_threads(2, lambda comm: body(comm, 2)) == [1, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 
 def test_a_value_of_an_unknown_kind_is_refused_by_name(tmp_path):

@@ -1,10 +1,9 @@
 #include "shardproof/checkpoint/hugging_face.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <set>
 
+#include "checkpoint/format/cause.h"
 #include "checkpoint/format/json_text.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/weight_names.h"
@@ -272,13 +271,9 @@ json changed_source(const HuggingFaceModel& model, const json& now) {
 }  // namespace
 
 HuggingFaceModel read_hugging_face_config(const std::string& path, FileSystem& files) {
-  const auto is = [](const std::string& name, mode_t kind) {
-    struct stat status {};
-    return ::stat(name.c_str(), &status) == 0 && (status.st_mode & S_IFMT) == kind;
-  };
-  const std::string file = is(path, S_IFDIR) ? path + "/config.json" : path;
+  const std::string file = is_folder(files, path) ? path + "/config.json" : path;
   HuggingFaceModel model = parse_hugging_face_config(read_file(files, file, kModelConfigBytesMax), file);
-  if (const std::string beside = path + "/generation_config.json"; is(beside, S_IFREG))
+  if (const std::string beside = path + "/generation_config.json"; exists(files, beside))
     model.generation = read_file(files, beside, kModelConfigBytesMax);
   return model;
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <optional>
 
+#include "checkpoint/format/cause.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/joined_sums.h"
 #include "checkpoint/match_state.h"
@@ -28,9 +29,37 @@ class Loader {
   Loader(const std::string& directory, Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options)
       : directory_(directory), sharded_(sharded), optimizer_(optimizer), options_(options) {}
 
-  // Reads what describes the checkpoint. Throws when it does not fit.
+  // Reads what describes the checkpoint. Rank 0 looks at all files, for all.
+  void open() {
+    const bool looks = sharded_.rank() == 0;
+    CheckedCheckpoint opened =
+        open_checked(*options_.files, directory_, {.sums = looks && options_.check_before, .files = looks});
+    checkpoint_ = std::move(opened.checkpoint);
+    sums_ = std::move(opened.sums);
+    metadata_crc_ = opened.metadata_crc;
+  }
+
+  // Once all have opened it. Throws, on all of them, when it is not the same one. Collective.
+  void share(Comm& world) {
+    const std::vector<std::string> seen = gather_texts(world, fmt::format("{:08x} on {}", metadata_crc_, host_name()));
+    for (size_t rank = 1; rank < seen.size(); ++rank)
+      SHARD_REQUIRE(
+          seen[rank].substr(0, 8) == seen[0].substr(0, 8), "checkpoint",
+          "ranks see different checkpoints in {}, and nothing was loaded: the CRC-32 of its {} is {} for rank 0 and {} "
+          "for rank {}. All ranks must see one disk under this path",
+          directory_, kMetadataFile, seen[0], seen[rank], rank);
+    const std::string sums = broadcast_text(world, sums_ ? write_checksums(*sums_) : "", 0);
+    if (world.rank() != 0 && !sums.empty()) sums_ = read_checksums(sums, directory_ + "/" + kSidecarFile);
+    ReadOptions read = options_.read;
+    if (options_.check_before) {
+      read.check = read.check_around = true;
+      read.check_parts = false;  // all ranks together do
+    }
+    reader_.emplace(*options_.files, directory_, checkpoint_, read, sums_ ? &*sums_ : nullptr);
+  }
+
+  // Throws when it does not fit.
   void match() {
-    open();
     names_ = names_of_model(sharded_);
     for (const auto& [name, entry] : extra_state_of(*sharded_.impl().module)) names_.extra.insert(name);
     std::map<std::string, int64_t> updates;
@@ -180,20 +209,6 @@ class Loader {
     }
   };
 
-  void open() {
-    ReadOptions read = options_.read;
-    if (options_.check_before) {
-      CheckedCheckpoint opened = open_checked(*options_.files, directory_);
-      checkpoint_ = std::move(opened.checkpoint);
-      sums_ = std::move(opened.sums);
-      read.check = read.check_around = true;
-      read.check_parts = false;  // all ranks together do
-    } else {
-      checkpoint_ = open_checkpoint(*options_.files, directory_);
-    }
-    reader_.emplace(*options_.files, directory_, checkpoint_, read, sums_ ? &*sums_ : nullptr);
-  }
-
   // The settings of a group here are those of the group in the checkpoint that has the same parameters.
   void match_settings(const std::vector<OptimizerState::Group>& groups) {
     std::map<std::set<std::string>, std::vector<Setting>> saved;
@@ -216,13 +231,16 @@ class Loader {
                                              : at::scalar_tensor(saved.as_float(key), at::kDouble);
   }
 
-  Value value(const std::string& name) { return read_value(*options_.files, directory_, name, checkpoint_.values.at(name)); }
+  Value value(const std::string& name) {
+    const Extent& at = checkpoint_.values.at(name);
+    return read_value(reader_->source(at.file), name, at);
+  }
 
   // The bytes of an entry as they are in the file.
   std::string entry_of(const std::string& key) {
     const auto found = checkpoint_.values.find(key);
     const Extent& at = found == checkpoint_.values.end() ? checkpoint_.tensors.at(key).chunks[0].extent : found->second;
-    const FileSource file(*options_.files, directory_ + "/" + at.file);
+    const FileSource& file = reader_->source(at.file);
     std::string bytes = file.read_string(at.offset, at.length, kExtraBytesMax);
     if (sums_ && sums_->entries.contains({at.file, at.offset}))
       SHARD_REQUIRE(sums_->entries.at({at.file, at.offset}) == crc32(0, bytes.data(), bytes.size()), "checkpoint",
@@ -315,6 +333,7 @@ class Loader {
   const LoadOptions& options_;
   Checkpoint checkpoint_;
   std::optional<Checksums> sums_;
+  uint32_t metadata_crc_ = 0;
   std::optional<BoxReader> reader_;
   ModelNames names_;
   Matched matched_;
@@ -353,6 +372,8 @@ Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* opti
   state.require_no_averages("checkpoint::load");
   Comm& world = state.comms->world();
   Loader loader(directory, sharded, optimizer, options);
+  agree_on(world, [&] { loader.open(); });
+  loader.share(world);
   agree_on(world, [&] { loader.match(); });
   if (options.check_before) check_before(world, loader);
   sharded.zero_gradients();

@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <exception>
 
+#include "base/disk_work.h"
+#include "checkpoint/run_owner.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/host_work.h"
@@ -76,9 +78,14 @@ Manager::~Manager() {
                             step_folder(directory_, pending_->step), why.empty() ? "" : "; writing it failed: ", why));
 }
 
-// Before the first save or load: what dead runs left; before each save: that it comes after those that are there.
-void Manager::begin(int64_t step) const {
-  if (!begun_) remove_leftovers(*options_.files, directory_);
+void Manager::begin(Comm& world) {
+  if (begun_) return;
+  owner_ = RunOwner::take(world, *options_.files, directory_);
+  begun_ = true;
+}
+
+// Before each save: that it comes after those that are there.
+void Manager::require_next(int64_t step) const {
   const std::optional<int64_t> last = latest();
   SHARD_REQUIRE(step >= 0, "checkpoint", "a step to save must not be negative, got {}", step);
   SHARD_REQUIRE(!last || step > *last || (step == *last && options_.overwrite), "checkpoint",
@@ -90,18 +97,19 @@ bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const Trai
   if (options_.when_busy == WhenBusy::wait) wait();
   if (!poll()) return false;
   Comm& world = sharded.impl().comms->world();
+  begin(world);
   const SaveOptions how{.overwrite = options_.overwrite,
                         .files = options_.files,
-                        .before = [&] { begin(trainer.step); },
+                        .before = [&] { require_next(trainer.step); },
+                        .written = [owner = owner_] { owner->require(); },
                         .after =
                             [files = options_.files, keep = options_.keep, directory = directory_] {
-                              if (keep > 0) retain_steps(*files, directory, keep);
+                              if (keep > 0) clean_if_possible([&] { retain_steps(*files, directory, keep); });
                             },
                         .plan = &plan_};
   auto job = std::make_unique<SaveJob>(step_folder(directory_, trainer.step), sharded, optimizer, trainer, how,
                                        options_.async ? &snapshot_ : nullptr,
                                        options_.copy_in_background ? SaveJob::Copies::later : SaveJob::Copies::at_once);
-  begun_ = true;
   if (options_.async) {
     pending_ = std::make_shared<Pending>(world, trainer.step, std::move(job));
     if (pending_->copying)
@@ -110,6 +118,7 @@ bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const Trai
       });
     return true;
   }
+  const DiskWork saving;
   job->write();
   job->commit();
   return true;
@@ -129,6 +138,7 @@ void Manager::wait() {
 }
 
 void Manager::commit() {
+  const DiskWork saving;
   // Whatever becomes of it, it is reported once.
   const std::shared_ptr<Pending> pending = std::move(pending_);
   pending->join();
@@ -143,21 +153,24 @@ std::optional<Loaded> Manager::load_latest(Sharded& sharded, OptimizerState* opt
   wait();
   Comm& world = sharded.impl().comms->world();
   const std::string found = from_rank_0(world, [&] {  // so that all load the same
-    if (!begun_) remove_leftovers(*options_.files, directory_);
     const std::optional<int64_t> last = latest();
     return last ? std::to_string(*last) : std::string();
   });
-  begun_ = true;
   if (found.empty()) return std::nullopt;
-  return load(step_folder(directory_, std::stoll(found)), sharded, optimizer, options);
+  const std::string folder = step_folder(directory_, std::stoll(found));
+  try {
+    return load(folder, sharded, optimizer, options);
+  } catch (const Error& error) {
+    throw Error(error.what() + before_it(folder, *options_.files));
+  }
 }
 
 std::vector<int64_t> Manager::steps() const {
-  return committed_steps(directory_);
+  return committed_steps(directory_, *options_.files);
 }
 
 std::optional<int64_t> Manager::latest() const {
-  return latest_step(directory_);
+  return latest_step(directory_, *options_.files);
 }
 
 }  // namespace shardproof::checkpoint

@@ -6,6 +6,8 @@
 #include <set>
 #include <string_view>
 
+#include "base/disk_work.h"
+#include "checkpoint/format/cause.h"
 #include "checkpoint/format/row_walk.h"
 #include "checkpoint/host_copy.h"
 #include "checkpoint/save_plan.h"
@@ -109,7 +111,7 @@ struct SaveJob::Parts {
   std::vector<size_t> later;    // the boxes that `copy` copies
   std::vector<int64_t> versions;  // of their sources, as autograd counts changes
   std::string error;
-  std::function<void()> after;
+  std::function<void()> written, after;
   WrittenBoxes written_boxes;
   Value::Items written_values;
 
@@ -282,6 +284,7 @@ void SaveJob::Parts::write_metadata(const std::vector<std::string>& records) {
       checkpoint.paths[fields[0].as_string("name")] = path_of(fields[1]);
     }
   }
+  for (const auto& [file, bytes] : checksums.file_bytes) require_written(*files, folder + "/" + file, bytes);
   for (const auto& [key, first] : same_as) checkpoint.tensors[key] = checkpoint.tensors.at(first);
   write_metadata_files(*files, folder, checkpoint, checksums);
 }
@@ -289,12 +292,14 @@ void SaveJob::Parts::write_metadata(const std::vector<std::string>& records) {
 SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer,
                  const SaveOptions& options, Snapshot* snapshot, Copies copies)
     : parts_(std::make_unique<Parts>()) {
+  const DiskWork saving;
   sharded.impl().require_no_averages("checkpoint::save");
   Parts& parts = *parts_;
   parts.directory = directory;
   parts.world = sharded.impl().comms->world().shared();
   parts.files = options.files;
   parts.stream = current_stream_of(sharded.impl().device());
+  parts.written = options.written;
   parts.after = options.after;
   parts.folder = from_rank_0(*parts.world, [&] {
     if (options.before) options.before();
@@ -353,6 +358,7 @@ void SaveJob::write() {
 const std::string& SaveJob::error() const { return parts_->error; }
 
 void SaveJob::commit() {
+  const DiskWork saving;
   Parts& parts = *parts_;
   const std::string told = parts.error.empty() ? "w" + parts.written_boxes.text() +
                                                      write_pickle(Value::list(std::move(parts.written_values)), 4)
@@ -365,6 +371,7 @@ void SaveJob::commit() {
   throw_first(errors);
   from_rank_0(*parts.world, [&] {
     parts.write_metadata(records);
+    if (parts.written) parts.written();
     parts.staged->commit();
     if (parts.after) parts.after();
     return std::string();
@@ -373,6 +380,7 @@ void SaveJob::commit() {
 
 void save(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer,
           const SaveOptions& options) {
+  const DiskWork saving;
   SaveJob job(directory, sharded, optimizer, trainer, options, nullptr);
   job.write();
   job.commit();

@@ -77,6 +77,24 @@ TEST(Durable, what_exists_is_not_overwritten_unasked) {
   EXPECT_EQ(list_folder(scratch.path()).size(), 1U);
 }
 
+// As two runs that begin at once make their marks; NFS knows no flags of rename.
+TEST(Durable, of_two_that_commit_one_name_the_first_stays) {
+  struct WithoutFlags : FileSystem {
+    int rename(const std::string& from, const std::string& to) override {
+      return std::rename(from.c_str(), to.c_str()) == 0 ? 0 : -errno;
+    }
+  } without_flags;
+  for (FileSystem* files : {&system_files(), static_cast<FileSystem*>(&without_flags)}) {
+    const Scratch scratch;
+    StagedFolder one(*files, scratch / "mark"), other(*files, scratch / "mark");
+    write_file(*files, one.path() + "/file", "one");
+    write_file(*files, other.path() + "/file", "other");
+    one.commit();
+    expect_error([&] { other.commit(); }, {"cannot rename"});
+    EXPECT_EQ(slurp(scratch / "mark/file"), "one");
+  }
+}
+
 TEST(Durable, an_abandoned_save_leaves_nothing) {
   const Scratch scratch;
   { StagedFolder staged(system_files(), scratch / "deep/er/step_1"); }

@@ -68,13 +68,14 @@ class BoxReader {
   void compare(const Extent& entry, uint32_t payload_crc);
 
   const ReadCounts& counts() const { return counts_; }
+  // A file of the checkpoint's folder, which it opens once.
+  const FileSource& source(const std::string& file);
 
  private:
   struct Entry;
   void check_surroundings(Entry& entry, const Extent& extent, const SliceSource& slice);
   static void compare(const Entry& entry, uint32_t payload_crc);
   Entry& entry(const std::string& name, const StoredTensor& tensor, size_t chunk);
-  const FileSource& source(const std::string& file);
   void read_part(const std::string& name, const StoredTensor& tensor, size_t chunk, const Box& box, char* destination,
                  const Shape& strides);
 

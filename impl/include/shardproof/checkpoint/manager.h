@@ -6,8 +6,11 @@
 //   for (...) { ...; manager.poll(); if (step % 100 == 0) manager.save(sharded, &optimizer, {.step = step}); }
 //   manager.wait();
 //
-// Each rank has one manager. Nothing else may save in the directory at the same time. Collective calls are collective over the
-// mesh of the model, and what fails on one rank throws Error on every rank.
+// Each rank has one manager. One run saves in a directory, and any number of others may read it: a run that begins to save
+// takes the directory, by a mark in it (`.step_owner`), and its end gives it back. Another run that begins to save there gets
+// an Error, which names the owner. A mark whose process is known to be gone is taken over: on the same host, or of the same job
+// of SLURM that was restarted. Collective calls are collective over the mesh of the model, and what fails on one rank throws
+// Error on every rank.
 #pragma once
 
 #include <cstdint>
@@ -42,6 +45,8 @@ struct ManagerOptions {
   FileSystem* files = &system_files();
 };
 
+class RunOwner;
+
 class Manager {
  public:
   // Opens no file. Throws Error when options are out of range.
@@ -51,6 +56,10 @@ class Manager {
   ~Manager();
   Manager(const Manager&) = delete;
   Manager& operator=(const Manager&) = delete;
+
+  // Takes the directory, which the first save does otherwise, and removes what saves that died left there. Every rank writes a
+  // small file on the way, so that a disk that cannot be written to is known before there is anything to save. Collective.
+  void begin(Comm& world);
 
   // Saves step_N, where N is trainer.step, and then removes checkpoints that are not to be kept. N must be above every step
   // that is there, or equal the last one to overwrite it. An asynchronous save has the values of this call, and the checkpoint
@@ -64,7 +73,8 @@ class Manager {
   // Waits for the save that is under way and commits it. Throws the save's error when it failed. Collective.
   void wait();
 
-  // Loads the last checkpoint that was committed. Returns nothing, and changes nothing, when there is none. Collective.
+  // Loads the last checkpoint that was committed, by rank 0's sight. Returns nothing, and changes nothing, when there is none.
+  // It changes nothing in the directory. Collective.
   std::optional<Loaded> load_latest(Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options = {});
 
   // The steps that are committed, ascending, and the last of them. Not collective.
@@ -76,12 +86,13 @@ class Manager {
 
  private:
   struct Pending;
-  void begin(int64_t step) const;
+  void require_next(int64_t step) const;
   void commit();
 
   std::string directory_;
   ManagerOptions options_;
   bool begun_ = false;
+  std::shared_ptr<RunOwner> owner_;  // on rank 0, when begun
   SaveJob::Snapshot snapshot_;
   KeptPlan plan_;
   std::shared_ptr<Pending> pending_;

@@ -54,13 +54,14 @@ struct KeptPlan {
 struct SaveOptions {
   bool overwrite = false;  // whether to replace a directory that exists, atomically; else it is an Error
   FileSystem* files = &system_files();
-  // Rank 0 runs them, before anything is written and after the checkpoint has its name. Their errors are errors of the save, on
-  // every rank.
-  std::function<void()> before = {}, after = {};
+  // Rank 0 runs them: before anything is written, when all of it is written, and after the checkpoint has its name. Their
+  // errors are errors of the save, on every rank.
+  std::function<void()> before = {}, written = {}, after = {};
   KeptPlan* plan = nullptr;  // null: the save makes a plan for itself
 };
 
-// Saves the checkpoint. Afterwards it is there, whole and durable; when the save fails it is not there at all.
+// Saves the checkpoint. Afterwards it is there, whole and durable; when the save fails it is not there at all. The directory
+// lies on a disk that all ranks see: rank 0 looks for what each of them wrote.
 void save(const std::string& directory, Sharded& sharded, const OptimizerState* optimizer, const TrainerState& trainer = {},
           const SaveOptions& options = {});
 
@@ -124,11 +125,11 @@ struct Loaded {
   uint64_t bytes_only_checked = 0;   // what it read for checksums alone
 };
 
-// Loads the checkpoint; each rank reads the boxes that it holds. Throws Error on every rank, and changes nothing, when the
-// checkpoint is damaged, or when its names, shapes or dtypes are not the model's and loading is not partial. Without an
-// optimizer, the state of one in the checkpoint is ignored, and so are averages that the model does not keep. The optimizer
-// keeps the settings that the caller gave it, unless OptimizerState::takes_settings. Save and load throw Error while averages
-// are in the place of the parameters.
+// Loads the checkpoint; each rank reads the boxes that it holds, and rank 0 looks at the files for all. Throws Error on every
+// rank, and changes nothing, when the checkpoint is damaged, when ranks see different ones in the directory, or when its names,
+// shapes or dtypes are not the model's and loading is not partial. Without an optimizer, the state of one in the checkpoint is
+// ignored, and so are averages that the model does not keep. The optimizer keeps the settings that the caller gave it, unless
+// OptimizerState::takes_settings. Save and load throw Error while averages are in the place of the parameters.
 Loaded load(const std::string& directory, Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options = {});
 
 }  // namespace shardproof::checkpoint

@@ -213,7 +213,10 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& folder) {
 }
 
 Value read_value(FileSystem& files, const std::string& folder, const std::string& name, const Extent& extent) {
-  const FileSource file(files, folder + "/" + extent.file);
+  return read_value(FileSource(files, folder + "/" + extent.file), name, extent);
+}
+
+Value read_value(const ByteSource& file, const std::string& name, const Extent& extent) {
   const SliceSource entry(file, extent.offset, extent.length,
                           fmt::format("{} ({} at {})", file.name(), escaped(name), extent.offset));
   return read_value_entry(entry);

@@ -6,6 +6,7 @@
 #include <set>
 #include <tuple>
 
+#include "checkpoint/format/cause.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/dcp.h"
 
@@ -118,8 +119,7 @@ void validate_files(const Checkpoint& checkpoint, const std::string& folder) {
   for (const Owned& owned : owned_extents(checkpoint)) {
     const Extent& extent = *owned.extent;
     auto found = sizes.find(extent.file);
-    if (found == sizes.end())
-      found = sizes.emplace(extent.file, FileSource(system_files(), folder + "/" + extent.file).size()).first;
+    if (found == sizes.end()) found = sizes.emplace(extent.file, file_bytes(system_files(), folder + "/" + extent.file)).first;
     SHARD_REQUIRE(extent.offset + extent.length <= found->second, "checkpoint",
                   "{}/{}: has {} bytes, but {}{} lies at {} to {}. Was it cut off?", folder, extent.file, found->second,
                   *owned.name, owned.chunk ? " " + box_text(owned.chunk->offsets, owned.chunk->sizes) : "", extent.offset,

@@ -69,6 +69,40 @@ int FileSystem::unlink(const std::string& path) {
 int FileSystem::rmdir(const std::string& path) {
   return or_errno(::rmdir(path.c_str()));
 }
+int FileSystem::status(const std::string& path, struct stat& status, bool of_link) {
+  return or_errno((of_link ? ::lstat : ::stat)(path.c_str(), &status));
+}
+int FileSystem::list(const std::string& path, std::vector<std::string>& names) {
+  DIR* folder = ::opendir(path.c_str());
+  if (!folder) return -errno;
+  errno = 0;  // at the end it stays so
+  while (const dirent* entry = ::readdir(folder)) names.emplace_back(entry->d_name);
+  const int error = errno;
+  ::closedir(folder);
+  return -error;
+}
+
+std::optional<struct stat> look_at(FileSystem& files, const std::string& path, Links links) {
+  struct stat status {};
+  const int done = again([&] { return files.status(path, status, links == Links::not_followed); });
+  if (done == -ENOENT || done == -ENOTDIR) return std::nullopt;
+  SHARD_REQUIRE(done >= 0, "checkpoint", "cannot find out what {} is: {}", path, cause(done));
+  return status;
+}
+
+uint64_t file_bytes(FileSystem& files, const std::string& path) {
+  const auto found = look_at(files, path);
+  SHARD_REQUIRE(found, "checkpoint", "cannot open {}: {}", path, cause(-ENOENT));
+  SHARD_REQUIRE(S_ISREG(found->st_mode), "checkpoint", "{} is no regular file", path);
+  return static_cast<uint64_t>(found->st_size);
+}
+
+void require_written(FileSystem& files, const std::string& path, uint64_t bytes) {
+  const auto found = look_at(files, path);
+  SHARD_REQUIRE(found && static_cast<uint64_t>(found->st_size) == bytes, "checkpoint",
+                "its rank wrote {} bytes to {}, and rank 0 finds {} on {}. All ranks must see one disk under this path", bytes,
+                path, found ? fmt::format("{} bytes", found->st_size) : "no such file", host_name());
+}
 
 FileSystem& system_files() {
   static FileSystem files;
@@ -76,7 +110,7 @@ FileSystem& system_files() {
 }
 
 OutputFile::OutputFile(FileSystem& files, std::string path) : files_(files), path_(std::move(path)) {
-  fd_ = files_.open(path_, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+  fd_ = again([&] { return files_.open(path_, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666); });
   SHARD_REQUIRE(fd_ >= 0, "checkpoint", "cannot create {}: {}. Is its folder there and writable?", path_, cause(fd_));
 }
 
@@ -123,8 +157,7 @@ void OutputFile::start_block() {
 void OutputFile::write_out(const char* from, size_t bytes) {
   pause_here();
   while (bytes > 0) {
-    const ssize_t count = files_.write(fd_, from, bytes);
-    if (count == -EINTR) continue;
+    const ssize_t count = again([&] { return files_.write(fd_, from, bytes); });
     if (direct_ && (count == -EINVAL || (count > 0 && static_cast<size_t>(count) < bytes))) {
       direct_ = false;  // blocks here are larger than ours, or what is left is none
       SHARD_REQUIRE(files_.set_direct(fd_, false) >= 0, "checkpoint", "cannot write {} through the page cache", path_);
@@ -147,7 +180,7 @@ void OutputFile::finish() {
     direct_ = false;
   }
   write_out(filling_.get(), filled_);
-  const int flushed = files_.fsync(fd_);
+  const int flushed = again([&] { return files_.fsync(fd_); });
   SHARD_REQUIRE(flushed >= 0, "checkpoint", "cannot flush {} to the disk: {}", path_, cause(flushed));
   const int closed = files_.close(std::exchange(fd_, -1));
   SHARD_REQUIRE(closed >= 0, "checkpoint", "cannot close {}: {}", path_, cause(closed));
@@ -170,15 +203,12 @@ void MemorySource::read(uint64_t offset, void* data, size_t bytes) const {
 }
 
 FileSource::FileSource(FileSystem& files, std::string path) : files_(files), path_(std::move(path)) {
-  // A named pipe would block until somebody writes to it.
-  fd_ = files_.open(path_, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
+  // Looked at first: to open a named pipe takes until somebody writes to it.
+  size_ = file_bytes(files_, path_);
+  fd_ = again([&] { return files_.open(path_, O_RDONLY | O_CLOEXEC, 0); });
   SHARD_REQUIRE(fd_ >= 0, "checkpoint", "cannot open {}: {}", path_, cause(fd_));
   struct stat status {};
-  if (::fstat(fd_, &status) != 0 || !S_ISREG(status.st_mode)) {
-    files_.close(fd_);
-    throw Error(message("[checkpoint] {} is no regular file", path_));
-  }
-  size_ = static_cast<uint64_t>(status.st_size);
+  if (::fstat(fd_, &status) == 0) size_ = static_cast<uint64_t>(status.st_size);  // a network disk knows better once it is open
 }
 
 FileSource::~FileSource() {
@@ -190,8 +220,7 @@ void FileSource::read(uint64_t offset, void* data, size_t bytes) const {
                 "{}: {} bytes at {} lie behind its end, it has {}. Was it cut off?", path_, bytes, offset, size_);
   char* to = static_cast<char*>(data);
   while (bytes > 0) {
-    const ssize_t count = files_.pread(fd_, to, std::min(bytes, kCallBytes), static_cast<off_t>(offset));
-    if (count == -EINTR) continue;
+    const ssize_t count = again([&] { return files_.pread(fd_, to, std::min(bytes, kCallBytes), static_cast<off_t>(offset)); });
     SHARD_REQUIRE(count > 0, "checkpoint", "cannot read {} at byte {}: {}", path_, offset,
                   count == 0 ? "it ends there now" : cause(count));
     to += count;
@@ -238,15 +267,11 @@ void write_file(FileSystem& files, const std::string& path, std::string_view dat
   file.finish();
 }
 
-std::vector<std::string> list_folder(const std::string& path) {
-  DIR* folder = ::opendir(path.c_str());
-  SHARD_REQUIRE(folder, "checkpoint", "cannot list {}: {}", path, cause(-errno));
+std::vector<std::string> list_folder(const std::string& path, FileSystem& files) {
   std::vector<std::string> names;
-  while (const dirent* entry = ::readdir(folder)) {
-    const std::string name = entry->d_name;
-    if (name != "." && name != "..") names.push_back(name);
-  }
-  ::closedir(folder);
+  const int done = again([&] { return names.clear(), files.list(path, names); });
+  SHARD_REQUIRE(done >= 0, "checkpoint", "cannot list {}: {}", path, cause(done));
+  std::erase_if(names, [](const std::string& name) { return name == "." || name == ".."; });
   std::sort(names.begin(), names.end());
   return names;
 }

@@ -1,9 +1,8 @@
 #include "shardproof/checkpoint/format/safetensors.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 
+#include "checkpoint/format/cause.h"
 #include "checkpoint/format/json_text.h"
 #include "checkpoint/format/lfs_pointer.h"
 #include "checkpoint/format/weights_index.h"
@@ -68,11 +67,6 @@ void require_tiled(const SafeTensors& file, const std::string& name, uint64_t da
   SHARD_REQUIRE(at == end, "safetensors", "{}: {} bytes at its end belong to no tensor", name, end - at);
 }
 
-bool exists(const std::string& path) {
-  struct stat status {};
-  return ::stat(path.c_str(), &status) == 0;
-}
-
 SafeTensors open_index(FileSystem& files, const std::string& path) {
   const WeightsIndex index = read_weights_index(files, path);
   SafeTensors all;
@@ -123,9 +117,8 @@ SafeTensors read_safetensors_header(const ByteSource& source) {
 
 SafeTensors open_safetensors(FileSystem& files, const std::string& path) {
   if (path.ends_with(".json")) return open_index(files, path);
-  struct stat status {};
-  if (::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode)) {
-    if (exists(path + "/" + kIndexFile)) return open_index(files, path + "/" + kIndexFile);
+  if (is_folder(files, path)) {
+    if (exists(files, path + "/" + kIndexFile)) return open_index(files, path + "/" + kIndexFile);
     return open_safetensors(files, path + "/" + kSingleFile);
   }
   return read_safetensors_header(FileSource(files, path));

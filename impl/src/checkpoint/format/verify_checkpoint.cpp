@@ -1,10 +1,10 @@
 #include <fmt/ranges.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <optional>
 #include <set>
 
+#include "checkpoint/format/cause.h"
 #include "checkpoint/format/dcp_validate.h"
 #include "shardproof/base/check.h"
 #include "shardproof/checkpoint/format/checksums.h"
@@ -18,14 +18,8 @@ namespace {
 constexpr uint64_t kPieceBytes = uint64_t{256} << 10;  // summed while it lies in the cache
 constexpr uint64_t kMetadataBytesMax = uint64_t{1} << 31;
 
-bool exists(const std::string& path) {
-  struct stat status {};
-  return ::lstat(path.c_str(), &status) == 0;
-}
-
-void require_folder(const std::string& path) {
-  struct stat status {};
-  SHARD_REQUIRE(::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode), "checkpoint", "there is no folder {}", path);
+void require_folder(FileSystem& files, const std::string& path) {
+  SHARD_REQUIRE(is_folder(files, path), "checkpoint", "there is no folder {} on {}", path, host_name());
 }
 
 class Verifier {
@@ -34,7 +28,7 @@ class Verifier {
       : files_(files), folder_(folder), progress_(progress), part_(part) {}
 
   Verified run() {
-    if (!describe()) return std::move(result_);
+    if (!describe(/*sums=*/true)) return std::move(result_);
     const std::vector<Owned> all = owned_extents(checkpoint_);
     const std::vector<const Owned*> part = part_of(all);
     for (const Owned* owned : part) bytes_all_ += owned->extent->length;
@@ -44,25 +38,25 @@ class Verifier {
   }
 
   // The checkpoint without its entries, when nothing is wrong with that.
-  CheckedCheckpoint open() {
+  CheckedCheckpoint open(const OpenOptions& options) {
     const auto require_whole = [this] {
       SHARD_REQUIRE(result_.problems.empty(), "checkpoint",
                     "{}/{}. Nothing was loaded; load an older checkpoint, or see `checkpoint verify`", folder_,
                     result_.problems.front().str());
     };
-    describe();
+    describe(options.sums);
     require_whole();
-    validate_files(checkpoint_, folder_);
-    if (sums_) check_files(owned_extents(checkpoint_));
+    if (options.files) validate_files(checkpoint_, folder_);
+    if (options.files && sums_) check_files(owned_extents(checkpoint_));
     require_whole();
-    return {std::move(checkpoint_), std::move(sums_)};
+    return {std::move(checkpoint_), std::move(sums_), metadata_crc_};
   }
 
  private:
-  bool describe() {
-    result_.sidecar = exists(folder_ + "/" + kSidecarFile);
+  bool describe(bool sums) {
+    result_.sidecar = sums && exists(files_, folder_ + "/" + kSidecarFile);
     if (result_.sidecar) read_sidecar();
-    return read_metadata_file();
+    return read_metadata_file(sums);
   }
 
   void report(const std::string& file, const std::string& what) { result_.problems.push_back({file, "", "", what}); }
@@ -97,16 +91,17 @@ class Verifier {
     }
   }
 
-  bool read_metadata_file() {
+  bool read_metadata_file(bool sums) {
     const std::string path = folder_ + "/" + kMetadataFile;
-    if (!exists(path)) {
+    if (!exists(files_, path)) {
       report(kMetadataFile, "is missing, so this is no checkpoint, or one that was never finished");
       return false;
     }
     try {
       const std::string bytes = read_file(files_, path, kMetadataBytesMax);
       result_.bytes += bytes.size();
-      if (sums_ && (bytes.size() != sums_->metadata_bytes || crc32(0, bytes.data(), bytes.size()) != sums_->metadata_crc))
+      metadata_crc_ = crc32(0, bytes.data(), bytes.size());
+      if (sums_ && (bytes.size() != sums_->metadata_bytes || metadata_crc_ != sums_->metadata_crc))
         report(kMetadataFile, "is damaged, its checksum does not agree");
       checkpoint_ = read_metadata(bytes, path);
       validate(checkpoint_, path);
@@ -114,7 +109,7 @@ class Verifier {
       report(kMetadataFile, error.what());
       return false;
     }
-    if (checkpoint_.has_checksums && !result_.sidecar) report(kSidecarFile, "is missing, the sidecar of checksums");
+    if (sums && checkpoint_.has_checksums && !result_.sidecar) report(kSidecarFile, "is missing, the sidecar of checksums");
     return true;
   }
 
@@ -169,7 +164,7 @@ class Verifier {
   void check_files(const std::vector<Owned>& all) {
     for (const auto& [file, bytes] : sums_->file_bytes) {
       try {
-        const uint64_t size = FileSource(files_, folder_ + "/" + file).size();
+        const uint64_t size = file_bytes(files_, folder_ + "/" + file);
         if (size != bytes) report(file, fmt::format("has {} bytes, expected {}", size, bytes));
       } catch (const Error& error) {
         report(file, error.what());
@@ -191,6 +186,7 @@ class Verifier {
   std::unique_ptr<FileSource> open_;
   std::string open_name_, piece_;
   uint64_t bytes_all_ = 0, bytes_done_ = 0;
+  uint32_t metadata_crc_ = 0;
 };
 
 }  // namespace
@@ -203,13 +199,13 @@ std::string Problem::str() const {
 
 Verified verify_checkpoint(FileSystem& files, const std::string& folder, const std::function<void(double)>& progress,
                            const VerifiedPart& part) {
-  require_folder(folder);
+  require_folder(files, folder);
   return Verifier(files, folder, progress, part).run();
 }
 
-CheckedCheckpoint open_checked(FileSystem& files, const std::string& folder) {
-  require_folder(folder);
-  return Verifier(files, folder, {}, {}).open();
+CheckedCheckpoint open_checked(FileSystem& files, const std::string& folder, const OpenOptions& options) {
+  require_folder(files, folder);
+  return Verifier(files, folder, {}, {}).open(options);
 }
 
 }  // namespace shardproof::checkpoint

@@ -1,13 +1,13 @@
 #include "shardproof/checkpoint/format/weights_file.h"
 
 #include <fmt/ranges.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstring>
 #include <functional>
 #include <vector>
 
+#include "checkpoint/format/cause.h"
 #include "checkpoint/format/lfs_pointer.h"
 #include "checkpoint/format/torch_pickles.h"
 #include "checkpoint/format/weights_index.h"
@@ -82,16 +82,6 @@ class TorchWeights {
   StoredWeights weights_;
 };
 
-bool is_there(const std::string& path) {
-  struct stat status {};
-  return ::stat(path.c_str(), &status) == 0;
-}
-
-bool is_directory(const std::string& path) {
-  struct stat status {};
-  return ::stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
-}
-
 // Files of torch.save are zips; before PyTorch 1.6 they were pickles, which protocol 2 begins like this.
 StoredWeights open_file(FileSystem& files, const std::string& path, const std::string& entry) {
   const FileSource source(files, path);
@@ -145,11 +135,11 @@ StoredWeight StoredWeight::rows(int64_t begin, int64_t count) const {
 }
 
 StoredWeights open_weights(FileSystem& files, const std::string& path, const std::string& entry) {
-  if (!is_directory(path)) return path.ends_with(".json") ? open_index(files, path, entry) : open_file(files, path, entry);
+  if (!is_folder(files, path)) return path.ends_with(".json") ? open_index(files, path, entry) : open_file(files, path, entry);
   static const std::vector<std::string> known = {"model.safetensors.index.json", "model.safetensors",
                                                  "pytorch_model.bin.index.json", "pytorch_model.bin"};
   for (const std::string& file : known)
-    if (is_there(path + "/" + file)) return open_weights(files, path + "/" + file, entry);
+    if (exists(files, path + "/" + file)) return open_weights(files, path + "/" + file, entry);
   throw Error(message("[checkpoint] {}: there are no weights in this folder; looked for {}", path, fmt::join(known, ", ")));
 }
 

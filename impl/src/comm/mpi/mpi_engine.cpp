@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/disk_work.h"
 #include "comm/mpi/mpi_start.h"
 #include "shardproof/base/check.h"
 #include "testing/base/call_label.h"
@@ -220,7 +221,7 @@ WatchStatus Engine::status() const {
   if (now.waiting)
     now.waited_s += std::chrono::duration<double>(Clock::now() - waiting_since_).count();
   else
-    now.text = calls_->last();
+    now.text = calls_->last(), now.saving = DiskWork::is_under_way();
   return now;
 }
 

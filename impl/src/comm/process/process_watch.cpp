@@ -177,8 +177,8 @@ void ProcessWatch::take_line(int64_t rank, const std::string& line) {
     peer.left = true;
   } else if (line.starts_with("end ")) {
     tell_all_end(as_lines(line.substr(4)));
-  } else if (line.starts_with("wait ") || line.starts_with("last ")) {
-    WatchStatus status{.waiting = line[0] == 'w'};
+  } else if (line.starts_with("wait ") || line.starts_with("last ") || line.starts_with("save ")) {
+    WatchStatus status{.waiting = line[0] == 'w', .saving = line[0] == 's'};
     std::istringstream words(line.substr(5));
     size_t missing = 0;
     words >> status.waited_s >> missing;
@@ -197,8 +197,12 @@ void ProcessWatch::say(Peer& peer, const std::string& line) {
 void ProcessWatch::say_beat() {
   next_beat_ = Clock::now() + beat_;
   const WatchStatus status = options_.status();
-  const std::string line = fmt::format("{} {:.3f} {} {} {}\n", status.waiting ? "wait" : "last", status.waited_s,
-                                       status.missing.size(), fmt::join(status.missing, " "), one_line(status.text));
+  const std::string line =
+      fmt::format("{} {:.3f} {} {} {}\n",
+                  status.waiting  ? "wait"
+                  : status.saving ? "save"
+                                  : "last",
+                  status.waited_s, status.missing.size(), fmt::join(status.missing, " "), one_line(status.text));
   for (auto& [rank, peer] : peers_) say(peer, line);
 }
 
@@ -235,12 +239,16 @@ void ProcessWatch::check_silence() {
 void ProcessWatch::check_waits() {
   if (told_) return;
   const WatchStatus own = options_.status();
-  if (own.waiting && own.waited_s > options_.timeout_s) return tell_all_end(culprit_of(0));
+  if (own.waiting && own.waited_s > options_.timeout_s) end_waits_for(0);
   for (const auto& [rank, peer] : peers_) {
     const double since_s = seconds(Clock::now() - peer.heard);
     if (peer.status.waiting && !peer.left && !is_silent(rank) && peer.status.waited_s + since_s > options_.timeout_s)
-      return tell_all_end(culprit_of(rank));
+      end_waits_for(rank);
   }
+}
+
+void ProcessWatch::end_waits_for(int64_t waiting_rank) {
+  if (const std::string culprit = culprit_of(waiting_rank); !culprit.empty()) tell_all_end(culprit);
 }
 
 std::string ProcessWatch::name_of(int64_t rank) const {
@@ -266,6 +274,7 @@ std::string ProcessWatch::culprit_of(int64_t waiting_rank) const {
       return fmt::format("rank {} has given no sign of life for {:.1f} s: it is stopped, or its host cannot be reached; {}{}",
                          rank, seconds(Clock::now() - peers_.at(rank).heard), name_of(rank), chain);
     const WatchStatus status = status_of(rank);
+    if (status.saving) return "";
     const auto known = [&](int64_t other) { return other == options_.rank || peers_.count(other) > 0; };
     if (!status.waiting || status.missing.empty() || !known(status.missing.front()))
       return fmt::format("rank {} is late: others have waited {:.1f} s for it; {}{}", rank, options_.timeout_s, name_of(rank),

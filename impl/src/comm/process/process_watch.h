@@ -1,6 +1,7 @@
 // Who of the job's processes is still there: each holds a connection to rank 0 and says every moment what it waits for. A
 // connection that ends is a dead process, one that falls silent a stopped one, and one that waits too long has a culprit, which
-// rank 0 finds by following who waits for whom. What ends the world is told to all. No Torch, no MPI.
+// rank 0 finds by following who waits for whom. Who saves to a disk is none, however long it takes. What ends the world is told
+// to all. No Torch, no MPI.
 #pragma once
 
 #include <atomic>
@@ -17,6 +18,7 @@ namespace shardproof {
 
 struct WatchStatus {
   bool waiting = false;
+  bool saving = false;  // instead: to a disk, which may take its time
   double waited_s = 0;
   std::vector<int64_t> missing = {};  // ranks that it waits for
   std::string text = {};              // the call that it waits in, or made last
@@ -71,7 +73,8 @@ class ProcessWatch {
   void check_waits();
   // For several beats: it may be stopped.
   bool is_silent(int64_t rank) const;
-  std::string culprit_of(int64_t waiting_rank) const;
+  std::string culprit_of(int64_t waiting_rank) const;  // "" where one saves
+  void end_waits_for(int64_t waiting_rank);
   std::string name_of(int64_t rank) const;
   void close_all();
 

@@ -49,9 +49,15 @@ std::optional<uint32_t> joined_crc(uint64_t bytes, std::vector<SummedRun> runs, 
 struct CheckedCheckpoint {
   Checkpoint checkpoint;
   std::optional<Checksums> sums;  // none in checkpoints of PyTorch
+  uint32_t metadata_crc = 0;      // of `.metadata` as it is read: two saves never have the same
+};
+// What one rank does for all may be left out on the others.
+struct OpenOptions {
+  bool sums = true;   // the sidecar is read, and `.metadata` compared with it
+  bool files = true;  // files have the lengths that they should have
 };
 // Reads no entry. Throws Error at the first thing that is wrong.
-CheckedCheckpoint open_checked(FileSystem& files, const std::string& folder);
+CheckedCheckpoint open_checked(FileSystem& files, const std::string& folder, const OpenOptions& options = {});
 
 struct Problem {
   std::string file, tensor;  // the tensor is "" when the problem is not about a tensor

@@ -67,7 +67,8 @@ void validate_files(const Checkpoint& checkpoint, const std::string& folder);
 // Reads the checkpoint in the folder and validates it and its files.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& folder);
 
-// Reads the entry of an item that is not a tensor.
+// Reads the entry of an item that is not a tensor, out of its file.
+Value read_value(const ByteSource& file, const std::string& name, const Extent& extent);
 Value read_value(FileSystem& files, const std::string& folder, const std::string& name, const Extent& extent);
 
 // Writes one rank's file of entries from front to back. Values come first, as in PyTorch. Every member throws Error, which

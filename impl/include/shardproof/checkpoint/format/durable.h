@@ -46,15 +46,23 @@ void write_staged_file(FileSystem& files, const std::string& target, const std::
 // Removes a folder with its subfolders. It renames the folder first, so nobody ever sees a part of it.
 void remove_folder(FileSystem& files, const std::string& path);
 
-// Removes what saves and removals that died left behind in `parent`, and returns how many folders that were. When there is any,
-// it flushes `parent` before. Call it only when no save is under way there.
+// Calls what cleans up. An Error is told on standard error, and no more: what is left harms nobody.
+void clean_if_possible(const std::function<void()>& clean);
+
+// Removes what saves and removals of `parent`/step_N that died left behind, and returns how many folders that were. They get
+// another name first, and `parent` is flushed, so that whoever does write there fails and saves no part. What cannot be removed
+// is told on standard error and stays. Call it only when no save is under way there: readers never do.
 int64_t remove_leftovers(FileSystem& files, const std::string& parent);
 
 // The steps N of the checkpoints `parent`/step_N, ascending. All of them are committed. Empty when there is no such folder.
-std::vector<int64_t> committed_steps(const std::string& parent);
-std::optional<int64_t> latest_step(const std::string& parent);
+// Throws Error when the disk does not tell.
+std::vector<int64_t> committed_steps(const std::string& parent, FileSystem& files = system_files());
+std::optional<int64_t> latest_step(const std::string& parent, FileSystem& files = system_files());
 std::string step_folder(const std::string& parent, int64_t step);
-// Keeps the last `keep` checkpoints (at least 1) and removes the others, the oldest first.
+// For an error in the checkpoint `parent`/step_N: a sentence that names the one before it; "" where none is known.
+std::string before_it(const std::string& folder, FileSystem& files = system_files());
+// Keeps the last `keep` checkpoints (at least 1) and removes the others, the oldest first. What cannot be removed is told on
+// standard error and stays.
 void retain_steps(FileSystem& files, const std::string& parent, int64_t keep);
 
 }  // namespace shardproof::checkpoint

@@ -2,6 +2,7 @@
 // header does not include Torch.
 #pragma once
 
+#include <sys/stat.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -30,15 +31,18 @@ class FileSystem {
   virtual int mkdir(const std::string& path, mode_t mode);
   virtual int unlink(const std::string& path);
   virtual int rmdir(const std::string& path);
+  virtual int status(const std::string& path, struct stat& status, bool of_link);  // `of_link`: lstat, else stat
+  // The names in a folder, in any order, "." and ".." too.
+  virtual int list(const std::string& path, std::vector<std::string>& names);
 };
 
 // The file system of this machine.
 FileSystem& system_files();
 
-// A new file that is written from front to back. The path must not exist. Every member throws Error, which names the path and
-// the cause. The error of a write may be thrown by a later call, by `finish` at the latest. Large files go around the page
-// cache where that is possible, which saves a copy and keeps cached what others need. While one block is filled, a thread
-// writes the one before.
+// A new file that is written from front to back. The path must not exist, and the umask says who may read it. Every member
+// throws Error, which names the path and the cause. The error of a write may be thrown by a later call, by `finish` at the
+// latest. Large files go around the page cache where that is possible, which saves a copy and keeps cached what others need.
+// While one block is filled, a thread writes the one before.
 class OutputFile {
  public:
   OutputFile(FileSystem& files, std::string path);
@@ -98,7 +102,8 @@ class MemorySource : public ByteSource {
 
 class FileSource : public ByteSource {
  public:
-  // Throws Error, which names the path, when it is not a readable regular file.
+  // Throws Error, which names the path, when it is not a readable regular file. Where another program holds the file for itself
+  // (a lease), it waits.
   FileSource(FileSystem& files, std::string path);
   ~FileSource() override;
   FileSource(const FileSource&) = delete;
@@ -136,7 +141,7 @@ class SliceSource : public ByteSource {
 std::string read_file(FileSystem& files, const std::string& path, uint64_t bytes_max);
 // Writes a new file and flushes it to the disk.
 void write_file(FileSystem& files, const std::string& path, std::string_view data);
-// Returns the names in a folder, ascending, without "." and "..". Throws Error when the folder cannot be listed.
-std::vector<std::string> list_folder(const std::string& path);
+// Returns the names in a folder, ascending, without "." and "..". Throws Error when the folder cannot be listed completely.
+std::vector<std::string> list_folder(const std::string& path, FileSystem& files = system_files());
 
 }  // namespace shardproof::checkpoint
