@@ -266,6 +266,7 @@ def fully_shard(
 
 
 def require_hooks(module: nn.Module) -> None:
+    """Refuse a module of TorchScript, which can be no unit."""
     if isinstance(module, torch.jit.ScriptModule):
         raise _C.Error(
             f"[fully_shard] a unit, or a module that is recomputed, is a {type(module).__name__}, which runs without "
