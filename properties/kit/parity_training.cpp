@@ -6,6 +6,8 @@
 #include <optional>
 #include <set>
 
+#include "properties/kit/of_set_up.h"
+
 namespace parity {
 
 using namespace shardproof;
@@ -242,7 +244,8 @@ void on_mesh(const Mesh& mesh, const std::function<void(std::shared_ptr<MeshComm
 std::map<std::string, int64_t> calls_of(const Trace& trace, int64_t rank, size_t from) {
   std::map<std::string, int64_t> calls;
   const auto records = trace.of_rank(rank);
-  for (size_t i = from; i < records.size(); ++i) ++calls[records[i].op];
+  for (size_t i = from; i < records.size(); ++i)
+    if (!of_set_up(records[i])) ++calls[records[i].op];
   return calls;
 }
 

@@ -1,6 +1,7 @@
 // Scenarios of PyTorch's test_fully_shard_comm.py: which collectives run, when, and how sums are divided. See docs/parity.md.
 #include <gtest/gtest.h>
 
+#include "properties/kit/of_set_up.h"
 #include "properties/kit/parity_models.h"
 #include "properties/kit/parity_training.h"
 #include "shardproof/comm/traced.h"
@@ -49,7 +50,9 @@ std::vector<TraceRecord> traced_run(int64_t world, ShardOptions options, const s
         body(model, sharded);
       },
       {}, trace);
-  return trace->of_rank(0);
+  auto records = trace->of_rank(0);
+  std::erase_if(records, of_set_up);
+  return records;
 }
 
 at::Tensor loss_of(Rooted& model) {

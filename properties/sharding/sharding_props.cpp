@@ -6,6 +6,7 @@
 #include <set>
 
 #include "properties/kit/bits.h"
+#include "properties/kit/of_set_up.h"
 #include "properties/kit/toy_modules.h"
 #include "shardproof/comm/traced.h"
 
@@ -18,9 +19,6 @@ void train_once(Sharded& sharded, toy::Net& net, int64_t salt, bool last = true)
   sharded.set_last_microbatch(last);
   call(net, toy::data({4, 7}, salt)).square().sum().backward();
 }
-
-// Of fully_shard, whose ranks ask whether all run the same.
-bool of_set_up(const TraceRecord& record) { return record.call == "all_reduce(max, int64 x 2)"; }
 
 }  // namespace
 
