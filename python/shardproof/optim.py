@@ -295,7 +295,7 @@ def _updates_alike(kind: type, settings: dict, flat: bool) -> bool:
     try:
         with torch.no_grad():
             together = changes(lambda tensors: tensors)
-    except Exception:  # it says why when it is made, or at its step
+    except Exception:  # nothing is known of it; what it lacks it says when it is made, or at its step
         return True
     try:
         with torch.no_grad():

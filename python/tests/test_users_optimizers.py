@@ -10,11 +10,13 @@ import shardproof
 from shardproof import fsdp
 
 
-class Lars(torch.optim.Optimizer):
-    """A step as long as the tensor's own norm."""
-
+class WithRate(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, dict(lr=lr))
+
+
+class Lars(WithRate):
+    """A step as long as the tensor's own norm."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -24,11 +26,8 @@ class Lars(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / (p.grad.norm() + 1e-8)))
 
 
-class OfAll(torch.optim.Optimizer):
+class OfAll(WithRate):
     """A step as long as the norm of all tensors."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, dict(lr=lr))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -38,10 +37,7 @@ class OfAll(torch.optim.Optimizer):
             p.add_(p.grad, alpha=-self.param_groups[0]["lr"] / float(norm + 1e-8))
 
 
-class Signs(torch.optim.Optimizer):
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, dict(lr=lr))
-
+class Signs(WithRate):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
@@ -93,9 +89,9 @@ def test_a_class_of_the_callers_that_updates_each_element_is_taken():
     assert_same_bits(*sharded_run(Signs, lr=1e-6))
 
 
-@pytest.mark.parametrize("slope", [1e-6, 1])
-def test_a_norm_that_clips_only_large_gradients_and_a_small_rate_are_seen(slope):
-    class Clipped(Lars):
+@pytest.mark.parametrize("lr", [1e-6, 1])
+def test_a_norm_that_clips_only_large_gradients_and_a_small_rate_are_seen(lr):
+    class Clipped(WithRate):
         @torch.no_grad()
         def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
@@ -103,7 +99,7 @@ def test_a_norm_that_clips_only_large_gradients_and_a_small_rate_are_seen(slope)
                     p.add_(p.grad * min(1.0, 100 / float(p.grad.norm())), alpha=-self.param_groups[0]["lr"])
 
     with pytest.raises(shardproof.Error, match="Clipped needs whole parameters"):
-        sharded_run(Clipped, lr=slope)
+        sharded_run(Clipped, lr=lr)
 
 
 def test_a_class_derived_from_one_of_pytorchs_may_do_anything():

@@ -269,7 +269,10 @@ void write_file(FileSystem& files, const std::string& path, std::string_view dat
 
 std::vector<std::string> list_folder(const std::string& path, FileSystem& files) {
   std::vector<std::string> names;
-  const int done = again([&] { return names.clear(), files.list(path, names); });
+  const int done = again([&] {
+    names.clear();  // of a call that was interrupted
+    return files.list(path, names);
+  });
   SHARD_REQUIRE(done >= 0, "checkpoint", "cannot list {}: {}", path, cause(done));
   std::erase_if(names, [](const std::string& name) { return name == "." || name == ".."; });
   std::sort(names.begin(), names.end());

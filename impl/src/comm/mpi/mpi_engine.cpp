@@ -218,10 +218,12 @@ void Engine::publish_wait(const Operation& operation, double waited_s) {
 WatchStatus Engine::status() const {
   const std::lock_guard lock(status_mutex_);
   WatchStatus now = waiting_;
-  if (now.waiting)
+  if (now.waiting) {
     now.waited_s += std::chrono::duration<double>(Clock::now() - waiting_since_).count();
-  else
-    now.text = calls_->last(), now.saving = DiskWork::is_under_way();
+  } else {
+    now.text = calls_->last();
+    now.saving = DiskWork::is_under_way();
+  }
   return now;
 }
 
