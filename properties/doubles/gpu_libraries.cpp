@@ -105,6 +105,13 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
 cudaError_t cudaFree(void* memory) {
   return cuda("cudaFree", memory);
 }
+cudaError_t cudaMallocHost(void** memory, size_t bytes) {
+  *memory = thing<void>();
+  return cuda("cudaMallocHost", bytes);
+}
+cudaError_t cudaFreeHost(void* memory) {
+  return cuda("cudaFreeHost", memory);
+}
 
 ncclResult_t ncclGetVersion(int* version) {
   *version = given.version;

@@ -15,7 +15,6 @@
 namespace nccl_double {
 namespace {
 
-
 StreamQueue& stream_of(NcclApi::Stream stream) {
   return *static_cast<StreamQueue*>(stream);
 }
@@ -31,11 +30,13 @@ std::shared_ptr<Moment> moment_of(NcclApi::Event event) {
 
 }  // namespace
 
-Api::Api(std::shared_ptr<Cluster> cluster, int64_t rank) : cluster_(std::move(cluster)), rank_(rank) {
+Api::Api(std::shared_ptr<Cluster> cluster, int64_t rank)
+    : cluster_(std::move(cluster)), rank_(rank), graphs_(new_graphs()), progress_(std::make_unique<StreamQueue>()) {
   current_ = make_stream();
 }
 
 Api::~Api() {
+  progress_.reset();
   delete static_cast<StreamQueue*>(current_);
 }
 
@@ -46,7 +47,7 @@ void Api::run_on(NcclApi::Stream stream, std::function<void()> kernel) {
 void Api::synchronize(NcclApi::Stream stream) {
   const auto here = std::make_shared<Moment>();
   run_on(stream, [here] { here->pass(); });
-  here->wait();
+  if (!here->wait_for(kForEver)) throw std::logic_error("the host waits for ever for a stream");
 }
 
 NcclApi::Stream Api::make_stream() {
@@ -99,8 +100,17 @@ bool Api::is_complete(Event event) {
   return !moment || moment->is_over();
 }
 
+// As CUDA may, it lets the host wait where memory of the host is not pinned.
 void Api::copy(void* target, const void* source, int64_t bytes, NcclApi::Stream stream) {
   run_on(stream, [=] { std::memcpy(target, source, static_cast<size_t>(bytes)); });
+  if (!is_of_copies(target) || !is_of_copies(source)) synchronize(stream);
+}
+
+bool Api::is_of_copies(const void* memory) const {
+  if (!cluster_->plan.host_tensors) return true;  // all memory counts as the device's
+  const std::lock_guard lock(mutex_);
+  const auto after = memory_.upper_bound(const_cast<void*>(memory));
+  return after != memory_.begin() && memory < static_cast<const std::byte*>(std::prev(after)->first) + std::prev(after)->second.bytes;
 }
 
 void Api::reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,
@@ -112,7 +122,7 @@ void* Api::allocate(int64_t bytes, Memory kind) {
   void* const memory = std::aligned_alloc(256, static_cast<size_t>((bytes + 255) / 256 * 256));
   std::memset(memory, 0x7f, static_cast<size_t>(bytes));
   const std::lock_guard lock(mutex_);
-  memory_[memory] = kind;
+  memory_[memory] = {kind, bytes};
   return memory;
 }
 
@@ -126,7 +136,7 @@ void Api::release(void* memory, Memory kind) {
     const std::lock_guard lock(mutex_);
     const auto found = memory_.find(memory);
     if (registered_.count(memory) > 0) throw std::logic_error("memory was released that is still registered");
-    if (found == memory_.end() || found->second != kind)
+    if (found == memory_.end() || found->second.kind != kind)
       throw std::logic_error("memory was released that is not there, or in another way than it was allocated");
     memory_.erase(found);
   }

@@ -1,8 +1,11 @@
 // A double of NCCL and of CUDA's streams in memory: ranks are threads of the test, device memory is the process', a stream is a
 // queue with a thread of its own, and sums are added by the CPU's arithmetic. It completes late where
-// a seed says so, refuses what NCCL refuses, and fails or hangs on demand.
+// a seed says so, refuses what NCCL refuses, and fails or hangs on demand. As NCCL does, it may return success while the
+// communicator is in progress, gives its work to the stream later, from a thread of its own, the first time only when all ranks
+// have called, writes pointers and handles late, and waits in an abort for what is in progress and for graphs.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -31,11 +34,16 @@ struct Plan {
   bool no_kernels = false;    // that could add sums
   bool no_windows = false;    // as before NCCL 2.27
   int64_t fails_rank = -1;    // this rank's call on a communicator number `at_call` is an asynchronous error,
-  int64_t hangs_rank = -1;    // or is never done
+  int64_t hangs_rank = -1;    // or is never done,
+  int64_t refused_rank = -1;  // or its split number `at_call` is refused
   int64_t at_call = 0;
 };
 
 using Bytes = std::vector<std::byte>;
+class StreamQueue;
+
+// Below any limit of a test. Who waits for so long waits for ever.
+constexpr std::chrono::seconds kForEver{60};
 
 // What all ranks of one communicator share.
 struct Clique {
@@ -60,8 +68,8 @@ struct Clique {
   const int64_t size;
   std::mutex mutex;
   std::condition_variable changed;
-  int64_t joined = 0;
-  std::string error;  // found by any rank, for all
+  int64_t joined = 0, called = 0;  // so many ranks are here, and have made a first call
+  std::string error;               // found by any rank, for all
   std::map<int64_t, Slot> slots;
   std::map<std::pair<int64_t, int64_t>, std::deque<std::shared_ptr<Message>>> mail;  // by sender and receiver
   std::map<int64_t, std::vector<Wish>> splits;                                       // by number of the split
@@ -104,6 +112,8 @@ class Api : public NcclApi {
   int64_t symmetric_sums() const { return symmetric_sums_; }
   // Pieces of memory that were allocated and not released.
   int64_t pieces_of_memory();
+  // While it lives, a graph has this rank's communicators. Where an abort waits for it too long, that is an error.
+  std::shared_ptr<void> hold_graph();
 
   void use_device() override {}
   NcclApi::Stream make_stream() override;
@@ -150,10 +160,15 @@ class Api : public NcclApi {
  private:
   struct Member;  // this rank in a clique
   struct Parcel;  // a send or receive
+  struct Graphs;
   struct Registration {
     Communicator communicator;
     int64_t bytes;
     int64_t window;  // its number in the communicator; -1: not symmetric
+  };
+  struct Block {
+    Memory kind;
+    int64_t bytes;
   };
   struct OwnOperator {
     double factor;
@@ -167,6 +182,10 @@ class Api : public NcclApi {
   };
   using Compute = std::function<void(const std::vector<Bytes>& inputs, std::byte* output)>;
 
+  // Success or in progress, drawn: what the communicator says next is no part of it.
+  NcclResult returned();
+  static std::shared_ptr<Graphs> new_graphs();
+  bool is_of_copies(const void* memory) const;
   static std::vector<Parcel>& group();
   std::shared_ptr<Member> member(Communicator communicator) const;
   std::shared_ptr<Member> join(std::shared_ptr<Clique> clique, int64_t rank);
@@ -181,7 +200,7 @@ class Api : public NcclApi {
   void count_symmetric_sum(const void* input, const void* output, at::ScalarType dtype, Operator op, Communicator communicator);
   NcclResult parcel(Parcel parcel);
   NcclResult ship(std::vector<Parcel> parcels);
-  void launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> task);
+  void launch(std::shared_ptr<Member> member, NcclApi::Stream stream, bool is_of_all, std::function<void(Member&)> task);
 
   const std::shared_ptr<Cluster> cluster_;
   const int64_t rank_;
@@ -189,12 +208,14 @@ class Api : public NcclApi {
   std::map<Communicator, std::shared_ptr<Member>> members_;
   std::set<NcclApi::Stream> streams_;
   std::set<Event> events_;
-  std::map<void*, Memory> memory_;
+  std::map<void*, Block> memory_;
   std::map<void*, Registration> registered_;  // by memory, which is the handle too
   std::map<Operator, OwnOperator> operators_;
   NcclApi::Stream current_ = nullptr;
   int64_t calls_ = 0, communicators_made_ = 0, registrations_ = 0, calls_in_windows_ = 0, premultiplied_calls_ = 0,
-          symmetric_sums_ = 0, operators_made_ = 0;
+          symmetric_sums_ = 0, operators_made_ = 0, returns_ = 0, splits_ = 0;
+  std::shared_ptr<Graphs> graphs_;
+  std::unique_ptr<StreamQueue> progress_;  // NCCL's own thread
 };
 
 // For ranks as threads.

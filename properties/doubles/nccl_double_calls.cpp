@@ -36,6 +36,34 @@ constexpr int kPoison = 0x7f;
 
 }  // namespace
 
+struct Api::Graphs {
+  std::mutex mutex;
+  std::condition_variable gone;
+  int64_t count = 0;
+};
+
+std::shared_ptr<Api::Graphs> Api::new_graphs() {
+  return std::make_shared<Graphs>();
+}
+
+std::shared_ptr<void> Api::hold_graph() {
+  const std::lock_guard lock(graphs_->mutex);
+  ++graphs_->count;
+  return {nullptr, [graphs = graphs_](void*) {
+            {
+              const std::lock_guard held(graphs->mutex);
+              --graphs->count;
+            }
+            graphs->gone.notify_all();
+          }};
+}
+
+NcclResult Api::returned() {
+  uint64_t mixed = (cluster_->plan.seed + 31 * static_cast<uint64_t>(rank_) + static_cast<uint64_t>(returns_++)) * 0x9e3779b97f4a7c15;
+  mixed ^= mixed >> 31;
+  return mixed % 3 == 0 ? NcclResult::in_progress : NcclResult::success;
+}
+
 std::string Cluster::new_id() {
   const std::lock_guard lock(mutex_);
   return fmt::format("id {}", ++ids_);
@@ -60,7 +88,8 @@ std::string Api::leaks() const {
 std::shared_ptr<Api::Member> Api::member(Communicator communicator) const {
   const std::lock_guard lock(mutex_);
   const auto found = members_.find(communicator);
-  if (found == members_.end()) throw std::logic_error("there is no such communicator, or it was destroyed");
+  if (found == members_.end() || found->second->aborted)
+    throw std::logic_error("there is no such communicator, or it was destroyed or aborted");
   return found->second;
 }
 
@@ -86,27 +115,28 @@ NcclResult Api::init_rank(Communicator& communicator, int64_t size, const Unique
   const std::lock_guard lock(clique->mutex);
   if (clique->size != size || rank < 0 || rank >= size) return NcclResult::invalid_argument;
   communicator = join(clique, rank).get();
-  return NcclResult::in_progress;
+  return returned();
 }
 
 NcclResult Api::split(Communicator parent, int64_t color, int64_t key, Communicator& child) {
   const auto of = member(parent);
   const std::lock_guard lock(of->clique->mutex);
-  if (of->aborted || !of->is_there() || of->child) return NcclResult::invalid_usage;
+  if (color < 0) throw std::logic_error("a split without a color fails badly in NCCL");
+  if (cluster_->plan.refused_rank == rank_ && ++splits_ > cluster_->plan.at_call) return NcclResult::system_error;
+  if (!of->is_there() || of->child || of->not_queued > 0) return NcclResult::invalid_usage;
   of->child = &child;
   of->split_number = of->splits++;
   of->clique->splits[of->split_number].push_back({color, key, of->rank});
-  return NcclResult::in_progress;
+  return returned();
 }
 
-// Progress is made here, and only here.
+// Splits and windows make progress here, and only here.
 NcclResult Api::async_error(Communicator communicator) {
   const auto of = member(communicator);
   const std::lock_guard lock(of->clique->mutex);
-  if (of->aborted) return NcclResult::invalid_argument;
   if (of->failed) return NcclResult::remote_error;
   if (!of->clique->error.empty() || !of->refused.empty()) return NcclResult::invalid_usage;
-  if (!of->is_there()) return NcclResult::in_progress;
+  if (!of->is_there() || of->not_queued > 0) return NcclResult::in_progress;
   if (of->window_handle) {
     if (of->clique->windows[of->windows - 1].arrived < of->clique->size) return NcclResult::in_progress;
     *std::exchange(of->window_handle, nullptr) = of->window_memory;
@@ -117,9 +147,9 @@ NcclResult Api::async_error(Communicator communicator) {
   const auto own = std::find_if(wishes.begin(), wishes.end(), [&](const auto& wish) { return wish.rank == of->rank; });
   const int64_t color = own->color;
   std::erase_if(wishes, [&](const auto& wish) { return wish.color != color; });
-  std::sort(wishes.begin(), wishes.end(), [](const auto& a, const auto& b) { return a.key < b.key; });
+  std::sort(wishes.begin(), wishes.end(),
+            [](const auto& a, const auto& b) { return std::pair(a.key, a.rank) < std::pair(b.key, b.rank); });
   Communicator* const child = std::exchange(of->child, nullptr);
-  if (color < 0) return NcclResult::success;
   auto& clique = of->clique->children[{of->split_number, color}];
   if (!clique) clique = std::make_shared<Clique>(std::ssize(wishes));
   const auto place = std::find_if(wishes.begin(), wishes.end(), [&](const auto& wish) { return wish.rank == of->rank; });
@@ -141,19 +171,26 @@ std::string Api::error_text(NcclResult result, Communicator communicator) {
 
 void Api::abort(Communicator communicator) {
   const auto of = member(communicator);
-  if (of->aborted) throw std::logic_error("a communicator was aborted twice");
+  {
+    std::unique_lock lock(graphs_->mutex);
+    if (!graphs_->gone.wait_for(lock, kForEver, [this] { return graphs_->count == 0; }))
+      throw std::logic_error("an abort waits for ever for a graph");
+  }
   {
     const std::lock_guard lock(of->clique->mutex);
     of->aborted = true;
+    // NCCL's thread stores what it was about to make.
+    if (of->child) *std::exchange(of->child, nullptr) = join(std::make_shared<Clique>(1), 0).get();
   }
   of->clique->changed.notify_all();
+  while (of->not_queued > 0) std::this_thread::yield();
   const std::lock_guard lock(mutex_);  // its registrations end with it
   std::erase_if(registered_, [&](const auto& each) { return each.second.communicator == communicator; });
   std::erase_if(operators_, [&](const auto& each) { return each.second.communicator == communicator; });
 }
 
 void Api::destroy(Communicator communicator) {
-  if (member(communicator)->aborted) throw std::logic_error("a communicator was destroyed that was aborted");
+  member(communicator);
   const std::lock_guard lock(mutex_);
   for (const auto& [memory, registration] : registered_)
     if (registration.communicator == communicator)
@@ -162,7 +199,6 @@ void Api::destroy(Communicator communicator) {
 }
 
 NcclResult Api::check_call(Member& member, NcclApi::Stream stream, const char* op) {
-  if (member.aborted) return NcclResult::invalid_argument;
   bool own = false;
   {
     const std::lock_guard lock(mutex_);
@@ -170,23 +206,38 @@ NcclResult Api::check_call(Member& member, NcclApi::Stream stream, const char* o
   }
   const std::lock_guard lock(member.clique->mutex);
   if (!own) member.refused = fmt::format("{} on a stream of another device", op);
-  if (!member.is_there() || member.child || member.window_handle)
+  if (!member.is_there() || member.child || member.window_handle || member.not_queued > 0)
     member.refused = fmt::format("{} while the communicator is in progress", op);
   return member.refused.empty() ? NcclResult::success : NcclResult::invalid_usage;
 }
 
-void Api::launch(std::shared_ptr<Member> member, NcclApi::Stream stream, std::function<void(Member&)> task) {
+void Api::launch(std::shared_ptr<Member> member, NcclApi::Stream stream, bool is_of_all, std::function<void(Member&)> task) {
   const Plan& plan = cluster_->plan;
   const int64_t number = calls_++;
   const bool due = number == plan.at_call;
   uint64_t mixed = (plan.seed + static_cast<uint64_t>(rank_) * 7919 + static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
   mixed ^= mixed >> 29;
   const auto late = std::chrono::microseconds(plan.seed > 0 ? mixed % static_cast<uint64_t>(plan.late_us) : 0);
-  run_on(stream, [member, task, late, fails = due && plan.fails_rank == rank_, hangs = due && plan.hangs_rank == rank_] {
+  std::function<void()> kernel = [member, task, late, fails = due && plan.fails_rank == rank_,
+                                  hangs = due && plan.hangs_rank == rank_] {
     if (late.count() > 0) std::this_thread::sleep_for(late);
     if (fails) member->failed = true;
     if (fails || hangs) return member->hang();
     task(*member);
+  };
+  ++member->not_queued;
+  const bool connects = is_of_all && !std::exchange(member->is_connected, true);
+  progress_->push([this, member, stream, kernel = std::move(kernel), connects, late] {
+    if (connects) {
+      std::unique_lock lock(member->clique->mutex);
+      ++member->clique->called;
+      member->clique->changed.notify_all();
+      member->clique->changed.wait(lock, [&] { return member->aborted || member->clique->called >= member->clique->size; });
+    } else if (late.count() > 0) {
+      std::this_thread::sleep_for(late);
+    }
+    if (!member->aborted) run_on(stream, kernel);
+    --member->not_queued;
   });
 }
 
@@ -199,7 +250,7 @@ NcclResult Api::collective(Communicator communicator, NcclApi::Stream stream, st
   const std::string from = place_of(communicator, input), to = place_of(communicator, output);
   if (from != kNoWindow && to != kNoWindow) ++calls_in_windows_;
   what += fmt::format(" from {} to {}", from, to);
-  launch(of, stream, [=](Member& self) {
+  launch(of, stream, /*is_of_all=*/true, [=](Member& self) {
     Clique& clique = *self.clique;
     std::unique_lock lock(clique.mutex);
     Clique::Slot& slot = clique.slots[number];
@@ -213,7 +264,7 @@ NcclResult Api::collective(Communicator communicator, NcclApi::Stream stream, st
     compute(slot.inputs, bytes_at(output));
     if (++slot.left == clique.size) clique.slots.erase(number);
   });
-  return NcclResult::success;
+  return returned();
 }
 
 NcclResult Api::all_gather(const void* input, void* output, int64_t bytes, Communicator communicator, NcclApi::Stream stream) {
@@ -271,7 +322,7 @@ NcclResult Api::ship(std::vector<Parcel> parcels) {
   for (const Parcel& each : parcels)
     if (each.communicator != first.communicator || each.stream != first.stream)
       throw std::logic_error("the double knows groups on one communicator and stream only");
-  launch(member(first.communicator), first.stream, [parcels](Member& self) {
+  launch(member(first.communicator), first.stream, /*is_of_all=*/false, [parcels](Member& self) {
     Clique& clique = *self.clique;
     std::unique_lock lock(clique.mutex);
     std::vector<std::shared_ptr<Clique::Message>> sent;
@@ -301,7 +352,7 @@ NcclResult Api::ship(std::vector<Parcel> parcels) {
     }
     self.wait(lock, [&] { return std::all_of(sent.begin(), sent.end(), [](const auto& message) { return message->taken; }); });
   });
-  return NcclResult::success;
+  return returned();
 }
 
 }  // namespace nccl_double

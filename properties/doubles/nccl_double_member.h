@@ -28,6 +28,8 @@ struct Api::Member {
   void** window_handle = nullptr;
   void* window_memory = nullptr;
   int64_t windows = 0;
+  std::atomic<int64_t> not_queued{0};  // calls that its stream does not have yet
+  bool is_connected = false;           // once it has called
 
   bool is_there() const { return clique->joined == clique->size; }
   // On a stream's thread: until the condition holds. False when it was aborted meanwhile.

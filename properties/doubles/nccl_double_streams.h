@@ -1,6 +1,7 @@
 // Streams and events of the double of NCCL.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -26,6 +27,10 @@ struct Moment {
   void wait() {
     std::unique_lock lock(mutex);
     passed.wait(lock, [this] { return over; });
+  }
+  bool wait_for(std::chrono::seconds time) {
+    std::unique_lock lock(mutex);
+    return passed.wait_for(lock, time, [this] { return over; });
   }
   bool is_over() {
     const std::lock_guard lock(mutex);

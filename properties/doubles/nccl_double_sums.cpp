@@ -90,8 +90,8 @@ NcclResult Api::register_memory(Communicator communicator, void* memory, int64_t
   if (kind == Memory::symmetric && cluster_->plan.no_windows) throw std::logic_error("a window was made where there are none");
   const std::scoped_lock lock(of->clique->mutex, mutex_);
   const auto found = memory_.find(memory);
-  if (found == memory_.end() || found->second == Memory::plain || found->second != kind || bytes % 4096 != 0 ||
-      registered_.count(memory) > 0)
+  if (found == memory_.end() || kind == Memory::plain || kind == Memory::pinned || found->second.kind != kind ||
+      bytes % 4096 != 0 || registered_.count(memory) > 0)
     return NcclResult::invalid_argument;
   ++registrations_;
   registered_[memory] = {communicator, bytes, kind == Memory::symmetric ? of->windows : -1};
@@ -104,7 +104,7 @@ NcclResult Api::register_memory(Communicator communicator, void* memory, int64_t
   ++window.arrived;
   of->window_handle = &handle;
   of->window_memory = memory;
-  return NcclResult::in_progress;
+  return returned();
 }
 
 NcclResult Api::deregister_memory(Communicator communicator, void* handle, Memory) {

@@ -147,16 +147,12 @@ TEST(NcclApi, a_communicator_is_made_without_blocking_from_the_id_of_its_ranks) 
   EXPECT_EQ(taken(), std::vector<EntryCall>{made});
 }
 
-TEST(NcclApi, a_split_puts_ranks_of_one_color_together_and_leaves_out_those_without) {
+TEST(NcclApi, a_split_puts_ranks_of_one_color_together_in_the_order_of_keys) {
   const auto api = fresh_api();
   NcclApi::Communicator child = nullptr;
   ASSERT_EQ(api->split(address(3), 2, 7, child), kSuccess);
   EXPECT_NE(child, nullptr);
-  NcclApi::Communicator none = nullptr;
-  ASSERT_EQ(api->split(address(3), -1, 8, none), kSuccess);
-  EXPECT_EQ(none, nullptr);
-  EXPECT_EQ(taken(), (std::vector<EntryCall>{entry_call("ncclCommSplit", 3, 2, 7, 0),
-                                             entry_call("ncclCommSplit", 3, NCCL_SPLIT_NOCOLOR, 8, 0)}));
+  EXPECT_EQ(taken(), std::vector<EntryCall>{entry_call("ncclCommSplit", 3, 2, 7, 0)});
 }
 
 TEST(NcclApi, groups_begin_and_end) {
@@ -205,7 +201,8 @@ TEST(NcclApi, an_asynchronous_error_is_that_of_the_communicator_and_has_a_text) 
   EXPECT_EQ(api->error_text(NcclResult::remote_error, address(9)), "result 6");
   EXPECT_EQ(taken(), std::vector<EntryCall>{entry_call("ncclGetLastError", 9)});
   answers().last_error = "the cable is gone";
-  EXPECT_EQ(api->error_text(NcclResult::system_error, address(9)), "result 2: the cable is gone");
+  EXPECT_EQ(api->error_text(NcclResult::system_error, address(9)),
+            "result 2; the last warning of NCCL in this process: the cable is gone");
 }
 
 TEST(NcclApi, a_communicator_is_destroyed_when_its_end_is_no_longer_in_progress) {
@@ -215,6 +212,11 @@ TEST(NcclApi, a_communicator_is_destroyed_when_its_end_is_no_longer_in_progress)
   const EntryCall asked = entry_call("ncclCommGetAsyncError", 4);
   EXPECT_EQ(taken(),
             (std::vector<EntryCall>{entry_call("ncclCommFinalize", 4), asked, asked, asked, entry_call("ncclCommDestroy", 4)}));
+  answers().async_errors = {ncclInProgress, ncclRemoteError};
+  api->destroy(address(4));
+  EXPECT_EQ(taken(),
+            (std::vector<EntryCall>{entry_call("ncclCommFinalize", 4), asked, asked, entry_call("ncclCommAbort", 4)}))
+      << "after an error NCCL's destroy leaves a group open";
   api->abort(address(4));
   EXPECT_EQ(taken(), std::vector<EntryCall>{entry_call("ncclCommAbort", 4)});
 }
@@ -238,12 +240,15 @@ TEST(NcclApi, memory_goes_back_to_where_it_came_from) {
   void* plain = api->allocate(48, NcclApi::Memory::plain);
   void* registered = api->allocate(64, NcclApi::Memory::registered);
   void* symmetric = api->allocate(80, NcclApi::Memory::symmetric);
+  void* pinned = api->allocate(96, NcclApi::Memory::pinned);
   api->release(plain, NcclApi::Memory::plain);
   api->release(registered, NcclApi::Memory::registered);
   api->release(symmetric, NcclApi::Memory::symmetric);
+  api->release(pinned, NcclApi::Memory::pinned);
   EXPECT_EQ(taken(), (std::vector<EntryCall>{entry_call("cudaMalloc", 48), entry_call("ncclMemAlloc", 64),
-                                             entry_call("ncclMemAlloc", 80), entry_call("cudaFree", plain),
-                                             entry_call("ncclMemFree", registered), entry_call("ncclMemFree", symmetric)}));
+                                             entry_call("ncclMemAlloc", 80), entry_call("cudaMallocHost", 96),
+                                             entry_call("cudaFree", plain), entry_call("ncclMemFree", registered),
+                                             entry_call("ncclMemFree", symmetric), entry_call("cudaFreeHost", pinned)}));
   answers().results = {{"cudaMalloc", cudaErrorMemoryAllocation}, {"ncclMemAlloc", ncclSystemError}};
   expect_error([&] { api->allocate(48, NcclApi::Memory::plain); }, {"[cuda] cudaMalloc: ", "(cudaErrorMemoryAllocation)"});
   expect_error([&] { api->allocate(64, NcclApi::Memory::symmetric); }, {"[nccl] ncclMemAlloc of 64 bytes: result 2"});

@@ -53,6 +53,7 @@ TEST(Nccl, waiting_makes_the_callers_stream_wait_and_not_the_host) {
     static thread_local at::Tensor gathered;
     gathered = at::empty({8});
     const at::Tensor own = at::ones({4});
+    comm->all_gather(gathered, own).wait();  // the first call of all connects the ranks, for which the host waits
     if (comm->rank() == 1) {  // the other has been through its wait before this one calls
       const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
       while (!waited && std::chrono::steady_clock::now() < end) std::this_thread::yield();
@@ -208,6 +209,44 @@ TEST(Nccl, a_call_that_hangs_ends_every_rank_after_the_time_out_and_leaves_recor
     expect_says(text, {"is not over", "\"state\":\"done\"", "\"state\":\"failed\"", "unit 'h.3'"});
   }
   std::filesystem::remove_all(folder);
+}
+
+TEST(Nccl, tensors_of_the_host_let_nobody_wait_behind_a_call_that_hangs) {
+  Arrangement arrangement = hasty(0.5);
+  arrangement.plan.hangs_rank = 1;
+  arrangement.plan.at_call = 1;
+  for (const std::string& error : nccl_worlds::errors_of(2, arrangement, [](std::shared_ptr<Comm> comm) {
+         std::vector<at::Tensor> sums;
+         std::vector<Work> works;
+         for (int64_t i = 0; i < 4; ++i) works.push_back(comm->all_reduce(sums.emplace_back(at::ones({8}))));
+         for (Work& work : works) work.wait();
+       }))
+    expect_says(error, {"call 1 on 'world'", "is not over after 0.5 s"});
+}
+
+TEST(Nccl, who_holds_a_graph_hears_of_the_end_while_an_abort_waits_for_the_graph) {
+  Arrangement arrangement;
+  arrangement.options.timeout_seconds = 0.5;
+  arrangement.plan.hangs_rank = 1;
+  arrangement.plan.at_call = 1;
+  nccl_worlds::World world(2, arrangement);
+  for (const auto& thrown : world.run([&](std::shared_ptr<Comm> comm) {
+         const std::shared_ptr<void> graph = world.api(comm->rank()).hold_graph();
+         const at::Tensor sum = at::ones({8});
+         while (true) comm->all_reduce(sum).wait();  // the host does not wait
+       }))
+    EXPECT_NE(thrown, nullptr);
+}
+
+TEST(Nccl, what_is_being_split_when_the_world_ends_goes_with_it) {
+  for (int64_t split = 0; split < 5; ++split) {
+    Arrangement arrangement = hasty(30);
+    arrangement.plan.refused_rank = 1;
+    arrangement.plan.at_call = split;
+    for (const std::string& error : nccl_worlds::errors_of(
+             3, arrangement, [](std::shared_ptr<Comm> comm) { comm->split(comm->rank() % 2, 0, "some")->barrier().wait(); }))
+      expect_says(error, {"rank 1: NCCL refuses ncclCommSplit"});
+  }
 }
 
 TEST(Nccl, a_rank_that_never_makes_the_call_is_named_with_its_last_one) {

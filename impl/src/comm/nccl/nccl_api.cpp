@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -136,6 +137,8 @@ class MachineApi final : public NcclApi {
     void* memory = nullptr;
     if (kind == Memory::plain) {
       check_cuda(cudaMalloc(&memory, static_cast<size_t>(bytes)), "cudaMalloc");
+    } else if (kind == Memory::pinned) {
+      check_cuda(cudaMallocHost(&memory, static_cast<size_t>(bytes)), "cudaMallocHost");
     } else {
       const ncclResult_t result = ncclMemAlloc(&memory, static_cast<size_t>(bytes));
       SHARD_REQUIRE(result == ncclSuccess, "nccl", "ncclMemAlloc of {} bytes: {}", bytes, ncclGetErrorString(result));
@@ -145,6 +148,8 @@ class MachineApi final : public NcclApi {
   void release(void* memory, Memory kind) override {
     if (kind == Memory::plain)
       cudaFree(memory);
+    else if (kind == Memory::pinned)
+      cudaFreeHost(memory);
     else
       ncclMemFree(memory);
   }
@@ -163,8 +168,8 @@ class MachineApi final : public NcclApi {
   NcclResult split(Communicator parent, int64_t color, int64_t key, Communicator& child) override {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    return as_result(ncclCommSplit(comm_of(parent), color < 0 ? NCCL_SPLIT_NOCOLOR : static_cast<int>(color),
-                                   static_cast<int>(key), reinterpret_cast<ncclComm_t*>(&child), &config));
+    return as_result(ncclCommSplit(comm_of(parent), static_cast<int>(color), static_cast<int>(key),
+                                   reinterpret_cast<ncclComm_t*>(&child), &config));
   }
   NcclResult async_error(Communicator communicator) override {
     ncclResult_t result = ncclSuccess;
@@ -173,18 +178,18 @@ class MachineApi final : public NcclApi {
   }
   std::string error_text(NcclResult result, Communicator communicator) override {
     const char* last = ncclGetLastError(comm_of(communicator));
-    return fmt::format("{}{}{}", ncclGetErrorString(static_cast<ncclResult_t>(result)), last && *last ? ": " : "",
-                       last ? last : "");
+    return fmt::format("{}{}{}", ncclGetErrorString(static_cast<ncclResult_t>(result)),
+                       last && *last ? "; the last warning of NCCL in this process: " : "", last ? last : "");
   }
   void abort(Communicator communicator) override { ncclCommAbort(comm_of(communicator)); }
-  // Finalizing waits for the other ranks, of which one may be gone.
+  // Finalizing waits for the other ranks, of which one may be gone. With an error NCCL would leave a group open.
   void destroy(Communicator communicator) override {
     ncclCommFinalize(comm_of(communicator));
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    while (async_error(communicator) == NcclResult::in_progress) {
-      if (std::chrono::steady_clock::now() > until) return abort(communicator);
+    NcclResult result = NcclResult::success;
+    while ((result = async_error(communicator)) == NcclResult::in_progress && std::chrono::steady_clock::now() < until)
       std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
+    if (result != NcclResult::success) return abort(communicator);
     ncclCommDestroy(comm_of(communicator));
   }
 
@@ -275,6 +280,10 @@ std::shared_ptr<NcclApi> nccl_api(int64_t device) {
       count, cudaGetErrorString(result));
   SHARD_REQUIRE(device >= 0 && device < count, "nccl", "there is no GPU {}: this process sees {} (CUDA_VISIBLE_DEVICES?)",
                 device, count);
+  const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
+  SHARD_REQUIRE(!blocking || *blocking != '1', "nccl",
+                "NCCL_COMM_BLOCKING=1 overrules that communicators do not block, and who blocks in NCCL cannot be told that "
+                "another rank has failed; unset it");
   return std::make_shared<MachineApi>(device);
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "comm/split_group.h"
@@ -18,6 +19,7 @@ using Clock = std::chrono::steady_clock;
 // A host that waits looks so often before it sleeps between looks.
 constexpr int64_t kEagerLooks = 50;
 constexpr auto kSleep = 50us;
+constexpr auto kLookForEnd = 10ms;
 
 void pause(int64_t& looks) {
   if (++looks < kEagerLooks)
@@ -105,14 +107,14 @@ void Engine::connect() {
 void Engine::open_lanes(Group& group, NcclApi::Communicator parent, int64_t color, int64_t key, size_t first_lane) {
   for (size_t i = first_lane; i < kLanes; ++i) {
     Lane& lane = group.lanes[i];
-    if (color >= 0) lane.stream = api_->make_stream();
+    lane.stream = api_->make_stream();
     finish(parent, api_->split(parent, color, key, lane.communicator), "ncclCommSplit");
-    if (color >= 0) finish(lane.communicator, NcclResult::in_progress, "ncclCommSplit");
+    finish(lane.communicator, NcclResult::success, "ncclCommSplit");
   }
 }
 
 std::shared_ptr<Group> Engine::split(Group& parent, const std::vector<int64_t>& colors_and_keys) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = hold("a split");
   Group::Splits& splits = parent.splits[colors_and_keys];
   if (splits.used < splits.groups.size()) return splits.groups[splits.used++];
   ++splits.used;
@@ -122,21 +124,20 @@ std::shared_ptr<Group> Engine::split(Group& parent, const std::vector<int64_t>& 
       split_group(colors_and_keys, parent.rank, parent.world_ranks, parent.id, static_cast<uint64_t>(earlier));
   auto group = std::make_shared<Group>();
   group->rank = made.rank, group->world_ranks = made.world_ranks, group->id = made.id;
+  // Who aborts finds what NCCL has made of it by then.
+  groups_.push_back(group);
+  // Ranks without a color have one of their own: where a split fails, NCCL writes to the communicator that they would not have.
   // Nothing is on its way on this lane of any parent: its last call was the exchange of colors, which all ranks have waited
   // for.
-  open_lanes(*group, parent.lane(LaneKind::gathers).communicator, made.color, made.rank, 0);
-  if (made.color < 0)
-    group = nullptr;
-  else
-    groups_.push_back(group);
-  splits.groups.push_back(group);
-  return group;
+  open_lanes(*group, parent.lane(LaneKind::gathers).communicator, made.color < 0 ? parent.size() : made.color, made.rank, 0);
+  splits.groups.push_back(made.color < 0 ? nullptr : group);
+  return splits.groups.back();
 }
 
 std::shared_ptr<Operation> Engine::start(std::shared_ptr<Group> group, std::shared_ptr<const FlightGroup> flight, Call call) {
-  const std::lock_guard lock(mutex_);
   api_->use_device();
   auto operation = std::make_shared<Operation>(api_, group, std::move(flight), std::move(call));
+  const auto lock = hold(operation->title());
   SHARD_REQUIRE(!is_capturing() || !operation->blocks, "nccl",
                 "{} inside of a captured step lets the host wait, and a replay would not", operation->title());
   operation->sequence = operation->is_message() ? group->message_count++ : group->collectives++;
@@ -192,15 +193,20 @@ void Engine::launch(const std::vector<std::shared_ptr<Operation>>& operations) {
 
 void Engine::finish(NcclApi::Communicator communicator, NcclResult result, const std::string& doing) {
   const auto since = Clock::now();
-  for (int64_t looks = 0; result == NcclResult::in_progress && communicator; pause(looks)) {
+  const char* what = "refuses";
+  const auto may_be_under_way = [&] { return result == NcclResult::success || result == NcclResult::in_progress; };
+  // A call may return success while its communicator is at work, which takes no further call then.
+  for (int64_t looks = 0; communicator && may_be_under_way(); pause(looks)) {
     result = api_->async_error(communicator);
+    if (result == NcclResult::success) return;
+    what = "failed in";
     require_alive(doing);
     if (seconds_since(since) > options_.timeout_seconds && result == NcclResult::in_progress)
       end(body_, {true, fmt::format("rank {}: {} is not over after {} s{}", rank_, doing, options_.timeout_seconds,
                                     unheard(world_ ? world_->world_ranks : std::vector<int64_t>{}))});
   }
-  if (result == NcclResult::success || result == NcclResult::in_progress) return;
-  end(body_, {true, fmt::format("rank {}: NCCL refuses {}: {}", rank_, doing, api_->error_text(result, communicator))});
+  if (may_be_under_way()) return;
+  end(body_, {true, fmt::format("rank {}: NCCL {} {}: {}", rank_, what, doing, api_->error_text(result, communicator))});
   require_alive(doing);
 }
 
@@ -208,7 +214,7 @@ void Engine::wait(Operation& operation) {
   if (operation.waited) return;
   const std::string title = operation.title();
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = hold(title);
     api_->use_device();
     require_alive(title);
     if (!operation.launched) launch_messages(*operation.group);
@@ -219,7 +225,7 @@ void Engine::wait(Operation& operation) {
     require_alive(title);  // an abort ends what was waited for, too
     copy_back(operation);
   }
-  const std::lock_guard lock(mutex_);
+  const auto lock = hold(title);
   for (const LaneMemory::Block& block : operation.blocks_taken) operation.lane().memory.give_back(block);
   operation.blocks_taken.clear();
   operation.landings.clear();
@@ -233,13 +239,15 @@ void Engine::copy_back(Operation& operation) {
   if (operation.landings.empty()) return;
   const Event landed(api_);
   {
-    const std::lock_guard lock(mutex_);
+    const auto lock = hold(operation.title());
     require_alive(operation.title());
-    for (const auto& [host, device, bytes] : operation.landings)
-      api_->copy(host, device.memory, bytes, operation.lane().stream);
+    for (const auto& landing : operation.landings)
+      api_->copy(landing.staged.memory, landing.device.memory, landing.bytes, operation.lane().stream);
     api_->record(landed.get(), operation.lane().stream);
   }
   block_until(landed.get(), operation.title());
+  for (const auto& landing : operation.landings)
+    std::memcpy(landing.host, landing.staged.memory, static_cast<size_t>(landing.bytes));
 }
 
 void Engine::block_until(NcclApi::Event event, const std::string& doing) {
@@ -270,10 +278,10 @@ void Engine::collect_complete() {
 
 c10::DataPtr Engine::allocate(Group& group, Op op, int64_t bytes, c10::Device device) {
   if (options_.buffers == NcclApi::Memory::plain || bytes == 0 || group.size() == 1 || !api_->is_device(device)) return {};
-  const std::lock_guard lock(mutex_);
-  api_->use_device();
   const std::string doing =
       fmt::format("the registration of {} bytes for {}; leave --registered-buffers out", bytes, to_string(op));
+  const auto lock = hold(doing);
+  api_->use_device();
   require_alive(doing);
   Lane& lane = group.lane(lane_of(op));
   return lane.buffers.take(api_, lane.communicator, bytes, options_.buffers, device,
@@ -324,6 +332,12 @@ void Engine::forget_groups() {
   const std::lock_guard state(state_mutex_);
   calls_.forget();
   flying_.clear(), collectives_.clear();
+}
+
+std::unique_lock<std::timed_mutex> Engine::hold(const std::string& doing) {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  while (!lock.try_lock_for(kLookForEnd)) require_alive(doing);
+  return lock;
 }
 
 void Engine::require_alive(const std::string& doing) {

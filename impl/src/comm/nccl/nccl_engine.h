@@ -1,7 +1,8 @@
 // This rank's part in the world: its communicators, what is on its way on them, and the thread that watches both.
 //
 // Two locks: `mutex_` for NCCL and the lanes, which is never held while the host waits for other ranks for longer than they
-// take to answer NCCL; `state_mutex_` for lists that the watching thread reads at every look.
+// take to answer NCCL, but by who aborts: NCCL may then wait for a graph that the caller holds. `state_mutex_` for lists that
+// the watching thread reads at every look.
 #pragma once
 
 #include <atomic>
@@ -63,6 +64,8 @@ class Engine {
   void require_world(const std::string& doing);
 
  private:
+  // mutex_, or what ended the world or this body while somebody else has it.
+  std::unique_lock<std::timed_mutex> hold(const std::string& doing);
   // Of the calling thread, under mutex_.
   void connect();
   void open_lanes(Group& group, NcclApi::Communicator parent, int64_t color, int64_t key, size_t first_lane);
@@ -94,9 +97,9 @@ class Engine {
   process::Calls calls_;
   Watch watch_;
 
-  std::mutex mutex_;
+  std::timed_mutex mutex_;
   std::shared_ptr<Group> world_;
-  std::vector<std::shared_ptr<Group>> groups_;  // with the world
+  std::vector<std::shared_ptr<Group>> groups_;  // with the world, and those that ranks of no color are in
   bool connected_ = false;
   int64_t connections_ = 0;
 

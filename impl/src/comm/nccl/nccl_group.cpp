@@ -10,15 +10,15 @@ constexpr uint64_t kBlockBytesMin = 512;
 
 }  // namespace
 
-LaneMemory::Block LaneMemory::take(NcclApi& api, int64_t bytes) {
+LaneMemory::Block LaneMemory::take(NcclApi& api, int64_t bytes, NcclApi::Memory kind) {
   const auto rounded = static_cast<int64_t>(std::bit_ceil(std::max(kBlockBytesMin, static_cast<uint64_t>(bytes))));
-  const auto fits = std::find_if(free_.begin(), free_.end(), [&](const Block& block) { return block.bytes == rounded; });
+  const auto fits = std::find_if(free_.begin(), free_.end(), [&](const Block& block) { return block.bytes == rounded && block.kind == kind; });
   if (fits != free_.end()) {
     const Block block = *fits;
     free_.erase(fits);
     return block;
   }
-  const Block block{static_cast<std::byte*>(api.allocate(rounded, NcclApi::Memory::plain)), rounded};
+  const Block block{static_cast<std::byte*>(api.allocate(rounded, kind)), rounded, kind};
   all_.push_back(block);
   return block;
 }
@@ -41,7 +41,7 @@ void LaneMemory::close(NcclApi& api, NcclApi::Communicator communicator) {
     deregister(api, communicator, scratch);
     if (scratch.memory) api.release(scratch.memory, scratch.kind);
   }
-  for (const Block& block : all_) api.release(block.memory, NcclApi::Memory::plain);
+  for (const Block& block : all_) api.release(block.memory, block.kind);
   scratches_.clear(), free_.clear(), all_.clear();
 }
 

@@ -21,10 +21,11 @@ class LaneMemory {
   struct Block {
     std::byte* memory = nullptr;
     int64_t bytes = 0;
+    NcclApi::Memory kind = NcclApi::Memory::plain;
   };
 
-  // A copy of host memory, until it is given back.
-  Block take(NcclApi& api, int64_t bytes);
+  // A copy of host memory, on the device (`plain`) or on its way there (`pinned`), until it is given back.
+  Block take(NcclApi& api, int64_t bytes, NcclApi::Memory kind);
   void give_back(Block block);
   // What the call in hand needs besides; the next call on the lane gets the same memory. With one sequence of sizes on all
   // ranks it grows on all of them together, as symmetric windows must.

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "shardproof/base/check.h"
 #include "shardproof/base/dtypes.h"
@@ -54,22 +55,29 @@ Operation::Operation(std::shared_ptr<NcclApi> api, std::shared_ptr<Group> group,
   if (this->call.op == Op::barrier || this->call.op == Op::split) blocks = true;
 }
 
+// Until the operation is over.
+LaneMemory::Block Issue::take(Operation& operation, int64_t bytes, NcclApi::Memory kind) {
+  operation.blocks_taken.push_back(operation.lane().memory.take(api_, bytes, kind));
+  return operation.blocks_taken.back();
+}
+
+// By memory of the host that is pinned: a copy from or to any other lets the host wait for the stream.
 std::byte* Issue::device_input(Operation& operation, const at::Tensor& tensor) {
   if (api_.is_on_device(tensor)) return bytes_of(tensor);
-  Lane& lane = operation.lane();
-  const LaneMemory::Block block = lane.memory.take(api_, static_cast<int64_t>(tensor.nbytes()));
-  operation.blocks_taken.push_back(block);
-  api_.copy(block.memory, tensor.const_data_ptr(), static_cast<int64_t>(tensor.nbytes()), lane.stream);
-  return block.memory;
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  std::byte* const staged = take(operation, bytes, NcclApi::Memory::pinned).memory;
+  std::byte* const memory = take(operation, bytes, NcclApi::Memory::plain).memory;
+  std::memcpy(staged, tensor.const_data_ptr(), tensor.nbytes());
+  api_.copy(memory, staged, bytes, operation.lane().stream);
+  return memory;
 }
 
 std::byte* Issue::device_output(Operation& operation, const at::Tensor& tensor) {
   if (api_.is_on_device(tensor)) return bytes_of(tensor);
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  const LaneMemory::Block block = operation.lane().memory.take(api_, bytes);
-  operation.blocks_taken.push_back(block);
-  operation.landings.push_back({bytes_of(tensor), block, bytes});
-  return block.memory;
+  operation.landings.push_back({bytes_of(tensor), take(operation, bytes, NcclApi::Memory::plain),
+                                take(operation, bytes, NcclApi::Memory::pinned), bytes});
+  return operation.landings.back().device.memory;
 }
 
 void Issue::collective(Operation& operation) {
@@ -221,10 +229,8 @@ void Issue::share_sums(Operation& operation, const CollectivePlan& plan, std::by
 // One byte from everybody to everybody: nobody has all of them before everybody was there.
 void Issue::barrier(Operation& operation) {
   Lane& lane = operation.lane();
-  const LaneMemory::Block block = lane.memory.take(api_, operation.group->size());
-  operation.blocks_taken.push_back(block);
-  finish_(lane.communicator,
-          api_.all_gather(block.memory + operation.group->rank, block.memory, 1, lane.communicator, lane.stream));
+  std::byte* const memory = take(operation, operation.group->size(), NcclApi::Memory::plain).memory;
+  finish_(lane.communicator, api_.all_gather(memory + operation.group->rank, memory, 1, lane.communicator, lane.stream));
 }
 
 void Issue::messages(std::vector<std::shared_ptr<Operation>> operations) {

@@ -29,10 +29,10 @@ class Event {
 };
 
 struct Operation : process::Operation {
-  // Of a tensor in host memory: where on the device its values will be.
+  // Of a tensor in host memory: where on the device its values will be, and where copies of them are put first.
   struct Landing {
     void* host;
-    LaneMemory::Block device;
+    LaneMemory::Block device, staged;
     int64_t bytes;
   };
 
@@ -68,6 +68,7 @@ class Issue {
     int64_t bytes;
   };
   static Part part_of(std::byte* tensor, ElementRange range, int64_t element_bytes);
+  LaneMemory::Block take(Operation& operation, int64_t bytes, NcclApi::Memory kind);
   std::byte* device_input(Operation& operation, const at::Tensor& tensor);
   std::byte* device_output(Operation& operation, const at::Tensor& tensor);
   // By peer; a part of no bytes is not sent. What a rank has for itself is copied.

@@ -37,8 +37,9 @@ class NcclApi {
   using Operator = int;  // ncclRedOp_t: that of a Reduce, or one that was made for a communicator and a dtype
 
   // How memory of `allocate` is made known to NCCL: not at all (`plain`), by ncclCommRegister (`registered`), or as a window of
-  // ncclCommWindowRegister (`symmetric`), which all ranks of the communicator register together.
-  enum class Memory { plain, registered, symmetric };
+  // ncclCommWindowRegister (`symmetric`), which all ranks of the communicator register together. `pinned` memory is the host's,
+  // and NCCL does not know it.
+  enum class Memory { plain, registered, symmetric, pinned };
 
   // NCCL's number of the operation.
   static constexpr Operator operator_of(Reduce op) { return op == Reduce::sum ? 0 : op == Reduce::max ? 2 : 3; }
@@ -56,7 +57,8 @@ class NcclApi {
   virtual void record(Event event, Stream stream) = 0;
   virtual void wait(Stream stream, Event event) = 0;
   virtual bool is_complete(Event event) = 0;
-  // Copies in the order of the stream. Each pointer may be the host's or the device's.
+  // Copies in the order of the stream. Each pointer may be the host's or the device's. The host waits for the stream where the
+  // memory is its own and not `pinned`.
   virtual void copy(void* target, const void* source, int64_t bytes, Stream stream) = 0;
   // Says why `reduce` cannot be used; empty when it can.
   virtual std::string why_no_sums() { return {}; }
@@ -71,20 +73,21 @@ class NcclApi {
 
   // Says why memory cannot be `symmetric`; empty when it can.
   virtual std::string why_no_windows() { return {}; }
-  // Memory on the device. For any kind but `plain` it comes from ncclMemAlloc.
+  // Memory on the device, or `pinned` on the host. That of `registered` and `symmetric` comes from ncclMemAlloc.
   virtual void* allocate(int64_t bytes, Memory kind) = 0;
   virtual void release(void* memory, Memory kind) = 0;
 
-  // Functions of NCCL, under NCCL's names. Communicators do not block: `in_progress` is not a failure, and `async_error` tells
-  // when the operation is over.
+  // Functions of NCCL, under NCCL's names. Communicators do not block: after `success` as well as after `in_progress` the
+  // operation may be under way, and `async_error` tells when it is over.
   virtual NcclResult get_unique_id(UniqueId& id) = 0;
   // `communicator` must stay at its address until nothing is in progress.
   virtual NcclResult init_rank(Communicator& communicator, int64_t size, const UniqueId& id, int64_t rank) = 0;
-  // A rank with a negative color is in no group, and its `child` stays null. The parent is in progress until all its ranks have
-  // called.
+  // `color` is at least 0. The parent is in progress until all its ranks have called; `child` is written by then, or once the
+  // parent is aborted, and must stay at its address until that.
   virtual NcclResult split(Communicator parent, int64_t color, int64_t key, Communicator& child) = 0;
   virtual NcclResult async_error(Communicator communicator) = 0;
   virtual std::string error_text(NcclResult result, Communicator communicator) = 0;
+  // Waits for graphs that were captured with it, and for what is in progress.
   virtual void abort(Communicator communicator) = 0;
   // Must be called only when no operation of the communicator is on its way.
   virtual void destroy(Communicator communicator) = 0;
