@@ -53,6 +53,9 @@ shardproof_test(NAME step_graph_props LABEL device CASES 20 TORCH LIBRARIES fake
   sharding/step_graph_props.cpp doubles/echo_comm.cpp)
 gtest_discover_tests(step_graph_props TEST_PREFIX Cuda. TEST_FILTER "StepGraphs.*" DISCOVERY_TIMEOUT 60 PROPERTIES LABELS cuda
   RESOURCE_GROUPS 1,gpus:1 ENVIRONMENT "SHARDPROOF_TEST_DEVICE=cuda;RC_PARAMS=max_success=20")
+# What comes on streams that the library did not choose.
+shardproof_test(NAME side_streams_props LABEL device TORCH LIBRARIES fake_device SOURCES
+  sharding/side_streams_props.cpp doubles/echo_comm.cpp)
 # What the commands do with a device.
 shardproof_test(NAME device_commands_props LABEL device TORCH LIBRARIES fake_device harness SOURCES
   harness/commands/device_commands_props.cpp)

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "properties/doubles/fake_device.h"
 #include "properties/doubles/fake_parts.h"
 
@@ -127,6 +129,13 @@ Memory& all_memory() {
 void Memory::release(void* context) {
   const std::unique_ptr<Block> block(static_cast<Block*>(context));
   Memory& memory = all_memory();
+  // As if the stream that it belongs to used it again at once.
+  if (!captures()) {
+    const c10::impl::VirtualGuardImpl guard(device().type());
+    const c10::Stream before = guard.exchangeStream(c10::Stream(c10::Stream::UNSAFE, device(), block->stream));
+    queue([data = on_host(block->data), bytes = block->bytes] { std::memset(data, 0xff, bytes); });
+    guard.exchangeStream(before);
+  }
   const std::lock_guard lock(memory.mutex_);
   memory.free_[{block->pool, block->stream, block->bytes}].push_back(block->data);
   memory.in_use_ -= static_cast<int64_t>(block->bytes);

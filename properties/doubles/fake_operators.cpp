@@ -235,7 +235,13 @@ class HostCall {
     const at::Tensor to = (*stack)[first].toTensor(), from = (*stack)[first + 1].toTensor();
     const bool to_host = to.is_cpu() && is_ours(from), from_host = is_ours(to) && from.is_cpu();
     if (!to_host && !from_host) return false;
-    queue([to, from, cpu_to = to_host ? to : mirror(to), cpu_from = from_host ? from : mirror(from)] {
+    // By address: the copy keeps neither end alive.
+    const auto bare = [](const at::Tensor& tensor) {
+      const c10::Storage cpu(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
+                             c10::DataPtr(tensor.storage().mutable_data(), at::kCPU), nullptr, /*resizable=*/false);
+      return over(cpu, c10::DispatchKey::CPU, tensor, tensor.storage_offset());
+    };
+    queue([cpu_to = to_host ? bare(to) : mirror(to), cpu_from = from_host ? bare(from) : mirror(from)] {
       const at::AutoDispatchBelowADInplaceOrView below;
       at::Tensor(cpu_to).copy_(cpu_from);
     });

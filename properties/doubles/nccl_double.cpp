@@ -110,7 +110,9 @@ bool Api::is_of_copies(const void* memory) const {
   if (!cluster_->plan.host_tensors) return true;  // all memory counts as the device's
   const std::lock_guard lock(mutex_);
   const auto after = memory_.upper_bound(const_cast<void*>(memory));
-  return after != memory_.begin() && memory < static_cast<const std::byte*>(std::prev(after)->first) + std::prev(after)->second.bytes;
+  if (after == memory_.begin()) return false;
+  const auto& [begin, block] = *std::prev(after);
+  return memory < static_cast<const std::byte*>(begin) + block.bytes;
 }
 
 void Api::reduce(at::ScalarType dtype, Reduce op, const std::vector<const std::byte*>& terms, int64_t count, std::byte* target,

@@ -59,7 +59,8 @@ std::shared_ptr<void> Api::hold_graph() {
 }
 
 NcclResult Api::returned() {
-  uint64_t mixed = (cluster_->plan.seed + 31 * static_cast<uint64_t>(rank_) + static_cast<uint64_t>(returns_++)) * 0x9e3779b97f4a7c15;
+  const uint64_t number = cluster_->plan.seed + 31 * static_cast<uint64_t>(rank_) + static_cast<uint64_t>(returns_++);
+  uint64_t mixed = number * 0x9e3779b97f4a7c15;
   mixed ^= mixed >> 31;
   return mixed % 3 == 0 ? NcclResult::in_progress : NcclResult::success;
 }

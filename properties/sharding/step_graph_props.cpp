@@ -388,3 +388,83 @@ TEST_F(StepGraphs, a_replay_is_refused_when_what_it_relies_on_has_changed) {
   one_step();
   EXPECT_TRUE(graph.is_captured());
 }
+
+namespace {
+
+std::vector<at::Tensor> values_of(const std::vector<Piece>& pieces) {
+  std::vector<at::Tensor> all;
+  for (const Piece& piece : pieces) all.push_back(piece.data.to(at::kCPU).clone());
+  return all;
+}
+
+bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::ranges::equal(a, b, [](const at::Tensor& x, const at::Tensor& y) { return at::equal(x, y); });
+}
+
+// After three steps, of which the last is a replay.
+struct Captured {
+  explicit Captured(Buffers buffers) : training(make(buffers)), graph(training.graph(1)) {
+    for (; step < 3; ++step) one_step();
+  }
+  void one_step() {
+    graph.run(training.inputs(step));
+    training.update(step);
+  }
+  static Subject make(Buffers buffers) {
+    Subject subject{.low_precision = true};
+    subject.options.check_gradients = false;
+    subject.options.buffers = buffers;
+    return subject;
+  }
+
+  Training training;
+  StepGraph graph;
+  int64_t step = 0;
+};
+
+}  // namespace
+
+TEST_F(FakeStepGraphs, replays_leave_alone_what_was_made_and_gathered_after_the_capture) {
+  for (const Buffers buffers : {Buffers::freed, Buffers::pooled}) {
+    Captured captured(buffers);
+    Sharded& sharded = captured.training.sharded();
+    Ema ema(sharded, {.decay = 0.5, .name = "average"});
+    sharded.unit("h.1").unshard();
+    const auto whole = [&] {
+      std::vector<at::Tensor> all;
+      for (const auto& parameter : captured.training.model()->named_parameters())
+        if (parameter.key().starts_with("h.1.")) all.push_back(parameter.value().detach().to(at::kCPU).clone());
+      return all;
+    };
+    const std::vector<at::Tensor> averages = values_of(ema.pieces()), parameters = whole();
+    captured.graph.run(captured.training.inputs(3));
+    EXPECT_TRUE(same(values_of(ema.pieces()), averages));
+    EXPECT_TRUE(same(whole(), parameters));
+    captured.training.update(3);
+  }
+}
+
+TEST_F(FakeStepGraphs, after_a_capture_that_failed_in_its_forward_steps_have_their_bits) {
+  std::vector<float> losses;
+  for (const bool fails_once : {false, true}) {
+    Subject subject;
+    subject.options.check_gradients = false;
+    subject.options.prefetch_forward = 1;
+    Training training(subject);
+    bool fails = fails_once;
+    StepGraph graph(training.sharded(), [&](const std::vector<at::Tensor>& inputs) {
+      if (is_capturing() && std::exchange(fails, false)) {
+        call(training.model(), inputs[0]);
+        throw Error("no more data");
+      }
+      return training.body(inputs);
+    }, {.warm_up_steps = 1});
+    graph.run(training.inputs(0));
+    training.update(0);
+    if (fails_once) expect_error([&] { graph.run(training.inputs(1)); }, {"cannot be captured", "no more data"});
+    std::vector<at::Tensor> inputs = training.inputs(1);
+    for (at::Tensor& input : inputs) input = input.to(the_device());
+    losses.push_back(training.body(inputs)[0].to(at::kCPU).item<float>());
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+}

@@ -2,9 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "testing/base/stream_copy.h"
+#include "testing/device/streams.h"
 
 namespace shardproof::checkpoint {
 
@@ -22,7 +22,7 @@ void start_copy_from_host(const at::Tensor& to, const at::Tensor& from) {
 }
 
 void finish_host_copies(c10::Device device) {
-  if (!device.is_cpu()) current_stream_of(device).synchronize();
+  if (!device.is_cpu()) current_stream(device).synchronize();
 }
 
 at::Tensor staging(size_t bytes, c10::Device from) {
@@ -34,10 +34,4 @@ at::Tensor staging(size_t bytes, c10::Device from) {
   }
   return at::empty({size}, at::kByte);
 }
-
-c10::Stream current_stream_of(c10::Device device) {
-  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 }  // namespace shardproof::checkpoint

@@ -19,7 +19,4 @@ void start_copy_from_host(const at::Tensor& to, const at::Tensor& from);
 // host's work; where the host can lock no more, they are plain memory.
 at::Tensor staging(size_t bytes, c10::Device from);
 
-// What this thread has queued on a device is what copies come after, on whichever thread they are started.
-c10::Stream current_stream_of(c10::Device device);
-
 }  // namespace shardproof::checkpoint

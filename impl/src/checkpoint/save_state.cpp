@@ -20,6 +20,7 @@
 #include "shardproof/checkpoint/saved_state.h"
 #include "shardproof/comm/agree.h"
 #include "testing/base/stream_copy.h"
+#include "testing/device/streams.h"
 
 namespace shardproof::checkpoint {
 namespace {
@@ -298,7 +299,8 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
   parts.directory = directory;
   parts.world = sharded.impl().comms->world().shared();
   parts.files = options.files;
-  parts.stream = current_stream_of(sharded.impl().device());
+  // What this thread has queued is what copies come after, on whichever thread they are started.
+  parts.stream = current_stream(sharded.impl().device());
   parts.written = options.written;
   parts.after = options.after;
   parts.folder = from_rank_0(*parts.world, [&] {

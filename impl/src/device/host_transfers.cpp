@@ -1,20 +1,14 @@
 #include "testing/device/host_transfers.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <limits>
 
 #include "shardproof/base/host_work.h"
+#include "testing/device/streams.h"
 
 namespace shardproof {
-namespace {
-
-c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
-
-}  // namespace
 
 // Both ends live as long as the copy, however it is let go of.
 struct HostTransfer::Flight {
@@ -72,9 +66,7 @@ void HostTransfer::order() const {
 
 c10::Stream HostTransfers::after_current(std::optional<c10::Stream>& stream) const {
   if (!stream) stream = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
-  c10::Event ready(device_.type());
-  ready.record(current_stream(device_));
-  ready.block(*stream);
+  order_streams(current_stream(device_), *stream);
   return *stream;
 }
 

@@ -8,6 +8,7 @@
 #include "device/flat_math.h"
 #include "shardproof/base/check.h"
 #include "testing/base/call_label.h"
+#include "testing/device/streams.h"
 
 namespace shardproof {
 
@@ -125,6 +126,7 @@ void BucketGradient::begin_producing() {
   if (state_ == GradientState::produced) return;
   enter(GradientState::produced);
   produced_ = own_.defined() ? own_ : memory_->allocate(MemoryKind::gradient, layout_.numel(), produced_dtype(reduces_));
+  stream_ = current_stream(produced_.device());
   for (const Interval& padding : layout_.whole().padding) part_of(produced_, padding.begin, {padding.size()}).zero_();
   holds_.assign(holds_.size(), false);
   suspicious_ = false;
@@ -141,12 +143,14 @@ at::Tensor BucketGradient::place(int64_t index) {
   const bool is_first = begins || (state_ == GradientState::produced && !holds_[index]);
   if (!is_first || arrived_[index] || placed_[index] || dtype != rules_.compute) return {};
   begin_producing();
+  order_streams(*stream_, current_stream(produced_.device()));
   placed_[index] = true;
   return part_of(produced_, layout_.members()[index].offset, layout_.members()[index].shape);
 }
 
 void BucketGradient::take(int64_t index, const at::Tensor& gradient) {
   begin_producing();
+  const OnStream on(*stream_);
   at::NoGradGuard no_grad;
   const at::Tensor source = part_of(gradient.contiguous(), 0, {gradient.numel()});
   const at::Tensor target = produced(index);
@@ -171,6 +175,7 @@ void BucketGradient::fill_missing() {
 void BucketGradient::start_reduce(bool last, const std::string& where) {
   SHARD_CHECK(complete() && produced_.defined(), "bucket", "{}: a reduce of {} needs every gradient, {} are missing", label_,
               first_name(), missing_);
+  const OnStream on(*stream_);
   std::string frozen;
   for (size_t i = 0; i < views_.size(); ++i) {
     if (!holds_[i]) produced(static_cast<int64_t>(i)).zero_();  // frozen ones beside trained ones
@@ -202,6 +207,7 @@ void BucketGradient::start_reduce(bool last, const std::string& where) {
 bool BucketGradient::advance_reduce(bool checks) {
   const CallLabel label(label_, occasion_);
   if (!reducing()) return false;
+  const OnStream on(*stream_);
   if (reduction_) end_sum(checks);
   if (reduction_ && reduction_->start_next()) return true;
   at::Tensor sum = reduction_ ? reduction_->take() : std::move(produced_);

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <optional>
 #include <string>
@@ -114,6 +115,7 @@ class BucketGradient : private BucketPart {
   int64_t reductions_ = 0;            // in this step
   std::string unrepresentable_;  // the first parameter whose gradient fixed-point numbers cannot hold
   at::Tensor produced_, accumulated_, gradient_;
+  std::optional<c10::Stream> stream_;   // that the reduction under way works on, from its first term: terms come on any
   at::Tensor own_;                      // registered memory for produced_; undefined where there is none
   at::Tensor fixed_;                    // the final gradient in fixed point, while terms of it are to be added
   HostTransfer download_;               // of the gradient

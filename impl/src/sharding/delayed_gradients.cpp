@@ -1,40 +1,14 @@
 #include "sharding/delayed_gradients.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "shardproof/base/check.h"
+#include "testing/device/streams.h"
 
 namespace shardproof {
-namespace {
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-// On the stream that has made the inputs, whose allocator may hand their memory out again afterwards.
-void run_on(c10::Stream stream, const std::function<void()>& body) {
-  const c10::Stream here = current_stream(stream.device());
-  if (here == stream) return body();
-  const auto after = [](c10::Stream first, c10::Stream second) {
-    c10::Event event(first.device_type());
-    event.record(first);
-    event.block(second);
-  };
-  after(here, stream);
-  {
-    const c10::StreamGuard guard(stream);
-    body();
-  }
-  after(stream, here);
-}
-
-}  // namespace
 
 bool DelayedGradients::keep(const Bucket& bucket, int64_t member, const at::Tensor& dy, const at::Tensor& x, Make make) {
   if (MemoryLedger::owns(dy) || MemoryLedger::owns(x)) return false;
@@ -92,7 +66,8 @@ void DelayedGradients::make(std::list<Product>::iterator kept) {
         "copy of it (x.clone()), or set delayed_gradient_bytes_max to 0",
         product.bucket->layout().members()[product.member].name);
   const at::NoGradGuard no_grad;
-  run_on(product.stream, [&] { product.make(product.dy.value, product.x.value); });
+  const OnStream on(product.stream);
+  product.make(product.dy.value, product.x.value);
 }
 
 void DelayedGradients::drop() {

@@ -150,10 +150,15 @@ struct StepGraph::Impl {
     return results;
   }
 
-  // Nothing runs meanwhile. Buffers that were kept from before go back, so that those of the graph are its own.
-  void capture() {
+  void drop_buffers() {
     for (const auto& unit : schedule().units()) unit->drop();
     state().memory->drop_free();
+  }
+
+  // Nothing runs meanwhile. Buffers that were kept from before go back, so that those of the graph are its own, and those of
+  // the graph stay with it: nobody has written to them yet, and each replay does.
+  void capture() {
+    drop_buffers();
     facts = facts_of(state());
     const std::string error = error_of([&] {
       graph = capture_graph(state().device(), [&] { outputs = run_body(); });
@@ -162,7 +167,10 @@ struct StepGraph::Impl {
       const std::string changed = changed_since(facts, state());
       SHARD_REQUIRE(changed.empty(), "step graph", "the body changed {}", changed);
     });
-    const std::string left = error_of([&] { schedule().zero_gradients(); });
+    const std::string left = error_of([&] {
+      schedule().zero_gradients();
+      drop_buffers();
+    });
     const std::string& first = error.empty() ? left : error;
     try {
       agree(state().comms->world(),

@@ -12,7 +12,8 @@ constexpr uint64_t kBlockBytesMin = 512;
 
 LaneMemory::Block LaneMemory::take(NcclApi& api, int64_t bytes, NcclApi::Memory kind) {
   const auto rounded = static_cast<int64_t>(std::bit_ceil(std::max(kBlockBytesMin, static_cast<uint64_t>(bytes))));
-  const auto fits = std::find_if(free_.begin(), free_.end(), [&](const Block& block) { return block.bytes == rounded && block.kind == kind; });
+  const auto fits = std::find_if(free_.begin(), free_.end(),
+                                 [&](const Block& block) { return block.bytes == rounded && block.kind == kind; });
   if (fits != free_.end()) {
     const Block block = *fits;
     free_.erase(fits);

@@ -40,8 +40,6 @@ c10::Device device_of(const Call& call) {
   return call.output.defined() ? call.output.device() : call.input.defined() ? call.input.device() : c10::Device(at::kCPU);
 }
 
-c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
-
 void require_supported(const Call& call, ThreadsOptions::Completion completion) {
   for (const at::Tensor* tensor : {&call.input, &call.output})
     SHARD_REQUIRE(!tensor->defined() || (has_device_math(tensor->device()) && tensor->device() == device_of(call)), "threads",
@@ -138,6 +136,9 @@ World::World(std::vector<Parker*> parkers, const ThreadsOptions& options)
   std::vector<int64_t> ranks(size_);
   for (int64_t rank = 0; rank < size_; ++rank) ranks[rank] = rank;
   everyone_ = std::make_shared<Group>(0, "world", std::move(ranks));
+  if (!options.device || options.device->is_cpu()) return;
+  given_.emplace(options.device->type());
+  given_->record(current_stream(*options.device));
 }
 
 void World::start() {
@@ -344,7 +345,7 @@ void World::run(int64_t rank, const std::function<void()>& body) {
   if (options_.policy)
     decides.emplace(std::shared_ptr<Scheduler>(shared_from_this(), &scheduler_), rank, SchedulePolicy::Actor{.rank = rank});
   try {
-    const OwnStream own(options_.device);
+    const OwnStream own(options_.device, given_);
     body();
     require_no_open_calls(rank);
   } catch (...) {

@@ -67,6 +67,7 @@ class World : public std::enable_shared_from_this<World> {
   const int64_t size_;
   std::shared_ptr<Group> everyone_;
   Parker caller_;
+  std::optional<c10::Event> given_;  // on a device: what the caller had queued before the ranks began
   Scheduler scheduler_;
   std::map<uint64_t, std::weak_ptr<Group>> groups_;
   // By rank: its calls that were not waited for yet, and the one it is blocked in.
