@@ -26,10 +26,8 @@ bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
 // A layer, of which a branch is computed on a stream of its own, where it has one.
 struct BranchedImpl : torch::nn::Module {
   explicit BranchedImpl(bool aside) {
-    const auto weight = [&](const char* name) {
-      return register_parameter(name, at::arange(36, at::kFloat).view({6, 6}).div(50).to(fake_device::device()));
-    };
-    a = weight("a"), b = weight("b");
+    b = register_parameter("b", at::arange(36, at::kFloat).view({6, 6}).div(50).to(fake_device::device()));
+    a = register_parameter("a", at::ones({6, 6}).div(7).to(fake_device::device()));
     if (aside) side = c10::impl::VirtualGuardImpl(fake_device::device().type()).getStreamFromGlobalPool(fake_device::device());
   }
   at::Tensor forward(const at::Tensor& x) {
@@ -47,12 +45,15 @@ TORCH_MODULE(Branched);
 
 struct BranchesImpl : torch::nn::Module {
   explicit BranchesImpl(bool aside) {
+    first = register_parameter("first", at::eye(6).to(fake_device::device()));
     for (int64_t i = 0; i < 6; ++i) layers.push_back(register_module(std::to_string(i), Branched(aside)));
   }
   at::Tensor forward(at::Tensor x) {
+    x = at::linear(x, first);
     for (Branched& layer : layers) x = call(layer, x);
     return x;
   }
+  at::Tensor first;
   std::vector<Branched> layers;
 };
 TORCH_MODULE(Branches);
