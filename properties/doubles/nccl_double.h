@@ -114,6 +114,7 @@ class Api : public NcclApi {
   int64_t pieces_of_memory();
   // While it lives, a graph has this rank's communicators. Where an abort waits for it too long, that is an error.
   std::shared_ptr<void> hold_graph();
+  bool abort_waits();  // for one
 
   void use_device() override {}
   NcclApi::Stream make_stream() override;

@@ -40,7 +40,13 @@ struct Api::Graphs {
   std::mutex mutex;
   std::condition_variable gone;
   int64_t count = 0;
+  bool is_waited_for = false;
 };
+
+bool Api::abort_waits() {
+  const std::lock_guard lock(graphs_->mutex);
+  return graphs_->is_waited_for;
+}
 
 std::shared_ptr<Api::Graphs> Api::new_graphs() {
   return std::make_shared<Graphs>();
@@ -174,6 +180,7 @@ void Api::abort(Communicator communicator) {
   const auto of = member(communicator);
   {
     std::unique_lock lock(graphs_->mutex);
+    graphs_->is_waited_for = graphs_->count > 0;
     if (!graphs_->gone.wait_for(lock, kForEver, [this] { return graphs_->count == 0; }))
       throw std::logic_error("an abort waits for ever for a graph");
   }

@@ -229,11 +229,14 @@ TEST(Nccl, who_holds_a_graph_hears_of_the_end_while_an_abort_waits_for_the_graph
   arrangement.options.timeout_seconds = 0.5;
   arrangement.plan.hangs_rank = 1;
   arrangement.plan.at_call = 1;
+  const std::vector<at::Tensor> sums = {at::ones({8}), at::ones({8})};  // longer than what is behind the call that hangs
   nccl_worlds::World world(2, arrangement);
   for (const auto& thrown : world.run([&](std::shared_ptr<Comm> comm) {
          const std::shared_ptr<void> graph = world.api(comm->rank()).hold_graph();
-         const at::Tensor sum = at::ones({8});
-         while (true) comm->all_reduce(sum).wait();  // the host does not wait
+         const at::Tensor& sum = sums[static_cast<size_t>(comm->rank())];
+         for (int64_t i = 0; i < 2; ++i) comm->all_reduce(sum).wait();  // the host does not wait
+         while (!world.api(comm->rank()).abort_waits()) std::this_thread::yield();
+         comm->all_reduce(sum).wait();
        }))
     EXPECT_NE(thrown, nullptr);
 }
