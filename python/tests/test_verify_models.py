@@ -9,6 +9,7 @@ from torch import nn
 
 import shardproof
 from shardproof.proof import Subject, prepare
+from shardproof.proof.trained import threads_on
 
 WIDTH = 6
 
@@ -263,3 +264,9 @@ def test_a_model_that_seeds_torchs_generator_by_chance_holds():
         return model(x).square().mean()
 
     assert shardproof.verify(lambda: Seeds(4, 1), lambda number: torch.randn(3, 4), loss, cases=2).cases == 2
+
+
+def test_on_a_device_its_streams_decide_when_a_collective_takes_effect():
+    assert threads_on(torch.device("cpu")) == {"completion": "random"}
+    gpu = torch.device("cuda", 1)
+    assert threads_on(gpu) == {"device": gpu}, "rank-threads refuse other completions than eager there"

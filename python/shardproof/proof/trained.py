@@ -52,6 +52,11 @@ class Subject:
         return self.made[number]
 
 
+def threads_on(device: torch.device) -> dict:
+    """Where a case's ranks run, and when a collective takes effect: on a device its own streams decide that."""
+    return {"completion": "random"} if device.type == "cpu" else {"device": device}
+
+
 class Diverged(Exception):
     """The plain run left the finite numbers, or cannot compute what was drawn, so there is nothing to compare."""
 
@@ -314,14 +319,9 @@ class Trainer:
                 values[comm.rank] += comparison.values
                 ratios[comm.rank] = max(ratios[comm.rank], comparison.farthest)
 
-        run_threads(
-            case.world,
-            body,
-            schedule="serial",
-            completion="random",
-            seed=case.seed,
-            sum="rank_order" if case.mode == "ordered" else "ring",
-        )
+        device = next((p.device for p in models[0].parameters()), torch.device("cpu"))
+        sums = "rank_order" if case.mode == "ordered" else "ring"
+        run_threads(case.world, body, schedule="serial", seed=case.seed, sum=sums, **threads_on(device))
         seeds_itself = "seed of torch's generator" in self.subject.ignored  # as by torch.seed()
         if case.tensor_ranks == 1 and not seeds_itself and not torch.equal(torch.get_rng_state(), plain.stream):
             raise Differs("torch's generator has drawn other numbers than without sharding")
