@@ -4,8 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
+
+import shardproof
+from shardproof.ranks import mesh_text
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests"))
@@ -25,6 +30,23 @@ def test_a_script_of_fsdp2_needs_another_import_and_another_optimizer():
 
 def test_a_device_mesh_of_two_dimensions_is_hsdp():
     run_ranks(SCRIPT, 4, ["hsdp_mesh"])
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        (None, "dp_replicate=2,dp_shard=2"),
+        (("ddp", "fsdp"), "dp_replicate=2,dp_shard=2"),
+        (("replicate", "data"), "dp_replicate=2,dp_shard=2"),
+        (("dp", "tp"), "dp_shard=2,tp=2"),
+        (("stages", "shard"), "stages=2,dp_shard=2"),
+    ],
+)
+def test_names_of_two_dimensions_are_those_of_axes_and_unknown_ones_stay(names, expected):
+    mesh = types.SimpleNamespace(mesh=torch.arange(4).view(2, 2), mesh_dim_names=names)  # what is read of a DeviceMesh
+    assert mesh_text(mesh, 4) == expected
+    with pytest.raises(shardproof.Error, match="has 4 ranks and the communicator has 8"):
+        mesh_text(mesh, 8)
 
 
 def test_axes_of_a_mesh_have_groups_of_their_own_however_many_groups_a_rank_is_in():
