@@ -304,7 +304,6 @@ class Sharded:
         """One line for each unit: its parameters, buckets and bytes on this rank."""
         return self.native.describe()
 
-    @torch.no_grad()
     def remove(self) -> nn.Module:
         """Turn the model back into a plain one with whole parameters, and return it. Collective."""
         whole = dict(self._alive().gather_parameters())
