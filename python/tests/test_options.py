@@ -9,6 +9,7 @@ from torch import nn
 
 import shardproof
 from models import Block, Net, assert_same_bits, batch, loss_of, train_plain
+from shardproof.units import select_units
 
 
 class Given(nn.Module):
@@ -244,6 +245,13 @@ def test_buckets_have_the_size_the_number_and_the_places_that_are_asked_for():
         for size in sizes:
             end = -(-end // alignment) * alignment + size
         assert buckets_of(alignment_bytes=alignment)[1] == (1, end)
+
+
+def test_a_module_that_two_selectors_choose_is_one_unit_with_the_options_of_the_first():
+    model = Net()
+    units, _ = select_units(model, [shardproof.Unit("blocks.1", reshard_after_forward=False), Block])
+    found = [(unit.modules, unit.reshard_after_forward) for unit in units]
+    assert found == [([model.blocks[1]], False), *(([block], None) for block in model.blocks if block is not model.blocks[1])]
 
 
 def test_the_second_bucket_trains_when_the_first_is_frozen():

@@ -49,6 +49,13 @@ def test_names_of_two_dimensions_are_those_of_axes_and_unknown_ones_stay(names, 
         mesh_text(mesh, 8)
 
 
+@pytest.mark.parametrize("sizes, names", [((2, 2, 2), None), ((2, 2), ("fsdp",))])
+def test_each_dimension_of_a_mesh_needs_a_name(sizes, names):
+    mesh = types.SimpleNamespace(mesh=torch.zeros(sizes), mesh_dim_names=names)
+    with pytest.raises(shardproof.Error, match=f"a DeviceMesh of {len(sizes)} dimensions needs names"):
+        mesh_text(mesh, mesh.mesh.numel())
+
+
 def test_axes_of_a_mesh_have_groups_of_their_own_however_many_groups_a_rank_is_in():
     run_ranks(SCRIPT, 4, ["made_groups"])
 
