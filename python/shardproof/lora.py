@@ -31,7 +31,7 @@ class Lora:
         Of the inputs of adapters while the model trains.
     """
 
-    def __init__(self, inputs: "dict[str, int]", rank: int, alpha: float, dropout: float = 0.0):
+    def __init__(self, inputs: "dict[str, int]", rank: int, alpha: float, dropout: float):
         self.layers, self.rank, self.alpha, self.dropout = list(inputs), rank, alpha, dropout
         self._inputs = inputs  # how many features each layer takes
         self.native = _C.Lora(self.layers, rank, alpha, dropout)

@@ -77,6 +77,19 @@ def hsdp_mesh():
         assert torch.allclose(sharded.gather()[name], value, atol=1e-6)
 
 
+def part_of_a_mesh():
+    """Ranks of each part train a model of their own."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("models", "dp_shard"))
+    model, own = net(), dist.get_rank() // 2
+    sharded = shardproof.fully_shard(model, mesh=mesh["dp_shard"], units=[Block])
+    loss_of(model, batch(2 * own + sharded.rank)).backward()
+    gradients = sharded.gather_gradients()
+    expected = net()
+    (sum(loss_of(expected, batch(2 * own + rank)) for rank in range(2)) / 2).backward()
+    for name, parameter in expected.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad, atol=1e-6), name
+
+
 def groups_made():
     """Global ranks of each group that this rank is in and that the library made."""
     from torch.distributed import distributed_c10d

@@ -274,6 +274,21 @@ def test_casts_give_one_tensor_for_one_and_what_is_written_comes_back():
         sharded(chain(run, each), square, [Block], recompute=recompute, precision=precision)
 
 
+def test_keys_that_a_unit_removes_from_a_dict_that_was_copied_for_a_cast_are_gone():
+    def run(self, x):
+        kept = {name: torch.ones(4) for name in "abcd"}
+        x = self.blocks[0](self.first(x), kept)
+        assert list(kept) == ["d"]
+        return x.float()
+
+    def each(self, x, kept):
+        for name in "abc":
+            del kept[name]
+        return self.linear(x) * kept["d"]
+
+    sharded(chain(run, each, 1), square, [Block], precision=shardproof.Precision(compute=torch.bfloat16))
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_what_a_unit_writes_into_the_cast_of_a_tensor_is_written_into_the_tensor(mode):
     table = torch.full((2, 4), 0.1)

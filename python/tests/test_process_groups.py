@@ -49,6 +49,10 @@ def test_names_of_two_dimensions_are_those_of_axes_and_unknown_ones_stay(names, 
         mesh_text(mesh, 8)
 
 
+def test_each_part_of_a_device_mesh_trains_a_model_of_its_own():
+    run_ranks(SCRIPT, 4, ["part_of_a_mesh"])
+
+
 @pytest.mark.parametrize("sizes, names", [((2, 2, 2), None), ((2, 2), ("fsdp",))])
 def test_each_dimension_of_a_mesh_needs_a_name(sizes, names):
     mesh = types.SimpleNamespace(mesh=torch.zeros(sizes), mesh_dim_names=names)

@@ -132,6 +132,14 @@ def test_a_recomputed_unit_keeps_no_activations_and_a_kept_graph_goes_back_twice
         assert all(torch.equal(gradients[name], value) for name, value in expected.items())
 
 
+def test_arguments_of_a_recomputed_unit_may_be_nested_as_deep_as_they_like():
+    nodes = None
+    for _ in range(3000):
+        nodes = types.SimpleNamespace(rest=nodes)
+    model = chain(lambda self, x: self.blocks[0](self.first(x), nodes), lambda self, x, nodes: self.linear(x), 1)
+    check(model, square, [Block], recompute=True)
+
+
 def test_a_recomputed_unit_that_changes_its_input_is_an_error_that_says_so():
     def run(self, x):
         return self.blocks[0](self.first(x) * 1)
