@@ -309,7 +309,6 @@ class Sharded:
         whole = dict(self._alive().gather_parameters())
         for hooks in self._hooks:
             hooks.remove()
-            hooks.call = None
         self._native = None
         self.module.__dict__.pop("_shardproof_sharded", None)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):

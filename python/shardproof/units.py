@@ -300,7 +300,7 @@ class UnitHooks:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-        if self.call is not None and "forward" in self.module.__dict__ and hasattr(self, "plain_forward"):
+        if "forward" in self.module.__dict__ and hasattr(self, "plain_forward"):
             restore_forward(self.module, self.plain_forward)
 
     def enter(self, module, args, kwargs):
