@@ -11,7 +11,7 @@ endforeach()
 
 # Campaigns over PyTorch's own engines and models of others, and the reruns of what was found, take minutes.
 set_tests_properties(Python.check_engines Python.check_findings Python.verify_zoo PROPERTIES LABELS "python;nightly")
-# Its models and modules took 13 minutes of one core in all: beside other tests that is more than the 25 minutes that CTest gives.
+# Its models and modules take 13 minutes of one core, which beside other tests is more than the 25 minutes that CTest gives.
 set_tests_properties(Python.verify_zoo PROPERTIES TIMEOUT 7200)
 
 # Where peft is not installed nothing of this file runs, and the test says that it was skipped, and why.
