@@ -294,6 +294,21 @@ TEST(Disks, ranks_that_see_different_checkpoints_of_one_name_load_neither) {
   }
 }
 
+TEST(Disks, a_rank_whose_list_is_old_loads_what_rank_0_has_found) {
+  const Scratch scratch;
+  save_steps(scratch.path(), {2, 4});
+  FilesAround old([](FileCall& call, const auto& make) {
+    const ssize_t done = make();
+    if (call.kind == CallKind::list) std::erase(*call.names, "step_4");
+    return done;
+  });
+  on_ranks(2, [&](Stamped& run, Comm& comm) {
+    Manager manager(scratch.path(), {.files = comm.rank() == 1 ? &old : &system_files()});
+    const auto loaded = manager.load_latest(*run.sharded, &*run.optimizer);
+    EXPECT_TRUE(loaded && loaded->trainer.step == 4 && run.has(4));
+  });
+}
+
 TEST(Disks, where_the_disk_does_not_tell_what_is_there_nothing_begins_anew) {
   const Scratch scratch;
   save_steps(scratch.path(), {2, 4});
@@ -382,7 +397,8 @@ void save_and_load_over(uint64_t seed, int64_t& refused, int64_t& saved) {
         throw Error(fmt::format("{}: rank 0 is told '{}', another '{}'", what, errors[0], error));
       if (error.empty()) continue;
       if (harmless) throw Error(fmt::format("{} failed: {}", what, error));
-      if (error.find(std::filesystem::temp_directory_path()) == std::string::npos || error.find(this_host()) == std::string::npos)
+      if (error.find(std::filesystem::temp_directory_path()) == std::string::npos ||
+          error.find(this_host()) == std::string::npos)
         throw Error(fmt::format("{}: an error without folder or host: {}", what, error));
     }
     return errors[0].empty();

@@ -76,7 +76,9 @@ Facts read_mark(FileSystem& files, const std::string& mark) {
   if (!look_at(files, mark, Links::not_followed)) return {};
   Facts facts{{"id", ""}};
   std::string text;
-  facts["error"] = error_of([&] { text = read_file(files, mark + file_of(0), kFactsBytesMax); });
+  const std::string error = error_of([&] { text = read_file(files, mark + file_of(0), kFactsBytesMax); });
+  if (!error.empty() && !look_at(files, mark, Links::not_followed)) return {};  // given back meanwhile
+  if (!error.empty() && exists(files, mark + file_of(0))) throw Error(error);
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);)
     if (const size_t space = line.find(' '); space != std::string::npos) facts[line.substr(0, space)] = line.substr(space + 1);
@@ -98,13 +100,8 @@ bool is_gone(const Facts& owner) {
 [[noreturn]] void refuse(const std::string& run, const Facts& owner) {
   const auto told = [&](const char* name) { return owner.contains(name) ? owner.at(name) : "unknown"; };
   SHARD_REQUIRE(!owner.empty(), "checkpoint",
-                "another run has taken {} from this one, on {}, and given it back. This one saves nothing there any more: begin "
-                "it anew, from what is there now",
+                "another run has taken {} from this one, on {}, and given it back. This one saves nothing there: begin it anew",
                 run, host_name());
-  SHARD_REQUIRE(told("error").empty(), "checkpoint",
-                "there is no telling whether another run saves in {}, and this one saves nothing there: {}. If no run saves "
-                "there, remove the mark: rm -r {}",
-                run, told("error"), mark_of(run));
   throw Error(message(
       "[checkpoint] another run saves in {}: process {} on {}, since {}. This one, on {}, saves nothing there. Wait for the "
       "other, end it, or choose another folder. If you know that it is gone, remove its mark: rm -r {}",
