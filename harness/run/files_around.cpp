@@ -23,7 +23,7 @@ DiskHabits DiskHabits::drawn(uint64_t seed) {
 FilesAround::Around with(const DiskHabits& habits, uint64_t seed) {
   struct State {
     std::atomic<int64_t> calls{0};
-    std::atomic<bool> interrupted{false}, forgot{false};
+    std::atomic<bool> interrupted{false};
   };
   return [=, draws = Draws(seed, "disk"), state = std::make_shared<State>()](FileCall& call, const auto& make) -> ssize_t {
     const Draws drawn = draws.at(state->calls++);
@@ -35,7 +35,6 @@ FilesAround::Around with(const DiskHabits& habits, uint64_t seed) {
     if (call.bytes > 1 && drawn.unit(1) < habits.cuts) call.bytes /= 2;
     const ssize_t done = make();
     if (done < 0 || drawn.unit(1) >= habits.forgets) return done;
-    if (call.kind == CallKind::mkdir) return state->forgot.exchange(!state->forgot) ? done : -EEXIST;  // it takes another name
     const bool gone = call.kind == CallKind::rename || call.kind == CallKind::unlink || call.kind == CallKind::rmdir;
     return gone ? -ENOENT : done;
   };

@@ -351,7 +351,6 @@ TEST(Disks, folders_that_cannot_be_flushed_calls_that_are_interrupted_and_answer
     const Scratch scratch;
     save_steps(scratch.path(), {1, 2, 3}, 2, {.keep = 2, .files = &files});
     save_steps(scratch.path(), {3, 4}, 2, {.keep = 1, .overwrite = true, .files = &files});
-    remove_leftovers(system_files(), scratch.path());  // folders that were made, and nobody was told
     EXPECT_EQ(list_folder(scratch.path()), Names{"step_4"});
     on_ranks(2, [&](Stamped& run, Comm&) {
       Manager manager(scratch.path(), {.files = &files});

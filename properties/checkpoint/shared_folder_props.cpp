@@ -160,11 +160,8 @@ int64_t read_between_all_calls(const Story& story) {
   const Scratch scratch;
   const std::string run = scratch / "run";
   make_run(run, story.before);
-  const std::map<int64_t, int64_t> old = [&] {
-    std::map<int64_t, int64_t> stamps;
-    for (const int64_t step : story.before) stamps[step] = step;
-    return stamps;
-  }();
+  std::map<int64_t, int64_t> old;
+  for (const int64_t step : story.before) old[step] = step;
   bool was_new = false;
   int64_t points = 0, new_ones = 0;
   ClusterDisk disk({.harmless = story.habits ? harness::DiskHabits::drawn(story.habits + 100) : harness::DiskHabits{}},
@@ -416,11 +413,8 @@ struct Conversion {
   // Its files, without the folder's name.
   std::map<std::string, std::string> made(const std::string& run) const {
     std::map<std::string, std::string> files;
-    if (to == "torch") {
-      if (std::filesystem::exists(in(run))) files[""] = slurp(in(run));
-      return files;
-    }
     if (!std::filesystem::exists(in(run))) return files;
+    if (to == "torch") return {std::pair(std::string(), slurp(in(run)))};
     if (to == "dcp" && !verify_checkpoint(system_files(), in(run)).problems.empty()) return {{"damaged", ""}};
     for (const auto& [path, bytes] : contents(in(run))) {
       const std::string name = path.substr(in(run).size());

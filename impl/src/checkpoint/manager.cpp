@@ -84,8 +84,9 @@ void Manager::begin(Comm& world) {
   begun_ = true;
 }
 
-// Before each save: that it comes after those that are there.
+// Before each save, on rank 0: that the folder is this run's, and that it comes after those that are there.
 void Manager::require_next(int64_t step) const {
+  owner_->require();
   const std::optional<int64_t> last = latest();
   SHARD_REQUIRE(step >= 0, "checkpoint", "a step to save must not be negative, got {}", step);
   SHARD_REQUIRE(!last || step > *last || (step == *last && options_.overwrite), "checkpoint",
@@ -100,11 +101,7 @@ bool Manager::save(Sharded& sharded, const OptimizerState* optimizer, const Trai
   begin(world);
   const SaveOptions how{.overwrite = options_.overwrite,
                         .files = options_.files,
-                        .before =
-                            [&] {
-                              owner_->require();
-                              require_next(trainer.step);
-                            },
+                        .before = [&] { require_next(trainer.step); },
                         .written = [owner = owner_] { owner->require(); },
                         .after =
                             [files = options_.files, keep = options_.keep, directory = directory_] {

@@ -50,8 +50,8 @@ std::pair<std::string, int> make_hidden(const std::string& path, const char* kin
   }
 }
 
-// The answer of a server may be lost. When it is asked again, what was renamed is no longer there, but at the target. What another
-// process has put at the target is something else, of another number, for that of a file that is open is not given again.
+// The answer of a server may be lost. When it is asked again, what was renamed is no longer there, but at the target. What
+// another process has put there has another number, for that of what is open is not given again.
 int rename(FileSystem& files, const std::string& from, const std::string& to) {
   struct stat before {}, after {};
   const int held = again([&] { return files.open(from, O_RDONLY | O_CLOEXEC, 0); });
@@ -226,9 +226,10 @@ std::optional<int64_t> step_of(const std::string& folder) {
 }  // namespace
 
 std::vector<int64_t> committed_steps(const std::string& parent, FileSystem& files) {
-  std::string gone;
-  for (int64_t looks = 0; looks < kLooksMax; ++looks) {
-    std::vector<int64_t> steps;
+  std::vector<int64_t> steps;
+  std::string gone = parent;
+  // Where all that was listed is gone, the run has saved a later one meanwhile.
+  for (int64_t looks = 0; looks < kLooksMax && steps.empty() && !gone.empty(); ++looks) {
     gone.clear();
     if (!is_folder(files, parent, Links::followed)) return steps;
     for (const std::string& name : list_folder(parent, files)) {
@@ -239,13 +240,12 @@ std::vector<int64_t> committed_steps(const std::string& parent, FileSystem& file
       else if (step && !exists(files, folder))
         gone = folder;
     }
-    std::sort(steps.begin(), steps.end());
-    // Where all that was listed is gone, the run has saved a later one meanwhile.
-    if (!steps.empty() || gone.empty()) return steps;
   }
-  throw Error(message("[checkpoint] {} is listed on {}, and is not there, nor is another checkpoint. Has the disk old lists in a "
-                      "cache? Try again",
-                      gone, host_name()));
+  SHARD_REQUIRE(!steps.empty() || gone.empty(), "checkpoint",
+                "{} is listed on {}, and is not there, nor is another checkpoint: a cache has an old list. Try again", gone,
+                host_name());
+  std::sort(steps.begin(), steps.end());
+  return steps;
 }
 
 std::optional<int64_t> latest_step(const std::string& parent, FileSystem& files) {
