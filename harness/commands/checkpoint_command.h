@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "shardproof/checkpoint/format/file_system.h"
+
 namespace harness {
 
 struct CheckpointArguments {
@@ -12,6 +14,7 @@ struct CheckpointArguments {
   std::string projections = "family";
   bool overwrite = false, boxes = false;
   uint64_t file_bytes_max = uint64_t{5} << 30;
+  shardproof::checkpoint::FileSystem* files = &shardproof::checkpoint::system_files();  // what is written goes there
 };
 
 int checkpoint_inspect(const CheckpointArguments& arguments);

@@ -213,10 +213,10 @@ shardproof::Dtype main_dtype(const CheckpointSource& source) {
 // One rank's file, opened when something is written to it.
 class Files {
  public:
-  explicit Files(const std::string& folder) : folder_(folder) {}
+  Files(FileSystem& files, const std::string& folder) : system_(files), folder_(folder) {}
   EntryFile& of(int64_t rank) {
     std::unique_ptr<EntryFile>& file = files_[rank];
-    if (!file) file = std::make_unique<EntryFile>(system_files(), folder_, entry_file_name(rank));
+    if (!file) file = std::make_unique<EntryFile>(system_, folder_, entry_file_name(rank));
     return *file;
   }
   void finish() {
@@ -224,12 +224,13 @@ class Files {
   }
 
  private:
+  FileSystem& system_;
   const std::string& folder_;
   std::map<int64_t, std::unique_ptr<EntryFile>> files_;
 };
 
 // Keeps what a folder says of its model beside the weights, in the dtype that they have now.
-void keep_descriptions(const CheckpointSource& source, const std::string& folder, const DtypeInfo* dtype) {
+void keep_descriptions(FileSystem& files, const CheckpointSource& source, const std::string& folder, const DtypeInfo* dtype) {
   for (const char* file : {kConfig, kGeneration}) {
     if (!std::filesystem::is_regular_file(source.path() + file)) continue;
     std::string text = read_file(system_files(), source.path() + file, kDescriptionBytesMax);
@@ -239,7 +240,7 @@ void keep_descriptions(const CheckpointSource& source, const std::string& folder
         values[key] = dtype->name;
         text = values.dump(2) + "\n";
       }
-    write_file(system_files(), folder + file, text);
+    write_file(files, folder + file, text);
   }
 }
 
@@ -247,8 +248,8 @@ void keep_descriptions(const CheckpointSource& source, const std::string& folder
 size_t write_dcp(const CheckpointArguments& arguments, int64_t parts) {
   CheckpointSource source(arguments.one, recipes_in(arguments), arguments.entry, dtype_of(arguments));
   ShownReads shown(source, "writing");
-  StagedFolder staged(system_files(), arguments.two, arguments.overwrite);
-  Files files(staged.path());
+  StagedFolder staged(*arguments.files, arguments.two, arguments.overwrite);
+  Files files(*arguments.files, staged.path());
   Checkpoint written;
   written.paths = source.checkpoint().paths;
   Checksums checksums;
@@ -277,8 +278,8 @@ size_t write_dcp(const CheckpointArguments& arguments, int64_t parts) {
     }
   }
   files.finish();
-  keep_descriptions(source, staged.path(), dtype_of(arguments));
-  write_metadata_files(system_files(), staged.path(), written, checksums);
+  keep_descriptions(*arguments.files, source, staged.path(), dtype_of(arguments));
+  write_metadata_files(*arguments.files, staged.path(), written, checksums);
   staged.commit();
   return source.left_out();
 }
@@ -288,8 +289,8 @@ void write_torch(const CheckpointArguments& arguments) {
   ShownReads shown(source, "writing");
   std::map<std::string, Value> values;
   for (const auto& [name, extent] : source.checkpoint().values) values[name] = source.value(name);
-  write_staged_file(system_files(), arguments.two, [&](const std::string& path) {
-    write_torch_file(system_files(), path, source.tensors(), values, source.checkpoint().paths,
+  write_staged_file(*arguments.files, arguments.two, [&](const std::string& path) {
+    write_torch_file(*arguments.files, path, source.tensors(), values, source.checkpoint().paths,
                      [&](const std::string& name) { return shown.read(name); });
   });
 }
@@ -299,13 +300,13 @@ size_t write_safe(const CheckpointArguments& arguments) {
   std::optional<HuggingFaceModel> model;
   CheckpointSource source(arguments.one, recipes_out(arguments, model), arguments.entry, dtype_of(arguments));
   ShownReads shown(source, "writing");
-  StagedFolder staged(system_files(), arguments.two, arguments.overwrite);
-  if (model) write_file(system_files(), staged.path() + kConfig, hugging_face_config(*model, main_dtype(source)));
-  if (model && !model->generation.empty()) write_file(system_files(), staged.path() + kGeneration, model->generation);
+  StagedFolder staged(*arguments.files, arguments.two, arguments.overwrite);
+  if (model) write_file(*arguments.files, staged.path() + kConfig, hugging_face_config(*model, main_dtype(source)));
+  if (model && !model->generation.empty()) write_file(*arguments.files, staged.path() + kGeneration, model->generation);
   if (arguments.family.empty() && !std::filesystem::exists(source.path() + "/" + kMetadataFile))
-    keep_descriptions(source, staged.path(), dtype_of(arguments));
+    keep_descriptions(*arguments.files, source, staged.path(), dtype_of(arguments));
   write_safetensors(
-      system_files(), staged.path(), source.tensors(), [&](const std::string& name) { return shown.read(name); },
+      *arguments.files, staged.path(), source.tensors(), [&](const std::string& name) { return shown.read(name); },
       arguments.file_bytes_max);
   staged.commit();
   return source.checkpoint().values.size() + source.left_out();

@@ -1,6 +1,8 @@
 #include "harness/run/case_checkpoints.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
@@ -20,53 +22,30 @@ using shardproof::checkpoint::FileSystem;
 
 constexpr int64_t kCallsMax = 30;  // about what a small save takes
 
-// Cases are many and test what is written, not that it lasts.
-class HastyFiles : public FileSystem {
- public:
-  int fsync(int) override { return 0; }
-};
-
-FileSystem& hasty_files() {
-  static HastyFiles files;
-  return files;
+// Every call after the first few fails, and the rename with all after it: what was written never becomes a checkpoint. Or the
+// rename is the last call that is done: the checkpoint is there, and nobody was told. What a process that died did not do is
+// not done afterwards either. No call reaches the disk any sooner than the system likes.
+FilesAround::Around dying(int64_t calls, bool after_rename) {
+  return [left = std::make_shared<std::atomic<int64_t>>(calls), after_rename](FileCall& call, const auto& make) -> ssize_t {
+    if (call.looks() || call.kind == CallKind::close || call.kind == CallKind::direct) return make();
+    const bool commits = call.kind == CallKind::rename || call.kind == CallKind::exchange;
+    if (commits) *left = 0;
+    if (commits ? !after_rename : (*left)-- <= 0) return -EIO;
+    return call.kind == CallKind::flush ? 0 : make();
+  };
 }
 
 }  // namespace
 
-int DyingFiles::open(const std::string& path, int flags, mode_t mode) {
-  return dead() ? -EIO : FileSystem::open(path, flags, mode);
-}
-ssize_t DyingFiles::write(int fd, const void* data, size_t bytes) {
-  return dead() ? -EIO : FileSystem::write(fd, data, bytes);
-}
-int DyingFiles::fsync(int) {
-  return dead() ? -EIO : 0;
-}
-int DyingFiles::rename(const std::string& from, const std::string& to) {
-  left_ = 0;
-  return after_rename_ ? FileSystem::rename(from, to) : -EIO;
-}
-int DyingFiles::exchange(const std::string&, const std::string&) {
-  left_ = 0;
-  return -EIO;
-}
-int DyingFiles::mkdir(const std::string& path, mode_t mode) {
-  return dead() ? -EIO : FileSystem::mkdir(path, mode);
-}
-int DyingFiles::unlink(const std::string& path) {
-  return dead() ? -EIO : FileSystem::unlink(path);
-}
-int DyingFiles::rmdir(const std::string& path) {
-  return dead() ? -EIO : FileSystem::rmdir(path);
-}
-
 bool CaseCheckpoints::draw(const Case& c) {
+  if (Draws(seed_, "disk of a cluster").bits(0) % 2 == 0)
+    disk_of_cluster_.emplace(with(DiskHabits::drawn(seed_), seed_), hasty_files());
   bool needed = false;
   for (size_t s = 0; s < c.steps.size(); ++s) {
     needed |= c.steps[s].save || c.steps[s].crash;
     if (!c.steps[s].crash) continue;
     const int64_t calls = Draws(seed_, "crash").integer(static_cast<int64_t>(s), 0, kCallsMax);
-    crashes_.try_emplace(s, after_rename(s) ? std::numeric_limits<int64_t>::max() : calls, after_rename(s));
+    crashes_.try_emplace(s, dying(after_rename(s) ? std::numeric_limits<int64_t>::max() : calls, after_rename(s)));
   }
   return needed;
 }
@@ -91,14 +70,14 @@ CaseCheckpoints::~CaseCheckpoints() {
   for (size_t step = 0; step < steps_; ++step) std::filesystem::remove_all(adapters(step), ignored);
 }
 
-shardproof::checkpoint::ManagerOptions CaseCheckpoints::options() const {
+shardproof::checkpoint::ManagerOptions CaseCheckpoints::options() {
   const uint64_t drawn = Draws(seed_, "async").bits(0);
   // A run that diverges ends with an error that says more than what became of its checkpoint.
   return {.keep = 2,
           .async = drawn % 2 == 0,
           .copy_in_background = drawn / 2 % 2 == 0,
           .lost = [](const std::string&) {},
-          .files = &hasty_files()};
+          .files = disk_of_cluster_ ? &*disk_of_cluster_ : &hasty_files()};
 }
 
 bool CaseCheckpoints::after_rename(size_t step) const {
@@ -109,6 +88,7 @@ void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproo
                             shardproof::Comm& world) {
   const auto at = static_cast<int64_t>(step);
   if (ranks_are_threads_ && Draws(seed_, "loses power").bits(at) % 3 == 0) return lose_power(step, sharded, optimizer, world);
+  if (Draws(seed_, "is refused").bits(at) % 3 == 0) return refuse(step, sharded, optimizer, world);
   const bool all_die = Draws(seed_, "who dies").bits(at) % 2 == 0;
   const std::string folder = shardproof::checkpoint::step_folder(directory_, number(step) + 1);
   FileSystem& files = all_die || sharded.rank() == 0 ? crashes_.at(step) : hasty_files();
@@ -121,6 +101,34 @@ void CaseCheckpoints::crash(size_t step, shardproof::Sharded& sharded, shardproo
   SHARD_REQUIRE(!told, "harness", "the save before step {} died, and rank {} was told that it is there", step + 1,
                 sharded.rank());
   if (!after_rename(step)) return;
+  shardproof::checkpoint::load(folder, sharded, &optimizer);
+  if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
+}
+
+// One call of one rank fails, as where a quota is used up. All ranks are told, or none.
+void CaseCheckpoints::refuse(size_t step, shardproof::Sharded& sharded, shardproof::Optimizer& optimizer,
+                             shardproof::Comm& world) {
+  const Draws draws = Draws(seed_, "refusal").at(static_cast<int64_t>(step));
+  const std::string folder = shardproof::checkpoint::step_folder(directory_, number(step) + 1);
+  const int error = std::array{EDQUOT, ENOSPC, EIO, ESTALE}.at(draws.bits(0) % 4);
+  std::atomic<int64_t> left = draws.integer(1, 0, kCallsMax);
+  const auto refusing = [&](FileCall& call, const auto& make) -> ssize_t {
+    if (call.looks() || left-- != 0) return make();
+    if (call.kind == CallKind::close) make();
+    return -error;
+  };
+  FilesAround disk(refusing, hasty_files());
+  FileSystem& files = draws.integer(2, 0, world.size() - 1) == world.rank() ? disk : hasty_files();
+  const std::string told = shardproof::error_of(
+      [&] { shardproof::checkpoint::save(folder, sharded, &optimizer, {.step = number(step) + 1}, {.files = &files}); });
+  for (const std::string& others : shardproof::gather_texts(world, told))
+    SHARD_REQUIRE(others.empty() == told.empty(), "harness",
+                  "a disk refused what was saved before step {}. One rank was told {}, another {}", step + 1,
+                  told.empty() ? "nothing" : told, others.empty() ? "nothing" : others);
+  if (shardproof::from_rank_0(world, [&] { return std::string(std::filesystem::exists(folder) ? "there" : ""); }).empty()) {
+    SHARD_REQUIRE(!told.empty(), "harness", "{} was saved before step {}, and is not there", folder, step + 1);
+    return;
+  }
   shardproof::checkpoint::load(folder, sharded, &optimizer);
   if (sharded.rank() == 0) shardproof::checkpoint::remove_folder(hasty_files(), folder);
 }

@@ -13,8 +13,6 @@
 namespace harness {
 namespace {
 
-using shardproof::checkpoint::FileSystem;
-
 bool is_folder(const std::string& path) {
   struct stat status {};
   return ::lstat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
@@ -41,110 +39,59 @@ class LossyDisk::Turn {
   bool takes_turns_;
 };
 
-class LossyDisk::Files : public FileSystem {
- public:
-  Files(LossyDisk& disk, int64_t rank) : disk_(disk), rank_(rank) {}
-
-  int open(const std::string& path, int flags, mode_t mode) override {
-    const bool takes_turns = (flags & O_CREAT) != 0 && path.ends_with(".distcp") && begin_writing();
-    const Turn turn(disk_, rank_, takes_turns);
-    if (disk_.dead()) return -EIO;
-    const bool is_new = disk_.node_of(path) == kNoNode;
-    const int fd = FileSystem::open(path, flags, mode);
-    if (fd < 0 && takes_turns) disk_.writing_.erase(rank_);
-    if (fd < 0) return fd;
-    if (is_new && (flags & O_CREAT) != 0) disk_.record_names({{path, disk_.next_++}});
-    disk_.opened_[fd] = {disk_.node_of(path), 0, takes_turns};
-    return fd;
-  }
-  ssize_t write(int fd, const void* data, size_t bytes) override {
-    const Turn turn(disk_, rank_, takes_turns(fd));
-    if (disk_.dead()) return -EIO;
-    const ssize_t count = FileSystem::write(fd, data, bytes);
-    if (count <= 0) return count;
-    Opened& file = disk_.opened_.at(fd);
-    disk_.record({.kind = DiskCall::Kind::bytes,
-                  .node = file.node,
-                  .offset = file.offset,
-                  .bytes = std::string(static_cast<const char*>(data), static_cast<size_t>(count))});
-    file.offset += static_cast<uint64_t>(count);
-    return count;
-  }
-  int fsync(int fd) override {
-    const Turn turn(disk_, rank_, takes_turns(fd));
-    if (disk_.dead()) return -EIO;
-    if (disk_.flushes_left_ && (*disk_.flushes_left_)-- == 0) return -EIO;
-    const Node node = disk_.opened_.at(fd).node;
-    if (node != kNoNode) disk_.record({.kind = DiskCall::Kind::flush, .node = node});
-    return 0;
-  }
-  int close(int fd) override {
-    const bool took_turns = takes_turns(fd);
-    const Turn turn(disk_, rank_, took_turns);
-    if (took_turns) disk_.writing_.erase(rank_);
-    disk_.opened_.erase(fd);
-    const int closed = FileSystem::close(fd);  // of a process that is killed as well
-    return disk_.dead() ? -EIO : closed;
-  }
-  // The record does not tell blocks that went around the cache from others: both need a flush.
-  int set_direct(int, bool direct) override { return direct ? -EINVAL : 0; }
-
-  int rename(const std::string& from, const std::string& to) override {
-    const Turn turn(disk_, rank_, false);
-    if (disk_.dead()) return -EIO;
-    const int done = FileSystem::rename(from, to);
-    if (done >= 0) disk_.record_names({{from, kNoNode}, {to, disk_.node_of(from)}});
-    return done;
-  }
-  int exchange(const std::string& one, const std::string& two) override {
-    const Turn turn(disk_, rank_, false);
-    if (disk_.dead()) return -EIO;
-    const int done = FileSystem::exchange(one, two);
-    if (done >= 0) disk_.record_names({{one, disk_.node_of(two)}, {two, disk_.node_of(one)}});
-    return done;
-  }
-  int mkdir(const std::string& path, mode_t mode) override {
-    const Turn turn(disk_, rank_, false);
-    if (disk_.dead()) return -EIO;
-    const int done = FileSystem::mkdir(path, mode);
-    if (done < 0) return done;
-    disk_.record_.folders.insert(disk_.next_);
-    disk_.record_names({{path, disk_.next_++}});
-    return done;
-  }
-  int unlink(const std::string& path) override {
-    const Turn turn(disk_, rank_, false);
-    if (disk_.dead()) return -EIO;
-    const int done = FileSystem::unlink(path);
-    if (done >= 0) disk_.record_names({{path, kNoNode}});
-    return done;
-  }
-  int rmdir(const std::string& path) override {
-    const Turn turn(disk_, rank_, false);
-    if (disk_.dead()) return -EIO;
-    const int done = FileSystem::rmdir(path);
-    if (done >= 0) disk_.record_names({{path, kNoNode}});
-    return done;
-  }
-
- private:
-  bool takes_turns(int fd) {
-    const std::lock_guard lock(disk_.mutex_);
-    const auto found = disk_.opened_.find(fd);
-    return found != disk_.opened_.end() && found->second.takes_turns;
-  }
+bool LossyDisk::takes_turns(int64_t rank, const FileCall& call) {
+  const std::lock_guard lock(mutex_);
+  if (call.fd >= 0) return opened_.contains(call.fd) && opened_.at(call.fd).takes_turns;
+  if (call.kind != CallKind::open || (call.flags & O_CREAT) == 0 || !call.path.ends_with(".distcp") || writers_ == 0)
+    return false;
   // The first turn is drawn when all ranks are about to write.
-  bool begin_writing() {
-    const std::lock_guard lock(disk_.mutex_);
-    if (disk_.writers_ == 0) return false;
-    disk_.writing_.insert(rank_);
-    if (static_cast<int64_t>(disk_.writing_.size()) == disk_.writers_ && !disk_.turn_) disk_.next_turn();
-    return true;
-  }
+  writing_.insert(rank);
+  if (static_cast<int64_t>(writing_.size()) == writers_ && !turn_) next_turn();
+  return true;
+}
 
-  LossyDisk& disk_;
-  int64_t rank_;
-};
+ssize_t LossyDisk::around(int64_t rank, FileCall& call, const FilesAround::Make& make) {
+  if (call.looks()) return make();
+  // The record does not tell blocks that went around the cache from others: both need a flush.
+  if (call.kind == CallKind::direct) return call.flags != 0 ? -EINVAL : 0;
+  const bool in_turns = takes_turns(rank, call);
+  const Turn turn(*this, rank, in_turns);
+  if (call.kind == CallKind::close) {  // of a process that is killed as well
+    if (in_turns) writing_.erase(rank);
+    opened_.erase(call.fd);
+    const ssize_t closed = make();
+    return dead() ? -EIO : closed;
+  }
+  if (dead() || (call.kind == CallKind::flush && flushes_left_ && (*flushes_left_)-- == 0)) return -EIO;
+  const bool is_new = call.kind == CallKind::open && (call.flags & O_CREAT) != 0 && node_of(call.path) == kNoNode;
+  const ssize_t done = call.kind == CallKind::flush ? 0 : make();
+  if (done < 0 && call.kind == CallKind::open && in_turns) writing_.erase(rank);
+  if (done < 0) return done;
+  if (call.kind == CallKind::open) {
+    if (is_new) record_names({{call.path, next_++}});
+    opened_[static_cast<int>(done)] = {node_of(call.path), 0, in_turns};
+  } else if (call.kind == CallKind::write) {
+    Opened& file = opened_.at(call.fd);
+    record({.kind = DiskCall::Kind::bytes,
+            .node = file.node,
+            .offset = file.offset,
+            .bytes = std::string(call.from, static_cast<size_t>(done))});
+    file.offset += static_cast<uint64_t>(done);
+  } else if (call.kind == CallKind::flush) {
+    const Node node = opened_.at(call.fd).node;
+    if (node != kNoNode) record({.kind = DiskCall::Kind::flush, .node = node});
+  } else if (call.kind == CallKind::rename) {
+    record_names({{call.path, kNoNode}, {call.to, node_of(call.path)}});
+  } else if (call.kind == CallKind::exchange) {
+    record_names({{call.path, node_of(call.to)}, {call.to, node_of(call.path)}});
+  } else if (call.kind == CallKind::mkdir) {
+    record_.folders.insert(next_);
+    record_names({{call.path, next_++}});
+  } else {
+    record_names({{call.path, kNoNode}});
+  }
+  return done;
+}
 
 LossyDisk::LossyDisk(std::string root) : root_(std::move(root)) {
   read_folder(root_, 0);
@@ -167,10 +114,11 @@ void LossyDisk::read_folder(const std::string& path, Node node) {
   }
 }
 
-FileSystem& LossyDisk::files(int64_t rank) {
+shardproof::checkpoint::FileSystem& LossyDisk::files(int64_t rank) {
   const std::lock_guard lock(mutex_);
-  std::unique_ptr<Files>& found = files_[rank];
-  if (!found) found = std::make_unique<Files>(*this, rank);
+  std::unique_ptr<FilesAround>& found = files_[rank];
+  if (!found)
+    found = std::make_unique<FilesAround>([this, rank](FileCall& call, const auto& make) { return around(rank, call, make); });
   return *found;
 }
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "shardproof/checkpoint/format/file_system.h"
+#include "harness/run/files_around.h"
 
 namespace harness {
 
@@ -74,13 +74,14 @@ class LossyDisk {
   const DiskRecord& record() const { return record_; }
 
  private:
-  class Files;
   struct Opened {
     Node node = kNoNode;
     uint64_t offset = 0;
     bool takes_turns = false;
   };
   class Turn;
+  bool takes_turns(int64_t rank, const FileCall& call);
+  ssize_t around(int64_t rank, FileCall& call, const FilesAround::Make& make);
   void read_folder(const std::string& path, Node node);
   NodeName name_of(const std::string& path) const;
   Node node_of(const std::string& path) const;
@@ -94,7 +95,7 @@ class LossyDisk {
   std::map<NodeName, Node> names_;  // as they can be seen now
   Node next_ = 1;
   std::map<int, Opened> opened_;  // by file descriptor
-  std::map<int64_t, std::unique_ptr<Files>> files_;
+  std::map<int64_t, std::unique_ptr<FilesAround>> files_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -96,7 +96,8 @@ class RankRun {
     if (case_.steps[index].unshard)
       for (UnitHandle unit : sharded_.units())
         if (chosen(case_, "whole while loading", unit.name())) unit.unshard();
-    const auto loaded = manager_->load_latest(sharded_, &optimizer_, {.check_before = case_.options.unchecked == 0});
+    const auto loaded = manager_->load_latest(
+        sharded_, &optimizer_, {.check_before = case_.options.unchecked == 0, .files = checkpoints_.options().files});
     const int64_t expected = CaseCheckpoints::number(static_cast<size_t>(case_.loaded_after(index) + 1));
     SHARD_REQUIRE(loaded && loaded->trainer.step == expected, "harness", "checkpoint {} was loaded instead of {}",
                   loaded ? loaded->trainer.step : -1, expected);

@@ -5,7 +5,7 @@
 #include <cerrno>
 #include <fstream>
 
-#include "properties/doubles/failing_files.h"
+#include "properties/doubles/cluster_disk.h"
 #include "properties/kit/checkpoint_scratch.h"
 #include "properties/kit/checkpoint_stamped.h"
 #include "properties/kit/expect_error.h"
@@ -48,7 +48,7 @@ Outcome save_with_failure(const std::string& root, int64_t ranks, int64_t unluck
   run_threads(ranks, [&](std::shared_ptr<Comm> comm) {
     Stamped run(comm, kSmall);
     run.stamp(2);
-    FailingFiles files(failing, error);
+    ClusterDisk files({.fails = failing, .error = error});
     SaveOptions options;
     if (comm->rank() == unlucky) options.files = &files;
     try {
@@ -56,7 +56,7 @@ Outcome save_with_failure(const std::string& root, int64_t ranks, int64_t unluck
     } catch (const Error&) {
       ++errors;
     }
-    if (comm->rank() == unlucky) outcome.calls = files.calls();
+    if (comm->rank() == unlucky) outcome.calls = files.changes();
   });
   outcome.errors = errors;
   return outcome;

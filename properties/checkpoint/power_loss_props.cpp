@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <charconv>
 
+#include "harness/commands/checkpoint_command.h"
+#include "properties/doubles/cluster_disk.h"
 #include "properties/kit/checkpoint_stamped.h"
+#include "properties/kit/checkpoint_steps.h"
 #include "properties/kit/power_loss.h"
 #include "shardproof/checkpoint/format/durable.h"
 #include "shardproof/checkpoint/manager.h"
@@ -42,6 +45,18 @@ std::map<int64_t, int64_t> stamps_in(const std::string& run, Stamped& model) {
   return stamps;
 }
 
+// The same as another process sees it, which changes nothing.
+std::map<int64_t, int64_t> read_by_another(const std::string& root, Stamped& model) {
+  const auto before = contents(root);
+  const std::map<int64_t, int64_t> stamps = stamps_in(root + "/run", model);
+  Manager reader(root + "/run");
+  const auto loaded = reader.load_latest(*model.sharded, &*model.optimizer);
+  if (loaded ? stamps.empty() || !model.has(stamps.rbegin()->second) : !stamps.empty())
+    throw Error("a reader is given another checkpoint than the latest");
+  if (contents(root) != before) throw Error("a reader changed something");
+  return stamps;
+}
+
 std::string str(const std::map<int64_t, int64_t>& stamps) {
   std::string text;
   for (const auto& [step, stamp] : stamps)
@@ -63,8 +78,7 @@ void require(const std::map<int64_t, int64_t>& stamps, const Expected& expected)
 
 // The next process: it resumes from the latest, saves, and leaves nothing else. Of one rank.
 void go_on(const std::string& run, Stamped& model, const std::map<int64_t, int64_t>& stamps) {
-  HastyFiles hasty;
-  std::optional<Manager> manager(std::in_place, run, ManagerOptions{.files = &hasty});
+  std::optional<Manager> manager(std::in_place, run, ManagerOptions{.files = &harness::hasty_files()});
   const auto loaded = manager->load_latest(*model.sharded, &*model.optimizer);
   const int64_t latest = stamps.empty() ? -1 : stamps.rbegin()->first;
   if ((loaded ? loaded->trainer.step : -1) != latest) throw Error("another checkpoint is resumed from than the latest");
@@ -86,6 +100,7 @@ struct Story {
   int64_t step = 1;
   int64_t keep = 0;
   uint64_t block = 4096;
+  bool over_the_double = false;
   std::vector<Expected> expected = {};  // before and after the save has returned
 };
 
@@ -95,7 +110,10 @@ void save_steps(const Story& story, const std::string& run, LossyDisk& disk) {
   run_threads(story.ranks, [&](std::shared_ptr<Comm> comm) {
     Stamped model(comm, {2, 2});
     model.stamp(kNew);
-    Manager manager(run, {.keep = story.keep, .async = story.async, .overwrite = true, .files = &disk.files(comm->rank())});
+    // A disk that cannot flush folders may lose them, and is none that power may fail on.
+    ClusterDisk cluster({.harmless = {.interrupts = 0.3, .cuts = 0.3, .forgets = 0.5}}, 1, disk.files(comm->rank()));
+    FileSystem* const files = story.over_the_double ? &cluster : &disk.files(comm->rank());
+    Manager manager(run, {.keep = story.keep, .async = story.async, .overwrite = true, .files = files});
     manager.save(*model.sharded, &*model.optimizer, trainer_of(story.step, kNew));
     model.stamp(kNew + 1);
     manager.wait();
@@ -104,16 +122,16 @@ void save_steps(const Story& story, const std::string& run, LossyDisk& disk) {
 }
 
 int64_t look_at_all(const Story& story) {
-  const std::string name = fmt::format("{} by {} rank{}{}", story.name, story.ranks, story.ranks > 1 ? "s" : "",
-                                       story.async ? " in the background" : "");
+  const std::string name =
+      fmt::format("{} by {} rank{}{}{}", story.name, story.ranks, story.ranks > 1 ? "s" : "",
+                  story.async ? " in the background" : "", story.over_the_double ? " over a disk of a cluster" : "");
   if (replay.leaves_out(name)) return 0;
   const Scratch scratch;
   const std::string run = scratch / "run";
-  HastyFiles hasty;
   if (!story.before.empty())
     run_threads(1, [&](std::shared_ptr<Comm> comm) {
       Stamped model(comm, {2, 2});
-      Manager manager(run, {.files = &hasty});
+      Manager manager(run, {.files = &harness::hasty_files()});
       for (const int64_t step : story.before) {
         model.stamp(step);
         manager.save(*model.sharded, &*model.optimizer, trainer_of(step, step));
@@ -126,7 +144,7 @@ int64_t look_at_all(const Story& story) {
   run_threads(1, [&](std::shared_ptr<Comm> comm) {
     Stamped model(comm, {2, 2});
     const auto look = [&](const std::string& root, int64_t mark) {
-      const std::map<int64_t, int64_t> stamps = stamps_in(root + "/run", model);
+      const std::map<int64_t, int64_t> stamps = read_by_another(root, model);
       require(stamps, story.expected.at(static_cast<size_t>(mark)));
       go_on(root + "/run", model, stamps);
       return str(stamps);
@@ -141,6 +159,10 @@ void look_at_all_kinds(Story story, int64_t few) {
     for (const bool async : {false, true}) {
       story.ranks = ranks, story.async = async;
       story.block = ranks == 1 ? 4096 : 16384;
+      story.over_the_double = false;
+      expect_more_than(few, look_at_all(story));
+      if (ranks > 1) continue;
+      story.over_the_double = true;
       expect_more_than(few, look_at_all(story));
     }
 }
@@ -175,6 +197,40 @@ TEST(PowerLoss, every_state_after_a_save_that_removes_older_ones_has_the_last_co
        .keep = 1,
        .expected = {{.may = {{1, {1}}, {2, {2}}, {3, {kNew}}}, .latest = 2}, {.may = {{3, {kNew}}}, .must = {3}, .latest = 3}}},
       40);
+}
+
+TEST(PowerLoss, every_state_after_a_convert_has_all_of_it_or_nothing) {
+  for (const std::string to : {"dcp", "safetensors", "torch"})
+    for (const bool over_the_double : {false, true}) {
+      const std::string name = "convert to " + to + (over_the_double ? " over a disk of a cluster" : "");
+      if (replay.leaves_out(name)) continue;
+      const Scratch scratch;
+      std::filesystem::create_directory(scratch / "run");
+      save_step(harness::hasty_files(), scratch / "run/step_1", 1);
+      LossyDisk disk(scratch.path());
+      ClusterDisk cluster({.harmless = {.interrupts = 0.3, .cuts = 0.3, .forgets = 0.5}}, 1, disk.files());
+      FileSystem* const files = over_the_double ? &cluster : &disk.files();
+      testing::internal::CaptureStdout();
+      harness::checkpoint_convert({.one = scratch / "run/step_1", .two = scratch / "run/made", .to = to, .files = files});
+      testing::internal::GetCapturedStdout();
+      disk.mark(1);
+      const auto made_in = [](const std::string& root) {
+        std::map<std::string, std::string> made;
+        for (const auto& [path, bytes] : contents(root))
+          if (path.starts_with(root + "/run/made")) made[path.substr(root.size())] = bytes;
+        return made;
+      };
+      const auto expected = made_in(scratch.path());
+      const auto look = [&](const std::string& root, int64_t mark) {
+        const auto before = contents(root);
+        if (latest_step(root + "/run") != 1 || step_in(root + "/run/step_1") != 1) throw Error("the run's own step is lost");
+        if (contents(root) != before) throw Error("a reader changed something");
+        const auto made = made_in(root);
+        if (made != expected && (mark == 1 || !made.empty())) throw Error("what was made is not there, or a part of it");
+        return std::string(made.empty() ? "nothing" : "all of it");
+      };
+      expect_more_than(5, tell(name, look_at_all_states(name, disk.record(), {.block = 4096}, look)));
+    }
 }
 
 // A random history: saves by several ranks, some of which are killed or whose flush fails, and power that fails.

@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <optional>
 
-#include "properties/doubles/failing_files.h"
+#include "properties/doubles/cluster_disk.h"
 #include "properties/kit/bits.h"
 #include "properties/kit/checkpoint_scratch.h"
 #include "properties/kit/expect_error.h"
@@ -422,12 +422,12 @@ TEST(Weights, a_save_that_fails_anywhere_is_an_error_on_every_rank_and_leaves_no
   const Scratch scratch;
   const HuggingFaceModel model = qwen2();
   const std::string folder = scratch / "weights";
-  FailingFiles counted(-1, 0);
+  ClusterDisk counted({});
   save_from(model, {}, 7, scratch / "counted", {.family = "qwen2", .config = hugging_face_config(model), .files = &counted});
   int64_t errors = 0;
   // The last calls flush the parent of a folder that has its name already, and close it.
-  for (int64_t failing = 0; failing + 3 < counted.calls(); ++failing) {
-    FailingFiles files(failing, ENOSPC);
+  for (int64_t failing = 0; failing + 3 < counted.changes(); ++failing) {
+    ClusterDisk files({.fails = failing, .error = ENOSPC});
     on_mesh(model, {1, 2, 1}, 7, [&](Sharded& sharded, int64_t rank) {
       const SaveWeightsOptions options{
           .family = "qwen2", .config = hugging_face_config(model), .files = rank == 0 ? &files : &system_files()};

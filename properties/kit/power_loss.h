@@ -121,10 +121,12 @@ inline int64_t tell(const std::string& story, const FoundStates& found) {
   return all;
 }
 
-// Flushes nothing, for saves whose durability nobody asks for.
-class HastyFiles : public FileSystem {
- public:
-  int fsync(int) override { return 0; }
-};
+// What lies under a folder: the bytes of files by their paths.
+inline std::map<std::string, std::string> contents(const std::string& folder) {
+  std::map<std::string, std::string> found;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder))
+    found[entry.path().string()] = entry.is_directory() ? "/" : slurp(entry.path().string());
+  return found;
+}
 
 }  // namespace shardproof::checkpoint

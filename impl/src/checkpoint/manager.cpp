@@ -84,8 +84,9 @@ void Manager::begin(Comm& world) {
   begun_ = true;
 }
 
-// Before each save: that it comes after those that are there.
+// Before each save, on rank 0: that the folder is this run's, and that it comes after those that are there.
 void Manager::require_next(int64_t step) const {
+  owner_->require();
   const std::optional<int64_t> last = latest();
   SHARD_REQUIRE(step >= 0, "checkpoint", "a step to save must not be negative, got {}", step);
   SHARD_REQUIRE(!last || step > *last || (step == *last && options_.overwrite), "checkpoint",
@@ -152,17 +153,24 @@ void Manager::commit() {
 std::optional<Loaded> Manager::load_latest(Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options) {
   wait();
   Comm& world = sharded.impl().comms->world();
-  const std::string found = from_rank_0(world, [&] {  // so that all load the same
-    const std::optional<int64_t> last = latest();
-    return last ? std::to_string(*last) : std::string();
-  });
-  if (found.empty()) return std::nullopt;
-  const std::string folder = step_folder(directory_, std::stoll(found));
-  try {
-    return load(folder, sharded, optimizer, options);
-  } catch (const Error& error) {
-    throw Error(error.what() + before_it(folder, *options_.files));
+  const auto find = [&] {  // so that all load the same
+    return from_rank_0(world, [&] {
+      const std::optional<int64_t> last = latest();
+      return last ? std::to_string(*last) : std::string();
+    });
+  };
+  for (std::string found = find(); !found.empty();) {
+    const std::string folder = step_folder(directory_, std::stoll(found));
+    try {
+      return load(folder, sharded, optimizer, options);
+    } catch (const Error& error) {
+      // A run that saves there may have removed it meanwhile, and then has a later one.
+      const std::string next = find();
+      if (next.empty() || next == found) throw Error(error.what() + before_it(folder, *options_.files));
+      found = next;
+    }
   }
+  return std::nullopt;
 }
 
 std::vector<int64_t> Manager::steps() const {

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
@@ -74,8 +75,11 @@ std::string text_of(const Facts& facts) {
 Facts read_mark(FileSystem& files, const std::string& mark) {
   if (!look_at(files, mark, Links::not_followed)) return {};
   Facts facts{{"id", ""}};
-  std::istringstream lines(
-      error_of([&] { facts["text"] = read_file(files, mark + file_of(0), kFactsBytesMax); }).empty() ? facts["text"] : "");
+  std::string text;
+  const std::string error = error_of([&] { text = read_file(files, mark + file_of(0), kFactsBytesMax); });
+  if (!error.empty() && !look_at(files, mark, Links::not_followed)) return {};  // given back meanwhile
+  if (!error.empty() && exists(files, mark + file_of(0))) throw Error(error);
+  std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);)
     if (const size_t space = line.find(' '); space != std::string::npos) facts[line.substr(0, space)] = line.substr(space + 1);
   return facts;
@@ -95,6 +99,9 @@ bool is_gone(const Facts& owner) {
 
 [[noreturn]] void refuse(const std::string& run, const Facts& owner) {
   const auto told = [&](const char* name) { return owner.contains(name) ? owner.at(name) : "unknown"; };
+  SHARD_REQUIRE(!owner.empty(), "checkpoint",
+                "another run has taken {} from this one, on {}, and given it back. This one saves nothing there: begin it anew",
+                run, host_name());
   throw Error(message(
       "[checkpoint] another run saves in {}: process {} on {}, since {}. This one, on {}, saves nothing there. Wait for the "
       "other, end it, or choose another folder. If you know that it is gone, remove its mark: rm -r {}",
@@ -158,10 +165,22 @@ std::shared_ptr<RunOwner> RunOwner::take(Comm& world, FileSystem& files, const s
   const DiskWork saving;
   std::shared_ptr<RunOwner> owner;
   std::unique_ptr<StagedFolder> staged;
+  // A run that begins at the same time takes the mark, and removes what this one has staged.
+  const auto refuse_if_taken = [&] {
+    const Facts other = read_mark(files, mark_of(run));
+    if (!other.empty() || (staged && !exists(files, staged->path()))) refuse(run, other);
+    return std::string();
+  };
+  const auto unless_taken = [&](const std::function<void()>& body) {
+    const std::string error = error_of(body);
+    if (error.empty()) return;
+    refuse_if_taken();
+    throw Error(error);
+  };
   const std::string folder = from_rank_0(world, [&]() -> std::string {
     owner = held_or_free(files, run);
     if (owner) return "";
-    staged = std::make_unique<StagedFolder>(files, mark_of(run));
+    unless_taken([&] { staged = std::make_unique<StagedFolder>(files, mark_of(run)); });
     owner = std::shared_ptr<RunOwner>(new RunOwner(files, run, staged->path().substr(run.size())));
     return staged->path();
   });
@@ -172,13 +191,14 @@ std::shared_ptr<RunOwner> RunOwner::take(Comm& world, FileSystem& files, const s
   const std::string text = text_of(facts);
   const std::string error = error_of([&] { write_file(files, folder + file_of(world.rank()), text); });
   const std::vector<std::string> sizes = gather_texts(world, error.empty() ? std::to_string(text.size()) : "");
+  if (std::find(sizes.begin(), sizes.end(), "") != sizes.end()) from_rank_0(world, refuse_if_taken);
   agree(world, error);
   from_rank_0(world, [&] {
-    for (int64_t rank = 0; rank < world.size(); ++rank)
-      require_written(files, folder + file_of(rank), std::stoull(sizes[static_cast<size_t>(rank)]));
-    const std::string lost = error_of([&] { staged->commit(); });
-    if (const Facts other = read_mark(files, mark_of(run)); !lost.empty() && !other.empty()) refuse(run, other);
-    if (!lost.empty()) throw Error(lost);
+    unless_taken([&] {
+      for (int64_t rank = 0; rank < world.size(); ++rank)
+        require_written(files, folder + file_of(rank), std::stoull(sizes[static_cast<size_t>(rank)]));
+      staged->commit();
+    });
     {
       const std::lock_guard lock(held().mutex);
       held().owners[owner->id_] = owner;

@@ -36,6 +36,14 @@ EntryFile::Written written_of(const Value& value) {
           static_cast<uint32_t>(fields[3].as_int("crc"))};
 }
 
+// `written` throws when another run has taken the folder, which says more than what came of that.
+void unless_taken(const std::function<void()>& written, const std::function<void()>& body) {
+  const std::string error = error_of(body);
+  if (error.empty()) return;
+  if (written) written();
+  throw Error(error);
+}
+
 constexpr const char* kBroken = "[checkpoint] an invariant is broken; see what that rank says";
 
 // What a rank tells of the entries of its boxes: where they begin and end in its file, and their checksums. Their lengths are
@@ -304,8 +312,10 @@ SaveJob::SaveJob(const std::string& directory, Sharded& sharded, const Optimizer
   parts.written = options.written;
   parts.after = options.after;
   parts.folder = from_rank_0(*parts.world, [&] {
-    if (options.before) options.before();
-    parts.staged = std::make_unique<StagedFolder>(*options.files, directory, options.overwrite);
+    unless_taken(options.written, [&] {
+      if (options.before) options.before();
+      parts.staged = std::make_unique<StagedFolder>(*options.files, directory, options.overwrite);
+    });
     return parts.staged->path();
   });
   parts.error = error_of([&] {  // which `commit` tells the others
@@ -370,11 +380,18 @@ void SaveJob::commit() {
     errors.push_back(text.starts_with('e') ? text.substr(1) : "");
     text.erase(0, 1);
   }
+  if (std::any_of(errors.begin(), errors.end(), [](const std::string& error) { return !error.empty(); }))
+    from_rank_0(*parts.world, [&] {
+      if (parts.written) parts.written();
+      return std::string();
+    });
   throw_first(errors);
   from_rank_0(*parts.world, [&] {
-    parts.write_metadata(records);
-    if (parts.written) parts.written();
-    parts.staged->commit();
+    unless_taken(parts.written, [&] {
+      parts.write_metadata(records);
+      if (parts.written) parts.written();
+      parts.staged->commit();
+    });
     if (parts.after) parts.after();
     return std::string();
   });

@@ -3,7 +3,7 @@
 
 #include <cerrno>
 
-#include "properties/doubles/failing_files.h"
+#include "properties/doubles/cluster_disk.h"
 #include "properties/kit/checkpoint_steps.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/checkpoint/format/durable.h"
@@ -20,7 +20,7 @@ int64_t sweep(const Save& save_with, const Look& look) {
       for (failing = 0;; ++failing) {
         const Scratch scratch;
         save_step(system_files(), step_folder(scratch.path(), 1), 1);
-        FailingFiles files(failing, error, dead);
+        ClusterDisk files({.fails = failing, .error = error, .stays = dead});
         bool threw = false;
         try {
           save_with(files, scratch.path());
@@ -28,7 +28,7 @@ int64_t sweep(const Save& save_with, const Look& look) {
           threw = true;
         }
         look(scratch.path(), threw);
-        if (files.calls() <= failing) break;  // nothing failed: the end of the sweep
+        if (files.changes() <= failing) break;  // nothing failed: the end of the sweep
       }
   return failing;
 }
@@ -169,14 +169,14 @@ TEST(Durable, whichever_call_of_a_large_file_fails_is_an_error_unless_all_is_the
   for (const int error : {EIO, ENOSPC})
     for (int64_t failing = 0;; ++failing) {
       const Scratch scratch;
-      FailingFiles files(failing, error);
+      ClusterDisk files({.fails = failing, .error = error});
       try {
         write_in_parts(files, scratch / "file", bytes);
         EXPECT_TRUE(slurp(scratch / "file") == bytes) << "call " << failing << ", error " << error;
       } catch (const Error&) {
         ++errors;
       }
-      if (files.calls() <= failing) break;
+      if (files.changes() <= failing) break;
     }
   EXPECT_GE(errors, 12);
 }

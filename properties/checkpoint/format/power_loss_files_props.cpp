@@ -31,9 +31,8 @@ std::string look_at(const std::string& run, const Expected& expected) {
   for (const int64_t step : expected.must)
     if (std::find(steps.begin(), steps.end(), step) == steps.end()) throw Error(fmt::format("step_{} is lost", step));
   // The next save.
-  HastyFiles hasty;
-  remove_leftovers(hasty, run);
-  save_step(hasty, step_folder(run, 50), 50);
+  remove_leftovers(harness::hasty_files(), run);
+  save_step(harness::hasty_files(), step_folder(run, 50), 50);
   if (step_in(step_folder(run, 50)) != 50) throw Error("the next save is not there");
   if (list_folder(run).size() != steps.size() + 1) throw Error("the next save left what the last one left");
   return found;
@@ -48,8 +47,7 @@ struct Story {
 };
 
 void save_before(const Story& story, const std::string& run) {
-  HastyFiles hasty;
-  for (const int64_t step : story.before) save_step(hasty, step_folder(run, step), step);
+  for (const int64_t step : story.before) save_step(harness::hasty_files(), step_folder(run, step), step);
 }
 
 int64_t look_at_all(const Story& story, uint64_t block) {
@@ -207,8 +205,7 @@ TEST(PowerLoss, every_state_after_a_file_was_written_has_all_of_it_or_nothing) {
         const bool there = std::filesystem::exists(root + "/run/step_1.pt");
         if (!there && mark == 1) throw Error("the file is lost");
         if (there && slurp(root + "/run/step_1.pt") != bytes) throw Error("the file is there in part");
-        HastyFiles hasty;
-        remove_leftovers(hasty, root + "/run");
+        remove_leftovers(harness::hasty_files(), root + "/run");
         if (list_folder(root + "/run").size() != (there ? 1U : 0U)) throw Error("something is left");
         return there ? "the file" : "nothing";
       });

@@ -208,7 +208,7 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& folder) {
   const std::string path = folder + "/" + kMetadataFile;
   Checkpoint checkpoint = read_metadata(read_file(files, path, kMetadataBytesMax), path);
   validate(checkpoint, path);
-  validate_files(checkpoint, folder);
+  validate_files(files, checkpoint, folder);
   return checkpoint;
 }
 

@@ -114,12 +114,12 @@ void validate(const Checkpoint& checkpoint, const std::string& name) {
   }
 }
 
-void validate_files(const Checkpoint& checkpoint, const std::string& folder) {
+void validate_files(FileSystem& files, const Checkpoint& checkpoint, const std::string& folder) {
   std::map<std::string, uint64_t> sizes;
   for (const Owned& owned : owned_extents(checkpoint)) {
     const Extent& extent = *owned.extent;
     auto found = sizes.find(extent.file);
-    if (found == sizes.end()) found = sizes.emplace(extent.file, file_bytes(system_files(), folder + "/" + extent.file)).first;
+    if (found == sizes.end()) found = sizes.emplace(extent.file, file_bytes(files, folder + "/" + extent.file)).first;
     SHARD_REQUIRE(extent.offset + extent.length <= found->second, "checkpoint",
                   "{}/{}: has {} bytes, but {}{} lies at {} to {}. Was it cut off?", folder, extent.file, found->second,
                   *owned.name, owned.chunk ? " " + box_text(owned.chunk->offsets, owned.chunk->sizes) : "", extent.offset,

@@ -23,6 +23,7 @@ namespace {
 constexpr const char* kSaving = ".saving-";
 constexpr const char* kRemoving = ".removing-";
 constexpr const char* kStep = "step_";
+constexpr int64_t kLooksMax = 10;  // at a list that says what is no longer there
 
 std::string without_slashes(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
@@ -49,10 +50,18 @@ std::pair<std::string, int> make_hidden(const std::string& path, const char* kin
   }
 }
 
-// The answer of a server may be lost. When it is asked again, what was renamed is no longer there.
+// The answer of a server may be lost. When it is asked again, what was renamed is no longer there, but at the target. What
+// another process has put there has another number, for that of what is open is not given again.
 int rename(FileSystem& files, const std::string& from, const std::string& to) {
-  const int done = again([&] { return files.rename(from, to); });
-  return done == -ENOENT && !exists(files, from) && exists(files, to) ? 0 : done;
+  struct stat before {}, after {};
+  const int held = again([&] { return files.open(from, O_RDONLY | O_CLOEXEC, 0); });
+  const bool known = held >= 0 && again([&] { return files.status(from, before, true); }) >= 0;
+  int done = again([&] { return files.rename(from, to); });
+  if (done == -ENOENT && known && again([&] { return files.status(to, after, true); }) >= 0 && after.st_ino == before.st_ino &&
+      after.st_dev == before.st_dev)
+    done = 0;
+  if (held >= 0) files.close(held);
+  return done;
 }
 
 // Disks that cannot flush a folder say so, and keep its names by themselves.
@@ -218,10 +227,23 @@ std::optional<int64_t> step_of(const std::string& folder) {
 
 std::vector<int64_t> committed_steps(const std::string& parent, FileSystem& files) {
   std::vector<int64_t> steps;
-  if (!is_folder(files, parent, Links::followed)) return steps;
-  for (const std::string& name : list_folder(parent, files))
-    if (const auto step = step_of(parent + "/" + name); step && exists(files, parent + "/" + name + "/.metadata"))
-      steps.push_back(*step);
+  std::string gone = parent;
+  // Where all that was listed is gone, the run has saved a later one meanwhile.
+  for (int64_t looks = 0; looks < kLooksMax && steps.empty() && !gone.empty(); ++looks) {
+    gone.clear();
+    if (!is_folder(files, parent, Links::followed)) return steps;
+    for (const std::string& name : list_folder(parent, files)) {
+      const std::string folder = parent + "/" + name;
+      const std::optional<int64_t> step = step_of(folder);
+      if (step && exists(files, folder + "/.metadata"))
+        steps.push_back(*step);
+      else if (step && !exists(files, folder))
+        gone = folder;
+    }
+  }
+  SHARD_REQUIRE(!steps.empty() || gone.empty(), "checkpoint",
+                "{} is listed on {}, and is not there, nor is another checkpoint: a cache has an old list. Try again", gone,
+                host_name());
   std::sort(steps.begin(), steps.end());
   return steps;
 }

@@ -46,7 +46,7 @@ class Verifier {
     };
     describe(options.sums);
     require_whole();
-    if (options.files) validate_files(checkpoint_, folder_);
+    if (options.files) validate_files(files_, checkpoint_, folder_);
     if (options.files && sums_) check_files(owned_extents(checkpoint_));
     require_whole();
     return {std::move(checkpoint_), std::move(sums_), metadata_crc_};

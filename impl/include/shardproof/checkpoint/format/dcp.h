@@ -63,7 +63,7 @@ std::string write_metadata(const Checkpoint& checkpoint);
 // fill the tensors; files lie inside the folder; two extents are equal or do not overlap.
 void validate(const Checkpoint& checkpoint, const std::string& name);
 // Throws Error unless every file exists and is long enough for its extents.
-void validate_files(const Checkpoint& checkpoint, const std::string& folder);
+void validate_files(FileSystem& files, const Checkpoint& checkpoint, const std::string& folder);
 // Reads the checkpoint in the folder and validates it and its files.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& folder);
 
