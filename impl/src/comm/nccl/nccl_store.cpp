@@ -1,13 +1,47 @@
 #include "shardproof/comm/nccl/nccl_store.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
+#include <chrono>
+#include <functional>
+#include <future>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "shardproof/base/check.h"
 
 namespace shardproof {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr auto kLook = std::chrono::milliseconds(5);
+constexpr Seconds kGoodbye{2};
+
+// c10d's store waits without end for the answer of a program that is none. What did not come back keeps its thread.
+bool comes_back(std::function<void()> ask, Seconds deadline) {
+  std::packaged_task<void()> task(std::move(ask));
+  std::future<void> done = task.get_future();
+  std::thread thread(std::move(task));
+  if (done.wait_for(deadline) != std::future_status::ready) {
+    thread.detach();
+    return false;
+  }
+  thread.join();
+  done.get();
+  return true;
+}
+
+std::string this_process() {
+  char host[256] = {};
+  ::gethostname(host, sizeof host - 1);
+  return fmt::format("process {} on {}", ::getpid(), host);
+}
+
+}  // namespace
 
 class TcpStore::Impl {
  public:
@@ -15,6 +49,8 @@ class TcpStore::Impl {
   auto asking(Ask ask) const {
     try {
       return ask();
+    } catch (const Error&) {
+      throw;
     } catch (const c10::Error& error) {
       throw Error(fmt::format("[nccl] the TCP store at {}: {}", where_, error.what_without_backtrace()));
     } catch (const std::exception& error) {
@@ -22,24 +58,92 @@ class TcpStore::Impl {
     }
   }
 
-  explicit Impl(const TcpStoreOptions& options) : where_(fmt::format("{}:{}", options.host, options.port)) {
-    c10d::TCPStoreOptions tcp;
-    tcp.port = static_cast<uint16_t>(options.port);
-    tcp.isServer = options.serves;
-    tcp.waitWorkers = false;
-    tcp.timeout = std::chrono::milliseconds(static_cast<int64_t>(options.timeout_seconds * 1000));
-    asking([&] {
-      store_ = c10::make_intrusive<c10d::TCPStore>(options.host, tcp);
-      // The store may be somebody else's too.
-      named_ = c10::make_intrusive<c10d::PrefixStore>("shardproof", store_);
-    });
+  explicit Impl(TcpStoreOptions options)
+      : options_(std::move(options)), where_(fmt::format("{}:{}", options_.host, options_.port)) {
+    connect();
+    // The store may be somebody else's too.
+    named_ = c10::make_intrusive<c10d::PrefixStore>(options_.attempt.empty() ? "shardproof" : "shardproof/" + options_.attempt,
+                                                    store_);
+    if (!options_.job.empty()) asking([this] { take_place(); });
   }
+
+  ~Impl() {
+    if (!has_place_) return;
+    try {
+      // A store whose host is gone may not answer either.
+      comes_back([store = named_, serves = options_.serves] { leave(*store, serves); }, 2 * kGoodbye);
+    } catch (const std::exception&) {  // who served it is gone
+    }
+  }
+  Impl(const Impl&) = delete;
 
   c10d::Store& store() const { return *named_; }
   int64_t port() const { return store_->getPort(); }
 
  private:
-  std::string where_;
+  void connect() {
+    c10d::TCPStoreOptions tcp;
+    tcp.port = static_cast<uint16_t>(options_.port);
+    tcp.isServer = options_.serves;
+    tcp.waitWorkers = false;
+    tcp.timeout = std::chrono::milliseconds(static_cast<int64_t>(options_.timeout_seconds * 1000));
+    const auto made = std::make_shared<c10::intrusive_ptr<c10d::TCPStore>>();
+    const auto make = [made, tcp, host = options_.host] { *made = c10::make_intrusive<c10d::TCPStore>(host, tcp); };
+    try {
+      // c10d's own deadline, where it has one, says more.
+      SHARD_REQUIRE(asking([&] { return comes_back(make, Seconds(options_.timeout_seconds + 1)); }), "nccl",
+                    "what listens at {} did not answer within {} s, so it is no TCP store", where_, options_.timeout_seconds);
+    } catch (const Error& error) {
+      throw Error(fmt::format("{}. {}", error.what(),
+                              options_.serves ? "Another program or another job may have the port. Give this job a MASTER_PORT "
+                                                "of its own, and MASTER_ADDR with it"
+                                              : "Is rank 0 there? MASTER_ADDR and MASTER_PORT must be its host and a port that "
+                                                "no other program has"));
+    }
+    store_ = std::move(*made);
+  }
+
+  void take_place() {
+    const std::string place = fmt::format("rank/{}", options_.rank), who = place + "/who";
+    const auto put = [this](const std::string& name, const std::string& text) {
+      named_->set(name, std::vector<uint8_t>(text.begin(), text.end()));
+    };
+    const auto text_at = [this](const std::string& name) {
+      const std::vector<uint8_t> bytes = named_->get(name);
+      return std::string(bytes.begin(), bytes.end());
+    };
+    bool taken = options_.rank == 0 && named_->add(place, 1) != 1;
+    if (options_.rank == 0 && !taken) put("job", options_.job);
+    const auto until = Clock::now() + Seconds(options_.timeout_seconds);
+    while (!named_->check({"job"})) {
+      SHARD_REQUIRE(Clock::now() < until, "nccl", "rank 0 did not come to the TCP store at {} within {} s; rank {} did",
+                    where_, options_.timeout_seconds, options_.rank);
+      std::this_thread::sleep_for(kLook);
+    }
+    const std::string there = text_at("job");
+    SHARD_REQUIRE(there == options_.job, "nccl",
+                  "the TCP store at {} is of another job, of which nothing was changed. Its rank 0 is of '{}', and rank {} here, "
+                  "{}, of '{}'. Give jobs that run at one time a MASTER_PORT each, and all ranks of a job the same command",
+                  where_, there, options_.rank, this_process(), options_.job);
+    if (options_.rank != 0) taken = named_->add(place, 1) != 1;
+    SHARD_REQUIRE(!taken, "nccl",
+                  "rank {} has come to the TCP store at {} already, as {}, and {} says that it is this rank too. Give each process "
+                  "a rank of its own, and jobs that run at one time a MASTER_PORT each",
+                  options_.rank, where_, named_->check({who}) ? text_at(who) : "a process that has just come", this_process());
+    put(who, this_process());
+    named_->add("came", 1);
+    has_place_ = true;
+  }
+
+  static void leave(c10d::Store& store, bool serves) {
+    store.add("left", 1);
+    const auto until = Clock::now() + kGoodbye;
+    while (serves && store.add("left", 0) < store.add("came", 0) && Clock::now() < until) std::this_thread::sleep_for(kLook);
+  }
+
+  const TcpStoreOptions options_;
+  const std::string where_;
+  bool has_place_ = false;
   c10::intrusive_ptr<c10d::TCPStore> store_;
   c10::intrusive_ptr<c10d::Store> named_;
 };
