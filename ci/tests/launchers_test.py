@@ -24,10 +24,13 @@ class Launchers(TrainingRuns):
         """A run whose ranks have a folder each, in which they begin. Its exit code and what both have said."""
         train = [SHARDPROOF, "train", "--backend", "mpi", "--model", MODEL, "--seq", "6", "--steps", "2", "--timeout", "60",
                  "--data", data, *arguments]
+        return self.each_in_its_folder(train, before)
+
+    def each_in_its_folder(self, command, before=""):
         script = f'cd "{self.folder}/host_$OMPI_COMM_WORLD_RANK"; {before} exec "$@"'
-        done = subprocess.run(["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", "sh", "-c", script, "sh", *train],
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-                              env=ENVIRONMENT)
+        done = subprocess.run(["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", "sh", "-c", script, "sh", *command],
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              check=False, env=ENVIRONMENT)
         return done.returncode, done.stdout
 
     def expect_said_twice(self, said, pattern):
@@ -45,14 +48,11 @@ class Launchers(TrainingRuns):
     def test_a_model_that_one_rank_cannot_read_is_told_by_both(self):
         code, _, output, errors = self.train("--checkpoint-dir", self.of_rank(0, "run"))
         self.assertEqual(code, 0, output + errors)
-        script = f'cd "{self.folder}/host_$OMPI_COMM_WORLD_RANK"; exec "$@"'
-        done = subprocess.run(["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", "sh", "-c", script, "sh", SHARDPROOF,
-                               "sample", "run", "--prompt", "ab", "--length", "3", "--backend", "mpi", "--timeout", "60"],
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-                              env=ENVIRONMENT)
-        self.assertNotEqual(done.returncode, 0)
-        self.expect_said_twice(done.stdout, "rank 1")
-        self.assertNotIn("died", done.stdout)
+        code, said = self.each_in_its_folder(
+            [SHARDPROOF, "sample", "run", "--prompt", "ab", "--length", "3", "--backend", "mpi", "--timeout", "60"])
+        self.assertNotEqual(code, 0)
+        self.expect_said_twice(said, "rank 1")
+        self.assertNotIn("died", said)
 
     def test_data_that_differ_are_refused_before_the_first_step(self):
         self.write_data(b"some text to train on" * 20, b"some text to train on" * 21)

@@ -168,10 +168,10 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::join_nccl(const shardproof::
   const shardproof::RankPlace place = shardproof::own_place(launch);
   const shardproof::GpuChoice gpu =
       shardproof::choose_gpu(launch.rank, shardproof::meet(*store, launch, place, mpi.timeout_seconds));
-  const shardproof::GpuSharing sharing = shardproof::share_gpus(shardproof::nccl_version(), gpu.ranks_of_gpu);
+  const shardproof::GpuSharing sharing = shardproof::share_gpus(shardproof::nccl_version(), 1, gpu.ranks_of_gpu);
   SHARD_REQUIRE(sharing.way != shardproof::GpuSharing::Way::impossible, "launch", "{}", sharing.text);
   if (launch.rank == 0 && !sharing.text.empty()) fmt::print(stderr, "note: {}\n", sharing.text);
-  for (const auto& [name, value] : shardproof::sharing_variables(sharing, gpu.nth, place.host))
+  for (const auto& [name, value] : shardproof::sharing_variables(sharing, 1, gpu.nth, place.host))
     ::setenv(name.c_str(), value.c_str(), /*overwrite=*/0);
   use_gpu(gpu.device);
   check_connections(shardproof::nccl_compute_capability(gpu.device));

@@ -67,28 +67,28 @@ TEST(NcclLaunch, connections_are_refused_or_warned_of_exactly_as_the_two_overlap
 }
 
 TEST(NcclLaunch, ranks_share_gpus_as_the_version_of_nccl_can) {
+  EXPECT_EQ(share_gpus(23005, 0, 1).way, Way::impossible);
   for (const int64_t version : {22304, 22809, 22907, 23003, 23100})
-    for (const int64_t ranks : {1, 2, 3, 8}) {
-      const GpuSharing sharing = share_gpus(version, ranks);
-      const Way expected = ranks == 1        ? Way::none
-                           : version < 22800 ? Way::impossible
-                           : version < 23000 ? Way::host_ids
-                                             : Way::multi_rank;
-      EXPECT_EQ(sharing.way, expected) << version << " " << ranks;
-      EXPECT_EQ(sharing.text.empty(), expected == Way::none);
-      EXPECT_EQ(sharing.text.find("NCCL_MAX_CTAS") != std::string::npos, expected == Way::multi_rank && ranks > 2);
-    }
+    for (const int64_t gpus : {1, 2, 8})
+      for (const int64_t ranks : {1, 2, 3, 8, 9}) {
+        const GpuSharing sharing = share_gpus(version, gpus, ranks);
+        const Way expected = ranks <= gpus     ? Way::none
+                             : version < 22800 ? Way::impossible
+                             : version < 23000 ? Way::host_ids
+                                               : Way::multi_rank;
+        EXPECT_EQ(sharing.way, expected) << version << " " << gpus << " " << ranks;
+        EXPECT_EQ(sharing.text.empty(), expected == Way::none);
+        EXPECT_EQ(sharing.text.find("NCCL_MAX_CTAS") != std::string::npos, expected == Way::multi_rank && ranks > 2 * gpus);
+      }
 }
 
 TEST(NcclLaunch, ranks_of_one_gpu_pose_as_different_hosts_and_others_may_meet) {
   for (const int64_t gpus : {1, 2, 3})
     for (const int64_t ranks : {2, 4, 7}) {
-      const std::vector<RankPlace> places(static_cast<size_t>(ranks), place("node7", numbered_gpus("node7", gpus)));
+      const GpuSharing sharing = share_gpus(22809, gpus, ranks);
       std::set<std::pair<int64_t, std::string>> hosts_of_gpus;
       for (int64_t rank = 0; rank < ranks; ++rank) {
-        const GpuChoice choice = choose_gpu(rank, places);
-        EXPECT_EQ(choice.device, rank % gpus);
-        const auto variables = sharing_variables(share_gpus(22809, choice.ranks_of_gpu), choice.nth, "node7");
+        const auto variables = sharing_variables(sharing, gpus, rank, "node7");
         if (ranks <= gpus) {
           EXPECT_TRUE(variables.empty());
           continue;
@@ -96,13 +96,13 @@ TEST(NcclLaunch, ranks_of_one_gpu_pose_as_different_hosts_and_others_may_meet) {
         ASSERT_EQ(variables.size(), 1u);
         EXPECT_EQ(variables[0].first, "NCCL_HOSTID");
         expect_says(variables[0].second, {"node7"});
-        EXPECT_TRUE(hosts_of_gpus.insert({choice.device, variables[0].second}).second) << "one host has one rank of a GPU";
+        EXPECT_TRUE(hosts_of_gpus.insert({rank % gpus, variables[0].second}).second) << "one host has one rank of a GPU";
         if (rank < gpus) {
-          EXPECT_EQ(variables[0].second, "node7-0");
+          EXPECT_EQ(variables[0].second, sharing_variables(sharing, gpus, 0, "node7")[0].second);
         }
       }
     }
-  EXPECT_EQ(sharing_variables(share_gpus(23003, 2), 1, "node7")[0].first, "NCCL_MULTI_RANK_GPU_ENABLE");
+  EXPECT_EQ(sharing_variables(share_gpus(23003, 1, 2), 1, 1, "node7")[0].first, "NCCL_MULTI_RANK_GPU_ENABLE");
 }
 
 TEST(NcclLaunch, ranks_that_see_one_gpu_each_share_none) {
@@ -113,6 +113,7 @@ TEST(NcclLaunch, ranks_that_see_one_gpu_each_share_none) {
     EXPECT_EQ(choice.device, 0);
     EXPECT_EQ(choice.ranks_of_gpu, 1);
     EXPECT_TRUE(choice.one_host);
+    EXPECT_EQ(share_gpus(22304, 1, choice.ranks_of_gpu).way, Way::none);
   }
   places[7].gpus = {"gpu 2"};
   EXPECT_EQ(choose_gpu(0, places).ranks_of_gpu, 2);

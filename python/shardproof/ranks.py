@@ -225,8 +225,8 @@ def _maker_of_groups(group: "torch.distributed.ProcessGroup") -> Callable:
         except RuntimeError as error:
             raise _C.Error(
                 f"[comm] rank {dist.get_rank()} cannot make a process group of ranks {outside} for '{name}': {error}. Gloo "
-                "connects to the address that a host's own name has, which may be 127.0.1.1: set GLOO_SOCKET_IFNAME on each host "
-                "to the network interface by which it reaches the others"
+                "connects to the address that a host's own name has, which may be 127.0.1.1: set GLOO_SOCKET_IFNAME on each "
+                "host to the network interface by which it reaches the others"
             ) from error
         distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(outside)}
         return made

@@ -87,28 +87,30 @@ GpuChoice choose_gpu(int64_t rank, const std::vector<RankPlace>& places) {
   return choice;
 }
 
-GpuSharing share_gpus(int64_t nccl_version, int64_t ranks_of_gpu) {
-  if (ranks_of_gpu <= 1) return {};
+GpuSharing share_gpus(int64_t nccl_version, int64_t gpus, int64_t local_ranks) {
+  if (gpus == 0) return {GpuSharing::Way::impossible, "this machine has no GPU"};
+  if (local_ranks <= gpus) return {};
+  const int64_t each = (local_ranks + gpus - 1) / gpus;
   if (nccl_version >= kMultiRank)
-    return {GpuSharing::Way::multi_rank,
-            fmt::format("up to {} ranks share a GPU by NCCL_MULTI_RANK_GPU_ENABLE{}", ranks_of_gpu,
-                        ranks_of_gpu > kMultiRankDefault ? "; above 2 it needs NCCL_MAX_CTAS, or may run out of channels and hang"
-                                                         : "")};
+    return {
+        GpuSharing::Way::multi_rank,
+        fmt::format("up to {} ranks share a GPU by NCCL_MULTI_RANK_GPU_ENABLE{}", each,
+                    each > kMultiRankDefault ? "; above 2 it needs NCCL_MAX_CTAS, or may run out of channels and hang" : "")};
   if (nccl_version >= kHostIds)
     return {GpuSharing::Way::host_ids,
             fmt::format("up to {} ranks share a GPU, each posing as another host by NCCL_HOSTID: their traffic takes sockets, "
                         "which tests what is computed and not how fast",
-                        ranks_of_gpu)};
+                        each)};
   return {GpuSharing::Way::impossible,
-          fmt::format("NCCL {}.{} has no way for {} ranks on one GPU; use 2.28 or later, or as many ranks as GPUs",
-                      nccl_version / 10000, nccl_version / 100 % 100, ranks_of_gpu)};
+          fmt::format("NCCL {}.{} has no way for {} ranks on {} GPUs; use 2.28 or later, or as many ranks as GPUs",
+                      nccl_version / 10000, nccl_version / 100 % 100, local_ranks, gpus)};
 }
 
-std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t nth,
+std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t gpus, int64_t local_rank,
                                                                    const std::string& host) {
   if (sharing.way == GpuSharing::Way::multi_rank) return {{"NCCL_MULTI_RANK_GPU_ENABLE", "1"}};
   // The ranks of one GPU differ; those of different GPUs may meet on one host, and be as fast as without.
-  if (sharing.way == GpuSharing::Way::host_ids) return {{"NCCL_HOSTID", fmt::format("{}-{}", host, nth)}};
+  if (sharing.way == GpuSharing::Way::host_ids) return {{"NCCL_HOSTID", fmt::format("{}-{}", host, local_rank / gpus)}};
   return {};
 }
 

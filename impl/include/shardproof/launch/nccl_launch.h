@@ -48,17 +48,18 @@ struct GpuChoice {
 };
 GpuChoice choose_gpu(int64_t rank, const std::vector<RankPlace>& places);
 
-// How several ranks can have one GPU.
+// How more ranks than GPUs can run on one host.
 struct GpuSharing {
   enum class Way { none, host_ids, multi_rank, impossible };
   Way way = Way::none;
   std::string text = {};  // says what follows from it, or why it is impossible
 };
 // Decides it by NCCL's version code (22809 is 2.28.9). From 2.28 each rank of a GPU can pose as a host of its own
-// (NCCL_HOSTID), and from 2.30 several ranks can use one GPU (NCCL_MULTI_RANK_GPU_ENABLE).
-GpuSharing share_gpus(int64_t nccl_version, int64_t ranks_of_gpu);
-// The environment variables that a rank has to set for it before it first uses NCCL. `nth` is GpuChoice's.
-std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t nth,
+// (NCCL_HOSTID), and from 2.30 several ranks can use one GPU (NCCL_MULTI_RANK_GPU_ENABLE). A rank uses the GPU number
+// local_rank % gpus. Where ranks see different GPUs, each GPU is a case of its own: `gpus` is 1, and its ranks count from 0.
+GpuSharing share_gpus(int64_t nccl_version, int64_t gpus, int64_t local_ranks);
+// The environment variables that this rank has to set for it before it first uses NCCL.
+std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t gpus, int64_t local_rank,
                                                                    const std::string& host);
 
 // Says what NCCL's symmetric kernels will not take of registered buffers, as far as it is known before NCCL starts. Empty when
