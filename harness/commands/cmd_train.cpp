@@ -93,29 +93,9 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
 // Each process reads files of its own host.
 void require_same_data(shardproof::Comm& comm, const TrainingData& data) {
   const TokenFiles* const validation = data.validation_files();
-  shardproof::require_same(comm, {{"fingerprint of --data", fmt::format("{:016x}", data.files().fingerprint())},
-                                  {"fingerprint of --validation-data",
-                                   fmt::format("{:016x}", validation ? validation->fingerprint() : 0)}});
-}
-
-// What is read before the training.
-struct TrainInputs {
-  TrainOptions options;
-  TrainingData data;
-  int64_t first;
-};
-
-TrainInputs read_inputs(TrainArguments& arguments, shardproof::ProcessWorld* processes) {
-  std::optional<TrainInputs> inputs;
-  on_each(processes, [&](shardproof::Comm* comm) {
-    const TrainOptions options = train_options(arguments, arguments.launched.device());
-    TrainingData data(data_options(arguments, options.model));
-    if (comm) require_same_data(*comm, data);
-    validate(options, data);
-    const int64_t first = first_step(options, data);
-    inputs.emplace(TrainInputs{options, std::move(data), first});
-  });
-  return std::move(*inputs);
+  shardproof::require_same(
+      comm, {{"fingerprint of --data", fmt::format("{:016x}", data.files().fingerprint())},
+             {"fingerprint of --validation-data", fmt::format("{:016x}", validation ? validation->fingerprint() : 0)}});
 }
 
 // The last checkpoint, by the sight of rank 0: other hosts may see a folder later.
@@ -191,7 +171,18 @@ int run_train(TrainArguments& arguments) {
   if (processes && !arguments.given("--mesh")) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   if (TrainCheckpoints& checkpoints = arguments.options.checkpoints; !checkpoints.directory.empty())
     checkpoints.latest = agreed_latest(processes.get(), checkpoints.directory);
-  const auto& [options, data, first] = read_inputs(arguments, processes.get());
+  std::optional<TrainOptions> chosen;
+  std::optional<TrainingData> read;
+  int64_t first = 0;
+  on_each(processes.get(), [&](shardproof::Comm* comm) {
+    chosen = train_options(arguments, arguments.launched.device());
+    read.emplace(data_options(arguments, chosen->model));
+    if (comm) require_same_data(*comm, *read);
+    validate(*chosen, *read);
+    first = first_step(*chosen, *read);
+  });
+  const TrainOptions& options = *chosen;
+  const TrainingData& data = *read;
   if (!arguments.no_host_pool && options.device.is_cpu()) shardproof::use_host_pool();
   TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0, first);
   const std::string description = describe(arguments, options);

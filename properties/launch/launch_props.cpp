@@ -1,4 +1,5 @@
 // How a program becomes ranks: what launchers say, and what is refused.
+#include <ATen/Version.h>
 #include <gtest/gtest.h>
 
 #include <map>
@@ -162,13 +163,13 @@ TEST(Launch, launchers_that_disagree_are_refused_by_name_and_known_nestings_take
   EXPECT_EQ(place(together(torchrun(3, 4, 1, 2, 2), mpirun(3, 4, 1, 2))), "mpirun 3/4 1/2");
 
   const std::vector<Variables> refused = {
-      together(torchrun(3, 4, 1, 2, 2), mpirun(1, 2, 0, 1)),            // torchrun in mpirun
-      together(torchrun(0, 2, 0, 2, 1), srun(2, 4, 2, 0, "4")),         // srun in torchrun
-      together(torchrun(0, 2, 0, 2, 1), srun(1, 2, 0, 1, "1(x2)")),     // the same with a task a host
-      together(mpirun(0, 1, 0, 1), srun(1, 2, 0, 1, "1(x2)")),          // srun in mpirun
+      together(torchrun(3, 4, 1, 2, 2), mpirun(1, 2, 0, 1)),         // torchrun in mpirun
+      together(torchrun(0, 2, 0, 2, 1), srun(2, 4, 2, 0, "4")),      // srun in torchrun
+      together(torchrun(0, 2, 0, 2, 1), srun(1, 2, 0, 1, "1(x2)")),  // the same with a task a host
+      together(mpirun(0, 1, 0, 1), srun(1, 2, 0, 1, "1(x2)")),       // srun in mpirun
       together({{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}}, mpirun(0, 2, 0, 2)),
       together({{"PMI_RANK", "1"}, {"PMI_SIZE", "4"}}, torchrun(0, 2, 0, 2, 1)),
-      together(mpirun(1, 4, 1, 4), srun(0, 4, 0, 0, "4")),              // the same size, and other ranks
+      together(mpirun(1, 4, 1, 4), srun(0, 4, 0, 0, "4")),  // the same size, and other ranks
   };
   const std::vector<std::vector<std::string>> named = {
       {"torchrun says that this is rank 3 of 4 (RANK=3, WORLD_SIZE=4)", "mpirun says", "OMPI_COMM_WORLD_RANK=1"},
@@ -211,6 +212,7 @@ TEST(Launch, processes_of_a_launcher_that_mpi_did_not_join_do_not_train_alone) {
 TEST(Launch, ranks_that_compute_with_another_pytorch_or_other_vector_instructions_are_refused) {
   const auto [capability, build] = std::pair(torch_facts().at(0), torch_facts().at(1));
   expect_says(capability.first, {"ATEN_CPU_CAPABILITY"});
+  EXPECT_EQ(capability.second, at::get_cpu_capability());
   expect_says(build.second, {"TORCH_VERSION="});
   run_threads(2, [&](std::shared_ptr<Comm> comm) {
     Facts facts = torch_facts();

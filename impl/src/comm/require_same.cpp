@@ -101,7 +101,8 @@ void throw_difference(Comm& comm, const Facts& facts, const std::string& where, 
 }
 
 Facts torch_facts() {
-  return {{"CPU capability, which ATEN_CPU_CAPABILITY sets,", at::get_cpu_capability()}, {"build of PyTorch", at::show_config()}};
+  return {{"CPU capability, which ATEN_CPU_CAPABILITY sets,", at::get_cpu_capability()},
+          {"build of PyTorch", at::show_config()}};
 }
 
 std::string program_hash() {

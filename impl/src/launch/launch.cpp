@@ -35,7 +35,10 @@ struct Variables {
 // From the inside to the outside, as far as one can be in another.
 const std::array<Variables, 4>& all_variables() {
   static const std::array<Variables, 4> all = {
-      Variables{Launcher::mpirun, "OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"}, "OMPI_COMM_WORLD_LOCAL_RANK",
+      Variables{Launcher::mpirun,
+                "OMPI_COMM_WORLD_RANK",
+                {"OMPI_COMM_WORLD_SIZE"},
+                "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE"},
       Variables{Launcher::torchrun, "RANK", {"WORLD_SIZE"}, "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_ADDR", "MASTER_PORT"}},
       // A step that was started inside of another, or of salloc's shell, may keep the number of that one's tasks.
@@ -77,9 +80,10 @@ int64_t tasks_on_node(const Environment& environment) {
     node -= times;
     words.ignore(1);
   }
-  throw Error(fmt::format("[launch] the environment of srun contradicts itself: SLURM_STEP_TASKS_PER_NODE={} has no node {} "
-                          "(SLURM_NODEID)",
-                          tasks, environment("SLURM_NODEID")));
+  throw Error(
+      fmt::format("[launch] the environment of srun contradicts itself: SLURM_STEP_TASKS_PER_NODE={} has no node {} "
+                  "(SLURM_NODEID)",
+                  tasks, environment("SLURM_NODEID")));
 }
 
 // What a launcher says, and in which words.
@@ -137,9 +141,10 @@ Said innermost(Said first, Said second, const Environment& environment) {
   }
   if (is_around(b, a, environment)) return first;
   if (is_around(a, b, environment)) return second;
-  throw Error(fmt::format("[launch] two launchers disagree: {}, and {}. Start the ranks with one of them only, or unset the "
-                          "variables of the one that did not start this process",
-                          first.text, second.text));
+  throw Error(
+      fmt::format("[launch] two launchers disagree: {}, and {}. Start the ranks with one of them only, or unset the "
+                  "variables of the one that did not start this process",
+                  first.text, second.text));
 }
 
 [[noreturn]] void become(const std::vector<std::string>& command) {
@@ -193,11 +198,12 @@ Launch read_launch(const Environment& environment) {
     if (variables.launcher == Launcher::slurm && (!is_slurm_step(environment) || components)) continue;
     if (const auto said = read(variables, environment)) inner = inner ? innermost(*inner, *said, environment) : said;
   }
-  SHARD_REQUIRE(inner || !components, "launch",
-                "srun started this process in a heterogeneous job of {} components (SLURM_HET_SIZE), each of which counts its "
-                "own tasks, so that nothing says how many ranks there are. Use mpirun, or a job of one component. For a step in "
-                "one component alone, unset SLURM_HET_SIZE",
-                components ? components : "");
+  SHARD_REQUIRE(
+      inner || !components, "launch",
+      "srun started this process in a heterogeneous job of {} components (SLURM_HET_SIZE), each of which counts its "
+      "own tasks, so that nothing says how many ranks there are. Use mpirun, or a job of one component. For a step in "
+      "one component alone, unset SLURM_HET_SIZE",
+      components ? components : "");
   return inner ? inner->launch : Launch{};
 }
 
@@ -243,10 +249,11 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
 
 void require_joined(int64_t rank, int64_t joined, const Environment& environment) {
   const Launch launch = read_launch(environment);
-  SHARD_REQUIRE(launch.launcher == Launcher::none || (launch.world == joined && launch.rank == rank), "launch",
-                "{} started {} processes, and this is rank {}, but MPI has joined {} of them here as rank {}, so each would train "
-                "alone. It has to speak with this MPI: use the mpirun that belongs to it, or srun --mpi=pmix",
-                to_string(launch.launcher), launch.world, launch.rank, joined, rank);
+  SHARD_REQUIRE(
+      launch.launcher == Launcher::none || (launch.world == joined && launch.rank == rank), "launch",
+      "{} started {} processes, and this is rank {}, but MPI has joined {} of them here as rank {}, so each would train "
+      "alone. It has to speak with this MPI: use the mpirun that belongs to it, or srun --mpi=pmix",
+      to_string(launch.launcher), launch.world, launch.rank, joined, rank);
 }
 
 }  // namespace shardproof

@@ -145,7 +145,8 @@ std::string dealt_gpus(const Environment& environment) {
 }
 
 std::string attempt_of(const Environment& environment) {
-  const char *run = nonempty(environment, "TORCHELASTIC_RUN_ID"), *restarts = nonempty(environment, "TORCHELASTIC_RESTART_COUNT");
+  const char *run = nonempty(environment, "TORCHELASTIC_RUN_ID"),
+             *restarts = nonempty(environment, "TORCHELASTIC_RESTART_COUNT");
   return run || restarts ? fmt::format("{}/{}", run ? run : "", restarts ? restarts : "0") : "";
 }
 
@@ -155,9 +156,8 @@ TcpStoreOptions store_address(const Launch& launch, const Environment& environme
   SHARD_REQUIRE((host == nullptr) == (port == nullptr), "launch", "{} is set and {} is not; set both, or none",
                 host ? "MASTER_ADDR" : "MASTER_PORT", host ? "MASTER_PORT" : "MASTER_ADDR");
   const std::string number = job_number(launch, environment);
-  TcpStoreOptions options{.serves = launch.rank == 0,
-                          .job = fmt::format("{}{} ranks of {}", number, launch.world, command),
-                          .rank = launch.rank};
+  TcpStoreOptions options{
+      .serves = launch.rank == 0, .job = fmt::format("{}{} ranks of {}", number, launch.world, command), .rank = launch.rank};
   if (launch.launcher == Launcher::torchrun) options.attempt = attempt_of(environment);
   if (host) {
     const char* agent = nonempty(environment, "TORCHELASTIC_USE_AGENT_STORE");

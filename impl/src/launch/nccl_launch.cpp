@@ -168,14 +168,16 @@ std::vector<RankPlace> meet(NcclStore& store, const Launch& launch, const RankPl
       places.push_back(std::move(place));
       continue;
     }
-    if (const auto end = world_end(store)) throw Error(fmt::format("[launch] {}; rank {} waited for others", *end, launch.rank));
+    if (const auto end = world_end(store))
+      throw Error(fmt::format("[launch] {}; rank {} waited for others", *end, launch.rank));
     if (std::chrono::steady_clock::now() > until) {
       std::vector<int64_t> missing;
       for (int64_t rank = 0; rank < launch.world; ++rank)
         if (!store.get(name_of(rank))) missing.push_back(rank);
-      throw Error(fmt::format("[launch] ranks {} of {} did not come within {} s. They were not started, or ended: what they have "
-                              "said themselves tells why",
-                              fmt::join(missing, ", "), launch.world, timeout_seconds));
+      throw Error(
+          fmt::format("[launch] ranks {} of {} did not come within {} s. They were not started, or ended: what they have "
+                      "said themselves tells why",
+                      fmt::join(missing, ", "), launch.world, timeout_seconds));
     }
     std::this_thread::sleep_for(kLook);
   }
@@ -184,8 +186,7 @@ std::vector<RankPlace> meet(NcclStore& store, const Launch& launch, const RankPl
 
 int start_ranks(int64_t ranks, const std::vector<std::string>& arguments, int stopped_as_asked) {
   SHARD_REQUIRE(ranks > 0 && !arguments.empty(), "launch", "--ranks must be at least 1, got {}", ranks);
-  const auto store = std::make_shared<TcpStore>(
-      TcpStoreOptions{.serves = true, .attempt = attempt_of(process_environment())});
+  const auto store = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true, .attempt = attempt_of(process_environment())});
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   SignalsForRanks signals;
   Running running;

@@ -41,20 +41,42 @@ std::string this_process() {
   return fmt::format("process {} on {}", ::getpid(), host);
 }
 
+// Only rank 0, who says what the job is, writes before it knows whether it fits.
+void take_place(NcclStore& store, const TcpStoreOptions& options, const std::string& where) {
+  const std::string place = fmt::format("rank/{}", options.rank), self = this_process();
+  bool taken = options.rank == 0 && store.count(place) != 1;
+  if (options.rank == 0 && !taken) store.set("job", options.job);
+  const auto until = Clock::now() + Seconds(options.timeout_seconds);
+  std::optional<std::string> there;
+  for (; !(there = store.get("job")); std::this_thread::sleep_for(kLook))
+    SHARD_REQUIRE(Clock::now() < until, "nccl", "rank 0 did not come to the TCP store at {} within {} s; rank {} did", where,
+                  options.timeout_seconds, options.rank);
+  SHARD_REQUIRE(*there == options.job, "nccl",
+                "the TCP store at {} is of another job, of which nothing was changed. Its rank 0 is of '{}', and rank {} here, "
+                "{}, of '{}'. Give jobs that run at one time a MASTER_PORT each, and all ranks of a job the same command",
+                where, *there, options.rank, self, options.job);
+  if (options.rank != 0) taken = store.count(place) != 1;
+  SHARD_REQUIRE(
+      !taken, "nccl",
+      "rank {} has come to the TCP store at {} already, as {}, and {} says that it is this rank too. Give each process "
+      "a rank of its own, and jobs that run at one time a MASTER_PORT each",
+      options.rank, where, store.get(place + "/who").value_or("a process that has just come"), self);
+  store.set(place + "/who", self);
+  store.count("came");
+}
+
 }  // namespace
 
 class TcpStore::Impl {
  public:
   template <class Ask>
-  auto asking(Ask ask) const {
+  auto asking(Ask ask, const char* advice = "") const {
     try {
       return ask();
-    } catch (const Error&) {
-      throw;
     } catch (const c10::Error& error) {
-      throw Error(fmt::format("[nccl] the TCP store at {}: {}", where_, error.what_without_backtrace()));
+      throw Error(fmt::format("[nccl] the TCP store at {}: {}{}", where_, error.what_without_backtrace(), advice));
     } catch (const std::exception& error) {
-      throw Error(fmt::format("[nccl] the TCP store at {}: {}", where_, error.what()));
+      throw Error(fmt::format("[nccl] the TCP store at {}: {}{}", where_, error.what(), advice));
     }
   }
 
@@ -64,11 +86,10 @@ class TcpStore::Impl {
     // The store may be somebody else's too.
     named_ = c10::make_intrusive<c10d::PrefixStore>(options_.attempt.empty() ? "shardproof" : "shardproof/" + options_.attempt,
                                                     store_);
-    if (!options_.job.empty()) asking([this] { take_place(); });
   }
 
   ~Impl() {
-    if (!has_place_) return;
+    if (!has_place) return;
     try {
       // A store whose host is gone may not answer either.
       comes_back([store = named_, serves = options_.serves] { leave(*store, serves); }, 2 * kGoodbye);
@@ -79,6 +100,8 @@ class TcpStore::Impl {
 
   c10d::Store& store() const { return *named_; }
   int64_t port() const { return store_->getPort(); }
+  const std::string& where() const { return where_; }
+  bool has_place = false;
 
  private:
   void connect() {
@@ -89,50 +112,13 @@ class TcpStore::Impl {
     tcp.timeout = std::chrono::milliseconds(static_cast<int64_t>(options_.timeout_seconds * 1000));
     const auto made = std::make_shared<c10::intrusive_ptr<c10d::TCPStore>>();
     const auto make = [made, tcp, host = options_.host] { *made = c10::make_intrusive<c10d::TCPStore>(host, tcp); };
-    try {
+    const auto ask = [&] {
       // c10d's own deadline, where it has one, says more.
-      SHARD_REQUIRE(asking([&] { return comes_back(make, Seconds(options_.timeout_seconds + 1)); }), "nccl",
-                    "what listens at {} did not answer within {} s, so it is no TCP store", where_, options_.timeout_seconds);
-    } catch (const Error& error) {
-      throw Error(fmt::format("{}. {}", error.what(),
-                              options_.serves ? "Another program or another job may have the port. Give this job a MASTER_PORT "
-                                                "of its own, and MASTER_ADDR with it"
-                                              : "Is rank 0 there? MASTER_ADDR and MASTER_PORT must be its host and a port that "
-                                                "no other program has"));
-    }
+      if (!comes_back(make, Seconds(options_.timeout_seconds + 1)))
+        throw Error(fmt::format("no answer within {} s, so what listens there is no store", options_.timeout_seconds));
+    };
+    asking(ask, ". MASTER_ADDR and MASTER_PORT must be rank 0's host and a port there that no other program or job has");
     store_ = std::move(*made);
-  }
-
-  void take_place() {
-    const std::string place = fmt::format("rank/{}", options_.rank), who = place + "/who";
-    const auto put = [this](const std::string& name, const std::string& text) {
-      named_->set(name, std::vector<uint8_t>(text.begin(), text.end()));
-    };
-    const auto text_at = [this](const std::string& name) {
-      const std::vector<uint8_t> bytes = named_->get(name);
-      return std::string(bytes.begin(), bytes.end());
-    };
-    bool taken = options_.rank == 0 && named_->add(place, 1) != 1;
-    if (options_.rank == 0 && !taken) put("job", options_.job);
-    const auto until = Clock::now() + Seconds(options_.timeout_seconds);
-    while (!named_->check({"job"})) {
-      SHARD_REQUIRE(Clock::now() < until, "nccl", "rank 0 did not come to the TCP store at {} within {} s; rank {} did",
-                    where_, options_.timeout_seconds, options_.rank);
-      std::this_thread::sleep_for(kLook);
-    }
-    const std::string there = text_at("job");
-    SHARD_REQUIRE(there == options_.job, "nccl",
-                  "the TCP store at {} is of another job, of which nothing was changed. Its rank 0 is of '{}', and rank {} here, "
-                  "{}, of '{}'. Give jobs that run at one time a MASTER_PORT each, and all ranks of a job the same command",
-                  where_, there, options_.rank, this_process(), options_.job);
-    if (options_.rank != 0) taken = named_->add(place, 1) != 1;
-    SHARD_REQUIRE(!taken, "nccl",
-                  "rank {} has come to the TCP store at {} already, as {}, and {} says that it is this rank too. Give each process "
-                  "a rank of its own, and jobs that run at one time a MASTER_PORT each",
-                  options_.rank, where_, named_->check({who}) ? text_at(who) : "a process that has just come", this_process());
-    put(who, this_process());
-    named_->add("came", 1);
-    has_place_ = true;
   }
 
   static void leave(c10d::Store& store, bool serves) {
@@ -143,7 +129,6 @@ class TcpStore::Impl {
 
   const TcpStoreOptions options_;
   const std::string where_;
-  bool has_place_ = false;
   c10::intrusive_ptr<c10d::TCPStore> store_;
   c10::intrusive_ptr<c10d::Store> named_;
 };
@@ -152,6 +137,9 @@ TcpStore::TcpStore(const TcpStoreOptions& options) {
   SHARD_REQUIRE(options.port >= 0 && options.port < 65536 && (options.serves || options.port > 0), "nccl",
                 "{} is no port of a TCP store", options.port);
   impl_ = std::make_unique<Impl>(options);
+  if (options.job.empty()) return;
+  take_place(*this, options, impl_->where());
+  impl_->has_place = true;
 }
 TcpStore::~TcpStore() = default;
 
