@@ -159,6 +159,14 @@ TEST(Launch, launchers_that_disagree_are_refused_by_name_and_known_nestings_take
   EXPECT_EQ(place(together(mpirun(9, 24, 1, 8), srun(0, 2, 0, 0, "1(x2)"))), "mpirun 9/24 1/8");
   EXPECT_EQ(place(together({{"PMI_RANK", "9"}, {"PMI_SIZE", "16"}}, srun(1, 2, 0, 1, "1(x2)"))),
             "a launcher with PMI 9/16 -1/0");
+  // In the shell of `srun --mpi=pmi2 --pty -n1`, and torchrun started by MPICH.
+  const Variables shell = together(srun(0, 1, 0, 0, "1"), {{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}});
+  EXPECT_EQ(place(shell), "srun 0/1 0/1");
+  EXPECT_EQ(place(together(mpirun(3, 4, 3, 4), shell)), "mpirun 3/4 3/4");
+  Variables step = srun(3, 4, 3, 0, "4");
+  EXPECT_EQ(place(together(step, {{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}})), "srun 3/4 3/4");
+  const Variables mpich = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "1"}};
+  EXPECT_EQ(place(together(torchrun(3, 16, 3, 8, 2), mpich)), "torchrun 3/16 3/8");
   // A script that tells PyTorch what mpirun or srun has said.
   EXPECT_EQ(place(together(torchrun(3, 4, 1, 2, 2), mpirun(3, 4, 1, 2))), "mpirun 3/4 1/2");
 

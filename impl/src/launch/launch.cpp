@@ -126,9 +126,10 @@ std::optional<Said> read(const Variables& v, const Environment& environment) {
                                   v.rank, environment(v.rank), world, environment(world))};
 }
 
-// srun starts torchrun itself, or the daemons by which mpirun starts ranks, once a host.
+// srun, or another with PMI, starts torchrun itself, or the daemons by which mpirun starts ranks, once a host. Or a shell.
 bool is_around(const Launch& outer, const Launch& inner, const Environment& environment) {
-  if (outer.launcher != Launcher::slurm || outer.local_world != 1 || inner.world < outer.world) return false;
+  const bool starts_all = outer.launcher == Launcher::slurm || outer.launcher == Launcher::pmi;
+  if (!starts_all || outer.local_world != 1 || inner.world < outer.world) return false;
   const char* const agents = set_value(environment, "GROUP_WORLD_SIZE");
   return inner.launcher != Launcher::torchrun || !agents || std::to_string(outer.world) == agents;
 }

@@ -27,9 +27,9 @@ using Environment = std::function<const char*(const char*)>;
 Environment process_environment();
 
 // Reads what the launcher says. When several launchers have set their variables, they must agree on rank and world, or one must
-// be known to run inside of the other: mpirun, torchrun or another that speaks PMI in a step of srun that has one task a host.
-// The inner one counts. Throws Error, which names the variables, in any other case: when launchers disagree, when only a part
-// of a launcher's variables is set, when they contradict each other, and in a heterogeneous job of Slurm.
+// be known to run inside of the other, of which srun or another with PMI has started one process a host. The inner one counts.
+// Throws Error, which names the variables, in any other case: when launchers disagree, when only a part of a launcher's
+// variables is set, when they contradict each other, and in a heterogeneous job of Slurm.
 Launch read_launch(const Environment& environment);
 
 struct LaunchOptions {
