@@ -81,10 +81,13 @@ int main(int argc, char** argv) try {
   SHARD_REQUIRE(text.size() > kLength + 1, "train_gpt", "{} cannot be read, or has at most {} bytes", argv[1], kLength + 1);
   const Mesh mesh = Mesh::parse(argv[2]);
   const auto body = [&](std::shared_ptr<Comm> comm) { train(comm, mesh, text, argv[3]); };
-  if (read_launch(process_environment()).launcher == Launcher::none)
+  if (read_launch(process_environment()).launcher == Launcher::none) {
     run_threads(mesh.size(), body);
-  else
-    MpiWorld({.timeout_seconds = 60}).run(body);
+    return 0;
+  }
+  MpiWorld world({.timeout_seconds = 60});
+  require_joined(world.rank(), world.size());
+  world.run(body);
 } catch (const std::exception& error) {
   fmt::print(stderr, "{}\n", error.what());
   return 2;

@@ -74,6 +74,7 @@ endif()
 if(MPI_C_FOUND)
   shardproof_python_tests(NAME two_hosts CLASS TwoHosts LABEL mpi)
   shardproof_python_tests(NAME train_mpi CLASS TrainMpi LABEL mpi)
+  shardproof_python_tests(NAME launchers CLASS Launchers LABEL mpi)
 endif()
 
 shardproof_test(NAME training_props LABEL train TORCH SOURCES harness/data/training_data_props.cpp

@@ -46,8 +46,10 @@ int run_sample(Arguments& arguments) {
   options.device = arguments.launched.device();
   options.mesh = chosen_mesh(arguments.mesh);
   options.strategy = chosen_strategy(options.strategy).name;
-  options.saved = model_of(arguments);
-  options.prompt = prompt_of(arguments, options.saved);
+  on_each(processes.get(), [&](shardproof::Comm*) {
+    options.saved = model_of(arguments);
+    options.prompt = prompt_of(arguments, options.saved);
+  });
   const bool bytes = options.saved.type == TokenType::uint8;
   const bool speaks = !processes || processes->rank() == 0;
   JsonLines json(speaks ? arguments.json : "");

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <optional>
 
 #include "harness/case/case.h"
 #include "harness/commands/commands.h"
@@ -90,13 +91,11 @@ void print_begin(std::FILE* out, const TrainOptions& options, int64_t first) {
 }
 
 // Each process reads files of its own host.
-void require_same_data(shardproof::ProcessWorld& processes, const TrainingData& data) {
+void require_same_data(shardproof::Comm& comm, const TrainingData& data) {
   const TokenFiles* const validation = data.validation_files();
-  processes.run([&](std::shared_ptr<shardproof::Comm> comm) {
-    shardproof::require_same(*comm, {{"fingerprint of --data", fmt::format("{:016x}", data.files().fingerprint())},
-                                     {"fingerprint of --validation-data",
-                                      fmt::format("{:016x}", validation ? validation->fingerprint() : 0)}});
-  });
+  shardproof::require_same(
+      comm, {{"fingerprint of --data", fmt::format("{:016x}", data.files().fingerprint())},
+             {"fingerprint of --validation-data", fmt::format("{:016x}", validation ? validation->fingerprint() : 0)}});
 }
 
 // The last checkpoint, by the sight of rank 0: other hosts may see a folder later.
@@ -172,12 +171,19 @@ int run_train(TrainArguments& arguments) {
   if (processes && !arguments.given("--mesh")) arguments.mesh = fmt::format("dp_shard={}", processes->size());
   if (TrainCheckpoints& checkpoints = arguments.options.checkpoints; !checkpoints.directory.empty())
     checkpoints.latest = agreed_latest(processes.get(), checkpoints.directory);
-  const TrainOptions options = train_options(arguments, arguments.launched.device());
+  std::optional<TrainOptions> chosen;
+  std::optional<TrainingData> read;
+  int64_t first = 0;
+  on_each(processes.get(), [&](shardproof::Comm* comm) {
+    chosen = train_options(arguments, arguments.launched.device());
+    read.emplace(data_options(arguments, chosen->model));
+    if (comm) require_same_data(*comm, *read);
+    validate(*chosen, *read);
+    first = first_step(*chosen, *read);
+  });
+  const TrainOptions& options = *chosen;
+  const TrainingData& data = *read;
   if (!arguments.no_host_pool && options.device.is_cpu()) shardproof::use_host_pool();
-  const TrainingData data(data_options(arguments, options.model));
-  if (processes) require_same_data(*processes, data);
-  validate(options, data);
-  const int64_t first = first_step(options, data);
   TrainReports reports(arguments, /*speaks=*/!processes || processes->rank() == 0, first);
   const std::string description = describe(arguments, options);
   if (verbosity() != Verbosity::quiet)

@@ -8,6 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 
 #include "harness/run/engine.h"
 #include "harness/run/reproducible.h"
@@ -101,11 +102,9 @@ void check_connections(int64_t compute_capability_major) {
   if (advice.verdict == Verdict::warn) fmt::print(stderr, "warning: {}\n", advice.text);
 }
 
-void note_symmetric_kernels(shardproof::NcclApi& api, const shardproof::Launch& launch, const shardproof::GpuSharing& sharing,
-                            bool native_sums) {
-  const std::string note =
-      shardproof::symmetric_kernels_note(api.why_no_windows(), sharing.way, launch.local_world == launch.world, native_sums,
-                                         shardproof::process_environment());
+void note_symmetric_kernels(shardproof::NcclApi& api, bool one_host, const shardproof::GpuSharing& sharing, bool native_sums) {
+  const std::string note = shardproof::symmetric_kernels_note(api.why_no_windows(), sharing.way, one_host, native_sums,
+                                                              shardproof::process_environment());
   if (!note.empty()) fmt::print(stderr, "note: {}\n", note);
 }
 
@@ -153,26 +152,37 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start_nccl(const shardproof:
                  code > 128 ? fmt::format("signal {}", code - 128) : fmt::format("exit code {}", code));
     std::exit(ours);
   }
-  const int64_t gpus = shardproof::nccl_devices();
-  const shardproof::GpuSharing sharing = shardproof::share_gpus(shardproof::nccl_version(), gpus, launch.local_world);
-  SHARD_REQUIRE(sharing.way != shardproof::GpuSharing::Way::impossible, "launch", "{}", sharing.text);
-  if (launch.rank == 0 && !sharing.text.empty()) fmt::print(stderr, "note: {}\n", sharing.text);
-  for (const auto& [name, value] : shardproof::sharing_variables(sharing, gpus, launch.local_rank, shardproof::host_name()))
-    ::setenv(name.c_str(), value.c_str(), /*overwrite=*/0);
-  const int64_t device = launch.local_rank % gpus;
-  use_gpu(device);
-  check_connections(shardproof::nccl_compute_capability(device));
   shardproof::TcpStoreOptions address = shardproof::store_address(launch, shardproof::process_environment());
   address.timeout_seconds = mpi.timeout_seconds;
-  const auto api = shardproof::nccl_api(device);
-  if (registered_buffers && launch.rank == 0) note_symmetric_kernels(*api, launch, sharing, sum == "native");
+  auto store = std::make_shared<shardproof::TcpStore>(address);
+  try {
+    return join_nccl(launch, store);
+  } catch (const std::exception& error) {
+    shardproof::end_world(store, fmt::format("rank {}: {}", launch.rank, error.what()));
+    throw;
+  }
+}
+
+std::unique_ptr<shardproof::ProcessWorld> Launched::join_nccl(const shardproof::Launch& launch,
+                                                              std::shared_ptr<shardproof::NcclStore> store) {
+  const shardproof::RankPlace place = shardproof::own_place(launch);
+  const shardproof::GpuChoice gpu =
+      shardproof::choose_gpu(launch.rank, shardproof::meet(*store, launch, place, mpi.timeout_seconds));
+  const shardproof::GpuSharing sharing = shardproof::share_gpus(shardproof::nccl_version(), 1, gpu.ranks_of_gpu);
+  SHARD_REQUIRE(sharing.way != shardproof::GpuSharing::Way::impossible, "launch", "{}", sharing.text);
+  if (launch.rank == 0 && !sharing.text.empty()) fmt::print(stderr, "note: {}\n", sharing.text);
+  for (const auto& [name, value] : shardproof::sharing_variables(sharing, 1, gpu.nth, place.host))
+    ::setenv(name.c_str(), value.c_str(), /*overwrite=*/0);
+  use_gpu(gpu.device);
+  check_connections(shardproof::nccl_compute_capability(gpu.device));
+  const auto api = shardproof::nccl_api(gpu.device);
+  if (registered_buffers && launch.rank == 0) note_symmetric_kernels(*api, gpu.one_host, sharing, sum == "native");
   const shardproof::NcclOptions nccl{
       .sum = sum == "native" ? shardproof::NcclOptions::Sum::native : shardproof::NcclOptions::Sum::rank_order,
       .buffers = registered_buffers ? shardproof::NcclApi::Memory::symmetric : shardproof::NcclApi::Memory::plain,
       .timeout_seconds = mpi.timeout_seconds,
       .flight_directory = mpi.flight_directory,
       .flight_calls_max = mpi.flight_calls_max};
-  auto store = std::make_shared<shardproof::TcpStore>(address);
   return std::make_unique<shardproof::NcclWorld>(launch.rank, launch.world, std::move(store), api, nccl);
 }
 
@@ -197,14 +207,21 @@ std::unique_ptr<shardproof::ProcessWorld> Launched::start(const std::string& mes
     world = start_nccl(launch);
   else
     world = std::make_unique<shardproof::MpiWorld>(mpi);
-  shardproof::require_joined(world->size());
+  shardproof::require_joined(world->rank(), world->size());
   world->run([&](std::shared_ptr<shardproof::Comm> comm) {
-    shardproof::require_same(*comm, {{"program", shardproof::program_hash()},
-                                     {"command line", fmt::format("{}", fmt::join(own.begin() + 1, own.end(), " "))},
-                                     {"mesh", mesh},
-                                     {"settings", settings}});
+    shardproof::Facts facts = {{"program", shardproof::program_hash()},
+                               {"command line", fmt::format("{}", fmt::join(own.begin() + 1, own.end(), " "))},
+                               {"mesh", mesh},
+                               {"settings", settings}};
+    std::ranges::move(shardproof::torch_facts(), std::back_inserter(facts));
+    shardproof::require_same(*comm, facts);
   });
   return world;
+}
+
+void on_each(shardproof::ProcessWorld* processes, const std::function<void(shardproof::Comm*)>& body) {
+  if (!processes) return body(nullptr);
+  processes->run([&](const std::shared_ptr<shardproof::Comm>& comm) { body(comm.get()); });
 }
 
 }  // namespace harness

@@ -48,6 +48,8 @@ struct Launched {
 
  private:
   std::unique_ptr<shardproof::ProcessWorld> start_nccl(const shardproof::Launch& launch);
+  std::unique_ptr<shardproof::ProcessWorld> join_nccl(const shardproof::Launch& launch,
+                                                      std::shared_ptr<shardproof::NcclStore> store);
   void use_gpu(int64_t index);
 
   std::vector<CLI::Option*> of_processes_, of_mpi_, of_nccl_;
@@ -63,5 +65,9 @@ int exit_code_of_ranks(int code);
 
 // argv of this process, for `start`.
 void remember_arguments(int argc, char** argv);
+
+// What every process does by itself between the steps that they take together; without processes this one. What fails on one
+// ends all of them, with its reason.
+void on_each(shardproof::ProcessWorld* processes, const std::function<void(shardproof::Comm*)>& body);
 
 }  // namespace harness

@@ -18,6 +18,7 @@ TEST(Absent, a_build_without_nccl_says_so) {
   EXPECT_EQ(nccl_devices(), 0);
   EXPECT_EQ(nccl_version(), 0);
   EXPECT_EQ(nccl_compute_capability(0), 0);
+  EXPECT_EQ(nccl_device_id(0), "");
   expect_error([] { nccl_api(0); }, {"[nccl] this build has no NCCL", "rebuild", "--backend mpi"});
 }
 

@@ -102,6 +102,27 @@ TEST(WatchSockets, a_stranger_that_says_half_a_word_holds_nobody_up_for_good) {
   for (const int socket : {stranger, own, listener}) ::close(socket);
 }
 
+TEST(WatchSockets, ranks_connect_by_ipv6_where_a_host_has_no_other_address) {
+  const auto [listener, addresses] = watch_listen(2, /*one_host=*/false);
+  const int probe = ::socket(AF_INET6, SOCK_STREAM, 0);
+  sockaddr_in6 loopback{.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};
+  if (probe < 0 || ::bind(probe, reinterpret_cast<sockaddr*>(&loopback), sizeof loopback) != 0)
+    GTEST_SKIP() << "this machine has no IPv6";
+  const size_t six = addresses.find(" ::1:");
+  ASSERT_NE(six, std::string::npos) << addresses;
+  const std::string only = addresses.substr(0, addresses.find(' ')) + addresses.substr(six, addresses.find(' ', six + 1) - six);
+  int own = -1;
+  std::thread rank_1([&] { own = watch_connect(only, 1, in_seconds(60)); });
+  const auto accepted = watch_accept(listener, 1, in_seconds(60));
+  rank_1.join();
+  ASSERT_EQ(accepted.size(), 1U);
+  sockaddr_in6 peer{};
+  socklen_t length = sizeof peer;
+  ASSERT_EQ(::getpeername(own, reinterpret_cast<sockaddr*>(&peer), &length), 0);
+  EXPECT_TRUE(peer.sin6_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&peer.sin6_addr));
+  for (const int socket : {accepted[0].second, own, listener, probe}) ::close(socket);
+}
+
 TEST(WatchSockets, rank_0_says_how_many_ranks_did_not_come) {
   const auto [listener, addresses] = watch_listen(4, /*one_host=*/true);
   expect_error([listener = listener] { watch_accept(listener, 3, in_seconds(0)); }, {"[watch] 3 of 3 ranks did not connect"});

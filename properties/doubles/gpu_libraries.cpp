@@ -66,6 +66,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   *value = given.compute_capability;
   return cuda("cudaDeviceGetAttribute", attribute, device);
 }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  std::fill(std::begin(properties->uuid.bytes), std::end(properties->uuid.bytes), static_cast<char>(0xa0 + device));
+  return cuda("cudaGetDeviceProperties", device);
+}
 cudaError_t cudaSetDevice(int device) {
   return cuda("cudaSetDevice", device);
 }

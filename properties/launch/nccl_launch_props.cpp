@@ -1,15 +1,22 @@
 // What is decided before NCCL is used, as whole tables, and processes that nobody else starts.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "properties/kit/environment.h"
 #include "properties/kit/expect_error.h"
 #include "shardproof/base/check.h"
+#include "shardproof/comm/agree.h"
 #include "shardproof/launch/nccl_launch.h"
 
 using namespace shardproof;
@@ -25,6 +32,16 @@ std::pair<int, std::string> run(const std::string& arguments) {
   for (char block[4096]; const size_t count = std::fread(block, 1, sizeof block, out);) text.append(block, count);
   const int status = ::pclose(out);
   return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text};
+}
+
+RankPlace place(const std::string& host, std::vector<std::string> gpus, int64_t local_rank = -1) {
+  return {.host = host, .gpus = std::move(gpus), .local_rank = local_rank};
+}
+
+std::vector<std::string> numbered_gpus(const std::string& host, int64_t count) {
+  std::vector<std::string> gpus;
+  for (int64_t gpu = 0; gpu < count; ++gpu) gpus.push_back(fmt::format("{}:{}", host, gpu));
+  return gpus;
 }
 
 }  // namespace
@@ -88,6 +105,128 @@ TEST(NcclLaunch, ranks_of_one_gpu_pose_as_different_hosts_and_others_may_meet) {
   EXPECT_EQ(sharing_variables(share_gpus(23003, 1, 2), 1, 1, "node7")[0].first, "NCCL_MULTI_RANK_GPU_ENABLE");
 }
 
+TEST(NcclLaunch, ranks_that_see_one_gpu_each_share_none) {
+  std::vector<RankPlace> places;
+  for (int64_t rank = 0; rank < 8; ++rank) places.push_back(place("a", {fmt::format("gpu {}", rank)}, rank));
+  for (int64_t rank = 0; rank < 8; ++rank) {
+    const GpuChoice choice = choose_gpu(rank, places);
+    EXPECT_EQ(choice.device, 0);
+    EXPECT_EQ(choice.ranks_of_gpu, 1);
+    EXPECT_TRUE(choice.one_host);
+    EXPECT_EQ(share_gpus(22304, 1, choice.ranks_of_gpu).way, Way::none);
+  }
+  places[7].gpus = {"gpu 2"};
+  EXPECT_EQ(choose_gpu(0, places).ranks_of_gpu, 2);
+  EXPECT_EQ(choose_gpu(7, places).nth, 1);
+  places[7].gpus = {};
+  expect_says(refusal([&] { choose_gpu(0, places); }), {"rank 7 on a sees no GPU"});
+}
+
+TEST(NcclLaunch, local_ranks_that_no_launcher_says_are_counted_by_host) {
+  // Two hosts of 8 GPUs, whose ranks are dealt in turn, and none of whose ranks knows its number there.
+  std::vector<RankPlace> places;
+  for (int64_t rank = 0; rank < 16; ++rank) {
+    const std::string host = rank % 2 ? "b" : "a";
+    places.push_back(place(host, numbered_gpus(host, 8)));
+  }
+  for (int64_t rank = 0; rank < 16; ++rank) {
+    EXPECT_EQ(choose_gpu(rank, places).device, rank / 2);
+    EXPECT_EQ(choose_gpu(rank, places).ranks_of_gpu, 1);
+    EXPECT_FALSE(choose_gpu(rank, places).one_host);
+  }
+}
+
+TEST(NcclLaunch, ranks_meet_in_the_store_or_say_who_did_not_come_or_what_ended_the_world) {
+  const auto served = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true});
+  const auto rank_of_3 = [](int64_t rank) { return Launch{.launcher = Launcher::torchrun, .rank = rank, .world = 3}; };
+  expect_says(refusal([&] { meet(*served, rank_of_3(0), place("a", {"x"}), 0.1); }), {"ranks 1, 2 of 3 did not come"});
+  std::vector<std::thread> ranks;
+  for (int64_t rank = 0; rank < 3; ++rank)
+    ranks.emplace_back([&, rank] {
+      TcpStore store({.port = served->port()});
+      const std::string host = rank < 2 ? "a" : "b";
+      const auto places = meet(store, rank_of_3(rank), place(host, {host + "0", host + "1"}, rank == 1 ? 1 : -1), 60);
+      ASSERT_EQ(places.size(), 3u);
+      EXPECT_EQ(places[1].host + places[2].host, "ab");
+      EXPECT_EQ(places[1].local_rank, 1);
+      EXPECT_EQ(places[2].local_rank, -1);
+      EXPECT_EQ(places[2].gpus, (std::vector<std::string>{"b0", "b1"}));
+    });
+  for (std::thread& rank : ranks) rank.join();
+  Launch of_4 = rank_of_3(0);
+  of_4.world = 4;
+  end_world(served, "rank 3: it has no GPU");
+  expect_says(refusal([&] { meet(*served, of_4, place("a", {"x"}), 60); }), {"rank 3: it has no GPU", "rank 0 waited"});
+}
+
+TEST(NcclLaunch, a_job_that_comes_to_the_store_of_another_is_refused_and_leaves_nothing_there) {
+  const TcpStore first({.serves = true, .job = "2 ranks of train", .rank = 0});
+  const int64_t port = first.port();
+  expect_says(refusal([&] { TcpStore({.port = port, .job = "2 ranks of train --seed 1", .rank = 1}); }),
+              {"of another job", "nothing was changed", "'2 ranks of train'", "rank 1", "--seed 1", "MASTER_PORT"});
+  expect_says(refusal([&] { TcpStore({.port = port, .serves = true, .job = "2 ranks of train --seed 1", .rank = 0}); }),
+              {"no other program or job has", "MASTER_PORT", std::to_string(port).c_str()});
+  const TcpStore other({.port = port, .job = "2 ranks of train", .rank = 1});  // whose place nobody took
+  expect_says(refusal([&] { TcpStore({.port = port, .job = "2 ranks of train", .rank = 1}); }),
+              {"rank 1 has come", "already", std::to_string(::getpid()).c_str(), "a rank of its own"});
+}
+
+TEST(NcclLaunch, two_rank_0_of_one_store_that_torchrun_serves_are_told_apart) {
+  const TcpStore agent({.serves = true});
+  const TcpStore first({.port = agent.port(), .job = "2 ranks of train", .rank = 0});
+  expect_says(refusal([&] { TcpStore({.port = agent.port(), .job = "2 ranks of train", .rank = 0}); }), {"rank 0 has come"});
+  expect_says(refusal([&] { TcpStore({.port = agent.port(), .job = "4 ranks of train", .rank = 0}); }), {"of another job"});
+  expect_says(
+      refusal([&] { TcpStore({.port = agent.port(), .timeout_seconds = 0.1, .attempt = "x/1", .job = "any", .rank = 1}); }),
+      {"rank 0 did not come", "rank 1 did"});
+}
+
+TEST(NcclLaunch, an_attempt_of_torchrun_does_not_see_how_the_one_before_ended) {
+  const TcpStore agent({.serves = true});
+  Variables variables = {{"MASTER_ADDR", "127.0.0.1"},
+                         {"MASTER_PORT", std::to_string(agent.port())},
+                         {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                         {"TORCHELASTIC_RUN_ID", "job"}};
+  for (const char* restarts : {"0", "1", "2"}) {
+    variables["TORCHELASTIC_RESTART_COUNT"] = restarts;
+    const Launch launch{.launcher = Launcher::torchrun, .rank = 0, .world = 1};
+    const auto store = std::make_shared<TcpStore>(store_address(launch, environment(variables), "train"));
+    EXPECT_EQ(world_end(*store), std::nullopt);
+    EXPECT_EQ(store->get("id/1"), std::nullopt);
+    store->set("id/1", "of NCCL");
+    end_world(store, "rank 0: the loss is NaN");
+  }
+}
+
+TEST(NcclLaunch, who_serves_the_store_stays_until_the_others_have_read_what_ended_the_world) {
+  auto first = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true, .job = "2 ranks", .rank = 0});
+  auto other = std::make_unique<TcpStore>(TcpStoreOptions{.port = first->port(), .job = "2 ranks", .rank = 1});
+  end_world(first, "rank 0: out of memory");
+  std::optional<std::string> read;
+  std::thread reader([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // as a rank that looks now and then
+    const std::string error = error_of([&] { read = world_end(*other); });
+    EXPECT_EQ(error, "");
+    other.reset();
+  });
+  first.reset();
+  reader.join();
+  EXPECT_EQ(read, "rank 0: out of memory");
+}
+
+TEST(NcclLaunch, a_program_that_is_no_store_ends_the_wait_for_its_answer) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{.sin_family = AF_INET};
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  ASSERT_EQ(::bind(listener, reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(listener, 1), 0);
+  ASSERT_EQ(::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  expect_says(refusal([&] { TcpStore({.port = ntohs(address.sin_port), .timeout_seconds = 0.5}); }),
+              {"no answer within 0.5 s", "is no store", "MASTER_PORT"});
+  ::close(listener);
+}
+
 TEST(NcclLaunch, what_symmetric_kernels_will_not_take_is_known_before_nccl_starts) {
   const auto note = [](const std::string& why, Way way, bool one_host, bool native, const Variables& variables = {}) {
     return symmetric_kernels_note(why, way, one_host, native, environment(variables));
@@ -135,14 +274,37 @@ TEST(NcclLaunch, the_store_is_where_torchrun_says_and_elsewhere_where_all_ranks_
   EXPECT_TRUE(store_address(first, job).serves && !store_address(mpirun, job).serves);
   Launch spread = mpirun;
   spread.local_world = 2;
-  expect_says(refusal([&] { store_address(spread, job); }), {"several hosts", "MASTER_ADDR", "MASTER_PORT"});
+  expect_says(refusal([&] { store_address(spread, job); }), {"not all of them on this host", "MASTER_ADDR", "MASTER_PORT"});
   EXPECT_EQ(store_address(spread, environment(address)).host, "head");
   expect_says(refusal([&] { store_address(spread, environment({{"MASTER_ADDR", "head"}})); }), {"MASTER_PORT is not"});
   expect_says(refusal([&] { store_address(spread, environment({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "x"}})); }), {"'x'"});
 
-  const Launch slurm{.launcher = Launcher::slurm, .rank = 0, .world = 2, .local_world = 2};
-  EXPECT_EQ(store_address(slurm, environment({{"SLURM_NNODES", "1"}, {"SLURM_JOB_ID", "9"}})).host, "127.0.0.1");
-  expect_says(refusal([&] { store_address(slurm, environment({{"SLURM_NNODES", "2"}})); }), {"srun", "several hosts"});
+  Launch slurm{.launcher = Launcher::slurm, .rank = 0, .world = 2, .local_world = 2};
+  EXPECT_EQ(store_address(slurm, environment({{"SLURM_JOB_ID", "9"}})).host, "127.0.0.1");
+  slurm.local_world = 0;  // not known
+  expect_says(refusal([&] { store_address(slurm, environment({{"SLURM_JOB_ID", "9"}})); }), {"srun", "MASTER_ADDR"});
+}
+
+TEST(NcclLaunch, a_job_is_known_by_its_number_its_size_and_its_command) {
+  const auto job = [](const Launch& launch, const Variables& variables, const std::string& command) {
+    Variables all = {{"MASTER_ADDR", "head"}, {"MASTER_PORT", "1"}};
+    all.insert(variables.begin(), variables.end());
+    return store_address(launch, environment(all), command).job;
+  };
+  Launch slurm{.launcher = Launcher::slurm, .rank = 0, .world = 2};
+  const Variables step = {{"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "1"}};
+  const std::string one = job(slurm, step, "train");
+  slurm.rank = 1;
+  EXPECT_EQ(job(slurm, step, "train"), one);
+  EXPECT_NE(job(slurm, step, "verify"), one);
+  EXPECT_NE(job(slurm, {{"SLURM_JOB_ID", "9"}, {"SLURM_STEP_ID", "2"}}, "train"), one);
+  slurm.world = 3;
+  EXPECT_NE(job(slurm, step, "train"), one);
+  // What a shell of Slurm left over says nothing of ranks that torchrun started, maybe over ssh.
+  const Launch torchrun{.launcher = Launcher::torchrun, .rank = 1, .world = 2};
+  EXPECT_EQ(job(torchrun, step, "train"), job(torchrun, {}, "train"));
+  EXPECT_EQ(store_address(torchrun, environment({{"MASTER_ADDR", "head"}, {"MASTER_PORT", "1"}})).job,
+            job(torchrun, {}, own_command()));
 }
 
 TEST(NcclLaunch, processes_that_nobody_else_starts_meet_in_the_store_that_their_parent_serves) {

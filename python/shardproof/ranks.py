@@ -210,17 +210,24 @@ def _maker_of_groups(group: "torch.distributed.ProcessGroup") -> Callable:
     def make(ranks: "list[int]", name: str) -> "torch.distributed.ProcessGroup":
         backend, store = distributed_c10d._world.pg_map[group]
         outside = [members[rank] for rank in ranks]
-        made, _ = distributed_c10d._new_process_group_helper(
-            len(outside),
-            outside.index(dist.get_rank()),
-            outside,
-            dist.Backend(backend),
-            store,
-            f"shardproof/{name}/{outside}",
-            timeout=distributed_c10d._get_default_timeout(dist.Backend(backend)),
-            device_id=dist.group.WORLD.bound_device_id,
-            group_desc=name,
-        )
+        try:
+            made, _ = distributed_c10d._new_process_group_helper(
+                len(outside),
+                outside.index(dist.get_rank()),
+                outside,
+                dist.Backend(backend),
+                store,
+                f"shardproof/{name}/{outside}",
+                timeout=distributed_c10d._get_default_timeout(dist.Backend(backend)),
+                device_id=dist.group.WORLD.bound_device_id,
+                group_desc=name,
+            )
+        except RuntimeError as error:
+            raise _C.Error(
+                f"[comm] rank {dist.get_rank()} cannot make a process group of ranks {outside} for '{name}': {error}. Gloo "
+                "connects to the address that a host's own name has, which may be 127.0.1.1: set GLOO_SOCKET_IFNAME on each "
+                "host to the network interface by which it reaches the others"
+            ) from error
         distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(outside)}
         return made
 

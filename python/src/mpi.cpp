@@ -18,7 +18,7 @@ py::object run_mpi(const py::function& body, double timeout_seconds, const std::
     const py::gil_scoped_release unlocked;
     try {
       MpiWorld world({.timeout_seconds = timeout_seconds, .flight_directory = flight_directory, .direct_reads = direct_reads});
-      require_joined(world.size());
+      require_joined(world.rank(), world.size());
       world.run([&](std::shared_ptr<Comm> comm) {
         const py::gil_scoped_acquire locked;
         std::string text;

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from unittest import mock
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, os.pardir, os.pardir, "ci", "tests")]
@@ -148,6 +149,10 @@ def refused_groups():
 
     for_cuda_alone = dist.new_group(backend="cuda:gloo")
     refused(lambda: shardproof.comm_of(for_cuda_alone), "takes no tensors of the CPU", "'cpu:gloo,cuda:nccl'")
+    make = shardproof.ranks._maker_of_groups(dist.group.WORLD)
+    unreachable = RuntimeError("connect [127.0.1.1]:31337: Connection refused")
+    with mock.patch("torch.distributed.distributed_c10d._new_process_group_helper", side_effect=unreachable):
+        refused(lambda: make([dist.get_rank()], "dp_shard"), "Connection refused", "'dp_shard'", "GLOO_SOCKET_IFNAME")
     part = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
     refused(lambda: shardproof.comm_of(part, make_groups=True), "Leave device_id out")

@@ -1,6 +1,7 @@
 #include "shardproof/comm/require_same.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Version.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -97,6 +98,11 @@ void throw_difference(Comm& comm, const Facts& facts, const std::string& where, 
   throw Error(fmt::format("[{}] ranks 0 and {} do not run the same: the {} is {} on rank 0 and {} on rank {}. {}", where,
                           fmt::join(ranks, ", "), fact->first, shown(first, second), shown(second, first), other - all.begin(),
                           advice));
+}
+
+Facts torch_facts() {
+  return {{"CPU capability, which ATEN_CPU_CAPABILITY sets,", at::get_cpu_capability()},
+          {"build of PyTorch", at::show_config()}};
 }
 
 std::string program_hash() {

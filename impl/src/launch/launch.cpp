@@ -14,29 +14,42 @@
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <sstream>
 
 #include "shardproof/base/check.h"
 
 namespace shardproof {
 namespace {
 
+using Names = std::vector<const char*>;
+
 struct Variables {
   Launcher launcher;
   const char* rank;
-  const char* world;
-  const char* local_rank;   // null: this launcher does not say it
-  const char* local_world;  // may be missing
-  std::vector<const char*> others = {};
+  Names world;  // the first that is set counts
+  const char* local_rank;
+  const char* local_world;  // null: another function knows
+  Names others = {};
 };
 
+// From the inside to the outside, as far as one can be in another.
 const std::array<Variables, 4>& all_variables() {
   static const std::array<Variables, 4> all = {
-      Variables{Launcher::mpirun, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+      Variables{Launcher::mpirun,
+                "OMPI_COMM_WORLD_RANK",
+                {"OMPI_COMM_WORLD_SIZE"},
+                "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE"},
-      Variables{Launcher::torchrun, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_ADDR", "MASTER_PORT"}},
-      Variables{Launcher::slurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr},
-      Variables{Launcher::pmi, "PMI_RANK", "PMI_SIZE", nullptr, nullptr}};
+      Variables{Launcher::torchrun, "RANK", {"WORLD_SIZE"}, "LOCAL_RANK", "LOCAL_WORLD_SIZE", {"MASTER_ADDR", "MASTER_PORT"}},
+      // A step that was started inside of another, or of salloc's shell, may keep the number of that one's tasks.
+      Variables{Launcher::slurm, "SLURM_PROCID", {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, "SLURM_LOCALID", nullptr},
+      Variables{Launcher::pmi, "PMI_RANK", {"PMI_SIZE"}, "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}};
   return all;
+}
+
+const char* set_value(const Environment& environment, const char* name) {
+  const char* value = environment(name);
+  return value && *value ? value : nullptr;
 }
 
 // The script that sbatch runs and the shell that salloc opens have variables of tasks, but are none of them. Slurm numbers such
@@ -55,15 +68,38 @@ int64_t number(const Environment& environment, const char* name, const char* lau
   return value;
 }
 
-std::optional<Launch> read(const Variables& v, const Environment& environment) {
-  std::vector<std::string> set, missing;
-  std::vector<const char*> required = {v.rank, v.world};
-  if (v.local_rank) required.push_back(v.local_rank);
-  required.insert(required.end(), v.others.begin(), v.others.end());
-  for (const char* name : required) {
-    const char* value = environment(name);
-    (value && *value ? set : missing).emplace_back(name);
+// How many tasks of the step are on this node, which is written like "8(x2),4"; 0 where Slurm does not say it.
+int64_t tasks_on_node(const Environment& environment) {
+  const char* const tasks = set_value(environment, "SLURM_STEP_TASKS_PER_NODE");
+  if (!tasks || !set_value(environment, "SLURM_NODEID")) return 0;
+  int64_t node = number(environment, "SLURM_NODEID", "srun");
+  std::istringstream words(tasks);
+  for (int64_t count = 0, times = 1; words >> count; times = 1) {
+    if (words.peek() == '(' && words.ignore(2) >> times) words.ignore(1);
+    if (node < times) return count;
+    node -= times;
+    words.ignore(1);
   }
+  throw Error(
+      fmt::format("[launch] the environment of srun contradicts itself: SLURM_STEP_TASKS_PER_NODE={} has no node {} "
+                  "(SLURM_NODEID)",
+                  tasks, environment("SLURM_NODEID")));
+}
+
+// What a launcher says, and in which words.
+struct Said {
+  Launch launch;
+  std::string text = {};
+};
+
+std::optional<Said> read(const Variables& v, const Environment& environment) {
+  const auto is_set = [&](const char* name) { return set_value(environment, name) != nullptr; };
+  const auto found = std::ranges::find_if(v.world, is_set);
+  const char* const world = found == v.world.end() ? v.world.back() : *found;
+  std::vector<std::string> set, missing;
+  Names required = {v.rank, world};
+  required.insert(required.end(), v.others.begin(), v.others.end());
+  for (const char* name : required) (is_set(name) ? set : missing).emplace_back(name);
   // An address alone is for whoever starts the ranks; it makes nobody a rank.
   const auto is_of_rank = [](const std::string& name) { return !name.starts_with("MASTER"); };
   if (std::none_of(set.begin(), set.end(), is_of_rank)) return std::nullopt;
@@ -71,18 +107,45 @@ std::optional<Launch> read(const Variables& v, const Environment& environment) {
   SHARD_REQUIRE(missing.empty(), "launch",
                 "the environment of {} is set by half: {} set, {} not. Start all ranks with {}, or unset all of these",
                 launcher, fmt::join(set, ", "), fmt::join(missing, ", "), launcher);
+  const auto number_or = [&](const char* name, int64_t otherwise) {
+    return name && is_set(name) ? number(environment, name, launcher) : otherwise;
+  };
   Launch launch{.launcher = v.launcher,
                 .rank = number(environment, v.rank, launcher),
-                .world = number(environment, v.world, launcher),
-                .local_rank = number(environment, v.local_rank ? v.local_rank : v.rank, launcher)};
-  launch.local_world =
-      v.local_world && environment(v.local_world) ? number(environment, v.local_world, launcher) : launch.world;
-  SHARD_REQUIRE(launch.rank < launch.world && launch.local_rank < launch.local_world && launch.local_world <= launch.world,
-                "launch", "the environment of {} contradicts itself: rank {} of {}, {} of {} on this host", launcher,
-                launch.rank, launch.world, launch.local_rank, launch.local_world);
+                .world = number(environment, world, launcher),
+                .local_rank = number_or(v.local_rank, -1),
+                .local_world = v.launcher == Launcher::slurm ? tasks_on_node(environment) : number_or(v.local_world, 0)};
+  if (launch.world == 1) launch.local_rank = 0, launch.local_world = 1;
+  const int64_t local_max = launch.local_world > 0 ? launch.local_world : launch.world;
+  SHARD_REQUIRE(launch.rank < launch.world && launch.local_rank < local_max && local_max <= launch.world, "launch",
+                "the environment of {} contradicts itself: rank {} of {}, {} of {} on this host", launcher, launch.rank,
+                launch.world, launch.local_rank, launch.local_world);
   if (v.launcher == Launcher::torchrun)
     launch.master = fmt::format("{}:{}", environment("MASTER_ADDR"), environment("MASTER_PORT"));
-  return launch;
+  return Said{launch, fmt::format("{} says that this is rank {} of {} ({}={}, {}={})", launcher, launch.rank, launch.world,
+                                  v.rank, environment(v.rank), world, environment(world))};
+}
+
+// srun, or another with PMI, starts torchrun itself, or the daemons by which mpirun starts ranks, once a host. Or a shell.
+bool is_around(const Launch& outer, const Launch& inner, const Environment& environment) {
+  const bool starts_all = outer.launcher == Launcher::slurm || outer.launcher == Launcher::pmi;
+  if (!starts_all || outer.local_world != 1 || inner.world < outer.world) return false;
+  const char* const agents = set_value(environment, "GROUP_WORLD_SIZE");
+  return inner.launcher != Launcher::torchrun || !agents || std::to_string(outer.world) == agents;
+}
+
+Said innermost(Said first, Said second, const Environment& environment) {
+  Launch &a = first.launch, &b = second.launch;
+  if (a.rank == b.rank && a.world == b.world) {
+    if (a.local_world == 0) a.local_rank = b.local_rank, a.local_world = b.local_world;
+    return first;
+  }
+  if (is_around(b, a, environment)) return first;
+  if (is_around(a, b, environment)) return second;
+  throw Error(
+      fmt::format("[launch] two launchers disagree: {}, and {}. Start the ranks with one of them only, or unset the "
+                  "variables of the one that did not start this process",
+                  first.text, second.text));
 }
 
 [[noreturn]] void become(const std::vector<std::string>& command) {
@@ -130,11 +193,19 @@ Environment process_environment() {
 }
 
 Launch read_launch(const Environment& environment) {
+  std::optional<Said> inner;
+  const char* const components = is_slurm_step(environment) ? set_value(environment, "SLURM_HET_SIZE") : nullptr;
   for (const Variables& variables : all_variables()) {
-    if (variables.launcher == Launcher::slurm && !is_slurm_step(environment)) continue;
-    if (const auto launch = read(variables, environment)) return *launch;
+    if (variables.launcher == Launcher::slurm && (!is_slurm_step(environment) || components)) continue;
+    if (const auto said = read(variables, environment)) inner = inner ? innermost(*inner, *said, environment) : said;
   }
-  return {};
+  SHARD_REQUIRE(
+      inner || !components, "launch",
+      "srun started this process in a heterogeneous job of {} components (SLURM_HET_SIZE), each of which counts its "
+      "own tasks, so that nothing says how many ranks there are. Use mpirun, or a job of one component. For a step in "
+      "one component alone, unset SLURM_HET_SIZE",
+      components ? components : "");
+  return inner ? inner->launch : Launch{};
 }
 
 std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root) {
@@ -159,13 +230,12 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
       "torchrun started this process (rank {} of {}, store {}), and MPI cannot join processes that it did not start. Use "
       "mpirun -n {}, srun, or --ranks {}",
       launch.rank, launch.world, launch.master, launch.world, launch.world);
-  if (launch.launcher == Launcher::none) {
+  // A step of one task, as `srun --pty bash`, is a place to start ranks.
+  if (launch.launcher == Launcher::none || (launch.launcher == Launcher::slurm && launch.world == 1 && options.ranks > 0)) {
     SHARD_REQUIRE(options.ranks > 0, "launch", "--backend {} needs processes: {}, or --ranks N", options.backend,
                   options.backend == "mpi" ? "mpirun -n N, srun --mpi=pmix" : "torchrun, mpirun -n N, srun");
     if (options.backend == "nccl") {
-      Launch own = launch;
-      own.starts = options.ranks;
-      return own;
+      return {.starts = options.ranks};
     }
     std::vector<std::string> own = arguments;
     own[0] = std::filesystem::read_symlink("/proc/self/exe").string();
@@ -173,19 +243,18 @@ Launch launch(const LaunchOptions& options, const std::vector<std::string>& argu
   }
   SHARD_REQUIRE(options.ranks == 0 || options.ranks == launch.world, "launch", "--ranks {}, but {} started {} processes",
                 options.ranks, to_string(launch.launcher), launch.world);
-  SHARD_REQUIRE(launch.launcher != Launcher::pmi || options.backend != "nccl", "launch",
-                "PMI_RANK and PMI_SIZE do not say which of its host's GPUs a process has; use torchrun, mpirun or srun");
   // Whatever becomes of the launcher, its processes do not stay.
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   return launch;
 }
 
-void require_joined(int64_t joined, const Environment& environment) {
+void require_joined(int64_t rank, int64_t joined, const Environment& environment) {
   const Launch launch = read_launch(environment);
-  SHARD_REQUIRE(launch.launcher == Launcher::none || launch.world == joined, "launch",
-                "{} started {} processes, and MPI has joined {} of them here, so each would train alone. It has to speak with "
-                "this MPI: use the mpirun that belongs to it, or srun --mpi=pmix",
-                to_string(launch.launcher), launch.world, joined);
+  SHARD_REQUIRE(
+      launch.launcher == Launcher::none || (launch.world == joined && launch.rank == rank), "launch",
+      "{} started {} processes, and this is rank {}, but MPI has joined {} of them here as rank {}, so each would train "
+      "alone. It has to speak with this MPI: use the mpirun that belongs to it, or srun --mpi=pmix",
+      to_string(launch.launcher), launch.world, launch.rank, joined, rank);
 }
 
 }  // namespace shardproof

@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <set>
 
 #include "shardproof/base/check.h"
@@ -24,18 +26,14 @@ const char* nonempty(const Environment& environment, const char* name) {
 }
 
 // Of a job: the same on all of its ranks, and most likely on those of no other.
-std::string job_number(const Environment& environment) {
+std::string job_number(const Launch& launch, const Environment& environment) {
+  std::vector<const char*> names;
+  if (launch.launcher == Launcher::mpirun) names = {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"};
+  if (launch.launcher == Launcher::slurm) names = {"SLURM_JOB_ID", "SLURM_STEP_ID"};
   std::string text;
-  for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID"})
-    if (const char* value = nonempty(environment, name)) text += fmt::format("{};", value);
+  for (const char* name : names)
+    if (const char* value = nonempty(environment, name)) text += fmt::format("{}={} ", name, value);
   return text;
-}
-
-bool is_one_host(const Launch& launch, const Environment& environment) {
-  if (launch.launcher != Launcher::slurm) return launch.local_world == launch.world;
-  const char* nodes = nonempty(environment, "SLURM_STEP_NUM_NODES");
-  if (!nodes) nodes = nonempty(environment, "SLURM_NNODES");
-  return nodes && std::strcmp(nodes, "1") == 0;
 }
 
 int64_t port_from(const char* text) {
@@ -71,6 +69,22 @@ Advice check_device_connections(const char* value, int64_t compute_capability_ma
                         connections == 0 ? "unset" : value,
                         overlaps_sharding ? "Overlap of sharding forbids 1, so that both cannot be had" : "Set it to 1")};
   return {};
+}
+
+GpuChoice choose_gpu(int64_t rank, const std::vector<RankPlace>& places) {
+  GpuChoice choice;
+  std::map<std::string, int64_t> ranks_of_host, ranks_of_gpu;
+  for (int64_t other = 0; other < std::ssize(places); ++other) {
+    const RankPlace& place = places[static_cast<size_t>(other)];
+    const int64_t counted = ranks_of_host[place.host]++, gpus = std::ssize(place.gpus);
+    SHARD_REQUIRE(gpus > 0, "launch", "rank {} on {} sees no GPU", other, place.host);
+    const int64_t device = (place.local_rank < 0 ? counted : place.local_rank) % gpus;
+    const int64_t nth = ranks_of_gpu[place.gpus[static_cast<size_t>(device)]]++;
+    choice.ranks_of_gpu = std::max(choice.ranks_of_gpu, nth + 1);
+    if (other == rank) choice.device = device, choice.nth = nth;
+  }
+  choice.one_host = ranks_of_host.size() == 1;
+  return choice;
 }
 
 GpuSharing share_gpus(int64_t nccl_version, int64_t gpus, int64_t local_ranks) {
@@ -130,24 +144,36 @@ std::string dealt_gpus(const Environment& environment) {
   return fmt::format("{}", fmt::join(gpus, ","));
 }
 
-TcpStoreOptions store_address(const Launch& launch, const Environment& environment) {
+std::string attempt_of(const Environment& environment) {
+  const char *run = nonempty(environment, "TORCHELASTIC_RUN_ID"),
+             *restarts = nonempty(environment, "TORCHELASTIC_RESTART_COUNT");
+  return run || restarts ? fmt::format("{}/{}", run ? run : "", restarts ? restarts : "0") : "";
+}
+
+TcpStoreOptions store_address(const Launch& launch, const Environment& environment, const std::string& command) {
   if (launch.launcher == Launcher::none) return {.serves = true};
   const char *host = nonempty(environment, "MASTER_ADDR"), *port = nonempty(environment, "MASTER_PORT");
   SHARD_REQUIRE((host == nullptr) == (port == nullptr), "launch", "{} is set and {} is not; set both, or none",
                 host ? "MASTER_ADDR" : "MASTER_PORT", host ? "MASTER_PORT" : "MASTER_ADDR");
+  const std::string number = job_number(launch, environment);
+  TcpStoreOptions options{
+      .serves = launch.rank == 0, .job = fmt::format("{}{} ranks of {}", number, launch.world, command), .rank = launch.rank};
+  if (launch.launcher == Launcher::torchrun) options.attempt = attempt_of(environment);
   if (host) {
     const char* agent = nonempty(environment, "TORCHELASTIC_USE_AGENT_STORE");
     const bool is_served = launch.launcher == Launcher::torchrun && agent && std::strcmp(agent, "True") == 0;
-    return {.host = host, .port = port_from(port), .serves = launch.rank == 0 && !is_served};
+    options.host = host, options.port = port_from(port), options.serves = launch.rank == 0 && !is_served;
+    return options;
   }
   SHARD_REQUIRE(
-      is_one_host(launch, environment), "launch",
-      "{} started {} processes on several hosts: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port "
-      "there, for all",
+      launch.local_world == launch.world, "launch",
+      "{} started {} processes, not all of them on this host: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free "
+      "port there, for all",
       to_string(launch.launcher), launch.world);
   uint64_t hash = 0xcbf29ce484222325;
-  for (const char c : job_number(environment)) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  return {.port = 20000 + static_cast<int64_t>(hash % 10000), .serves = launch.rank == 0};
+  for (const char c : number) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  options.port = 20000 + static_cast<int64_t>(hash % 10000);
+  return options;
 }
 
 }  // namespace shardproof

@@ -2,6 +2,7 @@
 #include "shardproof/launch/nccl_launch.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,10 +14,13 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <map>
+#include <sstream>
 #include <thread>
 
 #include "shardproof/base/check.h"
+#include "shardproof/comm/nccl/nccl_api.h"
 
 namespace shardproof {
 namespace {
@@ -132,12 +136,57 @@ std::string how_ended(int64_t rank, int status) {
 
 std::string host_name() {
   char name[256] = {};
-  return ::gethostname(name, sizeof name - 1) == 0 ? name : "host";
+  std::string start;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> start;
+  return fmt::format("{}/{}", ::gethostname(name, sizeof name - 1) == 0 ? name : "host", start.substr(0, start.find('-')));
+}
+
+std::string own_command() {
+  std::ifstream file("/proc/self/cmdline");
+  std::vector<std::string> words;
+  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+  return words.empty() ? "" : fmt::format("{}", fmt::join(words.begin() + 1, words.end(), " "));
+}
+
+RankPlace own_place(const Launch& launch) {
+  RankPlace place{.host = host_name(), .local_rank = launch.local_rank};
+  for (int64_t device = 0; device < nccl_devices(); ++device) place.gpus.push_back(nccl_device_id(device));
+  return place;
+}
+
+std::vector<RankPlace> meet(NcclStore& store, const Launch& launch, const RankPlace& own, double timeout_seconds) {
+  const auto name_of = [](int64_t rank) { return fmt::format("place/{}", rank); };
+  store.set(name_of(launch.rank), fmt::format("{} {} {}", own.host, own.local_rank, fmt::join(own.gpus, " ")));
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
+  std::vector<RankPlace> places;
+  while (std::ssize(places) < launch.world) {
+    if (const auto text = store.get(name_of(std::ssize(places)))) {
+      std::istringstream words(*text);
+      RankPlace place;
+      words >> place.host >> place.local_rank;
+      for (std::string gpu; words >> gpu;) place.gpus.push_back(gpu);
+      places.push_back(std::move(place));
+      continue;
+    }
+    if (const auto end = world_end(store))
+      throw Error(fmt::format("[launch] {}; rank {} waited for others", *end, launch.rank));
+    if (std::chrono::steady_clock::now() > until) {
+      std::vector<int64_t> missing;
+      for (int64_t rank = 0; rank < launch.world; ++rank)
+        if (!store.get(name_of(rank))) missing.push_back(rank);
+      throw Error(
+          fmt::format("[launch] ranks {} of {} did not come within {} s. They were not started, or ended: what they have "
+                      "said themselves tells why",
+                      fmt::join(missing, ", "), launch.world, timeout_seconds));
+    }
+    std::this_thread::sleep_for(kLook);
+  }
+  return places;
 }
 
 int start_ranks(int64_t ranks, const std::vector<std::string>& arguments, int stopped_as_asked) {
   SHARD_REQUIRE(ranks > 0 && !arguments.empty(), "launch", "--ranks must be at least 1, got {}", ranks);
-  const auto store = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true});
+  const auto store = std::make_shared<TcpStore>(TcpStoreOptions{.serves = true, .attempt = attempt_of(process_environment())});
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   SignalsForRanks signals;
   Running running;

@@ -192,7 +192,9 @@ std::string said(const at::Tensor& tensor, const Shape& shape) {
 
 Facts facts_of(const torch::nn::Module& root, const UnitPlans& plans, const ShardOptions& o, const Mesh& mesh,
                const std::string& failure) {
-  Facts facts = {{"mesh", mesh.str()}, {"option strategy", said(o.strategy)}, {"option precision", said(o.precision)}};
+  Facts facts = torch_facts();
+  facts.insert(facts.end(),
+               {{"mesh", mesh.str()}, {"option strategy", said(o.strategy)}, {"option precision", said(o.precision)}});
   const auto add = [&](const std::string& name, const auto& value) {
     facts.emplace_back("option " + name, fmt::format("{}", value));
   };

@@ -319,6 +319,7 @@ TEST(NcclApi, gpus_and_versions_are_counted_and_are_none_where_nobody_answers) {
   taken();
   EXPECT_EQ(nccl_compute_capability(2), 9);
   EXPECT_EQ(taken(), std::vector<EntryCall>{entry_call("cudaDeviceGetAttribute", cudaDevAttrComputeCapabilityMajor, 2)});
+  EXPECT_EQ(nccl_device_id(2), "a2a2a2a2a2a2a2a2a2a2a2a2a2a2a2a2");
   answers().results = {{"cudaGetDeviceCount", cudaErrorNoDevice},
                        {"ncclGetVersion", ncclSystemError},
                        {"cudaDeviceGetAttribute", cudaErrorInvalidDevice}};

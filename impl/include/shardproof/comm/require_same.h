@@ -22,6 +22,8 @@ void require_same(Comm& comm, const Facts& facts, const std::string& where = "la
 // The same in two steps: a maximum over ranks of the first's result, which the second looks at.
 at::Tensor hashes_of(const Facts& facts);
 bool differ(const at::Tensor& hashes);
+// What this process computes with on the CPU: other vector instructions or another PyTorch round sums differently.
+Facts torch_facts();
 // A hash of the program's file and of this library's file. It tells builds apart.
 std::string program_hash();
 

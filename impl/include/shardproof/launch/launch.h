@@ -15,7 +15,9 @@ const char* to_string(Launcher launcher);
 // What the launcher says about this process.
 struct Launch {
   Launcher launcher = Launcher::none;
-  int64_t rank = 0, world = 1, local_rank = 0, local_world = 1;
+  int64_t rank = 0, world = 1;
+  // Among the ranks of its host. Not every launcher says them: the rank is then -1, and the world 0.
+  int64_t local_rank = 0, local_world = 1;
   std::string master = {};  // "host:port" of torchrun's store
   int64_t starts = 0;       // above 0: no launcher started the ranks, and the caller has to start so many (nccl_launch.h)
 };
@@ -24,10 +26,10 @@ struct Launch {
 using Environment = std::function<const char*(const char*)>;
 Environment process_environment();
 
-// Reads what the launcher says. When several launchers have set their variables, mpirun counts first, then torchrun, then srun,
-// because that is the order from the innermost to the outermost, and last any other that sets PMI_RANK and PMI_SIZE. Throws
-// Error, which names what is set and what is missing, when only a part of a launcher's variables is set or when they contradict
-// each other.
+// Reads what the launcher says. When several launchers have set their variables, they must agree on rank and world, or one must
+// be known to run inside of the other, of which srun or another with PMI has started one process a host. The inner one counts.
+// Throws Error, which names the variables, in any other case: when launchers disagree, when only a part of a launcher's
+// variables is set, when they contradict each other, and in a heterogeneous job of Slurm.
 Launch read_launch(const Environment& environment);
 
 struct LaunchOptions {
@@ -43,8 +45,9 @@ struct LaunchOptions {
 // instead, when the options are impossible here.
 Launch launch(const LaunchOptions& options, const std::vector<std::string>& arguments,
               const Environment& environment = process_environment());
-// Throws Error unless MPI has joined all processes that the launcher started: each that it cannot join is a world of its own.
-void require_joined(int64_t joined, const Environment& environment = process_environment());
+// Throws Error unless MPI has joined all processes that the launcher started, with the launcher's ranks: each that it cannot
+// join is a world of its own. `rank` and `joined` are what MPI says.
+void require_joined(int64_t rank, int64_t joined, const Environment& environment = process_environment());
 // The command by which `launch` replaces this process.
 std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root);
 

@@ -26,6 +26,28 @@ struct Advice {
 Advice check_device_connections(const char* value, int64_t compute_capability_major, bool overlaps_sharding,
                                 bool overlaps_tensor_parallel);
 
+// What a rank tells the others before NCCL starts.
+struct RankPlace {
+  std::string host = {};
+  std::vector<std::string> gpus = {};  // those that it sees, by an id that no other GPU has
+  int64_t local_rank = -1;             // -1: its launcher does not say it
+};
+// That of this process. Throws Error when it sees no GPU.
+RankPlace own_place(const Launch& launch);
+// Those of all ranks of the job, through its store. Throws Error, which names the ranks that did not come in time, or says what
+// ended the world.
+std::vector<RankPlace> meet(NcclStore& store, const Launch& launch, const RankPlace& own, double timeout_seconds);
+
+// The GPU of a rank: number local_rank % gpus of those that it sees. Where its launcher does not say the local rank, it is
+// counted among the ranks of the same host.
+struct GpuChoice {
+  int64_t device = 0;
+  int64_t nth = 0;           // how many lower ranks have the same GPU
+  int64_t ranks_of_gpu = 1;  // of the GPU that most ranks have
+  bool one_host = true;
+};
+GpuChoice choose_gpu(int64_t rank, const std::vector<RankPlace>& places);
+
 // How more ranks than GPUs can run on one host.
 struct GpuSharing {
   enum class Way { none, host_ids, multi_rank, impossible };
@@ -34,7 +56,7 @@ struct GpuSharing {
 };
 // Decides it by NCCL's version code (22809 is 2.28.9). From 2.28 each rank of a GPU can pose as a host of its own
 // (NCCL_HOSTID), and from 2.30 several ranks can use one GPU (NCCL_MULTI_RANK_GPU_ENABLE). A rank uses the GPU number
-// local_rank % gpus.
+// local_rank % gpus. Where ranks see different GPUs, each GPU is a case of its own: `gpus` is 1, and its ranks count from 0.
 GpuSharing share_gpus(int64_t nccl_version, int64_t gpus, int64_t local_ranks);
 // The environment variables that this rank has to set for it before it first uses NCCL.
 std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuSharing& sharing, int64_t gpus, int64_t local_rank,
@@ -46,15 +68,21 @@ std::vector<std::pair<std::string, std::string>> sharing_variables(const GpuShar
 std::string symmetric_kernels_note(const std::string& why_no_windows, GpuSharing::Way sharing, bool one_host, bool native_sums,
                                    const Environment& environment);
 
+// The host's name and the number of its last start, because names repeat.
 std::string host_name();
 // The GPUs that CTest has assigned to this test from its resource file, in the form of CUDA_VISIBLE_DEVICES; "" when it
 // assigned none.
 std::string dealt_gpus(const Environment& environment);
+// What torchrun calls this attempt of its job; "" without torchrun. All attempts may have one store.
+std::string attempt_of(const Environment& environment);
+// The command line of this process without the program's own path.
+std::string own_command();
 
 // Says where the job's store is and whether this process serves it. The store is at MASTER_ADDR and MASTER_PORT, which torchrun
-// sets. Without them, and when all ranks are on one host, it is on a loopback port that follows from the job's number. Throws
-// Error, which says what to set, in any other case.
-TcpStoreOptions store_address(const Launch& launch, const Environment& environment);
+// sets. Without them, and when all ranks are on one host, it is on a loopback port that follows from the job's number. Jobs
+// that come to one store are told apart by what the launcher calls them, by their size and by `command`, which must be the same
+// on all ranks. Attempts of torchrun do not see each other. Throws Error, which says what to set, in any other case.
+TcpStoreOptions store_address(const Launch& launch, const Environment& environment, const std::string& command = own_command());
 
 // Starts `ranks` processes of this program with the variables of torchrun and serves their store. SIGINT, SIGTERM and SIGUSR1
 // of this process are handed on to all of them, which may have got the same signal from its sender as well. Returns when all

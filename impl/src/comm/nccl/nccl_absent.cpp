@@ -16,6 +16,9 @@ int64_t nccl_version() {
 int64_t nccl_compute_capability(int64_t) {
   return 0;
 }
+std::string nccl_device_id(int64_t) {
+  return "";
+}
 std::shared_ptr<NcclApi> nccl_api(int64_t) {
   throw Error(
       "[nccl] this build has no NCCL: CMake found no headers of NCCL and the CUDA runtime beside PyTorch (docs/nccl.md). "

@@ -270,6 +270,14 @@ int64_t nccl_compute_capability(int64_t device) {
   return result == cudaSuccess ? major : 0;
 }
 
+std::string nccl_device_id(int64_t device) {
+  cudaDeviceProp properties{};
+  check_cuda(cudaGetDeviceProperties(&properties, static_cast<int>(device)), "cudaGetDeviceProperties");
+  std::string text;
+  for (const char byte : properties.uuid.bytes) text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+  return text;
+}
+
 std::shared_ptr<NcclApi> nccl_api(int64_t device) {
   int count = 0;
   const cudaError_t result = cudaGetDeviceCount(&count);

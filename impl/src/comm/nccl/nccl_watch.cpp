@@ -78,4 +78,8 @@ void end_world(std::shared_ptr<NcclStore> store, const std::string& why) {
   nccl::Watch(kNoRank, std::move(store)).say_end(0, {true, why});
 }
 
+std::optional<std::string> world_end(NcclStore& store) {
+  return store.get(nccl::kLost);
+}
+
 }  // namespace shardproof

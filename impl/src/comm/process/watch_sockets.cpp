@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -68,15 +69,19 @@ WatchDeadline soon(WatchDeadline deadline) {
   return std::min(deadline, std::chrono::steady_clock::now() + std::chrono::milliseconds(kConnectMs));
 }
 
-// Loopback last: another host would reach itself by it.
+// Loopback last: another host would reach itself by it. Addresses of a link alone are none without the name of an interface.
 std::vector<std::string> own_addresses() {
   std::vector<std::string> found, loopback;
   ifaddrs* all = nullptr;
   if (::getifaddrs(&all) != 0) return {"127.0.0.1"};
   for (const ifaddrs* each = all; each; each = each->ifa_next) {
-    if (!each->ifa_addr || each->ifa_addr->sa_family != AF_INET || !(each->ifa_flags & IFF_UP)) continue;
-    char text[INET_ADDRSTRLEN] = {};
-    ::inet_ntop(AF_INET, &reinterpret_cast<sockaddr_in*>(each->ifa_addr)->sin_addr, text, sizeof text);
+    if (!each->ifa_addr || !(each->ifa_flags & IFF_UP)) continue;
+    const auto family = each->ifa_addr->sa_family;
+    const auto& six = *reinterpret_cast<const sockaddr_in6*>(each->ifa_addr);
+    if (family != AF_INET && (family != AF_INET6 || IN6_IS_ADDR_LINKLOCAL(&six.sin6_addr))) continue;
+    char text[INET6_ADDRSTRLEN] = {};
+    ::getnameinfo(each->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof six, text, sizeof text, nullptr, 0,
+                  NI_NUMERICHOST);
     (each->ifa_flags & IFF_LOOPBACK ? loopback : found).emplace_back(text);
   }
   ::freeifaddrs(all);
@@ -90,41 +95,43 @@ void send_at_once(int socket) {
 }
 
 // A connection that rank 0 has answered, or -1.
-int try_connect(const std::string& host, uint16_t port, const Hello& hello, WatchDeadline deadline) {
-  const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (socket < 0) return -1;
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(port);
-  ::inet_pton(AF_INET, host.c_str(), &address.sin_addr);
-  const bool begun = ::connect(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 || errno == EINPROGRESS;
+int try_connect(const std::string& host, const std::string& port, const Hello& hello, WatchDeadline deadline) {
+  addrinfo *to = nullptr, numbers{};
+  numbers.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
+  if (::getaddrinfo(host.c_str(), port.c_str(), &numbers, &to) != 0) return -1;
+  const int socket = ::socket(to->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const bool begun = socket >= 0 && (::connect(socket, to->ai_addr, to->ai_addrlen) == 0 || errno == EINPROGRESS);
+  ::freeaddrinfo(to);
   uint64_t answer = 0;
   if (begun && is_ready(socket, POLLOUT, milliseconds_left(deadline)) && tell(socket, hello) &&
       hear(socket, answer, deadline) && answer == ~hello.word && tell(socket, hello.word)) {
     send_at_once(socket);
     return socket;
   }
-  ::close(socket);
+  if (socket >= 0) ::close(socket);
   return -1;
 }
 
 }  // namespace
 
 std::pair<int, std::string> watch_listen(int64_t world, bool one_host) {
-  const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(one_host ? INADDR_LOOPBACK : INADDR_ANY);
-  socklen_t length = sizeof address;
-  const bool bound = socket >= 0 && ::bind(socket, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
-                     ::listen(socket, static_cast<int>(world)) == 0 &&
-                     ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  // One socket for both families, where the kernel has IPv6.
+  const int six = one_host ? -1 : ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0), off = 0;
+  const int socket = six >= 0 ? six : ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in6 any{.sin6_family = AF_INET6};
+  sockaddr_in four{.sin_family = AF_INET};
+  four.sin_addr.s_addr = htonl(one_host ? INADDR_LOOPBACK : INADDR_ANY);
+  auto* const address = six >= 0 ? reinterpret_cast<sockaddr*>(&any) : reinterpret_cast<sockaddr*>(&four);
+  socklen_t length = six >= 0 ? sizeof any : sizeof four;
+  if (six >= 0) ::setsockopt(six, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+  const bool bound = socket >= 0 && ::bind(socket, address, length) == 0 && ::listen(socket, static_cast<int>(world)) == 0 &&
+                     ::getsockname(socket, address, &length) == 0;
   SHARD_REQUIRE(bound, "watch", "rank 0 cannot listen for the other ranks: {}", std::strerror(errno));
   std::random_device random;
   job_word = (static_cast<uint64_t>(random()) << 32) | random();
   std::string text = fmt::format("{}", job_word);
   const std::vector<std::string> hosts = one_host ? std::vector<std::string>{"127.0.0.1"} : own_addresses();
-  for (const std::string& host : hosts) text += fmt::format(" {}:{}", host, ntohs(address.sin_port));
+  for (const std::string& host : hosts) text += fmt::format(" {}:{}", host, ntohs(six >= 0 ? any.sin6_port : four.sin_port));
   return {socket, text};
 }
 
@@ -159,8 +166,7 @@ int watch_connect(const std::string& addresses, int64_t rank, WatchDeadline dead
   do {
     for (const std::string& each : all) {
       const size_t colon = each.rfind(':');
-      const int socket =
-          try_connect(each.substr(0, colon), static_cast<uint16_t>(std::stoi(each.substr(colon + 1))), hello, soon(deadline));
+      const int socket = try_connect(each.substr(0, colon), each.substr(colon + 1), hello, soon(deadline));
       if (socket >= 0) return socket;
     }
   } while (milliseconds_left(deadline) > 0);

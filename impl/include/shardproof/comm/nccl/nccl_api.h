@@ -122,6 +122,8 @@ int64_t nccl_devices();
 int64_t nccl_version();
 // The first number of the GPU's compute capability: 9 for Hopper, 10 for Blackwell, 0 when there is no such GPU.
 int64_t nccl_compute_capability(int64_t device);
+// The UUID of a GPU, which no other one has, whichever of a host's GPUs a process sees.
+std::string nccl_device_id(int64_t device);
 // NCCL and CUDA of this machine, on its GPU number `device`. The current stream is the one that LibTorch has for the calling
 // thread on that GPU. Throws Error, which says what is missing: NCCL in this build, a driver, or a GPU.
 std::shared_ptr<NcclApi> nccl_api(int64_t device);

@@ -29,11 +29,19 @@ struct TcpStoreOptions {
   int64_t port = 0;
   bool serves = false;
   double timeout_seconds = 300;
+  // Names of one attempt are unseen by another, for a store that outlives them.
+  std::string attempt = {};
+  // When it is not empty, this is rank `rank` of the job. Rank 0 says the job, and a process of another job, or of a rank that
+  // is there already, is refused before it has changed anything.
+  std::string job = {};
+  int64_t rank = 0;
 };
 
 class TcpStore final : public NcclStore {
  public:
+  // Throws Error when the store, or rank 0 of the job, is not there in time.
   explicit TcpStore(const TcpStoreOptions& options);
+  // Where this rank of a job serves the store, it first waits up to 2 s for the others to leave, who may still read in it.
   ~TcpStore() override;
   int64_t port() const;  // the port at which the store is served
 
@@ -50,5 +58,7 @@ class TcpStore final : public NcclStore {
 // Ends the world of all processes that share the store and tells each of them why. A launcher calls it when it sees one of its
 // processes die.
 void end_world(std::shared_ptr<NcclStore> store, const std::string& why);
+// What ended it; nothing while nobody did.
+std::optional<std::string> world_end(NcclStore& store);
 
 }  // namespace shardproof
