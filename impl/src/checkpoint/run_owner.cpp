@@ -168,7 +168,8 @@ std::shared_ptr<RunOwner> RunOwner::take(Comm& world, FileSystem& files, const s
   // A run that begins at the same time takes the mark, and removes what this one has staged.
   const auto refuse_if_taken = [&] {
     const Facts other = read_mark(files, mark_of(run));
-    if (!other.empty() || (staged && !exists(files, staged->path()))) refuse(run, other);
+    const bool is_own = owner && other.contains("id") && other.at("id") == owner->id_;
+    if (!is_own && (!other.empty() || (staged && !exists(files, staged->path())))) refuse(run, other);
     return std::string();
   };
   const auto unless_taken = [&](const std::function<void()>& body) {
