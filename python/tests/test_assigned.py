@@ -248,7 +248,12 @@ def train(sharded, optimizer):
 
 
 def save(sharded, optimizer):
-    shardproof.save("/nonexistent", sharded)
+    shardproof.save("saved", sharded)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a save that should be refused leaves nothing for other tests
 
 
 USES = [forward, save, lambda sharded, _: sharded.state_dict(), lambda sharded, _: sharded.gather_main_parameters()]
