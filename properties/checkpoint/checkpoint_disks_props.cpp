@@ -225,12 +225,14 @@ TEST(Disks, what_the_disk_refuses_is_known_before_the_first_save_with_host_and_f
     for (const auto& [call, error, says] :
          std::vector<std::tuple<CallKind, int, std::string>>{{CallKind::open, EACCES, "Permission denied"},
                                                              {CallKind::write, ENOSPC, "No space left on device"},
-                                                             {CallKind::rename, EXDEV, "Invalid cross-device link"}}) {
-      if (call == CallKind::rename && unlucky == 1) continue;  // rank 0 renames
+                                                             {CallKind::rename, EXDEV, "Invalid cross-device link"},
+                                                             {CallKind::mkdir, EEXIST, "File exists"}}) {
+      if ((call == CallKind::rename || call == CallKind::mkdir) && unlucky == 1) continue;  // rank 0's calls
       const Scratch scratch;
       const std::string folder = scratch / "run";
       std::atomic<int64_t> errors = 0;
-      ClusterDisk faulty({.refuses = {{call, error}}, .part = call == CallKind::open ? "rank_" : ""});
+      const char* const part = call == CallKind::open ? "rank_" : call == CallKind::mkdir ? ".step_owner" : "";
+      ClusterDisk faulty({.refuses = {{call, error}}, .part = part});
       on_ranks(3, [&](Stamped&, Comm& comm) {
         ManagerOptions options;
         if (comm.rank() == unlucky) options.files = &faulty;

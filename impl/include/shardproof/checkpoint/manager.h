@@ -73,8 +73,8 @@ class Manager {
   // Waits for the save that is under way and commits it. Throws the save's error when it failed. Collective.
   void wait();
 
-  // Loads the last checkpoint that was committed, by rank 0's sight. Returns nothing, and changes nothing, when there is none.
-  // It changes nothing in the directory. Collective.
+  // Loads the last checkpoint that was committed, by rank 0's sight, or a later one where another run removes it meanwhile.
+  // Returns nothing, and changes nothing, when there is none. It changes nothing in the directory. Collective.
   std::optional<Loaded> load_latest(Sharded& sharded, OptimizerState* optimizer, const LoadOptions& options = {});
 
   // The steps that are committed, ascending, and the last of them. Not collective.

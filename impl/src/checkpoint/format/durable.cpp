@@ -36,17 +36,18 @@ std::string parent_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-// Calls `make` with hidden names until one of them is not taken, and returns that one and what `make` returned.
+// Calls `make` with hidden names until one of them is not taken, and returns that one and what `make` returned. Names are random:
+// a disk that says of several that they are taken says it of any.
 std::pair<std::string, int> make_hidden(const std::string& path, const char* kind,
                                         const std::function<int(const std::string&)>& make) {
   static std::atomic<int64_t> count{0};
   std::random_device random;
   const std::string name = path.substr(path.rfind('/') + 1);
-  for (;;) {
+  for (int names_left = 8;;) {
     const std::string hidden = fmt::format("{}/{}{}{}{}-{:08x}{:08x}", parent_of(path), name.starts_with('.') ? "" : ".", name,
                                            kind, count++, random(), random());
     const int made = again([&] { return make(hidden); });
-    if (made != -EEXIST && made != -ENOTEMPTY) return {hidden, made};
+    if ((made != -EEXIST && made != -ENOTEMPTY) || --names_left == 0) return {hidden, made};
   }
 }
 
