@@ -239,8 +239,12 @@ class TwoOnOneFolder {
     if (who != 0) second.kill();
     if (who != 1) saver.kill();
     // The one that is left goes on: the second takes over from one that is dead.
-    if (who == 0) ASSERT_TRUE(wait_for(second, second.role().saves ? News::committed : News::loaded));
-    if (who == 1) ASSERT_TRUE(wait_for(saver, News::committed));
+    if (who == 0) {
+      ASSERT_TRUE(wait_for(second, second.role().saves ? News::committed : News::loaded));
+    }
+    if (who == 1) {
+      ASSERT_TRUE(wait_for(saver, News::committed));
+    }
     saver.kill();
     second.kill();
     EXPECT_EQ(saver.died(), -SIGKILL);
@@ -260,7 +264,9 @@ class TwoOnOneFolder {
   void look_at(const Player& player) {
     for (const News& news : player.heard()) {
       if (news.kind == News::committed) committed_ = std::max(committed_, news.step);
-      if (news.kind == News::loaded) EXPECT_GT(news.step, is_first_ ? -1 : 0) << "it seemed empty";
+      if (news.kind == News::loaded) {
+        EXPECT_GT(news.step, is_first_ ? -1 : 0) << "it seemed empty";
+      }
       is_first_ = false;
       const std::string text = news.text;
       if (news.kind != News::refused) ++counts[news.kind == News::committed ? "commits" : "loads"];
