@@ -155,6 +155,8 @@ TEST(Launch, where_a_launcher_does_not_say_the_local_rank_it_is_unknown) {
 TEST(Launch, launchers_that_disagree_are_refused_by_name_and_known_nestings_take_the_inner_one) {
   // torchrun in a step with a task a host, with agents in another order than the tasks, and Open MPI's daemons in such a step.
   EXPECT_EQ(place(together(torchrun(9, 16, 1, 8, 2), srun(0, 2, 0, 0, "1(x2)"))), "torchrun 9/16 1/8");
+  const Variables pmi2 = together(srun(0, 2, 0, 0, "1(x2)"), {{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}});  // srun --mpi=pmi2
+  EXPECT_EQ(place(together(torchrun(9, 16, 1, 8, 2), pmi2)), "torchrun 9/16 1/8");
   EXPECT_EQ(place(together(mpirun(9, 16, 1, 8), srun(0, 1, 0, 0, "1"))), "mpirun 9/16 1/8");
   EXPECT_EQ(place(together(mpirun(9, 24, 1, 8), srun(0, 2, 0, 0, "1(x2)"))), "mpirun 9/24 1/8");
   EXPECT_EQ(place(together({{"PMI_RANK", "9"}, {"PMI_SIZE", "16"}}, srun(1, 2, 0, 1, "1(x2)"))),

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <ranges>
 #include <sstream>
 
 #include "shardproof/base/check.h"
@@ -195,9 +196,9 @@ Environment process_environment() {
 Launch read_launch(const Environment& environment) {
   std::optional<Said> inner;
   const char* const components = is_slurm_step(environment) ? set_value(environment, "SLURM_HET_SIZE") : nullptr;
-  for (const Variables& variables : all_variables()) {
+  for (const Variables& variables : all_variables() | std::views::reverse) {
     if (variables.launcher == Launcher::slurm && (!is_slurm_step(environment) || components)) continue;
-    if (const auto said = read(variables, environment)) inner = inner ? innermost(*inner, *said, environment) : said;
+    if (const auto said = read(variables, environment)) inner = inner ? innermost(*said, *inner, environment) : said;
   }
   SHARD_REQUIRE(
       inner || !components, "launch",

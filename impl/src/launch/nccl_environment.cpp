@@ -158,10 +158,11 @@ TcpStoreOptions store_address(const Launch& launch, const Environment& environme
   const std::string number = job_number(launch, environment);
   TcpStoreOptions options{
       .serves = launch.rank == 0, .job = fmt::format("{}{} ranks of {}", number, launch.world, command), .rank = launch.rank};
-  if (launch.launcher == Launcher::torchrun) options.attempt = attempt_of(environment);
   if (host) {
     const char* agent = nonempty(environment, "TORCHELASTIC_USE_AGENT_STORE");
     const bool is_served = launch.launcher == Launcher::torchrun && agent && std::strcmp(agent, "True") == 0;
+    // Agents of several hosts count restarts each by itself, and mostly have another store for each attempt.
+    if (is_served && launch.local_world == launch.world) options.attempt = attempt_of(environment);
     options.host = host, options.port = port_from(port), options.serves = launch.rank == 0 && !is_served;
     return options;
   }

@@ -34,7 +34,10 @@ class OnStream {
   ~OnStream() {
     if (before_ == stream_) return;
     c10::impl::VirtualGuardImpl(stream_.device_type()).exchangeStream(before_);
-    order_streams(stream_, before_);
+    try {
+      order_streams(stream_, before_);
+    } catch (const c10::Error&) {  // the device failed, which its next call reports
+    }
   }
   OnStream(const OnStream&) = delete;
   OnStream& operator=(const OnStream&) = delete;

@@ -36,8 +36,8 @@ std::string parent_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-// Calls `make` with hidden names until one of them is not taken, and returns that one and what `make` returned. Names are random:
-// a disk that says of several that they are taken says it of any.
+// Calls `make` with hidden names until one is not taken, and returns that one and what `make` returned. Names are random: a
+// disk that says of several that they are taken says it of any.
 std::pair<std::string, int> make_hidden(const std::string& path, const char* kind,
                                         const std::function<int(const std::string&)>& make) {
   static std::atomic<int64_t> count{0};

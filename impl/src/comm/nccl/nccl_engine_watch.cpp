@@ -147,21 +147,18 @@ void Engine::end(int64_t body, const WorldEnd& mine) {
 // Under mutex_. Everything that is on its way on them ends; what waits for it goes on. As a group: one communicator's kernel
 // may be waiting behind another's. What was being split from one is there once that one was aborted.
 void Engine::abort_lanes() {
-  const auto abort_those = [this](auto is_due) {
-    bool found = false;
+  for (bool found = true; found;) {
+    found = false;
     api_->group_start();
-    for (const auto& group : groups_)
-      for (Lane& lane : group->lanes)
-        if (lane.communicator && is_due(lane.communicator)) {
-          found = true;
-          api_->abort(std::exchange(lane.communicator, nullptr));
-        }
+    // An abort waits for what is in progress, and that may wait for a kernel of another lane: those lanes come last.
+    for (const bool at_last : {false, true})
+      for (const auto& group : groups_)
+        for (Lane& lane : group->lanes)
+          if (lane.communicator && (at_last || api_->async_error(lane.communicator) != NcclResult::in_progress)) {
+            found = true;
+            api_->abort(std::exchange(lane.communicator, nullptr));
+          }
     api_->group_end();
-    return found;
-  };
-  // An abort waits for what is in progress, and that may wait for a kernel of another lane.
-  abort_those([this](auto communicator) { return api_->async_error(communicator) != NcclResult::in_progress; });
-  while (abort_those([](auto) { return true; })) {
   }
 }
 

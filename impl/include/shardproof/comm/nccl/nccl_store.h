@@ -31,8 +31,8 @@ struct TcpStoreOptions {
   double timeout_seconds = 300;
   // Names of one attempt are unseen by another, for a store that outlives them.
   std::string attempt = {};
-  // When it is not empty, this is rank `rank` of the job. Rank 0 says the job, and a process of another job, or of a rank that
-  // is there already, is refused before it has changed anything.
+  // When it is not empty, this is rank `rank` of the job, which rank 0 says. A process of another job is refused before it has
+  // changed anything, and one of a rank that is there already leaves nothing but that it has come.
   std::string job = {};
   int64_t rank = 0;
 };
@@ -41,7 +41,7 @@ class TcpStore final : public NcclStore {
  public:
   // Throws Error when the store, or rank 0 of the job, is not there in time.
   explicit TcpStore(const TcpStoreOptions& options);
-  // Where this rank of a job serves the store, it first waits up to 2 s for the others to leave, who may still read in it.
+  // Where this rank of a job serves the store, it first waits some seconds for the others to leave, who may still read in it.
   ~TcpStore() override;
   int64_t port() const;  // the port at which the store is served
 
