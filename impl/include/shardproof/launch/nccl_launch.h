@@ -80,8 +80,8 @@ std::string own_command();
 
 // Says where the job's store is and whether this process serves it. The store is at MASTER_ADDR and MASTER_PORT, which torchrun
 // sets. Without them, and when all ranks are on one host, it is on a loopback port that follows from the job's number. Jobs
-// that come to one store are told apart by what the launcher calls them, by their size and by `command`, which is the same on all
-// ranks. Attempts of torchrun on one host do not see each other. Throws Error, which says what to set, in any other case.
+// that come to one store are told apart by what the launcher calls them, by their size and by `command`, the same on all ranks.
+// Attempts of torchrun on one host do not see each other. Throws Error, which says what to set, in any other case.
 TcpStoreOptions store_address(const Launch& launch, const Environment& environment, const std::string& command = own_command());
 
 // Starts `ranks` processes of this program with the variables of torchrun and serves their store. SIGINT, SIGTERM and SIGUSR1
