@@ -31,7 +31,7 @@ std::shared_ptr<Moment> moment_of(NcclApi::Event event) {
 }  // namespace
 
 Api::Api(std::shared_ptr<Cluster> cluster, int64_t rank)
-    : cluster_(std::move(cluster)), rank_(rank), graphs_(new_graphs()), progress_(std::make_unique<StreamQueue>()) {
+    : cluster_(std::move(cluster)), rank_(rank), progress_(std::make_unique<StreamQueue>()) {
   current_ = make_stream();
 }
 

@@ -161,7 +161,12 @@ class Api : public NcclApi {
  private:
   struct Member;  // this rank in a clique
   struct Parcel;  // a send or receive
-  struct Graphs;
+  struct Graphs {  // that somebody holds
+    std::mutex mutex;
+    std::condition_variable gone;
+    int64_t count = 0;
+    bool is_waited_for = false;
+  };
   struct Registration {
     Communicator communicator;
     int64_t bytes;
@@ -185,7 +190,6 @@ class Api : public NcclApi {
 
   // Success or in progress, drawn: what the communicator says next is no part of it.
   NcclResult returned();
-  static std::shared_ptr<Graphs> new_graphs();
   bool is_of_copies(const void* memory) const;
   static std::vector<Parcel>& group();
   std::shared_ptr<Member> member(Communicator communicator) const;
@@ -215,7 +219,7 @@ class Api : public NcclApi {
   NcclApi::Stream current_ = nullptr;
   int64_t calls_ = 0, communicators_made_ = 0, registrations_ = 0, calls_in_windows_ = 0, premultiplied_calls_ = 0,
           symmetric_sums_ = 0, operators_made_ = 0, returns_ = 0, splits_ = 0;
-  std::shared_ptr<Graphs> graphs_;
+  const std::shared_ptr<Graphs> graphs_ = std::make_shared<Graphs>();
   std::unique_ptr<StreamQueue> progress_;  // NCCL's own thread
 };
 

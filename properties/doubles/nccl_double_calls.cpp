@@ -36,20 +36,9 @@ constexpr int kPoison = 0x7f;
 
 }  // namespace
 
-struct Api::Graphs {
-  std::mutex mutex;
-  std::condition_variable gone;
-  int64_t count = 0;
-  bool is_waited_for = false;
-};
-
 bool Api::abort_waits() {
   const std::lock_guard lock(graphs_->mutex);
   return graphs_->is_waited_for;
-}
-
-std::shared_ptr<Api::Graphs> Api::new_graphs() {
-  return std::make_shared<Graphs>();
 }
 
 std::shared_ptr<void> Api::hold_graph() {

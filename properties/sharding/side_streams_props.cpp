@@ -1,27 +1,18 @@
 // Work on streams of a device that the library did not choose: the user's own, inside of a unit, and the caller's.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "properties/doubles/echo_comm.h"
 #include "properties/doubles/fake_device.h"
+#include "properties/kit/bits.h"
+#include "properties/kit/piece_values.h"
 #include "shardproof/shardproof.h"
 #include "testing/device/streams.h"
 
 using namespace shardproof;
 
 namespace {
-
-std::vector<at::Tensor> values_of(const std::vector<Piece>& pieces) {
-  std::vector<at::Tensor> all;
-  for (const Piece& piece : pieces) all.push_back(piece.data.to(at::kCPU).clone());
-  return all;
-}
-
-bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::ranges::equal(a, b, [](const at::Tensor& x, const at::Tensor& y) { return at::equal(x, y); });
-}
 
 // A layer, of which a branch is computed on a stream of its own, where it has one.
 struct BranchedImpl : torch::nn::Module {
@@ -74,9 +65,9 @@ TEST(SideStreams, a_branch_on_a_stream_of_its_own_has_its_gradient_in_the_sum) {
       Sharded sharded = fully_shard(model.ptr(), std::make_shared<MeshComm>(echo_comm(0, 2), mesh), options);
       const at::Tensor x = at::arange(12, at::kFloat).view({2, 6}).div(9).to(fake_device::device());
       call(model, x).square().sum().backward();
-      gradients.push_back(values_of(sharded.gradients()));
+      gradients.push_back(kit::values_of(sharded.gradients()));
     }
-    EXPECT_TRUE(same(gradients[0], gradients[1]));
+    EXPECT_TRUE(kit::same_bits(gradients[0], gradients[1]));
   }
 }
 

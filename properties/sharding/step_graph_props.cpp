@@ -11,8 +11,10 @@
 
 #include "properties/doubles/echo_comm.h"
 #include "properties/doubles/fake_device.h"
+#include "properties/kit/bits.h"
 #include "properties/kit/device_subject.h"
 #include "properties/kit/expect_error.h"
+#include "properties/kit/piece_values.h"
 #include "shardproof/device/device_graph.h"
 #include "shardproof/shardproof.h"
 
@@ -121,11 +123,7 @@ class Training {
     optimizer_->step();
   }
 
-  std::vector<at::Tensor> main_parameters() const {
-    std::vector<at::Tensor> all;
-    for (const Piece& piece : sharded_->main_parameters()) all.push_back(piece.data.to(at::kCPU).clone());
-    return all;
-  }
+  std::vector<at::Tensor> main_parameters() const { return kit::values_of(sharded_->main_parameters()); }
 
   std::function<void()> between = [] {};
 
@@ -391,16 +389,6 @@ TEST_F(StepGraphs, a_replay_is_refused_when_what_it_relies_on_has_changed) {
 
 namespace {
 
-std::vector<at::Tensor> values_of(const std::vector<Piece>& pieces) {
-  std::vector<at::Tensor> all;
-  for (const Piece& piece : pieces) all.push_back(piece.data.to(at::kCPU).clone());
-  return all;
-}
-
-bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::ranges::equal(a, b, [](const at::Tensor& x, const at::Tensor& y) { return at::equal(x, y); });
-}
-
 // After three steps, of which the last is a replay.
 struct Captured {
   explicit Captured(Buffers buffers) : training(make(buffers)), graph(training.graph(1)) {
@@ -436,10 +424,10 @@ TEST_F(FakeStepGraphs, replays_leave_alone_what_was_made_and_gathered_after_the_
         if (parameter.key().starts_with("h.1.")) all.push_back(parameter.value().detach().to(at::kCPU).clone());
       return all;
     };
-    const std::vector<at::Tensor> averages = values_of(ema.pieces()), parameters = whole();
+    const std::vector<at::Tensor> averages = kit::values_of(ema.pieces()), parameters = whole();
     captured.graph.run(captured.training.inputs(3));
-    EXPECT_TRUE(same(values_of(ema.pieces()), averages));
-    EXPECT_TRUE(same(whole(), parameters));
+    EXPECT_TRUE(kit::same_bits(kit::values_of(ema.pieces()), averages));
+    EXPECT_TRUE(kit::same_bits(whole(), parameters));
     captured.training.update(3);
   }
 }
