@@ -10,6 +10,7 @@
 #include <nccl.h>
 #include <rapidcheck/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -338,6 +339,15 @@ TEST(NcclApi, a_gpu_that_is_not_there_is_refused_with_the_number_that_are) {
   gpu_libraries::forget();
   answers().results = {{"cudaGetDeviceCount", cudaErrorInsufficientDriver}};
   expect_error([] { nccl_api(0); }, {"[nccl] this machine has no GPU", "driver"});
+}
+
+TEST(NcclApi, an_environment_in_which_calls_block_is_refused) {
+  fresh_api();
+  ::setenv("NCCL_COMM_BLOCKING", "1", 1);
+  expect_error([] { nccl_api(0); }, {"NCCL_COMM_BLOCKING=1", "Unset it"});
+  ::setenv("NCCL_COMM_BLOCKING", "0", 1);
+  EXPECT_NE(nccl_api(0), nullptr);
+  ::unsetenv("NCCL_COMM_BLOCKING");
 }
 
 TEST(NcclApi, sums_in_rank_order_need_kernels_and_a_sum_of_nothing_launches_none) {

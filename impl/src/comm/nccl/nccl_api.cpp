@@ -290,8 +290,8 @@ std::shared_ptr<NcclApi> nccl_api(int64_t device) {
                 device, count);
   const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
   SHARD_REQUIRE(!blocking || *blocking != '1', "nccl",
-                "NCCL_COMM_BLOCKING=1 overrules that communicators do not block, and who blocks in NCCL cannot be told that "
-                "another rank has failed; unset it");
+                "NCCL_COMM_BLOCKING=1 lets calls of NCCL block, and a rank that blocks there cannot be told that another has "
+                "failed. Unset it");
   return std::make_shared<MachineApi>(device);
 }
 
