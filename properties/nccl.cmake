@@ -18,6 +18,19 @@ shardproof_test(NAME nccl_props LABEL nccl TORCH LIBRARIES nccl_double SOURCES c
 shardproof_test(NAME nccl_training_props LABEL nccl TORCH LIBRARIES nccl_double harness SOURCES
   comm/nccl/nccl_training_props.cpp)
 
+# `shardproof` over the doubles, and thousands of random cases over each.
+add_executable(shardproof_doubles doubles/shardproof_doubles.cpp)
+shardproof_uses_torch(shardproof_doubles)
+target_link_libraries(shardproof_doubles PRIVATE nccl_double unkind_groups)
+foreach(backend late_device drawn_device late_groups drawn_groups nccl_double)
+  add_test(NAME Doubles.random_cases_over_${backend}_hold
+    COMMAND shardproof_doubles verify --backend ${backend} --cases 40 --world-max 4 --seed 49 --no-python --failures "${CMAKE_CURRENT_BINARY_DIR}/failures_${backend}")
+  add_test(NAME Doubles.each_of_2000_random_cases_over_${backend}_holds
+    COMMAND shardproof_doubles verify --backend ${backend} --cases 2000 --world-max 4 --seed 50 --no-python --failures "${CMAKE_CURRENT_BINARY_DIR}/failures_${backend}")
+  set_tests_properties(Doubles.random_cases_over_${backend}_hold PROPERTIES LABELS device)
+  set_tests_properties(Doubles.each_of_2000_random_cases_over_${backend}_holds PROPERTIES LABELS "device;nightly" TIMEOUT 7200)
+endforeach()
+
 # What is decided at launch, and processes that the program starts itself.
 add_executable(nccl_driver doubles/nccl_driver.cpp)
 shardproof_uses_torch(nccl_driver)

@@ -29,6 +29,12 @@ class Groups:
         return group
 
 
+class Sorted(Groups):
+    """As torch.distributed.new_group, whose groups keep the order that ranks have in the job."""
+    def __call__(self, ranks):
+        return super().__call__(sorted(ranks))
+
+
 def main():
     torch.set_num_threads(1)
     store = join()
@@ -41,6 +47,12 @@ def main():
         assert total.tolist() == [dist.get_world_size()] * 2
     elif action == "made_groups":
         c10d_driver.check_collectives(group, Groups(store))
+        try:
+            c10d_driver.check_collectives(group, Sorted(dist.PrefixStore("sorted", store)))
+        except RuntimeError as error:
+            assert "in this order" in str(error), error
+        else:
+            raise AssertionError("a group with its ranks in another order was taken")
     elif action == "train":
         distance = c10d_driver.train(group, sys.argv[2], sys.argv[3], False)
         assert distance == 0, distance

@@ -334,13 +334,17 @@ void add_verify_command(CLI::App& app, int& exit_code) {
       return;
     }
     if (arguments->options.schedules > 0) arguments->launched.require_threads("--schedules takes rank-threads on the CPU");
-    const auto world = arguments->launched.start(arguments->mesh);
+    auto threads = registered_ranks(arguments->launched.options.backend);
+    if (threads) arguments->options.backend = arguments->launched.options.backend;
+    const auto world = threads ? nullptr : arguments->launched.start(arguments->mesh);
     arguments->launched.pool_small_tensors();
     const c10::Device device = arguments->launched.device();
-    if (world || !device.is_cpu()) require_one_job(*arguments, world ? "ranks that are processes" : "--device");
-    arguments->options.limits.above_ten = !world && !arguments->world_max_given;
-    const auto threads = thread_ranks_on(device);
-    if (!device.is_cpu()) arguments->options.ranks = threads.get();
+    const bool on_threads = !world && !threads;
+    if (!on_threads || !device.is_cpu())
+      require_one_job(*arguments, world ? "ranks that are processes" : threads ? "such a --backend" : "--device");
+    arguments->options.limits.above_ten = on_threads && !arguments->world_max_given;
+    if (!threads && !device.is_cpu()) threads = thread_ranks_on(device);
+    arguments->options.ranks = threads.get();
     exit_code = world ? run_on(*world, *arguments) : run(*arguments);
   });
 }

@@ -12,7 +12,8 @@ Ranks& ranks_of(const VerifyOptions& options) {
 
 std::string replay_words(const VerifyOptions& options) {
   const std::string engine = options.engine ? fmt::format("--engine {} ", options.engine->name()) : "";
-  return fmt::format("{} replay {}", program_name(), engine);
+  const std::string backend = options.backend.empty() ? "" : fmt::format("--backend {} ", options.backend);
+  return fmt::format("{} replay {}{}", program_name(), engine, backend);
 }
 
 std::string replay_line(const Case& c, const VerifyOptions& options) {

@@ -30,6 +30,7 @@ struct VerifyOptions {
   std::function<void(const nlohmann::json&)> also;  // gets each line of --json as well, one at a time; may be empty
   int64_t schedules = 0;  // under so many each case runs, after it has held; rank-threads on the CPU only
   Ranks* ranks = nullptr;  // null: threads. Others run one case at a time.
+  std::string backend;     // of ranks that somebody registered; else ""
   int64_t ranks_max = 0;   // of those, the most that a case may have; 0: as many as it likes
   const Engine* engine = nullptr;  // instead of the library; one case at a time
 };

@@ -3,13 +3,16 @@
 
 #include <c10/core/Device.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "golden/golden.h"
 #include "harness/case/case.h"
 #include "harness/compare/pieces.h"
 #include "harness/compare/step_exchange.h"
+#include "shardproof/comm/comm.h"
 
 namespace harness {
 
@@ -36,6 +39,14 @@ Ranks& thread_ranks();
 
 // Rank-threads that share a device which has arithmetic (device.h). Collectives complete as early as they may, and what a case
 // asks for that only the CPU has, memory side by side, is gathered instead: neither changes a bit. `device` may be the CPU.
-std::unique_ptr<Ranks> thread_ranks_on(c10::Device device);
+// `over`: makes of a rank-thread's communicator the one that the rank trains with.
+using Over = std::function<std::shared_ptr<shardproof::Comm>(std::shared_ptr<shardproof::Comm>)>;
+std::unique_ptr<Ranks> thread_ranks_on(c10::Device device, Over over = {});
+
+// Registers ranks of your own, as rank-threads whose communicator or device you have written: `verify` and `replay` train with
+// them for --backend NAME. Throws Error where the name is taken. Before `run_program`, from one thread.
+void register_ranks(const std::string& name, std::function<std::unique_ptr<Ranks>()> make);
+// Those; null where nobody has registered the name.
+std::unique_ptr<Ranks> registered_ranks(const std::string& name);
 
 }  // namespace harness

@@ -1,3 +1,4 @@
+#include <map>
 #include <memory>
 
 #include "harness/run/policies.h"
@@ -16,7 +17,7 @@ class ThreadRanks final : public Ranks {
 
 class DeviceThreads final : public Ranks {
  public:
-  explicit DeviceThreads(c10::Device device) : device_(device) {}
+  DeviceThreads(c10::Device device, Over over) : device_(device), over_(std::move(over)) {}
   c10::Device device() const override { return device_; }
   Steps train(const Case& c, const golden::Run& run) override {
     CaseCheckpoints checkpoints(c);
@@ -26,24 +27,43 @@ class DeviceThreads final : public Ranks {
       options.policy = policy;
       options.completion = ThreadsOptions::Completion::eager;
       options.device = device_;
-      run_threads(now.mesh.size(), body, options);
+      run_threads(
+          now.mesh.size(),
+          [&](std::shared_ptr<Comm> comm) { body(over_ ? over_(std::move(comm)) : std::move(comm)); }, options);
     };
     return run_sharded(c, run, checkpoints, run_world, device_);
   }
 
  private:
   c10::Device device_;
+  Over over_;
 };
 
+std::map<std::string, std::function<std::unique_ptr<Ranks>()>>& registered() {
+  static std::map<std::string, std::function<std::unique_ptr<Ranks>()>> all;
+  return all;
+}
+
 }  // namespace
+
+void register_ranks(const std::string& name, std::function<std::unique_ptr<Ranks>()> make) {
+  const bool own = name == "threads" || name == "mpi" || name == "nccl";
+  SHARD_REQUIRE(make && !own && registered().emplace(name, std::move(make)).second, "register_ranks",
+                "'{}' is the name of other ranks, or there is nothing that makes them", name);
+}
+
+std::unique_ptr<Ranks> registered_ranks(const std::string& name) {
+  const auto found = registered().find(name);
+  return found == registered().end() ? nullptr : found->second();
+}
 
 Ranks& thread_ranks() {
   static ThreadRanks ranks;
   return ranks;
 }
 
-std::unique_ptr<Ranks> thread_ranks_on(c10::Device device) {
-  return std::make_unique<DeviceThreads>(device);
+std::unique_ptr<Ranks> thread_ranks_on(c10::Device device, Over over) {
+  return std::make_unique<DeviceThreads>(device, std::move(over));
 }
 
 }  // namespace harness

@@ -151,11 +151,9 @@ void check_collectives(const py::object& group, const py::object& make_group) {
   const auto part = comm->split(comm->rank() % 2, comm->rank(), "parity");
   check_comm(*part);
   check_comm(*part->split(0, 0, "all of the part"));
-  if (make_group.is_none()) {
-    const auto reversed = comm->split(0, -comm->rank(), "the other way round");
-    if (reversed->rank() != comm->size() - 1 - comm->rank()) throw std::runtime_error("the keys of a split are not its order");
-    check_comm(*reversed);
-  }
+  const auto reversed = comm->split(0, -comm->rank(), "the other way round");
+  if (reversed->rank() != comm->size() - 1 - comm->rank()) throw std::runtime_error("the keys of a split are not its order");
+  check_comm(*reversed);
   if (comm->split(comm->rank() == 0 ? -1 : 0, 0, "all but the first") == nullptr && comm->rank() != 0)
     throw std::runtime_error("a rank with a color is in no group");
   check_comm(*part);

@@ -1,6 +1,7 @@
 #include "shardproof/sharding/transfer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -25,14 +26,17 @@ struct Side {
   ModelRecord record = {};
 };
 
+// What each rank of the world says of itself.
+at::Tensor told(Comm& world, std::vector<int64_t> mine) {
+  at::Tensor all = at::empty({world.size() * std::ssize(mine)}, at::kLong);
+  world.all_gather(all, at::tensor(mine, at::kLong)).wait();
+  return all;
+}
+
 // Who is on this side: every rank says its number there.
 void find_ranks(Comm& world, Side& side) {
-  at::Tensor mine = at::full({2}, int64_t{-1}, at::kLong), all = at::empty({2 * world.size()}, at::kLong);
-  if (side.model) {
-    mine[0] = side.model->comms->rank();
-    mine[1] = side.model->comms->mesh().size();
-  }
-  world.all_gather(all, mine).wait();
+  const at::Tensor all = side.model ? told(world, {side.model->comms->rank(), side.model->comms->mesh().size()})
+                                    : told(world, {-1, -1});
   const auto* numbers = all.const_data_ptr<int64_t>();
   int64_t size = 0;
   for (int64_t rank = 0; rank < world.size(); ++rank) size = std::max(size, numbers[2 * rank + 1]);
@@ -118,19 +122,34 @@ Tensors main_shards(const Sharded::Impl* model) {
   return shards;
 }
 
-// Memory for what leaves a rank or arrives, beside the model `any` of this rank; null: it has none.
-at::Tensor on_its_way(const Sharded::Impl* any, int64_t elements, at::ScalarType dtype) {
-  return any ? any->memory->allocate(MemoryKind::communication, elements, dtype) : at::empty({elements}, dtype);
+// By which everything travels: memory of whichever model this rank has, or of neither. Every rank sends from one type of
+// device, since a process group has a backend for each: the models', or the CPU where they differ.
+struct Way {
+  const Sharded::Impl* any;  // null: the rank has neither model
+  c10::Device device;
+
+  at::Tensor allocate(int64_t elements, at::ScalarType dtype) const {
+    return any && any->device() == device ? any->memory->allocate(MemoryKind::communication, elements, dtype)
+                                          : at::empty({elements}, at::TensorOptions(dtype).device(device));
+  }
+};
+
+Way way_between(Comm& world, const Sharded::Impl* from, const Sharded::Impl* to) {
+  const Sharded::Impl* any = to ? to : from;
+  const auto type_of = [](const Sharded::Impl* model) { return model ? static_cast<int64_t>(model->device().type()) : -1; };
+  const at::Tensor all = told(world, {type_of(from), type_of(to)}), types = all.masked_select(all.ge(0));
+  const auto type = static_cast<c10::DeviceType>(types.min().item<int64_t>());
+  if (type == at::kCPU || !types.eq(types[0]).all().item<bool>()) return {any, at::kCPU};
+  return {any, any ? any->device() : c10::impl::VirtualGuardImpl(type).getDevice()};
 }
 
-// Moves the parameters, one after the other, through memory of whichever model this rank has.
-void move_all(Comm& world, const Side& from, const Side& to, int64_t bytes_at_once) {
+// Moves the parameters, one after the other.
+void move_all(Comm& world, const Side& from, const Side& to, const Way& way, int64_t bytes_at_once) {
   const Tensors sources = main_shards(from.model), targets = main_shards(to.model);
-  const Sharded::Impl* any = to.model ? to.model : from.model;
   for (const Pair& pair : pairs_of(from.record, to.record)) {
-    const auto allocate = [&](int64_t elements) { return on_its_way(any, elements, pair.from->dtype); };
+    const auto allocate = [&](int64_t elements) { return way.allocate(elements, pair.from->dtype); };
     const auto here = [&](const Tensors& shards, const std::string& name) {
-      return any == nullptr || !shards.contains(name) ? at::Tensor() : shards.at(name).to(any->device());
+      return shards.contains(name) ? shards.at(name).to(way.device) : at::Tensor();
     };
     const at::Tensor source = here(sources, pair.from->name), target = here(targets, pair.to->name);
     const auto bytes = static_cast<int64_t>(c10::elementSize(pair.from->dtype));
@@ -141,19 +160,18 @@ void move_all(Comm& world, const Side& from, const Side& to, int64_t bytes_at_on
 }
 
 // Rank 0 of `from` gives what is not sharded to every rank of `to`. It travels as bytes, since a buffer may have any dtype.
-void move_plain(Comm& world, const Side& from, const Side& to, int64_t bytes_at_once) {
+void move_plain(Comm& world, const Side& from, const Side& to, const Way& way, int64_t bytes_at_once) {
   const auto tensors = [](const Side& side) { return side.model ? side.model->plain_tensors().state : Tensors(); };
   const Tensors sources = tensors(from), targets = tensors(to);
   const bool gives = from.ranks.front() == world.rank();
-  const Sharded::Impl* any = to.model ? to.model : from.model;
-  const at::TensorOptions bytes = at::TensorOptions(at::kByte).device(any ? any->device() : at::kCPU);
+  const at::TensorOptions bytes = at::TensorOptions(at::kByte).device(way.device);
   const Placement one{Mesh({{"one", 1}}), replicated()}, every{Mesh({{"every", std::ssize(to.ranks)}}), replicated()};
   for (const PlainRecord& tensor : from.record.plain) {
     const int64_t size = numel(tensor.shape) * static_cast<int64_t>(c10::elementSize(tensor.dtype));
     at::Tensor source, target;
     if (gives) source = sources.at(tensor.name).to(bytes.device()).contiguous().view({-1}).view(at::kByte);
     if (to.model) target = at::empty({size}, bytes);
-    const auto allocate = [&](int64_t elements) { return on_its_way(any, elements, at::kByte); };
+    const auto allocate = [&](int64_t elements) { return way.allocate(elements, at::kByte); };
     move_between({{size}, one, every, {from.ranks.front()}, to.ranks}, source, target, world, bytes_at_once, allocate);
     if (target.defined()) at::Tensor(targets.at(tensor.name)).copy_(target.view(tensor.dtype).view(tensor.shape));
   }
@@ -171,6 +189,7 @@ void transfer(Comm& world, const Sharded* from, Sharded* to, const TransferOptio
   });
   make_known(world, source);
   make_known(world, target);
+  const Way way = way_between(world, source.model, target.model);
   pairs_of(source.record, target.record);
   require_same_plain(source.record, target.record);
   std::function<void()> put_extra = [] {};
@@ -178,8 +197,8 @@ void transfer(Comm& world, const Sharded* from, Sharded* to, const TransferOptio
     if (to) put_extra = reads_extra_state(*to->impl().module, {source.record.extra.begin(), source.record.extra.end()});
   });
   if (to) to->impl().begin_update();
-  move_all(world, source, target, options.bytes_at_once);
-  move_plain(world, source, target, options.bytes_at_once);
+  move_all(world, source, target, way, options.bytes_at_once);
+  move_plain(world, source, target, way, options.bytes_at_once);
   agree_on(world, put_extra);
   if (to) to->main_parameters_changed();
 }

@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include <deque>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/split_group.h"
@@ -14,6 +16,7 @@
 #include "shardproof/comm/c10d/c10d.h"
 #include "shardproof/device/device.h"
 #include "testing/comm/collective_plan.h"
+#include "testing/device/streams.h"
 
 namespace shardproof {
 namespace {
@@ -60,6 +63,30 @@ class C10dWork : public Work::State {
   bool done_ = false;
   std::string failed_;  // why; a wait that comes again must not find it done
 };
+
+// A collective on a device, all of whose steps a stream beside the caller's was given: the host waits for none of them.
+class BesideWork : public Work::State {
+ public:
+  BesideWork(c10::Stream stream, Call call) : stream_(stream), done_(stream.device_type()), call_(std::move(call)) {
+    done_.record(stream);
+  }
+  void wait() override { done_.block(current_stream(stream_.device())); }
+
+ private:
+  const c10::Stream stream_;
+  c10::Event done_;
+  Call call_;  // its tensors live until the caller's stream is behind the event
+};
+
+// Whether a backend of the group only orders streams, as NCCL's: it knows no tags, and a message that is sent before the peer
+// receives may stop the host.
+bool orders_streams(c10d::ProcessGroup& group) {
+  const auto devices = group.getDeviceTypes();
+  return std::any_of(devices.begin(), devices.end(), [&](c10::Device device) {
+    const std::string name = group.getBackend(device.type())->getBackendName();
+    return !device.is_cpu() && name != "gloo" && name != "mpi";
+  });
+}
 
 // Messages of a rank to itself, which process groups refuse. A receive may come before its send.
 class OwnMessages {
@@ -115,6 +142,7 @@ class C10dComm : public Comm {
   Work broadcast_bytes(const Call& call);
   Work reduce_natively(const Call& call);
   Work reduce_in_rank_order(const Call& call);
+  Work all_reduce_by_slices(const Call& call);
   Work message(const Call& call);
   // `target`: the call's output, or of a sum memory for the terms of all ranks, one after the other.
   Work exchange(const Call& call, const at::Tensor& target, std::function<void()> finish = {});
@@ -137,11 +165,22 @@ class C10dComm : public Comm {
   std::string name_;
   int64_t rank_;
   OwnMessages own_;
+  std::optional<c10::Stream> beside_;  // of the device on which this group's collectives run
 };
 
 Work C10dComm::start(Call call) {
+  const at::Tensor& any = call.output.defined() ? call.output : call.input;
+  const bool message = call.op == Op::send || call.op == Op::recv;
   try {
-    return begin(call);
+    if (!any.defined() || any.is_cpu() || message) return begin(call);
+    const c10::DeviceGuard current(any.device());
+    const c10::impl::VirtualGuardImpl device(any.device().type());
+    if (!beside_ || beside_->device() != any.device()) beside_ = device.getStreamFromGlobalPool(any.device());
+    order_streams(current_stream(any.device()), *beside_);
+    const c10::Stream before = device.exchangeStream(*beside_);
+    const std::shared_ptr<void> back(nullptr, [&](void*) { device.exchangeStream(before); });
+    begin(call).wait();
+    return Work(std::make_shared<BesideWork>(*beside_, std::move(call)));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
@@ -207,7 +246,7 @@ Work C10dComm::gather(const Call& call) {
   if (!whole_) return exchange(call, call.output);
   at::Tensor output = bytes_of(call.output), input = bytes_of(call.input);
   if (output.const_data_ptr() == static_cast<const std::byte*>(input.const_data_ptr()) - rank() * input.numel())
-    input = input.clone();  // process groups do not promise to gather in place
+    input = orders_streams(*group_) ? input : input.clone();  // NCCL gathers in place, others do not promise it
   return work(call, {group_->_allgather_base(output, input)}, {}, {output, input});
 }
 
@@ -247,9 +286,23 @@ Work C10dComm::reduce_natively(const Call& call) {
   return work(call, {group_->_reduce_scatter_base(apart, input, options)}, [output, apart] { output.copy_(apart); }, {input});
 }
 
+// Each rank sums a slice and tells it to all, so that there is memory for one more tensor and not for one of each rank. The
+// second exchange begins once the first has ended, which the host need not wait for on a device.
+Work C10dComm::all_reduce_by_slices(const Call& call) {
+  const at::Tensor output = plain(call.output);
+  const int64_t slice = (output.numel() + size() - 1) / size();
+  at::Tensor terms = at::zeros({slice * size()}, output.options()), sum = at::empty({slice}, output.options());
+  terms.narrow(0, 0, output.numel()).copy_(plain(call.input));
+  reduce_in_rank_order({.op = Op::reduce_scatter, .output = sum, .input = terms, .reduce = call.reduce}).wait();
+  gather({.op = Op::all_gather, .output = terms, .input = sum}).wait();
+  output.copy_(terms.narrow(0, 0, output.numel()));
+  return Work();
+}
+
 // Everybody's terms of what this rank needs come together in one exchange, and are summed here.
 Work C10dComm::reduce_in_rank_order(const Call& call) {
   SHARD_REQUIRE(can_reduce(dtype(call)), "c10d", "{}: {} cannot be reduced", where(call), c10::toString(dtype(call)));
+  if (call.op == Op::all_reduce && !call.output.is_cpu()) return all_reduce_by_slices(call);
   const at::Tensor output = plain(call.output);
   at::Tensor terms = at::empty({size() * output.numel()}, output.options());
   const auto finish = [output, terms, op = call.reduce] {
@@ -308,14 +361,18 @@ std::shared_ptr<Comm> C10dComm::split(int64_t color, int64_t key, std::string na
   SHARD_REQUIRE(number < kGroupsMax, "c10d", "split of '{}': a process group has at most {} groups in its life; reuse them",
                 name_, kGroupsMax);
   const std::vector<int> members(made.world_ranks.begin(), made.world_ranks.end());
-  if (!options_.make_group) return std::make_shared<C10dComm>(group_, members, false, number, options_, std::move(name));
-  SHARD_REQUIRE(std::is_sorted(members.begin(), members.end()), "c10d",
-                "split of '{}': process groups keep their ranks' order, the keys ask for [{}]", name_, fmt::join(members, ","));
+  const bool through_this = members.size() == 1 || !options_.make_group;  // a rank alone sends nothing
+  SHARD_REQUIRE(members.size() == 1 || options_.make_group || !orders_streams(*group_), "c10d",
+                "split of '{}': the process group has a backend without tags ({}), so ranks along '{}' cannot send messages "
+                "through it. Give C10dOptions::make_group; in Python leave make_groups out, or give make_groups=True",
+                name_, group_->getBackendName(), name);
+  if (through_this) return std::make_shared<C10dComm>(group_, members, false, number, options_, std::move(name));
   C10dOptions options = options_;
   const C10dGroup group = options.make_group(members, fmt::format("{}.{}", name, number));
-  SHARD_REQUIRE(group && group->getSize() == std::ssize(members), "c10d",
-                "C10dOptions::make_group made a group of {} ranks for '{}', it was asked for [{}]",
-                group ? group->getSize() : 0, name, fmt::join(members, ","));
+  SHARD_REQUIRE(group && group->getSize() == std::ssize(members) && group->getRank() == made.rank, "c10d",
+                "C10dOptions::make_group made a group for '{}' in which this rank is {} of {}; it was asked for [{}], in this "
+                "order, of which it is {}",
+                name, group ? group->getRank() : -1, group ? group->getSize() : 0, fmt::join(members, ","), made.rank);
   std::vector<int> inside(members.size());
   std::iota(inside.begin(), inside.end(), 0);
   // Groups of this one are numbered by ranks of its own.

@@ -6,23 +6,25 @@
 
 namespace shardproof {
 
-// One step: what this rank has goes to the next, and what the rank before has arrives. Underway until wait().
+// One step: what this rank has goes to the next, and what the rank before has arrives. Underway until wait(). It is one call,
+// since process groups of NCCL may block a host that sends until the peer receives.
 class Ring::Pass {
  public:
   Pass(const at::Tensor& mine, at::Tensor arriving, int64_t next, int64_t previous, Comm& group)
       : mine_(mine), arriving_(std::move(arriving)) {
-    sent_ = group.send(mine_, next);
-    received_ = group.recv(arriving_, previous);
+    std::vector<int64_t> sent(static_cast<size_t>(group.size())), received(sent);
+    sent[static_cast<size_t>(next)] = mine_.numel();
+    received[static_cast<size_t>(previous)] = arriving_.numel();
+    work_ = group.all_to_all(arriving_, mine_, received, sent);
   }
   at::Tensor wait() {
-    sent_.wait();
-    received_.wait();
+    work_.wait();
     return arriving_;
   }
 
  private:
   at::Tensor mine_, arriving_;
-  Work sent_, received_;
+  Work work_;
 };
 
 Ring::Pass Ring::pass_on(const at::Tensor& mine, int64_t source) const {
