@@ -56,12 +56,12 @@ def serve_or_connect():
     return TCPStore("127.0.0.1", int(pathlib.Path(path).read_text()), world, False)
 
 
-def join():
+def join(backend="gloo", **more):
     """The store of all ranks, beside the process group that it begins."""
     import torch.distributed as dist
     store = serve_or_connect()
-    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=int(os.environ["RANK"]),
-                            world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=int(os.environ["RANK"]),
+                            world_size=int(os.environ["WORLD_SIZE"]), **more)
     return store
 
 

@@ -191,64 +191,100 @@ def run_mpi(
     return _mpi.run_mpi(body, timeout_seconds, flight_directory, direct_reads)
 
 
-def _maker_of_groups(group: "torch.distributed.ProcessGroup") -> Callable:
-    """Makes a group of some ranks of `group`, on its backend, when those ranks and no others call it with the same name.
+def _timeout_of(group: "torch.distributed.ProcessGroup") -> Any:
+    from torch.distributed import distributed_c10d
+
+    backend = group._get_backend(group._device_types[0])
+    options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)
+    known = getattr(options, "_timeout", None)
+    return known or distributed_c10d._get_default_timeout(torch.distributed.Backend(backend.name()))
+
+
+def _group_within(
+    parent: "torch.distributed.ProcessGroup", ranks: "list[int]", backends: str, name: str, number: str = "0"
+) -> Any:
+    """A group of some ranks of `parent`, by their numbers in the job, that has its timeout; one for each name and ranks.
 
     `torch.distributed.new_group` with `use_local_synchronization` names a group by the number of groups that a process is in.
-    Where ranks are in different numbers of groups they wait for each other until a timeout. Here they agreed on the name.
+    Where ranks are in different numbers of groups they wait for each other until a timeout. Here only those ranks call, and
+    they have agreed on the name and the number. A group stays registered until destroy_process_group, with its connections and
+    threads, so models that are sharded one after the other share it.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    members = dist.get_process_group_ranks(group)
-    if dist.group.WORLD.bound_device_id is not None and len(members) != dist.get_world_size():
-        raise _C.Error(
-            "[comm] init_process_group was given a device_id, so every rank of the job takes part in making a group, and this "
-            "group has only some of them. Leave device_id out"
+    registered, of_all = distributed_c10d._world, dist.group.WORLD
+    name = f"shardproof/{parent.group_name}/{name}/{ranks}"
+    for made, known in registered.pg_names.items():
+        if known.rpartition("/")[0] == name:
+            return made
+    bound, of_all.bound_device_id = of_all.bound_device_id, None  # else every rank of the job would have to take part
+    try:
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(backends),
+            registered.pg_map[parent][1],
+            f"{name}/{number}",
+            timeout=_timeout_of(parent),
+            group_desc=name,
         )
+    except RuntimeError as error:
+        raise _C.Error(
+            f"[comm] rank {dist.get_rank()} cannot make a process group of ranks {ranks} for '{name}': {error}. Gloo "
+            "connects to the address that a host's own name has, which may be 127.0.1.1: set GLOO_SOCKET_IFNAME on each "
+            "host to the network interface by which it reaches the others"
+        ) from error
+    finally:
+        of_all.bound_device_id = bound
+    registered.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
-    def make(ranks: "list[int]", name: str) -> "torch.distributed.ProcessGroup":
-        backend, store = distributed_c10d._world.pg_map[group]
-        outside = [members[rank] for rank in ranks]
-        try:
-            made, _ = distributed_c10d._new_process_group_helper(
-                len(outside),
-                outside.index(dist.get_rank()),
-                outside,
-                dist.Backend(backend),
-                store,
-                f"shardproof/{name}/{outside}",
-                timeout=distributed_c10d._get_default_timeout(dist.Backend(backend)),
-                device_id=dist.group.WORLD.bound_device_id,
-                group_desc=name,
-            )
-        except RuntimeError as error:
-            raise _C.Error(
-                f"[comm] rank {dist.get_rank()} cannot make a process group of ranks {outside} for '{name}': {error}. Gloo "
-                "connects to the address that a host's own name has, which may be 127.0.1.1: set GLOO_SOCKET_IFNAME on each "
-                "host to the network interface by which it reaches the others"
-            ) from error
-        distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(outside)}
-        return made
 
-    return make
+def _backends_of(group: "torch.distributed.ProcessGroup") -> "dict[str, str]":
+    """By type of device; with Gloo for the CPU where the group has nothing for it, since ranks agree by tensors of the CPU."""
+    import torch.distributed as dist
+
+    config = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    return {"cpu": "gloo", **config.get_device_backend_map()}
+
+
+def _with_cpu(group: "torch.distributed.ProcessGroup") -> "torch.distributed.ProcessGroup":
+    """The group itself, or one of the same backends and a Gloo of our own for tensors of the CPU."""
+    import torch.distributed as dist
+
+    cpu = torch.device("cpu")
+    if cpu in group._device_types:
+        return group
+    beside = _group_within(group, dist.get_process_group_ranks(group), "gloo", "cpu")
+    both = dist.ProcessGroup(dist.distributed_c10d._world.pg_map[group][1], group.rank(), group.size())
+    for device, name in _backends_of(group).items():
+        owner = beside if device == "cpu" else group
+        both._register_backend(
+            torch.device(device), dist.Backend.backend_type_map[name], owner._get_backend(torch.device(device))
+        )
+        both._set_default_backend(dist.Backend.backend_type_map[name])
+    return both
 
 
 def comm_of(
     group: Optional["torch.distributed.ProcessGroup"] = None, *, native: bool = False, make_groups: Optional[bool] = None
 ) -> Comm:
-    """Make a communicator of a process group of torch.distributed.
+    """Make a communicator of a process group of torch.distributed. All ranks of the group call it.
 
     Parameters
     ----------
     group : ProcessGroup, optional
-        The group; without one, the default group.
+        The group; without one, the default group. Where it takes no tensors of the CPU, as that of
+        ``init_process_group("nccl")``, it gets a Gloo beside it, by which ranks agree on sizes and names.
     native : bool
         Leave sums to the process group, in its own order. Otherwise they are taken in rank order, and have the bits of
         ranks that are threads.
     make_groups : bool, optional
-        Whether ranks along an axis of a mesh get a process group of their own, on the same backend. Without one they send
-        messages with tags through the given group. NCCL has no tags, so by default groups are made where it takes part.
+        Whether ranks along an axis of a mesh get a process group of their own, on the same backends and with the same timeout.
+        Without one they send messages with tags through the given group. Only Gloo and MPI have tags, so by default groups are
+        made where another backend takes part. An axis that has all ranks takes the given group.
     """
     import torch.distributed as dist
 
@@ -260,14 +296,17 @@ def comm_of(
                 "shardproof.run_threads(ranks, body), and pass the body's argument as comm"
             )
         group = dist.group.WORLD
-    backends = dist.get_backend_config(group)
-    if torch.device("cpu") not in group._device_types:
-        raise _C.Error(
-            f"[comm] the process group ({backends}) takes no tensors of the CPU, by which ranks agree on sizes and names. "
-            "Give it two backends: torch.distributed.init_process_group('cpu:gloo,cuda:nccl')"
-        )
-    makes = "nccl" in backends if make_groups is None else make_groups
-    return _C.comm_of(group, native, _maker_of_groups(group) if makes else None)
+    whole, backends, members = _with_cpu(group), _backends_of(group), dist.get_process_group_ranks(group)
+
+    def make(ranks: "list[int]", name: str) -> "torch.distributed.ProcessGroup":
+        if ranks == list(range(len(members))):
+            return whole
+        of, _, number = name.rpartition(".")
+        text = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        return _group_within(group, [members[rank] for rank in ranks], text, of, number)
+
+    makes = not {"gloo", "mpi"}.issuperset(backends.values()) if make_groups is None else make_groups
+    return _C.comm_of(whole, native, make if makes else None)
 
 
 _default_comms: "dict[int, tuple]" = {}

@@ -1,5 +1,6 @@
 """What each process does in test_process_groups.py: the program, its scenario, and its arguments."""
 
+import datetime
 import os
 import sys
 from unittest import mock
@@ -125,13 +126,16 @@ def made_groups():
 
 def made_groups_of_a_part():
     """Ranks of the part have other numbers in the job."""
-    part = dist.new_group([1, 2, 3])
-    if dist.get_rank() == 0:
+    part = dist.new_group([1, 2, 3, 4])
+    rank = dist.get_rank() - 1
+    if rank < 0:
         return
-    trained_on(shardproof.comm_of(part, make_groups=True), "dp_replicate=1,dp_shard=3", "hsdp")
-    made = groups_made()
-    assert made and all(dist.get_rank() in ranks and set(ranks) <= {1, 2, 3} for ranks in made), made
-    assert [1, 2, 3] in made, made
+    comm = shardproof.comm_of(part, make_groups=True)
+    trained_on(comm, "dp_replicate=1,dp_shard=4", "hsdp")
+    assert groups_made() == []  # those of all ranks are there, and a rank alone needs none
+    trained_on(comm, "dp_replicate=2,dp_shard=2", "hsdp")
+    first, second = rank - rank % 2 + 1, rank % 2 + 1
+    assert groups_made() == sorted([[first, first + 1], [second, second + 2]]), groups_made()
 
 
 def disagree(name):
@@ -147,15 +151,40 @@ def refused_groups():
             return
         raise AssertionError("nothing was refused")
 
-    for_cuda_alone = dist.new_group(backend="cuda:gloo")
-    refused(lambda: shardproof.comm_of(for_cuda_alone), "takes no tensors of the CPU", "'cpu:gloo,cuda:nccl'")
-    make = shardproof.ranks._maker_of_groups(dist.group.WORLD)
     unreachable = RuntimeError("connect [127.0.1.1]:31337: Connection refused")
+    from shardproof.ranks import _group_within as make
+
     with mock.patch("torch.distributed.distributed_c10d._new_process_group_helper", side_effect=unreachable):
-        refused(lambda: make([dist.get_rank()], "dp_shard"), "Connection refused", "'dp_shard'", "GLOO_SOCKET_IFNAME")
-    part = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    refused(lambda: shardproof.comm_of(part, make_groups=True), "Leave device_id out")
+        refused(
+            lambda: make(dist.group.WORLD, [0, 1], "gloo", "dp_shard"),
+            "Connection refused", "/dp_shard/", "GLOO_SOCKET_IFNAME",
+        )  # fmt: skip
+
+
+def as_users_begin():
+    """A group that takes tensors of the GPU alone, as NCCL's, with a timeout and a device of its own; models come and go."""
+    from torch.distributed import distributed_c10d
+
+    world, given = dist.group.WORLD, distributed_c10d._world.pg_names.copy()
+    world.bound_device_id = torch.device("cuda", dist.get_rank())
+    assert torch.device("cpu") not in world._device_types
+    bits, made = [], []
+    for mesh, strategy in 2 * [("dp_replicate=2,dp_shard=2", "hsdp"), ("dp_shard=4", "zero3")]:
+        bits.append(trained_on(shardproof.comm_of(), mesh, strategy))
+        made.append(groups_made())
+    assert_same_bits(bits[0], bits[2])
+    rank = dist.get_rank()
+    # One for tensors of the CPU, and one for each axis of some ranks.
+    assert made[0] == sorted([[0, 1, 2, 3], [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]]), made[0]
+    assert made[1:] == 3 * made[:1], made
+    assert world.bound_device_id is not None
+    for group in set(distributed_c10d._world.pg_names) - set(given):
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        assert timeout.total_seconds() == 417, (distributed_c10d._world.pg_names[group], timeout)
+    # The last has ranks in another order along both of its axes than in the job.
+    for mesh, strategy in [("dp_shard=4", "zero3"), ("dp_replicate=2,dp_shard=2", "hfsdp")]:
+        on_threads = shardproof.run_threads(4, lambda comm: trained_on(comm, mesh, strategy))  # noqa: B023
+        assert_same_bits(trained_on(shardproof.comm_of(), mesh, strategy), on_threads[0])
 
 
 def nccl():
@@ -227,6 +256,11 @@ def checkpoint(folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    store = peer_ranks.join()
+    if sys.argv[1] == "as_users_begin":
+        gloo = lambda store, rank, size, timeout: dist.ProcessGroupGloo(store, rank, size, timeout)  # noqa: E731
+        dist.Backend.register_backend("for_gpus", gloo, devices=["cuda"])
+        store = peer_ranks.join("for_gpus", timeout=datetime.timedelta(seconds=417))
+    else:
+        store = peer_ranks.join()
     globals()[sys.argv[1]](*sys.argv[2:])
     peer_ranks.leave(store)

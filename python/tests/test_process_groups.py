@@ -65,7 +65,11 @@ def test_axes_of_a_mesh_have_groups_of_their_own_however_many_groups_a_rank_is_i
 
 
 def test_a_group_of_some_ranks_makes_groups_of_those_ranks():
-    run_ranks(SCRIPT, 4, ["made_groups_of_a_part"])
+    run_ranks(SCRIPT, 5, ["made_groups_of_a_part"])
+
+
+def test_a_group_that_takes_tensors_of_gpus_alone_serves_and_its_groups_do_not_pile_up():
+    run_ranks(SCRIPT, 4, ["as_users_begin"])
 
 
 def test_a_group_that_cannot_serve_is_refused_with_what_to_do():
