@@ -61,6 +61,18 @@ validation-data = ["{self.write('x', b'abcdefgh')}", "{self.write('y', b'abcdefg
         self.assertEqual(code, 0, errors)
         self.assertIn("the check of replicas found nothing wrong", output)
 
+    def test_a_number_sign_within_quotes_is_no_comment(self):
+        for quote in ('"', "'"):
+            given = self.config(f"checkpoint-dir = {quote}runs/exp#1{quote}  # 'the first'\nlr = 1e-3# \"the rate\n")
+            text, values = self.printed("--config", given)
+            self.assertEqual((values["checkpoint-dir"], values["lr"]), ("runs/exp#1", 1e-3))
+            self.assertEqual(self.printed("--config", self.config(text))[1], values)
+
+    def test_a_line_of_json_that_cannot_be_written_is_an_error(self):
+        code, _, _, errors = self.train("--json", "/dev/full")
+        self.assertEqual(code, 2, errors)
+        self.assertIn("writing a line of --json failed: No space left on device", errors)
+
     def test_what_a_file_cannot_say_is_refused_with_its_name(self):
         for text, words in (("learning-rate = 1", "run.toml: there is no option 'learning-rate'."),
                             ("warm-up = 1", "there is no option 'warm-up'. Did you mean 'warmup'?"),

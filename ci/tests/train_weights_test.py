@@ -172,7 +172,9 @@ class TrainFromWeights(TrainingRuns):
                                    "8", "--temperature", "0", "--mesh", mesh], capture_output=True, text=True)
             self.assertEqual(done.stdout.split(), [str(token) for token in expected[3:]], done.stderr)
         for words, arguments in (("Give --prompt-tokens, which the tokenizer makes of text", ("--weights", folder)),
-                                 ("and not both", ("--weights", folder, folder)), ("give a checkpoint", ())):
+                                 ("and not both", ("--weights", folder, folder)), ("give a checkpoint", ()),
+                                 ("65 tokens of context, and the model of",
+                                  ("--weights", folder, "--prompt-tokens", "1", "2", "3", "--length", "63"))):
             done = subprocess.run([SHARDPROOF, "sample", *arguments], capture_output=True, text=True)
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn(words, done.stderr)

@@ -40,7 +40,7 @@ std::string rounded(const std::string& name, const std::string& bytes, shardproo
   if (from == to) return bytes;
   const at::Tensor values = at::empty({static_cast<int64_t>(bytes.size()) / dtype_info(from).bytes}, from);
   std::memcpy(values.mutable_data_ptr(), bytes.data(), bytes.size());
-  const at::Tensor result = rounded_weight(name, values, to);
+  const at::Tensor result = shardproof::rounded_weight(name, values, to);
   return {static_cast<const char*>(result.const_data_ptr()), result.nbytes()};
 }
 

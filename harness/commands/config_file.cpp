@@ -4,7 +4,9 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <fstream>
 #include <set>
+#include <sstream>
 #include <vector>
 
 #include "harness/commands/choices.h"
@@ -13,12 +15,24 @@
 namespace harness {
 namespace {
 
-std::vector<CLI::ConfigItem> items_of(const CLI::App& command, const std::string& path) {
-  try {
-    return command.get_config_formatter()->from_file(path);
-  } catch (const CLI::FileError&) {
-    throw shardproof::Error(fmt::format("[config] cannot read {}; name another file with --config", path));
+std::string without_comment(const std::string& line) {
+  char quote = 0;
+  for (size_t i = 0; i < line.size(); ++i) {
+    if (quote == 0 && line[i] == '#') return line.substr(0, i);
+    if (quote == 0 ? line[i] == '"' || line[i] == '\'' : line[i] == quote) quote = quote == 0 ? line[i] : 0;
   }
+  return line;
+}
+
+// CLI11 begins a comment at each '#', within quotes, too. So comments are cut here, and it is given a mark that no text has.
+std::vector<CLI::ConfigItem> items_of(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  for (std::string line; std::getline(file, line);) text << without_comment(line) << '\n';
+  SHARD_REQUIRE(file.eof(), "config", "cannot read {}; name another file with --config", path);
+  CLI::ConfigTOML format;
+  format.comment('\0');
+  return format.from_config(text);
 }
 
 // Without dashes.
@@ -50,7 +64,7 @@ void give(CLI::Option& option, const CLI::ConfigItem& item) {
 void read_config(CLI::App& command, const std::string& path) {
   const std::vector<std::string> names = names_of_options(command);
   std::set<std::string> seen;
-  for (const CLI::ConfigItem& item : items_of(command, path)) {
+  for (const CLI::ConfigItem& item : items_of(path)) {
     SHARD_REQUIRE(item.parents.empty(), "config", "{}: tables such as [{}] mean nothing here; write NAME = VALUE", path,
                   item.parents.front());
     SHARD_REQUIRE(std::ranges::find(names, item.name) != names.end(), "config", "{}: there is no option '{}'.{}", path,

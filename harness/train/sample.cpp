@@ -29,6 +29,11 @@ void require_valid_sample(const SampleOptions& options) {
     SHARD_REQUIRE(token >= 0 && token < model.vocab(), "sample", "token {} of the prompt is none of the model's {}", token,
                   model.vocab());
   SHARD_REQUIRE(options.length >= 0, "sample", "--length must not be negative, got {}", options.length);
+  const int64_t seen = std::ssize(options.prompt) + options.length - 1;
+  SHARD_REQUIRE(!options.saved.are_weights || seen <= model.positions(), "sample",
+                "the prompt and --length {} come to {} tokens of context, and the model of {} attends within {}: beyond them "
+                "each token would be drawn from other tokens than its package draws it from. Ask for fewer",
+                options.length, seen, options.saved.folder, model.positions());
   SHARD_REQUIRE(options.temperature >= 0 && std::isfinite(options.temperature), "sample",
                 "--temperature must be 0 or above, got {}", options.temperature);
   SHARD_REQUIRE(options.top_k >= 0, "sample", "--top-k must be at least 1, or 0 for all, got {}", options.top_k);

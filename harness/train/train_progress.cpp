@@ -143,8 +143,8 @@ TrainJson::TrainJson(const std::string& path, int64_t first) : file_(open_report
 
 void TrainJson::line(const std::string& text) {
   if (!file_) return;
-  fmt::print(file_.get(), "{}\n", text);
-  std::fflush(file_.get());
+  const bool written = std::fputs((text + '\n').c_str(), file_.get()) >= 0 && std::fflush(file_.get()) == 0;
+  SHARD_REQUIRE(written, "json", "writing a line of --json failed: {}", std::strerror(errno));
 }
 
 void TrainJson::run(const std::string& description, const TrainingData& data, const TrainOptions& options) {

@@ -85,6 +85,14 @@ TEST(Launch, each_launchers_variables_say_rank_and_world) {
   EXPECT_EQ((std::vector{slurm.rank, slurm.world}), (std::vector<int64_t>{2, 6}));
 }
 
+TEST(Launch, the_rank_of_a_launcher_that_is_not_known_is_refused_unless_another_says_it) {
+  for (const char* name : {"MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE",
+                           "FLUX_TASK_RANK", "HOROVOD_RANK"}) {
+    expect_says(refusal([&] { read_launch(environment({{name, "1"}})); }), {name, "not known", "unset"});
+    EXPECT_EQ(read_launch(environment(together(kMpirun, {{name, "1"}}))).launcher, Launcher::mpirun) << name;
+  }
+}
+
 TEST(Launch, an_environment_set_by_half_is_refused_naming_what_is_missing) {
   for (const Variables& whole : {kMpirun, kTorchrun, kSlurm, kPmi})
     for (const auto& [name, value] : whole) {

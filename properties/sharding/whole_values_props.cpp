@@ -105,10 +105,33 @@ TEST(WholeValues, of_other_names_on_one_rank_are_refused_on_every_rank) {
     const Values both = values_like(before, 1), one{{"bias", both.at("bias")}};
     const Values& given = world->rank() == 0 ? both : one;
     expect_error([&] { sharded.write_parameters(given); },
-                 {"write_parameters: rank 0 passes values of 2 names", "rank 1 of 1"});
+                 {"write_parameters: rank 0 passes 2 names", "and rank 1 1 names"});
     expect_equal(sharded.gather_main_parameters(), before, "after a refusal");
     expect_error([&] { optimizer.write_state(world->rank() == 0 ? "momentum_buffer" : "exp_avg", both); },
                  {"no state called 'exp_avg'", "rank 1"});
+  });
+}
+
+// A file that rank 0 alone has read would be written in pieces of two models.
+TEST(WholeValues, that_differ_between_ranks_are_refused_on_every_rank) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    torch::nn::Linear linear(3, 4);
+    Sharded sharded = sharded_linear(linear, world);
+    const Values before = sharded.gather_main_parameters();
+    expect_error([&] { sharded.write_parameters(values_like(before, world->rank() + 1)); },
+                 {"write_parameters: rank 0 passes 2 names", "their values", "and rank 1 2 names", "whole values on every rank"});
+    expect_equal(sharded.gather_main_parameters(), before, "after a refusal");
+  });
+}
+
+TEST(WholeValues, too_large_for_the_models_dtype_are_refused) {
+  run_threads(2, [](std::shared_ptr<Comm> world) {
+    torch::nn::Linear linear(3, 4);
+    linear->to(at::kHalf);
+    Sharded sharded = sharded_linear(linear, world);
+    expect_error([&] { sharded.write_parameters({{"bias", at::full({4}, 1e6)}}); }, {"bias", "4 of its values", "float16", "1e+06"});
+    sharded.write_parameters({{"bias", at::full({4}, 1e3)}});
+    EXPECT_EQ(sharded.gather_main_parameters().at("bias").sum().item<double>(), 4e3);
   });
 }
 

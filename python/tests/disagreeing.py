@@ -85,6 +85,27 @@ def clipped(comm):
     loss_of(model, batch(1)).backward()
 
 
+def run_apart(units, left_out):
+    """Ranks run forwards of equal units that the others do not: of a batch that is left out, or to evaluate alone."""
+
+    def run(comm):
+        with shardproof.seeded(0):
+            model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(units)])
+        sharded = shardproof.fully_shard(model, comm, units=[nn.Linear])
+        optimizer = shardproof.sgd(sharded)
+        for step in range(4):
+            loss = model(torch.ones(2, 16)).square().mean()
+            if left_out and (step, comm.rank) in ((1, 1), (2, 0)):
+                continue
+            loss.backward()
+            optimizer.step()
+            if not left_out and step == comm.rank:
+                with torch.no_grad():
+                    model(torch.ones(2, 16))
+
+    return run
+
+
 # Of each: what runs, and words of the error, in this order.
 CASES = {
     "strategy": (option("strategy", "zero2"), ["option strategy", "zero3", "rank 0", "zero2", "rank 1"]),
@@ -152,9 +173,16 @@ CASES = {
 }
 
 
+# Of ranks whose backend sees data alone.
+BY_DATA = {
+    "a batch left out": (run_apart(3, True), ["gathers of units", "on rank 0", "on rank 1", "a batch is left out"]),
+    "evaluation alone": (run_apart(2, False), ["gathers of units", "on rank 0", "on rank 1", "also to evaluate"]),
+}
+
+
 def run(name, comm):
     """The error of this rank, checked; for ranks that are processes."""
-    body, words = CASES[name]
+    body, _ = {**CASES, **BY_DATA}[name]
     try:
         body(comm)
     except RuntimeError as error:  # a backward hands on no other
@@ -165,7 +193,7 @@ def run(name, comm):
 
 def check(name, text):
     at = 0
-    for word in CASES[name][1]:
+    for word in {**CASES, **BY_DATA}[name][1]:
         found = text.find(word, at)
         assert found >= 0, f"{name}: '{word}' is missing, or comes too early, in: {text}"
         at = found + len(word)

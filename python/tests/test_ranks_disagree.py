@@ -76,6 +76,7 @@ def test_equal_ranks_are_told_nothing_whatever_they_freeze_and_clip():
 
 
 OVER_PROCESSES = ["strategy", "order", "microbatches", "later microbatches", "freeze", "rate", "a step more"]
+OVER_PROCESSES += disagreeing.BY_DATA
 
 
 @pytest.mark.parametrize("name", OVER_PROCESSES)

@@ -447,3 +447,30 @@ def test_the_norm_counts_every_element_once():
     total = [(a + b + c) / 3 for a, b, c in zip(*gradients)]
     expected = exact_norm(total)
     assert shardproof.run_threads(3, body) == [expected] * 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_evaluation_and_training_in_one_autocast_are_those_of_plain_pytorch(strategy):
+    """A weight that the evaluation has rounded has no graph."""
+
+    def trained(model, step_of):
+        for step in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                with torch.no_grad():
+                    loss_of(model, batch(step))
+                loss = loss_of(model, batch(step))
+            loss.backward()
+            step_of()
+
+    torch.manual_seed(0)
+    plain = Net()
+
+    def body(comm):
+        model = shardproof.fully_shard(copy.deepcopy(plain), comm, strategy=strategy, units=[Block])
+        trained(model.module, shardproof.torch_optimizer(torch.optim.SGD, model, lr=0.1).step)
+        return model.gather_main_parameters()
+
+    sharded = shardproof.run_threads(1, body)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    trained(plain, lambda: (optimizer.step(), optimizer.zero_grad()))
+    assert_same_bits(sharded, dict(plain.named_parameters()))

@@ -85,16 +85,6 @@ std::string write_on_rank_0(StagedFolder& folder, Sharded& sharded, const FilePl
 
 }  // namespace
 
-at::Tensor rounded_weight(const std::string& name, const at::Tensor& values, Dtype dtype) {
-  const at::Tensor rounded = values.to(dtype);
-  if (rounded.numel() == 0 || !at::isFloatingType(dtype)) return rounded;
-  const at::Tensor lost = at::isfinite(values).logical_and(at::isfinite(rounded).logical_not());
-  SHARD_REQUIRE(!lost.any().item<bool>(), "checkpoint",
-                "{}: {} of its values are too large for {}, such as {}, and would be infinite. Choose another dtype", name,
-                lost.sum().item<int64_t>(), dtype_name(dtype), values.masked_select(lost)[0].item<double>());
-  return rounded;
-}
-
 void save_weights(const std::string& directory, Sharded& sharded, const SaveWeightsOptions& options) {
   const at::NoGradGuard no_grad;
   Sharded::Impl& state = sharded.impl();

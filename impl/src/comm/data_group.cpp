@@ -7,14 +7,11 @@
 #include <vector>
 
 #include "base/counter_random.h"
+#include "comm/digest.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
-namespace {
 
-constexpr int64_t kDimsMax = 16;
-
-// Of the bits in row-major order: an element counts by what it is and where.
 uint64_t digest_of(const at::Tensor& tensor) {
   const at::Tensor values = tensor.detach().to(at::kCPU).contiguous();
   const auto* bytes = static_cast<const std::byte*>(values.const_data_ptr());
@@ -27,6 +24,10 @@ uint64_t digest_of(const at::Tensor& tensor) {
   }
   return digest;
 }
+
+namespace {
+
+constexpr int64_t kDimsMax = 16;
 
 // dtype, dims and sizes.
 at::Tensor description_of(const at::Tensor& tensor) {

@@ -206,7 +206,15 @@ Launch read_launch(const Environment& environment) {
       "own tasks, so that nothing says how many ranks there are. Use mpirun, or a job of one component. For a step in "
       "one component alone, unset SLURM_HET_SIZE",
       components ? components : "");
-  return inner ? inner->launch : Launch{};
+  if (inner) return inner->launch;
+  for (const char* name : {"MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE",
+                           "FLUX_TASK_RANK", "HOROVOD_RANK"})
+    SHARD_REQUIRE(!set_value(environment, name), "launch",
+                  "{}={}: a launcher that is not known here started this process, and each rank would train alone. Use mpirun, "
+                  "srun or torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT yourself. Where this "
+                  "process is alone, unset {}",
+                  name, environment(name), name);
+  return Launch{};
 }
 
 std::vector<std::string> mpirun_command(int64_t ranks, const std::vector<std::string>& arguments, bool is_root) {

@@ -167,8 +167,8 @@ void BucketParameters::require_own() const {
                 label_, layout_.rank(), first_name());
 }
 
-void BucketParameters::start_unshard() {
-  if (residency_ != Residency::sharded && residency_ != Residency::kept) return;
+bool BucketParameters::start_unshard() {
+  if (residency_ != Residency::sharded && residency_ != Residency::kept) return false;
   require_own();
   const std::string which = frees_compute() || side_by_side() ? occasion("gather") : "";
   const CallLabel label(label_, which);
@@ -178,10 +178,11 @@ void BucketParameters::start_unshard() {
     await_updated();  // neighbours that pass the barrier read what this gather brings
     unshard_work_ = comms_->along(layout_.unshard().axes).barrier();
   }
-  if (!frees_compute()) return;
+  if (!frees_compute()) return false;
   Comm& group = kept_.defined() ? *kept_group_ : comms_->along(layout_.unshard().axes);
   restore_storage(compute_, *memory_, MemoryKind::gathered, kept_.defined() ? nullptr : &group);
   unshard_work_ = group.all_gather(compute_, kept_.defined() ? kept_ : parameter_);
+  return group.size() > 1;
 }
 
 void BucketParameters::finish_unshard() {

@@ -39,8 +39,9 @@ class BucketParameters : private BucketPart {
   // Before main() is written: waits until no rank reads the parameters of this step any more. Collective.
   void begin_update();
 
-  // The whole bucket, gathered. `start` allocates and returns at once. Nothing when already there.
-  void start_unshard();
+  // The whole bucket, gathered. `start` allocates and returns at once. Nothing when already there. Returns whether other ranks
+  // have to gather, too.
+  bool start_unshard();
   void finish_unshard();
   // Releases the memory of `compute` while autograd keeps aliases of it, and makes the module's parameters unreadable. Throws
   // Error while a gather is in flight.

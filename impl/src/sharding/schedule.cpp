@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "base/counter_random.h"
 #include "shardproof/base/check.h"
 
 namespace shardproof {
@@ -193,6 +194,7 @@ void Schedule::begin_comparison() {
   facts_ = {{"backward under way",
              fmt::format("step {}, reduction {}, {}{}", current_step(), ++reductions_,
                          last_microbatch_ ? "the last of this step" : "with others to follow", progress_->last)}};
+  facts_.emplace_back("gathers of units before this backward's first sum", gathered_.text());
   for (const Bucket* bucket : buckets_)
     for (size_t i = 0; i < bucket->views().size(); ++i)
       if (!bucket->views()[i].requires_grad()) facts_.emplace_back(bucket->layout().members()[i].name, "frozen");
@@ -200,12 +202,18 @@ void Schedule::begin_comparison() {
   comparison_ = options_.compares->all_reduce(hashes_, Reduce::max);
 }
 
+// A rank that runs a forward alone meets the gathers of other units, or of others' backwards.
+void Schedule::gathers(const std::string& unit) {
+  gathered_ = {gathered_.count + 1, counter_mix(gathered_.order ^ std::hash<std::string>{}(unit)), unit};
+}
+
 void Schedule::end_comparison() {
   if (!hashes_.defined()) return;
   comparison_.wait();
   if (!differ(std::exchange(hashes_, at::Tensor()))) return;
   throw_difference(*options_.compares, facts_, "schedule",
-                   "All ranks take the same steps, each with as many microbatches, and freeze the same parameters");
+                   "All ranks take the same steps, each with as many microbatches, run the same units forward in the same order, "
+                   "also to evaluate or where a batch is left out, and freeze the same parameters");
 }
 
 void Schedule::require_recomputed_entered() const {

@@ -23,6 +23,8 @@
 //   interrupted  zero_gradients                             outside: what was started in common is awaited, the rest dropped
 #pragma once
 
+#include <fmt/format.h>
+
 #include <deque>
 #include <functional>
 #include <memory>
@@ -97,6 +99,7 @@ class Schedule final : public UnitEvents {
     if (!delayed_) start_ready_reduces();
   }
   void before_wait() override;
+  void gathers(const std::string& unit) override;
   void gather_ahead(const std::vector<Unit*>& units) override;
 
  private:
@@ -134,6 +137,13 @@ class Schedule final : public UnitEvents {
   std::vector<OpenCall> kept_calls_;  // those before it, when it keeps its graph for another backward
   int64_t reductions_ = 0;     // backwards of this step that reduced
   Facts facts_;                // of this rank's backward, while they are compared
+  struct Gathered {
+    int64_t count = 0;
+    uint64_t order = 0;  // a hash of the units' names in their order
+    std::string last = "";
+    std::string text() const { return fmt::format("{}, the last of '{}', in the order {:016x}", count, last, order); }
+  };
+  Gathered gathered_;  // in which other ranks took part
   at::Tensor hashes_;
   Work comparison_;
   Phase phase_ = Phase::outside;  // never `interrupted`, which `phase` finds out

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -177,6 +178,8 @@ void Unit::after_forward(const torch::nn::Module& module) {
     end_span(forward_spans_.back());
     forward_spans_.pop_back();
   }
+  // What autocast has rounded without a graph would be found by a forward that needs one.
+  if (!c10::GradMode::is_enabled()) at::autocast::clear_cache();
   ran_.insert(&module);
   if (ran_.size() < modules_) return;
   ran_.clear();
@@ -194,7 +197,8 @@ void Unit::reshard_after_forward() {
 }
 
 void Unit::start_unshard() {
-  for (const auto& bucket : buckets_) bucket->parameters.start_unshard();
+  for (const auto& bucket : buckets_)
+    if (bucket->parameters.start_unshard()) schedule_.gathers(name_);
 }
 
 void Unit::finish_unshard() {

@@ -6,9 +6,12 @@
 #include <functional>
 #include <map>
 
+#include "base/counter_random.h"
+#include "comm/digest.h"
 #include "sharding/sharded_impl.h"
 #include "shardproof/base/check.h"
 #include "shardproof/base/nearest.h"
+#include "shardproof/base/rounded_weight.h"
 #include "shardproof/comm/agree.h"
 #include "shardproof/comm/redistribute.h"
 
@@ -75,18 +78,24 @@ void require_fits(const char* where, const std::string& name, const at::Tensor& 
                 value.defined() ? fmt::format("{}", fmt::join(value.sizes(), ",")) : "no tensor");
   SHARD_REQUIRE(value.is_floating_point(), "fully_shard", "{}: the whole value of {} must be of floating point, got {}", where,
                 name, c10::toString(value.scalar_type()));
+  if (value.scalar_type() != shard.data.scalar_type()) rounded_weight(name, value.detach(), shard.data.scalar_type());
 }
 
-// A name that some rank leaves out would be written in part. Names are compared by a hash, since there may be very many.
-void require_same_names(Comm& world, const char* where, const std::map<std::string, at::Tensor>& values) {
+// A name that some rank leaves out would be written in part, and a value that only some ranks have read in pieces of both. What
+// ranks pass is compared by hashes.
+void require_same_values(Comm& world, const char* where, const std::map<std::string, at::Tensor>& values) {
   std::string names;
-  for (const auto& [name, value] : values) names += name + '\n';
-  const std::vector<std::string> given =
-      gather_texts(world, fmt::format("{} names ({:016x})", values.size(), std::hash<std::string>{}(names)));
+  uint64_t digest = 0;
+  for (const auto& [name, value] : values) {
+    names += name + '\n';
+    digest = counter_mix(digest ^ digest_of(value));
+  }
+  const std::vector<std::string> given = gather_texts(
+      world, fmt::format("{} names ({:016x}), their values {:016x}", values.size(), std::hash<std::string>{}(names), digest));
   for (int64_t rank = 1; rank < world.size(); ++rank)
     SHARD_REQUIRE(given[static_cast<size_t>(rank)] == given[0], "fully_shard",
-                  "{}: rank 0 passes values of {}, and rank {} of {}. Pass the same names on every rank", where, given[0], rank,
-                  given[static_cast<size_t>(rank)]);
+                  "{}: rank 0 passes {}, and rank {} {}. Pass the same names and whole values on every rank", where, given[0],
+                  rank, given[static_cast<size_t>(rank)]);
 }
 
 }  // namespace
@@ -104,7 +113,7 @@ void Sharded::Impl::write(const char* where, const std::vector<Shard>& shards,
     }
   };
   agree(comms->world(), error_of(match));
-  require_same_names(comms->world(), where, values);
+  require_same_values(comms->world(), where, values);
   finish_reads();
   const at::NoGradGuard no_grad;
   for (const Shard& shard : shards) {

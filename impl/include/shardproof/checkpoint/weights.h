@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "shardproof/base/rounded_weight.h"
 #include "shardproof/checkpoint/format/file_system.h"
 #include "shardproof/checkpoint/format/weight_names.h"
 #include "shardproof/checkpoint/format/weights_file.h"
@@ -61,9 +62,5 @@ struct SaveWeightsOptions {
 // whole and durable; when the save fails it is not there at all. Each rank holds one whole tensor of the file at a time, and
 // rank 0 writes.
 void save_weights(const std::string& folder, Sharded& sharded, const SaveWeightsOptions& options = {});
-
-// The values in the dtype, as both functions round them. Throws Error, which says `name`, where a finite number would be
-// infinite.
-at::Tensor rounded_weight(const std::string& name, const at::Tensor& values, Dtype dtype);
 
 }  // namespace shardproof::checkpoint
