@@ -1,6 +1,6 @@
 # What is built names no folder of this machine, so that it runs elsewhere out of one folder. Three links in that folder say
-# where the rest is: `env`, an environment of Python; `packages`, the packages that have torch; `source`, this tree. ci/gpu makes
-# them.
+# where the rest is: `env`, an environment of Python; `packages`, the packages that have torch; `source`, this tree. ci/gpu
+# makes them.
 set(SHARDPROOF_AT_VENV env)
 set(SHARDPROOF_AT_SOURCE source)
 set(SHARDPROOF_AT_BUILD .)

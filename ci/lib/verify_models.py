@@ -17,7 +17,8 @@ def models():
     qwen = dict(llama, head_dim=8)
     gpt2 = dict(SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     return {"Llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**llama)),
-            "GPT-2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2)), "Qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**qwen))}
+            "GPT-2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2)),
+            "Qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**qwen))}
 
 
 def main():

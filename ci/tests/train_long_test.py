@@ -22,7 +22,8 @@ class TrainLong(TrainingRuns):
         with open(report + ".log", "w", encoding="utf-8") as log:
             process = subprocess.Popen(  # pylint: disable=consider-using-with
                 [SHARDPROOF, "train", "--data", sysconfig.get_paths()["stdlib"], "--model", MODEL, "--seq", "32",
-                 "--global-batch", "8", "--microbatch", "2", "--arithmetic", "canonical", "--shuffle", "--validation-part", "0.001", "--validation-sequences", "8",
+                 "--global-batch", "8", "--microbatch", "2", "--arithmetic", "canonical", "--shuffle",
+                 "--validation-part", "0.001", "--validation-sequences", "8",
                  "--validate-every", str(STEPS // 10), "--steps", str(STEPS), "--mesh", mesh, "--strategy", strategy,
                  "--checkpoint-dir", folder, "--save-every", str(STEPS // 20), "--keep", "2", "--json", report, *more],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT)

@@ -324,6 +324,7 @@ int compete(Arguments& a) {
   std::ofstream trace, drawing;
   if (!a.trace.empty()) trace = opened(a.trace, "trace");  // before the rounds, which take minutes
   if (!a.plot.empty()) drawing = opened(a.plot, "plot");
+  if (!a.task.profile.empty()) opened(a.task.profile, "profile");
   std::string folder = (std::filesystem::temp_directory_path() / "shardproof_bench_XXXXXX").string();
   SHARD_REQUIRE(mkdtemp(folder.data()), "bench", "cannot make a folder in {}", std::filesystem::temp_directory_path().string());
   const std::shared_ptr<void> removed(nullptr, [folder](void*) { std::filesystem::remove_all(folder); });

@@ -40,8 +40,9 @@ std::map<std::string, std::string> commands(const Arguments& a) {
                                std::filesystem::read_symlink("/proc/self/exe").string(), a.task.repeats, sizes)},
           {"raw", fmt::format("{} '{}' {} {}", mpirun(a), beside_program(SHARDPROOF_RAW_MPI).string(), a.task.repeats,
                               sizes)},
-          {"gloo", fmt::format("'{}/bin/python' '{}/bench/peers/collectives_peer.py' {} {} {}", beside_program(SHARDPROOF_VENV).string(),
-                               beside_program(SHARDPROOF_SOURCE).string(), a.ranks, a.task.repeats, sizes)}};
+          {"gloo", fmt::format("'{}/bin/python' '{}/bench/peers/collectives_peer.py' {} {} {}",
+                               beside_program(SHARDPROOF_VENV).string(), beside_program(SHARDPROOF_SOURCE).string(), a.ranks,
+                               a.task.repeats, sizes)}};
 }
 
 using Times = std::map<std::string, std::vector<double>>;  // by contestant: the median of each round

@@ -70,7 +70,7 @@ void add_model_options(CLI::App& app, TrainArguments& a) {
 
 void add_data_options(CLI::App& app, TrainArguments& a) {
   app.add_option("--data", a.data.paths,
-                 "text files and folders to train on; by default 1 MiB of plain sentences and sums that the program makes. With "
+                 "text files and folders to train on; by default 1 MiB of sentences and sums that the program makes. With "
                  "--token-type files of tokens, and folders of .bin files");
   app.add_option("--token-type", a.token_type,
                  "what a token is in the files: uint8 (text, the default), uint16 or uint32, without a header");
