@@ -60,7 +60,7 @@ class Session:
         return self.work("json", stage.name + ".jsonl")
 
     def say(self, text):
-        print(f"[gpu {time.monotonic() - self.begun:5.0f}s] {text}", flush=True)
+        print(f"[gpu {time.monotonic() - self.begun:5.0f}s] {text}\n", end="", flush=True)  # one write, by any thread
 
     def note(self, text):
         self.say(text)
@@ -69,11 +69,21 @@ class Session:
     def run(self, stages):
         self.find_machine()
         for alone, group in itertools.groupby(self.in_order(stages), key=lambda stage: stage.alone):
-            with concurrent.futures.ThreadPoolExecutor(1 if alone else lanes()) as pool:
-                for done in [pool.submit(self.run_and_save, stage, stages) for stage in group]:
-                    done.result()
+            self.run_group(list(group), 1 if alone else lanes(), stages)
         self.save(stages)
         return self.verdict(stages)
+
+    def run_group(self, group, width, stages):
+        """So many at a time. Who interrupts this ends the commands too."""
+        with concurrent.futures.ThreadPoolExecutor(width) as pool:
+            try:
+                for done in [pool.submit(self.run_and_save, stage, stages) for stage in group]:
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(execute.running):
+                    execute.end_group(process)
+                raise
 
     def run_and_save(self, stage, stages):
         result = self.run_stage(stage)

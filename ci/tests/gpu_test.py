@@ -5,13 +5,16 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 import unittest
 import zipfile
 from contextlib import redirect_stdout
+from unittest import mock
 
 from scratch import ScratchCase
 
@@ -77,6 +80,17 @@ class Gpu(ScratchCase):
         self.assertEqual((code, status), (1, {"long": "timed out", "next": "passed"}))
         time.sleep(max(0.0, begin + 4 - time.monotonic()))
         self.assertFalse(os.path.exists(self.path("late")))
+
+    def test_an_interrupt_ends_all_stages_that_run_side_by_side(self):
+        def long(name):
+            return self.stage(name, "sleep 60", alone=False)
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with self.assertRaises(KeyboardInterrupt), mock.patch.object(session, "lanes", lambda: 2):
+            self.run_stages(long("left"), long("right"), long("never"))
+        self.assertLess(time.monotonic() - begin, 30)
+        self.assertEqual(sorted(self.ran()), ["left", "right"])
+        self.assertEqual(execute.running, set())
 
     def test_a_stage_for_which_too_little_time_is_left_runs_when_the_next_call_continues(self):
         def stage(least):
