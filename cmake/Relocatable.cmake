@@ -1,18 +1,10 @@
 # What is built names no folder of this machine, so that it runs elsewhere out of one folder. Three links in that folder say
 # where the rest is: `env`, an environment of Python; `packages`, the packages that have torch; `source`, this tree. ci/gpu
-# makes them.
+# makes them. What is left are names of sources in messages (__FILE__), which ci/prebuilt shortens: -ffile-prefix-map would
+# keep a build from what ccache has of other builds, and they are most of its time.
 set(SHARDPROOF_AT_VENV env)
 set(SHARDPROOF_AT_SOURCE source)
 set(SHARDPROOF_AT_BUILD .)
-
-# ccache makes paths relative as it is (Options.cmake), and so what it kept of other builds serves this one.
-find_program(SHARDPROOF_CCACHE ccache)
-if(NOT SHARDPROOF_CCACHE)
-  # The last one that fits is taken.
-  foreach(_folder "${CMAKE_SOURCE_DIR}=." "${SHARDPROOF_VENV}=env" "${CMAKE_BINARY_DIR}=build")
-    add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-ffile-prefix-map=${_folder}>")
-  endforeach()
-endif()
 
 # Programs lie in the folder itself, and modules of Python two folders below it.
 set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)

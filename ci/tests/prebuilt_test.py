@@ -128,6 +128,14 @@ class Prebuilt(ScratchCase):
         self.assertLessEqual({ROOT, os.path.realpath(ROOT), self.path("build")},
                              ci_prebuilt.names_of_this_machine(self.path("build")))
 
+    def test_names_of_sources_in_programs_keep_their_length_and_lose_their_folder(self):
+        content = b"\0/src/a.cpp\0impl/src/b.cpp\0/other/tree/c.h\0/usr/include/d.h\0see /src/e\0/src/folder\0"
+        shown = ci_prebuilt.without_folders(content)
+        self.assertEqual(shown, b"\0.////a.cpp\0impl/src/b.cpp\0.///////////c.h\0/usr/include/d.h\0see /src/e\0/src/folder\0")
+        write(self.path("archive/program"), shown.decode())
+        with self.assertRaisesRegex(Trouble, "^program names a folder of this machine: /src/e$"):
+            ci_prebuilt.require_movable(self.path("archive"), ["/src"])
+
     def test_an_archive_is_the_same_for_the_same_files_and_one_of_more_than_12_mib_is_refused(self):
         contents = []
         for _ in range(2):
