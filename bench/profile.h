@@ -7,6 +7,9 @@
 
 namespace bench {
 
+// Before the first Profile, and on the process' first thread, as Kineto wants it.
+void prepare_profile(c10::Device device);
+
 class Profile {
  public:
   // Of the calling thread, of backwards that it starts, and of the device. Kernels are seen where LibTorch has CUPTI.

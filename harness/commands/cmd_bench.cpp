@@ -45,7 +45,7 @@ struct Arguments {
   std::string against = "single", model = "gpt33m", precision = "fp32", mesh, worker, data, machine, json, plot, trace, spans;
   int64_t ranks = 2;
   bench::Task task;
-  bool profiles = false;  // this process is after the rounds
+  bool profiles = false;  // the rounds are over, and one step gets a profile
   int64_t rounds = 3;
   Launched launched;
   bool over_processes() const { return launched.options.backend != "threads"; }
@@ -287,6 +287,7 @@ void write_trace(Arguments a, const std::string& folder, std::ofstream& file) {
 // As write_trace. The worker writes the file.
 void write_profile(Arguments a) {
   a.profiles = true;
+  a.task.host_pool = false;  // its memory is not LibTorch's, whose allocations a profile has
   a.task.steps = std::min(a.task.steps, kStepsOfTrace);
   run_process(command_of(a, "ours"), "ours");
   fmt::print("{}: operators, kernels and memory of a step of {}; open it in ui.perfetto.dev or chrome://tracing\n",
