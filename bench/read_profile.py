@@ -27,7 +27,7 @@ def on_gpu(event):
 
 
 def memory(events):
-    """The largest allocation in each of POINTS parts of the step: of the GPU, or of the host where no GPU allocates."""
+    """The most that was in use in each of POINTS parts of the step: on the GPU, or on the host where no GPU allocates."""
     events = [event for event in events if on_gpu(event)] or events
     if not events:
         return ["memory: no allocations"]
@@ -49,9 +49,11 @@ def memory(events):
 def page(trace):
     events = trace["traceEvents"]
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    lines = table([event for event in timed if event.get("cat") in KERNELS], "kernels and copies on the device")
+    lines = memory([event for event in events if event.get("name") == "[memory]"])
     lines += table([event for event in timed if event.get("cat") in HOST], "calls of the host")
-    return lines + memory([event for event in events if event.get("name") == "[memory]"])
+    kernels = [event for event in timed if event.get("cat") in KERNELS]
+    lines += table(kernels, "kernels and copies on the device")
+    return lines + [f"{sum(event['dur'] for event in kernels) / 1e3:.1f} ms of kernels; {lines[0].split(';')[0]}"]
 
 
 def main(paths):

@@ -109,14 +109,17 @@ class Gpu(ScratchCase):
 
     def test_the_summary_names_every_stage_and_its_figures(self):
         figure = json.dumps({"type": "kernel", "kernel": "adamw", "gb_per_s_median": 2400.0, "share_of_copy_median": 0.87})
-        file = write(self.path("figure"), figure)
+        saves = [{"type": "bench_checkpoint", "timed": "save", "ours_ms": [4.0], "pytorch_ms": [9.0]},
+                 {"type": "bench_checkpoint", "timed": "step_with_save", "ours_ms": [7.0]}]
+        file = write(self.path("figure"), "\n".join([figure, *map(json.dumps, saves)]))
         self.run_stages(self.stage("bench", f"cp {file} {{json}}", json=True), self.stage("broken", "echo why; false"),
                         self.stage("build", "echo 'x.h:4: fatal error: y.h: No such file | or so'; echo stopped; false"))
         with open(self.path("out/summary.md"), encoding="utf-8") as file:
             page = file.read()
         for text in ("| bench: Title | **passed** |", "| broken: Title | **failed** |", "exit code 1: why",
                      "x.h:4: fatal error: y.h: No such file \\| or so |",
-                     "adamw: 2400 GB/s, 0.87 of a copy"):
+                     "adamw: 2400 GB/s, 0.87 of a copy", "checkpoint, save: 4 ms, PyTorch 9 ms\n",
+                     "checkpoint, step_with_save: 7 ms\n"):
             self.assertIn(text, page)
 
     def test_stages_that_judge_run_side_by_side_and_those_that_time_run_alone(self):
