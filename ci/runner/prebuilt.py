@@ -35,7 +35,7 @@ def take(archive, target, root, said):
     try:
         folder = archives.unpack(archive, target, KIND)
     except Trouble as trouble:
-        return None, str(trouble)
+        return None, " ".join(str(trouble).split())  # tarfile says several lines
     link(os.path.dirname(said["torch"]), os.path.join(folder, "packages"))
     link(root, os.path.join(folder, "source"))
     reason = why_not(folder, said)

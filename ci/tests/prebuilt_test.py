@@ -89,9 +89,10 @@ class Prebuilt(ScratchCase):
         with self.assertRaisesRegex(Trouble, "there is no cmake"), redirect_stdout(out):
             with mock.patch.dict(os.environ, {"SHARDPROOF_PYTHON": self.python(**more), "PATH": self.path("empty")}):
                 self.session(archive, **more).find_machine()
-        said = [line for line in out.getvalue().splitlines() if "does not load here, so this builds" in line]
-        self.assertEqual(len(said), 1, out.getvalue())
-        return said[0]
+        machine, said = out.getvalue().splitlines()
+        self.assertIn("torch 2.11.0+cu130 of ", machine)
+        self.assertIn(f"{archive} does not load here, so this builds: ", said)
+        return said
 
     def test_one_line_says_why_an_archive_does_not_load_and_then_it_builds(self):
         self.assertIn("no modules for Python 3.9, only for 3.12, 3.13",
@@ -105,6 +106,7 @@ class Prebuilt(ScratchCase):
         with open(archive, "r+b") as file:
             file.truncate(os.path.getsize(archive) // 2)
         self.assertIn("damaged", self.reason(archive))
+        self.assertIn("is no prebuilt, or a damaged one", self.reason(write(self.path("garbage"), "garbage")))
         self.assertIn("cannot read", self.reason(self.path("none.tar.xz")))
 
     def test_tests_and_programs_find_what_they_need_by_links(self):
